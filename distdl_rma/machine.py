@@ -19,7 +19,7 @@ from distdl_rma.errors import ClosedError, ConfigurationError, PartitionError
 from distdl_rma.geometry.distribution import Distribution
 from distdl_rma.geometry.partition import Partition, integers
 from distdl_rma.segments.collectives.group import Group
-from distdl_rma.segments.collectives.settling import settled
+from distdl_rma.segments.collectives.settling import raise_together
 from distdl_rma.segments.manager import SegmentManager
 from distdl_rma.segments.memory.context import SharedByCopies
 from distdl_rma.segments.options import DEFAULT_TIMEOUT, chosen_timeout
@@ -277,10 +277,10 @@ class Machine(SharedByCopies):
         drop what they keep of each other for later calls, and the machine can be used further; if some do not
         come within seconds, it is lost. The end of the error's message says which.
         """
-        # One that comes through calls within calls is settled by the innermost.
+        # One that comes through calls within calls is raise_together by the innermost.
         if self.closed or says_state(error):
             return
-        if settled(self.segments, error, self.ranks if ranks is None else ranks):
+        if raise_together(self.segments, error, self.ranks if ranks is None else ranks):
             for forget in self.forgets:
                 forget()
 
@@ -309,7 +309,7 @@ class Machine(SharedByCopies):
         # Closing is collective: only if every rank gets here. A forked process is none of the ranks.
         if self.closed or MPI.Is_finalized() or os.getpid() != self._process:
             return
-        if self.segments.gather_at_exit(say_once):
+        if self.segments.meet_at_exit(say_once):
             self.close()
         self.segments.stop()
         if not self.closed:

@@ -44,20 +44,17 @@ all of, every function of torch is allowed. `distdl_rma.register(function, handl
 
 def written() -> str:
     """The page, as it should be."""
-    groups: dict[str, dict[Handler, set[str]]] = {kind: {} for kind in KINDS}
-    says: dict[Handler, str] = {}
+    groups: dict[str, dict[str, set[str]]] = {kind: {} for kind in KINDS}
     for function, rule in RULES.items():
-        if function is WITHOUT_RULE:
-            continue
-        groups[rule.kind].setdefault(rule.handler, set()).add(_short(name_of(function)))
-        says[rule.handler] = rule.says
+        if function is not WITHOUT_RULE:
+            names = groups[rule.kind].setdefault(rule.says or _first(rule.handler), set())
+            names.add(_short(name_of(function)))
     parts = [HEAD]
     for kind, title in KINDS.items():
         if not groups[kind]:
             continue
         parts.append(f"## {title}\n")
-        for handler, names in sorted(groups[kind].items(), key=lambda each: sorted(each[1])[0]):
-            text = " ".join(filter(None, [_first(handler), says[handler]]))
+        for text, names in sorted(groups[kind].items(), key=lambda each: sorted(each[1])[0]):
             shown = ", ".join(f"`{name}`" for name in sorted(names))
             parts.append(f"{textwrap.fill(text, 110)}\n\n{_filled(shown)}\n")
     return "\n".join(parts)

@@ -1,26 +1,24 @@
 """The picture of docs/architecture.md: floors, rooms and who imports whom, drawn from the imports themselves.
 
 ``python docs/house.py`` writes docs/images/architecture.svg. What is above imports from below; arrows that
-follow from others are left out.
+follow from others are left out. A folder shows how many files it has.
 """
 
 from __future__ import annotations
 
 import ast
-import textwrap
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from sheet import GREY, INK, Canvas, svg
+from sheet import INK, Canvas, svg
 
 __all__ = ["drawn", "floors", "imports"]
 
 PACKAGE = Path(__file__).parents[1] / "distdl_rma"
-LEFT, WIDTH, GAP = 12.0, 67.0, 1.2
-LINE, HEAD, BETWEEN = 1.25, 2.2, 1.6
-CHARACTERS = 1.72  # of a list of files, per unit of width
-LONGEST = 6  # rooms in a row
+LEFT, WIDTH, GAP = 14.0, 65.0, 1.2
+HEIGHT, BETWEEN = 1.6, 0.8  # of a room, and of the arrows between two rows
+LONGEST = 7  # rooms in a row
 
 Graph = dict[str, set[str]]
 
@@ -88,10 +86,6 @@ class Room:
     name: str
     files: tuple[str, ...]
 
-    def lines(self, width: float) -> list[str]:
-        """The files, as text of that width."""
-        return textwrap.wrap(", ".join(self.files), int(width * CHARACTERS), break_long_words=False)
-
 
 def floors(graph: Graph) -> dict[str, list[list[Room]]]:
     """Floors from above to below, each with rows of rooms from above to below, as far up as they can be."""
@@ -126,63 +120,41 @@ def _room(graph: Graph, floor: str, name: str) -> Room:
     )
 
 
-def _widths(row: list[Room]) -> list[float]:
-    # Names fit; folders share what is left by the length of their lists.
-    names = [[room.name + "...", *(file for file in room.files)] for room in row]
-    wanted = [max(len(words[0]) * 0.7, *(len(w) / CHARACTERS + 1 for w in words)) for words in names]
-    lengths = [sum(map(len, room.files)) for room in row]
-    spare = WIDTH - sum(wanted) - GAP * (len(row) - 1)
-    shares = [length / sum(lengths) if any(lengths) else 1 / len(row) for length in lengths]
-    return [width + spare * share for width, share in zip(wanted, shares, strict=True)]
-
-
 def _draw(graph: Graph) -> Canvas:
     plan = floors(graph)
-    heights = {floor: [_height(row) for row in rows] for floor, rows in plan.items()}
-    total = sum(sum(rows) + BETWEEN * (len(rows) + 1) + 1 for rows in heights.values()) + 6
-    canvas = Canvas(
-        total, "The house", "what is above imports from below; arrows that follow from others are left out"
+    total = sum((HEIGHT + BETWEEN) * len(rows) + BETWEEN + 0.4 for rows in plan.values()) + 6
+    more = (
+        "what is above imports from below; arrows that follow from others are left out; a number counts files"
     )
-    top, bands = 5.5, {}
+    canvas = Canvas(total, "Packages and their imports", more)
+    top = 5.5
     for floor, rows in plan.items():
-        bottom = top + sum(heights[floor]) + BETWEEN * (len(rows) + 1)
-        canvas.box(
-            (LEFT - 1, top), (WIDTH + 2, bottom - top), facecolor="#F4F4F4", edgecolor="none", zorder=0
-        )
-        canvas.text((LEFT - 2, top + BETWEEN + HEAD / 2), floor, ha="right", fontsize=10, fontweight="bold")
-        _draw_rows(canvas, rows, heights[floor], top, direct(between(graph, floor)))
-        bands[floor] = top, bottom
-        top = bottom + 1
+        height = (HEIGHT + BETWEEN) * len(rows) + BETWEEN
+        canvas.box((LEFT - 1, top), (WIDTH + 2, height), facecolor="#F4F4F4", edgecolor="none", zorder=0)
+        canvas.text((LEFT - 2, top + height / 2), floor, ha="right", fontsize=10, fontweight="bold")
+        _draw_rows(canvas, rows, top, direct(between(graph, floor)))
+        top += height + 0.4
     return canvas
 
 
-def _height(row: list[Room]) -> float:
-    texts = (room.lines(width) for room, width in zip(row, _widths(row), strict=True))
-    return HEAD + LINE * max(map(len, texts))
-
-
-def _draw_rows(
-    canvas: Canvas, rows: list[list[Room]], heights: list[float], top: float, below: Graph
-) -> None:
-    ends: dict[str, tuple[float, float, float]] = {}
-    for row, height in zip(rows, heights, strict=True):
+def _draw_rows(canvas: Canvas, rows: list[list[Room]], top: float, below: Graph) -> None:
+    ends: dict[str, tuple[float, float]] = {}
+    for row in rows:
         left, top = LEFT, top + BETWEEN
-        for room, width in zip(row, _widths(row), strict=True):
-            lines = room.lines(width)
-            size = HEAD + LINE * len(lines)
+        texts = [f"{room.name}  {len(room.files)}" if room.files else room.name for room in row]
+        spare = (WIDTH - GAP * (len(row) - 1) - sum(map(len, texts))) / len(row)
+        for room, text in zip(row, texts, strict=True):
+            width = len(text) + spare
             colour = "white" if room.files else "#E4EEF6"
-            canvas.box((left, top), (width, size), facecolor=colour, zorder=2)
-            canvas.text((left + width / 2, top + HEAD / 2), room.name, fontsize=8.5, zorder=4)
-            for n, line in enumerate(lines):
-                at = left + width / 2, top + HEAD + LINE * (n + 0.3)
-                canvas.text(at, line, fontsize=6.5, color=GREY, zorder=4)
-            ends[room.name] = left + width / 2, top, top + size
+            canvas.box((left, top), (width, HEIGHT), facecolor=colour, zorder=2)
+            canvas.text((left + width / 2, top + HEIGHT / 2), text, fontsize=8, zorder=4)
+            ends[room.name] = left + width / 2, top
             left += width + GAP
-        top += height
+        top += HEIGHT
     for upper, others in sorted(below.items()):
         for lower in sorted(others):
-            start, end = (ends[upper][0], ends[upper][2]), (ends[lower][0], ends[lower][1])
-            canvas.arrow(start, end, color=INK, linewidth=0.6, mutation_scale=6, zorder=1)
+            (x, y), end = ends[upper], ends[lower]
+            canvas.arrow((x, y + HEIGHT), end, color=INK, linewidth=0.6, mutation_scale=6, zorder=1)
 
 
 def drawn() -> str:

@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
 from distdl_rma import Machine, distribute, layers, shard
-from distdl_rma.ops.core.autograd import synchronise
+from distdl_rma.ops.core.autograd import mark_summed_later
 
 # What looks whether others are there does so as often as they are late, and looks for what it waits for.
 _WAITS = frozenset({"until", "_wait", "arrived", "advance", "flag_after", "_board_is_full"})
@@ -97,7 +97,7 @@ def steps(machine: Machine) -> Iterator[tuple[str, Callable[[], Any]]]:
     large.to_local().requires_grad_()
     # As parameters of a distributed model, whose gradients are summed at the end of the step.
     for parameter in (weight, filters, gamma, beta):
-        synchronise(parameter, by_sync=True)
+        mark_summed_later(parameter, True)
     tokens = shard(machine.partition((1, machine.size, 1)), torch.randn(2, 16, 4))
     tokens.to_local().requires_grad_()
     yield "convolution", lambda: F.conv2d(x, filters, beta, 1, 1)

@@ -165,8 +165,8 @@ def test_documented_environment_variables_are_those_of_the_source() -> None:
     }
     documented = {found for page in ALL_PAGES for found in pattern.findall(page.read_text())}
     assert documented == source
-    assert set(pattern.findall((ROOT / "README.md").read_text())) == source, (
-        "the table of the README has all of them"
+    assert set(pattern.findall((ROOT / "docs" / "clusters.md").read_text())) == source, (
+        "the page about clusters has all of them"
     )
 
 

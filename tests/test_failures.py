@@ -146,10 +146,14 @@ def test_an_error_of_one_rank_is_one_traceback_and_a_line_on_each_other():
         assert "PeerFailedError: rank 1 failed: ValueError: wrong; rank" in line
 
 
-def test_an_error_of_all_ranks_is_one_traceback_and_the_same_on_each_other():
-    lines, tracebacks, err = _printed(3, "comm.Barrier()\n" + CONV + "layer(torch.ones(1, 2, 4))\n")
-    assert tracebacks == 1 and len(lines) == 2, err
-    assert all(" by the same ShapeError as rank " in line for line in lines), err
+@pytest.mark.parametrize(
+    ("act", "kind"),
+    [("layer(torch.ones(1, 2, 4))", "ShapeError"), ("raise KeyboardInterrupt", "KeyboardInterrupt")],
+)
+def test_an_error_of_all_ranks_is_one_traceback_and_the_same_on_each_other(act, kind):
+    lines, tracebacks, err = _printed(3, f"comm.Barrier()\n{CONV}{act}\n")
+    assert tracebacks == 1 and len(lines) == 2 and "runpy" not in err, err
+    assert all(f" by the same {kind} as rank 0" in line for line in lines), err
 
 
 def test_all_tracebacks_are_there_for_who_wants_them():

@@ -53,7 +53,10 @@ def test_a_tensor_and_its_gradient_go_the_ways_of_the_page(P_world, comm):
         # A backward runs on the thread that calls it, tensors of the CPU being all there are.
         backward, _ = entered(loss.backward)
     waited = named("A notification's way")
-    for seen, heading in ((forward, "A tensor's way through a convolution"), (backward, "A gradient's way")):
+    for seen, heading in (
+        (forward, "A tensor's way through a convolution"),
+        (backward, "A gradient's way through a layer"),
+    ):
         assert seen - waited <= named(heading)
         assert named(heading) <= seen
 
@@ -71,10 +74,13 @@ def test_a_split_tensor_goes_the_way_of_the_page(P_world, comm):
 
     for _ in range(3):
         call().sum().backward()
-    seen, _ = entered(call)
-    way = named("A split tensor's way through a convolution")
-    assert seen - named("A notification's way") <= way
-    assert way <= seen
+    forward, y = entered(call)
+    backward, _ = entered(y.square().mean().backward)
+    waited = named("A notification's way")
+    ways = "A split tensor's way through a convolution", "The gradient of a split tensor"
+    for seen, heading in zip((forward, backward), ways, strict=True):
+        assert seen - waited <= named(heading)
+        assert named(heading) - waited <= seen
     model.distributed.close()
 
 

@@ -9,7 +9,7 @@ from benchmarks.scaling.plans import Cluster, Communication, Movement, Round, St
 from distdl_rma.geometry.exchange import by_peer
 from distdl_rma.segments.collectives.allreduce import all_push_is_better
 from distdl_rma.segments.collectives.between_nodes import number_of_pieces
-from distdl_rma.segments.collectives.equality_check import vote_turns
+from distdl_rma.segments.collectives.equality_check import turns_between_leaders
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class Network:
 
     def _vote(self, me: int) -> Span:
         # A board of the node, and turns between nodes.
-        turns = vote_turns(self.cluster.layout(me))
+        turns = turns_between_leaders(self.cluster.layout(me))
         messages = sum(len(turn.told) for turn in turns)
         return Span(self.near.o + messages * self.far.o, 2 * self.near.L + len(turns) * self.far.L)
 

@@ -37,31 +37,30 @@ _OVERWRITE = frozenset({"__setitem__", "copy_", "index_copy_", "scatter_", "inde
 
 
 class Check(Protocol):
-    """Something that is equal on all ranks when a call begins, and by what that is seen."""
+    """State of a rank that must be equal on all ranks when a call begins, and how ranks compare it."""
 
     # What the words are about, for messages.
     what: str
 
     def number(self) -> int:
-        """Number of this rank for the call that begins, equal on ranks where all is; local."""
+        """Hash of the state for the call that begins; ranks with equal states have equal hashes; local."""
         ...
 
     def words(self) -> Any:
-        """The same in words that JSON can carry, where the numbers of ranks differ; local."""
+        """The state itself, or a summary that JSON can carry; asked for only if hashes differ; local."""
         ...
 
     def problem(self, said: Mapping[int, Any]) -> str:
-        """What the words of all ranks say is wrong, the same text on all of them; empty if nothing is."""
+        """Error text that follows from the words of all ranks, the same on all; empty if there is none."""
         ...
 
 
 class Calls:
-    """What some ranks compare when each of their calls begins and ends; blocking, small.
+    """Comparison of ranks at the beginning and at the end of each call of a model; blocking, small.
 
-    Nobody begins a call before all others do, so what a rank sends in one call cannot be taken for part of
-    another. At its end all of them know whether they called the same functions; a rank that raises tells
-    those that do not. ``checks`` are compared at the beginning of a call: a number of all of them, and their
-    words where that number differs.
+    No rank begins a call before all others do, so a message of one call cannot be received in another. At the
+    end all ranks know whether they called the same functions; a rank that raises tells those that do not.
+    At the beginning ranks compare one hash of all ``checks``, and the words of these only if it differs.
     """
 
     def __init__(
@@ -83,10 +82,10 @@ class Calls:
         inputs: Sequence[torch.Tensor] = (),
         checked: bool = True,
     ) -> None:
-        """Begin a call; ``MismatchError`` on all ranks if facts differ, which are then described.
+        """Begin a call; ``MismatchError`` on all ranks if their facts differ, with a description of these.
 
-        So it is if a check finds a problem, or some elements of plain inputs differ, unless nothing is
-        ``checked``.
+        The same error is raised if a check finds a problem, or samples of plain inputs differ, unless
+        ``checked`` is False.
         """
         sign = 0
         if checked:

@@ -51,7 +51,7 @@ RUNNING = _Backward()
 _SHOWN = "distdl_rma block"
 # Of so many gradients so many elements are kept, and by so much of the largest they may differ.
 _KEPT, _SAMPLED, _ROUNDING = 64, 16, 1e-3
-_ROOMS = f"{Path(torch.__file__).parent}/", f"{Path(__file__).parents[1]}/"
+_LIBRARY_PATHS = f"{Path(torch.__file__).parent}/", f"{Path(__file__).parents[1]}/"
 _MEAN = (
     "a backward begins at a mean over this rank's part of a split tensor, as F.mse_loss(y.to_local(), mine)"
     " is: gradients are summed over the ranks, so they become as many times too large. Take the loss of the"
@@ -73,8 +73,8 @@ def from_split_tensor() -> Iterator[None]:
         RUNNING.depth -= 1
 
 
-def come_by_blocks(_gradient: torch.Tensor | None = None) -> None:
-    """Note that the running backward has come by what each rank has a block of."""
+def note_reached_split(_gradient: torch.Tensor | None = None) -> None:
+    """Record that the running backward has reached a split tensor."""
     if RUNNING.number != number_of_backward():
         RUNNING.number, RUNNING.behind = number_of_backward(), None
 
@@ -87,8 +87,8 @@ def show_block(block: torch.Tensor, is_part: bool) -> None:
 
 
 def warn_of_mean(gradient: torch.Tensor) -> None:
-    """As ``come_by_blocks``; warn if the backward began at a mean over this rank's part of a tensor."""
-    come_by_blocks(gradient)
+    """As ``note_reached_split``; warn if the backward began at a mean over this rank's part of a tensor."""
+    note_reached_split(gradient)
     if RUNNING.depth or not _begins_at_mean():
         return
     warn_user(_MEAN)
@@ -97,7 +97,7 @@ def warn_of_mean(gradient: torch.Tensor) -> None:
 def warn_user(message: str, category: type[Warning] = UserWarning) -> None:
     """Warn at the line of the user's that leads here, once."""
     frame: FrameType | None = sys._getframe()
-    while frame is not None and frame.f_code.co_filename.startswith(_ROOMS):
+    while frame is not None and frame.f_code.co_filename.startswith(_LIBRARY_PATHS):
         frame = frame.f_back
     if frame is not None:
         known = frame.f_globals.setdefault("__warningregistry__", {})
@@ -181,11 +181,11 @@ def _runs(node: Any) -> bool:
     return not behind or any(map(_is_in_backward, behind))
 
 
-def come_by_whole(node: Any, summed_later: Callable[[torch.Tensor], bool]) -> bool:
-    """Note that the running backward has come by all of a split tensor, at this node of its graph.
+def note_reached_full_tensor(node: Any, summed_later: Callable[[torch.Tensor], bool]) -> bool:
+    """Record that the running backward has reached the whole of a split tensor, at this node of its graph.
 
-    From now on what comes to parameters from behind it is added up, to tell it from what they get besides.
-    Returns whether the gradient that came is alike on all ranks.
+    From now on gradients that reach parameters through this node are added up, to tell them from others.
+    Returns whether the gradient at the node is identical on all ranks.
     """
     if RUNNING.depth:
         return False
@@ -231,7 +231,7 @@ def all_alike(parameter: torch.Tensor) -> bool:
     if RUNNING.number != number_of_backward():
         if not _is_own():
             return True
-        come_by_blocks()
+        note_reached_split()
     return RUNNING.behind is not None and id(parameter) not in RUNNING.behind
 
 

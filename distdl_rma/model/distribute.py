@@ -37,7 +37,7 @@ from distdl_rma.machine import Machine
 from distdl_rma.model.entering import Enter
 from distdl_rma.model.replicas import ReplicaSampler
 from distdl_rma.model.start import warn_of_start
-from distdl_rma.ops.core.autograd import ENOUGH, breaks_graph, compiles, synchronise, tracer, uncompiled
+from distdl_rma.ops.core.autograd import ENOUGH, breaks_graph, compiles, mark_summed_later, tracer, uncompiled
 from distdl_rma.split.calls import site
 from distdl_rma.split.calls.loss_origin import LOSS_ORIGIN, Backwards
 from distdl_rma.split.calls.site import TRAILS, thread_inside
@@ -116,8 +116,8 @@ class Distributed:
             ]
         if not self._synchronises:
             for parameter in model.parameters():
-                # By torch's, in a loss as well; who sums them also looks whether they are alike.
-                synchronise(parameter, True)
+                # DDP or FSDP sums these gradients, also of parameters in a loss, and compares the replicas.
+                mark_summed_later(parameter, True)
                 hold(parameter, True)
         self._modules = [(path, weakref.ref(module)) for path, module in parts]
         self._watch = watch = ModuleWatch()
@@ -201,7 +201,7 @@ class Distributed:
         model = self._model()
         if model is not None:
             for parameter in () if self._synchronises else model.parameters():
-                synchronise(parameter, False)
+                mark_summed_later(parameter, False)
                 hold(parameter, False)
             vars(model).pop(_KEY, None)
 
@@ -386,7 +386,7 @@ _NO_GRAPH = (
 
 @breaks_graph
 def _refuse_graph(*_arguments: Any) -> None:
-    # First of all: what follows a call of a model may not end modules that have begun.
+    # Runs before the other hooks: if it raises, no module is on the stack that would have to be popped.
     if found := "torch.compile" if compiles() is not None else tracer():
         raise UnsupportedError(f"{found}: {_NO_GRAPH}")
 

@@ -21,7 +21,7 @@ class Enter:
 
     def __init__(self, path: str, module: nn.Module, moves: bool, elsewhere: bool) -> None:
         self.place = path or "model", moves, elsewhere
-        # The outermost module has more hooks that are no user's.
+        # Hooks that ``distribute`` registered, before and after the forward; more than these are the user's.
         self.hooks = (1, 1) if path else (3, 2)
         self.look(module)
 

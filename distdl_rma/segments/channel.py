@@ -113,12 +113,12 @@ class Channel:
             )
         for lane in self._outgoing:
             remote, need = remotes[lane.peer], self.exchange.need_of(lane.peer)
-            lane.write_to(remote, self._buffer, self.dtype)
+            lane.bind_outgoing(remote, self._buffer, self.dtype)
             if lane.lands:
                 arena = self._manager.segment.arenas[lane.peer]
                 self._results_of[lane.peer] = ResultsOfPeer(lane, remote, arena, need, self.dtype)
         for lane in self._incoming:
-            lane.read_from(remotes[lane.peer], self._buffer, self.dtype)
+            lane.bind_incoming(remotes[lane.peer], self._buffer, self.dtype)
         self._connected = True
 
     def cut(self, x: Array) -> list[Array]:

@@ -20,9 +20,9 @@ Array = NDArray[Any]
 SLOTS = 2
 # In place of the offset of a slot: the receiver wants the data in the result itself.
 LANDS = -2
-# A large message is announced in steps: its reader begins while its writer continues. It has at least so many
-# steps, of at least and at most so many bytes: each step takes calls, whose code the copies evict from the
-# caches.
+# A large message is announced in steps: its reader begins while its writer continues. A piece above 1 MiB
+# goes in one step per MiB, but in no more than four. Above 16 MiB it goes in one step per 4 MiB. More steps
+# would cost more calls, whose code the copies evict from the caches.
 _STEPS, _STEP_NBYTES, _LARGEST_STEP_NBYTES = 4, 1 << 20, 4 << 20
 
 
@@ -64,14 +64,14 @@ class Lane:
         every = len(self.ends)
         return (epoch - 1) * every + (every if steps is None else steps)
 
-    def read_from(self, remote: RemoteBuffer, buffer: SegmentBuffer, dtype: np.dtype[Any]) -> None:
+    def bind_incoming(self, remote: RemoteBuffer, buffer: SegmentBuffer, dtype: np.dtype[Any]) -> None:
         """Read what the peer puts into the slots of this rank's buffer."""
         self.remote = remote
         self.acknowledge = remote.flag_raiser(remote.note[2], ordered=False)
         if not self.lands:
             self._cut([self._own_slot(buffer, dtype, parity) for parity in range(SLOTS)])
 
-    def write_to(self, remote: RemoteBuffer, buffer: SegmentBuffer, dtype: np.dtype[Any]) -> None:
+    def bind_outgoing(self, remote: RemoteBuffer, buffer: SegmentBuffer, dtype: np.dtype[Any]) -> None:
         """Write to the peer's slots, or else to a staging area in this rank's buffer."""
         self.remote = remote
         self.raise_data_flag = remote.flag_raiser(remote.note[1])

@@ -290,9 +290,9 @@ class SegmentManager(SegmentContext, Uncopyable):
             return
         if not self.notices.in_vain:
             try:
-                self._gather(timeout)
+                self._meet_to_close(timeout)
             except BaseException:
-                self.watch.stay()
+                self.watch.undo_leave()
                 raise
         for tenant in tuple(self._tenants):
             tenant.release()
@@ -317,7 +317,7 @@ class SegmentManager(SegmentContext, Uncopyable):
         while (found := self.comm.Improbe(status=status)) is not None:
             found.Recv([bytearray(status.Get_count(MPI.BYTE)), MPI.BYTE])
 
-    def gather_at_exit(self, say: Callable[[str], object]) -> bool:
+    def meet_at_exit(self, say: Callable[[str], object]) -> bool:
         """Wait until all ranks are about to close, as long as they live; return whether they came.
 
         Raises no error of the library: no code could catch it. ``MPI_Finalize`` would wait for the others as
@@ -326,14 +326,14 @@ class SegmentManager(SegmentContext, Uncopyable):
         notices, watch = self.notices, self.watch
         if notices.failed:
             # The others do not close any more. They may be in ``MPI_Finalize``, where they do not answer.
-            notices.stay(_NOTICE_SECONDS)
+            notices.wait_until_noticed(_NOTICE_SECONDS)
         else:
             with suppress(DistdlError):
                 try:
-                    self._gather(None)
+                    self._meet_to_close(None)
                 except ExchangeTimeout as error:
                     say(f"{error}; rank {self.rank} has ended its program and waits on")
-                    self._gather(float("inf"))
+                    self._meet_to_close(float("inf"))
         if not notices.in_vain:
             return True
         # Others may already wait for this rank to close as well.
@@ -345,7 +345,7 @@ class SegmentManager(SegmentContext, Uncopyable):
             )
         return False
 
-    def _gather(self, timeout: float | None) -> None:
+    def _meet_to_close(self, timeout: float | None) -> None:
         # Freeing windows cannot be interrupted, so no rank begins before all are here. And a rank cannot take
         # back that it joined a barrier of MPI. So the ranks meet twice: a rank that gave up waiting for the
         # first barrier does not come to the second, unless it calls again.

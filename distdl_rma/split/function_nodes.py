@@ -60,6 +60,10 @@ class _Call:
         node, gradients, self.node, self.gradients = self.node, self.gradients, None, {}
         ends = tuple(GradientEdge(node, number) for number in gradients)
         engine, given = torch.autograd.Variable._execution_engine, (*gradients.values(),)
+        # Hooks of sources, as of a GradientSync, are called when the gradients come out of this node.
+        hooks = [(x._backward_hooks, [*x._backward_hooks.items()]) for x in self.sources if x._backward_hooks]
+        for registered, _ in hooks:
+            registered.clear()
         _RUNNING.append(node)
         try:
             # No graph of it; a source may be without a gradient; nothing goes to .grad.
@@ -67,6 +71,8 @@ class _Call:
             found: Any = engine.run_backward(ends, given, *how)
         finally:
             _RUNNING.pop()
+            for registered, before in hooks:
+                registered.update(before)
         return [
             self._block(each, layout) if each is not None else None
             for each, layout in zip(found, self.layouts, strict=True)

@@ -2,12 +2,11 @@
 
 What a gradient means is said here, once:
 
-- of a **split tensor**, and of one that is **replicated**, every rank has the gradient of its block: that of
-a
-  loss which all ranks hold alike, as all of them compute it. Copies have equal gradients.
-- of a **plain tensor**, such as a parameter, every rank has a *contribution*: the sum over the ranks is the
-  gradient, and a ``GradientSync`` makes it. So a parameter may be used on split and on replicated tensors
-  alike. Of a plain tensor that no ``GradientSync`` has, ``split/plain.py`` sums where it is used.
+- Of a **split tensor**, cut or **replicated**, every rank holds the gradient of its own block. All ranks
+  compute the same loss, and the gradient is that loss's. Copies hold equal gradients.
+- Of a **plain tensor**, such as a parameter, every rank holds a *contribution*: the gradient is the sum over
+  the ranks, which a ``GradientSync`` computes. So a parameter may be used on cut and on replicated tensors
+  alike. For a plain tensor that no ``GradientSync`` has, ``split/plain.py`` sums where the tensor is used.
 
 A function on blocks keeps the first rule by itself. A copy that is used by ranks with different blocks gets
 contributions, which ``to_blocks`` sums; what is summed over ranks, ``all_sum``, hands its gradient on as it

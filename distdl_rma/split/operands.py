@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import wraps
+from itertools import count
 from math import prod
 from typing import Any
 
@@ -18,7 +19,7 @@ from distdl_rma.ops.core.autograd import GradientNeeds, is_synchronised
 from distdl_rma.split import layout as lay
 from distdl_rma.split.calls.signatures import named
 from distdl_rma.split.calls.site import Site, site_of
-from distdl_rma.split.calls.table import WITHOUT_RULE, Handler, name_of, rule, twin_of
+from distdl_rma.split.calls.table import Handler, name_of
 from distdl_rma.split.moves import redistributed, to_blocks
 from distdl_rma.split.plain import beside
 from distdl_rma.split.tensor import SplitTensor, any_cut, composed, local_of, mapped, refused, tensors_in
@@ -43,6 +44,11 @@ def common_partition(func: Any, tensors: Sequence[torch.Tensor]) -> Partition:
     return found
 
 
+def first_split(tensors: Sequence[torch.Tensor]) -> SplitTensor:
+    """The first split tensor of several that hold one."""
+    return next(x for x in tensors if isinstance(x, SplitTensor))
+
+
 def machine_of(x: SplitTensor) -> Machine:
     """Machine of a tensor's ranks."""
     partition = x._layout.partition
@@ -51,22 +57,6 @@ def machine_of(x: SplitTensor) -> Machine:
         return machine
     # Which says what is wrong.
     return Machine.of(partition)
-
-
-@rule("copies", WITHOUT_RULE)
-def without_rule(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A function that has no rule: refused, unless every rank has all of all tensors.
-
-    An operator of ATen goes by the rule of the function that it is.
-    """
-    twin = twin_of(func)
-    if twin is not None:
-        # Which calls its first argument so.
-        first = () if args else (kwargs.pop("self"),)
-        return composed(twin, *first, *args, **kwargs)
-    if any_cut(args, kwargs):
-        raise refused(func, "it has no rule for split tensors")
-    return on_copies(func, args, kwargs)
 
 
 def on_copies(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -109,13 +99,14 @@ Handled = Callable[..., Any]
 
 
 def of_cut(
-    *, empty: bool = True, uncut: bool = False, otherwise: Handler = on_copies
+    *, empty: bool = True, uncut: bool = False, plain: str = "", otherwise: Handler = on_copies
 ) -> Callable[[Handled], Handler]:
     """Handler of functions whose first tensor is cut; of another one every rank computes all of it.
 
     What is decorated is given the call as the user made it, its site, the tensor, and the other arguments by
     torch's names. ``empty`` and ``uncut`` are whether it takes split tensors without elements, and those that
-    every rank has all of; ``otherwise`` is called for what it does not take.
+    every rank has all of; ``otherwise`` is called for what it does not take. ``plain`` is why a plain tensor
+    beside split ones is refused, if it is.
     """
 
     def decorate(handler: Handled) -> Handler:
@@ -124,6 +115,8 @@ def of_cut(
             x = args[0]
             layout = x._layout if isinstance(x, SplitTensor) else None
             if layout is None or not (layout.cut_dims or uncut) or (not empty and 0 in layout.shape):
+                if layout is None and plain:
+                    raise refused(func, plain)
                 return otherwise(func, args, kwargs)
             home: Any = layout.partition.home
             if home.__class__ is not Machine or home.segments.closed:
@@ -142,8 +135,7 @@ def of_any_cut(handler: Handled) -> Handler:
     def called(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not any_cut(args, kwargs):
             return on_copies(func, args, kwargs)
-        split = next(x for x in tensors_in(args, kwargs) if isinstance(x, SplitTensor))
-        site = site_of(machine_of(split), func)
+        site = site_of(machine_of(first_split(tensors_in(args, kwargs))), func)
         return handler((func, args, kwargs), site, args[0], **named(func, args, kwargs))
 
     return called
@@ -234,6 +226,12 @@ def as_part(
         if mine is None and its is not None
     )
     return to_blocks(site, local, part, apart, f" of operand {at}") if apart else local
+
+
+def as_blocks(site: Site, arguments: Any, result: Decomposition, at: int = 0) -> Any:
+    """Arguments of a call, of which every tensor broadcasts to a result and is cut as that is."""
+    numbers = count(at)
+    return mapped(lambda x: as_part(site, x, part_for(x.shape, result), result, next(numbers)), arguments)
 
 
 def as_whole(site: Site, x: torch.Tensor, result: Decomposition, what: str) -> torch.Tensor:

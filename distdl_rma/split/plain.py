@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from distdl_rma.checks.gradient_origin import ENDS_OF_BLOCKS, GradientCheck, come_by_whole
+from distdl_rma.checks.gradient_origin import ENDS_OF_BLOCKS, GradientCheck, note_reached_full_tensor
 from distdl_rma.errors import UnsupportedError
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.partition import Partition
@@ -47,7 +47,7 @@ class _Gathered(OperatorFunction):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
-        if come_by_whole(ctx, is_synchronised):
+        if note_reached_full_tensor(ctx, is_synchronised):
             partition = ctx.partition
             GradientCheck.of(Machine.of(partition), partition.ranks).note("full_tensor()", gradient)
         return _handed_on(ctx, gradient)

@@ -12,7 +12,7 @@ import torch
 from torch.autograd import forward_ad
 
 from distdl_rma.checks.arguments import HELD, TENSORS, hold
-from distdl_rma.checks.gradient_origin import come_by_blocks, show_block, warn_of_mean
+from distdl_rma.checks.gradient_origin import note_reached_split, show_block, warn_of_mean
 from distdl_rma.errors import PartitionError, ShapeError, UnsupportedError
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.partition import Partition
@@ -204,7 +204,7 @@ class SplitTensor(torch.Tensor):
             with _NO_SUBCLASS():
                 # One rank warns for all.
                 warns = self.is_split and self.partition.me == self.partition.ranks[0]
-                local.register_hook(warn_of_mean if warns else come_by_blocks)
+                local.register_hook(warn_of_mean if warns else note_reached_split)
         return local
 
     def full_tensor(self) -> torch.Tensor:

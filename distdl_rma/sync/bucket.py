@@ -18,7 +18,7 @@ from distdl_rma.dtypes import reduction_dtype
 from distdl_rma.errors import ConfigurationError, ProtocolError
 from distdl_rma.layers.core.parameters import Parameters
 from distdl_rma.machine import Machine
-from distdl_rma.ops.core.autograd import synchronise
+from distdl_rma.ops.core.autograd import mark_summed_later
 from distdl_rma.ops.core.tensors import as_tensor
 from distdl_rma.segments.collectives.allreduce import Allreduce
 from distdl_rma.sync.claims import ParameterEntry, synchronised
@@ -63,8 +63,8 @@ class GradientSlot:
         self.hooks: Any = None
         # Hooks of the user that want what was accumulated, kept from it until all ranks have it.
         self.later: dict[int, Callable[[torch.Tensor], object]] = {}
-        # Whether this rank contributes what all have alike; None until somebody has asked.
-        self.speaks: bool | None = None
+        # Whether this rank contributes a gradient that all ranks computed identically; None before the first.
+        self.contributes_common: bool | None = None
 
     def anew(self) -> GradientSlot:
         """The same parameter, for another bucket."""
@@ -119,7 +119,7 @@ class GradientSlot:
         parameter = self.parameter()
         if parameter is not None:
             synchronised.pop(parameter, None)
-            synchronise(parameter, False)
+            mark_summed_later(parameter, False)
         self.move_out()
 
     def move_out(self) -> None:

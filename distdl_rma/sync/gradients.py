@@ -17,7 +17,15 @@ from distdl_rma.errors import ClosedError, DistdlError, ProtocolError, Unsupport
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.layers.core.arguments import Callbacks
 from distdl_rma.machine import Machine
-from distdl_rma.ops.core.autograd import ASKED, apart, asked, breaks_graph, compiles, synchronise, uncompiled
+from distdl_rma.ops.core.autograd import (
+    ASKED,
+    apart,
+    asked,
+    breaks_graph,
+    compiles,
+    mark_summed_later,
+    uncompiled,
+)
 from distdl_rma.segments.memory.context import Uncopyable
 from distdl_rma.sync.bucket import Bucket, BucketKind, GradientSlot, left_of, make_buckets, profiled
 from distdl_rma.sync.claims import GRADIENT_SYNC, Owner, synchronised
@@ -233,7 +241,7 @@ class GradientSync(Uncopyable):
     def close(self) -> None:
         """Give the gradients memory of their own and stop; local, idempotent.
 
-        The layers then synchronise themselves again.
+        The layers then sum their gradients themselves again.
         """
         if self._closed:
             return
@@ -277,7 +285,7 @@ class GradientSync(Uncopyable):
         if parameter is None:
             return  # Gone here; other ranks may not yet have collected it.
         synchronised[parameter] = self._owner
-        synchronise(parameter, True)
+        mark_summed_later(parameter, True)
         if bucket is None:
             self._alone.append(slot)
             slot.handles = [parameter.register_hook(partial(self._computed_alone, slot))]

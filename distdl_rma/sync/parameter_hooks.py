@@ -55,21 +55,22 @@ class ParameterHooks:
 def contribution(
     machine: Machine, slot: GradientSlot, computed: torch.Tensor, alike_on: tuple[int, ...]
 ) -> torch.Tensor | None:
-    """What comes to ``.grad`` of a model on split tensors, in place of what was computed; None for that.
+    """Replacement for the gradient that was computed of a parameter of a split model; None to keep it.
 
-    ``alike_on`` are ranks on which plain tensors are alike. Blocking where a user has hooks on the parameter.
+    The first rank contributes a gradient that all ranks computed identically, as of a penalty on weights; the
+    others contribute zeros. ``alike_on`` are ranks on which plain tensors are identical. Blocking if a user
+    has hooks on the parameter.
     """
     parameter = slot.parameter()
-    if slot.speaks is None:
+    if slot.contributes_common is None:
         first = next((rank for rank in alike_on if rank in slot.kind.ranks), machine.rank)
-        slot.speaks = first == machine.rank
-    # What all ranks have alike, as of a penalty on weights, the first contributes for all of them.
+        slot.contributes_common = first == machine.rank
     found = None
     if not RUNNING.depth:
         alike = all_alike(parameter)
         if alike:
             GradientCheck.of(machine, alike_on).note(slot.name, computed)
-        if not slot.speaks:
+        if not slot.contributes_common:
             found = torch.zeros_like(computed) if alike else own_part(parameter)
     if len(parameter._backward_hooks) > 1:
         if slot.hooks is None:

@@ -1,7 +1,7 @@
 """Random programs of torch's functions on split tensors, against the same programs on whole ones.
 
 A program is either a few lines that follow each other, or one function on a sample of torch's own. It runs
-in a type, under autocast or not, in a checkpoint or not; of tensors that are cut in any blocks.
+in a type, under autocast or not, in checkpoints or not; of tensors that are cut in any blocks.
 """
 
 from __future__ import annotations
@@ -69,14 +69,14 @@ class Program:
     error: Exception | None = None
     constants: dict[str, Any] = field(default_factory=dict)
     autocast: bool = False
-    checkpoint: bool = False
+    checkpoints: int = 0  # one within another
     # Random numbers are other ones for each block: types and shapes are compared.
     drawn: bool = False
 
     def __str__(self) -> str:
         given = {**self.split, **self.plain}
         shapes = {name: (tuple(x.shape), str(x.dtype)) for name, x in given.items()}
-        modes = ", autocast" * self.autocast + ", checkpoint" * self.checkpoint
+        modes = ", autocast" * self.autocast + ", checkpoint" * self.checkpoints
         needs = [name for name, x in given.items() if x.requires_grad]
         first = f"shapes {shapes}, gradients of {', '.join(needs)}{modes}"
         return "\n    ".join([first, *(f"{name} = {c!r}" for name, c in self.constants.items()), *self.lines])
@@ -97,7 +97,9 @@ class Program:
         """All tensors of the program, and one number of them."""
         torch.default_generator.manual_seed(seed)
         with torch.autocast("cpu", torch.bfloat16, enabled=self.autocast):
-            run: Any = partial(checkpoint, function, use_reentrant=False) if self.checkpoint else function
+            run: Any = function
+            for _ in range(self.checkpoints):
+                run = partial(checkpoint, run, use_reentrant=False)
             found = run(*given)
         total = torch.zeros((), dtype=torch.float64)
         for name in self.ends:
@@ -166,9 +168,9 @@ def sampled_program(rng: random.Random, seed: int) -> Program:
     ends = ["v0", *(["y"] if text.lines[-1].startswith("v0 = y.") else [])]
     found = Program(text.lines, split, plain, ends, None, text.constants)
     found.autocast = short and rng.random() < 0.35
-    found.checkpoint = rng.random() < 0.15
+    found.checkpoints = _checkpoints(rng)
     function = found.compiled()
-    alone = replace(found, checkpoint=False)
+    alone = replace(found, checkpoints=0)
 
     def ran(seed: int) -> tuple[Any, Exception | None]:
         return _outcome(lambda: alone.run(function, [x.detach().clone() for x in _inputs(found)], seed))
@@ -244,8 +246,12 @@ def random_program(seed: int) -> Program:
         [*dict.fromkeys(last + others)],
         error,
         autocast=autocast,
-        checkpoint=rng.random() < 0.1,
+        checkpoints=_checkpoints(rng),
     )
+
+
+def _checkpoints(rng: random.Random) -> int:
+    return rng.choice((1, 1, 2)) if rng.random() < 0.15 else 0
 
 
 def _tame(y: torch.Tensor, dtypes: set[torch.dtype]) -> bool:
@@ -294,7 +300,7 @@ def compare(P_world: Partition, comm: MPI.Intracomm, program: Program, rng: rand
     cuts = {name: (lay.described(each), each.splits) for name, each in layouts.items()}
     what = f"{program}\n    {cuts} of {P.shape}"
     function = program.compiled()
-    modes = program.autocast, program.checkpoint
+    modes = program.autocast, program.checkpoints
     changes = cache(partial(sensitivity, program, function))
     for time in range(rng.randint(1, 2)):
         wholes = [x.detach().clone().requires_grad_(x.requires_grad) for x in _inputs(program)]
@@ -342,7 +348,7 @@ def sensitivity(program: Program, function: Callable[..., dict[str, Any]]) -> di
     dtypes = {x.dtype for x in _inputs(program)} & ROUNDING.keys()
     dtypes |= {torch.bfloat16} if program.autocast else set()
     eps = max((torch.finfo(dtype).eps for dtype in dtypes), default=0.0)
-    alone, runs = replace(program, autocast=False, checkpoint=False), []
+    alone, runs = replace(program, autocast=False, checkpoints=0), []
     for seed in range(1 + CHANGES):
         generator = torch.Generator().manual_seed(seed)
         given = []

@@ -156,6 +156,36 @@ class Clipped(torch.autograd.Function):
         return gradient * (x == y)
 
 
+class Scaled(torch.autograd.Function):
+    """By a parameter of the model, which has a hook."""
+
+    @staticmethod
+    def forward(ctx, x, scale):
+        ctx.save_for_backward(x, scale)
+        return x * scale
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x, scale = ctx.saved_tensors
+        return gradient * scale, (gradient * x).sum()
+
+
+def test_an_autograd_function_of_a_parameter(comm):
+    class Quantised(Net):
+        def __init__(self):
+            super().__init__()
+            self.gain = nn.Parameter(torch.tensor(0.7))
+
+        def forward(self, x):
+            return super().forward(Scaled.apply(self.stem(x)[:, :3], self.gain))
+
+    def act(model):
+        model.gain.register_hook(lambda gradient: 2 * gradient)
+        return loop(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+    both(act, lambda: (torch.manual_seed(3), Quantised().double())[1])
+
+
 class CheckpointedTwice(Net):
     """Checkpoints within others, of what an autograd function returns as well."""
 

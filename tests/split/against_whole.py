@@ -9,7 +9,7 @@ import torch
 from mpi4py import MPI
 
 from distdl_rma import Partition
-from distdl_rma.ops.core.autograd import synchronise
+from distdl_rma.ops.core.autograd import mark_summed_later
 from distdl_rma.split import SplitTensor
 from distdl_rma.split import layout as lay
 
@@ -59,7 +59,7 @@ def check(
         beside = [x.detach().clone().requires_grad_(x.requires_grad) for x in plain]
         for x in beside:
             # As parameters of a model, of which every rank has a contribution.
-            synchronise(x, True)
+            mark_summed_later(x, True)
         try:
             # torch.manual_seed keeps the stack of each call for devices that are not there: 0.5 ms.
             torch.default_generator.manual_seed(3)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from distdl_rma import UnsupportedError
-from distdl_rma.ops.core.autograd import synchronise
+from distdl_rma.ops.core.autograd import mark_summed_later
 from distdl_rma.split import layout as lay
 from distdl_rma.split.calls.site import enter, leave
 from distdl_rma.split.plain import beside, contributes
@@ -24,7 +24,7 @@ def test_a_gradient_is_whole_or_a_contribution(cut):
     for layout in (cut, lay.replicated(cut.partition, SHAPE)):
         for summed_later in (False, True):
             x = torch.ones(3, requires_grad=True)
-            synchronise(x, summed_later)
+            mark_summed_later(x, summed_later)
             (beside(x, layout) * (1 + rank * bool(layout.cut_dims))).sum().backward()
             if not layout.cut_dims:
                 wanted = float(not summed_later or rank == 0)
@@ -49,14 +49,14 @@ def test_where_somebody_else_sums_all_gradients_are_contributions(cut):
 
 def test_what_is_computed_is_as_what_it_is_computed_of(cut):
     ours, other = (torch.ones(3, requires_grad=True) for _ in range(2))
-    synchronise(ours, True)
+    mark_summed_later(ours, True)
     twice = ours.exp() * 2
     assert contributes(ours) and contributes(twice) and contributes(twice + 1)
     assert not contributes(other) and not contributes(other.sin() + torch.ones(3))
     for mixed in (ours * other, twice - other):
         with pytest.raises(UnsupportedError, match="other learnable tensors"):
             contributes(mixed)
-    synchronise(ours, False)
+    mark_summed_later(ours, False)
     assert not contributes(ours)
 
 
@@ -75,7 +75,7 @@ def test_a_parameter_whose_sync_is_gone_is_one_of_others_again():
     parameter = torch.ones(2, requires_grad=True)
     # Hooks keep the last node of its graphs, whatever becomes of these.
     last = (parameter * 1).grad_fn.next_functions[0][0]
-    synchronise(parameter, True)
+    mark_summed_later(parameter, True)
     assert contributes(parameter * 2)
-    synchronise(parameter, False)
+    mark_summed_later(parameter, False)
     assert last is not None and not contributes(parameter * 2)

@@ -28,11 +28,12 @@ from distdl_rma.segments.collectives.allreduce import Allreduce
 _LEGACY = ("size_average", "reduce")
 # How torch complains of a tensor that does not fit; all ranks hear of it.
 _MISFITS = (RuntimeError, ValueError, IndexError, TypeError)
-# Sum of the terms, what they count in a mean, ranks that complain, sum and sum of squares of the codes; sum
-# of the numbers of groups, and what is not 0 where a group has different ones.
-_TOTALS = 7
-# Bits of a code: squares of codes, and products of two, add up exactly in float64 on thousands of ranks.
-_CODES = (1 << 20) - 1
+# Sum of the terms, what they count in a mean, ranks that complain, sum of the numbers of groups; of each half
+# of a code its sum, the sum of its squares, and what is not 0 where a group has different numbers.
+_TOTALS = 10
+# Bits of half a code: its squares, and products of two, add up exactly in float64 on thousands of ranks.
+_HALF = 20
+_CODES = 1 << _HALF
 
 
 class Totals(NamedTuple):
@@ -80,24 +81,32 @@ class LossSums:
         where there is nothing of the kind.
         """
         at = among.index(self._segments.rank) if among else 0
-        apart = number % _CODES * _factors(tuple(among))[at] if len(among) > 1 else 0
-        code = fingerprint(alike) & _CODES
+        factor = _factors(tuple(among))[at] if len(among) > 1 else 0
+        codes, parts = _halves(fingerprint(alike)), _halves(number)
         row = self._sums.active
-        row[:] = terms, count, bool(problem), code, code**2, 0 if at else number, apart
+        row[:4] = terms, count, bool(problem), 0 if at else number
+        row[4:] = *codes, *(code**2 for code in codes), *(part * factor for part in parts)
         self._sums.start()
-        total, counted, problems, codes, squares, numbers, different = self._sums.wait().tolist()
-        if problems or int(squares) * self.P_x.size != int(codes) ** 2:
+        total, counted, problems, numbers, *halves = self._sums.wait().tolist()
+        sums, squares, different = halves[:2], halves[2:4], halves[4:]
+        apart = any(int(b) * self.P_x.size != int(a) ** 2 for a, b in zip(sums, squares, strict=True))
+        if problems or apart:
             raise self._refuse(problem, alike)
         told: dict[int, int] = {}
-        if different:
+        if any(different):
             told = gather_words(self._segments, number, f"{self.name} (numbers)", self.P_x.ranks)
         return Totals(total, counted, numbers, told)
+
+
+def _halves(code: int) -> tuple[int, int]:
+    # Of the 40 last bits of a number.
+    return code % _CODES, (code >> _HALF) % _CODES
 
 
 @cache
 def _factors(ranks: tuple[int, ...]) -> list[int]:
     # One for each of some ranks, whose sum is 0; of numbers that differ hardly any multiples add up to 0.
-    others = [fingerprint((rank,)) & _CODES | 1 for rank in ranks[1:]]
+    others = [fingerprint((rank,)) % _CODES | 1 for rank in ranks[1:]]
     return [-sum(others), *others]
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cached_property
+from hashlib import blake2b
 from math import prod
 from typing import Any, Unpack
-from zlib import crc32
 
 import torch
 from torch import nn
@@ -137,7 +137,7 @@ class _ClassLoss(DistributedLoss):
     def _number(self, input: torch.Tensor, target: torch.Tensor) -> int:
         # Tells class indices apart; nothing of probabilities, which are not meant to be alike.
         tells = self._cuts_classes and not target.is_floating_point()
-        return crc32(as_words(target).tobytes()) if tells else 0
+        return int.from_bytes(blake2b(as_words(target).tobytes(), digest_size=5).digest()) if tells else 0
 
     def _unlike(self, first: int, rank: int, numbers: Mapping[int, int]) -> str:
         return (

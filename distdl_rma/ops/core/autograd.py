@@ -16,7 +16,8 @@ from distdl_rma.errors import DistdlError, ExchangeTimeout, PeerFailedError, Seg
 from distdl_rma.machine import Machine
 from distdl_rma.segments.waiting.liveness import OF_SEVERAL_RANKS
 
-# Raised on one rank alone; the library's others on every rank of a layer, or before peers were told anything.
+# Errors that one rank alone may raise. All ranks of a layer raise the others of this library, or a rank
+# raises them before it has sent anything.
 _FAILURES = ExchangeTimeout, PeerFailedError, SegmentError
 # How torch ends a recomputation under checkpointing as soon as nothing more is needed: no failure.
 ENOUGH: tuple[type[BaseException], ...] = tuple(
@@ -116,7 +117,7 @@ def first_derivative(backward: Callable[..., tuple[Any, ...]]) -> Callable[..., 
             raise UnsupportedError(
                 "distributed layers have no second derivatives: create_graph=True is refused"
             )
-        # As come_by_blocks, without a call of Python.
+        # As note_reached_split, without a call of Python.
         if RUNNING.number != (number := number_of_backward()):
             RUNNING.number, RUNNING.behind = number, None
         try:
@@ -157,8 +158,9 @@ def tells_peers(forward: Callable[Concatenate[L, Q], R]) -> Callable[Concatenate
 
 @uncompiled
 def _report(machine: Machine | None, error: Exception, of_all: bool = False) -> None:
-    # What not all ranks refuse alike is a failure of this one, which others must not wait for. Of what all
-    # ranks call, such as a backward, torch's errors may come to all: those wait in vain to whom they do not.
+    # A refusal that all ranks raise alike needs no message to the peers. Any other error in a forward is a
+    # failure: the peers must not wait. In a backward (``of_all``) every rank may meet the same error of
+    # torch: this rank says that it raised, so that a rank without the error stops waiting.
     if machine is None:
         return
     machine.labels.make_readable(error)
@@ -180,9 +182,12 @@ _SYNCHRONISED = "_distdl_rma_synchronised"
 ASKED: list[tuple[int, ...]] = []
 
 
-def synchronise(parameter: torch.Tensor, by_sync: bool) -> None:
-    """Note whether a ``GradientSync`` sums the gradient of a parameter."""
-    if by_sync:
+def mark_summed_later(parameter: torch.Tensor, marked: bool) -> None:
+    """Mark a parameter whose gradient a ``GradientSync``, or torch's DDP or FSDP, sums; or take that back.
+
+    Rules do not sum the gradient where the parameter is used.
+    """
+    if marked:
         setattr(parameter, _SYNCHRONISED, True)
     else:
         vars(parameter).pop(_SYNCHRONISED, None)

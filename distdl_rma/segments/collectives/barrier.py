@@ -17,9 +17,9 @@ _LOOKED_UP = 64
 class Barrier:
     """Each of some ranks passes once all of them have come; every rank sends O(log P) notifications.
 
-    A dissemination barrier: in turn k each rank notifies the one 2**k places behind it, and waits for the one
-    2**k places before it. Each rank may bring a number; all learn the largest. It does not order puts: an
-    earlier put is visible after the barrier only to ranks that were notified of it. Construction is local,
+    A dissemination barrier: in turn k the rank at position ``me`` notifies ``me + 2**k`` and waits for
+    ``me - 2**k``, both modulo P. Each rank may bring a number; all learn the largest. It does not order puts:
+    an earlier put is visible after the barrier only to ranks that were notified of it. Construction is local,
     the first wait connects O(log P) peers. ``ranks`` are in the same order on all of them, this one included;
     ``name`` and ``terms``, a line ``name=value`` for each fact, are the same.
     """

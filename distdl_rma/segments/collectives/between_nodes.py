@@ -100,7 +100,7 @@ class BetweenNodes:
         """Make the communicator; once, blocking. After a timeout it can be repeated."""
         if self.ranks and self._comm is None:
             # Making a communicator cannot be interrupted, so all its ranks meet before.
-            barrier, shared = self._gathering(), self._manager.communicators
+            barrier, shared = self._meeting(), self._manager.communicators
             self._number = barrier.wait(timeout, shared.proposal(self.ranks))
             self._comm = shared.take(self.ranks, self._number)
             barrier.close()
@@ -108,7 +108,7 @@ class BetweenNodes:
     def announce(self) -> None:
         """Tell the others what this rank connects, without waiting for them."""
         if self.ranks:
-            self._gathering().connect(0.0)
+            self._meeting().connect(0.0)
 
     @property
     def comm(self) -> MPI.Intracomm:
@@ -123,7 +123,7 @@ class BetweenNodes:
             self._manager.communicators.give_back(self.ranks, self._number)
         self._comm = None
 
-    def _gathering(self) -> Barrier:
+    def _meeting(self) -> Barrier:
         if self._barrier is None:
             self._barrier = Barrier(self._manager, self.ranks, f"{self._name} (connect)", self._terms)
         return self._barrier

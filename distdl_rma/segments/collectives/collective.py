@@ -66,8 +66,8 @@ class Collective:
 
     Each step: write ``active``, ``start()``, compute, ``wait()``, read ``result``. ``start()`` flips
     ``active`` to another buffer, so that step k+1 can be written while step k travels. Both lie in the
-    segment, and a result stays valid until the next start but one. All ranks construct it in the same order
-    with the same arguments; starting and waiting involve only its ranks, and ranks may wait for several
+    segment, and a result stays valid until the second start after it. All ranks construct it in the same
+    order with the same arguments; starting and waiting involve only its ranks, and ranks may wait for several
     collectives in different orders. A call with values is a whole step.
 
     Calls out of order raise ``ProtocolError``. Calls that wait take a ``timeout`` in seconds, 0 to look once,
@@ -112,7 +112,7 @@ class Collective:
 
     @property
     def result(self) -> Array:
-        """Result of the last step, in the segment; valid until the next but one start."""
+        """Result of the last step, in the segment; valid until the second start after it."""
         self._check()
         if self._running or not self._valid:
             raise ProtocolError(f"{self.name!r}: result was asked for before a step was waited for")

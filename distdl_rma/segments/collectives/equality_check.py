@@ -60,7 +60,7 @@ class EqualityCheck(Scripted):
         self._layout = layout = NodeLayout.checked(ranks, manager.segment.direct_nodes, manager.rank, name)
         self._leader, self._number = layout.here[0], len(layout.here)
         self._leads = layout.me == self._leader
-        self._turns = vote_turns(layout)
+        self._turns = turns_between_leaders(layout)
         self._slots = sum(len(turn.heard) for turn in self._turns)
         board = self._number * _LINE + _RESULT
         # Behind the boards, whether each rank of the node has done with them.
@@ -100,7 +100,7 @@ class EqualityCheck(Scripted):
         peers = dict.fromkeys((*near, *far), ())
         terms = f"ranks={layout.ranks}"
         if peers:
-            plan, self._told = fingerprint("vote", terms), True
+            plan, self._told = fingerprint("equality check", terms), True
             self._remotes = self._memory.exchange(peers, self.name, plan, timeout, terms=terms)
         self._remotes[layout.me] = self._memory.here
         self._see(self._remotes[self._leader])
@@ -231,7 +231,7 @@ class EqualityCheck(Scripted):
 
     def _unusable(self) -> DistdlError:
         if self._closed or self._manager.closed:
-            return ClosedError(f"vote {self.name!r}: already closed")
+            return ClosedError(f"equality check {self.name!r}: already closed")
         return ProtocolError(f"{self.name!r}: epoch {self.epoch} was interrupted by {self.broken}")
 
     def _board_is_full(self, epoch: int) -> bool:
@@ -302,7 +302,7 @@ class EqualityCheck(Scripted):
         return nbytes - _ITEM * _RESULT * (_PARITIES * self._slots - (epoch & 1) * self._slots - slot)
 
 
-def vote_turns(layout: NodeLayout) -> tuple[_Turn, ...]:
+def turns_between_leaders(layout: NodeLayout) -> tuple[_Turn, ...]:
     """Turns between nodes that a rank takes part in; none on those that lead no node. Local, without MPI."""
     leaders = layout.leaders(layout.ranks[0])
     if layout.me not in leaders:

@@ -14,8 +14,8 @@ from distdl_rma.segments.waiting.liveness import USABLE, cause_of, say_state
 GRACE_SECONDS = 5.0
 
 
-def settled(manager: SegmentManager, error: Exception, ranks: Sequence[int]) -> bool:
-    """Whether some ranks of a machine raise together, so that it stays usable; otherwise it is lost.
+def raise_together(manager: SegmentManager, error: Exception, ranks: Sequence[int]) -> bool:
+    """Meet the other ranks that raised; True if all came and the machine stays usable, otherwise it is lost.
 
     Blocking, for seconds if not all ranks come. Ranks that wait for one that is here raise
     ``PeerFailedError`` after a second. When all are here, none of them waits for another one. Operations that

@@ -54,7 +54,8 @@ class SegmentContext:
         self.comm, self.ranks, self.rank = comm, ranks, ranks[comm.rank]
         self.segment, self.waiter, self.counters = segment, waiter, waiter.counters
         self.heap = Heap(segment.nbytes)
-        # Numbers of notifications; ranks begin far from each other, so that no two ranks use the same number.
+        # Numbers of notifications. Each rank starts at a random number, so that two ranks rarely give a word
+        # the same number.
         self.sequence = count(random.Random(self.rank).getrandbits(31))
         # How often this rank settled an error with each rank; and handshakes that are not over.
         self.settled = dict.fromkeys(ranks, 0)

@@ -520,7 +520,11 @@ class RemoteBuffer:
         return memory.data.cast("q")[self._first_word : self._first_word + self.notifications]
 
     def delivered(self) -> bool:
-        """Advance puts and flags from here to this peer; return whether all are complete. Does not block."""
+        """Advance what is on its way to this peer; does not block.
+
+        Returns whether no notification is pending and MPI has read all sources. A put without a notification
+        behind it may not have arrived yet.
+        """
         return self._link.advance()
 
     def direct(self, dtype: DTypeLike, count: int, offset: int) -> NDArray[Any] | None:

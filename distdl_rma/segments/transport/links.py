@@ -311,7 +311,7 @@ class _Delivery:
     transfers: list[_Transfer] = field(default_factory=list)
     # Whether any put was begun: one that is complete at this end may not be complete at the peer.
     begun: bool = False
-    notice: tuple[int, int] | None = None
+    notification: tuple[int, int] | None = None
     # Whether the notification also waits for the notifications before it.
     last: bool = False
     # The notification waits until so many operations to that peer have arrived; known once MPI reads no
@@ -379,9 +379,9 @@ class RemoteLink:
         self.rank, self._rma, self._lock, self._busy = rank, rma, lock, busy
         self._open = _Delivery()
         self._pending: deque[_Delivery] = deque()
-        self._notices: list[_Transfer] = []
+        self._words: list[_Transfer] = []
         self._gets: list[_Get] = []
-        self._tidy_at = self._tidy_notices_at = _MANY_TRANSFERS
+        self._tidy_at = self._tidy_words_at = _MANY_TRANSFERS
 
     @_reaching
     def put(self, runs: ByteRuns, data: Bytes) -> list[MPI.Request]:
@@ -422,12 +422,12 @@ class RemoteLink:
         """
         with self._lock:
             self._busy.add(self)
-            behind = self._open.begun or self._pending or (last and self._notices_under_way())
+            behind = self._open.begun or self._pending or (last and self._words_under_way())
             if ordered and behind:
-                self._open.notice, self._open.last = (word, value), last
+                self._open.notification, self._open.last = (word, value), last
                 self._close_open()
             else:
-                self._send_notices(word, [value])
+                self._send_words(word, [value])
 
     def close_delivery(self) -> None:
         """Have all puts so far flushed, without a notification behind them."""
@@ -449,7 +449,7 @@ class RemoteLink:
             opened = self._open
             opened.transfers = _under_way(opened.transfers)
             self._gets = [get for get in self._gets if not get.over()]
-            return not (self._pending or self._notices_under_way() or self._gets or opened.transfers)
+            return not (self._pending or self._words_under_way() or self._gets or opened.transfers)
 
     def _send_arrived(self) -> None:
         # Consecutive words travel together: a message costs more than its words.
@@ -457,17 +457,17 @@ class RemoteLink:
         while self._pending and self._arrived(self._pending[0]):
             if values and self._pending[0].last:
                 break
-            notice = self._pending.popleft().notice
-            if notice is None:
+            notification = self._pending.popleft().notification
+            if notification is None:
                 continue
-            word, value = notice
+            word, value = notification
             if values and (word != first + len(values) or len(values) == _MOST_WORDS):
-                self._send_notices(first, values)
+                self._send_words(first, values)
                 values = []
             first = first if values else word
             values.append(value)
         if values:
-            self._send_notices(first, values)
+            self._send_words(first, values)
 
     def _close_open(self) -> None:
         self._pending.append(self._open)
@@ -476,20 +476,20 @@ class RemoteLink:
     def _arrived(self, delivery: _Delivery) -> bool:
         # Whether its puts are there, and with ``last`` the notifications before its own.
         there = delivery.upto is not None and self._rma.arrived(delivery.upto)
-        return there and not (delivery.last and self._notices_under_way())
+        return there and not (delivery.last and self._words_under_way())
 
-    def _notices_under_way(self) -> bool:
-        self._notices = _under_way(self._notices)
-        return bool(self._notices)
+    def _words_under_way(self) -> bool:
+        self._words = _under_way(self._words)
+        return bool(self._words)
 
-    def _send_notices(self, word: int, values: list[int]) -> None:
+    def _send_words(self, word: int, values: list[int]) -> None:
         # The operation returns the old words: when these are here, the new ones are set.
         source, before = np.array(values, np.int64), np.empty(len(values), np.int64)
-        self._notices.append((self._rma.replace(word, source, before), (source, before)))
-        if len(self._notices) > self._tidy_notices_at:
+        self._words.append((self._rma.replace(word, source, before), (source, before)))
+        if len(self._words) > self._tidy_words_at:
             # A rank may notify again and again and never wait.
-            self._notices = _under_way(self._notices)
-            self._tidy_notices_at = 2 * len(self._notices) + _MANY_TRANSFERS
+            self._words = _under_way(self._words)
+            self._tidy_words_at = 2 * len(self._words) + _MANY_TRANSFERS
 
 
 def _under_way(transfers: list[_Transfer]) -> list[_Transfer]:

@@ -125,7 +125,7 @@ class FailureNotices:
             self.poll()
         return not self._sent
 
-    def stay(self, seconds: float) -> None:
+    def wait_until_noticed(self, seconds: float) -> None:
         """Wait until all ranks have received the notice, or another rank fails; so many seconds at most."""
         deadline = time.monotonic() + seconds
         while not (self.noticed() or self.failures) and time.monotonic() < deadline:
@@ -343,7 +343,7 @@ class PeerWatch:
             self._left = text
             self._header.write(RankState.LEFT, text)
 
-    def stay(self) -> None:
+    def undo_leave(self) -> None:
         """Undo ``leave``, for ranks that have not raised because of it."""
         if self._left:
             self._left = ""

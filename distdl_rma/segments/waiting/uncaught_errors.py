@@ -143,7 +143,7 @@ def _tell_peers(kind: type[BaseException], error: BaseException, trace: Tracebac
         shows = _previous_hooks[-1]
         elsewhere = ""
         shortens = shows is sys.__excepthook__ and not os.environ.get(_FULL)
-        if still_open and shortens and isinstance(error, Exception):
+        if still_open and shortens:
             elsewhere = _said_elsewhere(error, still_open[0])
             _write(elsewhere or short_traceback(error))
         else:
@@ -159,7 +159,7 @@ def _tell_peers(kind: type[BaseException], error: BaseException, trace: Tracebac
         _telling.clear()
 
 
-def _said_elsewhere(error: Exception, manager: Failing) -> str:
+def _said_elsewhere(error: BaseException, manager: Failing) -> str:
     # A line in place of the traceback, if another rank shows it: the one that failed first, or the first rank
     # in M that fails with the same error.
     notices, name, at = manager.notices, type(error).__name__, place_of(error)
@@ -167,17 +167,18 @@ def _said_elsewhere(error: Exception, manager: Failing) -> str:
     if isinstance(error, PeerFailedError):
         return "" if error.rank == notices.rank else f"{ended}{name}: {error}\n"
     deadline = time.monotonic() + _ALIKE_SECONDS
-    before = notices.before
-    while before:
+    found, before = "", notices.before
+    while before and time.monotonic() < deadline:
         notices.noticed()
-        for rank, cause in notices.failures.items():
-            if rank not in before:
-                continue
-            if cause_of(error).startswith(cause):
-                return f"{ended}the same {name} as rank {rank}\n"
-            if isinstance(error, DistdlError) and cause.startswith(name):
-                return f"{ended}{name}: {error}\n"
-        if time.monotonic() > deadline:
-            break
+        # The first of them shows the traceback, and its notice may come last.
+        for rank in [rank for rank in before if rank in notices.failures]:
+            if cause_of(error).startswith(notices.failures[rank]):
+                found = f"{ended}the same {name} as rank {rank}\n"
+            elif isinstance(error, DistdlError) and notices.failures[rank].startswith(name):
+                found = f"{ended}{name}: {error}\n"
+            if found and rank == before[0]:
+                return found
+            if found:
+                break
         time.sleep(1e-3)
-    return ""
+    return found

@@ -128,8 +128,9 @@ class Waiter:
         ``ready`` is a cheap test without side effects, or one that advances the operation. ``reason`` returns
         the ranks and what they are to do; only long waits call it. ``timeout`` is in seconds, 0 to look once,
         ``spins`` are the turns of the busy loop for callers that have looked before, ``whole`` the seconds of
-        a longer wait of which this is the last part. ``ExchangeTimeout`` at the deadline, after which the
-        wait can be repeated; ``PeerFailedError`` if a rank of the machine failed, or one of the ranks has
+        a longer wait of which this is the last part. ``ExchangeTimeout`` at the deadline, or after about a
+        second if ranks of one node wait for each other in a ring; the wait can be repeated.
+        ``PeerFailedError`` if a rank of the machine failed, or one of the ranks has
         left.
         """
         if ready():

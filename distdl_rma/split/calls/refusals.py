@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from distdl_rma.split.calls.table import ASKS_TORCH, Handler
+from distdl_rma.split.calls.table import ASKS_TORCH, Handler, rule
 
 # What torch says, and of which kind that is.
 Warned = tuple[str, type[Warning]]
@@ -57,21 +57,18 @@ def raise_as_torch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     return _TAKEN.setdefault(key, said)
 
 
-def is_taken(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """True, if torch refuses nothing; what sites keep of a check."""
-    raise_as_torch(func, args, kwargs)
-    return True
+def checked_rule(kind: str, *names: Any, says: str = "") -> Callable[[Handler], Handler]:
+    """As :func:`rule`, of a handler that is called once torch refuses nothing."""
 
+    def enter(handler: Handler) -> Handler:
+        @wraps(handler)
+        def refuses_first(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            raise_as_torch(func, args, kwargs)
+            return handler(func, args, kwargs)
 
-def refusing(handler: Handler) -> Handler:
-    """Handler of a rule that refuses first what torch does."""
+        return rule(kind, *names, says=says)(asking_torch(refuses_first))
 
-    @wraps(handler)
-    def refuses_first(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        raise_as_torch(func, args, kwargs)
-        return handler(func, args, kwargs)
-
-    return asking_torch(refuses_first)
+    return enter
 
 
 def asking_torch(handler: Handler) -> Handler:

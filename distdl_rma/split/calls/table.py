@@ -24,7 +24,7 @@ class Rule:
 
     kind: str
     handler: Handler
-    says: str = ""  # what a user should know of it, a line
+    says: str = ""  # what it does, where the handler is that of several functions
     casts: str = ""  # the name by which autocast knows the function, if it changes what that is given
     asks_torch: bool = False  # whether the handler raises what torch refuses by itself
 

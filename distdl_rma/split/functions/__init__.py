@@ -1,22 +1,19 @@
 """The rules of the table, one file for each kind of function; importing them fills it."""
 
+from distdl_rma.split.functions import refused as refused
 from distdl_rma.split.functions.elements import pointwise as pointwise
 from distdl_rma.split.functions.elements import queries as queries
 from distdl_rma.split.functions.elements import random as random
 from distdl_rma.split.functions.images import convolutions as convolutions
 from distdl_rma.split.functions.images import norms as norms
-from distdl_rma.split.functions.images import planes as planes
 from distdl_rma.split.functions.images import windows as windows
 from distdl_rma.split.functions.places import indexing as indexing
-from distdl_rma.split.functions.places import joining as joining
 from distdl_rma.split.functions.places import rearranging as rearranging
 from distdl_rma.split.functions.places import shapes as shapes
 from distdl_rma.split.functions.places import writing as writing
 from distdl_rma.split.functions.products import contractions as contractions
-from distdl_rma.split.functions.products import matrices as matrices
 from distdl_rma.split.functions.products import sequences as sequences
 from distdl_rma.split.functions.totals import along as along
 from distdl_rma.split.functions.totals import compositions as compositions
-from distdl_rma.split.functions.totals import extremes as extremes
 from distdl_rma.split.functions.totals import losses as losses
 from distdl_rma.split.functions.totals import reductions as reductions

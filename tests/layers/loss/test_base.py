@@ -258,6 +258,8 @@ def test_numbers_that_differ_within_a_group_are_told_to_all(P_world, comm):
     with pytest.raises(ShapeError, match=problem or "none"):
         sums.of_all(0.0, 0.0, problem, "", 0 if problem else 3, mine)
     assert not sums.of_all(0.0, 0.0, "", "", 3, mine).told
+    # In its upper half alone.
+    assert sums.of_all(0.0, 0.0, "", "", 3 + (comm.rank << 20), mine).told
 
 
 def test_a_problem_of_one_rank_is_heard_by_all(P_world, comm):

@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks.traffic import vote_traffic
 from distdl_rma import ClosedError, ExchangeTimeout, Machine, MismatchError, ProtocolError
-from distdl_rma.segments.collectives.equality_check import EqualityCheck, vote_turns
+from distdl_rma.segments.collectives.equality_check import EqualityCheck, turns_between_leaders
 from distdl_rma.segments.collectives.node_layout import NodeLayout
 from tests.segments.collectives.test_node_layout import machine_nodes
 
@@ -43,7 +43,7 @@ def test_one_that_nobody_waited_for_is_over_before_the_next(segments, comm):
         assert vote.wait()
     vote.close()
     vote.close()
-    with pytest.raises(ClosedError, match="vote 'given up': already closed"):
+    with pytest.raises(ClosedError, match="equality check 'given up': already closed"):
         vote.start("late", 0, 0, 0, 0)
 
 
@@ -106,7 +106,7 @@ def test_a_rank_sends_no_more_than_a_logarithm_of_the_nodes(size, per_node):
 @pytest.mark.parametrize("nodes", [1, 2, 3, 4, 5, 16, 17, 63, 64, 65])
 def test_slots_of_those_that_tell_are_those_of_the_ranks_that_hear(nodes):
     layouts = [NodeLayout(tuple(range(nodes)), machine_nodes(nodes, 1), me) for me in range(nodes)]
-    turns = [vote_turns(layout) for layout in layouts]
+    turns = [turns_between_leaders(layout) for layout in layouts]
     knows = [{me} for me in range(nodes)]
     for number in range(len(turns[0])):
         told = {(me, to, slot) for me in range(nodes) for to, slot in turns[me][number].told}

@@ -6,7 +6,7 @@ import pytest
 from distdl_rma import ExchangeTimeout, Machine, MismatchError, PeerFailedError
 from distdl_rma.segments import Allreduce
 from distdl_rma.segments.collectives import settling
-from distdl_rma.segments.collectives.settling import settled
+from distdl_rma.segments.collectives.settling import raise_together
 from distdl_rma.segments.waiting.liveness import LOST, USABLE
 
 pytestmark = [pytest.mark.mpi, pytest.mark.sizes(2, 3, 4)]
@@ -28,7 +28,7 @@ def test_what_differs_is_raised_by_all_and_the_machine_goes_on(manager):
         # As a user has it: the first rank has called something else.
         with pytest.raises((MismatchError, PeerFailedError, ExchangeTimeout)) as raised:
             connect(manager, "first" if manager.rank == manager.ranks[0] else "others")
-        assert settled(manager, raised.value, manager.ranks) and str(raised.value).endswith(USABLE)
+        assert raise_together(manager, raised.value, manager.ranks) and str(raised.value).endswith(USABLE)
         total = Allreduce(manager, manager.ranks, 4, np.float64, name="sum")
         assert (total(np.full(4, 1.0 + manager.rank)) == sum(1.0 + rank for rank in manager.ranks)).all()
 
@@ -37,7 +37,7 @@ def test_a_rank_that_does_not_come_loses_the_machine(manager, comm, monkeypatch)
     monkeypatch.setattr(settling, "GRACE_SECONDS", 0.5)
     error = MismatchError("not alike")
     if comm.rank:
-        assert not settled(manager, error, manager.ranks) and str(error).endswith(LOST)
+        assert not raise_together(manager, error, manager.ranks) and str(error).endswith(LOST)
         assert manager.notices.in_vain
     comm.Barrier()
     if not comm.rank:

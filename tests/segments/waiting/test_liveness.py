@@ -329,7 +329,7 @@ def test_all_hear_of_a_failure_once_and_the_one_that_failed_knows_when(notices, 
         assert not made.in_vain
         made.tell("ShapeError: wrong")
         made.tell("never said")
-        made.stay(60)
+        made.wait_until_noticed(60)
         assert made.noticed()
         record = parse(memory.tobytes())
         assert record.state is RankState.FAILED and record.text == "ShapeError: wrong"

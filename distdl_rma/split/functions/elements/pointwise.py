@@ -6,22 +6,24 @@ Operands that are cut otherwise move first.
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import count
 from typing import Any
 
 import torch
 
 from distdl_rma.split import layout as lay
-from distdl_rma.split.calls.refusals import raise_as_torch, refusing
-from distdl_rma.split.calls.signatures import named
-from distdl_rma.split.calls.site import site_of
-from distdl_rma.split.calls.table import rule
+from distdl_rma.split.calls.refusals import checked_rule, raise_as_torch
+from distdl_rma.split.calls.site import Site, site_of
+from distdl_rma.split.calls.table import Call, rule
 from distdl_rma.split.moves import redistributed
 from distdl_rma.split.operands import (
-    as_part,
+    as_blocks,
     as_whole,
     common_layout,
+    composition,
+    first_split,
     machine_of,
-    on_copies,
+    of_cut,
     part_for,
 )
 from distdl_rma.split.reducing import laid_out, with_whole
@@ -64,6 +66,7 @@ def _in_place(func: Any) -> bool:
     *_BINARY,
     *(f"{name}_" for name in (*_UNARY, *_BINARY) if not name.endswith("_")),
     "copy_",
+    *(torch.Tensor.real.__get__, torch.Tensor.imag.__get__),  # type: ignore[attr-defined]
 )
 def pointwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Each rank computes its block, by the values of its block."""
@@ -113,18 +116,9 @@ def _of_several(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     result = common_layout(func, [first] if in_place else operands)
     if in_place or result.leaves_out:
         raise_as_torch(func, args, kwargs)
-    site = site_of(machine_of(next(x for x in operands if isinstance(x, SplitTensor))), func)
-    number = 0
-
-    def block(x: Any) -> Any:
-        nonlocal number
-        if not isinstance(x, torch.Tensor):
-            return x
-        number += 1
-        shape = x._layout.shape if isinstance(x, SplitTensor) else tuple(x.shape)
-        return as_part(site, x, part_for(shape, result), result, number)
-
-    y = func(*(block(x) for x in args), **{key: block(x) for key, x in kwargs.items()})
+    site = site_of(machine_of(first_split(operands)), func)
+    blocks, options = as_blocks(site, (args, kwargs), result, 1)
+    y = func(*blocks, **options)
     return (
         _changed(func, first)
         if isinstance(first, SplitTensor) and y is first._local
@@ -134,18 +128,17 @@ def _of_several(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
 
 def _changed_alike(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     # A plain tensor, such as a buffer, by split ones that have no gradient: it stays alike on all ranks.
-    operands = [x for x in (*args, *kwargs.values()) if isinstance(x, SplitTensor)]
-    site, number = site_of(machine_of(operands[0]), func), 0
+    numbers = count(1)
 
-    def whole(x: Any) -> Any:
-        nonlocal number
+    def whole(x: torch.Tensor) -> torch.Tensor:
         if not isinstance(x, SplitTensor):
             return x
-        number += 1
-        everywhere = lay.replicated(x._layout.partition, x._layout.shape)
-        return redistributed(site, local_of(x), x._layout, everywhere, f"operand {number} on a plain tensor")
+        everywhere, site = lay.replicated(x._layout.partition, x._layout.shape), site_of(machine_of(x), func)
+        what = f"operand {next(numbers)} on a plain tensor"
+        return redistributed(site, local_of(x), x._layout, everywhere, what)
 
-    return func(*map(whole, args), **{key: whole(x) for key, x in kwargs.items()})
+    operands, options = mapped(whole, (args, kwargs))
+    return func(*operands, **options)
 
 
 @rule("pointwise", "to", "type_as")
@@ -160,28 +153,24 @@ def retyped(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return x if y is local else SplitTensor(y, x._layout)
 
 
-@rule("pointwise", "prelu")
-@refusing
-def prelu(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+@checked_rule("pointwise", "prelu")
+@composition
+def prelu(x: Any, weight: Any) -> Any:
     """As every function of single elements; the weights are those of the block's channels."""
-    x, weight = args[0], named(func, args, kwargs)["weight"]
-    dims = x.dim()
     # Which torch takes for the dimension of channels, or for all elements.
-    shape = (weight.numel(), *(1,) * (dims - 2)) if weight.numel() != 1 else (1,) * min(dims, 1)
-    return composed(torch._prelu_kernel, x, composed(torch.reshape, weight, shape))
+    channels, dims = weight.numel(), x.dim()
+    shape = (channels, *(1,) * (dims - 2)) if channels != 1 else (1,) * min(dims, 1)
+    return torch._prelu_kernel(x, torch.reshape(weight, shape))
 
 
-@rule("pointwise", "bucketize", "isin")
-@refusing
-def compared(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+@checked_rule("pointwise", "bucketize", "isin")
+@of_cut(uncut=True)
+def compared(call: Call, site: Site, x: SplitTensor, **given: Any) -> Any:
     """Of each element; every rank gets all of those that it is compared with."""
-    x, given = args[0], named(func, args, kwargs)
-    if not isinstance(x, SplitTensor):
-        return on_copies(func, args, kwargs)
+    func, *_ = call
     others = given.pop("boundaries" if func is torch.bucketize else "test_elements")
     options = {key: each for key, each in given.items() if each is not None}
     if isinstance(others, SplitTensor):
-        site = site_of(machine_of(x), func)
         others = as_whole(site, others, x._layout, "what is compared with")
     return SplitTensor(func(local_of(x), others, **options), x._layout)
 
@@ -245,28 +234,20 @@ def _block(x: torch.Tensor) -> torch.Tensor:
     return local_of(x) if isinstance(x, SplitTensor) else x
 
 
-@rule("pointwise", torch.Tensor.real.__get__, torch.Tensor.imag.__get__)  # type: ignore[attr-defined]
-def part_of_complex(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> SplitTensor:
-    """Of each block."""
-    return SplitTensor(func(local_of(args[0])), args[0]._layout)
-
-
-@rule("pointwise", "view_as_real")
-@refusing
-def view_as_real(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> SplitTensor:
+@checked_rule("pointwise", "view_as_real")
+@of_cut(uncut=True)
+def view_as_real(call: Call, site: Site, x: SplitTensor) -> SplitTensor:
     """Of each block; the last dimension is new, and whole."""
-    x = args[0]
-    y = func(local_of(x))
+    y = call[0](local_of(x))
     return SplitTensor(y, laid_out(x._layout, [*range(x.dim()), None], y))
 
 
-@rule("pointwise", "view_as_complex")
-@refusing
-def view_as_complex(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> SplitTensor:
+@checked_rule("pointwise", "view_as_complex")
+@of_cut(uncut=True)
+def view_as_complex(call: Call, site: Site, x: SplitTensor) -> SplitTensor:
     """Of each block; the last dimension, if it is split, is made whole first."""
-    x = args[0]
     last = x.dim() - 1
-    local, layout = with_whole(site_of(machine_of(x), func), x, (last,))
+    local, layout = with_whole(site, x, (last,))
     moved = layout is not x._layout
-    y = func(local.contiguous() if moved else local)
+    y = call[0](local.contiguous() if moved else local)
     return SplitTensor(y, lay.reordered(layout, range(last)), copy_of=x._local if moved else None)

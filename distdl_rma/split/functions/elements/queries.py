@@ -238,25 +238,6 @@ def length(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
     return len(range(args[0]._layout.shape[0]))
 
 
-@rule(
-    "refused",
-    _T.__reduce_ex__,
-    _T.__reduce__,
-    _T.data_ptr,
-    _T.untyped_storage,
-    _T.storage,
-    _T.share_memory_,
-    _T.__dlpack__,
-    _T.as_strided,
-)
-def not_here(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Memory of the whole, which no rank has."""
-    raise refused(
-        func,
-        "no rank has the memory of all of it; full_tensor() makes a plain tensor, to_local() shows the block",
-    )
-
-
 @rule("value", _T.__deepcopy__)
 def deep_copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A copy of the block, of leaves only as in torch."""

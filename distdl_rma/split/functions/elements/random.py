@@ -14,12 +14,11 @@ import torch
 from torch.nn import functional as F  # noqa: N812
 
 from distdl_rma.geometry.decomposition import Decomposition
-from distdl_rma.split.calls.refusals import refusing
-from distdl_rma.split.calls.signatures import named
-from distdl_rma.split.calls.site import site_of
-from distdl_rma.split.calls.table import rule
-from distdl_rma.split.operands import as_part, common_layout, machine_of, on_copies, part_for
-from distdl_rma.split.tensor import SplitTensor, any_cut, composed, local_of, refused, tensors_in
+from distdl_rma.split.calls.refusals import checked_rule
+from distdl_rma.split.calls.site import Site
+from distdl_rma.split.calls.table import Call, rule
+from distdl_rma.split.operands import as_blocks, common_layout, of_any_cut, of_cut, on_copies, part_for
+from distdl_rma.split.tensor import SplitTensor, composed, local_of, refused, tensors_in
 
 # Of the self-normalising activation that alpha dropout goes with: minus its value far below zero.
 _ALPHA = 1.7580993408473766
@@ -58,18 +57,17 @@ def _in_place(func: Any, x: SplitTensor) -> None:
     *("dropout1d", "dropout2d", "dropout3d", "feature_dropout", "feature_dropout_"),
     *("feature_alpha_dropout", "feature_alpha_dropout_"),
 )
-def dropout(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+@of_cut()
+def dropout(call: Call, site: Site, x: SplitTensor, p: float, **given: Any) -> Any:
     """Elements: a mask for every block. Channels: a mask for the whole, which every rank draws and cuts."""
-    x, given, name = args[0], named(func, args, kwargs), func.__name__
-    if not x.is_split:
-        return on_copies(func, args, kwargs)
-    p = given["p"]
+    func, args, kwargs = call
+    local, layout, name = local_of(x), x._layout, func.__name__
     if p == 0 or not given["training" if "training" in given else "train"]:
-        y = func(local_of(x), *args[1:], **kwargs)
-        return x if y is x._local else SplitTensor(y, x._layout)
+        y = func(local, *args[1:], **kwargs)
+        return x if y is local else SplitTensor(y, layout)
     if p < 0 or p > 1:
         raise ValueError(f"dropout probability has to be between 0 and 1, but got {p}")
-    local, layout, in_place = local_of(x), x._layout, given.get("inplace") or name.endswith("_")
+    in_place = given.get("inplace") or name.endswith("_")
     if in_place:
         _in_place(func, x)
     if "feature" in name or name[-1] == "d":
@@ -102,26 +100,15 @@ def _of_channels(
 _DRAWN_IN_PLACE = "bernoulli_ normal_ uniform_ exponential_ cauchy_ log_normal_ geometric_ random_".split()
 
 
-@rule("random", *(getattr(torch.Tensor, name) for name in _DRAWN_IN_PLACE))
-@refusing
-def drawn_in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+@checked_rule("random", *(getattr(torch.Tensor, name) for name in _DRAWN_IN_PLACE))
+@of_cut(plain="it would change a plain tensor, which every rank has, by one that is split")
+def drawn_in_place(call: Call, site: Site, x: SplitTensor, **_: Any) -> Any:
     """Every block is filled by a generator of its own; parameters of the distribution are cut."""
-    x = args[0]
-    if not isinstance(x, SplitTensor):
-        raise refused(func, "it would change a plain tensor, which every rank has, by one that is split")
-    if not x.is_split:
-        return on_copies(func, args, kwargs)
+    func, (_x, *given), kwargs = call
     _in_place(func, x)
-    site, kwargs = site_of(machine_of(x), func), dict(kwargs)
-    generator = generator_of_block(x._layout, kwargs.pop("generator", None))
-
-    def block(y: Any) -> Any:
-        if not isinstance(y, torch.Tensor):
-            return y
-        return as_part(site, y, part_for(tuple(y.shape), x._layout), x._layout)
-
-    others = [block(y) for y in args[1:]]
-    func(local_of(x), *others, **{key: block(y) for key, y in kwargs.items()}, generator=generator)
+    generator = generator_of_block(x._layout, kwargs.get("generator"))
+    others, options = as_blocks(site, (given, kwargs), x._layout)
+    func(local_of(x), *others, **{**options, "generator": generator})
     return x
 
 
@@ -145,40 +132,23 @@ def drawn_like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return SplitTensor(y.requires_grad_(needs), x._layout)
 
 
-@rule("random", torch.bernoulli, torch.Tensor.bernoulli, torch.normal, torch.poisson, torch.binomial)
-@refusing
-def drawn_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+@checked_rule("random", torch.bernoulli, torch.Tensor.bernoulli, torch.normal, torch.poisson, torch.binomial)
+@of_any_cut
+def drawn_by(call: Call, site: Site, x: Any, **_: Any) -> Any:
     """Every block by its parameters of the distribution and a generator of its own."""
-    operands = tensors_in(args, kwargs)
-    if not any_cut(operands):
-        return on_copies(func, args, kwargs)
-    layout, kwargs = common_layout(func, operands), dict(kwargs)
-    site = site_of(machine_of(next(x for x in operands if isinstance(x, SplitTensor))), func)
-    generator = generator_of_block(layout, kwargs.pop("generator", None))
-    number = 0
-
-    def block(x: Any) -> Any:
-        nonlocal number
-        if not isinstance(x, torch.Tensor):
-            return x
-        number += 1
-        return as_part(site, x, part_for(tuple(x.shape), layout), layout, number)
-
-    blocks = [block(x) for x in args]
-    return SplitTensor(
-        func(*blocks, **{key: block(x) for key, x in kwargs.items()}, generator=generator), layout
-    )
+    func, args, kwargs = call
+    layout = common_layout(func, tensors_in(args, kwargs))
+    generator = generator_of_block(layout, kwargs.get("generator"))
+    blocks, options = as_blocks(site, (args, kwargs), layout, 1)
+    return SplitTensor(func(*blocks, **{**options, "generator": generator}), layout)
 
 
-@rule("random", "rrelu", "rrelu_")
-@refusing
-def rrelu(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+@checked_rule("random", "rrelu", "rrelu_")
+@of_cut()
+def rrelu(call: Call, site: Site, x: SplitTensor, lower: float, upper: float, **given: Any) -> Any:
     """In training a slope for every element below zero, by a generator of the block; else one for all."""
-    x, given = args[0], named(func, args, kwargs)
-    if not x.is_split:
-        return on_copies(func, args, kwargs)
-    lower, upper = given["lower"], given["upper"]
-    local, in_place = local_of(x), given.get("inplace") or func.__name__.endswith("_")
+    func, local = call[0], local_of(x)
+    in_place = given.get("inplace") or func.__name__.endswith("_")
     if in_place:
         _in_place(func, x)
     if given["training"]:
@@ -191,29 +161,17 @@ def rrelu(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return x if in_place else SplitTensor(y, x._layout)
 
 
-@rule("random", F.gumbel_softmax)
-@refusing
-def gumbel_softmax(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+@checked_rule("random", F.gumbel_softmax)
+@of_cut()
+def gumbel_softmax(call: Call, site: Site, x: SplitTensor, tau: Any, hard: bool, dim: int, **_: Any) -> Any:
     """Noise for every block, then a softmax of the whole; ``hard`` only where the dimension is whole."""
-    x, (tau, hard, _, dim) = args[0], named(func, args, kwargs).values()
-    if not x.is_split:
-        return on_copies(func, args, kwargs)
     local, layout = local_of(x), x._layout
     noise = torch.empty_like(local.detach()).exponential_(generator=generator_of_block(layout)).log().neg()
     y: Any = composed(F.softmax, SplitTensor((local + noise) / tau, layout), dim)
     if not hard:
         return y
     if y._layout.splits[dim].parts > 1:
-        raise refused(func, "hard=True with a dimension that is cut")
+        raise refused(call[0], "hard=True with a dimension that is cut")
     soft = y._local
     top = soft.detach().max(dim, keepdim=True)[1]
     return SplitTensor(torch.zeros_like(soft).scatter_(dim, top, 1.0) - soft.detach() + soft, y._layout)
-
-
-@rule("refused", "multinomial", "fractional_max_pool2d", "fractional_max_pool3d")
-@rule("refused", "fractional_max_pool2d_with_indices", "fractional_max_pool3d_with_indices")
-def of_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Draws that depend on all elements: on copies only."""
-    if any_cut(args, kwargs):
-        raise refused(func, "what it draws depends on elements that are on many ranks")
-    return on_copies(func, args, kwargs)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -16,7 +15,7 @@ from distdl_rma.geometry.intervals import Balanced
 from distdl_rma.ops.norm.normalisation import Normalisation, NormOptions, by_constants
 from distdl_rma.ops.norm.statistic_groups import NormAxes
 from distdl_rma.split import layout as lay
-from distdl_rma.split.calls.refusals import is_taken, raise_as_torch, refusing
+from distdl_rma.split.calls.refusals import checked_rule, raise_as_torch
 from distdl_rma.split.calls.signatures import named
 from distdl_rma.split.calls.site import Site
 from distdl_rma.split.calls.table import Call, rule
@@ -59,10 +58,7 @@ def _normalised(
     local, layout = local_of(x), x._layout
     weight, bias = wholes(site, weights, layout, _WEIGHTS)
     key = (
-        number,
-        layout,
-        local.dtype,
-        eps,
+        *(number, layout, local.dtype, eps),
         None if running is None else (running["running_mean"].shape, running["running_var"].shape),
         None if weight is None else (weight.shape, weight.dtype),
         None if bias is None else (bias.shape, bias.dtype),
@@ -70,9 +66,20 @@ def _normalised(
 
     def make() -> Normalisation:
         raise_as_torch(*call)
+        options = _options(call[0].__name__, number, len(layout.shape), eps, running is not None)
+        source, extents = lay.on_grid(layout), tuple(layout.shape[d] for d in options.axes.weighted)
         given = {key: w for key, w in zip(_WEIGHTS, (weight, bias), strict=True) if w is not None}
-        kind = _options(call[0].__name__, number, len(layout.shape), eps, running is not None)
-        return _operation(site, layout, local.dtype, kind, given, running)
+        for key, w in given.items():
+            if w.dtype not in (local.dtype, sum_dtype(local.dtype)):
+                raise ShapeError(f"{site.name}: input is {local.dtype}, the {key} {w.dtype}")
+        for key, w in {**given, **(running or {})}.items():
+            if tuple(w.shape) != extents:
+                raise ShapeError(
+                    f"{site.name}: {key} is {tuple(w.shape)}, the global input {layout.shape} needs {extents}"
+                )
+        store = Decomposition.replicated(source.partition, extents)
+        dtypes = {key: w.dtype for key, w in given.items()}
+        return Normalisation(site.call_site, source, local.dtype, options, store, dtypes)
 
     operation = site.kept(key, make)
     needs = needs_of(local, weight, bias)
@@ -80,28 +87,6 @@ def _normalised(
         return SplitTensor(operation(needs, local, weight=weight, bias=bias), layout)
     y = operation(needs, local, weight=weight, bias=bias, momentum=momentum, **running)
     return SplitTensor(y, layout)
-
-
-def _operation(
-    site: Site,
-    layout: Decomposition,
-    dtype: torch.dtype,
-    options: NormOptions,
-    weights: dict[str, torch.Tensor],
-    running: dict[str, torch.Tensor] | None,
-) -> Normalisation:
-    source, extents = lay.on_grid(layout), tuple(layout.shape[d] for d in options.axes.weighted)
-    for key, w in weights.items():
-        if w.dtype not in (dtype, sum_dtype(dtype)):
-            raise ShapeError(f"{site.name}: input is {dtype}, the {key} {w.dtype}")
-    for key, w in {**weights, **(running or {})}.items():
-        if tuple(w.shape) != extents:
-            raise ShapeError(
-                f"{site.name}: {key} is {tuple(w.shape)}, the global input {layout.shape} needs {extents}"
-            )
-    store = Decomposition.replicated(source.partition, extents)
-    dtypes = {key: w.dtype for key, w in weights.items()}
-    return Normalisation(site.call_site, source, dtype, options, store, dtypes)
 
 
 def _on_copies(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -114,43 +99,35 @@ def _on_copies(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return on_copies(func, args, kwargs)
 
 
-@rule("norm", F.batch_norm, torch.batch_norm)
+_OF_BATCH = "By mean and variance of the whole batch; running statistics change alike on all ranks."
+_OF_INSTANCES = "By mean and variance of each sample and channel, wherever its elements are."
+
+
+@rule("norm", F.batch_norm, torch.batch_norm, says=_OF_BATCH)
+@rule("norm", F.instance_norm, torch.instance_norm, says=_OF_INSTANCES)
 @of_cut(empty=False, otherwise=_on_copies)
-def batch_norm(call: Call, site: Site, x: SplitTensor, *, training: bool, **others: Any) -> Any:
-    """By mean and variance of the whole batch; running statistics change alike on all ranks."""
-    return _with_running(call, site, x, training, **others)
-
-
-@rule("norm", F.instance_norm, torch.instance_norm)
-@of_cut(empty=False, otherwise=_on_copies)
-def instance_norm(call: Call, site: Site, x: SplitTensor, *, use_input_stats: bool, **others: Any) -> Any:
-    """By mean and variance of each sample and channel, wherever its elements are."""
-    return _with_running(call, site, x, use_input_stats, **others)
-
-
-def _with_running(
+def with_running_statistics(
     call: Call,
     site: Site,
     x: SplitTensor,
-    by_input: bool,
-    *,
     running_mean: Any,
     running_var: Any,
     weight: Any,
     bias: Any,
     momentum: float,
     eps: float,
-    cudnn_enabled: bool = False,
+    **how: bool,
 ) -> SplitTensor:
+    """By mean and variance of the input, or by those that are given."""
+    name = "training" if "training" in how else "use_input_stats"
     running = None
     if running_mean is not None and running_var is not None:
         if isinstance(running_mean, SplitTensor) or isinstance(running_var, SplitTensor):
             raise refused(call[0], _ALIKE)
         running = {"running_mean": running_mean, "running_var": running_var}
-    if by_input:
+    if how[name]:
         return _normalised(call, site, x, 0, (weight, bias), eps, running, momentum)
     if running is None:
-        name = "training" if call[0].__name__ == "batch_norm" else "use_input_stats"
         raise ShapeError(f"{site.name}: running_mean and running_var are needed when {name} is False")
     return _by_constants(call, site, x, running, (weight, bias), eps)
 
@@ -168,7 +145,7 @@ def _by_constants(
     channels = x._layout.slices()[1]
     given = {**running, **dict(zip(_WEIGHTS, wholes(site, weights, x._layout, _WEIGHTS), strict=True))}
     said = tuple([None if w is None else (w.shape, w.dtype) for w in given.values()])
-    site.kept(("checked", x._layout, local.dtype, said), lambda: is_taken(*call))
+    site.kept(("checked", x._layout, local.dtype, said), lambda: raise_as_torch(*call) is not None)
     parts = [None if w is None else w[channels] for w in given.values()]
     return SplitTensor(by_constants(local, parts, eps), x._layout)
 
@@ -176,14 +153,7 @@ def _by_constants(
 @rule("norm", F.group_norm, torch.group_norm)
 @of_cut(empty=False)
 def group_norm(
-    call: Call,
-    site: Site,
-    x: SplitTensor,
-    num_groups: Any,
-    weight: Any,
-    bias: Any,
-    eps: float,
-    cudnn_enabled: bool = False,
+    call: Call, site: Site, x: SplitTensor, num_groups: Any, weight: Any, bias: Any, eps: float, **_: Any
 ) -> Any:
     """By mean and variance of each sample and group of channels, which may be on several ranks."""
     shape, groups = x._layout.shape, int(num_groups)
@@ -192,69 +162,42 @@ def group_norm(
     return _normalised(call, site, x, groups, (weight, bias), eps)
 
 
-@rule("norm", F.layer_norm, torch.layer_norm)
+_OF_LAST = "By {} over the last dimensions; only where these are cut do ranks exchange {}."
+
+
+@rule("norm", F.layer_norm, torch.layer_norm, says=_OF_LAST.format("mean and variance", "them"))
+@rule("norm", F.rms_norm, torch.rms_norm, says=_OF_LAST.format("the root mean square", "it"))
 @of_cut(empty=False)
-def layer_norm(
-    call: Call,
-    site: Site,
-    x: SplitTensor,
-    normalized_shape: Any,
-    weight: Any,
-    bias: Any,
-    eps: float,
-    cudnn_enable: bool = False,
-) -> Any:
-    """By mean and variance over the last dimensions; only where these are cut do ranks exchange them."""
-    return _over_last(call, site, x, normalized_shape, weight, bias, eps)
-
-
-@rule("norm", F.rms_norm, torch.rms_norm)
-@of_cut(empty=False)
-def rms_norm(
-    call: Call, site: Site, x: SplitTensor, normalized_shape: Any, weight: Any, eps: float | None
-) -> Any:
-    """By the root mean square over the last dimensions; only where these are cut do ranks exchange it."""
-    return _over_last(call, site, x, normalized_shape, weight, None, eps)
-
-
-def _over_last(
-    call: Call,
-    site: Site,
-    x: SplitTensor,
-    normalized_shape: int | Sequence[int],
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    eps: Any,
+def over_last(
+    call: Call, site: Site, x: SplitTensor, normalized_shape: Any, weight: Any, eps: Any, **others: Any
 ) -> SplitTensor:
-    layout = x._layout
+    """By moments over the last dimensions."""
+    layout, local, bias = x._layout, local_of(x), others.get("bias")
     shape = (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
     dims = len(layout.shape)
     if not shape or len(shape) > dims or layout.shape[dims - len(shape) :] != shape:
         raise ShapeError(f"{site.name}: normalized_shape {shape} is not the end of {layout.shape}")
     if any(d >= dims - len(shape) for d in layout.cut_dims):
-        if local_of(x).is_complex():
-            # Of which no moments are exchanged.
-            local, whole = with_whole(site, x, range(dims - len(shape), dims))
-            y = _over_last(call, site, SplitTensor(local, whole), shape, weight, bias, eps)
-            return put_back(site, local_of(y), whole, layout)
-        return _normalised(call, site, x, len(shape), (weight, bias), eps)
+        if not local.is_complex():
+            return _normalised(call, site, x, len(shape), (weight, bias), eps)
+        # Of which no moments are exchanged.
+        local, layout = with_whole(site, x, range(dims - len(shape), dims))
     weight, bias = wholes(site, (weight, bias), layout, _WEIGHTS)
-    local = local_of(x)
     if call[0].__name__ == "layer_norm":
-        return SplitTensor(F.layer_norm(local, shape, weight, bias, eps), layout)
-    return SplitTensor(F.rms_norm(local, shape, weight, eps), layout)
+        y = F.layer_norm(local, shape, weight, bias, eps)
+    else:
+        y = F.rms_norm(local, shape, weight, eps)
+    return SplitTensor(y, layout) if layout is x._layout else put_back(site, y, layout, x._layout)
 
 
-@rule("norm", F.local_response_norm)
-@refusing
+@checked_rule("norm", F.local_response_norm)
 @of_cut(empty=False)
 def local_response_norm(call: Call, site: Site, x: SplitTensor, **others: Any) -> Any:
     """By neighbouring channels; where channels are cut all of them come to every rank that has any."""
     return by_whole_dims(site, x, (1,), partial(call[0], **others))
 
 
-@rule("norm", F.normalize)
-@refusing
+@checked_rule("norm", F.normalize)
 @of_cut(empty=False)
 def normalize(call: Call, site: Site, x: SplitTensor, p: float, dim: Any, eps: float, out: Any) -> Any:
     """By the norm along dimensions; where these are cut, by that of the ranks' norms."""

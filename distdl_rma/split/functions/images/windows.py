@@ -1,13 +1,14 @@
-"""Pooling, resizing, padding: every rank fetches what its outputs read, and computes those."""
+"""Pools, resizing, padding, patches, samples: every rank fetches what its outputs read."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable, Mapping
-from functools import cache
-from math import prod
+from functools import cache, partial
 from typing import Any
 
 import torch
+from torch.nn import functional as F  # noqa: N812
 
 from distdl_rma.dtypes import sum_dtype
 from distdl_rma.errors import ShapeError
@@ -28,15 +29,16 @@ from distdl_rma.ops.windows import (
     ResizeOptions,
     Resizing,
 )
+from distdl_rma.split import cuts
 from distdl_rma.split import layout as lay
-from distdl_rma.split.calls.refusals import raise_as_torch, refusing
+from distdl_rma.split.calls.refusals import checked_rule, raise_as_torch
 from distdl_rma.split.calls.site import Site
 from distdl_rma.split.calls.table import Call, rule
 from distdl_rma.split.functions.images.convolutions import each_dim
 from distdl_rma.split.moves import all_sum, redistributed
-from distdl_rma.split.operands import needs_of, of_cut
-from distdl_rma.split.reducing import by_whole_dims
-from distdl_rma.split.tensor import SplitTensor, local_of, refused
+from distdl_rma.split.operands import as_part, common_partition, needs_of, of_any_cut, of_cut
+from distdl_rma.split.reducing import by_whole_dims, computed, put_back, with_an_element, with_whole
+from distdl_rma.split.tensor import SplitTensor, composed, local_of, refused
 
 _LEADING = 2
 _DIMS = (1, 2, 3)
@@ -109,31 +111,22 @@ def _stencil(how: Mapping[str, Any], dims: int) -> Stencil:
 
 
 @rule("window", *_of_dims("max_pool{}d", "max_pool{}d_with_indices"))
+@rule("window", *_of_dims("adaptive_max_pool{}d", "adaptive_max_pool{}d_with_indices"))
 @of_cut(empty=False)
 def max_pool(call: Call, site: Site, x: SplitTensor, return_indices: bool = False, **how: Any) -> Any:
     """The largest element of each window, of what a rank's outputs fetch; indices are of the whole plane."""
-    func, *_ = call
-    dims, indices = dims_of(func), bool(return_indices) or func.__name__.endswith("_with_indices")
+    func, adaptive = call[0], "output_size" in how
+    # The one-dimensional function of torch's lowest floor returns both.
+    both = func.__name__.endswith("_with_indices") or func is torch.adaptive_max_pool1d
+    dims, indices = dims_of(func), bool(return_indices or both)
 
-    def options() -> MaxPoolOptions:
+    def options() -> Any:
+        if adaptive:
+            return AdaptiveOptions(_sizes(how["output_size"], dims), indices)
         return MaxPoolOptions(_stencil(how, dims), indices)
 
-    key = str(how), indices
-    return _largest(call, site, local_of(x), x._layout, dims, MaxPooling, key, options, indices)
-
-
-def _largest(
-    call: Call,
-    site: Site,
-    local: torch.Tensor,
-    layout: Decomposition,
-    dims: int,
-    kind: type[Any],
-    key: Hashable,
-    make: Callable[[], Any],
-    indices: bool,
-) -> Any:
-    y, operation = windowed(call, site, local, layout, dims, kind, key, make)
+    kind, key = AdaptiveMaxPooling if adaptive else MaxPooling, (str(how), indices)
+    y, operation = windowed(call, site, local_of(x), x._layout, dims, kind, key, options)
     if not indices:
         return with_single_copied(site, y)
     found = operation.take_indices() if isinstance(operation, MaxWindows) else None
@@ -157,26 +150,20 @@ def avg_pool(call: Call, site: Site, x: SplitTensor, **how: Any) -> Any:
     return with_single_copied(site, y)
 
 
-@rule("window", *_of_dims("lp_pool{}d"))
+@checked_rule("window", *_of_dims("lp_pool{}d"))
 @of_cut(empty=False)
 def lp_pool(call: Call, site: Site, x: SplitTensor, norm_type: Any, **how: Any) -> Any:
     """The norm of each window, which a rank's outputs fetch."""
-    norm, dims, local, layout = float(norm_type), dims_of(call[0]), local_of(x), x._layout
-    key, largest = str(how), abs(norm) == float("inf")
+    norm, dims = float(norm_type), dims_of(call[0])
 
-    def options() -> Any:
-        return (MaxPoolOptions if largest else AvgPoolOptions)(_stencil(how, dims))
+    def pool(x: Any) -> Any:
+        if abs(norm) == math.inf:
+            sign = 1 if norm > 0 else -1
+            return sign * getattr(F, f"max_pool{dims}d")(sign * x.abs(), **how)
+        y = getattr(F, f"avg_pool{dims}d")(x.pow(norm), **how)
+        return (y.sign() * y.abs().relu()).mul(math.prod(each_dim(how["kernel_size"], dims))).pow(1.0 / norm)
 
-    if largest:
-        sign = 1 if norm > 0 else -1
-        top: SplitTensor = _largest(
-            call, site, sign * local.abs(), layout, dims, MaxPooling, key, options, False
-        )
-        return SplitTensor(sign * top._local, top._layout)
-    found = windowed(call, site, local.pow(norm), layout, dims, AvgPooling, key, options)[0]
-    mean = with_single_copied(site, found)
-    y, number = mean._local, prod(each_dim(how["kernel_size"], dims))
-    return SplitTensor((y.sign() * y.abs().relu()).mul(number).pow(1.0 / norm), mean._layout)
+    return composed(pool, x)
 
 
 @rule("window", *_of_dims("adaptive_avg_pool{}d"))
@@ -203,7 +190,7 @@ def averaged(call: Call, site: Site, x: SplitTensor, size: tuple[int | None, ...
     first = len(layout.shape) - dims
     single = tuple(d for d, n in enumerate(size, first) if n == 1 and layout.splits[d].parts > 1)
     if single:
-        number = prod(layout.shape[d] for d in single)
+        number = math.prod(layout.shape[d] for d in single)
         sums = local.sum(single, keepdim=True, dtype=sum_dtype(local.dtype))
         cut = tuple(g for g, axis in enumerate(layout.axes) if axis in single)
         mean = all_sum(site, sums, layout, cut) / number
@@ -221,21 +208,6 @@ def _sizes(value: Any, dims: int) -> tuple[int | None, ...]:
     sizes = (value,) if value is None or isinstance(value, int) else tuple(value)
     sizes = sizes * dims if len(sizes) == 1 else sizes
     return tuple(None if n is None else int(n) for n in sizes)
-
-
-@rule("window", *_of_dims("adaptive_max_pool{}d", "adaptive_max_pool{}d_with_indices"))
-@of_cut(empty=False)
-def adaptive_max_pool(
-    call: Call, site: Site, x: SplitTensor, output_size: Any, return_indices: bool = False
-) -> Any:
-    """The largest element of each window, which a rank's outputs fetch; one of all is a copy everywhere."""
-    func, *_ = call
-    # The one-dimensional function of torch's lowest floor returns both.
-    both = func.__name__.endswith("_with_indices") or func is torch.adaptive_max_pool1d
-    dims, where = dims_of(func), bool(return_indices or both)
-    options = AdaptiveOptions(_sizes(output_size, dims), where)
-    kind, local = AdaptiveMaxPooling, local_of(x)
-    return _largest(call, site, local, x._layout, dims, kind, options, lambda: options, where)
 
 
 @rule("window", "interpolate")
@@ -269,8 +241,7 @@ def interpolate(call: Call, site: Site, x: SplitTensor, **how: Any) -> Any:
     return windowed(call, site, local_of(x), x._layout, dims, Resizing, said, options)[0]
 
 
-@rule("window", "pad")
-@refusing
+@checked_rule("window", "pad")
 @of_cut(empty=False)
 def padded(call: Call, site: Site, x: SplitTensor, pad: Any, mode: str, value: Any) -> Any:
     """Padding of the whole in every mode, and cropping: a rank fetches what its part of the result shows."""
@@ -323,3 +294,97 @@ def _padded(
     y = y[(0,) * first] if first else y
     # In memory as torch has it, where what looks like a view of it is one.
     return SplitTensor(y.permute([at - first for at in back]).contiguous(), output)
+
+
+@checked_rule("window", F.max_unpool1d, F.max_unpool2d, F.max_unpool3d)
+@of_any_cut
+def max_unpool(call: Call, site: Site, x: Any, indices: Any, **others: Any) -> Any:
+    """Indices may be anywhere in the plane: of all of it, cut again behind."""
+    func, *_ = call
+    if not isinstance(x, SplitTensor):
+        raise refused(func, "the indices are split, the input is not; both are to be cut alike")
+    layout = x._layout
+    if tuple(indices.shape) != layout.shape:
+        raise ShapeError(f"{site.name}: input is {layout.shape}, the indices {tuple(indices.shape)}")
+    dims = len(layout.shape)
+    spatial = range(dims - int(func.__name__[-2]), dims)
+    local, whole = with_whole(site, x, spatial)
+    at = as_part(site, indices, whole, layout, 1)
+    # Of indices that are not contiguous torch has no gradient, which ranks without any would not notice.
+    y = computed(lambda block: func(block, with_an_element(at).contiguous(), **others), local)
+    return put_back(site, y, whole, layout)
+
+
+@checked_rule("window", F.unfold)
+@of_cut()
+def unfold(call: Call, site: Site, x: SplitTensor, **how: Any) -> Any:
+    """The patches of whole planes; they are cut along their row, channels and batch stay cut."""
+    dims, times = len(x._layout.shape), math.prod(each_dim(how["kernel_size"], 2))
+    rows, columns, channels = dims - 2, dims - 1, dims - 3
+    local, whole = with_whole(site, x, (rows, columns))
+    y = computed(partial(call[0], **how), local)
+
+    def of_patches(found: Decomposition) -> Decomposition:
+        # Patches are cut as the first of rows and columns that is.
+        d = next((axis for axis in found.axes if axis in (rows, columns)), rows)
+        rest = lay.whole(found, {rows, columns} - {d})
+        splits = {
+            channels: cuts.scaled(found.splits[channels], times, 1),
+            rows: Balanced(y.shape[-1], found.splits[d].parts),
+        }
+        return lay.with_splits(lay.reordered(rest, [*range(rows), d]), splits)
+
+    target = of_patches(x._layout)
+    return SplitTensor(redistributed(site, y, of_patches(whole), target, "cut again"), target)
+
+
+@checked_rule("window", F.fold)
+@of_cut()
+def fold(call: Call, site: Site, x: SplitTensor, **how: Any) -> Any:
+    """Patches meet anywhere in the plane: of all of them, cut again behind."""
+    dims = len(x._layout.shape)
+    local, whole = with_whole(site, x, (dims - 2, dims - 1))
+    # Patches become rows, and columns are new.
+    found, before = (lay.reordered(each, [*range(dims), None]) for each in (whole, x._layout))
+    return put_back(site, computed(partial(call[0], **how), local), found, before, "cut again")
+
+
+@checked_rule("window", "grid_sample", "grid_sampler")
+@of_any_cut
+def grid_sample(call: Call, site: Site, x: Any, grid: Any, **how: Any) -> Any:
+    """Points may be anywhere in the plane: every rank gets all of it, for the points of its block."""
+    func, *_ = call
+    partition = common_partition(func, [x, grid])
+    of_x, of_grid = tuple(x.shape), tuple(grid.shape)
+    dims = len(of_x)
+    shape = (*of_x[:2], *of_grid[1:-1])
+
+    def make() -> tuple[Decomposition, Decomposition, Decomposition]:
+        x_shape, grid_shape = (torch.empty(each, device="meta") for each in (of_x, of_grid))
+        func(x_shape, grid_shape, **how)
+        if isinstance(x, SplitTensor) and x.is_split:
+            axes = x._layout.axes
+            batch, channels = x._layout.splits[:2]
+        else:
+            axes = tuple(None if a is None or a == dims - 1 else a + (a > 0) for a in grid._layout.axes)
+            batch, channels = grid._layout.splits[0], Balanced(of_x[1], 1)
+        parts = [1] * dims
+        for g, axis in enumerate(axes):
+            if axis is not None:
+                parts[axis] = partition.shape[g]
+        points = [Balanced(n, parts[d]) for d, n in enumerate(shape) if d > 1]
+        result = lay.layout(partition, [batch, channels, *points], axes)
+        spatial = tuple(None if a is None or a > 1 else a for a in result.axes)
+        planes = lay.layout(partition, [batch, channels, *(Balanced(n, 1) for n in of_x[2:])], spatial)
+        of_points = tuple(None if a in (None, 1) else max(a - 1, 0) for a in result.axes)
+        splits = [batch, *result.splits[2:], Balanced(of_grid[-1], 1)]
+        return result, planes, lay.layout(partition, splits, of_points)
+
+    layouts = [y._layout if isinstance(y, SplitTensor) else tuple(y.shape) for y in (x, grid)]
+    result, planes, points = site.kept(("planes", *layouts, str(how)), make)
+    local = as_part(site, x, planes, result, 0), as_part(site, grid, points, result, 1)
+    if result.box(partition.me).empty:
+        y = local[0].new_zeros(result.box(partition.me).shape) + local[0].sum() + local[1].sum()
+    else:
+        y = func(*local, **how)
+    return SplitTensor(y, result)

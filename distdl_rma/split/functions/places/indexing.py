@@ -15,7 +15,7 @@ from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.intervals import Balanced, Listed, Split
 from distdl_rma.split import cuts
 from distdl_rma.split import layout as lay
-from distdl_rma.split.calls.refusals import refusing
+from distdl_rma.split.calls.refusals import checked_rule
 from distdl_rma.split.calls.signatures import named
 from distdl_rma.split.calls.site import Site, site_of
 from distdl_rma.split.calls.table import Call, rule
@@ -31,7 +31,16 @@ from distdl_rma.split.functions.places.shapes import (
     uncut,
 )
 from distdl_rma.split.moves import reduced
-from distdl_rma.split.operands import as_part, as_whole, composition, machine_of, of_cut, on_copies, part_for
+from distdl_rma.split.operands import (
+    as_part,
+    as_whole,
+    composition,
+    machine_of,
+    of_any_cut,
+    of_cut,
+    on_copies,
+    part_for,
+)
 from distdl_rma.split.reducing import laid_out, positive, with_whole
 from distdl_rma.split.tensor import SplitTensor, any_cut, composed, local_of, refused
 
@@ -285,34 +294,32 @@ def _looked_up(func: Any, x: torch.Tensor, given: Sequence[Any]) -> Any:
     return by_rows(func, x, split[0])
 
 
-@rule("movement", "take")
-@refusing
+@checked_rule("movement", "take")
 @composition
 def taken(x: Any, index: Any) -> Any:
     """As tensors of indices choose from the flattened tensor."""
     return x.reshape(-1)[index]
 
 
-@rule("movement", *"index_select index_add index_copy index_fill".split())
-@refusing
-def along_one(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+@checked_rule("movement", *"index_select index_add index_copy index_fill".split())
+@of_any_cut
+def along_one(call: Call, site: Site, x: Any, dim: int, index: Any, **others: Any) -> Any:
     """Elements of a dimension by plain indices; if it is cut another one is cut instead."""
-    x, (dim, index, *others) = args[0], named(func, args, kwargs).values()
-    if isinstance(index, SplitTensor) and index.is_split:
-        if func.__name__ == "index_select" and dim in (0, -x.dim()):
+    func, name = call[0], call[0].__name__
+    if any_cut(index):
+        if name == "index_select" and dim in (0, -x.dim()):
             # Of a number there is one element, for all ranks.
-            return by_rows(func, x, index) if x.dim() else on_copies(func, args, kwargs)
+            return by_rows(func, x, index) if x.dim() else on_copies(*call)
         raise refused(func, "the indices are split; index.redistribute() gives all ranks all of them")
     if not isinstance(x, SplitTensor):
-        return on_copies(func, args, kwargs)
+        return on_copies(*call)
     dim = positive(dim, len(x._layout.shape))
-    site = site_of(machine_of(x), func)
     local, layout = with_whole(site, x, [dim])
     index = local_of(index) if isinstance(index, SplitTensor) else index
-    if func.__name__ == "index_select":
+    if name == "index_select":
         y = local.index_select(dim, index)
         return SplitTensor(y, uncut(layout, {dim: y.shape[dim]}))
-    other, *more = others
+    other, *more = others.values()
     if isinstance(other, torch.Tensor):
         shape = tuple(frozen(other))
         wanted = uncut(layout, {dim: shape[dim]}) if shape else part_for((), layout)
@@ -320,28 +327,24 @@ def along_one(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             raise ShapeError(f"{site.name}: the source has the global shape {shape}, wanted {wanted.shape}")
         other = as_part(site, other, wanted, layout, 1)
     factor = {"alpha": more[0]} if more else {}
-    return SplitTensor(getattr(_T, func.__name__)(local, dim, index, other, **factor), layout)
+    return SplitTensor(getattr(_T, name)(local, dim, index, other, **factor), layout)
 
 
-@rule("movement", *"gather take_along_dim scatter scatter_add scatter_reduce".split())
-@refusing
-def by_index(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+@checked_rule("movement", *"gather take_along_dim scatter scatter_add scatter_reduce".split())
+@of_any_cut
+def by_index(call: Call, site: Site, x: Any, dim: int | None, **given: Any) -> Any:
     """Elements along a dimension, which is whole on each rank, by indices beside the blocks of the others."""
-    if not any_cut(args, kwargs):
-        return on_copies(func, args, kwargs)
-    x, given, name = args[0], named(func, args, kwargs), func.__name__
-    index, dim = given["indices" if name == "take_along_dim" else "index"], given["dim"]
+    name = call[0].__name__
+    index = given["indices" if name == "take_along_dim" else "index"]
     if dim is None:
-        raise refused(func, "it takes from a flattened tensor; give dim")
+        raise refused(call[0], "it takes from a flattened tensor; give dim")
     dim = positive(dim, x.dim())
     source = next((given[key] for key in ("src", "value") if given.get(key) is not None), None)
     beside = isinstance(source, torch.Tensor) and source.dim()
     operands = [x, index, source] if beside else [x, index]
     if any(each.dim() != x.dim() for each in operands):
         # What torch takes is a number among vectors, or indices without elements.
-        return on_copies(func, args, kwargs)
-    split = next(each for each in operands if isinstance(each, SplitTensor))
-    site = site_of(machine_of(split), func)
+        return on_copies(*call)
     # What is cut is alike in all of them; the largest of those that are split says how.
     extents = [frozen(each) for each in operands]
     uneven = [d for d in range(x.dim()) if d == dim or len({shape[d] for shape in extents}) > 1]
@@ -356,8 +359,7 @@ def by_index(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
     def part(at: int, each: torch.Tensor) -> torch.Tensor:
         shape = frozen(each)
-        wanted = lay.with_splits(work, {d: Balanced(shape[d], 1) for d in uneven})
-        return as_part(site, each, wanted, work, at)
+        return as_part(site, each, uncut(work, {d: shape[d] for d in uneven}), work, at)
 
     local, where = part(0, x), part(1, index)
     if source is None:
@@ -372,16 +374,16 @@ def by_index(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 @rule("movement", "one_hot")
-def one_hot(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+@of_cut(uncut=True)
+def one_hot(call: Call, site: Site, x: SplitTensor, num_classes: int) -> Any:
     """Each rank encodes its block; the largest class of all ranks counts where none is given."""
-    x, classes = args[0], named(func, args, kwargs)["num_classes"]
     local, layout = local_of(x), x._layout
-    if classes == -1:
+    if num_classes == -1:
         most = local.max() if local.numel() else torch.tensor(-1, dtype=local.dtype)
         cut = [g for g, axis in enumerate(layout.axes) if axis is not None]
         ranks = lay.line(layout, cut)
-        classes = int(reduced(site_of(machine_of(x), func), most, ranks, "max", "classes")) + 1
-    y = torch.nn.functional.one_hot(local, classes)
+        num_classes = int(reduced(site, most, ranks, "max", "classes")) + 1
+    y = torch.nn.functional.one_hot(local, num_classes)
     return SplitTensor(y, laid_out(layout, [*range(len(layout.shape)), None], y))
 
 
@@ -428,8 +430,7 @@ def _told(site: Site, layout: Decomposition, at: int, count: int) -> Split:
     return lay.simplest(Listed(lengths)) if len(lengths) > 1 else Balanced(lengths[0], 1)
 
 
-@rule("movement", "nonzero", "argwhere")
-@refusing
+@checked_rule("movement", "nonzero", "argwhere")
 @of_cut()
 def nonzero(call: Call, site: Site, x: SplitTensor, as_tuple: bool = False) -> Any:
     """Places of elements, cut in their order: ranks tell each other how many they have."""
@@ -456,12 +457,9 @@ def where(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return pointwise(func, args, kwargs)
 
 
-@rule("movement", "masked_select")
-@refusing
-def masked_select(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+@checked_rule("movement", "masked_select")
+@of_any_cut
+def masked_select(call: Call, site: Site, x: Any, mask: Any) -> Any:
     """Elements where a mask says so, cut in their order: ranks tell each other how many they have."""
-    x, mask = args[0], named(func, args, kwargs)["mask"]
-    if not any_cut(x, mask):
-        return on_copies(func, args, kwargs)
     x, mask = broadcast(torch.broadcast_tensors, (x, mask), {})
-    return by_mask(func, x, mask)
+    return by_mask(call[0], x, mask)

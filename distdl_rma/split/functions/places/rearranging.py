@@ -1,50 +1,182 @@
-"""Elements of a tensor in other places: flipped, rolled, shuffled, windows and diagonals of them."""
+"""Elements in other places: joined, taken apart, flipped, rolled, shuffled, windows and diagonals of them."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
 
+from distdl_rma.errors import ShapeError
+from distdl_rma.geometry.box import Box
 from distdl_rma.geometry.decomposition import Decomposition
+from distdl_rma.geometry.intervals import Balanced
 from distdl_rma.split import cuts
 from distdl_rma.split import layout as lay
-from distdl_rma.split.calls.refusals import refusing
-from distdl_rma.split.calls.signatures import named
-from distdl_rma.split.calls.site import Site, site_of
-from distdl_rma.split.calls.table import Call, rule
+from distdl_rma.split.calls.refusals import checked_rule
+from distdl_rma.split.calls.site import Site
+from distdl_rma.split.calls.table import Call, name_of, rule
+from distdl_rma.split.functions.places.indexing import narrowed
 from distdl_rma.split.functions.places.shapes import (
     cut_as,
     derived,
+    frozen,
     on_shape,
     reshape,
     seen_of,
 )
 from distdl_rma.split.moves import redistributed
-from distdl_rma.split.operands import machine_of, of_cut, on_copies
+from distdl_rma.split.operands import as_part, common_partition, composition, of_any_cut, of_cut, on_copies
 from distdl_rma.split.reducing import laid_out, positive, with_whole
-from distdl_rma.split.tensor import SplitTensor, composed, local_of, refused
+from distdl_rma.split.tensor import SplitTensor, composed, local_of
+
+
+@rule("movement", "cat", "concat", "concatenate")
+@of_any_cut
+def cat(call: Call, site: Site, tensors: Any, dim: int) -> Any:
+    """Each rank joins its blocks, cut as the largest tensor is; along a cut dimension pieces move."""
+    func, *_ = call
+    common_partition(func, tensors)
+    # As in torch, empty vectors go with anything: the result has their type, and is in their graph.
+    empty = [x for x in tensors if frozen(x) == (0,)]
+    tensors = [x for x in tensors if frozen(x) != (0,)] if empty else tensors
+    if not any(isinstance(x, SplitTensor) for x in tensors):
+        return on_copies(*call)
+    shapes = [frozen(x) for x in tensors]
+    largest = max(
+        (at for at, x in enumerate(tensors) if isinstance(x, SplitTensor)),
+        key=lambda at: (tensors[at].is_split, Box.of_shape(shapes[at]).volume),
+    )
+    layouts = tuple(x._layout if isinstance(x, SplitTensor) else tuple(x.shape) for x in tensors)
+
+    def make() -> tuple[Decomposition, list[Decomposition]]:
+        return _places(name_of(func), tensors[largest]._layout, largest, shapes, dim)
+
+    result, parts = derived(tensors[largest], ("cat", layouts, largest, dim), make)
+    pieces = [
+        as_part(site, x, part, result, at) for at, (x, part) in enumerate(zip(tensors, parts, strict=True))
+    ]
+    pieces += [local_of(x) if isinstance(x, SplitTensor) else x for x in empty]
+    return SplitTensor(torch.cat(pieces, dim), result)
+
+
+def _places(
+    name: str, base: Decomposition, at: int, shapes: Sequence[tuple[int, ...]], dim: int
+) -> tuple[Decomposition, list[Decomposition]]:
+    # Layout of a concatenation, and of each tensor as it is in it.
+    dims = len(base.shape)
+    if not -dims <= dim < dims:
+        raise IndexError(f"{name}: dim {dim} is out of range for tensors of {dims} dimensions")
+    dim %= dims
+    for number, shape in enumerate(shapes):
+        if len(shape) != dims or any(n != base.shape[d] for d, n in enumerate(shape) if d != dim):
+            raise ShapeError(
+                f"{name}: tensor {at} has the global shape {base.shape} but tensor {number} {shape}, which"
+                f" must agree but in dimension {dim}"
+            )
+    extents = [shape[dim] for shape in shapes]
+    cut = dim in base.axes
+    whole = cuts.joined(extents, at, base.splits[dim]) if cut else Balanced(sum(extents), 1)
+    result = lay.with_splits(base, {dim: whole})
+    starts = accumulate(extents, initial=0)
+    places = [cuts.sliced(whole, start, start + n, 1)[0] for start, n in zip(starts, extents, strict=False)]
+    return result, [lay.with_splits(base, {dim: place}) for place in places]
+
+
+@rule("movement", "stack")
+@composition
+def stack(tensors: Any, dim: int) -> Any:
+    """Each rank stacks its blocks, cut as the largest tensor is."""
+    return torch.cat([torch.unsqueeze(x, dim) for x in tensors], dim)
+
+
+@checked_rule("movement", *"hstack vstack dstack row_stack column_stack".split())
+def stacked(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """As ``cat`` of tensors with more dimensions."""
+    tensors, name = args[0], func.__name__
+    if name == "column_stack":
+        wide = [composed(torch.Tensor.reshape, x, (-1, 1)) if x.dim() < 2 else x for x in tensors]
+        return composed(torch.cat, wide, 1)
+    least: Any = {"hstack": torch.atleast_1d, "dstack": torch.atleast_3d}.get(name, torch.atleast_2d)
+    more = [composed(least, x) for x in tensors]
+    dim = {"hstack": 0 if more[0].dim() == 1 else 1, "dstack": 2}.get(name, 0)
+    return composed(torch.cat, more, dim)
+
+
+@rule(
+    "movement",
+    *"split split_with_sizes chunk tensor_split unsafe_chunk unsafe_split unsafe_split_with_sizes".split(),
+    *"hsplit vsplit dsplit".split(),
+)
+@of_cut(uncut=True)
+def taken_apart(call: Call, site: Site, x: SplitTensor, dim: int = 0, **_: Any) -> Any:
+    """Parts of a tensor, of which each rank keeps what it has."""
+    func, (_x, *rest), kwargs = call
+    dim = {"hsplit": min(1, x.dim() - 1), "vsplit": 0, "dsplit": 2}.get(func.__name__, dim)
+    found = func(on_shape(x), *rest, **kwargs)
+    dim = positive(dim, x.dim())
+    starts = accumulate((part.shape[dim] for part in found), initial=0)
+    return type(found)(
+        narrowed(x, dim, start, part.shape[dim]) for start, part in zip(starts, found, strict=False)
+    )
+
+
+@checked_rule("movement", "glu")
+@composition
+def gated(x: Any, dim: int) -> Any:
+    """One half of a dimension times the sigmoid of the other; where that is cut, one of them moves."""
+    values, gates = torch.chunk(x, 2, dim)
+    return values * torch.sigmoid(gates)
+
 
 _T: Any = torch.Tensor
 
 
-@rule("movement", *"flip fliplr flipud rot90 channel_shuffle native_channel_shuffle".split())
-@refusing
-@of_cut(uncut=True)
-def within_dims(call: Call, site: Site, x: SplitTensor, dims: Any = None, **_: Any) -> Any:
-    """The order of elements along some dimensions, which must not be cut: another one is cut instead."""
-    func, (_x, *rest), kwargs = call
-    count = len(x._layout.shape)
-    dims = (0 if func is torch.flipud or func is _T.flipud else 1) if dims is None else dims
-    dims = (dims,) if isinstance(dims, int) else dims
-    dims = tuple(positive(d, count) for d in dims)
-    local, layout = with_whole(site, x, dims)
-    y = func(local, *rest, **kwargs)
-    return SplitTensor(y, laid_out(layout, range(count), y))
+def _enter(
+    *names: Any,
+    dims: tuple[Any, ...] | None,
+    says: str,
+    gone: bool = False,
+    new: tuple[str, ...] = (),
+    view: bool = False,
+) -> None:
+    # ``dims`` must not be cut: numbers, or names of arguments that have them; None for all dimensions.
+    # ``gone``: the result has them no more. ``new``: arguments with the places of new dimensions, which come
+    # last without. ``view``: torch gives a view.
+    @of_cut(uncut=True, plain="an argument beside the tensor is split")
+    def handler(call: Call, site: Site, x: SplitTensor, **given: Any) -> SplitTensor:
+        """Of dimensions that must not be cut: another one is cut instead."""
+        func, (_x, *rest), kwargs = call
+        count = len(x._layout.shape)
+        found: Any = range(count) if dims is None else [given.get(d, d) for d in dims]
+        each_of = (each if isinstance(each, (tuple, list)) else (each,) for each in found)
+        whole = [positive(d, count) for each in each_of for d in each]
+        local, layout = with_whole(site, x, whole)
+        y = func(local, *rest, **kwargs)
+        order = [None if d in whole else d for d in range(count) if not (gone and d in whole)]
+        for at in sorted(given[name] % y.dim() for name in new):
+            order.insert(at, None)
+        result = laid_out(layout, [*order, *(None,) * (y.dim() - len(order))], y)
+        return seen_of(x, y, result, layout is not x._layout) if view else SplitTensor(y, result)
+
+    checked_rule("movement", *names, says=says)(handler)
 
 
-@rule("movement", "roll")
-@refusing
+_ORDER = "The order of elements along some dimensions, which must not be cut: another one is cut instead."
+_WINDOWS = "Windows along a dimension that must not be cut: another one is cut instead."
+_DIAGONALS = "Diagonals over two dimensions that must not be cut: another one is cut instead."
+_ONTO_DIAGONALS = "Diagonals to and from dimensions that are whole on each rank: another one is cut instead."
+_enter("flip", "rot90", dims=("dims",), says=_ORDER)
+_enter("flipud", dims=(0,), says=_ORDER)
+_enter("fliplr", "channel_shuffle", "native_channel_shuffle", dims=(1,), says=_ORDER)
+_enter(_T.unfold, dims=("dimension",), view=True, says=_WINDOWS)
+_enter("diagonal", dims=("dim1", "dim2"), gone=True, view=True, says=_DIAGONALS)
+_enter("diag", "diagflat", dims=None, gone=True, says=_ONTO_DIAGONALS)
+_enter("diag_embed", dims=(-1,), gone=True, new=("dim1", "dim2"), says=_ONTO_DIAGONALS)
+
+
+@checked_rule("movement", "roll")
 @of_cut(uncut=True)
 def rolled(call: Call, site: Site, x: SplitTensor, shifts: Any, dims: Any) -> Any:
     """Each rank rolls its block; along cut dimensions what leaves a block moves to where it enters."""
@@ -106,58 +238,9 @@ def pixels_shuffled(call: Call, site: Site, x: SplitTensor, **given: Any) -> Any
     return SplitTensor(func(local, factor) if local.numel() else local.reshape(here), result)
 
 
-@rule("movement", "triu", "tril")
-@refusing
-def triangle(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+@checked_rule("movement", "triu", "tril")
+@of_cut(uncut=True)
+def triangle(call: Call, site: Site, x: SplitTensor, diagonal: int) -> Any:
     """Each rank keeps what its block has of the triangle."""
-    x = args[0]
-    if not isinstance(x, SplitTensor):
-        return on_copies(func, args, kwargs)
     row, column = x._layout.box(x._layout.partition.me).start[-2:]
-    return SplitTensor(func(local_of(x), named(func, args, kwargs)["diagonal"] + row - column), x._layout)
-
-
-@rule("movement", _T.unfold)
-@refusing
-@of_cut(uncut=True)
-def unfolded(call: Call, site: Site, x: SplitTensor, dimension: int, size: int, step: int) -> Any:
-    """Windows along a dimension that must not be cut: another one is cut instead."""
-    dim = positive(dimension, len(x._layout.shape))
-    local, layout = with_whole(site, x, [dim])
-    y = local.unfold(dimension, size, step)
-    # Of a number there is one window, along a new dimension.
-    result = laid_out(layout, [*range(len(layout.shape)), None], y)
-    return seen_of(x, y, result, layout is not x._layout)
-
-
-@rule("movement", "diagonal")
-@refusing
-@of_cut(uncut=True)
-def diagonal(call: Call, site: Site, x: SplitTensor, offset: int, dim1: int, dim2: int) -> Any:
-    """Diagonals over two dimensions that must not be cut: another one is cut instead."""
-    count = len(x._layout.shape)
-    both = [positive(d, count) for d in (dim1, dim2)]
-    local, layout = with_whole(site, x, both)
-    y = local.diagonal(offset, dim1, dim2)
-    result = laid_out(layout, [*(d for d in range(count) if d not in both), None], y)
-    return seen_of(x, y, result, layout is not x._layout)
-
-
-@rule("movement", "diag", "diag_embed", "diagflat")
-@refusing
-def onto_diagonal(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Diagonals to and from dimensions that are whole on each rank: another one is cut instead."""
-    x, *rest = args
-    if not isinstance(x, SplitTensor):
-        raise refused(func, "an argument beside the tensor is split")
-    name, count = func.__name__, len(x._layout.shape)
-    dims = [count - 1] if name == "diag_embed" else list(range(count))
-    local, layout = with_whole(site_of(machine_of(x), func), x, dims)
-    y = func(local, *rest, **kwargs)
-    kept: list[int | None] = [d for d in range(count) if d not in dims]
-    if name == "diag_embed":
-        for at in sorted(d % y.dim() for d in [*named(func, args, kwargs).values()][1:]):
-            kept.insert(at, None)
-    else:
-        kept += [None] * (y.dim() - len(kept))
-    return SplitTensor(y, laid_out(layout, kept, y))
+    return SplitTensor(call[0](local_of(x), diagonal + row - column), x._layout)

@@ -12,8 +12,7 @@ from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.intervals import Balanced
 from distdl_rma.split import cuts
 from distdl_rma.split import layout as lay
-from distdl_rma.split.calls.refusals import asking_torch, raise_as_torch, refusing
-from distdl_rma.split.calls.signatures import named
+from distdl_rma.split.calls.refusals import asking_torch, checked_rule, raise_as_torch
 from distdl_rma.split.calls.site import Site, site_of
 from distdl_rma.split.calls.table import Call, rule
 from distdl_rma.split.moves import redistributed
@@ -196,8 +195,7 @@ def broadcast(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     )
 
 
-@rule("movement", "meshgrid", torch._VF.meshgrid)  # type: ignore[attr-defined]
-@refusing
+@checked_rule("movement", "meshgrid", torch._VF.meshgrid)  # type: ignore[attr-defined]
 def meshgrid(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """As ``expand`` of each vector along its dimension of the grid; plain ones stay plain."""
     tensors = args[0] if len(args) == 1 and isinstance(args[0], (list, tuple)) else args
@@ -230,33 +228,24 @@ def repeated(call: Call, site: Site, x: SplitTensor, **_: Any) -> Any:
     return SplitTensor(y, laid_out(layout, [*(None,) * ahead, *range(len(mine))], y))
 
 
+_OF_TIMES = "how often elements are repeated is on many ranks"
+
+
 @rule("movement", "repeat_interleave")
 @asking_torch
-def repeated_elements(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+@of_cut(uncut=True, plain=_OF_TIMES)
+def repeated_elements(call: Call, site: Site, x: SplitTensor, repeats: Any, dim: int | None, **_: Any) -> Any:
     """Each rank repeats the elements of its block; by different numbers along an uncut dimension."""
-    x, (times, dim, _) = args[0], named(func, args, kwargs).values()
-    if not isinstance(x, SplitTensor) or isinstance(times, SplitTensor):
-        raise refused(func, "how often elements are repeated is on many ranks")
-    raise_as_torch(func, args, kwargs)
+    if isinstance(repeats, SplitTensor):
+        raise refused(call[0], _OF_TIMES)
+    raise_as_torch(*call)
     if dim is None:
         x, dim = reshape(x, (-1,)), 0
     dim = positive(dim, len(x._layout.shape))
-    if isinstance(times, int):
-        layout = derived(
-            x,
-            ("interleaved", times, dim),
-            lambda: lay.with_splits(x._layout, {dim: cuts.scaled(x._layout.splits[dim], times, 1)}),
-        )
-        return SplitTensor(torch.repeat_interleave(local_of(x), times, dim), layout)
-    local, layout = with_whole(site_of(machine_of(x), func), x, [dim])
-    y = torch.repeat_interleave(local, times, dim)
+    if isinstance(repeats, int):
+        splits = {dim: cuts.scaled(x._layout.splits[dim], repeats, 1)}
+        layout = derived(x, ("interleaved", repeats, dim), lambda: lay.with_splits(x._layout, splits))
+        return SplitTensor(torch.repeat_interleave(local_of(x), repeats, dim), layout)
+    local, layout = with_whole(site, x, [dim])
+    y = torch.repeat_interleave(local, repeats, dim)
     return SplitTensor(y, uncut(layout, {dim: y.shape[dim]}))
-
-
-@rule(
-    "refused",
-    *"unsqueeze_ squeeze_ t_ transpose_ swapaxes_ swapdims_ resize_ resize_as_ set_ as_strided_".split(),
-)
-def shape_in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Changes the shape of the tensor itself."""
-    raise refused(func, "it changes the shape of the tensor itself; use the form without the underscore")

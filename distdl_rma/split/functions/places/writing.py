@@ -12,7 +12,7 @@ from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.intervals import Balanced, Split
 from distdl_rma.ops.core.tensors import no_autocast
 from distdl_rma.split import layout as lay
-from distdl_rma.split.calls.refusals import asking_torch, raise_as_torch, refusing
+from distdl_rma.split.calls.refusals import asking_torch, checked_rule, raise_as_torch
 from distdl_rma.split.calls.site import site_of
 from distdl_rma.split.calls.table import RULES, rule
 from distdl_rma.split.functions.elements.pointwise import pointwise
@@ -27,7 +27,7 @@ from distdl_rma.split.functions.places.indexing import (
 )
 from distdl_rma.split.functions.places.shapes import frozen
 from distdl_rma.split.moves import redistributed
-from distdl_rma.split.operands import as_part, common_partition, machine_of, on_copies, part_for
+from distdl_rma.split.operands import as_part, common_partition, machine_of, part_for
 from distdl_rma.split.reducing import with_whole
 from distdl_rma.split.tensor import (
     SplitTensor,
@@ -207,20 +207,11 @@ def _chosen_rows(part: Any, at: int, mask: Any, ones: Sequence[int], value: Any)
     return composed(rows)
 
 
-@rule("refused", *"index_put index_put_ masked_scatter masked_scatter_ put_ put".split())
-def written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Writes to places that only the indices tell."""
-    if not any_cut(args, kwargs):
-        return on_copies(func, args, kwargs)
-    raise refused(func, f"it writes by indices or a mask; write x[mask] = value, or {_REMEDY}")
-
-
-@rule(
+@checked_rule(
     "movement",
     *"scatter_ scatter_add_ scatter_reduce_ index_add_ index_copy_ index_fill_ triu_ tril_".split(),
     *"cumsum_ cumprod_ addmm_ addmv_ addbmm_ baddbmm_ addr_".split(),
 )
-@refusing
 def in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Computed as without the underscore, and copied into each rank's block; a plain tensor becomes split."""
     x, without = args[0], getattr(_T, func.__name__[:-1])

@@ -1,4 +1,4 @@
-"""Sums of products: rows stay where they are, sums over a cut dimension are added over the ranks."""
+"""Products and matrices: rows stay where they are, sums over a cut dimension are added over the ranks."""
 
 from __future__ import annotations
 
@@ -14,17 +14,18 @@ from distdl_rma.geometry.box import Box
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.intervals import Balanced, Split
 from distdl_rma.ops.core.tensors import no_autocast
+from distdl_rma.split import cuts
 from distdl_rma.split import layout as lay
 from distdl_rma.split.calls.autocast import castable
-from distdl_rma.split.calls.refusals import raise_as_torch, refusing
+from distdl_rma.split.calls.refusals import checked_rule, raise_as_torch
 from distdl_rma.split.calls.signatures import named
 from distdl_rma.split.calls.site import Site, site_of
-from distdl_rma.split.calls.table import name_of, rule
+from distdl_rma.split.calls.table import Call, name_of, rule
 from distdl_rma.split.functions.places.shapes import derived, frozen
 from distdl_rma.split.moves import all_sum
-from distdl_rma.split.operands import as_part, as_whole, common_partition, machine_of, on_copies
-from distdl_rma.split.reducing import laid_out
-from distdl_rma.split.tensor import SplitTensor, composed, local_of, refused
+from distdl_rma.split.operands import as_part, as_whole, common_partition, machine_of, of_cut, on_copies
+from distdl_rma.split.reducing import laid_out, positive, with_an_element, with_whole
+from distdl_rma.split.tensor import SplitTensor, composed, local_of, mapped, refused, tensors_in
 
 _T: Any = torch.Tensor
 # A label for each dimension of an operand: equal ones go together.
@@ -237,8 +238,7 @@ _ADDED: dict[str, tuple[Any, Labels, Labels, Labels]] = {
 }
 
 
-@rule("contraction", *_ADDED)
-@refusing
+@checked_rule("contraction", *_ADDED)
 def added_product(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Each rank multiplies its blocks and adds; sums over a cut dimension are added over the ranks before."""
     product, first, second, out = _ADDED[func.__name__]
@@ -264,16 +264,14 @@ def added_product(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     return composed(_T.to, found, dtype)
 
 
-@rule("contraction", "outer", "ger")
-@refusing
+@checked_rule("contraction", "outer", "ger")
 def outer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Each rank multiplies its blocks of both vectors; cut alike, the second is whole on all ranks."""
     a, b = (*args, *kwargs.values())
     return contracted(func, func, [a, b], [["m"], ["n"]], ["m", "n"])
 
 
-@rule("contraction", "bilinear")
-@refusing
+@checked_rule("contraction", "bilinear")
 def bilinear(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Each rank multiplies its blocks, whose features are whole."""
     a, (b, weight, bias) = args[0], named(func, args, kwargs).values()
@@ -283,8 +281,7 @@ def bilinear(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return y if bias is None else composed(torch.add, y, bias)
 
 
-@rule("contraction", torch.einsum)
-@refusing
+@checked_rule("contraction", torch.einsum)
 def einsum(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Each rank contracts its blocks; sums over a cut index are added over the ranks."""
     equation, *operands = args
@@ -315,8 +312,7 @@ def _named(names: str, dims: int) -> list[Any]:
     return [*ahead, *_batch(max(0, dims - len(ahead) - len(behind))), *behind]
 
 
-@rule("contraction", torch.tensordot)
-@refusing
+@checked_rule("contraction", torch.tensordot)
 def tensordot(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Each rank contracts its blocks; sums over a cut dimension are added over the ranks."""
     a, (b, dims, _) = args[0], named(func, args, kwargs).values()
@@ -333,8 +329,7 @@ def tensordot(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return contracted(func, lambda x, y: torch.tensordot(x, y, (ours, theirs)), [a, b], [first, second], out)
 
 
-@rule("contraction", "embedding")
-@refusing
+@checked_rule("contraction", "embedding")
 def embedding(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Each rank looks its own indices up in the whole table; vectors are cut as the indices are."""
     if func is torch.embedding:
@@ -353,3 +348,107 @@ def embedding(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     table = as_whole(site, weight, layout, "weight")
     y = func(local_of(x), table, padding, sparse=bool(sparse))
     return SplitTensor(y, laid_out(layout, [*range(len(layout.shape)), None], y))
+
+
+_BESIDE = "a tensor stands beside the matrices"
+
+
+@rule(
+    "contraction",
+    *"svd svdvals qr eig eigvals eigh eigvalsh cholesky cholesky_ex inv inv_ex inverse pinv pinverse".split(),
+    *"det logdet slogdet matrix_rank matrix_power matrix_exp lu_factor cond cholesky_inverse".split(),
+)
+@of_cut(plain=_BESIDE)
+def of_matrices(call: Call, site: Site, x: SplitTensor, **_: Any) -> Any:
+    """Of the matrices of each rank's block; where the last two dimensions are cut, another one is instead."""
+    func, (_x, *rest), kwargs = call
+    if any(len(frozen(y)) for y in tensors_in(rest, kwargs)):
+        raise refused(func, _BESIDE)
+    count = len(x._layout.shape)
+    if count < 2:
+        return on_copies(*call)
+    local, layout = with_whole(site, x, (count - 2, count - 1), "matrices made whole")
+
+    def split(y: torch.Tensor) -> SplitTensor:
+        if local.requires_grad and not y.requires_grad and not local.numel() and y.dtype.is_floating_point:
+            # Torch leaves what some functions make of nothing out of the graph, where other ranks are in it.
+            y = y + local.sum().abs().to(y.dtype)
+        order = [*range(count - 2), *(None,) * (y.dim() - count + 2)]
+        return SplitTensor(y, laid_out(layout, order, y))
+
+    return mapped(split, func(local, *rest, **kwargs))
+
+
+@rule("contraction", torch.linalg.solve, torch.linalg.solve_triangular, "cholesky_solve")
+def solved(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Each rank solves for its samples and right-hand sides, by matrices that are whole."""
+    a, options = args[0], named(func, args, kwargs)
+    by_factor = func.__name__ == "cholesky_solve"
+    b = options.pop("input2" if by_factor else "B")
+    if by_factor:
+        a, b = b, a
+    one, two = frozen(a), frozen(b)
+    vectors = func is torch.linalg.solve and (len(two) == 1 or two == one[:-1])
+    left = options.get("left", True)
+    rows, sides = list(range(2 - len(one), 0)), list(range((1 if vectors else 2) - len(two), 0))
+    mine: Labels = [*sides, *(("m",) if vectors else ("m", "k") if left else ("k", "m"))]
+    batch = max(rows, sides, key=len)
+    out = [*batch, *(("n",) if vectors else ("n", "k") if left else ("k", "n"))]
+    _, work, (matrix, right) = prepared(func, [a, b], [[*rows, "m", "n"], mine], out, ("m", "n"))
+    if by_factor:
+        matrix, right = right, matrix
+    return SplitTensor(func(matrix, right, **options), work.result)
+
+
+@checked_rule("contraction", torch.linalg.lstsq)
+def least_squares(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Each rank solves for its samples; drivers that look at the rank of all matrices get all of them."""
+    a, (b, rcond, driver) = args[0], named(func, args, kwargs).values()
+    one, two = frozen(a), frozen(b)
+    if driver in ("gelsd", "gelss") or 0 in (*one, *two) or one[:-2] != two[: len(one) - 2]:
+        return on_copies(func, args, kwargs)
+    rows, sides = list(range(2 - len(one), 0)), ["k"] * (len(one) == len(two))
+    labels: list[Labels] = [[*rows, "m", "n"], [*rows, "m", *sides]]
+    _, work, blocks = prepared(func, [a, b], labels, [*rows, "n", *sides], ("m", "n", "k"))
+    found = func(*map(with_an_element, blocks), rcond, driver=driver)
+    shape = work.result.box(work.result.partition.me).shape[: len(rows)]
+
+    def split(y: torch.Tensor) -> SplitTensor:
+        if y.shape == (0,):
+            return SplitTensor(y, lay.replicated(work.result.partition, y.shape))
+        order = [*range(len(rows)), *(None,) * (y.dim() - len(rows))]
+        layout = laid_out(work.result, order, y)
+        return SplitTensor(y[tuple(map(slice, shape))], layout)
+
+    return type(found)([split(each) for each in found])
+
+
+@rule("contraction", "cross")
+def cross(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Each rank multiplies its vectors, whose three elements are whole."""
+    a, (b, dim) = args[0], named(func, args, kwargs).values()
+    shape = frozen(a)
+    if dim is None:
+        if 3 not in shape:
+            raise RuntimeError("no dimension of size 3 in input")
+        dim = shape.index(3)
+    names = list(range(-len(shape), 0))
+    if len(frozen(b)) != len(shape):
+        raise RuntimeError(f"cross: inputs must have the same number of dimensions, got {shape}, {frozen(b)}")
+    dim = positive(dim, len(shape))
+    _, work, blocks = prepared(func, [a, b], [names, names], names, (names[dim],))
+    return SplitTensor(torch.linalg.cross(*blocks, dim=dim), work.result)
+
+
+@rule("contraction", "kron")
+@of_cut()
+def kron(call: Call, site: Site, a: SplitTensor, other: Any) -> Any:
+    """The first factor stays cut, every rank gets all of the second; where that alone is split, of both."""
+    ours, theirs = len(a._layout.shape), frozen(other)
+    count = max(ours, len(theirs))
+    base = lay.reordered(a._layout, [*(None,) * (count - ours), *range(ours)])
+    extents = (1,) * (count - len(theirs)) + theirs
+    result = lay.with_splits(
+        base, {d: cuts.scaled(split, extents[d], 1) for d, split in enumerate(base.splits)}
+    )
+    return SplitTensor(call[0](local_of(a), as_whole(site, other, result, "second factor")), result)

@@ -11,33 +11,22 @@ import torch
 from torch.nn import functional as F  # noqa: N812
 
 from distdl_rma.split import layout as lay
-from distdl_rma.split.calls.refusals import refusing
-from distdl_rma.split.calls.site import Site, site_of
+from distdl_rma.split.calls.refusals import checked_rule
+from distdl_rma.split.calls.site import Site
 from distdl_rma.split.calls.table import Call, rule
 from distdl_rma.split.functions.places.shapes import frozen, uncut
 from distdl_rma.split.functions.products.contractions import prepared, product_of
-from distdl_rma.split.operands import as_part, machine_of, of_any_cut, on_copies, wholes
+from distdl_rma.split.operands import as_part, of_any_cut, of_cut, wholes
 from distdl_rma.split.reducing import with_whole
-from distdl_rma.split.tensor import SplitTensor, any_cut, composed, mapped, refused
+from distdl_rma.split.tensor import SplitTensor, composed, mapped, refused
 
 
-@rule("contraction", "scaled_dot_product_attention")
-@refusing
+@checked_rule("contraction", "scaled_dot_product_attention")
 @of_any_cut
-def attention(
-    call: Call,
-    site: Site,
-    query: Any,
-    key: Any,
-    value: Any,
-    attn_mask: Any,
-    dropout_p: float,
-    is_causal: bool,
-    scale: Any,
-    enable_gqa: bool,
-) -> Any:
+def attention(call: Call, site: Site, query: Any, key: Any, value: Any, **given: Any) -> Any:
     """Each rank attends from its queries, heads and samples to all keys; masks are those of its rows."""
-    func, q, k, v, mask, causal = call[0], query, key, value, attn_mask, is_causal
+    func, q, k, v = call[0], query, key, value
+    mask, dropout_p, causal, scale, enable_gqa = given.values()
     operands = [q, k, v] if mask is None else [q, k, v, mask]
     heads = frozen(q)[-3] if len(frozen(q)) > 2 else 1
     if enable_gqa and frozen(k)[-3] != heads:
@@ -100,21 +89,22 @@ def multi_head_attention(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any
     return composed(_MULTI_HEAD, *args, **kwargs)
 
 
+_OF_STATES = "its states are split, its input is not"
+
+
 @rule("contraction", "lstm", "gru", "rnn_tanh", "rnn_relu")
-def recurrent(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+@of_any_cut
+def recurrent(call: Call, site: Site, x: Any, **_: Any) -> Any:
     """Samples stay cut, time and features are made whole; all ranks run through a single sample."""
-    if not any_cut(args):
-        return on_copies(func, args, kwargs)
-    x, states, weights, *others = args
+    func, (_x, states, weights, *others), kwargs = call
     if not isinstance(weights, (list, tuple)) or kwargs:
         raise refused(func, "packed sequences are not supported; pad them")
     if not isinstance(x, SplitTensor):
-        raise refused(func, "its states are split, its input is not")
+        raise refused(func, _OF_STATES)
     _, _, dropout, training, _, batch_first = others
     if dropout and training:
         raise refused(func, "dropout between its layers; nn.Dropout between layers of their own is exact")
     batch = 0 if batch_first else 1
-    site = site_of(machine_of(x), func)
     local, layout = with_whole(site, x, [d for d in range(3) if d != batch], "sequences made whole")
     weights = wholes(site, weights, layout, [f"weight {at}" for at in range(len(weights))])
     several = isinstance(states, (list, tuple))
@@ -128,18 +118,13 @@ def recurrent(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 @rule("contraction", "lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell")
-def cell(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+@of_cut(plain=_OF_STATES)
+def cell(call: Call, site: Site, x: SplitTensor, hx: Any, **given: Any) -> Any:
     """Samples stay cut, features are made whole."""
-    x, states, *weights = args
-    if not isinstance(x, SplitTensor) or kwargs:
-        raise refused(func, "its states are split, its input is not")
-    if not x.is_split:
-        return on_copies(func, args, kwargs)
-    site = site_of(machine_of(x), func)
     local, layout = with_whole(site, x, [1], "features made whole")
-    several = isinstance(states, (list, tuple))
-    given = states if several else (states,)
-    part = uncut(layout, {1: frozen(given[0])[1]})
-    before = [as_part(site, h, part, part, at) for at, h in enumerate(given)]
+    several = isinstance(hx, (list, tuple))
+    states, weights = hx if several else (hx,), list(given.values())
+    part = uncut(layout, {1: frozen(states[0])[1]})
+    before = [as_part(site, h, part, part, at) for at, h in enumerate(states)]
     weights = wholes(site, weights, layout, [f"weight {at}" for at in range(len(weights))])
-    return mapped(lambda h: SplitTensor(h, part), func(local, before if several else before[0], *weights))
+    return mapped(lambda h: SplitTensor(h, part), call[0](local, before if several else before[0], *weights))

@@ -8,16 +8,14 @@ from typing import Any
 import torch
 
 from distdl_rma.dtypes import sum_dtype
-from distdl_rma.geometry.intervals import Balanced
 from distdl_rma.split import layout as lay
-from distdl_rma.split.calls.refusals import refusing
-from distdl_rma.split.calls.signatures import named
-from distdl_rma.split.calls.site import Site, site_of
+from distdl_rma.split.calls.refusals import checked_rule
+from distdl_rma.split.calls.site import Site
 from distdl_rma.split.calls.table import Call, rule
-from distdl_rma.split.functions.places.shapes import frozen
+from distdl_rma.split.functions.places.shapes import frozen, uncut
 from distdl_rma.split.functions.totals.reductions import summed_dtype
 from distdl_rma.split.moves import to_blocks
-from distdl_rma.split.operands import as_part, as_whole, composition, machine_of, of_cut, on_copies
+from distdl_rma.split.operands import as_part, as_whole, composition, of_any_cut, of_cut, on_copies
 from distdl_rma.split.reducing import (
     Along,
     by_whole_dims,
@@ -28,11 +26,10 @@ from distdl_rma.split.reducing import (
     with_an_element,
     with_whole,
 )
-from distdl_rma.split.tensor import SplitTensor, local_of, mapped, refused, tensors_in
+from distdl_rma.split.tensor import SplitTensor, any_cut, composed, local_of, mapped, refused, tensors_in
 
 
-@rule("reduction", "cumsum")
-@refusing
+@checked_rule("reduction", "cumsum")
 @of_cut()
 def running_sum(call: Call, site: Site, x: SplitTensor, dim: int, dtype: torch.dtype | None) -> Any:
     """Of the block, and onto it the sums of the blocks before it."""
@@ -60,27 +57,28 @@ _ALONG = {
 }
 
 
-@rule("movement", *_ALONG)
-@refusing
-def along_whole_dimension(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+@checked_rule("movement", *_ALONG)
+@of_any_cut
+def along_whole_dimension(call: Call, site: Site, x: Any, dim: Any, **given: Any) -> Any:
     """The dimension is made whole and another one cut; results of the same shape go back to the cut before.
 
     Without another one, or of all elements, every rank gets all of the tensor.
     """
-    if func.__name__ in ("sort", "argsort") and len(args) > 1 and isinstance(args[1], bool):
+    func, args, kwargs = call
+    name, others = func.__name__, tensors_in(given)
+    if name in ("sort", "argsort") and args[1:] and isinstance(args[1], bool):
         # The other form, with ``stable`` first.
-        return along_whole_dimension(func, args[:1], {"stable": args[1], **kwargs})
-    x, given = args[0], named(func, args, kwargs)
-    stays, dim = _ALONG[func.__name__], given["dim"]
-    _check(func, x, given)
-    if not x.is_split:
-        return on_copies(func, args, kwargs)
-    site, ndim = site_of(machine_of(x), func), x.dim()
+        return composed(func, x, **{"stable": args[1], **kwargs})
+    if not isinstance(x, SplitTensor) or any_cut(others):
+        raise refused(func, "an argument beside the input is split")
+    if name == "diff" and others:
+        raise refused(func, "with what is to come before or behind the input")
+    stays, ndim = _ALONG[name], x.dim()
     dims, keepdim = chosen_dims(dim, ndim), given.get("keepdim", True)
     local, layout = with_whole(site, x, dims)
     if dim is not None:
         given["dim"] = positive(dim, ndim)
-    elif func.__name__.endswith("median"):
+    elif name.endswith("median"):
         keepdim = given.pop("keepdim")
     options = {name: value for name, value in given.items() if value is not None}
     empty = [d for d in range(ndim) if not local.shape[d]]
@@ -107,14 +105,6 @@ def sorted_rows(x: Any) -> Any:
     return torch.sort(x, 0)[0]
 
 
-def _check(func: Any, x: Any, given: dict[str, Any]) -> None:
-    others = tensors_in(given)
-    if not isinstance(x, SplitTensor) or any(isinstance(y, SplitTensor) and y.is_split for y in others):
-        raise refused(func, "an argument beside the input is split")
-    if x.is_split and func.__name__ == "diff" and others:
-        raise refused(func, "with what is to come before or behind the input")
-
-
 def _order(ndim: int, before: int, dims: tuple[int, ...], keepdim: bool) -> list[int | None]:
     # Which dimension of the input each one of a result is; None where it is new, or has another extent.
     rest: list[int | None] = [None if d in dims else d for d in range(before) if keepdim or d not in dims]
@@ -122,35 +112,28 @@ def _order(ndim: int, before: int, dims: tuple[int, ...], keepdim: bool) -> list
 
 
 @rule("movement", "searchsorted")
-def place_in_order(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+@of_any_cut
+def place_in_order(call: Call, site: Site, sequence: Any, **options: Any) -> Any:
     """Places of each rank's values, along whole dimensions of the sequences."""
-    sequence, options = args[0], named(func, args, kwargs)
-    x = options.pop("input")
-    if not isinstance(x, SplitTensor) or not x.is_split:
-        return on_copies(func, args, kwargs)
+    func, x = call[0], options.pop("input")
+    if not any_cut(x):
+        return on_copies(*call)
     if options["sorter"] is not None:
         raise refused(func, "with a sorter")
-    site, count = site_of(machine_of(x), func), len(frozen(sequence))
-    if count == 1:
+    if len(frozen(sequence)) == 1:
         sequence = as_whole(site, sequence, x._layout, "sequence")
         return SplitTensor(func(sequence, local_of(x), **options), x._layout)
     last = len(x._layout.shape) - 1
     local, layout = with_whole(site, x, [last])
-    part = lay.with_splits(layout, {last: Balanced(frozen(sequence)[-1], 1)})
+    part = uncut(layout, {last: frozen(sequence)[-1]})
     return SplitTensor(func(as_part(site, sequence, part, layout, 1), local, **options), layout)
-
-
-@rule("movement", *"unique unique_consecutive histc histogram bincount corrcoef cov".split())
-def of_all_elements(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Every rank gets all of the tensor and finds the same, since what comes out depends on all elements."""
-    return on_copies(func, args, kwargs)
 
 
 _EACH = "fft ifft rfft irfft hfft ihfft".split()
 
 
 @rule("movement", *(getattr(torch.fft, f"{name}{dims}") for name in _EACH for dims in ("", "2", "n")))
-@refusing
+@checked_rule("movement", torch.fft.fftshift, torch.fft.ifftshift)
 @of_cut(empty=False)
 def transform(call: Call, site: Site, x: SplitTensor, dim: Any, **given: Any) -> Any:
     """Where a transformed dimension is split, another one is cut meanwhile, and the result goes back.
@@ -158,21 +141,11 @@ def transform(call: Call, site: Site, x: SplitTensor, dim: Any, **given: Any) ->
     Split dimensions whose extent changes are in balanced blocks then. If no other dimension is left to be
     cut, every rank transforms the same.
     """
-    func, *_ = call
-    ndim, extents = x.dim(), given.get("s")
+    func, ndim, extents = call[0], x.dim(), given.get("s")
     if dim is None:
         dims = tuple(range(ndim - len(extents) if extents is not None else 0, ndim))
     else:
         dims = tuple(positive(d, ndim) for d in (dim if isinstance(dim, (tuple, list)) else (dim,)))
     compute = partial(func, dim=dims[0] if "n" in given else dims, **given)
-    return by_whole_dims(site, x, dims, compute, "transformed dimensions made whole")
-
-
-@rule("movement", torch.fft.fftshift, torch.fft.ifftshift)
-@refusing
-@of_cut(empty=False)
-def shift(call: Call, site: Site, x: SplitTensor, dim: Any) -> Any:
-    """As the transforms."""
-    each = range(x.dim()) if dim is None else dim if isinstance(dim, (tuple, list)) else (dim,)
-    dims = tuple(positive(d, x.dim()) for d in each)
-    return by_whole_dims(site, x, dims, partial(call[0], dim=dims), "shifted dimensions made whole")
+    changed = "shifted" if func.__name__.endswith("shift") else "transformed"
+    return by_whole_dims(site, x, dims, compute, f"{changed} dimensions made whole")

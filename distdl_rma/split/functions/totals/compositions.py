@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -12,7 +11,7 @@ from torch.nn import functional as F  # noqa: N812
 from distdl_rma.errors import ShapeError
 from distdl_rma.geometry.intervals import Balanced
 from distdl_rma.split import layout as lay
-from distdl_rma.split.calls.refusals import refusing
+from distdl_rma.split.calls.refusals import checked_rule
 from distdl_rma.split.calls.site import Site
 from distdl_rma.split.calls.table import Call, rule
 from distdl_rma.split.functions.totals.losses import finished
@@ -21,8 +20,7 @@ from distdl_rma.split.reducing import positive, with_whole
 from distdl_rma.split.tensor import SplitTensor, composed, refused
 
 
-@rule("norm", F.cosine_similarity)
-@refusing
+@checked_rule("norm", F.cosine_similarity)
 @composition
 def cosine_similarity(x1: Any, x2: Any, dim: int, eps: float) -> Any:
     """Norms and a sum, over the ranks where the dimension is split."""
@@ -40,67 +38,41 @@ def cosine_similarity(x1: Any, x2: Any, dim: int, eps: float) -> Any:
     return (x1 / length(x1) * (x2 / length(x2))).sum(dim)
 
 
-@rule("norm", F.pairwise_distance)
-@refusing
+@checked_rule("norm", F.pairwise_distance)
 @composition
 def pairwise_distance(x1: Any, x2: Any, p: float, eps: float, keepdim: bool) -> Any:
     """Norms of differences, over the ranks where the last dimension is split."""
     return torch.linalg.vector_norm(x1 - x2 + eps, p, -1, keepdim)
 
 
-def _word(reduction: str, size_average: bool | None, reduce: bool | None) -> str:
-    if size_average is None and reduce is None:
-        return reduction
-    return "none" if reduce is False else "sum" if size_average is False else "mean"
-
-
-@rule("loss", F.cosine_embedding_loss)
-@refusing
+@checked_rule("loss", F.cosine_embedding_loss)
 @composition
-def cosine_embedding_loss(
-    input1: Any,
-    input2: Any,
-    target: Any,
-    margin: float,
-    size_average: bool | None,
-    reduce: bool | None,
-    reduction: str,
-) -> Any:
+def cosine_embedding_loss(input1: Any, input2: Any, target: Any, margin: float, **how: Any) -> Any:
     """Sums over the vectors, then as losses of single elements."""
     d = target.dim()
     squares = [(x * x).sum(d) + 1e-12 for x in (input1, input2)]
     cosine = (input1 * input2).sum(d) / (squares[0] * squares[1]).sqrt()
     y = torch.where(target == 1, 1 - cosine, 0) + torch.where(target == -1, (cosine - margin).clamp(min=0), 0)
-    return finished(y, _word(reduction, size_average, reduce))
+    return finished(y, **how)
 
 
-@rule("loss", F.triplet_margin_loss, F.triplet_margin_with_distance_loss)
-@refusing
+@checked_rule("loss", F.triplet_margin_loss, F.triplet_margin_with_distance_loss)
 @composition
 def triplet_margin_loss(
-    anchor: Any,
-    positive: Any,
-    negative: Any,
-    margin: float,
-    swap: bool,
-    reduction: str,
-    distance_function: Callable[[Any, Any], Any] | None = None,
-    size_average: bool | None = None,
-    reduce: bool | None = None,
-    **norm: Any,
+    anchor: Any, positive: Any, negative: Any, margin: float, swap: bool, **how: Any
 ) -> Any:
     """Distances, then as losses of single elements."""
     if not anchor.dim() == positive.dim() == negative.dim():
         raise ShapeError("triplet_margin_loss: anchor, positive and negative must have as many dimensions")
-    distance: Any = distance_function or partial(F.pairwise_distance, **norm)
+    norm = {name: how.pop(name) for name in ("p", "eps") if name in how}
+    distance: Any = how.pop("distance_function", None) or partial(F.pairwise_distance, **norm)
     near, far = distance(anchor, positive), distance(anchor, negative)
     if swap:
         far = torch.minimum(far, distance(positive, negative))
-    return finished((margin + near - far).clamp(min=0), _word(reduction, size_average, reduce))
+    return finished((margin + near - far).clamp(min=0), **how)
 
 
-@rule("contraction", torch.cdist)
-@refusing
+@checked_rule("contraction", torch.cdist)
 @of_any_cut
 def cdist(call: Call, site: Site, x1: Any, x2: Any, p: float, compute_mode: str) -> Any:
     """Rows of the first stay split, every rank gets all of those of the second that they meet."""
@@ -116,8 +88,7 @@ def cdist(call: Call, site: Site, x1: Any, x2: Any, p: float, compute_mode: str)
     return SplitTensor(func(mine, theirs, p=p, compute_mode=compute_mode), result)
 
 
-@rule("window", torch.gradient)
-@refusing
+@checked_rule("window", torch.gradient)
 @of_cut()
 def gradient(call: Call, site: Site, x: SplitTensor, spacing: Any, dim: Any, edge_order: int) -> Any:
     """Differences of neighbours, which a rank's elements fetch, one tensor for each dimension."""
@@ -153,8 +124,7 @@ def trapezoid(y: Any, x: Any, dim: int, dx: Any) -> Any:
     return _twice_areas(y, x, dx, dim).sum(dim) / 2
 
 
-@rule("reduction", "cumulative_trapezoid")
-@refusing
+@checked_rule("reduction", "cumulative_trapezoid")
 @composition
 def cumulative_trapezoid(y: Any, x: Any, dim: int, dx: Any) -> Any:
     """Running sums of the means of neighbours, over the ranks."""

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache, partial
+from functools import partial
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -17,44 +16,30 @@ from distdl_rma.checks.arguments import WORDS
 from distdl_rma.checks.gradient_origin import warn_user
 from distdl_rma.dtypes import sum_dtype
 from distdl_rma.geometry.decomposition import Decomposition
-from distdl_rma.geometry.intervals import Balanced
 from distdl_rma.ops.core.autograd import OperatorFunction, first_derivative
 from distdl_rma.split import layout as lay
-from distdl_rma.split.calls.refusals import Warned, asking_torch, raise_as_torch, refusing
+from distdl_rma.split.calls.refusals import Warned, asking_torch, checked_rule, raise_as_torch
+from distdl_rma.split.calls.signatures import named
 from distdl_rma.split.calls.site import Site, site_of
-from distdl_rma.split.calls.table import name_of, rule
-from distdl_rma.split.functions.places.shapes import frozen
+from distdl_rma.split.calls.table import Call, name_of, rule
+from distdl_rma.split.functions.places.shapes import frozen, uncut
 from distdl_rma.split.moves import all_sum, summed
-from distdl_rma.split.operands import as_part, as_whole, common_layout, machine_of, on_copies, part_for
+from distdl_rma.split.operands import (
+    as_blocks,
+    as_part,
+    as_whole,
+    common_layout,
+    composition,
+    first_split,
+    machine_of,
+    of_any_cut,
+    on_copies,
+)
 from distdl_rma.split.reducing import Along, with_whole
-from distdl_rma.split.tensor import SplitTensor, composed, local_of, refused, tensors_in
+from distdl_rma.split.tensor import SplitTensor, any_cut, composed, local_of, refused, tensors_in
 
 # From what this rank has of some rows to what all ranks have that share them.
 Gathered = Callable[[torch.Tensor], torch.Tensor]
-
-
-@cache
-def _signature(func: Any) -> inspect.Signature:
-    return inspect.signature(func)
-
-
-def _arguments(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """All arguments of a loss by name, with its reduction as a word."""
-    bound = _signature(func).bind(*args, **kwargs)
-    bound.apply_defaults()
-    given = dict(bound.arguments)
-    average, reduce = given.pop("size_average", None), given.pop("reduce", None)
-    if average is not None or reduce is not None:
-        given["reduction"] = "none" if reduce is False else "sum" if average is False else "mean"
-    return given
-
-
-def _any_split(args: Any, kwargs: Any) -> bool:
-    return any(x.is_split for x in tensors_in(args, kwargs) if isinstance(x, SplitTensor))
-
-
-def _site(func: Any, given: Mapping[str, Any]) -> Site:
-    return site_of(machine_of(next(x for x in given.values() if isinstance(x, SplitTensor))), func)
 
 
 def _reduced(
@@ -87,20 +72,12 @@ def _on_block(reduction: str, x: torch.Tensor) -> str:
     return "none" if reduction == "none" or sum_dtype(x.dtype) != x.dtype else "sum"
 
 
-# Losses of single elements, and the arguments of each that are tensors.
-_POINTWISE = {
-    F.mse_loss: ("input", "target", "weight"),
-    F.l1_loss: ("input", "target", "weight"),
-    F.smooth_l1_loss: ("input", "target"),
-    F.huber_loss: ("input", "target", "weight"),
-    F.binary_cross_entropy: ("input", "target", "weight"),
-    F.binary_cross_entropy_with_logits: ("input", "target", "weight", "pos_weight"),
-    F.kl_div: ("input", "target"),
-    F.poisson_nll_loss: ("input", "target"),
-    F.soft_margin_loss: ("input", "target"),
-    F.hinge_embedding_loss: ("input", "target"),
-    F.margin_ranking_loss: ("input1", "input2", "target"),
-}
+# Losses of single elements.
+_POINTWISE = (
+    *(F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss, F.binary_cross_entropy, F.kl_div),
+    *(F.binary_cross_entropy_with_logits, F.poisson_nll_loss, F.soft_margin_loss),
+    *(F.hinge_embedding_loss, F.margin_ranking_loss),
+)
 # Weights of these have the shape of the input; a mean of the first two is divided by their sum.
 _OF_WEIGHTED_MEAN = F.mse_loss, F.l1_loss, F.huber_loss
 _LEGACY = "size_average", "reduce"
@@ -166,26 +143,24 @@ def pointwise_loss(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     if found is not None:
         return found
     warned = raise_as_torch(func, args, kwargs)
-    given = _arguments(func, args, kwargs)
-    broadcasts = func in _BROADCASTING and frozen(given["input"]) != frozen(given["target"])
-    if not (broadcasts or _any_split(args, kwargs)):
-        return on_copies(func, (), given)
+    x, given = args[0], named(func, args, kwargs)
+    given["reduction"] = reduction = _reduction_of(given)
+    broadcasts = func in _BROADCASTING and frozen(x) != frozen(given["target"])
+    if not (broadcasts or any_cut(args, kwargs)):
+        return on_copies(func, (x,), given)
     for each in warned:
         warn_user(*each)
     if broadcasts:
-        return composed(_broadcast_loss, func, **given)
-    reduction = given.pop("reduction")
-    tensors = {name: given[name] for name in _POINTWISE[func] if isinstance(given.get(name), torch.Tensor)}
-    result = common_layout(func, list(tensors.values()))
-    site = _site(func, tensors)
-    weighted = func in _OF_WEIGHTED_MEAN and "weight" in tensors
-    for at, (name, x) in enumerate(tensors.items()):
-        given[name] = as_part(site, x, part_for(x.shape, result), result, at)
-    y = func(**given, reduction=_on_block(reduction, given["input" if "input" in given else "input1"]))
+        return composed(_broadcast_loss, func, x, **given)
+    operands = tensors_in(x, given)
+    result = common_layout(func, operands)
+    site = site_of(machine_of(first_split(operands)), func)
+    x, given = as_blocks(site, (x, given), result)
+    y = func(x, **{**given, "reduction": _on_block(reduction, x)})
     count: Any = math.prod(result.shape)
     if reduction == "batchmean":
         count = result.shape[0]
-    elif weighted and reduction == "mean" and func is not F.huber_loss:
+    elif reduction == "mean" and func in (F.mse_loss, F.l1_loss) and given.get("weight") is not None:
         count = given["weight"].sum()
     return _reduced(site, y, result, reduction, count)
 
@@ -200,7 +175,7 @@ def _broadcast_loss(
     terms = func(*operands, reduction="none", **others) * weight
     if reduction == "mean" and func is not F.huber_loss:
         return terms.sum() / weight.sum()
-    return finished(terms, reduction)
+    return finished(terms, reduction=reduction)
 
 
 def _weight_not_handed_on() -> torch.Tensor | None:
@@ -211,57 +186,46 @@ def _weight_not_handed_on() -> torch.Tensor | None:
     return None if frame is None else frame.f_locals.get("weight")
 
 
-@rule("loss", F.gaussian_nll_loss)
-@refusing
-def gaussian_nll_loss(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+@checked_rule("loss", F.gaussian_nll_loss)
+@composition
+def gaussian_nll_loss(x: Any, target: Any, var: Any, full: bool, eps: float, reduction: str) -> Any:
     """As losses of single elements; negative variances are an error on all ranks."""
-    if not _any_split(args, kwargs):
-        return on_copies(func, args, kwargs)
-    given = _arguments(func, args, kwargs)
-    x, target, var, reduction = (given[name] for name in ("input", "target", "var", "reduction"))
-
-    def loss() -> Any:
-        variance = torch.full_like(x, var) if not isinstance(var, torch.Tensor) else var
-        if variance.shape != x.shape and x.shape[:-1] == variance.shape:
-            variance = variance.unsqueeze(-1)
-        if variance.shape not in (x.shape, (*x.shape[:-1], 1)):
-            raise ValueError("var is of incorrect size")
-        if bool((variance < 0).any()):
-            raise ValueError("var has negative entry/entries")
-        with torch.no_grad():
-            floor = (given["eps"] - variance).clamp(min=0)
-        variance = variance + floor
-        y = 0.5 * (torch.log(variance) + (x - target) ** 2 / variance)
-        if given["full"]:
-            y = y + 0.5 * math.log(2 * math.pi)
-        return finished(y, reduction)
-
-    return composed(loss)
+    variance = torch.full_like(x, var) if not isinstance(var, torch.Tensor) else var
+    if variance.shape != x.shape and x.shape[:-1] == variance.shape:
+        variance = variance.unsqueeze(-1)
+    if variance.shape not in (x.shape, (*x.shape[:-1], 1)):
+        raise ValueError("var is of incorrect size")
+    if bool((variance < 0).any()):
+        raise ValueError("var has negative entry/entries")
+    with torch.no_grad():
+        floor = (eps - variance).clamp(min=0)
+    variance = variance + floor
+    y = 0.5 * (torch.log(variance) + (x - target) ** 2 / variance)
+    if full:
+        y = y + 0.5 * math.log(2 * math.pi)
+    return finished(y, reduction=reduction)
 
 
-@rule("loss", F.cross_entropy, F.nll_loss)
-@refusing
-def class_loss(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+@checked_rule("loss", F.cross_entropy, F.nll_loss)
+@of_any_cut
+def class_loss(call: Call, site: Site, x: Any, target: Any, weight: Any, **given: Any) -> Any:
     """Every rank takes the terms of its block; where classes are split by sums of exponentials over ranks.
 
     The mean divides by the number, or the weights, of all targets that count.
     """
-    given = _arguments(func, args, kwargs)
-    x, target, weight, reduction = (given.pop(name) for name in ("input", "target", "weight", "reduction"))
-    if not _any_split((x, target), {}):
-        return on_copies(func, args, kwargs)
+    func, reduction = call[0], _reduction_of(given)
+    if not any_cut(x, target):
+        return on_copies(*call)
     dim = 0 if len(x.shape) == 1 else 1
     of_indices = not _of_probabilities(func, target)
-    site = _site(func, {"input": x, "target": target})
-    if not isinstance(x, SplitTensor):
-        layout = (
-            common_layout(func, [x, target])
-            if not of_indices
-            else _with_dim(target._layout, dim, x.shape[dim])
-        )
+    if not (of_indices or isinstance(x, SplitTensor)):
+        layout = common_layout(func, [x, target])
         x = SplitTensor(as_part(site, x, layout, layout), layout)
-    elif not x.is_split and isinstance(target, SplitTensor) and of_indices:
-        layout = _with_dim(target._layout, dim, x.shape[dim])
+    elif of_indices and isinstance(target, SplitTensor) and not any_cut(x):
+        # Scores are cut as targets are, classes are whole.
+        order, rows = list(range(target.dim())), target._layout
+        wide = lay.reordered(rows, [*order[:dim], None, *order[dim:]])
+        layout = uncut(wide, {dim: x.shape[dim]})
         x = SplitTensor(as_part(site, x, layout, layout), layout)
     layout = x._layout
     rows = lay.reordered(lay.whole(layout, (dim,)), [d for d in range(len(layout.shape)) if d != dim])
@@ -277,13 +241,6 @@ def class_loss(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def _of_probabilities(func: Any, target: torch.Tensor) -> bool:
     return target.is_floating_point() and func is F.cross_entropy
-
-
-def _with_dim(rows: Decomposition, dim: int, extent: int) -> Decomposition:
-    # Layout of scores for targets that are cut: classes are whole.
-    order = list(range(len(rows.shape)))
-    wide = lay.reordered(rows, [*order[:dim], None, *order[dim:]])
-    return lay.with_splits(wide, {dim: Balanced(extent, 1)})
 
 
 def _count(
@@ -399,53 +356,41 @@ def _over_split_classes(
     return _reduced(site, terms, layout, reduction, count, scores.dtype)
 
 
-@rule("loss", F.multi_margin_loss, F.multilabel_margin_loss)
-@refusing
-def margin_loss(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+@checked_rule("loss", F.multi_margin_loss, F.multilabel_margin_loss)
+@of_any_cut
+def margin_loss(call: Call, site: Site, x: Any, target: Any, weight: Any = None, **given: Any) -> Any:
     """Every rank takes the terms of its rows, whose classes are made whole where they are split."""
-    if not _any_split(args, kwargs):
-        return on_copies(func, args, kwargs)
-    given = _arguments(func, args, kwargs)
-    x, target, weight, reduction = (
-        given.pop(name, None) for name in ("input", "target", "weight", "reduction")
-    )
+    func, reduction = call[0], _reduction_of(given)
     if not isinstance(x, SplitTensor):
         raise refused(func, "the target is split and the input is not")
-    site, dim = _site(func, {"input": x}), x.dim() - 1
+    dim = x.dim() - 1
     scores, layout = with_whole(site, x, (dim,), "classes made whole")
     rows = lay.reordered(layout, range(dim))
-    part = rows if target.dim() < x.dim() else lay.with_splits(layout, {dim: Balanced(target.shape[dim], 1)})
+    part = rows if target.dim() < x.dim() else uncut(layout, {dim: target.shape[dim]})
     truth = as_part(site, target, part, layout, 1)
     extra = {} if weight is None else {"weight": as_whole(site, weight, layout, "weight")}
     y = func(scores, truth, **extra, **given, reduction="none")
     return _reduced(site, y, rows, reduction, math.prod(rows.shape))
 
 
-@rule("loss", F.multilabel_soft_margin_loss)
-@refusing
-def multilabel_soft_margin_loss(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+@checked_rule("loss", F.multilabel_soft_margin_loss)
+@composition
+def multilabel_soft_margin_loss(x: Any, target: Any, weight: Any, **how: Any) -> Any:
     """Of functions of single elements, a mean over the classes and one over the rows."""
-    if not _any_split(args, kwargs):
-        return on_copies(func, args, kwargs)
-    given = _arguments(func, args, kwargs)
-    x, target, weight = (given[name] for name in ("input", "target", "weight"))
-
-    def loss() -> Any:
-        y = -(target * F.logsigmoid(x) + (1 - target) * F.logsigmoid(-x))
-        y = (y if weight is None else y * weight).mean(-1)
-        return finished(y, given["reduction"])
-
-    return composed(loss)
+    y = -(target * F.logsigmoid(x) + (1 - target) * F.logsigmoid(-x))
+    return finished((y if weight is None else y * weight).mean(-1), **how)
 
 
-def finished(y: Any, reduction: str) -> Any:
+def finished(y: Any, **how: Any) -> Any:
     """Terms of a loss as the user asked for them."""
+    reduction = _reduction_of(how)
     return y if reduction == "none" else y.sum() if reduction == "sum" else y.mean()
 
 
-@rule("refused", F.ctc_loss)
-def ctc_loss(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Every step needs the one before, of all labels: only of tensors that every rank has all of."""
-    if not _any_split(args, kwargs):
-        return on_copies(func, args, kwargs)
-    raise refused(func, "every step needs the one before, of all labels")
+def _reduction_of(given: dict[str, Any]) -> str:
+    # Taken out of the arguments, also where those of older versions of torch ask for it.
+    reduction: str = given.pop("reduction")
+    average, reduce = (given.pop(name, None) for name in _LEGACY)
+    if average is None and reduce is None:
+        return reduction
+    return "none" if reduce is False else "sum" if average is False else "mean"

@@ -1,4 +1,4 @@
-"""Pooling, resizing and padding of split tensors."""
+"""Pools, resizing, padding, patches and samples of split images."""
 
 import pytest
 import torch
@@ -164,3 +164,69 @@ def test_tensors_without_elements(P_world):
     x = numbers((3, 4, 0, 2))
     check(P_world, lambda x: F.interpolate(x[:0], scale_factor=2), [numbers((3, 4, 5, 2))])
     check(P_world, lambda x: F.pad(x, (1, 1, 1, 0)), [x])
+
+
+EVEN = 2, 3, 8, 6
+
+
+@pytest.mark.mpi
+@pytest.mark.sizes(1, 2, 3, 4)
+def test_max_unpool(P_world):
+    def there_and_back(x):
+        y, index = F.max_pool2d(x, 2, return_indices=True)
+        return F.max_unpool2d(y * 2, index, 2), F.max_unpool2d(y, index, 2, output_size=(2, 3, 9, 7))
+
+    check(P_world, there_and_back, [numbers(EVEN)])
+    check(
+        P_world,
+        lambda x: F.max_unpool1d(*F.max_pool1d(x, 3, 2, return_indices=True), 3, 2),
+        [numbers(EVEN[:3])],
+    )
+
+
+@pytest.mark.mpi
+@pytest.mark.sizes(1, 2, 3, 4)
+@pytest.mark.parametrize("shape", [EVEN, (3, 5, 7)])
+def test_unfold(P_world, shape):
+    check(P_world, lambda x: F.unfold(x, (3, 2), padding=1, stride=(2, 1)), [numbers(shape)])
+
+
+@pytest.mark.mpi
+@pytest.mark.sizes(1, 2, 3, 4)
+def test_fold(P_world):
+    check(P_world, lambda x: F.fold(x, (5, 4), (2, 3)), [numbers((2, 3 * 6, 8))])
+    check(P_world, lambda x: F.fold(x, 5, 2, stride=3, padding=1), [numbers((8, 4))])
+
+
+@pytest.mark.mpi
+@pytest.mark.sizes(1, 2, 3, 4)
+def test_grid_sample(P_world):
+    grid = (torch.rand(2, 5, 7, 2, dtype=torch.float64) * 2.2 - 1.1).requires_grad_()
+    theta = numbers((2, 2, 3))
+    check(P_world, lambda x, g: F.grid_sample(x, g, align_corners=False), [numbers(EVEN)], [grid])
+
+    def moved(x, theta):
+        return F.grid_sample(x, F.affine_grid(theta, x.shape, False), "bilinear", "border", False)
+
+    check(P_world, moved, [numbers(EVEN)], [theta])
+    check(P_world, lambda g, x: F.grid_sample(x, g, align_corners=True), [grid], [numbers(EVEN)])
+    both = [numbers((2, 3, 8, 2)), grid]
+    check(P_world, lambda x, g: F.grid_sample(x, g, align_corners=True), both)
+
+
+@pytest.mark.mpi
+def test_max_unpool_by_indices_in_any_order_of_memory(P_world):
+    y, index = F.max_pool2d(numbers((1, 1, 8, 6)), 2, return_indices=True)
+    across = index.mT.contiguous().mT
+    P_x = P_world.create_cartesian_topology_partition((1, P_world.size, 1, 1))
+    whole = y.detach().requires_grad_()
+    mine = block(P_x, whole)
+    F.max_unpool2d(whole, index, 2).square().sum().backward()
+    F.max_unpool2d(mine, across, 2).square().sum().backward()
+    torch.testing.assert_close(mine.grad.full_tensor(), whole.grad)
+
+
+@pytest.mark.mpi
+def test_unfold_of_no_truths(P_world):
+    x = torch.ones(0, 1, 5, 5, dtype=torch.bool)
+    check(P_world, lambda x: F.unfold(x, (2, 2), stride=2), [x], gradients=False)

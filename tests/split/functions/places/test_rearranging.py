@@ -1,14 +1,118 @@
-"""Elements of split tensors in other places."""
+"""Elements of split tensors in other places: put together, taken apart, shuffled."""
 
 import pytest
 import torch
 from torch.nn import functional as F  # noqa: N812
 
-from tests.split.against_whole import check
+from tests.split.against_whole import block, check
 
 
 def numbers(*shape):
     return torch.randn(shape, dtype=torch.float64, requires_grad=True)
+
+
+SHAPE = 2, 5, 4
+JOINS = [
+    lambda x, y: torch.cat([x, y], 1),
+    lambda x, y: torch.cat((x, y, x), dim=-1),
+    lambda x, y: torch.concat([x, y], axis=0),
+    lambda x, y: torch.cat([x[:, 1:], y, x[:, :1]], dim=1),
+    lambda x, y: torch.stack([x, y]),
+    lambda x, y: torch.stack((x, y), dim=-1),
+    lambda x, y: torch.hstack([x, y]),
+    lambda *both: torch.vstack(both),
+    lambda x, y: torch.dstack([x, y]),
+    lambda x, y: torch.column_stack([x, y]),
+]
+PARTS = [
+    lambda x: x.split(2, dim=1),
+    lambda x: torch.split(x, [1, 3, 1], 1),
+    lambda x: x.chunk(2, -1),
+    lambda x: torch.chunk(x, 3, dim=1),
+    lambda x: torch.tensor_split(x, (1, 4), dim=1),
+    lambda x: x.tensor_split(2, 2),
+    lambda x: x.hsplit([2]),
+    lambda x: x.vsplit(2),
+    lambda x: x.unbind(1),
+    torch.unbind,
+    list,
+]
+
+
+@pytest.mark.mpi
+@pytest.mark.sizes(1, 2, 3, 4)
+@pytest.mark.parametrize("at", range(len(JOINS)))
+def test_joined(P_world, at):
+    check(P_world, JOINS[at], [numbers(*SHAPE), numbers(*SHAPE)])
+    check(P_world, JOINS[at], [numbers(*SHAPE)], [numbers(*SHAPE)])
+
+
+@pytest.mark.mpi
+@pytest.mark.sizes(1, 2, 3, 4)
+@pytest.mark.parametrize("at", range(len(PARTS)))
+def test_taken_apart(P_world, at):
+    check(P_world, PARTS[at], [numbers(*SHAPE)])
+
+
+@pytest.mark.mpi
+@pytest.mark.sizes(2, 3)
+def test_cut_otherwise(P_world):
+    def function(x, y):
+        y = y.redistribute(0, None, None) if P_world.size > 1 and hasattr(y, "redistribute") else y
+        return torch.cat([x, y, y.sigmoid()], 1)
+
+    check(
+        P_world,
+        function,
+        [numbers(4, 5, 4), numbers(4, 3, 4)],
+        only=[(1, P_world.size, 1), (P_world.size, 1, 1)],
+    )
+
+
+@pytest.mark.mpi
+@pytest.mark.sizes(2, 3)
+def test_a_class_token_moves_nothing(P_world):
+    P_x = P_world.create_cartesian_topology_partition((1, P_world.size, 1))
+    x = block(P_x, numbers(2, 8 * P_world.size, 3))
+    y = torch.cat([torch.zeros(2, 1, 3, dtype=torch.float64), x], 1)
+    assert y.decomposition.splits[1].lengths == (9, *(8,) * (P_world.size - 1))
+    assert y[:, 1:].decomposition is x.decomposition
+    check(
+        P_world, lambda x, t: torch.cat([t.expand(2, -1, -1), x], 1), [numbers(2, 17, 3)], [numbers(1, 1, 3)]
+    )
+    check(P_world, lambda x: torch.cat([torch.empty(0), x], 1).float(), [numbers(2, 17, 3)])
+
+
+@pytest.mark.mpi
+@pytest.mark.sizes(2, 3)
+def test_bad_input(P_world):
+    x = block(P_world.create_cartesian_topology_partition((1, P_world.size, 1)), numbers(2, 5, 3))
+    with pytest.raises(ValueError, match="must agree"):
+        torch.cat([x, torch.zeros(2, 5, 4)], 1)
+    with pytest.raises(IndexError):
+        torch.cat([x, x], 3)
+
+
+@pytest.mark.mpi
+def test_an_empty_split_vector_goes_with_a_plain_tensor(P_world):
+    check(P_world, lambda x, p: torch.cat([p, x[:0]]), [numbers(7)], [numbers(4)])
+
+
+@pytest.mark.mpi
+def test_an_empty_vector_gives_its_type_and_its_graph(P_world):
+    x, empty = torch.randn(3, 4), numbers(0)
+    check(P_world, lambda x, e: torch.cat([e, x], -1), [x], [empty])
+    check(P_world, lambda x, e: torch.hstack([x, e]), [x[0].clone(), empty])
+
+
+@pytest.mark.mpi
+def test_gates(P_world):
+    for dim in (1, 2, -1):
+        check(P_world, lambda x, d=dim: F.glu(x, dim=d), [numbers(2, 4, 6, 8)])
+    check(P_world, lambda x: F.glu(x) + torch.nn.GLU()(x), [numbers(3, 6)])
+    x = block(P_world.create_cartesian_topology_partition((1, P_world.size)), numbers(2, 5))
+    with pytest.raises(RuntimeError, match="must be even"):
+        F.glu(x, 1)
 
 
 @pytest.mark.mpi

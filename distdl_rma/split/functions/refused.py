@@ -1,0 +1,79 @@
+"""Functions without a rule for blocks: refused where a tensor is cut, or of all of it on every rank."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.nn import functional as F  # noqa: N812
+
+from distdl_rma.split.calls.table import WITHOUT_RULE, rule, twin_of
+from distdl_rma.split.operands import on_copies
+from distdl_rma.split.tensor import any_cut, composed, refused
+
+_T: Any = torch.Tensor
+
+
+def _refuse(*functions: Any, says: str, why: str, always: bool = False) -> None:
+    # ``says`` is what the page of all functions says; always is also where every rank has all of all tensors.
+    def handler(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if always or any_cut(args, kwargs):
+            raise refused(func, why)
+        return on_copies(func, args, kwargs)
+
+    handler.__doc__ = says
+    rule("refused", *functions)(handler)
+
+
+_refuse(
+    *(_T.__reduce_ex__, _T.__reduce__, _T.data_ptr, _T.untyped_storage, _T.storage, _T.share_memory_),
+    *(_T.__dlpack__, _T.as_strided),
+    says="Memory of the whole, which no rank has.",
+    why="no rank has the memory of all of it; full_tensor() makes a plain tensor, to_local() shows the block",
+    always=True,
+)
+_refuse(
+    *"unsqueeze_ squeeze_ t_ transpose_ swapaxes_ swapdims_ resize_ resize_as_ set_ as_strided_".split(),
+    says="Changes the shape of the tensor itself.",
+    why="it changes the shape of the tensor itself; use the form without the underscore",
+    always=True,
+)
+_refuse(
+    *"index_put index_put_ masked_scatter masked_scatter_ put_ put".split(),
+    says="Writes to places that only the indices tell.",
+    why="it writes by indices or a mask; write x[mask] = value, or build the tensor by torch.cat, torch.where"
+    " or F.pad instead",
+)
+_refuse(
+    *("multinomial", "fractional_max_pool2d", "fractional_max_pool3d"),
+    *("fractional_max_pool2d_with_indices", "fractional_max_pool3d_with_indices"),
+    says="Draws that depend on all elements: on copies only.",
+    why="what it draws depends on elements that are on many ranks",
+)
+_refuse(
+    F.ctc_loss,
+    says="Every step needs the one before, of all labels: only of tensors that every rank has all of.",
+    why="every step needs the one before, of all labels",
+)
+
+
+@rule("copies", WITHOUT_RULE)
+def without_rule(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A function that has no rule: refused, unless every rank has all of all tensors.
+
+    An operator of ATen goes by the rule of the function that it is.
+    """
+    twin = twin_of(func)
+    if twin is not None:
+        # Which calls its first argument so.
+        first = () if args else (kwargs.pop("self"),)
+        return composed(twin, *first, *args, **kwargs)
+    if any_cut(args, kwargs):
+        raise refused(func, "it has no rule for split tensors")
+    return on_copies(func, args, kwargs)
+
+
+@rule("movement", *"unique unique_consecutive histc histogram bincount corrcoef cov".split())
+def of_all_elements(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Every rank gets all of the tensor and finds the same, since what comes out depends on all elements."""
+    return on_copies(func, args, kwargs)
