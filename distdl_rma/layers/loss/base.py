@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache, cached_property, partial
+from functools import cache, cached_property, lru_cache, partial
 from typing import Any, ClassVar, NamedTuple, Unpack
 
 import numpy as np
@@ -28,8 +28,8 @@ from distdl_rma.segments.collectives.allreduce import Allreduce
 _LEGACY = ("size_average", "reduce")
 # How torch complains of a tensor that does not fit; all ranks hear of it.
 _MISFITS = (RuntimeError, ValueError, IndexError, TypeError)
-# Sum of the terms, what they count in a mean, ranks that complain, sum of the numbers of groups; of each half
-# of a code its sum, the sum of its squares, and what is not 0 where a group has different numbers.
+# Sum of the terms, what they count in a mean, ranks that complain, sum of the numbers of groups; the sum of
+# each half of a code, and of its squares; of each half what is not 0 where a group has different numbers.
 _TOTALS = 10
 # Bits of half a code: its squares, and products of two, add up exactly in float64 on thousands of ranks.
 _HALF = 20
@@ -82,15 +82,16 @@ class LossSums:
         """
         at = among.index(self._segments.rank) if among else 0
         factor = _factors(tuple(among))[at] if len(among) > 1 else 0
-        codes, parts = _halves(fingerprint(alike)), _halves(number)
         row = self._sums.active
         row[:4] = terms, count, bool(problem), 0 if at else number
-        row[4:] = *codes, *(code**2 for code in codes), *(part * factor for part in parts)
+        row[4:8] = _compared(alike)
+        row[8:] = number % _CODES * factor, (number >> _HALF) % _CODES * factor
         self._sums.start()
-        total, counted, problems, numbers, *halves = self._sums.wait().tolist()
-        sums, squares, different = halves[:2], halves[2:4], halves[4:]
-        apart = any(int(b) * self.P_x.size != int(a) ** 2 for a, b in zip(sums, squares, strict=True))
-        if problems or apart:
+        total, counted, problems, numbers, low, low_squares, high, high_squares, *different = (
+            self._sums.wait().tolist()
+        )
+        size = self.P_x.size
+        if problems or int(low_squares) * size != int(low) ** 2 or int(high_squares) * size != int(high) ** 2:
             raise self._refuse(problem, alike)
         told: dict[int, int] = {}
         if any(different):
@@ -98,9 +99,12 @@ class LossSums:
         return Totals(total, counted, numbers, told)
 
 
-def _halves(code: int) -> tuple[int, int]:
-    # Of the 40 last bits of a number.
-    return code % _CODES, (code >> _HALF) % _CODES
+@lru_cache
+def _compared(alike: str) -> tuple[int, ...]:
+    # Each half of a code of 40 bits, and its square.
+    code = fingerprint(alike)
+    low, high = code % _CODES, (code >> _HALF) % _CODES
+    return low, low**2, high, high**2
 
 
 @cache
