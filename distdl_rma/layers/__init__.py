@@ -14,9 +14,7 @@ from distdl_rma.layers.linear import DistributedLinear as DistributedLinear
 from distdl_rma.layers.linear import DistributedLinearAllGather as DistributedLinearAllGather
 from distdl_rma.layers.linear import DistributedLinearAllGatherZero as DistributedLinearAllGatherZero
 from distdl_rma.layers.linear import DistributedLinearReduceScatter as DistributedLinearReduceScatter
-from distdl_rma.layers.linear import (
-    DistributedLinearReduceScatterZero as DistributedLinearReduceScatterZero,
-)
+from distdl_rma.layers.linear import DistributedLinearReduceScatterZero as DistributedLinearReduceScatterZero
 from distdl_rma.layers.loss.classification import DistributedCrossEntropyLoss as DistributedCrossEntropyLoss
 from distdl_rma.layers.loss.classification import DistributedNLLLoss as DistributedNLLLoss
 from distdl_rma.layers.loss.elementwise import DistributedBCELoss as DistributedBCELoss
@@ -45,24 +43,12 @@ from distdl_rma.layers.norm import DistributedInstanceNorm2d as DistributedInsta
 from distdl_rma.layers.norm import DistributedInstanceNorm3d as DistributedInstanceNorm3d
 from distdl_rma.layers.norm import DistributedLayerNorm as DistributedLayerNorm
 from distdl_rma.layers.norm import DistributedRMSNorm as DistributedRMSNorm
-from distdl_rma.layers.windows import (
-    DistributedAdaptiveAvgPool1d as DistributedAdaptiveAvgPool1d,
-)
-from distdl_rma.layers.windows import (
-    DistributedAdaptiveAvgPool2d as DistributedAdaptiveAvgPool2d,
-)
-from distdl_rma.layers.windows import (
-    DistributedAdaptiveAvgPool3d as DistributedAdaptiveAvgPool3d,
-)
-from distdl_rma.layers.windows import (
-    DistributedAdaptiveMaxPool1d as DistributedAdaptiveMaxPool1d,
-)
-from distdl_rma.layers.windows import (
-    DistributedAdaptiveMaxPool2d as DistributedAdaptiveMaxPool2d,
-)
-from distdl_rma.layers.windows import (
-    DistributedAdaptiveMaxPool3d as DistributedAdaptiveMaxPool3d,
-)
+from distdl_rma.layers.windows import DistributedAdaptiveAvgPool1d as DistributedAdaptiveAvgPool1d
+from distdl_rma.layers.windows import DistributedAdaptiveAvgPool2d as DistributedAdaptiveAvgPool2d
+from distdl_rma.layers.windows import DistributedAdaptiveAvgPool3d as DistributedAdaptiveAvgPool3d
+from distdl_rma.layers.windows import DistributedAdaptiveMaxPool1d as DistributedAdaptiveMaxPool1d
+from distdl_rma.layers.windows import DistributedAdaptiveMaxPool2d as DistributedAdaptiveMaxPool2d
+from distdl_rma.layers.windows import DistributedAdaptiveMaxPool3d as DistributedAdaptiveMaxPool3d
 from distdl_rma.layers.windows import DistributedAvgPool1d as DistributedAvgPool1d
 from distdl_rma.layers.windows import DistributedAvgPool2d as DistributedAvgPool2d
 from distdl_rma.layers.windows import DistributedAvgPool3d as DistributedAvgPool3d
@@ -82,12 +68,8 @@ from distdl_rma.layers.windows import DistributedReplicationPad1d as Distributed
 from distdl_rma.layers.windows import DistributedReplicationPad2d as DistributedReplicationPad2d
 from distdl_rma.layers.windows import DistributedReplicationPad3d as DistributedReplicationPad3d
 from distdl_rma.layers.windows import DistributedUpsample as DistributedUpsample
-from distdl_rma.layers.windows import (
-    DistributedUpsamplingBilinear2d as DistributedUpsamplingBilinear2d,
-)
-from distdl_rma.layers.windows import (
-    DistributedUpsamplingNearest2d as DistributedUpsamplingNearest2d,
-)
+from distdl_rma.layers.windows import DistributedUpsamplingBilinear2d as DistributedUpsamplingBilinear2d
+from distdl_rma.layers.windows import DistributedUpsamplingNearest2d as DistributedUpsamplingNearest2d
 from distdl_rma.layers.windows import DistributedZeroPad1d as DistributedZeroPad1d
 from distdl_rma.layers.windows import DistributedZeroPad2d as DistributedZeroPad2d
 from distdl_rma.layers.windows import DistributedZeroPad3d as DistributedZeroPad3d

@@ -96,8 +96,9 @@ class MaxLayer(WindowLayer):
         if not self.return_indices:
             return y
         operation = None if self.agreement is None else self.agreement.last
-        index = operation.take_indices() if isinstance(operation, MaxWindows) else None
-        return y, torch.zeros(y.shape, dtype=torch.int64) if index is None else index
+        if isinstance(operation, MaxWindows):
+            return y, operation.take_indices(y)
+        return y, torch.zeros(y.shape, dtype=torch.int64)
 
 
 class DistributedPad(WindowLayer):

@@ -236,10 +236,10 @@ class MaxWindows(WindowOperation[T]):
             self._indices = flat_index(found, self.extents)
         return gather_at(x, [at - first for at, first in zip(found, self.start, strict=True)])
 
-    def take_indices(self) -> torch.Tensor | None:
-        """Positions in the global plane, flattened, of what the last call returned; None without elements."""
+    def take_indices(self, y: torch.Tensor) -> torch.Tensor:
+        """Positions in the global plane, flattened, of ``y``, which the last call returned; once."""
         indices, self._indices = self._indices, None
-        return indices
+        return torch.zeros(y.shape, dtype=torch.int64) if indices is None else indices
 
 
 def argmax_windows(

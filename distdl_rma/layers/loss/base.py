@@ -28,8 +28,8 @@ from distdl_rma.segments.collectives.allreduce import Allreduce
 _LEGACY = ("size_average", "reduce")
 # How torch complains of a tensor that does not fit; all ranks hear of it.
 _MISFITS = (RuntimeError, ValueError, IndexError, TypeError)
-# Sum of the terms, what they count in a mean, ranks that complain, sum of the numbers of groups; of each half
-# of a code its sum, the sum of its squares, and what is not 0 where a group has different numbers.
+# Sum of the terms, what they count in a mean, ranks that complain, sum of the numbers of groups; the sum of
+# each half of a code, and of its squares; of each half what is not 0 where a group has different numbers.
 _TOTALS = 10
 # Bits of half a code: its squares, and products of two, add up exactly in float64 on thousands of ranks.
 _HALF = 20
@@ -82,26 +82,29 @@ class LossSums:
         """
         at = among.index(self._segments.rank) if among else 0
         factor = _factors(tuple(among))[at] if len(among) > 1 else 0
-        low, high = (code := _code(alike)) % _CODES, code >> _HALF
-        apart = number % _CODES * factor, (number >> _HALF) % _CODES * factor
         row = self._sums.active
-        row[:] = terms, count, problem != "", 0 if at else number, low, high, low**2, high**2, *apart
+        row[:4] = terms, count, bool(problem), 0 if at else number
+        row[4:8] = _compared(alike)
+        row[8:] = number % _CODES * factor, (number >> _HALF) % _CODES * factor
         self._sums.start()
-        total, counted, problems, numbers, low, high, lows, highs, *different = self._sums.wait().tolist()
+        total, counted, problems, numbers, low, low_squares, high, high_squares, *different = (
+            self._sums.wait().tolist()
+        )
         size = self.P_x.size
-        # Whole numbers, which float64 holds exactly; their squares it does not.
-        if problems or (int(lows) * size, int(highs) * size) != (int(low) ** 2, int(high) ** 2):
+        if problems or int(low_squares) * size != int(low) ** 2 or int(high_squares) * size != int(high) ** 2:
             raise self._refuse(problem, alike)
         told: dict[int, int] = {}
-        if different != [0.0, 0.0]:
+        if any(different):
             told = gather_words(self._segments, number, f"{self.name} (numbers)", self.P_x.ranks)
         return Totals(total, counted, numbers, told)
 
 
-@lru_cache(256)
-def _code(alike: str) -> int:
-    # 40 bits, in two halves.
-    return fingerprint(alike) % _CODES**2
+@lru_cache
+def _compared(alike: str) -> tuple[int, ...]:
+    # Each half of a code of 40 bits, and its square.
+    code = fingerprint(alike)
+    low, high = code % _CODES, (code >> _HALF) % _CODES
+    return low, low**2, high, high**2
 
 
 @cache

@@ -23,7 +23,6 @@ from distdl_rma.ops.windows import (
     AvgPoolOptions,
     MaxPooling,
     MaxPoolOptions,
-    MaxWindows,
     Padding,
     PadOptions,
     ResizeOptions,
@@ -129,10 +128,7 @@ def max_pool(call: Call, site: Site, x: SplitTensor, return_indices: bool = Fals
     y, operation = windowed(call, site, local_of(x), x._layout, dims, kind, key, options)
     if not indices:
         return with_single_copied(site, y)
-    found = operation.take_indices() if isinstance(operation, MaxWindows) else None
-    if found is None:
-        found = torch.zeros(y._local.shape, dtype=torch.int64)
-    index = SplitTensor(found.reshape(y._local.shape), y._layout)
+    index = SplitTensor(operation.take_indices(y._local).reshape(y._local.shape), y._layout)
     return with_single_copied(site, y), with_single_copied(site, index)
 
 
