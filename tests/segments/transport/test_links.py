@@ -393,7 +393,7 @@ def test_notifications_that_are_over_are_forgotten():
     for number in range(1000):
         link.notify(0, number)
         arrive(window)
-    assert len(link._notices) <= 128
+    assert len(link._words) <= 128
 
 
 @pytest.mark.parametrize("seed", range(60))
