@@ -33,9 +33,9 @@ from distdl_rma.split.moves import redistributed
 from distdl_rma.split.plain import gathered
 
 _NO_SUBCLASS = torch._C.DisableTorchFunctionSubclass
-# What moves nothing, for which nobody waits.
+# Kinds that need no other rank: one rank may call them alone.
 _ONE_ALONE = frozenset({"query", "value", "refused"})
-# What waits for other ranks, and makes new tensors.
+# Kinds whose ranks exchange data: a checkpoint recomputes all of them, or none.
 _EXCHANGING = frozenset({"window", "norm", "reduction", "loss", "movement", "contraction"})
 _hooks_of_saved = torch._C._autograd._top_saved_tensors_default_hooks
 _NOTHING: dict[str, Any] = {}
@@ -48,8 +48,10 @@ _ASKED = "dim", "size", "sym_size", "numel", "sym_numel", "is_contiguous", "sym_
 _ASKED_BY_TORCH = frozenset(getattr(torch.ops.aten, name) for name in _ASKED)
 # Why nobody gets the values of a tensor that is cut.
 ON_MANY_RANKS = "the values are on many ranks; full_tensor() brings all of them, to_local() shows those here"
-# What is no function of elements, or refused, or has the same elements on all ranks.
-_OF_EVERY_BLOCK = frozenset({"query", "value", "gradient", "creation", "refused", "copies", "registered"})
+# Kinds for which a rank with an empty block raises the same errors as the others.
+_NO_CHECK_WHEN_EMPTY = frozenset(
+    {"query", "value", "gradient", "creation", "refused", "copies", "registered"}
+)
 _LISTS: frozenset[Any] = frozenset({list, tuple})
 # What is looked through where all arguments are named.
 _UNKNOWN: tuple[Any, ...] = ((torch.empty(0),),)
@@ -359,7 +361,7 @@ def _cast(name: str, given: Any) -> Any:
 
 def _check_alike(rule: Rule, func: Any, args: Any, kwargs: Any) -> None:
     # Ranks without elements find nothing wrong in their blocks.
-    if rule.asks_torch or rule.kind in _OF_EVERY_BLOCK:
+    if rule.asks_torch or rule.kind in _NO_CHECK_WHEN_EMPTY:
         return
     if not (getattr(func, "__module__", None) or "torch").startswith("torch"):
         return

@@ -25,7 +25,7 @@ from distdl_rma.split.calls.table import name_of
 T = TypeVar("T")
 # Kinds of inputs that a site keeps operations for.
 _KEPT = 16
-# What asks rather than computes, which one rank may do alone.
+# Kinds that are not compared between ranks: one rank may call them alone.
 _ASKING = frozenset({"query", "value", "gradient"})
 _NOTHING: dict[str, Any] = {}
 _ROOMS = f"{Path(torch.__file__).parent}/", f"{Path(__file__).parents[1]}/"
