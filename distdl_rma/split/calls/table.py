@@ -23,10 +23,10 @@ class Rule:
     """How functions of one kind act on split tensors.
 
     Kinds whose ranks exchange data are ``window``, ``norm``, ``reduction``, ``loss``, ``movement`` and
-    ``contraction``. Functions of blocks alone are ``pointwise``, ``random`` and ``creation``. A ``query`` (shape,
-    type) and a ``value`` need no other rank, so that one rank may call them alone. ``gradient`` is ``backward``
-    and what belongs to it; ``refused`` raises for cut tensors; ``copies`` are functions without a rule, of
-    tensors that every rank holds; ``registered`` are rules of users.
+    ``contraction``. Functions of blocks alone are ``pointwise``, ``random`` and ``creation``. A ``query``
+    (shape, type) and a ``value`` need no other rank, so that one rank may call them alone. ``gradient`` is
+    ``backward`` and what belongs to it; ``refused`` raises for cut tensors; ``copies`` are functions without
+    a rule, of tensors that every rank holds; ``registered`` are rules of users.
     """
 
     kind: str
