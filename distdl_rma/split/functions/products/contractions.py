@@ -433,4 +433,6 @@ def kron(call: Call, site: Site, a: SplitTensor, other: Any) -> Any:
     result = lay.with_splits(
         base, {d: cuts.scaled(split, extents[d], 1) for d, split in enumerate(base.splits)}
     )
-    return SplitTensor(call[0](local_of(a), as_whole(site, other, result, "second factor")), result)
+    # Torch views the product, which of transposed factors it may not.
+    factors = local_of(a), as_whole(site, other, result, "second factor")
+    return SplitTensor(call[0](*(x.contiguous() for x in factors)), result)

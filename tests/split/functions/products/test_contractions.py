@@ -253,6 +253,7 @@ def test_kronecker_products(P_world):
         check(P_world, torch.kron, [numbers(*a)], [numbers(*b)])
         check(P_world, lambda x, y: torch.kron(y, x), [numbers(*a)], [numbers(*b)])
     check(P_world, torch.kron, [numbers(4, 3), numbers(3, 5)])
+    check(P_world, lambda x, y: torch.kron(x.mT, y), [numbers(5, 5), numbers(10, 20)])
 
 
 @pytest.mark.mpi
