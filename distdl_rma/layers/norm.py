@@ -275,7 +275,7 @@ class DistributedNorm(OperatorLayer[Normalisation]):
 
     def leave(self, y: Tensor, x: Tensor, needs: GradientNeeds) -> Tensor:
         """Result in the graph if any rank's is; what has no elements keeps its shape."""
-        return anchored(y, needs.any)
+        return y if y.requires_grad else anchored(y, needs.any)
 
     @property
     def statistics_told(self) -> bool:

@@ -469,15 +469,18 @@ class ShapeAgreement(Generic[P]):
     def _all_say_the_same(self) -> bool:
         if self._consensus is None:
             return True
-        with self._machine.trace.span("agree", self._name):
-            try:
+        trace = self._machine.trace
+        try:
+            if trace.recording is None:
                 return self._consensus.wait(epoch=self._epoch)
-            except MismatchError as error:
-                # Weights and a halo may be on their way already, to ranks that do not expect them.
-                self._astray = True
-                if self._outcome is not None:
-                    self._outcome.tell(error)
-                raise
+            with trace.span("agree", self._name):
+                return self._consensus.wait(epoch=self._epoch)
+        except MismatchError as error:
+            # Weights and a halo may be on their way already, to ranks that do not expect them.
+            self._astray = True
+            if self._outcome is not None:
+                self._outcome.tell(error)
+            raise
 
     @contextmanager
     def _telling(self) -> Iterator[None]:

@@ -130,7 +130,7 @@ class OperatorLayer(DistributedLayer, Generic[O]):
         """
         if not self._has_output:
             y = deliver(y, False, x.shape[0] if x.dim() else None)
-        return anchored(y, needs.any)
+        return y if y.requires_grad else anchored(y, needs.any)
 
     @tells_peers
     def forward(self, input: torch.Tensor) -> Any:
