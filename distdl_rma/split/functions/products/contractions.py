@@ -433,6 +433,9 @@ def kron(call: Call, site: Site, a: SplitTensor, other: Any) -> Any:
     result = lay.with_splits(
         base, {d: cuts.scaled(split, extents[d], 1) for d, split in enumerate(base.splits)}
     )
-    # Torch views the product, which of transposed factors it may not.
-    factors = local_of(a), as_whole(site, other, result, "second factor")
-    return SplitTensor(call[0](*(x.contiguous() for x in factors)), result)
+    local, second = local_of(a), as_whole(site, other, result, "second factor")
+    # Not by torch's function, which refuses some factors that are transposed in memory.
+    shapes = [(1,) * (count - x.dim()) + x.shape for x in (local, second)]
+    rows = local.reshape([n for extent in shapes[0] for n in (extent, 1)])
+    products = rows * second.reshape([n for extent in shapes[1] for n in (1, extent)])
+    return SplitTensor(products.reshape([m * n for m, n in zip(*shapes, strict=True)]), result)
