@@ -63,9 +63,9 @@ class MovementLayer(OperatorLayer[M]):
         """As of every layer, with the ranks, which are not the same for all grids of one shape."""
         return f"{[P.ranks for P in (*self.P_xs, self.P_y)]}, {super().built_with()}"
 
-    def stand_aside(self, x: torch.Tensor, others: Iterable[torch.Tensor] = ()) -> torch.Tensor:
+    def idle_output(self, x: torch.Tensor, others: Iterable[torch.Tensor] = ()) -> torch.Tensor:
         """As of every layer, without the batch size where the results of others lack it."""
-        y = super().stand_aside(x, others)
+        y = super().idle_output(x, others)
         return y if self.preserve_batch or not x.numel() else y.flatten()
 
     def leave(self, y: torch.Tensor, x: torch.Tensor, needs: GradientNeeds) -> torch.Tensor:

@@ -45,7 +45,7 @@ class GroupCore(_Base):  # type: ignore[misc]
         self._queue = OperationQueue(manager, name)
         self._messages = Messages(manager, ranks, f"messages of process group {name}")
         self._rounds: NodeSlots | None = None
-        self._way: NodeCollectives | InterNodeCollectives
+        self._collectives: NodeCollectives | InterNodeCollectives
         self._caller: NodeSlots | InterNodeCollectives
         self._quick: QuickReductions | None = None
         # Positions of ranks that reach each other's memory; alike on all of them.
@@ -54,11 +54,11 @@ class GroupCore(_Base):  # type: ignore[misc]
         teams = [tuple(positions[rank] for rank in node) for node in nodes]
         if len(teams) == 1:
             self._rounds = self._caller = NodeSlots(manager, ranks, name)
-            self._way = way = NodeCollectives(self._rounds)
+            self._collectives = way = NodeCollectives(self._rounds)
             self._quick = QuickReductions(self._rounds, self._queue, way)
             self._queue.progress = self._rounds.steps
         elif len(teams) == len(ranks):
-            self._way = self._caller = InterNodeCollectives(self._messages, self._me, name)
+            self._collectives = self._caller = InterNodeCollectives(self._messages, self._me, name)
         else:
             team = next(team for team in teams if self._me in team)
             self._rounds = NodeSlots(manager, [ranks[at] for at in team], name)
@@ -66,7 +66,7 @@ class GroupCore(_Base):  # type: ignore[misc]
             leads = manager.rank in heads
             leaders = Messages(manager, heads, f"leaders of process group {name}") if leads else None
             led = HierarchicalCollectives(self._messages, leaders, self._rounds, teams, self._me)
-            self._way = self._caller = led
+            self._collectives = self._caller = led
         self._calls: dict[Hashable, Call] = {}
         self._reducers: dict[Hashable, Reducer] = {}
         self._coalescing: list[Work] | None = None
@@ -104,7 +104,7 @@ class GroupCore(_Base):  # type: ignore[misc]
 
         def begin() -> Script:
             caller.call = call
-            return self._way.barrier()
+            return self._collectives.barrier()
 
         # No rank waits for a group that has ended.
         with suppress(DistdlError):
@@ -145,8 +145,8 @@ class GroupCore(_Base):  # type: ignore[misc]
             # Otherwise messages under way would match those of the next group of these ranks.
             if self._queue.idle:
                 self._messages.close()
-                if isinstance(self._way, HierarchicalCollectives):
-                    self._way.close()
+                if isinstance(self._collectives, HierarchicalCollectives):
+                    self._collectives.close()
         self._rounds = self._quick = self._coalescing = None
         self._counts.clear()
 

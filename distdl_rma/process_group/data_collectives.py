@@ -30,7 +30,7 @@ class DataCollectives(GroupCore):
             data = flat.bytes
             sizes = [data.size if at == root else 0 for at in range(self._ranks)]
             outs = [data if at == root else None for at in range(self._ranks)]
-            return self._way.spread(sizes, data if self._me == root else data[:0], outs)
+            return self._collectives.spread(sizes, data if self._me == root else data[:0], outs)
 
         return self._begin(f"broadcast from rank {root}", [tensor], script, [tensor], [flat])
 
@@ -91,7 +91,7 @@ class DataCollectives(GroupCore):
                 arrays, data = [out.bytes for out in several], source.bytes
                 if any(np.may_share_memory(data, a) for at, a in enumerate(arrays) if at != me):
                     data = data.copy()
-                yield from self._way.spread([array.size for array in arrays], data, arrays)
+                yield from self._collectives.spread([array.size for array in arrays], data, arrays)
 
         every = [target for _, targets in pairs for target in targets]
         return self._begin(what, every, script, result, list(chain.from_iterable(outs)))
@@ -106,7 +106,9 @@ class DataCollectives(GroupCore):
 
         def script() -> Script:
             data, outs = source.bytes, [flat.bytes for flat in flats]
-            return self._way.spread([data.size] * self._ranks, data, outs or [None] * self._ranks, root)
+            return self._collectives.spread(
+                [data.size] * self._ranks, data, outs or [None] * self._ranks, root
+            )
 
         return self._begin(f"gather to rank {root}", [tensor], script, [targets], flats)
 
@@ -124,7 +126,7 @@ class DataCollectives(GroupCore):
             out = flat.bytes
             sends = [part.bytes for part in parts] or [out[:0]] * self._ranks
             outs = [out if at == root else out[:0] for at in range(self._ranks)]
-            return self._way.deal(sends, outs)
+            return self._collectives.deal(sends, outs)
 
         return self._begin(f"scatter from rank {root}", [tensor], script, [tensor], [flat])
 
@@ -171,7 +173,7 @@ class DataCollectives(GroupCore):
             sends, outs = [part.bytes for part in parts], [flat.bytes for flat in flats]
             if any(np.may_share_memory(a, b) for a in sends for b in outs if a.size and b.size):
                 sends = [send.copy() for send in sends]
-            return self._way.deal(sends, outs)
+            return self._collectives.deal(sends, outs)
 
         kind = str(outputs[0].dtype).removeprefix("torch.")
         return self._begin(f"{what} of {kind}", [], script, result, flats)

@@ -86,11 +86,11 @@ class RmaProcessGroup(ReducingCollectives, DataCollectives):
 
     def barrier(self, opts: Any = None, *_: Any) -> Work:
         """Wait until all ranks have called."""
-        return self._begin("barrier", [], self._way.barrier, [])
+        return self._begin("barrier", [], self._collectives.barrier, [])
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
         """Wait until all ranks have called; blocking. ``ExchangeTimeout`` names the ranks that have not."""
-        work: Any = self._begin("monitored_barrier", [], self._way.barrier, [])
+        work: Any = self._begin("monitored_barrier", [], self._collectives.barrier, [])
         work.wait(timeout)
 
     def send(self, tensors: Sequence[Tensor], target: int, tag: int) -> Work:

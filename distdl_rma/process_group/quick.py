@@ -42,7 +42,7 @@ class QuickReductions:
     """All-reduces of contiguous tensors on one node, while no other collective is under way."""
 
     def __init__(self, rounds: NodeSlots, queue: OperationQueue, way: NodeCollectives) -> None:
-        self._rounds, self._queue, self._way = rounds, queue, way
+        self._rounds, self._queue, self._collectives = rounds, queue, way
         self._lock = rounds.manager.segment.lock
         self._most = min(WHOLE_BYTES, rounds.slot_bytes)
         # For asynchronous calls, and for those that wait.
@@ -64,7 +64,7 @@ class QuickReductions:
         if x.nbytes <= self._most:
             quick = self._whole(call, x, reducer)
         else:
-            quick = Quick(call, memory, (), (), self._way.shares(x, reducer))
+            quick = Quick(call, memory, (), (), self._collectives.shares(x, reducer))
         self._known[tensor.data_ptr(), count, tensor.dtype, op] = quick
 
     def _whole(self, call: Call, x: Array, reducer: Reducer) -> Quick:

@@ -63,7 +63,7 @@ class ReducingCollectives(GroupCore):
 
         def script() -> Script:
             for flat, reducer in zip(flats, reducers, strict=True):
-                yield from self._way.all_reduce(flat.elements, reducer)
+                yield from self._collectives.all_reduce(flat.elements, reducer)
 
         named = f"{what}({reducers[0].name})" if reducers else what
         return self._begin(named, tensors, script, tensors, flats)
@@ -77,7 +77,7 @@ class ReducingCollectives(GroupCore):
         return self._begin(
             f"reduce({reducer.name}) to rank {root}",
             [tensor],
-            lambda: self._way.reduce(flat.elements, reducer, root),
+            lambda: self._collectives.reduce(flat.elements, reducer, root),
             [tensor],
             [flat],
         )
@@ -133,7 +133,7 @@ class ReducingCollectives(GroupCore):
                 arrays, out = [part.elements for part in several], flat.elements
                 if any(np.may_share_memory(out, a) for at, a in enumerate(arrays) if at != me):
                     arrays = [array.copy() for array in arrays]
-                yield from self._way.reduce_scatter(arrays, out, reducer)
+                yield from self._collectives.reduce_scatter(arrays, out, reducer)
 
         named = f"{what}({reducers[0].name})" if reducers else what
         every = [part for _, parts in pairs for part in parts]

@@ -21,7 +21,7 @@ from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.machine import Machine
 from distdl_rma.ops.core.autograd import OperatorFunction, first_derivative
 from distdl_rma.split import layout as lay
-from distdl_rma.split.plain import beside
+from distdl_rma.split.plain_operands import beside
 
 # What torch's node of a call keeps: the call, or that its results went into another one.
 _CALL, _INNER = "distdl_rma call", "distdl_rma inner"

@@ -6,7 +6,7 @@ What a gradient means is said here, once:
   compute the same loss, and the gradient is that loss's. Copies hold equal gradients.
 - Of a **plain tensor**, such as a parameter, every rank holds a *contribution*: the gradient is the sum over
   the ranks, which a ``GradientSync`` computes. So a parameter may be used on cut and on replicated tensors
-  alike. For a plain tensor that no ``GradientSync`` has, ``split/plain.py`` sums where the tensor is used.
+  alike. If no ``GradientSync`` has a plain tensor, ``split/plain_operands.py`` sums where it is used.
 
 A function on blocks keeps the first rule by itself. A copy that is used by ranks with different blocks gets
 contributions, which ``to_blocks`` sums; what is summed over ranks, ``all_sum``, hands its gradient on as it
@@ -126,7 +126,7 @@ def once(x: torch.Tensor, result: Decomposition) -> torch.Tensor:
 
 class _Move(OperatorFunction):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, way: _Way) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, way: _Redistribution) -> torch.Tensor:
         ctx.way, ctx.machine = way, way.site.machine
         return way.there(x)
 
@@ -136,7 +136,7 @@ class _Move(OperatorFunction):
         return ctx.way.back(gradient), None
 
 
-class _Way:
+class _Redistribution:
     # From one layout to another and back, each by slicing where ranks hold what they need.
     def __init__(
         self, site: Site, source: Decomposition, target: Decomposition, dtype: torch.dtype, what: str
@@ -179,7 +179,7 @@ def redistributed(
     if source is target or source == target:
         return x
     key, ranks = (source, target, x.dtype, what), source.partition.ranks
-    way = site.kept(key, lambda: _Way(site, source, target, x.dtype, what), ranks)
+    way = site.kept(key, lambda: _Redistribution(site, source, target, x.dtype, what), ranks)
     if way.moves and what != ASKED:
         site.moved.add(what)
         if not may_move():

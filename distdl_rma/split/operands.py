@@ -21,8 +21,8 @@ from distdl_rma.split.calls.signatures import named
 from distdl_rma.split.calls.site import Site, site_of
 from distdl_rma.split.calls.table import Handler, name_of
 from distdl_rma.split.moves import redistributed, to_blocks
-from distdl_rma.split.plain import beside
-from distdl_rma.split.tensor import SplitTensor, any_cut, composed, local_of, mapped, refused, tensors_in
+from distdl_rma.split.plain_operands import beside
+from distdl_rma.split.tensor import SplitTensor, any_cut, checked_block, composed, mapped, refused, tensors_in
 
 
 def common_partition(func: Any, tensors: Sequence[torch.Tensor]) -> Partition:
@@ -59,7 +59,7 @@ def site_for(func: Any, *tensors: Any) -> Site:
     return site_of(machine_of(next(x for x in tensors if isinstance(x, SplitTensor))), func)
 
 
-def on_copies(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def on_whole_tensors(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Any function of all of all tensors, which every rank computes; what is cut comes to all of them."""
     arguments = tensors_in(args, kwargs)
     partition = common_partition(func, arguments)
@@ -74,9 +74,9 @@ def on_copies(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not isinstance(x, SplitTensor):
             return beside(x, everywhere)
         if site is None or id(x) not in numbers:
-            return local_of(x)
+            return checked_block(x)
         target, what = lay.replicated(partition, x._layout.shape), f"all of operand {numbers[id(x)]}"
-        return redistributed(site, local_of(x), x._layout, target, what)
+        return redistributed(site, checked_block(x), x._layout, target, what)
 
     args, kwargs = mapped(whole, args), mapped(whole, kwargs)
     # What a function changes in place it also returns.
@@ -94,7 +94,7 @@ Handled = Callable[..., Any]
 
 
 def of_cut(
-    *, empty: bool = True, uncut: bool = False, plain: str = "", otherwise: Handler = on_copies
+    *, empty: bool = True, uncut: bool = False, plain: str = "", otherwise: Handler = on_whole_tensors
 ) -> Callable[[Handled], Handler]:
     """Handler of functions whose first tensor is cut; of another one every rank computes all of it.
 
@@ -129,7 +129,7 @@ def of_any_cut(handler: Handled) -> Handler:
     @wraps(handler)
     def called(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not any_cut(args, kwargs):
-            return on_copies(func, args, kwargs)
+            return on_whole_tensors(func, args, kwargs)
         site = site_for(func, *tensors_in(args, kwargs))
         return handler((func, args, kwargs), site, args[0], **named(func, args, kwargs))
 
@@ -142,7 +142,7 @@ def composition(function: Handled) -> Handler:
     @wraps(function)
     def called(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not any_cut(args, kwargs):
-            return on_copies(func, args, kwargs)
+            return on_whole_tensors(func, args, kwargs)
         return composed(function, args[0], **named(func, args, kwargs))
 
     return called
@@ -213,7 +213,7 @@ def as_part(
     if not isinstance(x, SplitTensor):
         x = beside(x, result)
         return x[lay.kept(part.partition, "slices", part, part.slices)] if part.cut_dims else x
-    local = redistributed(site, local_of(x), x._layout, part, f"operand {at}")
+    local = redistributed(site, checked_block(x), x._layout, part, f"operand {at}")
     # Along these, copies are used beside different blocks.
     apart = tuple(
         g
@@ -225,7 +225,7 @@ def as_part(
 
 def block_of(x: Any) -> Any:
     """The block of a split tensor; anything else as it is."""
-    return local_of(x) if isinstance(x, SplitTensor) else x
+    return checked_block(x) if isinstance(x, SplitTensor) else x
 
 
 def as_blocks(site: Site, arguments: Any, result: Decomposition, at: int = 0) -> Any:
@@ -239,7 +239,7 @@ def as_whole(site: Site, x: torch.Tensor, result: Decomposition, what: str) -> t
     if not isinstance(x, SplitTensor):
         return beside(x, result)
     everywhere = lay.replicated(result.partition, x._layout.shape)
-    local = redistributed(site, local_of(x), x._layout, everywhere, what)
+    local = redistributed(site, checked_block(x), x._layout, everywhere, what)
     cut = tuple(g for g, axis in enumerate(result.axes) if axis is not None)
     return to_blocks(site, local, everywhere, cut, f" of {what}")
 

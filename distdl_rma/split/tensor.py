@@ -30,7 +30,7 @@ from distdl_rma.split.calls.table import OBSERVERS, RULES, WITHOUT_RULE, Rule, n
 from distdl_rma.split.entry import told_layout
 from distdl_rma.split.function_nodes import enter_graph, runs
 from distdl_rma.split.moves import redistributed
-from distdl_rma.split.plain import gathered
+from distdl_rma.split.plain_operands import gathered
 
 _NO_SUBCLASS = torch._C.DisableTorchFunctionSubclass
 # Kinds that need no other rank: one rank may call them alone.
@@ -85,7 +85,7 @@ class SplitTensor(torch.Tensor):
     _copy_of: tuple[torch.Tensor, int] | None
     _shown = False
     # What it was computed by outside of models, see ``LossOrigin``.
-    _way = 1 << 40
+    _loss_hash = 1 << 40
 
     @staticmethod
     def __new__(
@@ -244,8 +244,8 @@ class SplitTensor(torch.Tensor):
         with _NO_SUBCLASS():
             THREAD.place = None
             site = site_of(self.machine, SplitTensor.redistribute)
-            found = SplitTensor(redistributed(site, local_of(self), self._layout, layout), layout)
-            found._way = self._way
+            found = SplitTensor(redistributed(site, checked_block(self), self._layout, layout), layout)
+            found._loss_hash = self._loss_hash
             return found
 
     @classmethod
@@ -352,8 +352,8 @@ def _cast(name: str, given: Any) -> Any:
             weight = x.to(dtype)
             hold(weight, HELD in x.__dict__)
             return weight
-        found = SplitTensor(local_of(x).to(dtype), x._layout)
-        found._way = x._way
+        found = SplitTensor(checked_block(x).to(dtype), x._layout)
+        found._loss_hash = x._loss_hash
         return found
 
     return mapped(cast, given)
@@ -422,7 +422,7 @@ def into_graph(x: SplitTensor) -> SplitTensor:
     return x
 
 
-def local_of(x: SplitTensor) -> torch.Tensor:
+def checked_block(x: SplitTensor) -> torch.Tensor:
     """The block of an argument, once nothing speaks against its use."""
     # Without a graph only its values are asked for, as in the function's own forward and backward.
     if x.grad_fn is not None and torch.is_grad_enabled():

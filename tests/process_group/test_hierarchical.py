@@ -34,7 +34,7 @@ def group(request, manager, comm):
     ranks = list(range(comm.size))
     ranks = ranks if request.param == "in order" else [*ranks[::2], *ranks[1::2]]
     group = RmaProcessGroup(manager, ranks, f"led {request.param}", None)
-    assert isinstance(group._way, HierarchicalCollectives)
+    assert isinstance(group._collectives, HierarchicalCollectives)
     yield group
     group.shutdown()
     comm.Barrier()
@@ -44,7 +44,7 @@ def test_every_script_is_what_it_means(manager, group, monkeypatch):
     # So that there are several turns.
     monkeypatch.setattr(inter_node, "TURN_BYTES", 1 << 14)
     monkeypatch.setattr("distdl_rma.process_group.hierarchical.TURN_BYTES", 1 << 14)
-    check(manager, group._way, group._way, 3000)
+    check(manager, group._collectives, group._collectives, 3000)
 
 
 OPERATIONS = [ReduceOp.SUM, ReduceOp.AVG, ReduceOp.PRODUCT, ReduceOp.MIN, ReduceOp.MAX]
@@ -106,7 +106,7 @@ def test_each_element_leaves_a_node_once_and_only_leaders_talk(group, monkeypatc
     counted("gather_all", lambda mine, out, counts: mine.nbytes)
     counted("exchange", lambda data, counts, out, received: sum(counts))
     counted("broadcast", lambda data, position: data.nbytes)
-    count, way = 6000, group._way
+    count, way = 6000, group._collectives
     leads, nodes = way._across is not None, len(way._teams)
     agreed = 32
 

@@ -16,7 +16,7 @@ from distdl_rma.split.operands import (
     needs_of,
     of_any_cut,
     of_cut,
-    on_copies,
+    on_whole_tensors,
     part_for,
 )
 from tests.split.against_whole import check
@@ -70,12 +70,12 @@ def test_tensors_of_several_partitions_do_not_meet(rows, P_world):
 
 def test_copies_are_computed_by_every_rank(rows):
     everywhere = rows.redistribute()
-    y = on_copies(torch.special.airy_ai, (everywhere,), {})
+    y = on_whole_tensors(torch.special.airy_ai, (everywhere,), {})
     assert not y.is_split and torch.equal(y.to_local(), torch.special.airy_ai(everywhere.to_local()))
-    assert on_copies(torch.Tensor.fill_, (everywhere, 1.0), {}) is everywhere
-    assert torch.equal(on_copies(torch.histc, (rows,), {}).to_local(), torch.histc(rows.full_tensor()))
+    assert on_whole_tensors(torch.Tensor.fill_, (everywhere, 1.0), {}) is everywhere
+    assert torch.equal(on_whole_tensors(torch.histc, (rows,), {}).to_local(), torch.histc(rows.full_tensor()))
     with pytest.raises(UnsupportedError, match="in place that not every rank has all of"):
-        on_copies(torch.Tensor.fill_, (rows, 1.0), {})
+        on_whole_tensors(torch.Tensor.fill_, (rows, 1.0), {})
 
 
 def test_gradients_are_needed_where_a_graph_is_recorded(rows):

@@ -150,8 +150,8 @@ class CallOutcome:
         root = Decomposition.replicated(Partition((teller,), (1,), rank), shape)
         others = Decomposition.replicated(Partition(tuple(listeners), (len(listeners),), rank), shape)
         self._tells = rank == teller
-        self._way = movement_between(CallSite(machine, name), root, others, torch.uint8, "outcome")
-        weakref.finalize(self, self._way.close)
+        self._movement = movement_between(CallSite(machine, name), root, others, torch.uint8, "outcome")
+        weakref.finalize(self, self._movement.close)
 
     @classmethod
     def among(
@@ -179,7 +179,7 @@ class CallOutcome:
         """Say that a call was refused, or that it was not; nothing on ranks that hear."""
         if self._tells:
             text = "" if error is None else f"{type(error).__name__} {error}"
-            self._way.move(as_tensor(text_row(text, _OUTCOME_NBYTES)))
+            self._movement.move(as_tensor(text_row(text, _OUTCOME_NBYTES)))
 
     def hear(self) -> None:
         """Wait for what became of the next call, and raise the error that its ranks raise, if they do.
@@ -188,7 +188,7 @@ class CallOutcome:
         """
         if self._tells:
             return
-        text = row_text(as_array(self._way.move(_NO_WORDS)))
+        text = row_text(as_array(self._movement.move(_NO_WORDS)))
         if text:
             kind, _, what = text.partition(" ")
             raise getattr(errors, kind, ShapeError)(what)

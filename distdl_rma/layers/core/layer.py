@@ -27,7 +27,7 @@ from distdl_rma.ops.core.autograd import anchored, idle, uncompiled
 from distdl_rma.ops.core.movement import CallSite
 from distdl_rma.ops.core.tensors import trouble_with
 from distdl_rma.split import layout as lay
-from distdl_rma.split.tensor import SplitTensor, local_of, mapped
+from distdl_rma.split.tensor import SplitTensor, checked_block, mapped
 
 # The modules that a module was put into, the first one first, and by which key. By id, since the modules
 # of a program may compare as they like; without a hold on any.
@@ -103,7 +103,7 @@ def call_on_blocks(
                 " the partition of the model, or move the tensor by redistribute() or Repartition"
             )
         with torch._C.DisableTorchFunctionSubclass():
-            blocks.append(local_of(x))
+            blocks.append(checked_block(x))
     result = call(*blocks)
     found = output()
     if found is None:
@@ -395,7 +395,7 @@ class DistributedLayer(AnsweringModule):
             outcomes[ranks] = CallOutcome.among(self.machine, self.agreeing(), ranks, self.name)
         return outcomes[ranks]
 
-    def stand_aside(self, x: torch.Tensor, others: Iterable[torch.Tensor] = ()) -> torch.Tensor:
+    def idle_output(self, x: torch.Tensor, others: Iterable[torch.Tensor] = ()) -> torch.Tensor:
         """Output of a rank that takes no part in a call: ``x`` without elements, in the graph of ``others``.
 
         Raises what the ranks of the layer refuse, if this one would wait for their backward.

@@ -143,7 +143,7 @@ class OperatorLayer(DistributedLayer, Generic[O]):
         """Apply the layer, called with some words that the plan depends on, unless there is a problem."""
         weights = {} if self.placed is None else self.placed.use()
         if self.agreement is None:
-            return self.stand_aside(xs[0], (*xs[1:], *weights.values()))
+            return self.idle_output(xs[0], (*xs[1:], *weights.values()))
         if self._casts:
             first = len(xs)
             cast = autocast(*xs, *weights.values())

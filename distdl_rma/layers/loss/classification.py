@@ -23,7 +23,7 @@ from distdl_rma.ops.core.movement import CallSite
 from distdl_rma.ops.core.staged import movement_between
 from distdl_rma.split import layout as lay
 from distdl_rma.split.functions.totals.losses import class_terms
-from distdl_rma.split.reducing import parts_and_all
+from distdl_rma.split.reduction_axes import parts_and_all
 
 
 class _SplitClasses:

@@ -1,4 +1,4 @@
-"""Torch's convolution and its adjoint, on a way that is right for the extents at hand."""
+"""Torch's convolution and its adjoint, by a kernel that is right for the extents at hand."""
 
 from __future__ import annotations
 
@@ -84,8 +84,8 @@ class ConvolutionArguments(NamedTuple):
         return stride, padding, dilation, transposed, (0,) * len(stride), groups
 
 
-class Way(NamedTuple):
-    """On which way a convolution is computed."""
+class KernelChoice(NamedTuple):
+    """Which kernel computes a convolution."""
 
     safe: bool = False  # whether oneDNN's kernels are right
     chosen: bool = False  # whether they are called though torch would not
@@ -95,7 +95,7 @@ class Way(NamedTuple):
     @classmethod
     def of(
         cls, steps: ConvolutionArguments, x: Sequence[int], weight: Sequence[int], dtype: torch.dtype
-    ) -> Way:
+    ) -> KernelChoice:
         """That of an input and a weight of such shapes."""
         extents, kernel, empty = x[2:], weight[2:], 0 in x
         block = steps.outputs(extents, kernel) if steps.transposed else extents
@@ -117,9 +117,9 @@ class Way(NamedTuple):
         return cls(True, chosen, mirrored, steps.padding[0] if narrow else 0)
 
 
-_AS_TORCH = Way(safe=True)
+_AS_TORCH = KernelChoice(safe=True)
 # Asked for every patch of every step, mostly of the same few shapes.
-_way = lru_cache(maxsize=1024)(Way.of)
+_choice = lru_cache(maxsize=1024)(KernelChoice.of)
 
 
 def betters(x: Tensor, weight: Tensor, bias: Tensor | None, steps: ConvolutionArguments) -> bool:
@@ -127,7 +127,7 @@ def betters(x: Tensor, weight: Tensor, bias: Tensor | None, steps: ConvolutionAr
 
     What does not fit together is not: torch says what is wrong.
     """
-    if _way(steps, x.shape, weight.shape, x.dtype)[1:] == _AS_TORCH[1:] or not _onednn_enabled():
+    if _choice(steps, x.shape, weight.shape, x.dtype)[1:] == _AS_TORCH[1:] or not _onednn_enabled():
         return False
     fits = bias is None or (bias.dtype == x.dtype and bias.shape == weight.shape[:1])
     return fits and weight.dtype == x.dtype
@@ -142,19 +142,19 @@ def convolution(x: Tensor, weight: Tensor, bias: Tensor | None, steps: Convoluti
     type that sums are taken in. Others, which torch would leave to its own kernels though oneDNN's take less,
     are computed by these.
     """
-    way = _way(steps, x.shape, weight.shape, x.dtype)
-    differentiated = way != _AS_TORCH and torch.is_grad_enabled()
-    if way.safe and (differentiated or way.chosen) and not betters(x, weight, bias, steps):
-        way, differentiated = _AS_TORCH, False
+    choice = _choice(steps, x.shape, weight.shape, x.dtype)
+    differentiated = choice != _AS_TORCH and torch.is_grad_enabled()
+    if choice.safe and (differentiated or choice.chosen) and not betters(x, weight, bias, steps):
+        choice, differentiated = _AS_TORCH, False
     if differentiated:
         y: Tensor = _Convolution.apply(x, weight, bias, steps)
         return y
-    if not way.safe:
+    if not choice.safe:
         wide = sum_dtype(x.dtype)
         offset = None if bias is None else bias.to(wide)
         with _without_onednn():
             return torch.convolution(x.to(wide), weight.to(wide), offset, *steps.arguments).to(x.dtype)
-    if way.chosen:
+    if choice.chosen:
         stride, padding, dilation, groups, _ = steps
         return torch.mkldnn_convolution(x, weight, bias, padding, stride, dilation, groups)
     return torch.convolution(x, weight, bias, *steps.arguments)
@@ -164,27 +164,27 @@ def convolution_adjoint(
     gradient: Tensor, x: Tensor, weight: Tensor, steps: ConvolutionArguments, needs: Needs
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Gradients of the input, the weight and the bias of :func:`convolution`, those that are needed."""
-    way = _way(steps, x.shape, weight.shape, x.dtype)
-    if not way.safe:
+    choice = _choice(steps, x.shape, weight.shape, x.dtype)
+    if not choice.safe:
         return _adjoint(gradient, x, weight, steps, needs)
-    if way == _AS_TORCH or not _onednn_enabled():
+    if choice == _AS_TORCH or not _onednn_enabled():
         return _adjoint_by_torch(gradient, x, weight, steps, needs)
     inner, others = None, needs
-    if needs[0] and way.mirrored is not None:
+    if needs[0] and choice.mirrored is not None:
         turned = weight.transpose(0, 1).flip(tuple(range(2, weight.dim())))
-        stride, padding, dilation, groups, _ = way.mirrored
+        stride, padding, dilation, groups, _ = choice.mirrored
         inner = torch.mkldnn_convolution(gradient, turned, None, padding, stride, dilation, groups)
         others = False, *needs[1:]
     if True not in others:
         return inner, None, None
-    if way.front and not others[0]:
-        x = torch.constant_pad_nd(x, (0, 0, 0, 0, way.front, way.front))
+    if choice.front and not others[0]:
+        x = torch.constant_pad_nd(x, (0, 0, 0, 0, choice.front, choice.front))
         steps = steps._replace(padding=(0, *steps.padding[1:]))
     # Torch leaves tensors of oneDNN to it.
-    operand = x.to_mkldnn() if way.chosen else x
+    operand = x.to_mkldnn() if choice.chosen else x
     found, taps, offsets = _adjoint_by_torch(gradient, operand, weight, steps, others)
     if inner is None and found is not None:
-        inner = found.to_dense() if way.chosen else found
+        inner = found.to_dense() if choice.chosen else found
     return inner, taps, offsets
 
 
@@ -225,7 +225,7 @@ class _Convolution(OperatorFunction):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         # Tensors of oneDNN have no second derivatives.
-        again = torch.is_grad_enabled() and _way(ctx.steps, x.shape, weight.shape, x.dtype).safe
+        again = torch.is_grad_enabled() and _choice(ctx.steps, x.shape, weight.shape, x.dtype).safe
         adjoint = _adjoint_by_torch if again else convolution_adjoint
         return *adjoint(gradient, x, weight, ctx.steps, ctx.needs_input_grad[:3]), None
 

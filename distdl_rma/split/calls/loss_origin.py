@@ -73,7 +73,7 @@ class LossOrigin:
         told = [self._names[function], torch.is_grad_enabled()]
         for argument in args:
             # A split tensor has a number, and a type.
-            way = getattr(argument, "_way", None)
+            way = getattr(argument, "_loss_hash", None)
             told.append(self._told(argument) if way is None else way)
         for key, argument in kwargs.items():
             if argument is not None and argument is not False:
@@ -84,12 +84,12 @@ class LossOrigin:
         # What writes to a slice changes its first argument.
         changed: Any = args[:1] if result is None else result
         if changed.__class__ in TENSORS:
-            changed._way = number
+            changed._loss_hash = number
         elif isinstance(changed, (tuple, list)):
             for at, each in enumerate(changed):
                 if each.__class__ in TENSORS:
-                    each._way = number if at == 0 else hash((number, at)) & _MASK | _LARGE
-                    self._recent.append((each._way, function, told))
+                    each._loss_hash = number if at == 0 else hash((number, at)) & _MASK | _LARGE
+                    self._recent.append((each._loss_hash, function, told))
 
     def _told(self, argument: Any) -> Any:
         kind = argument.__class__
@@ -100,7 +100,7 @@ class LossOrigin:
         if kind is str:
             return self._names[argument]
         if kind in TENSORS:
-            way = getattr(argument, "_way", None)
+            way = getattr(argument, "_loss_hash", None)
             return _number_of(argument) if way is None else way
         if isinstance(argument, (tuple, list)):
             return tuple([self._told(one) for one in argument])
@@ -111,7 +111,7 @@ class LossOrigin:
         for x in ends if self.on else ():
             layout = getattr(x, "_layout", None)
             if layout is not None and isinstance(layout.partition.home, Machine):
-                Backwards.of(layout.partition.home, layout.partition.ranks).add(x._way)
+                Backwards.of(layout.partition.home, layout.partition.ranks).add(x._loss_hash)
 
     def described(self, ends: Sequence[int]) -> list[str]:
         """The calls that led to results of these numbers, for messages."""

@@ -8,7 +8,7 @@ import torch
 from torch.nn import functional as F  # noqa: N812
 
 from distdl_rma.split.calls.table import WITHOUT_RULE, rule, twin_of
-from distdl_rma.split.operands import on_copies
+from distdl_rma.split.operands import on_whole_tensors
 from distdl_rma.split.tensor import any_cut, composed, refused
 
 _T: Any = torch.Tensor
@@ -19,7 +19,7 @@ def _refuse(*functions: Any, says: str, why: str, always: bool = False) -> None:
     def handler(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if always or any_cut(args, kwargs):
             raise refused(func, why)
-        return on_copies(func, args, kwargs)
+        return on_whole_tensors(func, args, kwargs)
 
     handler.__doc__ = says
     rule("refused", *functions)(handler)
@@ -70,7 +70,7 @@ def without_rule(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
         return composed(twin, *first, *args, **kwargs)
     if any_cut(args, kwargs):
         raise refused(func, "it has no rule for split tensors")
-    return on_copies(func, args, kwargs)
+    return on_whole_tensors(func, args, kwargs)
 
 
 rule(
@@ -78,4 +78,4 @@ rule(
     *"unique unique_consecutive histc histogram bincount corrcoef cov".split(),
     says="Every rank gets all of the tensor and finds the same, since what comes out depends on all"
     " elements.",
-)(on_copies)
+)(on_whole_tensors)

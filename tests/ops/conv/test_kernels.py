@@ -8,7 +8,7 @@ import torch
 
 from distdl_rma.layers import DistributedConv1d, DistributedConv2d, DistributedConv3d
 from distdl_rma.ops.conv import kernels
-from distdl_rma.ops.conv.kernels import ConvolutionArguments, Way, convolution, convolution_adjoint
+from distdl_rma.ops.conv.kernels import ConvolutionArguments, KernelChoice, convolution, convolution_adjoint
 from tests.layers import sequential
 
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 2e-2}
@@ -150,11 +150,11 @@ def test_what_torch_leaves_to_slow_kernels_is_convolved_as_in_float64(
     # No block of its own in memory, as parts of shards have none.
     x = torch.randn(1, inner + 1, *extents)[:, 1:].requires_grad_()
     weight, bias = torch.randn(outer, inner, *kernel).requires_grad_(), torch.randn(outer).requires_grad_()
-    way = Way.of(steps, x.shape, weight.shape, x.dtype)
-    assert way.safe and way.chosen
+    choice = KernelChoice.of(steps, x.shape, weight.shape, x.dtype)
+    assert choice.safe and choice.chosen
     # Windows that begin far ahead of the volume are no convolution backwards.
     turns = max(stride) == 1 and all(p < k for p, k in zip(padding, kernel, strict=True))
-    assert (way.mirrored is not None) == turns
+    assert (choice.mirrored is not None) == turns
     behind = stride, padding, dilation, False, (0,) * dims, 1
     exact = torch.convolution(x.double(), weight.double(), bias.double(), *behind).detach()
     gradient = torch.randn(exact.shape)
@@ -188,19 +188,19 @@ def test_oneDNN_is_chosen_only_where_it_is_allowed_and_worth_it():  # noqa: N802
         (1, 8, 8, 9, 9),
         (8, 8, 3, 3, 3),
     )
-    assert Way.of(steps, shape, weight, torch.float32).chosen
+    assert KernelChoice.of(steps, shape, weight, torch.float32).chosen
     # Torch does so itself with these.
-    assert not Way.of(steps, (2, *shape[1:]), weight, torch.float32).chosen
-    assert not Way.of(steps, (1, 8, 60, 60, 2), weight, torch.float32).chosen
+    assert not KernelChoice.of(steps, (2, *shape[1:]), weight, torch.float32).chosen
+    assert not KernelChoice.of(steps, (1, 8, 60, 60, 2), weight, torch.float32).chosen
     # These have fewer products than a call takes time for, no kernels, or only a matrix.
-    as_torch = Way(safe=True)
-    assert Way.of(steps, (1, 8, 4, 4, 4), weight, torch.float32) == as_torch
-    assert Way.of(steps, shape, weight, torch.float64) == as_torch
+    as_torch = KernelChoice(safe=True)
+    assert KernelChoice.of(steps, (1, 8, 4, 4, 4), weight, torch.float32) == as_torch
+    assert KernelChoice.of(steps, shape, weight, torch.float64) == as_torch
     assert (
-        Way.of(steps._replace(padding=(0,) * 3), (1, 64, 20, 9, 9), (64, 64, 1, 1, 1), torch.float32)
+        KernelChoice.of(steps._replace(padding=(0,) * 3), (1, 64, 20, 9, 9), (64, 64, 1, 1, 1), torch.float32)
         == as_torch
     )
-    assert Way.of(steps._replace(groups=2), shape, (8, 4, 3, 3, 3), torch.float32) == as_torch
+    assert KernelChoice.of(steps._replace(groups=2), shape, (8, 4, 3, 3, 3), torch.float32) == as_torch
     x, kernel = torch.randn(shape), torch.randn(weight)
     found = convolution(x, kernel, None, steps)
     with kernels._without_onednn():

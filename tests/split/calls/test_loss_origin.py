@@ -23,39 +23,45 @@ def way():
 )
 def test_what_is_told_otherwise_has_another_number(way, one, other):
     x = way(torch.relu)
-    assert way(torch.mul, x, one)._way == way(torch.mul, x, one)._way != way(torch.mul, x, other)._way
-    assert way(torch.mul, x, by=one)._way != way(torch.mul, x, by=other)._way
+    assert (
+        way(torch.mul, x, one)._loss_hash
+        == way(torch.mul, x, one)._loss_hash
+        != way(torch.mul, x, other)._loss_hash
+    )
+    assert way(torch.mul, x, by=one)._loss_hash != way(torch.mul, x, by=other)._loss_hash
 
 
 def test_each_nan_is_the_same(way):
     x = way(torch.relu)
-    assert way(torch.mul, x, float("nan"))._way == way(torch.mul, x, float("nan"))._way
+    assert way(torch.mul, x, float("nan"))._loss_hash == way(torch.mul, x, float("nan"))._loss_hash
 
 
 def test_results_go_on_from_their_arguments(way):
     x, y = way(torch.relu), way(torch.abs)
-    assert x._way != y._way and way(torch.square, x)._way != way(torch.square, y)._way
+    assert x._loss_hash != y._loss_hash and way(torch.square, x)._loss_hash != way(torch.square, y)._loss_hash
 
 
 def test_labels_and_grad_modes_count(way):
     x, labels = way(torch.relu), torch.ones(3)
-    found = way(torch.sub, x, labels)._way
-    assert found == way(torch.sub, x, labels.clone())._way != way(torch.sub, x, labels + 1)._way
+    found = way(torch.sub, x, labels)._loss_hash
+    assert found == way(torch.sub, x, labels.clone())._loss_hash != way(torch.sub, x, labels + 1)._loss_hash
     with torch.no_grad():
-        assert way(torch.sub, x, labels)._way != found
+        assert way(torch.sub, x, labels)._loss_hash != found
 
 
 def test_what_is_computed_of_weights_counts_to_three_digits(way):
     x, term = way(torch.relu), torch.ones(2, requires_grad=True) * 0.5
-    found = way(torch.add, x, term)._way
-    assert found == way(torch.add, x, term * (1 + 1e-6))._way != way(torch.add, x, term * 1.1)._way
+    found = way(torch.add, x, term)._loss_hash
+    assert (
+        found == way(torch.add, x, term * (1 + 1e-6))._loss_hash != way(torch.add, x, term * 1.1)._loss_hash
+    )
 
 
 def test_what_only_asks_is_not_followed(way):
-    assert not hasattr(way(torch.Tensor.size, kind="query"), "_way")
+    assert not hasattr(way(torch.Tensor.size, kind="query"), "_loss_hash")
 
 
 def test_several_results_have_numbers_of_their_own():
     lineage, parts = LossOrigin(), [torch.zeros(1), torch.zeros(1)]
     lineage.follow("movement", torch.chunk, (torch.zeros(2), 2), {}, parts)
-    assert parts[0]._way != parts[1]._way
+    assert parts[0]._loss_hash != parts[1]._loss_hash

@@ -26,8 +26,8 @@ from distdl_rma.split.operands import (
     part_for,
     site_for,
 )
-from distdl_rma.split.reducing import laid_out, with_whole
-from distdl_rma.split.tensor import SplitTensor, become_split, composed, local_of, mapped, refused
+from distdl_rma.split.reduction_axes import laid_out, with_whole
+from distdl_rma.split.tensor import SplitTensor, become_split, checked_block, composed, mapped, refused
 
 _UNARY = """
 abs absolute neg negative positive sign sgn signbit exp exp2 expm1 log log2 log10 log1p sqrt rsqrt square
@@ -77,7 +77,7 @@ def pointwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
                 layout = argument._layout
             elif argument._layout is not layout:
                 return _of_several(func, args, kwargs)
-            argument = local_of(argument)
+            argument = checked_block(argument)
         elif isinstance(argument, torch.Tensor) and (argument.dim() or argument.requires_grad or not blocks):
             return _of_several(func, args, kwargs)
         blocks.append(argument)
@@ -140,7 +140,7 @@ def _changed_alike(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
             return x
         everywhere, site = lay.replicated(x._layout.partition, x._layout.shape), site_for(func, x)
         what = f"operand {next(numbers)} on a plain tensor"
-        return redistributed(site, local_of(x), x._layout, everywhere, what)
+        return redistributed(site, checked_block(x), x._layout, everywhere, what)
 
     operands, options = mapped(whole, (args, kwargs))
     return func(*operands, **options)
@@ -154,7 +154,7 @@ def retyped(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     kwargs = {key: each._local if isinstance(each, SplitTensor) else each for key, each in kwargs.items()}
     if not isinstance(x, SplitTensor):
         return func(x, *others, **kwargs)
-    y = func(local := local_of(x), *others, **kwargs)
+    y = func(local := checked_block(x), *others, **kwargs)
     return x if y is local else SplitTensor(y, x._layout)
 
 
@@ -176,7 +176,7 @@ def compared(call: Call, site: Site, x: SplitTensor, **given: Any) -> Any:
     options = {key: each for key, each in given.items() if each is not None}
     if isinstance(others, SplitTensor):
         others = as_whole(site, others, x._layout, "what is compared with")
-    return SplitTensor(call[0](local_of(x), others, **options), x._layout)
+    return SplitTensor(call[0](checked_block(x), others, **options), x._layout)
 
 
 _OF_EACH = "_foreach_"
@@ -238,7 +238,7 @@ def fused(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
 @of_cut(uncut=True)
 def view_as_real(call: Call, site: Site, x: SplitTensor) -> SplitTensor:
     """Of each block; the last dimension is new, and whole."""
-    y = call[0](local_of(x))
+    y = call[0](checked_block(x))
     return SplitTensor(y, laid_out(x._layout, [*range(x.dim()), None], y))
 
 

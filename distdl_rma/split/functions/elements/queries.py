@@ -20,15 +20,15 @@ from distdl_rma.split.function_nodes import is_lost
 from distdl_rma.split.functions.elements.pointwise import pointwise
 from distdl_rma.split.moves import reduced
 from distdl_rma.split.operands import block_of, common_partition
-from distdl_rma.split.plain import beside, contributes
+from distdl_rma.split.plain_operands import beside, contributes
 from distdl_rma.split.tensor import (
     OF_NO_BLOCK,
     ON_MANY_RANKS,
     SplitTensor,
     any_cut,
+    checked_block,
     composed,
     into_graph,
-    local_of,
     mapped,
     refused,
     tensors_in,
@@ -90,8 +90,8 @@ def on_graph(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             changed = hook(SplitTensor(gradient, x._layout))
             return _cut_alike(changed, x)
 
-        return func(local_of(x), on_split)
-    result = func(local_of(x), *args[1:], **kwargs)
+        return func(checked_block(x), on_split)
+    result = func(checked_block(x), *args[1:], **kwargs)
     if x.requires_grad != x._local.requires_grad:
         x.requires_grad_(x._local.requires_grad)
     return x if result is x._local else result
@@ -122,7 +122,7 @@ def backward(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     LOSS_ORIGIN.begins_backward([x])
     # What is recomputed for a checkpoint, and hooks, call functions of split tensors.
     with from_split_tensor():
-        composed(func, local_of(into_graph(x)), gradient, **given)
+        composed(func, checked_block(into_graph(x)), gradient, **given)
 
 
 @rule("gradient", torch.autograd.grad)
@@ -182,11 +182,13 @@ def _check_reached(func: Any, roots: Sequence[torch.Tensor]) -> None:
 def _roots(ends: Sequence[torch.Tensor], partition: Partition) -> list[torch.Tensor]:
     # What is plain, such as a term of parameters, all ranks compute alike: it counts once.
     everywhere = lay.replicated(partition, ())
-    return [local_of(into_graph(x)) if isinstance(x, SplitTensor) else beside(x, everywhere) for x in ends]
+    return [
+        checked_block(into_graph(x)) if isinstance(x, SplitTensor) else beside(x, everywhere) for x in ends
+    ]
 
 
 def _block_of(x: torch.Tensor) -> torch.Tensor:
-    return local_of(into_graph(x)) if isinstance(x, SplitTensor) else x
+    return checked_block(into_graph(x)) if isinstance(x, SplitTensor) else x
 
 
 def _cut_alike(gradient: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor | None:
@@ -194,7 +196,7 @@ def _cut_alike(gradient: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor |
     if gradient is None or not isinstance(x, SplitTensor):
         return gradient
     if isinstance(gradient, SplitTensor):
-        return local_of(gradient.redistribute(layout=x._layout))
+        return checked_block(gradient.redistribute(layout=x._layout))
     return gradient[x._layout.slices()]
 
 
@@ -223,7 +225,7 @@ def formatted(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
 @rule("pointwise", _T.data.__get__)
 def data(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The block outside of any graph, to read: who writes to it calls ``detach()``."""
-    local = local_of(args[0])
+    local = checked_block(args[0])
     # Copies that were made of the tensor would not notice a change.
     return SplitTensor(local.data, args[0]._layout, copy_of=local)
 

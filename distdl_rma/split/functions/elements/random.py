@@ -18,8 +18,8 @@ from distdl_rma.split.calls.refusals import checked_rule
 from distdl_rma.split.calls.site import Site
 from distdl_rma.split.calls.table import Call, rule
 from distdl_rma.split.functions.elements.pointwise import refuse_copy
-from distdl_rma.split.operands import as_blocks, common_layout, of_any_cut, of_cut, on_copies, part_for
-from distdl_rma.split.tensor import SplitTensor, composed, local_of, refused, tensors_in
+from distdl_rma.split.operands import as_blocks, common_layout, of_any_cut, of_cut, on_whole_tensors, part_for
+from distdl_rma.split.tensor import SplitTensor, checked_block, composed, refused, tensors_in
 
 # Of the self-normalising activation that alpha dropout goes with: minus its value far below zero.
 _ALPHA = 1.7580993408473766
@@ -55,7 +55,7 @@ def _scaled(mask: torch.Tensor, p: float, alpha: bool) -> tuple[torch.Tensor, to
 def dropout(call: Call, site: Site, x: SplitTensor, p: float, **given: Any) -> Any:
     """Elements: a mask for every block. Channels: a mask for the whole, which every rank draws and cuts."""
     func, args, kwargs = call
-    local, layout, name = local_of(x), x._layout, func.__name__
+    local, layout, name = checked_block(x), x._layout, func.__name__
     if p == 0 or not given["training" if "training" in given else "train"]:
         y = func(local, *args[1:], **kwargs)
         return x if y is local else SplitTensor(y, layout)
@@ -102,7 +102,7 @@ def drawn_in_place(call: Call, site: Site, x: SplitTensor, **_: Any) -> Any:
     refuse_copy(func, x)
     generator = generator_of_block(x._layout, kwargs.get("generator"))
     others, options = as_blocks(site, (given, kwargs), x._layout)
-    func(local_of(x), *others, **{**options, "generator": generator})
+    func(checked_block(x), *others, **{**options, "generator": generator})
     return x
 
 
@@ -111,7 +111,7 @@ def drawn_like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A tensor that is cut alike, every block by a generator of its own."""
     (x, *bounds), kwargs = args, dict(kwargs)
     if not x.is_split:
-        return on_copies(func, args, kwargs)
+        return on_whole_tensors(func, args, kwargs)
     bounds += [kwargs.pop(key) for key in ("low", "high") if key in kwargs]
     generator = generator_of_block(x._layout, kwargs.pop("generator", None))
     needs = kwargs.pop("requires_grad", False)
@@ -141,7 +141,7 @@ def drawn_by(call: Call, site: Site, x: Any, **_: Any) -> Any:
 @of_cut()
 def rrelu(call: Call, site: Site, x: SplitTensor, lower: float, upper: float, **given: Any) -> Any:
     """In training a slope for every element below zero, by a generator of the block; else one for all."""
-    func, local = call[0], local_of(x)
+    func, local = call[0], checked_block(x)
     in_place = given.get("inplace") or func.__name__.endswith("_")
     if in_place:
         refuse_copy(func, x)
@@ -159,7 +159,7 @@ def rrelu(call: Call, site: Site, x: SplitTensor, lower: float, upper: float, **
 @of_cut()
 def gumbel_softmax(call: Call, site: Site, x: SplitTensor, tau: Any, hard: bool, dim: int, **_: Any) -> Any:
     """Noise for every block, then a softmax of the whole; ``hard`` only where the dimension is whole."""
-    local, layout = local_of(x), x._layout
+    local, layout = checked_block(x), x._layout
     noise = torch.empty_like(local.detach()).exponential_(generator=generator_of_block(layout)).log().neg()
     y: Any = composed(F.softmax, SplitTensor((local + noise) / tau, layout), dim)
     if not hard:

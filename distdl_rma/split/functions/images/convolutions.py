@@ -31,8 +31,8 @@ from distdl_rma.split.calls.refusals import raise_as_torch
 from distdl_rma.split.calls.signatures import named
 from distdl_rma.split.calls.site import Site
 from distdl_rma.split.calls.table import Call, rule
-from distdl_rma.split.operands import needs_of, of_cut, on_copies, wholes
-from distdl_rma.split.tensor import SplitTensor, composed, local_of
+from distdl_rma.split.operands import needs_of, of_cut, on_whole_tensors, wholes
+from distdl_rma.split.tensor import SplitTensor, checked_block, composed
 
 _DIMS = {
     "conv1d": 1,
@@ -89,7 +89,7 @@ def _of_whole(func: Any) -> Any:
 
 
 def _on_copies(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return on_copies(func if "transpose" in func.__name__ else _of_whole(func), args, kwargs)
+    return on_whole_tensors(func if "transpose" in func.__name__ else _of_whole(func), args, kwargs)
 
 
 @rule("window", *_DIMS)
@@ -105,7 +105,7 @@ def convolution(call: Call, site: Site, x: SplitTensor, weight: Any, bias: Any, 
         raise_as_torch(*call)
         return composed(_of_complex, func, x, weight, bias, how)
     weights: Any = wholes(site, (weight, bias), layout, _WEIGHTS)
-    local, (weight, bias) = local_of(x), weights
+    local, (weight, bias) = checked_block(x), weights
     others = (*how.values(),)
     if list in map(type, others):
         # Lists have no hash.

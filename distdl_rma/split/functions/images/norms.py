@@ -20,9 +20,9 @@ from distdl_rma.split.calls.signatures import named
 from distdl_rma.split.calls.site import Site
 from distdl_rma.split.calls.table import Call, rule
 from distdl_rma.split.moves import redistributed, to_blocks
-from distdl_rma.split.operands import needs_of, of_cut, on_copies, wholes
-from distdl_rma.split.reducing import by_whole_dims, computed, positive, put_back, with_whole
-from distdl_rma.split.tensor import SplitTensor, any_cut, local_of, refused
+from distdl_rma.split.operands import needs_of, of_cut, on_whole_tensors, wholes
+from distdl_rma.split.reduction_axes import by_whole_dims, computed, positive, put_back, with_whole
+from distdl_rma.split.tensor import SplitTensor, any_cut, checked_block, refused
 
 Weights = tuple[torch.Tensor | None, torch.Tensor | None]
 Running = dict[str, torch.Tensor]
@@ -57,7 +57,7 @@ def _normalised(
     running: Running | None = None,
     momentum: float = 0.0,
 ) -> SplitTensor:
-    local, layout = local_of(x), x._layout
+    local, layout = checked_block(x), x._layout
     weight, bias = wholes(site, weights, layout, _WEIGHTS)
     key = (
         *(number, layout, local.dtype, eps),
@@ -98,7 +98,7 @@ def _on_copies(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if changes and any_cut(buffers):
         # It would change a copy of what is cut.
         raise refused(func, _ALIKE)
-    return on_copies(func, args, kwargs)
+    return on_whole_tensors(func, args, kwargs)
 
 
 _OF_BATCH = "By mean and variance of the whole batch; running statistics change alike on all ranks."
@@ -129,7 +129,7 @@ def _by_constants(
     call: Call, site: Site, x: SplitTensor, running: Running, weights: Weights, eps: float
 ) -> SplitTensor:
     # Element by element: torch's own function of the block, with the values of its channels.
-    local = local_of(x)
+    local = checked_block(x)
     channels = x._layout.slices()[1]
     given = {**running, **dict(zip(_WEIGHTS, wholes(site, weights, x._layout, _WEIGHTS), strict=True))}
     said = tuple([None if w is None else (w.shape, w.dtype) for w in given.values()])
@@ -160,7 +160,7 @@ def over_last(
     call: Call, site: Site, x: SplitTensor, normalized_shape: Any, weight: Any, eps: Any, **others: Any
 ) -> SplitTensor:
     """By moments over the last dimensions."""
-    layout, local, bias = x._layout, local_of(x), others.get("bias")
+    layout, local, bias = x._layout, checked_block(x), others.get("bias")
     shape = (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
     dims = len(layout.shape)
     if not shape or len(shape) > dims or layout.shape[dims - len(shape) :] != shape:
@@ -190,7 +190,7 @@ def local_response_norm(call: Call, site: Site, x: SplitTensor, **others: Any) -
 def normalize(call: Call, site: Site, x: SplitTensor, p: float, dim: Any, eps: float, out: Any) -> Any:
     """By the norm along dimensions; where these are cut, by that of the ranks' norms."""
     dims: Any = (dim,) if isinstance(dim, int) else tuple(dim)
-    local, layout = local_of(x), x._layout
+    local, layout = checked_block(x), x._layout
     dims = tuple(positive(d, len(layout.shape)) for d in dims)
     cut = [d for d in layout.cut_dims if d in dims]
     if not cut:

@@ -28,16 +28,16 @@ from distdl_rma.ops.windows import (
     ResizeOptions,
     Resizing,
 )
-from distdl_rma.split import cuts
 from distdl_rma.split import layout as lay
+from distdl_rma.split import layout_choice
 from distdl_rma.split.calls.refusals import checked_rule, raise_as_torch
 from distdl_rma.split.calls.site import Site
 from distdl_rma.split.calls.table import Call, rule
 from distdl_rma.split.functions.images.convolutions import each_dim
 from distdl_rma.split.moves import all_sum, redistributed
 from distdl_rma.split.operands import as_part, common_partition, needs_of, of_any_cut, of_cut
-from distdl_rma.split.reducing import by_whole_dims, computed, put_back, with_an_element, with_whole
-from distdl_rma.split.tensor import SplitTensor, composed, local_of, refused
+from distdl_rma.split.reduction_axes import by_whole_dims, computed, put_back, with_an_element, with_whole
+from distdl_rma.split.tensor import SplitTensor, checked_block, composed, refused
 
 _LEADING = 2
 _DIMS = (1, 2, 3)
@@ -125,7 +125,7 @@ def max_pool(call: Call, site: Site, x: SplitTensor, return_indices: bool = Fals
         return MaxPoolOptions(_stencil(how, dims), indices)
 
     kind, key = AdaptiveMaxPooling if adaptive else MaxPooling, (str(how), indices)
-    y, operation = windowed(call, site, local_of(x), x._layout, dims, kind, key, options)
+    y, operation = windowed(call, site, checked_block(x), x._layout, dims, kind, key, options)
     if not indices:
         return with_single_copied(site, y)
     index = SplitTensor(operation.take_indices(y._local).reshape(y._local.shape), y._layout)
@@ -142,7 +142,7 @@ def avg_pool(call: Call, site: Site, x: SplitTensor, **how: Any) -> Any:
         counts, divisor = bool(how["count_include_pad"]), how.get("divisor_override")
         return AvgPoolOptions(_stencil(how, dims), counts, divisor)
 
-    y, _ = windowed(call, site, local_of(x), x._layout, dims, AvgPooling, str(how), options)
+    y, _ = windowed(call, site, checked_block(x), x._layout, dims, AvgPooling, str(how), options)
     return with_single_copied(site, y)
 
 
@@ -172,7 +172,7 @@ def adaptive_avg_pool(call: Call, site: Site, x: SplitTensor, output_size: Any) 
 def averaged(call: Call, site: Site, x: SplitTensor, size: tuple[int | None, ...]) -> SplitTensor:
     """Adaptive averages of a split tensor."""
     dims, layout = len(size), x._layout
-    local = _widened(local_of(x)) if dims == _DIMS[-1] else local_of(x)
+    local = _widened(checked_block(x)) if dims == _DIMS[-1] else checked_block(x)
 
     def check() -> bool:
         raise_as_torch(*call)
@@ -234,7 +234,7 @@ def interpolate(call: Call, site: Site, x: SplitTensor, **how: Any) -> Any:
         factors = tuple(float(f) for f in ([factor] if isinstance(factor, (int, float)) else factor))
         return ResizeOptions(None, factors * (dims // len(factors)), *others)
 
-    return windowed(call, site, local_of(x), x._layout, dims, Resizing, said, options)[0]
+    return windowed(call, site, checked_block(x), x._layout, dims, Resizing, said, options)[0]
 
 
 @checked_rule("window", "pad")
@@ -254,7 +254,7 @@ def padded(call: Call, site: Site, x: SplitTensor, pad: Any, mode: str, value: A
 def _padded(
     func: Any, site: Site, x: SplitTensor, sides: tuple[int, ...], mode: str, value: float
 ) -> SplitTensor:
-    layout, local = x._layout, local_of(x)
+    layout, local = x._layout, checked_block(x)
     if mode in ("reflect", "replicate"):
         local = _widened(local)
     dims = len(layout.shape)
@@ -327,7 +327,7 @@ def unfold(call: Call, site: Site, x: SplitTensor, **how: Any) -> Any:
         d = next((axis for axis in found.axes if axis in (rows, columns)), rows)
         rest = lay.whole(found, {rows, columns} - {d})
         splits = {
-            channels: cuts.scaled(found.splits[channels], times, 1),
+            channels: layout_choice.scaled(found.splits[channels], times, 1),
             rows: Balanced(y.shape[-1], found.splits[d].parts),
         }
         return lay.with_splits(lay.reordered(rest, [*range(rows), d]), splits)

@@ -13,8 +13,8 @@ from distdl_rma.errors import ShapeError
 from distdl_rma.geometry.box import Box
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.intervals import Balanced, Listed, Split
-from distdl_rma.split import cuts
 from distdl_rma.split import layout as lay
+from distdl_rma.split import layout_choice
 from distdl_rma.split.calls.refusals import checked_rule
 from distdl_rma.split.calls.signatures import named
 from distdl_rma.split.calls.site import Site
@@ -37,12 +37,12 @@ from distdl_rma.split.operands import (
     composition,
     of_any_cut,
     of_cut,
-    on_copies,
+    on_whole_tensors,
     part_for,
     site_for,
 )
-from distdl_rma.split.reducing import laid_out, positive, with_whole
-from distdl_rma.split.tensor import SplitTensor, any_cut, composed, local_of, refused
+from distdl_rma.split.reduction_axes import laid_out, positive, with_whole
+from distdl_rma.split.tensor import SplitTensor, any_cut, checked_block, composed, refused
 
 _T: Any = torch.Tensor
 _REMEDY = "build the tensor by torch.cat, torch.where or F.pad instead"
@@ -59,13 +59,13 @@ def _cut_out(x: SplitTensor, slices: tuple[tuple[int, int, int, int], ...]) -> S
         splits: dict[int, Split] = {}
         place, local = x._layout.partition.index or (), [slice(None)] * len(x._layout.shape)
         for dim, start, stop, step in slices:
-            splits[dim], within = cuts.sliced(x._layout.splits[dim], start, stop, step)
+            splits[dim], within = layout_choice.sliced(x._layout.splits[dim], start, stop, step)
             part = place[x._layout.axes.index(dim)] if dim in x._layout.axes else 0
             local[dim] = slice(*within[part], step)
         return lay.with_splits(x._layout, splits), tuple(local)
 
     layout, here = derived(x, ("slices", slices), make)
-    return seen_of(x, local_of(x)[here], layout)
+    return seen_of(x, checked_block(x)[here], layout)
 
 
 def _one(func: Any, x: SplitTensor, dim: int, at: int) -> SplitTensor:
@@ -79,11 +79,11 @@ def _one(func: Any, x: SplitTensor, dim: int, at: int) -> SplitTensor:
         x = _cut_out(x, ((dim, at, at + 1, 1),))
         target = lay.whole(x._layout, (dim,))
         local, at = (
-            redistributed(site_for(func, x), local_of(x), x._layout, target, f"element of dim {dim}"),
+            redistributed(site_for(func, x), checked_block(x), x._layout, target, f"element of dim {dim}"),
             0,
         )
     else:
-        local, target = local_of(x), x._layout
+        local, target = checked_block(x), x._layout
     order = [d for d in range(len(target.shape)) if d != dim]
     layout = derived(x, ("element", target, dim), lambda: lay.reordered(target, order))
     return seen_of(x, local.select(dim, at), layout, moved)
@@ -204,7 +204,7 @@ def basic(func: Any, x: SplitTensor, given: Sequence[Any]) -> tuple[SplitTensor,
     if not news:
         return y, chosen
     order: list[int | None] = list(range(len(y._layout.shape)))
-    local = local_of(y)
+    local = checked_block(y)
     for at in news:
         order.insert(at, None)
         local = local.unsqueeze(at)
@@ -275,7 +275,7 @@ def by_rows(func: Any, x: torch.Tensor, index: Any) -> SplitTensor:
     """Elements of a first dimension of what all ranks get, by split indices; cut as the indices are."""
     layout = index._layout
     whole = as_whole(site_for(func, index), x, layout, "chosen from")
-    y = whole[local_of(index)]
+    y = whole[checked_block(index)]
     return SplitTensor(y, laid_out(layout, [*range(len(layout.shape)), *(None,) * (whole.dim() - 1)], y))
 
 
@@ -283,7 +283,7 @@ def _looked_up(func: Any, x: torch.Tensor, given: Sequence[Any]) -> Any:
     # A plain tensor by split indices.
     split = {at: each for at, each in enumerate(given) if isinstance(each, SplitTensor)}
     if not any_cut(given):
-        return on_copies(func, (x, tuple(given)), {})
+        return on_whole_tensors(func, (x, tuple(given)), {})
     if (
         list(split) == [0]
         and is_mask(split[0])
@@ -310,10 +310,10 @@ def along_one(call: Call, site: Site, x: Any, dim: int, index: Any, **others: An
     if any_cut(index):
         if name == "index_select" and dim in (0, -x.dim()):
             # Of a number there is one element, for all ranks.
-            return by_rows(func, x, index) if x.dim() else on_copies(*call)
+            return by_rows(func, x, index) if x.dim() else on_whole_tensors(*call)
         raise refused(func, "the indices are split; index.redistribute() gives all ranks all of them")
     if not isinstance(x, SplitTensor):
-        return on_copies(*call)
+        return on_whole_tensors(*call)
     dim = positive(dim, len(x._layout.shape))
     local, layout = with_whole(site, x, [dim])
     index = block_of(index)
@@ -345,7 +345,7 @@ def by_index(call: Call, site: Site, x: Any, dim: int | None, **given: Any) -> A
     operands = [x, index, source] if beside else [x, index]
     if any(each.dim() != x.dim() for each in operands):
         # What torch takes is a number among vectors, or indices without elements.
-        return on_copies(*call)
+        return on_whole_tensors(*call)
     # What is cut is alike in all of them; the largest of those that are split says how.
     extents = [frozen(each) for each in operands]
     uneven = [d for d in range(x.dim()) if d == dim or len({shape[d] for shape in extents}) > 1]
@@ -356,7 +356,7 @@ def by_index(call: Call, site: Site, x: Any, dim: int | None, **given: Any) -> A
             Box.of_shape(each.shape).volume,
         ),
     )
-    work = cuts.elsewhere(base, uneven)
+    work = layout_choice.cut_other_dims(base, uneven)
 
     def part(at: int, each: torch.Tensor) -> torch.Tensor:
         shape = frozen(each)
@@ -378,7 +378,7 @@ def by_index(call: Call, site: Site, x: Any, dim: int | None, **given: Any) -> A
 @of_cut(uncut=True)
 def one_hot(call: Call, site: Site, x: SplitTensor, num_classes: int) -> Any:
     """Each rank encodes its block; the largest class of all ranks counts where none is given."""
-    local, layout = local_of(x), x._layout
+    local, layout = checked_block(x), x._layout
     if num_classes == -1:
         most = local.max() if local.numel() else torch.tensor(-1, dtype=local.dtype)
         cut = [g for g, axis in enumerate(layout.axes) if axis is not None]
@@ -412,7 +412,7 @@ def by_mask(func: Any, x: Any, mask: Any, at: int = 0) -> SplitTensor:
     along = lay.reordered(lay.whole(layout, [d for d in range(len(layout.shape)) if d != at]), [at])
     mask = reshape(mask, (-1,)) if isinstance(mask, SplitTensor) else mask.reshape(-1)
     here = as_part(site, mask, along, along, 1).bool()
-    y = local_of(flat)[(slice(None),) * at + (here,)]
+    y = checked_block(flat)[(slice(None),) * at + (here,)]
     return SplitTensor(y, lay.with_splits(layout, {at: _told(site, layout, at, y.shape[at])}))
 
 
@@ -438,7 +438,7 @@ def nonzero(call: Call, site: Site, x: SplitTensor, as_tuple: bool = False) -> A
     flat = reshape(x, (-1,))
     layout = flat._layout
     start, _ = layout.box(layout.partition.me).bounds[0]
-    number = local_of(flat).nonzero()[:, 0] + start
+    number = checked_block(flat).nonzero()[:, 0] + start
     layout = lay.with_splits(layout, {0: _told(site, layout, 0, len(number))})
     places = []
     for n in reversed(frozen(x)):

@@ -12,8 +12,8 @@ from distdl_rma.errors import ShapeError
 from distdl_rma.geometry.box import Box
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.intervals import Balanced
-from distdl_rma.split import cuts
 from distdl_rma.split import layout as lay
+from distdl_rma.split import layout_choice
 from distdl_rma.split.calls.refusals import checked_rule
 from distdl_rma.split.calls.site import Site
 from distdl_rma.split.calls.table import Call, name_of, rule
@@ -27,10 +27,10 @@ from distdl_rma.split.operands import (
     composition,
     of_any_cut,
     of_cut,
-    on_copies,
+    on_whole_tensors,
 )
-from distdl_rma.split.reducing import laid_out, positive, with_whole
-from distdl_rma.split.tensor import SplitTensor, composed, local_of
+from distdl_rma.split.reduction_axes import laid_out, positive, with_whole
+from distdl_rma.split.tensor import SplitTensor, checked_block, composed
 
 
 @rule("movement", "cat", "concat", "concatenate")
@@ -42,7 +42,7 @@ def cat(call: Call, site: Site, tensors: Any, dim: int) -> Any:
     empty = [x for x in tensors if frozen(x) == (0,)]
     tensors = [x for x in tensors if frozen(x) != (0,)] if empty else tensors
     if not any(isinstance(x, SplitTensor) for x in tensors):
-        return on_copies(*call)
+        return on_whole_tensors(*call)
     shapes = [frozen(x) for x in tensors]
     largest = max(
         (at for at, x in enumerate(tensors) if isinstance(x, SplitTensor)),
@@ -77,10 +77,12 @@ def _places(
             )
     extents = [shape[dim] for shape in shapes]
     cut = dim in base.axes
-    whole = cuts.joined(extents, at, base.splits[dim]) if cut else Balanced(sum(extents), 1)
+    whole = layout_choice.joined(extents, at, base.splits[dim]) if cut else Balanced(sum(extents), 1)
     result = lay.with_splits(base, {dim: whole})
     starts = accumulate(extents, initial=0)
-    places = [cuts.sliced(whole, start, start + n, 1)[0] for start, n in zip(starts, extents, strict=False)]
+    places = [
+        layout_choice.sliced(whole, start, start + n, 1)[0] for start, n in zip(starts, extents, strict=False)
+    ]
     return result, [lay.with_splits(base, {dim: place}) for place in places]
 
 
@@ -186,7 +188,8 @@ def rolled(call: Call, site: Site, x: SplitTensor, shifts: Any, dims: Any) -> An
     cut, count = x._layout.cut_dims, len(x._layout.shape)
     here = [(s, d) for s, d in zip(shifts, dims, strict=True) if positive(d, count) not in cut]
     y = SplitTensor(
-        torch.roll(local_of(x), *map(tuple, zip(*here, strict=True))) if here else local_of(x), x._layout
+        torch.roll(checked_block(x), *map(tuple, zip(*here, strict=True))) if here else checked_block(x),
+        x._layout,
     )
     for number, (shift, dim) in enumerate(zip(shifts, dims, strict=True)):
         if dim % count in cut:
@@ -204,11 +207,11 @@ def _rolled_along(site: Site, x: SplitTensor, shift: int, dim: int, number: int)
     pieces = []
     # The end comes first.
     for at, (start, stop, to) in enumerate(((extent - shift, extent, 0), (0, extent - shift, shift))):
-        source, within = cuts.sliced(split, start, stop, 1)
-        target = cuts.sliced(split, to, to + stop - start, 1)[0]
+        source, within = layout_choice.sliced(split, start, stop, 1)
+        target = layout_choice.sliced(split, to, to + stop - start, 1)[0]
         low, high = within[part]
         mine, wanted = (lay.with_splits(x._layout, {dim: each}) for each in (source, target))
-        piece = local_of(x).narrow(dim, low, high - low)
+        piece = checked_block(x).narrow(dim, low, high - low)
         pieces.append(
             redistributed(site, piece, mine, wanted, f"roll {number}, {'end' if at == 0 else 'start'}")
         )
@@ -225,14 +228,15 @@ def pixels_shuffled(call: Call, site: Site, x: SplitTensor, **given: Any) -> Any
         shape = tuple(func(on_shape(x), factor).shape)
         channels, *space = range(len(shape))[-3:]
         units = {channels: factor**2} if up else dict.fromkeys(space, factor)
-        source = cuts.multiples(x._layout, units)
+        source = layout_choice.multiples(x._layout, units)
         splits = {
-            d: cuts.scaled(source.splits[d], shape[d], x._layout.shape[d] or 1) for d in (channels, *space)
+            d: layout_choice.scaled(source.splits[d], shape[d], x._layout.shape[d] or 1)
+            for d in (channels, *space)
         }
         return source, lay.with_splits(source, splits)
 
     source, result = derived(x, (func, factor), make)
-    local = redistributed(site, local_of(x), x._layout, source, "shuffled")
+    local = redistributed(site, checked_block(x), x._layout, source, "shuffled")
     here = result.box(result.partition.me).shape
     return SplitTensor(func(local, factor) if local.numel() else local.reshape(here), result)
 
@@ -242,4 +246,4 @@ def pixels_shuffled(call: Call, site: Site, x: SplitTensor, **given: Any) -> Any
 def triangle(call: Call, site: Site, x: SplitTensor, diagonal: int) -> Any:
     """Each rank keeps what its block has of the triangle."""
     row, column = x._layout.box(x._layout.partition.me).start[-2:]
-    return SplitTensor(call[0](local_of(x), diagonal + row - column), x._layout)
+    return SplitTensor(call[0](checked_block(x), diagonal + row - column), x._layout)

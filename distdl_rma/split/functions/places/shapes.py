@@ -10,15 +10,15 @@ import torch
 
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.intervals import Balanced
-from distdl_rma.split import cuts
 from distdl_rma.split import layout as lay
+from distdl_rma.split import layout_choice
 from distdl_rma.split.calls.refusals import asking_torch, checked_rule, raise_as_torch
 from distdl_rma.split.calls.site import Site
 from distdl_rma.split.calls.table import Call, rule
 from distdl_rma.split.moves import redistributed
-from distdl_rma.split.operands import of_cut, on_copies, site_for
-from distdl_rma.split.reducing import laid_out, positive, with_whole
-from distdl_rma.split.tensor import SplitTensor, composed, local_of, refused
+from distdl_rma.split.operands import of_cut, on_whole_tensors, site_for
+from distdl_rma.split.reduction_axes import laid_out, positive, with_whole
+from distdl_rma.split.tensor import SplitTensor, checked_block, composed, refused
 
 _T: Any = torch.Tensor
 _V = TypeVar("_V")
@@ -75,7 +75,7 @@ def reordered(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return lay.reordered(x._layout, [n - 1 for n in probe.shape])
 
     layout = derived(x, (func, frozen(rest), frozen(kwargs)), make)
-    return seen_of(x, func(local_of(x), *rest, **kwargs), layout)
+    return seen_of(x, func(checked_block(x), *rest, **kwargs), layout)
 
 
 @rule(
@@ -100,15 +100,15 @@ def reshaped(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not isinstance(x, SplitTensor):
             return func(x, *rest)
     if not isinstance(x, SplitTensor):
-        return on_copies(func, args, kwargs)
+        return on_whole_tensors(func, args, kwargs)
     (*_, given) = x, *rest, *kwargs.values()
     if func is _T.view and isinstance(given, torch.dtype):
         if given.itemsize != x._local.dtype.itemsize:
             raise refused(func, "a type of another size changes extents of blocks")
-        return seen_of(x, local_of(x).view(given), x._layout)
+        return seen_of(x, checked_block(x).view(given), x._layout)
 
     def make() -> tuple[Decomposition, Decomposition]:
-        return cuts.reshaped(x._layout, tuple(func(on_shape(x), *rest, **kwargs).shape))
+        return layout_choice.reshaped(x._layout, tuple(func(on_shape(x), *rest, **kwargs).shape))
 
     source, result = derived(x, (func, frozen(rest), frozen(kwargs)), make)
     return _reshaped(func, x, source, result)
@@ -123,7 +123,7 @@ def reshape(x: SplitTensor, shape: Sequence[int]) -> SplitTensor:
 def _reshaped(func: Any, x: SplitTensor, source: Decomposition, result: Decomposition) -> SplitTensor:
     shape = result.box(result.partition.me).shape
     if source is x._layout:
-        y, strides = local_of(x).reshape(shape), x._local.stride()
+        y, strides = checked_block(x).reshape(shape), x._local.stride()
         # Whether earlier dimensions have the longer steps in memory.
         in_order = all(a >= b for a, b in pairwise(strides))
         if not in_order and y.data_ptr() == x._local.data_ptr() and not _views(x, result.shape):
@@ -131,7 +131,7 @@ def _reshaped(func: Any, x: SplitTensor, source: Decomposition, result: Decompos
         # Of a part of another tensor torch may give a copy, which is alike on all ranks, unlike blocks of it.
         unsure = x._local._is_view() and func.__name__ in _MAY_COPY
         return seen_of(x, y, result, moved=unsure)
-    local = redistributed(site_for(func, x), local_of(x), x._layout, source, "reshaped")
+    local = redistributed(site_for(func, x), checked_block(x), x._layout, source, "reshaped")
     # Whether torch would give a view: steps in the memory of blocks do not say it alike on all ranks.
     return seen_of(x, local.reshape(shape), result, moved=True)
 
@@ -236,9 +236,9 @@ def repeated_elements(call: Call, site: Site, x: SplitTensor, repeats: Any, dim:
         x, dim = reshape(x, (-1,)), 0
     dim = positive(dim, len(x._layout.shape))
     if isinstance(repeats, int):
-        splits = {dim: cuts.scaled(x._layout.splits[dim], repeats, 1)}
+        splits = {dim: layout_choice.scaled(x._layout.splits[dim], repeats, 1)}
         layout = derived(x, ("interleaved", repeats, dim), lambda: lay.with_splits(x._layout, splits))
-        return SplitTensor(torch.repeat_interleave(local_of(x), repeats, dim), layout)
+        return SplitTensor(torch.repeat_interleave(checked_block(x), repeats, dim), layout)
     local, layout = with_whole(site, x, [dim])
     y = torch.repeat_interleave(local, repeats, dim)
     return SplitTensor(y, uncut(layout, {dim: y.shape[dim]}))

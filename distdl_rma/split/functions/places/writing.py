@@ -27,13 +27,13 @@ from distdl_rma.split.functions.places.indexing import (
 from distdl_rma.split.functions.places.shapes import frozen
 from distdl_rma.split.moves import redistributed
 from distdl_rma.split.operands import as_part, common_partition, part_for, site_for
-from distdl_rma.split.reducing import with_whole
+from distdl_rma.split.reduction_axes import with_whole
 from distdl_rma.split.tensor import (
     SplitTensor,
     any_cut,
     become_split,
+    checked_block,
     composed,
-    local_of,
     refused,
     tensors_in,
 )
@@ -176,7 +176,7 @@ def _write_chosen(
         local = local.clone()
     local[index] = value
     if layout is not part._layout:
-        local_of(part).copy_(redistributed(site, local, layout, part._layout, "result"))
+        checked_block(part).copy_(redistributed(site, local, layout, part._layout, "result"))
 
 
 def _chosen_rows(part: Any, at: int, mask: Any, ones: Sequence[int], value: Any) -> Any:
@@ -218,7 +218,7 @@ def in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         raise refused(func, f"it writes what is on another rank; {_REMEDY}")
     # What the gradient needs of the tensor is not to change.
     kept = isinstance(x, SplitTensor) and torch.is_grad_enabled() and x._local.requires_grad
-    before = SplitTensor(local_of(x).clone(), x._layout) if kept else x
+    before = SplitTensor(checked_block(x).clone(), x._layout) if kept else x
     # Autocast leaves the forms in place alone.
     with no_autocast():
         y = RULES[without].handler(without, (before, *args[1:]), kwargs)

@@ -14,8 +14,8 @@ from distdl_rma.geometry.box import Box
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.intervals import Balanced, Split
 from distdl_rma.ops.core.tensors import no_autocast
-from distdl_rma.split import cuts
 from distdl_rma.split import layout as lay
+from distdl_rma.split import layout_choice
 from distdl_rma.split.calls.autocast import castable
 from distdl_rma.split.calls.refusals import checked_rule, raise_as_torch
 from distdl_rma.split.calls.signatures import named
@@ -23,9 +23,9 @@ from distdl_rma.split.calls.site import Site
 from distdl_rma.split.calls.table import Call, name_of, rule
 from distdl_rma.split.functions.places.shapes import derived, frozen
 from distdl_rma.split.moves import all_sum
-from distdl_rma.split.operands import as_part, as_whole, common_partition, of_cut, on_copies, site_for
-from distdl_rma.split.reducing import laid_out, positive, with_an_element, with_whole
-from distdl_rma.split.tensor import SplitTensor, composed, local_of, mapped, refused, tensors_in
+from distdl_rma.split.operands import as_part, as_whole, common_partition, of_cut, on_whole_tensors, site_for
+from distdl_rma.split.reduction_axes import laid_out, positive, with_an_element, with_whole
+from distdl_rma.split.tensor import SplitTensor, checked_block, composed, mapped, refused, tensors_in
 
 _T: Any = torch.Tensor
 # A label for each dimension of an operand: equal ones go together.
@@ -325,10 +325,10 @@ def embedding(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if not isinstance(x, SplitTensor) or not x.is_split:
         if isinstance(weight, SplitTensor) and weight.is_split:
             weight = composed(SplitTensor.redistribute, weight)
-        return on_copies(func, (x, weight, padding), {"sparse": bool(sparse)})
+        return on_whole_tensors(func, (x, weight, padding), {"sparse": bool(sparse)})
     site, layout = site_for(func, split), x._layout
     table = as_whole(site, weight, layout, "weight")
-    y = func(local_of(x), table, padding, sparse=bool(sparse))
+    y = func(checked_block(x), table, padding, sparse=bool(sparse))
     return SplitTensor(y, laid_out(layout, [*range(len(layout.shape)), None], y))
 
 
@@ -348,7 +348,7 @@ def of_matrices(call: Call, site: Site, x: SplitTensor, **_: Any) -> Any:
         raise refused(func, _BESIDE)
     count = len(x._layout.shape)
     if count < 2:
-        return on_copies(*call)
+        return on_whole_tensors(*call)
     local, layout = with_whole(site, x, (count - 2, count - 1), "matrices made whole")
 
     def split(y: torch.Tensor) -> SplitTensor:
@@ -388,7 +388,7 @@ def least_squares(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     a, (b, rcond, driver) = args[0], named(func, args, kwargs).values()
     one, two = frozen(a), frozen(b)
     if driver in ("gelsd", "gelss") or 0 in (*one, *two) or one[:-2] != two[: len(one) - 2]:
-        return on_copies(func, args, kwargs)
+        return on_whole_tensors(func, args, kwargs)
     rows, sides = list(range(2 - len(one), 0)), ["k"] * (len(one) == len(two))
     labels: list[Labels] = [[*rows, "m", "n"], [*rows, "m", *sides]]
     _, work, blocks = prepared(func, [a, b], labels, [*rows, "n", *sides], ("m", "n", "k"))
@@ -431,9 +431,9 @@ def kron(call: Call, site: Site, a: SplitTensor, other: Any) -> Any:
     base = lay.reordered(a._layout, [*(None,) * (count - ours), *range(ours)])
     extents = (1,) * (count - len(theirs)) + theirs
     result = lay.with_splits(
-        base, {d: cuts.scaled(split, extents[d], 1) for d, split in enumerate(base.splits)}
+        base, {d: layout_choice.scaled(split, extents[d], 1) for d, split in enumerate(base.splits)}
     )
-    local, second = local_of(a), as_whole(site, other, result, "second factor")
+    local, second = checked_block(a), as_whole(site, other, result, "second factor")
     # Not by torch's function, which refuses some factors that are transposed in memory.
     shapes = [(1,) * (count - x.dim()) + x.shape for x in (local, second)]
     rows = local.reshape([n for extent in shapes[0] for n in (extent, 1)])

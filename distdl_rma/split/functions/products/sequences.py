@@ -17,7 +17,7 @@ from distdl_rma.split.calls.table import Call, rule
 from distdl_rma.split.functions.places.shapes import frozen, uncut
 from distdl_rma.split.functions.products.contractions import prepared, product_of
 from distdl_rma.split.operands import as_part, of_any_cut, of_cut, wholes
-from distdl_rma.split.reducing import with_whole
+from distdl_rma.split.reduction_axes import with_whole
 from distdl_rma.split.tensor import SplitTensor, composed, mapped, refused
 
 

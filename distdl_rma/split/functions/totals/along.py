@@ -15,8 +15,8 @@ from distdl_rma.split.calls.table import Call, rule
 from distdl_rma.split.functions.places.shapes import frozen, uncut
 from distdl_rma.split.functions.totals.reductions import summed_dtype
 from distdl_rma.split.moves import to_blocks
-from distdl_rma.split.operands import as_part, as_whole, composition, of_any_cut, of_cut, on_copies
-from distdl_rma.split.reducing import (
+from distdl_rma.split.operands import as_part, as_whole, composition, of_any_cut, of_cut, on_whole_tensors
+from distdl_rma.split.reduction_axes import (
     Along,
     by_whole_dims,
     chosen_dims,
@@ -26,7 +26,7 @@ from distdl_rma.split.reducing import (
     with_an_element,
     with_whole,
 )
-from distdl_rma.split.tensor import SplitTensor, any_cut, composed, local_of, mapped, refused, tensors_in
+from distdl_rma.split.tensor import SplitTensor, any_cut, checked_block, composed, mapped, refused, tensors_in
 
 
 @checked_rule("reduction", "cumsum")
@@ -113,12 +113,12 @@ def place_in_order(call: Call, site: Site, sequence: Any, **options: Any) -> Any
     """Places of each rank's values, along whole dimensions of the sequences."""
     func, x = call[0], options.pop("input")
     if not any_cut(x):
-        return on_copies(*call)
+        return on_whole_tensors(*call)
     if options["sorter"] is not None:
         raise refused(func, "with a sorter")
     if len(frozen(sequence)) == 1:
         sequence = as_whole(site, sequence, x._layout, "sequence")
-        return SplitTensor(func(sequence, local_of(x), **options), x._layout)
+        return SplitTensor(func(sequence, checked_block(x), **options), x._layout)
     last = len(x._layout.shape) - 1
     local, layout = with_whole(site, x, [last])
     part = uncut(layout, {last: frozen(sequence)[-1]})

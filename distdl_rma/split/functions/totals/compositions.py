@@ -16,7 +16,7 @@ from distdl_rma.split.calls.table import Call, rule
 from distdl_rma.split.functions.places.shapes import uncut
 from distdl_rma.split.functions.totals.losses import finished
 from distdl_rma.split.operands import as_part, composition, of_any_cut, of_cut
-from distdl_rma.split.reducing import positive, with_whole
+from distdl_rma.split.reduction_axes import positive, with_whole
 from distdl_rma.split.tensor import SplitTensor, composed, refused
 
 

@@ -32,11 +32,11 @@ from distdl_rma.split.operands import (
     composition,
     machine_of,
     of_any_cut,
-    on_copies,
+    on_whole_tensors,
     site_for,
 )
-from distdl_rma.split.reducing import Along, with_whole
-from distdl_rma.split.tensor import SplitTensor, any_cut, composed, local_of, refused, tensors_in
+from distdl_rma.split.reduction_axes import Along, with_whole
+from distdl_rma.split.tensor import SplitTensor, any_cut, checked_block, composed, refused, tensors_in
 
 # From what this rank has of some rows to what all ranks have that share them.
 Gathered = Callable[[torch.Tensor], torch.Tensor]
@@ -112,7 +112,7 @@ def _of_one_layout(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         if not isinstance(x, SplitTensor) or (layout is not None and x._layout is not layout):
             return None
         layout = x._layout
-        block = local_of(x)
+        block = checked_block(x)
         blocks.append(block)
         key.append(block.dtype)
     for name, value in kwargs.items():
@@ -148,7 +148,7 @@ def pointwise_loss(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     given["reduction"] = reduction = _reduction_of(given)
     broadcasts = func in _BROADCASTING and frozen(x) != frozen(given["target"])
     if not (broadcasts or any_cut(args, kwargs)):
-        return on_copies(func, (x,), given)
+        return on_whole_tensors(func, (x,), given)
     for each in warned:
         warn_user(*each)
     if broadcasts:
@@ -216,7 +216,7 @@ def class_loss(call: Call, site: Site, x: Any, target: Any, weight: Any, **given
     """
     func, reduction = call[0], _reduction_of(given)
     if not any_cut(x, target):
-        return on_copies(*call)
+        return on_whole_tensors(*call)
     dim = 0 if len(x.shape) == 1 else 1
     of_indices = not _of_probabilities(func, target)
     if not (of_indices or isinstance(x, SplitTensor)):
@@ -233,7 +233,7 @@ def class_loss(call: Call, site: Site, x: Any, target: Any, weight: Any, **given
     weight = None if weight is None else as_whole(site, weight, layout, "weight")
     if dim in layout.axes:
         return _over_split_classes(func, site, x, target, weight, rows, dim, given, reduction)
-    scores = local_of(x)
+    scores = checked_block(x)
     truth = as_part(site, target, rows if of_indices else layout, rows, 1)
     extra = {} if weight is None else {"weight": weight}
     y = func(scores, truth, **extra, **given, reduction=_on_block(reduction, scores))
@@ -335,7 +335,7 @@ def _over_split_classes(
     reduction: str,
 ) -> SplitTensor:
     # Scores stay split: each rank adds the terms of its classes.
-    layout, scores = x._layout, local_of(x)
+    layout, scores = x._layout, checked_block(x)
     wide = scores.to(sum_dtype(scores.dtype))
     along, of_indices = Along(site, wide, layout, (dim,)), not _of_probabilities(func, target)
     truth = as_part(site, target, rows if of_indices else layout, layout, 1)

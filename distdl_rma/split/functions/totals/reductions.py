@@ -17,8 +17,8 @@ from distdl_rma.split.calls.table import Call
 from distdl_rma.split.functions.elements.pointwise import pointwise
 from distdl_rma.split.moves import reduced, to_blocks
 from distdl_rma.split.operands import as_blocks, common_layout, of_any_cut, of_cut
-from distdl_rma.split.reducing import Along, chosen_dims, positive, with_whole
-from distdl_rma.split.tensor import SplitTensor, composed, local_of, mapped, tensors_in
+from distdl_rma.split.reduction_axes import Along, chosen_dims, positive, with_whole
+from distdl_rma.split.tensor import SplitTensor, checked_block, composed, mapped, tensors_in
 
 
 def summed_dtype(x: torch.Tensor, dtype: torch.dtype | None) -> torch.dtype:
@@ -55,7 +55,7 @@ def truth(call: Call, site: Site, x: SplitTensor, dim: Any, keepdim: bool) -> An
     func, *_ = call
     if isinstance(dim, (tuple, list)) and not dim:
         # Unlike sums, of each element.
-        return SplitTensor(func(local_of(x), ()), x._layout)
+        return SplitTensor(func(checked_block(x), ()), x._layout)
     along = Along.of(site, x, dim)
     y = func(along.local, along.dims, keepdim=True)
     if along.cut:

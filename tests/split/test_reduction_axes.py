@@ -5,9 +5,9 @@ import torch
 from torch.nn import functional as F  # noqa: N812
 
 from distdl_rma import shard
-from distdl_rma.split import cuts, reducing
+from distdl_rma.split import layout_choice, reduction_axes
 from distdl_rma.split.calls.site import site_of
-from distdl_rma.split.reducing import (
+from distdl_rma.split.reduction_axes import (
     Along,
     chosen_dims,
     laid_out,
@@ -54,9 +54,9 @@ def test_results_of_blocks_come_together(rows):
 def test_another_dimension_is_cut_meanwhile(rows):
     layout, along = rows.decomposition, Along.of(site_of(rows.machine, torch.sort), rows, 2)
     # The longest of those that are left, and copies where none is.
-    assert cuts.elsewhere(layout, (2,)).cut_dims == (3,)
-    assert cuts.elsewhere(layout, (2, 3)).cut_dims == (1,)
-    assert cuts.elsewhere(layout, range(4)).cut_dims == ()
+    assert layout_choice.cut_other_dims(layout, (2,)).cut_dims == (3,)
+    assert layout_choice.cut_other_dims(layout, (2, 3)).cut_dims == (1,)
+    assert layout_choice.cut_other_dims(layout, range(4)).cut_dims == ()
     local, found = with_whole(along.site, rows, (2,))
     assert found.cut_dims == (3,) and local.shape[2] == 5
     back = put_back(along.site, local, found, layout)
@@ -93,13 +93,13 @@ def test_functions_that_need_a_dimension_whole_cut_the_longest_other_one(
     function, P_world, comm, monkeypatch
 ):
     seen = []
-    move = reducing.redistributed
+    move = reduction_axes.redistributed
 
     def recorded(site, x, source, target, *others):
         seen.append(target)
         return move(site, x, source, target, *others)
 
-    monkeypatch.setattr(reducing, "redistributed", recorded)
+    monkeypatch.setattr(reduction_axes, "redistributed", recorded)
     x = torch.rand(1, 1, 8, 3)
     # Of three elements, some of four ranks have none meanwhile.
     y = function(shard(P_world.create_cartesian_topology_partition((1, 1, comm.size, 1)), x))

@@ -7,7 +7,7 @@ from distdl_rma import UnsupportedError
 from distdl_rma.ops.core.autograd import mark_summed_later
 from distdl_rma.split import layout as lay
 from distdl_rma.split.calls.site import enter, leave
-from distdl_rma.split.plain import beside, contributes
+from distdl_rma.split.plain_operands import beside, contributes
 from tests.split.against_whole import block
 
 pytestmark = [pytest.mark.mpi, pytest.mark.sizes(2, 3, 4)]

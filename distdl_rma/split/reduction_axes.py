@@ -11,11 +11,11 @@ import torch
 
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.intervals import Balanced, Listed, Split
-from distdl_rma.split import cuts
 from distdl_rma.split import layout as lay
+from distdl_rma.split import layout_choice
 from distdl_rma.split.calls.site import Site
 from distdl_rma.split.moves import all_sum, redistributed
-from distdl_rma.split.tensor import SplitTensor, local_of
+from distdl_rma.split.tensor import SplitTensor, checked_block
 
 # What is computed of a block.
 OnBlock = Callable[[torch.Tensor], torch.Tensor]
@@ -51,7 +51,7 @@ class Along:
     @classmethod
     def of(cls, site: Site, x: SplitTensor, dim: Any) -> Along:
         """Dimensions as a call names them."""
-        return cls(site, local_of(x), x._layout, chosen_dims(dim, len(x._layout.shape)))
+        return cls(site, checked_block(x), x._layout, chosen_dims(dim, len(x._layout.shape)))
 
     @property
     def cut(self) -> tuple[int, ...]:
@@ -124,7 +124,7 @@ def parts_and_all(
     parts: dict[int, Split] = {}
     for at, d in enumerate(dims):
         split, n = layout.splits[d], each if at == 0 else 1
-        lengths = tuple(n if length else 0 for length in cuts.lengths(split))
+        lengths = tuple(n if length else 0 for length in layout_choice.lengths(split))
         parts[d] = Listed(lengths) if split.parts > 1 else Balanced(n if split.extent else 0, 1)
     source = lay.with_splits(layout, parts)
     return source, lay.whole(source, dims)
@@ -154,13 +154,16 @@ def with_whole(
 ) -> tuple[torch.Tensor, Decomposition]:
     """A block in which some dimensions are whole, and its layout; differentiable, blocking if it moves.
 
-    The one way of functions that need dimensions whole: :func:`cuts.elsewhere`, and :func:`put_back` behind.
+    Functions that need dimensions whole call this, :func:`layout_choice.cut_other_dims` within it, and
+    :func:`put_back` behind.
     """
     layout, dims = x._layout, tuple(dims)
     if not any(axis in dims for axis in layout.axes):
-        return local_of(x), layout
-    target = lay.kept(layout.partition, "elsewhere", (layout, dims), lambda: cuts.elsewhere(layout, dims))
-    return redistributed(site, local_of(x), layout, target, what), target
+        return checked_block(x), layout
+    target = lay.kept(
+        layout.partition, "elsewhere", (layout, dims), lambda: layout_choice.cut_other_dims(layout, dims)
+    )
+    return redistributed(site, checked_block(x), layout, target, what), target
 
 
 def put_back(

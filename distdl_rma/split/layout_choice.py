@@ -36,7 +36,7 @@ def even(split: Split, unit: int) -> Balanced:
     return Balanced(split.extent // unit, split.parts)
 
 
-def elsewhere(found: Decomposition, dims: Collection[int], never: Collection[int] = ()) -> Decomposition:
+def cut_other_dims(found: Decomposition, dims: Collection[int], never: Collection[int] = ()) -> Decomposition:
     """The same tensor uncut in some dimensions: cut in others instead, in copies only where none is left.
 
     Of the other uncut dimensions the longest is taken, the first of several; not those of ``never``. It may
@@ -58,7 +58,7 @@ def multiples(found: Decomposition, units: dict[int, int]) -> Decomposition:
     """The same tensor with parts of some dimensions that end at multiples of a unit, or cut elsewhere."""
     fits = {d: fitted(found.splits[d], unit) for d, unit in units.items() if d in found.axes}
     found = lay.with_splits(found, {d: split for d, split in fits.items() if split is not None})
-    return elsewhere(found, [d for d, split in fits.items() if split is None], tuple(units))
+    return cut_other_dims(found, [d for d, split in fits.items() if split is None], tuple(units))
 
 
 def groups(old: Sequence[int], new: Sequence[int]) -> list[tuple[list[int], list[int]]]:
