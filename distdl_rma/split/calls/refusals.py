@@ -119,10 +119,14 @@ def _error(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], said: list[
     def filled(value: int) -> Callable[[Any], torch.Tensor]:
         return lambda x: torch.full(_shape(x), value, dtype=x.dtype) if _is_split(x) else _here(x).clone()
 
+    def regular(x: torch.Tensor) -> torch.Tensor:
+        y = filled(1)(x)
+        return y.triu().tril() if y.dim() > 1 and _is_split(x) else y
+
     tried = partial(_tried, func, args, kwargs, said)
     if sum(prod(_shape(x)) for x in tensors) <= _FEW:
-        # Of some values torch may refuse what it computes of others.
-        return tried(filled(0)) and tried(filled(1))
+        # Of some values torch may refuse what it computes of others, as of singular matrices.
+        return tried(filled(0)) and tried(filled(1)) and tried(regular)
     found = tried(lambda x: torch.empty(_shape(x), dtype=x.dtype, device="meta"))
     # Without elements torch knows no values and no autocast.
     unsure = (
