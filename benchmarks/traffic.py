@@ -9,7 +9,7 @@ from distdl_rma.geometry.intervals import Balanced
 from distdl_rma.segments.collectives.allreduce import all_push_is_better
 from distdl_rma.segments.collectives.alltoall import AlltoallBlocks
 from distdl_rma.segments.collectives.between_nodes import number_of_pieces, slices
-from distdl_rma.segments.collectives.equality_check import WORDS, turns_between_leaders
+from distdl_rma.segments.collectives.equality_check import N_INTEGERS, turns_between_leaders
 from distdl_rma.segments.collectives.node_layout import NodeLayout
 from distdl_rma.trace import Counters
 
@@ -118,7 +118,7 @@ def vote_traffic(layout: NodeLayout) -> Traffic:
     """What one rank moves in one vote, by which ranks agree."""
     turns, near = turns_between_leaders(layout), len(layout.here)
     leads, several = layout.me == layout.here[0], len(layout.nodes) > 1
-    row, told = 8 * WORDS, sum(len(turn.told) for turn in turns)
+    row, told = 8 * N_INTEGERS, sum(len(turn.told) for turn in turns)
     # A rank stores its words with the first of the node, and loads what all said, there or of all nodes.
     loaded = 0 if leads else 2 * row if several else near * row
     return Traffic(

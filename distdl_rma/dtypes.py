@@ -45,7 +45,7 @@ NUMPY: dict[torch.dtype, np.dtype[Any]] = {
     dtype: np.dtype(kind.numpy) for dtype, kind in _KINDS.items() if kind.numpy is not None
 }
 # What moves is bits: words of the size of an element, as torch and as numpy know them.
-WORDS: dict[int, tuple[torch.dtype, np.dtype[Any]]] = {
+BIT_WORDS: dict[int, tuple[torch.dtype, np.dtype[Any]]] = {
     1: (torch.uint8, np.dtype(np.uint8)),
     2: (torch.int16, np.dtype(np.int16)),
     4: (torch.int32, np.dtype(np.int32)),
@@ -64,7 +64,7 @@ def word_dtype(dtype: torch.dtype, what: str) -> np.dtype[Any]:
     """Numpy type of the words that carry a torch type between ranks; ``what`` it was for, for errors."""
     if dtype not in _KINDS:
         raise UnsupportedError(f"{what}: dtype {dtype} is not supported; use one of {list(DTYPES)}")
-    return WORDS[dtype.itemsize][1]
+    return BIT_WORDS[dtype.itemsize][1]
 
 
 def reduction_dtype(dtype: torch.dtype) -> str:
@@ -83,7 +83,7 @@ def as_words(tensor: torch.Tensor) -> NDArray[Any]:
     # A real tensor may be a lazy negative too: the imaginary part of a conjugate.
     if plain.dtype.is_complex or plain.is_neg():
         plain = plain.resolve_conj().resolve_neg()
-    word = WORDS[plain.dtype.itemsize][0]
+    word = BIT_WORDS[plain.dtype.itemsize][0]
     try:
         return (plain if plain.dtype == word else plain.view(word)).numpy()
     except RuntimeError:

@@ -19,13 +19,13 @@ from torch import nn
 from distdl_rma.dtypes import as_words, is_in_memory
 
 # What is compared as it is.
-WORDS = frozenset({int, float, bool, complex, str, type(None)})
+SCALAR_TYPES = frozenset({int, float, bool, complex, str, type(None)})
 # Of tensors, their layouts say what has to be said; the class of split ones is added.
 TENSORS: set[Any] = {torch.Tensor, nn.Parameter}
 _PLAIN: frozenset[Any] = frozenset(TENSORS)
 _CONTAINERS: frozenset[Any] = frozenset({tuple, list, dict})
 # Of tensors that a model holds.
-HELD = "_distdl_rma_held"
+COMPARED = "_distdl_rma_held"
 # Tuples of them, as strides are, that were met before: what is equal may be told apart by its type.
 _KNOWN: set[tuple[Any, ...]] = set()
 _MOST_KNOWN = 1 << 12
@@ -40,12 +40,12 @@ _BITS = 64
 _PAIR = 2
 
 
-def hold(x: torch.Tensor, held: bool) -> None:
-    """Note whether a model holds a tensor and compares it itself: then no call of a function does."""
-    if held:
-        setattr(x, HELD, True)
+def mark_compared(x: torch.Tensor, compared: bool) -> None:
+    """Mark a tensor that ``ReplicaSampler`` compares between ranks, so that calls of functions do not."""
+    if compared:
+        setattr(x, COMPARED, True)
     else:
-        x.__dict__.pop(HELD, None)
+        x.__dict__.pop(COMPARED, None)
 
 
 def said_in(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Any], list[torch.Tensor]]:
@@ -55,10 +55,10 @@ def said_in(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Any], 
     # Without calls for what most functions are given.
     for one in args:
         kind = one.__class__
-        if kind in WORDS:
+        if kind in SCALAR_TYPES:
             words += (one,)
         elif kind in _PLAIN:
-            if HELD not in one.__dict__:
+            if COMPARED not in one.__dict__:
                 plain += (one,)
         elif kind not in TENSORS:
             try:
@@ -77,10 +77,10 @@ def said_in(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Any], 
 def _add_named(kwargs: Mapping[str, Any], words: list[Any], plain: list[torch.Tensor]) -> None:
     for key, one in kwargs.items():
         kind = one.__class__
-        if kind in WORDS:
+        if kind in SCALAR_TYPES:
             words += ([key, one],)
         elif kind in _PLAIN:
-            plain += () if HELD in one.__dict__ else (one,)
+            plain += () if COMPARED in one.__dict__ else (one,)
         elif kind not in TENSORS:
             words += ([key, plainly(one)],)
             plain += _plain_within(one) if kind in _CONTAINERS else ()
@@ -90,7 +90,7 @@ def _plain_within(argument: Any) -> list[torch.Tensor]:
     found: list[torch.Tensor] = []
     for one in argument.values() if argument.__class__ is dict else argument:
         if one.__class__ in _PLAIN:
-            found += () if HELD in one.__dict__ else (one,)
+            found += () if COMPARED in one.__dict__ else (one,)
         elif one.__class__ in _CONTAINERS:
             found += _plain_within(one)
     return found
@@ -99,13 +99,13 @@ def _plain_within(argument: Any) -> list[torch.Tensor]:
 def plainly(argument: Any) -> Any:
     """An argument without tensors, in words and numbers, and lists of them."""
     kind = argument.__class__
-    if kind in WORDS:
+    if kind in SCALAR_TYPES:
         return argument
     if kind is slice:
         argument = argument.start, argument.stop, argument.step
     if isinstance(argument, Mapping):
         argument = [*argument, *argument.values()]
-    if kind is tuple and all(one.__class__ in WORDS for one in argument):
+    if kind is tuple and all(one.__class__ in SCALAR_TYPES for one in argument):
         # Known or not, it is said alike: other ranks may have met others.
         _KNOWN.add(argument) if len(_KNOWN) < _MOST_KNOWN else None
         return argument

@@ -128,8 +128,8 @@ class ConvolutionLayer(OperatorLayer[O], _ConvNd):
         super().__init__(P_x, P_y, grid, name=name, **callbacks)
         workers = WorkerGrid(grid, self._rows, like.groups, tuple(like.weight.shape))
         overlaps = can_overlap(stencil, like.padding_mode, workers, P_x)
-        in_place = given.P_W is None and (self._rows == IN or P_y == P_x)
-        self.options = ConvolutionOptions(stencil, workers, like.padding_mode, in_place, overlaps)
+        on_workers = given.P_W is None and (self._rows == IN or P_y == P_x)
+        self.options = ConvolutionOptions(stencil, workers, like.padding_mode, on_workers, overlaps)
         self.P_W, self.placement = given.P_W, placement
         for key, value in vars(like).items():
             if not key.startswith("_"):

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from distdl_rma.checks.arguments import hold
+from distdl_rma.checks.arguments import mark_compared
 from distdl_rma.checks.calls import Calls, CallTrace, Check
 from distdl_rma.checks.consensus import gather_words
 from distdl_rma.checks.gradient_origin import GradientCheck
@@ -34,13 +34,13 @@ from distdl_rma.errors import (
 )
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.machine import Machine
-from distdl_rma.model.entering import Enter
+from distdl_rma.model.entering import ModuleHook
 from distdl_rma.model.replicas import ReplicaSampler
 from distdl_rma.model.start import warn_of_start
 from distdl_rma.ops.core.autograd import ENOUGH, breaks_graph, compiles, mark_summed_later, tracer, uncompiled
 from distdl_rma.split.calls import site
 from distdl_rma.split.calls.loss_origin import LOSS_ORIGIN, Backwards
-from distdl_rma.split.calls.site import TRAILS, thread_inside
+from distdl_rma.split.calls.site import CALL_TRACES, thread_inside
 from distdl_rma.split.entry import grid_for
 from distdl_rma.split.layout import balanced, described
 from distdl_rma.split.plain_operands import beside
@@ -76,12 +76,12 @@ class Distributed:
         number = machine.kept["models"] = machine.kept.get("models", 0) + 1
         self._name, self._copies = f"{type(model).__name__} (distributed model {number})", count(1)
         self._belongs_to(model)
-        self._root = Enter("", model, fallback == "move", not self._synchronises)
+        self._root = ModuleHook("", model, fallback == "move", not self._synchronises)
         self._handles = [
             model.register_forward_pre_hook(self._enter, prepend=True, with_kwargs=True),
             model.register_forward_pre_hook(self._root, prepend=True),
             model.register_forward_pre_hook(_refuse_graph, prepend=True),
-            model.register_forward_hook(site.leave, always_call=True),
+            model.register_forward_hook(site.pop_module, always_call=True),
             model.register_forward_hook(self._end, always_call=True),
         ]
         self._of_parts: list[RemovableHandle] = []
@@ -109,16 +109,16 @@ class Distributed:
         self._of_parts, parts = [], [*model.named_modules()]
         self._root.look(model)
         for path, module in parts[1:]:
-            enter = Enter(path, module, self.fallback == "move", not self._synchronises)
+            enter = ModuleHook(path, module, self.fallback == "move", not self._synchronises)
             self._of_parts += [
                 module.register_forward_pre_hook(enter, prepend=True),
-                module.register_forward_hook(site.leave, always_call=True),
+                module.register_forward_hook(site.pop_module, always_call=True),
             ]
         if not self._synchronises:
             for parameter in model.parameters():
                 # DDP or FSDP sums these gradients, also of parameters in a loss, and compares the replicas.
                 mark_summed_later(parameter, True)
-                hold(parameter, True)
+                mark_compared(parameter, True)
         self._modules = [(path, weakref.ref(module)) for path, module in parts]
         self._watch = watch = ModuleWatch()
         watch.add(model, "", model.parameters())
@@ -202,7 +202,7 @@ class Distributed:
         if model is not None:
             for parameter in () if self._synchronises else model.parameters():
                 mark_summed_later(parameter, False)
-                hold(parameter, False)
+                mark_compared(parameter, False)
             vars(model).pop(_KEY, None)
 
     def cut(self, arguments: Any, in_graph: bool = False) -> Any:
@@ -239,7 +239,7 @@ class Distributed:
         while self._running:
             # Left by what no hook sees, as an interrupt.
             self._leave_trace()
-        TRAILS.append(trace := CallTrace())
+        CALL_TRACES.append(trace := CallTrace())
         self._running.append((None, sys.exc_info()[1], torch.get_rng_state()))
         given = tensors_in(args, kwargs)
         split = [x for x in given if isinstance(x, SplitTensor)]
@@ -309,11 +309,11 @@ class Distributed:
             replicas.forget()
         self._change = change
         # The outermost module began as it was.
-        site.leave()
+        site.pop_module()
         self._root(model, ())
 
     def _leave_trace(self) -> tuple[Calls | None, BaseException | None, torch.Tensor, CallTrace]:
-        return *self._running.pop(), TRAILS.pop() or CallTrace()
+        return *self._running.pop(), CALL_TRACES.pop() or CallTrace()
 
     def _calls_of(self, grid: Grid) -> Calls:
         ranks = grid.ranks if isinstance(grid, Partition) else self.machine.ranks

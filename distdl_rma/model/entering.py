@@ -16,7 +16,7 @@ from distdl_rma.split.tensor import SplitTensor, into_graph, tensors_in
 _OF_ALL, _BEFORE_ALL = torch_module._global_backward_hooks, torch_module._global_backward_pre_hooks
 
 
-class Enter:
+class ModuleHook:
     """Hook of a module: calls from here on are those of its path, and may be known to be of one place."""
 
     def __init__(self, path: str, module: nn.Module, moves: bool, elsewhere: bool) -> None:
@@ -32,7 +32,7 @@ class Enter:
         self.alone = type(module).__module__.startswith("torch.nn.modules.") and not module._modules
 
     def __call__(self, module: nn.Module, args: Any) -> None:
-        """Begin the module; ``site.leave`` ends it."""
+        """Begin the module; ``site.pop_module`` ends it."""
         known = site.THREAD.stack[-1][3] if self.in_turn or self.alone else None
         if known is None and self.in_turn:
             known = []

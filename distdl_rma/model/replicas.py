@@ -11,7 +11,7 @@ from zlib import crc32
 import torch
 from torch import nn
 
-from distdl_rma.checks.arguments import hold
+from distdl_rma.checks.arguments import mark_compared
 from distdl_rma.dtypes import as_words, is_in_memory
 from distdl_rma.layers.core.layer import DistributedLayer
 from distdl_rma.machine import Machine
@@ -120,16 +120,16 @@ class ReplicaSampler:
     def forget(self) -> None:
         """Leave the tensors to whoever else compares them; the next number begins anew."""
         for each in self._held:
-            hold(each.tensor, False)
+            mark_compared(each.tensor, False)
         self._held, self._calls, self._fruitless = [], 0, 0
 
     def _look(self) -> None:
         # Where everything is now.
         for each in self._held:
-            hold(each.tensor, False)
+            mark_compared(each.tensor, False)
         self._held = [*self._found()]
         for each in self._held:
-            hold(each.tensor, True)
+            mark_compared(each.tensor, True)
         self._groups = [
             _Group(self._held[at : at + _AT_A_TIME]) for at in range(0, len(self._held), _AT_A_TIME)
         ]

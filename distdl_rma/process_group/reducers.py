@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch.distributed import ReduceOp
 
-from distdl_rma.dtypes import NUMPY, WORDS
+from distdl_rma.dtypes import BIT_WORDS, NUMPY
 from distdl_rma.errors import ShapeError, UnsupportedError
 from distdl_rma.segments.collectives.reduction import Fold, without_fp_errors
 
@@ -45,7 +45,7 @@ class Reducer:
         self._op = op
         self._short = dtype in _SHORT_FLOATS
         # Floats of 16 bits are arrays of words, viewed as tensors where they are reduced.
-        self.dtype, self.storage = dtype, WORDS[2][1] if self._short else NUMPY[dtype]
+        self.dtype, self.storage = dtype, BIT_WORDS[2][1] if self._short else NUMPY[dtype]
         self._fold = Fold(ufunc, np.dtype(np.float32) if self._short else self.storage, _BLOCK)
         self._divisor = ranks if self.name == "avg" and ranks > 1 else 0
         self._quietly = without_fp_errors(self._reduce)

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from distdl_rma.dtypes import NUMPY, WORDS
+from distdl_rma.dtypes import BIT_WORDS, NUMPY
 from distdl_rma.errors import ShapeError, UnsupportedError
 
 Array = NDArray[Any]
@@ -37,7 +37,7 @@ class Flat:
             self._copied = tensor.resolve_conj().resolve_neg().contiguous()
         words = self._copied
         if words.dtype in _AS_WORDS:
-            words = words.view(WORDS[words.itemsize][0])
+            words = words.view(BIT_WORDS[words.itemsize][0])
         try:
             self.elements = _array_of(words)
         except (RuntimeError, TypeError) as error:

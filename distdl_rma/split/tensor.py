@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
-from distdl_rma.checks.arguments import HELD, TENSORS, hold
+from distdl_rma.checks.arguments import COMPARED, TENSORS, mark_compared
 from distdl_rma.checks.gradient_origin import note_reached_split, show_block, warn_of_mean
 from distdl_rma.errors import PartitionError, ShapeError, UnsupportedError
 from distdl_rma.geometry.decomposition import Decomposition
@@ -25,7 +25,7 @@ from distdl_rma.split.calls.autocast import castable, dtype_for
 from distdl_rma.split.calls.loss_origin import LOSS_ORIGIN
 from distdl_rma.split.calls.refusals import raise_as_torch
 from distdl_rma.split.calls.signatures import first_by_place
-from distdl_rma.split.calls.site import THREAD, TRAILS, module_path, note, site_of, user_place
+from distdl_rma.split.calls.site import CALL_TRACES, THREAD, module_path, note, site_of, user_place
 from distdl_rma.split.calls.table import OBSERVERS, RULES, WITHOUT_RULE, Rule, name_of
 from distdl_rma.split.entry import told_layout
 from distdl_rma.split.function_nodes import enter_graph, runs
@@ -263,7 +263,7 @@ class SplitTensor(torch.Tensor):
                 with no_autocast():
                     return cls.__torch_function__(func, types, args, kwargs)
             THREAD.place = None
-            if TRAILS:
+            if CALL_TRACES:
                 note(func, rule.kind, args, kwargs or _NOTHING)
             try:
                 if kwargs and "out" in kwargs and kwargs["out"] is not None and rule.kind not in _AS_PASSED:
@@ -286,7 +286,7 @@ class SplitTensor(torch.Tensor):
                     found = handler(func, args, kwargs or {})
                     if rule.kind in _EXCHANGING and _hooks_of_saved(False) is not None:
                         _recompute_alike(found, args, kwargs)
-                if LOSS_ORIGIN.on and not TRAILS:
+                if LOSS_ORIGIN.on and not CALL_TRACES:
                     LOSS_ORIGIN.follow(rule.kind, func, args, kwargs or _NOTHING, found)
                 return found
             except Exception as error:
@@ -350,7 +350,7 @@ def _cast(name: str, given: Any) -> Any:
             return x
         if not isinstance(x, SplitTensor):
             weight = x.to(dtype)
-            hold(weight, HELD in x.__dict__)
+            mark_compared(weight, COMPARED in x.__dict__)
             return weight
         found = SplitTensor(checked_block(x).to(dtype), x._layout)
         found._loss_hash = x._loss_hash
@@ -386,7 +386,7 @@ def _memory(x: torch.Tensor) -> int:
 
 def _tell_peers(error: Exception, among: Sequence[Any]) -> None:
     # In a call of a distributed model that hears of it, and within a rule those around it tell.
-    if TRAILS or isinstance(error, ENOUGH):
+    if CALL_TRACES or isinstance(error, ENOUGH):
         return
     partition = next((x._layout.partition for x in among if isinstance(x, SplitTensor)), None)
     home = None if partition is None else partition.home
@@ -400,12 +400,12 @@ def _tell_peers(error: Exception, among: Sequence[Any]) -> None:
 
 def composed(function: Any, *args: Any, **kwargs: Any) -> Any:
     """A function of split tensors within a rule, by its own rule: for what is made of other functions."""
-    TRAILS.append(None)
+    CALL_TRACES.append(None)
     try:
         with torch._C._EnableTorchFunction():
             return function(*args, **kwargs)
     finally:
-        TRAILS.pop()
+        CALL_TRACES.pop()
 
 
 def into_graph(x: SplitTensor) -> SplitTensor:

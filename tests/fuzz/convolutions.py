@@ -128,7 +128,7 @@ def check(P_world, comm, seed):
         for net in (layer, sequential):
             if getattr(net, key) is not None:
                 getattr(net, key).requires_grad_(False)
-    in_place = given[0] == P_y and layer.P_W is None
+    on_workers = given[0] == P_y and layer.P_W is None
     frozen = [key for key, parameter in sequential.named_parameters() if not parameter.requires_grad]
     case = (seed, transposed, given, named, arguments, pattern, frozen)
     for _ in range(rng.choice([1, 2])):
@@ -137,10 +137,10 @@ def check(P_world, comm, seed):
             arguments["in_channels"],
             *(n + rng.randint(0, 7) for n in least),
         )
-        one_call(rng, comm, layer, sequential, given[0], P_y, shape, transposed, in_place, case)
+        one_call(rng, comm, layer, sequential, given[0], P_y, shape, transposed, on_workers, case)
 
 
-def one_call(rng, comm, layer, sequential, P_x, P_y, shape, transposed, in_place, case):
+def one_call(rng, comm, layer, sequential, P_x, P_y, shape, transposed, on_workers, case):
     case = (*case, shape)
     x = torch.randn(shape, dtype=torch.float64)
     needing = rng.choice([set(range(comm.size)), set(range(comm.size)), set(), {rng.randrange(comm.size)}])
@@ -162,7 +162,7 @@ def one_call(rng, comm, layer, sequential, P_x, P_y, shape, transposed, in_place
         local = cut(blocks, x).requires_grad_(comm.rank in needing)
         out = layer(local, **options)
     target = Decomposition.balanced(P_y, y.shape)
-    if in_place:
+    if on_workers:
         target = target.with_splits({0: blocks.splits[0]})
     if P_y.active:
         agree(out, cut(target, y), f"output {case}")
@@ -176,7 +176,7 @@ def one_call(rng, comm, layer, sequential, P_x, P_y, shape, transposed, in_place
         net.zero_grad()
     y.backward(gradient)
     # Of a batch that stays where it is, other blocks may need a gradient than this one.
-    assert out.requires_grad or in_place or not out.numel(), case
+    assert out.requires_grad or on_workers or not out.numel(), case
     if out.requires_grad:
         out.backward(cut(target, gradient) if P_y.active else torch.zeros_like(out))
     if comm.rank in needing and P_x.active:

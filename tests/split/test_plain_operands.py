@@ -6,7 +6,7 @@ import torch
 from distdl_rma import UnsupportedError
 from distdl_rma.ops.core.autograd import mark_summed_later
 from distdl_rma.split import layout as lay
-from distdl_rma.split.calls.site import enter, leave
+from distdl_rma.split.calls.site import THREAD, pop_module
 from distdl_rma.split.plain_operands import beside, contributes
 from tests.split.against_whole import block
 
@@ -41,9 +41,9 @@ def test_without_a_graph_nothing_is_done(cut):
 
 def test_where_somebody_else_sums_all_gradients_are_contributions(cut):
     x, rank = torch.ones(3, requires_grad=True), cut.partition.rank
-    enter("model", elsewhere=True)
+    THREAD.stack.append(("model", True, True, None, False))
     (beside(x, cut) * (1 + rank)).sum().backward()
-    leave()
+    pop_module()
     assert torch.equal(x.grad, torch.full((3,), 1.0 + rank))
 
 

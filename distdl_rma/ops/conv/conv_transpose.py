@@ -24,7 +24,7 @@ from distdl_rma.ops.core.staged import movement_or_none
 class TransposedConvolution(GridConvolution):
     """Transposed convolution of an input that is split in any way; its output in blocks on any partition.
 
-    Where the workers are the owners of the input, ``in_place``, they work on their own data, and the batch
+    Where the workers are the owners of the input, ``on_workers``, they work on their own data, and the batch
     stays cut as it is if the ``target`` is their partition; else the output is in balanced blocks on it. The
     bias is where the output is. ``ShapeError`` if there would be no output.
     """
@@ -38,7 +38,7 @@ class TransposedConvolution(GridConvolution):
         dtype: torch.dtype,
         output_padding: Sequence[int],
     ) -> None:
-        stencil, workers, in_place = options.stencil, options.workers, options.in_place
+        stencil, workers, on_workers = options.stencil, options.workers, options.on_workers
         channels = channels_out(workers, source)
         inputs, grid = source.shape[LEADING:], workers.grid.shape
         least = least_outputs(stencil, inputs)
@@ -48,14 +48,14 @@ class TransposedConvolution(GridConvolution):
         rows: Split | None = None
         batch: Split = Balanced(source.shape[0], grid[0])
         space: Sequence[Split] = [Balanced(n, p) for n, p in zip(inputs, grid[3:], strict=True)]
-        if in_place:
+        if on_workers:
             batch, rows, *space = source.splits
         output = Decomposition.balanced(target, (source.shape[0], channels, *extents))
-        if in_place and target == source.partition:
+        if on_workers and target == source.partition:
             output = output.with_splits({0: batch})
         computed = workers.by_columns(batch, stencil.with_halo(space, extents), rows)
         super().__init__(site, options, source, dtype, (computed, output), rows)
-        if not in_place:
+        if not on_workers:
             self.gather = movement_or_none(site, source, workers.by_rows(batch, space), dtype, "input")
         self._channels = output.box(site.machine.rank).bounds[1]
 

@@ -97,10 +97,10 @@ class GridConvolution(GatherComputeScatter):
 class Convolution(GridConvolution):
     """Convolution of an input that is split in any way, by a grid of ranks, for any partition.
 
-    The ``target`` gets the output in balanced blocks. Where that are the workers themselves, ``in_place``,
-    the batch stays cut as it is. Where movement ``overlaps`` computation, own data is convolved while the
-    halo travels; else all that is read is gathered first. ``ShapeError`` too if the input is too small for a
-    window or for the padding.
+    The ``target`` gets the output in balanced blocks. If the target is the worker grid, ``on_workers``, the
+    batch keeps the cut of the input. If movement ``overlaps`` computation, a rank convolves its own data
+    while the halo travels; otherwise it gathers all that it reads first. ``ShapeError`` too if the input is too
+    small for a window or for the padding.
     """
 
     def __init__(
@@ -116,7 +116,7 @@ class Convolution(GridConvolution):
         rank, extents = machine.rank, stencil.outputs(source.shape[LEADING:])
         space = [Balanced(n, p) for n, p in zip(extents, workers.grid.shape[LEADING + 1 :], strict=True)]
         output = Decomposition.balanced(target, (source.shape[0], channels, *extents))
-        if options.in_place:
+        if options.on_workers:
             output = output.with_splits({0: batch})
         else:
             batch = Balanced(source.shape[0], workers.grid.shape[0])

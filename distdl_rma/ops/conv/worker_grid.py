@@ -92,15 +92,16 @@ class WorkerGrid:
 class ConvolutionOptions:
     """What a convolution is, whatever its input.
 
-    Data stay ``in_place`` where the workers are the ranks of the output, or of the input of a transposed one;
-    the batch then stays cut as it is. Whether movement ``overlaps`` computation says ``can_overlap``; where
-    it does, but nothing is worth to be convolved meanwhile, a rank ``joins`` what came to its own data.
+    ``on_workers``: the workers are the partition of the output, or of the input of a transposed convolution;
+    the batch then keeps the cut of the input. ``overlaps``: movement overlaps computation, if
+    ``can_overlap``. ``joins``: for small blocks or wide halos, a rank copies its block and halo into one tensor and convolves
+    once.
     """
 
     stencil: Stencil
     workers: WorkerGrid
     padding_mode: str = "zeros"
-    in_place: bool = False
+    on_workers: bool = False
     overlaps: bool = True
     joins: bool = False
 

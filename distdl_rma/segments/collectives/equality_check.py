@@ -19,12 +19,12 @@ from distdl_rma.segments.memory.remote_buffer import RemoteBuffer
 from distdl_rma.segments.transport.heap import aligned
 from distdl_rma.segments.waiting.header import WaitReason
 
-WORDS = 4
-_ROW = struct.Struct(f"={WORDS}q")
+N_INTEGERS = 4
+_ROW = struct.Struct(f"={N_INTEGERS}q")
 # A line of the board, in words: what a rank says, and behind it the epoch. The smallest and largest of all
 # take two, the epoch behind them.
 _LINE, _RESULT = 8, 16
-_EPOCH = WORDS
+_EPOCH = N_INTEGERS
 _PARITIES = 2
 _ITEM = 8
 # Lines of so few ranks are looked at one by one.
@@ -85,7 +85,7 @@ class EqualityCheck(Scripted):
         self._closed = False
         # The smallest of each word, then the largest; None where all are those that this rank said.
         self._extent: _Extent | None = None
-        self._said: tuple[int, ...] = (0,) * WORDS
+        self._said: tuple[int, ...] = (0,) * N_INTEGERS
         self.epoch = self._waited = 0
         # Whether a wait for this epoch has ended before all were there, so that its call may be repeated.
         self._late = False
@@ -187,12 +187,12 @@ class EqualityCheck(Scripted):
     @property
     def smallest(self) -> tuple[int, ...]:
         """The smallest of each word that some rank said in the last epoch."""
-        return self._said if self._extent is None else tuple(self._extent[:WORDS].tolist())
+        return self._said if self._extent is None else tuple(self._extent[:N_INTEGERS].tolist())
 
     @property
     def largest(self) -> tuple[int, ...]:
         """The largest of each word."""
-        return self._said if self._extent is None else tuple(self._extent[WORDS:].tolist())
+        return self._said if self._extent is None else tuple(self._extent[N_INTEGERS:].tolist())
 
     def missing(self) -> WaitReason:
         """Which ranks are still missing; for messages."""
@@ -252,7 +252,7 @@ class EqualityCheck(Scripted):
             alike = all(line == mine for line in self._lines[parity])
         if alike:
             return None
-        said = table[:, :WORDS]
+        said = table[:, :N_INTEGERS]
         return np.concatenate([said.min(0), said.max(0)])
 
     def _script(self, epoch: int) -> Iterator[None]:
@@ -277,7 +277,7 @@ class EqualityCheck(Scripted):
             found = result[: _EPOCH * 2].copy()
             self._counters.gets += 1
             self._counters.bytes_got += found.nbytes
-        alike = bool((found[:WORDS] == found[WORDS:]).all())
+        alike = bool((found[:N_INTEGERS] == found[N_INTEGERS:]).all())
         self._extent = None if alike else found
 
     def _take(self, turn: _Turn, epoch: int, found: _Extent) -> Iterator[None]:
@@ -292,9 +292,9 @@ class EqualityCheck(Scripted):
             while self._memory.flag(slot) < epoch:
                 yield
             self._acquire()
-            there = self._memory.view(np.int64, (2 * WORDS,), self._offset(epoch, slot))
-            np.minimum(found[:WORDS], there[:WORDS], out=found[:WORDS])
-            np.maximum(found[WORDS:], there[WORDS:], out=found[WORDS:])
+            there = self._memory.view(np.int64, (2 * N_INTEGERS,), self._offset(epoch, slot))
+            np.minimum(found[:N_INTEGERS], there[:N_INTEGERS], out=found[:N_INTEGERS])
+            np.maximum(found[N_INTEGERS:], there[N_INTEGERS:], out=found[N_INTEGERS:])
 
     def _offset(self, epoch: int, slot: int, remote: RemoteBuffer | None = None) -> int:
         # Slots lie at the end of a leader's memory, whose board may be longer than this one's.

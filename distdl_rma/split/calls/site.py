@@ -28,33 +28,36 @@ _KEPT = 16
 # Kinds that are not compared between ranks: one rank may call them alone.
 _ASKING = frozenset({"query", "value", "gradient"})
 _NOTHING: dict[str, Any] = {}
-_ROOMS = f"{Path(torch.__file__).parent}/", f"{Path(__file__).parents[1]}/"
+_LIBRARY_PATHS = f"{Path(torch.__file__).parent}/", f"{Path(__file__).parents[1]}/"
 
 
 class _Inner(dict[str, bool]):
     # Whether code of a file is torch's or of this package, for each that was met.
     def __missing__(self, file: str) -> bool:
-        found = self[file] = file.startswith(_ROOMS) or file == contextlib.__file__
+        found = self[file] = file.startswith(_LIBRARY_PATHS) or file == contextlib.__file__
         return found
 
 
 _INNER = _Inner()
-Entered = tuple[str, bool, bool, "list[Place] | None", bool]
+RunningModule = tuple[
+    str,  # its path
+    bool,  # whether rules may redistribute tensors in it
+    bool,  # whether DDP or FSDP, and no GradientSync, sums the gradients of plain tensors
+    # If torch's own code calls the module: the user's line that called the outermost of such modules, once
+    # that is known.
+    "list[Place] | None",
+    bool,  # whether all functions that it calls are called by torch's own code
+]
 
 
 class _Thread(threading.local):
-    """What a thread does: modules that are in their forward, the innermost last.
+    """Modules of this thread whose forward runs, the innermost last, and the line of the running function.
 
-    Of each its path, whether rules may move tensors in it, and whether somebody else sums the gradients of
-    plain ones. Then, of modules that torch's own code calls, where the user called the outermost of these,
-    once that is known, else None; and whether all functions that it calls are called there.
-
-    ``place`` is where the function is called that is going on, once somebody has asked; whoever begins a
-    call forgets it.
+    ``place`` is None until somebody has asked for that line; whoever begins a call resets it.
     """
 
     def __init__(self) -> None:
-        self.stack: list[Entered] = [("", True, False, None, False)]
+        self.stack: list[RunningModule] = [("", True, False, None, False)]
         self.place: Place | None = None
 
 
@@ -237,22 +240,13 @@ def may_move() -> bool:
 
 
 def summed_elsewhere() -> bool:
-    """Whether somebody else sums the gradients of all plain tensors that are used here."""
+    """Whether DDP or FSDP, and no ``GradientSync``, sums the gradients of plain tensors in this module."""
     return THREAD.stack[-1][2]
 
 
-def enter(path: str, moves: bool = True, elsewhere: bool = False) -> None:
-    """Calls from now on are those of the module of this path.
-
-    ``moves`` is whether rules may move tensors, ``elsewhere`` whether gradients of plain tensors are summed
-    by somebody else.
-    """
-    THREAD.stack.append((path, moves, elsewhere, None, False))
-
-
-def leave(*_of_hook: object) -> None:
-    """Calls from now on are those of the module that called the last one; also as a hook of that."""
-    # What raises before it entered leaves too.
+def pop_module(*_of_hook: object) -> None:
+    """End the innermost module; a forward hook."""
+    # A module that raises before it was put on the stack ends as well.
     if len(THREAD.stack) > 1:
         THREAD.stack.pop()
 
@@ -280,20 +274,20 @@ class Step:
 
 
 # Where calls are noted, the last one counts; None while a rule calls functions itself.
-TRAILS: list[CallTrace | None] = []
+CALL_TRACES: list[CallTrace | None] = []
 _STEPS: dict[tuple[Any, str, Place], Step] = {}
 
 
 def thread_inside() -> str:
     """Name of another thread that is on its way through a model now; empty if none is."""
-    others = {trail.thread for trail in TRAILS if trail is not None} - {threading.get_ident()}
+    others = {trace.thread for trace in CALL_TRACES if trace is not None} - {threading.get_ident()}
     return next((each.name for each in threading.enumerate() if each.ident in others), "") if others else ""
 
 
 def note(function: Any, kind: str, args: Sequence[Any] = (), kwargs: Mapping[str, Any] = _NOTHING) -> None:
-    """Note a call of a function of some kind in the trail that there is, if anyone wants to know."""
-    trail = TRAILS[-1]
-    if trail is None or kind in _ASKING:
+    """Note a call of a function of some kind in the trace that there is, if anyone wants to know."""
+    trace = CALL_TRACES[-1]
+    if trace is None or kind in _ASKING:
         return
     path, _, _, known, there = THREAD.stack[-1]
     if there and known:
@@ -306,13 +300,13 @@ def note(function: Any, kind: str, args: Sequence[Any] = (), kwargs: Mapping[str
     key = function, path, place
     if key not in _STEPS:
         _STEPS[key] = Step(*key)
-    trail.steps += (_STEPS[key],)
+    trace.steps += (_STEPS[key],)
     said: list[Any] | None = None
     if (kwargs or args[1:] or (args and args[0].__class__ not in TENSORS)) and kind != "registered":
         said, plain = said_in(args, kwargs)
         if plain:
-            trail.note_plain(function, args, plain)
-    if torch.is_grad_enabled() is not trail.graph:
+            trace.note_plain(function, args, plain)
+    if torch.is_grad_enabled() is not trace.graph:
         said = [*(said or ()), "in another grad mode than the model"]
     if said:
-        trail.said += len(trail.steps), said
+        trace.said += len(trace.steps), said

@@ -24,7 +24,7 @@ FORMS = {
 @pytest.mark.mpi
 @pytest.mark.parametrize("form", FORMS)
 def test_outputs_and_gradients_are_those_of_torch(P_world, comm, form):
-    first, second, work, in_place = FORMS[form](comm.size)
+    first, second, work, on_workers = FORMS[form](comm.size)
     P_x, P_y, grid = (P_world.create_cartesian_topology_partition(shape) for shape in (first, second, work))
     torch.manual_seed(0)
     x, weight, bias = (
@@ -37,7 +37,7 @@ def test_outputs_and_gradients_are_those_of_torch(P_world, comm, form):
     source = Decomposition.balanced(P_x, x.shape)
     operation = TransposedConvolution(
         CallSite(Machine.of(P_world), form),
-        ConvolutionOptions(STENCIL, WorkerGrid(grid, IN, 1, tuple(weight.shape)), in_place=in_place),
+        ConvolutionOptions(STENCIL, WorkerGrid(grid, IN, 1, tuple(weight.shape)), on_workers=on_workers),
         source,
         P_y,
         torch.float64,

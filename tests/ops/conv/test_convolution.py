@@ -99,7 +99,7 @@ def test_large_blocks_have_the_gradients_of_torch(P_world, comm, monkeypatch):
     shapes = (1, 4, 60 * P_world.size, 3), WEIGHT
     x, weight = (torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes)
     source = Decomposition.balanced(P_x, x.shape)
-    options = ConvolutionOptions(STENCIL, workers, in_place=True)
+    options = ConvolutionOptions(STENCIL, workers, on_workers=True)
     operation = Convolution(CallSite(Machine.of(P_world), "large"), options, source, P_x, torch.float64)
     assert len(operation._pieces) == 2
     y = F.conv2d(x, weight, padding=1)

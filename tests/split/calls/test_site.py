@@ -4,25 +4,25 @@ import torch
 from torch.nn import functional as F  # noqa: N812
 
 from distdl_rma.checks.calls import CallTrace
-from distdl_rma.split.calls.site import TRAILS, Place, Site, Step, enter, leave, note
+from distdl_rma.split.calls.site import CALL_TRACES, THREAD, Place, Site, Step, note, pop_module
 
 
 def called(function, kind="pointwise"):
     """As a dispatch would note it."""
-    enter("down.0")
+    THREAD.stack.append(("down.0", True, False, None, False))
     note(function, kind)
-    leave()
+    pop_module()
 
 
 def test_calls_are_noted_with_their_places():
-    TRAILS.append(CallTrace())
+    CALL_TRACES.append(CallTrace())
     called(torch.relu)
     called(torch.Tensor.size, "query")
-    TRAILS.append(None)
+    CALL_TRACES.append(None)
     called(torch.sin)
-    assert TRAILS.pop() is None
+    assert CALL_TRACES.pop() is None
     called(F.gelu)
-    first, second = TRAILS.pop().steps
+    first, second = CALL_TRACES.pop().steps
     assert first.described.startswith("torch.relu in module 'down.0' at test_site.py:")
     assert second.function is F.gelu
     assert first.word != second.word

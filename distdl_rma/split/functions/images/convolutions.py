@@ -95,7 +95,10 @@ def _on_copies(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 @rule("window", *_DIMS)
 @of_cut(empty=False, otherwise=_on_copies)
 def convolution(call: Call, site: Site, x: SplitTensor, weight: Any, bias: Any, **how: Any) -> Any:
-    """Every rank convolves its block with the whole weight; halos travel meanwhile, overlaps are summed."""
+    """Each rank convolves its block and its halo with the whole weight; the halo travels meanwhile.
+
+    Of transposed convolutions, outputs that several ranks contribute to are summed.
+    """
     func, *_ = call
     layout = x._layout
     if len(layout.shape) == _DIMS[func.__name__] + 1:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn import functional as F  # noqa: N812
 
-from distdl_rma.checks.arguments import WORDS
+from distdl_rma.checks.arguments import SCALAR_TYPES
 from distdl_rma.checks.gradient_origin import warn_user
 from distdl_rma.dtypes import sum_dtype
 from distdl_rma.geometry.decomposition import Decomposition
@@ -116,7 +116,7 @@ def _of_one_layout(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         blocks.append(block)
         key.append(block.dtype)
     for name, value in kwargs.items():
-        if value.__class__ not in WORDS or (name in _LEGACY and value is not None):
+        if value.__class__ not in SCALAR_TYPES or (name in _LEGACY and value is not None):
             return None
     if layout is None or not layout.cut_dims:
         return None
