@@ -99,8 +99,8 @@ class Convolution(GridConvolution):
 
     The ``target`` gets the output in balanced blocks. If the target is the worker grid, ``on_workers``, the
     batch keeps the cut of the input. If movement ``overlaps`` computation, a rank convolves its own data
-    while the halo travels; otherwise it gathers all that it reads first. ``ShapeError`` too if the input is too
-    small for a window or for the padding.
+    while the halo travels; otherwise it gathers all that it reads first. ``ShapeError`` too if the input is
+    too small for a window or for the padding.
     """
 
     def __init__(

@@ -94,8 +94,8 @@ class ConvolutionOptions:
 
     ``on_workers``: the workers are the partition of the output, or of the input of a transposed convolution;
     the batch then keeps the cut of the input. ``overlaps``: movement overlaps computation, if
-    ``can_overlap``. ``joins``: for small blocks or wide halos, a rank copies its block and halo into one tensor and convolves
-    once.
+    ``can_overlap``. ``joins``: for small blocks or wide halos, a rank copies its block and halo into one
+    tensor and convolves once.
     """
 
     stencil: Stencil
