@@ -150,8 +150,8 @@ class DistributedLayer(AnsweringModule):
     only: the ranks agree on them.
 
     **Calls** are blocking, forward and backward, and involve the ranks of the partitions. While gradients
-    are recorded, they also involve the others that keep copies of the weights: these hear what becomes of a
-    call, and raise the same errors. If any rank needs a gradient, all of them take part in the backward.
+    are recorded, ranks that only hold copies of the weights take part, too: they receive success or the
+    error of a call, and raise the same error. If any rank needs a gradient, all of them take part in the backward.
 
     **Parameters** hold the values that the layer of torch starts with if all ranks are seeded alike. Copies
     on several ranks start as those of the first one, and their gradients are summed in every backward,
@@ -184,7 +184,7 @@ class DistributedLayer(AnsweringModule):
     PartitionError
         If the partitions belong to different machines or to none, or do not fit together.
     ArgumentError
-        If an argument has a value that is none, as torch's layers raise it or earlier.
+        If an argument is invalid, as torch's layers raise it or earlier.
     UnsupportedError
         If a device other than the CPU, or a type that does not move between ranks, is asked for.
     ShapeError
