@@ -151,7 +151,8 @@ class DistributedLayer(AnsweringModule):
 
     **Calls** are blocking, forward and backward, and involve the ranks of the partitions. While gradients
     are recorded, ranks that only hold copies of the weights take part, too: they receive success or the
-    error of a call, and raise the same error. If any rank needs a gradient, all of them take part in the backward.
+    error of a call, and raise the same error. If any rank needs a gradient, all of them take part in the
+    backward.
 
     **Parameters** hold the values that the layer of torch starts with if all ranks are seeded alike. Copies
     on several ranks start as those of the first one, and their gradients are summed in every backward,
