@@ -118,6 +118,9 @@ def with_running_statistics(
         if isinstance(running_mean, SplitTensor) or isinstance(running_var, SplitTensor):
             raise refused(call[0], _ALIKE)
         running = {"running_mean": running_mean, "running_var": running_var}
+        if torch.is_grad_enabled() and (running_mean.requires_grad or running_var.requires_grad):
+            # As torch, which stand-ins without a gradient do not ask.
+            raise RuntimeError(f"{site.name} is not differentiable with respect to running statistics")
     if how[name]:
         return _normalised(call, site, x, 0, (weight, bias), eps, running, momentum)
     if running is None:

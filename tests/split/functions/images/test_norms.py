@@ -197,3 +197,14 @@ def test_rms_norm_of_complex_numbers(P_world, weighted):
         check(P_world, lambda x, w: F.rms_norm(x, (5, 4), w), [x], [w])
     else:
         check(P_world, lambda x: F.rms_norm(x, (4,)), [x])
+
+
+@pytest.mark.mpi
+@pytest.mark.sizes(2, 3)
+@pytest.mark.parametrize("training", [True, False])
+def test_running_statistics_with_a_gradient_are_refused_as_by_torch(P_world, training):
+    P_x = P_world.create_cartesian_topology_partition((P_world.size, 1, 1, 1))
+    x, mean, variance = numbers((1, 2, 3, 3), False), numbers(2), torch.ones(2).double()
+    for whole in (x, block(P_x, x)):
+        with pytest.raises(RuntimeError, match="not differentiable"):
+            F.batch_norm(whole, mean, variance, training=training)
