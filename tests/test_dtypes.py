@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from distdl_rma import UnsupportedError
-from distdl_rma.dtypes import DTYPES, NUMPY, WORDS, sum_dtype, word_dtype
+from distdl_rma.dtypes import BIT_WORDS, DTYPES, NUMPY, sum_dtype, word_dtype
 
 # torch says of one of its types that it is an experiment.
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf")
@@ -28,8 +28,8 @@ def test_numpys_types_are_those_that_torch_gives_it(dtype):
     assert torch.zeros(1, dtype=dtype).numpy().dtype == NUMPY[dtype]
 
 
-@pytest.mark.parametrize("nbytes", WORDS)
+@pytest.mark.parametrize("nbytes", BIT_WORDS)
 def test_words_have_their_size_in_torch_and_in_numpy(nbytes):
-    torchs, numpys = WORDS[nbytes]
+    torchs, numpys = BIT_WORDS[nbytes]
     assert torchs.itemsize == numpys.itemsize == nbytes
     assert NUMPY[torchs] == numpys

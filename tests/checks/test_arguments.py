@@ -9,7 +9,7 @@ from distdl_rma.checks import arguments
 from distdl_rma.checks.arguments import (
     all_of,
     are_apart,
-    hold,
+    mark_compared,
     number_of,
     plainly,
     said_in,
@@ -35,10 +35,10 @@ def test_tensors_say_nothing_and_all_else_does():
 
 def test_plain_tensors_are_found_wherever_they_are_and_those_that_a_model_holds_are_not():
     held, x = torch.ones(1), torch.zeros(1)
-    hold(held, True)
+    mark_compared(held, True)
     _, plain = said_in([held, (slice(None), x), [[x], held], {"a": x}], {"b": x, "c": [x], "d": held})
     assert len(plain) == 5 and all(each is x for each in plain)
-    hold(held, False)
+    mark_compared(held, False)
     assert said_in([held], {"d": held})[1] == [held, held]
 
 
