@@ -71,7 +71,8 @@ def tried(chosen: Sequence[Tried], limit: int) -> Iterator[tuple[str, Found]]:
     found, left = Found("exact", ""), [model.path for model in chosen]
     for line in job.stdout.splitlines():
         if line.startswith(SIGN):
-            path, *said = json.loads(line.removeprefix(SIGN))
+            # Another rank may have written behind it.
+            (path, *said), _ = json.JSONDecoder().raw_decode(line.removeprefix(SIGN))
             found = Found(*said)
             left.remove(path)
             yield path, found

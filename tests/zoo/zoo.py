@@ -17,6 +17,8 @@ from torch import nn
 from tests.model.public import torchvision_models
 
 LIST = Path(__file__).with_name("models.txt")
+# So many times what a rounding of the inputs changes of a gradient is a rounding, and so many are tried.
+ROUNDINGS = 4
 
 
 class Found(NamedTuple):
@@ -145,12 +147,30 @@ def _compared(model: Tried) -> Found:
         return Found("refused", _words(error))
     except Exception as error:
         return Found("fails", f"{_words(error)} at {_place(error)}")
-    if not found.equal:
+    apart = [each for each in found.differences if not each.equal]
+    changes = _sensitivity(model) if apart else {}
+    if found.drifted or not all(each.error <= ROUNDINGS * changes.get(each.name, 0.0) for each in apart):
         return Found("differs", f"{found.first or 'not alike on the ranks: ' + ', '.join(found.drifted)}")
     # What ``compare`` tolerates, beside the largest elements.
     tolerated = torch.finfo(torch.get_default_dtype()).eps ** 0.6
     largest = max(each.error / each.tolerance for each in found.differences if each.tolerance)
     return Found("exact", f"{largest * tolerated:.0e}")
+
+
+def _sensitivity(model: Tried) -> dict[str, float]:
+    """By how much gradients of the model alone change, by name, if its inputs change by a rounding."""
+    runs = []
+    for seed in range(ROUNDINGS):
+        generator, alone = torch.Generator().manual_seed(seed), model.made()
+        given = model.inputs()
+        for x in given if seed else ():
+            if x.is_floating_point():
+                noise = 2 * torch.rand(x.shape, dtype=x.dtype, generator=generator) - 1
+                x.mul_(1 + torch.finfo(x.dtype).eps * noise)
+        loss_of(alone(*given)).backward()
+        runs.append({name: p.grad for name, p in alone.named_parameters() if p.grad is not None})
+    first, *others = runs
+    return {name: max(float((run[name] - g).abs().max()) for run in others) for name, g in first.items()}
 
 
 def one_line(text: str) -> str:
