@@ -109,7 +109,8 @@ def broadcast(s: Scope, v: str, x: torch.Tensor) -> str:
 
 
 def in_place(s: Scope, v: str, x: torch.Tensor) -> str:
-    made = s.rng.choice([f"({v} * 1.0)", f"{v}.clone()"])
+    # Torch flattens what lies otherwise in memory to a copy, not to a view.
+    made = s.rng.choice([f"({v}.contiguous() * 1.0)", f"{v}.contiguous().clone()"])
     other = s.like(*[1 if s.rng.random() < 0.3 else n for n in x.shape])
     index = s.rng.choice(["", "", f"[{_index(s, x)}]"])
     if index and s.rng.random() < 0.5:

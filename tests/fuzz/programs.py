@@ -299,7 +299,9 @@ def compare(P_world: Partition, comm: MPI.Intracomm, program: Program, rng: rand
     layouts = {name: random_layout(rng, P, tuple(x.shape)) for name, x in program.split.items()}
     cuts = {name: (lay.described(each), each.splits) for name, each in layouts.items()}
     what = f"{program}\n    {cuts} of {P.shape}"
-    if _FAULT_OF_TORCH.search("\n".join(program.lines)):
+    text = "\n".join(program.lines)
+    # Torch changes running statistics that a checkpoint was given, without an error.
+    if _FAULT_OF_TORCH.search(text) or (program.checkpoints and re.search("(batch|instance)_norm", text)):
         return
     function = program.compiled()
     modes = program.autocast, program.checkpoints
@@ -410,7 +412,10 @@ def _tells_zeros(program: Program, found: dict[str, Any]) -> bool:
 # The median of a tensor that is expanded, for which torch takes other elements.
 _FAULT_OF_TORCH = re.compile(r"expand.*(median|kthvalue)", re.DOTALL)
 # Torch refuses a view for how the whole lies in memory; blocks that have moved lie otherwise.
-_OF_MEMORY = "view size is not compatible with input tensor's size and stride"
+_OF_MEMORY = (
+    "view size is not compatible with input tensor's size and stride",
+    "must have a last dimension with stride 1",
+)
 
 
 def _inputs(program: Program) -> list[torch.Tensor]:
@@ -436,7 +441,7 @@ def _same_end(comm: MPI.Intracomm, mine: Exception | None, theirs: Exception | N
         raise AssertionError(f"ranks end otherwise: {told}: {what}") from mine
     if mine is not None and theirs is None:
         raise AssertionError(f"an error that torch has not: {mine!r}: {what}") from mine
-    if theirs is not None and mine is None and _OF_MEMORY not in str(theirs):
+    if theirs is not None and mine is None and not any(words in str(theirs) for words in _OF_MEMORY):
         raise AssertionError(f"torch alone raises {theirs!r}, split tensors nothing: {what}")
     return mine is None and theirs is None
 
