@@ -277,7 +277,7 @@ class Machine(SharedByCopies):
         drop what they keep of each other for later calls, and the machine can be used further; if some do not
         come within seconds, it is lost. The end of the error's message says which.
         """
-        # One that comes through calls within calls is raise_together by the innermost.
+        # An error that passes through calls within calls was handled by the innermost.
         if self.closed or says_state(error):
             return
         if raise_together(self.segments, error, self.ranks if ranks is None else ranks):

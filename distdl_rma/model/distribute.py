@@ -48,7 +48,7 @@ from distdl_rma.split.shard import Grid, shard
 from distdl_rma.split.tensor import SplitTensor, mapped, tensors_in
 from distdl_rma.sync.claims import Owner
 from distdl_rma.sync.gradients import GradientSync
-from distdl_rma.sync.registry import REDUCTIONS, ModuleWatch, synced_by_other
+from distdl_rma.sync.registry import REDUCTIONS, ModuleWatch, not_in_host_memory
 
 M = TypeVar("M", bound=nn.Module)
 _KEY = "distributed"
@@ -490,7 +490,7 @@ def _check(
                 f"distribute: {f'the part {path!r} of the model' if path else 'this model'} is distributed"
                 f" already; model{f'.{path}' if path else ''}.distributed.close() first"
             )
-    if found := synced_by_other(model):
+    if found := not_in_host_memory(model):
         raise ConfigurationError(f"distribute: {found}")
     if not isinstance(grid, Partition):
         # With the most dimensions there are: whether it fits the ranks is known now.

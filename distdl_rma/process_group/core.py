@@ -54,8 +54,8 @@ class GroupCore(_Base):  # type: ignore[misc]
         teams = [tuple(positions[rank] for rank in node) for node in nodes]
         if len(teams) == 1:
             self._rounds = self._caller = NodeSlots(manager, ranks, name)
-            self._collectives = way = NodeCollectives(self._rounds)
-            self._quick = QuickReductions(self._rounds, self._queue, way)
+            self._collectives = on_node = NodeCollectives(self._rounds)
+            self._quick = QuickReductions(self._rounds, self._queue, on_node)
             self._queue.progress = self._rounds.steps
         elif len(teams) == len(ranks):
             self._collectives = self._caller = InterNodeCollectives(self._messages, self._me, name)

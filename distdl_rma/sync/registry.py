@@ -199,7 +199,7 @@ class Registry:
                 answer(module, f"register({prefix or type(module).__name__})", callbacks)
             except (ConfigurationError, TypeError) as error:
                 refusal = refusal or str(error)
-            refusal = refusal or synced_by_other(module) or unfit(module, self._machine)
+            refusal = refusal or not_in_host_memory(module) or unfit(module, self._machine)
         known = [(one(), name, each.ranks) for each in self._agreed for one, name, _ in each.parameters]
         names = {id(parameter): name for parameter, name, _ in known if parameter is not None}
         # Of a module that is added again what is no longer in it.
@@ -298,7 +298,7 @@ class ModuleWatch:
         return ""
 
 
-def synced_by_other(module: nn.Module) -> str:
+def not_in_host_memory(module: nn.Module) -> str:
     """Which parameter or buffer is not in the memory of the host, and what to do; empty if all are."""
     for name, x in chain(module.named_parameters(), module.named_buffers()):
         if not isinstance(x, UninitializedParameter) and x.device.type != "cpu":

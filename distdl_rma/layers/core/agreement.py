@@ -90,8 +90,9 @@ def static_shapes(place: Machine | Partition) -> Iterator[None]:
         machine.segments.watch.note()
 
 
+# Characters of a text that a rank sends, and bytes of an outcome.
 _LONGEST, _OUTCOME_NBYTES = 512, 1024
-# What goes in on ranks that hear.
+# The operand of ranks that receive an outcome.
 _NO_WORDS = torch.empty(0, dtype=torch.uint8)
 
 

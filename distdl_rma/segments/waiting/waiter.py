@@ -130,8 +130,7 @@ class Waiter:
         ``spins`` are the turns of the busy loop for callers that have looked before, ``whole`` the seconds of
         a longer wait of which this is the last part. ``ExchangeTimeout`` at the deadline, or after about a
         second if ranks of one node wait for each other in a ring; the wait can be repeated.
-        ``PeerFailedError`` if a rank of the machine failed, or one of the ranks has
-        left.
+        ``PeerFailedError`` if a rank of the machine failed, or one of the ranks has left.
         """
         if ready():
             return

@@ -126,7 +126,8 @@ def _error(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], said: list[
     tried = partial(_tried, func, args, kwargs, said)
     if sum(prod(_shape(x)) for x in tensors) <= _FEW:
         # Of some values torch may refuse what it computes of others, as of singular matrices.
-        return tried(filled(0)) and tried(filled(1)) and tried(regular)
+        error = tried(filled(0)) and tried(filled(1))
+        return error and tried(regular) and error
     found = tried(lambda x: torch.empty(_shape(x), dtype=x.dtype, device="meta"))
     # Without elements torch knows no values and no autocast.
     unsure = (

@@ -285,7 +285,7 @@ def thread_inside() -> str:
 
 
 def note(function: Any, kind: str, args: Sequence[Any] = (), kwargs: Mapping[str, Any] = _NOTHING) -> None:
-    """Note a call of a function of some kind in the trace that there is, if anyone wants to know."""
+    """Add a call of a function to the trace of this call of a model, if its kind is compared."""
     trace = CALL_TRACES[-1]
     if trace is None or kind in _ASKING:
         return

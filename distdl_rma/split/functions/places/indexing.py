@@ -78,10 +78,8 @@ def _one(func: Any, x: SplitTensor, dim: int, at: int) -> SplitTensor:
     if moved:
         x = _cut_out(x, ((dim, at, at + 1, 1),))
         target = lay.whole(x._layout, (dim,))
-        local, at = (
-            redistributed(site_for(func, x), checked_block(x), x._layout, target, f"element of dim {dim}"),
-            0,
-        )
+        what = f"element of dim {dim}"
+        local, at = redistributed(site_for(func, x), checked_block(x), x._layout, target, what), 0
     else:
         local, target = checked_block(x), x._layout
     order = [d for d in range(len(target.shape)) if d != dim]
