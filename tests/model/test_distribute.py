@@ -127,7 +127,7 @@ def test_layers_of_this_library_stand_inside(P_world, x):
 @pytest.mark.mpi
 @pytest.mark.sizes(2, 3)
 def test_blocks_taken_for_whole_tensors_are_refused(pair, x, comm):
-    with pytest.raises(MismatchError, match=r"whole one.*SplitTensor\.from_local"):
+    with pytest.raises(MismatchError, match=r"same whole tensor.*SplitTensor\.from_local"):
         pair[1](x + comm.rank)
 
 
