@@ -237,8 +237,8 @@ def equal_on_all_ranks(
             shapes = ", ".join(str(tuple(x.shape)) for x in tensors)
             raise MismatchError(
                 f"{what} differs between rank {machine.rank}, which passes {shapes}, and rank {rank}. All"
-                " ranks must pass the same whole tensor: call torch.manual_seed with the same number before it is"
-                " drawn, or load the same data. A block of this rank becomes a split tensor by"
+                " ranks must pass the same whole tensor: call torch.manual_seed with the same number before"
+                " it is drawn, or load the same data. A block of this rank becomes a split tensor by"
                 " SplitTensor.from_local"
             )
 
