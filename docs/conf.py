@@ -48,14 +48,16 @@ def add_contents(_app: Sphinx, page: str, source: list[str]) -> None:
         source[0] += "\n".join(["\n```{toctree}", *lines, "```\n"])
 
 
-def link_pages(
+def add_links(
     _app: Sphinx, _kind: str, _name: str, _object: object, _options: object, lines: list[str]
 ) -> None:
-    """Make links of the pages that a docstring names."""
-    lines[:] = [re.sub(r"``(docs/[\w/-]+)\.md``", r":doc:`\1.md </\1>`", line) for line in lines]
+    """Make links of the pages that a docstring names, and have its roles find names of any module."""
+    for at, line in enumerate(lines):
+        roles = re.sub(r":(class|meth|func):`(?=\w)", r":\1:`.", line)
+        lines[at] = re.sub(r"``(docs/[\w/-]+)\.md``", r":doc:`\1.md </\1>`", roles)
 
 
 def setup(app: Sphinx) -> None:
     """What Sphinx calls when it has read this file."""
     app.connect("source-read", add_contents)
-    app.connect("autodoc-process-docstring", link_pages)
+    app.connect("autodoc-process-docstring", add_links)

@@ -175,7 +175,7 @@ class Distributed:
         return grid_for(self.grid, self.machine, dims)
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Context in which backward only accumulates; as :meth:`distdl_rma.GradientSync.no_sync`."""
+        """Context in which backward only accumulates; as :meth:`GradientSync.no_sync`."""
         return self.sync.no_sync()
 
     @contextmanager

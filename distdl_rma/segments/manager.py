@@ -119,7 +119,7 @@ class SegmentManager(SegmentContext, Uncopyable):
 
     ``comm`` is a communicator of the machine, owned by the caller, and ``ranks`` the rank id of each of its
     positions, by default those of ``comm``. ``nbytes`` is the segment size per rank, a number or text with a
-    unit; it and ``timeout``, ``transport``, ``progress`` and ``reserve`` are those of ``Machine``. For
+    unit; it and ``timeout``, ``transport``, ``progress`` and ``reserve`` are those of :class:`Machine`. For
     tests, ``node_size`` consecutive ranks of a node count as a node of their own.
     """
 
