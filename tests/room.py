@@ -11,7 +11,7 @@ import argparse
 import re
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cache
 from pathlib import Path
 
@@ -20,6 +20,7 @@ import grimp
 from tests import side_by_side
 
 ROOT = Path(__file__).parents[1]
+RUN = shlex.quote(sys.executable)
 PACKAGE, TESTS = ROOT / "distdl_rma", ROOT / "tests"
 
 
@@ -31,31 +32,36 @@ def main(arguments: Sequence[str]) -> int:
         room = module_of(parser.parse_args(arguments).room)
     except ValueError as error:
         parser.error(str(error))
-    return side_by_side.main([*map(shlex.join, commands(room))])
+    return side_by_side.main(commands(room))
 
 
-def commands(room: str) -> list[list[str]]:
-    """What checks a room: lint, types, tests without MPI, MPI tests."""
-    python, places = sys.executable, [room, *importing(room)]
-    sources, tests = [name(source_of(place)) for place in places], [*map(name, tests_for(room))]
-    mpi = [test for test in tests if "mark.mpi" in (ROOT / test).read_text()]
-    found = [["ruff", "check", *sources, *tests], ["ruff", "format", "--check", *sources, *tests]]
-    found = [[python, "-m", *command] for command in (*found, ["mypy", *sources])]
+def commands(room: str) -> dict[str, str]:
+    """What checks a room, by names: lint, types, tests without MPI, MPI tests."""
+    sources, tests = sources_for(room), suite_for(room)
+    files = spelled([*sources, *tests])
+    found = {
+        "lint": f"{RUN} -m ruff check {files} && {RUN} -m ruff format --check {files}",
+        "types": f"{RUN} -m mypy {spelled(sources)}",
+    }
+    if tests:
+        # 5: all of them are MPI tests.
+        found["plain tests"] = f"{RUN} -m pytest -m 'not mpi' {spelled(tests)} || [ $? = 5 ]"
+    mpi = [test for test in tests if "mark.mpi" in test.read_text()]
     if mpi:
-        found.append([python, "tests/run_mpi.py", "--ranks", "2", "--day", "today", "--", "-q", *mpi])
+        found["MPI tests"] = f"{RUN} tests/run_mpi.py --ranks 2 --day today -- {spelled(mpi)}"
     return found
 
 
-def name(path: Path) -> str:
-    return str(path.relative_to(ROOT))
+def spelled(paths: Iterable[Path]) -> str:
+    """Paths below the root, as a shell reads them."""
+    return shlex.join(str(path.relative_to(ROOT)) for path in paths)
 
 
 def module_of(room: str) -> str:
     """Name below distdl_rma of a folder or file, ``split.functions`` of ``split/functions/``."""
-    path = Path(room.removeprefix("distdl_rma/")).with_suffix("")
-    found = ".".join(path.parts)
-    if f"distdl_rma.{found}" not in graph().modules:
-        raise ValueError(f"distdl_rma has no room {room}; one is split/functions/images")
+    found = ".".join(Path(room.removeprefix("distdl_rma/").removesuffix(".py")).parts)
+    if not found or f"distdl_rma.{found}" not in graph().modules:
+        raise ValueError(f"distdl_rma has no room {room!r}; one is split/functions/images")
     return found
 
 
@@ -84,19 +90,25 @@ def folder_of(module: str) -> str:
     return module if folder == "distdl_rma" else folder
 
 
+def sources_for(room: str) -> list[Path]:
+    """The room and the folders that import it; none that lies in another one of them."""
+    found = [source_of(place) for place in (room, *importing(room))]
+    return [one for one in found if not any(other in one.parents for other in found)]
+
+
 def source_of(place: str) -> Path:
     path = PACKAGE.joinpath(*place.split("."))
     return path if path.is_dir() else path.with_suffix(".py")
 
 
-def tests_for(room: str) -> list[Path]:
+def suite_for(room: str) -> list[Path]:
     """Test files of a room, and those of the folders that import it that import a module of the room."""
-    beside = [test for place in importing(room) for test in tests_of(place)]
+    beside = [test for place in importing(room) for test in suite_of(place)]
     named = [test for test in beside if imports(test.read_text(), room)]
-    return [*dict.fromkeys([*tests_of(room), *named])]
+    return [*dict.fromkeys([*suite_of(room), *named])]
 
 
-def tests_of(place: str) -> list[Path]:
+def suite_of(place: str) -> list[Path]:
     """Test files of a folder or file: ``test_<file>.py``, or a folder of its name."""
     path = TESTS.joinpath(*place.split("."))
     file = path.with_name(f"test_{path.name}.py")
