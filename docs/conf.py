@@ -57,7 +57,21 @@ def add_links(
         lines[at] = re.sub(r"``(docs/[\w/-]+)\.md``", r":doc:`\1.md </\1>`", roles)
 
 
+def name_classes(
+    _app: Sphinx,
+    _kind: str,
+    _name: str,
+    _object: object,
+    _options: object,
+    signature: str | None,
+    returned: str,
+) -> tuple[str | None, str]:
+    """Have defaults that are classes read as Python does: ``numpy.float32``."""
+    return signature and re.sub(r"<class '([\w.]+)'>", r"\1", signature), returned
+
+
 def setup(app: Sphinx) -> None:
     """What Sphinx calls when it has read this file."""
     app.connect("source-read", add_contents)
+    app.connect("autodoc-process-signature", name_classes)
     app.connect("autodoc-process-docstring", add_links)
