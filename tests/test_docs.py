@@ -21,7 +21,7 @@ from tests.run_mpi import launched, mpiexec
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-ALL_PAGES = [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
+ALL_PAGES = [*PAGES, *(ROOT / name for name in ("CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md"))]
 RANKS = 2
 SECONDS = 240
 # Every page in a folder and a namespace of its own; when all ranks have come to its end, that is noted.

@@ -134,14 +134,14 @@ class Distribution:
         return machine.ranks
 
     def rank_of(self, coords: Sequence[int], machine: Ranked) -> int:
-        """Rank id of the process at (n, c, *spatial); a ``PartitionError`` if there is no such place."""
+        """Rank id of the process at ``(n, c, *spatial)``; a ``PartitionError`` if there is no such place."""
         place = integers(coords, f"{self}: coordinates")
         if len(place) != self.dim or not all(0 <= i < n for i, n in zip(place, self.shape, strict=True)):
             raise PartitionError(f"{self}: there are no coordinates {place}")
         return self._checked(machine)[self._index(place)]
 
     def coords_of(self, rank: int, machine: Ranked) -> tuple[int, ...] | None:
-        """Coordinates (n, c, *spatial) of a rank id of the machine, None if it is idle."""
+        """Coordinates ``(n, c, *spatial)`` of a rank id of the machine, None if it is idle."""
         ranks = self._checked(machine)
         if rank not in ranks:
             raise PartitionError(f"rank {rank} is not in M = {ranks}")

@@ -277,10 +277,10 @@ class DistributedConv(ConvolutionLayer[Convolution]):
     Parameters
     ----------
     P_x, P_y
-        Partitions of input and output (batch, channel, *spatial); P_y is P_x if None.
+        Partitions of input and output ``(batch, channel, *spatial)``; P_y is P_x if None.
     P_W
-        Partition of the work, (out-channel, in-channel, *spatial); by name also ``P_w``. If None, every rank
-        of the output computes its own part of it.
+        Partition of the work, ``(out-channel, in-channel, *spatial)``; by name also ``P_w``. If None, every
+        rank of the output computes its own part of it.
     in_channels, out_channels, kernel_size, stride, padding, dilation, groups, bias, padding_mode, ...
         As in torch.
     placement

@@ -246,7 +246,7 @@ _SIDES = 2
 class HaloExchange(MovementLayer[moves.HaloExchange]):
     """Own shard with the elements of other ranks around it, corners included.
 
-    The global tensor (batch, channel, *spatial) is padded as torch pads it; each rank gets its own part of
+    The global tensor ``(batch, channel, *spatial)`` is padded as torch pads it; each rank gets its part of
     it and ``width`` elements more on either side, in one round, also where a shard is smaller than the
     width. Where a rank's shard is empty in a spatial dimension, so is its result. The adjoint adds every
     gradient to that of the element that was copied.

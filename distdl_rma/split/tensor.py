@@ -76,7 +76,7 @@ class SplitTensor(torch.Tensor):
     in the same order. Where one has no rule, ``UnsupportedError`` says so and what to do.
 
     Plain tensors that meet a split one, such as parameters and labels, are alike on all ranks, and are cut
-    where they are used. Gradients: see :mod:`distdl_rma.split.moves`. The block belongs to the tensor:
+    where they are used. Gradients: see ``docs/convert.md``. The block belongs to the tensor:
     ``to_local`` shows it.
     """
 

@@ -445,9 +445,8 @@ class DistributedLayer(AnsweringModule):
 
 
 def _on_whole_parameters(reset: Callable[[Any], object]) -> Callable[[DistributedLayer], None]:
-    # ``reset_parameters`` of torch that draws, on every rank, what it draws on one machine.
-
     def reset_whole(layer: DistributedLayer) -> None:
+        """Draw the parameters anew; every rank draws those of one machine, and keeps its part."""
         with as_whole(layer, layer.scattered):
             reset(layer)
 

@@ -257,7 +257,7 @@ class Movement:
         return self.forwards.arrive(*self.forwards.depart(x))
 
     def stream(self, parts: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
-        """Move one local tensor after another, outside of autograd; as :meth:`OneWay.stream`."""
+        """Move one local tensor after another, outside of autograd; as ``OneWay.stream``."""
         return self.forwards.stream(parts)
 
     def connect(self) -> None:

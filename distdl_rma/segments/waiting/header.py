@@ -224,7 +224,7 @@ class HeaderWriter:
 
 
 def operation_name(name: str) -> RecordText:
-    """Name of an operation as :meth:`HeaderWriter.begin` takes it."""
+    """Name of an operation as ``HeaderWriter.begin`` takes it."""
     padded = clip(name, _NAME).ljust(_NAME, b"\0")
     return RecordText(padded, zlib.crc32(padded))
 

@@ -55,8 +55,10 @@ def test_types_are_torchs(P_world, name, dtype):
         with torch.autocast("cpu", torch.bfloat16):
             return FUNCTIONS[name](x)
 
+    # Parts of sums below 8 that ranks add are rounded to bfloat16, each by up to half of 2 ** -5.
+    atol = 2**-5 if name == "convolution" else 2e-2
     # The first dimension has one element for all ranks.
-    check(P_world, under_autocast, [x], atol=2e-2, rtol=2e-2)
+    check(P_world, under_autocast, [x], atol=atol, rtol=2e-2)
 
 
 def test_products_of_short_integers_have_one_type_on_all_ranks(P_world):
