@@ -1,0 +1,202 @@
+"""The examination step by step, each with a deadline; the first rank writes the result."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from distdl_rma.doctor.facts import Failure, Job, Launcher, rank_facts
+from distdl_rma.doctor.findings import findings
+from distdl_rma.doctor.report import as_json, as_text
+
+# Waits of the library end with an error that says more; a rank that writes nothing leaves time for the first.
+_GRACE_SECONDS, _OTHERS_GRACE_SECONDS = 10.0, 20.0
+_LEAVE_SECONDS = 5.0
+_TICK_SECONDS = 0.2
+_TAG = 3
+_END = "end MPI"
+
+
+def doctor(json_file: str | None = None, timeout: float = 60.0) -> int:
+    """Examine this job and write what is found; collective over its ranks. Returns the exit status.
+
+    ``json_file`` is the file for the result as JSON, ``"-"`` standard output, where it takes the place of the
+    text. In no step a rank waits longer than ``timeout`` seconds and a few more: if MPI does not return, the
+    first rank writes what is known, and all processes end with status 1.
+    """
+    examination = _Examination(json_file, timeout)
+    examination.carry_out()
+    return examination.leave()
+
+
+class _Examination:
+    """What this rank knows so far; a thread ends the process if a step takes too long."""
+
+    def __init__(self, json_file: str | None, timeout: float) -> None:
+        self._launcher = Launcher.seen(os.environ)
+        self._json_file, self._timeout = json_file, timeout
+        self._rank, self._size = self._launcher.rank, 1
+        self._job, self._status = Job(), 0
+        self._step, self._deadline, self._written = "begin", float("inf"), False
+        self._lock = threading.Lock()
+        threading.Thread(target=self._watch, name="distdl_rma doctor", daemon=True).start()
+
+    def carry_out(self) -> None:
+        """All steps, up to the first that fails; then the first rank writes the result."""
+        self._take("load torch", _load_torch)
+        started = self._take("start MPI", self._start)
+        mine = rank_facts(self._launcher)
+        self._job.ranks = [mine]
+        if not started:
+            self._write()
+            return
+        facts = self._gathered("send the facts", mine)
+        self._job.ranks = [facts[rank] for rank in sorted(facts)]
+        if not self._job.failures and (self._size > 1 or self._launcher.ranks < 2):
+            self._measure()
+        self._merge(self._gathered("send the results", self._job))
+        self._write()
+
+    def leave(self) -> int:
+        """End MPI and return the exit status; where MPI does not end, end the process."""
+        mpi = sys.modules.get("mpi4py.MPI")
+        if mpi is not None:
+            self._step, self._deadline = _END, time.monotonic() + _LEAVE_SECONDS
+            # Under python -m mpi4py a status other than 0 would abort a job that is still in MPI.
+            with suppress(Exception):
+                mpi.Finalize()
+            self._deadline = float("inf")
+        return self._status
+
+    def _take(self, step: str, call: Callable[[], object]) -> bool:
+        grace = _OTHERS_GRACE_SECONDS if self._rank else _GRACE_SECONDS
+        self._step, self._deadline = step, time.monotonic() + self._timeout + grace
+        try:
+            call()
+        except Exception as error:  # noqa: BLE001
+            message = str(error).strip() or "no message"
+            self._job.failures.append(Failure(self._rank, step, f"{type(error).__name__}: {message}"))
+            return False
+        finally:
+            self._deadline = float("inf")
+        return True
+
+    def _start(self) -> None:
+        from mpi4py import MPI
+
+        self._size = MPI.COMM_WORLD.size
+        if self._size > 1:
+            self._rank = MPI.COMM_WORLD.rank
+
+    def _measure(self) -> None:
+        job, machines = self._job, []
+
+        def make() -> None:
+            from distdl_rma.machine import Machine
+
+            machine = Machine(timeout=self._timeout)
+            machines.append(machine)
+            facts: Any = machine.describe()
+            job.nodes, job.segment_bytes = [list(node) for node in facts["nodes"]], facts["segment bytes"]
+            letters = {rank: way[0] for rank, way in facts["transport"].items()} | {machine.rank: "-"}
+            job.transports = ["".join(letters[rank] for rank in machine.ranks)]
+
+        if not self._take("make a machine", make):
+            return
+        from distdl_rma.doctor import measurements
+
+        machine = machines[0]
+        steps: list[tuple[str, Callable[[], object]]] = []
+        for name, *pair in measurements.pairs(job.nodes):
+            step = f"put {'on a node' if name == 'node' else 'between nodes'}"
+            steps.append((step, partial(measurements.puts, job, machine, name, *pair)))
+        if machine.size > 1:
+            steps.append(("allreduce", partial(measurements.allreduces, job, machine)))
+        steps.append(("convolve a split image", partial(measurements.convolution, job, machine)))
+        steps.append(("close the machine", machine.close))
+        for step, call in steps:
+            if not self._take(step, call):
+                machine.fail(RuntimeError(f"could not {step}: {job.failures[-1].message}"))
+                machine.close()
+                return
+
+    def _gathered(self, step: str, mine: Any) -> dict[int, Any]:
+        # On the first rank what all ranks sent in time, by rank; elsewhere what is this rank's own.
+        found = {self._rank: mine}
+        if self._size > 1:
+            self._take(step, lambda: self._gather(found, mine))
+        return found
+
+    def _gather(self, found: dict[int, Any], mine: Any) -> None:
+        from mpi4py import MPI
+
+        comm, status, until = MPI.COMM_WORLD, MPI.Status(), time.monotonic() + self._timeout
+        sent = comm.isend(mine, 0, _TAG) if self._rank else None
+        while time.monotonic() < until:
+            if sent is not None:
+                if sent.test()[0]:
+                    return
+            elif (message := comm.improbe(tag=_TAG, status=status)) is not None:
+                found[status.Get_source()] = message.recv()
+                continue
+            elif len(found) == self._size:
+                return
+            time.sleep(1e-3)
+        missing = sorted(set(range(self._size)) - set(found)) if sent is None else []
+        for rank in missing:
+            self._job.failures.append(Failure(rank, self._step, f"nothing came within {self._timeout:g} s"))
+
+    def _merge(self, jobs: dict[int, Job]) -> None:
+        job = self._job
+        for rank, other in sorted(jobs.items()):
+            if rank == self._rank:
+                continue
+            job.failures += other.failures
+            job.transports += other.transports
+            for name, value in other.measured.items():
+                job.measured[name] = max(value, job.measured.get(name, value))
+            # Which rank saw the difference makes none.
+            job.compared += [each for each in other.compared if not each.equal and each not in job.compared]
+
+    def _write(self) -> None:
+        with self._lock:
+            if self._rank or self._written:
+                return
+            self._written = True
+        found = findings(self._job)
+        result = json.dumps(as_json(self._job, found), indent=2) + "\n"
+        self._status = int(any(finding.level == "error" for finding in found))
+        if self._json_file != "-":
+            sys.stdout.write(as_text(self._job, found))
+        elif self._json_file is not None:
+            sys.stdout.write(result)
+        sys.stdout.flush()
+        if self._json_file not in (None, "-"):
+            try:
+                Path(self._json_file).write_text(result)
+            except OSError as error:
+                sys.stderr.write(f"distdl_rma doctor: {error}\n")
+                self._status = 1
+
+    def _watch(self) -> None:
+        while time.monotonic() < self._deadline:
+            time.sleep(_TICK_SECONDS)
+        if self._step != _END:
+            waited = self._timeout + _GRACE_SECONDS
+            message = f"TimeoutError: it does not return within {waited:g} s"
+            self._job.failures.append(Failure(self._rank, self._step, message))
+            self._status = 1
+            self._write()
+        os._exit(self._status)
+
+
+def _load_torch() -> None:
+    import torch  # noqa: F401
