@@ -107,7 +107,7 @@ class _Examination:
             facts: Any = machine.describe()
             job.nodes, job.segment_bytes = [list(node) for node in facts["nodes"]], facts["segment bytes"]
             letters = {rank: way[0] for rank, way in facts["transport"].items()} | {machine.rank: "-"}
-            job.transports = ["".join(letters[rank] for rank in machine.ranks)]
+            job.transports[machine.rank] = "".join(letters[rank] for rank in machine.ranks)
 
         if not self._take("make a machine", make):
             return
@@ -160,7 +160,7 @@ class _Examination:
             if rank == self._rank:
                 continue
             job.failures += other.failures
-            job.transports += other.transports
+            job.transports |= other.transports
             for name, value in other.measured.items():
                 job.measured[name] = max(value, job.measured.get(name, value))
             # Which rank saw the difference makes none.

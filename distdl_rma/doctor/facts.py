@@ -92,7 +92,7 @@ class Compared:
 class Job:
     """What is known of a job on its first rank; empty or 0 where it is not known.
 
-    ``nodes`` are ranks by node. ``transports`` has a text for each rank with a letter for each peer: ``s``
+    ``nodes`` are ranks by node. ``transports`` has for each rank a text with a letter for each peer: ``s``
     shared memory of the node, ``r`` MPI's puts, ``-`` the rank itself. ``measured`` is in seconds, or
     in bytes per second.
     """
@@ -100,7 +100,7 @@ class Job:
     ranks: list[RankFacts] = field(default_factory=list)
     nodes: list[list[int]] = field(default_factory=list)
     segment_bytes: int = 0
-    transports: list[str] = field(default_factory=list)
+    transports: dict[int, str] = field(default_factory=dict)
     measured: dict[str, float] = field(default_factory=dict)
     compared: list[Compared] = field(default_factory=list)
     failures: list[Failure] = field(default_factory=list)
@@ -123,7 +123,8 @@ def rank_facts(launcher: Launcher) -> RankFacts:
             versions[package] = version(package)
     level, place = "", (launcher.rank, 1)
     if mpi is not None:
-        versions["MPI"] = " ".join(mpi.Get_library_version().splitlines()[0].rstrip("\0").split())
+        first = mpi.Get_library_version().splitlines()[0].rstrip("\0")
+        versions["MPI"] = " ".join(first.partition(",")[0].split())
         levels = ("SINGLE", "FUNNELED", "SERIALIZED", "MULTIPLE")
         level = next(each.lower() for each in levels if mpi.Query_thread() == getattr(mpi, f"THREAD_{each}"))
         place = mpi.COMM_WORLD.rank, mpi.COMM_WORLD.size

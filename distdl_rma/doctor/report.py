@@ -34,7 +34,7 @@ def as_json(job: Job, found: Sequence[Finding]) -> dict[str, Any]:
         "nodes": job.nodes,
         "segment_bytes": job.segment_bytes,
         "hosts": [_host(host, ranks) for host, ranks in _rows(job)],
-        "transports": job.transports,
+        "transports": [job.transports.get(facts.rank, "?" * facts.size) for facts in job.ranks],
         "measured": job.measured,
         "convolution": [asdict(each) for each in job.compared],
         "findings": [asdict(finding) for finding in found],
@@ -116,7 +116,7 @@ def _hosts(facts: dict[str, Any]) -> list[str]:
 
 
 def _transports(letters: Sequence[str]) -> Iterator[str]:
-    if len(letters) < 2:
+    if len(letters) < 2 or set("".join(letters)) == {"?"}:
         return
     if len(letters) > _MATRIX_RANKS:
         every = "".join(letters)

@@ -1,0 +1,181 @@
+"""The command as a user runs it; every case is a job of its own."""
+
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.examples.launching import launcher_is_hydra
+from tests.private_memory import run_alone
+from tests.run_mpi import completed, environment, mpiexec
+
+ROOT = Path(__file__).parents[2]
+DOCTOR = [sys.executable, "-m", "mpi4py", "-m", "distdl_rma", "doctor"]
+SMALL = {"DISTDL_RMA_SEGMENT_SIZE": "64MiB"}
+LAUNCHERS = "PMI", "OMPI_COMM", "SLURM_STEP", "MPI_LOCALNRANKS"
+# One of the steps is late on one rank; waits take two seconds.
+LATE = """
+import sys, time
+from distdl_rma.doctor import command, measurements
+from mpi4py import MPI
+carried_out = measurements.allreduces
+def allreduces(*arguments):
+    if MPI.COMM_WORLD.rank == {rank}:
+        time.sleep(100)
+    carried_out(*arguments)
+measurements.allreduces, command._GRACE_SECONDS = allreduces, 1
+sys.exit(command.doctor(None, 2.0))
+"""
+
+
+def alone(**changes):
+    """Run the command as a process that no launcher has started."""
+    clean = {name: value for name, value in environment().items() if not name.startswith(LAUNCHERS)}
+    return subprocess.Popen(
+        [sys.executable, "-m", "distdl_rma", "doctor"],
+        env=clean | SMALL | changes,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_job_that_works_has_all_of_it_as_text_and_as_json(ranks, tmp_path):
+    file = tmp_path / "doctor.json"
+    done = completed([*mpiexec(ranks), *DOCTOR, "--json", str(file)], **SMALL)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.startswith(f"distdl_rma doctor\n  {ranks} ranks on 1 node; launcher: ")
+    assert done.stdout.count("\nfindings\n") == 1 and done.stdout.count("equal to rounding") == 4
+    found = json.loads(file.read_text())
+    rows = re.findall(r"^\| (`\w+`(?:, `\w+`)?) \|", section(), re.MULTILINE)
+    documented = [name for row in rows for name in re.findall(r"\w+", row)]
+    assert sorted(found) == sorted(documented)
+    assert found["ok"] and found["size"] == ranks and found["nodes"] == [list(range(ranks))]
+    assert found["segment_bytes"] == 64 << 20 and found["thread_level"] == "multiple"
+    assert set(found["versions"]) == {"distdl_rma", "Python", "torch", "mpi4py", "numpy", "MPI"}
+    assert [row["ranks"] for row in found["hosts"]] == [list(range(ranks))]
+    assert all(
+        letters[rank] == "-" and letters.count("s") == ranks - 1
+        for rank, letters in enumerate(found["transports"])
+    )
+    names = ("put_latency_node_seconds", "put_bandwidth_node_bytes_per_second")
+    assert set(found["measured"]) == {*names, "allreduce_4KiB_seconds", "allreduce_4MiB_seconds"}
+    assert all(value > 0 for value in found["measured"].values())
+    assert [each["name"].rpartition(" ")[2] for each in found["convolution"]] == [
+        "output",
+        "input",
+        "weight",
+        "bias",
+    ]
+    assert all(each["equal"] for each in found["convolution"])
+    assert all(finding["level"] == "warning" for finding in found["findings"])
+
+
+def section():
+    return (ROOT / "docs" / "clusters.md").read_text().split("\n## doctor\n")[1].split("\n## ")[0]
+
+
+def shape(line):
+    """A line without its numbers, units and gaps."""
+    return re.sub(
+        r"\d[\w.+]*( (us|ms|GB/s|[KMGT]iB)\b)?", "#", line.replace(socket.gethostname(), "node1")
+    ).split()
+
+
+def test_the_documented_output_is_what_is_written():
+    if not launcher_is_hydra() or len(os.sched_getaffinity(0)) < 2:
+        pytest.skip("the documented output is of MPICH, on two cores")
+    done = completed([*mpiexec(2), *DOCTOR])
+    shown = [
+        line.removeprefix("    ") for line in section().splitlines() if line.startswith("    ") or not line
+    ]
+    begin = shown.index("distdl_rma doctor")
+    written = done.stdout.splitlines()
+    assert [shape(line) for line in shown[begin : begin + len(written)]] == [shape(line) for line in written]
+
+
+def test_json_takes_the_place_of_text_on_standard_output():
+    done = completed([*mpiexec(2), *DOCTOR, "--json", "-"], **SMALL)
+    assert json.loads(done.stdout)["ok"] and done.returncode == 0
+
+
+def test_a_process_without_a_launcher_is_examined_alone():
+    with alone() as process:
+        said, _ = process.communicate(timeout=200)
+    assert process.returncode == 0 and "1 rank on 1 node; launcher: none" in said
+    assert "warning: the job has 1 rank" in said and "equal to rounding" in said
+
+
+def test_two_processes_that_are_both_rank_0_of_1_are_one_report_and_an_error():
+    other = "OMPI_COMM_WORLD" if launcher_is_hydra() else "PMI"
+    started = [alone(**{f"{other}_SIZE": "2", f"{other}_RANK": str(rank)}) for rank in range(2)]
+    said = [process.communicate(timeout=200)[0] for process in started]
+    assert [process.returncode for process in started] == [1, 0] and said[1] == ""
+    assert "error: every process is rank 0 of 1" in said[0] and "mpiexec" in said[0]
+
+
+def test_more_threads_than_cores_are_a_warning():
+    threads = len(os.sched_getaffinity(0)) + 1
+    done = completed([*mpiexec(1), *DOCTOR], **SMALL | {"OMP_NUM_THREADS": str(threads)})
+    assert done.returncode == 0 and "set OMP_NUM_THREADS=" in done.stdout
+
+
+def test_an_invalid_option_is_an_error_of_all_ranks_and_ends_cleanly():
+    done = completed([*mpiexec(2), *DOCTOR], DISTDL_RMA_SEGMENT_SIZE="plenty")
+    assert done.returncode == 1
+    assert (
+        "error: ranks 0-1 could not make a machine: ConfigurationError: rank 0: a segment size" in done.stdout
+    )
+    assert "TERMINATION" not in done.stdout
+
+
+def test_a_small_container_is_an_error_with_the_remedy():
+    script = (
+        "import runpy, sys; sys.argv[1:] = ['doctor']; runpy.run_module('distdl_rma', run_name='__main__')"
+    )
+    done, _ = run_alone(2, script, size="64m")
+    assert done.returncode == 1
+    assert "error: /dev/shm of " in done.stdout and "--shm-size=8g" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("rank", "text"),
+    [(0, "rank 0 could not allreduce: TimeoutError"), (1, "rank 1 could not send the results")],
+)
+def test_a_rank_that_hangs_is_named_and_the_job_ends(rank, text):
+    done = completed(
+        [*mpiexec(3), sys.executable, "-m", "mpi4py", "-c", LATE.format(rank=rank)], 100, **SMALL
+    )
+    assert done.returncode != 0
+    assert f"error: {text}" in done.stdout
+
+
+def test_an_mpi_that_cannot_be_loaded_is_an_error(tmp_path):
+    (tmp_path / "mpi4py").mkdir()
+    (tmp_path / "mpi4py/__init__.py").touch()
+    (tmp_path / "mpi4py/MPI.py").write_text("raise RuntimeError('cannot load MPI library')")
+    with alone(PYTHONPATH=f"{tmp_path}:{ROOT}") as process:
+        said, _ = process.communicate(timeout=100)
+    assert process.returncode == 1
+    assert "error: rank 0 could not start MPI: RuntimeError: cannot load MPI library" in said
+    assert "distdl_rma[mpich]" in said
+
+
+HELP = """
+import atexit, runpy, sys
+atexit.register(lambda: sys.stdout.write(f"loaded: {{sorted({{'mpi4py', 'torch'}} & set(sys.modules))}}"))
+sys.argv[1:] = {arguments}
+runpy.run_module("distdl_rma", run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize("arguments", [[], ["--help"], ["doctor", "--help"]])
+def test_help_loads_neither_mpi_nor_torch(arguments):
+    done = completed([sys.executable, "-c", HELP.format(arguments=arguments)])
+    assert done.returncode == 0 and "doctor" in done.stdout and done.stdout.endswith("loaded: []")
