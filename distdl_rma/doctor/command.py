@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
 import sys
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +18,12 @@ from distdl_rma.doctor.facts import Failure, Job, Launcher, rank_facts
 from distdl_rma.doctor.findings import findings
 from distdl_rma.doctor.report import as_json, as_text
 
-# Waits of the library end with an error that says more; a rank that writes nothing leaves time for the first.
-_GRACE_SECONDS, _OTHERS_GRACE_SECONDS = 10.0, 20.0
-_LEAVE_SECONDS = 5.0
+# Waits of the library end with an error that says more.
+_GRACE_SECONDS = 10.0
+# Where MPI does not let other threads of Python run, as when it starts, the process ends without a report.
+_LAST_SECONDS = 5.0
 _TICK_SECONDS = 0.2
 _TAG = 3
-_END = "end MPI"
 
 
 def doctor(json_file: str | None = None, timeout: float = 60.0) -> int:
@@ -51,7 +52,7 @@ class _Examination:
 
     def carry_out(self) -> None:
         """All steps, up to the first that fails; then the first rank writes the result."""
-        self._take("load torch", _load_torch)
+        self._take("load torch", partial(import_module, "torch"))
         started = self._take("start MPI", self._start)
         mine = rank_facts(self._launcher)
         self._job.ranks = [mine]
@@ -60,8 +61,13 @@ class _Examination:
             return
         facts = self._gathered("send the facts", mine)
         self._job.ranks = [facts[rank] for rank in sorted(facts)]
-        if not self._job.failures and (self._size > 1 or self._launcher.ranks < 2):
-            self._measure()
+        # Where no processes know each other there is nothing to measure.
+        ready = not self._job.failures and (self._size > 1 or self._launcher.ranks < 2)
+        # Not loaded before MPI has started: it would start it.
+        if ready and self._take("load distdl_rma", partial(import_module, f"{__package__}.measurements")):
+            from distdl_rma.doctor.measurements import measure
+
+            measure(self._job, self._timeout, self._take)
         self._merge(self._gathered("send the results", self._job))
         self._write()
 
@@ -69,16 +75,23 @@ class _Examination:
         """End MPI and return the exit status; where MPI does not end, end the process."""
         mpi = sys.modules.get("mpi4py.MPI")
         if mpi is not None:
-            self._step, self._deadline = _END, time.monotonic() + _LEAVE_SECONDS
-            # Under python -m mpi4py a status other than 0 would abort a job that is still in MPI.
-            with suppress(Exception):
+            with Path(os.devnull).open("w") as nowhere:
+                seconds = self._limit if self._rank else _LAST_SECONDS
+                faulthandler.dump_traceback_later(seconds, exit=True, file=nowhere)
+                # Under python -m mpi4py a status other than 0 would abort a job that is still in MPI.
                 mpi.Finalize()
-            self._deadline = float("inf")
+                faulthandler.cancel_dump_traceback_later()
         return self._status
 
+    @property
+    def _limit(self) -> float:
+        # Of a step. With any process that ends, the launcher may end all: the first rank comes first, which
+        # waits for an error of its own and then for the results of the others.
+        return self._timeout + _GRACE_SECONDS + (self._timeout + _GRACE_SECONDS if self._rank else 0.0)
+
     def _take(self, step: str, call: Callable[[], object]) -> bool:
-        grace = _OTHERS_GRACE_SECONDS if self._rank else _GRACE_SECONDS
-        self._step, self._deadline = step, time.monotonic() + self._timeout + grace
+        self._step, self._deadline = step, time.monotonic() + self._limit
+        faulthandler.dump_traceback_later(self._limit + _LAST_SECONDS, exit=True)
         try:
             call()
         except Exception as error:  # noqa: BLE001
@@ -87,6 +100,7 @@ class _Examination:
             return False
         finally:
             self._deadline = float("inf")
+            faulthandler.cancel_dump_traceback_later()
         return True
 
     def _start(self) -> None:
@@ -95,38 +109,6 @@ class _Examination:
         self._size = MPI.COMM_WORLD.size
         if self._size > 1:
             self._rank = MPI.COMM_WORLD.rank
-
-    def _measure(self) -> None:
-        job, machines = self._job, []
-
-        def make() -> None:
-            from distdl_rma.machine import Machine
-
-            machine = Machine(timeout=self._timeout)
-            machines.append(machine)
-            facts: Any = machine.describe()
-            job.nodes, job.segment_bytes = [list(node) for node in facts["nodes"]], facts["segment bytes"]
-            letters = {rank: way[0] for rank, way in facts["transport"].items()} | {machine.rank: "-"}
-            job.transports[machine.rank] = "".join(letters[rank] for rank in machine.ranks)
-
-        if not self._take("make a machine", make):
-            return
-        from distdl_rma.doctor import measurements
-
-        machine = machines[0]
-        steps: list[tuple[str, Callable[[], object]]] = []
-        for name, *pair in measurements.pairs(job.nodes):
-            step = f"put {'on a node' if name == 'node' else 'between nodes'}"
-            steps.append((step, partial(measurements.puts, job, machine, name, *pair)))
-        if machine.size > 1:
-            steps.append(("allreduce", partial(measurements.allreduces, job, machine)))
-        steps.append(("convolve a split image", partial(measurements.convolution, job, machine)))
-        steps.append(("close the machine", machine.close))
-        for step, call in steps:
-            if not self._take(step, call):
-                machine.fail(RuntimeError(f"could not {step}: {job.failures[-1].message}"))
-                machine.close()
-                return
 
     def _gathered(self, step: str, mine: Any) -> dict[int, Any]:
         # On the first rank what all ranks sent in time, by rank; elsewhere what is this rank's own.
@@ -189,14 +171,7 @@ class _Examination:
     def _watch(self) -> None:
         while time.monotonic() < self._deadline:
             time.sleep(_TICK_SECONDS)
-        if self._step != _END:
-            waited = self._timeout + _GRACE_SECONDS
-            message = f"TimeoutError: it does not return within {waited:g} s"
-            self._job.failures.append(Failure(self._rank, self._step, message))
-            self._status = 1
-            self._write()
-        os._exit(self._status)
-
-
-def _load_torch() -> None:
-    import torch  # noqa: F401
+        message = f"TimeoutError: it does not return within {self._limit:g} s"
+        self._job.failures.append(Failure(self._rank, self._step, message))
+        self._write()
+        os._exit(1)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import platform
-import resource
 import shutil
 import socket
 import sys
@@ -147,8 +146,6 @@ def rank_facts(launcher: Launcher) -> RankFacts:
 def memory_limit(groups: Path = _CGROUPS, members: str | None = None) -> int | None:
     """Bytes that this process and its control group may use, at most the memory of the node; local."""
     limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
-    soft = resource.getrlimit(resource.RLIMIT_AS)[0]
-    limits += [soft] if soft != resource.RLIM_INFINITY else []
     if members is None:
         with suppress(OSError):
             members = Path("/proc/self/cgroup").read_text()

@@ -32,6 +32,14 @@ class Finding:
     remedy: str
 
 
+def _error(text: str, remedy: str) -> Finding:
+    return Finding("error", text, remedy)
+
+
+def _warning(text: str, remedy: str) -> Finding:
+    return Finding("warning", text, remedy)
+
+
 def findings(job: Job) -> list[Finding]:
     """All findings of a job, errors first."""
     found = [finding for check in _CHECKS for finding in check(job)]
@@ -53,17 +61,15 @@ def of_launcher(job: Job) -> Iterator[Finding]:
         if not mpi:
             continue
         if launcher.ranks > 1 and facts.size == 1:
-            yield Finding(
-                "error",
+            yield _error(
                 f"every process is rank 0 of 1, though {launcher.name} started {launcher.ranks}"
                 + (f": mpi4py uses another MPI, {mpi!r}" if mixed else ""),
                 remedy,
             )
         elif mixed:
-            yield Finding("error", f"{launcher.name} started the job, but mpi4py uses {mpi!r}", remedy)
+            yield _error(f"{launcher.name} started the job, but mpi4py uses {mpi!r}", remedy)
         elif facts.size == 1:
-            yield Finding(
-                "warning",
+            yield _warning(
                 "the job has 1 rank: nothing between ranks was tried",
                 f"run mpiexec -n 2 {_DOCTOR}",
             )
@@ -77,7 +83,7 @@ def of_failures(job: Job) -> Iterator[Finding]:
         alike.setdefault((each.step, each.message), []).append(each.rank)
     for (step, message), ranks in alike.items():
         remedy = _REMEDIES.get(step, "docs/failures.md says what the error means")
-        yield Finding("error", f"{_named(ranks)} could not {step}: {message}", remedy)
+        yield _error(f"{_named(ranks)} could not {step}: {message}", remedy)
 
 
 def of_versions(job: Job) -> Iterator[Finding]:
@@ -91,7 +97,7 @@ def of_versions(job: Job) -> Iterator[Finding]:
             remedy = (
                 "start all ranks with the same environment: activate it in the job script, on a shared disk"
             )
-            yield Finding("error", f"{name} differs: {each}", remedy)
+            yield _error(f"{name} differs: {each}", remedy)
 
 
 def of_memory(job: Job) -> Iterator[Finding]:
@@ -108,8 +114,7 @@ def of_memory(job: Job) -> Iterator[Finding]:
                 f"start a container with --shm-size=8g or --ipc=host ({_CONTAINERS}), or {_SEGMENT}",
             )
         if limit is not None and limit < wanted:
-            yield Finding(
-                "warning",
+            yield _warning(
                 f"segments of {host} may grow to {sized(wanted)}; its limit of memory is {sized(limit)}",
                 f"{_SEGMENT}, or ask the batch system for more memory",
             )
@@ -122,21 +127,18 @@ def of_cores(job: Job) -> Iterator[Finding]:
         threads = sum(facts.threads for facts in ranks)
         bound = [facts.rank for facts in ranks if facts.threads > len(facts.cores)]
         if len(ranks) > cores:
-            yield Finding(
-                "warning",
+            yield _warning(
                 f"{counted(len(ranks), 'rank')} of {host} share {counted(cores, 'core')}",
                 "start one rank per core at most, or have the launcher bind ranks to other cores",
             )
         elif threads > cores:
-            yield Finding(
-                "warning",
+            yield _warning(
                 f"{counted(len(ranks), 'rank')} of {host} have {counted(threads, 'thread')} of torch on"
                 f" {counted(cores, 'core')}",
                 f"set OMP_NUM_THREADS={max(1, cores // len(ranks))} before Python starts",
             )
         elif bound:
-            yield Finding(
-                "warning",
+            yield _warning(
                 f"{_named(bound)} of {host}: more threads of torch than cores that the rank is bound to",
                 "set OMP_NUM_THREADS to the cores of a rank, or have the launcher bind it to more"
                 " (mpiexec --bind-to none, srun --cpus-per-task)",
@@ -149,15 +151,13 @@ def of_nodes(job: Job) -> Iterator[Finding]:
         mine = {facts.rank for facts in ranks}
         parts = [node for node in job.nodes if mine.intersection(node)]
         if len(parts) > 1:
-            yield Finding(
-                "warning",
+            yield _warning(
                 f"the ranks of {host} do not share memory: {' | '.join(spans(part) for part in parts)}",
                 "start all ranks of a host in one container, or containers with --ipc=host",
             )
     level = min((facts.thread_level for facts in job.ranks if facts.thread_level != "multiple"), default="")
     if len(job.nodes) > 1 and level:
-        yield Finding(
-            "warning",
+        yield _warning(
             f"the thread level of MPI is {level!r}: data travels between nodes only while ranks wait for it",
             "use an MPI with MPI_THREAD_MULTIPLE, and do not set mpi4py.rc.thread_level",
         )
@@ -166,8 +166,7 @@ def of_nodes(job: Job) -> Iterator[Finding]:
 def of_start(job: Job) -> Iterator[Finding]:
     """Ranks whose exception would leave the others waiting."""
     if ranks := [facts.rank for facts in job.ranks if facts.size > 1 and not facts.ends_job]:
-        yield Finding(
-            "warning",
+        yield _warning(
             f"{_named(ranks)}: python runs without -m mpi4py, so that an exception on one rank may leave the"
             " others waiting in MPI",
             "start programs by python -m mpi4py script.py",
@@ -178,8 +177,7 @@ def of_convolution(job: Job) -> Iterator[Finding]:
     """A split convolution that is not torch's."""
     for each in job.compared:
         if not each.equal:
-            yield Finding(
-                "error",
+            yield _error(
                 f"split convolution: the {each.name} differs by {each.error:.1e} of {each.scale:.1e}",
                 "run the tests of the library on this machine, and report the difference",
             )

@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
 from statistics import median
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,10 +26,45 @@ _WARM_UP, _REPEATS, _LARGE_REPEATS = 5, 50, 8
 _ROOM = 8
 
 
+def measure(job: Job, timeout: float, take: Callable[[str, Callable[[], object]], bool]) -> None:
+    """Make a machine and measure, up to the first step that fails; collective over all ranks.
+
+    ``take`` is given the name of a step and a call, and returns whether the call has raised no error. Waits
+    take ``timeout`` seconds at most.
+    """
+    machines: list[Machine] = []
+
+    def make() -> None:
+        machine = Machine(timeout=timeout)
+        machines.append(machine)
+        facts: Any = machine.describe()
+        job.nodes, job.segment_bytes = [list(node) for node in facts["nodes"]], facts["segment bytes"]
+        letters = {rank: way[0] for rank, way in facts["transport"].items()} | {machine.rank: "-"}
+        job.transports[machine.rank] = "".join(letters[rank] for rank in machine.ranks)
+
+    if not take("make a machine", make):
+        return
+    (machine,) = machines
+    steps = [
+        (f"put {name.replace('_', ' ')}", partial(puts, job, machine, name, *pair))
+        for name, *pair in pairs(job.nodes)
+    ]
+    if machine.size > 1:
+        steps.append(("allreduce", partial(allreduces, job, machine)))
+    steps.append(("convolve a split image", partial(convolution, job, machine)))
+    steps.append(("close the machine", partial(machine.close)))
+    for step, call in steps:
+        if not take(step, call):
+            # The others need not wait for this rank.
+            machine.fail(RuntimeError(f"could not {step}: {job.failures[-1].message}"))
+            machine.close()
+            return
+
+
 def pairs(nodes: list[list[int]]) -> Iterator[tuple[str, int, int]]:
     """A pair of ranks on one node, and a pair on two nodes, where there are such pairs, with their names."""
     for node in [node for node in nodes if len(node) > 1][:1]:
-        yield "node", node[0], node[1]
+        yield "on_node", node[0], node[1]
     if len(nodes) > 1:
         yield "between_nodes", nodes[0][0], nodes[1][0]
 

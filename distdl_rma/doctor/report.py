@@ -13,8 +13,8 @@ _UNKNOWN = "-"
 # A matrix of more ranks is not read.
 _MATRIX_RANKS = 16
 _MEASURED = {
-    "put_latency_node_seconds": "put of 8 bytes and notification, on a node",
-    "put_bandwidth_node_bytes_per_second": "put of 4 MiB, on a node",
+    "put_latency_on_node_seconds": "put of 8 bytes and notification, on a node",
+    "put_bandwidth_on_node_bytes_per_second": "put of 4 MiB, on a node",
     "put_latency_between_nodes_seconds": "put of 8 bytes and notification, between nodes",
     "put_bandwidth_between_nodes_bytes_per_second": "put of 4 MiB, between nodes",
     "allreduce_4KiB_seconds": "allreduce of 4 KiB, all ranks",

@@ -37,8 +37,8 @@ def test_transports_are_a_matrix_of_few_ranks_and_numbers_of_many():
 def test_quantities_have_three_digits_and_a_unit():
     measured = job()
     measured.measured = {
-        "put_latency_node_seconds": 1.2345e-6,
-        "put_bandwidth_node_bytes_per_second": 9.8765e9,
+        "put_latency_on_node_seconds": 1.2345e-6,
+        "put_bandwidth_on_node_bytes_per_second": 9.8765e9,
         "allreduce_4MiB_seconds": 1.2345e-2,
     }
     assert [line.split("  ")[-1].strip() for line in lines(measured, "measured")] == [
