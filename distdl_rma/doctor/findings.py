@@ -54,10 +54,7 @@ def of_launcher(job: Job) -> Iterator[Finding]:
         mixed = (launcher.name == OPEN_MPI and not open_mpi) or (launcher.name == HYDRA and open_mpi)
         remedy = f"start the job by the mpiexec of the MPI of mpi4py, {mpi!r}"
         if launcher.name == SLURM:
-            protocol = "pmix" if open_mpi else "pmi2"
-            remedy = (
-                f"try srun --mpi={protocol} (srun --mpi=list shows the choices), or mpiexec in place of srun"
-            )
+            remedy = f"try srun --mpi={'pmix' if open_mpi else 'pmi2'} (of srun --mpi=list), or mpiexec"
         if not mpi:
             continue
         if launcher.ranks > 1 and facts.size == 1:
@@ -70,8 +67,7 @@ def of_launcher(job: Job) -> Iterator[Finding]:
             yield _error(f"{launcher.name} started the job, but mpi4py uses {mpi!r}", remedy)
         elif facts.size == 1:
             yield _warning(
-                "the job has 1 rank: nothing between ranks was tried",
-                f"run mpiexec -n 2 {_DOCTOR}",
+                "the job has 1 rank: nothing between ranks was tried", f"run mpiexec -n 2 {_DOCTOR}"
             )
 
 
@@ -94,10 +90,9 @@ def of_versions(job: Job) -> Iterator[Finding]:
             ranks.setdefault(facts.versions.get(name, "none"), []).append(facts.rank)
         if len(ranks) > 1:
             each = ", ".join(f"{version} on {_named(some)}" for version, some in ranks.items())
-            remedy = (
-                "start all ranks with the same environment: activate it in the job script, on a shared disk"
+            yield _error(
+                f"{name} differs: {each}", "start all ranks with the same environment, on a shared disk"
             )
-            yield _error(f"{name} differs: {each}", remedy)
 
 
 def of_memory(job: Job) -> Iterator[Finding]:

@@ -6,10 +6,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from distdl_rma.doctor.facts import Job, RankFacts, counted, sized, spans
+from distdl_rma.doctor.facts import Compared, Job, RankFacts, counted, sized, spans
 from distdl_rma.doctor.findings import Finding
 
 _UNKNOWN = "-"
+_SIZES = "shm_free_bytes", "shm_total_bytes", "memory_limit_bytes"
 # A matrix of more ranks is not read.
 _MATRIX_RANKS = 16
 _MEASURED = {
@@ -33,7 +34,7 @@ def as_json(job: Job, found: Sequence[Finding]) -> dict[str, Any]:
         "size": first.size if first else 0,
         "nodes": job.nodes,
         "segment_bytes": job.segment_bytes,
-        "hosts": [_host(host, ranks) for host, ranks in _rows(job)],
+        "hosts": [*_rows(job)],
         "transports": [job.transports.get(facts.rank, "?" * facts.size) for facts in job.ranks],
         "measured": job.measured,
         "convolution": [asdict(each) for each in job.compared],
@@ -45,73 +46,48 @@ def as_text(job: Job, found: Sequence[Finding]) -> str:
     """The report that a person reads."""
     facts = as_json(job, found)
     head = f"{counted(facts['size'], 'rank')} on {counted(len(facts['nodes']) or len(job.hosts), 'node')}"
-    parts = [
-        ("distdl_rma doctor", [f"{head}; launcher: {facts['launcher'] or 'unknown'}"]),
-        ("versions", _table([*facts["versions"].items(), ("thread level", facts["thread_level"])])),
-        ("nodes", _hosts(facts)),
-        ("transports", [*_transports(facts["transports"])]),
-        (
-            "measured",
-            _table(
-                [
-                    (_MEASURED[name], _quantity(name, facts["measured"][name]))
-                    for name in _MEASURED
-                    if name in facts["measured"]
-                ]
-            ),
+    measured = [name for name in _MEASURED if name in job.measured]
+    parts = {
+        "distdl_rma doctor": [f"{head}; launcher: {facts['launcher'] or 'unknown'}"],
+        "versions": _table([*facts["versions"].items(), ("thread level", facts["thread_level"])]),
+        "nodes": _hosts(facts),
+        "transports": [*_transports(facts["transports"])],
+        "measured": _table([(_MEASURED[name], _quantity(name, job.measured[name])) for name in measured]),
+        "split convolution against torch's on the whole input": _table(
+            [(each.name, "equal to rounding" if each.equal else _differs(each)) for each in job.compared]
         ),
-        ("split convolution against torch's on the whole input", _convolution(job)),
-        ("findings", [line for finding in found for line in _finding(finding)] or ["none: this job works"]),
-    ]
-    return "\n".join(
-        line for title, lines in parts if lines for line in (title, *(f"  {line}" for line in lines), "")
-    )
+        "findings": [line for each in found for line in (f"{each.level}: {each.text}", f"  {each.remedy}")]
+        or ["none: this job works"],
+    }
+    return "\n".join("\n  ".join([title, *lines]) + "\n" for title, lines in parts.items() if lines)
 
 
-def _rows(job: Job) -> Iterator[tuple[str, list[RankFacts]]]:
-    # Ranks of a host that see the same values.
+def _rows(job: Job) -> Iterator[dict[str, Any]]:
+    # A row for ranks of a host that see the same values.
     rows: dict[tuple[Any, ...], list[RankFacts]] = {}
     for facts in job.ranks:
         key = facts.host, len(facts.cores), facts.threads, facts.shm_total, facts.memory_limit
         rows.setdefault(key, []).append(facts)
-    for (host, *_), ranks in rows.items():
-        yield host, ranks
-
-
-def _host(host: str, ranks: Sequence[RankFacts]) -> dict[str, Any]:
-    return {
-        "host": host,
-        "ranks": [facts.rank for facts in ranks],
-        "cores": len({core for facts in ranks for core in facts.cores}),
-        "threads_per_rank": ranks[0].threads,
-        "shm_free_bytes": min(
-            (facts.shm_free for facts in ranks if facts.shm_free is not None), default=None
-        ),
-        "shm_total_bytes": ranks[0].shm_total,
-        "memory_limit_bytes": ranks[0].memory_limit,
-    }
+    for (host, _, threads, total, limit), ranks in rows.items():
+        yield {
+            "host": host,
+            "ranks": [facts.rank for facts in ranks],
+            "cores": len({core for facts in ranks for core in facts.cores}),
+            "threads_per_rank": threads,
+            "shm_free_bytes": min((facts.shm_free for facts in ranks if facts.shm_free), default=None),
+            "shm_total_bytes": total,
+            "memory_limit_bytes": limit,
+        }
 
 
 def _hosts(facts: dict[str, Any]) -> list[str]:
     rows = [("host", "ranks", "cores", "threads per rank", "/dev/shm free", "of", "segments", "memory limit")]
     segment = facts["segment_bytes"]
     for row in facts["hosts"]:
-        sizes = [
-            _UNKNOWN if row[key] is None else sized(row[key])
-            for key in ("shm_free_bytes", "shm_total_bytes", "memory_limit_bytes")
-        ]
+        free, total, limit = (_UNKNOWN if row[size] is None else sized(row[size]) for size in _SIZES)
         segments = f"{len(row['ranks'])} x {sized(segment)}" if segment else _UNKNOWN
-        rows.append(
-            (
-                row["host"],
-                spans(row["ranks"]),
-                str(row["cores"]),
-                str(row["threads_per_rank"]),
-                *sizes[:2],
-                segments,
-                sizes[2],
-            )
-        )
+        counts = str(row["cores"]), str(row["threads_per_rank"])
+        rows.append((row["host"], spans(row["ranks"]), *counts, free, total, segments, limit))
     return _table(rows)
 
 
@@ -123,28 +99,15 @@ def _transports(letters: Sequence[str]) -> Iterator[str]:
         yield f"shared memory of the node: {counted(every.count('s') // 2, 'pair')}"
         yield f"puts of MPI between nodes: {counted(every.count('r') // 2, 'pair')}"
         return
-    numbers = [str(rank) for rank in range(len(letters))]
+    numbers = [*map(str, range(len(letters)))]
     yield from _table(
         [("", *numbers), *((number, *row) for number, row in zip(numbers, letters, strict=True))]
     )
     yield "s: shared memory of the node, r: puts of MPI between nodes"
 
 
-def _convolution(job: Job) -> list[str]:
-    return _table(
-        [
-            (
-                each.name,
-                "equal to rounding" if each.equal else f"differs by {each.error:.1e} of {each.scale:.1e}",
-            )
-            for each in job.compared
-        ]
-    )
-
-
-def _finding(finding: Finding) -> Iterator[str]:
-    yield f"{finding.level}: {finding.text}"
-    yield f"  {finding.remedy}"
+def _differs(compared: Compared) -> str:
+    return f"differs by {compared.error:.1e} of {compared.scale:.1e}"
 
 
 def _quantity(name: str, value: float) -> str:
@@ -155,6 +118,4 @@ def _quantity(name: str, value: float) -> str:
 
 def _table(rows: Sequence[Sequence[str]]) -> list[str]:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
-    ]
+    return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
