@@ -5,10 +5,12 @@ from __future__ import annotations
 import faulthandler
 import json
 import os
+import select
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -20,7 +22,7 @@ from distdl_rma.doctor.report import as_json, as_text
 
 # Waits of the library end with an error that says more.
 _GRACE_SECONDS = 10.0
-# Where MPI does not let other threads of Python run, as when it starts, the process ends without a report.
+# MPI does not let other threads of Python run while it starts and ends.
 _LAST_SECONDS = 5.0
 _TICK_SECONDS = 0.2
 _TAG = 3
@@ -48,12 +50,12 @@ class _Examination:
         self._job, self._status = Job(), 0
         self._step, self._deadline, self._written = "begin", float("inf"), False
         self._lock = threading.Lock()
-        threading.Thread(target=self._watch, name="distdl_rma doctor", daemon=True).start()
 
     def carry_out(self) -> None:
         """All steps, up to the first that fails; then the first rank writes the result."""
-        self._take("load torch", partial(import_module, "torch"))
         started = self._take("start MPI", self._start)
+        threading.Thread(target=self._watch, name="distdl_rma doctor", daemon=True).start()
+        self._take("load torch", partial(import_module, "torch"))
         mine = rank_facts(self._launcher)
         self._job.ranks = [mine]
         if not started:
@@ -75,12 +77,9 @@ class _Examination:
         """End MPI and return the exit status; where MPI does not end, end the process."""
         mpi = sys.modules.get("mpi4py.MPI")
         if mpi is not None:
-            with Path(os.devnull).open("w") as nowhere:
-                seconds = self._limit if self._rank else _LAST_SECONDS
-                faulthandler.dump_traceback_later(seconds, exit=True, file=nowhere)
+            with _ends_after(self._limit if self._rank else _LAST_SECONDS):
                 # Under python -m mpi4py a status other than 0 would abort a job that is still in MPI.
                 mpi.Finalize()
-                faulthandler.cancel_dump_traceback_later()
         return self._status
 
     @property
@@ -91,24 +90,42 @@ class _Examination:
 
     def _take(self, step: str, call: Callable[[], object]) -> bool:
         self._step, self._deadline = step, time.monotonic() + self._limit
-        faulthandler.dump_traceback_later(self._limit + _LAST_SECONDS, exit=True)
         try:
-            call()
+            with _ends_after(self._limit + _LAST_SECONDS):
+                call()
         except Exception as error:  # noqa: BLE001
             message = str(error).strip() or "no message"
             self._job.failures.append(Failure(self._rank, step, f"{type(error).__name__}: {message}"))
             return False
         finally:
             self._deadline = float("inf")
-            faulthandler.cancel_dump_traceback_later()
         return True
 
     def _start(self) -> None:
-        from mpi4py import MPI
+        with self._reported_by_child():
+            from mpi4py import MPI
 
         self._size = MPI.COMM_WORLD.size
         if self._size > 1:
             self._rank = MPI.COMM_WORLD.rank
+
+    @contextmanager
+    def _reported_by_child(self) -> Iterator[None]:
+        # While no other thread of this process can run.
+        seen, over = os.pipe()
+        child = os.fork()
+        if not child:
+            os.close(over)
+            if not select.select([seen], [], [], self._limit)[0]:
+                self._job.ranks = [rank_facts(self._launcher)]
+                self._write_late()
+            os._exit(0)
+        os.close(seen)
+        try:
+            yield
+        finally:
+            os.close(over)
+            os.waitpid(child, 0)
 
     def _gathered(self, step: str, mine: Any) -> dict[int, Any]:
         # On the first rank what all ranks sent in time, by rank; elsewhere what is this rank's own.
@@ -171,7 +188,21 @@ class _Examination:
     def _watch(self) -> None:
         while time.monotonic() < self._deadline:
             time.sleep(_TICK_SECONDS)
+        self._write_late()
+        os._exit(1)
+
+    def _write_late(self) -> None:
         message = f"TimeoutError: it does not return within {self._limit:g} s"
         self._job.failures.append(Failure(self._rank, self._step, message))
         self._write()
-        os._exit(1)
+
+
+@contextmanager
+def _ends_after(seconds: float) -> Iterator[None]:
+    # End this process with status 1, whatever it does, if the block takes longer.
+    with Path(os.devnull).open("w") as nowhere:
+        faulthandler.dump_traceback_later(seconds, exit=True, file=nowhere)
+        try:
+            yield
+        finally:
+            faulthandler.cancel_dump_traceback_later()

@@ -166,6 +166,31 @@ def test_an_mpi_that_cannot_be_loaded_is_an_error(tmp_path):
     assert "distdl_rma[mpich]" in said
 
 
+STUCK = """
+import sys
+from distdl_rma.doctor import command
+command._GRACE_SECONDS = command._LAST_SECONDS = 1
+sys.exit(command.doctor(None, 1.0))
+"""
+
+
+def test_an_mpi_that_does_not_start_is_an_error(tmp_path):
+    (tmp_path / "mpi4py").mkdir()
+    (tmp_path / "mpi4py/__init__.py").touch()
+    # As MPI does, it keeps other threads from running.
+    (tmp_path / "mpi4py/MPI.py").write_text("import ctypes; ctypes.PyDLL(None).sleep(100)")
+    done = subprocess.run(
+        [sys.executable, "-c", STUCK],
+        env=environment(PYTHONPATH=f"{tmp_path}:{ROOT}"),
+        capture_output=True,
+        text=True,
+        timeout=90,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert "error: rank 0 could not start MPI: TimeoutError" in done.stdout and not done.stderr
+
+
 HELP = """
 import atexit, runpy, sys
 atexit.register(lambda: sys.stdout.write(f"loaded: {{sorted({{'mpi4py', 'torch'}} & set(sys.modules))}}"))
