@@ -34,11 +34,15 @@ KINDS = {
 }
 HEAD = """# What split tensors do with each function of torch
 
-Written by `docs/functions.py` from the table in use (`distdl_rma.split.calls.table`). A function that is not
-here is refused where a tensor is cut, with its name, the module and your line; of tensors that every rank has
-all of, every function of torch is allowed. `distdl_rma.register(function, handler)` adds one. In-place forms
-(`add_`) follow the same rules as the function without the underscore. How to convert a model:
-[convert.md](convert.md).
+Written by `docs/functions.py` from the table of rules (`distdl_rma.split.calls.table`). The guide to split
+tensors is [convert.md](convert.md).
+
+- A function that is not listed raises an error if a tensor is cut. The error names the function, the module
+  and your line. On replicated tensors every function of torch is allowed.
+- `distdl_rma.register(function, handler)` adds a rule.
+- `add` stands for `add_` too, and `__add__` for `__radd__` and `__iadd__`.
+- *Becomes whole*: if the dimension is cut, another dimension is cut instead, or every rank gets the whole
+  tensor.
 """
 
 
@@ -55,19 +59,31 @@ def written() -> str:
             continue
         parts.append(f"## {title}\n")
         for text, names in sorted(groups[kind].items(), key=lambda each: sorted(each[1])[0]):
-            shown = ", ".join(f"`{name}`" for name in sorted(names))
-            parts.append(f"{textwrap.fill(text, 110)}\n\n{_filled(shown)}\n")
+            parts.append(_filled(f"**{text}** {_shown(names)}".replace("``", "`")))
+        parts.append("")
     return "\n".join(parts)
 
 
 def _short(name: str) -> str:
-    # One name for a function, its method, its operator and its in-place form.
+    # One name for a function and its method.
     name = re.sub(r"^torch\._C\._(special|linalg|fft)\.(special|linalg|fft)_", r"torch.\1.", name)
     last = name.rpartition(".")[2]
-    home = re.sub(r"^torch\.(nn\.functional\.)?|^Tensor\.", "", name)
-    if last.startswith("__"):
-        return last
-    return home[:-1] if home.endswith("_") else home
+    home = re.sub(r"^torch\.((nn\.)?functional\.|_linalg_utils\.)?|^Tensor\.", "", name)
+    return last if last.startswith("__") else home
+
+
+def _shown(names: set[str]) -> str:
+    # Names by their module, those of torch itself first. A form in place and a reflected operator is left out
+    # if its plain form is there.
+    homes: dict[str, list[str]] = {}
+    for name in sorted(names):
+        plain = re.sub(r"^__[ir](?=\w+__$)", "__", re.sub(r"(?<=[^_])_$", "", name))
+        if plain == name or plain not in names:
+            home, last = re.fullmatch(r"(_foreach_|(?:\w+\.)*)(\w+)", name).groups()  # type: ignore[union-attr]
+            homes.setdefault(home, []).append(f"`{last}`")
+    shown = [", ".join(homes.pop("", []))]
+    shown += [f"`{home.removesuffix('.')}`: {', '.join(lasts)}" for home, lasts in homes.items()]
+    return "; ".join(each for each in shown if each)
 
 
 def _first(handler: Handler) -> str:
@@ -77,7 +93,9 @@ def _first(handler: Handler) -> str:
 
 
 def _filled(text: str) -> str:
-    return textwrap.fill(text, 110, break_long_words=False, break_on_hyphens=False)
+    # An item of a list.
+    indents = {"initial_indent": "- ", "subsequent_indent": "  "}
+    return textwrap.fill(text, 140, **indents, break_long_words=False, break_on_hyphens=False)  # type: ignore[arg-type]
 
 
 if __name__ == "__main__":

@@ -366,16 +366,16 @@ _ALIKE = [
 _PARTS = [
     Mutant(
         "zeros beyond the domain are not written",
-        "distdl_rma/ops/conv/joined_tile.py",
-        "            tensor[zeros] = 0\n",
+        "distdl_rma/ops/conv/own_and_halo.py",
+        "            block[zeros] = 0\n",
         "            pass\n",
         _JOINED,
     ),
     Mutant(
         "what comes back replaces the own gradient of a joined tile",
         "distdl_rma/ops/conv/joined_tile.py",
-        "inner[place].add_(as_tensor",
-        "inner[place].copy_(as_tensor",
+        "own[place].add_(as_tensor",
+        "own[place].copy_(as_tensor",
         _JOINED,
     ),
     Mutant(

@@ -18,7 +18,7 @@ from benchmarks.scaling.plans import Cluster, Staged, Vote, loss_layer, outcome,
 from distdl_rma import Machine, distribute, shard
 from distdl_rma.geometry import Decomposition
 from distdl_rma.layers import DistributedBatchNorm2d, DistributedConv2d, DistributedLinear
-from distdl_rma.layers.core.agreement import CallOutcome
+from distdl_rma.layers.core.refusals import CallOutcome
 from distdl_rma.layers.loss.base import LossSums
 from distdl_rma.ops.core.movement import CallSite
 from distdl_rma.ops.core.staged import movement_between

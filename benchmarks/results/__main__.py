@@ -19,7 +19,17 @@ from benchmarks.results.run import ROOT, machine_name, runs_in
 
 OUTPUT = Path("bench-output")
 PAGE, IMAGE = ROOT / "docs" / "benchmarks.md", ROOT / "docs" / "images" / "benchmarks.svg"
-NAME, COMMAND = "table", "python -m benchmarks.results docs"
+COMMAND = "python -m benchmarks.results docs"
+# Sections of the page and patterns of their rows; the first that fits counts. Scaling has a page of its own.
+SCALING = "scaling"
+SECTIONS = {
+    SCALING: " scaling, ",
+    "two hosts": "two hosts",
+    "torch": "^(torch's|DDP|FSDP2) ",
+    "split": "split tensors|U-Net|dispatch",
+    "one-sided": "put_notify|notifications|segment of|Allreduce|fetch_add|barrier",
+    "layers": "",
+}
 
 
 def main() -> int:
@@ -85,9 +95,17 @@ def collect(file: Path, output: Path) -> None:
 def documented(text: str, entries: list[Entry], machine: str) -> str:
     """The page with the newest rows of a history."""
     shown = list(history.newest(entries).values())
-    return page.rewritten(
-        text, NAME, COMMAND, f"Measured on {machine}: {page.where(shown)}.\n\n{page.table(shown)}"
-    )
+    text = page.rewritten(text, "run", COMMAND, f"Measured on {machine}: {page.where(shown)}.")
+    for name in SECTIONS:
+        if name != SCALING:
+            rows = [entry for entry in shown if section_of(entry.row.what) == name]
+            text = page.rewritten(text, name, COMMAND, page.table(rows))
+    return text
+
+
+def section_of(what: str) -> str:
+    """The section of the page that has a row."""
+    return next(name for name, pattern in SECTIONS.items() if re.search(pattern, what))
 
 
 def drawn(entries: list[Entry], machine: str) -> str:

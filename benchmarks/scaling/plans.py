@@ -16,7 +16,7 @@ from distdl_rma import Partition, distribute
 from distdl_rma.geometry import Decomposition, Exchange
 from distdl_rma.geometry.box import LEADING
 from distdl_rma.geometry.gathering import FlatStages, steps
-from distdl_rma.layers.core import agreement
+from distdl_rma.layers.core import refusals
 from distdl_rma.layers.loss import base
 from distdl_rma.ops.norm import statistics
 from distdl_rma.ops.norm.statistic_groups import PAIR
@@ -241,7 +241,7 @@ def loss_layer() -> Sum:
 
 def outcome() -> Told:
     """What ranks that only keep copies of weights hear of a call."""
-    return Told(agreement._OUTCOME_NBYTES)
+    return Told(refusals._OUTCOME_NBYTES)
 
 
 def step_traffic(layers: list[Layer], cluster: Cluster, me: int) -> Traffic:

@@ -17,13 +17,13 @@ from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.halo import Stencil
 from distdl_rma.geometry.intervals import Balanced
 from distdl_rma.geometry.partition import Partition
-from distdl_rma.layers.core.agreement import InputFacts, source_of
 from distdl_rma.layers.core.arguments import (
     PlacedOptions,
     callbacks_among,
     chosen_placement,
     show_arguments_of,
 )
+from distdl_rma.layers.core.input_facts import InputFacts, source_of
 from distdl_rma.layers.core.operator_layer import OperatorLayer
 from distdl_rma.layers.core.placement import Placement, block_placement, whole_placement
 from distdl_rma.ops.conv.conv_transpose import TransposedConvolution, output_padding_for

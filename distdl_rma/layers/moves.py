@@ -12,8 +12,8 @@ from distdl_rma.errors import ArgumentError, PartitionError, ShapeError
 from distdl_rma.geometry.box import LEADING
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.partition import Partition, groups_onto
-from distdl_rma.layers.core.agreement import InputFacts, input_dtype, source_of
 from distdl_rma.layers.core.arguments import Callbacks, per_dim
+from distdl_rma.layers.core.input_facts import InputFacts, input_dtype, source_of
 from distdl_rma.layers.core.layer import nbytes_of
 from distdl_rma.layers.core.operator_layer import OperatorLayer
 from distdl_rma.ops import moves

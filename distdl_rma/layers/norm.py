@@ -25,8 +25,9 @@ from distdl_rma.errors import (
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.intervals import Balanced
 from distdl_rma.geometry.partition import Partition
-from distdl_rma.layers.core.agreement import InputFacts, ShapeAgreement, source_of
+from distdl_rma.layers.core.agreement import ShapeAgreement
 from distdl_rma.layers.core.arguments import Callbacks, PlacedOptions, chosen_placement, show_arguments_of
+from distdl_rma.layers.core.input_facts import InputFacts, source_of
 from distdl_rma.layers.core.operator_layer import OperatorLayer
 from distdl_rma.layers.core.placement import Placement, cut, register
 from distdl_rma.ops.core.autograd import GradientNeeds, anchored

@@ -14,8 +14,8 @@ from distdl_rma.errors import ArgumentError, PartitionError, UnsupportedError
 from distdl_rma.geometry.box import LEADING
 from distdl_rma.geometry.halo import Stencil
 from distdl_rma.geometry.partition import Partition
-from distdl_rma.layers.core.agreement import InputFacts, source_of
 from distdl_rma.layers.core.arguments import LayerOptions, each_dim, per_dim
+from distdl_rma.layers.core.input_facts import InputFacts, source_of
 from distdl_rma.layers.core.operator_layer import OperatorLayer
 from distdl_rma.ops.windows import (
     MODES,

@@ -6,20 +6,15 @@ refuse reads the same everywhere: on the ranks of the layer, and where its backw
 
 from __future__ import annotations
 
-import json
 import weakref
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
-from distdl_rma import errors
 from distdl_rma.checks.consensus import Consensus, gather_words
 from distdl_rma.checks.plan_cache import UNKNOWN, PlanCache, digest
-from distdl_rma.dtypes import DTYPES
 from distdl_rma.errors import (
     DistdlError,
     ExchangeTimeout,
@@ -28,18 +23,15 @@ from distdl_rma.errors import (
     ProtocolError,
     ShapeError,
 )
-from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.exchange import fingerprint
 from distdl_rma.geometry.partition import Partition
+from distdl_rma.layers.core.input_facts import InputFacts
+from distdl_rma.layers.core.refusals import CallOutcome, refusal
 from distdl_rma.machine import Machine
 from distdl_rma.ops.core.autograd import GradientNeeds
 from distdl_rma.ops.core.movement import CallSite
-from distdl_rma.ops.core.staged import movement_between
-from distdl_rma.ops.core.tensors import as_array, as_tensor, trouble_with
 
 _KEY = "static shapes"
-
-
 # What of a rank's calls that tell the others nothing must be alike on all ranks.
 _MODES = ("records no gradients within static_shapes", "records gradients within static_shapes")
 
@@ -88,235 +80,6 @@ def static_shapes(place: Machine | Partition) -> Iterator[None]:
     finally:
         machine.kept.pop(_KEY, None)
         machine.segments.watch.note()
-
-
-# Characters of a text that a rank sends, and bytes of an outcome.
-_LONGEST, _OUTCOME_NBYTES = 512, 1024
-# The operand of ranks that receive an outcome.
-_NO_WORDS = torch.empty(0, dtype=torch.uint8)
-
-
-def text_row(text: str, nbytes: int) -> NDArray[np.uint8]:
-    """Row with a text, cut if it does not fit."""
-    row = np.zeros(nbytes, np.uint8)
-    words = text.encode()[:nbytes]
-    row[: len(words)] = np.frombuffer(words, np.uint8)
-    return row
-
-
-def row_text(row: NDArray[np.uint8]) -> str:
-    """Text of a row; empty if there is none."""
-    return row.tobytes().rstrip(b"\0").decode(errors="ignore")
-
-
-def clipped(text: str) -> str:
-    """A text of one line and of limited length."""
-    return " ".join(text.split())[:_LONGEST]
-
-
-def refusal(name: str, problems: Mapping[int, str]) -> ShapeError:
-    """Error of all ranks of a layer, of which some have a problem; it names the first of these."""
-    found = {rank: problem for rank, problem in problems.items() if problem}
-    rank, problem = next(iter(found.items()))
-    others = f" ({len(found)} ranks of {len(problems)} complain)" if len(found) > 1 else ""
-    return ShapeError(f"{name!r}: rank {rank}: {problem}{others}")
-
-
-def told_refusal(machine: Machine, ranks: Sequence[int], name: str, problem: str, facts: str) -> ShapeError:
-    """Error to raise where something does not fit, the same on all ranks; blocking until all have called.
-
-    ``problem`` is what is wrong on this rank, empty if nothing is; ``facts`` are what it passes, which is
-    to be alike on all ranks.
-    """
-    mine = [clipped(problem), "" if problem else clipped(facts)]
-    said = gather_words(machine.segments, mine, f"{name} (complaints)", ranks)
-    if any(its for its, _ in said.values()):
-        return refusal(name, {rank: its for rank, (its, _) in said.items()})
-    first, (_, expected) = next(iter(said.items()))
-    for rank, (_, its) in said.items():
-        if its != expected:
-            return ShapeError(f"{name!r}: rank {first} passes {expected} but rank {rank} {its}")
-    return ShapeError(f"{name!r}: the ranks' inputs do not fit together; each passes {facts}")
-
-
-class CallOutcome:
-    """One message per call, from one rank of a layer to ranks outside: all is well, or why it was refused.
-
-    No row of every rank to every rank, and over nodes one message to each, by a tree of them: those inside do
-    not wait for those who hear, and who tells only when they are two calls behind. Local to make.
-    """
-
-    def __init__(self, machine: Machine, teller: int, listeners: Sequence[int], name: str) -> None:
-        rank, shape = machine.rank, (_OUTCOME_NBYTES,)
-        root = Decomposition.replicated(Partition((teller,), (1,), rank), shape)
-        others = Decomposition.replicated(Partition(tuple(listeners), (len(listeners),), rank), shape)
-        self._tells = rank == teller
-        self._movement = movement_between(CallSite(machine, name), root, others, torch.uint8, "outcome")
-        weakref.finalize(self, self._movement.close)
-
-    @classmethod
-    def among(
-        cls, machine: Machine, inside: Sequence[int], holders: Sequence[int], name: str
-    ) -> CallOutcome | None:
-        """Outcome for those that keep copies of a layer's weights without a part in its calls.
-
-        Collective over ``holders``, the rank ids that gradients are summed over; blocking. ``inside`` takes
-        part in calls, and its first rank tells. None on ranks that neither tell nor hear.
-        """
-        # Those that keep copies for a layer of other ranks, a replica, take part in that one's calls instead.
-        mine = [fingerprint(tuple(inside)), machine.rank in inside]
-        views = gather_words(machine.segments, mine, f"{name} (audience)", holders)
-        layer, _ = mine
-        listeners = [rank for rank in sorted(holders) if views[rank] == [layer, False]]
-        concerned = listeners and machine.rank in (inside[0], *listeners)
-        return cls(machine, inside[0], listeners, name) if concerned else None
-
-    def connect(self) -> None:
-        """Exchange addresses, once, with a message that all is well; blocking."""
-        self.tell()
-        self.hear()
-
-    def tell(self, error: DistdlError | None = None) -> None:
-        """Say that a call was refused, or that it was not; nothing on ranks that hear."""
-        if self._tells:
-            text = "" if error is None else f"{type(error).__name__} {error}"
-            self._movement.move(as_tensor(text_row(text, _OUTCOME_NBYTES)))
-
-    def hear(self) -> None:
-        """Wait for what became of the next call, and raise the error that its ranks raise, if they do.
-
-        Nothing on the rank that tells.
-        """
-        if self._tells:
-            return
-        text = row_text(as_array(self._movement.move(_NO_WORDS)))
-        if text:
-            kind, _, what = text.partition(" ")
-            raise getattr(errors, kind, ShapeError)(what)
-
-
-# Shape and type of one input.
-_Input = tuple[tuple[int, ...], torch.dtype]
-
-
-class InputFacts(NamedTuple):
-    """What one rank says of its inputs, of its weights and of what it wants, before data moves."""
-
-    inputs: tuple[_Input, ...]
-    needs: GradientNeeds
-    weights: torch.dtype | None = None
-    call_arguments: tuple[Any, ...] = ()  # in words that JSON can carry
-    problem: str = ""
-    given: int = 1  # inputs of the call, where the layer may take another number of them
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Local shape of the first input."""
-        return self.inputs[0][0]
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Type of the first input."""
-        return self.inputs[0][1]
-
-    @property
-    def described(self) -> str:
-        """For messages."""
-        needs = ["", " that needs a gradient"]
-        pairs = zip(self.inputs, self.needs.inputs, strict=False)
-        shown = ", ".join(f"{shape} of {dtype}{needs[needed]}" for (shape, dtype), needed in pairs)
-        return f"{shown}{' and ' if self.call_arguments else ''}{self.call_arguments or ''}" or self.problem
-
-    def of(self, at: int) -> InputFacts:
-        """The same with one of the inputs alone."""
-        return self._replace(inputs=self.inputs[at : at + 1])
-
-    @classmethod
-    def about(
-        cls,
-        xs: Sequence[torch.Tensor],
-        weight: torch.Tensor | None = None,
-        call_arguments: tuple[Any, ...] = (),
-        idle: Sequence[bool] = (False,),
-        problem: str = "",
-    ) -> InputFacts:
-        """Facts about local tensors, a weight that the layer will use, and words that it was called with.
-
-        ``idle`` says of which inputs this rank has no part: there all tensors without elements are the same.
-        What are no tensors that can move, and any other ``problem`` with the call, all ranks refuse.
-        """
-        given = len(xs)
-        for at, x in enumerate(xs):
-            problem = problem or trouble_with(x, f"input {at}" if given > 1 else "input")
-        if problem:
-            return cls((), GradientNeeds(False, False), problem=clipped(problem))
-        if given < len(idle):
-            xs = [*xs, *[torch.empty(0)] * (len(idle) - given)]
-        recording = torch.is_grad_enabled()
-        pairs = zip(xs, idle, strict=False)
-        inputs = tuple([_NOTHING if out and 0 in x.shape else (tuple(x.shape), x.dtype) for x, out in pairs])
-        wanted = len(idle)
-        others = tuple([recording and x.requires_grad for x in xs[1:wanted]]) if wanted > 1 else ()
-        learns = recording and weight is not None and weight.requires_grad
-        needs = GradientNeeds(recording and xs[0].requires_grad, learns, others)
-        return cls(inputs, needs, None if weight is None else weight.dtype, call_arguments, given=given)
-
-    @property
-    def key(self) -> tuple[object, ...]:
-        """What a plan depends on."""
-        return self.inputs, self.weights, self.call_arguments, self.given
-
-    def encode(self) -> bytes:
-        """Row of words that travels."""
-        inputs = [(shape, DTYPES.index(dtype)) for shape, dtype in self.inputs]
-        weights = DTYPES.index(self.weights) if self.weights in DTYPES else None
-        words = inputs, self.needs, weights, self.call_arguments, self.problem, self.given
-        return json.dumps(words, separators=(",", ":")).encode()
-
-    @classmethod
-    def decode(cls, row: bytes) -> InputFacts:
-        """Facts from the row of words."""
-        inputs, (first, learns, others), weights, call_arguments, problem, given = json.loads(row)
-        return cls(
-            tuple((tuple(shape), DTYPES[number]) for shape, number in inputs),
-            GradientNeeds(first, learns, tuple(others)),
-            None if weights is None else DTYPES[weights],
-            tuple(call_arguments),
-            problem,
-            given,
-        )
-
-
-_NOTHING: _Input = (0,), DTYPES[0]
-
-
-def common_dtype(facts: dict[int, InputFacts]) -> torch.dtype:
-    """Type that all ranks pass; ``ShapeError`` if two differ, which names both."""
-    (first, expected), *others = ((rank, fact.dtype) for rank, fact in facts.items())
-    for rank, dtype in others:
-        if dtype != expected:
-            raise ShapeError(f"rank {first} passes {expected} but rank {rank} {dtype}")
-    return expected
-
-
-def input_dtype(P_x: Partition, facts: dict[int, InputFacts]) -> torch.dtype:
-    """Type of an input; ``ShapeError`` if ranks of P_x differ, or one outside passes elements."""
-    for rank, fact in facts.items():
-        if rank not in P_x and 0 not in fact.shape:
-            raise ShapeError(f"rank {rank} is not in P_x but passes a tensor of shape {fact.shape}")
-    return common_dtype({rank: facts[rank] for rank in P_x.ranks})
-
-
-def source_of(
-    P_x: Partition, facts: dict[int, InputFacts], replicate: Collection[int] = ()
-) -> tuple[Decomposition, torch.dtype]:
-    """Who owns what of an input on P_x, and its type; ``ShapeError`` if the shards form no grid either.
-
-    Along the grid dimensions ``replicate`` the ranks have the same part of it.
-    """
-    dtype = input_dtype(P_x, facts)
-    shapes = {rank: facts[rank].shape for rank in P_x.ranks}
-    return Decomposition.from_local_shapes(P_x, shapes, replicate), dtype
 
 
 class Plan(Protocol):

@@ -18,10 +18,10 @@ from torch.utils.weak import WeakIdKeyDictionary
 from distdl_rma.errors import ConfigurationError, PartitionError, ProtocolError, ShapeError, UnsupportedError
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.partition import Partition
-from distdl_rma.layers.core.agreement import CallOutcome
 from distdl_rma.layers.core.arguments import NAMES, AnsweringModule, Callbacks, answer
 from distdl_rma.layers.core.parameters import Parameters, stated_ranks
 from distdl_rma.layers.core.placement import InitialValues, Placement, as_whole, lasting, register
+from distdl_rma.layers.core.refusals import CallOutcome
 from distdl_rma.machine import Machine
 from distdl_rma.ops.core.autograd import anchored, idle, uncompiled
 from distdl_rma.ops.core.movement import CallSite

@@ -17,9 +17,9 @@ from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.exchange import fingerprint
 from distdl_rma.geometry.intervals import Balanced
 from distdl_rma.geometry.partition import Partition
-from distdl_rma.layers.core.agreement import told_refusal
 from distdl_rma.layers.core.arguments import LayerOptions
 from distdl_rma.layers.core.layer import DistributedLayer
+from distdl_rma.layers.core.refusals import told_refusal
 from distdl_rma.ops.core.autograd import OperatorFunction, anchored, tells_peers, tied, uncompiled
 from distdl_rma.ops.core.movement import CallSite
 from distdl_rma.ops.core.tensors import no_autocast, trouble_with

@@ -16,8 +16,9 @@ from distdl_rma.dtypes import as_words, sum_dtype
 from distdl_rma.errors import PartitionError, ProtocolError, ShapeError, UnsupportedError
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.partition import Partition
-from distdl_rma.layers.core.agreement import InputFacts, ShapeAgreement, common_dtype, source_of
+from distdl_rma.layers.core.agreement import ShapeAgreement
 from distdl_rma.layers.core.arguments import LayerOptions
+from distdl_rma.layers.core.input_facts import InputFacts, common_dtype, source_of
 from distdl_rma.layers.loss.base import DistributedLoss
 from distdl_rma.ops.core.movement import CallSite
 from distdl_rma.ops.core.staged import movement_between

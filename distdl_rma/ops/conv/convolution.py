@@ -15,7 +15,7 @@ from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.exchange import Exchange
 from distdl_rma.geometry.intervals import Balanced, Split
 from distdl_rma.geometry.partition import Partition
-from distdl_rma.ops.conv.joined_tile import joined
+from distdl_rma.ops.conv.joined_tile import JoinedTile, Mark
 from distdl_rma.ops.conv.kernels import ConvolutionArguments, Needs, convolution
 from distdl_rma.ops.conv.own_and_halo import OwnAndHalo, adjoint_of_pieces, pieces_of, with_channels
 from distdl_rma.ops.conv.worker_grid import IN, ConvolutionOptions, channels_out
@@ -29,7 +29,6 @@ from distdl_rma.ops.core.autograd import (
 )
 from distdl_rma.ops.core.movement import CallSite, Movement
 from distdl_rma.ops.core.operation import Agreement, GatherComputeScatter
-from distdl_rma.ops.core.result_memory import result
 from distdl_rma.ops.core.staged import Moves, movement_or_none
 from distdl_rma.ops.core.tensors import as_tensor, no_autocast
 from distdl_rma.ops.window_gather import WindowGather
@@ -144,8 +143,10 @@ class Convolution(GridConvolution):
         self._pieces = () if core is None else pieces_of(core, prod(self._shape), dtype.itemsize)
         # A halo arrives where the adjoint sends from: the same landings serve both directions.
         self._landings = [self.parts.landing(piece) for piece in self._halo.forward.receives]
+        # Ranks may differ in that: what travels is the same.
         whole = self._sum_dtype == dtype and self._block.shape == workers.weight
-        self._joined = joined(site, self.parts, self._halo) if options.joins and whole else None
+        patch = self.parts.joined if options.joins and whole else None
+        self.tile = None if patch is None else JoinedTile(patch, self.parts.own, self._halo)
 
     def movements(self) -> tuple[Moves | None, ...]:
         """The halo, or all that is read; and the output."""
@@ -160,11 +161,10 @@ class Convolution(GridConvolution):
         """What this rank adds to the output; blocking where the halo travels meanwhile."""
         if not self.overlaps:
             return super().carry_out(needs, x, weights)
-        if self._joined is not None:
-            return self._joined(needs, x, weights["weight"], weights.get("bias"))
-        call = _Call(_returned)
-        call.operation, call.needs = self, needs
-        return _scheduled(call, x, weights)
+        weight, bias = weights["weight"], weights.get("bias")
+        root = None if weight.requires_grad else anchor(True)
+        y: Tensor = _HaloSchedule.apply(x, weight, bias, root, _returned, self, needs)
+        return y
 
     def convolve_block(self, x: Tensor, block: Tensor, bias: Tensor | None) -> Tensor:
         """That of what was gathered."""
@@ -176,20 +176,15 @@ class Convolution(GridConvolution):
         return self.in_runs(x, block, self._rows(bias))
 
     def begin(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> _Started:
-        """Start the halo, and convolve local data."""
+        """Start the halo; convolve local data, or copy them into the tile."""
         mark = self._trace.marks(self.site.name)
         mark("start")
-        epoch = self.start(x)
-        mark("local")
-        y = self.local(x, weight, bias)
-        mark("")
-        return epoch, y, mark
-
-    def start(self, x: Tensor) -> int:
-        """Put this rank's edges into the neighbours' slots; return the epoch."""
         channel = self._halo.forward
         # Who owns nothing may pass anything without elements.
-        return channel.start(channel.cut(as_words(x)) if channel.sends else ())
+        epoch = channel.start(channel.cut(as_words(x)) if channel.sends else ())
+        mark("local")
+        found = self.local(x, weight, bias) if self.tile is None else self.tile.hold(x)
+        return epoch, found, mark
 
     def local(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """What own data gives, at full speed; zeros where only the neighbours' data would add."""
@@ -201,16 +196,22 @@ class Convolution(GridConvolution):
             y[core.place] = core.convolve(x, weight)
         return y if bias is None else y.add_(bias.view(-1, *(1,) * (y.dim() - LEADING)))
 
-    def receive(self, epoch: int) -> list[Tensor]:
-        """Remote data, one block per strip, zero where the domain ends; blocking."""
+    def add_remote(self, y: Tensor, epoch: int, weight: Tensor, mark: Mark) -> list[Tensor]:
+        """Add what remote data give, and return these, one tensor per strip; blocking."""
+        strips, block = self.parts.strips, self.block(weight)
         blocks, arrays = [], []
-        for strip in self.parts.strips:
-            block = result(strip.region.shape, self.dtype)
-            blocks.append(block.zero_() if strip.sticks_out else block)
-            arrays.append(as_words(block))
+        for strip in strips:
+            blocks.append(strip.hold(self.dtype))
+            arrays.append(as_words(blocks[-1]))
         for (_, view), landing in zip(self._halo.forward.receive(epoch), self._landings, strict=True):
             for number, there, here in landing:
                 arrays[number][there] = view[here]
+        for strip, data in zip(strips, blocks, strict=True):
+            mark("remote")
+            part = strip.convolve(data, block)
+            mark("fuse")
+            rim = y[strip.place]
+            rim += part
         return blocks
 
     def start_adjoint(self, gradients: list[Tensor]) -> int:
@@ -298,89 +299,92 @@ def convolve(
     if not (overlaps and isinstance(x, Tensor)):
         operation, needs = agreement.settle()
         return operation(needs, x, **weights), needs
-    call = _Call(fill, agreement)
+    weight, bias = weights["weight"], weights.get("bias")
+    # What comes in may be anything: the ranks refuse it when they agree.
+    root, call = None if weight.requires_grad else anchor(True), _Agreeing(agreement)
     with no_autocast():
-        y = _scheduled(call, x, weights)
-    scatter = call.operation.scatter
-    return y if scatter is None else scatter(y, call.needs.any), call.needs
+        y: Tensor = _HaloSchedule.apply(x, weight, bias, root, fill, call, None)
+    operation, needs = call.agreed
+    return y if operation.scatter is None else operation.scatter(y, needs.any), needs
 
 
 # Epoch of a halo that is on its way, what local data gives meanwhile, and what is told what is done.
-_Started = tuple[int, Tensor, Callable[[str], object]]
+_Started = tuple[int, Tensor, Mark]
 
 
-class _Call:
-    # What goes into the operation of autograd beside tensors, and what comes out of an agreement, if any.
-    operation: Convolution
-    needs: GradientNeeds
+class _Agreeing:
+    # A convolution that begins before its ranks have agreed on it.
+    agreed: tuple[Convolution, GradientNeeds]
 
-    def __init__(self, fill: Fill, agreement: Agreement[Convolution] | None = None) -> None:
-        self.fill, self.agreement = fill, agreement
+    def __init__(self, agreement: Agreement[Convolution]) -> None:
+        self._agreement = agreement
 
-    def settle(
-        self, agreement: Agreement[Convolution], x: Tensor, weight: Tensor, bias: Tensor | None
-    ) -> _Started:
+    def begin(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> _Started:
         """Agree, and meanwhile begin with the operation that is likely; begin with another if that holds."""
-        guess = agreement.guess
+        guess = self._agreement.guess
         started = None if guess is None else guess.begin(x, weight, bias)
-        self.operation, self.needs = operation, _ = agreement.settle()
+        if started is not None:
+            *_, mark = started
+            mark("")
+        self.agreed = operation, _ = self._agreement.settle()
         if started is None or operation is not guess:
             started = operation.begin(x, weight, bias)
         return started
 
 
-def _scheduled(call: _Call, x: Tensor, weights: Mapping[str, Any]) -> Tensor:
-    weight, bias = weights["weight"], weights.get("bias")
-    # What comes in may be anything: the ranks refuse it when they agree.
-    root = None if weight.requires_grad else anchor(True)
-    y: Tensor = _HaloSchedule.apply(x, weight, bias, root, call)
-    return y
-
-
 class _HaloSchedule(OperatorFunction):
-    """The schedule: the halo travels while local data are convolved, in both directions."""
+    """The schedule: the halo travels while local data are convolved, or copied into a tile."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, _anchor: Any, call: _Call
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        _anchor: Any,
+        fill: Fill,
+        call: Any,
+        needs: GradientNeeds | None,
     ) -> Tensor:
-        """Start the halo, convolve local data, wait, convolve remote strips, fuse."""
-        agreement = call.agreement
-        if agreement is None:
-            epoch, y, mark = call.operation.begin(x, weight, bias)
-        else:
-            epoch, y, mark = call.settle(agreement, x, weight, bias)
-        operation, needs, block = call.operation, call.needs, call.operation.block(weight)
+        """Start the halo, local data, wait; then convolve remote strips and fuse, or convolve the tile."""
+        # A convolution whose needs are known, or one whose ranks are about to agree.
+        started: _Started = call.begin(x, weight, bias)
+        (epoch, y, mark), operation = started, call
+        if needs is None:
+            operation, needs = call.agreed
         mark("wait")
-        strips = operation.receive(epoch)
-        for strip, data in zip(operation.parts.strips, strips, strict=True):
-            mark("remote")
-            part = strip.convolve(data, block)
-            mark("fuse")
-            rim = y[strip.place]
-            rim += part
+        if operation.tile is None:
+            kept = operation.add_remote(y, epoch, weight, mark)
+        else:
+            y, kept = operation.tile.convolve(y, epoch, weight, bias, mark)
         mark("")
         if not any(ctx.needs_input_grad[:3]) and not needs.any:
             ctx.mark_non_differentiable(y)
+        else:
+            ctx.save_for_backward(x, weight, bias, *kept)
         ctx.operation, ctx.machine = operation, operation.site.machine
-        ctx.fill, ctx.needs_halo = call.fill, needs.input
-        ctx.save_for_backward(x, weight, bias, *strips)
+        ctx.fill, ctx.needs_halo = fill, needs.input
         return y
 
     @staticmethod
     @first_derivative
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-        """Start the strips' gradients on their way, local gradients, wait, fuse."""
+        """Start the strips' gradients on their way, local gradients, wait, fuse; or all those of the tile."""
         operation: Convolution = ctx.operation
-        x, weight, bias, *strips = ctx.saved_tensors
+        x, weight, bias, *kept = ctx.saved_tensors
         needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
         mark = ctx.machine.trace.marks(operation.site.name, backward=True)
+        if operation.tile is not None:
+            needs = ctx.needs_halo, needs_weight, needs_bias
+            d_x, d_weight, d_bias = operation.tile.adjoint(gradient, x, kept, weight, needs, mark)
+            mark("")
+            return d_x if needs_x else None, d_weight, d_bias, None, None, None, None
         parts, block = operation.parts, operation.block(weight)
         mark("remote")
         needs = ctx.needs_halo, needs_weight, False
         rim = [
             strip.convolve_adjoint(gradient[strip.place], data, block, needs)
-            for strip, data in zip(parts.strips, strips, strict=True)
+            for strip, data in zip(parts.strips, kept, strict=True)
         ]
         epoch, d_x, d_weight, d_bias = 0, None, None, None
         if ctx.needs_halo:
@@ -397,4 +401,4 @@ class _HaloSchedule(OperatorFunction):
         mark("")
         if ctx.needs_halo:
             d_x = operation.add_adjoint(torch.zeros_like(x) if d_x is None else d_x, epoch)
-        return d_x if needs_x else None, d_weight, d_bias, None, None
+        return d_x if needs_x else None, d_weight, d_bias, None, None, None, None

@@ -1,9 +1,9 @@
-"""How one rank's convolution falls apart: a patch of its own data, and one for each side of its halo."""
+"""What one rank convolves: own data and each side of its halo apart, or own data and halo in one tensor."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 from math import prod
@@ -15,6 +15,7 @@ from distdl_rma.geometry.box import LEADING, Box
 from distdl_rma.geometry.exchange import Piece
 from distdl_rma.geometry.halo import Stencil, Window
 from distdl_rma.ops.conv.kernels import ConvolutionArguments, Needs, convolution, convolution_adjoint
+from distdl_rma.ops.core.result_memory import result
 
 Slices = tuple[slice, ...]
 _ALL = slice(None)
@@ -103,67 +104,83 @@ class Patch:
         return tuple((i[0] - r[0], r[1] - i[1]) for i, r in bounds)
 
     @cached_property
-    def sticks_out(self) -> bool:
-        """Whether the region has zeros beside the data."""
-        return any(map(any, self.margins))
-
-    @cached_property
-    def native_padding(self) -> tuple[int, ...] | None:
-        """Symmetric padding that gives exactly these outputs, or None if only explicit zeros do."""
-        padding = []
+    def padding(self) -> tuple[int | None, ...]:
+        """Torch's own padding per dimension; None where only zeros beside the data give these outputs."""
+        found: list[int | None] = []
         for window, (low, high), n, (before, _), outputs in zip(
             self.stencil.windows, self.taps, self.inside.shape, self.margins, self.outputs.shape, strict=True
         ):
             span = window.dilation * (high - low - 1) + 1
-            if (n + 2 * before - span) // window.stride + 1 != outputs:
-                return None
-            padding.append(before)
-        return tuple(padding[LEADING:])
+            found.append(before if (n + 2 * before - span) // window.stride + 1 == outputs else None)
+        return tuple(found)
 
     @cached_property
-    def _whole(self) -> bool:
-        return self.held == self.region
+    def convolved(self) -> Box:
+        """The least that torch convolves: the data, with zeros along dimensions without torch's padding."""
+        both = zip(self.padding, self.inside.bounds, self.region.bounds, strict=True)
+        return Box(tuple(region if padding is None else inside for padding, inside, region in both))
 
     @cached_property
-    def _steps(self) -> ConvolutionArguments:
+    def zeros(self) -> list[Slices]:
+        """Slices of the zeros beside the data in the tensor that is held, where that has no other data."""
+        found, held = [], self.held
+        for d, (low, high) in enumerate(self.inside.bounds):
+            start, stop = held.bounds[d]
+            sides = (held.replace(d, start, low), held.replace(d, high, stop))
+            found += [side.slices(self.held) for side in sides if not side.empty]
+            held = held.replace(d, low, high)
+        return found
+
+    @cached_property
+    def _convolves_held(self) -> bool:
+        return self.held in (self.region, self.convolved)
+
+    @cached_property
+    def steps(self) -> ConvolutionArguments:
+        """What torch's convolution of it is told."""
         steps = ConvolutionArguments.of(Stencil(self.stencil.windows[LEADING:]), self.groups)
-        padding = None if self._whole else self.native_padding
-        return steps if padding is None else steps._replace(padding=padding)
+        if self.held == self.region:
+            return steps
+        return steps._replace(padding=tuple(n or 0 for n in self.padding[LEADING:]))
 
     def _operand(self, block: Tensor) -> Tensor:
         # What torch convolves with the padding of the steps, exact for the outputs of the patch.
-        if self._whole:
-            return block
         inside = block[self.crop]
-        if self.native_padding is not None:
-            return inside
-        return torch.constant_pad_nd(inside, self._around)
+        return inside if self.data_in_convolved is None else torch.constant_pad_nd(inside, self._around)
 
     @cached_property
     def _around(self) -> list[int]:
         # Zeros beside the data, as torch wants them: of the last dimension first.
-        return [n for pair in reversed(self.margins[LEADING:]) for n in pair]
+        margins = zip(reversed(self.padding[LEADING:]), reversed(self.margins[LEADING:]), strict=True)
+        return [n for padding, pair in margins for n in (pair if padding is None else (0, 0))]
 
     @cached_property
-    def data_in_region(self) -> Slices | None:
+    def data_in_convolved(self) -> Slices | None:
         """Slices of the data in what is convolved; None if that is all."""
-        return None if self.native_padding is not None else self.inside.slices(self.region)
+        return None if self.inside == self.convolved else self.inside.slices(self.convolved)
+
+    def hold(self, dtype: torch.dtype) -> Tensor:
+        """Tensor for the data, zero beside them and not initialised where they belong."""
+        block = result(self.held.shape, dtype)
+        for zeros in self.zeros:
+            block[zeros] = 0
+        return block
 
     def convolve(self, block: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """Outputs of the patch, from the tensor that is held."""
-        return convolution(self._operand(block), weight[self.weight], bias, self._steps)
+        data = block if self._convolves_held else self._operand(block)
+        return convolution(data, weight[self.weight], bias, self.steps)
 
     def convolve_adjoint(
         self, gradient: Tensor, block: Tensor, weight: Tensor, needs: Needs
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """Gradients of what is held, in its shape, of the patch's part of the weight, of the bias."""
-        inner, taps, offsets = convolution_adjoint(
-            gradient, self._operand(block), weight[self.weight], self._steps, needs
-        )
-        if inner is None or self._whole:
+        data = block if self._convolves_held else self._operand(block)
+        inner, taps, offsets = convolution_adjoint(gradient, data, weight[self.weight], self.steps, needs)
+        if inner is None or self._convolves_held:
             return inner, taps, offsets
-        if self.data_in_region is not None:
-            inner = inner[self.data_in_region]
+        if self.data_in_convolved is not None:
+            inner = inner[self.data_in_convolved]
         if inner.shape == block.shape:
             return inner, taps, offsets
         outer = torch.zeros_like(block)
@@ -212,10 +229,10 @@ def adjoint_of_pieces(
     outer, total, needs = torch.empty_like(block) if needs[0] else None, None, (*needs[:2], False)
     for piece in pieces:
         part, taps, _ = convolution_adjoint(
-            gradient[piece.place], piece._operand(block), weight[piece.weight], piece._steps, needs
+            gradient[piece.place], piece._operand(block), weight[piece.weight], piece.steps, needs
         )
         if outer is not None and part is not None:
-            inside = piece.data_in_region
+            inside = piece.data_in_convolved
             outer[piece.crop] = part if inside is None else part[inside]
         total = taps if total is None or taps is None else total.add_(taps)
     return outer, total, None
@@ -239,6 +256,18 @@ class OwnAndHalo:
     def core(self) -> Patch | None:
         """What own data adds."""
         return Patch.of(self.stencil, self.own, self.outputs, self.own, self.groups)
+
+    @cached_property
+    def joined(self) -> Patch | None:
+        """All outputs, of own and remote data in one tensor; None if no own data is read."""
+        if self.outputs.empty:
+            return None
+        region = self.stencil.reads(self.outputs)
+        data, taps = region & self.domain, tuple((0, window.kernel) for window in self.stencil.windows)
+        if (data & self.own).empty:
+            return None
+        patch = Patch(self.stencil, data, self.outputs, self.outputs, taps, region, region, self.groups)
+        return replace(patch, held=patch.convolved)
 
     @cached_property
     def halo(self) -> tuple[Box, ...]:

@@ -28,31 +28,31 @@ def _refuse(*functions: Any, says: str, why: str, always: bool = False) -> None:
 _refuse(
     *(_T.__reduce_ex__, _T.__reduce__, _T.data_ptr, _T.untyped_storage, _T.storage, _T.share_memory_),
     *(_T.__dlpack__, _T.as_strided),
-    says="Memory of the whole, which no rank has.",
+    says="Needs the memory of the whole tensor, which no rank has.",
     why="no rank has the memory of all of it; full_tensor() makes a plain tensor, to_local() shows the block",
     always=True,
 )
 _refuse(
     *"unsqueeze_ squeeze_ t_ transpose_ swapaxes_ swapdims_ resize_ resize_as_ set_ as_strided_".split(),
-    says="Changes the shape of the tensor itself.",
+    says="Changes the shape of the tensor itself: use the form without the underscore.",
     why="it changes the shape of the tensor itself; use the form without the underscore",
     always=True,
 )
 _refuse(
     *"index_put index_put_ masked_scatter masked_scatter_ put_ put".split(),
-    says="Writes to places that only the indices tell.",
+    says="Writes by indices or a mask: use ``x[mask] = value``, ``where``, ``cat`` or ``pad``.",
     why="it writes by indices or a mask; write x[mask] = value, or build the tensor by torch.cat, torch.where"
     " or F.pad instead",
 )
 _refuse(
     *("multinomial", "fractional_max_pool2d", "fractional_max_pool3d"),
     *("fractional_max_pool2d_with_indices", "fractional_max_pool3d_with_indices"),
-    says="Draws that depend on all elements: on copies only.",
+    says="Draws depend on all elements: replicated tensors only.",
     why="what it draws depends on elements that are on many ranks",
 )
 _refuse(
     F.ctc_loss,
-    says="Every step needs the one before, of all labels: only of tensors that every rank has all of.",
+    says="Each step depends on the one before, over all labels: replicated tensors only.",
     why="every step needs the one before, of all labels",
 )
 
@@ -76,6 +76,5 @@ def without_rule(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
 rule(
     "movement",
     *"unique unique_consecutive histc histogram bincount corrcoef cov".split(),
-    says="Every rank gets all of the tensor and finds the same, since what comes out depends on all"
-    " elements.",
+    says="Every rank gets the whole tensor and computes the same: the result depends on all elements.",
 )(on_whole_tensors)

@@ -74,6 +74,13 @@ def test_a_page_says_whose_rows_it_shows():
         command.shown_machine("nothing")
 
 
+def test_the_first_section_that_fits_has_a_row():
+    assert command.section_of("strong scaling, U-Net, 2 ranks") == command.SCALING
+    assert command.section_of("training step, two hosts, progress none") == "two hosts"
+    assert command.section_of("torch's all_reduce, 4 KiB float32") == "torch"
+    assert command.section_of("another row") == "layers"
+
+
 def test_the_documentation_has_what_the_history_says():
     text = command.PAGE.read_text()
     machine = command.shown_machine(text)

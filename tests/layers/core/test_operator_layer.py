@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from distdl_rma import ShapeError, zero_volume_tensor
-from distdl_rma.layers.core.agreement import source_of
+from distdl_rma.layers.core.input_facts import source_of
 from distdl_rma.layers.core.operator_layer import OperatorLayer
 from distdl_rma.ops.core.operation import Operation
 from distdl_rma.ops.core.tensors import trouble_with

@@ -10,7 +10,6 @@ from torch.nn import functional as F  # noqa: N812
 
 from distdl_rma import Machine, shard
 from distdl_rma.ops.conv import joined_tile
-from distdl_rma.ops.conv.joined_tile import JoinedTile
 from distdl_rma.ops.conv.kernels import ConvolutionArguments, convolution, convolution_adjoint
 from distdl_rma.split import SplitTensor
 from tests.ops.conv.test_own_and_halo import random_parts
@@ -20,31 +19,28 @@ from tests.ops.conv.test_own_and_halo import random_parts
 def test_one_convolution_of_a_tile_is_its_part_of_the_whole(seed):
     torch.manual_seed(seed)
     stencil, parts, (low, high) = random_parts(random.Random(seed))
-    tile = JoinedTile(parts)
+    tile = parts.joined
     x = torch.randn(parts.domain.shape, dtype=torch.float64)
     weight = torch.randn(2, high - low, *(w.kernel for w in stencil.windows), dtype=torch.float64)
     # All that is read, with zeros beyond the domain.
-    whole = torch.zeros(tile.region.shape, dtype=torch.float64)
-    inside = tile.inside.slices(tile.region)
-    whole[inside] = x[tile.inside.slices(parts.domain)]
-    data = torch.full(tile.held.shape, torch.nan, dtype=torch.float64)
-    # What is remote comes before or after.
-    data[tile.inside.slices(tile.held)] = whole[inside]
-    data[tile.place] = torch.nan
-    tile.hold(x[parts.own.slices(parts.domain)], data)
+    reads = parts.stencil.reads(parts.outputs)
+    inside = reads & parts.domain
+    whole = torch.zeros(reads.shape, dtype=torch.float64)
+    whole[inside.slices(reads)] = x[inside.slices(parts.domain)]
+    data = tile.hold(x.dtype)
+    zeros = torch.ones(data.shape, dtype=torch.bool)
+    zeros[tile.crop] = False
+    assert not data[zeros].any()
+    data[tile.crop] = x[inside.slices(parts.domain)]
     plain = ConvolutionArguments.of(stencil, 1)
     exactly = {"rtol": 1e-11, "atol": 1e-11}
     y = convolution(whole, weight, None, plain)
-    torch.testing.assert_close(convolution(data, weight, None, tile.steps), y, **exactly)
+    torch.testing.assert_close(tile.convolve(data, weight), y, **exactly)
     gradient, needs = torch.randn_like(y), (True, True, False)
     expected, wanted, _ = convolution_adjoint(gradient, whole, weight, plain, needs)
-    found, taps, _ = convolution_adjoint(gradient, data, weight, tile.steps, needs)
+    found, taps, _ = tile.convolve_adjoint(gradient, data, weight, needs)
     torch.testing.assert_close(taps, wanted, **exactly)
-    torch.testing.assert_close(found[tile.inside.slices(tile.held)], expected[inside], **exactly)
-    mine = torch.zeros(parts.own.shape, dtype=torch.float64)
-    read = parts.own & tile.inside
-    mine[read.slices(parts.own)] = expected[read.slices(tile.region)]
-    torch.testing.assert_close(tile.own_part(found), mine, **exactly)
+    torch.testing.assert_close(found[tile.crop], expected[inside.slices(reads)], **exactly)
 
 
 CASES = {

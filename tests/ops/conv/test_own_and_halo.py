@@ -147,7 +147,7 @@ def test_a_rank_that_owns_everything_convolves_at_once_with_the_padding_of_the_l
     assert tile.core is not None
     assert tile.core.outputs == tile.outputs
     assert tile.core.taps == ((0, 1), (0, 1), (0, 3), (0, 3))
-    assert tile.core.native_padding == (padding, padding)
+    assert tile.core.padding == (0, 0, padding, padding)
     assert (tile.halo, tile.strips) == ((), ())
 
 
@@ -173,7 +173,7 @@ def test_a_tile_in_the_middle_has_a_strip_per_side_and_the_first_two_take_the_co
         "[0:1, 0:1, 4:8, 7:8]",
     ]
     assert [strip.taps[2] for strip in tile.strips] == [(0, 1), (2, 3), (0, 3), (0, 3)]
-    assert tile.core.native_padding == (1, 1)
+    assert tile.core.padding == (0, 0, 1, 1)
 
 
 def test_a_tile_without_own_data_has_strips_only():

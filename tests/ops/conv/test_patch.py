@@ -67,17 +67,17 @@ def test_margins_fill_the_region_around_the_data(tile):
 
 @some
 @given(any_tile, st.integers(0, 99))
-def test_native_padding_gives_what_explicit_zeros_give(tile, seed):
+def test_padding_of_torch_gives_what_zeros_give_in_each_dimension(tile, seed):
     rng = np.random.default_rng(seed)
     for patch in patches(tile):
-        native = patch.native_padding
-        inside = rng.integers(-9, 10, (patch.data & patch.region).shape)
+        inside = rng.integers(-9, 10, patch.inside.shape)
         w = rng.integers(-9, 10, [high - low for low, high in patch.taps])
-        if native is not None:
-            explicit = convolve(padded(inside, patch.margins), w, tile.stencil)
-            assert np.array_equal(
-                convolve(padded(inside, [(n, n) for n in (0, 0, *native)]), w, tile.stencil), explicit
-            )
+        explicit = convolve(padded(inside, patch.margins), w, tile.stencil)
+        # Zeros where torch cannot pad, torch's padding elsewhere.
+        beside = [(0, 0) if n is not None else m for n, m in zip(patch.padding, patch.margins, strict=True)]
+        assert padded(inside, beside).shape == patch.convolved.shape
+        native = [(n or 0, n or 0) for n in patch.padding]
+        assert np.array_equal(convolve(padded(padded(inside, beside), native), w, tile.stencil), explicit)
 
 
 # Windows, extents of all inputs, which of them are own in the first dimension, instances, groups, pieces.

@@ -69,7 +69,7 @@ def _in_place(func: Any) -> bool:
     *(torch.Tensor.real.__get__, torch.Tensor.imag.__get__),  # type: ignore[attr-defined]
 )
 def pointwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Each rank computes its block, by the values of its block."""
+    """Each rank computes its block from the blocks of the operands."""
     layout, blocks = None, list[Any]()
     for argument in args:
         if isinstance(argument, SplitTensor):
@@ -148,7 +148,7 @@ def _changed_alike(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 @rule("pointwise", "to", "type_as")
 def retyped(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Each rank changes the type of its block; of another tensor only the type counts."""
+    """Each rank converts its block; of another tensor only the type is used."""
     x, *others = args
     others = [each._local if isinstance(each, SplitTensor) else each for each in others]
     kwargs = {key: each._local if isinstance(each, SplitTensor) else each for key, each in kwargs.items()}
@@ -161,7 +161,7 @@ def retyped(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 @checked_rule("pointwise", "prelu")
 @composition
 def prelu(x: Any, weight: Any) -> Any:
-    """As every function of single elements; the weights are those of the block's channels."""
+    """Each rank computes its block, with the weights of its channels."""
     # Which torch takes for the dimension of channels, or for all elements.
     channels, dims = weight.numel(), x.dim()
     shape = (channels, *(1,) * (dims - 2)) if channels != 1 else (1,) * min(dims, 1)
@@ -171,7 +171,7 @@ def prelu(x: Any, weight: Any) -> Any:
 @checked_rule("pointwise", "bucketize", "isin")
 @of_cut(uncut=True)
 def compared(call: Call, site: Site, x: SplitTensor, **given: Any) -> Any:
-    """Of each element; every rank gets all of those that it is compared with."""
+    """Each rank computes its block; every rank gets all boundaries or test elements."""
     others = given.pop("boundaries" if call[0] is torch.bucketize else "test_elements")
     options = {key: each for key, each in given.items() if each is not None}
     if isinstance(others, SplitTensor):
@@ -205,7 +205,7 @@ _OTHERWISE: dict[str, Callable[..., Any]] = {
 
 @rule("pointwise", *(name for name in _NAMES if name.startswith(_OF_EACH)))
 def of_each(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Of each tensor of a list, split or plain, the function of one tensor by its own rule."""
+    """Each tensor of a list, split or plain, follows the rule of the function of one tensor."""
     name = func.__name__.removeprefix(_OF_EACH)
     in_place = name.endswith("_")
     function = _OTHERWISE.get(name) or getattr(torch.Tensor if in_place else torch, name, None)
@@ -224,7 +224,7 @@ def of_each(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 @rule("pointwise", *(name for name in _NAMES if name.startswith("_fused_") and name.endswith(_FUSED)))
 def fused(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """A step of an optimizer: each rank updates its blocks, of parameters, gradients and states cut alike."""
+    """A step of an optimizer: each rank updates its blocks of parameters, gradients and states."""
     lists = [each for each in (*args, *kwargs.values()) if isinstance(each, (list, tuple)) and each]
     for together in zip(*lists, strict=True):
         layouts = {x._layout for x in together if isinstance(x, SplitTensor)}
@@ -237,7 +237,7 @@ def fused(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
 @checked_rule("pointwise", "view_as_real")
 @of_cut(uncut=True)
 def view_as_real(call: Call, site: Site, x: SplitTensor) -> SplitTensor:
-    """Of each block; the last dimension is new, and whole."""
+    """Each rank views its block; the new last dimension is whole."""
     y = call[0](checked_block(x))
     return SplitTensor(y, laid_out(x._layout, [*range(x.dim()), None], y))
 
@@ -245,7 +245,7 @@ def view_as_real(call: Call, site: Site, x: SplitTensor) -> SplitTensor:
 @checked_rule("pointwise", "view_as_complex")
 @of_cut(uncut=True)
 def view_as_complex(call: Call, site: Site, x: SplitTensor) -> SplitTensor:
-    """Of each block; the last dimension, if it is split, is made whole first."""
+    """Each rank views its block; the last dimension becomes whole first."""
     last = x.dim() - 1
     local, layout = with_whole(site, x, (last,))
     moved = layout is not x._layout

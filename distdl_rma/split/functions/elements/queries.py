@@ -48,26 +48,26 @@ _OF_BLOCK = "is_leaf grad_fn requires_grad retains_grad output_nr _version _back
 
 @rule("query", *_OF_WHOLE, *(getattr(_T, name).__get__ for name in _PROPERTIES_OF_WHOLE if hasattr(_T, name)))
 def of_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Answered from the global shape, type and device."""
+    """Read from the global shape, type and device."""
     return func(*args, **kwargs)
 
 
 @rule("query", *(getattr(_T, name).__get__ for name in _OF_BLOCK))
 def of_block(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Answered from the block."""
+    """Read from the block."""
     x = args[0]
     # What an autograd function has just returned answers itself.
     return func(x._local if x.grad_fn is None else x)
 
 
-rule("query", _T.is_contiguous, _T.stride, says="Answered from the block.")(
+rule("query", _T.is_contiguous, _T.stride, says="Read from the block.")(
     lambda func, args, kwargs: func(args[0]._local, *args[1:], **kwargs)
 )
 rule("query", _T._base.__get__, says="None: no split tensor is a view of another.")(lambda *_: None)
 rule("query", _T.__len__, says="Extent of the first dimension.")(
     lambda func, args, kwargs: len(range(args[0]._layout.shape[0]))
 )
-rule("query", torch.result_type, says="By types and numbers of dimensions.")(
+rule("query", torch.result_type, says="Follows types and numbers of dimensions.")(
     lambda func, args, kwargs: func(*map(block_of, args))
 )
 
@@ -81,7 +81,7 @@ rule("query", torch.result_type, says="By types and numbers of dimensions.")(
     _T.register_post_accumulate_grad_hook,
 )
 def on_graph(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Done to the block, which is what autograd sees; on all ranks alike. Hooks are given split gradients."""
+    """Acts on the block, on all ranks in the same way; hooks receive split gradients."""
     x = into_graph(args[0])
     if func in (_T.register_hook, _T.register_post_accumulate_grad_hook):
         hook = args[1]
@@ -99,7 +99,7 @@ def on_graph(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 @rule("gradient", _T.grad.__get__)
 def gradient(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Gradient of the whole, cut as the tensor is."""
+    """The gradient of the whole tensor, cut as the tensor is."""
     x = args[0]
     found = x._local.grad
     return None if found is None else SplitTensor(found, x._layout)
@@ -107,7 +107,7 @@ def gradient(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 @rule("gradient", _T.grad.__set__, _T.grad.__delete__)
 def set_gradient(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Forgotten, or set to one that is cut alike."""
+    """Sets the gradient to one that is cut as the tensor is, or deletes it."""
     value = args[1] if len(args) > 1 else None
     if isinstance(value, SplitTensor) and value._layout is not args[0]._layout:
         raise refused(func, "the gradient is cut otherwise than the tensor")
@@ -116,7 +116,7 @@ def set_gradient(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> No
 
 @rule("gradient", _T.backward)
 def backward(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Backward of a loss that all ranks hold alike, or of a split tensor from a gradient cut alike."""
+    """Backward of a replicated loss, or of a split tensor from a gradient that is cut as the tensor is."""
     x, given = args[0], named(func, args, kwargs)
     gradient = _cut_alike(given.pop("gradient"), x)
     LOSS_ORIGIN.begins_backward([x])
@@ -127,7 +127,7 @@ def backward(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
 
 @rule("gradient", torch.autograd.grad)
 def gradients(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-    """Gradients with respect to split tensors, cut alike, and to plain ones, summed over the ranks."""
+    """Gradients of split tensors are cut as these are; those of plain tensors are summed over the ranks."""
     outputs, inputs = args
     given = kwargs.pop("grad_outputs", None)
     partition = common_partition(func, [*outputs, *inputs])
@@ -157,7 +157,7 @@ def gradients(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple
 
 @rule("gradient", torch.autograd.backward)
 def backward_of_several(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """As ``backward`` of each, in one pass."""
+    """``backward`` of each tensor, in one pass."""
     (ends,) = args
     given, inputs = kwargs.pop("grad_tensors", None), kwargs.pop("inputs", None)
     partition = common_partition(func, tensors_in(ends, given, inputs))
@@ -205,7 +205,7 @@ _VALUES = "item tolist __bool__ __float__ __int__ __index__ __complex__ numpy __
 
 @rule("value", *(getattr(_T, name) for name in _VALUES))
 def value(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Values of a tensor that every rank has all of; of a split one refused."""
+    """Values of a replicated tensor; a cut tensor raises an error."""
     if args[0].is_split:
         numpy = (
             "; of a numpy array beside it make a tensor by torch.from_numpy()" if func is _T.__array__ else ""
@@ -216,7 +216,7 @@ def value(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 @rule("value", _T.__format__)
 def formatted(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-    """As torch formats a tensor that every rank has all of; without a form a split one as ``repr``."""
+    """A replicated tensor as torch formats it; a cut tensor only without a format, as ``repr``."""
     x, form = args
     text: str = value(func, args, kwargs) if form or not x.is_split else repr(x)
     return text
@@ -224,13 +224,13 @@ def formatted(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
 
 @rule("pointwise", _T.data.__get__)
 def data(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The block outside of any graph, to read: who writes to it calls ``detach()``."""
+    """The block outside of any graph, for reading; to write, call ``detach()``."""
     local = checked_block(args[0])
     # Copies that were made of the tensor would not notice a change.
     return SplitTensor(local.data, args[0]._layout, copy_of=local)
 
 
-rule("value", _T.__deepcopy__, says="A copy of the block, of leaves only as in torch.")(pointwise)
+rule("value", _T.__deepcopy__, says="A copy of the block; of leaves only, as in torch.")(pointwise)
 
 
 @rule(
@@ -244,7 +244,7 @@ rule("value", _T.__deepcopy__, says="A copy of the block, of leaves only as in t
     _T.new_empty_strided,
 )
 def new_plain(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
-    """A plain tensor of the size that is asked for, the same on every rank; it is cut where it is used."""
+    """A plain tensor of the requested size, the same on every rank; it is cut where it is used."""
     x, *others = args
     if any_cut(others, kwargs):
         raise refused(func, "the values are on many ranks")

@@ -53,7 +53,7 @@ def _scaled(mask: torch.Tensor, p: float, alpha: bool) -> tuple[torch.Tensor, to
 )
 @of_cut()
 def dropout(call: Call, site: Site, x: SplitTensor, p: float, **given: Any) -> Any:
-    """Elements: a mask for every block. Channels: a mask for the whole, which every rank draws and cuts."""
+    """Of elements: each rank draws the mask of its block. Of channels: every rank draws the whole mask."""
     func, args, kwargs = call
     local, layout, name = checked_block(x), x._layout, func.__name__
     if p == 0 or not given["training" if "training" in given else "train"]:
@@ -97,7 +97,7 @@ _DRAWN_IN_PLACE = "bernoulli_ normal_ uniform_ exponential_ cauchy_ log_normal_ 
 @checked_rule("random", *(getattr(torch.Tensor, name) for name in _DRAWN_IN_PLACE))
 @of_cut(plain="it would change a plain tensor, which every rank has, by one that is split")
 def drawn_in_place(call: Call, site: Site, x: SplitTensor, **_: Any) -> Any:
-    """Every block is filled by a generator of its own; parameters of the distribution are cut."""
+    """Each block is filled by a generator of its own; parameters of the distribution are cut."""
     func, (_x, *given), kwargs = call
     refuse_copy(func, x)
     generator = generator_of_block(x._layout, kwargs.get("generator"))
@@ -108,7 +108,7 @@ def drawn_in_place(call: Call, site: Site, x: SplitTensor, **_: Any) -> Any:
 
 @rule("random", torch.rand_like, torch.randn_like, torch.randint_like)
 def drawn_like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A tensor that is cut alike, every block by a generator of its own."""
+    """A tensor that is cut as the input is; each block has a generator of its own."""
     (x, *bounds), kwargs = args, dict(kwargs)
     if not x.is_split:
         return on_whole_tensors(func, args, kwargs)
@@ -129,7 +129,7 @@ def drawn_like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 @checked_rule("random", torch.bernoulli, torch.Tensor.bernoulli, torch.normal, torch.poisson, torch.binomial)
 @of_any_cut
 def drawn_by(call: Call, site: Site, x: Any, **_: Any) -> Any:
-    """Every block by its parameters of the distribution and a generator of its own."""
+    """Each block is drawn with its parameters of the distribution and a generator of its own."""
     func, args, kwargs = call
     layout = common_layout(func, tensors_in(args, kwargs))
     generator = generator_of_block(layout, kwargs.get("generator"))
@@ -140,7 +140,7 @@ def drawn_by(call: Call, site: Site, x: Any, **_: Any) -> Any:
 @checked_rule("random", "rrelu", "rrelu_")
 @of_cut()
 def rrelu(call: Call, site: Site, x: SplitTensor, lower: float, upper: float, **given: Any) -> Any:
-    """In training a slope for every element below zero, by a generator of the block; else one for all."""
+    """In training each rank draws slopes for the negative elements of its block; else a fixed slope."""
     func, local = call[0], checked_block(x)
     in_place = given.get("inplace") or func.__name__.endswith("_")
     if in_place:
@@ -158,7 +158,7 @@ def rrelu(call: Call, site: Site, x: SplitTensor, lower: float, upper: float, **
 @checked_rule("random", F.gumbel_softmax)
 @of_cut()
 def gumbel_softmax(call: Call, site: Site, x: SplitTensor, tau: Any, hard: bool, dim: int, **_: Any) -> Any:
-    """Noise for every block, then a softmax of the whole; ``hard`` only where the dimension is whole."""
+    """Each rank draws noise for its block, then a softmax; ``hard`` needs a dimension that is not cut."""
     local, layout = checked_block(x), x._layout
     noise = torch.empty_like(local.detach()).exponential_(generator=generator_of_block(layout)).log().neg()
     y: Any = composed(F.softmax, SplitTensor((local + noise) / tau, layout), dim)

@@ -101,8 +101,8 @@ def _on_copies(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return on_whole_tensors(func, args, kwargs)
 
 
-_OF_BATCH = "By mean and variance of the whole batch; running statistics change alike on all ranks."
-_OF_INSTANCES = "By mean and variance of each sample and channel, wherever its elements are."
+_OF_BATCH = "Uses mean and variance of the whole batch; running statistics are equal on all ranks."
+_OF_INSTANCES = "Uses mean and variance of each sample and channel of the whole tensor."
 
 
 @rule("norm", F.batch_norm, torch.batch_norm, says=_OF_BATCH)
@@ -146,14 +146,14 @@ def _by_constants(
 def group_norm(
     call: Call, site: Site, x: SplitTensor, num_groups: Any, weight: Any, bias: Any, eps: float, **_: Any
 ) -> Any:
-    """By mean and variance of each sample and group of channels, which may be on several ranks."""
+    """Uses mean and variance of each sample and group of channels of the whole tensor."""
     shape, groups = x._layout.shape, int(num_groups)
     if len(shape) < 2 or groups < 1 or shape[1] % groups:
         raise ShapeError(f"{site.name}: the channels of {shape} do not form {groups} groups")
     return _normalised(call, site, x, groups, (weight, bias), eps)
 
 
-_OF_LAST = "By {} over the last dimensions; only where these are cut do ranks exchange {}."
+_OF_LAST = "Uses {} over the last dimensions; ranks exchange {} only if these are cut."
 
 
 @rule("norm", F.layer_norm, torch.layer_norm, says=_OF_LAST.format("mean and variance", "them"))
@@ -184,14 +184,14 @@ def over_last(
 @checked_rule("norm", F.local_response_norm)
 @of_cut(empty=False)
 def local_response_norm(call: Call, site: Site, x: SplitTensor, **others: Any) -> Any:
-    """By neighbouring channels; where channels are cut all of them come to every rank that has any."""
+    """Uses neighbouring channels; if channels are cut, they become whole."""
     return by_whole_dims(site, x, (1,), partial(call[0], **others))
 
 
 @checked_rule("norm", F.normalize)
 @of_cut(empty=False)
 def normalize(call: Call, site: Site, x: SplitTensor, p: float, dim: Any, eps: float, out: Any) -> Any:
-    """By the norm along dimensions; where these are cut, by that of the ranks' norms."""
+    """Uses the norm along dimensions; if these are cut, ranks combine their norms."""
     dims: Any = (dim,) if isinstance(dim, int) else tuple(dim)
     local, layout = checked_block(x), x._layout
     dims = tuple(positive(d, len(layout.shape)) for d in dims)

@@ -113,7 +113,7 @@ def _stencil(how: Mapping[str, Any], dims: int) -> Stencil:
 @rule("window", *_of_dims("adaptive_max_pool{}d", "adaptive_max_pool{}d_with_indices"))
 @of_cut(empty=False)
 def max_pool(call: Call, site: Site, x: SplitTensor, return_indices: bool = False, **how: Any) -> Any:
-    """The largest element of each window, of what a rank's outputs fetch; indices are of the whole plane."""
+    """The largest element of each window; ranks fetch the inputs of their outputs. Indices are global."""
     func, adaptive = call[0], "output_size" in how
     # The one-dimensional function of torch's lowest floor returns both.
     both = func.__name__.endswith("_with_indices") or func is torch.adaptive_max_pool1d
@@ -135,7 +135,7 @@ def max_pool(call: Call, site: Site, x: SplitTensor, return_indices: bool = Fals
 @rule("window", *_of_dims("avg_pool{}d"))
 @of_cut(empty=False)
 def avg_pool(call: Call, site: Site, x: SplitTensor, **how: Any) -> Any:
-    """The mean of each window, which a rank's outputs fetch."""
+    """The mean of each window; ranks fetch the inputs of their outputs."""
     dims = dims_of(call[0])
 
     def options() -> AvgPoolOptions:
@@ -149,7 +149,7 @@ def avg_pool(call: Call, site: Site, x: SplitTensor, **how: Any) -> Any:
 @checked_rule("window", *_of_dims("lp_pool{}d"))
 @of_cut(empty=False)
 def lp_pool(call: Call, site: Site, x: SplitTensor, norm_type: Any, **how: Any) -> Any:
-    """The norm of each window, which a rank's outputs fetch."""
+    """The norm of each window; ranks fetch the inputs of their outputs."""
     norm, dims = float(norm_type), dims_of(call[0])
 
     def pool(x: Any) -> Any:
@@ -165,7 +165,7 @@ def lp_pool(call: Call, site: Site, x: SplitTensor, norm_type: Any, **how: Any) 
 @rule("window", *_of_dims("adaptive_avg_pool{}d"))
 @of_cut(empty=False)
 def adaptive_avg_pool(call: Call, site: Site, x: SplitTensor, output_size: Any) -> Any:
-    """The mean of each window: ranks sum their own elements, sums travel; one of all is copied everywhere."""
+    """The mean of each window; ranks sum their elements and exchange sums. One window is replicated."""
     return averaged(call, site, x, _sizes(output_size, dims_of(call[0])))
 
 
@@ -209,7 +209,7 @@ def _sizes(value: Any, dims: int) -> tuple[int | None, ...]:
 @rule("window", "interpolate")
 @of_cut(empty=False)
 def interpolate(call: Call, site: Site, x: SplitTensor, **how: Any) -> Any:
-    """Weighted neighbours by global extents, which a rank fetches; all of the plane if antialiased."""
+    """Weighted neighbours by global sizes, which ranks fetch; if antialiased, the whole plane."""
     func, *_ = call
     dims, factor, mode = x._local.dim() - _LEADING, how["scale_factor"], how["mode"]
     said = str(how), x._layout, x._local.dtype
@@ -240,7 +240,7 @@ def interpolate(call: Call, site: Site, x: SplitTensor, **how: Any) -> Any:
 @checked_rule("window", "pad")
 @of_cut(empty=False)
 def padded(call: Call, site: Site, x: SplitTensor, pad: Any, mode: str, value: Any) -> Any:
-    """Padding of the whole in every mode, and cropping: a rank fetches what its part of the result shows."""
+    """Padding in every mode, and cropping; ranks fetch the elements of their part of the result."""
     func, sides = call[0], tuple(int(n) for n in pad)
     value = 0.0 if value is None or mode != "constant" else value
     if mode == "circular" and any(
@@ -297,7 +297,7 @@ def _padded(
 @checked_rule("window", F.max_unpool1d, F.max_unpool2d, F.max_unpool3d)
 @of_any_cut
 def max_unpool(call: Call, site: Site, x: Any, indices: Any, **others: Any) -> Any:
-    """Indices may be anywhere in the plane: of all of it, cut again behind."""
+    """Indices may be anywhere in the plane: the plane is gathered, the result is cut again."""
     func, *_ = call
     if not isinstance(x, SplitTensor):
         raise refused(func, "the indices are split, the input is not; both are to be cut alike")
@@ -316,7 +316,7 @@ def max_unpool(call: Call, site: Site, x: Any, indices: Any, **others: Any) -> A
 @checked_rule("window", F.unfold)
 @of_cut()
 def unfold(call: Call, site: Site, x: SplitTensor, **how: Any) -> Any:
-    """The patches of whole planes; they are cut along their row, channels and batch stay cut."""
+    """Patches of whole planes; the result is cut along patches, channels and batch stay cut."""
     dims, times = len(x._layout.shape), math.prod(each_dim(how["kernel_size"], 2))
     rows, columns, channels = dims - 2, dims - 1, dims - 3
     local, whole = with_whole(site, x, (rows, columns))
@@ -339,7 +339,7 @@ def unfold(call: Call, site: Site, x: SplitTensor, **how: Any) -> Any:
 @checked_rule("window", F.fold)
 @of_cut()
 def fold(call: Call, site: Site, x: SplitTensor, **how: Any) -> Any:
-    """Patches meet anywhere in the plane: of all of them, cut again behind."""
+    """Patches may overlap anywhere: all of them are gathered, the result is cut again."""
     dims = len(x._layout.shape)
     local, whole = with_whole(site, x, (dims - 2, dims - 1))
     # Patches become rows, and columns are new.
@@ -350,7 +350,7 @@ def fold(call: Call, site: Site, x: SplitTensor, **how: Any) -> Any:
 @checked_rule("window", "grid_sample", "grid_sampler")
 @of_any_cut
 def grid_sample(call: Call, site: Site, x: Any, grid: Any, **how: Any) -> Any:
-    """Points may be anywhere in the plane: every rank gets all of it, for the points of its block."""
+    """Points may be anywhere: every rank gets the whole plane, and samples the points of its block."""
     func, *_ = call
     partition = common_partition(func, [x, grid])
     of_x, of_grid = tuple(x.shape), tuple(grid.shape)

@@ -89,7 +89,7 @@ def _one(func: Any, x: SplitTensor, dim: int, at: int) -> SplitTensor:
 
 @rule("movement", "narrow", "select")
 def narrow(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Each rank keeps what it has of an interval; one element of a cut dimension goes to all."""
+    """Each rank takes its part of the interval; a single element of a cut dimension is sent to all."""
     x, given = args[0], named(func, args, kwargs)
     if not isinstance(x, SplitTensor):
         raise refused(func, "where it begins is on many ranks")
@@ -105,7 +105,7 @@ def narrow(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 @rule("movement", "unbind", _T.__iter__)
 def unbind(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Every element of a dimension; of a cut one each goes to all ranks."""
+    """All elements of a dimension; if it is cut, each element is sent to all ranks."""
     x, dim = args[0], named(func, args, kwargs).get("dim", 0)
     on_shape(x).unbind(dim)
     dim %= len(x._layout.shape)
@@ -133,7 +133,7 @@ def _read(each: Any) -> Any:
 
 @rule("movement", _T.__getitem__)
 def indexed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Slices keep what each rank has; one element of a cut dimension goes to all ranks.
+    """Each rank slices its block; a single element of a cut dimension is sent to all ranks.
 
     Dimensions that tensors of indices and masks choose from are not cut: another one is cut instead.
     """
@@ -296,14 +296,14 @@ def _looked_up(func: Any, x: torch.Tensor, given: Sequence[Any]) -> Any:
 @checked_rule("movement", "take")
 @composition
 def taken(x: Any, index: Any) -> Any:
-    """As tensors of indices choose from the flattened tensor."""
+    """Elements of the flattened tensor, as by indexing with a tensor."""
     return x.reshape(-1)[index]
 
 
 @checked_rule("movement", *"index_select index_add index_copy index_fill".split())
 @of_any_cut
 def along_one(call: Call, site: Site, x: Any, dim: int, index: Any, **others: Any) -> Any:
-    """Elements of a dimension by plain indices; if it is cut another one is cut instead."""
+    """Elements of a dimension by plain indices; if it is cut, another one is cut instead."""
     func, name = call[0], call[0].__name__
     if any_cut(index):
         if name == "index_select" and dim in (0, -x.dim()):
@@ -332,7 +332,7 @@ def along_one(call: Call, site: Site, x: Any, dim: int, index: Any, **others: An
 @checked_rule("movement", *"gather take_along_dim scatter scatter_add scatter_reduce".split())
 @of_any_cut
 def by_index(call: Call, site: Site, x: Any, dim: int | None, **given: Any) -> Any:
-    """Elements along a dimension, which is whole on each rank, by indices beside the blocks of the others."""
+    """Elements of a dimension, which becomes whole; the other dimensions, and the indices, stay cut."""
     name = call[0].__name__
     index = given["indices" if name == "take_along_dim" else "index"]
     if dim is None:
@@ -375,7 +375,7 @@ def by_index(call: Call, site: Site, x: Any, dim: int | None, **given: Any) -> A
 @rule("movement", "one_hot")
 @of_cut(uncut=True)
 def one_hot(call: Call, site: Site, x: SplitTensor, num_classes: int) -> Any:
-    """Each rank encodes its block; the largest class of all ranks counts where none is given."""
+    """Each rank encodes its block; without a number of classes ranks find the largest class."""
     local, layout = checked_block(x), x._layout
     if num_classes == -1:
         most = local.max() if local.numel() else torch.tensor(-1, dtype=local.dtype)
@@ -432,7 +432,7 @@ def _told(site: Site, layout: Decomposition, at: int, count: int) -> Split:
 @checked_rule("movement", "nonzero", "argwhere")
 @of_cut()
 def nonzero(call: Call, site: Site, x: SplitTensor, as_tuple: bool = False) -> Any:
-    """Places of elements, cut in their order: ranks tell each other how many they have."""
+    """Indices of elements, cut in their order; ranks exchange how many they have."""
     flat = reshape(x, (-1,))
     layout = flat._layout
     start, _ = layout.box(layout.partition.me).bounds[0]
@@ -450,7 +450,7 @@ def nonzero(call: Call, site: Site, x: SplitTensor, as_tuple: bool = False) -> A
 
 @rule("pointwise", "where")
 def where(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """As every function of single elements; of a condition alone the places, as ``nonzero`` has them."""
+    """Each rank computes its block; for a condition alone as ``nonzero``."""
     if len(args) + len(kwargs) == 1:
         return composed(torch.nonzero, *args, *kwargs.values(), as_tuple=True)
     return pointwise(func, args, kwargs)
@@ -459,6 +459,6 @@ def where(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 @checked_rule("movement", "masked_select")
 @of_any_cut
 def masked_select(call: Call, site: Site, x: Any, mask: Any) -> Any:
-    """Elements where a mask says so, cut in their order: ranks tell each other how many they have."""
+    """Elements that a mask selects, cut in their order; ranks exchange how many they have."""
     x, mask = broadcast(torch.broadcast_tensors, (x, mask), {})
     return by_mask(call[0], x, mask)

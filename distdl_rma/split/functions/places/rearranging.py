@@ -36,7 +36,7 @@ from distdl_rma.split.tensor import SplitTensor, checked_block, composed
 @rule("movement", "cat", "concat", "concatenate")
 @of_any_cut
 def cat(call: Call, site: Site, tensors: Any, dim: int) -> Any:
-    """Each rank joins its blocks, cut as the largest tensor is; along a cut dimension pieces move."""
+    """Each rank joins its blocks, cut as the largest tensor is; along a cut dimension elements move."""
     common_partition(call[0], tensors)
     # As in torch, empty vectors go with anything: the result has their type, and is in their graph.
     empty = [x for x in tensors if frozen(x) == (0,)]
@@ -113,7 +113,7 @@ def stacked(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 )
 @of_cut(uncut=True)
 def taken_apart(call: Call, site: Site, x: SplitTensor, dim: int = 0, **_: Any) -> Any:
-    """Parts of a tensor, of which each rank keeps what it has."""
+    """Each rank keeps its elements of each part."""
     func, (_x, *rest), kwargs = call
     dim = {"hsplit": min(1, x.dim() - 1), "vsplit": 0, "dsplit": 2}.get(func.__name__, dim)
     found = func(on_shape(x), *rest, **kwargs)
@@ -127,7 +127,7 @@ def taken_apart(call: Call, site: Site, x: SplitTensor, dim: int = 0, **_: Any) 
 @checked_rule("movement", "glu")
 @composition
 def gated(x: Any, dim: int) -> Any:
-    """One half of a dimension times the sigmoid of the other; where that is cut, one of them moves."""
+    """One half of a dimension times the sigmoid of the other; if it is cut, one half moves."""
     values, gates = torch.chunk(x, 2, dim)
     return values * torch.sigmoid(gates)
 
@@ -165,10 +165,10 @@ def _enter(
     checked_rule("movement", *names, says=says)(handler)
 
 
-_ORDER = "The order of elements along some dimensions, which must not be cut: another one is cut instead."
-_WINDOWS = "Windows along a dimension that must not be cut: another one is cut instead."
-_DIAGONALS = "Diagonals over two dimensions that must not be cut: another one is cut instead."
-_ONTO_DIAGONALS = "Diagonals to and from dimensions that are whole on each rank: another one is cut instead."
+_ORDER = "Reorders elements of some dimensions; if one is cut, another dimension is cut instead."
+_WINDOWS = "Windows along a dimension; if it is cut, another one is cut instead."
+_DIAGONALS = "Diagonals over two dimensions; if one is cut, another dimension is cut instead."
+_ONTO_DIAGONALS = "Builds or takes diagonals; if their dimensions are cut, another one is cut instead."
 _enter("flip", "rot90", dims=("dims",), says=_ORDER)
 _enter("flipud", dims=(0,), says=_ORDER)
 _enter("fliplr", "channel_shuffle", "native_channel_shuffle", dims=(1,), says=_ORDER)
@@ -181,7 +181,7 @@ _enter("diag_embed", dims=(-1,), gone=True, new=("dim1", "dim2"), says=_ONTO_DIA
 @checked_rule("movement", "roll")
 @of_cut(uncut=True)
 def rolled(call: Call, site: Site, x: SplitTensor, shifts: Any, dims: Any) -> Any:
-    """Each rank rolls its block; along cut dimensions what leaves a block moves to where it enters."""
+    """Each rank rolls its block; along a cut dimension elements move to other blocks."""
     shifts, dims = ((each,) if isinstance(each, int) else tuple(each or ()) for each in (shifts, dims))
     if not dims:
         return reshape(composed(call[0], reshape(x, (-1,)), shifts[0], 0), x._layout.shape)
@@ -221,7 +221,7 @@ def _rolled_along(site: Site, x: SplitTensor, shift: int, dim: int, number: int)
 @rule("movement", "pixel_shuffle", "pixel_unshuffle")
 @of_cut(uncut=True, empty=False)
 def pixels_shuffled(call: Call, site: Site, x: SplitTensor, **given: Any) -> Any:
-    """Each rank shuffles its block; blocks end where elements of the result do."""
+    """Each rank shuffles its block; blocks end at whole elements of the result."""
     func, up, factor = call[0], "upscale_factor" in given, int(*given.values())
 
     def make() -> tuple[Decomposition, Decomposition]:
@@ -244,6 +244,6 @@ def pixels_shuffled(call: Call, site: Site, x: SplitTensor, **given: Any) -> Any
 @checked_rule("movement", "triu", "tril")
 @of_cut(uncut=True)
 def triangle(call: Call, site: Site, x: SplitTensor, diagonal: int) -> Any:
-    """Each rank keeps what its block has of the triangle."""
+    """Each rank keeps its part of the triangle."""
     row, column = x._layout.box(x._layout.partition.me).start[-2:]
     return SplitTensor(call[0](checked_block(x), diagonal + row - column), x._layout)

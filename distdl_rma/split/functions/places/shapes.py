@@ -66,7 +66,7 @@ def on_shape(x: SplitTensor) -> torch.Tensor:
     *(getattr(_T, name).__get__ for name in ("T", "mT", "H", "mH")),
 )
 def reordered(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Dimensions in another order: each rank keeps its block."""
+    """Reorders dimensions; each rank keeps its block."""
     x, *rest = args
 
     def make() -> Decomposition:
@@ -84,7 +84,7 @@ def reordered(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     *"atleast_1d atleast_2d atleast_3d".split(),
 )
 def reshaped(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Blocks are reshaped where they stay blocks.
+    """Each rank reshapes its block; elements move only if the result would not be cut into blocks.
 
     A dimension that is cut and comes first of those that become others stays cut, at ends that fit; the cut
     of another one moves to the first of them, if that is too short to the longest dimension, else every rank
@@ -154,7 +154,7 @@ def _views(x: SplitTensor, shape: tuple[int, ...]) -> bool:
 
 @rule("movement", "expand", "expand_as", "broadcast_to")
 def expanded(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Each rank expands its block; dimensions that become longer are whole on all ranks."""
+    """Each rank expands its block; expanded dimensions are whole on all ranks."""
     x, *rest = args
     if func is _T.expand_as:
         func, rest, kwargs = _T.expand, [frozen((*rest, *kwargs.values())[0])], {}
@@ -180,7 +180,7 @@ def _expanded(func: Any, x: SplitTensor, shape: tuple[int, ...]) -> SplitTensor:
 
 @rule("movement", "broadcast_tensors")
 def broadcast(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """As ``expand`` of each tensor to the common shape; plain ones stay plain."""
+    """``expand`` of each tensor to the common shape; plain tensors stay plain."""
     tensors = args[0] if len(args) == 1 and isinstance(args[0], (list, tuple)) else args
     shape = torch.broadcast_shapes(*(tuple(frozen(x)) for x in tensors))
     return type(tensors)(
@@ -190,7 +190,7 @@ def broadcast(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 @checked_rule("movement", "meshgrid", torch._VF.meshgrid)  # type: ignore[attr-defined]
 def meshgrid(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """As ``expand`` of each vector along its dimension of the grid; plain ones stay plain."""
+    """``expand`` of each vector along its dimension; plain vectors stay plain."""
     tensors = args[0] if len(args) == 1 and isinstance(args[0], (list, tuple)) else args
     shapes = [frozen(x) for x in tensors]
     if max(map(len, shapes)) > 1:
@@ -210,7 +210,7 @@ def meshgrid(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 @rule("movement", "repeat", "tile")
 @of_cut(uncut=True)
 def repeated(call: Call, site: Site, x: SplitTensor, **_: Any) -> Any:
-    """Each rank repeats its block; along repeated dimensions tensors are not cut."""
+    """Each rank repeats its block; repeated dimensions become whole."""
     func, (_x, *rest), kwargs = call
     shape = derived(
         x, (func, frozen(rest), frozen(kwargs)), lambda: tuple(func(on_shape(x), *rest, **kwargs).shape)
@@ -228,7 +228,7 @@ _OF_TIMES = "how often elements are repeated is on many ranks"
 @asking_torch
 @of_cut(uncut=True, plain=_OF_TIMES)
 def repeated_elements(call: Call, site: Site, x: SplitTensor, repeats: Any, dim: int | None, **_: Any) -> Any:
-    """Each rank repeats the elements of its block; by different numbers along an uncut dimension."""
+    """Each rank repeats its elements; for different numbers the dimension becomes whole."""
     if isinstance(repeats, SplitTensor):
         raise refused(call[0], _OF_TIMES)
     raise_as_torch(*call)

@@ -45,7 +45,7 @@ _REMEDY = "build the tensor by torch.cat, torch.where or F.pad instead"
 @rule("movement", _T.__setitem__)
 @asking_torch
 def set_item(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Each rank writes its piece; a plain tensor that is written a split one to becomes split.
+    """Each rank writes its block; a plain tensor becomes split if a split one is written to it.
 
     What is a copy of moved elements is not written to.
     """
@@ -212,7 +212,7 @@ def _chosen_rows(part: Any, at: int, mask: Any, ones: Sequence[int], value: Any)
     *"cumsum_ cumprod_ addmm_ addmv_ addbmm_ baddbmm_ addr_".split(),
 )
 def in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Computed as without the underscore, and copied into each rank's block; a plain tensor becomes split."""
+    """Computes the form without the underscore and writes the blocks; a plain tensor becomes split."""
     x, without = args[0], getattr(_T, func.__name__[:-1])
     if isinstance(x, SplitTensor) and x._copy_of is not None:
         raise refused(func, f"it writes what is on another rank; {_REMEDY}")

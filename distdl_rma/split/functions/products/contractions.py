@@ -173,7 +173,7 @@ def _batch(count: int) -> list[int]:
 
 @rule("contraction", "linear")
 def linear(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Each rank multiplies its block; sums over cut features are added over the ranks, then the bias."""
+    """Each rank multiplies its block. If features are cut, ranks sum the products, then add the bias."""
     x, (weight, bias) = args[0], named(func, args, kwargs).values()
     rows = _batch(x.dim() - 1)
     out = [*rows, "out"] if weight.dim() == 2 else rows
@@ -192,7 +192,7 @@ def linear(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 @rule("contraction", *"matmul mm bmm mv dot vdot inner __matmul__ __rmatmul__".split())
 def matmul(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Each rank multiplies its blocks; sums over a cut dimension are added over the ranks."""
+    """Each rank multiplies its blocks. If a summed dimension is cut, ranks sum the products."""
     a, b = (*args, *(each for key, each in kwargs.items() if key != "out"))
     if func.__name__ == "__rmatmul__":
         a, b, func = b, a, torch.matmul
@@ -222,7 +222,7 @@ _ADDED: dict[str, tuple[Any, Labels, Labels, Labels]] = {
 
 @checked_rule("contraction", *_ADDED)
 def added_product(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Each rank multiplies its blocks and adds; sums over a cut dimension are added over the ranks before."""
+    """Each rank multiplies its blocks. If a summed dimension is cut, ranks sum the products, then add."""
     product, first, second, out = _ADDED[func.__name__]
     x, (a, b, *_) = args[0], named(func, args, kwargs).values()
     factors = {key: kwargs[key] for key in ("beta", "alpha") if key in kwargs}
@@ -248,14 +248,14 @@ def added_product(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
 
 @checked_rule("contraction", "outer", "ger")
 def outer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Each rank multiplies its blocks of both vectors; cut alike, the second is whole on all ranks."""
+    """Each rank multiplies its blocks. If one grid dimension cuts both vectors, the second is gathered."""
     a, b = (*args, *kwargs.values())
     return contracted(func, func, [a, b], [["m"], ["n"]], ["m", "n"])
 
 
 @checked_rule("contraction", "bilinear")
 def bilinear(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Each rank multiplies its blocks, whose features are whole."""
+    """Each rank multiplies its samples; features become whole."""
     a, (b, weight, bias) = args[0], named(func, args, kwargs).values()
     rows = _batch(a.dim() - 1)
     labels: list[Labels] = [[*rows, "i"], [*rows, "j"], ["o", "i", "j"]]
@@ -265,7 +265,7 @@ def bilinear(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 @checked_rule("contraction", torch.einsum)
 def einsum(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Each rank contracts its blocks; sums over a cut index are added over the ranks."""
+    """Each rank contracts its blocks. If a summed index is cut, ranks sum the results."""
     equation, *operands = args
     if len(operands) == 1 and isinstance(operands[0], (list, tuple)):
         operands = list(operands[0])
@@ -296,7 +296,7 @@ def _named(names: str, dims: int) -> list[Any]:
 
 @checked_rule("contraction", torch.tensordot)
 def tensordot(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Each rank contracts its blocks; sums over a cut dimension are added over the ranks."""
+    """Each rank contracts its blocks. If a summed dimension is cut, ranks sum the results."""
     a, (b, dims, _) = args[0], named(func, args, kwargs).values()
     if isinstance(dims, torch.Tensor):
         dims = dims.tolist()
@@ -313,7 +313,7 @@ def tensordot(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 @checked_rule("contraction", "embedding")
 def embedding(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Each rank looks its own indices up in the whole table; vectors are cut as the indices are."""
+    """Each rank looks up its indices in the whole table; the result is cut as the indices are."""
     if func is torch.embedding:
         # Which takes the table first.
         x, padding, *others = named(func, args, kwargs).values()
@@ -342,7 +342,7 @@ _BESIDE = "a tensor stands beside the matrices"
 )
 @of_cut(plain=_BESIDE)
 def of_matrices(call: Call, site: Site, x: SplitTensor, **_: Any) -> Any:
-    """Of the matrices of each rank's block; where the last two dimensions are cut, another one is instead."""
+    """Each rank applies the function to its matrices; if these are cut, another dimension is instead."""
     func, (_x, *rest), kwargs = call
     if any(len(frozen(y)) for y in tensors_in(rest, kwargs)):
         raise refused(func, _BESIDE)
@@ -363,7 +363,7 @@ def of_matrices(call: Call, site: Site, x: SplitTensor, **_: Any) -> Any:
 
 @rule("contraction", torch.linalg.solve, torch.linalg.solve_triangular, "cholesky_solve")
 def solved(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Each rank solves for its samples and right-hand sides, by matrices that are whole."""
+    """Each rank solves for its samples and right-hand sides, with whole matrices."""
     a, options = args[0], named(func, args, kwargs)
     by_factor = func.__name__ == "cholesky_solve"
     b = options.pop("input2" if by_factor else "B")
@@ -384,7 +384,7 @@ def solved(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 @checked_rule("contraction", torch.linalg.lstsq)
 def least_squares(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Each rank solves for its samples; drivers that look at the rank of all matrices get all of them."""
+    """Each rank solves for its samples; the drivers gelsd and gelss gather all matrices."""
     a, (b, rcond, driver) = args[0], named(func, args, kwargs).values()
     one, two = frozen(a), frozen(b)
     if driver in ("gelsd", "gelss") or 0 in (*one, *two) or one[:-2] != two[: len(one) - 2]:
@@ -407,7 +407,7 @@ def least_squares(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
 
 @rule("contraction", "cross")
 def cross(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Each rank multiplies its vectors, whose three elements are whole."""
+    """Each rank multiplies its vectors, whose three elements become whole."""
     a, (b, dim) = args[0], named(func, args, kwargs).values()
     shape = frozen(a)
     if dim is None:
@@ -425,7 +425,7 @@ def cross(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 @rule("contraction", "kron")
 @of_cut()
 def kron(call: Call, site: Site, a: SplitTensor, other: Any) -> Any:
-    """The first factor stays cut, every rank gets all of the second; where that alone is split, of both."""
+    """The first factor stays cut, the second is gathered; if only the second is cut, both are gathered."""
     ours, theirs = len(a._layout.shape), frozen(other)
     count = max(ours, len(theirs))
     base = lay.reordered(a._layout, [*(None,) * (count - ours), *range(ours)])

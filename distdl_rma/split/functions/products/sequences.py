@@ -24,7 +24,7 @@ from distdl_rma.split.tensor import SplitTensor, composed, mapped, refused
 @checked_rule("contraction", "scaled_dot_product_attention")
 @of_any_cut
 def attention(call: Call, site: Site, query: Any, key: Any, value: Any, **given: Any) -> Any:
-    """Each rank attends from its queries, heads and samples to all keys; masks are those of its rows."""
+    """Each rank computes its queries, heads and samples with all keys, and uses its rows of the mask."""
     func, q, k, v = call[0], query, key, value
     mask, dropout_p, causal, scale, enable_gqa = given.values()
     operands = [q, k, v] if mask is None else [q, k, v, mask]
@@ -86,7 +86,7 @@ _MULTI_HEAD = _unguarded(F.multi_head_attention_forward)
 rule(
     "contraction",
     F.multi_head_attention_forward,
-    says="Made of functions that have rules: products, views, attention.",
+    says="Composed of functions that have rules: products, views, attention.",
 )(lambda func, args, kwargs: composed(_MULTI_HEAD, *args, **kwargs))
 _OF_STATES = "its states are split, its input is not"
 
@@ -94,7 +94,7 @@ _OF_STATES = "its states are split, its input is not"
 @rule("contraction", "lstm", "gru", "rnn_tanh", "rnn_relu")
 @of_any_cut
 def recurrent(call: Call, site: Site, x: Any, **_: Any) -> Any:
-    """Samples stay cut, time and features are made whole; all ranks run through a single sample."""
+    """Samples stay cut; time and features become whole. All ranks compute a single sample."""
     func, (_x, states, weights, *others), kwargs = call
     if not isinstance(weights, (list, tuple)) or kwargs:
         raise refused(func, "packed sequences are not supported; pad them")
@@ -119,7 +119,7 @@ def recurrent(call: Call, site: Site, x: Any, **_: Any) -> Any:
 @rule("contraction", "lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell")
 @of_cut(plain=_OF_STATES)
 def cell(call: Call, site: Site, x: SplitTensor, hx: Any, **given: Any) -> Any:
-    """Samples stay cut, features are made whole."""
+    """Samples stay cut; features become whole."""
     local, layout = with_whole(site, x, [1], "features made whole")
     several = isinstance(hx, (list, tuple))
     states, weights = hx if several else (hx,), list(given.values())

@@ -32,7 +32,7 @@ from distdl_rma.split.tensor import SplitTensor, any_cut, checked_block, compose
 @checked_rule("reduction", "cumsum")
 @of_cut()
 def running_sum(call: Call, site: Site, x: SplitTensor, dim: int, dtype: torch.dtype | None) -> Any:
-    """Of the block, and onto it the sums of the blocks before it."""
+    """Each rank sums its block, and adds the sums of the blocks before it."""
     along = Along.of(site, x, (dim,))
     (d,), values = along.dims, along.local if dtype is None else along.local.to(dtype)
     dtype = summed_dtype(along.local, dtype)
@@ -60,7 +60,7 @@ _ALONG = {
 @checked_rule("movement", *_ALONG)
 @of_any_cut
 def along_whole_dimension(call: Call, site: Site, x: Any, dim: Any, **given: Any) -> Any:
-    """The dimension is made whole and another one cut; results of the same shape go back to the cut before.
+    """If the dimension is cut, another one is cut meanwhile; results of the same shape move back.
 
     Without another one, or of all elements, every rank gets all of the tensor.
     """
@@ -110,7 +110,7 @@ rule("movement", "msort", says="As ``sort`` along the first dimension.")(
 @rule("movement", "searchsorted")
 @of_any_cut
 def place_in_order(call: Call, site: Site, sequence: Any, **options: Any) -> Any:
-    """Places of each rank's values, along whole dimensions of the sequences."""
+    """Positions of each rank's values; sequences become whole along the last dimension."""
     func, x = call[0], options.pop("input")
     if not any_cut(x):
         return on_whole_tensors(*call)
@@ -132,7 +132,7 @@ _EACH = "fft ifft rfft irfft hfft ihfft".split()
 @checked_rule("movement", torch.fft.fftshift, torch.fft.ifftshift)
 @of_cut(empty=False)
 def transform(call: Call, site: Site, x: SplitTensor, dim: Any, **given: Any) -> Any:
-    """Where a transformed dimension is split, another one is cut meanwhile, and the result goes back.
+    """If a transformed dimension is cut, another one is cut meanwhile; the result moves back.
 
     Split dimensions whose extent changes are in balanced blocks then. If no other dimension is left to be
     cut, every rank transforms the same.

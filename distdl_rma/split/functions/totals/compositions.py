@@ -23,7 +23,7 @@ from distdl_rma.split.tensor import SplitTensor, composed, refused
 @checked_rule("norm", F.cosine_similarity)
 @composition
 def cosine_similarity(x1: Any, x2: Any, dim: int, eps: float) -> Any:
-    """Norms and a sum, over the ranks where the dimension is split."""
+    """Norms and a product, summed over the ranks if the dimension is cut."""
     # As torch does: integers become the type of both, other types meet in the product only.
     both = torch.result_type(x1, x2)
     if not both.is_floating_point:
@@ -41,14 +41,14 @@ def cosine_similarity(x1: Any, x2: Any, dim: int, eps: float) -> Any:
 @checked_rule("norm", F.pairwise_distance)
 @composition
 def pairwise_distance(x1: Any, x2: Any, p: float, eps: float, keepdim: bool) -> Any:
-    """Norms of differences, over the ranks where the last dimension is split."""
+    """Norms of differences, combined over the ranks if the last dimension is cut."""
     return torch.linalg.vector_norm(x1 - x2 + eps, p, -1, keepdim)
 
 
 @checked_rule("loss", F.cosine_embedding_loss)
 @composition
 def cosine_embedding_loss(input1: Any, input2: Any, target: Any, margin: float, **how: Any) -> Any:
-    """Sums over the vectors, then as losses of single elements."""
+    """Similarities of the vectors, then as losses of single elements."""
     d = target.dim()
     squares = [(x * x).sum(d) + 1e-12 for x in (input1, input2)]
     cosine = (input1 * input2).sum(d) / (squares[0] * squares[1]).sqrt()
@@ -75,7 +75,7 @@ def triplet_margin_loss(
 @checked_rule("contraction", torch.cdist)
 @of_any_cut
 def cdist(call: Call, site: Site, x1: Any, x2: Any, p: float, compute_mode: str) -> Any:
-    """Rows of the first stay split, every rank gets all of those of the second that they meet."""
+    """Rows of the first tensor stay cut; each rank gets all rows of the second for its samples."""
     if not isinstance(x1, SplitTensor) or tuple(x1.shape[:-2]) != tuple(x2.shape[:-2]):
         raise refused(call[0], "the first tensor must be split, and both must have the same batch dimensions")
     last = x1.dim() - 1
@@ -89,7 +89,7 @@ def cdist(call: Call, site: Site, x1: Any, x2: Any, p: float, compute_mode: str)
 @checked_rule("window", torch.gradient)
 @of_cut()
 def gradient(call: Call, site: Site, x: SplitTensor, spacing: Any, dim: Any, edge_order: int) -> Any:
-    """Differences of neighbours, which a rank's elements fetch, one tensor for each dimension."""
+    """Differences of neighbours, which ranks fetch; one tensor per dimension."""
     spacing, count = 1 if spacing is None else spacing, len(x._layout.shape)
     dims = range(count) if dim is None else dim if isinstance(dim, (list, tuple)) else (dim,)
     steps = spacing if isinstance(spacing, (list, tuple)) else [spacing] * len(dims)
@@ -113,7 +113,7 @@ def _along(x: torch.Tensor, dim: int, h: Any, order: int) -> torch.Tensor:
 @rule("reduction", "trapezoid", "trapz")
 @composition
 def trapezoid(y: Any, x: Any, dim: int, dx: Any) -> Any:
-    """Sums over the ranks of the means of neighbours."""
+    """Each rank sums means of neighbours; ranks sum the results."""
     n = y.shape[dim]
     if not n:
         return y.sum(dim)
@@ -125,7 +125,7 @@ def trapezoid(y: Any, x: Any, dim: int, dx: Any) -> Any:
 @checked_rule("reduction", "cumulative_trapezoid")
 @composition
 def cumulative_trapezoid(y: Any, x: Any, dim: int, dx: Any) -> Any:
-    """Running sums of the means of neighbours, over the ranks."""
+    """As ``cumsum`` of the means of neighbours."""
     return _twice_areas(y, x, dx, dim).cumsum(dim) / 2
 
 

@@ -137,7 +137,7 @@ def _of_one_layout(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 @rule("loss", *_POINTWISE)
 @asking_torch
 def pointwise_loss(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Every rank takes the terms of its block; sums and numbers of terms are those of the whole."""
+    """Each rank computes the terms of its block; their sum and count are those of the whole tensor."""
     if func is F.l1_loss and kwargs.get("weight") is None:
         kwargs = {**kwargs, "weight": _weight_not_handed_on()}
     found = _of_one_layout(func, args, kwargs)
@@ -190,7 +190,7 @@ def _weight_not_handed_on() -> torch.Tensor | None:
 @checked_rule("loss", F.gaussian_nll_loss)
 @composition
 def gaussian_nll_loss(x: Any, target: Any, var: Any, full: bool, eps: float, reduction: str) -> Any:
-    """As losses of single elements; negative variances are an error on all ranks."""
+    """As losses of single elements; negative variances raise an error on all ranks."""
     variance = torch.full_like(x, var) if not isinstance(var, torch.Tensor) else var
     if variance.shape != x.shape and x.shape[:-1] == variance.shape:
         variance = variance.unsqueeze(-1)
@@ -210,7 +210,7 @@ def gaussian_nll_loss(x: Any, target: Any, var: Any, full: bool, eps: float, red
 @checked_rule("loss", F.cross_entropy, F.nll_loss)
 @of_any_cut
 def class_loss(call: Call, site: Site, x: Any, target: Any, weight: Any, **given: Any) -> Any:
-    """Every rank takes the terms of its block; where classes are split by sums of exponentials over ranks.
+    """Each rank computes the terms of its block; if classes are cut, ranks sum the exponentials.
 
     The mean divides by the number, or the weights, of all targets that count.
     """
@@ -356,7 +356,7 @@ def _over_split_classes(
 @checked_rule("loss", F.multi_margin_loss, F.multilabel_margin_loss)
 @of_any_cut
 def margin_loss(call: Call, site: Site, x: Any, target: Any, weight: Any = None, **given: Any) -> Any:
-    """Every rank takes the terms of its rows, whose classes are made whole where they are split."""
+    """Each rank computes the terms of its rows, whose classes become whole."""
     func, reduction = call[0], _reduction_of(given)
     if not isinstance(x, SplitTensor):
         raise refused(func, "the target is split and the input is not")
@@ -373,7 +373,7 @@ def margin_loss(call: Call, site: Site, x: Any, target: Any, weight: Any = None,
 @checked_rule("loss", F.multilabel_soft_margin_loss)
 @composition
 def multilabel_soft_margin_loss(x: Any, target: Any, weight: Any, **how: Any) -> Any:
-    """Of functions of single elements, a mean over the classes and one over the rows."""
+    """Functions of single elements, a mean over the classes and a mean over the rows."""
     y = -(target * F.logsigmoid(x) + (1 - target) * F.logsigmoid(-x))
     return finished((y if weight is None else y * weight).mean(-1), **how)
 

@@ -31,7 +31,7 @@ def summed_dtype(x: torch.Tensor, dtype: torch.dtype | None) -> torch.dtype:
 @checked_rule("reduction", "sum", "nansum", "mean", "nanmean", "count_nonzero")
 @of_cut()
 def sums(call: Call, site: Site, x: SplitTensor, dim: Any, keepdim: bool = False, dtype: Any = None) -> Any:
-    """Every rank sums its block, in a longer type if that is short; the sums are summed over the ranks."""
+    """Each rank sums its block, short types in a longer one; ranks sum the results."""
     name = call[0].__name__
     along = Along.of(site, x, dim)
     local, dims = along.local, along.dims
@@ -51,7 +51,7 @@ def sums(call: Call, site: Site, x: SplitTensor, dim: Any, keepdim: bool = False
 @checked_rule("reduction", "any", "all")
 @of_cut()
 def truth(call: Call, site: Site, x: SplitTensor, dim: Any, keepdim: bool) -> Any:
-    """Of the blocks, then over the ranks."""
+    """Each rank reduces its block, then all ranks."""
     func, *_ = call
     if isinstance(dim, (tuple, list)) and not dim:
         # Unlike sums, of each element.
@@ -68,7 +68,7 @@ def truth(call: Call, site: Site, x: SplitTensor, dim: Any, keepdim: bool) -> An
 def of_partial_results(
     call: Call, site: Site, x: SplitTensor, dim: Any, keepdim: bool, dtype: torch.dtype | None = None
 ) -> Any:
-    """Of the blocks; then the same function of the ranks' results, which all of them get."""
+    """Each rank reduces its block; every rank gets all results and reduces these."""
     along = Along.of(site, x, dim)
     if call[0].__name__ == "prod":
         along.local = along.local if dtype is None else along.local.to(dtype)
@@ -96,7 +96,7 @@ def of_partial_results(
 def variance(
     call: Call, site: Site, x: SplitTensor, dim: Any, unbiased: Any, keepdim: bool, correction: Any
 ) -> Any:
-    """Squares of the distances from the mean of the whole, which is summed first."""
+    """Ranks sum the mean first, then squared distances from it."""
     func, *_ = call
     # The second one is the dimensions, or whether to divide by one less.
     if isinstance(dim, bool):
@@ -149,7 +149,7 @@ def _norm(along: Along, order: float, dtype: torch.dtype) -> torch.Tensor:
 def vector_norm(
     call: Call, site: Site, x: SplitTensor, ord: Any, dim: Any, keepdim: bool, dtype: torch.dtype | None
 ) -> Any:
-    """Norm of the norms of the ranks; of order inf the largest, 0 a count."""
+    """Each rank computes the norm of its block, of any order; ranks combine these norms."""
     x = x if dtype is None else composed(torch.Tensor.to, x, dtype)
     order, found = float(ord), x.dtype.to_real()
     if abs(order) == torch.inf:
@@ -168,7 +168,7 @@ def vector_norm(
 @checked_rule("norm", torch.norm, torch.Tensor.norm, torch.linalg.norm, torch.linalg.matrix_norm, "dist")
 @of_any_cut
 def norm(call: Call, site: Site, x: Any, **given: Any) -> Any:
-    """Vector norms of any order, Frobenius norms and largest sums; singular values of whole matrices."""
+    """Ranks combine norms of their blocks; norms of singular values need whole matrices."""
     func, *_ = call
     vector_norm = torch.linalg.vector_norm
     if func.__name__ == "dist":
@@ -208,7 +208,7 @@ def _norm_of_matrices(x: Any, order: Any, dim: Any, keepdim: bool, dtype: Any) -
 @checked_rule("reduction", "equal", "allclose")
 @of_any_cut
 def comparison(call: Call, site: Site, x: Any, other: Any, **given: Any) -> bool:
-    """Of the blocks; true on all ranks if it is on every one."""
+    """Each rank compares its blocks; true on all ranks if it is true on each of them."""
     func, *_ = call
     if func.__name__ == "equal" and tuple(x.shape) != tuple(other.shape):
         return False
@@ -256,7 +256,7 @@ class _Softmax(OperatorFunction):
 def softmax(
     call: Call, site: Site, x: SplitTensor, dim: int | None, dtype: torch.dtype | None, **_stack: Any
 ) -> Any:
-    """Over a split dimension with the largest elements and sums of all ranks, in one message."""
+    """If the dimension is cut, ranks exchange their largest elements and sums in one message."""
     func, *_ = call
     # What torch chooses where a user does not.
     dim = dim if dim is not None else 0 if x.dim() in (0, 1, 3) else 1
@@ -381,7 +381,7 @@ def _extreme(along: Along, largest: bool, keepdim: bool, nan_too: bool) -> Split
 @checked_rule("reduction", "amax", "amin", "aminmax")
 @of_cut()
 def extremes(call: Call, site: Site, x: SplitTensor, dim: Any, keepdim: bool) -> Any:
-    """Of the blocks, then over the ranks; equal elements share the gradient, on whatever rank they are."""
+    """Each rank reduces its block, then all ranks; equal elements of all ranks share the gradient."""
     along, name = Along.of(site, x, dim), call[0].__name__
     if name != "aminmax":
         return _extreme(along, name == "amax", keepdim, False)
@@ -392,7 +392,7 @@ def extremes(call: Call, site: Site, x: SplitTensor, dim: Any, keepdim: bool) ->
 @checked_rule("reduction", "max", "min")
 @of_any_cut
 def largest(call: Call, site: Site, x: Any, dim: Any, keepdim: bool, other: Any) -> Any:
-    """Of all elements; along a dimension with the first of the indices; of two tensors for each element."""
+    """Of all elements, along a dimension with the first index, or of two tensors elementwise."""
     name, both = call[0].__name__, tensors_in(x, dim, other)
     if len(both) > 1:
         return pointwise(torch.maximum if name == "max" else torch.minimum, tuple(both), {})
@@ -433,7 +433,7 @@ def _first(
 @checked_rule("reduction", "argmax", "argmin")
 @of_cut()
 def index_of_largest(call: Call, site: Site, x: SplitTensor, dim: Any, keepdim: bool) -> Any:
-    """Index in the whole, of the first of equal elements; without a dimension that among all elements."""
+    """Global index of the first of equal elements; without a dimension, among all elements."""
     largest, along = call[0].__name__ == "argmax", Along.of(site, x, dim)
     along.local = along.local.detach()
     if dim is not None:

@@ -10,7 +10,8 @@ from distdl_rma import Machine, MismatchError, PeerFailedError, ProtocolError, S
 from distdl_rma.dtypes import DTYPES
 from distdl_rma.geometry import Decomposition
 from distdl_rma.geometry.partition import Partition
-from distdl_rma.layers.core.agreement import InputFacts, ShapeAgreement, common_dtype, source_of
+from distdl_rma.layers.core.agreement import ShapeAgreement
+from distdl_rma.layers.core.input_facts import InputFacts, common_dtype, source_of
 from distdl_rma.ops.core.autograd import GradientNeeds
 from distdl_rma.ops.core.movement import CallSite
 from distdl_rma.ops.core.tensors import MAX_DIMS

@@ -3,7 +3,7 @@
 import pytest
 
 from distdl_rma import Machine, PartitionError, ShapeError
-from distdl_rma.layers.core.agreement import CallOutcome, row_text, text_row, told_refusal
+from distdl_rma.layers.core.refusals import CallOutcome, row_text, text_row, told_refusal
 
 
 @pytest.mark.parametrize("text", ["", "plain", "two\nlines", "naïve"])

@@ -1,0 +1,140 @@
+"""What one rank says of the inputs of a call before data moves, and what follows from what all ranks say."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from distdl_rma.dtypes import DTYPES
+from distdl_rma.errors import ShapeError
+from distdl_rma.geometry.decomposition import Decomposition
+from distdl_rma.geometry.partition import Partition
+from distdl_rma.layers.core.refusals import clipped
+from distdl_rma.ops.core.autograd import GradientNeeds
+from distdl_rma.ops.core.tensors import trouble_with
+
+# Shape and type of one input.
+_Input = tuple[tuple[int, ...], torch.dtype]
+
+
+class InputFacts(NamedTuple):
+    """What one rank says of its inputs, of its weights and of what it wants, before data moves."""
+
+    inputs: tuple[_Input, ...]
+    needs: GradientNeeds
+    weights: torch.dtype | None = None
+    call_arguments: tuple[Any, ...] = ()  # in words that JSON can carry
+    problem: str = ""
+    given: int = 1  # inputs of the call, where the layer may take another number of them
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Local shape of the first input."""
+        return self.inputs[0][0]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Type of the first input."""
+        return self.inputs[0][1]
+
+    @property
+    def described(self) -> str:
+        """For messages."""
+        needs = ["", " that needs a gradient"]
+        pairs = zip(self.inputs, self.needs.inputs, strict=False)
+        shown = ", ".join(f"{shape} of {dtype}{needs[needed]}" for (shape, dtype), needed in pairs)
+        return f"{shown}{' and ' if self.call_arguments else ''}{self.call_arguments or ''}" or self.problem
+
+    def of(self, at: int) -> InputFacts:
+        """The same with one of the inputs alone."""
+        return self._replace(inputs=self.inputs[at : at + 1])
+
+    @classmethod
+    def about(
+        cls,
+        xs: Sequence[torch.Tensor],
+        weight: torch.Tensor | None = None,
+        call_arguments: tuple[Any, ...] = (),
+        idle: Sequence[bool] = (False,),
+        problem: str = "",
+    ) -> InputFacts:
+        """Facts about local tensors, a weight that the layer will use, and words that it was called with.
+
+        ``idle`` says of which inputs this rank has no part: there all tensors without elements are the same.
+        What are no tensors that can move, and any other ``problem`` with the call, all ranks refuse.
+        """
+        given = len(xs)
+        for at, x in enumerate(xs):
+            problem = problem or trouble_with(x, f"input {at}" if given > 1 else "input")
+        if problem:
+            return cls((), GradientNeeds(False, False), problem=clipped(problem))
+        if given < len(idle):
+            xs = [*xs, *[torch.empty(0)] * (len(idle) - given)]
+        recording = torch.is_grad_enabled()
+        pairs = zip(xs, idle, strict=False)
+        inputs = tuple([_NOTHING if out and 0 in x.shape else (tuple(x.shape), x.dtype) for x, out in pairs])
+        wanted = len(idle)
+        others = tuple([recording and x.requires_grad for x in xs[1:wanted]]) if wanted > 1 else ()
+        learns = recording and weight is not None and weight.requires_grad
+        needs = GradientNeeds(recording and xs[0].requires_grad, learns, others)
+        return cls(inputs, needs, None if weight is None else weight.dtype, call_arguments, given=given)
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """What a plan depends on."""
+        return self.inputs, self.weights, self.call_arguments, self.given
+
+    def encode(self) -> bytes:
+        """Row of words that travels."""
+        inputs = [(shape, DTYPES.index(dtype)) for shape, dtype in self.inputs]
+        weights = DTYPES.index(self.weights) if self.weights in DTYPES else None
+        words = inputs, self.needs, weights, self.call_arguments, self.problem, self.given
+        return json.dumps(words, separators=(",", ":")).encode()
+
+    @classmethod
+    def decode(cls, row: bytes) -> InputFacts:
+        """Facts from the row of words."""
+        inputs, (first, learns, others), weights, call_arguments, problem, given = json.loads(row)
+        return cls(
+            tuple((tuple(shape), DTYPES[number]) for shape, number in inputs),
+            GradientNeeds(first, learns, tuple(others)),
+            None if weights is None else DTYPES[weights],
+            tuple(call_arguments),
+            problem,
+            given,
+        )
+
+
+_NOTHING: _Input = (0,), DTYPES[0]
+
+
+def common_dtype(facts: dict[int, InputFacts]) -> torch.dtype:
+    """Type that all ranks pass; ``ShapeError`` if two differ, which names both."""
+    (first, expected), *others = ((rank, fact.dtype) for rank, fact in facts.items())
+    for rank, dtype in others:
+        if dtype != expected:
+            raise ShapeError(f"rank {first} passes {expected} but rank {rank} {dtype}")
+    return expected
+
+
+def input_dtype(P_x: Partition, facts: dict[int, InputFacts]) -> torch.dtype:
+    """Type of an input; ``ShapeError`` if ranks of P_x differ, or one outside passes elements."""
+    for rank, fact in facts.items():
+        if rank not in P_x and 0 not in fact.shape:
+            raise ShapeError(f"rank {rank} is not in P_x but passes a tensor of shape {fact.shape}")
+    return common_dtype({rank: facts[rank] for rank in P_x.ranks})
+
+
+def source_of(
+    P_x: Partition, facts: dict[int, InputFacts], replicate: Collection[int] = ()
+) -> tuple[Decomposition, torch.dtype]:
+    """Who owns what of an input on P_x, and its type; ``ShapeError`` if the shards form no grid either.
+
+    Along the grid dimensions ``replicate`` the ranks have the same part of it.
+    """
+    dtype = input_dtype(P_x, facts)
+    shapes = {rank: facts[rank].shape for rank in P_x.ranks}
+    return Decomposition.from_local_shapes(P_x, shapes, replicate), dtype
