@@ -13,6 +13,8 @@ from house import between, drawn, floors, imports, levels
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "architecture.md"
 FLOORS = [
+    "__main__",
+    "doctor",
     "model",
     "state",
     "sync",

@@ -1,0 +1,38 @@
+"""The command ``python -m distdl_rma``."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from distdl_rma import __version__
+from distdl_rma.doctor.command import doctor
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the command that the arguments name; return its exit status."""
+    parser = argparse.ArgumentParser(prog="python -m distdl_rma", allow_abbrev=False)
+    parser.add_argument("--version", action="version", version=__version__)
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
+    options = commands.add_parser(
+        "doctor",
+        help="check whether the installation and the job work",
+        description="Check whether the installation and the job work, and say what to do where they do not."
+        " Run it alone, or as the job is started: mpiexec -n 4 python -m mpi4py -m distdl_rma doctor."
+        " The exit status is 1 if an error is found.",
+        allow_abbrev=False,
+    )
+    options.add_argument("--json", metavar="FILE", help="write the result to a file, - for standard output")
+    options.add_argument(
+        "--timeout", type=float, default=60.0, metavar="SECONDS", help="longest wait of a rank (60)"
+    )
+    chosen = parser.parse_args(arguments)
+    if chosen.command is None:
+        parser.print_help()
+        return 0
+    return doctor(chosen.json, chosen.timeout)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

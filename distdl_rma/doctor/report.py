@@ -1,0 +1,121 @@
+"""The result of an examination, as text for people and as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from distdl_rma.doctor.facts import Compared, Job, RankFacts, counted, sized, spans
+from distdl_rma.doctor.findings import Finding
+
+_UNKNOWN = "-"
+_SIZES = "shm_free_bytes", "shm_total_bytes", "memory_limit_bytes"
+# A matrix of more ranks is not read.
+_MATRIX_RANKS = 16
+_MEASURED = {
+    "put_latency_on_node_seconds": "put of 8 bytes and notification, on a node",
+    "put_bandwidth_on_node_bytes_per_second": "put of 4 MiB, on a node",
+    "put_latency_between_nodes_seconds": "put of 8 bytes and notification, between nodes",
+    "put_bandwidth_between_nodes_bytes_per_second": "put of 4 MiB, between nodes",
+    "allreduce_4KiB_seconds": "allreduce of 4 KiB, all ranks",
+    "allreduce_4MiB_seconds": "allreduce of 4 MiB, all ranks",
+}
+
+
+def as_json(job: Job, found: Sequence[Finding]) -> dict[str, Any]:
+    """Facts, measurements and findings under the keys that ``docs/clusters.md`` lists."""
+    first = job.ranks[0] if job.ranks else None
+    return {
+        "ok": not any(finding.level == "error" for finding in found),
+        "versions": dict(first.versions) if first else {},
+        "launcher": first.launcher.name if first else "",
+        "thread_level": first.thread_level if first else "",
+        "size": first.size if first else 0,
+        "nodes": job.nodes,
+        "segment_bytes": job.segment_bytes,
+        "hosts": [*_rows(job)],
+        "transports": [job.transports.get(facts.rank, "?" * facts.size) for facts in job.ranks],
+        "measured": job.measured,
+        "convolution": [asdict(each) for each in job.compared],
+        "findings": [asdict(finding) for finding in found],
+    }
+
+
+def as_text(job: Job, found: Sequence[Finding]) -> str:
+    """The report that a person reads."""
+    facts = as_json(job, found)
+    head = f"{counted(facts['size'], 'rank')} on {counted(len(facts['nodes']) or len(job.hosts), 'node')}"
+    measured = [name for name in _MEASURED if name in job.measured]
+    parts = {
+        "distdl_rma doctor": [f"{head}; launcher: {facts['launcher'] or 'unknown'}"],
+        "versions": _table([*facts["versions"].items(), ("thread level", facts["thread_level"])]),
+        "nodes": _hosts(facts),
+        "transports": [*_transports(facts["transports"])],
+        "measured": _table([(_MEASURED[name], _quantity(name, job.measured[name])) for name in measured]),
+        "split convolution against torch's on the whole input": _table(
+            [(each.name, "equal to rounding" if each.equal else _differs(each)) for each in job.compared]
+        ),
+        "findings": [line for each in found for line in (f"{each.level}: {each.text}", f"  {each.remedy}")]
+        or ["none: this job works"],
+    }
+    return "\n".join("\n  ".join([title, *lines]) + "\n" for title, lines in parts.items() if lines)
+
+
+def _rows(job: Job) -> Iterator[dict[str, Any]]:
+    # A row for ranks of a host that see the same values.
+    rows: dict[tuple[Any, ...], list[RankFacts]] = {}
+    for facts in job.ranks:
+        key = facts.host, len(facts.cores), facts.threads, facts.shm_total, facts.memory_limit
+        rows.setdefault(key, []).append(facts)
+    for (host, _, threads, total, limit), ranks in rows.items():
+        yield {
+            "host": host,
+            "ranks": [facts.rank for facts in ranks],
+            "cores": len({core for facts in ranks for core in facts.cores}),
+            "threads_per_rank": threads,
+            "shm_free_bytes": min((facts.shm_free for facts in ranks if facts.shm_free), default=None),
+            "shm_total_bytes": total,
+            "memory_limit_bytes": limit,
+        }
+
+
+def _hosts(facts: dict[str, Any]) -> list[str]:
+    rows = [("host", "ranks", "cores", "threads per rank", "/dev/shm free", "of", "segments", "memory limit")]
+    segment = facts["segment_bytes"]
+    for row in facts["hosts"]:
+        free, total, limit = (_UNKNOWN if row[size] is None else sized(row[size]) for size in _SIZES)
+        segments = f"{len(row['ranks'])} x {sized(segment)}" if segment else _UNKNOWN
+        counts = str(row["cores"]), str(row["threads_per_rank"])
+        rows.append((row["host"], spans(row["ranks"]), *counts, free, total, segments, limit))
+    return _table(rows)
+
+
+def _transports(letters: Sequence[str]) -> Iterator[str]:
+    if len(letters) < 2 or set("".join(letters)) == {"?"}:
+        return
+    if len(letters) > _MATRIX_RANKS:
+        every = "".join(letters)
+        yield f"shared memory of the node: {counted(every.count('s') // 2, 'pair')}"
+        yield f"puts of MPI between nodes: {counted(every.count('r') // 2, 'pair')}"
+        return
+    numbers = [*map(str, range(len(letters)))]
+    yield from _table(
+        [("", *numbers), *((number, *row) for number, row in zip(numbers, letters, strict=True))]
+    )
+    yield "s: shared memory of the node, r: puts of MPI between nodes"
+
+
+def _differs(compared: Compared) -> str:
+    return f"differs by {compared.error:.1e} of {compared.scale:.1e}"
+
+
+def _quantity(name: str, value: float) -> str:
+    if name.endswith("bytes_per_second"):
+        return f"{value / 1e9:.3g} GB/s"
+    return f"{value * 1e6:.3g} us" if value < 1e-3 else f"{value * 1e3:.3g} ms"
+
+
+def _table(rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]

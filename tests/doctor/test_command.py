@@ -1,0 +1,205 @@
+"""The command as a user runs it; every case is a job of its own."""
+
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.examples.launching import launcher_is_hydra
+from tests.private_memory import run_alone
+from tests.run_mpi import completed, environment, mpiexec
+
+ROOT = Path(__file__).parents[2]
+DOCTOR = [sys.executable, "-m", "mpi4py", "-m", "distdl_rma", "doctor"]
+SMALL = {"DISTDL_RMA_SEGMENT_SIZE": "64MiB"}
+LAUNCHERS = "PMI", "OMPI_COMM", "SLURM_STEP", "MPI_LOCALNRANKS"
+# One of the steps is late on one rank; waits take two seconds.
+LATE = """
+import sys, time
+from distdl_rma.doctor import command, measurements
+from mpi4py import MPI
+carried_out = measurements.allreduces
+def allreduces(*arguments):
+    if MPI.COMM_WORLD.rank == {rank}:
+        time.sleep(100)
+    carried_out(*arguments)
+measurements.allreduces, command._GRACE_SECONDS = allreduces, 1
+sys.exit(command.doctor(None, 2.0))
+"""
+
+
+def alone(**changes):
+    """Run the command as a process that no launcher has started."""
+    clean = {name: value for name, value in environment().items() if not name.startswith(LAUNCHERS)}
+    return subprocess.Popen(
+        [sys.executable, "-m", "distdl_rma", "doctor"],
+        env=clean | SMALL | changes,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+@pytest.fixture(scope="module")
+def of_two(tmp_path_factory):
+    """Text and JSON of a job of two ranks that works."""
+    file = tmp_path_factory.mktemp("doctor") / "doctor.json"
+    done = completed([*mpiexec(2), *DOCTOR, "--json", str(file)], **SMALL)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout, json.loads(file.read_text())
+
+
+def section():
+    return (ROOT / "docs" / "clusters.md").read_text().split("\n## doctor\n")[1].split("\n## ")[0]
+
+
+def shape(line):
+    """Words of a line without its numbers and units."""
+    line = line.replace(socket.gethostname(), "node1")
+    return re.sub(r"\d[\w.+]*( (us|ms|GB/s|[KMGT]iB)\b)?", "#", line).split()
+
+
+def test_the_documented_output_is_what_is_written(of_two):
+    if not launcher_is_hydra() or len(os.sched_getaffinity(0)) < 2:
+        pytest.skip("the documented output is of MPICH, on two cores")
+    page, written = section().splitlines(), of_two[0].splitlines()
+    begin = page.index("    distdl_rma doctor")
+    assert [*map(shape, page[begin : begin + len(written)])] == [*map(shape, written)]
+
+
+def test_the_documented_keys_are_those_of_the_json(of_two):
+    rows = re.findall(r"^\| (`\w+`(?:, `\w+`)?) \|", section(), re.MULTILINE)
+    assert sorted(of_two[1]) == sorted(name for row in rows for name in re.findall(r"\w+", row))
+    for row in (*of_two[1]["hosts"], *of_two[1]["convolution"], of_two[1]["measured"]):
+        for name in row:
+            assert f"`{name}`" in section()
+
+
+def check(found, ranks):
+    assert found["ok"] and found["size"] == ranks and found["nodes"] == [list(range(ranks))]
+    assert found["segment_bytes"] == 64 << 20 and found["thread_level"] == "multiple"
+    assert set(found["versions"]) == {"distdl_rma", "Python", "torch", "mpi4py", "numpy", "MPI"}
+    assert [row["ranks"] for row in found["hosts"]] == [list(range(ranks))]
+    for rank, letters in enumerate(found["transports"]):
+        assert letters == "s" * rank + "-" + "s" * (ranks - 1 - rank)
+    assert len(found["measured"]) == 4 and all(value > 0 for value in found["measured"].values())
+    assert len(found["convolution"]) == 4 and all(each["equal"] for each in found["convolution"])
+    assert all(finding["level"] == "warning" for finding in found["findings"])
+
+
+def test_json_has_all_of_a_job_that_works(of_two):
+    check(of_two[1], 2)
+
+
+def test_json_takes_the_place_of_text_on_standard_output():
+    done = completed([*mpiexec(3), *DOCTOR, "--json", "-"], **SMALL)
+    assert done.returncode == 0
+    check(json.loads(done.stdout), 3)
+
+
+def test_a_process_without_a_launcher_is_examined_alone():
+    with alone() as process:
+        said, _ = process.communicate(timeout=200)
+    assert process.returncode == 0 and "1 rank on 1 node; launcher: none" in said
+    assert "warning: the job has 1 rank" in said and "equal to rounding" in said
+
+
+def test_two_processes_that_are_both_rank_0_of_1_are_one_report_and_an_error():
+    other = "OMPI_COMM_WORLD" if launcher_is_hydra() else "PMI"
+    started = [alone(**{f"{other}_SIZE": "2", f"{other}_RANK": str(rank)}) for rank in range(2)]
+    said = [process.communicate(timeout=200)[0] for process in started]
+    assert [process.returncode for process in started] == [1, 0] and said[1] == ""
+    assert "error: every process is rank 0 of 1" in said[0] and "mpiexec" in said[0]
+
+
+def test_more_threads_than_cores_are_a_warning():
+    cores = len(os.sched_getaffinity(0))
+    done = completed([*mpiexec(2), *DOCTOR], **SMALL | {"OMP_NUM_THREADS": str(cores)})
+    assert done.returncode == 0
+    assert f"have {2 * cores} threads of torch on {cores} cores" in done.stdout or cores == 1
+    assert f"set OMP_NUM_THREADS={cores // 2}" in done.stdout or cores == 1
+
+
+def test_an_invalid_option_is_an_error_of_all_ranks_and_ends_cleanly():
+    done = completed([*mpiexec(2), *DOCTOR], DISTDL_RMA_SEGMENT_SIZE="plenty")
+    assert done.returncode == 1
+    assert (
+        "error: ranks 0-1 could not make a machine: ConfigurationError: rank 0: a segment size" in done.stdout
+    )
+    assert "TERMINATION" not in done.stdout
+
+
+def test_a_small_container_is_an_error_with_the_remedy():
+    script = (
+        "import runpy, sys; sys.argv[1:] = ['doctor']; runpy.run_module('distdl_rma', run_name='__main__')"
+    )
+    done, _ = run_alone(2, script, size="64m")
+    assert done.returncode == 1
+    assert "error: /dev/shm of " in done.stdout and "--shm-size=8g" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("rank", "text"),
+    [(0, "rank 0 could not allreduce: TimeoutError"), (1, "rank 1 could not send the results")],
+)
+def test_a_rank_that_hangs_is_named_and_the_job_ends(rank, text):
+    done = completed(
+        [*mpiexec(3), sys.executable, "-m", "mpi4py", "-c", LATE.format(rank=rank)], 100, **SMALL
+    )
+    assert done.returncode != 0
+    assert f"error: {text}" in done.stdout
+
+
+def test_an_mpi_that_cannot_be_loaded_is_an_error(tmp_path):
+    (tmp_path / "mpi4py").mkdir()
+    (tmp_path / "mpi4py/__init__.py").touch()
+    (tmp_path / "mpi4py/MPI.py").write_text("raise RuntimeError('cannot load MPI library')")
+    with alone(PYTHONPATH=f"{tmp_path}:{ROOT}") as process:
+        said, _ = process.communicate(timeout=100)
+    assert process.returncode == 1
+    assert "error: rank 0 could not start MPI: RuntimeError: cannot load MPI library" in said
+    assert "distdl_rma[mpich]" in said
+
+
+STUCK = """
+import sys
+from distdl_rma.doctor import command
+command._GRACE_SECONDS = command._LAST_SECONDS = 1
+sys.exit(command.doctor(None, 1.0))
+"""
+
+
+def test_an_mpi_that_does_not_start_is_an_error(tmp_path):
+    (tmp_path / "mpi4py").mkdir()
+    (tmp_path / "mpi4py/__init__.py").touch()
+    # As MPI does, it keeps other threads from running.
+    (tmp_path / "mpi4py/MPI.py").write_text("import ctypes; ctypes.PyDLL(None).sleep(100)")
+    done = subprocess.run(
+        [sys.executable, "-c", STUCK],
+        env=environment(PYTHONPATH=f"{tmp_path}:{ROOT}"),
+        capture_output=True,
+        text=True,
+        timeout=90,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert "error: rank 0 could not start MPI: TimeoutError" in done.stdout and not done.stderr
+
+
+HELP = """
+import atexit, runpy, sys
+atexit.register(lambda: sys.stdout.write(f"loaded: {{sorted({{'mpi4py', 'torch'}} & set(sys.modules))}}"))
+sys.argv[1:] = {arguments}
+runpy.run_module("distdl_rma", run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize("arguments", [[], ["--help"], ["doctor", "--help"]])
+def test_help_loads_neither_mpi_nor_torch(arguments):
+    done = completed([sys.executable, "-c", HELP.format(arguments=arguments)])
+    assert done.returncode == 0 and "doctor" in done.stdout and done.stdout.endswith("loaded: []")

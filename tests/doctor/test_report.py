@@ -1,0 +1,58 @@
+"""The result as text."""
+
+from distdl_rma.doctor.facts import Job
+from distdl_rma.doctor.findings import Finding
+from distdl_rma.doctor.report import as_json, as_text
+from tests.doctor.cases import job, rank
+
+
+def lines(job, title):
+    section = as_text(job, []).split(f"\n{title}\n")[1].split("\n\n")[0]
+    return [line.strip() for line in section.splitlines()]
+
+
+def test_ranks_of_a_host_with_the_same_values_are_one_row():
+    mixed = job(4)
+    mixed.ranks[3] = rank(3, 4, threads=1)
+    _, *rows = lines(mixed, "nodes")
+    assert [row.split()[:4] for row in rows] == [["node1", "0-2", "8", "2"], ["node1", "3", "8", "1"]]
+    assert "3 x 4 GiB" in rows[0] and "30 GiB" in rows[0] and "64 GiB" in rows[0]
+
+
+def test_transports_are_a_matrix_of_few_ranks_and_numbers_of_many():
+    assert lines(job(2), "transports")[:3] == ["0  1", "0  -  s", "1  s  -"]
+    many = job(32)
+    many.transports |= {
+        rank: letters[:16] + "r" * 16 for rank, letters in many.transports.items() if rank < 16
+    }
+    many.transports |= {
+        rank: "r" * 16 + letters[16:] for rank, letters in many.transports.items() if rank >= 16
+    }
+    assert lines(many, "transports") == [
+        "shared memory of the node: 240 pairs",
+        "puts of MPI between nodes: 256 pairs",
+    ]
+
+
+def test_quantities_have_three_digits_and_a_unit():
+    measured = job()
+    measured.measured = {
+        "put_latency_on_node_seconds": 1.2345e-6,
+        "put_bandwidth_on_node_bytes_per_second": 9.8765e9,
+        "allreduce_4MiB_seconds": 1.2345e-2,
+    }
+    assert [line.split("  ")[-1].strip() for line in lines(measured, "measured")] == [
+        "1.23 us",
+        "9.88 GB/s",
+        "12.3 ms",
+    ]
+
+
+def test_a_finding_is_two_lines_and_none_is_one():
+    text = as_text(job(), [Finding("error", "what is wrong", "what to do")])
+    assert text.endswith("findings\n  error: what is wrong\n    what to do\n")
+    assert as_text(job(), []).endswith("findings\n  none: this job works\n")
+
+
+def test_what_is_not_known_is_left_out():
+    assert as_json(Job(), [])["ok"] and "transports" not in as_text(Job(), [])
