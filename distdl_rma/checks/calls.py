@@ -126,7 +126,7 @@ class Calls:
                 self._seen.add(kind)
 
     def end(self, trace: CallTrace) -> None:
-        """End a call; ``MismatchError`` on all ranks if their functions or the plain tensors passed differ."""
+        """End a call; ``MismatchError`` on all ranks if their functions or plain arguments differ."""
         if not self._open:
             return
         self._open = False

@@ -53,7 +53,7 @@ class _Backward(threading.local):
 RUNNING = _Backward()
 # Key in the metadata of a node whose result ``to_local()`` returned.
 _SHOWN = "distdl_rma block"
-# Number of last gradients, minimum number of elements of each, and their relative tolerance.
+# Number of gradients that are kept; elements of each, about; tolerance relative to the largest element.
 _KEPT, _SAMPLED, _ROUNDING = 64, 16, 1e-3
 _LIBRARY_PATHS = f"{Path(torch.__file__).parent}/", f"{Path(__file__).parents[1]}/"
 _MEAN = (
