@@ -1,7 +1,4 @@
-"""Arguments of torch's functions beside split tensors: numbers, strings and plain tensors.
-
-They must be equal on all ranks.
-"""
+"""Numbers, strings and plain tensors in calls of torch's functions, which must be equal on all ranks."""
 
 from __future__ import annotations
 
@@ -119,7 +116,6 @@ def plainly(argument: Any) -> Any:
 
 
 def _array(argument: Any) -> list[Any]:
-    # Type, shape and checksum, as of an array of indices.
     number = 0 if argument.dtype.hasobject else crc32(argument.tobytes())
     return [argument.dtype.str, *argument.shape, number]
 
@@ -162,10 +158,10 @@ def some_of(x: torch.Tensor, at: int = 0) -> bytes:
 
 
 def all_of(x: torch.Tensor) -> tuple[str, bytes]:
-    """Summary of all elements of a plain tensor: a form and bytes, which ``values_of`` reads.
+    """Form and bytes of a summary of a plain tensor, for ``values_of``; local.
 
-    Sums of floating-point numbers, which rounding changes little; a checksum of integers; all elements of a
-    small tensor.
+    Sums of floating-point numbers, which rounding changes little; of integers a checksum; of small tensors
+    all elements.
     """
     if not is_in_memory(x) or x.numel() <= _SAMPLED:
         return str(x.dtype), some_of(x)
@@ -194,10 +190,7 @@ def values_of(form: str, data: bytes) -> list[float]:
 
 
 def are_apart(dtype: str, form: str, first: Sequence[float], other: Sequence[float]) -> bool:
-    """Whether values of a tensor of this type differ by more than rounding.
-
-    Rounding may change half of the digits of an element, and a few of the last bits of a sum.
-    """
+    """Whether values differ by more than rounding: half of an element's digits, a sum's last few bits."""
     kind = _dtype(dtype)
     if not (kind.is_floating_point or kind.is_complex) or len(first) != len(other):
         return [*first] != [*other]

@@ -85,8 +85,7 @@ class Calls:
     ) -> None:
         """Begin a call; ``MismatchError`` on all ranks if their facts differ, which ``described`` describes.
 
-        Unless ``checked`` is False, the same error is raised if a check finds a problem, or if samples of
-        plain inputs differ.
+        If ``checked``, this error is also raised if a check finds a problem or samples of inputs differ.
         """
         sign = 0
         if checked:
@@ -189,8 +188,7 @@ class Calls:
         )
 
     def _plain_apart(self, trace: CallTrace) -> str:
-        # The first plain tensor that differs by more than rounding; tensors computed from weights may differ
-        # by rounding.
+        # The first plain tensor that differs by more than rounding, by which results of weights may differ.
         mine = [(*kind, crc32(data)) for *kind, data in trace.plain]
         given = [*zip_longest(*self._of_all(mine, "plain tensors").values())]
         at = [n for n, each in enumerate(given) if any(one != each[0] for one in each)]
@@ -258,7 +256,7 @@ class CalledFunction(NamedTuple):
 
     @property
     def described(self) -> str:
-        """For messages."""
+        """Text for messages."""
         described: str = self.step.described
         return described + spoken(self.said)
 

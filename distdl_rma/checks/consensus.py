@@ -79,9 +79,9 @@ class Consensus(EqualityCheck):
         return super().smallest[1:]
 
     def gather(self, title: str, row: bytes) -> list[bytes]:
-        """Rows of all ranks, in their order; blocking, collective. Equal rows do not travel, only digests.
+        """Rows of all ranks, in their order; blocking, collective. After a timeout the call can be repeated.
 
-        After a timeout the call can be repeated.
+        Equal rows do not travel, only digests.
         """
         if self._gathering != (title, row):
             self._gathering = None
@@ -93,10 +93,7 @@ class Consensus(EqualityCheck):
         return found
 
     def rows(self, row: bytes, longest: int) -> list[bytes]:
-        """Rows of all ranks, in their order, each of at most ``longest`` bytes; blocking, collective.
-
-        After a timeout the call can be repeated.
-        """
+        """As ``gather``, but without a comparison first; rows have at most ``longest`` bytes."""
         if self._passes is None:
             self._passes = Allgather(
                 self._manager, self.ranks, self._pass_nbytes, np.uint8, "agreement (words)"
@@ -140,6 +137,5 @@ def gather_words(
     """
     ranks = manager.ranks if ranks is None else tuple(ranks)
     texts = Consensus.of(manager, ranks).gather(name, json.dumps(words).encode())
-    # Decode each distinct text once: most ranks send the same.
     said = {text: json.loads(text) for text in set(texts)}
     return {rank: said[text] for rank, text in zip(ranks, texts, strict=True)}

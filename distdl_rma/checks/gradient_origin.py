@@ -1,8 +1,8 @@
 """Backwards from plain losses: which part of a gradient is identical on all ranks, and which must be summed.
 
-A plain tensor is identical on all ranks, so each rank computes the whole gradient of parameters that it
-depends on. Where it depends on ``full_tensor()`` of a split tensor, each rank computes only a contribution to
-the gradients of parameters behind the split tensor, and the contributions must be summed.
+A plain tensor is identical on all ranks, so each rank computes the whole gradient of the parameters behind
+it. But behind ``full_tensor()`` of a split tensor each rank computes only a contribution, and contributions
+must be summed.
 """
 
 from __future__ import annotations
@@ -35,19 +35,14 @@ number_of_backward: Callable[[], int] = torch._C._current_graph_task_id
 
 
 class _Backward(threading.local):
-    # Number of backwards from split tensors that run in this thread.
-    depth = 0
-    # Torch's number of the backward from a plain tensor that has reached a split tensor.
-    number = -1
-    # Torch's number of the last backward that was searched and passes through no block of ``to_local()``.
-    common = -1
-    # Whether ``to_local()`` was called on any thread.
-    shown = False
+    depth = 0  # number of backwards from split tensors that run in this thread
+    number = -1  # torch's number of the backward from a plain tensor that has reached a split tensor
+    common = -1  # torch's number of the last backward that was found to pass no block of ``to_local()``
+    shown = False  # whether ``to_local()`` was called, on any thread
     # Contributions to gradients of parameters behind split tensors, by ``id`` of the parameter; None if the
     # loss is this rank's own.
     behind: dict[int, torch.Tensor] | None = None
-    # Nodes of the graph behind split tensors.
-    nodes: set[Any]
+    nodes: set[Any]  # of the graph behind split tensors
 
 
 RUNNING = _Backward()
@@ -160,8 +155,7 @@ def _is_own() -> bool:
 
 
 def _roots() -> list[Any]:
-    # Nodes at which the running backwards began, read from the frames of their callers: torch has no
-    # function for this.
+    # Nodes at which the running backwards began, from the frames of their callers: torch has no function.
     found: list[Any] = []
     frame: FrameType | None = sys._getframe()
     while frame is not None:
@@ -246,10 +240,9 @@ def own_part(parameter: torch.Tensor) -> torch.Tensor | None:
 
 
 class GradientCheck:
-    """Check that gradients of plain losses are equal on some ranks; local.
+    """Check of gradients of plain losses: they differ if a rank computes a loss from its own data. Local.
 
-    They differ if a rank computes a plain loss from its own data. Keeps a checksum of all gradients, and
-    elements of the last ones.
+    Keeps a checksum of all gradients, and elements of the last ones.
     """
 
     what = "gradients"

@@ -30,7 +30,7 @@ class PlanCache(Generic[P, N]):
     """Plans of one place in the program, and a prediction of the next combination of facts.
 
     All ranks add and use the same states in the same order, so that ids and evictions are equal on all of
-    them. Keeps the most recently used 16 plans and 32 states.
+    them. The least recently used plans and states are evicted.
     """
 
     def __init__(self) -> None:

@@ -51,17 +51,13 @@ class Options(PlacedOptions, total=False):
 
 
 class ConvolutionLayer(OperatorLayer[O], _ConvNd):
-    """Base of convolutions: reads partitions and torch's arguments, and places the weights.
-
-    Final classes set ``dims=``, and have their torch layer as last base.
-    """
+    """Base of convolutions. Final classes set ``dims=``, and have their torch layer as last base."""
 
     _casts = True
     _dims: ClassVar[int]
     _twin: ClassVar[type[nn.Module]]
-    # Dimension of the worker grid that cuts the weight's first dimension; arguments that are printed.
-    _rows: ClassVar[int]
-    _shown: ClassVar[tuple[str, ...]]
+    _rows: ClassVar[int]  # dimension of the worker grid that cuts the weight's first dimension
+    _shown: ClassVar[tuple[str, ...]]  # arguments that are printed
 
     def __init_subclass__(cls, dims: int | None = None, **arguments: Any) -> None:
         super().__init_subclass__(**arguments)
@@ -199,8 +195,7 @@ class Partitions(NamedTuple):
     def workers(self, default: Partition, channels: int) -> Partition:
         """Ranks that compute, on a grid (batch, out-channel, in-channel, *spatial).
 
-        Without P_W these are the ranks of ``default``, whose channel dimension becomes the grid dimension
-        ``channels``, OUT or IN.
+        Without P_W the ranks of ``default``; its channel dimension becomes the grid dimension ``channels``.
         """
         if self.P_W is not None:
             return self.P_W.create_cartesian_topology_partition((1, *self.P_W.shape))
@@ -345,8 +340,7 @@ class DistributedConvTranspose(ConvolutionLayer[TransposedConvolution]):
     def forward(self, input: Tensor, output_size: Sequence[int] | None = None) -> Tensor:
         """Apply to ``input``, the local shard on P_x or a tensor without elements elsewhere.
 
-        ``output_size`` has the global extents of the output, in space or in all dimensions, as in torch; it
-        must be equal on all ranks.
+        ``output_size`` has global extents, in space or in all dimensions, as in torch, equal on all ranks.
         """
         try:
             given = None if output_size is None else tuple(as_int(n) for n in output_size)

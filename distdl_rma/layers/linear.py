@@ -55,8 +55,7 @@ class DistributedLinear(OperatorLayer[SplitLinear], nn.Linear):
 
     Notes
     -----
-    Linear document, general linear layer; requirement B6. The bias is kept and added on column 0 of the
-    weight's grid.
+    Linear document, general linear layer; requirement B6. Column 0 of P_W keeps and adds the bias.
     """
 
     _casts = True

@@ -115,8 +115,7 @@ def chosen_axes(kind: str, P: Partition, what: str, axes: Axes | None, keep: Axe
 class Repartition(MovementLayer[StagedMove]):
     """Move a tensor from one Cartesian partition to another; the result is balanced.
 
-    As with all layers that only move data, the result is new memory, even if it equals the input. The adjoint
-    moves gradients back to the partition of the input, in the cuts of the input.
+    The result is always new memory. The adjoint moves gradients back to the blocks of the input.
 
     Parameters
     ----------
@@ -160,9 +159,8 @@ class AllGather(LayerAlongAxes):
     """Gather a tensor along some grid dimensions, on every rank.
 
     Each rank receives the shards of all ranks that differ from it only in these dimensions. Local output:
-    whole along the gathered dimensions, cut along the others. The adjoint sums and scatters, along the cuts
-    of the input. For flat vectors without gradients use the collective
-    :class:`distdl_rma.segments.Allgather`.
+    whole along the gathered dimensions. The adjoint sums and scatters, along the cuts of the input. For flat
+    vectors without gradients use the collective :class:`distdl_rma.segments.Allgather`.
 
     Parameters
     ----------
@@ -474,11 +472,10 @@ class DistributedConcat(MovementLayer[Concat]):
     if P_y is the partition of the first input, the batch stays cut as in that input.
 
     If all partitions are equal and cut no channels, each rank concatenates its shards, without communication.
-    Then an invalid call raises only on the ranks that detect the error. The other ranks raise in their next
-    wait, and the machine cannot be used afterwards.
+    Then only ranks that detect an error raise it. The other ranks raise in their next wait, and the machine
+    cannot be used afterwards.
 
-    Inputs of different types are converted to one type, as in ``torch.cat``. Each input travels in its own
-    type, and so does its gradient.
+    Inputs of different types become one type, as in ``torch.cat``. Inputs and gradients travel in their own.
 
     Parameters
     ----------

@@ -100,8 +100,7 @@ def agreed_sharing(
         said[rank] = tuple(sorted(possible[rank] if its is None else its or [rank]))
         together.setdefault(said[rank], []).append(rank)
     sharing = {rank: tuple(together[said[rank]]) for rank in P_x.ranks}
-    # Report invalid answers first and missing answers last: a rank without a callback may be inconsistent
-    # only because of another rank's answer.
+    # Invalid answers first, missing ones last: the latter may be inconsistent only because of other ranks.
     for rank, answer in sorted(answers.items(), key=lambda item: (item[1].usable, item[1].ranks is None)):
         if rank in P_x:
             mutual = tuple(sorted(sharing[rank])) == said[rank]
@@ -306,8 +305,7 @@ class DistributedNorm(OperatorLayer[Normalisation]):
     def get_sizeof_norm(self) -> int:
         """Bytes of one message of statistics in the last forward.
 
-        Before the first call: those for the announced input of a layer that was built from global parameters,
-        otherwise 0.
+        Before it: for the announced input of a layer that was built from global parameters, otherwise 0.
         """
         if not self.P_x.active:
             return 0

@@ -257,8 +257,7 @@ class DistributedAvgPool(_Sliding):
     Parameters
     ----------
     P_x, P_y
-        Partitions of input and output, with as many dimensions as the tensors. P_y is a keyword argument, and
-        is P_x if None.
+        Partitions of input and output, with as many dimensions as the tensors; P_y, by name, is P_x if None.
     kernel_size, stride, padding, ceil_mode, count_include_pad, divisor_override
         As in torch, which has no ``divisor_override`` in one dimension.
 

@@ -135,7 +135,7 @@ class ShapeAgreement(Generic[P]):
         self._inputs, self._tells = inputs, tells
         self._outcome: CallOutcome | None = None
         self._consensus: Consensus | None = None
-        # Title of the layer's comparisons, with a fingerprint of its arguments; set in the first call.
+        # Title of the layer's comparisons, with a fingerprint of its arguments, from the first call on.
         self._title, self._epoch = "", 0
         self._memory: PlanCache[P, GradientNeeds] = PlanCache()
         # Plan of the last call, and the key of this rank's facts in it.
@@ -208,9 +208,8 @@ class ShapeAgreement(Generic[P]):
     def settle(self) -> tuple[P, GradientNeeds]:
         """Plan for this call, and the gradients that any rank needs.
 
-        Blocking until every rank has begun. If the plan is not the guess, an exchange that was started on the
-        guess is void: start again on this plan. Facts that do not fit together raise the same error on every
-        rank.
+        Blocking until every rank has begun. If the plan is not the guess, an exchange on the guess is void:
+        start again on this plan. Facts that do not fit together raise the same error on every rank.
         """
         if self._said is None:
             raise ProtocolError(f"{self._name!r}: settle without begin")
@@ -263,7 +262,6 @@ class ShapeAgreement(Generic[P]):
         rows = [row] * len(self._ranks)
         if self._consensus is not None and not alike:
             rows = self._consensus.rows(row, self._consensus.largest[-1])
-        # Decode each distinct row once: most ranks send the same.
         decoded = {each: InputFacts.decode(each) for each in set(rows)}
         facts = {rank: decoded[each] for rank, each in zip(self._ranks, rows, strict=True)}
         key = digest(repr([fact.key for fact in facts.values()]).encode())

@@ -163,8 +163,7 @@ def per_dim(kind: str, what: str, value: object, dims: int, least: int) -> tuple
 def chosen_placement(kind: str, placement: str | None, weights: str | None, allowed: Sequence[str]) -> str:
     """Placement of a layer's parameters: one of ``allowed``, by default the first.
 
-    ``weights`` is another name of the argument ``placement``; both are None if they are not given.
-    ``ArgumentError`` if the two differ, or are not allowed.
+    ``weights`` is another name of ``placement``. ``ArgumentError`` if the two differ, or are not allowed.
     """
     if placement is not None and weights is not None and placement != weights:
         raise ArgumentError(

@@ -68,7 +68,7 @@ def _living(module: nn.Module) -> list[tuple[nn.Module, str]]:
 
 
 def _remember(parent: nn.Module, key: str, module: nn.Module | None) -> None:
-    # Called by torch whenever a module is put into another one.
+    # torch calls this whenever a module is put into another one.
     if module is not None:
         entries = [(weakref.ref(other), old) for other, old in _living(module)]
         _parents[module] = [*entries, (weakref.ref(parent), key)]
@@ -214,7 +214,7 @@ class DistributedLayer(AnsweringModule):
         self._named, self._label_alone = bool(name), self.name
         self.machine.labels.register(self.name, self)
         self.machine.lasting = True
-        # Rank ids of all partitions, each once; these ranks take part in a call.
+        # Ranks that take part in a call, each once.
         self.members = tuple(dict.fromkeys(rank for p in partitions for rank in p.ranks))
         # Shared with copies of the layer, so that each copy has its own number.
         self._copies = count(1)
@@ -261,8 +261,7 @@ class DistributedLayer(AnsweringModule):
     def __call__(self, *inputs: Any, **named: Any) -> Any:
         """Call ``forward``, and remember the sizes of the local shards.
 
-        ``ConfigurationError`` if the user's callbacks return wrong values; the other ranks receive a failure
-        notice.
+        ``ConfigurationError``, and failure of the machine, if a user's callback returns a wrong value.
         """
         for x in inputs:
             if isinstance(x, SplitTensor):

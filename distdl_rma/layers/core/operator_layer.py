@@ -26,16 +26,14 @@ _needs_gradient = attrgetter("requires_grad")
 class OperatorLayer(DistributedLayer, Generic[O]):
     """A layer whose ranks agree on the global tensors of their shards, and then call an operation on them.
 
-    Subclasses choose the operation for the inputs (``plan``). This class has the agreement on shapes, the
-    parameters, and idle ranks. P_y is P_x if None. For a layer of several inputs P_x is the sequence of their
-    partitions, and ``self.P_x`` the first one. ``others`` are partitions of further ranks that take part in a
-    call.
+    Subclasses choose the operation for the inputs (``plan``). P_y is P_x if None. For a layer of several
+    inputs P_x is the sequence of their partitions, and ``self.P_x`` the first one. ``others`` are partitions
+    of further ranks that take part in a call.
     """
 
     _casts = False  # whether torch's autocast computes this kind of layer in a shorter type
     _call_arguments: tuple[Any, ...] = ()  # other facts of a call that passes only an input
-    # Error in the inputs of a rank of P_x, which all ranks then raise; empty if there is none. Must accept
-    # inputs that are not tensors, and ignore them.
+    # Error in the inputs of a rank of P_x, which all ranks then raise; empty for inputs that are no tensors.
     trouble: Callable[..., str] | None = None
 
     def __init__(

@@ -34,9 +34,8 @@ _warned: WeakSet[Machine] = WeakSet()
 class Parameters:
     """The parameters of one layer with their placements: replicas, and movement to users; local to construct.
 
-    Replicas stay equal, because every backward sums their gradients before it returns. Once a
-    ``GradientSync`` takes over, the layer only computes gradients, and writes them to memory that the
-    ``GradientSync`` offers.
+    Every backward sums the gradients of replicas before it returns. Once a ``GradientSync`` takes over, the
+    layer only computes gradients, and writes them to memory that the ``GradientSync`` offers.
     """
 
     def __init__(self, layer: nn.Module, site: CallSite, placements: Mapping[str, Placement]) -> None:
@@ -189,10 +188,7 @@ class Parameters:
 
 
 def stated_ranks(layer: Any, site: CallSite, holders: Sequence[int]) -> tuple[int, ...]:
-    """Ranks from ``get_ranks_synch_weights``: some of the holders, this one included.
-
-    Other answers fail the machine and raise ``ConfigurationError``.
-    """
+    """Checked ranks of ``get_ranks_synch_weights``: some of the holders, this one included."""
     machine = site.machine
     ranks = tuple(layer.get_ranks_synch_weights()) or (machine.rank,)
     alien = set(ranks) - set(holders)

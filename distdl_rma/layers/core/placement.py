@@ -39,10 +39,7 @@ class Placement:
 def whole_placement(
     machine: Machine, root: Partition, users: Partition, shape: Sequence[int], pattern: str
 ) -> Placement:
-    """Whole parameter: on all ranks of the machine, or on the first of ``root``, which sends it to ``users``.
-
-    The former if ``pattern`` is ``"replicated"``.
-    """
+    """Whole parameter: replicated on the machine, or on the first of ``root``, which sends to ``users``."""
     if pattern == "replicated":
         return Placement(Decomposition.replicated(machine.partition(), shape))
     first = Partition(root.ranks[:1], (1,), root.me, root.home)
@@ -50,10 +47,7 @@ def whole_placement(
 
 
 def block_placement(blocks: Decomposition, pattern: str) -> Placement:
-    """Parameter in blocks: each on all ranks that use it, or on the first, which sends it to the others.
-
-    The former if ``pattern`` is ``"replicated"``.
-    """
+    """Parameter in blocks: each replicated on its users, or on the first, which sends to the others."""
     return Placement(blocks) if pattern == "replicated" else Placement(blocks.one_copy(), blocks)
 
 
@@ -143,7 +137,7 @@ class InitialValues:
 
         Every rank draws all numbers, some rows at a time, and keeps its box. Torch's generator is sequential,
         so these are the numbers of the whole tensor, and the generator ends in the same state on every rank.
-        The temporary buffer has at most 65536 numbers, or one row.
+        Its buffer has at most ``_DRAWN_AT_ONCE`` numbers, or one row.
         """
         partition = store.partition
         box = store.box(partition.me) if partition.active else None

@@ -40,7 +40,7 @@ def row_text(row: NDArray[np.uint8]) -> str:
 
 
 def clipped(text: str) -> str:
-    """The text in one line, of at most 512 characters."""
+    """The text in one line, of at most ``_LONGEST`` characters."""
     return " ".join(text.split())[:_LONGEST]
 
 
@@ -55,8 +55,7 @@ def refusal(name: str, problems: Mapping[int, str]) -> ShapeError:
 def told_refusal(machine: Machine, ranks: Sequence[int], name: str, problem: str, facts: str) -> ShapeError:
     """Error to raise on all ranks, equal on all of them; collective over ``ranks``, blocking.
 
-    ``problem`` describes an error on this rank, and is empty if there is none. ``facts`` describe what this
-    rank passes, which must be equal on all ranks.
+    ``problem`` is the error text of this rank, or empty. ``facts`` are its inputs, equal on valid ranks.
     """
     mine = [clipped(problem), "" if problem else clipped(facts)]
     said = gather_words(machine.segments, mine, f"{name} (complaints)", ranks)

@@ -122,9 +122,9 @@ class DistributedLoss(DistributedLayer):
     the arguments that are tensors, ``_reductions`` the allowed reductions. Losses over classes are in
     ``classification``.
 
-    Each rank calls torch's function on its shards, which need not form a grid. (The rules for split tensors
-    would need a grid.) One allreduce adds the local sums, the divisor of a mean, and the number of ranks with
-    a problem. The loss is linear in the local sums, so that the backward moves no data.
+    Each rank calls torch's function on its shards, which, unlike split tensors, need not form a grid. One
+    allreduce adds the local sums, the divisor of a mean, and the number of ranks with a problem. The loss is
+    linear in the local sums, so that the backward moves no data.
     """
 
     _function: ClassVar[Callable[..., torch.Tensor]]
@@ -279,10 +279,7 @@ class DistributedLoss(DistributedLayer):
         return torch.zeros(()), 0.0, problem
 
     def _agree(self, _input: torch.Tensor, _target: torch.Tensor, _problem: str) -> bool:
-        """Agree with the other ranks if the terms depend on other ranks' data; elementwise terms do not.
-
-        Returns whether any rank needs a gradient; False without an agreement.
-        """
+        """Agree on shapes, for terms of several ranks' data; returns whether any rank needs a gradient."""
         return False
 
     def _terms(self, input: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -358,7 +355,7 @@ class _GlobalValue(OperatorFunction):
     @staticmethod
     @uncompiled
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
-        # If the factor depends on the input, the second derivative has terms of two ranks.
+        # A factor that depends on the input has second derivatives across ranks.
         if gradient.requires_grad:
             raise UnsupportedError(
                 f"{ctx.name!r}: second derivatives of a nonlinear function of the loss are not supported;"

@@ -173,10 +173,9 @@ class DistributedCrossEntropyLoss(_ClassLoss, nn.CrossEntropyLoss):
     """Cross entropy of logits: ``torch.nn.CrossEntropyLoss`` of the global tensors.
 
     The local input is (batch, classes, ...), or (classes,). The local target has either class indices, as
-    integers of shape (batch, ...) without the dimension of classes; or class probabilities, in the shape and
-    dtype of the local input. The value and the gradients are local or global as in
-    :class:`DistributedL1Loss`. A mean divides by the sum of the weights of all targets that are not ignored,
-    on all ranks, and is NaN if there are none.
+    integers of shape (batch, ...); or class probabilities, in the shape and dtype of the local input. Value
+    and gradients are as for :class:`DistributedL1Loss`. A mean divides by the sum of the weights of all
+    targets that are not ignored, on all ranks, and is NaN if there are none.
 
     If P_x splits the classes, ranks with the same elements but other classes must pass the same class
     indices, which is checked. They exchange two numbers per row, and each computes the terms of its classes.
