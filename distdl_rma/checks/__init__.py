@@ -1,1 +1,1 @@
-"""Whether all ranks do the same: what is compared, and the error that all raise where it differs."""
+"""Comparison of ranks: the compared state, and the error that all ranks raise if it differs."""

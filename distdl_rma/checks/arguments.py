@@ -1,7 +1,4 @@
-"""What a rank passes to functions of torch beside split tensors: numbers, words, and plain tensors.
-
-All ranks pass the same, or each of them computes something else.
-"""
+"""Numbers, strings and plain tensors in calls of torch's functions, which must be equal on all ranks."""
 
 from __future__ import annotations
 
@@ -18,30 +15,31 @@ from torch import nn
 
 from distdl_rma.dtypes import as_words, is_in_memory
 
-# What is compared as it is.
+# Types whose values are compared without conversion.
 SCALAR_TYPES = frozenset({int, float, bool, complex, str, type(None)})
-# Of tensors, their layouts say what has to be said; the class of split ones is added.
+# Tensors are not compared as words. ``SplitTensor`` adds its class.
 TENSORS: set[Any] = {torch.Tensor, nn.Parameter}
 _PLAIN: frozenset[Any] = frozenset(TENSORS)
 _CONTAINERS: frozenset[Any] = frozenset({tuple, list, dict})
-# Of tensors that a model holds.
+# Attribute of tensors that a model holds.
 COMPARED = "_distdl_rma_held"
-# Tuples of them, as strides are, that were met before: what is equal may be told apart by its type.
+# Tuples of scalars seen so far, such as strides. An equal tuple may hold other types: 1 equals True.
 _KNOWN: set[tuple[Any, ...]] = set()
 _MOST_KNOWN = 1 << 12
-# Without references, which depend on how often an object is used elsewhere.
+_NUMBERS = (int, float, bool, complex, str, type(None), np.number, np.bool_)
+# Version of marshal without references, which depend on an object's reference count.
 _VERSION = 2
-# Elements of a plain tensor.
+# Number of elements of a plain tensor that are compared.
 _SAMPLED = 256
-# Rows of so many elements that are added up at a time.
+# Number of rows, each of _SAMPLED elements, that are summed at a time; form of the sums.
 _ROWS, _SUMS = 1 << 12, "sums"
-# Of the last bit of a sum.
+# Allowed difference of two sums, in units of their type's epsilon.
 _BITS = 64
 _PAIR = 2
 
 
 def mark_compared(x: torch.Tensor, compared: bool) -> None:
-    """Mark a tensor that ``ReplicaSampler`` compares between ranks, so that calls of functions do not."""
+    """Mark a tensor that ``ReplicaSampler`` compares, so that function calls do not compare it again."""
     if compared:
         setattr(x, COMPARED, True)
     else:
@@ -49,10 +47,10 @@ def mark_compared(x: torch.Tensor, compared: bool) -> None:
 
 
 def said_in(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Any], list[torch.Tensor]]:
-    """All of some arguments that are no tensors, and the plain tensors that no model holds."""
+    """Arguments that are not tensors, as words; and the plain tensors that no model holds."""
     words: list[Any] = []
     plain: list[torch.Tensor] = []
-    # Without calls for what most functions are given.
+    # The usual types need no call of a function.
     for one in args:
         kind = one.__class__
         if kind in SCALAR_TYPES:
@@ -97,7 +95,7 @@ def _plain_within(argument: Any) -> list[torch.Tensor]:
 
 
 def plainly(argument: Any) -> Any:
-    """An argument without tensors, in words and numbers, and lists of them."""
+    """Convert an argument to numbers, strings and lists; of a tensor only the name of its type remains."""
     kind = argument.__class__
     if kind in SCALAR_TYPES:
         return argument
@@ -106,8 +104,11 @@ def plainly(argument: Any) -> Any:
     if isinstance(argument, Mapping):
         argument = [*argument, *argument.values()]
     if kind is tuple and all(one.__class__ in SCALAR_TYPES for one in argument):
-        # Known or not, it is said alike: other ranks may have met others.
+        # The result is the same whether the tuple is known: other ranks may know other tuples.
         _KNOWN.add(argument) if len(_KNOWN) < _MOST_KNOWN else None
+        return argument
+    if kind is tuple and all(isinstance(one, _NUMBERS) for one in argument):
+        # Such a tuple, of numbers of numpy, may equal one that is known. It is a word as it is, too.
         return argument
     if isinstance(argument, (tuple, list)):
         return [*map(plainly, argument)]
@@ -119,13 +120,12 @@ def plainly(argument: Any) -> Any:
 
 
 def _array(argument: Any) -> list[Any]:
-    # As an index is one.
     number = 0 if argument.dtype.hasobject else crc32(argument.tobytes())
     return [argument.dtype.str, *argument.shape, number]
 
 
 def spoken(words: Sequence[Any]) -> str:
-    """What was said, for messages: without tensors, which are ``...``, and keywords that are None."""
+    """Words for messages, without ``...``, which stand for tensors, and without keywords that are None."""
     found = []
     for word in words:
         if isinstance(word, list) and len(word) == _PAIR and isinstance(word[0], str):
@@ -136,35 +136,36 @@ def spoken(words: Sequence[Any]) -> str:
 
 
 def number_of(words: Any, before: int = 0) -> int:
-    """Of words and lists of them a number, alike on ranks that say the same; and of what was said before."""
+    """Checksum of words and of lists of them, continued from the checksum ``before``."""
     return crc32(marshal.dumps(words, _VERSION), before)
 
 
 def sample(x: torch.Tensor, at: int = 0) -> int:
-    """Number of some elements of a plain tensor, of others for another number; local."""
+    """Checksum of some elements of a plain tensor, chosen by ``at``; local."""
     return crc32(some_of(x, at))
 
 
 def some_of(x: torch.Tensor, at: int = 0) -> bytes:
-    """Some elements of a plain tensor, of others for another number; local."""
+    """Bytes of some elements of a plain tensor, chosen by ``at``; local."""
     dims, total = x.dim(), x.numel()
     if not (is_in_memory(x) and total):
         return b""
     if not dims or total <= _SAMPLED or x.is_contiguous():
         flat = x.detach().reshape(-1)
         stride = max(1, total // _SAMPLED)
-        # Numpy takes a copy: memory that it has shown is not resizable any more.
+        # Numpy gets a clone: torch cannot resize memory that numpy has seen.
         return as_words(flat[at % stride :: stride].clone()).tobytes()
-    # All of it would be copied.
+    # ``reshape`` would copy the whole tensor.
     steps = [ceil(n / _SAMPLED ** (1 / dims)) for n in x.shape]
     some = x.detach()[tuple(slice(at % step, None, step) for step in steps)]
     return as_words(some.clone()).tobytes()
 
 
 def all_of(x: torch.Tensor) -> tuple[str, bytes]:
-    """Of all elements of a plain tensor some sums, which rounding changes little, and how to read them.
+    """Form and bytes of a summary of a plain tensor, for ``values_of``; local.
 
-    Of integers a number, which any change changes; of a small tensor the elements.
+    Sums of floating-point numbers, which rounding changes little; of integers a checksum; of small tensors
+    all elements.
     """
     if not is_in_memory(x) or x.numel() <= _SAMPLED:
         return str(x.dtype), some_of(x)
@@ -174,7 +175,7 @@ def all_of(x: torch.Tensor) -> tuple[str, bytes]:
     if x.is_complex():
         flat = torch.view_as_real(flat.resolve_conj()).reshape(-1)
     sums = torch.zeros(_SAMPLED, dtype=torch.float64, device="cpu")
-    # Each row counts otherwise, for elements that change places.
+    # Rows have different weights, so that exchanged rows change the sums.
     weights = 1 + torch.arange(_ROWS, dtype=torch.float64, device="cpu").unsqueeze(1) / _ROWS
     for at, part in enumerate(flat.split(_ROWS * _SAMPLED)):
         finite = part.double().nan_to_num(3.0, 5.0, -7.0)
@@ -184,7 +185,7 @@ def all_of(x: torch.Tensor) -> tuple[str, bytes]:
 
 
 def values_of(form: str, data: bytes) -> list[float]:
-    """The numbers that ``some_of`` and ``all_of`` gave as bytes of this form."""
+    """The numbers in bytes from ``some_of`` or ``all_of``, by their form."""
     dtype = torch.float64 if form == _SUMS else _dtype(form)
     found = torch.frombuffer(bytearray(data), dtype=dtype) if data else torch.empty(0, dtype=dtype)
     real = torch.view_as_real(found).reshape(-1) if dtype.is_complex else found
@@ -193,10 +194,7 @@ def values_of(form: str, data: bytes) -> list[float]:
 
 
 def are_apart(dtype: str, form: str, first: Sequence[float], other: Sequence[float]) -> bool:
-    """Whether values of a tensor of this type differ by more than rounding explains.
-
-    That is half of the digits of an element, and a few of the last bits of a sum.
-    """
+    """Whether values differ by more than rounding: half of an element's digits, a sum's last few bits."""
     kind = _dtype(dtype)
     if not (kind.is_floating_point or kind.is_complex) or len(first) != len(other):
         return [*first] != [*other]

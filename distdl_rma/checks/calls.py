@@ -1,4 +1,4 @@
-"""Calls that all ranks make alike: begun alike, gone through by the same functions, and ended alike."""
+"""Comparison of the ranks' calls of a model: how they begin, which functions they call, and how they end."""
 
 from __future__ import annotations
 
@@ -26,12 +26,13 @@ from distdl_rma.machine import Machine
 from distdl_rma.segments.waiting.liveness import LOST, say_state
 
 _BEGUN, _ENDED, _RAISED = range(3)
-# So long a rank that raises waits for the others to raise the same, before it tells them that it failed.
+# A rank that raises waits this long for the others to raise too, before it notifies them of its failure.
 _GRACE_SECONDS = 1.0
-# What peers wait for in vain, or know already.
+# Errors that are not compared: the machine has failed or is closed.
 _KNOWN = PeerFailedError, ClosedError
+# Errors after which the machine fails without a comparison.
 _AT_ONCE = ExchangeTimeout, SegmentError
-# Of plain tensors: functions that use the shape or type alone, and that overwrite the first argument.
+# Functions that use only the shape or type of a plain tensor, and those that overwrite their first argument.
 _UNREAD = frozenset({"view_as", "expand_as", "reshape_as", "type_as", "to", "resize_as_"})
 _OVERWRITE = frozenset({"__setitem__", "copy_", "index_copy_", "scatter_", "index_put_", "masked_scatter_"})
 
@@ -39,28 +40,28 @@ _OVERWRITE = frozenset({"__setitem__", "copy_", "index_copy_", "scatter_", "inde
 class Check(Protocol):
     """State of a rank that must be equal on all ranks when a call begins, and how ranks compare it."""
 
-    # What the words are about, for messages.
+    # Name of the state, for messages.
     what: str
 
     def number(self) -> int:
-        """Hash of the state for the call that begins; ranks with equal states have equal hashes; local."""
+        """Hash of the state, equal on ranks with equal states; local."""
         ...
 
     def words(self) -> Any:
-        """The state itself, or a summary that JSON can carry; asked for only if hashes differ; local."""
+        """The state, or a summary, in JSON's types; needed only if hashes differ; local."""
         ...
 
     def problem(self, said: Mapping[int, Any]) -> str:
-        """Error text that follows from the words of all ranks, the same on all; empty if there is none."""
+        """Error text from the words of all ranks, equal on all ranks; empty if there is no error."""
         ...
 
 
 class Calls:
     """Comparison of ranks at the beginning and at the end of each call of a model; blocking, small.
 
-    No rank begins a call before all others do, so a message of one call cannot be received in another. At the
-    end all ranks know whether they called the same functions; a rank that raises tells those that do not.
-    At the beginning ranks compare one hash of all ``checks``, and the words of these only if it differs.
+    At the beginning ranks compare one hash of all ``checks``, and exchange their words only if it differs. No
+    rank begins a call before all others do, so a message of one call cannot be received in another. At the
+    end all ranks know whether they called the same functions, and whether a rank raised.
     """
 
     def __init__(
@@ -70,8 +71,8 @@ class Calls:
         self._consensus, self._title = Consensus.of(machine.segments, self.ranks), f"calls of {name}"
         self._open = False
         self._checks = checks
-        # Calls so far, each of which compares other elements; kinds of inputs that were compared as a whole;
-        # kinds of plain tensors that functions were given.
+        # Number of calls, which selects the elements to compare; kinds of inputs that were compared whole;
+        # kinds of plain tensors that functions have received.
         self._number, self._seen = 0, set[object]()
         self._met = set[Any]()
 
@@ -82,10 +83,9 @@ class Calls:
         inputs: Sequence[torch.Tensor] = (),
         checked: bool = True,
     ) -> None:
-        """Begin a call; ``MismatchError`` on all ranks if their facts differ, with a description of these.
+        """Begin a call; ``MismatchError`` on all ranks if their facts differ, which ``described`` describes.
 
-        The same error is raised if a check finds a problem, or samples of plain inputs differ, unless
-        ``checked`` is False.
+        If ``checked``, this error is also raised if a check finds a problem or samples of inputs differ.
         """
         sign = 0
         if checked:
@@ -112,9 +112,9 @@ class Calls:
         self._open = True
 
     def go_on(self, trace: CallTrace | None, inputs: Sequence[torch.Tensor]) -> None:
-        """Compare all of plain inputs of a kind that is new: blocks taken for whole would be wrong.
+        """Compare plain inputs of a new kind whole: a rank may pass its block instead of the whole tensor.
 
-        In ``trace`` plain tensors that functions are given are noted from now on.
+        From now on ``trace`` notes the plain tensors that functions receive.
         """
         if trace is not None:
             trace.at, trace.met = self._number, self._met
@@ -125,7 +125,7 @@ class Calls:
                 self._seen.add(kind)
 
     def end(self, trace: CallTrace) -> None:
-        """End a call; ``MismatchError`` on all ranks if they called other functions or passed others."""
+        """End a call; ``MismatchError`` on all ranks if their functions or plain arguments differ."""
         if not self._open:
             return
         self._open = False
@@ -133,18 +133,18 @@ class Calls:
             if self._consensus.alike(self._title, _ENDED, trace.number, trace.number_of_plain):
                 return
         except _AT_ONCE as error:
-            # Others may wait within the model, for what this rank has not called.
+            # Others may wait within the model, in a function that this rank has not called.
             self._machine.labels.make_readable(error)
             self._machine.fail(error)
             raise
         if self._consensus.largest[0] == _RAISED:
-            # Its notice is on the way.
+            # Wait for the failure notice of the rank that raised.
             self._machine.segments.waiter.until(lambda: False, self._consensus.missing, 10 * _GRACE_SECONDS)
         if problem := self._parting(trace) or self._plain_apart(trace):
             raise MismatchError(f"{self._name}: {problem}")
 
     def failed(self, error: BaseException, trace: CallTrace) -> None:
-        """Say that the call raised: to ranks that do not raise alike this one has failed."""
+        """End a call that raised; the machine stays usable only if all ranks raised at the same place."""
         machine = self._machine
         begun, self._open = self._open, False
         if isinstance(error, PeerFailedError):
@@ -156,10 +156,10 @@ class Calls:
             said = _RAISED, trace.number, len(trace.steps)
             try:
                 if self._consensus.alike(self._title, *said, timeout=_GRACE_SECONDS):
-                    # As on one machine: who catches it can go on.
+                    # A program that catches the error can go on.
                     return
             except PeerFailedError:
-                # Another rank has told all of them before this one could.
+                # Another rank has notified all ranks first.
                 say_state(error, LOST)
                 return
             except DistdlError:
@@ -167,14 +167,14 @@ class Calls:
         machine.fail(error)
 
     def abandon(self) -> None:
-        """End a call that all ranks leave alike before its end."""
+        """End a call that all ranks leave early, at the same place."""
         self._open = False
 
     def _compare(self, inputs: Sequence[torch.Tensor]) -> None:
         equal_on_all_ranks(self._machine, self.ranks, inputs, "an input of a distributed model")
 
     def _parting(self, trace: CallTrace) -> str:
-        # Where the ways of the ranks parted: all of them tell each other all calls.
+        # The first call that differs between ranks; all of them exchange the words of all their calls.
         calls = trace.calls
         ways = self._of_all([call.word for call in calls], "ways").values()
         at = first_difference(ways)
@@ -188,7 +188,7 @@ class Calls:
         )
 
     def _plain_apart(self, trace: CallTrace) -> str:
-        # The first plain tensor that differs by more than rounding, as what is computed of weights may.
+        # The first plain tensor that differs by more than rounding, by which results of weights may differ.
         mine = [(*kind, crc32(data)) for *kind, data in trace.plain]
         given = [*zip_longest(*self._of_all(mine, "plain tensors").values())]
         at = [n for n, each in enumerate(given) if any(one != each[0] for one in each)]
@@ -212,12 +212,12 @@ class Calls:
 
 
 def first_difference(said: Any) -> int | None:
-    """Place of the first difference between lists of all ranks; None if there is none."""
+    """Index of the first difference between the lists of all ranks; None if there is none."""
     return next((at for at, each in enumerate(zip_longest(*said)) if len({*each}) > 1), None)
 
 
 def by_ranks(said: Mapping[int, str]) -> str:
-    """What each rank says of itself, once for those that say the same."""
+    """The ranks' texts in one line; ranks with equal texts share an entry."""
     ranks: dict[str, list[int]] = {}
     for rank, text in said.items():
         ranks.setdefault(text, []).append(rank)
@@ -230,7 +230,7 @@ def by_ranks(said: Mapping[int, str]) -> str:
 def equal_on_all_ranks(
     machine: Machine, ranks: Sequence[int], tensors: Sequence[torch.Tensor], what: str
 ) -> None:
-    """Refuse plain tensors that differ between some ranks of a machine; blocking, collective over these."""
+    """Raise ``MismatchError`` if plain tensors differ between ``ranks``; blocking, collective over these."""
     mine = [fingerprint(tuple(x.shape), x.dtype, as_words(x.contiguous()).tobytes()) for x in tensors]
     for rank, theirs in gather_words(machine.segments, mine, what, ranks).items():
         if theirs != mine:
@@ -244,35 +244,35 @@ def equal_on_all_ranks(
 
 
 class CalledFunction(NamedTuple):
-    """A call of a function, anything with ``word`` and ``described``, and the arguments without tensors."""
+    """A step of a trace, which has ``word`` and ``described``, and its arguments without tensors."""
 
     step: Any
     said: list[Any]
 
     @property
     def word(self) -> int:
-        """A number, alike on ranks that do the same."""
+        """Checksum of the step and its arguments."""
         return number_of(self.said, self.step.word)
 
     @property
     def described(self) -> str:
-        """For messages."""
+        """Text for messages."""
         described: str = self.step.described
         return described + spoken(self.said)
 
 
 class CallTrace:
-    """The functions that a rank calls in a call of a model, and the numbers that it passes them."""
+    """The functions that a rank calls in a call of a model, and their arguments."""
 
     def __init__(self) -> None:
-        # Each has ``word``, a number alike on ranks that do the same, and ``described``, for messages.
+        # Each has ``word``, a number that is equal for equal steps, and ``described``, for messages.
         self.steps: list[Any] = []
-        # The number of each step that was told something, and what.
+        # By turns the number of a step that has arguments, and these arguments as words.
         self.said: list[Any] = []
-        # Plain tensors: the number of the step that was given one, its type and shape, and elements with
-        # their type: of all of them in the first call with such a tensor, later of others in each call.
+        # Plain tensors: number of the step, type, shape, form and bytes. The bytes summarise all elements in
+        # the first call with such a tensor, and are a sample in later calls, of other elements in each.
         self.plain: list[tuple[int, str, tuple[int, ...], str, bytes]] = []
-        # The number of the call, and kinds of plain tensors in earlier ones; None as long as none is noted.
+        # Number of the call; kinds of plain tensors in earlier calls, None while none is to be noted.
         self.at = 0
         self.met: set[Any] | None = None
         self.graph = torch.is_grad_enabled()
@@ -280,16 +280,16 @@ class CallTrace:
 
     @property
     def number(self) -> int:
-        """Of all of it, alike on ranks that called the same functions."""
+        """Hash of steps and arguments, equal on ranks that called the same functions."""
         return hash((number_of(self.said), *[step.word for step in self.steps]))
 
     @property
     def number_of_plain(self) -> int:
-        """Of the plain tensors that functions were given, alike on ranks where these are."""
+        """Checksum of the plain tensors that functions received."""
         return number_of(self.plain) if self.plain else 0
 
     def note_plain(self, function: Any, args: Sequence[Any], given: Sequence[torch.Tensor]) -> None:
-        """Note what is compared of plain tensors that the last step was given."""
+        """Note a summary or sample of the plain tensors that the last step received."""
         name = getattr(function, "__name__", "")
         if self.met is None or name in _UNREAD:
             return
@@ -304,6 +304,6 @@ class CallTrace:
 
     @property
     def calls(self) -> list[CalledFunction]:
-        """Each call with what it was told."""
+        """Each step with its arguments."""
         said = dict(zip(self.said[::2], self.said[1::2], strict=True))
         return [CalledFunction(step, said.get(at, [])) for at, step in enumerate(self.steps, 1)]

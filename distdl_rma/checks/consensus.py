@@ -1,4 +1,4 @@
-"""Whether ranks do the same: numbers are compared, and words travel only where these differ."""
+"""Comparison of ranks by numbers, and by words only where the numbers differ."""
 
 from __future__ import annotations
 
@@ -16,35 +16,35 @@ from distdl_rma.segments.collectives.allgather import Allgather
 from distdl_rma.segments.collectives.equality_check import EqualityCheck
 from distdl_rma.segments.manager import SegmentManager
 
-# Bytes of each rank that travel at a time, and of all of them together.
+# Bytes per pass: of each rank, and of all ranks together.
 _PASS_NBYTES, _ALL_NBYTES = 512, 1 << 20
 _LEAST_NBYTES = 64
-# Of a title, behind its fingerprint in so many digits.
+# Bytes of a title with its fingerprint, and digits of the fingerprint, which comes first.
 _TITLE_NBYTES, _CODE = 192, 14
 _code = lru_cache(1 << 10)(fingerprint)
 
 
 class Consensus(EqualityCheck):
-    """One of each list of ranks of a machine, for all that these have to agree on; blocking, small.
+    """All comparisons of one list of ranks of a machine; blocking, small.
 
-    Ranks at one place, its ``title``, compare three numbers: in the usual case, all being alike, that costs
-    O(log P) messages of a few words. Rows of bytes go to all ranks only where the numbers differ. Ranks that
-    are at different places learn it from ``MismatchError``, on all of them alike. The memory is small, and
-    stays until the machine is closed. Local to make; the first start connects, and is collective.
+    Ranks compare three integers at a place of the program, its ``title``. If these are equal, as usual, that
+    costs O(log P) messages of a few words. Only if they differ, each rank sends a row of bytes to all ranks.
+    Ranks with different titles all raise the same ``MismatchError``. The memory is small, and stays until the
+    machine is closed. Local to construct; the first start connects, and is collective.
     """
 
     def __init__(self, manager: SegmentManager, ranks: Sequence[int]) -> None:
         super().__init__(manager, ranks, "agreement")
         self._pass_nbytes = max(_LEAST_NBYTES, min(_PASS_NBYTES, _ALL_NBYTES // len(self.ranks)))
         self._passes: Allgather | None = None
-        # What a timeout may have left: passes that are over, of which row, and what is gathered.
+        # State after a timeout: finished passes; arguments of ``rows``; arguments of ``gather``.
         self._parts: list[NDArray[np.uint8]] = []
         self._telling: tuple[bytes, int] | None = None
         self._gathering: tuple[str, bytes] | None = None
 
     @classmethod
     def of(cls, manager: SegmentManager, ranks: Sequence[int]) -> Consensus:
-        """The one of these ranks, in this order."""
+        """The instance for these ranks, in this order."""
         key = Consensus, tuple(ranks)
         found = manager.kept.get(key)
         if not isinstance(found, Consensus):
@@ -52,35 +52,36 @@ class Consensus(EqualityCheck):
         return found
 
     def start(self, title: str, *words: int) -> int:
-        """Say three integers of 64 bits at the place of this title; does not wait.
+        """Send three integers of 64 bits at the place ``title``; does not wait for other ranks.
 
-        Returns the number of the epoch, for ``wait``, which returns whether all said the same. A start that
-        is repeated after a timeout goes on with its epoch. Rows that were given up after one are waited for.
+        Returns the epoch, for ``wait``, which returns whether all ranks sent the same. A start that is
+        repeated after a timeout continues its epoch. An exchange of rows that a timeout interrupted is
+        finished first, which blocks.
         """
         said = _code(title), *words
         if self._telling is not None and not (self._late and (title, said) == (self._for, self._said)):
-            # Given up here; the others take it to its end.
+            # This rank gave the exchange up; the other ranks finish it.
             self.rows(*self._telling)
         return super().start(title, *said)
 
     def alike(self, title: str, *words: int, timeout: float | None = None) -> bool:
-        """Whether all ranks say the same three integers; blocking until all have said theirs."""
+        """Whether all ranks send the same three integers; blocking until all have sent theirs."""
         return self.wait(timeout, self.start(title, *words))
 
     @property
     def largest(self) -> tuple[int, ...]:
-        """The largest of each integer that some rank said last."""
+        """The largest of each integer in the last epoch."""
         return super().largest[1:]
 
     @property
     def smallest(self) -> tuple[int, ...]:
-        """The smallest of each integer that some rank said last."""
+        """The smallest of each integer in the last epoch."""
         return super().smallest[1:]
 
     def gather(self, title: str, row: bytes) -> list[bytes]:
-        """Rows of all ranks, in their order; blocking, collective. Digests only if all are alike.
+        """Rows of all ranks, in their order; blocking, collective. After a timeout the call can be repeated.
 
-        After a timeout the call can be repeated.
+        Equal rows do not travel, only digests.
         """
         if self._gathering != (title, row):
             self._gathering = None
@@ -92,10 +93,7 @@ class Consensus(EqualityCheck):
         return found
 
     def rows(self, row: bytes, longest: int) -> list[bytes]:
-        """Rows of all ranks, in their order, of so many bytes at most; blocking, collective.
-
-        After a timeout the call can be repeated.
-        """
+        """As ``gather``, but without a comparison first; rows have at most ``longest`` bytes."""
         if self._passes is None:
             self._passes = Allgather(
                 self._manager, self.ranks, self._pass_nbytes, np.uint8, "agreement (words)"
@@ -117,7 +115,7 @@ class Consensus(EqualityCheck):
         (least, *_), (most, *_) = super().smallest, super().largest
         if least == most:
             return
-        # Those that are elsewhere come here too.
+        # Ranks with another title run this too.
         text = f"{self._said[0]:0{_CODE}x}{self._for}".encode()[:_TITLE_NBYTES]
         titles = self.rows(text, _TITLE_NBYTES)
         self._waited, self._late = self.epoch, False
@@ -132,13 +130,12 @@ class Consensus(EqualityCheck):
 def gather_words(
     manager: SegmentManager, words: Any, name: str, ranks: Sequence[int] | None = None
 ) -> dict[int, Any]:
-    """What every rank says, in words that JSON can carry, by rank id in the order of ``ranks``.
+    """Words of every rank, in JSON's types, by rank id in the order of ``ranks``.
 
-    Collective over these, all of the machine if None; blocking, for set-up and for errors. ``name`` is for
-    messages, alike on all ranks. Only a digest travels where all say the same.
+    Collective over ``ranks``, all of the machine if None; blocking, for set-up and for errors. ``name`` is
+    for messages, and equal on all ranks. If all words are equal, only a digest travels.
     """
     ranks = manager.ranks if ranks is None else tuple(ranks)
     texts = Consensus.of(manager, ranks).gather(name, json.dumps(words).encode())
-    # Most ranks say what others say too.
     said = {text: json.loads(text) for text in set(texts)}
     return {rank: said[text] for rank, text in zip(ranks, texts, strict=True)}

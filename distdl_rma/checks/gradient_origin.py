@@ -1,7 +1,8 @@
-"""Backwards from plain losses: what of a gradient all ranks have alike, and what is a contribution of each.
+"""Backwards from plain losses: which part of a gradient is identical on all ranks, and which must be summed.
 
-A plain tensor is alike on all ranks, so each of them has the whole gradient of what is computed of it. Of
-what lies behind a split tensor that was brought together for the loss, a rank has a contribution.
+A plain tensor is identical on all ranks, so each rank computes the whole gradient of the parameters behind
+it. But behind ``full_tensor()`` of a split tensor each rank computes only a contribution, and contributions
+must be summed.
 """
 
 from __future__ import annotations
@@ -26,30 +27,28 @@ from distdl_rma.dtypes import as_words
 from distdl_rma.errors import UnsupportedError
 from distdl_rma.machine import Machine
 
-# Whether the backward that runs comes by a node; torch's hooks of several gradients ask that too.
+# Whether the running backward executes a node; torch's multi-gradient hooks use this function too.
 _is_in_backward: Callable[[Any], bool] = torch._C._will_engine_execute_node
-# By which code a backward begins, and what of it says where.
+# Functions that begin a backward, and the argument that names the tensors at which it begins.
 _ENTRIES = {torch.autograd.backward.__code__: "tensors", torch.autograd.grad.__code__: "outputs"}
 number_of_backward: Callable[[], int] = torch._C._current_graph_task_id
 
 
 class _Backward(threading.local):
-    # How many backwards from split tensors run in this thread; and of one from a plain tensor, by torch's
-    # number, whether it has come by split ones: then what parameters get from behind these, by ``id``, or
-    # None if that is the loss of this rank alone.
-    depth = 0
-    number = -1
-    # The last that was looked at, and is not of a block that was shown; and whether one was, on any thread.
-    common = -1
-    shown = False
+    depth = 0  # number of backwards from split tensors that run in this thread
+    number = -1  # torch's number of the backward from a plain tensor that has reached a split tensor
+    common = -1  # torch's number of the last backward that was found to pass no block of ``to_local()``
+    shown = False  # whether ``to_local()`` was called, on any thread
+    # Contributions to gradients of parameters behind split tensors, by ``id`` of the parameter; None if the
+    # loss is this rank's own.
     behind: dict[int, torch.Tensor] | None = None
-    nodes: set[Any]
+    nodes: set[Any]  # of the graph behind split tensors
 
 
 RUNNING = _Backward()
-# What a node of a graph keeps whose result is a block that was shown.
+# Key in the metadata of a node whose result ``to_local()`` returned.
 _SHOWN = "distdl_rma block"
-# Of so many gradients so many elements are kept, and by so much of the largest they may differ.
+# Number of gradients that are kept; elements of each, about; tolerance relative to the largest element.
 _KEPT, _SAMPLED, _ROUNDING = 64, 16, 1e-3
 _LIBRARY_PATHS = f"{Path(torch.__file__).parent}/", f"{Path(__file__).parents[1]}/"
 _MEAN = (
@@ -59,7 +58,7 @@ _MEAN = (
     " A mean that is weighted by the share of its part, or by reduction='mean' where parts are equal, is"
     " right: warnings.filterwarnings('ignore', \"a backward begins at a mean over this rank's part\")"
 )
-# Names of nodes at which blocks end, and what is plain begins.
+# Names of nodes that turn a block into a plain tensor.
 ENDS_OF_BLOCKS: set[str] = set()
 
 
@@ -80,14 +79,14 @@ def note_reached_split(_gradient: torch.Tensor | None = None) -> None:
 
 
 def show_block(block: torch.Tensor, is_part: bool) -> None:
-    """Note in its graph that what is computed of a block is the loss of this rank alone."""
+    """Mark the node of a block that ``to_local()`` returns: a loss of it is the loss of this rank alone."""
     if block.grad_fn is not None:
         node: Any = block.grad_fn
         _Backward.shown, node.metadata[_SHOWN] = True, is_part
 
 
 def warn_of_mean(gradient: torch.Tensor) -> None:
-    """As ``note_reached_split``; warn if the backward began at a mean over this rank's part of a tensor."""
+    """As ``note_reached_split``; warns if the backward began at a mean over this rank's part of a tensor."""
     note_reached_split(gradient)
     if RUNNING.depth or not _begins_at_mean():
         return
@@ -95,7 +94,7 @@ def warn_of_mean(gradient: torch.Tensor) -> None:
 
 
 def warn_user(message: str, category: type[Warning] = UserWarning) -> None:
-    """Warn at the line of the user's that leads here, once."""
+    """Warn once, with the user's line that leads here."""
     frame: FrameType | None = sys._getframe()
     while frame is not None and frame.f_code.co_filename.startswith(_LIBRARY_PATHS):
         frame = frame.f_back
@@ -105,7 +104,7 @@ def warn_user(message: str, category: type[Warning] = UserWarning) -> None:
 
 
 def _begins_at_mean() -> bool:
-    # Whether a mean over all of something lies between the loss and a part that was shown.
+    # Whether a mean over all elements lies between the loss and a part that ``to_local()`` returned.
     try:
         ahead = [(node, False) for node in _roots()]
     except UnsupportedError:
@@ -124,11 +123,11 @@ def _begins_at_mean() -> bool:
 
 
 def _is_mean(node: Any) -> bool:
-    # Over all dimensions, or a loss of torch's with reduction="mean".
+    # A mean over all dimensions, or a loss function of torch with reduction="mean".
     if node.name() == "MeanBackward1":
         return len(node._saved_dim) == len(node._saved_self_sym_sizes)
     if node.name() == "DivBackward1":
-        # Of F.cross_entropy with probabilities: a program's own divisions have other nodes.
+        # F.cross_entropy with probabilities. A program's own divisions have other nodes.
         (negative, _), *_ = node.next_functions
         return negative is not None and [each.name() for each, _ in negative.next_functions] == [
             "SumBackward0"
@@ -137,8 +136,8 @@ def _is_mean(node: Any) -> bool:
 
 
 def _is_own() -> bool:
-    # Whether the running backward will come by a block that was shown: what is nearer to the loss comes
-    # first. Not by what lies behind a split tensor that was brought together.
+    # Whether the running backward passes through a block of ``to_local()``. The search goes from the loss to
+    # ``full_tensor()`` of split tensors; blocks behind these do not count.
     if not _Backward.shown or RUNNING.common == number_of_backward():
         return False
     seen, ahead = set[Any](), _roots()
@@ -156,7 +155,7 @@ def _is_own() -> bool:
 
 
 def _roots() -> list[Any]:
-    # Where the running backwards began, as those who called them say: torch itself does not tell.
+    # Nodes at which the running backwards began, from the frames of their callers: torch has no function.
     found: list[Any] = []
     frame: FrameType | None = sys._getframe()
     while frame is not None:
@@ -165,7 +164,7 @@ def _roots() -> list[Any]:
             found += ends if isinstance(ends, Sequence) else [ends]
         frame = frame.f_back
     nodes = [getattr(end, "node", None) or getattr(end, "grad_fn", None) for end in found]
-    # Of a backward that began otherwise, or if another torch calls its arguments otherwise.
+    # The backward began otherwise, or this version of torch names its arguments otherwise.
     if not any(node is not None and _runs(node) for node in nodes):
         raise UnsupportedError(
             "a backward passes what full_tensor() of a split tensor gave, or parameters of a distributed"
@@ -176,16 +175,16 @@ def _roots() -> list[Any]:
 
 
 def _runs(node: Any) -> bool:
-    # Where there is one root, torch counts those behind it only.
+    # Torch does not report a single root itself, only the nodes behind it.
     behind = [each for each, _ in node.next_functions if each is not None]
     return not behind or any(map(_is_in_backward, behind))
 
 
 def note_reached_full_tensor(node: Any, summed_later: Callable[[torch.Tensor], bool]) -> bool:
-    """Record that the running backward has reached the whole of a split tensor, at this node of its graph.
+    """Record that the running backward has reached ``full_tensor()`` of a split tensor, at this node.
 
-    From now on gradients that reach parameters through this node are added up, to tell them from others.
-    Returns whether the gradient at the node is identical on all ranks.
+    From now on gradients that reach parameters through this node are added up separately, because they must
+    be summed over the ranks. Returns whether the gradient at the node is identical on all ranks.
     """
     if RUNNING.depth:
         return False
@@ -220,14 +219,14 @@ def _add_up(behind: dict[int, torch.Tensor], leaves: dict[int, int], found: Any,
 
 
 def _leave(handles: list[Any]) -> None:
-    # The graph may be kept for another backward.
+    # Another backward may use the same graph.
     RUNNING.number, RUNNING.behind, RUNNING.nodes = -1, None, set()
     for handle in handles:
         handle.remove()
 
 
 def all_alike(parameter: torch.Tensor) -> bool:
-    """Whether all ranks have all of a gradient alike in the running backward, no split tensor's own."""
+    """Whether the running backward computes the whole gradient of a parameter identically on all ranks."""
     if RUNNING.number != number_of_backward():
         if not _is_own():
             return True
@@ -236,26 +235,26 @@ def all_alike(parameter: torch.Tensor) -> bool:
 
 
 def own_part(parameter: torch.Tensor) -> torch.Tensor | None:
-    """What is a contribution of a gradient that is not all alike, without what is; None if all of it is."""
+    """The part of a gradient that must be summed over the ranks; None if the whole gradient must be."""
     return None if RUNNING.behind is None else RUNNING.behind[id(parameter)]
 
 
 class GradientCheck:
-    """Gradients of plain losses that are equal on some ranks: a number of all, elements of the last.
+    """Check of gradients of plain losses: they differ if a rank computes a loss from its own data. Local.
 
-    They are not, where a rank computes a plain loss of data of its own. Local.
+    Keeps a checksum of all gradients, and elements of the last ones.
     """
 
     what = "gradients"
 
     def __init__(self) -> None:
         self._number = 0
-        # What each is of, and elements of it.
+        # Name and elements of each gradient.
         self.last: deque[tuple[str, list[float]]] = deque(maxlen=_KEPT)
 
     @classmethod
     def of(cls, machine: Machine, ranks: Sequence[int]) -> GradientCheck:
-        """Those of some ranks of a machine."""
+        """The instance for some ranks of a machine."""
         kept: dict[tuple[int, ...], GradientCheck] = machine.kept.setdefault("gradients", {})
         found = kept.get(ranks := tuple(ranks))
         if found is None:
@@ -263,15 +262,15 @@ class GradientCheck:
         return found
 
     def number(self) -> int:
-        """Of all that were noted, bit for bit."""
+        """Checksum of the bits of all noted gradients."""
         return self._number
 
     def words(self) -> list[Any]:
-        """Elements of the last, each with what it is of."""
+        """Names and elements of the last gradients."""
         return [*self.last]
 
     def problem(self, said: Mapping[int, Any]) -> str:
-        """Which of them differs by more than rounding, and why that may be; begins anew."""
+        """Name the first gradient that differs by more than rounding, with a likely cause; starts afresh."""
         self._number = 0
         self.last.clear()
         what = first_apart([*said.values()])
@@ -282,7 +281,7 @@ class GradientCheck:
         )
 
     def note(self, what: str, gradient: torch.Tensor) -> None:
-        """Add one that comes in the running backward."""
+        """Add a gradient of the running backward."""
         flat = gradient.detach().reshape(-1)
         some = flat[:: max(1, flat.numel() // _SAMPLED)][: 2 * _SAMPLED]
         values = (torch.view_as_real(some).reshape(-1) if some.is_complex() else some).tolist()
@@ -291,7 +290,7 @@ class GradientCheck:
 
 
 def first_apart(ranks: Sequence[Sequence[tuple[str, Sequence[float]]]]) -> str:
-    """The first of the gradients that ranks noted that differs by more than rounding; empty if none does."""
+    """Name of the first noted gradient that differs by more than rounding between ranks; empty if none."""
     found = (abs(v) for each in ranks for _, values in each for v in values if isfinite(v))
     largest = max(found, default=0.0)
     for noted in zip_longest(*ranks, fillvalue=("", ())):
@@ -305,5 +304,5 @@ def first_apart(ranks: Sequence[Sequence[tuple[str, Sequence[float]]]]) -> str:
 
 
 def _is_close(most: float, one: float, other: float) -> bool:
-    # Also of what has overflown, or is no number, on both.
+    # Equal infinities are close, and so are two NaN.
     return one == other or abs(one - other) <= most or (isnan(one) and isnan(other))

@@ -1,4 +1,4 @@
-"""What followed from what all ranks said in a call, by numbers that are equal on all of them."""
+"""Plans that follow from the facts of all ranks; each combination of facts has an id, equal on all ranks."""
 
 from __future__ import annotations
 
@@ -11,33 +11,33 @@ from distdl_rma.geometry.exchange import fingerprint
 
 P = TypeVar("P")
 N = TypeVar("N")
-# Number of what was not said before.
+# Id of a combination that is new.
 UNKNOWN = 0
 _KEPT_PLANS, _KEPT_STATES = 16, 32
 
 
 class CallState(NamedTuple, Generic[P, N]):
-    """What came of a call; digests of what the plan depends on, and of all that the ranks said."""
+    """Result of one combination of the ranks' facts."""
 
     plan: P
     needs: N
-    key: bytes
-    said: bytes
+    key: bytes  # digest of the facts that the plan depends on
+    said: bytes  # digest of the rows of all ranks
     longest: int  # bytes of the longest row
 
 
 class PlanCache(Generic[P, N]):
-    """Plans by what all ranks said in a call at some place, and which of them a rank may expect next.
+    """Plans of one place in the program, and a prediction of the next combination of facts.
 
-    All ranks add the same states, and come to them in the same order, so that they number and forget them
-    alike. The plans that were used last are kept, and the rest given up.
+    All ranks add and use the same states in the same order, so that ids and evictions are equal on all of
+    them. The least recently used plans and states are evicted.
     """
 
     def __init__(self) -> None:
         self._counted = count(UNKNOWN + 1)
         self._states: OrderedDict[int, CallState[P, N]] = OrderedDict()
         self._plans: OrderedDict[bytes, P] = OrderedDict()
-        # Numbers by what all ranks said; by what this one said; by that, and the number of the call before.
+        # Ids by the digest of all rows; by this rank's row; by the id of the previous call and this row.
         self._numbers: dict[bytes, int] = {}
         self._by_row: dict[bytes, int] = {}
         self._by_last: dict[tuple[int, bytes], int] = {}
@@ -47,20 +47,20 @@ class PlanCache(Generic[P, N]):
         return self._states[number]
 
     def compared(self, row: bytes) -> tuple[int, int, int]:
-        """What a rank that says ``row`` compares with the others: a number, a fingerprint, a length of rows.
+        """The three integers that a rank with this ``row`` compares: id, fingerprint, length of a row.
 
-        The number is that of the expected combination, whose longest row all ranks know that expect it. A row
-        that is new is told by its fingerprint: all ranks may say the same.
+        The id is that of the expected combination; the length is that of its longest row. A row that is new
+        has id 0, and is compared by its fingerprint, because all ranks may have the same.
         """
         number = self._by_last.get((self.number, row)) or self._by_row.get(row, UNKNOWN)
         return (number, 0, self._states[number].longest) if number else (number, fingerprint(row), len(row))
 
     def plan(self, key: bytes) -> P | None:
-        """Plan for what has this digest, if there is one."""
+        """Plan for facts with this digest; None if there is none."""
         return self._plans.get(key)
 
     def number_of(self, plan: P, needs: N, key: bytes, said: bytes, longest: int) -> int:
-        """Number of what all ranks said, in rows of so many bytes at most; it was said before or is new."""
+        """Id of a combination of rows with digest ``said``; a new combination is added with its plan."""
         number = self._numbers.get(said)
         if number is None:
             number = self._numbers[said] = next(self._counted)
@@ -68,12 +68,12 @@ class PlanCache(Generic[P, N]):
         return number
 
     def come_to(self, number: int, row: bytes) -> None:
-        """Note that all ranks agreed on a number that is not the last one, this one saying ``row``."""
+        """Note that all ranks agreed on another id than in the last call, where this rank had ``row``."""
         self._by_last[self.number, row] = self._by_row[row] = self.number = number
         self._states.move_to_end(number)
         self._plans.move_to_end(self._states[number].key)
         if len(self._plans) > _KEPT_PLANS:
-            # Its memory goes with the last graph that still needs it.
+            # The plan's memory is freed with the last graph that needs it.
             key, _ = self._plans.popitem(last=False)
             self._forget({number for number, state in self._states.items() if state.key == key})
         if len(self._states) > _KEPT_STATES:
@@ -87,5 +87,5 @@ class PlanCache(Generic[P, N]):
 
 
 def digest(text: bytes) -> bytes:
-    """Digest that no other text has."""
+    """Digest of 16 bytes."""
     return blake2b(text, digest_size=16).digest()

@@ -1,4 +1,4 @@
-"""Generators of random numbers that drifted apart between ranks, and how that is seen."""
+"""Comparison of torch's generator of random numbers between ranks."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from distdl_rma.geometry.exchange import fingerprint
 
 
 def generator_state() -> list[int]:
-    """Seed of torch's generator of random numbers, and a number that tells states apart; local."""
+    """Seed of torch's generator of random numbers, and a fingerprint of its state; local."""
     return [torch.initial_seed(), fingerprint(torch.get_rng_state().numpy().tobytes())]
 
 
 def have_drifted(states: Iterable[Sequence[int]]) -> bool:
-    """Whether generators of ranks, each as ``generator_state`` says, have one seed and different states."""
+    """Whether the ranks' generators, as of ``generator_state``, have one seed and different states."""
     different = {*map(tuple, states)}
     return len(different) > 1 and len({seed for seed, _ in different}) == 1
 
 
 class RandomDraw:
-    """That random numbers were drawn in a call, from a state of torch's generator; a step of a trace."""
+    """Step of a trace: a call has drawn random numbers, from this state of torch's generator."""
 
     def __init__(self, state: torch.Tensor) -> None:
         self.word = crc32(bytes(state.numpy()))
 
     @property
     def described(self) -> str:
-        """For messages."""
+        """Text for messages."""
         return (
             f"for random numbers of torch's generator, in state {self.word:08x} when it began; seed it alike"
             " on all ranks, and draw what is of one rank from a generator of its own"

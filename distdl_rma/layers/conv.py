@@ -1,4 +1,4 @@
-"""Convolutions, and their transposes, over ranks."""
+"""Distributed convolutions and transposed convolutions."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _PLACEMENTS = ("replicated", "root")
 
 
 class Options(PlacedOptions, total=False):
-    """What a convolution takes by name; last the arguments of torch's that are given by name mostly."""
+    """Keyword arguments of a convolution: its own, and those of torch that are usually given by keyword."""
 
     P_w: Partition | None
     dilation: Extents
@@ -51,17 +51,13 @@ class Options(PlacedOptions, total=False):
 
 
 class ConvolutionLayer(OperatorLayer[O], _ConvNd):
-    """A layer of torch's that slides a kernel, with its partitions and weights.
-
-    Final classes say ``dims=``, and inherit from their sequential twin last.
-    """
+    """Base of convolutions. Final classes set ``dims=``, and have their torch layer as last base."""
 
     _casts = True
     _dims: ClassVar[int]
     _twin: ClassVar[type[nn.Module]]
-    # Which dimension of the work the first dimension of the weight is, and what is printed of the arguments.
-    _rows: ClassVar[int]
-    _shown: ClassVar[tuple[str, ...]]
+    _rows: ClassVar[int]  # dimension of the worker grid that cuts the weight's first dimension
+    _shown: ClassVar[tuple[str, ...]]  # arguments that are printed
 
     def __init_subclass__(cls, dims: int | None = None, **arguments: Any) -> None:
         super().__init_subclass__(**arguments)
@@ -121,7 +117,7 @@ class ConvolutionLayer(OperatorLayer[O], _ConvNd):
         callbacks, name = callbacks_among(options), options.pop("name", None)
         placement, weights = (options.pop(key, None) for key in ("placement", "weights"))
         placement = chosen_placement(kind, placement, weights, _PLACEMENTS)
-        # The torch layer checks its arguments and makes the same initial weights from the same seed.
+        # The torch layer checks its arguments and has the initial weights of the sequential model.
         like = torch_layer(kind, self._twin, dims, arguments, options)
         stencil, P_y = stencil_of(kind, like), given.P_y or P_x
         grid = given.workers(P_y if self._rows == OUT else P_x, self._rows)
@@ -150,7 +146,7 @@ class ConvolutionLayer(OperatorLayer[O], _ConvNd):
         blocks = workers.blocks() if of_weight else workers.bias(self.out_channels)
         if users is workers.grid:
             return block_placement(blocks, pattern)
-        # The owners of the output add the bias of a transposed convolution, wherever they are.
+        # In a transposed convolution the owners of the output add the bias; they may be on other ranks.
         channels = Balanced(self.out_channels, users.shape[1])
         use = Decomposition(users, (channels,), tuple(0 if d == 1 else None for d in range(users.dim)))
         return Placement(block_placement(blocks, pattern).store, use)
@@ -166,7 +162,7 @@ class ConvolutionLayer(OperatorLayer[O], _ConvNd):
 
 
 class Partitions(NamedTuple):
-    """The partitions that a convolution was given; None where it was not."""
+    """Partitions among the arguments of a convolution; None if not given."""
 
     P_x: Partition
     P_y: Partition | None
@@ -176,7 +172,7 @@ class Partitions(NamedTuple):
     def among(
         cls, kind: str, dims: int, positional: Sequence[Any], named: dict[str, Partition | None]
     ) -> tuple[Partitions, tuple[Any, ...]]:
-        """Partitions among the arguments of a layer, P_x, P_y and P_W at first, and its other arguments."""
+        """Split arguments into partitions (P_x, P_y, P_W come first) and the other positional arguments."""
         P_x, *others = positional
         count = next((i for i, a in enumerate(others) if not isinstance(a, Partition)), len(others))
         if count > 2:
@@ -199,7 +195,7 @@ class Partitions(NamedTuple):
     def workers(self, default: Partition, channels: int) -> Partition:
         """Ranks that compute, on a grid (batch, out-channel, in-channel, *spatial).
 
-        Without P_W those of a default partition, whose channel dimension cuts the one named.
+        Without P_W the ranks of ``default``; its channel dimension becomes the grid dimension ``channels``.
         """
         if self.P_W is not None:
             return self.P_W.create_cartesian_topology_partition((1, *self.P_W.shape))
@@ -213,8 +209,8 @@ def torch_layer(
 ) -> Any:
     """Build the torch layer of the same arguments: it checks them, and makes the initial weights.
 
-    Raises ``TypeError`` where one is missing, or unknown by its name; ``ArgumentError`` where torch refuses
-    one, or would when the layer is called; ``UnsupportedError`` of a layer that is complex or not on the CPU.
+    Raises ``TypeError`` if an argument is missing or unknown, ``ArgumentError`` if torch raises, now or in
+    the first call, and ``UnsupportedError`` if the layer is not of floating point or not on the CPU.
     """
     try:
         inspect.signature(twin).bind(*arguments, **options)
@@ -231,7 +227,7 @@ def torch_layer(
         if not isinstance(value, str) and len(value) != dims:
             raise ArgumentError(f"{kind}: {key} needs {dims} numbers, got {value}")
     for extra, stride, dilation in zip(like.output_padding, like.stride, like.dilation, strict=True):
-        # torch's own rule, at construction instead of in the first call.
+        # torch checks this in the first call only.
         if not 0 <= extra < max(stride, dilation):
             raise ArgumentError(
                 f"{kind}: output_padding {like.output_padding} must be smaller than stride {like.stride} or"
@@ -256,7 +252,7 @@ def stencil_of(kind: str, like: Any) -> Stencil:
 
 
 def check_dtypes(dtype: torch.dtype, facts: dict[int, InputFacts]) -> None:
-    """Refuse an input of another type than the weights of any rank, or not of floating point."""
+    """Raise if the input and the weights of any rank differ in type, or are not of floating point."""
     for rank, fact in facts.items():
         if fact.weights != dtype:
             raise ShapeError(f"input is {dtype}, the weights of rank {rank} are {fact.weights}")
@@ -270,24 +266,30 @@ class DistributedConv(ConvolutionLayer[Convolution]):
     ``DistributedConv2d(P_x, in_channels, out_channels, kernel_size, ...)`` is the feature-distributed form,
     ``DistributedConv2d(P_x, P_y, P_W, in_channels, ...)`` the channel-distributed and the general one.
 
-    Local output: the balanced shard on P_y; where P_y is P_x and P_W is not given, the batch stays cut as it
-    is. The numbers are those of the sequential torch layer on the global tensor, for every argument of torch,
-    with uneven, too small and empty shards.
+    Local output: the balanced shard on P_y. If P_y is P_x and P_W is not given, the batch stays cut as it is.
+    The result equals that of torch's layer on the global tensor, for every argument of torch, also with
+    uneven shards, empty shards, and shards smaller than the kernel.
 
     Parameters
     ----------
     P_x, P_y
         Partitions of input and output ``(batch, channel, *spatial)``; P_y is P_x if None.
     P_W
+<<<<<<< HEAD
         Partition of the work, ``(out-channel, in-channel, *spatial)``; by name also ``P_w``. If None, every
         rank of the output computes its own part of it.
+=======
+        Partition of the computation, (out-channel, in-channel, *spatial); also called ``P_w``. If None, every
+        rank of P_y computes its own part of the output.
+>>>>>>> wt-words-layers
     in_channels, out_channels, kernel_size, stride, padding, dilation, groups, bias, padding_mode, ...
         As in torch.
     placement
-        ``"replicated"``: on all ranks that use them, gradients summed; without P_W these are all ranks of
-        the machine. ``"root"``: each block on one rank only, sent to the others in each forward, gradients
-        summed there: without P_W on the first rank of P_x, else weights on the first spatial block of P_W,
-        the bias there on the first in-channel block. Ranks that keep none hold empty parameters.
+        ``"replicated"``: parameters are on all ranks that use them, without P_W on all ranks of the machine,
+        and their gradients are summed. ``"root"``: each block is on one rank, which sends it to its users in
+        each forward and sums its gradients. Without P_W that is the first rank of P_x. With P_W weights are
+        on the first spatial block of P_W, and the bias is there on the first in-channel block. Other ranks
+        have empty parameters.
 
     Notes
     -----
@@ -299,7 +301,7 @@ class DistributedConv(ConvolutionLayer[Convolution]):
     _shown = ("kernel_size", "stride", "padding", "dilation", "groups", "bias", "padding_mode")
 
     def plan(self, facts: dict[int, InputFacts]) -> Convolution:
-        """Who reads and computes what, and whom it is for."""
+        """Operation for the input that the ranks form."""
         source, dtype = source_of(self.P_x, facts)
         check_dtypes(dtype, facts)
         return Convolution(self.site, self.options, source, self.P_y, dtype)
@@ -307,7 +309,7 @@ class DistributedConv(ConvolutionLayer[Convolution]):
     def run(
         self, agreement: Agreement[Convolution], xs: Sequence[Tensor], weights: Mapping[str, Tensor]
     ) -> tuple[Tensor, GradientNeeds]:
-        """As of every layer; the gradients of the weights go where a ``GradientSync`` wants them."""
+        """As in the base; writes gradients of the weights to the memory that a ``GradientSync`` offers."""
         return convolve(agreement, self.options.overlaps, xs[0], weights, self.placed.fill)  # type: ignore[union-attr]
 
 
@@ -326,9 +328,9 @@ class DistributedConv3d(DistributedConv, nn.Conv3d, dims=3):
 class DistributedConvTranspose(ConvolutionLayer[TransposedConvolution]):
     """Transposed convolution of a tensor that is split over ranks in any of its dimensions.
 
-    Every rank applies the transposed convolution to its own data, without P_W to that of P_x; outputs that
-    overlap are summed on their way to their owners, who add the bias. Outputs, numbers and arguments are as
-    of :class:`DistributedConv`; with P_W the bias is kept on its first in-channel block and sent to P_y.
+    Every rank applies the transposed convolution to its own data, without P_W to its shard on P_x.
+    Overlapping outputs are summed and sent to their owners, which add the bias. Output and arguments are as
+    for :class:`DistributedConv`. With P_W the bias is kept on its first in-channel block and sent to P_y.
 
     Notes
     -----
@@ -343,8 +345,7 @@ class DistributedConvTranspose(ConvolutionLayer[TransposedConvolution]):
     def forward(self, input: Tensor, output_size: Sequence[int] | None = None) -> Tensor:
         """Apply to ``input``, the local shard on P_x or a tensor without elements elsewhere.
 
-        ``output_size`` are the global extents of the output, in space or in all dimensions, as in torch;
-        alike on all ranks.
+        ``output_size`` has global extents, in space or in all dimensions, as in torch, equal on all ranks.
         """
         try:
             given = None if output_size is None else tuple(as_int(n) for n in output_size)
@@ -354,7 +355,7 @@ class DistributedConvTranspose(ConvolutionLayer[TransposedConvolution]):
         return self.apply_to(input, call_arguments=(given,))
 
     def plan(self, facts: dict[int, InputFacts]) -> TransposedConvolution:
-        """Where the data is computed with, and whom the partial outputs are for."""
+        """Operation for the input that the ranks form; ``ShapeError`` if their ``output_size`` differ."""
         source, dtype = source_of(self.P_x, facts)
         check_dtypes(dtype, facts)
         given = {rank: size and tuple(size) for rank, fact in facts.items() for size in fact.call_arguments}

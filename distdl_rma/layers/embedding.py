@@ -1,4 +1,4 @@
-"""Embedding of split tensors of indices, as torch's."""
+"""Distributed embedding."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from distdl_rma.ops.embedding import INDICES, Embedding, IndexFrequencies
 class DistributedEmbedding(OperatorLayer[Embedding], nn.Embedding):
     """Embedding of indices that are split over ranks, in any dimensions.
 
-    Local input: the shard of this rank. Local output: one vector per index, of the same blocks as the input
-    with a dimension more; or the balanced shard on P_y. Every rank looks its own indices up: without P_y no
-    data moves in a forward.
+    Local input: the shard of this rank. Local output: one vector per index of the shard, in an additional
+    last dimension; or the balanced shard on P_y. Every rank looks up its own indices, so that without P_y the
+    forward moves no data, except weights that are placed ``"root"``.
 
     Parameters
     ----------
@@ -35,7 +35,7 @@ class DistributedEmbedding(OperatorLayer[Embedding], nn.Embedding):
     _weight, _freeze, device, dtype
         As in torch.
     P_y
-        Partition of the output, with a dimension more than P_x; where the input is if None.
+        Partition of the output, with one dimension more than P_x; if None, the output is cut as the input.
     placement
         ``"replicated"``, or ``"root"``: on the first rank of P_x. Also called ``weights``.
 
@@ -96,7 +96,7 @@ class DistributedEmbedding(OperatorLayer[Embedding], nn.Embedding):
         return IndexFrequencies(self.site, self.P_x, self.num_embeddings)
 
     def plan(self, facts: dict[int, InputFacts]) -> Embedding:
-        """Vectors where their indices are, or on P_y if it was given."""
+        """Operation whose vectors are cut as their indices, or are on P_y if given."""
         source, dtype = source_of(self.P_x, facts)
         kinds = {fact.weights for rank, fact in facts.items() if rank in self.P_x}
         kind = next(iter(kinds))
@@ -106,7 +106,7 @@ class DistributedEmbedding(OperatorLayer[Embedding], nn.Embedding):
         return Embedding(self.site, source, dtype, *table, self._target, self._frequencies)
 
     def trouble(self, x: torch.Tensor) -> str:
-        """Indices that are out of range."""
+        """Error text if an index is out of range."""
         if trouble_with(x) or x.dtype not in INDICES or not x.numel():
             return ""
         least, most = (int(end) for end in torch.aminmax(x))

@@ -1,10 +1,10 @@
-"""Layers from global parameters: global shape, machine, and how the tensors are distributed over it.
+"""Layers from global parameters: global shape, machine, and distribution of the tensors over the machine.
 
-Local inputs and output are the balanced shards of the global tensors, without elements on idle ranks. The
-global shape is announced, not prescribed: calls with another batch or image size remain possible. ``machine``
-is M, or a partition of its ranks in the order of M, such as ``P_world``. A distribution that does not fit the
-dimensions or the machine is a ``PartitionError``, which quotes the inequality; extents out of range are a
-``ShapeError``. What is named as in torch is as in torch, and everything else as of :class:`DistributedLayer`.
+Local inputs and output are the balanced shards of the global tensors, without elements on idle ranks. Calls
+with another batch or image size than announced remain possible. ``machine`` is the machine M, or a partition
+of its ranks in the order of M, such as ``P_world``. A distribution that does not fit the dimensions or the
+machine raises ``PartitionError``, which quotes the inequality; extents out of range raise ``ShapeError``.
+Arguments with torch's names are as in torch, all others as in :class:`DistributedLayer`.
 """
 
 from __future__ import annotations
@@ -57,10 +57,10 @@ def Conv(  # noqa: N802
     extents
         (N, C, F, H, W), or with one or three spatial extents: batch, input channels, filters, image.
     input, output
-        Distribution of the tensors, over C and over F; the output as the input if None.
+        Distribution of the tensors, over C and over F; that of the input if ``output`` is None.
     placement, weights
         ``"replicated"``, the only pattern of the interface document: weights are on all ranks of the machine.
-        Others are an ``UnsupportedError``.
+        Others raise ``UnsupportedError``.
 
     Notes
     -----
@@ -151,11 +151,11 @@ def Concat(  # noqa: N802
     extents
         (N, (C1, C2, ...), H, W), or with one or three spatial extents: the channels of each input.
     inputs
-        Distribution of each input; as many as there are channels, else a ``ShapeError``.
+        Distribution of each input; ``ShapeError`` if their number is not that of the channels.
     output
         Distribution of the output; that of the first input if None.
     dtype
-        Type of the tensors that is announced; torch's default if None.
+        Announced type of the tensors; torch's default if None.
 
     Notes
     -----

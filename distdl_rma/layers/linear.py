@@ -1,4 +1,4 @@
-"""Linear layers whose weight is cut into blocks, kept in copies, on one set of ranks, or in ZeRO shards."""
+"""Linear layers whose weight is cut into blocks, which are replicated, kept on one rank, or ZeRO shards."""
 
 from __future__ import annotations
 
@@ -35,28 +35,27 @@ class DistributedLinear(OperatorLayer[SplitLinear], nn.Linear):
 
     Local input: this rank's shard of (batch, ..., in_features) on P_x. Local output: the balanced shard of
     (batch, ..., out_features) on P_y. P_x and P_y may cut every dimension, and be on other ranks than P_W.
-    No rank ever holds more of the weight than its block, at construction neither; initial weights are those
-    of torch from the same seed.
+    No rank holds more of the weight than its block, also during construction. Initial weights are those of
+    torch from the same seed.
 
     Parameters
     ----------
     P_x, P_y
         Partitions of input and output, with as many dimensions as the tensor.
     P_W
-        Partition of the weight, on a grid of (rows, columns), that is of blocks of output and of input
-        features; or of (data-parallel blocks, rows, columns), where each first index takes a share of the
-        batch and all of the weight. Ranks outside hold empty parameters.
+        Partition of the weight, on a grid of (rows, columns), which cut output and input features; or on a
+        grid of (data-parallel blocks, rows, columns), where each data-parallel block has a share of the batch
+        and the whole weight. Ranks outside hold empty parameters.
     in_features, out_features, bias, device, dtype
         As in torch.
     placement
-        What data-parallel blocks do with the weight. ``"replicated"``: each keeps a copy, gradients are
-        summed. ``"root"``: the first one keeps it and sends it to the others in each forward, gradients
-        travel back; the others' parameters are empty. Also called ``weights``.
+        Where data-parallel blocks keep the weight. ``"replicated"``: each has a replica, and gradients are
+        summed. ``"root"``: the first block keeps it, sends it to the others in each forward, and receives
+        their gradients; parameters of the others are empty. Also called ``weights``.
 
     Notes
     -----
-    Linear document, general linear layer; requirement B6. The bias lives on column 0 of the weight's grid
-    and is added there, once.
+    Linear document, general linear layer; requirement B6. Column 0 of P_W keeps and adds the bias.
     """
 
     _casts = True
@@ -102,7 +101,7 @@ class DistributedLinear(OperatorLayer[SplitLinear], nn.Linear):
         return {key: block_placement(block, pattern) for key, block in blocks.items()}
 
     def plan(self, facts: dict[int, InputFacts]) -> SplitLinear:
-        """Operator for an input."""
+        """Operation for the input that the ranks form."""
         source, dtype = source_of(self.P_x, facts)
         for rank, fact in facts.items():
             if fact.weights != dtype:
@@ -126,9 +125,10 @@ class DistributedLinear(OperatorLayer[SplitLinear], nn.Linear):
 class DistributedLinearAllGather(DistributedLinear):
     """Linear layer with the output features of its weight cut over the model-parallel workers.
 
-    The workers are the ranks of P_y: its first extent counts the data-parallel blocks, the others
-    multiplied the model-parallel workers of each. Every worker gathers all features of its block of the
-    batch and computes its block of output features. For fewer input than output features.
+    The workers are the ranks of P_y. Its first extent is the number of data-parallel blocks; the product of
+    its other extents is the number of model-parallel workers of each. Every worker gathers all features of
+    its block of the batch and computes its block of output features. For layers with fewer input than output
+    features.
 
     Parameters
     ----------
@@ -167,8 +167,8 @@ class DistributedLinearReduceScatter(DistributedLinear):
     """Linear layer with the input features of its weight cut over the model-parallel workers.
 
     The workers are the ranks of P_x, counted as for :class:`DistributedLinearAllGather`. Every worker
-    computes with its block of input features; the results are summed and scattered. For fewer output than
-    input features.
+    computes with its block of input features; the results are summed and scattered. For layers with fewer
+    output than input features.
 
     Parameters
     ----------
@@ -204,7 +204,7 @@ class DistributedLinearReduceScatter(DistributedLinear):
 
 
 class _Zero(DistributedLinear):
-    # ZeRO: the data-parallel blocks cut, in this dimension, what the workers leave whole of the weight.
+    # ZeRO: the data-parallel blocks cut this dimension of the weight, which the workers leave whole.
     _cuts = IN
     _allowed = ("cut",)
 
@@ -214,7 +214,7 @@ class _Zero(DistributedLinear):
 
     @property
     def nbytes_staged(self) -> int:
-        """Bytes of segment that this rank holds to gather the weight and to scatter its gradient."""
+        """Bytes of segment on this rank to gather the weight and to scatter its gradient."""
         return 0 if self._matrix is None else self._matrix.nbytes_staged
 
     def _placements(self) -> dict[str, Placement]:
@@ -226,11 +226,11 @@ class _Zero(DistributedLinear):
 
 
 class DistributedLinearAllGatherZero(_Zero, DistributedLinearAllGather):
-    """As :class:`DistributedLinearAllGather`, and each worker keeps only a share of its rows: ZeRO.
+    """As :class:`DistributedLinearAllGather`, but each worker keeps only a share of its rows: ZeRO.
 
     The data-parallel workers cut the input features of the weight, and each worker's block of the bias. A
-    forward gathers the rows, computes, and lets go of them; a backward gathers them again and
-    reduce-scatters their gradient. Placement is ``"cut"``.
+    forward gathers the rows, computes, and frees them; a backward gathers them again and reduce-scatters
+    their gradient. The only placement is ``"cut"``.
 
     Notes
     -----
@@ -239,9 +239,9 @@ class DistributedLinearAllGatherZero(_Zero, DistributedLinearAllGather):
 
 
 class DistributedLinearReduceScatterZero(_Zero, DistributedLinearReduceScatter):
-    """As :class:`DistributedLinearReduceScatter`, and each worker keeps only a share of its columns: ZeRO.
+    """As :class:`DistributedLinearReduceScatter`, but each worker keeps only a share of its columns: ZeRO.
 
-    The data-parallel workers cut the output features, of the bias too; the rest is as for
+    The data-parallel workers cut the output features of the weight and of the bias. All else is as for
     :class:`DistributedLinearAllGatherZero`.
 
     Notes

@@ -1,4 +1,4 @@
-"""Layers that move tensors between ranks, and compute nothing or sums."""
+"""Layers that move tensors between ranks, and may sum or concatenate them."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ Axes = int | Iterable[int]
 
 
 class MovementLayer(OperatorLayer[M]):
-    """A layer that moves data from P_x to P_y; ``preserve_batch`` as of :class:`Repartition`."""
+    """A layer that moves data from P_x to P_y; ``preserve_batch`` as in :class:`Repartition`."""
 
     def __init__(
         self,
@@ -56,25 +56,25 @@ class MovementLayer(OperatorLayer[M]):
         self.preserve_batch = preserve_batch
 
     def extra_repr(self) -> str:
-        """The partitions, and what else the layer was built with."""
+        """The partitions and other arguments."""
         return f"P_x={self.P_x.shape}, P_y={self.P_y.shape}"
 
     def built_with(self) -> str:
-        """As of every layer, with the ranks, which are not the same for all grids of one shape."""
+        """As in the base, with the ranks: partitions of one shape may have different ranks."""
         return f"{[P.ranks for P in (*self.P_xs, self.P_y)]}, {super().built_with()}"
 
     def idle_output(self, x: torch.Tensor, others: Iterable[torch.Tensor] = ()) -> torch.Tensor:
-        """As of every layer, without the batch size where the results of others lack it."""
+        """As in the base, without the batch size unless ``preserve_batch``."""
         y = super().idle_output(x, others)
         return y if self.preserve_batch or not x.numel() else y.flatten()
 
     def leave(self, y: torch.Tensor, x: torch.Tensor, needs: GradientNeeds) -> torch.Tensor:
-        """Result as the caller gets it; in a graph already if any rank's is."""
+        """Result as returned to the caller; the movement has put it into a graph if needed."""
         return deliver(y, self.P_y.active, x.shape[0] if self.preserve_batch and x.dim() else None)
 
 
 class LayerAlongAxes(MovementLayer[StagedMove]):
-    """A move among the ranks of P_x that differ in some grid dimensions only: ``axes``, sorted."""
+    """A movement among ranks of P_x that differ only in the grid dimensions ``axes``, which are sorted."""
 
     _argument: ClassVar[str]
 
@@ -95,7 +95,7 @@ class LayerAlongAxes(MovementLayer[StagedMove]):
 
 
 def chosen_axes(kind: str, P: Partition, what: str, axes: Axes | None, keep: Axes | None) -> tuple[int, ...]:
-    """Grid dimensions given themselves, or by those that are kept; sorted."""
+    """Grid dimensions ``axes``, or all except ``keep``; sorted."""
     given = axes if keep is None else keep
     if given is None or (axes is not None and keep is not None):
         raise ArgumentError(f"{kind}: give either {what} or axes_keep, got {what}={axes}, axes_keep={keep}")
@@ -115,8 +115,7 @@ def chosen_axes(kind: str, P: Partition, what: str, axes: Axes | None, keep: Axe
 class Repartition(MovementLayer[StagedMove]):
     """Move a tensor from one Cartesian partition to another; the result is balanced.
 
-    As of all layers that only move data, a rank's result is memory of its own, also where it is its input.
-    The adjoint moves gradients back to where the input came from.
+    The result is always new memory. The adjoint moves gradients back to the blocks of the input.
 
     Parameters
     ----------
@@ -147,21 +146,21 @@ class Repartition(MovementLayer[StagedMove]):
         super().__init__(P_x, P_y, preserve_batch, name=name, **callbacks)
 
     def plan(self, facts: dict[int, InputFacts]) -> StagedMove:
-        """Blocks as they are to balanced ones."""
+        """Movement of the input's blocks to balanced blocks."""
         source, dtype = source_of(self.P_x, facts)
         return repartition(self.site, source, self.P_y, dtype)
 
 
-# The name by which this movement is known as well.
+# Another name of this layer.
 DistributedTranspose = Repartition
 
 
 class AllGather(LayerAlongAxes):
-    """Every rank gets what all ranks have that differ from it in some grid dimensions only.
+    """Gather a tensor along some grid dimensions, on every rank.
 
-    A tensor that P_x cuts along all grid dimensions becomes one that it cuts along the others only. Local
-    output: whole along the gathered dimensions. The adjoint sums and scatters, along the cuts of the input.
-    Flat vectors are gathered, without gradients, by the collective :class:`distdl_rma.segments.Allgather`.
+    Each rank receives the shards of all ranks that differ from it only in these dimensions. Local output:
+    whole along the gathered dimensions. The adjoint sums and scatters, along the cuts of the input. For flat
+    vectors without gradients use the collective :class:`distdl_rma.segments.Allgather`.
 
     Parameters
     ----------
@@ -170,7 +169,7 @@ class AllGather(LayerAlongAxes):
     axes_all_gather
         Dimensions to gather along, one or several; negative ones count from the end.
     axes_keep
-        Instead of these, all the others.
+        The dimensions not to gather along, in place of ``axes_all_gather``.
 
     Notes
     -----
@@ -191,17 +190,17 @@ class AllGather(LayerAlongAxes):
         super().__init__(P_x, axes_all_gather, axes_keep, name, **callbacks)
 
     def plan(self, facts: dict[int, InputFacts]) -> StagedMove:
-        """Blocks to blocks that are whole along the gathered dimensions."""
+        """Movement of blocks to blocks that are whole along the gathered dimensions."""
         source, dtype = source_of(self.P_x, facts)
         return all_gather(self.site, source, self.axes, dtype)
 
 
 class ReduceScatter(LayerAlongAxes):
-    """Sum what ranks have that differ in some grid dimensions only, and cut the sum along these.
+    """Sum the tensors of ranks that differ only in some grid dimensions, and cut the sum along these.
 
-    Local input: whole along the scattered dimensions, equal in shape on the ranks that are summed. Local
-    output: the balanced share of the sum, taken in the order of the partition. The adjoint gathers. Of flat
-    vectors, without gradients: the collective :class:`distdl_rma.segments.Reducescatter`.
+    Local input: whole along the scattered dimensions, of equal shape on the ranks that are summed. Local
+    output: the balanced share of the sum, which is taken in the order of the partition. The adjoint gathers.
+    For flat vectors without gradients use the collective :class:`distdl_rma.segments.Reducescatter`.
 
     Parameters
     ----------
@@ -210,7 +209,7 @@ class ReduceScatter(LayerAlongAxes):
     axes_reduce_scatter
         Dimensions to sum and cut along, one or several; negative ones count from the end.
     axes_keep
-        Instead of these, all the others.
+        The dimensions not to sum and cut along, in place of ``axes_reduce_scatter``.
 
     Notes
     -----
@@ -231,7 +230,7 @@ class ReduceScatter(LayerAlongAxes):
         super().__init__(P_x, axes_reduce_scatter, axes_keep, name, **callbacks)
 
     def plan(self, facts: dict[int, InputFacts]) -> StagedMove:
-        """Copies along the scattered dimensions to balanced blocks."""
+        """Movement of tensors that are whole along the scattered dimensions to balanced blocks of the sum."""
         source, dtype = source_of(self.P_x, facts, replicate=self.axes)
         return reduce_scatter(self.site, source, self.axes, dtype)
 
@@ -244,30 +243,30 @@ _SIDES = 2
 
 
 class HaloExchange(MovementLayer[moves.HaloExchange]):
-    """Own shard with the elements of other ranks around it, corners included.
+    """Extend each rank's shard by a halo: the adjacent elements of other ranks, corners included.
 
-    The global tensor ``(batch, channel, *spatial)`` is padded as torch pads it; each rank gets its part of
-    it and ``width`` elements more on either side, in one round, also where a shard is smaller than the
-    width. Where a rank's shard is empty in a spatial dimension, so is its result. The adjoint adds every
-    gradient to that of the element that was copied.
+    The global tensor ``(batch, channel, *spatial)`` is padded as torch pads it. Each rank receives its own part
+    and ``width`` more elements on either side, in one round, even if shards are smaller than the width. A
+    shard that is empty in a spatial dimension has an empty result. The adjoint adds the gradient of each copy
+    to the gradient of the copied element.
 
     Parameters
     ----------
     P_x
         Partition of input and output; grid and tensor have the same dimensions.
     width
-        Elements before and behind the shard: one number for all, or for each spatial dimension a number
-        or a pair (left, right).
+        Number of elements before and behind the shard: one number for all spatial dimensions, or for each a
+        number or a pair (left, right).
     padding_mode
-        What lies beyond the domain: ``"zeros"``, ``"constant"`` (``value``), ``"reflect"``,
+        Padding beyond the global tensor: ``"zeros"``, ``"constant"`` (``value``), ``"reflect"``,
         ``"replicate"`` or ``"circular"``.
     value
-        Of a constant padding.
+        The constant of ``"constant"``.
 
     Raises
     ------
     ShapeError
-        In a call: also if the global tensor is too small for the mode.
+        In a call: also if the global tensor is too small for the padding mode.
 
     Notes
     -----
@@ -299,7 +298,7 @@ class HaloExchange(MovementLayer[moves.HaloExchange]):
         return f"P_x={self.P_x.shape}, width={self.width}, {padding}"
 
     def plan(self, facts: dict[int, InputFacts]) -> moves.HaloExchange:
-        """What windows as wide as both halos read, where every element has a window of its own."""
+        """Operation that gathers each shard with its halo."""
         source, dtype = source_of(self.P_x, facts)
         mode, value = self.padding_mode, self.value
         return moves.HaloExchange(self.site, source, dtype, self.width, mode, value)
@@ -325,7 +324,7 @@ class _OfSubtensors(MovementLayer[StagedMove]):
     axes: tuple[int, ...] = ()
 
     def subtensors(self, facts: dict[int, InputFacts]) -> tuple[Subtensors, torch.dtype]:
-        """Subtensors as blocks of one tensor, or their shapes if they form none; and their type."""
+        """Subtensors as blocks of one tensor, or their shapes by rank if they form none; and their type."""
         P_x, dtype = self.P_x, input_dtype(self.P_x, facts)
         shapes = {rank: facts[rank].shape for rank in P_x.ranks}
         one = all(extent == 1 or d in self.axes for d, extent in enumerate(P_x.shape))
@@ -334,16 +333,16 @@ class _OfSubtensors(MovementLayer[StagedMove]):
         try:
             return Decomposition.from_local_shapes(P_x, shapes, self.axes), dtype
         except ShapeError:
-            # Subtensors may have any shape, whatever the grids are.
+            # Subtensors of any shapes are valid.
             return shapes, dtype
 
     def expected_blocks(self, P_x: Partition, shape: Sequence[int]) -> Decomposition:
-        """Subtensors of this shape."""
+        """One subtensor of this shape on each rank."""
         return Decomposition.replicated(P_x, shape)
 
 
 class _Between(_OfSubtensors):
-    # Groups of ranks on one side, one rank each on the other.
+    # Movement between groups of ranks and one rank for each group.
     _operation: ClassVar[Callable[..., StagedMove]]
 
     def __init__(
@@ -367,17 +366,17 @@ class _Between(_OfSubtensors):
             raise PartitionError(f"{type(self).__name__}: {error}") from None
         super().__init__(P_x, P_y, preserve_batch, name=name, **callbacks)
         if sums:
-            # Ranks of the first group differ in these from the first rank of P_x.
+            # The dimensions in which ranks of the first group differ from the first rank of P_x.
             self.axes = tuple(sorted({d for r in first for d, i in enumerate(P_x.index_of(r)) if i}))
 
     def plan(self, facts: dict[int, InputFacts]) -> StagedMove:
-        """Groups of ranks to one rank each, or one rank each to groups."""
+        """Sum-reduction of each group to its rank, or broadcast from the rank to its group."""
         source, dtype = self.subtensors(facts)
         flips = self.transpose_src, self.transpose_dest
         return self._operation(self.site, source, self.P_x, self.P_y, dtype, flips)
 
     def extra_repr(self) -> str:
-        """The partitions, and which of them is transposed."""
+        """The partitions, and whether each is transposed."""
         flips = f"transpose_src={self.transpose_src}, transpose_dest={self.transpose_dest}"
         return f"{super().extra_repr()}, {flips}"
 
@@ -385,17 +384,17 @@ class _Between(_OfSubtensors):
 class SumReduce(_Between):
     """Sum subtensors from P_x to P_y, along the dimensions in which the grid of P_y is 1.
 
-    The grid of P_y is extended to the left with ones; then each dimension equals that of P_x, or is 1.
-    Subtensors that are summed are equal in shape; else they may have any shape, whatever the grids are.
-    The sum is taken in the order of P_x, the same from run to run; that of short types in float32. Over
-    several nodes the sums of the nodes are taken first. The adjoint is :class:`Broadcast`.
+    The grid of P_y is extended to the left with ones; then each of its dimensions must equal that of P_x, or
+    be 1. Subtensors that are summed must be equal in shape; otherwise any shape is valid for any grid. The
+    order of summation is that of P_x, so that results are equal from run to run. Short types are summed in
+    float32. With several nodes each node sums first. The adjoint is :class:`Broadcast`.
 
     Parameters
     ----------
     P_x, P_y
         Input and output partition.
     transpose_src, transpose_dest
-        Whether the grid of P_x, or P_y, is transposed before: who is at (i, j) counts as at (j, i).
+        Whether the grid of P_x, or P_y, is transposed first: the rank at (i, j) counts as at (j, i).
     preserve_batch
         Whether outputs without elements keep the batch size, as shape (b, 0).
 
@@ -410,9 +409,9 @@ class SumReduce(_Between):
 class Broadcast(_Between):
     """Copy subtensors from P_x to P_y, along the dimensions in which the grid of P_x is 1.
 
-    The grid of P_x is extended to the left with ones; then each dimension equals that of P_y, or is 1.
-    Subtensors may have any shape, whatever the grids are. Over several nodes each node gets one copy, which
-    is handed on there. The adjoint is :class:`SumReduce`: gradients are summed in the order of P_y.
+    The grid of P_x is extended to the left with ones; then each of its dimensions must equal that of P_y, or
+    be 1. Subtensors may have any shape, for any grid. Each node receives one copy, and distributes it among
+    its ranks. The adjoint is :class:`SumReduce`: gradients are summed in the order of P_y.
 
     Parameters
     ----------
@@ -428,10 +427,10 @@ class Broadcast(_Between):
 
 
 class AllSumReduce(_OfSubtensors, LayerAlongAxes):
-    """Sum the subtensors of ranks that differ in some grid dimensions only; each of them gets the sum.
+    """Sum the subtensors of ranks that differ only in some grid dimensions; each of them receives the sum.
 
-    Subtensors that are summed are equal in shape; else they may have any shape, whatever the grid is. The
-    result is bitwise the same on the ranks that share it and from run to run. The layer is its own adjoint.
+    Subtensors that are summed must be equal in shape; otherwise any shape is valid for any grid. The result
+    is bitwise equal on the ranks that share it, and from run to run. The layer is its own adjoint.
 
     Parameters
     ----------
@@ -440,7 +439,7 @@ class AllSumReduce(_OfSubtensors, LayerAlongAxes):
     axes_reduce
         Grid dimensions to sum along, one or several; negative ones count from the end.
     axes_keep
-        Instead of these, all the others.
+        The dimensions not to sum along, in place of ``axes_reduce``.
 
     Notes
     -----
@@ -461,7 +460,7 @@ class AllSumReduce(_OfSubtensors, LayerAlongAxes):
         LayerAlongAxes.__init__(self, P_x, axes_reduce, axes_keep, name, **callbacks)
 
     def plan(self, facts: dict[int, InputFacts]) -> StagedMove:
-        """Groups of ranks to themselves."""
+        """Sum within groups of ranks."""
         source, dtype = self.subtensors(facts)
         return all_sum_reduce(self.site, source, self.P_x, self.axes, dtype)
 
@@ -469,19 +468,19 @@ class AllSumReduce(_OfSubtensors, LayerAlongAxes):
 class DistributedConcat(MovementLayer[Concat]):
     """Concatenation along the channels, dimension 1, of tensors split over ranks in any of their dimensions.
 
-    Local inputs: the shards of this rank. Local output: the balanced shard of the concatenated tensor on
-    P_y; where that is the partition of the first input, the batch stays cut as it is there. Where all
-    partitions are the same and cut no channels, the shards of the output are those of the inputs, and
-    nothing is communicated: then only the ranks that see what is wrong with a call raise; the others learn
-    it in their next wait, and the machine cannot be used afterwards.
+    Local inputs: the shards of this rank. Local output: the balanced shard of the concatenated tensor on P_y;
+    if P_y is the partition of the first input, the batch stays cut as in that input.
 
-    Inputs of different types become one type, as in ``torch.cat``. Each travels as it is, and its gradient
-    comes back in its own type.
+    If all partitions are equal and cut no channels, each rank concatenates its shards, without communication.
+    Then only ranks that detect an error raise it. The other ranks raise in their next wait, and the machine
+    cannot be used afterwards.
+
+    Inputs of different types become one type, as in ``torch.cat``. Inputs and gradients travel in their own.
 
     Parameters
     ----------
     P_xs
-        Partition of each input, as many dimensions as the tensors.
+        Partition of each input, with as many dimensions as the tensors.
     P_y
         Partition of the output; that of the first input if None.
 
@@ -512,7 +511,7 @@ class DistributedConcat(MovementLayer[Concat]):
         self._stays = all(P_x == P_y for P_x in P_xs) and P_y.shape[CHANNELS] == 1
 
     def plan(self, facts: dict[int, InputFacts]) -> Concat:
-        """Each input to where its channels are in the output."""
+        """Movement of each input to its channels of the output."""
         inputs = []
         for at, P_x in enumerate(self.P_xs):
             try:
@@ -534,19 +533,19 @@ class DistributedConcat(MovementLayer[Concat]):
     def connect(  # type: ignore[override]
         self, shapes: Sequence[Sequence[int]] | None = None, dtype: torch.dtype | None = None
     ) -> None:
-        """As of every layer, with the global shape of each input; ``dtype`` is torch's default if None."""
+        """As in the base, with the global shape of each input; ``dtype`` is torch's default if None."""
         given = [None] * len(self.P_xs) if shapes is None else list(shapes)
         if self._stays or self.agreement is None:
             self._count(given)
         pairs = enumerate(zip(self.P_xs, given, strict=False))
         xs = [self.expected(P_x, shape, dtype, at) for at, (P_x, shape) in pairs]
         if not self._stays:
-            # One too many is for all ranks to refuse.
+            # If there are too many shapes, all ranks raise.
             self.connect_for([*xs, *[torch.empty(0)] * (len(given) - len(xs))])
 
     @tells_peers
     def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
-        """Concatenate ``inputs``, the local shards, or tensors without elements outside of a partition."""
+        """Concatenate ``inputs``: the local shards, and tensors without elements outside of a partition."""
         if self.agreement is None:
             self._count(inputs)
         elif self._stays:
@@ -555,7 +554,7 @@ class DistributedConcat(MovementLayer[Concat]):
         return self.apply_to(*inputs)
 
     def leave(self, y: torch.Tensor, x: torch.Tensor, needs: GradientNeeds) -> torch.Tensor:
-        """Result as the caller gets it; in a graph if any rank's is, wherever the types are not the same."""
+        """Result as returned to the caller, in a graph if that of any rank is, also for mixed types."""
         return anchored(super().leave(y, x, needs), needs.any)
 
     def _count(self, given: Sequence[object]) -> None:
@@ -574,7 +573,7 @@ class DistributedConcat(MovementLayer[Concat]):
             raise self._refuse(str(error)) from None
 
     def _refuse(self, problem: str) -> ShapeError:
-        # Nobody else is asked: what is wrong here may be right elsewhere, and the others would wait.
+        # Other ranks may be without an error, and would wait for this rank.
         wrong = ShapeError(f"{self.name!r}: rank {self.machine.rank}: {problem}")
         if self.machine.size > 1 and self.machine.rank in self.members:
             self.machine.fail(wrong)

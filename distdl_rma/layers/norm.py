@@ -39,11 +39,11 @@ _RANKS, _NBYTES = "get_ranks_synch_norm", "get_sizeof_norm"
 
 
 class StatisticsAnswer(NamedTuple):
-    """What the user of one rank says of its statistics, as it travels with the local shape."""
+    """Results of one rank's callbacks for statistics; they travel with the local shape."""
 
-    ranks: Sequence[int] | None = None  # None where nothing is said
-    usable: bool = True  # whether they are different ranks with this one among them
-    nbytes: int | None = None  # likewise; below 0 if it is no number
+    ranks: Sequence[int] | None = None  # None without a callback
+    usable: bool = True  # whether the ranks are distinct and include this one
+    nbytes: int | None = None  # None without a callback; below 0 if invalid
 
     @property
     def shown(self) -> str:
@@ -59,10 +59,10 @@ _NOTHING_SAID = StatisticsAnswer()
 
 
 def answer_of_user(callbacks: Mapping[str, Any], rank: int) -> StatisticsAnswer:
-    """Ask the user's callbacks, of those that are given; local.
+    """Call the user's callbacks for statistics, if given; local.
 
-    What is no list of different ranks with this one among them, or no number, is told to the others as such,
-    so that all of them refuse it. An empty list stands for a rank that shares with no other.
+    Invalid results, and errors in a callback, are marked in the answer, so that all ranks raise. An empty
+    list of ranks is valid: this rank shares with no other.
     """
     found = _NOTHING_SAID
     if _RANKS in callbacks:
@@ -79,15 +79,15 @@ def answer_of_user(callbacks: Mapping[str, Any], rank: int) -> StatisticsAnswer:
 def agreed_sharing(
     axes: NormAxes, source: Decomposition, answers: Mapping[int, StatisticsAnswer]
 ) -> dict[int, tuple[int, ...]] | None:
-    """Ranks that share statistics, per rank of the tensor, as all users say; None where none says anything.
+    """Ranks that share statistics, by rank of the tensor, from the callbacks of all ranks; None without any.
 
-    Where users say nothing, all ranks that hold elements of the same groups.
+    A rank without a callback shares with all ranks that hold elements of the same groups.
 
     Raises
     ------
     ConfigurationError
-        Alike on all ranks: if ranks that share do not all name each other and nobody else, or hold no
-        elements of the same groups, or a size is not that of a message.
+        On all ranks: if ranks that share do not all name each other and no other rank, or hold no elements of
+        the same groups, or if a callback's size is not that of a message.
     """
     if all(answer == _NOTHING_SAID for answer in answers.values()):
         return None
@@ -100,7 +100,7 @@ def agreed_sharing(
         said[rank] = tuple(sorted(possible[rank] if its is None else its or [rank]))
         together.setdefault(said[rank], []).append(rank)
     sharing = {rank: tuple(together[said[rank]]) for rank in P_x.ranks}
-    # First those who say what cannot be used, last those who say nothing: others do not fit to them then.
+    # Invalid answers first, missing ones last: the latter may be inconsistent only because of other ranks.
     for rank, answer in sorted(answers.items(), key=lambda item: (item[1].usable, item[1].ranks is None)):
         if rank in P_x:
             mutual = tuple(sorted(sharing[rank])) == said[rank]
@@ -140,7 +140,7 @@ def _check_list(
 
 
 def _asked(callback: Callable[[], Any], taken: Callable[[Any], Any]) -> Any:
-    # Any failure of the user's function is one that all ranks are to hear of.
+    # Any error in the user's function makes all ranks raise.
     try:
         return taken(callback())
     except Exception:  # noqa: BLE001
@@ -148,7 +148,7 @@ def _asked(callback: Callable[[], Any], taken: Callable[[Any], Any]) -> Any:
 
 
 class NormArguments(NamedTuple):
-    """What all kinds of normalisation are told, by torch's names."""
+    """Arguments of all kinds of normalisation, by torch's names."""
 
     eps: float | None
     affine: bool
@@ -160,20 +160,20 @@ class NormArguments(NamedTuple):
 class DistributedNorm(OperatorLayer[Normalisation]):
     """Normalisation of a tensor that is split over ranks along any of its dimensions.
 
-    Base of the layers, which differ in what elements share a mean and a variance. The output has the shape,
-    type and place of the input. Forward: local statistics, one message to the ranks that share them, scale.
-    Backward: one message with two sums. Statistics travel and are merged in float64.
+    Base of the layers, which differ in the groups of elements that share a mean and a variance. The output
+    has the shape, type and cuts of the input. Forward: local statistics, one message to the ranks that share
+    them, scale. Backward: one message with two sums. Statistics travel and are merged in float64.
 
-    ``extents`` is the global shape of the parameters. Where P_x cuts dimensions of them they are cut too,
-    unless placed ``"replicated"``; otherwise every rank of the machine keeps copies of all of them.
+    ``extents`` is the global shape of the parameters. If P_x cuts dimensions of the parameters, these are cut
+    too, unless placed ``"replicated"``. Otherwise every rank of the machine has a replica of all parameters.
     """
 
-    # torch's classes, from which the layers inherit too, do not agree on what these are.
+    # Any: torch's classes, from which the layers inherit too, declare different types.
     weight: Any
     bias: Any
     eps: Any
     centred = True
-    # Of what a group needs more than one, in words.
+    # What a group needs more than one of, for messages.
     several = ""
 
     def __init_subclass__(cls, **arguments: Any) -> None:
@@ -216,24 +216,24 @@ class DistributedNorm(OperatorLayer[Normalisation]):
             register(self, values, {})
 
     def options(self) -> NormOptions:
-        """What the next call computes."""
+        """Options of the next call's operation."""
         return NormOptions(self.axes, self.eps, self.centred, several=self.several)
 
     def mode(self) -> tuple[Any, ...]:
-        """What of a call depends on more than its input; to be alike on all ranks of the call."""
+        """Settings of a call beside its input; they must be equal on all ranks of the call."""
         return (None if self.eps is None else float(self.eps),)
 
     def about_mode(self, eps: float | None) -> str:
-        """A mode in words, for messages."""
+        """Text of a mode, for messages."""
         return f"has eps {eps}"
 
     @cached_property
     def _operations(self) -> WeakValueDictionary[tuple[object, ...], Normalisation]:
-        # By all that an operation depends on: what changes from call to call, as momentum may, makes none.
+        # By all that an operation depends on. Momentum, which may change in every call, is not part of it.
         return WeakValueDictionary()
 
     def plan(self, facts: dict[int, InputFacts]) -> Normalisation:
-        """Normalisation of what all ranks said, in the mode that they have in common."""
+        """Operation for the facts of all ranks; ``MismatchError`` if their modes differ."""
         (first, expected), *others = ((rank, fact.call_arguments[0]) for rank, fact in facts.items())
         for rank, mode in others:
             if mode != expected:
@@ -267,20 +267,20 @@ class DistributedNorm(OperatorLayer[Normalisation]):
         call_arguments: tuple[Any, ...] | None = None,
         problem: str = "",
     ) -> Agreement[Normalisation]:
-        """As of every layer, with the mode, and with what the user of this rank says of statistics."""
+        """As in the base, with the mode and the results of this rank's callbacks for statistics."""
         words = self.mode(), answer_of_user(vars(self), self.machine.rank)
-        # Without parameters it is the type of running statistics that counts.
+        # Without parameters the ranks compare the type of the running statistics.
         mean = self._buffers.get("running_mean")
         told = weights if weights or mean is None else (mean,)
         return super().enter(plans, xs, told, words, problem)
 
     def leave(self, y: Tensor, x: Tensor, needs: GradientNeeds) -> Tensor:
-        """Result in the graph if any rank's is; what has no elements keeps its shape."""
+        """Result in a graph if that of any rank is; a result without elements keeps its shape."""
         return y if y.requires_grad else anchored(y, needs.any)
 
     @property
     def statistics_told(self) -> bool:
-        """Wherever this rank takes part in calls."""
+        """Whether this rank takes part in calls: there its callbacks are compared in each call."""
         return self.agreement is not None
 
     @property
@@ -290,9 +290,9 @@ class DistributedNorm(OperatorLayer[Normalisation]):
     def get_ranks_synch_norm(self) -> list[int]:
         """Rank ids that share statistics with this one, itself included; empty if none is needed.
 
-        Where groups of channels straddle ranks: those of the last call, and before it of a balanced input.
-        A user who gives this callback decides it: any of these ranks that all name each other. It is asked
-        in every call.
+        If groups of channels straddle ranks, these are the ranks of the last call, or, before the first call,
+        those for a balanced input. A user's callback may select some of these ranks, if all selected ranks
+        name each other; it is called in every call of the layer.
         """
         if not self.P_x.active:
             return []
@@ -303,9 +303,9 @@ class DistributedNorm(OperatorLayer[Normalisation]):
         return list(ranks) if len(ranks) > 1 else []
 
     def get_sizeof_norm(self) -> int:
-        """Bytes of one message of statistics in the forward of the last input seen.
+        """Bytes of one message of statistics in the last forward.
 
-        Before that of the announced one, of layers that were built from global parameters; otherwise 0.
+        Before it: for the announced input of a layer that was built from global parameters, otherwise 0.
         """
         if not self.P_x.active:
             return 0
@@ -324,21 +324,22 @@ class DistributedNorm(OperatorLayer[Normalisation]):
 
 
 def _check_extents(layer: DistributedNorm, **extents: int) -> None:
-    """Refuse a size below 0, by its name."""
+    """Raise ``ArgumentError`` if a named size is below 0."""
     for name, extent in extents.items():
         if extent < 0:
             raise ArgumentError(f"{type(layer).__name__}: {name} must be at least 0, got {extent}")
 
 
 class DistributedRunningNorm(DistributedNorm, batchnorm._NormBase):
-    """Normalisation per channel that may keep running statistics, in torch's buffers, equal on all keepers.
+    """Normalisation per channel that may keep running statistics in torch's buffers; replicas are equal.
 
-    These are where the parameters are, or would be; whole on ranks outside of P_x too. In training they
-    travel once more where not all of their keepers have computed them together; in evaluation not at all.
+    Running statistics are placed as the parameters; if they are not cut, ranks outside of P_x have replicas
+    too. Training sends them in one more message, unless all ranks that keep them share the computation.
+    Evaluation sends no statistics.
     """
 
     _dims: ClassVar[tuple[int, ...]]
-    # What affine and track_running_stats are unless they are given, and whether eps has to be positive.
+    # Defaults of affine and track_running_stats, and whether eps has to be positive.
     _usual: ClassVar[bool]
     _needs_eps: ClassVar[bool] = False
 
@@ -383,24 +384,24 @@ class DistributedRunningNorm(DistributedNorm, batchnorm._NormBase):
             self.buffer_layouts.update(dict.fromkeys(RUNNING, self.store))
 
     def axes_of(self, dims: int) -> NormAxes:
-        """What is reduced, of a tensor of so many dimensions."""
+        """Reduced dimensions, and those of the parameters, of a tensor with ``dims`` dimensions."""
         raise NotImplementedError
 
     def agreeing(self) -> tuple[int, ...]:
-        """All ranks of the machine where statistics are tracked: they all keep some."""
+        """Ranks of P_x; with running statistics all ranks of the machine."""
         ranks = super().agreeing()
         idle = () if self.running_mean is None else self.machine.ranks
         return (*ranks, *(rank for rank in idle if rank not in self.P_x))
 
     def reset_running_stats(self) -> None:
-        """Start the running statistics anew; local, to be called on all ranks."""
+        """Reset the running statistics; local, must be called on all ranks."""
         for key, start in (*zip(RUNNING, (0, 1), strict=True), ("num_batches_tracked", 0)):
             buffer = self._buffers[key]
             if buffer is not None:
                 buffer.fill_(start)
 
     def statistics_mode(self) -> tuple[bool, bool]:
-        """Whether a call normalises by the statistics of its input, and whether it changes running ones."""
+        """Whether a call normalises by statistics of its input, and whether it updates running statistics."""
         raise NotImplementedError
 
     def rate(self) -> float:
@@ -408,22 +409,22 @@ class DistributedRunningNorm(DistributedNorm, batchnorm._NormBase):
         raise NotImplementedError
 
     def options(self) -> NormOptions:
-        """As of every norm, with what is done about running statistics."""
+        """As in the base, with the use and update of running statistics."""
         by_batch, tracks = self.statistics_mode()
         return replace(super().options(), by_batch=by_batch, tracks=tracks)
 
     def mode(self) -> tuple[Any, ...]:
-        """By what a call normalises, and how it changes the running statistics; as of the base."""
+        """As in the base, with the statistics that a call normalises by, and the update of running ones."""
         by_batch, tracks = self.statistics_mode()
         eps, momentum = self.eps, self.momentum if tracks else None
-        # In numbers that JSON can carry.
+        # In JSON's types.
         eps = None if eps is None else float(eps)
         return eps, by_batch, tracks, None if momentum is None else float(momentum)
 
     def about_mode(
         self, eps: float | None, by_batch: bool = True, tracks: bool = False, momentum: float | None = None
     ) -> str:
-        """A mode in words, for messages."""
+        """Text of a mode, for messages."""
         by = f"normalises by the statistics of {'the batch' if by_batch else 'earlier batches'}"
         tracked = f"tracks them with momentum {momentum}" if tracks else "tracks none"
         return f"{by} with eps {eps} and {tracked}"
@@ -431,7 +432,7 @@ class DistributedRunningNorm(DistributedNorm, batchnorm._NormBase):
     def run(
         self, agreement: Agreement[Normalisation], xs: Sequence[Tensor], weights: Mapping[str, Tensor]
     ) -> tuple[Tensor, GradientNeeds]:
-        """Call the operation, with the running statistics that it uses or changes."""
+        """Call the operation, with the running statistics that it uses or updates."""
         operation, needs = agreement.settle()
         mode, named = operation.options, dict[str, Any](weights)
         if mode.tracks or not mode.by_batch:
@@ -449,8 +450,8 @@ class DistributedRunningNorm(DistributedNorm, batchnorm._NormBase):
 class DistributedBatchNorm(DistributedRunningNorm, batchnorm._BatchNorm):
     """Batch normalisation of a tensor that is split over ranks along any of its dimensions.
 
-    Mean and variance of a channel are those of the whole batch and all of space, on however many ranks: more
-    than one value per channel is needed in training. Local output: of the shape of the local input.
+    Mean and variance of a channel are those of the global batch and image. In training there must be more
+    than one value per channel, counted over all ranks. Local output: of the shape of the local input.
 
     Parameters
     ----------
@@ -459,8 +460,8 @@ class DistributedBatchNorm(DistributedRunningNorm, batchnorm._BatchNorm):
     num_features, eps, momentum, affine, track_running_stats, device, dtype, bias
         As in torch. ``eps`` must be positive.
     placement, weights
-        Where P_x cuts dimensions of the parameters: ``"cut"`` with them, or ``"replicated"`` on all ranks of
-        the machine; running statistics too.
+        If P_x cuts dimensions of the parameters: ``"cut"``, in the same way, or ``"replicated"`` on all ranks
+        of the machine. This also holds for running statistics.
 
     Notes
     -----
@@ -471,16 +472,16 @@ class DistributedBatchNorm(DistributedRunningNorm, batchnorm._BatchNorm):
     _usual = _needs_eps = True
 
     def axes_of(self, dims: int) -> NormAxes:
-        """All but channels."""
+        """All dimensions but channels are reduced."""
         return NormAxes(reduced=tuple(d for d in range(dims) if d != 1), weighted=(1,))
 
     def statistics_mode(self) -> tuple[bool, bool]:
-        """By the input in training, and without running statistics; these change in training."""
+        """By the input in training, and without running statistics. Training updates running statistics."""
         running = self.running_mean is not None
         return self.training or not running, self.training and self.track_running_stats and running
 
     def rate(self) -> float:
-        """``momentum``, or one by the number of batches if that is None; counts the batch."""
+        """``momentum``, or 1 / number of batches if that is None; counts this batch."""
         if self.num_batches_tracked is None:
             return 0.0 if self.momentum is None else self.momentum
         self.num_batches_tracked.add_(1)
@@ -488,9 +489,9 @@ class DistributedBatchNorm(DistributedRunningNorm, batchnorm._BatchNorm):
 
     @property
     def qconfig(self) -> None:
-        """Refuse what asks for it: quantisation, and ``nn.SyncBatchNorm.convert_sync_batchnorm``.
+        """Raise ``UnsupportedError`` in quantisation and in ``nn.SyncBatchNorm.convert_sync_batchnorm``.
 
-        That would put a layer in the place of this one which normalises each shard by itself.
+        These read this attribute, and would replace the layer by one that normalises each shard by itself.
         """
         raise UnsupportedError(
             f"{self.label!r} shares its statistics over all ranks already, and is not to be converted to"
@@ -511,10 +512,10 @@ class DistributedBatchNorm3d(DistributedBatchNorm, nn.BatchNorm3d, dims=(5,)):
 
 
 class DistributedInstanceNorm(DistributedRunningNorm, instancenorm._InstanceNorm):
-    """Instance normalisation: as :class:`DistributedBatchNorm`, of each instance by itself.
+    """Instance normalisation: as :class:`DistributedBatchNorm`, but for each instance by itself.
 
-    Mean and variance of a channel of an instance are those of the whole image, of more than one element.
-    Tensors come with or without a batch.
+    Mean and variance are those of one channel of an instance's global image, which must have more than one
+    element. Tensors may have a batch dimension or not.
 
     Notes
     -----
@@ -525,12 +526,12 @@ class DistributedInstanceNorm(DistributedRunningNorm, instancenorm._InstanceNorm
     _usual = False
 
     def axes_of(self, dims: int) -> NormAxes:
-        """Space, behind the channels."""
+        """The spatial dimensions, behind the channels, are reduced."""
         channels = dims - self._dims[0]
         return NormAxes(reduced=tuple(range(channels + 1, dims)), weighted=(channels,))
 
     def statistics_mode(self) -> tuple[bool, bool]:
-        """By the input in training, and where none are tracked; running ones change where they are unused."""
+        """By the input in training, and without tracking; these calls update running statistics, if any."""
         by_batch = self.training or not self.track_running_stats
         return by_batch, by_batch and self.running_mean is not None
 
@@ -554,8 +555,8 @@ class DistributedInstanceNorm3d(DistributedInstanceNorm, nn.InstanceNorm3d, dims
 class DistributedGroupNorm(DistributedNorm, nn.GroupNorm):
     """Group normalisation of a tensor that is split over ranks along any of its dimensions.
 
-    Groups of channels may straddle ranks. Local input and output: (batch, channel, ...), of one shape.
-    Arguments are as of :class:`DistributedBatchNorm`, or else as in torch.
+    Groups of channels may straddle ranks. Local input and output: (batch, channel, ...), of equal shape.
+    Arguments are as for :class:`DistributedBatchNorm`, all others as in torch.
 
     Notes
     -----
@@ -622,9 +623,9 @@ class DistributedTrailingNorm(DistributedNorm):
 class DistributedLayerNorm(DistributedTrailingNorm, nn.LayerNorm):
     """Layer normalisation of a tensor that is split over ranks along any of its dimensions.
 
-    Local output: of the shape of the local input. Ranks among which P_x splits normalised dimensions share
-    the statistics of every instance. Arguments are as of :class:`DistributedBatchNorm`, or else as in torch;
-    ``normalized_shape`` is global.
+    Local output: of the shape of the local input. If P_x splits normalised dimensions, the ranks that hold
+    parts of an instance share its statistics. Arguments are as for :class:`DistributedBatchNorm`, all others
+    as in torch; ``normalized_shape`` is global.
 
     Notes
     -----
@@ -647,7 +648,7 @@ class DistributedLayerNorm(DistributedTrailingNorm, nn.LayerNorm):
 
 
 class DistributedRMSNorm(DistributedTrailingNorm, nn.RMSNorm):
-    """Root mean square normalisation: as :class:`DistributedLayerNorm`, without mean and bias.
+    """Root mean square normalisation: as :class:`DistributedLayerNorm`, but without mean and bias.
 
     Notes
     -----

@@ -35,25 +35,25 @@ from distdl_rma.ops.windows import (
 )
 
 Size = int | tuple[int, ...]
-# None: as large as the input.
+# None: the extent of the input.
 OutputSize = int | None | Sequence[int | None]
 
 
 class WindowOptions(LayerOptions, total=False):
-    """What these layers take by name: the partition of the output too, which is P_x if None."""
+    """Keyword arguments of these layers: also the partition of the output, which is P_x if None."""
 
     P_y: Partition | None
 
 
 class WindowLayer(OperatorLayer[WindowOperation[Any]]):
-    """Layer on (batch, channel, *spatial) that is an operation with options, and has no parameters.
+    """Layer on (batch, channel, *spatial) that consists of an operation with options, without parameters.
 
-    A class for ``dims`` spatial dimensions says so where it names its bases, the last of which is its twin in
-    torch; one that does not is for 1 to 3 of them.
+    A class with the class argument ``dims`` is for that many spatial dimensions, and has torch's layer as
+    last base. Other classes are for 1 to 3 spatial dimensions.
     """
 
     operation: ClassVar[type[WindowOperation[Any]]]
-    options: Any  # what the operation is built with
+    options: Any  # of the operation
     _dims: int = 0
     _shown: ClassVar[tuple[str, ...]] = ()  # arguments to be printed
 
@@ -75,7 +75,7 @@ class WindowLayer(OperatorLayer[WindowOperation[Any]]):
         self._dims = dims
 
     def plan(self, facts: dict[int, InputFacts]) -> WindowOperation[Any]:
-        """The operation, for the global input that the ranks form."""
+        """Operation for the global input that the ranks form."""
         source, dtype = source_of(self.P_x, facts)
         return type(self).operation(self.site, source, self.P_y, dtype, self.options)
 
@@ -86,7 +86,7 @@ class WindowLayer(OperatorLayer[WindowOperation[Any]]):
 
 
 class MaxLayer(WindowLayer):
-    """Layer that can also say where the largest elements are, in the flattened global plane."""
+    """Layer that can also return the indices of the largest elements, in the flattened global plane."""
 
     return_indices: bool
 
@@ -102,9 +102,9 @@ class MaxLayer(WindowLayer):
 
 
 class DistributedPad(WindowLayer):
-    """Padding of a tensor that is split over ranks, in batch, channels and space; any type of elements.
+    """Padding of a tensor that is split over ranks, in batch, channels and space; for any type of elements.
 
-    Partitions are those of :class:`DistributedAvgPool`.
+    Partitions are as for :class:`DistributedAvgPool`.
 
     Parameters
     ----------
@@ -223,7 +223,7 @@ class DistributedCircularPad3d(DistributedPad, nn.CircularPad3d, dims=3, mode="c
 
 
 class _Sliding(WindowLayer):
-    # Arguments of sliding windows; in torch these are not always tuples.
+    # Any: in torch these arguments are not always tuples.
     kernel_size: Any
     stride: Any
     padding: Any
@@ -252,7 +252,7 @@ class _Sliding(WindowLayer):
 class DistributedAvgPool(_Sliding):
     """Average pooling of a tensor that is split over ranks, in batch, channels and space.
 
-    Where P_y is P_x, the batch stays cut as it is; otherwise the output is balanced over P_y.
+    The output is balanced over P_y. If P_y is P_x, the batch stays cut as it is.
 
     Parameters
     ----------
@@ -266,7 +266,7 @@ class DistributedAvgPool(_Sliding):
     ShapeError
         In a call, if the windows do not fit into the global input.
     UnsupportedError
-        In a call, if the input is not of floating point numbers.
+        In a call, if the input is not of floating point.
 
     Notes
     -----
@@ -298,9 +298,9 @@ class DistributedAvgPool(_Sliding):
 class DistributedMaxPool(_Sliding, MaxLayer):
     """Max pooling of a tensor that is split over ranks, in batch, channels and space.
 
-    Partitions, shapes and errors are those of :class:`DistributedAvgPool`; a call also raises ``ShapeError``
-    if a window reads nothing but padding. With ``return_indices`` the output is a pair of it and of where its
-    elements are in the *global* plane, flattened, as in torch.
+    Partitions, shapes and errors are as for :class:`DistributedAvgPool`; a call also raises ``ShapeError`` if
+    a window reads only padding. With ``return_indices`` the result is a pair: the output, and the indices of
+    its elements in the flattened *global* plane, as in torch.
     """
 
     operation = MaxPooling
@@ -367,14 +367,14 @@ def _size(value: Any) -> int | None:
 class DistributedAdaptiveAvgPool(_Adaptive):
     """Average pooling to a given global size, of a tensor that is split over ranks.
 
-    Every rank sums what its own data contributes to each output; these sums travel, not the data, and the
-    owners of the outputs add them: a global pool sends one number per channel and rank. Partitions, shapes
-    and errors are those of :class:`DistributedAvgPool`.
+    Every rank sums its own elements of each window, and sends these partial sums, not the data, to the owners
+    of the outputs. A global pool sends one number per channel and rank. Partitions, shapes and errors are as
+    for :class:`DistributedAvgPool`.
 
     Parameters
     ----------
     output_size
-        As in torch: the global output; None for a dimension keeps its extent.
+        As in torch, of the global output; None keeps the extent of a dimension.
     """
 
     operation = AdaptiveAvgPooling
@@ -387,8 +387,8 @@ class DistributedAdaptiveAvgPool(_Adaptive):
 class DistributedAdaptiveMaxPool(_Adaptive, MaxLayer):
     """Max pooling to a given global size, of a tensor that is split over ranks.
 
-    Every rank fetches what its outputs read. Arguments are those of :class:`DistributedAdaptiveAvgPool`, and
-    ``return_indices`` of :class:`DistributedMaxPool`.
+    Every rank receives the elements that its outputs read. Arguments are those of
+    :class:`DistributedAdaptiveAvgPool`, and ``return_indices`` of :class:`DistributedMaxPool`.
     """
 
     operation = AdaptiveMaxPooling
@@ -433,8 +433,8 @@ class DistributedAdaptiveMaxPool3d(DistributedAdaptiveMaxPool, nn.AdaptiveMaxPoo
 class DistributedUpsample(WindowLayer, nn.Upsample):
     """Resize a tensor that is split over ranks, in batch, channels and space.
 
-    Every rank fetches what its outputs read, which is found by torch's rules from the *global* extents.
-    Partitions are those of :class:`DistributedAvgPool`, for tensors of 3, 4 or 5 dimensions.
+    Every rank receives the elements that its outputs read, by torch's rules for the *global* extents.
+    Partitions are as for :class:`DistributedAvgPool`, for tensors of 3, 4 or 5 dimensions.
 
     Parameters
     ----------
@@ -448,7 +448,7 @@ class DistributedUpsample(WindowLayer, nn.Upsample):
     ShapeError
         In a call, if input or output are empty.
     UnsupportedError
-        In a call, if the input is not of floating point numbers.
+        In a call, if the input is not of floating point.
 
     Notes
     -----
@@ -505,7 +505,7 @@ def _positive(value: Any) -> float:
 
 
 class _Upsampling2d(DistributedUpsample, dims=2):
-    # In torch's way to say it a mode is a class.
+    # torch's classes for one mode each.
     _mode: ClassVar[tuple[str, bool | None]]
 
     def __init__(

@@ -1,1 +1,1 @@
-"""What all distributed layers share."""
+"""The base of all distributed layers: arguments, agreement on inputs, parameters and errors."""

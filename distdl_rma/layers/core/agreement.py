@@ -1,7 +1,7 @@
-"""Where the ranks of a layer agree on the shapes and types of a call, which may differ from call to call.
+"""Agreement of a layer's ranks on the shapes and types of a call, which may differ from call to call.
 
-Each rank tells the others what it passes (``InputFacts``), and all plan for what all of them said. What they
-refuse reads the same everywhere: on the ranks of the layer, and where its backward is waited for.
+Each rank sends facts about its inputs (``InputFacts``), and all ranks derive the same plan from the facts of
+all. Errors are equal on all ranks of the layer, and on ranks outside that wait for its backward.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ from distdl_rma.ops.core.autograd import GradientNeeds
 from distdl_rma.ops.core.movement import CallSite
 
 _KEY = "static shapes"
-# What of a rank's calls that tell the others nothing must be alike on all ranks.
+# Texts for timeouts: calls within static_shapes send no facts, but must agree in this mode.
 _MODES = ("records no gradients within static_shapes", "records gradients within static_shapes")
 
 
 class Promise:
-    """That no rank passes anything else to a layer than in its first call."""
+    """Promise of all ranks to pass to each layer the same facts as in its first call."""
 
 
 def promise_on(machine: Machine, recording: bool = False) -> Promise | None:
-    """What the ranks of a machine promise now; None if nothing.
+    """The promise that holds on a machine now; None if there is none.
 
-    A call ``recording`` gradients, or not, asks: a wait in vain says if other ranks called otherwise.
+    Notes whether the call is ``recording`` gradients, so that a timeout can name ranks that differ.
     """
     found = machine.kept.get(_KEY)
     if not isinstance(found, Promise):
@@ -54,21 +54,21 @@ def promise_on(machine: Machine, recording: bool = False) -> Promise | None:
 
 @contextmanager
 def static_shapes(place: Machine | Partition) -> Iterator[None]:
-    """Context in which every rank passes to a layer what it passed in the layer's first call within.
+    """Context in which every rank passes to a layer the same as in the layer's first call within.
 
-    The same local shapes and types, the same that needs a gradient; calls with and without recording of
-    gradients are told apart. Layers that take plain shards then agree in their first call only, and no rank
-    waits for those that it needs no data of. A distributed model needs none of this: split tensors know their
-    shapes. Collective over the machine to enter, blocking; local to leave.
+    Local shapes, types, and which tensors need a gradient must stay the same; calls with and without
+    recording of gradients each have a first call. Layers that take plain shards agree in their first call
+    only. Later a rank waits only for ranks whose data it needs. Distributed models do not need this: split
+    tensors know their shapes. Collective over the machine to enter, blocking; local to leave.
 
-    What changes all the same is a ``ShapeError`` on the rank that sees it; the others, which would wait for
-    this one, raise ``PeerFailedError``, and the machine is over. Gradients are recorded on all ranks or on
-    none: where they are not, a rank waits in vain, and ``ExchangeTimeout`` says so.
+    An input that changes raises ``ShapeError`` on its rank and ``PeerFailedError`` on the others, and the
+    machine cannot be used afterwards. All ranks must record gradients, or none; otherwise a rank waits until
+    an ``ExchangeTimeout``, which reports the difference.
 
     Raises
     ------
     ProtocolError
-        If shapes are promised already.
+        If the machine is within such a context already.
     """
     machine = Machine.of(place)
     if promise_on(machine) is not None:
@@ -83,10 +83,10 @@ def static_shapes(place: Machine | Partition) -> Iterator[None]:
 
 
 class Plan(Protocol):
-    """What a layer derives from the facts of all its ranks."""
+    """Result that a layer derives from the facts of all its ranks."""
 
     def void(self) -> None:
-        """Give up the exchange that some ranks may have started on this plan."""
+        """Void the exchange that some ranks may have started on this plan."""
 
 
 P = TypeVar("P", bound=Plan)
@@ -94,40 +94,39 @@ P_co = TypeVar("P_co", bound=Plan, covariant=True)
 
 
 class Planner(Protocol[P_co]):
-    """Who has plans: a layer, as the plans know it."""
+    """Owner of a ``ShapeAgreement``: a layer."""
 
     @property
     def site(self) -> CallSite:
-        """Where the calls are."""
+        """Machine and name of the calls."""
 
     def plan(self, facts: dict[int, InputFacts]) -> P_co:
-        """Plan for the facts of all ranks, by rank id; alike on all of them, errors included.
+        """Plan for the facts of all ranks, by rank id; equal on all of them, errors included.
 
-        Made outside of inference mode: what a plan keeps is used in training too.
+        Runs outside of inference mode, because training may use the tensors that a plan keeps.
         """
 
     def built_with(self) -> str:
-        """What is to be alike on all ranks; those that differ raise ``MismatchError`` in their first call."""
+        """Text that must be equal on all ranks, or the first call raises ``MismatchError`` on all."""
         return ""
 
     def outcome(self) -> CallOutcome | None:
-        """How ranks outside are told what becomes of the call that begins; None where nobody waits."""
+        """Notification of ranks outside about the call that begins; None if no rank outside waits for it."""
         return None
 
 
 class ShapeAgreement(Generic[P]):
-    """What the ranks of one layer pass, agreed upon in each call, and the plans that follow from it.
+    """Agreement of one layer's ranks on the facts of each call, and the plans that follow from them.
 
-    What all ranks said in a call has a number, the same on all of them. In every call each rank says which
-    number its own input fits, in a vote that is hidden behind the local compute: a rank whose input looks as
-    before starts on the last plan (``guess``) and learns afterwards whether that was right (``settle``). So a
-    change that only some ranks see (a smaller last batch, another image size) reaches all of them in the same
-    call; only then they tell each other what they pass. What does not fit is told in words, in a round more.
+    Each distinct combination of all ranks' facts has an id, equal on all ranks. In every call each rank sends
+    the id of the combination that it expects. The comparison overlaps with the local computation: a rank
+    whose facts are those of the last call starts on the last plan (``guess``) and receives the result
+    afterwards (``settle``). So a change that only some ranks see (a smaller last batch, another image size)
+    reaches all of them in the same call. Only then they exchange their facts.
 
-    ``ranks`` are the rank ids that must agree, ``inputs`` is the number of tensors that a call passes;
-    ``tells`` says whether there may be ranks outside that wait for an outcome. The owner is held weakly, and
-    must live as long as this is used: a layer that its own agreement referred to would be freed late, and
-    its memory too.
+    ``ranks`` are the rank ids that must agree, ``inputs`` is the number of tensors that a call passes, and
+    ``tells`` is whether ranks outside may wait for the outcome of a call. The owner must live as long as this
+    is used. It is referred to weakly: a reference cycle would free the layer and its memory late.
     """
 
     def __init__(self, owner: Planner[P], ranks: Sequence[int], inputs: int = 1, tells: bool = False) -> None:
@@ -136,30 +135,30 @@ class ShapeAgreement(Generic[P]):
         self._inputs, self._tells = inputs, tells
         self._outcome: CallOutcome | None = None
         self._consensus: Consensus | None = None
-        # What this rank says of the layer, once it has met the others.
+        # Title of the layer's comparisons, with a fingerprint of its arguments, from the first call on.
         self._title, self._epoch = "", 0
         self._memory: PlanCache[P, GradientNeeds] = PlanCache()
-        # Plan of the last call, and what fitted it of this rank's facts.
+        # Plan of the last call, and the key of this rank's facts in it.
         self.last: P | None = None
         self._last_key: object = None
         self.guess: P | None = None
-        # What this rank said last, as a row, and what a plan depends on: most calls repeat it.
+        # This rank's last facts, their row and their key: most calls repeat them.
         self._said: tuple[InputFacts, bytes, object] | None = None
         self._proposal = UNKNOWN
-        # What all ranks promised to go on with: what this one passes, with gradients recorded and without.
+        # Within static_shapes: facts, row and id of the first call, by whether it recorded gradients.
         self._promise: Promise | None = None
         self._kept: dict[bool, tuple[InputFacts, bytes, int]] = {}
         self._recording = self._silent = self._astray = False
 
     def begin(self, mine: InputFacts) -> None:
-        """Tell the other ranks about a call, and find the guess. Waits for them in the first call only."""
+        """Send this rank's id to the other ranks, and choose the guess; blocking in the first call only."""
         if self._astray:
             said = f"{self._name!r}: rank {self._machine.rank} called it while others were elsewhere"
             error = ProtocolError(f"{said}, and what it sent then would be taken for part of this one")
-            # They may take it before they wait for this rank.
+            # The other ranks may use that data before they wait for this rank.
             self._machine.fail(error)
             raise error
-        # Asked for now: within an operation of autograd grad mode is off.
+        # The outcome depends on grad mode, which is off later, within an operation of autograd.
         self._outcome = self._asked().outcome() if self._tells else None
         if self._said is None or self._said[0] != mine:
             self._said = mine, mine.encode(), mine.key
@@ -174,11 +173,11 @@ class ShapeAgreement(Generic[P]):
             self._epoch = self._consensus.start(self._title, *words)
         self.guess = self.last if self._last_key == key else None
         if proposal and self._memory[proposal].plan is not self.last:
-            # Where all ranks propose it, none has started on the last one.
+            # If all ranks propose this other plan, none of them has started on the last one.
             self.guess = None
 
     def _is_promised(self, mine: InputFacts, row: bytes) -> bool:
-        # Whether all ranks promised to pass what they passed before, and this one does.
+        # Whether a promise holds and this rank has kept facts; raises if its facts have changed.
         self._recording = torch.is_grad_enabled()
         promise = promise_on(self._machine, self._recording)
         if promise is not self._promise:
@@ -193,7 +192,7 @@ class ShapeAgreement(Generic[P]):
                 f"{self._name!r}: rank {self._machine.rank} passes {mine.described} and passed"
                 f" {facts.described} before, within static_shapes"
             )
-            # The others were told nothing, and would wait for this one.
+            # The other ranks do not know of the error, and would wait for this one.
             self._machine.fail(error)
             raise error
         self.guess = self._memory[self._proposal].plan
@@ -207,10 +206,10 @@ class ShapeAgreement(Generic[P]):
         return consensus
 
     def settle(self) -> tuple[P, GradientNeeds]:
-        """Plan that holds for this call, and what any rank needs the gradient of.
+        """Plan for this call, and the gradients that any rank needs.
 
-        Blocking until every rank has begun. If it is not the guess, nothing was moved: start again on this
-        one. Facts that do not fit together raise the same error on every rank.
+        Blocking until every rank has begun. If the plan is not the guess, an exchange on the guess is void:
+        start again on this plan. Facts that do not fit together raise the same error on every rank.
         """
         if self._said is None:
             raise ProtocolError(f"{self._name!r}: settle without begin")
@@ -240,7 +239,7 @@ class ShapeAgreement(Generic[P]):
             with trace.span("agree", self._name):
                 return self._consensus.wait(epoch=self._epoch)
         except MismatchError as error:
-            # Weights and a halo may be on their way already, to ranks that do not expect them.
+            # This rank may have sent weights and a halo already, to ranks that do not expect them.
             self._astray = True
             if self._outcome is not None:
                 self._outcome.tell(error)
@@ -248,7 +247,7 @@ class ShapeAgreement(Generic[P]):
 
     @contextmanager
     def _telling(self) -> Iterator[None]:
-        # What the ranks of the layer refuse, all alike, is refused by those that wait for them too.
+        # Errors that all ranks of the layer raise also reach the ranks outside that wait for them.
         try:
             yield
         except (ExchangeTimeout, PeerFailedError):
@@ -259,16 +258,15 @@ class ShapeAgreement(Generic[P]):
             raise
 
     def _heard(self, row: bytes, alike: bool) -> int:
-        # The number of what all ranks say now, which they tell each other unless it is the same.
+        # Id of the combination of all ranks' facts; the ranks exchange rows unless all rows are equal.
         rows = [row] * len(self._ranks)
         if self._consensus is not None and not alike:
             rows = self._consensus.rows(row, self._consensus.largest[-1])
-        # Most ranks say what others say too.
         decoded = {each: InputFacts.decode(each) for each in set(rows)}
         facts = {rank: decoded[each] for rank, each in zip(self._ranks, rows, strict=True)}
         key = digest(repr([fact.key for fact in facts.values()]).encode())
         plan = self._memory.plan(key)
-        # Some rank may have started on its guess: that goes first, whatever comes now.
+        # Some rank may have started on its guess: void that exchange before any error is raised.
         if self.last is not None and plan is not self.last:
             self.last.void()
         if any(fact.problem for fact in decoded.values()):

@@ -1,4 +1,4 @@
-"""What layers take: arguments, read as torch reads them, and callbacks that their users answer."""
+"""Arguments of layers, read as torch reads them, and callbacks of their users."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 class Callbacks(TypedDict, total=False):
-    """Callbacks, each of which may be given to a layer when it is built, and then wins.
+    """Callbacks that may be given to a layer's constructor; each replaces the layer's own method.
 
     Interface document, sections 3.1 and 4.1; requirements A9 to A13.
     """
@@ -31,13 +31,13 @@ class Callbacks(TypedDict, total=False):
 
 
 class LayerOptions(Callbacks, total=False):
-    """What every layer takes by name: what messages call it, and callbacks."""
+    """Keyword arguments of every layer: its name in messages, and callbacks."""
 
     name: str | None
 
 
 class PlacedOptions(Callbacks, total=False):
-    """What layers with parameters take by name alone, beside what torch's take."""
+    """Keyword-only arguments of layers with parameters, beside those of torch."""
 
     placement: str | None
     weights: str | None
@@ -48,9 +48,9 @@ NAMES = frozenset(Callbacks.__annotations__)
 
 
 class AnsweringModule(nn.Module):
-    """A module that answers all callbacks but that for weights; its user's answers are attributes of it."""
+    """A module with all callbacks but that for weights; callbacks of its user are attributes."""
 
-    # Bytes of this rank's input and output; of the last call, or as announced before the first.
+    # Bytes of this rank's input and output: of the last call, or as announced before the first.
     shard_nbytes: tuple[int, int] | None = None
 
     @property
@@ -78,7 +78,7 @@ class AnsweringModule(nn.Module):
         return self._known_nbytes()[0]
 
     def get_sizeof_output_tensor(self) -> int:
-        """Bytes of this rank's shard of the output, known as those of the input are."""
+        """Bytes of this rank's shard of the output; otherwise as ``get_sizeof_input_tensor``."""
         return self._known_nbytes()[1]
 
     def get_sizeof_tensor(self) -> int:
@@ -97,7 +97,7 @@ class AnsweringModule(nn.Module):
         return self.shard_nbytes
 
     def check_answers(self, who: str, names: Sequence[str], **sizes: int) -> None:
-        """Compare the user's answers with what the module itself says, or with sizes in their place."""
+        """Raise ``ConfigurationError`` if a user's callback and the module, or a size, differ."""
         for name in (*names, *sizes):
             if name not in vars(self):
                 continue
@@ -113,7 +113,7 @@ class AnsweringModule(nn.Module):
 
 
 def answer(module: nn.Module, who: str, callbacks: Mapping[str, Any]) -> None:
-    """Have a module answer by the given callbacks instead of its own methods; local."""
+    """Replace methods of a module by the given callbacks; local."""
     for name, callback in callbacks.items():
         if name not in NAMES:
             raise TypeError(f"{who} got an unexpected keyword argument {name!r}")
@@ -123,7 +123,7 @@ def answer(module: nn.Module, who: str, callbacks: Mapping[str, Any]) -> None:
 
 
 def callbacks_among(options: dict[str, Any]) -> Callbacks:
-    """Callbacks among keyword arguments, taken out of them."""
+    """Remove the callbacks from keyword arguments, and return them."""
     return cast(Callbacks, {name: options.pop(name) for name in Callbacks.__annotations__ if name in options})
 
 
@@ -134,9 +134,9 @@ def _plain(said: Any) -> int | list[int]:
 def each_dim(
     kind: str, what: str, value: object, dims: int, read: Callable[[Any], T], wanted: str
 ) -> tuple[T, ...]:
-    """One number per dimension from what torch accepts: one for all, or a tuple of ``dims``.
+    """One value per dimension from an argument of torch: one for all, or a sequence of ``dims``.
 
-    ``ArgumentError`` if there is another number of them, or ``read`` refuses one by any error of a number.
+    ``ArgumentError`` if the sequence has another length, or ``read`` raises ``TypeError`` or ``ValueError``.
     """
     values = tuple(value) if isinstance(value, Sequence) and not isinstance(value, str) else (value,) * dims
     try:
@@ -148,7 +148,7 @@ def each_dim(
 
 
 def per_dim(kind: str, what: str, value: object, dims: int, least: int) -> tuple[int, ...]:
-    """One integer of at least ``least`` per dimension; as in torch, a tuple of one will do as well."""
+    """One integer of at least ``least`` per dimension; as in torch, a sequence of one is valid too."""
 
     def read(number: Any) -> int:
         found = as_int(number)
@@ -161,10 +161,9 @@ def per_dim(kind: str, what: str, value: object, dims: int, least: int) -> tuple
 
 
 def chosen_placement(kind: str, placement: str | None, weights: str | None, allowed: Sequence[str]) -> str:
-    """Where a layer keeps its parameters: one of ``allowed``, the first one unless it is told.
+    """Placement of a layer's parameters: one of ``allowed``, by default the first.
 
-    ``weights`` is another name of the argument ``placement``; both are None where they are not given.
-    ``ArgumentError`` if it is another one, or the two differ.
+    ``weights`` is another name of ``placement``. ``ArgumentError`` if the two differ, or are not allowed.
     """
     if placement is not None and weights is not None and placement != weights:
         raise ArgumentError(
@@ -177,7 +176,7 @@ def chosen_placement(kind: str, placement: str | None, weights: str | None, allo
 
 
 def show_arguments_of(layer: type[nn.Module], twin: type[nn.Module], named: Iterable[str]) -> None:
-    """Have ``help`` show what a constructor takes: P_x, the arguments of a torch layer, and some by name."""
+    """Give a constructor a signature for ``help``: P_x, the arguments of a torch layer, and keyword ones."""
     constructor, kinds = layer.__init__, inspect.Parameter
     first = [kinds(key, kinds.POSITIONAL_OR_KEYWORD) for key in ("self", "P_x")]
     torchs = inspect.signature(twin).parameters.values()

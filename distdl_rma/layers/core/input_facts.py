@@ -1,4 +1,4 @@
-"""What one rank says of the inputs of a call before data moves, and what follows from what all ranks say."""
+"""Facts that a rank sends about the inputs of a call before data moves, and their combination over ranks."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ _Input = tuple[tuple[int, ...], torch.dtype]
 
 
 class InputFacts(NamedTuple):
-    """What one rank says of its inputs, of its weights and of what it wants, before data moves."""
+    """Facts about one rank's inputs, weights, needed gradients and other arguments of a call."""
 
     inputs: tuple[_Input, ...]
     needs: GradientNeeds
     weights: torch.dtype | None = None
-    call_arguments: tuple[Any, ...] = ()  # in words that JSON can carry
+    call_arguments: tuple[Any, ...] = ()  # in JSON's types
     problem: str = ""
-    given: int = 1  # inputs of the call, where the layer may take another number of them
+    given: int = 1  # number of inputs in the call, which may be invalid
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -42,14 +42,14 @@ class InputFacts(NamedTuple):
 
     @property
     def described(self) -> str:
-        """For messages."""
+        """Text for messages."""
         needs = ["", " that needs a gradient"]
         pairs = zip(self.inputs, self.needs.inputs, strict=False)
         shown = ", ".join(f"{shape} of {dtype}{needs[needed]}" for (shape, dtype), needed in pairs)
         return f"{shown}{' and ' if self.call_arguments else ''}{self.call_arguments or ''}" or self.problem
 
     def of(self, at: int) -> InputFacts:
-        """The same with one of the inputs alone."""
+        """The facts with one of the inputs only."""
         return self._replace(inputs=self.inputs[at : at + 1])
 
     @classmethod
@@ -61,10 +61,10 @@ class InputFacts(NamedTuple):
         idle: Sequence[bool] = (False,),
         problem: str = "",
     ) -> InputFacts:
-        """Facts about local tensors, a weight that the layer will use, and words that it was called with.
+        """Facts about local tensors, a weight that the layer will use, and other arguments of the call.
 
-        ``idle`` says of which inputs this rank has no part: there all tensors without elements are the same.
-        What are no tensors that can move, and any other ``problem`` with the call, all ranks refuse.
+        ``idle`` is whether this rank is outside of the partition of each input; there all tensors without
+        elements have equal facts. A ``problem``, or a value that cannot move, makes all ranks raise.
         """
         given = len(xs)
         for at, x in enumerate(xs):
@@ -84,11 +84,11 @@ class InputFacts(NamedTuple):
 
     @property
     def key(self) -> tuple[object, ...]:
-        """What a plan depends on."""
+        """The facts that a plan depends on."""
         return self.inputs, self.weights, self.call_arguments, self.given
 
     def encode(self) -> bytes:
-        """Row of words that travels."""
+        """Row of bytes for the other ranks."""
         inputs = [(shape, DTYPES.index(dtype)) for shape, dtype in self.inputs]
         weights = DTYPES.index(self.weights) if self.weights in DTYPES else None
         words = inputs, self.needs, weights, self.call_arguments, self.problem, self.given
@@ -96,7 +96,7 @@ class InputFacts(NamedTuple):
 
     @classmethod
     def decode(cls, row: bytes) -> InputFacts:
-        """Facts from the row of words."""
+        """Facts from a row of bytes."""
         inputs, (first, learns, others), weights, call_arguments, problem, given = json.loads(row)
         return cls(
             tuple((tuple(shape), DTYPES[number]) for shape, number in inputs),
@@ -112,7 +112,7 @@ _NOTHING: _Input = (0,), DTYPES[0]
 
 
 def common_dtype(facts: dict[int, InputFacts]) -> torch.dtype:
-    """Type that all ranks pass; ``ShapeError`` if two differ, which names both."""
+    """Type that all ranks pass; ``ShapeError``, which names two ranks, if they differ."""
     (first, expected), *others = ((rank, fact.dtype) for rank, fact in facts.items())
     for rank, dtype in others:
         if dtype != expected:
@@ -131,9 +131,9 @@ def input_dtype(P_x: Partition, facts: dict[int, InputFacts]) -> torch.dtype:
 def source_of(
     P_x: Partition, facts: dict[int, InputFacts], replicate: Collection[int] = ()
 ) -> tuple[Decomposition, torch.dtype]:
-    """Who owns what of an input on P_x, and its type; ``ShapeError`` if the shards form no grid either.
+    """Decomposition and type of an input on P_x; ``ShapeError`` also if the shards form no grid.
 
-    Along the grid dimensions ``replicate`` the ranks have the same part of it.
+    Along the grid dimensions ``replicate`` the ranks have the same part of the input.
     """
     dtype = input_dtype(P_x, facts)
     shapes = {rank: facts[rank].shape for rank in P_x.ranks}

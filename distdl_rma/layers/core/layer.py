@@ -1,4 +1,4 @@
-"""The base of all distributed layers: construction, names, parameters, copies, ranks that stand aside."""
+"""The base of all distributed layers: construction, names, parameters, copies, idle ranks."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ from distdl_rma.ops.core.tensors import trouble_with
 from distdl_rma.split import layout as lay
 from distdl_rma.split.tensor import SplitTensor, checked_block, mapped
 
-# The modules that a module was put into, the first one first, and by which key. By id, since the modules
-# of a program may compare as they like; without a hold on any.
+# For each module the modules that contain it, oldest first, and its key in each. Weak references; by id,
+# since modules of a program may define equality.
 _parents: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 def path_of(module: nn.Module) -> str:
-    """Keys that lead to a module from the outermost one that it is in; empty if it is in none.
+    """Keys that lead to a module from the outermost module that contains it; empty if there is none.
 
-    Of several models that it is in the first counts that is still there. What is put into a module other
-    than by torch's own functions, as ``copy.deepcopy`` does, is not found.
+    If several models contain the module, the first one that still exists counts. Only torch's functions
+    record containment; ``copy.deepcopy``, for example, does not.
     """
     keys: list[str] = []
     passed = {id(module)}
@@ -55,7 +55,7 @@ def _parent_of(module: nn.Module) -> tuple[nn.Module, str] | None:
     for parent, key in _living(module):
         if parent._modules.get(key) is module:
             return parent, key
-        # Containers may have numbered theirs anew since.
+        # Containers may have renumbered their modules.
         for other, child in parent._modules.items():
             if child is module:
                 return parent, other
@@ -68,7 +68,7 @@ def _living(module: nn.Module) -> list[tuple[nn.Module, str]]:
 
 
 def _remember(parent: nn.Module, key: str, module: nn.Module | None) -> None:
-    # Called by torch whenever a module is put into another one.
+    # torch calls this whenever a module is put into another one.
     if module is not None:
         entries = [(weakref.ref(other), old) for other, old in _living(module)]
         _parents[module] = [*entries, (weakref.ref(parent), key)]
@@ -84,12 +84,12 @@ def call_on_blocks(
     output: Callable[[], Decomposition | None],
     inputs: tuple[Any, ...],
 ) -> Any:
-    """Result of a layer for split tensors, cut as its output is.
+    """Call a layer with split tensors; returns split tensors.
 
-    ``partitions`` are those of its inputs, the last for all that follow; ``output`` says after the call how
-    its output is cut. Plain tensors among the inputs are blocks, as the layer takes them.
+    ``partitions`` are those of its inputs; the last one holds for all further inputs. ``output`` returns the
+    decomposition of the output after the call. Plain tensors among the inputs are blocks.
 
-    Raises ``PartitionError`` if an input is cut over other ranks, or otherwise.
+    Raises ``PartitionError`` if an input is split over another partition.
     """
     blocks = []
     for at, x in enumerate(inputs):
@@ -119,7 +119,7 @@ _COPY = " (copy "
 
 
 class DeclaredTensors(NamedTuple):
-    """Who owns what of the inputs and the output of a layer; calls with others remain possible."""
+    """Expected decompositions of a layer's inputs and output; calls with other ones remain possible."""
 
     inputs: tuple[Decomposition, ...]
     output: Decomposition
@@ -137,60 +137,59 @@ class DeclaredTensors(NamedTuple):
 
 
 class DistributedLayer(AnsweringModule):
-    """Base of the distributed layers: what holds for all of them; their own pages say what differs.
+    """Base of the distributed layers.
 
     **Construction** is collective over the machine: all its ranks build the same layers in the same order,
-    with the same arguments. What a layer opens on the machine it opens when that is first needed.
+    with the same arguments. A layer reserves memory in the segment when it is first needed.
 
     **Tensors** are local shards. The partition ``P_x`` has the input and ``P_y`` the output, with a
-    dimension for each dimension of the tensor. Shards may be of any size, as long as they form a grid;
-    those of the output are balanced where data is moved to ``P_y``, and otherwise where the input puts
-    them. Ranks outside of ``P_x`` pass a tensor without elements, and ranks outside of ``P_y`` receive one,
-    of shape (b, 0) if they passed b rows. Shapes and types may change from call to call, on some ranks
-    only: the ranks agree on them.
+    dimension for each dimension of the tensor. Input shards may be of any size, as long as they form a grid.
+    Output shards are balanced if data is moved to ``P_y``; otherwise they are cut as the input. Ranks outside
+    of ``P_x`` pass a tensor without elements, and ranks outside of ``P_y`` receive one, of shape (b, 0) if
+    they passed b rows. Shapes and types may change from call to call, also on some ranks only.
 
     **Calls** are blocking, forward and backward, and involve the ranks of the partitions. While gradients
-    are recorded, ranks that only hold copies of the weights take part, too: they receive success or the
+    are recorded, ranks that only hold replicas of the weights also take part: they receive success or the
     error of a call, and raise the same error. If any rank needs a gradient, all of them take part in the
     backward.
 
-    **Parameters** hold the values that the layer of torch starts with if all ranks are seeded alike. Copies
-    on several ranks start as those of the first one, and their gradients are summed in every backward,
-    unless a :class:`GradientSync` does it. ``state_dict()`` has this rank's part by torch's keys.
+    **Parameters** have torch's initial values if all ranks have the same seed. Replicas start with the values
+    of their first rank, and their gradients are summed in every backward, unless a :class:`GradientSync` does
+    it. ``state_dict()`` has this rank's part by torch's keys.
 
-    **Copies.** ``copy.deepcopy`` gives a layer of its own, local: it has copies of parameters and buffers,
-    opens anew what it needs, and belongs to no ``GradientSync``. Use it on all ranks alike, as any other
-    layer.
+    **Copies.** ``copy.deepcopy`` returns an independent layer, local: it has copies of parameters and
+    buffers, reserves its own memory, and belongs to no ``GradientSync``. Call it on all ranks in the same
+    order, as any other layer.
 
-    **The twin of a layer of torch** takes torch's arguments, by torch's names and in torch's order, after
-    its partitions. It is an instance of torch's class, for what looks for layers by ``isinstance``.
+    **The twin of a layer of torch** takes its partitions, then torch's arguments by torch's names and in
+    torch's order. It is an instance of torch's class, for programs that use ``isinstance``.
 
     Parameters
     ----------
     partitions
-        The partitions that the layer works on; all of one machine.
+        The partitions of the layer's tensors; all of one machine.
     placement
-        Of layers with parameters: where these are kept. ``"replicated"``: every rank of the machine, or
-        that uses a part of them, has a copy. ``"root"``: one rank has them, they travel in every forward,
-        and their gradients back in every backward. ``"cut"``: every rank has the part that its shard needs.
+        Where a layer keeps its parameters. ``"replicated"``: every rank of the machine, or every rank that
+        uses a block, has a copy. ``"root"``: one rank has them, sends them in every forward, and receives
+        their gradients in every backward. ``"cut"``: every rank has the part that its shard needs.
         ``weights=`` is another name for it.
     name
-        What messages and recordings call the layer, alike on all ranks. If None its path in the model, as
-        ``down2.conv.0``, and before it is in one its kind and a number.
+        Name of the layer in messages and recordings, equal on all ranks. If None, its path in the model, such
+        as ``down2.conv.0``; outside of a model, its class and a number.
     callbacks
-        Any of the callbacks of this layer, answered by its user instead; see :class:`Callbacks`.
+        Functions that replace callbacks of this layer; see :class:`Callbacks`.
 
     Raises
     ------
     PartitionError
         If the partitions belong to different machines or to none, or do not fit together.
     ArgumentError
-        If an argument is invalid, as torch's layers raise it or earlier.
+        If an argument is invalid; at construction also where torch raises in the first call.
     UnsupportedError
-        If a device other than the CPU, or a type that does not move between ranks, is asked for.
+        If the device is not the CPU, or the type cannot be sent between ranks.
     ShapeError
-        In a call, on all its ranks alike: if shards form no grid, differ in type, or do not fit the layer;
-        if a rank outside of ``P_x`` passes elements, or what is passed is no dense tensor on the CPU.
+        In a call, on all its ranks: if shards form no grid, differ in type, or do not fit the layer; if a
+        rank outside of ``P_x`` passes elements; if an input is not a dense tensor on the CPU.
     MismatchError
         In the first call, if the ranks built the layer with different arguments.
     """
@@ -200,7 +199,7 @@ class DistributedLayer(AnsweringModule):
     def __init__(
         self, *partitions: Partition, name: str | None = None, **callbacks: Unpack[Callbacks]
     ) -> None:
-        # Not super(): the twin of a torch layer inherits from that one too, and is not built by it.
+        # Not super(): a twin also inherits from its torch layer, whose constructor must not run.
         nn.Module.__init__(self)
         kind = type(self).__name__
         self.machine = Machine.of(partitions[0])
@@ -210,17 +209,17 @@ class DistributedLayer(AnsweringModule):
                     f"{kind}: the partitions of a layer must belong to one machine, {partitions[0]} and"
                     f" {partition} do not"
                 )
-        # What ranks know the layer by; its label is for people.
+        # Ranks identify the layer by its name; its label is for people.
         self.name = name or self.machine.labels.new_name(kind)
         self._named, self._label_alone = bool(name), self.name
         self.machine.labels.register(self.name, self)
         self.machine.lasting = True
-        # Rank ids of all partitions, each once: those that take part in a call.
+        # Ranks that take part in a call, each once.
         self.members = tuple(dict.fromkeys(rank for p in partitions for rank in p.ranks))
-        # Shared with its copies, which are counted together.
+        # Shared with copies of the layer, so that each copy has its own number.
         self._copies = count(1)
         self.placements: dict[str, Placement] | None = None
-        # Which box of a buffer a rank keeps, by key, for those that are cut.
+        # Decompositions of the buffers that are cut, by key.
         self.buffer_layouts: dict[str, Decomposition] = {}
         self.announced: DeclaredTensors | None = None
         answer(self, kind, callbacks)
@@ -235,7 +234,7 @@ class DistributedLayer(AnsweringModule):
         }
         vars(twin).update(copy.deepcopy(kept, memo))
         twin._copies = self._copies
-        # A name of its own: no rank's copy shall be taken for the layer itself, or for another copy.
+        # Its own name distinguishes the copy from the layer, and from other copies, on all ranks.
         copy_of = f"{_COPY}{next(self._copies)})"
         twin.name = self.name.partition(_COPY)[0] + copy_of
         twin._label_alone = self.label.partition(_COPY)[0] + copy_of
@@ -246,16 +245,15 @@ class DistributedLayer(AnsweringModule):
         super().__init_subclass__(**options)
         reset: Any = getattr(cls, "reset_parameters", None)
         if reset is not None and reset.__module__.startswith("torch."):
-            # torch's own would look at this rank's part only, and draw other numbers on each rank.
+            # torch's method would use the shape of this rank's part, and draw other numbers on each rank.
             cls.reset_parameters = _on_whole_parameters(reset)  # type: ignore[attr-defined]
 
     @property
     def label(self) -> str:
-        """What messages call the layer: the given name, its path in the model, or its kind and number.
+        """Name in messages: the given name, else the path in the model, else the class and a number.
 
-        The path begins at the outermost module that the layer is in, of the first model that it was put
-        into. A copy has the label of the layer that it was made from, with ``(copy 1)`` behind it, unless
-        it was put into a model by itself.
+        The path begins at the outermost module of the first model that contains the layer. A copy has the
+        label of the original with ``(copy 1)`` behind it, unless it has a path itself.
         """
         return self.name if self._named else path_of(self) or self._label_alone
 
@@ -263,13 +261,13 @@ class DistributedLayer(AnsweringModule):
     def __call__(self, *inputs: Any, **named: Any) -> Any:
         """Call ``forward``, and remember the sizes of the local shards.
 
-        ``ConfigurationError``, of which the other ranks hear, if the user's callbacks say what does not hold.
+        ``ConfigurationError``, and failure of the machine, if a user's callback returns a wrong value.
         """
         for x in inputs:
             if isinstance(x, SplitTensor):
                 return call_on_blocks(self.label, self.input_partitions, self, self.output_layout, inputs)
         before = self.nbytes_in((*inputs, *named.values()))
-        # In every call, since the user may give a callback at any time: one look for all of them.
+        # Checked in every call, since the user may set a callback at any time.
         stated = not NAMES.isdisjoint(vars(self))
         if stated:
             self._check_stated(get_sizeof_input_tensor=before, get_sizeof_tensor=before)
@@ -279,7 +277,7 @@ class DistributedLayer(AnsweringModule):
         else:
             y = super().__call__(*inputs, **named)
         behind = nbytes_of(y)
-        # By torch's way an attribute takes longer than all else here.
+        # torch's __setattr__ takes longer than the rest of this function.
         self.__dict__["shard_nbytes"] = before, behind
         if stated:
             self._check_stated(get_sizeof_output_tensor=behind)
@@ -287,20 +285,20 @@ class DistributedLayer(AnsweringModule):
 
     @property
     def input_partitions(self) -> tuple[Partition, ...]:
-        """Partitions of the inputs of a call; the last one is that of all that follow."""
+        """Partitions of the inputs of a call; the last one holds for all further inputs."""
         return (self.P_x,)
 
     def output_layout(self) -> Decomposition | None:
-        """How the output of the last call is cut; None if that are no blocks of one tensor. Local."""
+        """Decomposition of the last call's output; None if its parts are not blocks of one tensor. Local."""
         return None
 
     def register_buffer(self, name: str, tensor: torch.Tensor | None, persistent: bool = True) -> None:
-        """As of every module; training can use the buffer, wherever the layer is built."""
+        """As in torch; a buffer that was made in inference mode is copied, so that training can use it."""
         super().register_buffer(name, None if tensor is None else lasting(tensor), persistent)
 
     def _check_stated(self, **sizes: int) -> None:
         if self.placed is None:
-            # Without weights any ranks of the machine will do; those that have some ask in their forward.
+            # Without weights any ranks of the machine are valid; layers with weights check in their forward.
             stated_ranks(self, self.site, self.machine.ranks)
         names = () if self.statistics_told else ("get_ranks_synch_norm", "get_sizeof_norm")
         who = f"{self.label!r} on rank {self.machine.rank}"
@@ -313,12 +311,12 @@ class DistributedLayer(AnsweringModule):
 
     @property
     def statistics_told(self) -> bool:
-        """Whether the ranks tell each other in each call what their users say of statistics."""
+        """Whether the ranks exchange their users' callbacks for statistics in each call."""
         return False
 
     @property
     def site(self) -> CallSite:
-        """Where the operators of this layer are called."""
+        """Machine and name, for the operators of this layer."""
         return CallSite(self.machine, self.name)
 
     def nbytes_in(self, inputs: tuple[Any, ...]) -> int:
@@ -326,18 +324,18 @@ class DistributedLayer(AnsweringModule):
         return nbytes_of(inputs[:1])
 
     def announce(self, inputs: Sequence[Decomposition], output: Decomposition, dtype: torch.dtype) -> None:
-        """Say what the tensors will be, whose sizes are then known before the first call; local."""
+        """Declare the tensors, so that their sizes are known before the first call; local."""
         self.announced = DeclaredTensors(tuple(inputs), output, dtype)
         self.shard_nbytes = self.announced.nbytes(self.machine.rank)
 
     def built_with(self) -> str:
-        """What the layer was built with, and for what inputs: alike on all ranks that it works on."""
+        """Arguments of the layer and its announced shapes as text; must be equal on all its ranks."""
         return f"{type(self).__name__}({self.extra_repr()}) for {self.announced and self.announced.shapes}"
 
     def expected(
         self, P_x: Partition, shape: Sequence[int] | None, dtype: torch.dtype | None, at: int = 0
     ) -> torch.Tensor:
-        """Tensor that looks like this rank's part of an input: as announced, unless it is said here."""
+        """Placeholder for this rank's part of an input, by default the announced one."""
         known = self.announced
         if shape is None:
             if known is None:
@@ -351,7 +349,7 @@ class DistributedLayer(AnsweringModule):
         return placeholder_shard(self.expected_blocks(P_x, shape), kind)
 
     def expected_blocks(self, P_x: Partition, shape: Sequence[int]) -> Decomposition:
-        """How an input of which only the shape is known is taken to be cut."""
+        """Decomposition to expect of an input of which only the global shape is known."""
         return Decomposition.balanced(P_x, shape)
 
     def place(
@@ -365,25 +363,24 @@ class DistributedLayer(AnsweringModule):
 
     @cached_property
     def placed(self) -> Parameters | None:
-        """The layer's parameters, for use where they are needed; None without any."""
+        """The layer's parameters; None without any."""
         return None if self.placements is None else Parameters(self, self.site, self.placements)
 
     def agreeing(self) -> tuple[int, ...]:
-        """Ranks that take part in a call, and so hear of what is refused in it."""
+        """Ranks that take part in a call, and receive its errors in it."""
         return self.members
 
     @cached_property
     def _outcomes(self) -> dict[tuple[int, ...], CallOutcome | None] | None:
-        # By the ranks that gradients are summed over; None where all that keep copies take part in calls.
+        # By the ranks that gradients are summed over; None if all holders of replicas take part in calls.
         placed = self.placed
         return None if placed is None or set(placed.holders) <= set(self.agreeing()) else {}
 
     def outcome(self) -> CallOutcome | None:
-        """How ranks outside are told what becomes of a call; None if nobody there waits for its backward.
+        """Notification of ranks outside about a call; None if none of them waits for its backward.
 
-        Those outside that keep copies of the weights wait in the sum of gradients. They hear in calls that a
-        backward may follow: while gradients are recorded, in ``train()`` and ``eval()`` alike, but not again
-        in a recomputation.
+        Ranks outside that hold replicas of the weights wait in the sum of gradients. They receive the outcome
+        of each call that records gradients, in ``train()`` and in ``eval()``, but not of a recomputation.
         """
         placed, outcomes = self.placed, self._outcomes
         if placed is None or outcomes is None or not torch.is_grad_enabled():
@@ -397,9 +394,9 @@ class DistributedLayer(AnsweringModule):
         return outcomes[ranks]
 
     def idle_output(self, x: torch.Tensor, others: Iterable[torch.Tensor] = ()) -> torch.Tensor:
-        """Output of a rank that takes no part in a call: ``x`` without elements, in the graph of ``others``.
+        """Output of a rank outside of a call: ``x`` without elements, in the graph of ``others``.
 
-        Raises what the ranks of the layer refuse, if this one would wait for their backward.
+        Raises the error of the layer's ranks if this rank would wait for their backward; then blocking.
         """
         outcome = self.outcome()
         if outcome is not None:
@@ -407,18 +404,18 @@ class DistributedLayer(AnsweringModule):
         problem = trouble_with(x)
         if problem:
             raise ShapeError(f"{self.name!r}: rank {self.machine.rank}: {problem}")
-        # As on the ranks that have work, a backward may start here; it does nothing.
+        # A backward may start here, as on the other ranks; it does nothing.
         return anchored(idle(x, others))
 
     @property
     def layouts(self) -> dict[str, Decomposition]:
-        """Which box of each parameter, and of each buffer that is cut, a rank keeps, by key."""
+        """Decompositions of the parameters, and of the buffers that are cut, by key."""
         placements = self.placements or {}
         return {key: place.store for key, place in placements.items()} | self.buffer_layouts
 
     @property
     def scattered(self) -> dict[str, Decomposition]:
-        """Those of the layouts that are not whole on every rank of the machine."""
+        """The layouts of tensors that are not whole on every rank of the machine."""
         everyone = self.machine.size
         return {
             key: layout
@@ -427,10 +424,10 @@ class DistributedLayer(AnsweringModule):
         }
 
     def apply(self, fn: Callable[[nn.Module], Any]) -> Self:
-        """Apply ``fn`` as torch does, to the layer as it is on one machine: with whole parameters.
+        """Apply ``fn`` as torch does, while the parameters have their global shape.
 
-        So what initialises them draws the same random numbers on every rank, those of the sequential layer,
-        and sees the global shape. Each rank keeps its part.
+        So an initialisation draws the random numbers of the sequential layer on every rank. Each rank keeps
+        its part of the result.
         """
         for child in self.children():
             child.apply(fn)
@@ -439,12 +436,17 @@ class DistributedLayer(AnsweringModule):
         return self
 
     def get_ranks_synch_weights(self) -> list[int]:
-        """Rank ids that hold copies of this rank's weights, itself included; empty if none is needed."""
+        """Rank ids that hold replicas of this rank's weights, itself included; empty if no other does."""
         ranks = () if self.placed is None else self.placed.holders
         return list(ranks) if len(ranks) > 1 else []
 
 
 def _on_whole_parameters(reset: Callable[[Any], object]) -> Callable[[DistributedLayer], None]:
+<<<<<<< HEAD
+=======
+    # torch's ``reset_parameters``, which draws the sequential layer's values on every rank.
+
+>>>>>>> wt-words-layers
     def reset_whole(layer: DistributedLayer) -> None:
         """Draw the parameters anew; every rank draws those of one machine, and keeps its part."""
         with as_whole(layer, layer.scattered):
@@ -454,12 +456,12 @@ def _on_whole_parameters(reset: Callable[[Any], object]) -> Callable[[Distribute
 
 
 def nbytes_of(tensors: Any) -> int:
-    """Bytes of a tensor, or of the first of several; 0 of anything else."""
+    """Bytes of a tensor, or of the first tensor of a tuple; 0 for anything else."""
     first = tensors[0] if isinstance(tensors, tuple) and tensors else tensors
     return first.numel() * first.element_size() if isinstance(first, torch.Tensor) else 0
 
 
 def placeholder_shard(blocks: Decomposition, dtype: torch.dtype) -> torch.Tensor:
-    """Tensor of the shape and type of this rank's shard that takes no memory; nothing on idle ranks."""
+    """Tensor like this rank's shard, in the memory of one element; empty on idle ranks."""
     P_x = blocks.partition
     return torch.empty(1, dtype=dtype).expand(blocks.box(P_x.me).shape if P_x.active else (0,))

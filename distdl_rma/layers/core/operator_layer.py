@@ -1,4 +1,4 @@
-"""Layers that are an operator with parameters: enter, operator, leave."""
+"""Layers that consist of an operation with parameters: enter, operation, leave."""
 
 from __future__ import annotations
 
@@ -24,18 +24,16 @@ _needs_gradient = attrgetter("requires_grad")
 
 
 class OperatorLayer(DistributedLayer, Generic[O]):
-    """A layer whose ranks agree on what plain tensors are parts of, and then call an operation on them.
+    """A layer whose ranks agree on the global tensors of their shards, and then call an operation on them.
 
-    Subclasses say which operation serves which inputs (``plan``). Agreement on shapes, parameters, ranks
-    with and without work, and the backward of all of them are here. P_y is P_x if None; where a call passes
-    several inputs, P_x is the sequence of their partitions, and ``self.P_x`` the first one. ``others`` are
-    partitions of other ranks that take part in a call.
+    Subclasses choose the operation for the inputs (``plan``). P_y is P_x if None. For a layer of several
+    inputs P_x is the sequence of their partitions, and ``self.P_x`` the first one. ``others`` are partitions
+    of further ranks that take part in a call.
     """
 
     _casts = False  # whether torch's autocast computes this kind of layer in a shorter type
-    _call_arguments: tuple[Any, ...] = ()  # what else is said of a call with nothing but an input
-    # What else is wrong with the inputs of this rank of P_x, for all to refuse; empty if nothing is. Inputs
-    # that are no tensors are none of its business.
+    _call_arguments: tuple[Any, ...] = ()  # other facts of a call that passes only an input
+    # Error in the inputs of a rank of P_x, which all ranks then raise; empty for inputs that are no tensors.
     trouble: Callable[..., str] | None = None
 
     def __init__(
@@ -53,21 +51,21 @@ class OperatorLayer(DistributedLayer, Generic[O]):
         self._idle, self._has_output = tuple(not P.active for P in P_xs), P_y.active
 
     def plan(self, facts: dict[int, InputFacts]) -> O:
-        """Operation for what all ranks said of their inputs; alike on all ranks, errors included."""
+        """Operation for the facts of all ranks; equal on all ranks, errors included."""
         raise NotImplementedError
 
     @property
     def input_partitions(self) -> tuple[Partition, ...]:
-        """Those of its inputs."""
+        """Partitions of the inputs."""
         return self.P_xs
 
     def output_layout(self) -> Decomposition | None:
-        """That of the operation of the last call."""
+        """Decomposition of the output of the last call's operation."""
         return None if self.agreement is None or self.agreement.last is None else self.agreement.last.output
 
     @cached_property
     def agreement(self) -> ShapeAgreement[O] | None:
-        """Operations by what the ranks passed; None on ranks without a part in a call."""
+        """Agreement on the facts and the operation of a call; None on ranks outside of calls."""
         ranks = self.agreeing()
         if self.machine.rank not in ranks:
             return None
@@ -75,14 +73,14 @@ class OperatorLayer(DistributedLayer, Generic[O]):
 
     @tells_peers
     def connect(self, shape: Sequence[int] | None = None, dtype: torch.dtype | None = None) -> None:
-        """Plan for an input before it is there, and exchange addresses with the neighbours, once.
+        """Plan for an input before the first call, and exchange addresses with the neighbours, once.
 
-        Otherwise the first forward and the first backward do it, as they do in any case for the sum of
-        gradients, and for what a layer moves while it computes. Collective over the ranks of the layer,
-        and in training over those that keep its weights, blocking. Calls with other inputs remain possible.
+        Without it the first forward and the first backward do so. They always do so for the sum of gradients,
+        and for movements within an operation. Collective over the ranks of the layer, and while gradients are
+        recorded over those that hold its weights; blocking. Calls with other inputs remain possible.
 
-        ``shape`` is the global one of the input, or that of each subtensor where these may have any; it may
-        be left out of a layer that was built from global parameters, else ``ProtocolError``. ``dtype`` is
+        ``shape`` is the global shape of the input, or, for layers of subtensors, the shape of each subtensor.
+        Without it a layer that was not built from global parameters raises ``ProtocolError``. ``dtype`` is
         that of the parameters if None. Interface document, section 3.2; requirement A8.
         """
         self.connect_for([self.expected(self.P_x, shape, dtype)])
@@ -95,7 +93,7 @@ class OperatorLayer(DistributedLayer, Generic[O]):
         if outcome is not None:
             outcome.connect()
         if self.agreement is not None:
-            # No call: nobody outside is told what becomes of it.
+            # Without gradients, ranks outside get no outcome: this is not a call.
             with torch.no_grad():
                 operation, _ = self.enter(self.agreement, xs, list(self.parameters())).settle()
             operation.connect()
@@ -108,8 +106,8 @@ class OperatorLayer(DistributedLayer, Generic[O]):
         call_arguments: tuple[Any, ...] | None = None,
         problem: str = "",
     ) -> Agreement[O]:
-        """Begin to agree with the other ranks on what ``xs`` are parts of; does not wait for them."""
-        # The others take part in a backward if any weight needs a gradient.
+        """Start the agreement on the inputs ``xs``; does not wait for the other ranks."""
+        # The ranks take part in a backward if any weight needs a gradient.
         told = max(weights, key=_needs_gradient, default=None)
         if self.trouble is not None and not problem and not self._idle[0]:
             problem = self.trouble(*xs)
@@ -120,14 +118,14 @@ class OperatorLayer(DistributedLayer, Generic[O]):
     def run(
         self, agreement: Agreement[O], xs: Sequence[torch.Tensor], weights: Mapping[str, torch.Tensor]
     ) -> tuple[torch.Tensor, GradientNeeds]:
-        """Call the operation that the ranks agree on; local result, and what any rank needs."""
+        """Call the operation that the ranks agree on; local result, and gradients that any rank needs."""
         operation, needs = agreement.settle()
         return operation(needs, *xs, **weights), needs
 
     def leave(self, y: torch.Tensor, x: torch.Tensor, needs: GradientNeeds) -> torch.Tensor:
-        """Result for the first input ``x`` as the caller gets it.
+        """Result as returned to the caller, for the first input ``x``.
 
-        Without elements outside of P_y, and in a graph if any rank's is.
+        It has no elements outside of P_y, and is in a graph if that of any rank is.
         """
         if not self._has_output:
             y = deliver(y, False, x.shape[0] if x.dim() else None)
@@ -141,7 +139,7 @@ class OperatorLayer(DistributedLayer, Generic[O]):
     def apply_to(
         self, *xs: torch.Tensor, call_arguments: tuple[Any, ...] | None = None, problem: str = ""
     ) -> torch.Tensor:
-        """Apply the layer, called with some words that the plan depends on, unless there is a problem."""
+        """Apply the layer; ``call_arguments`` are facts for the plan, and all ranks raise a ``problem``."""
         weights = {} if self.placed is None else self.placed.use()
         if self.agreement is None:
             return self.idle_output(xs[0], (*xs[1:], *weights.values()))

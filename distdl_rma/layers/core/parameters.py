@@ -1,4 +1,4 @@
-"""The parameters of a layer: how they get to where they are used, and where their gradients go."""
+"""The parameters of a layer: how values reach the ranks that use them, and how gradients are summed."""
 
 from __future__ import annotations
 
@@ -23,48 +23,47 @@ from distdl_rma.ops.core.tensors import as_tensor
 from distdl_rma.ops.set_up_transfer import broadcast_from_first
 from distdl_rma.segments.collectives.allreduce import Allreduce
 
-# Memory in the segment for the gradient of one parameter, asked for in every backward; None if there is none.
+# Returns memory in the segment for the gradient of one parameter, in every backward; None if there is none.
 Offer = Callable[[], "torch.Tensor | None"]
 
 _CALLBACK = "get_ranks_synch_weights"
-# Machines on which somebody was told that gradients of plain modules stay local.
+# Machines that have warned that gradients of plain modules stay local.
 _warned: WeakSet[Machine] = WeakSet()
 
 
 class Parameters:
-    """The parameters of one layer, cut and placed: their copies, their way to their users; local to make.
+    """The parameters of one layer with their placements: replicas, and movement to users; local to construct.
 
-    Copies on several ranks stay equal: in every backward their gradients are summed, before it returns.
-    Once a ``GradientSync`` takes over, the layer only computes them, and puts them into the memory that is
-    offered.
+    Every backward sums the gradients of replicas before it returns. Once a ``GradientSync`` takes over, the
+    layer only computes gradients, and writes them to memory that the ``GradientSync`` offers.
     """
 
     def __init__(self, layer: nn.Module, site: CallSite, placements: Mapping[str, Placement]) -> None:
-        # The layer has this, not the other way round: otherwise it would be freed late.
+        # The layer owns this; a reference cycle would free the layer late.
         self._layer = weakref.ref(layer)
         self.site, self.placements = site, dict(placements)
         # Parameters whose gradients a ``GradientSync`` sums, and its offers of memory for them.
         self.taken_over: dict[str, tuple[torch.Tensor, Offer]] = {}
         rank = site.machine.rank
-        # Copies of one layer's parameters are on the same ranks, wherever a rank keeps any.
+        # All parameters that a rank keeps have their replicas on the same ranks.
         holders = (place.store.holders(rank) for place in self.placements.values())
         self.holders = max(holders, key=len, default=()) or (rank,)
         self._travels = {key: p.use for key, p in self.placements.items() if p.use is not None}
-        # One of the copies travels, the others stay.
+        # Only one of the replicas is sent.
         self._givers = {key: self.placements[key].store.one_copy() for key in self._travels}
         self._sends = {key: not givers.box(rank).empty for key, givers in self._givers.items()}
         self._movements: dict[tuple[str, torch.dtype], Moves] = {}
-        # The dtype of a layer may change, and so may what its user's callback says.
+        # The layer's dtype and the ranks of its user's callback may change.
         self._sums: dict[tuple[tuple[int, ...], int, torch.dtype], Allreduce] = {}
         self._own_answer: tuple[int, ...] | None = None
 
     def equalise(self) -> None:
-        """Make copies equal: the values of the first of their ranks count; collective, blocking."""
+        """Broadcast the values of the first holder to the other holders; collective over these, blocking."""
         if len(self.holders) > 1:
             broadcast_from_first(self.site.machine, self.holders, list(self._kept().values()), self.site.name)
 
     def use(self) -> dict[str, torch.Tensor]:
-        """Parameters as this rank uses them in a forward; blocking where they travel."""
+        """Parameters as this rank uses them in a forward; blocking if values travel."""
         kept = self._kept()
         if {*map(type, kept.values())} != {nn.Parameter}:
             self._warn_of_replaced(kept)
@@ -72,7 +71,7 @@ class Parameters:
             self._check_taken_over(kept)
             used = kept
         else:
-            # Copies are tied before one of them travels: its gradient comes back to all.
+            # Tie replicas before one of them is sent: its gradient is summed over all replicas.
             used = self._tied(kept)
         if not self._travels:
             return used
@@ -92,7 +91,7 @@ class Parameters:
     def summed_over(self) -> tuple[int, ...]:
         """Ranks that gradients are summed over, this one included.
 
-        The layer is asked once, its user's callback, which may be given at any time, in every call.
+        A callback of the user may be set at any time, and is called every time; the layer's own method once.
         """
         layer: Any = self._layer()
         if _CALLBACK in vars(layer):
@@ -102,7 +101,7 @@ class Parameters:
         return self._own_answer
 
     def take_over(self, key: str, parameter: torch.Tensor, offer: Offer) -> None:
-        """Leave the sum of a parameter's gradients to somebody else, who may offer memory for them."""
+        """Leave the sum of a parameter's gradients to a ``GradientSync``, which may offer memory for them."""
         self.taken_over[key] = parameter, offer
 
     def let_go(self, key: str) -> None:
@@ -110,17 +109,17 @@ class Parameters:
         self.taken_over.pop(key, None)
 
     def offered(self, key: str) -> torch.Tensor | None:
-        """Memory in the segment to write a parameter's gradient to, or None if there is none now."""
+        """Memory in the segment to write a parameter's gradient to; None if there is none now."""
         taken = self.taken_over.get(key)
         return None if taken is None else taken[1]()
 
     def fill(self, key: str, gradient: torch.Tensor) -> torch.Tensor:
-        """Gradient in the place that it is wanted: in the segment if that is offered."""
+        """Copy a gradient to the offered memory in the segment, if any; returns where the gradient is."""
         place = self.offered(key)
         return gradient if place is None else place.copy_(gradient)
 
     def sum(self, ranks: tuple[int, ...], gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Sum gradients over some of the holders; blocking. Returns memory of its own."""
+        """Sum gradients over some of the holders; blocking. The caller owns the results."""
         machine, name = self.site
         count, dtype = sum(gradient.numel() for gradient in gradients), gradients[0].dtype
         total = self._sums.get((ranks, count, dtype))
@@ -138,15 +137,15 @@ class Parameters:
     def _kept(self) -> dict[str, torch.Tensor]:
         layer: Any = self._layer()
         own = layer._parameters
-        # What was replaced by a computation, as a parametrisation does, is an attribute instead.
+        # A parametrisation replaces a parameter by a computed attribute.
         return {key: getattr(layer, key) if own.get(key) is None else own[key] for key in self.placements}
 
     def _tied(self, kept: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        # Parameters tied together for the sum of their gradients, if others have copies.
+        # Parameters in one graph node that sums their gradients, if other ranks hold replicas.
         ranks = self.summed_over()
         if len(ranks) == 1 or not torch.is_grad_enabled():
             return kept
-        # What has no elements may be left out by the computation, and then by some of the copies only.
+        # Computations may skip parameters without elements, and may do so on some ranks only.
         learning = {key: p for key, p in kept.items() if p.requires_grad and p.numel()}
         if not learning:
             return kept
@@ -156,7 +155,7 @@ class Parameters:
     def _check_taken_over(self, kept: Mapping[str, torch.Tensor]) -> None:
         for key, parameter in kept.items():
             taken, _ = self.taken_over.get(key, (None, None))
-            # One without elements has nothing to sum.
+            # A parameter without elements has no gradient to sum.
             if taken is not parameter and parameter.requires_grad and parameter.numel():
                 raise ProtocolError(
                     f"{self.site.name!r}: a parameter was unfrozen or replaced after its gradients were"
@@ -168,7 +167,7 @@ class Parameters:
         machine, layer = self.site.machine, self._layer()
         if self.taken_over or machine.size == 1 or machine in _warned or not torch.is_grad_enabled():
             return
-        # What is computed from other parameters is no parameter of the layer's own; this is one by its name.
+        # functional_call puts plain tensors among the layer's own parameters; parametrisations do not.
         own = vars(layer)["_parameters"]
         odd = {key for key, values in kept.items() if not isinstance(values, nn.Parameter)}
         if any(kept[key].requires_grad for key in odd & own.keys()):
@@ -189,7 +188,7 @@ class Parameters:
 
 
 def stated_ranks(layer: Any, site: CallSite, holders: Sequence[int]) -> tuple[int, ...]:
-    """Ranks that a layer says its gradients are summed over, some of the holders, this one included."""
+    """Checked ranks of ``get_ranks_synch_weights``: some of the holders, this one included."""
     machine = site.machine
     ranks = tuple(layer.get_ranks_synch_weights()) or (machine.rank,)
     alien = set(ranks) - set(holders)
@@ -198,14 +197,14 @@ def stated_ranks(layer: Any, site: CallSite, holders: Sequence[int]) -> tuple[in
             f"{site.name!r}: get_ranks_synch_weights() gave rank {machine.rank} {list(ranks)},"
             f" the copies are on {list(holders)}: each rank once, the caller among them"
         )
-        # The others were told nothing yet, and would wait for this one.
+        # The other ranks do not know of the error, and would wait for this one.
         machine.fail(error)
         raise error
     return ranks
 
 
 class _Tie(OperatorFunction):
-    """Identity forward; backward sums over the ranks: a parameter used on all of them."""
+    """Identity in the forward; the backward sums gradients over the ranks."""
 
     @staticmethod
     def forward(

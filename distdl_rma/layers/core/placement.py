@@ -1,4 +1,4 @@
-"""Where a parameter is kept: which ranks keep which box of it, which use it, and what it starts with."""
+"""Placement of a parameter: which ranks keep which box, which ranks use it, and its initial values."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _DRAWN_AT_ONCE = 1 << 16
 
 @dataclass(frozen=True)
 class Placement:
-    """Where one parameter lives and where it is used; both cut its global shape.
+    """Where one parameter is kept and where it is used: two decompositions of its global shape.
 
-    Ranks with the same box in ``store`` keep equal copies, whose gradients are summed; ranks outside keep
-    none of it. Where ``use`` is given, which box each rank needs in a forward, the values travel in every
-    forward, and their gradients back in every backward.
+    Ranks with the same box in ``store`` keep replicas, whose gradients are summed; ranks outside keep none.
+    ``use`` has the box that each rank needs in a forward; None if that is its box in ``store``. With ``use``
+    the values travel in every forward, and their gradients return in every backward.
     """
 
     store: Decomposition
@@ -39,7 +39,7 @@ class Placement:
 def whole_placement(
     machine: Machine, root: Partition, users: Partition, shape: Sequence[int], pattern: str
 ) -> Placement:
-    """Whole parameter: on all ranks of the machine, or on the first of ``root`` and sent to ``users``."""
+    """Whole parameter: replicated on the machine, or on the first of ``root``, which sends to ``users``."""
     if pattern == "replicated":
         return Placement(Decomposition.replicated(machine.partition(), shape))
     first = Partition(root.ranks[:1], (1,), root.me, root.home)
@@ -47,7 +47,7 @@ def whole_placement(
 
 
 def block_placement(blocks: Decomposition, pattern: str) -> Placement:
-    """Parameter in blocks: on all ranks that use a block, or on the first of them and sent to the others."""
+    """Parameter in blocks: each replicated on its users, or on the first, which sends to the others."""
     return Placement(blocks) if pattern == "replicated" else Placement(blocks.one_copy(), blocks)
 
 
@@ -56,10 +56,10 @@ def register(
     values: Mapping[str, nn.Parameter | InitialValues | None],
     placements: Mapping[str, Placement],
 ) -> None:
-    """Give a layer this rank's parts of its parameters, which training can use wherever they are made; local.
+    """Give a layer this rank's parts of its parameters; local.
 
-    A value is the global one, alike on all ranks, or makes this rank's part of it; None for a parameter that
-    the layer lacks.
+    A value is the global tensor, equal on all ranks, or creates this rank's part of it; it is None for a
+    parameter that the layer lacks. Training can use the parameters, even if this runs in inference mode.
     """
     for key, value in values.items():
         if value is None:
@@ -75,7 +75,7 @@ def register(
 
 
 def lasting(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor; of one that was made in inference mode a copy that was not, so that training can use it."""
+    """The tensor, or a copy if it was made in inference mode, so that training can use it."""
     if not tensor.is_inference():
         return tensor
     with torch.inference_mode(False):
@@ -83,7 +83,7 @@ def lasting(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def cut(store: Decomposition, whole: torch.Tensor) -> torch.Tensor:
-    """This rank's box of a global tensor, in memory of its own; without elements on ranks outside."""
+    """Copy of this rank's box of a global tensor; without elements on ranks outside."""
     if not store.partition.active:
         return whole.new_empty(0)
     return whole[store.slices()].clone(memory_format=torch.contiguous_format)
@@ -93,14 +93,14 @@ def cut(store: Decomposition, whole: torch.Tensor) -> torch.Tensor:
 def as_whole(layer: nn.Module, stores: Mapping[str, Decomposition]) -> Iterator[None]:
     """Context in which parameters and buffers have their global shape, on every rank; local.
 
-    What this rank keeps is in its place, the rest is zero. Afterwards each rank keeps its part of what is
-    there then, in the memory that it was in. Takes the memory of the whole tensors meanwhile. ``stores`` says
-    by key which box a rank keeps.
+    ``stores`` has the decomposition of each tensor, by key. At entry this rank's part is in its box, and all
+    else is zero. At exit this rank keeps its box of the tensor, in the part's previous memory if its type is
+    the same. The context needs memory for the whole tensors.
     """
     parts: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
     for key, store in stores.items():
         kept = _tensor_of(layer, key)
-        # A rank that keeps all of it has nothing to do; nor has a tensor that is whole by another name.
+        # Skip tensors that are whole here: on a rank that keeps all, or already made whole under another key.
         if kept is not None and tuple(kept.shape) != store.shape:
             parts[key] = kept, kept.data
             whole = kept.data.new_zeros(store.shape)
@@ -115,7 +115,7 @@ def as_whole(layer: nn.Module, stores: Mapping[str, Decomposition]) -> Iterator[
             kept.data = part.copy_(mine) if mine.dtype == part.dtype else mine
             now = _tensor_of(layer, key)
             if now is not None and now is not kept and tuple(now.shape) == stores[key].shape:
-                # Another one was put in its place.
+                # The tensor was replaced within the context.
                 now.data = cut(stores[key], now.data)
 
 
@@ -126,20 +126,18 @@ def _tensor_of(layer: nn.Module, key: str) -> torch.Tensor | None:
 
 @dataclass(frozen=True)
 class InitialValues:
-    """Uniformly random numbers in [-bound, bound], drawn as torch draws them for the whole parameter.
-
-    No rank ever holds more of them than its own part.
-    """
+    """Uniformly random numbers in [-bound, bound], drawn as torch draws them for the whole parameter."""
 
     shape: tuple[int, ...]  # of the whole parameter
     bound: float
     dtype: torch.dtype
 
     def cut(self, store: Decomposition) -> torch.Tensor:
-        """This rank's box, in memory of its own; without elements on ranks outside.
+        """This rank's box, in new memory; without elements on ranks outside. Local.
 
-        Torch's generator gives one number after the other, so rows drawn in turn are those of the whole
-        tensor, and leave the generator where the whole tensor leaves it: on every rank, whatever it keeps.
+        Every rank draws all numbers, some rows at a time, and keeps its box. Torch's generator is sequential,
+        so these are the numbers of the whole tensor, and the generator ends in the same state on every rank.
+        Its buffer has at most ``_DRAWN_AT_ONCE`` numbers, or one row.
         """
         partition = store.partition
         box = store.box(partition.me) if partition.active else None
@@ -159,9 +157,9 @@ class InitialValues:
 def linear_values(
     in_features: int, out_features: int, bias: bool, dtype: torch.dtype | None
 ) -> dict[str, InitialValues | None]:
-    """What ``torch.nn.Linear`` starts with, by the name of the parameter."""
+    """Initial values of ``torch.nn.Linear``, by the name of the parameter."""
     kind = torch.get_default_dtype() if dtype is None else dtype
-    # torch's Kaiming initialisation with a = sqrt(5), rounding by rounding.
+    # torch's Kaiming initialisation with a = sqrt(5), with the same roundings.
     gain = sqrt(2.0 / (1 + sqrt(5) ** 2))
     bound = sqrt(3.0) * (gain / sqrt(in_features)) if in_features else 0.0
     offset = 1 / sqrt(in_features) if in_features else 0.0

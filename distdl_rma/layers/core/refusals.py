@@ -1,4 +1,4 @@
-"""What the ranks of a layer refuse: one error on all of them, and on ranks outside that wait for them."""
+"""Errors of a layer's call: equal on all its ranks, and on ranks outside that wait for them."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from distdl_rma.ops.core.movement import CallSite
 from distdl_rma.ops.core.staged import movement_between
 from distdl_rma.ops.core.tensors import as_array, as_tensor
 
-# Characters of a text that a rank sends, and bytes of an outcome.
+# Maximum characters of a rank's text, and bytes of an outcome.
 _LONGEST, _OUTCOME_NBYTES = 512, 1024
 # The operand of ranks that receive an outcome.
 _NO_WORDS = torch.empty(0, dtype=torch.uint8)
 
 
 def text_row(text: str, nbytes: int) -> NDArray[np.uint8]:
-    """Row with a text, cut if it does not fit."""
+    """Row of ``nbytes`` with a text, truncated if it does not fit."""
     row = np.zeros(nbytes, np.uint8)
     words = text.encode()[:nbytes]
     row[: len(words)] = np.frombuffer(words, np.uint8)
@@ -40,12 +40,12 @@ def row_text(row: NDArray[np.uint8]) -> str:
 
 
 def clipped(text: str) -> str:
-    """A text of one line and of limited length."""
+    """The text in one line, of at most ``_LONGEST`` characters."""
     return " ".join(text.split())[:_LONGEST]
 
 
 def refusal(name: str, problems: Mapping[int, str]) -> ShapeError:
-    """Error of all ranks of a layer, of which some have a problem; it names the first of these."""
+    """Error for all ranks of a layer; it names the first rank that has a problem."""
     found = {rank: problem for rank, problem in problems.items() if problem}
     rank, problem = next(iter(found.items()))
     others = f" ({len(found)} ranks of {len(problems)} complain)" if len(found) > 1 else ""
@@ -53,10 +53,9 @@ def refusal(name: str, problems: Mapping[int, str]) -> ShapeError:
 
 
 def told_refusal(machine: Machine, ranks: Sequence[int], name: str, problem: str, facts: str) -> ShapeError:
-    """Error to raise where something does not fit, the same on all ranks; blocking until all have called.
+    """Error to raise on all ranks, equal on all of them; collective over ``ranks``, blocking.
 
-    ``problem`` is what is wrong on this rank, empty if nothing is; ``facts`` are what it passes, which is
-    to be alike on all ranks.
+    ``problem`` is the error text of this rank, or empty. ``facts`` are its inputs, equal on valid ranks.
     """
     mine = [clipped(problem), "" if problem else clipped(facts)]
     said = gather_words(machine.segments, mine, f"{name} (complaints)", ranks)
@@ -70,10 +69,10 @@ def told_refusal(machine: Machine, ranks: Sequence[int], name: str, problem: str
 
 
 class CallOutcome:
-    """One message per call, from one rank of a layer to ranks outside: all is well, or why it was refused.
+    """Notification of ranks outside of a layer about each call: success, or the error.
 
-    No row of every rank to every rank, and over nodes one message to each, by a tree of them: those inside do
-    not wait for those who hear, and who tells only when they are two calls behind. Local to make.
+    One rank of the layer sends one message, which travels along a tree of nodes. The other ranks of the layer
+    do not wait for the receivers. The sender waits only if they are two calls behind. Local to construct.
     """
 
     def __init__(self, machine: Machine, teller: int, listeners: Sequence[int], name: str) -> None:
@@ -88,12 +87,12 @@ class CallOutcome:
     def among(
         cls, machine: Machine, inside: Sequence[int], holders: Sequence[int], name: str
     ) -> CallOutcome | None:
-        """Outcome for those that keep copies of a layer's weights without a part in its calls.
+        """Outcome for ranks that hold replicas of a layer's weights but take no part in its calls.
 
-        Collective over ``holders``, the rank ids that gradients are summed over; blocking. ``inside`` takes
-        part in calls, and its first rank tells. None on ranks that neither tell nor hear.
+        Collective over ``holders``, the rank ids that gradients are summed over; blocking. The ranks
+        ``inside`` take part in calls, and their first one sends. None on ranks that neither send nor receive.
         """
-        # Those that keep copies for a layer of other ranks, a replica, take part in that one's calls instead.
+        # Holders may belong to a replica of the layer on other ranks: they receive that replica's outcomes.
         mine = [fingerprint(tuple(inside)), machine.rank in inside]
         views = gather_words(machine.segments, mine, f"{name} (audience)", holders)
         layer, _ = mine
@@ -102,20 +101,20 @@ class CallOutcome:
         return cls(machine, inside[0], listeners, name) if concerned else None
 
     def connect(self) -> None:
-        """Exchange addresses, once, with a message that all is well; blocking."""
+        """Exchange addresses, once, by a message of success; blocking."""
         self.tell()
         self.hear()
 
     def tell(self, error: DistdlError | None = None) -> None:
-        """Say that a call was refused, or that it was not; nothing on ranks that hear."""
+        """Send the error of a call, or its success; does nothing on receivers."""
         if self._tells:
             text = "" if error is None else f"{type(error).__name__} {error}"
             self._movement.move(as_tensor(text_row(text, _OUTCOME_NBYTES)))
 
     def hear(self) -> None:
-        """Wait for what became of the next call, and raise the error that its ranks raise, if they do.
+        """Wait for the outcome of the next call, and raise its error if there is one.
 
-        Nothing on the rank that tells.
+        Does nothing on the sender.
         """
         if self._tells:
             return

@@ -1,4 +1,4 @@
-"""The base of all losses: their arguments, local sums by torch, and one sum of these over the ranks."""
+"""The base of all losses: their arguments, local sums by torch, and one allreduce of these sums."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ from distdl_rma.ops.core.tensors import no_autocast, trouble_with
 from distdl_rma.segments.collectives.allreduce import Allreduce
 
 _LEGACY = ("size_average", "reduce")
-# How torch complains of a tensor that does not fit; all ranks hear of it.
+# Errors of torch for tensors that do not fit; all ranks then raise.
 _MISFITS = (RuntimeError, ValueError, IndexError, TypeError)
-# Sum of the terms, what they count in a mean, ranks that complain, sum of the numbers of groups; the sum of
-# each half of a code, and of its squares; of each half what is not 0 where a group has different numbers.
+# Elements of the allreduce: the terms, their count in a mean, ranks with a problem, the numbers of groups;
+# each half of a code, and its square; for each half of a number a sum that is 0 if it is equal in each group.
 _TOTALS = 10
-# Bits of half a code: its squares, and products of two, add up exactly in float64 on thousands of ranks.
+# Bits of half a code: float64 adds squares and products of halves exactly, on thousands of ranks.
 _HALF = 20
 _CODES = 1 << _HALF
 
 
 class Totals(NamedTuple):
-    """Sums over all ranks: of their terms, of what these count, and of the numbers that groups have alike.
+    """Sums over all ranks: of their terms, of the terms' count, and of one number per group.
 
-    Where some group has not: the number of each rank, by rank id.
+    ``told`` has the number of each rank, by rank id, if numbers differ within a group; otherwise it is empty.
     """
 
     terms: float
@@ -51,11 +51,11 @@ class Totals(NamedTuple):
 class LossSums:
     """One allreduce in float64 over the ranks of a partition, for a loss ``built_with`` some arguments.
 
-    That ranks pass the same is told by a code of it: P ranks have the same one just if P times the sum of
-    their squares is the square of their sum. Ranks of a group that are to have a number alike multiply it by
-    factors whose sum is 0. ``refuse`` makes the error that all ranks raise, of what is wrong on this rank and
-    what it passes that has to be alike. Local to make; in the first call ranks that differ in the arguments
-    raise ``MismatchError``.
+    The same allreduce compares facts that must be equal. Each rank adds a code of its facts and the square of
+    the code: P codes are equal if and only if P times the sum of squares is the square of the sum. Within a
+    group, ranks multiply their number by factors whose sum is 0. ``refuse`` makes the error that all ranks
+    raise, from the problem and the facts of this rank. Local to construct; the first call raises
+    ``MismatchError`` if the arguments differ between ranks.
     """
 
     def __init__(
@@ -75,10 +75,10 @@ class LossSums:
         number: int = 0,
         among: Sequence[int] = (),
     ) -> Totals:
-        """Totals of all ranks; blocking. All raise if one has a problem, or what must be alike is not.
+        """Totals of all ranks; blocking. All ranks raise if one has a problem, or their ``alike`` differ.
 
-        ``among`` are the ranks, this one included, that are to have the ``number`` alike; none on any rank
-        where there is nothing of the kind.
+        ``among`` is the group of ranks, this one included, that must have the same ``number``. It is empty on
+        all ranks if the loss has no groups.
         """
         at = among.index(self._segments.rank) if among else 0
         factor = _factors(tuple(among))[at] if len(among) > 1 else 0
@@ -101,7 +101,7 @@ class LossSums:
 
 @lru_cache
 def _compared(alike: str) -> tuple[int, ...]:
-    # Each half of a code of 40 bits, and its square.
+    # The halves of a code of 40 bits, each with its square.
     code = fingerprint(alike)
     low, high = code % _CODES, (code >> _HALF) % _CODES
     return low, low**2, high, high**2
@@ -109,7 +109,7 @@ def _compared(alike: str) -> tuple[int, ...]:
 
 @cache
 def _factors(ranks: tuple[int, ...]) -> list[int]:
-    # One for each of some ranks, whose sum is 0; of numbers that differ hardly any multiples add up to 0.
+    # A factor for each rank; their sum is 0. Sums of different numbers times these are almost never 0.
     others = [fingerprint((rank,)) % _CODES | 1 for rank in ranks[1:]]
     return [-sum(others), *others]
 
@@ -117,14 +117,14 @@ def _factors(ranks: tuple[int, ...]) -> list[int]:
 class DistributedLoss(DistributedLayer):
     """Loss over all elements of tensors that are split over ranks, evenly or not; base of all losses.
 
-    To add a loss, add a row to ``elementwise``: a class of this one and torch's, whose ``_function`` is
-    torch's function, and whose constructor hands on torch's arguments of that, by name. ``_weights`` names
-    those that are tensors, ``_reductions`` what is allowed beyond the usual ones. Losses over classes are
-    in ``classification``.
+    To add a loss, add a class to ``elementwise`` that inherits from this class and torch's. Its ``_function``
+    is torch's function, and its constructor passes that function's arguments on by name. ``_weights`` names
+    the arguments that are tensors, ``_reductions`` the allowed reductions. Losses over classes are in
+    ``classification``.
 
-    Each rank has torch sum over its shards, which need form no grid: so the loss is no function of a split
-    tensor. One allreduce adds up these sums, what a mean divides by, and whether some rank cannot form them.
-    The sum is linear in the ranks' sums: nothing travels in the backward.
+    Each rank calls torch's function on its shards, which, unlike split tensors, need not form a grid. One
+    allreduce adds the local sums, the divisor of a mean, and the number of ranks with a problem. The loss is
+    linear in the local sums, so that the backward moves no data.
     """
 
     _function: ClassVar[Callable[..., torch.Tensor]]
@@ -152,7 +152,7 @@ class DistributedLoss(DistributedLayer):
             else:
                 self._check_weight(kind, key, value)
                 self.register_buffer(key, value)
-        # Torch knows which values are legal, and says so when it is called.
+        # torch checks the values of arguments when its function is called.
         try:
             type(self)._function(*self._sample(), reduction="sum", **self.arguments)
         except _MISFITS as error:
@@ -171,17 +171,17 @@ class DistributedLoss(DistributedLayer):
             )
 
     def _sample(self) -> tuple[torch.Tensor, torch.Tensor]:
-        # Tensors that torch's function takes.
+        # Valid tensors for torch's function.
         x = torch.full((1,), 0.5)
         return x, x
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """What torch's function takes besides tensors and reduction; of the moment."""
+        """Current arguments of torch's function, besides tensors and reduction."""
         return {key: getattr(self, key) for key in self._arguments}
 
     def output_layout(self) -> Decomposition | None:
-        """A number that every rank has; None of the losses of single elements."""
+        """A replicated number; None for ``reduction="none"``."""
         return None if self.reduction == "none" else Decomposition.replicated(self.P_x, ())
 
     def extra_repr(self) -> str:
@@ -204,8 +204,8 @@ class DistributedLoss(DistributedLayer):
         Raises
         ------
         ShapeError
-            On every rank of P_x with the same words, if the tensors of one of them do not fit each other
-            or the layer, or those of two ranks differ in dtype.
+            On every rank of P_x with the same text, if the tensors of one of them do not fit each other or
+            the layer, or those of two ranks differ in dtype.
         """
         if not self.P_x.active:
             return self._idle(input, target)
@@ -227,7 +227,7 @@ class DistributedLoss(DistributedLayer):
         value, scale = totals.terms, 1.0
         if reduction != "sum":
             count = totals.counted if reduction == "mean" else totals.numbers if self.P_x.dim else 1.0
-            # As torch: a mean over nothing is not a number.
+            # As in torch, a mean over no elements is NaN.
             with np.errstate(all="ignore"):
                 value, scale = float(np.float64(value) / count), float(np.float64(1.0) / count)
         loss: torch.Tensor = _GlobalValue.apply(terms, value, scale, result_dtype(input), self.name)
@@ -239,7 +239,7 @@ class DistributedLoss(DistributedLayer):
         return LossSums(self.site, self.P_x, self.extra_repr(), refuse)
 
     def _trouble(self, input: torch.Tensor, target: torch.Tensor) -> str:
-        # What is wrong with local tensors themselves, or with each other; empty if nothing is.
+        # Error text if the local tensors are invalid, or do not fit together; empty otherwise.
         problem = trouble_with(input) or trouble_with(target, "target")
         if problem:
             return problem
@@ -257,7 +257,7 @@ class DistributedLoss(DistributedLayer):
         return self._misfit(input, target)
 
     def _misfit(self, input: torch.Tensor, target: torch.Tensor) -> str:
-        # What keeps local tensors from being those of one loss.
+        # Error text if input and target do not fit together; empty otherwise.
         if input.shape == target.shape and autocast_dtype(input) == autocast_dtype(target):
             return ""
         return (
@@ -266,7 +266,7 @@ class DistributedLoss(DistributedLayer):
         )
 
     def _here(self, input: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, float, str]:
-        # The local terms, what they count in a mean, and what keeps this rank from them.
+        # The local terms, their count in a mean, and an error text if they cannot be computed.
         try:
             with no_autocast():
                 return self._terms(_wide(input), _wide(target)), self._count(input, target), ""
@@ -279,10 +279,7 @@ class DistributedLoss(DistributedLayer):
         return torch.zeros(()), 0.0, problem
 
     def _agree(self, _input: torch.Tensor, _target: torch.Tensor, _problem: str) -> bool:
-        """Agree with the other ranks on what the terms need, which is nothing for single elements.
-
-        Returns whether any rank needs a gradient, as far as the ranks say.
-        """
+        """Agree on shapes, for terms of several ranks' data; returns whether any rank needs a gradient."""
         return False
 
     def _terms(self, input: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -293,15 +290,15 @@ class DistributedLoss(DistributedLayer):
         return type(self)._function(input, target, reduction=how, **self.arguments, **parts)
 
     def _count(self, input: torch.Tensor, target: torch.Tensor) -> float:
-        """What the local terms count in a mean."""
+        """Contribution of the local terms to the divisor of a mean."""
         return float(input.numel())
 
     def _alike(self, input: torch.Tensor, target: torch.Tensor) -> str:
-        """What has to be alike on all ranks."""
+        """Facts that must be equal on all ranks."""
         return f"{autocast_dtype(input)} and {autocast_dtype(target)}"
 
     def _group(self, rank: int) -> tuple[int, ...]:
-        """Ranks that are to have a number alike: the size of the batch, of those that share a block of it."""
+        """Ranks that must have the same ``_number``: here those of one batch block, with its batch size."""
         if self.reduction != "batchmean" or not self.P_x.dim:
             return ()
         return self.P_x.slab({0: self.P_x.index_of(rank)[0]}).ranks
@@ -316,7 +313,7 @@ class DistributedLoss(DistributedLayer):
         )
 
     def _part(self, key: str, weight: torch.Tensor, input: torch.Tensor) -> torch.Tensor:
-        # This rank's part of a weight that is given for the global input, right-aligned.
+        # This rank's part of a weight, which is right-aligned with the global input.
         shape, index = tuple(weight.shape), self.P_x.index or ()
         first = self.P_x.dim - len(shape)
         for d, extent in enumerate(shape, first):
@@ -341,13 +338,13 @@ class DistributedLoss(DistributedLayer):
                 f" {tuple(input.shape)}; pass one without elements"
             )
         result = input.clone() if self.reduction == "none" else input.sum()
-        # So that a backward reaches what made the target, on this rank too.
+        # A backward must reach the graph of the target on this rank too.
         result = tied(result, [target] if target.requires_grad else [])
         return (result.real if result.is_complex() else result).to(result_dtype(input))
 
 
 class _GlobalValue(OperatorFunction):
-    # The value is global, the gradient that of the local terms.
+    # The value is that of the global loss, the gradient is that of the local terms.
     @staticmethod
     def forward(
         ctx: Any, local: torch.Tensor, value: float, scale: float, dtype: torch.dtype, name: str
@@ -358,7 +355,7 @@ class _GlobalValue(OperatorFunction):
     @staticmethod
     @uncompiled
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
-        # A factor that depends on the input would bring in terms of two ranks.
+        # A factor that depends on the input has second derivatives across ranks.
         if gradient.requires_grad:
             raise UnsupportedError(
                 f"{ctx.name!r}: second derivatives of a nonlinear function of the loss are not supported;"
@@ -368,7 +365,7 @@ class _GlobalValue(OperatorFunction):
 
 
 def autocast_dtype(tensor: torch.Tensor) -> torch.dtype:
-    """Dtype in which torch would take the loss of a tensor: losses are in float32 under autocast."""
+    """Dtype in which torch computes the loss of a tensor: float32 under autocast."""
     return sum_dtype(tensor.dtype) if torch.is_autocast_enabled(tensor.device.type) else tensor.dtype
 
 

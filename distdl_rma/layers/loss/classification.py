@@ -28,14 +28,14 @@ from distdl_rma.split.reduction_axes import parts_and_all
 
 
 class _SplitClasses:
-    # Scores whose classes are split: their layout, and how ranks that share rows get what each of them has.
+    # Layout of scores whose classes are split, and the all-gather among ranks that share rows.
     def __init__(self, site: CallSite, scores: Decomposition, dim: int, dtype: torch.dtype) -> None:
         self.scores = lay.normal(scores)
         ends = parts_and_all(self.scores, (dim,), 2)
         self.gathered = movement_between(site, *ends, sum_dtype(dtype), "sums over classes").move
 
     def void(self) -> None:
-        """Nothing starts before all have agreed."""
+        """Does nothing: no exchange starts before all ranks have agreed."""
 
 
 class _ClassLoss(DistributedLoss):
@@ -58,11 +58,11 @@ class _ClassLoss(DistributedLoss):
 
     @cached_property
     def agreement(self) -> ShapeAgreement[_SplitClasses] | None:
-        """What the ranks tell each other of their tensors where classes are split."""
+        """Agreement of the ranks on their tensors; None unless classes are split."""
         return ShapeAgreement(self, self.P_x.ranks, inputs=2) if self._cuts_classes else None
 
     def plan(self, facts: dict[int, InputFacts]) -> _SplitClasses:
-        """How what the ranks have of rows comes together."""
+        """Layout of the scores, and the movement of sums over classes."""
         try:
             source, dtype = source_of(self.P_x, facts)
             if dtype.is_complex:
@@ -89,18 +89,18 @@ class _ClassLoss(DistributedLoss):
         return self.agreement.last
 
     def _classes(self, input: torch.Tensor) -> int:
-        """Number of all classes."""
+        """Global number of classes."""
         return (self._plan.scores.shape if self._cuts_classes else input.shape)[self._dim]
 
     def _terms(self, input: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        # The backward of torch's kernel takes scores in one order of memory only.
+        # The backward of torch's kernel needs contiguous scores.
         x, function = input.contiguous(), type(self)._function
         if self.agreement is None:
             return super()._terms(x, target)
         plan, weight = self._plan, self.weight
         gathered = plan.gathered
         terms = class_terms(function, x, target, weight, plan.scores, self._dim, gathered, **self.arguments)
-        # What torch refuses of targets, it refuses of one beside all classes.
+        # torch checks a target against all classes: pass it one row, with an invalid target if there is one.
         row = x.new_zeros(1, self._classes(x))
         if target.is_floating_point():
             few = row.to(target.dtype)
@@ -114,7 +114,7 @@ class _ClassLoss(DistributedLoss):
 
     def _count(self, input: torch.Tensor, target: torch.Tensor) -> float:
         if self._cuts_classes and self._group(self.machine.rank)[0] != self.machine.rank:
-            # Of ranks that share rows one counts them.
+            # Only one of the ranks that share rows counts them.
             return 0.0
         if target.is_floating_point():
             rows = prod(n for d, n in enumerate(input.shape) if d != self._dim)
@@ -136,7 +136,7 @@ class _ClassLoss(DistributedLoss):
         return self.P_x.slab(index).ranks
 
     def _number(self, input: torch.Tensor, target: torch.Tensor) -> int:
-        # Tells class indices apart; nothing of probabilities, which are not meant to be alike.
+        # A digest of class indices; 0 for probabilities, which need not be equal.
         tells = self._cuts_classes and not target.is_floating_point()
         return int.from_bytes(blake2b(as_words(target).tobytes(), digest_size=5).digest()) if tells else 0
 
@@ -158,7 +158,7 @@ class _ClassLoss(DistributedLoss):
         )
 
     def _part(self, key: str, weight: torch.Tensor, input: torch.Tensor) -> torch.Tensor:
-        return weight  # that of all classes, on every rank
+        return weight  # every rank has the weights of all classes
 
     def _check_weight(self, kind: str, key: str, weight: Any) -> None:
         super()._check_weight(kind, key, weight)
@@ -172,32 +172,32 @@ class _ClassLoss(DistributedLoss):
 class DistributedCrossEntropyLoss(_ClassLoss, nn.CrossEntropyLoss):
     """Cross entropy of logits: ``torch.nn.CrossEntropyLoss`` of the global tensors.
 
-    The local input is (batch, classes, ...), or (classes,). The local target is either class indices, of
-    integers, (batch, ...) without the dimension of classes; or class probabilities, of the shape and dtype
-    of the local input. Values and gradients are as those of :class:`DistributedL1Loss`. A mean divides by
-    the sum of the weights of all targets on all ranks that are not ignored, and is NaN if there are none.
+    The local input is (batch, classes, ...), or (classes,). The local target has either class indices, as
+    integers of shape (batch, ...); or class probabilities, in the shape and dtype of the local input. Value
+    and gradients are as for :class:`DistributedL1Loss`. A mean divides by the sum of the weights of all
+    targets that are not ignored, on all ranks, and is NaN if there are none.
 
-    Where P_x splits the classes, the ranks that differ in nothing else have the same class indices, which is
-    checked. They tell each other two numbers for each row, and each takes the terms of its classes. Shards
-    must then form a grid.
+    If P_x splits the classes, ranks with the same elements but other classes must pass the same class
+    indices, which is checked. They exchange two numbers per row, and each computes the terms of its classes.
+    Shards must then form a grid.
 
     Parameters
     ----------
     weight
-        As in torch: one number per class, of all classes, in the dtype of the input; the same on all ranks.
+        As in torch: one number for each global class, in the dtype of the input; equal on all ranks.
     ignore_index, label_smoothing
         As in torch.
 
     Raises
     ------
     ShapeError
-        In a call, on every rank of P_x in the same words, if on one of them the shapes or dtypes of input,
-        target and weight do not fit each other, or an index is no class; or if two ranks differ in dtype,
-        in the number of classes, or in the kind of target; or ranks with parts of the same classes in their
-        class indices.
+        In a call, on every rank of P_x with the same text: if on one of them the shapes or dtypes of input,
+        target and weight do not fit each other, or an index is out of range; if two ranks differ in dtype, in
+        the number of classes, or in the kind of target; if ranks with the same elements differ in their class
+        indices.
     UnsupportedError
-        If ``reduction="none"`` is given with classes that P_x splits. In a backward, for second derivatives
-        of cross entropy through split classes.
+        If P_x splits the classes: at construction with ``reduction="none"``, and in a backward for second
+        derivatives of cross entropy.
 
     Notes
     -----
@@ -223,7 +223,7 @@ class DistributedCrossEntropyLoss(_ClassLoss, nn.CrossEntropyLoss):
 class DistributedNLLLoss(_ClassLoss, nn.NLLLoss):
     """Negative log likelihood of log-probabilities: ``torch.nn.NLLLoss`` of the global tensors.
 
-    As :class:`DistributedCrossEntropyLoss`, with class indices only.
+    As :class:`DistributedCrossEntropyLoss`, but takes class indices only.
     """
 
     _function = staticmethod(F.nll_loss)

@@ -16,10 +16,10 @@ from distdl_rma.layers.loss.base import DistributedLoss
 class DistributedL1Loss(DistributedLoss, nn.L1Loss):
     """Mean absolute error: ``torch.nn.L1Loss`` of the global tensors.
 
-    Input and target have the same local shape and dtype; their shards need not even form a grid. Every rank
-    of P_x gets the same value, that of the sequential loss. The backward gives each rank the gradient of
-    its own elements, so that the sum over ranks is the sequential gradient and no scaling by hand is
-    needed. Ranks outside of P_x pass tensors without elements and get 0.
+    Input and target have the same local shape and dtype; their shards need not form a grid. Every rank of P_x
+    receives the value of the sequential loss. The backward computes on each rank the gradient of its own
+    elements, which is its part of the sequential gradient: do not scale it by the number of ranks. Ranks
+    outside of P_x pass tensors without elements and receive 0.
 
     Parameters
     ----------
@@ -31,7 +31,7 @@ class DistributedL1Loss(DistributedLoss, nn.L1Loss):
     Raises
     ------
     ShapeError
-        In a call, on every rank of P_x in the same words, if input and target differ in shape or dtype on
+        In a call, on every rank of P_x with the same text, if input and target differ in shape or dtype on
         one of them, or do not have the dimensions of P_x, or two ranks differ in dtype.
     UnsupportedError
         If torch's old ``size_average`` or ``reduce`` is given.
@@ -84,9 +84,9 @@ class DistributedBCELoss(DistributedLoss, nn.BCELoss):
     Parameters
     ----------
     weight
-        As in torch, for the **global** tensors, in their dtype: it is right-aligned with them, and of
-        their extent or 1 in each dimension. Each rank takes its part. Where it is cut the shards must be
-        balanced; a call raises ``ShapeError`` on every rank of P_x if they are not.
+        As in torch, for the **global** tensors and in their dtype. It is right-aligned with them, and has
+        their extent or 1 in each dimension. Each rank uses its part. Where its extent is not 1 the shards
+        must be balanced; otherwise a call raises ``ShapeError`` on every rank of P_x.
     """
 
     _function = staticmethod(F.binary_cross_entropy)
@@ -106,7 +106,7 @@ class DistributedBCELoss(DistributedLoss, nn.BCELoss):
 class DistributedBCEWithLogitsLoss(DistributedLoss, nn.BCEWithLogitsLoss):
     """Binary cross entropy of logits: ``torch.nn.BCEWithLogitsLoss``; as :class:`DistributedBCELoss`.
 
-    ``pos_weight``, the weight of positive targets, is given and cut like ``weight``.
+    ``pos_weight``, the weight of positive targets, is global and cut like ``weight``.
     """
 
     _function = staticmethod(F.binary_cross_entropy_with_logits)
@@ -130,8 +130,8 @@ class DistributedKLDivLoss(DistributedLoss, nn.KLDivLoss):
     Parameters
     ----------
     reduction
-        ``"batchmean"`` too: the sum over everything, divided by the global extent of dimension 0. The
-        ranks that share a batch block must then have the same batch size, or a call raises ``ShapeError``
+        ``"batchmean"`` too: the sum over all elements, divided by the global extent of dimension 0. Ranks
+        that share a batch block must then have the same batch size; otherwise a call raises ``ShapeError``
         on every rank of P_x.
     """
 
@@ -166,5 +166,5 @@ class DistributedPoissonNLLLoss(DistributedLoss, nn.PoissonNLLLoss):
         super().__init__(P_x, reduction, {"log_input": log_input, "full": full, "eps": eps}, **options)
 
     def forward(self, log_input: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        """Global loss of the local shards, by torch's name of the first one."""
+        """Global loss of the local shards; the first argument has torch's name."""
         return super().forward(log_input, target)
