@@ -30,8 +30,7 @@ OUT, IN = range(2)
 class LinearGrid:
     """Ranks on a grid (data-parallel blocks, rows, columns), and the size of their weight.
 
-    Each data-parallel block has a share of the batch and all of the weight. The ranks of column 0 add the
-    bias.
+    Each data-parallel block has a share of the batch and all of the weight. Column 0 adds the bias.
     """
 
     P_w: Partition
@@ -70,7 +69,6 @@ class LinearGrid:
         return self._features((*shape[:-1], self.out_features), ROWS)
 
     def _features(self, shape: Sequence[int], cuts: int) -> Decomposition:
-        # The batch is cut along BLOCKS, the features along the grid dimension cuts.
         splits = [Balanced(extent, 1) for extent in shape]
         axes: list[int | None] = [None] * self.P_w.dim
         for grid, axis in ((BLOCKS, 0), (cuts, len(shape) - 1)):
@@ -172,9 +170,8 @@ def linear_function(
 ) -> torch.Tensor:
     """``torch.nn.functional.linear`` whose weight gradients are written to given places, without a copy.
 
-    Weight and bias are leaves: gradients have their type and shape. A backward calls ``offer`` once per
-    parameter, with ``"weight"`` or ``"bias"``. It returns the tensor to write the gradient to, or None for
-    new memory.
+    Weight and bias are leaves: gradients have their type and shape. A backward calls ``offer`` once each with
+    ``"weight"`` and ``"bias"``: it returns the tensor to write the gradient to, or None for new memory.
     """
     y: torch.Tensor = _Linear.apply(x, weight, bias, offer)
     return y
@@ -267,8 +264,7 @@ class ShardedMatrix:
         return y
 
     def _stripes(self, dtype: torch.dtype) -> tuple[int, list[int]]:
-        # Stripes of equal height. The last one may overlap the one before it: it then moves the same values
-        # again.
+        # Stripes of equal height. The last one may overlap the one before: it moves some values again.
         extent, width = self.shape[1 - self.dim], self.shape[self.dim]
         if not extent * width:
             return 0, []
@@ -304,8 +300,7 @@ def zero_linear(
     Only the shard is kept in between. Forward and backward are collective over the group of the matrix; the
     backward computes the gradients that any rank ``needs``.
     """
-    # The result gets its shape outside of the operation: torch refuses in-place changes of a view that an
-    # autograd function returns.
+    # Reshaped out here: torch refuses in-place changes of a view that an autograd function returns.
     rows = x.unsqueeze(0) if x.dim() == 1 else x.flatten(0, -2)
     y: torch.Tensor = _ZeroProduct.apply(rows, shard, bias, anchor(needs.any), matrix, needs)
     return y.view(*x.shape[:-1], y.shape[-1])

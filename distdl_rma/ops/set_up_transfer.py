@@ -95,8 +95,7 @@ _Runs = Iterator[torch.Tensor]
 class TransferInPasses:
     """Passes of a tensor in parts, each on one rank (giver): in every pass a run of each part moves.
 
-    ``count`` is the number of passes. ``runs`` are the numbers of elements of each giver in a pass, in the
-    order of the partition.
+    ``count`` is the number of passes, ``runs`` the elements per pass of each giver, in partition order.
     """
 
     def __init__(self, givers: Decomposition, dtype: torch.dtype) -> None:

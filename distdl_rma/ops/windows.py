@@ -34,8 +34,7 @@ class WindowOperation(GatherComputeScatter, Generic[T]):
     """Operation whose outputs each read a window of an input (batch, channel, *spatial).
 
     The output is balanced on P_y; if P_y is the input's partition, the batch keeps the input's cut.
-    ``extents`` are the global input's extents in space. ``box`` is the part that this rank computes, of type
-    ``dtype``.
+    ``extents`` are the global input's in space. ``box`` is the part that this rank computes, in ``dtype``.
     """
 
     inexact = True  # whether elements must be floating point numbers

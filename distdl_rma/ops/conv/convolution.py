@@ -239,7 +239,6 @@ class Convolution(GridConvolution):
     def add_adjoint(self, gradient: Tensor, epoch: int) -> Tensor:
         """Receive the gradients of this rank's data from its readers, and add them; blocking."""
         channel, trace, name = self._halo.adjoint, self._trace, self.site.name
-        # Short types are summed in a longer type, with one rounding at the end.
         total = gradient.to(self._sum_dtype)
         for piece, words in trace.awaited(channel.receive(epoch), name, backward=True):
             with trace.span("fuse", name, backward=True):
@@ -300,7 +299,6 @@ def convolve(
         operation, needs = agreement.settle()
         return operation(needs, x, **weights), needs
     weight, bias = weights["weight"], weights.get("bias")
-    # The arguments are not checked yet: the ranks refuse wrong ones when they agree.
     root, call = None if weight.requires_grad else anchor(True), _Agreeing(agreement)
     with no_autocast():
         y: Tensor = _HaloSchedule.apply(x, weight, bias, root, fill, call, None)

@@ -123,10 +123,7 @@ _choice = lru_cache(maxsize=1024)(KernelChoice.of)
 
 
 def betters(x: Tensor, weight: Tensor, bias: Tensor | None, steps: ConvolutionArguments) -> bool:
-    """Whether a convolution, or its adjoint, uses a faster kernel than torch would.
-
-    False if the tensors do not fit together: torch raises the error.
-    """
+    """Whether a convolution, or its adjoint, uses a faster kernel than torch; False if torch raises."""
     if _choice(steps, x.shape, weight.shape, x.dtype)[1:] == _AS_TORCH[1:] or not _onednn_enabled():
         return False
     fits = bias is None or (bias.dtype == x.dtype and bias.shape == weight.shape[:1])
@@ -231,8 +228,7 @@ class _Convolution(OperatorFunction):
 
 @contextmanager
 def _without_onednn() -> Iterator[None]:
-    # torch's own context also sets other options, and warns of them. torch freezes its attribute once its
-    # tests are imported.
+    # torch's own context also sets other options; its attribute is frozen once torch's tests are imported.
     before = torch._C._get_mkldnn_enabled()
     torch._C._set_mkldnn_enabled(False)
     try:

@@ -26,10 +26,7 @@ _PIECE_ELEMENTS = 1 << 15
 
 
 def with_channels(stencil: Stencil, first: int, count: int) -> Stencil:
-    """Stencil of all tensor dimensions: a sample reads itself, and one window reads all channels.
-
-    Boxes of outputs therefore have the interval (0, 1) of channels, for any number of filters.
-    """
+    """Stencil of all tensor dimensions; one window reads all channels, so outputs have channels (0, 1)."""
     return Stencil((Window(1), Window(max(count, 1), left=-first), *stencil.windows))
 
 
@@ -40,8 +37,7 @@ class Patch:
     A convolution is linear: the sum over disjoint blocks of data is the whole convolution. ``outputs`` are
     the outputs ``within`` a box that read any of the data. ``taps`` bounds, per dimension, the taps through
     which they read the data. ``region`` contains all inputs that the outputs read through these taps; it is
-    zero outside of the data. ``held`` is the box of the tensor in memory: the region, or any box that
-    contains the region's data.
+    zero outside of the data. ``held`` is the box of the tensor in memory: it contains the region's data.
     """
 
     stencil: Stencil
@@ -191,8 +187,7 @@ class Patch:
     def cut(self, count: int) -> tuple[Patch, ...]:
         """Patches of ``count`` pieces of the data, of fewer down to half as many, or none.
 
-        They are cut along the dimension that gives most pieces. Pieces are long, so that neighbours compute
-        few outputs twice.
+        They are cut along the dimension that gives most pieces. Neighbours compute some outputs twice.
         """
         dims = [d for d in range(len(self.data.bounds)) if d != 1]
         most = [min(count, self._most_pieces(d)) for d in dims]
@@ -207,7 +202,7 @@ class Patch:
         return pieces if len(pieces) == count else ()
 
     def _most_pieces(self, d: int) -> int:
-        # At least eight windows per piece. Samples are independent of each other.
+        # At least eight windows per piece, so that few outputs are computed twice. Samples share no outputs.
         low, high = self.data.bounds[d]
         return (high - low) // (8 * self.stencil.windows[d].span) if d else high - low
 
@@ -273,10 +268,7 @@ class OwnAndHalo:
 
     @cached_property
     def halo(self) -> tuple[Box, ...]:
-        """Disjoint boxes of the remote data that the outputs read.
-
-        The two sides of the first dimension contain the corners, the sides of the next dimension the rest.
-        """
+        """Disjoint boxes of the remote data that the outputs read; corners belong to the earlier dimension."""
         rest = self.stencil.reads(self.outputs) & self.domain
         sides = []
         for d, ((start, stop), (low, high)) in enumerate(zip(rest.bounds, self.own.bounds, strict=True)):

@@ -95,8 +95,7 @@ class ConvolutionOptions:
 
     ``on_workers``: the workers are the partition of the output, or of the input of a transposed convolution;
     the batch then keeps the input's cut. ``overlaps``: movement overlaps computation; needs ``can_overlap``.
-    ``joins``: a rank copies its block and halo into one tensor and convolves once, for small blocks or wide
-    halos.
+    ``joins``: for small blocks or wide halos, a rank convolves its block and halo at once, in one tensor.
     """
 
     stencil: Stencil

@@ -50,8 +50,7 @@ R = TypeVar("R")
 def uncompiled(function: Callable[Q, R]) -> Callable[Q, R]:
     """Function at which ``torch.compile`` breaks its graph, and inside of which it compiles nothing.
 
-    ``torch.compiler.disable`` does the same, but imports the compiler, which takes as long as to import
-    torch. Here only programs that compile import it.
+    ``torch.compiler.disable`` does the same, but imports the compiler, which doubles torch's import time.
     """
 
     @wraps(function)
@@ -93,10 +92,7 @@ def tracer() -> str:
 
 
 class OperatorFunction(torch.autograd.Function):
-    """An autograd function whose ``apply`` skips torch's code for transforms where no transform is active.
-
-    That code takes longer than the rest of ``apply``, and most operations of a step call ``apply``.
-    """
+    """An autograd function whose ``apply`` skips torch's slow code for transforms if none is active."""
 
     @classmethod
     def apply(cls, *args: Any) -> Any:
@@ -131,10 +127,7 @@ def first_derivative(backward: Callable[..., tuple[Any, ...]]) -> Callable[..., 
 
 
 def tells_peers(forward: Callable[Concatenate[L, Q], R]) -> Callable[Concatenate[L, Q], R]:
-    """Forward of a layer that reports a failure of this rank to all ranks, so that no peer waits for it.
-
-    An error that all ranks of the layer raise is not reported, and leaves the machine usable.
-    """
+    """Forward of a layer that reports a failure of this rank to all ranks, so that no peer waits for it."""
 
     @wraps(forward)
     def watched(layer: L, /, *args: Q.args, **kwargs: Q.kwargs) -> R:
@@ -157,9 +150,9 @@ def tells_peers(forward: Callable[Concatenate[L, Q], R]) -> Callable[Concatenate
 
 @uncompiled
 def _report(machine: Machine | None, error: Exception, of_all: bool = False) -> None:
-    # All ranks raise a refusal: peers need no message. Any other error in a forward is a failure: the peers
-    # must not wait. In a backward (of_all) all ranks may raise the same error of torch. This rank then
-    # reports that it raised, so that a rank without the error stops waiting.
+    # All ranks raise a refusal: peers need no message, and the machine stays usable. Any other error in a
+    # forward is a failure: the peers must not wait. In a backward (of_all) all ranks may raise the same error
+    # of torch. This rank then reports that it raised, so that a rank without the error stops waiting.
     if machine is None:
         return
     machine.labels.make_readable(error)
@@ -182,10 +175,7 @@ ASKED: list[tuple[int, ...]] = []
 
 
 def mark_summed_later(parameter: torch.Tensor, marked: bool) -> None:
-    """Mark a parameter whose gradient a ``GradientSync``, or torch's DDP or FSDP, sums; or unmark it.
-
-    Rules do not sum the gradient of a marked parameter where it is used.
-    """
+    """Mark, or unmark, a parameter whose gradient ``GradientSync``, DDP or FSDP sums: rules then do not."""
     if marked:
         setattr(parameter, _SYNCHRONISED, True)
     else:
@@ -267,10 +257,7 @@ class _Anchored(OperatorFunction):
 
 
 def idle(x: torch.Tensor, others: Iterable[torch.Tensor | None] = ()) -> torch.Tensor:
-    """Output of an idle rank: a tensor without elements, in the graph of ``x`` and of ``others``.
-
-    An input without elements keeps its shape; any other input gives the shape (b, 0).
-    """
+    """Tensor without elements in the graph of all arguments: of shape (b, 0), or as ``x`` if that is empty."""
     y = x.flatten()[:0].reshape(*x.shape[:1], 0) if x.numel() else x.clone()
     return recomputed_alike(tied(y, others))
 
@@ -295,8 +282,7 @@ def recomputed_alike(y: torch.Tensor) -> torch.Tensor:
     """``y``, a new tensor, with a saved tensor in its graph: a checkpoint recomputes its forward there.
 
     A checkpoint recomputes where the backward first needs a saved tensor, and up to the last saved tensor.
-    Ranks without elements may save nothing. They would then recompute elsewhere than their peers, who wait
-    for them.
+    Ranks without elements may save nothing, and would recompute elsewhere than peers that wait for them.
     """
     if y.grad_fn is None or y._is_view() or _hooks_of_saved(False) is None or not torch.is_grad_enabled():
         return y

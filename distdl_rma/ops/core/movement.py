@@ -79,9 +79,8 @@ class OneWay:
         self._mine = [(piece.target.slices(need), piece.box.slices(own)) for piece in exchange.local]
         # None where a piece is the whole result.
         self._theirs = [None if piece.box == need else piece.box.slices(need) for piece in channel.receives]
-        # Slices of parts that are copied to the result while they are sent to the first peer; see _echo.
+        # Slices of parts that _echo copies to the result while they are sent; and these results, by epoch.
         self._echoes = [piece.box.slices(own) for piece in _sent_and_kept(channel)]
-        # Results by epoch.
         self._echoed: dict[int, torch.Tensor] = {}
         # All ranks sum in the partition's order, for equal results. Without sums local pieces come first.
         self._before = channel.count(0 if exchange.disjoint else exchange.before_local)
@@ -132,10 +131,7 @@ class OneWay:
         return y
 
     def stream(self, parts: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
-        """Move one local shard after another; yield the results in order. Blocking.
-
-        The next shard travels while the caller uses a result.
-        """
+        """Results of one local shard after another; the next travels while one is used. Blocking."""
         under_way: deque[tuple[torch.Tensor, int]] = deque()
         for part in parts:
             under_way.append(self.depart(part))
@@ -199,8 +195,7 @@ class Movement:
     wait`` becomes a backward ``wait^T, compute^T, start^T`` with the same overlap.
 
     Construction is local, and allocates slots for the forward. The first backward, or ``connect``, allocates
-    the slots of the adjoint. The exchange is this rank's part, in all tensor dimensions; messages contain
-    the name.
+    the slots of the adjoint. The exchange is this rank's part, in all tensor dimensions.
     """
 
     def __init__(self, machine: Machine, exchange: Exchange, dtype: torch.dtype, name: str) -> None:
@@ -233,9 +228,8 @@ class Movement:
     def start(self, x: torch.Tensor, needs_grad: bool = False) -> Request:
         """Start to send the pieces of ``x``; does not wait for the transfer.
 
-        ``x`` is the local shard, of shape ``exchange.own.shape``, or of any shape if that has no elements. It
-        must not change until ``wait``. ``needs_grad`` says whether any rank needs a gradient: then every rank
-        takes part in the backward.
+        ``x`` is the local shard, of shape ``exchange.own.shape``, or any if that is empty. It must not change
+        until ``wait``. With ``needs_grad``, some rank needs a gradient: all ranks take part in the backward.
         """
         request = Request(self, x)
         request.token = _Start.apply(x, anchor(needs_grad), request)
@@ -279,11 +273,7 @@ class Movement:
 def movements_through(
     site: CallSite, stages: Sequence[tuple[Decomposition, Decomposition]], dtype: torch.dtype
 ) -> list[Movement]:
-    """Movements from source to target of each stage, one after another; local to make.
-
-    There is a movement even where a rank keeps all its data: its result has its own memory, and is in the
-    graph if any rank needs a gradient.
-    """
+    """Movement of each stage, also where a rank keeps its data: its result is in new memory and the graph."""
     machine, name = site
     return [
         Movement(machine, Exchange(machine.rank, *ends), dtype, f"{name} (stage {at})" if at else name)

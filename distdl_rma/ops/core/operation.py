@@ -19,8 +19,7 @@ class Operation:
 
     All its ranks make it, or all raise the same error; local to make. It owns the segment memory of its
     movements, so each place of a program has its own operation. ``output`` is the decomposition of the
-    result, equal on every rank. It is None only where the inputs are subtensors that are no blocks of one
-    tensor.
+    result, equal on every rank; it is None only if the inputs are subtensors that are no blocks of a tensor.
     """
 
     output: Decomposition | None
@@ -28,8 +27,7 @@ class Operation:
     def __call__(self, needs: GradientNeeds, *inputs: Any, **weights: Any) -> torch.Tensor:
         """Local result from local shards, differentiable; blocking.
 
-        Ranks outside of the input partition pass a tensor without elements. Ranks outside of the output
-        partition get one.
+        Ranks outside of the input or output partition pass, or get, a tensor without elements.
         """
         raise NotImplementedError
 
@@ -68,7 +66,7 @@ class Agreed(NamedTuple, Generic[P_co]):
     needs: GradientNeeds
 
     def settle(self) -> tuple[P_co, GradientNeeds]:
-        """Return both; not blocking."""
+        """Return the operation and the needs; not blocking."""
         return self.guess, self.needs
 
 
@@ -85,7 +83,6 @@ class GatherComputeScatter(Operation):
 
     def __init__(self, site: CallSite, reads: bool, works: bool, output: Decomposition) -> None:
         self.site, self.reads, self.works, self.output = site, reads, works, output
-        # Whether finish has to be called on this rank.
         self._finishes = output.partition.active and type(self).finish is not GatherComputeScatter.finish
 
     def compute(self, x: torch.Tensor, **weights: Any) -> torch.Tensor:

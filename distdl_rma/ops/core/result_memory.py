@@ -37,9 +37,9 @@ class _Loan(weakref.ref[NDArray[Any]]):
 class ResultPool:
     """Blocks of memory, kept after the last tensor in them died, for the next tensor of the same size.
 
-    The first write to a new page costs more than the copy of its data. Above ``limit`` idle bytes the blocks
-    of the size that was idle for longest are dropped. Tensors of ``smallest`` bytes or more are in blocks,
-    which ``take`` allocates and ``drop`` frees.
+    The first write to a new page costs more than the copy of its data. Above ``limit`` idle bytes, blocks of
+    the longest idle size are dropped. ``take`` and ``drop`` allocate and free blocks, of ``smallest`` bytes
+    or more.
     """
 
     def __init__(
@@ -89,8 +89,7 @@ class ResultPool:
         self._give_back(loan.block)
 
     def _give_back(self, block: _Block) -> None:
-        # Runs wherever a tensor dies: on any thread, even during another call of the pool. So it must not
-        # wait for the lock.
+        # Runs on any thread, even during another call of the pool: it must not wait for the lock.
         self._returned.append(block)
         self._sort()
 

@@ -116,10 +116,7 @@ class StagedRequest(NamedTuple):
 
 
 class StagedMovement:
-    """Several exchanges, one after another, with the interface of :class:`Movement`.
-
-    Short types travel in the longer type of their sums, which are rounded once, at the end.
-    """
+    """Several exchanges as one movement; short types travel in the type of their sums, for one rounding."""
 
     def __init__(
         self,

@@ -61,8 +61,5 @@ def no_autocast() -> AbstractContextManager[object]:
 def zero_volume_tensor(
     b: int | None = None, dtype: torch.dtype | None = None, requires_grad: bool = False
 ) -> torch.Tensor:
-    """Tensor without elements, which ranks outside of a partition pass and receive.
-
-    Its shape is (b, 0) with the batch size ``b``, and (0,) if that is None; other arguments as in torch.
-    """
+    """Tensor without elements for ranks outside of a partition: (b, 0) with batch size ``b``, else (0,)."""
     return torch.empty((0,) if b is None else (b, 0), dtype=dtype, requires_grad=requires_grad)

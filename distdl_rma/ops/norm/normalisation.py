@@ -324,9 +324,9 @@ class NormOptions:
     """A kind of normalisation, and the mode of a call.
 
     ``eps`` is added to the variance; None for the resolution of the type. If not ``centred``, the mean is not
-    subtracted. A call normalises by the statistics of its input (``by_batch``) or by running ones. It
-    ``tracks`` if it updates running statistics. ``several`` describes, for the error, the elements of a group
-    if one element is too few; it is empty if one is enough.
+    subtracted. A call normalises by the statistics of its input (``by_batch``) or by running ones, and may
+    update these (``tracks``). ``several`` names the elements of which a group needs at least two, for the
+    error; it is empty if one is enough.
     """
 
     axes: NormAxes
@@ -456,10 +456,7 @@ class RunningStatistics:
             self._sums.connect()
 
     def update(self, running: Mapping[str, Tensor], momentum: float, moments: Pair | None = None) -> None:
-        """Mix a batch into ``running_mean`` and ``running_var`` with weight ``momentum``; blocking.
-
-        ``moments`` are mean and variance, on ranks with a part of the batch.
-        """
+        """Mix ``moments``, the batch's mean and variance (None outside of it), into ``running``; blocking."""
         batch: Sequence[Tensor] = ()
         if self._kept is not None and moments is not None:
             mean, variance = moments

@@ -179,7 +179,6 @@ class LocalRun:
     """
 
     def __init__(self, run: ChannelRun, axes: NormAxes, local: tuple[int, ...], pair: Array) -> None:
-        # Without groups of channels the run is the whole local tensor.
         self._run, self.whole = run, run.channels is None
         self.shape = tuple(run.of(torch.empty(local, device="meta")).shape)
         self.axes, self.elementwise = axes, not axes.uniform
@@ -229,8 +228,8 @@ class LocalRun:
     def told(self, x: Tensor, out: Tensor | None) -> Shift:
         """Write mean and squares of the elements; return a shift, and write ``x`` minus it to ``out`` if any.
 
-        The squares are about the local mean, so that a large mean does not hide a small variance. Without
-        ``out`` the shift and the mean are zero.
+        Squares are about the local mean, so a large mean hides no small variance. Without ``out`` both the
+        shift and the mean are zero.
         """
         if out is None or self.empty:
             if not self.empty:
@@ -280,7 +279,7 @@ class Statistics:
         # Values that this rank sends: means of its elements, and squares about them.
         self._pair: Array = np.zeros((PAIR, *groups.shape))
         self._row = self._pair.reshape(-1)
-        # Cache of _halves.
+        # Cache of _halves: there are few buffers, and they stay.
         self._views: list[tuple[Array, tuple[Array, Array]]] = []
         self.runs = [LocalRun(run, self.axes, groups.local, self._pair) for run in groups.runs]
         self._complete = all(run.whole for run in self.runs) and bool(self.runs)
@@ -331,8 +330,7 @@ class Statistics:
     def of(self, x: Tensor, mark: Callable[[str], object]) -> Moments:
         """Mean and variance of all elements of each group; blocking.
 
-        ``x`` is the local tensor, in the type of the computation and without a graph. ``mark`` records each
-        action in the trace.
+        ``x`` is the local tensor, in the type of the computation and without a graph. ``mark`` is for traces.
         """
         mark("local")
         shifted = result_like(x) if self.centred else None
@@ -409,7 +407,6 @@ class Statistics:
         return lambda: self._halves(sums.wait())
 
     def _halves(self, buffer: Array) -> tuple[Array, Array]:
-        # Views of the two halves of a buffer. There are few buffers, and they stay.
         for known, pair in self._views:
             if known is buffer:
                 return pair
