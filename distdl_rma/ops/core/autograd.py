@@ -257,7 +257,7 @@ class _Anchored(OperatorFunction):
 
 
 def idle(x: torch.Tensor, others: Iterable[torch.Tensor | None] = ()) -> torch.Tensor:
-    """Tensor without elements in the graph of all arguments: of shape (b, 0), or as ``x`` if that is empty."""
+    """Empty tensor in the graph of all arguments: of the shape of ``x`` if that is empty, else (b, 0)."""
     y = x.flatten()[:0].reshape(*x.shape[:1], 0) if x.numel() else x.clone()
     return recomputed_alike(tied(y, others))
 
