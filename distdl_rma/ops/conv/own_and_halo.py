@@ -268,7 +268,7 @@ class OwnAndHalo:
 
     @cached_property
     def halo(self) -> tuple[Box, ...]:
-        """Disjoint boxes of the remote data that the outputs read; corners are in the earlier dimension's."""
+        """Disjoint boxes of the remote data to read; the sides of the first dimension have the corners."""
         rest = self.stencil.reads(self.outputs) & self.domain
         sides = []
         for d, ((start, stop), (low, high)) in enumerate(zip(rest.bounds, self.own.bounds, strict=True)):
