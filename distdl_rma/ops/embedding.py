@@ -1,4 +1,4 @@
-"""Embedding of split indices: every rank looks its own up in the whole table."""
+"""Embedding of split indices: every rank looks up its own indices in the whole table."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ INDICES = (torch.int64, torch.int32)
 
 
 class IndexFrequencies:
-    """How often each index occurs on all ranks of the input: what ``scale_grad_by_freq`` divides by."""
+    """Number of times that each index occurs in the global input; ``scale_grad_by_freq`` divides by it."""
 
     def __init__(self, site: CallSite, P_x: Partition, num_embeddings: int) -> None:
         name = f"{site.name} (frequencies)"
         self._sum = Allreduce(site.machine.segments, P_x.ranks, num_embeddings, np.float64, name=name)
 
     def scale(self, y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        """``y``, the vectors of ``x``, whose gradients will be divided; blocking."""
+        """``y``, the vectors of the indices ``x``; its backward divides by the frequencies. Blocking."""
         found = np.bincount(x.detach().flatten().numpy(), minlength=self._sum.count)
         total = torch.from_numpy(self._sum(found).copy())
         scaled: torch.Tensor = _Scale.apply(y, total[x.to(torch.int64)].unsqueeze(-1))
@@ -37,7 +37,7 @@ class IndexFrequencies:
 
 
 class _Scale(OperatorFunction):
-    # Identity whose backward divides: by how often the index of each vector occurs.
+    # Identity; its backward divides by the frequency of each vector's index.
     @staticmethod
     def forward(ctx: Any, y: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(counts)
@@ -51,10 +51,10 @@ class _Scale(OperatorFunction):
 
 
 class Embedding(GatherComputeScatter):
-    """The vectors are where their indices are, and go to the ranks of ``P_y`` if one is given.
+    """Embedding in the decomposition of its indices, or in balanced blocks on ``P_y`` if one is given.
 
-    ``dtype`` is that of the indices; ``frequencies`` are what gradients are divided by, None if by nothing,
-    and on ranks without indices.
+    ``dtype`` is the type of the indices. ``frequencies`` divides gradients; it is None if gradients are not
+    divided, and on ranks without indices.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Products with weights that are cut over a grid of ranks, or that no rank has whole."""
+"""Linear layers whose weight is in blocks on a grid of ranks, or in shards (ZeRO)."""
 
 from __future__ import annotations
 
@@ -28,10 +28,9 @@ OUT, IN = range(2)
 
 @dataclass(frozen=True)
 class LinearGrid:
-    """Ranks on a grid (data-parallel blocks, rows, columns) that compute with a weight of some size.
+    """Ranks on a grid (data-parallel blocks, rows, columns), and the size of their weight.
 
-    Each data-parallel block takes a share of the batch and all of the weight. The bias is added in column
-    0, once.
+    Each data-parallel block has a share of the batch and all of the weight. Column 0 adds the bias.
     """
 
     P_w: Partition
@@ -45,7 +44,7 @@ class LinearGrid:
 
     @property
     def adds_bias(self) -> bool:
-        """Whether this rank adds its block of the bias to what it computes."""
+        """Whether this rank adds its block of the bias."""
         return self.P_w.index is not None and self.P_w.index[COLUMNS] == 0
 
     @property
@@ -62,15 +61,14 @@ class LinearGrid:
         return Decomposition(P_b, (Balanced(self.out_features, P_b.shape[ROWS]),), (None, OUT, None))
 
     def inputs(self, shape: Sequence[int]) -> Decomposition:
-        """What each rank reads of an input (batch, ..., in_features): alike along the rows."""
+        """Part of an input (batch, ..., in_features) that each rank reads; replicated along the rows."""
         return self._features(shape, COLUMNS)
 
     def outputs(self, shape: Sequence[int]) -> Decomposition:
-        """What each rank makes of that input, of (batch, ..., out_features): terms of sums along columns."""
+        """Partial output (batch, ..., out_features) of each rank for that input; columns are to be summed."""
         return self._features((*shape[:-1], self.out_features), ROWS)
 
     def _features(self, shape: Sequence[int], cuts: int) -> Decomposition:
-        # Blocks of the batch, all of the dimensions between, and blocks of features along a grid dimension.
         splits = [Balanced(extent, 1) for extent in shape]
         axes: list[int | None] = [None] * self.P_w.dim
         for grid, axis in ((BLOCKS, 0), (cuts, len(shape) - 1)):
@@ -79,7 +77,7 @@ class LinearGrid:
         return Decomposition(self.P_w, tuple(splits), tuple(axes))
 
     def zero_weight(self, dim: int) -> Decomposition:
-        """ZeRO: the weight cut over the data-parallel blocks too, in a dimension that workers leave whole."""
+        """ZeRO: the weight is also cut over the data-parallel blocks, in a dimension that no worker cuts."""
         _, rows, columns = self.P_w.shape
         splits = list(self.weight.splits)
         splits[dim] = Balanced(splits[dim].extent, self.blocks)
@@ -87,7 +85,7 @@ class LinearGrid:
         return Decomposition(self.P_w, tuple(splits), axes)
 
     def zero_bias(self) -> Decomposition:
-        """ZeRO: each row's block of the bias cut again over the data-parallel blocks."""
+        """ZeRO: each row's block of the bias is also cut over the data-parallel blocks."""
         used = self.bias
         rows, blocks = range(used.partition.shape[ROWS]), range(self.blocks)
         lengths: list[int] = []
@@ -99,12 +97,13 @@ class LinearGrid:
 
 
 def grid_of_workers(P: Partition, dim: int) -> Partition:
-    """Ranks of a partition of tensors as data-parallel blocks of model-parallel workers.
+    """Grid of data-parallel blocks of model-parallel workers, from the partition of a tensor.
 
-    The first extent counts the blocks, the others multiplied the workers of each, who go along one dimension
-    of the grid: rows for an all-gather of the input, columns for a reduce-scatter of the output.
+    The partition's first extent is the number of blocks, the product of the others the workers of each. The
+    workers are along the dimension ``dim`` of the grid: rows for an all-gather of the input, columns for a
+    reduce-scatter of the output.
     """
-    # A tensor of one dimension has features and no batch.
+    # A one-dimensional tensor has features and no batch.
     blocks = P.shape[0] if P.dim > 1 else 1
     grid = [blocks, 1, 1]
     grid[dim] = prod(P.shape) // blocks
@@ -117,10 +116,9 @@ Offer = Callable[[str], "torch.Tensor | None"]
 class SplitLinear(GatherComputeScatter):
     """``y = x W^T + b`` with ``W`` and ``b`` in blocks on a grid of ranks; output in balanced shards on P_y.
 
-    With one column it is the all-gather form, with one row the reduce-scatter form. ``places`` is asked in
-    each call who says where the gradients of parameters are to be written, if anybody does. In the ZeRO forms
-    ``matrix`` gathers the weight, of which the data-parallel blocks keep shards; inputs of several shapes
-    share one.
+    With one column it is the all-gather form, with one row the reduce-scatter form. Each call asks ``places``
+    for the function that gives places for the gradients of parameters, or None. In the ZeRO forms ``matrix``
+    gathers the weight from shards on the data-parallel blocks; operations for several input shapes share one.
     """
 
     def __init__(
@@ -147,9 +145,9 @@ class SplitLinear(GatherComputeScatter):
         self._shape, self._dtype = read.box(site.machine.rank).shape, dtype
 
     def carry_out(self, needs: GradientNeeds, x: torch.Tensor, weights: Mapping[str, Any]) -> torch.Tensor:
-        """Partial outputs of this rank's block of the weight; blocking where that has to be gathered."""
+        """Partial outputs of this rank's block of the weight; blocking in the ZeRO forms."""
         if not x.numel():
-            # What has no elements may have come in any shape and type.
+            # An input without elements may have any shape and type.
             x = x.to(self._dtype).reshape(self._shape)
         if self._matrix is None:
             return super().carry_out(needs, x, weights)
@@ -158,7 +156,7 @@ class SplitLinear(GatherComputeScatter):
     def compute(self, x: torch.Tensor, **weights: torch.Tensor) -> torch.Tensor:
         """Partial outputs of this rank's block of the weight."""
         weight, bias, offer = weights["weight"], self._bias_among(weights), self._places and self._places()
-        # What was moved or cast on its way here is no leaf: its gradient is not yet the parameter's.
+        # A moved or cast weight is no leaf: its gradient is not yet the parameter's.
         if offer is not None and weight.is_leaf and (bias is None or bias.is_leaf):
             return linear_function(x, weight, bias, offer)
         return F.linear(x, weight, bias)
@@ -170,11 +168,10 @@ class SplitLinear(GatherComputeScatter):
 def linear_function(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, offer: Offer
 ) -> torch.Tensor:
-    """``torch.nn.functional.linear`` of leaves whose gradients are computed in given places, without a copy.
+    """``torch.nn.functional.linear`` whose weight gradients are written to given places, without a copy.
 
-    Weight and bias are parameters themselves, not what was computed from them: gradients are written in their
-    type and shape. ``offer`` is asked once per backward and parameter, by ``"weight"`` or ``"bias"``: the
-    place to write the gradient to, or None to return it in memory of its own.
+    Weight and bias are leaves: gradients have their type and shape. A backward calls ``offer`` once each with
+    ``"weight"`` and ``"bias"``: it returns the tensor to write the gradient to, or None for new memory.
     """
     y: torch.Tensor = _Linear.apply(x, weight, bias, offer)
     return y
@@ -195,7 +192,7 @@ class _Linear(OperatorFunction):
         x, weight = ctx.saved_tensors
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         (rows, columns), batch = weight.shape, x.shape[:-1].numel()
-        # What is to be differentiated again cannot be written to a place.
+        # Under create_graph, autograd does not allow a given place for a result.
         offer = _nothing if torch.is_grad_enabled() else ctx.offer
         d_y = gradient.reshape(batch, rows)
         d_weight = d_bias = None
@@ -210,29 +207,29 @@ def _nothing(_key: str) -> None:
     return None
 
 
-# Columns are moved in bundles, so that the copies read and write more than single elements.
+# Columns are moved in bundles, so that copies read and write runs of at least so many bytes.
 _RUN_NBYTES = 256
 
 
 class ShardedMatrix:
     """All-gather of the shards of a matrix, and reduce-scatter of its gradients, in stripes.
 
-    A stripe has half a MiB at most, or is a row, or 256 bytes of each row if that is more. The segment is
-    staging memory: of a group of D ranks it holds on each ``2 (D-1)/D`` stripes to gather and, from the
-    first gradient on, ``2 (D-1)/D`` to scatter, whatever the size of the matrix.
+    A stripe has at most half a MiB, but at least one row, or 256 bytes of each row. The segment is staging
+    memory: with D ranks in the group, each rank's segment holds ``2 (D-1)/D`` stripes to gather and, from the
+    first gradient on, ``2 (D-1)/D`` to scatter, for any size of the matrix.
 
-    ``group`` is one-dimensional, keeps the shards in its order, and has this rank; ``dim`` is the dimension
-    of the matrix that is cut into balanced shards. Stripes cut the other one.
+    ``group`` is one-dimensional, contains this rank, and has the shards in its order. ``dim`` is the
+    dimension of the matrix that is cut into balanced shards; stripes cut the other dimension.
     """
 
     def __init__(self, site: CallSite, group: Partition, shape: tuple[int, int], dim: int) -> None:
         self.site, self.group, self.shape, self.dim = site, group, shape, dim
-        # To gather, and to scatter.
+        # By type, and whether it scatters.
         self._movements: dict[tuple[torch.dtype, bool], Moves] = {}
 
     @classmethod
     def of(cls, site: CallSite, grid: LinearGrid, dim: int) -> ShardedMatrix | None:
-        """This rank's block of a weight, in shards on the data-parallel blocks; None where nothing is cut."""
+        """Matrix of this rank's block of a weight, in shards on the data-parallel blocks; None if not cut."""
         index = grid.P_w.index
         if index is None or grid.blocks == 1:
             return None
@@ -247,7 +244,7 @@ class ShardedMatrix:
         return sum(movement.nbytes for movement in self._movements.values())
 
     def all_gather(self, shard: torch.Tensor) -> torch.Tensor:
-        """The whole matrix, in memory of its own; collective over the group, blocking."""
+        """The whole matrix, in new memory; collective over the group, blocking."""
         return self._move(shard, self.shape[self.dim], scatter=False)
 
     def reduce_scatter(self, matrix: torch.Tensor) -> torch.Tensor:
@@ -267,8 +264,7 @@ class ShardedMatrix:
         return y
 
     def _stripes(self, dtype: torch.dtype) -> tuple[int, list[int]]:
-        # Stripes of one height. The last one reaches back where it would stick out: what it moves again is
-        # the same again.
+        # Stripes of equal height. The last one may overlap the one before: it moves some values again.
         extent, width = self.shape[1 - self.dim], self.shape[self.dim]
         if not extent * width:
             return 0, []
@@ -299,12 +295,12 @@ def zero_linear(
     shard: torch.Tensor,
     bias: torch.Tensor | None,
 ) -> torch.Tensor:
-    """``x W^T + b`` with a weight that is gathered for it, and again for the backward.
+    """``x W^T + b`` with a weight that is gathered for the product, and again for the backward.
 
-    Only the shard is kept in between. Collective over the group of the matrix, and so is the backward: what
-    of it there is, is what any rank ``needs``.
+    Only the shard is kept in between. Forward and backward are collective over the group of the matrix; the
+    backward computes the gradients that any rank ``needs``.
     """
-    # In rows, and shaped outside: torch would refuse to change a view that an operation made within.
+    # Reshaped out here: torch refuses in-place changes of a view that an autograd function returns.
     rows = x.unsqueeze(0) if x.dim() == 1 else x.flatten(0, -2)
     y: torch.Tensor = _ZeroProduct.apply(rows, shard, bias, anchor(needs.any), matrix, needs)
     return y.view(*x.shape[:-1], y.shape[-1])
@@ -333,7 +329,7 @@ class _ZeroProduct(OperatorFunction):
         d_x = d_shard = d_bias = None
         with torch.autocast("cpu", enabled=False):
             if needs.input:
-                # The matrix goes before the gradient of the matrix comes.
+                # The gathered matrix is freed before its gradient is allocated.
                 d_x = torch.mm(d_y, matrix.all_gather(shard).conj())
             if needs.weights:
                 d_shard = matrix.reduce_scatter(torch.mm(d_y.t(), x.conj()))

@@ -26,10 +26,10 @@ from distdl_rma.ops.window_gather import WindowGather
 
 
 class StagedMove(Operation):
-    """Movements that follow one another, at least one; the result is memory of its own.
+    """One or more movements, one after another; the result is in new memory.
 
-    ``dtype`` is that of the result, which may be shorter than the one that moves. ``flat`` is the local
-    shape of the result where the movements see vectors; None where they see tensors.
+    ``dtype`` is the type of the result; the movements may have a longer one. ``flat`` is the local shape of
+    the result if the movements move flattened tensors, else None.
     """
 
     def __init__(
@@ -45,32 +45,32 @@ class StagedMove(Operation):
         """Local result of a local shard; blocking."""
         y = x if self._flat is None else x.reshape(-1)
         for movement in self._stages:
-            # What has no elements may be of any type.
+            # A tensor without elements may have any type.
             y = movement(y.to(movement.dtype) if y.numel() else y, needs.input)
         y = y.to(self.dtype)
         return y if self._flat is None else y.reshape(self._flat)
 
     def movements(self) -> tuple[Moves, ...]:
-        """The stages."""
+        """All stages."""
         return self._stages
 
 
 def redistribution(
     site: CallSite, source: Decomposition, target: Decomposition, dtype: torch.dtype
 ) -> StagedMove:
-    """From any blocks to any others; what several ranks own is summed, what several need is copied."""
+    """Move from any decomposition to any other: elements of several owners are summed."""
     return StagedMove([movement_between(site, source, target, dtype)], dtype, target)
 
 
 def repartition(site: CallSite, source: Decomposition, P_y: Partition, dtype: torch.dtype) -> StagedMove:
-    """To balanced blocks on another grid."""
+    """Redistribute to balanced blocks on another grid."""
     return redistribution(site, source, Decomposition.balanced(P_y, source.shape), dtype)
 
 
 def all_gather(
     site: CallSite, source: Decomposition, axes: Collection[int], dtype: torch.dtype
 ) -> StagedMove:
-    """To blocks that are whole along some dimensions; grid and tensor have the same ones."""
+    """Redistribute to blocks that are whole along some dimensions; grid dimension d cuts dimension d."""
     kept = tuple(None if d in axes else d for d in range(source.partition.dim))
     splits = tuple(Balanced(s.extent, 1) if d in axes else s for d, s in enumerate(source.splits))
     return redistribution(site, source, Decomposition(source.partition, splits, kept), dtype)
@@ -79,17 +79,17 @@ def all_gather(
 def reduce_scatter(
     site: CallSite, source: Decomposition, axes: Collection[int], dtype: torch.dtype
 ) -> StagedMove:
-    """Sum what is copied along some dimensions, and cut the sum along them; dimensions as above."""
+    """Sum over the ranks along some grid dimensions, and cut the sum along the same dimensions."""
     P = source.partition
     splits = tuple(Balanced(s.extent, P.shape[d]) if d in axes else s for d, s in enumerate(source.splits))
     return redistribution(site, source, Decomposition(P, splits, tuple(range(P.dim))), dtype)
 
 
 class HaloExchange(StagedMove):
-    """What windows as wide as both halos read, where every element has a window of its own.
+    """Block of each rank with the elements around it: overlapping parts of the padded tensor.
 
-    The results of the ranks are overlapping parts of the padded tensor. ``width`` says how many elements
-    before and behind a block, for each spatial dimension; mode and value as of :class:`WindowGather`.
+    ``width`` is the number of elements before and after a block, for each spatial dimension; mode and value
+    as in :class:`WindowGather`.
     """
 
     def __init__(
@@ -104,9 +104,9 @@ class HaloExchange(StagedMove):
         stencil = Stencil(tuple(Window(a + b + 1, left=a, right=b) for a, b in width))
         self._gather = WindowGather(site, stencil, source, source, dtype, mode, value)
         gather = self._gather.movement
-        # Where a rank keeps what it has, its result is memory of its own all the same.
+        # The result is in new memory even where a rank receives nothing.
         movements = [gather] if gather is not None else movements_through(site, [(source, source)], dtype)
-        # In the padded tensor all is there: a window begins where its block does, and nothing sticks out.
+        # In coordinates of the padded tensor, a window begins where its block does, and needs no padding.
         padded = {
             d: WindowSplit(source.splits[d], Window(a + b + 1), source.shape[d] + a + b)
             for d, (a, b) in enumerate(width, LEADING)
@@ -114,7 +114,7 @@ class HaloExchange(StagedMove):
         super().__init__(movements, dtype, source.with_splits(padded))
 
     def __call__(self, needs: GradientNeeds, x: torch.Tensor) -> torch.Tensor:
-        """Own block and what is around it; blocking."""
+        """Own block with the elements around it; blocking."""
         return self._gather.add_padding(super().__call__(needs, x))
 
 
@@ -122,10 +122,10 @@ CHANNELS = 1
 
 
 class Concat(Operation):
-    """Concatenation along the channels; each input travels in its own type, and so does its gradient.
+    """Concatenation along the channels; each input, and its gradient, travels in its own type.
 
-    ``sources`` and ``dtypes`` say who owns what of each input, and its type. The result is balanced on P_y;
-    with ``keep_batch`` the batch stays cut as that of the first input.
+    ``sources`` and ``dtypes`` are the decomposition and the type of each input. The result is balanced on
+    P_y; with ``keep_batch`` the batch keeps the cut of the first input.
     """
 
     output: Decomposition
@@ -153,12 +153,12 @@ class Concat(Operation):
             self._shapes.append(part.box(site.machine.rank).shape)
 
     def movements(self) -> list[Moves | None]:
-        """One for each input."""
+        """Movement of each input."""
         return self._movements
 
     def __call__(self, needs: GradientNeeds, *inputs: torch.Tensor) -> torch.Tensor:
-        """Block of the concatenated tensor, in memory of its own; blocking."""
-        # All are under way before the first is waited for; backward does the same.
+        """Block of the concatenated tensor, in new memory; blocking."""
+        # All movements start before the first wait, also in the backward.
         requests = [
             None if movement is None else movement.start(x, needed)
             for movement, x, needed in zip(self._movements, inputs, needs.inputs, strict=True)
@@ -166,7 +166,7 @@ class Concat(Operation):
         parts = []
         for request, x, shape in zip(requests, inputs, self._shapes, strict=True):
             part = (x if request is None else request.movement.wait(request)).to(self.dtype)
-            # What has no elements came in any shape.
+            # An input without elements may have any shape.
             parts.append(part if part.numel() else part.reshape(shape))
         if self.output.partition.active:
             return torch.cat(parts, CHANNELS)
@@ -179,7 +179,7 @@ def joined(
     """Shape and type of a concatenation along the channels.
 
     ``ShapeError`` if an input has another number of dimensions than ``dim``, another extent than the first
-    in a dimension that is not that of the channels, or a type that torch does not promote.
+    input in a dimension other than the channels, or a type that torch does not promote.
     """
     first, joint = shapes[0], dtypes[0]
     for at, (shape, dtype) in enumerate(zip(shapes, dtypes, strict=True)):
@@ -199,8 +199,8 @@ def joined(
     return (first[0], sum(shape[CHANNELS] for shape in shapes), *first[CHANNELS + 1 :]), joint
 
 
-# Who has what of a tensor, where what is summed are copies; or the local shapes of subtensors that are no
-# blocks of one tensor, by rank id.
+# Decomposition of a tensor, whose replicas are the terms of sums; or, by rank id, the local shapes of
+# subtensors that are no blocks of one tensor.
 Subtensors = Decomposition | Mapping[int, tuple[int, ...]]
 
 
@@ -214,7 +214,7 @@ def _between_grids(
     *,
     sums: bool,
 ) -> StagedMove:
-    # Flips say of P_x and of P_y whether they are transposed before.
+    # flips: whether the grids of P_x and of P_y are transposed first.
     many, few = ((P_x, flips[0]), (P_y, flips[1]))[:: 1 if sums else -1]
     groups, roots = groups_onto(many[0], few[0], many[1], few[1]), few[0].ranks
     alone = tuple((root,) for root in roots)
@@ -238,7 +238,7 @@ broadcast = partial(_between_grids, sums=False)
 def all_sum_reduce(
     site: CallSite, source: Subtensors, P_x: Partition, axes: Collection[int], dtype: torch.dtype
 ) -> StagedMove:
-    """Sum subtensors along dimensions of the grid, to all ranks that they come from; bitwise alike there."""
+    """Sum subtensors along dimensions of the grid, on all ranks that have one; bitwise equal results."""
     groups = groups_along(P_x, axes)
 
     def stages(lengths: list[int], node_of: NodeOf) -> list[Stage]:
@@ -249,7 +249,7 @@ def all_sum_reduce(
 
 
 def _onto(source: Subtensors, P_y: Partition, flips: tuple[bool, bool]) -> Decomposition | None:
-    # Grids are aligned at the right; a dimension of P_y cuts what that of P_x in its place cuts.
+    # Grids are aligned at the right: a dimension of P_y cuts the same tensor dimension as its counterpart.
     if not isinstance(source, Decomposition):
         return None
     (flip_x, flip_y), P_x = flips, source.partition
@@ -271,14 +271,14 @@ def _staged(
     dtype: torch.dtype,
     stages: Callable[[list[int], NodeOf], list[Stage]],
 ) -> StagedMove:
-    # Givers and takers are the ranks that have, and that get, the subtensor of each group.
+    # givers and takers: per group, the ranks that have its subtensor, and the ranks that get it.
     machine = site.machine
     subtensors = [_common_shape(group, source) for group in givers]
     of_taker = {rank: shape for group, shape in zip(takers, subtensors, strict=True) for rank in group}
     nodes = machine.segments.segment.nodes
     node_of = {member: number for number, node in enumerate(nodes) for member in node}
     found = stages([prod(shape) for shape in subtensors], node_of.__getitem__)
-    # Where sums are summed again, short types travel in a longer one: they are rounded once, at the end.
+    # Where sums are summed again, short types travel in a longer type: they are rounded once, at the end.
     sums = len(found) > (2 if givers is takers else 1)
     movements = movements_through(site, found, sum_dtype(dtype) if sums else dtype)
     return StagedMove(movements, dtype, output, of_taker.get(machine.rank, (0,)))

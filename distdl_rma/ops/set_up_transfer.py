@@ -1,4 +1,4 @@
-"""Tensors that travel once, as at set-up: in passes, so that a segment holds little of them at a time."""
+"""Movement of tensors that move once, for example at set-up: in passes, to need little segment memory."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from distdl_rma.ops.core.staged import movement_between
 from distdl_rma.ops.core.tensors import as_tensor
 from distdl_rma.segments.collectives.allgather import Allgather, Bcast
 
-# Bytes that travel in a pass; a segment holds two passes of what comes in, and of what is staged.
+# Bytes per pass. A segment holds two passes of received data, and two of data that are staged.
 PASS_NBYTES = 1 << 19
 _WORD = 8
 
@@ -28,19 +28,19 @@ _WORD = 8
 def broadcast_from_first(
     machine: Machine, ranks: Sequence[int], tensors: Sequence[torch.Tensor], name: str
 ) -> None:
-    """Overwrite tensors on all ranks by those of the first one; collective over ``ranks``, blocking.
+    """Overwrite tensors on all ranks by those of the first rank; collective over ``ranks``, blocking.
 
-    Nothing travels but a digest where they are alike, as those of layers on ranks with one seed. Otherwise
-    all tensors travel one behind the other, in passes of half a MiB. Each rank's segment holds two passes
-    meanwhile, the first one's too: on a node all load from one rank, and between nodes MPI's broadcast
-    carries one copy to each. ``MismatchError`` if the ranks' tensors differ in shape or type, in the order
-    given, ``UnsupportedError`` if a type does not move between ranks.
+    If the tensors are equal on all ranks, as for layers with one seed, ranks exchange only a digest.
+    Otherwise all tensors move as one vector, in passes of half a MiB. Meanwhile each rank's segment, also the
+    first rank's, holds two passes. On a node all ranks load from one rank; between nodes MPI's broadcast
+    carries one copy to each node. ``MismatchError`` if the ranks' tensors differ in shape or type, in the
+    order given; ``UnsupportedError`` if a type does not move between ranks.
     """
     kinds = [(tuple(tensor.shape), tensor.dtype) for tensor in tensors]
     for _, dtype in kinds:
         word_dtype(dtype, name)
     filled = [tensor.detach() for tensor in tensors if tensor.numel()]
-    # The tensors themselves, unless their elements do not lie one behind the other as they are.
+    # The tensors themselves where they are contiguous, else copies.
     plain = [tensor.resolve_conj().resolve_neg().contiguous() for tensor in filled]
     title = f"{name} (initial values, {fingerprint(kinds):014x})"
     vectors = [tensor.view(-1).view(torch.uint8) for tensor in plain]
@@ -81,7 +81,7 @@ def _broadcast(machine: Machine, ranks: Sequence[int], vectors: Sequence[torch.T
 
 
 def _spans(vectors: Sequence[torch.Tensor], low: int, high: int) -> Iterator[tuple[slice, torch.Tensor]]:
-    # Of vectors that lie one behind the other: what is in [low, high), and where in there.
+    # Parts of the concatenated vectors in [low, high): the slice in that interval, and the part.
     split = Listed(tuple(vector.numel() for vector in vectors))
     for number in meeting(split, low, high):
         start, stop = split.interval(number)
@@ -93,10 +93,9 @@ _Runs = Iterator[torch.Tensor]
 
 
 class TransferInPasses:
-    """How a tensor that is kept in parts, each on one rank, travels: of each part a run in every pass.
+    """Passes of a tensor in parts, each on one rank (giver): in every pass a run of each part moves.
 
-    ``count`` is the number of passes, ``runs`` the elements of each giver in one, in the order of the
-    partition.
+    ``count`` is the number of passes, ``runs`` the elements per pass of each giver, in partition order.
     """
 
     def __init__(self, givers: Decomposition, dtype: torch.dtype) -> None:
@@ -107,13 +106,13 @@ class TransferInPasses:
         self.count = max(-(-size // most) for size in self._sizes)
 
     def ends(self, takers: Partition) -> tuple[Decomposition, Decomposition]:
-        """Source and target of one pass, to ranks that all get everything."""
+        """Source and target of one pass, with replicas of all runs on the takers."""
         ranks, me = self.givers.partition.ranks, takers.me
         source = Decomposition(Partition(ranks, (len(ranks),), me), (self.runs,), (0,))
         return source, Decomposition.replicated(takers, (self.runs.extent,))
 
     def run(self, giver: int, number: int) -> slice:
-        """Which elements of a giver travel in a pass. The last runs reach back: some travel twice."""
+        """Elements of a giver that move in a pass. A part's last run may overlap earlier ones."""
         length = self.runs.lengths[giver]
         start = min(number * length, self._sizes[giver] - length)
         return slice(start, start + length)
@@ -122,14 +121,14 @@ class TransferInPasses:
 def gather_whole(
     machine: Machine, givers: Decomposition, takers: Partition, part: torch.Tensor, name: str
 ) -> torch.Tensor:
-    """The whole of a tensor that is kept in parts; collective over the ranks of both, blocking.
+    """Gather a tensor in parts on all takers; collective over givers and takers, blocking.
 
-    In passes: whatever the size of the tensor and the number of ranks, the segment of a rank holds at most
-    a MiB of what comes in, and of what is staged for other nodes. Where several ranks take it, one of each
-    node gets it from the others, and the ranks of the node from this one.
+    The tensor moves in passes. For any size and number of ranks, the segment of a rank holds at most one MiB
+    of received data, and one MiB of data staged for other nodes. If there are several takers, one rank per
+    node receives the data from other nodes, and its node's ranks get them from this rank.
 
-    ``part`` is this rank's box; its type counts where it keeps none. The result is memory of its own,
-    without elements on ranks that are no takers.
+    ``part`` is this rank's box; ranks that are no givers pass a tensor of the same type. The result is in new
+    memory; it has no elements on ranks that are no takers.
     """
     passes = TransferInPasses(givers, part.dtype)
     ranks = givers.partition.ranks
@@ -137,7 +136,7 @@ def gather_whole(
     giving = ranks.index(machine.rank) if givers.partition.active else None
     whole = part.new_empty(givers.shape if takers.active else (0,))
     boxes = [whole[givers.slices(rank)] for rank in ranks] if takers.active else []
-    # A box whose elements do not lie one behind the other is put in its place at the end.
+    # A box that is not contiguous is gathered into a vector, and copied to its place at the end.
     vectors = [b.view(-1) if b.is_contiguous() else b.new_empty(b.numel()) for b in boxes]
     title = f"{name} of shape {givers.shape}"
     sent = (mine if giving is None else mine[passes.run(giving, number)] for number in range(passes.count))
@@ -153,7 +152,7 @@ def gather_whole(
 
 
 def _to_one(site: CallSite, passes: TransferInPasses, takers: Partition, sent: _Runs) -> _Runs:
-    # The runs of all givers, pass by pass, on the one rank that takes them.
+    # Runs of all givers, pass by pass, on the only taker.
     movement = movement_between(site, *passes.ends(takers), passes.dtype)
     try:
         yield from movement.stream(sent)
@@ -162,7 +161,7 @@ def _to_one(site: CallSite, passes: TransferInPasses, takers: Partition, sent: _
 
 
 def _to_all(site: CallSite, passes: TransferInPasses, takers: Partition, sent: _Runs) -> _Runs:
-    # The same on many: those that give nothing come behind the givers.
+    # Runs of all givers, pass by pass, on several takers. Ranks that give nothing are after the givers.
     givers = passes.givers.partition.ranks
     ranks = tuple(dict.fromkeys((*givers, *takers.ranks)))
     counts = [*passes.runs.lengths, *[0] * (len(ranks) - len(givers))]

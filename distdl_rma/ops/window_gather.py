@@ -1,4 +1,4 @@
-"""What the outputs of a sliding window read: fetched from the owners, made up beyond the domain."""
+"""Inputs that the outputs of a sliding window read: moved from their owners, padded beyond the domain."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from distdl_rma.geometry.intervals import Split
 from distdl_rma.ops.core.movement import CallSite
 from distdl_rma.ops.core.staged import movement_or_none
 
-# How torch calls the ways to make up padding.
+# torch's padding modes.
 MODES = ("zeros", "constant", "reflect", "replicate", "circular")
 
 
 class WindowGather:
     """Inputs that this rank's outputs read, in one movement: halo, redistribution, copies and padding.
 
-    ``source`` says who owns which part of the input (batch, channel, *spatial), ``outputs`` who computes
-    which outputs: as the input in batch and channels, the outputs in space. ``value`` is what a constant
-    padding holds. ``region`` is what this rank reads in space, padding included, ``held`` what the movement
-    brings of it, ``complete`` if there is nothing to add. ``ShapeError`` if the padding is wider than the
+    ``source`` is the decomposition of the input (batch, channel, *spatial). ``outputs`` is the decomposition
+    of the outputs in space, and of the inputs that they read in batch and channels. ``value`` is the value of
+    a constant padding. ``region`` is the box that this rank reads in space, padding included; ``held`` is the
+    part that the movement brings, all of it if ``complete``. ``ShapeError`` if the padding is wider than the
     mode allows for this global input.
     """
 
@@ -54,12 +54,12 @@ class WindowGather:
         self.movement = movement_or_none(site, source, target, dtype, "halo", images)
 
     def add_padding(self, x: torch.Tensor) -> torch.Tensor:
-        """Add the padding to what the movement brought; of the shape of ``region`` in space."""
+        """Add the padding to the result of the movement; the shape in space is that of ``region``."""
         if self.complete:
             return x
         if self.mode == "constant":
             y = x.new_full((*x.shape[:LEADING], *self.region.shape), self.value)
-            # Also where nothing lies inside: the backward of this rank must reach the movement.
+            # Even without elements inside: the backward of this rank must reach the movement.
             y[self._inside] = x
             return y
         for d, (held, region) in enumerate(zip(self.held.bounds, self.region.bounds, strict=True)):
@@ -71,14 +71,14 @@ class WindowGather:
 
 
 def _origin(index: torch.Tensor, n: int, mode: str) -> torch.Tensor:
-    # Which element of the domain each element of the padded domain is.
+    # Index in the domain of each element of the padded domain.
     if mode == "replicate":
         return index.clamp(0, n - 1)
     return (n - 1) - ((n - 1) - index.abs()).abs()
 
 
 def _images(stencil: Stencil, extents: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
-    # The domain, and where the padding needs it the domain before and behind it.
+    # Shifts of the images of the domain: none, and before and after it where there is padding.
     steps = [
         (0, *((-n,) if w.left > 0 else ()), *((n,) if w.right > 0 else ()))
         for w, n in zip(stencil.windows, extents, strict=True)

@@ -1,4 +1,4 @@
-"""Pooling, resizing, padding: every rank fetches what its outputs read, and computes those."""
+"""Pooling, resizing and padding: every rank gathers the inputs of its outputs and computes the outputs."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ T = TypeVar("T", bound=_Options)
 
 
 class WindowOperation(GatherComputeScatter, Generic[T]):
-    """Outputs that each read a part of an input (batch, channel, *spatial), by the options of its kind.
+    """Operation whose outputs each read a window of an input (batch, channel, *spatial).
 
-    They are balanced over P_y; where that is the partition of the input, the batch stays cut as it is.
-    ``extents`` are those of the global input in space, ``box`` what this rank computes, of type ``dtype``.
+    The output is balanced on P_y; if P_y is the input's partition, the batch keeps the input's cut.
+    ``extents`` are the global input's in space. ``box`` is the part that this rank computes, in ``dtype``.
     """
 
     inexact = True  # whether elements must be floating point numbers
@@ -54,42 +54,42 @@ class WindowOperation(GatherComputeScatter, Generic[T]):
         self._empty = self.box.empty
 
     def _prepare(self, source: Decomposition, options: T) -> None:
-        """Set what this rank gathers, and what it computes with."""
+        """Set the movements, and the values that ``_local`` uses."""
         raise NotImplementedError
 
     def compute(self, x: torch.Tensor, **weights: torch.Tensor) -> torch.Tensor:
-        """Local outputs; those without elements come from no computation."""
+        """Local outputs; no computation if there are no elements."""
         if not self._empty:
             return self._local(x)
         y = x.new_zeros(self.box.shape, dtype=self.dtype)
         return y + x.sum().to(y.dtype) if x.requires_grad else y
 
     def _local(self, x: torch.Tensor) -> torch.Tensor:
-        """Outputs of this rank, at least one, from the inputs that they read."""
+        """Outputs of this rank, at least one element, from the gathered inputs."""
         raise NotImplementedError
 
     def read_by_tables(self, windows: Sequence[TableWindow]) -> Decomposition:
-        """What each rank's outputs read of the input, by a table for each dimension."""
+        """Decomposition of the inputs that each rank's outputs read, by a table for each dimension."""
         reads = zip(self.output.splits[LEADING:], windows, self.extents, strict=True)
         return self.output.with_splits(dict(enumerate((WindowSplit(*read) for read in reads), LEADING)))
 
 
 def extents_to_pool(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Spatial extents of a global input; ``ShapeError`` if there is nothing to pool."""
+    """Spatial extents of a global input; ``ShapeError`` if one is 0."""
     if 0 in shape[LEADING:]:
         raise ShapeError(f"the global input {shape} has no elements to pool")
     return shape[LEADING:]
 
 
-# Modes in which torch lets all dimensions end without elements; some of them may in every mode.
+# Modes in which torch allows an output with extent 0 in all dimensions; every mode allows it in some.
 _MAY_BE_EMPTY = ("zeros", "constant", "circular")
-# Modes in which torch crops before it pads, and so cannot crop more than there is.
+# Modes in which torch crops before it pads, so that it cannot crop more than the input's extent.
 _CROP_FIRST = ("zeros", "constant")
 
 
 @dataclass(frozen=True)
 class PadOptions:
-    """Left and right padding of each spatial dimension, negative ones crop; mode as of ``WindowGather``."""
+    """Left and right padding of each spatial dimension, negative to crop; mode as in ``WindowGather``."""
 
     sides: tuple[tuple[int, int], ...]
     mode: str = "zeros"
@@ -109,7 +109,7 @@ class PadOptions:
 
 
 class Padding(WindowOperation[PadOptions]):
-    """Padding that is no other element's copy is added where it is; everything else is moved."""
+    """Padding: each rank gathers its inputs, and adds the padding that the movement does not bring."""
 
     inexact = False
 
@@ -121,7 +121,7 @@ class Padding(WindowOperation[PadOptions]):
 
     def _local(self, x: torch.Tensor) -> torch.Tensor:
         y = self._read.add_padding(x)
-        # Where nothing had to move, the result would be the input itself.
+        # Without a movement the result would be the input itself.
         return y.clone() if self.gather is None else y
 
 
@@ -133,7 +133,7 @@ Coordinates = Sequence[torch.Tensor]
 
 @dataclass(frozen=True)
 class AvgPoolOptions:
-    """Windows, and what they are divided by, as in torch."""
+    """Windows, and how to choose their divisors, as in torch."""
 
     stencil: Stencil
     count_include_pad: bool = True
@@ -146,13 +146,13 @@ class AvgPoolOptions:
 
 @dataclass(frozen=True)
 class MaxPoolOptions:
-    """Windows, and whether to say where their largest elements are."""
+    """Windows, and whether to return the indices of their largest elements."""
 
     stencil: Stencil
     return_indices: bool = False
 
     def outputs(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Spatial extents of the output; also a ``ShapeError`` if a window reads nothing but padding."""
+        """Spatial extents of the output; ``ShapeError`` also if a window reads only padding."""
         extents = extents_to_pool(shape)
         outputs = self.stencil.outputs(extents)
         for window, n, m in zip(self.stencil.windows, extents, outputs, strict=True):
@@ -166,13 +166,13 @@ class MaxPoolOptions:
 
 
 class AvgPooling(WindowOperation[AvgPoolOptions]):
-    """Sums of the windows by torch, divided by the number of elements that count."""
+    """Average pooling: torch sums the windows, and sums are divided by the number of counted elements."""
 
     def _prepare(self, source: Decomposition, options: AvgPoolOptions) -> None:
         windows = options.stencil.windows
         self._read = WindowGather(self.site, options.stencil, source, self.output, self.dtype)
         self.gather = self._read.movement
-        # torch has a divisor of one's own from two dimensions on.
+        # torch's one-dimensional pooling has no divisor_override.
         self._lead = (1,) * (2 - len(windows))
         self._kernel = (*self._lead, *(window.kernel for window in windows))
         self._stride = (*self._lead, *(window.stride for window in windows))
@@ -180,7 +180,7 @@ class AvgPooling(WindowOperation[AvgPoolOptions]):
             [_counted(window, n, j, options.count_include_pad) for j in range(*bounds)]
             for window, n, bounds in zip(windows, self.extents, self.box.bounds[LEADING:], strict=True)
         ]
-        # One number if all outputs of this rank have the same, else also a tensor of one for each.
+        # A number if all outputs of this rank have the same divisor, else 1 and a tensor of divisors.
         self._divisor, self._divisors = 1, None
         if options.divisor_override is not None:
             self._divisor = int(options.divisor_override)
@@ -199,7 +199,7 @@ class AvgPooling(WindowOperation[AvgPoolOptions]):
 
 
 def _counted(window: Window, n: int, output: int, count_include_pad: bool) -> int:
-    # As torch: the part of a window behind the right padding never counts.
+    # As in torch, the part of a window beyond the right padding never counts.
     start, stop = window.reads(output, output + 1)
     stop = min(stop, n + window.right)
     if not count_include_pad:
@@ -208,7 +208,7 @@ def _counted(window: Window, n: int, output: int, count_include_pad: bool) -> in
 
 
 def outer_product(factors: Any, dtype: torch.dtype) -> torch.Tensor:
-    """Product of one factor for each place in each dimension."""
+    """Tensor of products, of one factor per dimension."""
     product = torch.ones((), dtype=torch.float64)
     for factor in factors:
         product = product.unsqueeze(-1) * torch.tensor(factor, dtype=torch.float64)
@@ -216,10 +216,10 @@ def outer_product(factors: Any, dtype: torch.dtype) -> torch.Tensor:
 
 
 class MaxWindows(WindowOperation[T]):
-    """The largest element of each window; the gradient goes to where it was.
+    """Max pooling: the largest element of each window; the gradient goes to this element.
 
-    Subclasses say where that is, and set where what they gather starts, and whether ``return_indices`` was
-    asked for.
+    Subclasses implement ``_argmax``, and set ``start``, the first global index of the gathered input in each
+    spatial dimension, and ``return_indices``.
     """
 
     start: Sequence[int]
@@ -237,7 +237,7 @@ class MaxWindows(WindowOperation[T]):
         return gather_at(x, [at - first for at, first in zip(found, self.start, strict=True)])
 
     def take_indices(self, y: torch.Tensor) -> torch.Tensor:
-        """Positions in the global plane, flattened, of ``y``, which the last call returned; once."""
+        """Flat indices in the global plane of the elements of ``y``, the last result; callable once."""
         indices, self._indices = self._indices, None
         return torch.zeros(y.shape, dtype=torch.int64) if indices is None else indices
 
@@ -247,7 +247,7 @@ def argmax_windows(
 ) -> Coordinates:
     """Coordinates of the largest element of each sliding window, one tensor per spatial dimension.
 
-    Of several equal ones the first counts, as in torch; NaN is larger than all numbers.
+    Of several equal elements the first is taken, as in torch; NaN is larger than all numbers.
     """
     spatial = x.shape[LEADING:]
     with torch.no_grad():
@@ -265,13 +265,13 @@ def flat_index(coordinates: Coordinates, shape: Sequence[int]) -> torch.Tensor:
 
 
 def gather_at(x: torch.Tensor, coordinates: Coordinates) -> torch.Tensor:
-    """Elements of ``x`` at some coordinates of its spatial dimensions; the gradient goes back to them."""
+    """Elements of ``x`` at these coordinates of its spatial dimensions; differentiable."""
     index = flat_index(coordinates, x.shape[LEADING:])
     return x.flatten(LEADING).gather(LEADING, index.flatten(LEADING)).view(index.shape)
 
 
 class MaxPooling(MaxWindows[MaxPoolOptions]):
-    """The largest elements of sliding windows over a padding of minus infinity."""
+    """Max pooling with sliding windows; the padding is minus infinity."""
 
     def _prepare(self, source: Decomposition, options: MaxPoolOptions) -> None:
         stencil, padding = options.stencil, float("-inf")
@@ -286,7 +286,7 @@ class MaxPooling(MaxWindows[MaxPoolOptions]):
             return super()._local(x)
         kernel, stride, dilation = self._arguments
         y: torch.Tensor = _MAXIMA[len(kernel)](self._read.add_padding(x), kernel, stride, 0, dilation)
-        # Only where all that a window reads is -inf may the padding have won.
+        # A result of -inf may be an element of the padding.
         return super()._local(x) if self._padded and bool(y.isneginf().any()) else y
 
     def _argmax(self, x: torch.Tensor) -> Coordinates:
@@ -295,7 +295,7 @@ class MaxPooling(MaxWindows[MaxPoolOptions]):
         return self._inside(found) if self._padded else found
 
     def _inside(self, found: Coordinates) -> Coordinates:
-        # Where all that a window reads is -inf, the padding may have won; torch takes the first input then.
+        # If a window reads only -inf, the index may be in the padding; torch takes the first input then.
         beyond = [(at < 0) | (at >= n) for at, n in zip(found, self.extents, strict=True)]
         outside = torch.stack(beyond).any(0)
         first = [
@@ -307,20 +307,20 @@ class MaxPooling(MaxWindows[MaxPoolOptions]):
 
 
 def _first_input(window: Window, output: int) -> int:
-    # The first of a window's taps that is not in the left padding.
+    # First input of a window that is not in the left padding.
     start = window.reads(output, output + 1)[0]
     return start + -(min(start, 0) // window.dilation) * window.dilation
 
 
 @dataclass(frozen=True)
 class AdaptiveOptions:
-    """Extents of the output, None where one stays; and whether to say where the largest elements are."""
+    """Extents of the output, None for an unchanged extent; and whether to return indices of maxima."""
 
     output_size: tuple[int | None, ...]
     return_indices: bool = False
 
     def windows(self, extents: tuple[int, ...]) -> list[TableWindow]:
-        """What each output reads, dimension by dimension."""
+        """Inputs that each output reads, per dimension."""
         sizes = zip(extents, self.output_size, strict=True)
         return [TableWindow.adaptive(n, n if size is None else size) for n, size in sizes]
 
@@ -330,7 +330,7 @@ class AdaptiveOptions:
 
 
 class AdaptiveAvgPooling(WindowOperation[AdaptiveOptions]):
-    """Averages: every rank sums what its own data contributes to each window, the owners add the sums."""
+    """Adaptive average pooling: every rank sums its own data per window, owners of outputs add the sums."""
 
     def _prepare(self, source: Decomposition, options: AdaptiveOptions) -> None:
         windows = options.windows(self.extents)
@@ -357,7 +357,7 @@ class AdaptiveAvgPooling(WindowOperation[AdaptiveOptions]):
                 y = y.sum(d, keepdim=True)
                 continue
             zeros = y.new_zeros((*y.shape[:d], count, *y.shape[d + 1 :]))
-            # Neighbouring windows may share elements: these are there twice.
+            # Neighbouring windows may share elements, which are then repeated.
             y = zeros.index_add(d, outputs, y if len(inputs) == y.shape[d] else y.index_select(d, inputs))
         return y
 
@@ -369,7 +369,7 @@ class AdaptiveAvgPooling(WindowOperation[AdaptiveOptions]):
 def _contributions(
     window: TableWindow, own: tuple[int, int], sums: tuple[int, int]
 ) -> tuple[torch.Tensor, torch.Tensor, int]:
-    # Which of this rank's elements goes into which of its sums.
+    # Pairs of own elements and the sums that they contribute to, as two index tensors; number of sums.
     inputs, outputs = [], []
     for j in range(*sums):
         reads = range(max(window.first[j], own[0]), min(window.last[j] + 1, own[1]))
@@ -380,7 +380,7 @@ def _contributions(
 
 
 class AdaptiveMaxPooling(MaxWindows[AdaptiveOptions]):
-    """The largest elements of adaptive windows, all of whose inputs a rank fetches."""
+    """Adaptive max pooling: each rank gathers all inputs of its windows."""
 
     def _prepare(self, source: Decomposition, options: AdaptiveOptions) -> None:
         windows, self.return_indices = options.windows(self.extents), options.return_indices
@@ -391,7 +391,7 @@ class AdaptiveMaxPooling(MaxWindows[AdaptiveOptions]):
         self._inputs = [_even(window, *b) for window, b in zip(windows, bounds, strict=True)]
 
     def _argmax(self, x: torch.Tensor) -> Coordinates:
-        # All windows of a dimension as long as the longest, side by side: that torch can pool.
+        # Windows are extended to the length of the longest and placed side by side, for torch's pooling.
         for d, (inputs, first) in enumerate(zip(self._inputs, self.start, strict=True), LEADING):
             x = x.index_select(d, inputs.flatten() - first)
         lengths = [inputs.shape[1] for inputs in self._inputs]
@@ -400,13 +400,13 @@ class AdaptiveMaxPooling(MaxWindows[AdaptiveOptions]):
 
 
 def _even(window: TableWindow, start: int, stop: int) -> torch.Tensor:
-    # Inputs of some windows, one row each; a shorter one begins with copies of its first input.
+    # Inputs of the windows, one row each; shorter rows begin with copies of their first input.
     first, last = (torch.tensor(ends[start:stop], dtype=torch.int64) for ends in (window.first, window.last))
     length = int((last - first).max()) + 1 if stop > start else 1
     return torch.maximum(last.unsqueeze(1) - torch.arange(length - 1, -1, -1), first.unsqueeze(1))
 
 
-# Mode to the number of spatial dimensions that it is for.
+# Numbers of spatial dimensions that each mode supports.
 MODES: dict[str, tuple[int, ...]] = {
     "nearest": (1, 2, 3),
     "nearest-exact": (1, 2, 3),
@@ -421,15 +421,15 @@ _CUBIC = -0.75
 
 @dataclass(frozen=True)
 class Resize:
-    """From how many elements to how many one dimension is resized."""
+    """Resizing of one dimension, from ``extent`` to ``outputs`` elements."""
 
     extent: int
     outputs: int
-    scale: float | None = None  # the user's factor, which then decides where outputs lie; else the extents do
-    align_corners: bool = False  # whether the outermost elements keep their places
+    scale: float | None = None  # the user's factor, to place outputs by; if None, the extents place them
+    align_corners: bool = False  # whether the outermost elements keep their positions
 
     def positions(self, dtype: torch.dtype) -> torch.Tensor:
-        """Where the outputs lie among the inputs, computed in the given type."""
+        """Positions of the outputs in units of the inputs, computed in the given type."""
         index = torch.arange(self.outputs, dtype=dtype)
         if self.align_corners:
             steps = max(self.outputs - 1, 1)
@@ -446,11 +446,11 @@ class Interpolation:
     """Inputs that each output of one dimension reads, and their weights."""
 
     index: torch.Tensor  # one row per tap, one column per output; rising along both
-    weight: torch.Tensor | None = None  # likewise; None for copies
+    weight: torch.Tensor | None = None  # of the same shape; None for copies
 
     @classmethod
     def of(cls, mode: str, dims: int, resize: Resize, dtype: torch.dtype) -> Interpolation:
-        """Taps of a mode, for tensors of ``dims`` spatial dimensions, computed in the given type."""
+        """Taps of a mode for tensors with ``dims`` spatial dimensions; weights are of the given type."""
         if mode.startswith("nearest"):
             return _nearest(mode, dims, resize, dtype)
         return (_cubic if mode == "bicubic" else _linear)(resize, dtype)
@@ -478,7 +478,7 @@ class Interpolation:
 
 
 def _nearest(mode: str, dims: int, resize: Resize, dtype: torch.dtype) -> Interpolation:
-    # How torch rounds depends on the dimensions and the type: let it resize the numbers of the inputs.
+    # torch's rounding depends on the dimensions and the type: torch resizes the indices of the inputs here.
     ones = (1,) * (dims - 1)
     numbers = torch.arange(resize.extent, dtype=dtype).view(1, 1, *ones, -1)
     if resize.scale is None:
@@ -490,7 +490,7 @@ def _nearest(mode: str, dims: int, resize: Resize, dtype: torch.dtype) -> Interp
 
 def _linear(resize: Resize, dtype: torch.dtype) -> Interpolation:
     if resize.extent == resize.outputs:
-        # As torch, whatever the factor.
+        # As in torch, for any factor.
         return Interpolation(torch.arange(resize.outputs).view(1, -1))
     index, fraction = _split(resize.positions(dtype).clamp(min=0), resize.extent)
     taps = [index, (index + 1).clamp(max=resize.extent - 1)]
@@ -510,18 +510,18 @@ def _split(position: torch.Tensor, extent: int) -> tuple[torch.Tensor, torch.Ten
 
 
 def _near(d: torch.Tensor) -> torch.Tensor:
-    # Weight of an input at a distance of at most 1.
+    # Weight of an input at distance d, 0 to 1.
     return ((_CUBIC + 2) * d - (_CUBIC + 3)) * d * d + 1
 
 
 def _far(d: torch.Tensor) -> torch.Tensor:
-    # Weight of an input at a distance from 1 to 2.
+    # Weight of an input at distance d, 1 to 2.
     return ((_CUBIC * d - 5 * _CUBIC) * d + 8 * _CUBIC) * d - 4 * _CUBIC
 
 
 @dataclass(frozen=True)
 class ResizeOptions:
-    """Arguments of ``torch.nn.functional.interpolate``, with a number for each dimension."""
+    """Arguments of ``torch.nn.functional.interpolate``, with one number per spatial dimension."""
 
     size: tuple[int, ...] | None
     scale_factor: tuple[float, ...] | None
@@ -530,7 +530,7 @@ class ResizeOptions:
     recompute_scale_factor: bool | None = None
 
     def resizes(self, extents: tuple[int, ...]) -> list[Resize]:
-        """How each dimension changes; ``ShapeError`` if one has no elements before or after."""
+        """Resizing of each dimension; ``ShapeError`` if one has no elements before or after."""
         sizes, factors = self.size, self.scale_factor
         if factors is not None:
             sizes = tuple(int(n * factor) for n, factor in zip(extents, factors, strict=True))
@@ -548,7 +548,7 @@ class ResizeOptions:
 
 
 class Resizing(WindowOperation[ResizeOptions]):
-    """Weighted sums of neighbours, by torch's rules and from the global extents."""
+    """Resizing: weighted sums of neighbours, by torch's rules for the global extents."""
 
     def _prepare(self, source: Decomposition, options: ResizeOptions) -> None:
         wide, dims = sum_dtype(self.dtype), len(self.extents)

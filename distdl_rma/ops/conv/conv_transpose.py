@@ -1,4 +1,4 @@
-"""Transposed convolution of split tensors: own data first, outputs that overlap summed on their way."""
+"""Transposed convolution of split tensors: ranks convolve own data, then overlapping outputs are summed."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from distdl_rma.ops.core.staged import movement_or_none
 
 
 class TransposedConvolution(GridConvolution):
-    """Transposed convolution of an input that is split in any way; its output in blocks on any partition.
+    """Transposed convolution: input in any decomposition, output in balanced blocks on ``target``.
 
-    Where the workers are the owners of the input, ``on_workers``, they work on their own data, and the batch
-    stays cut as it is if the ``target`` is their partition; else the output is in balanced blocks on it. The
-    bias is where the output is. ``ShapeError`` if there would be no output.
+    With ``on_workers`` the workers own the input and convolve their own data. The output's batch then keeps
+    the input's cut if the target is the input's partition. Owners of the output add the bias. ``ShapeError``
+    if the output would have no elements in space.
     """
 
     def __init__(
@@ -63,13 +63,13 @@ class TransposedConvolution(GridConvolution):
         """Partial outputs of the data of this rank."""
         y, width, (low, high) = self.in_runs(x, block, None), self._workers.weight[1], self._block.bounds[1]
         if self._workers.groups > 1 and high - low < width:
-            # Each group's channels, those of other columns too, which are zero here.
+            # All channels of each group; other columns' channels are zero here.
             sides = (0, 0) * (y.dim() - LEADING) + (low, width - high)
             y = F.pad(y.unflatten(1, (-1, high - low)), sides).flatten(1, 2)
         return tied(y, (bias,))
 
     def finish(self, y: Tensor, **weights: Tensor) -> Tensor:
-        """Add the bias, once."""
+        """Add the bias to the summed output."""
         bias, (start, stop) = weights.get("bias"), self._channels
         if bias is None:
             return y
@@ -87,7 +87,7 @@ def least_outputs(stencil: Stencil, inputs: Sequence[int]) -> tuple[int, ...]:
 def output_padding_for(
     stencil: Stencil, inputs: Sequence[int], output_size: Sequence[int]
 ) -> tuple[int, ...]:
-    """What makes the output as large as it is asked for, in space or in all dimensions; or ``ShapeError``."""
+    """Output padding for an output size, in space or in all dimensions; ``ShapeError`` if there is none."""
     dims = len(stencil.windows)
     if len(output_size) not in (dims, dims + LEADING):
         raise ShapeError(f"output_size has {len(output_size)} numbers, it needs {dims} or {dims + LEADING}")

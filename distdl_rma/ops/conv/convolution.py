@@ -1,4 +1,4 @@
-"""Convolution of split tensors: own data while the halo travels, then what came, fused; and its adjoint."""
+"""Convolution of split tensors: own data while the halo travels, then the halo; and its adjoint."""
 
 from __future__ import annotations
 
@@ -33,15 +33,16 @@ from distdl_rma.ops.core.staged import Moves, movement_or_none
 from distdl_rma.ops.core.tensors import as_tensor, no_autocast
 from distdl_rma.ops.window_gather import WindowGather
 
-# Puts the gradient of "weight" or "bias" where it is wanted, and returns it.
+# Writes the gradient of "weight" or "bias" to its place, and returns it there.
 Fill = Callable[[str, Tensor], Tensor]
 
 
 class GridConvolution(GatherComputeScatter):
-    """A convolution by a grid of ranks: what each one computes with its block of the weight, and for whom.
+    """A convolution by a grid of ranks: each computes partial outputs with its block of the weight.
 
-    Weights are this rank's block of the grid, or whole. ``ShapeError`` if the ``source``, who owns which part
-    of the input (batch, channel, *spatial), has other channels than are taken, or is empty in space.
+    Calls pass this rank's block of the weight, or the whole weight. ``source`` is the decomposition of the
+    input (batch, channel, *spatial). ``ShapeError`` if it has another number of channels than the layer, or
+    no elements in space. ``ends`` are the decompositions of the partial outputs and of the output.
     """
 
     def __init__(
@@ -66,24 +67,24 @@ class GridConvolution(GatherComputeScatter):
         ]
 
     def block(self, weight: Tensor) -> Tensor:
-        """This rank's block of a weight, which may be all that there is of it."""
+        """This rank's block, from the block itself or from the whole weight."""
         if self._empty or weight.shape == self._block.shape:
             return weight
         return weight[tuple(slice(*bounds) for bounds in self._block.bounds)]
 
     def compute(self, x: Tensor, **weights: Any) -> Tensor:
-        """What this rank adds to the output, by torch's autograd."""
+        """Partial output of this rank, by torch's autograd."""
         weight, bias = weights["weight"], weights.get("bias")
         if self._empty:
             return recomputed_alike(tied(weight.new_zeros(self._shape), (x, weight, bias)))
         return self.convolve_block(x, self.block(weight), bias)
 
     def convolve_block(self, x: Tensor, block: Tensor, bias: Tensor | None) -> Tensor:
-        """That of a rank whose part is not empty."""
+        """Partial output of a rank whose part is not empty, from its block of the weight."""
         raise NotImplementedError
 
     def in_runs(self, x: Tensor, block: Tensor, bias: Tensor | None) -> Tensor:
-        """Channels of the input by rows of the block, of whole groups and parts of groups, side by side."""
+        """Convolve each run of whole groups, or part of a group; outputs side by side in channels."""
         if len(self._runs) == 1:
             return convolution(x, block, bias, self._runs[0][-1])
         found = [
@@ -94,12 +95,11 @@ class GridConvolution(GatherComputeScatter):
 
 
 class Convolution(GridConvolution):
-    """Convolution of an input that is split in any way, by a grid of ranks, for any partition.
+    """Convolution by a grid of ranks: input in any decomposition, output in balanced blocks on ``target``.
 
-    The ``target`` gets the output in balanced blocks. If the target is the worker grid, ``on_workers``, the
-    batch keeps the cut of the input. If movement ``overlaps`` computation, a rank convolves its own data
-    while the halo travels; otherwise it gathers all that it reads first. ``ShapeError`` too if the input is
-    too small for a window or for the padding.
+    With ``on_workers`` the target is the worker grid, and the batch keeps the input's cut. With ``overlaps``
+    a rank convolves its own data while the halo travels. Otherwise it first gathers all inputs that it reads.
+    ``ShapeError`` also if the input is too small for a window or for the padding.
     """
 
     def __init__(
@@ -126,7 +126,7 @@ class Convolution(GridConvolution):
             self._window = WindowGather(site, stencil, source, reads, dtype, options.padding_mode)
             self.gather = self._window.movement
             return
-        # Who owns data sends it, even without work.
+        # A rank that owns data sends it, even if it computes nothing.
         self.works, self._sum_dtype, self._trace = True, sum_dtype(dtype), machine.trace
         widened = dict(enumerate(stencil.with_halo(space, source.shape[LEADING:]), LEADING))
         self._halo = Movement(machine, Exchange(rank, source, reads.with_splits(widened)), dtype, site.name)
@@ -138,27 +138,27 @@ class Convolution(GridConvolution):
             Box((batches, (0, int(not self._empty)), *outputs)),
             workers.groups,
         )
-        # Sums of short types would be rounded once per piece.
+        # No pieces for short types: their sum would be rounded once per piece.
         core = self.parts.core if self._sum_dtype == dtype else None
         self._pieces = () if core is None else pieces_of(core, prod(self._shape), dtype.itemsize)
-        # A halo arrives where the adjoint sends from: the same landings serve both directions.
+        # The forward receives a piece where the adjoint sends it: both directions use the same landings.
         self._landings = [self.parts.landing(piece) for piece in self._halo.forward.receives]
-        # Ranks may differ in that: what travels is the same.
+        # Ranks may choose differently: the halo is the same.
         whole = self._sum_dtype == dtype and self._block.shape == workers.weight
         patch = self.parts.joined if options.joins and whole else None
         self.tile = None if patch is None else JoinedTile(patch, self.parts.own, self._halo)
 
     def movements(self) -> tuple[Moves | None, ...]:
-        """The halo, or all that is read; and the output."""
+        """Movement of the halo, or of all inputs that are read; and of the output."""
         return self._halo if self.overlaps else self.gather, self.scatter
 
     def void(self) -> None:
-        """Give up a halo that some ranks may have sent."""
+        """Give up a halo that some ranks may have sent; blocking."""
         if self.overlaps:
             self._halo.void()
 
     def carry_out(self, needs: GradientNeeds, x: Tensor, weights: Mapping[str, Any]) -> Tensor:
-        """What this rank adds to the output; blocking where the halo travels meanwhile."""
+        """Partial output of this rank; blocking with ``overlaps``."""
         if not self.overlaps:
             return super().carry_out(needs, x, weights)
         weight, bias = weights["weight"], weights.get("bias")
@@ -167,7 +167,7 @@ class Convolution(GridConvolution):
         return y
 
     def convolve_block(self, x: Tensor, block: Tensor, bias: Tensor | None) -> Tensor:
-        """That of what was gathered."""
+        """Partial output from the gathered input."""
         (_, width, *_), (low, high) = self._workers.weight, self._block.bounds[1]
         if not self._window.complete:
             x = self._window.add_padding(x)
@@ -176,18 +176,18 @@ class Convolution(GridConvolution):
         return self.in_runs(x, block, self._rows(bias))
 
     def begin(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> _Started:
-        """Start the halo; convolve local data, or copy them into the tile."""
+        """Start the halo; convolve own data, or copy them into the tile."""
         mark = self._trace.marks(self.site.name)
         mark("start")
         channel = self._halo.forward
-        # Who owns nothing may pass anything without elements.
+        # A rank that owns nothing may pass a tensor of any shape without elements.
         epoch = channel.start(channel.cut(as_words(x)) if channel.sends else ())
         mark("local")
         found = self.local(x, weight, bias) if self.tile is None else self.tile.hold(x)
         return epoch, found, mark
 
     def local(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """What own data gives, at full speed; zeros where only the neighbours' data would add."""
+        """Outputs of own data and the bias; own data add zero to outputs that read only remote data."""
         core, weight, bias = self.parts.core, self.block(weight), self._rows(bias)
         if core is not None and core.complete:
             return core.convolve(x, weight, bias)
@@ -197,7 +197,7 @@ class Convolution(GridConvolution):
         return y if bias is None else y.add_(bias.view(-1, *(1,) * (y.dim() - LEADING)))
 
     def add_remote(self, y: Tensor, epoch: int, weight: Tensor, mark: Mark) -> list[Tensor]:
-        """Add what remote data give, and return these, one tensor per strip; blocking."""
+        """Receive the halo and add its outputs to ``y``; return the data, one tensor per strip. Blocking."""
         strips, block = self.parts.strips, self.block(weight)
         blocks, arrays = [], []
         for strip in strips:
@@ -215,7 +215,7 @@ class Convolution(GridConvolution):
         return blocks
 
     def start_adjoint(self, gradients: list[Tensor]) -> int:
-        """Put the gradients of the strips on their way back to the owners of the data; return the epoch."""
+        """Start to send the gradients of the strips to the owners of the data; return the epoch."""
         channel, pieces = self._halo.adjoint, []
         for piece, landing in zip(channel.sends, self._landings, strict=True):
             parts = [(here, gradients[number][there]) for number, there, here in landing]
@@ -225,21 +225,20 @@ class Convolution(GridConvolution):
     def local_adjoint(
         self, gradient: Tensor, x: Tensor, block: Tensor, needs: Needs
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """Gradients of own data and of the weight by them, None where these add nothing, maybe of a bias."""
+        """Gradients of own data, and of weight and bias from own data; None where own data add nothing."""
         core = self.parts.core
         if core is None:
             return None, None, None
         gradient = gradient[core.place]
         if self._pieces:
             return adjoint_of_pieces(self._pieces, gradient, x, block, needs)
-        # With that of the weight the bias costs no pass of its own over the gradient.
+        # Together with the weight's gradient, the bias needs no further pass over the output's gradient.
         with_bias = needs[1] and needs[2] and core.complete and self._sum_dtype == self.dtype
         return core.convolve_adjoint(gradient, x, block, (needs[0], needs[1], with_bias))
 
     def add_adjoint(self, gradient: Tensor, epoch: int) -> Tensor:
-        """Add what the readers of this rank's data send back; blocking."""
+        """Receive the gradients of this rank's data from its readers, and add them; blocking."""
         channel, trace, name = self._halo.adjoint, self._trace, self.site.name
-        # Short types are summed in a longer one, with one rounding at the end.
         total = gradient.to(self._sum_dtype)
         for piece, words in trace.awaited(channel.receive(epoch), name, backward=True):
             with trace.span("fuse", name, backward=True):
@@ -247,7 +246,7 @@ class Convolution(GridConvolution):
         return total.to(gradient.dtype)
 
     def _rows(self, bias: Tensor | None) -> Tensor | None:
-        # What this rank adds of a bias; None if another rank does, with the same outputs.
+        # Part of the bias that this rank adds; None if another rank with the same outputs adds it.
         start, stop = self._block.bounds[0]
         if bias is None or bias.shape[0] == stop - start:
             return bias
@@ -256,7 +255,7 @@ class Convolution(GridConvolution):
     def fill_weight(
         self, weight: Tensor, core: Tensor | None, strips: list[Tensor | None], fill: Fill
     ) -> Tensor:
-        """Weight gradient of local and remote data, fused in the place where it is wanted."""
+        """Weight gradient of own and remote data, summed in the place that ``fill`` gives."""
         if core is not None and core.shape == weight.shape:
             mine = total = fill("weight", core)
         else:
@@ -270,7 +269,7 @@ class Convolution(GridConvolution):
         return total
 
     def fill_bias(self, bias: Tensor, found: Tensor | None, gradient: Tensor, fill: Fill) -> Tensor:
-        """Gradient of the bias, which may have been found before, in the place where it is wanted."""
+        """Gradient of the bias in the place that ``fill`` gives; ``found`` if it was computed before."""
         total = gradient.sum((0, *range(LEADING, gradient.dim()))) if found is None else found
         if total.shape != bias.shape:
             mine, total = total, torch.zeros_like(bias)
@@ -290,17 +289,16 @@ def convolve(
     weights: Mapping[str, Tensor],
     fill: Fill = _returned,
 ) -> tuple[Tensor, GradientNeeds]:
-    """Local output, and what any rank needs, of the convolution that the ranks are about to agree on.
+    """Agree on a convolution and carry it out: local output, and the needs of any rank. Blocking.
 
-    Where it ``overlaps``, it starts on the operation that this rank guesses. ``fill`` is asked for gradients
-    of weights there.
+    With ``overlaps``, the operation that this rank expects starts before the ranks agree, and ``fill``
+    gives the places of the weights' gradients.
     """
-    # What is no tensor is refused there, on all ranks.
+    # All ranks refuse a value that is no tensor when they agree.
     if not (overlaps and isinstance(x, Tensor)):
         operation, needs = agreement.settle()
         return operation(needs, x, **weights), needs
     weight, bias = weights["weight"], weights.get("bias")
-    # What comes in may be anything: the ranks refuse it when they agree.
     root, call = None if weight.requires_grad else anchor(True), _Agreeing(agreement)
     with no_autocast():
         y: Tensor = _HaloSchedule.apply(x, weight, bias, root, fill, call, None)
@@ -308,7 +306,7 @@ def convolve(
     return y if operation.scatter is None else operation.scatter(y, needs.any), needs
 
 
-# Epoch of a halo that is on its way, what local data gives meanwhile, and what is told what is done.
+# Epoch of a halo under way, outputs of own data or the tile, and the function that records the trace.
 _Started = tuple[int, Tensor, Mark]
 
 
@@ -320,7 +318,7 @@ class _Agreeing:
         self._agreement = agreement
 
     def begin(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> _Started:
-        """Agree, and meanwhile begin with the operation that is likely; begin with another if that holds."""
+        """Begin the expected operation and agree; if the ranks agree on another one, begin that one."""
         guess = self._agreement.guess
         started = None if guess is None else guess.begin(x, weight, bias)
         if started is not None:
@@ -333,7 +331,7 @@ class _Agreeing:
 
 
 class _HaloSchedule(OperatorFunction):
-    """The schedule: the halo travels while local data are convolved, or copied into a tile."""
+    """The schedule: the halo travels while own data are convolved, or copied into a tile."""
 
     @staticmethod
     def forward(
@@ -346,8 +344,8 @@ class _HaloSchedule(OperatorFunction):
         call: Any,
         needs: GradientNeeds | None,
     ) -> Tensor:
-        """Start the halo, local data, wait; then convolve remote strips and fuse, or convolve the tile."""
-        # A convolution whose needs are known, or one whose ranks are about to agree.
+        """Start the halo, own data, wait; then convolve remote strips and add them, or convolve the tile."""
+        # call is a convolution with known needs, or an _Agreeing.
         started: _Started = call.begin(x, weight, bias)
         (epoch, y, mark), operation = started, call
         if needs is None:
@@ -369,7 +367,7 @@ class _HaloSchedule(OperatorFunction):
     @staticmethod
     @first_derivative
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-        """Start the strips' gradients on their way, local gradients, wait, fuse; or all those of the tile."""
+        """Start to send the strips' gradients, compute local ones, wait, add; or the adjoint of the tile."""
         operation: Convolution = ctx.operation
         x, weight, bias, *kept = ctx.saved_tensors
         needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad

@@ -1,4 +1,4 @@
-"""Torch's convolution and its adjoint, by a kernel that is right for the extents at hand."""
+"""Torch's convolution and its adjoint, with a kernel that is correct and fast for the shapes."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from distdl_rma.dtypes import sum_dtype
 from distdl_rma.geometry.halo import Stencil
 from distdl_rma.ops.core.autograd import OperatorFunction, uncompiled
 
-# Types that oneDNN computes in.
+# Types for which oneDNN's kernels can be wrong; see convolution.
 _AT_FAULT = (torch.float32, torch.float16, torch.bfloat16)
-# Torch leaves a convolution of one sample that has no more elements, the last dimension of volumes apart, to
-# kernels of its own. That of a volume takes oneDNN a fifth to a tenth of the time, from so many products on,
-# for each number of dimensions in space; for fewer ones it takes longer to begin.
+# torch uses its own kernels for one sample of at most so many elements, not counting the last dimension of
+# volumes. Given the number of spatial dimensions, oneDNN is faster from so many products on: it takes a fifth
+# to a tenth of the time for volumes. Below, oneDNN's start-up costs more.
 _LEFT_BY_TORCH, _WORTH_ONEDNN = 20480, {2: 1 << 22, 3: 1 << 20}
-# OneDNN orders channels in blocks of so many, filled up with zeros, where it does not take them as they are.
+# oneDNN may reorder channels into blocks of so many, filled up with zeros.
 _CHANNELS_OF_BLOCK = 16
 _onednn_enabled: Callable[[], bool] = (
     torch._C._get_mkldnn_enabled if torch.backends.mkldnn.is_available() else bool
 )
-# Whether the gradients of the input, of the weight and of the bias are wanted.
+# Whether the gradients of the input, of the weight and of the bias are needed.
 Needs = tuple[bool, bool, bool]
 
 
 class ConvolutionArguments(NamedTuple):
-    """What torch's convolution wants to know beside its tensors."""
+    """Arguments of torch's convolution other than tensors."""
 
     stride: tuple[int, ...]
     padding: tuple[int, ...]
@@ -41,16 +41,16 @@ class ConvolutionArguments(NamedTuple):
 
     @classmethod
     def of(cls, stencil: Stencil, groups: int, transposed: bool = False) -> ConvolutionArguments:
-        """Steps of the windows in space, without any padding."""
+        """Arguments for the spatial windows of a stencil, without padding."""
         windows = stencil.windows
         stride, dilation = tuple(w.stride for w in windows), tuple(w.dilation for w in windows)
         return cls(stride, (0,) * len(windows), dilation, groups, transposed)
 
     def fills(self, extents: Sequence[int], kernel: Sequence[int], short: bool) -> bool:
-        """Whether a block is as wide as a window that starts in the padding, in every dimension.
+        """Whether in every dimension the extent is at least the span of a window plus the padding.
 
-        The extents are those of the input, or of the output of a transposed convolution, without padding.
-        Elements of 16 bits are ``short``, and need two strides more where windows jump.
+        The extents are those of the input, or of the output of a transposed convolution, without padding. For
+        ``short`` elements, of 16 bits, they must be larger by ``2 * (stride - 1)``.
         """
         return all(
             n >= d * (k - 1) + 1 + p + (2 * (s - 1) if short else 0)
@@ -58,14 +58,14 @@ class ConvolutionArguments(NamedTuple):
         )
 
     def windows(self, extents: Sequence[int], kernel: Sequence[int]) -> tuple[int, ...]:
-        """Extents of the output of a convolution, of the input of a transposed one."""
+        """Extents of a convolution's output; of a transposed convolution's input, given its output."""
         return tuple(
             (n + 2 * p - d * (k - 1) - 1) // s + 1
             for n, k, s, p, d in zip(extents, kernel, self.stride, self.padding, self.dilation, strict=True)
         )
 
     def mirrored(self, kernel: Sequence[int]) -> ConvolutionArguments | None:
-        """Steps of the convolution that the gradient of the input is, by the mirrored kernel; or None."""
+        """Arguments of the convolution by the mirrored kernel that gives the input's gradient; or None."""
         padding = tuple(d * (k - 1) - p for k, p, d in zip(kernel, self.padding, self.dilation, strict=True))
         plain = max(self.stride) == 1 and self.groups == 1 and not self.transposed and min(padding) >= 0
         return self._replace(padding=padding) if plain else None
@@ -79,7 +79,7 @@ class ConvolutionArguments(NamedTuple):
 
     @property
     def arguments(self) -> tuple[Any, ...]:
-        """As torch takes them, behind the tensors."""
+        """Arguments in torch's order, after the tensors."""
         stride, padding, dilation, groups, transposed = self
         return stride, padding, dilation, transposed, (0,) * len(stride), groups
 
@@ -87,16 +87,16 @@ class ConvolutionArguments(NamedTuple):
 class KernelChoice(NamedTuple):
     """Which kernel computes a convolution."""
 
-    safe: bool = False  # whether oneDNN's kernels are right
-    chosen: bool = False  # whether they are called though torch would not
-    mirrored: ConvolutionArguments | None = None  # of the convolution that the gradient of the input is
-    front: int = 0  # zeros to have ahead of and behind a volume for the gradient of the weight
+    safe: bool = False  # whether oneDNN's kernels are correct
+    chosen: bool = False  # whether oneDNN is called where torch would use its own kernels
+    mirrored: ConvolutionArguments | None = None  # of the convolution that gives the gradient of the input
+    front: int = 0  # zeros to add at both ends of a volume's depth for the gradient of the weight
 
     @classmethod
     def of(
         cls, steps: ConvolutionArguments, x: Sequence[int], weight: Sequence[int], dtype: torch.dtype
     ) -> KernelChoice:
-        """That of an input and a weight of such shapes."""
+        """Choice for the shapes of an input and of a weight."""
         extents, kernel, empty = x[2:], weight[2:], 0 in x
         block = steps.outputs(extents, kernel) if steps.transposed else extents
         if dtype in _AT_FAULT and not empty and not steps.fills(block, kernel, dtype.itemsize < 4):
@@ -105,28 +105,25 @@ class KernelChoice(NamedTuple):
         if least is None or dtype != torch.float32 or steps.groups > 1 or steps.transposed or empty:
             return cls(safe=True)
         outputs = steps.windows(extents, kernel)
-        # Torch says what is wrong with a weight for other channels.
+        # torch raises the error for a weight with other channels.
         if prod(weight) * prod(outputs) < least or max(kernel[-2:]) == 1 or weight[1] != x[1]:
             return cls(safe=True)
         chosen = x[0] == 1 and prod(x[:4]) <= _LEFT_BY_TORCH
         mirrored = steps.mirrored(kernel) if chosen or weight[0] < _CHANNELS_OF_BLOCK else None
         if mirrored is not None and not mirrored.fills(outputs, kernel, short=False):
             mirrored = None
-        # The kernels for few channels have no padding there.
+        # oneDNN's kernels for few channels do not pad the depth.
         narrow = len(extents) == 3 and x[1] < _CHANNELS_OF_BLOCK
         return cls(True, chosen, mirrored, steps.padding[0] if narrow else 0)
 
 
 _AS_TORCH = KernelChoice(safe=True)
-# Asked for every patch of every step, mostly of the same few shapes.
+# Cached: a program convolves few shapes, many times.
 _choice = lru_cache(maxsize=1024)(KernelChoice.of)
 
 
 def betters(x: Tensor, weight: Tensor, bias: Tensor | None, steps: ConvolutionArguments) -> bool:
-    """Whether a convolution, or its adjoint, is computed otherwise than torch would do, for it takes less.
-
-    What does not fit together is not: torch says what is wrong.
-    """
+    """Whether a convolution, or its adjoint, uses a faster kernel than torch; False if torch raises."""
     if _choice(steps, x.shape, weight.shape, x.dtype)[1:] == _AS_TORCH[1:] or not _onednn_enabled():
         return False
     fits = bias is None or (bias.dtype == x.dtype and bias.shape == weight.shape[:1])
@@ -136,11 +133,10 @@ def betters(x: Tensor, weight: Tensor, bias: Tensor | None, steps: ConvolutionAr
 def convolution(x: Tensor, weight: Tensor, bias: Tensor | None, steps: ConvolutionArguments) -> Tensor:
     """Local convolution by torch, also under autograd.
 
-    Torch's oneDNN kernels are at fault where windows stick out of a block on either side: they write beyond
-    their memory, or leave weight gradients of taps that meet padding only unset, and in 16 bits outputs too.
-    Whole images are rarely as narrow, shards of them are. These are computed by torch's own kernels, in the
-    type that sums are taken in. Others, which torch would leave to its own kernels though oneDNN's take less,
-    are computed by these.
+    oneDNN's kernels are wrong for blocks that are narrower than a window and its padding: they write beyond
+    their memory, or leave weight gradients uninitialised for taps that read only padding; in 16 bits outputs
+    too. Shards are so narrow more often than whole images. torch's own kernels convolve such blocks, in the
+    type of sums. oneDNN convolves others wherever it is faster than the kernel that torch would use.
     """
     choice = _choice(steps, x.shape, weight.shape, x.dtype)
     differentiated = choice != _AS_TORCH and torch.is_grad_enabled()
@@ -163,7 +159,7 @@ def convolution(x: Tensor, weight: Tensor, bias: Tensor | None, steps: Convoluti
 def convolution_adjoint(
     gradient: Tensor, x: Tensor, weight: Tensor, steps: ConvolutionArguments, needs: Needs
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Gradients of the input, the weight and the bias of :func:`convolution`, those that are needed."""
+    """Gradients of :func:`convolution`: of input, weight and bias; None where not needed."""
     choice = _choice(steps, x.shape, weight.shape, x.dtype)
     if not choice.safe:
         return _adjoint(gradient, x, weight, steps, needs)
@@ -180,7 +176,7 @@ def convolution_adjoint(
     if choice.front and not others[0]:
         x = torch.constant_pad_nd(x, (0, 0, 0, 0, choice.front, choice.front))
         steps = steps._replace(padding=(0, *steps.padding[1:]))
-    # Torch leaves tensors of oneDNN to it.
+    # torch uses oneDNN for tensors in oneDNN's layout.
     operand = x.to_mkldnn() if choice.chosen else x
     found, taps, offsets = _adjoint_by_torch(gradient, operand, weight, steps, others)
     if inner is None and found is not None:
@@ -201,7 +197,7 @@ def _adjoint_by_torch(
 def _adjoint(
     gradient: Tensor, x: Tensor, weight: Tensor, steps: ConvolutionArguments, needs: Needs
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    # By torch's own kernels.
+    # By torch's own kernels, in the type of sums.
     behind = (gradient.shape[1],) if needs[2] else None, *steps.arguments, needs
     wide, dtype = sum_dtype(x.dtype), x.dtype
     with _without_onednn():
@@ -217,14 +213,14 @@ class _Convolution(OperatorFunction):
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.steps = steps
-        # Nothing is differentiated in here.
+        # Autograd is off in here, so this call does not return to this function.
         return convolution(x, weight, bias, steps)
 
     @staticmethod
     @uncompiled
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        # Tensors of oneDNN have no second derivatives.
+        # Tensors in oneDNN's layout have no second derivatives.
         again = torch.is_grad_enabled() and _choice(ctx.steps, x.shape, weight.shape, x.dtype).safe
         adjoint = _adjoint_by_torch if again else convolution_adjoint
         return *adjoint(gradient, x, weight, ctx.steps, ctx.needs_input_grad[:3]), None
@@ -232,8 +228,7 @@ class _Convolution(OperatorFunction):
 
 @contextmanager
 def _without_onednn() -> Iterator[None]:
-    # Not by torch's context, which also sets, and warns of, what it is not asked for, nor by its attribute,
-    # which torch freezes as soon as its own tests are imported.
+    # torch's own context also sets other options; its attribute is frozen once torch's tests are imported.
     before = torch._C._get_mkldnn_enabled()
     torch._C._set_mkldnn_enabled(False)
     try:

@@ -1,4 +1,4 @@
-"""What one rank convolves: own data and each side of its halo apart, or own data and halo in one tensor."""
+"""Convolution of one rank, as a sum: own data and each side of the halo apart, or all in one tensor."""
 
 from __future__ import annotations
 
@@ -19,17 +19,14 @@ from distdl_rma.ops.core.result_memory import result
 
 Slices = tuple[slice, ...]
 _ALL = slice(None)
-# Gradients of larger patches are computed in pieces, of about so many bytes for each thread.
+# Gradients of patches with more than so many bytes per thread are computed in pieces of so many.
 _LARGE_NBYTES, _PIECE_NBYTES = 1 << 22, 1 << 19
-# Of fewer elements, the last dimension of volumes apart, torch leaves them to slower kernels.
+# torch uses slower kernels for pieces of fewer elements, not counting the last dimension of volumes.
 _PIECE_ELEMENTS = 1 << 15
 
 
 def with_channels(stencil: Stencil, first: int, count: int) -> Stencil:
-    """Windows of all tensor dimensions: an instance reads itself, and there is one window of channels.
-
-    Boxes of outputs accordingly have the interval (0, 1) of channels, whatever filters there are.
-    """
+    """Stencil of all tensor dimensions; one window reads all channels, so outputs have channels (0, 1)."""
     return Stencil((Window(1), Window(max(count, 1), left=-first), *stencil.windows))
 
 
@@ -37,10 +34,10 @@ def with_channels(stencil: Stencil, first: int, count: int) -> Stencil:
 class Patch:
     """A block of input data and the outputs that it adds to; boxes have batch, channel and space.
 
-    A convolution is linear: the sum over disjoint blocks of data is the whole convolution. The outputs are
-    those ``within`` a box that read any of the data. The taps are bounds, per dimension, of those of the
-    kernel by which they do; the region is what they read through these, and zero where no data is. The
-    tensor that is convolved is ``held``: the region, or any box that has all of its data.
+    A convolution is linear: the sum over disjoint blocks of data is the whole convolution. ``outputs`` are
+    the outputs ``within`` a box that read any of the data. ``taps`` bounds, per dimension, the taps through
+    which they read the data. ``region`` contains all inputs that the outputs read through these taps; it is
+    zero outside of the data. ``held`` is the box of the tensor in memory: it contains the region's data.
     """
 
     stencil: Stencil
@@ -56,7 +53,7 @@ class Patch:
     def of(
         cls, stencil: Stencil, data: Box, within: Box, held: Box | None = None, groups: int = 1
     ) -> Patch | None:
-        """Patch of a block of data and those outputs that lie ``within`` a box; None if there are none."""
+        """Patch of a block of data and of its outputs ``within`` a box; None if there are none."""
         outputs = stencil.readers(data) & within
         if data.empty or outputs.empty:
             return None
@@ -84,7 +81,7 @@ class Patch:
 
     @cached_property
     def complete(self) -> bool:
-        """Whether these are all outputs there are."""
+        """Whether the outputs are all of ``within``."""
         return self.outputs == self.within
 
     @cached_property
@@ -94,18 +91,18 @@ class Patch:
 
     @cached_property
     def crop(self) -> Slices:
-        """Slices of it in the tensor that is held."""
+        """Slices of ``inside`` in the held tensor."""
         return self.inside.slices(self.held)
 
     @cached_property
     def margins(self) -> tuple[tuple[int, int], ...]:
-        """Per dimension the zeros before and behind the data in the region."""
+        """Per dimension the numbers of zeros before and after the data in the region."""
         bounds = zip(self.inside.bounds, self.region.bounds, strict=True)
         return tuple((i[0] - r[0], r[1] - i[1]) for i, r in bounds)
 
     @cached_property
     def padding(self) -> tuple[int | None, ...]:
-        """Torch's own padding per dimension; None where only zeros beside the data give these outputs."""
+        """Padding argument of torch per dimension; None where only zeros in the tensor give these outputs."""
         found: list[int | None] = []
         for window, (low, high), n, (before, _), outputs in zip(
             self.stencil.windows, self.taps, self.inside.shape, self.margins, self.outputs.shape, strict=True
@@ -116,13 +113,13 @@ class Patch:
 
     @cached_property
     def convolved(self) -> Box:
-        """The least that torch convolves: the data, with zeros along dimensions without torch's padding."""
+        """Smallest box to convolve: the data, with zeros along the dimensions that torch cannot pad."""
         both = zip(self.padding, self.inside.bounds, self.region.bounds, strict=True)
         return Box(tuple(region if padding is None else inside for padding, inside, region in both))
 
     @cached_property
     def zeros(self) -> list[Slices]:
-        """Slices of the zeros beside the data in the tensor that is held, where that has no other data."""
+        """Slices of the held tensor outside of the data, which are zero unless other data are there."""
         found, held = [], self.held
         for d, (low, high) in enumerate(self.inside.bounds):
             start, stop = held.bounds[d]
@@ -137,44 +134,44 @@ class Patch:
 
     @cached_property
     def steps(self) -> ConvolutionArguments:
-        """What torch's convolution of it is told."""
+        """Arguments of torch's convolution."""
         steps = ConvolutionArguments.of(Stencil(self.stencil.windows[LEADING:]), self.groups)
         if self.held == self.region:
             return steps
         return steps._replace(padding=tuple(n or 0 for n in self.padding[LEADING:]))
 
     def _operand(self, block: Tensor) -> Tensor:
-        # What torch convolves with the padding of the steps, exact for the outputs of the patch.
+        # Tensor whose convolution, with the padding of the steps, has exactly the outputs of the patch.
         inside = block[self.crop]
         return inside if self.data_in_convolved is None else torch.constant_pad_nd(inside, self._around)
 
     @cached_property
     def _around(self) -> list[int]:
-        # Zeros beside the data, as torch wants them: of the last dimension first.
+        # Zeros beside the data, in torch's order: the last dimension first.
         margins = zip(reversed(self.padding[LEADING:]), reversed(self.margins[LEADING:]), strict=True)
         return [n for padding, pair in margins for n in (pair if padding is None else (0, 0))]
 
     @cached_property
     def data_in_convolved(self) -> Slices | None:
-        """Slices of the data in what is convolved; None if that is all."""
+        """Slices of the data in ``convolved``; None if they are all of it."""
         return None if self.inside == self.convolved else self.inside.slices(self.convolved)
 
     def hold(self, dtype: torch.dtype) -> Tensor:
-        """Tensor for the data, zero beside them and not initialised where they belong."""
+        """Held tensor: zero outside of the data, uninitialised in their place."""
         block = result(self.held.shape, dtype)
         for zeros in self.zeros:
             block[zeros] = 0
         return block
 
     def convolve(self, block: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Outputs of the patch, from the tensor that is held."""
+        """Outputs of the patch, from the held tensor."""
         data = block if self._convolves_held else self._operand(block)
         return convolution(data, weight[self.weight], bias, self.steps)
 
     def convolve_adjoint(
         self, gradient: Tensor, block: Tensor, weight: Tensor, needs: Needs
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """Gradients of what is held, in its shape, of the patch's part of the weight, of the bias."""
+        """Gradients of the held tensor, of the patch's part of the weight, and of the bias."""
         data = block if self._convolves_held else self._operand(block)
         inner, taps, offsets = convolution_adjoint(gradient, data, weight[self.weight], self.steps, needs)
         if inner is None or self._convolves_held:
@@ -188,9 +185,9 @@ class Patch:
         return outer, taps, offsets
 
     def cut(self, count: int) -> tuple[Patch, ...]:
-        """Patches of so many pieces of its data, or down to half as many; none where that cannot be.
+        """Patches of ``count`` pieces of the data, of fewer down to half as many, or none.
 
-        Along the first dimension that is long enough: what two neighbours both compute is little then.
+        They are cut along the dimension that gives most pieces. Neighbours compute some outputs twice.
         """
         dims = [d for d in range(len(self.data.bounds)) if d != 1]
         most = [min(count, self._most_pieces(d)) for d in dims]
@@ -205,13 +202,13 @@ class Patch:
         return pieces if len(pieces) == count else ()
 
     def _most_pieces(self, d: int) -> int:
-        # Eight windows a piece; instances are independent of each other.
+        # At least eight windows per piece, so that few outputs are computed twice. Samples share no outputs.
         low, high = self.data.bounds[d]
         return (high - low) // (8 * self.stencil.windows[d].span) if d else high - low
 
 
 def pieces_of(patch: Patch, outputs: int, itemsize: int) -> tuple[Patch, ...]:
-    """Pieces to compute the gradients of a patch in, that has so many outputs; none if it is small."""
+    """Pieces in which the gradients of a patch with so many outputs are computed; none if it is small."""
     each = max(patch.data.volume, outputs) * itemsize // torch.get_num_threads()
     count, most = each // _PIECE_NBYTES, prod(patch.data.shape[:4]) // _PIECE_ELEMENTS
     return patch.cut(count) if each >= _LARGE_NBYTES and count <= most else ()
@@ -220,11 +217,11 @@ def pieces_of(patch: Patch, outputs: int, itemsize: int) -> tuple[Patch, ...]:
 def adjoint_of_pieces(
     pieces: Sequence[Patch], gradient: Tensor, block: Tensor, weight: Tensor, needs: Needs
 ) -> tuple[Tensor | None, Tensor | None, None]:
-    """The same as :meth:`Patch.convolve_adjoint` of the patch that was cut into them, in little memory.
+    """:meth:`Patch.convolve_adjoint` of the patch of these pieces, in little memory.
 
-    Without that of a bias: two pieces may compute the same outputs.
-    Torch orders a tensor's elements anew for its kernels, and back: of all of a large one that takes more
-    memory than the step has at any other time, mostly fresh pages, which take longer than the order itself.
+    There is no gradient of a bias: two pieces may compute the same outputs. torch reorders the elements of a
+    tensor for its kernels, and back. For a large tensor this needs more memory than any other part of the
+    step, mostly new pages, whose first use takes longer than the reordering.
     """
     outer, total, needs = torch.empty_like(block) if needs[0] else None, None, (*needs[:2], False)
     for piece in pieces:
@@ -242,8 +239,8 @@ def adjoint_of_pieces(
 class OwnAndHalo:
     """The convolution of one rank: a core on its own data, and a strip per side with remote data.
 
-    The stencil has windows of all tensor dimensions. Beyond the domain, all inputs there are, lies the
-    padding, which is zero. Where there are several groups, no rank's channels differ from another's.
+    The stencil has windows of all tensor dimensions. The domain is the global input; the padding around it is
+    zero. With several groups every rank has all channels.
     """
 
     stencil: Stencil
@@ -254,12 +251,12 @@ class OwnAndHalo:
 
     @cached_property
     def core(self) -> Patch | None:
-        """What own data adds."""
+        """Patch of own data; None if they add to no output."""
         return Patch.of(self.stencil, self.own, self.outputs, self.own, self.groups)
 
     @cached_property
     def joined(self) -> Patch | None:
-        """All outputs, of own and remote data in one tensor; None if no own data is read."""
+        """Patch of all outputs, of own and remote data in one tensor; None if they read no own data."""
         if self.outputs.empty:
             return None
         region = self.stencil.reads(self.outputs)
@@ -271,10 +268,7 @@ class OwnAndHalo:
 
     @cached_property
     def halo(self) -> tuple[Box, ...]:
-        """Disjoint boxes that make up all inputs of the domain that are read beyond the own ones.
-
-        The two sides of the first dimension take the corners, those of the next what is left.
-        """
+        """Disjoint boxes of the remote data to read; the sides of the first dimension have the corners."""
         rest = self.stencil.reads(self.outputs) & self.domain
         sides = []
         for d, ((start, stop), (low, high)) in enumerate(zip(rest.bounds, self.own.bounds, strict=True)):
@@ -285,12 +279,12 @@ class OwnAndHalo:
 
     @cached_property
     def strips(self) -> tuple[Patch, ...]:
-        """What remote data adds, one patch per side of the halo that any output reads."""
+        """Patches of remote data, one per side of the halo that any output reads."""
         patches = (Patch.of(self.stencil, side, self.outputs, groups=self.groups) for side in self.halo)
         return tuple(patch for patch in patches if patch is not None)
 
     def landing(self, piece: Piece) -> list[tuple[int, Slices, Slices]]:
-        """Where a received piece goes: strip number, slices in its region, slices in the piece."""
+        """Places of a received piece: number of a strip, slices in its region, slices in the piece."""
         common = [piece.box & strip.inside for strip in self.strips]
         return [
             (number, box.slices(strip.region), box.slices(piece.box))
@@ -300,7 +294,7 @@ class OwnAndHalo:
 
     @staticmethod
     def filled_up(parts: Sequence[tuple[Slices, Tensor]], shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Tensor of disjoint parts, zero beside them; the first part itself where that is all of it."""
+        """Tensor of disjoint parts, zero elsewhere; the first part itself if it has the whole shape."""
         if parts and parts[0][1].shape == shape:
             return parts[0][1]
         whole = torch.zeros(tuple(shape), dtype=dtype)

@@ -1,4 +1,4 @@
-"""Who computes which part of a convolution, and what kind of convolution it is."""
+"""Grid of the ranks that compute a convolution, and the options of a convolution."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from distdl_rma.geometry.halo import Stencil
 from distdl_rma.geometry.intervals import Balanced, Grouped, Split
 from distdl_rma.geometry.partition import Partition
 
-# Of blocks with less for each side, or with more of what is read beyond them, halos are not convolved apart.
+# Halos are convolved apart if a block has at least so many bytes per side, and its halo less than this share.
 _NBYTES_PER_SIDE = 1 << 20
 _WIDE_HALO = 0.1
 # Grid dimensions of the ranks that compute; the spatial ones follow.
@@ -25,8 +25,9 @@ _SPACE = 3
 class WorkerGrid:
     """The ranks that compute a convolution, on a grid (batch, out-channel, in-channel, *spatial).
 
-    The grid dimension ``rows`` cuts the first dimension of the weight, whose global shape is given: ``OUT``
-    for a convolution, ``IN`` for a transposed one. The other one cuts the second, channels within a group.
+    ``weight`` is the weight's global shape. The grid dimension ``rows`` cuts its first dimension: ``OUT`` for
+    a convolution, ``IN`` for a transposed one. The other channel dimension of the grid cuts the weight's
+    second dimension, the channels within a group.
     """
 
     grid: Partition
@@ -46,20 +47,20 @@ class WorkerGrid:
         return OUT + IN - self.rows
 
     def blocks(self, row_split: Split | None = None) -> Decomposition:
-        """Which block of the weight each rank computes with."""
+        """Block of the weight that each rank computes with."""
         rows = Balanced(self.weight[0], self.grid.shape[self.rows]) if row_split is None else row_split
         columns = Balanced(self.weight[1], self.grid.shape[self.columns])
         kernel = (Balanced(n, 1) for n in self.weight[2:])
         return Decomposition(self.grid, (rows, columns, *kernel), self._axes({self.rows: 0, self.columns: 1}))
 
     def by_rows(self, batch: Split, space: Sequence[Split], row_split: Split | None = None) -> Decomposition:
-        """Blocks of the tensor whose channels are the rows of the weight, copied along the columns."""
+        """Decomposition of the tensor whose channels are the weight's rows; replicated along the columns."""
         return self._tensor(batch, self.blocks(row_split).splits[0], self.rows, space)
 
     def by_columns(
         self, batch: Split, space: Sequence[Split], row_split: Split | None = None
     ) -> Decomposition:
-        """Blocks of the other tensor: the columns, or where there are groups all channels of those groups."""
+        """Decomposition of the other tensor: by columns, or with groups all channels of a rank's groups."""
         blocks = self.blocks(row_split)
         if self.groups == 1:
             return self._tensor(batch, blocks.splits[1], self.columns, space)
@@ -72,7 +73,7 @@ class WorkerGrid:
         return Decomposition(slab, (Balanced(channels, slab.shape[OUT]),), self._axes({OUT: 0}))
 
     def runs(self, block: Box) -> list[tuple[slice, slice, int]]:
-        """What a block of the weight is convolved in: channels of the input, rows of the block, groups."""
+        """Convolutions of a block of the weight: channels of the input, rows of the block, groups of each."""
         (start, stop), (low, high) = block.bounds[:2]
         size, width, found = self.weight[0] // self.groups, high - low, []
         for a, b, groups in group_runs(start, stop, size):
@@ -90,12 +91,11 @@ class WorkerGrid:
 
 @dataclass(frozen=True)
 class ConvolutionOptions:
-    """What a convolution is, whatever its input.
+    """Options of a convolution that do not depend on its input.
 
     ``on_workers``: the workers are the partition of the output, or of the input of a transposed convolution;
-    the batch then keeps the cut of the input. ``overlaps``: movement overlaps computation, if
-    ``can_overlap``. ``joins``: for small blocks or wide halos, a rank copies its block and halo into one
-    tensor and convolves once.
+    the batch then keeps the input's cut. ``overlaps``: movement overlaps computation; needs ``can_overlap``.
+    ``joins``: for small blocks or wide halos, a rank convolves its block and halo at once, in one tensor.
     """
 
     stencil: Stencil
@@ -109,8 +109,8 @@ class ConvolutionOptions:
 def can_overlap(stencil: Stencil, padding_mode: str, workers: WorkerGrid, P_x: Partition) -> bool:
     """Whether a convolution is a sum over disjoint boxes of its input, each times a box of the weight.
 
-    It is not where padding is made of elements that also count as themselves, nor where ranks share the
-    channels of groups: these it reads strided.
+    It is not where padding repeats elements of the input, nor where several ranks share the channels of
+    groups: each rank then reads strided channels.
     """
     padded = any(window.left or window.right for window in stencil.windows)
     channels = (P_x.shape[1], *workers.grid.shape[1:3])
@@ -118,11 +118,11 @@ def can_overlap(stencil: Stencil, padding_mode: str, workers: WorkerGrid, P_x: P
 
 
 def overlap_pays(stencil: Stencil, source: Decomposition, itemsize: int) -> bool:
-    """Whether halos are worth to be convolved apart, so that all else is convolved while they travel.
+    """Whether it is faster to convolve halos apart, and own data while the halos travel.
 
-    Otherwise one convolution of all that is read takes less: next to a small block strips and calls take
-    longer than to copy it beside its halo, and of a wide halo most is computed in strips. Alike on all ranks:
-    of the largest block.
+    Otherwise one convolution of own data and halo takes less time. For a small block, several calls cost more
+    than to copy the block next to its halo; with a wide halo, most of the computation is in the strips. All
+    ranks get the same answer, for the largest block.
     """
     longest = [max(b - a for a, b in map(each.interval, range(each.parts))) for each in source.splits]
     cut = [
@@ -130,20 +130,20 @@ def overlap_pays(stencil: Stencil, source: Decomposition, itemsize: int) -> bool
         for window, n, split in zip(stencil.windows, longest[LEADING:], source.splits[LEADING:], strict=True)
         if split.parts > 1 and window.span > 1
     ]
-    # Neighbours of a block inside, and how much of it is read beyond it.
+    # Sides of an inner block with a halo, and the size of the halo relative to the block.
     sides = sum(min(2, parts - 1) for *_, parts in cut)
     beyond = sum((window.span - 1) / max(1, n) for window, n, _ in cut)
     return prod(longest) * itemsize >= max(1, sides) * _NBYTES_PER_SIDE and beyond < _WIDE_HALO
 
 
 def reads_sides(stencil: Stencil, source: Decomposition) -> bool:
-    """Whether windows slide over the ends of blocks, so that there are halos wherever blocks end."""
+    """Whether windows reach over the ends of blocks, so that there are halos."""
     cuts = zip(stencil.windows, source.splits[LEADING:], strict=True)
     return any(split.parts > 1 and window.span > 1 for window, split in cuts)
 
 
 def channels_out(workers: WorkerGrid, source: Decomposition) -> int:
-    """Channels of the output; ``ShapeError`` of an input of others than are taken, or empty in space."""
+    """Channels of the output; ``ShapeError`` if the input has wrong channels, or no elements in space."""
     channels, found = workers.channels
     if source.shape[1] != channels:
         raise ShapeError(f"input has {source.shape[1]} channels, the layer takes {channels}")
@@ -153,7 +153,7 @@ def channels_out(workers: WorkerGrid, source: Decomposition) -> int:
 
 
 def group_runs(start: int, stop: int, size: int) -> Iterator[tuple[int, int, int]]:
-    """Start, stop and number of groups of ``size`` channels of each run of whole groups, or part of one."""
+    """Start, stop and number of groups of each run: whole groups of ``size`` channels, or part of one."""
     while start < stop:
         whole_groups = (stop - start) // size if start % size == 0 else 0
         end = start + whole_groups * size if whole_groups else min(stop, start // size * size + size)

@@ -1,1 +1,1 @@
-"""What all operators share: operations, movements, and torch's tensors and autograd under them."""
+"""Base of all operators: operations, movements, and their use of torch's tensors and autograd."""

@@ -1,4 +1,4 @@
-"""What operations need of autograd: guards of forward and backward, graphs of ranks that only take part."""
+"""Autograd of operations: guards of forward and backward, and graphs on ranks without gradients."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from distdl_rma.errors import DistdlError, ExchangeTimeout, PeerFailedError, Seg
 from distdl_rma.machine import Machine
 from distdl_rma.segments.waiting.liveness import OF_SEVERAL_RANKS
 
-# Errors that one rank alone may raise. All ranks of a layer raise the others of this library, or a rank
-# raises them before it has sent anything.
+# Errors that one rank alone may raise. Any other error of this library is raised by all ranks of a layer, or
+# by a rank that has not sent anything yet.
 _FAILURES = ExchangeTimeout, PeerFailedError, SegmentError
-# How torch ends a recomputation under checkpointing as soon as nothing more is needed: no failure.
+# torch ends a recomputation under checkpointing by this exception, once it has all saved tensors: no failure.
 ENOUGH: tuple[type[BaseException], ...] = tuple(
     kind for name, kind in vars(torch.utils.checkpoint).items() if name == "_StopRecomputationError"
 )
 _REASON = "distributed layers exchange data with other ranks, which is no part of a graph"
-# What looks at the functions that are called: part of torch itself, unlike the compiler.
+# Hooks of the compiler into function calls. They are part of torch itself: the compiler is not imported.
 _frames: Any = torch._C._dynamo.eval_frame
 compiles: Callable[[], object] = _frames.get_eval_frame_callback
 _hooks_of_saved: Callable[[bool], object] = torch._C._autograd._top_saved_tensors_default_hooks
@@ -50,8 +50,7 @@ R = TypeVar("R")
 def uncompiled(function: Callable[Q, R]) -> Callable[Q, R]:
     """Function at which ``torch.compile`` breaks its graph, and inside of which it compiles nothing.
 
-    As ``torch.compiler.disable``, which imports the compiler, and that takes as long as torch itself: this
-    leaves it to those who compile.
+    ``torch.compiler.disable`` does the same, but imports the compiler, which doubles torch's import time.
     """
 
     @wraps(function)
@@ -65,15 +64,15 @@ def uncompiled(function: Callable[Q, R]) -> Callable[Q, R]:
 
 @_disable_dynamo
 def apart(function: Callable[Q, R], *args: Q.args, **kwargs: Q.kwargs) -> R:
-    """Call a function, in which nothing is compiled."""
+    """Call a function; the compiler compiles nothing inside of it."""
     return function(*args, **kwargs)
 
 
 def breaks_graph(function: Callable[Q, R]) -> Callable[Q, R]:
-    """The same function, marked as one that ``torch.compile`` neither compiles nor looks into."""
+    """Mark a function so that ``torch.compile`` neither compiles nor traces it; return the function."""
     marked: Any = function
     marked._torchdynamo_disable, marked._torchdynamo_disable_msg = True, _REASON
-    # Where a graph is broken, the function called there would be the next to be compiled.
+    # After a graph break, torch would compile the called function next.
     if hasattr(_frames, "skip_code"):
         _frames.skip_code(marked.__code__)
     else:
@@ -84,7 +83,7 @@ def breaks_graph(function: Callable[Q, R]) -> Callable[Q, R]:
 
 
 def tracer() -> str:
-    """What follows the functions that are called now, instead of computing; empty if nothing does."""
+    """Name of the part of torch that traces the current calls; empty if none does."""
     if torch._C._is_tracing():
         return "torch.jit"
     if _transforms_active():
@@ -93,14 +92,11 @@ def tracer() -> str:
 
 
 class OperatorFunction(torch.autograd.Function):
-    """An autograd function whose ``apply`` leaves out what torch does for transforms, where there are none.
-
-    That takes longer than the rest of it, and most operations of a step come by here.
-    """
+    """An autograd function whose ``apply`` skips torch's slow code for transforms if none is active."""
 
     @classmethod
     def apply(cls, *args: Any) -> Any:
-        """As torch's."""
+        """Apply the function, as ``torch.autograd.Function.apply``."""
         if _transforms_active():
             return super().apply(*args)  # type: ignore[no-untyped-call]
         plain: Any = super(torch.autograd.Function, cls)
@@ -108,7 +104,7 @@ class OperatorFunction(torch.autograd.Function):
 
 
 def first_derivative(backward: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[Any, ...]]:
-    """Backward that refuses to be differentiated itself, instead of taking its result for a constant."""
+    """Backward that raises ``UnsupportedError`` under ``create_graph``: its result is no constant."""
 
     @wraps(backward)
     def checked(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
@@ -117,13 +113,13 @@ def first_derivative(backward: Callable[..., tuple[Any, ...]]) -> Callable[..., 
             raise UnsupportedError(
                 "distributed layers have no second derivatives: create_graph=True is refused"
             )
-        # As note_reached_split, without a call of Python.
+        # The lines of note_reached_split, without the cost of a call.
         if RUNNING.number != (number := number_of_backward()):
             RUNNING.number, RUNNING.behind = number, None
         try:
             return backward(ctx, *gradients) if compiles() is None else apart(backward, ctx, *gradients)
         except Exception as error:
-            # Those operations that wait for peers, or are waited for, know their machine.
+            # Operations that wait for peers, or that peers wait for, set ctx.machine.
             _report(getattr(ctx, "machine", None), error, of_all=True)
             raise
 
@@ -131,11 +127,7 @@ def first_derivative(backward: Callable[..., tuple[Any, ...]]) -> Callable[..., 
 
 
 def tells_peers(forward: Callable[Concatenate[L, Q], R]) -> Callable[Concatenate[L, Q], R]:
-    """Forward of a layer whose failure on one rank becomes known to those that wait for it.
-
-    What all ranks of the layer refuse alike leaves the machine usable; anything else, on one rank alone,
-    would leave its peers waiting for data that never comes.
-    """
+    """Forward of a layer that reports a failure of this rank to all ranks, so that no peer waits for it."""
 
     @wraps(forward)
     def watched(layer: L, /, *args: Q.args, **kwargs: Q.kwargs) -> R:
@@ -158,9 +150,9 @@ def tells_peers(forward: Callable[Concatenate[L, Q], R]) -> Callable[Concatenate
 
 @uncompiled
 def _report(machine: Machine | None, error: Exception, of_all: bool = False) -> None:
-    # A refusal that all ranks raise alike needs no message to the peers. Any other error in a forward is a
-    # failure: the peers must not wait. In a backward (``of_all``) every rank may meet the same error of
-    # torch: this rank says that it raised, so that a rank without the error stops waiting.
+    # All ranks raise a refusal: peers need no message, and the machine stays usable. Any other error in a
+    # forward is a failure: the peers must not wait. In a backward (of_all) all ranks may raise the same error
+    # of torch. This rank then reports that it raised, so that a rank without the error stops waiting.
     if machine is None:
         return
     machine.labels.make_readable(error)
@@ -176,17 +168,14 @@ def _report(machine: Machine | None, error: Exception, of_all: bool = False) -> 
         machine.segments.raised(error)
 
 
-# Of a parameter whose gradient a GradientSync sums.
+# Attribute of parameters whose gradient a GradientSync sums.
 _SYNCHRONISED = "_distdl_rma_synchronised"
-# Ranks that sum the gradients that torch.autograd.grad is asked for, while it runs.
+# Per running torch.autograd.grad, the innermost last: the ranks over which its caller sums the gradients.
 ASKED: list[tuple[int, ...]] = []
 
 
 def mark_summed_later(parameter: torch.Tensor, marked: bool) -> None:
-    """Mark a parameter whose gradient a ``GradientSync``, or torch's DDP or FSDP, sums; or take that back.
-
-    Rules do not sum the gradient where the parameter is used.
-    """
+    """Mark, or unmark, a parameter whose gradient ``GradientSync``, DDP or FSDP sums: rules then do not."""
     if marked:
         setattr(parameter, _SYNCHRONISED, True)
     else:
@@ -200,7 +189,7 @@ def is_synchronised(parameter: torch.Tensor) -> bool:
 
 @contextmanager
 def asking(ranks: tuple[int, ...]) -> Iterator[None]:
-    """Context of a backward whose caller sums over some ranks the gradients that it asks for."""
+    """Context of a ``torch.autograd.grad`` whose caller sums the returned gradients over these ranks."""
     ASKED.append(ranks)
     try:
         yield
@@ -209,20 +198,20 @@ def asking(ranks: tuple[int, ...]) -> Iterator[None]:
 
 
 def asked() -> tuple[int, ...] | None:
-    """Ranks that sum what the running backward was asked for; None if gradients go to ``.grad``."""
+    """Ranks over which the caller of the running ``grad`` sums gradients; None if they go to ``.grad``."""
     return ASKED[-1] if ASKED else None
 
 
 class GradientNeeds(NamedTuple):
-    """What any rank of a layer needs the gradient of, so that all of them take part in the backward."""
+    """Tensors whose gradient any rank of a layer needs; all its ranks then take part in the backward."""
 
     input: bool
     weights: bool
-    others: tuple[bool, ...] = ()  # inputs behind the first
+    others: tuple[bool, ...] = ()  # inputs after the first
 
     @property
     def inputs(self) -> tuple[bool, ...]:
-        """Of each input."""
+        """Whether any rank needs the gradient of each input."""
         return self.input, *self.others
 
     @property
@@ -232,20 +221,20 @@ class GradientNeeds(NamedTuple):
 
     @classmethod
     def of_any(cls, needs: Iterable[GradientNeeds]) -> GradientNeeds:
-        """What at least one rank needs."""
+        """Union of the ranks' needs."""
         inputs, weights, others = zip(*needs, strict=True)
         return cls(any(inputs), any(weights), tuple(map(any, zip(*others, strict=True))))
 
 
 def anchor(needed: bool) -> torch.Tensor | None:
-    """Input that keeps an operation in the graph of a rank whose own inputs need no gradient."""
+    """Empty input that puts an operation in the graph of a rank whose own inputs need no gradient."""
     if not (needed and torch.is_grad_enabled()):
         return None
     return torch.empty(0, requires_grad=True)
 
 
 def anchored(y: torch.Tensor, needed: bool = True) -> torch.Tensor:
-    """``y`` in a graph if it is in none, so that a rank that no gradient concerns may call backward too."""
+    """``y``, in a graph even where this rank needs no gradient, so that the rank can call ``backward``."""
     able = y.is_floating_point() or y.is_complex()
     root = None if y.requires_grad or not able else anchor(needed)
     if root is None:
@@ -255,11 +244,11 @@ def anchored(y: torch.Tensor, needed: bool = True) -> torch.Tensor:
 
 
 class _Anchored(OperatorFunction):
-    """A tensor as it is, in the graph of another one that gets no gradient from it."""
+    """Copy of ``y`` in the graph of ``root``, which gets no gradient."""
 
     @staticmethod
     def forward(_ctx: Any, _root: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        # A copy, which may be changed in place; a sum with zeros would not do for types that only move.
+        # A copy, so that it can be changed in place. A sum with zeros fails for types that cannot be added.
         return y.clone()
 
     @staticmethod
@@ -268,10 +257,7 @@ class _Anchored(OperatorFunction):
 
 
 def idle(x: torch.Tensor, others: Iterable[torch.Tensor | None] = ()) -> torch.Tensor:
-    """Output of an idle rank: a clone of its input without the elements, in the graph of all that is given.
-
-    An input without elements keeps its shape, any other becomes one of shape (b, 0).
-    """
+    """Empty tensor in the graph of all arguments: of the shape of ``x`` if that is empty, else (b, 0)."""
     y = x.flatten()[:0].reshape(*x.shape[:1], 0) if x.numel() else x.clone()
     return recomputed_alike(tied(y, others))
 
@@ -280,23 +266,23 @@ class _Recomputed(OperatorFunction):
     @staticmethod
     def forward(ctx: Any, y: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(y.new_empty(0))
-        # Not a view, which nobody could change in place.
+        # Otherwise the output would be a view, which cannot be changed in place.
         ctx.mark_dirty(y)
         return y
 
     @staticmethod
     @uncompiled
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor]:
-        # Where that is a checkpoint, the forward runs again here.
+        # In a checkpoint this access runs the forward again.
         _ = ctx.saved_tensors
         return (gradient,)
 
 
 def recomputed_alike(y: torch.Tensor) -> torch.Tensor:
-    """A new tensor, in whose backward a checkpoint runs its forward again, if it is in one.
+    """``y``, a new tensor, with a saved tensor in its graph: a checkpoint recomputes its forward there.
 
-    A checkpoint does so where something is needed that was saved, and up to the last of that. Ranks without
-    elements may save nothing: without this they would do so elsewhere than others, who wait for them.
+    A checkpoint recomputes where the backward first needs a saved tensor, and up to the last saved tensor.
+    Ranks without elements may save nothing, and would recompute elsewhere than peers that wait for them.
     """
     if y.grad_fn is None or y._is_view() or _hooks_of_saved(False) is None or not torch.is_grad_enabled():
         return y
@@ -305,7 +291,7 @@ def recomputed_alike(y: torch.Tensor) -> torch.Tensor:
 
 
 def tied(y: torch.Tensor, others: Iterable[torch.Tensor | None]) -> torch.Tensor:
-    """``y`` in the graph of other tensors too, such as weights, whose gradients are then zero."""
+    """``y``, also in the graph of other tensors, for example weights: they get a gradient of zeros."""
     for other in others:
         if other is not None:
             y = y + other.flatten()[:0].sum()
@@ -315,7 +301,7 @@ def tied(y: torch.Tensor, others: Iterable[torch.Tensor | None]) -> torch.Tensor
 def deliver(y: torch.Tensor, active: bool, batch: int | None) -> torch.Tensor:
     """Result of a rank: ``y``, or outside of the output partition a tensor without elements.
 
-    The backward of an empty result reaches what ``y`` came from: other ranks wait for it there.
+    The backward of an empty result runs the backward of ``y``, for which other ranks wait.
     """
     if active:
         return y

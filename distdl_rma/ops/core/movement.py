@@ -23,21 +23,22 @@ from distdl_rma.ops.core.tensors import as_tensor
 from distdl_rma.segments.channel import Channel
 from distdl_rma.segments.lanes import SLOTS, in_steps
 
-# Parts of a result, with where they belong: None for all of it, and for a part that is there already.
+# Parts of a result: the slices of each (None for the whole result), and its data (None if the sender has
+# already put them into the result).
 _Parts = Iterator[tuple[tuple[slice, ...] | None, torch.Tensor | None]]
-# Less than so many bytes stay in the cache anyway.
+# Smaller pieces stay in the cache between two reads in any case.
 _ECHOED_NBYTES = 1 << 20
 
 
 class CallSite(NamedTuple):
-    """A place in a program that calls an operator: whose memory it is, and what messages call it."""
+    """A place in a program that calls an operator: the machine, and the name in messages."""
 
     machine: Machine
     name: str
 
 
 class Request:
-    """One movement under way: made by ``Movement.start``, given to ``Movement.wait``."""
+    """One started movement: made by ``Movement.start``, given to ``Movement.wait``."""
 
     def __init__(self, movement: Movement, x: torch.Tensor) -> None:
         self.movement, self.shape, self.dtype = movement, x.shape, x.dtype
@@ -45,25 +46,25 @@ class Request:
         self._sent: tuple[torch.Tensor, int] | None = None
 
     def depart(self, direction: OneWay, x: torch.Tensor) -> None:
-        """Start on ``x``, the local shard that goes in."""
+        """Start to move ``x``, the local shard."""
         self._sent = direction.depart(x)
 
     def arrive(self, direction: OneWay) -> torch.Tensor:
-        """Receive what was started."""
+        """Local result of the started movement; blocking."""
         if self._sent is None:
             raise ProtocolError(f"{direction.channel.name!r}: wait without a start")
         (x, epoch), self._sent = self._sent, None
         return direction.arrive(x, epoch)
 
     def gradient(self) -> torch.Tensor:
-        """Gradient of what went in, in its shape."""
+        """Gradient of the input, in the input's shape; blocking."""
         gradient = self.arrive(self.movement.backwards).reshape(self.shape)
-        # What has no elements came in any type; torch does not turn complex gradients into others.
+        # An input without elements may have any type; torch does not convert complex gradients to real ones.
         return gradient if gradient.numel() else gradient.new_empty(self.shape, dtype=self.dtype)
 
 
 class OneWay:
-    """A channel and where in the tensors its pieces lie, worked out once."""
+    """One direction of a movement: a channel, and the slices of its pieces in the local tensors."""
 
     def __init__(self, machine: Machine, channel: Channel, dtype: torch.dtype, backward: bool) -> None:
         exchange = channel.exchange
@@ -72,29 +73,28 @@ class OneWay:
         # None where this rank owns something.
         self._nothing = torch.empty(own.shape, dtype=dtype) if own.empty else None
         self._shape = need.shape
-        # Short types are summed in a longer one, with one rounding at the end.
+        # Short types are summed in a longer type, with one rounding at the end.
         self._wide = dtype if exchange.disjoint else sum_dtype(dtype)
         self._disjoint = exchange.disjoint
         self._mine = [(piece.target.slices(need), piece.box.slices(own)) for piece in exchange.local]
-        # None where a piece is all of the result.
+        # None where a piece is the whole result.
         self._theirs = [None if piece.box == need else piece.box.slices(need) for piece in channel.receives]
-        # What this rank keeps it may copy while that is sent: where those for the first peer are that.
-        # Only where it receives nothing, so that the result is there before.
+        # Slices of parts that _echo copies to the result while they are sent; and these results, by epoch.
         self._echoes = [piece.box.slices(own) for piece in _sent_and_kept(channel)]
         self._echoed: dict[int, torch.Tensor] = {}
-        # Sums in the order of the partition: alike on all ranks. Without sums what is here goes first.
+        # All ranks sum in the partition's order, for equal results. Without sums local pieces come first.
         self._before = channel.count(0 if exchange.disjoint else exchange.before_local)
         first = [*channel.receives[: self._before], *exchange.local, *channel.receives][:1]
         self._zeroes = not exchange.complete and [piece.target for piece in first] != [need]
-        # Pieces of each of several contributions that are all of the result; 0 if they are not.
+        # Number of pieces per contribution if each contribution covers the whole result; else 0.
         self._layers = 0
         if self._wide == dtype and (whole := _same_of_all(channel)):
             self._layers = len(whole)
             self._mine = [(box.slices(need), box.slices(own)) for box in whole if exchange.local]
 
     def depart(self, x: torch.Tensor) -> tuple[torch.Tensor, int]:
-        """Start on a local shard; return it as it moves, and the epoch."""
-        # What has no elements may come in any shape and type.
+        """Start to move a local shard; return the shard in the movement's type, and the epoch."""
+        # An input without elements may have any shape and type.
         x = x.detach() if self._nothing is None else self._nothing
         if x.dtype != self.dtype:
             x = x.to(self.dtype)
@@ -106,7 +106,7 @@ class OneWay:
             y = result(self._shape, self.dtype)
             epoch = channel.start(self._echo(parts, y))
             self._echoed[epoch] = y
-            # One that was given up is of no use any more.
+            # The result of an epoch that was given up may still be here.
             self._echoed.pop(epoch - SLOTS, None)
         else:
             epoch = channel.start(parts)
@@ -114,8 +114,8 @@ class OneWay:
         return x, epoch
 
     def _echo(self, parts: Iterable[Any], y: torch.Tensor) -> Iterator[Any]:
-        # Read twice in a row, each piece comes out of the cache the second time. By numpy: of memory that is
-        # larger than a core's own cache torch's copy takes a tenth longer.
+        # Each piece is read twice in a row, the second time from the cache. numpy copies: for memory larger
+        # than a core's own cache, torch's copy takes a tenth longer.
         kept = as_words(y)
         for part, where in zip_longest(parts, self._echoes):
             if where is not None:
@@ -123,7 +123,7 @@ class OneWay:
             yield part
 
     def arrive(self, x: torch.Tensor, epoch: int) -> torch.Tensor:
-        """Receive an epoch into a new tensor, blocking. Elements that several ranks own are summed."""
+        """Receive an epoch into a new tensor; blocking. Elements that several ranks own are summed."""
         mark = self._trace.marks(self.channel.name, self.backward)
         mark("wait")
         y = self._arrive(x, epoch)
@@ -131,10 +131,7 @@ class OneWay:
         return y
 
     def stream(self, parts: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
-        """Move one local shard after another; yield what arrives, in order. Blocking.
-
-        The next one travels while a result is used.
-        """
+        """Results of one local shard after another; the next travels while one is used. Blocking."""
         under_way: deque[tuple[torch.Tensor, int]] = deque()
         for part in parts:
             under_way.append(self.depart(part))
@@ -159,13 +156,13 @@ class OneWay:
         fresh = True
         for where, part in parts:
             if part is None:
-                # It was put there by who sent it.
+                # The sender has put this part into the result.
                 fresh = False
                 continue
             if fresh and self._zeroes:
                 y.zero_()
             target = y if where is None else y[where]
-            # What is still zero is overwritten: one pass over the memory less.
+            # The first part overwrites zeros: one pass over the memory less than a sum.
             if fresh or self._disjoint:
                 target.copy_(part)
             else:
@@ -176,8 +173,8 @@ class OneWay:
         return y if self._wide == self.dtype else y.to(self.dtype)
 
     def _sum(self, parts: Iterator[Any], y: torch.Tensor) -> None:
-        # The first two in one pass over the memory. What has arrived stays in its slot until all has been
-        # received: nobody acknowledges a slot of this epoch before.
+        # The first two contributions are added in one pass over the memory. Both stay in their slots until
+        # then: this rank acknowledges the slots of an epoch after it has received all parts.
         first = list(islice(parts, self._layers))
         for (where, one), (_, other) in zip(first, parts, strict=False):
             torch.add(one, other, out=y if where is None else y[where])
@@ -194,12 +191,11 @@ class OneWay:
 class Movement:
     """An exchange and its adjoint: ``start`` and ``wait``, in both directions of autograd.
 
-    Starting and waiting are two autograd operations, each the adjoint of the other: a forward ``start,
-    compute, wait`` becomes a backward ``wait^T, compute^T, start^T`` with the same overlap.
+    Start and wait are two autograd operations, each the adjoint of the other: a forward ``start, compute,
+    wait`` becomes a backward ``wait^T, compute^T, start^T`` with the same overlap.
 
-    Construction is local, and allocates slots for one direction. Those of the adjoint are allocated by the
-    first backward, or by ``connect``: what only moves forward never has any. The exchange is this rank's
-    part, in all tensor dimensions; the name is for messages.
+    Construction is local, and allocates slots for the forward. The first backward, or ``connect``, allocates
+    the slots of the adjoint. The exchange is this rank's part, in all tensor dimensions.
     """
 
     def __init__(self, machine: Machine, exchange: Exchange, dtype: torch.dtype, name: str) -> None:
@@ -207,12 +203,12 @@ class Movement:
         self.forward = _channel(machine, exchange, dtype, name)
         self.forwards = OneWay(machine, self.forward, dtype, backward=False)
         self._made = [self.forward]
-        # The last graph that still needs the adjoint keeps the memory, whoever let go of the rest.
+        # Graphs that need the adjoint hold a reference, so the memory lives as long as the last of them.
         self._finalizer = weakref.finalize(self, _close_all, self._made)
 
     @cached_property
     def adjoint(self) -> Channel:
-        """Channel of the adjoint movement; asking for it allocates its slots, once. Local."""
+        """Channel of the adjoint movement; the first access allocates its slots. Local."""
         if not self._finalizer.alive:
             raise ClosedError(f"movement of {self.name!r}: already closed")
         adjoint = _channel(self.machine, self.forward.exchange.T, self.dtype, f"{self.name} (adjoint)")
@@ -221,7 +217,7 @@ class Movement:
 
     @cached_property
     def backwards(self) -> OneWay:
-        """The adjoint, and where its pieces lie."""
+        """The adjoint direction."""
         return OneWay(self.machine, self.adjoint, self.dtype, backward=True)
 
     @property
@@ -230,10 +226,10 @@ class Movement:
         return sum(channel.nbytes for channel in self._made)
 
     def start(self, x: torch.Tensor, needs_grad: bool = False) -> Request:
-        """Put the pieces of ``x`` on their way; does not wait for the transfer.
+        """Start to send the pieces of ``x``; does not wait for the transfer.
 
-        The local shard has the shape ``exchange.own.shape``, or any if that is empty, and must not change
-        until ``wait``. If some rank needs a gradient, every rank takes part in the backward.
+        ``x`` is the local shard, of shape ``exchange.own.shape``, or any if that is empty. It must not change
+        until ``wait``. With ``needs_grad``, some rank needs a gradient: all ranks take part in the backward.
         """
         request = Request(self, x)
         request.token = _Start.apply(x, anchor(needs_grad), request)
@@ -241,13 +237,13 @@ class Movement:
 
     def wait(self, request: Request) -> torch.Tensor:
         """Local result of shape ``exchange.need.shape``, in memory of its own; blocking."""
-        # Of a request that kept it, the token's graph would keep the request.
+        # The token's graph refers to the request: a request that kept the token would be a reference cycle.
         token, request.token = request.token, None
         y: torch.Tensor = _Wait.apply(token, request)
         return y
 
     def __call__(self, x: torch.Tensor, needs_grad: bool = False) -> torch.Tensor:
-        """Start and wait, as one operation: nothing is to be done in between."""
+        """Start and wait, as one autograd operation; blocking."""
         root = None if x.requires_grad else anchor(needs_grad)
         y: torch.Tensor = _Move.apply(x, root, Request(self, x))
         return y
@@ -261,27 +257,23 @@ class Movement:
         return self.forwards.stream(parts)
 
     def connect(self) -> None:
-        """Exchange addresses with the neighbours for both directions, if that is not done yet; blocking."""
+        """Exchange addresses with the neighbours for both directions, once; blocking."""
         self.forward.connect()
         self.adjoint.connect()
 
     def void(self) -> None:
-        """Give up a forward that some ranks may have started; on all ranks alike."""
+        """Give up a forward that some ranks may have started; all ranks of the exchange call it. Blocking."""
         self.forward.void()
 
     def close(self) -> None:
-        """Give the memory back when no peer writes to it any more; local."""
+        """Free the memory once no peer writes to it any more; local."""
         self._finalizer()
 
 
 def movements_through(
     site: CallSite, stages: Sequence[tuple[Decomposition, Decomposition]], dtype: torch.dtype
 ) -> list[Movement]:
-    """Movements that follow one another, from sources to targets.
-
-    These are there where a rank keeps what it has, too: its result is memory of
-    its own, and in the graph when any rank needs a gradient.
-    """
+    """Movement of each stage, also where a rank keeps its data: its result is in new memory and the graph."""
     machine, name = site
     return [
         Movement(machine, Exchange(machine.rank, *ends), dtype, f"{name} (stage {at})" if at else name)
@@ -290,9 +282,10 @@ def movements_through(
 
 
 def _same_of_all(channel: Channel) -> list[Box]:
-    # Boxes of the pieces, where all that comes, and what stays, is all of the result in the same pieces.
+    # Boxes of the pieces of one contribution, if every rank that contributes, this one included, contributes
+    # to the whole result and in the same pieces; else none.
     exchange, itemsize = channel.exchange, channel.dtype.itemsize
-    # Images of one rank's data may lie on each other.
+    # Images of one rank's data may overlap.
     if exchange.disjoint or exchange.images or any(p.target != p.box for p in exchange.local):
         return []
     pieces = (*channel.receives, *in_steps(exchange.local, itemsize))
@@ -302,7 +295,8 @@ def _same_of_all(channel: Channel) -> list[Box]:
 
 
 def _sent_and_kept(channel: Channel) -> list[Piece]:
-    # Pieces for the first peer, if they are what stays here, where it is, and large; else none.
+    # Pieces for the first peer, if the local piece is large and consists of the same elements, in the same
+    # place of the result; else none. Only where this rank receives nothing: the start completes the result.
     exchange = channel.exchange
     if channel.receives or len(exchange.local) != 1 or not channel.sends:
         return []
@@ -330,7 +324,7 @@ class _Start(OperatorFunction):
     def forward(ctx: Any, x: torch.Tensor, _anchor: torch.Tensor | None, request: Request) -> torch.Tensor:
         ctx.request, ctx.machine = request, request.movement.machine
         request.depart(request.movement.forwards, x)
-        # Of the type that moves: x itself may have come in any type, if without elements.
+        # An x without elements may have another type than the movement.
         return x.new_empty(0, dtype=request.movement.dtype)
 
     @staticmethod
@@ -353,7 +347,7 @@ class _Wait(OperatorFunction):
 
 
 class _Move(OperatorFunction):
-    # Start and wait in one: half of the cost of two operations, which small tensors feel.
+    # Start and wait in one operation, at half of the cost of two, which matters for small tensors.
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, _anchor: torch.Tensor | None, request: Request) -> torch.Tensor:
         ctx.request, ctx.machine = request, request.movement.machine

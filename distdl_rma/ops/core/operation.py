@@ -1,4 +1,4 @@
-"""What a distributed operation is: worked out once for inputs of one kind, then called on local shards."""
+"""Distributed operations: planned once for inputs of known decompositions, then called on local shards."""
 
 from __future__ import annotations
 
@@ -15,12 +15,11 @@ from distdl_rma.ops.core.tensors import no_autocast
 
 
 class Operation:
-    """An operator for inputs of known decompositions: what moves, what is computed, and what comes out.
+    """An operator for inputs of known decompositions: its movements, its computation and its output.
 
-    Made on all its ranks alike, errors included; local to make. It owns the segment memory of its
-    movements, so two places of a program have operations of their own. ``output`` says who has what of the
-    result; it follows from the inputs, on every rank alike, and is None only where the inputs are
-    subtensors that are no blocks of one tensor.
+    All its ranks make it, or all raise the same error; local to make. It owns the segment memory of its
+    movements, so each place of a program has its own operation. ``output`` is the decomposition of the
+    result, equal on every rank; it is None only if the inputs are subtensors that are no blocks of a tensor.
     """
 
     output: Decomposition | None
@@ -28,36 +27,36 @@ class Operation:
     def __call__(self, needs: GradientNeeds, *inputs: Any, **weights: Any) -> torch.Tensor:
         """Local result from local shards, differentiable; blocking.
 
-        Ranks outside of the input pass a tensor without elements, those outside of the output get one.
+        Ranks outside of the input or output partition pass, or get, a tensor without elements.
         """
         raise NotImplementedError
 
     def movements(self) -> Sequence[Moves | None]:
-        """All that moves; None where this rank has no part of it."""
+        """Movements of the operation; None where this rank takes no part in one."""
         return ()
 
     def connect(self) -> None:
-        """Exchange addresses with the neighbours, which otherwise the first call does; blocking."""
+        """Exchange addresses with the neighbours, before the first call does; blocking."""
         for movement in self.movements():
             if movement is not None:
                 movement.connect()
 
     def void(self) -> None:
-        """Give up what some ranks may have started before all agreed; nothing, unless it starts early."""
+        """Give up movements that some ranks may have started before all ranks agreed on the operation."""
 
 
 P_co = TypeVar("P_co", bound=Operation, covariant=True)
 
 
 class Agreement(Protocol[P_co]):
-    """What the ranks of a call agree on: known at once of split tensors, told on the way of plain ones."""
+    """Agreement of the ranks on a call: known at once for split tensors, exchanged for plain tensors."""
 
     @property
     def guess(self) -> P_co | None:
-        """Operation that fits as far as this rank can see, to start on before the others are heard."""
+        """Operation that this rank expects, to start before the other ranks' messages arrive, or None."""
 
     def settle(self) -> tuple[P_co, GradientNeeds]:
-        """The operation that holds, and what any rank needs the gradient of; blocking."""
+        """The agreed operation, and the tensors whose gradient any rank needs; blocking."""
 
 
 class Agreed(NamedTuple, Generic[P_co]):
@@ -67,15 +66,15 @@ class Agreed(NamedTuple, Generic[P_co]):
     needs: GradientNeeds
 
     def settle(self) -> tuple[P_co, GradientNeeds]:
-        """Both, at once."""
+        """Return the operation and the needs; not blocking."""
         return self.guess, self.needs
 
 
 class GatherComputeScatter(Operation):
     """An operation of the form ``y = finish(scatter(compute(gather(x))))``.
 
-    Subclasses set ``gather`` and ``scatter`` where anything moves, and say what a rank computes. ``reads``
-    and ``works`` say whether this rank has a part of the input, and whether it computes.
+    Subclasses set ``gather`` and ``scatter`` where data moves, and implement ``compute``. ``reads`` says
+    whether this rank has a part of the input, ``works`` whether it computes.
     """
 
     output: Decomposition
@@ -84,21 +83,20 @@ class GatherComputeScatter(Operation):
 
     def __init__(self, site: CallSite, reads: bool, works: bool, output: Decomposition) -> None:
         self.site, self.reads, self.works, self.output = site, reads, works, output
-        # Whether something is left to do with what this rank gets.
         self._finishes = output.partition.active and type(self).finish is not GatherComputeScatter.finish
 
     def compute(self, x: torch.Tensor, **weights: Any) -> torch.Tensor:
-        """Local output from what was gathered; called on the ranks that compute only."""
+        """Partial output from the gathered input; called only on ranks that compute."""
         raise NotImplementedError
 
     def finish(self, y: torch.Tensor, **weights: Any) -> torch.Tensor:
-        """Local output from what was scattered to this rank; called on the ranks of the output only."""
+        """Local output from the scattered result; called only on ranks of the output partition."""
         return y
 
     def carry_out(
         self, needs: GradientNeeds, x: torch.Tensor, weights: Mapping[str, torch.Tensor | None]
     ) -> torch.Tensor:
-        """``compute``, for a subclass whose computation moves data itself, and so has to know what for."""
+        """Call ``compute``; a subclass whose computation moves data overrides this, and uses ``needs``."""
         machine, name = self.site
         if machine.trace.recording is None:
             return self.compute(x, **weights)
@@ -106,12 +104,12 @@ class GatherComputeScatter(Operation):
             return self.compute(x, **weights)
 
     def movements(self) -> tuple[Moves | None, ...]:
-        """Both."""
+        """``gather`` and ``scatter``."""
         return self.gather, self.scatter
 
     def __call__(self, needs: GradientNeeds, x: torch.Tensor, **weights: torch.Tensor) -> torch.Tensor:
-        """Local result from a local shard."""
-        # Outside of the input nothing goes in, but its backward may be waited for by others.
+        """Local result from a local shard; blocking."""
+        # A rank outside of the input partition has no input, but peers may wait for its backward.
         y = x if self.reads else x.flatten()[:0]
         if self.gather is not None:
             y = self.gather(y, needs.input)

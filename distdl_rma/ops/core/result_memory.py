@@ -1,4 +1,4 @@
-"""Memory of large results: kept when the last tensor in it dies, and used for the next one of its size."""
+"""Pool of memory for large results: a block whose last tensor died is reused for a result of its size."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 from distdl_rma.dtypes import NUMPY, as_words
 from distdl_rma.segments.transport.heap import Arena, Landing, own_arena
 
-# Smaller results come from torch, whose allocator has touched such memory before.
+# torch allocates smaller results: its allocator reuses such memory.
 SMALLEST_NBYTES = 1 << 18
-# What is kept for later at most, in bytes of this process.
+# Largest amount of idle memory in a pool, in bytes.
 IDLE_NBYTES = 1 << 28
 _Block = NDArray[np.uint8]
 
@@ -28,17 +28,18 @@ def _fresh(nbytes: int) -> _Block:
 
 
 class _Loan(weakref.ref[NDArray[Any]]):
-    # What torch holds of a block that is lent: with its last tensor it dies. ``finalize`` does more, and
-    # takes several times as long.
+    # Reference to the view of a lent block that torch holds: the view dies with the last tensor in the block.
+    # weakref.finalize takes several times as long.
     __slots__ = ("block",)
     block: _Block
 
 
 class ResultPool:
-    """Blocks of memory, kept from when the last tensor in them dies until one of the same size is made.
+    """Blocks of memory, kept after the last tensor in them died, for the next tensor of the same size.
 
-    A page that was never touched costs more than the copy into it. Of more than ``limit`` bytes what was idle
-    for longest goes. Blocks of ``smallest`` bytes or more come from ``take`` and go to ``drop``.
+    The first write to a new page costs more than the copy of its data. Above ``limit`` idle bytes, blocks of
+    the longest idle size are dropped. ``take`` and ``drop`` allocate and free blocks, of ``smallest`` bytes
+    or more.
     """
 
     def __init__(
@@ -53,23 +54,23 @@ class ResultPool:
         self.idle_nbytes = 0
         # By the ``id`` of the block.
         self._lent: dict[int, _Loan] = {}
-        # Blocks that came back, and whose turn it is to put them where they belong.
+        # Returned blocks that are not yet among the idle ones.
         self._returned: deque[_Block] = deque()
         self._lock = threading.Lock()
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """Tensor of a shape and type, not initialised; it owns its memory like any other."""
+        """Uninitialised tensor, which owns its memory like any other tensor."""
         nbytes = prod(shape) * dtype.itemsize
         if nbytes < self._smallest:
             return torch.empty(tuple(shape), dtype=dtype)
         block, alike = self._take(nbytes), NUMPY.get(dtype)
-        # torch keeps this view for as long as any tensor lies in it, and nobody else has it.
+        # Only torch refers to this view, as long as any tensor is in it.
         lent = block[:] if alike is None else np.ndarray(shape, alike, block)
         loan = self._lent[id(block)] = _Loan(lent, self._ended)
         loan.block = block
         if alike is not None:
             return torch.from_numpy(lent)
-        # No view of another tensor: autograd lets only such be changed in place.
+        # numpy does not know the type. Not a view of another tensor, so that it can be changed in place.
         storage, extents = torch.from_numpy(lent).untyped_storage(), torch.Size(shape)
         strides = [prod(extents[d + 1 :]) for d in range(len(extents))]
         return torch.empty(0, dtype=dtype).set_(storage, 0, extents, strides)
@@ -88,12 +89,12 @@ class ResultPool:
         self._give_back(loan.block)
 
     def _give_back(self, block: _Block) -> None:
-        # Runs wherever a tensor dies: on any thread, and in the middle of another call of the pool.
+        # Runs on any thread, even during another call of the pool: it must not wait for the lock.
         self._returned.append(block)
         self._sort()
 
     def _sort(self) -> None:
-        # Who holds the lock looks again after giving it up, so that nobody has to wait for it.
+        # The holder of the lock checks for returned blocks again after its release: no other thread waits.
         while self._returned and self._lock.acquire(blocking=False):
             try:
                 while self._returned:
@@ -119,16 +120,16 @@ _results = ResultPool()
 
 
 def result(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """Memory for a result that leaves the library, not initialised."""
+    """Uninitialised memory for a result that leaves the library."""
     if prod(shape) * dtype.itemsize < SMALLEST_NBYTES:
         return torch.empty(tuple(shape), dtype=dtype)
     return _results.empty(shape, dtype)
 
 
 def landing(shape: Sequence[int], dtype: torch.dtype) -> Landing:
-    """Memory for a result that other ranks of the node put to, not initialised, in the arena of this process.
+    """Uninitialised memory for a result, in the arena of this process: other ranks of the node put to it.
 
-    Kept and used again as that of other results. Only where there is an arena.
+    It is pooled like the memory of other results. ``RuntimeError`` if this process has no arena.
     """
     arena = own_arena()
     if arena is None:
@@ -136,7 +137,7 @@ def landing(shape: Sequence[int], dtype: torch.dtype) -> Landing:
     with _making:
         if _landings.get(arena) is None:
             _landings[arena] = ResultPool(take=arena.take, drop=arena.drop, smallest=0)
-    # Posted by a call before the one that returns it, which may train where this one only infers.
+    # A call posts the result of a later call, and only the later one may need gradients.
     with torch.inference_mode(False):
         tensor = _landings[arena].empty(shape, dtype)
     return Landing(as_words(tensor), arena.offset(tensor.data_ptr()), tensor)
@@ -147,7 +148,7 @@ _making = threading.Lock()
 
 
 def result_like(x: torch.Tensor) -> torch.Tensor:
-    """Memory for a result of the shape, type and strides of a tensor, not initialised."""
+    """Uninitialised memory for a result with the shape, type and strides of a tensor."""
     if x.nbytes < SMALLEST_NBYTES or not x.is_contiguous():
         return torch.empty_like(x)
     return _results.empty(x.shape, x.dtype)

@@ -1,4 +1,4 @@
-"""Movements between decompositions as operations make them: at once, or in stages over nodes."""
+"""Movements between decompositions: one exchange, or several stages within and between nodes."""
 
 from __future__ import annotations
 
@@ -15,41 +15,41 @@ from distdl_rma.geometry.gathering import FlatStages, Step, steps
 from distdl_rma.ops.core.autograd import OperatorFunction, first_derivative
 from distdl_rma.ops.core.movement import CallSite, Movement, Request
 
-# A part of a movement in stages: a local result of a local tensor, and whether any rank needs a gradient.
+# A part of a staged movement: takes a local tensor, and whether any rank needs a gradient; returns a tensor.
 Part = Callable[[torch.Tensor, bool], torch.Tensor]
 
 
 class Moves(Protocol):
-    """What a movement can do, whether it is one exchange or several."""
+    """Interface of a movement, of one exchange or of several."""
 
     @property
     def dtype(self) -> torch.dtype:
-        """Type of what goes in and comes out."""
+        """Type of the input and of the result."""
 
     def start(self, x: torch.Tensor, needs_grad: bool = False) -> Any:
-        """Put a local tensor on its way."""
+        """Start to send a local tensor; does not wait for the transfer."""
 
     def wait(self, request: Any) -> torch.Tensor:
         """Local result; blocking."""
 
     def __call__(self, x: torch.Tensor, needs_grad: bool = False) -> torch.Tensor:
-        """Both."""
+        """Start and wait; blocking."""
 
     def move(self, x: torch.Tensor) -> torch.Tensor:
-        """The same outside of autograd."""
+        """Start and wait outside of autograd; blocking."""
 
     def stream(self, parts: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
-        """Move one local tensor after another, outside of autograd."""
+        """Results of one local tensor after another, in order, outside of autograd; blocking."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes of segment that it holds now."""
+        """Bytes of segment that the movement holds now."""
 
     def connect(self) -> None:
-        """Exchange addresses; blocking."""
+        """Exchange addresses with the neighbours; blocking."""
 
     def close(self) -> None:
-        """Give the memory back; local."""
+        """Free the memory once no peer writes to it any more; local."""
 
 
 def movement_between(
@@ -62,9 +62,9 @@ def movement_between(
 ) -> Moves:
     """Movement between two decompositions; local to make.
 
-    Where copies go to ranks of several nodes, or are summed from there, or blocks come together on one rank,
-    it takes stages: each element comes to a node once, and no rank sends to all of the others. Sums are then
-    those of the nodes first.
+    It has stages where ranks of several nodes hold copies or terms of sums, or where one rank holds all of
+    the source or of the target: each element reaches a node once, and no rank sends to all others. Each node
+    sums first, then the sums of the nodes are added.
     """
     machine, name = named = CallSite(site.machine, f"{site.name} ({what})" if what else site.name)
     if staged := _staged(named, source, target, dtype, images):
@@ -80,7 +80,7 @@ def movement_or_none(
     what: str,
     images: tuple[tuple[int, ...], ...] = (),
 ) -> Moves | None:
-    """Movement between two decompositions, or None if this rank keeps all that it has and talks to no one."""
+    """Movement between two decompositions, or None if this rank keeps all its data and exchanges none."""
     exchange = Exchange(site.machine.rank, source, target, images=images)
     if exchange.idle:
         return None
@@ -108,7 +108,7 @@ def _staged(
 
 
 class StagedRequest(NamedTuple):
-    """A movement in stages whose first exchange is under way."""
+    """A started movement in stages: its first exchange is under way."""
 
     movement: StagedMovement
     first: Request
@@ -116,10 +116,7 @@ class StagedRequest(NamedTuple):
 
 
 class StagedMovement:
-    """Exchanges that follow one another, as one movement: with the interface of :class:`Movement`.
-
-    Short types travel in the type that they are summed in: sums of sums are rounded once, at the end.
-    """
+    """Several exchanges as one movement; short types travel in the type of their sums, for one rounding."""
 
     def __init__(
         self,
@@ -133,22 +130,22 @@ class StagedMovement:
         parts: list[Part] = [
             part for number, step in enumerate(found) for part in self._parts_of(number, step, images)
         ]
-        # The first exchange of this rank may be under way while it does something else.
+        # This rank can compute while its first exchange is under way.
         self._first = next((at for at, part in enumerate(parts) if isinstance(part, Movement)), len(parts))
         self._parts = parts
 
     def start(self, x: torch.Tensor, needs_grad: bool = False) -> StagedRequest:
-        """Put the pieces of ``x`` on their way to the first stage; does not wait for the transfer."""
+        """Start to send the pieces of ``x`` of the first stage; does not wait for the transfer."""
         y = self._through(x.to(self._wide) if x.numel() else x, self._parts[: self._first], needs_grad)
         return StagedRequest(self, self._made[0].start(y, needs_grad), needs_grad)
 
     def wait(self, request: StagedRequest) -> torch.Tensor:
-        """Local result; blocking, and the other stages with it."""
+        """Wait for the first exchange, run the other stages and return the local result; blocking."""
         y = self._made[0].wait(request.first)
         return self._through(y, self._parts[self._first + 1 :], request.needs_grad).to(self.dtype)
 
     def __call__(self, x: torch.Tensor, needs_grad: bool = False) -> torch.Tensor:
-        """Start and wait."""
+        """Start and wait; blocking."""
         y = x.to(self._wide) if x.numel() else x
         return self._through(y, self._parts, needs_grad).to(self.dtype)
 
@@ -163,7 +160,7 @@ class StagedMovement:
 
     @property
     def moves(self) -> bool:
-        """Whether this rank has a part of it."""
+        """Whether this rank takes part in any exchange."""
         return bool(self._made)
 
     @property
@@ -177,7 +174,7 @@ class StagedMovement:
             movement.connect()
 
     def close(self) -> None:
-        """Give the memory back when no peer writes to it any more; local."""
+        """Free the memory once no peer writes to it any more; local."""
         for movement in self._made:
             movement.close()
 
@@ -210,10 +207,10 @@ class StagedMovement:
 
 
 class _Places:
-    # Where the boxes of a flat vector, one behind the other, are in a tensor that they fill.
+    # Packs the boxes that fill a tensor into a flat vector, one box after another, and unpacks them.
     def __init__(self, whole: Box, boxes: tuple[Box, ...]) -> None:
         filled = [box for box in boxes if not box.empty]
-        # Intervals are those of the elements as they lie.
+        # One-dimensional boxes are intervals of the flattened tensor.
         origin = whole if not filled or filled[0].dim == whole.dim else Box.of_shape((whole.volume,))
         self.shape, self.seen = whole.shape, origin.shape
         self.volumes = [box.volume for box in filled]
@@ -225,7 +222,7 @@ class _Places:
         return y
 
     def unpack(self, x: torch.Tensor, _needs_grad: bool) -> torch.Tensor:
-        # What has no elements may have come in any shape.
+        # A tensor without elements may have any shape.
         y: torch.Tensor = x.reshape(self.shape) if self.trivial else _Place.apply(x, self, False)
         return y
 

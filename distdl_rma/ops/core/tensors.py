@@ -1,4 +1,4 @@
-"""The one adaptor between torch tensors and the numpy arrays of the segments."""
+"""Adaptor between torch tensors and the numpy arrays of the segments."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from numpy.typing import NDArray
 
 from distdl_rma.dtypes import DTYPES
 
-# Dimensions of a tensor that ranks can tell each other of.
+# Most dimensions of a tensor: messages between ranks hold this many extents.
 MAX_DIMS = 8
 
 
 def trouble_with(x: object, what: str = "input") -> str:
-    """What keeps a value from being a shard that can move; empty if nothing does."""
+    """Reason why a value cannot be a shard that moves; empty if it can."""
     if not isinstance(x, torch.Tensor):
         return f"{what} is of type {type(x).__name__}, wanted a tensor"
     if x.layout is not torch.strided or x.is_nested:
@@ -35,18 +35,18 @@ def as_array(tensor: torch.Tensor) -> NDArray[Any]:
 
 
 def as_tensor(array: NDArray[Any], dtype: torch.dtype | None = None) -> torch.Tensor:
-    """Tensor view of an array, for instance of a segment buffer, as a type of the same size; no copy."""
+    """Tensor view of an array, for example of a segment buffer, as a type of the same size; no copy."""
     tensor = torch.from_numpy(array)
     return tensor if dtype is None or dtype == tensor.dtype else tensor.view(dtype)
 
 
 def autocast(*tensors: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-    """Cast as torch's autocast does for operations that gain from a shorter type; as they are without it."""
+    """Cast as torch's autocast, if it is on, does for operations that gain from a shorter type."""
     if not torch.is_autocast_enabled("cpu"):
         return tensors
     dtype = torch.get_autocast_dtype("cpu")
     castable = (torch.float32, torch.float16, torch.bfloat16)
-    # What is no tensor is refused later, by all ranks at once.
+    # All ranks refuse values that are no tensors, later.
     return tuple(t.to(dtype) if isinstance(t, torch.Tensor) and t.dtype in castable else t for t in tensors)
 
 
@@ -54,15 +54,12 @@ _NOTHING = nullcontext()
 
 
 def no_autocast() -> AbstractContextManager[object]:
-    """Context without torch's autocast; free where that is off, as entering one without is not."""
+    """Context without torch's autocast; where that is off, it costs nothing, unlike torch's own context."""
     return torch.autocast("cpu", enabled=False) if torch.is_autocast_enabled("cpu") else _NOTHING
 
 
 def zero_volume_tensor(
     b: int | None = None, dtype: torch.dtype | None = None, requires_grad: bool = False
 ) -> torch.Tensor:
-    """Tensor without elements, which ranks without work pass and receive.
-
-    Its shape is (b, 0) with the batch size ``b``, and (0,) if that is None; the rest as in torch.
-    """
+    """Tensor without elements for ranks outside of a partition: (b, 0) with batch size ``b``, else (0,)."""
     return torch.empty((0,) if b is None else (b, 0), dtype=dtype, requires_grad=requires_grad)

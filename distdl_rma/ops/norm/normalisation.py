@@ -1,4 +1,4 @@
-"""The operation of all normalisations, with where its parameters and running statistics are kept and used."""
+"""The operation of all normalisations, with the movement of its parameters and running statistics."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from distdl_rma.ops.norm.statistics import (
 )
 from distdl_rma.segments.collectives.allreduce import Allreduce
 
-# Puts the gradient of a parameter, by name, where it is wanted.
+# Writes the gradient of a parameter, by name, to its place, and returns it there.
 Fill = Callable[[str, Tensor], Tensor]
 _PARAMETERS = ("weight", "bias")
 # Two values of each group, such as mean and variance, in float64.
@@ -42,20 +42,20 @@ Pair = tuple[Array, Array]
 
 
 class NormPlan(NamedTuple):
-    """What is alike in all calls of a normalisation of a local tensor, of type ``dtype``."""
+    """Arguments that are equal in all calls of a normalisation of a local tensor of type ``dtype``."""
 
     statistics: Statistics
     eps: float
     fill: Fill | None
     dtype: torch.dtype
-    wide: torch.dtype  # to compute in
+    wide: torch.dtype  # type of the computation
 
 
 class LocalNorm(OperatorFunction):
     """``(x - mean) / sqrt(variance + eps) * weight + bias`` of the local tensor, in the type of ``x``.
 
-    By mean and variance of the input, which ``update`` is told of. The backward knows that these depend on
-    the input, if some rank needs its gradient: one exchange of two sums per group.
+    Mean and variance are those of the input; ``update`` is called with them. If some rank needs the gradient
+    of the input, the backward exchanges two sums per group.
     """
 
     @staticmethod
@@ -96,8 +96,8 @@ class LocalNorm(OperatorFunction):
     @staticmethod
     @first_derivative
     def backward(ctx: Any, d_y: Tensor) -> tuple[Any, ...]:
-        """Gradients; blocking where those of the input depend on other ranks."""
-        # In a checkpoint this runs the forward again.
+        """Gradients; blocking if any rank needs the gradient of the input."""
+        # In a checkpoint this access runs the forward again.
         x, _ = ctx.saved_tensors
         return LocalNorm._gradients(ctx, x, d_y)
 
@@ -144,21 +144,20 @@ def _whole(name: str, parts: list[_Gradient], dtype: torch.dtype, fill: Fill | N
     if len(parts) == 1:
         whole = parts[0].of_parameter(name, dtype)
     else:
-        # Runs are channels side by side.
+        # Runs are consecutive channels.
         wide = [part.of_parameter(name, torch.float64) for part in parts]
         whole = torch.cat([torch.empty(0), *wide]).to(dtype)
     return whole if fill is None else fill(name, whole)
 
 
 class _Scaling:
-    """What forward and backward both need of one run: values per group and per channel.
+    """Values per group and per channel of one run, for forward and backward.
 
-    With weights that are the same along all that is reduced beside the channels (not ``elementwise``),
-    ``factor = weight / sqrt(variance + eps)`` is one value per group and channel. In layer norm it would
-    have as many values as there are elements: there the two are multiplied one after the other.
+    ``factor = weight / sqrt(variance + eps)`` has one value per group and channel. If the weight varies along
+    all reduced dimensions (``elementwise``, as in layer norm), that would be one value per element. Then
+    ``factor`` excludes the weight, by which the result is multiplied afterwards.
 
-    Something near to the mean, ``shift``, is taken off before anything is multiplied, the rest of it
-    afterwards.
+    ``shift``, a value near the mean, is subtracted before the multiplication, ``rest = mean - shift`` after.
     """
 
     def __init__(
@@ -184,7 +183,7 @@ class _Scaling:
         else:
             self.shift, of_run = shift
             self.rest = mean - of_run
-        # Elements for elements, or values of float64.
+        # The weight if elementwise; otherwise the factor contains it, in float64.
         self.weight: Tensor | None = None
         self.factor = self.inverse
         if weight is not None and run.elementwise:
@@ -194,11 +193,11 @@ class _Scaling:
         self.rounded_factor = as_type(self.factor, dtype)
 
     def shifted(self, x: Tensor, out: Tensor) -> Tensor:
-        """Elements without the shift, in ``out`` if there is one."""
+        """Elements minus the shift, in ``out``; ``x`` itself if not centred."""
         return torch.sub(x, self.shift, out=out) if self.centred else x
 
     def standardise(self, x: Tensor, out: Tensor, offset: Array | None = None) -> None:
-        """Write shifted elements, with mean 0 and times the factor, plus an offset."""
+        """Write ``(x - rest) * factor + offset`` for the shifted elements ``x``."""
         if self.centred:
             rest = self.rest * self.factor
             # Without a weight there is one factor for a group, and a bias for each channel.
@@ -208,7 +207,7 @@ class _Scaling:
             out.add_(self.run.rounded(offset, self.dtype))
 
     def scale(self, x: Tensor | None, bias: Tensor | None, y: Tensor) -> _Scaling:
-        """Write the output of the run, where the shifted input is if that is not given; return this."""
+        """Write the output of the run to ``y``, which has the shifted input if ``x`` is None; return self."""
         run = self.run
         out = y if run.whole else run.of(y)
         view = out if x is None else self.shifted(run.of(x), out)
@@ -231,8 +230,8 @@ class _Gradient:
 
         d_x = inv * (g - mean(g) - xhat * mean(g * xhat))
 
-    ``total`` and ``product`` are the sums of ``d_y`` and of ``d_y * xhat`` along which the weight is the
-    same; all of the elements if it is elementwise.
+    ``total`` and ``product`` are the sums of ``d_y`` and of ``d_y * xhat`` over the dimensions along which
+    the weight does not vary. If it is elementwise, ``elements`` are ``d_y`` and ``d_y * xhat`` instead.
     """
 
     def __init__(self, scaling: _Scaling, x: Tensor, d_y: Tensor) -> None:
@@ -251,7 +250,7 @@ class _Gradient:
         self.product = np.multiply(offset, scaling.inverse, out=offset)
 
     def of_parameter(self, name: str, dtype: torch.dtype) -> Tensor:
-        """Gradient of ``weight`` or ``bias``, in a type."""
+        """Gradient of ``weight`` or ``bias``."""
         run = self.run
         if self.elements is not None:
             values = self.elements[name == "weight"]
@@ -261,9 +260,9 @@ class _Gradient:
         return as_type(sums.reshape(run.extents), dtype)
 
     def write_sums(self, pair: Pair) -> None:
-        """The sums of ``g`` and of ``g * xhat`` over the local part of each group.
+        """Write the sums of ``g`` and of ``g * xhat`` over the local part of each group.
 
-        Without the weight, where that is the same in all of a group.
+        Where the weight is constant in each group, the sums exclude it: ``prepare`` adds this factor.
         """
         run, scaling = self.run, self.scaling
         of_g, of_product = pair if run.whole else map(run.of_groups, pair)
@@ -279,20 +278,20 @@ class _Gradient:
             of_g[...], of_product[...] = self.total, self.product
 
     def prepare(self, d_x: Tensor, total: Array) -> None:
-        """Write ``x`` without its shift; ``total`` are the elements of each group."""
+        """Write ``x`` minus its shift; ``total`` is the number of elements of each group."""
         run, scaling = self.run, self.scaling
         scaling.shifted(self.x, d_x if run.whole else run.of(d_x))
-        # What the sums are multiplied by; where the same in all of a group, also what is in them.
+        # Factor of the sums; it contains the weight where the weight is constant in each group.
         whole = 1.0 if run.elementwise else scaling.inverse if run.in_group else scaling.factor
         self.per_sum = whole / (total if run.whole else run.of_groups(total))
         self.per_product = -scaling.inverse * self.per_sum
 
     def finish(self, d_x: Tensor, sums: Pair) -> None:
-        """Make the gradient of the input of that, of ``d_y``, and of the sums of ``g`` and of ``g * xhat``.
+        """Write the gradient of the input, from the prepared elements and the sums of ``g``, ``g * xhat``.
 
         ``x - mean = shifted - rest``, so that ``d_x = factor * d_y + slope * shifted - (inv * mean(g) +
-        slope * rest)`` with ``slope = -inv**2 * mean(g * xhat)``. Elementwise: the same by ``inv``, which
-        comes last, with ``weight`` in the place of the factor.
+        slope * rest)`` with ``slope = -inv**2 * mean(g * xhat)``. If elementwise, ``weight`` takes the place
+        of the factor, one ``inv`` is left out everywhere, and the result is multiplied by ``inv``.
         """
         run, scaling = self.run, self.scaling
         out = d_x if run.whole else run.of(d_x)
@@ -324,9 +323,10 @@ Sharing = Mapping[int, tuple[int, ...]]
 class NormOptions:
     """A kind of normalisation, and the mode of a call.
 
-    ``eps`` is added to the variance, None for the resolution of the type. If not ``centred`` the mean stays.
-    A call normalises ``by_batch``, by the statistics of its input, or else by running ones, and ``tracks``
-    if it changes these. ``several`` says what its own statistics need more than one of; one will do if empty.
+    ``eps`` is added to the variance; None for the resolution of the type. If not ``centred``, the mean is not
+    subtracted. A call normalises by the statistics of its input (``by_batch``) or by running ones, and may
+    update these (``tracks``). ``several`` names the elements of which a group needs at least two, for the
+    error; it is empty if one is enough.
     """
 
     axes: NormAxes
@@ -337,7 +337,7 @@ class NormOptions:
     several: str = ""
 
     def check(self, source: Decomposition, dtype: torch.dtype, extents: tuple[int, ...]) -> None:
-        """Refuse an input that does not fit parameters of some extents."""
+        """Raise ``ShapeError`` if an input does not fit parameters of these extents."""
         if not dtype.is_floating_point:
             raise ShapeError(f"an input of a floating-point type is needed, got {dtype}")
         found = tuple(source.shape[d] for d in self.axes.weighted)
@@ -349,10 +349,10 @@ class NormOptions:
 
 
 class KeptValues:
-    """Values that vary along some dimensions of the input, ``dims``; kept whole on every rank, or cut.
+    """Values that vary along the dimensions ``dims`` of the input; stored whole on every rank, or cut.
 
-    For ranks that have a part of the input; local to make. What travels has memory from its first use on.
-    ``as_kept`` says whether this rank uses what it keeps.
+    For ranks with a part of the input; local to make. Movements allocate memory at their first use.
+    ``as_kept`` says whether this rank uses its stored values as they are.
     """
 
     def __init__(
@@ -362,9 +362,9 @@ class KeptValues:
         P_x, rank = source.partition, site.machine.rank
         splits = tuple(source.splits[d] for d in dims)
         whole = all(axis is None for axis in store.axes)
-        # This rank's part of values that are whole where the input is cut.
+        # Slices of this rank's part, if values are stored whole and the input is cut.
         self._part: tuple[slice, ...] | None = None
-        # Where they are and where they are used, among ranks with the same part of the rest of the input.
+        # Stored and used decompositions, on the ranks with the same part of the input's other dimensions.
         self._ends: tuple[Decomposition, Decomposition] | None = None
         if whole and any(split.parts > 1 for split in splits):
             self._part = tuple(slice(*source.box(rank).bounds[d]) for d in dims)
@@ -376,16 +376,16 @@ class KeptValues:
         self._movements: dict[tuple[str, torch.dtype], Moves | None] = {}
 
     def to_input(self, key: str, values: Tensor) -> Tensor:
-        """Values, by name, cut as the input is; differentiable, blocking where they travel."""
+        """Redistribute stored values to the input's cut; differentiable, blocking where they move."""
         if self._part is not None:
             return values[self._part]
         movement = self._movement(key, values.dtype)
         return values if movement is None else movement(values, values.requires_grad)
 
     def to_store(self, values: Tensor) -> Tensor:
-        """Values from where the input is cut to where they are kept; blocking where they travel.
+        """Redistribute values from the input's cut to their stored form; blocking where they move.
 
-        Where they are whole, zeros beside this rank's part.
+        Values that are stored whole are zero outside of this rank's part.
         """
         if self._part is not None:
             whole = values.new_zeros(self._shape)
@@ -395,7 +395,7 @@ class KeptValues:
         return values if movement is None else movement(values)
 
     def connect(self, parameters: Mapping[str, torch.dtype], back: bool) -> None:
-        """Exchange addresses for the values of some names and types, and for the way back; blocking."""
+        """Exchange addresses for these names and types, and with ``back`` for ``to_store``; blocking."""
         for key, dtype in (*parameters.items(), *([(_BACK, torch.float64)] if back else [])):
             movement = self._movement(key, dtype)
             if movement is not None:
@@ -411,11 +411,11 @@ class KeptValues:
 
 
 class RunningStatistics:
-    """Update of the running statistics by those of a batch; on all ranks that keep any, by ``store``.
+    """Update of the running statistics by those of a batch, on all ranks that store any by ``store``.
 
-    The statistics of the batch travel once more where not all of the keepers have computed them together.
-    ``share`` is what part the groups of this rank are of all that normalise the same channels apart. How the
-    batch is computed, and where its channels are, is known where there is a part of it.
+    If the ranks that store a channel (keepers) are not those that computed its batch statistics, the keepers
+    sum them. Several sets of ranks may normalise the same channels separately: ``share`` is the weight of
+    this rank's set in their mean. ``statistics`` and ``kept`` are given on ranks with a part of the batch.
     """
 
     def __init__(
@@ -432,13 +432,13 @@ class RunningStatistics:
         self._statistics, self._kept, self._speaks = statistics, kept, False
         if statistics is not None:
             total = statistics.total
-            # From a variance to the unbiased one.
+            # Factor from the variance to the unbiased variance.
             self._correction = total / np.maximum(total - 1, 1)
             self._speaks = statistics.groups.ranks[0] == site.machine.rank
         self._instances = axes.instances(len(source.shape))
         self._number = max(1, prod(source.shape[d] for d in self._instances))
         self._empty = 0 in (n for d, n in enumerate(source.shape) if d not in axes.weighted)
-        # Those that keep the same channels as this rank.
+        # Ranks that store the same channels as this rank.
         self._keepers = store.holders(site.machine.rank)
 
     @cached_property
@@ -451,15 +451,12 @@ class RunningStatistics:
         return Allreduce(machine.segments, self._keepers, count, np.float64, name=title)
 
     def connect(self) -> None:
-        """Exchange addresses with the other keepers, if a batch travels; blocking."""
+        """Exchange addresses with the other keepers, if they sum batch statistics; blocking."""
         if self._sums is not None:
             self._sums.connect()
 
     def update(self, running: Mapping[str, Tensor], momentum: float, moments: Pair | None = None) -> None:
-        """Mix a batch into ``running_mean`` and ``running_var`` with weight ``momentum``; blocking.
-
-        ``moments`` are mean and variance, where there is a part of the batch.
-        """
+        """Mix ``moments``, the batch's mean and variance (None outside of it), into ``running``; blocking."""
         batch: Sequence[Tensor] = ()
         if self._kept is not None and moments is not None:
             mean, variance = moments
@@ -471,18 +468,18 @@ class RunningStatistics:
                 return
             batch = [self._kept.to_store(as_tensor(self._per_channel(values))) for values in (mean, unbiased)]
         if self._sums is not None:
-            # One of those that share a group speaks for it.
+            # One of the ranks that share statistics contributes them.
             speaks = bool(batch) and self._speaks
             total = self._sums(as_array(torch.cat(list(batch)) * self._share) if speaks else 0)
             batch = as_tensor(total).tensor_split(len(RUNNING))
-        # A batch without elements changes nothing; a rank outside keeps nothing where channels are cut.
+        # A batch without elements changes nothing. Where channels are cut, a rank outside stores none.
         if not batch or self._empty:
             return
         for key, new in zip(RUNNING, batch, strict=True):
             _mix(running[key], as_array(new), momentum)
 
     def _per_channel(self, values: Array) -> Array:
-        # This rank's part of the mean over the instances.
+        # This rank's term of the mean over the samples.
         if self._instances:
             values = np.add.reduce(values, self._instances) / self._number
         return values.reshape(-1)
@@ -493,19 +490,20 @@ def _mix(running: Tensor, new: Array, momentum: float) -> None:
     old = running.numpy() if running.dtype in FLOATS else as_array(running.to(torch.float64))
     apart = new - old
     mixed = old + momentum * apart if momentum < 0.5 else new - (1 - momentum) * apart
-    # By torch, which counts the versions of what a graph may have saved.
+    # torch copies: it then detects changes of tensors that a graph has saved.
     running.copy_(torch.from_numpy(mixed))
 
 
 class Normalisation(Operation):
     """Normalisation of a split tensor; the output has the shape, type and decomposition of the input.
 
-    Called with ``weight`` and ``bias``, where there are any, and with ``running_mean`` and ``running_var``
-    where a call is not by the batch, or changes them in place; then with ``momentum`` too. Tensors are as
-    this rank keeps them: what of them says ``store``, all of them on every rank or cut along the grid.
+    A call passes ``weight`` and ``bias``, if there are any. It passes ``running_mean`` and ``running_var`` to
+    normalise by them or, together with ``momentum``, to update them in place. These tensors are this rank's
+    part by ``store``: whole on every rank, or cut along the grid.
 
-    ``parameters`` are name and type of those that there are. ``sharing`` narrows the ranks that share
-    statistics. ``fill`` puts the gradient of a parameter that is used as it is kept where it is wanted.
+    ``parameters`` are the names and types of the parameters. ``sharing`` restricts the ranks that share
+    statistics. ``fill`` writes the gradient of a parameter to its place, if the rank uses the parameter as it
+    is stored.
     """
 
     def __init__(
@@ -540,8 +538,8 @@ class Normalisation(Operation):
             self.running = RunningStatistics(site, source, axes, store, share, self.statistics, self.kept)
 
     def _narrowed(self, sharing: Sharing | None) -> tuple[int, float]:
-        # Elements of the smallest group that has any; and what part of all that normalise the same channels
-        # apart this rank's groups are: one by their number.
+        # Number of elements of the smallest group with any; and 1 over the number of non-empty sets of ranks
+        # that normalise the same channels separately, 0 if this rank's set is empty.
         source, axes, rank = self.source, self.options.axes, self.site.machine.rank
         if axes.groups:
             return prod(source.shape) // axes.groups, 1.0
@@ -561,7 +559,7 @@ class Normalisation(Operation):
         return fewest, 1 / len(beside) if sharing[rank] in beside else 0.0
 
     def connect(self) -> None:
-        """Exchange addresses with all that this rank talks to; blocking."""
+        """Exchange addresses with all peers of this rank; blocking."""
         options, wanted = self.options, dict(self._parameters)
         if not options.by_batch:
             wanted |= dict.fromkeys(RUNNING, torch.float64)
@@ -580,7 +578,7 @@ class Normalisation(Operation):
         bias: Tensor | None = None,
         **others: Any,
     ) -> Tensor:
-        """Normalise a local shard; ranks outside learn what it changes in the statistics that they keep."""
+        """Normalise a local shard, and update running statistics, also on ranks outside; blocking."""
         statistics, kept, running = self.statistics, self.kept, self.running
         if statistics is None or kept is None:
             if running is not None:
@@ -590,7 +588,7 @@ class Normalisation(Operation):
             weight = None if weight is None else kept.to_input("weight", weight)
             bias = None if bias is None else kept.to_input("bias", bias)
         if not self.options.by_batch:
-            # Running statistics travel in one type, whatever their own.
+            # Running statistics of all types move as float64.
             found = [kept.to_input(key, others[key].to(torch.float64)) for key in RUNNING]
             wide = self._plan.wide
             values = [None if v is None else v.to(wide) for v in (*found, weight, bias)]
@@ -599,17 +597,17 @@ class Normalisation(Operation):
             return y.squeeze(0) if alone else y
         update = None if running is None else partial(running.update, others, others["momentum"])
         root = None if x.requires_grad else anchor(needs.any)
-        # Autocast changes nothing that is called in there.
+        # Autocast has no effect on the functions that LocalNorm calls.
         result: Tensor = LocalNorm.apply(x, weight, bias, root, self._plan, needs.input, update)
         return result
 
 
 def by_constants(x: Tensor, values: Sequence[Tensor | None], eps: float) -> Tensor:
-    """A block (batch, channel, ...) by mean, variance, weight and bias of its channels; local."""
+    """Normalise a block (batch, channel, ...) by mean, variance, weight and bias of its channels; local."""
     if not x.numel():
-        # Which torch's function refuses.
+        # torch's function refuses such a tensor.
         return idle(x, values)
-    # Of one sample torch takes a tensor that is transposed in memory, or its gradient, for another.
+    # torch is wrong for one sample if the tensor, or its gradient, is transposed in memory.
     x = x.contiguous() if len(x) == 1 else x
     mean, variance, weight, bias = values
     y = F.batch_norm(x, mean, variance, weight, bias, training=False, eps=eps)

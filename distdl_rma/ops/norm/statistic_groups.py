@@ -1,4 +1,4 @@
-"""Which elements of a tensor share a mean and a variance, and which ranks hold them."""
+"""Groups of elements that share a mean and a variance, and the ranks that hold these elements."""
 
 from __future__ import annotations
 
@@ -17,18 +17,19 @@ from distdl_rma.geometry.intervals import Split
 from distdl_rma.geometry.partition import Partition
 
 V = TypeVar("V")
-# Dimension of the channels where they form groups.
+# Dimension of the channels if they form groups.
 _CHANNELS = 1
-# Two numbers per group in every message, in float64 whatever the type of the data.
+# Values per group in every message, and bytes of each, float64 for all types of data.
 PAIR, _ITEMSIZE = 2, 8
 
 
 @dataclass(frozen=True)
 class NormAxes:
-    """What a kind of normalisation reduces over, and where its parameters vary.
+    """Dimensions that a kind of normalisation reduces, and dimensions of its parameters.
 
-    ``reduced`` are the tensor dimensions that a mean is taken over, ``weighted`` those that the parameters
-    have, in order. With ``groups`` of channels dimension 1 is reduced within a group only; 0 without.
+    ``reduced`` are the tensor dimensions over which a mean is taken. ``weighted`` are the dimensions along
+    which the parameters vary, in order. ``groups`` is the number of groups of channels: dimension 1 is then
+    reduced only within a group. It is 0 without groups.
     """
 
     reduced: tuple[int, ...]
@@ -37,7 +38,7 @@ class NormAxes:
 
     @property
     def in_run(self) -> NormAxes:
-        """The same in the view of a run, where a dimension of groups stands before the channels."""
+        """The same for the view of a run, which has a dimension of groups before the channels."""
         if not self.groups:
             return self
         return NormAxes(tuple(d + 1 for d in self.reduced), (_CHANNELS, _CHANNELS + 1))
@@ -48,17 +49,17 @@ class NormAxes:
         return tuple(d for d in self.reduced if d not in self.weighted)
 
     def instances(self, ndim: int) -> tuple[int, ...]:
-        """Dimensions along which nothing is shared: neither statistics nor parameters."""
+        """Dimensions that share neither statistics nor parameters, for example samples in instance norm."""
         return tuple(d for d in range(ndim) if d not in self.reduced and d not in self.weighted)
 
     def width(self, channels: Split) -> int:
-        """Channels of a group; 1 where there are no channels, and so no group has any."""
+        """Number of channels of a group; 1 if there are no channels."""
         return max(1, channels.extent // self.groups)
 
     def ranks_sharing(self, P_x: Partition, rank: int, channels: Split) -> tuple[int, ...]:
         """Ranks of P_x that hold elements of a rank's groups, itself included, in row-major order.
 
-        How the channels are cut matters where they form groups, which may straddle ranks.
+        ``channels`` is the cut of the channels: a group of channels may be on several ranks.
         """
         index = P_x.index_of(rank)
         ranges = [
@@ -71,7 +72,7 @@ class NormAxes:
 
 
 def _linked(split: Split, width: int, part: int) -> range:
-    # Parts from the first to the last whose groups go across the cuts between them.
+    # Parts around a part such that a group crosses each cut between them.
     first, last = part, part + 1
     while first > 0 and split.interval(first)[0] % width:
         first -= 1
@@ -82,17 +83,17 @@ def _linked(split: Split, width: int, part: int) -> range:
 
 @dataclass(frozen=True)
 class ChannelRun:
-    """Part of a local tensor in which every group is a whole slice: groups of one width, or all of it.
+    """Part of a local tensor in which all groups have the same number of local channels.
 
-    ``channels`` and ``groups`` are half-open: local channels, None for all of the tensor without groups of
-    them; and groups, counted from the first of the sharing ranks.
+    ``channels`` and ``groups`` are half-open intervals: of local channels, None for the whole tensor without
+    groups of channels; and of groups, counted from the first group of the sharing ranks.
     """
 
     channels: tuple[int, int] | None = None
     groups: tuple[int, int] = (0, 0)
 
     def of(self, tensor: Tensor, dim: int = _CHANNELS) -> Tensor:
-        """View of the run, with a dimension of groups before that of the channels."""
+        """View of the run, with a dimension of groups before the channels."""
         if self.channels is None:
             return tensor
         (start, stop), (first, last) = self.channels, self.groups
@@ -108,12 +109,12 @@ class ChannelRun:
 
 
 class StatisticGroups:
-    """The groups of elements with one mean and variance that one rank has a part of.
+    """The groups of elements with one mean and variance of which one rank has a part.
 
-    ``ranks`` share them: all with elements of the same groups, in row-major order of the grid, unless fewer
-    are given. Values per group have the ``shape`` that broadcasts to the view of a run, and the local tensor,
-    of shape ``local``, is its ``runs``. ``counts`` are the elements of each group on each of the ranks, as
-    (rank, *groups), with extent 1 where they do not vary; ``total`` is their sum.
+    ``ranks`` share the groups: by default all ranks with elements of them, in row-major order of the grid.
+    Values per group have the ``shape``, which broadcasts to the view of a run. The local tensor, of shape
+    ``local``, consists of the ``runs``. ``counts`` are the numbers of elements of each group on each of the
+    ranks, as (rank, *groups), with extent 1 where they do not vary; ``total`` is their sum over the ranks.
     """
 
     def __init__(
@@ -140,7 +141,7 @@ class StatisticGroups:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of one message with the statistics of all of them."""
+        """Bytes of one message with the statistics of all groups."""
         return PAIR * prod(self.shape) * _ITEMSIZE
 
 
@@ -153,7 +154,7 @@ def _count(box: Box, reduced: Sequence[int], width: int, group: int) -> int:
 
 
 def _runs(bounds: tuple[int, int], width: int, first: int) -> tuple[ChannelRun, ...]:
-    # A part of a group in front, whole groups, a part of a group behind.
+    # Part of a group, whole groups, part of a group.
     start, stop = bounds
     whole = (-(-start // width) * width, stop // width * width)
     cuts = sorted({start, stop, *(cut for cut in whole if start < cut < stop)})

@@ -1,4 +1,4 @@
-"""Mean and variance of groups whose elements lie on several ranks."""
+"""Mean and variance of groups whose elements are on several ranks."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from distdl_rma.segments.collectives.allreduce import Allreduce
 
 P = ParamSpec("P")
 R = TypeVar("R")
-# Values per row are few: numpy computes on them in a third of the time that a call of torch takes.
+# There are few values per row: numpy computes on them in a third of the time of a torch call.
 Array = NDArray[Any]
-# Rows of up to so many elements may be added one after the other.
+# Longest row, in elements, that may be summed sequentially in the type of the data.
 _SHORT = 1 << 16
-# Below so many elements a call of the kernel costs more than another pass.
+# For fewer elements a call of the kernel costs more than another pass over the data.
 _FEW = 1 << 12
 _backward: Any = torch.ops.aten.native_batch_norm_backward.default
 _SUMS_ALONE = (False, True, True)
@@ -37,8 +37,8 @@ _SUMS_ALONE = (False, True, True)
 class Rows:
     """Sums of tensors of a ``shape`` over ``dims``, which are kept with extent 1.
 
-    A row is all that the trailing ones of these dimensions hold. Torch sums it, in the type of the data, or
-    pieces of it that are short enough; the sums of several pieces and rows are added up in float64.
+    A row has the elements along the trailing dimensions of ``dims``. torch sums a row, or short pieces of it,
+    in the type of the data. The sums of several pieces and rows are added in float64.
     """
 
     def __init__(self, shape: Sequence[int], dims: Sequence[int]) -> None:
@@ -49,26 +49,26 @@ class Rows:
         self._dims, self._trailing = tuple(dims), tuple(range(outer, len(shape)))
         self._rows, self.length = tuple(shape[:outer]), prod(shape[outer:])
         self._number, self._few = prod(self._rows), prod(shape) < _FEW
-        # Of the same length; one, where there are no such of a power of two.
+        # Number of pieces per row, of equal length: a power of two.
         pieces = 1
         while self.length // pieces > _SHORT and self.length % (2 * pieces) == 0:
             pieces *= 2
         self._pieces, self._fit = pieces, 0 < self.length // pieces <= _SHORT
         self._in_pieces = (*self._rows, pieces, self.length // pieces)
         self._outer = tuple(d for d in dims if d < outer and shape[d] != 1)
-        # Sums of rows, and whether one row is all of a sum.
+        # Shape of the sums of rows, and whether each sum has one row.
         self._per_row, self._single = (*self._rows, *(1,) * len(self._trailing)), not self._outer
-        # The kernel takes rows of one element for another layout, and is wrong there.
+        # The kernel assumes another layout for rows of one element, and is wrong there.
         self._by_kernel = not self._few and self.length // pieces >= 2
         self._flat = (1, self._number * pieces, self.length // pieces)
-        # Whether these are as the kernel takes them.
+        # Whether tensors have the kernel's shape without a reshape.
         self._as_is = pieces == 1 and outer == 2 and shape[0] == 1
 
     def sums(self, x: Tensor) -> Array:
         """Sums of elements."""
         if not self._trailing:
             return x.sum(self._dims, True, dtype=torch.float64).numpy()
-        # Summing is exact enough in the type of the data, pairwise as torch does it, and ten times as fast.
+        # torch sums pairwise: exact enough in the type of the data, and ten times as fast as in float64.
         found = x.sum(self._trailing, True).numpy()
         return found if self._single else self._added(found, 1)
 
@@ -85,10 +85,10 @@ class Rows:
         return found if self._single and self._pieces == 1 else self._added(found, self._pieces)
 
     def products(self, a: Tensor, b: Tensor, mean: Tensor) -> tuple[Array, Array]:
-        """Sums of ``a`` and of ``a * (b - mean)``; ``mean`` is of extent 1 in the dimensions of the sum."""
+        """Sums of ``a`` and of ``a * (b - mean)``; ``mean`` has extent 1 in the summed dimensions."""
         if not self._by_kernel:
             return self.sums(a), self.sums(a * (b - mean))
-        # That of batch norm: one pass, without a tensor of products.
+        # torch's kernel of batch norm: one pass, without a tensor of products.
         number, pieces = self._number, self._pieces
         if mean.numel() != number:
             mean = mean.expand(*self._rows, *(1,) * len(self._trailing))
@@ -112,7 +112,7 @@ class Rows:
         return total, self._added(products.numpy(), pieces)
 
     def _added(self, pieces: Array, number: int) -> Array:
-        # The rest of the sum; each row is so many pieces.
+        # Sum of the pieces of each row, number of them, and of rows.
         if number > 1:
             pieces = np.add.reduce(pieces.reshape(*self._rows, number), -1, np.float64)
         if pieces.shape != self._per_row:
@@ -121,7 +121,7 @@ class Rows:
 
 
 class _Quiet(threading.local):
-    # numpy keeps its error state in the context: entering one that has it costs a fifth of np.errstate.
+    # numpy keeps its error state in the context: to enter a prepared context costs a fifth of np.errstate.
     def __init__(self) -> None:
         self.context = contextvars.Context()
         self.context.run(np.seterr, all="ignore")
@@ -131,7 +131,7 @@ _QUIET = _Quiet()
 
 
 def without_fp_errors(function: Callable[P, R]) -> Callable[P, R]:
-    """Function that takes what is infinite or no number for a result as any other; not within itself."""
+    """Function in which numpy ignores infinities and NaN; such functions must not call each other."""
     if np.lib.NumpyVersion(np.__version__) < "2.0.0":
         return np.errstate(all="ignore")(function)
 
@@ -147,39 +147,38 @@ def _ones(number: int, dtype: torch.dtype) -> Tensor:
     return torch.ones(number, dtype=dtype)
 
 
-# Numbers of other types are rounded by torch, and go on as float64.
+# Types that numpy computes in here; torch converts others from and to float64.
 FLOATS = (torch.float32, torch.float64)
-# Up to so many ranks, and bytes that each of them receives, everyone's vector goes to everyone.
+# Up to so many ranks, and so many bytes received per rank, each rank sends its values to all others.
 _ROUND_RANKS, _ROUND_NBYTES = 32, 1 << 20
-# What so many tell each other is put together one after the other, that of more in steps for all of them.
+# Values of up to so many ranks are merged rank by rank; values of more are merged as one array.
 _FEW_RANKS = 3
 
 
-# Mean and variance of each group, in float64, and what the local tensor became on the way: if centred, with
-# something near to the mean taken off, and for each run what that was, as torch and as numpy have it.
+# A value near the mean of each group, which is subtracted from the elements: as a tensor and as an array.
 Shift = tuple[Tensor, Array]
+# Mean and variance of each group, in float64; if centred also the shifted local tensor, and each run's shift.
 Moments = tuple[Array, Array, Tensor | None, Sequence[Shift]]
 
 
 def as_type(values: Array, dtype: torch.dtype) -> Tensor:
-    """Values in a type of torch, rounded; those given themselves if they have it."""
+    """Values as a tensor of a type, rounded; a view if they have this type."""
     if dtype not in FLOATS:
         return torch.from_numpy(values).to(dtype)
-    # Of as few as these, in a quarter of the time that torch takes.
+    # For few values, numpy takes a quarter of torch's time.
     kind = NUMPY[dtype]
     return torch.from_numpy(values if values.dtype == kind else values.astype(kind))
 
 
 class LocalRun:
-    """A run of the local tensor, and all that is alike in every call of a normalisation.
+    """A run of the local tensor, and values that are equal in all calls of a normalisation.
 
-    ``reduced`` sums over a group's part of it, ``uniform`` along all of these dimensions that the parameters
-    do not vary in; if there are none the normalisation is ``elementwise``. ``mean`` and ``squares`` are this
-    run's part of what is told to the other ranks.
+    ``reduced`` sums over a group's part of the run. ``uniform`` sums over the reduced dimensions along which
+    the parameters do not vary; without such dimensions the normalisation is ``elementwise``. ``mean`` and
+    ``squares`` are this run's part of the values to send to the other ranks.
     """
 
     def __init__(self, run: ChannelRun, axes: NormAxes, local: tuple[int, ...], pair: Array) -> None:
-        # All of the local tensor, as everything but groups of channels has it.
         self._run, self.whole = run, run.channels is None
         self.shape = tuple(run.of(torch.empty(local, device="meta")).shape)
         self.axes, self.elementwise = axes, not axes.uniform
@@ -187,11 +186,11 @@ class LocalRun:
         self.length, self.empty = prod(self.shape[d] for d in axes.reduced), 0 in self.shape
         self.mean, self.squares = map(self.of_groups, pair)
         self.column = [n if d in axes.weighted else 1 for d, n in enumerate(self.shape)]
-        # Of rows along which the weight is the same: those that the groups are made of.
+        # Reduced dimensions along which the weight varies.
         self.in_group = tuple(d for d in axes.reduced if d in axes.weighted)
-        # Values per row in the type of the data, for one use at a time.
+        # Memory of rounded().
         self._rounded: tuple[Array, Tensor] | None = None
-        # The parameters' own shape, and what is summed for it.
+        # Dimensions that a parameter's gradient is summed over, beside the uniform ones; and its shape.
         self.instances = tuple(d for d in axes.instances(len(self.shape)) if self.shape[d] != 1)
         self.extents = [self.shape[d] for d in axes.weighted] if self.whole else [-1]
 
@@ -208,9 +207,9 @@ class LocalRun:
         return (parameter if self.whole else self._run.of(parameter, 0)).reshape(self.column)
 
     def column_of(self, parameter: Tensor) -> Array:
-        """That as an array."""
+        """The run's part of a parameter as an array."""
         values = parameter.data
-        # Of types that numpy does not know, too.
+        # numpy does not know all types.
         if values.dtype not in FLOATS:
             values = values.to(torch.float64)
         if not self.whole:
@@ -227,9 +226,10 @@ class LocalRun:
         return memory
 
     def told(self, x: Tensor, out: Tensor | None) -> Shift:
-        """Write down what is told to the others; put the elements, less what is returned, in ``out`` if any.
+        """Write mean and squares of the elements; return a shift, and write ``x`` minus it to ``out`` if any.
 
-        Squares about the local mean: a large mean does not swallow a small variance.
+        Squares are about the local mean, so a large mean hides no small variance. Without ``out`` both the
+        shift and the mean are zero.
         """
         if out is None or self.empty:
             if not self.empty:
@@ -241,8 +241,8 @@ class LocalRun:
         middle = x.mean(self.axes.reduced, True)
         mean = middle.numpy()
         torch.sub(x, middle, out=out)
-        # The sum of what is left makes up for the rounding of the mean. Rounding must not turn the squares of
-        # what does not vary at all negative.
+        # The sum of the shifted elements corrects the rounding of the mean. The squares of constant elements
+        # must not be negative by rounding.
         rest = self.reduced.sums(out)
         left = np.divide(rest, self.length, dtype=np.float64)
         np.add(mean, left, out=self.mean)
@@ -254,9 +254,10 @@ class LocalRun:
 class Statistics:
     """Mean and variance of groups over the ranks that share them, and the two sums of the backward.
 
-    All groups travel in one message per direction, in float64. Results are bitwise the same on all ranks
-    that share. Local to make, alike on these ranks; a direction has memory of the segment from its first
-    use, or ``connect``. If not ``centred``, the mean is zero and the variance about zero.
+    All groups travel together, in float64: in one exchange, or two in the forward of many ranks or groups.
+    Results are bitwise equal on all sharing ranks. Local to make, on all of these ranks. A direction has
+    segment memory from its first use, or from ``connect``. If not ``centred``, the mean is zero and the
+    variance is about zero.
     """
 
     def __init__(self, site: CallSite, axes: NormAxes, groups: StatisticGroups, centred: bool) -> None:
@@ -270,15 +271,15 @@ class Statistics:
         self.total: Array = groups.total.clamp(min=1).numpy()
         self._counts: Array = groups.counts.numpy()
         if self._in_one_round:
-            # Of the same shape as the values: numpy takes several times as long to make shapes alike.
+            # Of the shape of the values: numpy takes several times as long to broadcast.
             self.total = np.broadcast_to(self.total, groups.shape).copy()
             self._counts = np.broadcast_to(self._counts, (number, *groups.shape)).copy()
         self._shares = self._counts / self.total
         self._mine = groups.ranks.index(machine.rank)
-        # What this rank tells the others: means of its elements, and squares about them.
+        # Values that this rank sends: means of its elements, and squares about them.
         self._pair: Array = np.zeros((PAIR, *groups.shape))
         self._row = self._pair.reshape(-1)
-        # Of the memory that is summed: what is made of the same few arrays again and again.
+        # Cache of _halves: there are few buffers, and they stay.
         self._views: list[tuple[Array, tuple[Array, Array]]] = []
         self.runs = [LocalRun(run, self.axes, groups.local, self._pair) for run in groups.runs]
         self._complete = all(run.whole for run in self.runs) and bool(self.runs)
@@ -293,7 +294,7 @@ class Statistics:
 
     @cached_property
     def _parts(self) -> list[list[tuple[Array, Array]]]:
-        # For even and odd rounds, what each rank says: views of the segment, which take longer than sums.
+        # For even and odd rounds, each rank's values: views of the segment, which cost more than the sums.
         return [
             [(means, squares) for means, squares in (row.reshape(self._pair.shape) for row in rows)]
             for rows in self._round.rows
@@ -301,7 +302,8 @@ class Statistics:
 
     @cached_property
     def _joined(self) -> tuple[list[Array], list[Array]]:
-        # Of the ranks up to each one behind the first: its share, and what the distance of its mean adds.
+        # Per rank after the first, to merge it with the ranks before it: its share of their elements, and the
+        # factor of the squared distance of the means.
         added, most = self._counts[1:], np.maximum(self._counts.cumsum(0), 1)[1:]
         return [*(added / most)], [*(added / most * (most - added))]
 
@@ -328,7 +330,7 @@ class Statistics:
     def of(self, x: Tensor, mark: Callable[[str], object]) -> Moments:
         """Mean and variance of all elements of each group; blocking.
 
-        Of a local tensor of a type to compute in, without a graph. ``mark`` is told what is done.
+        ``x`` is the local tensor, in the type of the computation and without a graph. ``mark`` is for traces.
         """
         mark("local")
         shifted = result_like(x) if self.centred else None
@@ -337,7 +339,7 @@ class Statistics:
         return mean, squares / self.total, shifted, () if shifted is None else by
 
     def _merge(self, pair: Array, mark: Callable[[str], object]) -> tuple[Array, Array]:
-        # From the mean of each rank, and the squares about it, to those of all ranks together.
+        # Mean of all ranks' elements and squares about it, from each rank's mean and the squares about that.
         if self._alone:
             return pair[0].copy(), pair[1]
         if not self._in_one_round:
@@ -345,7 +347,7 @@ class Statistics:
             mean = _start(first, self._shares[self._mine] * pair[0])().copy()
             apart = pair[0] - mean
             return mean, _start(second, pair[1] + self._counts[self._mine] * apart * apart)()
-        # The norm allreduce of the forward, in one round: each rank reduces what it gets.
+        # Allreduce in one round: each rank reduces the values that it receives.
         mark("start")
         arrive = None
         if self.trace.recording is not None:
@@ -384,7 +386,7 @@ class Statistics:
         return middle, np.add.reduce(apart)
 
     def pair(self) -> tuple[Array, Array]:
-        """Memory for two values per group to sum, zero where no run of this rank writes any."""
+        """Memory for two values per group to sum, zero for groups without elements on this rank."""
         if self._alone:
             return np.zeros(self.groups.shape), np.zeros(self.groups.shape)
         pair = self._halves(self._adjoint.active)
@@ -396,7 +398,7 @@ class Statistics:
     def sum(self, pair: tuple[Array, Array]) -> Callable[[], tuple[Array, Array]]:
         """Start to sum two values per group, in memory of ``pair()``, over the ranks.
 
-        The call of what is returned waits for the sums, which are valid until the next but one start.
+        The returned function waits for the sums and returns them; they are valid until the second next start.
         """
         if self._alone:
             return lambda: pair
@@ -405,7 +407,6 @@ class Statistics:
         return lambda: self._halves(sums.wait())
 
     def _halves(self, buffer: Array) -> tuple[Array, Array]:
-        # There are few, and they stay.
         for known, pair in self._views:
             if known is buffer:
                 return pair
