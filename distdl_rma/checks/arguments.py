@@ -23,10 +23,9 @@ _PLAIN: frozenset[Any] = frozenset(TENSORS)
 _CONTAINERS: frozenset[Any] = frozenset({tuple, list, dict})
 # Attribute of tensors that a model holds.
 COMPARED = "_distdl_rma_held"
-# Tuples of scalars seen so far, such as strides. An equal tuple may hold other types: 1 equals True.
-_KNOWN: set[tuple[Any, ...]] = set()
+# Tuples of scalars seen so far, such as strides, and their types: 1 equals True, and numbers of numpy.
+_KNOWN: dict[tuple[Any, ...], tuple[type, ...]] = {}
 _MOST_KNOWN = 1 << 12
-_NUMBERS = (int, float, bool, complex, str, type(None), np.number, np.bool_)
 # Version of marshal without references, which depend on an object's reference count.
 _VERSION = 2
 # Number of elements of a plain tensor that are compared.
@@ -60,7 +59,7 @@ def said_in(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Any], 
                 plain += (one,)
         elif kind not in TENSORS:
             try:
-                known = kind is tuple and one in _KNOWN
+                known = kind is tuple and one in _KNOWN and _KNOWN[one] == (*map(type, one),)
             except TypeError:
                 # Slices, and lists, are not hashable.
                 known = False
@@ -105,10 +104,8 @@ def plainly(argument: Any) -> Any:
         argument = [*argument, *argument.values()]
     if kind is tuple and all(one.__class__ in SCALAR_TYPES for one in argument):
         # The result is the same whether the tuple is known: other ranks may know other tuples.
-        _KNOWN.add(argument) if len(_KNOWN) < _MOST_KNOWN else None
-        return argument
-    if kind is tuple and all(isinstance(one, _NUMBERS) for one in argument):
-        # Such a tuple, of numbers of numpy, may equal one that is known. It is a word as it is, too.
+        if len(_KNOWN) < _MOST_KNOWN:
+            _KNOWN[argument] = (*map(type, argument),)
         return argument
     if isinstance(argument, (tuple, list)):
         return [*map(plainly, argument)]

@@ -119,9 +119,22 @@ def test_what_differs_has_another_number(one, other):
 
 def test_a_tuple_is_said_alike_where_no_more_are_kept(monkeypatch):
     first = number_of(said_in([(7, 11)], {})[0])
-    monkeypatch.setattr(arguments, "_KNOWN", set())
+    monkeypatch.setattr(arguments, "_KNOWN", {})
     monkeypatch.setattr(arguments, "_MOST_KNOWN", 0)
     assert number_of(said_in([(7, 11)], {})[0]) == first and not arguments._KNOWN
+
+
+class Choice(IntEnum):
+    FIRST = 5
+
+
+@pytest.mark.parametrize("twin", [(np.int64(5), np.int64(13)), (5.0, 13), (Choice.FIRST, 13)])
+def test_a_tuple_that_equals_a_known_one_has_the_number_that_it_has_elsewhere(monkeypatch, twin):
+    monkeypatch.setattr(arguments, "_KNOWN", {})
+    alone = number_of(said_in([twin], {})[0])
+    said_in([(5, 13)], {})
+    assert twin == (5, 13)
+    assert number_of(said_in([twin], {})[0]) == alone
 
 
 def test_numbers_go_on_from_those_before():

@@ -282,7 +282,7 @@ def test_a_copy_follows_backwards_when_its_model_is_closed(P_world, x, odd, monk
 
 
 def test_a_rank_that_has_met_many_tuples_says_the_same(model, x, odd, monkeypatch):
-    monkeypatch.setattr(arguments, "_KNOWN", set())
+    monkeypatch.setattr(arguments, "_KNOWN", {})
     if odd:
         monkeypatch.setattr(arguments, "_MOST_KNOWN", 0)
     model.act = lambda y: F.pad(y, (1, 1, 0, 0))
