@@ -245,10 +245,10 @@ _SIDES = 2
 class HaloExchange(MovementLayer[moves.HaloExchange]):
     """Extend each rank's shard by a halo: the adjacent elements of other ranks, corners included.
 
-    The global tensor ``(batch, channel, *spatial)`` is padded as torch pads it. Each rank receives its own part
-    and ``width`` more elements on either side, in one round, even if shards are smaller than the width. A
-    shard that is empty in a spatial dimension has an empty result. The adjoint adds the gradient of each copy
-    to the gradient of the copied element.
+    The global tensor ``(batch, channel, *spatial)`` is padded as torch pads it. Each rank receives its own
+    part and ``width`` more elements on either side, in one round, even if shards are smaller than the width.
+    A shard that is empty in a spatial dimension has an empty result. The adjoint adds the gradient of each
+    copy to the gradient of the copied element.
 
     Parameters
     ----------

@@ -442,11 +442,6 @@ class DistributedLayer(AnsweringModule):
 
 
 def _on_whole_parameters(reset: Callable[[Any], object]) -> Callable[[DistributedLayer], None]:
-<<<<<<< HEAD
-=======
-    # torch's ``reset_parameters``, which draws the sequential layer's values on every rank.
-
->>>>>>> wt-words-layers
     def reset_whole(layer: DistributedLayer) -> None:
         """Draw the parameters anew; every rank draws those of one machine, and keeps its part."""
         with as_whole(layer, layer.scattered):
