@@ -1,5 +1,7 @@
 """What functions are told beside tensors, in words and numbers that are alike on all ranks."""
 
+from enum import IntEnum
+
 import numpy as np
 import pytest
 import torch
