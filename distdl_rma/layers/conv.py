@@ -275,8 +275,8 @@ class DistributedConv(ConvolutionLayer[Convolution]):
     P_x, P_y
         Partitions of input and output ``(batch, channel, *spatial)``; P_y is P_x if None.
     P_W
-        Partition of the computation, ``(out-channel, in-channel, *spatial)``; also called ``P_w``. If None, every
-        rank of P_y computes its own part of the output.
+        Partition of the computation, ``(out-channel, in-channel, *spatial)``; also called ``P_w``. If None,
+        every rank of P_y computes its own part of the output.
     in_channels, out_channels, kernel_size, stride, padding, dilation, groups, bias, padding_mode, ...
         As in torch.
     placement
