@@ -129,7 +129,7 @@ def on_grid(found: Decomposition) -> Decomposition:
     def make() -> Decomposition:
         partition, shape = found.partition, tuple(split.parts for split in found.splits)
         index = partition.index_of(partition.me)
-            # Row-major in the order of the tensor's dimensions, which may differ from the grid's.
+        # Row-major in the order of the tensor's dimensions, which may differ from the grid's.
         cuts = [_grid_dim(found, d) for d in range(len(shape))]
         ranks = []
         for position in product(*map(range, shape)):

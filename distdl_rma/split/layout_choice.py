@@ -97,7 +97,7 @@ def reshaped(found: Decomposition, shape: Sequence[int]) -> tuple[Decomposition,
     first: dict[int, int] = {}
     for a, b in groups(old, shape):
         ahead, behind = prod(old[d] for d in a[1:]), prod(shape[d] for d in b[1:])
-            # The first old dimension may be cut at multiples of so many elements.
+        # The first old dimension may be cut at multiples of so many elements.
         units[a[0]] = behind // gcd(ahead, behind)
         becomes[a[0]] = b[0], ahead, behind
         first |= dict.fromkeys(a, a[0])
@@ -133,7 +133,7 @@ def sliced(split: Split, start: int, stop: int, step: int) -> tuple[Split, tuple
         ahead = max(0, -(-(a - start) // step))
         low = start + ahead * step
         high = max(low, min(b, stop))
-            # Where a part has no element of the slice, the rest of the slice may begin behind the part.
+        # Where a part has no element of the slice, the rest of the slice may begin behind the part.
         within.append((min(low, b) - a, max(min(low, b), high if high <= b else b) - a))
     kept = Listed(tuple(-(-(high - low) // step) for low, high in within))
     return lay.simplest(kept) if split.parts > 1 else Balanced(kept.extent, 1), tuple(within)

@@ -86,7 +86,7 @@ class Along:
         return all_sum(self.site, y, self.layout, self.cut)
 
     def partial(self, f: OnBlock, dtype: torch.dtype) -> torch.Tensor:
-    """The function's result of the block: extent 1 in reduced dimensions, 0 where the block is empty."""
+        """The function's result of the block: extent 1 in reduced dimensions, 0 where the block is empty."""
         empty = [d for d in self.dims if not self.local.shape[d]]
         if not empty:
             return f(self.local)
