@@ -122,9 +122,8 @@ class Machine(SharedByCopies):
         ``"thread"``: a thread moves data while this rank computes. ``"none"``: data to and from other nodes
         moves only within calls of the library. None: a thread if the machine spans nodes.
     reserve
-        Whether to allocate all segment memory now, which takes as long as writing it. Otherwise memory is
-        allocated at its first use; if other programs have filled the node's shared memory by then, SIGBUS
-        ends the process.
+        Whether to allocate all segment memory now, which takes as long as writing it. Otherwise it is
+        allocated at its first use; if the node's shared memory is full by then, SIGBUS ends the process.
 
     Raises
     ------
@@ -227,8 +226,7 @@ class Machine(SharedByCopies):
     def group(self, ranks: Iterable[int] | None = None, name: str = "group") -> Group:
         """A group of ranks of the machine with this rank, for a barrier and collectives; local.
 
-        All of M if ``ranks`` is None. ``PartitionError`` if a rank is listed twice or not in M, or this rank
-        is missing.
+        All of M if ``ranks`` is None. ``PartitionError`` if ranks are not unique, not in M, or lack this one.
         """
         chosen = None if ranks is None else integers(ranks, "ranks of a group")
         return Group(self.segments, chosen, name)

@@ -46,8 +46,7 @@ class Event:
     ----------
     kind
         Of actions: ``"start"``, ``"local"``, ``"wait"``, ``"remote"``, ``"fuse"`` as in the document,
-        ``"scale"`` in norms, ``"agree"`` on shapes. Of messages: ``"exchange"``, or the kind of collective,
-        such as ``"allreduce"``.
+        ``"scale"`` in norms, ``"agree"`` on shapes. Of messages: ``"exchange"``, or the collective's kind.
     name
         Of the layer, movement or collective.
     begin, end

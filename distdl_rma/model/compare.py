@@ -19,8 +19,7 @@ from distdl_rma.geometry.exchange import fingerprint
 from distdl_rma.machine import Machine
 from distdl_rma.split.tensor import SplitTensor, mapped, tensors_in
 
-# Tolerance: this power of the dtype's resolution, relative to the largest element, or to ``_SMALL`` if all
-# elements are smaller.
+# Tolerance: this power of the dtype's resolution, relative to the largest element, at least to ``_SMALL``.
 _POWER, _SMALL = 0.6, 1e-3
 
 

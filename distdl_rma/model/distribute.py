@@ -345,7 +345,6 @@ class Distributed:
         return tuple(facts)
 
     def _described(self, given: Sequence[torch.Tensor], plain: str) -> str:
-        # The facts in words.
         grad, inference, autocast = _modes()
         parts = self._parts()
         mode = parts[0][1].training
@@ -429,8 +428,7 @@ def distribute(
     check_copies
         Whether each call compares parts of parameters, buffers, plain inputs, and plain arguments of
         functions in the model between the ranks, in the messages at its beginning and end
-        (``docs/convert.md`` says what is found when). Differences raise ``MismatchError`` on all ranks, which
-        names the first.
+        (``docs/convert.md`` says what is found when). ``MismatchError`` on all ranks names the first.
 
     Raises
     ------

@@ -21,8 +21,7 @@ class ModuleHook:
 
     def __init__(self, path: str, module: nn.Module, moves: bool, elsewhere: bool) -> None:
         self.place = path or "model", moves, elsewhere
-        # Numbers of hooks that ``distribute`` registered, before and after the forward; others are the
-        # user's.
+        # Numbers of ``distribute``'s own hooks, before and after the forward; others are the user's.
         self.hooks = (1, 1) if path else (3, 2)
         self.look(module)
 

@@ -1,8 +1,7 @@
 """Layouts: how a tensor is cut over ranks, and what functions of torch do to its dimensions.
 
 A layout is a :class:`Decomposition` in a normal form: a grid dimension of extent 1 cuts no tensor dimension,
-and the ranks along a grid dimension that cuts none hold copies. Equal layouts of one process are the same
-object.
+and the ranks along a grid dimension that cuts none hold copies. Equal layouts are one object.
 """
 
 from __future__ import annotations
@@ -122,8 +121,7 @@ def reordered(found: Decomposition, order: Sequence[int | None]) -> Decompositio
 def on_grid(found: Decomposition) -> Decomposition:
     """The same blocks on a grid that has one dimension for each tensor dimension.
 
-    Its ranks hold the same copies as this rank. So an operation on this grid runs once for each set of
-    copies.
+    Its ranks hold the same copies as this rank. So an operation on it runs once for each set of copies.
     """
 
     def make() -> Decomposition:
@@ -172,7 +170,6 @@ def holds(source: Decomposition, target: Decomposition) -> bool:
 
 
 def _grid_dim(found: Decomposition, d: int) -> int | None:
-    # The grid dimension that cuts a tensor dimension.
     return found.axes.index(d) if d in found.axes else None
 
 

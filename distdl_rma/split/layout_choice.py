@@ -39,9 +39,8 @@ def even(split: Split, unit: int) -> Balanced:
 def cut_other_dims(found: Decomposition, dims: Collection[int], never: Collection[int] = ()) -> Decomposition:
     """Layout with some dimensions uncut: other dimensions are cut instead, or copies made if none is left.
 
-    The longest uncut dimension is taken, the first of several equal ones, but none of ``never``. It may be
-    shorter than the number of ranks. Then some ranks have no elements, which still needs less memory than
-    copies.
+    The longest uncut dimension is taken, the first of several equal ones, but none of ``never``. If it is
+    shorter than the number of ranks, some have no elements, which still needs less memory than copies.
     """
     splits, axes = list(found.splits), list(found.axes)
     for g, axis in enumerate(found.axes):

@@ -59,7 +59,7 @@ def _handed_on(_ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
 
 
 def gathered(x: torch.Tensor, partition: Partition) -> torch.Tensor:
-    """A replicated block as a plain tensor, whose gradient every rank has whole."""
+    """A replicated block as a plain tensor; every rank has its whole gradient."""
     if not x.requires_grad:
         return x
     y: torch.Tensor = _Gathered.apply(x, partition)

@@ -17,7 +17,6 @@ from distdl_rma.split.calls.site import Site
 from distdl_rma.split.moves import all_sum, redistributed
 from distdl_rma.split.tensor import SplitTensor, checked_block
 
-# A function of a block.
 OnBlock = Callable[[torch.Tensor], torch.Tensor]
 
 

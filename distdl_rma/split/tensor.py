@@ -53,7 +53,7 @@ _NO_CHECK_WHEN_EMPTY = frozenset(
     {"query", "value", "gradient", "creation", "refused", "copies", "registered"}
 )
 _LISTS: frozenset[Any] = frozenset({list, tuple})
-# Searched for tensors if a call passes all arguments by name.
+# Used in place of ``args`` if a call passes all arguments by name: makes the loop check these.
 _UNKNOWN: tuple[Any, ...] = ((torch.empty(0),),)
 # Kinds that get arguments unchanged; ``out=`` is allowed.
 _AS_PASSED = frozenset({"copies", "registered"})
@@ -213,8 +213,7 @@ class SplitTensor(torch.Tensor):
         """The whole tensor on every rank, as a plain tensor in the graph; blocking.
 
         All ranks must use the result in the same way: each rank takes the gradient from its own use. In a
-        backward that begins behind ``full_tensor``, uses of a distributed model's parameters there count
-        once.
+        backward that begins behind it, parameters of a distributed model that are used there count once.
         """
         return gathered(self.redistribute()._local, self.partition)
 
@@ -304,8 +303,8 @@ class SplitTensor(torch.Tensor):
         if func.overloadpacket in _ASKED_BY_TORCH:
             return func(torch.empty(args[0]._layout.shape, device="meta"), *args[1:])
         if name == "aten.detach.default" and (inside or not _accumulates()):
-            # An autograd function saves its results, or a checkpoint its arguments. In a backward torch
-            # detaches them again, only if they have a graph.
+            # Torch saves results of an autograd function, or arguments of a checkpoint. In a backward it only
+            # unpacks those with a graph, which require a gradient again.
             asked = torch._C._current_graph_task_id() >= 0
             return SplitTensor(args[0]._local.detach().requires_grad_(asked), args[0]._layout)
         if name in _OF_GRADIENTS and inside:
@@ -441,8 +440,7 @@ def checked_block(x: SplitTensor) -> torch.Tensor:
 def become_split(func: Any, x: torch.Tensor, layout: Decomposition) -> None:
     """Make a plain tensor a split one, as the same object, since a function changes it by a split tensor.
 
-    Every reference to it then sees the split tensor. So no other tensor may share its memory, and no gradient
-    may reach it.
+    All references to it see the change. So no other tensor may share its memory, no gradient may reach it.
     """
     problem = ""
     if type(x) is not torch.Tensor:

@@ -187,8 +187,7 @@ def _of_sizes(rank: int, claim: Words) -> Iterator[str]:
 
 
 def _of_statistics(name: str, answers: Mapping[int, Sequence[Sequence[int]]]) -> Iterator[str]:
-    # Ranks that share statistics all name each other. A rank without a statement names all that can share
-    # them.
+    # Ranks that share statistics name each other. One without a statement names all that can share them.
     for rank, (theirs, ours) in answers.items():
         mine = set(theirs or [rank])
         for other in ours:

@@ -409,8 +409,7 @@ class GradientSync(Uncopyable):
     def _finish(self) -> None:
         # End of backward. Other ranks may have gradients for parameters that got none here.
         try:
-            # Refuses parameters that would stay unsummed; split tensors sum such gradients where they are
-            # used.
+            # Refuses parameters that would stay unsummed. Beside split tensors, their uses sum them.
             exact = self.alike_on and self._options.reduction == "sum"
             if not exact and (change := self._registry.watch.later_change()):
                 raise ProtocolError(f"{change} {self._owner.later}")

@@ -69,8 +69,7 @@ def _at_least(least: int, value: object) -> bool:
 class Agreed(NamedTuple):
     """A claim on which all ranks agreed; its statement stays, even if the user deletes the module.
 
-    Only weak references to module and parameters, the latter with names and bytes. ``root`` is the registered
-    module.
+    Module and parameters are weak references, the latter with names and bytes. ``root`` was registered.
     """
 
     statement: Words
@@ -111,8 +110,7 @@ class Addition(NamedTuple):
     number: int
     new: list[Claim]
     agreed: list[Agreed]
-    # Names of known parameters that get a new claim or lose theirs; ranks of earlier claims, by parameter
-    # ``id``.
+    # Names of known parameters whose claim changes; ranks of earlier claims, by ``id`` of the parameter.
     moved: set[str]
     before: Mapping[int, tuple[int, ...]]
     # Layers with parts of weights, if generators with one seed are in different states.

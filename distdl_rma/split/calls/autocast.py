@@ -1,7 +1,7 @@
 """Functions whose arguments torch's autocast converts, and the dtype for each.
 
 The lists are torch's own for the CPU (``AutocastCPU``). A rule gets converted tensors and computes without
-autocast, as torch's kernels do. A function in no list may call functions that autocast converts for.
+autocast, as torch's kernels do. If a function in no list calls listed ones, these convert their arguments.
 """
 
 from __future__ import annotations

@@ -71,7 +71,7 @@ class LossOrigin:
             return
         told = [self._names[function], torch.is_grad_enabled()]
         for argument in args:
-            # A split tensor has its hash as an attribute, as a plain tensor that was computed of one.
+            # A split tensor has its hash as an attribute, like a plain tensor that was computed of one.
             way = getattr(argument, "_loss_hash", None)
             told.append(self._told(argument) if way is None else way)
         for key, argument in kwargs.items():

@@ -22,8 +22,7 @@ Warned = tuple[str, type[Warning]]
 # have other values, as of a mask.
 _TAKEN: dict[Any, Sequence[Warned]] = {}
 _MOST = 1 << 12
-# Up to so many elements in all tensors of a call, torch computes it with stand-ins; above, on the meta
-# device.
+# Above so many elements in all tensors of a call, its stand-ins are on the meta device.
 _FEW = 1 << 16
 _INDICES = frozenset({torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool})
 _MASKS = frozenset({torch.bool, torch.uint8})
@@ -73,7 +72,7 @@ def checked_rule(kind: str, *names: Any, says: str = "") -> Callable[[Handler], 
 
 
 def asking_torch(handler: Handler) -> Handler:
-    """Mark the handler of a rule that raises torch's errors itself, as far as values of other ranks allow."""
+    """Mark a handler that itself raises torch's errors, except those that depend on other ranks' values."""
     setattr(handler, ASKS_TORCH, True)
     return handler
 

@@ -43,8 +43,7 @@ RunningModule = tuple[
     str,  # its path
     bool,  # whether rules may redistribute tensors in it
     bool,  # whether DDP or FSDP, and no GradientSync, sums the gradients of plain tensors
-    # If torch's own code calls the module: the user's place that called the outermost of such modules, once
-    # that is known.
+    # If torch's own code calls the module: the user's place that called the outermost of these, once known.
     "list[Place] | None",
     bool,  # whether all functions that it calls are called by torch's own code
 ]
@@ -73,7 +72,6 @@ class Place:
     def __init__(self, code: CodeType | None, at: int) -> None:
         self._code: Callable[[], CodeType | None] = _no_code if code is None else ref(code)
         self.at = at
-        # Machines that have sites at this place.
         self.machines: WeakSet[Machine] = WeakSet()
         if code is not None:
             finalize(code, _forget, (id(code), at), ref(self)).atexit = False
@@ -146,8 +144,7 @@ class Site:
     """A place at which the program calls a function: module path, function, and position in the code.
 
     It keeps operations for each kind of inputs, and so their segment memory. Its name is equal on all ranks
-    that run the same program. Ranks on different code paths wait at different sites, and the error names
-    both.
+    that run the same program. Ranks on different code paths wait at different sites; the error names both.
     """
 
     def __init__(self, machine: Machine, path: str, function: Any, place: Place) -> None:

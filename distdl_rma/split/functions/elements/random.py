@@ -2,8 +2,7 @@
 
 A generator of the block draws the numbers for its elements. Its seed combines the block's position and one
 number, which every rank draws from its default generator or from the one that is passed. So the default
-generators stay equal on all ranks, a seed gives the same run twice, and a recomputation draws the same
-numbers.
+generators stay equal on all ranks, and a repeated run or a recomputation draws the same numbers.
 """
 
 from __future__ import annotations

@@ -72,8 +72,7 @@ def windowed(
 ) -> tuple[SplitTensor, Any]:
     """Run an operation of windows on a block with or without a batch; returns the result and the operation.
 
-    ``key`` identifies the operation's options. These are only made, and the call checked, for a new
-    operation.
+    ``key`` identifies the options, which are only made, and the call only checked, for a new operation.
     """
     batched = len(layout.shape) == dims + _LEADING
 
@@ -289,8 +288,7 @@ def _padded(
     if straight:
         return SplitTensor(y, output)
     y = y[(0,) * first] if first else y
-    # Contiguous, as in torch. Cloned on all ranks, since a block of extent 1, contiguous in any order, would
-    # stay a view.
+    # Contiguous, as in torch. Cloned on all ranks: ``contiguous()`` would leave some blocks views.
     y = y.permute([at - first for at in back]).clone(memory_format=torch.contiguous_format)
     return SplitTensor(y, output)
 
@@ -324,7 +322,7 @@ def unfold(call: Call, site: Site, x: SplitTensor, **how: Any) -> Any:
     y = computed(partial(call[0], **how), local)
 
     def of_patches(found: Decomposition) -> Decomposition:
-        # Patches get the cut of the rows, or of the columns if rows are not cut.
+        # Patches get the cut of rows or columns, whichever an earlier grid dimension cuts.
         d = next((axis for axis in found.axes if axis in (rows, columns)), rows)
         rest = lay.whole(found, {rows, columns} - {d})
         splits = {

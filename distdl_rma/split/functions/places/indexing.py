@@ -158,7 +158,7 @@ def one_each(ndim: int, given: Sequence[Any]) -> list[Any]:
     spent = sum(each.dim() if is_mask(each) else not (each is None or each is Ellipsis) for each in given)
     if spent > ndim:
         raise IndexError(f"too many indices for tensor of dimension {ndim}")
-    # As in torch, every Ellipsis stands for the same number of dimensions, if so many are left.
+    # As in torch, every Ellipsis stands for ``ndim - spent`` dimensions, or for those left if they are fewer.
     found, left, beyond = list[Any](), ndim, False
     for each in given:
         wide = ndim - spent if each is Ellipsis else each.dim() if is_mask(each) else int(each is not None)

@@ -128,8 +128,7 @@ def _reshaped(func: Any, x: SplitTensor, source: Decomposition, result: Decompos
         in_order = all(a >= b for a, b in pairwise(strides))
         if not in_order and y.data_ptr() == x._local.data_ptr() and not _views(x, result.shape):
             y = y.clone()
-        # If ``x`` is a view, torch may return a copy. Then this is one on all ranks, whatever their blocks
-        # allow.
+        # If ``x`` is a view, torch may return a copy, so that it counts as one on all ranks.
         unsure = x._local._is_view() and func.__name__ in _MAY_COPY
         return seen_of(x, y, result, moved=unsure)
     local = redistributed(site_for(func, x), checked_block(x), x._layout, source, "reshaped")

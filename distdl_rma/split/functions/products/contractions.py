@@ -28,7 +28,7 @@ from distdl_rma.split.reduction_axes import laid_out, positive, with_an_element,
 from distdl_rma.split.tensor import SplitTensor, checked_block, composed, mapped, refused, tensors_in
 
 _T: Any = torch.Tensor
-# A label for each dimension of an operand; dimensions with equal labels are multiplied element by element.
+# A label for each dimension of an operand; as in einsum, equal labels are one index.
 Labels = Sequence[Any]
 Operands = Sequence[torch.Tensor]
 
@@ -70,7 +70,7 @@ def planned(func: Any, operands: Operands, labels: Sequence[Labels], out: Labels
             if axis is None or axes[g] is not None or names[axis] in uncut:
                 continue
             at = order.index(names[axis])
-            # A dimension with a label that its operand has twice cannot be cut.
+            # A label that an operand has twice cannot be cut.
             twice = any(list(each).count(names[axis]) > 1 for each in labels)
             if splits[at].parts == 1 and found.shape[axis] == splits[at].extent and not twice:
                 axes[g], splits[at] = at, found.splits[axis]
