@@ -85,7 +85,7 @@ class Recording:
 class Tracer:
     """Records the actions and messages of a rank; costs next to nothing while no recording is under way.
 
-    Actions belong to the rank's main thread. Any thread that polls may notice an arrival.
+    Actions belong to the thread that runs the rank's program. Any thread that polls may notice an arrival.
     """
 
     def __init__(self) -> None:

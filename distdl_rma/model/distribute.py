@@ -428,7 +428,8 @@ def distribute(
     check_copies
         Whether each call compares parts of parameters, buffers, plain inputs, and plain arguments of
         functions in the model between the ranks, in the messages at its beginning and end
-        (``docs/convert.md`` says what is found when). ``MismatchError`` on all ranks names the first.
+        (``docs/convert.md`` says what is found when). ``MismatchError`` on all ranks names the
+        first difference.
 
     Raises
     ------

@@ -68,8 +68,8 @@ def _said(kind: tuple[int, ...]) -> str:
 def grid_for(grid: Any, machine: Machine | None, dims: int) -> Partition:
     """Partition with ``dims`` dimensions of a user's ``"2x2"``, ``(2, 2)``, ``{"H": 2}`` or ``Partition``.
 
-    A text or a tuple cuts the last dimensions. A dict cuts those that its letters name: ``N``, ``C``, ``D``,
-    ``H``, ``W``. One number of a tuple or dict may be -1: it stands for the ranks that the others leave.
+    A text or a tuple cuts the last dimensions, a dict those of its letters ``N``, ``C``, ``D``, ``H`` and
+    ``W``. One number of a tuple or dict may be -1, for the ranks that the others leave.
     """
     if isinstance(grid, Partition):
         if grid.dim != dims:

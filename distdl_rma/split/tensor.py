@@ -250,7 +250,7 @@ class SplitTensor(torch.Tensor):
 
     @classmethod
     @breaks_graph
-    def __torch_function__(  # noqa: C901, PLR0912 - each function of a program comes by here
+    def __torch_function__(  # noqa: C901, PLR0912 - runs for every function of a program
         cls, func: Any, types: Sequence[type], args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Called by torch in place of its functions."""

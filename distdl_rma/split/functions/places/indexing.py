@@ -255,7 +255,7 @@ def from_whole(x: SplitTensor, chosen: dict[int, torch.Tensor]) -> tuple[list[in
 def chosen_order(kept: Sequence[int], dims: Sequence[int], wide: int) -> list[int | None]:
     """Dimensions of a result of indexing: those ``kept``, and None for ``wide`` chosen ones.
 
-    The chosen ones stand at the place of the first of ``dims``, or first if others lie between ``dims``.
+    The chosen ones replace the first of ``dims``, or come first if others lie between ``dims``.
     """
     between = any(dims[0] < d < dims[-1] for d in kept) if dims else False
     ahead = 0 if between or not dims else sum(d < dims[0] for d in kept)
