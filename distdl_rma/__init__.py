@@ -1,7 +1,7 @@
 """One-sided communication, and PyTorch layers whose tensors are split over the ranks of an MPI job.
 
-Importing the package is cheap and starts nothing: its names are loaded when they are first used, so that
-geometry works without MPI and segments without torch.
+Importing the package is cheap and starts nothing: names are loaded at their first use. So geometry works
+without MPI, and segments work without torch.
 """
 
 import sys
@@ -24,7 +24,7 @@ from distdl_rma.errors import UnsupportedError as UnsupportedError
 from distdl_rma.process_group import register_with_torch
 
 if TYPE_CHECKING:
-    # The table below, for editors and type checkers.
+    # The same names as in ``_HOMES``, for editors and type checkers.
     from distdl_rma.geometry.distribution import Distribution as Distribution
     from distdl_rma.geometry.partition import Partition as Partition
     from distdl_rma.layers.core.agreement import static_shapes as static_shapes
@@ -71,12 +71,12 @@ __all__ += errors.__all__
 __all__ += list(_HOMES)
 
 
-# init_process_group("rma"), as soon as there is a torch to know it.
+# Makes init_process_group("rma") known to torch, if torch is installed.
 register_with_torch()
 
 
 def __getattr__(name: str) -> Any:
-    # opt_einsum looks these up in the package of a tensor's class; its own functions for torch are right.
+    # opt_einsum looks these up in the package of a tensor's class; its functions for torch are right.
     if name in ("einsum", "tensordot", "transpose") and "opt_einsum.backends.torch" in sys.modules:
         return getattr(sys.modules["opt_einsum.backends.torch"], name)
     if name not in _HOMES:

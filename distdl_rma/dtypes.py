@@ -1,4 +1,4 @@
-"""Types of elements: their numbers, numpy's names, the words that carry them, what they are summed in."""
+"""Element dtypes: their numbers, numpy's dtypes, the words that carry them, and the dtypes of sums."""
 
 from __future__ import annotations
 
@@ -12,13 +12,12 @@ from distdl_rma.errors import UnsupportedError
 
 
 class _Kind(NamedTuple):
-    # numpy's type of the same values, and the type that sums are taken in; None where numpy has none, and
-    # where sums are taken in the type itself.
+    # numpy's type of the same values, None if numpy has none; and the dtype of sums, None for the same dtype.
     numpy: type[np.generic] | None = None
     sums: torch.dtype | None = None
 
 
-# All types of elements on a CPU. Numbers of types travel between ranks, so the order is part of the protocol.
+# All dtypes of elements on a CPU. Their numbers travel between ranks: the order is part of the protocol.
 _KINDS: dict[torch.dtype, _Kind] = {
     torch.float32: _Kind(np.float32),
     torch.float64: _Kind(np.float64),
@@ -44,7 +43,7 @@ DTYPES: tuple[torch.dtype, ...] = tuple(_KINDS)
 NUMPY: dict[torch.dtype, np.dtype[Any]] = {
     dtype: np.dtype(kind.numpy) for dtype, kind in _KINDS.items() if kind.numpy is not None
 }
-# What moves is bits: words of the size of an element, as torch and as numpy know them.
+# Elements travel as bits, in words of an element's size: torch's dtype and numpy's.
 BIT_WORDS: dict[int, tuple[torch.dtype, np.dtype[Any]]] = {
     1: (torch.uint8, np.dtype(np.uint8)),
     2: (torch.int16, np.dtype(np.int16)),
@@ -56,31 +55,31 @@ _SUMS = {dtype: kind.sums for dtype, kind in _KINDS.items() if kind.sums is not 
 
 
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Type in which elements of a type are summed."""
+    """Dtype in which elements of a dtype are summed."""
     return _SUMS.get(dtype, dtype)
 
 
 def word_dtype(dtype: torch.dtype, what: str) -> np.dtype[Any]:
-    """Numpy type of the words that carry a torch type between ranks; ``what`` it was for, for errors."""
+    """Numpy dtype of the words that carry elements of a torch dtype; ``what`` is for the error."""
     if dtype not in _KINDS:
         raise UnsupportedError(f"{what}: dtype {dtype} is not supported; use one of {list(DTYPES)}")
     return BIT_WORDS[dtype.itemsize][1]
 
 
 def reduction_dtype(dtype: torch.dtype) -> str:
-    """Name by which the reductions of the segments know a torch type."""
+    """Name of a torch dtype in reductions of the segments."""
     return str(dtype).removeprefix("torch.")
 
 
 def is_in_memory(tensor: torch.Tensor) -> bool:
-    """Whether a tensor has all its elements in this process's memory, as ``as_words`` takes them."""
+    """Whether all elements are in this process's memory, as ``as_words`` needs."""
     return tensor.layout == torch.strided and tensor.device.type == "cpu"
 
 
 def as_words(tensor: torch.Tensor) -> NDArray[Any]:
-    """Bits of a CPU tensor as numpy words, in its shape; no copy, but of lazy conjugates or negatives."""
+    """Bits of a CPU tensor as numpy words, in its shape; copies only lazy conjugates or negatives."""
     plain = tensor.detach() if tensor.requires_grad else tensor
-    # A real tensor may be a lazy negative too: the imaginary part of a conjugate.
+    # A real tensor may be a lazy negative, such as the imaginary part of a conjugate.
     if plain.dtype.is_complex or plain.is_neg():
         plain = plain.resolve_conj().resolve_neg()
     word = BIT_WORDS[plain.dtype.itemsize][0]
@@ -89,5 +88,5 @@ def as_words(tensor: torch.Tensor) -> NDArray[Any]:
     except RuntimeError:
         if not plain._is_zerotensor():
             raise
-    # A gradient of zeros that torch has no memory for.
+    # A zero tensor of autograd, without memory.
     return as_words(torch.zeros(plain.shape, dtype=plain.dtype))

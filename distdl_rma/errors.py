@@ -2,7 +2,7 @@
 
 
 class DistdlError(Exception):
-    """Base of every error that the library raises on its own account."""
+    """Base of all errors that the library itself raises."""
 
 
 class PartitionError(DistdlError, ValueError):
@@ -18,15 +18,15 @@ class ShapeError(DistdlError, ValueError, RuntimeError):
 
 
 class UnsupportedError(DistdlError, NotImplementedError):
-    """A combination that cannot be exact (yet) and is refused, never approximated."""
+    """A combination that cannot be exact (yet): it is refused, never approximated."""
 
 
 class ConfigurationError(DistdlError, ValueError):
-    """An option or an environment variable has a value that the library does not know."""
+    """An option or an environment variable has an invalid value, or callbacks contradict each other."""
 
 
 class SegmentError(DistdlError, MemoryError):
-    """The segment is exhausted, or its memory cannot be had."""
+    """The segment is full, or its memory cannot be allocated."""
 
 
 class ProtocolError(DistdlError, RuntimeError):
@@ -42,13 +42,13 @@ class MismatchError(DistdlError, RuntimeError):
 
 
 class ExchangeTimeout(DistdlError, TimeoutError):
-    """A wait reached its deadline; the message names the peer that was waited for."""
+    """A wait reached its deadline; the message names the peer."""
 
 
 class PeerFailedError(DistdlError, RuntimeError):
-    """A rank that this one waits for will not come: it raised an exception, was killed, or left.
+    """A rank that this rank waits for will not come: it raised an exception, was killed, or left.
 
-    ``rank`` is its rank id, ``cause`` what happened to it.
+    ``rank`` is its rank id, ``cause`` says what happened to it.
     """
 
     def __init__(self, message: str, rank: int, cause: str) -> None:

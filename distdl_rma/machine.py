@@ -1,4 +1,4 @@
-"""The machine: an ordered list of ranks, their communicator and segment, and what people call its layers."""
+"""The machine: an ordered list of ranks, their communicator and segments, and names of its layers."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from distdl_rma.segments.waiting.meeting import meet, refuse
 from distdl_rma.segments.waiting.uncaught_errors import say_once, tell_peers_of_uncaught_errors
 from distdl_rma.trace import Recording
 
-# As ``new_name`` makes them, and copies of layers have them.
+# Names from ``new_name``, also of copies of layers.
 _NAME = re.compile(r"\b[A-Za-z_]\w*#\d+(?: \(copy \d+\))?")
 
 
 class Labelled(Protocol):
-    """A layer with a name for people besides its name between ranks."""
+    """A layer with a label for people, besides its name between ranks."""
 
     @property
     def label(self) -> str:
@@ -41,9 +41,9 @@ class Labelled(Protocol):
 
 
 class Labels:
-    """Names of the layers of one machine, and their labels in texts for people.
+    """Names of the layers of one machine, and their labels for texts.
 
-    Ranks match their messages by the names, since models may be wrapped differently on each rank.
+    Ranks match messages by names, since each rank may wrap its model differently.
     """
 
     def __init__(self) -> None:
@@ -51,19 +51,19 @@ class Labels:
         self._owners: weakref.WeakValueDictionary[str, Labelled] = weakref.WeakValueDictionary()
 
     def new_name(self, kind: str) -> str:
-        """Name for the next layer, the same on all ranks that build the same layers in order."""
+        """Name for the next layer, equal on all ranks that build the same layers in the same order."""
         return f"{kind}#{next(self._numbers)}"
 
     def register(self, name: str, owner: Labelled) -> None:
-        """Have a name from ``new_name``, or a copy of it, read as its owner says."""
+        """Set the layer whose label replaces a name from ``new_name``, or a copy's name."""
         self._owners[name] = owner
 
     def readable(self, text: str) -> str:
-        """Text in which layers are called by their labels."""
+        """The text with labels in place of layers' names."""
         return _NAME.sub(self._label_of, text)
 
     def make_readable(self, error: BaseException) -> None:
-        """Have the text of an error call layers by their labels."""
+        """Replace layers' names by labels in the text of an error."""
         if error.args and isinstance(error.args[0], str):
             error.args = (self.readable(error.args[0]), *error.args[1:])
 
@@ -72,14 +72,14 @@ class Labels:
         return found[0] if owner is None else owner.label
 
 
-# Where launchers say how many processes they started: of MPICH, of Open MPI, of Slurm.
+# Variables with the number of processes that a launcher started: of MPICH, Open MPI, Slurm.
 _LAUNCHERS = "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS"
 
 
 def print0(*values: object, sep: str = " ", end: str = "\n", file: TextIO | None = None) -> None:
-    """Print on the first rank of COMM_WORLD, at once, and nothing elsewhere; local, also before any machine.
+    """Print on the first rank of COMM_WORLD, flushed, and nothing elsewhere; local, needs no machine.
 
-    All ranks compute what is passed. What else one rank does alone, as writing a file, asks for
+    All ranks compute the arguments. Guard other actions of one rank, such as writing a file, by
     ``MPI.COMM_WORLD.rank == 0``.
     """
     if MPI.COMM_WORLD.rank == 0:
@@ -87,7 +87,7 @@ def print0(*values: object, sep: str = " ", end: str = "\n", file: TextIO | None
 
 
 def alone() -> str:
-    """How a job came to have one rank, if no launcher of its MPI says that it is to have one; local."""
+    """Message if the job has one rank, unless its launcher started one; empty otherwise; local."""
     told = [int(text) for text in map(os.environ.get, _LAUNCHERS) if text is not None and text.isdecimal()]
     if MPI.COMM_WORLD.size > 1 or 1 in told:
         return ""
@@ -100,38 +100,37 @@ def alone() -> str:
 
 
 class Machine(SharedByCopies):
-    """The ordered list of ranks M that work together, this rank, and their segment manager.
+    """An ordered list of ranks M that work together, this rank, and their segments.
 
-    Collective over the ranks of M, to create and to close; ranks of ``comm`` outside of M make no call.
-    A context manager: leaving it closes the machine. Copies of what holds it share it; it cannot be pickled.
+    Creating and closing it is collective over the ranks of M; ranks of ``comm`` outside of M make no call.
+    As a context manager it closes itself. Copies of objects that refer to it share it; it cannot be pickled.
 
     Parameters
     ----------
     comm
-        A communicator; COMM_WORLD if None. The machine makes one of its own for its messages.
+        A communicator; COMM_WORLD if None. The machine duplicates it for its messages.
     ranks
         M: rank ids, that is ranks of ``comm``, unique, in any order; all of ``comm`` if None.
     segment_size
-        Bytes of segment on each rank, a number or text such as ``"2GiB"``; None for
-        ``DISTDL_RMA_SEGMENT_SIZE``, or else a default from the free shared memory of the node.
+        Bytes of segment on each rank, a number or text such as ``"2GiB"``. None: the value of
+        ``DISTDL_RMA_SEGMENT_SIZE``, or else a default that depends on the node's free shared memory.
     timeout
-        Default timeout of every wait in seconds; None for ``DISTDL_RMA_TIMEOUT``, or else 300.
+        Default timeout of waits, in seconds. None: ``DISTDL_RMA_TIMEOUT``, or else 300.
     transport
         ``"auto"``: direct load and store on a node, MPI RMA to other nodes. ``"remote"``: MPI RMA always.
     progress
         ``"thread"``: a thread moves data while this rank computes. ``"none"``: data to and from other nodes
-        moves when the ranks call the library. None: a thread if the machine spans nodes.
+        moves only within calls of the library. None: a thread if the machine spans nodes.
     reserve
-        Whether all memory of the segments is taken from the node now, which takes as long as writing it. Else
-        it is when it is first used; if others have filled the node's shared memory by then, the process ends
-        with SIGBUS.
+        Whether to allocate all segment memory now, which takes as long as writing it. Otherwise it is
+        allocated at its first use; if the node's shared memory is full by then, SIGBUS ends the process.
 
     Raises
     ------
     PartitionError
         If an entry of M is no integer, out of range or listed twice, or this process is not in M.
     ConfigurationError, SegmentError
-        If an option is unknown, or the segment does not fit into the node's shared memory; on all ranks.
+        If an option is invalid, or the segment does not fit into the node's shared memory; on all ranks.
 
     Notes
     -----
@@ -155,11 +154,11 @@ class Machine(SharedByCopies):
         self._origin: tuple[MPI.Intracomm, int] | None = None
         self._uses = 0
         self.labels = Labels()
-        # What upper floors keep as long as the machine is open, each under a name of its own.
+        # Objects of upper floors, by name, until the machine closes.
         self.kept: dict[str, Any] = {}
-        # What upper floors do when all that ranks keep of each other is dropped.
+        # Called when ranks drop all that they keep for later calls.
         self.forgets: list[Callable[[], None]] = []
-        # Whether they keep more than that, as layers do, which a backward may leave half done.
+        # Whether upper floors keep more than that, such as layers, which a failed backward leaves unusable.
         self.lasting = False
         self._process = os.getpid()
         comm = meet(base, self.ranks, _seconds(timeout))
@@ -168,18 +167,18 @@ class Machine(SharedByCopies):
                 comm, self.ranks, segment_size, timeout, transport, progress, reserve=reserve
             )
         finally:
-            # The manager has one of its own.
+            # The manager has its own duplicate.
             comm.Free()
-        # What layers and collectives tell what they do, for ``record``.
+        # Layers and collectives report to it, for ``record``.
         self.trace = self.segments.trace
         atexit.register(self._close_at_exit)
         tell_peers_of_uncaught_errors(self.segments)
 
     @classmethod
     def on(cls, comm: MPI.Intracomm | None = None) -> Machine:
-        """The machine of a communicator, COMM_WORLD if None: the same one however often it is asked for.
+        """The machine of a communicator, COMM_WORLD if None; repeated calls return the same one.
 
-        Collective the first time, and again after it was closed.
+        The first call is collective, and the first one after it was closed.
         """
         comm = MPI.COMM_WORLD if comm is None else comm
         machine = cls.known(comm)
@@ -191,15 +190,15 @@ class Machine(SharedByCopies):
 
     @classmethod
     def known(cls, comm: MPI.Intracomm | None = None) -> Machine | None:
-        """The open machine of a communicator, COMM_WORLD if None, that ``on`` would return; local."""
+        """The open machine that ``on`` would return for a communicator, or None; local."""
         machine = (MPI.COMM_WORLD if comm is None else comm).Get_attr(_machine_key())
         return machine if isinstance(machine, Machine) else None
 
     @classmethod
     def of(cls, place: Partition | Machine) -> Machine:
-        """The machine that a partition's ranks belong to; a machine is its own.
+        """The machine of a partition's ranks; a machine itself is returned unchanged; local.
 
-        Raises ``PartitionError`` if the partition was made without one, ``ClosedError`` if it is closed.
+        Raises ``PartitionError`` if the partition has no machine, ``ClosedError`` if the machine is closed.
         """
         machine = place.home if isinstance(place, Partition) else place
         if not isinstance(machine, Machine):
@@ -225,21 +224,20 @@ class Machine(SharedByCopies):
         return distribution.on(self.partition())
 
     def group(self, ranks: Iterable[int] | None = None, name: str = "group") -> Group:
-        """Ordered ranks of the machine, this one included, with a barrier and collectives; local.
+        """A group of ranks of the machine with this rank, for a barrier and collectives; local.
 
-        All of M if ``ranks`` is None. Raises ``PartitionError`` if a rank is listed twice or is not of M, or
-        this one is missing.
+        All of M if ``ranks`` is None. ``PartitionError`` if ranks are not unique, not in M, or lack this one.
         """
         chosen = None if ranks is None else integers(ranks, "ranks of a group")
         return Group(self.segments, chosen, name)
 
     @contextmanager
     def record(self) -> Iterator[Recording]:
-        """Context in which what this rank does, and what travels meanwhile, is recorded.
+        """Context that records this rank's actions and its messages.
 
-        Collective to enter: the ranks meet, so that second 0 is about the same on all of them. Local to
-        leave; the recording is then complete, and can be sent to other ranks by mpi4py. ``ProtocolError`` if
-        the machine is being recorded already. ``docs/overlap.md`` has how to look at recordings.
+        Entering is collective: the ranks meet, so that second 0 is about the same on all of them. Leaving is
+        local; then the recording is complete, and mpi4py can send it. ``ProtocolError`` if a recording is
+        under way. ``docs/overlap.md`` shows how to look at recordings.
         """
         everyone = self.group(name="recording")
         everyone.barrier()
@@ -256,28 +254,28 @@ class Machine(SharedByCopies):
             everyone.close()
 
     def describe(self) -> dict[str, object]:
-        """What this machine is, and how its ranks reach each other; local.
+        """Facts about this machine, and how its ranks reach each other; local.
 
-        Nodes, transport per peer, bytes of segment, MPI and its thread level and memory model, progress.
+        Nodes, transport per peer, segment bytes, MPI with its thread level and memory model, progress.
         """
         return self.segments.describe()
 
     def fail(self, error: BaseException) -> None:
-        """Tell all ranks that this one cannot go on; they raise ``PeerFailedError`` in their next wait.
+        """Tell all ranks that this rank cannot go on; their next wait raises ``PeerFailedError``.
 
-        Local, not blocking. Leaving a ``with Machine(...)`` block by an exception does it, and so does an
-        exception that nobody catches. The machine cannot be used afterwards.
+        Local, not blocking. Leaving a ``with Machine(...)`` block by an exception calls it, and so does an
+        uncaught exception. The machine cannot be used afterwards.
         """
         self.segments.fail(error)
 
     def settle(self, error: Exception, ranks: Sequence[int] | None = None) -> None:
-        """Raise in a call that all of some ranks make, all of the machine if None: so that all of them do.
+        """Report an error in a call that all of ``ranks`` make, so that all raise; None: all of the machine.
 
-        Those that wait for others in it raise ``PeerFailedError``, and come here too. When all are here, they
-        drop what they keep of each other for later calls, and the machine can be used further; if some do not
-        come within seconds, it is lost. The end of the error's message says which.
+        Ranks that wait in the call raise ``PeerFailedError``, and call this too. When all have called it,
+        they drop what they keep for later calls, and the machine stays usable. If some do not come within
+        seconds, it is lost. The end of the error's message says which.
         """
-        # An error that passes through calls within calls was handled by the innermost.
+        # The innermost of nested calls has handled the error already.
         if self.closed or says_state(error):
             return
         if raise_together(self.segments, error, self.ranks if ranks is None else ranks):
@@ -287,8 +285,8 @@ class Machine(SharedByCopies):
     def close(self, timeout: float | None = None) -> None:
         """Free the segment and the communicators; collective, idempotent.
 
-        ``ExchangeTimeout`` if not all ranks close in time, naming those that do not: nothing is freed, call
-        it again. After a failure it is local, and the memory goes with the process.
+        If some ranks do not close in time, ``ExchangeTimeout`` names them; nothing is freed, and ``close``
+        can be called again. After a failure it is local, and the memory is freed when the process ends.
         """
         if self.closed:
             return
@@ -297,7 +295,7 @@ class Machine(SharedByCopies):
         atexit.unregister(self._close_at_exit)
         if self._origin is not None:
             comm, key = self._origin
-            # The communicator forgets the machine, and the machine the communicator.
+            # Removes the references between communicator and machine.
             comm.Delete_attr(key)
 
     @property
@@ -306,7 +304,7 @@ class Machine(SharedByCopies):
         return self.segments.closed
 
     def _close_at_exit(self) -> None:
-        # Closing is collective: only if every rank gets here. A forked process is none of the ranks.
+        # Closing is collective, so every rank must get here. A forked process is not a rank.
         if self.closed or MPI.Is_finalized() or os.getpid() != self._process:
             return
         if self.segments.meet_at_exit(say_once):
@@ -322,7 +320,7 @@ class Machine(SharedByCopies):
         if error is None:
             self.close()
         else:
-            # The peers are elsewhere; a collective close would hang, and so would they.
+            # The peers are in other calls: a collective close would hang.
             self.fail(error)
 
     def __repr__(self) -> str:
@@ -330,23 +328,22 @@ class Machine(SharedByCopies):
 
 
 def launched() -> tuple[int, int]:
-    """Rank of this process among those that MPI started together, and their number; local."""
+    """Rank of this process in COMM_WORLD, and the number of ranks there; local."""
     return MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
 
 
 def MPIPartition(comm: MPI.Intracomm) -> Partition:  # noqa: N802
     """Partition of all ranks of a communicator, ``P_world`` of the layer documents.
 
-    The same communicator gives the same machine, however often it is called; collective the first time.
-    The machine closes when all partitions that this function returned for it were deactivated, or at exit,
-    whatever becomes of the communicator.
+    Repeated calls for a communicator return partitions of the same machine; the first call is collective. The
+    machine closes when all these partitions were deactivated, or at exit, even if the communicator is freed.
     """
     machine = Machine.on(comm)
     return replace(machine.partition(), opened=_Use(machine))
 
 
 class _Use(SharedByCopies):
-    """One of the uses of a machine, which ends with the last of them."""
+    """One use of a machine, which closes with the last of its uses."""
 
     def __init__(self, machine: Machine) -> None:
         self._machine = machine
@@ -365,12 +362,12 @@ class _Use(SharedByCopies):
 
 @cache
 def _machine_key() -> int:
-    # The communicator itself remembers its machine; the key is made on first use, not at import.
+    # The communicator stores its machine under this key, made at the first use.
     return MPI.Comm.Create_keyval(copy_fn=None, delete_fn=_forget)
 
 
 def _forget(_comm: MPI.Comm, _key: int, machine: Machine) -> None:
-    # Its owner may free the communicator before the machine is closed.
+    # Called when the communicator is freed, which may be before the machine closes.
     machine._origin = None
 
 
@@ -378,7 +375,7 @@ def _check_ranks(comm: MPI.Intracomm, ranks: Iterable[int] | None) -> tuple[int,
     chosen = tuple(range(comm.size)) if ranks is None else integers(ranks, "the ranks of M")
     problem = _problem_with(comm, chosen)
     if problem:
-        # Those that it names may wait for this rank.
+        # Ranks in ``chosen`` may already wait for this rank.
         refuse(comm, chosen, problem)
         raise PartitionError(problem)
     return chosen
@@ -399,5 +396,5 @@ def _seconds(timeout: float | None) -> float:
     try:
         return chosen_timeout(timeout)
     except ConfigurationError:
-        # Said on all ranks, with the other options, once they have met.
+        # All ranks raise this, with errors of other options, after they have met.
         return DEFAULT_TIMEOUT

@@ -1,4 +1,4 @@
-"""The state of a model as one machine would have it: initialised, saved, loaded, moved between partitions."""
+"""The state of a model with global shapes: initialise, save, load, and move to other partitions."""
 
 from __future__ import annotations
 
@@ -20,26 +20,25 @@ def gather_state_dict(module: nn.Module, rank: int | None = None) -> dict[str, A
     """State of a model with the keys and global shapes of its sequential twin.
 
     Collective over the machine of the model's layers, blocking. Tensors travel in passes: the segment of a
-    rank holds at most a MiB of what comes in, and of what is staged for other nodes.
+    rank holds at most one MiB of incoming data, and of data staged for other nodes.
 
     Parameters
     ----------
     module
-        A distributed layer, or a model with some. What its plain layers hold counts as the same on all
-        ranks.
+        A distributed layer, or a model with some. Its plain layers count as equal on all ranks.
     rank
-        Rank id that gets the state, the others get an empty one; None for all ranks.
+        Rank id that gets the state, while the others get an empty one; None for all ranks.
 
     Returns
     -------
     dict
-        Tensors in memory of their own: what ``load_state_dict`` of the sequential model, ``torch.save`` or
-        :func:`load_global_state_dict` of the same model on other partitions takes.
+        Tensors in new memory, for ``load_state_dict`` of the sequential model, ``torch.save``, or
+        :func:`load_global_state_dict` of the same model on other partitions.
 
     Raises
     ------
     PartitionError
-        If the layers belong to different machines, or ``rank`` to none of theirs.
+        If the layers belong to different machines, or ``rank`` is not a rank of their machine.
 
     Notes
     -----
@@ -68,8 +67,8 @@ def load_global_state_dict(module: nn.Module, state: Mapping[str, Any], strict: 
     """Load the state of the sequential model into a distributed one: each rank takes its part.
 
     Local: every rank passes the same global state, with the keys and global shapes of the sequential model.
-    As ``torch.nn.Module.load_state_dict``, and returns what that does. ``ShapeError`` if a tensor does not
-    have the global shape; nothing is loaded then.
+    ``strict`` and the result are those of ``torch.nn.Module.load_state_dict``. ``ShapeError`` if a tensor
+    does not have the global shape; nothing is loaded then.
     """
     mine = dict(state)
     for key, blocks in _scattered(module).items():
@@ -87,13 +86,13 @@ def load_global_state_dict(module: nn.Module, state: Mapping[str, Any], strict: 
 def whole_parameters(module: nn.Module) -> Iterator[None]:
     """Context in which parameters have their global shape on every rank, to initialise them; local.
 
-    For functions such as ``torch.nn.init.kaiming_normal_`` that draw as many random numbers as there are
-    elements, and look at the shape. Within it every rank calls the same of them, so that equally seeded
-    generators stay equal, and each draws the numbers of the sequential model; afterwards it keeps its part.
-    ``model.apply(function)`` needs no context: it opens one for each layer in turn.
+    For functions such as ``torch.nn.init.kaiming_normal_`` that depend on the shape and draw a random number
+    for each element. Every rank calls the same functions. So equally seeded generators stay equal, and each
+    rank draws the numbers of the sequential model and afterwards keeps its part. ``model.apply(function)``
+    needs no context: it opens one for each layer in turn.
 
-    Elements that other ranks keep are zero at first. Nothing may be computed with the model meanwhile, whose
-    parameters take the memory of the whole ones.
+    Elements that other ranks keep are zero at first. Within the context, parameters need the memory of the
+    whole tensors, and the model must not compute.
     """
     with ExitStack() as stack:
         for _, layer in _layers(module):
@@ -108,6 +107,6 @@ def _layers(module: nn.Module) -> Iterator[tuple[str, DistributedLayer]]:
 
 
 def _scattered(module: nn.Module) -> dict[str, Decomposition]:
-    # Who keeps which part, of everything in the state that is not whole on every rank.
+    # The decomposition of each tensor of the state that is not whole on every rank.
     layers = _layers(module)
     return {prefix + key: blocks for prefix, layer in layers for key, blocks in layer.scattered.items()}

@@ -1,4 +1,4 @@
-"""What a rank does and what travels meanwhile: in numbers, recorded, and as one trace of all ranks."""
+"""What a rank does, and what travels meanwhile: counters, recordings, and one trace of all ranks."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from typing import Any, TypeVar
 from distdl_rma.errors import ProtocolError
 
 T = TypeVar("T")
-_DOING = 1  # the track of what a rank does; what travels has tracks of its own
+_DOING = 1  # track of the rank's own actions; messages have other tracks
 
 
 @dataclass
 class Counters:
-    """What this rank moved and waited since the machine started; only grows.
+    """What this rank moved and waited for since the machine started; counters only grow.
 
-    ``collectives`` are calls of MPI's collectives between nodes, with the bytes handed to them.
-    ``notifications`` are those of buffers; ``flushes`` are waits of MPI for all that is under way to a
-    peer on another node, of which one serves many puts and notifications. A wait that ends while it still
-    spins on a notification, or a flag of a small collective, is not counted.
+    ``collectives`` are calls of MPI's collectives between nodes, ``bytes_collective`` the bytes passed to
+    them. ``notifications`` are those of buffers. ``flushes`` are MPI's waits for all messages to a peer on
+    another node; one serves many puts and notifications. A wait that ends while it still spins on a
+    notification, or on a flag of a small collective, is not counted.
     """
 
     puts: int = 0
@@ -40,22 +40,21 @@ class Counters:
 
 @dataclass(frozen=True)
 class Event:
-    """Something that a rank did, or that was under way for it, from ``begin`` to ``end``.
+    """An action of a rank, or a message of it under way, from ``begin`` to ``end``.
 
     Attributes
     ----------
     kind
-        Of what a rank does: ``"start"``, ``"local"``, ``"wait"``, ``"remote"``, ``"fuse"`` as the document
-        has them, ``"scale"`` in norms, ``"agree"`` on shapes. Of what travels: ``"exchange"``, or the kind
-        of collective, as ``"allreduce"``.
+        Of actions: ``"start"``, ``"local"``, ``"wait"``, ``"remote"``, ``"fuse"`` as in the document,
+        ``"scale"`` in norms, ``"agree"`` on shapes. Of messages: ``"exchange"``, or the collective's kind.
     name
         Of the layer, movement or collective.
     begin, end
-        Seconds since the recording began. What travels ends when this rank notices that it is there.
+        Seconds since the recording began. A message ends when this rank notices its arrival.
     backward
-        Whether it belongs to the backward of its layer, as far as that is known.
+        Whether it belongs to the backward of its layer, if that is known.
     travels
-        Whether it was under way while the rank did something else.
+        Whether it is a message, under way while the rank did something else.
     """
 
     kind: str
@@ -68,9 +67,9 @@ class Event:
 
 @dataclass
 class Recording:
-    """Events of one rank, in the order in which they ended; complete when the recording is over.
+    """Events of one rank, in the order of their ends; complete when the recording is over.
 
-    ``zero`` is the reading of ``time.perf_counter()`` that counts as second 0.
+    ``zero`` is the value of ``time.perf_counter()`` at second 0.
     """
 
     rank: int
@@ -84,42 +83,42 @@ class Recording:
 
 
 class Tracer:
-    """Records what a rank does while somebody asks for it, and costs next to nothing otherwise.
+    """Records the actions and messages of a rank; costs next to nothing while no recording is under way.
 
-    Spans belong to the rank's own thread. What travels may arrive in any thread that polls it.
+    Actions belong to the thread that runs the rank's program. Any thread that polls may notice an arrival.
     """
 
     def __init__(self) -> None:
         self.recording: Recording | None = None
-        # By number, since two threads may notice the same arrival: whoever takes it out records it.
+        # Messages by number. Two threads may notice the same arrival: the one that removes it records it.
         self._under_way: dict[int, tuple[Recording, str, str, float]] = {}
         self._numbers = count()
 
     def begin(self, rank: int) -> Recording:
-        """Begin to record; local. ``ProtocolError`` if a recording is under way."""
+        """Begin a recording; local. ``ProtocolError`` if one is under way."""
         if self.recording is not None:
             raise ProtocolError("a recording of this machine is under way; end it before the next begins")
         self.recording = Recording(rank)
         return self.recording
 
     def end(self) -> None:
-        """End the recording; what still travels ends with it. Idempotent."""
+        """End the recording, also for messages that still travel. Idempotent."""
         self.recording = None
         for number in tuple(self._under_way):
             self._arrive(number)
 
     def span(self, kind: str, name: str, backward: bool = False) -> AbstractContextManager[object]:
-        """Context of an action of this rank."""
+        """Context that records an action of this rank."""
         recording = self.recording
         return _NOTHING if recording is None else _Span(recording, kind, name, backward)
 
     def marks(self, name: str, backward: bool = False) -> Callable[[str], object]:
-        """Function that a layer calls with the kind of each action that it begins, at last with ``""``."""
+        """Function to call with the kind of each action that begins, and with ``""`` at the end."""
         recording = self.recording
         return _unmarked if recording is None else _Marks(recording, name, backward)
 
     def awaited(self, items: Iterator[T], name: str, backward: bool = False) -> Iterator[T]:
-        """The same items, with a ``wait`` for each time that the next one is asked for."""
+        """The same items; records each wait for the next one."""
         return items if self.recording is None else self._awaited(items, name, backward)
 
     def _awaited(self, items: Iterator[T], name: str, backward: bool) -> Iterator[T]:
@@ -132,9 +131,9 @@ class Tracer:
             yield item
 
     def depart(self, kind: str, name: str) -> Callable[[], None]:
-        """Note that a message travels from now on; return a function to call when it has arrived.
+        """Record a message that travels from now on; return a function to call at its arrival.
 
-        Call it in any thread, as often as wanted: the first call counts.
+        Any thread may call it, repeatedly: only the first call counts.
         """
         recording = self.recording
         if recording is None:
@@ -144,7 +143,7 @@ class Tracer:
         return lambda: self._arrive(number)
 
     def watched(self, kind: str, name: str, poll: Callable[[], bool]) -> Callable[[], bool]:
-        """``poll``, for a message that travels from now on, and has arrived when a call returns True."""
+        """``poll`` for a message that travels from now on; it has arrived when a call returns True."""
         arrive = self.depart(kind, name)
 
         def watching() -> bool:
@@ -165,7 +164,7 @@ class Tracer:
 _NOTHING = nullcontext()
 
 
-# Built in, since an operation calls it a handful of times: it never does anything.
+# A built-in function that does nothing, since an operation calls it several times.
 _unmarked: Callable[[str], object] = dict[str, object]().get
 
 
@@ -203,7 +202,7 @@ class _Span:
 def chrome_trace(recordings: Iterable[Recording]) -> str:
     """Recordings of several ranks as JSON in Chrome's trace format, for ``ui.perfetto.dev``.
 
-    One process per rank; in it one track for what the rank does, and others for what travels.
+    Each rank is a process, with one track for its actions and others for its messages.
     """
     numbers = count(1)
     rows: list[dict[str, Any]] = []

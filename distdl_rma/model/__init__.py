@@ -1,1 +1,1 @@
-"""Whole models on split tensors: distribute one, compare it with itself alone, report what it costs."""
+"""Whole models on split tensors: distribute one, compare it with the same model alone, report its costs."""

@@ -1,4 +1,4 @@
-"""A distributed model against the same model alone: outputs, gradients and state, module by module."""
+"""Compares a distributed model with the same model alone: outputs, gradients and state, module by module."""
 
 from __future__ import annotations
 
@@ -19,18 +19,17 @@ from distdl_rma.geometry.exchange import fingerprint
 from distdl_rma.machine import Machine
 from distdl_rma.split.tensor import SplitTensor, mapped, tensors_in
 
-# What is equal up to rounding: a power of the resolution of the type, relative to the largest element, or to
-# what counts as that where all are small.
+# Tolerance: this power of the dtype's resolution, relative to the largest element, at least to ``_SMALL``.
 _POWER, _SMALL = 0.6, 1e-3
 
 
 @dataclass(frozen=True)
 class Difference:
-    """How far a tensor of the distributed model is from that of the model alone.
+    """Difference between a tensor of the distributed model and the same tensor of the model alone.
 
     ``what`` is ``"output"``, ``"loss"``, ``"input gradient"``, ``"gradient"`` or ``"buffer"``, of ``name``.
-    ``error`` is the largest difference, ``scale`` the largest element; ``where`` the smallest box of global
-    indices that holds all elements which differ, a pair of ends for each dimension, or None.
+    ``error`` is the largest difference, ``scale`` the largest element. ``where`` is the smallest box of
+    global indices with all differing elements: start and stop for each dimension, or None.
     """
 
     what: str
@@ -44,7 +43,7 @@ class Difference:
 
     @property
     def equal(self) -> bool:
-        """Whether it is the same up to rounding."""
+        """Whether both are equal up to rounding."""
         return not self.problem and self.where is None
 
     def __str__(self) -> str:
@@ -58,10 +57,10 @@ class Difference:
 
 @dataclass
 class Comparison:
-    """What ``compare`` found; ``print`` shows it as a table.
+    """Result of ``compare``; ``print`` shows a table.
 
-    ``differences`` are in the order of the computation. ``drifted`` names what the ranks do not hold alike.
-    ``hint`` says where the model alone may be the one that is wrong.
+    ``differences`` are in the order of the computation. ``drifted`` names tensors that differ between ranks.
+    ``hint`` says if the model alone may be the wrong one.
     """
 
     differences: list[Difference] = field(default_factory=list)
@@ -70,12 +69,12 @@ class Comparison:
 
     @property
     def equal(self) -> bool:
-        """Whether everything is the same up to rounding, and alike on all ranks."""
+        """Whether all is equal up to rounding, and identical on all ranks."""
         return self.first is None and not self.drifted
 
     @property
     def first(self) -> Difference | None:
-        """The first that is not."""
+        """The first difference beyond rounding, or None."""
         return next((each for each in self.differences if not each.equal), None)
 
     def __str__(self) -> str:
@@ -100,37 +99,36 @@ def compare(
     *,
     seed: int = 0,
 ) -> Comparison:
-    """Run a step of both models, and compare all that comes out; collective over the machine, blocking.
+    """Run a step of both models, and compare all results; collective over the machine, blocking.
 
-    For sizes at which every rank can hold the whole: the outputs of all modules are kept. Neither model is
-    changed: parameters, buffers, gradients and the generator of random numbers are afterwards what they were.
+    For sizes at which every rank can hold the whole tensors: the outputs of all modules are kept. Afterwards
+    parameters, buffers, gradients and the random generator are as before.
 
     Parameters
     ----------
     alone
-        The same model, not distributed, with parameters and buffers of the same names; it is given their
-        values.
+        The same model, not distributed, with the same names of parameters and buffers; gets their values.
     split
         The model that ``distribute`` made.
     inputs
-        A tensor, or a tuple of arguments; whole, alike on all ranks. Gradients are compared of what is cut.
+        A tensor, or a tuple of arguments; whole, equal on all ranks. Gradients of cut ones are compared.
     targets, loss_fn
-        The loss is ``loss_fn(output, targets)``, or without targets ``loss_fn(output)``. Without a function
-        the mean square of all outputs.
+        The loss is ``loss_fn(output, targets)``, or ``loss_fn(output)`` without targets. Without a function
+        it is the sum of the outputs' mean squares.
     seed
-        Of both runs.
+        Seeds both runs.
 
     Returns
     -------
     Comparison
-        Alike on all ranks.
+        Equal on all ranks.
     """
     if "distributed" not in vars(split) or "distributed" in vars(alone):
         raise ConfigurationError("compare: takes a model alone first, and then one that distribute() made")
     arguments = inputs if isinstance(inputs, tuple) else (inputs,)
     found = Comparison()
     handle: Any = split.distributed
-    # What differs is told, and not refused.
+    # Differences between ranks are reported, so the models' own checks must not raise.
     with handle.unchecked(), _unchanged(alone), _unchanged(split), torch.random.fork_rng(devices=()):
         alone.load_state_dict(_state(split))
         expected: dict[tuple[str, int], list[torch.Tensor]] = {}
@@ -172,7 +170,7 @@ def compare(
 def _step(
     model: nn.Module, arguments: tuple[Any, ...], targets: Any, loss_fn: Callable[..., Any] | None, seed: int
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    # Loss, and the floating-point inputs as leaves.
+    # Returns the loss, and the floating-point inputs as leaves.
     torch.manual_seed(seed)
     model.zero_grad(set_to_none=True)
     leaves: list[torch.Tensor] = []
@@ -202,13 +200,13 @@ def _step(
 
 
 def _kept(outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    # Copies: what follows may change an output in place, as an activation does.
+    # Copies, since later functions may change an output in place.
     return [y.detach().clone() for y in outputs]
 
 
 def _scales(model: nn.Module) -> dict[str, float]:
-    # The largest gradient of the parameters of each module. A bias before a norm, which takes the mean away
-    # again, has none but what rounding leaves of sums as large as those of its weight.
+    # The largest gradient in each module. A bias before a norm has no gradient except rounding errors of sums
+    # that are as large as those of its weight.
     found: dict[str, float] = {}
     for name, p in model.named_parameters():
         if p.grad is not None and p.numel():
@@ -234,7 +232,7 @@ def _difference(what: str, name: str, found: Any, expected: Any, least: float = 
     apart = (mine - other).abs()
     scale = float(other.abs().nan_to_num().max())
     tolerance = 0.0 if exact else max(scale, least, _SMALL) * torch.finfo(other.dtype).eps ** _POWER
-    # What is NaN or infinite on both sides is equal.
+    # NaN equals NaN, and infinity equals the same infinity.
     same = (apart <= tolerance) | (mine == other) | (mine.isnan() & other.isnan())
     wrong = (~same).nonzero()
     where = (
@@ -248,7 +246,7 @@ def _difference(what: str, name: str, found: Any, expected: Any, least: float = 
 
 
 def _hint(alone: nn.Module, outputs: dict[tuple[str, int], list[torch.Tensor]], found: Comparison) -> str:
-    # Whether the backward begins to differ at a batch norm of one sample, which torch itself may get wrong.
+    # Names a batch norm of one sample at which gradients begin to differ: torch itself may be wrong there.
     if found.first is None or "gradient" not in found.first.what:
         return ""
     wrong = [each.name for each in found.differences if each.what == "gradient" and not each.equal]
@@ -269,7 +267,7 @@ def _hint(alone: nn.Module, outputs: dict[tuple[str, int], list[torch.Tensor]], 
 
 @contextmanager
 def _outputs(model: nn.Module, see: Callable[[str, int, list[torch.Tensor]], None]) -> Iterator[None]:
-    # Calls with the path of a module, the number of its call, and what it returns.
+    # Calls ``see`` with a module's path, the number of its call, and its outputs.
     counts: dict[str, int] = {}
 
     def hook(path: str, _module: nn.Module, _args: Any, output: Any) -> None:
@@ -286,7 +284,7 @@ def _outputs(model: nn.Module, see: Callable[[str, int, list[torch.Tensor]], Non
 
 
 def _state(model: nn.Module) -> dict[str, Any]:
-    # A copy, with the versions that some modules ask for when they load it.
+    # A copy, with the versions that some modules check when they load it.
     state = model.state_dict()
     state.update({key: value.clone() for key, value in state.items() if isinstance(value, torch.Tensor)})
     return state
@@ -305,7 +303,7 @@ def _unchanged(model: nn.Module) -> Iterator[None]:
 
 
 def _drifted(machine: Machine, held: Mapping[str, torch.Tensor]) -> list[str]:
-    # Names of what the ranks do not hold alike.
+    # Names of tensors that differ between ranks.
     mine = {name: fingerprint(as_words(x.detach().contiguous()).tobytes()) for name, x in held.items()}
     everyone = gather_words(machine.segments, mine, "compare (state of the ranks)").values()
     return [name for name in held if len({each.get(name) for each in everyone}) > 1]

@@ -1,4 +1,4 @@
-"""A model that nobody rewrote, on split tensors: its inputs are cut, its gradients summed."""
+"""``distribute``: unchanged models on split tensors; inputs are cut, gradients are summed."""
 
 from __future__ import annotations
 
@@ -55,9 +55,9 @@ _KEY = "distributed"
 
 
 class Distributed:
-    """What ``distribute`` did to a model: how its inputs are cut, and who sums its gradients.
+    """State of a distributed model: how its inputs are cut, and what sums its gradients.
 
-    The model has it as ``model.distributed``, local to ask. A copy of the model has one of its own.
+    It is the model's attribute ``distributed``. A copy of the model gets its own.
     """
 
     def __init__(
@@ -90,20 +90,20 @@ class Distributed:
     def _belongs_to(self, model: nn.Module) -> None:
         self._model = weakref.ref(model)
         self._sync: GradientSync | None = None
-        # Of a copy they are looked at in the first call: there is nothing in it yet.
+        # Empty until the first call: a deep copy is not complete yet.
         self._modules: list[tuple[str, weakref.ref[nn.Module]]] = []
         self._watch: ModuleWatch | None = None
-        # What has changed and its ``GradientSync`` was not told of yet.
+        # A change of the model that its ``GradientSync`` does not know yet.
         self._change = ""
         self._calls: dict[tuple[int, ...], Calls] = {}
-        # What compares parameters and buffers in them.
+        # The comparisons of parameters and buffers.
         self._replicas: list[ReplicaSampler] = []
-        # Of calls that run: who is told of their end, what was being handled when they began, and where the
-        # generator was.
+        # For each running call: its ``Calls``, the exception that was being handled when it began, and the
+        # state of the random generator then.
         self._running: list[tuple[Calls | None, BaseException | None, torch.Tensor]] = []
 
     def _look(self, model: nn.Module) -> None:
-        # The modules and parameters that there are now, from which each module says that it runs.
+        # Registers hooks on all present modules, so that each reports that it runs.
         for handle in self._of_parts:
             handle.remove()
         self._of_parts, parts = [], [*model.named_modules()]
@@ -116,7 +116,7 @@ class Distributed:
             ]
         if not self._synchronises:
             for parameter in model.parameters():
-                # DDP or FSDP sums these gradients, also of parameters in a loss, and compares the replicas.
+                # DDP or FSDP sums these gradients, also of uses in a loss, and compares the replicas.
                 mark_summed_later(parameter, True)
                 mark_compared(parameter, True)
         self._modules = [(path, weakref.ref(module)) for path, module in parts]
@@ -130,8 +130,8 @@ class Distributed:
         twin = type(self).__new__(type(self))
         memo[id(self)] = twin
         vars(twin).update(vars(self))
-        # It compares them as well, also when the model is closed; where only some ranks have a copy, the next
-        # model begins anew.
+        # The copy counts as a model that compares losses, even if this one closes. If only some ranks have a
+        # copy, the next model's ``begin`` discards what they noted.
         LOSS_ORIGIN.on += twin._follows
         twin._name, twin._copies = f"{self._name} (copy {next(self._copies)})", count(1)
         twin._belongs_to(model)
@@ -142,7 +142,7 @@ class Distributed:
 
     @property
     def owner(self) -> Owner:
-        """What messages of its ``GradientSync`` say of it."""
+        """Texts about this model for messages of its ``GradientSync``."""
         return Owner(
             self._name,
             f"{self._name}; model.distributed.close() first",
@@ -152,9 +152,9 @@ class Distributed:
 
     @property
     def sync(self) -> GradientSync:
-        """Its ``GradientSync``; that of a copy is made by the first call that records a graph. Collective.
+        """Its ``GradientSync``; a copy's is made, collectively, by its first call that records a graph.
 
-        ``ConfigurationError`` where it has none, with ``reduction="none"``.
+        ``ConfigurationError`` with ``reduction="none"``.
         """
         if not self._synchronises:
             raise ConfigurationError(
@@ -171,7 +171,7 @@ class Distributed:
         return bool(self._options["reduction"] != "none")
 
     def partition(self, dims: int) -> Partition:
-        """The grid for tensors of so many dimensions."""
+        """The grid for tensors of ``dims`` dimensions."""
         return grid_for(self.grid, self.machine, dims)
 
     def no_sync(self) -> AbstractContextManager[None]:
@@ -180,7 +180,7 @@ class Distributed:
 
     @contextmanager
     def unchecked(self) -> Iterator[None]:
-        """Context in which copies are not compared; the same on all ranks."""
+        """Context in which ranks do not compare replicas and arguments; entered on all ranks."""
         before, self._checks = self._checks, False
         try:
             yield
@@ -188,7 +188,7 @@ class Distributed:
             self._checks = before
 
     def close(self) -> None:
-        """Make the model what it was, on plain tensors; local, idempotent."""
+        """Turn the model back into one for plain tensors; local, idempotent."""
         if self._sync is not None:
             self._sync.close()
         if self._handles and self._follows:
@@ -206,9 +206,9 @@ class Distributed:
             vars(model).pop(_KEY, None)
 
     def cut(self, arguments: Any, in_graph: bool = False) -> Any:
-        """Arguments with whole tensors cut as the grid says, those of the most dimensions; local.
+        """Arguments in which the grid cuts whole tensors, those with the most dimensions; local.
 
-        They are leaves, or parts of the whole ones, whose gradients they then bring.
+        The parts are leaves. With ``in_graph``, parts of tensors that require a gradient are in their graph.
         """
         dims = self._cut_dims(tensors_in(arguments))
 
@@ -224,7 +224,7 @@ class Distributed:
         return mapped(changed, arguments)
 
     def _cut_dims(self, given: Sequence[torch.Tensor]) -> int:
-        # Others, such as the words that go with a picture, stay plain.
+        # Tensors of other dimensions, such as token ids beside an image, stay plain.
         if isinstance(self.grid, Partition):
             return len(self.grid.shape)
         return max([x.dim() for x in given if x.dim() in _IMAGES], default=0)
@@ -237,7 +237,7 @@ class Distributed:
                 " ranks do in turn is of one thread at a time"
             )
         while self._running:
-            # Left by what no hook sees, as an interrupt.
+            # A call that ended without its hook, as by an interrupt.
             self._leave_trace()
         CALL_TRACES.append(trace := CallTrace())
         self._running.append((None, sys.exc_info()[1], torch.get_rng_state()))
@@ -250,11 +250,11 @@ class Distributed:
         plain = repr([*filter(_is_plain, args), *((k, v) for k, v in kwargs.items() if _is_plain(v))])
         self._notice_changes()
         facts = *self._facts(given), len(args), crc32(plain.encode()), bool(self._change)
-        # Plain ones are whole. Of sparse ones, and those of other devices, nothing is compared.
+        # Plain inputs are whole. Sparse ones and those on other devices are not compared.
         alike = [x for x in given if type(x) in (torch.Tensor, nn.Parameter) and is_in_memory(x)]
         calls.begin(facts, partial(self._described, given, plain), alike, self._checks)
         if self._change and self._sync is not None:
-            # All ranks have begun this call, and so have changed alike.
+            # The call's beginning compared the change, so all ranks have it.
             self._sync.register(self._model())
         self._change = ""
         if torch.is_grad_enabled() and self._synchronises:
@@ -271,13 +271,13 @@ class Distributed:
         if not self._running or thread_inside():
             return
         calls, before, generator, trace = self._leave_trace()
-        # This is also called when the forward raises.
+        # This hook also runs when the forward raises.
         error = sys.exc_info()[1]
         if calls is None:
             return
         if error is None or error is before:
             if not torch.equal(generator, torch.get_rng_state()):
-                # What is drawn for all of a tensor is drawn by all ranks.
+                # All ranks draw the numbers for the whole tensor, so all generators moved.
                 trace.steps.append(RandomDraw(generator))
             calls.end(trace)
         elif isinstance(error, ENOUGH):
@@ -286,7 +286,7 @@ class Distributed:
             calls.failed(error, trace)
 
     def _check_missed(self, given: Sequence[torch.Tensor], args: Any, kwargs: Any) -> None:
-        # Nothing is cut: what was meant to be?
+        # Nothing was cut: raises if an input was probably meant to be.
         if any(isinstance(x, np.ndarray) for x in (*args, *kwargs.values())):
             raise ArgumentError(f"{self._name}: takes tensors, got a numpy array; pass torch.from_numpy(x)")
         dims = self.grid.dim if isinstance(self.grid, Partition) else 0
@@ -299,7 +299,7 @@ class Distributed:
                 )
 
     def _notice_changes(self) -> None:
-        # A module that was replaced, a parameter that was unfrozen, another type: what is new takes part.
+        # Replaced modules, unfrozen parameters, other dtypes: includes them in hooks and comparisons.
         change = "" if self._watch is None else self._watch.later_change()
         model = self._model()
         if model is None or (self._watch is not None and not change):
@@ -308,7 +308,7 @@ class Distributed:
         for replicas in self._replicas:
             replicas.forget()
         self._change = change
-        # The outermost module began as it was.
+        # Begins the outermost module again, whose hook may have changed.
         site.pop_module()
         self._root(model, ())
 
@@ -321,7 +321,7 @@ class Distributed:
         if found is None:
             checks: list[Check] = [Backwards.of(self.machine, ranks), GradientCheck.of(self.machine, ranks)]
             if self._synchronises:
-                # Else whoever sums the gradients of replicas looks whether they are alike.
+                # Otherwise whatever sums the gradients of replicas compares these.
                 self._replicas.append(ReplicaSampler(self._model, self.machine, ranks))
                 checks.insert(0, self._replicas[-1])
             found = self._calls[ranks] = Calls(self.machine, ranks, self._name, checks)
@@ -331,10 +331,10 @@ class Distributed:
         return [(path, module) for path, one in self._modules if (module := one()) is not None]
 
     def _facts(self, given: Sequence[torch.Tensor]) -> tuple[int, ...]:
-        # What all ranks of a call have alike, in numbers.
+        # Numbers that must be equal on all ranks of a call.
         facts = [*_modes(), *[part.training for _, one in self._modules if (part := one()) is not None]]
         for x in given:
-            # Past the table of functions.
+            # Read without the table of functions.
             block = x._local if isinstance(x, SplitTensor) else x
             kind = DTYPES.index(block.dtype) if block.dtype in DTYPES else -1
             facts += [*x.shape, kind, block.requires_grad]
@@ -345,7 +345,6 @@ class Distributed:
         return tuple(facts)
 
     def _described(self, given: Sequence[torch.Tensor], plain: str) -> str:
-        # The same in words.
         grad, inference, autocast = _modes()
         parts = self._parts()
         mode = parts[0][1].training
@@ -359,7 +358,7 @@ class Distributed:
 
 
 def _modes() -> tuple[int, ...]:
-    # Modes of torch that are alike on all ranks.
+    # Modes of torch that must be equal on all ranks.
     autocast = torch.is_autocast_enabled("cpu")
     return (
         int(torch.is_grad_enabled()),
@@ -369,7 +368,7 @@ def _modes() -> tuple[int, ...]:
 
 
 def _is_plain(x: Any) -> bool:
-    # What has a text that is alike on all ranks.
+    # Whether its text is equal on all ranks.
     return x is None or isinstance(x, (bool, int, float, str))
 
 
@@ -386,7 +385,7 @@ _NO_GRAPH = (
 
 @breaks_graph
 def _refuse_graph(*_arguments: Any) -> None:
-    # Runs before the other hooks: if it raises, no module is on the stack that would have to be popped.
+    # The first hook: if it raises, no module is on the stack that would have to be popped.
     if found := "torch.compile" if compiles() is not None else tracer():
         raise UnsupportedError(f"{found}: {_NO_GRAPH}")
 
@@ -404,48 +403,48 @@ def distribute(
     fallback: str = "move",
     check_copies: bool = True,
 ) -> M:
-    """Make a model compute on split tensors: the same object, parameters and state dict, exact or refused.
+    """Make a model compute on split tensors: the same object, parameters and state dict; exact or refused.
 
-    Its calls take :class:`SplitTensor`; plain tensors with the dimensions of the grid are taken as whole,
-    alike on all ranks, and are cut. What it returns is split, or replicated where nothing is left to cut; a
-    loss is written as for one machine. After ``backward()`` every ``.grad`` is that of the model alone, on
-    every rank. Collective over the machine; parameters and buffers become those of its first rank.
+    Calls take :class:`SplitTensor`. A plain tensor with the dimensions of the grid counts as whole, equal on
+    all ranks, and is cut. The output is split, or replicated if no dimension is left to cut; a loss is
+    written as for one machine. After ``backward()`` every ``.grad`` on every rank equals that of the model
+    alone. Collective over the machine; parameters and buffers are broadcast from its first rank.
 
     Parameters
     ----------
     model
         Any module; layers of this library may be in it.
     grid
-        A partition of all ranks of its machine; or for the ranks of COMM_WORLD the numbers of blocks, as
-        ``"2x2"`` or ``(2, 2)`` for the last dimensions of an input or ``{"H": 2, "W": 2}``.
+        A partition of all ranks of its machine; or the numbers of blocks, on the ranks of COMM_WORLD:
+        ``"2x2"`` or ``(2, 2)`` for the last dimensions of an input, or ``{"H": 2, "W": 2}``.
     reduction, replicas, bucket_nbytes
-        Of :class:`GradientSync`. Or ``reduction="none"``: there is none, and every ``.grad`` is what this
-        rank contributes to it. ``DistributedDataParallel`` or ``fully_shard`` over all ranks add these
-        (``docs/torch-distributed.md``). Parameters and buffers stay as they are, alike on the ranks of the
-        grid.
+        Of :class:`GradientSync`. With ``reduction="none"`` there is none: every ``.grad`` is this rank's
+        contribution, which ``DistributedDataParallel`` or ``fully_shard`` over all ranks sum
+        (``docs/torch-distributed.md``). Parameters and buffers are not broadcast; they must be equal on the
+        ranks of the grid.
     fallback
-        ``"move"``: where a function cannot act on the layout of its inputs, these move, by the rules of
-        ``docs/split-functions.md``. ``"error"``: that is refused with ``UnsupportedError``.
+        ``"move"``: if a function cannot act on the layout of its inputs, they are redistributed by the rules
+        of ``docs/split-functions.md``. ``"error"``: ``UnsupportedError`` instead.
     check_copies
-        Whether each call compares a little of all parameters, buffers, plain inputs, and plain tensors that
-        functions in the model are given, with the other ranks (``docs/convert.md`` says what is found when),
-        in the few words at its beginning and end: ``MismatchError`` on all ranks, which names the first that
-        differs.
+        Whether each call compares parts of parameters, buffers, plain inputs, and plain arguments of
+        functions in the model between the ranks, in the messages at its beginning and end
+        (``docs/convert.md`` says what is found when). ``MismatchError`` on all ranks names the
+        first difference.
 
     Raises
     ------
     ConfigurationError
-        On all ranks: if the model is distributed already, or an option is unknown; and as ``GradientSync``.
+        On all ranks: if the model is distributed already, or an option is invalid; and as ``GradientSync``.
     """
     machine = Machine.of(grid) if isinstance(grid, Partition) else Machine.on()
     shape = grid.shape if isinstance(grid, Partition) else grid
     said = f"grid {shape}, fallback={fallback!r}, reduction={reduction!r} and check_copies={check_copies}"
-    # Else the gradients are summed over all ranks of the machine.
+    # Whether gradients are summed by others, or a mean over replicas is taken: the grid may leave out ranks.
     apart = reduction == "none" or replicas is not None
     _check_alike(machine, said, partial(_check, model, machine, grid, apart, reduction, fallback))
     options = {"reduction": reduction, "replicas": replicas, "bucket_nbytes": bucket_nbytes}
     handle = Distributed(model, machine, grid, fallback, options, bool(check_copies))
-    # Those that look at a model see that it is one that computes on split tensors.
+    # Set before the GradientSync is made, which reads it.
     vars(model)[_KEY] = handle
     try:
         _ = reduction == "none" or handle.sync
@@ -457,7 +456,7 @@ def distribute(
 
 
 def _check_alike(machine: Machine, mine: str, check: Callable[[], None]) -> None:
-    # What is wrong on one rank, or said otherwise there, is refused on all of them.
+    # An error of one rank, or different options, raises on all ranks.
     error: DistdlError | None = None
     try:
         check()
@@ -493,7 +492,7 @@ def _check(
     if found := not_in_host_memory(model):
         raise ConfigurationError(f"distribute: {found}")
     if not isinstance(grid, Partition):
-        # With the most dimensions there are: whether it fits the ranks is known now.
+        # For the largest number of dimensions, to find now whether the grid fits the ranks.
         grid_for(grid, machine, _IMAGES[-1])
     elif not apart and set(grid.ranks) != set(machine.ranks):
         raise PartitionError(

@@ -1,4 +1,4 @@
-"""Which module of a distributed model runs, and whether it calls functions by code of torch's alone."""
+"""Notes which module of a distributed model runs, and whether only torch's code calls functions in it."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from distdl_rma.errors import UnsupportedError
 from distdl_rma.split.calls import site
 from distdl_rma.split.tensor import SplitTensor, into_graph, tensors_in
 
-# Hooks of all modules.
+# Hooks that torch runs for all modules.
 _OF_ALL, _BEFORE_ALL = torch_module._global_backward_hooks, torch_module._global_backward_pre_hooks
 
 
 class ModuleHook:
-    """Hook of a module: calls from here on are those of its path, and may be known to be of one place."""
+    """Forward pre-hook that puts the module on the stack, with a known place of calls where there is one."""
 
     def __init__(self, path: str, module: nn.Module, moves: bool, elsewhere: bool) -> None:
         self.place = path or "model", moves, elsewhere
-        # Hooks that ``distribute`` registered, before and after the forward; more than these are the user's.
+        # Numbers of ``distribute``'s own hooks, before and after the forward; others are the user's.
         self.hooks = (1, 1) if path else (3, 2)
         self.look(module)
 
     def look(self, module: nn.Module) -> None:
-        """See what the module is now."""
-        # Whether it only calls modules in turn, or functions alone, by code of torch.
+        """Read the module's type and children."""
+        # Whether it is a Sequential, which only calls modules, or a module of torch without children.
         self.in_turn = type(module) is nn.Sequential
         self.alone = type(module).__module__.startswith("torch.nn.modules.") and not module._modules
 
@@ -45,7 +45,7 @@ class ModuleHook:
             self._prepare(module, args)
 
     def _prepare(self, module: nn.Module, args: Any) -> None:
-        # torch gives what comes in and goes out to an autograd function, whose node has the hooks.
+        # torch passes inputs and outputs through an autograd function, whose node has the hooks.
         if False in (module._is_full_backward_hook, torch_module._global_is_full_backward_hook):
             raise UnsupportedError(
                 f"{self.place[0]}: register_backward_hook shows a node of the graph of blocks; call"
@@ -70,6 +70,6 @@ class ModuleHook:
         handle = module.register_forward_hook(last, always_call=True)
 
     def _runs_more(self, module: nn.Module) -> bool:
-        # Code of the user, in hooks or in the place of its forward.
+        # Whether the user's code runs in it: hooks, or another forward.
         hooks = len(module._forward_pre_hooks), len(module._forward_hooks)
         return hooks != self.hooks or "forward" in module.__dict__

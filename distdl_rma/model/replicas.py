@@ -1,4 +1,4 @@
-"""Whether parameters and buffers are still alike on all ranks: a little of them is compared in every call."""
+"""Checks that parameters and buffers stay equal on all ranks: every call compares a small part of them."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from distdl_rma.layers.core.layer import DistributedLayer
 from distdl_rma.machine import Machine
 from distdl_rma.sync.claims import claims_of, under
 
-# Tensors of which one call compares a word each, and in how many calls every byte is compared.
+# Number of tensors of which one call compares a word each; number of calls that compare every byte once.
 _AT_A_TIME, _CALLS = 32, 512
 _LEAST_NBYTES, _WORD = 4 << 10, 8
-# So often all was alike although only some ranks had written to it, before that is no sign any more.
+# After so many comparisons that found equal tensors, differences between version counters are ignored.
 _FRUITLESS = 4
 _version: Callable[[torch.Tensor], int] = attrgetter("_version")
 _learns: Callable[[torch.Tensor], bool] = attrgetter("requires_grad")
@@ -28,7 +28,7 @@ _address = torch.Tensor.data_ptr
 
 
 class _Held(NamedTuple):
-    # A tensor, and the dictionary of a module that it is in.
+    # A tensor, and the module's dictionary that it is in.
     name: str
     table: dict[str, Any]
     key: str
@@ -36,7 +36,7 @@ class _Held(NamedTuple):
 
 
 class _Group:
-    """Some tensors of a model, and their memory as it is."""
+    """Some tensors of a model, with views of their memory."""
 
     def __init__(self, held: Sequence[_Held]) -> None:
         self._tables, self._keys = [each.table for each in held], [each.key for each in held]
@@ -47,29 +47,30 @@ class _Group:
         self._words = [(each, len(each)) for each in words]
 
     def is_there(self) -> bool:
-        """Whether the model still has them all, and where they were: nothing else may be read."""
+        """Whether the model still has these tensors at these addresses; other memory must not be read."""
         now = map(dict.get, self._tables, self._keys)
         return all(map(is_, now, self._tensors)) and [*map(_address, self._tensors)] == self._addresses
 
     def word(self, at: int) -> int:
-        """Of a word of each, others for another number."""
+        """Hash of one word of each tensor; another ``at`` selects other words."""
         return hash(tuple([words[at % length] for words, length in self._words]))
 
 
 class ReplicaSampler:
-    """Whether ranks hold equal replicas of a model: parameters and buffers that each of them has.
+    """Checks that ranks hold equal replicas of a model: parameters and buffers that each of them has.
 
-    ``number()`` is a number that a call of the model compares with those of the other ranks. It is of
+    A call of the model compares ``number()`` with the other ranks. It is a hash of
 
     - every byte, in the first call;
     - which parameters learn;
-    - how often each parameter was written to in place: what one rank does alone, by a function of torch such
-      as ``load_state_dict``, is seen in the next call;
-    - a word of each of 32 tensors, of others in the next call: what changes all of a tensor, as another rate
-      of an optimizer does, is seen once its turn has come;
-    - a part of all bytes, so that each was compared after some 512 calls.
+    - how often each parameter was written to in place. So a change on one rank alone, by a function of torch
+      such as ``load_state_dict``, is found in the next call;
+    - a word of each of 32 tensors, of others in the next call. So a change of all of a tensor, as by another
+      learning rate, is found once its turn has come;
+    - a part of all bytes, so that about 512 calls compare all of them.
 
-    Where the numbers differ, ``words()`` are of everything. Local to make; does not keep the model.
+    If the numbers differ, ranks compare ``words()``, which cover everything. Local to make; keeps only a weak
+    reference to the model.
     """
 
     what = "weights"
@@ -80,7 +81,7 @@ class ReplicaSampler:
         self._held: list[_Held] = []
 
     def number(self) -> int:
-        """Number of this rank for the call that begins; local."""
+        """Hash for the call that begins; local."""
         at, self._calls = self._calls, self._calls + 1
         if at == 0:
             self._look()
@@ -97,12 +98,12 @@ class ReplicaSampler:
         return hash((written, learns, group.word(at // len(self._groups)), self._part()))
 
     def words(self) -> dict[str, list[str]]:
-        """A digest and a norm of each tensor, by name."""
+        """Digest and norm of each tensor, by name."""
         self._look()
         return {each.name: [_digest(each.tensor), _said(each.tensor)] for each in self._held}
 
     def problem(self, said: Mapping[int, Any]) -> str:
-        """Which tensor is not alike on all ranks; empty if all are."""
+        """Message about tensors that differ between ranks; empty if all are equal."""
         names = dict.fromkeys(name for each in said.values() for name in each)
         differing = [n for n in names if len({each.get(n, [0])[0] for each in said.values()}) > 1]
         if not differing:
@@ -118,13 +119,13 @@ class ReplicaSampler:
         )
 
     def forget(self) -> None:
-        """Leave the tensors to whoever else compares them; the next number begins anew."""
+        """Forget the tensors, so that others may compare them; the next number begins anew."""
         for each in self._held:
             mark_compared(each.tensor, False)
         self._held, self._calls, self._fruitless = [], 0, 0
 
     def _look(self) -> None:
-        # Where everything is now.
+        # Find all tensors and their memory again.
         for each in self._held:
             mark_compared(each.tensor, False)
         self._held = [*self._found()]
@@ -134,11 +135,11 @@ class ReplicaSampler:
             _Group(self._held[at : at + _AT_A_TIME]) for at in range(0, len(self._held), _AT_A_TIME)
         ]
         self._parameters = [each.tensor for each in self._held if isinstance(each.tensor, nn.Parameter)]
-        # Ranks need not have written equally often before: what was broadcast, the first has not.
+        # Earlier writes may differ: the first rank does not write to a tensor that it broadcasts.
         self._versions = [*map(_version, self._parameters)]
         total = sum(len(part) for group in self._groups for part in group.nbytes)
         self._step = max(_LEAST_NBYTES, -(-total // _CALLS))
-        # The tensor, and the byte in it, that the next call goes on with.
+        # The tensor, and the byte in it, at which the next call goes on.
         self._at = self._offset = 0
 
     def _found(self) -> Iterator[_Held]:
@@ -146,7 +147,7 @@ class ReplicaSampler:
         model = self._model()
         for claim in () if model is None else claims_of(model, "", self._machine, {}):
             if not set(self._ranks) <= set(claim.ranks):
-                # Parts of weights, or what its user keeps otherwise.
+                # Parts of weights, or weights that the user's callback keeps differently.
                 continue
             places: list[tuple[str, dict[str, Any], str]] = [
                 (entry.name, entry.uses[0][0]._parameters, entry.uses[0][1]) for entry in claim.entries
@@ -166,11 +167,11 @@ class ReplicaSampler:
         return self._groups[at % len(self._groups)] if self._groups else _Group(())
 
     def _part(self) -> int:
-        # Bytes from where the last call ended; of the tensors behind it where one has fewer.
+        # Hash of bytes from where the last call ended; goes on in the following tensors.
         found, left, seen = 0, self._step, -1
         parts: Sequence[memoryview] = ()
         while left > 0:
-            # Once for many small ones.
+            # One look-up serves many small tensors.
             if (at := self._at // _AT_A_TIME) != seen:
                 seen, parts = at, self._group(at).nbytes
             if not parts:
@@ -181,14 +182,14 @@ class ReplicaSampler:
             if left > 0:
                 self._at, self._offset = self._at + 1, 0
                 if self._at == len(self._held):
-                    # From the first on in the next call.
+                    # The next call begins at the first tensor.
                     self._at = 0
                     break
         return found
 
 
 def _readable(x: torch.Tensor) -> bool:
-    # A plain tensor, whose elements fill a piece of memory: in some order, alike on all ranks.
+    # Whether it is a plain tensor whose elements fill one piece of memory, in any order.
     if type(x) not in (torch.Tensor, nn.Parameter) or not is_in_memory(x):
         return False
     last = sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True))

@@ -1,4 +1,4 @@
-"""What a step of a distributed model does: functions, what they move, how long they wait."""
+"""Reports of a step of a distributed model: its functions, the data that they move, and waiting times."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ _MOVES = ("start", "wait", "fuse")
 class Call:
     """A function at one place of a program, in one step, on one rank.
 
-    ``inputs`` and ``output`` are shapes and how they are cut; ``nbytes`` and ``messages`` what this rank sent
-    in the forward; ``waited`` seconds in forward and backward, ``hidden`` seconds that data travelled while
-    it computed. ``moved`` says which operands went to another layout first, by the rule of the function.
+    ``inputs`` and ``output`` are global shapes with layouts. ``nbytes`` and ``messages`` count what this rank
+    sent in the forward. ``waited`` are seconds in forward and backward, ``hidden`` are seconds in which data
+    travelled while this rank computed. ``moved`` names the operands that the function's rule redistributed.
     """
 
     module: str
@@ -45,7 +45,7 @@ class Call:
 class StepReport:
     """The calls of a step on this rank, in the order of their first times; ``print`` shows a table.
 
-    ``nbytes`` and ``messages`` are those of the whole step, backward and sums of gradients included.
+    ``nbytes`` and ``messages`` are those of the whole step, with backward and sums of gradients.
     """
 
     calls: list[Call] = field(default_factory=list)
@@ -56,7 +56,7 @@ class StepReport:
 
     @property
     def moved(self) -> list[Call]:
-        """Where operands went to another layout by a rule; ``fallback="error"`` would refuse these."""
+        """Calls whose operands a rule redistributed; ``fallback="error"`` would refuse these."""
         return [call for call in self.calls if call.moved]
 
     def __str__(self) -> str:
@@ -88,10 +88,10 @@ class StepReport:
 
 @contextmanager
 def report(model: nn.Module) -> Iterator[StepReport]:
-    """Context of a step of a distributed model, forward and backward; what it yields is complete afterwards.
+    """Context of one step of a distributed model, forward and backward; yields a report, complete at the end.
 
-    Collective over the machine to enter, as :meth:`Machine.record`, which it uses. The first step also makes
-    plans and exchanges addresses: report a later one for times.
+    Entering is collective over the machine, like :meth:`Machine.record`, which it uses. The first step also
+    makes plans and exchanges addresses: for times, report a later one.
     """
     if "distributed" not in vars(model):
         raise ConfigurationError("report: the model is not distributed")
@@ -123,7 +123,7 @@ def report(model: nn.Module) -> Iterator[StepReport]:
     OBSERVERS.append(observe)
     try:
         with machine.record() as recording:
-            # The ranks have met to begin the recording.
+            # After the ranks have met to begin the recording.
             start = counters.bytes_put + counters.bytes_collective, counters.puts, counters.seconds_waited
             yield seen
             seen.seconds = recording.now

@@ -1,4 +1,4 @@
-"""How the job was started, where that is not what its user meant."""
+"""Warnings about how the job was started."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from distdl_rma.machine import Machine, alone
 
 
 def warn_of_start(machine: Machine) -> None:
-    """Warn of a job of one rank without a launcher, and of more threads than cores; once, local.
+    """Warn of a job of one rank without a launcher, and of more threads than cores; local.
 
-    The first rank warns, for its node.
+    Only the machine's first rank warns, once, for its node.
     """
     if machine.rank != machine.ranks[0] or machine.kept.setdefault("start", False):
         return

@@ -1,4 +1,4 @@
-"""Where plain tensors become split ones: cut from the whole, or told of by the ranks that have the blocks."""
+"""Make layouts and partitions: of blocks that the ranks pass, and of grids as users write them."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from distdl_rma.split.calls.site import THREAD, site_of
 
 
 def told_layout(local: torch.Tensor, partition: Partition, problem: str = "") -> Decomposition:
-    """Layout of the blocks that all ranks of a partition have; blocking.
+    """Layout of the blocks that the ranks of a partition pass; collective over it, blocking.
 
-    ``ShapeError`` on all of them if one has a problem with its block, or they form no grid.
+    All ranks raise ``ShapeError`` if a rank has a problem with its block, or the blocks form no grid.
     """
     machine = Machine.of(partition)
     THREAD.place = None
@@ -66,10 +66,10 @@ def _said(kind: tuple[int, ...]) -> str:
 
 
 def grid_for(grid: Any, machine: Machine | None, dims: int) -> Partition:
-    """What a user means by ``"2x2"``, ``(2, 2)``, ``{"H": 2}`` or a partition, in so many dimensions.
+    """Partition with ``dims`` dimensions of a user's ``"2x2"``, ``(2, 2)``, ``{"H": 2}`` or ``Partition``.
 
-    A text or a tuple cuts the last dimensions; a dict those of its letters ``D``, ``H`` and ``W``, also ``N``
-    and ``C``. One of the numbers of a tuple or dict may be -1, for all ranks that the others leave.
+    A text or a tuple cuts the last dimensions, a dict those of its letters ``N``, ``C``, ``D``, ``H`` and
+    ``W``. One number of a tuple or dict may be -1, for the ranks that the others leave.
     """
     if isinstance(grid, Partition):
         if grid.dim != dims:
@@ -83,7 +83,7 @@ def grid_for(grid: Any, machine: Machine | None, dims: int) -> Partition:
             f" dimensions, got {grid!r}"
         )
     if min(shape) < 1 or prod(shape) != len(ranks):
-        # In the user's words: the shape has dimensions that nobody spoke of.
+        # Cites the user's grid: the shape has dimensions that the user did not name.
         raise PartitionError(
             f"grid {grid!r}: the numbers of blocks are at least 1, and their product is the number of ranks,"
             f" which is {len(ranks)}; a number of {{'H': -1, 'W': 2}} may be -1, for all ranks that the"
@@ -93,7 +93,7 @@ def grid_for(grid: Any, machine: Machine | None, dims: int) -> Partition:
 
 
 def _blocks(grid: Any, dims: int, ranks: int) -> tuple[int, ...] | None:
-    # The number of blocks in each dimension; None where a grid says no such thing.
+    # The number of blocks in each dimension; None if the grid is of no known form.
     letters = "NC" + "DHW"[5 - dims :] if 3 <= dims <= 5 else ""
     numbers: tuple[int, ...] = ()
     if isinstance(grid, str):
@@ -103,7 +103,7 @@ def _blocks(grid: Any, dims: int, ranks: int) -> tuple[int, ...] | None:
     if isinstance(grid, Mapping):
         unknown = [key for key in grid if key not in tuple(letters)]
         if unknown:
-            # A name of other tensors, which have more dimensions.
+            # A letter of tensors with more dimensions.
             missing = "; or is the batch dimension of the tensor missing? x.unsqueeze(0) is a batch of one"
             raise ArgumentError(
                 f"a grid names the dimensions {', '.join(letters)} of a tensor of {dims}, got {unknown[0]!r}"
@@ -117,6 +117,6 @@ def _blocks(grid: Any, dims: int, ranks: int) -> tuple[int, ...] | None:
 
 
 def _filled_up(shape: tuple[int, ...], ranks: int) -> tuple[int, ...]:
-    # With the one number that is left to the ranks.
+    # With the number for -1; -1 stays if none fits.
     rest = ranks // -prod(shape) if shape.count(-1) == 1 and 0 not in shape else -1
     return tuple(rest if n == -1 else n for n in shape)

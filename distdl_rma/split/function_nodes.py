@@ -1,9 +1,10 @@
-"""What autograd functions return of split tensors, a user's own or torch's for hooks, in the graph of blocks.
+"""Puts results of autograd functions, a user's or torch's for hooks, into the graph of blocks.
 
-torch runs such a function on split tensors as on any: the functions in its forward and backward go by their
-rules. But it links the split tensors, whose blocks know nothing of that. So when a result is first used its
-block gets a node, which keeps the gradient of the result; behind those of all results of a call stands one
-more, which passes these gradients to torch's node, once, and what comes out to the blocks of the arguments.
+torch runs an autograd function on split tensors like any other: the functions in its forward and backward use
+their rules. But torch links the split tensors, not their blocks. So the block of a result gets a node
+(``_Result``) at its first use. This node keeps the gradient of the result. All results of a call share one
+further node (``_Arguments``). It passes the kept gradients to torch's node, once, and passes the gradients
+that result to the blocks of the arguments.
 """
 
 from __future__ import annotations
@@ -23,22 +24,22 @@ from distdl_rma.ops.core.autograd import OperatorFunction, first_derivative
 from distdl_rma.split import layout as lay
 from distdl_rma.split.plain_operands import beside
 
-# What torch's node of a call keeps: the call, or that its results went into another one.
+# Metadata keys of torch's node of a call: the ``_Call``; a mark that its results only went into another call.
 _CALL, _INNER = "distdl_rma call", "distdl_rma inner"
-# Recomputes in a backward of its own, in which the gradients of parameters are not summed yet.
+# A re-entrant checkpoint recomputes in a backward of its own, before gradients of parameters are summed.
 _REENTRANT: Any = torch.utils.checkpoint.CheckpointFunction._backward_cls
 _keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
-# Backwards of calls that run now.
+# Nodes of autograd functions whose backward runs now.
 _RUNNING: list[Any] = []
 
 
 def runs() -> bool:
-    """Whether the backward of an autograd function of split tensors runs, with gradients that are split."""
+    """Whether the backward of an autograd function of split tensors runs, with split gradients."""
     return bool(_RUNNING)
 
 
 class _Call:
-    # A call of an autograd function. Its node has it, and so it does not have the node.
+    # A call of an autograd function. Torch's node refers to it; ``node`` is only set during a backward.
     def __init__(self, node: Any, kind: Any, layout: Decomposition) -> None:
         self.kind, self.partition = kind, layout.partition
         self.sources = _sources_of(node, kind)
@@ -46,7 +47,7 @@ class _Call:
             x._layout if isinstance(x, kind) else lay.replicated(self.partition, x.shape)
             for x in self.sources
         ]
-        # Of the results that the running backward came by, and the node of the call.
+        # Set during a backward: the gradients of results that arrived, and torch's node.
         self.gradients: dict[int, torch.Tensor] = {}
         self.node: Any = None
         blocks = [
@@ -56,17 +57,17 @@ class _Call:
         self.token = _Arguments.apply(weakref.ref(self), Machine.of(self.partition), *blocks)
 
     def gradients_of_sources(self) -> list[torch.Tensor | None]:
-        """By the function's own backward, of blocks; None where there is none."""
+        """Blocks of the gradients, by the function's own backward; None for a source without a gradient."""
         node, gradients, self.node, self.gradients = self.node, self.gradients, None, {}
         ends = tuple(GradientEdge(node, number) for number in gradients)
         engine, given = torch.autograd.Variable._execution_engine, (*gradients.values(),)
-        # Hooks of sources, as of a GradientSync, are called when the gradients come out of this node.
+        # Hooks of sources, as of a GradientSync, run when ``_Arguments`` returns the gradients, not here.
         hooks = [(x._backward_hooks, [*x._backward_hooks.items()]) for x in self.sources if x._backward_hooks]
         for registered, _ in hooks:
             registered.clear()
         _RUNNING.append(node)
         try:
-            # No graph of it; a source may be without a gradient; nothing goes to .grad.
+            # create_graph is False, allow_unreachable True, accumulate_grad False.
             how = _keeps_graph(), False, (*self.sources,), True, False
             found: Any = engine.run_backward(ends, given, *how)
         finally:
@@ -80,7 +81,7 @@ class _Call:
 
     def _block(self, gradient: Any, layout: Decomposition) -> torch.Tensor:
         if not isinstance(gradient, self.kind):
-            # Plain ones are whole.
+            # A plain gradient is whole on every rank.
             block: torch.Tensor = gradient[layout.slices()]
         else:
             cut_alike = gradient if gradient._layout is layout else gradient.redistribute(layout=layout)
@@ -89,7 +90,7 @@ class _Call:
 
 
 def _sources_of(end: Any, kind: Any) -> list[Any]:
-    # The tensors that a call, with those between whose results only went on into it, was given in the graph.
+    # Tensors in the graph that a call got, also through calls whose results only went into this one.
     found: dict[int, Any] = {}
     seen, ahead = {end}, [end]
     while ahead:
@@ -117,7 +118,7 @@ def _sources_of(end: Any, kind: Any) -> list[Any]:
 
 
 class _Arguments(OperatorFunction):
-    # Where the gradients of all results have come: what goes out of it is without elements.
+    # Its backward runs once the gradients of all results have arrived. Its result has no elements.
     @staticmethod
     def forward(ctx: Any, call: Any, machine: Machine, *blocks: torch.Tensor) -> torch.Tensor:
         ctx.call, ctx.machine = call, machine
@@ -135,7 +136,7 @@ class _Result(OperatorFunction):
         ctx: Any, block: torch.Tensor, _token: torch.Tensor, node: Any, number: int, layout: Decomposition
     ) -> torch.Tensor:
         ctx.node, ctx.number, ctx.layout = node, number, layout
-        # What shows the memory of an argument stays a view, which torch lets nobody change in place.
+        # A view of an argument stays a view, so that torch refuses changes in place.
         return block.view_as(block) if block._is_view() or block.requires_grad else block.detach()
 
     @staticmethod
@@ -147,9 +148,9 @@ class _Result(OperatorFunction):
 
 
 def is_lost(ends: Sequence[torch.Tensor], kind: Any) -> bool:
-    """Whether a gradient of these comes to a split tensor itself: its block gets none of it.
+    """Whether a gradient reaches a split tensor itself and not its block, so that the block gets none.
 
-    So it is where an autograd function of a split tensor returns a plain one.
+    This happens if an autograd function of a split tensor returns a plain tensor.
     """
     seen, ahead = set[Any](), [x.grad_fn for x in ends]
     while ahead:
@@ -164,7 +165,7 @@ def is_lost(ends: Sequence[torch.Tensor], kind: Any) -> bool:
 
 
 def enter_graph(x: Any) -> None:
-    """Put the block of what an autograd function returned into the graph of blocks; ``TypeError`` if not."""
+    """Put the block of an autograd result into the graph of blocks; ``TypeError`` if impossible."""
     node, number = x.grad_fn, x.output_nr
     with torch.enable_grad():
         call = node.metadata.get(_CALL)
@@ -172,7 +173,7 @@ def enter_graph(x: Any) -> None:
             call = _Call(node, type(x), x._layout)
             node.metadata[_CALL] = call
         block = _Result.apply(x._local, call.token, node, number, x._layout)
-    # From here on it is as any.
+    # From here on it is a leaf of torch's graph, and only its block is in a graph.
     x.detach_()
     x._local = block
     x.requires_grad_()

@@ -1,7 +1,7 @@
-"""How a tensor is cut over ranks, under what functions of torch do to its dimensions.
+"""Layouts: how a tensor is cut over ranks, and what functions of torch do to its dimensions.
 
-A layout is a :class:`Decomposition` in a normal form: grid dimensions of one place cut nothing, and where a
-grid dimension cuts nothing its ranks hold copies. Equal layouts of one process are the same object.
+A layout is a :class:`Decomposition` in a normal form: a grid dimension of extent 1 cuts no tensor dimension,
+and the ranks along a grid dimension that cuts none hold copies. Equal layouts are one object.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from distdl_rma.geometry.partition import Partition
 from distdl_rma.machine import Machine
 
 T = TypeVar("T")
-# So many layouts are remembered.
+# Entries that ``kept`` remembers of one kind; with more it starts again.
 _MOST = 1 << 14
-# Not empty once there was a layout of which some rank has no element.
+# Not empty once there was a layout in which some rank has no element.
 LEAVING_OUT: list[bool] = []
-# Which tensor dimension each grid dimension cuts, None where it makes copies.
+# The tensor dimension that each grid dimension cuts; None where it makes copies.
 Axes = tuple[int | None, ...]
 
 
 def layout(partition: Partition, splits: Sequence[Split], axes: Axes) -> Decomposition:
-    """Layout of a tensor whose dimensions are cut by ``splits``; those of one part are whole."""
+    """Layout of a tensor whose dimensions are cut by ``splits``; a split of one part cuts nothing."""
     normal = tuple(
         axis if places > 1 and axis is not None and splits[axis].parts > 1 else None
         for axis, places in zip(axes, partition.shape, strict=True)
@@ -46,8 +46,8 @@ def layout(partition: Partition, splits: Sequence[Split], axes: Axes) -> Decompo
 
 
 def kept(partition: Partition, what: str, key: Hashable, make: Callable[[], T]) -> T:
-    """What follows from layouts on a partition, worked out once for its machine."""
-    # Partitions of different machines compare equal.
+    """A value that follows from layouts on a partition, computed once and kept by the partition's machine."""
+    # Not in a dict of this module: partitions of different machines compare equal.
     home = partition.home
     if not isinstance(home, Machine):
         return make()
@@ -61,7 +61,7 @@ def kept(partition: Partition, what: str, key: Hashable, make: Callable[[], T]) 
 
 
 def simplest(split: Split) -> Split:
-    """Balanced blocks, or consecutive ones of listed lengths, for parts that are either."""
+    """An equal split in its simplest form: ``Balanced`` if the parts are balanced, otherwise ``Listed``."""
     if isinstance(split, Balanced):
         return split
     ends = [split.interval(part) for part in range(split.parts)]
@@ -76,12 +76,12 @@ def normal(found: Decomposition) -> Decomposition:
 
 
 def replicated(partition: Partition, shape: Sequence[int]) -> Decomposition:
-    """All of a tensor on every rank."""
+    """Layout in which every rank holds the whole tensor."""
     return layout(partition, [Balanced(int(n), 1) for n in shape], (None,) * partition.dim)
 
 
 def balanced(partition: Partition, shape: Sequence[int], axes: Axes | None = None) -> Decomposition:
-    """Balanced blocks; without ``axes`` the dimensions of grid and tensor are the same ones."""
+    """Layout of balanced blocks; without ``axes`` grid dimension ``d`` cuts tensor dimension ``d``."""
     axes = tuple(range(partition.dim)) if axes is None else axes
     if len(axes) != partition.dim or any(axis not in range(len(shape)) for axis in axes if axis is not None):
         raise PartitionError(
@@ -96,7 +96,7 @@ def balanced(partition: Partition, shape: Sequence[int], axes: Axes | None = Non
 
 
 def whole(found: Decomposition, dims: Collection[int]) -> Decomposition:
-    """The same with some tensor dimensions uncut, and copies instead."""
+    """The same layout with some tensor dimensions uncut: the ranks that cut them hold copies instead."""
     axes = tuple(None if axis in dims else axis for axis in found.axes)
     return layout(
         found.partition, [Balanced(s.extent, 1) if d in dims else s for d, s in enumerate(found.splits)], axes
@@ -104,14 +104,14 @@ def whole(found: Decomposition, dims: Collection[int]) -> Decomposition:
 
 
 def with_splits(found: Decomposition, splits: Mapping[int, Split]) -> Decomposition:
-    """The same grid dimensions cut the same tensor dimensions, of which some have other parts."""
+    """The same layout with other parts in some tensor dimensions."""
     return layout(found.partition, [splits.get(d, split) for d, split in enumerate(found.splits)], found.axes)
 
 
 def reordered(found: Decomposition, order: Sequence[int | None]) -> Decomposition:
-    """Layout of a tensor with these dimensions of the old one in this order; None for a new one of extent 1.
+    """Layout of a tensor whose dimensions are ``order`` of the old ones; None is a new one of extent 1.
 
-    Dimensions that are left out must not be cut.
+    Dimensions that ``order`` leaves out must be uncut.
     """
     splits = [Balanced(1, 1) if d is None else found.splits[d] for d in order]
     axes = tuple(order.index(axis) if axis is not None and axis in order else None for axis in found.axes)
@@ -119,16 +119,15 @@ def reordered(found: Decomposition, order: Sequence[int | None]) -> Decompositio
 
 
 def on_grid(found: Decomposition) -> Decomposition:
-    """The same blocks on a grid with a dimension for each of the tensor's, of this rank and those beside it.
+    """The same blocks on a grid that has one dimension for each tensor dimension.
 
-    Of ranks that hold copies only those are in it that hold the same copies as this one: operations on it run
-    beside each other, once for each set of copies.
+    Its ranks hold the same copies as this rank. So an operation on it runs once for each set of copies.
     """
 
     def make() -> Decomposition:
         partition, shape = found.partition, tuple(split.parts for split in found.splits)
         index = partition.index_of(partition.me)
-        # Row-major in the order of the tensor's dimensions, which need not be that of the grid.
+        # Row-major in the order of the tensor's dimensions, which may differ from the grid's.
         cuts = [_grid_dim(found, d) for d in range(len(shape))]
         ranks = []
         for position in product(*map(range, shape)):
@@ -144,7 +143,7 @@ def on_grid(found: Decomposition) -> Decomposition:
 
 
 def owners(found: Decomposition) -> Decomposition:
-    """The first of those that hold copies, for every block."""
+    """The same layout on the first of the ranks that hold copies of each block."""
     first = dict.fromkeys(found.copied_along, 0)
     return kept(
         found.partition, "owners", found, lambda: replace(found, partition=found.partition.slab(first))
@@ -152,7 +151,7 @@ def owners(found: Decomposition) -> Decomposition:
 
 
 def line(found: Decomposition, grid_dims: Collection[int]) -> tuple[int, ...]:
-    """Ranks that differ from this one in some grid dimensions alone, itself included."""
+    """Ranks that differ from this rank only in the given grid dimensions, this rank included."""
     partition, dims = found.partition, tuple(grid_dims)
 
     def make() -> tuple[int, ...]:
@@ -163,7 +162,7 @@ def line(found: Decomposition, grid_dims: Collection[int]) -> tuple[int, ...]:
 
 
 def holds(source: Decomposition, target: Decomposition) -> bool:
-    """Whether every rank has all of what it is to have by ``target``: that is a part of its block."""
+    """Whether on every rank the source block contains the target block, so that no data moves."""
     return all(
         split.parts == 1 or (split == wanted and _grid_dim(source, d) == _grid_dim(target, d))
         for d, (split, wanted) in enumerate(zip(source.splits, target.splits, strict=True))
@@ -171,12 +170,11 @@ def holds(source: Decomposition, target: Decomposition) -> bool:
 
 
 def _grid_dim(found: Decomposition, d: int) -> int | None:
-    # Which grid dimension cuts a tensor dimension.
     return found.axes.index(d) if d in found.axes else None
 
 
 def described(found: Decomposition) -> str:
-    """How a tensor is cut, for people: ``2 x 2 over dims 2, 3``."""
+    """How a tensor is cut, for messages: ``2 x 2 over dims 2, 3``."""
     dims = found.cut_dims
     if not dims:
         return "replicated"

@@ -1,4 +1,4 @@
-"""Where a cut goes when a dimension can no longer be cut as it is: values, worked out alike on all ranks."""
+"""Choose another layout when a dimension cannot stay cut as it is: local, with equal results on all ranks."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ def lengths(split: Split) -> tuple[int, ...]:
 
 
 def scaled(split: Split, up: int, down: int) -> Split:
-    """Parts of a dimension whose elements became ``up / down`` as many."""
+    """Parts of a dimension after every part's length changed by the factor ``up / down``."""
     return lay.simplest(Listed(tuple(n * up // down for n in lengths(split))))
 
 
 def fitted(split: Split, unit: int) -> Split | None:
-    """Parts that end at multiples of ``unit``, as close to these as can be; None if there are too few."""
+    """Parts that end at multiples of ``unit``, close to the given ends; None if there are too few units."""
     if all(n % unit == 0 for n in lengths(split)):
         return split
     if split.extent // unit < split.parts:
@@ -32,15 +32,15 @@ def fitted(split: Split, unit: int) -> Split | None:
 
 
 def even(split: Split, unit: int) -> Balanced:
-    """Balanced parts of a dimension that is counted in units."""
+    """Balanced parts of a dimension, counted in units."""
     return Balanced(split.extent // unit, split.parts)
 
 
 def cut_other_dims(found: Decomposition, dims: Collection[int], never: Collection[int] = ()) -> Decomposition:
-    """The same tensor uncut in some dimensions: cut in others instead, in copies only where none is left.
+    """Layout with some dimensions uncut: other dimensions are cut instead, or copies made if none is left.
 
-    Of the other uncut dimensions the longest is taken, the first of several; not those of ``never``. It may
-    be shorter than the number of ranks: then some have no elements, and the others fewer than of a copy.
+    The longest uncut dimension is taken, the first of several equal ones, but none of ``never``. If it is
+    shorter than the number of ranks, some have no elements, which still needs less memory than copies.
     """
     splits, axes = list(found.splits), list(found.axes)
     for g, axis in enumerate(found.axes):
@@ -55,14 +55,14 @@ def cut_other_dims(found: Decomposition, dims: Collection[int], never: Collectio
 
 
 def multiples(found: Decomposition, units: dict[int, int]) -> Decomposition:
-    """The same tensor with parts of some dimensions that end at multiples of a unit, or cut elsewhere."""
+    """Layout whose parts of some dimensions end at multiples of a unit, or that cuts others instead."""
     fits = {d: fitted(found.splits[d], unit) for d, unit in units.items() if d in found.axes}
     found = lay.with_splits(found, {d: split for d, split in fits.items() if split is not None})
     return cut_other_dims(found, [d for d, split in fits.items() if split is None], tuple(units))
 
 
 def groups(old: Sequence[int], new: Sequence[int]) -> list[tuple[list[int], list[int]]]:
-    """Smallest groups of dimensions of two shapes with the same elements; those of extent 1 are in none."""
+    """Smallest groups of dimensions of two shapes with equal products; without dimensions of extent 1."""
     left, right = ([d for d, n in enumerate(shape) if n != 1] for shape in (old, new))
     found, i, j = [], 0, 0
     while i < len(left):
@@ -81,12 +81,12 @@ def groups(old: Sequence[int], new: Sequence[int]) -> list[tuple[list[int], list
 
 
 def reshaped(found: Decomposition, shape: Sequence[int]) -> tuple[Decomposition, Decomposition]:
-    """Layouts of a tensor as it has to be for blocks to be reshaped, and of the result.
+    """Layout that a tensor needs so that each block can be reshaped by itself, and layout of the result.
 
-    A block is to become a block: of a group of dimensions that become others only the first may be cut, at
-    ends which the first of the others has too. A cut that is so stays; one that ends otherwise moves to the
-    closest ends that fit; that of another dimension moves to the first of its group, else to the longest that
-    may be cut; what cannot be cut is copied.
+    The reshape turns groups of old dimensions into groups of new ones. Only the first dimension of a group
+    may be cut, and only at ends that are also ends in the first new dimension. A cut that fits stays. A cut
+    of a first dimension with other ends moves to the closest ends that fit. A cut of another dimension moves
+    to the first dimension of its group, or else to the longest that may be cut. Otherwise ranks hold copies.
     """
     partition, old = found.partition, found.shape
     if 0 in old:
@@ -96,7 +96,7 @@ def reshaped(found: Decomposition, shape: Sequence[int]) -> tuple[Decomposition,
     first: dict[int, int] = {}
     for a, b in groups(old, shape):
         ahead, behind = prod(old[d] for d in a[1:]), prod(shape[d] for d in b[1:])
-        # So many elements of the first are whole elements of what it becomes.
+        # The first old dimension may be cut at multiples of so many elements.
         units[a[0]] = behind // gcd(ahead, behind)
         becomes[a[0]] = b[0], ahead, behind
         first |= dict.fromkeys(a, a[0])
@@ -125,23 +125,23 @@ def reshaped(found: Decomposition, shape: Sequence[int]) -> tuple[Decomposition,
 
 
 def sliced(split: Split, start: int, stop: int, step: int) -> tuple[Split, tuple[tuple[int, int], ...]]:
-    """What the parts have of a slice, and the interval of each part that it begins at and ends before."""
+    """Parts of a slice, and for each part the bounds of the slice in the block: its start and stop there."""
     within = []
     for part in range(split.parts):
         a, b = split.interval(part)
         ahead = max(0, -(-(a - start) // step))
         low = start + ahead * step
         high = max(low, min(b, stop))
-        # Where a part has nothing, what is left of the slice may begin behind it.
+        # Where a part has no element of the slice, the rest of the slice may begin behind the part.
         within.append((min(low, b) - a, max(min(low, b), high if high <= b else b) - a))
     kept = Listed(tuple(-(-(high - low) // step) for low, high in within))
     return lay.simplest(kept) if split.parts > 1 else Balanced(kept.extent, 1), tuple(within)
 
 
 def joined(extents: Iterable[int], at: int, split: Split) -> Split:
-    """Parts of a concatenation of which tensor ``at`` is cut by ``split``.
+    """Parts of a concatenation whose tensor ``at`` is cut by ``split``.
 
-    Little that comes before or behind stays with the first and the last part, so that nothing moves.
+    Few elements before or behind that tensor join the first and the last part, so that no block moves.
     """
     before = behind = 0
     for number, extent in enumerate(extents):

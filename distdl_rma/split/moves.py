@@ -1,16 +1,16 @@
-"""How split tensors move between layouts, are summed over ranks, and what that means for gradients.
+"""Redistribution of split tensors, sums over ranks, and the gradients of both.
 
-What a gradient means is said here, once:
+The meaning of a gradient is defined here, for the whole package:
 
-- Of a **split tensor**, cut or **replicated**, every rank holds the gradient of its own block. All ranks
-  compute the same loss, and the gradient is that loss's. Copies hold equal gradients.
-- Of a **plain tensor**, such as a parameter, every rank holds a *contribution*: the gradient is the sum over
-  the ranks, which a ``GradientSync`` computes. So a parameter may be used on cut and on replicated tensors
-  alike. If no ``GradientSync`` has a plain tensor, ``split/plain_operands.py`` sums where it is used.
+- **Split tensor**, cut or **replicated**: every rank holds the gradient of its own block. All ranks compute
+  the same loss, and the gradient is that of this loss. Copies hold equal gradients.
+- **Plain tensor**, such as a parameter: every rank holds a *contribution*. The gradient is the sum over the
+  ranks, which a ``GradientSync`` computes. So one parameter may be used on cut and on replicated tensors. If
+  no ``GradientSync`` has a plain tensor, ``split/plain_operands.py`` sums its gradient where it is used.
 
-A function on blocks keeps the first rule by itself. A copy that is used by ranks with different blocks gets
-contributions, which ``to_blocks`` sums; what is summed over ranks, ``all_sum``, hands its gradient on as it
-is; a plain tensor that ranks with equal blocks use contributes on the first of them, ``once``.
+A function on blocks keeps the first rule by itself. If ranks use copies beside different blocks,
+``to_blocks`` sums the contributions to their gradient. ``all_sum``, a sum over ranks, passes its gradient on
+unchanged. If ranks with equal blocks use a plain tensor, only the first of them contributes (``once``).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from distdl_rma.split.calls.site import Site, may_move
 def reduced(
     site: Site, x: torch.Tensor, ranks: Sequence[int], op: str = "sum", what: str = ""
 ) -> torch.Tensor:
-    """Reduction of a local tensor over some ranks, outside of autograd; blocking, alike on all of them."""
+    """Reduction of a local tensor over some ranks, outside of autograd; blocking, equal on all of them."""
     if len(ranks) == 1 or not x.numel():
         return x.detach().clone()
     wide = sum_dtype(x.dtype)
@@ -47,7 +47,7 @@ def reduced(
     return result.view(x.shape).to(x.dtype, copy=True)
 
 
-# What moves since the user asked for it, and not by a rule.
+# Redistributions that the user asked for; all others are done by rules.
 ASKED = "redistribute"
 
 
@@ -87,12 +87,12 @@ class _Once(OperatorFunction):
 
 
 def all_sum(site: Site, x: torch.Tensor, layout: Decomposition, grid_dims: Collection[int]) -> torch.Tensor:
-    """Sum of what the ranks along some grid dimensions have; differentiable, blocking."""
+    """Sum of a tensor over the ranks along some grid dimensions; differentiable, blocking."""
     return summed(site, x, lay.line(layout, grid_dims))
 
 
 def summed(site: Site, x: torch.Tensor, ranks: Sequence[int]) -> torch.Tensor:
-    """Sum of what some ranks have; differentiable, blocking."""
+    """Sum of a tensor over some ranks; differentiable, blocking."""
     if len(ranks) == 1:
         return x
     y: torch.Tensor = _AllSum.apply(x, site, ranks)
@@ -102,9 +102,9 @@ def summed(site: Site, x: torch.Tensor, ranks: Sequence[int]) -> torch.Tensor:
 def to_blocks(
     site: Site, x: torch.Tensor, layout: Decomposition, grid_dims: Collection[int], what: str = ""
 ) -> torch.Tensor:
-    """Copies that ranks with different blocks will use: their contributions to the gradient are summed.
+    """A copy that ranks will use beside different blocks; its backward sums their contributions, blocking.
 
-    ``what`` tells the tensors of one site apart.
+    ``what`` distinguishes tensors of one site.
     """
     ranks = lay.line(layout, grid_dims)
     if len(ranks) == 1 or not x.requires_grad:
@@ -114,7 +114,7 @@ def to_blocks(
 
 
 def once(x: torch.Tensor, result: Decomposition) -> torch.Tensor:
-    """A plain tensor for use beside blocks of ``result``: of ranks with equal blocks one contributes."""
+    """A plain tensor for use beside blocks of ``result``: one of the ranks with equal blocks contributes."""
     copied = result.copied_along
     if not copied or not x.requires_grad:
         return x
@@ -137,7 +137,7 @@ class _Move(OperatorFunction):
 
 
 class _Redistribution:
-    # From one layout to another and back, each by slicing where ranks hold what they need.
+    # Moves a tensor to another layout, and its gradient back. Either is a slice if ranks hold what they need.
     def __init__(
         self, site: Site, source: Decomposition, target: Decomposition, dtype: torch.dtype, what: str
     ) -> None:
@@ -152,7 +152,7 @@ class _Redistribution:
 
     @property
     def moves(self) -> bool:
-        """Whether anything moves forth."""
+        """Whether the forward exchanges data."""
         return self._forth is not None
 
     def there(self, x: torch.Tensor) -> torch.Tensor:
@@ -175,7 +175,7 @@ class _Redistribution:
 def redistributed(
     site: Site, x: torch.Tensor, source: Decomposition, target: Decomposition, what: str = ASKED
 ) -> torch.Tensor:
-    """A rank's block by another layout of the same partition; differentiable, blocking if it moves."""
+    """A rank's block in another layout of the same partition; differentiable, blocking if data moves."""
     if source is target or source == target:
         return x
     key, ranks = (source, target, x.dtype, what), source.partition.ranks

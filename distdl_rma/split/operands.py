@@ -1,4 +1,4 @@
-"""Tensors that meet in one function: which blocks the result has, and each operand as its ranks need it."""
+"""Operands of one function: the layout of its result, and each operand as the ranks need it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from distdl_rma.split.tensor import SplitTensor, any_cut, checked_block, compose
 
 
 def common_partition(func: Any, tensors: Sequence[torch.Tensor]) -> Partition:
-    """Partition of all split tensors among some; ``PartitionError`` if two differ."""
+    """Partition of all split tensors among ``tensors``; ``PartitionError`` if two differ."""
     found: Partition | None = None
     for x in tensors:
         if not isinstance(x, SplitTensor):
@@ -50,17 +50,17 @@ def machine_of(x: SplitTensor) -> Machine:
     machine = partition.home
     if isinstance(machine, Machine) and not machine.segments.closed:
         return machine
-    # Which says what is wrong.
+    # Raises an error that says what is wrong.
     return Machine.of(partition)
 
 
 def site_for(func: Any, *tensors: Any) -> Site:
-    """Site of a call that is going on, on the machine of the first split tensor among some."""
+    """Site of the current call, on the machine of the first split tensor among ``tensors``."""
     return site_of(machine_of(next(x for x in tensors if isinstance(x, SplitTensor))), func)
 
 
 def on_whole_tensors(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Any function of all of all tensors, which every rank computes; what is cut comes to all of them."""
+    """Call any function on all ranks with whole tensors; cut tensors are redistributed before, blocking."""
     arguments = tensors_in(args, kwargs)
     partition = common_partition(func, arguments)
     cut = [x for x in arguments if isinstance(x, SplitTensor) and x.is_split]
@@ -79,7 +79,7 @@ def on_whole_tensors(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
         return redistributed(site, checked_block(x), x._layout, target, what)
 
     args, kwargs = mapped(whole, args), mapped(whole, kwargs)
-    # What a function changes in place it also returns.
+    # A function returns the tensors that it changes in place.
     same = {id(x._local): x for x in arguments if isinstance(x, SplitTensor)}
     result = func(*args, **kwargs)
 
@@ -96,12 +96,11 @@ Handled = Callable[..., Any]
 def of_cut(
     *, empty: bool = True, uncut: bool = False, plain: str = "", otherwise: Handler = on_whole_tensors
 ) -> Callable[[Handled], Handler]:
-    """Handler of functions whose first tensor is cut; of another one every rank computes all of it.
+    """Makes a handler of functions whose first tensor is cut; else every rank computes the whole result.
 
-    What is decorated is given the call as the user made it, its site, the tensor, and the other arguments by
-    torch's names. ``empty`` and ``uncut`` are whether it takes split tensors without elements, and those that
-    every rank has all of; ``otherwise`` is called for what it does not take. ``plain`` is why a plain tensor
-    beside split ones is refused, if it is.
+    The decorated function gets the user's call, its site, the tensor, and the other arguments under torch's
+    names. ``empty`` and ``uncut`` say whether it takes split tensors without elements, and uncut ones;
+    ``otherwise`` handles the rest. ``plain`` is the reason why a plain first tensor is refused, if it is.
     """
 
     def decorate(handler: Handled) -> Handler:
@@ -124,7 +123,7 @@ def of_cut(
 
 
 def of_any_cut(handler: Handled) -> Handler:
-    """As :func:`of_cut`, where any tensor is cut, whether or not the first argument is."""
+    """As :func:`of_cut`, if any tensor of the call is cut, not only the first argument."""
 
     @wraps(handler)
     def called(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -137,7 +136,7 @@ def of_any_cut(handler: Handled) -> Handler:
 
 
 def composition(function: Handled) -> Handler:
-    """Handler of functions that are made of others: ``function`` computes them, of torch's arguments."""
+    """Handler of functions that are made of others, which ``function`` calls; it gets torch's arguments."""
 
     @wraps(function)
     def called(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -149,11 +148,11 @@ def composition(function: Handled) -> Handler:
 
 
 def common_layout(func: Any, operands: Sequence[torch.Tensor]) -> Decomposition:
-    """Layout of what operands become by broadcasting: that of the largest of them, where it is cut.
+    """Layout of operands after broadcasting: the cuts of the largest operand, then those of others that fit.
 
-    The first of several of one size counts.
+    The first of several operands of one size counts.
     """
-    # First, since layouts of two machines compare equal.
+    # Checked first, since layouts of two machines compare equal.
     partition = common_partition(func, operands)
     known = tuple(x._layout if isinstance(x, SplitTensor) else x.shape for x in operands)
     return lay.kept(partition, "common", known, lambda: _common_layout(func, known, partition))
@@ -184,7 +183,7 @@ def _common_layout(
 
 
 def part_for(shape: Sequence[int], result: Decomposition) -> Decomposition:
-    """Layout of an operand that broadcasts to a result: cut where that is, whole where it has extent 1."""
+    """Layout of an operand that broadcasts to a result: cut like the result, whole where it has extent 1."""
     shape = tuple(shape)
     return result if shape == result.shape else _part_for(shape, result)
 
@@ -206,15 +205,15 @@ def _part_for(shape: tuple[int, ...], result: Decomposition) -> Decomposition:
 def as_part(
     site: Site, x: torch.Tensor, part: Decomposition, result: Decomposition, at: int = 0
 ) -> torch.Tensor:
-    """An operand as its ranks need it for blocks of a result: cut by ``part``, moved where it has to be.
+    """An operand's part for this rank's block of the result, with layout ``part``; differentiable, may block.
 
-    ``at`` tells the operands of one site apart. Differentiable.
+    ``at`` distinguishes the operands of one site.
     """
     if not isinstance(x, SplitTensor):
         x = beside(x, result)
         return x[lay.kept(part.partition, "slices", part, part.slices)] if part.cut_dims else x
     local = redistributed(site, checked_block(x), x._layout, part, f"operand {at}")
-    # Along these, copies are used beside different blocks.
+    # Along these grid dimensions, ranks use copies beside different blocks.
     apart = tuple(
         g
         for g, (mine, its) in enumerate(zip(part.axes, result.axes, strict=True))
@@ -224,18 +223,18 @@ def as_part(
 
 
 def block_of(x: Any) -> Any:
-    """The block of a split tensor; anything else as it is."""
+    """The block of a split tensor; any other object unchanged."""
     return checked_block(x) if isinstance(x, SplitTensor) else x
 
 
 def as_blocks(site: Site, arguments: Any, result: Decomposition, at: int = 0) -> Any:
-    """Arguments of a call, of which every tensor broadcasts to a result and is cut as that is."""
+    """Arguments of a call; every tensor among them broadcasts to the result and is cut like it."""
     numbers = count(at)
     return mapped(lambda x: as_part(site, x, part_for(x.shape, result), result, next(numbers)), arguments)
 
 
 def as_whole(site: Site, x: torch.Tensor, result: Decomposition, what: str) -> torch.Tensor:
-    """All of an operand on every rank, for use beside blocks of a result; differentiable."""
+    """A whole operand on every rank, for use beside blocks of a result; differentiable, may block."""
     if not isinstance(x, SplitTensor):
         return beside(x, result)
     everywhere = lay.replicated(result.partition, x._layout.shape)
@@ -247,22 +246,22 @@ def as_whole(site: Site, x: torch.Tensor, result: Decomposition, what: str) -> t
 def wholes(
     site: Site, tensors: Sequence[torch.Tensor | None], result: Decomposition, names: Sequence[str]
 ) -> list[torch.Tensor | None]:
-    """``as_whole`` of each of some operands, where there is one."""
+    """``as_whole`` of each operand that is not None."""
     found = list(tensors)
     for at, x in enumerate(tensors):
         if x is None or (is_synchronised(x) and not result.copied_along):
-            # As most parameters of a distributed model are.
+            # Most parameters of a distributed model need nothing.
             continue
         found[at] = as_whole(site, x, result, names[at])
     return found
 
 
-# For every combination of input and weights.
+# GradientNeeds of every combination: [input][weights].
 _NEEDS = tuple(tuple(GradientNeeds(x, weights) for weights in (False, True)) for x in (False, True))
 
 
 def needs_of(x: torch.Tensor, *weights: torch.Tensor | None) -> GradientNeeds:
-    """What a call needs the gradient of; alike on all ranks, whose tensors are blocks of the same ones."""
+    """Which gradients a call needs; equal on all ranks, whose tensors are blocks of the same ones."""
     if not torch.is_grad_enabled():
         return _NEEDS[0][0]
     for w in weights:

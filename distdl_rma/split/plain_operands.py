@@ -1,8 +1,8 @@
-"""Plain tensors beside split ones: of whose gradient a rank has a contribution, and of whose the whole.
+"""Plain tensors beside split tensors: whether a rank has a contribution to their gradient, or all of it.
 
-A ``GradientSync`` sums the contributions to its parameters. Other plain tensors, such as a learnable number
-in a loss, an input, or what ``full_tensor()`` gave, have nobody for that: their gradients are summed where
-they are used, and are whole on all ranks then, wherever else they come from.
+A ``GradientSync`` sums the contributions to its parameters. Nothing else sums those to other plain tensors,
+such as a learnable number in a loss, an input, or a result of ``full_tensor()``. Their gradients are summed
+where the tensors are used, so that all ranks have the whole gradients.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from distdl_rma.ops.core.autograd import OperatorFunction, first_derivative, is_
 from distdl_rma.split.calls.site import Site, site_of, summed_elsewhere
 from distdl_rma.split.moves import once, reduced
 
-# What a node of a graph keeps, once those behind it are known to be a GradientSync's.
+# Key in a node's metadata: its gradients reach parameters of a GradientSync.
 _KNOWN = "distdl_rma"
 
 
 class _WholeGradient(OperatorFunction):
-    # Every rank has a contribution to the gradient of what comes out, and the whole of what goes in.
+    # The gradient of the output is a contribution of each rank, that of the input is the sum.
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, site: Site, ranks: Sequence[int]) -> torch.Tensor:
         ctx.site, ctx.ranks, ctx.machine = site, ranks, site.machine
@@ -39,7 +39,7 @@ class _WholeGradient(OperatorFunction):
 
 
 class _Gathered(OperatorFunction):
-    # A split tensor ends here, what follows is plain.
+    # Makes a plain tensor of a split one.
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, partition: Partition) -> torch.Tensor:
         ctx.partition = partition
@@ -59,7 +59,7 @@ def _handed_on(_ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
 
 
 def gathered(x: torch.Tensor, partition: Partition) -> torch.Tensor:
-    """All of a split tensor as a plain one, whose gradient is the whole."""
+    """A replicated block as a plain tensor; every rank has its whole gradient."""
     if not x.requires_grad:
         return x
     y: torch.Tensor = _Gathered.apply(x, partition)
@@ -67,12 +67,12 @@ def gathered(x: torch.Tensor, partition: Partition) -> torch.Tensor:
 
 
 def beside(x: torch.Tensor, result: Decomposition) -> torch.Tensor:
-    """A plain tensor for use beside blocks of ``result``."""
+    """A plain tensor for use beside blocks of ``result``; differentiable, its backward may block."""
     if not x.requires_grad or not torch.is_grad_enabled():
         return x
     if not (contributes(x) or summed_elsewhere()):
         if not result.cut_dims:
-            # All ranks compute the same.
+            # All ranks compute the same gradient.
             return x
         partition = result.partition
         site = site_of(Machine.of(partition), plain_tensor)
@@ -81,13 +81,13 @@ def beside(x: torch.Tensor, result: Decomposition) -> torch.Tensor:
 
 
 def plain_tensor() -> None:
-    """What sites of such gradients are called."""
+    """Its name is that of the sites at which such gradients are summed."""
 
 
 def contributes(x: torch.Tensor) -> bool:
     """Whether the gradient of a plain tensor is summed later, as that of a parameter of a ``GradientSync``.
 
-    ``UnsupportedError`` if it is computed of some whose gradients are, and of others.
+    ``UnsupportedError`` if it is computed of parameters of a ``GradientSync`` and of other leaves.
     """
     if x.grad_fn is None:
         return is_synchronised(x)
@@ -102,7 +102,7 @@ def contributes(x: torch.Tensor) -> bool:
             continue
         leaf = getattr(node, "variable", None)
         if leaf is None:
-            # That of a leaf may outlive the GradientSync.
+            # Not kept for leaves: the node of a leaf may outlive the GradientSync.
             nodes.add(node)
         if leaf is not None or node.name() == _BOUNDARY:
             known = leaf is not None and is_synchronised(leaf)

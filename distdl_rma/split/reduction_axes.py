@@ -1,4 +1,4 @@
-"""What functions along dimensions share: their arguments, results' layouts, and what ranks bring together."""
+"""What functions along dimensions share: arguments, layouts of results, and gathering of partial results."""
 
 from __future__ import annotations
 
@@ -17,12 +17,11 @@ from distdl_rma.split.calls.site import Site
 from distdl_rma.split.moves import all_sum, redistributed
 from distdl_rma.split.tensor import SplitTensor, checked_block
 
-# What is computed of a block.
 OnBlock = Callable[[torch.Tensor], torch.Tensor]
 
 
 def chosen_dims(dim: Any, ndim: int) -> tuple[int, ...]:
-    """Dimensions that a call means, from 0, rising; all of them where it names none."""
+    """Dimensions of a call's ``dim`` argument, counted from 0, ascending; all dimensions if it names none."""
     if dim is None or (isinstance(dim, (tuple, list)) and not dim):
         return tuple(range(ndim))
     given = dim if isinstance(dim, (tuple, list)) else (dim,)
@@ -30,7 +29,7 @@ def chosen_dims(dim: Any, ndim: int) -> tuple[int, ...]:
 
 
 def positive(dim: Any, ndim: int) -> int:
-    """A dimension from 0; ``IndexError`` as torch has it."""
+    """A dimension counted from 0; ``IndexError`` with torch's text if there is no such dimension."""
     d, most = as_int(dim), max(ndim, 1)
     if not -most <= d < most:
         raise IndexError(
@@ -41,7 +40,7 @@ def positive(dim: Any, ndim: int) -> int:
 
 @dataclass
 class Along:
-    """A split tensor and dimensions of it that a function reduces."""
+    """A split tensor and the dimensions of it that a function reduces."""
 
     site: Site
     local: torch.Tensor
@@ -50,17 +49,17 @@ class Along:
 
     @classmethod
     def of(cls, site: Site, x: SplitTensor, dim: Any) -> Along:
-        """Dimensions as a call names them."""
+        """Of the dimensions that a call names."""
         return cls(site, checked_block(x), x._layout, chosen_dims(dim, len(x._layout.shape)))
 
     @property
     def cut(self) -> tuple[int, ...]:
-        """Grid dimensions that cut what is reduced."""
+        """Grid dimensions that cut reduced dimensions."""
         return tuple(g for g, axis in enumerate(self.layout.axes) if axis is not None and axis in self.dims)
 
     @property
     def count(self) -> int:
-        """Elements of the whole that become one."""
+        """Number of elements of the whole tensor that one result is computed from."""
         count = 1
         for d in self.dims:
             count *= self.layout.shape[d]
@@ -68,11 +67,11 @@ class Along:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """Ranks whose elements meet."""
+        """Ranks whose blocks contribute to the same results."""
         return lay.line(self.layout, self.cut)
 
     def result(self, y: torch.Tensor, keepdim: bool) -> SplitTensor:
-        """Split tensor of a result that has extent 1 where it was reduced."""
+        """Split tensor of a result whose reduced dimensions have extent 1."""
         layout, dims = self.layout, self.dims
 
         def make() -> Decomposition:
@@ -82,11 +81,11 @@ class Along:
         return SplitTensor(y if keepdim else y.squeeze(dims), self.site.kept((layout, dims, keepdim), make))
 
     def summed(self, y: torch.Tensor) -> torch.Tensor:
-        """Sum of the ranks' results, which have extent 1 where they were reduced; differentiable."""
+        """Sum of the ranks' results, whose reduced dimensions have extent 1; differentiable, blocking."""
         return all_sum(self.site, y, self.layout, self.cut)
 
     def partial(self, f: OnBlock, dtype: torch.dtype) -> torch.Tensor:
-        """What a function makes of the block: extent 1 where it reduces, 0 where the block has nothing."""
+        """The function's result of the block: extent 1 in reduced dimensions, 0 where the block is empty."""
         empty = [d for d in self.dims if not self.local.shape[d]]
         if not empty:
             return f(self.local)
@@ -96,10 +95,10 @@ class Along:
         return (nothing if dtype.is_complex == nothing.is_complex() else nothing.abs()).to(dtype)
 
     def together(self, y: torch.Tensor, what: str, each: int = 1) -> torch.Tensor:
-        """What all ranks found, in the order of their blocks, on all of them; blocking, differentiable.
+        """Results of all ranks, in the order of their blocks, on all of them; blocking, differentiable.
 
-        ``y`` has ``each`` elements in the first reduced dimension, 1 in others, none where the block is
-        empty. The result is for use alike on all ranks.
+        ``y`` has ``each`` elements in the first reduced dimension and 1 in the others, or none if the block
+        is empty. All ranks must use the result in the same way.
         """
         if not self.cut:
             return y
@@ -109,7 +108,7 @@ class Along:
         return redistributed(self.site, y, source, target, what)
 
     def twice(self, f: OnBlock, dtype: torch.dtype, what: str) -> torch.Tensor:
-        """What a function makes of the blocks, then of the ranks' results; blocking, differentiable."""
+        """Apply a function to the blocks, then to the ranks' results; blocking, differentiable."""
         y = self.partial(f, dtype)
         return f(self.together(y, what)) if self.cut or not y.numel() else y
 
@@ -117,9 +116,9 @@ class Along:
 def parts_and_all(
     layout: Decomposition, dims: Sequence[int], each: int = 1
 ) -> tuple[Decomposition, Decomposition]:
-    """Layouts of what every block gives of some dimensions, and of all of that on each of these ranks.
+    """Layouts of the partial results of all blocks, and of all of these on each of the ranks.
 
-    A block gives ``each`` elements in the first of the dimensions and 1 in the others, none if it is empty.
+    A block has ``each`` results in the first dimension of ``dims`` and 1 in the others, none if it is empty.
     """
     parts: dict[int, Split] = {}
     for at, d in enumerate(dims):
@@ -131,10 +130,11 @@ def parts_and_all(
 
 
 def computed(f: OnBlock, x: torch.Tensor, reduced: Sequence[int] = ()) -> torch.Tensor:
-    """What a function makes of a block, dimension by dimension; of nothing nothing, but where it reduces.
+    """Result of a function for a block, also for an empty one.
 
-    Torch computes that of an element instead, in the graph: some of its functions refuse blocks without any,
-    and what it refuses of the block's type it refuses on all ranks.
+    Some functions of torch refuse empty blocks. So an empty block is replaced by zeros of extent 1 in its
+    graph, and the result is cut to extent 0 in all empty dimensions that the function does not reduce. Torch
+    also raises the same errors about dtypes there as on other ranks.
     """
     y = f(with_an_element(x))
     for d in (d for d, n in enumerate(x.shape) if not n and d not in reduced):
@@ -143,7 +143,7 @@ def computed(f: OnBlock, x: torch.Tensor, reduced: Sequence[int] = ()) -> torch.
 
 
 def with_an_element(x: torch.Tensor) -> torch.Tensor:
-    """The block; where it has no elements, zeros of extent 1 in its graph."""
+    """The block; or zeros of extent 1, in its graph, if it has no elements."""
     if x.numel():
         return x
     return x.new_zeros([max(n, 1) for n in x.shape]) + x.sum().to(x.dtype)
@@ -152,10 +152,9 @@ def with_an_element(x: torch.Tensor) -> torch.Tensor:
 def with_whole(
     site: Site, x: SplitTensor, dims: Sequence[int], what: str = "dimensions made whole"
 ) -> tuple[torch.Tensor, Decomposition]:
-    """A block in which some dimensions are whole, and its layout; differentiable, blocking if it moves.
+    """A block in which some dimensions are whole, and its layout; differentiable, blocking if data moves.
 
-    Functions that need dimensions whole call this, :func:`layout_choice.cut_other_dims` within it, and
-    :func:`put_back` behind.
+    :func:`layout_choice.cut_other_dims` chooses the layout; :func:`put_back` is called with the result.
     """
     layout, dims = x._layout, tuple(dims)
     if not any(axis in dims for axis in layout.axes):
@@ -169,9 +168,9 @@ def with_whole(
 def put_back(
     site: Site, y: torch.Tensor, layout: Decomposition, before: Decomposition, what: str = "moved back"
 ) -> SplitTensor:
-    """A result of a function for which dimensions were made whole, cut as its input was.
+    """A result for which dimensions were made whole, cut as the function's input was.
 
-    Where it has other extents than that, in balanced blocks.
+    Dimensions whose extent changed are cut into balanced blocks.
     """
     changed = {
         d: Balanced(n, 1 if split.parts == 1 else split.parts)
@@ -187,7 +186,7 @@ def put_back(
 def by_whole_dims(
     site: Site, x: SplitTensor, dims: Sequence[int], compute: OnBlock, what: str = "dimensions made whole"
 ) -> SplitTensor:
-    """A function that needs some dimensions whole and treats the others apart.
+    """Apply a function that needs some dimensions whole and treats every index of the others separately.
 
     The result has the dimensions of the input in the same order.
     """
@@ -196,9 +195,9 @@ def by_whole_dims(
 
 
 def laid_out(layout: Decomposition, order: Sequence[int | None], y: torch.Tensor) -> Decomposition:
-    """Layout of a result ``y`` with these dimensions of blocks in this order, None for new ones.
+    """Layout of a result ``y`` whose dimensions are ``order`` of the blocks' ones; None stands for a new one.
 
-    What is not cut has the extents of the result.
+    Uncut dimensions have the extents of ``y``.
     """
     found = lay.reordered(layout, order)
     extents = {d: Balanced(n, 1) for d, n in enumerate(y.shape) if found.splits[d].parts == 1}

@@ -1,4 +1,4 @@
-"""Cut a tensor that every rank has, or can read, into a split one."""
+"""Make a split tensor from a tensor that every rank has or can read."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from distdl_rma.ops.core.tensors import zero_volume_tensor
 from distdl_rma.split.entry import grid_for
 from distdl_rma.split.tensor import SplitTensor, refuse_tangents
 
-# What a user gives for a partition.
+# What users pass for a partition.
 Grid = Partition | str | Mapping[str, int] | Sequence[int]
 
 
 def shard(grid: Grid, x: Any) -> SplitTensor:
-    """The split tensor of a whole one: every rank keeps its balanced block, in memory of its own; local.
+    """Split tensor of a whole tensor: every rank copies its balanced block into new memory; local.
 
     Parameters
     ----------
     grid
-        A partition with as many dimensions as the tensor; or for the ranks of the machine of COMM_WORLD the
-        numbers of blocks, as ``"2x2"`` or ``(2, 2)`` for the last dimensions or ``{"H": 2, "W": 2}``.
+        A partition with as many dimensions as the tensor; or the numbers of blocks, on the ranks of the
+        machine of COMM_WORLD: ``"2x2"`` or ``(2, 2)`` for the last dimensions, or ``{"H": 2, "W": 2}``.
     x
-        The tensor, alike on all ranks, or what is sliced as one: a numpy array, a memory-mapped file, a
-        dataset of HDF5. Of these only the block is read.
+        The tensor, equal on all ranks; or an object that is sliced like one: a numpy array, a memory-mapped
+        file, an HDF5 dataset. Only the block of such an object is read.
 
     Returns
     -------
@@ -40,7 +40,7 @@ def shard(grid: Grid, x: Any) -> SplitTensor:
     Raises
     ------
     ArgumentError
-        If ``x`` has no shape, as a list has none, or what is passed for a grid is none.
+        If ``x`` has no shape (a list, for instance), or ``grid`` is none of these.
     PartitionError
         If the numbers of dimensions or of ranks differ.
     """
@@ -58,12 +58,12 @@ def shard(grid: Grid, x: Any) -> SplitTensor:
 
 
 def block_of(P_x: Partition, x: Any) -> torch.Tensor:
-    """This rank's balanced shard of a global tensor, of the same dtype and in memory of its own; local.
+    """This rank's balanced shard of a global tensor, of the same dtype, copied into new memory; local.
 
-    ``x`` is the tensor, or what is sliced as one: a numpy array, a memory-mapped file, a dataset of HDF5; of
-    these only the shard is read. The shard is outside of any graph; ranks outside of P_x get one without
-    elements, of shape (b, 0) where ``x`` has b rows. ``PartitionError`` if P_x has another number of
-    dimensions than the tensor.
+    ``x`` is the tensor, or an object that is sliced like one: a numpy array, a memory-mapped file, an HDF5
+    dataset; only the shard of such an object is read. The shard is outside of any graph. Ranks outside of P_x
+    get a shard without elements, of shape (b, 0) where ``x`` has b rows. ``PartitionError`` if P_x and the
+    tensor have different numbers of dimensions.
     """
     blocks = Decomposition.balanced(P_x, x.shape)
     outside = not P_x.active

@@ -1,4 +1,4 @@
-"""Tensors whose blocks are on many ranks, which look to a program as one tensor of the global shape."""
+"""Split tensors: every rank has a block, and a program sees one tensor of the global shape."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ from distdl_rma.split.moves import redistributed
 from distdl_rma.split.plain_operands import gathered
 
 _NO_SUBCLASS = torch._C.DisableTorchFunctionSubclass
-# Kinds that need no other rank: one rank may call them alone.
+# Kinds that need no other rank, so that one rank may call them alone.
 _ONE_ALONE = frozenset({"query", "value", "refused"})
-# Kinds whose ranks exchange data: a checkpoint recomputes all of them, or none.
+# Kinds whose ranks exchange data: with a checkpoint, all ranks recompute them, or none does.
 _EXCHANGING = frozenset({"window", "norm", "reduction", "loss", "movement", "contraction"})
 _hooks_of_saved = torch._C._autograd._top_saved_tensors_default_hooks
 _NOTHING: dict[str, Any] = {}
@@ -43,48 +43,48 @@ OF_NO_BLOCK = (
     "an autograd function returned a plain tensor of a split one, whose block would get no gradient; let the"
     " function return a split tensor, and call full_tensor() before or behind it"
 )
-# What torch asks a tensor of its shape within its own code.
+# Shape queries that torch makes within its own code.
 _ASKED = "dim", "size", "sym_size", "numel", "sym_numel", "is_contiguous", "sym_is_contiguous"
 _ASKED_BY_TORCH = frozenset(getattr(torch.ops.aten, name) for name in _ASKED)
-# Why nobody gets the values of a tensor that is cut.
+# Reason for refusing access to the values of a cut tensor.
 ON_MANY_RANKS = "the values are on many ranks; full_tensor() brings all of them, to_local() shows those here"
 # Kinds for which a rank with an empty block raises the same errors as the others.
 _NO_CHECK_WHEN_EMPTY = frozenset(
     {"query", "value", "gradient", "creation", "refused", "copies", "registered"}
 )
 _LISTS: frozenset[Any] = frozenset({list, tuple})
-# What is looked through where all arguments are named.
+# Used in place of ``args`` if a call passes all arguments by name: makes the loop check these.
 _UNKNOWN: tuple[Any, ...] = ((torch.empty(0),),)
-# What may write into a tensor that is given, and gets arguments as they are passed.
+# Kinds that get arguments unchanged; ``out=`` is allowed.
 _AS_PASSED = frozenset({"copies", "registered"})
 _ACCUMULATES: Any = vars(torch._C._functions)["AccumulateGrad"]
-# What autograd itself does with the gradients that a function returns.
+# Functions that autograd itself calls with the gradients that a function returns.
 _OF_GRADIENTS = {
     "aten.add.Tensor": torch.add,
     "aten._to_copy.default": torch.Tensor.to,
     "aten.sum.dim_IntList": torch.sum,
 }
-# So many use the memory of a tensor that shares it with none, when they are counted.
+# Use count of a storage that only one tensor uses, while it is counted.
 _ALONE = 2
 
 
 class SplitTensor(torch.Tensor):
     """A tensor of which this rank has a block; functions of torch act on the whole, exactly, or are refused.
 
-    ``shape``, ``size()``, ``dim()``, ``numel()`` are those of the whole tensor. Made by :func:`shard`,
-    :meth:`from_local`, and by functions of split tensors. All ranks of its partition call the same functions
-    in the same order. Where one has no rule, ``UnsupportedError`` says so and what to do.
+    ``shape``, ``size()``, ``dim()`` and ``numel()`` are those of the whole tensor. :func:`shard`,
+    :meth:`from_local` and functions of split tensors make split tensors. All ranks of the partition call the
+    same functions in the same order. A function without a rule raises ``UnsupportedError``, with advice.
 
-    Plain tensors that meet a split one, such as parameters and labels, are alike on all ranks, and are cut
-    where they are used. Gradients: see ``docs/convert.md``. The block belongs to the tensor:
-    ``to_local`` shows it.
+    Plain tensors beside a split one, such as parameters and labels, are equal on all ranks; each rank uses
+    its part of them. For gradients see ``docs/convert.md``. The split tensor owns its block;
+    ``to_local`` returns the block without a copy.
     """
 
     _local: torch.Tensor
     _layout: Decomposition
     _copy_of: tuple[torch.Tensor, int] | None
     _shown = False
-    # What it was computed by outside of models, see ``LossOrigin``.
+    # Hash of how it was computed outside of models, see ``LossOrigin``.
     _loss_hash = 1 << 40
 
     @staticmethod
@@ -94,12 +94,12 @@ class SplitTensor(torch.Tensor):
         layout: Decomposition,
         copy_of: torch.Tensor | None = None,
     ) -> SplitTensor:
-        """For functions of this package: a rank's block, whose shape is that of its box."""
-        # It shares the version of its block, unlike a wrapper subclass: torch compares versions.
+        """For this package: ``local`` is this rank's block, with the shape of its box."""
+        # ``_make_subclass`` shares the block's version, unlike a wrapper subclass; torch compares versions.
         make: Any = torch.Tensor._make_subclass
         made: SplitTensor = make(cls, local, local.requires_grad, dispatch_sizes_strides_policy="sizes")
         made._local, made._layout = local, layout
-        # Where torch would give a view, and this is a copy since elements moved: what it must not outlive.
+        # Torch would return a view of ``copy_of``; this is a copy, invalid once ``copy_of`` changes.
         made._copy_of = None if copy_of is None else (copy_of, copy_of._version)
         return made
 
@@ -107,22 +107,22 @@ class SplitTensor(torch.Tensor):
     def from_local(
         cls, local: torch.Tensor, partition: Partition, shape: Sequence[int] | None = None
     ) -> SplitTensor:
-        """The tensor of which every rank passes its block; local, differentiable.
+        """The split tensor of which every rank passes its block; local, differentiable.
 
         Parameters
         ----------
         local
             This rank's block, on the CPU; its memory is used, not copied.
         partition
-            Its grid has the dimensions of the tensor.
+            Its grid has as many dimensions as the tensor.
         shape
-            Global shape, of which every rank has its balanced block. If None the ranks tell each other the
-            sizes of their blocks, which may be any that form a grid: blocking, collective over the partition.
+            Global shape; every rank passes its balanced block. If None, the ranks exchange the shapes of
+            their blocks, which may be any that form a grid: blocking, collective over the partition.
 
         Raises
         ------
         ShapeError
-            If the blocks form no grid, or this one is not the balanced block of ``shape``.
+            If the blocks form no grid, or this block is not the balanced block of ``shape``.
         """
         refuse_tangents("SplitTensor.from_local", [local])
         problem = trouble_with(local, "a block")
@@ -146,18 +146,18 @@ class SplitTensor(torch.Tensor):
             )
         return cls(local, layout)
 
-    # Modules ask for these all the time: past torch, which would ask the table, and this class then.
+    # Modules read these often. The overrides avoid a lookup in the table through torch.
     @property
     def shape(self) -> torch.Size:  # type: ignore[override]
-        """That of the whole tensor."""
+        """Global shape."""
         return torch.Size(self._layout.shape)
 
     def dim(self) -> int:
-        """Number of its dimensions."""
+        """Number of dimensions."""
         return len(self._layout.shape)
 
     def size(self, dim: int | None = None) -> Any:
-        """That of the whole tensor, or its extent in a dimension."""
+        """Global shape, or the global extent of a dimension."""
         shape = self._layout.shape
         if dim is None:
             return torch.Size(shape)
@@ -180,24 +180,24 @@ class SplitTensor(torch.Tensor):
 
     @property
     def partition(self) -> Partition:
-        """The ranks that have it."""
+        """The ranks that have blocks, on their grid."""
         return self._layout.partition
 
     @property
     def machine(self) -> Machine:
-        """The machine of its ranks."""
+        """The machine of the partition's ranks."""
         return Machine.of(self._layout.partition)
 
     @property
     def is_split(self) -> bool:
-        """Whether any dimension is cut; otherwise every rank has all of it."""
+        """Whether any dimension is cut; otherwise every rank has the whole tensor."""
         return bool(self._layout.cut_dims)
 
     def to_local(self) -> torch.Tensor:
         """This rank's block, in the graph; not a copy.
 
-        A backward from what is computed of it is that of this rank's own loss, and the gradient that of the
-        sum of all ranks' losses.
+        A backward from results of the block is a backward of this rank's own loss. The gradient is that of
+        the sum of all ranks' losses.
         """
         local = into_graph(self)._local
         show_block(local, self.is_split)
@@ -210,23 +210,23 @@ class SplitTensor(torch.Tensor):
         return local
 
     def full_tensor(self) -> torch.Tensor:
-        """All of it on every rank, a plain tensor in the graph; blocking.
+        """The whole tensor on every rank, as a plain tensor in the graph; blocking.
 
-        Every rank is to use it alike: its gradient is taken from each rank's own use. In a backward that
-        begins behind it, parameters of a distributed model that are used there count once.
+        All ranks must use the result in the same way: each rank takes the gradient from its own use. In a
+        backward that begins behind it, parameters of a distributed model that are used there count once.
         """
         return gathered(self.redistribute()._local, self.partition)
 
     def redistribute(self, *cut: int | None, layout: Decomposition | None = None) -> SplitTensor:
-        """The same tensor cut otherwise; differentiable, blocking.
+        """The same tensor with another layout; differentiable, blocking.
 
         Parameters
         ----------
         cut
-            For each dimension of the partition's grid the tensor dimension that it cuts, in balanced blocks,
-            or None for copies; without any every rank gets all of it.
+            For each grid dimension of the partition: the tensor dimension that it cuts into balanced blocks,
+            or None for copies. Without arguments every rank gets the whole tensor.
         layout
-            What it is to be exactly, instead.
+            The new layout, in place of ``cut``.
         """
         try:
             return self._redistributed(cut, layout)
@@ -250,10 +250,10 @@ class SplitTensor(torch.Tensor):
 
     @classmethod
     @breaks_graph
-    def __torch_function__(  # noqa: C901, PLR0912 - each function of a program comes by here
+    def __torch_function__(  # noqa: C901, PLR0912 - runs for every function of a program
         cls, func: Any, types: Sequence[type], args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """What torch calls instead of its functions."""
+        """Called by torch in place of its functions."""
         if compiles() is not None:
             return apart(cls.__torch_function__, func, types, args, kwargs)
         with _NO_SUBCLASS():
@@ -269,7 +269,7 @@ class SplitTensor(torch.Tensor):
                 if kwargs and "out" in kwargs and kwargs["out"] is not None and rule.kind not in _AS_PASSED:
                     raise refused(func, "out= is not supported; what it returns is to be assigned")
                 if lay.LEAVING_OUT:
-                    # Without a call, where all ranks have elements.
+                    # Inline, to save a call where all ranks have elements.
                     x: Any
                     for x in args or _UNKNOWN:
                         listed = x.__class__ in _LISTS and x and x[0].__class__ in TENSORS
@@ -298,25 +298,25 @@ class SplitTensor(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Sequence[type], args: Any = (), kwargs: Any = None
     ) -> Any:
-        """What comes here has gone past the table: torch asks for the shape of the whole, or is refused."""
+        """Calls that bypass the table: queries of the shape are answered, most others are refused."""
         name, inside = str(func), runs()
         if func.overloadpacket in _ASKED_BY_TORCH:
             return func(torch.empty(args[0]._layout.shape, device="meta"), *args[1:])
         if name == "aten.detach.default" and (inside or not _accumulates()):
-            # What an autograd function saves of its results, or a checkpoint of its arguments: torch asks for
-            # it again in a backward only where it has a graph.
+            # Torch saves results of an autograd function, or arguments of a checkpoint. In a backward it only
+            # unpacks those with a graph, which require a gradient again.
             asked = torch._C._current_graph_task_id() >= 0
             return SplitTensor(args[0]._local.detach().requires_grad_(asked), args[0]._layout)
         if name in _OF_GRADIENTS and inside:
             return composed(_OF_GRADIENTS[name], *args, **kwargs)
-        # Before a gradient is put into .grad.
+        # Torch asks this before it puts a gradient into .grad.
         ends = name == "aten.is_non_overlapping_and_dense.default" and torch._C._current_graph_task_id() >= 0
         if ends and not inside:
             raise UnsupportedError(_refusal("backward", OF_NO_BLOCK))
         raise UnsupportedError(_refusal(func, "it works on memory that is not all here"))
 
     def __array_function__(self, func: Any, types: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """What numpy calls instead of its functions, which ask for an array or call a method."""
+        """Called by numpy in place of its functions, which ask for an array or call a method."""
         try:
             return func._implementation(*args, **kwargs)
         except (TypeError, UnsupportedError):
@@ -325,7 +325,7 @@ class SplitTensor(torch.Tensor):
         raise refused(func, ON_MANY_RANKS)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        """Shape, type and grid, not the elements."""
+        """Shape, dtype and layout, without the elements."""
         with _NO_SUBCLASS():
             shape, dtype, needs = tuple(self._layout.shape), self._local.dtype, self._local.requires_grad
         graph = ", requires_grad=True" if needs else ""
@@ -337,12 +337,12 @@ TENSORS.add(SplitTensor)
 
 
 def _accumulates() -> bool:
-    # Whether a gradient is put into .grad just now.
+    # Whether torch is putting a gradient into .grad.
     return isinstance(torch._C._current_autograd_node(), _ACCUMULATES)
 
 
 def _cast(name: str, given: Any) -> Any:
-    # Arguments as autocast hands them to a function; the gradients have the types from before.
+    # Arguments with autocast's dtypes; their gradients have the dtypes from before.
     dtype = dtype_for(name, [x for x in tensors_in(given) if castable(x)])
 
     def cast(x: torch.Tensor) -> torch.Tensor:
@@ -360,7 +360,7 @@ def _cast(name: str, given: Any) -> Any:
 
 
 def _check_alike(rule: Rule, func: Any, args: Any, kwargs: Any) -> None:
-    # Ranks without elements find nothing wrong in their blocks.
+    # Ranks with empty blocks find no errors in their blocks.
     if rule.asks_torch or rule.kind in _NO_CHECK_WHEN_EMPTY:
         return
     if not (getattr(func, "__module__", None) or "torch").startswith("torch"):
@@ -374,7 +374,7 @@ def _recompute_alike(found: Any, args: Any, kwargs: Any) -> None:
     for x in tensors_in(found):
         if isinstance(x, SplitTensor):
             y = x._local
-            # A view of an argument stays one; of what was computed here nobody else has another.
+            # A view of an argument stays a view. No other tensor shares a result that was computed here.
             computed = y._is_view() and y.grad_fn is not None and _memory(y) not in given
             x._local = recomputed_alike(y.clone() if computed else y)
 
@@ -385,7 +385,7 @@ def _memory(x: torch.Tensor) -> int:
 
 
 def _tell_peers(error: Exception, among: Sequence[Any]) -> None:
-    # In a call of a distributed model that hears of it, and within a rule those around it tell.
+    # A distributed model reports errors itself. Within a rule, the outer call reports them.
     if CALL_TRACES or isinstance(error, ENOUGH):
         return
     partition = next((x._layout.partition for x in among if isinstance(x, SplitTensor)), None)
@@ -399,7 +399,7 @@ def _tell_peers(error: Exception, among: Sequence[Any]) -> None:
 
 
 def composed(function: Any, *args: Any, **kwargs: Any) -> Any:
-    """A function of split tensors within a rule, by its own rule: for what is made of other functions."""
+    """Call a function of split tensors within a rule, by its own rule; not noted as a call of the user."""
     CALL_TRACES.append(None)
     try:
         with torch._C._EnableTorchFunction():
@@ -409,7 +409,7 @@ def composed(function: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def into_graph(x: SplitTensor) -> SplitTensor:
-    """The same tensor, its block in the graph of blocks if it is what an autograd function returned."""
+    """The same tensor; puts the block of an autograd function's result into the graph of blocks."""
     with _NO_SUBCLASS():
         if x.grad_fn is not None:
             name = x.grad_fn.name().removesuffix("Backward")
@@ -423,8 +423,8 @@ def into_graph(x: SplitTensor) -> SplitTensor:
 
 
 def checked_block(x: SplitTensor) -> torch.Tensor:
-    """The block of an argument, once nothing speaks against its use."""
-    # Without a graph only its values are asked for, as in the function's own forward and backward.
+    """The block of an argument; ``UnsupportedError`` if the tensor may not be used."""
+    # Without a graph, as in the function's own forward and backward, the values suffice.
     if x.grad_fn is not None and torch.is_grad_enabled():
         into_graph(x)
     if x._copy_of is not None and x._copy_of[0]._version != x._copy_of[1]:
@@ -438,9 +438,9 @@ def checked_block(x: SplitTensor) -> torch.Tensor:
 
 
 def become_split(func: Any, x: torch.Tensor, layout: Decomposition) -> None:
-    """Make a plain tensor a split one, the same object: for one that a function changes by what is split.
+    """Make a plain tensor a split one, as the same object, since a function changes it by a split tensor.
 
-    Whoever holds it sees what it became; so nothing else may show its memory, and no gradient may reach it.
+    All references to it see the change. So no other tensor may share its memory, no gradient may reach it.
     """
     problem = ""
     if type(x) is not torch.Tensor:
@@ -458,7 +458,7 @@ def become_split(func: Any, x: torch.Tensor, layout: Decomposition) -> None:
     torch.utils.swap_tensors(x, SplitTensor(x.detach()[layout.slices()].clone(), layout))
 
 
-# So often C++ holds a tensor, as graphs do.
+# Number of references from C++, such as those of graphs.
 _held: Any = torch.Tensor._use_count  # type: ignore[attr-defined]
 
 
@@ -468,7 +468,7 @@ def _uses(x: torch.Tensor) -> int:
 
 
 def tensors_in(*arguments: Any) -> list[torch.Tensor]:
-    """All tensors among arguments, and in lists, tuples and dicts of them."""
+    """All tensors among arguments, also within lists, tuples and dicts."""
     found: list[torch.Tensor] = []
     for argument in arguments:
         if isinstance(argument, torch.Tensor):
@@ -481,12 +481,12 @@ def tensors_in(*arguments: Any) -> list[torch.Tensor]:
 
 
 def any_cut(*arguments: Any) -> bool:
-    """Whether any tensor among arguments is cut."""
+    """Whether any tensor among arguments is a cut split tensor."""
     return any(x.is_split for x in tensors_in(*arguments) if isinstance(x, SplitTensor))
 
 
 def mapped(change: Any, argument: Any) -> Any:
-    """Arguments with every tensor changed."""
+    """Arguments with ``change`` applied to every tensor."""
     if isinstance(argument, torch.Tensor):
         return change(argument)
     if isinstance(argument, tuple) and hasattr(argument, "_fields"):
@@ -505,7 +505,7 @@ def _without_tangents(rule: Rule, func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def refuse_tangents(func: Any, tensors: Sequence[Any]) -> None:
-    """Refuse dual tensors, whose tangents what moves data would lose; nobody asks outside of a dual level."""
+    """Refuse dual tensors, whose tangents a movement of data would lose; free outside of a dual level."""
     if forward_ad._current_level < 0:
         return
     with _NO_SUBCLASS():
@@ -516,7 +516,7 @@ def refuse_tangents(func: Any, tensors: Sequence[Any]) -> None:
 
 
 def refused(func: Any, why: str) -> UnsupportedError:
-    """Error for a call that cannot be exact: names the function, the module and the user's line."""
+    """Error for a call that cannot be exact; names the function, the module and the user's line."""
     return UnsupportedError(_refusal(func, why))
 
 

@@ -1,8 +1,8 @@
-"""Training aids: gradients summed over ranks, their global norm, and scaling for short types.
+"""Training aids: sums of gradients over ranks, their global norm, and loss scaling.
 
-Who decides which ranks sum a weight's gradient: ``claims``. Whether all ranks say the same: ``claim_check``.
-What is synchronised, and whether it changed since: ``registry``. What travels together: ``bucket``. What
-happens in a backward: ``gradients``. What hooks of parameters see: ``parameter_hooks``.
+``claims``: which ranks sum a weight's gradient. ``claim_check``: whether all ranks state the same.
+``registry``: what is synchronised, and whether it has changed since. ``bucket``: gradients that share an
+allreduce. ``gradients``: what happens in a backward. ``parameter_hooks``: users' hooks of parameters.
 """
 
 from distdl_rma.sync.gradients import GradientSync

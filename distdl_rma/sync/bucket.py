@@ -1,4 +1,4 @@
-"""Buckets: gradients that travel together in one allreduce, and where in it each of them lies."""
+"""Buckets: gradients that share an allreduce, and their places in its buffer."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from distdl_rma.sync.claims import ParameterEntry, synchronised
 
 
 class BucketKind(NamedTuple):
-    """What gradients have in common that may travel together: ranks that sum them, type, divisor of sums."""
+    """Gradients of one kind may share a bucket: ranks that sum them, dtype, divisor of the sums."""
 
     ranks: tuple[int, ...]
     dtype: torch.dtype
@@ -38,63 +38,64 @@ class BucketKind(NamedTuple):
 
 
 class GradientSlot:
-    """A parameter, its number in a bucket, and what is known of its gradient.
+    """A parameter, its number in a bucket, and the state of its gradient.
 
-    The parameter holds it, by its hooks, and not the other way round: what the user lets go of is freed.
+    The parameter refers to the slot, by its hooks; the slot only has a weak reference. So a parameter that
+    the user deletes is freed.
     """
 
     def __init__(self, entry: ParameterEntry, kind: BucketKind) -> None:
         self.kind, self.name, self.nbytes, self.shape = kind, entry.name, entry.nbytes, entry.parameter.shape
-        # None once nobody else has it. Not to be kept beyond a call: where only a graph has it, torch may not
-        # see that somebody does.
+        # Returns None after the parameter was freed. Keep the result only within a call: if only a graph has
+        # the parameter, torch may not see another reference.
         self.parameter: Callable[[], Any] = ref(entry.parameter)
         self._placed = [(ref(one), key) for one, key in entry.placed]
         self.number = 0
-        # In the running backward: whether a layer was offered the place, whether the gradient is there, and
-        # what .grad held before, to which it is added.
+        # In the running backward: whether a layer was offered the place, whether the gradient has arrived,
+        # and the earlier .grad, to which the sum is added.
         self.offered = self.ready = False
         self.base: torch.Tensor | None = None
-        # Whether .grad holds this rank's own share, accumulated under no_sync.
+        # Whether .grad holds this rank's own gradient, accumulated under no_sync.
         self.local = False
-        # The view of the segment that .grad was made last.
+        # The view of the segment that was last assigned to .grad.
         self.in_segment: torch.Tensor | None = None
         self.handles: list[Any] = []
-        # What shows hooks of the user the gradient, if there are any.
+        # ``ParameterHooks``, if the user has hooks on the parameter.
         self.hooks: Any = None
-        # Hooks of the user that want what was accumulated, kept from it until all ranks have it.
+        # The user's post-accumulate hooks, postponed until the gradient is summed.
         self.later: dict[int, Callable[[torch.Tensor], object]] = {}
-        # Whether this rank contributes a gradient that all ranks computed identically; None before the first.
+        # Whether this rank contributes a gradient that all ranks computed identically; None if unknown.
         self.contributes_common: bool | None = None
 
     def anew(self) -> GradientSlot:
-        """The same parameter, for another bucket."""
+        """A slot of the same parameter, for another bucket."""
         twin = copy(self)
         twin.handles, twin.hooks, twin.in_segment, twin.local, twin.later = [], None, None, False, {}
         return twin
 
     @property
     def gradient(self) -> torch.Tensor | None:
-        """Its ``.grad``."""
+        """The parameter's ``.grad``."""
         gradient: torch.Tensor | None = getattr(self.parameter(), "grad", None)
         return gradient
 
     @property
     def placed(self) -> list[tuple[Parameters, str]]:
-        """Parameters of the layers of this library that use it, each with its name there."""
+        """The ``Parameters`` of this library's layers that use it, each with its key there."""
         return [(placed, key) for one, key in self._placed if (placed := one()) is not None]
 
     @property
     def pending(self) -> bool:
-        """Whether .grad holds what is yet to be summed."""
+        """Whether .grad holds an unsummed gradient."""
         return self.local and self.gradient is not None
 
     @property
     def unsummed(self) -> bool:
-        """Whether that is more than zeros."""
+        """Whether .grad holds an unsummed gradient that is not zero."""
         return self.pending and bool(self.gradient.any())  # type: ignore[union-attr]
 
     def keep_apart(self) -> None:
-        """Have .grad accumulate this rank's own share, as under ``no_sync``."""
+        """Let .grad accumulate this rank's own gradient, as under ``no_sync``."""
         gradient = self.gradient
         if gradient is not None and not self.local and bool(gradient.any()):
             raise ProtocolError(
@@ -104,12 +105,12 @@ class GradientSlot:
         self.local = True
 
     def take_over(self, offer: Callable[[], torch.Tensor | None]) -> None:
-        """Have the layers leave the summing to a GradientSync, and write the gradient where it offers."""
+        """Stop the layers from summing the gradient, and let them write it to the offered place."""
         for placed, key in self.placed:
             placed.take_over(key, self.parameter(), offer)
 
     def release(self) -> None:
-        """Leave the parameter alone from now on; its gradient gets memory of its own."""
+        """Give the parameter back to its layers; its gradient moves out of the segment."""
         for handle in self.handles:
             handle.remove()
         self.handles.clear()
@@ -123,7 +124,7 @@ class GradientSlot:
         self.move_out()
 
     def move_out(self) -> None:
-        """Give a gradient that lies in the segment memory of its own."""
+        """Copy a gradient that lies in the segment to other memory."""
         gradient, lies = self.gradient, self.in_segment
         if gradient is not None and lies is not None and gradient.data_ptr() == lies.data_ptr():
             self.parameter().grad = gradient.clone()
@@ -131,35 +132,35 @@ class GradientSlot:
 
 
 class _Tenancy:
-    # Of a bucket's memory: that of the bucket, and of every tensor that lies there, dropped or not.
+    # Keeps a bucket's memory: the bucket and every tensor in that memory refer to it.
     pass
 
 
 class _Lent(np.ndarray[Any, Any]):
-    # What torch holds of a buffer as long as a tensor is in it.
+    # A view of a buffer, which torch's tensors in it refer to.
     tenancy: _Tenancy
 
 
 class Bucket:
-    """Gradients of one kind that travel together in one allreduce, its name alike on its ranks; local.
+    """Gradients of one kind that share an allreduce, whose name is equal on its ranks; local.
 
-    Memory is given back by ``close()``, or when neither the bucket nor a gradient in it is there any more.
+    Memory is released by ``close()``, or when the bucket and all gradients in it are freed.
     """
 
     def __init__(self, machine: Machine, name: str, slots: Sequence[GradientSlot]) -> None:
         self.kind, self.name, self.slots = slots[0].kind, name, slots
         ranks, dtype, divisor = self.kind
-        # A complex number travels as two real ones, and wants whole pairs before it: vectors of several ranks
-        # lie one behind the other.
+        # A complex number is two real ones. Several ranks' vectors lie one behind the other, so each vector
+        # has an even number of words.
         words = 2 if dtype.is_complex else 1
         self._dtype = dtype.to_real() if dtype.is_complex else dtype
         self._counts = [slot.shape.numel() * words for slot in slots]
         for number, slot in enumerate(slots):
             slot.number = number
         self.nbytes = sum(self._counts) * self._dtype.itemsize
-        # Bytes of gradients that were found in the segment, and of those that had to be copied there.
+        # Bytes of gradients that were written into the segment, and of those that were copied there.
         self.in_place_nbytes = self.copied_nbytes = 0
-        # Behind the gradients one flag per parameter: on how many ranks it had a gradient at all.
+        # Behind the gradients, one flag per parameter; the sum tells on how many ranks it had a gradient.
         self._counts.append(len(slots))
         self._counts.append(-sum(self._counts) % words)
         count, element = sum(self._counts), reduction_dtype(self._dtype)
@@ -168,24 +169,24 @@ class Bucket:
         self._tenancy = _Tenancy()
         finalize(self._tenancy, self.allreduce.close)
         self._missing = len(slots)
-        # Views of the gradients and of the flags, by ``id`` of the buffer: there are few, and they stay.
+        # Views of the gradients and of the flags, by ``id`` of the buffer. Few buffers, which stay.
         self._views: dict[int, tuple[list[torch.Tensor], torch.Tensor]] = {}
         self._written: tuple[list[torch.Tensor], torch.Tensor] | None = None
 
     def offer(self, slot: GradientSlot) -> torch.Tensor | None:
-        """Place for a layer to write a gradient to, once per backward; None if it lies elsewhere already."""
+        """Place for a layer to write its gradient to, once per backward; None if the gradient accumulates."""
         fresh = slot.parameter().grad is None or not slot.local
         if slot.offered or not fresh or not slot.parameter().requires_grad:
             return None
         slot.offered = True
-        # A tensor of its own: torch makes .grad of what nobody else has, and a copy of anything else.
+        # A new tensor: torch assigns it to .grad if nothing else refers to it, and copies otherwise.
         return self._places()[0][slot.number].detach()
 
     def put(self, slot: GradientSlot, gradient: torch.Tensor | None) -> bool:
-        """Make sure that a slot's gradient lies in the active buffer; return whether it was the last one."""
+        """Make a slot's gradient lie in the active buffer; return whether it was the last one."""
         place = (self._written or self._places())[0][slot.number]
         if gradient is not None:
-            # Only what a layer was offered lies there.
+            # Only a gradient in an offered place may already lie there.
             if slot.offered and gradient.data_ptr() == place.data_ptr():
                 self.in_place_nbytes += slot.nbytes
             else:
@@ -196,11 +197,11 @@ class Bucket:
         return not self._missing
 
     def start(self) -> None:
-        """Start the allreduce; gradients that did not come count as zero."""
+        """Start the allreduce; gradients that did not arrive count as zero."""
         places, flags = self._places()
         for slot in self.slots if self._missing else ():
             if not slot.ready and slot.pending:
-                # Accumulated under no_sync, and not touched by this backward.
+                # Accumulated under no_sync; this backward added nothing.
                 self.put(slot, slot.gradient)
             if not slot.ready:
                 places[slot.number].zero_()
@@ -212,14 +213,14 @@ class Bucket:
         self.allreduce.start()
 
     def wait(self) -> None:
-        """Wait, and hand the sums to the parameters."""
+        """Wait, and assign the sums to ``.grad``; blocking."""
         gradients, flags = self._views_of(self.allreduce.wait())
         for slot, gradient, ranks_with_gradient in zip(self.slots, gradients, flags.tolist(), strict=True):
             parameter = slot.parameter()
             if parameter is None:
                 continue
             if not ranks_with_gradient:
-                # Untouched on all ranks: moved out of the segment before its buffer is used again.
+                # No rank has a gradient. An old one moves out before its buffer is used again.
                 slot.move_out()
                 continue
             if not slot.ready and parameter.grad is not None:
@@ -229,21 +230,21 @@ class Bucket:
             slot.local = False
 
     def reset(self) -> None:
-        """Be ready for the next backward."""
+        """Prepare for the next backward."""
         self._missing = len(self.slots)
         for slot in self.slots:
             slot.base = None
             slot.offered = slot.ready = False
 
     def close(self) -> None:
-        """Release the parameters and give the memory back; local, idempotent."""
+        """Release parameters and memory; local, idempotent."""
         for slot in self.slots:
             slot.release()
         self._views, self._written = {}, None
         self.allreduce.close()
 
     def _places(self) -> tuple[list[torch.Tensor], torch.Tensor]:
-        # Where this backward writes; the buffer changes with each allreduce.
+        # Views of the buffer for this backward, which changes with each allreduce.
         if self._written is None:
             self._written = self._views_of(self.allreduce.active)
         return self._written
@@ -256,7 +257,7 @@ class Bucket:
             *parts, flags, _ = torch.split(as_tensor(lent, self._dtype), self._counts)
             if self.kind.dtype.is_complex:
                 parts = [torch.view_as_complex(part.view(-1, 2)) for part in parts]
-            # Tensors that .grad is made again and again: none of several views that came of one call.
+            # Detached, to be assigned to .grad repeatedly: not one of several views of a split.
             shaped = [part.view(slot.shape).detach() for part, slot in zip(parts, self.slots, strict=True)]
             views = self._views[id(buffer)] = shaped, flags
         return views
@@ -270,12 +271,11 @@ def make_buckets(
     title: str,
     who: str,
 ) -> list[Bucket]:
-    """Buckets of lists that travel as a whole, row by row, with their memory; collective, blocking.
+    """Buckets of lists that stay together, row by row, with their memory; collective, blocking.
 
-    ``numbers`` counts those of each kind that there were: what is alike on their ranks. ``title`` and ``who``
-    are for messages. Nothing is taken from
-    the layers yet, and the ranks of a bucket have not met in it. If some rank cannot make its own, all raise
-    its error, and nothing has changed.
+    ``numbers`` counts the earlier buckets of each kind, equal on their ranks. ``title`` and ``who`` are for
+    messages. The layers still have their parameters, and the buckets' ranks are not connected yet. If a rank
+    cannot make its buckets, all ranks raise its error, and nothing has changed.
     """
     counted, made, failure = numbers.copy(), list[Bucket](), list[str]()
 
@@ -288,9 +288,9 @@ def make_buckets(
             kind = slots[0].kind
             made.append(Bucket(machine, f"gradients {counted[kind]}", slots))
             counted[kind] += 1
-    except Exception as error:  # noqa: BLE001 - all ranks hear of it
+    except Exception as error:  # noqa: BLE001 - all ranks raise it
         failure = [type(error).__name__, str(error)]
-        # What the ranks say to each other needs memory too.
+        # Makes room for the messages.
         discard()
     for rank, said in gather_words(machine.segments, failure, title).items():
         if said:
@@ -301,10 +301,9 @@ def make_buckets(
 
 
 def bucketed(row: Sequence[Sequence[GradientSlot]], limit: int) -> list[list[GradientSlot]]:
-    """Lists of slots fused up to a size, the last one first: the order in which backward reaches them.
+    """Lists of slots joined up to a size, the last one first: the order in which backward reaches them.
 
-    Layers of the same kind meet in the same buckets whatever other layers this rank has in between: the
-    ranks of a bucket need not be the same ranks in everything else.
+    Other layers in between do not matter: the ranks of a bucket need not share those.
     """
     buckets: list[list[GradientSlot]] = []
     unfilled: dict[BucketKind, list[GradientSlot]] = {}
@@ -320,14 +319,14 @@ def bucketed(row: Sequence[Sequence[GradientSlot]], limit: int) -> list[list[Gra
 
 
 def left_of(leaving: Sequence[Bucket], moved: set[str]) -> list[list[GradientSlot]]:
-    """Slots to put together anew: what travelled with parameters, by name, that move elsewhere."""
-    # The first to come in a backward is the last of the model.
+    """Slots for new buckets: those of ``leaving`` whose parameters are not in ``moved``, by name."""
+    # In the order of the model: a backward's first bucket is the model's last.
     kept = [[s for s in bucket.slots if s.name not in moved] for bucket in reversed(leaving)]
     return [[slot.anew() for slot in slots] for slots in kept if slots]
 
 
 def profiled(title: str, act: Callable[[], None]) -> None:
-    """Call a function in a range of torch's profiler; without one as good as free."""
+    """Call a function in a range of torch's profiler, if that is on."""
     if profiler._is_profiler_enabled:
         with profiler.record_function(title):
             act()

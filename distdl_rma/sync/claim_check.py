@@ -1,4 +1,4 @@
-"""Whether all ranks say the same of the parameters that they share, before anything is built on it."""
+"""Checks that all ranks state the same of the parameters that they share, before memory is taken."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from distdl_rma.layers.norm import DistributedNorm
 from distdl_rma.machine import Machine
 from distdl_rma.sync.claims import Claim
 
-# What JSON can carry: of a claim, see ``statement``.
+# A claim for JSON, see ``statement``.
 Words = dict[str, Any]
 Ranks = tuple[int, ...]
 
@@ -37,12 +37,12 @@ def agree(
     generator: Sequence[int] | None = None,
     who: str = "GradientSync",
 ) -> bool:
-    """Have all ranks compare what they state of claims, and options; collective over the machine, blocking.
+    """Compare the ranks' statements of claims, and their options; collective over the machine, blocking.
 
-    ``refusal`` is what is wrong on this rank otherwise, empty if nothing is; ``title`` and ``who`` are for
-    messages; ``generator`` has seed and state of this rank's random numbers, if they matter. Returns whether
-    generators with one seed are in different states. What does not fit together is a
-    ``ConfigurationError``, on all ranks with the same words.
+    ``refusal`` is another error of this rank, empty if there is none. ``title`` and ``who`` are for messages.
+    ``generator`` is the seed and state of this rank's random numbers, if they matter. Returns whether
+    generators with one seed are in different states. Problems raise ``ConfigurationError``, with the same
+    text on all ranks.
     """
     mine = {
         "refusal": refusal,
@@ -66,7 +66,7 @@ def agree(
 
 
 def statement(claim: Claim) -> Words:
-    """What a rank tells the others of a claim."""
+    """What a rank sends to the others about a claim."""
     complaint, nbytes, module = claim.complaint, claim.nbytes, cast(Any, claim.module)
     for other, entry in claim.shared:
         if other.ranks != claim.ranks:
@@ -79,12 +79,12 @@ def statement(claim: Claim) -> Words:
         if hasattr(module, "get_sizeof_gradients"):
             stated = as_int(module.get_sizeof_gradients())
         answers = _answers(claim)
-    except Exception as error:  # noqa: BLE001 - the user's function; all ranks hear of it
+    except Exception as error:  # noqa: BLE001 - the user's function; all ranks raise it
         stated, complaint = 0, complaint or f"a callback gives no such thing: {error!r}"
     parameters = {e.name: [*_form(e.parameter), e.parameter.requires_grad] for e in claim.entries}
     return {
         "name": claim.name,
-        # Short for the usual: a copy on all.
+        # None stands for all ranks, the usual case, to keep the message short.
         "ranks": None if claim.ranks == claim.everyone else claim.ranks,
         "holders": None if claim.holders == claim.everyone else claim.holders,
         "nbytes": [stated, nbytes],
@@ -100,7 +100,7 @@ def _form(tensor: torch.Tensor) -> tuple[list[int], str]:
 
 
 def _answers(claim: Claim) -> dict[str, Any]:
-    # Of the other callbacks what the user's say, and what holds as far as it is known.
+    # For each of the user's other callbacks: its result, and the true value, if this rank knows that.
     given = {} if claim.module is None else vars(claim.module)
     known = {name: _known(claim, name) for name in _OTHERS if name in given}
     return {name: [_plain(given[name]()), truth] for name, truth in known.items() if truth is not None}
@@ -109,13 +109,13 @@ def _answers(claim: Claim) -> dict[str, Any]:
 def _known(claim: Claim, name: str) -> int | list[int] | None:
     layer = claim.layer
     if layer is None:
-        # A plain module has no statistics; its tensors are not known.
+        # A plain module has no statistics. Sizes of its inputs are unknown.
         return [] if name == _NORM else 0 if name == "get_sizeof_norm" else None
     try:
         known = _plain(getattr(type(layer), name)(layer))
     except ProtocolError:
         return None
-    # The size of statistics may be known with the first input only.
+    # A norm may know the size of its statistics only after the first input.
     return None if known == 0 and isinstance(layer, DistributedNorm) else known
 
 
@@ -124,9 +124,9 @@ def _plain(said: Any) -> int | list[int]:
 
 
 def problems(said: Mapping[int, Sequence[Words]]) -> Iterator[str]:
-    """What does not fit together in the statements of each rank, in the same order on all ranks."""
+    """Contradictions in the statements of the ranks, in the same order on all ranks."""
     everyone = tuple(said)
-    # Which ranks say which list of each parameter, and which parameters a rank sums over a list, in order.
+    # For each parameter: which ranks state which list. For each list: the parameters of each rank, in order.
     lists_of: dict[str, dict[Ranks, list[int]]] = defaultdict(lambda: defaultdict(list))
     orders: dict[Ranks, dict[int, list[str]]] = defaultdict(lambda: defaultdict(list))
     claims: dict[tuple[str, int], Words] = {}
@@ -153,7 +153,7 @@ def problems(said: Mapping[int, Sequence[Words]]) -> Iterator[str]:
 
 
 def _of_ranks(rank: int, claim: Words, ranks: Ranks, everyone: Ranks) -> Iterator[str]:
-    # What one rank says of its ranks, without looking at the others.
+    # Problems of one rank's list that need no other rank's statement.
     if claim["complaint"]:
         yield f"on rank {rank}, {claim['complaint']}"
     said = f"get_ranks_synch_weights() gave {list(ranks)} on rank {rank}"
@@ -172,7 +172,7 @@ def _of_ranks(rank: int, claim: Words, ranks: Ranks, everyone: Ranks) -> Iterato
 
 
 def _of_sizes(rank: int, claim: Words) -> Iterator[str]:
-    # What one rank says of its sizes and statistics.
+    # Problems of one rank's sizes and statistics.
     nbytes, held = claim["nbytes"]
     if nbytes != held:
         yield f"get_sizeof_gradients() gave {nbytes} bytes on rank {rank}, its gradients are {held} bytes"
@@ -187,7 +187,7 @@ def _of_sizes(rank: int, claim: Words) -> Iterator[str]:
 
 
 def _of_statistics(name: str, answers: Mapping[int, Sequence[Sequence[int]]]) -> Iterator[str]:
-    # Ranks that share statistics all name each other; where nobody says anything, all that can share them.
+    # Ranks that share statistics name each other. One without a statement names all that can share them.
     for rank, (theirs, ours) in answers.items():
         mine = set(theirs or [rank])
         for other in ours:
@@ -202,12 +202,12 @@ def _of_statistics(name: str, answers: Mapping[int, Sequence[Sequence[int]]]) ->
 def _of_parameter(
     parameter: str, lists: Mapping[Ranks, Sequence[int]], claims: Mapping[tuple[str, int], Words]
 ) -> Iterator[str]:
-    # What ranks say of one parameter: those that one of them lists must say the same.
+    # Problems of one parameter: all ranks in a list must state the same list and form.
     who_says = {rank: ranks for ranks, sayers in lists.items() for rank in sayers}
     for ranks, sayers in lists.items():
         first = claims[parameter, sayers[0]]
         name = f"{first['name']!r} ({parameter})"
-        # Without a list each layer of this library has been asked about its copies already.
+        # The lists of this library's layers were checked against their holders already.
         of_library = first["holders"] is None or first["holders"]
         if not ranks and len(who_says) > 1 and not of_library:
             holding = f"ranks {sorted(who_says)} hold it and would drift apart"
@@ -228,7 +228,7 @@ def _of_parameter(
 
 
 def _of_order(ranks: Ranks, names: Mapping[int, Sequence[str]]) -> Iterator[str]:
-    # Gradients that travel together lie one behind the other, in the order of the modules.
+    # Gradients in a bucket lie one behind the other, in the order of the modules.
     for first, rank in pairwise(rank for rank in ranks if rank in names):
         for mine, theirs in zip(names[first], names[rank], strict=False):
             if mine != theirs:

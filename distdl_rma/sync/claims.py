@@ -1,6 +1,6 @@
-"""Who decides which ranks sum a weight's gradient: modules, by ``get_ranks_synch_weights()``.
+"""Which ranks sum a weight's gradient: modules decide it by ``get_ranks_synch_weights()``.
 
-Layers that no ``GradientSync`` has taken over ask themselves: ``Parameters.summed_over``.
+Layers outside of every ``GradientSync`` decide for themselves: ``Parameters.summed_over``.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from distdl_rma.machine import Machine
 
 
 class Owner(NamedTuple):
-    """Who sums gradients, as messages call it: a ``GradientSync``, or a distributed model that has one."""
+    """What sums gradients: a ``GradientSync``, or a distributed model that has one; texts for messages."""
 
     title: str
-    # Who it is for another one, what helps after a failure, and what a change of modules came after.
+    # Its name in errors of another owner; advice after a failure; and when a module changed too late.
     another: str
     anew: str
     later: str
@@ -37,15 +37,15 @@ GRADIENT_SYNC = Owner(
     "close this one and make a new one, on all ranks",
     "after its GradientSync was made; register it again",
 )
-# Parameters that somebody sums the gradients of, which others refuse: two of them would sum twice.
+# Parameters with an owner, which other owners refuse: two owners would sum twice.
 synchronised: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 @dataclass(eq=False)
 class ParameterEntry:
-    """A parameter, its name alike on the ranks that share it, and who uses it by which name.
+    """A parameter, its name, equal on the ranks that share it, and the modules that use it under which key.
 
-    The first of the ``uses`` counts it as its own.
+    The first of the ``uses`` is the module that it belongs to.
     """
 
     parameter: nn.Parameter
@@ -57,12 +57,12 @@ class ParameterEntry:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its gradient."""
+        """Bytes of the gradient."""
         return self.parameter.numel() * self.parameter.element_size()
 
     @property
     def placed(self) -> Iterator[tuple[Parameters, str]]:
-        """Parameters of the layers of this library that use it, each with its name there."""
+        """The ``Parameters`` of this library's layers that use it, each with its key there."""
         for module, key in self.uses:
             if isinstance(module, DistributedLayer) and module.placed is not None:
                 yield module.placed, key
@@ -72,7 +72,7 @@ class ParameterEntry:
 class Claim:
     """Parameters for which one module decides over which ranks their gradients are summed.
 
-    The module is None where nobody decides, for plain modules: then they count as copied on ``everyone``.
+    For plain modules for which no module decides, ``module`` is None. They count as copied on ``everyone``.
     """
 
     module: nn.Module | None
@@ -80,20 +80,20 @@ class Claim:
     # The ranks of the machine.
     everyone: tuple[int, ...]
     entries: list[ParameterEntry] = field(default_factory=list)
-    # What modules in it use, but others count as their own.
+    # Parameters that its modules use, but that belong to other claims.
     shared: list[tuple[Claim, ParameterEntry]] = field(default_factory=list)
-    # All modules in it, each with its path.
+    # All modules of the claim, each with its path.
     parts: list[tuple[str, nn.Module]] = field(default_factory=list)
-    # Over which ranks the gradients are summed; and why this rank cannot say, if it cannot.
+    # The ranks over which gradients are summed; and an error, if the callback gave no ranks.
     ranks: tuple[int, ...] = ()
     complaint: str = ""
 
     def decide(self) -> None:
-        """Ask the module over which ranks; what is no list of ranks becomes a complaint."""
+        """Call the module's callback; a result that is no list of ranks becomes a complaint."""
         try:
             ask = getattr(self.module, "get_ranks_synch_weights", lambda: self.everyone)
             self.ranks = tuple(as_int(rank) for rank in ask())
-        except Exception as error:  # noqa: BLE001 - the user's function; all ranks hear of it
+        except Exception as error:  # noqa: BLE001 - the user's function; all ranks raise it
             self.complaint = f"get_ranks_synch_weights() gives no list of ranks: {error!r}"
 
     @property
@@ -103,37 +103,37 @@ class Claim:
 
     @property
     def holders(self) -> tuple[int, ...]:
-        """Ranks that hold copies by the plan of a layer of this library; empty if nobody knows."""
+        """Ranks that hold copies, as a layer of this library placed them; empty for other modules."""
         placed = None if self.layer is None else self.layer.placed
         return () if placed is None else placed.holders
 
     @property
     def decided_by_user(self) -> bool:
-        """Whether the ranks are not those that this library would have chosen."""
+        """Whether a user's callback chose the ranks, not this library."""
         if self.layer is not None:
             return "get_ranks_synch_weights" in vars(self.layer)
         return hasattr(self.module, "get_ranks_synch_weights")
 
     @property
     def says_anything(self) -> bool:
-        """Whether there is anything to compare."""
+        """Whether ranks must compare it."""
         return bool(self.entries or self.shared or self.decided_by_user or self.layer or any(self.buffers))
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all gradients."""
+        """Bytes of all gradients, those of shared parameters included."""
         return sum(entry.nbytes for entry in (*self.entries, *(entry for _, entry in self.shared)))
 
     @property
     def buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Buffers of plain modules in it, each with its name."""
+        """Buffers of its plain modules, each with its name."""
         for path, part in self.parts:
             if not isinstance(part, DistributedLayer):
                 for key, buffer in part.named_buffers(recurse=False):
                     yield under(path, key), buffer
 
     def by_module(self) -> Iterable[list[ParameterEntry]]:
-        """Entries that belong to the same module and have the same dtype, in order."""
+        """Entries grouped by module and dtype, in order."""
         groups: dict[tuple[int, torch.dtype], list[ParameterEntry]] = defaultdict(list)
         for entry in self.entries:
             groups[id(entry.uses[0][0]), entry.parameter.dtype].append(entry)
@@ -141,16 +141,16 @@ class Claim:
 
 
 def claims_of(module: nn.Module, name: str, machine: Machine, known: Mapping[int, str]) -> list[Claim]:
-    """Parameters of a module and its parts, by who decides for them, in the order of ``modules()``.
+    """Parameters of a module and its parts by the module that decides, in the order of ``modules()``.
 
-    A part that has ``get_ranks_synch_weights()``, of its own or given, decides for all plain modules in it;
-    layers of this library decide for themselves. A plain module that is in none of these counts as copied on
-    all ranks. A parameter that several modules share belongs to the first of them. Paths begin with ``name``;
-    parameters that are ``known``, by ``id``, keep the name that they had.
+    A part with a callback such as ``get_ranks_synch_weights()`` decides for all plain modules in it. Layers
+    of this library decide for themselves. Other plain modules count as copied on all ranks. A parameter that
+    several modules share belongs to the first of them. Paths begin with ``name``. Parameters in ``known``, by
+    ``id``, keep their names there.
     """
     seen: dict[int, tuple[Claim, ParameterEntry]] = {}
     claims: list[Claim] = []
-    # By a list, not by a function that calls itself: its cycle would hold the modules until a collection.
+    # A list, not a recursive function: such a closure is a cycle, which would keep the modules alive.
     ahead: list[tuple[nn.Module, str, Claim | None]] = [(module, name, None)]
     while ahead:
         part, path, above = ahead.pop()
@@ -178,5 +178,5 @@ def claims_of(module: nn.Module, name: str, machine: Machine, known: Mapping[int
 
 
 def under(path: str, key: str) -> str:
-    """Name of what a module has, by the path of the module."""
+    """Name of a module's attribute, from the module's path."""
     return f"{path}.{key}" if path else key

@@ -1,4 +1,4 @@
-"""Gradients of a training loop, summed over ranks while backward goes on."""
+"""``GradientSync``: sums gradients over ranks while backward goes on."""
 
 from __future__ import annotations
 
@@ -36,44 +36,44 @@ from distdl_rma.sync.warnings import warn_of_pitfalls
 
 
 class GradientSync(Uncopyable):
-    """Makes the gradients of a training loop right: one line added to the loop.
+    """Sums the gradients of a training loop over the ranks: one line added to the loop.
 
-    When ``loss.backward()`` returns, every ``.grad`` is the gradient of the sum (or mean) of all ranks'
-    losses, on every rank, whatever the loop does next: clip, step, accumulate. The allreduces start as
-    soon as the last gradient of a bucket is there, while backward goes on. Which ranks hold copies of
-    which weights the modules say by ``get_ranks_synch_weights()``: layers of this library do, others may,
-    and :meth:`register` gives a module the callback. Any other module counts as copied on all ranks of the
-    machine. Parameters and buffers of all but the layers of this library are made equal at construction,
-    the first of their ranks counts. Parameters that are frozen then are left alone.
+    When ``loss.backward()`` returns, every ``.grad`` on every rank is the gradient of the sum (or mean) of
+    all ranks' losses. So the loop may clip, step or accumulate as usual. The allreduce of a bucket starts
+    with its last gradient, while backward goes on. Modules state by ``get_ranks_synch_weights()`` which ranks
+    hold copies of their weights: layers of this library do, others may, and :meth:`register` gives a module
+    the callback. Any other module counts as copied on all ranks of the machine. At construction, parameters
+    and buffers of all modules but this library's layers are broadcast from the first of their ranks.
+    Parameters that are frozen then are not synchronised.
 
-    A gradient lies in the segment, where the layers of this library put it themselves. It stays valid until
-    the next but one backward, or ``close()``; clone it to keep it longer. Collective to construct over the
-    machine; every rank runs the same backwards, idle ranks included. A context manager: leaving it closes it.
+    A gradient lies in the segment; layers of this library write it there. It stays valid until the second
+    backward after it, or ``close()``; clone it to keep it longer. Construction is collective over the
+    machine. Every rank runs the same backwards, idle ranks included. As a context manager it closes itself.
 
     Parameters
     ----------
     model
-        Alike on all ranks that hold its parts; None if everything is to be registered.
+        The same model on all ranks that hold its parts; None if all modules are registered later.
     machine
         The machine, or a partition of its ranks such as ``P_world``; all ranks of the machine take part.
     reduction
         ``"sum"``, or ``"mean"`` to divide: by the number of ranks of the machine, or of the list that a
         callback of the user gives.
     replicas
-        What a mean divides by instead: the number of data-parallel replicas of the model, where each of
-        them is split over several ranks and has a loss of its own.
+        Divisor of a mean instead: the number of data-parallel replicas of the model, if each replica is split
+        over several ranks and has its own loss.
     bucket_nbytes
-        Gradients of consecutive layers travel together up to this many bytes; 0: one allreduce per layer.
+        Gradients of consecutive layers share an allreduce of at most so many bytes; 0: one per layer.
 
     Raises
     ------
     ConfigurationError
-        On all ranks of the machine: if an option is unknown, a layer belongs to another ``GradientSync``,
-        or callbacks do not fit together. They may not name ranks outside of M or leave the caller out,
-        differ between the ranks that they name, state sizes that the layer does not hold, or leave
-        parameters that several ranks hold without ranks.
+        On all ranks of the machine: if an option is invalid, a layer belongs to another ``GradientSync``, or
+        callbacks contradict each other: they name ranks outside of M, leave out the caller, differ between
+        the ranks that they name, state sizes that the layer does not hold, or name no ranks for parameters
+        that several ranks hold.
     SegmentError
-        On all ranks, if the gradients do not fit into the segment of one; nothing is taken then.
+        On all ranks, if the gradients do not fit into the segment of one; no memory is taken then.
 
     Notes
     -----
@@ -89,7 +89,7 @@ class GradientSync(Uncopyable):
         replicas: int | None = None,
         bucket_nbytes: int = 1 << 20,
     ) -> None:
-        # A distributed model speaks for its own.
+        # A distributed model is the owner of its GradientSync.
         handle = None if model is None else getattr(model, "distributed", None)
         self._owner: Owner = getattr(handle, "owner", GRADIENT_SYNC)
         self._machine = Machine.of(machine)
@@ -98,47 +98,47 @@ class GradientSync(Uncopyable):
         self._options = SyncOptions(reduction, replicas, bucket_nbytes)
         self._registry = Registry(self._machine, self._options, self._owner)
         self._buckets: list[Bucket] = []
-        # How many buckets of each kind were made so far.
+        # Number of buckets of each kind that were made so far.
         self._numbers: Counter[BucketKind] = Counter()
-        # Parameters that no other rank holds.
+        # Slots of parameters that no other rank sums.
         self._alone: list[GradientSlot] = []
         self._norms = GradientNorms(self._machine)
-        # Ranks on which plain tensors are alike, if this one is that of a model on split tensors.
+        # Ranks on which plain tensors are equal, if this belongs to a model on split tensors.
         self.alike_on: tuple[int, ...] = ()
-        # What the running backward will end with; dead if it failed.
+        # Weak reference to the end of the running backward; dead if that backward failed.
         self._ending: Callable[[], object] = lambda: None
-        # Gradients of the running backward that were computed, and have not come to .grad yet.
+        # Number of the running backward's gradients that were computed and are not in .grad yet.
         self._on_the_way = 0
-        # Whose hooks run when the gradients are summed.
+        # Slots whose hooks run once the gradients are summed.
         self._waiting: list[GradientSlot] = []
-        # The gradients must leave the segment before it goes.
+        # The gradients must move out of the segment before it is closed.
         self._machine.segments.before_close(self)
         try:
             self.register(model)
         except BaseException:
-            # Nobody could close this one.
+            # The user has no object to close.
             self.release()
             raise
 
     def register(
         self, module: nn.Module | None, *, name: str | None = None, **callbacks: Unpack[Callbacks]
     ) -> None:
-        """Synchronise a module from now on, by its callbacks or those given; collective over the machine.
+        """Synchronise a module from now on, by its own callbacks or given ones; collective over the machine.
 
-        A module that belongs to the model already moves to the ranks that its callback now gives; its
-        parameters become those of the first of them. One that was registered itself, such as the model, is
-        registered as it is now: with parameters that were added, replaced or unfrozen, or have another type,
-        and without those that are gone. Raises as construction does, and for other modules if gradients of
-        ``no_sync`` wait to be summed on some rank; nothing has changed then.
+        A module within the model moves to the ranks that its callback gives now, and its parameters are
+        broadcast from the first of them. A module that was registered itself, such as the model, is
+        registered in its present state: with parameters that were added, replaced, unfrozen or converted, and
+        without removed ones. Raises the errors of construction; and, for a module that was not registered
+        itself, if gradients of ``no_sync`` on some rank are not summed yet. Nothing has changed then.
 
         Parameters
         ----------
         module
             Any module; None on ranks that do not have it.
         name
-            What its parameters are called in messages, alike on its ranks.
+            Name of the module in messages, equal on its ranks.
         callbacks
-            Answers in place of the module's own, for all plain modules in it. They stay with the module.
+            Replace the module's own callbacks, for all plain modules in it. They stay with the module.
         """
         self._check_open()
         pending = not self._registry.has(module) and any(slot.unsummed for slot in self._slots)
@@ -155,7 +155,7 @@ class GradientSync(Uncopyable):
                 title = f"{who} (memory {addition.number})"
                 made = make_buckets(machine, rows, limit, self._numbers, title, who)
         except DistdlError as error:
-            # Layers are called by their paths, whoever raises.
+            # Names the layers of any error by their paths.
             machine.labels.make_readable(error)
             raise
         self._buckets += made
@@ -168,7 +168,7 @@ class GradientSync(Uncopyable):
                 slot.release()
                 self._alone.remove(slot)
             for bucket in made:
-                # All in one order: they may be complete in another.
+                # On all ranks in one order; gradients may complete buckets in another.
                 bucket.allreduce.connect()
                 for slot in bucket.slots:
                     self._take_over(slot, bucket)
@@ -187,7 +187,7 @@ class GradientSync(Uncopyable):
     def no_sync(self) -> Iterator[None]:
         """Context in which backward only accumulates this rank's own gradients.
 
-        The next backward outside of it sums everything accumulated. Start it with gradients cleared.
+        The next backward outside of it sums all of them. Enter the context with cleared gradients.
         """
         before, self._paused = self._paused, True
         try:
@@ -197,13 +197,13 @@ class GradientSync(Uncopyable):
 
     @uncompiled
     def grad_norm(self, norm_type: float = 2.0) -> torch.Tensor:
-        """Norm of all gradients together, each counted once however many ranks hold or share it.
+        """Norm of all gradients together; each counts once, even if several ranks hold or share it.
 
-        Of any positive order, ``inf`` included. Collective over the machine, blocking; the same number on all
-        ranks, float64.
+        For any positive order, also ``inf``. Collective over the machine, blocking; returns the same float64
+        number on all ranks.
         """
         self._check_open()
-        # The first of the ranks that hold a gradient counts it for all of them.
+        # The first of the ranks that hold a gradient counts it.
         rank = self._machine.rank
         mine = [slot.gradient for slot in self._slots if (*slot.kind.ranks, rank)[0] == rank]
         return self._norms.of(mine, norm_type, any(slot.unsummed for slot in self._slots))
@@ -214,7 +214,7 @@ class GradientSync(Uncopyable):
     ) -> torch.Tensor:
         """Scale all gradients so that their norm is at most ``max_norm``; return the norm before.
 
-        As ``torch.nn.utils.clip_grad_norm_`` on one machine, also where layers keep parts of their weights
+        Equals ``torch.nn.utils.clip_grad_norm_`` on one machine, also if layers keep parts of their weights
         on several ranks. Collective over the machine, blocking.
         """
         norm = self.grad_norm(norm_type)
@@ -224,11 +224,11 @@ class GradientSync(Uncopyable):
         return norm
 
     def describe(self) -> list[dict[str, object]]:
-        """What travels together, in the order of a backward: one row per allreduce; local.
+        """One row per allreduce, in the order of a backward; local.
 
-        ``ranks``, ``dtype``, ``divisor``, ``parameters`` (their names), ``nbytes``; and of all steps so far
-        ``in_place_nbytes``, gradients that layers of this library put into the segment, and
-        ``copied_nbytes``, those that had to be copied there after the layer's backward.
+        Keys: ``name``, ``ranks``, ``dtype``, ``divisor``, ``parameters`` (their names), ``nbytes``; and, over
+        all steps so far, ``in_place_nbytes`` of gradients that layers of this library wrote into the segment,
+        and ``copied_nbytes`` of gradients that were copied there after the layer's backward.
         """
         sizes = ("nbytes", "in_place_nbytes", "copied_nbytes")
         return [
@@ -239,7 +239,7 @@ class GradientSync(Uncopyable):
         ]
 
     def close(self) -> None:
-        """Give the gradients memory of their own and stop; local, idempotent.
+        """Move the gradients out of the segment and stop; local, idempotent.
 
         The layers then sum their gradients themselves again.
         """
@@ -252,7 +252,7 @@ class GradientSync(Uncopyable):
         self.release()
 
     def release(self) -> None:
-        """Leave the segment, whatever is pending; the close of the machine calls it."""
+        """Leave the segment, even with unsummed gradients; closing the machine calls it."""
         if self._closed:
             return
         self._closed = True
@@ -280,17 +280,17 @@ class GradientSync(Uncopyable):
             raise ClosedError(f"{self._owner.title}: already closed")
 
     def _take_over(self, slot: GradientSlot, bucket: Bucket | None) -> None:
-        # From now on the layers leave the gradient to this one, and torch says when it is there.
+        # From now on the layers do not sum the gradient, and torch's hooks report it.
         parameter = slot.parameter()
         if parameter is None:
-            return  # Gone here; other ranks may not yet have collected it.
+            return  # Collected here; other ranks may still have it.
         synchronised[parameter] = self._owner
         mark_summed_later(parameter, True)
         if bucket is None:
             self._alone.append(slot)
             slot.handles = [parameter.register_hook(partial(self._computed_alone, slot))]
             if any(len(placed.holders) > 1 for placed, _ in slot.placed):
-                # Its user says that nobody else is to sum it.
+                # The user's callback excludes other ranks from the sum.
                 slot.take_over(lambda: None)
             return
         slot.handles = [
@@ -301,14 +301,14 @@ class GradientSync(Uncopyable):
         slot.take_over(lambda: None if self._paused or asked() else bucket.offer(slot))
 
     def _begin(self) -> None:
-        # The first gradient of a backward, whichever it is: other ranks may wait for this one's others.
+        # Called by any first gradient of a backward: other ranks may wait for this rank's other buckets.
         if self._in_backward:
             if self._failure:
                 raise ProtocolError(f"{self._owner.title}: {self._failure}")
             return
         self._in_backward = True
         ending = partial(self._finish)
-        # torch drops it without a call if this backward fails.
+        # If this backward fails, torch drops the callback without calling it.
         self._ending = ref(ending)
         torch.autograd.Variable._execution_engine.queue_callback(ending)
 
@@ -321,7 +321,7 @@ class GradientSync(Uncopyable):
         )
 
     def _asked_for(self, slot: GradientSlot) -> bool:
-        # By torch.autograd.grad of split tensors, which sums this rank's contribution to what it returns.
+        # Whether torch.autograd.grad of split tensors runs, which sums contributions itself.
         ranks = asked()
         if ranks is not None and not set(ranks) <= {*slot.kind.ranks, self._machine.rank}:
             raise UnsupportedError(
@@ -341,7 +341,7 @@ class GradientSync(Uncopyable):
 
     @breaks_graph
     def _computed(self, slot: GradientSlot, computed: torch.Tensor) -> torch.Tensor | None:
-        # The gradient is complete and not yet accumulated. No calls where nothing is to be said of it.
+        # The gradient is complete and not yet accumulated. The usual case makes few calls.
         if compiles() is not None:
             return apart(self._computed, slot, computed)
         parameter = slot.parameter()
@@ -358,7 +358,7 @@ class GradientSync(Uncopyable):
         return found
 
     def _prepare(self, slot: GradientSlot, parameter: Any) -> bool:
-        # Whether it is to be summed, for all others; those that accumulate come by here in every step.
+        # Handles other cases, such as accumulation; returns whether the gradient will be summed.
         if self._closed:
             self._check_open()
         if ASKED and self._asked_for(slot):
@@ -381,7 +381,7 @@ class GradientSync(Uncopyable):
                 " use checkpoint(use_reentrant=False)"
             )
         if gradient is not None and not slot.local:
-            # Summed already, or the loop's own: kept aside, so that only what is new is summed.
+            # Already summed, or set by the loop: kept aside, so that only the new gradient is summed.
             slot.base, parameter.grad = gradient.clone(), None
         return True
 
@@ -399,7 +399,7 @@ class GradientSync(Uncopyable):
         self._on_the_way -= 1
         if bucket.put(slot, parameter.grad):
             profiled(f"GradientSync: start {bucket.name}", bucket.start)
-        # What travels advances while backward computes the next gradients.
+        # Advances running allreduces while backward computes the next gradients.
         segments = self._machine.segments
         if segments.waiter.under_way:
             segments.progress()
@@ -407,9 +407,9 @@ class GradientSync(Uncopyable):
 
     @uncompiled
     def _finish(self) -> None:
-        # End of backward: what no gradient came for on this rank may have come on others.
+        # End of backward. Other ranks may have gradients for parameters that got none here.
         try:
-            # A gradient is never silently local; beside split tensors others are summed where they are used.
+            # Refuses parameters that would stay unsummed. Beside split tensors, their uses sum them.
             exact = self.alike_on and self._options.reduction == "sum"
             if not exact and (change := self._registry.watch.later_change()):
                 raise ProtocolError(f"{change} {self._owner.later}")

@@ -1,4 +1,4 @@
-"""Hooks that a user registers on parameters, shown the gradient that all ranks have together."""
+"""Users' hooks of parameters get the gradient summed over all ranks."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from distdl_rma.sync.bucket import GradientSlot
 
 
 class ParameterHooks:
-    """Hooks of a parameter of a model on split tensors, whose gradient they may change as they like.
+    """Runs hooks of a parameter of a model on split tensors, which may change its gradient.
 
-    A rank has a contribution, of which a hook that clamps would make something else. So the ranks sum before
-    the hooks run, which is alike on all of them then, and the first rank contributes what comes out.
-    Collective to construct over the ranks of the slot.
+    A hook that clamps must get the gradient, not one rank's contribution. So the ranks sum before the hooks
+    run. All ranks then get the same result, and the first rank contributes it. Collective to construct over
+    the ranks of the slot.
     """
 
     def __init__(self, machine: Machine, slot: GradientSlot, name: str) -> None:
@@ -30,12 +30,12 @@ class ParameterHooks:
         op = "sum" if divisor == 1 else "mean"
         ranks = slot.kind.ranks
         self._sum = Allreduce(machine.segments, ranks, count, element, op, name, divisor=divisor)
-        # What .grad held before, until what is new is there.
+        # .grad from before, until the new gradient is there.
         self._before: torch.Tensor | None = None
         self.seen = False
 
     def whole(self, slot: GradientSlot, contribution: torch.Tensor) -> torch.Tensor:
-        """What the hooks get; blocking."""
+        """The summed gradient, for the hooks; blocking."""
         total = self._sum(as_array(contribution.detach().to(self._dtype).reshape(-1)))
         result = as_tensor(total, self._dtype).view(contribution.shape)
         parameter = slot.parameter()
@@ -43,7 +43,7 @@ class ParameterHooks:
         return result.to(contribution.dtype, copy=True)
 
     def contribute(self, slot: GradientSlot) -> None:
-        """Make what the hooks left in ``.grad`` this rank's contribution."""
+        """Replace the hooks' result in ``.grad`` by this rank's contribution."""
         self.seen = False
         parameter, before = slot.parameter(), self._before
         found, self._before = parameter.grad, None
@@ -55,11 +55,11 @@ class ParameterHooks:
 def contribution(
     machine: Machine, slot: GradientSlot, computed: torch.Tensor, alike_on: tuple[int, ...]
 ) -> torch.Tensor | None:
-    """Replacement for the gradient that was computed of a parameter of a split model; None to keep it.
+    """Replacement for the computed gradient of a parameter of a model on split tensors; None to keep it.
 
-    The first rank contributes a gradient that all ranks computed identically, as of a penalty on weights; the
-    others contribute zeros. ``alike_on`` are ranks on which plain tensors are identical. Blocking if a user
-    has hooks on the parameter.
+    If all ranks computed the gradient identically, as of a penalty on weights, the first rank contributes it
+    and the others contribute zeros. ``alike_on`` are the ranks on which plain tensors are equal. Blocking if
+    the parameter has hooks of a user.
     """
     parameter = slot.parameter()
     if slot.contributes_common is None:
@@ -80,7 +80,7 @@ def contribution(
 
 
 def keep_back(slot: GradientSlot, label: str, paused: bool) -> None:
-    """Have the user's hooks that want what was accumulated wait for the sum over the ranks."""
+    """Postpone the user's post-accumulate hooks until the gradient is summed over the ranks."""
     if paused:
         raise UnsupportedError(
             f"{label!r}: within no_sync() a hook of register_post_accumulate_grad_hook would see a gradient"
@@ -92,14 +92,14 @@ def keep_back(slot: GradientSlot, label: str, paused: bool) -> None:
 
 @torch.no_grad()
 def run_kept_back(slot: GradientSlot) -> None:
-    """Call those hooks."""
+    """Call the postponed hooks."""
     hooks, slot.later = slot.later, {}
     for hook in hooks.values():
         hook(slot.parameter())
 
 
 def run_first(parameter: Any, number: int) -> None:
-    """Have the hook of a number run before those that a parameter has already."""
+    """Make the hook with this id the first of a parameter's hooks."""
     hooks = parameter._backward_hooks
     others = [(key, hook) for key, hook in hooks.items() if key != number]
     first = hooks[number]

@@ -1,4 +1,4 @@
-"""Which modules are synchronised: added on all ranks or on none, and watched for later changes."""
+"""Which modules are synchronised: all ranks add one, or none does; and whether modules change later."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _is_there = partial(is_not, None)
 
 
 class SyncOptions(NamedTuple):
-    """Options of a ``GradientSync``, alike on all ranks."""
+    """Options of a ``GradientSync``, equal on all ranks."""
 
     reduction: str
     replicas: int | None
@@ -43,7 +43,7 @@ class SyncOptions(NamedTuple):
 
     @property
     def refusal(self) -> str:
-        """What is wrong with them; empty if nothing is."""
+        """Why they are invalid; empty if they are valid."""
         reduction, replicas, nbytes = self
         if reduction not in REDUCTIONS:
             return f"reduction is one of {REDUCTIONS}, got {reduction!r}"
@@ -54,7 +54,7 @@ class SyncOptions(NamedTuple):
         return ""
 
     def divisor(self, claim: Claim) -> int:
-        """What the sums of a claim's gradients are divided by."""
+        """Divisor of the sums of a claim's gradients."""
         if self.reduction == "sum":
             return 1
         if self.replicas is not None:
@@ -67,10 +67,9 @@ def _at_least(least: int, value: object) -> bool:
 
 
 class Agreed(NamedTuple):
-    """A claim as all ranks agreed on it: what was stated of it stays so, whatever the user lets go of.
+    """A claim on which all ranks agreed; its statement stays, even if the user deletes the module.
 
-    It holds neither its module nor its parameters; ``parameters`` are these, weakly, with their names, and
-    ``root`` is what was registered.
+    Module and parameters are weak references, the latter with names and bytes. ``root`` was registered.
     """
 
     statement: Words
@@ -81,18 +80,18 @@ class Agreed(NamedTuple):
 
     @classmethod
     def of(cls, claim: Claim, statement: Words, root: nn.Module | None) -> Agreed:
-        """A claim that was new."""
+        """For a new claim."""
         parameters = [(ref(e.parameter), e.name, e.nbytes) for e in claim.entries]
         module = ref(claim.module) if claim.module else _nobody
         return cls(statement, claim.ranks, ref(root) if root is not None else _nobody, module, parameters)
 
     @property
     def names(self) -> set[str]:
-        """Of its parameters."""
+        """Names of its parameters."""
         return {name for _, name, _ in self.parameters}
 
     def without(self, moved: Collection[str]) -> Agreed:
-        """What is left without some parameters, by name; its module's callback does not know of that."""
+        """The claim without the parameters of these names; its module's callback is not asked again."""
         left = [each for each in self.parameters if each[1] not in moved]
         nbytes = self.statement["nbytes"][1] - sum(n for _, name, n in self.parameters if name in moved)
         stated = {name: form for name, form in self.statement["parameters"].items() if name not in moved}
@@ -105,20 +104,20 @@ def _nobody() -> None:
 
 
 class Addition(NamedTuple):
-    """What all ranks agreed to add: its own claims, and those that are left of earlier ones."""
+    """What all ranks agreed to add: the new claims, and what remains of earlier ones."""
 
-    # Counts what was tried to be added, alike on all ranks.
+    # Counts attempts to add something, equal on all ranks.
     number: int
     new: list[Claim]
     agreed: list[Agreed]
-    # Names of parameters that are no longer where they were; and the ranks of earlier claims, by ``id``.
+    # Names of known parameters whose claim changes; ranks of earlier claims, by ``id`` of the parameter.
     moved: set[str]
     before: Mapping[int, tuple[int, ...]]
-    # Layers whose weights are not whole on every rank, if equally seeded generators are in different states.
+    # Layers with parts of weights, if generators with one seed are in different states.
     drifted: list[str]
 
     def slots(self, options: SyncOptions) -> list[list[GradientSlot]]:
-        """Parameters that need a gradient, in the order of their layers: lists that travel as a whole."""
+        """Slots for parameters that need a gradient, in the order of their layers; a list shares a bucket."""
         found = []
         for claim in self.new:
             for entries in claim.by_module():
@@ -129,10 +128,10 @@ class Addition(NamedTuple):
         return found
 
     def equalise(self, machine: Machine) -> None:
-        """Make parameters and buffers those of the first of their ranks; collective, blocking.
+        """Broadcast parameters and buffers from the first of their ranks; collective, blocking.
 
-        Layers of this library are equal on their holders from the start, and may have gone their own way
-        since, if their user said so.
+        Parameters of this library's layers are equal on their holders from the start. They are only broadcast
+        if a user's callback chose the ranks, or the ranks changed.
         """
         together: dict[tuple[int, ...], list[torch.Tensor]] = {}
         for claim in self.new:
@@ -142,7 +141,7 @@ class Addition(NamedTuple):
                 if claim.layer is None or claim.decided_by_user or before != claim.ranks:
                     tensors.append(entry.parameter.data)
             tensors.extend(buffer for _, buffer in claim.buffers)
-        # What the same ranks hold comes in the same order on all of them; the order of the rest is free.
+        # All ranks of a group have its tensors in the same order. The order of groups is sorted.
         for ranks, tensors in sorted(together.items(), key=lambda item: item[0]):
             if len(ranks) > 1:
                 broadcast_from_first(machine, ranks, tensors, "GradientSync")
@@ -161,11 +160,11 @@ class Registry:
     def adding(
         self, module: Any, name: str | None, callbacks: Mapping[str, Any], refusal: str
     ) -> Iterator[Addition]:
-        """Add a module with its callbacks, or those given, unless the body raises; collective, blocking.
+        """Add a module with its callbacks, or given ones, unless the body raises; collective, blocking.
 
-        ``refusal`` is why this rank cannot add anything now, empty if it can; the rest is as of
-        ``GradientSync.register``. What does not fit together is a ``ConfigurationError`` on all ranks. After
-        an error, here or in the body, nothing has changed.
+        ``refusal`` says why this rank cannot add anything now, empty if it can; the other arguments are those
+        of ``GradientSync.register``. Ranks that disagree all raise ``ConfigurationError``. After an error,
+        here or in the body, nothing has changed.
         """
         self._attempts += 1
         usual = "" if self._attempts == 1 else f"module {self._attempts}"
@@ -188,7 +187,7 @@ class Registry:
             self.watch.add(module, prefix, [one for one in known if one is not None])
 
     def has(self, module: nn.Module | None) -> bool:
-        """Whether a module was added by itself."""
+        """Whether a module was registered itself, not only within another."""
         return module is not None and any(agreed.root() is module for agreed in self._agreed)
 
     def _addition(
@@ -202,7 +201,7 @@ class Registry:
             refusal = refusal or not_in_host_memory(module) or unfit(module, self._machine)
         known = [(one(), name, each.ranks) for each in self._agreed for one, name, _ in each.parameters]
         names = {id(parameter): name for parameter, name, _ in known if parameter is not None}
-        # Of a module that is added again what is no longer in it.
+        # Claims of the same root: a module that is added again may have lost some of them.
         again = [agreed.root() is module is not None for agreed in self._agreed]
         new = [] if refusal or module is None else claims_of(module, prefix, self._machine, names)
         refusal = self._options.refusal or refusal
@@ -228,25 +227,25 @@ class Registry:
 
 
 class ModuleWatch:
-    """Notices parameters and modules that are replaced, added, unfrozen or made of another type later.
+    """Notices parameters and modules that are replaced, added, unfrozen or converted after they were added.
 
-    The modules are walked only if some dictionary of theirs holds something else than it did the last time,
-    or another of their parameters learns, or has another type. It holds neither modules nor parameters.
+    It only walks the modules if a dictionary of theirs holds other objects than the last time, or a
+    parameter's ``requires_grad`` or dtype has changed. It keeps weak references only.
     """
 
     def __init__(self) -> None:
-        # All modules, with their paths, and with which they were added.
+        # All modules, with their paths, and with the root that they were added with.
         self._paths = WeakIdKeyDictionary()
         self._added = WeakIdKeyDictionary()
         self._modules: list[ref[nn.Module]] = []
-        # What their dictionaries held when they were last walked, by ``id``, as long as all of that is there,
-        # which parameters learned then, and their types.
+        # At the last walk: ``id`` of all that the dictionaries held, valid as long as all of it lives;
+        # ``requires_grad`` and dtypes of the parameters.
         self._held: tuple[list[int], list[bool], list[torch.dtype], list[ref[Any]]] = [], [], [], []
-        # Types of parameters that learned when they were added; None of the others.
+        # Dtype of each parameter that learned when it was added; None for the others.
         self._learned = WeakIdKeyDictionary()
 
     def add(self, module: nn.Module, prefix: str, parameters: Iterable[torch.Tensor]) -> None:
-        """Watch a module and all in it, as they are now; ``parameters`` are all that are known now."""
+        """Watch a module and all its parts from now on; ``parameters`` are all registered ones."""
         for part in [part for part, root in self._added.items() if root() is module]:
             del self._paths[part], self._added[part]
         for path, part in module.named_modules(prefix=prefix):
@@ -260,11 +259,11 @@ class ModuleWatch:
         self._held = [], [], [], []
 
     def path(self, module: nn.Module | None) -> str:
-        """What a module that is watched is called."""
+        """Path of a watched module."""
         return str(self._paths[module])
 
     def later_change(self) -> str:
-        """What is no longer as it was when it was added; empty if everything is. Local."""
+        """A description of a change since the modules were added; empty if there is none. Local."""
         modules = [*filter(_is_there, map(_get, self._modules))]
         parameters = [*filter(_is_there, chain.from_iterable(map(_values, map(_parameters, modules))))]
         children = chain.from_iterable(map(_values, map(_children, modules)))
@@ -274,16 +273,16 @@ class ModuleWatch:
             return ""
         found = self.walk()
         if not found:
-            # What dies has no ``id`` that another may not have.
+            # The ``id`` of a dead object may be used again, so a death invalidates the list.
             refs = [ref(one, lambda _: ids.clear()) for one in (*parameters, *modules)]
             self._held = ids, learns, dtypes, refs
         return found
 
     def walk(self) -> str:
-        """The first change; empty if there is none."""
+        """Describes the first change; empty if there is none."""
         for part, path in self._paths.items():
             for key, parameter in part._parameters.items():
-                # What takes the place of a parameter for a call is none.
+                # A plain tensor may take a parameter's place for a call.
                 if not isinstance(parameter, nn.Parameter) or not parameter.requires_grad:
                     continue
                 before = self._learned.get(parameter)
@@ -299,7 +298,7 @@ class ModuleWatch:
 
 
 def not_in_host_memory(module: nn.Module) -> str:
-    """Which parameter or buffer is not in the memory of the host, and what to do; empty if all are."""
+    """Message about a parameter or buffer outside of the host's memory; empty if there is none."""
     for name, x in chain(module.named_parameters(), module.named_buffers()):
         if not isinstance(x, UninitializedParameter) and x.device.type != "cpu":
             how = "to_empty(device='cpu'), then fill it" if x.is_meta else "call model.cpu()"
@@ -308,7 +307,7 @@ def not_in_host_memory(module: nn.Module) -> str:
 
 
 def unfit(module: nn.Module, machine: Machine) -> str:
-    """Why a module cannot be synchronised at all; empty if it can."""
+    """Why a module cannot be synchronised; empty if it can."""
     for path, part in module.named_modules():
         name = part.name if isinstance(part, DistributedLayer) else path or type(part).__name__
         for key, parameter in part.named_parameters(recurse=False):

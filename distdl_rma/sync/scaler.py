@@ -1,4 +1,4 @@
-"""Scaling of losses for short types, where ranks hold different parts of the weights."""
+"""Loss scaling for half-precision types, if ranks hold different parts of the weights."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from distdl_rma.segments.collectives.allreduce import Allreduce
 
 
 def _in_reals(parameter: torch.Tensor) -> torch.Tensor:
-    # A complex parameter as pairs of real ones: what torch can unscale.
+    # A complex parameter as pairs of real numbers, which torch can unscale.
     if parameter.grad is None or not parameter.is_complex():
         return parameter
     pairs = torch.view_as_real(parameter.detach())
@@ -26,14 +26,13 @@ def _in_reals(parameter: torch.Tensor) -> torch.Tensor:
 class DistributedGradScaler(torch.amp.GradScaler):
     """``torch.amp.GradScaler`` whose ranks agree on whether a step is skipped.
 
-    Copies of weights that a :class:`GradientSync` keeps equal have the same gradients on all ranks, and
-    torch's own scaler decides alike everywhere. Blocks of a weight on different ranks do not: one may
-    overflow where the others do not, and the ranks would go on with different scales. Here a step is
-    skipped on all ranks if any of them found what is not finite.
+    Torch's own scaler suffices for copies of weights that a :class:`GradientSync` keeps equal: their
+    gradients are equal on all ranks. If ranks hold different blocks of a weight, one block may overflow
+    alone, and the ranks would go on with different scales. This scaler skips a step on all ranks if any rank
+    found a value that is not finite.
 
-    ``step`` and ``unscale_`` are collective over the machine and block.
-
-    ``machine`` may be a partition of its ranks; ``arguments`` are torch's, but the device, which is the CPU.
+    ``step`` and ``unscale_`` are collective over the machine and block. ``machine`` may be a partition of its
+    ranks; ``arguments`` are torch's without the device, which is the CPU.
     """
 
     def __init__(self, machine: Machine | Partition, **arguments: Any) -> None:
@@ -43,7 +42,7 @@ class DistributedGradScaler(torch.amp.GradScaler):
 
     @uncompiled
     def _unscale_grads_(self, optimizer: Any, *arguments: Any) -> dict[torch.device, torch.Tensor]:
-        # What torch itself overrides for parameters in shards.
+        # Torch's own extension point for sharded parameters.
         groups = [{"params": [_in_reals(p) for p in group["params"]]} for group in optimizer.param_groups]
         in_reals: Any = SimpleNamespace(param_groups=groups)
         found = super()._unscale_grads_(in_reals, *arguments)

@@ -1,4 +1,4 @@
-"""What is done to shards and parts without regard to the other ranks, as far as that can be seen."""
+"""Warnings of modules that compute on shards as if they were whole, and of random numbers that drifted."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ _WHOLE_IMAGE: tuple[type[nn.Module], ...] = (
 def warn_of_pitfalls(
     model: nn.Module | None, drifted: Sequence[str], machine: Machine, who: str = "GradientSync"
 ) -> None:
-    """Warn of modules that see too little, and of generators that drifted apart, on the first rank; local."""
+    """Warn, on the first rank only, of shortsighted modules and of generators that drifted apart; local."""
     if machine.rank != machine.ranks[0]:
         return
-    # On split tensors, plain modules see the whole.
+    # A distributed model runs its modules on split tensors, so that they see the whole.
     wrong = "" if model is None or hasattr(model, "distributed") else shortsighted(model)
     if wrong:
         warnings.warn(
@@ -50,10 +50,10 @@ def warn_of_pitfalls(
 
 
 def shortsighted(model: nn.Module) -> str:
-    """Plain modules that look at more than one place of an image, in a model whose layers all split images.
+    """Plain modules that read several places of an image, in a model whose layers all split images; local.
 
-    Their names and kinds, empty if there are none. Where one of the layers has a whole image on a rank, plain
-    modules may be meant for that, and nothing is said. Local.
+    Returns their names and types; empty if there are none. It is also empty if a layer has a whole image on a
+    rank, for which plain modules may be meant.
     """
     layers = [part for part in model.modules() if isinstance(part, DistributedLayer)]
     sides = [getattr(layer, name, None) for layer in layers for name in ("P_x", "P_y")]

@@ -1,1 +1,1 @@
-"""Calls of functions of torch: their rules, where they stand in a program, and what they are told."""
+"""Calls of functions of torch: their rules, their places in the user's program, and their arguments."""

@@ -1,7 +1,7 @@
-"""Functions before which torch's autocast changes types, and the type that tensors get for each.
+"""Functions whose arguments torch's autocast converts, and the dtype for each.
 
-The lists are torch's own for the CPU (``AutocastCPU``). A rule gets tensors of that type and computes
-without autocast, as torch's kernels do. What a function in no list calls is cast by itself.
+The lists are torch's own for the CPU (``AutocastCPU``). A rule gets converted tensors and computes without
+autocast, as torch's kernels do. If a function in no list calls listed ones, these convert their arguments.
 """
 
 from __future__ import annotations
@@ -23,34 +23,34 @@ cross_entropy nll_loss multi_margin_loss multilabel_margin_loss cosine_embedding
 """.split()
 _LONGER += [f"fft_{name}{dims}" for name in ("fft", "ifft", "rfft", "irfft") for dims in ("", "2", "n")]
 _LONGER += ["fft_hfft", "fft_ihfft"]
-# Of matrices; then what is refused where a tensor is cut.
+# Functions of matrices, then functions that are refused for cut tensors.
 _LONGER += """
 cholesky cholesky_inverse cholesky_solve inverse pinverse qr svd linalg_cholesky linalg_cholesky_ex
 linalg_cond linalg_eig linalg_eigh linalg_eigvals linalg_eigvalsh linalg_inv linalg_inv_ex linalg_lstsq
 linalg_matrix_rank linalg_qr linalg_solve linalg_svd linalg_svdvals ctc_loss fractional_max_pool2d
 fractional_max_pool3d
 """.split()
-# What joins tensors takes the longest of their types.
+# Functions that join tensors take the longest of their dtypes.
 _JOINING = frozenset({"cat", "stack", "index_copy"})
 _CAST = frozenset({torch.float32, torch.float16, torch.bfloat16})
 
 
 def is_cast(name: object) -> bool:
-    """Whether autocast changes the types of what a function of this name is given."""
+    """Whether autocast converts arguments of functions of this name."""
     return name in (*_SHORTER, *_LONGER, *_JOINING)
 
 
 def castable(x: torch.Tensor) -> bool:
-    """Whether a tensor is of a type that autocast changes."""
+    """Whether a tensor has a dtype that autocast converts."""
     return x.dtype in _CAST
 
 
 def dtype_for(name: str, tensors: Sequence[torch.Tensor]) -> torch.dtype:
-    """Type that a function gets its castable tensors in."""
+    """Dtype to which autocast converts the castable tensors of a function."""
     if name in _LONGER:
         return torch.float32
     short = torch.get_autocast_dtype("cpu")
     if name in _SHORTER or not tensors:
         return short
-    # Torch says which types it joins.
+    # Torch decides which dtype joined tensors have.
     return torch.cat([torch.empty(0, dtype=x.dtype) for x in tensors]).dtype

@@ -1,8 +1,7 @@
-"""What a backward began at: by which functions its split tensors came from what models returned.
+"""Hash how split tensors were computed from a model's outputs, so that ranks can compare their losses.
 
-Functions outside of every model are called without a word to other ranks, and by some of them alone, to print
-something. What matters is that all ranks go backward from the same: a number of it is compared with the next
-call of a model.
+Functions outside of models exchange nothing for a comparison, and some ranks may call them alone, to print a
+value. But all ranks must begin a backward at the same tensor. The next call of a model compares their hashes.
 """
 
 from __future__ import annotations
@@ -21,23 +20,23 @@ from distdl_rma.machine import Machine
 from distdl_rma.ops.core.autograd import is_synchronised
 from distdl_rma.split.calls.table import name_of
 
-# What asks, or what its user knows.
+# Kinds that are not hashed: queries of a tensor, and rules of users.
 _UNFOLLOWED = frozenset({"query", "value", "gradient", "registered"})
 _RECENT = 256
 _LARGE, _MASK = 1 << 40, (1 << 62) - 1
-# What users may say of which the hash would be that of something else, or another on each rank.
+# Stand-ins for -1, NaN and None: Python's hash of these equals another value's, or differs between ranks.
 _MINUS_ONE, _NAN, _NONE = -(1 << 39) - 1, -(1 << 39) - 3, -(1 << 39) - 5
 _MEANT = {_MINUS_ONE: -1, _NAN: float("nan"), _NONE: None}
 _INEXACT = frozenset({float, complex})
 _NUMBERS = _INEXACT | {int, bool}
-# Backwards of one step that are told of.
+# Backwards of one step that messages describe.
 _FEW = 8
-# Elements of what is computed of parameters.
+# Up to so many elements, tensors that are computed of parameters are hashed.
 _SOME = 16
 
 
 class _Names(dict[Any, int]):
-    """A number of each function and text that was met, alike on all ranks, and larger than what users say."""
+    """Hash of each function and text, equal on all ranks, and larger than numbers in users' arguments."""
 
     def __missing__(self, what: Any) -> int:
         text = what if isinstance(what, str) else name_of(what)
@@ -46,19 +45,19 @@ class _Names(dict[Any, int]):
 
 
 class LossOrigin:
-    """Follows the functions of split tensors outside of models; one of a process."""
+    """Hashes the results of functions of split tensors outside of models; one object per process."""
 
     def __init__(self) -> None:
-        # How many models compare it.
+        # Number of open models that compare the hashes.
         self.on = 0
         self._names = _Names()
-        # Of the last results: number, function, and numbers of all arguments.
+        # For the last results: hash, function, and hashes of all arguments.
         self._recent: deque[tuple[int, Any, list[Any]]] = deque(maxlen=_RECENT)
 
     def begin(self, machine: Machine) -> None:
-        """Follow them for a model of a machine, all ranks of which do so; what was before is not compared.
+        """Hash results for a model on a machine; called on all its ranks. Discards earlier backwards.
 
-        Until then some ranks alone may have followed them, for a model that others had closed.
+        Some ranks alone may have hashed results before, for a model that other ranks had closed.
         """
         self.on += 1
         for backwards in machine.kept.get("backwards", {}).values():
@@ -67,21 +66,21 @@ class LossOrigin:
     def follow(
         self, kind: str, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any
     ) -> None:
-        """Number a result by the function and its arguments."""
+        """Hash a result from the function and its arguments."""
         if kind in _UNFOLLOWED:
             return
         told = [self._names[function], torch.is_grad_enabled()]
         for argument in args:
-            # A split tensor has a number, and a type.
+            # A split tensor has its hash as an attribute, like a plain tensor that was computed of one.
             way = getattr(argument, "_loss_hash", None)
             told.append(self._told(argument) if way is None else way)
         for key, argument in kwargs.items():
             if argument is not None and argument is not False:
                 told += self._names[key], self._told(argument)
-        # Without texts, whose hash differs between processes.
+        # A hash of numbers only: Python's hash of a text differs between processes.
         number = hash(tuple(told)) & _MASK | _LARGE
         self._recent.append((number, function, told))
-        # What writes to a slice changes its first argument.
+        # A function that writes to a slice returns None, and changes its first argument.
         changed: Any = args[:1] if result is None else result
         if changed.__class__ in TENSORS:
             changed._loss_hash = number
@@ -94,7 +93,7 @@ class LossOrigin:
     def _told(self, argument: Any) -> Any:
         kind = argument.__class__
         if kind in _NUMBERS:
-            # Python gives -1 the hash of -2, and each object that is NaN another.
+            # Python hashes -1 as -2, and NaN by the object.
             nan = kind in _INEXACT and isnan(argument)
             return _NAN if nan else argument if argument != -1 else _MINUS_ONE
         if kind is str:
@@ -107,14 +106,14 @@ class LossOrigin:
         return _NONE if argument is None else self._told(plainly(argument))
 
     def begins_backward(self, ends: Sequence[Any]) -> None:
-        """Note where a backward begins that all ranks of a partition go."""
+        """Note a backward that begins at ``ends``; a plain tensor among these is not compared."""
         for x in ends if self.on else ():
             layout = getattr(x, "_layout", None)
             if layout is not None and isinstance(layout.partition.home, Machine):
                 Backwards.of(layout.partition.home, layout.partition.ranks).add(x._loss_hash)
 
     def described(self, ends: Sequence[int]) -> list[str]:
-        """The calls that led to results of these numbers, for messages."""
+        """The calls that led to results with these hashes, for messages."""
         wanted, seen, found = {*ends}, {0}, list[str]()
         for number, function, told in reversed(self._recent):
             if number in wanted - seen:
@@ -124,7 +123,7 @@ class LossOrigin:
         return found[::-1]
 
     def _said(self, told: Any) -> Any:
-        # For messages.
+        # A value from its hash, for messages.
         if isinstance(told, tuple):
             return (*map(self._said, told),)
         if not isinstance(told, int) or abs(told) < _LARGE:
@@ -133,7 +132,7 @@ class LossOrigin:
 
 
 class Backwards:
-    """Backwards of some ranks of a machine: where they began is equal on all of these. Local."""
+    """Where backwards on some ranks of a machine began; must be equal on all of these. Local."""
 
     what = "backwards"
 
@@ -142,7 +141,7 @@ class Backwards:
 
     @classmethod
     def of(cls, machine: Machine, ranks: tuple[int, ...]) -> Backwards:
-        """Those of these ranks."""
+        """The object of these ranks, made on the first call."""
         kept: dict[tuple[int, ...], Backwards] = machine.kept.setdefault("backwards", {})
         found = kept.get(ranks)
         if found is None:
@@ -150,26 +149,26 @@ class Backwards:
         return found
 
     def forget(self) -> None:
-        """Begin anew."""
-        # A number of all; where those began that were not asked for yet, and the last that were.
+        """Discard all noted backwards."""
+        # Hash of all starts; the starts since ``number`` was called; the starts before that call.
         self._number, self._new, self._last = 0, list[int](), list[int]()
 
     def add(self, way: int) -> None:
-        """Note one that begins at a result of this number."""
+        """Note a backward that begins at a result with this hash."""
         self._number = number_of(way, self._number)
         self._new = [*self._new[-_FEW:], way]
 
     def number(self) -> int:
-        """Of where all began so far; words are of those since the number was asked for before."""
+        """Hash of all starts so far, to compare; ``words`` then describes the starts since the last call."""
         self._last, self._new = self._new, []
         return self._number
 
     def words(self) -> list[Any]:
-        """The number, and the calls that led to where the last began."""
+        """The hash, and the calls that led to the last starts."""
         return [self._number, LOSS_ORIGIN.described(self._last)]
 
     def problem(self, said: Mapping[int, Any]) -> str:
-        """How ranks came to where their last backward began, if not alike; begins anew then."""
+        """Message if the ranks' backwards began differently, which also discards them; empty otherwise."""
         if len({number for number, _ in said.values()}) == 1:
             return ""
         self.forget()
@@ -186,7 +185,7 @@ class Backwards:
 
 
 def _number_of(x: torch.Tensor) -> int:
-    # What is computed of parameters may be rounded otherwise; the model's own it compares itself.
+    # Values that are computed of parameters may be rounded differently. A model compares its own parameters.
     if not x.requires_grad:
         return sample(x) + _LARGE
     if is_synchronised(x) or x.numel() > _SOME:
@@ -196,7 +195,7 @@ def _number_of(x: torch.Tensor) -> int:
 
 
 def _large(told: Any) -> Iterator[int]:
-    # Numbers of tensors, and of texts.
+    # Hashes of tensors, functions and texts.
     for one in told:
         if isinstance(one, tuple):
             yield from _large(one)

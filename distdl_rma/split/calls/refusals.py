@@ -1,7 +1,7 @@
-"""What torch refuses of a call, whatever values its split tensors have: raised on every rank.
+"""Raises the errors that torch raises for a call, whatever the values of its split tensors, on every rank.
 
-A rank whose block is empty computes nothing, and a rule that sums over ranks may not call torch's function at
-all. So torch's function is called here on stand-ins for the whole tensors, once for each kind of arguments.
+A rank with an empty block computes nothing, and a rule that sums over ranks may not call torch's function at
+all. So torch's function is called here with stand-ins for the whole tensors, once per kind of arguments.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ import torch
 
 from distdl_rma.split.calls.table import ASKS_TORCH, Handler, rule
 
-# What torch says, and of which kind that is.
+# Text and category of a warning of torch.
 Warned = tuple[str, type[Warning]]
-# Kinds of calls that torch takes. What it refuses it is asked again: it may be for values, as of a mask.
-# Of each what torch warns of.
+# Kinds of calls that torch accepts, each with torch's warnings. Refused ones are not kept: the next call may
+# have other values, as of a mask.
 _TAKEN: dict[Any, Sequence[Warned]] = {}
 _MOST = 1 << 12
-# Elements of all tensors of a call up to which torch computes it, to see whether it does.
+# Above so many elements in all tensors of a call, its stand-ins are on the meta device.
 _FEW = 1 << 16
 _INDICES = frozenset({torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool})
 _MASKS = frozenset({torch.bool, torch.uint8})
@@ -30,17 +30,17 @@ _HINT = (
     "This is torch's error for whole tensors. A plain tensor that is a block of this rank becomes a split one"
     " by SplitTensor.from_local."
 )
-# What kernels say of types, of which torch knows nothing without elements.
+# Text of kernels' errors about dtypes, which torch does not raise on the meta device.
 _OF_DTYPES = "not implemented for"
 
 
 def raise_as_torch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sequence[Warned]:
-    """Raise what torch raises of such arguments, whatever the values of split tensors are; local.
+    """Raise torch's error for such arguments, if it does not depend on the values of split tensors; local.
 
-    Returns what torch warns of: the call of blocks has their sizes, and its line.
+    Returns torch's warnings for the whole tensors: those of a call on blocks would name the blocks' sizes.
     """
     given = (*args, *kwargs.values())
-    # A function of the user is called once, and a generator of the user draws once.
+    # A user's function must run only once, and a user's generator must draw only once.
     if kwargs.get("out") is not None or any(callable(x) or isinstance(x, torch.Generator) for x in given):
         return ()
     key = func, torch.is_autocast_enabled("cpu"), torch.get_default_dtype(), _kind(args), _kind(kwargs)
@@ -58,7 +58,7 @@ def raise_as_torch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 
 def checked_rule(kind: str, *names: Any, says: str = "") -> Callable[[Handler], Handler]:
-    """As :func:`rule`, of a handler that is called once torch refuses nothing."""
+    """As :func:`rule`; the handler is only called if torch accepts the call."""
 
     def enter(handler: Handler) -> Handler:
         @wraps(handler)
@@ -72,13 +72,14 @@ def checked_rule(kind: str, *names: Any, says: str = "") -> Callable[[Handler], 
 
 
 def asking_torch(handler: Handler) -> Handler:
-    """Handler of a rule that raises what torch refuses itself, without what values of other ranks decide."""
+    """Mark a handler that itself raises torch's errors, except those that depend on other ranks' values."""
     setattr(handler, ASKS_TORCH, True)
     return handler
 
 
 def _kind(argument: Any) -> Any:
-    # Arguments, hashable; of indices that every rank has the first and the last as well, of masks how many.
+    # A hashable key. For an index that every rank has, it includes the smallest and the largest value; for a
+    # mask, also the number of true ones.
     if isinstance(argument, torch.Tensor):
         ends: tuple[float, ...] = ()
         split = _is_split(argument)
@@ -93,17 +94,17 @@ def _kind(argument: Any) -> Any:
         return tuple((name, _kind(each)) for name, each in argument.items())
     if isinstance(argument, slice):
         return "slice", _kind((argument.start, argument.stop, argument.step))
-    # A number and a truth may be equal.
+    # With the type, since a number and a bool may be equal.
     return type(argument), argument if isinstance(argument, Hashable) else repr(argument)
 
 
 def _is_split(x: torch.Tensor) -> bool:
-    # Of copies every rank has the values.
+    # Every rank has the values of copies.
     return hasattr(x, "_layout") and bool(x._layout.cut_dims)
 
 
 def _here(x: Any) -> torch.Tensor:
-    # What every rank has all of, as a plain tensor.
+    # A tensor that every rank has whole, as a plain tensor.
     found: torch.Tensor = getattr(x, "_local", x)
     return found
 
@@ -125,11 +126,11 @@ def _error(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], said: list[
 
     tried = partial(_tried, func, args, kwargs, said)
     if sum(prod(_shape(x)) for x in tensors) <= _FEW:
-        # Of some values torch may refuse what it computes of others, as of singular matrices.
+        # Torch may refuse some values only, as singular matrices. It refuses the call if all stand-ins fail.
         error = tried(filled(0)) and tried(filled(1))
         return error and tried(regular) and error
     found = tried(lambda x: torch.empty(_shape(x), dtype=x.dtype, device="meta"))
-    # Without elements torch knows no values and no autocast.
+    # On the meta device torch knows no values and no autocast.
     unsure = (
         isinstance(found, NotImplementedError) or "meta" in str(found) or torch.is_autocast_enabled("cpu")
     )
@@ -146,15 +147,15 @@ def _tried(
     said: list[Warned],
     stand_in: Callable[[Any], torch.Tensor],
 ) -> Exception | None:
-    # The error of a call of stand-ins, which draws no random number that another call would get.
+    # The error of a call with stand-ins; restores the generator, so that other calls draw the same numbers.
     state = torch.default_generator.get_state()
     try:
         with torch.no_grad(), warnings.catch_warnings(record=True) as found:
-            # Whatever the user wants to see.
+            # Independent of the user's filters.
             warnings.simplefilter("always")
             func(*_mapped(stand_in, args), **_mapped(stand_in, kwargs))
     except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
-        # Of the values of a matrix.
+        # Depends on the values of a matrix.
         return None
     except Exception as error:  # noqa: BLE001
         return error.with_traceback(None)

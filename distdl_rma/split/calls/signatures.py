@@ -1,7 +1,7 @@
-"""Arguments of torch's functions by torch's names, as torch's own signatures have them.
+"""Arguments of calls under the names of torch's own signatures.
 
-A function of Python has a signature. A function of C has a schema for every form of its call: here they
-become one signature, with the places of the longest form, and behind these the names that only others have.
+A Python function has a signature. A C function has a schema for every form of its call. Here the schemas
+become one signature: the positional arguments of the longest form, then the names that only other forms have.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ import torch
 
 from distdl_rma.split.calls.table import name_of
 
-# Torch takes these names, for those who know numpy, and these for a first argument.
+# Names that torch also takes, as numpy does; and names for a first argument.
 _ALIASES = {"axis": "dim", "keepdims": "keepdim", "x2": "other"}
 _FIRST = "input", "self", "x", "a", "x1"
-# What torch takes beside what it publishes.
+# Arguments that torch takes, but does not publish.
 _MORE: dict[Any, dict[str, Any]] = {
     **{pool: {"return_indices": False} for pool in (torch.max_pool1d, torch.max_pool2d, torch.max_pool3d)},
     **{nonzero: {"as_tuple": False} for nonzero in (torch.nonzero, torch.Tensor.nonzero)},
@@ -28,10 +28,10 @@ _schemas_of: Any = torch._C._jit_get_schemas_for_operator
 class Signature(NamedTuple):
     """Arguments of a function."""
 
-    first: str  # empty if the function takes any number of first arguments
-    places: tuple[str, ...]  # names behind the first, as far as they have a place
-    most: int  # arguments that are passed by place
-    defaults: dict[str, Any]  # of all behind the first; None where there is none
+    first: str  # empty if the function takes any number of positional arguments first
+    places: tuple[str, ...]  # names of the positional arguments behind the first
+    most: int  # number of positional arguments
+    defaults: dict[str, Any]  # of all arguments behind the first; None for one without a default
 
 
 class _Signatures(dict[Any, Signature]):
@@ -56,7 +56,7 @@ def _signature(function: Any) -> Signature:
 
 
 def _of_python(function: Any) -> list[tuple[str, Any, bool]] | None:
-    # Name, default, and whether there is a place for it; None where any number of arguments is taken.
+    # Name, default, and whether it is positional; None if the function takes any number of arguments.
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):
@@ -73,7 +73,7 @@ def _of_schemas(function: Any) -> list[tuple[str, Any, bool]]:
     forms = [
         schema.arguments
         for schema in _schemas_of(f"aten::{function.__name__}")
-        # Neither those that write into a tensor of the user or a list, nor those of numbers and of names.
+        # Without forms that write into a user's tensor or a list, and without forms of numbers or of names.
         if not any(each.is_out for each in schema.arguments)
         and any("Tensor" in str(each.type) for each in schema.arguments)
         and "Dimname" not in str(schema)
@@ -84,21 +84,21 @@ def _of_schemas(function: Any) -> list[tuple[str, Any, bool]]:
     for each in (each for form in forms for each in form):
         if defaults.setdefault(each.name) is None and each.has_default_value():
             default = each.default_value
-            # Lists have no hash.
+            # A tuple, since lists have no hash.
             defaults[each.name] = tuple(default) if isinstance(default, list) else default
     return [
-        # What schemas call self, torch's functions call input.
+        # Schemas say self, torch's functions say input.
         ("input" if name == "self" else name, default, at < len(places))
         for at, (name, default) in enumerate(defaults.items())
     ]
 
 
 def named(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments of a call behind the first one, by name; torch's default for what is not passed."""
+    """Arguments of a call behind the first, by name; those that are not passed have torch's defaults."""
     _, places, most, defaults = SIGNATURES[function]
     found = {**defaults, **dict(zip(places, args[1:], strict=False)), **kwargs}
     if args[most:]:
-        # The last one is a list, which torch takes apart, too.
+        # Torch takes the last one as a list or as separate arguments.
         found[places[-1]] = tuple(args[most - 1 :])
     for name in kwargs:
         if name not in defaults:
@@ -117,7 +117,7 @@ def _renamed(function: Any, found: dict[str, Any], defaults: Mapping[str, Any]) 
 
 
 def first_by_place(function: Any, kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Arguments of a call that passes all of them by name: the first one by place, for rules."""
+    """Arguments of a call that passes all of them by name; the first becomes positional, as rules expect."""
     first, rest = SIGNATURES[function].first, dict(kwargs)
     name = next((name for name in (first, *_FIRST) if name in rest), None)
     return ((), rest) if name is None else ((rest.pop(name),), rest)

@@ -1,4 +1,4 @@
-"""Where in the user's program functions are called: names for messages, what is kept, the way of a rank."""
+"""Sites: places of calls in the user's program, for messages, for kept operations and for comparing ranks."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from distdl_rma.ops.core.movement import CallSite
 from distdl_rma.split.calls.table import name_of
 
 T = TypeVar("T")
-# Kinds of inputs that a site keeps operations for.
+# Number of kinds of inputs for which a site keeps operations.
 _KEPT = 16
-# Kinds that are not compared between ranks: one rank may call them alone.
+# Kinds that are not compared between ranks, since one rank may call them alone.
 _ASKING = frozenset({"query", "value", "gradient"})
 _NOTHING: dict[str, Any] = {}
 _LIBRARY_PATHS = f"{Path(torch.__file__).parent}/", f"{Path(__file__).parents[1]}/"
 
 
 class _Inner(dict[str, bool]):
-    # Whether code of a file is torch's or of this package, for each that was met.
+    # For each file: whether its code is torch's, of this package, or of contextlib.
     def __missing__(self, file: str) -> bool:
         found = self[file] = file.startswith(_LIBRARY_PATHS) or file == contextlib.__file__
         return found
@@ -43,17 +43,16 @@ RunningModule = tuple[
     str,  # its path
     bool,  # whether rules may redistribute tensors in it
     bool,  # whether DDP or FSDP, and no GradientSync, sums the gradients of plain tensors
-    # If torch's own code calls the module: the user's line that called the outermost of such modules, once
-    # that is known.
+    # If torch's own code calls the module: the user's place that called the outermost of these, once known.
     "list[Place] | None",
     bool,  # whether all functions that it calls are called by torch's own code
 ]
 
 
 class _Thread(threading.local):
-    """Modules of this thread whose forward runs, the innermost last, and the line of the running function.
+    """State of a thread: modules whose forward runs, the innermost last, and the user's place of the call.
 
-    ``place`` is None until somebody has asked for that line; whoever begins a call resets it.
+    ``place`` is None until it is needed first. Whoever begins a call resets it.
     """
 
     def __init__(self) -> None:
@@ -65,22 +64,21 @@ THREAD = _Thread()
 
 
 class Place:
-    """Where code calls something: one object for each, until its user lets go of the code.
+    """A place in code that calls a function; one object for each place, as long as the code object lives.
 
-    That of a notebook's cell goes when the cell is run again, and with it what its calls kept.
+    If a notebook's cell runs again, its old places vanish, with what their calls kept.
     """
 
     def __init__(self, code: CodeType | None, at: int) -> None:
         self._code: Callable[[], CodeType | None] = _no_code if code is None else ref(code)
         self.at = at
-        # Machines that have sites here.
         self.machines: WeakSet[Machine] = WeakSet()
         if code is not None:
             finalize(code, _forget, (id(code), at), ref(self)).atexit = False
 
     @property
     def code(self) -> CodeType | None:
-        """The code, as long as somebody has it."""
+        """The code object; None after it was collected."""
         return self._code()
 
     @property
@@ -93,13 +91,13 @@ class Place:
 
     @property
     def column(self) -> int:
-        """Where in its line the call ends, which no two calls do at one place; else its place in the code."""
+        """Column in which the call ends, unique within its line; the offset in the bytecode if unknown."""
         *_, column = self._position
         return self.at if column is None else column
 
     @property
     def _position(self) -> tuple[int | None, ...]:
-        # Line, last line, column and last column, as far as Python kept them.
+        # Line, last line, column and last column; None for what Python did not keep.
         positions = () if self.code is None else self.code.co_positions()
         return next(islice(positions, self.at // 2, None), (None,) * 4)
 
@@ -109,7 +107,7 @@ def _no_code() -> None:
 
 
 def _forget(key: tuple[int, int], gone: Callable[[], Place | None]) -> None:
-    # No rank that runs the same program calls there again, whenever it collects its garbage.
+    # Ranks may collect garbage at different times: no rank that runs the same program calls there again.
     place = gone()
     if place is None or _PLACES.get(key) is not place:
         return
@@ -127,14 +125,14 @@ _PLACES: dict[tuple[int, int], Place] = {}
 
 
 def user_place() -> Place:
-    """Where the innermost code calls that is neither torch's nor of this package."""
+    """Place of the innermost call outside of torch and this package."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         code = frame.f_code
         if not _INNER[code.co_filename]:
             key = id(code), frame.f_lasti
             if key not in _PLACES:
-                # The first of two threads counts.
+                # If two threads come here at once, the first one's object counts.
                 _PLACES.setdefault(key, Place(code, frame.f_lasti))
             found = THREAD.place = _PLACES[key]
             return found
@@ -143,36 +141,36 @@ def user_place() -> Place:
 
 
 class Site:
-    """A call of a function in the program: by the module that it is in, and the place in its code.
+    """A place at which the program calls a function: module path, function, and position in the code.
 
-    It keeps what was worked out for inputs of one kind, and the segment memory that belongs to it. Its name
-    is alike on all ranks that run the same program; ranks that took different ways wait at different sites,
-    and the error names both.
+    It keeps operations for each kind of inputs, and so their segment memory. Its name is equal on all ranks
+    that run the same program. Ranks on different code paths wait at different sites; the error names both.
     """
 
     def __init__(self, machine: Machine, path: str, function: Any, place: Place) -> None:
         self.machine, self.path, self.function, self.where = machine, path, name_of(function), place.where
         short = self.function.rpartition(".")[2]
-        # Two places never have one name: ranks that first meet at different ones would exchange data.
+        # Names must differ between places: ranks that met at two sites of one name would exchange data.
         self.name = f"{path} {short} ({self.where}:{place.column})".strip()
-        # Operands that went to other layouts by a rule.
+        # Operands that a rule redistributed.
         self.moved: set[str] = set()
-        # By the ranks that take part.
+        # Keyed by the ranks that take part.
         self._kept: dict[tuple[int, ...], OrderedDict[Hashable, Any]] = {}
         self._last: tuple[Hashable, Any] = None, None
 
     @property
     def call_site(self) -> CallSite:
-        """Where an operation is called."""
+        """For operations: the machine, and the site's name."""
         return CallSite(self.machine, self.name)
 
     def kept(self, key: Hashable, make: Callable[[], T], ranks: tuple[int, ...] = ()) -> T:
-        """What was made for inputs of this kind, or is now.
+        """The value kept for this key, made on the first call.
 
-        ``ranks`` are those that take part in it, where they are not all that call the function: what these
-        keep is let go of by all of them together, whatever other kinds some of them have met.
+        ``ranks`` are those that take part in it, if these are not all ranks that call the function. Values
+        are evicted separately for each set of ranks, so that all of these evict at the same time, even if
+        some of them have met other keys.
         """
-        # Mostly that of the call before: of the same layouts and numbers, which need no hash.
+        # Often the same as in the call before. Comparing layouts and numbers needs no hash.
         if key == self._last[0]:
             last: T = self._last[1]
             return last
@@ -186,12 +184,12 @@ class Site:
         if found is None:
             found = kept[key] = make()
             if len(kept) > _KEPT:
-                # Its memory goes with the last graph that still needs it.
+                # A graph that still needs the operation keeps its memory.
                 kept.popitem(last=False)
         return found
 
     def forget(self) -> None:
-        """Let go of all that is kept; on all ranks alike."""
+        """Drop all that is kept; on all ranks in the same call."""
         self._kept.clear()
         self._last = None, None
 
@@ -200,7 +198,7 @@ class Site:
 
 
 def site_of(machine: Machine, function: Any) -> Site:
-    """The site of a call that is going on."""
+    """The site of the current call."""
     watch = machine.segments.watch
     if watch.has_raised:
         watch.goes_on()
@@ -225,36 +223,36 @@ def _first_site(machine: Machine) -> dict[tuple[str, Place, Any], Site]:
 
 
 def sites(machine: Machine) -> list[Site]:
-    """All sites so far, in the order of their first calls."""
+    """All sites, in the order of their first calls."""
     return list(machine.kept.get("sites", {}).values())
 
 
 def module_path() -> str:
-    """Path of the module of a distributed model whose forward runs; empty outside."""
+    """Path of the distributed model's module whose forward runs; empty outside of forwards."""
     return THREAD.stack[-1][0]
 
 
 def may_move() -> bool:
-    """Whether rules may move tensors to other layouts here."""
+    """Whether rules may redistribute tensors in the running module."""
     return THREAD.stack[-1][1]
 
 
 def summed_elsewhere() -> bool:
-    """Whether DDP or FSDP, and no ``GradientSync``, sums the gradients of plain tensors in this module."""
+    """Whether DDP or FSDP sums gradients of plain tensors in the running module, and no ``GradientSync``."""
     return THREAD.stack[-1][2]
 
 
 def pop_module(*_of_hook: object) -> None:
-    """End the innermost module; a forward hook."""
-    # A module that raises before it was put on the stack ends as well.
+    """Forward hook that ends the innermost module."""
+    # Also runs for a module that raised before it was put on the stack.
     if len(THREAD.stack) > 1:
         THREAD.stack.pop()
 
 
 class Step:
-    """A call of a function: by the module that it is in, and its place in the program.
+    """A noted call of a function: function, module path, and place.
 
-    ``word`` is a number, alike on ranks that run the same program.
+    ``word`` is its hash, equal on ranks that run the same program.
     """
 
     def __init__(self, function: Any, path: str, place: Place) -> None:
@@ -264,7 +262,7 @@ class Step:
 
     @property
     def described(self) -> str:
-        """For messages."""
+        """Text for messages."""
         at = self.place.where
         return (
             name_of(self.function)
@@ -273,25 +271,25 @@ class Step:
         )
 
 
-# Where calls are noted, the last one counts; None while a rule calls functions itself.
+# The last one notes calls; None while a rule calls functions itself.
 CALL_TRACES: list[CallTrace | None] = []
 _STEPS: dict[tuple[Any, str, Place], Step] = {}
 
 
 def thread_inside() -> str:
-    """Name of another thread that is on its way through a model now; empty if none is."""
+    """Name of another thread that is in a call of a model now; empty if there is none."""
     others = {trace.thread for trace in CALL_TRACES if trace is not None} - {threading.get_ident()}
     return next((each.name for each in threading.enumerate() if each.ident in others), "") if others else ""
 
 
 def note(function: Any, kind: str, args: Sequence[Any] = (), kwargs: Mapping[str, Any] = _NOTHING) -> None:
-    """Add a call of a function to the trace of this call of a model, if its kind is compared."""
+    """Add a call of a function to the trace of the current call of a model, if its kind is compared."""
     trace = CALL_TRACES[-1]
     if trace is None or kind in _ASKING:
         return
     path, _, _, known, there = THREAD.stack[-1]
     if there and known:
-        # All that lies between is torch's: a dozen frames, which take long to look at.
+        # Skips about a dozen frames of torch's own, which would take long to walk.
         place = THREAD.place = known[0]
     else:
         place = user_place()

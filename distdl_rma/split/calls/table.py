@@ -1,4 +1,4 @@
-"""The table of torch's functions: by which rule each one acts on split tensors, or why it is refused."""
+"""The table of torch's functions: the rule by which each acts on split tensors, or why it is refused."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.nn import functional as F  # noqa: N812
 
 from distdl_rma.split.calls.autocast import is_cast
 
-# What a rule is given: the function, its arguments as the user passed them; it returns what the user gets.
+# Gets the function, its arguments and its keyword arguments from the user; returns the user's result.
 Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 # A function and its arguments, as the user called it.
 Call = tuple[Any, tuple[Any, ...], dict[str, Any]]
@@ -22,35 +22,35 @@ Call = tuple[Any, tuple[Any, ...], dict[str, Any]]
 class Rule:
     """How functions of one kind act on split tensors.
 
-    Kinds whose ranks exchange data are ``window``, ``norm``, ``reduction``, ``loss``, ``movement`` and
-    ``contraction``. Functions of blocks alone are ``pointwise``, ``random`` and ``creation``. A ``query``
-    (shape, type) and a ``value`` need no other rank, so that one rank may call them alone. ``gradient`` is
-    ``backward`` and what belongs to it; ``refused`` raises for cut tensors; ``copies`` are functions without
-    a rule, of tensors that every rank holds; ``registered`` are rules of users.
+    The ranks exchange data for the kinds ``window``, ``norm``, ``reduction``, ``loss``, ``movement`` and
+    ``contraction``. Functions of the kinds ``pointwise``, ``random`` and ``creation`` only compute on blocks.
+    ``query`` (shape, dtype) and ``value`` need no other rank, so that one rank may call them alone.
+    ``gradient`` is ``backward`` and related functions. ``refused`` raises for cut tensors. ``copies`` are
+    functions without a rule, on tensors that every rank holds. ``registered`` are rules of users.
     """
 
     kind: str
     handler: Handler
-    says: str = ""  # what it does, where the docstring of its handler does not tell
-    casts: str = ""  # the name by which autocast knows the function, if it changes what that is given
-    asks_torch: bool = False  # whether the handler raises what torch refuses by itself
+    says: str = ""  # what it does, if the docstring of its handler does not say it
+    casts: str = ""  # the function's name in autocast's lists, if autocast converts its arguments
+    asks_torch: bool = False  # whether the handler itself raises torch's errors
 
 
 RULES: dict[Any, Rule] = {}
 # Key of the rule for functions that have none.
 WITHOUT_RULE = None
-# What handlers have that raise what torch refuses by themselves.
+# Attribute of handlers that raise torch's errors themselves.
 ASKS_TORCH = "asks_torch"
-# What is called instead of a rule's handler, with the rule first; the last one counts.
+# The last one is called in place of a rule's handler, with the rule as first argument.
 OBSERVERS: list[Callable[[Rule, Any, tuple[Any, ...], dict[str, Any]], Any]] = []
 _PLACES: tuple[Any, ...] = (torch, torch.Tensor, F, torch.special, torch.linalg, torch.fft, torch._C._nn)
-# Where those of ATen are, and what they are.
+# Modules with functions of ATen, and the types of these functions.
 _OPERATORS = torch, torch.Tensor, torch._C._nn, torch._C._linalg, torch._C._special, torch._C._fft  # type: ignore[attr-defined]
 _OF_C = BuiltinFunctionType, MethodDescriptorType
 
 
 def functions_named(name: str) -> Iterable[Any]:
-    """All functions of torch with this name: as a method, in ``torch`` and in its modules of functions."""
+    """All functions of torch with this name: methods, and functions of ``torch`` and its modules."""
     seen: list[Any] = []
     for place in _PLACES:
         found = getattr(place, name, None)
@@ -60,22 +60,22 @@ def functions_named(name: str) -> Iterable[Any]:
 
 
 def twin_of(func: Any) -> Any:
-    """What function an operator of ATen is, as ``torch.ops.aten.add.Tensor``; None if that has no rule."""
+    """Function of torch for an operator of ATen like ``torch.ops.aten.add.Tensor``; None without a rule."""
     packet = getattr(func, "overloadpacket", func)
     if getattr(packet, "_qualified_op_name", "") != f"aten::{getattr(packet, '__name__', '')}":
         return None
-    # With the arguments of the operator: functions of C, those of methods only where there is no other.
+    # Functions of C have the operator's arguments. Those of ``torch`` come before methods.
     found = (getattr(place, packet.__name__, None) for place in _OPERATORS)
     return next((each for each in found if each in RULES and isinstance(each, _OF_C)), None)
 
 
 def rule(kind: str, *names: Any, says: str = "") -> Callable[[Handler], Handler]:
-    """Enter a handler for functions, or for all of torch's with some names."""
+    """Decorator that enters a handler for functions: given ones, or all of torch's with given names."""
 
     def enter(handler: Handler) -> Handler:
         for name in names:
             for function in functions_named(name) if isinstance(name, str) else (name,):
-                # The name in torch's lists: that of ATen, or of the function of Python around it.
+                # The name in autocast's lists: that of ATen, or of the Python function around it.
                 known = [each for each in (getattr(function, "__name__", ""), name) if is_cast(each)]
                 asks = getattr(handler, ASKS_TORCH, False)
                 RULES[function] = Rule(kind, handler, says, known[0] if known else "", asks)
@@ -85,7 +85,7 @@ def rule(kind: str, *names: Any, says: str = "") -> Callable[[Handler], Handler]
 
 
 def name_of(function: Any) -> str:
-    """What messages call a function: ``torch.nn.functional.conv2d``, ``Tensor.add``."""
+    """The name of a function in messages: ``torch.nn.functional.conv2d``, ``Tensor.add``."""
     name = getattr(function, "__name__", "")
     if name in ("__get__", "__set__", "__delete__"):
         described = getattr(function, "__self__", None)

@@ -1,4 +1,4 @@
-"""The rules of the table, one file for each kind of function; importing them fills it."""
+"""The rules of torch's functions, one file for each kind; importing the files fills the table."""
 
 from distdl_rma.split.functions import refused as refused
 from distdl_rma.split.functions.elements import pointwise as pointwise

@@ -1,4 +1,4 @@
-"""Functions without a rule for blocks: refused where a tensor is cut, or of all of it on every rank."""
+"""Functions that are refused for cut tensors, and functions that every rank computes on whole tensors."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _T: Any = torch.Tensor
 
 
 def _refuse(*functions: Any, says: str, why: str, always: bool = False) -> None:
-    # ``says`` is what the page of all functions says; always is also where every rank has all of all tensors.
+    # ``says`` is printed in docs/split-functions.md. ``always`` refuses them for replicated tensors too.
     def handler(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if always or any_cut(args, kwargs):
             raise refused(func, why)
@@ -61,11 +61,11 @@ _refuse(
 def without_rule(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A function that has no rule: refused, unless every rank has all of all tensors.
 
-    An operator of ATen goes by the rule of the function that it is.
+    An operator of ATen uses the rule of torch's function for it.
     """
     twin = twin_of(func)
     if twin is not None:
-        # Which calls its first argument so.
+        # ATen's operators name their first argument self.
         first = () if args else (kwargs.pop("self"),)
         return composed(twin, *first, *args, **kwargs)
     if any_cut(args, kwargs):

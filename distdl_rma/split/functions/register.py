@@ -1,4 +1,4 @@
-"""Rules of a user's own: for a function of torch or of another library, or for a kind of module."""
+"""Users' own rules: for functions of torch or of other libraries, and for kinds of modules."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ from distdl_rma.split.calls.table import RULES, Rule
 from distdl_rma.split.operands import as_part, common_layout, common_partition, part_for
 from distdl_rma.split.tensor import SplitTensor, composed, mapped, refused, tensors_in
 
-# Where a class keeps the forward that it had.
+# Attribute of a replaced method that has the original one.
 _PLAIN = "_without_split_tensors"
 
 
 def register(what: Any, handler: Callable[..., Any] | None = None, *, elementwise: bool = False) -> None:
-    """Say how a function, or a kind of module, acts on split tensors; local, for all that follows.
+    """Set how a function, or a kind of module, acts on split tensors; local, for all later calls.
 
     Parameters
     ----------
     what
-        A function that torch hands to tensors of other classes, as ``torch.special.i0`` or one of your own
-        that uses ``torch.overrides``; or a class of modules; or, of single elements, a subclass of
-        ``torch.autograd.Function``, which without this acts by the rules of the functions that it calls.
+        A function that torch dispatches to other tensor classes, such as ``torch.special.i0`` or one of your
+        own that uses ``torch.overrides``; or a class of modules; or, with ``elementwise``, a subclass of
+        ``torch.autograd.Function``, which otherwise acts by the rules of the functions that it calls.
     handler
-        Called with what the user passed, as ``handler(function, *args, **kwargs)`` or ``handler(module,
-        *args, **kwargs)``, when a split tensor is among it; what it returns the user gets. ``to_local()``,
-        ``decomposition``, ``redistribute()`` and ``SplitTensor.from_local`` are what it is made of.
+        Called as ``handler(function, *args, **kwargs)`` or ``handler(module, *args, **kwargs)``, with the
+        user's arguments, if a split tensor is among them; the user gets its result. Its usual parts are
+        ``to_local()``, ``decomposition``, ``redistribute()`` and ``SplitTensor.from_local``.
     elementwise
-        In place of a handler: each element of what it returns, one tensor or several, is computed of the
-        elements at the same place of the tensors that it takes, which are broadcast. So every rank calls it,
-        forward and backward, with blocks.
+        In place of a handler. Each element of the result, one tensor or several, depends only on the elements
+        at the same place of the broadcast arguments. So every rank calls it with
+        blocks, also in the backward.
     """
     if elementwise is not (handler is None):
         raise ArgumentError(f"register: takes a handler, or elementwise=True without one, for {what!r}")
@@ -45,7 +45,7 @@ def register(what: Any, handler: Callable[..., Any] | None = None, *, elementwis
     elif isinstance(what, type) and issubclass(what, nn.Module):
         _register_module(what, handler)
     elif callable(what):
-        # In it functions of split tensors go by their rules, as everywhere in a program.
+        # Within the handler, functions of split tensors use their rules.
         RULES[what] = Rule("registered", lambda func, args, kw: composed(handler, func, *args, **kw))
     else:
         raise ArgumentError(f"register: takes a function or a class of modules, got {what!r}")

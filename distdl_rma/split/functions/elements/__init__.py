@@ -1,1 +1,1 @@
-"""Functions of single elements: pointwise, drawn, made anew, asked for."""
+"""Functions of single elements: pointwise functions, random numbers, new tensors, queries."""

@@ -1,6 +1,6 @@
 """Functions of single elements, also of lists of tensors: every rank computes its block.
 
-Operands that are cut otherwise move first.
+Operands with other cuts are redistributed first.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def pointwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def refuse_copy(func: Any, x: SplitTensor) -> None:
-    """Refuse to change in place what torch has as a view, and what is a copy here."""
+    """Refuse an in-place change of a tensor that is a view in torch, but a copy here."""
     if x._copy_of is not None:
         why = "it changes what torch has as a view of another tensor, and elements of it were moved here"
         raise refused(func, why)
@@ -103,7 +103,7 @@ def refuse_copy(func: Any, x: SplitTensor) -> None:
 def _changed(func: Any, x: SplitTensor) -> SplitTensor:
     if x._copy_of is not None and _in_place(func):
         refuse_copy(func, x)
-    # Torch has whole numbers in a graph, too, where a comparison writes them; they have no gradient.
+    # Torch puts integers into a graph, too, if a comparison writes them; they have no gradient.
     if x._local.requires_grad and not x.requires_grad and (x.is_floating_point() or x.is_complex()):
         x.requires_grad_()
     return x
@@ -132,7 +132,7 @@ def _of_several(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
 
 
 def _changed_alike(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    # A plain tensor, such as a buffer, by split ones that have no gradient: it stays alike on all ranks.
+    # Changes a plain tensor, such as a buffer, by split ones without a gradient; it stays equal on all ranks.
     numbers = count(1)
 
     def whole(x: torch.Tensor) -> torch.Tensor:
@@ -162,7 +162,7 @@ def retyped(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 @composition
 def prelu(x: Any, weight: Any) -> Any:
     """Each rank computes its block, with the weights of its channels."""
-    # Which torch takes for the dimension of channels, or for all elements.
+    # One weight per channel, or one for all elements.
     channels, dims = weight.numel(), x.dim()
     shape = (channels, *(1,) * (dims - 2)) if channels != 1 else (1,) * min(dims, 1)
     return torch._prelu_kernel(x, torch.reshape(weight, shape))
@@ -192,7 +192,7 @@ def _of_products(name: str) -> Callable[..., Any]:
     return function
 
 
-# Where the function of one tensor is called otherwise, or with other arguments.
+# Functions of lists whose function of one tensor has another name or other arguments.
 _OTHERWISE: dict[str, Callable[..., Any]] = {
     "norm": lambda x, order=2, dtype=None: torch.linalg.vector_norm(x, order, dtype=dtype),
     **{name: _of_products(name) for name in ("addcmul", "addcmul_", "addcdiv", "addcdiv_")},

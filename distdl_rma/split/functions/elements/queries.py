@@ -1,4 +1,4 @@
-"""What a program asks of a tensor: shape and type of the whole, the graph of the block, new ones like it."""
+"""Queries, gradients, values and new tensors: facts of the whole tensor, the graph of the block."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def of_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def of_block(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Read from the block."""
     x = args[0]
-    # What an autograd function has just returned answers itself.
+    # The result of an autograd function is in torch's graph, its block is not yet in one.
     return func(x._local if x.grad_fn is None else x)
 
 
@@ -120,7 +120,7 @@ def backward(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     x, given = args[0], named(func, args, kwargs)
     gradient = _cut_alike(given.pop("gradient"), x)
     LOSS_ORIGIN.begins_backward([x])
-    # What is recomputed for a checkpoint, and hooks, call functions of split tensors.
+    # Hooks, and recomputation for a checkpoint, call functions of split tensors.
     with from_split_tensor():
         composed(func, checked_block(into_graph(x)), gradient, **given)
 
@@ -137,7 +137,7 @@ def gradients(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple
         given = [_cut_alike(g, y) for g, y in zip(given, outputs, strict=True)]
     ends, roots = _roots(outputs, partition), mapped(_block_of, list(inputs))
     _check_reached(func, ends)
-    # Before the graph is gone that tells.
+    # Before the backward frees the graph that this reads.
     later = [not isinstance(x, SplitTensor) and contributes(x) for x in inputs]
     LOSS_ORIGIN.begins_backward(outputs)
     with asking(partition.ranks):
@@ -174,13 +174,13 @@ def backward_of_several(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 
 
 def _check_reached(func: Any, roots: Sequence[torch.Tensor]) -> None:
-    # Torch says nothing where a gradient ends that is none of the inputs'.
+    # Raises where torch drops a gradient silently: it reaches a split tensor itself, not a block.
     if is_lost(roots, SplitTensor):
         raise refused(func, OF_NO_BLOCK)
 
 
 def _roots(ends: Sequence[torch.Tensor], partition: Partition) -> list[torch.Tensor]:
-    # What is plain, such as a term of parameters, all ranks compute alike: it counts once.
+    # All ranks compute plain ends equally, such as a term of parameters: these count once.
     everywhere = lay.replicated(partition, ())
     return [
         checked_block(into_graph(x)) if isinstance(x, SplitTensor) else beside(x, everywhere) for x in ends
@@ -192,7 +192,7 @@ def _block_of(x: torch.Tensor) -> torch.Tensor:
 
 
 def _cut_alike(gradient: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor | None:
-    # A gradient for a block of a tensor.
+    # A gradient cut into blocks as ``x`` is.
     if gradient is None or not isinstance(x, SplitTensor):
         return gradient
     if isinstance(gradient, SplitTensor):
@@ -226,7 +226,7 @@ def formatted(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
 def data(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The block outside of any graph, for reading; to write, call ``detach()``."""
     local = checked_block(args[0])
-    # Copies that were made of the tensor would not notice a change.
+    # Outside of the graph, changes of the result would not invalidate copies that were made of the tensor.
     return SplitTensor(local.data, args[0]._layout, copy_of=local)
 
 

@@ -1,9 +1,8 @@
-"""Random numbers: every block has its own, alike on ranks with copies of it, and all generators go on alike.
+"""Random numbers: blocks have their own, equal on ranks with copies; all default generators stay equal.
 
-What is drawn for the elements of a block comes from a generator of the block: its seed is one number, which
-every rank draws from its default generator or from the one that is passed, and the position of the block.
-So the default generators stay alike on all ranks, a seed gives the same run twice, and what recomputes a
-step draws the same again.
+A generator of the block draws the numbers for its elements. Its seed combines the block's position and one
+number, which every rank draws from its default generator or from the one that is passed. So the default
+generators stay equal on all ranks, and a repeated run or a recomputation draws the same numbers.
 """
 
 from __future__ import annotations
@@ -21,23 +20,23 @@ from distdl_rma.split.functions.elements.pointwise import refuse_copy
 from distdl_rma.split.operands import as_blocks, common_layout, of_any_cut, of_cut, on_whole_tensors, part_for
 from distdl_rma.split.tensor import SplitTensor, checked_block, composed, refused, tensors_in
 
-# Of the self-normalising activation that alpha dropout goes with: minus its value far below zero.
+# Alpha dropout sets elements to SELU's limit for large negative inputs; this is its negative.
 _ALPHA = 1.7580993408473766
 
 
 def generator_of_block(layout: Decomposition, source: torch.Generator | None = None) -> torch.Generator:
-    """A generator that is new for every call and for every block."""
+    """A new generator for this call and this rank's block; draws one number from ``source``."""
     seed = int(torch.empty((), dtype=torch.int64).random_(generator=source))
     return torch.Generator().manual_seed(hash((seed, *layout.box(layout.partition.me).start)))
 
 
 def _kept(x: torch.Tensor, p: float, generator: torch.Generator | None) -> torch.Tensor:
-    # One where an element stays.
+    # One for each element that stays, otherwise zero.
     return x.bernoulli_(1 - p, generator=generator)
 
 
 def _scaled(mask: torch.Tensor, p: float, alpha: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
-    # What elements are multiplied with, and what is added then.
+    # The factor of each element, and what is added afterwards.
     if not alpha:
         return mask.div_(1 - p) if p < 1 else mask, None
     a = ((_ALPHA * _ALPHA * p + 1) * (1 - p)) ** -0.5 if p < 1 else 0.0
@@ -78,7 +77,7 @@ def dropout(call: Call, site: Site, x: SplitTensor, p: float, **given: Any) -> A
 def _of_channels(
     func: Any, x: SplitTensor, p: float, alpha: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    # As torch draws it, from the default generator: so it is that of the whole.
+    # As torch draws it, for the whole tensor, from the default generator.
     layout, name = x._layout, func.__name__
     dims = len(layout.shape)
     if dims < 2:

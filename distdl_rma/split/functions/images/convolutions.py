@@ -1,4 +1,4 @@
-"""Convolutions and transposed ones: by the operations of the layers, with weights that every rank has."""
+"""Convolutions and transposed convolutions, by the operations of the layers; every rank has the weights."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ _WEIGHTS = "weight", "bias"
 
 
 def each_dim(value: Any, dims: int) -> tuple[int, ...]:
-    """A number for each spatial dimension, of one number or several."""
+    """One number for each spatial dimension."""
     numbers = (value,) if isinstance(value, int) else tuple(int(n) for n in value)
     return numbers * dims if len(numbers) == 1 else numbers
 
@@ -63,7 +63,7 @@ def _sides(padding: Any, kernel: Sequence[int], dilation: Sequence[int]) -> tupl
 
 @cache
 def _of_whole(func: Any) -> Any:
-    # Of plain tensors, on the way on which a rank computes its block.
+    # The function of plain tensors with the kernel that ranks use for blocks.
     @wraps(func)
     def call(*args: Any, **kwargs: Any) -> Any:
         weight, bias, stride, padding, dilation, groups = named(func, args, kwargs).values()
@@ -71,12 +71,12 @@ def _of_whole(func: Any) -> Any:
         alike = isinstance(x, torch.Tensor) and isinstance(weight, torch.Tensor) and x.dim() == weight.dim()
         if not alike or isinstance(padding, str) or torch.is_autocast_enabled("cpu"):
             return func(*args, **kwargs)
-        # In forward mode, too, torch goes on its own way.
+        # Forward-mode derivatives need torch's own function.
         if tracer() or forward_ad._current_level >= 0:
             return func(*args, **kwargs)
         dims = weight.dim() - LEADING
         numbers = [each_dim(value, dims) for value in (stride, padding, dilation)]
-        # Torch has its own words for others.
+        # Torch raises errors for invalid numbers.
         if any(len(n) != dims or min(n) < least for n, least in zip(numbers, (1, 0, 1), strict=True)):
             return func(*args, **kwargs)
         step, sides, dilations = numbers
@@ -97,7 +97,7 @@ def _on_copies(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def convolution(call: Call, site: Site, x: SplitTensor, weight: Any, bias: Any, **how: Any) -> Any:
     """Each rank convolves its block and its halo with the whole weight; the halo travels meanwhile.
 
-    Of transposed convolutions, outputs that several ranks contribute to are summed.
+    For transposed convolutions, ranks sum outputs to which several ranks contribute.
     """
     func, *_ = call
     layout = x._layout
@@ -127,7 +127,7 @@ def convolution(call: Call, site: Site, x: SplitTensor, weight: Any, bias: Any, 
 
 
 def _of_complex(func: Any, x: Any, weight: Any, bias: Any, how: dict[str, Any]) -> Any:
-    # As torch: three convolutions of real numbers.
+    # As in torch: three convolutions of real numbers.
     real, imag = func(x.real, weight.real, None, **how), func(x.imag, weight.imag, None, **how)
     both = func(x.real + x.imag, weight.real + weight.imag, None, **how)
     y = torch.complex(real - imag, both - real - imag)
@@ -159,7 +159,7 @@ def _operation(
         extra = each_dim(output_padding, len(kernel))
         return TransposedConvolution(site.call_site, options, source, source.partition, dtype, extra)
     joins = not overlap_pays(stencil, source, dtype.itemsize)
-    # Without a halo torch's own convolution of a small block takes least.
+    # For a small block without a halo, torch's own convolution is fastest.
     overlaps = overlaps and (reads_sides(stencil, source) or not joins)
     options = ConvolutionOptions(stencil, workers, "zeros", True, overlaps, joins)
     return Convolution(site.call_site, options, source, source.partition, dtype)

@@ -1,4 +1,4 @@
-"""Normalisation by statistics of the whole: ranks that share a mean exchange what they have of it."""
+"""Normalisation by statistics of the whole tensor: ranks exchange their parts of a mean."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Running = dict[str, torch.Tensor]
 _RUNNING = "running_mean", "running_var"
 _WEIGHTS = "weight", "bias"
 _ALIKE = "running statistics are plain tensors, alike on all ranks"
-# What a statistic needs several of.
+# The text of the error for a statistic of too few elements.
 _SEVERAL = {
     "batch_norm": "value per channel is needed in training",
     "instance_norm": "spatial element is needed in training",
@@ -38,7 +38,7 @@ _SEVERAL = {
 
 
 def _options(name: str, number: int, dims: int, eps: Any, tracks: bool) -> NormOptions:
-    # ``number`` is that of the groups, 0 without, or of the last dimensions that a layer norm is over.
+    # ``number`` is that of the groups, 0 without groups, or that of the last dimensions of a layer norm.
     last = tuple(range(dims - number, dims))
     if name in ("layer_norm", "rms_norm"):
         return NormOptions(NormAxes(last, last), eps, name == "layer_norm")
@@ -96,7 +96,7 @@ def _on_copies(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     buffers = [given[name] for name in _RUNNING]
     changes = given["training"] if "training" in given else given["use_input_stats"]
     if changes and any_cut(buffers):
-        # It would change a copy of what is cut.
+        # It would change a copy of a cut buffer.
         raise refused(func, _ALIKE)
     return on_whole_tensors(func, args, kwargs)
 
@@ -111,7 +111,7 @@ _OF_INSTANCES = "Uses mean and variance of each sample and channel of the whole 
 def with_running_statistics(
     call: Call, site: Site, x: SplitTensor, weight: Any, bias: Any, momentum: float, eps: float, **how: Any
 ) -> SplitTensor:
-    """By mean and variance of the input, or by those that are given."""
+    """Uses mean and variance of the input, or given ones."""
     name = "training" if "training" in how else "use_input_stats"
     running, running_mean, running_var = None, how["running_mean"], how["running_var"]
     if running_mean is not None and running_var is not None:
@@ -119,7 +119,7 @@ def with_running_statistics(
             raise refused(call[0], _ALIKE)
         running = {"running_mean": running_mean, "running_var": running_var}
         if torch.is_grad_enabled() and (running_mean.requires_grad or running_var.requires_grad):
-            # As torch, which stand-ins without a gradient do not ask.
+            # torch's error, which stand-ins without a gradient do not raise.
             raise RuntimeError(f"{site.name} is not differentiable with respect to running statistics")
     if how[name]:
         return _normalised(call, site, x, 0, (weight, bias), eps, running, momentum)
@@ -131,7 +131,7 @@ def with_running_statistics(
 def _by_constants(
     call: Call, site: Site, x: SplitTensor, running: Running, weights: Weights, eps: float
 ) -> SplitTensor:
-    # Element by element: torch's own function of the block, with the values of its channels.
+    # Pointwise: torch's own function on the block, with the values of its channels.
     local = checked_block(x)
     channels = x._layout.slices()[1]
     given = {**running, **dict(zip(_WEIGHTS, wholes(site, weights, x._layout, _WEIGHTS), strict=True))}
@@ -162,7 +162,7 @@ _OF_LAST = "Uses {} over the last dimensions; ranks exchange {} only if these ar
 def over_last(
     call: Call, site: Site, x: SplitTensor, normalized_shape: Any, weight: Any, eps: Any, **others: Any
 ) -> SplitTensor:
-    """By moments over the last dimensions."""
+    """Uses moments over the last dimensions."""
     layout, local, bias = x._layout, checked_block(x), others.get("bias")
     shape = (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
     dims = len(layout.shape)
@@ -171,7 +171,7 @@ def over_last(
     if any(d >= dims - len(shape) for d in layout.cut_dims):
         if not local.is_complex():
             return _normalised(call, site, x, len(shape), (weight, bias), eps)
-        # Of which no moments are exchanged.
+        # Moments of complex numbers cannot be exchanged.
         local, layout = with_whole(site, x, range(dims - len(shape), dims))
     weight, bias = wholes(site, (weight, bias), layout, _WEIGHTS)
     if call[0].__name__ == "layer_norm":
@@ -200,7 +200,7 @@ def normalize(call: Call, site: Site, x: SplitTensor, p: float, dim: Any, eps: f
         return SplitTensor(F.normalize(local, p, dims, eps), layout)
     if p <= 0:
         return by_whole_dims(site, x, dims, lambda block: F.normalize(block, p, dims, eps))
-    # What is no element adds nothing to a norm.
+    # An empty block adds nothing to a norm.
     own = computed(lambda block: block.norm(p, dims, keepdim=True), local, dims)
     norms = lay.with_splits(
         layout,

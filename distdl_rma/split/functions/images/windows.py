@@ -1,4 +1,4 @@
-"""Pools, resizing, padding, patches, samples: every rank fetches what its outputs read."""
+"""Pools, resizing, padding, patches, sampling: ranks fetch the elements that their outputs need."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ _DIMS = (1, 2, 3)
 
 
 def _of_dims(*patterns: str) -> tuple[str, ...]:
-    # Names of functions for 1 to 3 spatial dimensions.
+    # Names of a function for 1 to 3 spatial dimensions.
     return tuple(pattern.format(dims) for pattern in patterns for dims in _DIMS)
 
 
 @cache
 def dims_of(func: Any) -> int:
-    """Spatial dimensions that a function says in its name."""
+    """Number of spatial dimensions in a function's name."""
     return next(int(letter) for letter in func.__name__ if letter.isdigit())
 
 
@@ -70,9 +70,9 @@ def windowed(
     key: Hashable,
     make_options: Callable[[], Any],
 ) -> tuple[SplitTensor, Any]:
-    """An operation of windows on a block with or without a batch; and the operation.
+    """Run an operation of windows on a block with or without a batch; returns the result and the operation.
 
-    ``key`` tells its options apart, which are made, and checked, when it is.
+    ``key`` identifies the options, which are only made, and the call only checked, for a new operation.
     """
     batched = len(layout.shape) == dims + _LEADING
 
@@ -91,7 +91,7 @@ def windowed(
 
 
 def with_single_copied(site: Site, y: SplitTensor) -> SplitTensor:
-    """The same, with copies of what has a single element in a dimension that was cut."""
+    """The same tensor, with copies in place of cuts in dimensions with a single element; may block."""
     layout = y._layout
     if 1 not in layout.shape:
         return y
@@ -115,7 +115,7 @@ def _stencil(how: Mapping[str, Any], dims: int) -> Stencil:
 def max_pool(call: Call, site: Site, x: SplitTensor, return_indices: bool = False, **how: Any) -> Any:
     """The largest element of each window; ranks fetch the inputs of their outputs. Indices are global."""
     func, adaptive = call[0], "output_size" in how
-    # The one-dimensional function of torch's lowest floor returns both.
+    # torch.adaptive_max_pool1d always returns both.
     both = func.__name__.endswith("_with_indices") or func is torch.adaptive_max_pool1d
     dims, indices = dims_of(func), bool(return_indices or both)
 
@@ -170,7 +170,7 @@ def adaptive_avg_pool(call: Call, site: Site, x: SplitTensor, output_size: Any) 
 
 
 def averaged(call: Call, site: Site, x: SplitTensor, size: tuple[int | None, ...]) -> SplitTensor:
-    """Adaptive averages of a split tensor."""
+    """Adaptive averages of a split tensor; blocking."""
     dims, layout = len(size), x._layout
     local = _widened(checked_block(x)) if dims == _DIMS[-1] else checked_block(x)
 
@@ -219,7 +219,7 @@ def interpolate(call: Call, site: Site, x: SplitTensor, **how: Any) -> Any:
         whole = torch.empty(x._layout.shape, dtype=x._local.dtype, device="meta")
         return tuple(func(whole, **how).shape[_LEADING:])
 
-    # What torch makes of it decides how large the result is.
+    # Torch computes the size of the result.
     outputs = site.kept(("outputs", *said), make)
     if mode == "area":
         return averaged(call, site, x, outputs)
@@ -267,7 +267,7 @@ def _padded(
         return SplitTensor(func(local, sides, mode, value), lay.with_splits(layout, longer))
 
     def make() -> tuple[Any, list[int | None], list[int], Decomposition]:
-        # Two dimensions that are not padded lead; the others are those of space.
+        # Two dimensions without padding lead; the others are spatial ones.
         kept: list[int | None] = [d for d in range(dims) if d not in padded]
         order = [*([None] * max(0, _LEADING - len(kept))), *kept, *padded]
         source = lay.reordered(layout, order)
@@ -288,8 +288,7 @@ def _padded(
     if straight:
         return SplitTensor(y, output)
     y = y[(0,) * first] if first else y
-    # In memory as torch has it, where what looks like a view of it is one; itself a view on no rank, though a
-    # block of extent 1 is contiguous in any order.
+    # Contiguous, as in torch. Cloned on all ranks: ``contiguous()`` would leave some blocks views.
     y = y.permute([at - first for at in back]).clone(memory_format=torch.contiguous_format)
     return SplitTensor(y, output)
 
@@ -308,7 +307,7 @@ def max_unpool(call: Call, site: Site, x: Any, indices: Any, **others: Any) -> A
     spatial = range(dims - int(func.__name__[-2]), dims)
     local, whole = with_whole(site, x, spatial)
     at = as_part(site, indices, whole, layout, 1)
-    # Of indices that are not contiguous torch has no gradient, which ranks without any would not notice.
+    # Torch has no gradient for indices that are not contiguous; ranks with empty blocks would not raise that.
     y = computed(lambda block: func(block, with_an_element(at).contiguous(), **others), local)
     return put_back(site, y, whole, layout)
 
@@ -323,7 +322,7 @@ def unfold(call: Call, site: Site, x: SplitTensor, **how: Any) -> Any:
     y = computed(partial(call[0], **how), local)
 
     def of_patches(found: Decomposition) -> Decomposition:
-        # Patches are cut as the first of rows and columns that is.
+        # Patches get the cut of rows or columns, whichever an earlier grid dimension cuts.
         d = next((axis for axis in found.axes if axis in (rows, columns)), rows)
         rest = lay.whole(found, {rows, columns} - {d})
         splits = {
@@ -342,7 +341,7 @@ def fold(call: Call, site: Site, x: SplitTensor, **how: Any) -> Any:
     """Patches may overlap anywhere: all of them are gathered, the result is cut again."""
     dims = len(x._layout.shape)
     local, whole = with_whole(site, x, (dims - 2, dims - 1))
-    # Patches become rows, and columns are new.
+    # The dimension of patches becomes the rows; the columns are new.
     found, before = (lay.reordered(each, [*range(dims), None]) for each in (whole, x._layout))
     return put_back(site, computed(partial(call[0], **how), local), found, before, "cut again")
 

@@ -1,4 +1,4 @@
-"""Parts of tensors by numbers, slices, masks and tensors of indices."""
+"""Indexing by numbers, slices, masks and tensors of indices."""
 
 from __future__ import annotations
 
@@ -49,12 +49,12 @@ _REMEDY = "build the tensor by torch.cat, torch.where or F.pad instead"
 
 
 def narrowed(x: SplitTensor, dim: int, start: int, length: int) -> SplitTensor:
-    """An interval of a dimension, of which each rank keeps what it has."""
+    """An interval of a dimension; each rank keeps its elements of it."""
     return _cut_out(x, ((dim, start, start + length, 1),))
 
 
 def _cut_out(x: SplitTensor, slices: tuple[tuple[int, int, int, int], ...]) -> SplitTensor:
-    # Slices of some dimensions, each from, to and by which step.
+    # Slices of some dimensions, given as dimension, start, stop and step.
     def make() -> tuple[Decomposition, tuple[slice, ...]]:
         splits: dict[int, Split] = {}
         place, local = x._layout.partition.index or (), [slice(None)] * len(x._layout.shape)
@@ -69,7 +69,7 @@ def _cut_out(x: SplitTensor, slices: tuple[tuple[int, int, int, int], ...]) -> S
 
 
 def _one(func: Any, x: SplitTensor, dim: int, at: int) -> SplitTensor:
-    # One element of a dimension: every rank along it gets it.
+    # One element of a dimension, for all ranks along it.
     extent = x._layout.shape[dim]
     if not -extent <= at < extent:
         raise IndexError(f"index {at} is out of bounds for dimension {dim} with size {extent}")
@@ -117,7 +117,7 @@ def unbind(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _read(each: Any) -> Any:
-    # Tensors for arrays, lists and ranges of indices, and for bools; numbers of Python for those of tensors.
+    # Tensors for arrays, lists, ranges and bools; Python's numbers for tensors of one integer.
     if isinstance(each, bool):
         return torch.tensor(each)
     if isinstance(each, (list, range, tuple)) and not hasattr(each, "__index__"):
@@ -135,7 +135,7 @@ def _read(each: Any) -> Any:
 def indexed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Each rank slices its block; a single element of a cut dimension is sent to all ranks.
 
-    Dimensions that tensors of indices and masks choose from are not cut: another one is cut instead.
+    Tensors of indices and masks choose from uncut dimensions: if one is cut, another one is cut instead.
     """
     x, index = args
     given = numbered(index)
@@ -146,19 +146,19 @@ def indexed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def numbered(index: Any) -> list[Any]:
-    """What stands in the brackets, one for each: slices, numbers of Python, tensors, None and Ellipsis."""
+    """The parts of an index: slices, Python's numbers, tensors, None and Ellipsis."""
     if isinstance(index, list) and any(isinstance(each, (slice, torch.Tensor)) for each in index):
-        # As torch has it, a list of such is a tuple.
+        # As in torch, a list of these is a tuple.
         index = tuple(index)
     return [_read(each) for each in (index if isinstance(index, tuple) else (index,))]
 
 
 def one_each(ndim: int, given: Sequence[Any]) -> list[Any]:
-    """What chooses from each dimension, or is a new one."""
+    """Parts of an index for all dimensions, without Ellipsis; a mask is for several, None for a new one."""
     spent = sum(each.dim() if is_mask(each) else not (each is None or each is Ellipsis) for each in given)
     if spent > ndim:
         raise IndexError(f"too many indices for tensor of dimension {ndim}")
-    # As torch has it: each Ellipsis stands for as many dimensions, whether or not there are so many left.
+    # As in torch, every Ellipsis stands for ``ndim - spent`` dimensions, or for those left if they are fewer.
     found, left, beyond = list[Any](), ndim, False
     for each in given:
         wide = ndim - spent if each is Ellipsis else each.dim() if is_mask(each) else int(each is not None)
@@ -172,7 +172,7 @@ def one_each(ndim: int, given: Sequence[Any]) -> list[Any]:
 
 
 def basic(func: Any, x: SplitTensor, given: Sequence[Any]) -> tuple[SplitTensor, dict[int, torch.Tensor]]:
-    """What numbers, slices and None do; and the tensors of indices by the dimension of that."""
+    """Applies numbers, slices and None; also returns the tensors of indices, by dimension of the result."""
     chosen: dict[int, torch.Tensor] = {}
     slices, numbers, news, dim, at = [], [], [], 0, 0
     for each in one_each(len(x._layout.shape), given):
@@ -186,7 +186,7 @@ def basic(func: Any, x: SplitTensor, given: Sequence[Any]) -> tuple[SplitTensor,
             slices += _bounds(each, dim, x._layout.shape[dim])
             dim, at = dim + 1, at + 1
         elif is_mask(each) and not each.dim():
-            # All or nothing of a new dimension.
+            # Selects all of a new dimension, or nothing.
             news.append(at)
             chosen[at] = torch.zeros(int(block_of(each))).long()
             at += 1
@@ -211,7 +211,7 @@ def basic(func: Any, x: SplitTensor, given: Sequence[Any]) -> tuple[SplitTensor,
 
 
 def _bounds(given: slice, dim: int, extent: int) -> list[tuple[int, int, int, int]]:
-    # A slice as dimension, start, stop and step; nothing if it is all.
+    # A slice as dimension, start, stop and step; empty for a whole dimension.
     start, stop, step = given.indices(extent)
     if step < 1:
         raise ValueError("step must be greater than zero")
@@ -219,7 +219,7 @@ def _bounds(given: slice, dim: int, extent: int) -> list[tuple[int, int, int, in
 
 
 def _chosen(func: Any, x: SplitTensor, chosen: dict[int, torch.Tensor]) -> SplitTensor:
-    # Elements by tensors of indices, which every rank has all of.
+    # Elements by tensors of indices or masks.
     masks = {at: each for at, each in chosen.items() if is_mask(each)}
     if len(chosen) == len(masks) == 1:
         ((at, mask),) = masks.items()
@@ -234,13 +234,13 @@ def _chosen(func: Any, x: SplitTensor, chosen: dict[int, torch.Tensor]) -> Split
         return by_rows(func, x, chosen[0])
     dims, index = from_whole(x, chosen)
     local, layout = with_whole(site_for(func, x), x, dims)
-    # Out of range on one rank is so on all: what is chosen from is whole.
+    # The chosen dimensions are whole, so all ranks raise the same error for an index out of range.
     y = local[index]
     return SplitTensor(y, chosen_layout(layout, dims, y))
 
 
 def from_whole(x: SplitTensor, chosen: dict[int, torch.Tensor]) -> tuple[list[int], tuple[Any, ...]]:
-    """The dimensions that tensors of indices choose from, and the index for a block that has these whole."""
+    """The dimensions that tensors of indices choose from, and the index for a block with these whole."""
     whole = {at: block_of(each) for at, each in chosen.items()}
     dims = [d for at, each in whole.items() for d in range(at, at + (each.dim() if is_mask(each) else 1))]
     found: list[Any] = []
@@ -253,9 +253,9 @@ def from_whole(x: SplitTensor, chosen: dict[int, torch.Tensor]) -> tuple[list[in
 
 
 def chosen_order(kept: Sequence[int], dims: Sequence[int], wide: int) -> list[int | None]:
-    """Of what indices choose from ``dims`` beside the dimensions ``kept``: these, None for the chosen ones.
+    """Dimensions of a result of indexing: those ``kept``, and None for ``wide`` chosen ones.
 
-    The chosen ones come where the first of ``dims`` is, or first of all if others lie between ``dims``.
+    The chosen ones replace the first of ``dims``, or come first if others lie between ``dims``.
     """
     between = any(dims[0] < d < dims[-1] for d in kept) if dims else False
     ahead = 0 if between or not dims else sum(d < dims[0] for d in kept)
@@ -263,14 +263,14 @@ def chosen_order(kept: Sequence[int], dims: Sequence[int], wide: int) -> list[in
 
 
 def chosen_layout(layout: Decomposition, dims: Sequence[int], y: torch.Tensor) -> Decomposition:
-    """Layout of what tensors of indices choose from some dimensions of blocks."""
+    """Layout of a result that tensors of indices choose from dimensions ``dims`` of blocks."""
     kept = [d for d in range(len(layout.shape)) if d not in dims]
     order = chosen_order(kept, dims, y.dim() - len(kept))
     return laid_out(layout, order, y)
 
 
 def by_rows(func: Any, x: torch.Tensor, index: Any) -> SplitTensor:
-    """Elements of a first dimension of what all ranks get, by split indices; cut as the indices are."""
+    """Elements of the first dimension of ``x``, which all ranks get whole; cut like the split indices."""
     layout = index._layout
     whole = as_whole(site_for(func, index), x, layout, "chosen from")
     y = whole[checked_block(index)]
@@ -278,7 +278,7 @@ def by_rows(func: Any, x: torch.Tensor, index: Any) -> SplitTensor:
 
 
 def _looked_up(func: Any, x: torch.Tensor, given: Sequence[Any]) -> Any:
-    # A plain tensor by split indices.
+    # Indexes a plain tensor by split indices.
     split = {at: each for at, each in enumerate(given) if isinstance(each, SplitTensor)}
     if not any_cut(given):
         return on_whole_tensors(func, (x, tuple(given)), {})
@@ -307,7 +307,7 @@ def along_one(call: Call, site: Site, x: Any, dim: int, index: Any, **others: An
     func, name = call[0], call[0].__name__
     if any_cut(index):
         if name == "index_select" and dim in (0, -x.dim()):
-            # Of a number there is one element, for all ranks.
+            # A tensor without dimensions has one element, which all ranks get.
             return by_rows(func, x, index) if x.dim() else on_whole_tensors(*call)
         raise refused(func, "the indices are split; index.redistribute() gives all ranks all of them")
     if not isinstance(x, SplitTensor):
@@ -342,9 +342,9 @@ def by_index(call: Call, site: Site, x: Any, dim: int | None, **given: Any) -> A
     beside = isinstance(source, torch.Tensor) and source.dim()
     operands = [x, index, source] if beside else [x, index]
     if any(each.dim() != x.dim() for each in operands):
-        # What torch takes is a number among vectors, or indices without elements.
+        # Torch also takes a scalar beside vectors, and indices without elements.
         return on_whole_tensors(*call)
-    # What is cut is alike in all of them; the largest of those that are split says how.
+    # Dimensions of equal extents are cut like the largest split operand.
     extents = [frozen(each) for each in operands]
     uneven = [d for d in range(x.dim()) if d == dim or len({shape[d] for shape in extents}) > 1]
     base = max(
@@ -387,19 +387,19 @@ def one_hot(call: Call, site: Site, x: SplitTensor, num_classes: int) -> Any:
 
 
 def is_mask(each: Any) -> bool:
-    """Whether it is a mask."""
+    """Whether an index is a mask."""
     return isinstance(each, torch.Tensor) and each.dtype in (torch.bool, torch.uint8)
 
 
 def by_mask(func: Any, x: Any, mask: Any, at: int = 0) -> SplitTensor:
-    """Elements where a mask says so, in the order of the whole: ranks with blocks of it tell how many."""
+    """Elements that a mask selects, in the order of the whole; blocking: ranks exchange their numbers."""
     shape = frozen(x)
     covered = shape[at : at + mask.dim()]
     if frozen(mask) != covered:
         raise IndexError(f"the mask has the global shape {frozen(mask)}, what it chooses from {covered}")
     site = site_for(func, x, mask)
     if not isinstance(x, SplitTensor):
-        # Cut as the mask.
+        # Cut like the mask.
         dims = range(at, at + mask.dim())
         order = [d - at if d in dims else None for d in range(len(shape))]
         extents = {d: n for d, n in enumerate(shape) if d not in dims}
@@ -415,7 +415,7 @@ def by_mask(func: Any, x: Any, mask: Any, at: int = 0) -> SplitTensor:
 
 
 def _told(site: Site, layout: Decomposition, at: int, count: int) -> Split:
-    # How a dimension is cut of which each rank keeps so many elements of its block: ranks tell each other.
+    # Split of a dimension of which each rank keeps ``count`` elements; ranks exchange the counts.
     counts = torch.zeros(layout.splits[at].parts, dtype=torch.int64)
     part, ranks = 0, lay.line(layout, ())
     if at in layout.axes:

@@ -1,4 +1,4 @@
-"""Elements in other places: joined, taken apart, flipped, rolled, shuffled, windows and diagonals of them."""
+"""Rearranged elements: joined, split, flipped, rolled, shuffled; windows and diagonals."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from distdl_rma.split.tensor import SplitTensor, checked_block, composed
 def cat(call: Call, site: Site, tensors: Any, dim: int) -> Any:
     """Each rank joins its blocks, cut as the largest tensor is; along a cut dimension elements move."""
     common_partition(call[0], tensors)
-    # As in torch, empty vectors go with anything: the result has their type, and is in their graph.
+    # Torch joins empty vectors with any tensors: the result has their common type, and is in their graph.
     empty = [x for x in tensors if frozen(x) == (0,)]
     tensors = [x for x in tensors if frozen(x) != (0,)] if empty else tensors
     if not any(isinstance(x, SplitTensor) for x in tensors):
@@ -64,7 +64,7 @@ def cat(call: Call, site: Site, tensors: Any, dim: int) -> Any:
 def _places(
     name: str, base: Decomposition, at: int, shapes: Sequence[tuple[int, ...]], dim: int
 ) -> tuple[Decomposition, list[Decomposition]]:
-    # Layout of a concatenation, and of each tensor as it is in it.
+    # Layout of a concatenation, and the layout of each tensor within it.
     dims = len(base.shape)
     if not -dims <= dim < dims:
         raise IndexError(f"{name}: dim {dim} is out of range for tensors of {dims} dimensions")
@@ -143,12 +143,12 @@ def _enter(
     new: tuple[str, ...] = (),
     view: bool = False,
 ) -> None:
-    # ``dims`` must not be cut: numbers, or names of arguments that have them; None for all dimensions.
-    # ``gone``: the result has them no more. ``new``: arguments with the places of new dimensions, which come
-    # last without. ``view``: torch gives a view.
+    # ``dims`` must be uncut: numbers, or names of arguments with them; None for all dimensions. ``gone``: the
+    # result does not have them. ``new``: arguments with positions of new dimensions, which otherwise come
+    # last. ``view``: torch returns a view.
     @of_cut(uncut=True, plain="an argument beside the tensor is split")
     def handler(call: Call, site: Site, x: SplitTensor, **given: Any) -> SplitTensor:
-        """Of dimensions that must not be cut: another one is cut instead."""
+        """Needs dimensions uncut: others are cut instead."""
         func, (_x, *rest), kwargs = call
         count = len(x._layout.shape)
         found: Any = range(count) if dims is None else [given.get(d, d) for d in dims]
@@ -205,7 +205,7 @@ def _rolled_along(site: Site, x: SplitTensor, shift: int, dim: int, number: int)
     split, me = x._layout.splits[dim], x._layout.partition.index
     part = 0 if me is None else me[x._layout.axes.index(dim)]
     pieces = []
-    # The end comes first.
+    # The end of the dimension becomes its start.
     for at, (start, stop, to) in enumerate(((extent - shift, extent, 0), (0, extent - shift, shift))):
         source, within = layout_choice.sliced(split, start, stop, 1)
         target = layout_choice.sliced(split, to, to + stop - start, 1)[0]

@@ -1,4 +1,4 @@
-"""Shapes and the order of dimensions: blocks are reshaped where they stay blocks, else they move."""
+"""Shapes and orders of dimensions: ranks reshape blocks; elements move if the results are no blocks."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ _V = TypeVar("_V")
 
 
 def derived(x: SplitTensor, key: Any, make: Callable[[], _V]) -> _V:
-    """What follows from a tensor's layout and arguments alone, kept by the machine."""
+    """A value that follows from a tensor's layout and ``key``; kept by the machine."""
     return lay.kept(x._layout.partition, "derived", (x._layout, key), make)
 
 
 def frozen(argument: Any) -> Any:
-    """Arguments of a call, hashable: of tensors the shape."""
+    """Arguments of a call in a hashable form, with shapes in place of tensors."""
     if isinstance(argument, torch.Tensor):
         return tuple(argument.shape)
     if isinstance(argument, (list, tuple)):
-        # Numbers may come as tensors.
+        # A tensor without dimensions stands for a number.
         return tuple(
             each.item() if type(each) is torch.Tensor and not each.dim() else frozen(each)
             for each in argument
@@ -45,18 +45,18 @@ def frozen(argument: Any) -> Any:
 
 
 def seen_of(x: SplitTensor, y: torch.Tensor, layout: Decomposition, moved: bool = False) -> SplitTensor:
-    """What torch gives as a view of ``x``; whether it was moved, and is a copy here."""
+    """Split tensor of a result that is a view of ``x`` in torch; ``moved`` says that it is a copy here."""
     base = None if x._copy_of is None else x._copy_of[0]
     return SplitTensor(y, layout, x._local if moved and base is None else base)
 
 
 def uncut(layout: Decomposition, extents: dict[int, int]) -> Decomposition:
-    """Layout of a result of which some uncut dimensions have other extents."""
+    """Layout in which some uncut dimensions have other extents."""
     return lay.with_splits(layout, {d: Balanced(n, 1) for d, n in extents.items()})
 
 
 def on_shape(x: SplitTensor) -> torch.Tensor:
-    """A tensor without elements, for torch to say what shape a function gives, and what is wrong."""
+    """A tensor of the global shape on the meta device: torch computes shapes, or raises errors, with it."""
     return torch.empty(x._layout.shape, dtype=x._local.dtype, device="meta")
 
 
@@ -70,7 +70,7 @@ def reordered(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     x, *rest = args
 
     def make() -> Decomposition:
-        # Each dimension has an extent of its own.
+        # All extents differ, so they identify the dimensions.
         probe = func(torch.empty(tuple(range(1, len(x._layout.shape) + 1)), device="meta"), *rest, **kwargs)
         return lay.reordered(x._layout, [n - 1 for n in probe.shape])
 
@@ -86,9 +86,9 @@ def reordered(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def reshaped(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Each rank reshapes its block; elements move only if the result would not be cut into blocks.
 
-    A dimension that is cut and comes first of those that become others stays cut, at ends that fit; the cut
-    of another one moves to the first of them, if that is too short to the longest dimension, else every rank
-    gets a copy.
+    If several dimensions are joined, the cut of the first one stays, at ends that fit. The cut of another one
+    moves to the first one, or to the longest dimension if the first one is too short. If none fits, every
+    rank gets a copy.
     """
     x, *rest = args
     if isinstance(x, (list, tuple)):
@@ -115,7 +115,7 @@ def reshaped(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def reshape(x: SplitTensor, shape: Sequence[int]) -> SplitTensor:
-    """A tensor of another shape, for rules that are made of this one."""
+    """``reshape`` by its rule, for other rules."""
     found: SplitTensor = reshaped(_T.reshape, (x, tuple(shape)), {})
     return found
 
@@ -124,24 +124,24 @@ def _reshaped(func: Any, x: SplitTensor, source: Decomposition, result: Decompos
     shape = result.box(result.partition.me).shape
     if source is x._layout:
         y, strides = checked_block(x).reshape(shape), x._local.stride()
-        # Whether earlier dimensions have the longer steps in memory.
+        # Whether strides decrease, as in contiguous memory.
         in_order = all(a >= b for a, b in pairwise(strides))
         if not in_order and y.data_ptr() == x._local.data_ptr() and not _views(x, result.shape):
             y = y.clone()
-        # Of a part of another tensor torch may give a copy, which is alike on all ranks, unlike blocks of it.
+        # If ``x`` is a view, torch may return a copy, so that it counts as one on all ranks.
         unsure = x._local._is_view() and func.__name__ in _MAY_COPY
         return seen_of(x, y, result, moved=unsure)
     local = redistributed(site_for(func, x), checked_block(x), x._layout, source, "reshaped")
-    # Whether torch would give a view: steps in the memory of blocks do not say it alike on all ranks.
+    # Counts as a copy on all ranks: the strides of blocks do not tell whether torch would return a view.
     return seen_of(x, local.reshape(shape), result, moved=True)
 
 
-# Functions that give a view where they can, and else a copy.
+# Functions that return a view if possible, otherwise a copy.
 _MAY_COPY = "reshape", "flatten", "ravel"
 
 
 def _views(x: SplitTensor, shape: tuple[int, ...]) -> bool:
-    # Whether torch would give a view: elements of the whole lie in memory in the order of those of a block.
+    # Whether torch would return a view of the whole tensor, if its strides were ordered like the block's.
     strides = x._local.stride()
     order = sorted(range(len(strides)), key=lambda d: -strides[d])
     memory = torch.empty([x._layout.shape[d] for d in order], device="meta")

@@ -1,4 +1,4 @@
-"""Parts of tensors that are written to: each rank writes its piece, of what all of them know."""
+"""Writing into parts of tensors: each rank writes into its block."""
 
 from __future__ import annotations
 
@@ -47,11 +47,11 @@ _REMEDY = "build the tensor by torch.cat, torch.where or F.pad instead"
 def set_item(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Each rank writes its block; a plain tensor becomes split if a split one is written to it.
 
-    What is a copy of moved elements is not written to.
+    Copies of moved elements are refused.
     """
     x, index, value = args
     given = numbered(index)
-    # How many elements a split mask chooses, its values decide.
+    # The values of a split mask decide how many elements it selects.
     decided = isinstance(value, torch.Tensor) and prod(frozen(value)) != 1
     if not (decided and any(any_cut(each) and is_mask(each) for each in given)) and (
         lay.LEAVING_OUT or any(isinstance(each, torch.Tensor) for each in given)
@@ -74,7 +74,7 @@ def set_item(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
 
 
 def _staying(x: SplitTensor, given: list[Any]) -> tuple[list[Any], list[int]]:
-    # Of a cut dimension an interval for a number: one rank has its element. And which dimensions these are.
+    # Replaces numbers in cut dimensions by intervals, which one rank has; returns these dimensions too.
     cut, ones, dim, at = x._layout.cut_dims, list[int](), 0, 0
     for number, each in enumerate(given):
         if isinstance(each, int) and dim not in cut:
@@ -94,11 +94,11 @@ def _staying(x: SplitTensor, given: list[Any]) -> tuple[list[Any], list[int]]:
 def _beside(
     value: torch.Tensor, dims: Sequence[int | None], wanted: Sequence[int | None], ones: Sequence[int]
 ) -> torch.Tensor:
-    # What broadcasts to some dimensions, for these and ``ones`` in another order; of None the order stays.
+    # Reshapes a value for ``dims`` to broadcast to ``wanted``, with ``ones`` inserted; None keeps its order.
     shape, count = frozen(value), len(dims)
     if not ones and len(shape) <= count:
         return value
-    # Torch ignores leading dimensions of extent 1.
+    # Torch ignores superfluous leading dimensions of extent 1.
     value = composed(torch.reshape, value, (1,) * (count - len(shape)) + shape[max(0, len(shape) - count) :])
     unnamed = (at for at, d in enumerate(dims) if d is None)
     order = [next(unnamed) if d is None else dims.index(d) for d in wanted if d not in ones]
@@ -110,7 +110,7 @@ def _beside(
 
 
 def _layout_to_write(func: Any, x: torch.Tensor, given: Sequence[Any], value: Any) -> Decomposition:
-    # Blocks of a plain tensor, for what is written to it to stay where it is.
+    # Layout for a plain tensor that becomes split, in which the written values need not move.
     masks = [each for each in given if isinstance(each, SplitTensor) and is_mask(each)]
     partition = common_partition(func, tensors_in(list(given), value))
     axes: list[int | None] = [None] * partition.dim
@@ -143,7 +143,7 @@ def _layout_to_write(func: Any, x: torch.Tensor, given: Sequence[Any], value: An
 def _write_chosen(
     func: Any, part: SplitTensor, chosen: dict[int, torch.Tensor], ones: Sequence[int], value: Any
 ) -> None:
-    # By masks and tensors of indices.
+    # Writes by masks and tensors of indices.
     (at, mask), *others = chosen.items()
     if is_mask(mask) and not others:
         shape, whole = frozen(mask), part._layout.shape
@@ -180,12 +180,12 @@ def _write_chosen(
 
 
 def _chosen_rows(part: Any, at: int, mask: Any, ones: Sequence[int], value: Any) -> Any:
-    # Of each element the one of a value that a split mask has for it, any where it has none; None for none.
+    # For each element, its value by a split mask, any value where the mask is false; None if it selects none.
     whole, count = frozen(part), len(frozen(mask))
     dims, kept = range(at, at + count), [d for d in range(len(whole)) if not at <= d < at + count]
     named = chosen_order([d for d in kept if d not in ones], dims, 1)
     fitting = _beside(value, named, chosen_order(kept, dims, 1), ones)
-    # Torch says what it has against the types.
+    # Torch raises if it cannot convert the type.
     torch.zeros(2, dtype=part.dtype)[torch.ones(2).bool()] = torch.zeros(2, dtype=value.dtype)
 
     def rows() -> Any:
@@ -216,10 +216,10 @@ def in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     x, without = args[0], getattr(_T, func.__name__[:-1])
     if isinstance(x, SplitTensor) and x._copy_of is not None:
         raise refused(func, f"it writes what is on another rank; {_REMEDY}")
-    # What the gradient needs of the tensor is not to change.
+    # The backward needs the tensor unchanged.
     kept = isinstance(x, SplitTensor) and torch.is_grad_enabled() and x._local.requires_grad
     before = SplitTensor(checked_block(x).clone(), x._layout) if kept else x
-    # Autocast leaves the forms in place alone.
+    # Autocast does not apply to in-place forms.
     with no_autocast():
         y = RULES[without].handler(without, (before, *args[1:]), kwargs)
     if frozen(x) != y._layout.shape:

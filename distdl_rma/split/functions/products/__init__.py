@@ -1,1 +1,1 @@
-"""Sums of products: linear maps, attention, Fourier transforms."""
+"""Sums of products: linear maps, functions of matrices, attention, recurrent layers."""

@@ -1,4 +1,4 @@
-"""Products and matrices: rows stay where they are, sums over a cut dimension are added over the ranks."""
+"""Products and functions of matrices: rows stay in place; sums over a cut dimension need a sum over ranks."""
 
 from __future__ import annotations
 
@@ -28,24 +28,24 @@ from distdl_rma.split.reduction_axes import laid_out, positive, with_an_element,
 from distdl_rma.split.tensor import SplitTensor, checked_block, composed, mapped, refused, tensors_in
 
 _T: Any = torch.Tensor
-# A label for each dimension of an operand: equal ones go together.
+# A label for each dimension of an operand; as in einsum, equal labels are one index.
 Labels = Sequence[Any]
 Operands = Sequence[torch.Tensor]
 
 
 class Work(NamedTuple):
-    """How a contraction is cut: all its labels as dimensions of one tensor, the operands and the result."""
+    """How a contraction is cut: layouts of all labels as dimensions of one tensor, of operands and result."""
 
     all: Decomposition
     parts: list[Decomposition]
     result: Decomposition
-    summed: tuple[int, ...]  # grid dimensions along which results are parts of sums
+    summed: tuple[int, ...]  # grid dimensions along which ranks have partial sums
 
 
 def planned(func: Any, operands: Operands, labels: Sequence[Labels], out: Labels, uncut: Labels = ()) -> Work:
-    """Which label each dimension of the grid cuts: as in the largest operand, but none of ``uncut``.
+    """Choose the label that each grid dimension cuts: as in the largest operand, but none of ``uncut``.
 
-    An operand that is cut by the same dimension of the grid in another label becomes whole along it.
+    An operand in which the grid dimension cuts another label becomes whole along that.
     """
     shapes = [frozen(x) for x in operands]
     wrong = f"{name_of(func)}: global shapes {' and '.join(map(str, shapes))} do not go together"
@@ -70,7 +70,7 @@ def planned(func: Any, operands: Operands, labels: Sequence[Labels], out: Labels
             if axis is None or axes[g] is not None or names[axis] in uncut:
                 continue
             at = order.index(names[axis])
-            # Of an operand a dimension that is there twice cannot be cut in both places.
+            # A label that an operand has twice cannot be cut.
             twice = any(list(each).count(names[axis]) > 1 for each in labels)
             if splits[at].parts == 1 and found.shape[axis] == splits[at].extent and not twice:
                 axes[g], splits[at] = at, found.splits[axis]
@@ -94,7 +94,7 @@ def planned(func: Any, operands: Operands, labels: Sequence[Labels], out: Labels
 def contracted(
     func: Any, compute: Any, operands: Operands, labels: Sequence[Labels], out: Labels, uncut: Labels = ()
 ) -> SplitTensor:
-    """A function that multiplies operands and sums over the labels that the result has not, on blocks."""
+    """Multiply operands block by block, and sum over the labels that the result does not have."""
     site, work, blocks = prepared(func, operands, labels, out, uncut)
     if not work.summed:
         return SplitTensor(product_of(compute, operands, blocks, work.result), work.result)
@@ -105,7 +105,7 @@ def contracted(
 def _summed(
     site: Site, compute: Any, operands: Operands, blocks: Operands, work: Work
 ) -> tuple[torch.Tensor, torch.dtype]:
-    # Sum of what the ranks compute, and the type that torch gives it: the caller rounds to a short one, once.
+    # The ranks' sum in a wide dtype, and torch's dtype of the result, to which the caller rounds once.
     dtype = _type_of(compute, operands)
     y = product_of(compute, operands, blocks, work.result, sum_dtype(dtype))
     return all_sum(site, y, work.all, work.summed), dtype
@@ -114,9 +114,9 @@ def _summed(
 def product_of(
     compute: Any, operands: Operands, blocks: Operands, result: Decomposition, wide: torch.dtype | None = None
 ) -> torch.Tensor:
-    """What a rank computes of its blocks; of nothing zeros, in the graph, since not every function can.
+    """A rank's product of its blocks; zeros in the graph for empty blocks, which some functions refuse.
 
-    In a type ``wide``, where products of short numbers are to be summed.
+    ``wide`` is the dtype of products of short numbers that will be summed.
     """
     y: torch.Tensor
     autocasts, filled = torch.is_autocast_enabled("cpu"), all(x.numel() for x in blocks)
@@ -134,8 +134,8 @@ def product_of(
 
 
 def _type_of(compute: Any, operands: Sequence[torch.Tensor]) -> torch.dtype:
-    # Torch says the type, or what it refuses, of few elements. Under autocast, too: that has other types for
-    # products of one element than for those of many.
+    # Torch's dtype, or its error, from at most two elements per dimension: under autocast, products of one
+    # element have other dtypes.
     kinds = {x.dtype for x in operands}
     if len(kinds) == 1 and not torch.is_autocast_enabled("cpu"):
         return kinds.pop()
@@ -145,7 +145,7 @@ def _type_of(compute: Any, operands: Sequence[torch.Tensor]) -> torch.dtype:
 
 
 def _cast(x: torch.Tensor, dtype: torch.dtype, wide: torch.dtype | None) -> torch.Tensor:
-    # As autocast does, if that is on, and without loss to a type for sums.
+    # As autocast converts, if it is on; then to the dtype of sums, without loss.
     x = x.to(dtype) if castable(x) else x
     return x if wide is None else x.to(wide)
 
@@ -153,7 +153,7 @@ def _cast(x: torch.Tensor, dtype: torch.dtype, wide: torch.dtype | None) -> torc
 def prepared(
     func: Any, operands: Operands, labels: Sequence[Labels], out: Labels, uncut: Labels = ()
 ) -> tuple[Site, Work, list[torch.Tensor]]:
-    """Site of a call, how it is cut, and the blocks of its operands."""
+    """Site of a call, its work, and this rank's blocks of its operands; may block."""
     first = next(x for x in operands if isinstance(x, SplitTensor))
     key = tuple(x._layout if isinstance(x, SplitTensor) else tuple(x.shape) for x in operands)
     names = tuple(map(tuple, labels)), tuple(out), tuple(uncut)
@@ -167,7 +167,7 @@ def prepared(
 
 
 def _batch(count: int) -> list[int]:
-    # Labels of dimensions that go together from the last one on.
+    # Labels of dimensions that are aligned at the last one.
     return list(range(-count, 0))
 
 
@@ -210,7 +210,7 @@ def matmul(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return contracted(func, func, [a, b], [first, second], out)
 
 
-# Their product, and labels of its factors and of the result.
+# The product in each function, labels of its factors, and labels of the result.
 _ADDED: dict[str, tuple[Any, Labels, Labels, Labels]] = {
     "addmv": (torch.mv, "mk", "k", "m"),
     "addmm": (torch.mm, "mk", "kn", "mn"),
@@ -229,12 +229,12 @@ def added_product(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     labels: list[Labels] = [out[len(out) - x.dim() :], first, second]
     site, work, blocks = prepared(func, [x, a, b], labels, out)
     if not work.summed:
-        # Torch's addmv of a number and a matrix without rows is a number.
+        # Torch's addmv of a scalar and a matrix without rows returns a scalar.
         added = blocks[0].expand(work.result.box(work.result.partition.me).shape)
         return SplitTensor(func(added, *blocks[1:], **factors), work.result)
     y, dtype = _summed(site, product, [a, b], blocks[1:], work)
     if not (dtype.is_floating_point or dtype.is_complex):
-        # It rounds them to the type of whole numbers.
+        # Torch rounds these factors to integers.
         factors = {key: int(n) if isinstance(n, float) else n for key, n in factors.items()}
     beta, alpha = factors.get("beta", 1), factors.get("alpha", 1)
     found: Any = SplitTensor(y, work.result)
@@ -287,7 +287,7 @@ def einsum(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _named(names: str, dims: int) -> list[Any]:
-    # Letters, and numbers from the last one for what an ellipsis stands for.
+    # Letters, and negative numbers for the dimensions of an ellipsis.
     ahead, dots, behind = names.partition("...")
     if not dots:
         return list(ahead)
@@ -315,7 +315,7 @@ def tensordot(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def embedding(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Each rank looks up its indices in the whole table; the result is cut as the indices are."""
     if func is torch.embedding:
-        # Which takes the table first.
+        # It takes the table first.
         x, padding, *others = named(func, args, kwargs).values()
         return composed(F.embedding, x, args[0], None if padding < 0 else padding, None, 2.0, *others)
     x, (weight, padding, most, _, by_frequency, sparse) = args[0], named(func, args, kwargs).values()
@@ -353,7 +353,7 @@ def of_matrices(call: Call, site: Site, x: SplitTensor, **_: Any) -> Any:
 
     def split(y: torch.Tensor) -> SplitTensor:
         if local.requires_grad and not y.requires_grad and not local.numel() and y.dtype.is_floating_point:
-            # Torch leaves what some functions make of nothing out of the graph, where other ranks are in it.
+            # For empty blocks, torch returns some results without a graph, unlike on other ranks.
             y = y + local.sum().abs().to(y.dtype)
         order = [*range(count - 2), *(None,) * (y.dim() - count + 2)]
         return SplitTensor(y, laid_out(layout, order, y))

@@ -1,4 +1,4 @@
-"""Attention and recurrent layers: a rank has its queries, heads and samples, and all that these look at."""
+"""Attention and recurrent layers: a rank computes its queries, heads and samples, with all keys."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def attention(call: Call, site: Site, query: Any, key: Any, value: Any, **given:
         k, v = (composed(torch.repeat_interleave, x, heads // frozen(x)[-3], -3) for x in (k, v))
         operands[1:3] = k, v
     if not frozen(q)[-1]:
-        # Without features all keys are alike, as with one that is zero.
+        # Without features all products are zero, as with one feature that is zero.
         (q, k), scale = (composed(F.pad, x, (0, 1)) for x in (q, k)), 1.0
         operands[:2] = q, k
     if dropout_p:
@@ -42,21 +42,21 @@ def attention(call: Call, site: Site, query: Any, key: Any, value: Any, **given:
     ends = (("row", "in"), ("key", "in"), ("key", "out"), ("row", "key"))
     labels = [[*names, *own] for names, own in zip(batch, ends, strict=False)]
     longest = max(batch[:3], key=len)
-    # Rows of the weights need all keys, and all of what makes a product.
+    # Rows of attention weights need all keys, and all features of a product.
     _, work, blocks = prepared(func, operands, labels, [*longest, "row", "out"], ("key", "in"))
     rows, keys = frozen(q)[-2], frozen(k)[-2]
     first, stop = work.result.box(work.result.partition.me).bounds[-2]
     if causal and stop - first != rows:
         if mask is not None:
             raise refused(func, "attn_mask and is_causal do not go together, as in torch")
-        # Of the triangle these rows.
+        # This rank's rows of the triangle.
         blocks, causal = [*blocks, torch.ones(stop - first, keys, dtype=torch.bool).tril(first)], False
     compute = partial(func, is_causal=bool(causal), scale=scale)
     return SplitTensor(product_of(compute, operands, blocks, work.result), work.result)
 
 
 def _with_dropout(q: Any, k: Any, v: Any, mask: Any, dropout: float, causal: Any, scale: Any) -> Any:
-    # Made of functions that have rules, among them dropout.
+    # Composed of functions that have rules, among them dropout.
     rows, keys = frozen(q)[-2], frozen(k)[-2]
     weights = composed(torch.matmul, q, composed(torch.transpose, k, -2, -1))
     weights = composed(torch.mul, weights, 1 / sqrt(frozen(q)[-1]) if scale is None else scale)
@@ -71,7 +71,7 @@ def _with_dropout(q: Any, k: Any, v: Any, mask: Any, dropout: float, causal: Any
 
 
 def _unguarded(function: Any) -> Any:
-    # Torch's own composition, which would hand itself over once more.
+    # Torch's own function, without the dispatch to overrides, which would recurse.
     hidden = {**function.__globals__, "has_torch_function": lambda _: False}
     copy = FunctionType(
         function.__code__, hidden, function.__name__, function.__defaults__, function.__closure__

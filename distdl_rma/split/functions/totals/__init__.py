@@ -1,1 +1,1 @@
-"""Functions along dimensions: reductions, largest elements, softmax, sorting, losses, distances."""
+"""Functions along dimensions: reductions, softmax, sorting, Fourier transforms, losses, distances."""

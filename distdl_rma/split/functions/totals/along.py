@@ -1,4 +1,4 @@
-"""Functions along dimensions that have to be whole, as sorting and Fourier transforms: another one is cut."""
+"""Functions along dimensions that must be whole, such as sorting and Fourier transforms."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def running_sum(call: Call, site: Site, x: SplitTensor, dim: int, dtype: torch.d
     if along.cut:
         along.local = values
         sums = along.together(along.partial(lambda v: v.sum(d, True, dtype=wide), wide), "sums of ranks")
-        # Every rank uses those before it only.
+        # Every rank uses only the sums of the blocks before it.
         sums = to_blocks(along.site, sums, along.layout, along.cut, " of the sums")
         split, start = along.layout.splits[d], along.layout.box(along.layout.partition.me).bounds[d][0]
         ends = [split.interval(part) for part in range(split.parts)]
@@ -50,7 +50,7 @@ def running_sum(call: Call, site: Site, x: SplitTensor, dim: int, dtype: torch.d
     return SplitTensor(y.to(dtype), along.layout)
 
 
-# Whether the results have all of the dimension.
+# Whether results have the extent of the input in the dimension.
 _ALONG = {
     **dict.fromkeys("cumprod logcumsumexp cummax cummin argsort sort".split(), True),
     **dict.fromkeys("topk kthvalue mode median nanmedian quantile nanquantile diff".split(), False),
@@ -62,12 +62,12 @@ _ALONG = {
 def along_whole_dimension(call: Call, site: Site, x: Any, dim: Any, **given: Any) -> Any:
     """If the dimension is cut, another one is cut meanwhile; results of the same shape move back.
 
-    Without another one, or of all elements, every rank gets all of the tensor.
+    Without another dimension, or for functions of all elements, every rank gets the whole tensor.
     """
     func, args, kwargs = call
     name, others = func.__name__, tensors_in(given)
     if name in ("sort", "argsort") and args[1:] and isinstance(args[1], bool):
-        # The other form, with ``stable`` first.
+        # The overload with ``stable`` first.
         return composed(func, x, **{"stable": args[1], **kwargs})
     if not isinstance(x, SplitTensor) or any_cut(others):
         raise refused(func, "an argument beside the input is split")
@@ -81,16 +81,16 @@ def along_whole_dimension(call: Call, site: Site, x: Any, dim: Any, **given: Any
     elif name.endswith("median"):
         keepdim = given.pop("keepdim")
     options = {name: value for name, value in given.items() if value is not None}
-    # Quantiles have a gradient by which ones they are.
+    # ``q`` may require a gradient.
     options = mapped(lambda q: as_whole(site, q, lay.whole(layout, dims), "q"), options)
     empty = [d for d in range(ndim) if not local.shape[d]]
     if 0 in x.shape:
-        # Torch says what it refuses of a tensor without elements.
+        # Torch raises its errors for a tensor without elements.
         func(local.new_zeros(x._layout.shape), **options)
     result = func(with_an_element(local), **options)
 
     def split(y: torch.Tensor) -> SplitTensor:
-        # Of each dimension which one of the input it is; None where it is new, or has another extent.
+        # For each dimension of the result that of the input; None for a new one or another extent.
         kept = [None if d in dims else d for d in range(ndim) if keepdim or d not in dims]
         order = [*range(ndim)] if stays else [*(None,) * (y.dim() - len(kept)), *kept]
         for at, d in enumerate(order):
@@ -134,8 +134,8 @@ _EACH = "fft ifft rfft irfft hfft ihfft".split()
 def transform(call: Call, site: Site, x: SplitTensor, dim: Any, **given: Any) -> Any:
     """If a transformed dimension is cut, another one is cut meanwhile; the result moves back.
 
-    Split dimensions whose extent changes are in balanced blocks then. If no other dimension is left to be
-    cut, every rank transforms the same.
+    Cut dimensions whose extent changes have balanced blocks then. If no other dimension can be cut, every
+    rank transforms the whole tensor.
     """
     func, ndim, extents = call[0], x.dim(), given.get("s")
     if dim is None:

@@ -1,4 +1,4 @@
-"""Distances of vectors, losses of them, and differences of neighbours, mostly made of other functions."""
+"""Distances and losses of vectors, differences of neighbours: mostly composed of other functions."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from distdl_rma.split.tensor import SplitTensor, composed, refused
 @composition
 def cosine_similarity(x1: Any, x2: Any, dim: int, eps: float) -> Any:
     """Norms and a product, summed over the ranks if the dimension is cut."""
-    # As torch does: integers become the type of both, other types meet in the product only.
+    # As in torch: integers get the common type, while different floating-point types meet in the product.
     both = torch.result_type(x1, x2)
     if not both.is_floating_point:
         raise RuntimeError(f"expected common dtype to be floating point, yet common dtype is {both}")
@@ -134,7 +134,7 @@ def _twice_areas(y: Any, x: Any, dx: Any, dim: int) -> Any:
     both = y.narrow(dim, 1, n - 1) + y.narrow(dim, 0, n - 1)
     if x is None:
         return both * dx
-    # Dimensions go together from the last one on; a vector lies along the one that is summed.
+    # Dimensions are aligned at the last one. A vector lies along the summed dimension.
     at = positive(dim, y.dim()) - y.dim()
     x = x.reshape(-1, *(1,) * (-1 - at)) if x.dim() == 1 else x
     return both * (x.narrow(at, 1, x.shape[at] - 1) - x.narrow(at, 0, x.shape[at] - 1))

@@ -1,4 +1,4 @@
-"""Losses: of the blocks, then sums and counts over the ranks; targets are global, or cut as the input is."""
+"""Losses: terms of the blocks, then sums over the ranks; targets are whole, or cut like the input."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from distdl_rma.split.operands import (
 from distdl_rma.split.reduction_axes import Along, with_whole
 from distdl_rma.split.tensor import SplitTensor, any_cut, checked_block, composed, refused, tensors_in
 
-# From what this rank has of some rows to what all ranks have that share them.
+# Gathers the numbers that ranks sharing rows have for these rows.
 Gathered = Callable[[torch.Tensor], torch.Tensor]
 Weight = torch.Tensor | None
 
@@ -51,7 +51,7 @@ def _reduced(
     count: float | torch.Tensor,
     dtype: torch.dtype | None = None,
 ) -> SplitTensor:
-    # From the terms of the blocks to what the user asked for; a count that is a tensor is that of this block.
+    # Reduces the terms of the blocks over all ranks; a count that is a tensor is this block's.
     if reduction == "none":
         return SplitTensor(y, layout)
     cut = tuple(g for g, axis in enumerate(layout.axes) if axis is not None)
@@ -59,7 +59,7 @@ def _reduced(
     if reduction == "sum":
         total = all_sum(site, total, layout, cut)
     elif isinstance(count, torch.Tensor):
-        # One message for both.
+        # One allreduce for both.
         total, count = all_sum(site, torch.stack([total, count.to(total.dtype)]), layout, cut).unbind()
     else:
         total = all_sum(site, total, layout, cut)
@@ -69,7 +69,7 @@ def _reduced(
 
 
 def _on_block(reduction: str, x: torch.Tensor) -> str:
-    # Short types are summed in a longer one.
+    # Short dtypes are summed in a longer one.
     return "none" if reduction == "none" or sum_dtype(x.dtype) != x.dtype else "sum"
 
 
@@ -79,15 +79,15 @@ _POINTWISE = (
     *(F.binary_cross_entropy_with_logits, F.poisson_nll_loss, F.soft_margin_loss),
     *(F.hinge_embedding_loss, F.margin_ranking_loss),
 )
-# Weights of these have the shape of the input; a mean of the first two is divided by their sum.
+# Their weights have the input's shape; the mean of the first two is divided by the weights' sum.
 _OF_WEIGHTED_MEAN = F.mse_loss, F.l1_loss, F.huber_loss
 _LEGACY = "size_average", "reduce"
-# Torch broadcasts operands of these, and warns.
+# Torch broadcasts their operands, and warns.
 _BROADCASTING = *_OF_WEIGHTED_MEAN, F.smooth_l1_loss
 
 
 class _OneLayout(NamedTuple):
-    # What a loss of operands of one layout, of some types, with some arguments needs.
+    # What a loss needs for operands with one layout, for given dtypes and arguments.
     warned: Sequence[Warned]
     how: str  # the reduction of the blocks
     divisor: int | None  # of a mean
@@ -106,7 +106,7 @@ def _planned(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _OneLa
 
 
 def _of_one_layout(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> SplitTensor | None:
-    # The short way, on which nothing moves but a sum; None where operands differ, or have weights.
+    # Only the sum exchanges data. None if layouts differ, or an argument is no number or text.
     layout, blocks, key = None, [], [func, *kwargs.values()]
     for x in args:
         if not isinstance(x, SplitTensor) or (layout is not None and x._layout is not layout):
@@ -169,7 +169,7 @@ def pointwise_loss(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 def _broadcast_loss(
     func: Any, input: Any, target: Any, reduction: str, weight: Any = None, **others: Any
 ) -> Any:
-    # As torch makes it of operands of one shape; of weights it takes the sum before they are broadcast.
+    # As torch composes it for equal shapes. A mean is divided by the sum of weights before broadcasting.
     operands = torch.broadcast_tensors(input, target)
     if weight is None:
         return func(*operands, reduction=reduction, **others)
@@ -180,7 +180,7 @@ def _broadcast_loss(
 
 
 def _weight_not_handed_on() -> torch.Tensor | None:
-    # Torch does not hand the weight of this function on to those that overload it.
+    # Torch does not pass this function's weight to overrides.
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code is not F.l1_loss.__code__:
         frame = frame.f_back
@@ -212,7 +212,7 @@ def gaussian_nll_loss(x: Any, target: Any, var: Any, full: bool, eps: float, red
 def class_loss(call: Call, site: Site, x: Any, target: Any, weight: Any, **given: Any) -> Any:
     """Each rank computes the terms of its block; if classes are cut, ranks sum the exponentials.
 
-    The mean divides by the number, or the weights, of all targets that count.
+    The mean is divided by the number, or by the weights, of all targets that are not ignored.
     """
     func, reduction = call[0], _reduction_of(given)
     if not any_cut(x, target):
@@ -223,7 +223,7 @@ def class_loss(call: Call, site: Site, x: Any, target: Any, weight: Any, **given
         layout = common_layout(func, [x, target])
         x = SplitTensor(as_part(site, x, layout, layout), layout)
     elif of_indices and isinstance(target, SplitTensor) and not any_cut(x):
-        # Scores are cut as targets are, classes are whole.
+        # Scores get the cut of the targets; classes are whole.
         order, rows = list(range(target.dim())), target._layout
         wide = lay.reordered(rows, [*order[:dim], None, *order[dim:]])
         layout = uncut(wide, {dim: x.shape[dim]})
@@ -256,30 +256,30 @@ def _count(
 
 
 class _CrossEntropy(OperatorFunction):
-    # What the classes of this rank add to the cross entropies of rows, by the share of each in its row.
+    # Terms of cross entropies by this rank's classes, from the share of each class in its row.
     @staticmethod
     def forward(
         ctx: Any, x: torch.Tensor, share: torch.Tensor, dim: int, chosen: bool, gathered: Gathered
     ) -> torch.Tensor:
-        # A block without classes is no part of the gathered ones.
+        # A block without classes has no place in the gathered tensor.
         mine = torch.cat([x.logsumexp(dim, True), share.sum(dim, True)], dim) if x.shape[dim] else x
         logs, shares = gathered(mine).unflatten(dim, (-1, 2)).unbind(dim + 1)
         whole = logs.logsumexp(dim, True)
         ctx.save_for_backward(x, share, whole, shares.sum(dim, True))
         ctx.dim = dim
         terms = share * (whole - x)
-        # As torch, which does not look at other classes than the chosen ones.
+        # As in torch, other classes than the chosen one are not read.
         return (torch.where(share != 0, terms, 0) if chosen else terms).sum(dim)
 
     @staticmethod
     @first_derivative
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
-        # All ranks of a row have its gradient: nothing travels.
+        # All ranks of a row have its gradient, so this is local.
         x, share, whole, total = ctx.saved_tensors
         gradient, away = gradient.unsqueeze(ctx.dim), whole - x
         of_share = gradient * away if ctx.needs_input_grad[1] else None
         slope = total * (-away).exp() - share
-        # Rows that do not count get nothing, also of a mean over no row.
+        # Ignored rows get zeros, also in a mean over no row.
         return torch.where(slope != 0, gradient * slope, 0), of_share, None, None, None
 
 
@@ -294,13 +294,13 @@ def class_terms(
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
 ) -> torch.Tensor:
-    """What the classes of this rank add to the terms of ``cross_entropy`` or ``nll_loss``, one for each row.
+    """This rank's classes' contributions to the terms of ``cross_entropy`` or ``nll_loss``, one for each row.
 
-    Their sum over the ranks that share the rows is the loss of these. ``layout`` is that of the scores,
-    ``x`` the block of them, and ``dim`` the dimension of classes. ``truth`` are class indices, alike on the
-    ranks that share the rows, or probabilities of the classes of this rank. ``gathered`` gives each of these
-    ranks what all of them pass, in the order of their blocks: two numbers for each row. Blocking in the
-    forward, local in the backward.
+    The sum over the ranks that share rows is the loss of the rows. ``x`` is the block of the scores,
+    ``layout`` their layout, ``dim`` the dimension of classes. ``truth`` are class indices, equal on the ranks
+    that share rows, or probabilities of this rank's classes. ``gathered`` returns what all of these ranks
+    pass, two numbers for each row, in the order of their blocks, on each of them. Blocking in the forward,
+    local in the backward.
     """
     start, stop = layout.box(layout.partition.me).bounds[dim]
     shape = [-1 if d == dim else 1 for d in range(x.dim())]
@@ -334,7 +334,7 @@ def _over_split_classes(
     given: Mapping[str, Any],
     reduction: str,
 ) -> SplitTensor:
-    # Scores stay split: each rank adds the terms of its classes.
+    # Scores stay cut: each rank adds the terms of its classes.
     layout, scores = x._layout, checked_block(x)
     wide = scores.to(sum_dtype(scores.dtype))
     along, of_indices = Along(site, wide, layout, (dim,)), not _of_probabilities(func, target)
@@ -348,7 +348,7 @@ def _over_split_classes(
         return SplitTensor(all_sum(site, terms, layout, along.cut).to(scores.dtype), rows)
     count = _count(truth, weight, given, rows, of_indices)
     if isinstance(count, torch.Tensor) and layout.partition.index_of(layout.partition.me)[along.cut[0]]:
-        # Those that share rows count them once.
+        # Only the first of the ranks that share rows counts them.
         count = torch.zeros_like(count)
     return _reduced(site, terms, layout, reduction, count, scores.dtype)
 
@@ -379,13 +379,13 @@ def multilabel_soft_margin_loss(x: Any, target: Any, weight: Any, **how: Any) ->
 
 
 def finished(y: Any, **how: Any) -> Any:
-    """Terms of a loss as the user asked for them."""
+    """Terms of a loss, reduced as the user's arguments say."""
     reduction = _reduction_of(how)
     return y if reduction == "none" else y.sum() if reduction == "sum" else y.mean()
 
 
 def _reduction_of(given: dict[str, Any]) -> str:
-    # Taken out of the arguments, also where those of older versions of torch ask for it.
+    # Removes the reduction from the arguments, also in its deprecated forms.
     reduction: str = given.pop("reduction")
     average, reduce = (given.pop(name, None) for name in _LEGACY)
     if average is None and reduce is None:

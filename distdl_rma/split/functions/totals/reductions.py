@@ -1,4 +1,4 @@
-"""Sums, extremes and what is made of them: of blocks first, then over the ranks, in the type of torch."""
+"""Reductions: of blocks first, then over the ranks; results have torch's dtypes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from distdl_rma.split.tensor import SplitTensor, checked_block, composed, mapped
 
 
 def summed_dtype(x: torch.Tensor, dtype: torch.dtype | None) -> torch.dtype:
-    """Type of a sum, as torch has it."""
+    """Dtype of a sum in torch."""
     if dtype is not None:
         return dtype
     return x.dtype if x.is_floating_point() or x.is_complex() else torch.int64
@@ -54,7 +54,7 @@ def truth(call: Call, site: Site, x: SplitTensor, dim: Any, keepdim: bool) -> An
     """Each rank reduces its block, then all ranks."""
     func, *_ = call
     if isinstance(dim, (tuple, list)) and not dim:
-        # Unlike sums, of each element.
+        # Unlike for sums, an empty list means each element.
         return SplitTensor(func(checked_block(x), ()), x._layout)
     along = Along.of(site, x, dim)
     y = func(along.local, along.dims, keepdim=True)
@@ -76,7 +76,7 @@ def of_partial_results(
     else:
         exact = along.local.dtype.is_floating_point or along.local.dtype.is_complex
         dtype = along.local.dtype if exact else torch.get_default_dtype()
-        # In a short type it would be rounded twice, and its gradient is an exponential of what is rounded.
+        # A short dtype would round twice, and the gradient is an exponential of the rounded result.
         along.local = along.local.to(sum_dtype(dtype))
     wide = sum_dtype(dtype)
 
@@ -98,7 +98,7 @@ def variance(
 ) -> Any:
     """Ranks sum the mean first, then squared distances from it."""
     func, *_ = call
-    # The second one is the dimensions, or whether to divide by one less.
+    # The second positional argument is the dimensions, or ``unbiased``.
     if isinstance(dim, bool):
         passed = call[1][2:]
         dim, unbiased, keepdim = None, dim, passed[0] if passed else keepdim
@@ -107,7 +107,7 @@ def variance(
     along = Along.of(site, x, dim)
     dtype, dims = along.local.dtype, along.dims
     if correction >= along.count:
-        # Infinite, or not a number, and so are gradients, as torch has it.
+        # As in torch, results and gradients are infinite or NaN.
         along.local, along.layout = with_whole(along.site, x, dims)
         with warnings.catch_warnings(record=True) as warned:
             warnings.simplefilter("always")
@@ -120,7 +120,7 @@ def variance(
     away = values - to_blocks(along.site, mean, along.layout, along.cut, " of the mean")
     degrees = along.count - correction
     if func.__name__.startswith("std"):
-        # The gradient of a norm at 0 is 0, as torch's of this is.
+        # At 0 the gradient of a norm is 0, like that of torch's std.
         along.local = away
         y = _norm(along, 2.0, away.abs().dtype)
         y = y / torch.tensor(degrees, dtype=y.dtype).sqrt()
@@ -135,7 +135,7 @@ def variance(
 
 
 def _norm(along: Along, order: float, dtype: torch.dtype) -> torch.Tensor:
-    # Norm of the ranks' norms, with extent 1 in the dimensions.
+    # Norm of the ranks' norms; reduced dimensions have extent 1.
     def norm(y: torch.Tensor) -> torch.Tensor:
         kind = dtype if y.is_floating_point() else None
         found: torch.Tensor = torch.linalg.vector_norm(y, order, along.dims, True, dtype=kind)
@@ -196,7 +196,7 @@ def norm(call: Call, site: Site, x: Any, **given: Any) -> Any:
 
 
 def _norm_of_matrices(x: Any, order: Any, dim: Any, keepdim: bool, dtype: Any) -> Any:
-    # By singular values, of order "nuc", 2 or -2.
+    # By singular values; the order is "nuc", 2 or -2.
     dims = chosen_dims(dim, x.dim())
     values = torch.linalg.svdvals(x.to(dtype or x.dtype).movedim(dims, (-2, -1)))
     found = values.sum(-1) if order == "nuc" else values.amax(-1) if order == 2 else values.amin(-1)
@@ -219,20 +219,20 @@ def comparison(call: Call, site: Site, x: Any, other: Any, **given: Any) -> bool
 
 
 class _Softmax(OperatorFunction):
-    # Softmax, or its logarithm, over one dimension that is cut.
+    # Softmax, or its logarithm, over one cut dimension.
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, along: Along, log: bool) -> torch.Tensor:
         (d,) = along.dims
         if x.shape[d]:
             most = x.amax(d, True)
-            # Of a row of -inf nothing is left, as in torch.
+            # A row of -inf gives NaN, as in torch.
             local = torch.cat([most, (x - most).exp().sum(d, keepdim=True)], d)
         else:
             local = x
         pairs = along.together(local, "maxima and sums", 2).unflatten(d, (-1, 2))
         tops, sums = pairs.unbind(d + 1)
         most = tops.amax(d, True)
-        # What is -inf on one rank is nothing beside the others.
+        # A rank with only -inf adds nothing.
         total = torch.where(tops == -torch.inf, 0, sums * (tops - most).exp()).sum(d, keepdim=True)
         total = torch.where(most == -torch.inf, torch.nan, total)
         y: torch.Tensor = x - most - total.log() if log else (x - most).exp() / total
@@ -258,7 +258,7 @@ def softmax(
 ) -> Any:
     """If the dimension is cut, ranks exchange their largest elements and sums in one message."""
     func, *_ = call
-    # What torch chooses where a user does not.
+    # Torch's default, if the user names no dimension.
     dim = dim if dim is not None else 0 if x.dim() in (0, 1, 3) else 1
     if func is F.softmin:
         return composed(torch.softmax, composed(torch.neg, x), dim, dtype=dtype)
@@ -272,7 +272,7 @@ def softmax(
     return SplitTensor(y.to(local.dtype), along.layout)
 
 
-# Whole numbers in the order of numbers of as many bits; what is not a number is beyond all others.
+# Integer dtypes of as many bits, for keys in the order of the numbers; NaN is beyond all others.
 _KEYS = {
     torch.float64: torch.int64,
     torch.float32: torch.int32,
@@ -299,7 +299,7 @@ def _numbers(keys: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _worst(dtype: torch.dtype, largest: bool) -> float:
-    # What is no more than any other; of whole numbers where a block has nothing.
+    # A value that no element of the dtype is worse than, for blocks without elements.
     if dtype.is_floating_point:
         return -torch.inf if largest else torch.inf
     if dtype is torch.bool:
@@ -308,7 +308,7 @@ def _worst(dtype: torch.dtype, largest: bool) -> float:
 
 
 def _of_ranks(along: Along, y: torch.Tensor, largest: bool) -> torch.Tensor:
-    # Of what the ranks found, outside of autograd: a vector of results, however many ranks there are.
+    # The extreme over the ranks, outside of autograd.
     if not along.cut:
         return y.detach()
     keys = reduced(
@@ -323,7 +323,7 @@ def _is_extreme(x: torch.Tensor, extreme: torch.Tensor) -> torch.Tensor:
 
 
 def _nothing(along: Along, largest: bool) -> torch.Tensor | None:
-    # In the place of what a block without elements has, in its graph; None where it has some.
+    # The worst value in place of an empty block's result, in its graph; None if the block has elements.
     local, dims = along.local, along.dims
     if not along.count or local.dtype.is_complex or all(local.shape[d] for d in dims):
         return None
@@ -332,7 +332,7 @@ def _nothing(along: Along, largest: bool) -> torch.Tensor | None:
 
 
 class _Chosen(OperatorFunction):
-    # The extreme of all ranks; its gradient goes to the rank whose element it is.
+    # The extreme over the ranks; the rank that has the element gets the gradient.
     @staticmethod
     def forward(ctx: Any, _own: torch.Tensor, extreme: torch.Tensor, mine: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(mine)
@@ -346,7 +346,7 @@ class _Chosen(OperatorFunction):
 
 
 class _Shared(OperatorFunction):
-    # The extreme of all ranks; its gradient goes to all elements that are equal to it, in equal parts.
+    # The extreme over the ranks; all elements that are equal to it share the gradient.
     @staticmethod
     def forward(
         ctx: Any, x: torch.Tensor, extreme: torch.Tensor, along: Along, nan_too: bool
@@ -363,7 +363,7 @@ class _Shared(OperatorFunction):
         equal = _is_extreme(x, extreme) if ctx.nan_too else x == extreme
         count = equal.sum(ctx.dims, keepdim=True)
         count = reduced(ctx.site, count, ctx.ranks, what="gradient, equal elements")
-        # Where nothing equals what is not a number, neither is the gradient: as in torch.
+        # As in torch: if no element equals NaN here, the gradient is NaN.
         share = torch.where(equal, gradient / count, 0) if ctx.nan_too else equal * gradient / count
         return share, None, None, None
 
@@ -404,7 +404,7 @@ def largest(call: Call, site: Site, x: Any, dim: Any, keepdim: bool, other: Any)
 
 
 def _with_index(along: Along, largest: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    # The value along one dimension, differentiable, and its index in the whole.
+    # The extreme along one dimension, differentiable, and its global index.
     function: Any = torch.max if largest else torch.min
     (d,) = along.dims
     values = _nothing(along, largest)
@@ -424,7 +424,7 @@ def _with_index(along: Along, largest: bool) -> tuple[torch.Tensor, torch.Tensor
 def _first(
     along: Along, values: torch.Tensor, indices: torch.Tensor, largest: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    # The extreme of all ranks, and the first of the indices where it is.
+    # The extreme over the ranks, and its first index.
     extreme = _of_ranks(along, values, largest)
     indices = indices.where(_is_extreme(values.detach(), extreme), _NOWHERE)
     return extreme, reduced(along.site, indices, along.ranks, "min", "first index")
@@ -447,6 +447,6 @@ def index_of_largest(call: Call, site: Site, x: SplitTensor, dim: Any, keepdim: 
         bounds = along.layout.box(along.layout.partition.me).bounds
         for at, (start, _), n in zip(places, bounds, shape, strict=True):
             index = index * n + at + start
-    # Of equal ones the first in the order of the whole counts, which need not be that of the ranks.
+    # The first index in the order of the whole tensor, not of the ranks.
     index = index.view((1,) * len(shape))
     return along.result(_first(along, value, index, largest)[1] if along.cut else index, keepdim)
