@@ -81,7 +81,7 @@ class Segment:
         # Ranks by node, in the order of M, from the first rank of every rank's node.
         firsts = dict(zip(ranks, comm.allgather(self.node_ranks[0]), strict=True))
         self.nodes = grouped(ranks, firsts.__getitem__)
-        # Ranks by node as well, but ranks of a node load and store each other's memory.
+        # ``nodes``, but ranks share a node only if they load and store each other's memory.
         direct = options.transport == "auto"
         self.direct_nodes = self.nodes if direct else tuple((rank,) for rank in ranks)
         self.arenas = self._attached() if direct else {}
