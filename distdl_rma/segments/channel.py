@@ -27,16 +27,15 @@ class Channel:
     that is two epochs behind. Only ranks that exchange something communicate. Construction is local; the
     first start connects the peers.
 
-    Memory: two slots per received message, and two staging areas per message to a rank out of reach. It is
-    allocated at construction, and freed after ``close()`` once no peer can write to it.
+    Memory: two slots per received message, and two staging areas per message to a rank out of reach;
+    allocated at construction, freed after ``close()`` once no peer can write to it.
 
-    ``sends`` and ``receives`` are the pieces of the exchange. A large piece is cut into parts, so that its
-    reader begins before its writer has ended. ``name`` is the channel's name in messages. Channels are the
-    exchange buffers of the interface document, sections 3.2, 3.2.1 and 3.2.2.
+    ``sends`` and ``receives`` are the pieces of the exchange, large ones cut into parts, so that a reader
+    begins before its writer has ended. Messages name the channel by ``name``. Channels are the exchange
+    buffers of the interface document, sections 3.2, 3.2.1 and 3.2.2.
 
     ``make_result`` allocates a result in the arena of this process. With it, other ranks of the node put
-    large results directly into that memory. ``landed`` is, for each received piece, whether its sender does
-    so.
+    large results directly into that memory; ``landed`` says so for each received piece.
     """
 
     def __init__(
@@ -98,8 +97,7 @@ class Channel:
             return
         # ``num`` identifies built-in dtypes only, not for example dtypes of foreign byte order.
         kind = self.dtype.num if self.dtype.isbuiltin == 1 else fingerprint(str(self.dtype))
-        # For each peer: the offset for its data, the index of the data flag, that of the acknowledge flag,
-        # the dtype.
+        # For each peer: offset for its data, index of the data flag and of the acknowledge flag, dtype.
         facts = {peer: [-1, -1, -1, kind] for peer in self.exchange.peers}
         if self._posted is not None:
             self._posted.connect(self._buffer)
@@ -210,11 +208,10 @@ class Channel:
         self._finish(epoch, timeout)
 
     def void(self) -> None:
-        """Cancel the next epoch to receive, started or not, on all ranks of the exchange.
+        """Cancel the next epoch to receive, started or not; each rank of the exchange calls it once for it.
 
-        For a movement that every rank knows will not take place. Each rank calls it once for that epoch. Data
-        that peers put for it is dropped. Blocks until this rank's own puts are complete; after a timeout the
-        call can be repeated.
+        For a movement that every rank knows will not take place; drops data that peers put. Blocks until this
+        rank's own puts are complete; after a timeout the call can be repeated.
         """
         self._check()
         epoch = self._finished + 1
