@@ -82,11 +82,7 @@ def chosen_timeout(seconds: float | None) -> float:
 
 
 def chosen_progress(asked: str | None, has_remote: bool) -> str:
-    """Return the progress engine, ``"thread"`` or ``"none"``.
-
-    The default is a thread if peers are remote and MPI allows threads. ``ConfigurationError`` if ``asked`` is
-    invalid or not possible.
-    """
+    """Progress engine: as asked, by default a thread if peers are remote and MPI allows threads."""
     threads = MPI.Query_thread() == MPI.THREAD_MULTIPLE
     if asked is None:
         return "thread" if has_remote and threads else "none"
