@@ -117,10 +117,10 @@ class SegmentManager(SegmentContext, Uncopyable):
     It needs neither torch nor a neural network. Creation, ``close`` and ``meet_at_exit`` are collective; all
     other methods are local or involve only the ranks named.
 
-    ``comm`` is a communicator of the machine; the caller keeps it, the manager duplicates it. ``ranks`` are
-    the rank ids by position in ``comm``, by default the positions. ``nbytes`` is the segment size per rank, a
-    number or text with a unit; it and ``timeout``, ``transport``, ``progress`` and ``reserve`` are those of
-    :class:`Machine`. In tests, ``node_size`` consecutive ranks of a node count as a node of their own.
+    ``comm`` is a communicator of the machine, which the manager duplicates. ``ranks`` are the rank ids by
+    position, by default the positions. ``nbytes`` is the segment size per rank, a number or text with a unit;
+    it and ``timeout``, ``transport``, ``progress`` and ``reserve`` are those of :class:`Machine`. In tests,
+    ``node_size`` consecutive ranks of a node count as a node of their own.
     """
 
     def __init__(
@@ -153,9 +153,8 @@ class SegmentManager(SegmentContext, Uncopyable):
         waiter = Waiter(segment, self.notices, self.watch, counters, chosen_timeout(timeout), spins)
         super().__init__(comm, rank_ids, segment, waiter)
         self.heap.allocate(HEADER_BYTES, "header")
-        # Bound methods save a call. ``defer`` adds a step that every wait takes. ``begin`` writes the
-        # operation that begins, a name from ``operation`` and an epoch, to the header: messages of other
-        # ranks quote it.
+        # Bound methods save a call. ``defer`` adds a step to all waits. ``begin`` writes to the header which
+        # operation begins (a name from ``operation``, an epoch): messages of other ranks quote it.
         self.defer, self.withdraw = waiter.defer, waiter.withdraw
         self.begin = self._header.begin
         self.communicators = Communicators(comm, rank_ids)
@@ -326,8 +325,7 @@ class SegmentManager(SegmentContext, Uncopyable):
         """
         notices, watch = self.notices, self.watch
         if notices.failed:
-            # The other ranks do not close any more. They may be in ``MPI_Finalize``, where they do not
-            # answer.
+            # The other ranks do not close any more; in ``MPI_Finalize`` they do not answer.
             notices.wait_until_noticed(_NOTICE_SECONDS)
         else:
             with suppress(DistdlError):
@@ -348,9 +346,9 @@ class SegmentManager(SegmentContext, Uncopyable):
         return False
 
     def _meet_to_close(self, timeout: float | None) -> None:
-        # Freeing windows cannot be interrupted, so no rank begins before all have come. A rank cannot leave a
-        # barrier of MPI that it has joined. So there are two barriers: a rank that gave up waiting for the
-        # first one does not join the second one, unless it calls again.
+        # Freeing windows cannot be interrupted, so no rank begins before all have come. A rank cannot leave
+        # an MPI barrier, so there are two: a rank that gave up in the first does not join the second, unless
+        # it calls again.
         watch, until = self.watch, self.waiter.until
         # Peers may still wait for this rank's puts. Ranks that have left receive the puts nevertheless.
         last_puts = WaitReason(watch.others, "to take its last puts", leavers=True)
@@ -373,10 +371,7 @@ class SegmentManager(SegmentContext, Uncopyable):
         return bool(barriers[1].Test())
 
     def keep(self) -> None:
-        """Keep this object, and so all memory that MPI may read or write, until the process has ended; local.
-
-        MPI ends after the interpreter has deleted all objects, and continues pending operations until then.
-        """
+        """Keep this object until the process has ended: MPI continues pending operations until then."""
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self))
 
     def stop(self) -> None:
