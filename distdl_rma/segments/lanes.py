@@ -20,9 +20,8 @@ Array = NDArray[Any]
 SLOTS = 2
 # In place of a slot's offset: the receiver takes the data directly in its result.
 LANDS = -2
-# The receiver reads a large message in steps, while the sender continues. A piece above 1 MiB has one step
-# per MiB, at most four; above 16 MiB it has one step per 4 MiB. More steps would cost more calls, whose code
-# the copies evict from the caches.
+# The receiver reads a large message in steps, while the sender continues: one step per MiB for a piece above
+# 1 MiB, at most four, or one per 4 MiB above 16 MiB. More steps cost calls, whose code the copies evict.
 _STEPS, _STEP_NBYTES, _LARGEST_STEP_NBYTES = 4, 1 << 20, 4 << 20
 
 
@@ -30,14 +29,14 @@ _STEPS, _STEP_NBYTES, _LARGEST_STEP_NBYTES = 4, 1 << 20, 4 << 20
 class Lane:
     """Message of a channel to or from one peer in each epoch: all pieces for that peer.
 
-    ``offset`` is the offset of the first slot, or of the staging area, in this rank's buffer.
-    ``notification`` is the index of the data flag of a received message, or of the acknowledge flag of a sent
-    message. The sender raises the data flag after each piece listed in ``ends``, the last piece included.
+    ``offset`` is that of the first slot, or of the staging area, in this rank's buffer. ``notification`` is
+    the index of the data flag of a received message, or of the acknowledge flag of a sent message. The sender
+    raises the data flag after each piece listed in ``ends``, the last piece included.
 
     The other fields are set once the peer's buffer ``remote`` is known. ``views`` are the pieces in both
-    slots; with ``lands`` they are in the results, and there are no slots. ``staged`` are both staging areas
-    if this rank cannot store to the peer's slots. ``remote.note`` has the offset of the slots and the indices
-    of the data flag and of the acknowledge flag. ``raise_data_flag(value)`` raises the receiver's data flag.
+    slots, or with ``lands`` in the results, without slots. ``staged`` are both staging areas if this rank
+    cannot store to the peer's slots. ``remote.note`` has the offset of the slots and the indices of the data
+    flag and of the acknowledge flag. ``raise_data_flag(value)`` raises the receiver's data flag.
     ``acknowledge(epoch)`` raises the sender's acknowledge flag: the slot of that epoch may be overwritten.
     """
 
