@@ -27,8 +27,7 @@ class PostedResults:
 
     ``make`` allocates memory for one result, of the shape ``need``. The offsets of the posted memory lie at
     the start of the channel's buffer, one for odd and one for even epochs. The acknowledgement of an epoch
-    tells writers that the offset for the epoch two later is there. ``lanes`` are those of the writers of the
-    node.
+    announces the offset for the epoch two later. ``lanes`` are those of the writers of the node.
 
     Once its epoch is received, a taken result belongs to its taker: no peer writes to it any more, and other
     memory is posted. Memory of a cancelled epoch stays posted: each writer overwrites its part.
@@ -95,8 +94,7 @@ def views_in(whole: Array, lane: Lane, need: Box) -> tuple[Array, ...]:
 def receives_directly(exchange: Exchange, itemsize: int, near: Callable[[int], bool]) -> bool:
     """Whether peers put a rank's pieces directly into its results.
 
-    True only if no element is summed or left unwritten, and at least half of the result, and at least 1 MiB,
-    come from near ranks.
+    True if nothing is summed or left unwritten, and near ranks send half of the result and 1 MiB at least.
     """
     nbytes = itemsize * sum(piece.box.volume for piece in exchange.receives if near(piece.peer))
     enough = nbytes >= _SMALLEST_NBYTES and 2 * nbytes >= itemsize * exchange.need.volume
