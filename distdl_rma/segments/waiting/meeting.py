@@ -26,12 +26,11 @@ _LONGEST_LIST, _LONGEST_TEXT = 72, 140
 
 
 class JobBoard:
-    """One line of text for each process of MPI_COMM_WORLD, kept by the launcher.
+    """One line of text for each process of MPI_COMM_WORLD, kept by the launcher until the job ends.
 
-    The lines are published with MPI's name service (``MPI_Publish_name``). So the line of a process can be
-    read while that process makes no call, and no receive of the user can match a message. Each call asks the
-    launcher, which takes about 0.1 ms: too long for a training step. The last line of a process stays until
-    the job ends.
+    MPI's name service (``MPI_Publish_name``) stores the lines. So a line can be read while its process makes
+    no call, and no receive of the user can match a message. Each call asks the launcher, in about 0.1 ms: too
+    long for a training step.
     """
 
     longest = _LONGEST  # bytes of a line
@@ -44,8 +43,8 @@ class JobBoard:
     def usable(self) -> bool:
         """Whether there is a name service that separates the processes of this job from those of others."""
         if self._usable is None:
-            # Ranks of spawned processes begin at 0 too. Without a job name, they may publish to the same
-            # launcher.
+            # Spawned processes count ranks from 0 too: only a job name separates their lines from those of
+            # others.
             alone = bool(self._job) or MPI.Comm.Get_parent() == MPI.COMM_NULL
             self._usable = alone and not _slurm_keeps_it() and self._tried()
         return self._usable
@@ -135,8 +134,7 @@ class Announcement:
     """Line of a process: its stage, and the machine that it wants to create.
 
     ``meeting`` identifies the list M; ``number`` counts the calls of the ``first`` rank. Ranks are those of
-    MPI_COMM_WORLD. ``last`` is the last refusal of this process since it made a machine: other processes may
-    not have read it when this process tries again.
+    MPI_COMM_WORLD. ``last`` is the last refusal since this process made a machine: others may read it late.
     """
 
     stage: Stage
@@ -240,12 +238,12 @@ def meet(comm: MPI.Intracomm, ranks: tuple[int, ...], seconds: float) -> MPI.Int
     """Create a communicator of some ranks of ``comm``, in this order; collective over them, blocking.
 
     The ranks first announce themselves on the :class:`JobBoard`, without a message on ``comm``. Creating a
-    communicator cannot be interrupted, so the ranks do that once all of them are bound to come. Without a
-    usable name service they do it at once, without a deadline. The caller owns the communicator.
+    communicator cannot be interrupted, so it begins once all ranks are bound to come; without a usable name
+    service it begins at once, without a deadline. The caller owns the communicator.
 
     ``ExchangeTimeout`` if a rank does not come in time; names the rank and what it does instead. The call can
-    be repeated. ``PartitionError`` on all ranks that wait for each other if their lists M differ, or if one
-    of the ranks was refused.
+    be repeated. ``PartitionError`` on all ranks that wait for each other if their lists M differ, or one was
+    refused.
     """
     group = comm.group.Incl(list(ranks))
     try:
@@ -389,8 +387,7 @@ class _Meeting:
         if heard.meeting == self._meeting:
             return heard
         if heard.waits_for(me):
-            # The two ranks wait for each other with different lists M, so waits of other ranks for either are
-            # in vain.
+            # Both ranks wait for each other with different lists M, so waits for either are in vain.
             (low, listed), (high, other) = sorted([(self._me, shortened(self._ranks)), (rank, heard.text)])
             self._refuse(heard.members, f"rank {low} was given M = {listed} but rank {high} M = {other}")
         return None
