@@ -160,8 +160,8 @@ def _tell_peers(kind: type[BaseException], error: BaseException, trace: Tracebac
 
 
 def _said_elsewhere(error: BaseException, manager: Failing) -> str:
-    # Line in place of the traceback, empty unless another rank shows the traceback: the rank that failed
-    # first, or the first rank in M with the same error.
+    # Line to print if another rank shows the traceback: the rank that failed first, or the first rank in M
+    # with the same error. Else empty.
     notices, name, at = manager.notices, type(error).__name__, place_of(error)
     ended = f"distdl_rma: rank {notices.rank} ended{f' at {at}' if at else ''} by "
     if isinstance(error, PeerFailedError):
