@@ -127,12 +127,12 @@ class Waiter:
 
         ``ready`` is a cheap test without side effects, or one that advances the operation. ``reason`` returns
         the ranks and what they have to do; only long waits call it. ``timeout`` is in seconds, 0 to test
-        once. ``spins`` are the turns of the busy loop, for callers that have spun before. ``whole`` are the
-        seconds of a longer wait of which this wait is the last part.
+        once. ``spins`` are the turns of the busy loop. ``whole`` are the seconds of a longer wait of which
+        this is the last part.
 
         ``ExchangeTimeout`` at the deadline, or after about a second if ranks of one node wait for each other
         in a ring; the wait can be repeated. ``PeerFailedError`` if a rank of the machine failed, or one of
-        the ranks has left.
+        the ranks left.
         """
         if ready():
             return
@@ -241,8 +241,7 @@ class Waiter:
     def advance_quietly(self) -> None:
         """Take steps while the rank waits in another machine; does not block.
 
-        If a step raises, no further steps are taken here until the next wait in this machine raises that
-        error.
+        After a step has raised, takes no further steps until the next wait in this machine raises that error.
         """
         if self._trouble is None and (self._engine is None or self._engine.error is None):
             try:
@@ -281,9 +280,8 @@ class Waiter:
         return self.counters.puts + self.counters.gets + self.counters.waits
 
 
-# Waiters of the open machines of this process: a wait in one machine advances the others too. The references
-# are weak and keep no waiter alive. The tuple is replaced as a whole, so that other threads read it without a
-# lock.
+# Waiters of this process's open machines: a wait in one advances the others too. Weak references keep no
+# waiter alive. The tuple is replaced as a whole: other threads read it without a lock.
 _waiters: tuple[weakref.ref[Waiter], ...] = ()
 _replacing = threading.Lock()
 
