@@ -208,7 +208,7 @@ class Channel:
         self._finish(epoch, timeout)
 
     def void(self) -> None:
-        """Cancel the next epoch to receive, started or not; each rank of the exchange calls it once for it.
+        """Cancel the next epoch to receive, started or not; each rank of the exchange has to call it once.
 
         For a movement that every rank knows will not take place; drops data that peers put. Blocks until this
         rank's own puts are complete; after a timeout the call can be repeated.
