@@ -34,9 +34,9 @@ class WaitReason:
     """Ranks that this rank waits for and what they have to do, as in "to send in 'enc1' (epoch 7, ...)".
 
     ``hint`` ends the message of a timeout. With ``anyone``, any one of the ranks may do it, and the wait is
-    in vain only when all of them have left. With ``leavers``, ranks that have left do it too, as long as
-    their processes live. With ``in_step``, a rank does it only by its own program, never during a wait: ranks
-    that wait like this for each other wait for ever.
+    in vain only when all of them have left. With ``leavers``, ranks that have left do it too, while their
+    processes live. With ``in_step``, a rank does it only by its own program: ranks that wait so for each
+    other wait for ever.
     """
 
     ranks: tuple[int, ...]
@@ -61,12 +61,12 @@ class DoubleRecord:
     """Two places for one record, written in turn: while one of them changes, the other is valid.
 
     A record begins with a count, which tells the newer record of the two, and ends with a checksum. Readers
-    copy both places and use the newer one whose checksum is right. So no order of stores and loads, on either
-    side, lets a mixture of two records pass for one. Memory that was never written, all zeros, is no record.
+    copy both places and use the newer valid record. So no order of stores and loads, on either side, lets a
+    mixture of two records pass for one. Memory that was never written, all zeros, is no record.
 
     ``form`` lists the fields as ``struct`` does, in native sizes without alignment. The two places lie
     between the byte offsets ``begin``, a multiple of 8, and ``end``. A text of ``text`` bytes may precede the
-    fields: a text that is known beforehand is prepared once, with its checksum.
+    fields; its checksum can be computed in advance.
     """
 
     def __init__(self, form: str, begin: int, text: int = 0) -> None:
@@ -77,10 +77,7 @@ class DoubleRecord:
         self.end = begin + 2 * (self._size + _CHECK.size)
 
     def write(self, memory: memoryview, count: int, fence: Callable[[], object], *fields: Any) -> None:
-        """Overwrite the older record; ``count`` is one more than that of the last record.
-
-        The fence orders stores: the last record is complete before the one before it is overwritten.
-        """
+        """Overwrite the older record, after a fence that completes the last; ``count`` is one more."""
         at = self._places[count & 1]
         fence()
         self._form.pack_into(memory, at, b"", count, *fields)
@@ -112,8 +109,7 @@ class DoubleRecord:
         return (text, *fields) if self._text else tuple(fields)
 
 
-# Process, its namespace, state, since when, when written, origin; number of ranks waited for, the first few
-# of them, text.
+# Process, namespace, state, since when, when written, origin; number of ranks waited for, first few, text.
 _STATE = DoubleRecord(f"qqqddqq{_RANKS}q{_TEXT}s", 0)
 # Name, epoch and start time of the last operation, and the note at that time.
 _OPERATION = DoubleRecord("qdq", _STATE.end, text=_NAME)
@@ -185,8 +181,7 @@ def numbered(ranks: tuple[int, ...]) -> str:
 class HeaderWriter:
     """This rank's header, the first bytes of its segment: it alone writes it, others read it any time.
 
-    ``note``, a number that should be equal on all ranks, is written with the next operation. The fence orders
-    stores.
+    ``note``, a number that should be equal on all ranks, is written with the next operation.
     """
 
     def __init__(self, header: memoryview, fence: Callable[[], object]) -> None:
@@ -201,10 +196,7 @@ class HeaderWriter:
         self.write(RankState.RUNNING)
 
     def write(self, state: RankState, text: str = "", ranks: tuple[int, ...] = (), origin: int = -1) -> None:
-        """Write the state of this rank; its time is that of the last change of state.
-
-        ``origin`` is the rank on which the error began, if that is another rank.
-        """
+        """Write the state of this rank; ``origin`` is the rank on which the error began, if another one."""
         if state is not self._state:
             self._state, self._since = state, time.time()
         listed = (*ranks[:_RANKS], *[-1] * (_RANKS - len(ranks[:_RANKS])))
@@ -249,10 +241,7 @@ def parse(header: bytes) -> HeaderRecord | None:
 
 
 class PeerHeaders:
-    """Headers of the ranks of a machine, as this rank reads them.
-
-    It reads headers of its own node by load, other ones by gets, which may be answered later or never.
-    """
+    """Headers of all ranks; those of other nodes are read by gets, which may be answered later or never."""
 
     def __init__(self, segment: Segment) -> None:
         self._segment = segment
@@ -260,8 +249,7 @@ class PeerHeaders:
         # Pending gets; the last answer of each rank of another node, and its time.
         self._asked: dict[int, tuple[list[MPI.Request], Bytes]] = {}
         self._answers: dict[int, tuple[HeaderRecord, float]] = {}
-        # By rank: when its last record was written, by its clock; when this rank first read it, by its own
-        # clock.
+        # By rank: when its last record was written (its clock), when this rank first read it (own clock).
         self._last: dict[int, tuple[float, float]] = {}
 
     def is_near(self, rank: int) -> bool:
@@ -298,10 +286,7 @@ class PeerHeaders:
         return time.monotonic() - self._answers[rank][1] if rank in self._answers else float("inf")
 
     def unchanged(self, rank: int, record: HeaderRecord) -> float:
-        """Seconds for which a waiting rank has not rewritten its record; live ranks rewrite it repeatedly.
-
-        The time counts from when this rank first read that record; 0 for a rank that does not wait.
-        """
+        """Seconds since this rank first read the last record of a waiting rank, which rewrites it; else 0."""
         now = time.monotonic()
         written, since = self._last.get(rank, (0.0, now))
         if written != record.written:
