@@ -70,9 +70,9 @@ class FailureNotices:
 
     def poll(self) -> None:
         """Receive notices of failed ranks, and let MPI make progress; does not block."""
-        # Needed without remote peers too: a handshake's message may still be queued in this rank's MPI. The
-        # probe is matched: between nodes, MPICH's Recv from any source may never find the probed synchronous
-        # message.
+        # Needed without remote peers too: this rank's MPI may still have to send a handshake's message. A
+        # matched probe, since MPICH's Recv from any source may never find the probed synchronous message
+        # between nodes.
         while (found := self._comm.Improbe()) is not None:
             notice = np.zeros(_NOTICE_BYTES, np.uint8)
             found.Recv([notice, MPI.BYTE])
@@ -89,10 +89,7 @@ class FailureNotices:
             self.raise_for(self.rank, self._own, reason() if reason else None, LOST)
 
     def raise_for(self, rank: int, cause: str, reason: WaitReason | None, state: str = "") -> NoReturn:
-        """Raise ``PeerFailedError`` for a rank that failed, or that left while this rank waits for it.
-
-        ``state`` is the sentence on the state of the machine, empty if unknown.
-        """
+        """Raise ``PeerFailedError`` for a rank that failed or left; ``state`` is that of the machine."""
         here = f"; rank {self.rank} waited {reason}" if reason else ""
         raise say_state(PeerFailedError(f"rank {rank} failed: {cause}{here}", rank, cause), state)
 
@@ -138,10 +135,7 @@ class FailureNotices:
 
 
 class PeerWatch:
-    """Reads the headers of the ranks' segments, and writes this rank's waits to its own header.
-
-    It adds failures that it detects to ``notices``.
-    """
+    """Reads the headers of other ranks, writes this rank's waits to its own, adds failures to ``notices``."""
 
     def __init__(
         self, segment: Segment, ranks: tuple[int, ...], header: HeaderWriter, notices: FailureNotices
@@ -164,8 +158,7 @@ class PeerWatch:
         self._raised = 0
         self.has_raised = False
         self._notes: tuple[str, ...] = ()
-        # Ranks whose process has ended, with a clause for messages: their headers may be unreadable at the
-        # next look.
+        # Ranks whose process has ended, with a clause for messages: their headers may become unreadable.
         self._ended: dict[int, str] = {}
 
     def look(self, reason: WaitReason) -> None:
@@ -213,8 +206,7 @@ class PeerWatch:
                 self._notices.raise_for(_origin(rank, record), record.text, reason)
 
     def _check_ring(self, reason: WaitReason) -> None:
-        # If all ranks of a ring have waited for each other for so long, they wait for ever: on one node, all
-        # data that was sent has arrived.
+        # Ranks of a ring that have waited for so long wait for ever: on one node, all sent data has arrived.
         ring = self._ring_through(reason.ranks)
         says = [(rank, record.since, record.text) for rank, record in ring]
         written = [record.written for _, record in ring]
@@ -222,8 +214,7 @@ class PeerWatch:
         if not ring or says != said:
             self._ring = says, time.monotonic(), 0, written
             return
-        # A rank that does not run, as on a crowded machine, has not seen new data, and does not rewrite its
-        # record.
+        # A rank that does not run, as on a crowded machine, neither sees new data nor rewrites its record.
         if all(now != before for now, before in zip(written, last, strict=True)):
             times, last = times + 1, written
         self._ring = said, since, times, last
@@ -233,8 +224,7 @@ class PeerWatch:
             raise ExchangeTimeout(self.timeout_message(mutual, seconds))
 
     def _ring_through(self, ranks: tuple[int, ...]) -> tuple[tuple[int, HeaderRecord], ...]:
-        # The shortest chain of ranks that wait in step, from this rank back to itself, with the record of
-        # each.
+        # Shortest chain of ranks that wait in step, from this rank back to itself, with their records.
         ways: dict[int, tuple[tuple[int, HeaderRecord], ...]] = dict.fromkeys(ranks, ())
         pending = list(ways)
         while pending and len(ways) < _LONGEST_CHAIN:
@@ -259,8 +249,8 @@ class PeerWatch:
         return (ranks + ranks)[self._watched : self._watched + _WATCHED]
 
     def _why_in_vain(self, rank: int, reason: WaitReason) -> tuple[int, str, bool]:
-        # Why a wait for a rank is in vain: which rank failed, the cause ("" if the wait is not in vain), and
-        # whether the rank waited for is alive.
+        # The rank that failed, why a wait for ``rank`` is in vain ("" if it is not), and whether ``rank`` is
+        # alive.
         record = self._headers.glance(rank)
         if record is None:
             return rank, "", False
@@ -305,8 +295,8 @@ class PeerWatch:
     def raised(self, text: str) -> None:
         """Tell other ranks that a collective call raised here.
 
-        Their waits for this rank are in vain if the call did not raise there. A rank on which as many calls
-        raised, as with equal arguments on all ranks, continues to wait.
+        Their waits are in vain if it did not raise there. Ranks on which as many calls raised, as with equal
+        arguments on all ranks, continue to wait.
         """
         self._raised, self.has_raised = self._raised + 1, True
         if not (self._left or self._notices.failed):
@@ -314,11 +304,10 @@ class PeerWatch:
             self._header.write(RankState.RAISED, text, (self._raised,))
 
     def settle(self, text: str, origin: int) -> None:
-        """Tell other ranks that a collective call raised here.
+        """Tell other ranks that a collective call raised here and this rank waits for them to raise too.
 
-        This rank waits for the others to raise too. Until ``goes_on``, a rank that waits for this rank, or
-        for which this rank waits, raises ``PeerFailedError`` with ``origin``, the rank on which the error
-        began.
+        Until ``goes_on``, a rank that waits for this one, or that this one waits for, raises
+        ``PeerFailedError`` with the rank ``origin``, on which the error began.
         """
         self._settling, self._origin = text, origin
         self.say_done()
@@ -390,10 +379,9 @@ class PeerWatch:
         return "; ".join([f"rank {self.rank} waited {in_seconds(seconds)} {reason}", *clauses, *hint])
 
     def chain(self, reason: WaitReason, seconds: float) -> list[str]:
-        """States of the ranks that this rank waits for, a clause each.
+        """States of the ranks that this one waits for, of those that they wait for, and so on, as clauses.
 
-        Followed by the states of the ranks that those wait for, and so on. Waits at most so many seconds for
-        the answers of ranks on other nodes.
+        Waits at most so many seconds for the answers of ranks on other nodes.
         """
         deadline = time.monotonic() + seconds
         told, pending = {self.rank}, list(reason.ranks)
