@@ -31,8 +31,7 @@ def aligned(nbytes: int) -> int:
 class Heap:
     """Best-fit allocator of offsets into a block of ``nbytes`` bytes; freed neighbours coalesce.
 
-    It touches no memory. ``used`` are the allocated bytes, alignment included; ``peak`` is their maximum so
-    far.
+    It touches no memory. ``used`` are the allocated bytes, alignment included, and ``peak`` is their maximum.
     """
 
     def __init__(self, nbytes: int) -> None:
@@ -117,9 +116,9 @@ class Landing(NamedTuple):
 class Arena:
     """Blocks of one file in memory; the file has no name and ends with the last process that uses it.
 
-    Unlike a segment, an arena belongs to no machine: users may keep its blocks for ever. Its ``nbytes`` only
-    reserve addresses; pages are consumed when they are touched, and given back by ``drop``. ``OSError`` if
-    the system has no such files.
+    Unlike a segment, an arena belongs to no machine: users may keep its blocks for ever. ``nbytes`` are
+    addresses only: pages are consumed when touched, and freed by ``drop``. ``OSError`` if the system has no
+    such files.
     """
 
     def __init__(self, nbytes: int) -> None:
@@ -164,8 +163,8 @@ class Arena:
 
     def drop(self, block: Bytes) -> None:
         """Free a block that is not used any more, with its pages."""
-        # Runs wherever a tensor is deleted: also during another call, and in forked children, which must not
-        # change the arena.
+        # Runs at the deletion of a tensor: also during another call, or in a child process, which must not
+        # change it.
         if os.getpid() == self._process:
             self._dropped.append(block)
             self._sweep()
@@ -175,8 +174,7 @@ class Arena:
             try:
                 while self._dropped:
                     block = self._dropped.popleft()
-                    # Not by ``ctypes``, which imports modules: a tensor may be deleted while the interpreter
-                    # ends.
+                    # Not by ``ctypes``, which imports: a tensor may be deleted while the interpreter ends.
                     offset = self.offset(block.__array_interface__["data"][0])
                     size = -(-block.nbytes // _PAGE_BYTES) * _PAGE_BYTES
                     with suppress(OSError):
