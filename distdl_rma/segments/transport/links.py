@@ -61,11 +61,11 @@ class RmaPeer:
 
     A put that is complete at this rank may not be complete at the peer. A flush completes all operations, but
     cannot be interrupted: it spins on a core that others need, and for ever if the peer is dead. So this rank
-    first waits for its large puts, and sends small gets as questions. It flushes after consecutive answers
-    during which no operation began, or after several questions. The caller holds the lock.
+    waits for its large puts first, and sends small gets as questions. It flushes after consecutive answers
+    without a new operation, or after several questions. The caller holds the lock.
 
     The locked window covers the segments of all ranks; ``position`` is the peer's rank in its group.
-    ``begun`` is the number of operations begun so far. ``counters`` count flushes.
+    ``begun`` counts operations, ``counters`` flushes.
     """
 
     def __init__(self, window: MPI.Win, position: int, counters: Counters) -> None:
@@ -168,12 +168,11 @@ class Atomics:
     """Atomic operations on one word at a byte offset of a rank's segment; each returns the old word.
 
     They are atomic towards each other on all ranks of a machine, since all use the same window, but not
-    towards plain loads and stores.
+    towards plain loads and stores. They hold ``lock``, since the progress engine is another thread.
 
     ``positions`` maps every rank id to its position in the group of the locked window, and to the offset of
     its segment in the window. In an ``immediate`` window, such as shared memory, operations complete without
-    the target, and do not wait for an answer first. Operations hold ``lock``, since the progress engine is
-    another thread.
+    the target, and do not wait for an answer first.
     """
 
     def __init__(
@@ -214,9 +213,8 @@ class Atomics:
     def fetching(self, rank: int, begin: int) -> Callable[[MPI.Op, int, int], int]:
         """Return a function that changes a word of one rank and returns the old word.
 
-        Offsets count from ``begin`` in the rank's segment. The function applies ``MPI.SUM``, ``MPI.REPLACE``
-        or ``MPI.NO_OP`` with a number. It is a closure: attribute look-ups would take as long as the
-        operation in shared memory.
+        Offsets count from ``begin``; operations are ``MPI.SUM``, ``MPI.REPLACE`` and ``MPI.NO_OP``. A closure
+        saves attribute look-ups, which would take as long as the operation in shared memory.
         """
         target, base = self._positions[rank]
         base += begin
@@ -261,8 +259,7 @@ class Atomics:
 
 # Longer lists of transfers or notifications than these are searched for complete ones.
 _MANY_TRANSFERS = 64
-# Most notifications of consecutive words that travel as one message: Open MPI refuses more than 4 KiB between
-# hosts.
+# Most notifications that travel as one message: Open MPI refuses more than 4 KiB between hosts.
 _MOST_WORDS = 64
 
 
@@ -316,8 +313,7 @@ class _Delivery:
     notification: tuple[int, int] | None = None
     # Whether the notification also waits for the notifications before it.
     last: bool = False
-    # The notification waits until so many operations on that peer have arrived; None until MPI has read all
-    # sources of the puts.
+    # The notification waits until so many operations have arrived; None until MPI has read all sources.
     upto: int | None = None
 
 
@@ -342,8 +338,7 @@ _T = TypeVar("_T")
 def _reaching(
     method: Callable[Concatenate[RemoteLink, _P], _T],
 ) -> Callable[Concatenate[RemoteLink, _P], _T]:
-    # Some networks lose a killed rank before any rank has noticed its death. MPI's error is then due to the
-    # peer.
+    # Some networks lose a killed rank before other ranks notice its death: MPI's error is due to the peer.
     @wraps(method)
     def call(self: RemoteLink, /, *args: _P.args, **kwargs: _P.kwargs) -> _T:
         try:
@@ -359,18 +354,16 @@ class RemoteLink:
     """Link to a peer on another node: request-based puts, a flush, then an atomic notification.
 
     No method blocks for the length of a transfer, or on a peer that does not answer: ``notify`` leaves the
-    remaining steps to ``advance``, which every wait and the progress engine call.
+    remaining steps to ``advance``, which every wait and the progress engine call. Every method raises
+    ``PeerFailedError`` if MPI does not reach the peer any more, whose rank id is ``rank``.
 
     MPI orders only operations on the same word, so a notification begins after the puts before it have
     arrived. It waits for other notifications only with ``last``, so that many can be pending at once.
     Notifications of neighbouring words travel as one if they are due together. The link keeps the sources of
     puts until MPI has sent them.
 
-    Every method raises ``PeerFailedError`` if MPI does not reach the peer any more, whose rank id is
-    ``rank``.
-
-    The methods hold ``lock``, since the progress engine is another thread. ``busy`` is the set of links with
-    pending operations: a link adds itself; the caller that advances the links removes it.
+    Methods hold ``lock``, since the progress engine is another thread. ``busy`` are the links with pending
+    operations: a link adds itself; the caller that advances them all removes it.
     """
 
     # The peer's memory is not reachable by load and store.
