@@ -38,8 +38,7 @@ class Segment:
     def __init__(
         self, comm: MPI.Intracomm, ranks: tuple[int, ...], options: SegmentOptions, counters: Counters
     ) -> None:
-        # The node's communicator is kept until the end: otherwise MPICH 5.0 gives its context to the next
-        # window, and hangs in Unlock_all.
+        # Keeps the node's communicator to the end: MPICH 5.0 would reuse its context and hang in Unlock_all.
         self._node_memory = NodeMemory(comm, ranks, options.node_size)
         node = self._node_memory.node
         self.node_ranks = tuple(ranks[p] for p in node.allgather(comm.rank))
@@ -51,8 +50,7 @@ class Segment:
             try:
                 if options.reserve:
                     self._node_memory.reserve(memories[node.rank])
-                # MPI aligns to less than a cache line, so each owner sends the offset of its first cache
-                # line.
+                # MPI aligns to less than a cache line: each owner sends the offset of its first one.
                 begins = node.allgather(-memories[node.rank].ctypes.data % ALIGNMENT)
                 views = {
                     rank: memory[begin : begin + self.nbytes]
