@@ -130,8 +130,7 @@ def _is_castable(source: np.dtype[Any], dtype: np.dtype[Any]) -> bool:
 
 
 def _comes_back(source: NDArray[Any], dtype: np.dtype[Any]) -> bool:
-    # Checks casts that numpy calls safe although they may round or overflow: long integers to floats, and
-    # times.
+    # Casts that numpy calls safe although they may round or overflow: long integers to floats, and times.
     kind = source.dtype.kind
     if kind in "mM":
         back = source.astype(dtype).astype(source.dtype)
