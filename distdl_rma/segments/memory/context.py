@@ -54,8 +54,8 @@ class SegmentContext:
         self.comm, self.ranks, self.rank = comm, ranks, ranks[comm.rank]
         self.segment, self.waiter, self.counters = segment, waiter, waiter.counters
         self.heap = Heap(segment.nbytes)
-        # Numbers for the words of notifications. Each rank starts at a random number, so that two ranks
-        # rarely write the same number to a word.
+        # Numbers for notifications, from a random one per rank: two ranks rarely write the same one to a
+        # word.
         self.sequence = count(random.Random(self.rank).getrandbits(31))
         # How often this rank settled an error with each rank; and unfinished handshakes.
         self.settled = dict.fromkeys(ranks, 0)
@@ -68,10 +68,7 @@ class SegmentContext:
             raise ClosedError("segment manager: already closed")
 
     def forget_handshakes(self, ranks: Sequence[int]) -> None:
-        """Give up all handshakes with some ranks; local.
-
-        These ranks do the same, so that later handshakes match later ones.
-        """
+        """Give up all handshakes with some ranks, which do the same: later ones match again. Local."""
         for handshake in tuple(self.handshakes):
             handshake.give_up(ranks)
         for rank in ranks:
@@ -138,8 +135,7 @@ class Queue:
     def wait(self, timeout: float | None = None) -> None:
         """Wait until all operations posted so far are locally complete; blocking.
 
-        ``timeout`` is in seconds, the machine's default if None. ``ExchangeTimeout`` at the deadline: the
-        call can be repeated.
+        ``ExchangeTimeout`` after ``timeout`` seconds (None: the machine's default): the call can be repeated.
         """
         check_timeout(timeout)
         self._context.check_open()
