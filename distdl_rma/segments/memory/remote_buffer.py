@@ -277,10 +277,9 @@ class RemoteBuffer:
         """Copy an array, tensor or bytes into the peer's buffer; does not block for the transfer.
 
         Without a queue the data may be changed on return. With a queue it may be changed only after
-        ``queue.wait()``, and contiguous data is not copied. Data that is not row-major is packed and arrives
-        row-major. The bytes travel unchanged, of any dtype and byte order. The peer sees them once it has
-        seen a later notification from this rank. ``ShapeError`` if the data does not fit into the buffer, or
-        is no array.
+        ``queue.wait()``, and contiguous data is not copied. Other data is packed and arrives row-major. The
+        bytes travel unchanged, of any dtype and byte order. The peer sees them once it has seen a later
+        notification from this rank. ``ShapeError`` if the data does not fit into the buffer, or is no array.
         """
         source = as_bytes(data, "put")
         if queue is not None:
@@ -523,8 +522,8 @@ class RemoteBuffer:
     def delivered(self) -> bool:
         """Advance pending operations to this peer; does not block.
 
-        Returns whether no notification is pending and MPI has read all sources. A put without a notification
-        after it may not have arrived yet.
+        Returns whether no notification is pending and MPI has read all sources. A put without a later
+        notification may not have arrived yet.
         """
         return self._link.advance()
 
