@@ -58,8 +58,8 @@ _LARGEST_DEFAULT = 4 << 30
 # A smaller default would only fail later. Users may choose less.
 _SMALLEST_DEFAULT = 32 << 20
 _SMALLEST = 4096
-# Advice of Linux. The first provides all pages, or fails where a store would end in SIGBUS (since 5.14). The
-# second gives pages back.
+# Of Linux: the first provides all pages, or fails instead of a later SIGBUS (since 5.14); the second frees
+# them.
 _MADV_POPULATE_WRITE, _MADV_REMOVE = 23, 9
 _CHUNK_BYTES = 1 << 20
 # Memory left for MPI, whose own pages are also consumed only when they are touched.
@@ -151,11 +151,10 @@ class NodeMemory:
         return self.make_window(self._comm, lambda: MPI.Win.Create(memory, 1, comm=self._comm), memory.nbytes)
 
     def make_window(self, comm: MPI.Intracomm, make: Callable[[], MPI.Win], nbytes: int) -> MPI.Win:
-        """Create a window of ``nbytes`` on each rank of ``comm``, the node or all ranks.
+        """Create a window of ``nbytes`` on each rank of ``comm``, by the collective function ``make``.
 
-        ``make`` creates the window, collectively. ``SegmentError`` on all ranks if MPI refuses. For lack of
-        memory, Open MPI may refuse on one rank and never return on others of the node: these processes end
-        after the timeout, and the job with them.
+        ``SegmentError`` on all ranks if MPI refuses. For lack of memory, Open MPI may refuse on one rank and
+        never return on others of the node: these processes end after the timeout, and the job with them.
         """
         limit = self._timeout + _TOGETHER_SECONDS
         why = (
@@ -218,9 +217,8 @@ class NodeMemory:
         share = _LARGEST_DEFAULT if free is None else free // 2 // self.node.size
         # Nodes may have different shares; the smallest fits everywhere.
         share = int(self._comm.allreduce(share, MPI.MIN))
-        # A large default costs nothing if pages are consumed only when they are touched. Reserving consumes
-        # all pages at once, and so does a network that registers memory. And no peer reads the segment of a
-        # single rank.
+        # Pages that are consumed only when touched allow a large default. Reserving consumes all at once, and
+        # so does a network that registers memory. And no peer reads the segment of a single rank.
         if share > _LARGEST_DEFAULT and (reserve or self._comm.size == 1 or self._windows_take_pages()):
             share = _LARGEST_DEFAULT
         # ``check_room`` follows, and raises if the smallest default does not fit.
