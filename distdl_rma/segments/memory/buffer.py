@@ -39,18 +39,14 @@ _LABEL = slice(10, 10 + _LABEL_BYTES // 8)
 _TERMS = slice(_LABEL.stop, _LABEL.stop + _TERMS_BYTES // 8)
 
 Message = NDArray[np.int64]
-# Incomplete requests, and the memory that MPI reads and writes for them. They outlive their buffer, handshake
-# and machine.
+# Incomplete requests and their memory for MPI, which outlive their buffer, handshake and machine.
 _UNFINISHED: dict[int, tuple[list[MPI.Request], object]] = {}
 _NUMBERS = count()
 
 
 @dataclass
 class Purpose:
-    """Purpose of a handshake: a label and a fingerprint, equal on all sides, and a note for every peer.
-
-    It takes the arguments of :meth:`SegmentBuffer.exchange`, and raises if they are invalid.
-    """
+    """Purpose of a handshake, from the arguments of :meth:`SegmentBuffer.exchange`; raises if invalid."""
 
     ranks: tuple[int, ...]
     asked: InitVar[Mapping[int, tuple[int, ...]] | Iterable[int]]
@@ -117,8 +113,7 @@ class Handshake:
         self._sends: dict[int, MPI.Request] = {}
         self._receives: dict[int, MPI.Request] = {}
         self._requests: list[MPI.Request] = []
-        # A number, not ``id``: a handshake of a closed machine may stay in the table, and another may get its
-        # address.
+        # Not ``id``: a closed machine's handshake may stay in the table, and another may get its address.
         self._number = next(_NUMBERS)
         with context.segment.lock:
             _UNFINISHED[self._number] = self._requests, (self._incoming, self._outgoing)
@@ -234,9 +229,8 @@ def _listed(terms: str) -> dict[str, str]:
 class SegmentBuffer:
     """Block of this rank's segment that peers can put into, with notifications.
 
-    :meth:`SegmentManager.get_segment_buffer` makes it. Its memory belongs to the segment and is valid until
-    ``free()``, the end of a ``with`` statement or the close of the machine; do not use views of it
-    afterwards.
+    :meth:`SegmentManager.get_segment_buffer` makes it. Its memory belongs to the segment; the buffer and its
+    views are valid until ``free()``, the end of a ``with`` statement or the close of the machine.
 
     A notification is 0 until a peer sets it, and again after a reset; its value is from 1 to 2**32 - 1. A
     rank that sees a notification also sees its sender's earlier puts. An index out of range raises
@@ -303,10 +297,7 @@ class SegmentBuffer:
         return word >> NOTIFICATION_BITS
 
     def notify_test(self, first: int = 0, count: int | None = None) -> int | None:
-        """Return the lowest index that is set among ``count`` from ``first`` on, or None.
-
-        Does not block, but makes progress.
-        """
+        """Lowest set index among ``count`` from ``first`` on, or None; does not block, makes progress."""
         first, stop = self._range(first, count)
         found = self._find(first, stop)
         if found is None:
@@ -368,10 +359,7 @@ class SegmentBuffer:
     def notify_wait(
         self, index: int = 0, timeout: float | None = None, senders: Collection[int] | None = None
     ) -> int:
-        """Wait for one notification, reset it and return its value.
-
-        Blocking; raises as :meth:`notify_waitsome`.
-        """
+        """Wait for a notification and reset it; return its value. Raises as :meth:`notify_waitsome`."""
         words, reset = self._words, self._reset_words
         ranks = None if senders is None else self._known(senders)
         try:
@@ -466,14 +454,14 @@ class SegmentBuffer:
 
         ``notes`` are the peers' rank ids; or a mapping from each peer's rank id to at most four integers,
         which the peer finds in its ``RemoteBuffer.note``. ``label`` and ``fingerprint`` identify the purpose
-        of the buffer and must be equal on both sides. ``terms`` are the facts behind the fingerprint, one
-        line ``name=value`` each: the error of a mismatch names those that differ. ``timeout`` is in seconds,
-        for all peers together.
+        and must be equal on both sides. ``terms`` are the facts behind the fingerprint, one line
+        ``name=value`` each: the error of a mismatch names those that differ. ``timeout`` is in seconds, for
+        all peers together.
 
         ``MismatchError`` on both sides if a peer's call had another purpose; names both. ``ExchangeTimeout``
         if a peer does not call; names the peer. The call can be repeated with the same arguments, else it
         raises ``ProtocolError``. ``PartitionError`` or ``ArgumentError`` if a peer is no rank of the machine,
-        or a note does not consist of integers of 64 bits; nothing was sent then.
+        or a note is not made of 64-bit integers; nothing was sent then.
         """
         self._check()
         check_timeout(timeout)
@@ -501,10 +489,7 @@ class SegmentBuffer:
                     self._context.heap.free(self.offset)
 
     def promise(self, context: SegmentContext, peer: int, index: int, value: int) -> Callable[[], None]:
-        """Check a notification that a peer's answer will set; return the function that sets it.
-
-        The function does nothing after the buffer was freed.
-        """
+        """Check a notification; return the function that sets it later, or does nothing after ``free``."""
         here = self.here
         if context is not self._context:
             raise ArgumentError(f"buffer {self.owner!r} is of another machine than what notifies it")
