@@ -54,8 +54,7 @@ class SegmentContext:
         self.comm, self.ranks, self.rank = comm, ranks, ranks[comm.rank]
         self.segment, self.waiter, self.counters = segment, waiter, waiter.counters
         self.heap = Heap(segment.nbytes)
-        # Numbers for notifications, from a random one per rank: two ranks rarely write the same one to a
-        # word.
+        # Numbers of notifications begin at random: two ranks rarely write the same number to a word.
         self.sequence = count(random.Random(self.rank).getrandbits(31))
         # How often this rank settled an error with each rank; and unfinished handshakes.
         self.settled = dict.fromkeys(ranks, 0)
