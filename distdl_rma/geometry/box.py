@@ -17,8 +17,7 @@ LEADING = 2
 class Box:
     """Half-open box of global indices: one ``(start, stop)`` per dimension.
 
-    A box may reach beyond the domain of a tensor (indices below 0 or beyond its extent). Elements that no
-    rank owns read as zero.
+    A box may reach beyond the domain of a tensor; elements that no rank owns read as zero.
 
     Parameters
     ----------
