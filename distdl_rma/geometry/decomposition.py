@@ -55,10 +55,7 @@ class Decomposition:
     def balanced(
         cls, partition: Partition, shape: Sequence[int], replicate: Collection[int] = ()
     ) -> Decomposition:
-        """Balanced blocks; grid and tensor have the same number of dimensions.
-
-        The grid dimensions in ``replicate`` hold replicas instead of splitting the tensor.
-        """
+        """Balanced blocks; grid and tensor have the same dimensions, and those in ``replicate`` replicate."""
         if partition.dim != len(shape):
             raise PartitionError(
                 f"grid {partition.shape} has {partition.dim} dimensions but tensor shape {tuple(shape)}"
@@ -79,8 +76,7 @@ class Decomposition:
     ) -> Decomposition:
         """Blocks of the given local shapes, by rank id; ``replicate`` as for :meth:`balanced`.
 
-        ``ShapeError`` if two ranks with the same index in a grid dimension have different extents in it;
-        names both.
+        ``ShapeError`` if two ranks with the same index in a grid dimension differ in its extent; names both.
         """
         first_seen: dict[tuple[int, int], int] = {}
         lengths = [[0] * (1 if d in replicate else p) for d, p in enumerate(partition.shape)]
