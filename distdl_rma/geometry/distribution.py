@@ -119,9 +119,8 @@ class Distribution:
     def check(self, size: int, equations: Sequence[str] = INPUT, who: str = "Distribution") -> None:
         """Check the inequalities for a machine of ``size`` ranks; local, with the same result on all ranks.
 
-        ``PartitionError`` for the first inequality that does not hold, with its values and its number in the
-        interface document. ``equations`` are these numbers, from the inequality of space to that of all
-        dimensions.
+        ``PartitionError`` for the first that does not hold, with its values and its number in the interface
+        document. ``equations`` are these numbers, from the inequality of space to that of all dimensions.
         """
         for count, equation in enumerate(equations, 1):
             instances, box = self.shape[LEADING + 1 - count :], self.strides[-count:]
