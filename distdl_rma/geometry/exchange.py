@@ -156,8 +156,5 @@ def by_peer(pieces: tuple[Piece, ...]) -> list[tuple[int, tuple[Piece, ...]]]:
 
 
 def fingerprint(*facts: object) -> int:
-    """Number of 56 bits that is equal on all ranks for equal facts, and (almost surely) differs for others.
-
-    Facts are compared by their ``repr``.
-    """
+    """Number of 56 bits, equal on all ranks if ``repr(facts)`` is equal, else (almost surely) different."""
     return int.from_bytes(blake2b(repr(facts).encode(), digest_size=7).digest(), "little")
