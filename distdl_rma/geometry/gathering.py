@@ -86,8 +86,8 @@ def _to_one(end: Decomposition, one: Decomposition, node_of: NodeOf, me: int) ->
 
 
 def _takes_stages(end: Decomposition, other: Decomposition, node_of: NodeOf) -> bool:
-    # Whether ``end`` takes stages: its replicas are on ranks that should not all communicate with each other,
-    # or one rank has a long vector for several ranks on other nodes (or receives their sum).
+    # Whether ranks with replicas should not all communicate with each other, or one rank has a long vector
+    # for several ranks on other nodes (or receives their sum).
     if not end.copied_along:
         return False
     lines = _lines(end)
@@ -108,8 +108,7 @@ def _lines(end: Decomposition) -> Groups:
 def _from_few(
     end: Decomposition, other: Decomposition, node_of: NodeOf, me: int
 ) -> tuple[Decomposition, FlatStages] | None:
-    # Decomposition in which each line has every element once, close to ``other``; and the stages from there
-    # to the replicas.
+    # Decomposition close to ``other`` in which each line has every element once; stages to the replicas.
     lines = _lines(end)
     if other.partition.size <= len(lines):
         # ``other`` has at most one rank per line, which would send a message to every rank of the line.
@@ -150,9 +149,9 @@ def _broadcast(
 def _scatter_and_gather(
     line: Sequence[int], root: int, volume: int, node_of: NodeOf, me: int
 ) -> tuple[list[Stage], tuple[Box, ...]]:
-    # A long vector: the root scatters shares, then the ranks gather all of them. No rank sends more than
-    # about twice the vector. Shares have the order in which they are gathered, and the root arranges them in
-    # the order in which it sends them.
+    # Scatters shares of a long vector, and gathers them on all ranks: none sends more than about twice the
+    # vector. The root arranges the shares, which lie in the order of the gather, in the order in which it
+    # sends them.
     if len(line) < 2:
         return [], (Box.of_shape((volume,)),)
     _, order = gathering(line, [0] * len(line), node_of, me)
@@ -164,8 +163,7 @@ def _scatter_and_gather(
 
 
 def _cuts_lines(other: Decomposition, end: Decomposition, lines: Groups) -> bool:
-    # Whether in ``other`` the ranks of each line have every element that the line needs once, and nothing
-    # else.
+    # Whether the ranks of each line have every element of the line once in ``other``, and nothing else.
     if other.copied_along or not {*other.partition.ranks} <= {*chain.from_iterable(lines)}:
         return False
     if not all(isinstance(split, (Balanced, Listed)) for split in other.splits):
@@ -222,10 +220,10 @@ def gathering(
     """Stages of an all-gather of flat blocks over a line, and the order in which the blocks then lie.
 
     On each node, the ranks that have counterparts on all other nodes get the blocks of the node's other
-    ranks. They exchange blocks with their counterparts, in several steps if there are many. Then all ranks of
-    a node exchange blocks. So each element comes to a node once, and a rank has messages with its node and
-    with O(log N) others of N nodes. The order is a tuple of positions in the line, equal on all ranks; the
-    stages are those of ``me``, none if it is not in the line.
+    ranks. They exchange blocks with their counterparts, in several steps if there are many; then all ranks of
+    a node do. So each element comes to a node once, and a rank has messages with its node and with O(log N)
+    others of N nodes. The order is a tuple of positions in the line, equal on all ranks; the stages are those
+    of ``me``, none if it is not in the line.
     """
     held: _Held = {rank: (at,) for at, rank in enumerate(line)}
     if len(line) < 2:
