@@ -98,10 +98,7 @@ class TableWindow:
 
 @dataclass(frozen=True)
 class WindowSplit(Mapped):
-    """Inputs that each part of an output dimension reads; the input dimension has the given extent.
-
-    Intervals may reach beyond the input, into the padding.
-    """
+    """Inputs that each part of an output dimension reads, of ``extent``; they may lie in the padding."""
 
     window: Window | TableWindow
     extent: int
@@ -134,8 +131,8 @@ class InnerSplit(Mapped):
         if self.mode == "replicate":
             return min(start, n - 1), max(stop, 1)
         if self.mode == "reflect":
-            # The same bounds for all parts, so that the ends do not decrease: a little more than some parts
-            # near the end need.
+            # The same bounds for all parts, so that ends never decrease: some parts near the end need a
+            # little less.
             window = self.base.window
             return min(start, max(0, n - 1 - window.right)), max(stop, min(n, window.left + 1))
         return start, stop
