@@ -113,11 +113,10 @@ class Copies:
 
 @dataclass(frozen=True)
 class Mapped:
-    """Images of the parts of another dimension under a map of intervals.
+    """Images of the parts of another dimension under a map of intervals whose ends never decrease.
 
-    The ends of images never decrease. Images may overlap and leave gaps, and are empty where parts of
-    ``base`` are. Subclasses define the image of an interval, and the extent of the dimension in which it
-    lies.
+    Images may overlap and leave gaps, and are empty where parts of ``base`` are. Subclasses define the image
+    of an interval, and the extent of its dimension.
     """
 
     base: Split
@@ -182,10 +181,7 @@ class Section(Mapped):
 
 
 def meeting(split: Split, start: int, stop: int) -> range:
-    """Parts that share an element with ``[start, stop)``, found by bisection.
-
-    The range may include empty parts.
-    """
+    """Parts that share an element with ``[start, stop)``, by bisection; empty parts may be among them."""
     if start >= stop:
         return range(0)
     parts = range(split.parts)
