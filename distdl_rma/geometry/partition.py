@@ -39,8 +39,7 @@ class Partition:
     me: int = field(compare=False)
     # The machine of the ranks, if there is one.
     home: Home | None = field(default=None, compare=False, repr=False)
-    # Object that ``deactivate`` closes; None unless creating the partition opened one, as ``MPIPartition``
-    # does.
+    # Object that ``deactivate`` closes, if the creation opened one, as ``MPIPartition`` does.
     opened: Home | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -77,9 +76,8 @@ class Partition:
     def rank(self) -> int | None:
         """Position of this process in the partition, row-major; None if it is not a member.
 
-        A position in the grid, not a rank id. The rank id of this process is ``me``: it is the same in all
-        partitions, and errors name it. Both differ if a partition lacks some ranks, or has them in another
-        order.
+        Not a rank id: that is ``me``, which is the same in all partitions, and which errors name. Both differ
+        if a partition lacks some ranks, or has them in another order.
         """
         return self._positions.get(self.me)
 
@@ -135,8 +133,7 @@ class Partition:
     def create_cartesian_topology_partition(self, shape: Iterable[int]) -> Partition:
         """Same ranks on a Cartesian grid of the given shape, row-major; local.
 
-        ``PartitionError`` if the grid does not have as many places as there are ranks, or an extent is no
-        integer.
+        ``PartitionError`` if the grid has more or fewer places than ranks, or an extent is no integer.
         """
         return Partition(self.ranks, integers(shape, "extents of a grid"), self.me, self.home)
 
@@ -150,11 +147,11 @@ class Partition:
     def deactivate(self) -> None:
         """Close the machine that was opened for this partition; idempotent. The partition itself stays valid.
 
-        ``MPIPartition`` opens the machine of a communicator, or uses it if it is open already. Deactivating
-        the last partition that it returned closes the machine, collectively over all its ranks. Deactivating
-        an earlier one is local. A partition made from another one opened nothing, and deactivating it does
-        nothing. ``ExchangeTimeout`` if the call closes the machine and not all ranks call it in time: it can
-        be repeated.
+        ``MPIPartition`` opens the machine of a communicator, or uses it if it is open. Deactivating the last
+        partition that it returned closes the machine, collectively over its ranks; deactivating others is
+        local. A partition made from another one opened nothing, and deactivating it does nothing.
+        ``ExchangeTimeout`` if the machine is closed and not all ranks close it in time: the call can be
+        repeated.
         """
         if self.opened is not None:
             self.opened.close()
