@@ -23,11 +23,11 @@ NodeOf = Callable[[int], int]
 
 # A rank of a tree over nodes receives from at most so many others.
 _FAN = 32
-# Factor by which each turn of a dissemination multiplies the known contributions, and size of the teams of
-# ranks that are alone on their nodes.
+# Factor by which a turn of a dissemination multiplies what a place has; and size of teams of ranks alone on
+# their nodes.
 _WIDTH = 4
-# On a node of at most so few ranks, each sends a vector of at most so few elements to all others: one step
-# instead of two.
+# On one node, at most so few ranks send vectors of at most so few elements to each other in one step, not
+# two.
 _SHORT = 4096
 _FEW = 8
 
