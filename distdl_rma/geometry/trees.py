@@ -21,13 +21,13 @@ from distdl_rma.geometry.partition import Groups, Partition, grouped, leaders, s
 Stage = tuple[Decomposition, Decomposition]
 NodeOf = Callable[[int], int]
 
-# A rank of a tree over nodes receives from at most so many others.
+# Most ranks from which a rank of a tree over nodes receives.
 _FAN = 32
 # Factor by which a turn of a dissemination multiplies what a place has; and size of teams of ranks alone on
 # their nodes.
 _WIDTH = 4
-# On one node, at most so few ranks send vectors of at most so few elements to each other in one step, not
-# two.
+# Largest group on one node, and longest vector in elements, for which all ranks send their whole vectors to
+# each other: one step instead of two.
 _SHORT = 4096
 _FEW = 8
 
