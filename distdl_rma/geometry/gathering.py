@@ -253,7 +253,7 @@ def collecting(
     return stages, held[group[0]]
 
 
-# Vectors of at most so few elements are broadcast whole, along a tree.
+# Longest vectors, in elements, that are broadcast whole, along a tree.
 _SHORT = 4096
 # By rank: the positions in the line of the blocks that it holds, in their order there.
 _Held = dict[int, tuple[int, ...]]

@@ -43,7 +43,7 @@ class Window:
         return count - (self.ceil and (count - 1) * self.stride >= extent + self.left)
 
     def reads(self, start: int, stop: int) -> tuple[int, int]:
-        """From the first to behind the last input that outputs ``[start, stop)`` read."""
+        """Half-open range from the first to the last input that outputs ``[start, stop)`` read."""
         return start * self.stride - self.left, (stop - 1) * self.stride - self.left + self.span
 
     def readers(self, start: int, stop: int) -> tuple[int, int]:
@@ -86,7 +86,7 @@ class TableWindow:
         return len(self.first)
 
     def reads(self, start: int, stop: int) -> tuple[int, int]:
-        """From the first to behind the last input that outputs ``[start, stop)`` read."""
+        """Half-open range from the first to the last input that outputs ``[start, stop)`` read."""
         if not self.first:
             return 0, 0
         return self.first[min(start, self.outputs - 1)], self.last[max(stop - 1, 0)] + 1
@@ -98,7 +98,7 @@ class TableWindow:
 
 @dataclass(frozen=True)
 class WindowSplit(Mapped):
-    """Inputs that each part of an output dimension reads, of ``extent``; they may lie in the padding."""
+    """Inputs that each part of an output dimension reads, padding included; ``extent`` is without it."""
 
     window: Window | TableWindow
     extent: int

@@ -103,7 +103,7 @@ class Copies:
         return self.base.extent
 
     def ends(self, part: int) -> tuple[int, int]:
-        """Rising ends of a part."""
+        """Ends of a part, non-decreasing."""
         return self.base.ends(self.held[part])
 
     def interval(self, part: int) -> tuple[int, int]:
@@ -131,7 +131,7 @@ class Mapped:
         raise NotImplementedError
 
     def ends(self, part: int) -> tuple[int, int]:
-        """Rising ends of a part."""
+        """Ends of a part, non-decreasing."""
         return self.image(*self.base.ends(part))
 
     def interval(self, part: int) -> tuple[int, int]:

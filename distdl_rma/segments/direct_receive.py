@@ -18,7 +18,7 @@ from distdl_rma.segments.transport.heap import Bytes, Landing
 Array = NDArray[Any]
 # Copying fewer bytes than these takes less time than looking up the address of a result.
 _SMALLEST_NBYTES = 1 << 20
-# A writer keeps the views of so many results of its peer, since the peer reuses their memory.
+# Most results of a peer whose views a writer keeps: the peer reuses their memory.
 _KNOWN = 8
 
 

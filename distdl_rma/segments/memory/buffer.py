@@ -359,7 +359,10 @@ class SegmentBuffer:
     def notify_wait(
         self, index: int = 0, timeout: float | None = None, senders: Collection[int] | None = None
     ) -> int:
-        """Wait for a notification and reset it; return its value. Raises as :meth:`notify_waitsome`."""
+        """Wait for a notification and reset it; return its value.
+
+        Blocking; raises as :meth:`notify_waitsome`.
+        """
         words, reset = self._words, self._reset_words
         ranks = None if senders is None else self._known(senders)
         try:

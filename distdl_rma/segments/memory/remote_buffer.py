@@ -220,7 +220,7 @@ class RemoteArray:
 NOTIFICATION_BITS = 31
 _SEQUENCE = (1 << NOTIFICATION_BITS) - 1
 _LARGEST_VALUE = (1 << 32) - 1
-# One copy of more than about half of a core's cache takes longer than several copies of so many bytes.
+# Bytes of a piece: several copies take less time than one of more than about half of a core's cache.
 _PIECE_NBYTES = 512 << 10
 _SUM, _REPLACE, _NO_OP = MPI.SUM, MPI.REPLACE, MPI.NO_OP
 

@@ -151,7 +151,7 @@ class Arena:
         return address - self._address
 
     def take(self, nbytes: int) -> Bytes:
-        """Allocate a block of so many bytes, uninitialised; ``MemoryError`` if there is no room."""
+        """Allocate a block of ``nbytes`` bytes, uninitialised; ``MemoryError`` if there is no room."""
         size = -(-nbytes // _PAGE_BYTES) * _PAGE_BYTES
         try:
             with self._lock:

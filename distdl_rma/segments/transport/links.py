@@ -18,12 +18,12 @@ from distdl_rma.errors import PeerFailedError
 from distdl_rma.segments.transport.heap import Bytes
 from distdl_rma.trace import Counters
 
-# A contiguous run of so many bytes or more is a transfer of its own, not a part of an MPI datatype.
+# Shortest contiguous run that is a transfer of its own, not a part of an MPI datatype.
 _LONG_RUN_BYTES = 64 << 10
-# Parts of a list up to so many bytes travel together: packing them takes less time than a transfer each.
+# Longest parts of a list that travel together: packing them takes less time than a transfer each.
 SHORT_RUN_BYTES = 2 << 10
 # Consecutive answers, without a new operation between them, before a flush: some operations may complete
-# after the first answer. If operations begin all the time, the flush follows after so many questions.
+# after the first answer. If operations begin all the time, the flush follows after the second number of questions.
 _ANSWERS, _MOST_QUESTIONS = 2, 5
 
 
@@ -313,7 +313,7 @@ class _Delivery:
     notification: tuple[int, int] | None = None
     # Whether the notification also waits for the notifications before it.
     last: bool = False
-    # The notification waits until so many operations have arrived; None until MPI has read all sources.
+    # Number of operations whose arrival the notification awaits; None until MPI has read all sources.
     upto: int | None = None
 
 

@@ -72,7 +72,7 @@ _REMEDY = (
     f"set {SEGMENT_SIZE_VARIABLE} or Machine(segment_size=...) to less, or give the node or container more"
     " shared memory (for example --shm-size)"
 )
-# Bytes of this process's segments whose pages are not consumed yet, and so still look free.
+# Bytes of this process's segments, which look free until their pages are touched.
 _promised: dict[int, int] = {}
 
 

@@ -76,7 +76,7 @@ class Segment:
         self.store_fence = None if ordered else self.fence
         self.cores = len(set().union(*node.allgather(os.sched_getaffinity(0))))
         self.words = self.memory.data.cast("q")
-        # Ranks by node, in the order of M, from the first rank of every rank's node.
+        # Ranks by node, in the order of M: ranks with the same first rank share a node.
         firsts = dict(zip(ranks, comm.allgather(self.node_ranks[0]), strict=True))
         self.nodes = grouped(ranks, firsts.__getitem__)
         # ``nodes``, but ranks share a node only if they load and store each other's memory.

@@ -25,7 +25,7 @@ HEADER_BYTES = 2048
 _RANKS = 8
 _TEXT, _NAME = 512, 256
 _CHECK = struct.Struct("=q")
-# A header is read again while its owner changes it; after so many failures the owner counts as silent.
+# Most reads of a header while its owner changes it; then the owner counts as silent.
 _LOOKS = 100
 
 
@@ -241,7 +241,7 @@ def parse(header: bytes) -> HeaderRecord | None:
 
 
 class PeerHeaders:
-    """Headers of all ranks; those of other nodes are read by gets, which may be answered later or never."""
+    """Headers of all ranks; those that this rank cannot load are read by gets, answered later or never."""
 
     def __init__(self, segment: Segment) -> None:
         self._segment = segment
@@ -286,7 +286,7 @@ class PeerHeaders:
         return time.monotonic() - self._answers[rank][1] if rank in self._answers else float("inf")
 
     def unchanged(self, rank: int, record: HeaderRecord) -> float:
-        """Seconds since this rank first read the last record of a waiting rank, which rewrites it; else 0."""
+        """Seconds since this rank saw a waiting rank's record change; 0 for a rank that does not wait."""
         now = time.monotonic()
         written, since = self._last.get(rank, (0.0, now))
         if written != record.written:

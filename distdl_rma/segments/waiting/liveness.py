@@ -124,7 +124,7 @@ class FailureNotices:
         return not self._sent
 
     def wait_until_noticed(self, seconds: float) -> None:
-        """Wait until all ranks have received the notice or another rank fails, at most so many seconds."""
+        """Wait until all ranks have received the notice or another rank fails, at most ``seconds``."""
         deadline = time.monotonic() + seconds
         while not (self.noticed() or self.failures) and time.monotonic() < deadline:
             time.sleep(_STAY_SECONDS)
@@ -206,7 +206,7 @@ class PeerWatch:
                 self._notices.raise_for(_origin(rank, record), record.text, reason)
 
     def _check_ring(self, reason: WaitReason) -> None:
-        # Ranks of a ring that have waited for so long wait for ever: on one node, all sent data has arrived.
+        # Ranks of a ring that has lasted this long wait for ever: on one node, all sent data has arrived.
         ring = self._ring_through(reason.ranks)
         says = [(rank, record.since, record.text) for rank, record in ring]
         written = [record.written for _, record in ring]
@@ -381,7 +381,7 @@ class PeerWatch:
     def chain(self, reason: WaitReason, seconds: float) -> list[str]:
         """States of the ranks that this one waits for, of those that they wait for, and so on, as clauses.
 
-        Waits at most so many seconds for the answers of ranks on other nodes.
+        Waits at most ``seconds`` for the answers of ranks on other nodes.
         """
         deadline = time.monotonic() + seconds
         told, pending = {self.rank}, list(reason.ranks)

@@ -19,7 +19,7 @@ from distdl_rma.geometry.exchange import fingerprint
 from distdl_rma.segments.waiting.header import clip, numbered
 from distdl_rma.segments.waiting.waiter import advance_other_machines
 
-# Most bytes of a line: a launcher passes on the encoded line (see below) and its name in one piece.
+# Most bytes of a line: a launcher passes on the encoded line and its name in one piece.
 _LONGEST = min(600, MPI.MAX_PORT_NAME - 1) * 3 // 4
 # Most characters of a list of ranks and of a text, so that they fit into a line.
 _LONGEST_LIST, _LONGEST_TEXT = 72, 140

@@ -23,7 +23,7 @@ _CROWDED_SECONDS = 1e-3
 _QUIET_SECONDS = 5e-3
 _QUIET_AFTER_SECONDS = 2.0
 _JOIN_SECONDS = 2.0
-# A pause is at least so many turns long: the rank may compute on the core of the thread.
+# Shortest pause, in durations of a turn: the rank may compute on the core of the thread.
 _PAUSE_TURNS = 16
 _LONGEST_PAUSE_SECONDS = 4e-3
 
