@@ -26,7 +26,7 @@ _FAN = 32
 # Factor by which a turn of a dissemination multiplies what a place has; and size of teams of ranks alone on
 # their nodes.
 _WIDTH = 4
-# Largest group on one node, and longest vector in elements, for which all ranks send their whole vectors to
+# Longest vector in elements, and largest group on one node, for which all ranks send their whole vectors to
 # each other: one step instead of two.
 _SHORT = 4096
 _FEW = 8
