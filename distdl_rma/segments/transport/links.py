@@ -22,8 +22,8 @@ from distdl_rma.trace import Counters
 _LONG_RUN_BYTES = 64 << 10
 # Longest parts of a list that travel together: packing them takes less time than a transfer each.
 SHORT_RUN_BYTES = 2 << 10
-# Consecutive answers, without a new operation between them, before a flush: some operations may complete
-# after the first answer. If operations begin all the time, the flush follows after the second number of questions.
+# Consecutive answers without a new operation after which a flush follows, since some operations may complete
+# after the first answer; and most questions before a flush, in case operations begin all the time.
 _ANSWERS, _MOST_QUESTIONS = 2, 5
 
 
@@ -168,7 +168,8 @@ class Atomics:
     """Atomic operations on one word at a byte offset of a rank's segment; each returns the old word.
 
     They are atomic towards each other on all ranks of a machine, since all use the same window, but not
-    towards plain loads and stores. They hold ``lock``, since the progress engine is another thread.
+    towards plain loads and stores. They hold ``lock``, since the progress engine is another thread; functions
+    of ``fetching`` do not, if the window is ``immediate`` and MPI allows concurrent calls.
 
     ``positions`` maps every rank id to its position in the group of the locked window, and to the offset of
     its segment in the window. In an ``immediate`` window, such as shared memory, operations complete without
