@@ -55,7 +55,7 @@ class Decomposition:
     def balanced(
         cls, partition: Partition, shape: Sequence[int], replicate: Collection[int] = ()
     ) -> Decomposition:
-        """Balanced blocks; grid and tensor have equal dimensions. Grid dimensions in ``replicate`` replicate."""
+        """Balanced blocks; the grid has the tensor's dimensions, and replicates along ``replicate``."""
         if partition.dim != len(shape):
             raise PartitionError(
                 f"grid {partition.shape} has {partition.dim} dimensions but tensor shape {tuple(shape)}"
