@@ -1,4 +1,4 @@
-"""Boxes, partitions and plans of data movement; the standard library is all they need."""
+"""Boxes, partitions and plans of data movement; needs only the standard library."""
 
 from distdl_rma.geometry.box import Box
 from distdl_rma.geometry.decomposition import Decomposition

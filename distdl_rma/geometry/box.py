@@ -9,7 +9,7 @@ from math import prod
 
 from distdl_rma.errors import ShapeError
 
-# Batch and channels, which come before the dimensions in space.
+# Number of leading dimensions, batch and channels, before the spatial dimensions.
 LEADING = 2
 
 
@@ -17,8 +17,7 @@ LEADING = 2
 class Box:
     """Half-open box of global indices: one ``(start, stop)`` per dimension.
 
-    A box may stick out of the domain of a tensor (indices below 0 or beyond its extent); what nobody
-    owns there reads as zero.
+    A box may reach beyond the domain of a tensor; elements that no rank owns read as zero.
 
     Parameters
     ----------
@@ -84,7 +83,7 @@ class Box:
         return Box((*self.bounds[:dim], (start, stop), *self.bounds[dim + 1 :]))
 
     def slices(self, origin: Box) -> tuple[slice, ...]:
-        """Slices that select this box in an array that holds ``origin``; ``ShapeError`` if it sticks out."""
+        """Slices that select this box in an array over ``origin``; ``ShapeError`` if it is not inside."""
         known = self._last_slices
         if known and known[0][0] is origin:
             return known[0][1]
@@ -96,7 +95,7 @@ class Box:
 
     @cached_property
     def _last_slices(self) -> list[tuple[Box, tuple[slice, ...]]]:
-        # A box of a plan is cut out of the same tensor in every call.
+        # Cached: a box of a plan is cut out of the same ``origin`` in every call.
         return []
 
     def __str__(self) -> str:

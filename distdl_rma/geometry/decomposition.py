@@ -1,4 +1,4 @@
-"""Which box of a global tensor each rank of a partition owns or needs."""
+"""Decompositions: which box of a global tensor each rank of a partition owns or needs."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from distdl_rma.geometry.partition import Partition
 class Decomposition:
     """Which box of a global tensor each rank of a partition owns (or needs).
 
-    The only place that divides tensors. Boxes are products of one interval per tensor dimension, found
-    by arithmetic, so that one rank among thousands plans without looking at all the others.
+    The only place that divides tensors. A box is a product of one interval per tensor dimension and is
+    computed by arithmetic, so that planning on one rank does not look at all other ranks.
 
     Parameters
     ----------
     partition
         The ranks.
     splits
-        One per tensor dimension: how it is cut.
+        One per tensor dimension: how it is split.
     axes
-        One per grid dimension: the tensor dimension that it cuts, or None where the grid dimension
+        One per grid dimension: the tensor dimension that it splits, or None if the grid dimension
         replicates (all its ranks hold the same).
     """
 
@@ -55,10 +55,7 @@ class Decomposition:
     def balanced(
         cls, partition: Partition, shape: Sequence[int], replicate: Collection[int] = ()
     ) -> Decomposition:
-        """Balanced blocks; grid and tensor have the same dimensions.
-
-        Dimensions of the grid in ``replicate`` hold copies instead of cutting the tensor.
-        """
+        """Balanced blocks; the grid has the tensor's dimensions, and replicates along ``replicate``."""
         if partition.dim != len(shape):
             raise PartitionError(
                 f"grid {partition.shape} has {partition.dim} dimensions but tensor shape {tuple(shape)}"
@@ -70,14 +67,14 @@ class Decomposition:
 
     @classmethod
     def replicated(cls, partition: Partition, shape: Sequence[int]) -> Decomposition:
-        """Every rank holds the whole tensor, whatever the dimensions of the grid."""
+        """Every rank holds the whole tensor, for a grid of any number of dimensions."""
         return cls(partition, tuple(Balanced(as_int(n), 1) for n in shape), (None,) * partition.dim)
 
     @classmethod
     def from_local_shapes(
         cls, partition: Partition, shapes: Mapping[int, Sequence[int]], replicate: Collection[int] = ()
     ) -> Decomposition:
-        """Blocks of the sizes that the ranks really have, by rank id; as :meth:`balanced`.
+        """Blocks of the given local shapes, by rank id; ``replicate`` as for :meth:`balanced`.
 
         ``ShapeError`` if two ranks with the same index in a grid dimension differ in its extent; names both.
         """
@@ -107,7 +104,7 @@ class Decomposition:
         return cls(partition, tuple(_simplest(tuple(parts)) for parts in lengths), axes)
 
     def __hash__(self) -> int:
-        """Worked out once: what is kept for decompositions is asked for in every call."""
+        """Cached: every call looks up state by decomposition."""
         return self._hash
 
     @cached_property
@@ -121,18 +118,18 @@ class Decomposition:
 
     @cached_property
     def cut_dims(self) -> tuple[int, ...]:
-        """Tensor dimensions that grid dimensions cut, rising."""
+        """Tensor dimensions that grid dimensions split, ascending."""
         return tuple(sorted(axis for axis in self.axes if axis is not None))
 
     @cached_property
     def copied_along(self) -> tuple[int, ...]:
-        """Grid dimensions of more than one place along which ranks hold copies."""
+        """Grid dimensions of extent above 1 along which ranks hold replicas."""
         places = zip(self.axes, self.partition.shape, strict=True)
         return tuple(g for g, (axis, n) in enumerate(places) if axis is None and n > 1)
 
     @cached_property
     def leaves_out(self) -> bool:
-        """Whether some rank has no element of a tensor that has elements."""
+        """Whether some rank has an empty box although the tensor has elements."""
         lengths = (split.interval(part) for split in self.splits for part in range(split.parts))
         return 0 not in self.shape and any(start == stop for start, stop in lengths)
 
@@ -141,7 +138,7 @@ class Decomposition:
         return tuple(self.axes.index(d) if d in self.axes else None for d in range(len(self.splits)))
 
     def box(self, rank: int) -> Box:
-        """Box of a rank id; an empty box at the origin for ranks that are not members."""
+        """Box of a rank id; an empty box at the origin for ranks outside of the partition."""
         if rank not in self.partition:
             return Box(((0, 0),) * len(self.splits))
         index = self.partition.index_of(rank)
@@ -153,18 +150,18 @@ class Decomposition:
         )
 
     def holders(self, rank: int) -> tuple[int, ...]:
-        """Ranks that have the same box as a rank, itself included; none if it is no member."""
+        """Ranks with the same box as ``rank``, itself included; none if it is outside of the partition."""
         if rank not in self.partition:
             return ()
         index = self.partition.index_of(rank)
         return self.partition.slab({d: i for d, i in enumerate(index) if self.axes[d] is not None}).ranks
 
     def slices(self, rank: int | None = None) -> tuple[slice, ...]:
-        """Slices that cut a rank's shard out of the global tensor; of this process if None."""
+        """Slices that select a rank's shard in the global tensor; of this process if None."""
         return self.box(self.partition.me if rank is None else rank).slices(Box.of_shape(self.shape))
 
     def meeting(self, box: Box) -> Iterator[tuple[int, Box]]:
-        """Ranks whose box meets ``box``, row-major, each with the intersection."""
+        """Yield ranks whose box meets ``box``, row-major, each with the intersection."""
         ranges = [range(extent) for extent in self.partition.shape]
         for split, grid, bounds in zip(self.splits, self._grid_dims, box.bounds, strict=True):
             parts = meeting(split, *bounds)
@@ -178,7 +175,7 @@ class Decomposition:
                 yield rank, common
 
     def one_copy(self) -> Decomposition:
-        """The same boxes, each on the first of the ranks that have it only."""
+        """The same boxes without replicas: each box only on the first of the ranks that hold it."""
         spare = {grid: 0 for grid, axis in enumerate(self.axes) if axis is None}
         return replace(self, partition=self.partition.slab(spare))
 

@@ -1,4 +1,4 @@
-"""How many instances each dimension of a tensor is distributed over, and where these sit in the machine."""
+"""Distributions: how many instances each tensor dimension has, and their positions in the machine."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from distdl_rma.geometry.box import LEADING, Box
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.partition import Partition, integers
 
-# Numbers of the inequalities: of an input, of an output, of a normalisation.
+# Numbers of the inequalities in the interface document: of an input, of an output, of a normalisation.
 INPUT, OUTPUT, NORM = ("3.1", "3.2", "3.3"), ("3.4", "3.5", "3.6"), ("4.1", "4.2", "4.3")
 _MOST_SPACE = 3
 _NOBODY = -1
 
 
 class Ranked(Protocol):
-    """An ordered list of ranks: a machine, or a partition."""
+    """Ordered list of ranks: a machine or a partition."""
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -30,29 +30,29 @@ class Ranked(Protocol):
 
 @dataclass(frozen=True, init=False, repr=False)
 class Distribution:
-    """Over how many instances each dimension of a tensor is distributed, and with what strides in M.
+    """Number of instances over which each tensor dimension is distributed, and their strides in the list M.
 
-    ``Distribution(2, 1, 3, 1)`` cuts the batch in two and the height in three. A value that belongs to no
-    machine: whether it fits one is checked where it meets one.
+    ``Distribution(2, 1, 3, 1)`` splits the batch into two parts and the height into three. A distribution is
+    a value and belongs to no machine: functions that take both check that it fits.
 
-    The process at (n, c, p), where p counts the places in space row-major, is the one at
-    ``n * stride_n + c * stride_c + p`` in the list M. In the box that ``strides`` spans ``stride_c`` is P~
-    and ``stride_n`` is C~ x P~; where the box does not fit, the shards are packed instead, as the
-    inequalities permit, so that no two of them meet on one rank.
+    Let p count the places in space, row-major. The process at (n, c, p) is the one at position ``n * stride_n
+    + c * stride_c + p`` of the list M. In the box that ``strides`` spans, ``stride_c`` is P~ and ``stride_n``
+    is C~ x P~. If the instances do not fit into the box, the shards are packed instead, as the inequalities
+    permit, so that each rank has at most one shard.
 
     Parameters
     ----------
     n, c, spatial
-        Instances of batch, channel and one to three spatial dimensions; 1 is not distributed.
+        Number of instances of batch, channels and one to three spatial dimensions; 1 is not distributed.
     strides
-        Extents of the box of ranks that the instances lie in: (N~, C~, P~), or one number per dimension,
+        Extents of the box of ranks in which the instances lie: (N~, C~, P~), or one number per dimension,
         whose spatial ones multiply to P~. Tight if None.
 
     Raises
     ------
     PartitionError
-        If a count is not an integer of at least 1, or there are too few or too many of them. From what takes
-        a machine or a partition: if the distribution does not fit it.
+        If a count is not an integer of at least 1, or there are too few or too many counts. Methods that take
+        a machine or a partition raise it if the distribution does not fit.
 
     Notes
     -----
@@ -98,7 +98,7 @@ class Distribution:
 
     @cached_property
     def _steps(self) -> tuple[int, int]:
-        # How far apart in M two neighbours in batch are, and two in channels.
+        # Distance in M between two neighbours in batch, and between two in channels.
         (n, c, places), (box_n, box_c, box_p) = self._tight, self.strides
         if n > box_n:
             return c * places, places
@@ -106,7 +106,7 @@ class Distribution:
 
     @cached_property
     def _coords(self) -> dict[int, tuple[int, ...]]:
-        # What sits at which index of M, in row-major order of the shards.
+        # Coordinates of each shard by position in M, in row-major order of the shards.
         return {self._index(coords): coords for coords in product(*map(range, self.shape))}
 
     def _index(self, coords: Sequence[int]) -> int:
@@ -117,10 +117,10 @@ class Distribution:
         return n * self._steps[0] + c * self._steps[1] + p
 
     def check(self, size: int, equations: Sequence[str] = INPUT, who: str = "Distribution") -> None:
-        """Check the inequalities for a machine of ``size`` ranks; local, alike on all of them.
+        """Check the inequalities for a machine of ``size`` ranks; local, with the same result on all ranks.
 
-        The first that does not hold is a ``PartitionError``, with its numbers, and the one that it has in the
-        interface document: ``equations``, from that of space to that of all dimensions.
+        ``PartitionError`` for the first that does not hold, with its values and its number in the interface
+        document. ``equations`` are these numbers, from the inequality of space to that of all dimensions.
         """
         for count, equation in enumerate(equations, 1):
             instances, box = self.shape[LEADING + 1 - count :], self.strides[-count:]
@@ -134,14 +134,14 @@ class Distribution:
         return machine.ranks
 
     def rank_of(self, coords: Sequence[int], machine: Ranked) -> int:
-        """Rank id of the process at ``(n, c, *spatial)``; a ``PartitionError`` if there is no such place."""
+        """Rank id of the process at ``(n, c, *spatial)``; ``PartitionError`` if there is no such place."""
         place = integers(coords, f"{self}: coordinates")
         if len(place) != self.dim or not all(0 <= i < n for i, n in zip(place, self.shape, strict=True)):
             raise PartitionError(f"{self}: there are no coordinates {place}")
         return self._checked(machine)[self._index(place)]
 
     def coords_of(self, rank: int, machine: Ranked) -> tuple[int, ...] | None:
-        """Coordinates ``(n, c, *spatial)`` of a rank id of the machine, None if it is idle."""
+        """Coordinates ``(n, c, *spatial)`` of a rank id of the machine; None if the rank is idle."""
         ranks = self._checked(machine)
         if rank not in ranks:
             raise PartitionError(f"rank {rank} is not in M = {ranks}")
@@ -153,12 +153,12 @@ class Distribution:
         return tuple(ranks[index] for index in self._coords)
 
     def shards(self, shape: Sequence[int], machine: Ranked) -> dict[int, Box]:
-        """Box of a global tensor that each rank of the machine holds, an empty one on idle ranks."""
+        """Box of a global tensor that each rank of the machine holds; an empty box on idle ranks."""
         blocks = Decomposition.balanced(Partition(self.active_ranks(machine), self.shape, _NOBODY), shape)
         return {rank: blocks.box(rank) for rank in machine.ranks}
 
     def on(self, partition: Partition) -> Partition:
-        """Grid of shards on some of the ranks of a partition of M; local."""
+        """Grid of shards on ranks of a partition of M; local."""
         return Partition(self.active_ranks(partition), self.shape, partition.me, partition.home)
 
 

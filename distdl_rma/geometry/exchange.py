@@ -11,8 +11,8 @@ from itertools import combinations, pairwise
 from distdl_rma.geometry.box import Box
 from distdl_rma.geometry.decomposition import Decomposition
 
-# More boxes than this are not compared with each other, but in one dimension at a time; where that does not
-# tell, the sum over them is right in any case.
+# More boxes than this are only compared in one dimension at a time. If that leaves overlap possible, the
+# boxes count as overlapping: then elements are summed, which is always right.
 _COMPARED = 64
 
 
@@ -21,24 +21,24 @@ class Piece:
     """A box of global indices that travels between this rank and a peer."""
 
     peer: int  # rank id
-    box: Box  # where the elements are in this rank's tensor: in x if they are sent or stay, else in y
-    there: Box | None = None  # where they are in the other tensor, if an image of x puts them elsewhere
+    box: Box  # in this rank's tensor: in x if the elements are sent or stay, else in y
+    there: Box | None = None  # in the other tensor, if an image of x puts the elements elsewhere
 
     @property
     def target(self) -> Box:
-        """Where the elements of a piece that stays are in ``y``."""
+        """Box in ``y`` of a piece that stays on this rank."""
         return self.box if self.there is None else self.there
 
 
 @dataclass(frozen=True)
 class Exchange:
-    """This rank's part of a movement from what ranks own to what ranks need.
+    """One rank's part of a movement of data from the boxes that ranks own to the boxes that ranks need.
 
-    ``y = 0; y[box] += x[box]`` for every non-empty intersection of a box somebody owns with a box
-    somebody needs: owners that overlap are summed, needs that overlap are copied, what nobody owns stays
-    zero. The adjoint is the same movement read from right to left, ``exchange.T``.
+    ``y = 0; y[box] += x[box]`` for every non-empty intersection of an owned box with a needed box. Elements
+    with several owners are summed, elements that several ranks need are copied, and elements without an owner
+    are zero. ``exchange.T`` is the adjoint: the same movement from target to source.
 
-    A periodic ``x`` has several images: with ``images``, shifts of one number per dimension, it is
+    A periodic ``x`` has several images: with ``images``, shifts of one number per dimension, the movement is
     ``y[box] += x[box - shift]`` for every shift.
     """
 
@@ -55,16 +55,16 @@ class Exchange:
 
     @cached_property
     def own(self) -> Box:
-        """Box of the tensor ``x`` that this rank puts in; its local shape."""
+        """Box of the global tensor ``x`` that this rank puts in: its local input."""
         return (self.target if self.transposed else self.source).box(self.rank)
 
     @cached_property
     def need(self) -> Box:
-        """Box of the tensor ``y`` that this rank gets out; its local shape."""
+        """Box of the global tensor ``y`` that this rank gets: its local output."""
         return self.need_of(self.rank)
 
     def need_of(self, peer: int) -> Box:
-        """Box of ``y`` that another rank gets out."""
+        """Box of ``y`` that another rank gets."""
         return (self.source if self.transposed else self.target).box(peer)
 
     @cached_property
@@ -116,7 +116,7 @@ class Exchange:
 
     @cached_property
     def disjoint(self) -> bool:
-        """Whether every element of this rank's ``y`` gets one element of ``x`` at most: no sums."""
+        """Whether each element of this rank's ``y`` gets at most one element of ``x``: no sums."""
         if len(self._filled) > _COMPARED:
             return any(
                 all(before[1] <= after[0] for before, after in pairwise(sorted(intervals)))
@@ -126,23 +126,23 @@ class Exchange:
 
     @cached_property
     def complete(self) -> bool:
-        """Whether every element of ``y`` on this rank surely gets an element of ``x``."""
+        """Whether every element of this rank's ``y`` certainly gets exactly one element of ``x``."""
         return self.disjoint and sum(box.volume for box in self._filled) == self.need.volume
 
     @cached_property
     def idle(self) -> bool:
-        """Whether this rank keeps all that it has, where it is, and talks to no one."""
+        """Whether this rank keeps all its elements in place and communicates with no other rank."""
         stays = len(self.local) == 1 and self.local[0].target == self.local[0].box == self.own
         return not self.peers and self.own == self.need and (self.own.empty or stays)
 
     @property
     def peers(self) -> tuple[int, ...]:
-        """Rank ids that this rank exchanges anything with, sorted."""
+        """Rank ids that this rank sends to or receives from, sorted."""
         return tuple(sorted({piece.peer for piece in self.sends + self.receives}))
 
     @cached_property
     def fingerprint(self) -> int:
-        """Number that is equal on all ranks of the same movement, and (almost surely) of no other."""
+        """Number that is equal on all ranks of the same movement, and (almost surely) differs for others."""
         ends = ((d.partition.ranks, d.partition.shape, d.splits, d.axes) for d in (self.source, self.target))
         return fingerprint(*ends, self.transposed, *([self.images] if self.images else []))
 
@@ -156,8 +156,5 @@ def by_peer(pieces: tuple[Piece, ...]) -> list[tuple[int, tuple[Piece, ...]]]:
 
 
 def fingerprint(*facts: object) -> int:
-    """Number of 56 bits that is equal on all ranks with the same facts, and (almost surely) on no others.
-
-    Facts are compared by their ``repr``.
-    """
+    """Number of 56 bits, equal on all ranks if ``repr(facts)`` is equal, else (almost surely) different."""
     return int.from_bytes(blake2b(repr(facts).encode(), digest_size=7).digest(), "little")

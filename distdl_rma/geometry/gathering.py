@@ -1,8 +1,8 @@
-"""Movements to copies, and their adjoints, in stages: by way of the nodes, with few messages per rank.
+"""Movements to replicas, and their adjoints, in stages over nodes, with few messages per rank.
 
-Where the ranks along some grid dimensions of the target hold copies, on several nodes, each of these *lines*
-of ranks first gets every element once, and then its ranks tell each other what they have. What several ranks
-have that is summed goes the same way backwards.
+A *line* is a set of target ranks that hold the same box, along the grid dimensions that replicate. If a line
+spans several nodes, it first gets every element once; then its ranks exchange their elements. Sums over
+replicas of the source are the adjoint.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from distdl_rma.geometry.trees import NodeOf, Stage
 
 @dataclass(frozen=True)
 class FlatStages:
-    """Movements of flat vectors that follow one another, and where their elements are in the tensors.
+    """Consecutive movements of flat vectors, and the places of their elements in the tensors.
 
-    A rank puts in the boxes of ``gives``, and gets those of ``takes``, one behind the other; they fill the
-    tensors that the rank has before and after, whose boxes are ``own`` and ``need``. Boxes of one dimension
-    are intervals of all elements of the tensor, as they lie.
+    ``own`` and ``need`` are the boxes of the tensors that a rank has before and after. The input vector
+    consists of the boxes ``gives``, back to back; the output vector of the boxes ``takes``. Boxes of one
+    dimension are intervals of the tensor's elements in row-major order.
     """
 
     stages: tuple[Stage, ...]
@@ -42,15 +42,15 @@ class FlatStages:
         return FlatStages(stages, self.need, self.takes, self.own, self.gives)
 
 
-# A movement of tensors, or several of vectors.
+# A movement of tensors, or several movements of vectors.
 Step = tuple[Decomposition, Decomposition] | FlatStages
 
 
 def steps(source: Decomposition, target: Decomposition, node_of: NodeOf, me: int) -> list[Step]:
-    """What follows one another in place of the movement from ``source`` to ``target``.
+    """Steps that replace the movement from ``source`` to ``target``, in order.
 
-    Empty if that is best done at once. Alike on all ranks, but that ``me`` sees only the lines that it is in.
-    Sums that are made in stages are those of the nodes first.
+    Empty if one direct movement is best. The steps are equal on all ranks, except that those of ``me``
+    contain only its own lines. Sums in stages are summed within nodes first.
     """
     if target.partition.size == 1 and (collected := _to_one(source, target, node_of, me)):
         return [collected]
@@ -73,7 +73,7 @@ def steps(source: Decomposition, target: Decomposition, node_of: NodeOf, me: int
 
 
 def _to_one(end: Decomposition, one: Decomposition, node_of: NodeOf, me: int) -> FlatStages | None:
-    # From many ranks to one, by way of one of each node; None where they may all send to it.
+    # Movement from many ranks to one, over one rank of each node; None if all may send to it directly.
     (root,) = one.partition.ranks
     line = end.partition.ranks if root in end.partition else (*end.partition.ranks, root)
     if len(trees.teams_of(line, node_of)) == 1 or not _cuts_lines(end, one, (line,)):
@@ -86,8 +86,8 @@ def _to_one(end: Decomposition, one: Decomposition, node_of: NodeOf, me: int) ->
 
 
 def _takes_stages(end: Decomposition, other: Decomposition, node_of: NodeOf) -> bool:
-    # Whether copies are on ranks that should not all talk to each other; or one rank has a long vector for
-    # several others, of other nodes, or gets their sum.
+    # Whether ranks with replicas should not all communicate with each other, or one rank has a long vector
+    # for several ranks on other nodes (or receives their sum).
     if not end.copied_along:
         return False
     lines = _lines(end)
@@ -101,17 +101,17 @@ def _takes_stages(end: Decomposition, other: Decomposition, node_of: NodeOf) -> 
 
 
 def _lines(end: Decomposition) -> Groups:
-    # Ranks with the same box.
+    # Groups of ranks with the same box.
     return groups_along(end.partition, [g for g, axis in enumerate(end.axes) if axis is None])
 
 
 def _from_few(
     end: Decomposition, other: Decomposition, node_of: NodeOf, me: int
 ) -> tuple[Decomposition, FlatStages] | None:
-    # Who has each element once before the copies are made, as near to the other end as it can be.
+    # Decomposition close to ``other`` in which each line has every element once; stages to the replicas.
     lines = _lines(end)
     if other.partition.size <= len(lines):
-        # One rank of each line has it, and would send as many messages as there are others.
+        # ``other`` has at most one rank per line, which would send a message to every rank of the line.
         return _broadcast(end, other, lines, node_of, me)
     once = other if _cuts_lines(other, end, lines) else cut_copies(end, other)
     if once is None:
@@ -126,7 +126,8 @@ def _from_few(
 def _broadcast(
     end: Decomposition, other: Decomposition, lines: Groups, node_of: NodeOf, me: int
 ) -> tuple[Decomposition, FlatStages]:
-    # Roots are the owners themselves where each has what one line needs.
+    # The roots are the owners if each owner has the box of one line, and is in that line if the vector is
+    # long; else they are the first ranks of the lines.
     boxes = [end.box(line[0]) for line in lines]
     owners = {other.box(rank): rank for rank in other.partition.ranks}
     roots = [owners.get(box, -1) for box in boxes]
@@ -148,8 +149,9 @@ def _broadcast(
 def _scatter_and_gather(
     line: Sequence[int], root: int, volume: int, node_of: NodeOf, me: int
 ) -> tuple[list[Stage], tuple[Box, ...]]:
-    # A share of a long vector to each, and then all shares to all: nobody sends it more than about twice.
-    # Shares lie as they are gathered, and the root puts them in the order in which they go out.
+    # Scatters shares of a long vector, and gathers them on all ranks: none sends more than about twice the
+    # vector. The root arranges the shares, which lie in the order of the gather, in the order in which it
+    # sends them.
     if len(line) < 2:
         return [], (Box.of_shape((volume,)),)
     _, order = gathering(line, [0] * len(line), node_of, me)
@@ -161,7 +163,7 @@ def _scatter_and_gather(
 
 
 def _cuts_lines(other: Decomposition, end: Decomposition, lines: Groups) -> bool:
-    # Whether the ranks of each line have all that the line needs once, and nothing else.
+    # Whether the ranks of each line have every element of the line once in ``other``, and nothing else.
     if other.copied_along or not {*other.partition.ranks} <= {*chain.from_iterable(lines)}:
         return False
     if not all(isinstance(split, (Balanced, Listed)) for split in other.splits):
@@ -177,9 +179,9 @@ def _cuts_lines(other: Decomposition, end: Decomposition, lines: Groups) -> bool
 
 
 def cut_copies(end: Decomposition, like: Decomposition) -> Decomposition | None:
-    """The same boxes, each cut over the ranks that hold copies of it; None if no dimension can be cut.
+    """The same boxes, each cut over the ranks that hold it; None if no dimension can be cut.
 
-    In the dimension in which ``like`` has most parts beside it.
+    Cuts the dimension in which ``like`` has most parts relative to ``end``.
     """
     candidates = [d for d, split in enumerate(end.splits) if isinstance(split, (Balanced, Listed))]
     if not candidates:
@@ -194,7 +196,7 @@ def cut_copies(end: Decomposition, like: Decomposition) -> Decomposition | None:
     copied = [g for g, axis in enumerate(end.axes) if axis is None]
     inner = [*([] if grid is None else [grid]), *copied]
     outer = [g for g in range(P.dim) if g not in inner]
-    # The dimensions of the grid that cut this one of the tensor become one, behind the others.
+    # The grid dimension that cuts this tensor dimension and the replicating ones become one, the last.
     ranks = tuple(
         P.rank_at([places[g] for g in range(P.dim)])
         for places in (
@@ -215,13 +217,13 @@ def cut_copies(end: Decomposition, like: Decomposition) -> Decomposition | None:
 def gathering(
     line: Sequence[int], lengths: Sequence[int], node_of: NodeOf, me: int
 ) -> tuple[list[Stage], tuple[int, ...]]:
-    """How flat blocks of some ranks come to all of them, and in which order the blocks then lie there.
+    """Stages of an all-gather of flat blocks over a line, and the order in which the blocks then lie.
 
-    On every node those ranks that have counterparts on all the others get the blocks of the rest; they hear
-    from their counterparts, a few at a time where these are many, and then all on a node hear from each
-    other. So each element comes to a node once, and each rank has messages with its node, and with O(log N)
-    others of N nodes. The order is that of positions in the line, and alike on all ranks; the stages are
-    those of ``me``, none if it is not in the line.
+    On each node, the ranks that have counterparts on all other nodes get the blocks of the node's other
+    ranks. They exchange blocks with their counterparts, in several steps if there are many; then all ranks of
+    a node do. So each element comes to a node once, and a rank has messages with its node and with O(log N)
+    others of N nodes. The order is a tuple of positions in the line, equal on all ranks; the stages are those
+    of ``me``, none if it is not in the line.
     """
     held: _Held = {rank: (at,) for at, rank in enumerate(line)}
     if len(line) < 2:
@@ -232,9 +234,9 @@ def gathering(
 def collecting(
     line: Sequence[int], lengths: Sequence[int], root: int, node_of: NodeOf, me: int
 ) -> tuple[list[Stage], tuple[int, ...]]:
-    """How flat blocks of some ranks come to one of them, and in which order the blocks then lie there.
+    """Stages of a gather of flat blocks to ``root``, and the order in which the blocks then lie there.
 
-    By way of one rank of each node, or of a few nodes. As of :func:`gathering`.
+    The stages lead over one rank of each node, or of a few nodes. Otherwise as :func:`gathering`.
     """
     held: _Held = {rank: (at,) for at, rank in enumerate(line)}
     group, stages = tuple(line), []
@@ -251,9 +253,9 @@ def collecting(
     return stages, held[group[0]]
 
 
-# Vectors of so few elements go out as a whole, along a tree.
+# Longest vectors, in elements, that are broadcast whole, along a tree.
 _SHORT = 4096
-# Which blocks a rank holds, by position in the line, in their order there.
+# By rank: the positions in the line of the blocks that it holds, in their order there.
 _Held = dict[int, tuple[int, ...]]
 
 
@@ -267,7 +269,7 @@ def _gathering(
     stages = []
     if holders != teams:
         stages.append(_fold(mine, holders[teams.index(mine)], held, lengths, me))
-        # Those that hold nothing afterwards give their blocks to the holders in turn.
+        # The other ranks give their blocks to the holders in turn.
         held = {
             holder: tuple(chain.from_iterable(held[rank] for rank in team[at :: len(some)]))
             for team, some in zip(teams, holders, strict=True)
@@ -278,7 +280,7 @@ def _gathering(
     for number, counterparts in enumerate(zip(*holders, strict=True)):
         found, order = _gathering(counterparts, held, lengths, node_of, me)
         known |= dict.fromkeys(counterparts, order)
-        # Whoever has none of them takes no part in what the first ones do.
+        # A rank that is no holder plans the stages of the first counterparts, in which it takes no part.
         if number == 0 or me in counterparts:
             across = found
     stages += [*across, _all_gather(mine, known, lengths, me)]

@@ -1,4 +1,4 @@
-"""How wide a halo is: which inputs the outputs of windows read, sliding ones and those of a table."""
+"""Width of halos: which inputs the outputs of windows read, for sliding windows and for tables of windows."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class Window:
     kernel: int  # number of taps, at least 1
     stride: int = 1  # step between outputs
     dilation: int = 1  # step between taps
-    left: int = 0  # padding at the two ends of the dimension; a negative one crops
+    left: int = 0  # padding at the two ends of the dimension; negative padding crops
     right: int = 0
-    ceil: bool = False  # whether a last window that sticks out of the padding counts, if it begins before it
+    ceil: bool = False  # whether a last window that ends beyond the padding counts, if it begins before it
 
     def __post_init__(self) -> None:
         if min(self.kernel, self.stride, self.dilation) < 1:
@@ -32,18 +32,18 @@ class Window:
 
     @property
     def span(self) -> int:
-        """Inputs from the first to the last tap, both included."""
+        """Number of inputs from the first to the last tap, both included."""
         return self.dilation * (self.kernel - 1) + 1
 
     def outputs(self, extent: int) -> int:
         """Number of outputs for an input of the given extent; 0 or less if the window does not fit."""
         beyond = self.stride - 1 if self.ceil else 0
         count = (extent + self.left + self.right - self.span + beyond) // self.stride + 1
-        # As torch: a window must not begin behind the input and its left padding.
+        # As in torch, a window must not begin beyond the input and its left padding.
         return count - (self.ceil and (count - 1) * self.stride >= extent + self.left)
 
     def reads(self, start: int, stop: int) -> tuple[int, int]:
-        """From the first to behind the last input that outputs ``[start, stop)`` read."""
+        """Half-open range from the first to the last input that outputs ``[start, stop)`` read."""
         return start * self.stride - self.left, (stop - 1) * self.stride - self.left + self.span
 
     def readers(self, start: int, stop: int) -> tuple[int, int]:
@@ -52,9 +52,9 @@ class Window:
         return first, (stop - 1 + self.left) // self.stride + 1
 
     def taps(self, start: int, stop: int, first: int, last: int) -> tuple[int, int]:
-        """From the first to behind the last tap by which outputs ``[first, last)`` read ``[start, stop)``.
+        """Half-open range of taps by which outputs ``[first, last)`` read inputs ``[start, stop)``.
 
-        Bounds, not a list: taps between them may read nothing of the inputs.
+        Bounds only: taps between them may read none of the inputs.
         """
         at_first, at_last = first * self.stride - self.left, (last - 1) * self.stride - self.left
         lowest = max(0, -((at_last - start) // self.dilation))
@@ -64,7 +64,7 @@ class Window:
 
 @dataclass(frozen=True)
 class TableWindow:
-    """Index of the first and of the last input that each output of one dimension reads, weakly rising."""
+    """Index of the first and of the last input that each output of one dimension reads, non-decreasing."""
 
     first: tuple[int, ...]
     last: tuple[int, ...]
@@ -74,7 +74,7 @@ class TableWindow:
 
     @classmethod
     def adaptive(cls, extent: int, outputs: int) -> TableWindow:
-        """Windows of adaptive pooling: from ``floor(j * n / m)`` to behind ``ceil((j + 1) * n / m)``."""
+        """Windows of adaptive pooling: from ``floor(j * n / m)`` to before ``ceil((j + 1) * n / m)``."""
         return cls(
             tuple(j * extent // outputs for j in range(outputs)),
             tuple(-(-(j + 1) * extent // outputs) - 1 for j in range(outputs)),
@@ -86,7 +86,7 @@ class TableWindow:
         return len(self.first)
 
     def reads(self, start: int, stop: int) -> tuple[int, int]:
-        """From the first to behind the last input that outputs ``[start, stop)`` read."""
+        """Half-open range from the first to the last input that outputs ``[start, stop)`` read."""
         if not self.first:
             return 0, 0
         return self.first[min(start, self.outputs - 1)], self.last[max(stop - 1, 0)] + 1
@@ -98,10 +98,7 @@ class TableWindow:
 
 @dataclass(frozen=True)
 class WindowSplit(Mapped):
-    """What each part of an output dimension reads of an input dimension of some extent.
-
-    It may stick out of the input; there lies the padding.
-    """
+    """Inputs that each part of an output dimension reads, padding included; ``extent`` is without it."""
 
     window: Window | TableWindow
     extent: int
@@ -113,10 +110,10 @@ class WindowSplit(Mapped):
 
 @dataclass(frozen=True)
 class InnerSplit(Mapped):
-    """What each part reads of the domain alone, where the padding is made from elements of the domain.
+    """Inputs inside the domain that each part reads, if the padding is made from elements of the domain.
 
     By ``mode`` the padding reads: ``"constant"`` nothing; ``"replicate"`` the last element; ``"reflect"`` as
-    many elements behind the last as it is wide.
+    many elements next to the last one as the padding is wide.
     """
 
     base: WindowSplit
@@ -128,13 +125,14 @@ class InnerSplit(Mapped):
         return self.base.extent
 
     def image(self, start: int, stop: int) -> tuple[int, int]:
-        """Of an interval that may stick out, what lies in the domain or is read from there."""
+        """Elements of the domain that lie in an interval, or that its part in the padding reads."""
         n = self.extent
         start, stop = min(max(start, 0), n), min(max(stop, 0), n)
         if self.mode == "replicate":
             return min(start, n - 1), max(stop, 1)
         if self.mode == "reflect":
-            # The same for all parts, so that the ends rise: a little more than some parts near the end need.
+            # The same bounds for all parts, so that ends never decrease: some parts near the end need a
+            # little less.
             window = self.base.window
             return min(start, max(0, n - 1 - window.right)), max(stop, min(n, window.left + 1))
         return start, stop
@@ -142,7 +140,7 @@ class InnerSplit(Mapped):
 
 @dataclass(frozen=True)
 class ReadersSplit(Mapped):
-    """Which outputs read each part of an input dimension by a table; neighbours may share some."""
+    """Outputs that read each part of an input dimension, by a table; neighbouring parts may share outputs."""
 
     window: TableWindow
 
@@ -178,14 +176,14 @@ class Stencil:
         return cls(tuple(Window(k, s, d, left, right, ceil) for k, s, d, (left, right) in each))
 
     def with_halo(self, outputs: Sequence[Split], shape: Sequence[int]) -> tuple[WindowSplit, ...]:
-        """What each part of the outputs reads of an input of the given shape, dimension by dimension.
+        """Inputs that each part of the outputs reads, by dimension, for an input of the given global shape.
 
-        How wide the halo around a rank's own inputs is follows from this alone: ``Window.reads``.
+        ``Window.reads`` alone determines the width of the halo around a rank's own inputs.
         """
         return tuple(WindowSplit(s, w, n) for s, w, n in zip(outputs, self.windows, shape, strict=True))
 
     def outputs(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Output shape for an input shape; a ``ShapeError`` if a window does not fit into its dimension."""
+        """Global output shape for a global input; ``ShapeError`` if a window does not fit."""
         extents = tuple(w.outputs(n) for w, n in zip(self.windows, shape, strict=True))
         if any(extent < 1 for extent in extents):
             raise ShapeError(
@@ -196,7 +194,7 @@ class Stencil:
         return extents
 
     def reads(self, box: Box) -> Box:
-        """Inputs that a box of outputs reads; it may stick out of the domain, there lies the padding."""
+        """Inputs that a box of outputs reads; the box may reach beyond the domain, into the padding."""
         if box.empty:
             return Box(tuple((w.reads(*b)[0],) * 2 for w, b in zip(self.windows, box.bounds, strict=True)))
         return Box(tuple(w.reads(*b) for w, b in zip(self.windows, box.bounds, strict=True)))

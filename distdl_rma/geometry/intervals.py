@@ -1,4 +1,4 @@
-"""One dimension cut into intervals, one per part, and the search for the parts that meet an interval."""
+"""One dimension split into intervals, one per part, and the search for the parts that meet an interval."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from distdl_rma.errors import PartitionError
 
 
 class Split(Protocol):
-    """Intervals of one dimension, one per part; both their ends rise (weakly) with the part."""
+    """Intervals of one dimension, one per part; both ends never decrease from part to part."""
 
     @property
     def parts(self) -> int:
@@ -23,7 +23,7 @@ class Split(Protocol):
         """Extent of the dimension."""
 
     def ends(self, part: int) -> tuple[int, int]:
-        """Rising ends of a part, for searching; they may cross where the part is empty."""
+        """Ends of a part, non-decreasing, for searching; of an empty part, the second may be the smaller."""
 
     def interval(self, part: int) -> tuple[int, int]:
         """Half-open interval of a part, ``start <= stop``."""
@@ -87,14 +87,14 @@ class Listed:
 
 @dataclass(frozen=True)
 class Copies:
-    """Parts of which several hold the same: for every part that of ``base`` which it holds, never falling."""
+    """Replicated parts: part ``p`` is part ``held[p]`` of ``base``; ``held`` never decreases."""
 
     base: Split
     held: tuple[int, ...]
 
     @property
     def parts(self) -> int:
-        """Number of parts, copies included."""
+        """Number of parts, replicas included."""
         return len(self.held)
 
     @property
@@ -103,7 +103,7 @@ class Copies:
         return self.base.extent
 
     def ends(self, part: int) -> tuple[int, int]:
-        """Rising ends of a part."""
+        """Ends of a part, non-decreasing."""
         return self.base.ends(self.held[part])
 
     def interval(self, part: int) -> tuple[int, int]:
@@ -113,10 +113,10 @@ class Copies:
 
 @dataclass(frozen=True)
 class Mapped:
-    """The parts of another dimension seen through a map of intervals, whose ends rise with those it maps.
+    """Images of the parts of another dimension under a map of intervals whose ends never decrease.
 
-    Parts may overlap and leave gaps, and are empty where those of ``base`` are. Subclasses say the image of
-    an interval, and the extent of the dimension that it lies in.
+    Images may overlap and leave gaps, and are empty where parts of ``base`` are. Subclasses define the image
+    of an interval, and the extent of its dimension.
     """
 
     base: Split
@@ -127,11 +127,11 @@ class Mapped:
         return self.base.parts
 
     def image(self, start: int, stop: int) -> tuple[int, int]:
-        """Ends of the image of an interval; they may cross where it is empty."""
+        """Ends of the image of an interval; of an empty image, the second may be the smaller."""
         raise NotImplementedError
 
     def ends(self, part: int) -> tuple[int, int]:
-        """Rising ends of a part."""
+        """Ends of a part, non-decreasing."""
         return self.image(*self.base.ends(part))
 
     def interval(self, part: int) -> tuple[int, int]:
@@ -143,9 +143,9 @@ class Mapped:
 
 @dataclass(frozen=True)
 class Grouped(Mapped):
-    """Groups that the parts of another dimension belong to, wholly or not: two parts may share one.
+    """Groups of elements that the parts of another dimension meet; two parts may share a group.
 
-    A group is ``size`` elements of the other dimension, and ``width`` of this one.
+    A group is ``size`` elements of the other dimension and ``width`` elements of this one.
     """
 
     size: int
@@ -157,13 +157,13 @@ class Grouped(Mapped):
         return self.base.extent // self.size * self.width
 
     def image(self, start: int, stop: int) -> tuple[int, int]:
-        """All of the groups that an interval meets."""
+        """All groups that an interval meets."""
         return start // self.size * self.width, -(-stop // self.size) * self.width
 
 
 @dataclass(frozen=True)
 class Section(Mapped):
-    """What the parts have of an interval of length ``extent``, counted from where it begins, ``offset``."""
+    """Parts of a section, the interval of length ``extent`` from ``offset``; indices count from there."""
 
     offset: int
     extent: int
@@ -175,16 +175,13 @@ class Section(Mapped):
             )
 
     def image(self, start: int, stop: int) -> tuple[int, int]:
-        """What an interval has of the section."""
+        """Intersection of an interval with the section."""
         low, high = (min(max(end - self.offset, 0), self.extent) for end in (start, stop))
         return low, high
 
 
 def meeting(split: Split, start: int, stop: int) -> range:
-    """Parts that share an element with ``[start, stop)``, found by bisection.
-
-    Parts of the range that are empty themselves may be included.
-    """
+    """Parts that share an element with ``[start, stop)``, by bisection; empty parts may be among them."""
     if start >= stop:
         return range(0)
     parts = range(split.parts)

@@ -17,29 +17,29 @@ Groups = tuple[tuple[int, ...], ...]
 
 
 class Home(Protocol):
-    """What the ranks of a partition belong to; geometry never looks further into it."""
+    """Owner of a partition's ranks, such as a machine; geometry only stores it."""
 
     def close(self) -> None:
-        """Release it; idempotent."""
+        """Release the owner's resources; idempotent."""
 
 
 @dataclass(frozen=True)
 class Partition:
     """Ranks of a machine on a Cartesian grid, in row-major order.
 
-    A value without a communicator: every rank, member or not, can hold it, compare it and compute with
-    it. Two partitions are equal when they put the same ranks on the same grid. They are the ``P_x``, ``P_y``
+    A value without a communicator: every rank, member or not, can hold it, compare it and compute with it.
+    Two partitions are equal if they put the same ranks on the same grid. Partitions are the ``P_x``, ``P_y``
     and ``P_w`` of all layer documents.
     """
 
     # Rank ids of the machine, unique, in row-major order of the grid; and the extents of the grid.
     ranks: tuple[int, ...]
     shape: tuple[int, ...]
-    # Rank id of the process that looks at the partition; need not be a member. Its position is ``rank``.
+    # Rank id of this process; need not be a member. Its position in the partition is ``rank``.
     me: int = field(compare=False)
-    # The machine that the ranks belong to, if there is one.
+    # The machine of the ranks, if there is one.
     home: Home | None = field(default=None, compare=False, repr=False)
-    # What ``deactivate`` closes; None unless making it opened something, as ``MPIPartition`` does.
+    # Object that ``deactivate`` closes, if the creation opened one, as ``MPIPartition`` does.
     opened: Home | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -76,8 +76,8 @@ class Partition:
     def rank(self) -> int | None:
         """Position of this process in the partition, row-major; None if it is not a member.
 
-        A place in the grid, not a rank id: that is ``me``, which is the same in all partitions, and what
-        errors name. The two differ where a partition has not all ranks, or in another order.
+        Not a rank id: that is ``me``, which is the same in all partitions, and which errors name. Both differ
+        if a partition lacks some ranks, or has them in another order.
         """
         return self._positions.get(self.me)
 
@@ -91,7 +91,7 @@ class Partition:
         return {rank: position for position, rank in enumerate(self.ranks)}
 
     def index_of(self, rank: int) -> tuple[int, ...]:
-        """Grid index of a rank id, which must be a member."""
+        """Grid index of a rank id; ``PartitionError`` if it is no member."""
         if rank not in self:
             raise PartitionError(f"rank {rank} is not in the partition of ranks {self.ranks}")
         remainder = self._positions[rank]
@@ -102,7 +102,7 @@ class Partition:
         return tuple(reversed(index))
 
     def rank_at(self, index: Sequence[int]) -> int:
-        """Rank id at a grid index."""
+        """Rank id at a grid index; ``PartitionError`` if the index is outside of the grid."""
         position = 0
         for i, extent in zip(index, self.shape, strict=True):
             if not 0 <= i < extent:
@@ -115,7 +115,7 @@ class Partition:
         return (self.rank_at(index) for index in product(*ranges))
 
     def create_partition_inclusive(self, ranks: Iterable[int]) -> Partition:
-        """One-dimensional partition of the members at some positions, in the order wanted; local.
+        """One-dimensional partition of the members at some positions, in the given order; local.
 
         ``PartitionError`` if a position is no integer, out of range or listed twice.
         """
@@ -133,32 +133,32 @@ class Partition:
     def create_cartesian_topology_partition(self, shape: Iterable[int]) -> Partition:
         """Same ranks on a Cartesian grid of the given shape, row-major; local.
 
-        ``PartitionError`` if the grid has not as many places as there are ranks, or an extent is no integer.
+        ``PartitionError`` if the grid has more or fewer places than ranks, or an extent is no integer.
         """
         return Partition(self.ranks, integers(shape, "extents of a grid"), self.me, self.home)
 
     def slab(self, fixed: dict[int, int]) -> Partition:
-        """Members whose grid index has the given values in some dimensions; these keep extent 1."""
+        """Members whose grid index has the given values in some dimensions, which keep extent 1."""
         ranges = [range(n) for n in self.shape]
         for d, i in fixed.items():
             ranges[d] = range(i, i + 1)
         return Partition(tuple(self.ranks_in(ranges)), tuple(map(len, ranges)), self.me, self.home)
 
     def deactivate(self) -> None:
-        """Close what was opened for this partition, idempotent; the partition stays the value that it is.
+        """Close the machine that was opened for this partition; idempotent. The partition itself stays valid.
 
-        ``MPIPartition`` opens the machine of a communicator, or takes part in it where it is open already:
-        deactivating the last of the partitions that it returned closes the machine, collectively over all
-        its ranks. Deactivating one before the last is local, and so is deactivating a partition made from
-        another one, which opened nothing: the machine stays for the others. ``ExchangeTimeout`` if it closes
-        the machine and not all ranks do in time; call it again.
+        ``MPIPartition`` opens the machine of a communicator, or uses it if it is open. Deactivating the last
+        partition that it returned closes the machine, collectively over its ranks; deactivating others is
+        local. A partition made from another one opened nothing, and deactivating it does nothing.
+        ``ExchangeTimeout`` if the machine is closed and not all ranks close it in time: the call can be
+        repeated.
         """
         if self.opened is not None:
             self.opened.close()
 
 
 def integers(numbers: Iterable[Any], what: str) -> tuple[int, ...]:
-    """Numbers of any integral types as a tuple; a ``PartitionError`` says ``what`` else they were to be."""
+    """Convert integers of any type to a tuple of int; ``PartitionError`` about ``what`` if not possible."""
     try:
         return tuple(as_int(number) for number in numbers)
     except TypeError:
@@ -170,7 +170,7 @@ def _ranks(count: int) -> str:
 
 
 def grouped(ranks: Iterable[int], key: Callable[[int], object]) -> Groups:
-    """Ranks with the same key, such as the number of their node; groups and ranks in the order given."""
+    """Group ranks by key, such as the number of their node; groups and ranks keep the given order."""
     groups: dict[object, list[int]] = {}
     for rank in ranks:
         groups.setdefault(key(rank), []).append(rank)
@@ -178,21 +178,21 @@ def grouped(ranks: Iterable[int], key: Callable[[int], object]) -> Groups:
 
 
 def leaders(groups: Groups, root: int) -> tuple[int, ...]:
-    """One rank of each group: the root where it is a member, the first one elsewhere."""
+    """One rank of each group: the root if it is a member, else the first."""
     return tuple(root if root in group else group[0] for group in groups)
 
 
 def share_holders(nodes: Groups) -> Groups:
-    """Ranks of each node that work on a share of a vector each: as many as the smallest node has.
+    """Ranks of each node that each work on a share of a vector: as many as the smallest node has ranks.
 
-    The n-th ones of all nodes have the same share.
+    The n-th ranks of all nodes work on the same share.
     """
     shares = min(map(len, nodes))
     return tuple(node[:shares] for node in nodes)
 
 
 def transposed(partition: Partition) -> Partition:
-    """The same ranks on the transposed grid: who was at (i, j, k) is at (k, j, i)."""
+    """The same ranks on the transposed grid: the rank at (i, j, k) moves to (k, j, i)."""
     indices = product(*map(range, reversed(partition.shape)))
     ranks = tuple(partition.rank_at(index[::-1]) for index in indices)
     return Partition(ranks, partition.shape[::-1], partition.me, partition.home)
@@ -201,8 +201,8 @@ def transposed(partition: Partition) -> Partition:
 def groups_onto(many: Partition, few: Partition, transpose_many: bool, transpose_few: bool) -> Groups:
     """Ranks of ``many`` that belong to each rank of ``few``, in the order of ``few.ranks``.
 
-    The grid of ``few`` is extended to the left with ones; then each of its dimensions is as large as that
-    of ``many``, or 1. A transposition comes first. Within a group the ranks are in the order of ``many``.
+    The grid of ``few`` is extended to the left with ones; then each of its dimensions must equal that of
+    ``many`` or be 1. Transpositions come first. Within a group, ranks are in the order of ``many``.
     ``PartitionError`` if the grids do not fit together. Sum-reduce document, reduction rules; requirement B3.
     """
     above = transposed(many) if transpose_many else many
@@ -223,7 +223,7 @@ def groups_onto(many: Partition, few: Partition, transpose_many: bool, transpose
 
 
 def groups_along(partition: Partition, axes: Collection[int]) -> Groups:
-    """Ranks that differ in the given grid dimensions only, in the order of the partition."""
+    """Groups of ranks that differ only in the given grid dimensions, in the order of the partition."""
 
     def elsewhere(rank: int) -> tuple[int, ...]:
         return tuple(i for d, i in enumerate(partition.index_of(rank)) if d not in axes)

@@ -1,11 +1,11 @@
-"""Broadcasts and sum-reductions as movements of flat vectors, by way of the nodes where there are several.
+"""Broadcasts and sum-reductions as movements of flat vectors, in stages if there are several nodes.
 
-Several groups of ranks work at once. Each group has a vector: on every one of its ranks (copies, which are
-summed where they are sources), or cut into one share per rank. The vectors of all groups, one behind the
-other, are the global tensor of a movement; the movements of a plan follow one another on local vectors.
+Several groups of ranks work at once. Each group has a vector: either each of its ranks has a copy (copies are
+summed if they are sources), or each rank has one share. The vectors of all groups, back to back, are the
+global tensor of a movement. The movements of a plan are executed one after another on local vectors.
 
-Groups are rank ids, and no rank is in two; ``lengths`` are the elements of their vectors, ``node_of`` gives
-the number of a rank's node, ``me`` is the rank of the process that plans.
+Groups are disjoint tuples of rank ids; ``lengths`` are the numbers of elements of their vectors; ``node_of``
+maps a rank to its node's number; ``me`` is the rank that plans.
 """
 
 from __future__ import annotations
@@ -21,12 +21,13 @@ from distdl_rma.geometry.partition import Groups, Partition, grouped, leaders, s
 Stage = tuple[Decomposition, Decomposition]
 NodeOf = Callable[[int], int]
 
-# One rank of a tree over nodes receives from so many others at most.
+# Most ranks from which a rank of a tree over nodes receives.
 _FAN = 32
-# Each turn of a dissemination makes what is known so many times as much; teams of ranks that are alone on
-# their nodes are of so many.
+# Factor by which a turn of a dissemination multiplies what a place has; and size of teams of ranks alone on
+# their nodes.
 _WIDTH = 4
-# Vectors of so few elements go to everybody on a node at once: one step instead of two.
+# Longest vector in elements, and largest group on one node, for which all ranks send their whole vectors to
+# each other: one step instead of two.
 _SHORT = 4096
 _FEW = 8
 
@@ -46,10 +47,11 @@ def shares(groups: Groups, lengths: Sequence[int], me: int) -> Decomposition:
 def reduction(
     groups: Groups, roots: Sequence[int], lengths: Sequence[int], node_of: NodeOf, me: int
 ) -> list[Stage]:
-    """Sum the vectors of each group to its root, which need not be a member; each rank is one root at most.
+    """Sum the vectors of each group to its root, which need not be a member.
 
-    On one node that is one movement. Over nodes the ranks of a node give theirs to one of them first, then
-    as many of these as a tree of a limited width allows give theirs to one of them, and so on.
+    Each rank is the root of at most one group. On one node, the sum is one movement. Over several nodes, the
+    ranks of a node first send their vectors to one of them. Then the chosen ranks do the same in groups of
+    limited width, level by level.
     """
     stages: list[Stage] = []
     if any(len({*map(node_of, (*group, root))}) > 1 for group, root in zip(groups, roots, strict=True)):
@@ -66,33 +68,33 @@ def reduction(
 def broadcast(
     roots: Sequence[int], groups: Groups, lengths: Sequence[int], node_of: NodeOf, me: int
 ) -> list[Stage]:
-    """Copy the vector of each root to its group: a reduction read from its end."""
+    """Copy the vector of each root to its group: the adjoint of the reduction."""
     return reversed_stages(reduction(groups, roots, lengths, node_of, me))
 
 
 def dissemination(size: int) -> list[tuple[int, ...]]:
-    """How what each of so many places knows comes to all: in turns, each over some distances.
+    """Distances in each turn of an exchange after which all ``size`` places have all contributions.
 
-    In a turn each place tells all that it knows to those so many places behind it, around the end, and hears
-    from those before it. Each turn makes what a place knows four times as much.
+    In a turn, each place sends everything that it has to the places at these distances behind it, cyclically,
+    and receives from those before it. Each turn multiplies the contributions that a place has by four.
     """
     reach = [_WIDTH**turn for turn in range(size.bit_length()) if _WIDTH**turn < size]
     return [tuple(n * step for n in range(1, _WIDTH) if n * step < size) for step in reach]
 
 
 def reversed_stages(stages: Sequence[Stage]) -> list[Stage]:
-    """The adjoint of movements that follow one another."""
+    """Adjoint of consecutive movements."""
     return [(target, source) for source, target in reversed(stages)]
 
 
 def all_reduction(groups: Groups, lengths: Sequence[int], node_of: NodeOf, me: int) -> list[Stage]:
-    """Sum the vectors of each group to all its ranks; bitwise alike on all of them.
+    """Sum the vectors of each group to all its ranks; the sums are bitwise equal on all of them.
 
-    Two ranks, or a few with a short vector, send all that they have. Otherwise every rank of a node sums a
-    share, the ranks with the same share on different nodes sum theirs likewise, and all is handed back. A
-    group of ranks 0 to 2 on one node and 3 to 5 on another has three shares: ranks 0 and 3 sum the first
-    third, each of what its node has, then a half of that third each, of what both nodes have. Of more nodes
-    than a rank should talk to, a few do so first, and those with the same share of theirs after that.
+    Two ranks, or a few with a short vector, send their whole vectors. Otherwise every rank of a node sums one
+    share, the ranks with the same share on different nodes sum it likewise, and the way back distributes the
+    sums. Example: a group has ranks 0 to 2 on one node and 3 to 5 on another. There are three shares. Ranks 0
+    and 3 each sum the first third over their node; then each sums one half of that third over both nodes. If
+    there are more nodes than a rank should exchange messages with, a few of them form a team first.
     """
     one_node = all(len(grouped(group, node_of)) == 1 for group in groups)
     size = max(map(len, groups))
@@ -104,9 +106,10 @@ def all_reduction(groups: Groups, lengths: Sequence[int], node_of: NodeOf, me: i
 
 
 def teams_of(group: Sequence[int], node_of: NodeOf) -> Groups:
-    """Ranks that share what they have before they talk to others: those of a node, or a few of many nodes.
+    """Teams of ranks that combine their vectors before they communicate with other teams.
 
-    One team, the group itself, where nothing is gained by others.
+    A team is the ranks of a node, or a few ranks if each is alone on its node. The group itself is the only
+    team if more teams would gain nothing.
     """
     nodes = grouped(group, node_of)
     if len(nodes) == 1 or len(nodes) < len(group):
@@ -118,7 +121,7 @@ def teams_of(group: Sequence[int], node_of: NodeOf) -> Groups:
 
 
 def _to_shares(groups: Groups, lengths: Sequence[int], node_of: NodeOf, me: int) -> list[Stage]:
-    # Until every rank has a share of its own of the sum of its group.
+    # Stages after which every rank has one share of its group's sum.
     if max(map(len, groups)) == 1:
         return []
     teams = [teams_of(group, node_of) for group in groups]
@@ -149,14 +152,14 @@ def _joined(teams: Sequence[Groups]) -> Groups:
 
 
 def _repeated(lengths: Sequence[int], teams: Sequence[Groups]) -> list[int]:
-    # The length of each group's vector, for every team of it.
+    # The length of each group's vector, once per team of the group.
     return list(chain.from_iterable(repeat(n, len(found)) for found, n in zip(teams, lengths, strict=True)))
 
 
 def _to_leaders(
     teams: Sequence[Groups], roots: Sequence[int], lengths: Sequence[int], me: int
 ) -> tuple[Stage, Groups]:
-    # Each team of each group sums to one of its own: the root where it is among them.
+    # Each team sums to one of its ranks, its leader: the root if it is a member.
     led = tuple(leaders(found, root) for found, root in zip(teams, roots, strict=True))
     of_teams = _repeated(lengths, teams)
     alone = tuple((leader,) for group in led for leader in group)

@@ -1,4 +1,4 @@
-"""One-sided communication in a segment that the ranks of a machine share."""
+"""One-sided communication between the ranks of a machine, in memory segments that all of them can reach."""
 
 import warnings
 from typing import Any
@@ -30,7 +30,7 @@ __all__ = [
     "SegmentStats",
 ]
 
-# Collectives have the names of MPI here; their former names are those of layers.
+# Collectives have MPI's names. The former names are deprecated: layers use them too.
 _FORMER = {"AllGather": Allgather, "AllToAll": Alltoall, "Broadcast": Bcast, "ReduceScatter": Reducescatter}
 
 

@@ -1,4 +1,4 @@
-"""An exchange made executable: two slots, an epoch counter, acknowledgements."""
+"""Channels execute an exchange, by two slots per message, an epoch counter and acknowledgements."""
 
 from __future__ import annotations
 
@@ -20,20 +20,22 @@ Array = NDArray[Any]
 
 
 class Channel:
-    """Executes one ``exchange`` of elements of a ``dtype`` again and again: ``start``, go on, ``receive``.
+    """Executes one ``exchange`` of elements of a ``dtype`` repeatedly: ``start``, compute, ``receive``.
 
     Each ordered pair of peers has two slots and a data flag at the receiver, and an acknowledge flag at the
-    sender. A start puts each piece into the peer's slot and notifies; it waits only if this rank is two
-    epochs ahead of a reader. Memory: two slots per received piece, allocated at construction, freed after
-    ``close()`` when no peer can write to it any more. Only ranks that exchange something communicate;
-    construction is local, the first start connects the neighbours.
+    sender. A start puts each piece into the peer's slot and notifies the peer; it waits only for a reader
+    that is two epochs behind. Only ranks that exchange something communicate. Construction is local; the
+    first start connects the peers.
 
-    ``sends`` and ``receives`` are the pieces of the exchange as they move: a large piece moves in several
-    parts, and the reader follows its writer. Messages name the channel by ``name``. Channels are the exchange
+    Memory: two slots per received message, and two staging areas per message to a rank out of reach;
+    allocated at construction, freed after ``close()`` once no peer can write to it.
+
+    ``sends`` and ``receives`` are the pieces of the exchange, large ones cut into parts, so that a reader
+    begins before its writer has ended. Messages name the channel by ``name``. Channels are the exchange
     buffers of the interface document, sections 3.2, 3.2.1 and 3.2.2.
 
-    ``make_result`` makes memory for a result in the arena of this process. With it, other ranks of the node
-    put large results directly into that memory: ``landed`` says for each received piece whether they do.
+    ``make_result`` allocates a result in the arena of this process. With it, other ranks of the node put
+    large results directly into that memory; ``landed`` says so for each received piece.
     """
 
     def __init__(
@@ -64,14 +66,14 @@ class Channel:
         self._flags, self._acquire = self._buffer.flags, manager.segment.acquire
         self._connected = self.idle
         self._operation = manager.operation(name)
-        # Of a recording: epochs under way, and the function to call when all pieces of one have arrived.
+        # While a trace is recorded: by pending epoch, the function to call when all its pieces have arrived.
         self._recorded: dict[int, Callable[[], bool]] = {}
         self._started = self._finished = 0
         self._closed = False
 
     @property
     def nbytes(self) -> int:
-        """Bytes of segment that the channel holds, without its flags."""
+        """Bytes of the segment that the channel holds, without its flags."""
         return self._buffer.nbytes
 
     @property
@@ -80,22 +82,22 @@ class Channel:
         return not self._incoming and not self._outgoing
 
     def count(self, pieces: int) -> int:
-        """Number of parts in which the first so many pieces of the exchange arrive."""
+        """Number of parts in which the first ``pieces`` received pieces of the exchange arrive."""
         return len(in_steps(self.exchange.receives[:pieces], self.dtype.itemsize))
 
     def connect(self, timeout: float | None = None) -> None:
-        """Exchange addresses with the neighbours, and only with these; once, blocking.
+        """Exchange addresses with the peers, and with no other rank; once, blocking.
 
-        The first ``start`` calls it. On both sides ``MismatchError`` if a neighbour connects another
-        exchange, and ``ShapeError`` if it moves elements of another type; ``ExchangeTimeout`` if it does not
-        come: the call can be repeated.
+        The first ``start`` calls it. ``MismatchError`` on both sides if a peer connects another exchange, and
+        ``ShapeError`` on both sides if it moves elements of another dtype. ``ExchangeTimeout`` if a peer does
+        not connect in time: the call can be repeated.
         """
         self._check()
         if self._connected:
             return
-        # The number identifies built-in types only, not for example those of foreign byte order.
+        # ``num`` identifies built-in dtypes only, not for example dtypes of foreign byte order.
         kind = self.dtype.num if self.dtype.isbuiltin == 1 else fingerprint(str(self.dtype))
-        # What a peer must know: where its data goes, which flag announces it, which flag acknowledges.
+        # For each peer: offset for its data, index of the data flag and of the acknowledge flag, dtype.
         facts = {peer: [-1, -1, -1, kind] for peer in self.exchange.peers}
         if self._posted is not None:
             self._posted.connect(self._buffer)
@@ -128,15 +130,15 @@ class Channel:
         return [x[slices] for slices in self._cuts]
 
     def start(self, parts: Iterable[Array]) -> int:
-        """Put one array per send into the peers' slots and notify; return the epoch.
+        """Put one array per send into the peers' slots and notify the peers; return the epoch.
 
-        Returns without waiting for the transfer. The arrays may be changed on return. ``ProtocolError`` if
-        two epochs are already started and not received; ``ExchangeTimeout`` if a peer two epochs behind does
-        not acknowledge in time: nothing was put then, and the call can be repeated.
+        Does not wait for the transfer. The arrays may be changed on return. ``ProtocolError`` if two started
+        epochs are not received yet; ``ExchangeTimeout`` if a peer two epochs behind does not acknowledge in
+        time: nothing was put then, and the call can be repeated.
         """
         self._check()
         if self._started - self._finished >= SLOTS:
-            # An error may have interrupted an epoch: raise its cause first.
+            # If a failed rank interrupted the epochs, that is the error to raise.
             self._manager.notices.check()
             under_way = f"epochs {self._finished + 1} and {self._started} are in flight"
             raise ProtocolError(f"{self.name!r}: third start without a receive ({under_way})")
@@ -144,8 +146,8 @@ class Channel:
             self.connect()
         epoch = self._started + 1
         self._manager.begin(self._operation, epoch)
-        # A slot is free when its reader has acknowledged the epoch before the last. All slots are free before
-        # the first is written: if this wait ends in an error, no peer knows of this epoch.
+        # A slot is free once its reader has acknowledged the epoch two before. All slots must be free before
+        # the first one is written: if this wait ends in an error, no peer knows of this epoch.
         for lane in self._outgoing:
             if self._flags[lane.notification] < epoch - SLOTS:
                 self._wait(lane, epoch - SLOTS, epoch, "acknowledge")
@@ -158,7 +160,7 @@ class Channel:
             views = self._results_of[lane.peer].views(epoch) if lane.lands else lane.views[epoch % SLOTS]
             for at, view in enumerate(views):
                 np.copyto(view, next(source), casting="equiv")
-                # To another node a message travels as a whole.
+                # A message to another node travels as a whole.
                 if not lane.staged and at == lane.ends[step] and step + 1 < len(lane.ends):
                     step += 1
                     lane.raise_data_flag(lane.flag_after(epoch, step))
@@ -174,21 +176,21 @@ class Channel:
         return all(self._buffer.flag(lane.notification) >= lane.flag_after(epoch) for lane in self._incoming)
 
     def take_result(self, epoch: int) -> object | None:
-        """Owner of the memory for the result of a started epoch, as ``make_result`` made it; None without.
+        """Owner of the result memory of a started epoch, from ``make_result``; None if peers use slots.
 
-        Peers put pieces into that memory until the epoch is received; from then on it belongs to the caller.
+        Peers put pieces into that memory until the epoch is received; then it belongs to the caller.
         """
         return None if self._posted is None else self._posted.take(epoch)
 
     def receive(self, epoch: int, timeout: float | None = None) -> Iterator[tuple[Piece, Array]]:
         """Yield the received pieces of an epoch in plan order, waiting for each; epochs in order.
 
-        The arrays lie in the segment and are valid until the iterator is exhausted: then all slots are
-        acknowledged, and the epoch counts as received. After a timeout, or when an iterator was left
-        before its end, the call can be repeated: it hands out the same pieces from the first one on.
+        The arrays lie in the segment and are valid until the iterator is exhausted. Then all slots are
+        acknowledged, and the epoch counts as received. After a timeout, or if an iterator was abandoned, the
+        call can be repeated: it yields the same pieces from the first one on.
 
         ``ProtocolError`` if the epoch was not started, is not the next one, or was received meanwhile by
-        another call; ``ExchangeTimeout`` if a peer does not send in time, or does not take what was put.
+        another call; ``ExchangeTimeout`` if a peer does not send in time, or does not take this rank's puts.
         """
         self._check_next(epoch)
         for lane in self._incoming:
@@ -201,36 +203,35 @@ class Channel:
                     self._recorded[epoch]()
                 yield from zip(lane.pieces[begin : end + 1], views[begin : end + 1], strict=True)
                 begin = end + 1
-                # Not by two: an iterator that was left may be taken up again after its epoch is over.
+                # A caller may resume an abandoned iterator after another one has received the epoch.
                 self._check_next(epoch)
         self._finish(epoch, timeout)
 
     def void(self) -> None:
-        """Give up one epoch, started or not, on all ranks of the exchange alike.
+        """Cancel the next epoch to receive, started or not; each rank of the exchange has to call it once.
 
-        For a movement that every rank knows will not take place: data that peers put for it are dropped. Each
-        rank calls it exactly once for that epoch. Blocks until this rank's own puts are complete; after a
-        timeout the call can be repeated.
+        For a movement that every rank knows will not take place; drops data that peers put. Blocks until this
+        rank's own puts are complete; after a timeout the call can be repeated.
         """
         self._check()
         epoch = self._finished + 1
         if self._connected:
             if self._started < epoch:
-                # Receivers keep their memory until they know that nothing more comes.
+                # Receivers keep their memory until this flag tells them that no more data comes.
                 for lane in self._outgoing:
                     lane.raise_data_flag(lane.flag_after(epoch))
             self._finish(epoch)
         self._started, self._finished = max(self._started, epoch), epoch
 
     def move(self, x: Array) -> Array:
-        """Carry out the whole movement, ``y[box] += x[box]``; blocking. Returns an array of its own."""
+        """Carry out the whole movement, ``y[box] += x[box]``, into a new array; blocking."""
         epoch = self.start(self.cut(x))
         return self.gather(x, epoch, np.add)
 
     def gather(self, x: Array, epoch: int, add: Callable[..., Any]) -> Array:
         """Receive an epoch into a new array of shape ``exchange.need.shape``; blocking.
 
-        Own pieces first, then the received ones in plan order: the same sum from run to run.
+        Adds own pieces first, then the received ones in plan order, so that sums are reproducible.
         """
         need, own = self.exchange.need, self.exchange.own
         y = np.zeros(need.shape, self.dtype)
@@ -242,17 +243,17 @@ class Channel:
         return y
 
     def close(self) -> None:
-        """Give the memory back when no peer writes to it any more; local, idempotent."""
+        """Free the memory once no peer writes to it any more; local, idempotent."""
         if not self._closed:
             self._closed = True
-            # After a failure peers may still put to results: the manager never frees them.
+            # After a failure peers may still put to results: the manager then keeps the channel for ever.
             if not self._manager.closed or self._manager.notices.in_vain:
                 self._manager.retire(self._buffer, self._is_left_alone)
 
     def _is_left_alone(self) -> bool:
-        # A reader's last write here is an acknowledgement. A sender's last write is a data flag, behind its
-        # data or without data after a void, perhaps later than this rank's own void. Without addresses no
-        # peer writes.
+        # The last write of a reader is an acknowledgement. The last write of a sender is a data flag: after
+        # its data, or without data if the epoch was cancelled, perhaps later than this rank's own ``void``.
+        # Peers without this rank's addresses never write.
         flag = self._buffer.flag
         return not self._connected or (
             self._finished == self._started
@@ -261,12 +262,12 @@ class Channel:
         )
 
     def _finish(self, epoch: int, timeout: float | None = None) -> None:
-        # This rank may do something else next, and then nothing would send its notification. And a put that a
-        # peer acknowledged unread, in a void, must be complete before the slot is written again.
+        # If this rank makes no further call here, nothing else sends its notification. And a put that a peer
+        # in ``void`` acknowledged unread must be complete before the slot is written again.
         for lane in self._outgoing:
             if lane.staged:
                 lane.remote.flush(timeout)
-        # Last: up to here the pieces can be received once more.
+        # Last, because after a timeout above the caller can receive the pieces again.
         if self._posted is not None:
             self._posted.finish(epoch)
         for lane in self._incoming:
@@ -275,7 +276,7 @@ class Channel:
         self._recorded.pop(epoch, None)
 
     def _record(self, epoch: int) -> None:
-        # Every wait and the progress engine look whether it is there; ``receive`` at the latest.
+        # Every wait and the progress engine check whether the epoch has arrived, at the latest ``receive``.
         def over() -> bool:
             return self._closed or self._finished >= epoch or self.ready(epoch)
 
@@ -283,7 +284,7 @@ class Channel:
         self._manager.defer(self._recorded[epoch])
 
     def _wait(self, lane: Lane, value: int, epoch: int, verb: str, timeout: float | None = None) -> None:
-        """Wait until the flag of a lane has a value; the peer is to ``verb`` something of the epoch."""
+        """Wait until the flag of a lane reaches ``value``; messages say that the peer has to ``verb``."""
         flags, at = self._flags, lane.notification
         # The message counts whole epochs; the data flag counts steps, the acknowledge flag epochs.
         steps = len(lane.ends) if verb == "send" else 1

@@ -1,4 +1,4 @@
-"""Direct receive: ranks of the node put into the results of a channel, without a slot and a copy from it."""
+"""Direct receive: ranks of the node put into the results of a channel, which saves a copy from slots."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from distdl_rma.segments.memory.remote_buffer import RemoteBuffer
 from distdl_rma.segments.transport.heap import Bytes, Landing
 
 Array = NDArray[Any]
-# Fewer bytes than these are copied faster than addressed.
+# Copying fewer bytes than these takes less time than looking up the address of a result.
 _SMALLEST_NBYTES = 1 << 20
-# A writer keeps the views of so many results of its peer: the peer reuses their memory.
+# Most results of a peer whose views a writer keeps: the peer reuses their memory.
 _KNOWN = 8
 
 
 class PostedResults:
-    """Memory for the results of the next two epochs of a channel; its near writers know the addresses.
+    """Memory for the results of the next two epochs of a channel; writers of the node know the offsets.
 
-    ``make`` makes memory for one result, of the shape ``need``. The offsets of the posted memory lie at the
-    begin of the channel's buffer, one for odd and one for even epochs. The acknowledgement of an epoch says
-    that the offset for the next epoch but one is there. ``lanes`` are those of the near writers.
+    ``make`` allocates memory for one result, of the shape ``need``. The offsets of the posted memory lie at
+    the start of the channel's buffer, one for odd and one for even epochs. The acknowledgement of an epoch
+    announces the offset for the epoch two later. ``lanes`` are those of the writers of the node.
 
-    When its epoch is received, a taken result belongs to its taker: no peer writes to it any more, and other
-    memory is posted. Memory of an epoch that was given up stays posted: each writer overwrites its part.
+    Once its epoch is received, a taken result belongs to its taker: no peer writes to it any more, and other
+    memory is posted. Memory of a cancelled epoch stays posted: each writer overwrites its part.
     """
 
     def __init__(self, make: Callable[[], Landing], lanes: Sequence[Lane], need: Box) -> None:
@@ -39,19 +39,19 @@ class PostedResults:
         self._taken: set[int] = set()
 
     def connect(self, buffer: SegmentBuffer) -> None:
-        """Post memory for the first two epochs, before any writer knows where it is."""
+        """Post memory for the first two epochs, before any writer has the address of the offsets."""
         self._table = buffer.view(np.int64, (SLOTS,)).data
         for epoch in range(1, SLOTS + 1):
             if epoch % SLOTS not in self._posted:
                 self._post(epoch)
 
     def take(self, epoch: int) -> object:
-        """Owner of the memory of an epoch's result; the caller's when the epoch was received."""
+        """Owner of the memory of an epoch's result; it belongs to the caller once the epoch is received."""
         self._taken.add(epoch)
         return self._posted[epoch % SLOTS].owner
 
     def finish(self, epoch: int) -> None:
-        """Post memory for the next but one epoch, before this one is acknowledged."""
+        """If the result was taken, post memory for the epoch two later, before this epoch is acknowledged."""
         if epoch in self._taken:
             self._post(epoch + SLOTS)
             self._taken.discard(epoch)
@@ -75,7 +75,7 @@ class ResultsOfPeer:
         self._known: dict[int, tuple[Array, ...]] = {}
 
     def views(self, epoch: int) -> tuple[Array, ...]:
-        """Targets of the pieces of an epoch, once the peer has acknowledged the last epoch but one."""
+        """Targets of the pieces of an epoch, once the peer has acknowledged the epoch two before."""
         offset = self._table[epoch % SLOTS]
         if offset not in self._known:
             if len(self._known) == _KNOWN:
@@ -87,14 +87,14 @@ class ResultsOfPeer:
 
 
 def views_in(whole: Array, lane: Lane, need: Box) -> tuple[Array, ...]:
-    """Views of the pieces of a lane in a result."""
+    """Views of a lane's pieces in a result."""
     return tuple(whole[piece.box.slices(need)] for piece in lane.pieces)
 
 
 def receives_directly(exchange: Exchange, itemsize: int, near: Callable[[int], bool]) -> bool:
     """Whether peers put a rank's pieces directly into its results.
 
-    Only if no element is summed or left unwritten, and most elements come from near ranks.
+    True if nothing is summed or left unwritten, and near ranks send half of the result and 1 MiB at least.
     """
     nbytes = itemsize * sum(piece.box.volume for piece in exchange.receives if near(piece.peer))
     enough = nbytes >= _SMALLEST_NBYTES and 2 * nbytes >= itemsize * exchange.need.volume

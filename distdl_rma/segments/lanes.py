@@ -1,4 +1,4 @@
-"""The lanes of a channel: one per peer and direction, with its pieces, slots and flags."""
+"""Lanes of a channel: one per peer and direction, with its pieces, slots and flags."""
 
 from __future__ import annotations
 
@@ -18,27 +18,26 @@ from distdl_rma.segments.transport.heap import aligned
 
 Array = NDArray[Any]
 SLOTS = 2
-# In place of the offset of a slot: the receiver wants the data in the result itself.
+# In place of a slot's offset: the receiver takes the data directly in its result.
 LANDS = -2
-# A large message is announced in steps: its reader begins while its writer continues. A piece above 1 MiB
-# goes in one step per MiB, but in no more than four. Above 16 MiB it goes in one step per 4 MiB. More steps
-# would cost more calls, whose code the copies evict from the caches.
+# The receiver reads a large message in steps, while the sender continues: one step per MiB for a piece above
+# 1 MiB, at most four, or one per 4 MiB above 16 MiB. More steps cost calls, whose code the copies evict.
 _STEPS, _STEP_NBYTES, _LARGEST_STEP_NBYTES = 4, 1 << 20, 4 << 20
 
 
 @dataclass
 class Lane:
-    """One peer's share of a channel in one direction; a message is all pieces for that peer.
+    """Message of a channel to or from one peer in each epoch: all pieces for that peer.
 
-    In this rank's buffer, ``offset`` is that of the first slot, or of the staging area. ``notification`` is
-    the data flag of a received message, or the acknowledge flag of a sent one. The data flag is raised after
-    each piece of ``ends``, the last one included.
+    ``offset`` is that of the first slot, or of the staging area, in this rank's buffer. ``notification`` is
+    the index of the data flag of a received message, or of the acknowledge flag of a sent message. The sender
+    raises the data flag after each piece listed in ``ends``, the last piece included.
 
-    Once the peer's buffer ``remote`` is known, ``views`` are the pieces in both slots; or, with ``lands``, in
-    the results, and there are no slots. ``staged`` are both staging areas if the peer's slots are out of
-    reach. The note of that buffer has the offset of the slots, the data flag, and the acknowledge flag.
-    ``raise_data_flag(value)`` raises the data flag. ``acknowledge(epoch)`` raises the other: the slot of that
-    epoch was read and may be written again.
+    The other fields are set once the peer's buffer ``remote`` is known. ``views`` are the pieces in both
+    slots, or with ``lands`` in the results, without slots. ``staged`` are both staging areas if this rank
+    cannot store to the peer's slots. ``remote.note`` has the offset of the slots and the indices of the data
+    flag and of the acknowledge flag. ``raise_data_flag(value)`` raises the receiver's data flag.
+    ``acknowledge(epoch)`` raises the sender's acknowledge flag: the slot of that epoch may be overwritten.
     """
 
     peer: int
@@ -60,19 +59,19 @@ class Lane:
         return aligned(self.nbytes)
 
     def flag_after(self, epoch: int, steps: int | None = None) -> int:
-        """Value of the data flag after some steps of an epoch, or all of them."""
+        """Value of the data flag after some steps of an epoch, all of them if None."""
         every = len(self.ends)
         return (epoch - 1) * every + (every if steps is None else steps)
 
     def bind_incoming(self, remote: RemoteBuffer, buffer: SegmentBuffer, dtype: np.dtype[Any]) -> None:
-        """Read what the peer puts into the slots of this rank's buffer."""
+        """Bind a received message to the slots of this rank's buffer."""
         self.remote = remote
         self.acknowledge = remote.flag_raiser(remote.note[2], ordered=False)
         if not self.lands:
             self._cut([self._own_slot(buffer, dtype, parity) for parity in range(SLOTS)])
 
     def bind_outgoing(self, remote: RemoteBuffer, buffer: SegmentBuffer, dtype: np.dtype[Any]) -> None:
-        """Write to the peer's slots, or else to a staging area in this rank's buffer."""
+        """Bind a sent message to the peer's slots, or to a staging area in this rank's buffer."""
         self.remote = remote
         self.raise_data_flag = remote.flag_raiser(remote.note[1])
         self.lands = remote.note[0] == LANDS
@@ -86,7 +85,7 @@ class Lane:
         self._cut(slots)
 
     def announce(self, epoch: int) -> None:
-        """Raise the peer's data flag behind a whole message, which leaves the staging area now."""
+        """Raise the peer's data flag after a whole message; a staged message is put first."""
         if self.staged:
             parity = epoch % SLOTS
             there = self.remote.note[0] + parity * self.stride
@@ -97,7 +96,7 @@ class Lane:
         return buffer.view(dtype, (self.nbytes // dtype.itemsize,), self.offset + parity * self.stride)
 
     def _cut(self, slots: list[Array]) -> None:
-        # A slot holds the pieces of one message one behind the other, each row-major.
+        # A slot holds the pieces of one message back to back, each row-major.
         ends = np.cumsum([piece.box.volume for piece in self.pieces]).tolist()
         self.views = [
             tuple(
@@ -109,13 +108,13 @@ class Lane:
 
 
 class Lanes:
-    """All lanes of a channel on one rank, and their places in its buffer; local to plan.
+    """All lanes of a channel on one rank, and their offsets in its buffer; planning is local.
 
-    ``near`` says whether this rank can store to a peer's memory, so that no staging area is needed. ``sends``
-    and ``receives`` are the pieces of the exchange as they move, large ones in several parts. ``outgoing``
-    and ``incoming`` are the lanes to and from peers, in the order of the plan. ``nbytes`` and ``flags`` are
-    the size of the buffer and the number of its notifications. If results ``land``, near peers have no slots,
-    and the buffer begins with a word for each of two epochs.
+    ``near(peer)`` is whether this rank can store to a peer's memory; a message to such a peer needs no
+    staging area. ``sends`` and ``receives`` are the pieces of the exchange, large ones cut into parts.
+    ``outgoing`` and ``incoming`` are the lanes to and from peers, in the order of the plan. ``nbytes`` and
+    ``flags`` are the size of the buffer and the number of its notifications. With ``land`` near peers put
+    directly into results: they have no slots, and the buffer begins with a word for each of two epochs.
     """
 
     def __init__(
@@ -138,7 +137,7 @@ class Lanes:
 
 
 def in_steps(pieces: tuple[Piece, ...], itemsize: int) -> tuple[Piece, ...]:
-    """Pieces, the large ones cut along their first dimension; the same at sender and receiver."""
+    """Cut large pieces along their first dimension longer than 1; equal at sender and receiver."""
     found = []
     for piece in pieces:
         nbytes = piece.box.volume * itemsize
@@ -156,7 +155,7 @@ def in_steps(pieces: tuple[Piece, ...], itemsize: int) -> tuple[Piece, ...]:
 
 
 def _ends(pieces: tuple[Piece, ...], itemsize: int) -> tuple[int, ...]:
-    # Last piece of each step of a message.
+    # Index of the last piece of each step of a message.
     ends, nbytes = [], 0
     for at, piece in enumerate(pieces):
         nbytes += piece.box.volume * itemsize

@@ -34,12 +34,11 @@ _CREATE_TAG = 11
 
 
 class Communicators:
-    """Communicators of some ranks in order; several users of the same ranks may need one each at a time.
+    """Pool of communicators by their ordered list of ranks; each user of a list has one for itself.
 
-    Making and freeing one is collective, but users come and go at different times on each rank. So a
-    communicator that is given back is kept for the next user of the same ranks, and freed in ``close``. There
-    are never more than were in use on some rank at one time. ``ranks`` are the rank ids of the positions of
-    ``comm``, the communicator of the machine.
+    Creating and freeing a communicator is collective, but ranks begin and end a use at different times. So
+    the pool keeps a communicator that was given back for the next user of the same ranks, and frees all in
+    ``close``. ``ranks`` are the rank ids by position in ``comm``, the communicator of the machine.
     """
 
     def __init__(self, comm: MPI.Intracomm, ranks: tuple[int, ...]) -> None:
@@ -48,16 +47,17 @@ class Communicators:
         self._used: dict[tuple[int, ...], set[int]] = {}
 
     def proposal(self, ranks: Sequence[int]) -> int:
-        """Smallest number from which on no communicator of these ranks is in use here; local.
+        """Return the number after the last communicator of these ranks in use here, 0 if none is; local.
 
         All ranks ``take`` the largest of their proposals.
         """
         return 1 + max(self._used.get(tuple(ranks), ()), default=-1)
 
     def take(self, ranks: Sequence[int], number: int) -> MPI.Intracomm:
-        """Communicator of the ranks with this number, the same on all of them; belongs to the machine.
+        """Return a communicator of these ranks by its number, equal on all of them; the machine owns it.
 
-        Collective over them, blocking without a deadline, if there is none yet: wait for a barrier first.
+        If the communicator does not exist yet, the call is collective over the ranks and blocks without a
+        deadline: complete a barrier first.
         """
         key = tuple(ranks)
         made = self._made.setdefault(key, [])
@@ -71,11 +71,11 @@ class Communicators:
         return made[number]
 
     def give_back(self, ranks: Sequence[int], number: int) -> None:
-        """End a use, in which nothing is under way any more; local."""
+        """End the use of a communicator, on which no operation is pending; local."""
         self._used[tuple(ranks)].discard(number)
 
     def close(self) -> None:
-        """Free all of them, in the order in which all ranks made them; collective over the machine."""
+        """Free all communicators, in an order equal on all ranks; collective over the machine."""
         for made in self._made.values():
             for comm in made:
                 comm.Free()
@@ -83,7 +83,7 @@ class Communicators:
 
 
 _SPINS = 2000
-# How long a rank that failed stays for the others to notice.
+# How long a failed rank stays alive for the others to receive its notice.
 _NOTICE_SECONDS = 1.0
 _THREAD_LEVELS = {
     MPI.THREAD_SINGLE: "single",
@@ -95,7 +95,7 @@ _THREAD_LEVELS = {
 
 @dataclass(frozen=True)
 class SegmentStats:
-    """How a rank's segment is used, in bytes; ``owners`` maps an owner's name to (buffers, bytes)."""
+    """Use of a rank's segment, in bytes; ``owners`` maps an owner's name to (number of buffers, bytes)."""
 
     reserved: int
     used: int
@@ -105,22 +105,22 @@ class SegmentStats:
 
 
 class Tenant(Protocol):
-    """Something whose memory lies in the segment."""
+    """Object whose memory lies in the segment."""
 
     def release(self) -> None:
-        """Leave, before the segment goes; local, never refused."""
+        """Stop using the segment, which is about to be freed; local, must not raise."""
 
 
 class SegmentManager(SegmentContext, Uncopyable):
-    """Hands out buffers of a segment that the ranks of a machine share.
+    """Allocates buffers in this rank's segment, which all ranks of the machine can reach.
 
-    Usable without any neural network and without torch. Collective to create and to close; everything
-    else is local or involves only the peers named.
+    It needs neither torch nor a neural network. Creation, ``close`` and ``meet_at_exit`` are collective; all
+    other methods are local or involve only the ranks named.
 
-    ``comm`` is a communicator of the machine, owned by the caller, and ``ranks`` the rank id of each of its
-    positions, by default those of ``comm``. ``nbytes`` is the segment size per rank, a number or text with a
-    unit; it and ``timeout``, ``transport``, ``progress`` and ``reserve`` are those of :class:`Machine`. For
-    tests, ``node_size`` consecutive ranks of a node count as a node of their own.
+    ``comm`` is a communicator of the machine, which the manager duplicates. ``ranks`` are the rank ids by
+    position, by default the positions. ``nbytes`` is the segment size per rank, a number or text with a unit;
+    it and ``timeout``, ``transport``, ``progress`` and ``reserve`` are those of :class:`Machine`. In tests,
+    ``node_size`` consecutive ranks of a node count as a node of their own.
     """
 
     def __init__(
@@ -139,7 +139,7 @@ class SegmentManager(SegmentContext, Uncopyable):
             raise PartitionError(f"one rank id for each of {comm.size} ranks is needed, got {rank_ids}")
         options = SegmentOptions(nbytes, timeout, transport, progress, node_size, reserve)
         counters = Counters()
-        # Messages of the library never meet those of the caller.
+        # On a duplicate, messages of the library never match messages of the caller.
         comm = comm.Dup()
         try:
             segment = Segment(comm, rank_ids, options, counters)
@@ -153,15 +153,14 @@ class SegmentManager(SegmentContext, Uncopyable):
         waiter = Waiter(segment, self.notices, self.watch, counters, chosen_timeout(timeout), spins)
         super().__init__(comm, rank_ids, segment, waiter)
         self.heap.allocate(HEADER_BYTES, "header")
-        # Bound methods, without a call in between: ``defer`` adds a step that all waits take, and ``begin``
-        # writes which operation begins, by a name from ``operation`` and its epoch, for the messages of
-        # others.
+        # Bound methods save a call. ``defer`` adds a step to all waits. ``begin`` writes to the header which
+        # operation begins (a name from ``operation``, an epoch): messages of other ranks quote it.
         self.defer, self.withdraw = waiter.defer, waiter.withdraw
         self.begin = self._header.begin
         self.communicators = Communicators(comm, rank_ids)
         self.transport = transport
         self.trace = Tracer()
-        # Objects that collectives share as long as the segment exists.
+        # Objects that collectives share until the segment is freed.
         self.kept: dict[Hashable, object] = {}
         self._retired: list[tuple[SegmentBuffer, Callable[[], bool]]] = []
         self._tenants: weakref.WeakSet[Tenant] = weakref.WeakSet()
@@ -171,9 +170,9 @@ class SegmentManager(SegmentContext, Uncopyable):
     def get_segment_buffer(self, size: int, notifications: int = 0, owner: str = "user") -> SegmentBuffer:
         """Allocate a buffer of ``size`` bytes in this rank's segment; local, not blocking.
 
-        0 bytes are legal. So many ``notifications`` belong to the buffer, all unset at first; ``stats()``
-        counts it for ``owner``. It is aligned to a cache line, and belongs to the caller, who frees it.
-        ``ArgumentError`` if a number is negative or none, ``SegmentError`` if the segment is exhausted.
+        ``size`` may be 0. The buffer has ``notifications`` notifications, initially unset; ``stats()`` counts
+        it for ``owner``. It is aligned to a cache line and belongs to the caller, who frees it.
+        ``ArgumentError`` if a number is negative or no integer, ``SegmentError`` if the segment is exhausted.
         Interface document, chapter 2.
         """
         self.check_open()
@@ -187,18 +186,18 @@ class SegmentManager(SegmentContext, Uncopyable):
         try:
             return SegmentBuffer(self, nbytes, words, owner)
         except SegmentError:
-            # Objects in reference cycles, for example of the user's program, may hold buffers.
+            # Reference cycles, for example of the user's program, may hold buffers.
             gc.collect()
             self._reclaim()
         return SegmentBuffer(self, nbytes, words, owner)
 
     def retire(self, buffer: SegmentBuffer, idle: Callable[[], bool]) -> None:
-        """Free a buffer as soon as ``idle()`` says that no peer writes to it any more; local."""
-        # Appends only: a finalizer calls this at any moment, also in the middle of an allocation.
+        """Free a buffer at a later allocation, once ``idle()`` says that no peer writes to it; local."""
+        # Only appends: a finalizer may call this at any moment, also during an allocation.
         self._retired.append((buffer, idle))
 
     def _reclaim(self) -> None:
-        # Finalizers may append meanwhile. If ``idle`` raises, its buffer and those behind it stay.
+        # Finalizers may append meanwhile. If ``idle`` raises, its buffer and all later ones stay in the list.
         with self.segment.lock:
             for _ in range(len(self._retired)):
                 buffer, idle = self._retired.pop(0)
@@ -217,14 +216,14 @@ class SegmentManager(SegmentContext, Uncopyable):
         return Queue(self, name)
 
     def stats(self) -> SegmentStats:
-        """How this rank's segment is used; local."""
+        """Return the use of this rank's segment; local."""
         self.check_open()
         self._reclaim()
         heap = self.heap
         return SegmentStats(heap.nbytes, heap.used, heap.peak, heap.largest_gap, heap.owners())
 
     def describe(self) -> dict[str, object]:
-        """Facts of this machine, and how its ranks reach each other; local."""
+        """Describe this machine and how its ranks reach each other; local."""
         self.check_open()
         segment = self.segment
         direct = {rank: segment.link(rank).memory is not None for rank in self.ranks}
@@ -246,14 +245,14 @@ class SegmentManager(SegmentContext, Uncopyable):
     operation = staticmethod(operation_name)
 
     def progress(self) -> None:
-        """Advance operations under way, as waits do; does not block. ``PeerFailedError`` if a rank failed."""
+        """Advance pending operations, as waits do; does not block. ``PeerFailedError`` if a rank failed."""
         self.check_open()
         self.waiter.progress()
 
     def fail(self, error: BaseException) -> None:
-        """Tell all ranks that this one cannot go on; they raise ``PeerFailedError`` in their next wait.
+        """Notify all ranks that this one failed; they raise ``PeerFailedError`` in their next wait.
 
-        Not blocking, not collective. A machine that failed cannot be used any more, only left.
+        Not blocking, not collective. A failed machine can only be closed.
         """
         if self.closed:
             return
@@ -264,27 +263,28 @@ class SegmentManager(SegmentContext, Uncopyable):
         if isinstance(error, PeerFailedError):
             rank, cause = error.rank, error.cause
         self.notices.tell(cause, rank)
-        # The others would take an operation that begins now for an earlier one.
+        # No operation may begin now: other ranks would take it for an earlier one.
         refuse = self.notices.raise_for
         self.begin = lambda name, epoch: refuse(rank, cause, None, LOST)
 
     def raised(self, error: BaseException) -> None:
-        """Tell the others that a collective call raised here. Those waiting for it raise ``PeerFailedError``.
+        """Tell the other ranks that a collective call raised here; local.
 
-        They do so after a second, unless the call raised there too, or ``watch.goes_on()`` was called. Local.
+        Ranks that wait for this one raise ``PeerFailedError`` after a second, unless the call raised there
+        too, or this rank calls ``watch.goes_on()``.
         """
         if not self.closed:
             self.watch.raised(cause_of(error))
 
     def before_close(self, tenant: Tenant) -> None:
-        """Have ``tenant.release()`` called before the segment goes; kept by a weak reference."""
+        """Call ``tenant.release()`` before the segment is freed; keeps a weak reference only."""
         self._tenants.add(tenant)
 
     def close(self, timeout: float | None = None) -> None:
-        """Free the segment; collective, idempotent. All buffers and views of them end here.
+        """Free the segment; collective, idempotent. All buffers and their views become invalid.
 
-        If not all ranks come, ``ExchangeTimeout`` is raised: nothing is freed, and the call can be repeated.
-        After a failure it is local, and the memory goes with the process.
+        ``ExchangeTimeout`` if not all ranks call it in time: nothing is freed, and the call can be repeated.
+        After a failure the call is local, and the memory stays until the process ends.
         """
         if self.closed:
             return
@@ -311,21 +311,21 @@ class SegmentManager(SegmentContext, Uncopyable):
         self.comm.Free()
 
     def _drop_unmatched(self) -> None:
-        # Receives messages of handshakes that were given up: a later communicator may get the same number
-        # from MPI and would match them. All ranks have met, so these messages have arrived.
+        # Receives messages of abandoned handshakes: MPI may give a later communicator the same context, and
+        # its receives would match them. All ranks have met, so these messages have arrived.
         status = MPI.Status()
         while (found := self.comm.Improbe(status=status)) is not None:
             found.Recv([bytearray(status.Get_count(MPI.BYTE)), MPI.BYTE])
 
     def meet_at_exit(self, say: Callable[[str], object]) -> bool:
-        """Wait until all ranks are about to close, as long as they live; return whether they came.
+        """Wait until all ranks are about to close; return whether all came. Blocking while all ranks live.
 
-        Raises no error of the library: no code could catch it. ``MPI_Finalize`` would wait for the others as
-        well. ``say`` is called once with each reason why this rank cannot end.
+        Raises no error of the library, since no code could catch it. ``MPI_Finalize`` would wait for the
+        other ranks as well. ``say`` is called once with each reason why this rank cannot end.
         """
         notices, watch = self.notices, self.watch
         if notices.failed:
-            # The others do not close any more. They may be in ``MPI_Finalize``, where they do not answer.
+            # The other ranks do not close any more; in ``MPI_Finalize`` they do not answer.
             notices.wait_until_noticed(_NOTICE_SECONDS)
         else:
             with suppress(DistdlError):
@@ -336,7 +336,7 @@ class SegmentManager(SegmentContext, Uncopyable):
                     self._meet_to_close(float("inf"))
         if not notices.in_vain:
             return True
-        # Others may already wait for this rank to close as well.
+        # Other ranks may already wait for this rank to close.
         notices.pass_on()
         for rank, why in watch.ended():
             say(
@@ -346,11 +346,11 @@ class SegmentManager(SegmentContext, Uncopyable):
         return False
 
     def _meet_to_close(self, timeout: float | None) -> None:
-        # Freeing windows cannot be interrupted, so no rank begins before all are here. And a rank cannot take
-        # back that it joined a barrier of MPI. So the ranks meet twice: a rank that gave up waiting for the
-        # first barrier does not come to the second, unless it calls again.
+        # Freeing windows cannot be interrupted, so no rank begins before all have come. A rank cannot leave
+        # an MPI barrier, so there are two: a rank that gave up in the first does not join the second, unless
+        # it calls again.
         watch, until = self.watch, self.waiter.until
-        # Peers may still wait for this rank's puts. Ranks that have left receive them nevertheless.
+        # Peers may still wait for this rank's puts. Ranks that have left receive the puts nevertheless.
         last_puts = WaitReason(watch.others, "to take its last puts", leavers=True)
         until(self.segment.progress, lambda: last_puts, timeout)
         watch.leave("closing the machine or ending its program")
@@ -371,10 +371,7 @@ class SegmentManager(SegmentContext, Uncopyable):
         return bool(barriers[1].Test())
 
     def keep(self) -> None:
-        """Keep all memory that MPI may still read or write, until the process has ended; local.
-
-        MPI ends after the interpreter has deleted all objects, and continues operations under way until then.
-        """
+        """Keep this object until the process has ended: MPI continues pending operations until then."""
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self))
 
     def stop(self) -> None:

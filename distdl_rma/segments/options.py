@@ -1,4 +1,4 @@
-"""What users choose about segments: size, timeout, transport, progress; here or in the environment."""
+"""Options of segments: size, timeout, transport, progress; the environment can set size and timeout."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _PROGRESS = ("thread", "none")
 
 @dataclass(frozen=True)
 class SegmentOptions:
-    """The options of a :class:`SegmentManager`, as they were given; ``check`` them on all ranks."""
+    """Arguments of a :class:`SegmentManager` as the user gave them; every rank calls ``check``."""
 
     nbytes: int | str | None = None
     timeout: float | None = None
@@ -31,7 +31,7 @@ class SegmentOptions:
     reserve: bool = False
 
     def check(self) -> None:
-        """Raise ``ConfigurationError`` if an option is wrong; the size is another matter."""
+        """Raise ``ConfigurationError`` if an option is invalid; ``size`` checks the size."""
         if self.transport not in _TRANSPORTS:
             raise ConfigurationError(f"transport is one of {_TRANSPORTS}, got {self.transport!r}")
         chosen_timeout(self.timeout)
@@ -40,13 +40,13 @@ class SegmentOptions:
             raise ConfigurationError(f"reserve is True or False, got {self.reserve!r}")
 
     def size(self) -> int | None:
-        """Bytes of a segment as asked for, here or in the environment; None if nobody did."""
+        """Segment size in bytes, from the argument or else the environment; None if neither gives one."""
         asked = self.nbytes if self.nbytes is not None else os.environ.get(SEGMENT_SIZE_VARIABLE)
         return None if asked is None else parse_size(asked)
 
 
 def parse_size(text: object) -> int:
-    """Bytes of a size like ``2GiB``, ``512 MiB`` or ``4096``; with a unit from B to TiB, or none."""
+    """Bytes of a size like ``2GiB``, ``512 MiB`` or ``4096``; ``ConfigurationError`` if it is invalid."""
     known = isinstance(text, (str, int, np.integer)) and not isinstance(text, bool)
     found = re.fullmatch(r"\s*(\d{1,18})\s*([A-Za-z]*)\s*", str(text)) if known else None
     if not found or found[2] not in _UNITS or int(found[1]) < 1:
@@ -58,7 +58,7 @@ def parse_size(text: object) -> int:
 
 
 def check_timeout(seconds: float | None, default: float = 0.0) -> float:
-    """Return a timeout in seconds, the default for None; raise if it is none."""
+    """Return a timeout in seconds, the default if None; ``ConfigurationError`` if it is invalid."""
     try:
         value = default if seconds is None else float(seconds)
     except (TypeError, ValueError):
@@ -69,7 +69,7 @@ def check_timeout(seconds: float | None, default: float = 0.0) -> float:
 
 
 def chosen_timeout(seconds: float | None) -> float:
-    """Return a timeout as asked for, else that of the environment, else 300 seconds; raise if it is none."""
+    """Return the timeout: the argument, else the environment's, else 300 seconds; raise if invalid."""
     text = os.environ.get(TIMEOUT_VARIABLE)
     if seconds is not None or text is None:
         return check_timeout(seconds, DEFAULT_TIMEOUT)
@@ -82,7 +82,7 @@ def chosen_timeout(seconds: float | None) -> float:
 
 
 def chosen_progress(asked: str | None, has_remote: bool) -> str:
-    """Return which engine to use: as asked, or a thread where peers are remote and MPI allows threads."""
+    """Progress engine: as asked, by default a thread if peers are remote and MPI allows threads."""
     threads = MPI.Query_thread() == MPI.THREAD_MULTIPLE
     if asked is None:
         return "thread" if has_remote and threads else "none"

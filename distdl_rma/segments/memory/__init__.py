@@ -1,1 +1,1 @@
-"""Buffers in the segments, and what puts, gets and notifies in those of peers."""
+"""Buffers in segments; puts, gets and notifications in the buffers of peers."""

@@ -1,4 +1,4 @@
-"""Arrays, tensors, bytes and numbers as the contiguous bytes that travel, and slices as those they mean."""
+"""Conversion of arrays, tensors and numbers to bytes that travel; and slices of arrays in a segment."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from numpy.typing import DTypeLike, NDArray
 from distdl_rma.errors import ArgumentError, ShapeError
 from distdl_rma.segments.transport.links import ByteRuns
 
-# Numbers of numpy, by kind, in the order in which one kind holds those before it.
+# Numeric kinds of numpy; each kind can hold the kinds before it.
 _NUMBERS = "biufc"
 
 
 def as_array(data: Any, what: str) -> NDArray[Any]:
-    """Array over the memory of a numpy array, a torch tensor or another object; no copy."""
+    """Array over the memory of an array, tensor or other buffer; no copy. ``ShapeError`` if not possible."""
     if isinstance(data, np.ndarray):
         array = data
     elif hasattr(data, "__array__"):
         try:
             array = np.asarray(data)
         except (TypeError, RuntimeError) as error:
-            # A tensor that needs a gradient, lies on a device, or has a type unknown to numpy.
+            # The tensor requires a gradient, lies on a device, or has a dtype unknown to numpy.
             raise ShapeError(f"{what}: not an array that numpy can look at: {error}") from None
     else:
         try:
@@ -44,7 +44,7 @@ def as_array(data: Any, what: str) -> NDArray[Any]:
 def as_target(out: Any, what: str) -> NDArray[Any]:
     """Array over memory to write to; no copy. ``ShapeError`` if writing would not change ``out``."""
     array = as_array(out, what)
-    # An object that gives numpy a copy of itself, as a number does, gives another one each time.
+    # An object that gives numpy a copy of itself, as a number does, gives a different one each time.
     copied = array is not out and array.size and not np.may_share_memory(array, as_array(out, what))
     if copied or not array.flags.writeable:
         raise ShapeError(f"{what}: {type(out).__name__} is read-only")
@@ -52,7 +52,7 @@ def as_target(out: Any, what: str) -> NDArray[Any]:
 
 
 def as_bytes(data: Any, what: str) -> memoryview:
-    """Contiguous bytes of an array, tensor or buffer: a view, or packed where it is not contiguous."""
+    """Contiguous bytes of an array, tensor or buffer: a view if it is contiguous, else a packed copy."""
     try:
         view = memoryview(data)
         if view.c_contiguous and "O" not in view.format:
@@ -63,7 +63,7 @@ def as_bytes(data: Any, what: str) -> memoryview:
 
 
 def as_offset(offset: Any, what: str) -> int:
-    """Offset as an integer of Python, which does not overflow."""
+    """Offset as a Python integer, which cannot overflow; ``ArgumentError`` if it is no integer."""
     try:
         return as_int(offset)
     except TypeError:
@@ -71,10 +71,10 @@ def as_offset(offset: Any, what: str) -> int:
 
 
 def as_values(data: Any, dtype: np.dtype[Any], what: str) -> NDArray[Any]:
-    """Array whose values a ``dtype`` takes without a loss, else ``ShapeError``.
+    """Array whose values convert to ``dtype`` without loss, else ``ShapeError``.
 
-    Python's numbers and lists of them are of any type that holds them: integers exactly, floats rounded to
-    the nearest as in numpy, but not to infinity.
+    A Python number, or a list of them, converts to any dtype that holds it: integers exactly; floats rounded
+    to the nearest as in numpy, but not to infinity.
     """
     if isinstance(data, (int, float, complex)) and not isinstance(data, np.generic):
         number = _as_number(data, dtype)
@@ -122,7 +122,7 @@ def _as_number(data: complex, dtype: np.dtype[Any]) -> NDArray[Any] | None:
 
 
 def _is_castable(source: np.dtype[Any], dtype: np.dtype[Any]) -> bool:
-    # Numbers stay numbers, text stays text, times stay times.
+    # Numbers convert to numbers only, text to text, times to times.
     if "V" in (source.kind, dtype.kind):
         return np.can_cast(source, dtype, "equiv")
     alike = source.kind == dtype.kind or (source.kind in _NUMBERS and dtype.kind in _NUMBERS)
@@ -130,7 +130,7 @@ def _is_castable(source: np.dtype[Any], dtype: np.dtype[Any]) -> bool:
 
 
 def _comes_back(source: NDArray[Any], dtype: np.dtype[Any]) -> bool:
-    # What numpy calls safe although it may round or overflow: long integers as floats, and times.
+    # Casts that numpy calls safe although they may round or overflow: long integers to floats, and times.
     kind = source.dtype.kind
     if kind in "mM":
         back = source.astype(dtype).astype(source.dtype)
@@ -138,15 +138,15 @@ def _comes_back(source: NDArray[Any], dtype: np.dtype[Any]) -> bool:
     if kind not in "iu" or source.dtype.itemsize < 8 or dtype.kind not in "fc":
         return True
     there = source.astype(dtype).real
-    # The way back from a number beyond all integers is not defined.
+    # The conversion of a float beyond the range of the integers is undefined.
     inside = bool((there < 2.0 ** (63 if kind == "i" else 64)).all())
     return inside and bool((there.astype(source.dtype) == source).all())
 
 
 class ArrayLayout:
-    """Type and shape of a row-major array somewhere in a segment.
+    """Dtype and shape of a row-major array in a segment.
 
-    ``ShapeError`` if the elements are Python objects or of no size, or an extent is negative or none.
+    ``ShapeError`` if elements are Python objects or have no size, or if an extent is negative or no integer.
     """
 
     def __init__(self, dtype: DTypeLike, shape: int | tuple[int, ...]) -> None:
@@ -157,16 +157,16 @@ class ArrayLayout:
             raise ShapeError(f"no segment holds an array of {dtype!r} of shape {shape!r}: {error}") from None
         if self.dtype.hasobject or not self.dtype.itemsize or any(extent < 0 for extent in self.shape):
             raise ShapeError(f"no segment holds an array of {self.dtype} of shape {self.shape}")
-        # In Python's integers, which do not overflow.
+        # In Python integers, which do not overflow.
         self.nbytes = self.dtype.itemsize * math.prod(self.shape)
 
     def part(self, key: Any) -> ArrayPart:
-        """What a slice means; its key is made of integers, slices and one ellipsis, else ``ShapeError``."""
+        """Part that a key selects; keys consist of integers, slices and one ellipsis, else ``ShapeError``."""
         keys = tuple(_checked(k) for k in (key if isinstance(key, tuple) else (key,)))
         if not any(k is ... for k in keys):
-            # Without it, a key for a single element gives a number instead of a view.
+            # Without an ellipsis, a key for a single element gives a number instead of a view.
             keys = (*keys, ...)
-        # Strides without memory: what the slice touches is never looked at.
+        # An array of strides without memory: its elements are never accessed.
         steps = [self.dtype.itemsize * math.prod(self.shape[d + 1 :]) for d in range(len(self.shape))]
         whole = as_strided(np.empty(1, self.dtype), self.shape, steps, writeable=False)
         try:
@@ -179,7 +179,7 @@ class ArrayLayout:
 
 @dataclass(frozen=True)
 class ArrayPart:
-    """A slice of a row-major array: its shape, the steps in bytes, and the byte at which it begins."""
+    """A slice of a row-major array: its shape, its strides in bytes, and the byte at which it begins."""
 
     key: tuple[int | slice | EllipsisType, ...]
     dtype: np.dtype[Any]
@@ -193,7 +193,7 @@ class ArrayPart:
         return self.dtype.itemsize * math.prod(self.shape)
 
     def runs(self, offset: int) -> ByteRuns:
-        """Its contiguous stretches, in order, in a segment in which the whole array is at an offset."""
+        """Contiguous stretches of the slice, in order, if the whole array is at ``offset`` of a segment."""
         nbytes, outer = self.dtype.itemsize, list(zip(self.shape, self.strides, strict=True))
         if not self.nbytes:
             return ByteRuns((), nbytes)

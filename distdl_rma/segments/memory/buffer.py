@@ -1,4 +1,4 @@
-"""Buffers in this rank's segment, and the one-time exchange of their addresses between neighbours."""
+"""Buffers in this rank's segment, and the one-time exchange of their addresses between peers."""
 
 from __future__ import annotations
 
@@ -29,28 +29,24 @@ from distdl_rma.segments.options import check_timeout
 from distdl_rma.segments.transport.heap import Bytes, aligned
 from distdl_rma.segments.waiting.header import WaitReason, clip
 
-# The tag changes when ranks settle an error: messages from before do not match messages from after it.
+# The tag changes when ranks settle an error, so that earlier messages never match later ones.
 _TAGS = range(1, 1 << 14)
 _LABEL_BYTES, _TERMS_BYTES = 120, 240
-# A message: fingerprint, location of the buffer, note for the peer, hash of the whole label, and the
-# beginnings of the label and of the terms, for messages of errors.
+# Layout of a message: fingerprint, location of the buffer, note for the peer, hash of the whole label, and
+# the first bytes of the label and of the terms, for error messages.
 _LOCATION, _NOTE, _HASH = slice(1, 5), slice(5, 9), 9
 _LABEL = slice(10, 10 + _LABEL_BYTES // 8)
 _TERMS = slice(_LABEL.stop, _LABEL.stop + _TERMS_BYTES // 8)
 
 Message = NDArray[np.int64]
-# Incomplete requests, and the memory that MPI reads and writes for them. They outlive their buffer, handshake
-# and machine.
+# Incomplete requests and their memory for MPI, which outlive their buffer, handshake and machine.
 _UNFINISHED: dict[int, tuple[list[MPI.Request], object]] = {}
 _NUMBERS = count()
 
 
 @dataclass
 class Purpose:
-    """What a handshake is for: a label and a fingerprint, equal on all sides, and a note for every peer.
-
-    It takes the arguments of :meth:`SegmentBuffer.exchange`, and raises if they are invalid.
-    """
+    """Purpose of a handshake, from the arguments of :meth:`SegmentBuffer.exchange`; raises if invalid."""
 
     ranks: tuple[int, ...]
     asked: InitVar[Mapping[int, tuple[int, ...]] | Iterable[int]]
@@ -105,9 +101,9 @@ class Purpose:
 class Handshake:
     """Messages to and from some peers; a wait for them can be repeated after a timeout.
 
-    The n-th handshake of a pair of ranks meets the n-th one of the other side; label and fingerprint tell
-    whether both sides mean the same exchange. "On the first call they exchange a pointer to the exchange
-    buffers with all their neighbors": interface document, section 3.2; requirement A8.
+    The n-th handshake of a rank with a peer matches the n-th handshake of that peer with the rank. Label and
+    fingerprint tell whether both sides mean the same exchange. "On the first call they exchange a pointer to
+    the exchange buffers with all their neighbors": interface document, section 3.2; requirement A8.
     """
 
     def __init__(self, context: SegmentContext, location: Location, purpose: Purpose) -> None:
@@ -117,7 +113,7 @@ class Handshake:
         self._sends: dict[int, MPI.Request] = {}
         self._receives: dict[int, MPI.Request] = {}
         self._requests: list[MPI.Request] = []
-        # Not its address: handshakes of closed machines may stay, and another one may get the same address.
+        # Not ``id``: a closed machine's handshake may stay in the table, and another may get its address.
         self._number = next(_NUMBERS)
         with context.segment.lock:
             _UNFINISHED[self._number] = self._requests, (self._incoming, self._outgoing)
@@ -132,7 +128,7 @@ class Handshake:
                 self._requests.append(self._receives[peer])
 
     def test(self) -> bool:
-        """Whether all messages are complete; does not block. Every wait calls it until then."""
+        """Whether all messages are complete; does not block. Every wait calls it until they are."""
         with self._context.segment.lock:
             if not MPI.Request.Testall(self._requests):
                 return False
@@ -150,7 +146,7 @@ class Handshake:
             )
 
     def give_up(self, ranks: Iterable[int]) -> None:
-        """End it if one of these ranks takes part in it."""
+        """End the handshake if one of these ranks takes part in it."""
         if not self._incoming.keys() & set(ranks):
             return
         with self._context.segment.lock:
@@ -161,7 +157,7 @@ class Handshake:
                     request.Cancel()
 
     def finish(self, timeout: float | None) -> dict[int, RemoteBuffer]:
-        """Wait for all peers, until one deadline; return their buffers by rank id."""
+        """Wait for all peers until a common deadline; return their buffers by rank id."""
         waiter = self._context.waiter
         deadline = time.perf_counter() + check_timeout(timeout, waiter.timeout)
         for requests in (self._receives, self._sends):
@@ -198,7 +194,7 @@ class Handshake:
 
 
 def _as_notes(notes: Mapping[int, tuple[int, ...]] | Iterable[int], what: str) -> dict[int, tuple[int, ...]]:
-    # By rank id; empty ones if only the rank ids are given.
+    # Notes by rank id; empty notes if only rank ids are given.
     if isinstance(notes, Mapping):
         return dict(notes)
     try:
@@ -233,9 +229,8 @@ def _listed(terms: str) -> dict[str, str]:
 class SegmentBuffer:
     """Block of this rank's segment that peers can put into, with notifications.
 
-    :meth:`SegmentManager.get_segment_buffer` makes it. Its memory belongs to the segment and stays valid
-    until ``free()``, the end of a ``with`` statement or the close of the machine; do not use views of it
-    afterwards.
+    :meth:`SegmentManager.get_segment_buffer` makes it. Its memory belongs to the segment; the buffer and its
+    views are valid until ``free()``, the end of a ``with`` statement or the close of the machine.
 
     A notification is 0 until a peer sets it, and again after a reset; its value is from 1 to 2**32 - 1. A
     rank that sees a notification also sees its sender's earlier puts. An index out of range raises
@@ -246,7 +241,7 @@ class SegmentBuffer:
         self._context, self._segment = context, context.segment
         self._acquire, self._looks = context.segment.load_fence, range(context.waiter.spins)
         self.nbytes, self.notifications, self.owner = nbytes, notifications, owner
-        # Data first, words behind it: the data is then aligned to a cache line.
+        # The data is first, so that it is aligned to a cache line; the words follow.
         data_nbytes = aligned(nbytes) if nbytes else 0
         # Threads of a rank may make and free buffers at the same time.
         with context.segment.lock:
@@ -255,7 +250,7 @@ class SegmentBuffer:
         self._words = self._segment.words[self._first_word : self._first_word + notifications]
         self._array = np.frombuffer(self._words, np.int64)
         self._array[:] = 0
-        # Words of the notifications that were reset. Only the peer writes the words themselves.
+        # Copies of the words at their last reset. Only the peer writes the words themselves.
         self._reset = np.zeros(notifications, np.int64)
         self._reset_words = self._reset.data
         self._peers: tuple[int, ...] = ()
@@ -264,7 +259,7 @@ class SegmentBuffer:
 
     @property
     def location(self) -> Location:
-        """Location that a peer needs to reach the buffer."""
+        """Location by which a peer reaches the buffer."""
         return Location(self.offset, self.nbytes, self._first_word, self.notifications)
 
     @property
@@ -289,12 +284,12 @@ class SegmentBuffer:
 
     @property
     def here(self) -> RemoteBuffer:
-        """This buffer as a remote one, for puts, notifications and atomics of this rank itself."""
+        """This buffer as a remote buffer, for puts, notifications and atomics of this rank itself."""
         self._check()
         return RemoteBuffer(self._context, self._context.rank, self.location, ())
 
     def notification(self, index: int) -> int:
-        """Return the value of a notification, 0 if there is none; does not block, makes no progress."""
+        """Return the value of a notification, 0 if it is not set; does not block, makes no progress."""
         word = self.flag(index)
         if word == self._reset_words[index]:
             return 0
@@ -302,10 +297,7 @@ class SegmentBuffer:
         return word >> NOTIFICATION_BITS
 
     def notify_test(self, first: int = 0, count: int | None = None) -> int | None:
-        """Return the lowest notification that is set among ``count`` from ``first`` on, or None.
-
-        Does not block, but makes progress.
-        """
+        """Lowest set index among ``count`` from ``first`` on, or None; does not block, makes progress."""
         first, stop = self._range(first, count)
         found = self._find(first, stop)
         if found is None:
@@ -322,15 +314,15 @@ class SegmentBuffer:
         timeout: float | None = None,
         senders: Collection[int] | None = None,
     ) -> int:
-        """Wait until any of ``count`` notifications from ``first`` on is set, and return the lowest.
+        """Wait until any of ``count`` notifications from ``first`` on is set; return the lowest set index.
 
-        Blocking. All notifications to the end if ``count`` is None, at least one. The notification stays
-        until it is reset. The ``timeout`` is in seconds, 0 to look once. ``senders`` are the rank ids that
-        may set the notifications; all peers of the buffer if None. Messages name them, and the wait ends when
-        they have left.
+        Blocking. The notification stays set until it is reset. If ``count`` is None, all notifications from
+        ``first`` on count; there must be at least one. ``timeout`` is in seconds, 0 to test once. ``senders``
+        are the rank ids that may set the notifications, all peers of the buffer if None: messages name them,
+        and the wait ends when all of them have left.
 
-        ``ExchangeTimeout`` at the deadline, after which the call can be repeated; ``PeerFailedError`` if a
-        rank failed, or all that may set them have left; ``PartitionError`` if a sender is none of the ranks.
+        ``ExchangeTimeout`` at the deadline: the call can be repeated. ``PeerFailedError`` if a rank failed,
+        or all senders have left. ``PartitionError`` if a sender is no rank of the machine.
         """
         first, stop = self._range(first, count)
         ranks = self._peers if senders is None else self._known(senders)
@@ -367,7 +359,7 @@ class SegmentBuffer:
     def notify_wait(
         self, index: int = 0, timeout: float | None = None, senders: Collection[int] | None = None
     ) -> int:
-        """Wait for one notification, reset it and return its value.
+        """Wait for a notification and reset it; return its value.
 
         Blocking; raises as :meth:`notify_waitsome`.
         """
@@ -380,7 +372,7 @@ class SegmentBuffer:
         except TypeError:
             raise self._wrong(index) from None
         if word == old:
-            # The first turns of a wait, without a call for each look.
+            # First turns of a wait, without a call for each test.
             for _ in self._looks if timeout is None else ():
                 word = words[index]
                 if word != old:
@@ -400,7 +392,7 @@ class SegmentBuffer:
     def _find(self, first: int, stop: int) -> int | None:
         if stop == first:
             return None
-        # Slices would cost as much as the comparison.
+        # Slices would take as long as the comparison.
         words, reset = self._array, self._reset
         if stop - first < self.notifications:
             words, reset = words[first:stop], reset[first:stop]
@@ -437,7 +429,7 @@ class SegmentBuffer:
 
     @property
     def flags(self) -> memoryview:
-        """All words, 64-bit integers; for loops that cannot afford a check for each."""
+        """All words, as 64-bit integers; for loops that have no time to check each index."""
         return self._words
 
     def flag(self, index: int) -> int:
@@ -458,25 +450,26 @@ class SegmentBuffer:
         *,
         terms: str = "",
     ) -> dict[int, RemoteBuffer]:
-        """Exchange addresses of buffers with some peers, and only with these.
+        """Exchange addresses of buffers with some peers, and with no other rank.
 
-        Blocking; every peer named must make the matching call. The n-th call that names a peer meets the
-        n-th call of that peer that names this rank.
+        Blocking; every peer must make the matching call. The n-th call of a rank that names a peer matches
+        the n-th call of that peer that names the rank.
 
-        ``notes`` are the rank ids of the peers; or, for every peer's rank id, up to four integers that it
-        shall find in its ``RemoteBuffer.note``. ``label`` and ``fingerprint`` say what the buffer is for, and
-        must be alike; ``terms`` what the fingerprint stands for, a line ``name=value`` each: a mismatch says
-        which differ. The timeout is in seconds, for all peers together.
+        ``notes`` are the peers' rank ids; or a mapping from each peer's rank id to at most four integers,
+        which the peer finds in its ``RemoteBuffer.note``. ``label`` and ``fingerprint`` identify the purpose
+        and must be equal on both sides. ``terms`` are the facts behind the fingerprint, one line
+        ``name=value`` each: the error of a mismatch names those that differ. ``timeout`` is in seconds, for
+        all peers together.
 
-        ``MismatchError`` on both sides if a peer's call was for something else; names both.
-        ``ExchangeTimeout`` if a peer does not call; names it. The call can be repeated, as it was, or else
+        ``MismatchError`` on both sides if a peer's call had another purpose; names both. ``ExchangeTimeout``
+        if a peer does not call; names the peer. The call can be repeated with the same arguments, else it
         raises ``ProtocolError``. ``PartitionError`` or ``ArgumentError`` if a peer is no rank of the machine,
-        or a note not made of integers of 64 bits; nothing was sent then.
+        or a note is not made of 64-bit integers; nothing was sent then.
         """
         self._check()
         check_timeout(timeout)
         purpose = Purpose(self._context.ranks, notes, label, fingerprint, terms)
-        # After a timeout or another error its messages are under way; the next call waits for them.
+        # After a timeout or another error, messages are still pending; the next call waits for them.
         if self._handshake is None:
             self._handshake = Handshake(self._context, self.location, purpose)
         else:
@@ -491,7 +484,7 @@ class SegmentBuffer:
         return remotes
 
     def free(self) -> None:
-        """Free the memory; local. The caller knows that no peer writes to it any more."""
+        """Free the memory; local. The caller must know that no peer writes to it any more."""
         with self._segment.lock:
             if not self._freed:
                 self._freed = True
@@ -499,10 +492,7 @@ class SegmentBuffer:
                     self._context.heap.free(self.offset)
 
     def promise(self, context: SegmentContext, peer: int, index: int, value: int) -> Callable[[], None]:
-        """Check a notification for the moment when a peer has answered; return a function that sets it.
-
-        The function does nothing after the buffer was freed.
-        """
+        """Check a notification; return the function that sets it later, or does nothing after ``free``."""
         here = self.here
         if context is not self._context:
             raise ArgumentError(f"buffer {self.owner!r} is of another machine than what notifies it")

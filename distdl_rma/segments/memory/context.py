@@ -1,4 +1,4 @@
-"""What the buffers of a rank share: memory, links and waiting; queues of puts and gets."""
+"""State that the buffers of a rank share: memory, links and waits; and queues of puts and gets."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from distdl_rma.segments.waiting.waiter import Waiter
 
 
 class Uncopyable:
-    """Cannot be pickled or copied, since other ranks know its address; nor can an object that holds it."""
+    """Object that cannot be pickled or copied, since other ranks know its address; nor can its holders."""
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise UnsupportedError(
@@ -28,7 +28,7 @@ class Uncopyable:
 
 
 class SharedByCopies(Uncopyable):
-    """Its copy is itself: copies of an object that holds it share it."""
+    """Object whose copy is the object itself: copies of its holders share it."""
 
     def __copy__(self) -> Self:
         return self
@@ -38,47 +38,46 @@ class SharedByCopies(Uncopyable):
 
 
 class Handshake(Protocol):
-    """Messages under way to some peers and from them."""
+    """Pending messages to and from some peers."""
 
     def give_up(self, ranks: Iterable[int]) -> None:
-        """End it if it is with one of these ranks."""
+        """End the handshake if one of these ranks takes part in it."""
 
 
 class SegmentContext:
-    """A rank's end of the segments of a machine: its memory, its ways to the peers, and how it waits.
+    """One rank's access to the segments of a machine: its memory, its links to the peers, and its waits.
 
-    ``ranks`` are the rank ids of the machine by position in ``comm``, which belongs to it.
+    ``ranks`` are the rank ids by position in ``comm``, a communicator that the context owns.
     """
 
     def __init__(self, comm: MPI.Intracomm, ranks: tuple[int, ...], segment: Segment, waiter: Waiter) -> None:
         self.comm, self.ranks, self.rank = comm, ranks, ranks[comm.rank]
         self.segment, self.waiter, self.counters = segment, waiter, waiter.counters
         self.heap = Heap(segment.nbytes)
-        # Numbers of notifications. Each rank starts at a random number, so that two ranks rarely give a word
-        # the same number.
+        # Numbers of notifications begin at random: two ranks rarely write the same number to a word.
         self.sequence = count(random.Random(self.rank).getrandbits(31))
-        # How often this rank settled an error with each rank; and handshakes that are not over.
+        # How often this rank settled an error with each rank; and unfinished handshakes.
         self.settled = dict.fromkeys(ranks, 0)
         self.handshakes: set[Handshake] = set()
         self.closed = False
 
     def check_open(self) -> None:
-        """Raise ``ClosedError`` after the close."""
+        """Raise ``ClosedError`` if the machine was closed."""
         if self.closed:
             raise ClosedError("segment manager: already closed")
 
     def forget_handshakes(self, ranks: Sequence[int]) -> None:
-        """Give up all handshakes with some ranks, which do the same: later ones match later ones. Local."""
+        """Give up all handshakes with some ranks, which do the same: later ones match again. Local."""
         for handshake in tuple(self.handshakes):
             handshake.give_up(ranks)
         for rank in ranks:
             self.settled[rank] += 1
 
     def flush(self, ranks: Sequence[int], timeout: float | None) -> None:
-        """Wait until all puts and notifications from here to some ranks have arrived there; blocking.
+        """Wait until all puts and notifications from this rank to some ranks have arrived there; blocking.
 
         Transfers to different ranks proceed together. ``ExchangeTimeout`` names the ranks whose transfers are
-        not complete; the call can be repeated.
+        incomplete; the call can be repeated.
         """
         check_timeout(timeout)
         self.check_open()
@@ -93,33 +92,33 @@ class SegmentContext:
 
 
 class Queue:
-    """Puts and gets posted together; ``wait`` returns when the memory at this end may be used again.
+    """Puts and gets posted together; ``wait`` returns once the local memory may be used again.
 
-    A put posted to a queue takes no copy: its source must not change before ``wait``. A get posted to a
-    queue has filled its array after ``wait``. :meth:`SegmentManager.queue` makes queues, as many as wanted;
-    the peer does not see which queue an operation was posted to.
+    A put posted to a queue makes no copy: its source must not change before ``wait`` returns. A get posted to
+    a queue has filled its array when ``wait`` returns. :meth:`SegmentManager.queue` makes queues, as many as
+    wanted; the peer does not see which queue an operation was posted to.
     """
 
     def __init__(self, context: SegmentContext, name: str) -> None:
         self._context, self.name = context, name
-        # Peer, requests, their memory, and the function to call once they are complete.
+        # By operation: peer, requests, their memory, and the function to call once they are complete.
         self._posted: list[tuple[int, list[MPI.Request], Any, Callable[[], None] | None]] = []
 
     def __len__(self) -> int:
-        """Operations posted and not known to be complete."""
+        """Number of posted operations that are not known to be complete."""
         return len(self._posted)
 
     def post(
         self, peer: int, requests: list[MPI.Request], keep: Any, finish: Callable[[], None] | None = None
     ) -> None:
-        """Add an operation; its memory is kept until it is complete, then ``finish()`` is called."""
+        """Add an operation; keeps its memory until it is complete, then calls ``finish()``."""
         if requests:
             self._posted.append((peer, requests, keep, finish))
         elif finish is not None:
             finish()
 
     def test(self) -> bool:
-        """Whether all operations posted so far are complete at this end; does not block."""
+        """Whether all operations posted so far are locally complete; does not block."""
         self._context.check_open()
         with self._context.segment.lock:
             under_way = []
@@ -133,9 +132,9 @@ class Queue:
         return not self._posted
 
     def wait(self, timeout: float | None = None) -> None:
-        """Wait until all operations posted so far are complete at this end; blocking.
+        """Wait until all operations posted so far are locally complete; blocking.
 
-        ``ExchangeTimeout`` at the deadline (seconds; None: the machine's default); then call it again.
+        ``ExchangeTimeout`` after ``timeout`` seconds (None: the machine's default): the call can be repeated.
         """
         check_timeout(timeout)
         self._context.check_open()
@@ -150,6 +149,6 @@ class Queue:
 
 
 def check_queue(queue: Queue | None, what: str) -> None:
-    """Raise ``ArgumentError`` if an operation is posted to neither a queue nor None."""
+    """Raise ``ArgumentError`` if ``queue`` is neither a queue nor None."""
     if not (queue is None or isinstance(queue, Queue)):
         raise ArgumentError(f"{what}: a queue is made by segments.queue(), got {type(queue).__name__}")

@@ -24,7 +24,7 @@ from distdl_rma.segments.waiting.header import WaitReason
 
 
 class Fetch(NamedTuple):
-    """One get: its bytes in the peer's segment, these as an array if this rank can load them, its target."""
+    """One get: the bytes in the peer's segment, an array over them if this rank can load them, the target."""
 
     runs: ByteRuns
     near: NDArray[Any] | None
@@ -32,9 +32,9 @@ class Fetch(NamedTuple):
 
 
 class RemoteMemory:
-    """``nbytes`` from ``begin`` on in the segment of a peer; offsets here are bytes from ``begin``.
+    """``nbytes`` bytes from ``begin`` on in a peer's segment; offsets are bytes from ``begin``.
 
-    ``near`` are those bytes themselves where this rank can load and store them, else None.
+    ``near`` is an array over these bytes if this rank can load and store them, else None.
     """
 
     def __init__(self, context: SegmentContext, peer: int, begin: int, nbytes: int) -> None:
@@ -45,7 +45,7 @@ class RemoteMemory:
         self.near: Bytes | None = None if memory is None else memory[begin : begin + nbytes]
 
     def inside(self, offset: Any, nbytes: int, what: str) -> int:
-        """Offset as an integer, or ``ShapeError`` if so many bytes from there on are not inside."""
+        """Offset as an integer; ``ShapeError`` if ``nbytes`` bytes from there on are not inside."""
         begin: int = as_offset(offset, what)
         if begin < 0 or begin + nbytes > self.nbytes:
             raise self.outside(begin, nbytes)
@@ -62,26 +62,26 @@ class RemoteMemory:
             raise ClosedError(f"buffer of rank {self.peer}: the machine is already closed")
 
     def near_view(self, offset: int, dtype: np.dtype[Any], shape: tuple[int, ...]) -> NDArray[Any] | None:
-        """Array over bytes of this memory where this rank can load and store them, else None."""
+        """Array over bytes of this memory if this rank can load and store them, else None."""
         if self.near is None:
             return None
         return self.near[offset : offset + dtype.itemsize * math.prod(shape)].view(dtype).reshape(shape)
 
     def put(self, runs: ByteRuns, source: Bytes, queue: Queue | None) -> None:
-        """Begin a put over the link; a queue keeps the source until it is complete."""
+        """Begin a put over the link; a queue keeps the source until the put is complete."""
         requests = self.link.put(runs, source)
         if queue is not None:
             queue.post(self.peer, requests, source)
 
     def fetch(self, target: NDArray[Any], offset: int) -> Fetch:
-        """A get of contiguous bytes into ``target``."""
+        """Get of contiguous bytes into ``target``, not begun."""
         nbytes, near = target.nbytes, self.near
         if near is not None:
             near = near[offset : offset + nbytes].view(target.dtype).reshape(target.shape)
         return Fetch(ByteRuns((self.begin + offset,), nbytes), near, target)
 
     def get(self, fetches: Sequence[Fetch], queue: Queue | None = None, timeout: float | None = None) -> None:
-        """Get all of some; blocking without a queue."""
+        """Carry out some gets; blocking without a queue."""
         if self.context.closed:
             self.check_open()
         far = []
@@ -94,7 +94,7 @@ class RemoteMemory:
                 far.append(fetch)
         if not far:
             return
-        # After a timeout no one tests the queue that is made here, so the targets do not change.
+        # After a timeout nobody tests the queue made here, so the targets do not change any more.
         posted = Queue(self.context, "get") if queue is None else queue
         for runs, fetches_of_it in _short_ones_together(far):
             landing, finish = _landing(fetches_of_it)
@@ -105,7 +105,7 @@ class RemoteMemory:
             self.context.waiter.until(posted.test, lambda: reason, timeout)
 
     def get_then(self, fetch: Fetch, then: Callable[[], None]) -> None:
-        """Begin to get, and have ``then()`` called when the target is filled; does not block."""
+        """Begin to get, and call ``then()`` once the target is filled; does not block."""
         if fetch.near is not None or not fetch.runs.total:
             self.get([fetch])
             then()
@@ -122,11 +122,11 @@ class RemoteMemory:
 
 
 def _short_ones_together(fetches: Sequence[Fetch]) -> list[tuple[ByteRuns, list[Fetch]]]:
-    # Runs of each transfer, and the gets that it serves.
+    # Runs of each transfer, and the gets that it carries out.
     short = [f for f in fetches if len(f.runs.offsets) == 1 and f.runs.nbytes <= SHORT_RUN_BYTES]
     if len(short) < 2:
         return [(fetch.runs, [fetch]) for fetch in fetches]
-    # In the order of their places: MPI counts from the first one.
+    # In the order of offsets: MPI counts from the first one.
     short.sort(key=lambda fetch: fetch.runs.offsets)
     runs = ByteRuns.together([(fetch.runs.offsets[0], fetch.runs.nbytes) for fetch in short])
     together = set(map(id, short))
@@ -134,7 +134,7 @@ def _short_ones_together(fetches: Sequence[Fetch]) -> list[tuple[ByteRuns, list[
 
 
 def _landing(fetches: Sequence[Fetch]) -> tuple[Bytes, Callable[[], None]]:
-    # Memory that the link keeps while a get is under way, and the function that copies it to the targets.
+    # Memory that the link keeps while a get is pending, and the function that copies it to the targets.
     landing = np.empty(sum(fetch.runs.total for fetch in fetches), np.uint8)
 
     def finish() -> None:
@@ -149,8 +149,8 @@ def _landing(fetches: Sequence[Fetch]) -> tuple[Bytes, Callable[[], None]]:
 class RemoteArray:
     """A peer's memory as an array: ``there[2:4, ::2] = x`` puts, ``there[0]`` gets.
 
-    Slices are those of numpy: integers, slices and an ellipsis. A put does not block for the transfer, and
-    ``x`` may be changed on return. A get blocks and returns an array of its own.
+    Keys are those of numpy, made of integers, slices and one ellipsis. A put does not block for the transfer,
+    and ``x`` may be changed on return. A get blocks and returns a new array.
     """
 
     def __init__(self, memory: RemoteMemory, layout: ArrayLayout, offset: int) -> None:
@@ -160,7 +160,7 @@ class RemoteArray:
         self._near = memory.near_view(offset, layout.dtype, layout.shape)
 
     def __setitem__(self, key: Any, data: Any) -> None:
-        """Put; data of another shape is broadcast, data of another type is taken if nothing is lost."""
+        """Put; data of another shape is broadcast, data of another dtype is converted if nothing is lost."""
         self.put(key, data)
 
     def __getitem__(self, key: Any) -> NDArray[Any]:
@@ -195,7 +195,7 @@ class RemoteArray:
         return f"RemoteArray(of rank {self._memory.peer}, {self.dtype}, shape {self.shape})"
 
     def put(self, key: Any, data: Any, queue: Queue | None = None) -> None:
-        """Put to a slice, posted to a queue; ``data`` may be changed on return all the same."""
+        """Put to a slice, posted to a queue if given; ``data`` may be changed on return in any case."""
         if queue is not None:
             check_queue(queue, "put")
         part = self._layout.part(key)
@@ -204,7 +204,7 @@ class RemoteArray:
         memory.check_open()
         try:
             if self._near is not None:
-                # Straight to its place: packing would be one more pass over the data.
+                # Directly to the target: packing would be one more pass over the data.
                 self._near[part.key] = source
             else:
                 packed = np.empty(part.shape, self.dtype)
@@ -216,11 +216,11 @@ class RemoteArray:
         memory.counters.bytes_put += part.nbytes
 
 
-# A notification's word: value, then a number that differs from that of the one before.
+# Word of a notification: its value, then a number that differs from that of the word before.
 NOTIFICATION_BITS = 31
 _SEQUENCE = (1 << NOTIFICATION_BITS) - 1
 _LARGEST_VALUE = (1 << 32) - 1
-# One copy of more than about half of a core's cache takes longer than several copies of so many bytes.
+# Bytes of a piece: several copies take less time than one of more than about half of a core's cache.
 _PIECE_NBYTES = 512 << 10
 _SUM, _REPLACE, _NO_OP = MPI.SUM, MPI.REPLACE, MPI.NO_OP
 
@@ -228,7 +228,7 @@ _Memory = TypeVar("_Memory", memoryview, NDArray[Any])
 
 
 class Location(NamedTuple):
-    """Where a buffer is in its owner's segment: its data in bytes, its notifications in words."""
+    """Location of a buffer in its owner's segment: its data in bytes, its notifications in words."""
 
     offset: int
     nbytes: int
@@ -240,23 +240,23 @@ class Inbox(Protocol):
     """Buffer that a get notifies: a :class:`SegmentBuffer` of this rank."""
 
     def promise(self, context: SegmentContext, peer: int, index: int, value: int) -> Callable[[], None]:
-        """Check a notification for the moment when a peer has answered; return a function that sets it."""
+        """Check a notification that a peer's answer will set; return the function that sets it."""
 
 
 class RemoteBuffer:
-    """A peer's :class:`SegmentBuffer`, seen from here.
+    """A peer's :class:`SegmentBuffer`, as this rank accesses it.
 
     Offsets are bytes from the start of the peer's buffer. The peer makes no call for any of these operations.
     ``docs/one-sided.md`` has a table of their order.
 
     Atomic operations (``fetch_add``, ``compare_swap``, ``atomic_...``) work on a 64-bit integer at an offset.
-    They are atomic towards each other on all ranks, not towards puts and plain stores, and block until the
-    word has changed. All raise ``ShapeError`` if the offset is no multiple of 8 inside the buffer,
+    They are atomic towards each other on all ranks, but not towards puts and plain stores, and block until
+    the word has changed. All raise ``ShapeError`` if the offset is not a multiple of 8 inside the buffer,
     ``ArgumentError`` if a number has more than 64 bits, and ``ExchangeTimeout`` if the peer does not answer:
     then the word is unchanged, and the call can be repeated.
 
-    ``peer`` is the rank id of the owner, ``nbytes`` and ``notifications`` are what the buffer has, and
-    ``note`` are the integers that the owner sent for this rank.
+    ``peer`` is the rank id of the owner, ``nbytes`` and ``notifications`` are the sizes of the buffer, and
+    ``note`` are the integers that the owner sent to this rank.
     """
 
     def __init__(self, context: SegmentContext, peer: int, location: Location, note: tuple[int, ...]) -> None:
@@ -276,15 +276,15 @@ class RemoteBuffer:
     def put(self, data: Any, offset: int = 0, queue: Queue | None = None) -> None:
         """Copy an array, tensor or bytes into the peer's buffer; does not block for the transfer.
 
-        Without a queue the data may be changed on return; with one, only after ``queue.wait()``, and
-        contiguous data is not copied. Data that is not row-major arrives row-major: a slice is packed. The
-        bytes travel unchanged, of any type and byte order. The peer sees them once it has seen a later
+        Without a queue the data may be changed on return. With a queue it may be changed only after
+        ``queue.wait()``, and contiguous data is not copied. Other data is packed and arrives row-major. The
+        bytes travel unchanged, of any dtype and byte order. The peer sees them once it has seen a later
         notification from this rank. ``ShapeError`` if the data does not fit into the buffer, or is no array.
         """
         source = as_bytes(data, "put")
         if queue is not None:
             check_queue(queue, "put")
-        # Not in numpy's integers, which overflow.
+        # As Python integers: those of numpy overflow.
         offset, nbytes = as_int(offset), len(source)
         if offset < 0 or offset + nbytes > self.nbytes:
             raise self._memory.outside(offset, nbytes)
@@ -307,7 +307,7 @@ class RemoteBuffer:
     def put_list(self, parts: Iterable[tuple[Any, int]], queue: Queue | None = None) -> None:
         """Put several arrays, each given with its offset; all are checked before data moves.
 
-        To another node the short ones travel together, packed.
+        Short ones travel to another node together, packed.
         """
         check_queue(queue, "put_list")
         checked = self._inside(parts, "put_list", as_bytes)
@@ -317,12 +317,12 @@ class RemoteBuffer:
             self.put(source, offset, queue)
 
     def notify(self, index: int, value: int = 1, *, last: bool = False) -> None:
-        """Set a notification of the peer's buffer, visible after all earlier puts from here to that peer.
+        """Set a notification of the peer's buffer, visible after all earlier puts from this rank to it.
 
         The value is from 1 to 2**32 - 1. A notification has one writer at a time; the next one overwrites it
-        if it was not reset. Notifications of one index become visible in their order, those of different
-        indices in any order. With ``last`` this one also comes after all earlier notifications from here to
-        that peer: a rank that sees it has them all.
+        if it was not reset. Notifications with the same index become visible in order, those with different
+        indices in any order. With ``last``, this notification also comes after all earlier notifications from
+        this rank to that peer: once the peer sees it, all have arrived.
         """
         index, value = as_int(index), as_int(value)
         if not (0 <= index < self.notifications and 1 <= value <= _LARGEST_VALUE):
@@ -341,14 +341,14 @@ class RemoteBuffer:
     def put_notify(
         self, data: Any, index: int, value: int = 1, offset: int = 0, queue: Queue | None = None
     ) -> None:
-        """Put, then notify: the notified put of GASPI."""
+        """Put, then notify, as the notified put of GASPI does."""
         near = self._bytes
         if near is None or queue is not None:
             self.check_notification(index, value)
             self.put(data, offset, queue)
             self.notify(index, value)
             return
-        # Both as above, in one function: for a near peer the calls would cost more than the copy.
+        # Put and notify in one function: for a near peer, the calls would take longer than the copy.
         index, value, offset = as_int(index), as_int(value), as_int(offset)
         if not (0 <= index < self.notifications and 1 <= value <= _LARGEST_VALUE):
             self.check_notification(index, value)
@@ -376,7 +376,7 @@ class RemoteBuffer:
     def put_list_notify(
         self, parts: Iterable[tuple[Any, int]], index: int, value: int = 1, queue: Queue | None = None
     ) -> None:
-        """Put a list, then notify once, when all of it has arrived."""
+        """Put a list, then notify once, after all of it has arrived."""
         self.check_notification(index, value)
         self.put_list(parts, queue)
         self.notify(index, value)
@@ -386,9 +386,9 @@ class RemoteBuffer:
     ) -> None:
         """Copy from the peer's buffer into an array or tensor of this rank.
 
-        Blocking without a queue; with one, the array is filled after ``queue.wait()``. ``ShapeError`` says
-        that it would reach beyond the peer's buffer, or cannot be written to; ``ExchangeTimeout`` that the
-        peer does not answer: the call can be repeated.
+        Blocking without a queue; with one, the array is filled after ``queue.wait()``. ``ShapeError`` if the
+        array reaches beyond the peer's buffer, or is read-only. ``ExchangeTimeout`` if the peer does not
+        answer: the call can be repeated.
         """
         target = as_target(out, "get")
         if queue is not None:
@@ -408,10 +408,10 @@ class RemoteBuffer:
         self._memory.get([self._memory.fetch(*target) for target in targets], queue, timeout)
 
     def get_notify(self, out: Any, inbox: Inbox, index: int, value: int = 1, offset: int = 0) -> None:
-        """Get, and set a notification of this rank's own buffer when the array is filled; does not block.
+        """Get, and set a notification of this rank's own buffer once the array is filled; does not block.
 
-        The peer does not notice it. ``out`` belongs to the transfer until the notification is set. The get is
-        the only writer of that notification; a wait for it names the peer.
+        The peer does not notice the get. ``out`` belongs to the transfer until the notification is set. The
+        get is the only writer of that notification; a wait for it names the peer.
 
         ``inbox`` is a buffer of this rank; if it is freed before the array is filled, nothing is set.
         ``ArgumentError`` if it is no buffer, or has no such notification; ``ShapeError`` as for :meth:`get`.
@@ -426,36 +426,36 @@ class RemoteBuffer:
         self._memory.get_then(self._memory.fetch(target, offset), notify)
 
     def view(self, dtype: DTypeLike, shape: int | tuple[int, ...], offset: int = 0) -> RemoteArray:
-        """See a part of the peer's buffer as an array, whose slices can be put to and got; no data moves."""
+        """Part of the peer's buffer as an array, whose slices can be put to and got; no data moves."""
         layout = ArrayLayout(dtype, shape)
         return RemoteArray(self._memory, layout, self._memory.inside(offset, layout.nbytes, "view"))
 
     def flush(self, timeout: float | None = None) -> None:
-        """Wait until all puts and notifications from here to this peer have arrived there; blocking."""
+        """Wait until all puts and notifications from this rank to the peer have arrived there; blocking."""
         self._context.flush((self.peer,), timeout)
 
     def fetch_add(self, offset: int, value: int, timeout: float | None = None) -> int:
-        """Add to the integer, and return what it was. The sum wraps around."""
-        # As below, without calls in the usual case: MPI's part takes no longer than a few calls of Python.
+        """Add to the integer; return its old value. The sum wraps around."""
+        # As below, without calls in the usual case: MPI's part takes no longer than a few calls in Python.
         at_hand = offset.__class__ is int and 0 <= offset < self._end_at_hand and not offset & 7
         if at_hand and timeout is None and not self._context.closed:
             try:
                 return self._fetch(_SUM, offset, value)
             except (TypeError, ValueError):
-                # No integer of 64 bits; nothing was changed.
+                # Not an integer of 64 bits; nothing was changed.
                 _int64(value)
                 raise
         number = _int64(value)
         return self._fetch(_SUM, self._word_at(offset, timeout), number)
 
     def compare_swap(self, offset: int, expected: int, desired: int, timeout: float | None = None) -> int:
-        """Set the integer to ``desired`` if it is ``expected``; return what it was: that if it was set."""
+        """Set the integer to ``desired`` if it is ``expected``; return its old value: ``expected`` if set."""
         old, new = _int64(expected), _int64(desired)
         begin = self._memory.begin
         return self._atomics.compare_swap(self.peer, begin + self._word_at(offset, timeout), old, new)
 
     def atomic_swap(self, offset: int, value: int, timeout: float | None = None) -> int:
-        """Set the integer, and return what it was."""
+        """Set the integer; return its old value."""
         number = _int64(value)
         return self._fetch(_REPLACE, self._word_at(offset, timeout), number)
 
@@ -468,7 +468,7 @@ class RemoteBuffer:
         return self._fetch(_NO_OP, self._word_at(offset, timeout), 0)
 
     def _word_at(self, offset: int, timeout: float | None) -> int:
-        # Where in the buffer, once the peer is known to answer.
+        # Checked offset in the buffer; waits for the peer's answer first if one is needed.
         if timeout is not None:
             check_timeout(timeout)
         if self._context.closed:
@@ -489,11 +489,11 @@ class RemoteBuffer:
     # For channels and collectives: words that hold growing epochs, and memory without checks.
 
     def raise_flag(self, index: int, epoch: int) -> None:
-        """Set a flag once all earlier puts from here have arrived."""
+        """Set a flag once all earlier puts from this rank have arrived."""
         self._link.notify(self._first_word + index, epoch)
 
     def acknowledge(self, index: int, epoch: int) -> None:
-        """Set a flag without waiting for earlier puts from here."""
+        """Set a flag without waiting for earlier puts from this rank."""
         self._link.notify(self._first_word + index, epoch, ordered=False)
 
     def flag_raiser(self, index: int, ordered: bool = True) -> Callable[[int], None]:
@@ -504,7 +504,7 @@ class RemoteBuffer:
         return partial(self._link.notify, self._first_word + index, ordered=ordered)
 
     def put_stable(self, data: Bytes, offset: int) -> None:
-        """Put from memory that the caller does not change until the peer has answered; takes no copy."""
+        """Put without a copy, from memory that the caller does not change until the peer has answered."""
         if offset < 0 or offset + data.nbytes > self.nbytes:
             raise self._memory.outside(offset, data.nbytes)
         self._link.put(ByteRuns((self._memory.begin + offset,), data.nbytes), data)
@@ -513,17 +513,17 @@ class RemoteBuffer:
 
     @property
     def flags(self) -> memoryview | None:
-        """The peer's words if this rank can store to them, else None; the caller sees to fences."""
+        """The peer's words if this rank can store to them, else None; the caller adds fences."""
         memory = self._link.memory
         if memory is None:
             return None
         return memory.data.cast("q")[self._first_word : self._first_word + self.notifications]
 
     def delivered(self) -> bool:
-        """Advance what is on its way to this peer; does not block.
+        """Advance pending operations to this peer; does not block.
 
-        Returns whether no notification is pending and MPI has read all sources. A put without a notification
-        behind it may not have arrived yet.
+        Returns whether no notification is pending and MPI has read all sources. A put without a later
+        notification may not have arrived yet.
         """
         return self._link.advance()
 
@@ -534,7 +534,7 @@ class RemoteBuffer:
         return self._memory.near_view(begin, kind, (count,))
 
     def check_notification(self, index: int, value: int) -> tuple[int, int]:
-        """Return index and value as integers of Python, or raise ``ArgumentError`` if there is none such."""
+        """Return index and value as Python integers; ``ArgumentError`` if one is out of range."""
         index, value = as_int(index), as_int(value)
         if not 0 <= index < self.notifications:
             raise ArgumentError(f"notification {index} of a buffer that has {self.notifications}")
@@ -545,7 +545,7 @@ class RemoteBuffer:
     def _inside(
         self, parts: Iterable[tuple[Any, int]], what: str, check: Callable[[Any, str], _Memory]
     ) -> list[tuple[_Memory, int]]:
-        # Pairs of memory and offset, all checked before anything moves.
+        # Pairs of memory and offset, all checked before any data moves.
         try:
             pairs = [(data, as_int(offset)) for data, offset in parts]
         except (TypeError, ValueError) as error:
@@ -558,7 +558,7 @@ class RemoteBuffer:
     def _put_short_ones(
         self, parts: list[tuple[memoryview, int]], queue: Queue | None
     ) -> list[tuple[memoryview, int]]:
-        # All at once; returns what remains to be put.
+        # Puts all short parts at once; returns the parts that remain.
         short = [(offset, source) for source, offset in parts if 0 < len(source) <= SHORT_RUN_BYTES]
         short.sort(key=itemgetter(0))
         begin = self._memory.begin
@@ -588,7 +588,7 @@ def _int64(value: int) -> int:
 
 def _copy_in_pieces(near: memoryview, offset: int, source: memoryview) -> None:
     target, nbytes = near[offset : offset + len(source)], len(source)
-    # Of memory that is moved within itself a piece could overwrite what is still to be read.
+    # If source and target overlap, copying a piece could overwrite bytes that are still to be read.
     within = np.may_share_memory(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))
     size = nbytes if within else _PIECE_NBYTES
     for begin in range(0, nbytes, size):

@@ -1,1 +1,1 @@
-"""The registered memory itself, and the ways to that of a peer: load and store, or MPI RMA."""
+"""Registered memory, and links to the memory of a peer by load and store or by MPI RMA."""

@@ -1,4 +1,4 @@
-"""Sub-allocation of one block of memory; and blocks of this process that the ranks of its node store to."""
+"""Allocation of offsets in a block of memory; and arenas: memory that other ranks of the node store to."""
 
 from __future__ import annotations
 
@@ -18,21 +18,20 @@ from distdl_rma.errors import SegmentError
 
 Bytes = NDArray[np.uint8]
 
-# A cache line: two buffers never share one, and every numpy dtype is aligned.
+# Bytes of a cache line: two buffers never share a line, and every numpy dtype is aligned.
 ALIGNMENT = 64
 _MEBIBYTE = 1 << 20
 
 
 def aligned(nbytes: int) -> int:
-    """Smallest multiple of the alignment that is not below ``nbytes``."""
+    """Round ``nbytes`` up to a multiple of the alignment."""
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
 class Heap:
     """Best-fit allocator of offsets into a block of ``nbytes`` bytes; freed neighbours coalesce.
 
-    It hands out numbers and touches no memory. ``used`` are the bytes handed out, alignment included, and
-    ``peak`` the most that they ever were.
+    It touches no memory. ``used`` are the allocated bytes, alignment included, and ``peak`` is their maximum.
     """
 
     def __init__(self, nbytes: int) -> None:
@@ -42,7 +41,7 @@ class Heap:
         self.used = self.peak = 0
 
     def owners(self) -> dict[str, tuple[int, int]]:
-        """Number of blocks and bytes by owner."""
+        """Number of blocks, and their bytes, by owner."""
         sums: dict[str, tuple[int, int]] = {}
         for nbytes, owner in self._blocks.values():
             blocks, total = sums.get(owner, (0, 0))
@@ -51,20 +50,20 @@ class Heap:
 
     @property
     def free_bytes(self) -> int:
-        """Bytes not handed out."""
+        """Bytes that are not allocated."""
         return self.nbytes - self.used
 
     @property
     def largest_gap(self) -> int:
-        """Bytes of the largest block that could be handed out."""
+        """Bytes of the largest block that could be allocated."""
         return max((nbytes for _, nbytes in self._gaps), default=0)
 
     def allocate(self, nbytes: int, owner: str = "") -> int:
-        """Offset of a new block of at least so many bytes and a cache line; ``SegmentError`` if none fits."""
+        """Allocate ``nbytes``, at least a cache line; return the offset. ``SegmentError`` if none fits."""
         size = aligned(max(nbytes, 1))
         fitting = [gap for gap in self._gaps if gap[1] >= size]
         if not fitting:
-            # A larger segment is larger at its end.
+            # A larger segment only extends the last gap.
             last = next((gap for at, gap in self._gaps if at + gap == self.nbytes), 0)
             enough = -(-(self.nbytes + size - last) // _MEBIBYTE)
             raise SegmentError(
@@ -82,7 +81,7 @@ class Heap:
         return offset
 
     def free(self, offset: int) -> None:
-        """Give a block back."""
+        """Free a block."""
         size, _ = self._blocks.pop(offset)
         self.used -= size
         at = bisect_left(self._gaps, (offset, 0))
@@ -98,7 +97,7 @@ _PAGE_BYTES = mmap.PAGESIZE
 
 
 class Place(NamedTuple):
-    """Where another process finds an arena: its process, the file there and its number, its size."""
+    """How another process finds an arena: process, file descriptor there, inode and size in bytes."""
 
     process: int
     file: int
@@ -107,7 +106,7 @@ class Place(NamedTuple):
 
 
 class Landing(NamedTuple):
-    """Memory that peers put to: as an array, by its offset in the arena of its process, and who owns it."""
+    """Memory that peers put to: the array, its offset in its process's arena, and the memory's owner."""
 
     array: NDArray[Any]
     offset: int
@@ -117,9 +116,9 @@ class Landing(NamedTuple):
 class Arena:
     """Blocks of one file in memory; the file has no name and ends with the last process that uses it.
 
-    Unlike a segment it belongs to no machine: users may keep its blocks for ever. Its ``nbytes`` are only a
-    range of addresses; pages are taken when they are touched, and given back by ``drop``. ``OSError`` if the
-    system has no such files.
+    Unlike a segment, an arena belongs to no machine: users may keep its blocks for ever. ``nbytes`` are
+    addresses only: pages are consumed when touched, and freed by ``drop``. ``OSError`` if the system has no
+    such files.
     """
 
     def __init__(self, nbytes: int) -> None:
@@ -139,20 +138,20 @@ class Arena:
 
     @property
     def place(self) -> Place:
-        """Where other processes of this node find it."""
+        """How other processes of this node find the arena."""
         return Place(self._process, self._file, os.fstat(self._file).st_ino, self._heap.nbytes)
 
     @property
     def used(self) -> int:
-        """Bytes of the blocks that are taken."""
+        """Bytes of allocated blocks."""
         return self._heap.used
 
     def offset(self, address: int) -> int:
-        """Offset of an address in one of its blocks."""
+        """Offset of an address that lies in one of the blocks."""
         return address - self._address
 
     def take(self, nbytes: int) -> Bytes:
-        """Block of so many bytes, not initialised; ``MemoryError`` if there is no room."""
+        """Allocate a block of ``nbytes`` bytes, uninitialised; ``MemoryError`` if there is no room."""
         size = -(-nbytes // _PAGE_BYTES) * _PAGE_BYTES
         try:
             with self._lock:
@@ -163,9 +162,9 @@ class Arena:
         return self.memory[offset : offset + nbytes]
 
     def drop(self, block: Bytes) -> None:
-        """Give back a block that is not used any more, with its pages."""
-        # Runs wherever a tensor is deleted: also in the middle of another call, and in children of this
-        # process, which must not change the arena.
+        """Free a block that is not used any more, with its pages."""
+        # Runs at the deletion of a tensor: also during another call, or in a child process, which must not
+        # change it.
         if os.getpid() == self._process:
             self._dropped.append(block)
             self._sweep()
@@ -185,18 +184,18 @@ class Arena:
                 self._lock.release()
 
 
-# Arenas of other processes, shared by all machines: each mapping keeps a file open.
+# Mappings of other processes' arenas, shared by all machines: each mapping keeps a file open.
 _mapped: weakref.WeakValueDictionary[Place, mmap.mmap] = weakref.WeakValueDictionary()
 
 
 def attach(place: Place) -> Bytes | None:
-    """Memory of the arena of another process of this node; None if this process cannot reach it."""
+    """Map the arena of another process of this node; None if this process cannot reach it."""
     try:
         file = os.open(f"/proc/{place.process}/fd/{place.file}", os.O_RDWR)
     except OSError:
         return None
     try:
-        # Otherwise it is another process with that number, as in another namespace.
+        # Otherwise the process id belongs to another process, as in another namespace.
         if os.fstat(file).st_ino != place.inode or os.fstat(file).st_size != place.nbytes:
             return None
         pages = _mapped.get(place)
@@ -213,7 +212,7 @@ _arenas: dict[int, Arena | None] = {}
 
 
 def own_arena() -> Arena | None:
-    """Arena of this process, made by the first call; None if the system has none."""
+    """Arena of this process, created by the first call; None if the system has none."""
     process = os.getpid()
     if process not in _arenas:
         try:

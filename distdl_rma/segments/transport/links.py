@@ -1,4 +1,4 @@
-"""Ways to a peer's segment: direct load and store on a node, MPI RMA to others; and atomic operations."""
+"""Links to a peer's segment: load and store on a node, MPI RMA to other nodes; and atomic operations."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from distdl_rma.errors import PeerFailedError
 from distdl_rma.segments.transport.heap import Bytes
 from distdl_rma.trace import Counters
 
-# A contiguous run of so many bytes or more is a transfer of its own, not a part of an MPI datatype.
+# Shortest contiguous run that is a transfer of its own, not a part of an MPI datatype.
 _LONG_RUN_BYTES = 64 << 10
-# Parts of a list up to so many bytes travel together: packing them costs less than a transfer each.
+# Longest parts of a list that travel together: packing them takes less time than a transfer each.
 SHORT_RUN_BYTES = 2 << 10
-# Answers before a flush without a new operation between them: some operations may complete after the first
-# answer. If others begin operations all the time, the flush follows after so many questions.
+# Consecutive answers without a new operation after which a flush follows, since some operations may complete
+# after the first answer; and most questions before a flush, in case operations begin all the time.
 _ANSWERS, _MOST_QUESTIONS = 2, 5
 
 
 class ByteRuns(NamedTuple):
-    """Stretches of contiguous bytes in a segment, by their offsets and their common length.
+    """Stretches of contiguous bytes in a segment: their offsets and their common length in bytes.
 
-    If the lengths differ, ``lengths`` has one for each, and ``nbytes`` is the largest.
+    If the lengths differ, ``lengths`` has one per stretch, and ``nbytes`` is the largest.
     """
 
     offsets: tuple[int, ...]
@@ -43,7 +43,7 @@ class ByteRuns(NamedTuple):
         return sum(self.lengths) if self.lengths else len(self.offsets) * self.nbytes
 
     def packed(self) -> Iterator[tuple[int, slice]]:
-        """Each stretch's offset, and its slice in an array of all of them, one behind the other."""
+        """Yield each stretch's offset, and its slice in an array that holds all stretches back to back."""
         end = 0
         for offset, nbytes in zip(self.offsets, self.lengths or repeat(self.nbytes), strict=False):
             end += nbytes
@@ -51,28 +51,28 @@ class ByteRuns(NamedTuple):
 
     @staticmethod
     def together(parts: Sequence[tuple[int, int]]) -> ByteRuns:
-        """Stretches with these offsets and lengths, at least one."""
+        """Stretches with these offsets and lengths; at least one."""
         offsets, lengths = zip(*parts, strict=True)
         return ByteRuns(offsets, max(lengths), lengths)
 
 
 class RmaPeer:
-    """Moves bytes to and from the memory of one peer, and knows when they have arrived there.
+    """Moves bytes to and from the memory of one peer by RMA, and finds out when they have arrived there.
 
-    A put that is complete at this end may not be complete at the peer. A flush completes all operations, but
-    it cannot be interrupted: it spins on a core that others need, for ever if the peer is dead. So this rank
-    first sends small gets, as questions, after the large puts before them. It flushes when they were answered
-    while no operation began, or after several questions. The caller has the lock.
+    A put that is complete at this rank may not be complete at the peer. A flush completes all operations, but
+    cannot be interrupted: it spins on a core that others need, and for ever if the peer is dead. So this rank
+    waits for its large puts first, and sends small gets as questions. It flushes after consecutive answers
+    without a new operation, or after several questions. The caller holds the lock.
 
-    The locked window covers the segments of all ranks, and ``position`` is the peer's rank in its group.
-    ``begun`` operations have begun so far; flushes are counted.
+    The locked window covers the segments of all ranks; ``position`` is the peer's rank in its group.
+    ``begun`` counts operations, ``counters`` flushes.
     """
 
     def __init__(self, window: MPI.Win, position: int, counters: Counters) -> None:
         self._window, self._position, self._counters = window, position, counters
-        # Large puts under way, each with the number that had begun with it.
+        # Pending large puts, each with the value of ``begun`` at that put.
         self._large: list[tuple[MPI.Request, int]] = []
-        # Numbers of operations that were begun, and that have certainly arrived.
+        # Numbers of operations that have begun, and that have certainly arrived.
         self.begun, self._arrived = 0, 0
         self._question: tuple[MPI.Request, int] | None = None
         self._answer = np.empty(1, np.int64)
@@ -80,7 +80,7 @@ class RmaPeer:
         self._asked, self._quiet = 0, 0
 
     def put(self, runs: ByteRuns, data: Bytes) -> list[MPI.Request]:
-        """Begin to copy contiguous bytes to the peer; they must not change until that is complete."""
+        """Begin to copy contiguous bytes to the peer; do not change them until the requests are complete."""
         self.begun += 1
         requests = _transfers(runs, data, lambda part, there: self._window.Rput(part, self._position, there))
         if runs.total >= _LONG_RUN_BYTES:
@@ -93,9 +93,9 @@ class RmaPeer:
         return _transfers(runs, out, lambda part, there: self._window.Rget(part, self._position, there))
 
     def replace(self, word: int, values: NDArray[np.int64], before: NDArray[np.int64]) -> MPI.Request:
-        """Begin to set consecutive words of the peer, each atomically; done when their old values are here.
+        """Begin to set consecutive words of the peer, each atomically, and to get their old values.
 
-        MPI keeps the order of operations on the same word, and of no others.
+        MPI orders operations on the same word, and no others.
         """
         self.begun += 1
         there = word * 8, len(values), MPI.INT64_T
@@ -135,7 +135,7 @@ class RmaPeer:
 def _transfers(runs: ByteRuns, data: Bytes, call: Callable[[Any, Any], MPI.Request]) -> list[MPI.Request]:
     # Many short runs travel together, as one datatype.
     if len(runs.offsets) == 1:
-        # By far the most: without slices.
+        # By far the most frequent case: needs no slices.
         there = runs.offsets[0], runs.nbytes, MPI.BYTE
         return [call([data, MPI.BYTE], there)] if runs.nbytes else []
     if not runs.total:
@@ -155,24 +155,25 @@ def _transfers(runs: ByteRuns, data: Bytes, call: Callable[[Any, Any], MPI.Reque
     try:
         return [call([data, MPI.BYTE], (first, 1, kind))]
     finally:
-        # MPI keeps what is still in use.
+        # MPI keeps the datatype as long as an operation uses it.
         kind.Free()
 
 
-# Operand and old word of an operation, and both as MPI parses them fastest. A plain tuple: the interpreter
-# unpacks others by their methods, which takes a twentieth of an operation on a node.
+# Operand and old word of an operation, and both in the form that mpi4py parses fastest. A plain tuple: the
+# interpreter unpacks other sequences by their methods, which takes 5 percent of an operation on a node.
 _OperationMemory = tuple[memoryview, memoryview, list[Any], list[Any]]
 
 
 class Atomics:
     """Atomic operations on one word at a byte offset of a rank's segment; each returns the old word.
 
-    They are atomic towards each other on all ranks of a machine, since all use the same window. Plain loads
-    and stores of such a word are not.
+    They are atomic towards each other on all ranks of a machine, since all use the same window, but not
+    towards plain loads and stores. They hold ``lock``, since the progress engine is another thread; functions
+    of ``fetching`` do not, if the window is ``immediate`` and MPI allows concurrent calls.
 
     ``positions`` maps every rank id to its position in the group of the locked window, and to the offset of
-    its segment in it. ``immediate`` windows complete an operation without the target, as shared memory does:
-    then no answer is waited for. Operations hold ``lock``, since the progress engine is another thread.
+    its segment in the window. In an ``immediate`` window, such as shared memory, operations complete without
+    the target, and do not wait for an answer first.
     """
 
     def __init__(
@@ -183,24 +184,24 @@ class Atomics:
         lock: AbstractContextManager[Any],
     ) -> None:
         self._window, self._positions, self._lock = window, positions, lock
-        # Test of whether a rank answers; None where no answer is needed.
+        # Function that asks a rank and returns the test for its answer; None if no answer is needed.
         self.responding = None if immediate else self._responding
         self._asked: list[tuple[MPI.Request, object]] = []
-        # Whether other threads may call MPI during an operation, which needs no progress of theirs.
+        # Whether other threads may call MPI during an operation, which then needs no progress by them.
         self._together = immediate and MPI.Query_thread() == MPI.THREAD_MULTIPLE
         self._spare: list[_OperationMemory] = []
-        # Operand, expected word and old word of a compare-and-swap. Needs the lock.
+        # Operand, expected word and old word of a compare-and-swap; protected by the lock.
         words = [np.zeros(1, np.int64).data for _ in range(3)]
         self._operand, self._expected, self._before = words
         self._specs = [[word, MPI.INT64_T] for word in words]
 
     def _responding(self, rank: int) -> Callable[[], bool]:
-        # An operation on a rank that has answered takes one round trip and does not hang.
+        # An operation on a rank that has just answered takes one round trip and does not hang.
         target, _ = self._positions[rank]
         answer = np.empty(8, np.uint8)
         with self._lock:
             request = self._window.Rget(answer, target, (0, 8, MPI.BYTE))
-            # The answer's memory is kept while it is under way, also when its wait is given up.
+            # Keeps the memory of pending answers, also if their wait was given up.
             self._asked = [asked for asked in self._asked if not asked[0].Test()]
             self._asked.append((request, answer))
 
@@ -211,10 +212,10 @@ class Atomics:
         return answered
 
     def fetching(self, rank: int, begin: int) -> Callable[[MPI.Op, int, int], int]:
-        """Function that changes a word of one rank, at an offset from ``begin`` on, and returns the old word.
+        """Return a function that changes a word of one rank and returns the old word.
 
-        It applies ``MPI.SUM``, ``MPI.REPLACE`` or ``MPI.NO_OP`` with a number. A closure, since looking up
-        what it needs would take as long as the operation in shared memory.
+        Offsets count from ``begin``; operations are ``MPI.SUM``, ``MPI.REPLACE`` and ``MPI.NO_OP``. A closure
+        saves attribute look-ups, which would take as long as the operation in shared memory.
         """
         target, base = self._positions[rank]
         base += begin
@@ -226,7 +227,7 @@ class Atomics:
         )
 
         def fetch(op: MPI.Op, offset: int, value: int) -> int:
-            # Each thread has its own memory, so that no lock of this library is needed.
+            # Each call takes memory of its own, so that no lock of this library is needed.
             try:
                 memory = spare.pop()
             except IndexError:
@@ -247,7 +248,7 @@ class Atomics:
         return fetch if self._together else fetch_alone
 
     def compare_swap(self, rank: int, offset: int, expected: int, desired: int) -> int:
-        """Set the word to ``desired`` if it is ``expected``."""
+        """Set the word to ``desired`` if it is ``expected``; return the old word."""
         target, begin = self._positions[rank]
         new, old, before = self._specs
         with self._lock:
@@ -257,15 +258,14 @@ class Atomics:
             return self._before[0]
 
 
-# Lists of more transfers or notifications than these are searched for complete ones.
+# Longer lists of transfers or notifications than these are searched for complete ones.
 _MANY_TRANSFERS = 64
-# Most notifications of consecutive words that travel as one, so that the message stays short. Open MPI
-# refuses more than 4 KiB between hosts.
+# Most notifications that travel as one message: Open MPI refuses more than 4 KiB between hosts.
 _MOST_WORDS = 64
 
 
 class SharedLink:
-    """Link to a peer on this node: a copy into its ``memory``, a fence, a store to a flag; all at once."""
+    """Link to a peer on this node: copies into its ``memory``, a fence, stores to flags; all immediate."""
 
     def __init__(self, memory: Bytes, fence: Callable[[], object]) -> None:
         self.memory: Bytes | None = memory
@@ -288,7 +288,7 @@ class SharedLink:
         return []
 
     def notify(self, word: int, value: int, *, ordered: bool = True, last: bool = False) -> None:
-        """Set a word of the peer; stores become visible in their order."""
+        """Set a word of the peer; stores become visible in order."""
         self._fence()
         self._words[word] = value
 
@@ -300,22 +300,21 @@ class SharedLink:
         return True
 
 
-# A transfer under way, and the memory that it reads or writes.
+# A pending transfer, and the memory that it reads or writes.
 _Transfer = tuple[MPI.Request, Any]
 
 
 @dataclass
 class _Delivery:
-    """Some puts, the notification behind them, and their progress."""
+    """Some puts, the notification after them, and their progress."""
 
     transfers: list[_Transfer] = field(default_factory=list)
-    # Whether any put was begun: one that is complete at this end may not be complete at the peer.
+    # Whether any put has begun: a put that is complete at this rank may not be complete at the peer.
     begun: bool = False
     notification: tuple[int, int] | None = None
     # Whether the notification also waits for the notifications before it.
     last: bool = False
-    # The notification waits until so many operations to that peer have arrived; known once MPI reads no
-    # source of the puts any more.
+    # Number of operations whose arrival the notification awaits; None until MPI has read all sources.
     upto: int | None = None
 
 
@@ -340,8 +339,7 @@ _T = TypeVar("_T")
 def _reaching(
     method: Callable[Concatenate[RemoteLink, _P], _T],
 ) -> Callable[Concatenate[RemoteLink, _P], _T]:
-    # Some networks lose a killed rank before any rank has noticed its death: the error of MPI is then the
-    # peer's, not this rank's.
+    # Some networks lose a killed rank before other ranks notice its death: MPI's error is due to the peer.
     @wraps(method)
     def call(self: RemoteLink, /, *args: _P.args, **kwargs: _P.kwargs) -> _T:
         try:
@@ -357,20 +355,19 @@ class RemoteLink:
     """Link to a peer on another node: request-based puts, a flush, then an atomic notification.
 
     No method blocks for the length of a transfer, or on a peer that does not answer: ``notify`` leaves the
-    remaining steps to ``advance``, which every wait and the progress engine call.
+    remaining steps to ``advance``, which every wait and the progress engine call. Every method raises
+    ``PeerFailedError`` if MPI does not reach the peer any more, whose rank id is ``rank``.
 
-    MPI orders only operations that set the same word, so later operations begin later. Many notifications are
-    under way at once: a notification waits for the puts before it, and for other notifications only if it is
-    to be the last of them. Notifications of neighbouring words that waited for the same puts travel as one.
-    The link keeps the memory of puts until MPI has sent them.
+    MPI orders only operations on the same word, so a notification begins after the puts before it have
+    arrived. It waits for other notifications only with ``last``, so that many can be pending at once.
+    Notifications of neighbouring words travel as one if they are due together. The link keeps the sources of
+    puts until MPI has sent them.
 
-    Every method raises ``PeerFailedError`` if MPI does not reach the peer, whose id is ``rank``, any more.
-
-    The methods hold ``lock``, since the progress engine is another thread. ``busy`` are the links with
-    pending operations: a link adds itself; the caller that advances them all removes it.
+    Methods hold ``lock``, since the progress engine is another thread. ``busy`` are the links with pending
+    operations: a link adds itself; the caller that advances them all removes it.
     """
 
-    # Not reachable by load and store.
+    # The peer's memory is not reachable by load and store.
     memory: Bytes | None = None
 
     def __init__(
@@ -385,7 +382,7 @@ class RemoteLink:
 
     @_reaching
     def put(self, runs: ByteRuns, data: Bytes) -> list[MPI.Request]:
-        """Begin to copy contiguous bytes into the peer's segment; they must not change until then."""
+        """Begin to copy contiguous bytes into the peer's segment; do not change them until they are sent."""
         with self._lock:
             self._busy.add(self)
             requests = self._rma.put(runs, data) if runs.total else []
@@ -393,7 +390,7 @@ class RemoteLink:
             opened.begun |= bool(requests)
             opened.transfers += [(request, data) for request in requests]
             if len(opened.transfers) > self._tidy_at:
-                # A rank may put again and again without a notification or a flush.
+                # A rank may put repeatedly without a notification or a flush.
                 opened.transfers = _under_way(opened.transfers)
                 self._tidy_at = 2 * len(opened.transfers) + _MANY_TRANSFERS
             return requests
@@ -402,10 +399,10 @@ class RemoteLink:
     def get(
         self, runs: ByteRuns, out: Bytes, *, keep: bool = False, then: Callable[[], None] | None = None
     ) -> list[MPI.Request]:
-        """Begin to copy bytes out of the peer's segment; they are there when the requests are complete.
+        """Begin to copy bytes out of the peer's segment; ``out`` has them once the requests are complete.
 
-        With ``keep`` the link keeps ``out`` until then, and calls ``then()`` once the bytes are there; test
-        the requests only with the lock.
+        With ``keep``, the link keeps ``out`` until then, and calls ``then()`` afterwards; test the requests
+        only with the lock held.
         """
         with self._lock:
             requests = self._rma.get(runs, out)
@@ -430,7 +427,7 @@ class RemoteLink:
                 self._send_words(word, [value])
 
     def close_delivery(self) -> None:
-        """Have all puts so far flushed, without a notification behind them."""
+        """Flush all puts so far in later calls of ``advance``, without a notification."""
         with self._lock:
             if self._open.begun:
                 self._busy.add(self)
@@ -474,7 +471,7 @@ class RemoteLink:
         self._open, self._tidy_at = _Delivery(), _MANY_TRANSFERS
 
     def _arrived(self, delivery: _Delivery) -> bool:
-        # Whether its puts are there, and with ``last`` the notifications before its own.
+        # Whether the puts of a delivery have arrived, and with ``last`` all earlier notifications.
         there = delivery.upto is not None and self._rma.arrived(delivery.upto)
         return there and not (delivery.last and self._words_under_way())
 
@@ -483,11 +480,11 @@ class RemoteLink:
         return bool(self._words)
 
     def _send_words(self, word: int, values: list[int]) -> None:
-        # The operation returns the old words: when these are here, the new ones are set.
+        # The operation returns the old words. Once these have arrived, the new words are set.
         source, before = np.array(values, np.int64), np.empty(len(values), np.int64)
         self._words.append((self._rma.replace(word, source, before), (source, before)))
         if len(self._words) > self._tidy_words_at:
-            # A rank may notify again and again and never wait.
+            # A rank may notify repeatedly and never wait.
             self._words = _under_way(self._words)
             self._tidy_words_at = 2 * len(self._words) + _MANY_TRANSFERS
 

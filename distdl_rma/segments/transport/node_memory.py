@@ -1,4 +1,4 @@
-"""Shared memory of a node for segments: its size for each rank, windows over it, and reserving it."""
+"""Shared memory of a node for segments: its size per rank, windows over it, and its reservation."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ _TICK_SECONDS = 1.0
 def ends_process_after(seconds: float, why: str) -> Iterator[None]:
     """End this process, with a line on standard error and status 1, if the block takes longer; local.
 
-    The launcher then ends the job: a process that hangs in MPI can neither continue nor end MPI.
+    The launcher then ends the job: a process that hangs in MPI can neither continue nor finalise MPI.
     """
     over = threading.Event()
 
     def watch() -> None:
-        # Ticks, not a clock: they stop while the job is suspended.
+        # Counts ticks, which stop while the job is suspended, unlike a clock.
         for ticks in count(1):
             if over.wait(_TICK_SECONDS):
                 return
@@ -55,31 +55,32 @@ def ends_process_after(seconds: float, why: str) -> Iterator[None]:
 
 SHARED_MEMORY = Path("/dev/shm")
 _LARGEST_DEFAULT = 4 << 30
-# A smaller default would only fail later; users may choose less.
+# A smaller default would only fail later. Users may choose less.
 _SMALLEST_DEFAULT = 32 << 20
 _SMALLEST = 4096
-# Of Linux: provides all pages, or fails where a store would end in SIGBUS (5.14); gives pages back.
+# Of Linux: the first provides all pages, or fails instead of a later SIGBUS (since 5.14); the second frees
+# them.
 _MADV_POPULATE_WRITE, _MADV_REMOVE = 23, 9
 _CHUNK_BYTES = 1 << 20
-# Memory that MPI may still need for itself; its own pages are consumed when they are touched, too.
+# Memory left for MPI, whose own pages are also consumed only when they are touched.
 _SPARE_BYTES = 4 << 20
 # Memory that MPI keeps beside each segment of a window, in two pages.
 _BESIDE_BYTES = 2 * mmap.PAGESIZE
-# Ranks return from making a window together, or in much less than this.
+# Ranks return from creating a window within much less time than this of each other.
 _TOGETHER_SECONDS = 10.0
 _REMEDY = (
     f"set {SEGMENT_SIZE_VARIABLE} or Machine(segment_size=...) to less, or give the node or container more"
     " shared memory (for example --shm-size)"
 )
-# Bytes of the segments of this process. Their pages are consumed later, so that they still look free.
+# Bytes of this process's segments, which look free until their pages are touched.
 _promised: dict[int, int] = {}
 
 
 class NodeMemory:
-    """Memory for one segment per rank of ``comm``, with ``node``, the communicator of this rank's node.
+    """Memory for one segment per rank of ``comm``; ``node`` is the communicator of this rank's node.
 
-    ``ranks`` are the rank ids of the positions. Every method is collective; an error on one rank is raised on
-    all. For tests, ``node_size`` consecutive ranks of a node count as a node.
+    ``ranks`` are the rank ids by position. Every method is collective unless it says local; an error on one
+    rank is raised on all. In tests, ``node_size`` consecutive ranks of a node count as a node.
     """
 
     def __init__(self, comm: MPI.Intracomm, ranks: tuple[int, ...], node_size: int | None) -> None:
@@ -92,7 +93,7 @@ class NodeMemory:
         self._timeout = DEFAULT_TIMEOUT
 
     def agree_on_size(self, options: SegmentOptions) -> int:
-        """Bytes of a segment; an invalid option raises before any memory is reserved."""
+        """Bytes of a segment, equal on all ranks; an invalid option raises before memory is reserved."""
         asked, problem = None, ""
         try:
             options.check()
@@ -117,7 +118,7 @@ class NodeMemory:
         return aligned(min(sizes))
 
     def check_room(self, nbytes: int) -> None:
-        """Raise ``SegmentError`` if a node has not so many bytes for each of its ranks."""
+        """Raise ``SegmentError`` if a node lacks ``nbytes`` for each of its ranks."""
         # Memory is consumed when touched: without this check a full file system ends in SIGBUS, much later.
         free, ranks = self._room(), self.node.size
         short = ""
@@ -129,13 +130,13 @@ class NodeMemory:
             raise SegmentError(f"not enough shared memory: {lacking[1]}; {_REMEDY}")
 
     def allocate(self, nbytes: int) -> tuple[MPI.Win, list[Bytes]]:
-        """Window over the node, and the memory of each of its ranks, all zeros."""
+        """Create a window over the node; return it and the memory of each of the node's ranks, all zeros."""
         memories: list[Bytes] = []
 
         def make() -> MPI.Win:
             if self.node.size > 1:
                 return MPI.Win.Allocate_shared(nbytes, 1, comm=self.node)
-            # For a single rank MPI uses malloc, whose memory is not zero.
+            # For a single rank, MPI uses malloc, whose memory is not zero.
             memories.append(np.frombuffer(mmap.mmap(-1, nbytes), np.uint8))
             return MPI.Win.Create(memories[0], 1, comm=self.node)
 
@@ -146,14 +147,14 @@ class NodeMemory:
         return window, memories
 
     def window_over(self, memory: Bytes) -> MPI.Win:
-        """Window over such memory of every rank."""
+        """Create a window over such memory of every rank of ``comm``."""
         return self.make_window(self._comm, lambda: MPI.Win.Create(memory, 1, comm=self._comm), memory.nbytes)
 
     def make_window(self, comm: MPI.Intracomm, make: Callable[[], MPI.Win], nbytes: int) -> MPI.Win:
-        """Window of ``nbytes`` on each rank of ``comm``, the node or all ranks; ``make`` is collective there.
+        """Create a window of ``nbytes`` on each rank of ``comm``, by the collective function ``make``.
 
-        ``SegmentError`` on all ranks if MPI refuses it. For lack of memory Open MPI may refuse it on one rank
-        and never return on others of the node: these end after the timeout, and the job with them.
+        ``SegmentError`` on all ranks if MPI refuses. For lack of memory, Open MPI may refuse on one rank and
+        never return on others of the node: these processes end after the timeout, and the job with them.
         """
         limit = self._timeout + _TOGETHER_SECONDS
         why = (
@@ -187,7 +188,7 @@ class NodeMemory:
         raise SegmentError(f"rank {rank}: {refused}: {why}")
 
     def reserve(self, memory: Bytes) -> None:
-        """Take all of the memory from the node; blocking. ``SegmentError`` if one rank cannot have it."""
+        """Consume all pages of the memory now; blocking. ``SegmentError`` if one rank cannot get them."""
         lacking = self._first_problem(reserve_pages(memory, self.node.size))
         if lacking:
             rank, problem = lacking
@@ -196,16 +197,16 @@ class NodeMemory:
         self.promise(0)
 
     def promise(self, nbytes: int) -> None:
-        """Note that so many bytes will be consumed although they still look free; local."""
+        """Record that ``nbytes`` will be consumed although they still look free; local."""
         _promised[id(self)] = nbytes
 
     def free(self) -> None:
-        """Free the communicator of the node, and the note of ``promise``; collective over the node."""
+        """Free the communicator of the node, and undo ``promise``; collective over the node."""
         _promised.pop(id(self), None)
         self.node.Free()
 
     def _room(self) -> int | None:
-        # Collective over the node. None where shared memory is no file system of its own.
+        # Free bytes of shared memory; None if it is no file system of its own. Collective over the node.
         promised: int = sum(self.node.allgather(sum(_promised.values())))
         if not SHARED_MEMORY.is_dir():
             return None
@@ -214,32 +215,32 @@ class NodeMemory:
     def _default_size(self, reserve: bool) -> int:
         free = self._room()
         share = _LARGEST_DEFAULT if free is None else free // 2 // self.node.size
-        # Different nodes may have different shares; the smallest fits everywhere.
+        # Nodes may have different shares; the smallest fits everywhere.
         share = int(self._comm.allreduce(share, MPI.MIN))
-        # Pages that are consumed when they are touched leave room to grow. Reserving takes all pages at once,
-        # and so does a network that registers memory; and no peer reads the segment of a single rank.
+        # Pages that are consumed only when touched allow a large default. Reserving consumes all at once, and
+        # so does a network that registers memory. And no peer reads the segment of a single rank.
         if share > _LARGEST_DEFAULT and (reserve or self._comm.size == 1 or self._windows_take_pages()):
             share = _LARGEST_DEFAULT
         # ``check_room`` follows, and raises if the smallest default does not fit.
         return max(_SMALLEST_DEFAULT, min(share, sys.maxsize // 4))
 
     def _windows_take_pages(self) -> bool:
-        # Whether MPI provides the pages of a window when it is made, on any rank.
+        # Whether MPI consumes the pages of a window at its creation, on any rank.
         memory = np.frombuffer(mmap.mmap(-1, _CHUNK_BYTES), np.uint8)
         self.window_over(memory).Free()
         return bool(self._comm.allreduce(has_pages(memory), MPI.LOR))
 
     def _first_problem(self, problem: str) -> tuple[int, str] | None:
-        # Of the first rank that has one.
+        # Rank id and problem of the first rank that has one.
         said = zip(self._ranks, self._comm.allgather(problem), strict=True)
         return next(((rank, theirs) for rank, theirs in said if theirs), None)
 
 
 def reserve_pages(memory: Bytes, ranks: int) -> str:
-    """Have the kernel provide all pages of new memory, which is zero before and after; blocking.
+    """Let the kernel provide all pages of new memory, which is zero before and after; blocking.
 
-    It takes all pages or none, and leaves the last bytes of the node free; so many ``ranks`` of the node do
-    the same now. Returns the reason why it failed, as text; empty if it did not.
+    Consumes all pages or none, and leaves the last free bytes of the node. ``ranks`` ranks of the node do so
+    at the same time. Returns the reason of a failure as text, empty on success.
     """
     for begin in range(0, memory.nbytes, _CHUNK_BYTES):
         problem = "too little is left" if _free() < _SPARE_BYTES + ranks * _CHUNK_BYTES else ""
@@ -254,7 +255,7 @@ def reserve_pages(memory: Bytes, ranks: int) -> str:
 def _provide(chunk: Bytes) -> str:
     problem = _advise(chunk, _MADV_POPULATE_WRITE)
     if problem in (errno.EINVAL, errno.ENOSYS):
-        # An older kernel. The check before misses only other processes that take memory at this moment.
+        # An older kernel. The check above misses only other processes that consume memory at this moment.
         chunk[:] = 0
         return ""
     return os.strerror(problem) if problem else ""
@@ -268,7 +269,7 @@ def has_pages(memory: Bytes) -> bool:
 
 
 def _advise(memory: Bytes, advice: int, inside: bool = False) -> int:
-    # Number of the error, 0 without one. Other ranks may share the pages at both ends.
+    # Returns the error number, 0 on success. Other ranks may share the pages at both ends.
     begin, end = memory.ctypes.data, memory.ctypes.data + memory.nbytes
     begin = (-(-begin // mmap.PAGESIZE) if inside else begin // mmap.PAGESIZE) * mmap.PAGESIZE
     end = end // mmap.PAGESIZE * mmap.PAGESIZE if inside else end
@@ -291,5 +292,5 @@ def _of_system(name: str, last: Any) -> Callable[..., int] | None:
 
 
 def _free() -> float:
-    # Infinite where shared memory is no file system of its own.
+    # Infinite if shared memory is no file system of its own.
     return shutil.disk_usage(SHARED_MEMORY).free if SHARED_MEMORY.is_dir() else float("inf")

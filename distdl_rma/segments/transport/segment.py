@@ -1,4 +1,4 @@
-"""The memory that all ranks of a machine registered."""
+"""Memory segments, one per rank, which every rank of a machine can reach."""
 
 from __future__ import annotations
 
@@ -18,29 +18,27 @@ from distdl_rma.segments.transport.links import Atomics, Link, RemoteLink, RmaPe
 from distdl_rma.segments.transport.node_memory import NodeMemory
 from distdl_rma.trace import Counters
 
-# These processors never let a store overtake an earlier store, nor a load an earlier load.
+# These processors never reorder a store with an earlier store, nor a load with an earlier load.
 _TOTAL_STORE_ORDER = {"x86_64", "amd64", "AMD64", "i686"}
-# A call that does nothing, and without a frame of Python's: it is on the way of every put and notification.
+# Does nothing, without a Python frame: every put and notification calls it.
 _NO_FENCE: Callable[[], object] = bool
 
 
 class Segment:
     """One block of memory per rank, reachable by every rank of the machine.
 
-    Two windows cover the same memory: a shared window gives the ranks of a node direct load and store, the
-    other window gives every rank of the machine puts and atomics. Memory is consumed only when it is touched,
+    Two windows cover the same memory. A shared window gives the ranks of a node load and store. The other
+    window gives every rank of the machine puts, gets and atomics. Memory is consumed only when it is touched,
     unless it is reserved. Collective to create and to close.
 
-    ``ranks`` are the rank ids of the machine by position in ``comm``. All ranks raise if options are invalid
-    on one of them. ``arenas`` has the arenas of the node's other ranks, by rank id, if this rank can store to
-    them.
+    ``ranks`` are the rank ids by position in ``comm``. All ranks raise if options are invalid on one of them.
+    ``arenas`` maps rank ids of the node's other ranks to their arenas, if this rank can store to them.
     """
 
     def __init__(
         self, comm: MPI.Intracomm, ranks: tuple[int, ...], options: SegmentOptions, counters: Counters
     ) -> None:
-        # Its communicator is kept until the end: MPICH 5.0 gives its context to the next window, and hangs in
-        # Unlock_all.
+        # Keeps the node's communicator to the end: MPICH 5.0 would reuse its context and hang in Unlock_all.
         self._node_memory = NodeMemory(comm, ranks, options.node_size)
         node = self._node_memory.node
         self.node_ranks = tuple(ranks[p] for p in node.allgather(comm.rank))
@@ -52,7 +50,7 @@ class Segment:
             try:
                 if options.reserve:
                     self._node_memory.reserve(memories[node.rank])
-                # MPI aligns to less than a cache line; each owner says where its first whole one begins.
+                # MPI aligns to less than a cache line: each owner sends the offset of its first one.
                 begins = node.allgather(-memories[node.rank].ctypes.data % ALIGNMENT)
                 views = {
                     rank: memory[begin : begin + self.nbytes]
@@ -61,7 +59,7 @@ class Segment:
                 self.memory: Bytes = views[ranks[comm.rank]]
                 self._window = self._node_memory.window_over(self.memory)
             except DistdlError:
-                # All ranks free their memory if one rank cannot have its own.
+                # All ranks free their memory if one rank cannot get its own.
                 self._shared.Free()
                 raise
         except DistdlError:
@@ -71,17 +69,17 @@ class Segment:
         self.lock = threading.RLock()
         self._shared.Lock_all()
         self._window.Lock_all()
-        # Memory barrier between data and the flag that announces it, the only one of the library.
+        # Memory barrier between data and its flag, the only one of the library.
         ordered = platform.machine() in _TOTAL_STORE_ORDER
         self.fence: Callable[[], object] = _NO_FENCE if ordered else self._shared.Sync
-        # The same, None if no fence is needed, so that callers can skip the call.
+        # ``fence``, but None if none is needed, so that callers can skip the call.
         self.store_fence = None if ordered else self.fence
         self.cores = len(set().union(*node.allgather(os.sched_getaffinity(0))))
         self.words = self.memory.data.cast("q")
-        # Ranks by node, in the order of M; every rank is told the first rank of every node.
+        # Ranks by node, in the order of M: ranks with the same first rank share a node.
         firsts = dict(zip(ranks, comm.allgather(self.node_ranks[0]), strict=True))
         self.nodes = grouped(ranks, firsts.__getitem__)
-        # The same, where nodes are made of ranks that load and store each other's memory.
+        # ``nodes``, but ranks share a node only if they load and store each other's memory.
         direct = options.transport == "auto"
         self.direct_nodes = self.nodes if direct else tuple((rank,) for rank in ranks)
         self.arenas = self._attached() if direct else {}
@@ -98,15 +96,15 @@ class Segment:
             positions = {rank: (at, 0) for at, rank in enumerate(ranks)}
             self.atomics = Atomics(self._window, positions, False, self.lock)
         else:
-            # Shared memory needs no help of the target, but only serves where all ranks can use it.
+            # Atomics in shared memory need no help of the target, but all ranks must share the memory.
             positions = {rank: (at, begins[at]) for at, rank in enumerate(self.node_ranks)}
             self.atomics = Atomics(self._shared, positions, True, self.lock)
-        # What MPI put here is only visible to loads after a Sync, on any processor.
+        # Loads see data that MPI put here only after a Sync, on any processor.
         self.acquire: Callable[[], object] = self._window.Sync if self.has_remote else self.fence
         self.load_fence = self.acquire if self.has_remote else self.store_fence
 
     def _attached(self) -> dict[int, Bytes]:
-        # Arenas of the node's other ranks, by rank id; none if one of them is out of reach for one rank.
+        # Arenas of the node's other ranks, by rank id; none if one rank cannot reach all of them.
         node, arena = self._node_memory.node, own_arena()
         places = node.allgather(None if arena is None else arena.place)
         found = {
@@ -123,7 +121,7 @@ class Segment:
         return len(self.node_ranks) > self.cores
 
     def link(self, rank: int) -> Link:
-        """Way to the segment of a rank id."""
+        """Link to the segment of a rank id."""
         return self._links[rank]
 
     @property
@@ -132,7 +130,7 @@ class Segment:
         return bool(self._window.model == MPI.WIN_UNIFIED)
 
     def progress(self) -> bool:
-        """Let all pending deliveries advance; return whether none is left. Does not block."""
+        """Advance all pending deliveries; return whether none is left. Does not block."""
         with self.lock:
             for link in tuple(self._busy):
                 if link.advance():
@@ -149,7 +147,7 @@ class Segment:
         for window in (self._window, self._shared):
             window.Unlock_all()
             window.Free()
-        # Not before: they keep targets of gets, which may be under way until then.
+        # Only now: the links keep targets of gets, which may be pending until here.
         self._links.clear()
         self._busy.clear()
         self._node_memory.free()

@@ -1,1 +1,1 @@
-"""How ranks find each other, wait for each other, and learn who failed or has left."""
+"""Meetings of ranks, waits for other ranks, and detection of ranks that failed or left."""

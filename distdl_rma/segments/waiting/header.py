@@ -1,4 +1,4 @@
-"""Headers of segments: each rank writes there what it does and waits for, and others read it."""
+"""Headers of segments: each rank writes its state and its waits to its header, and other ranks read them."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ from distdl_rma.segments.transport.heap import Bytes
 from distdl_rma.segments.transport.links import ByteRuns
 from distdl_rma.segments.transport.segment import Segment
 
-# The first bytes of every segment.
+# Bytes at the start of every segment.
 HEADER_BYTES = 2048
 _RANKS = 8
 _TEXT, _NAME = 512, 256
 _CHECK = struct.Struct("=q")
-# A header is read again while its rank changes it; after so many failures its rank counts as silent.
+# Most reads of a header while its owner changes it; then the owner counts as silent.
 _LOOKS = 100
 
 
 @dataclass(frozen=True)
 class WaitReason:
-    """What a rank waits for: ranks, and what they are to do, as in "to send in 'enc1' (epoch 7, ...)".
+    """Ranks that this rank waits for and what they have to do, as in "to send in 'enc1' (epoch 7, ...)".
 
-    ``hint`` ends the message of a wait that reached its deadline. With ``anyone`` any of the ranks may do it,
-    and the wait is in vain only when all of them have left. With ``leavers`` ranks that have left do it too,
-    as long as their processes live. With ``in_step`` they do it only by their own program: ranks that wait so
-    for each other wait for ever.
+    ``hint`` ends the message of a timeout. With ``anyone``, any one of the ranks may do it, and the wait is
+    in vain only when all of them have left. With ``leavers``, ranks that have left do it too, while their
+    processes live. With ``in_step``, a rank does it only by its own program: ranks that wait so for each
+    other wait for ever.
     """
 
     ranks: tuple[int, ...]
@@ -51,22 +51,22 @@ class WaitReason:
 
 
 class RecordText(NamedTuple):
-    """A text at the begin of a record: padded to its length there, and the begin of the checksum."""
+    """Text at the start of a record: padded, and with its checksum, which the record's checksum continues."""
 
     padded: bytes
     checksum: int
 
 
 class DoubleRecord:
-    """Two places for one record, written in turn: while one of them changes, the other is whole.
+    """Two places for one record, written in turn: while one of them changes, the other is valid.
 
-    A record has a count in front, which tells the newer of the two, and a checksum behind. Readers copy both
-    places and believe what the checksums confirm: no order of stores and loads, on either side, can make a
+    A record begins with a count, which tells the newer record of the two, and ends with a checksum. Readers
+    copy both places and use the newer valid record. So no order of stores and loads, on either side, lets a
     mixture of two records pass for one. Memory that was never written, all zeros, is no record.
 
-    ``form`` lists the fields as ``struct`` does, in native sizes without alignment; the two places lie
-    between the offsets ``begin``, a multiple of 8, and ``end``, in bytes. A text of ``text`` bytes may
-    precede the fields: one that is known beforehand costs little time to write and to sum up.
+    ``form`` lists the fields as ``struct`` does, in native sizes without alignment. The two places lie
+    between the byte offsets ``begin``, a multiple of 8, and ``end``. A text of ``text`` bytes may precede the
+    fields; its checksum can be computed in advance.
     """
 
     def __init__(self, form: str, begin: int, text: int = 0) -> None:
@@ -77,10 +77,7 @@ class DoubleRecord:
         self.end = begin + 2 * (self._size + _CHECK.size)
 
     def write(self, memory: memoryview, count: int, fence: Callable[[], object], *fields: Any) -> None:
-        """Write a record over the older of the two; ``count`` is one more than that of the last one.
-
-        The fence keeps stores in order: the last record is whole before the one before it is destroyed.
-        """
+        """Overwrite the older record, after a fence that completes the last; ``count`` is one more."""
         at = self._places[count & 1]
         fence()
         self._form.pack_into(memory, at, b"", count, *fields)
@@ -89,7 +86,7 @@ class DoubleRecord:
     def write_behind(
         self, text: RecordText, memory: memoryview, count: int, fence: Callable[[], object], *fields: Any
     ) -> None:
-        """``write`` with a text in front."""
+        """Write a record that begins with a prepared text."""
         at = self._places[count & 1]
         behind = at + self._text
         numbers = self._numbers.pack(count, *fields)
@@ -100,7 +97,7 @@ class DoubleRecord:
         )
 
     def read(self, copied: bytes) -> tuple[Any, ...] | None:
-        """Text and fields of the newer record that is whole, in a copy of the memory; None if neither is."""
+        """Text and fields of the newer valid record in a copy of the memory; None if neither is valid."""
         records = []
         for at in self._places:
             behind = at + self._size
@@ -112,20 +109,20 @@ class DoubleRecord:
         return (text, *fields) if self._text else tuple(fields)
 
 
-# Process, its namespace, state, since when, when written, origin; ranks waited for (number, first few), text.
+# Process, namespace, state, since when, when written, origin; number of ranks waited for, first few, text.
 _STATE = DoubleRecord(f"qqqddqq{_RANKS}q{_TEXT}s", 0)
-# Name, epoch and begin of the operation begun last, and the note of that moment.
+# Name, epoch and start time of the last operation, and the note at that time.
 _OPERATION = DoubleRecord("qdq", _STATE.end, text=_NAME)
 
 
 class RankState(enum.IntEnum):
-    """State of a rank, for others."""
+    """State of a rank, for other ranks."""
 
     RUNNING = 1
     WAITING = 2
     FAILED = 3
     LEFT = 4
-    RAISED = 5  # an error in a collective call; ranks that wait for it find out whether only here
+    RAISED = 5  # an error in a collective call; ranks that wait for this rank find out whether they raise too
     WAITING_IN_STEP = 6  # a wait with ``in_step``
     SETTLING = 7  # an error in a collective call; waits for the others to raise too
 
@@ -134,7 +131,7 @@ class RankState(enum.IntEnum):
 class HeaderRecord:
     """Header of a segment, as read by another rank; times are seconds since the Unix epoch.
 
-    ``origin`` is the rank that the error of ``text`` began on, -1 for the rank of this header.
+    ``origin`` is the rank on which the error of ``text`` began, -1 for the owner of the header.
     """
 
     state: RankState
@@ -176,21 +173,20 @@ class HeaderRecord:
 
 
 def numbered(ranks: tuple[int, ...]) -> str:
-    """Name some ranks: "rank 3", "ranks 1, 2"."""
+    """Name some ranks for a message: "rank 3", "ranks 1, 2"."""
     some = ", ".join(map(str, ranks[:_RANKS])) + (", ..." if len(ranks) > _RANKS else "")
     return f"rank{'s' * (len(ranks) != 1)} {some}"
 
 
 class HeaderWriter:
-    """This rank's header, the first bytes of its segment: written by it alone, read by others at any moment.
+    """This rank's header, the first bytes of its segment: it alone writes it, others read it any time.
 
-    ``note``, a number that should be equal on all ranks, is written with the next operation. The fence keeps
-    the order of stores.
+    ``note``, a number that should be equal on all ranks, is written with the next operation.
     """
 
     def __init__(self, header: memoryview, fence: Callable[[], object]) -> None:
         self._header, self._fence = header, fence
-        # Records written so far, of either kind.
+        # Number of records written, of each kind.
         self._states = self._operations = 0
         self._process, self._namespace = os.getpid(), namespace()
         self._state: RankState | None = None
@@ -200,10 +196,7 @@ class HeaderWriter:
         self.write(RankState.RUNNING)
 
     def write(self, state: RankState, text: str = "", ranks: tuple[int, ...] = (), origin: int = -1) -> None:
-        """Write the state of this rank; its time is that of the last change of state.
-
-        ``origin`` is the rank that an error of another rank began on.
-        """
+        """Write the state of this rank; ``origin`` is the rank on which the error began, if another one."""
         if state is not self._state:
             self._state, self._since = state, time.time()
         listed = (*ranks[:_RANKS], *[-1] * (_RANKS - len(ranks[:_RANKS])))
@@ -212,7 +205,7 @@ class HeaderWriter:
         _STATE.write(self._header, self._states, self._fence, *fields, *listed, clip(text, _TEXT))
 
     def begin(self, name: RecordText, epoch: int) -> None:
-        """Write which operation this rank begins; ``name`` is made by ``operation_name``."""
+        """Write which operation this rank begins; ``operation_name`` makes ``name``."""
         self._operations += 1
         _OPERATION.write_behind(
             name, self._header, self._operations, self._fence, epoch, time.time(), self.note
@@ -224,18 +217,18 @@ class HeaderWriter:
 
 
 def operation_name(name: str) -> RecordText:
-    """Name of an operation as ``HeaderWriter.begin`` takes it."""
+    """Name of an operation for :meth:`HeaderWriter.begin`."""
     padded = clip(name, _NAME).ljust(_NAME, b"\0")
     return RecordText(padded, zlib.crc32(padded))
 
 
 def clip(text: str, nbytes: int) -> bytes:
-    """Text in UTF-8 that fits, without half a character at the end; lone surrogates are escaped."""
+    """Encode text in at most ``nbytes`` of UTF-8, cut between characters; lone surrogates are escaped."""
     return text.encode(errors="backslashreplace")[:nbytes].decode(errors="ignore").encode()
 
 
 def parse(header: bytes) -> HeaderRecord | None:
-    """Record in a copy of a header; None if it cannot be read, being written for the first time or again."""
+    """Record in a copy of a header; None if it is not valid, because it is being written."""
     doing, begun = _STATE.read(header), _OPERATION.read(header)
     if doing is None or begun is None:
         return None
@@ -248,18 +241,15 @@ def parse(header: bytes) -> HeaderRecord | None:
 
 
 class PeerHeaders:
-    """Headers of the ranks of a machine, as this rank reads them.
-
-    It reads those of the same node by load, the others by gets, which are answered later or never.
-    """
+    """Headers of all ranks; those that this rank cannot load are read by gets, answered later or never."""
 
     def __init__(self, segment: Segment) -> None:
         self._segment = segment
         self._namespace = namespace()
-        # Gets under way; the answers of ranks of other nodes, and their times.
+        # Pending gets; the last answer of each rank of another node, and its time.
         self._asked: dict[int, tuple[list[MPI.Request], Bytes]] = {}
         self._answers: dict[int, tuple[HeaderRecord, float]] = {}
-        # Time of a rank's last record by its clock, and when this rank first read it, by its own clock.
+        # By rank: when its last record was written (its clock), when this rank first read it (own clock).
         self._last: dict[int, tuple[float, float]] = {}
 
     def is_near(self, rank: int) -> bool:
@@ -290,16 +280,13 @@ class PeerHeaders:
         return self._answers[rank][0] if rank in self._answers else None
 
     def age(self, rank: int) -> float:
-        """Seconds since the rank's last answer; 0 for those that need not be asked."""
+        """Seconds since the rank's last answer; 0 if its header is read by load."""
         if self.is_near(rank):
             return 0.0
         return time.monotonic() - self._answers[rank][1] if rank in self._answers else float("inf")
 
     def unchanged(self, rank: int, record: HeaderRecord) -> float:
-        """Seconds for which a waiting rank has not rewritten its record, which it does again and again.
-
-        As far as this rank has looked before; 0 for a rank that does not wait.
-        """
+        """Seconds since this rank saw a waiting rank's record change; 0 for a rank that does not wait."""
         now = time.monotonic()
         written, since = self._last.get(rank, (0.0, now))
         if written != record.written:
@@ -312,12 +299,12 @@ class PeerHeaders:
         self._answers.clear()
 
     def process_has_ended(self, rank: int, record: HeaderRecord) -> bool:
-        """Whether a rank's process has ended; False on another node, since that is unknown."""
+        """Whether a rank's process has ended; False on another node, where that is unknown."""
         near = rank in self._segment.node_ranks and record.namespace == self._namespace
         return near and bool(record.namespace) and has_ended(record.process)
 
     def _hear(self, rank: int) -> bool:
-        # Whether the rank answered just now. Sends the get, or receives the answer.
+        # Sends a get or receives its answer; returns whether the rank answered just now.
         with self._segment.lock:
             try:
                 if rank not in self._asked:
@@ -328,7 +315,7 @@ class PeerHeaders:
                 if not MPI.Request.Testall(requests):
                     return False
             except (PeerFailedError, MPI.Exception):
-                # The network has lost a rank that was killed: that is no answer.
+                # The network has lost a killed rank, so there is no answer.
                 self._asked.pop(rank, None)
                 return False
             del self._asked[rank]
@@ -339,7 +326,7 @@ class PeerHeaders:
 
 
 def namespace() -> int:
-    """Number of the process namespace of this process; 0 if unknown."""
+    """Inode of this process's pid namespace; 0 if unknown."""
     try:
         return Path("/proc/self/ns/pid").stat().st_ino
     except OSError:
@@ -355,7 +342,7 @@ def has_ended(process: int) -> bool:
     except PermissionError:
         return False
     try:
-        # "pid (name) state ...": the name may hold anything, so the last bracket counts.
+        # "pid (name) state ...": the name may contain brackets, so the last one counts.
         state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
     except (OSError, IndexError):
         return False

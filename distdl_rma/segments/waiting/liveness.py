@@ -1,4 +1,4 @@
-"""Which ranks still live: who failed, left, is missing or has ended, and who waits for whom."""
+"""Detection of ranks that failed, left, are missing or have ended, and of ranks that wait for each other."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from distdl_rma.segments.waiting.header import (
 )
 
 _NOTICE_BYTES = 1024
-# A rank's last messages need some time to arrive after it has left.
+# A rank's last messages may arrive some time after it has left.
 _SUSPICION_SECONDS = 1.0
-# Fewest looks at a ring before it is an error: time alone also passes for processes that are stopped.
+# Fewest looks at a ring before it is an error. Time alone does not suffice: processes may have been stopped.
 _LOOKS_BEFORE_TROUBLE = 8
 # Most ranks that one look checks.
 _WATCHED = 8
@@ -36,11 +36,11 @@ _STAY_SECONDS = 1e-3
 
 
 class FailureNotices:
-    """Notices that a failing rank sends to the others; every wait receives those that have arrived.
+    """Notices that a failing rank sends to the others; every wait receives notices that have arrived.
 
-    They have their own communicator, freed by ``close``; ``ranks`` are the rank ids of its positions. Calls
-    of MPI hold the lock, since the progress engine is another thread. ``failures`` has the known causes by
-    rank; ``failed`` is whether this rank has told the others of a failure, as its header then says too.
+    They have their own communicator, freed by ``close``; ``ranks`` are the rank ids by position in it. Calls
+    of MPI hold the lock, since the progress engine is another thread. ``failures`` maps known failed ranks to
+    their causes. ``failed`` is whether this rank has sent a notice; its header then has the state FAILED.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class FailureNotices:
         self.rank = ranks[comm.rank]
         self.failures: dict[int, str] = {}
         self.failed = False
-        # Cause of this rank's own failure.
+        # Cause of this rank's own failure, empty if it has not failed.
         self._own = ""
         self._sent: list[tuple[MPI.Request, object]] = []
 
@@ -69,9 +69,10 @@ class FailureNotices:
         return self._ranks[: self._comm.rank]
 
     def poll(self) -> None:
-        """Receive notices of failed ranks, and let MPI make progress. Does not block."""
-        # Also without remote peers: a handshake's message may still sit in this rank's MPI.
-        # Matched: between nodes MPICH's Recv from any source may never find the synchronous message again.
+        """Receive notices of failed ranks, and let MPI make progress; does not block."""
+        # Needed without remote peers too: this rank's MPI may still have to send a handshake's message. A
+        # matched probe, since MPICH's Recv from any source may never find the probed synchronous message
+        # between nodes.
         while (found := self._comm.Improbe()) is not None:
             notice = np.zeros(_NOTICE_BYTES, np.uint8)
             found.Recv([notice, MPI.BYTE])
@@ -80,23 +81,20 @@ class FailureNotices:
             self.failures.setdefault(failed, text)
 
     def check(self, reason: Callable[[], WaitReason] | None = None) -> None:
-        """Raise ``PeerFailedError`` if a rank has failed, this one or another, as far as it knows."""
+        """Raise ``PeerFailedError`` if this or another rank is known to have failed."""
         for rank, cause in self.failures.items():
             self.raise_for(rank, cause, reason() if reason else None, LOST)
         if self._own:
-            # The others send nothing more to a rank that continues after its failure.
+            # A rank that continues after its failure receives nothing more from the others.
             self.raise_for(self.rank, self._own, reason() if reason else None, LOST)
 
     def raise_for(self, rank: int, cause: str, reason: WaitReason | None, state: str = "") -> NoReturn:
-        """Raise ``PeerFailedError`` because of a rank that failed, or that left while this one waits for it.
-
-        ``state`` is the state of the machine after it, if that is known.
-        """
+        """Raise ``PeerFailedError`` for a rank that failed or left; ``state`` is that of the machine."""
         here = f"; rank {self.rank} waited {reason}" if reason else ""
         raise say_state(PeerFailedError(f"rank {rank} failed: {cause}{here}", rank, cause), state)
 
     def tell(self, cause: str, rank: int | None = None) -> None:
-        """Tell all ranks that this one failed, or that it found another one failed; once, not blocking."""
+        """Notify all ranks of a failure of this rank, or of ``rank`` if given; once, not blocking."""
         if self.failed:
             return
         self.failed = True
@@ -110,23 +108,23 @@ class FailureNotices:
         with self._lock:
             for position, peer in enumerate(self._ranks):
                 if peer not in (self.rank, failed):
-                    # Synchronous: complete once the peer has received it.
+                    # A synchronous send is complete once the peer has received the notice.
                     self._sent.append((self._comm.Issend([notice, MPI.BYTE], position), notice))
 
     def pass_on(self) -> None:
-        """Tell all ranks of the first known failure, once."""
+        """Notify all ranks of the first known failure, once."""
         for rank, cause in tuple(self.failures.items())[:1]:
             self.tell(cause, rank)
 
     def noticed(self) -> bool:
-        """Whether all ranks have received the notice of this rank's failure; makes progress."""
+        """Whether all ranks have received this rank's notice; makes progress."""
         with self._lock:
             self._sent = [(request, kept) for request, kept in self._sent if not request.Test()]
             self.poll()
         return not self._sent
 
     def wait_until_noticed(self, seconds: float) -> None:
-        """Wait until all ranks have received the notice, or another rank fails; so many seconds at most."""
+        """Wait until all ranks have received the notice or another rank fails, at most ``seconds``."""
         deadline = time.monotonic() + seconds
         while not (self.noticed() or self.failures) and time.monotonic() < deadline:
             time.sleep(_STAY_SECONDS)
@@ -137,10 +135,7 @@ class FailureNotices:
 
 
 class PeerWatch:
-    """Reads the headers of the ranks' segments, and writes this rank's waits to its own.
-
-    It adds failures that it finds to the ``notices``.
-    """
+    """Reads the headers of other ranks, writes this rank's waits to its own, adds failures to ``notices``."""
 
     def __init__(
         self, segment: Segment, ranks: tuple[int, ...], header: HeaderWriter, notices: FailureNotices
@@ -150,24 +145,24 @@ class PeerWatch:
         self.others = tuple(rank for rank in ranks if rank != self.rank)
         self._headers = PeerHeaders(segment)
         self._left = ""
-        # The error here that the ranks settle now, and the rank that it began on.
+        # The error that the ranks settle now, empty if none, and the rank on which it began.
         self._settling, self._origin = "", self.rank
-        # Ranks that wait for each other, this one among them: their records, since when, how often all have
-        # rewritten them, and the last time of each.
+        # Ring of ranks that wait for each other, this rank among them: their records, the time since which
+        # these are unchanged, how often all have rewritten them since, and the last time of writing of each.
         self._ring: tuple[Any, float, int, list[float]] = (), 0.0, 0, []
         self._looks = 0
-        # Ranks that seem to be gone: since when, which rank failed, and the cause.
+        # Ranks that a wait seems to be in vain for: since when, which rank failed, and the cause.
         self._suspects: dict[int, tuple[float, int, str]] = {}
         self._watched = 0
-        # How often a call of all ranks raised here.
+        # Number of collective calls that raised here.
         self._raised = 0
         self.has_raised = False
         self._notes: tuple[str, ...] = ()
-        # Ranks whose process has ended: their headers may be unreadable at the next look.
+        # Ranks whose process has ended, with a clause for messages: their headers may become unreadable.
         self._ended: dict[int, str] = {}
 
     def look(self, reason: WaitReason) -> None:
-        """Write a long wait to the header, and raise ``PeerFailedError`` if it is in vain."""
+        """Write a long wait to the header, and raise ``PeerFailedError`` if the wait is in vain."""
         self._notices.check(lambda: reason)
         with self._segment.lock:
             self._look(reason)
@@ -186,7 +181,6 @@ class PeerWatch:
             if reason.in_step:
                 self._check_ring(reason)
         now = time.monotonic()
-        # This rank does not wait for itself.
         ranks = [rank for rank in reason.ranks if rank != self.rank]
         for rank in self._some(ranks):
             failed, cause, alive = self._why_in_vain(rank, reason)
@@ -195,7 +189,7 @@ class PeerWatch:
                 continue
             since, *_ = self._suspects.setdefault(rank, (now, failed, cause))
             if now - since > _SUSPICION_SECONDS and not alive:
-                # It failed: no operation that it takes part in can complete.
+                # The rank failed: no operation in which it takes part can complete.
                 self._notices.failures.setdefault(failed, cause)
                 self._notices.raise_for(failed, cause, reason, LOST)
         long_ago = now - _SUSPICION_SECONDS
@@ -205,15 +199,14 @@ class PeerWatch:
             self._notices.raise_for(failed, cause, reason)
 
     def _join_settlement(self, reason: WaitReason) -> None:
-        # Ranks that raised wait for this one to raise too, though it may wait for others.
+        # Ranks that raised wait for this rank to raise too, while it may wait for other ranks.
         for rank in self._some([rank for rank in self.others if self._headers.is_near(rank)]):
             record = self._headers.glance(rank)
             if record is not None and record.state is RankState.SETTLING and self.rank in record.waits_for:
                 self._notices.raise_for(_origin(rank, record), record.text, reason)
 
     def _check_ring(self, reason: WaitReason) -> None:
-        # If all ranks of a ring have waited for each other for so long, they wait for ever: on one node all
-        # that they have sent is there.
+        # Ranks of a ring that has lasted this long wait for ever: on one node, all sent data has arrived.
         ring = self._ring_through(reason.ranks)
         says = [(rank, record.since, record.text) for rank, record in ring]
         written = [record.written for _, record in ring]
@@ -221,8 +214,7 @@ class PeerWatch:
         if not ring or says != said:
             self._ring = says, time.monotonic(), 0, written
             return
-        # A rank that does not run, as on a crowded machine, has not seen new data, and does not rewrite its
-        # record.
+        # A rank that does not run, as on a crowded machine, neither sees new data nor rewrites its record.
         if all(now != before for now, before in zip(written, last, strict=True)):
             times, last = times + 1, written
         self._ring = said, since, times, last
@@ -232,7 +224,7 @@ class PeerWatch:
             raise ExchangeTimeout(self.timeout_message(mutual, seconds))
 
     def _ring_through(self, ranks: tuple[int, ...]) -> tuple[tuple[int, HeaderRecord], ...]:
-        # The shortest chain of ranks that wait in step, back to this one, with the record of each.
+        # Shortest chain of ranks that wait in step, from this rank back to itself, with their records.
         ways: dict[int, tuple[tuple[int, HeaderRecord], ...]] = dict.fromkeys(ranks, ())
         pending = list(ways)
         while pending and len(ways) < _LONGEST_CHAIN:
@@ -250,19 +242,19 @@ class PeerWatch:
         return ()
 
     def _some(self, ranks: list[int]) -> list[int]:
-        # Of many ranks a few at a time, in turn: each costs a look at its header.
+        # A few of many ranks at a time, in turn: each costs a look at its header.
         if len(ranks) <= _WATCHED:
             return ranks
         self._watched = (self._watched + _WATCHED) % len(ranks)
         return (ranks + ranks)[self._watched : self._watched + _WATCHED]
 
     def _why_in_vain(self, rank: int, reason: WaitReason) -> tuple[int, str, bool]:
-        # Why a wait for a rank is in vain: which rank failed, the cause, "" if the wait is not in vain, and
-        # whether the rank is alive nevertheless.
+        # The rank that failed, why a wait for ``rank`` is in vain ("" if it is not), and whether ``rank`` is
+        # alive.
         record = self._headers.glance(rank)
         if record is None:
             return rank, "", False
-        # Notes the time, for the message of a wait that reaches its deadline.
+        # Records the time, for the message of a wait that reaches its deadline.
         self._headers.unchanged(rank, record)
         if record.state is RankState.FAILED:
             return _origin(rank, record), record.text, False
@@ -280,14 +272,14 @@ class PeerWatch:
         return self._ended[rank]
 
     def done(self) -> None:
-        """Write to the header that the wait is over."""
+        """Forget what was seen during a wait, and write to the header that the wait is over."""
         self._suspects.clear()
         self._ring, self._looks = ((), 0.0, 0, []), 0
         self._headers.forget()
         self.say_done()
 
     def say_done(self) -> None:
-        """The same, while another thread may still watch ranks that it waits for."""
+        """Write to the header that the wait is over, while another thread may continue to watch ranks."""
         if self._left:
             self._header.write(RankState.LEFT, self._left)
         elif self._settling:
@@ -296,38 +288,39 @@ class PeerWatch:
             self._header.write(RankState.RUNNING)
 
     def has_begun(self, rank: int, name: str, epoch: int) -> bool:
-        """Whether a rank has begun an operation, by its header; False if it has not answered yet."""
+        """Whether a rank has begun an operation, by its header; False if the rank has not answered yet."""
         record = self._headers.glance(rank)
         return record is not None and record.operation == name and record.epoch >= epoch
 
     def raised(self, text: str) -> None:
-        """Tell others that a collective call raised here: their waits are in vain if it did not raise there.
+        """Tell other ranks that a collective call raised here.
 
-        A rank on which as many calls raised as here, as with equal arguments on all ranks, waits on.
+        Their waits are in vain if it did not raise there. Ranks on which as many calls raised, as with equal
+        arguments on all ranks, continue to wait.
         """
         self._raised, self.has_raised = self._raised + 1, True
         if not (self._left or self._notices.failed):
-            # As a number of times.
+            # In place of the ranks waited for: the number of calls that raised.
             self._header.write(RankState.RAISED, text, (self._raised,))
 
     def settle(self, text: str, origin: int) -> None:
-        """Tell others that a collective call raised here, and that this rank waits for them to raise too.
+        """Tell other ranks that a collective call raised here and this rank waits for them to raise too.
 
-        Until ``goes_on``, ranks that wait for this one, or that it waits for, raise ``PeerFailedError`` with
-        the rank ``origin`` that the error began on.
+        Until ``goes_on``, a rank that waits for this one, or that this one waits for, raises
+        ``PeerFailedError`` with the rank ``origin``, on which the error began.
         """
         self._settling, self._origin = text, origin
         self.say_done()
 
     def goes_on(self) -> None:
-        """Tell others that this rank continues after an error."""
+        """Tell other ranks that this rank continues after an error."""
         self.has_raised, self._settling = False, ""
         self.done()
 
     def note(self, texts: tuple[str, ...] = (), at: int = 0) -> None:
-        """Set which of some texts describes what this rank does from now on, or none.
+        """Set which of ``texts`` describes what this rank does from now on; none without ``texts``.
 
-        It should be the same on all ranks: the message of a wait in vain says where it differs.
+        The text should be equal on all ranks: the message of a timeout says where it differs.
         """
         self._notes, self._header.note = texts, at + 1 if texts else 0
 
@@ -350,10 +343,10 @@ class PeerWatch:
             self.done()
 
     def missing(self) -> tuple[int, ...]:
-        """Some of the ranks that keep all from leaving together, the worst first; does not block.
+        """Return some of the ranks for which all wait before they leave, most serious first; does not block.
 
-        First ranks whose process has ended, then ranks that have not left, then ranks that do not answer, or
-        have not rewritten their record for a while, as when they are stopped.
+        First come ranks whose process has ended, then ranks that have not left, then silent ranks: these do
+        not answer, or have not rewritten their record for a while, as when they are stopped.
         """
         ended, there, silent = [], [], []
         for rank in self.others:
@@ -377,18 +370,18 @@ class PeerWatch:
         return [(rank, self._ended[rank]) for rank in self.others if rank in self._ended]
 
     def timeout_message(self, reason: WaitReason, seconds: float) -> str:
-        """Text for a wait that reached its deadline; raises ``PeerFailedError`` if it was in vain."""
+        """Message for a wait that reached its deadline; raises ``PeerFailedError`` if a rank has failed."""
         self._notices.check(lambda: reason)
-        # A wait of zero seconds only looks once: no rank is asked.
+        # A wait of zero seconds only tests once, so it asks no rank.
         with self._segment.lock:
             clauses = self.chain(reason, min(seconds, _ANSWER_SECONDS)) if seconds else []
         hint = [reason.hint] if reason.hint else []
         return "; ".join([f"rank {self.rank} waited {in_seconds(seconds)} {reason}", *clauses, *hint])
 
     def chain(self, reason: WaitReason, seconds: float) -> list[str]:
-        """States of the ranks that this one waits for, of those that they wait for, and so on, a clause each.
+        """States of the ranks that this one waits for, of those that they wait for, and so on, as clauses.
 
-        Blocks for so many seconds at most, for ranks of other nodes.
+        Waits at most ``seconds`` for the answers of ranks on other nodes.
         """
         deadline = time.monotonic() + seconds
         told, pending = {self.rank}, list(reason.ranks)
@@ -425,7 +418,7 @@ OF_SEVERAL_RANKS = ExchangeTimeout, PeerFailedError, MismatchError, SegmentError
 
 
 def say_state(error: _E, state: str) -> _E:
-    """The same error; the text of one that concerns several ranks ends with the state of the machine."""
+    """Return the error; if it concerns several ranks, its text now ends with the state of the machine."""
     if state and isinstance(error, OF_SEVERAL_RANKS) and error.args:
         text = _without_state(str(error.args[0]))
         error.args = (f"{text}{'' if text.endswith(('.', '?', '!')) else '.'} {state}", *error.args[1:])
@@ -442,7 +435,7 @@ def _without_state(text: str) -> str:
 
 
 def cause_of(error: BaseException) -> str:
-    """Error as one line for the notice of a failure."""
+    """Error as one line, for the notice of a failure."""
     with suppress(Exception):
         first = _without_state(str(error).strip()).splitlines()
         return f"{type(error).__name__}: {first[0]}" if first else type(error).__name__
@@ -450,7 +443,7 @@ def cause_of(error: BaseException) -> str:
 
 
 def in_seconds(seconds: float) -> str:
-    """Time for a message: tenths of a second, less than one to two digits."""
+    """Time for a message: in tenths of a second, below one second to two digits."""
     if seconds < 1:
         return f"{float(f'{seconds:.2g}'):g} s"
     return f"{seconds:.1f}".removesuffix(".0") + " s"

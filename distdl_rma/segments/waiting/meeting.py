@@ -1,4 +1,4 @@
-"""The ranks of a machine find each other by lines that the launcher keeps, and get a communicator."""
+"""The ranks of a machine announce themselves at the launcher, and then create a communicator."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from distdl_rma.geometry.exchange import fingerprint
 from distdl_rma.segments.waiting.header import clip, numbered
 from distdl_rma.segments.waiting.waiter import advance_other_machines
 
-# Longest line that a launcher passes on in one piece, with the name, in the encoding below.
+# Most bytes of a line: a launcher passes on the encoded line and its name in one piece.
 _LONGEST = min(600, MPI.MAX_PORT_NAME - 1) * 3 // 4
-# Most characters of a list of ranks, and of a text about it: the launcher passes on short lines only.
+# Most characters of a list of ranks and of a text, so that they fit into a line.
 _LONGEST_LIST, _LONGEST_TEXT = 72, 140
 
 
 class JobBoard:
-    """One line for each process of MPI_COMM_WORLD about itself, kept by the launcher.
+    """One line of text for each process of MPI_COMM_WORLD, kept by the launcher until the job ends.
 
-    MPI's name service (``MPI_Publish_name``) carries the lines: a process that makes no call can be read, and
-    no message of the processes is matched. Not for a training step: each call asks the launcher, in about 0.1
-    ms. The last line of a process stays until the job ends.
+    MPI's name service (``MPI_Publish_name``) stores the lines. So a line can be read while its process makes
+    no call, and no receive of the user can match a message. Each call asks the launcher, in about 0.1 ms: too
+    long for a training step.
     """
 
     longest = _LONGEST  # bytes of a line
@@ -41,9 +41,10 @@ class JobBoard:
         self._job = os.environ.get("PMIX_NAMESPACE", "")
 
     def usable(self) -> bool:
-        """Whether there is a name service that tells the processes of this job from those of others."""
+        """Whether there is a name service that separates the processes of this job from those of others."""
         if self._usable is None:
-            # Spawned processes count their ranks from 0 as well, and may have the same launcher.
+            # Spawned processes count ranks from 0 too: only a job name separates their lines from those of
+            # others.
             alone = bool(self._job) or MPI.Comm.Get_parent() == MPI.COMM_NULL
             self._usable = alone and not _slurm_keeps_it() and self._tried()
         return self._usable
@@ -82,16 +83,16 @@ class JobBoard:
 
 
 def _slurm_keeps_it() -> bool:
-    # Whether srun is the launcher, by PMI-2. MPICH misreads its answer that a name is not published, and
-    # follows an old pointer: to another line, to arbitrary letters, or to a crash. An mpiexec within a job of
-    # Slurm is another launcher, which counts the ranks of a node.
+    # Whether srun is the launcher, by PMI-2. If a name is not published, MPICH misreads srun's answer and
+    # follows a stale pointer: to another line, to garbage, or to a crash. An mpiexec within a Slurm job is
+    # another launcher; it sets MPI_LOCALNRANKS.
     words = os.environ
     return "SLURM_JOB_ID" in words and "PMI_FD" in words and "MPI_LOCALNRANKS" not in words
 
 
 @contextmanager
 def _errors_returned() -> Iterator[None]:
-    # An unpublished name is an error of MPI, whose error handler may end the job.
+    # Looking up an unpublished name is an MPI error, and the error handler may end the job.
     before = [(comm, comm.Get_errhandler()) for comm in (MPI.COMM_SELF, MPI.COMM_WORLD)]
     try:
         for comm, _ in before:
@@ -104,19 +105,19 @@ def _errors_returned() -> Iterator[None]:
 
 
 class Stage(StrEnum):
-    """Stage of a process on the way to a machine."""
+    """Stage of a process while a machine is created."""
 
-    HERE = "h"  # wants to make a machine, and may still give up
-    CALLS = "c"  # the first rank: all are here
-    COMES = "b"  # heard the call, and does not give up any more
-    GOES = "g"  # the first rank: all come
+    HERE = "h"  # has called, and may still give up
+    CALLS = "c"  # the first rank only: all ranks are HERE
+    COMES = "b"  # has read CALLS; gives up only if the first rank does, or falls silent
+    GOES = "g"  # the first rank only: all ranks are at COMES
     LEFT = "l"  # gave up waiting
     REFUSED = "r"  # raised an error that concerns all ranks of M
 
 
 @dataclass(frozen=True)
 class Refusal:
-    """An error that concerns the ``members``, ranks of MPI_COMM_WORLD; without them the last number."""
+    """An error of the ``members``, ranks of MPI_COMM_WORLD; without members, only the last number."""
 
     number: int = 0
     members: frozenset[int] = frozenset()
@@ -124,16 +125,16 @@ class Refusal:
 
     @classmethod
     def made(cls, number: int, members: frozenset[int], text: str) -> Refusal:
-        """Refusal that fits into a line."""
+        """Refusal whose text and members fit into a line."""
         return cls(number, _sayable(members), text[:_LONGEST_TEXT])
 
 
 @dataclass(frozen=True)
 class Announcement:
-    """``meeting`` tells lists M apart, ``number`` the calls of the ``first`` rank, one of MPI_COMM_WORLD.
+    """Line of a process: its stage, and the machine that it wants to create.
 
-    ``last`` is what this process was refused for since it made a machine: others may not have heard of it
-    when it tries again.
+    ``meeting`` identifies the list M; ``number`` counts the calls of the ``first`` rank. Ranks are those of
+    MPI_COMM_WORLD. ``last`` is the last refusal since this process made a machine: others may read it late.
     """
 
     stage: Stage
@@ -146,14 +147,14 @@ class Announcement:
     text: str = ""
 
     def encoded(self, longest: int) -> str:
-        """Line of so many bytes at most."""
+        """Encode as a line of at most ``longest`` bytes."""
         numbers = (self.stage, self.meeting, self.number, self.first, f"{self.seconds:g}", self.last.number)
         words = (_spans(_sayable(self.members)), self.text, _spans(self.last.members), self.last.text)
         return clip("\n".join([*map(str, numbers), *words]), longest).decode()
 
     @classmethod
     def parsed(cls, line: str) -> Announcement | None:
-        """Announcement of a line; None if it has none."""
+        """Announcement in a line; None if there is none."""
         with suppress(ValueError):
             stage, meeting, number, first, seconds, refusals, members, text, whom, why = line.split("\n", 9)
             last = Refusal(int(refusals), _ranks(whom), why)
@@ -162,12 +163,12 @@ class Announcement:
         return None
 
     def waits_for(self, rank: int) -> bool:
-        """Whether a rank of MPI_COMM_WORLD has to come before this process can go on."""
+        """Whether this process waits for a rank of MPI_COMM_WORLD."""
         return self.stage is Stage.HERE and (self.first == rank or rank in self.members)
 
     @property
     def doing(self) -> str:
-        """What the process does, as a clause of a sentence."""
+        """State of the process, as a clause of a sentence."""
         if self.stage is Stage.LEFT:
             return self.text
         if self.stage is Stage.REFUSED:
@@ -176,13 +177,13 @@ class Announcement:
 
 
 def shortened(ranks: tuple[int, ...]) -> str:
-    """List of ranks as text, cut where it is long."""
+    """List of ranks as text, cut if it is long."""
     text = str(ranks)
     return text if len(text) <= _LONGEST_LIST else f"{text[:_LONGEST_LIST]}...: {len(ranks)} ranks"
 
 
 def _sayable(members: frozenset[int]) -> frozenset[int]:
-    # All members or none: readers must not take a part of the list for the whole.
+    # All members or none: readers must not mistake a part of the list for the whole.
     return members if len(_spans(members)) <= _LONGEST_LIST else frozenset()
 
 
@@ -206,23 +207,23 @@ _CREATE_TAG = 7
 _SLEEP_SECONDS = (1e-4, 5e-3)
 # Limits how often all ranks of a large machine together ask the launcher.
 _SLEEP_SECONDS_PER_RANK = 1e-4
-# A rank that is bound to come may wait longer than the first rank, which decides.
+# A rank at COMES waits longer than the first rank, which decides.
 _GRACE_SECONDS = 10.0
 _BETWEEN_SECONDS = 0.02
-# Of the ranks that may be late, so many are looked at for a message.
+# Most ranks whose lines are read for the message of a timeout.
 _LOOKED_UP = 64
 _HINT = "do all ranks of M call Machine with the same ranks?"
 
 
 class _Past:
-    """State that this process keeps from one meeting for the next."""
+    """State that a process keeps between meetings."""
 
     def __init__(self) -> None:
         self.calls = self.refusals = 0
         self.last = Refusal()
 
     def refused(self, members: frozenset[int], text: str, number: int = 0) -> None:
-        """Count a refusal, which another process may have given a number."""
+        """Record a refusal; ``number`` is the one that another process gave it."""
         self.refusals = max(self.refusals + 1, number)
         self.last = Refusal.made(self.refusals, members, text)
 
@@ -234,15 +235,15 @@ _past = _Past()
 
 
 def meet(comm: MPI.Intracomm, ranks: tuple[int, ...], seconds: float) -> MPI.Intracomm:
-    """Communicator of some ranks of another one, in this order; collective over them, blocking.
+    """Create a communicator of some ranks of ``comm``, in this order; collective over them, blocking.
 
-    No message travels on ``comm``. Ranks first say that they are there where the launcher keeps it for them
-    (:class:`JobBoard`); the communicator, whose making cannot be interrupted, is made once all are bound to
-    come. Where the launcher keeps nothing, it is made at once, without a deadline. The caller owns it.
+    The ranks first announce themselves on the :class:`JobBoard`, without a message on ``comm``. Creating a
+    communicator cannot be interrupted, so it begins once all ranks are bound to come; without a usable name
+    service it begins at once, without a deadline. The caller owns the communicator.
 
-    ``ExchangeTimeout`` if a rank does not come in time; names it, and what it does instead. The call can be
-    repeated. ``PartitionError`` on all ranks that wait for each other, if they do not mean the same ranks, or
-    one of them was refused.
+    ``ExchangeTimeout`` if a rank does not come in time; names the rank and what it does instead. The call can
+    be repeated. ``PartitionError`` on all ranks that wait for each other if their lists M differ, or one was
+    refused.
     """
     group = comm.group.Incl(list(ranks))
     try:
@@ -252,7 +253,7 @@ def meet(comm: MPI.Intracomm, ranks: tuple[int, ...], seconds: float) -> MPI.Int
         with _lock:
             number = _Meeting(comm.rank, ranks, world, seconds).hold()
             made = _create(comm, group, ranks, world, number)
-            # Only now have all heard that they go.
+            # Only now have all ranks read GOES.
             _board.write("")
             _past.last = Refusal(_past.refusals)
             return made
@@ -261,7 +262,7 @@ def meet(comm: MPI.Intracomm, ranks: tuple[int, ...], seconds: float) -> MPI.Int
 
 
 def refuse(comm: MPI.Intracomm, ranks: Iterable[int], problem: str) -> None:
-    """Tell those of ``ranks`` that wait for this one why it cannot make the machine; local."""
+    """Tell those of ``ranks`` that wait for this rank why it cannot make the machine; local."""
     if not _board.usable():
         return
     group = comm.group.Incl(sorted({rank for rank in ranks if 0 <= rank < comm.size}))
@@ -275,7 +276,7 @@ def refuse(comm: MPI.Intracomm, ranks: Iterable[int], problem: str) -> None:
 
 
 def _in_world(group: MPI.Group) -> tuple[int, ...] | None:
-    # None if there are processes of another MPI_COMM_WORLD among them.
+    # None if a process belongs to another MPI_COMM_WORLD.
     everyone = MPI.COMM_WORLD.Get_group()
     try:
         places = tuple(MPI.Group.Translate_ranks(group, None, everyone))
@@ -289,10 +290,10 @@ def _create(
 ) -> MPI.Intracomm:
     if len(ranks) == 1:
         return MPI.COMM_SELF.Dup()
-    # A collective of all its ranks meets no message of the user's.
+    # A collective call of all ranks of ``comm`` cannot match messages of the user.
     if len(ranks) == comm.size:
         return cast(MPI.Intracomm, comm.Split(0, ranks.index(comm.rank)))
-    # In Create_group Open MPI sends messages with tags of users, which a receive from any source may match.
+    # Open MPI's Create_group sends messages with tags that a user's receive from any source may match.
     try:
         return MPI.Intracomm.Create_from_group(group, f"distdl_rma-{fingerprint(ranks, world):014x}-{number}")
     except NotImplementedError:
@@ -300,12 +301,12 @@ def _create(
     except MPI.Exception as error:
         if error.Get_error_class() != MPI.ERR_UNSUPPORTED_OPERATION:
             raise
-    # An MPI before version 4, or a launcher that cannot help with it.
+    # MPI is older than version 4, or the launcher does not support the call.
     return comm.Create_group(group, _CREATE_TAG)
 
 
 class _Meeting:
-    """How a rank meets the others: the first one calls when all are there, and goes when all come."""
+    """One rank's part in a meeting: the first rank calls when all are here, and goes when all come."""
 
     def __init__(self, me: int, ranks: tuple[int, ...], world: tuple[int, ...], seconds: float) -> None:
         self._me, self._ranks, self._seconds = me, ranks, seconds
@@ -317,7 +318,7 @@ class _Meeting:
         self._deadline = time.monotonic() + seconds
 
     def hold(self) -> int:
-        """Return a number that is the same on all ranks, as soon as all of them are bound to go on."""
+        """Wait until all ranks are bound to come; return a number that is equal on all of them."""
         self._say(Stage.HERE)
         try:
             return self._lead() if self._me == self._first else self._follow()
@@ -357,14 +358,14 @@ class _Meeting:
             moved = False
             if heard and stage is Stage.CALLS and heard.number != called:
                 moved = True
-                # From here on only the first rank may give up, which it says.
+                # From here on the first rank decides: it announces if it gives up.
                 called = heard.number
                 self._say(Stage.COMES, called)
                 deadline = time.monotonic() + heard.seconds + _GRACE_SECONDS
             elif heard and stage is Stage.GOES and heard.number == called:
                 break
             elif called and stage in (Stage.HERE, Stage.LEFT):
-                # It called, and then not all came.
+                # The first rank called, but then not all ranks came.
                 called, deadline = 0, self._deadline
                 self._say(Stage.HERE)
             elif over:
@@ -373,20 +374,20 @@ class _Meeting:
         return called
 
     def _ours(self, rank: int) -> Announcement | None:
-        """Announcement of a rank about this machine; raise if the two ranks will never make the same one."""
+        """Announcement of a rank about this machine; raise if the two ranks want different machines."""
         heard, me = self._heard(rank), self._world[self._me]
         if heard is None:
             return None
-        # Only refusals that this rank does not know count.
+        # Only refusals that this rank has not read count.
         if heard.last.number > _past.refusals and me in heard.last.members:
             self._refuse(heard.last.members, heard.last.text, heard.last.number)
         if heard.last.number < _past.refusals and self._world[rank] in _past.last.members:
-            # The other rank does not know of this rank's last refusal yet.
+            # The other rank has not read this rank's last refusal yet.
             return None
         if heard.meeting == self._meeting:
             return heard
         if heard.waits_for(me):
-            # Each waits for the other one, and waits of others for either of them are in vain.
+            # Both ranks wait for each other with different lists M, so waits for either are in vain.
             (low, listed), (high, other) = sorted([(self._me, shortened(self._ranks)), (rank, heard.text)])
             self._refuse(heard.members, f"rank {low} was given M = {listed} but rank {high} M = {other}")
         return None
@@ -406,7 +407,7 @@ class _Meeting:
         raise PartitionError(problem)
 
     def _turns(self) -> Iterator[Callable[[bool], None]]:
-        """Turns of a wait, each with its pause, which grows while nothing changes."""
+        """Yield a function that pauses, once per turn of a wait; pauses grow while nothing changes."""
         longest = max(_SLEEP_SECONDS[1], _SLEEP_SECONDS_PER_RANK * len(self._ranks))
         seconds = _SLEEP_SECONDS[0]
 
@@ -425,11 +426,11 @@ class _Meeting:
         self._say(Stage.LEFT, text=f"gave up after {self._seconds:g} s")
         asked = [rank for rank in (self._first, *self._others[:_LOOKED_UP]) if rank != self._me]
         heard = {rank: self._heard(rank) for rank in asked}
-        # Others give up at the same moment, and have no line while they replace it.
+        # Ranks that give up at the same moment have no line while they replace it.
         time.sleep(_BETWEEN_SECONDS)
         heard = {rank: said or self._heard(rank) for rank, said in heard.items()}
         late = [rank for rank, said in heard.items() if said is None or said.meeting != self._meeting]
-        # Ranks that gave up have been here: they waited for the others as well.
+        # Ranks that gave up come second: they waited for the others as well.
         late = late or [rank for rank, said in heard.items() if said and said.stage is Stage.LEFT]
         late = sorted(late or heard)
         doing = [f"rank {rank} {said.doing}" for rank in late[:4] if (said := heard[rank]) is not None]

@@ -1,4 +1,4 @@
-"""Uncaught errors: the peers learn of them, and the user sees one short traceback."""
+"""Uncaught errors: the peers are notified, and the user sees one short traceback."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _LAUNCHERS = f"{Path(mpi4py.__file__).parent}/", runpy.__file__, "<frozen runpy>
 def short_traceback(error: BaseException) -> str:
     """Traceback as Python prints it, with the frames of the user's program only.
 
-    Behind an error that is not of this library, a line says how to see the others.
+    If an error of another library was raised in a hidden frame, a last line says how to see all frames.
     """
     chain = [*_chain(error)]
     whole = [each.__traceback__ for each in chain]
@@ -82,25 +82,25 @@ def _is_inner(entry: TracebackType) -> bool:
     return entry.tb_frame.f_code.co_filename.startswith((_OWN, _torch(), *_LAUNCHERS))
 
 
-# How long a rank that fails stays for its peers to notice, and then for their own messages.
+# How long a failing rank waits for its peers to receive its notice, and then for them to print their errors.
 _NOTICE_SECONDS = 1.0
 _LAST_WORDS_SECONDS = 0.2
-# How long a rank looks whether a rank before it fails with the same error, which then shows the traceback.
+# How long a rank checks whether an earlier rank fails with the same error, and so shows the traceback.
 _ALIKE_SECONDS = 0.4
 
 
 class Failing(Protocol):
-    """A segment manager, as far as uncaught errors concern it."""
+    """The part of a segment manager that this module needs."""
 
     closed: bool
     notices: FailureNotices
 
     def fail(self, error: BaseException) -> None:
-        """Tell all ranks that this one cannot go on."""
+        """Notify all ranks that this one failed."""
 
 
 _Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
-# With the process that made them: a forked process is no rank of theirs.
+# Open managers, each with the process that made it: a forked process is not a rank of the machine.
 _managers: weakref.WeakKeyDictionary[Failing, int] = weakref.WeakKeyDictionary()
 _previous_hooks: list[_Hook] = []
 _telling: list[BaseException] = []
@@ -108,7 +108,7 @@ _said: set[str] = set()
 
 
 def tell_peers_of_uncaught_errors(manager: Failing) -> None:
-    """Report uncaught exceptions to the ranks of a machine, from now on."""
+    """Report this process's uncaught exceptions to the ranks of a machine, from now on."""
     if sys.excepthook is not _tell_peers:
         _previous_hooks.append(sys.excepthook)
         sys.excepthook = _tell_peers
@@ -116,14 +116,14 @@ def tell_peers_of_uncaught_errors(manager: Failing) -> None:
 
 
 def say_once(line: str) -> None:
-    """Write a line to stderr once, at the end of a process, when no code can catch an exception."""
+    """Write a line to stderr, the same line once only; for the end of a process, which cannot raise."""
     if line not in _said:
         _said.add(line)
         _write(f"distdl_rma: {line}\n")
 
 
 def _write(text: str) -> None:
-    # At once: other ranks write to the same terminal.
+    # In one write with a flush: other ranks write to the same terminal.
     if sys.stderr is not None:
         with suppress(OSError, ValueError):
             sys.stderr.write(text)
@@ -131,7 +131,7 @@ def _write(text: str) -> None:
 
 
 def _tell_peers(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    # A later hook may call this one again.
+    # A hook that was installed later may call this hook again.
     if _telling:
         _previous_hooks[0](kind, error, trace)
         return
@@ -148,7 +148,7 @@ def _tell_peers(kind: type[BaseException], error: BaseException, trace: Tracebac
             _write(elsewhere or short_traceback(error))
         else:
             shows(kind, error, trace)
-        # The end of this process may end the job: the peers learn why before that.
+        # The end of this process may end the job: before that, the peers must learn the reason.
         deadline, told = time.monotonic() + _NOTICE_SECONDS, bool(still_open)
         while still_open and time.monotonic() < deadline:
             still_open = [manager for manager in still_open if not manager.notices.noticed()]
@@ -160,8 +160,8 @@ def _tell_peers(kind: type[BaseException], error: BaseException, trace: Tracebac
 
 
 def _said_elsewhere(error: BaseException, manager: Failing) -> str:
-    # A line in place of the traceback, if another rank shows it: the one that failed first, or the first rank
-    # in M that fails with the same error.
+    # Line to print if another rank shows the traceback: the rank that failed first, or the first rank in M
+    # with the same error. Else empty.
     notices, name, at = manager.notices, type(error).__name__, place_of(error)
     ended = f"distdl_rma: rank {notices.rank} ended{f' at {at}' if at else ''} by "
     if isinstance(error, PeerFailedError):
@@ -170,7 +170,7 @@ def _said_elsewhere(error: BaseException, manager: Failing) -> str:
     found, before = "", notices.before
     while before and time.monotonic() < deadline:
         notices.noticed()
-        # The first of them shows the traceback, and its notice may come last.
+        # The first rank in M shows the traceback, and its notice may arrive last.
         for rank in [rank for rank in before if rank in notices.failures]:
             if cause_of(error).startswith(notices.failures[rank]):
                 found = f"{ended}the same {name} as rank {rank}\n"

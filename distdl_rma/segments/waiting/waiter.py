@@ -1,4 +1,4 @@
-"""Waits for other ranks, which advance operations under way; and a thread that does so between waits."""
+"""Waits for other ranks, which advance pending operations; and a thread that does so between waits."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from distdl_rma.segments.waiting.header import WaitReason
 from distdl_rma.segments.waiting.liveness import FailureNotices, PeerWatch
 from distdl_rma.trace import Counters
 
-# Pauses while the rank is active, if ranks outnumber cores, and after a time without activity.
+# Pauses of the thread: while the rank is active, if ranks outnumber cores, and after a time without activity.
 _BUSY_SECONDS = 1e-4
 _CROWDED_SECONDS = 1e-3
 _QUIET_SECONDS = 5e-3
 _QUIET_AFTER_SECONDS = 2.0
 _JOIN_SECONDS = 2.0
-# A pause is at least so many turns long: the rank may compute on the core of the thread.
+# Shortest pause, in durations of a turn: the rank may compute on the core of the thread.
 _PAUSE_TURNS = 16
 _LONGEST_PAUSE_SECONDS = 4e-3
 
 
 class ProgressEngine:
-    """Calls ``turn()`` again and again in a daemon thread, which never keeps a process from exiting.
+    """Calls ``turn()`` repeatedly in a daemon thread, which never keeps a process from exiting.
 
-    Between nodes a transport in software moves data only while both ends call MPI. The thread calls it while
-    torch computes, which releases the interpreter lock. ``turn`` advances operations, does not block, and
-    returns a number that changes while the rank is active. If ranks outnumber cores, ``crowded``, the thread
-    takes fewer turns, since each costs a rank's time.
+    Between nodes, a transport in software moves data only while both ends call MPI. The thread makes such
+    calls while torch computes, which releases the interpreter lock. ``turn`` advances operations, does not
+    block, and returns a number that changes while the rank is active. If ranks outnumber cores (``crowded``),
+    the thread takes fewer turns, since each turn takes time from a rank.
     """
 
     def __init__(self, turn: Callable[[], int], crowded: bool) -> None:
@@ -63,7 +63,7 @@ class ProgressEngine:
             try:
                 active = self._turn()
             except BaseException as error:  # noqa: BLE001
-                # The rank's own thread raises it in its next call.
+                # The next wait of the rank raises it.
                 self.error = error
                 return
             turn = time.thread_time() - begin
@@ -74,27 +74,27 @@ class ProgressEngine:
 
 _YIELD_SECONDS = 2e-3
 _SLEEP_SECONDS = (5e-5, 1e-3)
-# Seconds between two looks of a long wait, which writes its reason and reads the headers of other ranks.
+# Seconds between two looks of a long wait. A look writes the wait's reason and reads headers of other ranks.
 _LOOK_SECONDS = 0.1
-# More seconds than these between two looks mean that the process or the machine was stopped.
+# A longer time between two turns means that the process or the machine was stopped.
 _STOPPED_SECONDS = 1.0
 
 
 def stopped(seconds: float) -> float:
-    """Seconds between two looks for which this process, or the whole machine, was stopped."""
+    """Return the time between two turns if this process was stopped meanwhile, else 0; in seconds."""
     return seconds if seconds > _STOPPED_SECONDS else 0.0
 
 
 class Waiter:
-    """Waits for other ranks, and the steps that every wait takes meanwhile.
+    """Waits for other ranks; takes the deferred steps of operations during each wait.
 
     Every wait, every ``progress()`` and the progress engine take the deferred steps, so that ranks may wait
-    for their common operations in different orders; waits in another machine of the process take them too.
-    Steps hold the segment's lock, and come with receiving notices of failed ranks.
+    for their common operations in different orders. Waits in another machine of the process take them too. A
+    step is taken under the segment's lock, after failure notices were received.
 
-    ``timeout`` is the default deadline in seconds. Waits begin with ``spins`` turns of a busy loop, 0 if
-    ranks outnumber cores or MPI must make progress; now and then ``watch`` looks at the other ranks. The
-    ``counters`` add up the time, and tell the progress engine whether the rank is active.
+    ``timeout`` is the default deadline in seconds. A wait begins with ``spins`` turns of a busy loop, 0 if
+    ranks outnumber cores or MPI must make progress. A long wait lets ``watch`` look at the other ranks.
+    ``counters`` add up waits and their time, and tell the progress engine whether the rank is active.
     """
 
     def __init__(
@@ -126,11 +126,13 @@ class Waiter:
         """Return as soon as ``ready()`` is true; blocking.
 
         ``ready`` is a cheap test without side effects, or one that advances the operation. ``reason`` returns
-        the ranks and what they are to do; only long waits call it. ``timeout`` is in seconds, 0 to look once,
-        ``spins`` are the turns of the busy loop for callers that have looked before, ``whole`` the seconds of
-        a longer wait of which this is the last part. ``ExchangeTimeout`` at the deadline, or after about a
-        second if ranks of one node wait for each other in a ring; the wait can be repeated.
-        ``PeerFailedError`` if a rank of the machine failed, or one of the ranks has left.
+        the ranks and what they have to do; only long waits call it. ``timeout`` is in seconds, 0 to test
+        once. ``spins`` are the turns of the busy loop. ``whole`` are the seconds of a longer wait of which
+        this is the last part.
+
+        ``ExchangeTimeout`` at the deadline, or after about a second if ranks of one node wait for each other
+        in a ring; the wait can be repeated. ``PeerFailedError`` if a rank of the machine failed, or one of
+        the ranks left.
         """
         if ready():
             return
@@ -164,7 +166,7 @@ class Waiter:
                 if ready():
                     return
                 now = time.perf_counter()
-                # The time for which the job was suspended does not count.
+                # Time during which the job was suspended does not count.
                 begin += stopped(now - last)
                 last, elapsed = now, now - begin
                 if elapsed >= _YIELD_SECONDS and (not looked or elapsed - looked > _LOOK_SECONDS):
@@ -184,7 +186,7 @@ class Waiter:
 
     @property
     def under_way(self) -> bool:
-        """Whether ``progress`` may have steps to take: some were deferred, or ranks are on other nodes."""
+        """Whether ``progress`` may have work: steps were deferred, or ranks are on other nodes."""
         return bool(self._steps) or self._segment.has_remote
 
     def progress(self) -> None:
@@ -194,11 +196,11 @@ class Waiter:
 
     @property
     def engine(self) -> str:
-        """How steps are taken while the rank computes: ``"thread"`` or ``"none"``."""
+        """Who takes steps while the rank computes: ``"thread"``, or ``"none"``."""
         return "thread" if self._engine is not None else "none"
 
     def begin(self, engine: str) -> None:
-        """Have other waits of this process, and the engine if chosen, take steps from now on."""
+        """Let other machines' waits, and the progress engine if chosen, take steps from now on."""
         _replace_open(weakref.ref(self))
         if engine == "thread":
             self._engine = ProgressEngine(self._turn, self._segment.crowded)
@@ -209,20 +211,20 @@ class Waiter:
             self._engine.stop()
 
     def end(self) -> None:
-        """Undo ``begin``; idempotent. The engine takes no effective step any more."""
+        """Undo ``begin``; idempotent. The engine takes no more effective steps."""
         _replace_open(without=self)
         self.stop()
         self._open = False
 
     def defer(self, advance: Callable[[], bool]) -> None:
         """Call ``advance()`` as a step until it returns True."""
-        # The progress engine goes through the steps, and takes out what is done.
+        # The progress engine iterates over the steps and removes completed ones.
         with self._segment.lock:
             if advance not in self._steps:
                 self._steps.append(advance)
 
     def withdraw(self, advance: Callable[[], bool]) -> None:
-        """Undo ``defer``, when the operation is complete early."""
+        """Undo ``defer``, for an operation that is complete before its last step."""
         with self._segment.lock:
             if advance in self._steps:
                 self._steps.remove(advance)
@@ -230,7 +232,7 @@ class Waiter:
     def advance(self) -> None:
         """Take all steps of all machines of this process once; does not block.
 
-        Raises the error of a step of this machine, of now or since the last call.
+        Raises the error of a step of this machine, also one that occurred since the last call.
         """
         self._advance()
         if len(_waiters) > 1:
@@ -239,7 +241,7 @@ class Waiter:
     def advance_quietly(self) -> None:
         """Take steps while the rank waits in another machine; does not block.
 
-        The next wait in this machine raises an error of a step, and takes steps again.
+        After a step has raised, takes no further steps until the next wait in this machine raises that error.
         """
         if self._trouble is None and (self._engine is None or self._engine.error is None):
             try:
@@ -258,7 +260,7 @@ class Waiter:
             if self._open:
                 self._notices.poll()
             if self._steps and not self._advancing:
-                # A step may wait itself, and that wait comes back here.
+                # A step may wait itself, and its wait calls this method.
                 self._advancing = True
                 try:
                     for advance in tuple(self._steps):
@@ -268,7 +270,7 @@ class Waiter:
                     self._advancing = False
 
     def _turn(self) -> int:
-        # Nothing to do if another thread takes steps.
+        # If another thread has the lock, it takes the steps.
         if self._segment.lock.acquire(blocking=False):
             try:
                 if self._open and not self._notices.failures:
@@ -278,8 +280,8 @@ class Waiter:
         return self.counters.puts + self.counters.gets + self.counters.waits
 
 
-# Waiters of the open machines of this process: a wait in one machine advances the others as well. Weak, so
-# that it keeps none alive. Replaced as a whole, so that readers need no lock: engines are other threads.
+# Waiters of this process's open machines: a wait in one advances the others too. Weak references keep no
+# waiter alive. The tuple is replaced as a whole: other threads read it without a lock.
 _waiters: tuple[weakref.ref[Waiter], ...] = ()
 _replacing = threading.Lock()
 
@@ -291,7 +293,7 @@ def _replace_open(*more: weakref.ref[Waiter], without: Waiter | None = None) -> 
 
 
 def advance_other_machines(one: Waiter | None) -> None:
-    """Have all open machines of this process but one take their steps; does not block."""
+    """Let all open machines of this process, except that of ``one``, take their steps; does not block."""
     for reference in _waiters:
         other = reference()
         if other is not None and other is not one:
