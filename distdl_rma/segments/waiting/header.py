@@ -217,7 +217,7 @@ class HeaderWriter:
 
 
 def operation_name(name: str) -> RecordText:
-    """Name of an operation for :meth:`HeaderWriter.begin`."""
+    """Name of an operation for ``HeaderWriter.begin``."""
     padded = clip(name, _NAME).ljust(_NAME, b"\0")
     return RecordText(padded, zlib.crc32(padded))
 
