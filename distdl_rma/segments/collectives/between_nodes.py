@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain, repeat
 from typing import Any
 
 import numpy as np
@@ -32,8 +33,8 @@ def complete(request: MPI.Request, tests: range) -> bool:
     return any(request.Test() for _ in tests)
 
 
-# Begins to process the piece of a number, without waiting; returns a script that waits for the rest.
-Stage = Callable[[int], Iterable[None]]
+# The stages of a piece: begins each without waiting, and yields a script that waits for the rest of it.
+Plan = Iterator[Iterable[None]]
 
 # Fewest bytes of a piece, in all and for each node: of smaller ones the latency outweighs the overlap.
 _LEAST_NBYTES, _LEAST_OF_NODE = 8 << 20, 64 << 10
@@ -65,22 +66,26 @@ def pieces_of_all(parts: Sequence[Sequence[RankSlice]], number: int) -> list[lis
     ]
 
 
-def in_pieces(number: int, stages: Sequence[Stage]) -> Iterator[None]:
-    """Take pieces through stages, as a pipeline; yields as long as it has to wait.
+def in_pieces(plans: Iterable[Plan]) -> Iterator[None]:
+    """Carry out the plans of pieces, as a pipeline; yields as long as it has to wait.
 
-    The script that a stage returns is completed before the next stage of the same piece. Meanwhile the stage
+    The script of a stage is completed before the next stage of the same piece begins. Meanwhile the stage
     before begins on the next piece, and the stage behind continues with the last one. The order of all calls
-    follows from the two numbers alone, so that all ranks call MPI's collectives of one communicator in the
-    same order. Each stage has at most two pieces under way.
+    follows from the numbers of pieces and stages alone, so that all ranks call MPI's collectives of one
+    communicator in the same order. Each stage has at most two pieces under way.
     """
-    under_way: dict[int, Iterable[None]] = {}
-    for turn in range(number + len(stages)):
-        for at in range(len(stages) + 1):
-            piece = turn - at
-            if 0 <= piece < number:
-                yield from under_way.pop(piece, ())
-                if at < len(stages):
-                    under_way[piece] = stages[at](piece)
+    under_way: list[tuple[Plan, Iterable[None]]] = []
+    for new in chain(plans, repeat(None)):
+        before, under_way = under_way, []
+        if new is not None:
+            before.insert(0, (new, ()))
+        elif not before:
+            return
+        for plan, script in before:
+            yield from script
+            for stage in plan:
+                under_way.append((plan, stage))
+                break
 
 
 class BetweenNodes:
