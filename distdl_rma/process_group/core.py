@@ -44,6 +44,7 @@ class GroupCore(_Base):  # type: ignore[misc]
         self._manager, self._name, self._timeout = manager, name, timeout
         self._queue = OperationQueue(manager, name)
         self._messages = Messages(manager, ranks, f"messages of process group {name}")
+        self._messages.connect()
         self._rounds: NodeSlots | None = None
         self._collectives: NodeCollectives | InterNodeCollectives
         self._caller: NodeSlots | InterNodeCollectives
@@ -63,8 +64,10 @@ class GroupCore(_Base):  # type: ignore[misc]
             team = next(team for team in teams if self._me in team)
             self._rounds = NodeSlots(manager, [ranks[at] for at in team], name)
             heads = [ranks[team[0]] for team in teams]
-            leads = manager.rank in heads
-            leaders = Messages(manager, heads, f"leaders of process group {name}") if leads else None
+            leaders = None
+            if manager.rank in heads:
+                leaders = Messages(manager, heads, f"leaders of process group {name}")
+                leaders.connect()
             led = HierarchicalCollectives(self._messages, leaders, self._rounds, teams, self._me)
             self._collectives = self._caller = led
         self._calls: dict[Hashable, Call] = {}

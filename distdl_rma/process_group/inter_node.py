@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from distdl_rma.geometry.intervals import Balanced
 from distdl_rma.process_group.node_slots import DIGEST_BYTES, SAID_BYTES, Call, check_pairs, other_call
 from distdl_rma.process_group.reducers import Reducer
-from distdl_rma.segments.collectives.between_nodes import Messages, Plan, Test, in_pieces, slices
+from distdl_rma.segments.collectives.between_nodes import Messages, Plan, in_pieces, over, slices
 from distdl_rma.segments.waiting.header import WaitReason
 
 Array = NDArray[Any]
@@ -181,9 +181,3 @@ def store(taken: Array, counts: Sequence[int], outs: Sequence[Array | None], beg
         if out is not None and count:
             out[begin : begin + count] = taken[at : at + count]
         at += count
-
-
-def over(test: Test) -> Script:
-    """Script that waits until a test is true."""
-    while not test():
-        yield

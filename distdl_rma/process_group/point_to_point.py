@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from distdl_rma.errors import ArgumentError, MismatchError
 from distdl_rma.process_group.work import OperationQueue, PendingCall
-from distdl_rma.segments.collectives.between_nodes import Messages, Test
+from distdl_rma.segments.collectives.between_nodes import Messages, over
 from distdl_rma.segments.waiting.header import WaitReason
 
 Array = NDArray[Any]
@@ -79,18 +79,18 @@ class PointToPoint:
         mine, theirs = _facts(data, kind), _facts(data[:0], "")
         said = self._messages.send(mine, target, tag * _KINDS)
         heard = self._messages.receive(theirs, target, tag * _KINDS + 1)
-        yield from _over(said, heard)
+        yield from over(said, heard)
         self._check(mine, theirs, target, tag)
-        yield from _over(self._messages.send(data, target, tag * _KINDS + 2))
+        yield from over(self._messages.send(data, target, tag * _KINDS + 2))
 
     def _receive(self, out: Array, kind: str, source: int, tag: int) -> Script:
         mine, theirs = _facts(out, kind), _facts(out[:0], "")
-        yield from _over(self._messages.receive(theirs, source, tag * _KINDS))
+        yield from over(self._messages.receive(theirs, source, tag * _KINDS))
         said = self._messages.send(mine, source, tag * _KINDS + 1)
         if _text(mine) == _text(theirs):
-            yield from _over(said, self._messages.receive(out, source, tag * _KINDS + 2))
+            yield from over(said, self._messages.receive(out, source, tag * _KINDS + 2))
             return
-        yield from _over(said)
+        yield from over(said)
         self._check(theirs, mine, source, tag)
 
     def _check(self, sent: Array, wanted: Array, peer: int, tag: int) -> None:
@@ -113,8 +113,3 @@ def _facts(data: Array, kind: str) -> Array:
 
 def _text(facts: Array) -> str:
     return facts.tobytes().rstrip(b"\0").decode(errors="replace")
-
-
-def _over(*tests: Test) -> Script:
-    while not all([test() for test in tests]):  # noqa: C419
-        yield

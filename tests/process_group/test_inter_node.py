@@ -22,6 +22,7 @@ pytestmark = [pytest.mark.mpi, pytest.mark.sizes(1, 2, 3)]
 @pytest.fixture
 def way(machine):
     messages = Messages(machine.segments, machine.ranks, "collectives by MPI")
+    messages.connect()
     yield InterNodeCollectives(messages, machine.ranks.index(machine.rank), "by MPI")
     messages.close()
 

@@ -88,85 +88,67 @@ def in_pieces(plans: Iterable[Plan]) -> Iterator[None]:
                 break
 
 
-class BetweenNodes:
-    """Communicator of ranks of several nodes, in the order given; none for a single rank, and no ``ranks``.
+# Whether an operation is complete; looks once, does not block.
+Test = Callable[[], bool]
 
-    ``name`` and ``terms`` are the same on all of the ranks, as for :class:`Barrier`.
+
+def over(*tests: Test) -> Iterator[None]:
+    """Script that waits until all operations are complete."""
+    for test in tests:
+        while not test():
+            yield
+
+
+class Messages:
+    """Messages and collectives by MPI of some ranks, on a communicator of their own once they ``connect``.
+
+    Positions are those in ``ranks``, whose order is the same on all of them, as are ``name`` and ``terms``; a
+    single rank needs no communicator. Each call begins an operation, keeps its arrays, and returns a test;
+    the operation is complete when the test returns True. The caller of both holds the lock of the segment.
     """
 
-    def __init__(self, manager: SegmentManager, ranks: Sequence[int], name: str, terms: str) -> None:
+    def __init__(self, manager: SegmentManager, ranks: Sequence[int], name: str, terms: str = "") -> None:
         self._manager, self._name, self._terms = manager, name, terms
-        self.ranks = tuple(ranks) if len(ranks) > 1 else ()
+        self.ranks = tuple(ranks)
+        self.comm: MPI.Intracomm = MPI.COMM_SELF
+        self._connected = len(self.ranks) < 2
         self._barrier: Barrier | None = None
-        self._comm: MPI.Intracomm | None = None
-        self._number = 0
+        # Number of the communicator among those of these ranks; None if there is none.
+        self._number: int | None = None
+        self._under_way: dict[int, object] = {}
 
-    def connect(self, timeout: float | None) -> None:
-        """Make the communicator; once, blocking. After a timeout it can be repeated."""
-        if self.ranks and self._comm is None:
+    def connect(self, timeout: float | None = None) -> None:
+        """Make the communicator; once, collective, blocking. After a timeout it can be repeated."""
+        if not self._connected:
             # Making a communicator cannot be interrupted, so all its ranks meet before.
             barrier, shared = self._meeting(), self._manager.communicators
             self._number = barrier.wait(timeout, shared.proposal(self.ranks))
-            self._comm = shared.take(self.ranks, self._number)
+            self.comm = shared.take(self.ranks, self._number)
+            self._connected = True
             barrier.close()
 
     def announce(self) -> None:
         """Tell the others what this rank connects, without waiting for them."""
-        if self.ranks:
+        if not self._connected:
             self._meeting().connect(0.0)
-
-    @property
-    def comm(self) -> MPI.Intracomm:
-        """The communicator; only where there is one."""
-        if self._comm is None:
-            raise RuntimeError(f"{self._name!r}: no communicator between nodes on this rank")
-        return self._comm
-
-    def free(self) -> None:
-        """Give the communicator back, when nothing is under way on it; local."""
-        if self._comm is not None:
-            self._manager.communicators.give_back(self.ranks, self._number)
-        self._comm = None
 
     def _meeting(self) -> Barrier:
         if self._barrier is None:
             self._barrier = Barrier(self._manager, self.ranks, f"{self._name} (connect)", self._terms)
         return self._barrier
 
-
-# Whether an operation is complete; looks once, does not block.
-Test = Callable[[], bool]
-
-
-class Messages:
-    """Messages and collectives of some ranks, on their own communicator; positions are those in ``ranks``.
-
-    Collective over the ranks to construct, blocking. Each call begins an operation, keeps its arrays, and
-    returns a test; the operation is complete when the test returns True. MPI is called with the lock of the
-    segment.
-    """
-
-    def __init__(self, manager: SegmentManager, ranks: Sequence[int], name: str) -> None:
-        self._manager, self._lock, self.ranks = manager, manager.segment.lock, tuple(ranks)
-        self._between = BetweenNodes(manager, ranks, name, "")
-        self._between.connect(None)
-        self._comm: MPI.Intracomm = self._between.comm if len(self.ranks) > 1 else MPI.COMM_SELF
-        self._under_way: dict[int, object] = {}
-
     def send(self, data: Array, position: int, tag: int) -> Test:
         """Begin to send; complete once the receiver has begun to receive."""
-        return self._begun(lambda: self._comm.Issend(_bytes(data), position, tag), data)
+        return self.begun(self.comm.Issend(_bytes(data), position, tag), data.nbytes, data)
 
     def receive(self, out: Array, position: int, tag: int) -> Test:
         """Begin to receive at most as many bytes as the array has from one rank."""
-        return self._begun(lambda: self._comm.Irecv(_bytes(out), position, tag), out)
+        return self.begun(self.comm.Irecv(_bytes(out), position, tag), out.nbytes, out)
 
     def probe(self, tag: int) -> int | None:
         """Position of a rank from which a message with a tag has arrived; None if there is none."""
         status = MPI.Status()
-        with self._lock:
-            found = self._comm.Iprobe(MPI.ANY_SOURCE, tag, status)
-        return int(status.Get_source()) if found else None
+        return int(status.Get_source()) if self.comm.Iprobe(MPI.ANY_SOURCE, tag, status) else None
 
     def largest_tag(self) -> int:
         """Largest tag of a message."""
@@ -174,41 +156,38 @@ class Messages:
 
     def gather_all(self, mine: Array, out: Array, counts: Sequence[int]) -> Test:
         """Begin an all-gather of vectors, one behind the other; ``counts`` are their bytes."""
-        taken = [out.view(np.uint8), (tuple(counts), None), MPI.BYTE]
-        return self._begun(lambda: self._comm.Iallgatherv(_bytes(mine), taken), mine, out)
+        request = self.comm.Iallgatherv(_bytes(mine), [out.view(np.uint8), (tuple(counts), None), MPI.BYTE])
+        return self.begun(request, mine.nbytes + out.nbytes, mine, out)
 
     def broadcast(self, data: Array, position: int) -> Test:
         """Begin a broadcast of the vector of one rank."""
-        return self._begun(lambda: self._comm.Ibcast(_bytes(data), position), data)
+        return self.begun(self.comm.Ibcast(_bytes(data), position), data.nbytes, data)
 
     def exchange(self, data: Array, counts: Sequence[int], out: Array, received: Sequence[int]) -> Test:
         """Begin an all-to-all; ``counts`` and ``received`` are the bytes for and from each position."""
         sent = [data.view(np.uint8), (tuple(counts), None), MPI.BYTE]
         taken = [out.view(np.uint8), (tuple(received), None), MPI.BYTE]
-        return self._begun(lambda: self._comm.Ialltoallv(sent, taken), data, out)
+        return self.begun(self.comm.Ialltoallv(sent, taken), data.nbytes + out.nbytes, data, out)
+
+    def begun(self, request: MPI.Request, nbytes: int, *kept: Array) -> Test:
+        """Keep the arrays of a request that was begun, and return its test; it may take so many bytes."""
+        # MPI uses the arrays even if the test is never called again.
+        key, tests = id(request), looks(nbytes)
+        self._under_way[key] = request, kept
+
+        def test() -> bool:
+            if not complete(request, tests):
+                return False
+            self._under_way.pop(key, None)
+            return True
+
+        return test
 
     def close(self) -> None:
         """Give the communicator back; local. Kept if an operation is under way, or ended by an error."""
-        if not (self._under_way or self._manager.closed):
-            self._between.free()
-
-    def _begun(self, call: Callable[[], MPI.Request], *kept: Array) -> Test:
-        with self._lock:
-            request = call()
-        # MPI uses the arrays even if the test is never called again.
-        key = id(request)
-        self._under_way[key] = request, kept
-        tests = looks(sum(array.nbytes for array in kept))
-        over: list[bool] = []
-
-        def test() -> bool:
-            with self._lock:
-                if not over and complete(request, tests):
-                    over.append(True)
-                    self._under_way.pop(key, None)
-            return bool(over)
-
-        return test
+        if self._number is not None and not (self._under_way or self._manager.closed):
+            self._manager.communicators.give_back(self.ranks, self._number)
+            self._number = None
 
 
 def _bytes(array: Array) -> list[Any]:

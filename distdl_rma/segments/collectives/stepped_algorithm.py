@@ -12,7 +12,7 @@ from mpi4py import MPI
 
 from distdl_rma.errors import ExchangeTimeout, MismatchError
 from distdl_rma.geometry.exchange import fingerprint
-from distdl_rma.segments.collectives.between_nodes import BetweenNodes, complete, looks, number_of_pieces
+from distdl_rma.segments.collectives.between_nodes import Messages, Test, number_of_pieces
 from distdl_rma.segments.collectives.collective import CollectiveSite
 from distdl_rma.segments.collectives.reduction import Array, Reduction
 from distdl_rma.segments.manager import SegmentManager
@@ -88,9 +88,7 @@ class SteppedAlgorithm(Scripted, ABC):
         # For even and odd steps the vectors of the node's ranks, in their order, once connected.
         self.rows: tuple[list[Array], ...] = ()
         self._peer_words: list[memoryview] = []
-        self.between = BetweenNodes(manager, across if layout.me in across else (), name, self._terms)
-        # Requests and their buffers, which MPI uses even if the step is interrupted.
-        self._under_way: list[tuple[MPI.Request, tuple[Array, ...]]] = []
+        self.between = Messages(manager, across if layout.me in across else (), name, self._terms)
         self._connected = False
         self._operation = manager.operation(name)
         self._counters = manager.counters
@@ -147,7 +145,7 @@ class SteppedAlgorithm(Scripted, ABC):
             # Others and MPI may still write for a broken step: its memory is not used again.
             complete = self.advance() and not self.broken
             if complete:
-                self.between.free()
+                self.between.close()
             return complete
 
         self.manager.retire(self.memory, idle)
@@ -192,17 +190,15 @@ class SteppedAlgorithm(Scripted, ABC):
 
         Returns a script that waits until it is complete; its buffers are kept until then.
         """
-        self._under_way.append((request, buffers))
         self._counters.collectives += 1
         self._counters.bytes_collective += nbytes
-        return self._completed(request, looks(nbytes))
+        return self._completed(self.between.begun(request, nbytes, *buffers))
 
-    def _completed(self, request: MPI.Request, tests: range) -> Iterator[None]:
+    def _completed(self, test: Test) -> Iterator[None]:
         self._waits_for = tuple(rank for rank in self.between.ranks if rank != self.layout.me)
         self._phase = None
-        while not complete(request, tests):
+        while not test():
             yield
-        self._under_way = [one for one in self._under_way if one[0] is not request]
 
     def load(self, target: Array, source: Array) -> None:
         """Load from a peer's vector, and count it."""

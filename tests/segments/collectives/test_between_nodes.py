@@ -40,6 +40,7 @@ def over(machine, *tests):
 def test_messages_and_collectives_are_over_when_their_tests_say_so(machine, comm):
     ranks = list(reversed(machine.ranks))
     messages = Messages(machine.segments, ranks, "some")
+    messages.connect()
     me, size = ranks.index(comm.rank), len(ranks)
     after, before = (me + 1) % size, (me - 1) % size
     out = np.empty(3, np.int64)
