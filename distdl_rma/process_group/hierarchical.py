@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import chain
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from distdl_rma.geometry.intervals import Listed
 from distdl_rma.process_group.inter_node import TURN_BYTES, InterNodeCollectives, store, window
 from distdl_rma.process_group.node_slots import Call, NodeSlots
 from distdl_rma.process_group.on_node import NodeCollectives
 from distdl_rma.process_group.reducers import Reducer
-from distdl_rma.segments.collectives.between_nodes import Messages, Plan, in_pieces, slices
+from distdl_rma.segments.collectives.between_nodes import Messages, Plan, Script, in_pieces, slices
+from distdl_rma.segments.collectives.node_layout import NodeLayout
+from distdl_rma.segments.collectives.reduction import Array
 from distdl_rma.segments.waiting.header import WaitReason
-
-Array = NDArray[Any]
-Script = Iterator[None]
 
 
 class HierarchicalCollectives(InterNodeCollectives):
@@ -27,7 +24,7 @@ class HierarchicalCollectives(InterNodeCollectives):
     First all ranks compare by MPI what they call. Then the ranks of each node work in rounds; their first
     rank, the leader, also takes part in MPI's collectives of the leaders. A reduction is in the order of the
     ranks on each node, then in the order of the nodes, without rounding in between, and bitwise the same on
-    all ranks. ``teams`` are the positions of the ranks of each node; only leaders have ``leaders``.
+    all ranks. Only leaders have ``leaders``.
     """
 
     def __init__(
@@ -35,16 +32,16 @@ class HierarchicalCollectives(InterNodeCollectives):
         messages: Messages,
         leaders: Messages | None,
         rounds: NodeSlots,
-        teams: Sequence[tuple[int, ...]],
-        me: int,
+        layout: NodeLayout,
     ) -> None:
-        self._rounds, self._node, self._teams = rounds, NodeCollectives(rounds), tuple(teams)
-        self._team = self._team_of(me)
-        self._place = self._teams[self._team].index(me)
+        self._rounds, self._node = rounds, NodeCollectives(rounds)
+        # Positions of the ranks of each node, and where this one is among them.
+        self._teams = [tuple(map(layout.ranks.index, node)) for node in layout.nodes]
+        self._team, self._place = layout.my_node, rounds.me
         # Only leaders take part between the nodes.
         self._across = None if leaders is None else InterNodeCollectives(leaders, self._team, rounds.name)
-        self._order = tuple(chain.from_iterable(teams))
-        super().__init__(messages, me, rounds.name)
+        self._order = tuple(chain.from_iterable(self._teams))
+        super().__init__(messages, layout.ranks.index(layout.me), rounds.name)
         self._reason = super().waiting
 
     @property
@@ -62,16 +59,12 @@ class HierarchicalCollectives(InterNodeCollectives):
         """Which ranks are waited for: of this node, other leaders, or all."""
         return self._reason()
 
-    def close(self) -> None:
-        """Give back the communicator of the leaders."""
-        if self._across is not None:
-            self._across.close()
-
     def _agree(self) -> Script:
         self._reason = super().waiting
         return super()._agree()
 
-    def _reduce(self, x: Array, reducer: Reducer, root: int | None) -> Script:
+    def reduce(self, x: Array, reducer: Reducer, root: int | None) -> Script:
+        """Reduce a vector in place, on all ranks if there is no root; else the others' stay as they are."""
         yield from self._agree()
         part, of_root = reducer.unrounded, None if root is None else self._team_of(root)
         turns = -(-x.size // max(1, TURN_BYTES // part.storage.itemsize))
@@ -87,7 +80,7 @@ class HierarchicalCollectives(InterNodeCollectives):
                 data = result.view(np.uint8)
                 yield self._from_place(0, data, data if root in (None, self.me) else None)
 
-        yield from in_pieces(plan(x[at]) for at in slices(x.size, max(1, turns))[:turns])
+        yield from in_pieces(plan(x[at]) for at in slices(x.size, turns))
 
     def reduce_scatter(self, parts: Sequence[Array], out: Array, reducer: Reducer) -> Script:
         """Reduce a part for every rank; ``out`` gets this rank's, and may be it."""

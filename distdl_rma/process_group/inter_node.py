@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
 from distdl_rma.geometry.intervals import Balanced
 from distdl_rma.process_group.node_slots import DIGEST_BYTES, SAID_BYTES, Call, check_pairs, other_call
 from distdl_rma.process_group.reducers import Reducer
-from distdl_rma.segments.collectives.between_nodes import Messages, Plan, in_pieces, over, slices
+from distdl_rma.segments.collectives.between_nodes import Messages, Plan, Script, in_pieces, over, slices
+from distdl_rma.segments.collectives.reduction import Array
 from distdl_rma.segments.waiting.header import WaitReason
-
-Array = NDArray[Any]
-Script = Iterator[None]
 
 # Bytes of all ranks in one turn of a long vector. While one turn travels, the one before is reduced or
 # stored: the memory beside the tensors is a few times this.
@@ -45,22 +41,11 @@ class InterNodeCollectives:
         """Wait for all."""
         yield from self._agree()
 
-    def all_reduce(self, x: Array, reducer: Reducer) -> Script:
-        """Reduce a vector in place, on all ranks."""
-        return self._reduce(x, reducer, None)
-
-    def reduce(self, x: Array, reducer: Reducer, root: int) -> Script:
-        """Reduce a vector in place, on one rank; the others' stay as they are."""
-        return self._reduce(x, reducer, root)
-
-    def _reduce(self, x: Array, reducer: Reducer, root: int | None) -> Script:
+    def reduce(self, x: Array, reducer: Reducer, root: int | None) -> Script:
+        """Reduce a vector in place, on all ranks if there is no root; else the others' stay as they are."""
         yield from self._agree()
-        yield from self.reduced(x, reducer, root)
-
-    def reduced(self, x: Array, reducer: Reducer, root: int | None) -> Script:
-        """Reduce a vector in place, on all ranks or on ``root``, without a comparison of the calls."""
         turns = -(-x.nbytes // TURN_BYTES)
-        return in_pieces(self.chunk(x[at], reducer, root) for at in slices(x.size, max(1, turns))[:turns])
+        yield from in_pieces(self.chunk(x[at], reducer, root) for at in slices(x.size, turns))
 
     def chunk(self, x: Array, reducer: Reducer, root: int | None) -> Plan:
         """Reduce a part of a vector in place: each rank reduces a share of it, and sends the result."""
@@ -149,10 +134,6 @@ class InterNodeCollectives:
             store(taken, counts, outs, begin)
 
         yield from in_pieces(map(plan, range(0, int(table.max()), most)))
-
-    def close(self) -> None:
-        """Give the communicator back, if nothing is under way."""
-        self._messages.close()
 
     def _agree(self) -> Script:
         # All ranks make the same call, or all raise.

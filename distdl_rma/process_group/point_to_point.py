@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable
 
 import numpy as np
-from numpy.typing import NDArray
 
 from distdl_rma.errors import ArgumentError, MismatchError
 from distdl_rma.process_group.work import OperationQueue, PendingCall
-from distdl_rma.segments.collectives.between_nodes import Messages, over
+from distdl_rma.segments.collectives.between_nodes import Messages, Script, over
+from distdl_rma.segments.collectives.reduction import Array
 from distdl_rma.segments.waiting.header import WaitReason
 
-Array = NDArray[Any]
-Script = Iterator[None]
 Finish = Callable[[], None]
 # Messages of one tag: the sender's facts, the receiver's facts, and the data.
 _KINDS = 3

@@ -146,7 +146,7 @@ def adder(rows: Sequence[Array], out: Array, copy: Array | None = None) -> Calla
     """Function that adds two rows, and stores the sum to one or two places; not for two threads at once."""
     (first, second), add = rows, without_fp_errors(np.add)
     if copy is None:
-        return lambda: add(first, second, out)
+        return partial(add, first, second, out)
 
     def both() -> None:
         add(first, second, out)
@@ -228,8 +228,7 @@ class _AllreduceByNodes(ShareReduction):
         self.reduction.finish(part, finished)
         itemsize = element.storage.itemsize
         counts = [itemsize * length for length in split.lengths]
-        offsets = [itemsize * split.interval(node)[0] for node in range(split.parts)]
-        whole = [cut.mine[where].view(np.uint8), (counts, offsets), MPI.BYTE]
+        whole = [cut.mine[where].view(np.uint8), (counts, None), MPI.BYTE]
         request = self.between.comm.Iallgatherv([finished.view(np.uint8), MPI.BYTE], whole)
         yield self.complete(request, finished.nbytes, finished)
         for other in cut.others:

@@ -8,14 +8,15 @@ from typing import Any
 
 import numpy as np
 from mpi4py import MPI
-from numpy.typing import NDArray
 
 from distdl_rma.geometry.intervals import Balanced
 from distdl_rma.segments.collectives.barrier import Barrier
 from distdl_rma.segments.collectives.node_layout import RankSlice, clipped
+from distdl_rma.segments.collectives.reduction import Array
 from distdl_rma.segments.manager import SegmentManager
 
-Array = NDArray[Any]
+# Yields as long as it has to wait.
+Script = Iterator[None]
 
 # Over sockets MPI moves a fragment with each test, and a waiting rank sleeps between two looks: a look takes
 # about as many tests as fragments might have come meanwhile. One that finds nothing costs 0.2 us.
@@ -50,23 +51,19 @@ def number_of_pieces(nbytes: int, nodes: int) -> int:
 
 def slices(count: int, number: int) -> list[slice]:
     """The pieces of so many elements, balanced; of few elements some are empty."""
-    split = Balanced(count, number)
-    return [slice(*split.interval(piece)) for piece in range(number)]
+    return [slice(*ends) for ends in map(Balanced(count, number or 1).interval, range(number))]
 
 
 def pieces_of_all(parts: Sequence[Sequence[RankSlice]], number: int) -> list[list[tuple[RankSlice, ...]]]:
     """For each piece its slices of the parts of every node, each of which is cut into ``number`` pieces."""
     cuts = [slices(sum(part.size for part in of_node), number) for of_node in parts]
     return [
-        [
-            tuple(clipped(of_node, cut[piece].start, cut[piece].stop))
-            for of_node, cut in zip(parts, cuts, strict=True)
-        ]
-        for piece in range(number)
+        [tuple(clipped(of_node, at.start, at.stop)) for of_node, at in zip(parts, of_piece, strict=True)]
+        for of_piece in zip(*cuts, strict=True)
     ]
 
 
-def in_pieces(plans: Iterable[Plan]) -> Iterator[None]:
+def in_pieces(plans: Iterable[Plan]) -> Script:
     """Carry out the plans of pieces, as a pipeline; yields as long as it has to wait.
 
     The script of a stage is completed before the next stage of the same piece begins. Meanwhile the stage
@@ -92,7 +89,7 @@ def in_pieces(plans: Iterable[Plan]) -> Iterator[None]:
 Test = Callable[[], bool]
 
 
-def over(*tests: Test) -> Iterator[None]:
+def over(*tests: Test) -> Script:
     """Script that waits until all operations are complete."""
     for test in tests:
         while not test():

@@ -12,7 +12,7 @@ from mpi4py import MPI
 
 from distdl_rma.errors import ExchangeTimeout, MismatchError
 from distdl_rma.geometry.exchange import fingerprint
-from distdl_rma.segments.collectives.between_nodes import Messages, Test, number_of_pieces
+from distdl_rma.segments.collectives.between_nodes import Messages, number_of_pieces, over
 from distdl_rma.segments.collectives.collective import CollectiveSite
 from distdl_rma.segments.collectives.reduction import Array, Reduction
 from distdl_rma.segments.manager import SegmentManager
@@ -89,7 +89,6 @@ class SteppedAlgorithm(Scripted, ABC):
         self.rows: tuple[list[Array], ...] = ()
         self._peer_words: list[memoryview] = []
         self.between = Messages(manager, across if layout.me in across else (), name, self._terms)
-        self._connected = False
         self._operation = manager.operation(name)
         self._counters = manager.counters
         self._fence, self._acquire = manager.segment.store_fence, manager.segment.acquire
@@ -105,8 +104,6 @@ class SteppedAlgorithm(Scripted, ABC):
 
     def connect(self, timeout: float | None) -> None:
         """Exchange addresses on the node, and make the communicator between nodes; once, blocking."""
-        if self._connected:
-            return
         if not self.rows:
             remotes = self._exchange_addresses(timeout)
             remotes[self.layout.me] = self.memory.here
@@ -118,7 +115,6 @@ class SteppedAlgorithm(Scripted, ABC):
             self.rows = tuple([row for row in rows if row is not None] for rows in direct)
             self._peer_words = [words for remote in here if (words := remote.flags) is not None]
         self.between.connect(timeout)
-        self._connected = True
 
     def _exchange_addresses(self, timeout: float | None) -> dict[int, RemoteBuffer]:
         others, terms = self.layout.others_here, self._terms
@@ -192,13 +188,9 @@ class SteppedAlgorithm(Scripted, ABC):
         """
         self._counters.collectives += 1
         self._counters.bytes_collective += nbytes
-        return self._completed(self.between.begun(request, nbytes, *buffers))
-
-    def _completed(self, test: Test) -> Iterator[None]:
         self._waits_for = tuple(rank for rank in self.between.ranks if rank != self.layout.me)
         self._phase = None
-        while not test():
-            yield
+        return over(self.between.begun(request, nbytes, *buffers))
 
     def load(self, target: Array, source: Array) -> None:
         """Load from a peer's vector, and count it."""
