@@ -9,7 +9,7 @@ import numpy as np
 from distdl_rma.geometry.intervals import Balanced
 from distdl_rma.process_group.node_slots import DIGEST_BYTES, SAID_BYTES, Call, check_pairs, other_call
 from distdl_rma.process_group.reducers import Reducer
-from distdl_rma.segments.collectives.between_nodes import Messages, Plan, Script, in_pieces, over, slices
+from distdl_rma.segments.collectives.between_nodes import Messages, Plan, Script, in_pieces, slices
 from distdl_rma.segments.collectives.reduction import Array
 from distdl_rma.segments.waiting.header import WaitReason
 
@@ -57,7 +57,7 @@ class InterNodeCollectives:
         # Frees the memory before the result has travelled.
         del rows
         if root is None:
-            yield over(self._messages.gather_all(reduced, x, taken))
+            yield self._messages.gather_all(reduced, x, taken)
         else:
             yield self._collected(reduced, x, taken, root)
 
@@ -78,7 +78,7 @@ class InterNodeCollectives:
         """Send so many elements to every rank; return the rows that come here, complete after the script."""
         rows = np.empty((self.size, counts[self.me]), x.dtype)
         sent, taken = [count * x.itemsize for count in counts], [rows[0].nbytes] * self.size
-        return rows, over(self._messages.exchange(x, sent, rows.reshape(-1), taken))
+        return rows, self._messages.exchange(x, sent, rows.reshape(-1), taken)
 
     def spread(
         self, sizes: Sequence[int], mine: Array, outs: Sequence[Array | None], reader: int | None = None
@@ -103,34 +103,34 @@ class InterNodeCollectives:
         """Copy the bytes of all ranks to all ranks, one behind the other."""
         filled = [at for at, count in enumerate(counts) if count]
         if len(filled) != 1:
-            return over(self._messages.gather_all(part, taken, counts))
+            return self._messages.gather_all(part, taken, counts)
         if self.me == filled[0]:
             taken[...] = part
         return self.given(taken, filled[0])
 
     def given(self, data: Array, root: int) -> Script:
         """Copy the bytes of one rank to all ranks."""
-        return over(self._messages.broadcast(data, root))
+        return self._messages.broadcast(data, root)
 
     def _collected(self, part: Array, taken: Array, counts: Sequence[int], root: int) -> Script:
         # Copy the bytes of all ranks to one, one behind the other.
         sent = [part.nbytes if at == root else 0 for at in range(self.size)]
         wanted = counts if root == self.me else [0] * self.size
-        return over(self._messages.exchange(part, sent, taken, wanted))
+        return self._messages.exchange(part, sent, taken, wanted)
 
     def deal(self, sends: Sequence[Array], outs: Sequence[Array]) -> Script:
         """Give each rank what this one has for it; ``outs`` takes what every rank has for this one."""
         yield from self._agree()
         lengths = np.array([*(send.size for send in sends), *(out.size for out in outs)], np.int64)
         table = np.empty((self.size, lengths.size), np.int64)
-        yield from over(self._messages.gather_all(lengths, table.reshape(-1), [lengths.nbytes] * self.size))
+        yield from self._messages.gather_all(lengths, table.reshape(-1), [lengths.nbytes] * self.size)
         check_pairs(self, table[:, : self.size], table[:, self.size :].T)
         most, sizes = TURN_BYTES // self.size, [out.size for out in outs]
 
         def plan(begin: int) -> Plan:
             cut, counts = [send[begin : begin + most] for send in sends], window(sizes, begin, most)
             taken, given = np.empty(sum(counts), _BYTE), [part.size for part in cut]
-            yield over(self._messages.exchange(np.concatenate(cut), given, taken, counts))
+            yield self._messages.exchange(np.concatenate(cut), given, taken, counts)
             store(taken, counts, outs, begin)
 
         yield from in_pieces(map(plan, range(0, int(table.max()), most)))
@@ -139,13 +139,13 @@ class InterNodeCollectives:
         # All ranks make the same call, or all raise.
         row = np.frombuffer(self.call.digest, np.int64)
         table = np.empty((self.size, row.size), np.int64)
-        yield from over(self._messages.gather_all(row, table.reshape(-1), [DIGEST_BYTES] * self.size))
+        yield from self._messages.gather_all(row, table.reshape(-1), [DIGEST_BYTES] * self.size)
         others = (table != row).any(1)
         if others.any():
             said = np.zeros(SAID_BYTES, _BYTE)
             said[: len(self.call.said)] = np.frombuffer(self.call.said, _BYTE)
             all_said = np.empty((self.size, SAID_BYTES), _BYTE)
-            yield from over(self._messages.gather_all(said, all_said.reshape(-1), [SAID_BYTES] * self.size))
+            yield from self._messages.gather_all(said, all_said.reshape(-1), [SAID_BYTES] * self.size)
             other = int(np.argmax(others))
             raise other_call(self, other, all_said[other].tobytes())
 

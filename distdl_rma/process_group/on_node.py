@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -145,10 +145,10 @@ class NodeCollectives:
                 shown = part(turn, position)
                 slot[position * share : position * share + shown.size] = shown
 
-        def take(turn: int, number: int, slots: Sequence[Array]) -> Script:
+        def take(turn: int, number: int, shown: Sequence[Array]) -> Script:
             mine = part(turn, me)
             begin, end = me * share, me * share + mine.size
-            rows = [slot[begin:end] for slot in slots]
+            rows = [slot[begin:end] for slot in shown]
             result = rows[self.places[me]]
             rows[me] = mine
             reducer.reduce(rows, result)
@@ -158,9 +158,9 @@ class NodeCollectives:
                 yield from rounds.all_made(number)
                 for position in rounds.others:
                     target = part(turn, position)
-                    target[...] = slots[self.places[position]][position * share :][: target.size]
+                    target[...] = shown[self.places[position]][position * share :][: target.size]
 
-        yield from self._in_turns(turns, x.dtype, show, take)
+        yield from self._in_turns(turns, rounds.slots(x.dtype), show, take)
 
     def reduce_scatter(self, parts: Sequence[Array], out: Array, reducer: Reducer) -> Script:
         """Reduce a part for every rank; ``out`` gets this rank's, and may be it."""
@@ -170,14 +170,14 @@ class NodeCollectives:
         def show(turn: int, slot: Array) -> None:
             self._show(slot, parts, turn * most, most)
 
-        def take(turn: int, _: int, slots: Sequence[Array]) -> None:
+        def take(turn: int, _: int, shown: Sequence[Array]) -> None:
             begin = turn * most
             target = out[begin : begin + most]
-            rows = [slot[me * most : me * most + target.size] for slot in slots]
+            rows = [slot[me * most : me * most + target.size] for slot in shown]
             rows[me] = parts[me][begin : begin + most]
             reducer.reduce(rows, target)
 
-        return self._in_turns(turns, out.dtype, show, take)
+        return self._in_turns(turns, self._rounds.slots(out.dtype), show, take)
 
     def spread(
         self, sizes: Sequence[int], mine: Array, outs: Sequence[Array | None], reader: int | None = None
@@ -191,15 +191,15 @@ class NodeCollectives:
             if shown.size and self.size > 1:
                 slot[: shown.size] = shown
 
-        def take(turn: int, _: int, slots: Sequence[Array]) -> None:
+        def take(turn: int, _: int, shown: Sequence[Array]) -> None:
             begin = turn * most
             for position in self._rounds.others:
                 out = outs[position]
                 if out is not None and begin < out.size:
                     target = out[begin : begin + most]
-                    target[...] = slots[position][: target.size]
+                    target[...] = shown[position][: target.size]
 
-        yield from self._in_turns(turns, _BYTE, show, take)
+        yield from self._in_turns(turns, self._rounds.slots(_BYTE), show, take)
         own = outs[me]
         if own is not None and not _same_memory(own, mine):
             own[...] = mine
@@ -207,7 +207,7 @@ class NodeCollectives:
     def deal(self, sends: Sequence[Array], outs: Sequence[Array]) -> Script:
         """Give each rank what this one has for it; ``outs`` takes what every rank has for this one."""
         rounds, me, size = self._rounds, self.me, self.size
-        most = rounds.slot_bytes // size // 8 * 8
+        slots, most = rounds.slots(_BYTE), rounds.slot_bytes // size // 8 * 8
         yield from rounds.opened()
         number = rounds.number
         lengths = rounds.numbers(number, me)
@@ -217,27 +217,27 @@ class NodeCollectives:
         def show(turn: int, slot: Array) -> None:
             self._show(slot, sends, turn * most, most)
 
-        def take(turn: int, _: int, slots: Sequence[Array]) -> None:
+        def take(turn: int, _: int, shown: Sequence[Array]) -> None:
             begin = turn * most
             for position in rounds.others:
                 target = outs[position][begin : begin + most]
                 if target.size:
-                    target[...] = slots[position][me * most : me * most + target.size]
+                    target[...] = shown[position][me * most : me * most + target.size]
 
-        show(0, rounds.slots(_BYTE)[number & 1][me])
+        show(0, slots[number & 1][me])
         rounds.announce(number, True)
         yield from rounds.seen(number)
         table = np.stack([rounds.numbers(number, position) for position in range(size)])
         check_pairs(rounds, table[:, :size], table[:, size:].T)
         turns = max(1, -(-int(table.max()) // most))
-        yield from self._in_turns(turns, _BYTE, show, take, [number])
+        yield from self._in_turns(turns, slots, show, take, [number])
         if not _same_memory(outs[me], sends[me]):
             outs[me][...] = sends[me]
 
     def _in_turns(
         self,
         turns: int,
-        dtype: np.dtype[Any],
+        slots: Sequence[Sequence[Array]],
         show: Callable[[int, Array], None],
         take: Callable[[int, int, Sequence[Array]], Script | None],
         begun: Sequence[int] = (),
@@ -247,7 +247,7 @@ class NodeCollectives:
         ``take`` gets the number of the round, and everyone's slots. ``begun`` are the numbers of the rounds
         of the first parts, if these are shown already.
         """
-        rounds, numbers, slots = self._rounds, [*begun], self._rounds.slots(dtype)
+        rounds, numbers = self._rounds, [*begun]
         for turn in range(len(numbers), turns + 1):
             if turn < turns:
                 yield from rounds.opened()

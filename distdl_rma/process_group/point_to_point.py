@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import chain
 
 import numpy as np
 
 from distdl_rma.errors import ArgumentError, MismatchError
 from distdl_rma.process_group.work import OperationQueue, PendingCall
-from distdl_rma.segments.collectives.between_nodes import Messages, Script, over
+from distdl_rma.segments.collectives.between_nodes import Messages, Script
 from distdl_rma.segments.collectives.reduction import Array
 from distdl_rma.segments.waiting.header import WaitReason
 
@@ -76,18 +77,18 @@ class PointToPoint:
         mine, theirs = _facts(data, kind), _facts(data[:0], "")
         said = self._messages.send(mine, target, tag * _KINDS)
         heard = self._messages.receive(theirs, target, tag * _KINDS + 1)
-        yield from over(said, heard)
+        yield from chain(said, heard)
         self._check(mine, theirs, target, tag)
-        yield from over(self._messages.send(data, target, tag * _KINDS + 2))
+        yield from self._messages.send(data, target, tag * _KINDS + 2)
 
     def _receive(self, out: Array, kind: str, source: int, tag: int) -> Script:
         mine, theirs = _facts(out, kind), _facts(out[:0], "")
-        yield from over(self._messages.receive(theirs, source, tag * _KINDS))
+        yield from self._messages.receive(theirs, source, tag * _KINDS)
         said = self._messages.send(mine, source, tag * _KINDS + 1)
         if _text(mine) == _text(theirs):
-            yield from over(said, self._messages.receive(out, source, tag * _KINDS + 2))
+            yield from chain(said, self._messages.receive(out, source, tag * _KINDS + 2))
             return
-        yield from over(said)
+        yield from said
         self._check(theirs, mine, source, tag)
 
     def _check(self, sent: Array, wanted: Array, peer: int, tag: int) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, repeat
 from typing import Any
 
@@ -27,11 +27,6 @@ _MOST_TESTS = 128
 def looks(nbytes: int) -> range:
     """Tests of a request of so many bytes in one look at it."""
     return range(min(_MOST_TESTS, 1 + nbytes // _FRAGMENT_NBYTES))
-
-
-def complete(request: MPI.Request, tests: range) -> bool:
-    """Whether a request is complete; advances it, does not block."""
-    return any(request.Test() for _ in tests)
 
 
 # The stages of a piece: begins each without waiting, and yields a script that waits for the rest of it.
@@ -85,23 +80,12 @@ def in_pieces(plans: Iterable[Plan]) -> Script:
                 break
 
 
-# Whether an operation is complete; looks once, does not block.
-Test = Callable[[], bool]
-
-
-def over(*tests: Test) -> Script:
-    """Script that waits until all operations are complete."""
-    for test in tests:
-        while not test():
-            yield
-
-
 class Messages:
     """Messages and collectives by MPI of some ranks, on a communicator of their own once they ``connect``.
 
     Positions are those in ``ranks``, whose order is the same on all of them, as are ``name`` and ``terms``; a
-    single rank needs no communicator. Each call begins an operation, keeps its arrays, and returns a test;
-    the operation is complete when the test returns True. The caller of both holds the lock of the segment.
+    single rank needs no communicator. Each call begins an operation, keeps its arrays until it is complete,
+    and returns a script that waits for that. The caller of both holds the lock of the segment.
     """
 
     def __init__(self, manager: SegmentManager, ranks: Sequence[int], name: str, terms: str = "") -> None:
@@ -134,11 +118,11 @@ class Messages:
             self._barrier = Barrier(self._manager, self.ranks, f"{self._name} (connect)", self._terms)
         return self._barrier
 
-    def send(self, data: Array, position: int, tag: int) -> Test:
+    def send(self, data: Array, position: int, tag: int) -> Script:
         """Begin to send; complete once the receiver has begun to receive."""
         return self.begun(self.comm.Issend(_bytes(data), position, tag), data.nbytes, data)
 
-    def receive(self, out: Array, position: int, tag: int) -> Test:
+    def receive(self, out: Array, position: int, tag: int) -> Script:
         """Begin to receive at most as many bytes as the array has from one rank."""
         return self.begun(self.comm.Irecv(_bytes(out), position, tag), out.nbytes, out)
 
@@ -151,34 +135,34 @@ class Messages:
         """Largest tag of a message."""
         return int(MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) or 32767)
 
-    def gather_all(self, mine: Array, out: Array, counts: Sequence[int]) -> Test:
+    def gather_all(self, mine: Array, out: Array, counts: Sequence[int]) -> Script:
         """Begin an all-gather of vectors, one behind the other; ``counts`` are their bytes."""
         request = self.comm.Iallgatherv(_bytes(mine), [out.view(np.uint8), (tuple(counts), None), MPI.BYTE])
         return self.begun(request, mine.nbytes + out.nbytes, mine, out)
 
-    def broadcast(self, data: Array, position: int) -> Test:
+    def broadcast(self, data: Array, position: int) -> Script:
         """Begin a broadcast of the vector of one rank."""
         return self.begun(self.comm.Ibcast(_bytes(data), position), data.nbytes, data)
 
-    def exchange(self, data: Array, counts: Sequence[int], out: Array, received: Sequence[int]) -> Test:
+    def exchange(self, data: Array, counts: Sequence[int], out: Array, received: Sequence[int]) -> Script:
         """Begin an all-to-all; ``counts`` and ``received`` are the bytes for and from each position."""
         sent = [data.view(np.uint8), (tuple(counts), None), MPI.BYTE]
         taken = [out.view(np.uint8), (tuple(received), None), MPI.BYTE]
         return self.begun(self.comm.Ialltoallv(sent, taken), data.nbytes + out.nbytes, data, out)
 
-    def begun(self, request: MPI.Request, nbytes: int, *kept: Array) -> Test:
-        """Keep the arrays of a request that was begun, and return its test; it may take so many bytes."""
-        # MPI uses the arrays even if the test is never called again.
-        key, tests = id(request), looks(nbytes)
-        self._under_way[key] = request, kept
+    def begun(self, request: MPI.Request, nbytes: int, *kept: Array) -> Script:
+        """Keep the arrays of a request that was begun, and wait for it; it may take so many bytes."""
+        # MPI uses the arrays even if nobody waits to the end.
+        self._under_way[id(request)] = request, kept
+        return self._completed(request, looks(nbytes))
 
-        def test() -> bool:
-            if not complete(request, tests):
-                return False
-            self._under_way.pop(key, None)
-            return True
-
-        return test
+    def _completed(self, request: MPI.Request, tests: range) -> Script:
+        while True:
+            for _ in tests:
+                if request.Test():
+                    del self._under_way[id(request)]
+                    return
+            yield
 
     def close(self) -> None:
         """Give the communicator back; local. Kept if an operation is under way, or ended by an error."""

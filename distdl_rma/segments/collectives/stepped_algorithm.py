@@ -12,7 +12,7 @@ from mpi4py import MPI
 
 from distdl_rma.errors import ExchangeTimeout, MismatchError
 from distdl_rma.geometry.exchange import fingerprint
-from distdl_rma.segments.collectives.between_nodes import Messages, number_of_pieces, over
+from distdl_rma.segments.collectives.between_nodes import Messages, number_of_pieces
 from distdl_rma.segments.collectives.collective import CollectiveSite
 from distdl_rma.segments.collectives.reduction import Array, Reduction
 from distdl_rma.segments.manager import SegmentManager
@@ -190,7 +190,7 @@ class SteppedAlgorithm(Scripted, ABC):
         self._counters.bytes_collective += nbytes
         self._waits_for = tuple(rank for rank in self.between.ranks if rank != self.layout.me)
         self._phase = None
-        return over(self.between.begun(request, nbytes, *buffers))
+        return self.between.begun(request, nbytes, *buffers)
 
     def load(self, target: Array, source: Array) -> None:
         """Load from a peer's vector, and count it."""
