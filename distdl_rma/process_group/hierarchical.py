@@ -28,11 +28,7 @@ class HierarchicalCollectives(InterNodeCollectives):
     """
 
     def __init__(
-        self,
-        messages: Messages,
-        leaders: Messages | None,
-        rounds: NodeSlots,
-        layout: NodeLayout,
+        self, messages: Messages, leaders: Messages | None, rounds: NodeSlots, layout: NodeLayout
     ) -> None:
         self._rounds, self._node = rounds, NodeCollectives(rounds)
         # Positions of the ranks of each node, and where this one is among them.
@@ -96,9 +92,8 @@ class HierarchicalCollectives(InterNodeCollectives):
             if self._across is None:
                 yield ()
             else:
-                rows, script = self._across.exchanged(
-                    total, [sum(each[at].size for at in some) for some in self._teams]
-                )
+                counts = [sum(each[at].size for at in some) for some in self._teams]
+                rows, script = self._across.exchanged(total, counts)
                 yield script
                 lengths = [each[at].nbytes for at in team]
                 block, made = np.empty(rows.shape[1], rows.dtype), np.empty(rows.shape[1], out.dtype)
