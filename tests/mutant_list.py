@@ -388,8 +388,8 @@ _PARTS = [
     Mutant(
         "parts lie in the order of ranks, not of nodes",
         "distdl_rma/process_group/hierarchical.py",
-        "self._order = tuple(chain.from_iterable(teams))",
-        "self._order = tuple(sorted(chain.from_iterable(teams)))",
+        "self._order = tuple(chain.from_iterable(self._teams))",
+        "self._order = tuple(sorted(chain.from_iterable(self._teams)))",
         _LED,
     ),
 ]

@@ -19,8 +19,8 @@ from distdl_rma.process_group.on_node import NodeCollectives
 from distdl_rma.process_group.quick import QuickReductions
 from distdl_rma.process_group.reducers import Reducer, reducer_of
 from distdl_rma.process_group.tensors import Flat, facts
-from distdl_rma.process_group.work import GroupWork, OperationQueue, PendingCall, Script
-from distdl_rma.segments.collectives.between_nodes import Messages
+from distdl_rma.process_group.work import GroupWork, OperationQueue, PendingCall
+from distdl_rma.segments.collectives.between_nodes import Messages, Script
 from distdl_rma.segments.collectives.node_layout import NodeLayout
 from distdl_rma.segments.manager import SegmentManager
 
@@ -44,29 +44,28 @@ class GroupCore(_Base):  # type: ignore[misc]
         self._manager, self._name, self._timeout = manager, name, timeout
         self._queue = OperationQueue(manager, name)
         self._messages = Messages(manager, ranks, f"messages of process group {name}")
+        self._messages.connect()
+        self._leaders: Messages | None = None
         self._rounds: NodeSlots | None = None
         self._collectives: NodeCollectives | InterNodeCollectives
         self._caller: NodeSlots | InterNodeCollectives
         self._quick: QuickReductions | None = None
-        # Positions of ranks that reach each other's memory; alike on all of them.
-        positions = {rank: at for at, rank in enumerate(ranks)}
-        nodes = NodeLayout(tuple(ranks), manager.segment.direct_nodes, manager.rank).nodes
-        teams = [tuple(positions[rank] for rank in node) for node in nodes]
-        if len(teams) == 1:
+        layout = NodeLayout(tuple(ranks), manager.segment.direct_nodes, manager.rank)
+        if len(layout.nodes) == 1:
             self._rounds = self._caller = NodeSlots(manager, ranks, name)
             self._collectives = on_node = NodeCollectives(self._rounds)
             self._quick = QuickReductions(self._rounds, self._queue, on_node)
             self._queue.progress = self._rounds.steps
-        elif len(teams) == len(ranks):
+        elif len(layout.nodes) == len(ranks):
             self._collectives = self._caller = InterNodeCollectives(self._messages, self._me, name)
         else:
-            team = next(team for team in teams if self._me in team)
-            self._rounds = NodeSlots(manager, [ranks[at] for at in team], name)
-            heads = [ranks[team[0]] for team in teams]
-            leads = manager.rank in heads
-            leaders = Messages(manager, heads, f"leaders of process group {name}") if leads else None
-            led = HierarchicalCollectives(self._messages, leaders, self._rounds, teams, self._me)
-            self._collectives = self._caller = led
+            self._rounds, heads = NodeSlots(manager, layout.here, name), layout.leaders(ranks[0])
+            if manager.rank in heads:
+                self._leaders = Messages(manager, heads, f"leaders of process group {name}")
+                self._leaders.connect()
+            self._collectives = self._caller = HierarchicalCollectives(
+                self._messages, self._leaders, self._rounds, layout
+            )
         self._calls: dict[Hashable, Call] = {}
         self._reducers: dict[Hashable, Reducer] = {}
         self._coalescing: list[Work] | None = None
@@ -145,8 +144,8 @@ class GroupCore(_Base):  # type: ignore[misc]
             # Otherwise messages under way would match those of the next group of these ranks.
             if self._queue.idle:
                 self._messages.close()
-                if isinstance(self._collectives, HierarchicalCollectives):
-                    self._collectives.close()
+                if self._leaders is not None:
+                    self._leaders.close()
         self._rounds = self._quick = self._coalescing = None
         self._counts.clear()
 

@@ -12,7 +12,7 @@ from torch.distributed import Work
 from distdl_rma.errors import ShapeError
 from distdl_rma.process_group.core import GroupCore, Tensor, of_all, root_of
 from distdl_rma.process_group.tensors import Flat, check, check_alike, parts_of, rows_of, single
-from distdl_rma.process_group.work import Script
+from distdl_rma.segments.collectives.between_nodes import Script
 
 
 class DataCollectives(GroupCore):

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from itertools import chain, pairwise
-from typing import Any
+from collections.abc import Sequence
+from itertools import chain
 
 import numpy as np
-from numpy.typing import NDArray
 
-from distdl_rma.process_group.inter_node import TURN_BYTES, Chunk, InterNodeCollectives
+from distdl_rma.geometry.intervals import Listed
+from distdl_rma.process_group.inter_node import TURN_BYTES, InterNodeCollectives, store, window
 from distdl_rma.process_group.node_slots import Call, NodeSlots
 from distdl_rma.process_group.on_node import NodeCollectives
 from distdl_rma.process_group.reducers import Reducer
-from distdl_rma.segments.collectives.between_nodes import Messages, in_pieces, slices
+from distdl_rma.segments.collectives.between_nodes import Messages, Plan, Script, in_pieces, slices
+from distdl_rma.segments.collectives.node_layout import NodeLayout
+from distdl_rma.segments.collectives.reduction import Array
 from distdl_rma.segments.waiting.header import WaitReason
-
-Array = NDArray[Any]
-Script = Iterator[None]
 
 
 class HierarchicalCollectives(InterNodeCollectives):
@@ -26,24 +24,20 @@ class HierarchicalCollectives(InterNodeCollectives):
     First all ranks compare by MPI what they call. Then the ranks of each node work in rounds; their first
     rank, the leader, also takes part in MPI's collectives of the leaders. A reduction is in the order of the
     ranks on each node, then in the order of the nodes, without rounding in between, and bitwise the same on
-    all ranks. ``teams`` are the positions of the ranks of each node; only leaders have ``leaders``.
+    all ranks. Only leaders have ``leaders``.
     """
 
     def __init__(
-        self,
-        messages: Messages,
-        leaders: Messages | None,
-        rounds: NodeSlots,
-        teams: Sequence[tuple[int, ...]],
-        me: int,
+        self, messages: Messages, leaders: Messages | None, rounds: NodeSlots, layout: NodeLayout
     ) -> None:
-        self._rounds, self._node, self._teams = rounds, NodeCollectives(rounds), tuple(teams)
-        self._team = self._team_of(me)
-        self._place = self._teams[self._team].index(me)
+        self._rounds, self._node = rounds, NodeCollectives(rounds)
+        # Positions of the ranks of each node, and where this one is among them.
+        self._teams = [tuple(map(layout.ranks.index, node)) for node in layout.nodes]
+        self._team, self._place = layout.my_node, rounds.me
         # Only leaders take part between the nodes.
         self._across = None if leaders is None else InterNodeCollectives(leaders, self._team, rounds.name)
-        self._order = tuple(chain.from_iterable(teams))
-        super().__init__(messages, me, rounds.name)
+        self._order = tuple(chain.from_iterable(self._teams))
+        super().__init__(messages, layout.ranks.index(layout.me), rounds.name)
         self._reason = super().waiting
 
     @property
@@ -61,88 +55,55 @@ class HierarchicalCollectives(InterNodeCollectives):
         """Which ranks are waited for: of this node, other leaders, or all."""
         return self._reason()
 
-    def close(self) -> None:
-        """Give back the communicator of the leaders."""
-        if self._across is not None:
-            self._across.close()
-
     def _agree(self) -> Script:
         self._reason = super().waiting
         return super()._agree()
 
-    def _reduce(self, x: Array, reducer: Reducer, root: int | None) -> Script:
+    def reduce(self, x: Array, reducer: Reducer, root: int | None) -> Script:
+        """Reduce a vector in place, on all ranks if there is no root; else the others' stay as they are."""
         yield from self._agree()
         part, of_root = reducer.unrounded, None if root is None else self._team_of(root)
         turns = -(-x.size // max(1, TURN_BYTES // part.storage.itemsize))
-        pieces = [x[at] for at in slices(x.size, turns)] if turns else []
-        totals: dict[int, Array] = {}
-        chunks: dict[int, Chunk] = {}
 
-        def on_node(turn: int) -> Script:
-            totals[turn] = reducer.widened(pieces[turn], root is not None)
-            return self._on_node(self._node.reduce(totals[turn], part, 0))
-
-        def exchange(turn: int) -> Script:
-            if self._across is None:
-                return iter(())
-            chunks[turn] = self._across.chunk(totals[turn], part, of_root)
-            return chunks[turn].exchange()
-
-        def give(turn: int) -> Script:
-            return iter(()) if self._across is None else chunks.pop(turn).give()
-
-        def spread(turn: int) -> Script:
-            piece, total = pieces[turn], totals.pop(turn)
+        def plan(piece: Array) -> Plan:
+            total = reducer.widened(piece, root is not None)
+            yield self._on_node(self._node.reduce(total, part, 0))
+            yield from ((), ()) if self._across is None else self._across.chunk(total, part, of_root)
             result = piece if root in (None, self.me) else np.empty_like(piece)
             if self._across is not None and of_root in (None, self._team):
                 reducer.finish(total, result)
             if root is None or (of_root == self._team and self._teams[self._team][0] != root):
-                target = result if root in (None, self.me) else None
-                return self._from_leader(result.view(np.uint8), target)
-            return iter(())
+                data = result.view(np.uint8)
+                yield self._from_place(0, data, data if root in (None, self.me) else None)
 
-        yield from in_pieces(turns, [on_node, exchange, give, spread])
+        yield from in_pieces(plan(x[at]) for at in slices(x.size, turns))
 
     def reduce_scatter(self, parts: Sequence[Array], out: Array, reducer: Reducer) -> Script:
         """Reduce a part for every rank; ``out`` gets this rank's, and may be it."""
         yield from self._agree()
         part, team = reducer.unrounded, self._teams[self._team]
         most = max(1, TURN_BYTES // out.itemsize // self.size)
-        totals: dict[int, Array] = {}
-        rows: dict[int, Array] = {}
 
-        def cut(turn: int) -> list[Array]:
-            return [parts[at][turn * most : (turn + 1) * most] for at in range(self.size)]
-
-        def on_node(turn: int) -> Script:
-            each = cut(turn)
-            totals[turn] = reducer.widened(np.concatenate([each[at] for at in self._order]), False)
-            return self._on_node(self._node.reduce(totals[turn], part, 0))
-
-        def exchange(turn: int) -> Script:
-            total, each = totals.pop(turn), cut(turn)
+        def plan(begin: int) -> Plan:
+            each = [some[begin : begin + most] for some in parts]
+            total = reducer.widened(np.concatenate([each[at] for at in self._order]), False)
+            yield self._on_node(self._node.reduce(total, part, 0))
+            lengths, made = [0] * len(team), np.empty(0, out.dtype)
             if self._across is None:
-                return iter(())
-            counts = [sum(each[at].size for at in some) for some in self._teams]
-            rows[turn], script = self._across.exchanged(total, counts)
-            return script
-
-        def deal(turn: int) -> Script:
-            each = cut(turn)
-            lengths = [each[at].nbytes if self._across is not None else 0 for at in team]
-            made = np.empty(sum(lengths), np.uint8)
-            if self._across is not None:
-                mine = rows.pop(turn)
-                block = np.empty(mine.shape[1], mine.dtype)
-                part.reduce(list(mine), block)
-                reducer.finish(block, made.view(out.dtype))
-            ends = list(pairwise(np.cumsum([0, *lengths]).tolist()))
-            target = out[turn * most : (turn + 1) * most].view(np.uint8)
+                yield ()
+            else:
+                counts = [sum(each[at].size for at in some) for some in self._teams]
+                rows, script = self._across.exchanged(total, counts)
+                yield script
+                lengths = [each[at].nbytes for at in team]
+                block, made = np.empty(rows.shape[1], rows.dtype), np.empty(rows.shape[1], out.dtype)
+                part.reduce(list(rows), block)
+                reducer.finish(block, made)
+            target = out[begin : begin + most].view(np.uint8)
             outs = [target, *[target[:0]] * (len(team) - 1)]
-            return self._on_node(self._node.deal([made[a:b] for a, b in ends], outs))
+            yield self._on_node(self._node.deal(_cut(made.view(np.uint8), lengths), outs))
 
-        turns = -(-max(part.size for part in parts) // most)
-        yield from in_pieces(turns, [on_node, exchange, deal])
+        yield from in_pieces(map(plan, range(0, max(some.size for some in parts), most)))
 
     def spread(
         self, sizes: Sequence[int], mine: Array, outs: Sequence[Array | None], reader: int | None = None
@@ -158,80 +119,57 @@ class HierarchicalCollectives(InterNodeCollectives):
     def _from_one(self, root: int, mine: Array, out: Array | None) -> Script:
         yield from self._agree()
         of_root = self._team_of(root)
+        here, place = of_root == self._team, self._teams[of_root].index(root)
         data = mine if self.me == root or out is None else out
-        turns = -(-data.size // TURN_BYTES)
 
-        def piece(turn: int) -> Array:
-            found: Array = data[turn * TURN_BYTES : (turn + 1) * TURN_BYTES]
-            return found
+        def plan(begin: int) -> Plan:
+            piece = data[begin : begin + TURN_BYTES]
+            yield self._from_place(place, piece, piece) if here else ()
+            yield () if self._across is None else self._across.given(piece, of_root)
+            yield () if here else self._from_place(0, piece, piece)
 
-        def on_node(turn: int) -> Script:
-            if of_root != self._team:
-                return iter(())
-            place = self._teams[of_root].index(root)
-            return self._on_node(self._from_place(place, piece(turn), piece(turn)))
-
-        def across(turn: int) -> Script:
-            return iter(()) if self._across is None else self._across.given(piece(turn), of_root)
-
-        def spread(turn: int) -> Script:
-            return iter(()) if of_root == self._team else self._from_leader(piece(turn), piece(turn))
-
-        yield from in_pieces(turns, [on_node, across, spread])
+        yield from in_pieces(map(plan, range(0, data.size, TURN_BYTES)))
         if out is not None and out is not data:
             out[...] = data
 
     def _from_all(self, sizes: Sequence[int], mine: Array, outs: Sequence[Array | None]) -> Script:
         yield from self._agree()
         most, team = TURN_BYTES // self.size, self._teams[self._team]
-        blocks: dict[int, Array] = {}
-        wholes: dict[int, Array] = {}
+        ordered = [outs[at] for at in self._order]
 
-        def counted(turn: int) -> list[int]:
-            begin = turn * most
-            return [len(range(begin, min(size, begin + most))) for size in sizes]
-
-        def on_node(turn: int) -> Script:
-            counts = counted(turn)
+        def plan(begin: int) -> Plan:
+            counts = window(sizes, begin, most)
             of_team = [counts[at] for at in team]
-            block = blocks[turn] = np.empty(sum(of_team), np.uint8)
-            places = [block[a:b] for a, b in pairwise(np.cumsum([0, *of_team]).tolist())]
-            part = mine[turn * most : (turn + 1) * most]
-            return self._on_node(self._node.spread(of_team, part, places))
-
-        def across(turn: int) -> Script:
-            counts, block = counted(turn), blocks.pop(turn)
-            wholes[turn] = np.empty(sum(counts), np.uint8)
+            block, whole = np.empty(sum(of_team), np.uint8), np.empty(sum(counts), np.uint8)
+            part = mine[begin : begin + most]
+            yield self._on_node(self._node.spread(of_team, part, _cut(block, of_team)))
             if self._across is None:
-                return iter(())
-            of_teams = [sum(counts[at] for at in some) for some in self._teams]
-            return self._across.gathered(block, wholes[turn], of_teams)
+                yield ()
+            else:
+                of_teams = [sum(counts[at] for at in some) for some in self._teams]
+                yield self._across.gathered(block, whole, of_teams)
+            yield self._from_place(0, whole, whole)
+            store(whole, [counts[at] for at in self._order], ordered, begin)
 
-        def spread(turn: int) -> Script:
-            return self._from_leader(wholes[turn], wholes[turn])
-
-        def store(turn: int) -> Script:
-            counts = counted(turn)
-            ordered = [counts[at] for at in self._order], [outs[at] for at in self._order]
-            self._store(wholes.pop(turn), *ordered, turn * most)
-            return iter(())
-
-        yield from in_pieces(-(-max(sizes) // most), [on_node, across, spread, store])
+        yield from in_pieces(map(plan, range(0, max(sizes), most)))
 
     def _team_of(self, rank: int) -> int:
         return next(at for at, team in enumerate(self._teams) if rank in team)
 
-    def _from_leader(self, data: Array, out: Array | None) -> Script:
-        return self._on_node(self._from_place(0, data, None if out is None else out.view(np.uint8)))
-
     def _from_place(self, place: int, data: Array, out: Array | None) -> Script:
-        # From one rank of this node to those that have a target.
+        # Bytes from one rank of this node to those that have a target.
         sizes = [data.size if at == place else 0 for at in range(self._node.size)]
         outs = [out if at == place else None for at in range(self._node.size)]
-        return self._node.spread(sizes, data if self._place == place else data[:0], outs)
+        return self._on_node(self._node.spread(sizes, data if self._place == place else data[:0], outs))
 
     def _on_node(self, script: Script) -> Script:
         self._reason = self._rounds.waiting
         yield from script
         if self._across is not None:
             self._reason = self._across.waiting
+
+
+def _cut(data: Array, lengths: Sequence[int]) -> list[Array]:
+    # Views of vectors that lie one behind the other.
+    split = Listed(tuple(lengths))
+    return [data[slice(*split.interval(at))] for at in range(len(lengths))]

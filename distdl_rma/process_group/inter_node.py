@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
 from distdl_rma.geometry.intervals import Balanced
 from distdl_rma.process_group.node_slots import DIGEST_BYTES, SAID_BYTES, Call, check_pairs, other_call
 from distdl_rma.process_group.reducers import Reducer
-from distdl_rma.segments.collectives.between_nodes import Messages, Test, in_pieces, slices
+from distdl_rma.segments.collectives.between_nodes import Messages, Plan, Script, in_pieces, slices
+from distdl_rma.segments.collectives.reduction import Array
 from distdl_rma.segments.waiting.header import WaitReason
-
-Array = NDArray[Any]
-Script = Iterator[None]
 
 # Bytes of all ranks in one turn of a long vector. While one turn travels, the one before is reduced or
 # stored: the memory beside the tensors is a few times this.
@@ -45,173 +41,124 @@ class InterNodeCollectives:
         """Wait for all."""
         yield from self._agree()
 
-    def all_reduce(self, x: Array, reducer: Reducer) -> Script:
-        """Reduce a vector in place, on all ranks."""
-        return self._reduce(x, reducer, None)
-
-    def reduce(self, x: Array, reducer: Reducer, root: int) -> Script:
-        """Reduce a vector in place, on one rank; the others' stay as they are."""
-        return self._reduce(x, reducer, root)
-
-    def _reduce(self, x: Array, reducer: Reducer, root: int | None) -> Script:
+    def reduce(self, x: Array, reducer: Reducer, root: int | None) -> Script:
+        """Reduce a vector in place, on all ranks if there is no root; else the others' stay as they are."""
         yield from self._agree()
-        yield from self.reduced(x, reducer, root)
-
-    def reduced(self, x: Array, reducer: Reducer, root: int | None) -> Script:
-        """Reduce a vector in place, on all ranks or on ``root``, without a comparison of the calls."""
         turns = -(-x.nbytes // TURN_BYTES)
-        chunks = [self.chunk(x[at], reducer, root) for at in slices(x.size, turns)] if turns else []
-        return in_pieces(turns, [lambda at: chunks[at].exchange(), lambda at: chunks[at].give()])
+        yield from in_pieces(self.chunk(x[at], reducer, root) for at in slices(x.size, turns))
 
-    def chunk(self, x: Array, reducer: Reducer, root: int | None) -> Chunk:
-        """Part of a vector to reduce in place."""
-        return Chunk(self._messages, self.me, x, reducer, root)
+    def chunk(self, x: Array, reducer: Reducer, root: int | None) -> Plan:
+        """Reduce a part of a vector in place: each rank reduces a share of it, and sends the result."""
+        counts = Balanced(x.size, self.size).lengths
+        rows, script = self.exchanged(x, counts)
+        yield script
+        reduced, taken = np.empty(rows.shape[1], x.dtype), [count * x.itemsize for count in counts]
+        reducer.reduce(list(rows), reduced)
+        # Frees the memory before the result has travelled.
+        del rows
+        if root is None:
+            yield self._messages.gather_all(reduced, x, taken)
+        else:
+            yield self._collected(reduced, x, taken, root)
 
     def reduce_scatter(self, parts: Sequence[Array], out: Array, reducer: Reducer) -> Script:
         """Reduce a part for every rank; ``out`` gets this rank's, and may be it."""
         yield from self._agree()
         most = max(1, TURN_BYTES // out.itemsize // self.size)
-        turns, rows = -(-max(part.size for part in parts) // most), {}
 
-        def exchange(turn: int) -> Script:
-            cut = [part[turn * most : (turn + 1) * most] for part in parts]
-            counts = [part.size for part in cut]
-            rows[turn], script = self.exchanged(np.concatenate(cut), counts)
-            return script
+        def plan(begin: int) -> Plan:
+            cut = [part[begin : begin + most] for part in parts]
+            rows, script = self.exchanged(np.concatenate(cut), [part.size for part in cut])
+            yield script
+            reducer.reduce(list(rows), out[begin : begin + most])
 
-        def reduce(turn: int) -> Script:
-            reducer.reduce(list(rows.pop(turn)), out[turn * most : (turn + 1) * most])
-            return iter(())
-
-        yield from in_pieces(turns, [exchange, reduce])
+        yield from in_pieces(map(plan, range(0, max(part.size for part in parts), most)))
 
     def exchanged(self, x: Array, counts: Sequence[int]) -> tuple[Array, Script]:
         """Send so many elements to every rank; return the rows that come here, complete after the script."""
         rows = np.empty((self.size, counts[self.me]), x.dtype)
         sent, taken = [count * x.itemsize for count in counts], [rows[0].nbytes] * self.size
-        return rows, over(self._messages.exchange(x, sent, rows.reshape(-1), taken))
+        return rows, self._messages.exchange(x, sent, rows.reshape(-1), taken)
 
     def spread(
         self, sizes: Sequence[int], mine: Array, outs: Sequence[Array | None], reader: int | None = None
     ) -> Script:
         """Copy the data of some ranks to all ranks, or to one ``reader``."""
         yield from self._agree()
-        most, taken = TURN_BYTES // self.size, {}
+        most = TURN_BYTES // self.size
 
-        def counted(turn: int) -> list[int]:
-            begin = turn * most
-            counts = [len(range(begin, min(size, begin + most))) for size in sizes]
-            return counts if reader in (None, self.me) else [0] * self.size
-
-        def give(turn: int) -> Script:
-            part, counts = mine[turn * most : (turn + 1) * most], counted(turn)
-            taken[turn] = np.empty(sum(counts), _BYTE)
+        def plan(begin: int) -> Plan:
+            part, counts = mine[begin : begin + most], window(sizes, begin, most)
+            taken = np.empty(sum(counts) if reader in (None, self.me) else 0, _BYTE)
             if reader is None:
-                return self.gathered(part, taken[turn], counts)
-            sent = [part.size if at == reader else 0 for at in range(self.size)]
-            return over(self._messages.exchange(part, sent, taken[turn], counts))
+                yield self.gathered(part, taken, counts)
+            else:
+                yield self._collected(part, taken, counts, reader)
+            if taken.size:
+                store(taken, counts, outs, begin)
 
-        def store(turn: int) -> Script:
-            self._store(taken.pop(turn), counted(turn), outs, turn * most)
-            return iter(())
-
-        yield from in_pieces(-(-max(sizes) // most), [give, store])
+        yield from in_pieces(map(plan, range(0, max(sizes), most)))
 
     def gathered(self, part: Array, taken: Array, counts: Sequence[int]) -> Script:
         """Copy the bytes of all ranks to all ranks, one behind the other."""
         filled = [at for at, count in enumerate(counts) if count]
         if len(filled) != 1:
-            return over(self._messages.gather_all(part, taken, counts))
+            return self._messages.gather_all(part, taken, counts)
         if self.me == filled[0]:
             taken[...] = part
         return self.given(taken, filled[0])
 
     def given(self, data: Array, root: int) -> Script:
         """Copy the bytes of one rank to all ranks."""
-        return over(self._messages.broadcast(data, root))
+        return self._messages.broadcast(data, root)
+
+    def _collected(self, part: Array, taken: Array, counts: Sequence[int], root: int) -> Script:
+        # Copy the bytes of all ranks to one, one behind the other.
+        sent = [part.nbytes if at == root else 0 for at in range(self.size)]
+        wanted = counts if root == self.me else [0] * self.size
+        return self._messages.exchange(part, sent, taken, wanted)
 
     def deal(self, sends: Sequence[Array], outs: Sequence[Array]) -> Script:
         """Give each rank what this one has for it; ``outs`` takes what every rank has for this one."""
         yield from self._agree()
         lengths = np.array([*(send.size for send in sends), *(out.size for out in outs)], np.int64)
         table = np.empty((self.size, lengths.size), np.int64)
-        yield from over(self._messages.gather_all(lengths, table.reshape(-1), [lengths.nbytes] * self.size))
-        sent, wanted = table[:, : self.size], table[:, self.size :].T
-        check_pairs(self, sent, wanted)
-        most, taken = TURN_BYTES // self.size, {}
+        yield from self._messages.gather_all(lengths, table.reshape(-1), [lengths.nbytes] * self.size)
+        check_pairs(self, table[:, : self.size], table[:, self.size :].T)
+        most, sizes = TURN_BYTES // self.size, [out.size for out in outs]
 
-        def counted(turn: int) -> list[int]:
-            return [out[turn * most : (turn + 1) * most].size for out in outs]
+        def plan(begin: int) -> Plan:
+            cut, counts = [send[begin : begin + most] for send in sends], window(sizes, begin, most)
+            taken, given = np.empty(sum(counts), _BYTE), [part.size for part in cut]
+            yield self._messages.exchange(np.concatenate(cut), given, taken, counts)
+            store(taken, counts, outs, begin)
 
-        def give(turn: int) -> Script:
-            cut, counts = [send[turn * most : (turn + 1) * most] for send in sends], counted(turn)
-            taken[turn] = np.empty(sum(counts), _BYTE)
-            given = [part.size for part in cut]
-            return over(self._messages.exchange(np.concatenate(cut), given, taken[turn], counts))
-
-        def store(turn: int) -> Script:
-            self._store(taken.pop(turn), counted(turn), outs, turn * most)
-            return iter(())
-
-        yield from in_pieces(-(-int(table.max()) // most), [give, store])
-
-    def _store(self, taken: Array, counts: Sequence[int], outs: Sequence[Array | None], begin: int) -> None:
-        at = 0
-        for out, count in zip(outs, counts, strict=True):
-            if out is not None and count:
-                out[begin : begin + count] = taken[at : at + count]
-            at += count
-
-    def close(self) -> None:
-        """Give the communicator back, if nothing is under way."""
-        self._messages.close()
+        yield from in_pieces(map(plan, range(0, int(table.max()), most)))
 
     def _agree(self) -> Script:
         # All ranks make the same call, or all raise.
         row = np.frombuffer(self.call.digest, np.int64)
         table = np.empty((self.size, row.size), np.int64)
-        yield from over(self._messages.gather_all(row, table.reshape(-1), [DIGEST_BYTES] * self.size))
+        yield from self._messages.gather_all(row, table.reshape(-1), [DIGEST_BYTES] * self.size)
         others = (table != row).any(1)
         if others.any():
             said = np.zeros(SAID_BYTES, _BYTE)
             said[: len(self.call.said)] = np.frombuffer(self.call.said, _BYTE)
             all_said = np.empty((self.size, SAID_BYTES), _BYTE)
-            yield from over(self._messages.gather_all(said, all_said.reshape(-1), [SAID_BYTES] * self.size))
+            yield from self._messages.gather_all(said, all_said.reshape(-1), [SAID_BYTES] * self.size)
             other = int(np.argmax(others))
             raise other_call(self, other, all_said[other].tobytes())
 
 
-class Chunk:
-    """A part of a vector to reduce in place: each rank reduces a share of it, and sends the result."""
-
-    def __init__(self, messages: Messages, me: int, x: Array, reducer: Reducer, root: int | None) -> None:
-        self._messages, self._me, self._x, self._reducer, self._root = messages, me, x, reducer, root
-        self._counts = Balanced(x.size, len(messages.ranks)).lengths
-        self._rows = np.empty((0, 0), x.dtype)
-
-    def exchange(self) -> Script:
-        """Begin to send each share to the rank that reduces it."""
-        size, count, itemsize = len(self._counts), self._counts[self._me], self._x.itemsize
-        self._rows = np.empty((size, count), self._x.dtype)
-        sent = [each * itemsize for each in self._counts]
-        return over(self._messages.exchange(self._x, sent, self._rows.reshape(-1), [count * itemsize] * size))
-
-    def give(self) -> Script:
-        """Reduce a share, and begin to send it to all ranks or to the root."""
-        reduced = np.empty(self._rows.shape[1], self._x.dtype)
-        self._reducer.reduce(list(self._rows), reduced)
-        # Frees the memory now: the chunk itself lives on.
-        self._rows = np.empty((0, 0), self._x.dtype)
-        taken, size = [each * self._x.itemsize for each in self._counts], len(self._counts)
-        if self._root is None:
-            return over(self._messages.gather_all(reduced, self._x, taken))
-        mine = self._root == self._me
-        sent = [reduced.nbytes if at == self._root else 0 for at in range(size)]
-        target = self._x if mine else self._x[:0]
-        return over(self._messages.exchange(reduced, sent, target, taken if mine else [0] * size))
+def window(sizes: Sequence[int], begin: int, most: int) -> list[int]:
+    """Of vectors of some sizes, how much each has of at most so many elements from ``begin``."""
+    return [max(0, min(size - begin, most)) for size in sizes]
 
 
-def over(test: Test) -> Script:
-    """Script that waits until a test is true."""
-    while not test():
-        yield
+def store(taken: Array, counts: Sequence[int], outs: Sequence[Array | None], begin: int) -> None:
+    """Store vectors that lie one behind the other to those with targets, from ``begin``."""
+    at = 0
+    for out, count in zip(outs, counts, strict=True):
+        if out is not None and count:
+            out[begin : begin + count] = taken[at : at + count]
+        at += count

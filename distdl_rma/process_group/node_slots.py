@@ -4,19 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from hashlib import blake2b
-from itertools import pairwise
 from typing import Any, Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
 from distdl_rma.errors import MismatchError, PartitionError
 from distdl_rma.geometry.exchange import fingerprint
 from distdl_rma.segments.collectives.node_layout import NodeLayout
+from distdl_rma.segments.collectives.reduction import Array
 from distdl_rma.segments.manager import SegmentManager
 from distdl_rma.segments.waiting.header import WaitReason, clip
-
-Array = NDArray[Any]
 
 # What a rank shows of a call of a new kind: a digest of its identity, then the text for messages.
 DIGEST_BYTES = 32
@@ -176,7 +173,7 @@ class NodeSlots:
         self._tables = [
             [m[k * self._table :][: self._table] for k in range(_PARITIES)] for m in self._memories
         ]
-        self._slots: dict[np.dtype[Any], list[tuple[Array, Array]]] = {}
+        self._slots: dict[np.dtype[Any], list[list[Array]]] = {}
         # None where no fence is needed.
         self._fence, self._acquire = manager.segment.store_fence, manager.segment.load_fence
         self.number = 0
@@ -188,14 +185,15 @@ class NodeSlots:
         self._said: list[Call | None] = [None] * _PARITIES
         self._late: tuple[int, ...] = ()
 
-    def slots(self, dtype: np.dtype[Any]) -> list[tuple[Array, Array]]:
-        """Everyone's slots, of even and of odd rounds, as arrays of a type; kept."""
+    def slots(self, dtype: np.dtype[Any]) -> list[list[Array]]:
+        """For even and for odd rounds everyone's slots, as arrays of a type; kept."""
         found = self._slots.get(dtype)
         if found is None:
-            ends = [_PARITIES * self._table + k * self.slot_bytes for k in range(_PARITIES + 1)]
-            places = list(pairwise(ends))
-            cut = [[memory[a:b].view(dtype) for a, b in places] for memory in self._memories]
-            found = self._slots[dtype] = [(even, odd) for even, odd in cut]
+            begins = [_PARITIES * self._table + k * self.slot_bytes for k in range(_PARITIES)]
+            found = self._slots[dtype] = [
+                [memory[begin : begin + self.slot_bytes].view(dtype) for memory in self._memories]
+                for begin in begins
+            ]
         return found
 
     def numbers(self, number: int, position: int) -> Array:

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from distdl_rma.process_group.node_slots import WHOLE_BYTES, NodeSlots, check_pairs
 from distdl_rma.process_group.reducers import Reducer
-
-Array = NDArray[Any]
-Script = Iterator[None]
-
+from distdl_rma.segments.collectives.between_nodes import Script
+from distdl_rma.segments.collectives.reduction import Array
+from distdl_rma.segments.memory.array_bytes import as_bytes
 
 # Two slots of so many bytes fit into the cache of a core. But a rank that shares its core with other
 # processes waits for its turn in each round: long vectors take few rounds.
 _CACHED_BYTES, _ROUNDS = 512 << 10, 16
+_BYTE = np.dtype(np.uint8)
 
 
 class Cut(NamedTuple):
@@ -60,14 +59,8 @@ class NodeCollectives:
         yield from rounds.seen(number)
         rounds.read(number)
 
-    def all_reduce(self, x: Array, reducer: Reducer) -> Script:
-        """Reduce a vector in place, on all ranks."""
-        if x.nbytes <= min(WHOLE_BYTES, self._rounds.slot_bytes):
-            return self._reduce_whole(x, reducer, None)
-        return self._reduce_shares(x, reducer, None)
-
-    def reduce(self, x: Array, reducer: Reducer, root: int) -> Script:
-        """Reduce a vector in place, on one rank; the others' stay as they are."""
+    def reduce(self, x: Array, reducer: Reducer, root: int | None) -> Script:
+        """Reduce a vector in place, on all ranks if there is no root; else the others' stay as they are."""
         if x.nbytes <= min(WHOLE_BYTES, self._rounds.slot_bytes):
             return self._reduce_whole(x, reducer, root)
         return self._reduce_shares(x, reducer, root)
@@ -76,12 +69,12 @@ class NodeCollectives:
         rounds, count = self._rounds, x.size
         yield from rounds.opened()
         number = rounds.number
-        parity, slots = number & 1, rounds.slots(x.dtype)
-        slots[self.me][parity][:count] = x
+        slots = rounds.slots(x.dtype)[number & 1]
+        slots[self.me][:count] = x
         rounds.announce(number, True)
         yield from rounds.seen(number)
         if root in (None, self.me):
-            rows = [slot[parity][:count] for slot in slots]
+            rows = [slot[:count] for slot in slots]
             rows[self.me] = x
             reducer.reduce(rows, x)
         rounds.read(number)
@@ -97,21 +90,21 @@ class NodeCollectives:
         return partial(self._reduce_in_one_round, [self._cut(x, reducer, parity) for parity in range(2)])
 
     def _cut(self, x: Array, reducer: Reducer, parity: int) -> Cut:
-        me, size, slots = self.me, self.size, self._rounds.slots(x.dtype)
+        me, size, slots = self.me, self.size, self._rounds.slots(x.dtype)[parity]
         share = -(-x.size // size)
         parts = [x[at * share : (at + 1) * share] for at in range(size)]
 
         def place(position: int, part: int) -> Array:
-            return slots[position][parity][part * share :][: parts[part].size]
+            return slots[position][part * share :][: parts[part].size]
 
         made = [place(self.places[at], at) for at in range(size)]
         rows = [parts[me] if at == me else place(at, me) for at in range(size)]
-        others = self._rounds.others
+        others, view = self._rounds.others, partial(as_bytes, what=self._rounds.name)
         return Cut(
-            [(_bytes(place(me, at)), _bytes(parts[at])) for at in others],
+            [(view(place(me, at)), view(parts[at])) for at in others],
             reducer.bound(rows, made[me]),
-            (_bytes(parts[me]), _bytes(made[me])),
-            [(_bytes(parts[at]), _bytes(made[at])) for at in others],
+            (view(parts[me]), view(made[me])),
+            [(view(parts[at]), view(made[at])) for at in others],
         )
 
     def _reduce_in_one_round(self, cuts: Sequence[Cut]) -> Script:
@@ -139,7 +132,6 @@ class NodeCollectives:
     def _reduce_shares(self, x: Array, reducer: Reducer, root: int | None) -> Script:
         """Every rank reduces a share of each round's chunk, and stores the result in a slot."""
         rounds, me, size = self._rounds, self.me, self.size
-        slots = rounds.slots(x.dtype)
         most = self._piece(x.nbytes // size, size) // x.itemsize
         turns = -(-x.size // (most * size))
         share = -(-x.size // (turns * size))
@@ -148,20 +140,17 @@ class NodeCollectives:
             begin = (turn * size + position) * share
             return x[begin : begin + share]
 
-        def made(number: int, position: int) -> Array:
-            return slots[self.places[position]][number & 1][position * share : (position + 1) * share]
-
         def show(turn: int, slot: Array) -> None:
             for position in rounds.others:
                 shown = part(turn, position)
                 slot[position * share : position * share + shown.size] = shown
 
-        def take(turn: int, number: int) -> Script:
+        def take(turn: int, number: int, shown: Sequence[Array]) -> Script:
             mine = part(turn, me)
             begin, end = me * share, me * share + mine.size
-            rows = [slot[number & 1][begin:end] for slot in slots]
+            rows = [slot[begin:end] for slot in shown]
+            result = rows[self.places[me]]
             rows[me] = mine
-            result = made(number, me)[: mine.size]
             reducer.reduce(rows, result)
             rounds.made(number)
             if root in (None, me):
@@ -169,37 +158,32 @@ class NodeCollectives:
                 yield from rounds.all_made(number)
                 for position in rounds.others:
                     target = part(turn, position)
-                    target[...] = made(number, position)[: target.size]
+                    target[...] = shown[self.places[position]][position * share :][: target.size]
 
-        yield from self._in_turns(turns, slots[me], show, take)
+        yield from self._in_turns(turns, rounds.slots(x.dtype), show, take)
 
     def reduce_scatter(self, parts: Sequence[Array], out: Array, reducer: Reducer) -> Script:
         """Reduce a part for every rank; ``out`` gets this rank's, and may be it."""
-        rounds, me, size = self._rounds, self.me, self.size
-        slots = rounds.slots(out.dtype)
-        most = rounds.slot_bytes // out.itemsize // size
+        me, most = self.me, self._rounds.slot_bytes // out.itemsize // self.size
         turns = max(1, -(-max(part.size for part in parts) // most))
 
         def show(turn: int, slot: Array) -> None:
             self._show(slot, parts, turn * most, most)
 
-        def take(turn: int, number: int) -> Iterable[None]:
+        def take(turn: int, _: int, shown: Sequence[Array]) -> None:
             begin = turn * most
             target = out[begin : begin + most]
-            first, last = me * most, me * most + target.size
-            rows = [slot[number & 1][first:last] for slot in slots]
+            rows = [slot[me * most : me * most + target.size] for slot in shown]
             rows[me] = parts[me][begin : begin + most]
             reducer.reduce(rows, target)
-            return ()
 
-        yield from self._in_turns(turns, slots[me], show, take)
+        return self._in_turns(turns, self._rounds.slots(out.dtype), show, take)
 
     def spread(
         self, sizes: Sequence[int], mine: Array, outs: Sequence[Array | None], reader: int | None = None
     ) -> Script:
         """Copy data of some ranks to those with targets: the ``sizes``, this rank's data, and the targets."""
-        rounds, me = self._rounds, self.me
-        slots, most = rounds.slots(np.dtype(np.uint8)), self._piece(max(sizes), 1)
+        me, most = self.me, self._piece(max(sizes), 1)
         turns = max(1, -(-max(sizes) // most))
 
         def show(turn: int, slot: Array) -> None:
@@ -207,16 +191,15 @@ class NodeCollectives:
             if shown.size and self.size > 1:
                 slot[: shown.size] = shown
 
-        def take(turn: int, number: int) -> Iterable[None]:
+        def take(turn: int, _: int, shown: Sequence[Array]) -> None:
             begin = turn * most
-            for position in rounds.others:
+            for position in self._rounds.others:
                 out = outs[position]
                 if out is not None and begin < out.size:
                     target = out[begin : begin + most]
-                    target[...] = slots[position][number & 1][: target.size]
-            return ()
+                    target[...] = shown[position][: target.size]
 
-        yield from self._in_turns(turns, slots[me], show, take)
+        yield from self._in_turns(turns, self._rounds.slots(_BYTE), show, take)
         own = outs[me]
         if own is not None and not _same_memory(own, mine):
             own[...] = mine
@@ -224,7 +207,7 @@ class NodeCollectives:
     def deal(self, sends: Sequence[Array], outs: Sequence[Array]) -> Script:
         """Give each rank what this one has for it; ``outs`` takes what every rank has for this one."""
         rounds, me, size = self._rounds, self.me, self.size
-        slots, most = rounds.slots(np.dtype(np.uint8)), rounds.slot_bytes // size // 8 * 8
+        slots, most = rounds.slots(_BYTE), rounds.slot_bytes // size // 8 * 8
         yield from rounds.opened()
         number = rounds.number
         lengths = rounds.numbers(number, me)
@@ -234,47 +217,47 @@ class NodeCollectives:
         def show(turn: int, slot: Array) -> None:
             self._show(slot, sends, turn * most, most)
 
-        def take(turn: int, number: int) -> Iterable[None]:
+        def take(turn: int, _: int, shown: Sequence[Array]) -> None:
             begin = turn * most
             for position in rounds.others:
                 target = outs[position][begin : begin + most]
                 if target.size:
-                    target[...] = slots[position][number & 1][me * most : me * most + target.size]
-            return ()
+                    target[...] = shown[position][me * most : me * most + target.size]
 
-        show(0, slots[me][number & 1])
+        show(0, slots[number & 1][me])
         rounds.announce(number, True)
         yield from rounds.seen(number)
         table = np.stack([rounds.numbers(number, position) for position in range(size)])
         check_pairs(rounds, table[:, :size], table[:, size:].T)
         turns = max(1, -(-int(table.max()) // most))
-        yield from self._in_turns(turns, slots[me], show, take, [number])
+        yield from self._in_turns(turns, slots, show, take, [number])
         if not _same_memory(outs[me], sends[me]):
             outs[me][...] = sends[me]
 
     def _in_turns(
         self,
         turns: int,
-        mine: tuple[Array, Array],
+        slots: Sequence[Sequence[Array]],
         show: Callable[[int, Array], None],
-        take: Callable[[int, int], Iterable[None]],
+        take: Callable[[int, int, Sequence[Array]], Script | None],
         begun: Sequence[int] = (),
     ) -> Script:
         """One round for each part: a rank shows the next part in its slot, then takes from the one before.
 
-        ``begun`` are the numbers of the rounds of the first parts, if these are shown already.
+        ``take`` gets the number of the round, and everyone's slots. ``begun`` are the numbers of the rounds
+        of the first parts, if these are shown already.
         """
         rounds, numbers = self._rounds, [*begun]
         for turn in range(len(numbers), turns + 1):
             if turn < turns:
                 yield from rounds.opened()
                 numbers.append(rounds.number)
-                show(turn, mine[rounds.number & 1])
+                show(turn, slots[rounds.number & 1][self.me])
                 rounds.announce(rounds.number, turn == 0)
             if turn:
                 number = numbers[turn - 1]
                 yield from rounds.seen(number)
-                yield from take(turn - 1, number)
+                yield from take(turn - 1, number, slots[number & 1]) or ()
                 rounds.read(number)
 
     def _show(self, slot: Array, sends: Sequence[Array], begin: int, most: int) -> None:
@@ -282,10 +265,6 @@ class NodeCollectives:
             shown = sends[position][begin : begin + most]
             if shown.size:
                 slot[position * most : position * most + shown.size] = shown
-
-
-def _bytes(array: Array) -> memoryview:
-    return array.data.cast("B") if array.size else memoryview(b"")
 
 
 def _same_memory(a: Array, b: Array) -> bool:

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable
+from itertools import chain
 
 import numpy as np
-from numpy.typing import NDArray
 
 from distdl_rma.errors import ArgumentError, MismatchError
 from distdl_rma.process_group.work import OperationQueue, PendingCall
-from distdl_rma.segments.collectives.between_nodes import Messages, Test
+from distdl_rma.segments.collectives.between_nodes import Messages, Script
+from distdl_rma.segments.collectives.reduction import Array
 from distdl_rma.segments.waiting.header import WaitReason
 
-Array = NDArray[Any]
-Script = Iterator[None]
 Finish = Callable[[], None]
 # Messages of one tag: the sender's facts, the receiver's facts, and the data.
 _KINDS = 3
@@ -79,18 +77,18 @@ class PointToPoint:
         mine, theirs = _facts(data, kind), _facts(data[:0], "")
         said = self._messages.send(mine, target, tag * _KINDS)
         heard = self._messages.receive(theirs, target, tag * _KINDS + 1)
-        yield from _over(said, heard)
+        yield from chain(said, heard)
         self._check(mine, theirs, target, tag)
-        yield from _over(self._messages.send(data, target, tag * _KINDS + 2))
+        yield from self._messages.send(data, target, tag * _KINDS + 2)
 
     def _receive(self, out: Array, kind: str, source: int, tag: int) -> Script:
         mine, theirs = _facts(out, kind), _facts(out[:0], "")
-        yield from _over(self._messages.receive(theirs, source, tag * _KINDS))
+        yield from self._messages.receive(theirs, source, tag * _KINDS)
         said = self._messages.send(mine, source, tag * _KINDS + 1)
         if _text(mine) == _text(theirs):
-            yield from _over(said, self._messages.receive(out, source, tag * _KINDS + 2))
+            yield from chain(said, self._messages.receive(out, source, tag * _KINDS + 2))
             return
-        yield from _over(said)
+        yield from said
         self._check(theirs, mine, source, tag)
 
     def _check(self, sent: Array, wanted: Array, peer: int, tag: int) -> None:
@@ -113,8 +111,3 @@ def _facts(data: Array, kind: str) -> Array:
 
 def _text(facts: Array) -> str:
     return facts.tobytes().rstrip(b"\0").decode(errors="replace")
-
-
-def _over(*tests: Test) -> Script:
-    while not all([test() for test in tests]):  # noqa: C419
-        yield

@@ -5,18 +5,18 @@ from __future__ import annotations
 import ctypes
 import os
 from collections.abc import Callable, Hashable, Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from distdl_rma.process_group.node_slots import WHOLE_BYTES, Call, NodeSlots
 from distdl_rma.process_group.on_node import NodeCollectives
 from distdl_rma.process_group.reducers import Reducer
-from distdl_rma.process_group.work import OperationQueue, PendingCall, Script
+from distdl_rma.process_group.work import OperationQueue, PendingCall
+from distdl_rma.segments.collectives.between_nodes import Script
+from distdl_rma.segments.collectives.reduction import Array
 
-Array = NDArray[Any]
 Bytes = memoryview
 
 # Looks at the others' words before the rank queues a script, and before it yields the core: another process
@@ -69,7 +69,7 @@ class QuickReductions:
 
     def _whole(self, call: Call, x: Array, reducer: Reducer) -> Quick:
         me, slots = self._rounds.me, self._rounds.slots(reducer.storage)
-        rows = [[slot[parity][: x.size] for slot in slots] for parity in range(2)]
+        rows = [[slot[: x.size] for slot in some] for some in slots]
         mine = tuple(some[me].data.cast("B") for some in rows)
         for some in rows:
             some[me] = x

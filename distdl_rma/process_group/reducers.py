@@ -8,14 +8,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch.distributed import ReduceOp
 
 from distdl_rma.dtypes import BIT_WORDS, NUMPY
 from distdl_rma.errors import ShapeError, UnsupportedError
-from distdl_rma.segments.collectives.reduction import Fold, without_fp_errors
-
-Array = NDArray[Any]
+from distdl_rma.segments.collectives.reduction import Array, Fold, without_fp_errors
 
 # Elements reduced at a time where there are more than two rows: all of them stay in the cache.
 _BLOCK = 32 << 10

@@ -13,7 +13,8 @@ from distdl_rma.errors import ShapeError
 from distdl_rma.process_group.core import GroupCore, Tensor, of_all, op_of, root_of
 from distdl_rma.process_group.reducers import OPERATIONS
 from distdl_rma.process_group.tensors import Flat, check, check_alike, parts_of, single
-from distdl_rma.process_group.work import GroupWork, Script, done
+from distdl_rma.process_group.work import GroupWork, done
+from distdl_rma.segments.collectives.between_nodes import Script
 
 _Work: Any = Work
 
@@ -63,7 +64,7 @@ class ReducingCollectives(GroupCore):
 
         def script() -> Script:
             for flat, reducer in zip(flats, reducers, strict=True):
-                yield from self._collectives.all_reduce(flat.elements, reducer)
+                yield from self._collectives.reduce(flat.elements, reducer, None)
 
         named = f"{what}({reducers[0].name})" if reducers else what
         return self._begin(named, tensors, script, tensors, flats)

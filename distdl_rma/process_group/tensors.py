@@ -7,12 +7,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from distdl_rma.dtypes import BIT_WORDS, NUMPY
 from distdl_rma.errors import ShapeError, UnsupportedError
-
-Array = NDArray[Any]
+from distdl_rma.segments.collectives.reduction import Array
 
 # These move as words of their size: numpy has no type for them, or is slow with it.
 _AS_WORDS = {torch.float16, torch.bfloat16}

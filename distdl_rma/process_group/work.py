@@ -6,7 +6,7 @@ import atexit
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -15,10 +15,9 @@ import torch
 from torch.distributed import Work
 
 from distdl_rma.errors import ClosedError, DistdlError, ExchangeTimeout, ProtocolError
+from distdl_rma.segments.collectives.between_nodes import Script
 from distdl_rma.segments.manager import SegmentManager
 from distdl_rma.segments.waiting.header import WaitReason
-
-Script = Iterator[None]
 
 # Looks before a wait lets others have the core.
 _SPINS = 30

@@ -22,6 +22,7 @@ pytestmark = [pytest.mark.mpi, pytest.mark.sizes(1, 2, 3)]
 @pytest.fixture
 def way(machine):
     messages = Messages(machine.segments, machine.ranks, "collectives by MPI")
+    messages.connect()
     yield InterNodeCollectives(messages, machine.ranks.index(machine.rank), "by MPI")
     messages.close()
 
@@ -38,7 +39,7 @@ def test_long_vector_takes_no_more_memory_than_a_few_turns(machine, way, monkeyp
     monkeypatch.setattr(inter_node, "TURN_BYTES", turn)
     x = np.ones(1 << 18)
     tracemalloc.start()
-    drive(machine.segments, way.reduced(x, reducer_of(SUM, torch.float64, way.size), root), random.Random(0))
+    drive(machine.segments, way.reduce(x, reducer_of(SUM, torch.float64, way.size), root), random.Random(0))
     _, most = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert most < 12 * turn < x.nbytes

@@ -21,6 +21,7 @@ def points(machine, comm):
         Messages(machine.segments, machine.ranks, "points"),
         OperationQueue(machine.segments, "points"),
     )
+    messages.connect()
     yield PointToPoint(messages, queue, comm.rank, "points")
     comm.Barrier()
     messages.close()

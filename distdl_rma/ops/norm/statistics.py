@@ -354,7 +354,7 @@ class Statistics:
             arrive = self.trace.depart("allreduce", self._title)
         self._round.start(self._row)
         mark("wait")
-        rows = self._round.received()
+        rows = self._round.wait()
         if arrive is not None:
             arrive()
         mark("fuse")

@@ -11,6 +11,7 @@ from numpy.typing import DTypeLike, NDArray
 from distdl_rma.errors import ClosedError, ProtocolError
 from distdl_rma.geometry.exchange import fingerprint
 from distdl_rma.segments.manager import SegmentManager
+from distdl_rma.segments.memory.array_bytes import as_bytes
 from distdl_rma.segments.memory.remote_buffer import RemoteBuffer
 from distdl_rma.segments.waiting.header import WaitReason
 
@@ -50,7 +51,7 @@ class AllPush:
         self._others = [at for at in range(size) if at != self._me]
         # Per peer reached by load and store: its slots for this rank's vector, its words; and the sources.
         self._direct: list[tuple[tuple[memoryview, ...], memoryview]] = []
-        self._sources = tuple(_bytes(rows[self._me]) for rows in self.rows)
+        self._sources = tuple(as_bytes(rows[self._me], name) for rows in self.rows)
         self._remote: list[RemoteBuffer] = []
         self._fence, self._acquire = manager.segment.fence, manager.segment.acquire
         self._counters, self._puts = manager.counters, 0
@@ -71,7 +72,9 @@ class AllPush:
                 self._remote.append(remote)
                 continue
             slots = [remote.direct(np.uint8, self._nbytes, self._slot(k)) for k in range(_PARITIES)]
-            self._direct.append((tuple(_bytes(slot) for slot in slots if slot is not None), words))
+            self._direct.append(
+                (tuple(as_bytes(slot, self._name) for slot in slots if slot is not None), words)
+            )
         self._puts = len(self._direct)
         self._connected = True
 
@@ -125,11 +128,10 @@ class AllPush:
         return WaitReason(late, what, "did every rank call the same layers?", in_step=True)
 
     def wait(self, timeout: float | None = None) -> NDArray[Any]:
-        """All vectors, one row per rank in the order of ``ranks``; blocking. An array of its own."""
-        return self.received(timeout).copy()
+        """All vectors, one row per rank in the order of ``ranks``; blocking.
 
-    def received(self, timeout: float | None = None) -> NDArray[Any]:
-        """All vectors as ``wait`` returns them, in the segment: valid until the next start but one."""
+        They lie in the segment, and are valid until the next start but one.
+        """
         self._check()
         if not self.arrived():
             self._manager.waiter.until(self.arrived, self.missing, timeout)
@@ -150,8 +152,3 @@ class AllPush:
 
     def _slot(self, parity: int) -> int:
         return (parity * len(self._ranks) + self._me) * self._nbytes
-
-
-def _bytes(array: NDArray[Any]) -> memoryview:
-    # A memoryview without elements cannot be cast.
-    return array.data.cast("B") if array.size else memoryview(bytearray())

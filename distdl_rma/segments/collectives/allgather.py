@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from functools import partial
-from itertools import chain
+from collections.abc import Iterator, Sequence
+from itertools import chain, repeat
 from typing import Any
 
 import numpy as np
@@ -12,7 +11,13 @@ from mpi4py import MPI
 from numpy.typing import DTypeLike
 
 from distdl_rma.geometry.intervals import Listed
-from distdl_rma.segments.collectives.between_nodes import in_pieces, number_of_pieces, pieces_of_all, slices
+from distdl_rma.segments.collectives.between_nodes import (
+    Plan,
+    in_pieces,
+    number_of_pieces,
+    pieces_of_all,
+    slices,
+)
 from distdl_rma.segments.collectives.collective import Collective, CollectiveSite
 from distdl_rma.segments.collectives.node_layout import RankSlice, check_count, check_lengths
 from distdl_rma.segments.collectives.reduction import Array
@@ -77,10 +82,7 @@ class _AllgatherByNodes(SteppedAlgorithm):
                 self._load(parity, row, self._parts[rank])
         self.notify(_READ, layout.others_here)
         if len(layout.nodes) > 1 and layout.me == self._leader:
-            packed: dict[int, Array] = {}
-            vector = self.vectors[parity]
-            stages = partial(self._gather, vector, packed), partial(self._show, vector, packed)
-            yield from in_pieces(self.pieces, stages)
+            yield from in_pieces(map(self._gather, repeat(self.vectors[parity]), range(self.pieces)))
             yield from self.wait_for(_TAKEN, layout.others_here)
         elif len(layout.nodes) > 1:
             row = rows[layout.here.index(self._leader)]
@@ -96,8 +98,8 @@ class _AllgatherByNodes(SteppedAlgorithm):
         if part.start < part.stop:
             self.load(self.vectors[parity][part], row[part])
 
-    def _gather(self, vector: Array, packed: dict[int, Array], piece: int) -> Iterable[None]:
-        # Receives the parts of other nodes; those of this node are there.
+    def _gather(self, vector: Array, piece: int) -> Plan:
+        # Receives the parts of other nodes, and shows them; those of this node are there.
         runs, itemsize = self._pieces[piece], vector.itemsize
         split = Listed(tuple(itemsize * sum(run.size for run in of_node) for of_node in runs))
         begin, end = split.interval(self.layout.my_node)
@@ -105,25 +107,22 @@ class _AllgatherByNodes(SteppedAlgorithm):
             whole = vector.view(np.uint8)
             offsets = [itemsize * of_node[0].start if of_node else 0 for of_node in runs]
         else:
-            packed[piece] = whole = np.empty(split.extent, np.uint8)
+            whole = np.empty(split.extent, np.uint8)
             offsets = [split.interval(node)[0] for node in range(len(runs))]
             mine = [vector[run.start : run.stop].view(np.uint8) for run in runs[self.layout.my_node]]
             np.concatenate([whole[:0], *mine], out=whole[begin:end])
         received = [whole, (split.lengths, offsets), MPI.BYTE]
         request = self.between.comm.Iallgatherv(MPI.IN_PLACE, received)
-        return self.complete(request, end - begin, whole)
-
-    def _show(self, vector: Array, packed: dict[int, Array], piece: int) -> Iterable[None]:
+        yield self.complete(request, end - begin, whole)
         if not self._direct:
-            whole, begin = packed.pop(piece), 0
-            for node, runs in enumerate(self._pieces[piece]):
-                for run in runs:
-                    end = begin + run.size * vector.itemsize
+            begin = 0
+            for node, of_node in enumerate(runs):
+                for run in of_node:
+                    end = begin + run.size * itemsize
                     if node != self.layout.my_node:
                         vector[run.start : run.stop] = whole[begin:end].view(vector.dtype)
                     begin = end
         self.notify(_SPREAD, self.layout.others_here, piece)
-        return ()
 
 
 def _joined(parts: Sequence[slice]) -> list[RankSlice]:
@@ -183,15 +182,12 @@ class _BcastByNodes(SteppedAlgorithm):
         if layout.me == self._root or not vector.size:
             self.notify(_READY, layout.others_here)
         if len(layout.nodes) > 1 and vector.size:
-            yield from in_pieces(self.pieces, [partial(self._pass_on, vector), self._show])
+            yield from in_pieces(map(self._pass_on, repeat(vector), range(self.pieces)))
         yield from self.wait_for(_TAKEN, layout.others_here)
 
-    def _pass_on(self, vector: Array, piece: int) -> Iterable[None]:
+    def _pass_on(self, vector: Array, piece: int) -> Plan:
         data = vector[self._pieces[piece]].view(np.uint8)
         request = self.between.comm.Ibcast([data, MPI.BYTE], self._root_node)
-        return self.complete(request, data.nbytes, data)
-
-    def _show(self, piece: int) -> Iterable[None]:
+        yield self.complete(request, data.nbytes, data)
         if self.layout.me != self._root:
             self.notify(_READY, self.layout.others_here, piece)
-        return ()

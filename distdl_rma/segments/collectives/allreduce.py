@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from itertools import chain
+from itertools import chain, repeat
 from typing import NamedTuple
 
 import numpy as np
@@ -13,7 +13,7 @@ from numpy.typing import DTypeLike
 
 from distdl_rma.geometry.intervals import Balanced, Listed
 from distdl_rma.segments.collectives.all_push import AllPush
-from distdl_rma.segments.collectives.between_nodes import in_pieces, pieces_of_all, slices
+from distdl_rma.segments.collectives.between_nodes import Plan, in_pieces, pieces_of_all, slices
 from distdl_rma.segments.collectives.collective import Collective, CollectiveSite
 from distdl_rma.segments.collectives.node_layout import check_count, check_lengths
 from distdl_rma.segments.collectives.reduction import Array, Reduction, element_of, without_fp_errors
@@ -146,7 +146,7 @@ def adder(rows: Sequence[Array], out: Array, copy: Array | None = None) -> Calla
     """Function that adds two rows, and stores the sum to one or two places; not for two threads at once."""
     (first, second), add = rows, without_fp_errors(np.add)
     if copy is None:
-        return lambda: add(first, second, out)
+        return partial(add, first, second, out)
 
     def both() -> None:
         add(first, second, out)
@@ -201,8 +201,7 @@ class _AllreduceByNodes(ShareReduction):
         elif len(self.layout.nodes) == 1:
             self.reduction.reduce(cut.shares, [cut.mine, *cut.others])
         else:
-            stages = partial(self._sum, cut), partial(self._copy, cut), partial(self._store, cut)
-            yield from in_pieces(self.pieces, stages)
+            yield from in_pieces(map(self._combine, repeat(cut), range(self.pieces)))
         self.count_puts(len(cut.others), len(cut.others) * cut.mine.nbytes)
 
     def _cut(self, rows: list[Array]) -> _Cut:
@@ -214,39 +213,26 @@ class _AllreduceByNodes(ShareReduction):
             quick = adder(shares, shares[me], others[0])
         return _Cut(shares, shares[me], others, quick)
 
-    def _sum(self, cut: _Cut, piece: int) -> Iterable[None]:
+    def _combine(self, cut: _Cut, piece: int) -> Plan:
         # Every element is reduced on one node and copied to the others: bitwise the same on all.
-        where, split = self._pieces[piece], self._splits[piece]
+        where, split, element = self._pieces[piece], self._splits[piece], self.reduction.element
         if self._direct:
             sums = cut.mine[where]
         else:
             sums = self._sums[piece % _UNDER_WAY][: split.extent]
             self.reduction.partial([share[where] for share in cut.shares], sums)
-        part = self._part(piece)
+        part = self._parts[piece % _UNDER_WAY][: split.lengths[self.layout.my_node]]
         request = self.between.comm.Ireduce_scatter(sums, part, split.lengths, self.reduction.mpi)
-        return self.complete(request, sums.nbytes, sums, part)
-
-    def _copy(self, cut: _Cut, piece: int) -> Iterable[None]:
-        element, split, part = self.reduction.element, self._splits[piece], self._part(piece)
+        yield self.complete(request, sums.nbytes, sums, part)
         finished = part if element.exact else np.empty(part.size, element.storage)
         self.reduction.finish(part, finished)
         itemsize = element.storage.itemsize
         counts = [itemsize * length for length in split.lengths]
-        offsets = [itemsize * split.interval(node)[0] for node in range(split.parts)]
-        whole = [cut.mine[self._pieces[piece]].view(np.uint8), (counts, offsets), MPI.BYTE]
+        whole = [cut.mine[where].view(np.uint8), (counts, None), MPI.BYTE]
         request = self.between.comm.Iallgatherv([finished.view(np.uint8), MPI.BYTE], whole)
-        return self.complete(request, finished.nbytes, finished)
-
-    def _store(self, cut: _Cut, piece: int) -> Iterable[None]:
-        where = self._pieces[piece]
+        yield self.complete(request, finished.nbytes, finished)
         for other in cut.others:
             other[where] = cut.mine[where]
-        return ()
-
-    def _part(self, piece: int) -> Array:
-        split = self._splits[piece]
-        found: Array = self._parts[piece % _UNDER_WAY][: split.lengths[self.layout.my_node]]
-        return found
 
 
 class Reducescatter(Collective):
@@ -328,12 +314,10 @@ class _ReducescatterByNodes(ShareReduction):
                 cuts = [row[part.start : part.stop] for row in rows]
                 self.reduction.reduce(cuts, (cuts[self._at[part.rank]],))
         else:
-            reduced: dict[int, Array] = {}
-            stages = partial(self._combine, rows, reduced), partial(self._store, rows, reduced)
-            yield from in_pieces(self.pieces, stages)
+            yield from in_pieces(map(self._combine, repeat(rows), range(self.pieces)))
         self.count_puts(*self._puts)
 
-    def _combine(self, rows: list[Array], reduced: dict[int, Array], piece: int) -> Iterable[None]:
+    def _combine(self, rows: list[Array], piece: int) -> Plan:
         reduction, node = self.reduction, self.layout.my_node
         # In the order of the nodes, as MPI scatters it.
         counts = [sum(part.size for part in of_node) for of_node in self._parts[piece]]
@@ -342,19 +326,16 @@ class _ReducescatterByNodes(ShareReduction):
             end = begin + part.size
             reduction.partial([row[part.start : part.stop] for row in rows], sums[begin:end])
             begin = end
-        reduced[piece] = np.empty(counts[node], reduction.element.wide)
+        total = np.empty(counts[node], reduction.element.wide)
         comm, getting = self.between.comm, [at for at, count in enumerate(counts) if count]
         if len(getting) == 1:
             # If only one node gets elements, MPI uses a tree to it.
-            request = comm.Ireduce(sums, reduced[piece], reduction.mpi, getting[0])
+            request = comm.Ireduce(sums, total, reduction.mpi, getting[0])
         else:
-            request = comm.Ireduce_scatter(sums, reduced[piece], counts, reduction.mpi)
-        return self.complete(request, sums.nbytes, sums, reduced[piece])
-
-    def _store(self, rows: list[Array], reduced: dict[int, Array], piece: int) -> Iterable[None]:
-        total, begin = reduced.pop(piece), 0
-        for part in self._parts[piece][self.layout.my_node]:
+            request = comm.Ireduce_scatter(sums, total, counts, reduction.mpi)
+        yield self.complete(request, sums.nbytes, sums, total)
+        begin = 0
+        for part in self._parts[piece][node]:
             end = begin + part.size
-            self.reduction.finish(total[begin:end], rows[self._at[part.rank]][part.start : part.stop])
+            reduction.finish(total[begin:end], rows[self._at[part.rank]][part.start : part.stop])
             begin = end
-        return ()

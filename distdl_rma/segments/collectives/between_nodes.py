@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain, repeat
 from typing import Any
 
 import numpy as np
 from mpi4py import MPI
-from numpy.typing import NDArray
 
 from distdl_rma.geometry.intervals import Balanced
 from distdl_rma.segments.collectives.barrier import Barrier
 from distdl_rma.segments.collectives.node_layout import RankSlice, clipped
+from distdl_rma.segments.collectives.reduction import Array
 from distdl_rma.segments.manager import SegmentManager
 
-Array = NDArray[Any]
+# Yields as long as it has to wait.
+Script = Iterator[None]
 
 # Over sockets MPI moves a fragment with each test, and a waiting rank sleeps between two looks: a look takes
 # about as many tests as fragments might have come meanwhile. One that finds nothing costs 0.2 us.
@@ -27,13 +29,8 @@ def looks(nbytes: int) -> range:
     return range(min(_MOST_TESTS, 1 + nbytes // _FRAGMENT_NBYTES))
 
 
-def complete(request: MPI.Request, tests: range) -> bool:
-    """Whether a request is complete; advances it, does not block."""
-    return any(request.Test() for _ in tests)
-
-
-# Begins to process the piece of a number, without waiting; returns a script that waits for the rest.
-Stage = Callable[[int], Iterable[None]]
+# The stages of a piece: begins each without waiting, and yields a script that waits for the rest of it.
+Plan = Iterator[Iterable[None]]
 
 # Fewest bytes of a piece, in all and for each node: of smaller ones the latency outweighs the overlap.
 _LEAST_NBYTES, _LEAST_OF_NODE = 8 << 20, 64 << 10
@@ -49,161 +46,129 @@ def number_of_pieces(nbytes: int, nodes: int) -> int:
 
 def slices(count: int, number: int) -> list[slice]:
     """The pieces of so many elements, balanced; of few elements some are empty."""
-    split = Balanced(count, number)
-    return [slice(*split.interval(piece)) for piece in range(number)]
+    return [slice(*ends) for ends in map(Balanced(count, number or 1).interval, range(number))]
 
 
 def pieces_of_all(parts: Sequence[Sequence[RankSlice]], number: int) -> list[list[tuple[RankSlice, ...]]]:
     """For each piece its slices of the parts of every node, each of which is cut into ``number`` pieces."""
     cuts = [slices(sum(part.size for part in of_node), number) for of_node in parts]
     return [
-        [
-            tuple(clipped(of_node, cut[piece].start, cut[piece].stop))
-            for of_node, cut in zip(parts, cuts, strict=True)
-        ]
-        for piece in range(number)
+        [tuple(clipped(of_node, at.start, at.stop)) for of_node, at in zip(parts, of_piece, strict=True)]
+        for of_piece in zip(*cuts, strict=True)
     ]
 
 
-def in_pieces(number: int, stages: Sequence[Stage]) -> Iterator[None]:
-    """Take pieces through stages, as a pipeline; yields as long as it has to wait.
+def in_pieces(plans: Iterable[Plan]) -> Script:
+    """Carry out the plans of pieces, as a pipeline; yields as long as it has to wait.
 
-    The script that a stage returns is completed before the next stage of the same piece. Meanwhile the stage
+    The script of a stage is completed before the next stage of the same piece begins. Meanwhile the stage
     before begins on the next piece, and the stage behind continues with the last one. The order of all calls
-    follows from the two numbers alone, so that all ranks call MPI's collectives of one communicator in the
-    same order. Each stage has at most two pieces under way.
+    follows from the numbers of pieces and stages alone, so that all ranks call MPI's collectives of one
+    communicator in the same order. Each stage has at most two pieces under way.
     """
-    under_way: dict[int, Iterable[None]] = {}
-    for turn in range(number + len(stages)):
-        for at in range(len(stages) + 1):
-            piece = turn - at
-            if 0 <= piece < number:
-                yield from under_way.pop(piece, ())
-                if at < len(stages):
-                    under_way[piece] = stages[at](piece)
+    under_way: list[tuple[Plan, Iterable[None]]] = []
+    for new in chain(plans, repeat(None)):
+        before, under_way = under_way, []
+        if new is not None:
+            before.insert(0, (new, ()))
+        elif not before:
+            return
+        for plan, script in before:
+            yield from script
+            for stage in plan:
+                under_way.append((plan, stage))
+                break
 
 
-class BetweenNodes:
-    """Communicator of ranks of several nodes, in the order given; none for a single rank, and no ``ranks``.
+class Messages:
+    """Messages and collectives by MPI of some ranks, on a communicator of their own once they ``connect``.
 
-    ``name`` and ``terms`` are the same on all of the ranks, as for :class:`Barrier`.
+    Positions are those in ``ranks``, whose order is the same on all of them, as are ``name`` and ``terms``; a
+    single rank needs no communicator. Each call begins an operation, keeps its arrays until it is complete,
+    and returns a script that waits for that. The caller of both holds the lock of the segment.
     """
 
-    def __init__(self, manager: SegmentManager, ranks: Sequence[int], name: str, terms: str) -> None:
+    def __init__(self, manager: SegmentManager, ranks: Sequence[int], name: str, terms: str = "") -> None:
         self._manager, self._name, self._terms = manager, name, terms
-        self.ranks = tuple(ranks) if len(ranks) > 1 else ()
+        self.ranks = tuple(ranks)
+        self.comm: MPI.Intracomm = MPI.COMM_SELF
+        self._connected = len(self.ranks) < 2
         self._barrier: Barrier | None = None
-        self._comm: MPI.Intracomm | None = None
-        self._number = 0
+        # Number of the communicator among those of these ranks; None if there is none.
+        self._number: int | None = None
+        self._under_way: dict[int, object] = {}
 
-    def connect(self, timeout: float | None) -> None:
-        """Make the communicator; once, blocking. After a timeout it can be repeated."""
-        if self.ranks and self._comm is None:
+    def connect(self, timeout: float | None = None) -> None:
+        """Make the communicator; once, collective, blocking. After a timeout it can be repeated."""
+        if not self._connected:
             # Making a communicator cannot be interrupted, so all its ranks meet before.
             barrier, shared = self._meeting(), self._manager.communicators
             self._number = barrier.wait(timeout, shared.proposal(self.ranks))
-            self._comm = shared.take(self.ranks, self._number)
+            self.comm = shared.take(self.ranks, self._number)
+            self._connected = True
             barrier.close()
 
     def announce(self) -> None:
         """Tell the others what this rank connects, without waiting for them."""
-        if self.ranks:
+        if not self._connected:
             self._meeting().connect(0.0)
-
-    @property
-    def comm(self) -> MPI.Intracomm:
-        """The communicator; only where there is one."""
-        if self._comm is None:
-            raise RuntimeError(f"{self._name!r}: no communicator between nodes on this rank")
-        return self._comm
-
-    def free(self) -> None:
-        """Give the communicator back, when nothing is under way on it; local."""
-        if self._comm is not None:
-            self._manager.communicators.give_back(self.ranks, self._number)
-        self._comm = None
 
     def _meeting(self) -> Barrier:
         if self._barrier is None:
             self._barrier = Barrier(self._manager, self.ranks, f"{self._name} (connect)", self._terms)
         return self._barrier
 
-
-# Whether an operation is complete; looks once, does not block.
-Test = Callable[[], bool]
-
-
-class Messages:
-    """Messages and collectives of some ranks, on their own communicator; positions are those in ``ranks``.
-
-    Collective over the ranks to construct, blocking. Each call begins an operation, keeps its arrays, and
-    returns a test; the operation is complete when the test returns True. MPI is called with the lock of the
-    segment.
-    """
-
-    def __init__(self, manager: SegmentManager, ranks: Sequence[int], name: str) -> None:
-        self._manager, self._lock, self.ranks = manager, manager.segment.lock, tuple(ranks)
-        self._between = BetweenNodes(manager, ranks, name, "")
-        self._between.connect(None)
-        self._comm: MPI.Intracomm = self._between.comm if len(self.ranks) > 1 else MPI.COMM_SELF
-        self._under_way: dict[int, object] = {}
-
-    def send(self, data: Array, position: int, tag: int) -> Test:
+    def send(self, data: Array, position: int, tag: int) -> Script:
         """Begin to send; complete once the receiver has begun to receive."""
-        return self._begun(lambda: self._comm.Issend(_bytes(data), position, tag), data)
+        return self.begun(self.comm.Issend(_bytes(data), position, tag), data.nbytes, data)
 
-    def receive(self, out: Array, position: int, tag: int) -> Test:
+    def receive(self, out: Array, position: int, tag: int) -> Script:
         """Begin to receive at most as many bytes as the array has from one rank."""
-        return self._begun(lambda: self._comm.Irecv(_bytes(out), position, tag), out)
+        return self.begun(self.comm.Irecv(_bytes(out), position, tag), out.nbytes, out)
 
     def probe(self, tag: int) -> int | None:
         """Position of a rank from which a message with a tag has arrived; None if there is none."""
         status = MPI.Status()
-        with self._lock:
-            found = self._comm.Iprobe(MPI.ANY_SOURCE, tag, status)
-        return int(status.Get_source()) if found else None
+        return int(status.Get_source()) if self.comm.Iprobe(MPI.ANY_SOURCE, tag, status) else None
 
     def largest_tag(self) -> int:
         """Largest tag of a message."""
         return int(MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) or 32767)
 
-    def gather_all(self, mine: Array, out: Array, counts: Sequence[int]) -> Test:
+    def gather_all(self, mine: Array, out: Array, counts: Sequence[int]) -> Script:
         """Begin an all-gather of vectors, one behind the other; ``counts`` are their bytes."""
-        taken = [out.view(np.uint8), (tuple(counts), None), MPI.BYTE]
-        return self._begun(lambda: self._comm.Iallgatherv(_bytes(mine), taken), mine, out)
+        request = self.comm.Iallgatherv(_bytes(mine), [out.view(np.uint8), (tuple(counts), None), MPI.BYTE])
+        return self.begun(request, mine.nbytes + out.nbytes, mine, out)
 
-    def broadcast(self, data: Array, position: int) -> Test:
+    def broadcast(self, data: Array, position: int) -> Script:
         """Begin a broadcast of the vector of one rank."""
-        return self._begun(lambda: self._comm.Ibcast(_bytes(data), position), data)
+        return self.begun(self.comm.Ibcast(_bytes(data), position), data.nbytes, data)
 
-    def exchange(self, data: Array, counts: Sequence[int], out: Array, received: Sequence[int]) -> Test:
+    def exchange(self, data: Array, counts: Sequence[int], out: Array, received: Sequence[int]) -> Script:
         """Begin an all-to-all; ``counts`` and ``received`` are the bytes for and from each position."""
         sent = [data.view(np.uint8), (tuple(counts), None), MPI.BYTE]
         taken = [out.view(np.uint8), (tuple(received), None), MPI.BYTE]
-        return self._begun(lambda: self._comm.Ialltoallv(sent, taken), data, out)
+        return self.begun(self.comm.Ialltoallv(sent, taken), data.nbytes + out.nbytes, data, out)
+
+    def begun(self, request: MPI.Request, nbytes: int, *kept: Array) -> Script:
+        """Keep the arrays of a request that was begun, and wait for it; it may take so many bytes."""
+        # MPI uses the arrays even if nobody waits to the end.
+        self._under_way[id(request)] = request, kept
+        return self._completed(request, looks(nbytes))
+
+    def _completed(self, request: MPI.Request, tests: range) -> Script:
+        while True:
+            for _ in tests:
+                if request.Test():
+                    del self._under_way[id(request)]
+                    return
+            yield
 
     def close(self) -> None:
         """Give the communicator back; local. Kept if an operation is under way, or ended by an error."""
-        if not (self._under_way or self._manager.closed):
-            self._between.free()
-
-    def _begun(self, call: Callable[[], MPI.Request], *kept: Array) -> Test:
-        with self._lock:
-            request = call()
-        # MPI uses the arrays even if the test is never called again.
-        key = id(request)
-        self._under_way[key] = request, kept
-        tests = looks(sum(array.nbytes for array in kept))
-        over: list[bool] = []
-
-        def test() -> bool:
-            with self._lock:
-                if not over and complete(request, tests):
-                    over.append(True)
-                    self._under_way.pop(key, None)
-            return bool(over)
-
-        return test
+        if self._number is not None and not (self._under_way or self._manager.closed):
+            self._manager.communicators.give_back(self.ranks, self._number)
+            self._number = None
 
 
 def _bytes(array: Array) -> list[Any]:

@@ -12,7 +12,7 @@ from mpi4py import MPI
 
 from distdl_rma.errors import ExchangeTimeout, MismatchError
 from distdl_rma.geometry.exchange import fingerprint
-from distdl_rma.segments.collectives.between_nodes import BetweenNodes, complete, looks, number_of_pieces
+from distdl_rma.segments.collectives.between_nodes import Messages, number_of_pieces
 from distdl_rma.segments.collectives.collective import CollectiveSite
 from distdl_rma.segments.collectives.reduction import Array, Reduction
 from distdl_rma.segments.manager import SegmentManager
@@ -88,10 +88,7 @@ class SteppedAlgorithm(Scripted, ABC):
         # For even and odd steps the vectors of the node's ranks, in their order, once connected.
         self.rows: tuple[list[Array], ...] = ()
         self._peer_words: list[memoryview] = []
-        self.between = BetweenNodes(manager, across if layout.me in across else (), name, self._terms)
-        # Requests and their buffers, which MPI uses even if the step is interrupted.
-        self._under_way: list[tuple[MPI.Request, tuple[Array, ...]]] = []
-        self._connected = False
+        self.between = Messages(manager, across if layout.me in across else (), name, self._terms)
         self._operation = manager.operation(name)
         self._counters = manager.counters
         self._fence, self._acquire = manager.segment.store_fence, manager.segment.acquire
@@ -107,8 +104,6 @@ class SteppedAlgorithm(Scripted, ABC):
 
     def connect(self, timeout: float | None) -> None:
         """Exchange addresses on the node, and make the communicator between nodes; once, blocking."""
-        if self._connected:
-            return
         if not self.rows:
             remotes = self._exchange_addresses(timeout)
             remotes[self.layout.me] = self.memory.here
@@ -120,7 +115,6 @@ class SteppedAlgorithm(Scripted, ABC):
             self.rows = tuple([row for row in rows if row is not None] for rows in direct)
             self._peer_words = [words for remote in here if (words := remote.flags) is not None]
         self.between.connect(timeout)
-        self._connected = True
 
     def _exchange_addresses(self, timeout: float | None) -> dict[int, RemoteBuffer]:
         others, terms = self.layout.others_here, self._terms
@@ -147,7 +141,7 @@ class SteppedAlgorithm(Scripted, ABC):
             # Others and MPI may still write for a broken step: its memory is not used again.
             complete = self.advance() and not self.broken
             if complete:
-                self.between.free()
+                self.between.close()
             return complete
 
         self.manager.retire(self.memory, idle)
@@ -192,17 +186,11 @@ class SteppedAlgorithm(Scripted, ABC):
 
         Returns a script that waits until it is complete; its buffers are kept until then.
         """
-        self._under_way.append((request, buffers))
         self._counters.collectives += 1
         self._counters.bytes_collective += nbytes
-        return self._completed(request, looks(nbytes))
-
-    def _completed(self, request: MPI.Request, tests: range) -> Iterator[None]:
         self._waits_for = tuple(rank for rank in self.between.ranks if rank != self.layout.me)
         self._phase = None
-        while not complete(request, tests):
-            yield
-        self._under_way = [one for one in self._under_way if one[0] is not request]
+        return self.between.begun(request, nbytes, *buffers)
 
     def load(self, target: Array, source: Array) -> None:
         """Load from a peer's vector, and count it."""

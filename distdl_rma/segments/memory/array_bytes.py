@@ -56,7 +56,7 @@ def as_bytes(data: Any, what: str) -> memoryview:
     try:
         view = memoryview(data)
         if view.c_contiguous and "O" not in view.format:
-            return view.cast("B") if view.nbytes else memoryview(b"")
+            return view.cast("B") if view.nbytes else memoryview(bytearray())
     except (TypeError, ValueError, BufferError):
         pass
     return np.ascontiguousarray(as_array(data, what)).reshape(-1).view(np.uint8).data

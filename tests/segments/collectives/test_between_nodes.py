@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from distdl_rma.segments.collectives.between_nodes import Messages, complete, looks
+from distdl_rma.segments.collectives.between_nodes import Messages, looks
 from distdl_rma.segments.waiting.header import WaitReason
 
 
@@ -23,23 +23,25 @@ def test_a_look_takes_as_many_tests_as_there_may_be_fragments():
 
 
 def test_a_look_ends_with_the_last_fragment_and_another_goes_on():
-    request = Fragments(20)
-    assert not complete(request, looks(1 << 20))
+    request, kept = Fragments(20), np.zeros(1)
+    script = Messages(None, [0], "some").begun(request, 1 << 20, kept)
+    next(script)
     assert request.left == 3
-    assert complete(request, looks(1 << 20))
+    assert list(script) == []
     assert request.left == 0
 
 
-def over(machine, *tests):
+def over(machine, *scripts):
     reason = WaitReason((), "to take part")
-    for test in tests:
-        machine.segments.waiter.until(test, lambda: reason, 15)
+    for script in scripts:
+        machine.segments.waiter.until(lambda script=script: not any(True for _ in script), lambda: reason, 15)
 
 
 @pytest.mark.mpi
-def test_messages_and_collectives_are_over_when_their_tests_say_so(machine, comm):
+def test_messages_and_collectives_are_over_when_their_scripts_are(machine, comm):
     ranks = list(reversed(machine.ranks))
     messages = Messages(machine.segments, ranks, "some")
+    messages.connect()
     me, size = ranks.index(comm.rank), len(ranks)
     after, before = (me + 1) % size, (me - 1) % size
     out = np.empty(3, np.int64)

@@ -47,22 +47,20 @@ def test_slices_are_all_of_it_in_order():
 def test_a_stage_begins_on_a_piece_before_the_next_goes_on_with_the_last(number):
     said, under_way = [], set()
 
-    def stage(at):
-        def begin(piece):
+    def plan(piece):
+        for at in range(3):
             # What a stage began is waited for before the next.
             assert (at - 1, piece) not in under_way
             said.append((at, piece))
             under_way.add((at, piece))
             assert sum(which == at for which, _ in under_way) <= 2
-            return rest(at, piece)
+            yield rest(at, piece)
 
-        def rest(at, piece):
-            yield from [None] * piece
-            under_way.remove((at, piece))
+    def rest(at, piece):
+        yield from [None] * piece
+        under_way.remove((at, piece))
 
-        return begin
-
-    waits = list(in_pieces(number, [stage(at) for at in range(3)]))
+    waits = list(in_pieces(map(plan, range(number))))
     assert not under_way and len(waits) == 3 * sum(range(number))
     assert len(said) == 3 * number and all(said.index((0, k)) < said.index((1, k)) for k in range(number))
     assert all(said.index((0, k + 1)) < said.index((1, k)) for k in range(number - 1))
@@ -193,14 +191,14 @@ def test_what_is_interrupted_between_pieces_is_broken(segments, comm, tiny):
     comm.Barrier()
     # All ranks are interrupted, if each has a share.
     if nodes > 1 and nodes * algorithm.layout.shares == comm.size:
-        begun = algorithm._sum
+        begun = algorithm._combine
 
         def interrupted(cut, piece):
             if piece == 2:
                 raise KeyboardInterrupt("by hand")
             return begun(cut, piece)
 
-        algorithm._sum = interrupted
+        algorithm._combine = interrupted
         job.active[:] = 1
         # Else a thread that takes steps might be interrupted.
         with segments.segment.lock, pytest.raises(KeyboardInterrupt):  # noqa: PT012
@@ -209,7 +207,8 @@ def test_what_is_interrupted_between_pieces_is_broken(segments, comm, tiny):
         with pytest.raises(ProtocolError, match="step 1 was interrupted by KeyboardInterrupt"):
             job.wait()
         # MPI may still write to what was begun: it is kept.
-        assert algorithm._under_way and all(buffers for _, buffers in algorithm._under_way)
+        kept = algorithm.between._under_way.values()
+        assert kept and all(buffers for _, buffers in kept)
     comm.Barrier()
     job.close()
     again = Allreduce(segments, segments.ranks, LONG, np.float32, name="interrupted")

@@ -5,9 +5,10 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from mpi4py import MPI
 
 from distdl_rma.errors import ExchangeTimeout
-from distdl_rma.segments.collectives.between_nodes import BetweenNodes
+from distdl_rma.segments.collectives.between_nodes import Messages
 from distdl_rma.segments.collectives.collective import Collective, CollectiveSite
 from distdl_rma.segments.collectives.reduction import Reduction, element_of
 from distdl_rma.segments.collectives.stepped_algorithm import Scripted, ShareReduction, SteppedAlgorithm
@@ -96,35 +97,34 @@ def test_a_step_that_waits_says_for_whom(segments, comm, chain):
 def test_ranks_have_a_communicator_in_their_order_and_the_next_user_has_the_same(segments, comm):
     ranks = segments.ranks[::-1]
     if len(ranks) == 1:
-        alone = BetweenNodes(segments, ranks, "alone", "")
-        alone.connect(None)
-        assert alone.ranks == ()
-        with pytest.raises(RuntimeError, match="'alone': no communicator between nodes"):
-            _ = alone.comm
+        alone = Messages(segments, ranks, "alone")
+        alone.connect()
+        assert alone.comm == MPI.COMM_SELF
+        alone.close()
         return
     made = []
     for name in ("first", "second"):
-        between = BetweenNodes(segments, ranks, name, "")
-        between.connect(None)
-        between.connect(None)
+        between = Messages(segments, ranks, name)
+        between.connect()
+        between.connect()
         assert between.comm.allgather(comm.rank) == list(ranks)
         made.append(between.comm)
-        between.free()
-        between.free()
+        between.close()
+        between.close()
     assert made[0] == made[1]
 
 
 @pytest.mark.mpi
 @pytest.mark.mpi(min_size=2)
 def test_users_at_one_time_have_communicators_of_their_own(segments, comm):
-    first, second = (BetweenNodes(segments, segments.ranks, name, "") for name in ("one", "other"))
-    first.connect(None)
-    second.connect(None)
+    first, second = (Messages(segments, segments.ranks, name) for name in ("one", "other"))
+    first.connect()
+    second.connect()
     assert first.comm != second.comm
     # Nobody gives back before all have both.
     comm.Barrier()
-    first.free()
-    second.free()
+    first.close()
+    second.close()
 
 
 class NodeSum(ShareReduction):
