@@ -123,26 +123,29 @@ def test_a18_halo_is_in_flight_from_its_start_to_its_arrival(machine, P_x, x):
         assert halo.end <= last.end
 
 
-def hold_back(monkeypatch, comm, method, layer_call):
-    """Have the last rank call a layer only after all others are done with their local data."""
+def hold_back(monkeypatch, comm, method, recording, layer_call):
+    """Have the last rank call a layer only after all others are done with their local data.
+
+    Returns the result, and the second of the recording at which this rank was done with its local data.
+    """
     last = comm.size - 1
     if comm.rank == last:
         for rank in range(last):
             comm.recv(source=rank, tag=TAG)
-        return layer_call()
+        return layer_call(), recording.now
     original, told = getattr(Patch, method), []
 
     def telling(patch, *arguments):
         result = original(patch, *arguments)
         # The largest patch is that of the local data.
         if patch.outputs.volume > SHAPE[3] and not told:
-            told.append(patch)
+            told.append(recording.now)
             comm.send(None, dest=last, tag=TAG)
         return result
 
     with monkeypatch.context() as patches:
         patches.setattr(Patch, method, telling)
-        return layer_call()
+        return layer_call(), *told
 
 
 @pytest.mark.mpi(min_size=2)
@@ -152,12 +155,12 @@ def test_a18_local_convolution_needs_nothing_of_a_neighbour_that_comes_late(
     layer = conv(P_x, name="conv")
     expected = layer(x)
     with machine.record() as recording:
-        y = hold_back(monkeypatch, comm, "convolve", lambda: layer(x))
+        y, done = hold_back(monkeypatch, comm, "convolve", recording, lambda: layer(x))
     assert torch.equal(y, expected)
     (local,), (halo,) = of(recording, "conv", "local"), of(recording, "conv", "exchange", travels=True)
     if machine.rank == machine.size - 2:
         # Its neighbour put nothing before this rank's local data were done.
-        assert halo.begin <= local.begin and local.end <= halo.end
+        assert halo.begin <= local.begin <= done <= halo.end
 
 
 @pytest.mark.mpi(min_size=2)
@@ -170,12 +173,12 @@ def test_a18_local_gradients_need_nothing_of_a_neighbour_that_comes_late(machine
     expected, x.grad = x.grad, None
     loss = layer(x).square().sum()
     with machine.record() as recording:
-        hold_back(monkeypatch, comm, "convolve_adjoint", loss.backward)
+        _, done = hold_back(monkeypatch, comm, "convolve_adjoint", recording, loss.backward)
     assert torch.equal(x.grad, expected)
     (local,) = of(recording, "conv", "local", backward=True)
     (halo,) = of(recording, "conv (adjoint)", "exchange", travels=True)
     if machine.rank == machine.size - 2:
-        assert halo.begin <= local.begin and local.end <= halo.end
+        assert halo.begin <= local.begin <= done <= halo.end
 
 
 @pytest.mark.mpi(min_size=2)
