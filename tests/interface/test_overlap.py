@@ -137,8 +137,8 @@ def hold_back(monkeypatch, comm, method, recording, layer_call):
 
     def telling(patch, *arguments):
         result = original(patch, *arguments)
-        # The largest patch is that of the local data.
-        if patch.outputs.volume > SHAPE[3] and not told:
+        # A strip has a row of outputs of each sample, local data have more.
+        if patch.outputs.volume > SHAPE[0] * SHAPE[3] and not told:
             told.append(recording.now)
             comm.send(None, dest=last, tag=TAG)
         return result
