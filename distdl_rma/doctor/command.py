@@ -25,7 +25,7 @@ _GRACE_SECONDS = 10.0
 # MPI does not let other threads of Python run while it starts and ends.
 _LAST_SECONDS = 5.0
 _TICK_SECONDS = 0.2
-_TAG = 3
+_TAGS = {"send the facts": 3, "send the results": 4}
 
 
 def doctor(json_file: str | None = None, timeout: float = 60.0) -> int:
@@ -115,11 +115,13 @@ class _Examination:
         seen, over = os.pipe()
         child = os.fork()
         if not child:
-            os.close(over)
-            if not select.select([seen], [], [], self._limit)[0]:
-                self._job.ranks = [rank_facts(self._launcher)]
-                self._write_late()
-            os._exit(0)
+            try:
+                os.close(over)
+                if not select.select([seen], [], [], self._limit)[0]:
+                    self._job.ranks = [rank_facts(self._launcher)]
+                    self._write_late()
+            finally:
+                os._exit(0)
         os.close(seen)
         try:
             yield
@@ -138,12 +140,13 @@ class _Examination:
         from mpi4py import MPI
 
         comm, status, until = MPI.COMM_WORLD, MPI.Status(), time.monotonic() + self._timeout
-        sent = comm.isend(mine, 0, _TAG) if self._rank else None
+        tag = _TAGS[self._step]
+        sent = comm.isend(mine, 0, tag) if self._rank else None
         while time.monotonic() < until:
             if sent is not None:
                 if sent.test()[0]:
                     return
-            elif (message := comm.improbe(tag=_TAG, status=status)) is not None:
+            elif (message := comm.improbe(tag=tag, status=status)) is not None:
                 found[status.Get_source()] = message.recv()
                 continue
             elif len(found) == self._size:

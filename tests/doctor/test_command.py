@@ -166,6 +166,25 @@ def test_an_mpi_that_cannot_be_loaded_is_an_error(tmp_path):
     assert "distdl_rma[mpich]" in said
 
 
+# Rank 1 cannot load torch, and sends all that it knows while the other loads it.
+WITHOUT_TORCH = """
+import sys
+from distdl_rma.doctor import command
+if int(next(value for name, value in __import__("os").environ.items() if name in RANK)):
+    sys.modules["torch"] = None
+sys.exit(command.doctor(None, 5.0))
+"""
+
+
+def test_a_rank_that_cannot_load_torch_is_a_finding():
+    ranks = "'PMI_RANK', 'OMPI_COMM_WORLD_RANK'"
+    body = f"RANK = {ranks}\n{WITHOUT_TORCH}"
+    done = completed([*mpiexec(2), sys.executable, "-m", "mpi4py", "-c", body], **SMALL)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "error: rank 1 could not load torch: ModuleNotFoundError" in done.stdout, done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
+
+
 STUCK = """
 import sys
 from distdl_rma.doctor import command

@@ -359,7 +359,7 @@ class _HaloSchedule(OperatorFunction):
         if not any(ctx.needs_input_grad[:3]) and not needs.any:
             ctx.mark_non_differentiable(y)
         else:
-            ctx.save_for_backward(x, weight, bias, *kept)
+            ctx.save_for_backward(x, weight, bias if operation.tile is None else None, *kept)
         ctx.operation, ctx.machine = operation, operation.site.machine
         ctx.fill, ctx.needs_halo = fill, needs.input
         return y

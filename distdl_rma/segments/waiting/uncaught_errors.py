@@ -105,6 +105,8 @@ _managers: weakref.WeakKeyDictionary[Failing, int] = weakref.WeakKeyDictionary()
 _previous_hooks: list[_Hook] = []
 _telling: list[BaseException] = []
 _said: set[str] = set()
+# Types of uncaught errors after which ``python -m mpi4py`` ends the whole job, when this process ends.
+_last_errors: list[type[BaseException]] = []
 
 
 def tell_peers_of_uncaught_errors(manager: Failing) -> None:
@@ -116,8 +118,11 @@ def tell_peers_of_uncaught_errors(manager: Failing) -> None:
 
 
 def say_once(line: str) -> None:
-    """Write a line to stderr, the same line once only; for the end of a process, which cannot raise."""
-    if line not in _said:
+    """Write a line to stderr, the same line once only; for the end of a process, which cannot raise.
+
+    Nothing if the whole job ends by an uncaught error: all ranks have printed it.
+    """
+    if line not in _said and not _last_errors:
         _said.add(line)
         _write(f"distdl_rma: {line}\n")
 
@@ -136,6 +141,8 @@ def _tell_peers(kind: type[BaseException], error: BaseException, trace: Tracebac
         _previous_hooks[0](kind, error, trace)
         return
     _telling.append(error)
+    if "mpi4py.run" in sys.modules:
+        _last_errors.append(kind)
     try:
         still_open = [one for one, process in _managers.items() if not one.closed and process == os.getpid()]
         for manager in still_open:
