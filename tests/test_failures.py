@@ -151,7 +151,7 @@ def test_an_error_of_one_rank_is_one_traceback_and_a_line_on_each_other():
     [("layer(torch.ones(1, 2, 4))", "ShapeError"), ("raise KeyboardInterrupt", "KeyboardInterrupt")],
 )
 def test_an_error_of_all_ranks_is_one_traceback_and_the_same_on_each_other(act, kind):
-    lines, tracebacks, err = _printed(3, f"comm.Barrier()\n{CONV}{act}\n")
+    lines, tracebacks, err = _printed(3, f"{CONV}comm.Barrier()\n{act}\n")
     assert tracebacks == 1 and len(lines) == 2 and "runpy" not in err, err
     assert all(f" by the same {kind} as rank 0" in line for line in lines), err
 
