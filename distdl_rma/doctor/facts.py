@@ -7,7 +7,7 @@ import platform
 import shutil
 import socket
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
@@ -159,17 +159,6 @@ def memory_limit(groups: Path = _CGROUPS, members: str | None = None) -> int | N
                 with suppress(OSError, ValueError):
                     limits.append(int((each / file).read_text()))
     return min((limit for limit in limits if limit > 0), default=None)
-
-
-def spans(ranks: Iterable[int]) -> str:
-    """Ranks as text: ``0-3, 7``."""
-    found: list[list[int]] = []
-    for rank in sorted(ranks):
-        if found and rank == found[-1][1] + 1:
-            found[-1][1] = rank
-        else:
-            found.append([rank, rank])
-    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in found)
 
 
 def sized(nbytes: float) -> str:

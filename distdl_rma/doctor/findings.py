@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from distdl_rma.doctor.facts import HYDRA, OPEN_MPI, SHARED_MEMORY, SLURM, Job, counted, sized, spans
+from distdl_rma.doctor.facts import HYDRA, OPEN_MPI, SHARED_MEMORY, SLURM, Job, counted, sized
+from distdl_rma.geometry.partition import spans
 
 _SMALL_SHARED_MEMORY = 64 << 20
 _DOCTOR = "python -m mpi4py -m distdl_rma doctor"

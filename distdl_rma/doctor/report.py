@@ -6,8 +6,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from distdl_rma.doctor.facts import Compared, Job, RankFacts, counted, sized, spans
+from distdl_rma.doctor.facts import Compared, Job, RankFacts, counted, sized
 from distdl_rma.doctor.findings import Finding
+from distdl_rma.geometry.partition import spans
 
 _UNKNOWN = "-"
 _SIZES = "shm_free_bytes", "shm_total_bytes", "memory_limit_bytes"

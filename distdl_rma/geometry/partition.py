@@ -231,5 +231,16 @@ def groups_along(partition: Partition, axes: Collection[int]) -> Groups:
     return grouped(partition.ranks, elsewhere)
 
 
+def spans(ranks: Iterable[int], between: str = ", ") -> str:
+    """Ranks in ascending order as text: ``0-3, 7``."""
+    found: list[list[int]] = []
+    for rank in sorted(ranks):
+        if found and rank == found[-1][1] + 1:
+            found[-1][1] = rank
+        else:
+            found.append([rank, rank])
+    return between.join(str(a) if a == b else f"{a}-{b}" for a, b in found)
+
+
 def _shown(partition: Partition, flipped: bool) -> str:
     return f"{partition.shape} transposed to {partition.shape[::-1]}" if flipped else f"{partition.shape}"

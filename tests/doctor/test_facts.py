@@ -2,7 +2,8 @@
 
 import pytest
 
-from distdl_rma.doctor.facts import HYDRA, OPEN_MPI, PMI, SLURM, Launcher, memory_limit, sized, spans
+from distdl_rma.doctor.facts import HYDRA, OPEN_MPI, PMI, SLURM, Launcher, memory_limit, sized
+from distdl_rma.geometry.partition import spans
 
 SLURM_STEP = {"SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "3"}
 

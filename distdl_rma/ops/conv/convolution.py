@@ -143,7 +143,7 @@ class Convolution(GridConvolution):
         self._pieces = () if core is None else pieces_of(core, prod(self._shape), dtype.itemsize)
         # The forward receives a piece where the adjoint sends it: both directions use the same landings.
         self._landings = [self.parts.landing(piece) for piece in self._halo.forward.receives]
-        # Ranks may choose differently: the halo is the same.
+        # Ranks may choose differently: the halo is the same. Layers never join: a tile has no ``fill``.
         whole = self._sum_dtype == dtype and self._block.shape == workers.weight
         patch = self.parts.joined if options.joins and whole else None
         self.tile = None if patch is None else JoinedTile(patch, self.parts.own, self._halo)

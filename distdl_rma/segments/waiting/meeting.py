@@ -16,6 +16,7 @@ from mpi4py import MPI
 
 from distdl_rma.errors import ExchangeTimeout, PartitionError
 from distdl_rma.geometry.exchange import fingerprint
+from distdl_rma.geometry.partition import spans
 from distdl_rma.segments.waiting.header import clip, numbered
 from distdl_rma.segments.waiting.waiter import advance_other_machines
 
@@ -149,7 +150,7 @@ class Announcement:
     def encoded(self, longest: int) -> str:
         """Encode as a line of at most ``longest`` bytes."""
         numbers = (self.stage, self.meeting, self.number, self.first, f"{self.seconds:g}", self.last.number)
-        words = (_spans(_sayable(self.members)), self.text, _spans(self.last.members), self.last.text)
+        words = (spans(_sayable(self.members), ","), self.text, spans(self.last.members, ","), self.last.text)
         return clip("\n".join([*map(str, numbers), *words]), longest).decode()
 
     @classmethod
@@ -184,23 +185,12 @@ def shortened(ranks: tuple[int, ...]) -> str:
 
 def _sayable(members: frozenset[int]) -> frozenset[int]:
     # All members or none: readers must not mistake a part of the list for the whole.
-    return members if len(_spans(members)) <= _LONGEST_LIST else frozenset()
+    return members if len(spans(members, ",")) <= _LONGEST_LIST else frozenset()
 
 
-def _ranks(spans: str) -> frozenset[int]:
-    ends = [span.partition("-") for span in spans.split(",") if span]
+def _ranks(text: str) -> frozenset[int]:
+    ends = [span.partition("-") for span in text.split(",") if span]
     return frozenset(k for first, _, last in ends for k in range(int(first), int(last or first) + 1))
-
-
-def _spans(ranks: frozenset[int]) -> str:
-    # Ranks in ascending order as text: "0-3,7".
-    spans: list[list[int]] = []
-    for rank in sorted(ranks):
-        if spans and rank == spans[-1][1] + 1:
-            spans[-1][1] = rank
-        else:
-            spans.append([rank, rank])
-    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in spans)
 
 
 _CREATE_TAG = 7
