@@ -18,7 +18,7 @@ from distdl_rma.errors import ExchangeTimeout, PartitionError
 from distdl_rma.geometry.exchange import fingerprint
 from distdl_rma.geometry.partition import spans
 from distdl_rma.segments.waiting.header import clip, numbered
-from distdl_rma.segments.waiting.waiter import advance_other_machines
+from distdl_rma.segments.waiting.waiter import advance_other_machines, engines_paused
 
 # Most bytes of a line: a launcher passes on the encoded line and its name in one piece.
 _LONGEST = min(600, MPI.MAX_PORT_NAME - 1) * 3 // 4
@@ -242,7 +242,10 @@ def meet(comm: MPI.Intracomm, ranks: tuple[int, ...], seconds: float) -> MPI.Int
             return _create(comm, group, ranks, world or (), 0)
         with _lock:
             number = _Meeting(comm.rank, ranks, world, seconds).hold()
-            made = _create(comm, group, ranks, world, number)
+            # Open MPI 5.0 loses the first message of another member where two threads call it: one receives
+            # the message for an unknown communicator and keeps it for later, after the other has looked.
+            with engines_paused():
+                made = _create(comm, group, ranks, world, number)
             # Only now have all ranks read GOES.
             _board.write("")
             _past.last = Refusal(_past.refusals)

@@ -6,7 +6,8 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 
 from mpi4py import MPI
 
@@ -205,6 +206,11 @@ class Waiter:
         if engine == "thread":
             self._engine = ProgressEngine(self._turn, self._segment.crowded)
 
+    def hold(self, held: ExitStack) -> None:
+        """Take no turn of the progress engine until ``held`` ends; waits for the turn that it takes now."""
+        if self._engine is not None:
+            held.enter_context(self._segment.lock)
+
     def stop(self) -> None:
         """End the progress engine; idempotent."""
         if self._engine is not None:
@@ -298,3 +304,13 @@ def advance_other_machines(one: Waiter | None) -> None:
         other = reference()
         if other is not None and other is not one:
             other.advance_quietly()
+
+
+@contextmanager
+def engines_paused() -> Iterator[None]:
+    """Keep the progress engines of this process out of MPI for a call that comes back soon."""
+    with ExitStack() as held:
+        for reference in _waiters:
+            if (waiter := reference()) is not None:
+                waiter.hold(held)
+        yield

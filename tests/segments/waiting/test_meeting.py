@@ -1,11 +1,14 @@
-"""Lines that all processes of a job can read."""
+"""Lines that all processes of a job can read, and the communicator that is created after them."""
+
+import time
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distdl_rma import ExchangeTimeout, PartitionError
+from distdl_rma import ExchangeTimeout, Machine, PartitionError
 from distdl_rma.segments.waiting import meeting
+from distdl_rma.segments.waiting.liveness import FailureNotices
 from distdl_rma.segments.waiting.meeting import Announcement, JobBoard, Refusal, Stage, shortened
 
 
@@ -166,3 +169,27 @@ def test_who_does_not_come_is_named(comm):
             meeting.meet(comm, tuple(range(comm.size)), 0.2)
     comm.Barrier()
     meeting.meet(comm, tuple(range(comm.size)), 30).Free()
+
+
+@pytest.mark.mpi
+@pytest.mark.mpi(min_size=2)
+def test_progress_threads_pause_while_mpi_creates_the_communicator(comm, monkeypatch):
+    create, poll, turns, paused = meeting._create, FailureNotices.poll, [], []
+
+    def polled(notices):
+        turns.append(1)
+        poll(notices)
+
+    def slowly(*arguments):
+        before = len(turns)
+        time.sleep(0.05)
+        paused.append(before == len(turns))
+        return create(*arguments)
+
+    monkeypatch.setattr(FailureNotices, "poll", polled)
+    monkeypatch.setattr(meeting, "_create", slowly)
+    with Machine(comm, segment_size="1MiB", progress="thread"):
+        meeting.meet(comm, tuple(range(comm.size))[::-1], 30).Free()
+        before = len(turns)
+        time.sleep(0.5)
+        assert len(turns) > before and paused[-1]
