@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import count
 from operator import index as as_int
 from typing import Protocol
 
@@ -46,15 +47,18 @@ class Communicators:
         self._made: dict[tuple[int, ...], list[MPI.Intracomm]] = {}
         self._used: dict[tuple[int, ...], set[int]] = {}
 
-    def proposal(self, ranks: Sequence[int]) -> int:
-        """Return the number after the last communicator of these ranks in use here, 0 if none is; local.
+    def reserve(self, ranks: Sequence[int], least: int) -> int:
+        """Return the first number from ``least`` on that these ranks do not use, as used; local.
 
-        All ranks ``take`` the largest of their proposals.
+        A number is agreed on once all ranks have reserved it.
         """
-        return 1 + max(self._used.get(tuple(ranks), ()), default=-1)
+        used = self._used.setdefault(tuple(ranks), set())
+        number = next(number for number in count(least) if number not in used)
+        used.add(number)
+        return number
 
     def take(self, ranks: Sequence[int], number: int) -> MPI.Intracomm:
-        """Return a communicator of these ranks by its number, equal on all of them; the machine owns it.
+        """Return a communicator of these ranks by a number that all have reserved; the machine owns it.
 
         If the communicator does not exist yet, the call is collective over the ranks and blocks without a
         deadline: complete a barrier first.
@@ -67,11 +71,10 @@ class Communicators:
                 made.append(self._comm.Create_group(group, _CREATE_TAG))
             finally:
                 group.Free()
-        self._used.setdefault(key, set()).add(number)
         return made[number]
 
     def give_back(self, ranks: Sequence[int], number: int) -> None:
-        """End the use of a communicator, on which no operation is pending; local."""
+        """End the use of a number, on whose communicator no operation is pending; local."""
         self._used[tuple(ranks)].discard(number)
 
     def close(self) -> None:

@@ -94,8 +94,10 @@ class Messages:
         self.comm: MPI.Intracomm = MPI.COMM_SELF
         self._connected = len(self.ranks) < 2
         self._barrier: Barrier | None = None
-        # Number of the communicator among those of these ranks; None if there is none.
+        # Number of the communicator among those of these ranks, None if there is none; the ranks know that
+        # one of them has reserved none below ``_least``.
         self._number: int | None = None
+        self._least = 0
         self._under_way: dict[int, object] = {}
 
     def connect(self, timeout: float | None = None) -> None:
@@ -103,7 +105,17 @@ class Messages:
         if not self._connected:
             # Making a communicator cannot be interrupted, so all its ranks meet before.
             barrier, shared = self._meeting(), self._manager.communicators
-            self._number = barrier.wait(timeout, shared.proposal(self.ranks))
+            while True:
+                if self._number is None:
+                    self._number = shared.reserve(self.ranks, self._least)
+                largest = barrier.wait(timeout, self._number)
+                if largest == self._least:
+                    break
+                # All reserve again, from the largest on: the ranks that have it keep it.
+                self._least = largest
+                if self._number != largest:
+                    shared.give_back(self.ranks, self._number)
+                    self._number = None
             self.comm = shared.take(self.ranks, self._number)
             self._connected = True
             barrier.close()

@@ -127,6 +127,48 @@ def test_users_at_one_time_have_communicators_of_their_own(segments, comm):
     second.close()
 
 
+@pytest.mark.mpi
+@pytest.mark.mpi(min_size=2)
+def test_uses_that_overlap_without_end_take_turns_with_few_communicators(segments, comm):
+    under_way = [Messages(segments, segments.ranks, "use 0")]
+    under_way[0].connect()
+    before = len(segments.communicators._made[segments.ranks])
+    for use in range(1, 12):
+        under_way.append(Messages(segments, segments.ranks, f"use {use}"))
+        under_way[-1].connect()
+        assert under_way[0].comm != under_way[1].comm
+        # Not all ranks have given the older one back when the next one begins.
+        if comm.rank == use % comm.size:
+            comm.Barrier()
+        under_way.pop(0).close()
+        if comm.rank != use % comm.size:
+            comm.Barrier()
+    assert len(segments.communicators._made[segments.ranks]) <= before + 3
+    under_way.pop().close()
+    comm.Barrier()
+
+
+@pytest.mark.mpi
+@pytest.mark.mpi(min_size=2)
+def test_ranks_that_gave_up_waiting_and_connect_in_another_order_agree(segments, comm):
+    uses = [Messages(segments, segments.ranks, name) for name in ("gave up", "came between")]
+    for use in uses:
+        use._meeting().connect()
+    if comm.rank == 0:
+        with pytest.raises(ExchangeTimeout):
+            uses[0].connect(0.05)
+    comm.Barrier()
+    # The first rank's first use is pending while all connect the second one.
+    for use in reversed(uses):
+        use.connect()
+    assert uses[0].comm != uses[1].comm
+    assert uses[0]._number == comm.bcast(uses[0]._number) and uses[1]._number == comm.bcast(uses[1]._number)
+    for use in uses:
+        assert use.comm.allreduce(1) == comm.size
+        use.close()
+    comm.Barrier()
+
+
 class NodeSum(ShareReduction):
     """The sum of each node, on its first rank."""
 
