@@ -221,7 +221,7 @@ class ShapeAgreement(Generic[P]):
                 number = self._heard(row, alike)
         state = memory[number]
         if number != memory.number:
-            memory.come_to(number, row)
+            memory.switch_to(number, row)
             self.last, self._last_key = state.plan, key
         if self._promise is not None:
             self._kept[self._recording] = mine, row, number
@@ -274,7 +274,7 @@ class ShapeAgreement(Generic[P]):
         needs = GradientNeeds.of_any([fact.needs for fact in decoded.values()])
         plan = self._made(facts) if plan is None else plan
         longest = max(map(len, decoded))
-        return self._memory.number_of(plan, needs, key, digest(b"".join(rows)), longest)
+        return self._memory.add(plan, needs, key, digest(b"".join(rows)), longest)
 
     def _made(self, facts: dict[int, InputFacts]) -> P:
         try:
