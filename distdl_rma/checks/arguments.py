@@ -32,8 +32,8 @@ _VERSION = 2
 _SAMPLED = 256
 # Number of rows, each of _SAMPLED elements, that are summed at a time; form of the sums.
 _ROWS, _SUMS = 1 << 12, "sums"
-# Allowed difference of two sums, in units of their type's epsilon.
-_BITS = 64
+# Tolerance of sums, in units of their type's epsilon.
+_SUM_TOLERANCE = 64
 _PAIR = 2
 
 
@@ -45,7 +45,7 @@ def mark_compared(x: torch.Tensor, compared: bool) -> None:
         x.__dict__.pop(COMPARED, None)
 
 
-def said_in(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Any], list[torch.Tensor]]:
+def comparable_parts(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Any], list[torch.Tensor]]:
     """Arguments that are not tensors, as words; and the plain tensors that no model holds."""
     words: list[Any] = []
     plain: list[torch.Tensor] = []
@@ -63,7 +63,7 @@ def said_in(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Any], 
             except TypeError:
                 # Slices, and lists, are not hashable.
                 known = False
-            words += (one if known else plainly(one),)
+            words += (one if known else as_comparable(one),)
             if not known and kind in _CONTAINERS:
                 plain += _plain_within(one)
     if kwargs:
@@ -79,7 +79,7 @@ def _add_named(kwargs: Mapping[str, Any], words: list[Any], plain: list[torch.Te
         elif kind in _PLAIN:
             plain += () if COMPARED in one.__dict__ else (one,)
         elif kind not in TENSORS:
-            words += ([key, plainly(one)],)
+            words += ([key, as_comparable(one)],)
             plain += _plain_within(one) if kind in _CONTAINERS else ()
 
 
@@ -93,7 +93,7 @@ def _plain_within(argument: Any) -> list[torch.Tensor]:
     return found
 
 
-def plainly(argument: Any) -> Any:
+def as_comparable(argument: Any) -> Any:
     """Convert an argument to numbers, strings and lists; of a tensor only the name of its type remains."""
     kind = argument.__class__
     if kind in SCALAR_TYPES:
@@ -108,21 +108,17 @@ def plainly(argument: Any) -> Any:
             _KNOWN[argument] = (*map(type, argument),)
         return argument
     if isinstance(argument, (tuple, list)):
-        return [*map(plainly, argument)]
+        return [*map(as_comparable, argument)]
     if isinstance(argument, (torch.dtype, torch.device, torch.memory_format, torch.layout)):
         return str(argument)
-    if isinstance(argument, (np.generic, np.ndarray)):
-        return _array(argument) if argument.ndim else plainly(argument.item())
-    return kind.__name__
+    if isinstance(argument, np.ndarray) and argument.ndim:
+        number = 0 if argument.dtype.hasobject else crc32(argument.tobytes())
+        return [argument.dtype.str, *argument.shape, number]
+    return as_comparable(argument.item()) if isinstance(argument, (np.generic, np.ndarray)) else kind.__name__
 
 
-def _array(argument: Any) -> list[Any]:
-    number = 0 if argument.dtype.hasobject else crc32(argument.tobytes())
-    return [argument.dtype.str, *argument.shape, number]
-
-
-def spoken(words: Sequence[Any]) -> str:
-    """Words for messages, without ``...``, which stand for tensors, and without keywords that are None."""
+def described_arguments(words: Sequence[Any]) -> str:
+    """Arguments as words, for messages; without ``...``, a tensor, and without keywords that are None."""
     found = []
     for word in words:
         if isinstance(word, list) and len(word) == _PAIR and isinstance(word[0], str):
@@ -132,17 +128,12 @@ def spoken(words: Sequence[Any]) -> str:
     return f" with {', '.join(found)}" if found else ""
 
 
-def number_of(words: Any, before: int = 0) -> int:
+def checksum(words: Any, before: int = 0) -> int:
     """Checksum of words and of lists of them, continued from the checksum ``before``."""
     return crc32(marshal.dumps(words, _VERSION), before)
 
 
-def sample(x: torch.Tensor, at: int = 0) -> int:
-    """Checksum of some elements of a plain tensor, chosen by ``at``; local."""
-    return crc32(some_of(x, at))
-
-
-def some_of(x: torch.Tensor, at: int = 0) -> bytes:
+def sample_of(x: torch.Tensor, at: int = 0) -> bytes:
     """Bytes of some elements of a plain tensor, chosen by ``at``; local."""
     dims, total = x.dim(), x.numel()
     if not (is_in_memory(x) and total):
@@ -158,14 +149,14 @@ def some_of(x: torch.Tensor, at: int = 0) -> bytes:
     return as_words(some.clone()).tobytes()
 
 
-def all_of(x: torch.Tensor) -> tuple[str, bytes]:
+def summary_of(x: torch.Tensor) -> tuple[str, bytes]:
     """Form and bytes of a summary of a plain tensor, for ``values_of``; local.
 
     Sums of floating-point numbers, which rounding changes little; of integers a checksum; of small tensors
     all elements.
     """
     if not is_in_memory(x) or x.numel() <= _SAMPLED:
-        return str(x.dtype), some_of(x)
+        return str(x.dtype), sample_of(x)
     flat = x.detach().reshape(-1)
     if not (x.is_floating_point() or x.is_complex()):
         return "torch.int64", crc32(as_words(flat.clone()).tobytes()).to_bytes(8, sys.byteorder)
@@ -182,7 +173,7 @@ def all_of(x: torch.Tensor) -> tuple[str, bytes]:
 
 
 def values_of(form: str, data: bytes) -> list[float]:
-    """The numbers in bytes from ``some_of`` or ``all_of``, by their form."""
+    """The numbers in bytes from ``sample_of`` or ``summary_of``, by their form."""
     dtype = torch.float64 if form == _SUMS else _dtype(form)
     found = torch.frombuffer(bytearray(data), dtype=dtype) if data else torch.empty(0, dtype=dtype)
     real = torch.view_as_real(found).reshape(-1) if dtype.is_complex else found
@@ -190,7 +181,7 @@ def values_of(form: str, data: bytes) -> list[float]:
     return values
 
 
-def are_apart(dtype: str, form: str, first: Sequence[float], other: Sequence[float]) -> bool:
+def differ_beyond_rounding(dtype: str, form: str, first: Sequence[float], other: Sequence[float]) -> bool:
     """Whether values differ by more than rounding: half of an element's digits, a sum's last few bits."""
     kind = _dtype(dtype)
     if not (kind.is_floating_point or kind.is_complex) or len(first) != len(other):
@@ -198,7 +189,7 @@ def are_apart(dtype: str, form: str, first: Sequence[float], other: Sequence[flo
     one, two = (torch.tensor([*each], dtype=torch.float64) for each in (first, other))
     largest = max((abs(v) for v in (*first, *other) if isfinite(v)), default=0.0)
     eps = torch.finfo(kind).eps
-    rounding = _BITS * eps if form == _SUMS else eps**0.5
+    rounding = _SUM_TOLERANCE * eps if form == _SUMS else eps**0.5
     return not torch.allclose(one, two, 0.0, largest * rounding, equal_nan=True)
 
 

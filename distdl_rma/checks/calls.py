@@ -10,7 +10,14 @@ from zlib import crc32
 
 import torch
 
-from distdl_rma.checks.arguments import all_of, are_apart, number_of, sample, some_of, spoken, values_of
+from distdl_rma.checks.arguments import (
+    checksum,
+    described_arguments,
+    differ_beyond_rounding,
+    sample_of,
+    summary_of,
+    values_of,
+)
 from distdl_rma.checks.consensus import Consensus, gather_words
 from distdl_rma.dtypes import as_words, is_in_memory
 from distdl_rma.errors import (
@@ -51,7 +58,7 @@ class Check(Protocol):
         """The state, or a summary, in JSON's types; needed only if hashes differ; local."""
         ...
 
-    def problem(self, said: Mapping[int, Any]) -> str:
+    def problem(self, words: Mapping[int, Any]) -> str:
         """Error text from the words of all ranks, equal on all ranks; empty if there is no error."""
         ...
 
@@ -92,7 +99,7 @@ class Calls:
             self._number = at = self._number + 1
             numbers = [check.number() for check in self._checks]
             if inputs:
-                numbers += [sample(x, at) for x in inputs]
+                numbers += [crc32(sample_of(x, at)) for x in inputs]
             sign = hash(tuple(numbers))
         try:
             self._open = self._consensus.alike(self._title, _BEGUN, hash(facts), sign)
@@ -103,15 +110,15 @@ class Calls:
             return
         (*smallest, _), (*largest, _) = self._consensus.smallest, self._consensus.largest
         if smallest != largest:
-            said = self._of_all(described(), "differences")
-            raise MismatchError(f"{self._name}: the ranks call it in different ways: {by_ranks(said)}")
+            texts = self._gather(described(), "differences")
+            raise MismatchError(f"{self._name}: the ranks call it in different ways: {by_ranks(texts)}")
         for check in self._checks:
-            if problem := check.problem(self._of_all(check.words(), check.what)):
+            if problem := check.problem(self._gather(check.words(), check.what)):
                 raise MismatchError(f"{self._name}: {problem}")
         self._compare(inputs)
         self._open = True
 
-    def go_on(self, trace: CallTrace | None, inputs: Sequence[torch.Tensor]) -> None:
+    def compare_new_inputs(self, trace: CallTrace | None, inputs: Sequence[torch.Tensor]) -> None:
         """Compare plain inputs of a new kind whole: a rank may pass its block instead of the whole tensor.
 
         From now on ``trace`` notes the plain tensors that functions receive.
@@ -130,7 +137,7 @@ class Calls:
             return
         self._open = False
         try:
-            if self._consensus.alike(self._title, _ENDED, trace.number, trace.number_of_plain):
+            if self._consensus.alike(self._title, _ENDED, trace.number, trace.plain_checksum):
                 return
         except _AT_ONCE as error:
             # Others may wait within the model, in a function that this rank has not called.
@@ -140,7 +147,7 @@ class Calls:
         if self._consensus.largest[0] == _RAISED:
             # Wait for the failure notice of the rank that raised.
             self._machine.segments.waiter.until(lambda: False, self._consensus.missing, 10 * _GRACE_SECONDS)
-        if problem := self._parting(trace) or self._plain_apart(trace):
+        if problem := self._function_difference(trace) or self._plain_difference(trace):
             raise MismatchError(f"{self._name}: {problem}")
 
     def failed(self, error: BaseException, trace: CallTrace) -> None:
@@ -153,9 +160,9 @@ class Calls:
             return
         machine.labels.make_readable(error) if isinstance(error, Exception) else None
         if not isinstance(error, _AT_ONCE):
-            said = _RAISED, trace.number, len(trace.steps)
+            words = _RAISED, trace.number, len(trace.steps)
             try:
-                if self._consensus.alike(self._title, *said, timeout=_GRACE_SECONDS):
+                if self._consensus.alike(self._title, *words, timeout=_GRACE_SECONDS):
                     # A program that catches the error can go on.
                     return
             except PeerFailedError:
@@ -173,31 +180,31 @@ class Calls:
     def _compare(self, inputs: Sequence[torch.Tensor]) -> None:
         equal_on_all_ranks(self._machine, self.ranks, inputs, "an input of a distributed model")
 
-    def _parting(self, trace: CallTrace) -> str:
+    def _function_difference(self, trace: CallTrace) -> str:
         # The first call that differs between ranks; all of them exchange the words of all their calls.
         calls = trace.calls
-        ways = self._of_all([call.word for call in calls], "ways").values()
+        ways = self._gather([call.word for call in calls], "ways").values()
         at = first_difference(ways)
         if at is None:
             return ""
         mine = calls[at].described if at < len(calls) else "the end of the model"
-        said = self._of_all(f"calls {mine}", "differences")
+        texts = self._gather(f"calls {mine}", "differences")
         return (
-            f"the ranks went different ways: after {at} equal calls {by_ranks(said)}:"
+            f"the ranks went different ways: after {at} equal calls {by_ranks(texts)}:"
             " do modes, shapes or branches depend on the data of a rank?"
         )
 
-    def _plain_apart(self, trace: CallTrace) -> str:
+    def _plain_difference(self, trace: CallTrace) -> str:
         # The first plain tensor that differs by more than rounding, by which results of weights may differ.
         mine = [(*kind, crc32(data)) for *kind, data in trace.plain]
-        given = [*zip_longest(*self._of_all(mine, "plain tensors").values())]
+        given = [*zip_longest(*self._gather(mine, "plain tensors").values())]
         at = [n for n, each in enumerate(given) if any(one != each[0] for one in each)]
         values = [values_of(*trace.plain[n][-2:]) for n in at if n < len(mine)]
-        told = zip_longest(*self._of_all(values, "elements").values())
-        for n, (first, *others) in zip(at, told, strict=True):
+        gathered = zip_longest(*self._gather(values, "elements").values())
+        for n, (first, *others) in zip(at, gathered, strict=True):
             (step, dtype, shape, form), *more = [one[:-1] for one in given[n] if one is not None]
             same = len(more) == len(others) and all(one == [step, dtype, shape, form] for one in more)
-            if same and not any(are_apart(dtype, form, first, one) for one in others):
+            if same and not any(differ_beyond_rounding(dtype, form, first, one) for one in others):
                 continue
             return (
                 f"{trace.calls[step - 1].described} is given a plain tensor of shape"
@@ -207,19 +214,19 @@ class Calls:
             )
         return ""
 
-    def _of_all(self, words: Any, what: str) -> dict[int, Any]:
+    def _gather(self, words: Any, what: str) -> dict[int, Any]:
         return gather_words(self._machine.segments, words, f"calls of {self._name} ({what})", self.ranks)
 
 
-def first_difference(said: Any) -> int | None:
+def first_difference(lists: Any) -> int | None:
     """Index of the first difference between the lists of all ranks; None if there is none."""
-    return next((at for at, each in enumerate(zip_longest(*said)) if len({*each}) > 1), None)
+    return next((at for at, each in enumerate(zip_longest(*lists)) if len({*each}) > 1), None)
 
 
-def by_ranks(said: Mapping[int, str]) -> str:
+def by_ranks(texts: Mapping[int, str]) -> str:
     """The ranks' texts in one line; ranks with equal texts share an entry."""
     ranks: dict[str, list[int]] = {}
-    for rank, text in said.items():
+    for rank, text in texts.items():
         ranks.setdefault(text, []).append(rank)
     return "; ".join(
         f"rank{'s' if len(those) > 1 else ''} {', '.join(map(str, those))}: {text}"
@@ -247,18 +254,17 @@ class CalledFunction(NamedTuple):
     """A step of a trace, which has ``word`` and ``described``, and its arguments without tensors."""
 
     step: Any
-    said: list[Any]
+    arguments: list[Any]
 
     @property
     def word(self) -> int:
         """Checksum of the step and its arguments."""
-        return number_of(self.said, self.step.word)
+        return checksum(self.arguments, self.step.word)
 
     @property
     def described(self) -> str:
         """Text for messages."""
-        described: str = self.step.described
-        return described + spoken(self.said)
+        return f"{self.step.described}{described_arguments(self.arguments)}"
 
 
 class CallTrace:
@@ -268,7 +274,7 @@ class CallTrace:
         # Each has ``word``, a number that is equal for equal steps, and ``described``, for messages.
         self.steps: list[Any] = []
         # By turns the number of a step that has arguments, and these arguments as words.
-        self.said: list[Any] = []
+        self.arguments: list[Any] = []
         # Plain tensors: number of the step, type, shape, form and bytes. The bytes summarise all elements in
         # the first call with such a tensor, and are a sample in later calls, of other elements in each.
         self.plain: list[tuple[int, str, tuple[int, ...], str, bytes]] = []
@@ -281,12 +287,12 @@ class CallTrace:
     @property
     def number(self) -> int:
         """Hash of steps and arguments, equal on ranks that called the same functions."""
-        return hash((number_of(self.said), *[step.word for step in self.steps]))
+        return hash((checksum(self.arguments), *[step.word for step in self.steps]))
 
     @property
-    def number_of_plain(self) -> int:
+    def plain_checksum(self) -> int:
         """Checksum of the plain tensors that functions received."""
-        return number_of(self.plain) if self.plain else 0
+        return checksum(self.plain) if self.plain else 0
 
     def note_plain(self, function: Any, args: Sequence[Any], given: Sequence[torch.Tensor]) -> None:
         """Note a summary or sample of the plain tensors that the last step received."""
@@ -298,12 +304,12 @@ class CallTrace:
                 continue
             dtype, shape = str(x.dtype), tuple(x.shape)
             kind = self.steps[-1].word, at, dtype, shape
-            found = (dtype, some_of(x, self.at)) if kind in self.met else all_of(x)
+            found = (dtype, sample_of(x, self.at)) if kind in self.met else summary_of(x)
             self.met.add(kind)
             self.plain += ((len(self.steps), dtype, shape, *found),)
 
     @property
     def calls(self) -> list[CalledFunction]:
         """Each step with its arguments."""
-        said = dict(zip(self.said[::2], self.said[1::2], strict=True))
-        return [CalledFunction(step, said.get(at, [])) for at, step in enumerate(self.steps, 1)]
+        arguments = dict(zip(self.arguments[::2], self.arguments[1::2], strict=True))
+        return [CalledFunction(step, arguments.get(at, [])) for at, step in enumerate(self.steps, 1)]

@@ -39,7 +39,7 @@ class Consensus(EqualityCheck):
         self._passes: Allgather | None = None
         # State after a timeout: finished passes; arguments of ``rows``; arguments of ``gather``.
         self._parts: list[NDArray[np.uint8]] = []
-        self._telling: tuple[bytes, int] | None = None
+        self._unfinished: tuple[bytes, int] | None = None
         self._gathering: tuple[str, bytes] | None = None
 
     @classmethod
@@ -58,11 +58,11 @@ class Consensus(EqualityCheck):
         repeated after a timeout continues its epoch. An exchange of rows that a timeout interrupted is
         finished first, which blocks.
         """
-        said = _code(title), *words
-        if self._telling is not None and not (self._late and (title, said) == (self._for, self._said)):
+        sent = _code(title), *words
+        if self._unfinished is not None and not (self._late and (title, sent) == (self._for, self._said)):
             # This rank gave the exchange up; the other ranks finish it.
-            self.rows(*self._telling)
-        return super().start(title, *said)
+            self.rows(*self._unfinished)
+        return super().start(title, *sent)
 
     def alike(self, title: str, *words: int, timeout: float | None = None) -> bool:
         """Whether all ranks send the same three integers; blocking until all have sent theirs."""
@@ -99,7 +99,7 @@ class Consensus(EqualityCheck):
                 self._manager, self.ranks, self._pass_nbytes, np.uint8, "agreement (words)"
             )
         size, head = len(self.ranks), len(row).to_bytes(4, "little")
-        self._telling = row, longest
+        self._unfinished = row, longest
         count = -(-(longest + len(head)) // self._pass_nbytes)
         mine = np.frombuffer((head + row).ljust(count * self._pass_nbytes, b"\0"), np.uint8)
         for part in mine.reshape(count, self._pass_nbytes)[len(self._parts) :]:
@@ -107,7 +107,7 @@ class Consensus(EqualityCheck):
                 self._passes.active[:] = part
                 self._passes.start()
             self._parts.append(self._passes.wait().reshape(size, -1).copy())
-        parts, self._parts, self._telling = self._parts, [], None
+        parts, self._parts, self._unfinished = self._parts, [], None
         found = [each.tobytes() for each in np.concatenate(parts, axis=1)]
         return [each[4 : 4 + int.from_bytes(each[:4], "little")] for each in found]
 
@@ -137,5 +137,5 @@ def gather_words(
     """
     ranks = manager.ranks if ranks is None else tuple(ranks)
     texts = Consensus.of(manager, ranks).gather(name, json.dumps(words).encode())
-    said = {text: json.loads(text) for text in set(texts)}
-    return {rank: said[text] for rank, text in zip(ranks, texts, strict=True)}
+    decoded = {text: json.loads(text) for text in set(texts)}
+    return {rank: decoded[text] for rank, text in zip(ranks, texts, strict=True)}

@@ -31,7 +31,7 @@ from distdl_rma.machine import Machine
 _is_in_backward: Callable[[Any], bool] = torch._C._will_engine_execute_node
 # Functions that begin a backward, and the argument that names the tensors at which it begins.
 _ENTRIES = {torch.autograd.backward.__code__: "tensors", torch.autograd.grad.__code__: "outputs"}
-number_of_backward: Callable[[], int] = torch._C._current_graph_task_id
+backward_id: Callable[[], int] = torch._C._current_graph_task_id
 
 
 class _Backward(threading.local):
@@ -74,8 +74,8 @@ def from_split_tensor() -> Iterator[None]:
 
 def note_reached_split(_gradient: torch.Tensor | None = None) -> None:
     """Record that the running backward has reached a split tensor."""
-    if RUNNING.number != number_of_backward():
-        RUNNING.number, RUNNING.behind = number_of_backward(), None
+    if RUNNING.number != backward_id():
+        RUNNING.number, RUNNING.behind = backward_id(), None
 
 
 def show_block(block: torch.Tensor, is_part: bool) -> None:
@@ -138,7 +138,7 @@ def _is_mean(node: Any) -> bool:
 def _is_own() -> bool:
     # Whether the running backward passes through a block of ``to_local()``. The search goes from the loss to
     # ``full_tensor()`` of split tensors; blocks behind these do not count.
-    if not _Backward.shown or RUNNING.common == number_of_backward():
+    if not _Backward.shown or RUNNING.common == backward_id():
         return False
     seen, ahead = set[Any](), _roots()
     while ahead:
@@ -150,7 +150,7 @@ def _is_own() -> bool:
         seen.add(node)
         if node.name() not in ENDS_OF_BLOCKS:
             ahead += [each for each, _ in node.next_functions]
-    RUNNING.common = number_of_backward()
+    RUNNING.common = backward_id()
     return False
 
 
@@ -188,9 +188,9 @@ def note_reached_full_tensor(node: Any, summed_later: Callable[[torch.Tensor], b
     """
     if RUNNING.depth:
         return False
-    if RUNNING.number != number_of_backward():
+    if RUNNING.number != backward_id():
         behind: dict[int, torch.Tensor] | None = None if _is_own() else {}
-        RUNNING.number, RUNNING.behind, RUNNING.nodes = number_of_backward(), behind, set()
+        RUNNING.number, RUNNING.behind, RUNNING.nodes = backward_id(), behind, set()
     if RUNNING.behind is None:
         return False
     handles, ahead = [], [node]
@@ -225,16 +225,16 @@ def _leave(handles: list[Any]) -> None:
         handle.remove()
 
 
-def all_alike(parameter: torch.Tensor) -> bool:
+def has_common_gradient(parameter: torch.Tensor) -> bool:
     """Whether the running backward computes the whole gradient of a parameter identically on all ranks."""
-    if RUNNING.number != number_of_backward():
+    if RUNNING.number != backward_id():
         if not _is_own():
             return True
         note_reached_split()
     return RUNNING.behind is not None and id(parameter) not in RUNNING.behind
 
 
-def own_part(parameter: torch.Tensor) -> torch.Tensor | None:
+def part_to_sum(parameter: torch.Tensor) -> torch.Tensor | None:
     """The part of a gradient that must be summed over the ranks; None if the whole gradient must be."""
     return None if RUNNING.behind is None else RUNNING.behind[id(parameter)]
 
@@ -269,11 +269,11 @@ class GradientCheck:
         """Names and elements of the last gradients."""
         return [*self.last]
 
-    def problem(self, said: Mapping[int, Any]) -> str:
+    def problem(self, words: Mapping[int, Any]) -> str:
         """Name the first gradient that differs by more than rounding, with a likely cause; starts afresh."""
         self._number = 0
         self.last.clear()
-        what = first_apart([*said.values()])
+        what = first_differing([*words.values()])
         return what and (
             f"in a backward before this call the gradient of {what!r} was not alike on all"
             " ranks. It came from a loss of plain tensors, which all ranks have alike: from other data,"
@@ -289,7 +289,7 @@ class GradientCheck:
         self.last.append((what, values))
 
 
-def first_apart(ranks: Sequence[Sequence[tuple[str, Sequence[float]]]]) -> str:
+def first_differing(ranks: Sequence[Sequence[tuple[str, Sequence[float]]]]) -> str:
     """Name of the first noted gradient that differs by more than rounding between ranks; empty if none."""
     found = (abs(v) for each in ranks for _, values in each for v in values if isfinite(v))
     largest = max(found, default=0.0)

@@ -22,7 +22,7 @@ class CallState(NamedTuple, Generic[P, N]):
     plan: P
     needs: N
     key: bytes  # digest of the facts that the plan depends on
-    said: bytes  # digest of the rows of all ranks
+    rows_digest: bytes  # digest of the rows of all ranks
     longest: int  # bytes of the longest row
 
 
@@ -59,16 +59,16 @@ class PlanCache(Generic[P, N]):
         """Plan for facts with this digest; None if there is none."""
         return self._plans.get(key)
 
-    def number_of(self, plan: P, needs: N, key: bytes, said: bytes, longest: int) -> int:
-        """Id of a combination of rows with digest ``said``; a new combination is added with its plan."""
-        number = self._numbers.get(said)
+    def add(self, plan: P, needs: N, key: bytes, rows_digest: bytes, longest: int) -> int:
+        """Id of the combination of all ranks' rows with this digest; a new one is added with its plan."""
+        number = self._numbers.get(rows_digest)
         if number is None:
-            number = self._numbers[said] = next(self._counted)
-            self._plans[key], self._states[number] = plan, CallState(plan, needs, key, said, longest)
+            number = self._numbers[rows_digest] = next(self._counted)
+            self._plans[key], self._states[number] = plan, CallState(plan, needs, key, rows_digest, longest)
         return number
 
-    def come_to(self, number: int, row: bytes) -> None:
-        """Note that all ranks agreed on another id than in the last call, where this rank had ``row``."""
+    def switch_to(self, number: int, row: bytes) -> None:
+        """Note that all ranks, of which this one has ``row``, agreed on another id than in the last call."""
         self._by_last[self.number, row] = self._by_row[row] = self.number = number
         self._states.move_to_end(number)
         self._plans.move_to_end(self._states[number].key)
@@ -81,7 +81,7 @@ class PlanCache(Generic[P, N]):
 
     def _forget(self, gone: set[int]) -> None:
         for number in gone:
-            del self._numbers[self._states.pop(number).said]
+            del self._numbers[self._states.pop(number).rows_digest]
         self._by_row = {row: n for row, n in self._by_row.items() if n not in gone}
         self._by_last = {at: n for at, n in self._by_last.items() if not gone & {n, at[0]}}
 

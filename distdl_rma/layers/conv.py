@@ -18,8 +18,8 @@ from distdl_rma.geometry.halo import Stencil
 from distdl_rma.geometry.intervals import Balanced
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.layers.core.arguments import (
+    LayerOptions,
     PlacedOptions,
-    callbacks_among,
     chosen_placement,
     show_arguments_of,
 )
@@ -114,14 +114,14 @@ class ConvolutionLayer(OperatorLayer[O], _ConvNd):
         kind, dims = type(self).__name__, self._dims
         named = {key: options.pop(key, None) for key in ("P_y", "P_W", "P_w")}
         given, arguments = Partitions.among(kind, dims + 2, (P_x, *arguments), named)
-        callbacks, name = callbacks_among(options), options.pop("name", None)
+        own = {key: options.pop(key) for key in LayerOptions.__annotations__ if key in options}
         placement, weights = (options.pop(key, None) for key in ("placement", "weights"))
         placement = chosen_placement(kind, placement, weights, _PLACEMENTS)
         # The torch layer checks its arguments and has the initial weights of the sequential model.
         like = torch_layer(kind, self._twin, dims, arguments, options)
         stencil, P_y = stencil_of(kind, like), given.P_y or P_x
         grid = given.workers(P_y if self._rows == OUT else P_x, self._rows)
-        super().__init__(P_x, P_y, grid, name=name, **callbacks)
+        super().__init__(P_x, P_y, grid, **own)
         workers = WorkerGrid(grid, self._rows, like.groups, tuple(like.weight.shape))
         overlaps = can_overlap(stencil, like.padding_mode, workers, P_x)
         on_workers = given.P_W is None and (self._rows == IN or P_y == P_x)

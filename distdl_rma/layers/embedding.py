@@ -105,7 +105,7 @@ class DistributedEmbedding(OperatorLayer[Embedding], nn.Embedding):
         table = self.embedding_dim, self.padding_idx, kind
         return Embedding(self.site, source, dtype, *table, self._target, self._frequencies)
 
-    def trouble(self, x: torch.Tensor) -> str:
+    def input_problem(self, x: torch.Tensor) -> str:
         """Error text if an index is out of range."""
         if trouble_with(x) or x.dtype not in INDICES or not x.numel():
             return ""

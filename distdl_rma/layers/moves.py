@@ -59,9 +59,9 @@ class MovementLayer(OperatorLayer[M]):
         """The partitions and other arguments."""
         return f"P_x={self.P_x.shape}, P_y={self.P_y.shape}"
 
-    def built_with(self) -> str:
+    def arguments_text(self) -> str:
         """As in the base, with the ranks: partitions of one shape may have different ranks."""
-        return f"{[P.ranks for P in (*self.P_xs, self.P_y)]}, {super().built_with()}"
+        return f"{[P.ranks for P in (*self.P_xs, self.P_y)]}, {super().arguments_text()}"
 
     def idle_output(self, x: torch.Tensor, others: Iterable[torch.Tensor] = ()) -> torch.Tensor:
         """As in the base, without the batch size unless ``preserve_batch``."""

@@ -55,7 +55,7 @@ class StatisticsAnswer(NamedTuple):
         return f"[{', '.join([*map(str, ranks[:2]), *more])}]"
 
 
-_NOTHING_SAID = StatisticsAnswer()
+_NO_CALLBACKS = StatisticsAnswer()
 
 
 def answer_of_user(callbacks: Mapping[str, Any], rank: int) -> StatisticsAnswer:
@@ -64,14 +64,14 @@ def answer_of_user(callbacks: Mapping[str, Any], rank: int) -> StatisticsAnswer:
     Invalid results, and errors in a callback, are marked in the answer, so that all ranks raise. An empty
     list of ranks is valid: this rank shares with no other.
     """
-    found = _NOTHING_SAID
+    found = _NO_CALLBACKS
     if _RANKS in callbacks:
-        told = _asked(callbacks[_RANKS], lambda ranks: tuple(as_int(rank) for rank in ranks))
-        ranks: tuple[int, ...] = told or ()
-        fits = told is not None and len(set(ranks)) == len(ranks) and (not ranks or rank in ranks)
+        given = _result_or_none(callbacks[_RANKS], lambda ranks: tuple(as_int(rank) for rank in ranks))
+        ranks: tuple[int, ...] = given or ()
+        fits = given is not None and len(set(ranks)) == len(ranks) and (not ranks or rank in ranks)
         found = StatisticsAnswer(ranks, fits)
     if _NBYTES in callbacks:
-        nbytes = _asked(callbacks[_NBYTES], as_int)
+        nbytes = _result_or_none(callbacks[_NBYTES], as_int)
         found = found._replace(nbytes=-1 if nbytes is None else max(nbytes, -1))
     return found
 
@@ -89,21 +89,21 @@ def agreed_sharing(
         On all ranks: if ranks that share do not all name each other and no other rank, or hold no elements of
         the same groups, or if a callback's size is not that of a message.
     """
-    if all(answer == _NOTHING_SAID for answer in answers.values()):
+    if all(answer == _NO_CALLBACKS for answer in answers.values()):
         return None
     P_x, channels = source.partition, source.splits[axes.weighted[0]]
     possible = {rank: axes.ranks_sharing(P_x, rank, channels) for rank in P_x.ranks}
-    said: dict[int, tuple[int, ...]] = {}
+    named: dict[int, tuple[int, ...]] = {}
     together: dict[tuple[int, ...], list[int]] = {}
     for rank in P_x.ranks:
         its = answers[rank].ranks
-        said[rank] = tuple(sorted(possible[rank] if its is None else its or [rank]))
-        together.setdefault(said[rank], []).append(rank)
-    sharing = {rank: tuple(together[said[rank]]) for rank in P_x.ranks}
+        named[rank] = tuple(sorted(possible[rank] if its is None else its or [rank]))
+        together.setdefault(named[rank], []).append(rank)
+    sharing = {rank: tuple(together[named[rank]]) for rank in P_x.ranks}
     # Invalid answers first, missing ones last: the latter may be inconsistent only because of other ranks.
     for rank, answer in sorted(answers.items(), key=lambda item: (item[1].usable, item[1].ranks is None)):
         if rank in P_x:
-            mutual = tuple(sorted(sharing[rank])) == said[rank]
+            mutual = tuple(sorted(sharing[rank])) == named[rank]
             _check_list(rank, answer, mutual, sharing[rank], possible[rank])
         elif answer.ranks or not answer.usable:
             raise ConfigurationError(
@@ -121,7 +121,7 @@ def agreed_sharing(
 
 
 def _check_list(
-    rank: int, answer: StatisticsAnswer, mutual: bool, said: Sequence[int], possible: Sequence[int]
+    rank: int, answer: StatisticsAnswer, mutual: bool, sharing: Sequence[int], possible: Sequence[int]
 ) -> None:
     gave = f"{_RANKS}() gave {answer.shown} on rank {rank}"
     if answer.ranks is None:
@@ -130,19 +130,19 @@ def _check_list(
         raise ConfigurationError(f"{gave}: a list of different ranks with the caller among them is needed")
     if not mutual:
         raise ConfigurationError(
-            f"{gave}, but the ranks that say the same are {list(said)}: ranks that share statistics all name"
-            " each other, and nobody else"
+            f"{gave}, but the ranks that say the same are {list(sharing)}: ranks that share statistics all"
+            " name each other, and nobody else"
         )
-    if not set(said) <= set(possible):
+    if not set(sharing) <= set(possible):
         raise ConfigurationError(
             f"{gave}, but only ranks {list(possible)} hold elements that share a mean and a variance"
         )
 
 
-def _asked(callback: Callable[[], Any], taken: Callable[[Any], Any]) -> Any:
+def _result_or_none(callback: Callable[[], Any], convert: Callable[[Any], Any]) -> Any:
     # Any error in the user's function makes all ranks raise.
     try:
-        return taken(callback())
+        return convert(callback())
     except Exception:  # noqa: BLE001
         return None
 
@@ -271,15 +271,15 @@ class DistributedNorm(OperatorLayer[Normalisation]):
         words = self.mode(), answer_of_user(vars(self), self.machine.rank)
         # Without parameters the ranks compare the type of the running statistics.
         mean = self._buffers.get("running_mean")
-        told = weights if weights or mean is None else (mean,)
-        return super().enter(plans, xs, told, words, problem)
+        compared = weights if weights or mean is None else (mean,)
+        return super().enter(plans, xs, compared, words, problem)
 
     def leave(self, y: Tensor, x: Tensor, needs: GradientNeeds) -> Tensor:
         """Result in a graph if that of any rank is; a result without elements keeps its shape."""
         return y if y.requires_grad else anchored(y, needs.any)
 
     @property
-    def statistics_told(self) -> bool:
+    def compares_statistics(self) -> bool:
         """Whether this rank takes part in calls: there its callbacks are compared in each call."""
         return self.agreement is not None
 

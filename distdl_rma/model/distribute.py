@@ -259,7 +259,7 @@ class Distributed:
         self._change = ""
         if torch.is_grad_enabled() and self._synchronises:
             _ = self.sync
-        calls.go_on(trace if self._checks else None, alike)
+        calls.compare_new_inputs(trace if self._checks else None, alike)
         if not whole:
             if not split:
                 self._check_missed(given, args, kwargs)

@@ -102,15 +102,15 @@ class ReplicaSampler:
         self._look()
         return {each.name: [_digest(each.tensor), _said(each.tensor)] for each in self._held}
 
-    def problem(self, said: Mapping[int, Any]) -> str:
+    def problem(self, words: Mapping[int, Any]) -> str:
         """Message about tensors that differ between ranks; empty if all are equal."""
-        names = dict.fromkeys(name for each in said.values() for name in each)
-        differing = [n for n in names if len({each.get(n, [0])[0] for each in said.values()}) > 1]
+        names = dict.fromkeys(name for each in words.values() for name in each)
+        differing = [n for n in names if len({each.get(n, [0])[0] for each in words.values()}) > 1]
         if not differing:
             self._fruitless += 1
             return ""
         first, *others = differing
-        values = "; ".join(f"rank {rank}: {each.get(first, [0, 'none'])[1]}" for rank, each in said.items())
+        values = "; ".join(f"rank {rank}: {each.get(first, [0, 'none'])[1]}" for rank, each in words.items())
         more = f", nor {'is' if len(others) == 1 else 'are'} {len(others)} more" if others else ""
         return (
             f"{first!r} is not alike on all ranks ({values}){more}: did one of them load,"

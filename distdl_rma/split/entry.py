@@ -39,7 +39,7 @@ def told_layout(local: torch.Tensor, partition: Partition, problem: str = "") ->
     alike = consensus.alike(f"{site.name} (shapes)", *words)
     if alike and number:
         if number != cache.number:
-            cache.come_to(number, said)
+            cache.switch_to(number, said)
         return cache[number].plan
     rows = [said] * partition.size if alike else consensus.rows(said, consensus.largest[-1])
     if problem:
@@ -56,7 +56,7 @@ def told_layout(local: torch.Tensor, partition: Partition, problem: str = "") ->
         )
     shapes = {rank: tuple(shape) for rank, (_, shape) in found.items()}
     layout, key = lay.normal(Decomposition.from_local_shapes(partition, shapes)), digest(b"".join(rows))
-    cache.come_to(cache.number_of(layout, None, key, key, max(map(len, rows))), said)
+    cache.switch_to(cache.add(layout, None, key, key, max(map(len, rows))), said)
     return layout
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from distdl_rma.checks.gradient_origin import RUNNING, GradientCheck, all_alike, own_part
+from distdl_rma.checks.gradient_origin import RUNNING, GradientCheck, has_common_gradient, part_to_sum
 from distdl_rma.dtypes import reduction_dtype, sum_dtype
 from distdl_rma.errors import UnsupportedError
 from distdl_rma.machine import Machine
@@ -67,11 +67,11 @@ def contribution(
         slot.contributes_common = first == machine.rank
     found = None
     if not RUNNING.depth:
-        alike = all_alike(parameter)
+        alike = has_common_gradient(parameter)
         if alike:
             GradientCheck.of(machine, alike_on).note(slot.name, computed)
         if not slot.contributes_common:
-            found = torch.zeros_like(computed) if alike else own_part(parameter)
+            found = torch.zeros_like(computed) if alike else part_to_sum(parameter)
     if len(parameter._backward_hooks) > 1:
         if slot.hooks is None:
             slot.hooks = ParameterHooks(machine, slot, f"hooks of {slot.name}")

@@ -17,7 +17,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from distdl_rma.checks.random_state import generator_state
 from distdl_rma.errors import ConfigurationError
-from distdl_rma.layers.core.arguments import answer
+from distdl_rma.layers.core.arguments import set_callbacks
 from distdl_rma.layers.core.layer import DistributedLayer
 from distdl_rma.machine import Machine
 from distdl_rma.ops.set_up_transfer import broadcast_from_first
@@ -195,7 +195,7 @@ class Registry:
     ) -> Addition:
         if module is not None:
             try:
-                answer(module, f"register({prefix or type(module).__name__})", callbacks)
+                set_callbacks(module, f"register({prefix or type(module).__name__})", callbacks)
             except (ConfigurationError, TypeError) as error:
                 refusal = refusal or str(error)
             refusal = refusal or not_in_host_memory(module) or unfit(module, self._machine)

@@ -1,4 +1,4 @@
-"""What functions are told beside tensors, in words and numbers that are alike on all ranks."""
+"""Arguments of functions: as words, checksums and samples that are alike on all ranks."""
 
 from enum import IntEnum
 
@@ -9,22 +9,21 @@ from torch import nn
 
 from distdl_rma.checks import arguments
 from distdl_rma.checks.arguments import (
-    all_of,
-    are_apart,
+    as_comparable,
+    checksum,
+    comparable_parts,
+    described_arguments,
+    differ_beyond_rounding,
     mark_compared,
-    number_of,
-    plainly,
-    said_in,
-    sample,
-    some_of,
-    spoken,
+    sample_of,
+    summary_of,
     values_of,
 )
 
 
 def test_tensors_say_nothing_and_all_else_does():
     args = torch.ones(2), 1, (2, 3), nn.Parameter(torch.ones(1)), [torch.ones(1), 0.5], slice(1, None)
-    words, plain = said_in(args, {"dim": 1, "weight": torch.ones(1)})
+    words, plain = comparable_parts(args, {"dim": 1, "weight": torch.ones(1)})
     assert [x.numel() for x in plain] == [2, 1, 1, 1]
     assert words == [
         1,
@@ -38,15 +37,17 @@ def test_tensors_say_nothing_and_all_else_does():
 def test_plain_tensors_are_found_wherever_they_are_and_those_that_a_model_holds_are_not():
     held, x = torch.ones(1), torch.zeros(1)
     mark_compared(held, True)
-    _, plain = said_in([held, (slice(None), x), [[x], held], {"a": x}], {"b": x, "c": [x], "d": held})
+    _, plain = comparable_parts(
+        [held, (slice(None), x), [[x], held], {"a": x}], {"b": x, "c": [x], "d": held}
+    )
     assert len(plain) == 5 and all(each is x for each in plain)
     mark_compared(held, False)
-    assert said_in([held], {"d": held})[1] == [held, held]
+    assert comparable_parts([held], {"d": held})[1] == [held, held]
 
 
 def _apart(x, y):
-    (form, mine), (_, other) = all_of(x), all_of(y)
-    return are_apart(str(x.dtype), form, values_of(form, mine), values_of(form, other))
+    (form, mine), (_, other) = summary_of(x), summary_of(y)
+    return differ_beyond_rounding(str(x.dtype), form, values_of(form, mine), values_of(form, other))
 
 
 CHANGES = [
@@ -81,18 +82,18 @@ def test_sums_and_elements_that_are_rounded_otherwise_are_alike(dtype):
 def test_memory_that_was_compared_can_still_be_resized(shape, dtype):
     # As fully_shard does with that of weights.
     x = torch.zeros(shape, dtype=dtype)
-    all_of(x), some_of(x, 1), some_of(x[:, :1] if x.dim() > 1 else x)
+    summary_of(x), sample_of(x, 1), sample_of(x[:, :1] if x.dim() > 1 else x)
     assert x.untyped_storage().resizable()
 
 
 def test_values_of_few_elements_are_the_elements():
     for x in (torch.tensor([1.5, float("nan"), float("inf")]), torch.tensor([True]), torch.tensor(1 + 2j)):
-        form, data = all_of(x)
+        form, data = summary_of(x)
         numbers = values_of(form, data)
-        assert not are_apart(form, form, numbers, numbers)
-        assert are_apart(form, form, numbers, [7, *numbers[1:]])
-    assert values_of("torch.float32", some_of(torch.ones(0))) == []
-    assert are_apart("torch.int64", "torch.int64", [1 << 60], [(1 << 60) + 1])
+        assert not differ_beyond_rounding(form, form, numbers, numbers)
+        assert differ_beyond_rounding(form, form, numbers, [7, *numbers[1:]])
+    assert values_of("torch.float32", sample_of(torch.ones(0))) == []
+    assert differ_beyond_rounding("torch.int64", "torch.int64", [1 << 60], [(1 << 60) + 1])
 
 
 @pytest.mark.parametrize(
@@ -114,16 +115,16 @@ def test_values_of_few_elements_are_the_elements():
     ],
 )
 def test_what_differs_has_another_number(one, other):
-    assert number_of(said_in([one], {})[0]) != number_of(said_in([other], {})[0])
+    assert checksum(comparable_parts([one], {})[0]) != checksum(comparable_parts([other], {})[0])
     # Whether it was met before or not.
-    assert number_of(said_in([one], {})[0]) == number_of([plainly(one)])
+    assert checksum(comparable_parts([one], {})[0]) == checksum([as_comparable(one)])
 
 
 def test_a_tuple_is_said_alike_where_no_more_are_kept(monkeypatch):
-    first = number_of(said_in([(7, 11)], {})[0])
+    first = checksum(comparable_parts([(7, 11)], {})[0])
     monkeypatch.setattr(arguments, "_KNOWN", {})
     monkeypatch.setattr(arguments, "_MOST_KNOWN", 0)
-    assert number_of(said_in([(7, 11)], {})[0]) == first and not arguments._KNOWN
+    assert checksum(comparable_parts([(7, 11)], {})[0]) == first and not arguments._KNOWN
 
 
 class Choice(IntEnum):
@@ -133,19 +134,20 @@ class Choice(IntEnum):
 @pytest.mark.parametrize("twin", [(np.int64(5), np.int64(13)), (5.0, 13), (Choice.FIRST, 13)])
 def test_a_tuple_that_equals_a_known_one_has_the_number_that_it_has_elsewhere(monkeypatch, twin):
     monkeypatch.setattr(arguments, "_KNOWN", {})
-    alone = number_of(said_in([twin], {})[0])
-    said_in([(5, 13)], {})
+    alone = checksum(comparable_parts([twin], {})[0])
+    comparable_parts([(5, 13)], {})
     assert twin == (5, 13)
-    assert number_of(said_in([twin], {})[0]) == alone
+    assert checksum(comparable_parts([twin], {})[0]) == alone
 
 
 def test_numbers_go_on_from_those_before():
-    assert number_of([2], number_of([1])) != number_of([1], number_of([2]))
+    assert checksum([2], checksum([1])) != checksum([1], checksum([2]))
 
 
 def test_messages_leave_out_what_is_none():
-    assert spoken([0.5, ["dim", 1], ["dtype", None]]) == " with 0.5, dim=1" and spoken([]) == ""
-    assert spoken([..., (2, 3)]) == " with (2, 3)"
+    assert described_arguments([0.5, ["dim", 1], ["dtype", None]]) == " with 0.5, dim=1"
+    assert described_arguments([]) == ""
+    assert described_arguments([..., (2, 3)]) == " with (2, 3)"
 
 
 def test_samples_see_every_element_in_turn():
@@ -154,7 +156,7 @@ def test_samples_see_every_element_in_turn():
     for at in (0, 1, 999):
         changed = x.clone()
         changed[at] = 1
-        assert any(sample(x, turn) != sample(changed, turn) for turn in range(stride))
+        assert any(sample_of(x, turn) != sample_of(changed, turn) for turn in range(stride))
     # Of any strides, and of what is not in memory none.
-    assert sample(x.view(20, 50).T) != sample(torch.ones(50, 20))
-    assert sample(x.to_sparse()) == sample(x.to("meta")) == sample(x[:0]) == 0
+    assert sample_of(x.view(20, 50).T) != sample_of(torch.ones(50, 20))
+    assert sample_of(x.to_sparse()) == sample_of(x.to("meta")) == sample_of(x[:0]) == b""

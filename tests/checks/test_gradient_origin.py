@@ -5,7 +5,7 @@ import torch
 
 from distdl_rma import UnsupportedError
 from distdl_rma.checks import gradient_origin
-from distdl_rma.checks.gradient_origin import GradientCheck, first_apart
+from distdl_rma.checks.gradient_origin import GradientCheck, first_differing
 
 
 @pytest.fixture
@@ -59,11 +59,11 @@ def test_gradients_that_are_rounded_otherwise_are_alike():
         each.note("a", torch.linspace(-3, 3, 100).double() * factor)
         each.note("b", torch.full((3,), 1e-12 * factor))
     assert one.number() != other.number()
-    assert first_apart([[*one.last], [*other.last]]) == ""
+    assert first_differing([[*one.last], [*other.last]]) == ""
     other.note("c", torch.ones(2))
-    assert first_apart([[*one.last], [*other.last]]) == "c"
+    assert first_differing([[*one.last], [*other.last]]) == "c"
     one.note("c", torch.ones(2, dtype=torch.complex64) * 1j)
-    assert first_apart([[*one.last], [*other.last]]) == "c"
+    assert first_differing([[*one.last], [*other.last]]) == "c"
     assert "gradient of 'c'" in one.problem({0: [*one.last], 1: [*other.last]})
     assert one.number() == 0 and not one.last
 
@@ -73,7 +73,7 @@ def test_gradients_that_overflow_on_one_rank_are_not_alike():
         noted = [GradientCheck() for _ in values]
         for each, value in zip(noted, values, strict=True):
             each.note("a", torch.tensor([1.0, value]))
-        return first_apart([[*each.last] for each in noted])
+        return first_differing([[*each.last] for each in noted])
 
     nan, inf = float("nan"), float("inf")
     assert [apart(nan, 1.0), apart(inf, 1.0), apart(inf, -inf), apart(1.0, nan)] == ["a"] * 4

@@ -12,8 +12,8 @@ NEEDS = GradientNeeds(True, True)
 def call(memory, plan, said=None, row=None):
     """A call whose ranks say this, on the plan of that name; its number."""
     said, row = (text or plan for text in (said, row))
-    number = memory.number_of(plan, NEEDS, digest(plan.encode()), digest(said.encode()), len(row))
-    memory.come_to(number, row.encode())
+    number = memory.add(plan, NEEDS, digest(plan.encode()), digest(said.encode()), len(row))
+    memory.switch_to(number, row.encode())
     return number
 
 
@@ -35,7 +35,7 @@ def test_ranks_that_expect_the_same_compare_the_same_whatever_rows_they_have():
     here, there = PlanCache(), PlanCache()
     assert here.compared(b"mine") == (UNKNOWN, fingerprint(b"mine"), 4)
     for memory, row in (here, b"mine"), (there, b"another one"):
-        memory.come_to(memory.number_of("a", NEEDS, digest(b"a"), digest(b"all"), 11), row)
+        memory.switch_to(memory.add("a", NEEDS, digest(b"a"), digest(b"all"), 11), row)
     assert here.compared(b"mine") == there.compared(b"another one") == (here.number, 0, 11)
 
 

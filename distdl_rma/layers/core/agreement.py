@@ -106,7 +106,7 @@ class Planner(Protocol[P_co]):
         Runs outside of inference mode, because training may use the tensors that a plan keeps.
         """
 
-    def built_with(self) -> str:
+    def arguments_text(self) -> str:
         """Text that must be equal on all ranks, or the first call raises ``MismatchError`` on all."""
         return ""
 
@@ -125,54 +125,56 @@ class ShapeAgreement(Generic[P]):
     reaches all of them in the same call. Only then they exchange their facts.
 
     ``ranks`` are the rank ids that must agree, ``inputs`` is the number of tensors that a call passes, and
-    ``tells`` is whether ranks outside may wait for the outcome of a call. The owner must live as long as this
-    is used. It is referred to weakly: a reference cycle would free the layer and its memory late.
+    ``has_outcome`` is whether ranks outside may wait for the outcome of a call. The owner must live as long
+    as this is used. It is referred to weakly: a reference cycle would free the layer and its memory late.
     """
 
-    def __init__(self, owner: Planner[P], ranks: Sequence[int], inputs: int = 1, tells: bool = False) -> None:
+    def __init__(
+        self, owner: Planner[P], ranks: Sequence[int], inputs: int = 1, has_outcome: bool = False
+    ) -> None:
         self._owner = weakref.ref(owner)
         (self._machine, self._name), self._ranks = owner.site, tuple(ranks)
-        self._inputs, self._tells = inputs, tells
+        self._inputs, self._has_outcome = inputs, has_outcome
         self._outcome: CallOutcome | None = None
         self._consensus: Consensus | None = None
         # Title of the layer's comparisons, with a fingerprint of its arguments, from the first call on.
         self._title, self._epoch = "", 0
-        self._memory: PlanCache[P, GradientNeeds] = PlanCache()
+        self._cache: PlanCache[P, GradientNeeds] = PlanCache()
         # Plan of the last call, and the key of this rank's facts in it.
         self.last: P | None = None
         self._last_key: object = None
         self.guess: P | None = None
         # This rank's last facts, their row and their key: most calls repeat them.
-        self._said: tuple[InputFacts, bytes, object] | None = None
+        self._mine: tuple[InputFacts, bytes, object] | None = None
         self._proposal = UNKNOWN
         # Within static_shapes: facts, row and id of the first call, by whether it recorded gradients.
         self._promise: Promise | None = None
         self._kept: dict[bool, tuple[InputFacts, bytes, int]] = {}
-        self._recording = self._silent = self._astray = False
+        self._recording = self._promised = self._mismatched = False
 
     def begin(self, mine: InputFacts) -> None:
         """Send this rank's id to the other ranks, and choose the guess; blocking in the first call only."""
-        if self._astray:
-            said = f"{self._name!r}: rank {self._machine.rank} called it while others were elsewhere"
-            error = ProtocolError(f"{said}, and what it sent then would be taken for part of this one")
+        if self._mismatched:
+            wrong = f"{self._name!r}: rank {self._machine.rank} called it while others were elsewhere"
+            error = ProtocolError(f"{wrong}, and what it sent then would be taken for part of this one")
             # The other ranks may use that data before they wait for this rank.
             self._machine.fail(error)
             raise error
         # The outcome depends on grad mode, which is off later, within an operation of autograd.
-        self._outcome = self._asked().outcome() if self._tells else None
-        if self._said is None or self._said[0] != mine:
-            self._said = mine, mine.encode(), mine.key
-        _, row, key = self._said
+        self._outcome = self._planner().outcome() if self._has_outcome else None
+        if self._mine is None or self._mine[0] != mine:
+            self._mine = mine, mine.encode(), mine.key
+        _, row, key = self._mine
         if self._is_promised(mine, row):
             return
-        words = proposal, *_ = self._memory.compared(row)
+        words = proposal, *_ = self._cache.compared(row)
         self._proposal = proposal
         if len(self._ranks) > 1:
             if self._consensus is None:
-                self._consensus = self._meet()
+                self._consensus = self._connect()
             self._epoch = self._consensus.start(self._title, *words)
         self.guess = self.last if self._last_key == key else None
-        if proposal and self._memory[proposal].plan is not self.last:
+        if proposal and self._cache[proposal].plan is not self.last:
             # If all ranks propose this other plan, none of them has started on the last one.
             self.guess = None
 
@@ -183,7 +185,7 @@ class ShapeAgreement(Generic[P]):
         if promise is not self._promise:
             self._promise, self._kept = promise, {}
         kept = self._kept.get(self._recording)
-        self._silent = kept is not None
+        self._promised = kept is not None
         if kept is None:
             return False
         facts, before, self._proposal = kept
@@ -195,12 +197,12 @@ class ShapeAgreement(Generic[P]):
             # The other ranks do not know of the error, and would wait for this one.
             self._machine.fail(error)
             raise error
-        self.guess = self._memory[self._proposal].plan
+        self.guess = self._cache[self._proposal].plan
         return True
 
-    def _meet(self) -> Consensus:
-        self._title = f"{self._name} (shapes, {fingerprint(self._asked().built_with()):014x})"
-        with self._telling():
+    def _connect(self) -> Consensus:
+        self._title = f"{self._name} (shapes, {fingerprint(self._planner().arguments_text()):014x})"
+        with self._sending_errors():
             consensus = Consensus.of(self._machine.segments, self._ranks)
             consensus.connect()
         return consensus
@@ -211,25 +213,25 @@ class ShapeAgreement(Generic[P]):
         Blocking until every rank has begun. If the plan is not the guess, an exchange on the guess is void:
         start again on this plan. Facts that do not fit together raise the same error on every rank.
         """
-        if self._said is None:
+        if self._mine is None:
             raise ProtocolError(f"{self._name!r}: settle without begin")
-        (mine, row, key), memory = self._said, self._memory
-        alike = self._silent or self._all_say_the_same()
+        (mine, row, key), cache = self._mine, self._cache
+        alike = self._promised or self._ids_agree()
         number = self._proposal if alike else UNKNOWN
         if not number:
-            with self._telling():
-                number = self._heard(row, alike)
-        state = memory[number]
-        if number != memory.number:
-            memory.come_to(number, row)
+            with self._sending_errors():
+                number = self._exchange_facts(row, alike)
+        state = cache[number]
+        if number != cache.number:
+            cache.switch_to(number, row)
             self.last, self._last_key = state.plan, key
         if self._promise is not None:
             self._kept[self._recording] = mine, row, number
         if self._outcome is not None:
-            self._outcome.tell()
+            self._outcome.send()
         return state.plan, state.needs
 
-    def _all_say_the_same(self) -> bool:
+    def _ids_agree(self) -> bool:
         if self._consensus is None:
             return True
         trace = self._machine.trace
@@ -240,13 +242,13 @@ class ShapeAgreement(Generic[P]):
                 return self._consensus.wait(epoch=self._epoch)
         except MismatchError as error:
             # This rank may have sent weights and a halo already, to ranks that do not expect them.
-            self._astray = True
+            self._mismatched = True
             if self._outcome is not None:
-                self._outcome.tell(error)
+                self._outcome.send(error)
             raise
 
     @contextmanager
-    def _telling(self) -> Iterator[None]:
+    def _sending_errors(self) -> Iterator[None]:
         # Errors that all ranks of the layer raise also reach the ranks outside that wait for them.
         try:
             yield
@@ -254,10 +256,10 @@ class ShapeAgreement(Generic[P]):
             raise
         except DistdlError as error:
             if self._outcome is not None:
-                self._outcome.tell(error)
+                self._outcome.send(error)
             raise
 
-    def _heard(self, row: bytes, alike: bool) -> int:
+    def _exchange_facts(self, row: bytes, alike: bool) -> int:
         # Id of the combination of all ranks' facts; the ranks exchange rows unless all rows are equal.
         rows = [row] * len(self._ranks)
         if self._consensus is not None and not alike:
@@ -265,28 +267,28 @@ class ShapeAgreement(Generic[P]):
         decoded = {each: InputFacts.decode(each) for each in set(rows)}
         facts = {rank: decoded[each] for rank, each in zip(self._ranks, rows, strict=True)}
         key = digest(repr([fact.key for fact in facts.values()]).encode())
-        plan = self._memory.plan(key)
+        plan = self._cache.plan(key)
         # Some rank may have started on its guess: void that exchange before any error is raised.
         if self.last is not None and plan is not self.last:
             self.last.void()
         if any(fact.problem for fact in decoded.values()):
             raise refusal(self._name, {rank: fact.problem for rank, fact in facts.items()})
         needs = GradientNeeds.of_any([fact.needs for fact in decoded.values()])
-        plan = self._made(facts) if plan is None else plan
+        plan = self._make_plan(facts) if plan is None else plan
         longest = max(map(len, decoded))
-        return self._memory.number_of(plan, needs, key, digest(b"".join(rows)), longest)
+        return self._cache.add(plan, needs, key, digest(b"".join(rows)), longest)
 
-    def _made(self, facts: dict[int, InputFacts]) -> P:
+    def _make_plan(self, facts: dict[int, InputFacts]) -> P:
         try:
             for rank, fact in facts.items():
                 if fact.given != self._inputs:
                     raise ShapeError(f"takes {self._inputs} inputs, got {fact.given} on rank {rank}")
             with torch.inference_mode(False):
-                return self._asked().plan(facts)
+                return self._planner().plan(facts)
         except DistdlError as error:
             raise type(error)(f"{self._name!r}: {error}") from None
 
-    def _asked(self) -> Planner[P]:
+    def _planner(self) -> Planner[P]:
         owner = self._owner()
         if owner is None:
             raise ReferenceError(f"{self._name!r} is gone, and its plans are still used")

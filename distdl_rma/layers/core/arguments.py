@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import wraps
 from operator import index as as_int
-from typing import Any, TypedDict, TypeVar, cast
+from typing import Any, TypedDict, TypeVar
 
 from torch import nn
 
@@ -44,10 +44,10 @@ class PlacedOptions(Callbacks, total=False):
     name: str | None
 
 
-NAMES = frozenset(Callbacks.__annotations__)
+CALLBACKS = frozenset(Callbacks.__annotations__)
 
 
-class AnsweringModule(nn.Module):
+class CallbackModule(nn.Module):
     """A module with all callbacks but that for weights; callbacks of its user are attributes."""
 
     # Bytes of this rank's input and output: of the last call, or as announced before the first.
@@ -96,39 +96,34 @@ class AnsweringModule(nn.Module):
             raise ProtocolError(f"{self.label!r}: sizes of its tensors are not known before the first call")
         return self.shard_nbytes
 
-    def check_answers(self, who: str, names: Sequence[str], **sizes: int) -> None:
+    def check_callbacks(self, who: str, names: Sequence[str], **sizes: int) -> None:
         """Raise ``ConfigurationError`` if a user's callback and the module, or a size, differ."""
         for name in (*names, *sizes):
             if name not in vars(self):
                 continue
             try:
-                said = _plain(vars(self)[name]())
+                given = _plain(vars(self)[name]())
                 true = sizes[name] if name in sizes else _plain(getattr(type(self), name)(self))
             except Exception as error:
                 raise ConfigurationError(f"{who}: {name}() gives no such thing: {error!r}") from error
-            if said != true:
+            if given != true:
                 raise ConfigurationError(
-                    f"{who}: {name}() gave {said}, it is {true}; leave it out, or correct it"
+                    f"{who}: {name}() gave {given}, it is {true}; leave it out, or correct it"
                 )
 
 
-def answer(module: nn.Module, who: str, callbacks: Mapping[str, Any]) -> None:
+def set_callbacks(module: nn.Module, who: str, callbacks: Mapping[str, Any]) -> None:
     """Replace methods of a module by the given callbacks; local."""
     for name, callback in callbacks.items():
-        if name not in NAMES:
+        if name not in CALLBACKS:
             raise TypeError(f"{who} got an unexpected keyword argument {name!r}")
         if not callable(callback):
             raise ConfigurationError(f"{who}: {name} is a function without arguments, got {callback!r}")
         setattr(module, name, callback)
 
 
-def callbacks_among(options: dict[str, Any]) -> Callbacks:
-    """Remove the callbacks from keyword arguments, and return them."""
-    return cast(Callbacks, {name: options.pop(name) for name in Callbacks.__annotations__ if name in options})
-
-
-def _plain(said: Any) -> int | list[int]:
-    return as_int(said) if hasattr(said, "__index__") else sorted(as_int(rank) for rank in said)
+def _plain(result: Any) -> int | list[int]:
+    return as_int(result) if hasattr(result, "__index__") else sorted(as_int(rank) for rank in result)
 
 
 def each_dim(

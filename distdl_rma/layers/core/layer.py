@@ -18,7 +18,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from distdl_rma.errors import ConfigurationError, PartitionError, ProtocolError, ShapeError, UnsupportedError
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.partition import Partition
-from distdl_rma.layers.core.arguments import NAMES, AnsweringModule, Callbacks, answer
+from distdl_rma.layers.core.arguments import CALLBACKS, CallbackModule, Callbacks, set_callbacks
 from distdl_rma.layers.core.parameters import Parameters, stated_ranks
 from distdl_rma.layers.core.placement import InitialValues, Placement, as_whole, lasting, register
 from distdl_rma.layers.core.refusals import CallOutcome
@@ -136,7 +136,7 @@ class DeclaredTensors(NamedTuple):
         return self.dtype.itemsize * before, self.dtype.itemsize * self.output.box(rank).volume
 
 
-class DistributedLayer(AnsweringModule):
+class DistributedLayer(CallbackModule):
     """Base of the distributed layers.
 
     **Construction** is collective over the machine: all its ranks build the same layers in the same order,
@@ -222,7 +222,7 @@ class DistributedLayer(AnsweringModule):
         # Decompositions of the buffers that are cut, by key.
         self.buffer_layouts: dict[str, Decomposition] = {}
         self.announced: DeclaredTensors | None = None
-        answer(self, kind, callbacks)
+        set_callbacks(self, kind, callbacks)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         twin = type(self).__new__(type(self))
@@ -268,9 +268,9 @@ class DistributedLayer(AnsweringModule):
                 return call_on_blocks(self.label, self.input_partitions, self, self.output_layout, inputs)
         before = self.nbytes_in((*inputs, *named.values()))
         # Checked in every call, since the user may set a callback at any time.
-        stated = not NAMES.isdisjoint(vars(self))
+        stated = not CALLBACKS.isdisjoint(vars(self))
         if stated:
-            self._check_stated(get_sizeof_input_tensor=before, get_sizeof_tensor=before)
+            self._check_callbacks(get_sizeof_input_tensor=before, get_sizeof_tensor=before)
         if profiler._is_profiler_enabled:
             with profiler.record_function(self.label):
                 y = super().__call__(*inputs, **named)
@@ -280,7 +280,7 @@ class DistributedLayer(AnsweringModule):
         # torch's __setattr__ takes longer than the rest of this function.
         self.__dict__["shard_nbytes"] = before, behind
         if stated:
-            self._check_stated(get_sizeof_output_tensor=behind)
+            self._check_callbacks(get_sizeof_output_tensor=behind)
         return y
 
     @property
@@ -296,21 +296,21 @@ class DistributedLayer(AnsweringModule):
         """As in torch; a buffer that was made in inference mode is copied, so that training can use it."""
         super().register_buffer(name, None if tensor is None else lasting(tensor), persistent)
 
-    def _check_stated(self, **sizes: int) -> None:
+    def _check_callbacks(self, **sizes: int) -> None:
         if self.placed is None:
             # Without weights any ranks of the machine are valid; layers with weights check in their forward.
             stated_ranks(self, self.site, self.machine.ranks)
-        names = () if self.statistics_told else ("get_ranks_synch_norm", "get_sizeof_norm")
+        names = () if self.compares_statistics else ("get_ranks_synch_norm", "get_sizeof_norm")
         who = f"{self.label!r} on rank {self.machine.rank}"
         try:
-            self.check_answers(who, ("get_sizeof_gradients", *names), **sizes)
+            self.check_callbacks(who, ("get_sizeof_gradients", *names), **sizes)
         except ConfigurationError as error:
             if not self.machine.closed:
                 self.machine.fail(error)
             raise
 
     @property
-    def statistics_told(self) -> bool:
+    def compares_statistics(self) -> bool:
         """Whether the ranks exchange their users' callbacks for statistics in each call."""
         return False
 
@@ -328,7 +328,7 @@ class DistributedLayer(AnsweringModule):
         self.announced = DeclaredTensors(tuple(inputs), output, dtype)
         self.shard_nbytes = self.announced.nbytes(self.machine.rank)
 
-    def built_with(self) -> str:
+    def arguments_text(self) -> str:
         """Arguments of the layer and its announced shapes as text; must be equal on all its ranks."""
         return f"{type(self).__name__}({self.extra_repr()}) for {self.announced and self.announced.shapes}"
 
@@ -400,7 +400,7 @@ class DistributedLayer(AnsweringModule):
         """
         outcome = self.outcome()
         if outcome is not None:
-            outcome.hear()
+            outcome.receive()
         problem = trouble_with(x)
         if problem:
             raise ShapeError(f"{self.name!r}: rank {self.machine.rank}: {problem}")

@@ -34,7 +34,7 @@ class OperatorLayer(DistributedLayer, Generic[O]):
     _casts = False  # whether torch's autocast computes this kind of layer in a shorter type
     _call_arguments: tuple[Any, ...] = ()  # other facts of a call that passes only an input
     # Error in the inputs of a rank of P_x, which all ranks then raise; empty for inputs that are no tensors.
-    trouble: Callable[..., str] | None = None
+    input_problem: Callable[..., str] | None = None
 
     def __init__(
         self,
@@ -69,7 +69,7 @@ class OperatorLayer(DistributedLayer, Generic[O]):
         ranks = self.agreeing()
         if self.machine.rank not in ranks:
             return None
-        return ShapeAgreement(self, ranks, len(self.P_xs), tells=self.placements is not None)
+        return ShapeAgreement(self, ranks, len(self.P_xs), has_outcome=self.placements is not None)
 
     @tells_peers
     def connect(self, shape: Sequence[int] | None = None, dtype: torch.dtype | None = None) -> None:
@@ -108,11 +108,11 @@ class OperatorLayer(DistributedLayer, Generic[O]):
     ) -> Agreement[O]:
         """Start the agreement on the inputs ``xs``; does not wait for the other ranks."""
         # The ranks take part in a backward if any weight needs a gradient.
-        told = max(weights, key=_needs_gradient, default=None)
-        if self.trouble is not None and not problem and not self._idle[0]:
-            problem = self.trouble(*xs)
+        weight = max(weights, key=_needs_gradient, default=None)
+        if self.input_problem is not None and not problem and not self._idle[0]:
+            problem = self.input_problem(*xs)
         words = self._call_arguments if call_arguments is None else call_arguments
-        plans.begin(InputFacts.about(xs, told, words, self._idle, problem))
+        plans.begin(InputFacts.about(xs, weight, words, self._idle, problem))
         return plans
 
     def run(

@@ -52,17 +52,17 @@ def refusal(name: str, problems: Mapping[int, str]) -> ShapeError:
     return ShapeError(f"{name!r}: rank {rank}: {problem}{others}")
 
 
-def told_refusal(machine: Machine, ranks: Sequence[int], name: str, problem: str, facts: str) -> ShapeError:
+def gather_refusal(machine: Machine, ranks: Sequence[int], name: str, problem: str, facts: str) -> ShapeError:
     """Error to raise on all ranks, equal on all of them; collective over ``ranks``, blocking.
 
     ``problem`` is the error text of this rank, or empty. ``facts`` are its inputs, equal on valid ranks.
     """
     mine = [clipped(problem), "" if problem else clipped(facts)]
-    said = gather_words(machine.segments, mine, f"{name} (complaints)", ranks)
-    if any(its for its, _ in said.values()):
-        return refusal(name, {rank: its for rank, (its, _) in said.items()})
-    first, (_, expected) = next(iter(said.items()))
-    for rank, (_, its) in said.items():
+    gathered = gather_words(machine.segments, mine, f"{name} (complaints)", ranks)
+    if any(its for its, _ in gathered.values()):
+        return refusal(name, {rank: its for rank, (its, _) in gathered.items()})
+    first, (_, expected) = next(iter(gathered.items()))
+    for rank, (_, its) in gathered.items():
         if its != expected:
             return ShapeError(f"{name!r}: rank {first} passes {expected} but rank {rank} {its}")
     return ShapeError(f"{name!r}: the ranks' inputs do not fit together; each passes {facts}")
@@ -75,11 +75,11 @@ class CallOutcome:
     do not wait for the receivers. The sender waits only if they are two calls behind. Local to construct.
     """
 
-    def __init__(self, machine: Machine, teller: int, listeners: Sequence[int], name: str) -> None:
+    def __init__(self, machine: Machine, sender: int, receivers: Sequence[int], name: str) -> None:
         rank, shape = machine.rank, (_OUTCOME_NBYTES,)
-        root = Decomposition.replicated(Partition((teller,), (1,), rank), shape)
-        others = Decomposition.replicated(Partition(tuple(listeners), (len(listeners),), rank), shape)
-        self._tells = rank == teller
+        root = Decomposition.replicated(Partition((sender,), (1,), rank), shape)
+        others = Decomposition.replicated(Partition(tuple(receivers), (len(receivers),), rank), shape)
+        self._sends = rank == sender
         self._movement = movement_between(CallSite(machine, name), root, others, torch.uint8, "outcome")
         weakref.finalize(self, self._movement.close)
 
@@ -96,27 +96,27 @@ class CallOutcome:
         mine = [fingerprint(tuple(inside)), machine.rank in inside]
         views = gather_words(machine.segments, mine, f"{name} (audience)", holders)
         layer, _ = mine
-        listeners = [rank for rank in sorted(holders) if views[rank] == [layer, False]]
-        concerned = listeners and machine.rank in (inside[0], *listeners)
-        return cls(machine, inside[0], listeners, name) if concerned else None
+        receivers = [rank for rank in sorted(holders) if views[rank] == [layer, False]]
+        concerned = receivers and machine.rank in (inside[0], *receivers)
+        return cls(machine, inside[0], receivers, name) if concerned else None
 
     def connect(self) -> None:
         """Exchange addresses, once, by a message of success; blocking."""
-        self.tell()
-        self.hear()
+        self.send()
+        self.receive()
 
-    def tell(self, error: DistdlError | None = None) -> None:
+    def send(self, error: DistdlError | None = None) -> None:
         """Send the error of a call, or its success; does nothing on receivers."""
-        if self._tells:
+        if self._sends:
             text = "" if error is None else f"{type(error).__name__} {error}"
             self._movement.move(as_tensor(text_row(text, _OUTCOME_NBYTES)))
 
-    def hear(self) -> None:
+    def receive(self) -> None:
         """Wait for the outcome of the next call, and raise its error if there is one.
 
         Does nothing on the sender.
         """
-        if self._tells:
+        if self._sends:
             return
         text = row_text(as_array(self._movement.move(_NO_WORDS)))
         if text:

@@ -19,7 +19,7 @@ from distdl_rma.geometry.intervals import Balanced
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.layers.core.arguments import LayerOptions
 from distdl_rma.layers.core.layer import DistributedLayer
-from distdl_rma.layers.core.refusals import told_refusal
+from distdl_rma.layers.core.refusals import gather_refusal
 from distdl_rma.ops.core.autograd import OperatorFunction, anchored, tells_peers, tied, uncompiled
 from distdl_rma.ops.core.movement import CallSite
 from distdl_rma.ops.core.tensors import no_autocast, trouble_with
@@ -39,17 +39,17 @@ _CODES = 1 << _HALF
 class Totals(NamedTuple):
     """Sums over all ranks: of their terms, of the terms' count, and of one number per group.
 
-    ``told`` has the number of each rank, by rank id, if numbers differ within a group; otherwise it is empty.
+    ``numbers_by_rank`` is by rank id, and empty unless numbers differ within a group.
     """
 
     terms: float
     counted: float
     numbers: float = 0.0
-    told: Mapping[int, int] = {}
+    numbers_by_rank: Mapping[int, int] = {}
 
 
 class LossSums:
-    """One allreduce in float64 over the ranks of a partition, for a loss ``built_with`` some arguments.
+    """One allreduce in float64 over the ranks of a partition, for a loss with these arguments.
 
     The same allreduce compares facts that must be equal. Each rank adds a code of its facts and the square of
     the code: P codes are equal if and only if P times the sum of squares is the square of the sum. Within a
@@ -59,14 +59,14 @@ class LossSums:
     """
 
     def __init__(
-        self, site: CallSite, P_x: Partition, built_with: str, refuse: Callable[[str, str], Exception]
+        self, site: CallSite, P_x: Partition, arguments: str, refuse: Callable[[str, str], Exception]
     ) -> None:
         self.P_x, self.name, self._refuse, self._segments = P_x, site.name, refuse, site.machine.segments
-        title = f"{site.name}, {fingerprint(built_with):014x}"
+        title = f"{site.name}, {fingerprint(arguments):014x}"
         self._sums = Allreduce(self._segments, P_x.ranks, _TOTALS, np.float64, name=title)
         weakref.finalize(self, self._sums.close)
 
-    def of_all(
+    def allreduce(
         self,
         terms: float,
         count: float,
@@ -93,10 +93,10 @@ class LossSums:
         size = self.P_x.size
         if problems or int(low_squares) * size != int(low) ** 2 or int(high_squares) * size != int(high) ** 2:
             raise self._refuse(problem, alike)
-        told: dict[int, int] = {}
-        if any(different):
-            told = gather_words(self._segments, number, f"{self.name} (numbers)", self.P_x.ranks)
-        return Totals(total, counted, numbers, told)
+        if not any(different):
+            return Totals(total, counted, numbers)
+        by_rank = gather_words(self._segments, number, f"{self.name} (numbers)", self.P_x.ranks)
+        return Totals(total, counted, numbers, by_rank)
 
 
 @lru_cache
@@ -209,19 +209,19 @@ class DistributedLoss(DistributedLayer):
         """
         if not self.P_x.active:
             return self._idle(input, target)
-        problem, reduction = self._trouble(input, target), self.reduction
+        problem, reduction = self._input_problem(input, target), self.reduction
         needed = self._agree(input, target, problem)
         terms, count, alike, number = torch.zeros(()), 0.0, "", 0
         if not problem:
-            terms, count, problem = self._here(input, target)
+            terms, count, problem = self._terms_or_problem(input, target)
         if not problem:
             alike, number = self._alike(input, target), self._number(input, target)
         value = 0.0 if reduction == "none" else float(terms.detach())
-        totals = self._sums.of_all(value, count, problem, alike, number, self._group(self.machine.rank))
-        for rank, its in totals.told.items():
+        totals = self._sums.allreduce(value, count, problem, alike, number, self._group(self.machine.rank))
+        for rank, its in totals.numbers_by_rank.items():
             first = self._group(rank)[0]
-            if its != totals.told[first]:
-                raise ShapeError(f"{self.name!r}: {self._unlike(first, rank, totals.told)}")
+            if its != totals.numbers_by_rank[first]:
+                raise ShapeError(f"{self.name!r}: {self._unlike(first, rank, totals.numbers_by_rank)}")
         if reduction == "none":
             return terms.to(result_dtype(input))
         value, scale = totals.terms, 1.0
@@ -235,10 +235,10 @@ class DistributedLoss(DistributedLayer):
 
     @cached_property
     def _sums(self) -> LossSums:
-        refuse = partial(told_refusal, self.machine, self.P_x.ranks, self.name)
+        refuse = partial(gather_refusal, self.machine, self.P_x.ranks, self.name)
         return LossSums(self.site, self.P_x, self.extra_repr(), refuse)
 
-    def _trouble(self, input: torch.Tensor, target: torch.Tensor) -> str:
+    def _input_problem(self, input: torch.Tensor, target: torch.Tensor) -> str:
         # Error text if the local tensors are invalid, or do not fit together; empty otherwise.
         problem = trouble_with(input) or trouble_with(target, "target")
         if problem:
@@ -265,7 +265,7 @@ class DistributedLoss(DistributedLayer):
             f" {target.dtype}"
         )
 
-    def _here(self, input: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, float, str]:
+    def _terms_or_problem(self, input: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, float, str]:
         # The local terms, their count in a mean, and an error text if they cannot be computed.
         try:
             with no_autocast():

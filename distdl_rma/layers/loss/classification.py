@@ -137,8 +137,8 @@ class _ClassLoss(DistributedLoss):
 
     def _number(self, input: torch.Tensor, target: torch.Tensor) -> int:
         # A digest of class indices; 0 for probabilities, which need not be equal.
-        tells = self._cuts_classes and not target.is_floating_point()
-        return int.from_bytes(blake2b(as_words(target).tobytes(), digest_size=5).digest()) if tells else 0
+        compared = self._cuts_classes and not target.is_floating_point()
+        return int.from_bytes(blake2b(as_words(target).tobytes(), digest_size=5).digest()) if compared else 0
 
     def _unlike(self, first: int, rank: int, numbers: Mapping[int, int]) -> str:
         return (

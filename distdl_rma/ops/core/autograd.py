@@ -11,7 +11,7 @@ import torch
 import torch.utils.checkpoint
 from torch._compile import _disable_dynamo
 
-from distdl_rma.checks.gradient_origin import RUNNING, number_of_backward
+from distdl_rma.checks.gradient_origin import RUNNING, backward_id
 from distdl_rma.errors import DistdlError, ExchangeTimeout, PeerFailedError, SegmentError, UnsupportedError
 from distdl_rma.machine import Machine
 from distdl_rma.segments.waiting.liveness import OF_SEVERAL_RANKS
@@ -114,7 +114,7 @@ def first_derivative(backward: Callable[..., tuple[Any, ...]]) -> Callable[..., 
                 "distributed layers have no second derivatives: create_graph=True is refused"
             )
         # The lines of note_reached_split, without the cost of a call.
-        if RUNNING.number != (number := number_of_backward()):
+        if RUNNING.number != (number := backward_id()):
             RUNNING.number, RUNNING.behind = number, None
         try:
             return backward(ctx, *gradients) if compiles() is None else apart(backward, ctx, *gradients)

@@ -14,7 +14,7 @@ from zlib import crc32
 
 import torch
 
-from distdl_rma.checks.arguments import TENSORS, number_of, plainly, sample, spoken
+from distdl_rma.checks.arguments import TENSORS, as_comparable, checksum, described_arguments, sample_of
 from distdl_rma.checks.calls import by_ranks, first_difference
 from distdl_rma.machine import Machine
 from distdl_rma.ops.core.autograd import is_synchronised
@@ -103,7 +103,7 @@ class LossOrigin:
             return _number_of(argument) if way is None else way
         if isinstance(argument, (tuple, list)):
             return tuple([self._told(one) for one in argument])
-        return _NONE if argument is None else self._told(plainly(argument))
+        return _NONE if argument is None else self._told(as_comparable(argument))
 
     def begins_backward(self, ends: Sequence[Any]) -> None:
         """Note a backward that begins at ``ends``; a plain tensor among these is not compared."""
@@ -119,7 +119,7 @@ class LossOrigin:
             if number in wanted - seen:
                 seen.add(number)
                 wanted.update(_large(told))
-                found.append(name_of(function) + spoken([*map(self._said, told[2:])]))
+                found.append(name_of(function) + described_arguments([*map(self._said, told[2:])]))
         return found[::-1]
 
     def _said(self, told: Any) -> Any:
@@ -155,7 +155,7 @@ class Backwards:
 
     def add(self, way: int) -> None:
         """Note a backward that begins at a result with this hash."""
-        self._number = number_of(way, self._number)
+        self._number = checksum(way, self._number)
         self._new = [*self._new[-_FEW:], way]
 
     def number(self) -> int:
@@ -187,7 +187,7 @@ class Backwards:
 def _number_of(x: torch.Tensor) -> int:
     # Values that are computed of parameters may be rounded differently. A model compares its own parameters.
     if not x.requires_grad:
-        return sample(x) + _LARGE
+        return crc32(sample_of(x)) + _LARGE
     if is_synchronised(x) or x.numel() > _SOME:
         return _LARGE
     values = " ".join([f"{value:.3g}" for value in x.detach().reshape(-1).tolist()])

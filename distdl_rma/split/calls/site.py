@@ -16,7 +16,7 @@ from weakref import WeakSet, finalize, ref
 
 import torch
 
-from distdl_rma.checks.arguments import TENSORS, said_in
+from distdl_rma.checks.arguments import TENSORS, comparable_parts
 from distdl_rma.checks.calls import CallTrace
 from distdl_rma.machine import Machine
 from distdl_rma.ops.core.movement import CallSite
@@ -301,10 +301,10 @@ def note(function: Any, kind: str, args: Sequence[Any] = (), kwargs: Mapping[str
     trace.steps += (_STEPS[key],)
     said: list[Any] | None = None
     if (kwargs or args[1:] or (args and args[0].__class__ not in TENSORS)) and kind != "registered":
-        said, plain = said_in(args, kwargs)
+        said, plain = comparable_parts(args, kwargs)
         if plain:
             trace.note_plain(function, args, plain)
     if torch.is_grad_enabled() is not trace.graph:
         said = [*(said or ()), "in another grad mode than the model"]
     if said:
-        trace.said += len(trace.steps), said
+        trace.arguments += len(trace.steps), said

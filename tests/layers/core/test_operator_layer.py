@@ -39,7 +39,7 @@ class AddLayer(OperatorLayer[Add]):
             raise ShapeError("they differ")
         return Add(one[0])
 
-    def trouble(self, x, y):
+    def input_problem(self, x, y):
         return "" if trouble_with(y) or x.shape == y.shape else "shapes differ"
 
     def forward(self, x, y):

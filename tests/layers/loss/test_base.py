@@ -231,11 +231,11 @@ def test_shards_that_form_no_grid_are_taken(P_world, comm):
     assert DistributedMSELoss(P_x, "sum")(x, torch.zeros_like(x)) == count
 
 
-def sums_of(P_x, name, built_with=""):
+def sums_of(P_x, name, arguments=""):
     def refuse(problem, alike):
         return ShapeError(f"{problem or 'none'}, {alike}")
 
-    return LossSums(CallSite(Machine.of(P_x), name), P_x, built_with, refuse)
+    return LossSums(CallSite(Machine.of(P_x), name), P_x, arguments, refuse)
 
 
 def test_terms_counts_and_the_numbers_of_groups_are_added(P_world, comm):
@@ -243,30 +243,32 @@ def test_terms_counts_and_the_numbers_of_groups_are_added(P_world, comm):
     groups = everyone[:2], everyone[2:]
     mine = next(group for group in groups if comm.rank in group)
     for epoch in range(3):
-        totals = sums.of_all(1.5 * comm.rank, 2.0, "", "float32", mine[0] + epoch, mine)
+        totals = sums.allreduce(1.5 * comm.rank, 2.0, "", "float32", mine[0] + epoch, mine)
         numbers = sum(group[0] + epoch for group in groups if group)
         assert totals == Totals(1.5 * sum(everyone), 2.0 * comm.size, numbers)
 
 
 @pytest.mark.mpi(min_size=2)
-def test_numbers_that_differ_within_a_group_are_told_to_all(P_world, comm):
+def test_numbers_that_differ_within_a_group_reach_all(P_world, comm):
     sums, everyone = sums_of(P_world, "numbers"), P_world.ranks
     mine = everyone[:2] if comm.rank in everyone[:2] else everyone[2:]
-    assert sums.of_all(0.0, 0.0, "", "", comm.rank, mine).told == {rank: rank for rank in everyone}
-    # Of a rank that cannot say a number the others hear what keeps it from that.
+    assert sums.allreduce(0.0, 0.0, "", "", comm.rank, mine).numbers_by_rank == {
+        rank: rank for rank in everyone
+    }
+    # The problem of a rank without a number is raised on all ranks.
     problem = "it is broken" if comm.rank == 1 else ""
     with pytest.raises(ShapeError, match=problem or "none"):
-        sums.of_all(0.0, 0.0, problem, "", 0 if problem else 3, mine)
-    assert not sums.of_all(0.0, 0.0, "", "", 3, mine).told
+        sums.allreduce(0.0, 0.0, problem, "", 0 if problem else 3, mine)
+    assert not sums.allreduce(0.0, 0.0, "", "", 3, mine).numbers_by_rank
     # In its upper half alone.
-    assert sums.of_all(0.0, 0.0, "", "", 3 + (comm.rank << 20), mine).told
+    assert sums.allreduce(0.0, 0.0, "", "", 3 + (comm.rank << 20), mine).numbers_by_rank
 
 
 def test_a_problem_of_one_rank_is_heard_by_all(P_world, comm):
     sums = sums_of(P_world, "problems")
     with pytest.raises(ShapeError, match="it is broken" if comm.rank == 0 else "none"):
-        sums.of_all(1.0, 1.0, "it is broken" if comm.rank == 0 else "", "")
-    assert sums.of_all(1.0, 1.0, "", "") == Totals(comm.size, comm.size)
+        sums.allreduce(1.0, 1.0, "it is broken" if comm.rank == 0 else "", "")
+    assert sums.allreduce(1.0, 1.0, "", "") == Totals(comm.size, comm.size)
 
 
 @pytest.mark.mpi(min_size=2)
@@ -275,12 +277,12 @@ def test_what_must_be_alike_is_compared(P_world, comm):
     for one in range(comm.size):
         said = "float32" if comm.rank == one else "float64"
         with pytest.raises(ShapeError, match=f"none, {said}"):
-            sums.of_all(1.0, 1.0, "", said)
-    assert sums.of_all(1.0, 1.0, "", "float32") == Totals(comm.size, comm.size)
+            sums.allreduce(1.0, 1.0, "", said)
+    assert sums.allreduce(1.0, 1.0, "", "float32") == Totals(comm.size, comm.size)
 
 
 @pytest.mark.mpi(min_size=2)
 def test_other_arguments_are_told_in_the_first_call(P_world, comm):
-    sums = sums_of(P_world, "arguments", built_with=f"beta={comm.rank}")
+    sums = sums_of(P_world, "arguments", arguments=f"beta={comm.rank}")
     with pytest.raises(MismatchError, match="arguments"):
-        sums.of_all(1.0, 1.0, "", "")
+        sums.allreduce(1.0, 1.0, "", "")

@@ -245,7 +245,7 @@ def test_idle_ranks_give_and_get_tensors_without_elements(P_world):
             agree(y, shard(P_y, torch.cat(xs, 1)))
         else:
             assert y.shape == (empty.shape if empty.dim() == 2 else (0,))
-    assert layer.agreement is None or len(layer.agreement._memory._plans) == 1
+    assert layer.agreement is None or len(layer.agreement._cache._plans) == 1
 
 
 def test_every_dtype_moves(P_world, comm):

@@ -31,8 +31,8 @@ class Plan:
 class Layer:
     """What plans know of a layer."""
 
-    def __init__(self, machine, plan=Plan, name="it", built_with=""):
-        self.site, self.plan, self.built_with = CallSite(machine, name), plan, lambda: built_with
+    def __init__(self, machine, plan=Plan, name="it", arguments_text=""):
+        self.site, self.plan, self.arguments_text = CallSite(machine, name), plan, lambda: arguments_text
 
 
 def agree(plans, x, problem=""):
@@ -102,7 +102,7 @@ def test_what_cannot_be_planned_is_refused_on_all_ranks_alike(P_world, comm):
 @pytest.mark.mpi(min_size=2)
 def test_ranks_that_were_told_other_arguments_do_not_meet(comm):
     with Machine(comm, segment_size="4MiB", timeout=15) as machine:
-        layer = Layer(machine, built_with="ab"[comm.rank > 0])
+        layer = Layer(machine, arguments_text="ab"[comm.rank > 0])
         plans = ShapeAgreement(layer, machine.ranks)
         with pytest.raises(MismatchError, match="it"):
             agree(plans, torch.ones(1))

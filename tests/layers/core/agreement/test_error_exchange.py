@@ -1,9 +1,9 @@
-"""Texts of all ranks, once something does not fit, and what ranks outside of a call hear of it."""
+"""Texts of all ranks, once something does not fit, and what ranks outside of a call receive of it."""
 
 import pytest
 
 from distdl_rma import Machine, PartitionError, ShapeError
-from distdl_rma.layers.core.refusals import CallOutcome, row_text, text_row, told_refusal
+from distdl_rma.layers.core.refusals import CallOutcome, gather_refusal, row_text, text_row
 
 
 @pytest.mark.parametrize("text", ["", "plain", "two\nlines", "naïve"])
@@ -19,11 +19,11 @@ def test_a_long_text_is_cut_between_letters():
 @pytest.mark.mpi
 def test_all_ranks_get_the_same_error(P_world, comm):
     where, last = (Machine.of(P_world), P_world.ranks, "it"), comm.size - 1
-    one = str(told_refusal(*where, "is  odd" if comm.rank == last else "", "1 row"))
+    one = str(gather_refusal(*where, "is  odd" if comm.rank == last else "", "1 row"))
     assert one == f"'it': rank {last}: is odd"
-    every = str(told_refusal(*where, f"{comm.rank}", ""))
+    every = str(gather_refusal(*where, f"{comm.rank}", ""))
     assert every == "'it': rank 0: 0" + (f" ({comm.size} ranks of {comm.size} complain)" if last else "")
-    differ = str(told_refusal(*where, "", "1 row" if comm.rank == last else "2 rows"))
+    differ = str(gather_refusal(*where, "", "1 row" if comm.rank == last else "2 rows"))
     assert differ == (
         f"'it': rank 0 passes 2 rows but rank {last} 1 row"
         if last
@@ -33,50 +33,50 @@ def test_all_ranks_get_the_same_error(P_world, comm):
 
 @pytest.mark.mpi(min_size=2)
 def test_those_outside_raise_what_those_inside_refuse(P_world, comm):
-    machine, (teller, *outside) = Machine.of(P_world), P_world.ranks
-    outcome = CallOutcome.among(machine, [teller], P_world.ranks, "it")
+    machine, (sender, *outside) = Machine.of(P_world), P_world.ranks
+    outcome = CallOutcome.among(machine, [sender], P_world.ranks, "it")
     outcome.connect()
     for error in (None, ShapeError("'it': two\n  lines"), None, PartitionError("no grid")):
         if machine.rank not in outside:
-            outcome.tell(error)
+            outcome.send(error)
         elif error is None:
-            outcome.hear()
+            outcome.receive()
         else:
             with pytest.raises(type(error)) as caught:
-                outcome.hear()
+                outcome.receive()
             assert str(caught.value) == str(error)
 
 
 @pytest.mark.mpi(min_size=4)
-def test_other_nodes_are_told_once_and_tell_it_among_themselves(P_world, comm, monkeypatch):
+def test_other_nodes_receive_an_outcome_once_and_pass_it_on(P_world, comm, monkeypatch):
     machine, ranks = Machine.of(P_world), P_world.ranks
     monkeypatch.setattr(machine.segments.segment, "nodes", (ranks[:2], ranks[2:]))
     outcome = CallOutcome.among(machine, ranks[:1], ranks, "it")
     outcome.connect()
     puts = machine.segments.counters.puts
     for words in ("no", "grid"):
-        outcome.tell(ShapeError(words))
+        outcome.send(ShapeError(words))
         if comm.rank:
             with pytest.raises(ShapeError, match=words):
-                outcome.hear()
-    # To the other rank of this node, and to one of the other node, which tells its own.
+                outcome.receive()
+    # To the other rank of this node, and to one of the other node, which passes it on to its own.
     assert machine.segments.counters.puts - puts == 2 * [2, 0, 1, 0][comm.rank]
 
 
 @pytest.mark.mpi
-def test_nobody_is_told_where_all_take_part(P_world):
+def test_there_is_no_outcome_where_all_take_part(P_world):
     assert CallOutcome.among(Machine.of(P_world), P_world.ranks, P_world.ranks, "it") is None
 
 
 @pytest.mark.mpi(min_size=3)
-def test_only_the_first_rank_inside_tells(P_world, comm):
+def test_only_the_first_rank_inside_sends(P_world, comm):
     machine, (first, second, *_) = Machine.of(P_world), P_world.ranks
     outcome = CallOutcome.among(machine, [first, second], P_world.ranks, "it")
     assert (outcome is None) == (machine.rank == second)
 
 
 @pytest.mark.mpi(min_size=4)
-def test_copies_for_a_layer_of_other_ranks_are_not_in_its_audience(P_world):
+def test_copies_for_a_layer_of_other_ranks_do_not_receive_its_outcomes(P_world):
     machine, ranks = Machine.of(P_world), P_world.ranks
     inside = ranks[:2] if machine.rank in ranks[:2] else ranks[2:]
     assert CallOutcome.among(machine, inside, ranks, "it") is None
