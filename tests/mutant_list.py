@@ -233,15 +233,15 @@ _ADJOINTS = [
     Mutant(
         "variances of ranks are merged without what lies between their means",
         "distdl_rma/ops/norm/statistics.py",
-        "        apart *= self._counts\n",
-        "        apart *= 0\n",
+        "        delta *= self._counts\n",
+        "        delta *= 0\n",
         _STATISTICS,
     ),
     Mutant(
         "variances of few ranks are merged without what lies between their means",
         "distdl_rma/ops/norm/statistics.py",
-        "            apart *= spread\n",
-        "            apart *= 0\n",
+        "            delta *= spread\n",
+        "            delta *= 0\n",
         _STATISTICS,
     ),
     Mutant(

@@ -17,8 +17,8 @@ from distdl_rma.errors import PartitionError, ShapeError, UnsupportedError
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.machine import Machine
-from distdl_rma.ops.core.autograd import ENOUGH, apart, breaks_graph, compiles, recomputed_alike
-from distdl_rma.ops.core.tensors import no_autocast, trouble_with
+from distdl_rma.ops.core.autograd import ENOUGH, breaks_graph, compiles, recomputed_by_all, run_eager
+from distdl_rma.ops.core.tensors import no_autocast, problem_with
 from distdl_rma.segments.waiting.liveness import OF_SEVERAL_RANKS
 from distdl_rma.split import layout as lay
 from distdl_rma.split.calls.autocast import castable, dtype_for
@@ -125,7 +125,7 @@ class SplitTensor(torch.Tensor):
             If the blocks form no grid, or this block is not the balanced block of ``shape``.
         """
         refuse_tangents("SplitTensor.from_local", [local])
-        problem = trouble_with(local, "a block")
+        problem = problem_with(local, "a block")
         if not partition.active:
             raise PartitionError(f"SplitTensor.from_local: rank {partition.me} is not in {partition}")
         if shape is None:
@@ -255,7 +255,7 @@ class SplitTensor(torch.Tensor):
     ) -> Any:
         """Called by torch in place of its functions."""
         if compiles() is not None:
-            return apart(cls.__torch_function__, func, types, args, kwargs)
+            return run_eager(cls.__torch_function__, func, types, args, kwargs)
         with _NO_SUBCLASS():
             rule = RULES[func if func in RULES else WITHOUT_RULE]
             if rule.casts and torch.is_autocast_enabled("cpu"):
@@ -376,7 +376,7 @@ def _recompute_alike(found: Any, args: Any, kwargs: Any) -> None:
             y = x._local
             # A view of an argument stays a view. No other tensor shares a result that was computed here.
             computed = y._is_view() and y.grad_fn is not None and _memory(y) not in given
-            x._local = recomputed_alike(y.clone() if computed else y)
+            x._local = recomputed_by_all(y.clone() if computed else y)
 
 
 def _memory(x: torch.Tensor) -> int:

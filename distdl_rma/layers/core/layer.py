@@ -25,7 +25,7 @@ from distdl_rma.layers.core.refusals import CallOutcome
 from distdl_rma.machine import Machine
 from distdl_rma.ops.core.autograd import anchored, idle, uncompiled
 from distdl_rma.ops.core.movement import CallSite
-from distdl_rma.ops.core.tensors import trouble_with
+from distdl_rma.ops.core.tensors import problem_with
 from distdl_rma.split import layout as lay
 from distdl_rma.split.tensor import SplitTensor, checked_block, mapped
 
@@ -401,7 +401,7 @@ class DistributedLayer(AnsweringModule):
         outcome = self.outcome()
         if outcome is not None:
             outcome.hear()
-        problem = trouble_with(x)
+        problem = problem_with(x)
         if problem:
             raise ShapeError(f"{self.name!r}: rank {self.machine.rank}: {problem}")
         # A backward may start here, as on the other ranks; it does nothing.

@@ -10,7 +10,7 @@ import torch
 from distdl_rma.checks.gradient_origin import from_split_tensor
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.machine import Machine
-from distdl_rma.ops.core.autograd import asking
+from distdl_rma.ops.core.autograd import grad_call
 from distdl_rma.split import layout as lay
 from distdl_rma.split.calls.loss_origin import LOSS_ORIGIN
 from distdl_rma.split.calls.signatures import named
@@ -140,7 +140,7 @@ def gradients(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple
     # Before the backward frees the graph that this reads.
     later = [not isinstance(x, SplitTensor) and contributes(x) for x in inputs]
     LOSS_ORIGIN.begins_backward(outputs)
-    with asking(partition.ranks):
+    with grad_call(partition.ranks):
         found = composed(func, ends, roots, grad_outputs=given, **kwargs)
 
     def whole(x: torch.Tensor, gradient: torch.Tensor | None, at: int) -> torch.Tensor | None:
