@@ -264,8 +264,8 @@ _CALLBACKS = [
     Mutant(
         "ranks that sum may say different things",
         "distdl_rma/sync/claim_check.py",
-        "            elif who_says[rank] != ranks:\n",
-        "            elif who_says[rank] != who_says[rank]:\n",
+        "            elif list_of[rank] != ranks:\n",
+        "            elif list_of[rank] != list_of[rank]:\n",
         _plain("sync/test_claim_check.py"),
     ),
     Mutant(

@@ -26,7 +26,7 @@ from distdl_rma.ops.core.autograd import (
     uncompiled,
 )
 from distdl_rma.segments.memory.context import Uncopyable
-from distdl_rma.sync.bucket import Bucket, BucketKind, GradientSlot, left_of, make_buckets, profiled
+from distdl_rma.sync.bucket import Bucket, BucketKind, GradientSlot, make_buckets, profiled, remaining_slots
 from distdl_rma.sync.claims import GRADIENT_SYNC, Owner, synchronised
 from distdl_rma.sync.clipping import GradientNorms
 from distdl_rma.sync.parameter_hooks import contribution, keep_back, run_first, run_kept_back
@@ -148,7 +148,7 @@ class GradientSync(Uncopyable):
             with self._registry.adding(module, name, callbacks, refusal) as addition:
                 moved, slots = addition.moved, addition.slots(self._options)
                 leaving = [b for b in self._buckets if any(slot.name in moved for slot in b.slots)]
-                rows = left_of(leaving, moved), [each for each in slots if each[0].kind.travels]
+                rows = remaining_slots(leaving, moved), [each for each in slots if each[0].kind.travels]
                 own = {slot.name for slot in self._slots if slot.local}
                 who, limit = self._owner.title, self._options.bucket_nbytes
                 title = f"{who} (memory {addition.number})"
@@ -369,7 +369,7 @@ class GradientSync(Uncopyable):
         if gradient is None:
             slot.local = False
         if self._paused:
-            slot.keep_apart()
+            slot.keep_local()
             return True
         if not self._in_backward or self._ending() is None:
             self._begin()
