@@ -357,8 +357,8 @@ _ALIKE = [
     Mutant(
         "of several backwards the last one counts alone",
         "distdl_rma/split/calls/loss_origin.py",
-        "self._number = number_of(way, self._number)",
-        "self._number = number_of(way)",
+        "self._number = number_of(start, self._number)",
+        "self._number = number_of(start)",
         _NUMBERS,
     ),
 ]

@@ -185,10 +185,9 @@ def _common_layout(
 def part_for(shape: Sequence[int], result: Decomposition) -> Decomposition:
     """Layout of an operand that broadcasts to a result: cut like the result, whole where it has extent 1."""
     shape = tuple(shape)
-    return result if shape == result.shape else _part_for(shape, result)
+    if shape == result.shape:
+        return result
 
-
-def _part_for(shape: tuple[int, ...], result: Decomposition) -> Decomposition:
     def make() -> Decomposition:
         ahead = len(result.shape) - len(shape)
         cut = [n == result.shape[d + ahead] for d, n in enumerate(shape)]
@@ -214,12 +213,12 @@ def as_part(
         return x[lay.kept(part.partition, "slices", part, part.slices)] if part.cut_dims else x
     local = redistributed(site, checked_block(x), x._layout, part, f"operand {at}")
     # Along these grid dimensions, ranks use copies beside different blocks.
-    apart = tuple(
+    grid_dims = tuple(
         g
         for g, (mine, its) in enumerate(zip(part.axes, result.axes, strict=True))
         if mine is None and its is not None
     )
-    return to_blocks(site, local, part, apart, f" of operand {at}") if apart else local
+    return to_blocks(site, local, part, grid_dims, f" of operand {at}") if grid_dims else local
 
 
 def block_of(x: Any) -> Any:

@@ -86,7 +86,7 @@ _MULTI_HEAD = _unguarded(F.multi_head_attention_forward)
 rule(
     "contraction",
     F.multi_head_attention_forward,
-    says="Composed of functions that have rules: products, views, attention.",
+    doc="Composed of functions that have rules: products, views, attention.",
 )(lambda func, args, kwargs: composed(_MULTI_HEAD, *args, **kwargs))
 _OF_STATES = "its states are split, its input is not"
 

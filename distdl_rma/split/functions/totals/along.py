@@ -102,7 +102,7 @@ def along_whole_dimension(call: Call, site: Site, x: Any, dim: Any, **given: Any
     return mapped(split, result)
 
 
-rule("movement", "msort", says="As ``sort`` along the first dimension.")(
+rule("movement", "msort", doc="As ``sort`` along the first dimension.")(
     composition(lambda x: torch.sort(x, 0)[0])
 )
 
