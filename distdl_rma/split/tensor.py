@@ -23,7 +23,7 @@ from distdl_rma.segments.waiting.liveness import OF_SEVERAL_RANKS
 from distdl_rma.split import layout as lay
 from distdl_rma.split.calls.autocast import castable, dtype_for
 from distdl_rma.split.calls.loss_origin import LOSS_ORIGIN
-from distdl_rma.split.calls.refusals import raise_as_torch
+from distdl_rma.split.calls.refusals import mapped, raise_as_torch
 from distdl_rma.split.calls.signatures import first_by_place
 from distdl_rma.split.calls.site import CALL_TRACES, THREAD, module_path, note, site_of, user_place
 from distdl_rma.split.calls.table import OBSERVERS, RULES, WITHOUT_RULE, Rule, name_of
@@ -483,19 +483,6 @@ def tensors_in(*arguments: Any) -> list[torch.Tensor]:
 def any_cut(*arguments: Any) -> bool:
     """Whether any tensor among arguments is a cut split tensor."""
     return any(x.is_split for x in tensors_in(*arguments) if isinstance(x, SplitTensor))
-
-
-def mapped(change: Any, argument: Any) -> Any:
-    """Arguments with ``change`` applied to every tensor."""
-    if isinstance(argument, torch.Tensor):
-        return change(argument)
-    if isinstance(argument, tuple) and hasattr(argument, "_fields"):
-        return type(argument)(*(mapped(change, one) for one in argument))
-    if isinstance(argument, (list, tuple)):
-        return type(argument)(mapped(change, one) for one in argument)
-    if isinstance(argument, dict):
-        return {key: mapped(change, one) for key, one in argument.items()}
-    return argument
 
 
 def _without_tangents(rule: Rule, func: Any, args: Any, kwargs: Any) -> Any:

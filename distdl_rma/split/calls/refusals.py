@@ -115,7 +115,7 @@ def _shape(x: Any) -> tuple[int, ...]:
 
 def _error(func: Any, args: Any, kwargs: dict[str, Any], warned: list[Warned]) -> Exception | None:
     tensors: list[torch.Tensor] = []
-    _mapped(tensors.append, (args, kwargs))
+    mapped(tensors.append, (args, kwargs))
 
     def filled(value: int) -> Callable[[Any], torch.Tensor]:
         return lambda x: torch.full(_shape(x), value, dtype=x.dtype) if _is_split(x) else _here(x).clone()
@@ -153,7 +153,7 @@ def _tried(
         with torch.no_grad(), warnings.catch_warnings(record=True) as found:
             # Independent of the user's filters.
             warnings.simplefilter("always")
-            func(*_mapped(stand_in, args), **_mapped(stand_in, kwargs))
+            func(*mapped(stand_in, args), **mapped(stand_in, kwargs))
     except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
         # Depends on the values of a matrix.
         return None
@@ -165,11 +165,14 @@ def _tried(
     return None
 
 
-def _mapped(change: Callable[[Any], Any], argument: Any) -> Any:
+def mapped(change: Any, argument: Any) -> Any:
+    """Arguments with ``change`` applied to every tensor."""
     if isinstance(argument, torch.Tensor):
         return change(argument)
+    if isinstance(argument, tuple) and hasattr(argument, "_fields"):
+        return type(argument)(*(mapped(change, one) for one in argument))
     if isinstance(argument, (list, tuple)):
-        return type(argument)([_mapped(change, each) for each in argument])
+        return type(argument)(mapped(change, one) for one in argument)
     if isinstance(argument, dict):
-        return {name: _mapped(change, each) for name, each in argument.items()}
+        return {key: mapped(change, one) for key, one in argument.items()}
     return argument

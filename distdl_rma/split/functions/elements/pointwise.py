@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from distdl_rma.split import layout as lay
-from distdl_rma.split.calls.refusals import checked_rule, raise_as_torch
+from distdl_rma.split.calls.refusals import checked_rule, mapped, raise_as_torch
 from distdl_rma.split.calls.site import Site
 from distdl_rma.split.calls.table import Call, rule
 from distdl_rma.split.moves import redistributed
@@ -27,7 +27,7 @@ from distdl_rma.split.operands import (
     site_for,
 )
 from distdl_rma.split.reduction_axes import laid_out, with_whole
-from distdl_rma.split.tensor import SplitTensor, become_split, checked_block, composed, mapped, refused
+from distdl_rma.split.tensor import SplitTensor, become_split, checked_block, composed, refused
 
 _UNARY = """
 abs absolute neg negative positive sign sgn signbit exp exp2 expm1 log log2 log10 log1p sqrt rsqrt square

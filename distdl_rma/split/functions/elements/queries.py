@@ -13,6 +13,7 @@ from distdl_rma.machine import Machine
 from distdl_rma.ops.core.autograd import grad_call
 from distdl_rma.split import layout as lay
 from distdl_rma.split.calls.loss_origin import LOSS_ORIGIN
+from distdl_rma.split.calls.refusals import mapped
 from distdl_rma.split.calls.signatures import named
 from distdl_rma.split.calls.site import site_of
 from distdl_rma.split.calls.table import rule
@@ -29,7 +30,6 @@ from distdl_rma.split.tensor import (
     checked_block,
     composed,
     into_graph,
-    mapped,
     refused,
     tensors_in,
 )
