@@ -51,7 +51,7 @@ def written() -> str:
     groups: dict[str, dict[str, set[str]]] = {kind: {} for kind in KINDS}
     for function, rule in RULES.items():
         if function is not WITHOUT_RULE:
-            names = groups[rule.kind].setdefault(rule.says or _first(rule.handler), set())
+            names = groups[rule.kind].setdefault(rule.doc or _first(rule.handler), set())
             names.add(_short(name_of(function)))
     parts = [HEAD]
     for kind, title in KINDS.items():

@@ -233,15 +233,15 @@ _ADJOINTS = [
     Mutant(
         "variances of ranks are merged without what lies between their means",
         "distdl_rma/ops/norm/statistics.py",
-        "        apart *= self._counts\n",
-        "        apart *= 0\n",
+        "        delta *= self._counts\n",
+        "        delta *= 0\n",
         _STATISTICS,
     ),
     Mutant(
         "variances of few ranks are merged without what lies between their means",
         "distdl_rma/ops/norm/statistics.py",
-        "            apart *= spread\n",
-        "            apart *= 0\n",
+        "            delta *= spread\n",
+        "            delta *= 0\n",
         _STATISTICS,
     ),
     Mutant(
@@ -264,8 +264,8 @@ _CALLBACKS = [
     Mutant(
         "ranks that sum may say different things",
         "distdl_rma/sync/claim_check.py",
-        "            elif who_says[rank] != ranks:\n",
-        "            elif who_says[rank] != who_says[rank]:\n",
+        "            elif list_of[rank] != ranks:\n",
+        "            elif list_of[rank] != list_of[rank]:\n",
         _plain("sync/test_claim_check.py"),
     ),
     Mutant(
@@ -357,8 +357,8 @@ _ALIKE = [
     Mutant(
         "of several backwards the last one counts alone",
         "distdl_rma/split/calls/loss_origin.py",
-        "self._number = checksum(way, self._number)",
-        "self._number = checksum(way)",
+        "self._number = checksum(start, self._number)",
+        "self._number = checksum(start)",
         _NUMBERS,
     ),
 ]

@@ -13,4 +13,4 @@ def test_every_kind_of_rule_has_its_place():
 
 
 def test_every_rule_says_what_it_does():
-    assert all(rule.says or rule.handler.__doc__ for rule in RULES.values())
+    assert all(rule.doc or rule.handler.__doc__ for rule in RULES.values())

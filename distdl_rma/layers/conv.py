@@ -29,7 +29,7 @@ from distdl_rma.layers.core.placement import Placement, block_placement, whole_p
 from distdl_rma.ops.conv.conv_transpose import TransposedConvolution, output_padding_for
 from distdl_rma.ops.conv.convolution import Convolution, convolve
 from distdl_rma.ops.conv.worker_grid import IN, OUT, ConvolutionOptions, WorkerGrid, can_overlap
-from distdl_rma.ops.core.autograd import GradientNeeds, tells_peers
+from distdl_rma.ops.core.autograd import GradientNeeds, reports_failures
 from distdl_rma.ops.core.operation import Agreement, Operation
 
 O = TypeVar("O", bound=Operation)  # noqa: E741
@@ -336,7 +336,7 @@ class DistributedConvTranspose(ConvolutionLayer[TransposedConvolution]):
     _rows = IN
     _shown = ("kernel_size", "stride", "padding", "output_padding", "groups", "bias", "dilation")
 
-    @tells_peers
+    @reports_failures
     def forward(self, input: Tensor, output_size: Sequence[int] | None = None) -> Tensor:
         """Apply to ``input``, the local shard on P_x or a tensor without elements elsewhere.
 

@@ -14,7 +14,7 @@ from distdl_rma.layers.core.arguments import LayerOptions, chosen_placement
 from distdl_rma.layers.core.input_facts import InputFacts, source_of
 from distdl_rma.layers.core.operator_layer import OperatorLayer
 from distdl_rma.layers.core.placement import whole_placement
-from distdl_rma.ops.core.tensors import trouble_with
+from distdl_rma.ops.core.tensors import problem_with
 from distdl_rma.ops.embedding import INDICES, Embedding, IndexFrequencies
 
 
@@ -107,7 +107,7 @@ class DistributedEmbedding(OperatorLayer[Embedding], nn.Embedding):
 
     def input_problem(self, x: torch.Tensor) -> str:
         """Error text if an index is out of range."""
-        if trouble_with(x) or x.dtype not in INDICES or not x.numel():
+        if problem_with(x) or x.dtype not in INDICES or not x.numel():
             return ""
         least, most = (int(end) for end in torch.aminmax(x))
         if least >= 0 and most < self.num_embeddings:

@@ -17,9 +17,9 @@ from distdl_rma.layers.core.input_facts import InputFacts, input_dtype, source_o
 from distdl_rma.layers.core.layer import nbytes_of
 from distdl_rma.layers.core.operator_layer import OperatorLayer
 from distdl_rma.ops import moves
-from distdl_rma.ops.core.autograd import GradientNeeds, anchored, deliver, tells_peers
+from distdl_rma.ops.core.autograd import GradientNeeds, anchored, deliver, reports_failures
 from distdl_rma.ops.core.operation import Operation
-from distdl_rma.ops.core.tensors import trouble_with
+from distdl_rma.ops.core.tensors import problem_with
 from distdl_rma.ops.moves import (
     CHANNELS,
     Concat,
@@ -529,7 +529,7 @@ class DistributedConcat(MovementLayer[Concat]):
         """Bytes of all inputs."""
         return sum(nbytes_of(x) for x in inputs)
 
-    @tells_peers
+    @reports_failures
     def connect(  # type: ignore[override]
         self, shapes: Sequence[Sequence[int]] | None = None, dtype: torch.dtype | None = None
     ) -> None:
@@ -543,7 +543,7 @@ class DistributedConcat(MovementLayer[Concat]):
             # If there are too many shapes, all ranks raise.
             self.connect_for([*xs, *[torch.empty(0)] * (len(given) - len(xs))])
 
-    @tells_peers
+    @reports_failures
     def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
         """Concatenate ``inputs``: the local shards, and tensors without elements outside of a partition."""
         if self.agreement is None:
@@ -564,7 +564,7 @@ class DistributedConcat(MovementLayer[Concat]):
     def _check(self, inputs: Sequence[torch.Tensor]) -> torch.dtype:
         self._count(inputs)
         for at, x in enumerate(inputs):
-            problem = trouble_with(x, f"input {at}")
+            problem = problem_with(x, f"input {at}")
             if problem:
                 raise self._refuse(problem)
         try:

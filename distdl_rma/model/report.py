@@ -109,7 +109,7 @@ def report(model: nn.Module) -> Iterator[StepReport]:
         outputs = [_said(x) for x in tensors_in(y) if isinstance(x, SplitTensor)]
         inputs = tuple(_said(x) for x in tensors_in(args, kwargs) if isinstance(x, SplitTensor))
         function = name_of(func).rpartition(".")[2]
-        empty = Call(site.path, function, site.where, rule.kind, inputs, ", ".join(outputs) or "-")
+        empty = Call(site.path, function, site.location, rule.kind, inputs, ", ".join(outputs) or "-")
         call = calls.get(site, empty)
         calls[site] = replace(
             call,

@@ -193,7 +193,7 @@ class _Linear(OperatorFunction):
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         (rows, columns), batch = weight.shape, x.shape[:-1].numel()
         # Under create_graph, autograd does not allow a given place for a result.
-        offer = _nothing if torch.is_grad_enabled() else ctx.offer
+        offer = (lambda _key: None) if torch.is_grad_enabled() else ctx.offer
         d_y = gradient.reshape(batch, rows)
         d_weight = d_bias = None
         if needs_weight:
@@ -201,10 +201,6 @@ class _Linear(OperatorFunction):
         if needs_bias:
             d_bias = torch.sum(d_y, 0, out=offer("bias"))
         return torch.matmul(gradient, weight) if needs_x else None, d_weight, d_bias, None
-
-
-def _nothing(_key: str) -> None:
-    return None
 
 
 # Columns are moved in bundles, so that copies read and write runs of at least so many bytes.

@@ -44,7 +44,7 @@ def broadcast_from_first(
     plain = [tensor.resolve_conj().resolve_neg().contiguous() for tensor in filled]
     title = f"{name} (initial values, {fingerprint(kinds):014x})"
     vectors = [tensor.view(-1).view(torch.uint8) for tensor in plain]
-    if not vectors or _are_alike(machine, ranks, vectors, title):
+    if not vectors or _are_equal(machine, ranks, vectors, title):
         return
     _broadcast(machine, ranks, vectors, title)
     for tensor, copy in zip(filled, plain, strict=True):
@@ -52,7 +52,7 @@ def broadcast_from_first(
             tensor.copy_(copy)
 
 
-def _are_alike(machine: Machine, ranks: Sequence[int], vectors: Sequence[torch.Tensor], title: str) -> bool:
+def _are_equal(machine: Machine, ranks: Sequence[int], vectors: Sequence[torch.Tensor], title: str) -> bool:
     digest = blake2b(digest_size=2 * _WORD)
     for vector in vectors:
         digest.update(vector.numpy().data)

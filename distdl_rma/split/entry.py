@@ -21,27 +21,27 @@ from distdl_rma.split import layout as lay
 from distdl_rma.split.calls.site import THREAD, site_of
 
 
-def told_layout(local: torch.Tensor, partition: Partition, problem: str = "") -> Decomposition:
+def agree_on_layout(local: torch.Tensor, partition: Partition, problem: str = "") -> Decomposition:
     """Layout of the blocks that the ranks of a partition pass; collective over it, blocking.
 
     All ranks raise ``ShapeError`` if a rank has a problem with its block, or the blocks form no grid.
     """
     machine = Machine.of(partition)
     THREAD.place = None
-    site = site_of(machine, told_layout)
+    site = site_of(machine, agree_on_layout)
     cache: PlanCache[Decomposition, None] = site.kept(partition, PlanCache)
     block: Any = None
     if not problem:
         block = (DTYPES.index(local.dtype), local.requires_grad, local.dim()), tuple(local.shape)
-    said = json.dumps(block).encode()
-    words = number, *_ = cache.compared(said)
+    row = json.dumps(block).encode()
+    words = number, *_ = cache.compared(row)
     consensus = Consensus.of(machine.segments, partition.ranks)
     alike = consensus.alike(f"{site.name} (shapes)", *words)
     if alike and number:
         if number != cache.number:
-            cache.switch_to(number, said)
+            cache.switch_to(number, row)
         return cache[number].plan
-    rows = [said] * partition.size if alike else consensus.rows(said, consensus.largest[-1])
+    rows = [row] * partition.size if alike else consensus.rows(row, consensus.largest[-1])
     if problem:
         raise ShapeError(f"SplitTensor.from_local: {problem}")
     found = dict(zip(partition.ranks, map(json.loads, rows), strict=True))
@@ -52,15 +52,15 @@ def told_layout(local: torch.Tensor, partition: Partition, problem: str = "") ->
     if len(kinds) > 1:
         (first, one), (second, other), *_ = kinds.items()
         raise ShapeError(
-            f"SplitTensor.from_local: rank {one} passes {_said(first)} but rank {other} {_said(second)}"
+            f"SplitTensor.from_local: rank {one} passes {_text(first)} but rank {other} {_text(second)}"
         )
     shapes = {rank: tuple(shape) for rank, (_, shape) in found.items()}
     layout, key = lay.normal(Decomposition.from_local_shapes(partition, shapes)), digest(b"".join(rows))
-    cache.switch_to(cache.add(layout, None, key, key, max(map(len, rows))), said)
+    cache.switch_to(cache.add(layout, None, key, key, max(map(len, rows))), row)
     return layout
 
 
-def _said(kind: tuple[int, ...]) -> str:
+def _text(kind: tuple[int, ...]) -> str:
     dtype, needs, dims = kind
     return f"a block of {DTYPES[dtype]} with {dims} dimensions{' that requires a gradient' if needs else ''}"
 
@@ -110,13 +110,9 @@ def _blocks(grid: Any, dims: int, ranks: int) -> tuple[int, ...] | None:
                 f"{missing if unknown[0] in tuple('NCDHW') else ''}"
             )
         grid = [grid.get(letter, 1) for letter in letters]
-    if not isinstance(grid, Sequence) or not all(isinstance(number, Integral) for number in grid):
+    if not isinstance(grid, Sequence) or not all(isinstance(n, Integral) for n in grid) or len(grid) > dims:
         return None
     numbers = (1,) * (dims - len(grid)) + tuple(map(int, grid))
-    return _filled_up(numbers, ranks) if len(grid) <= dims else None
-
-
-def _filled_up(shape: tuple[int, ...], ranks: int) -> tuple[int, ...]:
-    # With the number for -1; -1 stays if none fits.
-    rest = ranks // -prod(shape) if shape.count(-1) == 1 and 0 not in shape else -1
-    return tuple(rest if n == -1 else n for n in shape)
+    # The number for -1; -1 stays if none fits.
+    rest = ranks // -prod(numbers) if numbers.count(-1) == 1 and 0 not in numbers else -1
+    return tuple(rest if n == -1 else n for n in numbers)

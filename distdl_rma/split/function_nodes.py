@@ -84,8 +84,8 @@ class _Call:
             # A plain gradient is whole on every rank.
             block: torch.Tensor = gradient[layout.slices()]
         else:
-            cut_alike = gradient if gradient._layout is layout else gradient.redistribute(layout=layout)
-            block = cut_alike._local
+            same_layout = gradient if gradient._layout is layout else gradient.redistribute(layout=layout)
+            block = same_layout._local
         return block
 
 

@@ -48,7 +48,7 @@ def reduced(
 
 
 # Redistributions that the user asked for; all others are done by rules.
-ASKED = "redistribute"
+BY_USER = "redistribute"
 
 
 class _AllSum(OperatorFunction):
@@ -126,14 +126,14 @@ def once(x: torch.Tensor, result: Decomposition) -> torch.Tensor:
 
 class _Move(OperatorFunction):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, way: _Redistribution) -> torch.Tensor:
-        ctx.way, ctx.machine = way, way.site.machine
-        return way.there(x)
+    def forward(ctx: Any, x: torch.Tensor, redistribution: _Redistribution) -> torch.Tensor:
+        ctx.redistribution, ctx.machine = redistribution, redistribution.site.machine
+        return redistribution.forward(x)
 
     @staticmethod
     @first_derivative
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
-        return ctx.way.back(gradient), None
+        return ctx.redistribution.backward(gradient), None
 
 
 class _Redistribution:
@@ -142,8 +142,8 @@ class _Redistribution:
         self, site: Site, source: Decomposition, target: Decomposition, dtype: torch.dtype, what: str
     ) -> None:
         self.site, self.source, self.target, self.dtype, self.what = site, source, target, dtype, what
-        self._forth = self._movement(source, target, what)
-        self._back: Moves | None = None
+        self._forward = self._movement(source, target, what)
+        self._backward: Moves | None = None
 
     def _movement(self, source: Decomposition, target: Decomposition, what: str) -> Moves | None:
         if lay.holds(source, target):
@@ -153,15 +153,15 @@ class _Redistribution:
     @property
     def moves(self) -> bool:
         """Whether the forward exchanges data."""
-        return self._forth is not None
+        return self._forward is not None
 
-    def there(self, x: torch.Tensor) -> torch.Tensor:
-        return self._moved(self._forth, self.source, self.target, x)
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self._moved(self._forward, self.source, self.target, x)
 
-    def back(self, gradient: torch.Tensor) -> torch.Tensor:
-        if self._back is None:
-            self._back = self._movement(self.target, self.source, f"{self.what}, gradient")
-        return self._moved(self._back, self.target, self.source, gradient)
+    def backward(self, gradient: torch.Tensor) -> torch.Tensor:
+        if self._backward is None:
+            self._backward = self._movement(self.target, self.source, f"{self.what}, gradient")
+        return self._moved(self._backward, self.target, self.source, gradient)
 
     def _moved(
         self, movement: Moves | None, source: Decomposition, target: Decomposition, x: torch.Tensor
@@ -173,19 +173,19 @@ class _Redistribution:
 
 
 def redistributed(
-    site: Site, x: torch.Tensor, source: Decomposition, target: Decomposition, what: str = ASKED
+    site: Site, x: torch.Tensor, source: Decomposition, target: Decomposition, what: str = BY_USER
 ) -> torch.Tensor:
     """A rank's block in another layout of the same partition; differentiable, blocking if data moves."""
     if source is target or source == target:
         return x
     key, ranks = (source, target, x.dtype, what), source.partition.ranks
-    way = site.kept(key, lambda: _Redistribution(site, source, target, x.dtype, what), ranks)
-    if way.moves and what != ASKED:
+    redistribution = site.kept(key, lambda: _Redistribution(site, source, target, x.dtype, what), ranks)
+    if redistribution.moves and what != BY_USER:
         site.moved.add(what)
         if not may_move():
             raise UnsupportedError(
                 f"{site.name}: {what} would move from {lay.described(source)} to"
                 f" {lay.described(target)}, which fallback='error' forbids; redistribute() it before"
             )
-    y: torch.Tensor = _Move.apply(x, way)
+    y: torch.Tensor = _Move.apply(x, redistribution)
     return y

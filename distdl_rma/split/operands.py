@@ -17,12 +17,13 @@ from distdl_rma.geometry.partition import Partition
 from distdl_rma.machine import Machine
 from distdl_rma.ops.core.autograd import GradientNeeds, is_synchronised
 from distdl_rma.split import layout as lay
+from distdl_rma.split.calls.refusals import mapped
 from distdl_rma.split.calls.signatures import named
 from distdl_rma.split.calls.site import Site, site_of
 from distdl_rma.split.calls.table import Handler, name_of
 from distdl_rma.split.moves import redistributed, to_blocks
 from distdl_rma.split.plain_operands import beside
-from distdl_rma.split.tensor import SplitTensor, any_cut, checked_block, composed, mapped, refused, tensors_in
+from distdl_rma.split.tensor import SplitTensor, any_cut, checked_block, composed, refused, tensors_in
 
 
 def common_partition(func: Any, tensors: Sequence[torch.Tensor]) -> Partition:
@@ -185,10 +186,9 @@ def _common_layout(
 def part_for(shape: Sequence[int], result: Decomposition) -> Decomposition:
     """Layout of an operand that broadcasts to a result: cut like the result, whole where it has extent 1."""
     shape = tuple(shape)
-    return result if shape == result.shape else _part_for(shape, result)
+    if shape == result.shape:
+        return result
 
-
-def _part_for(shape: tuple[int, ...], result: Decomposition) -> Decomposition:
     def make() -> Decomposition:
         ahead = len(result.shape) - len(shape)
         cut = [n == result.shape[d + ahead] for d, n in enumerate(shape)]
@@ -214,12 +214,12 @@ def as_part(
         return x[lay.kept(part.partition, "slices", part, part.slices)] if part.cut_dims else x
     local = redistributed(site, checked_block(x), x._layout, part, f"operand {at}")
     # Along these grid dimensions, ranks use copies beside different blocks.
-    apart = tuple(
+    grid_dims = tuple(
         g
         for g, (mine, its) in enumerate(zip(part.axes, result.axes, strict=True))
         if mine is None and its is not None
     )
-    return to_blocks(site, local, part, apart, f" of operand {at}") if apart else local
+    return to_blocks(site, local, part, grid_dims, f" of operand {at}") if grid_dims else local
 
 
 def block_of(x: Any) -> Any:

@@ -17,17 +17,17 @@ from distdl_rma.errors import PartitionError, ShapeError, UnsupportedError
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.machine import Machine
-from distdl_rma.ops.core.autograd import ENOUGH, apart, breaks_graph, compiles, recomputed_alike
-from distdl_rma.ops.core.tensors import no_autocast, trouble_with
+from distdl_rma.ops.core.autograd import ENOUGH, breaks_graph, compiles, recomputed_by_all, run_eager
+from distdl_rma.ops.core.tensors import no_autocast, problem_with
 from distdl_rma.segments.waiting.liveness import OF_SEVERAL_RANKS
 from distdl_rma.split import layout as lay
 from distdl_rma.split.calls.autocast import castable, dtype_for
 from distdl_rma.split.calls.loss_origin import LOSS_ORIGIN
-from distdl_rma.split.calls.refusals import raise_as_torch
+from distdl_rma.split.calls.refusals import mapped, raise_as_torch
 from distdl_rma.split.calls.signatures import first_by_place
 from distdl_rma.split.calls.site import CALL_TRACES, THREAD, module_path, note, site_of, user_place
 from distdl_rma.split.calls.table import OBSERVERS, RULES, WITHOUT_RULE, Rule, name_of
-from distdl_rma.split.entry import told_layout
+from distdl_rma.split.entry import agree_on_layout
 from distdl_rma.split.function_nodes import enter_graph, runs
 from distdl_rma.split.moves import redistributed
 from distdl_rma.split.plain_operands import gathered
@@ -44,8 +44,8 @@ OF_NO_BLOCK = (
     " function return a split tensor, and call full_tensor() before or behind it"
 )
 # Shape queries that torch makes within its own code.
-_ASKED = "dim", "size", "sym_size", "numel", "sym_numel", "is_contiguous", "sym_is_contiguous"
-_ASKED_BY_TORCH = frozenset(getattr(torch.ops.aten, name) for name in _ASKED)
+_QUERIES = "dim", "size", "sym_size", "numel", "sym_numel", "is_contiguous", "sym_is_contiguous"
+_SHAPE_QUERIES = frozenset(getattr(torch.ops.aten, name) for name in _QUERIES)
 # Reason for refusing access to the values of a cut tensor.
 ON_MANY_RANKS = "the values are on many ranks; full_tensor() brings all of them, to_local() shows those here"
 # Kinds for which a rank with an empty block raises the same errors as the others.
@@ -125,12 +125,12 @@ class SplitTensor(torch.Tensor):
             If the blocks form no grid, or this block is not the balanced block of ``shape``.
         """
         refuse_tangents("SplitTensor.from_local", [local])
-        problem = trouble_with(local, "a block")
+        problem = problem_with(local, "a block")
         if not partition.active:
             raise PartitionError(f"SplitTensor.from_local: rank {partition.me} is not in {partition}")
         if shape is None:
             try:
-                layout = told_layout(local, partition, problem)
+                layout = agree_on_layout(local, partition, problem)
             except OF_SEVERAL_RANKS as error:
                 Machine.of(partition).settle(error, partition.ranks)
                 raise
@@ -231,7 +231,7 @@ class SplitTensor(torch.Tensor):
         try:
             return self._redistributed(cut, layout)
         except Exception as error:
-            _tell_peers(error, [self])
+            _report_to_peers(error, [self])
             raise
 
     def _redistributed(self, cut: Sequence[int | None], layout: Decomposition | None) -> SplitTensor:
@@ -255,7 +255,7 @@ class SplitTensor(torch.Tensor):
     ) -> Any:
         """Called by torch in place of its functions."""
         if compiles() is not None:
-            return apart(cls.__torch_function__, func, types, args, kwargs)
+            return run_eager(cls.__torch_function__, func, types, args, kwargs)
         with _NO_SUBCLASS():
             rule = RULES[func if func in RULES else WITHOUT_RULE]
             if rule.casts and torch.is_autocast_enabled("cpu"):
@@ -274,7 +274,7 @@ class SplitTensor(torch.Tensor):
                     for x in args or _UNKNOWN:
                         listed = x.__class__ in _LISTS and x and x[0].__class__ in TENSORS
                         if listed or (x.__class__ is cls and x._layout.leaves_out):
-                            _check_alike(rule, func, args, kwargs or _NOTHING)
+                            _check_empty_blocks(rule, func, args, kwargs or _NOTHING)
                 if not args and rule.kind not in _AS_PASSED:
                     args, kwargs = first_by_place(func, kwargs or _NOTHING)
                 if OBSERVERS:
@@ -285,13 +285,13 @@ class SplitTensor(torch.Tensor):
                     )
                     found = handler(func, args, kwargs or {})
                     if rule.kind in _EXCHANGING and _hooks_of_saved(False) is not None:
-                        _recompute_alike(found, args, kwargs)
+                        _recompute_by_all(found, args, kwargs)
                 if LOSS_ORIGIN.on and not CALL_TRACES:
                     LOSS_ORIGIN.follow(rule.kind, func, args, kwargs or _NOTHING, found)
                 return found
             except Exception as error:
                 if rule.kind not in _ONE_ALONE:
-                    _tell_peers(error, tensors_in(args, kwargs))
+                    _report_to_peers(error, tensors_in(args, kwargs))
                 raise
 
     @classmethod
@@ -300,13 +300,13 @@ class SplitTensor(torch.Tensor):
     ) -> Any:
         """Calls that bypass the table: queries of the shape are answered, most others are refused."""
         name, inside = str(func), runs()
-        if func.overloadpacket in _ASKED_BY_TORCH:
+        if func.overloadpacket in _SHAPE_QUERIES:
             return func(torch.empty(args[0]._layout.shape, device="meta"), *args[1:])
         if name == "aten.detach.default" and (inside or not _accumulates()):
             # Torch saves results of an autograd function, or arguments of a checkpoint. In a backward it only
             # unpacks those with a graph, which require a gradient again.
-            asked = torch._C._current_graph_task_id() >= 0
-            return SplitTensor(args[0]._local.detach().requires_grad_(asked), args[0]._layout)
+            in_backward = torch._C._current_graph_task_id() >= 0
+            return SplitTensor(args[0]._local.detach().requires_grad_(in_backward), args[0]._layout)
         if name in _OF_GRADIENTS and inside:
             return composed(_OF_GRADIENTS[name], *args, **kwargs)
         # Torch asks this before it puts a gradient into .grad.
@@ -359,9 +359,9 @@ def _cast(name: str, given: Any) -> Any:
     return mapped(cast, given)
 
 
-def _check_alike(rule: Rule, func: Any, args: Any, kwargs: Any) -> None:
+def _check_empty_blocks(rule: Rule, func: Any, args: Any, kwargs: Any) -> None:
     # Ranks with empty blocks find no errors in their blocks.
-    if rule.asks_torch or rule.kind in _NO_CHECK_WHEN_EMPTY:
+    if rule.raises_as_torch or rule.kind in _NO_CHECK_WHEN_EMPTY:
         return
     if not (getattr(func, "__module__", None) or "torch").startswith("torch"):
         return
@@ -369,14 +369,14 @@ def _check_alike(rule: Rule, func: Any, args: Any, kwargs: Any) -> None:
         raise_as_torch(func, args, kwargs)
 
 
-def _recompute_alike(found: Any, args: Any, kwargs: Any) -> None:
+def _recompute_by_all(found: Any, args: Any, kwargs: Any) -> None:
     given = {_memory(x._local if isinstance(x, SplitTensor) else x) for x in tensors_in(args, kwargs)}
     for x in tensors_in(found):
         if isinstance(x, SplitTensor):
             y = x._local
             # A view of an argument stays a view. No other tensor shares a result that was computed here.
             computed = y._is_view() and y.grad_fn is not None and _memory(y) not in given
-            x._local = recomputed_alike(y.clone() if computed else y)
+            x._local = recomputed_by_all(y.clone() if computed else y)
 
 
 def _memory(x: torch.Tensor) -> int:
@@ -384,7 +384,7 @@ def _memory(x: torch.Tensor) -> int:
     return number
 
 
-def _tell_peers(error: Exception, among: Sequence[Any]) -> None:
+def _report_to_peers(error: Exception, among: Sequence[Any]) -> None:
     # A distributed model reports errors itself. Within a rule, the outer call reports them.
     if CALL_TRACES or isinstance(error, ENOUGH):
         return
@@ -485,19 +485,6 @@ def any_cut(*arguments: Any) -> bool:
     return any(x.is_split for x in tensors_in(*arguments) if isinstance(x, SplitTensor))
 
 
-def mapped(change: Any, argument: Any) -> Any:
-    """Arguments with ``change`` applied to every tensor."""
-    if isinstance(argument, torch.Tensor):
-        return change(argument)
-    if isinstance(argument, tuple) and hasattr(argument, "_fields"):
-        return type(argument)(*(mapped(change, one) for one in argument))
-    if isinstance(argument, (list, tuple)):
-        return type(argument)(mapped(change, one) for one in argument)
-    if isinstance(argument, dict):
-        return {key: mapped(change, one) for key, one in argument.items()}
-    return argument
-
-
 def _without_tangents(rule: Rule, func: Any, args: Any, kwargs: Any) -> Any:
     if any_cut(args, kwargs):
         refuse_tangents(func, tensors_in(args, kwargs))
@@ -521,7 +508,7 @@ def refused(func: Any, why: str) -> UnsupportedError:
 
 
 def _refusal(func: Any, why: str) -> str:
-    path, line = module_path(), user_place().where
+    path, line = module_path(), user_place().location
     function = func if isinstance(func, str) else name_of(func)
     module = f" in module {path!r}" if path else ""
     return (

@@ -94,7 +94,7 @@ class GradientSlot:
         """Whether .grad holds an unsummed gradient that is not zero."""
         return self.pending and bool(self.gradient.any())  # type: ignore[union-attr]
 
-    def keep_apart(self) -> None:
+    def keep_local(self) -> None:
         """Let .grad accumulate this rank's own gradient, as under ``no_sync``."""
         gradient = self.gradient
         if gradient is not None and not self.local and bool(gradient.any()):
@@ -292,10 +292,10 @@ def make_buckets(
         failure = [type(error).__name__, str(error)]
         # Makes room for the messages.
         discard()
-    for rank, said in gather_words(machine.segments, failure, title).items():
-        if said:
+    for rank, theirs in gather_words(machine.segments, failure, title).items():
+        if theirs:
             discard()
-            raise vars(errors).get(said[0], ConfigurationError)(f"{who}: on rank {rank}: {said[1]}")
+            raise vars(errors).get(theirs[0], ConfigurationError)(f"{who}: on rank {rank}: {theirs[1]}")
     numbers.update(bucket.kind for bucket in made)
     return made
 
@@ -318,7 +318,7 @@ def bucketed(row: Sequence[Sequence[GradientSlot]], limit: int) -> list[list[Gra
     return buckets
 
 
-def left_of(leaving: Sequence[Bucket], moved: set[str]) -> list[list[GradientSlot]]:
+def remaining_slots(leaving: Sequence[Bucket], moved: set[str]) -> list[list[GradientSlot]]:
     """Slots for new buckets: those of ``leaving`` whose parameters are not in ``moved``, by name."""
     # In the order of the model: a backward's first bucket is the model's last.
     kept = [[s for s in bucket.slots if s.name not in moved] for bucket in reversed(leaving)]

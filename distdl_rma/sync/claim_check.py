@@ -50,9 +50,9 @@ def agree(
         "claims": statements,
         "generator": generator,
     }
-    said = gather_words(machine.segments, mine, title)
-    first, expected = next(iter(said.items()))
-    for rank, words in said.items():
+    gathered = gather_words(machine.segments, mine, title)
+    first, expected = next(iter(gathered.items()))
+    for rank, words in gathered.items():
         if words["refusal"]:
             raise ConfigurationError(f"{who}: on rank {rank}: {words['refusal']}")
         for key, value in expected["options"].items():
@@ -60,9 +60,9 @@ def agree(
                 raise ConfigurationError(
                     f"{who}: {key} is {value} on rank {first} but {other} on rank {rank}"
                 )
-    for problem in problems({rank: words["claims"] for rank, words in said.items()}):
+    for problem in problems({rank: words["claims"] for rank, words in gathered.items()}):
         raise ConfigurationError(f"{who}: {problem}")
-    return have_drifted(words["generator"] for words in said.values() if words["generator"])
+    return have_drifted(words["generator"] for words in gathered.values() if words["generator"])
 
 
 def statement(claim: Claim) -> Words:
@@ -119,19 +119,19 @@ def _known(claim: Claim, name: str) -> int | list[int] | None:
     return None if known == 0 and isinstance(layer, DistributedNorm) else known
 
 
-def _plain(said: Any) -> int | list[int]:
-    return as_int(said) if hasattr(said, "__index__") else [as_int(rank) for rank in said]
+def _plain(answer: Any) -> int | list[int]:
+    return as_int(answer) if hasattr(answer, "__index__") else [as_int(rank) for rank in answer]
 
 
-def problems(said: Mapping[int, Sequence[Words]]) -> Iterator[str]:
+def problems(statements: Mapping[int, Sequence[Words]]) -> Iterator[str]:
     """Contradictions in the statements of the ranks, in the same order on all ranks."""
-    everyone = tuple(said)
+    everyone = tuple(statements)
     # For each parameter: which ranks state which list. For each list: the parameters of each rank, in order.
     lists_of: dict[str, dict[Ranks, list[int]]] = defaultdict(lambda: defaultdict(list))
     orders: dict[Ranks, dict[int, list[str]]] = defaultdict(lambda: defaultdict(list))
     claims: dict[tuple[str, int], Words] = {}
     norms: dict[str, dict[int, list[list[int]]]] = defaultdict(dict)
-    for rank, theirs in said.items():
+    for rank, theirs in statements.items():
         for claim in theirs:
             ranks = everyone if claim["ranks"] is None else tuple(claim["ranks"])
             for problem in (*_of_ranks(rank, claim, ranks, everyone), *_of_sizes(rank, claim)):
@@ -156,19 +156,19 @@ def _of_ranks(rank: int, claim: Words, ranks: Ranks, everyone: Ranks) -> Iterato
     # Problems of one rank's list that need no other rank's statement.
     if claim["complaint"]:
         yield f"on rank {rank}, {claim['complaint']}"
-    said = f"get_ranks_synch_weights() gave {list(ranks)} on rank {rank}"
+    gave = f"get_ranks_synch_weights() gave {list(ranks)} on rank {rank}"
     for other in ranks:
         if other not in everyone:
-            yield f"{said}; rank {other} is not in M = {everyone}"
+            yield f"{gave}; rank {other} is not in M = {everyone}"
     if len(set(ranks)) != len(ranks):
-        yield f"{said}; a rank is listed more than once"
+        yield f"{gave}; a rank is listed more than once"
     if ranks and rank not in ranks:
-        yield f"{said}; the rank itself is missing"
+        yield f"{gave}; the rank itself is missing"
     holders = everyone if claim["holders"] is None else tuple(claim["holders"])
     if holders and not set(ranks) <= set(holders):
-        yield f"{said}; copies of this rank's weights are on {list(holders)}"
+        yield f"{gave}; copies of this rank's weights are on {list(holders)}"
     if not ranks and len(holders) > 1:
-        yield f"{said}, but its weights are held by {list(holders)} and would drift apart; {_HOW}"
+        yield f"{gave}, but its weights are held by {list(holders)} and would drift apart; {_HOW}"
 
 
 def _of_sizes(rank: int, claim: Words) -> Iterator[str]:
@@ -191,10 +191,10 @@ def _of_statistics(name: str, answers: Mapping[int, Sequence[Sequence[int]]]) ->
     for rank, (theirs, ours) in answers.items():
         mine = set(theirs or [rank])
         for other in ours:
-            said = answers[other][0] or [other] if other in answers else ours
-            if set(said) != mine and not mine.isdisjoint(said):
+            named = answers[other][0] or [other] if other in answers else ours
+            if set(named) != mine and not mine.isdisjoint(named):
                 yield (
-                    f"{name!r}: {_NORM}() gave {list(theirs)} on rank {rank} but {list(said)} on rank"
+                    f"{name!r}: {_NORM}() gave {list(theirs)} on rank {rank} but {list(named)} on rank"
                     f" {other}: ranks that share statistics all name each other, and nobody else"
                 )
 
@@ -203,28 +203,28 @@ def _of_parameter(
     parameter: str, lists: Mapping[Ranks, Sequence[int]], claims: Mapping[tuple[str, int], Words]
 ) -> Iterator[str]:
     # Problems of one parameter: all ranks in a list must state the same list and form.
-    who_says = {rank: ranks for ranks, sayers in lists.items() for rank in sayers}
-    for ranks, sayers in lists.items():
-        first = claims[parameter, sayers[0]]
+    list_of = {rank: ranks for ranks, stating in lists.items() for rank in stating}
+    for ranks, (source, *_) in lists.items():
+        first = claims[parameter, source]
         name = f"{first['name']!r} ({parameter})"
         # The lists of this library's layers were checked against their holders already.
         of_library = first["holders"] is None or first["holders"]
-        if not ranks and len(who_says) > 1 and not of_library:
-            holding = f"ranks {sorted(who_says)} hold it and would drift apart"
+        if not ranks and len(list_of) > 1 and not of_library:
+            holding = f"ranks {sorted(list_of)} hold it and would drift apart"
             yield f"{name}: no callback covers it, but {holding}; {_HOW}"
         for rank in ranks:
-            if rank not in who_says:
+            if rank not in list_of:
                 yield (
                     f"{name}: is to be summed over ranks {list(ranks)}, but rank {rank} does not hold it;"
                     " register it on the ranks that do, with get_ranks_synch_weights"
                 )
-            elif who_says[rank] != ranks:
-                theirs = f"{list(who_says[rank])} on rank {rank}"
-                yield f"{name}: get_ranks_synch_weights() gave {list(ranks)} on rank {sayers[0]} but {theirs}"
+            elif list_of[rank] != ranks:
+                theirs = f"{list(list_of[rank])} on rank {rank}"
+                yield f"{name}: get_ranks_synch_weights() gave {list(ranks)} on rank {source} but {theirs}"
             else:
                 here, there = _text(first, parameter), _text(claims[parameter, rank], parameter)
                 if here != there:
-                    yield f"{name}: is {here} on rank {sayers[0]} but {there} on rank {rank}"
+                    yield f"{name}: is {here} on rank {source} but {there} on rank {rank}"
 
 
 def _of_order(ranks: Ranks, names: Mapping[int, Sequence[str]]) -> Iterator[str]:

@@ -115,7 +115,7 @@ class Claim:
         return hasattr(self.module, "get_ranks_synch_weights")
 
     @property
-    def says_anything(self) -> bool:
+    def needs_comparison(self) -> bool:
         """Whether ranks must compare it."""
         return bool(self.entries or self.shared or self.decided_by_user or self.layer or any(self.buffers))
 
@@ -174,7 +174,7 @@ def claims_of(module: nn.Module, name: str, machine: Machine, known: Mapping[int
         ahead += reversed([(child, under(path, key), below) for key, child in part.named_children()])
     for claim in claims:
         claim.decide()
-    return [claim for claim in claims if claim.says_anything]
+    return [claim for claim in claims if claim.needs_comparison]
 
 
 def under(path: str, key: str) -> str:

@@ -18,16 +18,15 @@ from distdl_rma.geometry.partition import Partition
 from distdl_rma.layers.core.arguments import Callbacks
 from distdl_rma.machine import Machine
 from distdl_rma.ops.core.autograd import (
-    ASKED,
-    apart,
-    asked,
+    GRAD_CALLS,
     breaks_graph,
     compiles,
     mark_summed_later,
+    run_eager,
     uncompiled,
 )
 from distdl_rma.segments.memory.context import Uncopyable
-from distdl_rma.sync.bucket import Bucket, BucketKind, GradientSlot, left_of, make_buckets, profiled
+from distdl_rma.sync.bucket import Bucket, BucketKind, GradientSlot, make_buckets, profiled, remaining_slots
 from distdl_rma.sync.claims import GRADIENT_SYNC, Owner, synchronised
 from distdl_rma.sync.clipping import GradientNorms
 from distdl_rma.sync.parameter_hooks import contribution, keep_back, run_first, run_kept_back
@@ -149,7 +148,7 @@ class GradientSync(Uncopyable):
             with self._registry.adding(module, name, callbacks, refusal) as addition:
                 moved, slots = addition.moved, addition.slots(self._options)
                 leaving = [b for b in self._buckets if any(slot.name in moved for slot in b.slots)]
-                rows = left_of(leaving, moved), [each for each in slots if each[0].kind.travels]
+                rows = remaining_slots(leaving, moved), [each for each in slots if each[0].kind.travels]
                 own = {slot.name for slot in self._slots if slot.local}
                 who, limit = self._owner.title, self._options.bucket_nbytes
                 title = f"{who} (memory {addition.number})"
@@ -298,7 +297,7 @@ class GradientSync(Uncopyable):
             parameter.register_post_accumulate_grad_hook(partial(self._accumulated, bucket, slot)),
         ]
         run_first(parameter, slot.handles[0].id)
-        slot.take_over(lambda: None if self._paused or asked() else bucket.offer(slot))
+        slot.take_over(lambda: None if self._paused or GRAD_CALLS else bucket.offer(slot))
 
     def _begin(self) -> None:
         # Called by any first gradient of a backward: other ranks may wait for this rank's other buckets.
@@ -320,20 +319,19 @@ class GradientSync(Uncopyable):
             f"an earlier backward failed, and ranks may have begun to sum its gradients; {self._owner.anew}"
         )
 
-    def _asked_for(self, slot: GradientSlot) -> bool:
+    def _in_grad_call(self, slot: GradientSlot) -> bool:
         # Whether torch.autograd.grad of split tensors runs, which sums contributions itself.
-        ranks = asked()
-        if ranks is not None and not set(ranks) <= {*slot.kind.ranks, self._machine.rank}:
+        if GRAD_CALLS and not set(GRAD_CALLS[-1]) <= {*slot.kind.ranks, self._machine.rank}:
             raise UnsupportedError(
                 f"torch.autograd.grad: {self._label(slot)!r} is not on all ranks alike, and has no whole"
                 " gradient; use backward(), and .grad of this rank's part"
             )
-        return ranks is not None
+        return bool(GRAD_CALLS)
 
     @uncompiled
     def _computed_alone(self, slot: GradientSlot, gradient: torch.Tensor) -> torch.Tensor:
         self._check_open()
-        if self._asked_for(slot):
+        if self._in_grad_call(slot):
             return gradient
         if not self._paused:
             self._begin()
@@ -343,9 +341,9 @@ class GradientSync(Uncopyable):
     def _computed(self, slot: GradientSlot, computed: torch.Tensor) -> torch.Tensor | None:
         # The gradient is complete and not yet accumulated. The usual case makes few calls.
         if compiles() is not None:
-            return apart(self._computed, slot, computed)
+            return run_eager(self._computed, slot, computed)
         parameter = slot.parameter()
-        goes_on = self._in_backward and not (self._paused or self._closed or ASKED)
+        goes_on = self._in_backward and not (self._paused or self._closed or GRAD_CALLS)
         fresh = parameter.grad is None and parameter.dtype is slot.kind.dtype and not slot.ready
         if goes_on and fresh and self._ending() is not None:
             slot.local = False
@@ -361,7 +359,7 @@ class GradientSync(Uncopyable):
         # Handles other cases, such as accumulation; returns whether the gradient will be summed.
         if self._closed:
             self._check_open()
-        if ASKED and self._asked_for(slot):
+        if GRAD_CALLS and self._in_grad_call(slot):
             return False
         gradient = parameter.grad
         if parameter.dtype != slot.kind.dtype:
@@ -371,7 +369,7 @@ class GradientSync(Uncopyable):
         if gradient is None:
             slot.local = False
         if self._paused:
-            slot.keep_apart()
+            slot.keep_local()
             return True
         if not self._in_backward or self._ending() is None:
             self._begin()
@@ -388,7 +386,7 @@ class GradientSync(Uncopyable):
     @breaks_graph
     def _accumulated(self, bucket: Bucket, slot: GradientSlot, parameter: torch.Tensor) -> None:
         if compiles() is not None:
-            return apart(self._accumulated, bucket, slot, parameter)
+            return run_eager(self._accumulated, bucket, slot, parameter)
         if slot.hooks is not None and slot.hooks.seen:
             slot.hooks.contribute(slot)
         if slot.later:

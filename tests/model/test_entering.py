@@ -21,7 +21,7 @@ def test_torchs_modules_call_where_the_user_calls_the_outermost_and_hooks_where_
     ways, end = [], Calls.end
 
     def noted(calls, trail):
-        ways.append([step.place.where for step in trail.steps])
+        ways.append([step.place.location for step in trail.steps])
         end(calls, trail)
 
     monkeypatch.setattr(Calls, "end", noted)

@@ -21,7 +21,7 @@ HEAD = {
 }
 
 
-def said(*changes, cover=HEAD):
+def statements(*changes, cover=HEAD):
     """What so many ranks say: the same, but for the given changes; None for a rank without the cover."""
     words = {}
     for rank, change in enumerate(changes):
@@ -45,7 +45,7 @@ def first(words):
     ],
 )
 def test_what_fits_together_is_no_problem(changes):
-    assert first(said(*changes)) is None
+    assert first(statements(*changes)) is None
 
 
 @pytest.mark.parametrize(
@@ -80,36 +80,36 @@ def test_what_fits_together_is_no_problem(changes):
 )
 def test_what_does_not_fit_is_named_with_both_sides(changes, message):
     with pytest.raises(AssertionError, match=message):
-        raise AssertionError(first(said(*changes)))
+        raise AssertionError(first(statements(*changes)))
 
 
 def test_the_order_of_what_travels_together_is_compared():
     both = {"head.weight": [[4], "float32", True], "tail.weight": [[4], "float32", True]}
     turned = dict(reversed(both.items()))
-    assert first(said({"parameters": both}, {"parameters": both})) is None
-    problem = first(said({"parameters": both}, {"parameters": turned}))
+    assert first(statements({"parameters": both}, {"parameters": both})) is None
+    problem = first(statements({"parameters": both}, {"parameters": turned}))
     assert problem.startswith("'head.weight' on rank 0 comes where 'tail.weight' does on rank 1")
 
 
 def test_what_learns_on_one_rank_only_is_named():
     frozen = {"parameters": {"head.weight": [[4, 3], "float32", False]}}
-    problem = first(said({}, frozen))
+    problem = first(statements({}, frozen))
     assert problem.endswith("is (4, 3) float32 on rank 0 but (4, 3) float32, frozen on rank 1")
 
 
 def test_a_name_belongs_to_one_module_of_a_rank():
-    words = said({}, {})
+    words = statements({}, {})
     words[1].append(dict(words[1][0], name="other"))
     assert first(words).startswith("two modules on rank 1 have a parameter 'head.weight'")
 
 
 def test_what_is_registered_anew_is_so_on_all_its_ranks():
-    problem = first(said({}, {"new": False}))
+    problem = first(statements({}, {"new": False}))
     assert problem.endswith("on rank 0 but (4, 3) float32, registered earlier on rank 1")
 
 
 def test_thousand_ranks_are_compared_at_once():
-    words = said(*({"ranks": [rank - rank % 4 + i for i in range(4)]} for rank in range(1024)))
+    words = statements(*({"ranks": [rank - rank % 4 + i for i in range(4)]} for rank in range(1024)))
     assert first(words) is None
     words[1000][0]["ranks"] = [1000]
     assert "on rank 1001 but [1000] on rank 1000" in " ".join(problems(words))
@@ -124,15 +124,15 @@ def claim_of(module, ranks=(0, 1), **callbacks):
 
 def test_a_statement_has_what_the_ranks_compare():
     assert statement(claim_of(nn.Linear(3, 4, bias=False))) == HEAD | {"holders": ()}
-    said = statement(claim_of(nn.Linear(3, 4, bias=False), ranks=(1,), get_sizeof_gradients=lambda: 7))
-    assert said["ranks"] == (1,) and said["nbytes"] == [7, 48]
-    said = statement(claim_of(nn.Linear(3, 4), get_ranks_synch_norm=lambda: [1], get_sizeof_norm=lambda: 2))
-    assert said["answers"] == {"get_ranks_synch_norm": [[1], []], "get_sizeof_norm": [2, 0]}
+    stated = statement(claim_of(nn.Linear(3, 4, bias=False), ranks=(1,), get_sizeof_gradients=lambda: 7))
+    assert stated["ranks"] == (1,) and stated["nbytes"] == [7, 48]
+    stated = statement(claim_of(nn.Linear(3, 4), get_ranks_synch_norm=lambda: [1], get_sizeof_norm=lambda: 2))
+    assert stated["answers"] == {"get_ranks_synch_norm": [[1], []], "get_sizeof_norm": [2, 0]}
 
 
 def test_callbacks_that_raise_and_shared_parameters_that_part_are_complaints():
-    said = statement(claim_of(nn.Linear(3, 4), get_sizeof_gradients=lambda: 1 / 0))
-    assert said["complaint"].startswith("a callback gives no such thing: ZeroDivisionError")
+    stated = statement(claim_of(nn.Linear(3, 4), get_sizeof_gradients=lambda: 1 / 0))
+    assert stated["complaint"].startswith("a callback gives no such thing: ZeroDivisionError")
     owner = Claim(None, "trunk", (0, 1), ranks=(0, 1))
     sharing = Claim(None, "head", (0, 1), ranks=(1,))
     sharing.shared.append((owner, ParameterEntry(nn.Parameter(torch.zeros(2)), "trunk.weight", [])))

@@ -14,7 +14,7 @@ from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.layers.core.refusals import clipped
 from distdl_rma.ops.core.autograd import GradientNeeds
-from distdl_rma.ops.core.tensors import trouble_with
+from distdl_rma.ops.core.tensors import problem_with
 
 # Shape and type of one input.
 _Input = tuple[tuple[int, ...], torch.dtype]
@@ -68,7 +68,7 @@ class InputFacts(NamedTuple):
         """
         given = len(xs)
         for at, x in enumerate(xs):
-            problem = problem or trouble_with(x, f"input {at}" if given > 1 else "input")
+            problem = problem or problem_with(x, f"input {at}" if given > 1 else "input")
         if problem:
             return cls((), GradientNeeds(False, False), problem=clipped(problem))
         if given < len(idle):

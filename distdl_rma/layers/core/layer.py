@@ -25,9 +25,10 @@ from distdl_rma.layers.core.refusals import CallOutcome
 from distdl_rma.machine import Machine
 from distdl_rma.ops.core.autograd import anchored, idle, uncompiled
 from distdl_rma.ops.core.movement import CallSite
-from distdl_rma.ops.core.tensors import trouble_with
+from distdl_rma.ops.core.tensors import problem_with
 from distdl_rma.split import layout as lay
-from distdl_rma.split.tensor import SplitTensor, checked_block, mapped
+from distdl_rma.split.calls.refusals import mapped
+from distdl_rma.split.tensor import SplitTensor, checked_block
 
 # For each module the modules that contain it, oldest first, and its key in each. Weak references; by id,
 # since modules of a program may define equality.
@@ -401,7 +402,7 @@ class DistributedLayer(CallbackModule):
         outcome = self.outcome()
         if outcome is not None:
             outcome.receive()
-        problem = trouble_with(x)
+        problem = problem_with(x)
         if problem:
             raise ShapeError(f"{self.name!r}: rank {self.machine.rank}: {problem}")
         # A backward may start here, as on the other ranks; it does nothing.

@@ -15,7 +15,7 @@ from distdl_rma.layers.core.agreement import ShapeAgreement
 from distdl_rma.layers.core.arguments import Callbacks
 from distdl_rma.layers.core.input_facts import InputFacts
 from distdl_rma.layers.core.layer import DistributedLayer
-from distdl_rma.ops.core.autograd import GradientNeeds, anchored, deliver, tells_peers
+from distdl_rma.ops.core.autograd import GradientNeeds, anchored, deliver, reports_failures
 from distdl_rma.ops.core.operation import Agreement, Operation
 from distdl_rma.ops.core.tensors import autocast
 
@@ -71,7 +71,7 @@ class OperatorLayer(DistributedLayer, Generic[O]):
             return None
         return ShapeAgreement(self, ranks, len(self.P_xs), has_outcome=self.placements is not None)
 
-    @tells_peers
+    @reports_failures
     def connect(self, shape: Sequence[int] | None = None, dtype: torch.dtype | None = None) -> None:
         """Plan for an input before the first call, and exchange addresses with the neighbours, once.
 
@@ -131,7 +131,7 @@ class OperatorLayer(DistributedLayer, Generic[O]):
             y = deliver(y, False, x.shape[0] if x.dim() else None)
         return y if y.requires_grad else anchored(y, needs.any)
 
-    @tells_peers
+    @reports_failures
     def forward(self, input: torch.Tensor) -> Any:
         """Apply the layer to ``input``, the local shard on P_x or a tensor without elements elsewhere."""
         return self.apply_to(input)

@@ -20,9 +20,9 @@ from distdl_rma.geometry.partition import Partition
 from distdl_rma.layers.core.arguments import LayerOptions
 from distdl_rma.layers.core.layer import DistributedLayer
 from distdl_rma.layers.core.refusals import gather_refusal
-from distdl_rma.ops.core.autograd import OperatorFunction, anchored, tells_peers, tied, uncompiled
+from distdl_rma.ops.core.autograd import OperatorFunction, anchored, reports_failures, tied, uncompiled
 from distdl_rma.ops.core.movement import CallSite
-from distdl_rma.ops.core.tensors import no_autocast, trouble_with
+from distdl_rma.ops.core.tensors import no_autocast, problem_with
 from distdl_rma.segments.collectives.allreduce import Allreduce
 
 _LEGACY = ("size_average", "reduce")
@@ -191,7 +191,7 @@ class DistributedLoss(DistributedLayer):
         words = {"reduction": self.reduction, **self.arguments, **shapes, "P_x": self.P_x.shape}
         return ", ".join(f"{key}={value}" for key, value in words.items())
 
-    @tells_peers
+    @reports_failures
     def forward(self, input: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         """Global loss of the local shards ``input`` and ``target``, which are empty outside of P_x; blocking.
 
@@ -240,7 +240,7 @@ class DistributedLoss(DistributedLayer):
 
     def _input_problem(self, input: torch.Tensor, target: torch.Tensor) -> str:
         # Error text if the local tensors are invalid, or do not fit together; empty otherwise.
-        problem = trouble_with(input) or trouble_with(target, "target")
+        problem = problem_with(input) or problem_with(target, "target")
         if problem:
             return problem
         if input.dim() != self.P_x.dim:
@@ -329,7 +329,7 @@ class DistributedLoss(DistributedLayer):
         return weight
 
     def _idle(self, input: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        problem = trouble_with(input) or trouble_with(target, "target")
+        problem = problem_with(input) or problem_with(target, "target")
         if problem:
             raise ShapeError(f"{self.name!r}: rank {self.machine.rank}: {problem}")
         if input.numel():

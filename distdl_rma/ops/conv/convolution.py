@@ -24,7 +24,7 @@ from distdl_rma.ops.core.autograd import (
     OperatorFunction,
     anchor,
     first_derivative,
-    recomputed_alike,
+    recomputed_by_all,
     tied,
 )
 from distdl_rma.ops.core.movement import CallSite, Movement
@@ -76,7 +76,7 @@ class GridConvolution(GatherComputeScatter):
         """Partial output of this rank, by torch's autograd."""
         weight, bias = weights["weight"], weights.get("bias")
         if self._empty:
-            return recomputed_alike(tied(weight.new_zeros(self._shape), (x, weight, bias)))
+            return recomputed_by_all(tied(weight.new_zeros(self._shape), (x, weight, bias)))
         return self.convolve_block(x, self.block(weight), bias)
 
     def convolve_block(self, x: Tensor, block: Tensor, bias: Tensor | None) -> Tensor:

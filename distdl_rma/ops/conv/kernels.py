@@ -16,7 +16,7 @@ from distdl_rma.geometry.halo import Stencil
 from distdl_rma.ops.core.autograd import OperatorFunction, uncompiled
 
 # Types for which oneDNN's kernels can be wrong; see convolution.
-_AT_FAULT = (torch.float32, torch.float16, torch.bfloat16)
+_UNSAFE_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 # torch uses its own kernels for one sample of at most so many elements, not counting the last dimension of
 # volumes. Given the number of spatial dimensions, oneDNN is faster from so many products on: it takes a fifth
 # to a tenth of the time for volumes. Below, oneDNN's start-up costs more.
@@ -99,7 +99,7 @@ class KernelChoice(NamedTuple):
         """Choice for the shapes of an input and of a weight."""
         extents, kernel, empty = x[2:], weight[2:], 0 in x
         block = steps.outputs(extents, kernel) if steps.transposed else extents
-        if dtype in _AT_FAULT and not empty and not steps.fills(block, kernel, dtype.itemsize < 4):
+        if dtype in _UNSAFE_DTYPES and not empty and not steps.fills(block, kernel, dtype.itemsize < 4):
             return cls()
         least = _WORTH_ONEDNN.get(len(extents))
         if least is None or dtype != torch.float32 or steps.groups > 1 or steps.transposed or empty:
@@ -122,7 +122,7 @@ _AS_TORCH = KernelChoice(safe=True)
 _choice = lru_cache(maxsize=1024)(KernelChoice.of)
 
 
-def betters(x: Tensor, weight: Tensor, bias: Tensor | None, steps: ConvolutionArguments) -> bool:
+def uses_faster_kernel(x: Tensor, weight: Tensor, bias: Tensor | None, steps: ConvolutionArguments) -> bool:
     """Whether a convolution, or its adjoint, uses a faster kernel than torch; False if torch raises."""
     if _choice(steps, x.shape, weight.shape, x.dtype)[1:] == _AS_TORCH[1:] or not _onednn_enabled():
         return False
@@ -140,7 +140,7 @@ def convolution(x: Tensor, weight: Tensor, bias: Tensor | None, steps: Convoluti
     """
     choice = _choice(steps, x.shape, weight.shape, x.dtype)
     differentiated = choice != _AS_TORCH and torch.is_grad_enabled()
-    if choice.safe and (differentiated or choice.chosen) and not betters(x, weight, bias, steps):
+    if choice.safe and (differentiated or choice.chosen) and not uses_faster_kernel(x, weight, bias, steps):
         choice, differentiated = _AS_TORCH, False
     if differentiated:
         y: Tensor = _Convolution.apply(x, weight, bias, steps)

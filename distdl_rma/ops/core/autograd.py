@@ -57,14 +57,14 @@ def uncompiled(function: Callable[Q, R]) -> Callable[Q, R]:
     def entry(*args: Q.args, **kwargs: Q.kwargs) -> R:
         if compiles() is None:
             return function(*args, **kwargs)
-        return apart(function, *args, **kwargs)
+        return run_eager(function, *args, **kwargs)
 
     return breaks_graph(entry)
 
 
 @_disable_dynamo
-def apart(function: Callable[Q, R], *args: Q.args, **kwargs: Q.kwargs) -> R:
-    """Call a function; the compiler compiles nothing inside of it."""
+def run_eager(function: Callable[Q, R], *args: Q.args, **kwargs: Q.kwargs) -> R:
+    """Call a function eagerly: the compiler compiles nothing inside of it."""
     return function(*args, **kwargs)
 
 
@@ -117,7 +117,7 @@ def first_derivative(backward: Callable[..., tuple[Any, ...]]) -> Callable[..., 
         if RUNNING.number != (number := backward_id()):
             RUNNING.number, RUNNING.behind = number, None
         try:
-            return backward(ctx, *gradients) if compiles() is None else apart(backward, ctx, *gradients)
+            return backward(ctx, *gradients) if compiles() is None else run_eager(backward, ctx, *gradients)
         except Exception as error:
             # Operations that wait for peers, or that peers wait for, set ctx.machine.
             _report(getattr(ctx, "machine", None), error, of_all=True)
@@ -126,17 +126,17 @@ def first_derivative(backward: Callable[..., tuple[Any, ...]]) -> Callable[..., 
     return breaks_graph(checked)
 
 
-def tells_peers(forward: Callable[Concatenate[L, Q], R]) -> Callable[Concatenate[L, Q], R]:
+def reports_failures(forward: Callable[Concatenate[L, Q], R]) -> Callable[Concatenate[L, Q], R]:
     """Forward of a layer that reports a failure of this rank to all ranks, so that no peer waits for it."""
 
     @wraps(forward)
     def watched(layer: L, /, *args: Q.args, **kwargs: Q.kwargs) -> R:
         try:
             if compiles() is not None:
-                return apart(forward, layer, *args, **kwargs)
+                return run_eager(forward, layer, *args, **kwargs)
             found: Any = forward(layer, *args, **kwargs)
             if _hooks_of_saved(False) is not None and type(found) is torch.Tensor:
-                found = recomputed_alike(found)
+                found = recomputed_by_all(found)
             result: R = found
             return result
         except ENOUGH:
@@ -171,7 +171,7 @@ def _report(machine: Machine | None, error: Exception, of_all: bool = False) -> 
 # Attribute of parameters whose gradient a GradientSync sums.
 _SYNCHRONISED = "_distdl_rma_synchronised"
 # Per running torch.autograd.grad, the innermost last: the ranks over which its caller sums the gradients.
-ASKED: list[tuple[int, ...]] = []
+GRAD_CALLS: list[tuple[int, ...]] = []
 
 
 def mark_summed_later(parameter: torch.Tensor, marked: bool) -> None:
@@ -188,18 +188,13 @@ def is_synchronised(parameter: torch.Tensor) -> bool:
 
 
 @contextmanager
-def asking(ranks: tuple[int, ...]) -> Iterator[None]:
+def grad_call(ranks: tuple[int, ...]) -> Iterator[None]:
     """Context of a ``torch.autograd.grad`` whose caller sums the returned gradients over these ranks."""
-    ASKED.append(ranks)
+    GRAD_CALLS.append(ranks)
     try:
         yield
     finally:
-        ASKED.pop()
-
-
-def asked() -> tuple[int, ...] | None:
-    """Ranks over which the caller of the running ``grad`` sums gradients; None if they go to ``.grad``."""
-    return ASKED[-1] if ASKED else None
+        GRAD_CALLS.pop()
 
 
 class GradientNeeds(NamedTuple):
@@ -259,7 +254,7 @@ class _Anchored(OperatorFunction):
 def idle(x: torch.Tensor, others: Iterable[torch.Tensor | None] = ()) -> torch.Tensor:
     """Empty tensor in the graph of all arguments: of the shape of ``x`` if that is empty, else (b, 0)."""
     y = x.flatten()[:0].reshape(*x.shape[:1], 0) if x.numel() else x.clone()
-    return recomputed_alike(tied(y, others))
+    return recomputed_by_all(tied(y, others))
 
 
 class _Recomputed(OperatorFunction):
@@ -278,8 +273,8 @@ class _Recomputed(OperatorFunction):
         return (gradient,)
 
 
-def recomputed_alike(y: torch.Tensor) -> torch.Tensor:
-    """``y``, a new tensor, with a saved tensor in its graph: a checkpoint recomputes its forward there.
+def recomputed_by_all(y: torch.Tensor) -> torch.Tensor:
+    """``y``, a new tensor, with a saved tensor in its graph: a checkpoint of any rank recomputes there.
 
     A checkpoint recomputes where the backward first needs a saved tensor, and up to the last saved tensor.
     Ranks without elements may save nothing, and would recompute elsewhere than peers that wait for them.

@@ -27,7 +27,7 @@ from distdl_rma.segments.lanes import SLOTS, in_steps
 # already put them into the result).
 _Parts = Iterator[tuple[tuple[slice, ...] | None, torch.Tensor | None]]
 # Smaller pieces stay in the cache between two reads in any case.
-_ECHOED_NBYTES = 1 << 20
+_COPIED_NBYTES = 1 << 20
 
 
 class CallSite(NamedTuple):
@@ -79,9 +79,9 @@ class OneWay:
         self._mine = [(piece.target.slices(need), piece.box.slices(own)) for piece in exchange.local]
         # None where a piece is the whole result.
         self._theirs = [None if piece.box == need else piece.box.slices(need) for piece in channel.receives]
-        # Slices of parts that _echo copies to the result while they are sent; and these results, by epoch.
-        self._echoes = [piece.box.slices(own) for piece in _sent_and_kept(channel)]
-        self._echoed: dict[int, torch.Tensor] = {}
+        # Slices of parts that are copied to the result while they are sent; and these results, by epoch.
+        self._copy_slices = [piece.box.slices(own) for piece in _sent_and_kept(channel)]
+        self._copied_results: dict[int, torch.Tensor] = {}
         # All ranks sum in the partition's order, for equal results. Without sums local pieces come first.
         self._before = channel.count(0 if exchange.disjoint else exchange.before_local)
         first = [*channel.receives[: self._before], *exchange.local, *channel.receives][:1]
@@ -102,22 +102,22 @@ class OneWay:
         mark = self._trace.marks(channel.name, self.backward)
         mark("start")
         parts = channel.cut(as_words(x))
-        if self._echoes:
+        if self._copy_slices:
             y = result(self._shape, self.dtype)
-            epoch = channel.start(self._echo(parts, y))
-            self._echoed[epoch] = y
+            epoch = channel.start(self._copied_while_sent(parts, y))
+            self._copied_results[epoch] = y
             # The result of an epoch that was given up may still be here.
-            self._echoed.pop(epoch - SLOTS, None)
+            self._copied_results.pop(epoch - SLOTS, None)
         else:
             epoch = channel.start(parts)
         mark("")
         return x, epoch
 
-    def _echo(self, parts: Iterable[Any], y: torch.Tensor) -> Iterator[Any]:
+    def _copied_while_sent(self, parts: Iterable[Any], y: torch.Tensor) -> Iterator[Any]:
         # Each piece is read twice in a row, the second time from the cache. numpy copies: for memory larger
         # than a core's own cache, torch's copy takes a tenth longer.
         kept = as_words(y)
-        for part, where in zip_longest(parts, self._echoes):
+        for part, where in zip_longest(parts, self._copy_slices):
             if where is not None:
                 kept[where] = part
             yield part
@@ -141,11 +141,11 @@ class OneWay:
             yield self.arrive(*under_way.popleft())
 
     def _arrive(self, x: torch.Tensor, epoch: int) -> torch.Tensor:
-        echoed = self._echoed.pop(epoch, None)
-        if echoed is not None:
+        copied = self._copied_results.pop(epoch, None)
+        if copied is not None:
             for _ in self._received(epoch):
                 pass
-            return echoed
+            return copied
         landed: Any = self.channel.take_result(epoch)
         y = result(self._shape, self._wide) if landed is None else landed
         local = ((target, x[source]) for target, source in self._mine)
@@ -302,11 +302,11 @@ def _sent_and_kept(channel: Channel) -> list[Piece]:
         return []
     (kept,) = exchange.local
     first = [piece for piece in channel.sends if piece.peer == channel.sends[0].peer]
-    alike = sum(piece.box.volume for piece in first) == kept.box.volume == exchange.need.volume
+    complete = sum(piece.box.volume for piece in first) == kept.box.volume == exchange.need.volume
     here = kept.target == kept.box == exchange.own
-    large = kept.box.volume * channel.dtype.itemsize >= _ECHOED_NBYTES
+    large = kept.box.volume * channel.dtype.itemsize >= _COPIED_NBYTES
     inside = all((piece.box & kept.box) == piece.box for piece in first)
-    return first if alike and here and large and inside else []
+    return first if complete and here and large and inside else []
 
 
 def _channel(machine: Machine, exchange: Exchange, dtype: torch.dtype, name: str) -> Channel:

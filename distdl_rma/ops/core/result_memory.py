@@ -63,12 +63,12 @@ class ResultPool:
         nbytes = prod(shape) * dtype.itemsize
         if nbytes < self._smallest:
             return torch.empty(tuple(shape), dtype=dtype)
-        block, alike = self._take(nbytes), NUMPY.get(dtype)
+        block, element = self._take(nbytes), NUMPY.get(dtype)
         # Only torch refers to this view, as long as any tensor is in it.
-        lent = block[:] if alike is None else np.ndarray(shape, alike, block)
+        lent = block[:] if element is None else np.ndarray(shape, element, block)
         loan = self._lent[id(block)] = _Loan(lent, self._ended)
         loan.block = block
-        if alike is not None:
+        if element is not None:
             return torch.from_numpy(lent)
         # numpy does not know the type. Not a view of another tensor, so that it can be changed in place.
         storage, extents = torch.from_numpy(lent).untyped_storage(), torch.Size(shape)

@@ -14,7 +14,7 @@ from distdl_rma.dtypes import DTYPES
 MAX_DIMS = 8
 
 
-def trouble_with(x: object, what: str = "input") -> str:
+def problem_with(x: object, what: str = "input") -> str:
     """Reason why a value cannot be a shard that moves; empty if it can."""
     if not isinstance(x, torch.Tensor):
         return f"{what} is of type {type(x).__name__}, wanted a tensor"

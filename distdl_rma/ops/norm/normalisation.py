@@ -429,12 +429,12 @@ class RunningStatistics:
         kept: KeptValues | None = None,
     ) -> None:
         self._site, self._store, self._share = site, store, share
-        self._statistics, self._kept, self._speaks = statistics, kept, False
+        self._statistics, self._kept, self._contributes = statistics, kept, False
         if statistics is not None:
             total = statistics.total
             # Factor from the variance to the unbiased variance.
             self._correction = total / np.maximum(total - 1, 1)
-            self._speaks = statistics.groups.ranks[0] == site.machine.rank
+            self._contributes = statistics.groups.ranks[0] == site.machine.rank
         self._instances = axes.instances(len(source.shape))
         self._number = max(1, prod(source.shape[d] for d in self._instances))
         self._empty = 0 in (n for d, n in enumerate(source.shape) if d not in axes.weighted)
@@ -469,8 +469,8 @@ class RunningStatistics:
             batch = [self._kept.to_store(as_tensor(self._per_channel(values))) for values in (mean, unbiased)]
         if self._sums is not None:
             # One of the ranks that share statistics contributes them.
-            speaks = bool(batch) and self._speaks
-            total = self._sums(as_array(torch.cat(list(batch)) * self._share) if speaks else 0)
+            contributes = bool(batch) and self._contributes
+            total = self._sums(as_array(torch.cat(list(batch)) * self._share) if contributes else 0)
             batch = as_tensor(total).tensor_split(len(RUNNING))
         # A batch without elements changes nothing. Where channels are cut, a rank outside stores none.
         if not batch or self._empty:
@@ -488,8 +488,8 @@ class RunningStatistics:
 def _mix(running: Tensor, new: Array, momentum: float) -> None:
     # As torch's lerp, in float64.
     old = running.numpy() if running.dtype in FLOATS else as_array(running.to(torch.float64))
-    apart = new - old
-    mixed = old + momentum * apart if momentum < 0.5 else new - (1 - momentum) * apart
+    delta = new - old
+    mixed = old + momentum * delta if momentum < 0.5 else new - (1 - momentum) * delta
     # torch copies: it then detects changes of tensors that a graph has saved.
     running.copy_(torch.from_numpy(mixed))
 

@@ -225,7 +225,7 @@ class LocalRun:
         array[...] = values
         return memory
 
-    def told(self, x: Tensor, out: Tensor | None) -> Shift:
+    def compute_moments(self, x: Tensor, out: Tensor | None) -> Shift:
         """Write mean and squares of the elements; return a shift, and write ``x`` minus it to ``out`` if any.
 
         Squares are about the local mean, so a large mean hides no small variance. Without ``out`` both the
@@ -334,7 +334,7 @@ class Statistics:
         """
         mark("local")
         shifted = result_like(x) if self.centred else None
-        by = [run.told(x, shifted) for run in self.runs]
+        by = [run.compute_moments(x, shifted) for run in self.runs]
         mean, squares = self._merge(self._pair, mark)
         return mean, squares / self.total, shifted, () if shifted is None else by
 
@@ -345,8 +345,8 @@ class Statistics:
         if not self._in_one_round:
             first, second = self._two_sums
             mean = _start(first, self._shares[self._mine] * pair[0])().copy()
-            apart = pair[0] - mean
-            return mean, _start(second, pair[1] + self._counts[self._mine] * apart * apart)()
+            delta = pair[0] - mean
+            return mean, _start(second, pair[1] + self._counts[self._mine] * delta * delta)()
         # Allreduce in one round: each rank reduces the values that it receives.
         mark("start")
         arrive = None
@@ -365,25 +365,25 @@ class Statistics:
     def _one_by_one(self, parts: Sequence[tuple[Array, Array]]) -> tuple[Array, Array]:
         mean, squares = parts[0]
         for (its_mean, its_squares), share, spread in zip(parts[1:], *self._joined, strict=True):
-            apart = its_mean - mean
-            mean = apart * share + mean
-            apart *= apart
-            apart *= spread
-            apart += squares
-            apart += its_squares
-            squares = apart
+            delta = its_mean - mean
+            mean = delta * share + mean
+            delta *= delta
+            delta *= spread
+            delta += squares
+            delta += its_squares
+            squares = delta
         return mean, squares
 
     def _together(self, rows: Array) -> tuple[Array, Array]:
         means, squares = rows[:, 0], rows[:, 1]
         first = means[0]
-        apart = means - first
-        middle = first + np.add.reduce(apart * self._shares)
-        np.subtract(means, middle, out=apart)
-        apart *= apart
-        apart *= self._counts
-        apart += squares
-        return middle, np.add.reduce(apart)
+        delta = means - first
+        middle = first + np.add.reduce(delta * self._shares)
+        np.subtract(means, middle, out=delta)
+        delta *= delta
+        delta *= self._counts
+        delta += squares
+        return middle, np.add.reduce(delta)
 
     def pair(self) -> tuple[Array, Array]:
         """Memory for two values per group to sum, zero for groups without elements on this rank."""

@@ -69,17 +69,17 @@ class LossOrigin:
         """Hash a result from the function and its arguments."""
         if kind in _UNFOLLOWED:
             return
-        told = [self._names[function], torch.is_grad_enabled()]
+        hashes = [self._names[function], torch.is_grad_enabled()]
         for argument in args:
             # A split tensor has its hash as an attribute, like a plain tensor that was computed of one.
-            way = getattr(argument, "_loss_hash", None)
-            told.append(self._told(argument) if way is None else way)
+            known = getattr(argument, "_loss_hash", None)
+            hashes.append(self._hash_of(argument) if known is None else known)
         for key, argument in kwargs.items():
             if argument is not None and argument is not False:
-                told += self._names[key], self._told(argument)
+                hashes += self._names[key], self._hash_of(argument)
         # A hash of numbers only: Python's hash of a text differs between processes.
-        number = hash(tuple(told)) & _MASK | _LARGE
-        self._recent.append((number, function, told))
+        number = hash(tuple(hashes)) & _MASK | _LARGE
+        self._recent.append((number, function, hashes))
         # A function that writes to a slice returns None, and changes its first argument.
         changed: Any = args[:1] if result is None else result
         if changed.__class__ in TENSORS:
@@ -88,9 +88,9 @@ class LossOrigin:
             for at, each in enumerate(changed):
                 if each.__class__ in TENSORS:
                     each._loss_hash = number if at == 0 else hash((number, at)) & _MASK | _LARGE
-                    self._recent.append((each._loss_hash, function, told))
+                    self._recent.append((each._loss_hash, function, hashes))
 
-    def _told(self, argument: Any) -> Any:
+    def _hash_of(self, argument: Any) -> Any:
         kind = argument.__class__
         if kind in _NUMBERS:
             # Python hashes -1 as -2, and NaN by the object.
@@ -99,11 +99,11 @@ class LossOrigin:
         if kind is str:
             return self._names[argument]
         if kind in TENSORS:
-            way = getattr(argument, "_loss_hash", None)
-            return _number_of(argument) if way is None else way
+            known = getattr(argument, "_loss_hash", None)
+            return _number_of(argument) if known is None else known
         if isinstance(argument, (tuple, list)):
-            return tuple([self._told(one) for one in argument])
-        return _NONE if argument is None else self._told(as_comparable(argument))
+            return tuple([self._hash_of(one) for one in argument])
+        return _NONE if argument is None else self._hash_of(as_comparable(argument))
 
     def begins_backward(self, ends: Sequence[Any]) -> None:
         """Note a backward that begins at ``ends``; a plain tensor among these is not compared."""
@@ -115,20 +115,20 @@ class LossOrigin:
     def described(self, ends: Sequence[int]) -> list[str]:
         """The calls that led to results with these hashes, for messages."""
         wanted, seen, found = {*ends}, {0}, list[str]()
-        for number, function, told in reversed(self._recent):
+        for number, function, hashes in reversed(self._recent):
             if number in wanted - seen:
                 seen.add(number)
-                wanted.update(_large(told))
-                found.append(name_of(function) + described_arguments([*map(self._said, told[2:])]))
+                wanted.update(_large(hashes))
+                found.append(name_of(function) + described_arguments([*map(self._value_of, hashes[2:])]))
         return found[::-1]
 
-    def _said(self, told: Any) -> Any:
+    def _value_of(self, hashed: Any) -> Any:
         # A value from its hash, for messages.
-        if isinstance(told, tuple):
-            return (*map(self._said, told),)
-        if not isinstance(told, int) or abs(told) < _LARGE:
-            return _MEANT.get(told, told)
-        return next((what for what, number in self._names.items() if number == told), ...)
+        if isinstance(hashed, tuple):
+            return (*map(self._value_of, hashed),)
+        if not isinstance(hashed, int) or abs(hashed) < _LARGE:
+            return _MEANT.get(hashed, hashed)
+        return next((what for what, number in self._names.items() if number == hashed), ...)
 
 
 class Backwards:
@@ -153,10 +153,10 @@ class Backwards:
         # Hash of all starts; the starts since ``number`` was called; the starts before that call.
         self._number, self._new, self._last = 0, list[int](), list[int]()
 
-    def add(self, way: int) -> None:
+    def add(self, start: int) -> None:
         """Note a backward that begins at a result with this hash."""
-        self._number = checksum(way, self._number)
-        self._new = [*self._new[-_FEW:], way]
+        self._number = checksum(start, self._number)
+        self._new = [*self._new[-_FEW:], start]
 
     def number(self) -> int:
         """Hash of all starts so far, to compare; ``words`` then describes the starts since the last call."""
@@ -167,20 +167,20 @@ class Backwards:
         """The hash, and the calls that led to the last starts."""
         return [self._number, LOSS_ORIGIN.described(self._last)]
 
-    def problem(self, said: Mapping[int, Any]) -> str:
+    def problem(self, words: Mapping[int, Any]) -> str:
         """Message if the ranks' backwards began differently, which also discards them; empty otherwise."""
-        if len({number for number, _ in said.values()}) == 1:
+        if len({number for number, _ in words.values()}) == 1:
             return ""
         self.forget()
-        at = first_difference(ways := [way for _, way in said.values()])
+        at = first_difference(traces := [trace for _, trace in words.values()])
         if at is None:
-            told = "of other plain tensors, as labels, of what was computed of weights, or without a graph"
+            found = "of other plain tensors, as labels, of what was computed of weights, or without a graph"
         else:
-            calls = [f"calls {way[at] if at < len(way) else 'nothing more'}" for way in ways]
-            told = by_ranks(dict(zip(said, calls, strict=True)))
+            calls = [f"calls {trace[at] if at < len(trace) else 'nothing more'}" for trace in traces]
+            found = by_ranks(dict(zip(words, calls, strict=True)))
         return (
             f"the backward before this call began at what the ranks computed in different ways:"
-            f" {told}. The gradients were of neither; do labels or factors of a loss depend on the rank?"
+            f" {found}. The gradients were of neither; do labels or factors of a loss depend on the rank?"
         )
 
 
@@ -194,9 +194,9 @@ def _number_of(x: torch.Tensor) -> int:
     return crc32(values.encode()) + _LARGE
 
 
-def _large(told: Any) -> Iterator[int]:
+def _large(hashes: Any) -> Iterator[int]:
     # Hashes of tensors, functions and texts.
-    for one in told:
+    for one in hashes:
         if isinstance(one, tuple):
             yield from _large(one)
         elif isinstance(one, int) and abs(one) >= _LARGE:

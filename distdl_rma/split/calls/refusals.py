@@ -14,13 +14,13 @@ from typing import Any
 
 import torch
 
-from distdl_rma.split.calls.table import ASKS_TORCH, Handler, rule
+from distdl_rma.split.calls.table import RAISES_AS_TORCH, Handler, rule
 
 # Text and category of a warning of torch.
 Warned = tuple[str, type[Warning]]
 # Kinds of calls that torch accepts, each with torch's warnings. Refused ones are not kept: the next call may
 # have other values, as of a mask.
-_TAKEN: dict[Any, Sequence[Warned]] = {}
+_ACCEPTED: dict[Any, Sequence[Warned]] = {}
 _MOST = 1 << 12
 # Above so many elements in all tensors of a call, its stand-ins are on the meta device.
 _FEW = 1 << 16
@@ -44,20 +44,20 @@ def raise_as_torch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     if kwargs.get("out") is not None or any(callable(x) or isinstance(x, torch.Generator) for x in given):
         return ()
     key = func, torch.is_autocast_enabled("cpu"), torch.get_default_dtype(), _kind(args), _kind(kwargs)
-    found = _TAKEN.get(key)
+    found = _ACCEPTED.get(key)
     if found is not None:
         return found
-    said: list[Warned] = []
-    error = _error(func, args, kwargs, said)
+    warned: list[Warned] = []
+    error = _error(func, args, kwargs, warned)
     if error is not None:
         error.add_note(_HINT)
         raise error
-    if len(_TAKEN) > _MOST:
-        _TAKEN.clear()
-    return _TAKEN.setdefault(key, said)
+    if len(_ACCEPTED) > _MOST:
+        _ACCEPTED.clear()
+    return _ACCEPTED.setdefault(key, warned)
 
 
-def checked_rule(kind: str, *names: Any, says: str = "") -> Callable[[Handler], Handler]:
+def checked_rule(kind: str, *names: Any, doc: str = "") -> Callable[[Handler], Handler]:
     """As :func:`rule`; the handler is only called if torch accepts the call."""
 
     def enter(handler: Handler) -> Handler:
@@ -66,14 +66,14 @@ def checked_rule(kind: str, *names: Any, says: str = "") -> Callable[[Handler], 
             raise_as_torch(func, args, kwargs)
             return handler(func, args, kwargs)
 
-        return rule(kind, *names, says=says)(asking_torch(refuses_first))
+        return rule(kind, *names, doc=doc)(raising_as_torch(refuses_first))
 
     return enter
 
 
-def asking_torch(handler: Handler) -> Handler:
+def raising_as_torch(handler: Handler) -> Handler:
     """Mark a handler that itself raises torch's errors, except those that depend on other ranks' values."""
-    setattr(handler, ASKS_TORCH, True)
+    setattr(handler, RAISES_AS_TORCH, True)
     return handler
 
 
@@ -113,9 +113,9 @@ def _shape(x: Any) -> tuple[int, ...]:
     return x._layout.shape if _is_split(x) else tuple(x.shape)
 
 
-def _error(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], said: list[Warned]) -> Exception | None:
+def _error(func: Any, args: Any, kwargs: dict[str, Any], warned: list[Warned]) -> Exception | None:
     tensors: list[torch.Tensor] = []
-    _mapped(tensors.append, (args, kwargs))
+    mapped(tensors.append, (args, kwargs))
 
     def filled(value: int) -> Callable[[Any], torch.Tensor]:
         return lambda x: torch.full(_shape(x), value, dtype=x.dtype) if _is_split(x) else _here(x).clone()
@@ -124,7 +124,7 @@ def _error(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], said: list[
         y = filled(1)(x)
         return y.triu().tril() if y.dim() > 1 and _is_split(x) else y
 
-    tried = partial(_tried, func, args, kwargs, said)
+    tried = partial(_tried, func, args, kwargs, warned)
     if sum(prod(_shape(x)) for x in tensors) <= _FEW:
         # Torch may refuse some values only, as singular matrices. It refuses the call if all stand-ins fail.
         error = tried(filled(0)) and tried(filled(1))
@@ -144,7 +144,7 @@ def _tried(
     func: Any,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    said: list[Warned],
+    warned: list[Warned],
     stand_in: Callable[[Any], torch.Tensor],
 ) -> Exception | None:
     # The error of a call with stand-ins; restores the generator, so that other calls draw the same numbers.
@@ -153,7 +153,7 @@ def _tried(
         with torch.no_grad(), warnings.catch_warnings(record=True) as found:
             # Independent of the user's filters.
             warnings.simplefilter("always")
-            func(*_mapped(stand_in, args), **_mapped(stand_in, kwargs))
+            func(*mapped(stand_in, args), **mapped(stand_in, kwargs))
     except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
         # Depends on the values of a matrix.
         return None
@@ -161,15 +161,18 @@ def _tried(
         return error.with_traceback(None)
     finally:
         torch.default_generator.set_state(state)
-    said[:] = [(str(each.message), each.category) for each in found]
+    warned[:] = [(str(each.message), each.category) for each in found]
     return None
 
 
-def _mapped(change: Callable[[Any], Any], argument: Any) -> Any:
+def mapped(change: Any, argument: Any) -> Any:
+    """Arguments with ``change`` applied to every tensor."""
     if isinstance(argument, torch.Tensor):
         return change(argument)
+    if isinstance(argument, tuple) and hasattr(argument, "_fields"):
+        return type(argument)(*(mapped(change, one) for one in argument))
     if isinstance(argument, (list, tuple)):
-        return type(argument)([_mapped(change, each) for each in argument])
+        return type(argument)(mapped(change, one) for one in argument)
     if isinstance(argument, dict):
-        return {name: _mapped(change, each) for name, each in argument.items()}
+        return {key: mapped(change, one) for key, one in argument.items()}
     return argument

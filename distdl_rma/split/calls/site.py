@@ -26,7 +26,7 @@ T = TypeVar("T")
 # Number of kinds of inputs for which a site keeps operations.
 _KEPT = 16
 # Kinds that are not compared between ranks, since one rank may call them alone.
-_ASKING = frozenset({"query", "value", "gradient"})
+_UNCOMPARED = frozenset({"query", "value", "gradient"})
 _NOTHING: dict[str, Any] = {}
 _LIBRARY_PATHS = f"{Path(torch.__file__).parent}/", f"{Path(__file__).parents[1]}/"
 
@@ -70,7 +70,7 @@ class Place:
     """
 
     def __init__(self, code: CodeType | None, at: int) -> None:
-        self._code: Callable[[], CodeType | None] = _no_code if code is None else ref(code)
+        self._code: Callable[[], CodeType | None] = (lambda: None) if code is None else ref(code)
         self.at = at
         self.machines: WeakSet[Machine] = WeakSet()
         if code is not None:
@@ -82,7 +82,7 @@ class Place:
         return self._code()
 
     @property
-    def where(self) -> str:
+    def location(self) -> str:
         """File and line, for messages."""
         if self.code is None:
             return ""
@@ -102,10 +102,6 @@ class Place:
         return next(islice(positions, self.at // 2, None), (None,) * 4)
 
 
-def _no_code() -> None:
-    return None
-
-
 def _forget(key: tuple[int, int], gone: Callable[[], Place | None]) -> None:
     # Ranks may collect garbage at different times: no rank that runs the same program calls there again.
     place = gone()
@@ -120,7 +116,7 @@ def _forget(key: tuple[int, int], gone: Callable[[], Place | None]) -> None:
             kept.pop(site, None)
 
 
-_NOWHERE = Place(None, 0)
+_UNKNOWN_PLACE = Place(None, 0)
 _PLACES: dict[tuple[int, int], Place] = {}
 
 
@@ -137,7 +133,7 @@ def user_place() -> Place:
             found = THREAD.place = _PLACES[key]
             return found
         frame = frame.f_back
-    return _NOWHERE
+    return _UNKNOWN_PLACE
 
 
 class Site:
@@ -148,10 +144,11 @@ class Site:
     """
 
     def __init__(self, machine: Machine, path: str, function: Any, place: Place) -> None:
-        self.machine, self.path, self.function, self.where = machine, path, name_of(function), place.where
+        self.machine, self.path, self.location = machine, path, place.location
+        self.function = name_of(function)
         short = self.function.rpartition(".")[2]
         # Names must differ between places: ranks that met at two sites of one name would exchange data.
-        self.name = f"{path} {short} ({self.where}:{place.column})".strip()
+        self.name = f"{path} {short} ({self.location}:{place.column})".strip()
         # Operands that a rule redistributed.
         self.moved: set[str] = set()
         # Keyed by the ranks that take part.
@@ -194,7 +191,7 @@ class Site:
         self._last = None, None
 
     def __repr__(self) -> str:
-        return f"Site({self.name!r}, {self.where})"
+        return f"Site({self.name!r}, {self.location})"
 
 
 def site_of(machine: Machine, function: Any) -> Site:
@@ -263,7 +260,7 @@ class Step:
     @property
     def described(self) -> str:
         """Text for messages."""
-        at = self.place.where
+        at = self.place.location
         return (
             name_of(self.function)
             + (f" in module {self.path!r}" if self.path else "")
@@ -285,7 +282,7 @@ def thread_inside() -> str:
 def note(function: Any, kind: str, args: Sequence[Any] = (), kwargs: Mapping[str, Any] = _NOTHING) -> None:
     """Add a call of a function to the trace of the current call of a model, if its kind is compared."""
     trace = CALL_TRACES[-1]
-    if trace is None or kind in _ASKING:
+    if trace is None or kind in _UNCOMPARED:
         return
     path, _, _, known, there = THREAD.stack[-1]
     if there and known:

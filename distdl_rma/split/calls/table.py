@@ -31,19 +31,19 @@ class Rule:
 
     kind: str
     handler: Handler
-    says: str = ""  # what it does, if the docstring of its handler does not say it
+    doc: str = ""  # what it does, if the docstring of its handler does not say it
     casts: str = ""  # the function's name in autocast's lists, if autocast converts its arguments
-    asks_torch: bool = False  # whether the handler itself raises torch's errors
+    raises_as_torch: bool = False  # whether the handler itself raises torch's errors
 
 
 RULES: dict[Any, Rule] = {}
 # Key of the rule for functions that have none.
 WITHOUT_RULE = None
 # Attribute of handlers that raise torch's errors themselves.
-ASKS_TORCH = "asks_torch"
+RAISES_AS_TORCH = "raises_as_torch"
 # The last one is called in place of a rule's handler, with the rule as first argument.
 OBSERVERS: list[Callable[[Rule, Any, tuple[Any, ...], dict[str, Any]], Any]] = []
-_PLACES: tuple[Any, ...] = (torch, torch.Tensor, F, torch.special, torch.linalg, torch.fft, torch._C._nn)
+_NAMESPACES: tuple[Any, ...] = (torch, torch.Tensor, F, torch.special, torch.linalg, torch.fft, torch._C._nn)
 # Modules with functions of ATen, and the types of these functions.
 _OPERATORS = torch, torch.Tensor, torch._C._nn, torch._C._linalg, torch._C._special, torch._C._fft  # type: ignore[attr-defined]
 _OF_C = BuiltinFunctionType, MethodDescriptorType
@@ -52,7 +52,7 @@ _OF_C = BuiltinFunctionType, MethodDescriptorType
 def functions_named(name: str) -> Iterable[Any]:
     """All functions of torch with this name: methods, and functions of ``torch`` and its modules."""
     seen: list[Any] = []
-    for place in _PLACES:
+    for place in _NAMESPACES:
         found = getattr(place, name, None)
         if callable(found) and not isinstance(found, type) and not any(found is other for other in seen):
             seen.append(found)
@@ -69,7 +69,7 @@ def twin_of(func: Any) -> Any:
     return next((each for each in found if each in RULES and isinstance(each, _OF_C)), None)
 
 
-def rule(kind: str, *names: Any, says: str = "") -> Callable[[Handler], Handler]:
+def rule(kind: str, *names: Any, doc: str = "") -> Callable[[Handler], Handler]:
     """Decorator that enters a handler for functions: given ones, or all of torch's with given names."""
 
     def enter(handler: Handler) -> Handler:
@@ -77,8 +77,8 @@ def rule(kind: str, *names: Any, says: str = "") -> Callable[[Handler], Handler]
             for function in functions_named(name) if isinstance(name, str) else (name,):
                 # The name in autocast's lists: that of ATen, or of the Python function around it.
                 known = [each for each in (getattr(function, "__name__", ""), name) if is_cast(each)]
-                asks = getattr(handler, ASKS_TORCH, False)
-                RULES[function] = Rule(kind, handler, says, known[0] if known else "", asks)
+                raises = getattr(handler, RAISES_AS_TORCH, False)
+                RULES[function] = Rule(kind, handler, doc, known[0] if known else "", raises)
         return handler
 
     return enter

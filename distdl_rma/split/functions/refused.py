@@ -14,45 +14,45 @@ from distdl_rma.split.tensor import any_cut, composed, refused
 _T: Any = torch.Tensor
 
 
-def _refuse(*functions: Any, says: str, why: str, always: bool = False) -> None:
-    # ``says`` is printed in docs/split-functions.md. ``always`` refuses them for replicated tensors too.
+def _refuse(*functions: Any, doc: str, why: str, always: bool = False) -> None:
+    # ``doc`` is printed in docs/split-functions.md. ``always`` refuses them for replicated tensors too.
     def handler(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if always or any_cut(args, kwargs):
             raise refused(func, why)
         return on_whole_tensors(func, args, kwargs)
 
-    handler.__doc__ = says
+    handler.__doc__ = doc
     rule("refused", *functions)(handler)
 
 
 _refuse(
     *(_T.__reduce_ex__, _T.__reduce__, _T.data_ptr, _T.untyped_storage, _T.storage, _T.share_memory_),
     *(_T.__dlpack__, _T.as_strided),
-    says="Needs the memory of the whole tensor, which no rank has.",
+    doc="Needs the memory of the whole tensor, which no rank has.",
     why="no rank has the memory of all of it; full_tensor() makes a plain tensor, to_local() shows the block",
     always=True,
 )
 _refuse(
     *"unsqueeze_ squeeze_ t_ transpose_ swapaxes_ swapdims_ resize_ resize_as_ set_ as_strided_".split(),
-    says="Changes the shape of the tensor itself: use the form without the underscore.",
+    doc="Changes the shape of the tensor itself: use the form without the underscore.",
     why="it changes the shape of the tensor itself; use the form without the underscore",
     always=True,
 )
 _refuse(
     *"index_put index_put_ masked_scatter masked_scatter_ put_ put".split(),
-    says="Writes by indices or a mask: use ``x[mask] = value``, ``where``, ``cat`` or ``pad``.",
+    doc="Writes by indices or a mask: use ``x[mask] = value``, ``where``, ``cat`` or ``pad``.",
     why="it writes by indices or a mask; write x[mask] = value, or build the tensor by torch.cat, torch.where"
     " or F.pad instead",
 )
 _refuse(
     *("multinomial", "fractional_max_pool2d", "fractional_max_pool3d"),
     *("fractional_max_pool2d_with_indices", "fractional_max_pool3d_with_indices"),
-    says="Draws depend on all elements: replicated tensors only.",
+    doc="Draws depend on all elements: replicated tensors only.",
     why="what it draws depends on elements that are on many ranks",
 )
 _refuse(
     F.ctc_loss,
-    says="Each step depends on the one before, over all labels: replicated tensors only.",
+    doc="Each step depends on the one before, over all labels: replicated tensors only.",
     why="every step needs the one before, of all labels",
 )
 
@@ -76,5 +76,5 @@ def without_rule(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
 rule(
     "movement",
     *"unique unique_consecutive histc histogram bincount corrcoef cov".split(),
-    says="Every rank gets the whole tensor and computes the same: the result depends on all elements.",
+    doc="Every rank gets the whole tensor and computes the same: the result depends on all elements.",
 )(on_whole_tensors)

@@ -11,10 +11,11 @@ from torch import nn
 
 from distdl_rma.errors import ArgumentError
 from distdl_rma.machine import Machine
+from distdl_rma.split.calls.refusals import mapped
 from distdl_rma.split.calls.site import site_of
 from distdl_rma.split.calls.table import RULES, Rule
 from distdl_rma.split.operands import as_part, common_layout, common_partition, part_for
-from distdl_rma.split.tensor import SplitTensor, composed, mapped, refused, tensors_in
+from distdl_rma.split.tensor import SplitTensor, composed, refused, tensors_in
 
 # Attribute of a replaced method that has the original one.
 _PLAIN = "_without_split_tensors"

@@ -7,7 +7,7 @@ from distdl_rma import ShapeError, zero_volume_tensor
 from distdl_rma.layers.core.input_facts import source_of
 from distdl_rma.layers.core.operator_layer import OperatorLayer
 from distdl_rma.ops.core.operation import Operation
-from distdl_rma.ops.core.tensors import trouble_with
+from distdl_rma.ops.core.tensors import problem_with
 
 pytestmark = pytest.mark.mpi
 
@@ -40,7 +40,7 @@ class AddLayer(OperatorLayer[Add]):
         return Add(one[0])
 
     def input_problem(self, x, y):
-        return "" if trouble_with(y) or x.shape == y.shape else "shapes differ"
+        return "" if problem_with(y) or x.shape == y.shape else "shapes differ"
 
     def forward(self, x, y):
         return self.apply_to(x, y)

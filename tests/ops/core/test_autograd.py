@@ -12,13 +12,13 @@ from distdl_rma.ops.core.autograd import (
     deliver,
     first_derivative,
     idle,
-    tells_peers,
+    reports_failures,
     tied,
 )
 
 
 class Machine:
-    """What is told of failures."""
+    """Records the reports of failures."""
 
     closed = False
 
@@ -44,21 +44,21 @@ class Layer:
     def __init__(self):
         self.machine = Machine()
 
-    @tells_peers
+    @reports_failures
     def forward(self, error):
         raise error
 
 
-@pytest.mark.parametrize(("kind", "told"), [(ShapeError, 0), (ValueError, 1)])
-def test_peers_are_told_of_what_not_all_ranks_refuse(kind, told):
+@pytest.mark.parametrize(("kind", "reported"), [(ShapeError, 0), (ValueError, 1)])
+def test_a_failure_that_not_all_ranks_raise_is_reported_to_peers(kind, reported):
     layer, error = Layer(), kind("'Kind#1': no")
     with pytest.raises(kind, match=r"^'down\.0': no$"):
         layer.forward(error)
-    assert layer.machine.failures == [error][:told]
+    assert layer.machine.failures == [error][:reported]
     layer.machine.closed = True
     with pytest.raises(kind):
         layer.forward(error)
-    assert len(layer.machine.failures) == told
+    assert len(layer.machine.failures) == reported
 
 
 class Double(torch.autograd.Function):
@@ -88,7 +88,7 @@ def test_a_backward_is_refused_in_a_graph():
 
 
 @pytest.mark.parametrize(
-    ("kind", "lasting", "told"),
+    ("kind", "lasting", "reported"),
     [
         (ValueError, False, "errors_of_all"),
         (ValueError, True, "errors_of_all"),
@@ -97,7 +97,7 @@ def test_a_backward_is_refused_in_a_graph():
     ],
 )
 def test_an_error_of_a_backward_that_may_come_to_all_leaves_the_machine_usable(
-    monkeypatch, kind, lasting, told
+    monkeypatch, kind, lasting, reported
 ):
     machine, error = Machine(lasting), kind("negative")
     monkeypatch.setattr(Double, "machine", machine)
@@ -106,7 +106,7 @@ def test_an_error_of_a_backward_that_may_come_to_all_leaves_the_machine_usable(
     with pytest.raises(kind, match="negative"):
         (-Double.apply(x)).sum().backward()
     for name in ("failures", "errors_of_all", "settled"):
-        assert getattr(machine, name) == ([error] if name == told else [])
+        assert getattr(machine, name) == ([error] if name == reported else [])
 
 
 def test_a_result_is_in_a_graph_where_any_rank_needs_a_gradient():

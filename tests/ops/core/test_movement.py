@@ -245,10 +245,10 @@ def test_sums_of_whole_contributions_are_in_the_order_of_the_ranks(comm, monkeyp
 
 
 def test_a_root_copies_what_it_keeps_while_it_sends(comm, monkeypatch):
-    monkeypatch.setattr(movements, "_ECHOED_NBYTES", 1)
+    monkeypatch.setattr(movements, "_COPIED_NBYTES", 1)
     with Machine(comm, segment_size="16MiB", timeout=15) as machine:
         movement = broadcast(machine)
-        assert bool(movement.forwards._echoes) == (machine.rank == 0 < comm.size - 1)
+        assert bool(movement.forwards._copy_slices) == (machine.rank == 0 < comm.size - 1)
         whole = torch.arange(15.0, dtype=torch.float64).reshape(5, 3)
         for step in range(1, 6):
             x = step * whole if machine.rank == 0 else torch.empty(0, dtype=torch.float64)
@@ -259,5 +259,5 @@ def test_a_root_copies_what_it_keeps_while_it_sends(comm, monkeypatch):
             assert torch.equal(y, step * whole)
             y.zero_()
             assert machine.rank or torch.equal(x, step * whole)
-        assert not movement.forwards._echoed
+        assert not movement.forwards._copied_results
         movement.close()

@@ -6,7 +6,7 @@ import torch
 
 from distdl_rma import zero_volume_tensor
 from distdl_rma.dtypes import DTYPES, as_words, word_dtype
-from distdl_rma.ops.core.tensors import MAX_DIMS, as_tensor, autocast, trouble_with
+from distdl_rma.ops.core.tensors import MAX_DIMS, as_tensor, autocast, problem_with
 
 # torch says of one of its types that it is an experiment.
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf")
@@ -42,12 +42,12 @@ def test_lazy_conjugates_and_negatives_travel_as_their_values(make):
     ],
 )
 def test_what_cannot_move_is_said(x, text):
-    assert text in trouble_with(x)
+    assert text in problem_with(x)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_nothing_is_wrong_with_a_dense_tensor(dtype):
-    assert trouble_with(torch.zeros((1,) * MAX_DIMS, dtype=dtype)) == ""
+    assert problem_with(torch.zeros((1,) * MAX_DIMS, dtype=dtype)) == ""
 
 
 def test_autocast_casts_floating_points_and_nothing_else():

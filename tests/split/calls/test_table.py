@@ -83,12 +83,12 @@ def test_a_rule_is_entered_for_functions_and_names():
     def mine(x):
         return x
 
-    @rule("registered", mine, says="as it is")
+    @rule("registered", mine, doc="as it is")
     def handler(func, args, kwargs):
         return args[0]
 
     try:
         assert RULES[mine].handler is handler
-        assert RULES[mine].says == "as it is"
+        assert RULES[mine].doc == "as it is"
     finally:
         del RULES[mine]

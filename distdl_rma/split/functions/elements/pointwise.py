@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from distdl_rma.split import layout as lay
-from distdl_rma.split.calls.refusals import checked_rule, raise_as_torch
+from distdl_rma.split.calls.refusals import checked_rule, mapped, raise_as_torch
 from distdl_rma.split.calls.site import Site
 from distdl_rma.split.calls.table import Call, rule
 from distdl_rma.split.moves import redistributed
@@ -27,7 +27,7 @@ from distdl_rma.split.operands import (
     site_for,
 )
 from distdl_rma.split.reduction_axes import laid_out, with_whole
-from distdl_rma.split.tensor import SplitTensor, become_split, checked_block, composed, mapped, refused
+from distdl_rma.split.tensor import SplitTensor, become_split, checked_block, composed, refused
 
 _UNARY = """
 abs absolute neg negative positive sign sgn signbit exp exp2 expm1 log log2 log10 log1p sqrt rsqrt square
@@ -116,7 +116,7 @@ def _of_several(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     first = args[0]
     if in_place and not isinstance(first, SplitTensor):
         if not (torch.is_grad_enabled() and any(x.requires_grad for x in operands)):
-            return _changed_alike(func, args, kwargs)
+            return _changed_plain(func, args, kwargs)
         become_split(func, first, part_for(first.shape, common_layout(func, operands)))
     result = common_layout(func, [first] if in_place else operands)
     if in_place or result.leaves_out:
@@ -131,7 +131,7 @@ def _of_several(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     )
 
 
-def _changed_alike(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _changed_plain(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     # Changes a plain tensor, such as a buffer, by split ones without a gradient; it stays equal on all ranks.
     numbers = count(1)
 

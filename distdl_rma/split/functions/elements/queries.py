@@ -10,9 +10,10 @@ import torch
 from distdl_rma.checks.gradient_origin import from_split_tensor
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.machine import Machine
-from distdl_rma.ops.core.autograd import asking
+from distdl_rma.ops.core.autograd import grad_call
 from distdl_rma.split import layout as lay
 from distdl_rma.split.calls.loss_origin import LOSS_ORIGIN
+from distdl_rma.split.calls.refusals import mapped
 from distdl_rma.split.calls.signatures import named
 from distdl_rma.split.calls.site import site_of
 from distdl_rma.split.calls.table import rule
@@ -29,7 +30,6 @@ from distdl_rma.split.tensor import (
     checked_block,
     composed,
     into_graph,
-    mapped,
     refused,
     tensors_in,
 )
@@ -60,14 +60,14 @@ def of_block(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return func(x._local if x.grad_fn is None else x)
 
 
-rule("query", _T.is_contiguous, _T.stride, says="Read from the block.")(
+rule("query", _T.is_contiguous, _T.stride, doc="Read from the block.")(
     lambda func, args, kwargs: func(args[0]._local, *args[1:], **kwargs)
 )
-rule("query", _T._base.__get__, says="None: no split tensor is a view of another.")(lambda *_: None)
-rule("query", _T.__len__, says="Extent of the first dimension.")(
+rule("query", _T._base.__get__, doc="None: no split tensor is a view of another.")(lambda *_: None)
+rule("query", _T.__len__, doc="Extent of the first dimension.")(
     lambda func, args, kwargs: len(range(args[0]._layout.shape[0]))
 )
-rule("query", torch.result_type, says="Follows types and numbers of dimensions.")(
+rule("query", torch.result_type, doc="Follows types and numbers of dimensions.")(
     lambda func, args, kwargs: func(*map(block_of, args))
 )
 
@@ -88,7 +88,7 @@ def on_graph(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
         def on_split(gradient: torch.Tensor) -> Any:
             changed = hook(SplitTensor(gradient, x._layout))
-            return _cut_alike(changed, x)
+            return _cut_like(changed, x)
 
         return func(checked_block(x), on_split)
     result = func(checked_block(x), *args[1:], **kwargs)
@@ -118,7 +118,7 @@ def set_gradient(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> No
 def backward(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Backward of a replicated loss, or of a split tensor from a gradient that is cut as the tensor is."""
     x, given = args[0], named(func, args, kwargs)
-    gradient = _cut_alike(given.pop("gradient"), x)
+    gradient = _cut_like(given.pop("gradient"), x)
     LOSS_ORIGIN.begins_backward([x])
     # Hooks, and recomputation for a checkpoint, call functions of split tensors.
     with from_split_tensor():
@@ -134,13 +134,13 @@ def gradients(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple
     site = site_of(Machine.of(partition), func)
     if given is not None:
         given = (given,) if isinstance(given, torch.Tensor) else tuple(given)
-        given = [_cut_alike(g, y) for g, y in zip(given, outputs, strict=True)]
+        given = [_cut_like(g, y) for g, y in zip(given, outputs, strict=True)]
     ends, roots = _roots(outputs, partition), mapped(_block_of, list(inputs))
     _check_reached(func, ends)
     # Before the backward frees the graph that this reads.
     later = [not isinstance(x, SplitTensor) and contributes(x) for x in inputs]
     LOSS_ORIGIN.begins_backward(outputs)
-    with asking(partition.ranks):
+    with grad_call(partition.ranks):
         found = composed(func, ends, roots, grad_outputs=given, **kwargs)
 
     def whole(x: torch.Tensor, gradient: torch.Tensor | None, at: int) -> torch.Tensor | None:
@@ -163,7 +163,7 @@ def backward_of_several(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     partition = common_partition(func, tensors_in(ends, given, inputs))
     if given is not None:
         given = (given,) if isinstance(given, torch.Tensor) else tuple(given)
-        given = [_cut_alike(g, y) for g, y in zip(given, ends, strict=True)]
+        given = [_cut_like(g, y) for g, y in zip(given, ends, strict=True)]
     inputs = None if inputs is None else mapped(_block_of, list(inputs))
     LOSS_ORIGIN.begins_backward(tensors_in(ends))
     roots = _roots(ends, partition)
@@ -191,7 +191,7 @@ def _block_of(x: torch.Tensor) -> torch.Tensor:
     return checked_block(into_graph(x)) if isinstance(x, SplitTensor) else x
 
 
-def _cut_alike(gradient: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor | None:
+def _cut_like(gradient: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor | None:
     # A gradient cut into blocks as ``x`` is.
     if gradient is None or not isinstance(x, SplitTensor):
         return gradient
@@ -230,7 +230,7 @@ def data(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return SplitTensor(local.data, args[0]._layout, copy_of=local)
 
 
-rule("value", _T.__deepcopy__, says="A copy of the block; of leaves only, as in torch.")(pointwise)
+rule("value", _T.__deepcopy__, doc="A copy of the block; of leaves only, as in torch.")(pointwise)
 
 
 @rule(

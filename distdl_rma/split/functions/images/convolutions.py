@@ -81,7 +81,7 @@ def _of_whole(func: Any) -> Any:
             return func(*args, **kwargs)
         step, sides, dilations = numbers
         steps = ConvolutionArguments(step, sides, dilations, groups)
-        if not kernels.betters(x, weight, bias, steps):
+        if not kernels.uses_faster_kernel(x, weight, bias, steps):
             return func(*args, **kwargs)
         return kernels.convolution(x, weight, bias, steps)
 

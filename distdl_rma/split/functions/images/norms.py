@@ -105,8 +105,8 @@ _OF_BATCH = "Uses mean and variance of the whole batch; running statistics are e
 _OF_INSTANCES = "Uses mean and variance of each sample and channel of the whole tensor."
 
 
-@rule("norm", F.batch_norm, torch.batch_norm, says=_OF_BATCH)
-@rule("norm", F.instance_norm, torch.instance_norm, says=_OF_INSTANCES)
+@rule("norm", F.batch_norm, torch.batch_norm, doc=_OF_BATCH)
+@rule("norm", F.instance_norm, torch.instance_norm, doc=_OF_INSTANCES)
 @of_cut(empty=False, otherwise=_on_copies)
 def with_running_statistics(
     call: Call, site: Site, x: SplitTensor, weight: Any, bias: Any, momentum: float, eps: float, **how: Any
@@ -135,8 +135,8 @@ def _by_constants(
     local = checked_block(x)
     channels = x._layout.slices()[1]
     given = {**running, **dict(zip(_WEIGHTS, wholes(site, weights, x._layout, _WEIGHTS), strict=True))}
-    said = tuple([None if w is None else (w.shape, w.dtype) for w in given.values()])
-    site.kept(("checked", x._layout, local.dtype, said), lambda: raise_as_torch(*call) is not None)
+    kinds = tuple([None if w is None else (w.shape, w.dtype) for w in given.values()])
+    site.kept(("checked", x._layout, local.dtype, kinds), lambda: raise_as_torch(*call) is not None)
     parts = [None if w is None else w[channels] for w in given.values()]
     return SplitTensor(by_constants(local, parts, eps), x._layout)
 
@@ -156,8 +156,8 @@ def group_norm(
 _OF_LAST = "Uses {} over the last dimensions; ranks exchange {} only if these are cut."
 
 
-@rule("norm", F.layer_norm, torch.layer_norm, says=_OF_LAST.format("mean and variance", "them"))
-@rule("norm", F.rms_norm, torch.rms_norm, says=_OF_LAST.format("the root mean square", "it"))
+@rule("norm", F.layer_norm, torch.layer_norm, doc=_OF_LAST.format("mean and variance", "them"))
+@rule("norm", F.rms_norm, torch.rms_norm, doc=_OF_LAST.format("the root mean square", "it"))
 @of_cut(empty=False)
 def over_last(
     call: Call, site: Site, x: SplitTensor, normalized_shape: Any, weight: Any, eps: Any, **others: Any
@@ -211,6 +211,6 @@ def normalize(call: Call, site: Site, x: SplitTensor, p: float, dim: Any, eps: f
     )
     everywhere = lay.whole(norms, cut)
     whole = redistributed(site, own, norms, everywhere).norm(p, cut, keepdim=True)
-    apart = tuple(g for g, axis in enumerate(layout.axes) if axis in cut)
-    norm = to_blocks(site, whole.clamp_min(eps), everywhere, apart, " of the norm")
+    grid_dims = tuple(g for g, axis in enumerate(layout.axes) if axis in cut)
+    norm = to_blocks(site, whole.clamp_min(eps), everywhere, grid_dims, " of the norm")
     return SplitTensor(local / norm, layout)

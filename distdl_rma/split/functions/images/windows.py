@@ -212,7 +212,7 @@ def interpolate(call: Call, site: Site, x: SplitTensor, **how: Any) -> Any:
     """Weighted neighbours by global sizes, which ranks fetch; if antialiased, the whole plane."""
     func, *_ = call
     dims, factor, mode = x._local.dim() - _LEADING, how["scale_factor"], how["mode"]
-    said = str(how), x._layout, x._local.dtype
+    key = str(how), x._layout, x._local.dtype
 
     def make() -> tuple[int, ...]:
         raise_as_torch(*call)
@@ -220,7 +220,7 @@ def interpolate(call: Call, site: Site, x: SplitTensor, **how: Any) -> Any:
         return tuple(func(whole, **how).shape[_LEADING:])
 
     # Torch computes the size of the result.
-    outputs = site.kept(("outputs", *said), make)
+    outputs = site.kept(("outputs", *key), make)
     if mode == "area":
         return averaged(call, site, x, outputs)
     if how["antialias"] or not x._local.dtype.is_floating_point:
@@ -234,7 +234,7 @@ def interpolate(call: Call, site: Site, x: SplitTensor, **how: Any) -> Any:
         factors = tuple(float(f) for f in ([factor] if isinstance(factor, (int, float)) else factor))
         return ResizeOptions(None, factors * (dims // len(factors)), *others)
 
-    return windowed(call, site, checked_block(x), x._layout, dims, Resizing, said, options)[0]
+    return windowed(call, site, checked_block(x), x._layout, dims, Resizing, key, options)[0]
 
 
 @checked_rule("window", "pad")

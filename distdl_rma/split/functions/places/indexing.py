@@ -411,10 +411,10 @@ def by_mask(func: Any, x: Any, mask: Any, at: int = 0) -> SplitTensor:
     mask = reshape(mask, (-1,)) if isinstance(mask, SplitTensor) else mask.reshape(-1)
     here = as_part(site, mask, along, along, 1).bool()
     y = checked_block(flat)[(slice(None),) * at + (here,)]
-    return SplitTensor(y, lay.with_splits(layout, {at: _told(site, layout, at, y.shape[at])}))
+    return SplitTensor(y, lay.with_splits(layout, {at: _exchanged_split(site, layout, at, y.shape[at])}))
 
 
-def _told(site: Site, layout: Decomposition, at: int, count: int) -> Split:
+def _exchanged_split(site: Site, layout: Decomposition, at: int, count: int) -> Split:
     # Split of a dimension of which each rank keeps ``count`` elements; ranks exchange the counts.
     counts = torch.zeros(layout.splits[at].parts, dtype=torch.int64)
     part, ranks = 0, lay.line(layout, ())
@@ -437,7 +437,7 @@ def nonzero(call: Call, site: Site, x: SplitTensor, as_tuple: bool = False) -> A
     layout = flat._layout
     start, _ = layout.box(layout.partition.me).bounds[0]
     number = checked_block(flat).nonzero()[:, 0] + start
-    layout = lay.with_splits(layout, {0: _told(site, layout, 0, len(number))})
+    layout = lay.with_splits(layout, {0: _exchanged_split(site, layout, 0, len(number))})
     places = []
     for n in reversed(frozen(x)):
         places.append(number % n)

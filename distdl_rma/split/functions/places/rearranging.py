@@ -138,7 +138,7 @@ _T: Any = torch.Tensor
 def _enter(
     *names: Any,
     dims: tuple[Any, ...] | None,
-    says: str,
+    doc: str,
     gone: bool = False,
     new: tuple[str, ...] = (),
     view: bool = False,
@@ -162,20 +162,20 @@ def _enter(
         result = laid_out(layout, [*order, *(None,) * (y.dim() - len(order))], y)
         return seen_of(x, y, result, layout is not x._layout) if view else SplitTensor(y, result)
 
-    checked_rule("movement", *names, says=says)(handler)
+    checked_rule("movement", *names, doc=doc)(handler)
 
 
 _ORDER = "Reorders elements of some dimensions; if one is cut, another dimension is cut instead."
 _WINDOWS = "Windows along a dimension; if it is cut, another one is cut instead."
 _DIAGONALS = "Diagonals over two dimensions; if one is cut, another dimension is cut instead."
 _ONTO_DIAGONALS = "Builds or takes diagonals; if their dimensions are cut, another one is cut instead."
-_enter("flip", "rot90", dims=("dims",), says=_ORDER)
-_enter("flipud", dims=(0,), says=_ORDER)
-_enter("fliplr", "channel_shuffle", "native_channel_shuffle", dims=(1,), says=_ORDER)
-_enter(_T.unfold, dims=("dimension",), view=True, says=_WINDOWS)
-_enter("diagonal", dims=("dim1", "dim2"), gone=True, view=True, says=_DIAGONALS)
-_enter("diag", "diagflat", dims=None, gone=True, says=_ONTO_DIAGONALS)
-_enter("diag_embed", dims=(-1,), gone=True, new=("dim1", "dim2"), says=_ONTO_DIAGONALS)
+_enter("flip", "rot90", dims=("dims",), doc=_ORDER)
+_enter("flipud", dims=(0,), doc=_ORDER)
+_enter("fliplr", "channel_shuffle", "native_channel_shuffle", dims=(1,), doc=_ORDER)
+_enter(_T.unfold, dims=("dimension",), view=True, doc=_WINDOWS)
+_enter("diagonal", dims=("dim1", "dim2"), gone=True, view=True, doc=_DIAGONALS)
+_enter("diag", "diagflat", dims=None, gone=True, doc=_ONTO_DIAGONALS)
+_enter("diag_embed", dims=(-1,), gone=True, new=("dim1", "dim2"), doc=_ONTO_DIAGONALS)
 
 
 @checked_rule("movement", "roll")

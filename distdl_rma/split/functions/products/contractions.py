@@ -17,7 +17,7 @@ from distdl_rma.ops.core.tensors import no_autocast
 from distdl_rma.split import layout as lay
 from distdl_rma.split import layout_choice
 from distdl_rma.split.calls.autocast import castable
-from distdl_rma.split.calls.refusals import checked_rule, raise_as_torch
+from distdl_rma.split.calls.refusals import checked_rule, mapped, raise_as_torch
 from distdl_rma.split.calls.signatures import named
 from distdl_rma.split.calls.site import Site
 from distdl_rma.split.calls.table import Call, name_of, rule
@@ -25,7 +25,7 @@ from distdl_rma.split.functions.places.shapes import derived, frozen
 from distdl_rma.split.moves import all_sum
 from distdl_rma.split.operands import as_part, as_whole, common_partition, of_cut, on_whole_tensors, site_for
 from distdl_rma.split.reduction_axes import laid_out, positive, with_an_element, with_whole
-from distdl_rma.split.tensor import SplitTensor, checked_block, composed, mapped, refused, tensors_in
+from distdl_rma.split.tensor import SplitTensor, checked_block, composed, refused, tensors_in
 
 _T: Any = torch.Tensor
 # A label for each dimension of an operand; as in einsum, equal labels are one index.

@@ -11,14 +11,14 @@ import torch
 from torch.nn import functional as F  # noqa: N812
 
 from distdl_rma.split import layout as lay
-from distdl_rma.split.calls.refusals import checked_rule
+from distdl_rma.split.calls.refusals import checked_rule, mapped
 from distdl_rma.split.calls.site import Site
 from distdl_rma.split.calls.table import Call, rule
 from distdl_rma.split.functions.places.shapes import frozen, uncut
 from distdl_rma.split.functions.products.contractions import prepared, product_of
 from distdl_rma.split.operands import as_part, of_any_cut, of_cut, wholes
 from distdl_rma.split.reduction_axes import with_whole
-from distdl_rma.split.tensor import SplitTensor, composed, mapped, refused
+from distdl_rma.split.tensor import SplitTensor, composed, refused
 
 
 @checked_rule("contraction", "scaled_dot_product_attention")
@@ -86,7 +86,7 @@ _MULTI_HEAD = _unguarded(F.multi_head_attention_forward)
 rule(
     "contraction",
     F.multi_head_attention_forward,
-    says="Composed of functions that have rules: products, views, attention.",
+    doc="Composed of functions that have rules: products, views, attention.",
 )(lambda func, args, kwargs: composed(_MULTI_HEAD, *args, **kwargs))
 _OF_STATES = "its states are split, its input is not"
 

@@ -9,7 +9,7 @@ import torch
 
 from distdl_rma.dtypes import sum_dtype
 from distdl_rma.split import layout as lay
-from distdl_rma.split.calls.refusals import checked_rule
+from distdl_rma.split.calls.refusals import checked_rule, mapped
 from distdl_rma.split.calls.site import Site
 from distdl_rma.split.calls.table import Call, rule
 from distdl_rma.split.functions.places.shapes import frozen, uncut
@@ -26,7 +26,7 @@ from distdl_rma.split.reduction_axes import (
     with_an_element,
     with_whole,
 )
-from distdl_rma.split.tensor import SplitTensor, any_cut, checked_block, composed, mapped, refused, tensors_in
+from distdl_rma.split.tensor import SplitTensor, any_cut, checked_block, composed, refused, tensors_in
 
 
 @checked_rule("reduction", "cumsum")
@@ -102,7 +102,7 @@ def along_whole_dimension(call: Call, site: Site, x: Any, dim: Any, **given: Any
     return mapped(split, result)
 
 
-rule("movement", "msort", says="As ``sort`` along the first dimension.")(
+rule("movement", "msort", doc="As ``sort`` along the first dimension.")(
     composition(lambda x: torch.sort(x, 0)[0])
 )
 

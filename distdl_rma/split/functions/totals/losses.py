@@ -18,7 +18,7 @@ from distdl_rma.dtypes import sum_dtype
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.ops.core.autograd import OperatorFunction, first_derivative
 from distdl_rma.split import layout as lay
-from distdl_rma.split.calls.refusals import Warned, asking_torch, checked_rule, raise_as_torch
+from distdl_rma.split.calls.refusals import Warned, checked_rule, raise_as_torch, raising_as_torch
 from distdl_rma.split.calls.signatures import named
 from distdl_rma.split.calls.site import Site, site_of
 from distdl_rma.split.calls.table import Call, name_of, rule
@@ -135,7 +135,7 @@ def _of_one_layout(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 
 @rule("loss", *_POINTWISE)
-@asking_torch
+@raising_as_torch
 def pointwise_loss(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Each rank computes the terms of its block; their sum and count are those of the whole tensor."""
     if func is F.l1_loss and kwargs.get("weight") is None:

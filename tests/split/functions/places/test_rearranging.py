@@ -1,5 +1,7 @@
 """Elements of split tensors in other places: put together, taken apart, shuffled."""
 
+from collections import namedtuple
+
 import pytest
 import torch
 from torch.nn import functional as F  # noqa: N812
@@ -11,6 +13,7 @@ def numbers(*shape):
     return torch.randn(shape, dtype=torch.float64, requires_grad=True)
 
 
+Pair = namedtuple("Pair", ("x", "y"))
 SHAPE = 2, 5, 4
 JOINS = [
     lambda x, y: torch.cat([x, y], 1),
@@ -20,6 +23,7 @@ JOINS = [
     lambda x, y: torch.stack([x, y]),
     lambda x, y: torch.stack((x, y), dim=-1),
     lambda x, y: torch.hstack([x, y]),
+    lambda *both: torch.hstack(Pair(*both)),
     lambda *both: torch.vstack(both),
     lambda x, y: torch.dstack([x, y]),
     lambda x, y: torch.column_stack([x, y]),
