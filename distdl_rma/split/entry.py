@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import prod
 from numbers import Integral
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -20,15 +20,20 @@ from distdl_rma.machine import Machine
 from distdl_rma.split import layout as lay
 from distdl_rma.split.calls.site import THREAD, site_of
 
+if TYPE_CHECKING:
+    from distdl_rma.split.tensor import SplitTensor
 
-def agree_on_layout(local: torch.Tensor, partition: Partition, problem: str = "") -> Decomposition:
-    """Layout of the blocks that the ranks of a partition pass; collective over it, blocking.
+
+def agree_on_layout(
+    local: torch.Tensor, partition: Partition, problem: str, caller: Callable[..., SplitTensor]
+) -> Decomposition:
+    """Layout of the blocks that the ranks of a partition pass to ``caller``; collective over it, blocking.
 
     All ranks raise ``ShapeError`` if a rank has a problem with its block, or the blocks form no grid.
     """
     machine = Machine.of(partition)
     THREAD.place = None
-    site = site_of(machine, agree_on_layout)
+    site = site_of(machine, caller)
     cache: PlanCache[Decomposition, None] = site.kept(partition, PlanCache)
     block: Any = None
     if not problem:

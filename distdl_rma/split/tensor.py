@@ -130,7 +130,7 @@ class SplitTensor(torch.Tensor):
             raise PartitionError(f"SplitTensor.from_local: rank {partition.me} is not in {partition}")
         if shape is None:
             try:
-                layout = agree_on_layout(local, partition, problem)
+                layout = agree_on_layout(local, partition, problem, SplitTensor.from_local)
             except OF_SEVERAL_RANKS as error:
                 Machine.of(partition).settle(error, partition.ranks)
                 raise
