@@ -109,13 +109,13 @@ def test_slots_of_those_that_tell_are_those_of_the_ranks_that_hear(nodes):
     turns = [turns_between_leaders(layout) for layout in layouts]
     knows = [{me} for me in range(nodes)]
     for number in range(len(turns[0])):
-        told = {(me, to, slot) for me in range(nodes) for to, slot in turns[me][number].told}
-        assert told == {(of, me, slot) for me in range(nodes) for of, slot in turns[me][number].heard}
+        sent = {(me, to, slot) for me in range(nodes) for to, slot in turns[me][number].targets}
+        assert sent == {(of, me, slot) for me in range(nodes) for of, slot in turns[me][number].sources}
         knows = [
-            set().union(knows[me], *(knows[of] for of, _ in turns[me][number].heard)) for me in range(nodes)
+            set().union(knows[me], *(knows[of] for of, _ in turns[me][number].sources)) for me in range(nodes)
         ]
     assert all(len(known) == nodes for known in knows)
-    slots = [slot for turn in turns[0] for _, slot in turn.heard]
+    slots = [slot for turn in turns[0] for _, slot in turn.sources]
     assert slots == list(range(len(slots)))
 
 
