@@ -119,7 +119,7 @@ def vote_traffic(layout: NodeLayout) -> Traffic:
     turns, near = turns_between_leaders(layout), len(layout.here)
     leads, several = layout.me == layout.here[0], len(layout.nodes) > 1
     row, sent = 8 * N_INTEGERS, sum(len(turn.targets) for turn in turns)
-    # A rank stores its words with the first of the node, and loads what all said, there or of all nodes.
+    # A rank stores its words with the first of the node, and loads those of all, there or of all nodes.
     loaded = 0 if leads else 2 * row if several else near * row
     return Traffic(
         puts=sent + (not leads),

@@ -104,7 +104,7 @@ def test_a_rank_sends_no_more_than_a_logarithm_of_the_nodes(size, per_node):
 
 
 @pytest.mark.parametrize("nodes", [1, 2, 3, 4, 5, 16, 17, 63, 64, 65])
-def test_slots_of_those_that_tell_are_those_of_the_ranks_that_hear(nodes):
+def test_slots_of_targets_are_those_of_the_sources_there(nodes):
     layouts = [NodeLayout(tuple(range(nodes)), machine_nodes(nodes, 1), me) for me in range(nodes)]
     turns = [turns_between_leaders(layout) for layout in layouts]
     knows = [{me} for me in range(nodes)]
