@@ -118,12 +118,12 @@ def vote_traffic(layout: NodeLayout) -> Traffic:
     """What one rank moves in one vote, by which ranks agree."""
     turns, near = turns_between_leaders(layout), len(layout.here)
     leads, several = layout.me == layout.here[0], len(layout.nodes) > 1
-    row, told = 8 * N_INTEGERS, sum(len(turn.told) for turn in turns)
-    # A rank stores its words with the first of the node, and loads what all said, there or of all nodes.
+    row, sent = 8 * N_INTEGERS, sum(len(turn.targets) for turn in turns)
+    # A rank stores its words with the first of the node, and loads those of all, there or of all nodes.
     loaded = 0 if leads else 2 * row if several else near * row
     return Traffic(
-        puts=told + (not leads),
-        bytes_put=2 * row * told + row * (not leads),
+        puts=sent + (not leads),
+        bytes_put=2 * row * sent + row * (not leads),
         gets=int(not leads),
         bytes_got=loaded,
     )

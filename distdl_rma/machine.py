@@ -23,9 +23,9 @@ from distdl_rma.segments.collectives.settling import raise_together
 from distdl_rma.segments.manager import SegmentManager
 from distdl_rma.segments.memory.context import SharedByCopies
 from distdl_rma.segments.options import DEFAULT_TIMEOUT, chosen_timeout
-from distdl_rma.segments.waiting.liveness import says_state
+from distdl_rma.segments.waiting.liveness import ends_with_state
 from distdl_rma.segments.waiting.meeting import meet, refuse
-from distdl_rma.segments.waiting.uncaught_errors import say_once, tell_peers_of_uncaught_errors
+from distdl_rma.segments.waiting.uncaught_errors import report_uncaught_errors, write_once
 from distdl_rma.trace import Recording
 
 # Names from ``new_name``, also of copies of layers.
@@ -86,15 +86,15 @@ def print0(*values: object, sep: str = " ", end: str = "\n", file: TextIO | None
         print(*values, sep=sep, end=end, file=file, flush=True)
 
 
-def alone() -> str:
+def single_rank_problem() -> str:
     """Message if the job has one rank, unless its launcher started one; empty otherwise; local."""
-    told = [int(text) for text in map(os.environ.get, _LAUNCHERS) if text is not None and text.isdecimal()]
-    if MPI.COMM_WORLD.size > 1 or 1 in told:
+    started = [int(text) for text in map(os.environ.get, _LAUNCHERS) if text is not None and text.isdecimal()]
+    if MPI.COMM_WORLD.size > 1 or 1 in started:
         return ""
-    if told:
+    if started:
         return (
-            f"this process is the only rank, though a launcher started {max(told)}: launcher and mpi4py are"
-            " of different MPIs; use the mpiexec of this Python's environment"
+            f"this process is the only rank, though a launcher started {max(started)}: launcher and mpi4py"
+            " are of different MPIs; use the mpiexec of this Python's environment"
         )
     return "1 rank, nothing is split; several are started by mpiexec -n RANKS python -m mpi4py script.py"
 
@@ -172,7 +172,7 @@ class Machine(SharedByCopies):
         # Layers and collectives report to it, for ``record``.
         self.trace = self.segments.trace
         atexit.register(self._close_at_exit)
-        tell_peers_of_uncaught_errors(self.segments)
+        report_uncaught_errors(self.segments)
 
     @classmethod
     def on(cls, comm: MPI.Intracomm | None = None) -> Machine:
@@ -276,7 +276,7 @@ class Machine(SharedByCopies):
         seconds, it is lost. The end of the error's message says which.
         """
         # The innermost of nested calls has handled the error already.
-        if self.closed or says_state(error):
+        if self.closed or ends_with_state(error):
             return
         if raise_together(self.segments, error, self.ranks if ranks is None else ranks):
             for forget in self.forgets:
@@ -307,11 +307,11 @@ class Machine(SharedByCopies):
         # Closing is collective, so every rank must get here. A forked process is not a rank.
         if self.closed or MPI.Is_finalized() or os.getpid() != self._process:
             return
-        if self.segments.meet_at_exit(say_once):
+        if self.segments.meet_at_exit(write_once):
             self.close()
         self.segments.stop()
         if not self.closed:
-            self.segments.keep()
+            self.segments.keep_until_process_ends()
 
     def __enter__(self) -> Machine:
         return self

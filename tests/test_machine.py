@@ -277,13 +277,13 @@ def test_memory_that_mpi_refuses_is_an_error_on_all_ranks_and_reserves_nothing(c
         def __getattr__(self, name):
             return Win if name == "Win" else getattr(MPI, name)
 
-    before = dict(node_memory._promised)
+    before = dict(node_memory._untouched)
     with monkeypatch.context() as patch:
         patch.setattr(node_memory, "MPI", Refusing())
         for _ in range(20):
             with pytest.raises(SegmentError, match=r"rank 0: no window of .* bytes can be had"):
                 Machine(comm, segment_size="1MiB")
-    assert node_memory._promised == before
+    assert node_memory._untouched == before
     Machine(comm, segment_size="1MiB").close()
 
 

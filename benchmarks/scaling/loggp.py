@@ -85,7 +85,7 @@ class Network:
     def _vote(self, me: int) -> Span:
         # A board of the node, and turns between nodes.
         turns = turns_between_leaders(self.cluster.layout(me))
-        messages = sum(len(turn.told) for turn in turns)
+        messages = sum(len(turn.targets) for turn in turns)
         return Span(self.near.o + messages * self.far.o, 2 * self.near.L + len(turns) * self.far.L)
 
     def _movement(self, what: Movement, me: int) -> Span:

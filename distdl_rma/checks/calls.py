@@ -30,7 +30,7 @@ from distdl_rma.errors import (
 )
 from distdl_rma.geometry.exchange import fingerprint
 from distdl_rma.machine import Machine
-from distdl_rma.segments.waiting.liveness import LOST, say_state
+from distdl_rma.segments.waiting.liveness import LOST, append_state
 
 _BEGUN, _ENDED, _RAISED = range(3)
 # A rank that raises waits this long for the others to raise too, before it notifies them of its failure.
@@ -167,7 +167,7 @@ class Calls:
                     return
             except PeerFailedError:
                 # Another rank has notified all ranks first.
-                say_state(error, LOST)
+                append_state(error, LOST)
                 return
             except DistdlError:
                 pass

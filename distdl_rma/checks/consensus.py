@@ -46,9 +46,9 @@ class Consensus(EqualityCheck):
     def of(cls, manager: SegmentManager, ranks: Sequence[int]) -> Consensus:
         """The instance for these ranks, in this order."""
         key = Consensus, tuple(ranks)
-        found = manager.kept.get(key)
+        found = manager.shared_objects.get(key)
         if not isinstance(found, Consensus):
-            found = manager.kept[key] = cls(manager, ranks)
+            found = manager.shared_objects[key] = cls(manager, ranks)
         return found
 
     def start(self, title: str, *words: int) -> int:
@@ -59,7 +59,9 @@ class Consensus(EqualityCheck):
         finished first, which blocks.
         """
         sent = _code(title), *words
-        if self._unfinished is not None and not (self._late and (title, sent) == (self._for, self._said)):
+        if self._unfinished is not None and not (
+            self._repeatable and (title, sent) == (self._for, self._values)
+        ):
             # This rank gave the exchange up; the other ranks finish it.
             self.rows(*self._unfinished)
         return super().start(title, *sent)
@@ -116,9 +118,9 @@ class Consensus(EqualityCheck):
         if least == most:
             return
         # Ranks with another title run this too.
-        text = f"{self._said[0]:0{_CODE}x}{self._for}".encode()[:_TITLE_NBYTES]
+        text = f"{self._values[0]:0{_CODE}x}{self._for}".encode()[:_TITLE_NBYTES]
         titles = self.rows(text, _TITLE_NBYTES)
-        self._waited, self._late = self.epoch, False
+        self._waited, self._repeatable = self.epoch, False
         at, other = next((at, title) for at, title in enumerate(titles) if title != titles[0])
         first, second = (repr(title[_CODE:].decode(errors="ignore")) for title in (titles[0], other))
         raise MismatchError(

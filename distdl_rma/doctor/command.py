@@ -119,7 +119,7 @@ class _Examination:
                 os.close(over)
                 if not select.select([seen], [], [], self._limit)[0]:
                     self._job.ranks = [rank_facts(self._launcher)]
-                    self._write_late()
+                    self._report_timeout()
             finally:
                 os._exit(0)
         os.close(seen)
@@ -191,10 +191,10 @@ class _Examination:
     def _watch(self) -> None:
         while time.monotonic() < self._deadline:
             time.sleep(_TICK_SECONDS)
-        self._write_late()
+        self._report_timeout()
         os._exit(1)
 
-    def _write_late(self) -> None:
+    def _report_timeout(self) -> None:
         message = f"TimeoutError: it does not return within {self._limit:g} s"
         self._job.failures.append(Failure(self._rank, self._step, message))
         self._write()

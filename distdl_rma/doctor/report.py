@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from distdl_rma.doctor.facts import Compared, Job, RankFacts, counted, sized
+from distdl_rma.doctor.facts import Job, RankFacts, counted, sized
 from distdl_rma.doctor.findings import Finding
 from distdl_rma.geometry.partition import spans
 
@@ -55,7 +55,10 @@ def as_text(job: Job, found: Sequence[Finding]) -> str:
         "transports": [*_transports(facts["transports"])],
         "measured": _table([(_MEASURED[name], _quantity(name, job.measured[name])) for name in measured]),
         "split convolution against torch's on the whole input": _table(
-            [(each.name, "equal to rounding" if each.equal else _differs(each)) for each in job.compared]
+            [
+                (x.name, "equal to rounding" if x.equal else f"differs by {x.error:.1e} of {x.scale:.1e}")
+                for x in job.compared
+            ]
         ),
         "findings": [line for each in found for line in (f"{each.level}: {each.text}", f"  {each.remedy}")]
         or ["none: this job works"],
@@ -105,10 +108,6 @@ def _transports(letters: Sequence[str]) -> Iterator[str]:
         [("", *numbers), *((number, *row) for number, row in zip(numbers, letters, strict=True))]
     )
     yield "s: shared memory of the node, r: puts of MPI between nodes"
-
-
-def _differs(compared: Compared) -> str:
-    return f"differs by {compared.error:.1e} of {compared.scale:.1e}"
 
 
 def _quantity(name: str, value: float) -> str:

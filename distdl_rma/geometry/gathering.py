@@ -19,6 +19,9 @@ from distdl_rma.geometry.intervals import Balanced, Listed
 from distdl_rma.geometry.partition import Groups, Partition, groups_along, leaders, share_holders
 from distdl_rma.geometry.trees import NodeOf, Stage
 
+# Longest vectors, in elements, that are broadcast whole, along a tree.
+_LONGEST_BROADCAST_WHOLE = 4096
+
 
 @dataclass(frozen=True)
 class FlatStages:
@@ -94,7 +97,7 @@ def _takes_stages(end: Decomposition, other: Decomposition, node_of: NodeOf) -> 
     if any(len(trees.teams_of(line, node_of)) > 1 for line in lines):
         return True
     return end.partition.size > 3 * other.partition.size and any(
-        len(set(map(node_of, line))) > 1 and end.box(line[0]).volume > _SHORT
+        len(set(map(node_of, line))) > 1 and end.box(line[0]).volume > _LONGEST_BROADCAST_WHOLE
         for line in lines
         if len(line) > 3
     )
@@ -131,7 +134,7 @@ def _broadcast(
     boxes = [end.box(line[0]) for line in lines]
     owners = {other.box(rank): rank for rank in other.partition.ranks}
     roots = [owners.get(box, -1) for box in boxes]
-    once, large = other, max(box.volume for box in boxes) > _SHORT
+    once, large = other, max(box.volume for box in boxes) > _LONGEST_BROADCAST_WHOLE
     elsewhere = large and any(root not in line for root, line in zip(roots, lines, strict=True))
     if elsewhere or min(roots) < 0 or len(set(roots)) < len(roots) or len(roots) < other.partition.size:
         once = end.one_copy()
@@ -253,8 +256,6 @@ def collecting(
     return stages, held[group[0]]
 
 
-# Longest vectors, in elements, that are broadcast whole, along a tree.
-_SHORT = 4096
 # By rank: the positions in the line of the blocks that it holds, in their order there.
 _Held = dict[int, tuple[int, ...]]
 

@@ -28,7 +28,7 @@ _FAN = 32
 _WIDTH = 4
 # Longest vector in elements, and largest group on one node, for which all ranks send their whole vectors to
 # each other: one step instead of two.
-_SHORT = 4096
+_LONGEST_SENT_WHOLE = 4096
 _FEW = 8
 
 
@@ -98,7 +98,7 @@ def all_reduction(groups: Groups, lengths: Sequence[int], node_of: NodeOf, me: i
     """
     one_node = all(len(grouped(group, node_of)) == 1 for group in groups)
     size = max(map(len, groups))
-    if size <= 2 or (one_node and size <= _FEW and max(lengths) <= _SHORT):
+    if size <= 2 or (one_node and size <= _FEW and max(lengths) <= _LONGEST_SENT_WHOLE):
         whole = copies(groups, lengths, me)
         return [(whole, whole)]
     stages = _to_shares(groups, lengths, node_of, me)

@@ -6,7 +6,7 @@ import warnings
 
 import torch
 
-from distdl_rma.machine import Machine, alone
+from distdl_rma.machine import Machine, single_rank_problem
 
 
 def warn_of_start(machine: Machine) -> None:
@@ -17,7 +17,7 @@ def warn_of_start(machine: Machine) -> None:
     if machine.rank != machine.ranks[0] or machine.kept.setdefault("start", False):
         return
     machine.kept["start"] = True
-    for problem in (alone(), _of_threads(machine)):
+    for problem in (single_rank_problem(), _of_threads(machine)):
         if problem:
             warnings.warn(f"distribute: {problem}", RuntimeWarning, stacklevel=3)
 

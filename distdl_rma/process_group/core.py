@@ -92,10 +92,10 @@ class GroupCore(_Base):  # type: ignore[misc]
                 flat.store()
 
         operation = self._queue.append(PendingCall(begin, caller.waiting, finish))
-        return self._kept(GroupWork(self._queue, operation, result, self._timeout))
+        return self._registered(GroupWork(self._queue, operation, result, self._timeout))
 
     def refuse(self, what: str, error: BaseException) -> None:
-        """Tell the ranks that wait in a collective call that this rank refuses it; does not wait for them.
+        """Announce to ranks that wait in a collective call that this rank refuses it; does not wait for them.
 
         They raise ``MismatchError`` with the reason. If all ranks refuse the call, the group stays usable.
         """
@@ -125,7 +125,7 @@ class GroupCore(_Base):  # type: ignore[misc]
             reducer = self._reducers[op, dtype] = reducer_of(op, dtype, self._ranks)
         return reducer
 
-    def _kept(self, work: Work) -> Work:
+    def _registered(self, work: Work) -> Work:
         if self._coalescing is not None:
             self._coalescing.append(work)
         return work

@@ -130,16 +130,16 @@ def _shared_file(segments: SegmentManager, rank: int) -> str:
     with suppress(OSError, AttributeError):
         made = os.memfd_create("distdl_rma rendezvous") if rank == 0 else None
     named = f"{tempfile.gettempdir()}/distdl_rma-{own}-{time.monotonic_ns()}"
-    told = gather_words(segments, [namespace(), own, made, named], "rendezvous of torch")
-    _, process, number, named = told[0]
-    spaces = {each[0] for each in told.values()}
+    facts = gather_words(segments, [namespace(), own, made, named], "rendezvous of torch")
+    _, process, number, named = facts[0]
+    spaces = {each[0] for each in facts.values()}
     # Process numbers are valid on all ranks if all are in one namespace.
     if rank and number is not None and len(spaces) == 1 and 0 not in spaces:
         with suppress(OSError):
             made = os.open(f"/proc/{process}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
     everywhere = all(gather_words(segments, made is not None, "rendezvous of torch (file)").values())
     if made is not None and everywhere:
-        return f"/proc/self/fd/{_kept(made)}"
+        return f"/proc/self/fd/{_keep_open(made)}"
     if made is not None:
         os.close(made)
     if rank == 0:
@@ -148,7 +148,7 @@ def _shared_file(segments: SegmentManager, rank: int) -> str:
     return str(named)
 
 
-def _kept(file: int) -> int:
+def _keep_open(file: int) -> int:
     # torch opens the file several times, the last time when a store is deleted, perhaps after its group. Two
     # file numbers take turns, so that no other file has one of them then; stores beside a group keep theirs.
     if is_initialized():

@@ -97,20 +97,20 @@ class RmaProcessGroup(ReducingCollectives, DataCollectives):
         """Send a tensor to a rank of the group."""
         flat, tensor = self._message(tensors, "send")
         operation = self._points.send(flat.bytes, str(tensor.dtype), target, tag)
-        return self._kept(GroupWork(self._queue, operation, [tensor], self._timeout, self._me))
+        return self._registered(GroupWork(self._queue, operation, [tensor], self._timeout, self._me))
 
     def recv(self, tensors: Sequence[Tensor], source: int, tag: int) -> Work:
         """Receive a tensor from a rank of the group."""
         flat, tensor = self._message(tensors, "recv")
         operation = self._points.receive(flat.bytes, str(tensor.dtype), source, tag, flat.store)
-        return self._kept(GroupWork(self._queue, operation, [tensor], self._timeout, source))
+        return self._registered(GroupWork(self._queue, operation, [tensor], self._timeout, source))
 
     def recv_anysource(self, tensors: Sequence[Tensor], tag: int) -> Work:
         """Receive a tensor with this tag from the first rank of the group that sends one."""
         flat, tensor = self._message(tensors, "recv")
         found: list[int] = []
         operation = self._points.receive_any(flat.bytes, str(tensor.dtype), tag, found.append, flat.store)
-        return self._kept(GroupWork(self._queue, operation, [tensor], self._timeout, found))
+        return self._registered(GroupWork(self._queue, operation, [tensor], self._timeout, found))
 
     def _message(self, tensors: Sequence[Tensor], what: str) -> tuple[Flat, Tensor]:
         tensor: Tensor = single(tensors, self._who(what))

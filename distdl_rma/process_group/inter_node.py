@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from distdl_rma.geometry.intervals import Balanced
-from distdl_rma.process_group.node_slots import DIGEST_BYTES, SAID_BYTES, Call, check_pairs, other_call
+from distdl_rma.process_group.node_slots import CALL_BYTES, DIGEST_BYTES, Call, call_mismatch, check_pairs
 from distdl_rma.process_group.reducers import Reducer
 from distdl_rma.segments.collectives.between_nodes import Messages, Plan, Script, in_pieces, slices
 from distdl_rma.segments.collectives.reduction import Array
@@ -142,12 +142,12 @@ class InterNodeCollectives:
         yield from self._messages.gather_all(row, table.reshape(-1), [DIGEST_BYTES] * self.size)
         others = (table != row).any(1)
         if others.any():
-            said = np.zeros(SAID_BYTES, _BYTE)
-            said[: len(self.call.said)] = np.frombuffer(self.call.said, _BYTE)
-            all_said = np.empty((self.size, SAID_BYTES), _BYTE)
-            yield from self._messages.gather_all(said, all_said.reshape(-1), [SAID_BYTES] * self.size)
+            encoded = np.zeros(CALL_BYTES, _BYTE)
+            encoded[: len(self.call.encoded)] = np.frombuffer(self.call.encoded, _BYTE)
+            all_encoded = np.empty((self.size, CALL_BYTES), _BYTE)
+            yield from self._messages.gather_all(encoded, all_encoded.reshape(-1), [CALL_BYTES] * self.size)
             other = int(np.argmax(others))
-            raise other_call(self, other, all_said[other].tobytes())
+            raise call_mismatch(self, other, all_encoded[other].tobytes())
 
 
 def window(sizes: Sequence[int], begin: int, most: int) -> list[int]:

@@ -18,7 +18,7 @@ from distdl_rma.segments.waiting.header import WaitReason, clip
 # What a rank shows of a call of a new kind: a digest of its identity, then the text for messages.
 DIGEST_BYTES = 32
 _TEXT_BYTES = 256
-SAID_BYTES = DIGEST_BYTES + _TEXT_BYTES
+CALL_BYTES = DIGEST_BYTES + _TEXT_BYTES
 # So many kinds have numbers at a time.
 _KEPT = 1024
 
@@ -26,16 +26,16 @@ _KEPT = 1024
 class Call:
     """A kind of calls: its text in messages, and its identity, which is the same on all ranks.
 
-    The ``repr`` of ``identity`` is compared; the text if None. ``said`` are its digest and the text in bytes.
+    The ``repr`` of ``identity`` is compared; the text if None. ``encoded`` is its digest and the text.
     """
 
-    __slots__ = ("digest", "said", "text")
+    __slots__ = ("digest", "encoded", "text")
 
     def __init__(self, text: str, identity: object = None) -> None:
         self.text = text
         compared = repr(text if identity is None else identity).encode(errors="backslashreplace")
         self.digest = blake2b(compared, digest_size=DIGEST_BYTES).digest()
-        self.said = self.digest + clip(text, _TEXT_BYTES - 1) + b"\0"
+        self.encoded = self.digest + clip(text, _TEXT_BYTES - 1) + b"\0"
 
     @classmethod
     def refused(cls, what: str, error: BaseException) -> Call:
@@ -43,9 +43,9 @@ class Call:
         return cls(f"nothing, since it refuses {error}", ("refused", what))
 
 
-def text_said(said: bytes) -> str:
+def text_of_call(encoded: bytes) -> str:
     """Text of the call that another rank shows."""
-    return said[DIGEST_BYTES:SAID_BYTES].partition(b"\0")[0].decode(errors="replace")
+    return encoded[DIGEST_BYTES:CALL_BYTES].partition(b"\0")[0].decode(errors="replace")
 
 
 class Callers(Protocol):
@@ -60,12 +60,12 @@ class Callers(Protocol):
         """What they call."""
 
 
-def other_call(callers: Callers, position: int, said: bytes) -> MismatchError:
-    """Error where the rank at a position has said that it calls something else."""
+def call_mismatch(callers: Callers, position: int, encoded: bytes) -> MismatchError:
+    """Error where the rank at a position calls something else."""
     return MismatchError(
         f"group {callers.name!r}: rank {callers.ranks[callers.me]} calls {callers.call.text}, but rank"
-        f" {callers.ranks[position]} calls {text_said(said)}: all ranks of a group make the same calls in the"
-        " same order, with tensors of the same sizes and types"
+        f" {callers.ranks[position]} calls {text_of_call(encoded)}: all ranks of a group make the same calls"
+        " in the same order, with tensors of the same sizes and types"
     )
 
 
@@ -127,8 +127,8 @@ class NodeSlots:
     number raises ``MismatchError``; all ranks do, since each sees the first word of every rank's call. Kinds
     without a number are compared by their digests.
 
-    Collective over ``ranks`` to construct, blocking. ``PartitionError``, on all of them and before they talk,
-    where they do not all reach each other's memory.
+    Collective over ``ranks`` to construct, blocking. ``PartitionError``, on all of them and before they
+    communicate, where they do not all reach each other's memory.
     """
 
     def __init__(self, manager: SegmentManager, ranks: Sequence[int], name: str) -> None:
@@ -143,7 +143,7 @@ class NodeSlots:
         self.crowded = manager.segment.crowded
         room = min(_SLOT_BYTES, manager.segment.nbytes // _SHARE_OF_SEGMENT)
         self.slot_bytes = max(_PAGE, room // _PAGE * _PAGE)
-        self._table = SAID_BYTES + 16 * self.size
+        self._table = CALL_BYTES + 16 * self.size
         self._table += -self._table % 64
         nbytes = _PARITIES * (self._table + self.slot_bytes)
         label = f"process group {name}"
@@ -182,7 +182,7 @@ class NodeSlots:
         # First round of the call under way, the number of its kind, and the calls that the tables hold. All
         # ranks have read all rounds up to ``_past``.
         self._first = self._kind = self._past = 0
-        self._said: list[Call | None] = [None] * _PARITIES
+        self._written: list[Call | None] = [None] * _PARITIES
         self._late: tuple[int, ...] = ()
 
     def slots(self, dtype: np.dtype[Any]) -> list[list[Array]]:
@@ -199,7 +199,7 @@ class NodeSlots:
     def numbers(self, number: int, position: int) -> Array:
         """Table of integers, two for each rank, that a rank shows in a round beside its data."""
         table = self._tables[position][number & 1]
-        found: Array = table[SAID_BYTES : SAID_BYTES + 16 * self.size].view(np.int64)
+        found: Array = table[CALL_BYTES : CALL_BYTES + 16 * self.size].view(np.int64)
         return found
 
     def free(self, number: int) -> bool:
@@ -221,15 +221,15 @@ class NodeSlots:
         self.number = number
 
     def announce(self, number: int, first: bool) -> None:
-        """Tell all ranks that this rank's data of a round are there; ``first`` of a call, or a later one."""
+        """Announce to all ranks this rank's data of a round; ``first`` of a call, or a later one."""
         parity = number & 1
         if first:
             call = self.call
             self._first, self._kind = number, self._kinds.number_of(call.digest, 0)
-            if self._said[parity] is not call:
+            if self._written[parity] is not call:
                 begin = parity * self._table
-                self._mine[begin : begin + len(call.said)] = call.said
-                self._said[parity] = call
+                self._mine[begin : begin + len(call.encoded)] = call.encoded
+                self._written[parity] = call
         word, value = self._my_shown[parity], number << _KIND_BITS | self._kind
         if self._fence is not None:
             self._fence()
@@ -244,7 +244,7 @@ class NodeSlots:
             if word != value:
                 if word >> _KIND_BITS < number:
                     return False
-                raise self._other_call(number, at)
+                raise self._call_mismatch(number, at)
         if self._acquire is not None:
             self._acquire()
         if number == self._first:
@@ -260,7 +260,7 @@ class NodeSlots:
             yield
 
     def made(self, number: int) -> None:
-        """Tell all ranks that this rank's results of a round can be read."""
+        """Announce to all ranks that this rank's results of a round can be read."""
         if self._fence is not None:
             self._fence()
         word = self._my_made
@@ -277,7 +277,7 @@ class NodeSlots:
             self._acquire()
 
     def read(self, number: int) -> None:
-        """Tell all ranks that this one has read a round."""
+        """Announce to all ranks that this one has read a round."""
         if self._fence is not None:
             self._fence()
         word = self._my_read
@@ -294,7 +294,7 @@ class NodeSlots:
         return WaitReason(self._late, what, "did every rank make the same calls?")
 
     def leave(self) -> None:
-        """Tell all ranks that this one reads and writes their memory no more."""
+        """Announce to all ranks that this one reads and writes their memory no more."""
         self.read(_FOREVER)
 
     def left(self) -> bool:
@@ -312,9 +312,9 @@ class NodeSlots:
         for at in self._shown_at[number & 1]:
             theirs = self._tables[at % self.size][number & 1][:DIGEST_BYTES].tobytes()
             if theirs != self.call.digest:
-                raise self._other_call(number, at)
+                raise self._call_mismatch(number, at)
         self._kinds.agree(self.call)
 
-    def _other_call(self, number: int, at: int) -> MismatchError:
+    def _call_mismatch(self, number: int, at: int) -> MismatchError:
         position = at % self.size
-        return other_call(self, position, self._tables[position][number & 1].tobytes())
+        return call_mismatch(self, position, self._tables[position][number & 1].tobytes())

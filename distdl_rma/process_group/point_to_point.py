@@ -75,20 +75,20 @@ class PointToPoint:
 
     def _send(self, data: Array, kind: str, target: int, tag: int) -> Script:
         mine, theirs = _facts(data, kind), _facts(data[:0], "")
-        said = self._messages.send(mine, target, tag * _KINDS)
-        heard = self._messages.receive(theirs, target, tag * _KINDS + 1)
-        yield from chain(said, heard)
+        sending = self._messages.send(mine, target, tag * _KINDS)
+        receiving = self._messages.receive(theirs, target, tag * _KINDS + 1)
+        yield from chain(sending, receiving)
         self._check(mine, theirs, target, tag)
         yield from self._messages.send(data, target, tag * _KINDS + 2)
 
     def _receive(self, out: Array, kind: str, source: int, tag: int) -> Script:
         mine, theirs = _facts(out, kind), _facts(out[:0], "")
         yield from self._messages.receive(theirs, source, tag * _KINDS)
-        said = self._messages.send(mine, source, tag * _KINDS + 1)
+        sending = self._messages.send(mine, source, tag * _KINDS + 1)
         if _text(mine) == _text(theirs):
-            yield from chain(said, self._messages.receive(out, source, tag * _KINDS + 2))
+            yield from chain(sending, self._messages.receive(out, source, tag * _KINDS + 2))
             return
-        yield from said
+        yield from sending
         self._check(theirs, mine, source, tag)
 
     def _check(self, sent: Array, wanted: Array, peer: int, tag: int) -> None:

@@ -98,12 +98,12 @@ def single(tensors: Sequence[Any], who: str) -> Any:
 
 def facts(tensors: Sequence[torch.Tensor]) -> str:
     """Sizes and types of tensors as text."""
-    said = [f"{tensor.numel()} x {str(tensor.dtype).removeprefix('torch.')}" for tensor in tensors]
-    if len(said) > 1 and len(set(said)) == 1:
-        return f"{len(said)} times {said[0]}"
-    if len(said) > 4:
-        return f"{', '.join(said[:3])}, ... ({len(said)}, {sum(t.numel() for t in tensors)} in all)"
-    return ", ".join(said) or "no tensors"
+    texts = [f"{tensor.numel()} x {str(tensor.dtype).removeprefix('torch.')}" for tensor in tensors]
+    if len(texts) > 1 and len(set(texts)) == 1:
+        return f"{len(texts)} times {texts[0]}"
+    if len(texts) > 4:
+        return f"{', '.join(texts[:3])}, ... ({len(texts)}, {sum(t.numel() for t in tensors)} in all)"
+    return ", ".join(texts) or "no tensors"
 
 
 def check_alike(tensors: Sequence[torch.Tensor], who: str) -> None:

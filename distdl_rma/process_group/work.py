@@ -330,13 +330,13 @@ class _Pending(NamedTuple):
     timeout: float
     begun: float
 
-    def say_done(self) -> None:
-        """Tell other ranks that this one waits for it no more, if they were told that it does."""
+    def end_wait(self) -> None:
+        """Write to the header that this rank waits for it no more, if a look wrote that it does."""
         manager = self.queue.manager
         if time.monotonic() - self.begun > _LOOK_SECONDS:
             with manager.segment.lock:
                 if not manager.closed:
-                    manager.watch.say_done()
+                    manager.watch.write_end_of_wait()
 
 
 class _Driver:
@@ -441,7 +441,7 @@ class _Driver:
             ]
             if settled:
                 for item, _ in settled:
-                    item.say_done()
+                    item.end_wait()
                 return settled
             # An operation that has advanced may soon advance again.
             looks = looks + 1 if before == [item.queue.progress() for item in pending] else 0

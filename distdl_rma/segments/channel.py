@@ -247,7 +247,7 @@ class Channel:
         if not self._closed:
             self._closed = True
             # After a failure peers may still put to results: the manager then keeps the channel for ever.
-            if not self._manager.closed or self._manager.notices.in_vain:
+            if not self._manager.closed or self._manager.notices.any_failed:
                 self._manager.retire(self._buffer, self._is_left_alone)
 
     def _is_left_alone(self) -> bool:

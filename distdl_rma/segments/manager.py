@@ -27,7 +27,7 @@ from distdl_rma.segments.memory.context import Queue, SegmentContext, Uncopyable
 from distdl_rma.segments.options import SegmentOptions, chosen_progress, chosen_timeout
 from distdl_rma.segments.transport.segment import Segment
 from distdl_rma.segments.waiting.header import HEADER_BYTES, HeaderWriter, WaitReason, operation_name
-from distdl_rma.segments.waiting.liveness import LOST, FailureNotices, PeerWatch, cause_of, say_state
+from distdl_rma.segments.waiting.liveness import LOST, FailureNotices, PeerWatch, append_state, cause_of
 from distdl_rma.segments.waiting.waiter import Waiter
 from distdl_rma.trace import Counters, Tracer
 
@@ -164,7 +164,7 @@ class SegmentManager(SegmentContext, Uncopyable):
         self.transport = transport
         self.trace = Tracer()
         # Objects that collectives share until the segment is freed.
-        self.kept: dict[Hashable, object] = {}
+        self.shared_objects: dict[Hashable, object] = {}
         self._retired: list[tuple[SegmentBuffer, Callable[[], bool]]] = []
         self._tenants: weakref.WeakSet[Tenant] = weakref.WeakSet()
         self._barriers: list[MPI.Request] = []
@@ -260,24 +260,24 @@ class SegmentManager(SegmentContext, Uncopyable):
         if self.closed:
             return
         rank, cause = self.rank, cause_of(error)
-        say_state(error, LOST)
+        append_state(error, LOST)
         if self.notices.failed:
             return
         if isinstance(error, PeerFailedError):
             rank, cause = error.rank, error.cause
-        self.notices.tell(cause, rank)
+        self.notices.send(cause, rank)
         # No operation may begin now: other ranks would take it for an earlier one.
         refuse = self.notices.raise_for
         self.begin = lambda name, epoch: refuse(rank, cause, None, LOST)
 
-    def raised(self, error: BaseException) -> None:
-        """Tell the other ranks that a collective call raised here; local.
+    def announce_error(self, error: BaseException) -> None:
+        """Announce to the other ranks that a collective call raised here; local.
 
         Ranks that wait for this one raise ``PeerFailedError`` after a second, unless the call raised there
-        too, or this rank calls ``watch.goes_on()``.
+        too, or this rank calls ``watch.resume()``.
         """
         if not self.closed:
-            self.watch.raised(cause_of(error))
+            self.watch.announce_error(cause_of(error))
 
     def before_close(self, tenant: Tenant) -> None:
         """Call ``tenant.release()`` before the segment is freed; keeps a weak reference only."""
@@ -291,7 +291,7 @@ class SegmentManager(SegmentContext, Uncopyable):
         """
         if self.closed:
             return
-        if not self.notices.in_vain:
+        if not self.notices.any_failed:
             try:
                 self._meet_to_close(timeout)
             except BaseException:
@@ -302,9 +302,9 @@ class SegmentManager(SegmentContext, Uncopyable):
         self._reclaim()
         self.waiter.end()
         self.closed = True
-        self.kept.clear()
-        if self.notices.in_vain:
-            self.keep()
+        self.shared_objects.clear()
+        if self.notices.any_failed:
+            self.keep_until_process_ends()
             return
         self._drop_unmatched()
         self.communicators.close()
@@ -337,7 +337,7 @@ class SegmentManager(SegmentContext, Uncopyable):
                 except ExchangeTimeout as error:
                     say(f"{error}; rank {self.rank} has ended its program and waits on")
                     self._meet_to_close(float("inf"))
-        if not notices.in_vain:
+        if not notices.any_failed:
             return True
         # Other ranks may already wait for this rank to close.
         notices.pass_on()
@@ -373,7 +373,7 @@ class SegmentManager(SegmentContext, Uncopyable):
             barriers.append(self.comm.Ibarrier())
         return bool(barriers[1].Test())
 
-    def keep(self) -> None:
+    def keep_until_process_ends(self) -> None:
         """Keep this object until the process has ended: MPI continues pending operations until then."""
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self))
 

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from math import prod
 from numbers import Integral
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -20,12 +20,9 @@ from distdl_rma.machine import Machine
 from distdl_rma.split import layout as lay
 from distdl_rma.split.calls.site import THREAD, site_of
 
-if TYPE_CHECKING:
-    from distdl_rma.split.tensor import SplitTensor
-
 
 def agree_on_layout(
-    local: torch.Tensor, partition: Partition, problem: str, caller: Callable[..., SplitTensor]
+    local: torch.Tensor, partition: Partition, problem: str, caller: Callable[..., Any]
 ) -> Decomposition:
     """Layout of the blocks that the ranks of a partition pass to ``caller``; collective over it, blocking.
 

@@ -395,7 +395,7 @@ def _report_to_peers(error: Exception, among: Sequence[Any]) -> None:
     if isinstance(error, OF_SEVERAL_RANKS):
         home.settle(error, partition.ranks)
     else:
-        home.segments.raised(error)
+        home.segments.announce_error(error)
 
 
 def composed(function: Any, *args: Any, **kwargs: Any) -> Any:

@@ -58,7 +58,7 @@ def widths(fan, width, short=4096):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(trees, "_FAN", fan)
         patch.setattr(trees, "_WIDTH", width)
-        patch.setattr(gatherings, "_SHORT", short)
+        patch.setattr(gatherings, "_LONGEST_BROADCAST_WHOLE", short)
         yield
 
 

@@ -3,22 +3,22 @@
 import pytest
 
 from distdl_rma.process_group import node_slots
-from distdl_rma.process_group.node_slots import Call, Kinds, text_said
+from distdl_rma.process_group.node_slots import Call, Kinds, text_of_call
 
 
 def test_what_is_said_has_the_whole_identity_and_the_text_as_far_as_there_is_room():
     long = "all_gather of " + "é" * 300
     one, other = Call(long, (long, 1)), Call(long, (long, 2))
-    assert len(one.said) <= node_slots.SAID_BYTES
-    assert text_said(one.said) == text_said(other.said) == one.said[32:-1].decode()
-    assert long.startswith(text_said(one.said))
-    assert one.digest != other.digest and one.said.startswith(one.digest)
+    assert len(one.encoded) <= node_slots.CALL_BYTES
+    assert text_of_call(one.encoded) == text_of_call(other.encoded) == one.encoded[32:-1].decode()
+    assert long.startswith(text_of_call(one.encoded))
+    assert one.digest != other.digest and one.encoded.startswith(one.digest)
 
 
 def test_the_same_call_that_all_refuse_is_one_kind_whatever_the_reasons():
     first, second = Call.refused("reduce", ValueError("this")), Call.refused("reduce", ValueError("that"))
     assert first.digest == second.digest != Call.refused("gather", ValueError("this")).digest
-    assert text_said(second.said) == "nothing, since it refuses that"
+    assert text_of_call(second.encoded) == "nothing, since it refuses that"
 
 
 @pytest.mark.parametrize("kept", [2, 1000])

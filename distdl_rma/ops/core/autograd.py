@@ -165,7 +165,7 @@ def _report(machine: Machine | None, error: Exception, of_all: bool = False) -> 
     elif isinstance(error, OF_SEVERAL_RANKS):
         machine.fail(error) if machine.lasting else machine.settle(error)
     else:
-        machine.segments.raised(error)
+        machine.segments.announce_error(error)
 
 
 # Attribute of parameters whose gradient a GradientSync sums.

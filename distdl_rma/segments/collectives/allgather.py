@@ -24,7 +24,7 @@ from distdl_rma.segments.collectives.reduction import Array
 from distdl_rma.segments.collectives.stepped_algorithm import SteppedAlgorithm
 from distdl_rma.segments.manager import SegmentManager
 
-# What one rank of a node tells another in a step, each with a word of its own.
+# What one rank of a node signals to another in a step, each with a word of its own.
 _READY, _READ, _SPREAD, _TAKEN = range(4)
 
 

@@ -35,10 +35,10 @@ class Barrier:
         self._memory = manager.get_segment_buffer(0, 2 * self._turns, name)
         self._words = self._memory.flags
         # Functions that notify the rank of each turn, in both sets of words.
-        self._tell: list[Callable[[int], None]] = []
+        self._notify: list[Callable[[int], None]] = []
         self._epoch = 0
         self._at = self._turns  # turn of the running epoch; all turns: none is running
-        self._told = -1
+        self._notified = -1
         self._largest = 0
         self._operation = manager.operation(name)
         # Ranks that have come by their headers; ranks of other nodes take a while to answer.
@@ -47,12 +47,12 @@ class Barrier:
 
     def connect(self, timeout: float | None = None) -> None:
         """Exchange addresses with O(log P) peers, once; blocking."""
-        if not self._tell and self._turns:
+        if not self._notify and self._turns:
             peers = dict.fromkeys((*self._behind, *self._before), ())
             plan = fingerprint("barrier", self._terms)
             remotes = self._memory.exchange(peers, self.name, plan, timeout, terms=self._terms)
-            told = [remotes[rank] for rank in self._behind * 2]
-            self._tell = [remote.flag_raiser(word, ordered=False) for word, remote in enumerate(told)]
+            targets = [remotes[rank] for rank in self._behind * 2]
+            self._notify = [remote.flag_raiser(word, ordered=False) for word, remote in enumerate(targets)]
 
     def wait(self, timeout: float | None = None, value: int = 0) -> int:
         """Wait until all ranks have called, and return the largest number that one brought; blocking.
@@ -63,9 +63,9 @@ class Barrier:
         """
         if self._closed or self._manager.closed:
             raise ClosedError(f"barrier {self.name!r}: already closed")
-        if not self._tell:
+        if not self._notify:
             self.connect(timeout)
-        if self._at == self._turns and self._told < 0:
+        if self._at == self._turns and self._notified < 0:
             self._epoch += 1
             self._at, self._largest = 0, value
             if self._come:
@@ -81,7 +81,7 @@ class Barrier:
             self._manager.defer(self._advance)
             self._manager.waiter.until(self._advance, self._waiting, timeout)
             self._manager.withdraw(self._advance)
-        self._at, self._told = self._turns, -1
+        self._at, self._notified = self._turns, -1
         return self._largest
 
     def _all_come_soon(self) -> bool:
@@ -110,13 +110,13 @@ class Barrier:
             first = (self._epoch & 1) * self._turns
             while self._at < self._turns:
                 k = self._at
-                if self._told < k:
-                    self._told = k
-                    self._tell[first + k](self._epoch << _VALUE_BITS | self._largest)
-                heard = self._words[first + k]
-                if heard >> _VALUE_BITS < self._epoch:
+                if self._notified < k:
+                    self._notified = k
+                    self._notify[first + k](self._epoch << _VALUE_BITS | self._largest)
+                received = self._words[first + k]
+                if received >> _VALUE_BITS < self._epoch:
                     return False
-                self._largest = max(self._largest, heard & (1 << _VALUE_BITS) - 1)
+                self._largest = max(self._largest, received & (1 << _VALUE_BITS) - 1)
                 self._at += 1
             return True
 

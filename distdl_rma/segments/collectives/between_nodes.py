@@ -121,7 +121,7 @@ class Messages:
             barrier.close()
 
     def announce(self) -> None:
-        """Tell the others what this rank connects, without waiting for them."""
+        """Send the others the address of what this rank connects, without waiting for them."""
         if not self._connected:
             self._meeting().connect(0.0)
 

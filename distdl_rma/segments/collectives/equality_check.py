@@ -1,4 +1,4 @@
-"""Whether some ranks say the same: a few words of each, compared in messages of a cache line."""
+"""Comparison of a few integers of some ranks, in messages of a cache line."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from distdl_rma.segments.waiting.header import WaitReason
 
 N_INTEGERS = 4
 _ROW = struct.Struct(f"={N_INTEGERS}q")
-# A line of the board, in words: what a rank says, and behind it the epoch. The smallest and largest of all
-# take two, the epoch behind them.
+# A line of the board, in words: the integers of a rank, then the epoch. The smallest and largest of all take
+# two lines, the epoch behind them.
 _LINE, _RESULT = 8, 16
 _EPOCH = N_INTEGERS
 _PARITIES = 2
@@ -34,19 +34,19 @@ _Extent = NDArray[np.int64]
 
 
 class _Turn(NamedTuple):
-    """One turn between nodes: who is told, in which of its slots, and in which slots others tell this one."""
+    """One turn between nodes: ranks that this one sends to, and receives from, with the receiver's slots."""
 
-    told: tuple[tuple[int, int], ...]
-    heard: tuple[tuple[int, int], ...]
+    targets: tuple[tuple[int, int], ...]
+    sources: tuple[tuple[int, int], ...]
 
 
 class EqualityCheck(Scripted):
-    """Four words of every rank: are they alike everywhere, and if not, what is the smallest and the largest.
+    """Four integers of every rank: are they alike everywhere, and if not, what are the smallest and largest.
 
-    On a node every rank stores its words in a line of one board, in the memory of the node's first rank, and
-    reads the whole board: a message per rank, and nobody has to do anything for the others. Over several
-    nodes their first ranks tell each other by dissemination, and then their nodes: O(log N) messages each for
-    N nodes, which any wait and the progress engine send on.
+    On a node every rank stores its integers in a line of one board, in the memory of the node's first rank,
+    and reads the whole board: a message per rank, and nobody has to do anything for the others. Over several
+    nodes their first ranks exchange what is known by dissemination, and then inform their nodes: O(log N)
+    messages each for N nodes, which any wait and the progress engine send on.
 
     Construction is local and alike on all ``ranks``, this one included; the first start connects them, and
     is collective. An epoch that was started has to be waited for before the next. Nothing is acknowledged:
@@ -61,7 +61,7 @@ class EqualityCheck(Scripted):
         self._leader, self._number = layout.here[0], len(layout.here)
         self._leads = layout.me == self._leader
         self._turns = turns_between_leaders(layout)
-        self._slots = sum(len(turn.heard) for turn in self._turns)
+        self._slots = sum(len(turn.sources) for turn in self._turns)
         board = self._number * _LINE + _RESULT
         # Behind the boards, whether each rank of the node has done with them.
         marks = aligned(self._number * _ITEM)
@@ -72,7 +72,7 @@ class EqualityCheck(Scripted):
         self._memory.array[:] = 0
         self._remotes: dict[int, RemoteBuffer] = {}
         # Whether peers may have the address.
-        self._told = False
+        self._address_sent = False
         self._fence, self._acquire = manager.segment.fence, manager.segment.acquire
         self._counters = manager.counters
         # By parity: the lines of the board as tables, as words, and this one's as bytes; then the results.
@@ -83,12 +83,12 @@ class EqualityCheck(Scripted):
         self._silent: tuple[int, ...] = ()
         self._for = name
         self._closed = False
-        # The smallest of each word, then the largest; None where all are those that this rank said.
+        # The smallest of each integer, then the largest; None where all are those of this rank.
         self._extent: _Extent | None = None
-        self._said: tuple[int, ...] = (0,) * N_INTEGERS
+        self._values: tuple[int, ...] = (0,) * N_INTEGERS
         self.epoch = self._waited = 0
         # Whether a wait for this epoch has ended before all were there, so that its call may be repeated.
-        self._late = False
+        self._repeatable = False
 
     def connect(self, timeout: float | None = None) -> None:
         """Exchange addresses on the node, and with O(log N) other nodes, once; collective, blocking."""
@@ -96,11 +96,11 @@ class EqualityCheck(Scripted):
             return
         layout = self._layout
         near = layout.others_here if self._leads else (self._leader,)
-        far = (rank for turn in self._turns for rank, _ in (*turn.told, *turn.heard))
+        far = (rank for turn in self._turns for rank, _ in (*turn.targets, *turn.sources))
         peers = dict.fromkeys((*near, *far), ())
         terms = f"ranks={layout.ranks}"
         if peers:
-            plan, self._told = fingerprint("equality check", terms), True
+            plan, self._address_sent = fingerprint("equality check", terms), True
             self._remotes = self._memory.exchange(peers, self.name, plan, timeout, terms=terms)
         self._remotes[layout.me] = self._memory.here
         self._see(self._remotes[self._leader])
@@ -122,21 +122,21 @@ class EqualityCheck(Scripted):
             self._results.append(result)
 
     def start(self, name: str, *words: int) -> int:
-        """Say four integers of 64 bits; does not wait, except that the first start connects.
+        """Announce four integers of 64 bits; does not wait, except that the first start connects.
 
-        ``name`` is what messages call it. Returns the number of the epoch, for ``wait``. Whoever says the
-        same again, after a timeout of ``wait``, goes on with that epoch. Another one that was not waited for,
-        as of a call that all ranks refused in between, is waited for now, and whoever started it is refused.
+        ``name`` is what messages call it. Returns the number of the epoch, for ``wait``. An equal start
+        after a timeout of ``wait`` continues its epoch. Another epoch that was not waited for, as of a call
+        that all ranks refused in between, is waited for now, and whoever started it is refused.
         """
         if self._closed or self.broken or self._manager.closed:
             raise self._unusable()
         if self.epoch != self._waited:
-            if self._late and (name, words) == (self._for, self._said):
+            if self._repeatable and (name, words) == (self._for, self._values):
                 return self.epoch
             self._finish(self.epoch, None)
         if not self._tables:
             self.connect()
-        self._for, self._said, self._late = name, words, False
+        self._for, self._values, self._repeatable = name, words, False
         self.epoch = epoch = self.epoch + 1
         line, words_of_line = self._mine[epoch & 1]
         _ROW.pack_into(words_of_line, 0, *words)
@@ -152,7 +152,7 @@ class EqualityCheck(Scripted):
         return epoch
 
     def wait(self, timeout: float | None = None, epoch: int | None = None) -> bool:
-        """Return whether all said the same; blocking until all have started.
+        """Return whether all announced the same; blocking until all have started.
 
         ``epoch`` is what ``start`` returned, the last one if None. ``ProtocolError`` if another one was
         started since then, whose answer is not this one's.
@@ -161,11 +161,11 @@ class EqualityCheck(Scripted):
             raise self._unusable()
         if epoch is not None and epoch != self.epoch:
             raise ProtocolError(f"{self.name!r}: epoch {epoch} was overtaken, by {self._for!r}")
-        self._late = True
+        self._repeatable = True
         self._finish(self.epoch, timeout)
         if self._extent is not None:
             self._explain()
-        self._waited, self._late = self.epoch, False
+        self._waited, self._repeatable = self.epoch, False
         return self._extent is None
 
     def _explain(self) -> None:
@@ -186,13 +186,13 @@ class EqualityCheck(Scripted):
 
     @property
     def smallest(self) -> tuple[int, ...]:
-        """The smallest of each word that some rank said in the last epoch."""
-        return self._said if self._extent is None else tuple(self._extent[:N_INTEGERS].tolist())
+        """The smallest of each integer that some rank announced in the last epoch."""
+        return self._values if self._extent is None else tuple(self._extent[:N_INTEGERS].tolist())
 
     @property
     def largest(self) -> tuple[int, ...]:
-        """The largest of each word."""
-        return self._said if self._extent is None else tuple(self._extent[N_INTEGERS:].tolist())
+        """The largest of each integer."""
+        return self._values if self._extent is None else tuple(self._extent[N_INTEGERS:].tolist())
 
     def missing(self) -> WaitReason:
         """Which ranks are still missing; for messages."""
@@ -211,15 +211,15 @@ class EqualityCheck(Scripted):
                 self._manager.retire(self._memory, self._idle)
 
     def _idle(self) -> bool:
-        # The others may still read what all said last. Some may write at any time where others never came to
+        # The others may still read the last epoch. Some may write at any time where others never came to
         # connect: then the memory is not used again.
-        if self._told and not self._tables:
+        if self._address_sent and not self._tables:
             return False
         read = not self._leads or bool(self._marks.all())
         return self._is_over() and read and all(remote.delivered() for remote in self._remotes.values())
 
     def _is_over(self) -> bool:
-        # Whether this rank reads the board no more; the node's first rank is told.
+        # Whether this rank reads the board no more; the mark tells the node's first rank.
         over = self.advance()
         if over and len(self._marks):
             self._fence()
@@ -252,8 +252,8 @@ class EqualityCheck(Scripted):
             alike = all(line == mine for line in self._lines[parity])
         if alike:
             return None
-        said = table[:, :N_INTEGERS]
-        return np.concatenate([said.min(0), said.max(0)])
+        values = table[:, :N_INTEGERS]
+        return np.concatenate([values.min(0), values.max(0)])
 
     def _script(self, epoch: int) -> Iterator[None]:
         # An epoch over several nodes; yields as long as it has to wait.
@@ -263,7 +263,7 @@ class EqualityCheck(Scripted):
                 yield
             self._acquire()
             extent = self._extent_here(epoch)
-            found = np.array([*self._said, *self._said] if extent is None else extent, np.int64)
+            found = np.array([*self._values, *self._values] if extent is None else extent, np.int64)
             for turn in self._turns:
                 yield from self._take(turn, epoch, found)
             result[: _EPOCH * 2] = found
@@ -281,13 +281,13 @@ class EqualityCheck(Scripted):
         self._extent = None if alike else found
 
     def _take(self, turn: _Turn, epoch: int, found: _Extent) -> Iterator[None]:
-        # Tell some nodes what is known so far, hear what others know.
+        # Sends what is known so far to some nodes, receives what others know.
         sent = found.copy().view(np.uint8)
-        for rank, slot in turn.told:
+        for rank, slot in turn.targets:
             remote = self._remotes[rank]
             remote.put_stable(sent, self._offset(epoch, slot, remote))
             remote.raise_flag(slot, epoch)
-        for rank, slot in turn.heard:
+        for rank, slot in turn.sources:
             self._silent = (rank,)
             while self._memory.flag(slot) < epoch:
                 yield
@@ -311,8 +311,8 @@ def turns_between_leaders(layout: NodeLayout) -> tuple[_Turn, ...]:
     turns = []
     for distances in dissemination(size):
         slots = range(first, first + len(distances))
-        told = tuple((leaders[(me + d) % size], slot) for d, slot in zip(distances, slots, strict=True))
-        heard = tuple((leaders[(me - d) % size], slot) for d, slot in zip(distances, slots, strict=True))
-        turns.append(_Turn(told, heard))
+        targets = tuple((leaders[(me + d) % size], slot) for d, slot in zip(distances, slots, strict=True))
+        sources = tuple((leaders[(me - d) % size], slot) for d, slot in zip(distances, slots, strict=True))
+        turns.append(_Turn(targets, sources))
         first += len(distances)
     return tuple(turns)

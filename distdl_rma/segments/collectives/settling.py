@@ -8,7 +8,7 @@ from distdl_rma.errors import DistdlError, PeerFailedError
 from distdl_rma.segments.collectives.barrier import Barrier
 from distdl_rma.segments.collectives.equality_check import EqualityCheck
 from distdl_rma.segments.manager import SegmentManager
-from distdl_rma.segments.waiting.liveness import USABLE, cause_of, say_state
+from distdl_rma.segments.waiting.liveness import USABLE, append_state, cause_of
 
 # How long a rank waits for the others to raise too: ranks that wait in vain notice after a second.
 GRACE_SECONDS = 5.0
@@ -22,18 +22,18 @@ def raise_together(manager: SegmentManager, error: Exception, ranks: Sequence[in
     only some ranks have begun, such as a handshake, are given up: the callers drop what they have connected.
     The text of the error says how it ended.
     """
-    if not manager.notices.in_vain:
+    if not manager.notices.any_failed:
         began = error if isinstance(error, PeerFailedError) else None
         manager.watch.settle(began.cause if began else cause_of(error), began.rank if began else manager.rank)
         try:
             _meet(manager, tuple(sorted(ranks)))
-            say_state(error, USABLE)
+            append_state(error, USABLE)
             return True
         except DistdlError:
             # Not all have come.
             pass
         finally:
-            manager.watch.goes_on()
+            manager.watch.resume()
     manager.fail(error)
     return False
 
@@ -43,13 +43,13 @@ def _meet(manager: SegmentManager, ranks: tuple[int, ...]) -> None:
     manager.forget_handshakes(others)
     # Puts under way may reach memory that others will use again.
     manager.flush(others, GRACE_SECONDS)
-    for key, kept in tuple(manager.kept.items()):
+    for key, shared in tuple(manager.shared_objects.items()):
         # Some ranks may have begun an epoch that others have not.
-        if isinstance(kept, EqualityCheck) and {*kept.ranks} <= {*ranks}:
-            del manager.kept[key]
-    barrier = manager.kept.get((Barrier, ranks))
+        if isinstance(shared, EqualityCheck) and {*shared.ranks} <= {*ranks}:
+            del manager.shared_objects[key]
+    barrier = manager.shared_objects.get((Barrier, ranks))
     if not isinstance(barrier, Barrier):
-        barrier = manager.kept[Barrier, ranks] = Barrier(manager, ranks, "ranks that raise")
+        barrier = manager.shared_objects[Barrier, ranks] = Barrier(manager, ranks, "ranks that raise")
     barrier.wait(GRACE_SECONDS)
     # A rank that gave up waiting there does not come here, so that no rank passes.
     barrier.wait()

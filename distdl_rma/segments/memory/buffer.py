@@ -491,7 +491,7 @@ class SegmentBuffer:
                 if not self._context.closed:
                     self._context.heap.free(self.offset)
 
-    def promise(self, context: SegmentContext, peer: int, index: int, value: int) -> Callable[[], None]:
+    def notifier(self, context: SegmentContext, peer: int, index: int, value: int) -> Callable[[], None]:
         """Check a notification; return the function that sets it later, or does nothing after ``free``."""
         here = self.here
         if context is not self._context:

@@ -85,10 +85,10 @@ class SegmentContext:
         for link in links.values():
             link.close_delivery()
 
-        def late() -> tuple[int, ...]:
+        def pending() -> tuple[int, ...]:
             return tuple(rank for rank, link in links.items() if not link.advance())
 
-        self.waiter.until(lambda: not late(), lambda: WaitReason(late(), "to take its puts"), timeout)
+        self.waiter.until(lambda: not pending(), lambda: WaitReason(pending(), "to take its puts"), timeout)
 
 
 class Queue:

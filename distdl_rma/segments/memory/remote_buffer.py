@@ -239,7 +239,7 @@ class Location(NamedTuple):
 class Inbox(Protocol):
     """Buffer that a get notifies: a :class:`SegmentBuffer` of this rank."""
 
-    def promise(self, context: SegmentContext, peer: int, index: int, value: int) -> Callable[[], None]:
+    def notifier(self, context: SegmentContext, peer: int, index: int, value: int) -> Callable[[], None]:
         """Check a notification that a peer's answer will set; return the function that sets it."""
 
 
@@ -418,11 +418,11 @@ class RemoteBuffer:
         """
         target = as_target(out, "get_notify")
         offset = self._memory.inside(offset, target.nbytes, "get_notify")
-        promise = getattr(inbox, "promise", None)
-        if promise is None:
+        notifier = getattr(inbox, "notifier", None)
+        if notifier is None:
             raise ArgumentError(f"get_notify: notifies a buffer of this rank, got {type(inbox).__name__}")
         self._memory.check_open()
-        notify = promise(self._context, self.peer, index, value)
+        notify = notifier(self._context, self.peer, index, value)
         self._memory.get_then(self._memory.fetch(target, offset), notify)
 
     def view(self, dtype: DTypeLike, shape: int | tuple[int, ...], offset: int = 0) -> RemoteArray:

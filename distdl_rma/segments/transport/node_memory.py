@@ -73,7 +73,7 @@ _REMEDY = (
     " shared memory (for example --shm-size)"
 )
 # Bytes of this process's segments, which look free until their pages are touched.
-_promised: dict[int, int] = {}
+_untouched: dict[int, int] = {}
 
 
 class NodeMemory:
@@ -102,18 +102,18 @@ class NodeMemory:
                 raise ConfigurationError(f"a segment has at least {_SMALLEST} bytes, got {options.nbytes!r}")
         except ConfigurationError as error:
             problem = str(error)
-        said = self._comm.allgather((problem, asked, options.transport, options.reserve))
-        for rank, (theirs, *_) in zip(self._ranks, said, strict=True):
+        answers = self._comm.allgather((problem, asked, options.transport, options.reserve))
+        for rank, (theirs, *_) in zip(self._ranks, answers, strict=True):
             if theirs:
                 raise ConfigurationError(f"rank {rank}: {theirs}")
         for at, option in ((2, "transport"), (3, "reserve")):
-            for rank, theirs in zip(self._ranks, said, strict=True):
-                if theirs[at] != said[0][at]:
-                    first = f"{option} is {said[0][at]!r} on rank {self._ranks[0]}"
+            for rank, theirs in zip(self._ranks, answers, strict=True):
+                if theirs[at] != answers[0][at]:
+                    first = f"{option} is {answers[0][at]!r} on rank {self._ranks[0]}"
                     raise ConfigurationError(f"{first} and {theirs[at]!r} on rank {rank}; give all the same")
         self._timeout = chosen_timeout(options.timeout)
-        sizes = [size for _, size, *_ in said if size is not None]
-        if len(sizes) < len(said):
+        sizes = [size for _, size, *_ in answers if size is not None]
+        if len(sizes) < len(answers):
             sizes.append(self._default_size(options.reserve))
         return aligned(min(sizes))
 
@@ -194,23 +194,23 @@ class NodeMemory:
             rank, problem = lacking
             raise SegmentError(f"rank {rank}: the segment could not be reserved: {problem}; {_REMEDY}")
         # Reserved pages no longer look free.
-        self.promise(0)
+        self.record_untouched(0)
 
-    def promise(self, nbytes: int) -> None:
+    def record_untouched(self, nbytes: int) -> None:
         """Record that ``nbytes`` will be consumed although they still look free; local."""
-        _promised[id(self)] = nbytes
+        _untouched[id(self)] = nbytes
 
     def free(self) -> None:
-        """Free the communicator of the node, and undo ``promise``; collective over the node."""
-        _promised.pop(id(self), None)
+        """Free the communicator of the node, and undo ``record_untouched``; collective over the node."""
+        _untouched.pop(id(self), None)
         self.node.Free()
 
     def _room(self) -> int | None:
         # Free bytes of shared memory; None if it is no file system of its own. Collective over the node.
-        promised: int = sum(self.node.allgather(sum(_promised.values())))
+        untouched: int = sum(self.node.allgather(sum(_untouched.values())))
         if not SHARED_MEMORY.is_dir():
             return None
-        return max(0, int(shutil.disk_usage(SHARED_MEMORY).free) - promised)
+        return max(0, int(shutil.disk_usage(SHARED_MEMORY).free) - untouched)
 
     def _default_size(self, reserve: bool) -> int:
         free = self._room()
@@ -232,8 +232,8 @@ class NodeMemory:
 
     def _first_problem(self, problem: str) -> tuple[int, str] | None:
         # Rank id and problem of the first rank that has one.
-        said = zip(self._ranks, self._comm.allgather(problem), strict=True)
-        return next(((rank, theirs) for rank, theirs in said if theirs), None)
+        answers = zip(self._ranks, self._comm.allgather(problem), strict=True)
+        return next(((rank, theirs) for rank, theirs in answers if theirs), None)
 
 
 def reserve_pages(memory: Bytes, ranks: int) -> str:

@@ -46,7 +46,7 @@ class Segment:
             self.nbytes = self._node_memory.agree_on_size(options)
             self._node_memory.check_room(self.nbytes)
             self._shared, memories = self._node_memory.allocate(self.nbytes + ALIGNMENT)
-            self._node_memory.promise(self.nbytes)
+            self._node_memory.record_untouched(self.nbytes)
             try:
                 if options.reserve:
                     self._node_memory.reserve(memories[node.rank])

@@ -111,7 +111,7 @@ class DoubleRecord:
 
 # Process, namespace, state, since when, when written, origin; number of ranks waited for, first few, text.
 _STATE = DoubleRecord(f"qqqddqq{_RANKS}q{_TEXT}s", 0)
-# Name, epoch and start time of the last operation, and the note at that time.
+# Name, epoch and start time of the last operation, and the mode at that time.
 _OPERATION = DoubleRecord("qdq", _STATE.end, text=_NAME)
 
 
@@ -145,7 +145,7 @@ class HeaderRecord:
     operation: str
     epoch: int
     operation_since: float
-    note: int
+    mode: int
 
     @property
     def is_waiting(self) -> bool:
@@ -181,7 +181,7 @@ def numbered(ranks: tuple[int, ...]) -> str:
 class HeaderWriter:
     """This rank's header, the first bytes of its segment: it alone writes it, others read it any time.
 
-    ``note``, a number that should be equal on all ranks, is written with the next operation.
+    ``mode``, a number that should be equal on all ranks, is written with the next operation.
     """
 
     def __init__(self, header: memoryview, fence: Callable[[], object]) -> None:
@@ -191,7 +191,7 @@ class HeaderWriter:
         self._process, self._namespace = os.getpid(), namespace()
         self._state: RankState | None = None
         self._since = 0.0
-        self.note = 0
+        self.mode = 0
         self.begin(operation_name(""), 0)
         self.write(RankState.RUNNING)
 
@@ -208,7 +208,7 @@ class HeaderWriter:
         """Write which operation this rank begins; ``operation_name`` makes ``name``."""
         self._operations += 1
         _OPERATION.write_behind(
-            name, self._header, self._operations, self._fence, epoch, time.time(), self.note
+            name, self._header, self._operations, self._fence, epoch, time.time(), self.mode
         )
 
     def close(self) -> None:
@@ -233,11 +233,11 @@ def parse(header: bytes) -> HeaderRecord | None:
     if doing is None or begun is None:
         return None
     process, space, state, since, written, origin, number, *ranks, text = doing
-    name, epoch, began, note = begun
+    name, epoch, began, mode = begun
     text, name = (words.rstrip(b"\0").decode(errors="replace") for words in (text, name))
     waits_for = tuple(ranks[: min(number, _RANKS)])
-    said = RankState(state), process, space, since, written, origin, waits_for, text
-    return HeaderRecord(*said, name, epoch, began, note)
+    fields = RankState(state), process, space, since, written, origin, waits_for, text
+    return HeaderRecord(*fields, name, epoch, began, mode)
 
 
 class PeerHeaders:
@@ -266,7 +266,7 @@ class PeerHeaders:
                     return record
                 os.sched_yield()
             return None
-        while not self._hear(rank):
+        while not self._poll_answer(rank):
             if time.monotonic() > deadline:
                 return None
             time.sleep(1e-3)
@@ -276,7 +276,7 @@ class PeerHeaders:
         """Record of a rank, from its last answer; None if it never answered. Does not block."""
         if self.is_near(rank):
             return self.read(rank, 0.0)
-        self._hear(rank)
+        self._poll_answer(rank)
         return self._answers[rank][0] if rank in self._answers else None
 
     def age(self, rank: int) -> float:
@@ -303,7 +303,7 @@ class PeerHeaders:
         near = rank in self._segment.node_ranks and record.namespace == self._namespace
         return near and bool(record.namespace) and has_ended(record.process)
 
-    def _hear(self, rank: int) -> bool:
+    def _poll_answer(self, rank: int) -> bool:
         # Sends a get or receives its answer; returns whether the rank answered just now.
         with self._segment.lock:
             try:

@@ -26,7 +26,7 @@ _NOTICE_BYTES = 1024
 # A rank's last messages may arrive some time after it has left.
 _SUSPICION_SECONDS = 1.0
 # Fewest looks at a ring before it is an error. Time alone does not suffice: processes may have been stopped.
-_LOOKS_BEFORE_TROUBLE = 8
+_LOOKS_BEFORE_ERROR = 8
 # Most ranks that one look checks.
 _WATCHED = 8
 # How long a rank of another node may take to answer before it counts as silent.
@@ -59,7 +59,7 @@ class FailureNotices:
         self._sent: list[tuple[MPI.Request, object]] = []
 
     @property
-    def in_vain(self) -> bool:
+    def any_failed(self) -> bool:
         """Whether any rank has failed, so that no collective call can complete any more."""
         return self.failed or bool(self.failures)
 
@@ -91,9 +91,9 @@ class FailureNotices:
     def raise_for(self, rank: int, cause: str, reason: WaitReason | None, state: str = "") -> NoReturn:
         """Raise ``PeerFailedError`` for a rank that failed or left; ``state`` is that of the machine."""
         here = f"; rank {self.rank} waited {reason}" if reason else ""
-        raise say_state(PeerFailedError(f"rank {rank} failed: {cause}{here}", rank, cause), state)
+        raise append_state(PeerFailedError(f"rank {rank} failed: {cause}{here}", rank, cause), state)
 
-    def tell(self, cause: str, rank: int | None = None) -> None:
+    def send(self, cause: str, rank: int | None = None) -> None:
         """Notify all ranks of a failure of this rank, or of ``rank`` if given; once, not blocking."""
         if self.failed:
             return
@@ -114,7 +114,7 @@ class FailureNotices:
     def pass_on(self) -> None:
         """Notify all ranks of the first known failure, once."""
         for rank, cause in tuple(self.failures.items())[:1]:
-            self.tell(cause, rank)
+            self.send(cause, rank)
 
     def noticed(self) -> bool:
         """Whether all ranks have received this rank's notice; makes progress."""
@@ -157,7 +157,7 @@ class PeerWatch:
         # Number of collective calls that raised here.
         self._raised = 0
         self.has_raised = False
-        self._notes: tuple[str, ...] = ()
+        self._modes: tuple[str, ...] = ()
         # Ranks whose process has ended, with a clause for messages: their headers may become unreadable.
         self._ended: dict[int, str] = {}
 
@@ -176,14 +176,14 @@ class PeerWatch:
         else:
             state = RankState.WAITING_IN_STEP if reason.in_step else RankState.WAITING
             self._header.write(state, reason.what, reason.ranks)
-            if self._looks > _LOOKS_BEFORE_TROUBLE:
+            if self._looks > _LOOKS_BEFORE_ERROR:
                 self._join_settlement(reason)
             if reason.in_step:
                 self._check_ring(reason)
         now = time.monotonic()
         ranks = [rank for rank in reason.ranks if rank != self.rank]
         for rank in self._some(ranks):
-            failed, cause, alive = self._why_in_vain(rank, reason)
+            failed, cause, alive = self._diagnose(rank, reason)
             if not cause:
                 self._suspects.pop(rank, None)
                 continue
@@ -208,18 +208,18 @@ class PeerWatch:
     def _check_ring(self, reason: WaitReason) -> None:
         # Ranks of a ring that has lasted this long wait for ever: on one node, all sent data has arrived.
         ring = self._ring_through(reason.ranks)
-        says = [(rank, record.since, record.text) for rank, record in ring]
+        states = [(rank, record.since, record.text) for rank, record in ring]
         written = [record.written for _, record in ring]
-        said, since, times, last = self._ring
-        if not ring or says != said:
-            self._ring = says, time.monotonic(), 0, written
+        known, since, times, last = self._ring
+        if not ring or states != known:
+            self._ring = states, time.monotonic(), 0, written
             return
         # A rank that does not run, as on a crowded machine, neither sees new data nor rewrites its record.
         if all(now != before for now, before in zip(written, last, strict=True)):
             times, last = times + 1, written
-        self._ring = said, since, times, last
+        self._ring = known, since, times, last
         seconds = time.monotonic() - since
-        if seconds > _SUSPICION_SECONDS and times > _LOOKS_BEFORE_TROUBLE:
+        if seconds > _SUSPICION_SECONDS and times > _LOOKS_BEFORE_ERROR:
             mutual = replace(reason, hint=f"they wait for each other: {reason.hint}")
             raise ExchangeTimeout(self.timeout_message(mutual, seconds))
 
@@ -248,9 +248,8 @@ class PeerWatch:
         self._watched = (self._watched + _WATCHED) % len(ranks)
         return (ranks + ranks)[self._watched : self._watched + _WATCHED]
 
-    def _why_in_vain(self, rank: int, reason: WaitReason) -> tuple[int, str, bool]:
-        # The rank that failed, why a wait for ``rank`` is in vain ("" if it is not), and whether ``rank`` is
-        # alive.
+    def _diagnose(self, rank: int, reason: WaitReason) -> tuple[int, str, bool]:
+        # The rank that failed, why a wait for ``rank`` is in vain ("" if it is not), whether ``rank`` lives.
         record = self._headers.glance(rank)
         if record is None:
             return rank, "", False
@@ -271,14 +270,14 @@ class PeerWatch:
         self._ended[rank] = f"it is silent, its process {record.process} has ended"
         return self._ended[rank]
 
-    def done(self) -> None:
+    def end_wait(self) -> None:
         """Forget what was seen during a wait, and write to the header that the wait is over."""
         self._suspects.clear()
         self._ring, self._looks = ((), 0.0, 0, []), 0
         self._headers.forget()
-        self.say_done()
+        self.write_end_of_wait()
 
-    def say_done(self) -> None:
+    def write_end_of_wait(self) -> None:
         """Write to the header that the wait is over, while another thread may continue to watch ranks."""
         if self._left:
             self._header.write(RankState.LEFT, self._left)
@@ -292,8 +291,8 @@ class PeerWatch:
         record = self._headers.glance(rank)
         return record is not None and record.operation == name and record.epoch >= epoch
 
-    def raised(self, text: str) -> None:
-        """Tell other ranks that a collective call raised here.
+    def announce_error(self, text: str) -> None:
+        """Announce to other ranks that a collective call raised here.
 
         Their waits are in vain if it did not raise there. Ranks on which as many calls raised, as with equal
         arguments on all ranks, continue to wait.
@@ -304,28 +303,28 @@ class PeerWatch:
             self._header.write(RankState.RAISED, text, (self._raised,))
 
     def settle(self, text: str, origin: int) -> None:
-        """Tell other ranks that a collective call raised here and this rank waits for them to raise too.
+        """Announce that a collective call raised here, and that this rank waits for the others to raise too.
 
-        Until ``goes_on``, a rank that waits for this one, or that this one waits for, raises
+        Until ``resume``, a rank that waits for this one, or that this one waits for, raises
         ``PeerFailedError`` with the rank ``origin``, on which the error began.
         """
         self._settling, self._origin = text, origin
-        self.say_done()
+        self.write_end_of_wait()
 
-    def goes_on(self) -> None:
-        """Tell other ranks that this rank continues after an error."""
+    def resume(self) -> None:
+        """Announce to other ranks that this rank continues after an error."""
         self.has_raised, self._settling = False, ""
-        self.done()
+        self.end_wait()
 
-    def note(self, texts: tuple[str, ...] = (), at: int = 0) -> None:
+    def set_mode(self, texts: tuple[str, ...] = (), at: int = 0) -> None:
         """Set which of ``texts`` describes what this rank does from now on; none without ``texts``.
 
         The text should be equal on all ranks: the message of a timeout says where it differs.
         """
-        self._notes, self._header.note = texts, at + 1 if texts else 0
+        self._modes, self._header.mode = texts, at + 1 if texts else 0
 
     def _differs(self, record: HeaderRecord) -> str:
-        mine, theirs, texts = self._header.note, record.note, self._notes
+        mine, theirs, texts = self._header.mode, record.mode, self._modes
         if not (mine and theirs) or mine == theirs or max(mine, theirs) > len(texts):
             return ""
         return f"; it {texts[theirs - 1]}, and rank {self.rank} {texts[mine - 1]}"
@@ -340,7 +339,7 @@ class PeerWatch:
         """Undo ``leave``, for ranks that have not raised because of it."""
         if self._left:
             self._left = ""
-            self.done()
+            self.end_wait()
 
     def missing(self) -> tuple[int, ...]:
         """Return some of the ranks for which all wait before they leave, most serious first; does not block.
@@ -384,13 +383,13 @@ class PeerWatch:
         Waits at most ``seconds`` for the answers of ranks on other nodes.
         """
         deadline = time.monotonic() + seconds
-        told, pending = {self.rank}, list(reason.ranks)
+        named, pending = {self.rank}, list(reason.ranks)
         clauses: list[str] = []
         while pending and len(clauses) < _LONGEST_CHAIN:
             peer = pending.pop(0)
-            if peer in told:
+            if peer in named:
                 continue
-            told.add(peer)
+            named.add(peer)
             record = self._headers.read(peer, deadline)
             if record is None:
                 near = self._headers.is_near(peer)
@@ -417,7 +416,7 @@ USABLE, LOST = "The machine can be used further.", "The machine is lost: close i
 OF_SEVERAL_RANKS = ExchangeTimeout, PeerFailedError, MismatchError, SegmentError
 
 
-def say_state(error: _E, state: str) -> _E:
+def append_state(error: _E, state: str) -> _E:
     """Return the error; if it concerns several ranks, its text now ends with the state of the machine."""
     if state and isinstance(error, OF_SEVERAL_RANKS) and error.args:
         text = _without_state(str(error.args[0]))
@@ -425,7 +424,7 @@ def say_state(error: _E, state: str) -> _E:
     return error
 
 
-def says_state(error: BaseException) -> bool:
+def ends_with_state(error: BaseException) -> bool:
     """Whether the text of an error ends with the state of the machine."""
     return bool(error.args) and str(error.args[0]).endswith((USABLE, LOST))
 

@@ -46,8 +46,8 @@ class JobBoard:
         if self._usable is None:
             # Spawned processes count ranks from 0 too: only a job name separates their lines from those of
             # others.
-            alone = bool(self._job) or MPI.Comm.Get_parent() == MPI.COMM_NULL
-            self._usable = alone and not _slurm_keeps_it() and self._tried()
+            separate = bool(self._job) or MPI.Comm.Get_parent() == MPI.COMM_NULL
+            self._usable = separate and not _launched_by_srun() and self._tried()
         return self._usable
 
     def write(self, line: str) -> None:
@@ -72,18 +72,18 @@ class JobBoard:
     def _tried(self) -> bool:
         try:
             self.write("-")
-            heard = self.read(MPI.COMM_WORLD.rank)
+            written = self.read(MPI.COMM_WORLD.rank)
             self.write("")
             nothing = self.read(MPI.COMM_WORLD.rank)
         except (MPI.Exception, NotImplementedError, UnicodeError):
             return False
-        return (heard, nothing) == ("-", "")
+        return (written, nothing) == ("-", "")
 
     def _name(self, rank: int) -> str:
         return f"distdl_rma-{self._job}-{rank}"
 
 
-def _slurm_keeps_it() -> bool:
+def _launched_by_srun() -> bool:
     # Whether srun is the launcher, by PMI-2. If a name is not published, MPICH misreads srun's answer and
     # follows a stale pointer: to another line, to garbage, or to a crash. An mpiexec within a Slurm job is
     # another launcher; it sets MPI_LOCALNRANKS.
@@ -127,7 +127,7 @@ class Refusal:
     @classmethod
     def made(cls, number: int, members: frozenset[int], text: str) -> Refusal:
         """Refusal whose text and members fit into a line."""
-        return cls(number, _sayable(members), text[:_LONGEST_TEXT])
+        return cls(number, _fitting(members), text[:_LONGEST_TEXT])
 
 
 @dataclass(frozen=True)
@@ -150,15 +150,15 @@ class Announcement:
     def encoded(self, longest: int) -> str:
         """Encode as a line of at most ``longest`` bytes."""
         numbers = (self.stage, self.meeting, self.number, self.first, f"{self.seconds:g}", self.last.number)
-        words = (spans(_sayable(self.members), ","), self.text, spans(self.last.members, ","), self.last.text)
+        words = (spans(_fitting(self.members), ","), self.text, spans(self.last.members, ","), self.last.text)
         return clip("\n".join([*map(str, numbers), *words]), longest).decode()
 
     @classmethod
     def parsed(cls, line: str) -> Announcement | None:
         """Announcement in a line; None if there is none."""
         with suppress(ValueError):
-            stage, meeting, number, first, seconds, refusals, members, text, whom, why = line.split("\n", 9)
-            last = Refusal(int(refusals), _ranks(whom), why)
+            stage, meeting, number, first, seconds, refusals, members, text, ranks, why = line.split("\n", 9)
+            last = Refusal(int(refusals), _ranks(ranks), why)
             where = int(meeting), int(number), int(first), float(seconds)
             return cls(Stage(stage), last, *where, _ranks(members), text)
         return None
@@ -183,7 +183,7 @@ def shortened(ranks: tuple[int, ...]) -> str:
     return text if len(text) <= _LONGEST_LIST else f"{text[:_LONGEST_LIST]}...: {len(ranks)} ranks"
 
 
-def _sayable(members: frozenset[int]) -> frozenset[int]:
+def _fitting(members: frozenset[int]) -> frozenset[int]:
     # All members or none: readers must not mistake a part of the list for the whole.
     return members if len(spans(members, ",")) <= _LONGEST_LIST else frozenset()
 
@@ -255,7 +255,7 @@ def meet(comm: MPI.Intracomm, ranks: tuple[int, ...], seconds: float) -> MPI.Int
 
 
 def refuse(comm: MPI.Intracomm, ranks: Iterable[int], problem: str) -> None:
-    """Tell those of ``ranks`` that wait for this rank why it cannot make the machine; local."""
+    """Announce why this rank cannot make the machine to those of ``ranks`` that wait for it; local."""
     if not _board.usable():
         return
     group = comm.group.Incl(sorted({rank for rank in ranks if 0 <= rank < comm.size}))
@@ -312,7 +312,7 @@ class _Meeting:
 
     def hold(self) -> int:
         """Wait until all ranks are bound to come; return a number that is equal on all of them."""
-        self._say(Stage.HERE)
+        self._announce(Stage.HERE)
         try:
             return self._lead() if self._me == self._first else self._follow()
         except (ExchangeTimeout, PartitionError):
@@ -322,19 +322,19 @@ class _Meeting:
             raise
 
     def _lead(self) -> int:
-        self._wait_for_all(lambda heard: heard.stage is Stage.HERE)
+        self._wait_for_all(lambda peer: peer.stage is Stage.HERE)
         _past.calls += 1
         number = _past.calls
-        self._say(Stage.CALLS, number, seconds=max(0.0, self._deadline - time.monotonic()))
-        self._wait_for_all(lambda heard: heard.stage is Stage.COMES and heard.number == number)
-        self._say(Stage.GOES, number)
+        self._announce(Stage.CALLS, number, seconds=max(0.0, self._deadline - time.monotonic()))
+        self._wait_for_all(lambda peer: peer.stage is Stage.COMES and peer.number == number)
+        self._announce(Stage.GOES, number)
         return number
 
     def _wait_for_all(self, ready: Callable[[Announcement], bool]) -> None:
         late = self._others
         for pause in self._turns():
             over = time.monotonic() > self._deadline
-            still = [rank for rank in late if (heard := self._ours(rank)) is None or not ready(heard)]
+            still = [rank for rank in late if (peer := self._ours(rank)) is None or not ready(peer)]
             if not still:
                 return
             if over:
@@ -346,21 +346,21 @@ class _Meeting:
         called, deadline = 0, self._deadline
         for pause in self._turns():
             over = time.monotonic() > deadline
-            heard = self._ours(self._first)
-            stage = heard.stage if heard else None
+            peer = self._ours(self._first)
+            stage = peer.stage if peer else None
             moved = False
-            if heard and stage is Stage.CALLS and heard.number != called:
+            if peer and stage is Stage.CALLS and peer.number != called:
                 moved = True
                 # From here on the first rank decides: it announces if it gives up.
-                called = heard.number
-                self._say(Stage.COMES, called)
-                deadline = time.monotonic() + heard.seconds + _GRACE_SECONDS
-            elif heard and stage is Stage.GOES and heard.number == called:
+                called = peer.number
+                self._announce(Stage.COMES, called)
+                deadline = time.monotonic() + peer.seconds + _GRACE_SECONDS
+            elif peer and stage is Stage.GOES and peer.number == called:
                 break
             elif called and stage in (Stage.HERE, Stage.LEFT):
                 # The first rank called, but then not all ranks came.
                 called, deadline = 0, self._deadline
-                self._say(Stage.HERE)
+                self._announce(Stage.HERE)
             elif over:
                 self._give_up()
             pause(moved)
@@ -368,35 +368,35 @@ class _Meeting:
 
     def _ours(self, rank: int) -> Announcement | None:
         """Announcement of a rank about this machine; raise if the two ranks want different machines."""
-        heard, me = self._heard(rank), self._world[self._me]
-        if heard is None:
+        peer, me = self._read(rank), self._world[self._me]
+        if peer is None:
             return None
         # Only refusals that this rank has not read count.
-        if heard.last.number > _past.refusals and me in heard.last.members:
-            self._refuse(heard.last.members, heard.last.text, heard.last.number)
-        if heard.last.number < _past.refusals and self._world[rank] in _past.last.members:
+        if peer.last.number > _past.refusals and me in peer.last.members:
+            self._refuse(peer.last.members, peer.last.text, peer.last.number)
+        if peer.last.number < _past.refusals and self._world[rank] in _past.last.members:
             # The other rank has not read this rank's last refusal yet.
             return None
-        if heard.meeting == self._meeting:
-            return heard
-        if heard.waits_for(me):
+        if peer.meeting == self._meeting:
+            return peer
+        if peer.waits_for(me):
             # Both ranks wait for each other with different lists M, so waits for either are in vain.
-            (low, listed), (high, other) = sorted([(self._me, shortened(self._ranks)), (rank, heard.text)])
-            self._refuse(heard.members, f"rank {low} was given M = {listed} but rank {high} M = {other}")
+            (low, listed), (high, other) = sorted([(self._me, shortened(self._ranks)), (rank, peer.text)])
+            self._refuse(peer.members, f"rank {low} was given M = {listed} but rank {high} M = {other}")
         return None
 
-    def _heard(self, rank: int) -> Announcement | None:
+    def _read(self, rank: int) -> Announcement | None:
         return Announcement.parsed(_board.read(self._world[rank]))
 
-    def _say(self, stage: Stage, number: int = 0, text: str = "", seconds: float = 0.0) -> None:
+    def _announce(self, stage: Stage, number: int = 0, text: str = "", seconds: float = 0.0) -> None:
         first, text = self._world[self._first], text or shortened(self._ranks)
-        said = Announcement(stage, _past.last, self._meeting, number, first, seconds, self._members, text)
-        _board.write(said.encoded(_board.longest))
+        line = Announcement(stage, _past.last, self._meeting, number, first, seconds, self._members, text)
+        _board.write(line.encoded(_board.longest))
 
     def _refuse(self, also: frozenset[int], problem: str, number: int = 0) -> NoReturn:
         self._members |= also
         _past.refused(self._members, problem, number)
-        self._say(Stage.REFUSED)
+        self._announce(Stage.REFUSED)
         raise PartitionError(problem)
 
     def _turns(self) -> Iterator[Callable[[bool], None]]:
@@ -416,16 +416,16 @@ class _Meeting:
             yield pause
 
     def _give_up(self) -> NoReturn:
-        self._say(Stage.LEFT, text=f"gave up after {self._seconds:g} s")
+        self._announce(Stage.LEFT, text=f"gave up after {self._seconds:g} s")
         asked = [rank for rank in (self._first, *self._others[:_LOOKED_UP]) if rank != self._me]
-        heard = {rank: self._heard(rank) for rank in asked}
+        lines = {rank: self._read(rank) for rank in asked}
         # Ranks that give up at the same moment have no line while they replace it.
         time.sleep(_BETWEEN_SECONDS)
-        heard = {rank: said or self._heard(rank) for rank, said in heard.items()}
-        late = [rank for rank, said in heard.items() if said is None or said.meeting != self._meeting]
+        lines = {rank: line or self._read(rank) for rank, line in lines.items()}
+        late = [rank for rank, line in lines.items() if line is None or line.meeting != self._meeting]
         # Ranks that gave up come second: they waited for the others as well.
-        late = late or [rank for rank, said in heard.items() if said and said.stage is Stage.LEFT]
-        late = sorted(late or heard)
-        doing = [f"rank {rank} {said.doing}" for rank in late[:4] if (said := heard[rank]) is not None]
+        late = late or [rank for rank, line in lines.items() if line and line.stage is Stage.LEFT]
+        late = sorted(late or lines)
+        doing = [f"rank {rank} {line.doing}" for rank in late[:4] if (line := lines[rank]) is not None]
         waited = f"rank {self._me} waited {self._seconds:g} s for {numbered(tuple(late))} to make the machine"
         raise ExchangeTimeout("; ".join([waited, *doing, _HINT]))

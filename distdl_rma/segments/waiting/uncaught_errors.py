@@ -73,18 +73,15 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
         error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
 
 
-def _torch() -> str:
-    file = getattr(sys.modules.get("torch"), "__file__", None)
-    return "<no torch>" if file is None else f"{Path(file).parent}/"
-
-
 def _is_inner(entry: TracebackType) -> bool:
-    return entry.tb_frame.f_code.co_filename.startswith((_OWN, _torch(), *_LAUNCHERS))
+    torch = getattr(sys.modules.get("torch"), "__file__", None)
+    hidden = (_OWN, *_LAUNCHERS, *([] if torch is None else [f"{Path(torch).parent}/"]))
+    return entry.tb_frame.f_code.co_filename.startswith(hidden)
 
 
 # How long a failing rank waits for its peers to receive its notice, and then for them to print their errors.
 _NOTICE_SECONDS = 1.0
-_LAST_WORDS_SECONDS = 0.2
+_PRINT_SECONDS = 0.2
 # How long a rank checks whether an earlier rank fails with the same error, and so shows the traceback.
 _ALIKE_SECONDS = 0.4
 
@@ -103,27 +100,27 @@ _Hook = Callable[[type[BaseException], BaseException, TracebackType | None], obj
 # Open managers, each with the process that made it: a forked process is not a rank of the machine.
 _managers: weakref.WeakKeyDictionary[Failing, int] = weakref.WeakKeyDictionary()
 _previous_hooks: list[_Hook] = []
-_telling: list[BaseException] = []
-_said: set[str] = set()
+_under_way: list[BaseException] = []
+_written: set[str] = set()
 # Types of uncaught errors after which ``python -m mpi4py`` ends the whole job, when this process ends.
 _last_errors: list[type[BaseException]] = []
 
 
-def tell_peers_of_uncaught_errors(manager: Failing) -> None:
+def report_uncaught_errors(manager: Failing) -> None:
     """Report this process's uncaught exceptions to the ranks of a machine, from now on."""
-    if sys.excepthook is not _tell_peers:
+    if sys.excepthook is not _excepthook:
         _previous_hooks.append(sys.excepthook)
-        sys.excepthook = _tell_peers
+        sys.excepthook = _excepthook
     _managers[manager] = os.getpid()
 
 
-def say_once(line: str) -> None:
+def write_once(line: str) -> None:
     """Write a line to stderr, the same line once only; for the end of a process, which cannot raise.
 
     Nothing if the whole job ends by an uncaught error: all ranks have printed it.
     """
-    if line not in _said and not _last_errors:
-        _said.add(line)
+    if line not in _written and not _last_errors:
+        _written.add(line)
         _write(f"distdl_rma: {line}\n")
 
 
@@ -135,12 +132,12 @@ def _write(text: str) -> None:
             sys.stderr.flush()
 
 
-def _tell_peers(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+def _excepthook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     # A hook that was installed later may call this hook again.
-    if _telling:
+    if _under_way:
         _previous_hooks[0](kind, error, trace)
         return
-    _telling.append(error)
+    _under_way.append(error)
     if "mpi4py.run" in sys.modules:
         _last_errors.append(kind)
     try:
@@ -151,22 +148,22 @@ def _tell_peers(kind: type[BaseException], error: BaseException, trace: Tracebac
         elsewhere = ""
         shortens = shows is sys.__excepthook__ and not os.environ.get(_FULL)
         if still_open and shortens:
-            elsewhere = _said_elsewhere(error, still_open[0])
+            elsewhere = _shown_elsewhere(error, still_open[0])
             _write(elsewhere or short_traceback(error))
         else:
             shows(kind, error, trace)
         # The end of this process may end the job: before that, the peers must learn the reason.
-        deadline, told = time.monotonic() + _NOTICE_SECONDS, bool(still_open)
+        deadline, notified = time.monotonic() + _NOTICE_SECONDS, bool(still_open)
         while still_open and time.monotonic() < deadline:
             still_open = [manager for manager in still_open if not manager.notices.noticed()]
             time.sleep(1e-3)
-        if told:
-            time.sleep(_LAST_WORDS_SECONDS + (_NOTICE_SECONDS if elsewhere else 0))
+        if notified:
+            time.sleep(_PRINT_SECONDS + (_NOTICE_SECONDS if elsewhere else 0))
     finally:
-        _telling.clear()
+        _under_way.clear()
 
 
-def _said_elsewhere(error: BaseException, manager: Failing) -> str:
+def _shown_elsewhere(error: BaseException, manager: Failing) -> str:
     # Line to print if another rank shows the traceback: the rank that failed first, or the first rank in M
     # with the same error. Else empty.
     notices, name, at = manager.notices, type(error).__name__, place_of(error)

@@ -114,7 +114,7 @@ class Waiter:
         self._advancing = False
         self._engine: ProgressEngine | None = None
         # Error of a step that was taken while the rank waited in another machine.
-        self._trouble: Exception | None = None
+        self._deferred_error: Exception | None = None
 
     def until(
         self,
@@ -174,8 +174,8 @@ class Waiter:
                     looked = elapsed
                     watch.look(reason())
                 if elapsed > timeout:
-                    said = timeout if whole is None else whole
-                    raise ExchangeTimeout(watch.timeout_message(reason(), said))
+                    seconds = timeout if whole is None else whole
+                    raise ExchangeTimeout(watch.timeout_message(reason(), seconds))
                 if elapsed < _YIELD_SECONDS:
                     os.sched_yield()
                 else:
@@ -183,7 +183,7 @@ class Waiter:
                     pause = min(pause * 1.5, _SLEEP_SECONDS[1])
         finally:
             if looked:
-                watch.done()
+                watch.end_wait()
 
     @property
     def under_way(self) -> bool:
@@ -249,18 +249,18 @@ class Waiter:
 
         After a step has raised, takes no further steps until the next wait in this machine raises that error.
         """
-        if self._trouble is None and (self._engine is None or self._engine.error is None):
+        if self._deferred_error is None and (self._engine is None or self._engine.error is None):
             try:
                 self._turn()
             except (DistdlError, MPI.Exception) as error:
-                self._trouble = error
+                self._deferred_error = error
 
     def _advance(self) -> None:
         if self._engine is not None and self._engine.error is not None:
             raise self._engine.error
-        if self._trouble is not None:
-            trouble, self._trouble = self._trouble, None
-            raise trouble
+        if self._deferred_error is not None:
+            error, self._deferred_error = self._deferred_error, None
+            raise error
         with self._segment.lock:
             self._segment.progress()
             if self._open:

@@ -198,7 +198,7 @@ def site_of(machine: Machine, function: Any) -> Site:
     """The site of the current call."""
     watch = machine.segments.watch
     if watch.has_raised:
-        watch.goes_on()
+        watch.resume()
     path, place = THREAD.stack[-1][0], THREAD.place or user_place()
     known, key = machine.kept, (path, place, function)
     sites: dict[tuple[str, Place, Any], Site] = known["sites"] if "sites" in known else _first_site(machine)

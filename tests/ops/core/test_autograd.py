@@ -33,7 +33,7 @@ class Machine:
     def fail(self, error):
         self.failures.append(error)
 
-    def raised(self, error):
+    def announce_error(self, error):
         self.errors_of_all.append(error)
 
     def make_readable(self, error):

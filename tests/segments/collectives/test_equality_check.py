@@ -104,18 +104,18 @@ def test_a_rank_sends_no_more_than_a_logarithm_of_the_nodes(size, per_node):
 
 
 @pytest.mark.parametrize("nodes", [1, 2, 3, 4, 5, 16, 17, 63, 64, 65])
-def test_slots_of_those_that_tell_are_those_of_the_ranks_that_hear(nodes):
+def test_slots_of_targets_are_those_of_the_sources_there(nodes):
     layouts = [NodeLayout(tuple(range(nodes)), machine_nodes(nodes, 1), me) for me in range(nodes)]
     turns = [turns_between_leaders(layout) for layout in layouts]
     knows = [{me} for me in range(nodes)]
     for number in range(len(turns[0])):
-        told = {(me, to, slot) for me in range(nodes) for to, slot in turns[me][number].told}
-        assert told == {(of, me, slot) for me in range(nodes) for of, slot in turns[me][number].heard}
+        sent = {(me, to, slot) for me in range(nodes) for to, slot in turns[me][number].targets}
+        assert sent == {(of, me, slot) for me in range(nodes) for of, slot in turns[me][number].sources}
         knows = [
-            set().union(knows[me], *(knows[of] for of, _ in turns[me][number].heard)) for me in range(nodes)
+            set().union(knows[me], *(knows[of] for of, _ in turns[me][number].sources)) for me in range(nodes)
         ]
     assert all(len(known) == nodes for known in knows)
-    slots = [slot for turn in turns[0] for _, slot in turn.heard]
+    slots = [slot for turn in turns[0] for _, slot in turn.sources]
     assert slots == list(range(len(slots)))
 
 

@@ -38,7 +38,7 @@ def test_a_rank_that_does_not_come_loses_the_machine(manager, comm, monkeypatch)
     error = MismatchError("not alike")
     if comm.rank:
         assert not raise_together(manager, error, manager.ranks) and str(error).endswith(LOST)
-        assert manager.notices.in_vain
+        assert manager.notices.any_failed
     comm.Barrier()
     if not comm.rank:
         with pytest.raises(PeerFailedError, match="not alike") as raised:

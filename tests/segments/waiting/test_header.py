@@ -171,7 +171,7 @@ def test_what_a_rank_says_is_read_wherever_it_is(segments, comm):
     # Gets under way end before the segment may go.
     while headers._asked:
         for rank in tuple(headers._asked):
-            headers._hear(rank)
+            headers._poll_answer(rank)
     comm.Barrier()
 
 

@@ -18,10 +18,10 @@ from distdl_rma.segments.waiting.liveness import (
     USABLE,
     FailureNotices,
     PeerWatch,
+    append_state,
     cause_of,
+    ends_with_state,
     in_seconds,
-    say_state,
-    says_state,
 )
 
 RANKS = tuple(range(20))
@@ -166,10 +166,10 @@ def test_rank_whose_call_raised_is_waited_for_in_vain_unless_it_raised_here_too(
     watch, boards, memories = node
     waiting = WaitReason((4,), "to send in 'sum'")
     boards[4].write(RankState.RAISED, "ShapeError: wrong", (1,))
-    watch.raised("ShapeError: wrong too")
+    watch.announce_error("ShapeError: wrong too")
     assert parse(memories[0].tobytes()).doing.endswith("ago: ShapeError: wrong too")
     look(watch, waiting)
-    watch.goes_on()
+    watch.resume()
     assert parse(memories[0].tobytes()).state is RankState.RUNNING and not watch.has_raised
     boards[4].write(RankState.RAISED, "IndexError: once more", (2,))
     with pytest.raises(
@@ -193,11 +193,11 @@ def test_rank_that_settles_an_error_is_waited_for_in_vain_unless_this_one_does_s
     with pytest.raises(PeerFailedError, match="rank 4 failed: MismatchError: another plan") as caught:
         look(watch, waiting)
     # It can go on: nobody has failed.
-    assert not watch._notices.in_vain and not says_state(caught.value)
+    assert not watch._notices.any_failed and not ends_with_state(caught.value)
     # Others wait for this rank, which waits for a third.
     boards[4].write(RankState.RUNNING)
     look(watch, waiting)
-    watch.done()
+    watch.end_wait()
     boards[5].write(RankState.SETTLING, "MismatchError: another plan", (0, 7))
     with pytest.raises(PeerFailedError, match="rank 5 failed: MismatchError: another plan"):
         _ = [look(watch, waiting) for _ in range(2)]
@@ -205,9 +205,9 @@ def test_rank_that_settles_an_error_is_waited_for_in_vain_unless_this_one_does_s
     look(watch, WaitReason((4, 5), "to reach 'ranks that raise'"))
     record = parse(memories[0].tobytes())
     assert record.state is RankState.SETTLING and record.waits_for == (4, 5) and record.origin == 5
-    watch.done()
+    watch.end_wait()
     assert parse(memories[0].tobytes()).state is RankState.SETTLING
-    watch.goes_on()
+    watch.resume()
     assert parse(memories[0].tobytes()).state is RankState.RUNNING
 
 
@@ -218,12 +218,12 @@ def test_ranks_that_wait_for_each_other_in_step_give_up(node):
     boards[5].write(RankState.WAITING_IN_STEP, "to send in 'roll'", (0,))
     # This rank may be sent something by others than those that it waits for; and some wait no longer.
     look(watch, WaitReason((4,), "to set notification 0", anyone=True))
-    watch.done()
+    watch.end_wait()
     for _ in range(20):
         watch.look(waiting)
         boards[5].write(RankState.RUNNING)
         boards[5].write(RankState.WAITING_IN_STEP, "to send in 'roll'", (0,))
-    watch.done()
+    watch.end_wait()
     boards[5].write(RankState.WAITING, "to send in 'roll'", (0,))
     look(watch, waiting)
 
@@ -243,14 +243,15 @@ def test_ranks_that_wait_for_each_other_in_step_give_up(node):
 
 def test_error_of_several_ranks_ends_with_the_state_of_the_machine():
     error = PeerFailedError("rank 1 failed: OSError: disk on fire", 1, "OSError: disk on fire")
-    assert not says_state(error)
+    assert not ends_with_state(error)
     for state in (USABLE, LOST):
-        assert str(say_state(error, state)) == f"rank 1 failed: OSError: disk on fire. {state}"
+        assert str(append_state(error, state)) == f"rank 1 failed: OSError: disk on fire. {state}"
         assert (
-            says_state(error) and cause_of(error) == "PeerFailedError: rank 1 failed: OSError: disk on fire."
+            ends_with_state(error)
+            and cause_of(error) == "PeerFailedError: rank 1 failed: OSError: disk on fire."
         )
-    assert str(say_state(ExchangeTimeout("is it late?"), LOST)) == f"is it late? {LOST}"
-    assert str(say_state(ShapeError("too long"), LOST)) == "too long"
+    assert str(append_state(ExchangeTimeout("is it late?"), LOST)) == f"is it late? {LOST}"
+    assert str(append_state(ShapeError("too long"), LOST)) == "too long"
 
 
 def test_ranks_that_left_still_take_puts(node):
@@ -326,9 +327,9 @@ def test_all_hear_of_a_failure_once_and_the_one_that_failed_knows_when(notices, 
     made, memory = notices
     made.check()
     if comm.rank == 0:
-        assert not made.in_vain
-        made.tell("ShapeError: wrong")
-        made.tell("never said")
+        assert not made.any_failed
+        made.send("ShapeError: wrong")
+        made.send("never said")
         made.wait_until_noticed(60)
         assert made.noticed()
         record = parse(memory.tobytes())
@@ -347,7 +348,7 @@ def test_all_hear_of_a_failure_once_and_the_one_that_failed_knows_when(notices, 
         assert (raised.value.rank, raised.value.cause) == (10, "ShapeError: wrong")
         with pytest.raises(PeerFailedError, match=rf"; rank {made.rank} waited for rank 10 to send"):
             made.check(lambda: WaitReason((10,), "to send"))
-    assert made.in_vain
+    assert made.any_failed
 
 
 @pytest.mark.mpi(min_size=2)

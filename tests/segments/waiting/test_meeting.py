@@ -61,14 +61,14 @@ def test_nothing_is_looked_up_where_slurm_answers_and_mpich_misreads_it(monkeypa
     assert JobBoard().usable()
 
 
-@pytest.mark.parametrize("heard", ["-", UnicodeDecodeError("utf-8", b"\x89", 0, 1, "invalid start byte")])
-def test_a_name_that_is_found_though_nobody_published_it_makes_the_board_useless(heard, monkeypatch):
+@pytest.mark.parametrize("found", ["-", UnicodeDecodeError("utf-8", b"\x89", 0, 1, "invalid start byte")])
+def test_a_name_that_is_found_though_nobody_published_it_makes_the_board_useless(found, monkeypatch):
     lines = []
 
     def read(board, rank):
-        if lines[-1] or heard == "-":
+        if lines[-1] or found == "-":
             return "-"
-        raise heard
+        raise found
 
     monkeypatch.setattr(JobBoard, "write", lambda board, line: lines.append(line))
     monkeypatch.setattr(JobBoard, "read", read)
@@ -83,7 +83,7 @@ WORDS = st.text(st.characters(codec="ascii", exclude_categories=("C", "Z")), max
 
 
 @given(
-    said=st.builds(
+    line=st.builds(
         Announcement,
         st.sampled_from(Stage),
         st.builds(Refusal.made, st.integers(0, 99), RANKS, WORDS),
@@ -95,22 +95,22 @@ WORDS = st.text(st.characters(codec="ascii", exclude_categories=("C", "Z")), max
         WORDS,
     )
 )
-def test_what_was_said_is_heard(said):
-    assert Announcement.parsed(said.encoded(1000)) == said
+def test_an_announcement_is_read_as_it_was_written(line):
+    assert Announcement.parsed(line.encoded(1000)) == line
 
 
 @given(st.text(max_size=80))
-def test_other_lines_say_nothing(line):
+def test_other_lines_are_no_announcement(line):
     assert Announcement.parsed(line) is None or line.count("\n") >= 9
 
 
-def test_a_list_too_long_to_say_names_nobody():
+def test_a_list_too_long_for_a_line_names_nobody():
     members = frozenset(range(0, 200, 2))
     refusal = Refusal.made(1, members, "x" * 999)
-    said = Announcement(Stage.HERE, refusal, members=members)
-    heard = Announcement.parsed(said.encoded(1000))
-    assert not heard.members and not heard.last.members and len(heard.last.text) < 200
-    assert not heard.waits_for(2) and said.waits_for(2)
+    line = Announcement(Stage.HERE, refusal, members=members)
+    found = Announcement.parsed(line.encoded(1000))
+    assert not found.members and not found.last.members and len(found.last.text) < 200
+    assert not found.waits_for(2) and line.waits_for(2)
     assert Refusal.made(1, frozenset(range(1000)), "").members == frozenset(range(1000))
 
 

@@ -27,7 +27,7 @@ def hooked(monkeypatch):
     given = []
     monkeypatch.setattr(uncaught_errors, "_managers", weakref.WeakKeyDictionary())
     monkeypatch.setattr(uncaught_errors, "_previous_hooks", [])
-    monkeypatch.setattr(uncaught_errors, "_LAST_WORDS_SECONDS", 0.0)
+    monkeypatch.setattr(uncaught_errors, "_PRINT_SECONDS", 0.0)
     monkeypatch.setattr(sys, "excepthook", lambda *error: given.append(error))
     return given
 
@@ -35,11 +35,11 @@ def hooked(monkeypatch):
 def test_all_open_machines_of_this_process_are_told_and_the_hook_before_is_called(hooked, monkeypatch):
     made = [Manager() for _ in range(3)]
     for manager in made:
-        uncaught_errors.tell_peers_of_uncaught_errors(manager)
+        uncaught_errors.report_uncaught_errors(manager)
     made[1].closed = True
     with monkeypatch.context() as patch:
         patch.setattr(os, "getpid", lambda: -1)
-        uncaught_errors.tell_peers_of_uncaught_errors(elsewhere := Manager())
+        uncaught_errors.report_uncaught_errors(elsewhere := Manager())
     error = ValueError("wrong")
     sys.excepthook(ValueError, error, None)
     assert [manager.told for manager in (*made, elsewhere)] == [[error], [], [error], []]
@@ -47,20 +47,20 @@ def test_all_open_machines_of_this_process_are_told_and_the_hook_before_is_calle
 
 
 def test_a_hook_that_calls_ours_is_not_called_for_ever(hooked):
-    uncaught_errors.tell_peers_of_uncaught_errors(first := Manager())
+    uncaught_errors.report_uncaught_errors(first := Manager())
     ours = sys.excepthook
 
     def theirs(*error):
         ours(*error)
 
     sys.excepthook = theirs
-    uncaught_errors.tell_peers_of_uncaught_errors(second := Manager())
+    uncaught_errors.report_uncaught_errors(second := Manager())
     sys.excepthook(ValueError, ValueError("wrong"), None)
     assert len(hooked) == len(first.told) == len(second.told) == 1
 
 
 def test_a_line_is_said_once(capsys, monkeypatch):
-    monkeypatch.setattr(uncaught_errors, "_said", set())
+    monkeypatch.setattr(uncaught_errors, "_written", set())
     for line in ("one", "two", "one"):
-        uncaught_errors.say_once(line)
+        uncaught_errors.write_once(line)
     assert capsys.readouterr().err == "distdl_rma: one\ndistdl_rma: two\n"

@@ -73,7 +73,7 @@ class Others:
     def look(self, reason):
         self.looks += 1
 
-    def done(self):
+    def end_wait(self):
         self.over += 1
 
     def timeout_message(self, reason, seconds):
