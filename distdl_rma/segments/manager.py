@@ -48,7 +48,7 @@ class Communicators:
         self._used: dict[tuple[int, ...], set[int]] = {}
 
     def reserve(self, ranks: Sequence[int], least: int) -> int:
-        """Return the first number from ``least`` on that these ranks do not use, as used; local.
+        """Mark the first number from ``least`` on that these ranks do not use as used, and return it; local.
 
         A number is agreed on once all ranks have reserved it.
         """
