@@ -132,3 +132,17 @@ def test_a_rank_that_does_not_raise_in_time_leaves_a_machine_that_is_lost(comm, 
     for _ in range(2):
         assert str(_error(lambda: x.roll(1, 0))).endswith(f" {LOST}")
     machine.close()
+
+
+@pytest.mark.mpi(min_size=2)
+def test_split_tensors_made_at_two_places_are_named_by_what_the_user_called(mine):
+    machine, x = mine
+    block = x.to_local()
+    SplitTensor.from_local(block, x.partition)
+
+    def differ():
+        if machine.rank == 0:
+            SplitTensor.from_local(block, x.partition)
+        SplitTensor.from_local(block, x.partition)
+
+    assert str(_error(differ)).count("from_local (test_mismatches.py") == 2
