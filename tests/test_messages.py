@@ -147,7 +147,7 @@ def test_what_few_know_of_a_call_is_counted_as_the_plans_say(comm):
     with Machine(comm, segment_size="16MiB", timeout=15) as machine:
         P_x, grid = machine.partition((comm.size,)), (comm.size,)
         sums = LossSums(CallSite(machine, "loss"), P_x, "", lambda *_words: ValueError())
-        _, moved = counted(machine, lambda: sums.of_all(1.0, 1.0, "", "", 3, P_x.ranks))
+        _, moved = counted(machine, lambda: sums.allreduce(1.0, 1.0, "", "", 3, P_x.ranks))
         assert moved == expected(machine, grid, (loss_layer(),))
         told = CallOutcome.among(machine, P_x.ranks[:1], P_x.ranks, "layer")
         _, moved = counted(machine, told.connect)
