@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import product
 
 import torch
+from torch.nn import functional as F  # noqa: N812
 
 from distdl_rma.errors import ShapeError
 from distdl_rma.geometry.box import LEADING, Box
@@ -50,6 +51,7 @@ class WindowGather:
         self.held = Box(target.box(rank).bounds[LEADING:])
         self.complete = self.held == self.region or mode in ("zeros", "circular")
         self._inside = (slice(None), slice(None), *(self.held & self.region).slices(self.region))
+        self._sides = _sides(self.held, self.region, mode) if dtype != torch.bool else None
         images = _images(stencil, extents) if mode == "circular" else ()
         self.movement = movement_or_none(site, source, target, dtype, "halo", images)
 
@@ -62,12 +64,25 @@ class WindowGather:
             # Even without elements inside: the backward of this rank must reach the movement.
             y[self._inside] = x
             return y
+        if self._sides is not None and x.numel():
+            return F.pad(x, self._sides, self.mode)
         for d, (held, region) in enumerate(zip(self.held.bounds, self.region.bounds, strict=True)):
             if held == region:
                 continue
             index = _origin(torch.arange(*region), self.extents[d], self.mode) - held[0]
             x = x.index_select(LEADING + d, index)
         return x
+
+
+def _sides(held: Box, region: Box, mode: str) -> list[int] | None:
+    # What torch's padding adds at each end, the last dimension first; None if torch pads otherwise.
+    sides: list[int] = []
+    for (start, stop), (first, last) in zip(held.bounds, region.bounds, strict=True):
+        before, behind = start - first, last - stop
+        if min(before, behind) < 0 or (mode == "reflect" and max(before, behind) >= stop - start):
+            return None
+        sides = [before, behind, *sides]
+    return sides
 
 
 def _origin(index: torch.Tensor, n: int, mode: str) -> torch.Tensor:

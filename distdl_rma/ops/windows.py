@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from math import prod
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch.nn import functional as F  # noqa: N812
@@ -406,17 +407,21 @@ def _even(window: TableWindow, start: int, stop: int) -> torch.Tensor:
     return torch.maximum(last.unsqueeze(1) - torch.arange(length - 1, -1, -1), first.unsqueeze(1))
 
 
-# Numbers of spatial dimensions that each mode supports.
-MODES: dict[str, tuple[int, ...]] = {
-    "nearest": (1, 2, 3),
-    "nearest-exact": (1, 2, 3),
-    "linear": (1,),
-    "bilinear": (2,),
-    "bicubic": (2,),
-    "trilinear": (3,),
+# Torch's kernel of each mode and number of spatial dimensions.
+_KERNELS: dict[str, dict[int, Any]] = {
+    "nearest": {n: getattr(torch.ops.aten, f"upsample_nearest{n}d") for n in (1, 2, 3)},
+    "nearest-exact": {n: getattr(torch.ops.aten, f"_upsample_nearest_exact{n}d") for n in (1, 2, 3)},
+    "linear": {1: torch.ops.aten.upsample_linear1d},
+    "bilinear": {2: torch.ops.aten.upsample_bilinear2d},
+    "bicubic": {2: torch.ops.aten.upsample_bicubic2d},
+    "trilinear": {3: torch.ops.aten.upsample_trilinear3d},
 }
+# Numbers of spatial dimensions that each mode supports.
+MODES: dict[str, tuple[int, ...]] = {mode: tuple(kernels) for mode, kernels in _KERNELS.items()}
 # The constant of torch's cubic convolution.
 _CUBIC = -0.75
+# Most inputs by which a part begins earlier for torch's kernel.
+_LARGEST_DENOMINATOR = 16
 
 
 @dataclass(frozen=True)
@@ -439,6 +444,20 @@ class Resize:
         else:
             step = torch.tensor(self.extent, dtype=dtype) / self.outputs
         return step * (index + 0.5) - 0.5
+
+    @property
+    def factor(self) -> Fraction | None:
+        """Factor with which torch's kernel resizes a part as it resizes the whole; None if it does not.
+
+        In a part that begins at an input whose index is a multiple of the denominator, positions are those of
+        the whole less a whole number. Floating point numbers hold both exactly if the numerator is a power
+        of two.
+        """
+        if self.align_corners:
+            return Fraction(1) if self.extent == self.outputs else None
+        factor = Fraction(self.outputs, self.extent) if self.scale is None else Fraction(self.scale)
+        exact = factor.numerator.bit_count() == 1 and factor.denominator <= _LARGEST_DENOMINATOR
+        return factor if exact else None
 
 
 @dataclass(frozen=True)
@@ -473,7 +492,7 @@ class Interpolation:
         first, *others = zip(self.index, self.weight, strict=True)
         y: torch.Tensor = x.index_select(dim, first[0]) * first[1].view(column)
         for index, weight in others:
-            y = y + x.index_select(dim, index) * weight.view(column)
+            y.addcmul_(x.index_select(dim, index), weight.view(column))
         return y
 
 
@@ -547,19 +566,76 @@ class ResizeOptions:
         return [resize.outputs for resize in self.resizes(shape[LEADING:])]
 
 
+class _ResizedPart(NamedTuple):
+    """Resizing of a part of one dimension: by torch's kernel to ``size``, and then by ``taps`` if given."""
+
+    size: int
+    scale: float | None = None
+    inside: slice = slice(None)  # outputs of the kernel that belong to the part
+    taps: Interpolation | None = None
+
+
+class _ResizedLine:
+    """Resizing of one dimension: by torch's kernel where it computes a part as the whole, else by taps."""
+
+    def __init__(self, mode: str, dims: int, resize: Resize, cut: bool, dtype: torch.dtype) -> None:
+        self.resize, self.taps, factor = resize, None, resize.factor
+        # Torch's backward is not always the adjoint of its forward: for the nearest neighbours it may round
+        # otherwise, and where a factor leaves the extent as it is, it may copy.
+        faithful = not mode.startswith("nearest") and resize.extent != resize.outputs
+        self.whole = not cut and (faithful or factor is not None)
+        if self.whole:
+            self.window = TableWindow((0,) * resize.outputs, (resize.extent - 1,) * resize.outputs)
+        elif factor == 1:
+            self.window = TableWindow(tuple(range(resize.extent)), tuple(range(resize.extent)))
+        else:
+            taps = Interpolation.of(mode, dims, resize, dtype)
+            self.taps, self.window = taps, taps.window
+            if factor is not None:
+                first = (at - at % factor.denominator for at in taps.window.first)
+                self.taps, self.window = None, TableWindow(tuple(first), taps.window.last)
+
+    def part(self, outputs: tuple[int, int], inputs: tuple[int, int]) -> _ResizedPart:
+        """Resizing to a range of outputs, from the range of inputs that these read."""
+        (start, stop), length, factor = outputs, inputs[1] - inputs[0], self.resize.factor
+        if self.whole:
+            return _ResizedPart(self.resize.outputs, self.resize.scale)
+        if factor is None:
+            taps = self.taps and self.taps.part(start, stop, inputs[0])
+            return _ResizedPart(length, taps=taps)
+        before = int(inputs[0] * factor)
+        # Torch copies where both sizes are equal.
+        size = stop - before + (stop - before == length and factor != 1)
+        exact = size == stop - start
+        return _ResizedPart(
+            size, float(factor), slice(None) if exact else slice(start - before, stop - before)
+        )
+
+
 class Resizing(WindowOperation[ResizeOptions]):
-    """Resizing: weighted sums of neighbours, by torch's rules for the global extents."""
+    """Resizing by torch's rules for the global extents."""
 
     def _prepare(self, source: Decomposition, options: ResizeOptions) -> None:
-        wide, dims = sum_dtype(self.dtype), len(self.extents)
-        whole = [Interpolation.of(options.mode, dims, each, wide) for each in options.resizes(self.extents)]
-        reads = self.read_by_tables([each.window for each in whole])
+        dims, wide, splits = len(self.extents), sum_dtype(self.dtype), self.output.splits[LEADING:]
+        lines = [
+            _ResizedLine(options.mode, dims, resize, split.parts > 1, wide)
+            for resize, split in zip(options.resizes(self.extents), splits, strict=True)
+        ]
+        reads = self.read_by_tables([line.window for line in lines])
         self.gather = movement_or_none(self.site, source, reads, self.dtype, "neighbours")
-        parts = zip(whole, self.box.bounds[LEADING:], reads.box(self.rank).start[LEADING:], strict=True)
-        self._interpolations = [each.part(*bounds, start) for each, bounds, start in parts]
+        bounds = self.box.bounds[LEADING:], reads.box(self.rank).bounds[LEADING:]
+        sizes, scales, inside, taps = zip(*map(_ResizedLine.part, lines, *bounds), strict=True)
+        corners = () if options.mode.startswith("nearest") else (bool(options.align_corners),)
+        self._kernel, self._arguments = _KERNELS[options.mode][dims], (sizes, *corners, *scales)
+        self._copies, self._inside = sizes == tuple(reads.box(self.rank).shape[LEADING:]), (..., *inside)
+        self._crops = any(part != slice(None) for part in inside)
+        self._taps = [(d, each) for d, each in enumerate(taps, LEADING) if each is not None]
 
     def _local(self, x: torch.Tensor) -> torch.Tensor:
-        y = x.to(sum_dtype(x.dtype))
-        for d, interpolation in enumerate(self._interpolations, LEADING):
-            y = interpolation.apply(y, d)
+        y = x.to(sum_dtype(x.dtype)) if self._taps else x
+        if not (self._taps and self._copies):
+            y = self._kernel(y, *self._arguments)
+        y = y[self._inside].clone() if self._crops else y
+        for d, taps in self._taps:
+            y = taps.apply(y, d)
         return y.to(x.dtype)

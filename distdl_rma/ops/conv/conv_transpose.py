@@ -58,20 +58,23 @@ class TransposedConvolution(GridConvolution):
         if not on_workers:
             self.gather = movement_or_none(site, source, workers.by_rows(batch, space), dtype, "input")
         self._channels = output.box(site.machine.rank).bounds[1]
+        # Where nothing is summed, torch's kernel adds the bias.
+        self._with_bias = self.scatter is None and self._channels == (0, channels)
 
     def convolve_block(self, x: Tensor, block: Tensor, bias: Tensor | None) -> Tensor:
         """Partial outputs of the data of this rank."""
-        y, width, (low, high) = self.in_runs(x, block, None), self._workers.weight[1], self._block.bounds[1]
+        y = self.in_runs(x, block, bias if self._with_bias else None)
+        width, (low, high) = self._workers.weight[1], self._block.bounds[1]
         if self._workers.groups > 1 and high - low < width:
             # All channels of each group; other columns' channels are zero here.
             sides = (0, 0) * (y.dim() - LEADING) + (low, width - high)
             y = F.pad(y.unflatten(1, (-1, high - low)), sides).flatten(1, 2)
-        return tied(y, (bias,))
+        return y if self._with_bias else tied(y, (bias,))
 
     def finish(self, y: Tensor, **weights: Tensor) -> Tensor:
         """Add the bias to the summed output."""
         bias, (start, stop) = weights.get("bias"), self._channels
-        if bias is None:
+        if bias is None or self._with_bias:
             return y
         block = bias if bias.shape[0] == stop - start else bias[start:stop]
         return y + block.view(-1, *(1,) * (y.dim() - LEADING))

@@ -2,16 +2,17 @@
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
 from distdl_rma import ShapeError
+from distdl_rma.ops import windows
 from distdl_rma.ops.windows import Interpolation, Resize, ResizeOptions, Resizing
 from tests.fuzz.pooling import Resized
 from tests.layers.sequential import agree
-from tests.ops.windows.known_input import equals_sequential, rows
+from tests.ops.windows.known_input import equals_sequential, operation_on, rows
 
 
 @pytest.mark.parametrize("recompute", [None, True])
@@ -84,3 +85,49 @@ def test_a_factor_decides_where_outputs_lie(scale):
     x = torch.randn(1, 1, 7, dtype=torch.float64)
     interpolation = Interpolation.of("linear", 1, Resize(7, int(7 * scale), scale), torch.float64)
     agree(interpolation.apply(x, 2), F.interpolate(x, scale_factor=scale, mode="linear"))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@given(
+    st.integers(1, 40),
+    st.one_of(st.sampled_from([2.0, 4.0, 8.0, 0.5, 0.25, 1.0, 3.0, 1.5, 1.3, 0.7]), st.integers(1, 60)),
+    st.sampled_from(sorted(LINES)),
+    st.booleans(),
+    st.data(),
+)
+def test_a_part_is_resized_as_the_whole(dtype, n, wanted, mode, corners, data):
+    sized = isinstance(wanted, int)
+    m = wanted if sized else int(n * wanted)
+    assume(m > 0)
+    start = data.draw(st.integers(0, m - 1))
+    stop = data.draw(st.integers(start + 1, m))
+    corners = corners and not mode.startswith("nearest")
+    ones, dims = (1,) * (LINES[mode] - 1), LINES[mode]
+    x = torch.randn(2, 3, *ones, n, dtype=dtype)
+    expected = F.interpolate(
+        x,
+        size=(*ones, m) if sized else None,
+        scale_factor=None if sized else (*map(float, ones), wanted),
+        mode=mode,
+        align_corners=None if mode.startswith("nearest") else corners,
+    )[..., start:stop]
+    line = windows._ResizedLine(mode, dims, Resize(n, m, None if sized else wanted, corners), True, dtype)
+    first, last = line.window.reads(start, stop)
+    part = line.part((start, stop), (first, last))
+    y = x[..., first:last]
+    if part.taps is None:
+        aligned = () if mode.startswith("nearest") else (corners,)
+        scales = (*(None,) * len(ones), part.scale)
+        y = windows._KERNELS[mode][dims](y, (*ones, part.size), *aligned, *scales)[..., part.inside]
+        # Positions are those of the whole, exactly.
+        assert torch.equal(y, expected)
+    else:
+        torch.testing.assert_close(part.taps.apply(y, y.dim() - 1), expected)
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("mode", ["nearest", "nearest-exact"])
+def test_copies_by_whole_factors_move_nothing(P_world, mode):
+    options = ResizeOptions(None, (2.0, 3.0), mode)
+    operation, _ = operation_on(rows(P_world, 2), Resizing, options, (2, 3, 4 * P_world.size, 5))
+    assert operation.gather is None
