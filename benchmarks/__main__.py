@@ -16,6 +16,7 @@ from benchmarks import (
     conv,
     functions,
     layers,
+    models,
     planning,
     process_group,
     rma,
@@ -38,6 +39,7 @@ SUITES: dict[str, Suite] = {
     "split": split.rows,
     "split_layers": split_layers.rows,
     "functions": functions.rows,
+    "models": models.rows,
     "process_group": process_group.rows,
     "scaling": scaling.rows,
     "by_hand": by_hand.rows,
@@ -48,6 +50,7 @@ OTHERS: dict[str, Suite] = {
     "gloo": collectives.gloo_rows,
     "setup": layers.setup_rows,
     "memory": split.memory_rows,
+    **models.MEMORY_ROWS,
 }
 RESULTS = Path("bench-output/results.json")
 

@@ -27,6 +27,7 @@ FUNCTIONS = "functions"
 SECTIONS = {
     SCALING: " scaling, ",
     FUNCTIONS: "^function ",
+    "models": "^model ",
     "two hosts": "two hosts",
     "torch": "^(torch's|DDP|FSDP2) ",
     "split": "split tensors|U-Net|dispatch",

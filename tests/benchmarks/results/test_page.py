@@ -83,6 +83,7 @@ def test_the_first_section_that_fits_has_a_row():
     assert command.section_of("training step, two hosts, progress none") == "two hosts"
     assert command.section_of("torch's all_reduce, 4 KiB float32") == "torch"
     assert command.section_of("function convolution 3x3, dilated, 256x256") == command.FUNCTIONS
+    assert command.section_of("model residual U-Net, 384x384, training step") == "models"
     assert command.section_of("another row") == "layers"
 
 
