@@ -119,6 +119,8 @@ bench: $(STAMP)  ## the benchmarks, on 2 ranks (BENCH_SECONDS=1800 at most)
 	    --output bench-output/crowded.json
 	for ranks in 2 4; do timeout $(BENCH_SECONDS) $(MPIEXEC) -n $$ranks $(BIN)/python -m mpi4py -m benchmarks memory \
 	    --output bench-output/memory-$$ranks.json || exit 1; done
+	for model in $$($(BIN)/python -m benchmarks.public_models); do timeout $(BENCH_SECONDS) $(MPIEXEC) -n 2 \
+	    $(BIN)/python -m mpi4py -m benchmarks memory-$$model --output bench-output/memory-$$model.json || exit 1; done
 	@! $(BIN)/python tests/two_hosts.py --check || timeout $(BENCH_SECONDS) \
 	    $(BIN)/python tests/two_hosts.py --rate 1gbit -n 2 $(BIN)/python -m mpi4py -m benchmarks.overlap
 	$(BIN)/python -m benchmarks.results collect

@@ -14,7 +14,9 @@ from benchmarks import (
     by_hand,
     collectives,
     conv,
+    functions,
     layers,
+    models,
     planning,
     process_group,
     rma,
@@ -27,7 +29,8 @@ from benchmarks.results.run import Run, machine_name
 from benchmarks.scaling import rows as scaling
 from distdl_rma import Machine
 
-SUITES: dict[str, Callable[[Machine], Iterator[Row]]] = {
+Suite = Callable[[Machine], Iterator[Row]]
+SUITES: dict[str, Suite] = {
     "rma": rma.rows,
     "collectives": collectives.rows,
     "conv": conv.rows,
@@ -35,13 +38,20 @@ SUITES: dict[str, Callable[[Machine], Iterator[Row]]] = {
     "training": training.rows,
     "split": split.rows,
     "split_layers": split_layers.rows,
+    "functions": functions.rows,
+    "models": models.rows,
     "process_group": process_group.rows,
     "scaling": scaling.rows,
     "by_hand": by_hand.rows,
     "planning": planning.rows,
 }
 # Not among those that run if none is named: for more ranks than cores, and for ranks that did nothing before.
-OTHERS = {"gloo": collectives.gloo_rows, "setup": layers.setup_rows, "memory": split.memory_rows}
+OTHERS: dict[str, Suite] = {
+    "gloo": collectives.gloo_rows,
+    "setup": layers.setup_rows,
+    "memory": split.memory_rows,
+    **models.MEMORY_ROWS,
+}
 RESULTS = Path("bench-output/results.json")
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 from torch.nn import functional as F  # noqa: N812
 
+from benchmarks.public_models import MODELS, training
 from benchmarks.unet import UNet, image, step_of
 
 WIDTH, SIDE, STEPS = 8, 512, 3
@@ -35,22 +36,30 @@ def status_kib(name: str) -> int:
     return next(int(line.split()[1]) for line in lines if line.startswith(f"{name}:"))
 
 
-def alone_mib() -> tuple[float, float]:
+def alone_mib(*arguments: str, processes: int = PROCESSES) -> tuple[float, float]:
     """Median of fresh processes, and half the distance between their quartiles; they know nothing of MPI.
 
-    A child of this one would count pages of programs again that this one has.
+    A child of this one would count pages of programs again that this one has. The arguments are those of
+    :func:`step_alone`.
     """
     known = {key: value for key, value in os.environ.items() if not key.startswith(("PMI", "MPI", "OMPI"))}
-    command = [sys.executable, "-m", __name__]
+    command = [sys.executable, "-m", __name__, *arguments]
     found = [
         int(subprocess.run(command, env=known, check=True, capture_output=True, text=True).stdout) / 1024
-        for _ in range(PROCESSES)
+        for _ in range(processes)
     ]
     low, middle, high = statistics.quantiles(found, n=4)
     return middle, (high - low) / 2
 
 
+def step_alone(name: str = "", parts: str = "1") -> Callable[[], object]:
+    """A step of a public model on so many a part of its image; without a name, of the U-Net."""
+    if name:
+        return training(MODELS[name].made(), MODELS[name].image(int(parts)))
+    x, target = image(SIDE)
+    return step_of(UNet(WIDTH), x, target, F.mse_loss)
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    x, target = image(SIDE)
-    print(peak_kib(step_of(UNet(WIDTH), x, target, F.mse_loss)))
+    print(peak_kib(step_alone(*sys.argv[1:])))

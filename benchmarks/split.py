@@ -10,7 +10,7 @@ from torch.nn import functional as F  # noqa: N812
 
 from benchmarks import memory
 from benchmarks.measure import COMM, Row, added, compare
-from benchmarks.scaling.rows import asleep_until_all_are_here
+from benchmarks.scaling.rows import asleep_until_all_are_here, on_the_first, with_threads
 from benchmarks.unet import Layers, UNet, image, step_of
 from distdl_rma import GradientSync, Machine, Partition, distribute, shard
 from distdl_rma.layers import (
@@ -74,20 +74,11 @@ def network_rows(machine: Machine) -> Iterator[Row]:
 def one_process_row(machine: Machine) -> Row:
     """Ranks with a thread each, against one of them with a thread for each of them, the others asleep."""
     ours = distributed_step(machine.partition((1, 1, machine.size, 1)), NARROW, LARGE)
-    x, target = image(LARGE)
-    alone = step_of(UNet(NARROW), x, target, F.mse_loss)
-
-    def one_process() -> None:
-        if machine.rank == 0:
-            torch.set_num_threads(machine.size)
-            alone()
-            torch.set_num_threads(1)
-        asleep_until_all_are_here()
-
+    alone = with_threads(machine.size, memory.step_alone()) if machine.rank == 0 else None
     return compare(
         f"training step, unmodified U-Net, width {NARROW}, {LARGE}x{LARGE}, a thread per rank",
         ours,
-        one_process,
+        on_the_first(alone),
         against=f"one process, {machine.size} threads",
         target=1.0,
         repetitions=REPETITIONS,

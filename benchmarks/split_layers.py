@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from functools import partial
 
 import torch
@@ -52,24 +53,35 @@ def layer_rows(machine: Machine) -> Iterator[Row]:
             )
 
 
-def steps_of(P_x: Partition, layer: Callable[[], nn.Module], shape: tuple[int, ...]) -> tuple[Step, Step]:
-    """Forward and backward of a distributed layer, and of the same one on this rank's block alone."""
-    x = shard(P_x, torch.randn(shape))
+def steps_of(
+    P_x: Partition, layer: Callable[[], nn.Module], shape: tuple[int, ...], dtype: torch.dtype = torch.float32
+) -> tuple[Step, Step]:
+    """Forward and backward of a distributed layer, and of the same one on this rank's block alone.
+
+    Anything but float32 is computed under autocast.
+    """
+    x = shard(P_x, torch.randn(shape).to(dtype))
     block = x.to_local().requires_grad_()
+    cast = nullcontext() if dtype == torch.float32 else torch.autocast("cpu", dtype)
+
+    def step_of(model: nn.Module, forward: Callable[[], torch.Tensor]) -> Step:
+        with torch.no_grad(), cast:
+            gradient = torch.ones_like(forward())
+
+        def step() -> None:
+            block.grad = None
+            model.zero_grad()
+            with cast:
+                y = forward()
+            y.backward(gradient)
+
+        return step
+
     ours, bare = distribute(layer(), P_x), layer()
-    gradient = torch.randn_like(bare(block))
-
-    def split_step() -> None:
-        block.grad = None
-        ours.zero_grad()
-        ours(SplitTensor(block, x.decomposition)).to_local().backward(gradient)
-
-    def bare_step() -> None:
-        block.grad = None
-        bare.zero_grad()
-        bare(block).backward(gradient)
-
-    return split_step, bare_step
+    return (
+        step_of(ours, lambda: ours(SplitTensor(block, x.decomposition)).to_local()),
+        step_of(bare, lambda: bare(block)),
+    )
 
 
 def forwards_of(P_x: Partition, layer: Callable[[], nn.Module], shape: tuple[int, ...]) -> tuple[Step, Step]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import re
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 from benchmarks.results import history, page, picture
@@ -22,8 +23,11 @@ PAGE, IMAGE = ROOT / "docs" / "benchmarks.md", ROOT / "docs" / "images" / "bench
 COMMAND = "python -m benchmarks.results docs"
 # Sections of the page and patterns of their rows; the first that fits counts. Scaling has a page of its own.
 SCALING = "scaling"
+FUNCTIONS = "functions"
 SECTIONS = {
     SCALING: " scaling, ",
+    FUNCTIONS: "^function ",
+    "models": "^model ",
     "two hosts": "two hosts",
     "torch": "^(torch's|DDP|FSDP2) ",
     "split": "split tensors|U-Net|dispatch",
@@ -89,7 +93,9 @@ def collect(file: Path, output: Path) -> None:
     )
     (output / "benchmarks.md").write_text("\n\n".join(parts) + "\n")
     before = history.newest([e for e in history.read(file) if e.time < runs[0].time])
-    (output / "benchmarks.svg").write_text(picture.svg(lambda: picture.ratios(shown, before, file.stem)))
+    (output / "benchmarks.svg").write_text(
+        picture.svg(lambda: picture.ratios(pictured(shown), before, file.stem))
+    )
 
 
 def documented(text: str, entries: list[Entry], machine: str) -> str:
@@ -112,7 +118,12 @@ def drawn(entries: list[Entry], machine: str) -> str:
     """The picture of the newest rows of a history, with the ones before."""
     latest = history.newest(entries)
     before = history.newest([e for e in entries if e.time < latest[e.key].time])
-    return picture.svg(lambda: picture.ratios(list(latest.values()), before, machine))
+    return picture.svg(lambda: picture.ratios(pictured(latest.values()), before, machine))
+
+
+def pictured(entries: Iterable[Entry]) -> list[Entry]:
+    """The rows of the picture; those of functions are too many for it."""
+    return [entry for entry in entries if section_of(entry.row.what) != FUNCTIONS]
 
 
 if __name__ == "__main__":

@@ -8,13 +8,15 @@ from benchmarks.results.history import Entry
 from benchmarks.row import Row
 
 HEAD = "| what | against | ratio | target | ours | baseline |\n|---|---|---:|---:|---:|---:|"
+NONE = "Not measured on this machine yet."
 # Between these lines a page belongs to whoever writes it from measurements.
 BEGIN, END = "<!-- {name}: written by {command} -->", "<!-- {name}: end -->"
 
 
 def table(entries: Iterable[Entry]) -> str:
-    """A row per entry; ratios above their target are bold."""
-    return "\n".join([HEAD, *(_line(entry.row) for entry in entries)])
+    """A row per entry; ratios above their target are bold. Words where there are none."""
+    lines = [_line(entry.row) for entry in entries]
+    return "\n".join([HEAD, *lines]) if lines else NONE
 
 
 def where(entries: Sequence[Entry]) -> str:

@@ -60,11 +60,12 @@ def with_threads(count: int, step: Step) -> Step:
 
 
 def on_the_first(step: Step | None) -> Step:
-    """A step of one rank, while the others sleep."""
+    """A step of one rank, while the others sleep; numbers that it draws leave the generators alike."""
 
     def call() -> None:
         if step is not None:
-            step()
+            with torch.random.fork_rng(devices=()):
+                step()
         asleep_until_all_are_here()
 
     return call

@@ -31,6 +31,10 @@ def test_a_table_has_a_line_per_row_and_bold_ratios_above_their_target():
     ]
 
 
+def test_a_table_of_nothing_says_so():
+    assert page.table([]) == page.NONE
+
+
 def test_it_is_told_of_which_runs_the_rows_are():
     assert page.where([ENTRY]) == "commit abc, 2026-01-01, torch 2, 2 ranks"
     crowded = replace(ENTRY, ranks=4)
@@ -78,7 +82,17 @@ def test_the_first_section_that_fits_has_a_row():
     assert command.section_of("strong scaling, U-Net, 2 ranks") == command.SCALING
     assert command.section_of("training step, two hosts, progress none") == "two hosts"
     assert command.section_of("torch's all_reduce, 4 KiB float32") == "torch"
+    assert command.section_of("function convolution 3x3, dilated, 256x256") == command.FUNCTIONS
+    assert command.section_of("model residual U-Net, 384x384, training step") == "models"
     assert command.section_of("another row") == "layers"
+
+
+def test_sections_may_lack_rows_and_functions_are_not_in_the_picture():
+    function = replace(ENTRY, row=replace(ROW, what="function relu, 16x16, time added"))
+    text = command.documented(command.PAGE.read_text(), [ENTRY, function], "machine")
+    assert text.count(page.NONE) == len(command.SECTIONS) - 3
+    assert "| function relu, 16x16, time added |" in text
+    assert command.pictured([ENTRY, function]) == [ENTRY]
 
 
 def test_the_documentation_has_what_the_history_says():
