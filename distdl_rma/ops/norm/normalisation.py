@@ -130,6 +130,7 @@ class LocalNorm(OperatorFunction):
         if ctx.depends:
             pair = statistics.pair()
             part.write_sums(pair)
+            mark("")
             arrive = statistics.sum(pair)
         mark("scale")
         d_parameters: list[Tensor | None] = [None, None]
