@@ -5,6 +5,7 @@ import re
 import shlex
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -99,6 +100,9 @@ def test_commands_of_those_that_have_to_be_ended_are_told_and_of_others_not():
         subprocess.Popen(["sleep", "600"], env=environment(MARKED=first)) as around,
         subprocess.Popen(["sh", "-c", DEAF], env=environment(MARKED=second)) as job,
     ):
+        # The environment of a process can be read a moment after its command has begun.
+        while not {around.pid, job.pid} <= {*processes(first)}:
+            time.sleep(0.01)
         assert f"sh -c {shlex.quote(DEAF)}" in end_all(second, patience=0)
         assert job.wait() and around.poll() is None
         assert end_all(first, patience=0) == ["sleep 600"] and around.wait()
