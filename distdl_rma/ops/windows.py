@@ -579,7 +579,8 @@ class _ResizedLine:
     """Resizing of one dimension: by torch's kernel where it computes a part as the whole, else by taps."""
 
     def __init__(self, mode: str, dims: int, resize: Resize, cut: bool, dtype: torch.dtype) -> None:
-        self.resize, self.taps, factor = resize, None, resize.factor
+        factor = resize.factor
+        self.resize, self.factor, self.taps = resize, factor or Fraction(1), None
         # Torch's backward is not always the adjoint of its forward: for the nearest neighbours it may round
         # otherwise, and where a factor leaves the extent as it is, it may copy.
         faithful = not mode.startswith("nearest") and resize.extent != resize.outputs
@@ -590,26 +591,25 @@ class _ResizedLine:
             self.window = TableWindow(tuple(range(resize.extent)), tuple(range(resize.extent)))
         else:
             taps = Interpolation.of(mode, dims, resize, dtype)
-            self.taps, self.window = taps, taps.window
-            if factor is not None:
-                first = (at - at % factor.denominator for at in taps.window.first)
-                self.taps, self.window = None, TableWindow(tuple(first), taps.window.last)
+            self.window = taps.window
+            if factor is None:
+                self.taps = taps
+            else:
+                first = (at - at % factor.denominator for at in self.window.first)
+                self.window = TableWindow(tuple(first), self.window.last)
 
     def part(self, outputs: tuple[int, int], inputs: tuple[int, int]) -> _ResizedPart:
         """Resizing to a range of outputs, from the range of inputs that these read."""
-        (start, stop), length, factor = outputs, inputs[1] - inputs[0], self.resize.factor
+        (start, stop), length = outputs, inputs[1] - inputs[0]
         if self.whole:
             return _ResizedPart(self.resize.outputs, self.resize.scale)
-        if factor is None:
-            taps = self.taps and self.taps.part(start, stop, inputs[0])
-            return _ResizedPart(length, taps=taps)
-        before = int(inputs[0] * factor)
-        # Torch copies where both sizes are equal.
-        size = stop - before + (stop - before == length and factor != 1)
-        exact = size == stop - start
-        return _ResizedPart(
-            size, float(factor), slice(None) if exact else slice(start - before, stop - before)
-        )
+        if self.taps is not None:
+            return _ResizedPart(length, taps=self.taps.part(start, stop, inputs[0]))
+        before = int(inputs[0] * self.factor)
+        # Torch copies where both sizes are equal: one output more avoids that.
+        size = stop - before + (stop - before == length and self.factor != 1)
+        inside = slice(None) if size == stop - start else slice(start - before, stop - before)
+        return _ResizedPart(size, float(self.factor), inside)
 
 
 class Resizing(WindowOperation[ResizeOptions]):
