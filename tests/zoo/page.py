@@ -27,7 +27,7 @@ models that draw a number for each element, since alone they draw [others](conve
 detectors, which take lists of images.
 
 - **exact**: all is equal up to rounding. The number is the largest difference, beside the largest element. A
-  gradient that a rounding of the inputs changes by more than `compare` allows may differ by four times that.
+  tensor that a rounding of the inputs changes by more than `compare` allows may differ by four times that.
 - **refused**: all ranks raise the error; [what to do](convert.md#what-is-refused-and-what-to-do).
 - **differs**: another number than that of the model alone; **fails**: another error than the library's.
 - **fails alone**: the model alone raises the error, so that there is nothing to compare with.

@@ -6,6 +6,7 @@ import builtins
 import importlib
 import re
 import traceback
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +18,7 @@ from torch import nn
 from tests.model.public import torchvision_models
 
 LIST = Path(__file__).with_name("models.txt")
-# So many times what a rounding of the inputs changes of a gradient is a rounding, and so many are tried.
+# So many times what a rounding of the inputs changes of a tensor is a rounding, and so many are tried.
 ROUNDINGS = 4
 
 
@@ -149,7 +150,9 @@ def _compared(model: Tried) -> Found:
         return Found("fails", f"{_words(error)} at {_place(error)}")
     apart = [each for each in found.differences if not each.equal]
     changes = _sensitivity(model) if apart else {}
-    if found.drifted or not all(each.error <= ROUNDINGS * changes.get(each.name, 0.0) for each in apart):
+    if found.drifted or not all(
+        each.error <= ROUNDINGS * changes.get((each.what, each.name), 0.0) for each in apart
+    ):
         return Found("differs", f"{found.first or 'not alike on the ranks: ' + ', '.join(found.drifted)}")
     # What ``compare`` tolerates, beside the largest elements.
     tolerated = torch.finfo(torch.get_default_dtype()).eps ** 0.6
@@ -157,20 +160,44 @@ def _compared(model: Tried) -> Found:
     return Found("exact", f"{largest * tolerated:.0e}")
 
 
-def _sensitivity(model: Tried) -> dict[str, float]:
-    """By how much gradients of the model alone change, by name, if its inputs change by a rounding."""
-    runs = []
-    for seed in range(ROUNDINGS):
-        generator, alone = torch.Generator().manual_seed(seed), model.made()
-        given = model.inputs()
-        for x in given if seed else ():
-            if x.is_floating_point():
-                noise = 2 * torch.rand(x.shape, dtype=x.dtype, generator=generator) - 1
-                x.mul_(1 + torch.finfo(x.dtype).eps * noise)
-        loss_of(alone(*given)).backward()
-        runs.append({name: p.grad for name, p in alone.named_parameters() if p.grad is not None})
-    first, *others = runs
-    return {name: max(float((run[name] - g).abs().max()) for run in others) for name, g in first.items()}
+def _sensitivity(model: Tried) -> dict[tuple[str, str], float]:
+    """By how much tensors of the model alone change, by name, if its inputs change by a rounding."""
+    first, *others = (_results(model, seed) for seed in range(ROUNDINGS))
+    return {
+        key: max(
+            (
+                float((run[key][at] - x).abs().max())
+                for run in others
+                for at, x in enumerate(each)
+                if x.numel()
+            ),
+            default=0.0,
+        )
+        for key, each in first.items()
+    }
+
+
+def _results(model: Tried, seed: int) -> dict[tuple[str, str], list[torch.Tensor]]:
+    # All that ``compare`` looks at; inputs are rounded where the seed is not 0.
+    from distdl_rma.split.tensor import tensors_in
+
+    found: dict[tuple[str, str], list[torch.Tensor]] = defaultdict(list)
+    generator, alone, given = torch.Generator().manual_seed(seed), model.made(), model.inputs()
+    for at, x in enumerate(given):
+        if x.is_floating_point():
+            noise = 2 * torch.rand(x.shape, dtype=x.dtype, generator=generator) - 1
+            x.mul_(1 + torch.finfo(x.dtype).eps * noise * bool(seed)).requires_grad_()
+            x.register_hook(found["input gradient", f"input {at}"].append)
+    for path, module in alone.named_modules():
+        keep = found["output", path or "model"]
+        module.register_forward_hook(
+            lambda _module, _args, y, keep=keep: keep.extend(each.detach().clone() for each in tensors_in(y))
+        )
+    loss_of(alone(*given)).backward()
+    for name, p in alone.named_parameters():
+        if p.grad is not None:
+            found["gradient", name].append(p.grad)
+    return found
 
 
 def one_line(text: str) -> str:

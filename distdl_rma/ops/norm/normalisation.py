@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,17 +19,16 @@ from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.ops.core.autograd import GradientNeeds, OperatorFunction, anchor, first_derivative, idle
 from distdl_rma.ops.core.movement import CallSite
 from distdl_rma.ops.core.operation import Operation
-from distdl_rma.ops.core.result_memory import result_like
+from distdl_rma.ops.core.result_memory import SMALLEST_NBYTES, result_like
 from distdl_rma.ops.core.staged import Moves, movement_or_none
 from distdl_rma.ops.core.tensors import as_array, as_tensor
-from distdl_rma.ops.norm.statistic_groups import NormAxes, StatisticGroups
+from distdl_rma.ops.norm.statistic_groups import PAIR, Array, NormAxes, StatisticGroups
 from distdl_rma.ops.norm.statistics import (
     FLOATS,
-    Array,
-    LocalRun,
-    Shift,
+    Shifted,
     Statistics,
     as_type,
+    both_as_type,
     without_fp_errors,
 )
 from distdl_rma.segments.collectives.allreduce import Allreduce
@@ -41,14 +40,36 @@ _PARAMETERS = ("weight", "bias")
 Pair = tuple[Array, Array]
 
 
-class NormPlan(NamedTuple):
-    """Arguments that are equal in all calls of a normalisation of a local tensor of type ``dtype``."""
+class NormPlan:
+    """What is equal in all calls of a normalisation of a local tensor of type ``dtype``.
 
-    statistics: Statistics
-    eps: float
-    fill: Fill | None
-    dtype: torch.dtype
-    wide: torch.dtype  # type of the computation
+    ``wide`` is the type of the computation. Parameters have the shape ``extents``; as a ``column`` they
+    broadcast to the tensor. Their gradients are also summed over the dimensions ``instances``.
+    """
+
+    def __init__(
+        self, statistics: Statistics, axes: NormAxes, eps: float, fill: Fill | None, dtype: torch.dtype
+    ) -> None:
+        self.statistics, self.eps, self.fill = statistics, eps, fill
+        self.dtype, self.wide = dtype, sum_dtype(dtype)
+        self.elementwise, local = axes.elementwise, statistics.groups.local
+        self.column = tuple(n if d in axes.weighted else 1 for d, n in enumerate(local))
+        self.extents = tuple(local[d] for d in axes.weighted)
+        self.instances = tuple(d for d in axes.instances(len(local)) if local[d] != 1)
+        self.instances_of_sums, self.pair = tuple(d + 1 for d in self.instances), (PAIR, *self.extents)
+        self._pooled = prod(local) * self.wide.itemsize >= SMALLEST_NBYTES
+
+    def memory(self, x: Tensor) -> Tensor | None:
+        """Memory for a result like ``x``; None if torch allocates it."""
+        return result_like(x) if self._pooled else None
+
+    def column_of(self, parameter: Tensor) -> Array:
+        """The values of a parameter, as a column."""
+        values = parameter.data
+        # numpy does not know all types.
+        if values.dtype not in FLOATS:
+            values = values.to(torch.float64)
+        return values.numpy().reshape(self.column)
 
 
 class LocalNorm(OperatorFunction):
@@ -71,25 +92,18 @@ class LocalNorm(OperatorFunction):
         update: Callable[[Pair], None] | None,
     ) -> Tensor:
         """Output of the local tensor; blocking."""
-        statistics, eps = plan.statistics, plan.eps
+        statistics = plan.statistics
         mark = statistics.trace.marks(statistics.name)
-        wide = x if x.dtype == plan.wide else x.to(plan.wide)
-        mean, variance, shifted, by = statistics.of(wide, mark)
+        wide = x.data if x.dtype == plan.wide else x.to(plan.wide)
+        mean, variance, shifted = statistics.of(wide, mark)
         if update is not None:
             update((mean, variance))
         mark("scale")
-        y = result_like(wide) if shifted is None else shifted
-        x_or_shifted = wide if shifted is None else None
-        scalings = [
-            _Scaling(run, statistics.centred, mean, variance, eps, weight, shift, plan.wide).scale(
-                x_or_shifted, bias, y
-            )
-            for run, shift in zip(statistics.runs, by or (None,) * len(statistics.runs), strict=True)
-        ]
+        scaling = _Scaling(plan, mean, variance, weight, shifted)
+        y = scaling.scale(*((wide, plan.memory(wide)) if shifted is None else (shifted.tensor,) * 2), bias)
         mark("")
         ctx.save_for_backward(x, weight)
-        ctx.plan, ctx.machine = plan, statistics.machine
-        ctx.scalings, ctx.depends = scalings, needs_x
+        ctx.scaling, ctx.machine, ctx.depends = scaling, statistics.machine, needs_x
         ctx.dtypes = [None if p is None else p.dtype for p in (weight, bias)]
         return y if plan.dtype == plan.wide else y.to(plan.dtype)
 
@@ -104,213 +118,150 @@ class LocalNorm(OperatorFunction):
     @staticmethod
     @without_fp_errors
     def _gradients(ctx: Any, x: Tensor, d_y: Tensor) -> tuple[Any, ...]:
-        plan, statistics = ctx.plan, ctx.plan.statistics
+        plan, scaling = ctx.scaling.plan, ctx.scaling
+        statistics = plan.statistics
         needs_x, *needs_parameters = ctx.needs_input_grad[:3]
         mark = statistics.trace.marks(statistics.name, backward=True)
         d_x = arrive = None
         if x.dtype != plan.wide:
             x, d_y = x.to(plan.wide), d_y.to(plan.wide)
         mark("local")
-        parts = [_Gradient(scaling, x, d_y) for scaling in ctx.scalings]
+        part = _Gradient(scaling, x, d_y)
         if ctx.depends:
             pair = statistics.pair()
-            for part in parts:
-                part.write_sums(pair)
+            part.write_sums(pair)
             mark("")
             arrive = statistics.sum(pair)
         mark("scale")
-        d_parameters = [
-            _whole(name, parts, dtype, plan.fill) if needed else None
-            for name, dtype, needed in zip(_PARAMETERS, ctx.dtypes, needs_parameters, strict=True)
-        ]
+        d_parameters: list[Tensor | None] = [None, None]
+        if needs_parameters[0] or needs_parameters[1]:
+            d_parameters = part.of_parameters(needs_parameters, ctx.dtypes)
         if needs_x:
-            d_x = result_like(x)
-            for part in parts:
-                part.prepare(d_x, statistics.total)
+            d_x = part.scaled()
         mark("")
         if arrive is not None:
             sums = arrive()
             if d_x is not None:
                 mark("fuse")
-                for part in parts:
-                    part.finish(d_x, sums)
+                part.finish(d_x, sums)
                 mark("")
         if d_x is not None and d_x.dtype != plan.dtype:
             d_x = d_x.to(plan.dtype)
         return d_x, *d_parameters, *(None,) * 4
 
 
-def _whole(name: str, parts: list[_Gradient], dtype: torch.dtype, fill: Fill | None) -> Tensor:
-    if len(parts) == 1:
-        whole = parts[0].of_parameter(name, dtype)
-    else:
-        # Runs are consecutive channels.
-        wide = [part.of_parameter(name, torch.float64) for part in parts]
-        whole = torch.cat([torch.empty(0), *wide]).to(dtype)
-    return whole if fill is None else fill(name, whole)
-
-
 class _Scaling:
-    """Values per group and per channel of one run, for forward and backward.
+    """Values per group and per row, for forward and backward.
 
-    ``factor = weight / sqrt(variance + eps)`` has one value per group and channel. If the weight varies along
-    all reduced dimensions (``elementwise``, as in layer norm), that would be one value per element. Then
-    ``factor`` excludes the weight, by which the result is multiplied afterwards.
-
-    ``shift``, a value near the mean, is subtracted before the multiplication, ``rest = mean - shift`` after.
+    ``factor = weight / sqrt(variance + eps)`` has one value per row. If the normalisation is elementwise,
+    it excludes the weight, by which the result is multiplied afterwards. ``shift`` is subtracted before the
+    multiplication, ``rest = mean - shift`` after.
     """
 
     def __init__(
-        self,
-        run: LocalRun,
-        centred: bool,
-        mean: Array,
-        variance: Array,
-        eps: float,
-        weight: Tensor | None,
-        shift: Shift | None,
-        dtype: torch.dtype,
+        self, plan: NormPlan, mean: Array, variance: Array, weight: Tensor | None, shifted: Shifted | None
     ) -> None:
-        self.run, self.centred, self.dtype = run, centred, dtype
-        if not run.whole:
-            mean, variance = run.of_groups(mean), run.of_groups(variance)
-        inverse = variance + eps
-        np.sqrt(inverse, out=inverse)
-        self.inverse = np.divide(1, inverse, out=inverse)
-        if shift is None:
-            self.shift = as_type(mean, dtype)
-            self.rest = mean - self.shift.numpy() if centred else mean
-        else:
-            self.shift, of_run = shift
-            self.rest = mean - of_run
-        # The weight if elementwise; otherwise the factor contains it, in float64.
-        self.weight: Tensor | None = None
+        groups = plan.statistics.groups
+        self.plan, self.shift = plan, None if shifted is None else shifted.of_rows
+        inverse = variance + plan.eps
+        np.divide(1, np.sqrt(inverse, out=inverse), out=inverse)
+        rest = mean if shifted is None else mean - shifted.shift
+        self.of_groups = inverse, rest
+        self.inverse, self.rest = groups.spread(inverse), groups.spread(rest)
+        # The weight of each row; or that of each element.
+        self.weight: Array | None = None
+        self.of_elements: Tensor | None = None
         self.factor = self.inverse
-        if weight is not None and run.elementwise:
-            self.weight = run.of_parameter(weight).to(dtype)
+        if weight is not None and plan.elementwise:
+            self.of_elements = weight.detach().reshape(plan.column).to(plan.wide)
         elif weight is not None:
-            self.factor = self.inverse * run.column_of(weight)
-        self.rounded_factor = as_type(self.factor, dtype)
+            self.weight = plan.column_of(weight).astype(np.float64)
+            self.factor = self.inverse * self.weight
+        self.rounded_factor = as_type(self.factor, plan.wide)
 
-    def shifted(self, x: Tensor, out: Tensor) -> Tensor:
-        """Elements minus the shift, in ``out``; ``x`` itself if not centred."""
-        return torch.sub(x, self.shift, out=out) if self.centred else x
-
-    def standardise(self, x: Tensor, out: Tensor, offset: Array | None = None) -> None:
-        """Write ``(x - rest) * factor + offset`` for the shifted elements ``x``."""
-        if self.centred:
+    def standardise(self, x: Tensor, out: Tensor | None, bias: Array | None = None) -> Tensor:
+        """``(x - rest) * factor + bias`` of the shifted elements ``x``, in the memory of ``out``, if any."""
+        out = torch.mul(x, self.rounded_factor, out=out)
+        if self.plan.statistics.centred:
             rest = self.rest * self.factor
-            # Without a weight there is one factor for a group, and a bias for each channel.
-            offset = -rest if offset is None else offset - rest
-        torch.mul(x, self.rounded_factor, out=out)
-        if offset is not None:
-            out.add_(self.run.rounded(offset, self.dtype))
+            bias = np.negative(rest, out=rest) if bias is None else bias - rest
+        return out if bias is None else out.add_(as_type(bias, self.plan.wide))
 
-    def scale(self, x: Tensor | None, bias: Tensor | None, y: Tensor) -> _Scaling:
-        """Write the output of the run to ``y``, which has the shifted input if ``x`` is None; return self."""
-        run = self.run
-        out = y if run.whole else run.of(y)
-        view = out if x is None else self.shifted(run.of(x), out)
-        if not run.elementwise:
-            self.standardise(view, out, None if bias is None else run.column_of(bias))
-            return self
-        self.standardise(view, out)
-        if self.weight is not None:
-            out.mul_(self.weight)
-        if bias is not None:
-            out.add_(run.of_parameter(bias).to(self.dtype))
-        return self
+    def scale(self, x: Tensor, out: Tensor | None, bias: Tensor | None) -> Tensor:
+        """The output for the shifted elements ``x``, in the memory of ``out``, if any."""
+        plan = self.plan
+        if not plan.elementwise:
+            return self.standardise(x, out, None if bias is None else plan.column_of(bias))
+        y = self.standardise(x, out)
+        if self.of_elements is not None:
+            y.mul_(self.of_elements)
+        return y if bias is None else y.add_(bias.detach().reshape(plan.column).to(plan.wide))
 
 
 class _Gradient:
-    """The backward of one run.
+    """The backward of the local tensor.
 
     With ``inv = 1 / sqrt(variance + eps)``, ``xhat = (x - mean) * inv``, ``g = d_y * weight`` and means over
     a group::
 
         d_x = inv * (g - mean(g) - xhat * mean(g * xhat))
 
-    ``total`` and ``product`` are the sums of ``d_y`` and of ``d_y * xhat`` over the dimensions along which
-    the weight does not vary. If it is elementwise, ``elements`` are ``d_y`` and ``d_y * xhat`` instead.
+    ``sums`` are those of ``d_y`` and ``d_y * xhat`` of each row; if elementwise, of ``g`` and ``g * xhat``.
     """
 
     def __init__(self, scaling: _Scaling, x: Tensor, d_y: Tensor) -> None:
-        run = scaling.run
-        self.scaling, self.run = scaling, run
-        self.x, self.d_y = (x, d_y) if run.whole else (run.of(x), run.of(d_y))
-        self.elements: tuple[Tensor, Tensor] | None = None
-        if run.elementwise:
-            xhat = torch.empty_like(self.x)
-            scaling.standardise(scaling.shifted(self.x, xhat), xhat)
-            self.elements = self.d_y, xhat.mul_(self.d_y)
-            return
-        self.total, product = run.uniform.products(self.d_y, self.x, scaling.shift)
-        offset = scaling.rest * self.total
-        np.subtract(product, offset, out=offset)
-        self.product = np.multiply(offset, scaling.inverse, out=offset)
+        plan = scaling.plan
+        self.scaling, self.plan, self.d_y = scaling, plan, d_y
+        self.shifted = x if scaling.shift is None else torch.sub(x, scaling.shift, out=plan.memory(x))
+        self.g = d_y if scaling.of_elements is None else d_y * scaling.of_elements
+        self.sums = plan.statistics.rows.sums(self.g, self.shifted)
+        total, product = self.sums
+        product -= scaling.rest * total
+        product *= scaling.inverse
 
-    def of_parameter(self, name: str, dtype: torch.dtype) -> Tensor:
-        """Gradient of ``weight`` or ``bias``."""
-        run = self.run
-        if self.elements is not None:
-            values = self.elements[name == "weight"]
-            return (values.sum(run.instances) if run.instances else values).reshape(run.extents).to(dtype)
-        rows = self.product if name == "weight" else self.total
-        sums = np.add.reduce(rows, run.instances) if run.instances else rows
-        return as_type(sums.reshape(run.extents), dtype)
+    def of_parameters(self, needed: Sequence[bool], dtypes: Sequence[torch.dtype]) -> list[Tensor | None]:
+        """Gradients of ``weight`` and ``bias``, where they are needed, also in their places, if any."""
+        plan, instances, sums = self.plan, self.plan.instances, self.sums
+        found: list[Tensor | None] = [None, None]
+        if not plan.elementwise:
+            sums = (np.add.reduce(sums, plan.instances_of_sums) if instances else sums).reshape(plan.pair)
+        for at, name in enumerate(_PARAMETERS):
+            if not needed[at]:
+                continue
+            if plan.elementwise:
+                values = self.d_y if at else self.scaling.standardise(self.shifted, None).mul_(self.d_y)
+                values = (values.sum(instances) if instances else values).reshape(plan.extents).to(dtypes[at])
+            else:
+                values = as_type(sums[1 - at], dtypes[at])
+            found[at] = values if plan.fill is None else plan.fill(name, values)
+        return found
 
-    def write_sums(self, pair: Pair) -> None:
-        """Write the sums of ``g`` and of ``g * xhat`` over the local part of each group.
+    def write_sums(self, pair: Array) -> None:
+        """Write the sums of ``g`` and of ``g * xhat`` over the local part of each group."""
+        weight = self.scaling.weight
+        self.plan.statistics.groups.sums(self.sums if weight is None else self.sums * weight, pair)
 
-        Where the weight is constant in each group, the sums exclude it: ``prepare`` adds this factor.
+    def scaled(self) -> Tensor:
+        """The part of the gradient of the input that needs no sums: ``inv * g``."""
+        return torch.mul(self.g, self.scaling.rounded_factor, out=self.plan.memory(self.shifted))
+
+    def finish(self, d_x: Tensor, sums: Array) -> None:
+        """Add what follows from the sums of ``g`` and ``g * xhat`` to the gradient of the input.
+
+        ``x - mean = shifted - rest``, so this is ``slope * shifted - (inv * mean(g) + slope * rest)`` with
+        ``slope = -inv**2 * mean(g * xhat)``.
         """
-        run, scaling = self.run, self.scaling
-        of_g, of_product = pair if run.whole else map(run.of_groups, pair)
-        if self.elements is not None:
-            for values, sums in zip(self.elements, (of_g, of_product), strict=True):
-                weighted = values if scaling.weight is None else values * scaling.weight
-                sums[...] = weighted.sum(run.in_group, True, dtype=torch.float64).numpy()
-        elif run.in_group:
-            weight = scaling.factor / scaling.inverse
-            np.add.reduce(self.total * weight, run.in_group, keepdims=True, out=of_g)
-            np.add.reduce(self.product * weight, run.in_group, keepdims=True, out=of_product)
-        else:
-            of_g[...], of_product[...] = self.total, self.product
-
-    def prepare(self, d_x: Tensor, total: Array) -> None:
-        """Write ``x`` minus its shift; ``total`` is the number of elements of each group."""
-        run, scaling = self.run, self.scaling
-        scaling.shifted(self.x, d_x if run.whole else run.of(d_x))
-        # Factor of the sums; it contains the weight where the weight is constant in each group.
-        whole = 1.0 if run.elementwise else scaling.inverse if run.in_group else scaling.factor
-        self.per_sum = whole / (total if run.whole else run.of_groups(total))
-        self.per_product = -scaling.inverse * self.per_sum
-
-    def finish(self, d_x: Tensor, sums: Pair) -> None:
-        """Write the gradient of the input, from the prepared elements and the sums of ``g``, ``g * xhat``.
-
-        ``x - mean = shifted - rest``, so that ``d_x = factor * d_y + slope * shifted - (inv * mean(g) +
-        slope * rest)`` with ``slope = -inv**2 * mean(g * xhat)``. If elementwise, ``weight`` takes the place
-        of the factor, one ``inv`` is left out everywhere, and the result is multiplied by ``inv``.
-        """
-        run, scaling = self.run, self.scaling
-        out = d_x if run.whole else run.of(d_x)
-        of_g, of_product = sums if run.whole else map(run.of_groups, sums)
-        slope = of_product * self.per_product
-        torch.mul(out if scaling.centred else self.x, run.rounded(slope, scaling.dtype), out=out)
-        if self.elements is None:
-            out.addcmul_(self.d_y, scaling.rounded_factor)
-        elif scaling.weight is not None:
-            out.addcmul_(self.d_y, scaling.weight)
-        else:
-            out.add_(self.d_y)
-        if scaling.centred:
-            offset = of_g * self.per_sum
-            slope *= scaling.rest
-            offset += slope
-            out.sub_(run.rounded(offset, scaling.dtype))
-        if self.elements is not None:
-            out.mul_(scaling.rounded_factor)
+        plan, statistics = self.plan, self.plan.statistics
+        inverse, rest = self.scaling.of_groups
+        of_groups = sums * (inverse / -statistics.total)
+        offset, slope = of_groups
+        slope *= inverse
+        offset -= slope * rest
+        of_rows = statistics.groups.spread(of_groups)
+        added, factor = both_as_type(of_rows, plan.wide)
+        d_x.addcmul_(self.shifted, factor)
+        if statistics.centred:
+            d_x.add_(added)
 
 
 RUNNING = ("running_mean", "running_var")
@@ -529,10 +480,10 @@ class Normalisation(Operation):
         self.kept: KeptValues | None = None
         if source.partition.active:
             groups = StatisticGroups(axes, source, rank, None if sharing is None else sharing[rank])
-            self.statistics = Statistics(site, axes, groups, options.centred)
+            self.statistics = Statistics(site, groups, options.centred)
             self.kept = KeptValues(site, source, axes.weighted, store)
             fill = fill if self.kept.as_kept else None
-            self._plan = NormPlan(self.statistics, self.eps, fill, dtype, sum_dtype(dtype))
+            self._plan = NormPlan(self.statistics, axes, self.eps, fill, dtype)
         self.running: RunningStatistics | None = None
         if options.tracks:
             self.running = RunningStatistics(site, source, axes, store, share, self.statistics, self.kept)

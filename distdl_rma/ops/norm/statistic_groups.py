@@ -4,19 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from math import prod
-from typing import Any, TypeVar
+from typing import Any
 
+import numpy as np
 import torch
-from torch import Tensor
+from numpy.typing import NDArray
 
 from distdl_rma.geometry.box import Box
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.intervals import Split
 from distdl_rma.geometry.partition import Partition
 
-V = TypeVar("V")
+# There are few values per row: numpy computes on them in a third of the time of a torch call.
+Array = NDArray[Any]
 # Dimension of the channels if they form groups.
 _CHANNELS = 1
 # Values per group in every message, and bytes of each, float64 for all types of data.
@@ -37,16 +38,14 @@ class NormAxes:
     groups: int = 0
 
     @property
-    def in_run(self) -> NormAxes:
-        """The same for the view of a run, which has a dimension of groups before the channels."""
-        if not self.groups:
-            return self
-        return NormAxes(tuple(d + 1 for d in self.reduced), (_CHANNELS, _CHANNELS + 1))
-
-    @property
     def uniform(self) -> tuple[int, ...]:
         """Reduced dimensions along which the parameters do not vary."""
         return tuple(d for d in self.reduced if d not in self.weighted)
+
+    @property
+    def elementwise(self) -> bool:
+        """Whether each element of a group has a weight of its own, as in layer norm."""
+        return not self.groups and not self.uniform
 
     def instances(self, ndim: int) -> tuple[int, ...]:
         """Dimensions that share neither statistics nor parameters, for example samples in instance norm."""
@@ -81,40 +80,15 @@ def _linked(split: Split, width: int, part: int) -> range:
     return range(first, last)
 
 
-@dataclass(frozen=True)
-class ChannelRun:
-    """Part of a local tensor in which all groups have the same number of local channels.
-
-    ``channels`` and ``groups`` are half-open intervals: of local channels, None for the whole tensor without
-    groups of channels; and of groups, counted from the first group of the sharing ranks.
-    """
-
-    channels: tuple[int, int] | None = None
-    groups: tuple[int, int] = (0, 0)
-
-    def of(self, tensor: Tensor, dim: int = _CHANNELS) -> Tensor:
-        """View of the run, with a dimension of groups before the channels."""
-        if self.channels is None:
-            return tensor
-        (start, stop), (first, last) = self.channels, self.groups
-        part = tensor.narrow(dim, start, stop - start)
-        groups = last - first, (stop - start) // (last - first)
-        return part.view(*part.shape[:dim], *groups, *part.shape[dim + 1 :])
-
-    def of_groups(self, values: V) -> V:
-        """The run's part of values per group, a tensor or an array; a view."""
-        first, last = self.groups
-        part: Any = values
-        return values if self.channels is None else part[:, first:last]
-
-
 class StatisticGroups:
     """The groups of elements with one mean and variance of which one rank has a part.
 
     ``ranks`` share the groups: by default all ranks with elements of them, in row-major order of the grid.
-    Values per group have the ``shape``, which broadcasts to the view of a run. The local tensor, of shape
-    ``local``, consists of the ``runs``. ``counts`` are the numbers of elements of each group on each of the
-    ranks, as (rank, *groups), with extent 1 where they do not vary; ``total`` is their sum over the ranks.
+    The local tensor, of shape ``local``, consists of rows: of the elements of a group that have one weight,
+    or, if the normalisation is ``elementwise``, of all elements of a group. Values per row have the shape
+    ``rows``, values per group the ``shape``; both have the dimensions of the tensor. ``counts`` are the
+    numbers of elements of each group on each of the ranks, as (rank, *groups), with extent 1 where they do
+    not vary; ``total`` is their sum over the ranks.
     """
 
     def __init__(
@@ -126,14 +100,25 @@ class StatisticGroups:
         boxes, box = [source.box(r) for r in self.ranks], source.box(rank)
         self.local = box.shape
         self.shape = tuple(1 if d in axes.reduced else n for d, n in enumerate(box.shape))
-        self.runs: tuple[ChannelRun, ...] = (ChannelRun(),)
+        self.row_dims = axes.reduced if axes.elementwise else axes.uniform
+        self.rows = tuple(1 if d in self.row_dims else n for d, n in enumerate(box.shape))
+        # Group of each local channel; first local channel of each group with any, and index of these groups.
+        self._group: Array | None = None
+        self._starts: Array = np.empty(0)
+        self._own: tuple[Any, ...] | None = None
+        # Dimension of the channels, counted from the last one.
+        self._axis = _CHANNELS - len(box.shape)
         groups, width = range(1), 0
         if axes.groups:
             width = axes.width(channels)
             low, high = min(b.start[_CHANNELS] for b in boxes), max(b.bounds[_CHANNELS][1] for b in boxes)
             groups = range(low // width, -(-high // width))
-            self.runs = _runs(box.bounds[_CHANNELS], width, groups.start)
-            self.shape = (self.shape[0], len(groups), 1, *self.shape[2:])
+            self.shape = (self.shape[0], len(groups), *self.shape[_CHANNELS + 1 :])
+            self._group = np.arange(*box.bounds[_CHANNELS]) // width - groups.start
+            found, self._starts = np.unique(self._group, return_index=True)
+            if len(found) != len(groups):
+                own = slice(*found[[0, -1]] + (0, 1)) if len(found) else slice(0)
+                self._own = (..., own, *(slice(None),) * (len(box.shape) - 2))
         counts = [[_count(b, axes.reduced, width, group) for group in groups] for b in boxes]
         row = (1, len(groups), *(1,) * (len(self.shape) - 2)) if width else (1,) * len(self.shape)
         self.counts = torch.tensor(counts, dtype=torch.float64).view(len(boxes), *row)
@@ -144,6 +129,26 @@ class StatisticGroups:
         """Bytes of one message with the statistics of all groups."""
         return PAIR * prod(self.shape) * _ITEMSIZE
 
+    def sums(self, rows: Array, out: Array | None = None) -> Array:
+        """Sums of values per row, (..., *rows), over the local rows of each group: (..., *shape)."""
+        if self._group is None:
+            if out is None:
+                return rows
+            out[...] = rows
+            return out
+        if out is None:
+            out = np.empty((*rows.shape[: -len(self.rows)], *self.shape))
+        part = out
+        if self._own is not None:
+            out[...] = 0
+            part = out[self._own]
+        np.add.reduceat(rows, self._starts, self._axis, out=part)
+        return out
+
+    def spread(self, values: Array) -> Array:
+        """Values per row, (..., *rows), from values per group."""
+        return values if self._group is None else values.take(self._group, self._axis)
+
 
 def _count(box: Box, reduced: Sequence[int], width: int, group: int) -> int:
     if width:
@@ -151,14 +156,3 @@ def _count(box: Box, reduced: Sequence[int], width: int, group: int) -> int:
         low = max(start, group * width)
         box = box.replace(_CHANNELS, low, max(low, min(stop, (group + 1) * width)))
     return prod(box.shape[d] for d in reduced)
-
-
-def _runs(bounds: tuple[int, int], width: int, first: int) -> tuple[ChannelRun, ...]:
-    # Part of a group, whole groups, part of a group.
-    start, stop = bounds
-    whole = (-(-start // width) * width, stop // width * width)
-    cuts = sorted({start, stop, *(cut for cut in whole if start < cut < stop)})
-    return tuple(
-        ChannelRun((a - start, b - start), (a // width - first, -(-b // width) - first))
-        for a, b in pairwise(cuts)
-    )

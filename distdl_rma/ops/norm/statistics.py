@@ -6,39 +6,35 @@ import contextvars
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from functools import cache, cached_property, wraps
+from functools import cached_property, wraps
 from math import prod
-from typing import Any, ParamSpec, TypeVar
+from typing import NamedTuple, ParamSpec, TypeVar
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from distdl_rma.dtypes import NUMPY
 from distdl_rma.ops.core.movement import CallSite
 from distdl_rma.ops.core.result_memory import result_like
-from distdl_rma.ops.norm.statistic_groups import PAIR, ChannelRun, NormAxes, StatisticGroups
+from distdl_rma.ops.norm.statistic_groups import PAIR, Array, StatisticGroups
 from distdl_rma.segments.collectives.all_push import AllPush
 from distdl_rma.segments.collectives.allreduce import Allreduce
 
 P = ParamSpec("P")
 R = TypeVar("R")
-# There are few values per row: numpy computes on them in a third of the time of a torch call.
-Array = NDArray[Any]
-# Longest row, in elements, that may be summed sequentially in the type of the data.
-_SHORT = 1 << 16
-# For fewer elements a call of the kernel costs more than another pass over the data.
-_FEW = 1 << 12
-_backward: Any = torch.ops.aten.native_batch_norm_backward.default
-_SUMS_ALONE = (False, True, True)
+# Longest piece of a row, in elements, that is summed in the type of the data. BLAS uses threads for more than
+# 10,000 elements.
+_PIECE = 1 << 12
+# Up to so many times the squares about the mean, the squares of the elements are exact enough.
+_CANCELLED = 5.0
 
 
 class Rows:
-    """Sums of tensors of a ``shape`` over ``dims``, which are kept with extent 1.
+    """Sums of tensors of a ``shape`` over ``dims``, which are kept with extent 1, in float64.
 
-    A row has the elements along the trailing dimensions of ``dims``. torch sums a row, or short pieces of it,
-    in the type of the data. The sums of several pieces and rows are added in float64.
+    A row has the elements along the trailing dimensions of ``dims``. A row, or a piece of it, is summed in
+    the type of the data; sums of several pieces and rows are added in float64.
     """
 
     def __init__(self, shape: Sequence[int], dims: Sequence[int]) -> None:
@@ -47,77 +43,39 @@ class Rows:
             outer -= 1
         self.shape = tuple(1 if d in dims else n for d, n in enumerate(shape))
         self._dims, self._trailing = tuple(dims), tuple(range(outer, len(shape)))
-        self._rows, self.length = tuple(shape[:outer]), prod(shape[outer:])
-        self._number, self._few = prod(self._rows), prod(shape) < _FEW
-        # Number of pieces per row, of equal length: a power of two.
-        pieces = 1
-        while self.length // pieces > _SHORT and self.length % (2 * pieces) == 0:
-            pieces *= 2
-        self._pieces, self._fit = pieces, 0 < self.length // pieces <= _SHORT
-        self._in_pieces = (*self._rows, pieces, self.length // pieces)
-        self._outer = tuple(d for d in dims if d < outer and shape[d] != 1)
-        # Shape of the sums of rows, and whether each sum has one row.
-        self._per_row, self._single = (*self._rows, *(1,) * len(self._trailing)), not self._outer
-        # The kernel assumes another layout for rows of one element, and is wrong there.
-        self._by_kernel = not self._few and self.length // pieces >= 2
-        self._flat = (1, self._number * pieces, self.length // pieces)
-        # Whether tensors have the kernel's shape without a reshape.
-        self._as_is = pieces == 1 and outer == 2 and shape[0] == 1
+        self._outer = tuple(d + 1 for d in dims if d < outer and shape[d] != 1)
+        self._of_rows = *shape[:outer], *(1,) * len(self._trailing)
+        length = prod(shape[outer:])
+        piece = min(max(length, 1), _PIECE)
+        self._flat, self._pieces = (*shape[:outer], length), (*shape[:outer], length // piece, piece)
 
-    def sums(self, x: Tensor) -> Array:
-        """Sums of elements."""
+    def sums(self, a: Tensor, b: Tensor) -> Array:
+        """Sums of ``a`` and of ``a * b``, (2, *shape); of tensors without a graph."""
         if not self._trailing:
-            return x.sum(self._dims, True, dtype=torch.float64).numpy()
+            both = a.to(torch.float64), (a * b).to(torch.float64)
+            return np.stack([(x.sum(self._dims, True) if self._dims else x).numpy(force=True) for x in both])
+        found = np.empty((2, *self._of_rows))
         # torch sums pairwise: exact enough in the type of the data, and ten times as fast as in float64.
-        found = x.sum(self._trailing, True).numpy()
-        return found if self._single else self._added(found, 1)
-
-    def squares(self, x: Tensor) -> Array:
-        """Sums of squares of elements."""
-        if not self._trailing or not self._fit:
-            return self.sums(x.square())
-        if self._pieces == 1:
-            norms = torch.linalg.vector_norm(x, 2, self._trailing, True)
+        found[0] = a.sum(self._trailing, True).numpy()
+        # Lazy negatives and zero tensors of autograd become plain ones.
+        first = a.reshape(self._flat).numpy(force=True)
+        second = first if b is a else b.reshape(self._flat).numpy(force=True)
+        *_, pieces, length = self._pieces
+        if pieces == 1 and length == self._flat[-1]:
+            products = _dots(first, second)
         else:
-            norms = torch.linalg.vector_norm(x.reshape(self._in_pieces), 2, -1)
-        found = norms.numpy()
-        found = np.multiply(found, found, dtype=np.float64)
-        return found if self._single and self._pieces == 1 else self._added(found, self._pieces)
+            whole = pieces * length
+            of_pieces = _dots(*(x[..., :whole].reshape(self._pieces) for x in (first, second)))
+            products = np.add.reduce(of_pieces, -3, np.float64)
+            products += _dots(first[..., whole:], second[..., whole:])
+        found[1] = products if products.shape == self._of_rows else products.reshape(self._of_rows)
+        return np.add.reduce(found, self._outer, keepdims=True) if self._outer else found
 
-    def products(self, a: Tensor, b: Tensor, mean: Tensor) -> tuple[Array, Array]:
-        """Sums of ``a`` and of ``a * (b - mean)``; ``mean`` has extent 1 in the summed dimensions."""
-        if not self._by_kernel:
-            return self.sums(a), self.sums(a * (b - mean))
-        # torch's kernel of batch norm: one pass, without a tensor of products.
-        number, pieces = self._number, self._pieces
-        if mean.numel() != number:
-            mean = mean.expand(*self._rows, *(1,) * len(self._trailing))
-        flat = mean.reshape(number)
-        if pieces > 1:
-            flat = flat.repeat_interleave(pieces)
-        as_is = self._as_is and a.is_contiguous() and b.is_contiguous()
-        _, products, sums = _backward(
-            a if as_is else a.reshape(self._flat),
-            b if as_is else b.reshape(self._flat),
-            None,
-            None,
-            None,
-            flat,
-            _ones(number * pieces, flat.dtype),
-            True,
-            0.0,
-            _SUMS_ALONE,
-        )
-        total = self._added(sums.numpy(), pieces) if self._fit else self.sums(a)
-        return total, self._added(products.numpy(), pieces)
 
-    def _added(self, pieces: Array, number: int) -> Array:
-        # Sum of the pieces of each row, number of them, and of rows.
-        if number > 1:
-            pieces = np.add.reduce(pieces.reshape(*self._rows, number), -1, np.float64)
-        if pieces.shape != self._per_row:
-            pieces = pieces.reshape(self._per_row)
-        return pieces if self._single else np.add.reduce(pieces, self._outer, np.float64, keepdims=True)
+def _dots(a: Array, b: Array) -> Array:
+    # Along the last dimension, (..., 1, 1), by BLAS: one pass, without an array of products.
+    found: Array = np.matmul(a[..., None, :], b[..., None])
+    return found
 
 
 class _Quiet(threading.local):
@@ -142,11 +100,6 @@ def without_fp_errors(function: Callable[P, R]) -> Callable[P, R]:
     return quiet
 
 
-@cache
-def _ones(number: int, dtype: torch.dtype) -> Tensor:
-    return torch.ones(number, dtype=dtype)
-
-
 # Types that numpy computes in here; torch converts others from and to float64.
 FLOATS = (torch.float32, torch.float64)
 # Up to so many ranks, and so many bytes received per rank, each rank sends its values to all others.
@@ -155,100 +108,30 @@ _ROUND_RANKS, _ROUND_NBYTES = 32, 1 << 20
 _FEW_RANKS = 3
 
 
-# A value near the mean of each group, which is subtracted from the elements: as a tensor and as an array.
-Shift = tuple[Tensor, Array]
-# Mean and variance of each group, in float64; if centred also the shifted local tensor, and each run's shift.
-Moments = tuple[Array, Array, Tensor | None, Sequence[Shift]]
+class Shifted(NamedTuple):
+    """The local tensor minus a value near the mean of each group, ``shift``, per group and per row."""
+
+    tensor: Tensor
+    shift: Array
+    of_rows: Tensor
+
+
+# Mean and variance of each group, in float64; and the shifted tensor if a large mean would hide a variance.
+Moments = tuple[Array, Array, Shifted | None]
 
 
 def as_type(values: Array, dtype: torch.dtype) -> Tensor:
-    """Values as a tensor of a type, rounded; a view if they have this type."""
-    if dtype not in FLOATS:
-        return torch.from_numpy(values).to(dtype)
+    """A copy of values as a tensor of a type, rounded."""
     # For few values, numpy takes a quarter of torch's time.
-    kind = NUMPY[dtype]
-    return torch.from_numpy(values if values.dtype == kind else values.astype(kind))
+    if dtype in FLOATS:
+        return torch.from_numpy(values.astype(NUMPY[dtype]))
+    return torch.from_numpy(values).to(dtype)
 
 
-class LocalRun:
-    """A run of the local tensor, and values that are equal in all calls of a normalisation.
-
-    ``reduced`` sums over a group's part of the run. ``uniform`` sums over the reduced dimensions along which
-    the parameters do not vary; without such dimensions the normalisation is ``elementwise``. ``mean`` and
-    ``squares`` are this run's part of the values to send to the other ranks.
-    """
-
-    def __init__(self, run: ChannelRun, axes: NormAxes, local: tuple[int, ...], pair: Array) -> None:
-        self._run, self.whole = run, run.channels is None
-        self.shape = tuple(run.of(torch.empty(local, device="meta")).shape)
-        self.axes, self.elementwise = axes, not axes.uniform
-        self.reduced, self.uniform = Rows(self.shape, axes.reduced), Rows(self.shape, axes.uniform)
-        self.length, self.empty = prod(self.shape[d] for d in axes.reduced), 0 in self.shape
-        self.mean, self.squares = map(self.of_groups, pair)
-        self.column = [n if d in axes.weighted else 1 for d, n in enumerate(self.shape)]
-        # Reduced dimensions along which the weight varies.
-        self.in_group = tuple(d for d in axes.reduced if d in axes.weighted)
-        # Memory of rounded().
-        self._rounded: tuple[Array, Tensor] | None = None
-        # Dimensions that a parameter's gradient is summed over, beside the uniform ones; and its shape.
-        self.instances = tuple(d for d in axes.instances(len(self.shape)) if self.shape[d] != 1)
-        self.extents = [self.shape[d] for d in axes.weighted] if self.whole else [-1]
-
-    def of(self, tensor: Tensor) -> Tensor:
-        """View of the run."""
-        return tensor if self.whole else self._run.of(tensor)
-
-    def of_groups(self, values: Array) -> Array:
-        """The run's part of values per group; a view."""
-        return values if self.whole else self._run.of_groups(values)
-
-    def of_parameter(self, parameter: Tensor) -> Tensor:
-        """The run's part of a parameter, shaped to broadcast to the view."""
-        return (parameter if self.whole else self._run.of(parameter, 0)).reshape(self.column)
-
-    def column_of(self, parameter: Tensor) -> Array:
-        """The run's part of a parameter as an array."""
-        values = parameter.data
-        # numpy does not know all types.
-        if values.dtype not in FLOATS:
-            values = values.to(torch.float64)
-        if not self.whole:
-            values = self._run.of(values, 0)
-        return values.numpy().reshape(self.column)
-
-    def rounded(self, values: Array, dtype: torch.dtype) -> Tensor:
-        """Values per row in the type of the data; valid until the next call."""
-        if self._rounded is None or self._rounded[0].shape != values.shape:
-            memory = torch.empty(values.shape, dtype=dtype)
-            self._rounded = memory.numpy(), memory
-        array, memory = self._rounded
-        array[...] = values
-        return memory
-
-    def compute_moments(self, x: Tensor, out: Tensor | None) -> Shift:
-        """Write mean and squares of the elements; return a shift, and write ``x`` minus it to ``out`` if any.
-
-        Squares are about the local mean, so a large mean hides no small variance. Without ``out`` both the
-        shift and the mean are zero.
-        """
-        if out is None or self.empty:
-            if not self.empty:
-                self.squares[...] = self.reduced.squares(self.of(x))
-            nothing = torch.zeros(self.reduced.shape, dtype=x.dtype)
-            return nothing, nothing.numpy()
-        if not self.whole:
-            x, out = self._run.of(x), self._run.of(out)
-        middle = x.mean(self.axes.reduced, True)
-        mean = middle.numpy()
-        torch.sub(x, middle, out=out)
-        # The sum of the shifted elements corrects the rounding of the mean. The squares of constant elements
-        # must not be negative by rounding.
-        rest = self.reduced.sums(out)
-        left = np.divide(rest, self.length, dtype=np.float64)
-        np.add(mean, left, out=self.mean)
-        squares = np.subtract(self.reduced.squares(out), np.multiply(left, rest, out=left), out=self.squares)
-        np.maximum(squares, 0, out=squares)
-        return middle, mean
+def both_as_type(pair: Array, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """As :func:`as_type`, of two arrays of values; only for types that numpy computes in."""
+    first, second = pair.astype(NUMPY[dtype])
+    return torch.from_numpy(first), torch.from_numpy(second)
 
 
 class Statistics:
@@ -260,9 +143,9 @@ class Statistics:
     variance is about zero.
     """
 
-    def __init__(self, site: CallSite, axes: NormAxes, groups: StatisticGroups, centred: bool) -> None:
+    def __init__(self, site: CallSite, groups: StatisticGroups, centred: bool) -> None:
         self.machine, self.name = machine, _ = site
-        self.groups, self.axes, self.centred = groups, axes.in_run, centred
+        self.groups, self.rows, self.centred = groups, Rows(groups.local, groups.row_dims), centred
         self.trace = machine.trace
         number = len(groups.ranks)
         self._alone = number == 1
@@ -276,13 +159,12 @@ class Statistics:
             self._counts = np.broadcast_to(self._counts, (number, *groups.shape)).copy()
         self._shares = self._counts / self.total
         self._mine = groups.ranks.index(machine.rank)
+        self._length: Array = np.broadcast_to(np.maximum(self._counts[self._mine], 1), groups.shape).copy()
         # Values that this rank sends: means of its elements, and squares about them.
         self._pair: Array = np.zeros((PAIR, *groups.shape))
         self._row = self._pair.reshape(-1)
-        # Cache of _halves: there are few buffers, and they stay.
-        self._views: list[tuple[Array, tuple[Array, Array]]] = []
-        self.runs = [LocalRun(run, self.axes, groups.local, self._pair) for run in groups.runs]
-        self._complete = all(run.whole for run in self.runs) and bool(self.runs)
+        # Cache of _view: there are few buffers, and they stay.
+        self._views: list[tuple[Array, Array]] = []
 
     @cached_property
     def _round(self) -> AllPush:
@@ -333,10 +215,35 @@ class Statistics:
         ``x`` is the local tensor, in the type of the computation and without a graph. ``mark`` is for traces.
         """
         mark("local")
-        shifted = result_like(x) if self.centred else None
-        by = [run.compute_moments(x, shifted) for run in self.runs]
+        shifted = self._compute_own(x)
         mean, squares = self._merge(self._pair, mark)
-        return mean, squares / self.total, shifted, () if shifted is None else by
+        return mean, squares / self.total, shifted
+
+    def _compute_own(self, x: Tensor) -> Shifted | None:
+        # Writes mean and squares of the local elements of each group.
+        rows, groups, (mean, squares) = self.rows, self.groups, self._pair
+        total, found = groups.sums(rows.sums(x, x))
+        if not self.centred:
+            squares[...] = found
+            return None
+        np.divide(total, self._length, out=mean)
+        total *= mean
+        np.subtract(found, total, out=squares)
+        if np.logical_and.reduce(squares * _CANCELLED >= found, None):
+            return None
+        # Squares about the local mean, so a large mean hides no small variance.
+        shift = as_type(mean, x.dtype).numpy()
+        of_rows = torch.from_numpy(groups.spread(shift))
+        y = torch.sub(x, of_rows, out=result_like(x))
+        # The sum of the shifted elements corrects the rounding of the mean. The squares of constant elements
+        # must not be negative by rounding.
+        total, found = groups.sums(rows.sums(y, y))
+        left = total / self._length
+        np.add(shift, left, out=mean)
+        total *= left
+        np.subtract(found, total, out=squares)
+        np.maximum(squares, 0, out=squares)
+        return Shifted(y, shift, of_rows)
 
     def _merge(self, pair: Array, mark: Callable[[str], object]) -> tuple[Array, Array]:
         # Mean of all ranks' elements and squares about it, from each rank's mean and the squares about that.
@@ -385,17 +292,11 @@ class Statistics:
         delta += squares
         return middle, np.add.reduce(delta)
 
-    def pair(self) -> tuple[Array, Array]:
-        """Memory for two values per group to sum, zero for groups without elements on this rank."""
-        if self._alone:
-            return np.zeros(self.groups.shape), np.zeros(self.groups.shape)
-        pair = self._halves(self._adjoint.active)
-        if not self._complete:
-            for values in pair:
-                values[...] = 0
-        return pair
+    def pair(self) -> Array:
+        """Memory for two values per group to sum, (2, *groups)."""
+        return np.empty_like(self._pair) if self._alone else self._view(self._adjoint.active)
 
-    def sum(self, pair: tuple[Array, Array]) -> Callable[[], tuple[Array, Array]]:
+    def sum(self, pair: Array) -> Callable[[], Array]:
         """Start to sum two values per group, in memory of ``pair()``, over the ranks.
 
         The returned function waits for the sums and returns them; they are valid until the second next start.
@@ -404,15 +305,14 @@ class Statistics:
             return lambda: pair
         sums = self._adjoint
         sums.start()
-        return lambda: self._halves(sums.wait())
+        return lambda: self._view(sums.wait())
 
-    def _halves(self, buffer: Array) -> tuple[Array, Array]:
-        for known, pair in self._views:
+    def _view(self, buffer: Array) -> Array:
+        for known, view in self._views:
             if known is buffer:
-                return pair
-        first, second = buffer.reshape(self._pair.shape)
-        self._views.append((buffer, (first, second)))
-        return first, second
+                return view
+        self._views.append((buffer, buffer.reshape(self._pair.shape)))
+        return self._views[-1][1]
 
 
 def _start(sums: Allreduce, values: Array) -> Callable[[], Array]:

@@ -2,6 +2,7 @@
 
 from math import prod
 
+import numpy as np
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -65,24 +66,39 @@ def test_counts_of_the_sharing_ranks_add_up_to_whole_groups(case):
 
 @settings(max_examples=40)
 @given(groups_of_channels())
-def test_runs_are_all_local_channels_in_order_each_in_its_group(case):
+def test_values_of_rows_are_summed_by_group_and_spread_back(case):
     axes, P_x, source = case
     width = source.shape[1] // axes.groups
     for rank in P_x.ranks:
         shared, box = StatisticGroups(axes, source, rank), source.box(rank)
         first = min(source.box(r).start[1] for r in shared.ranks) // width
-        x = torch.arange(box.start[1], box.bounds[1][1]).view(1, -1, 1).expand(box.shape)
-        seen = []
-        for run in shared.runs:
-            view = run.of(x)
-            seen += view.flatten(1, 2).unique().tolist() if view.numel() else range(*box.bounds[1])
-            places = torch.arange(shared.shape[1]).view(1, -1, 1, 1)
-            groups = run.of_groups(places) + first
-            if view.numel():
-                assert torch.equal((view // width), groups.expand(view.shape))
-        assert len(shared.runs) <= 3
-        if not box.empty:
-            assert seen == list(range(*box.bounds[1]))
+        of_channels = [channel // width - first for channel in range(*box.bounds[1])]
+        assert shared.rows == (*box.shape[:2], 1)
+        rows = np.random.default_rng(0).integers(0, 9, (2, *shared.rows)).astype(float)
+        expected = np.zeros((2, *shared.shape))
+        for channel, group in enumerate(of_channels):
+            expected[:, :, group] += rows[:, :, channel]
+        assert (shared.sums(rows) == expected).all()
+        out = np.full((2, *shared.shape), np.nan)
+        assert shared.sums(rows, out) is out
+        assert (out == expected).all()
+        numbers = np.arange(prod(shared.shape), dtype=float).reshape(shared.shape)
+        spread = shared.spread(numbers)
+        assert spread.shape == shared.rows
+        assert all((spread[:, at] == numbers[:, group]).all() for at, group in enumerate(of_channels))
+
+
+def test_rows_of_a_group_have_a_weight_each_unless_each_element_has():
+    source = Decomposition.balanced(Partition((0,), (1, 1, 1), 0), (2, 6, 5))
+    for axes, rows in (
+        (NormAxes((0, 2), (1,)), (1, 6, 1)),
+        (NormAxes((2,), (1,)), (2, 6, 1)),
+        (NormAxes((1, 2), (1,), 3), (2, 6, 1)),
+        (NormAxes((1, 2), (1, 2)), (2, 1, 1)),
+    ):
+        found = StatisticGroups(axes, source, 0)
+        assert found.rows == rows
+        assert axes.elementwise == (axes.weighted == axes.reduced)
 
 
 def test_without_groups_the_slab_along_the_reduced_dimensions_shares():
