@@ -155,6 +155,23 @@ class ReadersSplit(Mapped):
 
 
 @dataclass(frozen=True)
+class AddersSplit(Mapped):
+    """Inputs of a transposed convolution that add to each part of the outputs; ``more`` come before them.
+
+    The window is that of the adjoint, a convolution of the outputs. The inputs may reach beyond the domain.
+    """
+
+    window: Window
+    extent: int
+    more: int = 0
+
+    def image(self, start: int, stop: int) -> tuple[int, int]:
+        """Inputs whose windows meet an interval of outputs."""
+        first, last = self.window.readers(start, stop)
+        return first - self.more, last
+
+
+@dataclass(frozen=True)
 class Stencil:
     """One sliding window per spatial dimension."""
 

@@ -1,4 +1,4 @@
-"""Transposed convolution of split tensors: ranks convolve own data, then overlapping outputs are summed."""
+"""Transposed convolution of split tensors: of own data and the halo, or with sums of overlapping outputs."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
 from distdl_rma.errors import ShapeError
-from distdl_rma.geometry.box import LEADING
+from distdl_rma.geometry.box import LEADING, Box
 from distdl_rma.geometry.decomposition import Decomposition
-from distdl_rma.geometry.halo import Stencil
+from distdl_rma.geometry.halo import AddersSplit, Stencil, Window
 from distdl_rma.geometry.intervals import Balanced, Split
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.ops.conv.convolution import GridConvolution
-from distdl_rma.ops.conv.worker_grid import ConvolutionOptions, channels_out
+from distdl_rma.ops.conv.worker_grid import IN, OUT, ConvolutionOptions, channels_out
 from distdl_rma.ops.core.autograd import tied
 from distdl_rma.ops.core.movement import CallSite
 from distdl_rma.ops.core.staged import movement_or_none
@@ -24,9 +24,11 @@ from distdl_rma.ops.core.staged import movement_or_none
 class TransposedConvolution(GridConvolution):
     """Transposed convolution: input in any decomposition, output in balanced blocks on ``target``.
 
-    With ``on_workers`` the workers own the input and convolve their own data. The output's batch then keeps
-    the input's cut if the target is the input's partition. Owners of the output add the bias. ``ShapeError``
-    if the output would have no elements in space.
+    With ``on_workers`` the workers own the input, and the output's batch keeps the input's cut if the target
+    is the input's partition. If every worker then has the whole weight, of at least 32 bits, it gathers all
+    inputs that add to its outputs. Otherwise the workers convolve their own data, and overlapping outputs are
+    summed and sent to their owners, which add the bias. ``ShapeError`` if the output would have no elements
+    in space.
     """
 
     def __init__(
@@ -53,16 +55,38 @@ class TransposedConvolution(GridConvolution):
         output = Decomposition.balanced(target, (source.shape[0], channels, *extents))
         if on_workers and target == source.partition:
             output = output.with_splits({0: batch})
-        computed = workers.by_columns(batch, stencil.with_halo(space, extents), rows)
+        in_place = on_workers and target == source.partition and grid[OUT] == grid[IN] == 1
+        # oneDNN takes twice as long for the gradient of a weight of 16 bits if the padding is wide.
+        in_place = in_place and dtype.itemsize > 2
+        computed = output if in_place else workers.by_columns(batch, stencil.with_halo(space, extents), rows)
         super().__init__(site, options, source, dtype, (computed, output), rows)
-        if not on_workers:
+        self._zeros: list[int] = []
+        if in_place:
+            reads = source.with_splits(_adders(stencil, source, output))
+            self.gather = movement_or_none(site, source, reads, dtype, "input")
+            self._crop(stencil, *(d.box(site.machine.rank) for d in (reads, output)))
+        elif not on_workers:
             self.gather = movement_or_none(site, source, workers.by_rows(batch, space), dtype, "input")
         self._channels = output.box(site.machine.rank).bounds[1]
         # Where nothing is summed, torch's kernel adds the bias.
         self._with_bias = self.scatter is None and self._channels == (0, channels)
 
+    def _crop(self, stencil: Stencil, reads: Box, outputs: Box) -> None:
+        # torch crops alike at both ends, but for less than a stride: zeros beside the inputs make it so.
+        found = [
+            crop(*each)
+            for each in zip(stencil.windows, reads.bounds[LEADING:], outputs.bounds[LEADING:], strict=True)
+        ]
+        self._zeros = [n for before, behind, *_ in reversed(found) for n in (before, behind)]
+        padding, extra = ((*each,) for each in tuple(zip(*found, strict=True))[2:])
+        self._runs = [
+            (channels, rows, steps._replace(padding=padding, output_padding=extra))
+            for channels, rows, steps in self._runs
+        ]
+
     def convolve_block(self, x: Tensor, block: Tensor, bias: Tensor | None) -> Tensor:
-        """Partial outputs of the data of this rank."""
+        """Outputs of the gathered inputs, or partial outputs of the data of this rank."""
+        x = F.pad(x, self._zeros) if any(self._zeros) else x
         y = self.in_runs(x, block, bias if self._with_bias else None)
         width, (low, high) = self._workers.weight[1], self._block.bounds[1]
         if self._workers.groups > 1 and high - low < width:
@@ -78,6 +102,32 @@ class TransposedConvolution(GridConvolution):
             return y
         block = bias if bias.shape[0] == stop - start else bias[start:stop]
         return y + block.view(-1, *(1,) * (y.dim() - LEADING))
+
+
+def _adders(stencil: Stencil, source: Decomposition, output: Decomposition) -> dict[int, Split]:
+    # Along dimensions that are not cut, torch pads the whole input.
+    found: dict[int, Split] = {}
+    for d, window in enumerate(stencil.windows, LEADING):
+        split, n = output.splits[d], source.shape[d]
+        if split.parts > 1:
+            found[d] = inputs = AddersSplit(split, window, n)
+            parts = [part for part in range(split.parts) if split.interval(part)[0] < split.interval(part)[1]]
+            missing = (crop(window, inputs.interval(p), split.interval(p))[0] for p in parts)
+            found[d] = AddersSplit(split, window, n, max(missing, default=0))
+    return found
+
+
+def crop(window: Window, inputs: tuple[int, int], outputs: tuple[int, int]) -> tuple[int, int, int, int]:
+    """Zeros before and behind inputs, and padding and output padding, with which torch gives the outputs.
+
+    The inputs contain all that add to the outputs.
+    """
+    (first, last), (start, stop), step = inputs, outputs, window.stride
+    low = start + window.left - first * step
+    high = (last - 1) * step - window.left + window.span - stop
+    before = max(0, -(low // step), -((low - high) // step))
+    low += before * step
+    return before, (low - high) // step, low, (low - high) % step
 
 
 def least_outputs(stencil: Stencil, inputs: Sequence[int]) -> tuple[int, ...]:

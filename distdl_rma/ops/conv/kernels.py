@@ -38,6 +38,7 @@ class ConvolutionArguments(NamedTuple):
     dilation: tuple[int, ...]
     groups: int
     transposed: bool = False
+    output_padding: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, stencil: Stencil, groups: int, transposed: bool = False) -> ConvolutionArguments:
@@ -72,16 +73,18 @@ class ConvolutionArguments(NamedTuple):
 
     def outputs(self, extents: Sequence[int], kernel: Sequence[int]) -> tuple[int, ...]:
         """Extents of the output of a transposed convolution."""
-        return tuple(
-            (n - 1) * s - 2 * p + d * (k - 1) + 1
-            for n, k, s, p, d in zip(extents, kernel, self.stride, self.padding, self.dilation, strict=True)
-        )
+        each = zip(extents, kernel, self.stride, self.padding, self.dilation, self.behind, strict=True)
+        return tuple((n - 1) * s - 2 * p + d * (k - 1) + 1 + more for n, k, s, p, d, more in each)
+
+    @property
+    def behind(self) -> tuple[int, ...]:
+        """Torch's output padding, of each dimension."""
+        return self.output_padding or (0,) * len(self.stride)
 
     @property
     def arguments(self) -> tuple[Any, ...]:
         """Arguments in torch's order, after the tensors."""
-        stride, padding, dilation, groups, transposed = self
-        return stride, padding, dilation, transposed, (0,) * len(stride), groups
+        return self.stride, self.padding, self.dilation, self.transposed, self.behind, self.groups
 
 
 class KernelChoice(NamedTuple):
@@ -90,6 +93,7 @@ class KernelChoice(NamedTuple):
     safe: bool = False  # whether oneDNN's kernels are correct
     chosen: bool = False  # whether oneDNN is called where torch would use its own kernels
     mirrored: ConvolutionArguments | None = None  # of the convolution that gives the gradient of the input
+    plain: ConvolutionArguments | None = None  # of the convolution that a transposed one is the adjoint of
     front: int = 0  # zeros to add at both ends of a volume's depth for the gradient of the weight
 
     @classmethod
@@ -102,6 +106,9 @@ class KernelChoice(NamedTuple):
         if dtype in _UNSAFE_DTYPES and not empty and not steps.fills(block, kernel, dtype.itemsize < 4):
             return cls()
         least = _WORTH_ONEDNN.get(len(extents))
+        if steps.transposed and len(extents) == 3 and dtype == torch.float32 and not empty:
+            plain = steps._replace(transposed=False, output_padding=())
+            return cls(safe=True, plain=plain if plain.windows(block, kernel) == (*extents,) else None)
         if least is None or dtype != torch.float32 or steps.groups > 1 or steps.transposed or empty:
             return cls(safe=True)
         outputs = steps.windows(extents, kernel)
@@ -114,7 +121,7 @@ class KernelChoice(NamedTuple):
             mirrored = None
         # oneDNN's kernels for few channels do not pad the depth.
         narrow = len(extents) == 3 and x[1] < _CHANNELS_OF_BLOCK
-        return cls(True, chosen, mirrored, steps.padding[0] if narrow else 0)
+        return cls(True, chosen, mirrored, front=steps.padding[0] if narrow else 0)
 
 
 _AS_TORCH = KernelChoice(safe=True)
@@ -126,7 +133,8 @@ def uses_faster_kernel(x: Tensor, weight: Tensor, bias: Tensor | None, steps: Co
     """Whether a convolution, or its adjoint, uses a faster kernel than torch; False if torch raises."""
     if _choice(steps, x.shape, weight.shape, x.dtype)[1:] == _AS_TORCH[1:] or not _onednn_enabled():
         return False
-    fits = bias is None or (bias.dtype == x.dtype and bias.shape == weight.shape[:1])
+    channels = weight.shape[1] * steps.groups if steps.transposed else weight.shape[0]
+    fits = bias is None or (bias.dtype == x.dtype and bias.shape == (channels,))
     return fits and weight.dtype == x.dtype
 
 
@@ -151,7 +159,7 @@ def convolution(x: Tensor, weight: Tensor, bias: Tensor | None, steps: Convoluti
         with _without_onednn():
             return torch.convolution(x.to(wide), weight.to(wide), offset, *steps.arguments).to(x.dtype)
     if choice.chosen:
-        stride, padding, dilation, groups, _ = steps
+        stride, padding, dilation, groups, *_ = steps
         return torch.mkldnn_convolution(x, weight, bias, padding, stride, dilation, groups)
     return torch.convolution(x, weight, bias, *steps.arguments)
 
@@ -165,10 +173,16 @@ def convolution_adjoint(
         return _adjoint(gradient, x, weight, steps, needs)
     if choice == _AS_TORCH or not _onednn_enabled():
         return _adjoint_by_torch(gradient, x, weight, steps, needs)
+    if choice.plain is not None:
+        # torch's adjoint of a transposed convolution of volumes takes up to twice as long as these two.
+        inner = convolution(gradient, weight, None, choice.plain) if needs[0] else None
+        of_weight = False, needs[1], False
+        _, taps, _ = convolution_adjoint(x, gradient, weight, choice.plain, of_weight)
+        return inner, taps, gradient.sum((0, 2, 3, 4)) if needs[2] else None
     inner, others = None, needs
     if needs[0] and choice.mirrored is not None:
         turned = weight.transpose(0, 1).flip(tuple(range(2, weight.dim())))
-        stride, padding, dilation, groups, _ = choice.mirrored
+        stride, padding, dilation, groups, *_ = choice.mirrored
         inner = torch.mkldnn_convolution(gradient, turned, None, padding, stride, dilation, groups)
         others = False, *needs[1:]
     if True not in others:
@@ -187,10 +201,9 @@ def convolution_adjoint(
 def _adjoint_by_torch(
     gradient: Tensor, x: Tensor, weight: Tensor, steps: ConvolutionArguments, needs: Needs
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    stride, padding, dilation, groups, transposed = steps
-    behind = stride, padding, dilation, transposed, (0,) * len(stride), groups, needs
     channels = (gradient.shape[1],) if needs[2] else None
-    inner, taps, offsets = torch.ops.aten.convolution_backward(gradient, x, weight, channels, *behind)
+    behind = channels, *steps.arguments, needs
+    inner, taps, offsets = torch.ops.aten.convolution_backward(gradient, x, weight, *behind)
     return inner, taps, offsets
 
 

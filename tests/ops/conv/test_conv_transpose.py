@@ -2,11 +2,20 @@
 
 import pytest
 import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
 from torch.nn import functional as F  # noqa: N812
 
 from distdl_rma import Machine, ShapeError
 from distdl_rma.geometry import Decomposition, Stencil
-from distdl_rma.ops.conv.conv_transpose import TransposedConvolution, least_outputs, output_padding_for
+from distdl_rma.geometry.halo import AddersSplit, Window
+from distdl_rma.geometry.intervals import Listed
+from distdl_rma.ops.conv.conv_transpose import (
+    TransposedConvolution,
+    crop,
+    least_outputs,
+    output_padding_for,
+)
 from distdl_rma.ops.conv.worker_grid import IN, ConvolutionOptions, WorkerGrid
 from distdl_rma.ops.core.autograd import GradientNeeds
 from distdl_rma.ops.core.movement import CallSite
@@ -50,6 +59,26 @@ def test_outputs_and_gradients_are_those_of_torch(P_world, comm, form):
     agree(out, y.detach()[operation.output.slices()], "output")
     out.backward(d_y[operation.output.slices()])
     agree(local.grad, x.grad[source.slices()], "input gradient")
+
+
+@given(st.randoms(use_true_random=False))
+@settings(max_examples=200, deadline=None)
+def test_a_block_of_outputs_is_what_torch_makes_of_the_inputs_that_add_to_it(random):
+    kernel, stride, dilation, n = (random.randint(1, most) for most in (5, 4, 3, 12))
+    span = dilation * (kernel - 1) + 1
+    padding, extra = random.randint(0, span), random.randrange(max(stride, dilation))
+    extent = (n - 1) * stride - 2 * padding + span + extra
+    assume(extent > 0)
+    x, weight = (torch.randn(1, 1, width, dtype=torch.float64) for width in (n, kernel))
+    y = F.conv_transpose1d(x, weight, None, stride, padding, extra, 1, dilation)
+    start = random.randrange(extent)
+    outputs, window = (start, random.randint(start + 1, extent)), Window(kernel, stride, dilation, padding)
+    inputs = AddersSplit(Listed((start, outputs[1] - start)), window, n, random.randrange(3)).interval(1)
+    held = [x[..., i : i + 1] if 0 <= i < n else torch.zeros(1, 1, 1) for i in range(*inputs)]
+    before, behind, crops, more = crop(window, inputs, outputs)
+    block = F.pad(torch.cat([torch.empty(1, 1, 0, dtype=torch.float64), *held], 2), (before, behind))
+    found = F.conv_transpose1d(block, weight, None, stride, crops, more, 1, dilation)
+    torch.testing.assert_close(found, y[..., slice(*outputs)])
 
 
 @pytest.mark.parametrize("inputs", [(1, 1), (5, 4), (2, 9)])

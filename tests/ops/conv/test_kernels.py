@@ -54,17 +54,19 @@ def random_narrow(rng):
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("transposed", [False, True])
 def test_narrow_blocks_are_convolved_as_in_float64(dtype, transposed):
-    rng, narrow = random.Random(3), 0
+    rng, narrow, plain = random.Random(3), 0, 0
     for seed in range(60):
         steps, kernel, extents, (inner, outer) = random_narrow(rng)
-        steps = steps._replace(transposed=transposed)
+        if transposed:
+            most = map(max, steps.stride, steps.dilation)
+            steps = steps._replace(transposed=True, output_padding=tuple(map(rng.randrange, most)))
         sizes = (inner, outer // steps.groups) if transposed else (outer, inner // steps.groups)
         torch.manual_seed(seed)
         x, weight = torch.randn(2, inner, *extents).to(dtype), torch.randn(*sizes, *kernel).to(dtype)
-        zeros = (0,) * len(extents)
-        arguments = steps.stride, steps.padding, steps.dilation, transposed, zeros, steps.groups
-        if transposed and min(transposed_extents(extents, kernel, steps)) < 1:
+        arguments = steps.arguments
+        if transposed and min(steps.outputs(extents, kernel)) < 1:
             continue
+        plain += KernelChoice.of(steps, x.shape, weight.shape, dtype).plain is not None
         exact = torch.convolution(x.double(), weight.double(), None, *arguments)
         gradient = torch.randn(exact.shape).to(dtype)
         block = exact.shape[2:] if transposed else extents
@@ -85,6 +87,7 @@ def test_narrow_blocks_are_convolved_as_in_float64(dtype, transposed):
         for found, wanted in zip((x.grad, weight.grad, bias.grad), expected, strict=True):
             near(found, wanted, dtype, what)
     assert narrow > 10
+    assert (plain > 0) == (transposed and dtype == torch.float32)
 
 
 @pytest.mark.parametrize("dims", [1, 2, 3])
@@ -104,14 +107,6 @@ def test_taps_that_meet_padding_only_have_no_gradient(dims, kernel, stride, padd
         for tap in range(kernel):
             assert bool(taps[..., tap].isfinite().all())
             assert bool(taps[..., tap].any()) == (tap in read)
-
-
-def transposed_extents(extents, kernel, steps):
-    """Extents of the output of a transposed convolution."""
-    return [
-        (n - 1) * s - 2 * p + d * (k - 1) + 1
-        for n, k, s, p, d in zip(extents, kernel, steps.stride, steps.padding, steps.dilation, strict=True)
-    ]
 
 
 def test_images_are_left_to_the_fast_kernels():
