@@ -184,8 +184,8 @@ def averaged(call: Call, site: Site, x: SplitTensor, size: tuple[int | None, ...
 
     site.kept(("checked", size, layout, local.dtype), check)
     first = len(layout.shape) - dims
-    single = tuple(d for d, n in enumerate(size, first) if n == 1 and layout.splits[d].parts > 1)
-    if single:
+    single = tuple(d for d, n in enumerate(size, first) if n == 1)
+    if any(layout.splits[d].parts > 1 for d in single):
         number = math.prod(layout.shape[d] for d in single)
         sums = local.sum(single, keepdim=True, dtype=sum_dtype(local.dtype))
         cut = tuple(g for g, axis in enumerate(layout.axes) if axis in single)

@@ -215,7 +215,7 @@ def test_grid_sample(P_world):
     check(P_world, lambda x, g: F.grid_sample(x, g, align_corners=True), both)
 
 
-@pytest.mark.mpi
+@pytest.mark.mpi(min_size=2)
 def test_max_unpool_by_indices_in_any_order_of_memory(P_world):
     y, index = F.max_pool2d(numbers((1, 1, 8, 6)), 2, return_indices=True)
     across = index.mT.contiguous().mT
