@@ -76,7 +76,7 @@ class GradientSync(Uncopyable):
 
     Notes
     -----
-    Interface document, sections 3.1 and 3.2; requirements A9, A10, A15; ``docs/concepts.md``.
+    Interface document, sections 3.1 and 3.2; requirements A9, A10, A15; ``docs/gradients.md``.
     """
 
     def __init__(
