@@ -105,6 +105,8 @@ def read(node: ast.AST) -> Iterator[ast.AST]:
             return
         case ast.Assign(targets=[ast.Name("__all__")]) | ast.keyword("strict"):
             return
+        case ast.FunctionDef(decorator_list=[ast.Name("overload"), *_]):
+            return
         case ast.Call(func=ast.Name(name) | ast.Attribute(attr=name)) if name in TEXTS:
             return
     yield node
