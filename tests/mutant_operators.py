@@ -67,7 +67,7 @@ def sample(each: int) -> list[Mutant]:
 
 @cache
 def commands_for(file: str) -> tuple[tuple[str, ...], ...]:
-    """Tests of a file, then those of its room: without MPI, then on 2 ranks, or on 3 if a test needs them."""
+    """Tests of a file, then those of its room: without MPI, on 2 ranks, on 3 where a test needs them."""
     module = ".".join(Path(file).with_suffix("").parts[1:]).removesuffix(".__init__")
     if module == "__init__":
         return (("plain", "tests/test_import.py"),)
@@ -75,9 +75,9 @@ def commands_for(file: str) -> tuple[tuple[str, ...], ...]:
     found = []
     for tests in room.suite_of(module), room.suite_for(folder):
         mpi = [test for test in tests if "mark.mpi" in test.read_text()]
-        ranks = "3" if any(re.search(r"sizes\(3|min_size=3", test.read_text()) for test in mpi) else "2"
+        three = [test for test in mpi if re.search(r"sizes\(3|min_size=3", test.read_text())]
         # Of random cases a third, the same every day.
-        for run, chosen in (("plain",), tests), ((ranks, "--day", "0"), mpi):
+        for run, chosen in (("plain",), tests), (("2", "--day", "0"), mpi), (("3", "--day", "0"), three):
             found += [(*run, *(str(test.relative_to(room.ROOT)) for test in chosen))] if chosen else []
     return tuple(found)
 
