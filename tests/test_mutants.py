@@ -96,3 +96,4 @@ def test_tests_that_fail_are_told_from_those_that_pass(tmp_path: Path):
     assert judge(tmp_path, command, 60).failed
     (tmp_path / "test_it.py").write_text("import os\ndef test_it(): assert os.getcwd() != 'elsewhere'\n")
     assert not judge(tmp_path, command, 60).failed
+    assert not judge(tmp_path, (*command, "-k", "none"), 60).failed
