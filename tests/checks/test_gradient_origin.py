@@ -48,6 +48,12 @@ def test_it_is_known_where_a_backward_began(shown):
         assert name in code.co_varnames
 
 
+def test_a_backward_from_a_split_tensor_lasts_as_long_as_its_context():
+    with gradient_origin.from_split_tensor(), gradient_origin.from_split_tensor():
+        assert gradient_origin.RUNNING.depth == 2
+    assert gradient_origin.RUNNING.depth == 0
+
+
 def test_where_no_block_was_shown_nobody_asks():
     if not gradient_origin._Backward.shown:
         assert begun(by_engine) == [False]

@@ -65,7 +65,7 @@ def test_size_is_the_product_of_the_grid(partition):
 @given(any_partition)
 def test_equality_and_hash_ignore_who_looks(partition):
     views = {seen_by(partition, me) for me in range(RANKS)} | {
-        Partition(partition.ranks, partition.shape, 0, Home())
+        Partition(partition.ranks, partition.shape, 0, Home(), Home())
     }
     assert views == {partition}
 

@@ -178,6 +178,22 @@ def test_an_interruption_is_raised_where_it_came_and_ends_the_group(machine, com
     group.shutdown()
 
 
+def test_a_message_that_an_error_elsewhere_ends_leaves_collectives_alone(machine):
+    queue, ready, error = OperationQueue(machine.segments, "apart"), [], MismatchError("elsewhere")
+
+    def script():
+        while not ready:
+            yield
+
+    calls = [PendingCall(script, lambda: WaitReason((), "for a test"), None) for _ in range(2)]
+    message, collective = queue.add(calls[0]), queue.append(calls[1])
+    queue.fail(message, error)
+    assert message.error is error and not collective.done
+    ready.append("now")
+    queue.wait(collective, 10)
+    assert queue.advance_apart() and queue.idle
+
+
 @pytest.mark.sizes(1, 2, 3)
 def test_memory_of_a_group_that_a_difference_ended_is_freed_when_all_have_destroyed_it(machine, comm):
     group = RmaProcessGroup(machine.segments, machine.ranks, "in vain", None)

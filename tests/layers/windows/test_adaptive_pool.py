@@ -23,6 +23,11 @@ def test_global_average_moves_one_vector_per_rank(P_world, comm):
     assert sum(piece.box.volume for piece in exchange.sends) == (2 * 3 if comm.rank else 0)
 
 
+def test_a_size_may_be_zero(P_world):
+    layer = layers.DistributedAdaptiveAvgPool2d(rows(P_world), (None, 0))
+    assert layer(shard(layer.P_x, image())).shape[3] == 0
+
+
 def test_impossible_sizes_are_refused(P_world):
     with pytest.raises(ArgumentError, match="output_size is an integer or None, or 2 of them"):
         layers.DistributedAdaptiveMaxPool2d(rows(P_world), (1, 2, 3))

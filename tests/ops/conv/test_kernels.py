@@ -109,6 +109,15 @@ def test_taps_that_meet_padding_only_have_no_gradient(dims, kernel, stride, padd
             assert bool(taps[..., tap].any()) == (tap in read)
 
 
+def test_extents_of_a_transposed_convolution_are_torchs():
+    steps, kernel = ConvolutionArguments((2, 1), (1, 2), (1, 2), 1, transposed=True), (3, 4)
+    y = torch.conv_transpose2d(
+        torch.zeros(1, 1, 7, 6), torch.zeros(1, 1, *kernel), None, *steps[:2], 0, 1, (1, 2)
+    )
+    assert steps.outputs((7, 6), kernel) == y.shape[2:]
+    assert steps.windows(y.shape[2:], kernel) == (7, 6)
+
+
 def test_images_are_left_to_the_fast_kernels():
     for kernel, stride, padding, dilation, n in (
         (3, 1, 1, 1, 4),
