@@ -35,9 +35,9 @@ def _on(ranks: int, *files: str) -> tuple[str, ...]:
 _INTERVALS, _HALO = _plain("geometry/test_intervals.py"), _plain("geometry/test_halo.py")
 _EXCHANGE, _REACH = _plain("geometry/test_exchange.py"), _plain("geometry/test_movements.py")
 _CHANNEL, _GIVEN_UP = _on(3, "segments/test_channel.py"), _on(3, "segments/test_channel_given_up.py")
-_CONV = _on(3, "layers/conv/test_conv.py")
+_CONV = _on(3, "layers/conv/test_conv_general.py")
 _COLLECTIVE = _on(3, "segments/collectives/test_collective.py")
-_NORM, _STATISTICS = _on(3, "layers/norm/test_norm.py"), _on(3, "ops/norm/test_statistics.py")
+_NORM, _STATISTICS = _on(3, "layers/norm/test_base.py"), _on(3, "ops/norm/test_statistics.py")
 _SYNC = _on(3, "sync/test_gradients.py", "sync/test_accumulation.py")
 _NOTIFY = _on(2, "segments/memory/test_notifications.py")
 
@@ -300,7 +300,7 @@ _CALLBACKS = [
 
 _COPIES, _JOINED = (
     _on(2, "model/test_replicas.py"),
-    _on(3, "ops/conv/test_joined_tile.py", "layers/conv/test_conv.py"),
+    _on(3, "ops/conv/test_joined_tile.py", "layers/conv/test_conv_general.py"),
 )
 _NUMBERS, _LED = _on(2, "model/test_numbers.py"), _on(4, "process_group/test_hierarchical.py")
 

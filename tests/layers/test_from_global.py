@@ -39,34 +39,6 @@ def test_random_layers_from_global_parameters_equal_the_sequential_ones(P_world,
     check_each(check, P_world, comm, seeds)
 
 
-def pairs(n):
-    """Pairs of distributions of images over n ranks."""
-    yield Distribution(1, 1, n, 1), Distribution(1, 1, 1, n)
-    yield Distribution(1, 1, 1, n), Distribution(n, 1, 1, 1)
-    yield Distribution(1, n, 1, 1), Distribution(1, 1, n, 1)
-    yield Distribution(n, 1, 1, 1), Distribution(1, n, 1, 1)
-    yield Distribution(1, n, 1, 1), None
-    yield Distribution(1, 1, n, 1), None
-    yield Distribution(1, 1, 1, 1), Distribution(1, 1, n, 1)
-    # Holes: every second rank, if there are as many, and the last one.
-    half = (n + 1) // 2
-    yield Distribution(half, 1, 1, 1, strides=(half, 1, max(1, n // half))), Distribution(1, 1, n, 1)
-    yield Distribution(1, 1, 1, 1, strides=(1, 1, n)), None
-
-
-def test_input_and_output_are_distributed_independently(permuted, comm):
-    for inputs, output in pairs(comm.size):
-        torch.manual_seed(3)
-        layer = Conv(permuted, (4, 4, 6, 9, 7), inputs, output, kernel_size=3, padding=1, dtype=torch.float64)
-        torch.manual_seed(3)
-        module = nn.Conv2d(4, 6, 3, padding=1, dtype=torch.float64)
-        layer.weight.data.copy_(module.weight)
-        layer.bias.data.copy_(module.bias)
-        P_x, P_y = permuted.distribute(inputs), permuted.distribute(output or inputs)
-        for batch in (4, 1):
-            compare(layer, module, [P_x], P_y, [(batch, 4, 9, 7)], f"{inputs} to {output}")
-
-
 @pytest.mark.parametrize("dims", [1, 2, 3])
 def test_the_number_of_extents_says_which_layer_it_is(permuted, comm, dims):
     space, cut = (6, 5, 4)[:dims], Distribution(1, 1, comm.size, *(1,) * (dims - 1))

@@ -1,10 +1,7 @@
 """What convolutions and transposed ones share: where their weights are, and how they are printed."""
 
 import pytest
-import torch
-from torch import nn
 
-from distdl_rma import ArgumentError
 from distdl_rma.layers import DistributedConv1d, DistributedConvTranspose1d
 
 pytestmark = pytest.mark.mpi
@@ -16,24 +13,12 @@ def line(P_world):
 
 
 @each_layer
-def test_attributes_are_those_of_torch(P_world, kind):
-    layer = kind(line(P_world), 4, 6, 3, 2, padding=1, groups=2)
-    sequential = kind._twin(4, 6, 3, 2, padding=1, groups=2)
-    assert isinstance(layer, type(sequential))
-    for key, value in vars(sequential).items():
-        if not key.startswith("_"):
-            assert getattr(layer, key) == value, key
-
-
-@each_layer
 def test_weights_and_placement_are_one_argument_by_two_names(P_world, comm, kind):
     P_x = line(P_world)
     for named in ({"placement": "root"}, {"weights": "root"}, {"placement": "root", "weights": "root"}):
         layer = kind(P_x, 2, 2, 3, **named)
         assert layer.placement == layer.weights == "root"
         assert layer.weight.numel() == (12 if comm.rank == 0 else 0)
-    with pytest.raises(ArgumentError, match="mean the same; give one"):
-        kind(P_x, 2, 2, 3, placement="root", weights="replicated")
 
 
 @each_layer
@@ -49,15 +34,3 @@ def test_only_what_is_not_usual_of_a_placement_is_printed(P_world, kind):
         "placement='root'",
     ):
         assert part in shown
-
-
-@each_layer
-def test_initialisers_written_for_torch_find_the_layer(P_world, kind):
-    layer = kind(line(P_world), 2, 2, 3)
-
-    def ones(module):
-        if isinstance(module, nn.Conv1d | nn.ConvTranspose1d):
-            nn.init.ones_(module.weight)
-
-    nn.Sequential(layer).apply(ones)
-    assert torch.equal(layer.weight, torch.ones_like(layer.weight))

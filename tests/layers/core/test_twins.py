@@ -10,7 +10,7 @@ from distdl_rma import layers
 from distdl_rma.layers import DistributedBatchNorm2d, DistributedConv2d, DistributedLinear
 from distdl_rma.layers.core.layer import DistributedLayer
 from distdl_rma.layers.core.placement import cut
-from tests.layers.every_layer import EVERY_LAYER, line, local, rows
+from tests.layers.every_layer import EVERY_LAYER, line, rows
 from tests.layers.test_names import TWINS, constructor
 
 # Of torch's classes: how they are copied and loaded, how a convolution is called inside, checks that the
@@ -123,16 +123,6 @@ def test_initialisers_and_weight_decay_written_for_torch_treat_twins_right(P_wor
         f"{path}.weight" for path, part in model.named_modules() if isinstance(part, nn.Conv2d | nn.Linear)
     }
     assert decayed == {"0.weight", "2.weight"}
-
-
-@pytest.mark.mpi
-@pytest.mark.sizes(1, 2)
-def test_torchs_update_of_running_statistics_finds_the_norms(P_world):
-    model = nn.Sequential(DistributedBatchNorm2d(rows(P_world), 4))
-    model[0].momentum = 0.3
-    batches = [local() for _ in range(3)]
-    torch.optim.swa_utils.update_bn(batches, model)
-    assert model[0].num_batches_tracked == 3 and model[0].momentum == 0.3
 
 
 def test_only_twins_are_found():

@@ -3,7 +3,6 @@
 import pytest
 
 from distdl_rma import (
-    ArgumentError,
     layers,
 )
 from tests.layers.sequential import shard
@@ -21,11 +20,3 @@ def test_global_average_moves_one_vector_per_rank(P_world, comm):
     assert operation.gather is None
     exchange = operation.scatter.forward.exchange
     assert sum(piece.box.volume for piece in exchange.sends) == (2 * 3 if comm.rank else 0)
-
-
-def test_impossible_sizes_are_refused(P_world):
-    with pytest.raises(ArgumentError, match="output_size is an integer or None, or 2 of them"):
-        layers.DistributedAdaptiveMaxPool2d(rows(P_world), (1, 2, 3))
-    for size in (-1, (1, None, 2), 1.5, "1"):
-        with pytest.raises(ArgumentError, match="output_size is an integer or None"):
-            layers.DistributedAdaptiveAvgPool2d(rows(P_world), size)

@@ -5,8 +5,6 @@ import torch
 from torch import nn
 
 from distdl_rma import (
-    ArgumentError,
-    PartitionError,
     ShapeError,
     layers,
     zero_volume_tensor,
@@ -54,28 +52,3 @@ def test_a_window_that_reads_only_padding_is_refused(P_world):
     with pytest.raises(ShapeError, match="output 0 of 1 reads nothing but padding of the global input"):
         layer(shard(P_x, torch.ones(1, 1, 1)))
     assert layer(shard(P_x, torch.ones(1, 1, 8))).numel() >= 0
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"kernel_size": 0}, "kernel_size is an integer of at least 1, or 2 of them; got 0"),
-        ({"kernel_size": (1, 2, 3)}, "kernel_size is an integer"),
-        ({"kernel_size": 2, "padding": 2}, "padding 2 is more than half of kernel_size 2"),
-        ({"kernel_size": 2, "stride": 0}, "stride is an integer of at least 1"),
-        ({"kernel_size": 2, "padding": -1}, "padding is an integer of at least 0"),
-    ],
-)
-def test_impossible_arguments_are_refused(P_world, arguments, message):
-    for kind in (layers.DistributedAvgPool2d, layers.DistributedMaxPool2d):
-        with pytest.raises(ArgumentError, match=f"{kind.__name__}: {message}"):
-            kind(rows(P_world), **arguments)
-
-
-def test_other_impossible_arguments_are_refused(P_world):
-    with pytest.raises(ArgumentError, match="divisor_override must not be zero"):
-        layers.DistributedAvgPool2d(rows(P_world), 2, divisor_override=0)
-    with pytest.raises(PartitionError, match="DistributedAvgPool1d: P_x has 4 dimensions"):
-        layers.DistributedAvgPool1d(rows(P_world), 2)
-    with pytest.raises(PartitionError, match="DistributedMaxPool2d: P_y has 1 dimensions"):
-        layers.DistributedMaxPool2d(rows(P_world), 2, P_y=P_world)
