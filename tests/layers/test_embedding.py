@@ -4,9 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from distdl_rma import (
-    layers,
-)
+from distdl_rma import layers
 from tests.fuzz.embedding import check
 from tests.layers.sequential import agree, shard
 from tests.matrix import check_each, over_seeds

@@ -111,7 +111,7 @@ def test_short_types_are_as_exact_as_torchs(P_world, form):
             torch.testing.assert_close(actual, expected, rtol=4 * eps, atol=atol, msg=f"{what} of {dtype}")
 
         twins = Twins(P_world, form, dtype)
-        twins.step(twins.draw(), same)
+        twins.step(twins.draw(), same=same)
 
 
 @pytest.mark.parametrize("form", FLOATING)
@@ -143,9 +143,14 @@ def test_states_are_torchs(P_world, form):
         layer.state_dict().keys() == state.keys()
         and layer.state_dict()._metadata == twin.state_dict()._metadata
     )
+    after = []
     for net in (layer, twin):
+        for tensor in (*net.parameters(), *net.buffers()):
+            tensor.data.fill_(7)
         torch.manual_seed(5)
         net.reset_parameters()
+        after.append(torch.get_rng_state())
+    assert torch.equal(*after), "the generator goes on as after torch's"
     whole = gather_state_dict(layer)
     assert all(torch.equal(whole[key], value) for key, value in twin.state_dict().items())
 

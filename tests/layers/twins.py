@@ -71,7 +71,7 @@ def _lines(n):
     return (1, n, 1)
 
 
-def _features(n):
+def features(n):
     return (1, 1, n)
 
 
@@ -91,14 +91,14 @@ FORMS = {
     "transposed general": _conv(
         channels, columns, lambda n: (*halves(n), 1, 1), kind="ConvTranspose2d", stride=2
     ),
-    "line": Form("Conv1d", (4, 4, 5), {"padding": 2}, (_features,), shape=(3, 4, 9)),
+    "line": Form("Conv1d", (4, 4, 5), {"padding": 2}, (features,), shape=(3, 4, 9)),
     "transposed line": Form(
-        "ConvTranspose1d", (4, 6, 3, 2, 1, 1, 2, True, 2), {}, (_features,), shape=(2, 4, 5)
+        "ConvTranspose1d", (4, 6, 3, 2, 1, 1, 2, True, 2), {}, (features,), shape=(2, 4, 5)
     ),
     # Outputs with the bias only, between ranks too; whole blocks cropped away; outputs that all ranks add to.
-    "transposed apart": Form("ConvTranspose1d", (2, 3, 1, 5, 0, 3), {}, (_features,), shape=(2, 2, 7)),
-    "transposed cropped": Form("ConvTranspose1d", (2, 3, 2, 1, 3), {}, (_features,), shape=(2, 2, 8)),
-    "transposed wide": Form("ConvTranspose1d", (2, 3, 9), {}, (_features,), shape=(2, 2, 4)),
+    "transposed apart": Form("ConvTranspose1d", (2, 3, 1, 5, 0, 3), {}, (features,), shape=(2, 2, 7)),
+    "transposed cropped": Form("ConvTranspose1d", (2, 3, 2, 1, 3), {}, (features,), shape=(2, 2, 8)),
+    "transposed wide": Form("ConvTranspose1d", (2, 3, 9), {}, (features,), shape=(2, 2, 4)),
     "AvgPool2d": Form("AvgPool2d", (3, 2, 1)),
     "MaxPool2d": Form("MaxPool2d", (3, 2, 1)),
     "AdaptiveAvgPool2d": Form("AdaptiveAvgPool2d", ((3, 2),)),
@@ -114,21 +114,21 @@ FORMS = {
     "trilinear": Form(
         "Upsample", (None, 1.3, "trilinear"), grids=(lambda n: (1, 1, n, 1, 1),), shape=(2, 2, 5, 4, 3)
     ),
-    "linear samples": Form("Upsample", (11, None, "linear"), grids=(_features,), shape=(2, 3, 8)),
+    "linear samples": Form("Upsample", (11, None, "linear"), grids=(features,), shape=(2, 3, 8)),
     "nearest-exact": Form("Upsample", (None, 1.5, "nearest-exact")),
     "nearest": Form("Upsample", (None, 2, "nearest")),
     "batch norm": Form("BatchNorm2d", (4,), {"momentum": 0.3}),
     "batch norm of channels": Form("BatchNorm2d", (4,), {"momentum": None}, (channels,)),
     "instance norm": Form("InstanceNorm2d", (4,), {"affine": True, "track_running_stats": True}),
-    "instance norm of lines": Form("InstanceNorm1d", (4,), {}, (_features,), shape=(3, 4, 9)),
+    "instance norm of lines": Form("InstanceNorm1d", (4,), {}, (features,), shape=(3, 4, 9)),
     "group norm": Form("GroupNorm", (2, 4)),
     "straddling groups": Form("GroupNorm", (1, 4), {}, (channels,)),
     "layer norm": Form("LayerNorm", ((8, 5),), {}, (rows,), fixed=(1, 2, 3)),
     "layer norm of a number": Form("LayerNorm", (5,), {}, (columns,), fixed=(1, 3)),
     "layer norm of batches": Form("LayerNorm", (IMAGE[1:],), {}, (batches,), fixed=(1, 2, 3)),
     "root mean square": Form("RMSNorm", ((8, 5),), {}, (columns,), fixed=(1, 2, 3)),
-    "linear": _linear("Linear", _pair, _features, halves),
-    "linear root": _linear("Linear", _features, _pair, lambda n: halves(n)[::-1], weights="root"),
+    "linear": _linear("Linear", _pair, features, halves),
+    "linear root": _linear("Linear", features, _pair, lambda n: halves(n)[::-1], weights="root"),
     "embedding": Form("Embedding", (7, 3), {"padding_idx": 2}, (lambda n: (1, n),), shape=(4, 9), fixed=()),
     "embedding root": Form(
         "Embedding", (7, 3), {}, (lambda n: (n, 1),), options={"weights": "root"}, shape=(4, 9), fixed=()
@@ -138,7 +138,7 @@ for _way, _named in (("AllGather", "P_x"), ("ReduceScatter", "P_y")):
     for _zero in ("", "Zero"):
         _kind = f"Linear{_way}{_zero}"
         FORMS[_kind] = _linear(_kind, _pair)
-        FORMS[f"{_kind}, cut otherwise"] = _linear(_kind, _lines, named={_named: _features})
+        FORMS[f"{_kind}, cut otherwise"] = _linear(_kind, _lines, named={_named: features})
     FORMS[f"Linear{_way} root"] = _linear(f"Linear{_way}", _vectors, weights="root")
 FORMS |= {
     f"{key}, replicated": Form(
@@ -147,7 +147,8 @@ FORMS |= {
     for key, form in FORMS.items()
     if key in ("batch norm", "instance norm", "group norm")
 }
-WEIGHTED = [key for key, form in FORMS.items() if not form.kind.endswith(("Pool2d", "Pad2d", "Upsample"))]
+WITHOUT_WEIGHTS = ("Pool2d", "Pad2d", "Upsample")
+WEIGHTED = [key for key, form in FORMS.items() if not form.kind.endswith(WITHOUT_WEIGHTS)]
 FLOATING = [key for key in FORMS if not key.startswith("embedding")]
 
 
@@ -155,7 +156,8 @@ class Twins:
     """A layer of a form on some ranks, all of them by default, and torch's with the same weights."""
 
     def __init__(self, P_world, form, dtype=torch.float64, ranks=None, **options):
-        form, kept = FORMS[form], form in WEIGHTED
+        form = FORMS[form] if isinstance(form, str) else form
+        kept = not form.kind.endswith(WITHOUT_WEIGHTS)
         some = P_world.create_partition_inclusive(range(P_world.size) if ranks is None else ranks)
 
         def grid(shape):
@@ -200,18 +202,18 @@ class Twins:
         learns = x.is_floating_point()
         return self.into(x).requires_grad_(learns), x.clone().requires_grad_(learns)
 
-    def step(self, x, same=agree):
-        """Output and gradients of one call of both."""
+    def step(self, x, *more, same=agree):
+        """Output and gradients of one call of both, with more arguments."""
         local, whole = self.leaves(x)
         self.layer.zero_grad()
         self.twin.zero_grad()
-        y, expected = self.layer(local), self.twin(whole)
+        y, expected = self.layer(local, *more), self.twin(whole, *more)
         same(y, self.out(expected), "output")
         if expected.requires_grad:
             gradient = torch.randn(expected.shape, dtype=torch.float64).to(expected.dtype)
             expected.backward(gradient)
             y.backward(self.out(gradient))
-        self.compare((local, whole), same=same)
+            self.compare((local, whole), same=same)
 
     def compare(self, *leaves, same=agree):
         """Gradients and running statistics, as far as this rank has them."""

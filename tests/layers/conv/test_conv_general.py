@@ -7,10 +7,7 @@ import torch
 from torch import nn
 
 from distdl_rma import ShapeError
-from distdl_rma.layers import (
-    DistributedConv1d,
-    DistributedConv2d,
-)
+from distdl_rma.layers import DistributedConv1d, DistributedConv2d
 from tests.fuzz.convolutions import check
 from tests.layers.sequential import agree, shard
 from tests.matrix import check_each, over_seeds

@@ -1,7 +1,5 @@
 """Distributed twins are found by isinstance as torch's layers are, and treated right by what finds them."""
 
-import inspect
-
 import pytest
 import torch
 from torch import nn
@@ -9,7 +7,6 @@ from torch import nn
 from distdl_rma import layers
 from distdl_rma.layers import DistributedBatchNorm2d, DistributedConv2d, DistributedLinear
 from distdl_rma.layers.core.layer import DistributedLayer
-from distdl_rma.layers.core.placement import cut
 from tests.layers.every_layer import EVERY_LAYER, line, rows
 from tests.layers.test_names import TWINS, constructor
 
@@ -64,39 +61,6 @@ def test_twins_have_the_attributes_of_torchs_layers(P_world):
             wanted |= set(vars(base).get("__constants__", ()))
         missing |= {(twin.__name__, key) for key in wanted if not hasattr(layer, key)}
     assert not missing
-
-
-@pytest.mark.mpi
-@pytest.mark.sizes(1, 2, 3)
-def test_reset_parameters_draws_what_torchs_layers_draw(P_world):
-    for layer, twin in twins_of(P_world):
-        assert hasattr(layer, "reset_parameters") == hasattr(twin, "reset_parameters"), layer
-        if not layer.layouts:
-            continue
-        sequential = like(layer, twin)
-        for parameter in (*layer.parameters(), *sequential.parameters()):
-            parameter.data.fill_(7.0)
-        torch.manual_seed(5)
-        layer.reset_parameters()
-        after = torch.get_rng_state()
-        torch.manual_seed(5)
-        sequential.reset_parameters()
-        assert torch.equal(torch.get_rng_state(), after), layer
-        drawn = dict(sequential.named_parameters())
-        for key, kept in layer.named_parameters():
-            assert torch.equal(kept, cut(layer.layouts[key], drawn[key].detach())), (layer, key)
-
-
-def like(layer, twin):
-    """A layer of torch with the arguments of a distributed one."""
-    kinds = inspect.signature(twin).parameters
-    drawn = {"bias": layer.bias is not None} if "bias" in kinds else {}
-    given = {
-        key: getattr(layer, key)
-        for key in kinds
-        if key not in ("device", "dtype", "bias", "_weight", "_freeze") and hasattr(layer, key)
-    }
-    return twin(**given, **drawn)
 
 
 @pytest.mark.mpi

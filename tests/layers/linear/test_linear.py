@@ -4,10 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from distdl_rma import (
-    GradientSync,
-    ShapeError,
-)
+from distdl_rma import GradientSync, ShapeError
 from distdl_rma.layers import (
     DistributedLinearAllGather,
     DistributedLinearAllGatherZero,

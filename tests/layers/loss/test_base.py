@@ -5,18 +5,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
-from distdl_rma import (
-    Machine,
-    MismatchError,
-    ShapeError,
-    UnsupportedError,
-    layers,
-    zero_volume_tensor,
-)
-from distdl_rma.layers import (
-    DistributedMSELoss,
-    DistributedPoissonNLLLoss,
-)
+from distdl_rma import Machine, MismatchError, ShapeError, UnsupportedError, layers, zero_volume_tensor
+from distdl_rma.layers import DistributedMSELoss, DistributedPoissonNLLLoss
 from distdl_rma.layers.loss.base import DistributedLoss, LossSums, Totals, autocast_dtype, result_dtype
 from distdl_rma.ops.core.movement import CallSite
 from tests.fuzz.loss import CLASSES, ELEMENTWISE, check

@@ -18,6 +18,7 @@ from distdl_rma.layers import (
 from distdl_rma.layers.moves import chosen_axes
 from distdl_rma.segments.memory.buffer import SegmentBuffer
 from tests.fuzz.movement import check
+from tests.layers.sequential import shard
 from tests.matrix import check_each, over_seeds
 
 pytestmark = pytest.mark.mpi
@@ -170,6 +171,15 @@ def test_one_wrong_type_is_refused_on_all_ranks_and_then_forgotten(P_world, comm
         with pytest.raises(ShapeError, match="'it': rank 1 is not in P_x but passes a tensor of shape"):
             layer(torch.ones(1) if comm.rank == 1 else input_of(layer))
     assert torch.equal(layer(input_of(layer)), before)
+
+
+@pytest.mark.sizes(1, 2, 3, 4)
+def test_image_too_small_for_its_padding_is_refused_on_all_ranks(P_world, comm):
+    P = P_world.create_cartesian_topology_partition((1, 1, comm.size))
+    layer = HaloExchange(P, 4, "reflect", name="halo")
+    with pytest.raises(ShapeError, match="'halo': padding mode 'reflect' needs padding smaller than"):
+        layer(shard(P, torch.ones(1, 1, 4)))
+    assert layer(shard(P, torch.ones(1, 1, 5))).min() == 1
 
 
 @over_seeds(96, each=12)

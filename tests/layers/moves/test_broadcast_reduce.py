@@ -174,36 +174,6 @@ def test_short_types_are_rounded_once(P_world, comm, pretend):
     assert comm.rank or torch.equal(root.grad, expected)
 
 
-def complex_integers(seed, *shape):
-    parts = torch.randint(-5, 6, (*shape, 2), generator=torch.Generator().manual_seed(seed))
-    return torch.view_as_complex(parts.double())
-
-
-@pytest.mark.parametrize("kind", ["AllSumReduce", "SumReduce", "Broadcast"])
-@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128], ids=str)
-def test_gradients_of_complex_tensors_are_those_of_torch(P_world, comm, kind, dtype):
-    n, root = comm.size, partition(P_world, [0], (1,))
-    layer = {
-        "AllSumReduce": lambda: AllSumReduce(P_world, axes_reduce=0),
-        "SumReduce": lambda: SumReduce(P_world, root),
-        "Broadcast": lambda: Broadcast(root, P_world),
-    }[kind]()
-    inputs, outputs = (1 if kind == "Broadcast" else n), (1 if kind == "SumReduce" else n)
-    whole = complex_integers(1, inputs, 3).to(dtype).requires_grad_()
-    factors, weights = complex_integers(2, inputs, 3).to(dtype), complex_integers(3, outputs, 3).to(dtype)
-    # A loss that is no function of its argument alone, but of its conjugate, too.
-    ((whole * factors).sum(0) * weights).abs().square().sum().backward()
-
-    here = comm.rank < inputs
-    x = whole[comm.rank].detach().clone().requires_grad_() if here else zero_volume_tensor()
-    y = layer(x * factors[comm.rank] if here else x)
-    # Who has no output takes part in the backward.
-    loss = (y * weights[comm.rank]).abs().square().sum() if comm.rank < outputs else y.abs().sum()
-    loss.backward()
-    # Of small integers, but for the derivative of the magnitude.
-    assert not here or torch.allclose(x.grad, whole.grad[comm.rank], rtol=1e-5)
-
-
 @pytest.mark.parametrize(
     "dtype",
     [torch.int8, torch.int16, torch.int32, torch.uint8, torch.uint16, torch.uint32, torch.uint64],

@@ -74,14 +74,6 @@ def test_printed_example(P_world, grids):
     assert torch.equal(y, shard(P_y, x)) if P_y.active else y.shape == (0,)
 
 
-def test_grid_of_one_dimension_counts_as_one_with_ones(P_world, comm):
-    # The note on dimensions: n ranks can become 1 x 1 x n without moving anything.
-    P = P_world.create_cartesian_topology_partition((1, 1, comm.size))
-    x = torch.arange(2 * 3 * 7).reshape(2, 3, 7)
-    root = partition(P_world, [0], (1, 1, 1))
-    assert torch.equal(Repartition(root, P)(shard(root, x)), shard(P, x))
-
-
 def test_it_goes_by_another_name_too():
     assert DistributedTranspose is Repartition
 

@@ -2,18 +2,14 @@
 
 import pytest
 import torch
-from torch import nn
 
-from distdl_rma import (
-    layers,
-)
+from distdl_rma import layers
 from tests.fuzz.pooling import check
 from tests.layers.sequential import shard
 from tests.layers.windows.kinds_of_pooling import image, kinds, layer_of, rows, sequential
 from tests.matrix import check_each, over_seeds
 
 pytestmark = pytest.mark.mpi
-PADS = ("Zero", "Constant", "Reflection", "Replication", "Circular")
 
 
 @kinds
@@ -36,15 +32,6 @@ def test_short_types_are_rounded_once(P_world, kind, dtype):
 @over_seeds(80, each=10)
 def test_random_layers_equal_the_sequential_ones(P_world, comm, seeds):
     check_each(check, P_world, comm, seeds)
-
-
-POOLINGS = ("AvgPool", "MaxPool", "AdaptiveAvgPool", "AdaptiveMaxPool")
-TWINS = [f"{kind}{d}d" for kind in (*POOLINGS, *(f"{mode}Pad" for mode in PADS)) for d in (1, 2, 3)]
-
-
-@pytest.mark.parametrize("kind", [*TWINS, "Upsample", "UpsamplingNearest2d", "UpsamplingBilinear2d"])
-def test_a_layer_is_found_as_torchs(kind):
-    assert issubclass(getattr(layers, f"Distributed{kind}"), getattr(nn, kind))
 
 
 def test_a_subclass_has_the_dimensions_of_its_base(P_world):

@@ -1,14 +1,10 @@
-"""Pooling of split tensors equals pooling of the whole."""
+"""Pooling of split tensors, to a factor or to a given size, equals pooling of the whole."""
 
 import pytest
 import torch
 from torch import nn
 
-from distdl_rma import (
-    ShapeError,
-    layers,
-    zero_volume_tensor,
-)
+from distdl_rma import ShapeError, layers, zero_volume_tensor
 from tests.layers.sequential import agree, shard
 from tests.layers.windows.kinds_of_pooling import POOLS, image, layer_of, rows, sequential
 
@@ -52,3 +48,14 @@ def test_a_window_that_reads_only_padding_is_refused(P_world):
     with pytest.raises(ShapeError, match="output 0 of 1 reads nothing but padding of the global input"):
         layer(shard(P_x, torch.ones(1, 1, 1)))
     assert layer(shard(P_x, torch.ones(1, 1, 8))).numel() >= 0
+
+
+@pytest.mark.mpi(min_size=2)
+def test_global_average_moves_one_vector_per_rank(P_world, comm):
+    P_x = rows(P_world)
+    layer = layers.DistributedAdaptiveAvgPool2d(P_x, 1)
+    layer(shard(P_x, image(shape=(2, 3, 40, 40))))
+    operation = layer.agreement.last
+    assert operation.gather is None
+    exchange = operation.scatter.forward.exchange
+    assert sum(piece.box.volume for piece in exchange.sends) == (2 * 3 if comm.rank else 0)

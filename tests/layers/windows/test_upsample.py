@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from distdl_rma import ShapeError, UnsupportedError, layers
-from tests.layers.sequential import agree, shard
+from distdl_rma import layers
+from tests.layers.sequential import shard
 
 pytestmark = pytest.mark.mpi
 
@@ -33,15 +33,3 @@ def test_nearest_neighbours_have_their_exact_adjoint(P_world, comm):
     g = torch.randint(-9, 9, y.shape).double()
     y.backward(g)
     assert comm.allreduce(float((y.detach() * g).sum())) == comm.allreduce(float((x.detach() * x.grad).sum()))
-
-
-def test_one_wrong_input_raises_on_all_ranks_and_leaves_the_layer_usable(P_world, comm):
-    P_x = last(P_world, 1)
-    layer = layers.DistributedUpsample(P_x, scale_factor=2, mode="linear", name="up")
-    x = torch.randn(1, 2, 8, dtype=torch.float64)
-    wrong = shard(P_x, x)[0] if comm.rank == comm.size - 1 else shard(P_x, x)
-    with pytest.raises(ShapeError, match=f"'up': rank {comm.size - 1} has a tensor of 2 dimensions"):
-        layer(wrong)
-    with pytest.raises(UnsupportedError, match=r"'up': the input is torch\.int64"):
-        layer(shard(P_x, x).long())
-    agree(layer(shard(P_x, x)), shard(P_x, nn.Upsample(scale_factor=2, mode="linear")(x)))
