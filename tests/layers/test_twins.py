@@ -13,7 +13,13 @@ from tests.layers.sequential import agree
 from tests.layers.twins import FLOATING, FORMS, WEIGHTED, Twins
 
 pytestmark = [pytest.mark.mpi, pytest.mark.filterwarnings("ignore:Using padding='same':UserWarning")]
-each_form = pytest.mark.parametrize("form", FORMS)
+# Four ranks make a grid of two by two.
+SQUARE = {
+    form: [pytest.mark.sizes(2, 3, 4)] for form in ("channel", "general", "transposed general", "linear")
+}
+each_form = pytest.mark.parametrize(
+    "form", [pytest.param(form, marks=SQUARE.get(form, [])) for form in FORMS], ids=FORMS
+)
 
 
 @each_form
