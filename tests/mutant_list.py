@@ -42,7 +42,7 @@ def _on(ranks: int, *files: str) -> tuple[tuple[str, ...]]:
 
 
 _CHANNEL, _GIVEN_UP = _on(3, "segments/test_channel.py"), _on(3, "segments/test_channel_given_up.py")
-_CONV = _on(3, "layers/conv/test_conv.py")
+_CONV = _on(3, "layers/conv/test_conv_general.py")
 _COPIES, _NUMBERS = _on(2, "model/test_replicas.py"), _on(2, "model/test_numbers.py")
 
 HAND_MADE = (
@@ -170,7 +170,7 @@ HAND_MADE = (
         "distdl_rma/ops/conv/joined_tile.py",
         "own[place].add_(as_tensor",
         "own[place].copy_(as_tensor",
-        _on(3, "ops/conv/test_joined_tile.py", "layers/conv/test_conv.py"),
+        _on(3, "ops/conv/test_joined_tile.py", "layers/conv/test_conv_general.py"),
     ),
     Mutant(
         "parts lie in the order of ranks, not of nodes",

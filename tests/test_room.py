@@ -40,7 +40,7 @@ def test_tests_are_those_of_the_room_and_those_of_importers_that_import_it():
     tests = names(suite_for("ops.conv"))
     assert "tests/ops/conv/test_kernels.py" in tests
     assert "tests/layers/conv/test_arguments.py" in tests
-    assert "tests/layers/norm/test_norm.py" not in tests
+    assert "tests/layers/norm/test_base.py" not in tests
     assert len(set(tests)) == len(tests)
 
 

@@ -1,7 +1,6 @@
 """Comparison of distributed layers with their sequential torch twins."""
 
 import itertools
-import random
 
 import torch
 from torch import nn
@@ -24,25 +23,3 @@ def agree(actual, expected, what=""):
     """Equal to float64 rounding, in shape and dtype too."""
     assert actual is not None, what
     torch.testing.assert_close(actual, expected, rtol=1e-11, atol=1e-11, msg=lambda text: f"{what}: {text}")
-
-
-def random_convolution(rng: random.Random):
-    """Arguments of a random convolution and a random global input shape that it fits."""
-    dims = rng.choice([1, 2, 2, 3])
-    kernel, stride, dilation = (tuple(rng.randint(1, high) for _ in range(dims)) for high in (5, 3, 3))
-    padding = tuple(rng.randint(0, 4) for _ in range(dims))
-    smallest = [max(1, d * (k - 1) + 1 - 2 * p) for k, d, p in zip(kernel, dilation, padding, strict=True)]
-    groups = rng.choice([1, 1, 2])
-    arguments = {
-        "in_channels": 2 * groups,
-        "out_channels": groups * rng.randint(1, 2),
-        "kernel_size": kernel,
-        "stride": stride,
-        "padding": padding,
-        "dilation": dilation,
-        "groups": groups,
-        "bias": rng.random() < 0.5,
-        "dtype": torch.float64,
-    }
-    shape = (rng.randint(1, 4), 2 * groups, *(n + rng.randint(0, 9) for n in smallest))
-    return dims, arguments, shape

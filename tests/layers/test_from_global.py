@@ -6,7 +6,6 @@ from torch import nn
 
 from distdl_rma import (
     Distribution,
-    GradientSync,
     Machine,
     MismatchError,
     PartitionError,
@@ -26,7 +25,6 @@ from distdl_rma.layers import (
     DistributedInstanceNorm3d,
     InstanceNorm,
 )
-from distdl_rma.segments.memory.buffer import SegmentBuffer
 from tests.fuzz.interface import check, compare
 from tests.layers.sequential import CONV, NORM, agree, shard
 from tests.matrix import check_each, over_seeds
@@ -37,34 +35,6 @@ pytestmark = pytest.mark.mpi
 @over_seeds(60, each=10)
 def test_random_layers_from_global_parameters_equal_the_sequential_ones(P_world, comm, seeds):
     check_each(check, P_world, comm, seeds)
-
-
-def pairs(n):
-    """Pairs of distributions of images over n ranks."""
-    yield Distribution(1, 1, n, 1), Distribution(1, 1, 1, n)
-    yield Distribution(1, 1, 1, n), Distribution(n, 1, 1, 1)
-    yield Distribution(1, n, 1, 1), Distribution(1, 1, n, 1)
-    yield Distribution(n, 1, 1, 1), Distribution(1, n, 1, 1)
-    yield Distribution(1, n, 1, 1), None
-    yield Distribution(1, 1, n, 1), None
-    yield Distribution(1, 1, 1, 1), Distribution(1, 1, n, 1)
-    # Holes: every second rank, if there are as many, and the last one.
-    half = (n + 1) // 2
-    yield Distribution(half, 1, 1, 1, strides=(half, 1, max(1, n // half))), Distribution(1, 1, n, 1)
-    yield Distribution(1, 1, 1, 1, strides=(1, 1, n)), None
-
-
-def test_input_and_output_are_distributed_independently(permuted, comm):
-    for inputs, output in pairs(comm.size):
-        torch.manual_seed(3)
-        layer = Conv(permuted, (4, 4, 6, 9, 7), inputs, output, kernel_size=3, padding=1, dtype=torch.float64)
-        torch.manual_seed(3)
-        module = nn.Conv2d(4, 6, 3, padding=1, dtype=torch.float64)
-        layer.weight.data.copy_(module.weight)
-        layer.bias.data.copy_(module.bias)
-        P_x, P_y = permuted.distribute(inputs), permuted.distribute(output or inputs)
-        for batch in (4, 1):
-            compare(layer, module, [P_x], P_y, [(batch, 4, 9, 7)], f"{inputs} to {output}")
 
 
 @pytest.mark.parametrize("dims", [1, 2, 3])
@@ -105,114 +75,68 @@ def test_sizes_are_known_before_the_first_call(permuted, comm):
     assert concat.get_sizeof_output_tensor() == 8 * inputs.shards((2, 4, 9), permuted)[comm.rank].volume
 
 
-def test_an_inequality_that_does_not_hold_is_quoted_before_anything_is_sent(permuted, comm):
+# Calls, and what they are refused with; good, tall, deep, many and split are distributions, M the machine.
+INEQUALITIES = {
+    "Conv(M, conv, tall, kernel_size=1)": r"Conv: input: \(3.1\): {more} x 1 = {more} > {n}",
+    "Conv(M, conv, deep, kernel_size=1)": r"input: \(3.2\): ",
+    "Conv(M, conv, many, kernel_size=1)": r"input: \(3.3\): ",
+    "Conv(M, conv, split, kernel_size=1)": r"\(3.3\): 1 x 1 x {more} = {more} > \|M\| = {n}",
+    "Conv(M, conv, good, tall, kernel_size=1)": r"Conv: output: \(3.4\): ",
+    "Conv(M, conv, good, deep, kernel_size=1)": r"output: \(3.5\): ",
+    "Conv(M, conv, good, many, kernel_size=1, name='c1')": r"c1: output: \(3.6\): ",
+    "InstanceNorm(M, (2, 3, 8, 8), tall)": r"InstanceNorm: \(4.1\): ",
+    "InstanceNorm(M, (2, 3, 8, 8), deep)": r"\(4.2\): ",
+    "InstanceNorm(M, (2, 3, 8, 8), many)": r"\(4.3\): ",
+    "Concat(M, (2, (3, 1), 8, 8), [good, deep])": r"Concat: input 1: \(3.2\): ",
+    "Concat(M, (2, (3, 1), 8, 8), [good, good], split)": r"Concat: output: \(3.6\): ",
+}
+REFUSED = {
+    "Conv(M, (2, 3, 4), one, kernel_size=1)": (ShapeError, r"\(N, C, F, H, W\)"),
+    "Conv(M, (2, 3, 4, 5, 5, 5, 5), one, kernel_size=1)": (ShapeError, "1 to 3 spatial"),
+    "Conv(M, (2, 3, 4, 5, -1), one, kernel_size=1)": (ShapeError, "none below 0"),
+    "Conv(M, (2, 3, 4, 5, 5.5), one, kernel_size=1)": (ShapeError, "are integers"),
+    "Conv(M, (2, 3, 4, 5, 5), line, kernel_size=1)": (PartitionError, "has 3 dimensions"),
+    "Conv(M, (2, 3, 4, 5, 5), (1, 1, 1, 1), kernel_size=1)": (PartitionError, "needs a Dist"),
+    "Conv(M, (2, 0, 4, 5, 5), one, kernel_size=1)": (ShapeError, "needs channels"),
+    "Conv(M, (2, 3, 4, 5, 5), one, kernel_size=7)": (ShapeError, "Conv: .* too small"),
+    "Conv(M, (2, 3, 4, 5, 5), one, kernel_size=1, weights='root')": (UnsupportedError, "weights='root'"),
+    "InstanceNorm(M, (2, 3), one)": (ShapeError, r"\(N, C, H, W\)"),
+    "Concat(M, (2, 3, 5, 5), [one])": (ShapeError, r"\(C1, C2, ...\)"),
+    "Concat(M, (2, (3, 1), 5, 5), [one])": (ShapeError, "1 distributions"),
+    "Concat(M, (2, (3, 1), 5, 5), one)": (PartitionError, r"a sequence, .* got Distribution\("),
+    "Concat(M, (2, (3,), 5, 5), (3,))": (PartitionError, "input 0: needs a Distribution, got 3"),
+}
+
+
+def test_what_does_not_fit_is_refused_and_inequalities_before_anything_is_sent(permuted, comm):
     n, puts = comm.size, permuted.segments.counters.puts
-    good, split = Distribution(1, 1, n, 1), Distribution(1, 1, n + 1, 1)
-    tall = Distribution(1, 1, n + 1, 1, strides=(1, 1, n))
-    deep = Distribution(1, n + 1, 1, 1, strides=(1, n, 1))
-    many = Distribution(n + 1, 1, 1, 1, strides=(n, 1, 1))
-    image = (2, 3, 4, 8, 8)
-    refusals = [
-        (
-            lambda: Conv(permuted, image, tall, kernel_size=1),
-            rf"Conv: input: \(3.1\): {n + 1} x 1 = {n + 1} > {n}",
-        ),
-        (lambda: Conv(permuted, image, deep, kernel_size=1), r"input: \(3.2\): "),
-        (lambda: Conv(permuted, image, many, kernel_size=1), r"input: \(3.3\): "),
-        (
-            lambda: Conv(permuted, image, split, kernel_size=1),
-            rf"\(3.3\): 1 x 1 x {n + 1} = {n + 1} > \|M\| = {n}",
-        ),
-        (lambda: Conv(permuted, image, good, tall, kernel_size=1), r"Conv: output: \(3.4\): "),
-        (lambda: Conv(permuted, image, good, deep, kernel_size=1), r"output: \(3.5\): "),
-        (lambda: Conv(permuted, image, good, many, kernel_size=1, name="c1"), r"c1: output: \(3.6\): "),
-        (lambda: InstanceNorm(permuted, (2, 3, 8, 8), tall), r"InstanceNorm: \(4.1\): "),
-        (lambda: InstanceNorm(permuted, (2, 3, 8, 8), deep), r"\(4.2\): "),
-        (lambda: InstanceNorm(permuted, (2, 3, 8, 8), many), r"\(4.3\): "),
-        (lambda: Concat(permuted, (2, (3, 1), 8, 8), [good, deep]), r"Concat: input 1: \(3.2\): "),
-        (lambda: Concat(permuted, (2, (3, 1), 8, 8), [good, good], split), r"Concat: output: \(3.6\): "),
-    ]
-    for make, message in refusals:
-        with pytest.raises(PartitionError, match=message):
-            make()
+    names = {
+        "M": permuted,
+        "Conv": Conv,
+        "InstanceNorm": InstanceNorm,
+        "Concat": Concat,
+        "conv": (2, 3, 4, 8, 8),
+        "good": Distribution(1, 1, n, 1),
+        "split": Distribution(1, 1, n + 1, 1),
+        "tall": Distribution(1, 1, n + 1, 1, strides=(1, 1, n)),
+        "deep": Distribution(1, n + 1, 1, 1, strides=(1, n, 1)),
+        "many": Distribution(n + 1, 1, 1, 1, strides=(n, 1, 1)),
+        "one": Distribution(1, 1, 1, 1),
+        "line": Distribution(1, 1, 1),
+    }
+    for call, said in INEQUALITIES.items():
+        with pytest.raises(PartitionError, match=said.format(n=n, more=n + 1)):
+            eval(call, names)
     assert permuted.segments.counters.puts == puts
-
-
-def test_arguments_that_do_not_fit_are_refused(permuted):
-    one, line = Distribution(1, 1, 1, 1), Distribution(1, 1, 1)
-    refusals = [
-        (lambda: Conv(permuted, (2, 3, 4), one, kernel_size=1), ShapeError, r"\(N, C, F, H, W\)"),
-        (lambda: Conv(permuted, (2, 3, 4, 5, 5, 5, 5), one, kernel_size=1), ShapeError, "1 to 3 spatial"),
-        (lambda: Conv(permuted, (2, 3, 4, 5, -1), one, kernel_size=1), ShapeError, "none below 0"),
-        (lambda: Conv(permuted, (2, 3, 4, 5, 5.5), one, kernel_size=1), ShapeError, "are integers"),
-        (lambda: Conv(permuted, (2, 3, 4, 5, 5), line, kernel_size=1), PartitionError, "has 3 dimensions"),
-        (
-            lambda: Conv(permuted, (2, 3, 4, 5, 5), (1, 1, 1, 1), kernel_size=1),
-            PartitionError,
-            "needs a Dist",
-        ),
-        (lambda: Conv(permuted, (2, 0, 4, 5, 5), one, kernel_size=1), ShapeError, "needs channels"),
-        (lambda: Conv(permuted, (2, 3, 4, 5, 5), one, kernel_size=7), ShapeError, "Conv: .* too small"),
-        (
-            lambda: Conv(permuted, (2, 3, 4, 5, 5), one, kernel_size=1, weights="root"),
-            UnsupportedError,
-            "weights='root'",
-        ),
-        (lambda: InstanceNorm(permuted, (2, 3), one), ShapeError, r"\(N, C, H, W\)"),
-        (lambda: Concat(permuted, (2, 3, 5, 5), [one]), ShapeError, r"\(C1, C2, ...\)"),
-        (lambda: Concat(permuted, (2, (3, 1), 5, 5), [one]), ShapeError, "1 distributions"),
-        (
-            lambda: Concat(permuted, (2, (3, 1), 5, 5), one),
-            PartitionError,
-            r"a sequence, .* got Distribution\(",
-        ),
-        (
-            lambda: Concat(permuted, (2, (3,), 5, 5), (3,)),
-            PartitionError,
-            "input 0: needs a Distribution, got 3",
-        ),
-    ]
-    for make, kind, message in refusals:
+    for call, (kind, message) in REFUSED.items():
         with pytest.raises(kind, match=message):
-            make()
+            eval(call, names)
 
 
 def test_a_partition_of_the_ranks_stands_for_the_machine(P_world, comm):
     last = P_world.create_partition_inclusive([comm.size - 1])
     layer = InstanceNorm(last, (2, 3, 8), Distribution(1, 1, 1))
     assert layer.P_x.ranks == last.ranks
-
-
-def builders(machine, n):
-    """Layers that talk, and the global shapes of their inputs."""
-    high, wide, image = Distribution(1, 1, n, 1), Distribution(1, 1, 1, n), (4, 3, 8, 6)
-    options = {"kernel_size": 3, "padding": 1, "dtype": torch.float64}
-    yield Conv(machine, (4, 3, 2, 8, 6), high, **options), [image]
-    yield Conv(machine, (4, 3, 2, 8, 6), high, wide, **options), [image]
-    yield Conv(machine, (4, 3, 2, 8, 6), Distribution(1, 1, 1, 1), wide, **options), [image]
-    yield Conv(machine, (4, 3, 2, 8, 6), high, **options, padding_mode="circular"), [image]
-    yield InstanceNorm(machine, image, high, affine=True, dtype=torch.float64), [image]
-    few = Distribution(1, 1, max(1, n - 1), 1)
-    yield InstanceNorm(machine, image, few, track_running_stats=True, dtype=torch.float64), [image]
-    yield Concat(machine, (4, (3, 3), 8, 6), [high, wide], dtype=torch.float64), [image, image]
-
-
-@pytest.mark.mpi(min_size=2)
-def test_connected_layers_shake_no_hands_in_the_first_forward(permuted, comm, monkeypatch):
-    def exchange(*_arguments):
-        raise AssertionError("a handshake")
-
-    for empty in (zero_volume_tensor(), zero_volume_tensor(4)):
-        for layer, shapes in builders(permuted, comm.size):
-            layer.connect()
-            P_xs = getattr(layer, "P_xs", None) or [layer.P_x]
-            xs = [
-                shard(P, torch.randn(shape, dtype=torch.float64)) if P.active else empty
-                for P, shape in zip(P_xs, shapes, strict=True)
-            ]
-            with monkeypatch.context() as patched:
-                patched.setattr(SegmentBuffer, "exchange", exchange)
-                layer(*xs)
 
 
 def unlike(n, batch, high):
@@ -239,75 +163,13 @@ def test_ranks_that_were_given_different_extents_find_out_when_they_meet(comm, w
         machine.close()
 
 
-def test_a_net_with_a_skip_connection_over_other_ranks_equals_the_sequential_one(permuted, comm):
-    n, image = comm.size, (2, 3, 8, 8)
-    wide, few = Distribution(1, 1, 1, n), Distribution(1, max(1, n - 1), 1, 1)
-    high, batch = Distribution(1, 1, n, 1), Distribution(1, 1, 1, 1)
-    options = {"kernel_size": 3, "padding": 1, "dtype": torch.float64}
-    channels = [(3, 4), (4, 5), (9, 2)]
-    places = [(high, None), (wide, few), (wide, batch)]
-    torch.manual_seed(7)
-    modules = [nn.Conv2d(c, f, **options) for c, f in channels]
-    norms = [nn.InstanceNorm2d(5, affine=True, dtype=torch.float64)]
-    layers = [
-        Conv(permuted, (2, c, f, 8, 8), bar, hat, **options)
-        for (c, f), (bar, hat) in zip(channels, places, strict=True)
-    ]
-    norm = InstanceNorm(permuted, (2, 5, 8, 8), few, affine=True, dtype=torch.float64)
-    move = Concat(permuted, (2, (4,), 8, 8), [high], wide, dtype=torch.float64)
-    concat = Concat(permuted, (2, (4, 5), 8, 8), [wide, few], dtype=torch.float64)
-    for layer, module in zip(layers, modules, strict=True):
-        layer.load_state_dict(module.state_dict())
-    P_x, P_y = permuted.distribute(high), permuted.distribute(batch)
-    for _ in range(3):
-        x = torch.randn(image, dtype=torch.float64)
-        a = modules[0](x).relu()
-        expected = modules[2](torch.cat([a, norms[0](modules[1](a)).relu()], 1))
-        skip = move(torch.nn.functional.relu(layers[0](shard(P_x, x)), inplace=True))
-        y = layers[2](concat(skip, norm(layers[1](skip)).relu()))
-        if P_y.active:
-            agree(y, expected.detach(), "output")
-        gradient = torch.randn_like(expected)
-        expected.backward(gradient)
-        y.backward(gradient if P_y.active else torch.zeros_like(y))
-        for layer, module in zip([*layers, norm], [*modules, *norms], strict=True):
-            for key, parameter in module.named_parameters():
-                mine, store = getattr(layer, key).grad, layer.placed.placements[key].store
-                if store.partition.active:
-                    agree(mine, parameter.grad[store.slices()], key)
-
-
-@pytest.mark.parametrize("synchronised", [False, True])
-def test_weights_of_a_norm_are_whole_on_all_ranks_wherever_its_channels_are(comm, synchronised):
-    order = [*range(1, comm.size), 0]
-    with Machine(comm, ranks=order, segment_size="8MiB") as machine:
-        # Channels in as many parts as there is room for, with idle ranks behind them.
-        parts = max(1, comm.size - 1)
-        cut = Distribution(1, parts, 1, 1)
-        norm = InstanceNorm(machine, (2, 5, 6, 7), cut, affine=True, dtype=torch.float64)
-        twin = nn.InstanceNorm2d(5, affine=True, dtype=torch.float64)
-        assert norm.weight.shape == norm.bias.shape == (5,)
-        assert norm.get_ranks_synch_weights() == (order if comm.size > 1 else [])
-        assert norm.get_sizeof_gradients() == 2 * 5 * 8
-        sync = GradientSync(norm, machine) if synchronised else None
-        P_x = machine.distribute(cut)
-        for _ in range(2):
-            x = torch.randn(2, 5, 6, 7, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-            wanted = x.flip(0)
-            for net, given, target, active in (
-                (norm, shard(P_x, x), shard(P_x, wanted), P_x.active),
-                (twin, x, wanted, True),
-            ):
-                net.zero_grad()
-                y = net(given)
-                ((y - target).square().sum() if active else y.sum()).backward()
-                with torch.no_grad():
-                    for parameter in net.parameters():
-                        parameter -= 0.01 * parameter.grad
-        agree(norm.weight, twin.weight)
-        agree(norm.bias, twin.bias)
-        if sync is not None:
-            sync.close()
+def test_weights_of_a_norm_are_whole_on_all_ranks_wherever_its_channels_are(permuted, comm):
+    # Channels in as many parts as there is room for, with idle ranks behind them.
+    cut = Distribution(1, max(1, comm.size - 1), 1, 1)
+    norm = InstanceNorm(permuted, (2, 5, 6, 7), cut, affine=True, dtype=torch.float64)
+    assert norm.weight.shape == norm.bias.shape == (5,)
+    assert norm.get_ranks_synch_weights() == (list(permuted.ranks) if comm.size > 1 else [])
+    assert norm.get_sizeof_gradients() == 2 * 5 * 8
 
 
 @pytest.mark.parametrize("affine", [False, True])

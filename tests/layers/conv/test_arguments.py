@@ -8,13 +8,7 @@ from torch import nn
 
 from distdl_rma import ArgumentError, PartitionError, layers
 from distdl_rma.geometry import Partition
-from distdl_rma.layers.conv import (
-    ConvolutionLayer,
-    Partitions,
-    check_dtypes,
-    stencil_of,
-    torch_layer,
-)
+from distdl_rma.layers.conv import Partitions, check_dtypes, stencil_of, torch_layer
 from distdl_rma.ops.conv.worker_grid import IN, OUT
 
 LAYERS = [
@@ -41,13 +35,6 @@ def test_a_layer_of_ones_own_shows_its_own_arguments():
             super().__init__(P_x, channels, channels, 3)
 
     assert list(inspect.signature(Twice).parameters) == ["P_x", "channels"]
-
-
-@pytest.mark.parametrize("layer", LAYERS, ids=lambda layer: layer.__name__)
-def test_layers_are_found_as_those_of_torch(layer):
-    assert issubclass(layer, layer._twin)
-    assert layer.__name__ == f"Distributed{layer._twin.__name__}"
-    assert layer.__mro__.index(ConvolutionLayer) < layer.__mro__.index(layer._twin)
 
 
 @pytest.mark.parametrize(

@@ -7,53 +7,26 @@ from distdl_rma import Machine, ProtocolError, ShapeError, zero_volume_tensor
 from distdl_rma import layers as distributed
 from distdl_rma.segments.memory.buffer import SegmentBuffer
 from tests.layers.sequential import shard
+from tests.layers.twins import FLOATING, FORMS, IMAGE, Twins
 
 pytestmark = [pytest.mark.mpi, pytest.mark.sizes(1, 2, 3, 4)]
 
-DOUBLE = {"dtype": torch.float64}
-IMAGE = (4, 4, 8, 6)
-# What makes a layer from two partitions, and the global shape of its input.
-LAYERS = {
-    "conv": (lambda P, Q: distributed.DistributedConv2d(P, 4, 2, 3, padding=1, **DOUBLE), IMAGE),
-    "conv to Q": (lambda P, Q: distributed.DistributedConv2d(P, Q, 4, 2, 3, padding=1, **DOUBLE), IMAGE),
-    "root": (lambda P, Q: distributed.DistributedConv2d(P, 4, 2, 3, weights="root", **DOUBLE), IMAGE),
-    "root to Q": (lambda P, Q: distributed.DistributedConv2d(P, Q, 4, 2, 3, weights="root", **DOUBLE), IMAGE),
-    "transposed": (lambda P, Q: distributed.DistributedConvTranspose2d(P, 4, 2, 3, **DOUBLE), IMAGE),
-    "pooling": (lambda P, Q: distributed.DistributedMaxPool2d(P, 3, 1, P_y=Q), IMAGE),
-    "adaptive": (lambda P, Q: distributed.DistributedAdaptiveAvgPool2d(P, 3), IMAGE),
-    "upsampling": (lambda P, Q: distributed.DistributedUpsample(P, scale_factor=2, mode="bilinear"), IMAGE),
-    "padding": (lambda P, Q: distributed.DistributedCircularPad2d(P, 1), IMAGE),
-    "batch norm": (lambda P, Q: distributed.DistributedBatchNorm2d(P, 4, **DOUBLE), IMAGE),
-    "instance norm": (lambda P, Q: distributed.DistributedInstanceNorm2d(P, 4, affine=True, **DOUBLE), IMAGE),
-    "group norm": (lambda P, Q: distributed.DistributedGroupNorm(P, 2, 4, **DOUBLE), IMAGE),
-    "layer norm": (lambda P, Q: distributed.DistributedLayerNorm(P, (8, 6), **DOUBLE), IMAGE),
-}
-
-
-def grids(P_world):
-    """Rows on all ranks, columns on all but the last."""
-    n = P_world.size
-    few = P_world.create_partition_inclusive(range(max(1, n - 1)))
-    yield P_world.create_cartesian_topology_partition((1, 1, n, 1)), few
-    yield few.create_cartesian_topology_partition((1, 1, few.size, 1)), few
+# Layers of images whose shapes say all: torch's twins.
+LAYERS = [form for form in FLOATING if FORMS[form].shape == IMAGE]
 
 
 @pytest.mark.in_turn(3, 4)
-@pytest.mark.parametrize("kind", LAYERS)
-@pytest.mark.parametrize("empty", [(), (4,)], ids=["(0,)", "(b, 0)"])
-def test_the_first_forward_of_a_connected_layer_shakes_no_hands(P_world, comm, monkeypatch, kind, empty):
-    make, shape = LAYERS[kind]
-    for P_x, few in grids(P_world):
-        P_y = few.create_cartesian_topology_partition((1, 1, 1, few.size))
-        layer = make(P_x, P_y)
-        layer.connect(shape, torch.float64)
-        with monkeypatch.context() as patched:
-            calls = record(patched)
-            x = torch.randn(shape, dtype=torch.float64)
-            y = layer(shard(P_x, x) if P_x.active else zero_volume_tensor(*empty))
-            assert not calls
-        if not P_x.active and not P_y.active:
-            assert y.numel() == 0
+@pytest.mark.parametrize("form", LAYERS)
+def test_the_first_forward_of_a_connected_layer_shakes_no_hands(P_world, comm, monkeypatch, form):
+    for count in {comm.size, max(1, comm.size - 1)}:
+        for empty in ((), (4,)):
+            twins = Twins(P_world, form, ranks=range(count))
+            twins.layer.connect(IMAGE, torch.float64)
+            x = twins.draw()
+            with monkeypatch.context() as patched:
+                calls = record(patched)
+                twins.layer(twins.into(x) if twins.P_x.active else zero_volume_tensor(*empty))
+                assert not calls
 
 
 def record(patched):

@@ -13,94 +13,36 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from distdl_rma import GradientSync, Machine, UnsupportedError, gather_state_dict, layers
 from distdl_rma.layers import DistributedBatchNorm2d, DistributedConv1d, DistributedConv2d, DistributedMSELoss
 from tests.layers.sequential import agree, shard
+from tests.layers.twins import FORMS, Twins
 
 pytestmark = pytest.mark.mpi
 F64 = {"dtype": torch.float64}
-IMAGE, MATRIX = (4, 2, 13, 8), (6, 8)
+IMAGE = (4, 2, 13, 8)
 
 
 def rows(P_world):
     return P_world.create_cartesian_topology_partition((1, 1, P_world.size, 1))
 
 
-def instances(P_world):
-    return P_world.create_cartesian_topology_partition((P_world.size, 1, 1, 1))
+def plain(P_world, kind, *arguments):
+    P_x = rows(P_world)
+    return P_x, getattr(layers, kind)(P_x, *arguments), [(4, 2, 12, 12)]
 
 
-def channels(P_world):
-    return P_world.create_cartesian_topology_partition((1, P_world.size, 1, 1))
+def columns(P_world):
+    return P_world.create_cartesian_topology_partition((1, 1, 1, P_world.size))
 
 
-def first(P_world, dims=4):
-    few = P_world.create_partition_inclusive(range(max(1, P_world.size - 1)))
-    return few.create_cartesian_topology_partition((*[1] * (dims - 2), few.size, 1))
-
-
-def blocks(P_world):
-    count = 2 if P_world.size in (2, 4) else P_world.size
-    return P_world.create_cartesian_topology_partition((count, P_world.size // count))
-
-
-def conv(P_x, *partitions, **options):
-    return P_x, DistributedConv2d(P_x, *partitions, 2, 4, 3, padding=1, **F64, **options), [IMAGE]
-
-
-def plain(P_x, kind, *arguments, **options):
-    return P_x, getattr(layers, kind)(P_x, *arguments, **options), [IMAGE]
-
-
-def even(world, kind):
-    return rows(world), getattr(layers, kind)(rows(world), (2,)), [(1, 2, 12, 3)]
-
-
-def linear(P, kind):
-    return P, getattr(layers, kind)(P, 8, 6, **F64), [MATRIX]
-
-
-def general(world):
-    P_x, P_y = blocks(world), first(world, 2)
-    P_w = blocks(world).create_cartesian_topology_partition(blocks(world).shape[::-1])
-    return P_x, layers.DistributedLinear(P_x, P_y, P_w, 8, 6, **F64), [MATRIX]
-
-
-def transposed(world):
-    P_x = rows(world)
-    layer = layers.DistributedConvTranspose2d(P_x, channels(world), 2, 4, 3, stride=2, **F64)
-    return P_x, layer, [IMAGE]
-
-
-# Partition of the inputs, layer, and global shapes of the inputs.
-KINDS = {
-    "conv": lambda world: conv(rows(world)),
-    "conv with weights on one rank": lambda world: conv(rows(world), weights="root"),
-    "conv to another partition": lambda world: conv(rows(world), channels(world)),
-    "conv on few ranks": lambda world: conv(first(world)),
-    "transposed": transposed,
-    "linear": general,
-    "all-gather": lambda world: linear(blocks(world), "DistributedLinearAllGather"),
-    "reduce-scatter": lambda world: linear(blocks(world), "DistributedLinearReduceScatter"),
-    "zero all-gather": lambda world: linear(blocks(world), "DistributedLinearAllGatherZero"),
-    "zero reduce-scatter": lambda world: linear(blocks(world), "DistributedLinearReduceScatterZero"),
-    "batch norm": lambda world: plain(first(world), "DistributedBatchNorm2d", 2, **F64),
-    "batch norm of split channels": lambda world: plain(channels(world), "DistributedBatchNorm2d", 2, **F64),
-    "instance norm": lambda world: plain(
-        rows(world), "DistributedInstanceNorm2d", 2, affine=True, track_running_stats=True, **F64
-    ),
-    "group norm": lambda world: plain(rows(world), "DistributedGroupNorm", 1, 2, **F64),
-    "layer norm": lambda world: plain(rows(world), "DistributedLayerNorm", IMAGE[1:], **F64),
-    "average pooling": lambda world: plain(rows(world), "DistributedAvgPool2d", 3, 2),
-    "max pooling": lambda world: plain(rows(world), "DistributedMaxPool2d", 3, 1),
-    "adaptive pooling": lambda world: plain(rows(world), "DistributedAdaptiveAvgPool2d", (5, 3)),
-    "upsampling": lambda world: plain(rows(world), "DistributedUpsample", scale_factor=2, mode="bilinear"),
-    "padding": lambda world: plain(rows(world), "DistributedReflectionPad2d", 2),
-    "repartition": lambda world: plain(rows(world), "Repartition", instances(world)),
-    "sum": lambda world: even(world, "AllSumReduce"),
-    "gather": lambda world: plain(rows(world), "AllGather", (2,)),
-    "reduce-scatter of data": lambda world: even(world, "ReduceScatter"),
-    "halo": lambda world: plain(rows(world), "HaloExchange", (1, 0)),
+# Beside the forms of twins: partition of the inputs, layer, and global shapes of the inputs.
+OTHERS = {
+    "repartition": lambda world: plain(world, "Repartition", columns(world)),
+    "sum": lambda world: plain(world, "AllSumReduce", (2,)),
+    "gather": lambda world: plain(world, "AllGather", (2,)),
+    "reduce-scatter of data": lambda world: plain(world, "ReduceScatter", (2,)),
+    "halo": lambda world: plain(world, "HaloExchange", (1, 0)),
     "concat": lambda world: (
         rows(world),
-        layers.DistributedConcat([rows(world)] * 2, channels(world)),
+        layers.DistributedConcat([rows(world)] * 2, columns(world)),
         [IMAGE, IMAGE],
     ),
     "loss": lambda world: (rows(world), DistributedMSELoss(rows(world)), [IMAGE, IMAGE]),
@@ -112,13 +54,27 @@ KINDS = {
 }
 
 
+def channels(P_world):
+    return P_world.create_cartesian_topology_partition((1, P_world.size, 1, 1))
+
+
+def made(P_world, kind):
+    """A layer, and this rank's parts of random inputs."""
+    if kind in FORMS:
+        twins = Twins(P_world, kind, ranks=range(max(1, P_world.size - ("root" in kind))))
+        return twins.layer, [twins.into(twins.draw())]
+    P, layer, shapes = OTHERS[kind](P_world)
+    return layer, [shard(P, torch.rand(shape, **F64)) for shape in shapes]
+
+
 def step(layer, inputs):
     """Output, and gradients of inputs and parameters, of one call."""
-    inputs = [x.clone().requires_grad_() for x in inputs]
+    inputs = [x.clone().requires_grad_(x.is_floating_point()) for x in inputs]
     layer.zero_grad()
     torch.manual_seed(1)
     y = layer(*inputs)
-    y.backward(torch.randn_like(y))
+    if y.requires_grad:
+        y.backward(torch.randn_like(y))
     return [y.detach(), *(x.grad for x in inputs), *(p.grad for p in layer.parameters()), *layer.buffers()]
 
 
@@ -130,11 +86,10 @@ def the_same(actual, expected):
 
 
 @pytest.mark.in_turn(3)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*FORMS, *OTHERS])
 @pytest.mark.parametrize("used", [False, True])
 def test_a_copy_computes_what_the_layer_does(P_world, kind, used):
-    P, layer, shapes = KINDS[kind](P_world)
-    inputs = [shard(P, torch.rand(shape, **F64)) for shape in shapes]
+    layer, inputs = made(P_world, kind)
     if used:
         step(layer, inputs)
     twin = copy.deepcopy(layer)
@@ -143,14 +98,6 @@ def test_a_copy_computes_what_the_layer_does(P_world, kind, used):
     # In turns: what both have under way are two things.
     for _ in range(2):
         the_same(step(twin, inputs), step(layer, inputs))
-
-
-def test_a_copy_of_an_embedding(P_world, comm):
-    layer = layers.DistributedEmbedding(P_world, 5, 3, scale_grad_by_freq=True, **F64)
-    twin = copy.deepcopy(layer)
-    for net in (layer, twin):
-        net(torch.arange(comm.rank, comm.rank + 4) % 5).square().sum().backward()
-    torch.testing.assert_close(twin.weight.grad, layer.weight.grad, rtol=0, atol=0)
 
 
 def test_copies_have_names_of_their_own(P_world):
@@ -163,13 +110,12 @@ def test_copies_have_names_of_their_own(P_world):
 
 @pytest.mark.mpi(min_size=2)
 def test_a_copy_that_one_rank_makes_disturbs_no_other_layer(P_world, comm):
-    P_x, layer, (shape,) = KINDS["conv"](P_world)
-    x = shard(P_x, torch.rand(shape, **F64))
+    layer, inputs = made(P_world, "conv")
     if comm.rank == 1:
         kept = copy.deepcopy(layer)
         torch.testing.assert_close(kept.weight, layer.weight)
-    step(layer, [x])
-    step(KINDS["conv"](P_world)[1], [x])
+    step(layer, inputs)
+    step(made(P_world, "conv")[0], inputs)
 
 
 def test_callbacks_of_a_copy_are_answered_for_the_copy(P_world):

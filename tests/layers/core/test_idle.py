@@ -48,17 +48,6 @@ def test_the_output_of_an_idle_rank_has_no_elements(P_world, comm, make):
         assert parameter.grad is not None
 
 
-@pytest.mark.parametrize("make", LAYERS.values(), ids=LAYERS.keys())
-def test_a_backward_may_start_at_the_output_of_an_idle_rank(P_world, comm, make):
-    layer = make(P_world)
-    x = torch.randn(IMAGE, requires_grad=True) if comm.rank == 0 else zero_volume_tensor(2)
-    layer(x).sum().backward()
-    for parameter in layer.parameters():
-        assert parameter.grad is not None
-    with torch.no_grad():
-        assert not layer(x).requires_grad
-
-
 @pytest.mark.parametrize("dtype", [torch.float8_e5m2, torch.float8_e4m3fn, torch.complex64])
 def test_a_type_that_only_moves_is_moved_past_an_idle_rank(P_world, comm, dtype):
     x = torch.ones(IMAGE).to(dtype) if comm.rank == 0 else zero_volume_tensor(2, dtype)

@@ -4,60 +4,25 @@ import pytest
 import torch
 
 from distdl_rma import layers
+from tests.fuzz.loss import CLASSES, ELEMENTWISE
 from tests.layers.sequential import agree
+from tests.layers.twins import FLOATING, FORMS, IMAGE, Twins, channels, rows
 
 pytestmark = pytest.mark.mpi
 
 
-def rows(P):
-    return P.create_cartesian_topology_partition((1, 1, P.size, 1))
+def grid(P, shape):
+    return P.create_cartesian_topology_partition(shape(P.size))
 
 
-def channels(P):
-    return P.create_cartesian_topology_partition((1, P.size, 1, 1))
-
-
-LAYERS = {
-    "convolution": lambda P: layers.DistributedConv2d(rows(P), 2, 3, 3, padding=1),
-    "groups": lambda P: layers.DistributedConv2d(channels(P), 2 * P.size, 2 * P.size, 1, groups=P.size),
-    "reflect": lambda P: layers.DistributedConv2d(rows(P), 2, 3, 3, padding=1, padding_mode="reflect"),
-    "transposed": lambda P: layers.DistributedConvTranspose2d(rows(P), 2, 3, 3),
-    "average": lambda P: layers.DistributedAvgPool2d(rows(P), 3, 1, 1),
-    "maximum": lambda P: layers.DistributedMaxPool2d(rows(P), 3, 1, 1),
-    "adaptive average": lambda P: layers.DistributedAdaptiveAvgPool2d(rows(P), 3),
-    "adaptive maximum": lambda P: layers.DistributedAdaptiveMaxPool2d(rows(P), 3),
-    "upsampling": lambda P: layers.DistributedUpsample(rows(P), scale_factor=2, mode="bilinear"),
-    "replication": lambda P: layers.DistributedReplicationPad2d(rows(P), 1),
-    "batch norm": lambda P: layers.DistributedBatchNorm2d(rows(P), 2),
-    "instance norm": lambda P: layers.DistributedInstanceNorm2d(rows(P), 2, affine=True),
-    "group norm": lambda P: layers.DistributedGroupNorm(rows(P), 1, 2),
-    "straddling groups": lambda P: layers.DistributedGroupNorm(channels(P), 1, 2 * P.size),
-    "layer norm": lambda P: layers.DistributedLayerNorm(rows(P), (4 * P.size, 5)),
-    "root mean square": lambda P: layers.DistributedRMSNorm(channels(P), 5),
-    "linear": lambda P: layers.DistributedLinear(
-        rows(P), rows(P), P.create_cartesian_topology_partition((1, P.size)), 5, 3
-    ),
-    "sharded": lambda P: layers.DistributedLinearAllGatherZero(
-        P.create_cartesian_topology_partition((P.size, 1, 1, 1)), 5, 3
-    ),
-    "halo": lambda P: layers.HaloExchange(rows(P), 1),
-    "repartition": lambda P: layers.Repartition(rows(P), channels(P)),
-    "sum": lambda P: layers.AllSumReduce(rows(P), 2),
-    "gather": lambda P: layers.AllGather(rows(P), 2),
-    "scatter": lambda P: layers.ReduceScatter(rows(P), 3),
+OTHERS = {
+    "halo": lambda P: layers.HaloExchange(grid(P, rows), 1),
+    "repartition": lambda P: layers.Repartition(grid(P, rows), grid(P, channels)),
+    "sum": lambda P: layers.AllSumReduce(grid(P, rows), 2),
+    "gather": lambda P: layers.AllGather(grid(P, rows), 2),
+    "scatter": lambda P: layers.ReduceScatter(grid(P, rows), 3),
 }
-LOSSES = (
-    "MSELoss",
-    "L1Loss",
-    "SmoothL1Loss",
-    "HuberLoss",
-    "BCELoss",
-    "BCEWithLogitsLoss",
-    "KLDivLoss",
-    "PoissonNLLLoss",
-    "NLLLoss",
-    "CrossEntropyLoss",
-)
+LAYERS = [*OTHERS, *(form for form in FLOATING if FORMS[form].shape == IMAGE and "root" not in form)]
 
 
 def dense(x):
@@ -89,7 +54,12 @@ def outcome(call, x, gradient):
 @pytest.mark.in_turn(3)
 @pytest.mark.parametrize("kind", LAYERS)
 def test_layers_take_any_layout_of_input_and_gradient(P_world, comm, kind):
-    layer, x = LAYERS[kind](P_world).double(), numbers(comm.rank)
+    x = numbers(comm.rank)
+    if kind in OTHERS:
+        layer = OTHERS[kind](P_world)
+    else:
+        twins = Twins(P_world, kind)
+        layer, x = twins.layer, twins.into(twins.draw())
     y, d_x = outcome(layer, x, lambda y: torch.ones_like(y).cumsum(-1))
     for at, lay_out in enumerate(LAYOUTS.values()):
         laid = lay_out(x) if comm.rank == at % comm.size else x
@@ -108,9 +78,9 @@ def test_layers_take_any_layout_of_input_and_gradient(P_world, comm, kind):
 
 @pytest.mark.in_turn(3)
 @pytest.mark.parametrize("reduction", ["mean", "none"])
-@pytest.mark.parametrize("kind", LOSSES)
+@pytest.mark.parametrize("kind", ELEMENTWISE + CLASSES)
 def test_losses_take_any_layout(P_world, comm, kind, reduction):
-    loss = getattr(layers, f"Distributed{kind}")(rows(P_world), reduction=reduction)
+    loss = getattr(layers, f"Distributed{kind}")(grid(P_world, rows), reduction=reduction)
     x = numbers(comm.rank)
     labels = torch.zeros(2, 4, 5, dtype=torch.int64)
     target = labels if kind == "NLLLoss" else numbers(9)

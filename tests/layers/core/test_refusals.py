@@ -6,19 +6,12 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from distdl_rma import (
-    DistdlError,
-    GradientSync,
-    Machine,
-    MismatchError,
-    ShapeError,
-    layers,
-    zero_volume_tensor,
-)
+from distdl_rma import GradientSync, Machine, ShapeError, layers, zero_volume_tensor
+from tests.layers.same_error import FAULTS, same_error
 
 pytestmark = pytest.mark.mpi(min_size=2)
 
-FLOAT, INDEX = torch.float32, torch.int64
+INDEX = torch.int64
 
 
 def rows(P, dims=1):
@@ -38,71 +31,25 @@ def first(P):
     return P.create_partition_inclusive([0]).create_cartesian_topology_partition((1, 1, 1))
 
 
-def linear(kind, P):
-    made = getattr(layers, kind)
-    if kind == "DistributedLinear":
-        return made(columns(P), columns(P), P.create_cartesian_topology_partition((1, P.size)), 4 * P.size, 3)
-    return made(
-        blocks(P) if kind.endswith("Zero") else columns(P), 4 * (1 if kind.endswith("Zero") else P.size), 3
-    )
-
-
-# The layer, the shape of every rank's shard, and its type.
+# The layer, the shape of every rank's shard, and its type; twins of torch's have theirs in test_twins.
 LAYERS = {
-    "convolution": (lambda P: layers.DistributedConv1d(rows(P), 2, 3, 3, padding=1), (2, 2, 4), FLOAT),
-    "circular": (
-        lambda P: layers.DistributedConv1d(rows(P), 2, 3, 3, padding=1, padding_mode="circular"),
-        (2, 2, 4),
-        FLOAT,
-    ),
-    "channels": (
-        lambda P: layers.DistributedConv1d(
-            P.create_cartesian_topology_partition((1, P.size, 1)), 2 * P.size, 3, 1
-        ),
-        (2, 2, 4),
-        FLOAT,
-    ),
-    "root": (lambda P: layers.DistributedConv1d(rows(P), 2, 3, 3, weights="root"), (2, 2, 4), FLOAT),
-    "transposed": (lambda P: layers.DistributedConvTranspose1d(rows(P), 2, 3, 3), (2, 2, 4), FLOAT),
-    "average": (lambda P: layers.DistributedAvgPool1d(rows(P), 3, 1), (2, 2, 4), FLOAT),
-    "maximum": (lambda P: layers.DistributedMaxPool1d(rows(P), 3, 1, return_indices=True), (2, 2, 4), FLOAT),
-    "adaptive average": (lambda P: layers.DistributedAdaptiveAvgPool1d(rows(P), 2), (2, 2, 4), FLOAT),
-    "adaptive maximum": (lambda P: layers.DistributedAdaptiveMaxPool1d(rows(P), 2), (2, 2, 4), FLOAT),
-    "upsampling": (lambda P: layers.DistributedUpsample(rows(P), scale_factor=2), (2, 2, 4), FLOAT),
-    "padding": (lambda P: layers.DistributedReflectionPad1d(rows(P), 1), (2, 2, 4), FLOAT),
-    "batch norm": (lambda P: layers.DistributedBatchNorm1d(rows(P), 2), (2, 2, 4), FLOAT),
-    "instance norm": (lambda P: layers.DistributedInstanceNorm1d(rows(P), 2, affine=True), (2, 2, 4), FLOAT),
-    "group norm": (lambda P: layers.DistributedGroupNorm(rows(P), 1, 2), (2, 2, 4), FLOAT),
-    "layer norm": (lambda P: layers.DistributedLayerNorm(rows(P), 4 * P.size), (2, 2, 4), FLOAT),
-    "root mean square": (lambda P: layers.DistributedRMSNorm(rows(P), 4 * P.size), (2, 2, 4), FLOAT),
-    "embedding": (lambda P: layers.DistributedEmbedding(columns(P), 7, 3), (2, 3), INDEX),
-    "halo": (lambda P: layers.HaloExchange(rows(P), 1), (2, 2, 4), FLOAT),
-    "repartition": (lambda P: layers.Repartition(columns(P), blocks(P)), (2, 3), FLOAT),
-    "broadcast": (lambda P: layers.Broadcast(columns(P), columns(P)), (2, 3), FLOAT),
+    "maximum": (lambda P: layers.DistributedMaxPool1d(rows(P), 3, 1, return_indices=True), (2, 2, 4)),
+    "halo": (lambda P: layers.HaloExchange(rows(P), 1), (2, 2, 4)),
+    "repartition": (lambda P: layers.Repartition(columns(P), blocks(P)), (2, 3)),
+    "broadcast": (lambda P: layers.Broadcast(columns(P), columns(P)), (2, 3)),
     "sum": (
         lambda P: layers.SumReduce(
             columns(P), P.create_partition_inclusive([0]).create_cartesian_topology_partition((1, 1))
         ),
         (2, 3),
-        FLOAT,
     ),
-    "sum on all": (lambda P: layers.AllSumReduce(columns(P), 1), (2, 3), FLOAT),
-    "gather": (lambda P: layers.AllGather(columns(P), 1), (2, 3), FLOAT),
-    "scatter": (lambda P: layers.ReduceScatter(columns(P), 1), (2, 3), FLOAT),
+    "sum on all": (lambda P: layers.AllSumReduce(columns(P), 1), (2, 3)),
+    "gather": (lambda P: layers.AllGather(columns(P), 1), (2, 3)),
+    "scatter": (lambda P: layers.ReduceScatter(columns(P), 1), (2, 3)),
     "concatenation": (
         lambda P: partial(twice, layers.DistributedConcat([blocks(P)] * 2, columns(P))),
         (2, 3),
-        FLOAT,
     ),
-} | {
-    kind: (partial(linear, kind), (2, 4), FLOAT)
-    for kind in (
-        "DistributedLinear",
-        "DistributedLinearAllGather",
-        "DistributedLinearReduceScatter",
-        "DistributedLinearAllGatherZero",
-        "DistributedLinearReduceScatterZero",
-    )
 }
 LOSSES = {
     kind: (lambda P, kind=kind, reduction=reduction: getattr(layers, kind)(blocks(P), reduction=reduction))
@@ -121,48 +68,19 @@ def twice(layer, x):
     return layer(x, other)
 
 
-# What one rank passes in the place of a tensor, and whether every layer refuses it.
-FAULTS = {
-    "nothing": lambda x: None,
-    "a list": lambda x: x.tolist(),
-    "an array": lambda x: x.detach().numpy(),
-    "sparse": lambda x: x.detach().to_sparse(),
-    "on no device": lambda x: x.detach().to("meta"),
-    "nested": lambda x: torch.nested.nested_tensor([x.detach().flatten()], layout=torch.jagged),
-    "another type": lambda x: x.detach().to(torch.complex64),
-    "too many dimensions": lambda x: x.detach().reshape(*(1,) * 7, *x.shape),
-}
-
-
-def same_error(comm, call, kind=DistdlError):
-    """The call raises on all ranks, of one type and in the same words."""
-    with pytest.raises(kind) as caught:
-        call()
-    texts = comm.allgather((type(caught.value).__name__, str(caught.value)))
-    assert len(set(texts)) == 1, texts
-    return texts[0][1]
-
-
-def right(shape, dtype):
-    return torch.ones(shape, dtype=dtype)
-
-
 @pytest.mark.in_turn(3)
 @pytest.mark.parametrize("kind", LAYERS)
 def test_a_fault_on_one_rank_is_refused_on_all_and_the_layer_goes_on(P_world, comm, kind):
-    make, shape, dtype = LAYERS[kind]
-    layer, good = make(P_world), right(shape, dtype)
+    make, shape = LAYERS[kind]
+    layer, good = make(P_world), torch.ones(shape)
     for at, fault in enumerate(FAULTS.values()):
-        culprit = at % comm.size
-        wrong = fault(good) if comm.rank == culprit else good
+        wrong = fault(good) if comm.rank == at % comm.size else good
         same_error(comm, lambda wrong=wrong: layer(wrong))
         if at % 3 == 0:
             layer(good)
-    leaf = good.clone().requires_grad_(dtype is FLOAT and comm.rank == 0)
+    leaf = good.clone().requires_grad_(comm.rank == 0)
     y = layer(leaf)
-    y = y[0] if isinstance(y, tuple) else y
-    if y.requires_grad:
-        y.sum().backward()
+    (y[0] if isinstance(y, tuple) else y).sum().backward()
 
 
 @pytest.mark.in_turn(3)
@@ -198,25 +116,6 @@ def test_what_is_no_output_size_on_one_rank_is_refused_on_all(P_world, comm):
         size = wrong if comm.rank == 1 else None
         same_error(comm, lambda size=size: layer(x, output_size=size), ShapeError)
     layer(x)
-
-
-@pytest.mark.parametrize("kind", ["DistributedBatchNorm1d", "DistributedInstanceNorm1d"])
-def test_a_mode_that_differs_between_ranks_is_refused_at_once(P_world, comm, kind):
-    layer = getattr(layers, kind)(rows(P_world), 2, track_running_stats=True)
-    x, odd = torch.randn(2, 2, 4), comm.rank == comm.size - 1
-    for change in (
-        lambda: layer.train(not odd),
-        lambda: setattr(layer, "momentum", 0.5 if odd else 0.1),
-        lambda: setattr(layer, "momentum", None if odd and "Batch" in kind else 0.1 + odd),
-    ):
-        before = {key: value.clone() for key, value in layer.state_dict().items()}
-        change()
-        text = same_error(comm, lambda: layer(x), MismatchError)
-        assert "train() or eval()" in text
-        assert all(torch.equal(before[key], value) for key, value in layer.state_dict().items())
-        layer.train().momentum = 0.1
-        layer(x)
-    assert len(set(comm.allgather(layer.running_mean.sum().item()))) == 1
 
 
 def test_a_plan_serves_every_mode_and_momentum(P_world):

@@ -1,7 +1,5 @@
 """Distributed twins are found by isinstance as torch's layers are, and treated right by what finds them."""
 
-import inspect
-
 import pytest
 import torch
 from torch import nn
@@ -9,8 +7,7 @@ from torch import nn
 from distdl_rma import layers
 from distdl_rma.layers import DistributedBatchNorm2d, DistributedConv2d, DistributedLinear
 from distdl_rma.layers.core.layer import DistributedLayer
-from distdl_rma.layers.core.placement import cut
-from tests.layers.every_layer import EVERY_LAYER, line, local, rows
+from tests.layers.every_layer import EVERY_LAYER, line, rows
 from tests.layers.test_names import TWINS, constructor
 
 # Of torch's classes: how they are copied and loaded, how a convolution is called inside, checks that the
@@ -67,39 +64,6 @@ def test_twins_have_the_attributes_of_torchs_layers(P_world):
 
 
 @pytest.mark.mpi
-@pytest.mark.sizes(1, 2, 3)
-def test_reset_parameters_draws_what_torchs_layers_draw(P_world):
-    for layer, twin in twins_of(P_world):
-        assert hasattr(layer, "reset_parameters") == hasattr(twin, "reset_parameters"), layer
-        if not layer.layouts:
-            continue
-        sequential = like(layer, twin)
-        for parameter in (*layer.parameters(), *sequential.parameters()):
-            parameter.data.fill_(7.0)
-        torch.manual_seed(5)
-        layer.reset_parameters()
-        after = torch.get_rng_state()
-        torch.manual_seed(5)
-        sequential.reset_parameters()
-        assert torch.equal(torch.get_rng_state(), after), layer
-        drawn = dict(sequential.named_parameters())
-        for key, kept in layer.named_parameters():
-            assert torch.equal(kept, cut(layer.layouts[key], drawn[key].detach())), (layer, key)
-
-
-def like(layer, twin):
-    """A layer of torch with the arguments of a distributed one."""
-    kinds = inspect.signature(twin).parameters
-    drawn = {"bias": layer.bias is not None} if "bias" in kinds else {}
-    given = {
-        key: getattr(layer, key)
-        for key in kinds
-        if key not in ("device", "dtype", "bias", "_weight", "_freeze") and hasattr(layer, key)
-    }
-    return twin(**given, **drawn)
-
-
-@pytest.mark.mpi
 @pytest.mark.sizes(1, 2)
 def test_initialisers_and_weight_decay_written_for_torch_treat_twins_right(P_world):
     P_x, P_f = rows(P_world), line(P_world)
@@ -123,16 +87,6 @@ def test_initialisers_and_weight_decay_written_for_torch_treat_twins_right(P_wor
         f"{path}.weight" for path, part in model.named_modules() if isinstance(part, nn.Conv2d | nn.Linear)
     }
     assert decayed == {"0.weight", "2.weight"}
-
-
-@pytest.mark.mpi
-@pytest.mark.sizes(1, 2)
-def test_torchs_update_of_running_statistics_finds_the_norms(P_world):
-    model = nn.Sequential(DistributedBatchNorm2d(rows(P_world), 4))
-    model[0].momentum = 0.3
-    batches = [local() for _ in range(3)]
-    torch.optim.swa_utils.update_bn(batches, model)
-    assert model[0].num_batches_tracked == 3 and model[0].momentum == 0.3
 
 
 def test_only_twins_are_found():

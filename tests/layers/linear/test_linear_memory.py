@@ -7,7 +7,6 @@ import torch
 from torch import nn
 
 from distdl_rma.layers import (
-    DistributedLinear,
     DistributedLinearAllGather,
     DistributedLinearAllGatherZero,
     DistributedLinearReduceScatter,
@@ -22,23 +21,6 @@ ZERO = [DistributedLinearAllGatherZero, DistributedLinearReduceScatterZero]
 KINDS = [DistributedLinearAllGather, DistributedLinearReduceScatter, *ZERO]
 FEATURES = 768
 WHOLE = 8 * FEATURES * FEATURES
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(("rows", "columns"), [(3, 5), (700, 300), (3, 200_000), (0, 4), (4, 0)])
-@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors:UserWarning")
-def test_initial_weights_drawn_in_parts_are_those_of_torch(P_world, dtype, rows, columns):
-    torch.manual_seed(4)
-    sequential = nn.Linear(columns, rows, dtype=dtype)
-    state = torch.get_rng_state()
-    torch.manual_seed(4)
-    P_w = P_world.create_cartesian_topology_partition((1, 1, P_world.size))
-    P_y = P_world.create_cartesian_topology_partition((P_world.size, 1))
-    layer = DistributedLinear(P_y, P_y, P_w, columns, rows, dtype=dtype)
-    assert torch.equal(torch.get_rng_state(), state), "the generator goes on as after the sequential layer"
-    assert torch.equal(layer.weight, sequential.weight[layer.grid.weight.slices()])
-    if layer.grid.adds_bias:
-        assert torch.equal(layer.bias, sequential.bias)
 
 
 @pytest.mark.parametrize("kind", KINDS)

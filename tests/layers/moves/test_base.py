@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from distdl_rma import ArgumentError, ShapeError, UnsupportedError, zero_volume_tensor
+from distdl_rma import ShapeError, UnsupportedError, zero_volume_tensor
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.layers import (
     AllGather,
@@ -18,6 +18,7 @@ from distdl_rma.layers import (
 from distdl_rma.layers.moves import chosen_axes
 from distdl_rma.segments.memory.buffer import SegmentBuffer
 from tests.fuzz.movement import check
+from tests.layers.sequential import shard
 from tests.matrix import check_each, over_seeds
 
 pytestmark = pytest.mark.mpi
@@ -96,18 +97,6 @@ def test_checkpointed_is_the_same(P_world, make):
 
 
 @each_layer
-def test_activations_in_place_before_and_after_are_the_same(P_world, make):
-    layer = make(P_world)
-    gradients = []
-    for inplace in (False, True):
-        x = input_of(layer).requires_grad_()
-        relu = torch.nn.ReLU(inplace)
-        relu(layer(relu(x - 1)) - 2 if not inplace else layer(relu(x - 1)).sub_(2)).sum().backward()
-        gradients.append(x.grad)
-    assert torch.equal(*gradients)
-
-
-@each_layer
 def test_shapes_may_change_from_call_to_call(P_world, make):
     layer = make(P_world)
     whole = {rows: layer(input_of(layer, rows)) for rows in (1, 2, 3)}
@@ -163,19 +152,6 @@ def test_what_has_no_elements_may_be_of_any_type(P_world, comm, dtype, passed):
 
 
 @each_layer
-def test_one_rank_alone_may_need_the_gradient(P_world, comm, make):
-    layer = make(P_world)
-    full = input_of(layer).requires_grad_()
-    layer(full).square().sum().backward()
-    for alone in range(comm.size):
-        x = input_of(layer).requires_grad_(comm.rank == alone)
-        y = layer(x)
-        assert y.requires_grad
-        y.square().sum().backward()
-        assert torch.equal(x.grad, full.grad) if comm.rank == alone else x.grad is None
-
-
-@each_layer
 def test_second_derivatives_are_refused(P_world, make):
     layer = make(P_world)
     x = input_of(layer).requires_grad_()
@@ -197,28 +173,18 @@ def test_one_wrong_type_is_refused_on_all_ranks_and_then_forgotten(P_world, comm
     assert torch.equal(layer(input_of(layer)), before)
 
 
+@pytest.mark.sizes(1, 2, 3, 4)
+def test_image_too_small_for_its_padding_is_refused_on_all_ranks(P_world, comm):
+    P = P_world.create_cartesian_topology_partition((1, 1, comm.size))
+    layer = HaloExchange(P, 4, "reflect", name="halo")
+    with pytest.raises(ShapeError, match="'halo': padding mode 'reflect' needs padding smaller than"):
+        layer(shard(P, torch.ones(1, 1, 4)))
+    assert layer(shard(P, torch.ones(1, 1, 5))).min() == 1
+
+
 @over_seeds(96, each=12)
 def test_random_arguments_give_what_the_operation_on_global_tensors_gives(P_world, comm, seeds):
     check_each(check, P_world, comm, seeds)
-
-
-KINDS = {"axes_reduce": AllSumReduce, "axes_all_gather": AllGather, "axes_reduce_scatter": ReduceScatter}
-
-
-@pytest.mark.parametrize("what", KINDS)
-def test_axes_are_given_in_one_way(P_world, what):
-    for axes in ({}, {what: 0, "axes_keep": 0}):
-        with pytest.raises(ArgumentError, match=f"{KINDS[what].__name__}: give either {what} or axes_keep"):
-            KINDS[what](P_world, **axes)
-
-
-@pytest.mark.parametrize(
-    ("axes", "message"),
-    [(1, "out of range"), (-2, "out of range"), ([0, -1], "more than once"), (0.5, "are integers")],
-)
-def test_axes_are_those_of_the_grid(P_world, axes, message):
-    with pytest.raises(ArgumentError, match=message):
-        AllSumReduce(P_world, axes_reduce=axes)
 
 
 def test_axes_are_sorted_and_may_be_those_that_are_kept():

@@ -5,15 +5,7 @@ import random
 import pytest
 import torch
 
-from distdl_rma import (
-    Distribution,
-    Machine,
-    MismatchError,
-    PartitionError,
-    PeerFailedError,
-    ShapeError,
-    zero_volume_tensor,
-)
+from distdl_rma import Machine, MismatchError, PeerFailedError, ShapeError, zero_volume_tensor
 from distdl_rma.geometry import Decomposition
 from distdl_rma.layers import DistributedConcat, DistributedConvTranspose1d, DistributedInstanceNorm1d
 from distdl_rma.segments.memory.buffer import SegmentBuffer
@@ -65,33 +57,6 @@ def compare(layer, P_xs, P_y, xs, needs=None, blocks=None, target=None):
         else:
             assert local.grad is None
     return y
-
-
-def cases(P_world):
-    """Partitions of the inputs and of the output, and the shapes of the inputs."""
-    n = P_world.size
-    channels, batch, high, wide = (
-        grid(P_world, s) for s in [(1, n, 1, 1), (n, 1, 1, 1), (1, 1, n, 1), (1, 1, 1, n)]
-    )
-    back = grid(P_world, (1, 1, n, 1), reversed(range(n)))
-    first, last = grid(P_world, (1, 1, 1, 1), [0]), grid(P_world, (1, 1, 1, 1), [n - 1])
-    shapes = [(3, 2, 5, 7), (3, 5, 5, 7)]
-    yield [channels, channels], channels, shapes
-    yield [high, wide], wide, shapes
-    yield [high, wide, batch], channels, [*shapes, (3, 1, 5, 7)]
-    yield [high, back], high, shapes
-    yield [first, last], high, shapes
-    yield [high, channels], last, shapes
-    yield [batch], wide, shapes[:1]
-    yield [high, high], wide, [(3, 0, 5, 7), (3, 4, 5, 7)]
-    yield [high, high], high, [(2, 3, 1, 2), (2, 3, 1, 2)]
-
-
-def test_concat_of_any_distributions_is_that_of_the_global_tensors(P_world):
-    for P_xs, P_y, shapes in cases(P_world):
-        layer = DistributedConcat(P_xs, P_y)
-        for _ in range(3):
-            compare(layer, P_xs, P_y, whole(shapes))
 
 
 def test_random_shards_move_to_their_channels(P_world):
@@ -196,24 +161,6 @@ def test_what_does_not_fit_is_refused_on_all_ranks_and_the_layer_goes_on(P_world
     compare(layer, [P_a, P_b], P_a, good)
 
 
-def test_partitions_that_do_not_fit_are_refused(P_world, comm):
-    P_x = grid(P_world, (1, 1, comm.size))
-    with pytest.raises(PartitionError, match="one input at least"):
-        DistributedConcat([])
-    with pytest.raises(PartitionError, match=r"P_xs\[1\] has 4 dimensions"):
-        DistributedConcat([P_x, grid(P_world, (1, 1, 1, comm.size))], P_x)
-    with pytest.raises(PartitionError, match=r"P_xs\[0\] has 1 dimensions"):
-        DistributedConcat([P_world])
-
-
-@pytest.mark.mpi(min_size=2)
-def test_data_on_a_rank_outside_is_refused_everywhere(P_world, comm):
-    P_x, P_y = grid(P_world, (1, 1, 1), [0]), grid(P_world, (1, 1, comm.size))
-    layer = DistributedConcat([P_x, P_x], P_y)
-    with pytest.raises(ShapeError, match="rank 1 is not in P_x but passes a tensor of shape"):
-        layer(*(torch.zeros(2, 2, 2) if comm.rank < 2 else zero_volume_tensor() for _ in range(2)))
-
-
 @pytest.mark.mpi(min_size=2)
 def test_a_rank_whose_input_needs_no_gradient_takes_part_in_the_backward_of_the_others(P_world, comm):
     n = comm.size
@@ -246,15 +193,6 @@ def test_idle_ranks_give_and_get_tensors_without_elements(P_world):
         else:
             assert y.shape == (empty.shape if empty.dim() == 2 else (0,))
     assert layer.agreement is None or len(layer.agreement._cache._plans) == 1
-
-
-def test_every_dtype_moves(P_world, comm):
-    P_x, P_y = grid(P_world, (1, 1, comm.size)), grid(P_world, (1, comm.size, 1))
-    for dtype in (torch.float32, torch.int64, torch.bool, torch.complex64, torch.bfloat16):
-        layer = DistributedConcat([P_x, P_x], P_y)
-        xs = [(torch.arange(2 * c * 5) % 3).reshape(2, c, 5).to(dtype) for c in (3, 2)]
-        y = layer(*(shard(P_x, x) for x in xs))
-        assert torch.equal(y, shard(P_y, torch.cat(xs, 1))) and y.dtype == dtype
 
 
 MIXES = [
@@ -342,14 +280,6 @@ def test_layers_that_were_built_differently_do_not_meet(comm):
     with pytest.raises(MismatchError, match="skip"):
         layer(torch.ones(1, 2, 2), torch.ones(1, 2, 2))
     machine.close()
-
-
-def test_concat_on_a_permuted_machine(comm):
-    ranks = tuple(reversed(range(comm.size)))
-    with Machine(comm, ranks=ranks, segment_size="4MiB", timeout=15) as machine:
-        P_x = machine.distribute(Distribution(1, 1, comm.size))
-        P_y = machine.distribute(Distribution(1, comm.size, 1))
-        compare(DistributedConcat([P_x, P_y]), [P_x, P_y], P_x, whole([(2, 3, 6), (2, 5, 6)]))
 
 
 def test_concat_by_either_transport(machine):

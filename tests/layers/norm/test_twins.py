@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.optim.swa_utils import update_bn
 
-from distdl_rma import ArgumentError, MismatchError, UnsupportedError
+from distdl_rma import MismatchError, UnsupportedError
 from distdl_rma import layers as distributed
 from tests.layers.sequential import agree, shard
 
@@ -29,27 +29,6 @@ def pair(P_world, kind, **options):
     layer = getattr(distributed, f"Distributed{kind}")(P_x, *arguments, **options)
     options.pop("placement", None)
     return layer, getattr(nn, kind)(*arguments, **options)
-
-
-@pytest.mark.parametrize("kind", ARGUMENTS)
-def test_layers_are_instances_of_torchs_with_its_attributes_and_keys(P_world, comm, kind):
-    layer, twin = pair(P_world, kind)
-    assert isinstance(layer, type(twin))
-    for name in (*type(twin).__constants__, "_version", "training"):
-        assert getattr(layer, name) == getattr(twin, name), name
-    assert layer.state_dict().keys() == twin.state_dict().keys()
-    assert layer.state_dict()._metadata == twin.state_dict()._metadata
-
-
-@pytest.mark.parametrize("kind", ARGUMENTS)
-def test_reset_parameters_is_torchs(P_world, comm, kind):
-    layer, twin = pair(P_world, kind)
-    for module in (layer, twin):
-        for tensor in (*module.parameters(), *module.buffers()):
-            tensor.data.fill_(7)
-        module.reset_parameters()
-    for key, value in layer.state_dict().items():
-        assert torch.equal(value, torch.full_like(value, twin.state_dict()[key].flatten()[0])), key
 
 
 def test_states_from_before_batches_were_counted_load(P_world, comm):
@@ -113,24 +92,3 @@ def test_placements_have_one_vocabulary(P_world, comm):
     assert whole.weight.shape == make(P_x, 6, affine=True, weights="replicated").weight.shape == (6,)
     assert "placement='replicated'" in repr(whole)
     assert "placement" not in repr(make(P_x, 6))
-    with pytest.raises(ArgumentError, match="mean the same; give one"):
-        make(P_x, 6, placement="cut", weights="replicated")
-    with pytest.raises(ArgumentError, match="placement is one of"):
-        make(P_x, 6, placement="root")
-
-
-@pytest.mark.parametrize("kind", ARGUMENTS)
-def test_parameters_of_every_kind_may_be_whole_where_the_input_is_cut(P_world, comm, kind):
-    layer, twin = pair(P_world, kind, dtype=torch.float64, placement="replicated")
-    assert layer.placement == "replicated"
-    x = torch.randn([2, 6, 5, 3, 4][: ARGUMENTS[kind][0]], dtype=torch.float64, requires_grad=True)
-    local = shard(layer.P_x, x).requires_grad_()
-    for module, given in ((layer, local), (twin, x)):
-        module(given).square().sum().backward()
-    agree(local.grad, shard(layer.P_x, x.grad), "input gradient")
-    state = twin.state_dict()
-    for key, value in layer.state_dict().items():
-        assert value.shape == state[key].shape
-        agree(value, state[key], key)
-    for mine, theirs in zip(layer.parameters(), twin.parameters(), strict=True):
-        agree(mine.grad, theirs.grad, "parameter gradient")

@@ -1,16 +1,10 @@
-"""Pooling of split tensors equals pooling of the whole."""
+"""Pooling of split tensors, to a factor or to a given size, equals pooling of the whole."""
 
 import pytest
 import torch
 from torch import nn
 
-from distdl_rma import (
-    ArgumentError,
-    PartitionError,
-    ShapeError,
-    layers,
-    zero_volume_tensor,
-)
+from distdl_rma import ShapeError, layers, zero_volume_tensor
 from tests.layers.sequential import agree, shard
 from tests.layers.windows.kinds_of_pooling import POOLS, image, layer_of, rows, sequential
 
@@ -56,26 +50,17 @@ def test_a_window_that_reads_only_padding_is_refused(P_world):
     assert layer(shard(P_x, torch.ones(1, 1, 8))).numel() >= 0
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"kernel_size": 0}, "kernel_size is an integer of at least 1, or 2 of them; got 0"),
-        ({"kernel_size": (1, 2, 3)}, "kernel_size is an integer"),
-        ({"kernel_size": 2, "padding": 2}, "padding 2 is more than half of kernel_size 2"),
-        ({"kernel_size": 2, "stride": 0}, "stride is an integer of at least 1"),
-        ({"kernel_size": 2, "padding": -1}, "padding is an integer of at least 0"),
-    ],
-)
-def test_impossible_arguments_are_refused(P_world, arguments, message):
-    for kind in (layers.DistributedAvgPool2d, layers.DistributedMaxPool2d):
-        with pytest.raises(ArgumentError, match=f"{kind.__name__}: {message}"):
-            kind(rows(P_world), **arguments)
+@pytest.mark.mpi(min_size=2)
+def test_global_average_moves_one_vector_per_rank(P_world, comm):
+    P_x = rows(P_world)
+    layer = layers.DistributedAdaptiveAvgPool2d(P_x, 1)
+    layer(shard(P_x, image(shape=(2, 3, 40, 40))))
+    operation = layer.agreement.last
+    assert operation.gather is None
+    exchange = operation.scatter.forward.exchange
+    assert sum(piece.box.volume for piece in exchange.sends) == (2 * 3 if comm.rank else 0)
 
 
-def test_other_impossible_arguments_are_refused(P_world):
-    with pytest.raises(ArgumentError, match="divisor_override must not be zero"):
-        layers.DistributedAvgPool2d(rows(P_world), 2, divisor_override=0)
-    with pytest.raises(PartitionError, match="DistributedAvgPool1d: P_x has 4 dimensions"):
-        layers.DistributedAvgPool1d(rows(P_world), 2)
-    with pytest.raises(PartitionError, match="DistributedMaxPool2d: P_y has 1 dimensions"):
-        layers.DistributedMaxPool2d(rows(P_world), 2, P_y=P_world)
+def test_a_size_may_be_zero(P_world):
+    layer = layers.DistributedAdaptiveAvgPool2d(rows(P_world), (None, 0))
+    assert layer(shard(layer.P_x, image())).shape[3] == 0

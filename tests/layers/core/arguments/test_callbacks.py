@@ -15,12 +15,7 @@ from distdl_rma import (
     ShapeError,
     zero_volume_tensor,
 )
-from distdl_rma.layers import (
-    Concat,
-    Conv,
-    DistributedConv1d,
-    InstanceNorm,
-)
+from distdl_rma.layers import Concat, Conv, DistributedConv1d, InstanceNorm
 from tests.layers.sequential import agree
 
 pytestmark = pytest.mark.mpi

@@ -1,0 +1,141 @@
+"""What constructors of layers refuse, before any communication: calls as users write them.
+
+The names of layers are here without their "Distributed"."""
+
+import pytest
+import torch
+
+from distdl_rma import errors, layers
+
+pytestmark = pytest.mark.mpi
+
+# The call, and its error. All ranks are along the last dimension of flat, plane and line.
+REFUSED = {
+    "Conv2d(line, 1, 1, 3)": r"PartitionError: P_x has 3 dimensions .* the tensor has 4",
+    "Conv1d(line, 1, 1, 3, weights='sharded')": "ArgumentError: placement is one of",
+    "Conv1d(line, 3, 3, 3, groups=2)": "ArgumentError: DistributedConv1d: in_channels must be div",
+    "Conv1d(line, 1, 1, 3, padding_mode='mirror')": "ArgumentError: Conv1d: padding_mode must be",
+    "Conv1d(line, 1, 1, 3, stride=0)": "ArgumentError: kernel, stride and dilation must be at least 1",
+    "Conv1d(line, 1, 1, 3, stride=(1, 2))": "ArgumentError: Conv1d: stride needs 1 numbers",
+    "Conv1d(line, 1, 0, 3)": "ArgumentError: needs channels, got 1 in and 0 out",
+    "Conv1d(line, line, line, 1, 1, 3, P_w=line)": "PartitionError: P_W is given twice",
+    "Conv1d(line, line, line, line, 1, 1, 3)": "PartitionError: takes P_x, P_y and P_W, got 4 part",
+    "Conv1d(line, line, flat, 1, 1, 3)": "PartitionError: P_W has 1 dimensions",
+    "Conv1d(line, 1, 1, 3, dtype=torch.complex64)": r"UnsupportedError: torch\.complex64 is not supp",
+    "Conv1d(line, 1, 1, 3, device='meta')": "UnsupportedError: device meta is not supported",
+    "Conv1d(line, 2, 2, 3, placement='root', weights='replicated')": "ArgumentError: mean the same",
+    "ConvTranspose2d(line, 1, 1, 3)": "PartitionError: Transpose2d: P_x has 3 dimensions",
+    "ConvTranspose1d(line, 1, 1, 3, 2, output_padding=2)": "ArgumentError: 1d: output_padding",
+    "ConvTranspose1d(line, 1, 1, 3, padding=-1)": "ArgumentError: ConvTranspose1d: .*padding",
+    "ConvTranspose1d(line, 1, 1, 3, padding_mode='circular')": 'ArgumentError: Only "zeros" padding',
+    "ConvTranspose1d(line, 1, 1, 3, dtype=torch.complex64)": "UnsupportedError: dtype",
+    "Linear(plane, line, plane, 3, 4)": r"PartitionError: Linear: P_x .* and P_y .* as many dimensions",
+    "Linear(plane, plane, flat, 3, 4)": r"PartitionError: P_W is a grid of \(rows, columns\)",
+    "LinearAllGather(3, 4, plane)": "PartitionError: the first argument is a partition, got 3",
+    "LinearReduceScatter(plane, -1, 4)": "ArgumentError: in_features is a number .* at least 0, got -1",
+    "LinearAllGatherZero(plane, 3, plane)": "ArgumentError: out_features is a number of features",
+    "LinearAllGather(plane, 3, 4, weights='sharded')": r"ArgumentError: \('replicated', 'root'\), got 's",
+    "LinearAllGather(plane, 3, 4, placement='root', weights='replicated')": "ArgumentError: mean the",
+    "LinearReduceScatter(plane, 3, 4, device='meta')": "UnsupportedError: on the CPU, got device 'meta'",
+    "LinearReduceScatterZero(plane, 3, 4, dtype=torch.int32)": "UnsupportedError: got torch.int32",
+    "BatchNorm2d(plane, 4)": r"PartitionError: Norm2d: P_x has 2 dimensions .*the tensor has 4",
+    "BatchNorm1d(plane, -1)": "ArgumentError: num_features must be at least 0, got -1",
+    "BatchNorm1d(plane, 4, eps=0)": "ArgumentError: eps must be positive, got 0",
+    "InstanceNorm3d(line, 4)": "PartitionError: the tensor has 4",
+    "InstanceNorm1d(line, 6, placement='cut', weights='replicated')": "ArgumentError: the same; give one",
+    "InstanceNorm1d(line, 6, placement='root')": "ArgumentError: placement is one of",
+    "GroupNorm(plane, 3, 4)": "ArgumentError: num_channels 4 must be divisible by num_groups 3",
+    "GroupNorm(flat, 1, 4)": r"PartitionError: P_x .* has 1 dimension",
+    "LayerNorm(plane, ())": "ArgumentError: needs at least one dimension",
+    "LayerNorm(plane, (2, 3, 4))": r"PartitionError: normalized_shape .* has 3",
+    "Embedding(plane, 3, 2, sparse=True)": "UnsupportedError: DistributedEmbedding: sparse",
+    "Embedding(plane, 3, 2, max_norm=1.0)": r"UnsupportedError: DistributedEmbedding: max_norm=1\.0",
+    "Embedding(plane, 3, 2, padding_idx=3)": "ArgumentError: Padding_idx must be within num_embeddings",
+    "Embedding(plane, 3, 2, P_y=plane)": "PartitionError: P_y has 2 dimensions",
+    "AvgPool2d(rows, 0)": "ArgumentError: AvgPool2d: kernel_size is .* at least 1, or 2 of them; got 0",
+    "MaxPool2d(rows, (1, 2, 3))": "ArgumentError: DistributedMaxPool2d: kernel_size is an integer",
+    "AvgPool2d(rows, 2, padding=2)": "ArgumentError: padding 2 is more than half of kernel_size 2",
+    "MaxPool2d(rows, 2, padding=2)": "ArgumentError: padding 2 is more than half of kernel_size 2",
+    "AvgPool2d(rows, 2, stride=0)": "ArgumentError: stride is an integer of at least 1",
+    "MaxPool2d(rows, 2, padding=-1)": "ArgumentError: padding is an integer of at least 0",
+    "AvgPool2d(rows, 2, divisor_override=0)": "ArgumentError: divisor_override must not be zero",
+    "AvgPool1d(rows, 2)": "PartitionError: DistributedAvgPool1d: P_x has 4 dimensions",
+    "MaxPool2d(rows, 2, P_y=flat)": "PartitionError: DistributedMaxPool2d: P_y has 1 dimensions",
+    "AdaptiveMaxPool2d(rows, (1, 2, 3))": "ArgumentError: output_size is .* or None, or 2 of them",
+    "AdaptiveAvgPool2d(rows, -1)": "ArgumentError: output_size is an integer or None",
+    "AdaptiveAvgPool2d(rows, (1, None, 2))": "ArgumentError: output_size is an integer or None",
+    "AdaptiveAvgPool2d(rows, 1.5)": "ArgumentError: output_size is an integer or None",
+    "AdaptiveAvgPool2d(rows, '1')": "ArgumentError: output_size is an integer or None",
+    "ZeroPad2d(rows, (1, 2))": "ArgumentError: ZeroPad2d: padding is an integer, or 4 of them",
+    "CircularPad2d(rows, (0, 0, -1, 2))": "UnsupportedError: crops one end of a dimension and wraps",
+    "Upsample(line)": "ArgumentError: DistributedUpsample: give either size or scale_factor",
+    "Upsample(line, size=3, scale_factor=2)": "ArgumentError: give either size or scale_factor",
+    "Upsample(line, size=0)": "ArgumentError: size is an integer of at least 1",
+    "Upsample(line, scale_factor=-1.0)": "ArgumentError: scale_factor is a positive number",
+    "Upsample(line, size=3, mode='area')": "ArgumentError: mode is one of",
+    "Upsample(line, size=3, mode='bilinear')": "ArgumentError: is for 2 spatial dimensions, P_x has 1",
+    "Upsample(line, size=3, align_corners=False)": "ArgumentError: has no meaning with mode 'nearest'",
+    "Upsample(line, size=3, recompute_scale_factor=True)": "ArgumentError: factor has no meaning",
+    "Upsample(flat, size=2)": "PartitionError: tensors have 3, 4 or 5",
+    "UpsamplingNearest2d(line, size=2)": "PartitionError: P_x has 3 dimensions",
+    "MSELoss(blocks, reduction='batchmean')": r"ArgumentError: one of .*'none'.*, got 'batchmean'",
+    "BCELoss(blocks, size_average=True)": "UnsupportedError: DistributedBCELoss: size_average is not",
+    "BCELoss(blocks, reduce=False)": "UnsupportedError: DistributedBCELoss: reduce is not",
+    "HuberLoss(blocks, beta=1.0)": "TypeError: unexpected keyword argument 'beta'",
+    "HuberLoss(blocks, delta=0.0)": "ArgumentError: DistributedHuberLoss: .*delta",
+    "SmoothL1Loss(blocks, beta=-1.0)": "ArgumentError: DistributedSmoothL1Loss: .*beta",
+    "CrossEntropyLoss(blocks, label_smoothing=1.5)": "ArgumentError: label_smoothing must be between",
+    "NLLLoss(blocks, torch.ones(3, 1))": r"ShapeError: one number per class, got shape \(3, 1\)",
+    "NLLLoss(blocks, [1.0, 2.0])": "ArgumentError: weight is a tensor, got",
+    "BCEWithLogitsLoss(blocks, pos_weight=torch.ones(3, 1, 1))": "ShapeError: more dimensions than P_x",
+    "CrossEntropyLoss(blocks, torch.ones(3, requires_grad=True))": "UnsupportedError: weight requires a",
+    "Concat([])": "PartitionError: one input at least",
+    "Concat([line, rows], line)": r"PartitionError: P_xs\[1\] has 4 dimensions",
+    "Concat([flat])": r"PartitionError: P_xs\[0\] has 1 dimensions",
+    "Repartition(blocks, flat)": "PartitionError: P_x has 2 dimensions",
+    **dict.fromkeys(
+        [
+            f"HaloExchange(rows, {width})"
+            for width in (-1, [1], [1, 2, 3], [(1, 2, 3), 1], [(0, -1), 0], 1.5, [0.5, 1])
+        ],
+        "ArgumentError: HaloExchange: width",
+    ),
+    "HaloExchange(line, 1, 'mirror')": r"ArgumentError: padding_mode is one of .* got 'mirror'",
+    "HaloExchange(flat, 1)": "PartitionError: spatial dimensions",
+    "AllSumReduce(flat)": "ArgumentError: AllSumReduce: give either axes_reduce or axes_keep",
+    "AllGather(flat, 0, axes_keep=0)": "ArgumentError: AllGather: give either axes_all_gather or axes_keep",
+    "ReduceScatter(flat)": "ArgumentError: ReduceScatter: give either axes_reduce_scatter or axes_keep",
+    "AllSumReduce(flat, 1)": "ArgumentError: out of range",
+    "AllSumReduce(flat, -2)": "ArgumentError: out of range",
+    "AllSumReduce(flat, [0, -1])": "ArgumentError: more than once",
+    "AllSumReduce(flat, 0.5)": "ArgumentError: are integers",
+}
+REFUSED_OF_SEVERAL = {
+    "Linear(flat, flat, space, 3, 4)": "PartitionError: data-parallel blocks, but P_x",
+    "CrossEntropyLoss(plane, reduction='none')": "UnsupportedError: 'none' with classes split",
+    "SumReduce(plane, blocks)": r"PartitionError: SumReduce: grids \(1, \d\) and \(\d, 1\) do not fit",
+    "Broadcast(plane, blocks)": r"PartitionError: Broadcast: grids \(\d, 1\) and \(1, \d\) do not fit",
+    "SumReduce(one, flat)": r"PartitionError: grids \(1,\) and \(\d,\)",
+}
+REFUSED_OF_ONE = {"NLLLoss(point)": "PartitionError: no dimension for the classes"}
+
+
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors:UserWarning")
+def test_impossible_arguments_are_refused_before_anything_is_sent(P_world, comm):
+    n = comm.size
+    shapes = {"plane": (1, n), "line": (1, 1, n), "rows": (1, 1, n, 1), "blocks": (n, 1), "space": (n, 1, 1)}
+    names = {name.removeprefix("Distributed"): getattr(layers, name) for name in sorted(layers.__all__)}
+    names |= {"torch": torch, "flat": P_world}
+    names |= {key: P_world.create_cartesian_topology_partition(shape) for key, shape in shapes.items()}
+    names["one"] = P_world.create_partition_inclusive([0])
+    if n == 1:
+        names["point"] = P_world.create_cartesian_topology_partition(())
+    for call, said in (REFUSED | (REFUSED_OF_SEVERAL if n > 1 else REFUSED_OF_ONE)).items():
+        error, _, words = said.partition(": ")
+        kind = TypeError if error == "TypeError" else getattr(errors, error)
+        try:
+            with pytest.raises(kind, match=words):
+                eval(call, names)
+        except BaseException as failure:
+            failure.add_note(call)
+            raise
