@@ -100,13 +100,6 @@ def test_groups_of_random_ranks_make_collectives(segments, comm):
             resource.close()
 
 
-def test_a_machine_makes_groups(machine):
-    group = machine.group()
-    group.barrier()
-    assert group.ranks == machine.ranks
-    group.close()
-
-
 @pytest.mark.mpi(min_size=2)
 def test_a_first_rank_that_means_something_else_is_noticed_on_its_node_and_by_one_rank_of_each_other(
     segments, comm

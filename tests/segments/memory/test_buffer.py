@@ -6,13 +6,7 @@ import time
 import numpy as np
 import pytest
 
-from distdl_rma import (
-    ClosedError,
-    ExchangeTimeout,
-    Machine,
-    MismatchError,
-    ProtocolError,
-)
+from distdl_rma import ClosedError, ExchangeTimeout, Machine, MismatchError, ProtocolError
 from distdl_rma.segments.memory.buffer import _UNFINISHED
 
 pytestmark = pytest.mark.mpi

@@ -25,7 +25,7 @@ from tests.segments.strategies import slices
 pytestmark = pytest.mark.mpi
 
 WAYS = [("auto", "none"), ("auto", "thread"), ("remote", "none"), ("remote", "thread")]
-STRIPE, WORDS, NOTES = 1 << 14, 2, 3
+STRIPE, WORDS, NOTES = 1 << 17, 2, 3
 DTYPES = ["u1", ">i2", "f4", "i8", "c16", "f2", [("a", "<i4"), ("b", ">f8")]]
 FORMS = {
     "row": lambda x: x,
