@@ -30,32 +30,6 @@ def test_movement_is_right_for_hundreds_of_epochs_with_random_delays(machine, na
     channel.close()
 
 
-@pytest.mark.in_turn(1, 3, 4)
-@pytest.mark.parametrize("name", NAMES)
-def test_two_epochs_may_be_in_flight(machine, name):
-    exchange = movements(machine)[name]
-    channel = Channel(machine.segments, exchange, np.int64, name)
-    for epoch in range(1, 40, 2):
-        first, second = (values(exchange, machine.rank, e) for e in (epoch, epoch + 1))
-        flights = channel.start(channel.cut(first)), channel.start(channel.cut(second))
-        for x, flight, e in ((first, flights[0], epoch), (second, flights[1], epoch + 1)):
-            assert (channel.gather(x, flight, np.add) == expected(exchange, e)).all()
-    channel.close()
-
-
-def test_adjoint_identity_holds_exactly(machine, comm):
-    rng = np.random.default_rng(machine.rank)
-    for name, exchange in movements(machine).items():
-        there = Channel(machine.segments, exchange, np.int64, name)
-        back = Channel(machine.segments, exchange.T, np.int64, f"{name} adjoint")
-        x, y = (rng.integers(-9, 9, box.shape) for box in (exchange.own, exchange.need))
-        left = comm.allreduce(int((there.move(x) * y).sum()))
-        right = comm.allreduce(int((x * back.move(y)).sum()))
-        assert left == right, name
-        there.close()
-        back.close()
-
-
 def test_two_epochs_may_be_under_way_and_are_received_in_order(machine):
     exchange = halo(machine)
     channel = Channel(machine.segments, exchange, np.int64, "third")

@@ -1,8 +1,8 @@
 """Random programs of all ranks against plain arrays: what buffers hold, whatever is called in whatever order.
 
 All ranks draw the same program. Each rank carries out its own part and keeps a model of all buffers: their
-bytes, the notifications that nobody has taken yet, and the words that atomics change. Each rank
-writes to a stripe of its own in every buffer.
+bytes, the notifications that nobody has taken yet, and the words that atomics change. Each rank writes to a
+stripe of its own in every buffer. ``STRESS_EXAMPLES`` in the environment is the number of programs.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ import torch
 
 from distdl_rma import ArgumentError, ClosedError, ExchangeTimeout, ShapeError
 from distdl_rma.segments.memory.remote_buffer import RemoteMemory
-from distdl_rma.segments.transport.links import ByteRuns, SharedLink
+from distdl_rma.segments.transport.links import SharedLink
 from distdl_rma.trace import Counters
 
 
@@ -45,23 +45,6 @@ def test_nothing_outside_is_inside(block, offset, nbytes):
     assert block[0].inside(np.uint8(60), 4, "get") == 60
     with pytest.raises(ArgumentError, match="get: an offset is a whole number"):
         block[0].inside(0.5, 4, "get")
-
-
-def test_a_get_fills_its_target_from_the_block(block):
-    memory, segment = block
-    target, others = np.zeros((2, 3), ">u2"), np.zeros(4, np.uint8)
-    memory.get([memory.fetch(target, 4), memory.fetch(others, 60)])
-    assert target.tobytes() == segment[132:144].tobytes() and others.tolist() == [188, 189, 190, 191]
-    assert (memory.counters.gets, memory.counters.bytes_got) == (2, 16)
-
-
-def test_a_put_reaches_the_block_only(block):
-    memory, segment = block
-    before = segment.copy()
-    memory.put(ByteRuns((memory.begin + 10,), 3), np.full(3, 255, np.uint8), None)
-    assert (segment[138:141] == 255).all()
-    segment[138:141] = before[138:141]
-    assert (segment == before).all()
 
 
 def test_what_follows_a_get_comes_when_the_target_is_filled(block):
