@@ -73,6 +73,8 @@ class Programs(RuleBasedStateMachine):
         # The arrays of posted puts and gets, with what gets must give.
         self.held = {name: [] for name in "ab"}
         self.queues[None], self.step = None, 0
+        # By rank, the queues of gets that may still be under way.
+        self.getting = collections.defaultdict(set)
         self.register()
 
     def register(self):
@@ -104,7 +106,10 @@ class Programs(RuleBasedStateMachine):
         return self.remotes[reader] if writer == self.me and not self.problem else None
 
     def may_write(self, writer, reader, at, nbytes):
-        """Before bytes are written again, those that are on their way arrive."""
+        """Before bytes are written again, those that are on their way arrive, in either direction."""
+        for queue in sorted(self.getting.pop(writer, ())):
+            if writer == self.me and not self.problem:
+                self.end_queue(queue=queue, wait=True)
         if (self.written[reader, at : at + nbytes] > self.flushed[writer, reader]).any():
             self.flush(writer, reader)
 
@@ -193,6 +198,7 @@ class Programs(RuleBasedStateMachine):
     def slice(self, writer, reader, key, dtype, offset, queue):
         writer, reader, (shape, key) = writer % self.size, reader % self.size, key
         at, nbytes = writer * STRIPE + offset, int(np.prod(shape)) * np.dtype(dtype).itemsize
+        self.may_write(writer, reader, at, nbytes)
         self.flush(writer, reader)
         remote = self.acting(writer, reader)
         model = self.there[reader, at : at + nbytes].copy().view(dtype).reshape(shape)
@@ -225,6 +231,8 @@ class Programs(RuleBasedStateMachine):
         reader, owner = reader % self.size, owner % self.size
         self.flush(reader, owner)
         remote = self.acting(reader, owner)
+        if queue and way != "notified":
+            self.getting[reader].add(queue)
         parts = [self.part(reader, draw) for draw in draws]
         self.count(reader, gets=len(parts), bytes_got=sum(out.nbytes for out, _ in parts))
         self.count(reader, notifications=len(parts) if way == "notified" else 0)
@@ -414,6 +422,7 @@ class Programs(RuleBasedStateMachine):
         self.check_all()
         self.agree()
         self.flushed[...] = self.step
+        self.getting.clear()
 
     def agree(self):
         problems = [problem for problem in self.comm.allgather(self.problem) if problem]
