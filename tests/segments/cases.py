@@ -19,7 +19,16 @@ COUNTS = [0, 1, 2, 3, 5, 7, 100, 3001, 40_000]
 
 
 def operand(number, rank, step, count, dtype):
-    return np.random.default_rng((number, rank, step)).integers(-9, 9, count).astype(dtype)
+    draw = np.random.default_rng((number, rank, step))
+    if dtype.kind in "iu":
+        # Sums and products wrap around.
+        return draw.integers(0, 256, count * dtype.itemsize, np.uint8).view(dtype)
+    if dtype.kind == "b":
+        # True on most ranks, so that now and then it is on all.
+        return draw.random(count) < 0.7
+    return (
+        draw.integers(-9, 9, count) + (1j if dtype.kind == "c" else 0) * draw.integers(-9, 9, count)
+    ).astype(dtype)
 
 
 class Case:

@@ -101,8 +101,7 @@ def test_timeout_names_layer_peer_and_epochs_and_the_wait_can_be_repeated(machin
     else:
         epoch = channel.start([])
         with pytest.raises(
-            ExchangeTimeout,
-            match=r"waited .* s for rank 0 to send in 'slow layer' \(epoch 1, last seen 0\)",
+            ExchangeTimeout, match=r"waited .* s for rank 0 to send in 'slow layer' \(epoch 1, last seen 0\)"
         ):
             list(channel.receive(epoch, timeout=0.02))
         comm.Barrier()

@@ -133,12 +133,7 @@ def test_different_sizes_on_different_ranks_give_the_smallest(comm):
 
 @pytest.mark.parametrize(
     "options",
-    [
-        {},
-        {"transport": "remote"},
-        {"transport": "remote", "progress": "none"},
-        {"progress": "thread"},
-    ],
+    [{}, {"transport": "remote"}, {"transport": "remote", "progress": "none"}, {"progress": "thread"}],
 )
 def test_describe_tells_ranks_transport_and_progress(comm, options):
     ranks = tuple(reversed(range(comm.size)))

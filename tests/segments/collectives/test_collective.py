@@ -9,9 +9,8 @@ import time
 import numpy as np
 import pytest
 
-from distdl_rma import ClosedError, ExchangeTimeout, PartitionError, ProtocolError
+from distdl_rma import ExchangeTimeout, ProtocolError
 from distdl_rma.segments import Allgather, Allreduce, Alltoall, Bcast, Reduce, Reducescatter
-from distdl_rma.segments.collectives.collective import CollectiveSite
 from distdl_rma.segments.manager import SegmentManager
 from tests.matrix import over_seeds
 from tests.segments.cases import Case
@@ -19,19 +18,18 @@ from tests.segments.cases import Case
 pytestmark = pytest.mark.mpi
 
 
+@pytest.mark.usefixtures("cut")
 @over_seeds(6)
 def test_collectives_over_random_ranks_in_any_order_of_waiting(segments, comm, seed):
     rng, mine = random.Random(seed), random.Random(100 * seed + comm.rank)
-    cases = [Case(segments, rng, 100 * seed + number) for number in range(12)]
-    cases = [case for case in cases if case.active]
+    cases = [case for number in range(14) if (case := Case(segments, rng, 100 * seed + number)).active]
     for step in range(6):
         for case in cases:
             case.job.active[:] = case.operand(case.me, step)
             case.job.start()
             if mine.random() < 0.05:
                 time.sleep(2e-3)
-        order = mine.sample(cases, len(cases))
-        for case in order:
+        for case in mine.sample(cases, len(cases)):
             if mine.random() < 0.3:
                 while not case.job.test():
                     os.sched_yield()
@@ -42,19 +40,49 @@ def test_collectives_over_random_ranks_in_any_order_of_waiting(segments, comm, s
         case.job.close()
 
 
+@pytest.mark.usefixtures("cut")
 @pytest.mark.in_turn(1, 3, 4)
-@pytest.mark.parametrize("count", [1, 5, 700, 50_000])
-@pytest.mark.parametrize("op", ["sum", "mean", "prod"])
-@pytest.mark.parametrize("dtype", [np.float32, np.complex64])
+@pytest.mark.parametrize("count", [1, 6, 700, 50_001])
+@pytest.mark.parametrize(
+    ("op", "dtype"), [("sum", "f4"), ("mean", "c8"), ("prod", "f4"), ("sum", "c16"), ("sum", "bfloat16")]
+)
 def test_reductions_are_bitwise_equal_on_all_ranks_and_from_run_to_run(segments, comm, count, op, dtype):
-    job = Allreduce(segments, segments.ranks, count, dtype, op, f"bits {count}")
+    values = np.random.default_rng(comm.rank).standard_normal(2 * count) * 10.0**comm.rank
+    if dtype == "bfloat16":
+        # The words, of which the first half says most.
+        values = values.astype(np.float32).view(np.uint16)[1::2]
+    elif "c" in dtype:
+        values = values.view(complex)
+    jobs = [Allreduce(segments, segments.ranks, count, dtype, op, f"bits {count} {n}") for n in range(2)]
     results = []
-    for _ in range(3):
-        parts = np.random.default_rng(comm.rank).standard_normal(2 * count) * 10.0**comm.rank
-        job.active[:] = parts.view(complex) if dtype == np.complex64 else parts[:count]
+    for job in (*jobs, *jobs):
+        time.sleep(random.Random(count + comm.rank + len(results)).random() * 3e-3)
+        job.active[:] = values[:count]
         job.start()
         results.append(job.wait().tobytes())
     assert len(set(comm.allgather(results[0]))) == 1 and len(set(results)) == 1
+    for job in jobs:
+        job.close()
+
+
+def test_sums_of_float16_may_be_beyond_float16_and_structures_travel_as_they_are(segments, comm):
+    job = Allreduce(segments, segments.ranks, 3, np.float16, "mean", "half")
+    assert (job(np.full(3, 40_000.0)) == np.float16(40_000.0)).all()
+    job.close()
+    ranks, kind = segments.ranks[::-1], np.dtype("2u1,f8")
+    job = Allgather(segments, ranks, [(3 * rank) % 5 for rank in ranks], kind, "structures")
+    values = [np.arange(7 * rank, 7 * rank + 3 * rank % 5).astype(np.int16).astype(kind) for rank in ranks]
+    assert np.array_equal(job(values[ranks.index(comm.rank)]), np.concatenate(values))
+    job.close()
+
+
+def test_one_count_is_cut_into_balanced_parts_and_the_first_rank_is_the_root(segments, comm):
+    job = Reducescatter(segments, segments.ranks, 10, np.float64, name="balanced")
+    assert sum(job.counts) == 10 and max(job.counts) - min(job.counts) <= 1
+    assert job(np.ones(10)).tolist() == [comm.size] * job.counts[comm.rank]
+    job.close()
+    job = Bcast(segments, segments.ranks[::-1], 1, name="first")
+    assert job.root == segments.ranks[-1]
     job.close()
 
 
@@ -81,28 +109,39 @@ def test_16_bit_floats_are_summed_in_float32_and_rounded_once(segments, comm, co
     job.close()
 
 
+@pytest.mark.usefixtures("cut")
 def test_steps_run_ahead_without_overwriting_what_others_still_read(segments, comm):
+    ranks, size, first = segments.ranks, comm.size, segments.ranks[0]
     jobs = [
-        Bcast(segments, segments.ranks, 3000, np.int64, name="ahead"),
-        Allgather(segments, segments.ranks, 300, np.int64, name="ahead too"),
-        Allreduce(segments, segments.ranks, 30, np.int64, name="ahead as well"),
-        Alltoall(segments, segments.ranks, 50, np.int64, name="ahead, between all"),
-        Reduce(segments, segments.ranks, 3000, np.int64, name="ahead, to a root"),
+        Bcast(segments, ranks, 3000, np.int64, name="ahead"),
+        Allgather(segments, ranks[::-1], 300, np.int64, name="ahead too"),
+        Alltoall(segments, ranks, 50, np.int64, name="ahead, between all"),
+        Allreduce(segments, ranks, 30, np.int64, name="ahead as well"),
+        Reducescatter(segments, ranks, 40 * size, np.int64, name="ahead, a part for each"),
+        Reduce(segments, ranks, 3000, np.int64, name="ahead, to a root"),
     ]
-    mine = random.Random(comm.rank)
-    first, everyone = segments.ranks[0], np.array(segments.ranks)
-    for step in range(150):
+    mine, everyone, before = random.Random(comm.rank), np.array(ranks), {}
+    for step in range(80):
+        operands = {}
         for job in jobs:
             job.active[:] = 1000 * step + comm.rank
+            operands[job] = job.active.ctypes.data
             job.start()
+            # The last result lies in the buffer that is active now, and is still what it was.
+            if job in before and type(job) is Allreduce:
+                assert job.active.ctypes.data != operands[job] and (job.active == before[job]).all()
         if mine.random() < 0.1:
             time.sleep(1e-3)
         assert (jobs[0].wait() == 1000 * step + first).all()
-        assert (jobs[1].wait().reshape(comm.size, -1) == 1000 * step + everyone[:, None]).all()
-        assert (jobs[2].wait() == (1000 * step + everyone).sum()).all()
-        assert (jobs[3].wait().reshape(comm.size, -1) == 1000 * step + everyone[:, None]).all()
-        total = jobs[4].wait()
-        assert (total == (1000 * step + everyone).sum()).all() and (total.size > 0) == (comm.rank == first)
+        assert (jobs[1].wait().reshape(size, -1) == 1000 * step + everyone[::-1, None]).all()
+        assert (jobs[2].wait().reshape(size, -1) == 1000 * step + everyone[:, None]).all()
+        for job in jobs[3:]:
+            total = job.wait()
+            assert (total == (1000 * step + everyone).sum()).all()
+            if type(job) is Allreduce:
+                assert total.ctypes.data == operands[job], "the result takes the place of the operand"
+                before[job] = total.copy()
+        assert (total.size > 0) == (comm.rank == first)
     for job in jobs:
         job.close()
 
@@ -117,13 +156,13 @@ def wait_for(job, late):
         missing = str(caught.value)
 
 
-@pytest.mark.parametrize("count", [4, 30_000])
-def test_a_wait_names_the_missing_rank_and_can_be_repeated(segments, comm, count):
-    if comm.size == 1:
-        pytest.skip("nobody can be missing")
-    job = Allreduce(segments, segments.ranks, count, np.float32, name="late")
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize(
+    ("make", "count"), [(Allreduce, 4), (Allreduce, 30_000), (Reduce, 3000), (Alltoall, 3000)]
+)
+def test_a_wait_names_the_missing_rank_and_can_be_repeated(segments, comm, make, count):
+    job, late = make(segments, segments.ranks, count, np.int64, name="late"), comm.size - 1
     job.connect()
-    late = comm.size - 1
     if comm.rank == late:
         comm.Barrier()
         comm.Barrier()
@@ -135,34 +174,13 @@ def test_a_wait_names_the_missing_rank_and_can_be_repeated(segments, comm, count
         comm.Barrier()
         # Between nodes MPI waits for all ranks of a share; which of them is late, the chain of waits says.
         exact = count < 10 or len(segments.segment.direct_nodes) == 1
-        wait_for(job, late if exact else None)
-        with pytest.raises(ExchangeTimeout):
-            job.wait(timeout=0)
+        # There a rank that only sends to the root may wait for nobody.
+        if exact or make is not Reduce or comm.rank == segments.ranks[0]:
+            wait_for(job, late if exact else None)
+            with pytest.raises(ExchangeTimeout):
+                job.wait(timeout=0)
         comm.Barrier()
-    assert (job.wait() == comm.size).all()
-    comm.Barrier()
-    job.close()
-
-
-@pytest.mark.mpi(min_size=2)
-@pytest.mark.parametrize("make", [Reduce, Alltoall])
-def test_the_wait_for_a_root_or_for_blocks_names_who_is_missing_and_can_be_repeated(segments, comm, make):
-    job, late = make(segments, segments.ranks, 3000, np.int64, name="late"), comm.size - 1
-    job.connect()
-    if comm.rank == late:
-        comm.Barrier()
-        comm.Barrier()
-    job.active[:] = 1
-    job.start()
-    if comm.rank != late:
-        comm.Barrier()
-        one_node = len(segments.segment.direct_nodes) == 1
-        # Between nodes a rank that only sends to the root may wait for nobody.
-        if one_node or make is Alltoall or comm.rank == segments.ranks[0]:
-            wait_for(job, late if one_node else None)
-        comm.Barrier()
-    result = job.wait()
-    assert (result == (1 if make is Alltoall else comm.size)).all()
+    assert (job.wait() == (1 if make is Alltoall else comm.size)).all()
     comm.Barrier()
     job.close()
 
@@ -219,21 +237,6 @@ def test_closing_a_running_step_does_not_leave_the_others_waiting(segments, comm
     used = segments.heap.used
     segments.get_segment_buffer(8).free()
     assert segments.heap.used <= used
-
-
-def test_calls_out_of_order_raise(segments):
-    job = Bcast(segments, segments.ranks, 4, name="strict")
-    with pytest.raises(ProtocolError, match="'strict': wait without a start"):
-        job.wait()
-    job.start()
-    with pytest.raises(ProtocolError, match="started while a step is running"):
-        job.start()
-    job.wait()
-    with pytest.raises(ProtocolError, match="'strict': wait without a start"):
-        job.wait()
-    job.close()
-    with pytest.raises(ClosedError, match="Bcast 'strict': already closed"):
-        job.start()
 
 
 @pytest.mark.parametrize("count", [4, 30_000])
@@ -378,15 +381,6 @@ def test_collectives_that_come_and_go_share_their_communicators(comm):
     assert len(made) == 7 and sum(made) <= 3
     manager.close()
     own.Free()
-
-
-def test_ranks_are_checked_and_laid_out_by_node(segments):
-    manager, layout, name = CollectiveSite.checked(segments, segments.ranks[::-1], "here")
-    assert (manager, name) == (segments, "here")
-    assert layout.ranks == segments.ranks[::-1] and layout.me == segments.rank
-    assert {frozenset(node) for node in layout.nodes} == {*map(frozenset, segments.segment.direct_nodes)}
-    with pytest.raises(PartitionError, match="'here': ranks must be unique"):
-        CollectiveSite.checked(segments, (), "here")
 
 
 @pytest.mark.parametrize("count", [3, 20_000])

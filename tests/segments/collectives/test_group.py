@@ -6,21 +6,10 @@ import time
 import numpy as np
 import pytest
 
-from distdl_rma import ExchangeTimeout, MismatchError, PartitionError
+from distdl_rma import ExchangeTimeout, MismatchError
 from distdl_rma.segments import Group
 
 pytestmark = pytest.mark.mpi
-
-
-def test_ranks_are_checked(segments):
-    with pytest.raises(PartitionError, match=r"'group': ranks must be unique, .* got \(0, 0\)"):
-        Group(segments, (0, 0))
-    with pytest.raises(PartitionError, match="hold this rank"):
-        Group(segments, [rank for rank in segments.ranks if rank != segments.rank])
-    with pytest.raises(PartitionError, match="of the machine"):
-        Group(segments, (segments.rank, 17))
-    group = Group(segments, segments.ranks[::-1])
-    assert group.ranks == segments.ranks[::-1] and group.ranks[group.rank] == segments.rank
 
 
 def test_nobody_passes_a_barrier_before_all_have_come(segments, comm):
@@ -109,13 +98,6 @@ def test_groups_of_random_ranks_make_collectives(segments, comm):
         group.barrier()
         for resource in (*jobs, group):
             resource.close()
-
-
-def test_a_machine_makes_groups(machine):
-    group = machine.group()
-    group.barrier()
-    assert group.ranks == machine.ranks
-    group.close()
 
 
 @pytest.mark.mpi(min_size=2)

@@ -1,28 +1,16 @@
 """Pieces of large vectors: what order they take, and that collectives give the same in pieces."""
 
-import random
-import time
 import weakref
 
 import numpy as np
 import pytest
 
 from distdl_rma import ExchangeTimeout, ProtocolError
-from distdl_rma.segments import Allgather, Allreduce, Bcast, Reduce, Reducescatter
-from distdl_rma.segments.collectives import between_nodes
+from distdl_rma.segments import Allreduce, Bcast
 from distdl_rma.segments.collectives.between_nodes import in_pieces, number_of_pieces, pieces_of_all, slices
 from distdl_rma.segments.collectives.node_layout import RankSlice
-from tests.matrix import over_seeds
-from tests.segments.cases import Case
 
 LONG = 30_000
-
-
-@pytest.fixture
-def tiny(monkeypatch):
-    """Pieces of a few elements."""
-    monkeypatch.setattr(between_nodes, "_LEAST_NBYTES", 40)
-    monkeypatch.setattr(between_nodes, "_LEAST_OF_NODE", 1)
 
 
 def test_pieces_are_few_and_of_small_vectors_there_is_one():
@@ -65,67 +53,6 @@ def test_a_stage_begins_on_a_piece_before_the_next_goes_on_with_the_last(number)
     assert len(said) == 3 * number and all(said.index((0, k)) < said.index((1, k)) for k in range(number))
     assert all(said.index((0, k + 1)) < said.index((1, k)) for k in range(number - 1))
     assert all(said.index((1, k + 1)) < said.index((2, k)) for k in range(number - 1))
-
-
-@pytest.mark.mpi
-@over_seeds(6)
-def test_collectives_in_pieces_over_random_ranks_in_any_order_of_waiting(segments, comm, tiny, seed):
-    rng, mine = random.Random(seed), random.Random(100 * seed + comm.rank)
-    cases = [case for n in range(12) if (case := Case(segments, rng, 100 * seed + n)).active]
-    for step in range(5):
-        for case in cases:
-            case.job.active[:] = case.operand(case.me, step)
-            case.job.start()
-            if mine.random() < 0.1:
-                time.sleep(2e-3)
-        for case in mine.sample(cases, len(cases)):
-            case.check(case.job.wait(), step)
-    for case in cases:
-        case.job.close()
-
-
-@pytest.mark.mpi
-@pytest.mark.parametrize("kind", ["float32", "bfloat16", "complex128"])
-@pytest.mark.parametrize("count", [6, 17, 50_001])
-def test_sums_in_pieces_are_bitwise_alike_on_all_ranks_and_from_run_to_run(segments, comm, tiny, count, kind):
-    jobs = [Allreduce(segments, segments.ranks, count, kind, "sum", f"alike {count} {n}") for n in range(2)]
-    results = []
-    for job in (*jobs, *jobs):
-        values = np.random.default_rng(comm.rank).standard_normal(count) * 10.0**comm.rank
-        # Of bfloat16 the words, of which the first half says most.
-        values = values.astype(np.float32).view(np.uint16)[1::2] if kind == "bfloat16" else values
-        time.sleep(random.Random(count + comm.rank + len(results)).random() * 3e-3)
-        job.active[:] = values
-        job.start()
-        results.append(job.wait().tobytes())
-    assert len(set(comm.allgather(results[0]))) == 1 and len(set(results)) == 1
-    for job in jobs:
-        job.close()
-
-
-@pytest.mark.mpi
-def test_steps_in_pieces_run_ahead_without_overwriting_what_others_still_read(segments, comm, tiny):
-    first, everyone = segments.ranks[0], np.array(segments.ranks)
-    jobs = [
-        Bcast(segments, segments.ranks, 3000, np.int64, name="ahead"),
-        Allgather(segments, segments.ranks[::-1], 300, np.int64, name="ahead too"),
-        Allreduce(segments, segments.ranks, 300, np.int64, name="ahead as well"),
-        Reducescatter(segments, segments.ranks, 40 * comm.size, np.int64, name="ahead, a part for each"),
-        Reduce(segments, segments.ranks, 3000, np.int64, name="ahead, to a root"),
-    ]
-    mine = random.Random(comm.rank)
-    for step in range(60):
-        for job in jobs:
-            job.active[:] = 1000 * step + comm.rank
-            job.start()
-        if mine.random() < 0.1:
-            time.sleep(1e-3)
-        assert (jobs[0].wait() == 1000 * step + first).all()
-        assert (jobs[1].wait().reshape(comm.size, -1) == 1000 * step + everyone[::-1, None]).all()
-        for job in jobs[2:]:
-            assert (job.wait() == (1000 * step + everyone).sum()).all()
-    for job in jobs:
-        job.close()
 
 
 @pytest.mark.mpi

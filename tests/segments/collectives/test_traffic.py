@@ -114,57 +114,32 @@ def least(request, monkeypatch):
 @pytest.mark.parametrize("count", [3, 50_001])
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 @pytest.mark.usefixtures("least")
-def test_the_real_allreduce_moves_what_was_counted(segments, count, dtype):
-    from distdl_rma.segments import Allreduce
+def test_real_collectives_move_what_was_counted(segments, count, dtype):
+    from distdl_rma.segments import Allreduce, Alltoall, Bcast, Reduce
 
-    job = Allreduce(segments, segments.ranks, count, dtype, name=f"counted {count}")
-    layout = NodeLayout(segments.ranks, segments.segment.direct_nodes, segments.rank)
-    job.active[:] = 1
-    found = moved(segments, job)
-    itemsize = np.dtype(dtype).itemsize
-    assert found == allreduce_traffic(layout, count, itemsize, wide_itemsize=4)
-    job.close()
-
-
-@pytest.mark.mpi
-@pytest.mark.parametrize("count", [3, 50_001])
-@pytest.mark.usefixtures("least")
-def test_the_real_broadcast_moves_what_was_counted(segments, count):
-    from distdl_rma.segments import Bcast
-
-    root = segments.ranks[-1]
-    job = Bcast(segments, segments.ranks, count, np.float64, root, f"counted {count}")
-    layout = NodeLayout(segments.ranks, segments.segment.direct_nodes, segments.rank)
-    assert moved(segments, job) == broadcast_traffic(layout, root, 8 * count)
-    job.close()
-
-
-@pytest.mark.mpi
-@pytest.mark.parametrize("dtype", ["float32", "float16"])
-@pytest.mark.usefixtures("least")
-def test_the_real_reduction_to_a_root_moves_what_was_counted(segments, dtype):
-    from distdl_rma.segments import Reduce
-
-    root, count, itemsize = segments.ranks[-1], 50_001, np.dtype(dtype).itemsize
-    job = Reduce(segments, segments.ranks, count, dtype, "sum", root, "counted")
-    job.active[:] = 1
-    layout = NodeLayout(segments.ranks, segments.segment.direct_nodes, segments.rank)
-    assert moved(segments, job) == reduce_traffic(layout, root, count, itemsize, wide_itemsize=4)
-    job.close()
-
-
-@pytest.mark.mpi
-@pytest.mark.parametrize("seed", range(5))
-def test_the_real_all_to_all_moves_what_was_counted(segments, seed):
-    from distdl_rma.segments import Alltoall
-
-    rng = random.Random(seed)
-    rows = tuple(tuple(rng.choice((0, 1, 300)) for _ in segments.ranks) for _ in segments.ranks)
-    job = Alltoall(segments, segments.ranks, rows, np.float64, "counted")
-    layout = NodeLayout(segments.ranks, segments.segment.direct_nodes, segments.rank)
-    found, expected = moved(segments, job), alltoall_traffic(layout, rows, 8)
-    assert found == expected
-    job.close()
+    ranks, root, nbytes, rng = (
+        segments.ranks,
+        segments.ranks[-1],
+        np.dtype(dtype).itemsize,
+        random.Random(count),
+    )
+    rows = tuple(tuple(rng.choice((0, 1, 300)) for _ in ranks) for _ in ranks)
+    layout, wide = NodeLayout(ranks, segments.segment.direct_nodes, segments.rank), {"wide_itemsize": 4}
+    for job, expected in (
+        (
+            Allreduce(segments, ranks, count, dtype, name="sum"),
+            allreduce_traffic(layout, count, nbytes, **wide),
+        ),
+        (
+            Reduce(segments, ranks, 50_001, dtype, "sum", root),
+            reduce_traffic(layout, root, 50_001, nbytes, **wide),
+        ),
+        (Bcast(segments, ranks, count, dtype, root), broadcast_traffic(layout, root, nbytes * count)),
+        (Alltoall(segments, ranks, rows, dtype), alltoall_traffic(layout, rows, nbytes)),
+    ):
+        job.active[:] = 1
+        assert moved(segments, job) == expected, job
+        job.close()
 
 
 @pytest.mark.mpi

@@ -1,24 +1,12 @@
 """Buffers: what lies in them, puts and notifications between ranks, and the exchange of addresses."""
 
 import gc
-import random
 import time
 
 import numpy as np
 import pytest
 
-from distdl_rma import (
-    ArgumentError,
-    ClosedError,
-    ConfigurationError,
-    ExchangeTimeout,
-    Machine,
-    MismatchError,
-    PartitionError,
-    ProtocolError,
-    SegmentError,
-    ShapeError,
-)
+from distdl_rma import ClosedError, ExchangeTimeout, Machine, MismatchError, ProtocolError
 from distdl_rma.segments.memory.buffer import _UNFINISHED
 
 pytestmark = pytest.mark.mpi
@@ -50,24 +38,6 @@ def test_exchange_of_different_things_raises_on_both_sides(machine, comm):
         with pytest.raises(MismatchError, match="the same name, another plan"):
             buffer.exchange({1 - comm.rank: ()}, "same", fingerprint=comm.rank)
         buffer.free()
-
-
-def test_an_exchange_that_cannot_be_sent_is_refused_before_anything_is(machine, comm):
-    buffer = machine.segments.get_segment_buffer(8)
-    own = comm.rank
-    with pytest.raises(PartitionError, match=r"99 is none of the machine's ranks \(0,"):
-        buffer.exchange({own: (), 99: ()})
-    for note in ((1.5,), (1, 2, 3, 4, 5), (2**63,), None, 3):
-        with pytest.raises(ArgumentError, match="the note for rank"):
-            buffer.exchange({own: note})
-    with pytest.raises(ArgumentError, match="label is a string"):
-        buffer.exchange({own: ()}, 5)
-    with pytest.raises(ArgumentError, match="a fingerprint"):
-        buffer.exchange({own: ()}, fingerprint=1 << 63)
-    with pytest.raises(ConfigurationError, match="a timeout is"):
-        buffer.exchange({own: ()}, timeout=-1)
-    assert buffer.exchange({own: (1, -(2**63))})[own].note == (1, -(2**63), 0, 0)
-    buffer.free()
 
 
 @pytest.mark.mpi(min_size=2)
@@ -161,13 +131,6 @@ def test_peers_can_be_given_by_rank_alone(machine, comm):
     buffer = machine.segments.get_segment_buffer(8)
     remotes = buffer.exchange(np.array(peers, np.int64), "listed")
     assert sorted(remotes) == peers and all(remote.note == (0,) * 4 for remote in remotes.values())
-    with pytest.raises(
-        PartitionError, match=r"exchange 'twice': rank 0 is listed more than once in \[0, 0\]"
-    ):
-        buffer.exchange([0, 0], "twice")
-    for wrong in ("01", 1, [0.5]):
-        with pytest.raises(ArgumentError, match="takes rank ids, or notes by rank id, got"):
-            buffer.exchange(wrong, "wrong")
     comm.Barrier()
     buffer.free()
 
@@ -187,17 +150,6 @@ def test_size_zero_is_legal(machine):
     with_words.free()
 
 
-@pytest.mark.parametrize("size", [-1, 1.5, "8", None, True])
-def test_size_that_is_no_number_of_bytes_is_refused(machine, size):
-    with pytest.raises(ArgumentError, match="bytes"):
-        machine.segments.get_segment_buffer(size)
-
-
-def test_exhausted_segment_says_asked_free_largest_and_what_to_set(machine):
-    with pytest.raises(SegmentError, match=r"asked for \d+ bytes, .* free, largest block .*SEGMENT_SIZE"):
-        machine.segments.get_segment_buffer(1 << 40)
-
-
 def test_freed_buffer_is_closed_and_its_memory_used_again(machine):
     # What others gave back is freed with the next allocation.
     machine.segments.get_segment_buffer(0).free()
@@ -211,52 +163,3 @@ def test_freed_buffer_is_closed_and_its_memory_used_again(machine):
     again.free()
     with pytest.raises(ClosedError, match="already freed"):
         buffer.notification(0)
-
-
-def test_notified_puts_go_round_a_ring_with_random_delays(machine, comm):
-    delays = random.Random(comm.rank)
-    after, before = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
-    # Two slots, each with a notification that it is full, and one that it is empty.
-    buffer = machine.segments.get_segment_buffer(2 * 800, notifications=4)
-    remotes = buffer.exchange(dict.fromkeys({after, before}, ()), "ring")
-    for epoch in range(1, 200):
-        slot = epoch % 2
-        if delays.random() < 0.05:
-            time.sleep(delays.random() * 2e-3)
-        data = np.arange(100) + 1000 * comm.rank + epoch
-        if epoch > 2:
-            assert buffer.notify_wait(2 + slot) == epoch - 2
-        remotes[after].put_notify(data, slot, epoch, offset=slot * 800)
-        data[:] = -1
-        assert buffer.notify_wait(slot) == epoch
-        assert (buffer.view(np.int64, (100,), slot * 800) == np.arange(100) + 1000 * before + epoch).all()
-        remotes[before].notify(2 + slot, epoch)
-    for remote in remotes.values():
-        remote.flush()
-    comm.Barrier()
-    buffer.free()
-
-
-def test_put_outside_of_the_peers_buffer_is_refused_before_data_moves(machine, comm):
-    buffer = machine.segments.get_segment_buffer(64, notifications=1)
-    remote = buffer.exchange({comm.rank: ()}, "self")[comm.rank]
-    with pytest.raises(ShapeError, match="not inside rank"):
-        remote.put(np.zeros(9), 0)
-    with pytest.raises(ShapeError, match="not inside rank"):
-        remote.put(np.zeros(1), -8)
-    with pytest.raises(ArgumentError, match="notification 1 of a buffer that has 1"):
-        remote.notify(1, 1)
-    with pytest.raises(ShapeError, match="tensor or bytes, got list"):
-        remote.put([1, 2, 3])
-    buffer.free()
-
-
-def test_wait_that_times_out_can_be_repeated(machine, comm):
-    buffer = machine.segments.get_segment_buffer(8, notifications=1)
-    remote = buffer.exchange({comm.rank: ()}, "self")[comm.rank]
-    with pytest.raises(ExchangeTimeout, match=f"waited 0.01 s for rank {comm.rank} to set"):
-        buffer.notify_wait(0, timeout=0.01)
-    remote.put_notify(np.array([3.0]), 0, 5)
-    assert buffer.notify_wait(0, timeout=5) == 5
-    assert buffer.view(np.float64, (1,))[0] == 3.0
-    buffer.free()

@@ -8,20 +8,14 @@ For operations from one rank to one peer, on both transports, with and without a
     ``test_notifications_of_one_index_become_visible_in_order``; one that is given as the last after all
     before it: ``test_a_last_notification_becomes_visible_after_all_before_it``.
     Those given together share their flushes, and are under way together:
-    ``test_notifications_given_together_share_their_flushes``. That of a list comes after all of the list:
-    ``test_who_sees_the_notification_of_a_list_sees_all_of_it``; that of a get after all that was got:
+    ``test_notifications_given_together_share_their_flushes``. That of a get comes after all that was got:
     ``test_who_sees_the_notification_of_a_get_has_what_was_there_when_it_began``.
-(c) When ``flush()`` returns, all earlier puts and notifications are there, also for who learns of it in
-    another way: ``test_after_a_flush_everything_is_there``.
-(d) When ``queue.wait()`` returns, the sources of the queue's puts may be overwritten, and the arrays of its
-    gets are filled: ``test_after_the_wait_of_a_queue_its_memory_may_be_used``.
-(e) When a put without a queue returns, its source may be overwritten; so may the data of a slice, with a
-    queue or without: ``test_a_source_may_be_overwritten_when_a_put_without_a_queue_returns``.
-(f) Atomic operations on one word have one order, in which those of each rank are as in its program:
+(c) Atomic operations on one word have one order, in which those of each rank are as in its program:
     ``test_atomics_on_a_word_have_one_order``.
-(g) A get after a flush sees this rank's puts: ``test_a_get_after_a_flush_returns_what_was_put``.
-(h) What a rank read before it gave a notification cannot be changed by who waits for that notification
+(d) What a rank read before it gave a notification cannot be changed by who waits for that notification
     before it writes: ``test_a_slot_is_rewritten_only_after_its_reader_said_so``.
+
+What holds after a flush, after the wait of a queue, and of lists, is checked in ``test_random_programs.py``.
 
 Not ordered, and nothing here relies on it: two puts to the same bytes, or a put and a get of them, without a
 flush in between; a put and an atomic operation on the same word without a flush in between; the operations
@@ -175,22 +169,6 @@ def test_notifications_given_together_share_their_flushes(ring, machine):
     flush(after, before)
 
 
-def test_who_sees_the_notification_of_a_list_sees_all_of_it(ring, chance):
-    data, go = 0, 1
-    buffer, after, before = ring(8 * 3 * LARGE, 2)
-    there = buffer.view(np.int64, (3, LARGE))
-    for epoch in range(1, 15):
-        parts = [(np.full(chance.choice((TINY, LARGE)), epoch), 8 * i * LARGE) for i in range(3)]
-        after.put_list_notify(parts, data, 1 + sum((len(p) == LARGE) << i for i, (p, _) in enumerate(parts)))
-        value = buffer.notify_wait(data) - 1
-        for i, row in enumerate(there):
-            assert (row[: LARGE if value >> i & 1 else TINY] == epoch).all()
-        pause(chance)
-        before.notify(go)
-        buffer.notify_wait(go)
-    flush(after, before)
-
-
 def test_who_sees_the_notification_of_a_get_has_what_was_there_when_it_began(ring, machine, comm, chance):
     source, mine, slots = (comm.rank + 1) % comm.size, 0, 4
     buffer, after, before = ring(8 * LARGE, 1)
@@ -214,71 +192,6 @@ def test_who_sees_the_notification_of_a_get_has_what_was_there_when_it_began(rin
     flush(after, before)
 
 
-def test_after_a_flush_everything_is_there(ring, machine, comm, chance):
-    buffer, after, _ = ring(8 * LARGE, 3)
-    queue = machine.segments.queue()
-    there = buffer.view(np.int64, (LARGE,))
-    for epoch in range(1, 40):
-        size = LARGE if epoch % 3 else TINY
-        source = np.full(size, epoch)
-        after.put(source[: size // 2], 0)
-        after.notify(0, epoch)
-        after.put(source[size // 2 :], 8 * (size // 2), queue)
-        after.notify(1, epoch)
-        after.notify(2, epoch)
-        pause(chance)
-        after.flush()
-        # Others learn of it by messages that know nothing of ours.
-        comm.Barrier()
-        assert (there[:size] == epoch).all()
-        assert [buffer.notify_reset(i) for i in range(3)] == [epoch] * 3
-        comm.Barrier()
-        queue.wait()
-
-
-def test_after_the_wait_of_a_queue_its_memory_may_be_used(ring, machine, comm, chance):
-    buffer, after, _ = ring(8 * 2 * LARGE, 0)
-    there = buffer.view(np.int64, (2, LARGE))
-    there[1] = comm.rank
-    comm.Barrier()
-    puts, gets = machine.segments.queue("puts"), machine.segments.queue("gets")
-    source, out = np.empty(LARGE, np.int64), np.empty((3, LARGE), np.int64)
-    for epoch in range(1, 25):
-        source[:], out[:] = epoch, -1
-        after.put(source, 0, puts)
-        for row in out:
-            after.get(row, 8 * LARGE, gets)
-        pause(chance)
-        for queue in chance.sample((puts, gets), 2):
-            queue.wait()
-        source[:] = -1
-        assert (out == (comm.rank + 1) % comm.size).all()
-        after.flush()
-        comm.Barrier()
-        assert (there[0] == epoch).all()
-        comm.Barrier()
-
-
-def test_a_source_may_be_overwritten_when_a_put_without_a_queue_returns(ring, comm, machine):
-    slots = 12
-    buffer, after, _ = ring(8 * slots * LARGE, 0)
-    there, queue = buffer.view(np.int64, (slots, LARGE)), machine.segments.queue()
-    array = after.view(np.int64, (slots, LARGE))
-    source = np.empty(LARGE, np.int64)
-    for slot in range(slots):
-        source[:] = slot
-        if slot % 3 == 0:
-            after.put(source, 8 * slot * LARGE)
-        elif slot % 3 == 1:
-            array[slot, ::-1] = source
-        else:
-            array.put((slot, slice(None)), source, queue)
-        source[:] = -1
-    after.flush()
-    comm.Barrier()
-    assert (there == np.arange(slots)[:, None]).all()
-
-
 def test_atomics_on_a_word_have_one_order(meet, comm, chance):
     _, remotes = meet(16)
     word, rounds = 8, 40
@@ -298,19 +211,6 @@ def test_atomics_on_a_word_have_one_order(meet, comm, chance):
     assert all(b >= a + added for (a, added), (b, _) in itertools.pairwise(seen))
     added = sorted(was for theirs in comm.allgather(seen) for was, changed in theirs if changed)
     assert added == list(range(len(added))) and remotes[0].fetch_add(word, 0) == len(added)
-
-
-def test_a_get_after_a_flush_returns_what_was_put(ring, chance):
-    _, after, _ = ring(8 * LARGE, 0)
-    for epoch in range(1, 40):
-        size = chance.choice((TINY, 1000, LARGE))
-        after.put(np.full(size, epoch), 8 * (LARGE - size))
-        pause(chance)
-        after.flush()
-        out = np.empty(size, np.int64)
-        after.get(out, 8 * (LARGE - size))
-        assert (out == epoch).all()
-        assert (after.view(np.int64, (LARGE,))[: LARGE - size - 1 : -7] == epoch).all()
 
 
 def test_a_slot_is_rewritten_only_after_its_reader_said_so(ring, chance):

@@ -14,63 +14,6 @@ pytestmark = pytest.mark.mpi
 WORDS = 20_000
 
 
-def test_after_the_wait_the_source_may_be_used_again_and_gets_are_there(meet, machine, comm):
-    buffer, remotes = meet(8 * WORDS, 1)
-    after, before = remotes[(comm.rank + 1) % comm.size], (comm.rank - 1) % comm.size
-    queue = machine.segments.queue("data")
-    source, out = np.empty(WORDS, np.int64), np.zeros(WORDS, np.int64)
-    for epoch in range(20):
-        source[:] = epoch * 100 + comm.rank
-        after.put(source, queue=queue)
-        queue.wait()
-        assert len(queue) == 0
-        source[:] = -1
-        after.flush()
-        after.get(out, queue=queue)
-        queue.wait()
-        assert (out == epoch * 100 + comm.rank).all()
-        comm.Barrier()
-        assert (buffer.view(np.int64, (WORDS,)) == epoch * 100 + before).all()
-        comm.Barrier()
-
-
-def test_queues_are_independent_and_hold_operations_to_several_peers(meet, machine, comm):
-    buffer, remotes = meet(8 * comm.size)
-    queues = [machine.segments.queue(f"q{i}") for i in range(3)]
-    sources = {peer: np.array([10 * comm.rank + peer]) for peer in remotes}
-    for peer, remote in remotes.items():
-        remote.put(sources[peer], 8 * comm.rank, queue=queues[peer % 3])
-    for queue in reversed(queues):
-        queue.wait()
-        assert queue.test() and len(queue) == 0
-    for remote in remotes.values():
-        remote.flush()
-    comm.Barrier()
-    assert buffer.view(np.int64, (comm.size,)).tolist() == [10 * p + comm.rank for p in range(comm.size)]
-
-
-def test_an_empty_queue_does_not_wait(machine):
-    queue = machine.segments.queue()
-    queue.wait(timeout=0)
-    assert queue.test() and len(queue) == 0
-
-
-def test_operations_on_nothing_and_on_slices_go_through_queues(meet, machine, comm):
-    _, remotes = meet(800)
-    queue, remote = machine.segments.queue(), remotes[comm.rank]
-    remote.put(b"", queue=queue)
-    remote.get(np.zeros(0), queue=queue)
-    array = remote.view(np.int64, (10, 10))
-    array.put((slice(None), slice(None)), np.arange(100).reshape(10, 10), queue)
-    array.put((slice(0, 0), 1), 5, queue)
-    array.put((slice(None, None, 3), 4), 7, queue)
-    queue.wait()
-    remote.flush()
-    wanted = np.arange(100).reshape(10, 10)
-    wanted[::3, 4] = 7
-    assert (array[...] == wanted).all()
-
-
 def test_a_wait_that_timed_out_can_be_resumed(machine, monkeypatch):
     queue, finished = Queue(machine.segments, "slow"), []
     left = [3]

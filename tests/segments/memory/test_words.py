@@ -1,12 +1,11 @@
 """Integers of a peer's buffer that ranks and threads change at the same time."""
 
-import random
 import threading
 
 import numpy as np
 import pytest
 
-from distdl_rma import ArgumentError, ExchangeTimeout, ShapeError
+from distdl_rma import ExchangeTimeout
 
 pytestmark = pytest.mark.mpi
 
@@ -20,20 +19,6 @@ def test_a_counter_that_all_ranks_hammer_counts_exactly(meet, comm):
     everyone = [value for values in comm.allgather(before) for value in values]
     assert sorted(everyone) == list(range(rounds * comm.size))
     assert remotes[0].fetch_add(8, 0) == rounds * comm.size and remotes[0].fetch_add(0, 0) == 0
-
-
-def test_counters_on_all_ranks_take_sums_of_any_sign(meet, comm):
-    _, remotes = meet(8)
-    chance = random.Random(comm.rank)
-    sums = dict.fromkeys(remotes, 0)
-    for _ in range(100):
-        peer, value = chance.randrange(comm.size), chance.randrange(-(2**40), 2**40)
-        remotes[peer].fetch_add(0, value)
-        sums[peer] += value
-    everyones = comm.allgather(sums)
-    for peer, remote in remotes.items():
-        assert remote.fetch_add(0, 0) == sum(theirs[peer] for theirs in everyones)
-    comm.Barrier()
 
 
 def test_a_lock_of_compare_swap_protects_what_is_not_atomic(meet, comm):
@@ -55,16 +40,6 @@ def test_a_lock_of_compare_swap_protects_what_is_not_atomic(meet, comm):
     comm.Barrier()
 
 
-def test_compare_swap_returns_what_was_there_and_sets_only_what_was_expected(meet, comm):
-    me = meet(8)[1][comm.rank]
-    assert me.compare_swap(0, 1, 5) == 0
-    assert me.compare_swap(0, 0, 5) == 0
-    assert me.compare_swap(0, 5, -(2**63)) == 5
-    assert me.compare_swap(0, -(2**63), 2**63 - 1) == -(2**63)
-    assert me.fetch_add(0, 1) == 2**63 - 1
-    assert me.fetch_add(0, 0) == -(2**63)
-
-
 def test_loads_stores_and_swaps_see_whole_words_and_lose_none(meet, comm):
     _, remotes = meet(24)
     owner, last, count, stored = remotes[comm.size - 1], 0, 8, 16
@@ -81,22 +56,6 @@ def test_loads_stores_and_swaps_see_whole_words_and_lose_none(meet, comm):
     everyones = [value for values in comm.allgather(mine) for value in values]
     out = [value for values in comm.allgather(taken) for value in values]
     assert sorted([*out, owner.atomic_load(last)]) == sorted([0, *everyones])
-    comm.Barrier()
-
-
-def test_a_store_is_there_on_return_and_any_word_can_be_stored(meet, comm):
-    _, remotes = meet(8 * comm.size)
-    for value in (5, -(2**63), 2**63 - 1, 0):
-        for remote in remotes.values():
-            remote.atomic_store(8 * comm.rank, value)
-            assert remote.atomic_load(8 * comm.rank) == value
-            assert remote.atomic_swap(8 * comm.rank, 7) == value
-            assert remote.compare_swap(8 * comm.rank, 7, 8) == 7 and remote.fetch_add(8 * comm.rank, 1) == 8
-    for call in (remotes[0].atomic_store, remotes[0].atomic_swap):
-        with pytest.raises(ArgumentError, match="integers of 64 bits"):
-            call(0, 2**63)
-    with pytest.raises(ShapeError, match="8 bytes at a multiple of 8 inside rank"):
-        remotes[0].atomic_load(4)
     comm.Barrier()
 
 
@@ -137,33 +96,3 @@ def test_threads_of_a_rank_change_words_at_the_same_time(meet, comm):
     comm.Barrier()
     assert [buffer.here.atomic_load(8 * at) for at in range(5)] == [3 * 4 * each, *[each] * 4]
     comm.Barrier()
-
-
-def test_words_and_offsets_are_integers_of_any_kind(meet, comm):
-    me = meet(512)[1][comm.rank]
-    assert me.fetch_add(np.uint8(248), np.uint8(200)) == 0
-    assert me.fetch_add(np.int32(248), np.int16(-5)) == 200
-    assert me.compare_swap(248, np.uint64(195), True) == 195
-    assert me.fetch_add(248, 0) == 1
-    for call in (
-        lambda: me.fetch_add(0, 1.5),
-        lambda: me.fetch_add(0.0, 1),
-        lambda: me.compare_swap(0, 0, None),
-    ):
-        with pytest.raises((TypeError, ArgumentError), match=r"integer|whole number"):
-            call()
-    for value in (2**63, -(2**63) - 1, np.uint64(2**63)):
-        with pytest.raises(ArgumentError, match="integers of 64 bits"):
-            me.fetch_add(0, value)
-        with pytest.raises(ArgumentError, match="integers of 64 bits"):
-            me.compare_swap(0, 0, value)
-    assert me.fetch_add(0, 0) == 0
-
-
-@pytest.mark.parametrize("offset", [-8, 4, 7, 512, 505, 2**70])
-def test_a_word_is_8_aligned_bytes_inside_the_buffer(meet, comm, offset):
-    me = meet(512)[1][comm.rank]
-    with pytest.raises(ShapeError, match="8 bytes at a multiple of 8 inside rank"):
-        me.fetch_add(offset, 1)
-    with pytest.raises(ShapeError, match="8 bytes at a multiple of 8 inside rank"):
-        me.compare_swap(offset, 0, 1)

@@ -12,41 +12,13 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from distdl_rma.errors import SegmentError
 from distdl_rma.segments.transport.heap import ALIGNMENT, Arena, Heap, aligned, attach
 
 LINE = ALIGNMENT
 some = settings(max_examples=80)
-# Sizes to allocate, and None to free one of the blocks.
-steps = st.lists(st.one_of(st.integers(0, 5 * LINE), st.none()), max_size=40)
-heap_sizes = st.integers(0, 24).map(lambda lines: lines * LINE)
-
-
-def play(nbytes, steps, draw):
-    """Allocate and free; yield the heap and the blocks (offset: nbytes) after each step."""
-    heap, blocks = Heap(nbytes), {}
-    for step in steps:
-        if step is None and blocks:
-            offset = draw(st.sampled_from(sorted(blocks)))
-            heap.free(offset)
-            del blocks[offset]
-        elif step is not None:
-            try:
-                blocks[heap.allocate(step)] = step
-            except SegmentError:
-                assert heap.largest_gap < aligned(max(step, 1))
-        yield heap, blocks
-
-
-def gaps(nbytes, blocks):
-    """Free stretches (offset, nbytes) between blocks, computed from the blocks alone."""
-    ends, found = 0, []
-    for offset in [*sorted(blocks), nbytes]:
-        if offset > ends:
-            found.append((ends, offset - ends))
-        ends = offset + aligned(max(blocks.get(offset, 0), 1))
-    return found
 
 
 @some
@@ -56,72 +28,63 @@ def test_aligned_is_the_smallest_multiple_that_is_large_enough(nbytes):
     assert nbytes <= aligned(nbytes) < nbytes + LINE
 
 
-@some
-@given(heap_sizes, steps, st.data())
-def test_blocks_are_aligned_inside_and_disjoint(nbytes, steps, data):
-    for _, blocks in play(nbytes, steps, data.draw):
-        assert all(offset % LINE == 0 for offset in blocks)
+class Blocks(RuleBasedStateMachine):
+    """A heap, and the blocks (offset: nbytes) that it has handed out."""
+
+    @initialize(lines=st.integers(0, 24))
+    def make(self, lines):
+        self.heap, self.nbytes, self.blocks = Heap(lines * LINE), lines * LINE, {}
+
+    def gaps(self):
+        """Free stretches (nbytes, offset) between blocks, computed from the blocks alone."""
+        ends, found = 0, []
+        for offset in [*sorted(self.blocks), self.nbytes]:
+            if offset > ends:
+                found.append((offset - ends, ends))
+            ends = offset + aligned(max(self.blocks.get(offset, 0), 1))
+        return found
+
+    @rule(wanted=st.integers(0, 5 * LINE))
+    def the_smallest_gap_that_fits_is_taken(self, wanted):
+        fitting = [gap for gap in self.gaps() if gap[0] >= aligned(max(wanted, 1))]
+        if fitting:
+            offset = self.heap.allocate(wanted)
+            assert offset in {at for size, at in fitting if size == min(fitting)[0]}
+            self.blocks[offset] = wanted
+        else:
+            with pytest.raises(SegmentError):
+                self.heap.allocate(wanted)
+
+    @rule(which=st.integers(0, 99))
+    def free(self, which):
+        if self.blocks:
+            offset = sorted(self.blocks)[which % len(self.blocks)]
+            self.heap.free(offset)
+            del self.blocks[offset]
+            with pytest.raises(KeyError):
+                self.heap.free(offset)
+
+    @invariant()
+    def blocks_are_aligned_inside_and_disjoint_and_all_else_is_free_in_as_few_gaps_as_can_be(self):
         ends = 0
-        for offset in sorted(blocks):
-            assert ends <= offset
-            ends = offset + max(blocks[offset], 1)
-        assert ends <= nbytes
+        for offset in sorted(self.blocks):
+            assert ends <= offset and offset % LINE == 0
+            ends = offset + max(self.blocks[offset], 1)
+        assert ends <= self.nbytes == self.heap.nbytes
+        assert self.heap.used == sum(aligned(max(size, 1)) for size in self.blocks.values())
+        assert self.heap.free_bytes == self.nbytes - self.heap.used
+        assert self.heap.largest_gap == max((size for size, _ in self.gaps()), default=0)
+
+    def teardown(self):
+        for offset in sorted(self.blocks, key=lambda offset: hash((offset, 7))):
+            self.heap.free(offset)
+        assert (self.heap.used, self.heap.free_bytes, self.heap.largest_gap) == (0, self.nbytes, self.nbytes)
+        if self.nbytes:
+            assert self.heap.allocate(self.nbytes) == 0
 
 
-@some
-@given(heap_sizes, steps, st.data())
-def test_every_byte_is_used_or_free(nbytes, steps, data):
-    for heap, blocks in play(nbytes, steps, data.draw):
-        assert heap.used == sum(aligned(max(size, 1)) for size in blocks.values())
-        assert heap.free_bytes == nbytes - heap.used
-        assert heap.nbytes == nbytes
-
-
-@some
-@given(heap_sizes, steps, st.data())
-def test_what_lies_free_side_by_side_is_one_gap(nbytes, steps, data):
-    for heap, blocks in play(nbytes, steps, data.draw):
-        assert heap.largest_gap == max((size for _, size in gaps(nbytes, blocks)), default=0)
-
-
-@some
-@given(heap_sizes, steps, st.data())
-def test_the_smallest_gap_that_fits_is_taken(nbytes, steps, data):
-    heap, blocks = list(play(nbytes, [*steps, None], data.draw))[-1]
-    wanted = data.draw(st.integers(1, 3 * LINE))
-    fitting = [(size, offset) for offset, size in gaps(nbytes, blocks) if size >= aligned(wanted)]
-    if fitting:
-        assert heap.allocate(wanted) in {offset for size, offset in fitting if size == min(fitting)[0]}
-    else:
-        with pytest.raises(SegmentError):
-            heap.allocate(wanted)
-
-
-@some
-@given(heap_sizes, steps, st.data())
-def test_after_all_is_freed_the_heap_is_as_new(nbytes, steps, data):
-    heap, blocks = list(play(nbytes, [*steps, None], data.draw))[-1]
-    for offset in data.draw(st.permutations(sorted(blocks))):
-        heap.free(offset)
-    assert (heap.used, heap.free_bytes, heap.largest_gap) == (0, nbytes, nbytes)
-    if nbytes:
-        assert heap.allocate(nbytes) == 0
-
-
-@pytest.mark.parametrize("order", [(0, 1, 2), (0, 2, 1), (1, 0, 2), (1, 2, 0), (2, 0, 1), (2, 1, 0)])
-def test_neighbours_become_one_gap_in_whatever_order_they_are_freed(order):
-    heap = Heap(4 * LINE)
-    offsets = [heap.allocate(LINE) for _ in range(4)]
-    for which in order:
-        heap.free(offsets[which])
-    assert heap.largest_gap == 3 * LINE
-    assert heap.allocate(3 * LINE) == 0
-
-
-def test_blocks_without_bytes_are_blocks_of_their_own():
-    heap = Heap(4 * LINE)
-    assert len({heap.allocate(0), heap.allocate(0)}) == 2
-    assert heap.used == 2 * LINE
+TestHeap = Blocks.TestCase
+TestHeap.settings = some
 
 
 def test_an_exhausted_heap_says_asked_free_and_largest_and_what_to_set():
@@ -159,15 +122,6 @@ def test_the_size_that_an_exhausted_heap_names_is_enough_and_a_mebibyte_less_is_
             last_of(Heap(enough))
         with pytest.raises(SegmentError):
             last_of(Heap(max(nbytes, enough - (1 << 20))))
-
-
-def test_a_request_that_fails_changes_nothing():
-    heap = Heap(2 * LINE)
-    heap.allocate(1)
-    with pytest.raises(SegmentError):
-        heap.allocate(2 * LINE)
-    assert (heap.used, heap.largest_gap) == (LINE, LINE)
-    assert heap.allocate(LINE) == LINE
 
 
 @pytest.mark.parametrize("offset", [0, 1, LINE])

@@ -12,11 +12,7 @@ import pytest
 from distdl_rma.errors import ExchangeTimeout, MismatchError, PeerFailedError
 from distdl_rma.segments.waiting import waiter as waiting
 from distdl_rma.segments.waiting.header import WaitReason
-from distdl_rma.segments.waiting.waiter import (
-    ProgressEngine,
-    Waiter,
-    advance_other_machines,
-)
+from distdl_rma.segments.waiting.waiter import ProgressEngine, Waiter, advance_other_machines
 from distdl_rma.trace import Counters
 
 

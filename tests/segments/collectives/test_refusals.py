@@ -1,0 +1,65 @@
+"""What collectives refuse: arguments when they are built, and calls out of order."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from distdl_rma import ArgumentError, ClosedError, PartitionError, ProtocolError, ShapeError
+from distdl_rma.segments import Allgather, Allreduce, Alltoall, Bcast, Group, Reduce, Reducescatter
+from distdl_rma.segments.collectives.collective import CollectiveSite
+
+pytestmark = pytest.mark.mpi
+
+BUILT = [
+    (ArgumentError, "operation is one of", lambda s: Allreduce(s, s.ranks, 1, op="product")),
+    (ShapeError, "a reduction takes", lambda s: Allreduce(s, s.ranks, 1, np.longdouble)),
+    (ShapeError, "a mean of integers is not exact", lambda s: Allreduce(s, s.ranks, 1, np.int64, "mean"),
+     lambda s: Allreduce(s, s.ranks, 1, np.uint8, "mean")),
+    (ShapeError, "complex numbers have no order", lambda s: Allreduce(s, s.ranks, 1, np.complex64, "min"),
+     lambda s: Allreduce(s, s.ranks, 1, np.complex64, "max")),
+    (ShapeError, "a sum of bool counts nothing", lambda s: Allreduce(s, s.ranks, 1, bool, "sum")),
+    (ShapeError, "a mean of bool counts nothing", lambda s: Allreduce(s, s.ranks, 1, bool, "mean")),
+    (ShapeError, "numbers of elements", lambda s: Allgather(s, s.ranks, [1] * (len(s.ranks) + 1)),
+     lambda s: Alltoall(s, s.ranks, [[1] * len(s.ranks)] * (len(s.ranks) + 1)),
+     lambda s: Alltoall(s, s.ranks, [[1] * (len(s.ranks) + 1)] * len(s.ranks))),
+    (ShapeError, "integer of at least 0, got -1", lambda s: Reducescatter(s, s.ranks, -1),
+     lambda s: Alltoall(s, s.ranks, -1)),
+    (PartitionError, "root is one of the ranks", lambda s: Bcast(s, s.ranks, 1, root=99),
+     lambda s: Reduce(s, s.ranks, 1, root=99)),
+    (PartitionError, "of the machine", lambda s: Allreduce(s, (s.rank, 99), 1),
+     lambda s: Group(s, (s.rank, 17))),
+    (PartitionError, "hold this rank", lambda s: Allreduce(s, (s.rank + 1,), 1),
+     lambda s: Group(s, [rank for rank in s.ranks if rank != s.rank])),
+    (PartitionError, r"'group': ranks must be unique, .* got \(0, 0\)", lambda s: Group(s, (0, 0))),
+    (PartitionError, "'here': ranks must be unique", lambda s: CollectiveSite.checked(s, (), "here")),
+]  # fmt: skip
+
+
+def test_wrong_arguments_are_named_and_ranks_in_any_order_are_laid_out_by_node(segments):
+    for error, words, *calls in BUILT:
+        for call in calls:
+            with pytest.raises(error, match=words):
+                call(segments)
+    manager, layout, name = CollectiveSite.checked(segments, segments.ranks[::-1], "here")
+    assert (manager, name) == (segments, "here")
+    assert layout.ranks == segments.ranks[::-1] and layout.me == segments.rank
+    assert {frozenset(node) for node in layout.nodes} == {*map(frozenset, segments.segment.direct_nodes)}
+
+
+@pytest.mark.parametrize("make", [Allreduce, Bcast, Reduce, Alltoall])
+def test_calls_out_of_order_raise_and_the_step_goes_on(segments, make):
+    job = make(segments, segments.ranks, 4, np.float32, name="strict")
+    for _ in range(2):
+        with pytest.raises(ProtocolError, match="'strict': wait without a start"):
+            job.wait()
+        job.active[:] = 0
+        job.start()
+        with pytest.raises(ProtocolError, match="before a step was waited for"):
+            _ = job.result
+        with pytest.raises(ProtocolError, match="started while a step is running"):
+            job.start()
+        assert not job.wait().any()
+    job.close()
+    with pytest.raises(ClosedError, match=f"{make.__name__} 'strict': already closed"):
+        job.start()
