@@ -73,18 +73,15 @@ class ConvolutionArguments(NamedTuple):
 
     def outputs(self, extents: Sequence[int], kernel: Sequence[int]) -> tuple[int, ...]:
         """Extents of the output of a transposed convolution."""
-        each = zip(extents, kernel, self.stride, self.padding, self.dilation, self.behind, strict=True)
-        return tuple((n - 1) * s - 2 * p + d * (k - 1) + 1 + more for n, k, s, p, d, more in each)
-
-    @property
-    def behind(self) -> tuple[int, ...]:
-        """Torch's output padding, of each dimension."""
-        return self.output_padding or (0,) * len(self.stride)
+        stride, padding, dilation, _, more, _ = self.arguments
+        each = zip(extents, kernel, stride, padding, dilation, more, strict=True)
+        return tuple((n - 1) * s - 2 * p + d * (k - 1) + 1 + m for n, k, s, p, d, m in each)
 
     @property
     def arguments(self) -> tuple[Any, ...]:
         """Arguments in torch's order, after the tensors."""
-        return self.stride, self.padding, self.dilation, self.transposed, self.behind, self.groups
+        stride, padding, dilation, groups, transposed, more = self
+        return stride, padding, dilation, transposed, more or (0,) * len(stride), groups
 
 
 class KernelChoice(NamedTuple):
@@ -201,9 +198,10 @@ def convolution_adjoint(
 def _adjoint_by_torch(
     gradient: Tensor, x: Tensor, weight: Tensor, steps: ConvolutionArguments, needs: Needs
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    stride, padding, dilation, groups, transposed, more = steps
+    behind = stride, padding, dilation, transposed, more or (0,) * len(stride), groups, needs
     channels = (gradient.shape[1],) if needs[2] else None
-    behind = channels, *steps.arguments, needs
-    inner, taps, offsets = torch.ops.aten.convolution_backward(gradient, x, weight, *behind)
+    inner, taps, offsets = torch.ops.aten.convolution_backward(gradient, x, weight, channels, *behind)
     return inner, taps, offsets
 
 
