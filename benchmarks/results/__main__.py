@@ -105,6 +105,8 @@ def documented(text: str, entries: list[Entry], machine: str) -> str:
     for name in SECTIONS:
         if name != SCALING:
             rows = [entry for entry in shown if section_of(entry.row.what) == name]
+            if name == FUNCTIONS:
+                rows.sort(key=lambda entry: entry.row.ratio / (entry.row.target or 1.0), reverse=True)
             text = page.rewritten(text, name, COMMAND, page.table(rows))
     return text
 
