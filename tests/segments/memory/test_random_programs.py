@@ -88,6 +88,8 @@ class Programs(RuleBasedStateMachine):
         # The step that wrote each byte last, and by writer and reader the step of the last flush.
         self.written, self.flushed = np.zeros((size, nbytes), int), np.zeros((size, size), int)
         self.given, self.before = {}, self.counted()
+        # By writer and reader the number of notifications taken; by reader, how many this writer knows of.
+        self.taken, self.known = collections.Counter(), collections.Counter()
         self.expected = collections.Counter()
 
     def counted(self):
@@ -303,15 +305,18 @@ class Programs(RuleBasedStateMachine):
         given, at = self.given[writer, reader].pop(index), self.note(writer, index)
         ack = self.size * NOTES
         self.count(reader, notifications=writer != reader)
+        self.taken[writer, reader] += 1
+        number = self.taken[writer, reader]
         if self.acting(reader, writer):
             try:
                 self.sees(writer, reader, at, given, way)
             finally:
                 if writer != reader:
-                    self.remotes[writer].notify(ack + reader)
-        elif self.me == writer and not self.problem:
-            # It would write over what the reader compares.
-            self.buffer.notify_wait(ack + reader)
+                    self.remotes[writer].notify(ack + reader, number)
+        elif self.me == writer:
+            # It would write over what the reader compares. The reader may have taken the next ones, too.
+            while self.known[reader] < number and not self.problem:
+                self.known[reader] = self.buffer.notify_wait(ack + reader)
 
     def sees(self, writer, reader, at, given, way):
         values, seen, buffer = [value for value, _ in given], 0, self.buffer
