@@ -155,10 +155,10 @@ class ReadersSplit(Mapped):
 
 
 @dataclass(frozen=True)
-class AddersSplit(Mapped):
-    """Inputs of a transposed convolution that add to each part of the outputs; ``more`` come before them.
+class ContributorsSplit(Mapped):
+    """Inputs of a transposed convolution that add to each part of the outputs, and ``more`` before them.
 
-    The window is that of the adjoint, a convolution of the outputs. The inputs may reach beyond the domain.
+    The window slides over the outputs, as in the adjoint. The inputs may reach beyond the domain.
     """
 
     window: Window

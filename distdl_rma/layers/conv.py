@@ -323,9 +323,11 @@ class DistributedConv3d(DistributedConv, nn.Conv3d, dims=3):
 class DistributedConvTranspose(ConvolutionLayer[TransposedConvolution]):
     """Transposed convolution of a tensor that is split over ranks in any of its dimensions.
 
-    Every rank applies the transposed convolution to its own data, without P_W to its shard on P_x.
-    Overlapping outputs are summed and sent to their owners, which add the bias. Output and arguments are as
-    for :class:`DistributedConv`. With P_W the bias is kept on its first in-channel block and sent to P_y.
+    On one partition without P_W, every rank gathers the inputs that add to its outputs, and convolves once.
+    With P_W, from P_x to another P_y and in 16 bits, every rank applies the transposed convolution to its own
+    data. Overlapping outputs are then summed and sent to their owners, which add the bias. Output and
+    arguments are as for :class:`DistributedConv`. With P_W the bias is kept on its first in-channel block and
+    sent to P_y.
 
     Notes
     -----

@@ -11,7 +11,7 @@ from torch.nn import functional as F  # noqa: N812
 from distdl_rma.errors import ShapeError
 from distdl_rma.geometry.box import LEADING, Box
 from distdl_rma.geometry.decomposition import Decomposition
-from distdl_rma.geometry.halo import AddersSplit, Stencil, Window
+from distdl_rma.geometry.halo import ContributorsSplit, Stencil, Window
 from distdl_rma.geometry.intervals import Balanced, Split
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.ops.conv.convolution import GridConvolution
@@ -60,9 +60,10 @@ class TransposedConvolution(GridConvolution):
         in_place = in_place and dtype.itemsize > 2
         computed = output if in_place else workers.by_columns(batch, stencil.with_halo(space, extents), rows)
         super().__init__(site, options, source, dtype, (computed, output), rows)
+        # Zeros beside the gathered inputs, as torch's padding takes them; none for most layers.
         self._zeros: list[int] = []
         if in_place:
-            reads = source.with_splits(_adders(stencil, source, output))
+            reads = source.with_splits(_contributors(stencil, source, output))
             self.gather = movement_or_none(site, source, reads, dtype, "input")
             self._crop(stencil, *(d.box(site.machine.rank) for d in (reads, output)))
         elif not on_workers:
@@ -77,7 +78,8 @@ class TransposedConvolution(GridConvolution):
             crop(*each)
             for each in zip(stencil.windows, reads.bounds[LEADING:], outputs.bounds[LEADING:], strict=True)
         ]
-        self._zeros = [n for before, behind, *_ in reversed(found) for n in (before, behind)]
+        zeros = [n for before, behind, *_ in reversed(found) for n in (before, behind)]
+        self._zeros = zeros if any(zeros) else []
         padding, extra = ((*each,) for each in tuple(zip(*found, strict=True))[2:])
         self._runs = [
             (channels, rows, steps._replace(padding=padding, output_padding=extra))
@@ -86,7 +88,7 @@ class TransposedConvolution(GridConvolution):
 
     def convolve_block(self, x: Tensor, block: Tensor, bias: Tensor | None) -> Tensor:
         """Outputs of the gathered inputs, or partial outputs of the data of this rank."""
-        x = F.pad(x, self._zeros) if any(self._zeros) else x
+        x = F.pad(x, self._zeros) if self._zeros else x
         y = self.in_runs(x, block, bias if self._with_bias else None)
         width, (low, high) = self._workers.weight[1], self._block.bounds[1]
         if self._workers.groups > 1 and high - low < width:
@@ -104,16 +106,16 @@ class TransposedConvolution(GridConvolution):
         return y + block.view(-1, *(1,) * (y.dim() - LEADING))
 
 
-def _adders(stencil: Stencil, source: Decomposition, output: Decomposition) -> dict[int, Split]:
+def _contributors(stencil: Stencil, source: Decomposition, output: Decomposition) -> dict[int, Split]:
     # Along dimensions that are not cut, torch pads the whole input.
     found: dict[int, Split] = {}
     for d, window in enumerate(stencil.windows, LEADING):
         split, n = output.splits[d], source.shape[d]
         if split.parts > 1:
-            found[d] = inputs = AddersSplit(split, window, n)
+            found[d] = inputs = ContributorsSplit(split, window, n)
             parts = [part for part in range(split.parts) if split.interval(part)[0] < split.interval(part)[1]]
             missing = (crop(window, inputs.interval(p), split.interval(p))[0] for p in parts)
-            found[d] = AddersSplit(split, window, n, max(missing, default=0))
+            found[d] = ContributorsSplit(split, window, n, max(missing, default=0))
     return found
 
 

@@ -8,7 +8,7 @@ from torch.nn import functional as F  # noqa: N812
 
 from distdl_rma import Machine, ShapeError
 from distdl_rma.geometry import Decomposition, Stencil
-from distdl_rma.geometry.halo import AddersSplit, Window
+from distdl_rma.geometry.halo import ContributorsSplit, Window
 from distdl_rma.geometry.intervals import Listed
 from distdl_rma.ops.conv.conv_transpose import (
     TransposedConvolution,
@@ -73,7 +73,8 @@ def test_a_block_of_outputs_is_what_torch_makes_of_the_inputs_that_add_to_it(ran
     y = F.conv_transpose1d(x, weight, None, stride, padding, extra, 1, dilation)
     start = random.randrange(extent)
     outputs, window = (start, random.randint(start + 1, extent)), Window(kernel, stride, dilation, padding)
-    inputs = AddersSplit(Listed((start, outputs[1] - start)), window, n, random.randrange(3)).interval(1)
+    parts = Listed((start, outputs[1] - start))
+    inputs = ContributorsSplit(parts, window, n, random.randrange(3)).interval(1)
     held = [x[..., i : i + 1] if 0 <= i < n else torch.zeros(1, 1, 1) for i in range(*inputs)]
     before, behind, crops, more = crop(window, inputs, outputs)
     block = F.pad(torch.cat([torch.empty(1, 1, 0, dtype=torch.float64), *held], 2), (before, behind))

@@ -97,7 +97,7 @@ def _on_copies(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def convolution(call: Call, site: Site, x: SplitTensor, weight: Any, bias: Any, **how: Any) -> Any:
     """Each rank convolves its block and its halo with the whole weight; the halo travels meanwhile.
 
-    For transposed convolutions of 16 bits, ranks sum outputs to which several ranks contribute.
+    A transposed convolution waits for the halo. In 16 bits, ranks sum overlapping outputs instead.
     """
     func, *_ = call
     layout = x._layout
