@@ -8,11 +8,10 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from itertools import count
-from typing import Any, TypeVar
+from typing import Any
 
 from distdl_rma.errors import ProtocolError
 
-T = TypeVar("T")
 _DOING = 1  # track of the rank's own actions; messages have other tracks
 
 
@@ -116,19 +115,6 @@ class Tracer:
         """Function to call with the kind of each action that begins, and with ``""`` at the end."""
         recording = self.recording
         return _unmarked if recording is None else _Marks(recording, name, backward)
-
-    def awaited(self, items: Iterator[T], name: str, backward: bool = False) -> Iterator[T]:
-        """The same items; records each wait for the next one."""
-        return items if self.recording is None else self._awaited(items, name, backward)
-
-    def _awaited(self, items: Iterator[T], name: str, backward: bool) -> Iterator[T]:
-        while True:
-            with self.span("wait", name, backward):
-                try:
-                    item = next(items)
-                except StopIteration:
-                    return
-            yield item
 
     def depart(self, kind: str, name: str) -> Callable[[], None]:
         """Record a message that travels from now on; return a function to call at its arrival.

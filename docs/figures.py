@@ -120,7 +120,7 @@ def convolution() -> Canvas:
         x[rank].box(target.box(rank), facecolor="none", edgecolor=GREY, linestyle=":")
         x[rank].shard(box, rank)
         y[rank].shard(outputs.box(rank), rank)
-        for strip in OwnAndHalo(stencil, Box.of_shape(shape), box, outputs.box(rank)).strips:
+        for strip in OwnAndHalo(stencil, Box.of_shape(shape), box, outputs.box(rank)).rim:
             y[rank].box(strip.outputs, rank, **HATCHED)
     for sender, receiver, here, there in moves(source, target):
         if sender != receiver:

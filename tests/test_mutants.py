@@ -62,9 +62,9 @@ def test_operators_change_one_place_and_no_texts(line, expected):
 
 
 def test_tests_of_the_file_judge_it_then_those_of_its_room():
-    plain, mpi, of_room, mpi_of_room = commands_for("distdl_rma/ops/conv/joined_tile.py")
-    assert plain == ("plain", "tests/ops/conv/test_joined_tile.py")
-    assert mpi == ("2", "--day", "0", "tests/ops/conv/test_joined_tile.py")
+    plain, mpi, of_room, mpi_of_room = commands_for("distdl_rma/ops/conv/convolution.py")
+    assert plain == ("plain", "tests/ops/conv/test_convolution.py")
+    assert mpi == ("2", "--day", "0", "tests/ops/conv/test_convolution.py")
     assert "tests/layers/conv/test_arguments.py" in of_room
     assert mpi_of_room[:3] == mpi[:3]
 

@@ -18,11 +18,9 @@ def tracer():
 
 
 def test_nothing_is_recorded_unless_asked_for(tracer):
-    items = iter([1])
     with tracer.span("local", "a"):
         tracer.depart("allreduce", "a")()
         assert tracer.watched("allreduce", "a", lambda: True)()
-        assert tracer.awaited(items, "a") is items
     assert tracer.begin(0).events == []
 
 
@@ -59,13 +57,6 @@ def test_a_span_that_raises_is_recorded_and_raises(tracer):
     with pytest.raises(KeyError), tracer.span("wait", "a"):
         raise KeyError
     assert [event.kind for event in recording.events] == ["wait"]
-
-
-def test_awaited_items_come_with_a_wait_each_and_one_for_the_end(tracer):
-    recording = tracer.begin(0)
-    items = tracer.awaited(iter("ab"), "halo", backward=True)
-    assert "".join(items) == "ab"
-    assert Counter((event.kind, event.backward) for event in recording.events) == {("wait", True): 3}
 
 
 def test_arrival_is_recorded_once_whoever_notices_it(tracer):

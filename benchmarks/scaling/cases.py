@@ -69,7 +69,7 @@ class Case:
 
 
 def _convolved(layer: nn.Conv2d | nn.Conv3d, x: torch.Tensor) -> torch.Tensor:
-    steps = ConvolutionArguments(layer.stride, cast(Any, layer.padding), layer.dilation, layer.groups)
+    steps = ConvolutionArguments(layer.stride, cast(Any, layer.padding), layer.dilation, groups=layer.groups)
     return convolution(x, layer.weight, layer.bias, steps)
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import chain
 from math import prod
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -15,9 +18,8 @@ from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.exchange import Exchange
 from distdl_rma.geometry.intervals import Balanced, Split
 from distdl_rma.geometry.partition import Partition
-from distdl_rma.ops.conv.joined_tile import JoinedTile, Mark
-from distdl_rma.ops.conv.kernels import ConvolutionArguments, Needs, convolution
-from distdl_rma.ops.conv.own_and_halo import OwnAndHalo, adjoint_of_pieces, pieces_of, with_channels
+from distdl_rma.ops.conv.kernels import ConvolutionArguments, convolution
+from distdl_rma.ops.conv.own_and_halo import OwnAndHalo, Patch, adjoint_of_pieces, pieces_of, with_channels
 from distdl_rma.ops.conv.worker_grid import IN, ConvolutionOptions, channels_out
 from distdl_rma.ops.core.autograd import (
     GradientNeeds,
@@ -29,12 +31,17 @@ from distdl_rma.ops.core.autograd import (
 )
 from distdl_rma.ops.core.movement import CallSite, Movement
 from distdl_rma.ops.core.operation import Agreement, GatherComputeScatter
+from distdl_rma.ops.core.result_memory import SMALLEST_NBYTES
 from distdl_rma.ops.core.staged import Moves, movement_or_none
 from distdl_rma.ops.core.tensors import as_tensor, no_autocast
 from distdl_rma.ops.window_gather import WindowGather
 
+# Records in the trace which part of the schedule begins.
+Mark = Callable[[str], object]
 # Writes the gradient of "weight" or "bias" to its place, and returns it there.
 Fill = Callable[[str, Tensor], Tensor]
+# A patch, and the gradients of its tensor, of its part of the weight, and of the bias; None where not needed.
+Found = tuple[Patch, Any, Any, Any]
 
 
 class GridConvolution(GatherComputeScatter):
@@ -127,35 +134,39 @@ class Convolution(GridConvolution):
             self.gather = self._window.movement
             return
         # A rank that owns data sends it, even if it computes nothing.
-        self.works, self._sum_dtype, self._trace = True, sum_dtype(dtype), machine.trace
+        self.works, self._sum_dtype, own = True, sum_dtype(dtype), source.box(rank)
+        self.sums_exactly = self._sum_dtype == dtype
         widened = dict(enumerate(stencil.with_halo(space, source.shape[LEADING:]), LEADING))
-        self._halo = Movement(machine, Exchange(rank, source, reads.with_splits(widened)), dtype, site.name)
+        self.halo = Movement(machine, Exchange(rank, source, reads.with_splits(widened)), dtype, site.name)
         (first, last), (batches, _, *outputs) = reads.box(rank).bounds[1], computed.box(rank).bounds
-        self.parts = OwnAndHalo(
+        # Each rank may choose whether it joins: the halo is the same.
+        self.parts = parts = OwnAndHalo(
             with_channels(stencil, first, last - first),
             Box.of_shape(source.shape),
-            source.box(rank),
+            own,
             Box((batches, (0, int(not self._empty)), *outputs)),
             workers.groups,
+            options.joins,
         )
         # No pieces for short types: their sum would be rounded once per piece.
-        core = self.parts.core if self._sum_dtype == dtype else None
-        self._pieces = () if core is None else pieces_of(core, prod(self._shape), dtype.itemsize)
-        # The forward receives a piece where the adjoint sends it: both directions use the same landings.
-        self._landings = [self.parts.landing(piece) for piece in self._halo.forward.receives]
-        # Ranks may choose differently: the halo is the same. Layers never join: a tile has no ``fill``.
-        whole = self._sum_dtype == dtype and self._block.shape == workers.weight
-        patch = self.parts.joined if options.joins and whole else None
-        self.tile = None if patch is None else JoinedTile(patch, self.parts.own, self._halo)
+        core = parts.core if self.sums_exactly else None
+        self.pieces = () if core is None else pieces_of(core, prod(self._shape), dtype.itemsize)
+        # Places of own data and of received pieces in the rim's tensors, and of sent pieces in own data.
+        self.own = parts.landing(own)
+        self.landings = [parts.landing(piece.box) for piece in self.halo.forward.receives]
+        self._edges = [piece.box.slices(own) for piece in self.halo.forward.sends]
+        # Where the rim's tensors have own data and are large, only the halo is saved for the backward.
+        nbytes = sum(patch.held.volume for patch in parts.rim) * dtype.itemsize
+        self.remakes = bool(self.own) and nbytes >= SMALLEST_NBYTES
 
     def movements(self) -> tuple[Moves | None, ...]:
         """Movement of the halo, or of all inputs that are read; and of the output."""
-        return self._halo if self.overlaps else self.gather, self.scatter
+        return self.halo if self.overlaps else self.gather, self.scatter
 
     def void(self) -> None:
         """Give up a halo that some ranks may have sent; blocking."""
         if self.overlaps:
-            self._halo.void()
+            self.halo.void()
 
     def carry_out(self, needs: GradientNeeds, x: Tensor, weights: Mapping[str, Any]) -> Tensor:
         """Partial output of this rank; blocking with ``overlaps``."""
@@ -163,7 +174,7 @@ class Convolution(GridConvolution):
             return super().carry_out(needs, x, weights)
         weight, bias = weights["weight"], weights.get("bias")
         root = None if weight.requires_grad else anchor(True)
-        y: Tensor = _HaloSchedule.apply(x, weight, bias, root, _returned, self, needs)
+        y: Tensor = _HaloSchedule.apply(x, weight, bias, root, None, self, needs)
         return y
 
     def convolve_block(self, x: Tensor, block: Tensor, bias: Tensor | None) -> Tensor:
@@ -176,74 +187,91 @@ class Convolution(GridConvolution):
         return self.in_runs(x, block, self._rows(bias))
 
     def begin(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> _Started:
-        """Start the halo; convolve own data, or copy them into the tile."""
-        mark = self._trace.marks(self.site.name)
+        """Start the halo; convolve own data, or copy them next to the place of the halo."""
+        machine, name = self.site
+        mark, channel, parts = machine.trace.marks(name), self.halo.forward, self.parts
         mark("start")
-        channel = self._halo.forward
         # A rank that owns nothing may pass a tensor of any shape without elements.
         epoch = channel.start(channel.cut(as_words(x)) if channel.sends else ())
         mark("local")
-        found = self.local(x, weight, bias) if self.tile is None else self.tile.hold(x)
-        return epoch, found, mark
+        block = weight if weight.shape == self._block.shape else self.block(weight)
+        bias, core, y = self._rows(bias), parts.core, None
+        if parts.base is None:
+            y = torch.zeros(self._shape, dtype=self.dtype)
+            if core is not None:
+                y[core.place] = core.convolve(x, block)
+            if bias is not None:
+                y.add_(bias.view(-1, *(1,) * (y.dim() - LEADING)))
+        elif parts.base is core:
+            y = core.convolve(x, block, bias)
+        return epoch, y, self.held(x), block, bias, mark
 
-    def local(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Outputs of own data and the bias; own data add zero to outputs that read only remote data."""
-        core, weight, bias = self.parts.core, self.block(weight), self._rows(bias)
-        if core is not None and core.complete:
-            return core.convolve(x, weight, bias)
-        y = torch.zeros(self._shape, dtype=self.dtype)
-        if core is not None:
-            y[core.place] = core.convolve(x, weight)
-        return y if bias is None else y.add_(bias.view(-1, *(1,) * (y.dim() - LEADING)))
+    def held(self, x: Tensor, halo: Sequence[Tensor] = ()) -> tuple[Tensor, ...]:
+        """Tensors of the rim's patches, with the own data that they read; the halo is uninitialised if ()."""
+        found: tuple[Tensor, ...] = ()
+        for patch in self.parts.rim:
+            found = *found, patch.hold(self.dtype)
+        for number, there, here in self.own:
+            found[number][there] = x[here]
+        if halo:
+            for (number, there, _), part in zip(chain(*self.landings), halo, strict=True):
+                found[number][there] = part
+        return found
 
-    def add_remote(self, y: Tensor, epoch: int, weight: Tensor, mark: Mark) -> list[Tensor]:
-        """Receive the halo and add its outputs to ``y``; return the data, one tensor per strip. Blocking."""
-        strips, block = self.parts.strips, self.block(weight)
-        blocks, arrays = [], []
-        for strip in strips:
-            blocks.append(strip.hold(self.dtype))
-            arrays.append(as_words(blocks[-1]))
-        for (_, view), landing in zip(self._halo.forward.receive(epoch), self._landings, strict=True):
+    def send_back(self, found: Sequence[Found]) -> int:
+        """Start to send the gradients of the rim's tensors to the owners of the data; return the epoch."""
+        channel, arrays, pieces = self.halo.adjoint, [], []
+        for _, edge, *_ in found:
+            arrays += [as_words(edge)]
+        for piece, landing in zip(channel.sends, self.landings, strict=True):
+            whole = None
             for number, there, here in landing:
-                arrays[number][there] = view[here]
-        for strip, data in zip(strips, blocks, strict=True):
-            mark("remote")
-            part = strip.convolve(data, block)
-            mark("fuse")
-            rim = y[strip.place]
-            rim += part
-        return blocks
-
-    def start_adjoint(self, gradients: list[Tensor]) -> int:
-        """Start to send the gradients of the strips to the owners of the data; return the epoch."""
-        channel, pieces = self._halo.adjoint, []
-        for piece, landing in zip(channel.sends, self._landings, strict=True):
-            parts = [(here, gradients[number][there]) for number, there, here in landing]
-            pieces.append(as_words(self.parts.filled_up(parts, piece.box.shape, self.dtype)))
+                part = arrays[number][there]
+                if part.shape != piece.box.shape:
+                    whole = np.zeros(piece.box.shape, channel.dtype) if whole is None else whole
+                    whole[here] = part
+                else:
+                    whole = part
+            # No output reads data between the windows.
+            pieces += [np.zeros(piece.box.shape, channel.dtype) if whole is None else whole]
         return channel.start(pieces)
 
-    def local_adjoint(
-        self, gradient: Tensor, x: Tensor, block: Tensor, needs: Needs
-    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """Gradients of own data, and of weight and bias from own data; None where own data add nothing."""
-        core = self.parts.core
-        if core is None:
-            return None, None, None
-        gradient = gradient[core.place]
-        if self._pieces:
-            return adjoint_of_pieces(self._pieces, gradient, x, block, needs)
-        # Together with the weight's gradient, the bias needs no further pass over the output's gradient.
-        with_bias = needs[1] and needs[2] and core.complete and self._sum_dtype == self.dtype
-        return core.convolve_adjoint(gradient, x, block, (needs[0], needs[1], with_bias))
+    def of_data(self, x: Tensor, found: Sequence[Found], epoch: int, mark: Mark) -> Tensor:
+        """Gradient of own data: from this rank's patches, and from other readers. Blocking."""
+        total = found[0][1] if found and found[0][0] is self.parts.core else None
+        for number, there, here in self.own:
+            part = total = found[number][1][there]
+            if part.shape != x.shape:
+                total = torch.zeros_like(x)
+                total[here] = part
+        total = torch.zeros_like(x) if total is None else total
+        total = total if self.sums_exactly else total.to(sum_dtype(self.dtype))
+        received: Any = self.halo.adjoint.receive(epoch)
+        if self.site.machine.trace.recording is not None:
+            received = _recorded(received, mark)
+        # No other code refers to this tensor.
+        for (_, words), place in zip(received, self._edges, strict=True):
+            total[place].add_(as_tensor(words, self.dtype))
+        return total if self.sums_exactly else total.to(self.dtype)
 
-    def add_adjoint(self, gradient: Tensor, epoch: int) -> Tensor:
-        """Receive the gradients of this rank's data from its readers, and add them; blocking."""
-        channel, trace, name = self._halo.adjoint, self._trace, self.site.name
-        total = gradient.to(self._sum_dtype)
-        for piece, words in trace.awaited(channel.receive(epoch), name, backward=True):
-            with trace.span("fuse", name, backward=True):
-                total[piece.box.slices(channel.exchange.need)].add_(as_tensor(words, self.dtype))
-        return total.to(gradient.dtype)
+    def of_weight(self, shape: torch.Size, block: Tensor, found: Sequence[Found]) -> Tensor:
+        """Gradient of the weight in its shape: the sum of the patches'."""
+        (_, _, total, _), *others = found or ((None,) * 4,)
+        if total is None or total.shape != shape:
+            total, others = block.new_zeros(shape), [*found]
+        for patch, _, taps, _ in others:
+            self.block(total)[patch.weight].add_(taps)
+        return total
+
+    def of_bias(self, shape: torch.Size, rows: Tensor | None, gradient: Tensor) -> Tensor:
+        """Gradient of the bias in its shape; ``rows`` if it was computed together with that of the weight."""
+        rows = gradient.sum((0, *range(LEADING, gradient.dim()))) if rows is None else rows
+        if rows.shape == shape:
+            return rows
+        total = rows.new_zeros(shape)
+        if len(total):
+            total[slice(*self._block.bounds[0])] = rows
+        return total
 
     def _rows(self, bias: Tensor | None) -> Tensor | None:
         # Part of the bias that this rank adds; None if another rank with the same outputs adds it.
@@ -252,42 +280,13 @@ class Convolution(GridConvolution):
             return bias
         return bias[start:stop] if bias.shape[0] else None
 
-    def fill_weight(
-        self, weight: Tensor, core: Tensor | None, strips: list[Tensor | None], fill: Fill
-    ) -> Tensor:
-        """Weight gradient of own and remote data, summed in the place that ``fill`` gives."""
-        if core is not None and core.shape == weight.shape:
-            mine = total = fill("weight", core)
-        else:
-            total = fill("weight", torch.zeros_like(weight))
-            mine = self.block(total)
-            if self.parts.core is not None and core is not None:
-                mine[self.parts.core.weight] = core
-        for strip, taps in zip(self.parts.strips, strips, strict=True):
-            if taps is not None:
-                mine[strip.weight].add_(taps)
-        return total
-
-    def fill_bias(self, bias: Tensor, found: Tensor | None, gradient: Tensor, fill: Fill) -> Tensor:
-        """Gradient of the bias in the place that ``fill`` gives; ``found`` if it was computed before."""
-        total = gradient.sum((0, *range(LEADING, gradient.dim()))) if found is None else found
-        if total.shape != bias.shape:
-            mine, total = total, torch.zeros_like(bias)
-            if len(bias):
-                total[slice(*self._block.bounds[0])] = mine
-        return fill("bias", total)
-
-
-def _returned(_name: str, gradient: Tensor) -> Tensor:
-    return gradient
-
 
 def convolve(
     agreement: Agreement[Convolution],
     overlaps: bool,
     x: Tensor,
     weights: Mapping[str, Tensor],
-    fill: Fill = _returned,
+    fill: Fill | None = None,
 ) -> tuple[Tensor, GradientNeeds]:
     """Agree on a convolution and carry it out: local output, and the needs of any rank. Blocking.
 
@@ -306,8 +305,17 @@ def convolve(
     return y if operation.scatter is None else operation.scatter(y, needs.any), needs
 
 
-# Epoch of a halo under way, outputs of own data or the tile, and the function that records the trace.
-_Started = tuple[int, Tensor, Mark]
+# Epoch of a halo under way; outputs, or None before the halo is there; the rim's tensors; this rank's blocks
+# of weight and bias; and the function that records the trace.
+_Started = tuple[int, Any, tuple[Tensor, ...], Tensor, Tensor | None, Mark]
+
+
+def _recorded(received: Iterator[Any], mark: Mark) -> Iterator[Any]:
+    mark("wait")
+    for each in received:
+        mark("fuse")
+        yield each
+        mark("wait")
 
 
 class _Agreeing:
@@ -331,7 +339,7 @@ class _Agreeing:
 
 
 class _HaloSchedule(OperatorFunction):
-    """The schedule: the halo travels while own data are convolved, or copied into a tile."""
+    """The schedule: the halo travels while own data are convolved, or copied next to its place."""
 
     @staticmethod
     def forward(
@@ -340,63 +348,79 @@ class _HaloSchedule(OperatorFunction):
         weight: Tensor,
         bias: Tensor | None,
         _anchor: Any,
-        fill: Fill,
+        fill: Fill | None,
         call: Any,
         needs: GradientNeeds | None,
     ) -> Tensor:
-        """Start the halo, own data, wait; then convolve remote strips and add them, or convolve the tile."""
+        """Start the halo, own data, wait; then convolve the rim and add the outputs."""
         # call is a convolution with known needs, or an _Agreeing.
-        started: _Started = call.begin(x, weight, bias)
-        (epoch, y, mark), operation = started, call
+        y: Any
+        (epoch, y, held, block, rows, mark), operation = call.begin(x, weight, bias), call
         if needs is None:
             operation, needs = call.agreed
+        parts, landings, kept = operation.parts, operation.landings, held
         mark("wait")
-        if operation.tile is None:
-            kept = operation.add_remote(y, epoch, weight, mark)
-        else:
-            y, kept = operation.tile.convolve(y, epoch, weight, bias, mark)
+        arrays = [*map(as_words, held)]
+        for (_, view), landing in zip(operation.halo.forward.receive(epoch), landings, strict=True):
+            for number, there, here in landing:
+                arrays[number][there] = view[here]
+        if operation.remakes:
+            kept = tuple(held[number][there].clone() for number, there, _ in chain(*landings))
+        for patch, data in zip(parts.rim, held, strict=True):
+            mark("remote")
+            if patch is parts.base:
+                y = patch.convolve(data, block, rows)
+                continue
+            part = patch.convolve(data, block)
+            mark("fuse")
+            rim = y[patch.place]
+            rim += part
         mark("")
         if not any(ctx.needs_input_grad[:3]) and not needs.any:
             ctx.mark_non_differentiable(y)
         else:
-            ctx.save_for_backward(x, weight, bias if operation.tile is None else None, *kept)
-        ctx.operation, ctx.machine = operation, operation.site.machine
-        ctx.fill, ctx.needs_halo = fill, needs.input
-        return y
+            ctx.save_for_backward(x, block, *kept)
+        ctx.shapes, ctx.fill = (weight.shape, None if bias is None else bias.shape), fill
+        ctx.operation, ctx.machine, ctx.needs_halo = operation, operation.site.machine, needs.input
+        output: Tensor = y
+        return output
 
     @staticmethod
     @first_derivative
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-        """Start to send the strips' gradients, compute local ones, wait, add; or the adjoint of the tile."""
-        operation: Convolution = ctx.operation
-        x, weight, bias, *kept = ctx.saved_tensors
+        """The rim, start to send its gradients, own data; then the parameters, wait, and add what comes."""
+        operation, parts, needs_halo = ctx.operation, ctx.operation.parts, ctx.needs_halo
+        (x, block, *held), (of_weight, of_bias) = ctx.saved_tensors, ctx.shapes
         needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
+        # Together with the weight's gradient, the bias needs no further pass over the output's gradient.
+        needs = needs_weight, needs_weight and needs_bias and operation.sums_exactly
         mark = ctx.machine.trace.marks(operation.site.name, backward=True)
-        if operation.tile is not None:
-            needs = ctx.needs_halo, needs_weight, needs_bias
-            d_x, d_weight, d_bias = operation.tile.adjoint(gradient, x, kept, weight, needs, mark)
-            mark("")
-            return d_x if needs_x else None, d_weight, d_bias, None, None, None, None
-        parts, block = operation.parts, operation.block(weight)
         mark("remote")
-        needs = ctx.needs_halo, needs_weight, False
-        rim = [
-            strip.convolve_adjoint(gradient[strip.place], data, block, needs)
-            for strip, data in zip(parts.strips, kept, strict=True)
-        ]
+        found: tuple[Found, ...] = ()
+        held = operation.held(x, held) if operation.remakes else held
+        for patch, data in zip(parts.rim, held, strict=True):
+            found = *found, (patch, *patch.convolve_adjoint(gradient, data, block, (needs_halo, *needs)))
         epoch, d_x, d_weight, d_bias = 0, None, None, None
-        if ctx.needs_halo:
+        if needs_halo:
             mark("start")
-            epoch = operation.start_adjoint([edge for edge, *_ in rim if edge is not None])
-        mark("local")
-        if needs_x or needs_weight:
-            d_x, d_weight, d_bias = operation.local_adjoint(gradient, x, block, ctx.needs_input_grad[:3])
-        if needs_bias:
-            d_bias = operation.fill_bias(bias, d_bias, gradient, ctx.fill)
-        if needs_weight:
+            epoch = operation.send_back(found)
+        core, pieces = parts.core, operation.pieces
+        if core is not None and (needs_x or needs_weight):
+            mark("local")
+            adjoint = partial(adjoint_of_pieces, pieces) if pieces else core.convolve_adjoint
+            found = (core, *adjoint(gradient, x, block, (needs_x, *needs))), *found
             mark("fuse")
-            d_weight = operation.fill_weight(weight, d_weight, [taps for _, taps, _ in rim], ctx.fill)
+        if needs_bias:
+            d_bias = found[0][3] if found else None
+            if d_bias is None or d_bias.shape != of_bias:
+                d_bias = operation.of_bias(of_bias, d_bias, gradient)
+        if needs_weight:
+            d_weight = operation.of_weight(of_weight, block, found)
+        if ctx.fill is not None:
+            d_bias, d_weight = (
+                None if d is None else ctx.fill(key, d) for key, d in (("bias", d_bias), ("weight", d_weight))
+            )
+        if needs_halo:
+            d_x = operation.of_data(x, found, epoch, mark)
         mark("")
-        if ctx.needs_halo:
-            d_x = operation.add_adjoint(torch.zeros_like(x) if d_x is None else d_x, epoch)
         return d_x if needs_x else None, d_weight, d_bias, None, None, None, None

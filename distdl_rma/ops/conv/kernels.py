@@ -28,24 +28,27 @@ _onednn_enabled: Callable[[], bool] = (
 )
 # Whether the gradients of the input, of the weight and of the bias are needed.
 Needs = tuple[bool, bool, bool]
+Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
+# Without the check of torch.ops for operators of classes.
+_backward: Callable[..., Gradients] = torch.ops.aten.convolution_backward._op
 
 
 class ConvolutionArguments(NamedTuple):
-    """Arguments of torch's convolution other than tensors."""
+    """Arguments of torch's convolution other than tensors, in torch's order."""
 
     stride: tuple[int, ...]
     padding: tuple[int, ...]
     dilation: tuple[int, ...]
-    groups: int
     transposed: bool = False
-    output_padding: tuple[int, ...] = ()
+    output_padding: tuple[int, ...] = (0,)
+    groups: int = 1
 
     @classmethod
     def of(cls, stencil: Stencil, groups: int, transposed: bool = False) -> ConvolutionArguments:
         """Arguments for the spatial windows of a stencil, without padding."""
         windows = stencil.windows
         stride, dilation = tuple(w.stride for w in windows), tuple(w.dilation for w in windows)
-        return cls(stride, (0,) * len(windows), dilation, groups, transposed)
+        return cls(stride, (0,) * len(windows), dilation, transposed, groups=groups)
 
     def fills(self, extents: Sequence[int], kernel: Sequence[int], short: bool) -> bool:
         """Whether in every dimension the extent is at least the span of a window plus the padding.
@@ -73,15 +76,10 @@ class ConvolutionArguments(NamedTuple):
 
     def outputs(self, extents: Sequence[int], kernel: Sequence[int]) -> tuple[int, ...]:
         """Extents of the output of a transposed convolution."""
-        stride, padding, dilation, _, more, _ = self.arguments
+        stride, padding, dilation, _, more, _ = self
+        more = more if len(more) == len(stride) else more * len(stride)
         each = zip(extents, kernel, stride, padding, dilation, more, strict=True)
         return tuple((n - 1) * s - 2 * p + d * (k - 1) + 1 + m for n, k, s, p, d, m in each)
-
-    @property
-    def arguments(self) -> tuple[Any, ...]:
-        """Arguments in torch's order, after the tensors."""
-        stride, padding, dilation, groups, transposed, more = self
-        return stride, padding, dilation, transposed, more or (0,) * len(stride), groups
 
 
 class KernelChoice(NamedTuple):
@@ -104,7 +102,7 @@ class KernelChoice(NamedTuple):
             return cls()
         least = _WORTH_ONEDNN.get(len(extents))
         if steps.transposed and len(extents) == 3 and dtype == torch.float32 and not empty:
-            plain = steps._replace(transposed=False, output_padding=())
+            plain = steps._replace(transposed=False, output_padding=(0,))
             return cls(safe=True, plain=plain if plain.windows(block, kernel) == (*extents,) else None)
         if least is None or dtype != torch.float32 or steps.groups > 1 or steps.transposed or empty:
             return cls(safe=True)
@@ -154,22 +152,28 @@ def convolution(x: Tensor, weight: Tensor, bias: Tensor | None, steps: Convoluti
         wide = sum_dtype(x.dtype)
         offset = None if bias is None else bias.to(wide)
         with _without_onednn():
-            return torch.convolution(x.to(wide), weight.to(wide), offset, *steps.arguments).to(x.dtype)
+            return torch.convolution(x.to(wide), weight.to(wide), offset, *steps).to(x.dtype)
     if choice.chosen:
-        stride, padding, dilation, groups, *_ = steps
+        stride, padding, dilation, *_, groups = steps
         return torch.mkldnn_convolution(x, weight, bias, padding, stride, dilation, groups)
-    return torch.convolution(x, weight, bias, *steps.arguments)
+    return torch.convolution(x, weight, bias, *steps)
 
 
 def convolution_adjoint(
     gradient: Tensor, x: Tensor, weight: Tensor, steps: ConvolutionArguments, needs: Needs
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+) -> Gradients:
     """Gradients of :func:`convolution`: of input, weight and bias; None where not needed."""
     choice = _choice(steps, x.shape, weight.shape, x.dtype)
     if not choice.safe:
-        return _adjoint(gradient, x, weight, steps, needs)
+        wide, dtype = sum_dtype(x.dtype), x.dtype
+        with _without_onednn():
+            found = _adjoint_by_torch(gradient.to(wide), x.to(wide), weight.to(wide), steps, needs)
+        inner, taps, offsets = (None if part is None else part.to(dtype) for part in found)
+        return inner, taps, offsets
     if choice == _AS_TORCH or not _onednn_enabled():
-        return _adjoint_by_torch(gradient, x, weight, steps, needs)
+        # As _adjoint_by_torch, without another call.
+        channels = (gradient.shape[1],) if needs[2] else None
+        return _backward(gradient, x, weight, channels, *steps, needs)
     if choice.plain is not None:
         # torch's adjoint of a transposed convolution of volumes takes up to twice as long as these two.
         inner = convolution(gradient, weight, None, choice.plain) if needs[0] else None
@@ -179,7 +183,7 @@ def convolution_adjoint(
     inner, others = None, needs
     if needs[0] and choice.mirrored is not None:
         turned = weight.transpose(0, 1).flip(tuple(range(2, weight.dim())))
-        stride, padding, dilation, groups, *_ = choice.mirrored
+        stride, padding, dilation, *_, groups = choice.mirrored
         inner = torch.mkldnn_convolution(gradient, turned, None, padding, stride, dilation, groups)
         others = False, *needs[1:]
     if True not in others:
@@ -189,32 +193,16 @@ def convolution_adjoint(
         steps = steps._replace(padding=(0, *steps.padding[1:]))
     # torch uses oneDNN for tensors in oneDNN's layout.
     operand = x.to_mkldnn() if choice.chosen else x
-    found, taps, offsets = _adjoint_by_torch(gradient, operand, weight, steps, others)
-    if inner is None and found is not None:
-        inner = found.to_dense() if choice.chosen else found
+    d_x, taps, offsets = _adjoint_by_torch(gradient, operand, weight, steps, others)
+    if inner is None and d_x is not None:
+        inner = d_x.to_dense() if choice.chosen else d_x
     return inner, taps, offsets
 
 
 def _adjoint_by_torch(
     gradient: Tensor, x: Tensor, weight: Tensor, steps: ConvolutionArguments, needs: Needs
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    stride, padding, dilation, groups, transposed, more = steps
-    behind = stride, padding, dilation, transposed, more or (0,) * len(stride), groups, needs
-    channels = (gradient.shape[1],) if needs[2] else None
-    inner, taps, offsets = torch.ops.aten.convolution_backward(gradient, x, weight, channels, *behind)
-    return inner, taps, offsets
-
-
-def _adjoint(
-    gradient: Tensor, x: Tensor, weight: Tensor, steps: ConvolutionArguments, needs: Needs
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    # By torch's own kernels, in the type of sums.
-    behind = (gradient.shape[1],) if needs[2] else None, *steps.arguments, needs
-    wide, dtype = sum_dtype(x.dtype), x.dtype
-    with _without_onednn():
-        found = torch.ops.aten.convolution_backward(gradient.to(wide), x.to(wide), weight.to(wide), *behind)
-    inner, taps, offsets = (None if part is None else part.to(dtype) for part in found)
-    return inner, taps, offsets
+) -> Gradients:
+    return _backward(gradient, x, weight, (gradient.shape[1],) if needs[2] else None, *steps, needs)
 
 
 class _Convolution(OperatorFunction):

@@ -1,4 +1,4 @@
-"""Convolution of one rank, as a sum: own data and each side of the halo apart, or all in one tensor."""
+"""Convolution of one rank, as a sum over patches: own data and each side of the halo, or all in one."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from distdl_rma.geometry.box import LEADING, Box
-from distdl_rma.geometry.exchange import Piece
 from distdl_rma.geometry.halo import Stencil, Window
 from distdl_rma.ops.conv.kernels import ConvolutionArguments, Needs, convolution, convolution_adjoint
 from distdl_rma.ops.core.result_memory import result
@@ -72,6 +71,10 @@ class Patch:
     def weight(self) -> Slices:
         """Slices of the weight tensor (out, in, *kernel)."""
         return (_ALL, *(slice(low, high) for low, high in self.taps[1:]))
+
+    @cached_property
+    def _whole_weight(self) -> bool:
+        return self.taps == tuple((0, window.kernel) for window in self.stencil.windows)
 
     @cached_property
     def place(self) -> Slices:
@@ -166,14 +169,21 @@ class Patch:
     def convolve(self, block: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """Outputs of the patch, from the held tensor."""
         data = block if self._convolves_held else self._operand(block)
-        return convolution(data, weight[self.weight], bias, self.steps)
+        taps = weight if self._whole_weight else weight[self.weight]
+        return convolution(data, taps, bias, self.steps)
 
     def convolve_adjoint(
         self, gradient: Tensor, block: Tensor, weight: Tensor, needs: Needs
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """Gradients of the held tensor, of the patch's part of the weight, and of the bias."""
+        """Gradients of the held tensor, of the patch's part of the weight, and of the bias if ``complete``.
+
+        ``gradient`` is that of all outputs ``within``.
+        """
+        needs = *needs[:2], needs[2] and self.complete
+        gradient = gradient if self.complete else gradient[self.place]
         data = block if self._convolves_held else self._operand(block)
-        inner, taps, offsets = convolution_adjoint(gradient, data, weight[self.weight], self.steps, needs)
+        weight = weight if self._whole_weight else weight[self.weight]
+        inner, taps, offsets = convolution_adjoint(gradient, data, weight, self.steps, needs)
         if inner is None or self._convolves_held:
             return inner, taps, offsets
         if self.data_in_convolved is not None:
@@ -197,7 +207,7 @@ class Patch:
         low, high = self.data.bounds[d]
         ends = [low + (high - low) * n // count for n in range(count + 1)]
         boxes = [self.data.replace(d, *bounds) for bounds in pairwise(ends)]
-        found = [Patch.of(self.stencil, box, self.outputs, self.held, self.groups) for box in boxes]
+        found = [Patch.of(self.stencil, box, self.within, self.held, self.groups) for box in boxes]
         pieces = tuple(p for p in found if p is not None and p.taps == self.taps and p.inside == p.data)
         return pieces if len(pieces) == count else ()
 
@@ -237,10 +247,11 @@ def adjoint_of_pieces(
 
 @dataclass(frozen=True)
 class OwnAndHalo:
-    """The convolution of one rank: a core on its own data, and a strip per side with remote data.
+    """The convolution of one rank as a sum: a core of own data, and a rim of patches that wait for the halo.
 
-    The stencil has windows of all tensor dimensions. The domain is the global input; the padding around it is
-    zero. With several groups every rank has all channels.
+    The rim is one patch per side of the halo. With ``joins`` it is instead a single patch, of own data and
+    halo in one tensor, and there is no core. The stencil has windows of all tensor dimensions. The domain is
+    the global input; the padding around it is zero. With several groups every rank has all channels.
     """
 
     stencil: Stencil
@@ -248,23 +259,34 @@ class OwnAndHalo:
     own: Box
     outputs: Box
     groups: int = 1
+    joins: bool = False
 
     @cached_property
     def core(self) -> Patch | None:
-        """Patch of own data; None if they add to no output."""
-        return Patch.of(self.stencil, self.own, self.outputs, self.own, self.groups)
+        """Patch of own data alone; None if they add to no output, or are in the rim."""
+        return None if self._joined else Patch.of(self.stencil, self.own, self.outputs, self.own, self.groups)
 
     @cached_property
-    def joined(self) -> Patch | None:
-        """Patch of all outputs, of own and remote data in one tensor; None if they read no own data."""
-        if self.outputs.empty:
+    def rim(self) -> tuple[Patch, ...]:
+        """Patches that wait for the halo: of each of its sides that any output reads, or of all data."""
+        if self._joined is not None:
+            return (self._joined,)
+        patches = (Patch.of(self.stencil, side, self.outputs, groups=self.groups) for side in self.halo)
+        return tuple(patch for patch in patches if patch is not None)
+
+    @cached_property
+    def base(self) -> Patch | None:
+        """First of core and rim, if it gives all outputs; None if all patches add to zeros."""
+        first = self.core or next(iter(self.rim), None)
+        return first if first is not None and first.complete else None
+
+    @cached_property
+    def _joined(self) -> Patch | None:
+        data = self.stencil.reads(self.outputs) & self.domain
+        if not self.joins or (data & self.own).empty:
             return None
-        region = self.stencil.reads(self.outputs)
-        data, taps = region & self.domain, tuple((0, window.kernel) for window in self.stencil.windows)
-        if (data & self.own).empty:
-            return None
-        patch = Patch(self.stencil, data, self.outputs, self.outputs, taps, region, region, self.groups)
-        return replace(patch, held=patch.convolved)
+        patch = Patch.of(self.stencil, data, self.outputs, groups=self.groups)
+        return None if patch is None else replace(patch, held=patch.convolved)
 
     @cached_property
     def halo(self) -> tuple[Box, ...]:
@@ -277,27 +299,11 @@ class OwnAndHalo:
             rest = rest.replace(d, low, high)
         return tuple(side for side in sides if not side.empty)
 
-    @cached_property
-    def strips(self) -> tuple[Patch, ...]:
-        """Patches of remote data, one per side of the halo that any output reads."""
-        patches = (Patch.of(self.stencil, side, self.outputs, groups=self.groups) for side in self.halo)
-        return tuple(patch for patch in patches if patch is not None)
-
-    def landing(self, piece: Piece) -> list[tuple[int, Slices, Slices]]:
-        """Places of a received piece: number of a strip, slices in its region, slices in the piece."""
-        common = [piece.box & strip.inside for strip in self.strips]
+    def landing(self, box: Box) -> list[tuple[int, Slices, Slices]]:
+        """Places of a box of data: number of a patch of the rim, slices in its tensor, slices in the box."""
+        common = [box & patch.inside for patch in self.rim]
         return [
-            (number, box.slices(strip.region), box.slices(piece.box))
-            for number, (strip, box) in enumerate(zip(self.strips, common, strict=True))
-            if not box.empty
+            (number, part.slices(patch.held), part.slices(box))
+            for number, (patch, part) in enumerate(zip(self.rim, common, strict=True))
+            if not part.empty
         ]
-
-    @staticmethod
-    def filled_up(parts: Sequence[tuple[Slices, Tensor]], shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Tensor of disjoint parts, zero elsewhere; the first part itself if it has the whole shape."""
-        if parts and parts[0][1].shape == shape:
-            return parts[0][1]
-        whole = torch.zeros(tuple(shape), dtype=dtype)
-        for here, part in parts:
-            whole[here] = part
-        return whole

@@ -4,14 +4,15 @@ import pytest
 import torch
 from torch.nn import functional as F  # noqa: N812
 
-from distdl_rma import Machine, ShapeError
+from distdl_rma import Machine, ShapeError, shard
 from distdl_rma.geometry import Decomposition, Stencil
-from distdl_rma.ops.conv import own_and_halo
+from distdl_rma.ops.conv import convolution, own_and_halo
 from distdl_rma.ops.conv.convolution import Convolution, convolve
 from distdl_rma.ops.conv.worker_grid import OUT, ConvolutionOptions, WorkerGrid, can_overlap
 from distdl_rma.ops.core.autograd import GradientNeeds
 from distdl_rma.ops.core.movement import CallSite
 from distdl_rma.ops.core.operation import Agreed
+from distdl_rma.split import SplitTensor
 from tests.layers.sequential import agree
 
 NEEDS = GradientNeeds(True, True)
@@ -101,7 +102,7 @@ def test_large_blocks_have_the_gradients_of_torch(P_world, comm, monkeypatch):
     source = Decomposition.balanced(P_x, x.shape)
     options = ConvolutionOptions(STENCIL, workers, on_workers=True)
     operation = Convolution(CallSite(Machine.of(P_world), "large"), options, source, P_x, torch.float64)
-    assert len(operation._pieces) == 2
+    assert len(operation.pieces) == 2
     y = F.conv2d(x, weight, padding=1)
     d_y = torch.randn_like(y)
     y.backward(d_y)
@@ -112,7 +113,7 @@ def test_large_blocks_have_the_gradients_of_torch(P_world, comm, monkeypatch):
     agree(total, weight.grad, "weight gradient")
     monkeypatch.setattr(own_and_halo, "_PIECE_ELEMENTS", 1 << 10)
     whole = Convolution(CallSite(Machine.of(P_world), "whole"), options, source, P_x, torch.float64)
-    assert not whole._pieces, "pieces that torch would leave to slower kernels"
+    assert not whole.pieces, "pieces that torch would leave to slower kernels"
 
 
 def whole_gradient(mine, blocks, weight):
@@ -192,3 +193,42 @@ def test_an_input_that_does_not_fit_is_refused_before_anything_moves(P_world):
                 P_x,
                 torch.float64,
             )
+
+
+JOINED = {
+    "rows": ((0, 1), (1, 2, 12, 9), (3, 3), {"padding": 1}),
+    "columns": ((1, 0), (2, 2, 9, 12), (3, 3), {"padding": 1}),
+    "dilated": ((0, 1), (1, 2, 17, 8), (3, 2), {"padding": (2, 0), "dilation": (2, 1)}),
+    "jumps": ((0, 1), (1, 2, 13, 9), (3, 3), {"padding": 1, "stride": 2}),
+    "of groups": ((0, 1), (1, 4, 12, 9), (5, 3), {"padding": (2, 1), "groups": 2}),
+    "less than a window each": ((0, 1), (1, 2, 3, 9), (3, 3), {"padding": 1}),
+}
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("kept", [True, False])
+@pytest.mark.parametrize("case", JOINED)
+def test_convolutions_of_own_data_and_halo_in_one_tensor_are_those_of_torch(P_world, monkeypatch, case, kept):
+    # The tensor is saved for the backward, or made again from the halo.
+    monkeypatch.setattr(convolution, "SMALLEST_NBYTES", 1 << 18 if kept else 0)
+    axes, shape, kernel, how = JOINED[case]
+    machine = Machine.of(P_world)
+    P_x = machine.partition((1, 1, *(machine.size if axis else 1 for axis in reversed(axes))))
+    torch.manual_seed(0)
+    x = torch.randn(shape, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(4, shape[1] // how.get("groups", 1), *kernel, dtype=torch.float64)
+    bias = torch.randn(4, dtype=torch.float64)
+    twins = [w.clone().requires_grad_() for w in (weight, bias)]
+    expected = F.conv2d(x, *twins, **how)
+    expected.square().sum().backward()
+    cut = shard(P_x, x.detach())
+    block = cut.to_local().clone().requires_grad_()
+    for parameter in (weight, bias):
+        parameter.requires_grad_()
+    y = F.conv2d(SplitTensor(block, cut.decomposition), weight, bias, **how)
+    y.square().sum().backward()
+    exactly = {"rtol": 1e-9, "atol": 1e-9}
+    torch.testing.assert_close(y.full_tensor(), expected, **exactly)
+    torch.testing.assert_close(block.grad, shard(P_x, x.grad).to_local(), **exactly)
+    for mine, theirs in zip((weight, bias), twins, strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad, **exactly)

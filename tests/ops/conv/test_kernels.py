@@ -44,7 +44,7 @@ def random_narrow(rng):
     groups = rng.choice([1, 1, 2])
     channels = [groups * rng.choice([1, 3, 16, 17]) for _ in range(2)]
     return (
-        ConvolutionArguments(tuple(stride), tuple(padding), tuple(dilation), groups),
+        ConvolutionArguments(tuple(stride), tuple(padding), tuple(dilation), groups=groups),
         kernel,
         extents,
         channels,
@@ -63,16 +63,15 @@ def test_narrow_blocks_are_convolved_as_in_float64(dtype, transposed):
         sizes = (inner, outer // steps.groups) if transposed else (outer, inner // steps.groups)
         torch.manual_seed(seed)
         x, weight = torch.randn(2, inner, *extents).to(dtype), torch.randn(*sizes, *kernel).to(dtype)
-        arguments = steps.arguments
         if transposed and min(steps.outputs(extents, kernel)) < 1:
             continue
         plain += KernelChoice.of(steps, x.shape, weight.shape, dtype).plain is not None
-        exact = torch.convolution(x.double(), weight.double(), None, *arguments)
+        exact = torch.convolution(x.double(), weight.double(), None, *steps)
         gradient = torch.randn(exact.shape).to(dtype)
         block = exact.shape[2:] if transposed else extents
         narrow += not steps.fills(block, kernel, dtype != torch.float32)
         expected = torch.ops.aten.convolution_backward(
-            gradient.double(), x.double(), weight.double(), (outer,), *arguments, (True, True, True)
+            gradient.double(), x.double(), weight.double(), (outer,), *steps, (True, True, True)
         )
         what = f"{seed}: {steps}, kernel {kernel}, input {tuple(x.shape)}"
         near(convolution(x, weight, None, steps), exact, dtype, what)
@@ -93,9 +92,7 @@ def test_narrow_blocks_are_convolved_as_in_float64(dtype, transposed):
 @pytest.mark.parametrize("dims", [1, 2, 3])
 @pytest.mark.parametrize(("kernel", "stride", "padding"), [(3, 2, 1), (3, 3, 2), (4, 2, 3), (5, 3, 3)])
 def test_taps_that_meet_padding_only_have_no_gradient(dims, kernel, stride, padding):
-    steps = ConvolutionArguments(
-        (1,) * (dims - 1) + (stride,), (0,) * (dims - 1) + (padding,), (1,) * dims, 1
-    )
+    steps = ConvolutionArguments((1,) * (dims - 1) + (stride,), (0,) * (dims - 1) + (padding,), (1,) * dims)
     for _ in range(3):
         x = torch.randn(2, 16, *(3,) * (dims - 1), 1).bfloat16()
         weight = torch.randn(17, 16, *(1,) * (dims - 1), kernel).bfloat16()
@@ -110,7 +107,7 @@ def test_taps_that_meet_padding_only_have_no_gradient(dims, kernel, stride, padd
 
 
 def test_extents_of_a_transposed_convolution_are_torchs():
-    steps, kernel = ConvolutionArguments((2, 1), (1, 2), (1, 2), 1, transposed=True), (3, 4)
+    steps, kernel = ConvolutionArguments((2, 1), (1, 2), (1, 2), True), (3, 4)
     y = torch.conv_transpose2d(
         torch.zeros(1, 1, 7, 6), torch.zeros(1, 1, *kernel), None, *steps[:2], 0, 1, (1, 2)
     )
@@ -125,7 +122,7 @@ def test_images_are_left_to_the_fast_kernels():
         (5, 1, 2, 2, 11),
         (7, 2, 3, 1, 12),
     ):
-        steps = ConvolutionArguments((stride,) * 2, (padding,) * 2, (dilation,) * 2, 1)
+        steps = ConvolutionArguments((stride,) * 2, (padding,) * 2, (dilation,) * 2)
         assert steps.fills((n, n), (kernel, kernel), short=True)
         # Rows that come from a neighbour, as many as windows reach over.
         rows = dilation * (kernel - 1)
@@ -148,7 +145,7 @@ CHOSEN = [
 def test_what_torch_leaves_to_slow_kernels_is_convolved_as_in_float64(
     kernel, stride, padding, dilation, channels, extents
 ):
-    steps, dims = ConvolutionArguments(stride, padding, dilation, 1), len(kernel)
+    steps, dims = ConvolutionArguments(stride, padding, dilation), len(kernel)
     inner, outer = channels
     torch.manual_seed(1)
     # No block of its own in memory, as parts of shards have none.
@@ -188,7 +185,7 @@ def test_what_torch_leaves_to_slow_kernels_is_convolved_as_in_float64(
 
 def test_oneDNN_is_chosen_only_where_it_is_allowed_and_worth_it():  # noqa: N802
     steps, shape, weight = (
-        ConvolutionArguments((1,) * 3, (1,) * 3, (1,) * 3, 1),
+        ConvolutionArguments((1,) * 3, (1,) * 3, (1,) * 3),
         (1, 8, 8, 9, 9),
         (8, 8, 3, 3, 3),
     )
@@ -211,9 +208,7 @@ def test_oneDNN_is_chosen_only_where_it_is_allowed_and_worth_it():  # noqa: N802
         plain = torch.nn.functional.conv3d(x, kernel, padding=1)
         assert torch.equal(convolution(x, kernel, None, steps), plain)
         adjoint = convolution_adjoint(plain, x, kernel, steps, (True, True, True))
-        right = torch.ops.aten.convolution_backward(
-            plain, x, kernel, (8,), *steps.arguments, (True, True, True)
-        )
+        right = torch.ops.aten.convolution_backward(plain, x, kernel, (8,), *steps, (True, True, True))
         assert all(map(torch.equal, adjoint, right))
     near(found, plain.double(), torch.float32, "output")
 

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import itertools
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.nn import functional as F  # noqa: N812
 
 from distdl_rma.geometry.box import Box
 from distdl_rma.geometry.decomposition import Decomposition
-from distdl_rma.geometry.exchange import Exchange, Piece
+from distdl_rma.geometry.exchange import Exchange
 from distdl_rma.geometry.halo import Stencil, Window
 from distdl_rma.ops.conv.kernels import ConvolutionArguments, convolution
 from distdl_rma.ops.conv.own_and_halo import OwnAndHalo, with_channels
@@ -51,7 +51,7 @@ def test_core_and_strips_add_up_to_the_convolution(dim, data, seed):
     y = np.zeros(tile.outputs.shape, dtype=np.int64)
     core_of(tile, x, w, y)
     blocks = []
-    for strip in tile.strips:
+    for strip in tile.rim:
         given = strip.data & strip.region & tile.domain
         block = np.zeros(strip.region.shape, dtype=np.int64)
         block[given.slices(strip.region)] = part_of(x, given, tile.domain)
@@ -71,13 +71,13 @@ def layouts(draw, dim):
     return stencil, source, [draw(splits(n, p)) for n, p in outputs]
 
 
-def tiles_of(stencil, source, y_splits):
+def tiles_of(stencil, source, y_splits, joins=False):
     """Every rank's plan of the halo exchange, and its tile."""
     target = source.with_splits(dict(enumerate(stencil.with_halo(y_splits, source.shape))))
     y_boxes = Decomposition(source.partition, tuple(y_splits), source.axes)
     for rank in source.partition.ranks:
         own, outputs = (ends.box(rank) for ends in (source, y_boxes))
-        tile = OwnAndHalo(stencil=stencil, domain=Box.of_shape(source.shape), own=own, outputs=outputs)
+        tile = OwnAndHalo(stencil, Box.of_shape(source.shape), own, outputs, joins=joins)
         yield Exchange(rank, source, target), tile
 
 
@@ -90,37 +90,40 @@ def test_the_halo_exchange_brings_what_the_strips_need(dim, data, seed):
     for plan, tile in tiles_of(stencil, source, y_splits):
         y = np.zeros(tile.outputs.shape, dtype=np.int64)
         core_of(tile, x, w, y)
-        blocks = [np.zeros(strip.region.shape, dtype=np.int64) for strip in tile.strips]
+        blocks = [np.zeros(strip.region.shape, dtype=np.int64) for strip in tile.rim]
         for piece in plan.receives:
             received = x[piece.box.slices(Box.of_shape(source.shape))]
-            for number, there, here in tile.landing(piece):
+            for number, there, here in tile.landing(piece.box):
                 blocks[number][there] = received[here]
         strips_of(tile, blocks, w, y)
         assert np.array_equal(y, part_of(whole, tile.outputs, Box.of_shape(whole.shape)))
 
 
+@pytest.mark.parametrize("joins", [False, True])
 @each_dimension
 @some
 @given(data=st.data())
-def test_landings_put_every_needed_element_once_in_its_place(dim, data):
-    for plan, tile in tiles_of(*data.draw(layouts(dim))):
+def test_landings_put_every_needed_element_once_in_its_place(dim, joins, data):
+    for plan, tile in tiles_of(*data.draw(layouts(dim)), joins):
         landed = []
-        for piece in plan.receives:
-            for number, there, here in tile.landing(piece):
-                region = tile.strips[number].region
-                from_piece, in_region = (
+        for box in (tile.own, *(piece.box for piece in plan.receives)):
+            for number, there, here in tile.landing(box):
+                from_piece, in_tensor = (
                     [
-                        tuple(np.add(point, box.start))
+                        tuple(np.add(point, whole.start))
                         for point in itertools.product(*(range(s.start, s.stop) for s in places))
                     ]
-                    for box, places in ((piece.box, here), (region, there))
+                    for whole, places in ((box, here), (tile.rim[number].held, there))
                 )
-                assert from_piece == in_region
-                assert set(from_piece) <= points(piece.box) & points(tile.strips[number].data)
+                assert from_piece == in_tensor
+                assert set(from_piece) <= points(box) & points(tile.rim[number].data)
                 landed += from_piece
         assert len(landed) == len(set(landed))
         assert inputs_read(tile) - points(tile.own) <= set(landed)
-        assert not set(landed) & points(tile.own)
+        if tile.core is None:
+            assert inputs_read(tile) <= set(landed)
+        else:
+            assert not set(landed) & points(tile.own)
 
 
 @some
@@ -148,7 +151,7 @@ def test_a_rank_that_owns_everything_convolves_at_once_with_the_padding_of_the_l
     assert tile.core.outputs == tile.outputs
     assert tile.core.taps == ((0, 1), (0, 1), (0, 3), (0, 3))
     assert tile.core.padding == (0, 0, padding, padding)
-    assert (tile.halo, tile.strips) == ((), ())
+    assert (tile.halo, tile.rim) == ((), ())
 
 
 def test_a_tile_in_the_middle_has_a_strip_per_side_and_the_first_two_take_the_corners():
@@ -166,13 +169,13 @@ def test_a_tile_in_the_middle_has_a_strip_per_side_and_the_first_two_take_the_co
         Box((*ONE, (4, 8), (3, 4))),
         Box((*ONE, (4, 8), (8, 9))),
     )
-    assert [str(strip.outputs) for strip in tile.strips] == [
+    assert [str(strip.outputs) for strip in tile.rim] == [
         "[0:1, 0:1, 4:5, 4:8]",
         "[0:1, 0:1, 7:8, 4:8]",
         "[0:1, 0:1, 4:8, 4:5]",
         "[0:1, 0:1, 4:8, 7:8]",
     ]
-    assert [strip.taps[2] for strip in tile.strips] == [(0, 1), (2, 3), (0, 3), (0, 3)]
+    assert [strip.taps[2] for strip in tile.rim] == [(0, 1), (2, 3), (0, 3), (0, 3)]
     assert tile.core.padding == (0, 0, 1, 1)
 
 
@@ -185,7 +188,7 @@ def test_a_tile_without_own_data_has_strips_only():
     )
     assert tile.core is None
     assert tile.halo == (Box((*ONE, (2, 4))),)
-    assert [strip.outputs for strip in tile.strips] == [tile.outputs]
+    assert [strip.outputs for strip in tile.rim] == [tile.outputs]
 
 
 def test_a_tile_without_outputs_needs_nothing():
@@ -195,8 +198,8 @@ def test_a_tile_without_outputs_needs_nothing():
         own=Box((*ONE, (0, 2))),
         outputs=Box((*ONE, (4, 4))),
     )
-    assert (tile.core, tile.halo, tile.strips) == (None, (), ())
-    assert tile.landing(Piece(1, Box(((0, 1), (0, 1), (2, 4))))) == []
+    assert (tile.core, tile.halo, tile.rim) == (None, (), ())
+    assert tile.landing(Box(((0, 1), (0, 1), (2, 4)))) == []
 
 
 def test_own_data_that_falls_between_the_windows_adds_nothing():
@@ -207,7 +210,7 @@ def test_own_data_that_falls_between_the_windows_adds_nothing():
         outputs=Box((*ONE, (0, 2))),
     )
     assert tile.core is None
-    assert [strip.data for strip in tile.strips] == [Box((*ONE, (0, 1))), Box((*ONE, (3, 5)))]
+    assert [strip.data for strip in tile.rim] == [Box((*ONE, (0, 1))), Box((*ONE, (3, 5)))]
 
 
 def some_of(rng, extent):
@@ -230,14 +233,17 @@ def random_parts(rng):
         outputs = Box((some_of(rng, batch), (0, int(low < high)), *space))
         own = Box(tuple(some_of(rng, n) for n in domain.shape))
         parts = OwnAndHalo(with_channels(stencil, low, high - low), domain, own, outputs)
-        if parts.core is not None and parts.strips:
+        if parts.core is not None and parts.rim:
             return stencil, parts, (low, high)
 
 
+@pytest.mark.parametrize("joins", [False, True])
 @pytest.mark.parametrize("seed", range(100))
-def test_parts_of_any_dimension_add_up_to_the_whole_and_so_do_their_adjoints(seed):
+def test_parts_of_any_dimension_add_up_to_the_whole_and_so_do_their_adjoints(seed, joins):
     torch.manual_seed(seed)
     stencil, parts, (low, high) = random_parts(random.Random(seed))
+    parts = replace(parts, joins=joins)
+    assert (parts.core is None) == joins
     reads, filters = parts.stencil.reads(parts.outputs), 2
     x = torch.randn(parts.domain.shape, dtype=torch.float64)
     weight = torch.randn(filters, high - low, *(w.kernel for w in stencil.windows), dtype=torch.float64)
@@ -249,13 +255,13 @@ def test_parts_of_any_dimension_add_up_to_the_whole_and_so_do_their_adjoints(see
     gradient = torch.randn_like(expected)
     expected.backward(gradient)
     y, d_weight, d_reads = torch.zeros_like(expected), torch.zeros_like(weight), torch.zeros_like(whole)
-    for patch in (parts.core, *parts.strips):
-        # What is held beside the data of a strip is zero; what is the rank's own may be anything.
-        held = torch.zeros(patch.held.shape, dtype=torch.float64)
+    for patch in (*(() if joins else (parts.core,)), *parts.rim):
+        # A patch of the rim holds zeros beside its data; own data may be anything.
+        held = patch.hold(x.dtype)
         mine = patch.held if patch is parts.core else patch.data & patch.region
         held[mine.slices(patch.held)] = x[mine.slices(parts.domain)]
         y[patch.place] += patch.convolve(held, weight)
-        edge, taps, _ = patch.convolve_adjoint(gradient[patch.place], held, weight, (True, True, False))
+        edge, taps, _ = patch.convolve_adjoint(gradient, held, weight, (True, True, False))
         assert edge.shape == held.shape
         d_weight[patch.weight] += taps
         inside = patch.data & patch.region
@@ -268,14 +274,6 @@ def test_parts_of_any_dimension_add_up_to_the_whole_and_so_do_their_adjoints(see
     torch.testing.assert_close(d_weight, twin.grad, **exactly)
     inside = (reads & parts.domain).slices(reads)
     torch.testing.assert_close(d_reads[inside], both.grad[inside], **exactly)
-
-
-def test_parts_are_filled_up_with_zeros_and_one_that_is_all_is_taken_as_it_is():
-    part = torch.ones(1, 2, 3)
-    assert OwnAndHalo.filled_up([((slice(None),) * 3, part)], (1, 2, 3), part.dtype) is part
-    found = OwnAndHalo.filled_up([((slice(None), slice(None), slice(1, 4)), part)], (1, 2, 5), part.dtype)
-    assert torch.equal(found, F.pad(part, (1, 1)))
-    assert torch.equal(OwnAndHalo.filled_up([], (2, 2), part.dtype), torch.zeros(2, 2))
 
 
 def test_the_gradient_of_a_bias_is_the_sum_of_all_gradients():

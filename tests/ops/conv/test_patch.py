@@ -17,7 +17,7 @@ from tests.ops.conv.tiles import any_tile, convolve, padded, points, some
 
 
 def patches(tile):
-    return [patch for patch in (tile.core, *tile.strips) if patch is not None]
+    return [patch for patch in (tile.core, *tile.rim) if patch is not None]
 
 
 @some

@@ -94,7 +94,7 @@ def core_of(tile, x, w, y):
 
 def strips_of(tile, blocks, w, y):
     """Add what the remote data adds, given in one block per strip."""
-    for strip, block in zip(tile.strips, blocks, strict=True):
+    for strip, block in zip(tile.rim, blocks, strict=True):
         y[strip.place] += convolve(block, w[strip.weight], tile.stencil)
 
 

@@ -80,7 +80,7 @@ def _of_whole(func: Any) -> Any:
         if any(len(n) != dims or min(n) < least for n, least in zip(numbers, (1, 0, 1), strict=True)):
             return func(*args, **kwargs)
         step, sides, dilations = numbers
-        steps = ConvolutionArguments(step, sides, dilations, groups)
+        steps = ConvolutionArguments(step, sides, dilations, groups=groups)
         if not kernels.uses_faster_kernel(x, weight, bias, steps):
             return func(*args, **kwargs)
         return kernels.convolution(x, weight, bias, steps)
