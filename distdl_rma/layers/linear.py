@@ -11,7 +11,7 @@ from torch import nn
 
 from distdl_rma.errors import ArgumentError, PartitionError, ShapeError, UnsupportedError
 from distdl_rma.geometry.partition import Partition
-from distdl_rma.layers.core.arguments import LayerOptions, chosen_placement
+from distdl_rma.layers.core.arguments import LayerOptions, PlacedOptions, chosen_placement
 from distdl_rma.layers.core.input_facts import InputFacts, source_of
 from distdl_rma.layers.core.operator_layer import OperatorLayer
 from distdl_rma.layers.core.placement import Placement, block_placement, linear_values
@@ -153,14 +153,11 @@ class DistributedLinearAllGather(DistributedLinear):
         bias: bool = True,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
-        *,
-        placement: str | None = None,
-        weights: str | None = None,
-        **options: Unpack[LayerOptions],
+        **options: Unpack[PlacedOptions],
     ) -> None:
         P_w = _workers(type(self).__name__, P_y, ROWS)
         arguments = P_y if P_x is None else P_x, P_y, P_w, in_features, out_features, bias, device, dtype
-        super().__init__(*arguments, placement=placement, weights=weights, **options)
+        super().__init__(*arguments, **options)
 
 
 class DistributedLinearReduceScatter(DistributedLinear):
@@ -193,14 +190,11 @@ class DistributedLinearReduceScatter(DistributedLinear):
         bias: bool = True,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
-        *,
-        placement: str | None = None,
-        weights: str | None = None,
-        **options: Unpack[LayerOptions],
+        **options: Unpack[PlacedOptions],
     ) -> None:
         P_w = _workers(type(self).__name__, P_x, COLUMNS)
         arguments = P_x, P_x if P_y is None else P_y, P_w, in_features, out_features, bias, device, dtype
-        super().__init__(*arguments, placement=placement, weights=weights, **options)
+        super().__init__(*arguments, **options)
 
 
 class _Zero(DistributedLinear):

@@ -12,7 +12,7 @@ from distdl_rma.errors import ArgumentError, PartitionError, ShapeError
 from distdl_rma.geometry.box import LEADING
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.partition import Partition, groups_onto
-from distdl_rma.layers.core.arguments import Callbacks, per_dim
+from distdl_rma.layers.core.arguments import LayerOptions, per_dim
 from distdl_rma.layers.core.input_facts import InputFacts, input_dtype, source_of
 from distdl_rma.layers.core.layer import nbytes_of
 from distdl_rma.layers.core.operator_layer import OperatorLayer
@@ -48,11 +48,9 @@ class MovementLayer(OperatorLayer[M]):
         P_x: Partition | Sequence[Partition],
         P_y: Partition | None = None,
         preserve_batch: bool = True,
-        *,
-        name: str | None = None,
-        **callbacks: Unpack[Callbacks],
+        **options: Unpack[LayerOptions],
     ) -> None:
-        super().__init__(P_x, P_y, name=name, **callbacks)
+        super().__init__(P_x, P_y, **options)
         self.preserve_batch = preserve_batch
 
     def extra_repr(self) -> str:
@@ -83,11 +81,10 @@ class LayerAlongAxes(MovementLayer[StagedMove]):
         P_x: Partition,
         axes: Axes | None,
         keep: Axes | None,
-        name: str | None,
-        **callbacks: Unpack[Callbacks],
+        **options: Unpack[LayerOptions],
     ) -> None:
         self.axes = chosen_axes(type(self).__name__, P_x, self._argument, axes, keep)
-        super().__init__(P_x, name=name, **callbacks)
+        super().__init__(P_x, **options)
 
     def extra_repr(self) -> str:
         """The partition, and the dimensions."""
@@ -134,16 +131,14 @@ class Repartition(MovementLayer[StagedMove]):
         P_x: Partition,
         P_y: Partition,
         preserve_batch: bool = True,
-        *,
-        name: str | None = None,
-        **callbacks: Unpack[Callbacks],
+        **options: Unpack[LayerOptions],
     ) -> None:
         if P_x.dim != P_y.dim:
             raise PartitionError(
                 f"{type(self).__name__}: P_x has {P_x.dim} dimensions {P_x.shape} but P_y has {P_y.dim}"
                 f" {P_y.shape}"
             )
-        super().__init__(P_x, P_y, preserve_batch, name=name, **callbacks)
+        super().__init__(P_x, P_y, preserve_batch, **options)
 
     def plan(self, facts: dict[int, InputFacts]) -> StagedMove:
         """Movement of the input's blocks to balanced blocks."""
@@ -183,11 +178,9 @@ class AllGather(LayerAlongAxes):
         P_x: Partition,
         axes_all_gather: Axes | None = None,
         axes_keep: Axes | None = None,
-        *,
-        name: str | None = None,
-        **callbacks: Unpack[Callbacks],
+        **options: Unpack[LayerOptions],
     ) -> None:
-        super().__init__(P_x, axes_all_gather, axes_keep, name, **callbacks)
+        super().__init__(P_x, axes_all_gather, axes_keep, **options)
 
     def plan(self, facts: dict[int, InputFacts]) -> StagedMove:
         """Movement of blocks to blocks that are whole along the gathered dimensions."""
@@ -223,11 +216,9 @@ class ReduceScatter(LayerAlongAxes):
         P_x: Partition,
         axes_reduce_scatter: Axes | None = None,
         axes_keep: Axes | None = None,
-        *,
-        name: str | None = None,
-        **callbacks: Unpack[Callbacks],
+        **options: Unpack[LayerOptions],
     ) -> None:
-        super().__init__(P_x, axes_reduce_scatter, axes_keep, name, **callbacks)
+        super().__init__(P_x, axes_reduce_scatter, axes_keep, **options)
 
     def plan(self, facts: dict[int, InputFacts]) -> StagedMove:
         """Movement of tensors that are whole along the scattered dimensions to balanced blocks of the sum."""
@@ -279,9 +270,7 @@ class HaloExchange(MovementLayer[moves.HaloExchange]):
         width: int | Iterable[int | Iterable[int]],
         padding_mode: str = "zeros",
         value: float = 0.0,
-        *,
-        name: str | None = None,
-        **callbacks: Unpack[Callbacks],
+        **options: Unpack[LayerOptions],
     ) -> None:
         kind = type(self).__name__
         if P_x.dim <= LEADING:
@@ -290,7 +279,7 @@ class HaloExchange(MovementLayer[moves.HaloExchange]):
             raise ArgumentError(f"{kind}: padding_mode is one of {MODES}, got {padding_mode!r}")
         self.width = _pairs(kind, width, P_x.dim - LEADING)
         self.padding_mode, self.value = padding_mode, value
-        super().__init__(P_x, P_x, name=name, **callbacks)
+        super().__init__(P_x, P_x, **options)
 
     def extra_repr(self) -> str:
         """The partition, the widths and the padding."""
@@ -352,9 +341,7 @@ class _Between(_OfSubtensors):
         transpose_src: bool = False,
         transpose_dest: bool = False,
         preserve_batch: bool = True,
-        *,
-        name: str | None = None,
-        **callbacks: Unpack[Callbacks],
+        **options: Unpack[LayerOptions],
     ) -> None:
         self.transpose_src, self.transpose_dest = transpose_src, transpose_dest
         sums = self._operation is sum_reduce
@@ -364,7 +351,7 @@ class _Between(_OfSubtensors):
             first, *_ = groups_onto(P_many, P_few, flip_many, flip_few)
         except PartitionError as error:
             raise PartitionError(f"{type(self).__name__}: {error}") from None
-        super().__init__(P_x, P_y, preserve_batch, name=name, **callbacks)
+        super().__init__(P_x, P_y, preserve_batch, **options)
         if sums:
             # The dimensions in which ranks of the first group differ from the first rank of P_x.
             self.axes = tuple(sorted({d for r in first for d, i in enumerate(P_x.index_of(r)) if i}))
@@ -453,11 +440,9 @@ class AllSumReduce(_OfSubtensors, LayerAlongAxes):
         P_x: Partition,
         axes_reduce: Axes | None = None,
         axes_keep: Axes | None = None,
-        *,
-        name: str | None = None,
-        **callbacks: Unpack[Callbacks],
+        **options: Unpack[LayerOptions],
     ) -> None:
-        LayerAlongAxes.__init__(self, P_x, axes_reduce, axes_keep, name, **callbacks)
+        LayerAlongAxes.__init__(self, P_x, axes_reduce, axes_keep, **options)
 
     def plan(self, facts: dict[int, InputFacts]) -> StagedMove:
         """Sum within groups of ranks."""
@@ -493,9 +478,7 @@ class DistributedConcat(MovementLayer[Concat]):
         self,
         P_xs: Sequence[Partition],
         P_y: Partition | None = None,
-        *,
-        name: str | None = None,
-        **callbacks: Unpack[Callbacks],
+        **options: Unpack[LayerOptions],
     ) -> None:
         kind, P_xs = type(self).__name__, tuple(P_xs)
         if not P_xs:
@@ -507,7 +490,7 @@ class DistributedConcat(MovementLayer[Concat]):
                     f"{kind}: {which} has {partition.dim} dimensions {partition.shape} but P_y {P_y.dim}"
                     f" {P_y.shape}; all need those of the tensors, batch and channels first"
                 )
-        super().__init__(P_xs, P_y, name=name, **callbacks)
+        super().__init__(P_xs, P_y, **options)
         self._stays = all(P_x == P_y for P_x in P_xs) and P_y.shape[CHANNELS] == 1
 
     def plan(self, facts: dict[int, InputFacts]) -> Concat:

@@ -36,12 +36,11 @@ class LayerOptions(Callbacks, total=False):
     name: str | None
 
 
-class PlacedOptions(Callbacks, total=False):
+class PlacedOptions(LayerOptions, total=False):
     """Keyword-only arguments of layers with parameters, beside those of torch."""
 
     placement: str | None
     weights: str | None
-    name: str | None
 
 
 CALLBACKS = frozenset(Callbacks.__annotations__)

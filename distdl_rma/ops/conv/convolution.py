@@ -174,7 +174,7 @@ class Convolution(GridConvolution):
             return super().carry_out(needs, x, weights)
         weight, bias = weights["weight"], weights.get("bias")
         root = None if weight.requires_grad else anchor(True)
-        y: Tensor = _HaloSchedule.apply(x, weight, bias, root, None, self, needs)
+        y: Tensor = _HaloSchedule.apply(x, weight, bias, root, None, None, [self, needs])
         return y
 
     def convolve_block(self, x: Tensor, block: Tensor, bias: Tensor | None) -> Tensor:
@@ -297,11 +297,13 @@ def convolve(
     if not (overlaps and isinstance(x, Tensor)):
         operation, needs = agreement.settle()
         return operation(needs, x, **weights), needs
-    weight, bias = weights["weight"], weights.get("bias")
-    root, call = None if weight.requires_grad else anchor(True), _Agreeing(agreement)
-    with no_autocast():
-        y: Tensor = _HaloSchedule.apply(x, weight, bias, root, fill, call, None)
-    operation, needs = call.agreed
+    if torch.is_autocast_enabled("cpu"):
+        with no_autocast():
+            return convolve(agreement, overlaps, x, weights, fill)
+    weight, agreed = weights["weight"], list[Any]()
+    root = None if weight.requires_grad else anchor(True)
+    y: Tensor = _HaloSchedule.apply(x, weight, weights.get("bias"), root, fill, agreement, agreed)
+    operation, needs = agreed
     return y if operation.scatter is None else operation.scatter(y, needs.any), needs
 
 
@@ -318,24 +320,18 @@ def _recorded(received: Iterator[Any], mark: Mark) -> Iterator[Any]:
         mark("wait")
 
 
-class _Agreeing:
-    # A convolution that begins before its ranks have agreed on it.
-    agreed: tuple[Convolution, GradientNeeds]
-
-    def __init__(self, agreement: Agreement[Convolution]) -> None:
-        self._agreement = agreement
-
-    def begin(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> _Started:
-        """Begin the expected operation and agree; if the ranks agree on another one, begin that one."""
-        guess = self._agreement.guess
-        started = None if guess is None else guess.begin(x, weight, bias)
-        if started is not None:
-            *_, mark = started
-            mark("")
-        self.agreed = operation, _ = self._agreement.settle()
-        if started is None or operation is not guess:
-            started = operation.begin(x, weight, bias)
-        return started
+def _begin_and_agree(
+    agreement: Agreement[Convolution], agreed: list[Any], x: Tensor, weight: Tensor, bias: Tensor | None
+) -> _Started:
+    # Begins the expected operation and agrees; if the ranks agree on another one, begins that one.
+    guess = agreement.guess
+    started = None if guess is None else guess.begin(x, weight, bias)
+    if started is not None:
+        *_, mark = started
+        mark("")
+    agreed += agreement.settle()
+    operation: Convolution = agreed[0]
+    return operation.begin(x, weight, bias) if started is None or operation is not guess else started
 
 
 class _HaloSchedule(OperatorFunction):
@@ -349,15 +345,18 @@ class _HaloSchedule(OperatorFunction):
         bias: Tensor | None,
         _anchor: Any,
         fill: Fill | None,
-        call: Any,
-        needs: GradientNeeds | None,
+        agreement: Agreement[Convolution] | None,
+        agreed: list[Any],
     ) -> Tensor:
-        """Start the halo, own data, wait; then convolve the rim and add the outputs."""
-        # call is a convolution with known needs, or an _Agreeing.
-        y: Any
-        (epoch, y, held, block, rows, mark), operation = call.begin(x, weight, bias), call
-        if needs is None:
-            operation, needs = call.agreed
+        """Start the halo, own data, wait; then convolve the rim and add the outputs.
+
+        ``agreed`` has the operation and the needs of any rank; with an ``agreement`` it gets them.
+        """
+        if agreement is None:
+            started = agreed[0].begin(x, weight, bias)
+        else:
+            started = _begin_and_agree(agreement, agreed, x, weight, bias)
+        (epoch, y, held, block, rows, mark), (operation, needs) = started, agreed
         parts, landings, kept = operation.parts, operation.landings, held
         mark("wait")
         arrays = [*map(as_words, held)]
