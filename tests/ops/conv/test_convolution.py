@@ -38,13 +38,14 @@ def whole_tensors(groups):
     return [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
 
 
-def made(P_world, form, name):
+def made(P_world, form, name, joins=False):
     """An operation, and who has which part of the input."""
     first, second, work, groups = FORMS[form](P_world.size)
     P_x, P_y, grid = (P_world.create_cartesian_topology_partition(shape) for shape in (first, second, work))
     workers = WorkerGrid(grid, OUT, groups, (WEIGHT[0], WEIGHT[1] // groups, *WEIGHT[2:]))
     source = Decomposition.balanced(P_x, SHAPE)
-    options = ConvolutionOptions(STENCIL, workers, overlaps=can_overlap(STENCIL, "zeros", workers, P_x))
+    overlaps = can_overlap(STENCIL, "zeros", workers, P_x)
+    options = ConvolutionOptions(STENCIL, workers, overlaps=overlaps, joins=joins)
     site = CallSite(Machine.of(P_world), name)
     return Convolution(site, options, source, P_y, torch.float64), source, workers
 
@@ -55,9 +56,10 @@ def part(decomposition, whole):
 
 @pytest.mark.mpi
 @each_form
+@pytest.mark.parametrize("joins", [False, True])
 @pytest.mark.parametrize("kept", ["blocks", "whole"])
-def test_outputs_and_gradients_are_those_of_torch(P_world, comm, form, kept):
-    operation, source, workers = made(P_world, form, f"{form} {kept}")
+def test_outputs_and_gradients_are_those_of_torch(P_world, comm, form, kept, joins):
+    operation, source, workers = made(P_world, form, f"{form} {kept} {joins}", joins)
     x, weight, bias = whole_tensors(workers.groups)
     y = F.conv2d(x, weight, bias, padding=1, groups=workers.groups)
     d_y = torch.randn_like(y)
@@ -127,8 +129,9 @@ def whole_gradient(mine, blocks, weight):
 
 @pytest.mark.mpi
 @each_form
-def test_gradients_of_weights_are_filled_where_they_are_wanted(P_world, comm, form):
-    operation, source, workers = made(P_world, form, form)
+@pytest.mark.parametrize("joins", [False, True])
+def test_gradients_of_weights_are_filled_where_they_are_wanted(P_world, comm, form, joins):
+    operation, source, workers = made(P_world, form, f"{form} {joins}", joins)
     if not operation.overlaps:
         pytest.skip("torch's autograd makes the gradients of what is gathered")
     x, weight, bias = whole_tensors(workers.groups)
@@ -232,3 +235,23 @@ def test_convolutions_of_own_data_and_halo_in_one_tensor_are_those_of_torch(P_wo
     torch.testing.assert_close(block.grad, shard(P_x, x.grad).to_local(), **exactly)
     for mine, theirs in zip((weight, bias), twins, strict=True):
         torch.testing.assert_close(mine.grad, theirs.grad, **exactly)
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_short_types_differ_from_exact_results_by_their_rounding(P_world, dtype):
+    P_x = Machine.of(P_world).partition((1, 1, P_world.size, 1))
+    torch.manual_seed(0)
+    x, weight, bias = (torch.randn(*n).to(dtype) for n in ((2, 3, 11, 6), (4, 3, 5, 3), (4,)))
+    exact = [each.double().requires_grad_() for each in (x, weight, bias)]
+    expected = F.conv2d(*exact, padding=(2, 1))
+    expected.sum().backward()
+    cut = shard(P_x, x)
+    block = cut.to_local().clone().requires_grad_()
+    y = F.conv2d(SplitTensor(block, cut.decomposition), weight.requires_grad_(), bias, padding=(2, 1))
+    y.sum().backward()
+    # At the edge of a block the gradient is a sum of rounded numbers of up to about 10.
+    eps = torch.finfo(dtype).eps
+    tolerance = {"rtol": 2 * eps, "atol": 16 * eps, "check_dtype": False}
+    torch.testing.assert_close(y.full_tensor(), expected.float(), **tolerance)
+    torch.testing.assert_close(block.grad, shard(P_x, exact[0].grad.float()).to_local(), **tolerance)
