@@ -139,14 +139,15 @@ class Convolution(GridConvolution):
         widened = dict(enumerate(stencil.with_halo(space, source.shape[LEADING:]), LEADING))
         self.halo = Movement(machine, Exchange(rank, source, reads.with_splits(widened)), dtype, site.name)
         (first, last), (batches, _, *outputs) = reads.box(rank).bounds[1], computed.box(rank).bounds
-        # Each rank may choose whether it joins: the halo is the same.
+        # Each rank may choose whether it joins: the halo is the same. In 16 bits oneDNN takes up to five times
+        # as long for the gradient of a weight if only some dimensions are padded.
         self.parts = parts = OwnAndHalo(
             with_channels(stencil, first, last - first),
             Box.of_shape(source.shape),
             own,
             Box((batches, (0, int(not self._empty)), *outputs)),
             workers.groups,
-            options.joins,
+            options.joins and self.sums_exactly,
         )
         # No pieces for short types: their sum would be rounded once per piece.
         core = parts.core if self.sums_exactly else None
