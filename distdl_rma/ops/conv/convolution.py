@@ -139,8 +139,8 @@ class Convolution(GridConvolution):
         widened = dict(enumerate(stencil.with_halo(space, source.shape[LEADING:]), LEADING))
         self.halo = Movement(machine, Exchange(rank, source, reads.with_splits(widened)), dtype, site.name)
         (first, last), (batches, _, *outputs) = reads.box(rank).bounds[1], computed.box(rank).bounds
-        # Each rank may choose whether it joins: the halo is the same. In 16 bits oneDNN takes up to five times
-        # as long for the gradient of a weight if only some dimensions are padded.
+        # Each rank may choose whether it joins: the halo is the same. In 16 bits oneDNN takes up to five
+        # times as long for a weight's gradient if only some dimensions are padded.
         self.parts = parts = OwnAndHalo(
             with_channels(stencil, first, last - first),
             Box.of_shape(source.shape),
