@@ -105,8 +105,9 @@ class Convolution(GridConvolution):
     """Convolution by a grid of ranks: input in any decomposition, output in balanced blocks on ``target``.
 
     With ``on_workers`` the target is the worker grid, and the batch keeps the input's cut. With ``overlaps``
-    a rank convolves its own data while the halo travels. Otherwise it first gathers all inputs that it reads.
-    ``ShapeError`` also if the input is too small for a window or for the padding.
+    a rank convolves its own data while the halo travels, or, with ``joins``, copies them next to the place of
+    the halo. Otherwise it first gathers all inputs that it reads. ``ShapeError`` also if the input is too
+    small for a window or for the padding.
     """
 
     def __init__(
@@ -246,14 +247,15 @@ class Convolution(GridConvolution):
                 total = torch.zeros_like(x)
                 total[here] = part
         total = torch.zeros_like(x) if total is None else total
-        total = total if self.sums_exactly else total.to(sum_dtype(self.dtype))
+        total = total if self.sums_exactly else total.to(self._sum_dtype)
         received: Any = self.halo.adjoint.receive(epoch)
         if self.site.machine.trace.recording is not None:
             received = _recorded(received, mark)
         # No other code refers to this tensor.
         for (_, words), place in zip(received, self._edges, strict=True):
             total[place].add_(as_tensor(words, self.dtype))
-        return total if self.sums_exactly else total.to(self.dtype)
+        # An input without elements may have any type.
+        return total if self.sums_exactly else total.to(x.dtype)
 
     def of_weight(self, shape: torch.Size, block: Tensor, found: Sequence[Found]) -> Tensor:
         """Gradient of the weight in its shape: the sum of the patches'."""
