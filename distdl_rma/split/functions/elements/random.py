@@ -50,8 +50,10 @@ def draw(
     of_elements = any(isinstance(x, torch.Tensor) for x in parameters)
     if by_index and not of_elements and fill(out, name, layout, seed, parameters):
         return out
-    # Torch's method raises the errors of types, and of parameters that are tensors.
-    getattr(out, name)(*parameters, generator=generator_of_block(layout, seed))
+    # Torch's method raises the errors of types, and of parameters that are tensors. Without bounds, integers
+    # of ``random_`` have those of their type.
+    given = () if parameters[0] is None else parameters
+    getattr(out, name)(*given, generator=generator_of_block(layout, seed))
     if by_index and of_elements:
         _overwrite(out, layout, seed, parameters[0])
     return out
