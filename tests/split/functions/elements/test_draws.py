@@ -71,7 +71,7 @@ def test_blocks_are_parts_of_the_whole(case, shape):
     name, parameters, dtypes = case
     for dtype in dtypes:
         expected = whole(shape, name, parameters, dtype)
-        for me in range(2 ** len(shape)):
+        for me in {0, 1, 2 ** len(shape) - 1}:
             for layout in layouts(shape, me):
                 part = expected[layout.slices()]
                 out = torch.empty(part.shape, dtype=dtype)

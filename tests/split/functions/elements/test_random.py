@@ -143,8 +143,10 @@ def test_nothing_is_dropped_in_evaluation(P_world, function):
 @pytest.mark.sizes(1, 2, 3, 4)
 @pytest.mark.in_turn(3, 4)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("case", [case for case in DRAWS if case not in ("poisson", "rrelu")])
+@pytest.mark.parametrize("case", [case for case in DRAWS if case != "poisson"])
 def test_every_grid_draws_as_one_process(P_world, case, dtype):
+    if case == "rrelu" and dtype == torch.float16:
+        pytest.skip("torch has no rrelu of float16")
     layout = lay.replicated(Partition((0,), (1,), 0), SHAPE)
     torch.manual_seed(7)
     seed = int(torch.empty((), dtype=torch.int64).random_())
@@ -186,20 +188,6 @@ def test_a_generator_gives_the_seed(P_world):
         assert torch.equal(torch.empty_like(x).bernoulli_(p, generator=seeded()).full_tensor(), coins)
         y, z = torch.normal(x, p, generator=seeded()), torch.randn_like(x, generator=seeded())
         torch.testing.assert_close(y.full_tensor(), (x + z * p).full_tensor())
-        coins = torch.bernoulli(
-            x.detach().sigmoid(), generator=torch.Generator().manual_seed(4)
-        ).full_tensor()
-        assert torch.equal(coins, (found[0] < x.detach().sigmoid().full_tensor()).double())
-        p = x.detach().sigmoid().full_tensor()
-        assert torch.equal(
-            torch.empty_like(x.detach())
-            .bernoulli_(p, generator=torch.Generator().manual_seed(4))
-            .full_tensor(),
-            coins,
-        )
-        y = torch.normal(x.detach(), p, generator=torch.Generator().manual_seed(4))
-        z = torch.randn_like(x, generator=torch.Generator().manual_seed(4))
-        torch.testing.assert_close(y.full_tensor(), (x.detach() + z * p).full_tensor())
 
 
 @pytest.mark.mpi
@@ -259,19 +247,15 @@ def test_torchs_draws_are_those_of_generators_of_blocks(P_world, case):
         found = model(x)
         model.distributed.close()
         torch.manual_seed(7)
-        if x.is_split:
-            seed = int(torch.empty((), dtype=torch.int64).random_())
-            torch.manual_seed(seed if case == "dropout" else 7)
-            generator = torch.Generator().manual_seed(hash((seed, *x.decomposition.box(P_x.me).start)))
-            expected = {
-                "rand_like": lambda y: y.uniform_(generator=generator),
-                "bernoulli_": lambda y: y.bernoulli_(0.3, generator=generator),
-                "poisson": lambda y: torch.poisson(torch.full_like(y, 3), generator=generator),
-            }.get(case)
-            if expected is not None:
-                assert torch.equal(found.to_local(), expected(torch.empty_like(x.to_local().detach())))
-        else:
+        if not x.is_split:
             assert torch.equal(found.full_tensor(), DRAWS[case](whole))
+        elif case in PLAIN and case not in ("randn_like", "randint_like"):
+            name, parameters = PLAIN[case]
+            seed = int(torch.empty((), dtype=torch.int64).random_())
+            generator = torch.Generator().manual_seed(hash((seed, *x.decomposition.box(P_x.me).start)))
+            expected = torch.empty(x.to_local().shape, dtype=whole.dtype)
+            getattr(expected, name)(*(each for each in parameters if each is not None), generator=generator)
+            assert torch.equal(found.to_local(), expected)
         torch.manual_seed(7)
         outside = DRAWS[case](x)
         assert torch.equal(outside.full_tensor(), found.full_tensor()) == (case == "poisson")
