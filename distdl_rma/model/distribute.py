@@ -69,15 +69,17 @@ class Distributed:
         fallback: str,
         options: dict[str, Any],
         check_copies: bool,
+        draws: str,
     ) -> None:
         self.machine, self.grid, self.fallback, self._options = machine, grid, fallback, options
+        self._draws = draws
         self._checks = self._follows = check_copies
         if check_copies:
             LOSS_ORIGIN.begin(machine)
         number = machine.kept["models"] = machine.kept.get("models", 0) + 1
         self._name, self._copies = f"{type(model).__name__} (distributed model {number})", count(1)
         self._belongs_to(model)
-        self._root = ModuleHook("", model, fallback == "move", not self._synchronises)
+        self._root = self._hook("", model)
         self._handles = [
             model.register_forward_pre_hook(self._enter, prepend=True, with_kwargs=True),
             model.register_forward_pre_hook(self._root, prepend=True),
@@ -102,6 +104,12 @@ class Distributed:
         # For each running call: its ``Calls``, the exception that was being handled when it began, and the
         # state of the random generator then.
         self._running: list[tuple[Calls | None, BaseException | None, torch.Tensor]] = []
+        if self._draws == "torch":
+            site.DRAWING_BLOCKS.add(self)
+
+    def _hook(self, path: str, module: nn.Module) -> ModuleHook:
+        moves, by_index = self.fallback == "move", self._draws == "global"
+        return ModuleHook(path, module, moves, not self._synchronises, by_index)
 
     def _look(self, model: nn.Module) -> None:
         # Registers hooks on all present modules, so that each reports that it runs.
@@ -110,9 +118,8 @@ class Distributed:
         self._of_parts, parts = [], [*model.named_modules()]
         self._root.look(model)
         for path, module in parts[1:]:
-            enter = ModuleHook(path, module, self.fallback == "move", not self._synchronises)
             self._of_parts += [
-                module.register_forward_pre_hook(enter, prepend=True),
+                module.register_forward_pre_hook(self._hook(path, module), prepend=True),
                 module.register_forward_hook(site.pop_module, always_call=True),
             ]
         if not self._synchronises:
@@ -197,6 +204,7 @@ class Distributed:
         for handle in (*self._handles, *self._of_parts):
             handle.remove()
         self._handles, self._of_parts, self._calls = [], [], {}
+        site.DRAWING_BLOCKS.discard(self)
         for replicas in self._replicas:
             replicas.forget()
         model = self._model()
@@ -403,6 +411,7 @@ def distribute(
     bucket_nbytes: int = 1 << 20,
     fallback: str = "move",
     check_copies: bool = True,
+    draws: str = "global",
 ) -> M:
     """Make a model compute on split tensors: the same object, parameters and state dict; exact or refused.
 
@@ -431,6 +440,9 @@ def distribute(
         functions in the model between the ranks, in the messages at its beginning and end
         (``docs/convert.md`` says what is found when). ``MismatchError`` on all ranks names the
         first difference.
+    draws
+        Random numbers of elements of split tensors, as of a dropout. ``"global"``: by the index in the whole
+        tensor, alike on every grid and number of ranks. ``"torch"``: by a generator of torch for each block.
 
     Raises
     ------
@@ -439,12 +451,15 @@ def distribute(
     """
     machine = Machine.of(grid) if isinstance(grid, Partition) else Machine.on()
     shape = grid.shape if isinstance(grid, Partition) else grid
-    said = f"grid {shape}, fallback={fallback!r}, reduction={reduction!r} and check_copies={check_copies}"
+    said = (
+        f"grid {shape}, fallback={fallback!r}, reduction={reduction!r}, check_copies={check_copies} and"
+        f" draws={draws!r}"
+    )
     # Whether gradients are summed by others, or a mean over replicas is taken: the grid may leave out ranks.
     apart = reduction == "none" or replicas is not None
-    _check_alike(machine, said, partial(_check, model, machine, grid, apart, reduction, fallback))
+    _check_alike(machine, said, partial(_check, model, machine, grid, apart, reduction, fallback, draws))
     options = {"reduction": reduction, "replicas": replicas, "bucket_nbytes": bucket_nbytes}
-    handle = Distributed(model, machine, grid, fallback, options, bool(check_copies))
+    handle = Distributed(model, machine, grid, fallback, options, bool(check_copies), draws)
     # Set before the GradientSync is made, which reads it.
     vars(model)[_KEY] = handle
     try:
@@ -476,7 +491,7 @@ def _check_alike(machine: Machine, mine: str, check: Callable[[], None]) -> None
 
 
 def _check(
-    model: nn.Module, machine: Machine, grid: Grid, apart: bool, reduction: str, fallback: str
+    model: nn.Module, machine: Machine, grid: Grid, apart: bool, reduction: str, fallback: str, draws: str
 ) -> None:
     if not isinstance(model, nn.Module):
         raise ConfigurationError(f"distribute: takes a torch.nn.Module, got {model!r}")
@@ -484,6 +499,8 @@ def _check(
         raise ConfigurationError(f"distribute: fallback is 'move' or 'error', got {fallback!r}")
     if reduction not in (*REDUCTIONS, "none"):
         raise ConfigurationError(f"distribute: reduction is 'sum', 'mean' or 'none', got {reduction!r}")
+    if draws not in ("global", "torch"):
+        raise ConfigurationError(f"distribute: draws is 'global' or 'torch', got {draws!r}")
     for path, part in model.named_modules():
         if _KEY in vars(part):
             raise ConfigurationError(

@@ -19,8 +19,8 @@ _OF_ALL, _BEFORE_ALL = torch_module._global_backward_hooks, torch_module._global
 class ModuleHook:
     """Forward pre-hook that puts the module on the stack, with a known place of calls where there is one."""
 
-    def __init__(self, path: str, module: nn.Module, moves: bool, elsewhere: bool) -> None:
-        self.place = path or "model", moves, elsewhere
+    def __init__(self, path: str, module: nn.Module, moves: bool, elsewhere: bool, by_index: bool) -> None:
+        self.place, self.by_index = (path or "model", moves, elsewhere), by_index
         # Numbers of ``distribute``'s own hooks, before and after the forward; others are the user's.
         self.hooks = (1, 1) if path else (3, 2)
         self.look(module)
@@ -38,7 +38,7 @@ class ModuleHook:
             known = []
         if known is not None and self._runs_more(module):
             known = None
-        site.THREAD.stack.append((*self.place, known, self.alone))
+        site.THREAD.stack.append((*self.place, known, self.alone, self.by_index))
         if (
             module._backward_hooks or module._backward_pre_hooks or _OF_ALL or _BEFORE_ALL
         ) and torch.is_grad_enabled():

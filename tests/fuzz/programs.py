@@ -70,7 +70,7 @@ class Program:
     constants: dict[str, Any] = field(default_factory=dict)
     autocast: bool = False
     checkpoints: int = 0  # one within another
-    # Random numbers are other ones for each block: types and shapes are compared.
+    # Random numbers of elements are others than torch's of the whole: types and shapes are compared.
     drawn: bool = False
 
     def __str__(self) -> str:

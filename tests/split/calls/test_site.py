@@ -9,7 +9,7 @@ from distdl_rma.split.calls.site import CALL_TRACES, THREAD, Place, Site, Step, 
 
 def called(function, kind="pointwise"):
     """As a dispatch would note it."""
-    THREAD.stack.append(("down.0", True, False, None, False))
+    THREAD.stack.append(("down.0", True, False, None, False, True))
     note(function, kind)
     pop_module()
 

@@ -1,12 +1,14 @@
-"""Random numbers: blocks have their own, equal on ranks with copies; all default generators stay equal.
+"""Random numbers: those of elements by their indices in the whole tensor; all default generators stay equal.
 
-A generator of the block draws the numbers for its elements. Its seed combines the block's position and one
-number, which every rank draws from its default generator or from the one that is passed. So the default
-generators stay equal on all ranks, and a repeated run or a recomputation draws the same numbers.
+A distributed model with ``draws="torch"`` has a generator of torch for each block instead, whose seed is made
+of the block's position and of the number that every rank draws. Both ways each draw takes one number from the
+default generator or from the one that is passed.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 import torch
@@ -14,25 +16,70 @@ from torch.nn import functional as F  # noqa: N812
 
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.split.calls.refusals import checked_rule
-from distdl_rma.split.calls.site import Site
-from distdl_rma.split.calls.table import Call, rule
+from distdl_rma.split.calls.signatures import named
+from distdl_rma.split.calls.site import Site, draws_by_index
+from distdl_rma.split.calls.table import Call, Handler, rule
+from distdl_rma.split.functions.elements.draws import fill, generator_of_block, seed_from
 from distdl_rma.split.functions.elements.pointwise import refuse_copy
-from distdl_rma.split.operands import as_blocks, common_layout, of_any_cut, of_cut, on_whole_tensors, part_for
-from distdl_rma.split.tensor import SplitTensor, checked_block, composed, refused, tensors_in
+from distdl_rma.split.operands import (
+    as_blocks,
+    common_layout,
+    of_cut,
+    on_whole_tensors,
+    part_for,
+    site_for,
+)
+from distdl_rma.split.tensor import SplitTensor, any_cut, checked_block, composed, refused, tensors_in
 
 # Alpha dropout sets elements to SELU's limit for large negative inputs; this is its negative.
 _ALPHA = 1.7580993408473766
 
 
-def generator_of_block(layout: Decomposition, source: torch.Generator | None = None) -> torch.Generator:
-    """A new generator for this call and this rank's block; draws one number from ``source``."""
-    seed = int(torch.empty((), dtype=torch.int64).random_(generator=source))
-    return torch.Generator().manual_seed(hash((seed, *layout.box(layout.partition.me).start)))
+def draw(
+    out: torch.Tensor,
+    name: str,
+    layout: Decomposition,
+    *parameters: Any,
+    source: torch.Generator | None = None,
+) -> torch.Tensor:
+    """Fill this rank's block by torch's method ``name`` with its parameters, and return it; local.
+
+    Tensors among the parameters are cut like the block.
+    """
+    seed, by_index = seed_from(source), draws_by_index()
+    of_elements = any(isinstance(x, torch.Tensor) for x in parameters)
+    if by_index and not of_elements and fill(out, name, layout, seed, parameters):
+        return out
+    # Torch's method raises the errors of types, and of parameters that are tensors. Without bounds, integers
+    # of ``random_`` have those of their type.
+    given = () if parameters[0] is None else parameters
+    getattr(out, name)(*given, generator=generator_of_block(layout, seed))
+    if by_index and of_elements:
+        _overwrite(out, layout, seed, parameters[0])
+    return out
 
 
-def _kept(x: torch.Tensor, p: float, generator: torch.Generator | None) -> torch.Tensor:
-    # One for each element that stays, otherwise zero.
-    return x.bernoulli_(1 - p, generator=generator)
+def _overwrite(drawn: torch.Tensor, layout: Decomposition, seed: int, probability: torch.Tensor) -> None:
+    # What torch has drawn with a probability for each element, again by the indices.
+    number = torch.empty(drawn.shape, dtype=torch.float64)
+    fill(number, "uniform_", layout, seed, (0.0, 1.0))
+    with torch.no_grad():
+        drawn.copy_(number < probability)
+
+
+def of_drawn(**options: Any) -> Callable[[Any], Handler]:
+    """As :func:`of_cut`; the handler gets uncut tensors, too, if elements are drawn by their indices."""
+
+    def decorate(handler: Any) -> Handler:
+        for_cut, for_all = (of_cut(uncut=uncut, **options)(handler) for uncut in (False, True))
+
+        @wraps(handler)
+        def called(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            return (for_all if draws_by_index() else for_cut)(func, args, kwargs)
+
+        return called
+
+    return decorate
 
 
 def _scaled(mask: torch.Tensor, p: float, alpha: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -50,7 +97,7 @@ def _scaled(mask: torch.Tensor, p: float, alpha: bool) -> tuple[torch.Tensor, to
     *("dropout1d", "dropout2d", "dropout3d", "feature_dropout", "feature_dropout_"),
     *("feature_alpha_dropout", "feature_alpha_dropout_"),
 )
-@of_cut()
+@of_drawn()
 def dropout(call: Call, site: Site, x: SplitTensor, p: float, **given: Any) -> Any:
     """Of elements: each rank draws the mask of its block. Of channels: every rank draws the whole mask."""
     func, args, kwargs = call
@@ -66,7 +113,7 @@ def dropout(call: Call, site: Site, x: SplitTensor, p: float, **given: Any) -> A
     if "feature" in name or name[-1] == "d":
         factor, offset = _of_channels(func, x, p, "alpha" in name)
     else:
-        drawn = _kept(torch.empty_like(local, requires_grad=False), p, generator_of_block(layout))
+        drawn = draw(torch.empty_like(local, requires_grad=False), "bernoulli_", layout, 1 - p)
         factor, offset = _scaled(drawn, p, "alpha" in name)
     y = local.mul_(factor) if in_place else local * factor
     if offset is not None:
@@ -85,7 +132,7 @@ def _of_channels(
     unbatched = (name == "dropout1d" and dims == 2) or (name == "dropout3d" and dims == 4)
     leading = 1 if unbatched else 2
     shape = (*layout.shape[:leading], *(1,) * (dims - leading))
-    values = _scaled(_kept(x._local.new_empty(shape), p, None), p, alpha)
+    values = _scaled(x._local.new_empty(shape).bernoulli_(1 - p), p, alpha)
     cut = part_for(shape, layout).slices()
     return values[0][cut], None if values[1] is None else values[1][cut]
 
@@ -94,50 +141,64 @@ _DRAWN_IN_PLACE = "bernoulli_ normal_ uniform_ exponential_ cauchy_ log_normal_ 
 
 
 @checked_rule("random", *(getattr(torch.Tensor, name) for name in _DRAWN_IN_PLACE))
-@of_cut(plain="it would change a plain tensor, which every rank has, by one that is split")
+@of_drawn(plain="it would change a plain tensor, which every rank has, by one that is split")
 def drawn_in_place(call: Call, site: Site, x: SplitTensor, **_: Any) -> Any:
-    """Each block is filled by a generator of its own; parameters of the distribution are cut."""
+    """Each rank fills its block; parameters of the distribution are cut."""
     func, (_x, *given), kwargs = call
     refuse_copy(func, x)
-    generator = generator_of_block(x._layout, kwargs.get("generator"))
-    others, options = as_blocks(site, (given, kwargs), x._layout)
-    func(checked_block(x), *others, **{**options, "generator": generator})
+    given, options = as_blocks(site, (given, kwargs), x._layout)
+    parameters = named(func, (x, *given), options)
+    source = parameters.pop("generator", None)
+    if func.__name__ == "random_" and len(given) == 1 and "to" not in options:
+        # The only number is the upper bound.
+        parameters = {"from": 0, "to": given[0]}
+    draw(checked_block(x), func.__name__, x._layout, *parameters.values(), source=source)
     return x
 
 
 @rule("random", torch.rand_like, torch.randn_like, torch.randint_like)
 def drawn_like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A tensor that is cut as the input is; each block has a generator of its own."""
+    """A tensor that is cut as the input is; each rank draws its block."""
     (x, *bounds), kwargs = args, dict(kwargs)
-    if not x.is_split:
+    if not x.is_split and not draws_by_index():
         return on_whole_tensors(func, args, kwargs)
     bounds += [kwargs.pop(key) for key in ("low", "high") if key in kwargs]
-    generator = generator_of_block(x._layout, kwargs.pop("generator", None))
-    needs = kwargs.pop("requires_grad", False)
+    source, needs = kwargs.pop("generator", None), kwargs.pop("requires_grad", False)
     y = torch.empty_like(x._local.detach(), **kwargs)
-    if func is torch.rand_like:
-        y.uniform_(generator=generator)
-    elif func is torch.randn_like:
-        y.normal_(generator=generator)
+    if func is torch.randint_like:
+        draw(y, "random_", x._layout, *(bounds if len(bounds) == 2 else (0, *bounds)), source=source)
     else:
-        low, high = bounds if len(bounds) == 2 else (0, *bounds)
-        y.random_(low, high, generator=generator)
+        draw(y, "uniform_" if func is torch.rand_like else "normal_", x._layout, 0.0, 1.0, source=source)
     return SplitTensor(y.requires_grad_(needs), x._layout)
 
 
 @checked_rule("random", torch.bernoulli, torch.Tensor.bernoulli, torch.normal, torch.poisson, torch.binomial)
-@of_any_cut
-def drawn_by(call: Call, site: Site, x: Any, **_: Any) -> Any:
-    """Each block is drawn with its parameters of the distribution and a generator of its own."""
-    func, args, kwargs = call
-    layout = common_layout(func, tensors_in(args, kwargs))
-    generator = generator_of_block(layout, kwargs.get("generator"))
+def drawn_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Each rank draws its block by its parameters; `poisson` and `binomial` by a generator of torch."""
+    by_index = func not in (torch.poisson, torch.binomial) and draws_by_index()
+    if not (by_index or any_cut(args, kwargs)):
+        return on_whole_tensors(func, args, kwargs)
+    layout, site = common_layout(func, tensors_in(args, kwargs)), site_for(func, *tensors_in(args, kwargs))
     blocks, options = as_blocks(site, (args, kwargs), layout, 1)
-    return SplitTensor(func(*blocks, **{**options, "generator": generator}), layout)
+    seed = seed_from(options.pop("generator", None))
+    # Torch has the errors and the graph: gradients of parameters are zero.
+    y = func(*blocks, **options, generator=generator_of_block(layout, seed))
+    if not by_index:
+        return SplitTensor(y, layout)
+    given = named(func, blocks, options)
+    with torch.no_grad():
+        if func is torch.normal:
+            fill(y, "normal_", layout, seed, (0.0, 1.0))
+            y.mul_(given["std"]).add_(blocks[0])
+        elif given["p"] is None:
+            _overwrite(y, layout, seed, blocks[0])
+        else:
+            fill(y, "bernoulli_", layout, seed, (given["p"],))
+    return SplitTensor(y, layout)
 
 
 @checked_rule("random", "rrelu", "rrelu_")
-@of_cut()
+@of_drawn()
 def rrelu(call: Call, site: Site, x: SplitTensor, lower: float, upper: float, **given: Any) -> Any:
     """In training each rank draws slopes for the negative elements of its block; else a fixed slope."""
     func, local = call[0], checked_block(x)
@@ -145,8 +206,8 @@ def rrelu(call: Call, site: Site, x: SplitTensor, lower: float, upper: float, **
     if in_place:
         refuse_copy(func, x)
     if given["training"]:
-        source = generator_of_block(x._layout, given.get("generator"))
-        slope = torch.empty_like(local.detach()).uniform_(lower, upper, generator=source)
+        slope = torch.empty_like(local.detach())
+        draw(slope, "uniform_", x._layout, lower, upper, source=given.get("generator"))
         slope = torch.where(local.detach() > 0, 1.0, slope)
         y = local.mul_(slope) if in_place else local * slope
     else:
@@ -155,11 +216,11 @@ def rrelu(call: Call, site: Site, x: SplitTensor, lower: float, upper: float, **
 
 
 @checked_rule("random", F.gumbel_softmax)
-@of_cut()
+@of_drawn()
 def gumbel_softmax(call: Call, site: Site, x: SplitTensor, tau: Any, hard: bool, dim: int, **_: Any) -> Any:
     """Each rank draws noise for its block, then a softmax; ``hard`` needs a dimension that is not cut."""
     local, layout = checked_block(x), x._layout
-    noise = torch.empty_like(local.detach()).exponential_(generator=generator_of_block(layout)).log().neg()
+    noise = draw(torch.empty_like(local.detach()), "exponential_", layout, 1.0).log().neg()
     y: Any = composed(F.softmax, SplitTensor((local + noise) / tau, layout), dim)
     if not hard:
         return y

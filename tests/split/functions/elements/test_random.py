@@ -2,10 +2,16 @@
 
 import pytest
 import torch
+from torch import nn
 from torch.nn import functional as F  # noqa: N812
 from torch.utils.checkpoint import checkpoint
 
-from distdl_rma.errors import UnsupportedError
+from distdl_rma import Partition, distribute
+from distdl_rma.errors import ConfigurationError, UnsupportedError
+from distdl_rma.geometry.intervals import Listed
+from distdl_rma.split import SplitTensor
+from distdl_rma.split import layout as lay
+from distdl_rma.split.functions.elements.draws import fill
 from tests.split.against_whole import block, check, grids
 
 SHAPE = 4, 6, 12, 10
@@ -30,10 +36,31 @@ DRAWS = {
     "normal_": lambda x: torch.empty_like(x).normal_(1, 2),
     "uniform_": lambda x: torch.empty_like(x).uniform_(-1, 1),
     "exponential_": lambda x: torch.empty_like(x).exponential_(),
+    "cauchy_": lambda x: torch.empty_like(x).cauchy_(),
+    "log_normal_": lambda x: torch.empty_like(x).log_normal_(),
+    "geometric_": lambda x: torch.empty_like(x).geometric_(p=0.2),
     "random_": lambda x: torch.empty_like(x).random_(5),
+    "random_ between": lambda x: torch.empty_like(x).random_(-2, to=5),
+    "random_ of a type": lambda x: torch.empty_like(x).random_(),
     "normal": lambda x: torch.normal(x.detach(), 1.0),
     "poisson": lambda x: torch.poisson(torch.zeros_like(x) + 3),
     "rrelu": lambda x: F.rrelu(x, training=True),
+}
+# Those that are one fill of a tensor, with its parameters.
+PLAIN = {
+    "rand_like": ("uniform_", (0.0, 1.0)),
+    "randn_like": ("normal_", (0.0, 1.0)),
+    "randint_like": ("random_", (2, 9)),
+    "bernoulli_": ("bernoulli_", (0.3,)),
+    "normal_": ("normal_", (1.0, 2.0)),
+    "uniform_": ("uniform_", (-1.0, 1.0)),
+    "exponential_": ("exponential_", (1.0,)),
+    "cauchy_": ("cauchy_", (0.0, 1.0)),
+    "log_normal_": ("log_normal_", (1.0, 2.0)),
+    "geometric_": ("geometric_", (0.2,)),
+    "random_": ("random_", (0, 5)),
+    "random_ between": ("random_", (-2, 5)),
+    "random_ of a type": ("random_", (None, None)),
 }
 
 
@@ -44,6 +71,21 @@ def numbers(shape=SHAPE):
 def split_ones(P_world, whole):
     for shape in grids(whole.dim(), P_world.size):
         yield block(P_world.create_cartesian_topology_partition(shape), whole)
+
+
+def uneven_ones(P_world, whole):
+    """Cut along the rows with an empty block, and with one of all rows but one."""
+    P_x = P_world.create_cartesian_topology_partition((1, 1, P_world.size, 1))
+    n, others = whole.shape[2], P_world.size - 2
+    lengths = [(n,)] if others < 0 else [(0, n, *(0,) * others), (1, n - 1 - others, *(1,) * others)]
+    for rows in lengths:
+        layout = lay.balanced(P_x, whole.shape)
+        layout = lay.with_splits(layout, {2: Listed(rows)}) if others >= 0 else layout
+        yield SplitTensor(whole[layout.slices()].clone(), layout)
+
+
+def channels_last(x):
+    return x.contiguous(memory_format=torch.channels_last)
 
 
 @pytest.mark.mpi
@@ -98,18 +140,177 @@ def test_nothing_is_dropped_in_evaluation(P_world, function):
 
 
 @pytest.mark.mpi
-@pytest.mark.sizes(2, 3, 4)
-def test_copies_are_alike(P_world):
+@pytest.mark.sizes(1, 2, 3, 4)
+@pytest.mark.in_turn(3, 4)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("case", [case for case in DRAWS if case != "poisson"])
+def test_every_grid_draws_as_one_process(P_world, case, dtype):
+    if case == "rrelu" and dtype == torch.float16:
+        pytest.skip("torch has no rrelu of float16")
+    layout = lay.replicated(Partition((0,), (1,), 0), SHAPE)
+    torch.manual_seed(7)
+    seed = int(torch.empty((), dtype=torch.int64).random_())
+    torch.manual_seed(2)
+    x = numbers().detach().to(dtype)
+    expected = None
+    if case in PLAIN:
+        name, parameters = PLAIN[case]
+        expected = torch.empty(SHAPE, dtype=torch.float32 if case == "randn_like" else dtype)
+        fill(expected, name, layout, seed, parameters)
+    for split in [*split_ones(P_world, x), *uneven_ones(P_world, x)]:
+        for given in (split, split.redistribute(), SplitTensor(channels_last(split._local), split._layout)):
+            torch.manual_seed(7)
+            found = DRAWS[case](given)
+            assert torch.equal(found.to_local(), found.full_tensor()[found.decomposition.slices()])
+            expected = found.full_tensor() if expected is None else expected
+            assert torch.equal(found.full_tensor(), expected)
+
+
+@pytest.mark.mpi
+@pytest.mark.sizes(1, 2, 3, 4)
+def test_a_generator_gives_the_seed(P_world):
+    def seeded():
+        return torch.Generator().manual_seed(4)
+
+    for x in split_ones(P_world, numbers().detach()):
+        state = torch.get_rng_state()
+        first = torch.rand_like(x, generator=seeded()).full_tensor()
+        for y in (
+            torch.empty_like(x).uniform_(generator=seeded()),
+            torch.empty_like(x).uniform_(0, to=1, generator=seeded()),
+        ):
+            assert torch.equal(y.full_tensor(), first)
+        assert torch.equal(torch.get_rng_state(), state)
+        chance = x.sigmoid()
+        p = chance.full_tensor()
+        coins = torch.bernoulli(chance, generator=seeded()).full_tensor()
+        assert torch.equal(coins, (first < p).double())
+        assert torch.equal(torch.empty_like(x).bernoulli_(p, generator=seeded()).full_tensor(), coins)
+        y, z = torch.normal(x, p, generator=seeded()), torch.randn_like(x, generator=seeded())
+        torch.testing.assert_close(y.full_tensor(), (x + z * p).full_tensor())
+
+
+@pytest.mark.mpi
+@pytest.mark.sizes(1, 2, 3, 4)
+def test_gradients_are_those_of_a_constant_mask(P_world):
     for x in split_ones(P_world, numbers()):
-        torch.manual_seed(5)
-        found = F.dropout(x.redistribute(), 0.5)
-        torch.manual_seed(5)
-        assert torch.equal(found.to_local(), F.dropout(x.full_tensor(), 0.5))
-    if P_world.size == 4:
-        P_x = P_world.create_cartesian_topology_partition((1, 2, 2, 1))
-        x = block(P_x, numbers()).redistribute(None, None, 2, None)
-        y = F.dropout(x, 0.5)
-        assert torch.equal(y.full_tensor(), y.redistribute(None, 1, None, None).full_tensor())
+        for function in (F.dropout, F.alpha_dropout, lambda y, _: F.rrelu(y, training=True)):
+            given = x.detach().requires_grad_()
+            torch.manual_seed(7)
+            y = function(given, 0.3) if function is not F.alpha_dropout else function(given, 0.3, True)
+            y.sum().backward()
+            torch.manual_seed(7)
+            one = x.detach().full_tensor()
+            step = torch.full_like(one, 1e-3)
+            moved = SplitTensor((x.detach()._local + step[x.decomposition.slices()]), x.decomposition)
+            other = function(moved, 0.3) if function is not F.alpha_dropout else function(moved, 0.3, True)
+            # Linear but at zero, where no element is.
+            found = (other.full_tensor() - y.full_tensor().detach()) / 1e-3
+            apart = (one + 1e-3).sign() == one.sign()
+            torch.testing.assert_close(given.grad.full_tensor()[apart], found[apart], atol=1e-8, rtol=1e-8)
+        # Torch's parameters of a distribution have the gradient zero.
+        mean = x.detach().requires_grad_()
+        torch.normal(mean, 1.0).sum().backward()
+        assert not mean.grad.full_tensor().any()
+
+
+@pytest.mark.mpi
+@pytest.mark.sizes(1, 2, 3, 4)
+def test_autocast_draws_alike_on_every_grid(P_world):
+    weight = torch.linspace(-1, 1, 5 * 6).reshape(5, 6, 1, 1)
+    torch.manual_seed(2)
+    whole, kept = torch.randn(SHAPE), None
+    for x in split_ones(P_world, whole):
+        torch.manual_seed(7)
+        with torch.autocast("cpu", torch.bfloat16):
+            y = F.dropout(F.conv2d(x, weight), 0.5)
+        assert y.dtype == torch.bfloat16
+        kept = y.full_tensor() != 0 if kept is None else kept
+        assert torch.equal(y.full_tensor() != 0, kept)
+
+
+@pytest.mark.mpi
+@pytest.mark.sizes(1, 2, 3, 4)
+@pytest.mark.parametrize("case", DRAWS)
+def test_torchs_draws_are_those_of_generators_of_blocks(P_world, case):
+    class Drawing(nn.Module):
+        def forward(self, x):
+            return DRAWS[case](x)
+
+    torch.manual_seed(2)
+    whole = numbers()
+    for shape in grids(whole.dim(), P_world.size):
+        P_x = P_world.create_cartesian_topology_partition(shape)
+        x = block(P_x, whole)
+        model = distribute(Drawing(), P_x, draws="torch")
+        torch.manual_seed(7)
+        found = model(x)
+        model.distributed.close()
+        torch.manual_seed(7)
+        if not x.is_split:
+            assert torch.equal(found.full_tensor(), DRAWS[case](whole))
+        elif case in PLAIN and case not in ("randn_like", "randint_like"):
+            name, parameters = PLAIN[case]
+            seed = int(torch.empty((), dtype=torch.int64).random_())
+            generator = torch.Generator().manual_seed(hash((seed, *x.decomposition.box(P_x.me).start)))
+            expected = torch.empty(x.to_local().shape, dtype=whole.dtype)
+            getattr(expected, name)(*(each for each in parameters if each is not None), generator=generator)
+            assert torch.equal(found.to_local(), expected)
+        torch.manual_seed(7)
+        outside = DRAWS[case](x)
+        assert torch.equal(outside.full_tensor(), found.full_tensor()) == (case == "poisson")
+
+
+class Checkpointed(nn.Module):
+    """Drops elements in a part that is recomputed: a module, or a function of its own."""
+
+    def __init__(self, in_module):
+        super().__init__()
+        self.part = nn.Dropout(0.5)
+        self.in_module = in_module
+
+    def forward(self, x):
+        part = self.part if self.in_module else lambda y: F.dropout(y, 0.5)
+        return checkpoint(lambda y: part(y) * y, x, use_reentrant=False)
+
+
+@pytest.mark.mpi
+@pytest.mark.sizes(1, 2, 3)
+@pytest.mark.parametrize("draws", ["global", "torch"])
+@pytest.mark.parametrize("in_module", [True, False])
+def test_checkpoints_in_a_model_draw_the_same_again(P_world, draws, in_module):
+    torch.manual_seed(2)
+    whole = numbers()
+    for shape in grids(whole.dim(), P_world.size):
+        P_x = P_world.create_cartesian_topology_partition(shape)
+        x, model = block(P_x, whole), distribute(Checkpointed(in_module), P_x, draws=draws)
+        try:
+            y = model(x)
+            if draws == "torch" and not in_module:
+                with pytest.raises(UnsupportedError, match="draws='torch' would draw others"):
+                    y.backward(torch.ones(SHAPE, dtype=torch.float64))
+                continue
+            y.backward(torch.ones(SHAPE, dtype=torch.float64))
+            # The gradient of a mask times a square.
+            torch.testing.assert_close(x.grad.to_local() * x.to_local() / 2, y.to_local())
+        finally:
+            model.distributed.close()
+
+
+@pytest.mark.mpi
+@pytest.mark.sizes(1, 2)
+def test_draws_of_distribute_are_checked(P_world):
+    with pytest.raises(ConfigurationError, match="draws is 'global' or 'torch', got 'numpy'"):
+        distribute(
+            nn.Linear(2, 2), P_world.create_cartesian_topology_partition((P_world.size,)), draws="numpy"
+        )
+    if P_world.size == 2:
+        with pytest.raises(ConfigurationError, match="they must be alike"):
+            distribute(
+                nn.Linear(2, 2),
+                P_world.create_cartesian_topology_partition((2,)),
+                draws=("global", "torch")[P_world.me],
+            )
 
 
 @pytest.mark.mpi

@@ -1,0 +1,267 @@
+"""Random numbers of a block, by the indices of its elements in the whole tensor.
+
+The element at place ``i`` of the whole tensor, in C order, gets number ``i`` of the generator SplitMix64
+(Steele, Lea and Flood, 2014), which mixes a counter. So a draw is the same on every grid and number of
+ranks. Its seed is one number, which every rank takes from its default generator or from the one that is
+passed. So the default generators stay equal, and a repeated run or a recomputation draws the same numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
+from math import log1p, pi, prod, sqrt
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from distdl_rma.geometry.decomposition import Decomposition
+
+Words = NDArray[np.uint64]
+Numbers = NDArray[Any]
+# Of SplitMix64: the step of the counter; the shifts and factors that mix it.
+_STEP = 0x9E3779B97F4A7C15
+_MIX = (30, np.uint64(0xBF58476D1CE4E5B9)), (27, np.uint64(0x94D049BB133111EB)), (31, None)
+_WORDS = 1 << 64
+# Elements whose numbers are computed at once, in the processor's cache.
+_CHUNK = 1 << 14
+# Bits of a uniform number, as torch draws it.
+_BITS = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
+_INTEGERS = torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64
+
+
+def seed_from(source: torch.Generator | None = None) -> int:
+    """Seed of one draw: a number of the default generator, or of ``source``; on all ranks of the tensor."""
+    return int(torch.empty((), dtype=torch.int64).random_(generator=source))
+
+
+def generator_of_block(layout: Decomposition, seed: int) -> torch.Generator:
+    """A new generator of torch for this rank's block, equal on ranks with copies of it."""
+    return torch.Generator().manual_seed(hash((seed, *layout.box(layout.partition.me).start)))
+
+
+def fill(out: torch.Tensor, name: str, layout: Decomposition, seed: int, parameters: Sequence[Any]) -> bool:
+    """Fill this rank's block as torch's method ``name`` fills a tensor, by the indices of elements; local.
+
+    Parameters
+    ----------
+    out
+        A tensor of the block's shape, changed in place; in a graph, as by ``copy_``.
+    name
+        ``"uniform_"``, ``"bernoulli_"``, ...
+    layout
+        Of the whole tensor.
+    seed
+        Of this draw.
+    parameters
+        All numbers of torch's method, in its order.
+
+    Returns
+    -------
+    bool
+        False if torch has no such numbers of this type. Then nothing has changed.
+    """
+    distribution, has = _DISTRIBUTIONS[name]
+    if not has(out.dtype):
+        return False
+    bounds, shape, real, mean = layout.box(layout.partition.me).bounds, layout.shape, out, 0.0
+    if out.is_complex():
+        bounds, shape, real = (*bounds, (0, 2)), (*shape, 2), torch.view_as_real(out)
+        if name == "normal_":
+            # Both parts have half of the variance.
+            mean, parameters = parameters[0], (0.0, parameters[1] / sqrt(2))
+    if 0 in real.shape:
+        return True
+    # In the order of memory, if the block fills it.
+    order = sorted(range(real.dim()), key=real.stride().__getitem__, reverse=True)
+    target = real.detach().permute(order)
+    direct = target.is_contiguous() and not (out.requires_grad and torch.is_grad_enabled())
+    if not direct:
+        order = [*range(real.dim())]
+        target = torch.empty(real.shape, dtype=real.dtype)
+    values = partial(distribution, real.dtype, *parameters)
+    _fill(target, _counters(bounds, shape, tuple(order)), seed, values)
+    if not direct:
+        real.copy_(target)
+    if mean:
+        out.add_(mean)
+    return True
+
+
+class _Counters(NamedTuple):
+    """What the indices of a block's elements add to the seed, as sums of rows and columns."""
+
+    rows: Words  # of the outer dimensions
+    columns: Words  # of the inner dimensions, as far as a chunk goes
+    width: int  # elements of a whole row
+    piece: int  # elements of a piece of a row
+    step: int  # from piece to piece
+
+
+@lru_cache(maxsize=64)
+def _counters(
+    bounds: tuple[tuple[int, int], ...], shape: tuple[int, ...], order: tuple[int, ...]
+) -> _Counters:
+    # A tensor without dimensions has one element.
+    steps = [prod(shape[d + 1 :]) * _STEP % _WORDS for d in order] or [0]
+    starts, stops = zip(*(bounds[d] for d in order), strict=True) if order else ((0,), (1,))
+    at, inner = len(steps) - 1, 1
+    while at and inner * (extent := stops[at] - starts[at]) <= _CHUNK:
+        inner *= extent
+        at -= 1
+    # Pieces of about the same size.
+    extent = stops[at] - starts[at]
+    indices = -(-extent // -(-extent * inner // _CHUNK))
+    pieces = starts[at] + indices, *stops[at + 1 :]
+    # The first number of SplitMix64 is that of the seed and one step.
+    rows = _sums(starts[:at], stops[:at], steps) + np.uint64(_STEP)
+    columns = _sums(starts[at:], pieces, steps[at:])
+    return _Counters(rows, columns, extent * inner, len(columns), indices * steps[at] % _WORDS)
+
+
+def _sums(starts: Sequence[int], stops: Sequence[int], steps: Sequence[int]) -> Words:
+    found = np.zeros(1, np.uint64)
+    for start, stop, step in zip(starts, stops, steps, strict=False):
+        own = np.arange(start, stop, dtype=np.uint64) * np.uint64(step)
+        found = np.add.outer(found, own).reshape(-1)
+    return found
+
+
+def _fill(target: torch.Tensor, counters: _Counters, seed: int, values: Callable[[Words], Numbers]) -> None:
+    table = target.view(len(counters.rows), counters.width)
+    rows = (counters.rows + np.uint64(seed)).tolist()
+    spare = np.empty_like(counters.columns)
+    for at in range(0, counters.width, counters.piece):
+        stop = min(at + counters.piece, counters.width)
+        base = at // counters.piece * counters.step
+        for row, start in enumerate(rows):
+            words = counters.columns[: stop - at] + np.uint64((start + base) % _WORDS)
+            _mix(words, spare[: stop - at])
+            table[row, at:stop] = torch.from_numpy(values(words))
+
+
+def _mix(words: Words, spare: Words) -> None:
+    for shift, factor in _MIX:
+        np.right_shift(words, shift, out=spare)
+        np.bitwise_xor(words, spare, out=words)
+        if factor is not None:
+            np.multiply(words, factor, out=words)
+
+
+# Distributions: each gets the type of the elements, torch's parameters, and words that it may change.
+
+
+def _wide(dtype: torch.dtype) -> type[np.floating[Any]]:
+    return np.float64 if dtype == torch.float64 else np.float32
+
+
+def _real(words: Words, bits: int, dtype: Any) -> Numbers:
+    # Words below 2 ** bits as numbers in [0, 1). Signed integers convert faster.
+    found = words.view(np.int64).astype(dtype)
+    found *= dtype(2.0**-bits)
+    return found
+
+
+def _scaled(found: Numbers, factor: float, summand: float) -> Numbers:
+    # Float32 remains float32.
+    if factor != 1:
+        found *= found.dtype.type(factor)
+    if summand:
+        found += found.dtype.type(summand)
+    return found
+
+
+def _uniform(dtype: torch.dtype, low: float, high: float, words: Words) -> Numbers:
+    bits = _BITS[dtype]
+    words >>= np.uint64(64 - bits)
+    return _scaled(_real(words, bits, _wide(dtype)), high - low, low)
+
+
+def _log(words: Words, bits: int, dtype: Any) -> Numbers:
+    # Logarithms of numbers in (0, 1] by the highest bits, at most 62.
+    counts = words >> np.uint64(64 - bits)
+    counts += np.uint64(1)
+    found = _real(counts, bits, dtype)
+    return np.log(found, out=found)
+
+
+def _normal(dtype: torch.dtype, mean: float, std: float, words: Words) -> Numbers:
+    # Box and Muller: the higher half is the radius, the lower half the angle.
+    wide = _wide(dtype)
+    radius = _log(words, 32, wide)
+    radius *= wide(-2)
+    np.sqrt(radius, out=radius)
+    angle = words.astype(np.uint32).view(np.int32).astype(wide)
+    angle *= wide(pi * 2.0**-31)
+    radius *= np.cos(angle, out=angle)
+    return _scaled(radius, std, mean)
+
+
+def _log_normal(dtype: torch.dtype, mean: float, std: float, words: Words) -> Numbers:
+    found = _normal(dtype, mean, std, words)
+    return np.exp(found, out=found)
+
+
+def _exponential(dtype: torch.dtype, rate: float, words: Words) -> Numbers:
+    found = _log(words, 62, _wide(dtype))
+    # Never zero, as torch's.
+    np.minimum(found, -np.finfo(found.dtype).eps / 2, out=found)
+    return _scaled(found, -1 / rate, 0)
+
+
+def _cauchy(dtype: torch.dtype, median: float, sigma: float, words: Words) -> Numbers:
+    words >>= np.uint64(11)
+    angle = _real(words, 53, np.float64)
+    angle += 2.0**-54 - 0.5
+    angle *= pi
+    return _scaled(np.tan(angle, out=angle), sigma, median)
+
+
+def _geometric(dtype: torch.dtype, p: float, words: Words) -> Numbers:
+    # With probability 1, the first trial counts.
+    found = _log(words, 62, np.float64)
+    found *= 1 / log1p(-p) if p < 1 else 0.0
+    return np.maximum(np.ceil(found, out=found), 1, out=found)
+
+
+def _bernoulli(dtype: torch.dtype, p: float, words: Words) -> Numbers:
+    below = int(p * 2.0**64)
+    return words <= np.uint64(below - 1) if below else np.zeros(words.shape, np.bool_)
+
+
+def _random(dtype: torch.dtype, low: int | None, high: int | None, words: Words) -> Numbers:
+    # Without an upper bound: up to the largest integer of the type, or that of the bits of a fraction.
+    if high is None:
+        most = 2 ** _BITS[dtype] if dtype in _BITS else 1 if dtype == torch.bool else torch.iinfo(dtype).max
+        high = most + 1
+    first = low or 0
+    if high - first < _WORDS:
+        words %= np.uint64(high - first)
+    words += np.uint64(first % _WORDS)
+    return words.view(np.int64)
+
+
+def _of_floats(dtype: torch.dtype) -> bool:
+    return dtype in _BITS
+
+
+def _of_parts(dtype: torch.dtype) -> bool:
+    return dtype in _BITS or (dtype.is_complex and dtype.to_real() in _BITS)
+
+
+def _of_counts(dtype: torch.dtype) -> bool:
+    return dtype in _BITS or dtype in _INTEGERS
+
+
+_DISTRIBUTIONS: dict[str, tuple[Callable[..., Numbers], Callable[[torch.dtype], bool]]] = {
+    "uniform_": (_uniform, _of_parts),
+    "normal_": (_normal, _of_parts),
+    "log_normal_": (_log_normal, _of_floats),
+    "exponential_": (_exponential, _of_floats),
+    "cauchy_": (_cauchy, _of_floats),
+    "geometric_": (_geometric, _of_counts),
+    "bernoulli_": (_bernoulli, _of_counts),
+    "random_": (_random, _of_counts),
+}

@@ -1,0 +1,293 @@
+"""Numbers by the index of an element: parts of the whole, and distributed as torch's."""
+
+from collections.abc import Callable
+from math import erf, pi, prod, sqrt
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from distdl_rma.geometry.decomposition import Decomposition
+from distdl_rma.geometry.intervals import Balanced, Listed
+from distdl_rma.geometry.partition import Partition
+from distdl_rma.split import layout as lay
+from distdl_rma.split.functions.elements.draws import fill
+
+FLOATS = torch.float64, torch.float32, torch.bfloat16, torch.float16
+# Name of torch's method, parameters, and types.
+CASES: list[tuple[str, tuple[Any, ...], tuple[torch.dtype, ...]]] = [
+    ("uniform_", (-1.0, 3.0), (*FLOATS, torch.complex64)),
+    ("normal_", (1.0, 2.0), (*FLOATS, torch.complex128)),
+    ("log_normal_", (0.0, 0.5), FLOATS),
+    ("exponential_", (2.0,), FLOATS),
+    ("cauchy_", (1.0, 0.5), FLOATS),
+    ("geometric_", (0.3,), (*FLOATS, torch.int64)),
+    ("bernoulli_", (0.4,), (*FLOATS, torch.bool, torch.int32)),
+    ("random_", (-3, 9), (*FLOATS, torch.int8, torch.int64)),
+    ("random_", (None, None), (*FLOATS, torch.uint8, torch.bool, torch.int64)),
+]
+N = 1 << 18
+
+
+def whole(shape, name, parameters, dtype=torch.float64, seed=5) -> torch.Tensor:
+    out = torch.empty(shape, dtype=dtype)
+    assert fill(out, name, lay.replicated(Partition((0,), (1,), 0), shape), seed, parameters)
+    return out
+
+
+def splitmix(seed: int, index: int) -> int:
+    """The generator's number in Python's integers."""
+    word = (seed + 0x9E3779B97F4A7C15 * (index + 1)) % 2**64
+    word = (word ^ word >> 30) * 0xBF58476D1CE4E5B9 % 2**64
+    word = (word ^ word >> 27) * 0x94D049BB133111EB % 2**64
+    return word ^ word >> 31
+
+
+def test_words_are_those_of_the_published_generator():
+    published = [6457827717110365317, 3203168211198807973, 9817491932198370423, 4593380528125082431]
+    assert [splitmix(1234567, at) for at in range(4)] == published
+    found = whole((2, 3, 5), "random_", (-(2**63), 2**63), torch.int64, 1234567).flatten().tolist()
+    assert [each + 2**63 for each in found] == [splitmix(1234567, at) for at in range(30)]
+
+
+def layouts(shape, me):
+    """Grids over one, two and all dimensions; uneven and empty blocks."""
+    for cut in range(1, len(shape) + 1):
+        for first in range(len(shape) - cut + 1):
+            axes = tuple(range(first, first + cut))
+            grid = Partition(tuple(range(2**cut)), (2,) * cut, me % 2**cut)
+            for lengths in (lambda n: (n - n // 2, n // 2), lambda n: (1, n - 1), lambda n: (0, n)):
+                splits = [
+                    lay.simplest(Listed(lengths(n))) if d in axes else Balanced(n, 1)
+                    for d, n in enumerate(shape)
+                ]
+                yield Decomposition(grid, tuple(splits), axes)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[0]}{case[1]}")
+@pytest.mark.parametrize("shape", [(7,), (3, 5), (4, 3, 5), (2, 3, 4, 5)], ids=str)
+def test_blocks_are_parts_of_the_whole(case, shape):
+    name, parameters, dtypes = case
+    for dtype in dtypes:
+        expected = whole(shape, name, parameters, dtype)
+        for me in {0, 1, 2 ** len(shape) - 1}:
+            for layout in layouts(shape, me):
+                part = expected[layout.slices()]
+                out = torch.empty(part.shape, dtype=dtype)
+                fill(out, name, layout, 5, parameters)
+                assert torch.equal(out, part)
+
+
+@pytest.mark.parametrize("shape", [(50_000,), (3, 40_001), (20_000, 3), (2, 70, 300), (5, 1, 9_000)], ids=str)
+@pytest.mark.parametrize("name", ["normal_", "log_normal_", "exponential_", "cauchy_", "bernoulli_"])
+def test_large_blocks_are_parts_of_the_whole(shape, name):
+    parameters = next(given for method, given, _ in CASES if method == name)
+    for dtype in torch.float32, torch.float64:
+        expected = whole(shape, name, parameters, dtype)
+        for cut in {tuple(range(k, len(shape))) for k in range(len(shape))}:
+            grid = Partition(tuple(range(2 ** len(cut))), (2,) * len(cut), 2 ** len(cut) - 1)
+            splits = [
+                Listed((n // 3, n - n // 3)) if d in cut else Balanced(n, 1) for d, n in enumerate(shape)
+            ]
+            layout = Decomposition(grid, tuple(map(lay.simplest, splits)), cut)
+            part = expected[layout.slices()]
+            assert torch.equal(torch.empty(part.shape, dtype=dtype).fill_(9), torch.full_like(part, 9))
+            out = torch.empty(part.shape, dtype=dtype)
+            fill(out, name, layout, 5, parameters)
+            assert torch.equal(out, part)
+
+
+def test_the_memory_format_does_not_matter():
+    expected, layout = (
+        whole((2, 3, 4, 5), "normal_", (0.0, 1.0)),
+        lay.replicated(Partition((0,), (1,), 0), (2, 3, 4, 5)),
+    )
+    last = torch.empty(2, 3, 4, 5, dtype=torch.float64).to(memory_format=torch.channels_last)
+    for out in (
+        last,
+        torch.empty(5, 4, 3, 2, dtype=torch.float64).permute(3, 2, 1, 0),
+        torch.empty(2, 3, 4, 9)[..., ::2],
+    ):
+        out = out.double() if out.is_contiguous() else out
+        fill(out, "normal_", layout, 5, (0.0, 1.0))
+        assert torch.equal(out, expected.to(out.dtype)) or out.dtype == torch.float32
+    strided = torch.zeros(2, 3, 4, 10, dtype=torch.float64)
+    fill(strided[..., ::2], "normal_", layout, 5, (0.0, 1.0))
+    assert torch.equal(strided[..., ::2], expected)
+    assert not strided[..., 1::2].any()
+
+
+def test_a_tensor_without_dimensions_has_the_first_number():
+    assert whole((), "uniform_", (0.0, 1.0)) == whole((3,), "uniform_", (0.0, 1.0))[0]
+
+
+def test_changes_in_a_graph_are_torchs():
+    layout = lay.replicated(Partition((0,), (1,), 0), (3,))
+    leaf = torch.zeros(3, dtype=torch.float64, requires_grad=True)
+    with pytest.raises(RuntimeError, match="a leaf Variable that requires grad"):
+        fill(leaf, "uniform_", layout, 5, (0.0, 1.0))
+    x = leaf * 2
+    version = x._version
+    fill(x, "uniform_", layout, 5, (0.0, 1.0))
+    assert x._version > version
+    assert torch.equal(x, whole((3,), "uniform_", (0.0, 1.0)))
+    x.sum().backward()
+    assert torch.equal(leaf.grad, torch.zeros(3, dtype=torch.float64))
+
+
+def test_types_that_torch_does_not_draw_are_left_to_torch():
+    layout = lay.replicated(Partition((0,), (1,), 0), (3,))
+    for name, dtype in (
+        ("normal_", torch.int64),
+        ("bernoulli_", torch.complex64),
+        ("random_", torch.complex64),
+    ):
+        assert not fill(torch.zeros(3, dtype=dtype), name, layout, 5, (0.0, 1.0))
+
+
+# Distributions: means and variances within 5 standard errors, distances of distribution functions as of
+# Kolmogorov and Smirnov, whose limit 2.0 only one of 1,500 seeds exceeds.
+
+
+def distance(x: torch.Tensor, below: Callable[[torch.Tensor], torch.Tensor]) -> float:
+    ordered = below(x.double().flatten().sort().values)
+    at = torch.arange(len(ordered), dtype=torch.float64) / len(ordered)
+    return float(torch.maximum(ordered - at, at + 1 / len(ordered) - ordered).max()) * sqrt(len(ordered))
+
+
+def normal_below(x):
+    return (1 + torch.erf(x / sqrt(2))) / 2
+
+
+CONTINUOUS: dict[str, tuple[tuple[float, ...], Callable[[torch.Tensor], torch.Tensor]]] = {
+    "uniform_": ((-1.0, 3.0), lambda x: (x + 1) / 4),
+    "normal_": ((1.0, 2.0), lambda x: normal_below((x - 1) / 2)),
+    "log_normal_": ((0.5, 0.75), lambda x: normal_below((x.log() - 0.5) / 0.75)),
+    "exponential_": ((2.0,), lambda x: 1 - torch.exp(-2 * x)),
+    "cauchy_": ((1.0, 0.5), lambda x: torch.atan((x - 1) / 0.5) / pi + 0.5),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+@pytest.mark.parametrize("name", CONTINUOUS)
+def test_distribution_functions(name, dtype):
+    parameters, below = CONTINUOUS[name]
+    for seed in range(4):
+        assert distance(whole((N,), name, parameters, dtype, seed), below) < 2.0
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_moments_of_normal_numbers(dtype):
+    x = whole((N,), "normal_", (0.0, 1.0), dtype).double()
+    moments = [float(x.pow(k).mean()) * sqrt(N) for k in range(1, 5)]
+    # Standard deviations of powers of a normal number.
+    wanted, spread = (0, 1, 0, 3), (1, sqrt(2), sqrt(15), sqrt(96))
+    rounding = 2 * torch.finfo(dtype).eps * sqrt(N)
+    for found, mean, deviation in zip(moments, wanted, spread, strict=True):
+        assert abs(found - mean * sqrt(N)) < 5 * deviation + 4 * rounding
+    # The tails: about 2.7e-3 of the numbers are beyond 3, 6.3e-5 beyond 4.
+    for far in 3, 4:
+        expected = N * (1 - erf(far / sqrt(2)))
+        assert abs(int((x.abs() > far).sum()) - expected) < 5 * sqrt(expected) + 0.05 * expected
+
+
+def test_far_tails_have_their_numbers():
+    x = whole((1 << 23,), "normal_", (0.0, 1.0), torch.float32)
+    expected = (1 << 23) * (1 - erf(5 / sqrt(2)))
+    beyond = x[x.abs() > 5]
+    assert abs(len(beyond) - expected) < 5 * sqrt(expected)
+    assert len(beyond.unique()) == len(beyond)
+    assert whole((1 << 22,), "exponential_", (1.0,), torch.float32).min() > 0
+
+
+@pytest.mark.parametrize("dtype", [*FLOATS, torch.complex64], ids=str)
+def test_uniform_numbers_stay_below_the_upper_bound(dtype):
+    x = whole((N,), "uniform_", (0.0, 1.0), dtype)
+    x = torch.view_as_real(x) if dtype.is_complex else x
+    assert 0 <= x.min() < x.max() < 1
+    assert abs(float(x.double().mean()) - (1 - float(torch.finfo(x.dtype).eps) / 2) / 2) < 5 / sqrt(12 * N)
+
+
+@pytest.mark.parametrize("p", [0.5, 0.1, 1e-3, 1.0, 0.0])
+def test_probabilities(p):
+    for seed in range(3):
+        kept = int(whole((N,), "bernoulli_", (p,), torch.bool, seed).sum())
+        assert abs(kept - p * N) <= 5 * sqrt(N * p * (1 - p))
+    trials = whole((N,), "geometric_", (max(p, 0.01),), torch.float64)
+    assert trials.min() == 1
+    q = max(p, 0.01)
+    assert abs(float(trials.mean()) - 1 / q) <= 5 * sqrt((1 - q) / N) / q
+    assert abs(float((trials == 2).double().mean()) - q * (1 - q)) <= 5 * sqrt(q * (1 - q) / N)
+
+
+@pytest.mark.parametrize("bounds", [(0, 10), (-7, 250), (5, 6)])
+def test_integers_are_equally_likely(bounds):
+    low, high = bounds
+    counts = torch.bincount(whole((N,), "random_", bounds, torch.int64) - low, minlength=high - low)
+    assert len(counts) == high - low
+    expected = N / (high - low)
+    chi, freedom = float(((counts - expected) ** 2 / expected).sum()), high - low - 1
+    assert abs(chi - freedom) <= 5 * sqrt(2 * freedom)
+
+
+def test_every_byte_of_a_word_is_equally_likely():
+    words = whole((N,), "random_", (-(2**63), 2**63), torch.int64).numpy().view(np.uint8)
+    for byte in words.reshape(N, 8).T:
+        counts = np.bincount(byte, minlength=256)
+        chi = float(((counts - N / 256) ** 2 / (N / 256)).sum())
+        assert abs(chi - 255) < 5 * sqrt(2 * 255)
+
+
+SHAPE = 8, 32, 32, 32
+
+
+def correlation(x: torch.Tensor, y: torch.Tensor) -> float:
+    """In standard errors, of numbers with mean 0 and variance 1."""
+    return abs(float((x.double() * y.double()).mean())) * sqrt(x.numel())
+
+
+@pytest.mark.parametrize("name", ["normal_", "bernoulli_"])
+@pytest.mark.parametrize("shape", [SHAPE, (N,), (N // 4, 4), (3, 87_001)], ids=str)
+def test_neighbours_blocks_and_draws_are_independent(name, shape):
+    def numbers(seed):
+        x = whole(shape, name, (0.0, 1.0) if name == "normal_" else (0.5,), torch.float64, seed)
+        return x if name == "normal_" else 2 * x - 1
+
+    x = numbers(11)
+    for dim, n in enumerate(shape):
+        for lag in {1, 2, 4, 16, n // 2} & {*range(1, n)}:
+            assert correlation(x.narrow(dim, 0, n - lag), x.narrow(dim, lag, n - lag)) < 4.5
+        # Four corners of rectangles, and squares of neighbours.
+        for other in range(dim):
+            a = x.narrow(dim, 0, n - 1) * x.narrow(dim, 1, n - 1)
+            m = shape[other]
+            assert correlation(a.narrow(other, 0, m - 1), a.narrow(other, 1, m - 1)) < 4.5
+    # Seeds that follow each other, or differ in one bit only.
+    for seed in (12, 11 ^ 1 << 20, 11 ^ 1 << 62):
+        assert correlation(x, numbers(seed)) < 4.5
+
+
+def test_elements_of_successive_seeds_are_independent():
+    rows = torch.stack([whole((64,), "normal_", (0.0, 1.0), torch.float64, seed) for seed in range(4096)])
+    assert correlation(rows[:-1], rows[1:]) < 4.5
+    assert correlation(rows[:-1, 1:], rows[1:, :-1]) < 4.5
+    covariance = rows.T @ rows / sqrt(len(rows)) - sqrt(len(rows)) * torch.eye(64, dtype=torch.float64)
+    off = covariance[~torch.eye(64, dtype=torch.bool)]
+    assert off.abs().max() < 5
+    assert abs(float(off.var()) - 1) < 0.2
+
+
+def test_runs_of_a_mask_are_as_long_as_of_coins():
+    kept = whole((N,), "bernoulli_", (0.5,), torch.float64).numpy()
+    changes = np.flatnonzero(np.diff(kept)) + 1
+    lengths = np.bincount(np.diff(changes), minlength=12)[1:11]
+    expected = len(changes) / 2.0 ** np.arange(1, 11)
+    assert (np.abs(lengths - expected) < 5 * np.sqrt(expected)).all()
+
+
+def test_nothing_is_drawn_for_an_empty_block():
+    layout = lay.replicated(Partition((0,), (1,), 0), (3, 0))
+    out = torch.empty(3, 0)
+    assert fill(out, "normal_", layout, 5, (0.0, 1.0))
+    assert prod(out.shape) == 0
