@@ -22,6 +22,7 @@ from mpi4py import MPI
 from distdl_rma.errors import ConfigurationError, SegmentError
 from distdl_rma.segments.options import DEFAULT_TIMEOUT, SEGMENT_SIZE_VARIABLE, SegmentOptions, chosen_timeout
 from distdl_rma.segments.transport.heap import Bytes, aligned
+from distdl_rma.segments.transport.virtual_ranks import is_virtual, windows_of
 
 _TICK_SECONDS = 1.0
 
@@ -135,10 +136,10 @@ class NodeMemory:
 
         def make() -> MPI.Win:
             if self.node.size > 1:
-                return MPI.Win.Allocate_shared(nbytes, 1, comm=self.node)
+                return windows_of(self.node).Allocate_shared(nbytes, 1, comm=self.node)
             # For a single rank, MPI uses malloc, whose memory is not zero.
             memories.append(np.frombuffer(mmap.mmap(-1, nbytes), np.uint8))
-            return MPI.Win.Create(memories[0], 1, comm=self.node)
+            return windows_of(self.node).Create(memories[0], 1, comm=self.node)
 
         window = self.make_window(self.node, make, nbytes)
         if not memories:
@@ -148,7 +149,8 @@ class NodeMemory:
 
     def window_over(self, memory: Bytes) -> MPI.Win:
         """Create a window over such memory of every rank of ``comm``."""
-        return self.make_window(self._comm, lambda: MPI.Win.Create(memory, 1, comm=self._comm), memory.nbytes)
+        windows = windows_of(self._comm)
+        return self.make_window(self._comm, lambda: windows.Create(memory, 1, comm=self._comm), memory.nbytes)
 
     def make_window(self, comm: MPI.Intracomm, make: Callable[[], MPI.Win], nbytes: int) -> MPI.Win:
         """Create a window of ``nbytes`` on each rank of ``comm``, by the collective function ``make``.
@@ -156,6 +158,9 @@ class NodeMemory:
         ``SegmentError`` on all ranks if MPI refuses. For lack of memory, Open MPI may refuse on one rank and
         never return on others of the node: these processes end after the timeout, and the job with them.
         """
+        if is_virtual(comm):
+            # Memory of this process, which cannot be refused on some ranks only.
+            return make()
         limit = self._timeout + _TOGETHER_SECONDS
         why = (
             f"rank {self._ranks[self._comm.rank]} ends: MPI has not made a window of {nbytes} bytes in"

@@ -14,6 +14,7 @@ from mpi4py import MPI
 from distdl_rma.errors import DistdlError, ExchangeTimeout
 from distdl_rma.segments.options import check_timeout
 from distdl_rma.segments.transport.segment import Segment
+from distdl_rma.segments.transport.virtual_ranks import virtual_rank
 from distdl_rma.segments.waiting.header import WaitReason
 from distdl_rma.segments.waiting.liveness import FailureNotices, PeerWatch
 from distdl_rma.trace import Counters
@@ -109,6 +110,8 @@ class Waiter:
     ) -> None:
         self._segment, self._notices, self._watch = segment, notices, watch
         self.counters, self.timeout, self.spins = counters, check_timeout(timeout), spins
+        # Processes yield or sleep instead.
+        self._hand_over, self._rank = segment.hand_over, virtual_rank()
         self._open = True
         self._steps: list[Callable[[], bool]] = []
         self._advancing = False
@@ -176,7 +179,10 @@ class Waiter:
                 if elapsed > timeout:
                     seconds = timeout if whole is None else whole
                     raise ExchangeTimeout(watch.timeout_message(reason(), seconds))
-                if elapsed < _YIELD_SECONDS:
+                if self._hand_over is not None:
+                    if self._hand_over(ready):
+                        return
+                elif elapsed < _YIELD_SECONDS:
                     os.sched_yield()
                 else:
                     time.sleep(pause)
@@ -194,6 +200,11 @@ class Waiter:
         """Take all steps once, and raise if a rank failed; does not block."""
         self.advance()
         self._notices.check()
+
+    @property
+    def of_this_rank(self) -> bool:
+        """Whether its rank is that of the calling thread, where several ranks are threads of this process."""
+        return self._rank is virtual_rank()
 
     @property
     def engine(self) -> str:
@@ -302,7 +313,7 @@ def advance_other_machines(one: Waiter | None) -> None:
     """Let all open machines of this process, except that of ``one``, take their steps; does not block."""
     for reference in _waiters:
         other = reference()
-        if other is not None and other is not one:
+        if other is not None and other is not one and other.of_this_rank:
             other.advance_quietly()
 
 
