@@ -59,7 +59,7 @@ def rehearse(ranks: int, function: Callable[..., _T], *args: Any, seed: int = 0)
     that of the caller; the caller's state is restored. Other state of the process, such as environment
     variables, is shared.
     """
-    if isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 1:
+    if type(ranks) is not int or ranks < 1:
         raise ArgumentError(f"rehearse: the number of ranks is a positive whole number, got {ranks!r}")
     if virtual_rank() is not None:
         raise UnsupportedError("rehearse: a virtual rank cannot run virtual ranks of its own")

@@ -328,36 +328,28 @@ class VirtualComm:
         while self.at_end:
             self.at_end.pop()(error)
 
-    def _gathered(
-        self, value: Any, kind: object = "all", count: int | None = None
-    ) -> Callable[[], list[Any]]:
-        # Contributes a value now; the result is a function that waits for those of all ranks. Kinds of calls
-        # are counted separately: a non-blocking one may be complete long after the next call.
-        count = self.size if count is None else count
+    def _gathered(self, value: Any, kind: object = "all", count: int = 0) -> list[Any]:
+        # Values of all ranks, or of ``count`` of them, in one call of this kind; blocking.
+        count = count or self.size
         key = kind, self._calls[kind]
         self._calls[kind] += 1
-        values = self._together.values[key]
+        values, read = self._together.values[key], self._together.read[key]
         values[self.rank] = value
         self._together.turns.ran()
-
-        def wait() -> list[Any]:
-            while len(values) < count:
-                self.hand_over(lambda: len(values) == count)
-            read = self._together.read[key]
-            read.add(self.rank)
-            if len(read) == count:
-                del self._together.values[key], self._together.read[key]
-            return [values[rank] for rank in sorted(values)]
-
-        return wait
+        while len(values) < count:
+            self.hand_over(lambda: len(values) == count)
+        read.add(self.rank)
+        if len(read) == count:
+            del self._together.values[key], self._together.read[key]
+        return [values[rank] for rank in sorted(values)]
 
     def allgather(self, value: Any) -> list[Any]:
         """Values of all ranks."""
-        return self._gathered(value)()
+        return self._gathered(value)
 
     def allreduce(self, value: Any, op: MPI.Op) -> Any:
         """Values of all ranks, combined by ``op``."""
-        total, *others = self._gathered(value)()
+        total, *others = self._gathered(value)
         for other in others:
             total = op(total, other)
         return total
@@ -373,7 +365,7 @@ class VirtualComm:
 
     def Split(self, color: int = 0, key: int = 0) -> VirtualComm:  # noqa: N802
         """Communicator of the ranks with the same color, ordered by key."""
-        rows = self._gathered((color, key, self.rank))()
+        rows = self._gathered((color, key, self.rank))
         members = [rank for theirs, _, rank in sorted(rows) if theirs == color]
         return self._of(members, ("split", self._calls["all"]))
 
@@ -388,7 +380,7 @@ class VirtualComm:
     def Create_group(self, group: VirtualGroup, tag: int) -> VirtualComm:  # noqa: N802
         """Communicator of some ranks; collective over these."""
         kind = "group", group.members
-        self._gathered(None, kind, len(group.members))()
+        self._gathered(None, kind, len(group.members))
         return self._of(group.members, (kind, self._calls[kind]))
 
     def _of(self, members: Sequence[int], key: object) -> VirtualComm:
@@ -472,7 +464,7 @@ class VirtualWindow:
         return cls.Create(np.frombuffer(mmap.mmap(-1, nbytes), np.uint8), unit, comm=comm)
 
     @classmethod
-    def Create(cls, memory: Bytes, unit: int, *, comm: VirtualComm) -> Self:  # noqa: N802
+    def Create(cls, memory: Bytes, unit: int, *, comm: VirtualComm) -> Self:  # noqa: ARG003, N802
         """Window over memory of each rank. Collective."""
         return cls(comm.allgather(memory))
 

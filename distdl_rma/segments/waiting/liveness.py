@@ -25,8 +25,8 @@ from distdl_rma.segments.waiting.header import (
 _NOTICE_BYTES = 1024
 # A rank's last messages may arrive some time after it has left.
 _SUSPICION_SECONDS = 1.0
-# Fewest looks at a ring, or at a rank that left or failed, before it is an error. Time alone does not suffice:
-# processes may have been stopped.
+# Fewest looks at a ring, or at a rank that left or failed, before it is an error. Time alone does not
+# suffice: processes may have been stopped.
 _LOOKS_BEFORE_ERROR = 8
 # Most ranks that one look checks.
 _WATCHED = 8
@@ -152,8 +152,8 @@ class PeerWatch:
         # these are unchanged, how often all have rewritten them since, and the last time of writing of each.
         self._ring: tuple[Any, float, int, list[float]] = (), 0.0, 0, []
         self._looks = 0
-        # Ranks that a wait seems to be in vain for: since when and since how many looks, which rank failed, and
-        # the cause.
+        # Ranks that a wait seems to be in vain for: since when, since which look, which rank failed, and the
+        # cause.
         self._suspects: dict[int, tuple[float, int, int, str]] = {}
         self._watched = 0
         # Number of collective calls that raised here.

@@ -110,8 +110,9 @@ class Waiter:
     ) -> None:
         self._segment, self._notices, self._watch = segment, notices, watch
         self.counters, self.timeout, self.spins = counters, check_timeout(timeout), spins
-        # Processes yield or sleep instead.
         self._hand_over, self._rank = segment.hand_over, virtual_rank()
+        # How long a process sleeps next, where it does not yield.
+        self._pause = _SLEEP_SECONDS[0]
         self._open = True
         self._steps: list[Callable[[], bool]] = []
         self._advancing = False
@@ -162,7 +163,7 @@ class Waiter:
                 if ready():
                     return
         watch = self._watch
-        pause, looked, last = _SLEEP_SECONDS[0], 0.0, begin
+        self._pause, looked, last = _SLEEP_SECONDS[0], 0.0, begin
         try:
             while True:
                 self.advance()
@@ -179,17 +180,22 @@ class Waiter:
                 if elapsed > timeout:
                     seconds = timeout if whole is None else whole
                     raise ExchangeTimeout(watch.timeout_message(reason(), seconds))
-                if self._hand_over is not None:
-                    if self._hand_over(ready):
-                        return
-                elif elapsed < _YIELD_SECONDS:
-                    os.sched_yield()
-                else:
-                    time.sleep(pause)
-                    pause = min(pause * 1.5, _SLEEP_SECONDS[1])
+                if self._rest(ready, elapsed):
+                    return
         finally:
             if looked:
                 watch.end_wait()
+
+    def _rest(self, ready: Callable[[], bool], elapsed: float) -> bool:
+        # Lets others compute; returns whether ``ready()`` was found to be true meanwhile.
+        if self._hand_over is not None:
+            return self._hand_over(ready)
+        if elapsed < _YIELD_SECONDS:
+            os.sched_yield()
+        else:
+            time.sleep(self._pause)
+            self._pause = min(self._pause * 1.5, _SLEEP_SECONDS[1])
+        return False
 
     @property
     def under_way(self) -> bool:
