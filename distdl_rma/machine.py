@@ -90,7 +90,7 @@ def print0(*values: object, sep: str = " ", end: str = "\n", file: TextIO | None
 def single_rank_problem() -> str:
     """Message if the job has one rank, unless its launcher started one; empty otherwise; local."""
     started = [int(text) for text in map(os.environ.get, _LAUNCHERS) if text is not None and text.isdecimal()]
-    if world().size > 1 or 1 in started:
+    if is_virtual(world()) or MPI.COMM_WORLD.size > 1 or 1 in started:
         return ""
     if started:
         return (

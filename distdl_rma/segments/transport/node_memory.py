@@ -211,7 +211,10 @@ class NodeMemory:
         self.node.Free()
 
     def _room(self) -> int | None:
-        # Free bytes of shared memory; None if it is no file system of its own. Collective over the node.
+        # Free bytes of shared memory; None if it is no file system of its own, or if virtual ranks need none.
+        # Collective over the node.
+        if is_virtual(self.node):
+            return None
         untouched: int = sum(self.node.allgather(sum(_untouched.values())))
         if not SHARED_MEMORY.is_dir():
             return None
@@ -220,6 +223,8 @@ class NodeMemory:
     def _default_size(self, reserve: bool) -> int:
         free = self._room()
         share = _LARGEST_DEFAULT if free is None else free // 2 // self.node.size
+        if is_virtual(self.node):
+            share //= self.node.size
         # Nodes may have different shares; the smallest fits everywhere.
         share = int(self._comm.allreduce(share, MPI.MIN))
         # Pages that are consumed only when touched allow a large default. Reserving consumes all at once, and

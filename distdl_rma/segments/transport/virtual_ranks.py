@@ -6,13 +6,14 @@ order that a seed determines. So a run can be repeated, and 64 ranks need no cor
 
 from __future__ import annotations
 
-import mmap
+import pickle
 import random
 import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import reduce
 from typing import Any, ClassVar, Self, cast
 
 import numpy as np
@@ -343,16 +344,40 @@ class VirtualComm:
             del self._together.values[key], self._together.read[key]
         return [values[rank] for rank in sorted(values)]
 
-    def allgather(self, value: Any) -> list[Any]:
-        """Values of all ranks."""
-        return self._gathered(value)
+    def _copies(self, value: Any) -> list[Any]:
+        # As mpi4py does, through pickle: ranks do not share objects by accident.
+        return [pickle.loads(each) for each in self._gathered(pickle.dumps(value))]
 
-    def allreduce(self, value: Any, op: MPI.Op) -> Any:
+    def allgather(self, value: Any) -> list[Any]:
+        """Copies of the values of all ranks."""
+        return self._copies(value)
+
+    def gather(self, value: Any, root: int = 0) -> list[Any] | None:
+        """Copies of the values of all ranks on ``root``, None elsewhere."""
+        values = self._copies(value)
+        return values if self.rank == root else None
+
+    def bcast(self, value: Any, root: int = 0) -> Any:
+        """Copy of the value of ``root``."""
+        return self._copies(value if self.rank == root else None)[root]
+
+    def allreduce(self, value: Any, op: MPI.Op = MPI.SUM) -> Any:
         """Values of all ranks, combined by ``op``."""
-        total, *others = self._gathered(value)
-        for other in others:
-            total = op(total, other)
-        return total
+        return reduce(op, self._copies(value))
+
+    def Barrier(self) -> None:  # noqa: N802
+        """Wait until all ranks have made the call."""
+        self._gathered(None)
+
+    barrier = Barrier
+
+    def Get_rank(self) -> int:  # noqa: N802
+        """This rank."""
+        return self.rank
+
+    def Get_size(self) -> int:  # noqa: N802
+        """Number of ranks."""
+        return self.size
 
     def Ibarrier(self) -> VirtualRequest:  # noqa: N802
         """Request that is complete once all ranks have made the call."""
@@ -461,12 +486,12 @@ class VirtualWindow:
     @classmethod
     def Allocate_shared(cls, nbytes: int, unit: int, *, comm: VirtualComm) -> Self:  # noqa: N802
         """Window of new memory, all zeros; its pages are consumed when they are touched. Collective."""
-        return cls.Create(np.frombuffer(mmap.mmap(-1, nbytes), np.uint8), unit, comm=comm)
+        return cls.Create(np.zeros(nbytes, np.uint8), unit, comm=comm)
 
     @classmethod
     def Create(cls, memory: Bytes, unit: int, *, comm: VirtualComm) -> Self:  # noqa: ARG003, N802
         """Window over memory of each rank. Collective."""
-        return cls(comm.allgather(memory))
+        return cls(comm._gathered(memory))
 
     def Shared_query(self, rank: int) -> tuple[Bytes, int]:  # noqa: N802
         """Memory of a rank, and the unit of displacements in bytes."""
