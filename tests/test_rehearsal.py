@@ -77,7 +77,7 @@ def test_ranks_in_different_calls_are_an_error():
         with Machine(segment_size="1MiB", timeout=1) as machine:
             machine.group(name=f"of rank {comm.rank}").barrier()
 
-    with pytest.raises(MismatchError, match="rank . connects 'of rank . .barrier.' but rank . connects"):
+    with pytest.raises(MismatchError, match=r"rank . connects 'of rank . .barrier.' but rank . connects"):
         rehearse(2, play)
 
 
