@@ -449,6 +449,23 @@ class VirtualComm:
 
         return VirtualRequest(done)
 
+    def send(self, value: Any, dest: int, tag: int = 0) -> None:
+        """Send a copy of an object."""
+        self._post(pickle.dumps(value), dest, tag)
+
+    def recv(self, *, source: int, tag: int = 0) -> Any:
+        """Receive a copy of an object from ``source``; blocking."""
+        mail = self._together.mail[self.rank]
+
+        def found() -> list[_Letter]:
+            return [letter for letter in mail if (letter.source, letter.tag) == (source, tag)][:1]
+
+        while not (letters := found()):
+            self.hand_over(lambda: bool(found()))
+        mail.remove(letters[0])
+        letters[0].received = True
+        return pickle.loads(letters[0].data)
+
     def Improbe(self, *, status: MPI.Status | None = None) -> _FoundLetter | None:  # noqa: N802
         """The first message, if there is one."""
         mail = self._together.mail[self.rank]
