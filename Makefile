@@ -26,7 +26,7 @@ MPIEXEC_OPTIONS_openmpi := --oversubscribe --allow-run-as-root
 MPIEXEC := $(strip $(BIN)/mpiexec $(MPIEXEC_OPTIONS_$(MPI)))
 
 TYPED := distdl_rma $(wildcard examples benchmarks docs/*.py) tests/conftest.py tests/delayed_cable.py tests/lockstep.py tests/matrix.py \
-    tests/mutant_list.py tests/mutant_operators.py tests/mutants.py tests/room.py tests/run_mpi.py tests/side_by_side.py tests/tracebacks.py tests/two_hosts.py
+    tests/mutant_list.py tests/mutant_operators.py tests/mutants.py tests/room.py tests/run_mpi.py tests/side_by_side.py tests/tracebacks.py tests/two_hosts.py tests/virtual_ranks.py
 SPREAD := --numprocesses $(WORKERS)
 TODAYS := $(if $(DAY),--day $(DAY))
 DEMO_OPTIONS := $(if $(GRID),--grid '$(GRID)') $(if $(STEPS),--steps '$(STEPS)') $(if $(IMAGE),--image '$(IMAGE)')

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from distdl_rma.model.distribute import distribute as distribute
     from distdl_rma.model.report import report as report
     from distdl_rma.ops.core.tensors import zero_volume_tensor as zero_volume_tensor
+    from distdl_rma.rehearsal import rehearse as rehearse
     from distdl_rma.split import SplitTensor as SplitTensor
     from distdl_rma.split.functions.register import register as register
     from distdl_rma.split.shard import shard as shard
@@ -61,6 +62,7 @@ _HOMES = {
     "compare": "model.compare",
     "distribute": "model.distribute",
     "print0": "machine",
+    "rehearse": "rehearsal",
     "register": "split.functions.register",
     "report": "model.report",
     "whole_parameters": "state",

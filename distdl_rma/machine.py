@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from itertools import count
 from typing import Any, Protocol, TextIO
 
@@ -23,6 +23,7 @@ from distdl_rma.segments.collectives.settling import raise_together
 from distdl_rma.segments.manager import SegmentManager
 from distdl_rma.segments.memory.context import SharedByCopies
 from distdl_rma.segments.options import DEFAULT_TIMEOUT, chosen_timeout
+from distdl_rma.segments.transport.virtual_ranks import at_end_of_rank, is_virtual, world
 from distdl_rma.segments.waiting.liveness import ends_with_state
 from distdl_rma.segments.waiting.meeting import meet, refuse
 from distdl_rma.segments.waiting.uncaught_errors import report_uncaught_errors, write_once
@@ -82,14 +83,14 @@ def print0(*values: object, sep: str = " ", end: str = "\n", file: TextIO | None
     All ranks compute the arguments. Guard other actions of one rank, such as writing a file, by
     ``MPI.COMM_WORLD.rank == 0``.
     """
-    if MPI.COMM_WORLD.rank == 0:
+    if world().rank == 0:
         print(*values, sep=sep, end=end, file=file, flush=True)
 
 
 def single_rank_problem() -> str:
     """Message if the job has one rank, unless its launcher started one; empty otherwise; local."""
     started = [int(text) for text in map(os.environ.get, _LAUNCHERS) if text is not None and text.isdecimal()]
-    if MPI.COMM_WORLD.size > 1 or 1 in started:
+    if is_virtual(world()) or MPI.COMM_WORLD.size > 1 or 1 in started:
         return ""
     if started:
         return (
@@ -148,7 +149,7 @@ class Machine(SharedByCopies):
         progress: str | None = None,
         reserve: bool = False,
     ) -> None:
-        base = MPI.COMM_WORLD if comm is None else comm
+        base = world(comm)
         self.ranks = _check_ranks(base, ranks)
         self.rank: int = base.rank
         self._origin: tuple[MPI.Intracomm, int] | None = None
@@ -171,8 +172,12 @@ class Machine(SharedByCopies):
             comm.Free()
         # Layers and collectives report to it, for ``record``.
         self.trace = self.segments.trace
-        atexit.register(self._close_at_exit)
-        report_uncaught_errors(self.segments)
+        if is_virtual(base):
+            self._not_at_exit = at_end_of_rank(self._end_with_rank)
+        else:
+            atexit.register(self._close_at_exit)
+            self._not_at_exit = partial(atexit.unregister, self._close_at_exit)
+            report_uncaught_errors(self.segments)
 
     @classmethod
     def on(cls, comm: MPI.Intracomm | None = None) -> Machine:
@@ -180,7 +185,7 @@ class Machine(SharedByCopies):
 
         The first call is collective, and the first one after it was closed.
         """
-        comm = MPI.COMM_WORLD if comm is None else comm
+        comm = world(comm)
         machine = cls.known(comm)
         if machine is None:
             machine, key = cls(comm), _machine_key()
@@ -191,7 +196,7 @@ class Machine(SharedByCopies):
     @classmethod
     def known(cls, comm: MPI.Intracomm | None = None) -> Machine | None:
         """The open machine that ``on`` would return for a communicator, or None; local."""
-        machine = (MPI.COMM_WORLD if comm is None else comm).Get_attr(_machine_key())
+        machine = world(comm).Get_attr(_machine_key())
         return machine if isinstance(machine, Machine) else None
 
     @classmethod
@@ -292,7 +297,7 @@ class Machine(SharedByCopies):
             return
         self.segments.close(timeout)
         self.kept.clear()
-        atexit.unregister(self._close_at_exit)
+        self._not_at_exit()
         if self._origin is not None:
             comm, key = self._origin
             # Removes the references between communicator and machine.
@@ -313,6 +318,14 @@ class Machine(SharedByCopies):
         if not self.closed:
             self.segments.keep_until_process_ends()
 
+    def _end_with_rank(self, error: BaseException | None) -> None:
+        # As at the exit of a process; the memory is freed in any case.
+        if error is not None:
+            self.fail(error)
+        if not self.closed and not self.segments.notices.any_failed:
+            self.segments.meet_at_exit(write_once)
+        self.close()
+
     def __enter__(self) -> Machine:
         return self
 
@@ -329,7 +342,7 @@ class Machine(SharedByCopies):
 
 def launched() -> tuple[int, int]:
     """Rank of this process in COMM_WORLD, and the number of ranks there; local."""
-    return MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
+    return world().rank, world().size
 
 
 def MPIPartition(comm: MPI.Intracomm) -> Partition:  # noqa: N802

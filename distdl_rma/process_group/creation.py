@@ -20,10 +20,11 @@ from torch.distributed import is_initialized
 from torch.distributed.constants import default_pg_timeout
 
 from distdl_rma.checks.consensus import gather_words
-from distdl_rma.errors import ConfigurationError
+from distdl_rma.errors import ConfigurationError, UnsupportedError
 from distdl_rma.machine import Machine, launched
 from distdl_rma.process_group.group import RmaProcessGroup
 from distdl_rma.segments.manager import SegmentManager
+from distdl_rma.segments.transport.virtual_ranks import virtual_rank
 from distdl_rma.segments.waiting.header import namespace
 
 _HOW = (
@@ -48,6 +49,10 @@ def create(options: Any) -> RmaProcessGroup:
 
     ``ConfigurationError`` if the ranks were not started by MPI, or torch numbers them in another way.
     """
+    if virtual_rank() is not None:
+        raise UnsupportedError(
+            "init_process_group('rma'): virtual ranks would share torch's groups of a process"
+        )
     rank, size = launched()
     ranks = tuple(options.global_ranks_in_group) or tuple(range(options.group_size))
     if not options.global_ranks_in_group and options.group_size != size:

@@ -26,6 +26,7 @@ from distdl_rma.segments.memory.buffer import SegmentBuffer
 from distdl_rma.segments.memory.context import Queue, SegmentContext, Uncopyable
 from distdl_rma.segments.options import SegmentOptions, chosen_progress, chosen_timeout
 from distdl_rma.segments.transport.segment import Segment
+from distdl_rma.segments.transport.virtual_ranks import is_virtual
 from distdl_rma.segments.waiting.header import HEADER_BYTES, HeaderWriter, WaitReason, operation_name
 from distdl_rma.segments.waiting.liveness import LOST, FailureNotices, PeerWatch, append_state, cause_of
 from distdl_rma.segments.waiting.waiter import Waiter
@@ -375,6 +376,8 @@ class SegmentManager(SegmentContext, Uncopyable):
 
     def keep_until_process_ends(self) -> None:
         """Keep this object until the process has ended: MPI continues pending operations until then."""
+        if is_virtual(self.comm):
+            return
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self))
 
     def stop(self) -> None:

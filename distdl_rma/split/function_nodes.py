@@ -21,6 +21,7 @@ from torch.autograd.graph import GradientEdge
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.machine import Machine
 from distdl_rma.ops.core.autograd import OperatorFunction, first_derivative
+from distdl_rma.segments.transport.virtual_ranks import of_each_rank
 from distdl_rma.split import layout as lay
 from distdl_rma.split.plain_operands import beside
 
@@ -30,7 +31,7 @@ _CALL, _INNER = "distdl_rma call", "distdl_rma inner"
 _REENTRANT: Any = torch.utils.checkpoint.CheckpointFunction._backward_cls
 _keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
 # Nodes of autograd functions whose backward runs now.
-_RUNNING: list[Any] = []
+_RUNNING: list[Any] = of_each_rank()
 
 
 def runs() -> bool:

@@ -22,6 +22,7 @@ from mpi4py import MPI
 from distdl_rma.errors import ConfigurationError, SegmentError
 from distdl_rma.segments.options import DEFAULT_TIMEOUT, SEGMENT_SIZE_VARIABLE, SegmentOptions, chosen_timeout
 from distdl_rma.segments.transport.heap import Bytes, aligned
+from distdl_rma.segments.transport.virtual_ranks import is_virtual, windows_of
 
 _TICK_SECONDS = 1.0
 
@@ -135,10 +136,10 @@ class NodeMemory:
 
         def make() -> MPI.Win:
             if self.node.size > 1:
-                return MPI.Win.Allocate_shared(nbytes, 1, comm=self.node)
+                return windows_of(self.node).Allocate_shared(nbytes, 1, comm=self.node)
             # For a single rank, MPI uses malloc, whose memory is not zero.
             memories.append(np.frombuffer(mmap.mmap(-1, nbytes), np.uint8))
-            return MPI.Win.Create(memories[0], 1, comm=self.node)
+            return windows_of(self.node).Create(memories[0], 1, comm=self.node)
 
         window = self.make_window(self.node, make, nbytes)
         if not memories:
@@ -148,7 +149,8 @@ class NodeMemory:
 
     def window_over(self, memory: Bytes) -> MPI.Win:
         """Create a window over such memory of every rank of ``comm``."""
-        return self.make_window(self._comm, lambda: MPI.Win.Create(memory, 1, comm=self._comm), memory.nbytes)
+        windows = windows_of(self._comm)
+        return self.make_window(self._comm, lambda: windows.Create(memory, 1, comm=self._comm), memory.nbytes)
 
     def make_window(self, comm: MPI.Intracomm, make: Callable[[], MPI.Win], nbytes: int) -> MPI.Win:
         """Create a window of ``nbytes`` on each rank of ``comm``, by the collective function ``make``.
@@ -156,6 +158,9 @@ class NodeMemory:
         ``SegmentError`` on all ranks if MPI refuses. For lack of memory, Open MPI may refuse on one rank and
         never return on others of the node: these processes end after the timeout, and the job with them.
         """
+        if is_virtual(comm):
+            # Memory of this process, which cannot be refused on some ranks only.
+            return make()
         limit = self._timeout + _TOGETHER_SECONDS
         why = (
             f"rank {self._ranks[self._comm.rank]} ends: MPI has not made a window of {nbytes} bytes in"
@@ -206,7 +211,10 @@ class NodeMemory:
         self.node.Free()
 
     def _room(self) -> int | None:
-        # Free bytes of shared memory; None if it is no file system of its own. Collective over the node.
+        # Free bytes of shared memory; None if it is no file system of its own, or if virtual ranks need none.
+        # Collective over the node.
+        if is_virtual(self.node):
+            return None
         untouched: int = sum(self.node.allgather(sum(_untouched.values())))
         if not SHARED_MEMORY.is_dir():
             return None
@@ -215,6 +223,8 @@ class NodeMemory:
     def _default_size(self, reserve: bool) -> int:
         free = self._room()
         share = _LARGEST_DEFAULT if free is None else free // 2 // self.node.size
+        if is_virtual(self.node):
+            share //= self.node.size
         # Nodes may have different shares; the smallest fits everywhere.
         share = int(self._comm.allreduce(share, MPI.MIN))
         # Pages that are consumed only when touched allow a large default. Reserving consumes all at once, and

@@ -16,6 +16,7 @@ from distdl_rma.segments.options import SegmentOptions
 from distdl_rma.segments.transport.heap import ALIGNMENT, Bytes, attach, own_arena
 from distdl_rma.segments.transport.links import Atomics, Link, RemoteLink, RmaPeer, SharedLink
 from distdl_rma.segments.transport.node_memory import NodeMemory
+from distdl_rma.segments.transport.virtual_ranks import NoLock, hand_over_of
 from distdl_rma.trace import Counters
 
 # These processors never reorder a store with an earlier store, nor a load with an earlier load.
@@ -65,8 +66,10 @@ class Segment:
         except DistdlError:
             self._node_memory.free()
             raise
+        # Lets the other ranks run where they are threads that take turns; None for processes.
+        self.hand_over = hand_over_of(comm)
         # Protects pending operations: the progress engine is another thread.
-        self.lock = threading.RLock()
+        self.lock = threading.RLock() if self.hand_over is None else NoLock()
         self._shared.Lock_all()
         self._window.Lock_all()
         # Memory barrier between data and its flag, the only one of the library.
@@ -83,8 +86,7 @@ class Segment:
         direct = options.transport == "auto"
         self.direct_nodes = self.nodes if direct else tuple((rank,) for rank in ranks)
         self.arenas = self._attached() if direct else {}
-        self._links: dict[int, Link] = {}
-        self._busy: set[RemoteLink] = set()
+        self._links, self._busy = dict[int, Link](), set[RemoteLink]()
         for position, rank in enumerate(ranks):
             if rank in views and (direct or position == comm.rank):
                 self._links[rank] = SharedLink(views[rank], self.fence)
@@ -105,7 +107,7 @@ class Segment:
 
     def _attached(self) -> dict[int, Bytes]:
         # Arenas of the node's other ranks, by rank id; none if one rank cannot reach all of them.
-        node, arena = self._node_memory.node, own_arena()
+        node, arena = self._node_memory.node, None if self.hand_over else own_arena()
         places = node.allgather(None if arena is None else arena.place)
         found = {
             self.node_ranks[at]: attach(place)
@@ -117,8 +119,8 @@ class Segment:
 
     @property
     def crowded(self) -> bool:
-        """Whether the ranks of this node outnumber its cores."""
-        return len(self.node_ranks) > self.cores
+        """Whether the ranks of this node outnumber its cores, or take turns."""
+        return self.hand_over is not None or len(self.node_ranks) > self.cores
 
     def link(self, rank: int) -> Link:
         """Link to the segment of a rank id."""

@@ -25,7 +25,8 @@ from distdl_rma.segments.waiting.header import (
 _NOTICE_BYTES = 1024
 # A rank's last messages may arrive some time after it has left.
 _SUSPICION_SECONDS = 1.0
-# Fewest looks at a ring before it is an error. Time alone does not suffice: processes may have been stopped.
+# Fewest looks at a ring, or at a rank that left or failed, before it is an error. Time alone does not
+# suffice: processes may have been stopped.
 _LOOKS_BEFORE_ERROR = 8
 # Most ranks that one look checks.
 _WATCHED = 8
@@ -151,8 +152,9 @@ class PeerWatch:
         # these are unchanged, how often all have rewritten them since, and the last time of writing of each.
         self._ring: tuple[Any, float, int, list[float]] = (), 0.0, 0, []
         self._looks = 0
-        # Ranks that a wait seems to be in vain for: since when, which rank failed, and the cause.
-        self._suspects: dict[int, tuple[float, int, str]] = {}
+        # Ranks that a wait seems to be in vain for: since when, since which look, which rank failed, and the
+        # cause.
+        self._suspects: dict[int, tuple[float, int, int, str]] = {}
         self._watched = 0
         # Number of collective calls that raised here.
         self._raised = 0
@@ -181,21 +183,24 @@ class PeerWatch:
             if reason.in_step:
                 self._check_ring(reason)
         now = time.monotonic()
+
+        def long_ago(since: float, looks: int) -> bool:
+            return now - since > _SUSPICION_SECONDS and self._looks - looks >= _LOOKS_BEFORE_ERROR
+
         ranks = [rank for rank in reason.ranks if rank != self.rank]
         for rank in self._some(ranks):
             failed, cause, alive = self._diagnose(rank, reason)
             if not cause:
                 self._suspects.pop(rank, None)
                 continue
-            since, *_ = self._suspects.setdefault(rank, (now, failed, cause))
-            if now - since > _SUSPICION_SECONDS and not alive:
+            since, looks, *_ = self._suspects.setdefault(rank, (now, self._looks, failed, cause))
+            if long_ago(since, looks) and not alive:
                 # The rank failed: no operation in which it takes part can complete.
                 self._notices.failures.setdefault(failed, cause)
                 self._notices.raise_for(failed, cause, reason, LOST)
-        long_ago = now - _SUSPICION_SECONDS
-        gone = [rank for rank in ranks if rank in self._suspects and self._suspects[rank][0] < long_ago]
+        gone = [rank for rank in ranks if rank in self._suspects and long_ago(*self._suspects[rank][:2])]
         if gone and (not reason.anyone or len(gone) == len(ranks)):
-            _, failed, cause = self._suspects[gone[0]]
+            *_, failed, cause = self._suspects[gone[0]]
             self._notices.raise_for(failed, cause, reason)
 
     def _join_settlement(self, reason: WaitReason) -> None:

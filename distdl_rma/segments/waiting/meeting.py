@@ -17,6 +17,7 @@ from mpi4py import MPI
 from distdl_rma.errors import ExchangeTimeout, PartitionError
 from distdl_rma.geometry.exchange import fingerprint
 from distdl_rma.geometry.partition import spans
+from distdl_rma.segments.transport.virtual_ranks import is_virtual
 from distdl_rma.segments.waiting.header import clip, numbered
 from distdl_rma.segments.waiting.waiter import advance_other_machines, engines_paused
 
@@ -237,6 +238,8 @@ def meet(comm: MPI.Intracomm, ranks: tuple[int, ...], seconds: float) -> MPI.Int
     """
     group = comm.group.Incl(list(ranks))
     try:
+        if is_virtual(comm):
+            return comm.Create_group(group, _CREATE_TAG)
         world = _in_world(group)
         if len(ranks) == 1 or world is None or not _board.usable():
             return _create(comm, group, ranks, world or (), 0)
@@ -256,7 +259,7 @@ def meet(comm: MPI.Intracomm, ranks: tuple[int, ...], seconds: float) -> MPI.Int
 
 def refuse(comm: MPI.Intracomm, ranks: Iterable[int], problem: str) -> None:
     """Announce why this rank cannot make the machine to those of ``ranks`` that wait for it; local."""
-    if not _board.usable():
+    if is_virtual(comm) or not _board.usable():
         return
     group = comm.group.Incl(sorted({rank for rank in ranks if 0 <= rank < comm.size}))
     try:

@@ -14,6 +14,7 @@ from mpi4py import MPI
 from distdl_rma.errors import DistdlError, ExchangeTimeout
 from distdl_rma.segments.options import check_timeout
 from distdl_rma.segments.transport.segment import Segment
+from distdl_rma.segments.transport.virtual_ranks import virtual_rank
 from distdl_rma.segments.waiting.header import WaitReason
 from distdl_rma.segments.waiting.liveness import FailureNotices, PeerWatch
 from distdl_rma.trace import Counters
@@ -109,6 +110,9 @@ class Waiter:
     ) -> None:
         self._segment, self._notices, self._watch = segment, notices, watch
         self.counters, self.timeout, self.spins = counters, check_timeout(timeout), spins
+        self._hand_over, self._rank = segment.hand_over, virtual_rank()
+        # How long a process sleeps next, where it does not yield.
+        self._pause = _SLEEP_SECONDS[0]
         self._open = True
         self._steps: list[Callable[[], bool]] = []
         self._advancing = False
@@ -159,7 +163,7 @@ class Waiter:
                 if ready():
                     return
         watch = self._watch
-        pause, looked, last = _SLEEP_SECONDS[0], 0.0, begin
+        self._pause, looked, last = _SLEEP_SECONDS[0], 0.0, begin
         try:
             while True:
                 self.advance()
@@ -176,14 +180,22 @@ class Waiter:
                 if elapsed > timeout:
                     seconds = timeout if whole is None else whole
                     raise ExchangeTimeout(watch.timeout_message(reason(), seconds))
-                if elapsed < _YIELD_SECONDS:
-                    os.sched_yield()
-                else:
-                    time.sleep(pause)
-                    pause = min(pause * 1.5, _SLEEP_SECONDS[1])
+                if self._rest(ready, elapsed):
+                    return
         finally:
             if looked:
                 watch.end_wait()
+
+    def _rest(self, ready: Callable[[], bool], elapsed: float) -> bool:
+        # Lets others compute; returns whether ``ready()`` was found to be true meanwhile.
+        if self._hand_over is not None:
+            return self._hand_over(ready)
+        if elapsed < _YIELD_SECONDS:
+            os.sched_yield()
+        else:
+            time.sleep(self._pause)
+            self._pause = min(self._pause * 1.5, _SLEEP_SECONDS[1])
+        return False
 
     @property
     def under_way(self) -> bool:
@@ -194,6 +206,11 @@ class Waiter:
         """Take all steps once, and raise if a rank failed; does not block."""
         self.advance()
         self._notices.check()
+
+    @property
+    def of_this_rank(self) -> bool:
+        """Whether its rank is that of the calling thread, where several ranks are threads of this process."""
+        return self._rank is virtual_rank()
 
     @property
     def engine(self) -> str:
@@ -302,7 +319,7 @@ def advance_other_machines(one: Waiter | None) -> None:
     """Let all open machines of this process, except that of ``one``, take their steps; does not block."""
     for reference in _waiters:
         other = reference()
-        if other is not None and other is not one:
+        if other is not None and other is not one and other.of_this_rank:
             other.advance_quietly()
 
 

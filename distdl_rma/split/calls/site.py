@@ -21,6 +21,7 @@ from distdl_rma.checks.calls import CallTrace
 from distdl_rma.errors import UnsupportedError
 from distdl_rma.machine import Machine
 from distdl_rma.ops.core.movement import CallSite
+from distdl_rma.segments.transport.virtual_ranks import of_each_rank
 from distdl_rma.split.calls.table import name_of
 
 T = TypeVar("T")
@@ -287,7 +288,7 @@ class Step:
 
 
 # The last one notes calls; None while a rule calls functions itself.
-CALL_TRACES: list[CallTrace | None] = []
+CALL_TRACES: list[CallTrace | None] = of_each_rank()
 _STEPS: dict[tuple[Any, str, Place], Step] = {}
 
 

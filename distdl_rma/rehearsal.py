@@ -1,0 +1,99 @@
+"""Run a function on virtual ranks, which are threads of this process that take turns."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from distdl_rma.errors import ArgumentError, PeerFailedError, UnsupportedError
+from distdl_rma.segments.transport.virtual_ranks import Turns, VirtualComm, virtual_rank
+
+_T = TypeVar("_T")
+
+
+def rehearse(ranks: int, function: Callable[..., _T], *args: Any, seed: int = 0) -> list[_T]:
+    """Call ``function(comm, *args)`` on virtual ranks in this process; return the results by rank.
+
+    Needs no launcher and no cores: one rank runs at a time, until it waits for another one. All of the
+    library works on these ranks but its backend of torch.distributed: machines, segments, layers, split
+    tensors and distributed models. They share the memory of a node, so nothing is learned about networks, and
+    no rank can be killed. Use it in tests and in notebooks, and to try a model on more ranks than there are
+    cores.
+
+    Blocking. Machines that a rank has not closed are closed when it ends, collectively.
+
+    Parameters
+    ----------
+    ranks
+        Number of ranks, at least 1.
+    function
+        What each rank does. ``comm`` is the communicator of all ranks, for ``Machine`` or ``MPIPartition``;
+        it has ``rank`` and ``size``. Within the function, ``MPI.COMM_WORLD`` as an argument of the library
+        means the same, and so does None.
+    *args
+        Further arguments of the function: the same objects on all ranks.
+    seed
+        Determines the order in which ranks run. A run with the same seed has the same order, unless waits
+        reach a deadline.
+
+    Returns
+    -------
+    list
+        What each rank returned, the same objects.
+
+    Raises
+    ------
+    ArgumentError
+        If ``ranks`` is not a positive number.
+    UnsupportedError
+        If a virtual rank calls this function.
+    Exception
+        The error of the rank that failed first, with a note that names the rank. The other ranks raise
+        ``PeerFailedError`` where they wait for it.
+
+    Notes
+    -----
+    Each rank has its own state of the default random generators of Python, numpy and torch, which begins as
+    that of the caller; the caller's state is restored. Other state of the process, such as environment
+    variables, is shared.
+    """
+    if type(ranks) is not int or ranks < 1:
+        raise ArgumentError(f"rehearse: the number of ranks is a positive whole number, got {ranks!r}")
+    if virtual_rank() is not None:
+        raise UnsupportedError("rehearse: a virtual rank cannot run virtual ranks of its own")
+    turns = Turns(ranks, seed, _generators())
+    results: dict[int, _T] = {}
+    errors: list[tuple[int, BaseException]] = []
+
+    def play(comm: VirtualComm) -> None:
+        error: BaseException | None = None
+        with comm.entered():
+            try:
+                results[comm.rank] = function(comm, *args)
+            except Exception as raised:  # noqa: BLE001
+                error = raised
+                errors.append((comm.rank, raised))
+            try:
+                comm.end(error)
+            except Exception as raised:  # noqa: BLE001
+                errors.append((comm.rank, raised))
+
+    turns.run([lambda comm=comm: play(comm) for comm in VirtualComm.all_of(turns, ranks)])  # type: ignore[misc]
+    if errors:
+        # Ranks that waited for the rank that failed raise after it.
+        rank, error = next((one for one in errors if not isinstance(one[1], PeerFailedError)), errors[0])
+        error.add_note(f"on rank {rank} of {ranks} virtual ranks")
+        raise error
+    return [results[rank] for rank in range(ranks)]
+
+
+def _generators() -> list[tuple[Callable[[], Any], Callable[[Any], object]]]:
+    # How to get and set the state of each default generator of random numbers that the process may use.
+    pairs: list[tuple[Callable[[], Any], Callable[[Any], object]]] = [(random.getstate, random.setstate)]
+    if numpy := sys.modules.get("numpy"):
+        pairs.append((numpy.random.get_state, numpy.random.set_state))
+    if torch := sys.modules.get("torch"):
+        pairs.append((torch.get_rng_state, torch.set_rng_state))
+    return pairs

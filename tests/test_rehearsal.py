@@ -1,0 +1,210 @@
+"""Virtual ranks: the library on threads of one process that take turns, compared with whole tensors."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn import functional as F  # noqa: N812
+
+from distdl_rma import (
+    ArgumentError,
+    Machine,
+    MismatchError,
+    MPIPartition,
+    PeerFailedError,
+    UnsupportedError,
+    distribute,
+    print0,
+    rehearse,
+    shard,
+)
+from distdl_rma.segments import Channel
+from tests.segments.exchanges import NAMES, expected, movements, values
+
+ALL = st.integers(1, 7)
+SEEDS = st.integers(0, 1 << 30)
+
+
+def test_results_are_in_the_order_of_ranks_and_arguments_reach_all():
+    assert rehearse(4, lambda comm, a: (comm.rank, comm.size, a), "x") == [(r, 4, "x") for r in range(4)]
+
+
+@pytest.mark.parametrize("ranks", [0, -1, 1.0, True, "2"])
+def test_a_number_of_ranks_is_positive_and_whole(ranks):
+    with pytest.raises(ArgumentError, match=f"positive whole number, got {ranks!r}"):
+        rehearse(ranks, print)
+
+
+def test_virtual_ranks_have_none_of_their_own():
+    with pytest.raises(UnsupportedError, match="cannot run virtual ranks"):
+        rehearse(2, lambda comm: rehearse(2, print))
+
+
+def test_the_error_of_the_rank_that_failed_is_raised_and_the_others_learn_of_it():
+    learned = {}
+
+    def play(comm):
+        group = Machine.on().group()
+        group.barrier()
+        if comm.rank == 2:
+            raise KeyError("on purpose")
+        with pytest.raises(PeerFailedError, match="rank 2 failed: KeyError") as found:
+            group.barrier()
+        learned[comm.rank] = found.value.rank
+
+    with pytest.raises(KeyError, match="on purpose") as raised:
+        rehearse(4, play)
+    assert raised.value.__notes__ == ["on rank 2 of 4 virtual ranks"]
+    assert learned == {0: 2, 1: 2, 3: 2}
+
+
+def test_a_rank_that_does_not_come_is_named():
+    def play(comm):
+        group = Machine.on().group()
+        if comm.rank:
+            with pytest.raises(PeerFailedError, match=r"rank 0 failed: it left"):
+                group.barrier()
+
+    rehearse(3, play)
+
+
+def test_ranks_in_different_calls_are_an_error():
+    def play(comm):
+        with Machine(segment_size="1MiB", timeout=1) as machine:
+            machine.group(name=f"of rank {comm.rank}").barrier()
+
+    with pytest.raises(MismatchError, match=r"rank . connects 'of rank . .barrier.' but rank . connects"):
+        rehearse(2, play)
+
+
+def test_a_seed_determines_the_order():
+    def order(seed):
+        events = []
+
+        def play(comm):
+            group = Machine.on().group()
+            for _ in range(3):
+                events.append(comm.rank)
+                group.barrier()
+
+        rehearse(5, play, seed=seed)
+        return events
+
+    assert order(1) == order(1)
+    assert order(1) != order(2)
+
+
+def test_each_rank_has_the_generators_of_the_caller_which_stay_as_they_are():
+    def play(comm):
+        group = Machine.on().group()
+        drawn = []
+        for _ in range(3):
+            drawn.append((torch.rand(()).item(), random.random(), np.random.rand()))  # noqa: NPY002
+            group.barrier()
+        return drawn
+
+    before = torch.get_rng_state()
+    first, *others = rehearse(3, play)
+    assert others == [first, first]
+    assert torch.equal(before, torch.get_rng_state())
+    assert len({*first}) == 3
+
+
+def test_the_machine_of_the_world_is_that_of_virtual_ranks():
+    from mpi4py import MPI
+
+    def play(comm):
+        machine = Machine.on()
+        assert Machine.on(MPI.COMM_WORLD) is Machine.on(comm) is machine
+        assert MPIPartition(comm).size == MPIPartition(MPI.COMM_WORLD).size == machine.size == 3
+        return machine
+
+    machines = rehearse(3, play)
+    assert all(machine.closed for machine in machines)
+    assert MPI.COMM_WORLD.size == 1
+
+
+def test_print0_prints_once(capsys):
+    rehearse(3, lambda comm: print0("from", comm.rank))
+    assert capsys.readouterr().out == "from 0\n"
+
+
+def test_machines_of_some_ranks_work_beside_that_of_all():
+    def play(comm):
+        everyone = Machine.on().group()
+        if comm.rank != 1:
+            with Machine(comm, ranks=(3, 0, 2), segment_size="1MiB") as some:
+                total = some.group().allreduce(1, np.int64)
+                total.active[:] = comm.rank
+                total.start()
+                everyone.barrier()
+                return int(total.wait()[0])
+        return everyone.barrier()
+
+    assert rehearse(4, play) == [5, None, 5, 5]
+
+
+@settings(max_examples=25)
+@given(ranks=ALL, seed=SEEDS, name=st.sampled_from(NAMES), ahead=st.booleans())
+def test_a_channel_moves_what_its_exchange_says_in_any_order_of_ranks(ranks, seed, name, ahead):
+    """Hypothesis shrinks the number of ranks and the order in which they run."""
+
+    def play(comm):
+        machine = Machine.on()
+        exchange = movements(machine)[name]
+        channel = Channel(machine.segments, exchange, np.int64, name)
+        for epoch in range(1, 9, 2):
+            x = [values(exchange, machine.rank, epoch + k) for k in range(2)]
+            flights = [channel.start(channel.cut(each)) for each in x[: 1 + ahead]]
+            for k, flight in enumerate(flights):
+                y = channel.gather(x[k], flight, np.add)
+                assert (y == expected(exchange, epoch + k)).all()
+        channel.close()
+
+    rehearse(ranks, play, seed=seed)
+
+
+@settings(max_examples=10)
+@given(ranks=ALL, seed=SEEDS, height=st.integers(1, 19), kernel=st.sampled_from([1, 3, 5]))
+def test_a_split_network_equals_the_whole_one_on_any_number_of_ranks(ranks, seed, height, kernel):
+    torch.manual_seed(seed)
+    whole = nn.Sequential(
+        nn.Conv2d(2, 3, kernel, padding=kernel // 2), nn.GroupNorm(3, 3), nn.ReLU(), nn.Conv2d(3, 1, 1)
+    ).double()
+    x = torch.randn(2, 2, height, 5, dtype=torch.float64)
+    expected = whole(x)
+    expected.square().sum().backward()
+    gradients = [each.grad for each in whole.parameters()]
+
+    def play(comm):
+        model = nn.Sequential(
+            nn.Conv2d(2, 3, kernel, padding=kernel // 2), nn.GroupNorm(3, 3), nn.ReLU(), nn.Conv2d(3, 1, 1)
+        ).double()
+        model.load_state_dict(whole.state_dict())
+        y = distribute(model, {"H": -1})(x)
+        y.square().sum().backward()
+        torch.testing.assert_close(y.full_tensor(), expected)
+        for mine, theirs in zip(model.parameters(), gradients, strict=True):
+            torch.testing.assert_close(mine.grad, theirs)
+
+    rehearse(ranks, play, seed=seed)
+
+
+def test_sixty_four_ranks_convolve_and_sum():
+    x = torch.randn(1, 1, 40, 40, dtype=torch.float64)
+    weight = torch.randn(1, 1, 3, 3, dtype=torch.float64)
+    expected = F.conv2d(x, weight, padding=1)
+
+    def play(comm):
+        y = F.conv2d(shard("8x8", x), weight, padding=1)
+        torch.testing.assert_close(y.full_tensor(), expected)
+        return y.to_local().shape, y.sum().item()
+
+    shapes, sums = zip(*rehearse(64, play), strict=True)
+    assert {*shapes} == {(1, 1, 5, 5)}
+    assert {*sums} == {sums[0]}
+    assert sums[0] == pytest.approx(expected.sum().item())
