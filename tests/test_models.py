@@ -9,12 +9,9 @@ from distdl_rma.layers import (
     DistributedAdaptiveAvgPool2d,
     DistributedBatchNorm2d,
     DistributedConv2d,
-    DistributedConvTranspose2d,
     DistributedCrossEntropyLoss,
     DistributedLinearAllGather,
     DistributedMaxPool2d,
-    DistributedMSELoss,
-    DistributedUpsample,
 )
 from tests.layers.sequential import shard
 
@@ -32,11 +29,9 @@ each_type = pytest.mark.parametrize(
 GRIDS = {1: (1, 1, 1, 1), 2: (1, 1, 2, 1), 3: (1, 1, 1, 3), 4: (1, 1, 2, 2)}
 DISTRIBUTED = {
     nn.Conv2d: DistributedConv2d,
-    nn.ConvTranspose2d: DistributedConvTranspose2d,
     nn.BatchNorm2d: DistributedBatchNorm2d,
     nn.MaxPool2d: DistributedMaxPool2d,
     nn.AdaptiveAvgPool2d: DistributedAdaptiveAvgPool2d,
-    nn.Upsample: DistributedUpsample,
 }
 
 
@@ -95,40 +90,6 @@ class ResNet(nn.Module):
         return self.head(self.pool(self.stages(self.stem(x))).flatten(1))
 
 
-class UNet(nn.Module):
-    """U-Net with skip connections, one way up by transposed convolution and one by interpolation."""
-
-    def __init__(self, make, width=4):
-        super().__init__()
-
-        def double(inputs, outputs):
-            return nn.Sequential(
-                make(nn.Conv2d, inputs, outputs, 3, padding=1, padding_mode="reflect"),
-                make(nn.BatchNorm2d, outputs),
-                nn.ELU(inplace=True),
-                make(nn.Conv2d, outputs, outputs, 3, padding=1),
-                nn.ELU(inplace=True),
-            )
-
-        self.down1, self.down2 = double(1, width), double(width, 2 * width)
-        self.bottom = double(2 * width, 4 * width)
-        self.pool = make(nn.MaxPool2d, 2)
-        self.up2 = make(nn.ConvTranspose2d, 4 * width, 2 * width, 2, 2)
-        self.up1 = nn.Sequential(
-            make(nn.Upsample, scale_factor=2, mode="bilinear"), make(nn.Conv2d, 2 * width, width, 1)
-        )
-        self.join2, self.join1 = double(4 * width, 2 * width), double(2 * width, width)
-        self.last = make(nn.Conv2d, width, 1, 1)
-
-    def forward(self, x):
-        one = self.down1(x)
-        two = self.down2(self.pool(one))
-        y = self.bottom(self.pool(two))
-        y = self.join2(torch.cat([self.up2(y), two], 1))
-        y = self.join1(torch.cat([self.up1(y), one], 1))
-        return self.last(y)
-
-
 def train(model, loss, x, target, rate):
     """Losses of some steps of plain training."""
     optimizer = torch.optim.SGD(model.parameters(), lr=rate, momentum=0.9)
@@ -169,21 +130,6 @@ def test_resnet_trains_as_on_one_machine(P_world, comm, dtype):
     state = gather_state_dict(ours)
     for key, value in theirs.state_dict().items():
         torch.testing.assert_close(state[key], value, rtol=10 * TOLERANCE[dtype], atol=10 * TOLERANCE[dtype])
-
-
-@each_type
-def test_unet_trains_as_on_one_machine(P_world, comm, dtype):
-    P_x = P_world.create_cartesian_topology_partition(GRIDS[comm.size])
-    torch.manual_seed(3)
-    ours = UNet(on(P_x)).to(dtype)
-    torch.manual_seed(3)
-    theirs = UNet(sequential).to(dtype)
-    generator = torch.Generator().manual_seed(2)
-    x, target = (torch.randn(2, 1, 24, 36, dtype=dtype, generator=generator) for _ in range(2))
-    expected = train(theirs, nn.MSELoss(), x, target, 0.005)
-    losses = train(ours, DistributedMSELoss(P_x), shard(P_x, x), shard(P_x, target), 0.005)
-    torch.testing.assert_close(losses, expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
-    assert losses[-1] < losses[0]
 
 
 def test_state_of_a_network_moves_to_other_partitions_and_to_torch(P_world, comm):

@@ -44,13 +44,6 @@ def test_a1_the_machine_is_an_ordered_list_of_ranks_and_r_is_one_of_them(M, comm
     assert first == (comm.size - 1,)
 
 
-def test_a1_a_wrong_list_of_ranks_is_refused_by_its_entry(comm):
-    with pytest.raises(PartitionError, match=f"rank {comm.size} of M is out of range"):
-        Machine(comm, [*range(comm.size), comm.size])
-    with pytest.raises(PartitionError, match="rank 0 is listed more than once"):
-        Machine(comm, [0, 0])
-
-
 def test_a2_the_first_parts_get_one_element_more(M, comm):
     n = comm.size
     shards = Distribution(1, 1, n, 1).shards((2, 3, 2 * n + 1, 5), M)

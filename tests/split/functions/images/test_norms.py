@@ -8,12 +8,19 @@ from distdl_rma import SplitTensor, shard
 from distdl_rma.errors import UnsupportedError
 from distdl_rma.split import layout as lay
 from tests.split.against_whole import block, check
+from tests.split.samples import check_functions
 
 SHAPE = 3, 4, 5, 7
 
 
 def numbers(shape, requires_grad=True):
     return torch.randn(shape, dtype=torch.float64, requires_grad=requires_grad)
+
+
+@pytest.mark.mpi
+@pytest.mark.sizes(2, 3, 4)
+def test_samples_of_torch(P_world):
+    check_functions(P_world, "images.norms")
 
 
 @pytest.mark.mpi
@@ -53,45 +60,6 @@ def test_instance_norm(P_world):
 
     check(P_world, tracked, [numbers(SHAPE)], [numbers((4,)), numbers((4,))])
     check(P_world, F.instance_norm, [numbers((2, 4, 9))])
-
-
-@pytest.mark.mpi
-@pytest.mark.sizes(1, 2, 3, 4)
-@pytest.mark.parametrize("groups", [1, 2, 3, 6])
-def test_group_norm(P_world, groups):
-    check(
-        P_world,
-        lambda x, w, b: F.group_norm(x, groups, w, b),
-        [numbers((3, 6, 5, 4))],
-        [numbers((6,)), numbers((6,))],
-    )
-
-
-@pytest.mark.mpi
-@pytest.mark.sizes(1, 2, 3, 4)
-@pytest.mark.parametrize("dims", [1, 2, 3])
-def test_layer_and_rms_norm(P_world, dims):
-    shape = SHAPE[-dims:]
-    check(
-        P_world,
-        lambda x, w, b: F.layer_norm(x, shape, w, b),
-        [numbers(SHAPE)],
-        [numbers(shape), numbers(shape)],
-    )
-    check(P_world, lambda x, w: F.rms_norm(x, shape, w, 1e-6), [numbers(SHAPE)], [numbers(shape)])
-    check(P_world, lambda x: F.layer_norm(x, shape), [numbers(SHAPE)])
-    check(P_world, lambda x: F.rms_norm(x, shape), [numbers(SHAPE)])
-
-
-@pytest.mark.mpi
-@pytest.mark.sizes(1, 2, 3, 4)
-def test_others(P_world):
-    check(P_world, lambda x: F.local_response_norm(x, 3, alpha=0.1), [numbers(SHAPE)])
-    for p in (2.0, 1.0, 3.0, float("inf")):
-        check(P_world, lambda x, p=p: F.normalize(x, p), [numbers(SHAPE)])
-        check(P_world, lambda x, p=p: F.normalize(x, p, dim=-1), [numbers((2, 2, 2, 2))])
-    check(P_world, lambda x: F.normalize(x, dim=(1, 2)), [numbers(SHAPE)])
-    check(P_world, lambda x: F.normalize(x * 0), [numbers(SHAPE)])
 
 
 @pytest.mark.mpi

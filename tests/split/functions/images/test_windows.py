@@ -6,61 +6,36 @@ from torch.nn import functional as F  # noqa: N812
 
 from distdl_rma.errors import ShapeError
 from tests.split.against_whole import block, check
+from tests.split.samples import check_functions
 
 PLANE = 2, 3, 9, 7
 POOLS = {
-    "max": (F.max_pool2d, PLANE, (2,), {}),
-    "max overlapping": (F.max_pool2d, PLANE, (3, 2, 1), {}),
     "max ceil": (torch.max_pool2d, PLANE, (3,), {"stride": 2, "ceil_mode": True}),
     "max dilated": (F.max_pool2d, PLANE, ((3, 2), 1), {"dilation": (2, 3)}),
-    "max indices": (F.max_pool2d, PLANE, (3, 2), {"return_indices": True}),
     "max with indices": (F.max_pool2d_with_indices, PLANE, (2, 2), {}),
-    "max 1-D": (F.max_pool1d, (2, 3, 11), (3, 2, 1), {}),
-    "max 3-D": (F.max_pool3d, (1, 2, 5, 6, 5), (2,), {"ceil_mode": True}),
     "max unbatched": (F.max_pool2d, (3, 9, 8), (2,), {}),
-    "average": (F.avg_pool2d, PLANE, (2,), {}),
     "average padded": (F.avg_pool2d, PLANE, (3, 2, 1), {"count_include_pad": False, "ceil_mode": True}),
     "average divisor": (F.avg_pool2d, PLANE, ((3, 2),), {"divisor_override": 5}),
     "average of all": (F.avg_pool2d, PLANE, ((9, 7),), {}),
-    "average 1-D": (F.avg_pool1d, (2, 3, 11), (3, 2, 1), {}),
-    "average 3-D": (F.avg_pool3d, (1, 2, 5, 6, 5), (2, 1), {}),
     "norm": (F.lp_pool2d, PLANE, (2.0, 3), {"stride": 2, "ceil_mode": True}),
     "norm 1-D": (F.lp_pool1d, (2, 3, 11), (3, 2), {}),
     "norm infinite": (F.lp_pool2d, PLANE, (float("inf"), 2), {}),
-    "adaptive average": (F.adaptive_avg_pool2d, PLANE, ((4, 3),), {}),
-    "adaptive average one": (F.adaptive_avg_pool2d, PLANE, (1,), {}),
     "adaptive average part": (F.adaptive_avg_pool2d, PLANE, ((1, None),), {}),
     "adaptive average both": (F.adaptive_avg_pool2d, PLANE, ((1, 3),), {}),
-    "adaptive average 1-D": (F.adaptive_avg_pool1d, (2, 3, 11), (4,), {}),
     "adaptive average 3-D": (F.adaptive_avg_pool3d, (1, 2, 5, 6, 5), ((2, 1, 3),), {}),
-    "adaptive average unbatched": (F.adaptive_avg_pool2d, (3, 9, 8), (1,), {}),
-    "adaptive max": (F.adaptive_max_pool2d, PLANE, ((4, 3),), {}),
     "adaptive max one": (F.adaptive_max_pool2d, PLANE, (1,), {"return_indices": True}),
-    "adaptive max 1-D": (torch.adaptive_max_pool1d, (2, 3, 11), (4,), {}),
-    "adaptive max 3-D": (F.adaptive_max_pool3d, (1, 2, 5, 6, 5), (2,), {}),
 }
 SIZES = {
-    "nearest": {"size": (13, 5)},
     "nearest factor": {"scale_factor": 2},
     "nearest-exact": {"scale_factor": (1.7, 0.6), "mode": "nearest-exact"},
-    "bilinear": {"scale_factor": 2, "mode": "bilinear", "align_corners": True},
-    "bilinear size": {"size": (20, 11), "mode": "bilinear"},
     "bilinear recomputed": {"scale_factor": 1.6, "mode": "bilinear", "recompute_scale_factor": True},
-    "bicubic": {"scale_factor": (1.5, 2.0), "mode": "bicubic"},
-    "area": {"size": (4, 3), "mode": "area"},
     "antialias": {"size": (5, 4), "mode": "bilinear", "antialias": True},
     "one": {"size": 1, "mode": "bilinear"},
 }
 PADS = {
-    "zeros": ((1, 2, 2, 1), {}),
     "value": ((1, 2, 0, 1), {"mode": "constant", "value": 1.5}),
-    "one dimension": ((2, 1), {}),
-    "channels": ((0, 0, 1, 0, 2, 1), {}),
     "all": ((1, 0, 0, 1, 2, 1, 1, 1), {"value": -2.0}),
     "crop": ((-1, -2, 1, -3), {}),
-    "reflect": ((2, 1, 3, 2), {"mode": "reflect"}),
-    "replicate": ((2, 1, 5, 0), {"mode": "replicate"}),
-    "circular": ((2, 3, 1, 4), {"mode": "circular"}),
     "circular crop": ((-2, 3, 1, -1), {"mode": "circular"}),
     "reflect crop": ((-2, 3, 1, -1), {"mode": "reflect"}),
 }
@@ -68,6 +43,13 @@ PADS = {
 
 def numbers(shape):
     return torch.randn(shape, dtype=torch.float64, requires_grad=True)
+
+
+@pytest.mark.mpi
+@pytest.mark.sizes(2, 3, 4)
+@pytest.mark.parametrize("part", range(6))
+def test_samples_of_torch(P_world, part):
+    check_functions(P_world, "images.windows", part, 6)
 
 
 @pytest.mark.mpi

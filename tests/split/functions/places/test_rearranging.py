@@ -1,61 +1,25 @@
 """Elements of split tensors in other places: put together, taken apart, shuffled."""
 
-from collections import namedtuple
-
 import pytest
 import torch
 from torch.nn import functional as F  # noqa: N812
 
 from tests.split.against_whole import block, check
+from tests.split.samples import check_functions
 
 
 def numbers(*shape):
     return torch.randn(shape, dtype=torch.float64, requires_grad=True)
 
 
-Pair = namedtuple("Pair", ("x", "y"))
 SHAPE = 2, 5, 4
-JOINS = [
-    lambda x, y: torch.cat([x, y], 1),
-    lambda x, y: torch.cat((x, y, x), dim=-1),
-    lambda x, y: torch.concat([x, y], axis=0),
-    lambda x, y: torch.cat([x[:, 1:], y, x[:, :1]], dim=1),
-    lambda x, y: torch.stack([x, y]),
-    lambda x, y: torch.stack((x, y), dim=-1),
-    lambda x, y: torch.hstack([x, y]),
-    lambda *both: torch.hstack(Pair(*both)),
-    lambda *both: torch.vstack(both),
-    lambda x, y: torch.dstack([x, y]),
-    lambda x, y: torch.column_stack([x, y]),
-]
-PARTS = [
-    lambda x: x.split(2, dim=1),
-    lambda x: torch.split(x, [1, 3, 1], 1),
-    lambda x: x.chunk(2, -1),
-    lambda x: torch.chunk(x, 3, dim=1),
-    lambda x: torch.tensor_split(x, (1, 4), dim=1),
-    lambda x: x.tensor_split(2, 2),
-    lambda x: x.hsplit([2]),
-    lambda x: x.vsplit(2),
-    lambda x: x.unbind(1),
-    torch.unbind,
-    list,
-]
 
 
 @pytest.mark.mpi
-@pytest.mark.sizes(1, 2, 3, 4)
-@pytest.mark.parametrize("at", range(len(JOINS)))
-def test_joined(P_world, at):
-    check(P_world, JOINS[at], [numbers(*SHAPE), numbers(*SHAPE)])
-    check(P_world, JOINS[at], [numbers(*SHAPE)], [numbers(*SHAPE)])
-
-
-@pytest.mark.mpi
-@pytest.mark.sizes(1, 2, 3, 4)
-@pytest.mark.parametrize("at", range(len(PARTS)))
-def test_taken_apart(P_world, at):
-    check(P_world, PARTS[at], [numbers(*SHAPE)])
+@pytest.mark.sizes(2, 3, 4)
+@pytest.mark.parametrize("part", range(4))
+def test_samples_of_torch(P_world, part):
+    check_functions(P_world, "places.rearranging", part, 4)
 
 
 @pytest.mark.mpi
@@ -120,25 +84,6 @@ def test_gates(P_world):
 
 
 @pytest.mark.mpi
-@pytest.mark.sizes(1, 2, 3, 4)
-def test_pixels(P_world):
-    check(P_world, lambda x: F.pixel_shuffle(x, 2), [numbers(2, 12, 5, 3)])
-    check(P_world, lambda x: F.pixel_unshuffle(x, downscale_factor=2), [numbers(2, 3, 6, 10)])
-    check(P_world, lambda x: F.pixel_unshuffle(x, 3), [numbers(2, 2, 9, 3)])
-
-
-@pytest.mark.mpi
 def test_pixels_of_nothing_stay(P_world):
     # Torch itself cannot differentiate it.
     check(P_world, lambda x: F.pixel_unshuffle(x[:, :, :0], 2), [numbers(3, 2, 1, 2)], gradients=False)
-
-
-@pytest.mark.mpi
-@pytest.mark.sizes(1, 2, 3, 4)
-def test_diagonals(P_world):
-    check(P_world, torch.diag, [numbers(4, 7)])
-    check(P_world, lambda x: torch.diag(x, 2), [numbers(7, 4)])
-    check(P_world, lambda x: torch.diag(x, -1), [numbers(5)])
-    check(P_world, torch.diagflat, [numbers(3, 2)])
-    check(P_world, torch.diag_embed, [numbers(3, 5)])
-    check(P_world, lambda x: torch.diag_embed(x, 1, dim1=0, dim2=2), [numbers(3, 5)])

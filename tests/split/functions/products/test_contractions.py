@@ -7,6 +7,7 @@ from torch.nn import functional as F  # noqa: N812
 from distdl_rma.errors import ShapeError, UnsupportedError
 from distdl_rma.split import SplitTensor
 from tests.split.against_whole import block, check
+from tests.split.samples import check_functions
 
 
 def numbers(*shape):
@@ -14,12 +15,10 @@ def numbers(*shape):
 
 
 @pytest.mark.mpi
-@pytest.mark.sizes(1, 2, 3, 4)
-def test_linear(P_world):
-    check(P_world, F.linear, [numbers(3, 5, 4)], [numbers(6, 4), numbers(6)])
-    check(P_world, F.linear, [numbers(3, 5)], [numbers(2, 5)])
-    check(P_world, lambda x, w: F.linear(input=x, weight=w), [numbers(5)], [numbers(5)])
-    check(P_world, F.linear, [numbers(3, 2)], [numbers(1, 2), numbers(1)])
+@pytest.mark.sizes(2, 3, 4)
+@pytest.mark.parametrize("part", range(5))
+def test_samples_of_torch(P_world, part):
+    check_functions(P_world, "products.contractions", part, 5)
 
 
 @pytest.mark.mpi
@@ -31,34 +30,6 @@ def test_a_parameter_beside_split_and_replicated_tensors(P_world):
         return F.linear(pooled.expand(-1, 4), w, b) + y.flatten(1)[:, :4]
 
     check(P_world, function, [numbers(3, 5, 4)], [numbers(4, 4), numbers(4)])
-
-
-PRODUCTS = [
-    (torch.matmul, (3, 5, 4), (3, 4, 6)),
-    (torch.bmm, (3, 5, 4), (3, 4, 6)),
-    (lambda x, y: x @ y.mT, (2, 3, 5, 4), (2, 3, 6, 4)),
-    (lambda x, y: x @ y, (1, 5, 4), (3, 4, 2)),
-    (torch.mm, (5, 4), (4, 6)),
-    (torch.dot, (5,), (5,)),
-    (torch.inner, (5, 3), (4, 3)),
-    (torch.outer, (5,), (4,)),
-    (lambda x, y: torch.einsum("bij,bjk->bki", x, y), (3, 5, 4), (3, 4, 6)),
-    (lambda x, y: torch.einsum("bhid, bhjd -> bhij", [x, y]), (2, 3, 5, 4), (2, 3, 6, 4)),
-    (lambda x, y: torch.einsum("...i,...j->...", x, y), (3, 5, 4), (3, 5, 2)),
-    (lambda x, y: torch.einsum("ij,jk", x, y), (5, 4), (4, 3)),
-    (lambda x, y: torch.tensordot(x, y, 2), (3, 5, 4), (5, 4, 6)),
-    (lambda x, y: torch.tensordot(x, y, dims=([0, -1], [1, 0])), (3, 5, 4), (4, 3, 2)),
-]
-
-
-@pytest.mark.mpi
-@pytest.mark.sizes(1, 2, 3, 4)
-@pytest.mark.parametrize("at", range(len(PRODUCTS)))
-def test_products(P_world, at):
-    function, one, two = PRODUCTS[at]
-    check(P_world, function, [numbers(*one), numbers(*two)])
-    check(P_world, function, [numbers(*one)], [numbers(*two)])
-    check(P_world, lambda x, y: function(y, x), [numbers(*two)], [numbers(*one)])
 
 
 @pytest.mark.mpi
@@ -76,26 +47,6 @@ def test_contractions_by_opt_einsum_are_those_of_torchs_tensors(P_world, equatio
     contract = pytest.importorskip("opt_einsum").contract
     first, *others = [numbers(*shape) for shape in shapes]
     check(P_world, lambda *operands: contract(equation, *operands), [first], others)
-
-
-@pytest.mark.mpi
-@pytest.mark.sizes(1, 2, 3, 4)
-def test_vectors_and_sums(P_world):
-    check(P_world, torch.mv, [numbers(5, 4)], [numbers(4)])
-    check(P_world, lambda x, y: y @ x, [numbers(3, 5, 4)], [numbers(5)])
-    check(P_world, lambda x: torch.einsum("ii->i", x), [numbers(4, 4)])
-    check(P_world, lambda x: torch.einsum("bij->j", x), [numbers(3, 5, 4)])
-    check(P_world, torch.addmm, [numbers(5, 6), numbers(5, 4)], [numbers(4, 6)])
-    check(
-        P_world,
-        lambda c, a, b: torch.addmm(c, a, b, beta=0.5, alpha=2),
-        [numbers(5, 6)],
-        [numbers(5, 4), numbers(4, 6)],
-    )
-    check(P_world, torch.baddbmm, [numbers(3, 5, 6), numbers(3, 5, 4)], [numbers(3, 4, 6)])
-    short = [(4 * numbers(*n).detach()).to(torch.int16) for n in ((5, 4), (3, 5, 6), (3, 6, 4))]
-    check(P_world, torch.addbmm, short[:1], short[1:])
-    check(P_world, F.bilinear, [numbers(3, 5, 4), numbers(3, 5, 2)], [numbers(6, 4, 2), numbers(6)])
 
 
 SHORT = {
@@ -138,15 +89,6 @@ def test_sums_of_short_numbers_are_rounded_once(P_world, name, dtype, autocast):
         check(P_world, called, operands, gradients=False)
     # Of the parts of a gradient each rank rounds its own.
     check(P_world, called, operands[:1], [x.detach() for x in operands[1:]])
-
-
-@pytest.mark.mpi
-@pytest.mark.sizes(1, 2, 3, 4)
-def test_embedding(P_world):
-    check(P_world, F.embedding, [torch.randint(0, 7, (3, 5))], [numbers(7, 4)])
-    check(
-        P_world, lambda i, w: F.embedding(i, w, padding_idx=2), [torch.randint(0, 7, (3, 5))], [numbers(7, 4)]
-    )
 
 
 @pytest.mark.mpi
@@ -193,31 +135,6 @@ def definite(x):
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize(
-    "function",
-    [
-        lambda x: torch.linalg.svd(x, full_matrices=False).S,
-        lambda x: [part.abs() for part in torch.svd(x)],
-        torch.linalg.svdvals,
-        lambda x: torch.linalg.qr(x).R.abs(),
-        lambda x: torch.linalg.eigh(definite(x)).eigenvalues,
-        lambda x: torch.linalg.cholesky(definite(x), upper=True),
-        lambda x: torch.linalg.inv(definite(x)),
-        lambda x: definite(x).inverse(),
-        lambda x: torch.linalg.pinv(x, rtol=1e-12),
-        lambda x: definite(x).det() + torch.logdet(definite(x)),
-        lambda x: tuple(torch.linalg.slogdet(x)),
-        lambda x: torch.matrix_exp(x) + torch.linalg.matrix_power(x, 2),
-        lambda x: torch.linalg.eigvals(x).abs().sum(-1),
-    ],
-)
-def test_functions_of_matrices(P_world, function):
-    check(P_world, function, [numbers(5, 3, 3)], atol=1e-8)
-    check(P_world, function, [numbers(2, 3, 3)], atol=1e-8)
-    check(P_world, function, [numbers(4, 4)], atol=1e-8)
-
-
-@pytest.mark.mpi
 @pytest.mark.sizes(2, 3)
 @pytest.mark.parametrize("order", [None, -2])
 def test_a_rank_without_matrices_is_in_the_graph_of_the_others(P_world, order):
@@ -237,15 +154,6 @@ def test_systems_of_equations(P_world):
     x = block(P_world.create_cartesian_topology_partition((P_world.size, 1, 1)), numbers(5, 3, 3))
     with pytest.raises(UnsupportedError, match="beside the matrices"):
         torch.linalg.matrix_rank(x, torch.ones(5, dtype=torch.float64))
-
-
-@pytest.mark.mpi
-@pytest.mark.filterwarnings("ignore:.*torch.cross")
-def test_cross_products(P_world):
-    for function in (torch.cross, torch.linalg.cross, lambda x, y: x.cross(y, dim=-1)):
-        check(P_world, function, [numbers(4, 3, 3), numbers(4, 3, 3)])
-        check(P_world, function, [numbers(4, 3, 3)], [numbers(4, 3, 3)])
-    check(P_world, lambda x, y: torch.cross(x, y, dim=1), [numbers(3, 3, 5), numbers(3, 3, 1)])
 
 
 @pytest.mark.mpi

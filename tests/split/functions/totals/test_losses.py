@@ -9,6 +9,7 @@ from torch.nn import functional as F  # noqa: N812
 
 from distdl_rma.errors import UnsupportedError
 from tests.split.against_whole import block, check
+from tests.split.samples import check_functions
 
 SHAPE = 2, 3, 5, 4
 ROWS = 2, 5, 4
@@ -22,37 +23,11 @@ def between(shape=SHAPE):
     return (torch.rand(shape, dtype=torch.float64) * 0.8 + 0.1).requires_grad_()
 
 
-def signs(shape=SHAPE):
-    return torch.randint(0, 2, shape).double() * 2 - 1
-
-
-POINTWISE = {
-    "mse": (F.mse_loss, numbers, numbers),
-    "l1": (F.l1_loss, numbers, numbers),
-    "smooth_l1": (lambda x, y, **k: F.smooth_l1_loss(x, y, beta=0.5, **k), numbers, numbers),
-    "huber": (lambda x, y, **k: F.huber_loss(x, y, delta=0.7, **k), numbers, numbers),
-    "bce": (F.binary_cross_entropy, between, between),
-    "bce_with_logits": (F.binary_cross_entropy_with_logits, numbers, between),
-    "kl_div": (F.kl_div, numbers, between),
-    "kl_div log": (lambda x, y, **k: F.kl_div(x, y, log_target=True, **k), numbers, numbers),
-    "poisson": (lambda x, y, **k: F.poisson_nll_loss(x, y, full=True, **k), numbers, between),
-    "gaussian": (lambda x, y, **k: F.gaussian_nll_loss(x, y, torch.exp(y), full=True, **k), numbers, numbers),
-    "soft_margin": (F.soft_margin_loss, numbers, signs),
-    "hinge": (F.hinge_embedding_loss, numbers, signs),
-    "margin_ranking": (lambda x, y, **k: F.margin_ranking_loss(x, 2 * x, y, margin=0.1, **k), numbers, signs),
-    "multilabel_soft_margin": (F.multilabel_soft_margin_loss, numbers, between),
-}
-
-
 @pytest.mark.mpi
-@pytest.mark.sizes(1, 3, 4)
-@pytest.mark.parametrize("name", POINTWISE)
-@pytest.mark.filterwarnings("ignore:reduction. 'mean' divides")
-@pytest.mark.parametrize("reduction", ["none", "sum", "mean"])
-def test_losses_of_elements(P_world, name, reduction):
-    function, first, second = POINTWISE[name]
-    check(P_world, lambda x, y: function(x, y, reduction=reduction), [first(), second()])
-    check(P_world, lambda x, y: function(x, y, reduction=reduction), [first()], [second()])
+@pytest.mark.sizes(2, 3, 4)
+@pytest.mark.parametrize("part", range(2))
+def test_samples_of_torch(P_world, part):
+    check_functions(P_world, "totals.losses", part, 2)
 
 
 @pytest.mark.mpi
@@ -198,25 +173,6 @@ def test_what_does_not_fit_is_an_error(P_world):
 
 
 @pytest.mark.mpi
-@pytest.mark.sizes(1, 2, 3, 4)
-def test_margins_between_classes(P_world):
-    target, weight = torch.randint(0, 4, (5,)), torch.rand(4, dtype=torch.float64)
-    for reduction in ("none", "sum", "mean"):
-        check(
-            P_world,
-            lambda x, y, w, r=reduction: F.multi_margin_loss(x, y, weight=w, reduction=r),
-            [numbers((5, 4))],
-            [target, weight],
-        )
-        check(
-            P_world,
-            lambda x, y, r=reduction: F.multilabel_margin_loss(x, y, reduction=r),
-            [numbers((5, 4))],
-            [torch.tensor([[3, 0, -1, 1]] * 5)],
-        )
-
-
-@pytest.mark.mpi
 @pytest.mark.sizes(2)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_short_types(P_world, dtype):
@@ -230,29 +186,6 @@ def test_short_types(P_world, dtype):
         gradients=False,
         atol=8 * torch.finfo(dtype).eps,
     )
-
-
-@pytest.mark.mpi
-@pytest.mark.sizes(2, 3, 4)
-def test_losses_of_a_user(P_world):
-    def focal(x, y):
-        p = x.sigmoid()
-        return -(y * (1 - p) ** 2 * F.logsigmoid(x) + (1 - y) * p**2 * F.logsigmoid(-x)).mean()
-
-    def tversky(x, y):
-        p = x.softmax(1)
-        hit, miss, wrong = (p * y).sum((0, 2, 3)), ((1 - p) * y).sum((0, 2, 3)), (p * (1 - y)).sum((0, 2, 3))
-        return (1 - (hit + 1) / (hit + 0.3 * miss + 0.7 * wrong + 1)).sum()
-
-    def weighted(x, y):
-        return 0.5 * F.mse_loss(x, y) + 0.1 * (x - y).abs().amax() + 0.01 * x.norm() / y.norm()
-
-    def relative(x, y):
-        return (x - y).norm(dim=(2, 3)).div(y.norm(dim=(2, 3))).mean()
-
-    for loss in (focal, tversky, weighted, relative):
-        check(P_world, loss, [numbers(), between()])
-        check(P_world, loss, [numbers()], [between()])
 
 
 @pytest.mark.mpi

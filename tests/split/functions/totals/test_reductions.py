@@ -8,9 +8,9 @@ from torch.nn import functional as F  # noqa: N812
 
 from distdl_rma import Machine, shard
 from tests.split.against_whole import block, check, grids
+from tests.split.samples import check_functions
 
 SHAPE = 2, 3, 5, 4
-DIMS = [None, 2, (2, 3), (0, 2, 3), -1, (1,)]
 
 
 def numbers(shape=SHAPE):
@@ -18,19 +18,10 @@ def numbers(shape=SHAPE):
 
 
 @pytest.mark.mpi
-@pytest.mark.sizes(1, 3, 4)
-@pytest.mark.parametrize("dim", DIMS)
-@pytest.mark.parametrize(
-    ("function", "keepdim"),
-    [(torch.sum, False), (torch.sum, True), (torch.mean, True), (torch.nansum, False), (torch.nanmean, True)],
-)
-def test_sums(P_world, function, dim, keepdim):
-    check(P_world, lambda x: function(x, dim, keepdim), [numbers()])
-    with_nan = numbers().detach()
-    with_nan[1, 2, 3, 3] = torch.nan
-    check(
-        P_world, lambda x: function(x, dim=dim, keepdim=keepdim), [with_nan.requires_grad_()], gradients=False
-    )
+@pytest.mark.sizes(2, 3, 4)
+@pytest.mark.parametrize("part", range(5))
+def test_samples_of_torch(P_world, part):
+    check_functions(P_world, "totals.reductions", part, 5)
 
 
 @pytest.mark.mpi
@@ -49,17 +40,6 @@ def test_forms_of_arguments(P_world):
         lambda x: torch.var_mean(x, (0, 2, 3), correction=0, keepdim=True),
     ):
         check(P_world, function, [x])
-
-
-@pytest.mark.mpi
-@pytest.mark.sizes(1, 3, 4)
-@pytest.mark.parametrize("dim", DIMS)
-@pytest.mark.parametrize(
-    ("function", "correction"),
-    [(torch.var, 0), (torch.var, None), (torch.std, 1), (torch.var_mean, 0), (torch.std_mean, None)],
-)
-def test_variances(P_world, function, dim, correction):
-    check(P_world, lambda x: function(x, dim, correction=correction, keepdim=True), [numbers()])
 
 
 @pytest.mark.mpi
@@ -133,26 +113,6 @@ def test_empty_blocks(P_world, shape):
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int32, torch.int64])
-def test_whole_numbers(P_world, dtype):
-    x = torch.randint(0, 2, SHAPE).to(dtype)
-    for function in (
-        torch.sum,
-        lambda x: x.sum((2, 3), keepdim=True),
-        lambda x: x.prod(2),
-        torch.any,
-        torch.all,
-        lambda x: torch.any(x, 2),
-        lambda x: x.all((2, 3), keepdim=True),
-        torch.count_nonzero,
-        lambda x: x.count_nonzero((0, 2)),
-        lambda x: x.double().mean(),
-        lambda x: torch.mean(x, 2, dtype=torch.float64),
-    ):
-        check(P_world, function, [x], gradients=False)
-
-
-@pytest.mark.mpi
 @pytest.mark.sizes(2, 4)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_short_types_are_summed_in_longer_ones(P_world, dtype):
@@ -173,33 +133,6 @@ def test_means_of_whole_numbers_are_an_error_as_in_torch(P_world):
     x = block(P_x, torch.ones(2, 5, dtype=torch.int64))
     with pytest.raises(RuntimeError, match="mean"):
         x.mean()
-
-
-@pytest.mark.mpi
-@pytest.mark.sizes(1, 2, 3, 4)
-@pytest.mark.parametrize("order", [2, 1, 3, 0.5, 2.5, float("inf"), -float("inf"), 0])
-def test_vector_norms(P_world, order):
-    for dim in (None, 2, (2, 3), (0, 2, 3)):
-        check(P_world, lambda x, dim=dim: torch.linalg.vector_norm(x, order, dim, keepdim=True), [numbers()])
-    check(P_world, lambda x: x.norm(order, 1), [numbers()])
-
-
-@pytest.mark.mpi
-def test_other_norms(P_world):
-    for function in (
-        torch.norm,
-        lambda x: x.norm(dim=(1, 2)),
-        lambda x: torch.norm(x, p=1, dim=2, keepdim=True),
-        lambda x: torch.norm(x, "fro", (2, 3)),
-        torch.linalg.norm,
-        lambda x: torch.linalg.norm(x, 1, (2, 3)),
-        torch.linalg.matrix_norm,
-        lambda x: torch.linalg.matrix_norm(x, -float("inf"), keepdim=True),
-        lambda x: torch.linalg.norm(x, dim=1),
-    ):
-        check(P_world, function, [numbers()])
-    check(P_world, torch.dist, [numbers(), numbers()])
-    check(P_world, lambda x, y: torch.dist(x, y, 1), [numbers()], [numbers()])
 
 
 @pytest.mark.mpi
@@ -225,20 +158,6 @@ def test_a_norm_of_zeros_has_the_gradient_0(P_world):
 
 
 @pytest.mark.mpi
-@pytest.mark.sizes(2, 3, 4)
-def test_complex_numbers(P_world):
-    x = torch.randn(SHAPE, dtype=torch.complex128, requires_grad=True)
-    for function in (
-        torch.sum,
-        lambda x: x.mean(2),
-        lambda x: x.prod(2),
-        torch.norm,
-        lambda x: x.var((2, 3)),
-    ):
-        check(P_world, function, [x])
-
-
-@pytest.mark.mpi
 @pytest.mark.sizes(1, 2, 3, 4)
 def test_comparisons(P_world):
     x = numbers().detach()
@@ -255,23 +174,6 @@ def test_comparisons(P_world):
 
 
 @pytest.mark.mpi
-@pytest.mark.sizes(1, 2, 3, 4)
-def test_results_are_used_beside_blocks(P_world):
-    def normalised(x):
-        mean, std = x.mean((2, 3), keepdim=True), x.std((2, 3), keepdim=True)
-        return (x - mean) / (std + 1e-3)
-
-    def dice(x, y):
-        x = x.sigmoid()
-        overlap, total = (x * y).sum((2, 3)), x.sum((2, 3)) + y.sum((2, 3))
-        return 1 - ((2 * overlap + 1) / (total + 1)).mean()
-
-    check(P_world, normalised, [numbers()])
-    check(P_world, dice, [numbers(), torch.rand(SHAPE, dtype=torch.float64)])
-    check(P_world, dice, [numbers()], [torch.rand(SHAPE, dtype=torch.float64)])
-
-
-@pytest.mark.mpi
 @pytest.mark.parametrize("dim", [None, 1, (0, 1)])
 def test_of_no_elements(P_world, dim):
     x = numbers((5, 0, 3))
@@ -283,25 +185,6 @@ def test_of_no_elements(P_world, dim):
 
 def scores(shape=SHAPE):
     return (3 * torch.randn(shape, dtype=torch.float64)).requires_grad_()
-
-
-@pytest.mark.mpi
-@pytest.mark.sizes(1, 2, 3, 4)
-@pytest.mark.parametrize("dim", range(-4, 4))
-@pytest.mark.parametrize(
-    "function",
-    [
-        F.softmax,
-        F.log_softmax,
-        F.softmin,
-        torch.softmax,
-        torch.Tensor.log_softmax,
-        torch.special.softmax,
-        torch.special.log_softmax,
-    ],
-)
-def test_over_any_dimension(P_world, function, dim):
-    check(P_world, lambda x: function(x, dim), [scores()])
 
 
 @pytest.mark.mpi
@@ -336,13 +219,6 @@ def test_types(P_world):
     for dim in (2, 3):
         check(P_world, lambda x, dim=dim: x.half().log_softmax(dim), [x], gradients=False, atol=1e-2)
         check(P_world, lambda x, dim=dim: torch.softmax(x.bfloat16(), dim), [x], gradients=False, atol=1e-2)
-
-
-@pytest.mark.mpi
-def test_without_a_dimension_as_modules_have_it(P_world):
-    check(P_world, torch.nn.Softmax2d(), [scores()])
-    check(P_world, torch.nn.LogSoftmax(dim=2), [scores()])
-    check(P_world, torch.nn.Softmin(dim=3), [scores()])
 
 
 @pytest.mark.mpi
@@ -408,14 +284,6 @@ def test_not_a_number(P_world, where):
     ):
         check(P_world, function, [x.clone().requires_grad_()])
     check(P_world, lambda x: x.amax((2, 3)), [x.requires_grad_()])
-
-
-@pytest.mark.mpi
-@pytest.mark.parametrize("dtype", [torch.int64, torch.uint8, torch.bool, torch.float16])
-def test_other_types(P_world, dtype):
-    x = torch.randint(0, 2, SHAPE).to(dtype)
-    for function in (torch.max, torch.amin, lambda x: tuple(x.max(2)), lambda x: x.amax(3)):
-        check(P_world, function, [x], gradients=False)
 
 
 @pytest.mark.mpi
