@@ -255,9 +255,15 @@ def test_unknown_transport_is_an_error(comm):
 def test_options_that_differ_are_told_by_rank_id_alike_on_all_ranks(comm):
     ranks = tuple(reversed(range(comm.size)))
     told = []
-    for wrong in ({"transport": "remote"}, {"transport": "pigeon"}, {"timeout": "soon"}):
+    unknown = (
+        {"transport": "pigeon"},
+        {"progress": "maybe"},
+        {"timeout": "soon"},
+        {"segment_size": "2 parsecs"},
+    )
+    for wrong in ({"transport": "remote"}, *unknown):
         with pytest.raises(ConfigurationError) as refused:
-            Machine(comm, ranks, segment_size="1MiB", **(wrong if comm.rank == 1 else {}))
+            Machine(comm, ranks, **({"segment_size": "1MiB"} | (wrong if comm.rank == 1 else {})))
         told.append(str(refused.value))
     assert set(comm.allgather(tuple(told))) == {tuple(told)}
     assert "'remote' on rank 1" in told[0] and "'auto' on rank" in told[0]

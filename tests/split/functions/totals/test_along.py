@@ -9,8 +9,37 @@ from tests.split.samples import check_functions
 SHAPE = 2, 3, 5, 4
 
 
-def numbers(shape=SHAPE):
-    return torch.randn(shape, dtype=torch.float64, requires_grad=True)
+def numbers(shape=SHAPE, dtype=torch.float64):
+    return torch.randn(shape, dtype=dtype, requires_grad=True)
+
+
+def filtered(x, w):
+    return torch.fft.irfft2(torch.fft.rfft2(x) * w, s=x.shape[-2:])
+
+
+# Forms beyond torch's samples: the function, what is split, and what is plain beside it.
+FORMS = {
+    "a quantile of all": lambda: (lambda x: x.quantile(0.2, keepdim=True), [numbers()]),
+    "a vector in order": lambda: (lambda x: x.sort().values, [numbers((7,))]),
+    "indices in order": lambda: (lambda x: torch.sort(x, stable=True, dim=2).indices, [numbers()]),
+    "a sum of whole numbers": lambda: (lambda x: x.cumsum(2), [torch.randint(0, 2, SHAPE).bool()]),
+    "numbers that occur": lambda: (
+        lambda x: torch.unique(x, return_counts=True),
+        [torch.randint(0, 5, SHAPE)],
+    ),
+    "no elements": lambda: (lambda x: torch.logcumsumexp(x, 1), [numbers((4, 0, 3))]),
+    "none in order": lambda: (lambda x: x.sort(1)[0], [numbers((4, 0, 3))]),
+    "a transform of none": lambda: (lambda x: torch.fft.fft(x[:0], n=6, dim=0).real, [numbers((3, 4))]),
+    "fewer rows than ranks": lambda: (torch.fft.fft2, [numbers((1, 1, 4, 4))]),
+    "a spectral filter": lambda: (filtered, [numbers((2, 3, 5, 6))], [numbers((3, 5, 4), torch.complex128)]),
+}
+
+
+@pytest.mark.mpi
+@pytest.mark.sizes(1, 2, 3, 4)
+@pytest.mark.parametrize("name", FORMS)
+def test_forms(P_world, name):
+    check(P_world, *FORMS[name]())
 
 
 @pytest.mark.mpi
@@ -21,60 +50,12 @@ def test_samples_of_torch(P_world, part):
 
 
 @pytest.mark.mpi
-@pytest.mark.sizes(2, 3)
-def test_of_all_elements(P_world):
-    for function in (
-        torch.median,
-        torch.nanmedian,
-        lambda x: x.quantile(0.7),
-        lambda x: x.quantile(0.2, keepdim=True),
-    ):
-        check(P_world, function, [numbers()])
-    check(P_world, lambda x: x.sort().values, [numbers((7,))])
-    check(P_world, lambda x: x.mode(-1).values, [torch.randint(0, 3, SHAPE)], gradients=False)
-    for function in (
-        torch.unique,
-        lambda x: torch.unique(x, return_counts=True),
-        lambda x: torch.histc(x.double(), 4),
-    ):
-        check(P_world, function, [torch.randint(0, 5, SHAPE)], gradients=False)
-    check(P_world, torch.bincount, [torch.randint(0, 5, (7,))], gradients=False)
-
-
-@pytest.mark.mpi
-def test_along_a_dimension_without_elements(P_world):
-    check(P_world, lambda x: torch.logcumsumexp(x, 1), [numbers((4, 0, 3))])
-    check(P_world, lambda x: x.sort(1)[0], [numbers((4, 0, 3))])
-
-
-PLANE = 2, 3, 5, 6
-
-
-def spectrum(shape=PLANE, dtype=torch.float64):
-    return torch.randn(shape, dtype=dtype, requires_grad=True)
-
-
-@pytest.mark.mpi
 @pytest.mark.sizes(2, 4)
 def test_transforms_are_cut_as_before(P_world):
-    x = block(P_world.create_cartesian_topology_partition((1, 1, P_world.size, 1)), spectrum())
+    x = block(P_world.create_cartesian_topology_partition((1, 1, P_world.size, 1)), numbers((2, 3, 5, 6)))
     y = torch.fft.rfft2(x)
     assert y.decomposition.cut_dims == (2,)
     assert torch.fft.irfft2(y).decomposition is x.decomposition
-
-
-@pytest.mark.mpi
-@pytest.mark.sizes(1, 2, 3, 4)
-def test_a_spectral_filter_with_a_complex_parameter(P_world):
-    def filtered(x, w):
-        return torch.fft.irfft2(torch.fft.rfft2(x) * w, s=x.shape[-2:])
-
-    check(P_world, filtered, [spectrum()], [spectrum((3, 5, 4), torch.complex128)])
-
-
-@pytest.mark.mpi
-def test_transforms_of_no_elements(P_world):
-    check(P_world, lambda x: torch.fft.fft(x[:0], n=6, dim=0).real, [spectrum((3, 4))])
 
 
 @pytest.mark.mpi

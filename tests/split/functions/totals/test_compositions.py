@@ -13,6 +13,34 @@ def numbers(*shape):
     return torch.randn(shape, dtype=torch.float64, requires_grad=True)
 
 
+# Forms beyond torch's samples: the function, what is split, and what is plain beside it.
+FORMS = {
+    "a spacing of none": lambda: (
+        lambda x: torch.gradient(x, spacing=None, dim=None, edge_order=1),
+        [numbers(4, 7)],
+    ),
+    "split coordinates": lambda: (
+        lambda at, x: torch.gradient(x, spacing=[at], dim=1),
+        [torch.arange(7.0, dtype=torch.float64) ** 2],
+        [numbers(4, 7)],
+    ),
+    "an integral of one": lambda: (torch.trapezoid, [numbers(4, 1)]),
+    "an integral along a cut": lambda: (lambda y, x: torch.trapz(y, x, dim=0), [numbers(4, 5)], [numbers(4)]),
+    "running integrals": lambda: (lambda y: torch.cumulative_trapezoid(y, dx=0.5, dim=0), [numbers(4, 5, 3)]),
+    "norms that are kept": lambda: (
+        lambda x, y: F.pairwise_distance(x, y, p=1, keepdim=True),
+        [numbers(5, 4), numbers(5, 4)],
+    ),
+}
+
+
+@pytest.mark.mpi
+@pytest.mark.sizes(1, 2, 3, 4)
+@pytest.mark.parametrize("name", FORMS)
+def test_forms(P_world, name):
+    check(P_world, *FORMS[name]())
+
+
 @pytest.mark.mpi
 @pytest.mark.sizes(2, 3, 4)
 def test_samples_of_torch(P_world):
@@ -54,9 +82,3 @@ def test_coordinates_are_refused(P_world):
     x = block(P_x, numbers(4, 3))
     with pytest.raises(UnsupportedError, match="coordinates"):
         torch.gradient(x, spacing=(torch.arange(4.0), torch.arange(3.0)))
-
-
-@pytest.mark.mpi
-def test_a_gradient_of_a_plain_tensor_by_split_coordinates(P_world):
-    at = torch.arange(7.0, dtype=torch.float64) ** 2
-    check(P_world, lambda at, x: torch.gradient(x, spacing=[at], dim=1), [at], [numbers(4, 7)])
