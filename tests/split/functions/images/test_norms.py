@@ -17,6 +17,44 @@ def numbers(shape, requires_grad=True):
     return torch.randn(shape, dtype=torch.float64, requires_grad=requires_grad)
 
 
+def with_alone(function, *args, needs=True, name="weight"):
+    x, w = numbers((2, 4, 6, 5)), torch.rand(4, dtype=torch.float64, requires_grad=needs)
+    return lambda x, w: function(x, *args, **{name: w}), [x], [w]
+
+
+def spectra(*shape):
+    return torch.randn(shape, dtype=torch.complex128, requires_grad=True)
+
+
+# Forms beyond torch's samples: the function, what is split, and what is plain beside it.
+FORMS = {
+    "a weight alone": lambda: with_alone(F.instance_norm),
+    "a bias alone": lambda: with_alone(F.instance_norm, name="bias"),
+    "a weight alone of groups": lambda: with_alone(F.group_norm, 2),
+    "a weight alone of channels": lambda: with_alone(F.group_norm, 4),
+    # Torch has no gradient of a bias without a weight here.
+    "a bias alone of groups": lambda: with_alone(F.group_norm, 2, needs=False, name="bias"),
+    "a bias alone of one group": lambda: with_alone(F.group_norm, 1, needs=False, name="bias"),
+    "complex numbers": lambda: (lambda x: F.rms_norm(x, (4,)), [spectra(3, 5, 4)]),
+    "weighted complex numbers": lambda: (
+        lambda x, w: F.rms_norm(x, (5, 4), w),
+        [spectra(3, 5, 4)],
+        [spectra(5, 4)],
+    ),
+    "zeros": lambda: (lambda x: F.normalize(x * 0), [numbers(SHAPE)]),
+    "an infinite order": lambda: (lambda x: F.normalize(x, float("inf"), dim=-1), [numbers((2, 2, 2, 2))]),
+    "planes": lambda: (lambda x: F.normalize(x, dim=(1, 2)), [numbers(SHAPE)]),
+    "neighbours": lambda: (lambda x: F.local_response_norm(x, 3, alpha=0.1), [numbers(SHAPE)]),
+}
+
+
+@pytest.mark.mpi
+@pytest.mark.sizes(1, 2, 3, 4)
+@pytest.mark.parametrize("name", FORMS)
+def test_forms(P_world, name):
+    check(P_world, *FORMS[name]())
+
+
 @pytest.mark.mpi
 @pytest.mark.sizes(2, 3, 4)
 def test_samples_of_torch(P_world):
@@ -121,18 +159,6 @@ def test_groups_of_no_elements(P_world):
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("name", ["weight", "bias"])
-def test_one_parameter_alone(P_world, name):
-    x = torch.randn(2, 4, 6, 5, dtype=torch.float64, requires_grad=True)
-    w = torch.rand(4, dtype=torch.float64, requires_grad=True)
-    check(P_world, lambda x, w: F.instance_norm(x, **{name: w}), [x], [w])
-    # Torch has no gradient of a bias without a weight here.
-    w = w.detach() if name == "bias" else w
-    for groups in (1, 2, 4):
-        check(P_world, lambda x, w, n=groups: F.group_norm(x, n, **{name: w}), [x], [w])
-
-
-@pytest.mark.mpi
 def test_what_is_infinite_is_a_result_as_any_other(P_world):
     x = torch.randn(1, 2, 8, 4)
     x[0, 0, 0, 0] = float("inf")
@@ -155,16 +181,6 @@ def test_running_statistics_that_are_cut_are_refused_beside_copies_too(P_world, 
         for x in (torch.randn(3, 4, 5), SplitTensor(torch.randn(3, 4, 5), lay.replicated(P_x, (3, 4, 5)))):
             with pytest.raises(UnsupportedError, match="running statistics are plain tensors"):
                 getattr(F, name)(x, *running, **({"training": True} if name == "batch_norm" else {}))
-
-
-@pytest.mark.mpi
-@pytest.mark.parametrize("weighted", [False, True])
-def test_rms_norm_of_complex_numbers(P_world, weighted):
-    x, w = (torch.randn(shape, dtype=torch.complex128, requires_grad=True) for shape in ((3, 5, 4), (5, 4)))
-    if weighted:
-        check(P_world, lambda x, w: F.rms_norm(x, (5, 4), w), [x], [w])
-    else:
-        check(P_world, lambda x: F.rms_norm(x, (4,)), [x])
 
 
 @pytest.mark.mpi

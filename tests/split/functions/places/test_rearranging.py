@@ -12,7 +12,25 @@ def numbers(*shape):
     return torch.randn(shape, dtype=torch.float64, requires_grad=True)
 
 
-SHAPE = 2, 5, 4
+# Forms beyond torch's samples: the function, what is split, and what is plain beside it.
+FORMS = {
+    "an empty split vector": lambda: (lambda x, p: torch.cat([p, x[:0]]), [numbers(7)], [numbers(4)]),
+    "an empty vector of another type": lambda: (
+        lambda x, e: torch.cat([e, x], -1),
+        [torch.randn(3, 4)],
+        [numbers(0)],
+    ),
+    "an empty vector behind": lambda: (lambda x, e: torch.hstack([x, e]), [torch.randn(4), numbers(0)]),
+    "gates": lambda: (lambda x: F.glu(x, dim=2), [numbers(2, 4, 6, 8)]),
+    "gates of channels": lambda: (lambda x: F.glu(x, 1), [numbers(2, 4, 6, 8)]),
+}
+
+
+@pytest.mark.mpi
+@pytest.mark.sizes(1, 2, 3, 4)
+@pytest.mark.parametrize("name", FORMS)
+def test_forms(P_world, name):
+    check(P_world, *FORMS[name]())
 
 
 @pytest.mark.mpi
@@ -59,26 +77,6 @@ def test_bad_input(P_world):
         torch.cat([x, torch.zeros(2, 5, 4)], 1)
     with pytest.raises(IndexError):
         torch.cat([x, x], 3)
-
-
-@pytest.mark.mpi
-def test_an_empty_split_vector_goes_with_a_plain_tensor(P_world):
-    check(P_world, lambda x, p: torch.cat([p, x[:0]]), [numbers(7)], [numbers(4)])
-
-
-@pytest.mark.mpi
-def test_an_empty_vector_gives_its_type_and_its_graph(P_world):
-    x, empty = torch.randn(3, 4), numbers(0)
-    check(P_world, lambda x, e: torch.cat([e, x], -1), [x], [empty])
-    check(P_world, lambda x, e: torch.hstack([x, e]), [x[0].clone(), empty])
-
-
-@pytest.mark.mpi
-def test_gates(P_world):
-    for dim in (1, 2, -1):
-        check(P_world, lambda x, d=dim: F.glu(x, dim=d), [numbers(2, 4, 6, 8)])
-    check(P_world, lambda x: F.glu(x) + torch.nn.GLU()(x), [numbers(3, 6)])
-    x = block(P_world.create_cartesian_topology_partition((1, P_world.size)), numbers(2, 5))
     with pytest.raises(RuntimeError, match="must be even"):
         F.glu(x, 1)
 

@@ -14,6 +14,93 @@ def numbers(*shape):
     return torch.randn(shape, dtype=torch.float64, requires_grad=True)
 
 
+def definite(x):
+    return x @ x.mT + 4 * torch.eye(x.shape[-1], dtype=x.dtype)
+
+
+def solved(x, y):
+    return torch.linalg.solve(definite(x), y)
+
+
+def transposed(x, y):
+    # Which torch refuses of one that is transposed in memory.
+    return torch.kron(x.mT if isinstance(x, SplitTensor) else x.mT.contiguous(), y)
+
+
+ROWS = torch.arange(6).view(2, 3)
+
+
+# Forms beyond torch's samples: the function, what is split, and what is plain beside it.
+FORMS = {
+    "contractions": lambda: (
+        lambda x, y: torch.einsum("bhid, bhjd -> bhij", [x, y]),
+        [numbers(2, 3, 5, 4), numbers(2, 3, 6, 4)],
+    ),
+    "a diagonal": lambda: (lambda x: torch.einsum("ii->i", x), [numbers(4, 4)]),
+    "fewer rows than ranks": lambda: (lambda x, w: F.bilinear(x, x, w), [numbers(2, 1)], [numbers(3, 1, 1)]),
+    "factors by name": lambda: (
+        lambda x, y: torch.matmul(other=y, input=x),
+        [numbers(4, 4), numbers(4, 4)],
+    ),
+    "a number is added": lambda: (
+        lambda a, x, b: x.addmv(a, b, beta=0.2, alpha=0.6),
+        [numbers(1, 4)],
+        [numbers(), numbers(4)],
+    ),
+    "a number is added to rows": lambda: (
+        lambda a, x, c: x.addmm(a, c, beta=0.2),
+        [numbers(1, 4)],
+        [numbers(), numbers(4, 3)],
+    ),
+    "whole numbers": lambda: (
+        lambda x: torch.addmm(ROWS[0], x, ROWS.mT @ ROWS, beta=1.7, alpha=2.5),
+        [ROWS],
+    ),
+    "complex numbers": lambda: (
+        lambda x: torch.addmm(x[:, 0], x, x.mT, beta=0.5),
+        [ROWS.to(torch.complex128)],
+    ),
+    "short whole numbers": lambda: (
+        torch.addbmm,
+        [torch.arange(20).view(5, 4).short()],
+        [torch.arange(90).view(3, 5, 6).short(), torch.arange(72).view(3, 6, 4).short()],
+    ),
+    **{
+        f"{name} of {a} and {b}": lambda f=f, a=a, b=b: (f, [numbers(*a)], [numbers(*b)])
+        for name, f in {"solutions": solved, "plain matrices solved": lambda y, x: solved(x, y)}.items()
+        for one, two in (
+            ((5, 3, 3), (5, 3, 2)),
+            ((3, 3), (5, 3, 2)),
+            ((1, 3, 3), (5, 3, 2)),
+            ((5, 3, 3), (5, 3)),
+        )
+        for a, b in [(one, two) if name == "solutions" else (two, one)]
+    },
+    "triangles": lambda: (
+        lambda x, y: torch.linalg.solve_triangular(definite(x), y, upper=False, left=False),
+        [numbers(5, 3, 3), numbers(5, 3, 3)],
+    ),
+    **{
+        f"Kronecker products of {a} and {b}": lambda a=a, b=b: (
+            lambda x, y: (torch.kron(x, y), torch.kron(y, x)),
+            [numbers(*a)],
+            [numbers(*b)],
+        )
+        for a, b in (((4, 3), (2, 5)), ((4, 3), (5,)), ((4, 3), (2, 2, 3)))
+    },
+    "condition numbers": lambda: (torch.linalg.cond, [numbers(1, 3, 3)]),
+    "condition numbers by -2": lambda: (lambda x: torch.linalg.cond(x, -2), [numbers(1, 3, 3)]),
+    "a transposed Kronecker product": lambda: (transposed, [numbers(5, 5), numbers(10, 20)]),
+}
+
+
+@pytest.mark.mpi
+@pytest.mark.sizes(1, 2, 3, 4)
+@pytest.mark.parametrize("name", FORMS)
+def test_forms(P_world, name):
+    check(P_world, *FORMS[name](), atol=1e-8)
+
+
 @pytest.mark.mpi
 @pytest.mark.sizes(2, 3, 4)
 @pytest.mark.parametrize("part", range(5))
@@ -99,75 +186,10 @@ def test_bad_input(P_world):
         x @ torch.zeros(5, 4)
     with pytest.raises(UnsupportedError, match="max_norm"):
         F.embedding(x.long(), torch.zeros(9, 3), max_norm=1.0)
-
-
-@pytest.mark.mpi
-def test_bilinear_of_fewer_rows_than_ranks(P_world):
-    check(P_world, lambda x, w: F.bilinear(x, x, w), [numbers(2, 1)], [numbers(3, 1, 1)])
-
-
-@pytest.mark.mpi
-def test_sums_of_products_have_torchs_types(P_world):
-    a = torch.arange(6).view(2, 3)
-    check(P_world, lambda x: torch.addmm(a[0], x, a.mT @ a, beta=1.7, alpha=2.5), [a], gradients=False)
-    check(
-        P_world, lambda x: torch.addmm(x[:, 0], x, x.mT, beta=0.5), [a.to(torch.complex128)], gradients=False
-    )
-    with pytest.raises(RuntimeError, match="integral"):
-        check(P_world, lambda x: torch.addr(a[0, 0], x[0], x[1], alpha=0.5), [a], gradients=False)
-
-
-@pytest.mark.mpi
-def test_factors_in_another_order_by_name(P_world):
-    check(P_world, lambda x, y: torch.matmul(other=y, input=x), [numbers(4, 4), numbers(4, 4)])
-    check(P_world, lambda x, y: torch.outer(vec2=y, input=x), [numbers(4), numbers(4)])
-
-
-@pytest.mark.mpi
-def test_a_number_is_added_to_products_where_a_rank_has_no_rows(P_world):
-    a, b, c = numbers(1, 4), numbers(4), numbers(4, 3)
-    check(P_world, lambda a, x, b: x.addmv(a, b, beta=0.2, alpha=0.6), [a], [numbers(), b])
-    check(P_world, lambda a, x, c: x.addmm(a, c, beta=0.2), [a], [numbers(), c])
-
-
-def definite(x):
-    return x @ x.mT + 4 * torch.eye(x.shape[-1], dtype=x.dtype)
-
-
-@pytest.mark.mpi
-@pytest.mark.sizes(2, 3)
-@pytest.mark.parametrize("order", [None, -2])
-def test_a_rank_without_matrices_is_in_the_graph_of_the_others(P_world, order):
-    check(P_world, lambda x: torch.linalg.cond(x, order), [numbers(1, 3, 3)], atol=1e-8)
-
-
-@pytest.mark.mpi
-def test_systems_of_equations(P_world):
-    for a, b in (((5, 3, 3), (5, 3, 2)), ((3, 3), (5, 3, 2)), ((1, 3, 3), (5, 3, 2)), ((5, 3, 3), (5, 3))):
-        check(P_world, lambda x, y: torch.linalg.solve(definite(x), y), [numbers(*a)], [numbers(*b)])
-        check(P_world, lambda y, x: torch.linalg.solve(definite(x), y), [numbers(*b)], [numbers(*a)])
-    operands = [numbers(5, 3, 3), numbers(5, 3, 3)]
-    check(P_world, lambda x, y: torch.linalg.solve(definite(x), y), operands)
-    for options in ({"upper": False, "left": False}, {"upper": True, "unitriangular": True}):
-        check(P_world, lambda x, y, o=options: torch.linalg.solve_triangular(definite(x), y, **o), operands)
-    check(P_world, lambda x, y: torch.cholesky_solve(y, torch.linalg.cholesky(definite(x))), operands)
-    x = block(P_world.create_cartesian_topology_partition((P_world.size, 1, 1)), numbers(5, 3, 3))
     with pytest.raises(UnsupportedError, match="beside the matrices"):
-        torch.linalg.matrix_rank(x, torch.ones(5, dtype=torch.float64))
-
-
-@pytest.mark.mpi
-def test_kronecker_products(P_world):
-    for a, b in (((4, 3), (2, 5)), ((4, 3), (5,)), ((4, 3), (2, 2, 3))):
-        check(P_world, torch.kron, [numbers(*a)], [numbers(*b)])
-        check(P_world, lambda x, y: torch.kron(y, x), [numbers(*a)], [numbers(*b)])
-    check(P_world, torch.kron, [numbers(4, 3), numbers(3, 5)])
-
-    def transposed(x, y):
-        # Which torch refuses of one that is transposed in memory.
-        return torch.kron(x.mT if isinstance(x, SplitTensor) else x.mT.contiguous(), y)
-
-    check(P_world, transposed, [numbers(5, 5), numbers(10, 20)])
+        torch.linalg.matrix_rank(x.expand(5, 5, 4), torch.ones(5, dtype=torch.float64))
+    with pytest.raises(RuntimeError, match="integral"):
+        torch.addr(ROWS[0, 0], x[0].long(), x[1].long(), alpha=0.5)
 
 
 @pytest.mark.mpi
