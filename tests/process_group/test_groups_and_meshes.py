@@ -38,23 +38,6 @@ def test_every_subset_in_every_order(comm):
     same_on_both(comm, program)
 
 
-@pytest.mark.filterwarnings("ignore::FutureWarning")
-def test_many_operations_may_be_under_way(comm):
-    def program():
-        tensors = [mine(7) * (number + 1) for number in range(12)]
-        works = [dist.all_reduce(x, async_op=True) for x in tensors]
-        gathered = [torch.empty(3 * dist.get_world_size(), dtype=torch.float64) for _ in range(5)]
-        works += [
-            dist.all_gather_into_tensor(y, mine(3) * number, async_op=True)
-            for number, y in enumerate(gathered)
-        ]
-        for work in works[::2] + works[1::2]:
-            work.wait()
-        return tensors + gathered
-
-    same_on_both(comm, program)
-
-
 @pytest.mark.sizes(4)
 @pytest.mark.mpi(min_size=4)
 def test_the_axes_of_a_mesh_are_groups(comm):

@@ -50,13 +50,6 @@ def test_parts(P_world, at):
 
 
 @pytest.mark.mpi
-@pytest.mark.sizes(2, 3)
-def test_extents_shorter_than_the_ranks_are_many(P_world):
-    for function in (lambda x: x[:, 1], lambda x: x[:, 1:], lambda x: x[:, [1, 1, 0]], lambda x: x[1, 0]):
-        check(P_world, function, [numbers(2, 2, 2)])
-
-
-@pytest.mark.mpi
 @pytest.mark.sizes(1, 2, 3, 4)
 def test_by_split_indices(P_world):
     at = torch.randint(0, 6, (4, 5))
