@@ -95,7 +95,7 @@ FORMS = {
 
 
 @pytest.mark.mpi
-@pytest.mark.sizes(1, 2, 3, 4)
+@pytest.mark.sizes(2, 3, 4)
 @pytest.mark.parametrize("name", FORMS)
 def test_forms(P_world, name):
     check(P_world, *FORMS[name](), atol=1e-8)
