@@ -71,19 +71,11 @@ group.barrier()
 """
 
 
-@pytest.mark.parametrize("signal", ["SIGKILL", "SIGSEGV"])
-def test_killed_rank_ends_the_job(signal):
-    kill = f"if comm.rank == 1: os.kill(os.getpid(), signal.{signal})\ngroup.barrier()"
+def test_killed_rank_ends_the_job():
+    kill = "if comm.rank == 1: os.kill(os.getpid(), signal.SIGSEGV)\ngroup.barrier()"
     code, _, err = run(3, MACHINE + kill, preamble=LIGHT)
     assert code != 0
     assert "ExchangeTimeout" not in err
-
-
-def test_exception_on_one_rank_ends_the_job():
-    body = "if comm.rank == 2: raise OSError('disk on fire')\ngroup.barrier()"
-    code, _, err = run(3, MACHINE + body, preamble=LIGHT)
-    assert code != 0
-    assert "disk on fire" in err
 
 
 def test_different_layers_on_two_ranks_are_named():
@@ -97,35 +89,12 @@ layer = DistributedConv1d(P_x, 1, 1, 3 if comm.rank else 5, padding=1, name=f"co
     assert "conv of 0" in err and "conv of 1" in err
 
 
-def test_wrong_option_on_one_rank_is_an_error_on_all():
-    body = """
-try:
-    Machine(comm, segment_size="2 parsecs" if comm.rank == 1 else None)
-except ConfigurationError as error:
-    sys.stdout.write(f"refused: {error}\\n")
-"""
-    code, out, _ = run(3, body, preamble=LIGHT)
-    assert code == 0
-    assert out.count("refused: rank 1: a segment size is") == 3
-
-
-def test_segment_larger_than_shared_memory_is_refused_at_start():
-    code, _, err = run(2, "Machine(comm)", preamble=LIGHT, DISTDL_RMA_SEGMENT_SIZE="100TiB")
-    assert code != 0
-    assert "not enough shared memory" in err and "DISTDL_RMA_SEGMENT_SIZE" in err
-
-
-@pytest.mark.parametrize("ending", ["", "sys.exit(0)", "P_x.deactivate()"])
+@pytest.mark.parametrize("ending", ["", "P_x.deactivate()"])
 def test_leaving_without_close_is_clean(ending):
     code, out, err = run(2, CONV + "sys.stdout.write('done\\n')\n" + ending)
     assert code == 0
     assert out.count("done") == 2
     assert "Traceback" not in err and "WARN" not in err
-
-
-def test_leaving_in_the_middle_of_an_exchange_does_not_hang():
-    code, _, _ = run(2, CONV + "if comm.rank == 0: layer(x)\n")
-    assert code != 0
 
 
 def _printed(ranks, body, **changes):

@@ -24,6 +24,8 @@ COMMAND = "python -m benchmarks.results docs"
 # Sections of the page and patterns of their rows; the first that fits counts. Scaling has a page of its own.
 SCALING = "scaling"
 FUNCTIONS = "functions"
+# Sections whose rows are measured against several baselines.
+SIDE_BY_SIDE = "models", "torch"
 SECTIONS = {
     SCALING: " scaling, ",
     FUNCTIONS: "^function ",
@@ -105,9 +107,9 @@ def documented(text: str, entries: list[Entry], machine: str) -> str:
     for name in SECTIONS:
         if name != SCALING:
             rows = [entry for entry in shown if section_of(entry.row.what) == name]
-            if name == FUNCTIONS:
-                rows.sort(key=lambda entry: entry.row.ratio / (entry.row.target or 1.0), reverse=True)
-            text = page.rewritten(text, name, COMMAND, page.table(rows))
+            write = page.side_by_side if name in SIDE_BY_SIDE else page.table
+            content = page.functions(rows) if name == FUNCTIONS else write(rows)
+            text = page.rewritten(text, name, COMMAND, content)
     return text
 
 

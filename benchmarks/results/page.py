@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import re
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
 from benchmarks.results.history import Entry
 from benchmarks.row import Row
 
 HEAD = "| what | against | ratio | target | ours | baseline |\n|---|---|---:|---:|---:|---:|"
+# Name, size, and form of a row of a function; the name may have commas.
+FUNCTION = re.compile(r"^function (.*), ((?:\d+x)+\d+|\d+ tokens of \d+)(?:, (bfloat16|time added))?$")
+FORMS = "", "bfloat16", "time added"
+HEAD_OF_FUNCTIONS = "| function | of | float32 | bfloat16 | small, time added |\n|---|---|---|---|---|"
 NONE = "Not measured on this machine yet."
 # Between these lines a page belongs to whoever writes it from measurements.
 BEGIN, END = "<!-- {name}: written by {command} -->", "<!-- {name}: end -->"
@@ -17,6 +23,64 @@ def table(entries: Iterable[Entry]) -> str:
     """A row per entry; ratios above their target are bold. Words where there are none."""
     lines = [_line(entry.row) for entry in entries]
     return "\n".join([HEAD, *lines]) if lines else NONE
+
+
+def side_by_side(entries: Iterable[Entry]) -> str:
+    """A row for what was measured, with ratio, target and own time against each baseline."""
+    found: dict[str, dict[str, Row]] = defaultdict(dict)
+    for entry in entries:
+        found[entry.row.what][entry.row.baseline] = entry.row
+    against = list(dict.fromkeys(baseline for rows in found.values() for baseline in rows))
+    lines = [f"| what | {' | '.join(against)} |", f"|---|{'---|' * len(against)}"]
+    lines += [
+        f"| {what} | {' | '.join(_form(rows.get(baseline)) for baseline in against)} |"
+        for what, rows in found.items()
+    ]
+    return "\n".join(lines) if found else NONE
+
+
+def functions(entries: Iterable[Entry]) -> str:
+    """A row per function and size: its forms side by side, those farthest from a target first."""
+    forms: dict[tuple[str, str], dict[str, Row]] = defaultdict(dict)
+    small: dict[str, Row] = {}
+    for row in (entry.row for entry in entries):
+        name, size, form = _parts(row)
+        if form == "time added":
+            small[name] = row
+        else:
+            forms[name, size][form] = row
+    for name, row in small.items():
+        # Beside the first size of the function.
+        key = next((key for key in forms if key[0] == name), (name, _parts(row)[1]))
+        forms[key]["time added"] = row
+
+    def worst(found: dict[str, Row]) -> float:
+        return max(row.ratio / (row.target or 1.0) for row in found.values())
+
+    lines = [
+        f"| {name} | {size} | {' | '.join(_form(found.get(form)) for form in FORMS)} |"
+        for (name, size), found in sorted(forms.items(), key=lambda item: worst(item[1]), reverse=True)
+    ]
+    return "\n".join([HEAD_OF_FUNCTIONS, *lines]) if lines else NONE
+
+
+def _parts(row: Row) -> tuple[str, str, str]:
+    found = FUNCTION.match(row.what)
+    if found is None:
+        raise ValueError(f"no row of a function: {row.what!r}")
+    return found[1], found[2], found[3] or ""
+
+
+def _form(row: Row | None) -> str:
+    if row is None:
+        return ""
+    limit = row.baseline if row.baseline[:1].isdigit() else row.target and f"{row.target:g}"
+    return f"{_ratio(row)}{f' of {limit}' * bool(limit)}, {_value(row.ours_us, row.ours_spread_us, row.unit)}"
+
+
+def _ratio(row: Row) -> str:
+    met = row.target is None or row.ratio <= row.target
+    return f"{row.ratio:.2f}" if met else f"**{row.ratio:.2f}**"
 
 
 def where(entries: Sequence[Entry]) -> str:
@@ -38,12 +102,10 @@ def ranks(entries: Iterable[Entry]) -> str:
 
 
 def _line(row: Row) -> str:
-    met = row.target is None or row.ratio <= row.target
-    ratio = f"{row.ratio:.2f}"
     cells = (
         row.what,
         row.baseline,
-        ratio if met else f"**{ratio}**",
+        _ratio(row),
         "" if row.target is None else f"{row.target:g}",
         _value(row.ours_us, row.ours_spread_us, row.unit),
         # A limit stands in the second column already.

@@ -56,6 +56,18 @@ def test_words_of_checks_decide_where_numbers_differ(P_world, comm, wrong):
 
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.sizes(2, 3)
+def test_inputs_of_a_new_kind_are_compared_whole_and_once(P_world, comm):
+    calls, x = Calls(Machine.of(P_world), P_world.ranks, "Some model"), torch.zeros(3)
+    calls.compare_new_inputs(None, [x])
+    # Of a known kind nothing is exchanged: every call samples it.
+    calls.compare_new_inputs(None, [x + comm.rank])
+    for other in (torch.full((4,), float(comm.rank)), x.double() + comm.rank):
+        with pytest.raises(MismatchError, match="an input of a distributed model"):
+            calls.compare_new_inputs(None, [other])
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.sizes(2, 3)
 def test_tensors_that_differ_are_refused(P_world):
     machine, x = Machine.of(P_world), torch.arange(4.0)
     equal_on_all_ranks(machine, P_world.ranks, [x], "x")

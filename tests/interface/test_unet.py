@@ -104,12 +104,13 @@ def test_layout_of_the_demo(comm, name):
     check(comm, range(comm.size), layouts(comm.size)[name])
 
 
-@pytest.mark.sizes(3, 4)
+@pytest.mark.sizes(2, 3, 4)
 @pytest.mark.in_turn(3, 4)
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_permuted_machine(comm, name):
+def test_permuted_machine_with_transposed_convolutions_and_clipped_gradients(comm, name):
     order = [2, 0, 3, 1] if comm.size == 4 else [*range(1, comm.size), 0]
-    check(comm, order, layouts(comm.size)[name])
+    ways = DistributedTransposed, SequentialTransposed
+    check(comm, order, layouts(comm.size)[name], SIZE if comm.size == 3 else (24, 35), ways, max_norm=0.05)
 
 
 @pytest.mark.sizes(3, 4)
@@ -117,18 +118,6 @@ def test_permuted_machine(comm, name):
 def test_machine_of_some_ranks(comm, name):
     ranks = [*range(comm.size)][:0:-1] or [0]
     check(comm, ranks, layouts(len(ranks))[name])
-
-
-@pytest.mark.in_turn(3)
-@pytest.mark.parametrize("name", LAYOUTS)
-@pytest.mark.parametrize(
-    "size",
-    [pytest.param(SIZE, marks=pytest.mark.sizes(3)), pytest.param((24, 35), marks=pytest.mark.sizes(2))],
-    ids=str,
-)
-def test_transposed_convolutions_lead_up(comm, name, size):
-    ways = DistributedTransposed, SequentialTransposed
-    check(comm, range(comm.size), layouts(comm.size)[name], size, ways)
 
 
 @pytest.mark.in_turn(3)
@@ -149,12 +138,6 @@ def test_holes_at_every_level(comm):
 def test_channels_are_split_at_every_level(comm):
     channels = Distribution(1, comm.size, 1, 1)
     check(comm, range(comm.size), (channels, channels, channels))
-
-
-@pytest.mark.in_turn(3)
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_clipped_gradients(comm, name):
-    check(comm, range(comm.size), layouts(comm.size)[name], max_norm=0.05)
 
 
 def test_fewer_ranks_with_every_level(comm):

@@ -53,24 +53,6 @@ class UNet(nn.Module):
         return self.last(y)
 
 
-class DnCNN(nn.Module):
-    """A denoiser that learns the noise."""
-
-    def __init__(self, channels=1, width=6, depth=4):
-        super().__init__()
-        layers = [nn.Conv2d(channels, width, 3, padding=1), nn.ReLU(inplace=True)]
-        for _ in range(depth - 2):
-            layers += [
-                nn.Conv2d(width, width, 3, padding=1, bias=False),
-                nn.BatchNorm2d(width),
-                nn.ReLU(inplace=True),
-            ]
-        self.net = nn.Sequential(*layers, nn.Conv2d(width, channels, 3, padding=1, bias=False))
-
-    def forward(self, x):
-        return x - self.net(x)
-
-
 class _Attention(nn.Module):
     def __init__(self, width, reduction=2):
         super().__init__()
@@ -157,31 +139,3 @@ class FNO2d(nn.Module):
         for spectral, plain in zip(self.spectral, self.plain, strict=True):
             x = F.gelu(spectral(x) + plain(x))
         return self.drop(x)
-
-
-class _Volume(nn.Module):
-    def __init__(self, width):
-        super().__init__()
-        self.conv = nn.Conv3d(width, width, 5, padding=2)
-        self.norm, self.act = nn.BatchNorm3d(width), nn.PReLU(width)
-
-    def forward(self, x):
-        return self.act(x + self.norm(self.conv(x)))
-
-
-class VNet(nn.Module):
-    """V-Net: residual blocks on volumes, down and up by strided convolutions."""
-
-    def __init__(self, channels=1, classes=2, width=3):
-        super().__init__()
-        self.first = nn.Conv3d(channels, width, 5, padding=2)
-        self.left, self.right = _Volume(width), _Volume(2 * width)
-        self.down = nn.Sequential(nn.Conv3d(width, 2 * width, 2, stride=2), nn.PReLU(2 * width))
-        self.bottom = _Volume(2 * width)
-        self.up = nn.Sequential(nn.ConvTranspose3d(2 * width, width, 2, stride=2), nn.PReLU(width))
-        self.last = nn.Conv3d(2 * width, classes, 1)
-
-    def forward(self, x):
-        skip = self.left(self.first(x).add(x.repeat(1, 3, 1, 1, 1)))
-        y = self.up(self.bottom(self.down(skip)))
-        return F.softmax(self.last(self.right(torch.cat((y, skip), 1))), dim=1)

@@ -1,9 +1,7 @@
 """Models and inputs that do not fit together: right, or refused with a sentence, on all ranks."""
 
 import copy
-import pickle
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -12,14 +10,11 @@ from torch.nn import functional as F  # noqa: N812
 from distdl_rma import (
     ArgumentError,
     ConfigurationError,
-    Machine,
     PartitionError,
     ShapeError,
-    UnsupportedError,
     distribute,
     shard,
 )
-from distdl_rma.split import SplitTensor
 from tests.model.against_alone import train_beside
 from tests.model.nets import UNet
 
@@ -44,72 +39,6 @@ def test_shapes_that_do_not_broadcast(s, comm):
     with pytest.raises(ShapeError, match=r"all are global.*SplitTensor\.from_local"):
         s * torch.randn(2, 3, 7, 5)
     torch.testing.assert_close((s * s).full_tensor(), s.full_tensor() ** 2)
-
-
-def test_tensors_on_other_partitions_and_machines(s, comm, P_world):
-    other = P_world.create_cartesian_topology_partition((1, comm.size, 1, 1))
-    with pytest.raises(PartitionError, match="different partitions"):
-        s + shard(other, torch.randn(2, 3, 12, 5))
-    with Machine(comm, segment_size="8MiB") as machine:
-        foreign = shard(machine.partition((1, 1, comm.size, 1)), torch.randn(2, 3, 12, 5))
-        with pytest.raises(PartitionError, match="two machines"):
-            torch.cat([s, foreign])
-        with pytest.raises(PartitionError, match="two machines"):
-            F.mse_loss(s, foreign)
-
-
-def test_values_and_memory_are_refused_with_the_remedy(s):
-    for call in (
-        lambda x: x.numpy(),
-        lambda x: x.tolist(),
-        lambda x: x[:1, :1, :1, :1].item(),
-        lambda x: x.__array__(),
-        pickle.dumps,
-        lambda x: bool((x > 0).all(3).all(1)[0, :1]),
-        lambda x: x.untyped_storage(),
-        lambda x: x.data_ptr(),
-    ):
-        if call(s.full_tensor()) is None:
-            continue
-        with pytest.raises(UnsupportedError, match=r"full_tensor\(\)|to_local\(\)|redistribute\(\)"):
-            call(s)
-    with pytest.raises(UnsupportedError, match=r"torch\.from_numpy"):
-        s * np.ones(5)
-    total = s.sum()
-    assert float(total) == total.item() == total.tolist() == total.numpy()
-    assert bool(s.abs().max() > 0) is True
-    state = io_of(s)
-    assert isinstance(state, UnsupportedError)
-
-
-def io_of(x):
-    import io
-
-    try:
-        torch.save({"x": x}, io.BytesIO())
-    except UnsupportedError as error:
-        return error
-    return None
-
-
-def test_writes_through_slices(s):
-    whole = s.full_tensor().clone()
-    for change in (
-        lambda x: x[:, :, 3:9].mul_(2),
-        lambda x: x[:, 1].zero_(),
-        lambda x: x.__setitem__((slice(None), 0, slice(2, 5)), 1.5),
-        lambda x: x[:, :, 1::3].add_(1),
-        lambda x: x.narrow(2, 1, 4).fill_(3),
-        lambda x: x.transpose(1, 3)[:, 2:4].sub_(1),
-    ):
-        expected, found = whole.clone(), shard(s.partition, whole)
-        change(expected)
-        try:
-            change(found)
-        except UnsupportedError as error:
-            assert "at test_bad_input.py:" in str(error)  # noqa: PT017
-            continue
-        torch.testing.assert_close(found.full_tensor(), expected)
 
 
 class Positions(nn.Module):
@@ -172,15 +101,6 @@ def test_grids_that_do_not_fit_the_ranks(comm):
             distribute(nn.Conv2d(1, 1, 3), grid)
         with pytest.raises((PartitionError, ArgumentError)):
             shard(grid, x)
-
-
-def test_blocks_that_form_no_grid(P_x, comm):
-    with pytest.raises(ShapeError):
-        SplitTensor.from_local(torch.randn(1, 1 + comm.rank, 2, 2), P_x)
-    with pytest.raises(ShapeError, match="float64"):
-        SplitTensor.from_local(
-            torch.randn(1, 1, 2, 2, dtype=torch.float64 if comm.rank else torch.float32), P_x
-        )
 
 
 def test_inputs_that_the_grid_does_not_cut(comm):

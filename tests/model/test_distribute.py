@@ -5,7 +5,6 @@ import copy
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional as F  # noqa: N812
 
 from distdl_rma import (
     ConfigurationError,
@@ -59,25 +58,6 @@ def test_the_model_stays_what_it_is(pair, x):
     split.distributed.close()
     assert type(split(x)) is torch.Tensor
     assert not hasattr(split, "distributed")
-
-
-@pytest.mark.mpi
-@pytest.mark.sizes(1, 2, 3, 4)
-def test_accumulation_clipping_and_plain_steps(pair, x):
-    alone, split = pair
-    for model in pair:
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        for _ in range(3):
-            optimizer.zero_grad()
-            if model is split:
-                with split.distributed.no_sync():
-                    F.mse_loss(split(x), torch.zeros(2, 2, 11, 9, dtype=torch.float64)).backward()
-            else:
-                F.mse_loss(model(x), torch.zeros(2, 2, 11, 9, dtype=torch.float64)).backward()
-            model(x * 2).square().sum().backward()
-            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-            optimizer.step()
-    gradients_are_equal(split, alone)
 
 
 @pytest.mark.mpi

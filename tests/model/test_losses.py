@@ -33,15 +33,10 @@ def like(shape=PICTURE):
 
 # Of MONAI: name and arguments, what is predicted, and what is wanted.
 SEGMENTATION = {
-    "softmax": ("DiceLoss", {"softmax": True}, one_hot),
     "one class apart": ("DiceLoss", {"softmax": True, "include_background": False, "jaccard": True}, one_hot),
     "of labels": ("DiceLoss", {"softmax": True, "to_onehot_y": True, "batch": True}, labels),
-    "with weights": ("DiceCELoss", {"softmax": True, "weight": torch.tensor([1.0, 2.0, 0.5])}, one_hot),
-    "dice and entropy of labels": ("DiceCELoss", {"softmax": True, "to_onehot_y": True}, labels),
     "generalized": ("GeneralizedDiceLoss", {"softmax": True}, one_hot),
-    "generalized over batches": ("GeneralizedDiceLoss", {"sigmoid": True, "batch": True}, one_hot),
     "Tversky": ("TverskyLoss", {"softmax": True, "alpha": 0.3, "beta": 0.7}, one_hot),
-    "focal": ("FocalLoss", {"gamma": 2.0}, one_hot),
     "focal of labels": (
         "FocalLoss",
         {"use_softmax": True, "to_onehot_y": True, "weight": [1.0, 2.0, 0.3]},

@@ -2,39 +2,20 @@
 
 import pytest
 import torch
-from torch import nn
 
 from tests.model.against_alone import train_beside, trained
-from tests.model.nets import EDSR, DnCNN, FNO2d, UNet, VNet
+from tests.model.nets import EDSR, FNO2d, UNet
 
 # Model, and the shape of its input: extents that divide badly.
 MODELS = {
     "U-Net": (UNet, (2, 1, 37, 30)),
     "U-Net, bilinear": (lambda: UNet(bilinear=True), (1, 1, 30, 37)),
-    "DnCNN": (DnCNN, (2, 1, 19, 23)),
     "EDSR": (EDSR, (1, 3, 13, 11)),
     "RCAN": (lambda: EDSR(attention=True), (1, 3, 13, 11)),
     "FNO": (FNO2d, (2, 1, 17, 14)),
     "FNO, by opt_einsum": (
         lambda: FNO2d(einsum=pytest.importorskip("opt_einsum").contract),
         (2, 1, 17, 14),
-    ),
-    "V-Net": (VNet, (1, 1, 6, 14, 10)),
-    "VGG": (
-        lambda: nn.Sequential(
-            nn.Conv2d(3, 4, 3, padding=1),
-            nn.ReLU(inplace=True),
-            nn.MaxPool2d(2, 2),
-            nn.Conv2d(4, 6, 3, padding=1),
-            nn.ReLU(inplace=True),
-            nn.AdaptiveAvgPool2d((5, 3)),
-            nn.Flatten(),
-            nn.Linear(90, 12),
-            nn.ReLU(),
-            nn.Dropout(0.0),
-            nn.Linear(12, 4),
-        ),
-        (2, 3, 21, 18),
     ),
 }
 

@@ -7,13 +7,11 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.checkpoint import checkpoint
 
 from tests.process_group import nets
 from tests.process_group.backends import (
     BACKEND,
     ZeroRedundancyOptimizer,
-    process_group,
     results,
     same_on_both,
 )
@@ -123,43 +121,6 @@ def test_unused_parameters_are_found(comm):
     same_on_both(comm, program)
 
 
-class Checkpointed(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layers = nets.network()
-
-    def forward(self, x):
-        return checkpoint(self.layers, x, use_reentrant=False) + self.layers(-x)
-
-
-def test_a_static_graph_may_use_parameters_twice(comm):
-    def program():
-        model = DistributedDataParallel(Checkpointed(), static_graph=True)
-        return train(model), parameters(model)
-
-    same_on_both(comm, program)
-
-
-def test_no_sync_sums_what_was_accumulated(comm):
-    def program():
-        model, me = DistributedDataParallel(nets.network()), dist.get_rank()
-        loss = nn.CrossEntropyLoss()
-        with model.no_sync():
-            for step in range(2):
-                x, labels = nets.batch(me, step)
-                loss(model(x), labels).backward()
-        x, labels = nets.batch(me, 2)
-        loss(model(x), labels).backward()
-        return [weight.grad for weight in model.parameters()]
-
-    model, loss = nets.network(), nn.CrossEntropyLoss()
-    for rank in range(comm.size):
-        for step in range(3):
-            x, labels = nets.batch(rank, step)
-            (loss(model(x), labels) / comm.size).backward()
-    torch.testing.assert_close(results(comm, program), [weight.grad for weight in model.parameters()])
-
-
 @pytest.mark.parametrize("divide", [True, False], ids=["initial world", "those still there"])
 def test_join_of_uneven_inputs(comm, divide):
     def program():
@@ -218,12 +179,3 @@ def test_two_models_on_overlapping_groups(comm):
         return found
 
     same_on_both(comm, program)
-
-
-def test_a_model_in_the_next_group_after_the_first_was_destroyed(comm):
-    for _ in range(2):
-        with process_group(comm):
-            model = DistributedDataParallel(nets.network())
-            train(model)
-            found = parameters(model)
-    torch.testing.assert_close(found, nets.alone(comm.size))

@@ -38,36 +38,6 @@ def test_every_subset_in_every_order(comm):
     same_on_both(comm, program)
 
 
-def test_several_groups_with_operations_that_overlap(comm):
-    def program():
-        size = dist.get_world_size()
-        groups = [dist.new_group(list(range(size))[::direction]) for direction in (1, -1, 1)]
-        tensors = [mine(1000 * (number + 1)) for number in range(3)]
-        works = [dist.all_reduce(x, group=g, async_op=True) for x, g in zip(tensors, groups, strict=True)]
-        for work in reversed(works):
-            work.wait()
-        return tensors
-
-    same_on_both(comm, program)
-
-
-@pytest.mark.filterwarnings("ignore::FutureWarning")
-def test_many_operations_may_be_under_way(comm):
-    def program():
-        tensors = [mine(7) * (number + 1) for number in range(12)]
-        works = [dist.all_reduce(x, async_op=True) for x in tensors]
-        gathered = [torch.empty(3 * dist.get_world_size(), dtype=torch.float64) for _ in range(5)]
-        works += [
-            dist.all_gather_into_tensor(y, mine(3) * number, async_op=True)
-            for number, y in enumerate(gathered)
-        ]
-        for work in works[::2] + works[1::2]:
-            work.wait()
-        return tensors + gathered
-
-    same_on_both(comm, program)
-
-
 @pytest.mark.sizes(4)
 @pytest.mark.mpi(min_size=4)
 def test_the_axes_of_a_mesh_are_groups(comm):
@@ -94,17 +64,6 @@ def test_groups_of_equal_size(comm):
         return x
 
     same_on_both(comm, program)
-
-
-@pytest.mark.parametrize("backend", [BACKEND, f"cpu:{BACKEND}"])
-def test_init_and_destroy_again_and_again(comm, backend):
-    for turn in range(3):
-        with process_group(comm, backend):
-            x = mine() * (turn + 1)
-            dist.all_reduce(x)
-            expected = sum((torch.arange(5.0) + 10.0 * rank) * (turn + 1) for rank in range(comm.size))
-            torch.testing.assert_close(x, expected.double())
-        assert not dist.is_initialized()
 
 
 def test_a_group_of_ours_in_a_world_of_gloo_and_the_reverse(comm):

@@ -24,16 +24,6 @@ def whole():
 
 
 @pytest.mark.mpi
-def test_shape_and_type_are_those_of_the_whole(P_x, whole):
-    x = shard(P_x, whole)
-    assert (x.shape, x.size(2), x.dim(), x.numel(), len(x), x.ndim) == (SHAPE, 7, 4, 168, 2, 4)
-    assert x.dtype == torch.float64
-    assert torch.equal(x.to_local(), whole[x.decomposition.slices()])
-    assert torch.equal(x.full_tensor(), whole)
-    assert "2 over dim 2" in repr(x) or P_x.size != 2
-
-
-@pytest.mark.mpi
 def test_blocks_of_any_size_that_form_a_grid(P_x):
     mine = torch.full((2, 3, 1 + P_x.rank, 4), float(P_x.rank))
     x = SplitTensor.from_local(mine, P_x)
@@ -73,13 +63,6 @@ def test_values_of_a_cut_tensor_are_refused_with_the_remedy(P_x, whole, ask):
 def test_a_function_without_a_rule_names_itself_and_the_line(P_x, whole):
     with pytest.raises(UnsupportedError, match=r"bessel_y0.*test_tensor\.py:\d+.*register"):
         torch.special.bessel_y0(shard(P_x, whole))
-
-
-@pytest.mark.mpi
-def test_any_function_is_allowed_of_copies(P_x, whole):
-    copies = shard(P_x, whole).redistribute()
-    assert torch.equal(torch.histc(copies).full_tensor(), torch.histc(whole))
-    assert float(copies.sum()) == float(whole.sum())
 
 
 @pytest.mark.mpi

@@ -40,14 +40,14 @@ def functions() -> list[tuple[str, list[Any], Any]]:
 
 def wrong_calls(op: Any, rng: random.Random, most: int) -> Iterator[tuple[str, Arguments]]:
     """Arguments that torch may refuse, alike on all ranks, and what is wrong with them."""
-    for n, found in enumerate(_taken(lambda: drawn_errors(op), 60)):
+    for n, found in enumerate(taken(lambda: drawn_errors(op), 60)):
         sample = found.sample_input
         yield f"error input {n}", ((sample.input, *sample.args), dict(sample.kwargs))
     dtypes = [
         dtype for dtype in (torch.float64, torch.int64, torch.bool) if dtype in op.supported_dtypes("cpu")
     ]
     if dtypes:
-        samples = _taken(lambda: drawn_samples(op, dtypes[0], False), 12)
+        samples = taken(lambda: drawn_samples(op, dtypes[0], False), 12)
         changed = [
             (f"sample {n}, {what}", given)
             for n, sample in enumerate(samples)
@@ -57,7 +57,8 @@ def wrong_calls(op: Any, rng: random.Random, most: int) -> Iterator[tuple[str, A
         yield from rng.sample(changed, min(most, len(changed)))
 
 
-def _taken(make: Any, most: int) -> list[Any]:
+def taken(make: Any, most: int) -> list[Any]:
+    """The first of torch's samples, the same in every process but for those that torch takes from sets."""
     torch.default_generator.manual_seed(0)
     random.seed(0)
     np.random.seed(0)  # noqa: NPY002

@@ -158,11 +158,8 @@ def test_a_distributed_layer_takes_its_users_ranks(P_world, comm):
     ("callbacks", "message"),
     [
         (lambda r, n: {"get_ranks_synch_weights": lambda: [0, n]}, r"rank \d is not in M"),
-        (lambda r, n: {"get_ranks_synch_weights": lambda: [(r + 1) % n]}, "the rank itself is missing"),
-        (lambda r, n: {"get_ranks_synch_weights": lambda: range(n) if r else [0]}, r"gave .* but \[0\]"),
         (lambda r, n: {"get_ranks_synch_weights": list}, "would drift apart"),
         (lambda r, n: {"get_ranks_synch_weights": lambda: 1 / 0}, "ZeroDivisionError"),
-        (lambda r, n: {"get_ranks_synch_weights": lambda: ["a"]}, "no list of ranks"),
         (lambda r, n: {"get_sizeof_gradients": lambda: 7} if r == n - 1 else {}, "gave 7 bytes on rank"),
         (lambda r, n: {"get_ranks_synch_weights": 3} if r == 0 else {}, "is a function without arguments"),
     ],
@@ -189,13 +186,6 @@ def test_a_plain_part_that_only_some_ranks_have_is_reported(P_world, comm):
     model = nn.Sequential(linear(), *([linear()] if comm.rank == 0 else []))
     with pytest.raises(ConfigurationError, match=r"'1' \(1.weight\).*but rank 1 does not hold it; register"):
         GradientSync(model, P_world)
-
-
-@pytest.mark.mpi(min_size=2)
-def test_shapes_that_differ_are_reported(P_world, comm):
-    part = nn.Linear(2 + comm.rank, 2)
-    with pytest.raises(ConfigurationError, match=r"is \(2, 2\) float32 on rank 0 but \(2, 3\) float32"):
-        GradientSync(part, P_world)
 
 
 @pytest.mark.mpi(min_size=2)

@@ -48,19 +48,14 @@ def losses(P_x, ours, twin):
     yield lambda: nn.MSELoss()(twin(x), target)
 
 
-@pytest.mark.parametrize("foreach", [True, False])
-@pytest.mark.parametrize("kind", ["SGD", "AdamW", "two"])
-def test_optimizers_see_the_same_gradients_as_on_one_machine(P_world, comm, kind, foreach):
+def test_two_optimizers_see_the_same_gradients_as_on_one_machine(P_world, comm):
     P_x, ours, twin = nets(P_world, comm)
     with GradientSync(ours, P_world):
         for net, loss in zip((ours, twin), losses(P_x, ours, twin), strict=True):
-            if kind == "two":
-                optimizers = [
-                    torch.optim.SGD(net[0].parameters(), lr=0.1, foreach=foreach),
-                    torch.optim.AdamW([*net[1].parameters(), *net[3].parameters()], foreach=foreach),
-                ]
-            else:
-                optimizers = [getattr(torch.optim, kind)(net.parameters(), lr=0.01, foreach=foreach)]
+            optimizers = [
+                torch.optim.SGD(net[0].parameters(), lr=0.1, foreach=True),
+                torch.optim.AdamW([*net[1].parameters(), *net[3].parameters()], foreach=False),
+            ]
             for _ in range(4):
                 for optimizer in optimizers:
                     optimizer.zero_grad()
@@ -98,26 +93,6 @@ def test_torchs_scaler_works_on_copies(P_world, comm, overflow):
     assert len(set(comm.allgather(scales[0]))) == 1
     for a, b in zip(ours.parameters(), twin.parameters(), strict=True):
         agree(a, b)
-
-
-@pytest.mark.mpi(min_size=2)
-def test_parameters_without_a_gradient_in_a_step_need_no_option(P_world, comm):
-    torch.manual_seed(0)
-    model = nn.ModuleDict({name: nn.Linear(3, 3, dtype=DTYPE) for name in ("always", "some", "never")})
-    optimizer = torch.optim.Adam(model.parameters())
-    never = model["never"].weight.detach().clone()
-    with GradientSync(model, P_world, bucket_nbytes=0):
-        for step in range(6):
-            optimizer.zero_grad()
-            y = model["always"](torch.ones(1, 3, dtype=DTYPE))
-            if (step + comm.rank) % 2:
-                y = model["some"](y)
-            y.sum().backward()
-            optimizer.step()
-            assert model["never"].weight.grad is None
-            weights = comm.allgather([p.detach().numpy().tobytes() for p in model.parameters()])
-            assert weights.count(weights[0]) == comm.size, "copies stay bitwise equal"
-    assert torch.equal(model["never"].weight, never)
 
 
 @pytest.mark.mpi(min_size=2)

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import importlib.metadata
-from collections import Counter
-from collections.abc import Mapping
+import re
+import textwrap
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping
 from itertools import groupby
 from pathlib import Path
 
 import torch
 
-from tests.zoo.zoo import Found, models
+from tests.zoo.zoo import Found, Tried, models
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 OUTCOMES = ("exact", "refused", "differs", "fails", "fails alone")
 CUTS = {"H": "rows", "W": "columns", "N": "samples"}
+WIDTH = 139
 HEAD = """# Public models that were tried
 
 Written by `python -m tests.zoo`, in an environment with `pip install -e '.[mpich,test,zoo]'`; with names of
@@ -26,8 +29,9 @@ Most models are smaller than the published ones; `tests/zoo/models.txt` has thei
 models that draw a number for each element, since alone they draw [others](convert.md#random-numbers), and
 detectors, which take lists of images.
 
-- **exact**: all is equal up to rounding. The number is the largest difference, beside the largest element. A
-  tensor that a rounding of the inputs changes by more than `compare` allows may differ by four times that.
+- **exact**: all is equal up to rounding. Behind a model stand its inputs and the largest difference, beside
+  the largest element. A tensor that a rounding of the inputs changes by more than `compare` allows may differ
+  by four times that.
 - **refused**: all ranks raise the error; [what to do](convert.md#what-is-refused-and-what-to-do).
 - **differs**: another number than that of the model alone; **fails**: another error than the library's.
 - **fails alone**: the model alone raises the error, so that there is nothing to compare with.
@@ -36,14 +40,20 @@ detectors, which take lists of images.
 
 def read() -> dict[str, Found]:
     """What the page has of each model, by its path."""
-    found, package = {}, ""
-    for line in PAGE.read_text().splitlines() if PAGE.exists() else ():
-        if line.startswith("## "):
-            package = line.split()[1]
-        elif line.startswith("| `"):
-            name, *_, outcome, says = (cell.strip() for cell in line.strip("|").split(" | "))
-            found[f"{package}/{name.strip('`')}"] = Found(outcome.strip("*"), says)
-    return found
+    found = {}
+    _, *sections = PAGE.read_text().split("\n## ") if PAGE.exists() else ("",)
+    for section in sections:
+        package = section.split()[0]
+        for paragraph in section.split("\n\n"):
+            if paragraph.startswith("Exact"):
+                for item in paragraph.replace("\n", " ").rstrip(". ").split("; "):
+                    name, says = re.search(r"`([^`]+)` .*: (\S+)$", item).groups()
+                    found[f"{package}/{name}"] = Found("exact", says)
+        for line in section.splitlines():
+            if line.startswith("| `"):
+                name, *_, outcome, says = (cell.strip() for cell in line.strip("|").split(" | "))
+                found[f"{package}/{name.strip('`')}"] = Found(outcome.strip("*"), says)
+    return {model.path: found[model.path] for model in models() if model.path in found}
 
 
 def written(found: Mapping[str, Found]) -> str:
@@ -52,15 +62,7 @@ def written(found: Mapping[str, Found]) -> str:
     for package, group in groupby(models(), key=lambda model: model.package):
         rows = {model: found[model.path] for model in group if model.path in found}
         counts.append((package, Counter(each.outcome for each in rows.values())))
-        tables += [
-            f"\n## {package} {_version(package)}\n",
-            "| model | inputs | cut | result | |",
-            "|---|---|---|---|---|",
-        ]
-        for model, (outcome, says) in rows.items():
-            sign = outcome if outcome == "exact" else f"**{outcome}**"
-            cut = CUTS[model.cut] + ", single precision" * (model.precision == "single")
-            tables.append(f"| `{model.name}` | {model.shapes} | {cut} | {sign} | {says} |")
+        tables += [f"\n## {package} {_version(package)}", *_exact(rows), *_others(rows)]
     totals = sum((count for _, count in counts), Counter())
     summary = [
         "| package | tried | " + " | ".join(OUTCOMES) + " |",
@@ -70,6 +72,29 @@ def written(found: Mapping[str, Found]) -> str:
         numbers = (str(count[outcome] or "") for outcome in OUTCOMES)
         summary.append(f"| {package} | {count.total()} | {' | '.join(numbers)} |")
     return "\n".join([HEAD.format(torch=torch.__version__.partition("+")[0]), *summary, *tables, ""])
+
+
+def _exact(rows: Mapping[Tried, Found]) -> Iterator[str]:
+    # A paragraph for each way in which the models are cut.
+    items = defaultdict(list)
+    for model, (outcome, says) in rows.items():
+        if outcome == "exact":
+            items[_cut(model)].append(f"`{model.name}` {model.shapes}: {says}")
+    for cut, each in items.items():
+        text = f"Exact by {cut}: {'; '.join(each)}."
+        yield "\n" + textwrap.fill(text, WIDTH, break_long_words=False, break_on_hyphens=False)
+
+
+def _others(rows: Mapping[Tried, Found]) -> Iterator[str]:
+    others = {model: found for model, found in rows.items() if found.outcome != "exact"}
+    if others:
+        yield "\n| model | inputs | cut | result | |\n|---|---|---|---|---|"
+    for model, (outcome, says) in others.items():
+        yield f"| `{model.name}` | {model.shapes} | {_cut(model)} | **{outcome}** | {says} |"
+
+
+def _cut(model: Tried) -> str:
+    return CUTS[model.cut] + ", single precision" * (model.precision == "single")
 
 
 def _version(package: str) -> str:

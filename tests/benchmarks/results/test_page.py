@@ -31,6 +31,37 @@ def test_a_table_has_a_line_per_row_and_bold_ratios_above_their_target():
     ]
 
 
+def test_baselines_of_a_row_stand_side_by_side():
+    other = replace(ENTRY, row=replace(ROW, baseline="gloo", target=None))
+    alone = replace(other, row=replace(other.row, what="broadcast", ours_us=10.0, ours_spread_us=0.0))
+    assert page.side_by_side([ENTRY, other, alone]).splitlines() == [
+        "| what | one copy | gloo |",
+        "|---|---|---|",
+        "| sum, 25 MiB | **0.51** of 0.4, 2,570 ± 299 us | 0.51, 2,570 ± 299 us |",
+        "| broadcast |  | 0.00, 10 us |",
+    ]
+    assert page.side_by_side([]) == page.NONE
+
+
+def test_forms_of_a_function_stand_side_by_side():
+    rows = [
+        Row(f"function {what}", against, 300.0, 0.0, baseline, 0.0, target)
+        for what, against, baseline, target in (
+            ("relu, 16x16, time added", "95 us", 95.0, 1.0),
+            ("relu, 256x256", "bare local tile", 200.0, 2.0),
+            ("relu, 256x256, bfloat16", "bare local tile", 200.0, 1.25),
+            ("group norm, 4 groups, 48x48x48", "bare local tile", 60.0, 1.0),
+            ("attention, 16 tokens of 16, time added", "300 us", 300.0, 1.0),
+        )
+    ]
+    assert page.functions(replace(ENTRY, row=row) for row in rows).splitlines()[2:] == [
+        "| group norm, 4 groups | 48x48x48 | **5.00** of 1, 300 us |  |  |",
+        "| relu | 256x256 | 1.50 of 2, 300 us | **1.50** of 1.25, 300 us | **3.16** of 95 us, 300 us |",
+        "| attention | 16 tokens of 16 |  |  | 1.00 of 300 us, 300 us |",
+    ]
+    assert page.functions([]) == page.NONE
+
+
 def test_a_table_of_nothing_says_so():
     assert page.table([]) == page.NONE
 
@@ -91,7 +122,7 @@ def test_sections_may_lack_rows_and_functions_are_not_in_the_picture():
     function = replace(ENTRY, row=replace(ROW, what="function relu, 16x16, time added"))
     text = command.documented(command.PAGE.read_text(), [ENTRY, function], "machine")
     assert text.count(page.NONE) == len(command.SECTIONS) - 3
-    assert "| function relu, 16x16, time added |" in text
+    assert "| relu | 16x16 |" in text
     assert command.pictured([ENTRY, function]) == [ENTRY]
 
 

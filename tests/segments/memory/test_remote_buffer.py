@@ -53,6 +53,7 @@ def test_what_follows_a_get_comes_when_the_target_is_filled(block):
     memory.get_then(memory.fetch(target, 0), lambda: seen.append(target.tolist()))
     memory.get_then(memory.fetch(target[:0], 0), lambda: seen.append("nothing"))
     assert seen == [[128, 129], "nothing"]
+    assert (memory.counters.gets, memory.counters.bytes_got) == (2, 2)
 
 
 def test_a_view_is_of_the_block_where_it_is_near(block):

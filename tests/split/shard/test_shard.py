@@ -1,6 +1,5 @@
 """A whole tensor cut into a split one."""
 
-import numpy as np
 import pytest
 import torch
 
@@ -17,20 +16,6 @@ def test_every_rank_keeps_its_block(P_world):
     assert torch.equal(x.to_local(), whole[x.decomposition.slices()])
     assert x.to_local().data_ptr() != whole.data_ptr()
     assert torch.equal(shard(P_x, whole.detach().numpy()).full_tensor(), whole)
-
-
-@pytest.mark.mpi
-def test_only_the_block_of_an_array_is_read(P_world):
-    class Reads:
-        shape = (1, 1, 8, 4)
-
-        def __getitem__(self, index):
-            taken.append(index)
-            return np.zeros([s.stop - s.start for s in index])
-
-    taken = []
-    x = shard(P_world.create_cartesian_topology_partition((1, 1, P_world.size, 1)), Reads())
-    assert taken == [x.decomposition.slices()]
 
 
 @pytest.mark.mpi

@@ -9,27 +9,9 @@ from torch.nn import functional as F  # noqa: N812
 
 from distdl_rma import UnsupportedError
 from tests.split.against_whole import block, check, grids, whole
+from tests.split.samples import check_functions
 
 SHAPE = 2, 3, 5, 4
-UNARY = [
-    torch.relu,
-    torch.tanh,
-    F.gelu,
-    F.silu,
-    F.hardswish,
-    torch.Tensor.square,
-    lambda x: x.clamp(-0.5, 0.5),
-    lambda x: -x,
-]
-BINARY = [
-    torch.add,
-    torch.mul,
-    lambda x, y: x / (y * y + 1),
-    lambda x, y: torch.where(x > 0, x, y),
-    torch.maximum,
-    torch.lerp,
-]
-BESIDE = [SHAPE, (3, 1, 1), (1, 1, 5, 4), (4,), (2, 1, 1, 1), ()]
 
 
 def numbers(shape):
@@ -37,9 +19,10 @@ def numbers(shape):
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("function", UNARY)
-def test_of_one(P_world, function):
-    check(P_world, function, [numbers(SHAPE)])
+@pytest.mark.sizes(2, 3, 4)
+@pytest.mark.parametrize("part", range(10))
+def test_samples_of_torch(P_world, part):
+    check_functions(P_world, "elements.pointwise", part, 10)
 
 
 @pytest.mark.mpi
@@ -52,20 +35,6 @@ def test_comparisons_write_whole_numbers_whatever_needs_a_gradient(P_world, exte
 
     y = torch.ones(extent, 2, requires_grad=True)
     check(P_world, written, [torch.arange(extent * 2).view(extent, 2), y], gradients=False)
-
-
-@pytest.mark.mpi
-@pytest.mark.sizes(1, 2, 3, 4)
-@pytest.mark.parametrize("function", BINARY[:-1])
-def test_of_two_split_ones_and_beside_plain_ones(P_world, function):
-    check(P_world, function, [numbers(SHAPE), numbers(SHAPE)])
-    for shape in BESIDE:
-        check(P_world, function, [numbers(SHAPE)], [numbers(shape)])
-
-
-@pytest.mark.mpi
-def test_in_place(P_world):
-    check(P_world, lambda x, y: x.clone().add_(1).mul_(y).relu_(), [numbers(SHAPE), numbers(SHAPE)])
 
 
 @pytest.mark.mpi
@@ -121,11 +90,6 @@ def test_elements_are_compared_with_all_of_others(P_world):
         check(P_world, function, [x], [bounds], gradients=False)
     check(P_world, lambda x, y: torch.isin(x, y[:1] * 1.0), [x, x.clone()], gradients=False)
     check(P_world, lambda x: torch.isin(x, 0.0), [x], gradients=False)
-
-
-@pytest.mark.mpi
-def test_a_gradient_that_torch_has_no_memory_for_is_zeros(P_world):
-    check(P_world, torch.sgn, [torch.randn(4, 3, dtype=torch.float64).requires_grad_()])
 
 
 pytestmark = [pytest.mark.mpi, pytest.mark.sizes(2, 3)]

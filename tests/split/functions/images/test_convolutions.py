@@ -7,6 +7,7 @@ from torch.nn import functional as F  # noqa: N812
 
 from distdl_rma.ops.conv import worker_grid
 from tests.split.against_whole import block, check
+from tests.split.samples import check_functions
 
 CASES = {
     "plain": (F.conv2d, (2, 4, 9, 7), (6, 4, 3, 3), {"padding": 1}),
@@ -33,6 +34,13 @@ OVERLAPPING = [(case, True) for case in CASES if "transposed" not in case]
 
 
 @pytest.mark.mpi
+@pytest.mark.sizes(2, 3, 4)
+@pytest.mark.parametrize("part", range(2))
+def test_samples_of_torch(P_world, part):
+    check_functions(P_world, "images.convolutions", part, 2)
+
+
+@pytest.mark.mpi
 @pytest.mark.sizes(1, 2, 3, 4)
 @pytest.mark.parametrize(("case", "overlaps"), [*((case, False) for case in CASES), *OVERLAPPING])
 def test_results_and_gradients_are_those_of_the_whole(P_world, monkeypatch, case, overlaps):
@@ -45,17 +53,6 @@ def test_results_and_gradients_are_those_of_the_whole(P_world, monkeypatch, case
     outputs = function(x, w, **options).shape[1]
     b = torch.randn(outputs, dtype=torch.float64, requires_grad=True)
     check(P_world, lambda x, w, b: function(x, w, b, **options), [x], [w, b])
-
-
-@pytest.mark.mpi
-@pytest.mark.sizes(2, 3, 4)
-@pytest.mark.parametrize("case", ["strided", "transposed"])
-def test_complex_numbers(P_world, case):
-    function, shape, weight, options = CASES[case]
-    x, w = (torch.randn(s, dtype=torch.complex128, requires_grad=True) for s in (shape, weight))
-    b = torch.randn(function(x, w, **options).shape[1], dtype=torch.complex128, requires_grad=True)
-    check(P_world, lambda x, w, b: function(x, w, b, **options), [x], [w, b])
-    check(P_world, lambda x, w: function(x, w, **options), [x], [w])
 
 
 @pytest.mark.mpi
@@ -97,13 +94,6 @@ def test_torch_says_what_is_wrong_with_a_convolution_of_a_whole_volume(P_world):
         with pytest.raises(RuntimeError) as found:
             F.conv3d(whole, weight, bias, *others)
         assert str(found.value).splitlines()[0] == str(expected.value).splitlines()[0]
-
-
-@pytest.mark.mpi
-def test_an_image_without_a_batch(P_world):
-    x = torch.randn(3, 8, 7, dtype=torch.float64, requires_grad=True)
-    w = torch.randn(2, 3, 3, 3, dtype=torch.float64, requires_grad=True)
-    check(P_world, F.conv2d, [x], [w])
 
 
 @pytest.mark.mpi

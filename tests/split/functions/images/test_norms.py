@@ -8,12 +8,57 @@ from distdl_rma import SplitTensor, shard
 from distdl_rma.errors import UnsupportedError
 from distdl_rma.split import layout as lay
 from tests.split.against_whole import block, check
+from tests.split.samples import check_functions
 
 SHAPE = 3, 4, 5, 7
 
 
 def numbers(shape, requires_grad=True):
     return torch.randn(shape, dtype=torch.float64, requires_grad=requires_grad)
+
+
+def with_alone(function, *args, needs=True, name="weight"):
+    x, w = numbers((2, 4, 6, 5)), torch.rand(4, dtype=torch.float64, requires_grad=needs)
+    return lambda x, w: function(x, *args, **{name: w}), [x], [w]
+
+
+def spectra(*shape):
+    return torch.randn(shape, dtype=torch.complex128, requires_grad=True)
+
+
+# Forms beyond torch's samples: the function, what is split, and what is plain beside it.
+FORMS = {
+    "a weight alone": lambda: with_alone(F.instance_norm),
+    "a bias alone": lambda: with_alone(F.instance_norm, name="bias"),
+    "a weight alone of groups": lambda: with_alone(F.group_norm, 2),
+    "a weight alone of channels": lambda: with_alone(F.group_norm, 4),
+    # Torch has no gradient of a bias without a weight here.
+    "a bias alone of groups": lambda: with_alone(F.group_norm, 2, needs=False, name="bias"),
+    "a bias alone of one group": lambda: with_alone(F.group_norm, 1, needs=False, name="bias"),
+    "complex numbers": lambda: (lambda x: F.rms_norm(x, (4,)), [spectra(3, 5, 4)]),
+    "weighted complex numbers": lambda: (
+        lambda x, w: F.rms_norm(x, (5, 4), w),
+        [spectra(3, 5, 4)],
+        [spectra(5, 4)],
+    ),
+    "zeros": lambda: (lambda x: F.normalize(x * 0), [numbers(SHAPE)]),
+    "an infinite order": lambda: (lambda x: F.normalize(x, float("inf"), dim=-1), [numbers((2, 2, 2, 2))]),
+    "planes": lambda: (lambda x: F.normalize(x, dim=(1, 2)), [numbers(SHAPE)]),
+    "neighbours": lambda: (lambda x: F.local_response_norm(x, 3, alpha=0.1), [numbers(SHAPE)]),
+}
+
+
+@pytest.mark.mpi
+@pytest.mark.sizes(1, 2, 3, 4)
+@pytest.mark.parametrize("name", FORMS)
+def test_forms(P_world, name):
+    check(P_world, *FORMS[name]())
+
+
+@pytest.mark.mpi
+@pytest.mark.sizes(2, 3, 4)
+def test_samples_of_torch(P_world):
+    check_functions(P_world, "images.norms")
 
 
 @pytest.mark.mpi
@@ -53,45 +98,6 @@ def test_instance_norm(P_world):
 
     check(P_world, tracked, [numbers(SHAPE)], [numbers((4,)), numbers((4,))])
     check(P_world, F.instance_norm, [numbers((2, 4, 9))])
-
-
-@pytest.mark.mpi
-@pytest.mark.sizes(1, 2, 3, 4)
-@pytest.mark.parametrize("groups", [1, 2, 3, 6])
-def test_group_norm(P_world, groups):
-    check(
-        P_world,
-        lambda x, w, b: F.group_norm(x, groups, w, b),
-        [numbers((3, 6, 5, 4))],
-        [numbers((6,)), numbers((6,))],
-    )
-
-
-@pytest.mark.mpi
-@pytest.mark.sizes(1, 2, 3, 4)
-@pytest.mark.parametrize("dims", [1, 2, 3])
-def test_layer_and_rms_norm(P_world, dims):
-    shape = SHAPE[-dims:]
-    check(
-        P_world,
-        lambda x, w, b: F.layer_norm(x, shape, w, b),
-        [numbers(SHAPE)],
-        [numbers(shape), numbers(shape)],
-    )
-    check(P_world, lambda x, w: F.rms_norm(x, shape, w, 1e-6), [numbers(SHAPE)], [numbers(shape)])
-    check(P_world, lambda x: F.layer_norm(x, shape), [numbers(SHAPE)])
-    check(P_world, lambda x: F.rms_norm(x, shape), [numbers(SHAPE)])
-
-
-@pytest.mark.mpi
-@pytest.mark.sizes(1, 2, 3, 4)
-def test_others(P_world):
-    check(P_world, lambda x: F.local_response_norm(x, 3, alpha=0.1), [numbers(SHAPE)])
-    for p in (2.0, 1.0, 3.0, float("inf")):
-        check(P_world, lambda x, p=p: F.normalize(x, p), [numbers(SHAPE)])
-        check(P_world, lambda x, p=p: F.normalize(x, p, dim=-1), [numbers((2, 2, 2, 2))])
-    check(P_world, lambda x: F.normalize(x, dim=(1, 2)), [numbers(SHAPE)])
-    check(P_world, lambda x: F.normalize(x * 0), [numbers(SHAPE)])
 
 
 @pytest.mark.mpi
@@ -153,18 +159,6 @@ def test_groups_of_no_elements(P_world):
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("name", ["weight", "bias"])
-def test_one_parameter_alone(P_world, name):
-    x = torch.randn(2, 4, 6, 5, dtype=torch.float64, requires_grad=True)
-    w = torch.rand(4, dtype=torch.float64, requires_grad=True)
-    check(P_world, lambda x, w: F.instance_norm(x, **{name: w}), [x], [w])
-    # Torch has no gradient of a bias without a weight here.
-    w = w.detach() if name == "bias" else w
-    for groups in (1, 2, 4):
-        check(P_world, lambda x, w, n=groups: F.group_norm(x, n, **{name: w}), [x], [w])
-
-
-@pytest.mark.mpi
 def test_what_is_infinite_is_a_result_as_any_other(P_world):
     x = torch.randn(1, 2, 8, 4)
     x[0, 0, 0, 0] = float("inf")
@@ -187,16 +181,6 @@ def test_running_statistics_that_are_cut_are_refused_beside_copies_too(P_world, 
         for x in (torch.randn(3, 4, 5), SplitTensor(torch.randn(3, 4, 5), lay.replicated(P_x, (3, 4, 5)))):
             with pytest.raises(UnsupportedError, match="running statistics are plain tensors"):
                 getattr(F, name)(x, *running, **({"training": True} if name == "batch_norm" else {}))
-
-
-@pytest.mark.mpi
-@pytest.mark.parametrize("weighted", [False, True])
-def test_rms_norm_of_complex_numbers(P_world, weighted):
-    x, w = (torch.randn(shape, dtype=torch.complex128, requires_grad=True) for shape in ((3, 5, 4), (5, 4)))
-    if weighted:
-        check(P_world, lambda x, w: F.rms_norm(x, (5, 4), w), [x], [w])
-    else:
-        check(P_world, lambda x: F.rms_norm(x, (4,)), [x])
 
 
 @pytest.mark.mpi

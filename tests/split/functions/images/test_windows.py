@@ -6,68 +6,122 @@ from torch.nn import functional as F  # noqa: N812
 
 from distdl_rma.errors import ShapeError
 from tests.split.against_whole import block, check
+from tests.split.samples import check_functions
 
-PLANE = 2, 3, 9, 7
+PLANE, EVEN = (2, 3, 9, 7), (2, 3, 8, 6)
 POOLS = {
-    "max": (F.max_pool2d, PLANE, (2,), {}),
-    "max overlapping": (F.max_pool2d, PLANE, (3, 2, 1), {}),
     "max ceil": (torch.max_pool2d, PLANE, (3,), {"stride": 2, "ceil_mode": True}),
     "max dilated": (F.max_pool2d, PLANE, ((3, 2), 1), {"dilation": (2, 3)}),
-    "max indices": (F.max_pool2d, PLANE, (3, 2), {"return_indices": True}),
     "max with indices": (F.max_pool2d_with_indices, PLANE, (2, 2), {}),
-    "max 1-D": (F.max_pool1d, (2, 3, 11), (3, 2, 1), {}),
-    "max 3-D": (F.max_pool3d, (1, 2, 5, 6, 5), (2,), {"ceil_mode": True}),
     "max unbatched": (F.max_pool2d, (3, 9, 8), (2,), {}),
-    "average": (F.avg_pool2d, PLANE, (2,), {}),
     "average padded": (F.avg_pool2d, PLANE, (3, 2, 1), {"count_include_pad": False, "ceil_mode": True}),
     "average divisor": (F.avg_pool2d, PLANE, ((3, 2),), {"divisor_override": 5}),
     "average of all": (F.avg_pool2d, PLANE, ((9, 7),), {}),
-    "average 1-D": (F.avg_pool1d, (2, 3, 11), (3, 2, 1), {}),
-    "average 3-D": (F.avg_pool3d, (1, 2, 5, 6, 5), (2, 1), {}),
     "norm": (F.lp_pool2d, PLANE, (2.0, 3), {"stride": 2, "ceil_mode": True}),
     "norm 1-D": (F.lp_pool1d, (2, 3, 11), (3, 2), {}),
     "norm infinite": (F.lp_pool2d, PLANE, (float("inf"), 2), {}),
-    "adaptive average": (F.adaptive_avg_pool2d, PLANE, ((4, 3),), {}),
-    "adaptive average one": (F.adaptive_avg_pool2d, PLANE, (1,), {}),
     "adaptive average part": (F.adaptive_avg_pool2d, PLANE, ((1, None),), {}),
     "adaptive average both": (F.adaptive_avg_pool2d, PLANE, ((1, 3),), {}),
-    "adaptive average 1-D": (F.adaptive_avg_pool1d, (2, 3, 11), (4,), {}),
     "adaptive average 3-D": (F.adaptive_avg_pool3d, (1, 2, 5, 6, 5), ((2, 1, 3),), {}),
-    "adaptive average unbatched": (F.adaptive_avg_pool2d, (3, 9, 8), (1,), {}),
-    "adaptive max": (F.adaptive_max_pool2d, PLANE, ((4, 3),), {}),
     "adaptive max one": (F.adaptive_max_pool2d, PLANE, (1,), {"return_indices": True}),
-    "adaptive max 1-D": (torch.adaptive_max_pool1d, (2, 3, 11), (4,), {}),
-    "adaptive max 3-D": (F.adaptive_max_pool3d, (1, 2, 5, 6, 5), (2,), {}),
-}
-SIZES = {
-    "nearest": {"size": (13, 5)},
-    "nearest factor": {"scale_factor": 2},
-    "nearest-exact": {"scale_factor": (1.7, 0.6), "mode": "nearest-exact"},
-    "bilinear": {"scale_factor": 2, "mode": "bilinear", "align_corners": True},
-    "bilinear size": {"size": (20, 11), "mode": "bilinear"},
-    "bilinear recomputed": {"scale_factor": 1.6, "mode": "bilinear", "recompute_scale_factor": True},
-    "bicubic": {"scale_factor": (1.5, 2.0), "mode": "bicubic"},
-    "area": {"size": (4, 3), "mode": "area"},
-    "antialias": {"size": (5, 4), "mode": "bilinear", "antialias": True},
-    "one": {"size": 1, "mode": "bilinear"},
-}
-PADS = {
-    "zeros": ((1, 2, 2, 1), {}),
-    "value": ((1, 2, 0, 1), {"mode": "constant", "value": 1.5}),
-    "one dimension": ((2, 1), {}),
-    "channels": ((0, 0, 1, 0, 2, 1), {}),
-    "all": ((1, 0, 0, 1, 2, 1, 1, 1), {"value": -2.0}),
-    "crop": ((-1, -2, 1, -3), {}),
-    "reflect": ((2, 1, 3, 2), {"mode": "reflect"}),
-    "replicate": ((2, 1, 5, 0), {"mode": "replicate"}),
-    "circular": ((2, 3, 1, 4), {"mode": "circular"}),
-    "circular crop": ((-2, 3, 1, -1), {"mode": "circular"}),
-    "reflect crop": ((-2, 3, 1, -1), {"mode": "reflect"}),
 }
 
 
 def numbers(shape):
     return torch.randn(shape, dtype=torch.float64, requires_grad=True)
+
+
+def resized(shape=PLANE, **options):
+    return lambda: (lambda x: F.interpolate(x, **options), [numbers(shape)])
+
+
+def padded(sides, shape=(3, 3, 9, 7), **options):
+    return lambda: (lambda x: F.pad(x, sides, **options), [numbers(shape)])
+
+
+def of_few(function, *args, **options):
+    return lambda: (lambda x: function(x, *args, **options), [numbers((2, 2, 2, 2))])
+
+
+def places():
+    return (torch.rand(2, 5, 7, 2, dtype=torch.float64) * 2.2 - 1.1).requires_grad_()
+
+
+def there_and_back(x):
+    y, index = F.max_pool2d(x, 2, return_indices=True)
+    return F.max_unpool2d(y * 2, index, 2), F.max_unpool2d(y, index, 2, output_size=(2, 3, 9, 7))
+
+
+def moved(x, theta):
+    return F.grid_sample(x, F.affine_grid(theta, x.shape, False), "bilinear", "border", False)
+
+
+# Forms beyond torch's samples: the function, what is split, and what is plain beside it.
+FORMS = {
+    "nearest": resized(scale_factor=2),
+    "nearest-exact": resized(scale_factor=(1.7, 0.6), mode="nearest-exact"),
+    "recomputed": resized(scale_factor=1.6, mode="bilinear", recompute_scale_factor=True),
+    "antialias": resized(size=(5, 4), mode="bilinear", antialias=True),
+    "to one": resized(size=1, mode="bilinear"),
+    "a line": resized((2, 3, 7), scale_factor=2, mode="linear"),
+    "a volume": resized((1, 2, 3, 4, 5), scale_factor=2, mode="trilinear"),
+    "a value around": padded((1, 2, 0, 1), mode="constant", value=1.5),
+    "around all": padded((1, 0, 0, 1, 2, 1, 1, 1), value=-2.0),
+    "cropped": padded((-1, -2, 1, -3)),
+    "circular, cropped": padded((-2, 3, 1, -1), mode="circular"),
+    "reflected, cropped": padded((-2, 3, 1, -1), mode="reflect"),
+    "a padded vector": padded((1, 2), (5,)),
+    "a padded matrix": padded((1, 2, 0, 3), (5, 3)),
+    "six dimensions": padded((0, 1, 2, 0, 1, 1), (3, 4, 5, 2, 3, 2)),
+    "whole numbers": lambda: (lambda x: F.pad(x, (1, 2), value=3), [torch.arange(10).view(2, 5)]),
+    "nothing is padded": padded((0, 0), (5, 3), mode="replicate"),
+    "around nothing": padded((1, 1, 1, 0), (3, 4, 0, 2)),
+    "nothing is resized": lambda: (lambda x: F.interpolate(x[:0], scale_factor=2), [numbers((3, 4, 5, 2))]),
+    "few in overlapping windows": of_few(F.max_pool2d, 2, 1, 1),
+    "few in windows": of_few(F.avg_pool2d, 2),
+    "a mean of few": of_few(F.adaptive_avg_pool2d, 1),
+    "the largest of few": of_few(F.adaptive_max_pool2d, (2, 1)),
+    "few resized": of_few(F.interpolate, scale_factor=2, mode="bilinear"),
+    "few reflected": of_few(F.pad, (1, 1, 1, 0), mode="reflect"),
+    "unpooled": lambda: (there_and_back, [numbers(EVEN)]),
+    "a line unpooled": lambda: (
+        lambda x: F.max_unpool1d(*F.max_pool1d(x, 3, 2, return_indices=True), 3, 2),
+        [numbers(EVEN[:3])],
+    ),
+    "patches": lambda: (lambda x: F.unfold(x, (3, 2), padding=1, stride=(2, 1)), [numbers(EVEN)]),
+    "patches of one image": lambda: (
+        lambda x: F.unfold(x, (3, 2), padding=1, stride=(2, 1)),
+        [numbers((3, 5, 7))],
+    ),
+    "patches of no truths": lambda: (lambda x: F.unfold(x, 2, stride=2), [torch.ones(0, 1, 5, 5).bool()]),
+    "folded": lambda: (lambda x: F.fold(x, (5, 4), (2, 3)), [numbers((2, 3 * 6, 8))]),
+    "one image folded": lambda: (lambda x: F.fold(x, 5, 2, stride=3, padding=1), [numbers((8, 4))]),
+    "samples": lambda: (lambda x, g: F.grid_sample(x, g, align_corners=False), [numbers(EVEN)], [places()]),
+    "samples of a plain image": lambda: (
+        lambda g, x: F.grid_sample(x, g, align_corners=True),
+        [places()],
+        [numbers(EVEN)],
+    ),
+    "samples of both": lambda: (
+        lambda x, g: F.grid_sample(x, g, align_corners=True),
+        [numbers((2, 3, 8, 2)), places()],
+    ),
+    "an affine image": lambda: (moved, [numbers(EVEN)], [numbers((2, 2, 3))]),
+}
+
+
+@pytest.mark.mpi
+@pytest.mark.sizes(1, 2, 3, 4)
+@pytest.mark.parametrize("name", FORMS)
+def test_forms(P_world, name):
+    check(P_world, *FORMS[name]())
+
+
+@pytest.mark.mpi
+@pytest.mark.sizes(2, 3, 4)
+@pytest.mark.parametrize("part", range(6))
+def test_samples_of_torch(P_world, part):
+    check_functions(P_world, "images.windows", part, 6)
 
 
 @pytest.mark.mpi
@@ -76,48 +130,6 @@ def numbers(shape):
 def test_pooling(P_world, case):
     function, shape, args, kwargs = POOLS[case]
     check(P_world, lambda x: function(x, *args, **kwargs), [numbers(shape)])
-
-
-@pytest.mark.mpi
-@pytest.mark.sizes(1, 2, 3, 4)
-@pytest.mark.parametrize("case", SIZES)
-def test_resizing(P_world, case):
-    check(P_world, lambda x: F.interpolate(x, **SIZES[case]), [numbers(PLANE)])
-
-
-@pytest.mark.mpi
-@pytest.mark.parametrize("mode", ["linear", "trilinear"])
-def test_resizing_lines_and_volumes(P_world, mode):
-    shape = (2, 3, 7) if mode == "linear" else (1, 2, 3, 4, 5)
-    check(P_world, lambda x: F.interpolate(x, scale_factor=2, mode=mode), [numbers(shape)])
-
-
-@pytest.mark.mpi
-@pytest.mark.sizes(1, 2, 3, 4)
-@pytest.mark.parametrize("case", PADS)
-def test_padding(P_world, case):
-    sides, kwargs = PADS[case]
-    check(P_world, lambda x: F.pad(x, sides, **kwargs), [numbers((3, 3, 9, 7))])
-
-
-@pytest.mark.mpi
-def test_padding_of_other_tensors(P_world):
-    check(P_world, lambda x: F.pad(x, (1, 2)), [numbers((5,))])
-    check(P_world, lambda x: F.pad(x, (1, 2, 0, 3)), [numbers((5, 3))])
-    check(P_world, lambda x: F.pad(x, (0, 1, 2, 0, 1, 1)), [numbers((3, 4, 5, 2, 3, 2))])
-    check(P_world, lambda x: F.pad(x.long(), (1, 2), value=3), [numbers((2, 5))], gradients=False)
-
-
-@pytest.mark.mpi
-@pytest.mark.sizes(3, 4)
-def test_blocks_without_elements(P_world):
-    x = numbers((2, 2, 2, 2))
-    check(P_world, lambda x: F.max_pool2d(x, 2, 1, 1), [x])
-    check(P_world, lambda x: F.avg_pool2d(x, 2), [x])
-    check(P_world, lambda x: F.adaptive_avg_pool2d(x, 1), [x])
-    check(P_world, lambda x: F.adaptive_max_pool2d(x, (2, 1)), [x])
-    check(P_world, lambda x: F.interpolate(x, scale_factor=2, mode="bilinear"), [x])
-    check(P_world, lambda x: F.pad(x, (1, 1, 1, 0), mode="reflect"), [x])
 
 
 @pytest.mark.mpi
@@ -145,11 +157,6 @@ def test_types_under_autocast_are_torchs(P_world):
 
 
 @pytest.mark.mpi
-def test_nothing_is_padded(P_world):
-    check(P_world, lambda x: F.pad(x, (0, 0), mode="replicate"), [numbers((5, 3))])
-
-
-@pytest.mark.mpi
 @pytest.mark.sizes(2, 3, 4)
 def test_changes_of_a_view_of_what_was_padded(P_world):
     def changed(x):
@@ -158,61 +165,6 @@ def test_changes_of_a_view_of_what_was_padded(P_world):
         return y
 
     check(P_world, changed, [numbers((5, 2, 4))], only=[(P_world.size, 1, 1)])
-
-
-@pytest.mark.mpi
-def test_tensors_without_elements(P_world):
-    x = numbers((3, 4, 0, 2))
-    check(P_world, lambda x: F.interpolate(x[:0], scale_factor=2), [numbers((3, 4, 5, 2))])
-    check(P_world, lambda x: F.pad(x, (1, 1, 1, 0)), [x])
-
-
-EVEN = 2, 3, 8, 6
-
-
-@pytest.mark.mpi
-@pytest.mark.sizes(1, 2, 3, 4)
-def test_max_unpool(P_world):
-    def there_and_back(x):
-        y, index = F.max_pool2d(x, 2, return_indices=True)
-        return F.max_unpool2d(y * 2, index, 2), F.max_unpool2d(y, index, 2, output_size=(2, 3, 9, 7))
-
-    check(P_world, there_and_back, [numbers(EVEN)])
-    check(
-        P_world,
-        lambda x: F.max_unpool1d(*F.max_pool1d(x, 3, 2, return_indices=True), 3, 2),
-        [numbers(EVEN[:3])],
-    )
-
-
-@pytest.mark.mpi
-@pytest.mark.sizes(1, 2, 3, 4)
-@pytest.mark.parametrize("shape", [EVEN, (3, 5, 7)])
-def test_unfold(P_world, shape):
-    check(P_world, lambda x: F.unfold(x, (3, 2), padding=1, stride=(2, 1)), [numbers(shape)])
-
-
-@pytest.mark.mpi
-@pytest.mark.sizes(1, 2, 3, 4)
-def test_fold(P_world):
-    check(P_world, lambda x: F.fold(x, (5, 4), (2, 3)), [numbers((2, 3 * 6, 8))])
-    check(P_world, lambda x: F.fold(x, 5, 2, stride=3, padding=1), [numbers((8, 4))])
-
-
-@pytest.mark.mpi
-@pytest.mark.sizes(1, 2, 3, 4)
-def test_grid_sample(P_world):
-    grid = (torch.rand(2, 5, 7, 2, dtype=torch.float64) * 2.2 - 1.1).requires_grad_()
-    theta = numbers((2, 2, 3))
-    check(P_world, lambda x, g: F.grid_sample(x, g, align_corners=False), [numbers(EVEN)], [grid])
-
-    def moved(x, theta):
-        return F.grid_sample(x, F.affine_grid(theta, x.shape, False), "bilinear", "border", False)
-
-    check(P_world, moved, [numbers(EVEN)], [theta])
-    check(P_world, lambda g, x: F.grid_sample(x, g, align_corners=True), [grid], [numbers(EVEN)])
-    both = [numbers((2, 3, 8, 2)), grid]
-    check(P_world, lambda x, g: F.grid_sample(x, g, align_corners=True), both)
 
 
 @pytest.mark.mpi(min_size=2)
@@ -225,9 +177,3 @@ def test_max_unpool_by_indices_in_any_order_of_memory(P_world):
     F.max_unpool2d(whole, index, 2).square().sum().backward()
     F.max_unpool2d(mine, across, 2).square().sum().backward()
     torch.testing.assert_close(mine.grad.full_tensor(), whole.grad)
-
-
-@pytest.mark.mpi
-def test_unfold_of_no_truths(P_world):
-    x = torch.ones(0, 1, 5, 5, dtype=torch.bool)
-    check(P_world, lambda x: F.unfold(x, (2, 2), stride=2), [x], gradients=False)

@@ -7,6 +7,7 @@ from torch.nn import functional as F  # noqa: N812
 from distdl_rma import shard
 from distdl_rma.errors import UnsupportedError
 from tests.split.against_whole import block, check
+from tests.split.samples import check_functions
 
 
 def numbers(*shape):
@@ -17,55 +18,28 @@ SHAPE = 3, 6, 5
 AT = torch.tensor([3, 0, 3])
 MASK = torch.tensor([True, False, True, True, False, True])
 INDEX = [
-    lambda x: x[1],
-    lambda x: x[-1, 2:],
-    lambda x: x[..., 1:],
-    lambda x: x[:, ::2],
-    lambda x: x[:, 1:-1:2, 3],
-    lambda x: x[:, 5:2],
-    lambda x: x[None, :, 4:, None],
-    lambda x: x[..., None, -1],
     lambda x: x[..., ...],
-    lambda x: x[..., 4:, ...],
     lambda x: x[..., 0, ..., None, :2],
-    lambda x: x[1, ..., ..., :2],
     lambda x: x[..., AT, ...],
-    lambda x: x[:, torch.tensor(2)],
-    lambda x: x[1, 2, 3],
-    lambda x: x[:, AT],
-    lambda x: x[AT % 3],
-    lambda x: x[:, [0, 4, 4]],
-    lambda x: x[AT % 3, AT],
-    lambda x: x[AT % 3, :, AT],
-    lambda x: x[0, :, AT],
-    lambda x: x[:, AT[:, None], AT],
-    lambda x: x[:, MASK],
     lambda x: x[1:, MASK, None, :2],
-    lambda x: x[MASK.view(3, 2, 1).expand(3, 2, 3).reshape(3, 6)],
-    lambda x: x[..., AT],
-    lambda x: x[:, []],
     lambda x: x[torch.tensor(False)],
-    lambda x: x[True, :, None, False],
     lambda x: x[0:0, None, MASK],
     lambda x: x[5:, MASK],
-    lambda x: x.narrow(1, 2, 3),
     lambda x: torch.narrow(x, dim=1, start=-3, length=2),
-    lambda x: x.select(1, -2),
-    lambda x: x.index_select(1, AT),
     lambda x: torch.index_select(x, dim=-1, index=AT),
-    lambda x: x.index_fill(1, AT, 2.0),
-    lambda x: x.gather(1, torch.arange(90).view(3, 6, 5) % 6),
-    lambda x: torch.gather(x, 2, torch.arange(36).view(3, 6, 2) % 5),
     lambda x: torch.gather(x, 0, torch.arange(8).view(1, 4, 2) % 3),
-    lambda x: torch.take_along_dim(x, torch.arange(18).view(3, 6, 1) % 5, dim=2),
-    lambda x: x.scatter(1, torch.arange(90).view(3, 6, 5) % 2 + 1, 3.0),
     lambda x: x.scatter_add(1, torch.arange(45).view(3, 3, 5) % 2 + 1, x[:, :3]),
-    lambda x: x.index_add(1, AT, x[:, :3]),
     lambda x: x.clone().index_add_(1, AT, x[:, :3]).scatter_(1, torch.zeros(3, 1, 5, dtype=int), 7.0),
     lambda x: x.take(torch.tensor([[5, -1], [89, 5]])),
-    lambda x: torch.take(x, torch.tensor(7)),
     lambda x: [row.sin() for row in x],
 ]
+
+
+@pytest.mark.mpi
+@pytest.mark.sizes(2, 3, 4)
+@pytest.mark.parametrize("part", range(3))
+def test_samples_of_torch(P_world, part):
+    check_functions(P_world, "places.indexing", part, 3)
 
 
 @pytest.mark.mpi
@@ -73,13 +47,6 @@ INDEX = [
 @pytest.mark.parametrize("at", range(len(INDEX)))
 def test_parts(P_world, at):
     check(P_world, INDEX[at], [numbers(*SHAPE)])
-
-
-@pytest.mark.mpi
-@pytest.mark.sizes(2, 3)
-def test_extents_shorter_than_the_ranks_are_many(P_world):
-    for function in (lambda x: x[:, 1], lambda x: x[:, 1:], lambda x: x[:, [1, 1, 0]], lambda x: x[1, 0]):
-        check(P_world, function, [numbers(2, 2, 2)])
 
 
 @pytest.mark.mpi

@@ -1,61 +1,43 @@
 """Elements of split tensors in other places: put together, taken apart, shuffled."""
 
-from collections import namedtuple
-
 import pytest
 import torch
 from torch.nn import functional as F  # noqa: N812
 
 from tests.split.against_whole import block, check
+from tests.split.samples import check_functions
 
 
 def numbers(*shape):
     return torch.randn(shape, dtype=torch.float64, requires_grad=True)
 
 
-Pair = namedtuple("Pair", ("x", "y"))
-SHAPE = 2, 5, 4
-JOINS = [
-    lambda x, y: torch.cat([x, y], 1),
-    lambda x, y: torch.cat((x, y, x), dim=-1),
-    lambda x, y: torch.concat([x, y], axis=0),
-    lambda x, y: torch.cat([x[:, 1:], y, x[:, :1]], dim=1),
-    lambda x, y: torch.stack([x, y]),
-    lambda x, y: torch.stack((x, y), dim=-1),
-    lambda x, y: torch.hstack([x, y]),
-    lambda *both: torch.hstack(Pair(*both)),
-    lambda *both: torch.vstack(both),
-    lambda x, y: torch.dstack([x, y]),
-    lambda x, y: torch.column_stack([x, y]),
-]
-PARTS = [
-    lambda x: x.split(2, dim=1),
-    lambda x: torch.split(x, [1, 3, 1], 1),
-    lambda x: x.chunk(2, -1),
-    lambda x: torch.chunk(x, 3, dim=1),
-    lambda x: torch.tensor_split(x, (1, 4), dim=1),
-    lambda x: x.tensor_split(2, 2),
-    lambda x: x.hsplit([2]),
-    lambda x: x.vsplit(2),
-    lambda x: x.unbind(1),
-    torch.unbind,
-    list,
-]
+# Forms beyond torch's samples: the function, what is split, and what is plain beside it.
+FORMS = {
+    "an empty split vector": lambda: (lambda x, p: torch.cat([p, x[:0]]), [numbers(7)], [numbers(4)]),
+    "an empty vector of another type": lambda: (
+        lambda x, e: torch.cat([e, x], -1),
+        [torch.randn(3, 4)],
+        [numbers(0)],
+    ),
+    "an empty vector behind": lambda: (lambda x, e: torch.hstack([x, e]), [torch.randn(4), numbers(0)]),
+    "gates": lambda: (lambda x: F.glu(x, dim=2), [numbers(2, 4, 6, 8)]),
+    "gates of channels": lambda: (lambda x: F.glu(x, 1), [numbers(2, 4, 6, 8)]),
+}
 
 
 @pytest.mark.mpi
 @pytest.mark.sizes(1, 2, 3, 4)
-@pytest.mark.parametrize("at", range(len(JOINS)))
-def test_joined(P_world, at):
-    check(P_world, JOINS[at], [numbers(*SHAPE), numbers(*SHAPE)])
-    check(P_world, JOINS[at], [numbers(*SHAPE)], [numbers(*SHAPE)])
+@pytest.mark.parametrize("name", FORMS)
+def test_forms(P_world, name):
+    check(P_world, *FORMS[name]())
 
 
 @pytest.mark.mpi
-@pytest.mark.sizes(1, 2, 3, 4)
-@pytest.mark.parametrize("at", range(len(PARTS)))
-def test_taken_apart(P_world, at):
-    check(P_world, PARTS[at], [numbers(*SHAPE)])
+@pytest.mark.sizes(2, 3, 4)
+@pytest.mark.parametrize("part", range(4))
+def test_samples_of_torch(P_world, part):
+    check_functions(P_world, "places.rearranging", part, 4)
 
 
 @pytest.mark.mpi
@@ -95,50 +77,11 @@ def test_bad_input(P_world):
         torch.cat([x, torch.zeros(2, 5, 4)], 1)
     with pytest.raises(IndexError):
         torch.cat([x, x], 3)
-
-
-@pytest.mark.mpi
-def test_an_empty_split_vector_goes_with_a_plain_tensor(P_world):
-    check(P_world, lambda x, p: torch.cat([p, x[:0]]), [numbers(7)], [numbers(4)])
-
-
-@pytest.mark.mpi
-def test_an_empty_vector_gives_its_type_and_its_graph(P_world):
-    x, empty = torch.randn(3, 4), numbers(0)
-    check(P_world, lambda x, e: torch.cat([e, x], -1), [x], [empty])
-    check(P_world, lambda x, e: torch.hstack([x, e]), [x[0].clone(), empty])
-
-
-@pytest.mark.mpi
-def test_gates(P_world):
-    for dim in (1, 2, -1):
-        check(P_world, lambda x, d=dim: F.glu(x, dim=d), [numbers(2, 4, 6, 8)])
-    check(P_world, lambda x: F.glu(x) + torch.nn.GLU()(x), [numbers(3, 6)])
-    x = block(P_world.create_cartesian_topology_partition((1, P_world.size)), numbers(2, 5))
     with pytest.raises(RuntimeError, match="must be even"):
         F.glu(x, 1)
-
-
-@pytest.mark.mpi
-@pytest.mark.sizes(1, 2, 3, 4)
-def test_pixels(P_world):
-    check(P_world, lambda x: F.pixel_shuffle(x, 2), [numbers(2, 12, 5, 3)])
-    check(P_world, lambda x: F.pixel_unshuffle(x, downscale_factor=2), [numbers(2, 3, 6, 10)])
-    check(P_world, lambda x: F.pixel_unshuffle(x, 3), [numbers(2, 2, 9, 3)])
 
 
 @pytest.mark.mpi
 def test_pixels_of_nothing_stay(P_world):
     # Torch itself cannot differentiate it.
     check(P_world, lambda x: F.pixel_unshuffle(x[:, :, :0], 2), [numbers(3, 2, 1, 2)], gradients=False)
-
-
-@pytest.mark.mpi
-@pytest.mark.sizes(1, 2, 3, 4)
-def test_diagonals(P_world):
-    check(P_world, torch.diag, [numbers(4, 7)])
-    check(P_world, lambda x: torch.diag(x, 2), [numbers(7, 4)])
-    check(P_world, lambda x: torch.diag(x, -1), [numbers(5)])
-    check(P_world, torch.diagflat, [numbers(3, 2)])
-    check(P_world, torch.diag_embed, [numbers(3, 5)])
-    check(P_world, lambda x: torch.diag_embed(x, 1, dim1=0, dim2=2), [numbers(3, 5)])

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from torch.nn import functional as F  # noqa: N812
 
 from distdl_rma.errors import UnsupportedError
 from tests.split.against_whole import block, check
+from tests.split.samples import check_functions
 
 
 def numbers(*shape):
@@ -14,45 +14,16 @@ def numbers(*shape):
 
 SHAPE = 2, 6, 5, 4
 SAME = [
-    lambda x: x.permute(0, 2, 3, 1),
-    lambda x: x.permute((3, -2, 1, 0)),
     lambda x: torch.permute(x, dims=(1, 0, 2, 3)),
-    lambda x: x.transpose(1, -1),
-    lambda x: torch.swapaxes(x, axis0=0, axis1=2),
     lambda x: x.movedim((0, 1), (-1, 0)),
-    lambda x: torch.moveaxis(x, 1, -1),
-    lambda x: x.mT,
     lambda x: x.mH,
-    lambda x: x.unsqueeze(0).squeeze(0),
-    lambda x: torch.unsqueeze(x, dim=-1).squeeze(),
-    lambda x: x.unsqueeze(2).squeeze((2,)),
-    lambda x: x.expand(3, -1, -1, -1, -1),
     lambda x: x.unsqueeze(2).expand(2, 6, 7, 5, 4),
-    lambda x: torch.broadcast_to(x, (2, 2, 6, 5, 4)),
-    lambda x: x.repeat(1, 2, 1, 1),
     lambda x: x.repeat(2, 1, 1, 3, 2),
-    lambda x: torch.tile(x, (2,)),
-    lambda x: x.repeat_interleave(3, dim=2),
     lambda x: torch.repeat_interleave(x, torch.tensor([1, 0, 2, 3, 1]), dim=2),
-    lambda x: x.repeat_interleave(2),
-    lambda x: x.flip(2),
-    lambda x: torch.flip(x, [1, -1]),
-    lambda x: x.fliplr(),
     lambda x: torch.rot90(x, 1, (2, 3)),
-    lambda x: F.channel_shuffle(x, 3),
-    lambda x: x.roll(1, 2),
     lambda x: torch.roll(x, shifts=(-2, 3, 1), dims=(2, 3, 1)),
     lambda x: x.roll(7),
-    lambda x: x.triu(),
-    lambda x: torch.tril(x, diagonal=-1),
-    lambda x: x.diagonal(0, -2, -1),
-    lambda x: torch.diagonal(x, 1, dim1=0, dim2=2),
-    torch.diagonal,
-    torch.linalg.diagonal,
     lambda x: torch.linalg.diagonal(A=x, offset=-1, dim2=0),
-    lambda x: x.unfold(2, 3, 2),
-    torch.atleast_3d,
-    lambda x: x.contiguous().view(-1),
 ]
 GROUPS = [
     lambda x: x.flatten(1),
@@ -70,6 +41,13 @@ GROUPS = [
     lambda x: x.flatten(0, 1).unflatten(0, (2, 6)),
     lambda x: x.view(2, 3, 2, 5, 4).transpose(1, 2).contiguous().view(2, 6, 5, 4),
 ]
+
+
+@pytest.mark.mpi
+@pytest.mark.sizes(2, 3, 4)
+@pytest.mark.parametrize("part", range(3))
+def test_samples_of_torch(P_world, part):
+    check_functions(P_world, "places.shapes", part, 3)
 
 
 @pytest.mark.mpi

@@ -19,28 +19,12 @@ def numbers(*shape):
 
 
 @pytest.mark.mpi
-@pytest.mark.sizes(1, 2, 3)
-def test_writing_what_ranks_have(P_world):
+@pytest.mark.sizes(1, 2, 3, 4)
+def test_writing_slices_and_elements_of_a_cut_dimension(P_world):
     def written(x, y):
         z = x * 1
         z[:, 1:4] = y[:, 1:4]
-        z[..., 0] = 0
         z[:, :2] += 1
-        return z
-
-    check(
-        P_world,
-        written,
-        [numbers(3, 6, 5), numbers(3, 6, 5)],
-        only=[(1, P_world.size, 1), (P_world.size, 1, 1)],
-    )
-
-
-@pytest.mark.mpi
-@pytest.mark.sizes(1, 2, 3, 4)
-def test_writing_an_element_of_a_cut_dimension(P_world):
-    def written(x, y):
-        z = x * 1
         z[:, 4] = y[:, 1]
         z[1] = 3 * y[0]
         z[..., -1] = z[..., -1] * 2
@@ -127,37 +111,6 @@ def test_what_torch_refuses_to_write_where_a_mask_says_so(P_world, extent):
     with pytest.raises(RuntimeError, match="shape mismatch"):
         block(P_x, torch.zeros(11, 13))[:, torch.tensor([13])] = torch.ones(2, 11, 13)
     torch.testing.assert_close(x.full_tensor(), whole)
-
-
-MASK = torch.tensor([True, True, False])
-
-
-@pytest.mark.mpi
-@pytest.mark.parametrize(
-    "index",
-    [
-        (MASK, 1, 0),
-        (..., MASK, 1, 0),
-        ([0, 1], 1, 0),
-        (MASK, 1),
-        (MASK, slice(1)),
-        (MASK, slice(None), 0),
-        (1, MASK, 0),
-        (0, 1, [0, 1]),
-        (MASK, ..., 0),
-        (MASK, [0, 1], 0),
-        (slice(None), MASK, 0),
-        (slice(None), [0, 1], 1, None),
-    ],
-)
-def test_all_that_stands_beside_a_mask_or_indices_counts(P_world, index):
-    def written(x, v):
-        y, z = x * 1, x * 1
-        y[index] = -5.0
-        z[index] = v * x[index].detach()
-        return y, z, x[index]
-
-    check(P_world, written, [numbers(3, 3, 2)], [numbers()])
 
 
 def _random_index(pick, extents):

@@ -7,19 +7,105 @@ from torch.nn import functional as F  # noqa: N812
 from distdl_rma.errors import ShapeError, UnsupportedError
 from distdl_rma.split import SplitTensor
 from tests.split.against_whole import block, check
+from tests.split.samples import check_functions
 
 
 def numbers(*shape):
     return torch.randn(shape, dtype=torch.float64, requires_grad=True)
 
 
+def definite(x):
+    return x @ x.mT + 4 * torch.eye(x.shape[-1], dtype=x.dtype)
+
+
+def solved(x, y):
+    return torch.linalg.solve(definite(x), y)
+
+
+def transposed(x, y):
+    # Which torch refuses of one that is transposed in memory.
+    return torch.kron(x.mT if isinstance(x, SplitTensor) else x.mT.contiguous(), y)
+
+
+ROWS = torch.arange(6).view(2, 3)
+
+
+# Forms beyond torch's samples: the function, what is split, and what is plain beside it.
+FORMS = {
+    "contractions": lambda: (
+        lambda x, y: torch.einsum("bhid, bhjd -> bhij", [x, y]),
+        [numbers(2, 3, 5, 4), numbers(2, 3, 6, 4)],
+    ),
+    "a diagonal": lambda: (lambda x: torch.einsum("ii->i", x), [numbers(4, 4)]),
+    "fewer rows than ranks": lambda: (lambda x, w: F.bilinear(x, x, w), [numbers(2, 1)], [numbers(3, 1, 1)]),
+    "factors by name": lambda: (
+        lambda x, y: torch.matmul(other=y, input=x),
+        [numbers(4, 4), numbers(4, 4)],
+    ),
+    "a number is added": lambda: (
+        lambda a, x, b: x.addmv(a, b, beta=0.2, alpha=0.6),
+        [numbers(1, 4)],
+        [numbers(), numbers(4)],
+    ),
+    "a number is added to rows": lambda: (
+        lambda a, x, c: x.addmm(a, c, beta=0.2),
+        [numbers(1, 4)],
+        [numbers(), numbers(4, 3)],
+    ),
+    "whole numbers": lambda: (
+        lambda x: torch.addmm(ROWS[0], x, ROWS.mT @ ROWS, beta=1.7, alpha=2.5),
+        [ROWS],
+    ),
+    "complex numbers": lambda: (
+        lambda x: torch.addmm(x[:, 0], x, x.mT, beta=0.5),
+        [ROWS.to(torch.complex128)],
+    ),
+    "short whole numbers": lambda: (
+        torch.addbmm,
+        [torch.arange(20).view(5, 4).short()],
+        [torch.arange(90).view(3, 5, 6).short(), torch.arange(72).view(3, 6, 4).short()],
+    ),
+    **{
+        f"{name} of {a} and {b}": lambda f=f, a=a, b=b: (f, [numbers(*a)], [numbers(*b)])
+        for name, f in {"solutions": solved, "plain matrices solved": lambda y, x: solved(x, y)}.items()
+        for one, two in (
+            ((5, 3, 3), (5, 3, 2)),
+            ((3, 3), (5, 3, 2)),
+            ((1, 3, 3), (5, 3, 2)),
+            ((5, 3, 3), (5, 3)),
+        )
+        for a, b in [(one, two) if name == "solutions" else (two, one)]
+    },
+    "triangles": lambda: (
+        lambda x, y: torch.linalg.solve_triangular(definite(x), y, upper=False, left=False),
+        [numbers(5, 3, 3), numbers(5, 3, 3)],
+    ),
+    **{
+        f"Kronecker products of {a} and {b}": lambda a=a, b=b: (
+            lambda x, y: (torch.kron(x, y), torch.kron(y, x)),
+            [numbers(*a)],
+            [numbers(*b)],
+        )
+        for a, b in (((4, 3), (2, 5)), ((4, 3), (5,)), ((4, 3), (2, 2, 3)))
+    },
+    "condition numbers": lambda: (torch.linalg.cond, [numbers(1, 3, 3)]),
+    "condition numbers by -2": lambda: (lambda x: torch.linalg.cond(x, -2), [numbers(1, 3, 3)]),
+    "a transposed Kronecker product": lambda: (transposed, [numbers(5, 5), numbers(10, 20)]),
+}
+
+
 @pytest.mark.mpi
-@pytest.mark.sizes(1, 2, 3, 4)
-def test_linear(P_world):
-    check(P_world, F.linear, [numbers(3, 5, 4)], [numbers(6, 4), numbers(6)])
-    check(P_world, F.linear, [numbers(3, 5)], [numbers(2, 5)])
-    check(P_world, lambda x, w: F.linear(input=x, weight=w), [numbers(5)], [numbers(5)])
-    check(P_world, F.linear, [numbers(3, 2)], [numbers(1, 2), numbers(1)])
+@pytest.mark.sizes(2, 3, 4)
+@pytest.mark.parametrize("name", FORMS)
+def test_forms(P_world, name):
+    check(P_world, *FORMS[name](), atol=1e-8)
+
+
+@pytest.mark.mpi
+@pytest.mark.sizes(2, 3, 4)
+@pytest.mark.parametrize("part", range(5))
+def test_samples_of_torch(P_world, part):
+    check_functions(P_world, "products.contractions", part, 5)
 
 
 @pytest.mark.mpi
@@ -31,34 +117,6 @@ def test_a_parameter_beside_split_and_replicated_tensors(P_world):
         return F.linear(pooled.expand(-1, 4), w, b) + y.flatten(1)[:, :4]
 
     check(P_world, function, [numbers(3, 5, 4)], [numbers(4, 4), numbers(4)])
-
-
-PRODUCTS = [
-    (torch.matmul, (3, 5, 4), (3, 4, 6)),
-    (torch.bmm, (3, 5, 4), (3, 4, 6)),
-    (lambda x, y: x @ y.mT, (2, 3, 5, 4), (2, 3, 6, 4)),
-    (lambda x, y: x @ y, (1, 5, 4), (3, 4, 2)),
-    (torch.mm, (5, 4), (4, 6)),
-    (torch.dot, (5,), (5,)),
-    (torch.inner, (5, 3), (4, 3)),
-    (torch.outer, (5,), (4,)),
-    (lambda x, y: torch.einsum("bij,bjk->bki", x, y), (3, 5, 4), (3, 4, 6)),
-    (lambda x, y: torch.einsum("bhid, bhjd -> bhij", [x, y]), (2, 3, 5, 4), (2, 3, 6, 4)),
-    (lambda x, y: torch.einsum("...i,...j->...", x, y), (3, 5, 4), (3, 5, 2)),
-    (lambda x, y: torch.einsum("ij,jk", x, y), (5, 4), (4, 3)),
-    (lambda x, y: torch.tensordot(x, y, 2), (3, 5, 4), (5, 4, 6)),
-    (lambda x, y: torch.tensordot(x, y, dims=([0, -1], [1, 0])), (3, 5, 4), (4, 3, 2)),
-]
-
-
-@pytest.mark.mpi
-@pytest.mark.sizes(1, 2, 3, 4)
-@pytest.mark.parametrize("at", range(len(PRODUCTS)))
-def test_products(P_world, at):
-    function, one, two = PRODUCTS[at]
-    check(P_world, function, [numbers(*one), numbers(*two)])
-    check(P_world, function, [numbers(*one)], [numbers(*two)])
-    check(P_world, lambda x, y: function(y, x), [numbers(*two)], [numbers(*one)])
 
 
 @pytest.mark.mpi
@@ -76,26 +134,6 @@ def test_contractions_by_opt_einsum_are_those_of_torchs_tensors(P_world, equatio
     contract = pytest.importorskip("opt_einsum").contract
     first, *others = [numbers(*shape) for shape in shapes]
     check(P_world, lambda *operands: contract(equation, *operands), [first], others)
-
-
-@pytest.mark.mpi
-@pytest.mark.sizes(1, 2, 3, 4)
-def test_vectors_and_sums(P_world):
-    check(P_world, torch.mv, [numbers(5, 4)], [numbers(4)])
-    check(P_world, lambda x, y: y @ x, [numbers(3, 5, 4)], [numbers(5)])
-    check(P_world, lambda x: torch.einsum("ii->i", x), [numbers(4, 4)])
-    check(P_world, lambda x: torch.einsum("bij->j", x), [numbers(3, 5, 4)])
-    check(P_world, torch.addmm, [numbers(5, 6), numbers(5, 4)], [numbers(4, 6)])
-    check(
-        P_world,
-        lambda c, a, b: torch.addmm(c, a, b, beta=0.5, alpha=2),
-        [numbers(5, 6)],
-        [numbers(5, 4), numbers(4, 6)],
-    )
-    check(P_world, torch.baddbmm, [numbers(3, 5, 6), numbers(3, 5, 4)], [numbers(3, 4, 6)])
-    short = [(4 * numbers(*n).detach()).to(torch.int16) for n in ((5, 4), (3, 5, 6), (3, 6, 4))]
-    check(P_world, torch.addbmm, short[:1], short[1:])
-    check(P_world, F.bilinear, [numbers(3, 5, 4), numbers(3, 5, 2)], [numbers(6, 4, 2), numbers(6)])
 
 
 SHORT = {
@@ -141,15 +179,6 @@ def test_sums_of_short_numbers_are_rounded_once(P_world, name, dtype, autocast):
 
 
 @pytest.mark.mpi
-@pytest.mark.sizes(1, 2, 3, 4)
-def test_embedding(P_world):
-    check(P_world, F.embedding, [torch.randint(0, 7, (3, 5))], [numbers(7, 4)])
-    check(
-        P_world, lambda i, w: F.embedding(i, w, padding_idx=2), [torch.randint(0, 7, (3, 5))], [numbers(7, 4)]
-    )
-
-
-@pytest.mark.mpi
 @pytest.mark.sizes(2, 3)
 def test_bad_input(P_world):
     x = block(P_world.create_cartesian_topology_partition((1, P_world.size)), numbers(5, 4))
@@ -157,109 +186,10 @@ def test_bad_input(P_world):
         x @ torch.zeros(5, 4)
     with pytest.raises(UnsupportedError, match="max_norm"):
         F.embedding(x.long(), torch.zeros(9, 3), max_norm=1.0)
-
-
-@pytest.mark.mpi
-def test_bilinear_of_fewer_rows_than_ranks(P_world):
-    check(P_world, lambda x, w: F.bilinear(x, x, w), [numbers(2, 1)], [numbers(3, 1, 1)])
-
-
-@pytest.mark.mpi
-def test_sums_of_products_have_torchs_types(P_world):
-    a = torch.arange(6).view(2, 3)
-    check(P_world, lambda x: torch.addmm(a[0], x, a.mT @ a, beta=1.7, alpha=2.5), [a], gradients=False)
-    check(
-        P_world, lambda x: torch.addmm(x[:, 0], x, x.mT, beta=0.5), [a.to(torch.complex128)], gradients=False
-    )
-    with pytest.raises(RuntimeError, match="integral"):
-        check(P_world, lambda x: torch.addr(a[0, 0], x[0], x[1], alpha=0.5), [a], gradients=False)
-
-
-@pytest.mark.mpi
-def test_factors_in_another_order_by_name(P_world):
-    check(P_world, lambda x, y: torch.matmul(other=y, input=x), [numbers(4, 4), numbers(4, 4)])
-    check(P_world, lambda x, y: torch.outer(vec2=y, input=x), [numbers(4), numbers(4)])
-
-
-@pytest.mark.mpi
-def test_a_number_is_added_to_products_where_a_rank_has_no_rows(P_world):
-    a, b, c = numbers(1, 4), numbers(4), numbers(4, 3)
-    check(P_world, lambda a, x, b: x.addmv(a, b, beta=0.2, alpha=0.6), [a], [numbers(), b])
-    check(P_world, lambda a, x, c: x.addmm(a, c, beta=0.2), [a], [numbers(), c])
-
-
-def definite(x):
-    return x @ x.mT + 4 * torch.eye(x.shape[-1], dtype=x.dtype)
-
-
-@pytest.mark.mpi
-@pytest.mark.parametrize(
-    "function",
-    [
-        lambda x: torch.linalg.svd(x, full_matrices=False).S,
-        lambda x: [part.abs() for part in torch.svd(x)],
-        torch.linalg.svdvals,
-        lambda x: torch.linalg.qr(x).R.abs(),
-        lambda x: torch.linalg.eigh(definite(x)).eigenvalues,
-        lambda x: torch.linalg.cholesky(definite(x), upper=True),
-        lambda x: torch.linalg.inv(definite(x)),
-        lambda x: definite(x).inverse(),
-        lambda x: torch.linalg.pinv(x, rtol=1e-12),
-        lambda x: definite(x).det() + torch.logdet(definite(x)),
-        lambda x: tuple(torch.linalg.slogdet(x)),
-        lambda x: torch.matrix_exp(x) + torch.linalg.matrix_power(x, 2),
-        lambda x: torch.linalg.eigvals(x).abs().sum(-1),
-    ],
-)
-def test_functions_of_matrices(P_world, function):
-    check(P_world, function, [numbers(5, 3, 3)], atol=1e-8)
-    check(P_world, function, [numbers(2, 3, 3)], atol=1e-8)
-    check(P_world, function, [numbers(4, 4)], atol=1e-8)
-
-
-@pytest.mark.mpi
-@pytest.mark.sizes(2, 3)
-@pytest.mark.parametrize("order", [None, -2])
-def test_a_rank_without_matrices_is_in_the_graph_of_the_others(P_world, order):
-    check(P_world, lambda x: torch.linalg.cond(x, order), [numbers(1, 3, 3)], atol=1e-8)
-
-
-@pytest.mark.mpi
-def test_systems_of_equations(P_world):
-    for a, b in (((5, 3, 3), (5, 3, 2)), ((3, 3), (5, 3, 2)), ((1, 3, 3), (5, 3, 2)), ((5, 3, 3), (5, 3))):
-        check(P_world, lambda x, y: torch.linalg.solve(definite(x), y), [numbers(*a)], [numbers(*b)])
-        check(P_world, lambda y, x: torch.linalg.solve(definite(x), y), [numbers(*b)], [numbers(*a)])
-    operands = [numbers(5, 3, 3), numbers(5, 3, 3)]
-    check(P_world, lambda x, y: torch.linalg.solve(definite(x), y), operands)
-    for options in ({"upper": False, "left": False}, {"upper": True, "unitriangular": True}):
-        check(P_world, lambda x, y, o=options: torch.linalg.solve_triangular(definite(x), y, **o), operands)
-    check(P_world, lambda x, y: torch.cholesky_solve(y, torch.linalg.cholesky(definite(x))), operands)
-    x = block(P_world.create_cartesian_topology_partition((P_world.size, 1, 1)), numbers(5, 3, 3))
     with pytest.raises(UnsupportedError, match="beside the matrices"):
-        torch.linalg.matrix_rank(x, torch.ones(5, dtype=torch.float64))
-
-
-@pytest.mark.mpi
-@pytest.mark.filterwarnings("ignore:.*torch.cross")
-def test_cross_products(P_world):
-    for function in (torch.cross, torch.linalg.cross, lambda x, y: x.cross(y, dim=-1)):
-        check(P_world, function, [numbers(4, 3, 3), numbers(4, 3, 3)])
-        check(P_world, function, [numbers(4, 3, 3)], [numbers(4, 3, 3)])
-    check(P_world, lambda x, y: torch.cross(x, y, dim=1), [numbers(3, 3, 5), numbers(3, 3, 1)])
-
-
-@pytest.mark.mpi
-def test_kronecker_products(P_world):
-    for a, b in (((4, 3), (2, 5)), ((4, 3), (5,)), ((4, 3), (2, 2, 3))):
-        check(P_world, torch.kron, [numbers(*a)], [numbers(*b)])
-        check(P_world, lambda x, y: torch.kron(y, x), [numbers(*a)], [numbers(*b)])
-    check(P_world, torch.kron, [numbers(4, 3), numbers(3, 5)])
-
-    def transposed(x, y):
-        # Which torch refuses of one that is transposed in memory.
-        return torch.kron(x.mT if isinstance(x, SplitTensor) else x.mT.contiguous(), y)
-
-    check(P_world, transposed, [numbers(5, 5), numbers(10, 20)])
+        torch.linalg.matrix_rank(x.expand(5, 5, 4), torch.ones(5, dtype=torch.float64))
+    with pytest.raises(RuntimeError, match="integral"):
+        torch.addr(ROWS[0, 0], x[0].long(), x[1].long(), alpha=0.5)
 
 
 @pytest.mark.mpi

@@ -61,26 +61,6 @@ def test_multi_head_attention(P_world, first, weights):
 
 
 @pytest.mark.mpi
-@pytest.mark.sizes(1, 2, 3, 4)
-def test_a_vision_transformer_block(P_world):
-    def function(x, patches, w, proj, table):
-        tokens = x.flatten(2).transpose(1, 2)
-        tokens = torch.cat([patches.expand(x.shape[0], -1, -1), tokens], dim=1) + table
-        b, n, c = tokens.shape
-        qkv = F.linear(tokens, w).reshape(b, n, 3, 2, c // 2).permute(2, 0, 3, 1, 4)
-        q, k, v = qkv.unbind(0)
-        y = ATTENTION(q, k, v).transpose(1, 2).reshape(b, n, c)
-        return (tokens + F.linear(y, proj))[:, 0]
-
-    check(
-        P_world,
-        function,
-        [numbers(2, 6, 5, 4)],
-        [numbers(1, 1, 6), numbers(18, 6), numbers(6, 6), numbers(1, 21, 6)],
-    )
-
-
-@pytest.mark.mpi
 def test_gradients_of_plain_operands_meet_where_a_rank_has_no_heads(P_world):
     q, k, v = (torch.randn(2, 1, n, 4, dtype=torch.float64).requires_grad_() for n in (3, 5, 5))
     mask = torch.randn(3, 5, dtype=torch.float64).requires_grad_()

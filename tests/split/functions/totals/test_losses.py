@@ -9,6 +9,7 @@ from torch.nn import functional as F  # noqa: N812
 
 from distdl_rma.errors import UnsupportedError
 from tests.split.against_whole import block, check
+from tests.split.samples import check_functions
 
 SHAPE = 2, 3, 5, 4
 ROWS = 2, 5, 4
@@ -22,64 +23,93 @@ def between(shape=SHAPE):
     return (torch.rand(shape, dtype=torch.float64) * 0.8 + 0.1).requires_grad_()
 
 
-def signs(shape=SHAPE):
-    return torch.randint(0, 2, shape).double() * 2 - 1
+def classes(*shape, most=3):
+    return torch.randint(0, most, shape)
 
 
-POINTWISE = {
-    "mse": (F.mse_loss, numbers, numbers),
-    "l1": (F.l1_loss, numbers, numbers),
-    "smooth_l1": (lambda x, y, **k: F.smooth_l1_loss(x, y, beta=0.5, **k), numbers, numbers),
-    "huber": (lambda x, y, **k: F.huber_loss(x, y, delta=0.7, **k), numbers, numbers),
-    "bce": (F.binary_cross_entropy, between, between),
-    "bce_with_logits": (F.binary_cross_entropy_with_logits, numbers, between),
-    "kl_div": (F.kl_div, numbers, between),
-    "kl_div log": (lambda x, y, **k: F.kl_div(x, y, log_target=True, **k), numbers, numbers),
-    "poisson": (lambda x, y, **k: F.poisson_nll_loss(x, y, full=True, **k), numbers, between),
-    "gaussian": (lambda x, y, **k: F.gaussian_nll_loss(x, y, torch.exp(y), full=True, **k), numbers, numbers),
-    "soft_margin": (F.soft_margin_loss, numbers, signs),
-    "hinge": (F.hinge_embedding_loss, numbers, signs),
-    "margin_ranking": (lambda x, y, **k: F.margin_ranking_loss(x, 2 * x, y, margin=0.1, **k), numbers, signs),
-    "multilabel_soft_margin": (F.multilabel_soft_margin_loss, numbers, between),
+def weights(*shape):
+    return torch.rand(shape, dtype=torch.float64)
+
+
+def smoothed(x, y, w=None, reduction="mean"):
+    return F.cross_entropy(x, y, w, reduction=reduction, label_smoothing=0.2)
+
+
+# Forms beyond torch's samples: the function, what is split, and what is plain beside it.
+FORMS = {
+    "batchmean": lambda: (lambda x, y: F.kl_div(x, y, reduction="batchmean"), [numbers(), between()]),
+    "reduce": lambda: (lambda x, y: F.mse_loss(x, y, reduce=False), [numbers(), numbers()]),
+    "size_average": lambda: (lambda x, y: F.mse_loss(x, y, size_average=False), [numbers(), numbers()]),
+    "weighted squares": lambda: (
+        lambda x, y, w: F.mse_loss(x, y, weight=w),
+        [numbers(), numbers()],
+        [weights(*SHAPE)],
+    ),
+    "a weighted sum": lambda: (
+        lambda x, y, w: F.l1_loss(x, y, weight=w, reduction="sum"),
+        [numbers(), numbers()],
+        [weights(*SHAPE)],
+    ),
+    "weighted entropies": lambda: (F.binary_cross_entropy, [between(), between()], [weights(*SHAPE)]),
+    "positive weights": lambda: (
+        lambda x, y, w, p: F.binary_cross_entropy_with_logits(x, y, w, pos_weight=p),
+        [numbers(), between()],
+        [weights(*SHAPE), weights(3, 1, 1)],
+    ),
+    "a variance for all": lambda: (lambda x, y: F.gaussian_nll_loss(x, y, 2.0), [numbers(), numbers()]),
+    "probabilities": lambda: (smoothed, [numbers(), between()], [weights(3)]),
+    "plain probabilities": lambda: (F.cross_entropy, [numbers()], [between()]),
+    "a sum of probabilities": lambda: (lambda x, y: smoothed(x, y, None, "sum"), [numbers(), between()]),
+    "likelihoods": lambda: (F.nll_loss, [numbers()], [classes(*ROWS), weights(3)]),
+    "split labels": lambda: (lambda x: F.cross_entropy(x, x.detach().argmax(1)), [numbers()]),
+    "a class is ignored": lambda: (
+        lambda x, y: F.nll_loss(x, y, ignore_index=0),
+        [numbers()],
+        [classes(*ROWS)],
+    ),
+    "one vector": lambda: (F.cross_entropy, [numbers((5,))], [classes()]),
+    "fewer rows than ranks": lambda: (F.cross_entropy, [numbers((2, 3))], [classes(2)]),
+    "empty blocks": lambda: (
+        lambda x, y: F.nll_loss(x.log_softmax(1), y),
+        [numbers((4, 3, 2))],
+        [classes(4, 2)],
+    ),
+    "no rows": lambda: (
+        lambda x, y, w: smoothed(x, y, w, "sum"),
+        [numbers((0, 9, 2))],
+        [classes(0, 2), weights(9)],
+    ),
+    "no rows alone": lambda: (
+        lambda x, y, w: smoothed(x, y, w, "none"),
+        [numbers((0, 9, 2))],
+        [classes(0, 2), weights(9)],
+    ),
+    "split weights": lambda: (
+        lambda w, x, y: F.cross_entropy(x, y, w),
+        [weights(3)],
+        [numbers((5, 3)), classes(5)],
+    ),
+    "split weights of a sum": lambda: (
+        lambda w, x, y: F.nll_loss(x, y, w, reduction="sum"),
+        [weights(3)],
+        [numbers((5, 3)), classes(5)],
+    ),
 }
 
 
 @pytest.mark.mpi
-@pytest.mark.sizes(1, 3, 4)
-@pytest.mark.parametrize("name", POINTWISE)
-@pytest.mark.filterwarnings("ignore:reduction. 'mean' divides")
-@pytest.mark.parametrize("reduction", ["none", "sum", "mean"])
-def test_losses_of_elements(P_world, name, reduction):
-    function, first, second = POINTWISE[name]
-    check(P_world, lambda x, y: function(x, y, reduction=reduction), [first(), second()])
-    check(P_world, lambda x, y: function(x, y, reduction=reduction), [first()], [second()])
+@pytest.mark.sizes(1, 2, 3, 4)
+@pytest.mark.filterwarnings("ignore:size_average and reduce")
+@pytest.mark.parametrize("name", FORMS)
+def test_forms(P_world, name):
+    check(P_world, *FORMS[name]())
 
 
 @pytest.mark.mpi
-@pytest.mark.sizes(1, 2, 3)
-@pytest.mark.filterwarnings("ignore:size_average and reduce")
-def test_options_of_losses_of_elements(P_world):
-    weight, positive = torch.rand(SHAPE, dtype=torch.float64), torch.rand(3, 1, 1, dtype=torch.float64)
-    check(P_world, lambda x, y: F.kl_div(x, y, reduction="batchmean"), [numbers(), between()])
-    check(P_world, lambda x, y: F.mse_loss(x, y, reduce=False), [numbers(), numbers()])
-    check(P_world, lambda x, y: F.mse_loss(x, y, size_average=False), [numbers(), numbers()])
-    for loss in (F.mse_loss, F.l1_loss, F.huber_loss):
-        for reduction in ("none", "sum", "mean"):
-            check(
-                P_world,
-                lambda x, y, w, loss=loss, r=reduction: loss(x, y, weight=w, reduction=r),
-                [numbers(), numbers()],
-                [weight],
-            )
-    check(P_world, F.binary_cross_entropy, [between(), between()], [weight])
-    check(
-        P_world,
-        lambda x, y, w, p: F.binary_cross_entropy_with_logits(x, y, w, pos_weight=p),
-        [numbers(), between()],
-        [weight, positive],
-    )
-    check(P_world, torch.nn.BCEWithLogitsLoss(reduction="sum"), [numbers()], [between()])
-    check(P_world, lambda x, y: F.gaussian_nll_loss(x, y, 2.0), [numbers(), numbers()])
+@pytest.mark.sizes(2, 3, 4)
+@pytest.mark.parametrize("part", range(2))
+def test_samples_of_torch(P_world, part):
+    check_functions(P_world, "totals.losses", part, 2)
 
 
 @pytest.mark.mpi
@@ -136,55 +166,6 @@ def test_cross_entropy_with_indices(P_world, reduction, smoothing):
 
 
 @pytest.mark.mpi
-@pytest.mark.sizes(1, 2, 3, 4)
-@pytest.mark.parametrize("reduction", ["none", "sum", "mean"])
-def test_cross_entropy_with_probabilities_and_nll(P_world, reduction):
-    weight, target = torch.rand(3, dtype=torch.float64), torch.randint(0, 3, ROWS)
-    for smoothing in (0.0, 0.2):
-        check(
-            P_world,
-            lambda x, y, w, s=smoothing: F.cross_entropy(x, y, w, reduction=reduction, label_smoothing=s),
-            [numbers(), between()],
-            [weight],
-        )
-    check(P_world, lambda x, y: F.cross_entropy(x, y, reduction=reduction), [numbers()], [between()])
-    check(P_world, lambda x, y, w: F.nll_loss(x, y, w, reduction=reduction), [numbers()], [target, weight])
-    check(P_world, lambda x, y: F.nll_loss(x, y, ignore_index=0, reduction=reduction), [numbers()], [target])
-
-
-@pytest.mark.mpi
-@pytest.mark.sizes(2, 3, 4)
-@pytest.mark.parametrize("shape", [(6, 5), (2, 3), (4, 3, 2), (5,)])
-def test_classes_of_vectors_and_empty_blocks(P_world, shape):
-    target = torch.randint(0, shape[min(1, len(shape) - 1)], shape[:1] + shape[2:] if len(shape) > 1 else ())
-    check(P_world, F.cross_entropy, [numbers(shape)], [target])
-    check(P_world, lambda x, y: F.nll_loss(x.log_softmax(min(1, x.dim() - 1)), y), [numbers(shape)], [target])
-
-
-@pytest.mark.mpi
-@pytest.mark.sizes(2, 3)
-@pytest.mark.parametrize("reduction", ["none", "sum"])
-def test_no_rows_of_weighted_classes(P_world, reduction):
-    none, weight = torch.zeros(0, 2, dtype=torch.int64), torch.rand(9, dtype=torch.float64)
-    options = {"weight": weight, "label_smoothing": 0.2, "reduction": reduction}
-    check(P_world, lambda x: F.cross_entropy(x, none, **options), [numbers((0, 9, 2))])
-
-
-@pytest.mark.mpi
-@pytest.mark.sizes(2, 3, 4)
-def test_split_targets(P_world):
-    target = torch.randint(0, 3, ROWS)
-
-    def indices(x):
-        return F.cross_entropy(x, x.detach().argmax(1)), F.cross_entropy(
-            x, x.detach().argmin(1), reduction="sum"
-        )
-
-    check(P_world, indices, [numbers()])
-    check(P_world, F.cross_entropy, [numbers()], [target])
-
-
-@pytest.mark.mpi
 @pytest.mark.sizes(2)
 def test_what_does_not_fit_is_an_error(P_world):
     P_x = P_world.create_cartesian_topology_partition((1, 1, P_world.size, 1))
@@ -195,25 +176,6 @@ def test_what_does_not_fit_is_an_error(P_world):
         F.binary_cross_entropy(x, torch.zeros(2, 1, 1, 1, dtype=torch.float64))
     with pytest.raises(UnsupportedError, match="ctc_loss"):
         F.ctc_loss(x, torch.zeros(2, 2), (1, 1), (1, 1))
-
-
-@pytest.mark.mpi
-@pytest.mark.sizes(1, 2, 3, 4)
-def test_margins_between_classes(P_world):
-    target, weight = torch.randint(0, 4, (5,)), torch.rand(4, dtype=torch.float64)
-    for reduction in ("none", "sum", "mean"):
-        check(
-            P_world,
-            lambda x, y, w, r=reduction: F.multi_margin_loss(x, y, weight=w, reduction=r),
-            [numbers((5, 4))],
-            [target, weight],
-        )
-        check(
-            P_world,
-            lambda x, y, r=reduction: F.multilabel_margin_loss(x, y, reduction=r),
-            [numbers((5, 4))],
-            [torch.tensor([[3, 0, -1, 1]] * 5)],
-        )
 
 
 @pytest.mark.mpi
@@ -230,42 +192,6 @@ def test_short_types(P_world, dtype):
         gradients=False,
         atol=8 * torch.finfo(dtype).eps,
     )
-
-
-@pytest.mark.mpi
-@pytest.mark.sizes(2, 3, 4)
-def test_losses_of_a_user(P_world):
-    def focal(x, y):
-        p = x.sigmoid()
-        return -(y * (1 - p) ** 2 * F.logsigmoid(x) + (1 - y) * p**2 * F.logsigmoid(-x)).mean()
-
-    def tversky(x, y):
-        p = x.softmax(1)
-        hit, miss, wrong = (p * y).sum((0, 2, 3)), ((1 - p) * y).sum((0, 2, 3)), (p * (1 - y)).sum((0, 2, 3))
-        return (1 - (hit + 1) / (hit + 0.3 * miss + 0.7 * wrong + 1)).sum()
-
-    def weighted(x, y):
-        return 0.5 * F.mse_loss(x, y) + 0.1 * (x - y).abs().amax() + 0.01 * x.norm() / y.norm()
-
-    def relative(x, y):
-        return (x - y).norm(dim=(2, 3)).div(y.norm(dim=(2, 3))).mean()
-
-    for loss in (focal, tversky, weighted, relative):
-        check(P_world, loss, [numbers(), between()])
-        check(P_world, loss, [numbers()], [between()])
-
-
-@pytest.mark.mpi
-@pytest.mark.parametrize("reduction", ["none", "sum", "mean"])
-def test_weights_of_classes_alone_may_be_split(P_world, reduction):
-    target = torch.randint(0, 3, (5,))
-    for loss in (F.cross_entropy, F.nll_loss):
-        check(
-            P_world,
-            lambda weight, x, f=loss: f(x, target, weight, reduction=reduction),
-            [torch.rand(3, dtype=torch.float64)],
-            [numbers((5, 3))],
-        )
 
 
 @pytest.mark.mpi

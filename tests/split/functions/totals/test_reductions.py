@@ -8,68 +8,130 @@ from torch.nn import functional as F  # noqa: N812
 
 from distdl_rma import Machine, shard
 from tests.split.against_whole import block, check, grids
+from tests.split.samples import check_functions
 
 SHAPE = 2, 3, 5, 4
-DIMS = [None, 2, (2, 3), (0, 2, 3), -1, (1,)]
 
 
 def numbers(shape=SHAPE):
     return torch.randn(shape, dtype=torch.float64, requires_grad=True)
 
 
-@pytest.mark.mpi
-@pytest.mark.sizes(1, 3, 4)
-@pytest.mark.parametrize("dim", DIMS)
-@pytest.mark.parametrize(
-    ("function", "keepdim"),
-    [(torch.sum, False), (torch.sum, True), (torch.mean, True), (torch.nansum, False), (torch.nanmean, True)],
-)
-def test_sums(P_world, function, dim, keepdim):
-    check(P_world, lambda x: function(x, dim, keepdim), [numbers()])
-    with_nan = numbers().detach()
-    with_nan[1, 2, 3, 3] = torch.nan
-    check(
-        P_world, lambda x: function(x, dim=dim, keepdim=keepdim), [with_nan.requires_grad_()], gradients=False
-    )
+def ties(shape=SHAPE):
+    return torch.randint(0, 3, shape).double().requires_grad_()
+
+
+def one_zero():
+    x = numbers().detach()
+    x[0, 1, 2, 3] = 0
+    return x.requires_grad_()
+
+
+def matrices(*shape):
+    return torch.rand(shape, dtype=torch.float64, requires_grad=True)
+
+
+def masked():
+    x = 3 * numbers((3, 7, 6)).detach()
+    x[:, :, 3:] = -torch.inf
+    x[0, 2] = -torch.inf
+    return x
+
+
+FEW = 2, 1, 2, 2
+
+
+# Forms beyond torch's samples: the function, what is split, and what is plain beside it.
+FORMS = {
+    "numpys names": lambda: (lambda x: x.mean(axis=(2, 3), keepdims=True), [numbers()]),
+    "a longer type": lambda: (lambda x: x.float().sum(dim=[1, 2], dtype=torch.float64), [numbers()]),
+    "biased": lambda: (lambda x: x.var(False), [numbers()]),
+    "unbiased, kept": lambda: (lambda x: x.std((2, 3), True, True), [numbers()]),
+    "both moments": lambda: (lambda x: torch.var_mean(x, (0, 2, 3), correction=0, keepdim=True), [numbers()]),
+    "equal elements": lambda: (lambda x: x.std((1, 2)), [torch.ones(2, 4, 3).double().requires_grad_()]),
+    **{
+        f"{name} of {count} without {correction}": lambda f=f, d=d, c=correction: (
+            lambda x: f(x, d, correction=c),
+            [numbers((2, 3, 4))],
+        )
+        for name, f in {"variance": torch.var, "deviation and mean": torch.std_mean}.items()
+        for count, d in {24: None, 2: 0, 12: (1, 2)}.items()
+        for correction in (2, 24)
+    },
+    "a product with a zero": lambda: (torch.prod, [one_zero()]),
+    **{
+        f"{name} along {d}": lambda f=f, d=d, make=make: (lambda x: f(x, d), [make()])
+        for name, f, make in (
+            ("products", torch.prod, one_zero),
+            ("logarithms of sums", torch.logsumexp, one_zero),
+            ("largest", lambda x, d: tuple(x.max(d)), ties),
+            ("smallest", lambda x, d: x.min(dim=d, keepdim=True).values, ties),
+            ("places of the largest", torch.argmax, ties),
+            ("largest of few", lambda x, d: tuple(x.max(d)), lambda: ties(FEW)),
+            ("places of the smallest of few", torch.argmin, lambda: ties(FEW)),
+        )
+        for d in range(4)
+    },
+    **{
+        f"{name} of {shape}": lambda f=f, shape=shape: (f, [ties(shape)])
+        for name, f in {
+            "largest": torch.max,
+            "all largest": torch.amax,
+            "smallest of planes": lambda x: x.amin((-2, -1)),
+            "both ends": torch.aminmax,
+            "both ends of rows": lambda x: x.aminmax(dim=0, keepdim=True),
+            "distances": lambda x: x.amax((-2, -1), True) - x,
+            "place of the largest": torch.argmax,
+            "place of the smallest": lambda x: x.argmin(keepdim=True),
+        }.items()
+        for shape in (SHAPE, FEW, (3, 2))
+    },
+    "one place": lambda: (torch.argmax, [ties((5,))]),
+    "the larger": lambda: (torch.max, [ties(), numbers()]),
+    "the smaller": lambda: (lambda x, y: x.min(other=y), [ties()], [numbers((5, 4))]),
+    "complex logarithms": lambda: (lambda x: torch.logsumexp(torch.complex(x, 2 * x), (0, 1)), [numbers()]),
+    "a norm of zeros": lambda: (lambda x: x.norm(), [torch.zeros(3, 4).double().requires_grad_()]),
+    "a nuclear norm": lambda: (lambda x: x.norm("nuc"), [matrices(4, 3)]),
+    "a norm of one matrix": lambda: (lambda x: torch.linalg.norm(x[0], 2), [matrices(5, 4, 3)]),
+    "norms of turned matrices": lambda: (
+        lambda x: torch.linalg.matrix_norm(x, -2, (2, 0), True),
+        [matrices(5, 4, 3)],
+    ),
+    "norms of few matrices": lambda: (lambda x: torch.linalg.matrix_norm(x, "nuc"), [matrices(2, 3, 3)]),
+    "no elements": lambda: (lambda x: x.sum((0, 1)), [numbers((5, 0, 3))]),
+    "products of none": lambda: (lambda x: torch.prod(x, 1), [numbers((5, 0, 3))]),
+    "norms of none": lambda: (
+        lambda x: torch.linalg.vector_norm(x, 2, dim=1, keepdim=True),
+        [numbers((5, 0, 3))],
+    ),
+    "softmax of none": lambda: (lambda x: torch.softmax(x, -1), [numbers((0,))]),
+    "softmax of large ones": lambda: (lambda x: (x * 1000).softmax(1), [numbers((2, 2, 3))]),
+    "softmax of one column": lambda: (lambda x: (x * 1000).log_softmax(2), [numbers((2, 2, 1))]),
+    "softmax of a vector": lambda: (lambda x: F.softmin(x, 0), [numbers((5,))]),
+    "softmax of masked rows": lambda: (lambda x: x.softmax(2), [masked()]),
+    "softmax of masked columns": lambda: (lambda x: x.softmax(1), [masked()]),
+    "a softmax by torch.where": lambda: (
+        lambda x, m: torch.where(m, x, -torch.inf).softmax(2),
+        [numbers((3, 7, 6))],
+        [(torch.arange(126) % 3 < 2).view(3, 7, 6)],
+    ),
+    "a module without a dimension": lambda: (torch.nn.Softmax2d(), [numbers()]),
+}
 
 
 @pytest.mark.mpi
-def test_forms_of_arguments(P_world):
-    x = numbers()
-    for function in (
-        lambda x: x.sum(),
-        lambda x: x.sum(-1, True),
-        lambda x: x.mean(axis=(2, 3), keepdims=True),
-        lambda x: x.float().sum(dim=[1, 2], dtype=torch.float64),
-        lambda x: torch.sum(input=x, dim=2),
-        lambda x: x.mean((-1, -2)),
-        lambda x: x.var(unbiased=False),
-        lambda x: x.var(False),
-        lambda x: x.std((2, 3), True, True),
-        lambda x: torch.var_mean(x, (0, 2, 3), correction=0, keepdim=True),
-    ):
-        check(P_world, function, [x])
-
-
-@pytest.mark.mpi
-@pytest.mark.sizes(1, 3, 4)
-@pytest.mark.parametrize("dim", DIMS)
-@pytest.mark.parametrize(
-    ("function", "correction"),
-    [(torch.var, 0), (torch.var, None), (torch.std, 1), (torch.var_mean, 0), (torch.std_mean, None)],
-)
-def test_variances(P_world, function, dim, correction):
-    check(P_world, lambda x: function(x, dim, correction=correction, keepdim=True), [numbers()])
-
-
-@pytest.mark.mpi
-@pytest.mark.parametrize("correction", [2, 3, 24, 1000])
+@pytest.mark.sizes(1, 2, 3, 4)
 @pytest.mark.filterwarnings("ignore:.*degrees of freedom")
-def test_variances_without_a_degree_of_freedom(P_world, correction):
-    for function in (torch.var, torch.std, torch.var_mean, torch.std_mean):
-        for x in (numbers((2, 3, 4)), torch.ones(2, 3, 4, dtype=torch.float64, requires_grad=True)):
-            for dim in (None, 0, (1, 2)):
-                check(P_world, lambda x, f=function, d=dim: f(x, d, correction=correction), [x])
+@pytest.mark.parametrize("name", FORMS)
+def test_forms(P_world, name):
+    check(P_world, *FORMS[name]())
+
+
+@pytest.mark.mpi
+@pytest.mark.sizes(2, 3, 4)
+@pytest.mark.parametrize("part", range(5))
+def test_samples_of_torch(P_world, part):
+    check_functions(P_world, "totals.reductions", part, 5)
 
 
 @pytest.mark.mpi
@@ -79,26 +141,6 @@ def test_the_warning_of_no_degree_of_freedom_names_the_users_line(P_world):
     with pytest.warns(UserWarning, match="degrees of freedom") as warned:
         x.var(correction=24)
     assert warned[0].filename == __file__
-
-
-@pytest.mark.mpi
-def test_a_standard_deviation_of_equal_elements(P_world):
-    check(P_world, lambda x: x.std((1, 2)), [torch.ones(2, 4, 3, dtype=torch.float64, requires_grad=True)])
-
-
-@pytest.mark.mpi
-@pytest.mark.sizes(1, 2, 3, 4)
-def test_products_and_logarithms_of_sums(P_world):
-    x = numbers().detach()
-    x[0, 1, 2, 3] = 0
-    x.requires_grad_()
-    check(P_world, torch.prod, [x])
-    for dim in range(4):
-        check(P_world, lambda x, dim=dim: x.prod(dim, keepdim=True), [x])
-        check(P_world, lambda x, dim=dim: x.logsumexp(dim), [x])
-    check(P_world, lambda x: torch.logsumexp(x, (0, -1), keepdim=True), [x])
-    check(P_world, lambda x: torch.logsumexp(torch.complex(x, 2 * x), (0, 1)), [numbers()])
-    check(P_world, lambda x: torch.logsumexp((4 * x).int(), (0, 1)), [numbers().detach()], atol=1e-5)
 
 
 @pytest.mark.mpi
@@ -133,26 +175,6 @@ def test_empty_blocks(P_world, shape):
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int32, torch.int64])
-def test_whole_numbers(P_world, dtype):
-    x = torch.randint(0, 2, SHAPE).to(dtype)
-    for function in (
-        torch.sum,
-        lambda x: x.sum((2, 3), keepdim=True),
-        lambda x: x.prod(2),
-        torch.any,
-        torch.all,
-        lambda x: torch.any(x, 2),
-        lambda x: x.all((2, 3), keepdim=True),
-        torch.count_nonzero,
-        lambda x: x.count_nonzero((0, 2)),
-        lambda x: x.double().mean(),
-        lambda x: torch.mean(x, 2, dtype=torch.float64),
-    ):
-        check(P_world, function, [x], gradients=False)
-
-
-@pytest.mark.mpi
 @pytest.mark.sizes(2, 4)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_short_types_are_summed_in_longer_ones(P_world, dtype):
@@ -177,69 +199,6 @@ def test_means_of_whole_numbers_are_an_error_as_in_torch(P_world):
 
 @pytest.mark.mpi
 @pytest.mark.sizes(1, 2, 3, 4)
-@pytest.mark.parametrize("order", [2, 1, 3, 0.5, 2.5, float("inf"), -float("inf"), 0])
-def test_vector_norms(P_world, order):
-    for dim in (None, 2, (2, 3), (0, 2, 3)):
-        check(P_world, lambda x, dim=dim: torch.linalg.vector_norm(x, order, dim, keepdim=True), [numbers()])
-    check(P_world, lambda x: x.norm(order, 1), [numbers()])
-
-
-@pytest.mark.mpi
-def test_other_norms(P_world):
-    for function in (
-        torch.norm,
-        lambda x: x.norm(dim=(1, 2)),
-        lambda x: torch.norm(x, p=1, dim=2, keepdim=True),
-        lambda x: torch.norm(x, "fro", (2, 3)),
-        torch.linalg.norm,
-        lambda x: torch.linalg.norm(x, 1, (2, 3)),
-        torch.linalg.matrix_norm,
-        lambda x: torch.linalg.matrix_norm(x, -float("inf"), keepdim=True),
-        lambda x: torch.linalg.norm(x, dim=1),
-    ):
-        check(P_world, function, [numbers()])
-    check(P_world, torch.dist, [numbers(), numbers()])
-    check(P_world, lambda x, y: torch.dist(x, y, 1), [numbers()], [numbers()])
-
-
-@pytest.mark.mpi
-@pytest.mark.sizes(1, 2, 3, 4)
-@pytest.mark.parametrize("order", ["nuc", 2, -2])
-def test_norms_of_singular_values(P_world, order):
-    for shape in ((5, 4, 3), (2, 3, 3), (3, 2, 2)):
-        for function in (
-            lambda x: torch.linalg.matrix_norm(x, order),
-            lambda x: torch.linalg.matrix_norm(x, order, (2, 0), True),
-            lambda x: torch.linalg.norm(x, order, (0, 1)),
-            lambda x: torch.linalg.norm(x[0], order),
-            lambda x: torch.linalg.matrix_norm(x, order, dtype=torch.float64),
-        ):
-            check(P_world, function, [torch.rand(shape, dtype=torch.float64, requires_grad=True)], atol=1e-8)
-    for function in (lambda x: torch.norm(x, "nuc", (0, 1)), lambda x: x.norm("nuc")):
-        check(P_world, function, [torch.rand(4, 3, dtype=torch.float64, requires_grad=True)], atol=1e-8)
-
-
-@pytest.mark.mpi
-def test_a_norm_of_zeros_has_the_gradient_0(P_world):
-    check(P_world, lambda x: x.norm(), [torch.zeros(3, 4, dtype=torch.float64, requires_grad=True)])
-
-
-@pytest.mark.mpi
-@pytest.mark.sizes(2, 3, 4)
-def test_complex_numbers(P_world):
-    x = torch.randn(SHAPE, dtype=torch.complex128, requires_grad=True)
-    for function in (
-        torch.sum,
-        lambda x: x.mean(2),
-        lambda x: x.prod(2),
-        torch.norm,
-        lambda x: x.var((2, 3)),
-    ):
-        check(P_world, function, [x])
-
-
-@pytest.mark.mpi
-@pytest.mark.sizes(1, 2, 3, 4)
 def test_comparisons(P_world):
     x = numbers().detach()
     y = x.clone()
@@ -255,79 +214,6 @@ def test_comparisons(P_world):
 
 
 @pytest.mark.mpi
-@pytest.mark.sizes(1, 2, 3, 4)
-def test_results_are_used_beside_blocks(P_world):
-    def normalised(x):
-        mean, std = x.mean((2, 3), keepdim=True), x.std((2, 3), keepdim=True)
-        return (x - mean) / (std + 1e-3)
-
-    def dice(x, y):
-        x = x.sigmoid()
-        overlap, total = (x * y).sum((2, 3)), x.sum((2, 3)) + y.sum((2, 3))
-        return 1 - ((2 * overlap + 1) / (total + 1)).mean()
-
-    check(P_world, normalised, [numbers()])
-    check(P_world, dice, [numbers(), torch.rand(SHAPE, dtype=torch.float64)])
-    check(P_world, dice, [numbers()], [torch.rand(SHAPE, dtype=torch.float64)])
-
-
-@pytest.mark.mpi
-@pytest.mark.parametrize("dim", [None, 1, (0, 1)])
-def test_of_no_elements(P_world, dim):
-    x = numbers((5, 0, 3))
-    check(P_world, lambda x: torch.linalg.vector_norm(x, 2, dim=dim, keepdim=True), [x])
-    check(P_world, lambda x: x.sum(dim), [x])
-    if dim == 1:
-        check(P_world, lambda x: torch.prod(x, dim), [x])
-
-
-def scores(shape=SHAPE):
-    return (3 * torch.randn(shape, dtype=torch.float64)).requires_grad_()
-
-
-@pytest.mark.mpi
-@pytest.mark.sizes(1, 2, 3, 4)
-@pytest.mark.parametrize("dim", range(-4, 4))
-@pytest.mark.parametrize(
-    "function",
-    [
-        F.softmax,
-        F.log_softmax,
-        F.softmin,
-        torch.softmax,
-        torch.Tensor.log_softmax,
-        torch.special.softmax,
-        torch.special.log_softmax,
-    ],
-)
-def test_over_any_dimension(P_world, function, dim):
-    check(P_world, lambda x: function(x, dim), [scores()])
-
-
-@pytest.mark.mpi
-@pytest.mark.sizes(2, 3, 4)
-def test_empty_blocks_and_large_numbers(P_world):
-    check(P_world, lambda x: (x * 1000).softmax(1), [scores((2, 2, 3))])
-    check(P_world, lambda x: (x * 1000).log_softmax(2), [scores((2, 2, 1))])
-    check(P_world, lambda x: x.softmax(0), [scores((5,))])
-
-
-@pytest.mark.mpi
-@pytest.mark.sizes(1, 2, 3, 4)
-def test_masked_scores(P_world):
-    masked = scores((3, 7, 6)).detach()
-    masked[:, :, 3:] = -torch.inf
-    masked[0, 2] = -torch.inf
-    for dim in (1, 2):
-        check(P_world, lambda x, dim=dim: x.softmax(dim), [masked], gradients=False)
-    usable = scores((3, 7, 6))
-    mask = torch.rand(3, 7, 6) > 0.5
-    mask[:, 0], mask[:, :, 0] = True, True
-    for dim in (1, 2):
-        check(P_world, lambda x, m, dim=dim: torch.where(m, x, -torch.inf).softmax(dim), [usable], [mask])
-
-
-@pytest.mark.mpi
 @pytest.mark.sizes(2, 3)
 def test_types(P_world):
     x = torch.randn(SHAPE)
@@ -336,61 +222,6 @@ def test_types(P_world):
     for dim in (2, 3):
         check(P_world, lambda x, dim=dim: x.half().log_softmax(dim), [x], gradients=False, atol=1e-2)
         check(P_world, lambda x, dim=dim: torch.softmax(x.bfloat16(), dim), [x], gradients=False, atol=1e-2)
-
-
-@pytest.mark.mpi
-def test_without_a_dimension_as_modules_have_it(P_world):
-    check(P_world, torch.nn.Softmax2d(), [scores()])
-    check(P_world, torch.nn.LogSoftmax(dim=2), [scores()])
-    check(P_world, torch.nn.Softmin(dim=3), [scores()])
-
-
-@pytest.mark.mpi
-def test_softmax_of_no_elements(P_world):
-    check(P_world, lambda x: torch.softmax(x, -1), [torch.randn(0, dtype=torch.float64, requires_grad=True)])
-
-
-def ties(shape=SHAPE):
-    return torch.randint(0, 3, shape).double().requires_grad_()
-
-
-@pytest.mark.mpi
-@pytest.mark.sizes(1, 2, 3, 4)
-@pytest.mark.parametrize("shape", [SHAPE, (2, 1, 2, 2)])
-def test_values_and_gradients_with_ties(P_world, shape):
-    for function in (
-        torch.max,
-        torch.min,
-        torch.amax,
-        lambda x: x.amin((2, 3)),
-        lambda x: torch.amax(x, dim=-1, keepdim=True),
-        lambda x: torch.amax(x, (0, 2, 3)),
-        torch.aminmax,
-        lambda x: x.aminmax(dim=2, keepdim=True),
-        lambda x: x.amax((2, 3), True) - x,
-    ):
-        check(P_world, function, [ties(shape)])
-
-
-@pytest.mark.mpi
-@pytest.mark.sizes(1, 2, 3, 4)
-@pytest.mark.parametrize("dim", range(4))
-@pytest.mark.parametrize("shape", [SHAPE, (2, 1, 2, 2)])
-def test_along_a_dimension_with_indices(P_world, dim, shape):
-    check(P_world, lambda x: tuple(x.max(dim)), [ties(shape)])
-    check(P_world, lambda x: x.min(dim=dim, keepdim=True).values, [ties(shape)])
-    check(P_world, lambda x: torch.max(x, dim).indices, [ties(shape)])
-    check(P_world, lambda x: x.argmax(dim), [ties(shape)])
-    check(P_world, lambda x: x.argmin(dim, keepdim=True), [ties(shape)])
-
-
-@pytest.mark.mpi
-@pytest.mark.sizes(1, 2, 3, 4)
-@pytest.mark.parametrize("shape", [SHAPE, (2, 1, 2, 2), (3, 2), (5,)])
-def test_an_index_among_all_elements(P_world, shape):
-    for _ in range(4):
-        check(P_world, torch.argmax, [ties(shape)])
-        check(P_world, lambda x: x.argmin(keepdim=True), [ties(shape)])
 
 
 @pytest.mark.mpi
@@ -408,14 +239,6 @@ def test_not_a_number(P_world, where):
     ):
         check(P_world, function, [x.clone().requires_grad_()])
     check(P_world, lambda x: x.amax((2, 3)), [x.requires_grad_()])
-
-
-@pytest.mark.mpi
-@pytest.mark.parametrize("dtype", [torch.int64, torch.uint8, torch.bool, torch.float16])
-def test_other_types(P_world, dtype):
-    x = torch.randint(0, 2, SHAPE).to(dtype)
-    for function in (torch.max, torch.amin, lambda x: tuple(x.max(2)), lambda x: x.amax(3)):
-        check(P_world, function, [x], gradients=False)
 
 
 @pytest.mark.mpi
@@ -440,9 +263,3 @@ def test_what_moves_does_not_grow_with_the_ranks(P_world, comm):
     x.amax(0)
     moved = counters.bytes_put - before.bytes_put + counters.bytes_got - before.bytes_got
     assert 0 < moved < 2 * 4 * x.shape[1]
-
-
-@pytest.mark.mpi
-def test_of_two_tensors(P_world):
-    check(P_world, torch.max, [ties(), torch.randn(SHAPE, dtype=torch.float64, requires_grad=True)])
-    check(P_world, lambda x, y: x.min(other=y), [ties()], [torch.randn(5, 4, dtype=torch.float64)])

@@ -1,4 +1,4 @@
-"""Objects, differentiable collectives and functional collectives on our group, against gloo's."""
+"""Differentiable collectives and functional collectives on our group, against gloo's."""
 
 import pytest
 import torch
@@ -13,37 +13,6 @@ pytestmark = [pytest.mark.mpi, pytest.mark.sizes(1, 2, 3, 4)]
 def values(*shape, dtype=torch.float64):
     generator = torch.Generator().manual_seed(dist.get_rank())
     return torch.randn(shape, dtype=dtype, generator=generator)
-
-
-def test_objects(comm):
-    def program():
-        size, me = dist.get_world_size(), dist.get_rank()
-        mine = {"rank": me, "text": "x" * (1000 * me), "none": None}
-        found = [[None] * size, [None] * size if me == size - 1 else None, [None]]
-        dist.all_gather_object(found[0], mine)
-        dist.gather_object(mine, found[1], dst=size - 1)
-        dist.scatter_object_list(
-            found[2], [("for", rank) for rank in range(size)] if me == 0 else None, src=0
-        )
-        told = [mine, me] if me == size // 2 else [None, None]
-        dist.broadcast_object_list(told, src=size // 2)
-        return [*found, told]
-
-    same_on_both(comm, program)
-
-
-@pytest.mark.mpi(min_size=2)
-def test_objects_from_one_rank_to_another(comm):
-    def program():
-        me, found = dist.get_rank(), [None, None]
-        if me == 0:
-            dist.send_object_list(["a", {"b": 2}], dst=1)
-        elif me == 1:
-            dist.recv_object_list(found, src=0)
-        return found
-
-    found = same_on_both(comm, program)
-    assert found == (["a", {"b": 2}] if comm.rank == 1 else [None, None])
 
 
 def gradient(make):
