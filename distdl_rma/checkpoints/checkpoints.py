@@ -21,7 +21,7 @@ from distdl_rma.checkpoints.files import Piece, Saved
 from distdl_rma.checkpoints.form import dtype_name
 from distdl_rma.checkpoints.items import ALIGNED, Holding, Item, Part, flat_bytes, holdings, planned
 from distdl_rma.checks.consensus import Consensus, gather_words
-from distdl_rma.errors import CheckpointError, ClosedError, ConfigurationError, DistdlError, MismatchError
+from distdl_rma.errors import CheckpointError, ClosedError, ConfigurationError, MismatchError
 from distdl_rma.geometry.box import Box
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.partition import Partition
@@ -222,6 +222,7 @@ class Checkpoints:
         # Alike on all ranks, or raises on all of them.
         one = objects.merged(every)
         kinds = {name: (kind, tuple(shape)) for name, (kind, shape) in one["kinds"].items()}
+        held.lay_out(one["forms"])
         head, items = planned(kinds, {"format": "pt", "step": str(step)})
         parts = list(self._parts(items, held.layouts))
         nbytes = len(head) + sum(item.nbytes for item in items)
@@ -289,9 +290,10 @@ class Checkpoints:
             with self._together():
                 if self._first:
                     files.publish(job.path, job.body, self._keep)
-        except DistdlError:
-            if self._first:
-                files.drop(job.path)
+        except Exception:
+            with self._together():
+                if self._first:
+                    files.drop(job.path)
             raise
         finally:
             if job.memory is not None:
@@ -302,7 +304,7 @@ class Checkpoints:
         ranks = self._machine.ranks
         total = Allreduce(self._machine.segments, ranks, len(numbers), np.uint64, "sum", self._call)
         try:
-            return [int(number) for number in total(np.array(numbers, np.uint64))]
+            return [int(number) for number in total(np.array([n % (1 << 64) for n in numbers], np.uint64))]
         finally:
             total.close()
 
@@ -353,8 +355,16 @@ class Checkpoints:
         for item, total in zip(items, totals, strict=True):
             if total != sums[item.name]:
                 raise saved.damaged(f"the checksum of {item.name!r} does not fit", saved.data)
+        undo = held.before()
+        try:
+            with self._together():
+                held.load_objects(body["forms"], tensors)
+        except Exception:
+            with self._together():
+                held.load(undo)
+            raise
         with self._together():
-            held.take(body["forms"], tensors)
+            held.load_tensors(body["forms"], tensors)
             if generators:
                 place, size = self._machine.ranks.index(self._machine.rank), self._machine.size
                 objects.set_generators(

@@ -70,5 +70,11 @@ def load_checkpoint(
                 whole = part.box.volume == Box.of_shape(part.item.shape).volume
                 if whole and part.checksum(elements, first) != sums[part.item.name]:
                     raise saved.damaged(f"the checksum of {part.item.name!r} does not fit", saved.data)
-    objects.take(body["forms"], tensors)
+    undo = objects.before()
+    try:
+        objects.load_objects(body["forms"], tensors)
+    except Exception:
+        objects.load(undo)
+        raise
+    objects.load_tensors(body["forms"], tensors)
     return int(body["step"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import copy
 import random
 from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from typing import Any
@@ -213,39 +214,46 @@ class Objects:
                         f"checkpoint: {item!r} has shape {kinds[item][1]}, its parameter {layout.shape}: it"
                         " cannot be cut as the parameter is"
                     )
-                self.layouts[item] = layout
+        self.lay_out({entry: form})
 
-    def take(self, forms: Forms, tensors: dict[str, torch.Tensor]) -> None:
-        """Load the state into the objects; nothing is changed if one of them refuses it.
+    def lay_out(self, forms: Forms) -> None:
+        """Set the layouts of optimizers' tensors that are cut as their parameters are."""
+        for form in forms.values():
+            for name, values in form["state"].items() if form["kind"] == _OPTIMIZER else ():
+                if name in self.layouts:
+                    self.layouts |= dict.fromkeys(tensors_in(values), self.layouts[name])
 
-        Models and optimizers come last: they have been checked by ``wanted``.
-        """
-        undo: list[tuple[Any, Any]] = []
-        order = sorted(self.state, key=lambda entry: kind_of(self.state[entry]) in (_MODULE, _OPTIMIZER))
-        try:
-            for entry in order:
-                thing, form = self.state[entry], forms[entry]
-                kind = kind_of(thing)
-                if kind == _MODULE:
-                    thing.load_state_dict(
-                        {key: decode(part, tensors.__getitem__) for key, part in form["state"].items()}
+    def before(self) -> dict[str, Any]:
+        """Present states of objects that may refuse another one; models and optimizers have been checked."""
+        things = self.state.items()
+        return {entry: copy.deepcopy(x.state_dict()) for entry, x in things if kind_of(x) == _OBJECT}
+
+    def load(self, states: Mapping[str, Any]) -> None:
+        """Load states into objects."""
+        for entry, found in states.items():
+            self.state[entry].load_state_dict(found)
+
+    def load_objects(self, forms: Forms, tensors: dict[str, torch.Tensor]) -> None:
+        """Load the saved states of objects that may refuse them."""
+        entries = [entry for entry, thing in self.state.items() if kind_of(thing) == _OBJECT]
+        self.load({entry: decode(forms[entry]["state"], tensors.__getitem__) for entry in entries})
+
+    def load_tensors(self, forms: Forms, tensors: dict[str, torch.Tensor]) -> None:
+        """Load models, optimizers, tensors and plain values, which ``wanted`` has checked."""
+        give = tensors.__getitem__
+        for entry, thing in list(self.state.items()):
+            form, kind = forms[entry], kind_of(thing)
+            if kind == _MODULE:
+                thing.load_state_dict({key: decode(part, give) for key, part in form["state"].items()})
+            elif kind == _OPTIMIZER:
+                self._load_optimizer(entry, thing, form, tensors)
+            elif kind == _TENSOR and form["kind"] == _TENSOR:
+                with torch.no_grad():
+                    (thing.to_local() if hasattr(thing, "to_local") else thing).copy_(
+                        decode(form["state"], give)
                     )
-                elif kind == _OPTIMIZER:
-                    self._load_optimizer(entry, thing, form, tensors)
-                elif kind == _OBJECT:
-                    undo.append((thing, thing.state_dict()))
-                    thing.load_state_dict(decode(form["state"], tensors.__getitem__))
-                else:
-                    found = decode(form["state"], tensors.__getitem__)
-                    if kind == _TENSOR and isinstance(found, torch.Tensor):
-                        with torch.no_grad():
-                            (thing.to_local() if hasattr(thing, "to_local") else thing).copy_(found)
-                    else:
-                        self.state[entry] = found
-        except Exception:
-            for thing, before in reversed(undo):
-                thing.load_state_dict(before)
-            raise
+            elif kind != _OBJECT:
+                self.state[entry] = decode(form["state"], give)
 
     def _load_optimizer(
         self,
