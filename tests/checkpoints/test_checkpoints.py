@@ -213,7 +213,7 @@ def flipped(at):
         (DATA, flipped(20), r"data.safetensors is damaged: the checksum of its head"),
         (DATA, lambda data: data[:-7], r"data.safetensors is damaged: it has \d+ bytes instead of \d+"),
         (MANIFEST, lambda data: data[:-7], r"manifest.json is damaged: it is no manifest"),
-        (MANIFEST, lambda data: data.replace(b'"step": 2', b'"step": 3'), r"manifest.json is damaged: its che"),
+        (MANIFEST, lambda data: data.replace(b'"step": 2', b'"step": 3'), r"its checksum does not fit"),
         (MANIFEST, lambda data: data.replace(b'"version": 1', b'"version": 9'), r"is of version 9"),
     ],
 )  # fmt: skip
