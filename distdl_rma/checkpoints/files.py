@@ -96,9 +96,13 @@ def begin(path: Path, head: bytes, nbytes: int) -> None:
         if made.exists():
             shutil.rmtree(made)
         made.mkdir(parents=True)
-        with (made / DATA).open("wb") as file:
-            file.write(head)
-            file.truncate(nbytes)
+        try:
+            with (made / DATA).open("wb") as file:
+                file.write(head)
+                file.truncate(nbytes)
+        except OSError:
+            drop(path)
+            raise
 
 
 def write(path: Path, pieces: Iterable[Piece]) -> dict[str, int]:
