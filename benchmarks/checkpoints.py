@@ -8,6 +8,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from mpi4py import MPI
@@ -17,7 +18,7 @@ from benchmarks.measure import COMM, Row, compare, summary
 from distdl_rma import Checkpoints, Machine
 
 # Bytes of the state; DISTDL_RMA_BENCH_CHECKPOINT has another number, and DISTDL_RMA_BENCH_FOLDER the disk.
-NBYTES = int(os.environ.get("DISTDL_RMA_BENCH_CHECKPOINT", 1 << 30))
+NBYTES = int(os.environ.get("DISTDL_RMA_BENCH_CHECKPOINT", "1073741824"))
 WIDTH, REPETITIONS = 1024, 31
 
 
@@ -38,7 +39,7 @@ def _rows(machine: Machine, folder: Path) -> Iterator[Row]:
     count = max(1, NBYTES // (4 * WIDTH * WIDTH))
     model = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(count))
     what, file = f"checkpoint of {NBYTES >> 20} MiB, whole on {machine.size} ranks", folder / "torch.pt"
-    state = {"model": model}
+    state: dict[str, Any] = {"model": model}
 
     def torch_saves() -> None:
         if machine.rank == 0:
@@ -67,7 +68,7 @@ def _rows(machine: Machine, folder: Path) -> Iterator[Row]:
     yield _asynchronous_row(machine, folder / "background", state, what)
 
 
-def _asynchronous_row(machine: Machine, folder: Path, state: dict[str, nn.Module], what: str) -> Row:
+def _asynchronous_row(machine: Machine, folder: Path, state: dict[str, Any], what: str) -> Row:
     # A step with a checkpoint that is written meanwhile, in turn with one without.
     x, product = torch.rand(WIDTH, WIDTH), torch.empty(WIDTH, WIDTH)
     mine: list[float] = []

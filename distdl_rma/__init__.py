@@ -26,7 +26,7 @@ from distdl_rma.process_group import register_with_torch
 
 if TYPE_CHECKING:
     # The same names as in ``_HOMES``, for editors and type checkers.
-    from distdl_rma.checkpoints.checkpoints import Checkpoints as Checkpoints
+    from distdl_rma.checkpoints.job import Checkpoints as Checkpoints
     from distdl_rma.checkpoints.load import load_checkpoint as load_checkpoint
     from distdl_rma.geometry.distribution import Distribution as Distribution
     from distdl_rma.geometry.partition import Partition as Partition
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
-    "Checkpoints": "checkpoints.checkpoints",
+    "Checkpoints": "checkpoints.job",
     "Distribution": "geometry.distribution",
     "DistributedGradScaler": "sync",
     "GradientSync": "sync",
