@@ -12,6 +12,7 @@ from rich.table import Table
 
 from benchmarks import (
     by_hand,
+    checkpoints,
     collectives,
     conv,
     functions,
@@ -36,6 +37,7 @@ SUITES: dict[str, Suite] = {
     "conv": conv.rows,
     "layers": layers.rows,
     "training": training.rows,
+    "checkpoints": checkpoints.rows,
     "split": split.rows,
     "split_layers": split_layers.rows,
     "functions": functions.rows,

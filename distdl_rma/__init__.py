@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from distdl_rma import errors
 from distdl_rma.errors import ArgumentError as ArgumentError
+from distdl_rma.errors import CheckpointError as CheckpointError
 from distdl_rma.errors import ClosedError as ClosedError
 from distdl_rma.errors import ConfigurationError as ConfigurationError
 from distdl_rma.errors import DistdlError as DistdlError
@@ -25,6 +26,8 @@ from distdl_rma.process_group import register_with_torch
 
 if TYPE_CHECKING:
     # The same names as in ``_HOMES``, for editors and type checkers.
+    from distdl_rma.checkpoints.job import Checkpoints as Checkpoints
+    from distdl_rma.checkpoints.load import load_checkpoint as load_checkpoint
     from distdl_rma.geometry.distribution import Distribution as Distribution
     from distdl_rma.geometry.partition import Partition as Partition
     from distdl_rma.layers.core.agreement import static_shapes as static_shapes
@@ -48,6 +51,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
+    "Checkpoints": "checkpoints.job",
     "Distribution": "geometry.distribution",
     "DistributedGradScaler": "sync",
     "GradientSync": "sync",
@@ -55,6 +59,7 @@ _HOMES = {
     "Machine": "machine",
     "Partition": "geometry.partition",
     "gather_state_dict": "state",
+    "load_checkpoint": "checkpoints.load",
     "load_global_state_dict": "state",
     "shard": "split.shard",
     "static_shapes": "layers.core.agreement",

@@ -25,6 +25,10 @@ class ConfigurationError(DistdlError, ValueError):
     """An option or an environment variable has an invalid value, or callbacks contradict each other."""
 
 
+class CheckpointError(DistdlError, OSError):
+    """A checkpoint cannot be written or read, is damaged, or belongs to another model."""
+
+
 class SegmentError(DistdlError, MemoryError):
     """The segment is full, or its memory cannot be allocated."""
 

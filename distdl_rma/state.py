@@ -46,8 +46,8 @@ def gather_state_dict(module: nn.Module, rank: int | None = None) -> dict[str, A
     """
     held = module.state_dict().items()
     state = {key: value.detach().clone() if isinstance(value, torch.Tensor) else value for key, value in held}
-    scattered = _scattered(module)
-    if not scattered and rank is None:
+    cuts = scattered(module)
+    if not cuts and rank is None:
         return state
     machines = {id(layer.machine): layer.machine for _, layer in _layers(module)}
     if len(machines) != 1:
@@ -58,7 +58,7 @@ def gather_state_dict(module: nn.Module, rank: int | None = None) -> dict[str, A
         if rank not in machine.ranks:
             raise PartitionError(f"rank {rank} is none of the ranks {machine.ranks} of the model's machine")
         takers = takers.create_partition_inclusive([machine.ranks.index(rank)])
-    for key, blocks in sorted(scattered.items()):
+    for key, blocks in sorted(cuts.items()):
         state[key] = gather_whole(machine, blocks.one_copy(), takers, state[key], f"state of {key!r}")
     return state if takers.active else {}
 
@@ -71,7 +71,7 @@ def load_global_state_dict(module: nn.Module, state: Mapping[str, Any], strict: 
     does not have the global shape; nothing is loaded then.
     """
     mine = dict(state)
-    for key, blocks in _scattered(module).items():
+    for key, blocks in scattered(module).items():
         whole = mine.get(key)
         if whole is None:
             continue
@@ -106,7 +106,7 @@ def _layers(module: nn.Module) -> Iterator[tuple[str, DistributedLayer]]:
             yield f"{name}." if name else "", layer
 
 
-def _scattered(module: nn.Module) -> dict[str, Decomposition]:
-    # The decomposition of each tensor of the state that is not whole on every rank.
+def scattered(module: nn.Module) -> dict[str, Decomposition]:
+    """Decompositions of the tensors of a model's state that are not whole on every rank, by key; local."""
     layers = _layers(module)
     return {prefix + key: blocks for prefix, layer in layers for key, blocks in layer.scattered.items()}

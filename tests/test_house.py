@@ -16,6 +16,7 @@ FLOORS = [
     "__main__",
     "doctor",
     "model",
+    "checkpoints",
     "state",
     "sync",
     "layers",

@@ -209,6 +209,34 @@ class SplitTensor(torch.Tensor):
                 local.register_hook(warn_of_mean if warns else note_reached_split)
         return local
 
+    # The protocol of torch.distributed.checkpoint, which saves and fills the block of each rank.
+
+    def __create_write_items__(self, name: str, _: object) -> list[Any]:
+        """What this rank writes: its block. Local."""
+        from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
+        from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+        properties = TensorProperties.create_from_tensor(self._local)
+        return [
+            WriteItem(
+                MetadataIndex(name, chunk.offsets),
+                WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk, properties, self.shape),
+            )
+            for chunk in self.__create_chunk_list__()
+        ]
+
+    def __create_chunk_list__(self) -> list[Any]:
+        """Where this rank's block is in the tensor; empty if it has no elements. Local."""
+        from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+
+        box = self._layout.box(self.partition.me)
+        return [] if box.empty else [ChunkStorageMetadata(torch.Size(box.start), torch.Size(box.shape))]
+
+    def __get_tensor_shard__(self, _: object) -> torch.Tensor:
+        """This rank's block. Local."""
+        return self._local
+
     def full_tensor(self) -> torch.Tensor:
         """The whole tensor on every rank, as a plain tensor in the graph; blocking.
 

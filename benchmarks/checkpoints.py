@@ -1,0 +1,90 @@
+"""Checkpoints: saved and restored by all ranks, against torch's own functions in one process."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from mpi4py import MPI
+from torch import nn
+
+from benchmarks.measure import COMM, Row, compare, summary
+from distdl_rma import Checkpoints, Machine
+
+# Bytes of the state; DISTDL_RMA_BENCH_CHECKPOINT has another number, and DISTDL_RMA_BENCH_FOLDER the disk.
+NBYTES = int(os.environ.get("DISTDL_RMA_BENCH_CHECKPOINT", "1073741824"))
+WIDTH, REPETITIONS = 1024, 31
+
+
+def rows(machine: Machine) -> Iterator[Row]:
+    """All rows of this file; on two ranks. Both variants end on the disk, by fsync."""
+    torch.set_num_threads(1)
+    disk = os.environ.get("DISTDL_RMA_BENCH_FOLDER")
+    home = COMM.bcast(tempfile.mkdtemp(dir=disk) if COMM.rank == 0 else "")
+    try:
+        yield from _rows(machine, Path(home))
+    finally:
+        COMM.Barrier()
+        if COMM.rank == 0:
+            shutil.rmtree(home)
+
+
+def _rows(machine: Machine, folder: Path) -> Iterator[Row]:
+    count = max(1, NBYTES // (4 * WIDTH * WIDTH))
+    model = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(count))
+    what, file = f"checkpoint of {NBYTES >> 20} MiB, whole on {machine.size} ranks", folder / "torch.pt"
+    state: dict[str, Any] = {"model": model}
+
+    def torch_saves() -> None:
+        if machine.rank == 0:
+            with file.open("wb") as opened:
+                torch.save(model.state_dict(), opened)
+                opened.flush()
+                os.fsync(opened.fileno())
+
+    with Checkpoints(folder / "run", keep=1, machine=machine) as kept:
+        yield compare(
+            f"{what}, save",
+            lambda: kept.save(state, 1),
+            torch_saves,
+            against="torch.save by one process",
+            target=0.6,
+            repetitions=REPETITIONS,
+        )
+        yield compare(
+            f"{what}, restore",
+            lambda: kept.restore(state),
+            lambda: model.load_state_dict(torch.load(file)),
+            against="torch.load on each rank",
+            target=0.7,
+            repetitions=REPETITIONS,
+        )
+    yield _asynchronous_row(machine, folder / "background", state, what)
+
+
+def _asynchronous_row(machine: Machine, folder: Path, state: dict[str, Any], what: str) -> Row:
+    # A step with a checkpoint that is written meanwhile, in turn with one without.
+    x, product = torch.rand(WIDTH, WIDTH), torch.empty(WIDTH, WIDTH)
+    mine: list[float] = []
+    theirs: list[float] = []
+    with Checkpoints(folder, keep=1, asynchronous=True, machine=machine) as kept:
+        for number in range(REPETITIONS + 1):
+            for taken, saves in ((mine, True), (theirs, False)):
+                kept.wait()
+                if saves:
+                    kept.save(state, number)
+                COMM.Barrier()
+                begin = time.perf_counter()
+                for _ in range(10):
+                    torch.mm(x, x, out=product)
+                    kept.due(number)
+                seconds: float = COMM.allreduce(time.perf_counter() - begin, op=MPI.MAX)
+                taken.append(1e6 * seconds)
+    found = *summary(mine[1:]), *summary(theirs[1:])
+    return Row(f"{what}, step beside its asynchronous writing", "the same step alone", *found, 1.1)

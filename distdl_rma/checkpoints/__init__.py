@@ -1,0 +1,1 @@
+"""Checkpoints of a training job: one directory that knows no ranks, written and read by all of them."""

@@ -1,0 +1,255 @@
+"""The files of checkpoints: written under a temporary name, complete when renamed, checked when read."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from distdl_rma.checkpoints.form import NAMED_DTYPES
+from distdl_rma.checkpoints.items import Item, Kind, Part, flat_bytes
+from distdl_rma.errors import CheckpointError
+
+DATA, MANIFEST, VERSION = "data.safetensors", "manifest.json", 1
+_STEP = re.compile(r"step-(\d+)(\.old)?")
+# Linux writes and reads at most 2 GiB at once.
+_AT_ONCE = 1 << 30
+
+# Elements of a part from one number on, as flat bytes.
+Piece = tuple[Part, int, torch.Tensor]
+
+
+def step_folder(folder: Path, step: int) -> Path:
+    """Directory of a complete checkpoint."""
+    return folder / f"step-{step}"
+
+
+def temporary(path: Path) -> Path:
+    """Directory in which a checkpoint is written."""
+    return path.with_name(path.name + ".tmp")
+
+
+def _replaced(path: Path) -> Path:
+    # A checkpoint of the same step, while a new one takes its place.
+    return path.with_name(path.name + ".old")
+
+
+def complete(folder: Path) -> list[Path]:
+    """Directories with a manifest, newest first: by step, and a replaced one behind its successor."""
+    found = []
+    for path in folder.iterdir() if folder.is_dir() else ():
+        name = _STEP.fullmatch(path.name)
+        if name and (path / MANIFEST).is_file():
+            found.append((int(name[1]), name[2] is None, path))
+    return [path for *_, path in sorted(found, reverse=True)]
+
+
+@contextmanager
+def said(what: str, path: Path, advice: str) -> Iterator[None]:
+    """Context that turns an ``OSError`` into a ``CheckpointError`` with the file and what to do."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except OSError as error:
+        raise CheckpointError(
+            f"checkpoint: {what} {path} failed: {error.strerror or error}; {advice}"
+        ) from error
+
+
+_TO_WRITE = "check space, quota and permission; complete checkpoints are as before"
+
+
+def digest(text: bytes) -> str:
+    """Checksum of a text."""
+    return sha256(text).hexdigest()
+
+
+def _sync_folder(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def tidy(folder: Path) -> None:
+    """Delete what killed jobs have left in a folder; by one rank, before it writes there."""
+    for path in folder.glob("step-*"):
+        if path.suffix == ".tmp" or (_STEP.fullmatch(path.name) and not (path / MANIFEST).is_file()):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def begin(path: Path, head: bytes, nbytes: int) -> None:
+    """Make the temporary directory of a checkpoint, and its data file of full size; by one rank."""
+    made = temporary(path)
+    with said("making", made / DATA, _TO_WRITE):
+        if made.exists():
+            shutil.rmtree(made)
+        made.mkdir(parents=True)
+        try:
+            with (made / DATA).open("wb") as file:
+                file.write(head)
+                file.truncate(nbytes)
+        except OSError:
+            drop(path)
+            raise
+
+
+def write(path: Path, pieces: Iterable[Piece]) -> dict[str, int]:
+    """Write pieces to the temporary data file, and make them durable; returns sums by the item's name.
+
+    Local: every rank writes its own pieces, also from another thread.
+    """
+    file, sums = temporary(path) / DATA, dict[str, int]()
+    with said("writing", file, f"is it on a disk that all hosts share? {_TO_WRITE}"):
+        descriptor = os.open(file, os.O_WRONLY)
+        try:
+            for part, first, elements in pieces:
+                name, size = part.item.name, part.item.dtype.itemsize
+                sums[name] = sums.get(name, 0) + part.checksum(elements, first)
+                memory = elements.numpy().data
+                for offset, at, count in part.runs(first, first + elements.numel() // size):
+                    begin_at = (at - first) * size
+                    _write_all(descriptor, memory[begin_at : begin_at + count * size], offset)
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+    return sums
+
+
+def _write_all(descriptor: int, memory: memoryview, offset: int) -> None:
+    while memory:
+        count = os.pwrite(descriptor, memory[:_AT_ONCE], offset)
+        memory, offset = memory[count:], offset + count
+
+
+def publish(path: Path, body: dict[str, Any], keep: int | None) -> None:
+    """Write the manifest, rename the directory to its own name, then delete the oldest; by one rank."""
+    made, text = temporary(path), json.dumps(body)
+    with said("completing", made, _TO_WRITE):
+        with (made / MANIFEST).open("w") as file:
+            file.write(json.dumps({"sha256": digest(text.encode()), "body": body}))
+            file.flush()
+            os.fsync(file.fileno())
+        _sync_folder(made)
+        if path.exists():
+            # Of a replaced checkpoint one of the two is there at any moment.
+            shutil.rmtree(_replaced(path), ignore_errors=True)
+            path.rename(_replaced(path))
+        made.rename(path)
+        _sync_folder(path.parent)
+    with said("deleting old checkpoints in", path.parent, "the new one is complete"):
+        _delete_old(path, keep)
+
+
+def _delete_old(path: Path, keep: int | None) -> None:
+    found = complete(path.parent)
+    old = [other for other in found if other.name.endswith(".old")]
+    others = [other for other in found if other != path and other not in old]
+    for each in (*old, *(() if keep is None else others[keep - 1 :])):
+        # Without its manifest a directory does not count, should this be interrupted.
+        (each / MANIFEST).unlink()
+        shutil.rmtree(each)
+
+
+def drop(path: Path) -> None:
+    """Delete what was written of a checkpoint that failed; by one rank."""
+    shutil.rmtree(temporary(path), ignore_errors=True)
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A complete checkpoint, as its manifest describes it; of newer or damaged ones ``CheckpointError``."""
+
+    path: Path
+    body: dict[str, Any]
+    others: tuple[str, ...] = ()
+
+    @property
+    def data(self) -> Path:
+        """The data file."""
+        return self.path / DATA
+
+    def items(self, names: Iterable[str]) -> list[Item]:
+        """Items of these names, in the order of the file."""
+        wanted, found = set(names), self.body["items"]
+        return [
+            Item(name, NAMED_DTYPES[kind], tuple(shape), offset)
+            for name, kind, shape, offset, _ in found
+            if name in wanted
+        ]
+
+    def kinds(self) -> dict[str, Kind]:
+        """Dtype and shape of each item."""
+        return {name: (kind, tuple(shape)) for name, kind, shape, *_ in self.body["items"]}
+
+    def sums(self) -> dict[str, int]:
+        """Checksum of each item."""
+        return {name: int(total, 16) for name, *_, total in self.body["items"]}
+
+    def damaged(self, what: str, file: Path) -> CheckpointError:
+        """Error that says what is wrong with a file, and which checkpoint came before."""
+        before = f"the one before it is {self.others[0]}" if self.others else "there is none before it"
+        return CheckpointError(
+            f"checkpoint: {file} is damaged: {what}; {before}: delete {self.path} or restore(..., step=)"
+        )
+
+
+def opened(path: Path) -> Saved:
+    """A checkpoint's manifest, checked together with the size and the head of the data file; local."""
+    newest = complete(path.parent)
+    older = newest[newest.index(path) + 1 :] if path in newest else []
+    file = path / MANIFEST
+    saved = Saved(path, {}, tuple(str(each) for each in older))
+    with said("reading", file, "is the folder right, and may it be read?"):
+        try:
+            found = json.loads(file.read_text())
+            body = found["body"]
+            found_digest = digest(json.dumps(body).encode())
+        except (ValueError, KeyError, TypeError):
+            raise saved.damaged("it is no manifest", file) from None
+        version = body.get("version") if isinstance(body, dict) else None
+        if isinstance(version, int) and version > VERSION:
+            raise CheckpointError(
+                f"checkpoint: {file} is of version {version}, this distdl_rma reads {VERSION}: update it"
+            )
+        if found_digest != found.get("sha256"):
+            raise saved.damaged("its checksum does not fit", file)
+        saved = Saved(path, body, saved.others)
+        nbytes = saved.data.stat().st_size
+        if nbytes != body["nbytes"]:
+            raise saved.damaged(f"it has {nbytes} bytes instead of {body['nbytes']}", saved.data)
+        with saved.data.open("rb") as data:
+            if digest(data.read(body["head"][0])) != body["head"][1]:
+                raise saved.damaged("the checksum of its head does not fit", saved.data)
+    return saved
+
+
+def read(descriptor: int, part: Part, first: int, elements: torch.Tensor) -> None:
+    """Fill flat bytes by the elements of a part from ``first`` on."""
+    size = part.item.dtype.itemsize
+    memory = elements.numpy().data
+    for offset, at, count in part.runs(first, first + elements.numel() // size):
+        rest = memory[(at - first) * size : (at - first + count) * size]
+        while rest:
+            got = os.preadv(descriptor, [rest[:_AT_ONCE]], offset)
+            if not got:
+                raise CheckpointError(f"checkpoint: {part.item.name!r} ends before its last byte")
+            rest, offset = rest[got:], offset + got
+
+
+def cut_out(tensors: dict[str, torch.Tensor], shares: Iterable[tuple[Part, int, int]]) -> Iterator[Piece]:
+    """Pieces of this rank's tensors, by the item's name."""
+    for part, first, last in shares:
+        size = part.item.dtype.itemsize
+        yield part, first, flat_bytes(tensors[part.item.name])[first * size : last * size]

@@ -1,0 +1,487 @@
+"""Checkpoints of a job: all ranks save and restore together, and agree on every step of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple, Self
+
+import numpy as np
+import torch
+
+from distdl_rma import errors
+from distdl_rma.checkpoints import files, objects
+from distdl_rma.checkpoints.files import Piece, Saved
+from distdl_rma.checkpoints.form import dtype_name
+from distdl_rma.checkpoints.items import ALIGNED, Holding, Item, Part, flat_bytes, holdings, planned
+from distdl_rma.checks.consensus import Consensus, gather_words
+from distdl_rma.errors import CheckpointError, ClosedError, ConfigurationError, MismatchError
+from distdl_rma.geometry.box import Box
+from distdl_rma.geometry.decomposition import Decomposition
+from distdl_rma.geometry.partition import Partition
+from distdl_rma.machine import Machine
+from distdl_rma.ops.core.tensors import as_tensor
+from distdl_rma.ops.set_up_transfer import broadcast_from_first
+from distdl_rma.segments.collectives.allgather import Allgather
+from distdl_rma.segments.collectives.allreduce import Allreduce
+from distdl_rma.state import scattered
+
+# Bytes that a rank reads at once, for all ranks that hold the same; a multiple of every element's size.
+_SLICE_NBYTES = 1 << 20
+# Checkpoints whose copies are in memory at once.
+_UNDER_WAY = 2
+
+
+class _Job(NamedTuple):
+    # A checkpoint that is being written.
+    path: Path
+    body: dict[str, Any]
+    items: list[Item]
+    sums: Future[dict[str, int]]
+    memory: torch.Tensor | None
+
+
+class Checkpoints:
+    """Checkpoints in a folder, of jobs of any number of ranks: the newest one is complete at any moment.
+
+    A checkpoint is a directory such as ``step-120`` with ``manifest.json`` and ``data.safetensors``, which
+    has whole tensors with the keys of the sequential model. Every rank writes its parts. The directory has
+    the name ``step-120.tmp`` until all bytes are on the disk.
+
+    All methods are collective over the machine and blocking, ``stopping`` excepted; all ranks pass the same
+    arguments. An error of one rank raises on all of them. As a context manager it closes itself.
+
+    Parameters
+    ----------
+    folder
+        Where the directories are made; on a disk that all hosts share. Its parent exists.
+    keep
+        How many complete checkpoints stay; older ones are deleted behind a newer one. None: all.
+    every
+        Number of steps between two checkpoints, for ``due``; None: only when the job is told to stop.
+    asynchronous
+        Whether ``save`` returns when the state has been copied to private memory. A thread then writes it,
+        and a later call of any method completes it. At most two copies exist.
+    stop_on
+        Signals, such as ``signal.SIGUSR1``, on which ``due`` is true on all ranks at their next step. They do
+        nothing else then. ``close`` restores their handlers.
+    machine
+        A machine, or a partition of its ranks; the one of COMM_WORLD if None.
+
+    Raises
+    ------
+    ConfigurationError
+        If an argument is invalid, or differs between ranks; on all ranks.
+    CheckpointError
+        If the folder cannot be made.
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        keep: int | None = 3,
+        every: int | None = None,
+        asynchronous: bool = False,
+        stop_on: Iterable[signal.Signals] = (),
+        machine: Machine | Partition | None = None,
+    ) -> None:
+        self._call = "Checkpoints"
+        self._machine = home = Machine.on() if machine is None else Machine.of(machine)
+        self.folder, self._signals = Path(folder).absolute(), tuple(stop_on)
+        self._every, self._keep, self._asynchronous = every, keep, asynchronous
+        said = f"folder {str(self.folder)!r}, keep={keep}, every={every}, asynchronous={asynchronous}"
+        with self._together():
+            for name, number in (("keep", keep), ("every", every)):
+                if number is not None and (type(number) is not int or number < 1):
+                    raise ConfigurationError(f"Checkpoints: {name} is at least 1 or None, got {number!r}")
+        for rank, other in gather_words(home.segments, said, self._call).items():
+            if other != said:
+                raise ConfigurationError(
+                    f"Checkpoints: rank {home.rank} says {said}, rank {rank} {other}; they must be alike"
+                )
+        self._jobs: deque[_Job] = deque()
+        self._memory: list[torch.Tensor] = []
+        self._thread = ThreadPoolExecutor(1, "checkpoint") if asynchronous else None
+        self._told = self._stopping = self._closed = self._tidy = False
+        with self._together():
+            if self._first:
+                with files.said("making", self.folder, "its parent exists, and may be written to?"):
+                    self.folder.mkdir(exist_ok=True)
+            self._before = {each: signal.signal(each, self._tell) for each in self._signals}
+
+    @property
+    def _first(self) -> bool:
+        return self._machine.rank == self._machine.ranks[0]
+
+    @property
+    def stopping(self) -> bool:
+        """Whether some rank has got a signal of ``stop_on``, as of the last ``due``; local."""
+        return self._stopping
+
+    def _tell(self, *_: object) -> None:
+        self._told = True
+
+    def due(self, step: int) -> bool:
+        """Whether to save now: at every ``every``-th step, and when the job is told to stop.
+
+        Costs one comparison of integers. Completes asynchronous checkpoints that all ranks have written, and
+        raises their errors. ``MismatchError`` if the ranks are at different steps.
+        """
+        self._call = "Checkpoints.due"
+        (_, told, least), (_, stopping, most) = self._compared(step)
+        if least != most:
+            raise MismatchError(f"Checkpoints.due: the ranks are at steps from {least} to {most}")
+        self._stopping = self._stopping or bool(told or stopping)
+        return self._stopping or (self._every is not None and step > 0 and step % self._every == 0)
+
+    def _compared(self, step: int = 0) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        # Smallest and largest of: whether the oldest job is written here, the signal, the step.
+        if self._closed:
+            raise ClosedError("Checkpoints: already closed")
+        written = int(bool(self._jobs) and self._jobs[0].sums.done())
+        check = Consensus.of(self._machine.segments, self._machine.ranks)
+        check.alike(self._call, written, int(self._told), step)
+        found = check.smallest, check.largest
+        if found[0][0]:
+            self._complete()
+        return found
+
+    def wait(self) -> None:
+        """Wait until all saved checkpoints are complete."""
+        self._call = "Checkpoints.wait"
+        while self._jobs:
+            self._complete()
+
+    def close(self) -> None:
+        """Complete all checkpoints and restore the handlers of signals; idempotent."""
+        if self._closed:
+            return
+        try:
+            self.wait()
+        finally:
+            self._closed = True
+            for each, handler in self._before.items():
+                signal.signal(each, handler)
+            if self._thread is not None:
+                self._thread.shutdown()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        # After an error the ranks may be in different calls.
+        if error is None:
+            self.close()
+
+    def save(self, state: MutableMapping[str, Any], step: int) -> Path:
+        """Save the state of all objects as the checkpoint of a step; returns its directory.
+
+        Parameters
+        ----------
+        state
+            Names and objects: models, optimizers, objects with ``state_dict`` and ``load_state_dict``
+            (schedulers, scalers, averaged models, loaders), tensors, split tensors, numbers, strings, lists
+            and dicts of these. Generators of torch (CPU), Python and numpy are saved besides. Tensors that
+            are whole on all ranks are equal there; each rank writes some bytes of them.
+        step
+            Number of the step; a complete checkpoint of this step is replaced.
+
+        Raises
+        ------
+        UnsupportedError
+            If an object cannot be saved exactly without pickle.
+        MismatchError
+            If the ranks save different things.
+        CheckpointError
+            If a file cannot be written. Complete checkpoints are as before. With ``asynchronous`` a later
+            call raises it.
+        """
+        self._call = "Checkpoints.save"
+        self._compared()
+        path, home = files.step_folder(self.folder, step), self._machine
+        main = objects.main_model(state)
+        held, forms = objects.Objects(state, main, scattered), dict[str, Any]()
+        with self._together():
+            if type(step) is not int or step < 0:
+                raise ConfigurationError(f"Checkpoints.save: step is an integer from 0 on, got {step!r}")
+            forms = held.said()
+        words = {"step": step, "main": main, "forms": forms, "kinds": held.kinds}
+        states = objects.generators()
+        every = gather_words(home.segments, words, self._call)
+        of_ranks = list(gather_words(home.segments, states, self._call).values())
+        # One state if it is alike on all ranks, else that of every rank.
+        columns = {key: [states[key] for states in of_ranks] for key in states}
+        drawn = {key: all_[:1] if all_[1:] == all_[:-1] else all_ for key, all_ in columns.items()}
+        # Alike on all ranks, or raises on all of them.
+        one = objects.merged(every)
+        kinds = {name: (kind, tuple(shape)) for name, (kind, shape) in one["kinds"].items()}
+        held.lay_out(one["forms"])
+        head, items = planned(kinds, {"format": "pt", "step": str(step)})
+        parts = list(self._parts(items, held.layouts))
+        nbytes = len(head) + sum(item.nbytes for item in items)
+        with self._together():
+            if lacking := [
+                p.item.name for p, _ in parts if not p.box.empty and p.item.name not in held.tensors
+            ]:
+                raise MismatchError(f"checkpoint: this rank has no {lacking[0]!r}, which other ranks have")
+            if self._first:
+                if not self._tidy:
+                    files.tidy(self.folder)
+                files.begin(path, head, nbytes)
+        self._tidy = True
+        body = {
+            "version": files.VERSION, "step": step, "ranks": home.size, "nbytes": nbytes, "main": main,
+            "head": [len(head), files.digest(head)], "forms": one["forms"],
+            "generators": drawn,
+        }  # fmt: skip
+        me = home.rank
+        shares = [
+            share for each in holdings(parts) for share in each.share(each.ranks.index(me), len(each.ranks))
+        ]
+        pieces = files.cut_out(held.tensors, shares)
+        if self._thread is None:
+            written: Future[dict[str, int]] = Future()
+            try:
+                written.set_result(files.write(path, pieces))
+            except Exception as error:  # noqa: BLE001 - raised on all ranks by ``_complete``
+                written.set_exception(error)
+            self._jobs.append(_Job(path, body, items, written, None))
+            self.wait()
+        else:
+            while len(self._jobs) >= _UNDER_WAY:
+                self._complete()
+            copies, memory = self._copied(list(pieces))
+            written = self._thread.submit(files.write, path, copies)
+            self._jobs.append(_Job(path, body, items, written, memory))
+        return path
+
+    def _copied(self, pieces: list[Piece]) -> tuple[list[Piece], torch.Tensor]:
+        # Pieces in private memory, that of an earlier job if it is large enough.
+        nbytes = sum(-(-elements.numel() // ALIGNED) * ALIGNED for *_, elements in pieces)
+        memory = self._memory.pop() if self._memory else torch.empty(0, dtype=torch.uint8)
+        if memory.numel() < nbytes:
+            memory = torch.empty(nbytes, dtype=torch.uint8)
+        copies, at = [], 0
+        for part, first, elements in pieces:
+            copy = memory[at : at + elements.numel()].copy_(elements)
+            copies.append((part, first, copy))
+            at += -(-elements.numel() // ALIGNED) * ALIGNED
+        return copies, memory
+
+    def _complete(self) -> None:
+        # Waits for the oldest job, and publishes it, or raises its error on all ranks.
+        job = self._jobs.popleft()
+        sums: dict[str, int] = {}
+        try:
+            with self._together():
+                sums = job.sums.result()
+            totals = self._summed([sums.get(item.name, 0) for item in job.items])
+            job.body["items"] = [
+                [i.name, dtype_name(i.dtype), i.shape, i.offset, f"{total:016x}"]
+                for i, total in zip(job.items, totals, strict=True)
+            ]
+            with self._together():
+                if self._first:
+                    files.publish(job.path, job.body, self._keep)
+        except Exception:
+            with self._together():
+                if self._first:
+                    files.drop(job.path)
+            raise
+        finally:
+            if job.memory is not None:
+                self._memory.append(job.memory)
+
+    def _summed(self, numbers: Sequence[int]) -> list[int]:
+        # Sums over the ranks, modulo 2^64.
+        ranks = self._machine.ranks
+        total = Allreduce(self._machine.segments, ranks, len(numbers), np.uint64, "sum", self._call)
+        try:
+            return [int(number) for number in total(np.array([n % (1 << 64) for n in numbers], np.uint64))]
+        finally:
+            total.close()
+
+    def restore(
+        self, state: MutableMapping[str, Any], *, step: int | None = None, generators: bool = True
+    ) -> int:
+        """Restore the newest complete checkpoint, or that of a step; returns its step, 0 if there is none.
+
+        The job may have another number of ranks than the one that saved, other partitions, or plain modules.
+        Every byte of the file is read by one rank, and travels to the others through segments. All tensors
+        are read and checked before an object is changed. Then tensors are copied into existing ones, and
+        numbers, strings and dicts of ``state`` are replaced. What ``state`` lacks is left out.
+
+        ``generators`` are restored too. One that differed between ranks, for want of a seed, is restored if
+        the number of ranks is the same. On another number those of Python and numpy stay as they are, and
+        ``UnsupportedError`` is raised for that of torch.
+
+        Raises
+        ------
+        CheckpointError
+            If a file is damaged, of a newer version or of another model, or cannot be read. The file, the
+            keys or the tensor are named, and the checkpoint before. Nothing has been changed.
+        ShapeError
+            If shapes or dtypes of tensors differ.
+        """
+        self.wait()
+        self._call = "Checkpoints.restore"
+        self._compared()
+        saved = self._opened(step)
+        if saved is None:
+            return 0
+        body, drawn = saved.body, saved.body["generators"]
+        kinds = saved.kinds()
+        held, wanted = objects.Objects(state, body["main"], scattered), set[str]()
+        with self._together():
+            if generators and len(drawn["torch"]) not in (1, self._machine.size):
+                raise errors.UnsupportedError(
+                    f"checkpoint: the generators of its {len(drawn['torch'])} ranks differed, and"
+                    f" {self._machine.size} ranks cannot go on with them: seed all ranks alike, or"
+                    " restore(..., generators=False)"
+                )
+            wanted = held.wanted(body["forms"], kinds)
+        items = saved.items(wanted)
+        tensors = {item.name: objects.blank(kinds[item.name], held.layouts.get(item.name)) for item in items}
+        found = self._read(saved, list(self._parts(items, held.layouts)), tensors)
+        sums = saved.sums()
+        totals = self._summed([found.get(item.name, 0) for item in items])
+        for item, total in zip(items, totals, strict=True):
+            if total != sums[item.name]:
+                raise saved.damaged(f"the checksum of {item.name!r} does not fit", saved.data)
+        undo = held.before()
+        try:
+            with self._together():
+                held.load_objects(body["forms"], tensors)
+        except Exception:
+            with self._together():
+                held.load(undo)
+            raise
+        with self._together():
+            held.load_tensors(body["forms"], tensors)
+            if generators:
+                place, size = self._machine.ranks.index(self._machine.rank), self._machine.size
+                objects.set_generators(
+                    {k: v[place % len(v)] for k, v in drawn.items() if len(v) in (1, size)}
+                )
+        return int(body["step"])
+
+    def _opened(self, step: int | None) -> Saved | None:
+        # The manifest, which one rank reads.
+        home, text = self._machine, b""
+        with self._together():
+            if self._first:
+                if step is not None:
+                    saved = files.opened(files.step_folder(self.folder, step))
+                else:
+                    newest = files.complete(self.folder)[:1]
+                    saved = files.opened(newest[0]) if newest else Saved(self.folder, {})
+                text = json.dumps([str(saved.path), saved.body, saved.others]).encode()
+        nbytes = gather_words(home.segments, len(text), self._call)[home.ranks[0]]
+        vector = torch.zeros(nbytes, dtype=torch.uint8)
+        if self._first:
+            vector.numpy()[:] = np.frombuffer(text, np.uint8)
+        broadcast_from_first(home, home.ranks, [vector], self._call)
+        path, body, others = json.loads(vector.numpy().tobytes())
+        return Saved(Path(path), body, tuple(others)) if body else None
+
+    def _parts(
+        self, items: Iterable[Item], layouts: dict[str, Decomposition]
+    ) -> Iterator[tuple[Part, tuple[int, ...]]]:
+        # This rank's part of each item, and the ranks that hold it.
+        rank, everyone = self._machine.rank, tuple(sorted(self._machine.ranks))
+        for item in items:
+            layout = layouts.get(item.name)
+            if layout is None:
+                yield Part(item, Box.of_shape(item.shape)), everyone
+            else:
+                yield Part(item, layout.box(rank)), tuple(sorted(layout.holders(rank)))
+
+    def _read(
+        self, saved: Saved, parts: list[tuple[Part, tuple[int, ...]]], tensors: dict[str, torch.Tensor]
+    ) -> dict[str, int]:
+        # Fills the tensors; returns the sums of what this rank has read. A rank that cannot read goes on, so
+        # that the others do not wait, and all raise its error at the end.
+        sums, failed, opened = Counter[str](), list[BaseException](), list[int]()
+        reading = files.said("reading", saved.data, "is the folder on a disk that all hosts share?")
+        with self._together(), reading:
+            opened.append(os.open(saved.data, os.O_RDONLY))
+
+        def fill(pieces: Iterable[Piece]) -> None:
+            for part, first, elements in pieces:
+                try:
+                    files.read(opened[0], part, first, elements)
+                except OSError as error:
+                    failed.append(error)
+                sums[part.item.name] += part.checksum(elements, first)
+
+        try:
+            for holding in holdings(parts):
+                if len(holding.ranks) == 1:
+                    fill(files.cut_out(tensors, holding.share(0, 1)))
+                else:
+                    self._read_together(holding, tensors, fill)
+        finally:
+            os.close(opened[0])
+        with self._together(), files.said("reading", saved.data, "does the disk work?"):
+            if failed:
+                raise failed[0]
+        return sums
+
+    def _read_together(
+        self, holding: Holding, tensors: dict[str, torch.Tensor], fill: Callable[[Iterable[Piece]], None]
+    ) -> None:
+        # Each of the ranks that hold the same tensors reads every n-th slice of their bytes.
+        ranks = holding.ranks
+        share = -(-holding.nbytes // len(ranks))
+        nbytes = min(_SLICE_NBYTES, -(-share // ALIGNED) * ALIGNED)
+        me, count = ranks.index(self._machine.rank), -(-holding.nbytes // (nbytes * len(ranks)))
+        flat = {part.item.name: flat_bytes(tensors[part.item.name]) for part in holding.parts}
+        passes = Allgather(self._machine.segments, ranks, nbytes, np.uint8, self._call)
+
+        def slices(number: int, memory: torch.Tensor) -> Iterator[Piece]:
+            # The elements in a slice follow each other, and all are aligned.
+            at = 0
+            for part, first, last in holding.within(number * nbytes, (number + 1) * nbytes):
+                size = (last - first) * part.item.dtype.itemsize
+                yield part, first, memory[at : at + size]
+                at += size
+
+        try:
+            fill(slices(me, as_tensor(passes.active)))
+            for number in range(count):
+                passes.start()
+                if number + 1 < count:
+                    # The next pass is read while this one travels.
+                    fill(slices((number + 1) * len(ranks) + me, as_tensor(passes.active)))
+                found = as_tensor(passes.wait())
+                for at in range(len(ranks)):
+                    memory = found[at * nbytes : (at + 1) * nbytes]
+                    for part, first, elements in slices(number * len(ranks) + at, memory):
+                        begin = first * part.item.dtype.itemsize
+                        flat[part.item.name][begin : begin + elements.numel()] = elements
+        finally:
+            passes.close()
+
+    @contextmanager
+    def _together(self) -> Iterator[None]:
+        # Local work, whose error on one rank raises on all ranks.
+        error: Exception | None = None
+        try:
+            yield
+        except Exception as found:  # noqa: BLE001 - all ranks raise it
+            error = found
+        words = [type(error).__name__, str(error)] if error else []
+        for rank, said in gather_words(self._machine.segments, words, self._call).items():
+            if error is not None:
+                raise error
+            if said:
+                kind = getattr(errors, said[0], None)
+                text = said[1] if kind else f"checkpoint: {': '.join(said)}"
+                raise (kind or CheckpointError)(f"{text} (on rank {rank})")

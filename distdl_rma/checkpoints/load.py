@@ -1,0 +1,80 @@
+"""Checkpoints without ranks: loaded by one process, which needs no MPI."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import MutableMapping
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from distdl_rma.checkpoints import files
+from distdl_rma.checkpoints.items import Part, holdings
+from distdl_rma.checkpoints.objects import Cuts, Objects, blank
+from distdl_rma.errors import CheckpointError
+from distdl_rma.geometry.box import Box
+
+
+def load_checkpoint(
+    folder: str | os.PathLike[str], into: nn.Module | MutableMapping[str, Any], *, name: str | None = None
+) -> int:
+    """Load a checkpoint into a model, or a state of several objects; returns its step.
+
+    Local and blocking; needs no MPI. If ranks call it, each one reads what it needs. All tensors are read and
+    checked before an object is changed; generators stay as they are.
+
+    Parameters
+    ----------
+    folder
+        A directory such as ``run/step-120``, or the folder of all, for the newest complete one.
+    into
+        A module, or a dict of names and objects as for :meth:`Checkpoints.save`.
+    name
+        Entry of the checkpoint that a module takes, such as ``"ema"``; the model if None.
+
+    Raises
+    ------
+    CheckpointError
+        If there is none, or it is damaged, of a newer version or of another model.
+    ShapeError
+        If shapes or dtypes of tensors differ.
+    """
+    path = Path(folder).absolute()
+    if not (path / files.MANIFEST).is_file():
+        found = files.complete(path)
+        if not found:
+            raise CheckpointError(f"load_checkpoint: {path} is no checkpoint, nor has it a complete one")
+        path = found[0]
+    saved = files.opened(path)
+    body, kinds = saved.body, saved.kinds()
+    cuts: Cuts = lambda _module: {}  # noqa: E731
+    if "distdl_rma.layers.core.layer" in sys.modules:
+        # Otherwise no layer of a model can be distributed, and MPI is not needed.
+        from distdl_rma.state import scattered as cuts
+    state = {name or body["main"]: into} if isinstance(into, nn.Module) else into
+    objects = Objects(state, body["main"], cuts)
+    items = saved.items(objects.wanted(body["forms"], kinds))
+    tensors = {item.name: blank(kinds[item.name], objects.layouts.get(item.name)) for item in items}
+    parts = []
+    for item in items:
+        layout = objects.layouts.get(item.name)
+        box = Box.of_shape(item.shape) if layout is None else layout.box(layout.partition.me)
+        parts.append((Part(item, box), (0,)))
+    sums = saved.sums()
+    with files.said("reading", saved.data, "may it be read?"), saved.data.open("rb") as data:
+        for holding in holdings(parts):
+            for part, first, elements in files.cut_out(tensors, holding.share(0, 1)):
+                files.read(data.fileno(), part, first, elements)
+                whole = part.box.volume == Box.of_shape(part.item.shape).volume
+                if whole and part.checksum(elements, first) != sums[part.item.name]:
+                    raise saved.damaged(f"the checksum of {part.item.name!r} does not fit", saved.data)
+    undo = objects.before()
+    try:
+        objects.load_objects(body["forms"], tensors)
+    except Exception:
+        objects.load(undo)
+        raise
+    objects.load_tensors(body["forms"], tensors)
+    return int(body["step"])

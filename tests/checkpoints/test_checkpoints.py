@@ -1,0 +1,363 @@
+"""A job goes on where it was saved, on any ranks, or all its ranks say why it cannot."""
+
+import json
+import os
+import resource
+import shutil
+import signal
+
+import pytest
+import torch
+from torch import nn
+
+from distdl_rma import (
+    CheckpointError,
+    Checkpoints,
+    ClosedError,
+    ConfigurationError,
+    DistributedGradScaler,
+    Machine,
+    MismatchError,
+    PartitionError,
+    ShapeError,
+    SplitTensor,
+    UnsupportedError,
+    gather_state_dict,
+    load_checkpoint,
+    shard,
+)
+from distdl_rma.checkpoints.files import DATA, MANIFEST
+from distdl_rma.state import scattered
+from tests.checkpoints.training import OPTIMIZERS, Job, same_folder
+from tests.test_state import twins
+
+pytestmark = [pytest.mark.mpi, pytest.mark.sizes(1, 2, 3, 4)]
+
+
+@pytest.fixture
+def folder(comm, tmp_path):
+    return same_folder(comm, tmp_path) / "run"
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_losses_are_those_of_the_job_that_was_not_killed(comm, folder, optimizer, asynchronous):
+    alone = Job(optimizer)
+    torch.manual_seed(7)
+    wanted, losses = alone.steps(8), []
+    # Each time on other ranks, from one of them to all; the others take no part.
+    for number, size in enumerate([1, comm.size, max(1, comm.size - 1), min(2, comm.size)]):
+        if comm.rank < size:
+            with Machine(comm, range(size)) as machine:
+                job = Job(optimizer, machine.partition())
+                torch.manual_seed(7 if not number else 99)
+                with Checkpoints(folder, asynchronous=asynchronous, machine=machine) as kept:
+                    assert kept.restore(job.state) == job.state["epoch"] == 2 * number
+                    losses = job.steps(2)
+                    kept.save(job.state, 2 * number + 2)
+                job.close()
+            torch.testing.assert_close(losses, wanted[2 * number : 2 * number + 2])
+        comm.Barrier()
+    # One process, without ranks.
+    last = Job(optimizer)
+    assert load_checkpoint(folder, last.state) == 8
+    torch.testing.assert_close(last.model.state_dict(), alone.model.state_dict())
+    torch.testing.assert_close(last.optimizer.state_dict(), alone.optimizer.state_dict())
+    average = Job(optimizer).model
+    load_checkpoint(folder, torch.optim.swa_utils.AveragedModel(average, use_buffers=True), name="average")
+    assert last.state["best"].tolist() == [6, 7, 8]
+    comm.Barrier()
+
+
+def trained(model, optimizer, cuts):
+    """Two steps along gradients that are parts of the same whole ones."""
+    for number in range(2):
+        for key, p in model.named_parameters():
+            shape = cuts[key].shape if key in cuts else p.shape
+            draw = torch.Generator().manual_seed(100 * number + len(key) + sum(map(ord, key)))
+            whole = torch.rand(shape, generator=draw, dtype=p.dtype)
+            if key not in cuts:
+                p.grad = whole
+            elif p.numel():
+                p.grad = whole[cuts[key].slices()].clone()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("make", [OPTIMIZERS["Adam"], OPTIMIZERS["SGD"], OPTIMIZERS["AdamW, fused"]])
+def test_parameters_that_ranks_hold_parts_of_become_those_of_any_others(P_world, comm, folder, make):
+    (ours, alone), rank = twins(P_world), comm.rank
+    state = {"model": ours, "optimizer": make(ours.parameters()), "scaler": DistributedGradScaler(P_world)}
+    start = gather_state_dict(ours)
+    alone.load_state_dict(start)
+    reference = make(alone.parameters())
+    trained(ours, state["optimizer"], scattered(ours))
+    trained(alone, reference, {})
+    with Checkpoints(folder, machine=P_world) as kept:
+        kept.save(state, 5)
+    # The sequential model.
+    _, plain = twins(P_world)
+    again = make(plain.parameters())
+    assert load_checkpoint(folder, {"model": plain, "optimizer": again}) == 5
+    # Fused kernels round the last elements of a block otherwise than those within.
+    torch.testing.assert_close(plain.state_dict(), alone.state_dict(), rtol=1e-14, atol=1e-14)
+    torch.testing.assert_close(again.state_dict(), reference.state_dict(), rtol=1e-14, atol=1e-14)
+    comm.Barrier()
+    # Other partitions, of fewer ranks.
+    if rank < max(1, comm.size - 1):
+        with Machine(comm, range(max(1, comm.size - 1))) as machine:
+            fewer, _ = twins(machine.partition())
+            optimizer = make(fewer.parameters())
+            with Checkpoints(folder, machine=machine) as kept:
+                assert kept.restore({"model": fewer, "optimizer": optimizer}) == 5
+            trained(fewer, optimizer, scattered(fewer))
+            trained(plain, again, {})
+            torch.testing.assert_close(
+                gather_state_dict(fewer), dict(plain.state_dict()), rtol=1e-14, atol=1e-14
+            )
+    comm.Barrier()
+
+
+def test_split_tensors_go_into_another_layout(P_world, folder):
+    whole = torch.arange(35.0).view(5, 7)
+    rows, columns = (
+        P_world.create_cartesian_topology_partition(s) for s in ((P_world.size, 1), (1, P_world.size))
+    )
+    with Checkpoints(folder, machine=P_world) as kept:
+        kept.save({"x": shard(rows, whole)}, 1)
+        found = shard(columns, torch.zeros(5, 7))
+        assert kept.restore({"x": found}) == 1
+        with pytest.raises(ShapeError, match=r"'x' is float32 of shape \(5, 7\)"):
+            kept.restore({"x": shard(columns, torch.zeros(5, 8))})
+        with pytest.raises(UnsupportedError, match="within other values"):
+            kept.save({"x": [shard(rows, whole)]}, 2)
+    assert isinstance(found, SplitTensor)
+    assert torch.equal(found.full_tensor(), whole)
+
+
+def test_every_byte_is_read_by_one_rank(P_world, comm, folder, monkeypatch):
+    ours, _ = twins(P_world)
+    state = {"model": ours, "more": torch.rand(1 << 20), "odd": torch.rand(3, 7).bfloat16()}
+    reads = []
+    with Checkpoints(folder, machine=P_world) as kept:
+        file = kept.save(state, 1) / DATA
+        real = os.preadv
+        monkeypatch.setattr(os, "preadv", lambda *a: reads.append(real(*a)) or reads[-1])
+        kept.restore(state)
+    assert file.stat().st_size * 0.97 < comm.allreduce(sum(reads)) <= 1.02 * file.stat().st_size
+
+
+def test_old_ones_go_after_a_new_one_is_complete(P_world, folder):
+    state = {"x": torch.zeros(2)}
+    with Checkpoints(folder, keep=2, every=10, machine=P_world) as kept:
+        assert kept.restore(state) == 0
+        assert [step for step in range(45) if kept.due(step) and kept.save(state, step)] == [10, 20, 30, 40]
+        kept.save(state, 40)
+        assert sorted(path.name for path in folder.iterdir()) == ["step-30", "step-40"]
+        state["x"] += 1
+        kept.save(state, 40)
+        assert kept.restore(other := {"x": torch.zeros(2)}) == 40
+        assert other["x"].tolist() == [1, 1]
+        assert kept.restore(other, step=30) == 30
+        assert other["x"].tolist() == [0, 0]
+        P_world.home.group().barrier()
+    with pytest.raises(ClosedError):
+        kept.save(state, 50)
+
+
+def test_a_signal_of_one_rank_stops_all(P_world, comm, folder):
+    before = signal.getsignal(signal.SIGUSR1)
+    with Checkpoints(folder, stop_on=[signal.SIGUSR1], machine=P_world) as kept:
+        assert not kept.due(1)
+        assert not kept.stopping
+        if comm.rank == comm.size - 1:
+            os.kill(os.getpid(), signal.SIGUSR1)
+        assert kept.due(2)
+        assert kept.stopping
+    assert signal.getsignal(signal.SIGUSR1) is before
+
+
+def test_asynchronous_saves_hold_the_state_of_their_call(P_world, folder):
+    state = {"x": torch.zeros(1 << 16), "y": torch.zeros(5)}
+    with Checkpoints(folder, keep=None, asynchronous=True, machine=P_world) as kept:
+        for step in range(1, 7):
+            for x in state.values():
+                x.fill_(step)
+            kept.save(state, step)
+            for x in state.values():
+                x.fill_(-1)
+        kept.wait()
+        for step in range(1, 7):
+            assert kept.restore(state, step=step) == step
+            assert all((x == step).all() for x in state.values())
+
+
+def change(comm, path, edit):
+    """Let one rank change a file."""
+    if comm.rank == 0:
+        path.write_bytes(edit(bytearray(path.read_bytes())))
+    comm.Barrier()
+
+
+def flipped(at):
+    def edit(data):
+        data[at] ^= 4
+        return data
+
+    return edit
+
+
+@pytest.mark.parametrize(
+    ("file", "edit", "said"),
+    [
+        (DATA, flipped(-1), r"data.safetensors is damaged: the checksum of 'x/value'"),
+        (DATA, flipped(20), r"data.safetensors is damaged: the checksum of its head"),
+        (DATA, lambda data: data[:-7], r"data.safetensors is damaged: it has \d+ bytes instead of \d+"),
+        (MANIFEST, lambda data: data[:-7], r"manifest.json is damaged: it is no manifest"),
+        (MANIFEST, lambda data: data.replace(b'"step": 2', b'"step": 3'), r"its checksum does not fit"),
+        (MANIFEST, lambda data: data.replace(b'"version": 1', b'"version": 9'), r"is of version 9"),
+    ],
+)  # fmt: skip
+def test_damage_is_named_on_all_ranks_and_nothing_is_changed(P_world, comm, folder, file, edit, said):
+    state = {"x": torch.full((50,), 1.0), "n": 1}
+    with Checkpoints(folder, machine=P_world) as kept:
+        kept.save(state, 1)
+        path = kept.save({"x": torch.full((50,), 2.0), "n": 2}, 2)
+        change(comm, path / file, edit)
+        with pytest.raises(CheckpointError, match=said) as error:
+            kept.restore(state)
+        assert "version" in said or f"the one before it is {folder / 'step-1'}" in str(error.value)
+        assert state["x"].eq(1).all()
+        assert state["n"] == 1
+        assert kept.restore(state, step=1) == 1
+
+
+def test_half_written_ones_are_passed_over(P_world, comm, folder):
+    state = {"x": torch.zeros(50)}
+    with Checkpoints(folder, machine=P_world) as kept:
+        path = kept.save(state, 1)
+        if comm.rank == 0:
+            shutil.copytree(path, folder / "step-2.tmp")
+            shutil.copytree(path, folder / "step-3")
+            (folder / "step-3" / MANIFEST).unlink()
+        comm.Barrier()
+        assert kept.restore(state) == 1
+    with Checkpoints(folder, machine=P_world) as kept:
+        kept.save(state, 4)
+        assert sorted(each.name for each in folder.iterdir()) == ["step-1", "step-4"]
+
+
+def test_another_model_is_refused_by_its_keys_and_shapes(P_world, folder):
+    partition = P_world
+    job, wider = Job(partition=partition), Job(partition=partition, width=5)
+    job.steps(1)
+    with Checkpoints(folder, machine=P_world) as kept:
+        kept.save(job.state, 1)
+        before = {key: x.clone() for key, x in wider.model.state_dict().items()}
+        with pytest.raises(
+            ShapeError, match=r"'model: first.weight' is float64 of shape \(4, 1, 3, 3\) in it"
+        ):
+            kept.restore(wider.state)
+        with pytest.raises(
+            CheckpointError, match=r"lacks '0.weight', '0.bias', and has 'first.weight'.* more"
+        ):
+            kept.restore({"model": nn.Sequential(nn.Linear(1, 1))})
+        with pytest.raises(CheckpointError, match=r"'optimizer' is Adam in it, and SGD here"):
+            kept.restore({"model": job.model, "optimizer": torch.optim.SGD(job.model.parameters())})
+        with pytest.raises(CheckpointError, match=r"it has no 'critic', only \['average'"):
+            kept.restore({"critic": job.model})
+        with pytest.raises(CheckpointError, match=r"'loader' is an object with state_dict\(\) in it"):
+            kept.restore({"loader": 3})
+        with pytest.raises(PartitionError, match="parameter of no model in the state"):
+            kept.restore({"optimizer": job.optimizer})
+        assert all(torch.equal(x, before[key]) for key, x in wider.model.state_dict().items())
+    job.close()
+    wider.close()
+
+
+def test_an_object_that_refuses_its_state_leaves_the_others_as_they_were(P_world, comm, folder):
+    class Fails:
+        def state_dict(self):
+            return {}
+
+        def load_state_dict(self, state):
+            if comm.rank == comm.size - 1:
+                raise KeyError("mine")
+
+    job = Job()
+    state = job.state | {"fails": Fails()}
+    with Checkpoints(folder, machine=P_world) as kept:
+        kept.save(state, 1)
+        job.steps(1)
+        state["epoch"] = 5
+        with pytest.raises(KeyError if comm.rank == comm.size - 1 else CheckpointError, match="mine"):
+            kept.restore(state)
+        assert state["loader"].at == 1
+        assert state["epoch"] == 5
+
+
+def test_what_cannot_be_saved_is_refused_on_all_ranks(P_world, comm, folder):
+    odd = object() if comm.rank == comm.size - 1 else 3
+    with Checkpoints(folder, machine=P_world) as kept:
+        kept.save({"x": 1}, 1)
+        with pytest.raises(UnsupportedError, match="'y' is a object, which has no form"):
+            kept.save({"y": odd}, 2)
+        if comm.size > 1:
+            with pytest.raises(MismatchError, match="'y' is not alike on ranks 0 and"):
+                kept.save({"y": comm.rank}, 2)
+            with pytest.raises(MismatchError, match=r"'y/value' is .* on rank 0"):
+                kept.save({"y": torch.zeros(comm.rank)}, 2)
+            with pytest.raises(MismatchError, match="at steps from 0 to"):
+                kept.due(comm.rank)
+        with pytest.raises(ConfigurationError, match="from 0 on, got -1"):
+            kept.save({"x": 1}, -1)
+        assert kept.restore({"x": 0}) == 1
+
+
+def test_arguments_are_checked_and_compared(P_world, comm, folder):
+    with pytest.raises(ConfigurationError, match="every is at least 1 or None, got 0"):
+        Checkpoints(folder, every=0, machine=P_world)
+    with pytest.raises(CheckpointError, match="its parent exists"):
+        Checkpoints(folder / "a" / "b", machine=P_world)
+    if comm.size > 1:
+        with pytest.raises(ConfigurationError, match="they must be alike"):
+            Checkpoints(folder.with_name(f"run-{comm.rank}"), machine=P_world)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_disk_that_is_full_for_one_rank_is_an_error_on_all(P_world, comm, folder, asynchronous):
+    state = {"x": torch.ones(1 << 18)}
+    with Checkpoints(folder, asynchronous=asynchronous, machine=P_world) as kept:
+        kept.save(state, 1)
+        kept.wait()
+        soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        last = comm.rank == comm.size - 1
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 19 if last else soft, hard))
+        try:
+            full = pytest.raises(
+                CheckpointError, match=r"data.safetensors failed: File too large; .*check space"
+            )
+            with full:
+                _ = kept.save(state, 2), kept.wait()
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        assert [path.name for path in folder.iterdir()] == ["step-1"]
+        state["x"].zero_()
+        assert kept.restore(state) == 1
+        assert state["x"].eq(1).all()
+        kept.save(state, 2)
+
+
+def test_generators_that_differ_are_those_of_their_rank(P_world, comm, folder):
+    torch.manual_seed(comm.rank)
+    with Checkpoints(folder, machine=P_world) as kept:
+        kept.save({}, 1)
+        wanted = torch.rand(3)
+        assert kept.restore({}) == 1
+        assert torch.equal(torch.rand(3), wanted)
+    if comm.size > 1 and comm.rank == 0:
+        with Machine(comm, [0]) as machine, Checkpoints(folder, machine=machine) as kept:
+            with pytest.raises(UnsupportedError, match="seed all ranks alike"):
+                kept.restore({})
+            assert kept.restore({}, generators=False) == 1
+    comm.Barrier()
+    assert json.loads((folder / "step-1" / MANIFEST).read_text())["body"]["ranks"] == comm.size

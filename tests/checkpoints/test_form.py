@@ -1,0 +1,71 @@
+"""What a state says in JSON is the same when it is read."""
+
+import json
+from collections import Counter, OrderedDict
+
+import numpy as np
+import pytest
+import torch
+
+from distdl_rma.checkpoints.form import decode, encode, in_line, tensors_in
+from distdl_rma.errors import UnsupportedError
+
+
+def there_and_back(value):
+    taken = {}
+
+    def take(name, tensor):
+        taken[name] = tensor
+        return {"tensor": name}
+
+    form = encode(value, "x", take)
+    assert set(tensors_in(form)) == taken.keys()
+    return decode(json.loads(json.dumps(form)), taken.__getitem__)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        None, True, 3, -(10**30), 0.1, float("inf"), "text", [1, [2.5, None]], (1, (2, 3)), {1, 2},
+        {"a": 1, 2: {"b": (1,)}, (1, 2): "tuple"}, Counter({3: 1, 5: 2}), b"\x00\xff", 1 + 2j, torch.float16,
+        OrderedDict(b=1, a=2), {"dict": 1}, {"tensor": "name"},
+    ],
+)  # fmt: skip
+def test_plain_values_are_the_same(value):
+    found = there_and_back(value)
+    assert found == value
+    assert type(found) is (dict if isinstance(value, OrderedDict) else type(value))
+    if isinstance(value, dict):
+        assert list(found) == list(value)
+
+
+def test_not_a_number_and_numpys_scalars():
+    assert np.isnan(there_and_back(float("nan")))
+    assert there_and_back(np.float32(0.1)) == float(np.float32(0.1))
+
+
+def test_tensors_and_arrays_keep_type_and_place():
+    found = there_and_back({"a": [torch.arange(3)], "b": np.eye(2)})
+    assert torch.equal(found["a"][0], torch.arange(3))
+    assert isinstance(found["b"], np.ndarray)
+    assert (found["b"] == np.eye(2)).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.bool])
+def test_a_tensor_of_one_number_is_exact_in_line(dtype):
+    x = torch.tensor(0.1).to(dtype)
+    found = decode(json.loads(json.dumps(in_line(x))), {}.__getitem__)
+    assert found.dtype == dtype
+    assert torch.equal(found, x)
+
+
+@pytest.mark.parametrize("value", [object(), lambda: 1, [torch.nn.Linear(1, 1)], np.array(["a"])])
+def test_what_needs_pickle_is_refused_by_name(value):
+    with pytest.raises(UnsupportedError, match=r"'loader/0.*has no form without pickle|'loader.*no form"):
+        encode(value, "loader", lambda name, tensor: None)
+
+
+def test_sparse_and_meta_tensors_are_refused():
+    for x in (torch.eye(2).to_sparse(), torch.empty(2, device="meta")):
+        with pytest.raises(UnsupportedError, match="dense tensors on the CPU"):
+            encode(x, "x", lambda name, tensor: None)

@@ -1,0 +1,96 @@
+"""A model and everything that a job restores, trained on some ranks or alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.nn import functional as F  # noqa: N812
+from torch.optim.swa_utils import AveragedModel
+
+from distdl_rma import distribute
+
+OPTIMIZERS = {
+    "SGD": lambda p: torch.optim.SGD(p, 0.1, momentum=0.9),
+    "SGD, plain": lambda p: torch.optim.SGD(p, 0.1),
+    "Adam": lambda p: torch.optim.Adam(p, 1e-2, foreach=False),
+    "AdamW, foreach": lambda p: torch.optim.AdamW(p, 1e-2, foreach=True, amsgrad=True),
+    "AdamW, fused": lambda p: torch.optim.AdamW(p, 1e-2, fused=True),
+    "LBFGS": lambda p: torch.optim.LBFGS(p, 0.1, max_iter=2, history_size=3),
+}
+
+
+class Net(nn.Module):
+    def __init__(self, width: int = 4) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(1, width, 3, padding=1, dtype=torch.float64)
+        self.norm = nn.BatchNorm2d(width, dtype=torch.float64)
+        self.last = nn.Conv2d(width, 1, 3, padding=1, dtype=torch.float64)
+
+    def forward(self, x):
+        return self.last(torch.tanh(self.norm(self.first(x))))
+
+
+class Loader:
+    """Draws a batch from a seed and a position, as a loader that can be saved."""
+
+    def __init__(self):
+        self.at = 0
+
+    def __next__(self):
+        draw = torch.Generator().manual_seed(self.at)
+        self.at += 1
+        return torch.rand(2, 2, 1, 9, 7, generator=draw, dtype=torch.float64)
+
+    def state_dict(self):
+        return {"at": self.at}
+
+    def load_state_dict(self, state):
+        self.at = state["at"]
+
+
+class Job:
+    def __init__(self, optimizer: str = "Adam", partition=None, width: int = 4) -> None:
+        torch.manual_seed(1)
+        self.model = Net(width)
+        averaged = AveragedModel(self.model, use_buffers=True)
+        if partition is not None:
+            distribute(self.model, partition.create_cartesian_topology_partition((1, 1, partition.size, 1)))
+        self.optimizer = OPTIMIZERS[optimizer](self.model.parameters())
+        scheduler = torch.optim.lr_scheduler.MultiStepLR(self.optimizer, [2, 3], 0.5)
+        self.state = {
+            "model": self.model, "optimizer": self.optimizer, "scheduler": scheduler, "average": averaged,
+            "scaler": torch.amp.GradScaler("cpu", 64.0), "loader": Loader(), "epoch": 0,
+            "best": torch.zeros(3),
+        }  # fmt: skip
+
+    def steps(self, number: int) -> list[float]:
+        return [self.step() for _ in range(number)]
+
+    def step(self) -> float:
+        x, y = next(self.state["loader"])
+        # Only one random number, the same on all ranks.
+        x = x + torch.rand(())
+
+        def closure():
+            self.optimizer.zero_grad()
+            loss = F.mse_loss(self.model(x), y)
+            loss.backward()
+            return loss
+
+        loss = float(self.optimizer.step(closure).detach())
+        self.state["scheduler"].step()
+        self.state["average"].update_parameters(self.model)
+        self.state["epoch"] += 1
+        self.state["best"][self.state["epoch"] % 3] = self.state["epoch"]
+        return loss
+
+    def close(self):
+        if hasattr(self.model, "distributed"):
+            self.model.distributed.close()
+
+
+def same_folder(comm, tmp_path: Path) -> Path:
+    """The folder of the first rank, on all ranks."""
+    return Path(comm.bcast(str(tmp_path)))
