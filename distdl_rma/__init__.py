@@ -12,6 +12,7 @@ from distdl_rma import errors
 from distdl_rma.errors import ArgumentError as ArgumentError
 from distdl_rma.errors import ClosedError as ClosedError
 from distdl_rma.errors import ConfigurationError as ConfigurationError
+from distdl_rma.errors import DataError as DataError
 from distdl_rma.errors import DistdlError as DistdlError
 from distdl_rma.errors import ExchangeTimeout as ExchangeTimeout
 from distdl_rma.errors import MismatchError as MismatchError
@@ -35,6 +36,9 @@ if TYPE_CHECKING:
     from distdl_rma.model.distribute import distribute as distribute
     from distdl_rma.model.report import report as report
     from distdl_rma.ops.core.tensors import zero_volume_tensor as zero_volume_tensor
+    from distdl_rma.sources.opening import open_array as open_array
+    from distdl_rma.sources.reading import Sink as Sink
+    from distdl_rma.sources.reading import Source as Source
     from distdl_rma.split import SplitTensor as SplitTensor
     from distdl_rma.split.functions.register import register as register
     from distdl_rma.split.shard import shard as shard
@@ -53,6 +57,8 @@ _HOMES = {
     "MPIPartition": "machine",
     "Machine": "machine",
     "Partition": "geometry.partition",
+    "Sink": "sources.reading",
+    "Source": "sources.reading",
     "gather_state_dict": "state",
     "load_global_state_dict": "state",
     "shard": "split.shard",
@@ -60,6 +66,7 @@ _HOMES = {
     "SplitTensor": "split",
     "compare": "model.compare",
     "distribute": "model.distribute",
+    "open_array": "sources.opening",
     "print0": "machine",
     "register": "split.functions.register",
     "report": "model.report",

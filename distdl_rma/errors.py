@@ -25,6 +25,10 @@ class ConfigurationError(DistdlError, ValueError):
     """An option or an environment variable has an invalid value, or callbacks contradict each other."""
 
 
+class DataError(DistdlError, OSError):
+    """A file cannot be read or written: missing, truncated, without permission, or on a full disk."""
+
+
 class SegmentError(DistdlError, MemoryError):
     """The segment is full, or its memory cannot be allocated."""
 

@@ -12,6 +12,7 @@ STANDARD = {
     errors.ShapeError: ValueError,
     errors.UnsupportedError: NotImplementedError,
     errors.ConfigurationError: ValueError,
+    errors.DataError: OSError,
     errors.SegmentError: MemoryError,
     errors.ProtocolError: RuntimeError,
     errors.ClosedError: RuntimeError,
