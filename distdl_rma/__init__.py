@@ -26,6 +26,8 @@ from distdl_rma.process_group import register_with_torch
 
 if TYPE_CHECKING:
     # The same names as in ``_HOMES``, for editors and type checkers.
+    from distdl_rma.data.sinks import create_array as create_array
+    from distdl_rma.data.sinks import write_shards as write_shards
     from distdl_rma.geometry.distribution import Distribution as Distribution
     from distdl_rma.geometry.partition import Partition as Partition
     from distdl_rma.layers.core.agreement import static_shapes as static_shapes
@@ -65,12 +67,14 @@ _HOMES = {
     "static_shapes": "layers.core.agreement",
     "SplitTensor": "split",
     "compare": "model.compare",
+    "create_array": "data.sinks",
     "distribute": "model.distribute",
     "open_array": "sources.opening",
     "print0": "machine",
     "register": "split.functions.register",
     "report": "model.report",
     "whole_parameters": "state",
+    "write_shards": "data.sinks",
     "zero_volume_tensor": "ops.core.tensors",
 }
 __all__ = ["__version__"]
