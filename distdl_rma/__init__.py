@@ -26,6 +26,8 @@ from distdl_rma.process_group import register_with_torch
 
 if TYPE_CHECKING:
     # The same names as in ``_HOMES``, for editors and type checkers.
+    from distdl_rma.data.dataset import ShardDataset as ShardDataset
+    from distdl_rma.data.loader import ShardLoader as ShardLoader
     from distdl_rma.data.sinks import create_array as create_array
     from distdl_rma.data.sinks import write_shards as write_shards
     from distdl_rma.geometry.distribution import Distribution as Distribution
@@ -59,6 +61,8 @@ _HOMES = {
     "MPIPartition": "machine",
     "Machine": "machine",
     "Partition": "geometry.partition",
+    "ShardDataset": "data.dataset",
+    "ShardLoader": "data.loader",
     "Sink": "sources.reading",
     "Source": "sources.reading",
     "gather_state_dict": "state",
