@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
+from distdl_rma.dtypes import BIT_WORDS
 from distdl_rma.errors import ArgumentError, ShapeError
 from distdl_rma.geometry.box import Box
 
@@ -65,7 +66,9 @@ class View:
         A flip overwrites ``part``. A transposition returns new memory.
         """
         leading = part.dim() - self.crop.dim
-        _flip(part, [leading + d for d in sorted(self.flipped)])
+        # As words of bits: torch does not flip all types.
+        words = part.view(BIT_WORDS[part.element_size()][0])
+        _flip(words, [leading + d for d in sorted(self.flipped)])
         if not self.swapped:
             return part
         return part.transpose(*(leading + d for d in self.swapped)).contiguous()
@@ -92,8 +95,8 @@ class Augmentation:
     def __init__(self, crop: Sequence[int | slice] | None, flip: str, rotate: str, dims: int) -> None:
         letters = _LETTERS[-dims:]
         for name, given in (("flip", flip), ("rotate", rotate)):
-            known = [letter for letter in letters if letter in given]
-            if len(known) != len(given) or (name == "rotate" and len(given) not in (0, 2)):
+            known = [letter for letter in letters if letter in str(given)]
+            if len(known) != len(str(given)) or (name == "rotate" and len(known) not in (0, 2)):
                 count = "two dimensions" if name == "rotate" else "dimensions, each once,"
                 raise ArgumentError(f"ShardDataset: {name} names {count} of {letters!r}, got {given!r}")
         if crop is not None and len(crop) != dims:
