@@ -170,7 +170,7 @@ class ShardLoader:
         size, rest = divmod(machine.size, self._replicas)
         if rest:
             raise PartitionError(
-                f"ShardLoader: {machine.size} ranks do not make {self._replicas} equal replicas"
+                f"ShardLoader: {machine.size} ranks cannot be dealt to {self._replicas} replicas of one size"
             )
         first = machine.ranks.index(machine.rank) // size * size
         return grid_for(grid, machine, self.dataset.dims, machine.ranks[first : first + size])
