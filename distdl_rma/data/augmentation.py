@@ -18,7 +18,7 @@ T = TypeVar("T")
 Crop = tuple[int | slice, ...]
 _LETTERS = "DHW"
 # A flip exchanges the two halves of a block in so many pieces, so that it needs little memory.
-_PIECES = 16
+_PIECES = 64
 _WORD = 64
 
 
