@@ -14,6 +14,7 @@ from benchmarks import (
     by_hand,
     collectives,
     conv,
+    data,
     functions,
     layers,
     models,
@@ -50,6 +51,8 @@ OTHERS: dict[str, Suite] = {
     "gloo": collectives.gloo_rows,
     "setup": layers.setup_rows,
     "memory": split.memory_rows,
+    # Files of gigabytes.
+    "data": data.rows,
     **models.MEMORY_ROWS,
 }
 RESULTS = Path("bench-output/results.json")

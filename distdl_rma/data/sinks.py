@@ -240,7 +240,7 @@ def write_shards(sink: Any, y: SplitTensor, at: Sequence[int] | None = None) -> 
         if theirs != facts:
             raise ShapeError(
                 f"write_shards: rank {machine.rank} writes at {start} of a sink of {tuple(sink.shape)}, but"
-                f" rank {rank} at {tuple(theirs[0])} of {tuple(theirs[1])}; all write one tensor into one sink"
+                f" rank {rank} at {tuple(theirs[0])} of {tuple(theirs[1])}; all write one tensor to one sink"
             )
     if layout != y.decomposition:
         with torch.no_grad():

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import platform
+import weakref
 from collections.abc import Callable, Iterable
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -212,11 +213,16 @@ def _zarr(path: str, name: str | None) -> Any:
 
 def _tiff(path: str, name: str | None) -> Any:
     file = needed("tifffile", "tiff").TiffFile(path)
-    series = file.series[int(_chosen(path, map(str, range(len(file.series))), name))]
-    if series.dataoffset is not None:
-        dtype = series.dtype.newbyteorder(file.byteorder)
-        return RawArray(path, dtype, tuple(series.shape), series.dataoffset).check_size()
-    return needed("zarr", "tiff").open(series.aszarr(level=0), mode="r")
+    with ExitStack() as stack:
+        stack.push(file)
+        series = file.series[int(_chosen(path, map(str, range(len(file.series))), name))]
+        if series.dataoffset is not None:
+            dtype = series.dtype.newbyteorder(file.byteorder)
+            return RawArray(path, dtype, tuple(series.shape), series.dataoffset).check_size()
+        found = needed("zarr", "tiff").open(series.aszarr(level=0), mode="r")
+        # It reads from the open file, which is closed with it.
+        weakref.finalize(found, stack.pop_all().close)
+        return found
 
 
 def _nifti(path: str, name: str | None) -> Any:

@@ -116,15 +116,24 @@ class RawArray:
         while left:
             done = os.preadv(file.fileno(), [left], at)
             if not done:
-                raise DataError(f"{self.path}: ends at byte {at}, within the array; the file was truncated")
+                raise self._ends(at)
             left, at = left[done:], at + done
+
+    def _ends(self, at: int) -> DataError:
+        return DataError(
+            f"{self.path}: ends within the array, behind byte {at} at most; the file was truncated since it"
+            " was opened: copy or write it again"
+        )
 
     def _mapped(self, piece: NDArray[Any], at: int, mode: Any) -> NDArray[Any]:
         # The bytes of the piece, of which those between its runs are not used.
         strides = self._strides[len(self.shape) - piece.ndim :]
         span = sum((n - 1) * nbytes for n, nbytes in zip(piece.shape, strides, strict=True))
         span += self.dtype.itemsize
-        mapped = np.memmap(self.path, np.uint8, mode, at, (span,))
+        try:
+            mapped = np.memmap(self.path, np.uint8, mode, at, (span,))
+        except ValueError as error:
+            raise self._ends(at) from error
         return np.ndarray(piece.shape, self.dtype, mapped, 0, strides)
 
 

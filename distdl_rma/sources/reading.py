@@ -131,15 +131,22 @@ def read_box(source: Any, box: Sequence[slice]) -> torch.Tensor:
             " the file changed since it was opened?"
         )
     if isinstance(part, torch.Tensor):
-        return part.detach().to("cpu", memory_format=torch.contiguous_format, copy=True)
-    if isinstance(part, np.ma.MaskedArray):
-        part = _filled(source, part)
-    # The slicing has made this array for us, unless it shows the memory of another one.
-    if new or (part.base is None and part.flags.writeable and sys.getrefcount(part) <= _ALONE):
-        if not part.dtype.isnative:
-            part = part.byteswap(inplace=True).view(part.dtype.newbyteorder("="))
-        return _tensor(source, np.asarray(part, order="C"))
-    return _tensor(source, np.array(part, part.dtype.newbyteorder("="), order="C"))
+        found = part.detach().to("cpu", memory_format=torch.contiguous_format, copy=True)
+    else:
+        if isinstance(part, np.ma.MaskedArray):
+            part = _filled(source, part)
+        # The slicing has made this array for us, unless it shows the memory of another one.
+        if new or (part.base is None and part.flags.writeable and sys.getrefcount(part) <= _ALONE):
+            if not part.dtype.isnative:
+                part = part.byteswap(inplace=True).view(part.dtype.newbyteorder("="))
+            found = _tensor(source, np.asarray(part, order="C"))
+        else:
+            found = _tensor(source, np.array(part, part.dtype.newbyteorder("="), order="C"))
+    if isinstance(source, Source) and found.dtype != (wants := _dtype(source.dtype)):
+        raise ShapeError(
+            f"a Source of {wants}: read() returned {found.dtype}; convert there, or say so in dtype"
+        )
+    return found
 
 
 def label(source: Any) -> str:
@@ -208,6 +215,14 @@ def _empty(extents: Sequence[int], dtype: Any) -> Any:
     if isinstance(dtype, torch.dtype):
         return torch.empty(extents, dtype=dtype)
     return np.empty(extents, dtype)
+
+
+def _dtype(dtype: Any) -> torch.dtype:
+    return (
+        dtype
+        if isinstance(dtype, torch.dtype)
+        else _tensor(dtype, np.empty(0, np.dtype(dtype).newbyteorder("="))).dtype
+    )
 
 
 def _tensor(source: Any, values: NDArray[Any]) -> torch.Tensor:

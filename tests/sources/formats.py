@@ -166,7 +166,7 @@ def tensor(path, x):
 
 
 def by_function(path, x):
-    return Source(x.shape, x.dtype, lambda box: x[box].tolist())
+    return Source(x.shape, x.dtype, lambda box: x[box])
 
 
 def tensor_by_function(path, x):

@@ -104,8 +104,15 @@ def test_an_array_that_the_slicing_made_is_not_copied_and_one_that_is_kept_is():
 
 @pytest.mark.parametrize(
     "box",
-    [(slice(0, 2),), (slice(0, 2), 1), (slice(-1, 2), slice(0, 2)), (slice(0, 5), slice(0, 2)), (slice(3, 2), slice(0, 2)), (slice(3, 0, -1), slice(0, 2))],
-)  # fmt: skip
+    [
+        (slice(0, 2),),
+        (slice(0, 2), 1),
+        (slice(-1, 2), slice(0, 2)),
+        (slice(0, 5), slice(0, 2)),
+        (slice(3, 2), slice(0, 2)),
+        (slice(3, 0, -1), slice(0, 2)),
+    ],
+)
 def test_slices_that_do_not_fit_are_refused(box):
     with pytest.raises(ArgumentError, match=r"shape \(4, 4\)"):
         read_box(np.ones((4, 4)), box)
@@ -114,6 +121,11 @@ def test_slices_that_do_not_fit_are_refused(box):
 def test_a_source_that_returns_another_shape_is_refused():
     with pytest.raises(ShapeError, match=r"asked for \[0:2, 1:4\], of shape \(2, 3\), but got \(2, 2\)"):
         read_box(Source((4, 4), float, lambda box: np.ones((2, 2))), (slice(0, 2), slice(1, 4)))
+
+
+def test_a_source_that_returns_other_elements_than_it_says_is_refused():
+    with pytest.raises(ShapeError, match=r"Source of torch\.float32: read\(\) returned torch\.float64"):
+        read_box(Source((4,), np.float32, lambda box: [1.0, 2.0]), (slice(0, 2),))
 
 
 @pytest.mark.parametrize("dtype", ["S3", "O", "M8[s]", "longdouble", [("a", "f4")]])
