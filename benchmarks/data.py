@@ -9,6 +9,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -19,17 +20,18 @@ import zarr
 
 from benchmarks.measure import COMM, Row, compare, summary
 from benchmarks.memory import status_kib
-from distdl_rma import Machine, create_array, shard, write_shards
+from distdl_rma import Machine, ShardDataset, ShardLoader, create_array, shard, write_shards
 from distdl_rma.split.tensor import SplitTensor
 
 MIB = int(os.environ.get("DATA_BENCH_MIB", "2048"))
 SIDE = 1024
 # A call takes seconds.
 REPETITIONS = 31
+STEPS = 8
 
 
 def rows(machine: Machine) -> Iterator[Row]:
-    """Read, memory of reading, write."""
+    """Read, memory of reading, read ahead, write."""
     folder = Path(COMM.bcast(tempfile.mkdtemp(prefix="data-bench-", dir=os.environ.get("TMPDIR"))))
     try:
         yield from _rows(machine, folder)
@@ -72,6 +74,7 @@ def _rows(machine: Machine, folder: Path) -> Iterator[Row]:
             repetitions=REPETITIONS,
         )
         yield _memory(f"peak memory of shard, {kinds[name]}", lambda path=path: shard(grid, path))  # type: ignore[misc]
+    yield _ahead(folder / "x.npy")
     whole = np.load(folder / "x.npy") if COMM.rank == 0 else None
     for name in ("x.npy", "x.h5"):
         yield compare(
@@ -82,6 +85,25 @@ def _rows(machine: Machine, folder: Path) -> Iterator[Row]:
             target=0.7,
             repetitions=REPETITIONS,
         )
+
+
+def _ahead(path: Path) -> Row:
+    # Planes as images, in steps that compute about as long as they read.
+    dataset = ShardDataset(path, grid=(COMM.size, 1), channels=False, flip="HW")
+    weight = torch.ones(1, 1, 3, 3)
+
+    def steps(prefetch: int) -> None:
+        for x in islice(ShardLoader(dataset, 8, shuffle=True, prefetch=prefetch), STEPS):
+            torch.nn.functional.conv2d(x.to_local(), weight)
+
+    return compare(
+        f"{STEPS} steps with two batches read ahead, memory map",
+        lambda: steps(2),
+        lambda: steps(0),
+        against="reading in the loop",
+        target=1.0,
+        repetitions=REPETITIONS,
+    )
 
 
 def _sliced(opened: Callable[[], Any], own: tuple[slice, ...]) -> Callable[[], object]:

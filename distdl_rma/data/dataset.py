@@ -6,6 +6,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property, lru_cache
+from math import prod
 from multiprocessing.context import get_spawning_popen
 from numbers import Number
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -24,8 +25,10 @@ from distdl_rma.errors import (
     UnsupportedError,
 )
 from distdl_rma.geometry.box import Box
+from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.intervals import Balanced
 from distdl_rma.geometry.partition import Partition
+from distdl_rma.sources.chunks import warn_of_chunks
 from distdl_rma.sources.opening import open_array
 from distdl_rma.sources.reading import label, read_box
 
@@ -77,6 +80,10 @@ class Column:
                 f"{label(self._given)}: the first dimension numbers the samples, but it has none"
             )
         return int(shape[0])
+
+    def first(self) -> tuple[Any, bool]:
+        """The source of the first sample, and whether its first dimension numbers the samples."""
+        return self._open(self._given[0] if self._list else self._given), not self._list
 
     def shape(self, sample: int) -> tuple[int, ...]:
         """Shape of a sample."""
@@ -255,6 +262,17 @@ class ShardDataset(Dataset[Any]):
             "dtypes": [str(form.dtype) for form in self._forms],
             "shapes": [list(shape) for shape in shapes],
         }
+
+    def warn_of_chunks(self, partition: Partition, stacklevel: int) -> None:
+        """Warn, on one rank, if blocks of whole images cut chunks that are read whole; see :func:`shard`.
+
+        Crops at random places cut chunks on any grid, so that there is no warning for them.
+        """
+        source, numbered = self._columns[0].first()
+        grid = partition.shape if numbered else partition.shape[1:]
+        if self._crop is None and self._channels and prod(grid) == partition.size:
+            places = replace(partition, shape=grid)
+            warn_of_chunks(source, Decomposition.balanced(places, source.shape), stacklevel + 1)
 
     def batch(self, epoch: int, items: Sequence[int], partition: Partition) -> list[Block]:
         """This rank's blocks of the image and the labels of some items, at least one; local, blocking.

@@ -68,6 +68,11 @@ class ShardLoader:
         On all ranks: if an argument is invalid or differs between ranks, the replicas do not fit the ranks,
         or on some rank a file or its shape is wrong.
 
+    Warns
+    -----
+    UserWarning
+        As :func:`shard`, if blocks of whole images cut chunks.
+
     Notes
     -----
     The loop restarts its epoch each time, except for the first one after ``load_state_dict``. Each loop that
@@ -101,6 +106,8 @@ class ShardLoader:
         self._loop: weakref.ref[Generator[Any, None, None]] | None = None
         self.partition, self._groups = self._agree()
         self.replica = self._groups.index(self.partition.ranks)
+        if self.replica == 0:
+            dataset.warn_of_chunks(self.partition, stacklevel=2)
 
     def _agree(self) -> tuple[Partition, list[tuple[int, ...]]]:
         # The ranks of this replica on their grid, and those of each. All ranks raise if one has a problem.

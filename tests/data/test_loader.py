@@ -4,6 +4,7 @@ import gc
 import importlib.util
 import threading
 import time
+import warnings
 from itertools import chain
 
 import numpy as np
@@ -387,6 +388,23 @@ def test_partitions_that_are_no_replicas_are_refused(comm, P_world):
     whole = P_world.create_cartesian_topology_partition((1, 1, comm.size, 1))
     with pytest.raises(PartitionError, match="replicas=2 are as many partitions of one shape"):
         ShardLoader(made(grid=whole), replicas=2)
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.sizes(2, 3)
+@pytest.mark.parametrize("listed", [False, True])
+def test_chunks_that_blocks_cut_are_a_warning_on_the_first_rank(comm, listed):
+    whole = Source(SHAPE, np.float32, lambda box: IMAGES[box], chunks=(1, 2, 12, 1))
+    one = Source(SHAPE[1:], np.float32, lambda box: IMAGES[0][box], chunks=(2, 12, 1))
+    source = [one] if listed else whole
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        ShardLoader(ShardDataset(source, grid={"H": -1}))
+        ShardLoader(ShardDataset(source, grid={"W": -1}))
+        ShardLoader(ShardDataset(source, grid={"H": -1}, crop=(6, 6)))
+    assert len(caught) == (comm.rank == 0)
+    for each in caught:
+        assert each.filename == __file__ and "are read whole" in str(each.message)
 
 
 def test_a_dataset_without_a_machine_is_refused(comm):
