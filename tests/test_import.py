@@ -119,6 +119,7 @@ def test_every_error_is_also_the_standard_one_it_resembles():
         "MismatchError": RuntimeError,
         "PartitionError": ValueError,
         "ProtocolError": RuntimeError,
+        "DataError": OSError,
         "SegmentError": MemoryError,
         "ShapeError": ValueError,
         "UnsupportedError": NotImplementedError,
