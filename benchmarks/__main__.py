@@ -15,6 +15,7 @@ from benchmarks import (
     checkpoints,
     collectives,
     conv,
+    data,
     functions,
     layers,
     models,
@@ -52,6 +53,8 @@ OTHERS: dict[str, Suite] = {
     "gloo": collectives.gloo_rows,
     "setup": layers.setup_rows,
     "memory": split.memory_rows,
+    # Files of gigabytes.
+    "data": data.rows,
     **models.MEMORY_ROWS,
 }
 RESULTS = Path("bench-output/results.json")

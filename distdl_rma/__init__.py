@@ -13,6 +13,7 @@ from distdl_rma.errors import ArgumentError as ArgumentError
 from distdl_rma.errors import CheckpointError as CheckpointError
 from distdl_rma.errors import ClosedError as ClosedError
 from distdl_rma.errors import ConfigurationError as ConfigurationError
+from distdl_rma.errors import DataError as DataError
 from distdl_rma.errors import DistdlError as DistdlError
 from distdl_rma.errors import ExchangeTimeout as ExchangeTimeout
 from distdl_rma.errors import MismatchError as MismatchError
@@ -28,6 +29,10 @@ if TYPE_CHECKING:
     # The same names as in ``_HOMES``, for editors and type checkers.
     from distdl_rma.checkpoints.job import Checkpoints as Checkpoints
     from distdl_rma.checkpoints.load import load_checkpoint as load_checkpoint
+    from distdl_rma.data.dataset import ShardDataset as ShardDataset
+    from distdl_rma.data.loader import ShardLoader as ShardLoader
+    from distdl_rma.data.sinks import create_array as create_array
+    from distdl_rma.data.sinks import write_shards as write_shards
     from distdl_rma.geometry.distribution import Distribution as Distribution
     from distdl_rma.geometry.partition import Partition as Partition
     from distdl_rma.layers.core.agreement import static_shapes as static_shapes
@@ -39,6 +44,9 @@ if TYPE_CHECKING:
     from distdl_rma.model.report import report as report
     from distdl_rma.ops.core.tensors import zero_volume_tensor as zero_volume_tensor
     from distdl_rma.rehearsal import rehearse as rehearse
+    from distdl_rma.sources.opening import open_array as open_array
+    from distdl_rma.sources.reading import Sink as Sink
+    from distdl_rma.sources.reading import Source as Source
     from distdl_rma.split import SplitTensor as SplitTensor
     from distdl_rma.split.functions.register import register as register
     from distdl_rma.split.shard import shard as shard
@@ -58,6 +66,10 @@ _HOMES = {
     "MPIPartition": "machine",
     "Machine": "machine",
     "Partition": "geometry.partition",
+    "ShardDataset": "data.dataset",
+    "ShardLoader": "data.loader",
+    "Sink": "sources.reading",
+    "Source": "sources.reading",
     "gather_state_dict": "state",
     "load_checkpoint": "checkpoints.load",
     "load_global_state_dict": "state",
@@ -65,12 +77,15 @@ _HOMES = {
     "static_shapes": "layers.core.agreement",
     "SplitTensor": "split",
     "compare": "model.compare",
+    "create_array": "data.sinks",
     "distribute": "model.distribute",
+    "open_array": "sources.opening",
     "print0": "machine",
     "rehearse": "rehearsal",
     "register": "split.functions.register",
     "report": "model.report",
     "whole_parameters": "state",
+    "write_shards": "data.sinks",
     "zero_volume_tensor": "ops.core.tensors",
 }
 __all__ = ["__version__"]

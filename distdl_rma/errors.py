@@ -29,6 +29,10 @@ class CheckpointError(DistdlError, OSError):
     """A checkpoint cannot be written or read, is damaged, or belongs to another model."""
 
 
+class DataError(DistdlError, OSError):
+    """A file cannot be read or written: missing, truncated, without permission, or on a full disk."""
+
+
 class SegmentError(DistdlError, MemoryError):
     """The segment is full, or its memory cannot be allocated."""
 

@@ -13,6 +13,7 @@ STANDARD = {
     errors.UnsupportedError: NotImplementedError,
     errors.ConfigurationError: ValueError,
     errors.CheckpointError: OSError,
+    errors.DataError: OSError,
     errors.SegmentError: MemoryError,
     errors.ProtocolError: RuntimeError,
     errors.ClosedError: RuntimeError,

@@ -67,17 +67,21 @@ def _text(kind: tuple[int, ...]) -> str:
     return f"a block of {DTYPES[dtype]} with {dims} dimensions{' that requires a gradient' if needs else ''}"
 
 
-def grid_for(grid: Any, machine: Machine | None, dims: int) -> Partition:
+def grid_for(
+    grid: Any, machine: Machine | None, dims: int, ranks: tuple[int, ...] | None = None
+) -> Partition:
     """Partition with ``dims`` dimensions of a user's ``"2x2"``, ``(2, 2)``, ``{"H": 2}`` or ``Partition``.
 
     A text or a tuple cuts the last dimensions, a dict those of its letters ``N``, ``C``, ``D``, ``H`` and
-    ``W``. One number of a tuple or dict may be -1, for the ranks that the others leave.
+    ``W``. One number of a tuple or dict may be -1, for the ranks that the others leave. A grid is on
+    ``ranks``, all of the machine if None.
     """
     if isinstance(grid, Partition):
         if grid.dim != dims:
             raise PartitionError(f"grid {grid.shape} has {grid.dim} dimensions, the tensor has {dims}")
         return grid
-    ranks, rank = (machine.ranks, machine.rank) if machine is not None else ((), 0)
+    everyone, rank = (machine.ranks, machine.rank) if machine is not None else ((), 0)
+    ranks = everyone if ranks is None else ranks
     shape = _blocks(grid, dims, len(ranks))
     if shape is None:
         raise ArgumentError(

@@ -1,18 +1,23 @@
-"""Make a split tensor from a tensor that every rank has or can read."""
+"""Make a split tensor from a tensor that every rank has, or from a source of which each reads its block."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
-from distdl_rma.errors import ArgumentError
+from distdl_rma.checks.outcome import agreed
+from distdl_rma.errors import ArgumentError, PartitionError, ShapeError
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.machine import Machine
 from distdl_rma.ops.core.tensors import zero_volume_tensor
+from distdl_rma.sources.chunks import warn_of_chunks
+from distdl_rma.sources.opening import open_array
+from distdl_rma.sources.reading import label, read_box
 from distdl_rma.split.entry import grid_for
 from distdl_rma.split.tensor import SplitTensor, refuse_tangents
 
@@ -21,16 +26,21 @@ Grid = Partition | str | Mapping[str, int] | Sequence[int]
 
 
 def shard(grid: Grid, x: Any) -> SplitTensor:
-    """Split tensor of a whole tensor: every rank copies its balanced block into new memory; local.
+    """Split tensor of a whole tensor, array or file: every rank reads its balanced block into new memory.
+
+    Local for a tensor or numpy array. For other sources it is collective over the grid, and blocks until all
+    ranks have read their blocks, so that an error of one rank is raised on all.
 
     Parameters
     ----------
     grid
         A partition with as many dimensions as the tensor; or the numbers of blocks, on the ranks of the
         machine of COMM_WORLD: ``"2x2"`` or ``(2, 2)`` for the last dimensions, or ``{"H": 2, "W": 2}``.
+        Blocks may be empty.
     x
-        The tensor, equal on all ranks; or an object that is sliced like one: a numpy array, a memory-mapped
-        file, an HDF5 dataset. Only the block of such an object is read.
+        The tensor, equal on all ranks; or a source, of which each rank reads its block only: a path for
+        :func:`open_array`, such as ``"scan.zarr"`` or ``"run.h5::name"``, what this returns, or any object
+        with ``shape`` that is sliced like an array.
 
     Returns
     -------
@@ -43,12 +53,26 @@ def shard(grid: Grid, x: Any) -> SplitTensor:
         If ``x`` has no shape (a list, for instance), or ``grid`` is none of these.
     PartitionError
         If the numbers of dimensions or of ranks differ.
+    DataError
+        If a file cannot be read on some rank; on all ranks of the grid.
+    ShapeError
+        If the sources of two ranks differ in shape or dtype, or torch does not have their elements.
+
+    Warns
+    -----
+    UserWarning
+        If chunks that are read whole make the ranks fetch more than 1.5 times the bytes of their blocks. It
+        names the grid that fetches least.
     """
-    if not hasattr(x, "shape"):
+    if not hasattr(x, "shape") and not isinstance(x, (str, os.PathLike)):
         raise ArgumentError(
             f"shard: takes a grid, then a tensor or an array, got {type(x).__name__!r} for that"
         )
     machine = None if isinstance(grid, Partition) else Machine.on()
+    if not isinstance(x, (torch.Tensor, np.ndarray)):
+        x, partition, local = _read_block(grid, machine, x)
+        warn_of_chunks(x, Decomposition.balanced(partition, x.shape), stacklevel=2)
+        return SplitTensor.from_local(local, partition, tuple(x.shape))
     partition = grid_for(grid, machine, len(x.shape))
     refuse_tangents(shard, [x])
     local = block_of(partition, x)
@@ -57,13 +81,39 @@ def shard(grid: Grid, x: Any) -> SplitTensor:
     return SplitTensor.from_local(local, partition, tuple(x.shape))
 
 
-def block_of(P_x: Partition, x: Any) -> torch.Tensor:
-    """This rank's balanced shard of a global tensor, of the same dtype, copied into new memory; local.
+def _read_block(grid: Grid, machine: Machine | None, x: Any) -> tuple[Any, Partition, torch.Tensor]:
+    # The opened source, the grid and this rank's block; raises on all ranks if one of them fails.
+    if isinstance(grid, Partition) and not grid.active:
+        raise PartitionError(f"shard: rank {grid.me} is not in {grid}")
+    place = Machine.of(grid) if isinstance(grid, Partition) else Machine.on()
+    ranks = grid.ranks if isinstance(grid, Partition) else place.ranks
+    try:
+        source = open_array(x)
+        partition = grid_for(grid, machine, len(source.shape))
+        local = block_of(partition, source)
+    except Exception as error:
+        agreed(place, ranks, "shard", error)
+        raise
+    facts = [*map(int, source.shape), str(local.dtype)]
+    (first, its), *others = agreed(place, ranks, "shard", None, facts).items()
+    for rank, theirs in others:
+        if theirs != its:
+            *one, kind = its
+            *other, other_kind = theirs
+            raise ShapeError(
+                f"shard: {label(source)} is {tuple(one)} of {kind} on rank {first} but {tuple(other)} of"
+                f" {other_kind} on rank {rank}; all ranks pass the same source"
+            )
+    return source, partition, local
 
-    ``x`` is the tensor, or an object that is sliced like one: a numpy array, a memory-mapped file, an HDF5
-    dataset; only the shard of such an object is read. The shard is outside of any graph. Ranks outside of P_x
-    get a shard without elements, of shape (b, 0) where ``x`` has b rows. ``PartitionError`` if P_x and the
-    tensor have different numbers of dimensions.
+
+def block_of(P_x: Partition, x: Any) -> torch.Tensor:
+    """This rank's balanced shard of a tensor or source, of the same dtype, in new memory; local.
+
+    ``x`` is the tensor, or a source of :func:`distdl_rma.sources.reading.read_box`, of which only the shard
+    is read. The shard is outside of any graph. Ranks outside of P_x get a shard without elements, of shape
+    (b, 0) where ``x`` has b rows. ``PartitionError`` if P_x and the tensor have different numbers of
+    dimensions.
     """
     blocks = Decomposition.balanced(P_x, x.shape)
     outside = not P_x.active
@@ -71,6 +121,5 @@ def block_of(P_x: Partition, x: Any) -> torch.Tensor:
     if isinstance(x, torch.Tensor):
         part = x.detach()[own].clone(memory_format=torch.contiguous_format)
     else:
-        values = np.asarray(x[own])
-        part = torch.from_numpy(np.array(values, values.dtype.newbyteorder("="), order="C"))
+        part = read_box(x, own)
     return zero_volume_tensor(x.shape[0], part.dtype) if outside else part

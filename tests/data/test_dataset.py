@@ -1,0 +1,248 @@
+"""Samples of a dataset: every rank of every grid reads its block of what numpy shows of the whole."""
+
+import os
+import pickle
+
+import numpy as np
+import pytest
+import torch
+
+from distdl_rma import ArgumentError, DataError, Machine, PartitionError, ShapeError, ShardDataset, Source
+from distdl_rma.geometry.intervals import Balanced
+from distdl_rma.geometry.partition import Partition
+
+pytestmark = [pytest.mark.mpi, pytest.mark.sizes(1)]
+# Of images of one, two and three dimensions.
+EXTENTS = {1: (23,), 2: (13, 11), 3: (7, 9, 8)}
+CROPS = {1: (10,), 2: (7, 9), 3: (5, 6, 7)}
+GRIDS = {
+    1: [(1, 1, 4), (1, 2, 3)],
+    2: [(1, 1, 3, 1), (1, 1, 2, 2), (4, 1, 1, 1)],
+    3: [(1, 1, 2, 2, 2), (3, 2, 1, 1, 4)],
+}
+ALL = [(dims, grid) for dims, grids in GRIDS.items() for grid in grids]
+
+
+class Counting:
+    """An array that counts the elements that are read, and keeps the slices."""
+
+    def __init__(self, values):
+        self.values, self.shape, self.dtype, self.read, self.slices = (
+            values,
+            values.shape,
+            values.dtype,
+            0,
+            [],
+        )
+
+    def __getitem__(self, box):
+        part = self.values[box]
+        self.read += part.size
+        self.slices.append(box)
+        return part.copy()
+
+
+def played(dataset, items, grid, epoch=0):
+    """The whole tensors of a batch, put together from the blocks of all ranks of a grid."""
+    ranks, found = tuple(range(3, 3 + int(np.prod(grid)))), []
+    for me in ranks:
+        partition = Partition(ranks, grid, me)
+        for at, block in enumerate(dataset.batch(epoch, items, partition)):
+            if len(found) <= at:
+                found.append(torch.full(block.shape, 99).to(block.local.dtype))
+            own = tuple(slice(None) for _ in block.shape)
+            if block.axes is not None:
+                parts = [1] * len(block.shape)
+                for axis, n in zip(block.axes, grid, strict=True):
+                    if axis is not None:
+                        parts[axis] = n
+                index = partition.index_of(me)
+                place = [index[block.axes.index(d)] if d in block.axes else 0 for d in range(len(parts))]
+                own = tuple(
+                    slice(*Balanced(n, p).interval(i))
+                    for n, p, i in zip(block.shape, parts, place, strict=True)
+                )
+            assert found[at][own].shape == block.local.shape
+            assert block.local.is_contiguous()
+            found[at][own] = block.local
+    return [each.numpy() for each in found]
+
+
+def expected(dataset, columns, epoch, items, dims):
+    """The same by numpy on whole samples."""
+    whole = []
+    for column in columns:
+        rows = []
+        for item in items:
+            sample = np.asarray(column[item])
+            if sample.ndim >= dims:
+                view, _ = dataset._sample(epoch, item)
+                lead = sample.ndim - dims
+                sample = sample[(..., *(slice(a, b) for a, b in view.crop.bounds))]
+                sample = np.flip(sample, [lead + d for d in view.flipped])
+                if view.swapped:
+                    sample = np.swapaxes(sample, *(lead + d for d in view.swapped))
+            rows.append(sample)
+        whole.append(np.stack(rows))
+    return whole
+
+
+@pytest.mark.parametrize(("dims", "grid"), ALL)
+@pytest.mark.parametrize("augmented", [False, True])
+def test_blocks_are_those_of_numpy_on_the_whole(dims, grid, augmented):
+    random, extents = np.random.default_rng(dims), EXTENTS[dims]
+    image = random.random((5, 2, *extents), np.float32)
+    mask, onehot = image[:, 0] > 0.5, random.integers(0, 9, (5, 3, *extents))
+    columns = [image, mask, onehot, np.arange(5, dtype=np.int16)]
+    options = (
+        {"crop": CROPS[dims], "flip": "DHW"[-dims:], "rotate": "HW" if dims > 1 else ""} if augmented else {}
+    )
+    dataset = ShardDataset(*columns, grid=(1,) * (dims + 2), seed=4, **options)
+    for epoch, items in enumerate([[0], [4, 1, 2], [3, 0]]):
+        parts, whole = played(dataset, items, grid, epoch), expected(dataset, columns, epoch, items, dims)
+        for part, its in zip(parts, whole, strict=True):
+            assert part.dtype == its.dtype and np.array_equal(part, its)
+
+
+def test_a_rank_reads_its_block_once_and_nothing_else():
+    values = np.arange(4 * 2 * 12 * 10.0).reshape(4, 2, 12, 10)
+    source, extents = Counting(values), (6, 8)
+    dataset = ShardDataset(source, grid=(1, 1), crop=extents, flip="HW", rotate="HW")
+    _ = dataset.dims, dataset._forms
+    source.read, source.slices = 0, []
+    (block,) = dataset.batch(0, [2, 3], Partition((0, 1, 2, 3), (1, 1, 2, 2), 3))
+    assert source.read == block.local.numel() == 2 * 2 * 3 * 4
+    assert len(source.slices) == 2
+    assert all(each.step in (None, 1) for box in source.slices for each in box)
+
+
+def test_a_list_has_a_source_for_each_sample_and_crops_several_items():
+    volumes = [np.random.default_rng(n).random((9 + n, 8, 7)) for n in range(2)]
+    dataset = ShardDataset(volumes, [5, 6], grid=(1, 1, 1), crop=(4, 4, 4), crops=30, channels=False)
+    assert len(dataset) == 60 and dataset.shape == (1, 4, 4, 4)
+    items = [dataset[i] for i in range(60)]
+    assert [int(label) for _, label in items] == [5] * 30 + [6] * 30
+    assert len({image.numpy().tobytes() for image, _ in items}) > 50
+    again = ShardDataset(volumes, [5, 6], grid=(1, 1, 1), crop=(4, 4, 4), crops=30, channels=False)
+    assert all(torch.equal(again[i][0], image) for i, (image, _) in enumerate(items))
+    dataset.set_epoch(1)
+    assert not torch.equal(dataset[0][0], items[0][0])
+
+
+def test_an_item_without_labels_is_a_tensor():
+    dataset = ShardDataset(np.ones((3, 1, 4)), grid=(1,))
+    assert torch.equal(dataset[-1], torch.ones(1, 4, dtype=torch.float64))
+    with pytest.raises(IndexError, match="the dataset has 3 items, got 3"):
+        dataset[3]
+
+
+def test_files_are_opened_when_they_are_needed(tmp_path):
+    files = [tmp_path / f"{n}.npy" for n in range(20)]
+    for n, file in enumerate(files[:-1]):
+        np.save(file, np.full((1, 6, 5), n, ">f4"))
+    dataset = ShardDataset(files, grid=(1, 1))
+    assert dataset[11].dtype == torch.float32 and bool((dataset[11] == 11).all())
+    with pytest.raises(DataError, match=r"sample 19: .*19\.npy: not found"):
+        dataset[19]
+    np.save(files[-1], np.zeros((1, 6, 5), np.float32))
+    assert not dataset[19].any()
+    files[3].write_bytes(files[3].read_bytes()[:-9])
+    with pytest.raises(DataError, match=r"sample 3: .*3\.npy: .*truncated"):
+        dataset[3]
+
+
+def failing(box):
+    raise OSError("the tape is torn")
+
+
+@pytest.mark.parametrize(
+    ("columns", "options", "error", "message"),
+    [
+        (
+            ([np.zeros((1, 6, 5)), np.zeros((1, 6, 4))],),
+            {},
+            ShapeError,
+            "samples 0 and 1 are in a batch, but",
+        ),
+        (
+            ([np.zeros((1, 6, 5)), np.zeros((2, 6, 5))],),
+            {},
+            ShapeError,
+            r"sample 1: the image has shape \(2, 6, 5\)",
+        ),
+        (
+            ([np.zeros((1, 6, 5)), np.zeros((1, 6, 5), int)],),
+            {},
+            ShapeError,
+            "sample 1: its elements are torch.int64",
+        ),
+        (
+            ([np.zeros((1, 6, 5)), np.zeros((1, 3, 5))],),
+            {"crop": (4, 5)},
+            ShapeError,
+            "sample 1: the crop 4 of dim",
+        ),
+        ((np.zeros((2, 1, 6, 5)), np.zeros((2, 6, 4))), {}, ShapeError, r"label 1 has shape \(6, 4\)"),
+        ((np.zeros((2, 1, 6, 5)), np.zeros((2, 1, 1, 6, 5))), {}, ShapeError, "label 1 has shape"),
+        (
+            (np.zeros((2, 1, 6, 5)), np.zeros(3)),
+            {},
+            ShapeError,
+            "the same number of samples, at least one, got 2, 3",
+        ),
+        ((np.zeros((0, 1, 6, 5)),), {}, ShapeError, "at least one, got 0"),
+        (
+            (np.zeros((2, 1, 1, 6, 5)),),
+            {"crop": (2, 2)},
+            ArgumentError,
+            "3 spatial dimensions, but crop has 2",
+        ),
+        (
+            (np.zeros((2, 6)),),
+            {},
+            ShapeError,
+            r"channels and 1 to 3 spatial dimensions, got a sample of shape \(6,\)",
+        ),
+        (
+            ([np.zeros((1, 6, 5)), Source((1, 6, 5), np.float64, failing)],),
+            {},
+            DataError,
+            "sample 1: OSError: the tape",
+        ),
+        (
+            (np.zeros((2, 1, 1, 5)),),
+            {},
+            ShapeError,
+            r"cuts dimension 2 of batches of shape \(1, 1, 1, 5\) into 2 blocks",
+        ),
+    ],
+)
+def test_samples_that_do_not_fit_are_refused(columns, options, error, message):
+    dataset = ShardDataset(*columns, grid=(1, 1), **options)
+    partition = Partition((0, 1), (1, 1, 2, 1), 1)
+    with pytest.raises(error, match=message):
+        dataset.facts(partition) and dataset.batch(0, [0, 1], partition)
+
+
+@pytest.mark.parametrize("options", [{"crops": 0}, {"crops": True}, {"seed": -1}, {"seed": 1.5}])
+def test_numbers_of_no_known_form_are_refused(options):
+    with pytest.raises(ArgumentError, match=r"ShardDataset: (crops|seed) is an integer"):
+        ShardDataset(np.zeros((1, 1, 4)), grid=(1,), **options)
+
+
+def test_an_item_has_no_part_of_a_batch(comm):
+    machine = Machine.on(comm)
+    partition = Partition((0, 1), (2, 1, 1), 0, machine)
+    with pytest.raises(PartitionError, match="cuts batches, of which an item has no part"):
+        ShardDataset(np.zeros((1, 1, 4)), grid=partition)[0]
+
+
+def test_a_copy_for_another_process_reads_the_same(tmp_path):
+    np.save(tmp_path / "x.npy", np.random.default_rng(0).random((4, 1, 9, 8)))
+    dataset = ShardDataset(tmp_path / "x.npy", [1, 2, 3, 4], grid=(1, 1), crop=(5, 5), flip="HW", rotate="HW")
+    before = dict(os.environ)
+    copy = pickle.loads(pickle.dumps(dataset))
+    assert dict(os.environ) == before
+    assert copy.machine is None
+    for item in range(4):
+        assert all(torch.equal(one, two) for one, two in zip(copy[item], dataset[item], strict=True))

@@ -1,0 +1,432 @@
+"""Batches of split tensors: whole samples in an order that no number of ranks changes, or an error on all."""
+
+import gc
+import importlib.util
+import threading
+import time
+import warnings
+from itertools import chain
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F  # noqa: N812
+
+from distdl_rma import (
+    ConfigurationError,
+    DataError,
+    DistdlError,
+    Machine,
+    MismatchError,
+    PartitionError,
+    ShapeError,
+    ShardDataset,
+    ShardLoader,
+    Source,
+    SplitTensor,
+    distribute,
+)
+from distdl_rma.data import loader as loader_file
+
+pytestmark = pytest.mark.mpi
+SHAPE = (10, 2, 12, 8)
+IMAGES = np.random.default_rng(0).random(SHAPE, np.float32)
+MASKS = IMAGES.sum(1) > 1
+NUMBERS = list(range(10))
+ORDERS = [[3, 5, 7, 1, 0, 9, 2, 8, 4, 6], [3, 1, 4, 6, 0, 5, 9, 2, 8, 7]]
+
+
+def made(**options):
+    """A dataset of the images, their masks and their numbers, cut in the height."""
+    return ShardDataset(IMAGES, MASKS, NUMBERS, **{"grid": {"H": -1}, "seed": 5} | options)
+
+
+def numbers(batches):
+    """The numbers of the samples in each batch."""
+    return [batch[2].tolist() for batch in batches]
+
+
+def order(batches):
+    """The numbers of the samples in their order."""
+    return list(chain(*numbers(batches)))
+
+
+def threads():
+    """How many threads of loaders live."""
+    return sum(each.name.startswith("ShardLoader") for each in threading.enumerate())
+
+
+@pytest.fixture(autouse=True)
+def no_thread_is_left():
+    yield
+    gc.collect()
+    assert threads() == 0
+
+
+@pytest.mark.sizes(1, 2, 3, 4)
+@pytest.mark.parametrize("grid", [{"H": -1}, {"W": -1}, {"N": -1}, "last", {"C": 2, "H": -1}])
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_batches_are_whole_samples_on_every_grid(comm, grid, prefetch):
+    if comm.size % 2 and (grid == "last" or "C" in grid):
+        return
+    grid = (2, comm.size // 2) if grid == "last" else grid
+    for batch, image, mask, number in [
+        (at, *each) for at, each in enumerate(ShardLoader(made(grid=grid), 3, prefetch=prefetch))
+    ]:
+        own = slice(3 * batch, 3 * batch + 3)
+        assert isinstance(image, SplitTensor) and isinstance(mask, SplitTensor)
+        assert type(number) is torch.Tensor and number.tolist() == NUMBERS[own]
+        assert np.array_equal(image.full_tensor().numpy(), IMAGES[own])
+        assert np.array_equal(mask.full_tensor().numpy(), MASKS[own])
+        assert mask.dtype == torch.bool and image.decomposition.shape == image.shape
+
+
+def test_a_split_model_takes_the_batches(comm):
+    torch.manual_seed(0)
+    alone, split = (nn.Conv2d(2, 2, 3, padding=1) for _ in range(2))
+    split.load_state_dict(alone.state_dict())
+    distribute(split, {"H": -1})
+    for image, mask, _ in ShardLoader(made(crop=(6, 8), flip="HW"), 5, shuffle=True):
+        wanted = F.cross_entropy(alone(image.full_tensor()), mask.full_tensor().long())
+        loss = F.cross_entropy(split(image), mask.long())
+        torch.testing.assert_close(loss.full_tensor(), wanted)
+        wanted.backward()
+        loss.backward()
+    for one, two in zip(alone.parameters(), split.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, two.grad)
+    split.distributed.close()
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.sizes(2, 4)
+@pytest.mark.parametrize("own_grid", [False, True])
+def test_replicas_have_samples_of_their_own(comm, P_world, own_grid):
+    if comm.size % 2:
+        return
+    half = comm.size // 2
+    replica, grid = comm.rank // half, {"H": -1}
+    if own_grid:
+        grid = P_world.create_partition_inclusive(range(replica * half, (replica + 1) * half))
+        grid = grid.create_cartesian_topology_partition((1, 1, half, 1))
+    loader = ShardLoader(made(grid=grid, crop=(6, 6), flip="HW"), 2, replicas=2, shuffle=True)
+    assert loader.replica == replica and loader.partition.shape == (1, 1, half, 1) and len(loader) == 3
+    mine = [(image.full_tensor(), number.tolist()) for image, _, number in loader]
+    alone = ShardLoader(made(crop=(6, 6), flip="HW"), 4, shuffle=True)
+    together = [(image.full_tensor(), number.tolist()) for image, _, number in alone]
+    for (image, number), (whole, all_numbers) in zip(mine, together, strict=True):
+        each = len(all_numbers) // 2
+        own = slice(replica * each, (replica + 1) * each)
+        assert number == all_numbers[own] and torch.equal(image, whole[own])
+    all_of_them = comm.allgather([n for _, number in mine for n in number])[::half]
+    assert sorted(chain(*all_of_them)) == NUMBERS
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.sizes(2)
+def test_a_last_step_has_as_many_samples_for_each_replica(comm):
+    if comm.size != 2:
+        return
+
+    def sizes(batch, **options):
+        loader = ShardLoader(made(grid=(1, 1)), batch, replicas=2, **options)
+        found = [len(number) for _, _, number in loader]
+        assert len(loader) == len(found) and comm.allgather(found) == [found] * 2
+        return found
+
+    assert sizes(2) == [2, 2, 1]
+    assert sizes(2, drop_last=True) == [2, 2]
+    assert sizes(4) == [4, 1]
+    assert sizes(3) == [3, 2]
+
+
+@pytest.mark.sizes(1, 2, 3, 4)
+def test_epochs_are_shuffled_alike_on_all_numbers_of_ranks(comm):
+    loader = ShardLoader(made(), 3, shuffle=True)
+    first, second = (order(loader) for _ in range(2))
+    assert first == ORDERS[0] and second == ORDERS[1] and loader.epoch == 2
+    loader.set_epoch(0)
+    assert order(loader) == first
+    assert order(ShardLoader(made(seed=6), 3, shuffle=True)) != first
+
+
+@pytest.mark.sizes(1, 2, 4)
+def test_a_position_goes_on_at_the_right_sample_with_other_replicas(comm):
+    options = {"crop": (8, 4), "flip": "HW", "rotate": "HW"}
+    dataset = made(grid=(1, 1) if comm.size < 4 else {"H": 2}, **options)
+    if comm.size == 3:
+        return
+    before = ShardLoader(dataset, 4 // min(comm.size, 2), replicas=min(comm.size, 2), shuffle=True)
+    for _epoch in range(2):
+        for step, _ in enumerate(before):
+            if before.epoch == 1 and step == 0:
+                break
+    state = before.state_dict()
+    assert state == {"epoch": 1, "samples": 4, "seed": 5, "of": 10}
+    after = ShardLoader(made(**options), 2, shuffle=True, prefetch=3)
+    after.load_state_dict(state)
+    after.set_epoch(1)
+    rest = [(image.full_tensor(), number.tolist()) for image, _, number in after]
+    whole = ShardLoader(made(**options), 2, shuffle=True)
+    whole.set_epoch(1)
+    wanted = [(image.full_tensor(), number.tolist()) for image, _, number in whole][2:]
+    assert [number for _, number in rest] == [number for _, number in wanted] != []
+    assert all(torch.equal(one, two) for (one, _), (two, _) in zip(rest, wanted, strict=True))
+    assert after.state_dict() == {"epoch": 2, "samples": 0, "seed": 5, "of": 10}
+    before.close()
+
+
+def test_the_position_is_that_of_the_batches_that_the_loop_has_got(comm):
+    loader, seen = ShardLoader(made(), 2, prefetch=3), []
+    for _batch in loader:
+        seen.append(loader.state_dict()["samples"])
+        if len(seen) == 3:
+            break
+    assert seen == [2, 4, 6] and loader.state_dict()["samples"] == 6
+    assert numbers(loader)[0] == [0, 1]
+    for wrong in ({"epoch": 0}, {**loader.state_dict(), "seed": 9}, {**loader.state_dict(), "of": 11}):
+        with pytest.raises(ConfigurationError, match="was it saved with another dataset or seed"):
+            loader.load_state_dict(wrong)
+
+
+def test_the_thread_reads_ahead_and_no_further(comm):
+    reads = []
+
+    def read(box):
+        reads.append(threading.current_thread().name)
+        return np.zeros([each.stop - each.start for each in box], np.float32)
+
+    dataset = ShardDataset(Source((9, 1, 8, 8), np.float32, read), grid={"H": -1})
+    loop = iter(ShardLoader(dataset, prefetch=2))
+    for taken in range(1, 10):
+        next(loop)
+        until = time.monotonic() + 20
+        while len(reads) < min(taken + 2, 9) and time.monotonic() < until:
+            time.sleep(0.01)
+        time.sleep(0.02)
+        assert len(reads) == min(taken + 2, 9)
+    assert all(name.startswith("ShardLoader") for name in reads) and threads() == 1
+    with pytest.raises(StopIteration):
+        next(loop)
+    assert threads() == 0
+
+
+class Torn(Exception):
+    """Of a user."""
+
+
+def stop_within(loader):
+    for _ in loader:
+        assert threads() == 1
+        raise Torn
+
+
+@pytest.mark.parametrize("how", ["break", "exception", "dropped", "closed", "another loop", "loader dropped"])
+def test_the_thread_ends_with_the_loop(comm, how):
+    loader = ShardLoader(made(), prefetch=2)
+    if how == "break":
+        for _ in loader:
+            break
+    elif how == "exception":
+        with pytest.raises(Torn):
+            stop_within(loader)
+    elif how == "another loop":
+        loop = iter(loader)
+        next(loop)
+        assert len(numbers(loader)) == 10
+        with pytest.raises(StopIteration):
+            next(loop)
+    else:
+        loop = iter(loader)
+        next(loop)
+        assert threads() == 1
+        if how == "closed":
+            loader.close()
+            loader.close()
+            assert threads() == 0
+        if how == "loader dropped":
+            del loader
+        del loop
+    gc.collect()
+    assert threads() == 0
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.sizes(2, 3, 4)
+@pytest.mark.parametrize("prefetch", [0, 2])
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_a_failure_on_one_rank_is_an_error_on_all(comm, prefetch, replicas):
+    if comm.size % replicas:
+        return
+    failing = comm.size - 1
+
+    def read(box):
+        if comm.rank == failing and box[0].start == 7:
+            raise Torn("the tape is torn")
+        return IMAGES[box]
+
+    dataset = ShardDataset(Source(SHAPE, np.float32, read), grid={"H": comm.size // replicas})
+    loader = ShardLoader(dataset, 1, replicas=replicas, prefetch=prefetch)
+    got = []
+    with pytest.raises(DataError) as caught:
+        got.extend(loader)
+    text = str(caught.value)
+    assert "sample 7: Torn: the tape is torn" in text
+    assert comm.rank == failing or f"rank {failing}" in text
+    assert len(got) == (3 if replicas == 2 else 7)
+    # The machine stays usable, and the loop can go on behind the sample.
+    state = loader.state_dict()
+    loader.load_state_dict({**state, "samples": 8})
+    assert len(list(loader)) == 2 // replicas
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.sizes(2, 3)
+def test_a_file_that_one_rank_lacks_is_an_error_on_all(comm, tmp_path):
+    if comm.rank:
+        np.save(tmp_path / "x.npy", IMAGES)
+    dataset = ShardDataset(tmp_path / "x.npy", grid={"H": -1})
+    with pytest.raises(DataError, match=r"x\.npy: not found"):
+        ShardLoader(dataset)
+    files = [tmp_path / f"{n}.npy" for n in range(4)]
+    for n, file in enumerate(files):
+        if n < 3 or comm.rank:
+            np.save(file, IMAGES[n])
+    with pytest.raises(DataError, match=r"sample 3: .*3\.npy: not found"):
+        list(ShardLoader(ShardDataset(files, grid={"H": -1}), prefetch=1))
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.sizes(2, 3)
+@pytest.mark.parametrize(
+    ("odd", "error", "message"),
+    [
+        (lambda x: x[:, :, :-1], ConfigurationError, "has shapes"),
+        (lambda x: x.astype(np.float64), ConfigurationError, "has dtypes"),
+        (lambda x: x[:-1], ConfigurationError, "has samples"),
+    ],
+)
+def test_sources_that_differ_between_ranks_are_refused(comm, odd, error, message):
+    images = odd(IMAGES) if comm.rank == 1 else IMAGES
+    with pytest.raises(error, match=message) as caught:
+        ShardLoader(ShardDataset(images, grid={"H": -1}))
+    assert "arguments and samples are alike on all ranks" in str(caught.value)
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.sizes(2, 3)
+def test_samples_that_differ_between_ranks_are_refused_when_they_come(comm):
+    images = [IMAGES[0], IMAGES[1][:, : 12 - 3 * (comm.rank == 1)]]
+    loader = ShardLoader(ShardDataset(images, grid={"H": -1}))
+    loop = iter(loader)
+    next(loop)
+    with pytest.raises(MismatchError, match=r"dtypes and shapes of a batch are .* on rank 0, .* on rank 1"):
+        next(loop)
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.sizes(2)
+def test_replicas_may_have_samples_of_other_shapes(comm):
+    if comm.size != 2:
+        return
+    images = [IMAGES[0], IMAGES[1][:, :7], IMAGES[2][:, :5, :3], IMAGES[3][:, 2:]]
+    seen = [x.full_tensor().numpy() for x in ShardLoader(ShardDataset(images, grid=(1, 1)), replicas=2)]
+    for x, image in zip(seen, images[comm.rank :: 2], strict=True):
+        assert np.array_equal(x[0], image)
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.sizes(2, 3)
+def test_positions_that_differ_between_ranks_are_refused(comm):
+    loader = ShardLoader(made(), 2)
+    loader.set_epoch(comm.rank % 2)
+    with pytest.raises(MismatchError, match=r"epoch and end of the step, in samples, are \[0, 2\] on rank 0"):
+        next(iter(loader))
+    loader.set_epoch(0)
+    assert len(list(loader)) == 5
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"batch": 0}, ConfigurationError, "batch is an integer, at least 1, got 0"),
+        ({"batch": True}, ConfigurationError, "got True"),
+        ({"prefetch": -1}, ConfigurationError, "prefetch is an integer, at least 0"),
+        ({"replicas": 5}, PartitionError, "cannot be dealt to 5 replicas"),
+        ({"batch": 11, "drop_last": True}, ConfigurationError, "10 samples are too few"),
+    ],
+)
+def test_arguments_that_do_not_fit_are_refused(comm, options, error, message):
+    with pytest.raises(error, match=message):
+        ShardLoader(made(), **options)
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.sizes(2, 3, 4)
+def test_arguments_of_one_rank_are_refused_on_all(comm):
+    with pytest.raises((ConfigurationError, DataError), match="batch is an integer, at least 1, got 0"):
+        ShardLoader(made(), int(comm.rank != 1))
+    with pytest.raises(ConfigurationError, match="has seed"):
+        ShardLoader(made(seed=comm.rank))
+    with pytest.raises(DistdlError, match="the crop 13 of dimension H does not fit"):
+        ShardLoader(made(crop=(13, 4) if comm.rank == 0 else (12, 4)))
+    with pytest.raises(ShapeError, match="of which 1 would be empty"):
+        ShardLoader(made(crop=(comm.size - 1, 4)))
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.sizes(2, 4)
+def test_partitions_that_are_no_replicas_are_refused(comm, P_world):
+    if comm.size % 2:
+        return
+    half = comm.size // 2
+    first = P_world.create_partition_inclusive(range(half)).create_cartesian_topology_partition(
+        (1, 1, half, 1)
+    )
+    with pytest.raises(DistdlError, match="is not in its grid"):
+        ShardLoader(made(grid=first), replicas=2)
+    whole = P_world.create_cartesian_topology_partition((1, 1, comm.size, 1))
+    with pytest.raises(PartitionError, match="replicas=2 are as many partitions of one shape"):
+        ShardLoader(made(grid=whole), replicas=2)
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.sizes(2, 3)
+@pytest.mark.parametrize("listed", [False, True])
+def test_chunks_that_blocks_cut_are_a_warning_on_the_first_rank(comm, listed):
+    whole = Source(SHAPE, np.float32, lambda box: IMAGES[box], chunks=(1, 2, 12, 1))
+    one = Source(SHAPE[1:], np.float32, lambda box: IMAGES[0][box], chunks=(2, 12, 1))
+    source = [one] if listed else whole
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        ShardLoader(ShardDataset(source, grid={"H": -1}))
+        ShardLoader(ShardDataset(source, grid={"W": -1}))
+        ShardLoader(ShardDataset(source, grid={"H": -1}, crop=(6, 6)))
+    assert len(caught) == (comm.rank == 0)
+    for each in caught:
+        assert each.filename == __file__ and "are read whole" in str(each.message)
+
+
+def test_a_dataset_without_a_machine_is_refused(comm):
+    import pickle
+
+    with pytest.raises(ConfigurationError, match="a worker process has no machine"):
+        ShardLoader(pickle.loads(pickle.dumps(made())))
+    assert Machine.on(comm).size == comm.size
+
+
+def test_the_first_rank_shows_progress_if_asked(comm, capfd):
+    assert len(list(ShardLoader(made(), 2))) == 5
+    assert capfd.readouterr() == ("", "")
+    assert len(list(ShardLoader(made(), 2, progress=True))) == 5
+    said = capfd.readouterr()
+    assert said.out == "" and ("100%" in said.err) == ("epoch 0" in said.err) == (comm.rank == 0)
+
+
+def test_progress_without_rich_is_refused_on_all_ranks(comm, monkeypatch):
+    def lacking(name):
+        return None if name == "rich" else importlib.util.find_spec(name)
+
+    monkeypatch.setattr(loader_file, "find_spec", lacking)
+    with pytest.raises(DistdlError, match="progress=True needs the package rich: pip install rich"):
+        ShardLoader(made(), progress=True)

@@ -1,0 +1,347 @@
+"""Split tensors that are written by blocks: the array is that of one process, or there is none."""
+
+from __future__ import annotations
+
+import resource
+import signal
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from distdl_rma import (
+    ArgumentError,
+    DataError,
+    ProtocolError,
+    ShapeError,
+    Sink,
+    UnsupportedError,
+    create_array,
+    open_array,
+    shard,
+    write_shards,
+)
+from distdl_rma.data.sinks import _aligned, _block_chunks
+from distdl_rma.geometry import Decomposition
+from distdl_rma.geometry.partition import Partition
+from distdl_rma.sources.reading import read_box
+from tests.private_memory import run_alone
+
+GRIDS = {
+    1: [(1,)],
+    2: [(2,), (2, 1), (2, 1, 1)],
+    3: [(3,), (1, 3, 1), (3, 1, 1)],
+    4: [(2, 2), (1, 2, 2), (4, 1, 1)],
+}
+FILES = [
+    ("x.npy", None),
+    ("x.h5", None),
+    ("x.hdf5::deep/x", None),
+    ("x.h5", (2, 3, 4)),
+    ("x.zarr", None),
+    ("x.zarr", (2, 3, 4)),
+]
+
+
+@pytest.fixture
+def folder(tmp_path, comm):
+    """One for all ranks."""
+    return Path(comm.bcast(str(tmp_path)))
+
+
+def whole(path):
+    source = open_array(path)
+    return read_box(source, [slice(0, n) for n in source.shape]).numpy()
+
+
+@pytest.mark.mpi
+@pytest.mark.sizes(1, 2, 3, 4)
+@pytest.mark.parametrize(("name", "chunks"), FILES)
+def test_what_is_written_is_the_whole_tensor_at_its_place(name, chunks, folder, comm, P_world):
+    x = np.random.default_rng(0).normal(size=(3, 7, 10)).astype(np.float32)
+    for number, grid in enumerate(GRIDS[comm.size]):
+        path = folder / f"{number}-{name}"
+        y = shard(grid, x)
+        with create_array(path, (4, 9, 21), like=y, chunks=chunks) as sink:
+            write_shards(sink, y, at=(1, 2, 0))
+            write_shards(sink, 2 * y, at=(1, 2, 11))
+            assert not Path(str(path).partition("::")[0]).exists()
+        expected = np.zeros((4, 9, 21), np.float32)
+        expected[1:, 2:, :10], expected[1:, 2:, 11:] = x, 2 * x
+        assert np.array_equal(whole(path), expected)
+        assert not Path(f"{str(path).partition('::')[0]}.part").exists()
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("dtype", [torch.float64, torch.uint8, torch.bool, torch.complex64, torch.float16])
+@pytest.mark.parametrize("name", ["x.npy", "x.h5", "x.zarr"])
+def test_every_dtype_of_numpy_can_be_written(dtype, name, folder, comm, P_world):
+    x = (10 * torch.rand(4, 6)).to(dtype)
+    y = shard((1, comm.size), x)
+    with create_array(folder / name, (4, 6), like=y) as sink:
+        write_shards(sink, y)
+    assert np.array_equal(whole(folder / name), x.numpy())
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("name", ["x.npy", "x.h5", "x.zarr"])
+def test_empty_blocks_and_copies_are_written_once(name, folder, comm, P_world):
+    x = torch.arange(6.0).reshape(1, 6)
+    for number, y in enumerate((shard((comm.size, 1), x), shard((1, comm.size), x).redistribute())):
+        with create_array(folder / f"{number}{name}", (1, 6), like=y) as sink:
+            write_shards(sink, y)
+        assert np.array_equal(whole(folder / f"{number}{name}"), x.numpy())
+
+
+@pytest.mark.mpi
+def test_a_tensor_with_a_graph_is_written_and_its_graph_stays(folder, comm, P_world):
+    x = torch.rand(4, 6, requires_grad=True)
+    y = shard((1, comm.size), x)
+    z = 3 * y
+    with create_array(folder / "x.zarr", (4, 6), like=z, chunks=(4, 4)) as sink:
+        write_shards(sink, z)
+    z.sum().backward()
+    assert torch.equal(y.to_local().grad, torch.full_like(y.to_local(), 3))
+    assert np.array_equal(whole(folder / "x.zarr"), 3 * x.detach().numpy())
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("shards", [None, (4, 8)])
+def test_two_ranks_never_write_one_chunk(shards, folder, comm, P_world):
+    import zarr
+
+    if comm.rank == 0:
+        zarr.create_array(
+            str(folder / "x.zarr"), shape=(8, 22), chunks=(4, 4), shards=shards, dtype="f4", fill_value=0
+        )
+    comm.Barrier()
+    array, written = zarr.open(str(folder / "x.zarr"), mode="r+"), []
+
+    class Watched:
+        shape, dtype, chunks = array.shape, array.dtype, array.chunks
+
+        def __setitem__(self, box, values):
+            written.append([(each.start, each.stop) for each in box])
+            array[box] = values
+
+    Watched.shards = array.shards
+    x = np.random.default_rng(0).normal(size=(7, 21)).astype(np.float32)
+    for grid in ((comm.size, 1), (1, comm.size)):
+        written.clear()
+        write_shards(Watched(), shard(grid, x), at=(1, 0))
+        chunks, edges = set(), shards or (4, 4)
+        for (a, b), (c, d) in written:
+            chunks |= {
+                (i, j)
+                for i in range(a // edges[0], -(-b // edges[0]))
+                for j in range(c // edges[1], -(-d // edges[1]))
+            }
+        everywhere = [chunk for each in comm.allgather(chunks) for chunk in each]
+        assert len(everywhere) == len(set(everywhere)) > 0
+        assert np.array_equal(array[1:, :21], x)
+        comm.Barrier()
+
+
+@pytest.mark.mpi
+def test_sinks_of_users_and_libraries_are_written(folder, comm, P_world):
+    import tensorstore
+
+    x = np.random.default_rng(0).normal(size=(6, 10)).astype(np.float32)
+    y, boxes = shard((1, comm.size), x), []
+    with Sink((6, 12), torch.float32, lambda box, values: boxes.append((box, values.copy()))) as sink:
+        write_shards(sink, y, at=(0, 2))
+    ((box, values),) = boxes
+    assert np.array_equal(np.pad(x, ((0, 0), (2, 0)))[box], values)
+    if comm.rank == 0:
+        np.save(folder / "x.npy", np.zeros((6, 10), np.float32))
+    comm.Barrier()
+    write_shards(np.load(folder / "x.npy", mmap_mode="r+"), y)
+    assert np.array_equal(np.load(folder / "x.npy"), x)
+    spec = {"driver": "zarr", "kvstore": {"driver": "file", "path": str(folder / "t")}}
+    if comm.rank == 0:
+        metadata = {"shape": [6, 10], "chunks": [3, 4], "dtype": "<f4"}
+        tensorstore.open({**spec, "metadata": metadata}, create=True).result()
+    comm.Barrier()
+    array = tensorstore.open(spec).result()
+    write_shards(array, y)
+    comm.Barrier()
+    assert np.array_equal(tensorstore.open(spec).result().read().result(), x)
+
+
+@pytest.mark.mpi
+def test_what_does_not_fit_is_refused_on_all_ranks(folder, comm, P_world):
+    y = shard((1, comm.size), torch.zeros(4, 6))
+    sink = Sink((4, 8), np.float32, lambda box, values: pytest.fail("written"))
+    for at in ((0, 3), (1, 0), (-1, 0), (0,)):
+        with pytest.raises(ShapeError, match="does not lie in"):
+            write_shards(sink, y, at=at)
+    with pytest.raises(ShapeError, match="elements of float32, the tensor of float64"):
+        write_shards(sink, y.double())
+    with pytest.raises(UnsupportedError, match=r"y\.float\(\)"):
+        create_array(folder / "x.npy", (4, 6), like=y.bfloat16())
+    with pytest.raises(ArgumentError, match="takes a sink, then a split tensor"):
+        write_shards(sink, torch.zeros(4, 6))
+    for name, shape, chunks, words in (
+        ("x.png", (4, 6), None, r"writes \.npy"),
+        ("x.zarr::x", (4, 6), None, "with a name behind"),
+        ("x.npy", (4,), None, "must have the 2 dimensions"),
+        ("x.npy", (4, 6), (2, 2), "chunks= are of Zarr and HDF5"),
+        ("x.h5", (4, 6), (2, 0), "chunks= are of Zarr and HDF5"),
+    ):
+        with pytest.raises(ArgumentError, match=words):
+            create_array(folder / name, shape, like=y, chunks=chunks)
+    with pytest.raises(ProtocolError, match="within its context"):
+        write_shards_alone(create_array(folder / "x.npy", (4, 6), like=y))
+    assert not list(folder.iterdir())
+
+
+def write_shards_alone(sink):
+    sink[slice(0, 1), slice(0, 1)] = np.zeros((1, 1))
+
+
+@pytest.mark.mpi(min_size=2)
+def test_ranks_that_write_at_different_places_are_refused(comm, P_world):
+    y = shard((1, comm.size), torch.zeros(4, 6))
+    sink = Sink((4, 20), np.float32, lambda box, values: pytest.fail("written"))
+    with pytest.raises(ShapeError, match=r"writes at \(0, \d\) of .* all write one tensor"):
+        write_shards(sink, y, at=(0, comm.rank))
+
+
+@pytest.mark.mpi(min_size=2)
+def test_several_ranks_do_not_write_an_open_dataset_of_hdf5(folder, comm, P_world):
+    import h5py
+
+    y = shard((1, comm.size), torch.zeros(4, 6))
+    with (
+        h5py.File(folder / f"{comm.rank}.h5", "w") as file,
+        pytest.raises(UnsupportedError, match="create_array"),
+    ):
+        write_shards(file.create_dataset("x", (4, 6), "f4"), y)
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("name", ["x.npy", "x.h5", "x.zarr"])
+def test_what_is_there_stays_there(name, folder, comm, P_world):
+    y = shard((1, comm.size), torch.ones(4, 6))
+    with create_array(folder / name, (4, 6), like=y) as sink:
+        write_shards(sink, y)
+    with pytest.raises(DataError, match="is there already"), create_array(folder / name, (4, 6), like=y):
+        pytest.fail("entered")
+    assert whole(folder / name).sum() == 24
+
+
+def write_and_stop(sink, y):
+    write_shards(sink, y)
+    raise ValueError("stop")
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("name", ["x.npy", "x.h5", "x.zarr"])
+def test_a_context_that_fails_leaves_nothing(name, folder, comm, P_world):
+    y = shard((1, comm.size), torch.ones(4, 6))
+    # A job that was killed has left this.
+    if comm.rank == 0:
+        (folder / f"{name}.part").write_text("half")
+    with pytest.raises(ValueError, match="stop"), create_array(folder / name, (4, 6), like=y) as sink:
+        write_and_stop(sink, y)
+    comm.Barrier()
+    assert not list(folder.iterdir())
+
+
+@pytest.mark.mpi
+def test_a_folder_that_is_missing_is_an_error_on_all_ranks(folder, comm, P_world):
+    y = shard((1, comm.size), torch.ones(4, 6))
+    for name in ("x.npy", "x.h5"):
+        with (
+            pytest.raises(DataError, match=r"No such file|unable to"),
+            create_array(folder / "no" / name, (4, 6), like=y),
+        ):
+            pytest.fail("entered")
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_write_that_fails_on_one_rank_fails_on_all(comm, P_world):
+    def write(box, values):
+        if comm.rank == 1:
+            raise OSError(28, "No space left on device")
+
+    with pytest.raises(DataError, match=r"rank 1: OSError: .*No space left"):
+        write_shards(Sink((4, 6), np.float32, write), shard((1, comm.size), torch.ones(4, 6)))
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("name", ["x.npy", "x.h5"])
+def test_a_file_above_the_limit_is_an_error_on_all_ranks_before_data_moves(name, folder, comm, P_world):
+    y = shard((1, comm.size), torch.ones(4, 6))
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, limits[1]))
+    try:
+        with (
+            pytest.raises(DataError, match="File too large"),
+            create_array(folder / name, (400, 600), like=y),
+        ):
+            pytest.fail("entered")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, handler)
+    comm.Barrier()
+    assert not list(folder.iterdir())
+
+
+FULL = """
+import os, numpy as np, torch
+from mpi4py import MPI
+from distdl_rma import DataError, Machine, create_array, shard, write_shards
+comm = MPI.COMM_WORLD
+with Machine(comm, segment_size="4MiB") as machine:
+    x = torch.rand(4, 1 << 20)
+    y = shard(machine.partition((1, comm.size)), x)
+    for name in ("x.npy", "x.h5", "x.zarr"):
+        try:
+            with create_array(f"/dev/shm/{name}", (40, 1 << 20), like=y) as sink:
+                for row in range(0, 40, 4):
+                    write_shards(sink, y, at=(row, 0))
+        except DataError as error:
+            assert "No space left" in str(error), error
+        else:
+            raise SystemExit(f"{name} was written")
+        comm.Barrier()
+        assert not [each for each in os.listdir("/dev/shm") if each.startswith("x.")], os.listdir("/dev/shm")
+"""
+
+
+def test_a_full_disk_is_an_error_on_all_ranks_and_leaves_nothing():
+    done, _ = run_alone(2, FULL, size="64m")
+    assert done.returncode == 0, done.stderr
+
+
+def test_blocks_end_where_chunks_end_and_hold_all():
+    random = np.random.default_rng(0)
+    for _ in range(300):
+        extents = tuple(map(int, random.integers(1, 30, 2)))
+        grid = tuple(map(int, random.integers(1, 5, 2)))
+        start = tuple(map(int, random.integers(0, 9, 2)))
+        shape = tuple(a + n + int(random.integers(0, 9)) for a, n in zip(start, extents, strict=True))
+        chunks = tuple(map(int, random.integers(1, 12, 2)))
+        ranks = tuple(range(grid[0] * grid[1]))
+        found = _aligned(Decomposition.balanced(Partition(ranks, grid, 0), extents), start, chunks, shape)
+        assert found.shape == extents
+        seen = {}
+        for rank in ranks:
+            for d, (a, b) in enumerate(found.box(rank).bounds):
+                for chunk in (
+                    range((start[d] + a) // chunks[d], -(-(start[d] + b) // chunks[d])) if b > a else ()
+                ):
+                    seen.setdefault((d, chunk), set()).add((a, b))
+        assert all(len(each) == 1 for each in seen.values())
+
+
+def test_chunks_are_blocks_or_divide_them():
+    layout = Decomposition.balanced(Partition((0, 1), (1, 2), 0), (8, 64))
+    assert _block_chunks(layout, (8, 64), 4) == (8, 32)
+    layout = Decomposition.balanced(Partition((0, 1), (1, 1, 2), 0), (1024, 1024, 1024))
+    chunks = _block_chunks(layout, (1024, 1024, 1024), 4)
+    assert np.prod(chunks) * 4 == 16 << 20
+    assert not any(n % chunk for n, chunk in zip((1024, 1024, 512), chunks, strict=True))
