@@ -28,6 +28,7 @@ FLOORS = [
     "checks",
     "dtypes",
     "machine",
+    "rehearsal",
     "segments",
     "geometry",
     "trace",
