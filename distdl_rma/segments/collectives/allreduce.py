@@ -8,7 +8,6 @@ from itertools import chain, repeat
 from typing import NamedTuple
 
 import numpy as np
-from mpi4py import MPI
 from numpy.typing import DTypeLike
 
 from distdl_rma.geometry.intervals import Balanced, Listed
@@ -222,15 +221,12 @@ class _AllreduceByNodes(ShareReduction):
             sums = self._sums[piece % _UNDER_WAY][: split.extent]
             self.reduction.partial([share[where] for share in cut.shares], sums)
         part = self._parts[piece % _UNDER_WAY][: split.lengths[self.layout.my_node]]
-        request = self.between.comm.Ireduce_scatter(sums, part, split.lengths, self.reduction.mpi)
-        yield self.complete(request, sums.nbytes, sums, part)
+        script = self.between.reduce_scatter(sums, part, split.lengths, self.reduction.mpi)
+        yield self.across(script, sums.nbytes)
         finished = part if element.exact else np.empty(part.size, element.storage)
         self.reduction.finish(part, finished)
-        itemsize = element.storage.itemsize
-        counts = [itemsize * length for length in split.lengths]
-        whole = [cut.mine[where].view(np.uint8), (counts, None), MPI.BYTE]
-        request = self.between.comm.Iallgatherv([finished.view(np.uint8), MPI.BYTE], whole)
-        yield self.complete(request, finished.nbytes, finished)
+        counts = [element.storage.itemsize * length for length in split.lengths]
+        yield self.across(self.between.gather_all(finished, cut.mine[where], counts), finished.nbytes)
         for other in cut.others:
             other[where] = cut.mine[where]
 
@@ -327,13 +323,7 @@ class _ReducescatterByNodes(ShareReduction):
             reduction.partial([row[part.start : part.stop] for row in rows], sums[begin:end])
             begin = end
         total = np.empty(counts[node], reduction.element.wide)
-        comm, getting = self.between.comm, [at for at, count in enumerate(counts) if count]
-        if len(getting) == 1:
-            # If only one node gets elements, MPI uses a tree to it.
-            request = comm.Ireduce(sums, total, reduction.mpi, getting[0])
-        else:
-            request = comm.Ireduce_scatter(sums, total, counts, reduction.mpi)
-        yield self.complete(request, sums.nbytes, sums, total)
+        yield self.across(self.between.reduce_scatter(sums, total, counts, reduction.mpi), sums.nbytes)
         begin = 0
         for part in self._parts[piece][node]:
             end = begin + part.size
