@@ -12,7 +12,6 @@ import torch
 from torch.distributed import ProcessGroup, ReduceOp, Work
 
 from distdl_rma.errors import DistdlError
-from distdl_rma.process_group.hierarchical import HierarchicalCollectives
 from distdl_rma.process_group.inter_node import InterNodeCollectives
 from distdl_rma.process_group.node_slots import Call, NodeSlots
 from distdl_rma.process_group.on_node import NodeCollectives
@@ -45,7 +44,6 @@ class GroupCore(_Base):  # type: ignore[misc]
         self._queue = OperationQueue(manager, name)
         self._messages = Messages(manager, ranks, f"messages of process group {name}")
         self._messages.connect()
-        self._leaders: Messages | None = None
         self._rounds: NodeSlots | None = None
         self._collectives: NodeCollectives | InterNodeCollectives
         self._caller: NodeSlots | InterNodeCollectives
@@ -56,16 +54,10 @@ class GroupCore(_Base):  # type: ignore[misc]
             self._collectives = on_node = NodeCollectives(self._rounds)
             self._quick = QuickReductions(self._rounds, self._queue, on_node)
             self._queue.progress = self._rounds.steps
-        elif len(layout.nodes) == len(ranks):
-            self._collectives = self._caller = InterNodeCollectives(self._messages, self._me, name)
         else:
-            self._rounds, heads = NodeSlots(manager, layout.here, name), layout.leaders(ranks[0])
-            if manager.rank in heads:
-                self._leaders = Messages(manager, heads, f"leaders of process group {name}")
-                self._leaders.connect()
-            self._collectives = self._caller = HierarchicalCollectives(
-                self._messages, self._leaders, self._rounds, layout
-            )
+            collectives = InterNodeCollectives(manager, self._messages, layout, name)
+            self._collectives = self._caller = collectives
+            self._rounds = collectives.rounds
         self._calls: dict[Hashable, Call] = {}
         self._reducers: dict[Hashable, Reducer] = {}
         self._coalescing: list[Work] | None = None
@@ -144,8 +136,8 @@ class GroupCore(_Base):  # type: ignore[misc]
             # Otherwise messages under way would match those of the next group of these ranks.
             if self._queue.idle:
                 self._messages.close()
-                if self._leaders is not None:
-                    self._leaders.close()
+                if isinstance(self._collectives, InterNodeCollectives):
+                    self._collectives.close()
         self._rounds = self._quick = self._coalescing = None
         self._counts.clear()
 

@@ -166,6 +166,11 @@ class Messages:
         request = self.comm.Iallgatherv(sent, [out.view(np.uint8), (tuple(counts), places), MPI.BYTE])
         return self.begun(request, out.nbytes, out if mine is None else mine, out)
 
+    def gather(self, mine: Array, out: Array, counts: Sequence[int], position: int) -> Script:
+        """Begin to copy the vectors of all ranks to one, one behind the other; ``counts`` are their bytes."""
+        sent = [mine.nbytes if at == position else 0 for at in range(len(counts))]
+        return self.exchange(mine, sent, out, counts if self.comm.rank == position else [0] * len(counts))
+
     def broadcast(self, data: Array, position: int) -> Script:
         """Begin a broadcast of the vector of one rank."""
         return self.begun(self.comm.Ibcast(_bytes(data), position), data.nbytes, data)
