@@ -16,11 +16,12 @@ from distdl_rma.process_group.inter_node import InterNodeCollectives
 from distdl_rma.process_group.node_slots import Call, NodeSlots
 from distdl_rma.process_group.on_node import NodeCollectives
 from distdl_rma.process_group.quick import QuickReductions
-from distdl_rma.process_group.reducers import Reducer, reducer_of
+from distdl_rma.process_group.reducers import reducer_of
 from distdl_rma.process_group.tensors import Flat, facts
 from distdl_rma.process_group.work import GroupWork, OperationQueue, PendingCall
 from distdl_rma.segments.collectives.between_nodes import Messages, Script
 from distdl_rma.segments.collectives.node_layout import NodeLayout
+from distdl_rma.segments.collectives.reduction import Reduction
 from distdl_rma.segments.manager import SegmentManager
 
 Tensor = torch.Tensor
@@ -59,7 +60,7 @@ class GroupCore(_Base):  # type: ignore[misc]
             self._collectives = self._caller = collectives
             self._rounds = collectives.rounds
         self._calls: dict[Hashable, Call] = {}
-        self._reducers: dict[Hashable, Reducer] = {}
+        self._reducers: dict[Hashable, Reduction] = {}
         self._coalescing: list[Work] | None = None
         # The latest works on one element, see ReducingCollectives.
         self._counts: deque[Work] = deque(maxlen=64)
@@ -111,10 +112,10 @@ class GroupCore(_Base):  # type: ignore[misc]
             call = self._calls[key] = Call(text, key)
         return call
 
-    def _reducer(self, op: Any, dtype: torch.dtype) -> Reducer:
+    def _reducer(self, op: Any, dtype: torch.dtype) -> Reduction:
         reducer = self._reducers.get((op, dtype))
         if reducer is None:
-            reducer = self._reducers[op, dtype] = reducer_of(op, dtype, self._ranks)
+            reducer = self._reducers[op, dtype] = reducer_of(op, dtype, self._ranks, f"group {self._name}")
         return reducer
 
     def _registered(self, work: Work) -> Work:

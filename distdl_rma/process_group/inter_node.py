@@ -17,10 +17,9 @@ from distdl_rma.process_group.node_slots import (
     check_pairs,
 )
 from distdl_rma.process_group.on_node import NodeCollectives
-from distdl_rma.process_group.reducers import Reducer
 from distdl_rma.segments.collectives.between_nodes import Messages, Plan, Script, in_pieces, slices
 from distdl_rma.segments.collectives.node_layout import NodeLayout
-from distdl_rma.segments.collectives.reduction import Array
+from distdl_rma.segments.collectives.reduction import Array, Reduction
 from distdl_rma.segments.manager import SegmentManager
 from distdl_rma.segments.waiting.header import WaitReason
 
@@ -92,14 +91,14 @@ class InterNodeCollectives:
         """Wait for all."""
         yield from self._agree()
 
-    def reduce(self, x: Array, reducer: Reducer, root: int | None) -> Script:
+    def reduce(self, x: Array, reducer: Reduction, root: int | None) -> Script:
         """Reduce a vector in place, on all ranks if there is no root; else the others' stay as they are."""
         yield from self._agree()
         part, of_root = self._partial(reducer), None if root is None else self._team_of(root)
-        turns = -(-x.size // max(1, TURN_BYTES // part.storage.itemsize))
+        turns = -(-x.size // max(1, TURN_BYTES // part.element.storage.itemsize))
 
         def plan(piece: Array) -> Plan:
-            total = piece if self._flat else reducer.widened(piece, root is not None)
+            total = piece if self._flat else self._widened(reducer, piece, root is not None)
             yield self._on_node(lambda node: node.reduce(total, part, 0))
             yield from ((), ()) if self._across is None else self._reduced(self._across, total, part, of_root)
             result = piece if root in (None, self.me) else np.empty_like(piece)
@@ -111,7 +110,7 @@ class InterNodeCollectives:
 
         yield from in_pieces(plan(x[at]) for at in slices(x.size, turns))
 
-    def _reduced(self, across: Messages, x: Array, reducer: Reducer, root: int | None) -> Plan:
+    def _reduced(self, across: Messages, x: Array, reducer: Reduction, root: int | None) -> Plan:
         # Each leader reduces a share of their vectors in place, and sends the result.
         counts = Balanced(x.size, len(self._teams)).lengths
         rows, script = self._exchanged(across, x, counts)
@@ -131,7 +130,7 @@ class InterNodeCollectives:
         sent, taken = [count * x.itemsize for count in counts], [rows[0].nbytes] * len(self._teams)
         return rows, across.exchange(x, sent, rows.reshape(-1), taken)
 
-    def reduce_scatter(self, parts: Sequence[Array], out: Array, reducer: Reducer) -> Script:
+    def reduce_scatter(self, parts: Sequence[Array], out: Array, reducer: Reduction) -> Script:
         """Reduce a part for every rank; ``out`` gets this rank's, and may be it."""
         yield from self._agree()
         part, most = self._partial(reducer), max(1, TURN_BYTES // out.itemsize // self.size)
@@ -139,7 +138,7 @@ class InterNodeCollectives:
         def plan(begin: int) -> Plan:
             each, target = [some[begin : begin + most] for some in parts], out[begin : begin + most]
             total = np.concatenate([each[at] for at in self._order])
-            total = total if self._flat else reducer.widened(total, False)
+            total = total if self._flat else self._widened(reducer, total, False)
             yield self._on_node(lambda node: node.reduce(total, part, 0))
             lengths, made = [0] * len(self._mine), target[:0]
             if self._across is None:
@@ -247,8 +246,15 @@ class InterNodeCollectives:
             other = int(np.argmax(others))
             raise call_mismatch(self, other, all_encoded[other].tobytes())
 
-    def _partial(self, reducer: Reducer) -> Reducer:
+    def _partial(self, reducer: Reduction) -> Reduction:
         return reducer if self._flat else reducer.unrounded
+
+    @staticmethod
+    def _widened(reducer: Reduction, x: Array, copied: bool) -> Array:
+        # Elements in the type of partial results; a copy if the type differs, or if asked for.
+        if reducer.element.exact:
+            return x.copy() if copied else x
+        return reducer.element.widen(x)
 
     def _team_of(self, rank: int) -> int:
         return next(at for at, team in enumerate(self._teams) if rank in team)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from itertools import chain, repeat
 from typing import NamedTuple
 
@@ -15,7 +14,7 @@ from distdl_rma.segments.collectives.all_push import AllPush
 from distdl_rma.segments.collectives.between_nodes import Plan, in_pieces, pieces_of_all, slices
 from distdl_rma.segments.collectives.collective import Collective, CollectiveSite
 from distdl_rma.segments.collectives.node_layout import check_count, check_lengths
-from distdl_rma.segments.collectives.reduction import Array, Reduction, element_of, without_fp_errors
+from distdl_rma.segments.collectives.reduction import Array, Reduction, element_of
 from distdl_rma.segments.collectives.stepped_algorithm import ShareReduction
 from distdl_rma.segments.manager import SegmentManager
 
@@ -44,9 +43,10 @@ class Allreduce(Collective):
         float16 to 64, complex64 or 128, int8 to 64, uint8 to 64, bool, or the text ``"bfloat16"``:
         ``active`` and ``result`` are then uint16 arrays that hold the bits.
     op
-        ``"sum"``, ``"mean"``, ``"prod"``, ``"min"`` or ``"max"``. Integers wrap around, as in numpy and
-        torch. There is no mean of integers, no order of complex numbers, and no sum of bool: ``"max"`` is
-        whether any is true, ``"min"`` and ``"prod"`` whether all are.
+        ``"sum"``, ``"mean"``, ``"prod"``, ``"min"``, ``"max"``, or ``"band"``, ``"bor"``, ``"bxor"`` of the
+        bits of integers and bool. Integers wrap around, as in numpy and torch. There is no mean of integers,
+        no order of complex numbers, and no sum of bool: ``"max"`` is whether any is true, ``"min"`` and
+        ``"prod"`` whether all are.
     one_round
         Whether everyone's vector goes to everyone at any size, for latency, on up to 32 ranks; otherwise
         only if it is small.
@@ -98,12 +98,7 @@ class _ByAllPush:
         me, rows = layout.ranks.index(layout.me), self._all_push.rows
         self.operands = self.results = tuple(vectors[me] for vectors in rows)
         # Everything that can be looked up before is: a small step takes a few microseconds in all.
-        self._reduce = tuple(
-            adder(vectors, vectors[me])
-            if adds_two(reduction, vectors)
-            else partial(reduction.reduce, vectors, (vectors[me],))
-            for vectors in rows
-        )
+        self._reduce = tuple(reduction.bound(vectors, vectors[me]) for vectors in rows)
         self.connect, self.waiting = self._all_push.connect, self._all_push.missing
         self._push, self._arrived = self._all_push.push, self._all_push.arrived
         self._begun = self._done = 0
@@ -134,24 +129,6 @@ class _ByAllPush:
         # Others may still write for a broken step: its memory is not used again.
         if not self.broken:
             self._all_push.close()
-
-
-def adds_two(reduction: Reduction, rows: Sequence[Array]) -> bool:
-    """Whether the reduction is a sum of two rows in their own type."""
-    return len(rows) == 2 and reduction.element.exact and reduction.op == "sum"
-
-
-def adder(rows: Sequence[Array], out: Array, copy: Array | None = None) -> Callable[[], object]:
-    """Function that adds two rows, and stores the sum to one or two places; not for two threads at once."""
-    (first, second), add = rows, without_fp_errors(np.add)
-    if copy is None:
-        return partial(add, first, second, out)
-
-    def both() -> None:
-        add(first, second, out)
-        copy[...] = out
-
-    return both
 
 
 class _Cut(NamedTuple):
@@ -198,7 +175,7 @@ class _AllreduceByNodes(ShareReduction):
         if cut.quick is not None:
             cut.quick()
         elif len(self.layout.nodes) == 1:
-            self.reduction.reduce(cut.shares, [cut.mine, *cut.others])
+            self.reduction.reduce(cut.shares, cut.mine, *cut.others)
         else:
             yield from in_pieces(map(self._combine, repeat(cut), range(self.pieces)))
         self.count_puts(len(cut.others), len(cut.others) * cut.mine.nbytes)
@@ -208,8 +185,8 @@ class _AllreduceByNodes(ShareReduction):
         shares = [row[self._share] for row in rows]
         others = [share for at, share in enumerate(shares) if at != me]
         quick = None
-        if len(self.layout.nodes) == 1 and nbytes <= _CACHED_NBYTES and adds_two(self.reduction, shares):
-            quick = adder(shares, shares[me], others[0])
+        if len(self.layout.nodes) == 1 and nbytes <= _CACHED_NBYTES and len(shares) == 2:
+            quick = self.reduction.bound(shares, shares[me], others[0])
         return _Cut(shares, shares[me], others, quick)
 
     def _combine(self, cut: _Cut, piece: int) -> Plan:
@@ -308,7 +285,7 @@ class _ReducescatterByNodes(ShareReduction):
         if len(self.layout.nodes) == 1:
             for part in self._parts[0][0]:
                 cuts = [row[part.start : part.stop] for row in rows]
-                self.reduction.reduce(cuts, (cuts[self._at[part.rank]],))
+                self.reduction.reduce(cuts, cuts[self._at[part.rank]])
         else:
             yield from in_pieces(map(self._combine, repeat(rows), range(self.pieces)))
         self.count_puts(*self._puts)
