@@ -11,7 +11,7 @@ import torch
 from torch.distributed import ReduceOp
 
 from distdl_rma.dtypes import BIT_WORDS, NUMPY, reduction_dtype
-from distdl_rma.errors import UnsupportedError
+from distdl_rma.errors import ShapeError, UnsupportedError
 from distdl_rma.segments.collectives.reduction import Array, Element, Reduction
 
 _Kind = Any
@@ -74,6 +74,8 @@ def reducer_of(op: _Kind, dtype: torch.dtype, ranks: int, who: str = "a reductio
         raise UnsupportedError(f"{who!r}: a reduction is one of {known}, got {op}")
     if dtype not in NUMPY and dtype not in _SHORT_FLOATS:
         raise UnsupportedError(f"{who!r}: tensors of {dtype} cannot be reduced")
+    if op == ReduceOp.AVG and not (dtype.is_floating_point or dtype.is_complex):
+        raise ShapeError(f"{who!r}: an average of {dtype} is not exact: use sum, or a floating type")
     name, short = reduction_dtype(dtype), dtype in _SHORT_FLOATS
     storage = BIT_WORDS[2][1] if short else NUMPY[dtype]
     element = Element(name, storage, storage)

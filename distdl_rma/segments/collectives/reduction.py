@@ -181,7 +181,7 @@ class Reduction:
         # Words stand for floats of 16 bits.
         kind = "f" if element.wide.kind == "f" else element.storage.kind
         if (op, kind) in _REFUSED:
-            raise ShapeError(f"{who!r}: {_REFUSED[op, kind]}")
+            raise ShapeError(f"{who!r}: {_REFUSED[op, kind]}; got {element.name}")
         if divisor < 1:
             raise ArgumentError(f"{who!r}: a mean divides by at least 1, got {divisor}")
         self.op, self.element, self.divisor, self._who = op, element, divisor, who
