@@ -227,11 +227,14 @@ class Reduction:
         return both
 
     def _reduce(self, rows: Sequence[Array], targets: Sequence[Array]) -> None:
-        # Blocks stay in the cache; two rows with one target are read and written once anyway.
         size, exact = rows[0].size, self.element.exact
-        step = size if exact and len(rows) < 3 and len(targets) == 1 else self._block
-        for begin in range(0, size, step or 1):
-            end = begin + step
+        if exact and len(targets) == 1 and (len(rows) < 3 or size <= self._block):
+            # It is read and written once, or stays in the cache.
+            self._fold(rows, targets[0])
+            self._finish(targets[0], targets[0])
+            return
+        for begin in range(0, size, self._block):
+            end = begin + self._block
             first, *others = [target[begin:end] for target in targets]
             wide = self._combine([row[begin:end] for row in rows], first if exact else None)
             self._finish(wide, first)
