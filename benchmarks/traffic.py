@@ -64,11 +64,12 @@ def broadcast_traffic(layout: NodeLayout, root: int, nbytes: int) -> Traffic:
     across = len(layout.nodes) > 1 and leads and nbytes > 0
     loads = not leads and nbytes > 0
     pieces = number_of_pieces(nbytes, len(layout.nodes))
+    # From the root at once, from others as the pieces come.
     return Traffic(
-        gets=pieces * loads,
+        gets=(1 if root in layout.here else pieces) * loads,
         bytes_got=nbytes * loads,
         collectives=pieces * across,
-        bytes_collective=nbytes * across,
+        bytes_collective=nbytes * (across and layout.me == root),
         across=len(layout.nodes) if across else 1,
     )
 

@@ -12,16 +12,16 @@ import torch
 from torch.distributed import ProcessGroup, ReduceOp, Work
 
 from distdl_rma.errors import DistdlError
-from distdl_rma.process_group.hierarchical import HierarchicalCollectives
 from distdl_rma.process_group.inter_node import InterNodeCollectives
 from distdl_rma.process_group.node_slots import Call, NodeSlots
 from distdl_rma.process_group.on_node import NodeCollectives
 from distdl_rma.process_group.quick import QuickReductions
-from distdl_rma.process_group.reducers import Reducer, reducer_of
+from distdl_rma.process_group.reducers import reducer_of
 from distdl_rma.process_group.tensors import Flat, facts
 from distdl_rma.process_group.work import GroupWork, OperationQueue, PendingCall
 from distdl_rma.segments.collectives.between_nodes import Messages, Script
 from distdl_rma.segments.collectives.node_layout import NodeLayout
+from distdl_rma.segments.collectives.reduction import Reduction
 from distdl_rma.segments.manager import SegmentManager
 
 Tensor = torch.Tensor
@@ -45,7 +45,6 @@ class GroupCore(_Base):  # type: ignore[misc]
         self._queue = OperationQueue(manager, name)
         self._messages = Messages(manager, ranks, f"messages of process group {name}")
         self._messages.connect()
-        self._leaders: Messages | None = None
         self._rounds: NodeSlots | None = None
         self._collectives: NodeCollectives | InterNodeCollectives
         self._caller: NodeSlots | InterNodeCollectives
@@ -56,18 +55,12 @@ class GroupCore(_Base):  # type: ignore[misc]
             self._collectives = on_node = NodeCollectives(self._rounds)
             self._quick = QuickReductions(self._rounds, self._queue, on_node)
             self._queue.progress = self._rounds.steps
-        elif len(layout.nodes) == len(ranks):
-            self._collectives = self._caller = InterNodeCollectives(self._messages, self._me, name)
         else:
-            self._rounds, heads = NodeSlots(manager, layout.here, name), layout.leaders(ranks[0])
-            if manager.rank in heads:
-                self._leaders = Messages(manager, heads, f"leaders of process group {name}")
-                self._leaders.connect()
-            self._collectives = self._caller = HierarchicalCollectives(
-                self._messages, self._leaders, self._rounds, layout
-            )
+            collectives = InterNodeCollectives(manager, self._messages, layout, name)
+            self._collectives = self._caller = collectives
+            self._rounds = collectives.rounds
         self._calls: dict[Hashable, Call] = {}
-        self._reducers: dict[Hashable, Reducer] = {}
+        self._reducers: dict[Hashable, Reduction] = {}
         self._coalescing: list[Work] | None = None
         # The latest works on one element, see ReducingCollectives.
         self._counts: deque[Work] = deque(maxlen=64)
@@ -119,10 +112,10 @@ class GroupCore(_Base):  # type: ignore[misc]
             call = self._calls[key] = Call(text, key)
         return call
 
-    def _reducer(self, op: Any, dtype: torch.dtype) -> Reducer:
+    def _reducer(self, op: Any, dtype: torch.dtype) -> Reduction:
         reducer = self._reducers.get((op, dtype))
         if reducer is None:
-            reducer = self._reducers[op, dtype] = reducer_of(op, dtype, self._ranks)
+            reducer = self._reducers[op, dtype] = reducer_of(op, dtype, self._ranks, f"group {self._name}")
         return reducer
 
     def _registered(self, work: Work) -> Work:
@@ -144,8 +137,8 @@ class GroupCore(_Base):  # type: ignore[misc]
             # Otherwise messages under way would match those of the next group of these ranks.
             if self._queue.idle:
                 self._messages.close()
-                if self._leaders is not None:
-                    self._leaders.close()
+                if isinstance(self._collectives, InterNodeCollectives):
+                    self._collectives.close()
         self._rounds = self._quick = self._coalescing = None
         self._counts.clear()
 

@@ -9,9 +9,8 @@ from typing import NamedTuple
 import numpy as np
 
 from distdl_rma.process_group.node_slots import WHOLE_BYTES, NodeSlots, check_pairs
-from distdl_rma.process_group.reducers import Reducer
 from distdl_rma.segments.collectives.between_nodes import Script
-from distdl_rma.segments.collectives.reduction import Array
+from distdl_rma.segments.collectives.reduction import Array, Reduction
 from distdl_rma.segments.memory.array_bytes import as_bytes
 
 # Two slots of so many bytes fit into the cache of a core. But a rank that shares its core with other
@@ -59,13 +58,13 @@ class NodeCollectives:
         yield from rounds.seen(number)
         rounds.read(number)
 
-    def reduce(self, x: Array, reducer: Reducer, root: int | None) -> Script:
+    def reduce(self, x: Array, reducer: Reduction, root: int | None) -> Script:
         """Reduce a vector in place, on all ranks if there is no root; else the others' stay as they are."""
         if x.nbytes <= min(WHOLE_BYTES, self._rounds.slot_bytes):
             return self._reduce_whole(x, reducer, root)
         return self._reduce_shares(x, reducer, root)
 
-    def _reduce_whole(self, x: Array, reducer: Reducer, root: int | None) -> Script:
+    def _reduce_whole(self, x: Array, reducer: Reduction, root: int | None) -> Script:
         rounds, count = self._rounds, x.size
         yield from rounds.opened()
         number = rounds.number
@@ -79,7 +78,7 @@ class NodeCollectives:
             reducer.reduce(rows, x)
         rounds.read(number)
 
-    def shares(self, x: Array, reducer: Reducer) -> Callable[[], Script]:
+    def shares(self, x: Array, reducer: Reduction) -> Callable[[], Script]:
         """Maker of scripts that reduce a long vector in place, on all ranks; for calls that are repeated.
 
         A vector that fits into one round is cut into its parts here, once.
@@ -89,7 +88,7 @@ class NodeCollectives:
             return partial(self._reduce_shares, x, reducer, None)
         return partial(self._reduce_in_one_round, [self._cut(x, reducer, parity) for parity in range(2)])
 
-    def _cut(self, x: Array, reducer: Reducer, parity: int) -> Cut:
+    def _cut(self, x: Array, reducer: Reduction, parity: int) -> Cut:
         me, size, slots = self.me, self.size, self._rounds.slots(x.dtype)[parity]
         share = -(-x.size // size)
         parts = [x[at * share : (at + 1) * share] for at in range(size)]
@@ -129,7 +128,7 @@ class NodeCollectives:
             part[:] = result
         rounds.read(number)
 
-    def _reduce_shares(self, x: Array, reducer: Reducer, root: int | None) -> Script:
+    def _reduce_shares(self, x: Array, reducer: Reduction, root: int | None) -> Script:
         """Every rank reduces a share of each round's chunk, and stores the result in a slot."""
         rounds, me, size = self._rounds, self.me, self.size
         most = self._piece(x.nbytes // size, size) // x.itemsize
@@ -162,7 +161,7 @@ class NodeCollectives:
 
         yield from self._in_turns(turns, rounds.slots(x.dtype), show, take)
 
-    def reduce_scatter(self, parts: Sequence[Array], out: Array, reducer: Reducer) -> Script:
+    def reduce_scatter(self, parts: Sequence[Array], out: Array, reducer: Reduction) -> Script:
         """Reduce a part for every rank; ``out`` gets this rank's, and may be it."""
         me, most = self.me, self._rounds.slot_bytes // out.itemsize // self.size
         turns = max(1, -(-max(part.size for part in parts) // most))

@@ -12,10 +12,9 @@ import torch
 
 from distdl_rma.process_group.node_slots import WHOLE_BYTES, Call, NodeSlots
 from distdl_rma.process_group.on_node import NodeCollectives
-from distdl_rma.process_group.reducers import Reducer
 from distdl_rma.process_group.work import OperationQueue, PendingCall
 from distdl_rma.segments.collectives.between_nodes import Script
-from distdl_rma.segments.collectives.reduction import Array
+from distdl_rma.segments.collectives.reduction import Array, Reduction
 
 Bytes = memoryview
 
@@ -52,7 +51,7 @@ class QuickReductions:
         # By address, number of elements, type and operation; used only while a tensor has that memory.
         self._known: dict[Hashable, Quick] = {}
 
-    def learn(self, tensor: torch.Tensor, op: Hashable, call: Call, reducer: Reducer) -> None:
+    def learn(self, tensor: torch.Tensor, op: Hashable, call: Call, reducer: Reduction) -> None:
         """Prepare calls on this memory."""
         count = tensor.numel()
         if not count or tensor.is_complex():
@@ -60,15 +59,15 @@ class QuickReductions:
         if len(self._known) >= _KEPT:
             self._known.clear()
         memory = memoryview((ctypes.c_char * (count * tensor.itemsize)).from_address(tensor.data_ptr()))
-        x = np.frombuffer(memory, reducer.storage)
+        x = np.frombuffer(memory, reducer.element.storage)
         if x.nbytes <= self._most:
             quick = self._whole(call, x, reducer)
         else:
             quick = Quick(call, memory, (), (), self._collectives.shares(x, reducer))
         self._known[tensor.data_ptr(), count, tensor.dtype, op] = quick
 
-    def _whole(self, call: Call, x: Array, reducer: Reducer) -> Quick:
-        me, slots = self._rounds.me, self._rounds.slots(reducer.storage)
+    def _whole(self, call: Call, x: Array, reducer: Reduction) -> Quick:
+        me, slots = self._rounds.me, self._rounds.slots(reducer.element.storage)
         rows = [[slot[: x.size] for slot in some] for some in slots]
         mine = tuple(some[me].data.cast("B") for some in rows)
         for some in rows:

@@ -37,8 +37,9 @@ class ReducingCollectives(GroupCore):
             if begun is None:
                 # Raises for invalid arguments, with the same words as for tensors that are not plain.
                 work = self._all_reduce("all_reduce", [tensor], op_of(opts))
-                reducer = self._reducer(op_of(opts), tensor.dtype)
-                quick.learn(tensor, number, self._call(f"all_reduce({reducer.name})", [tensor]), reducer)
+                op = op_of(opts)
+                call = self._call(f"all_reduce({OPERATIONS[op][0]})", [tensor])
+                quick.learn(tensor, number, call, self._reducer(op, tensor.dtype))
                 return self._held(work, tensor)
             if begun is not False:
                 operation = done() if begun is True else begun
@@ -66,7 +67,7 @@ class ReducingCollectives(GroupCore):
             for flat, reducer in zip(flats, reducers, strict=True):
                 yield from self._collectives.reduce(flat.elements, reducer, None)
 
-        named = f"{what}({reducers[0].name})" if reducers else what
+        named = f"{what}({OPERATIONS[op][0]})" if reducers else what
         return self._begin(named, tensors, script, tensors, flats)
 
     @of_all
@@ -74,9 +75,10 @@ class ReducingCollectives(GroupCore):
         """Reduce a tensor in place on the root."""
         tensor, root = single(tensors, self._who("reduce")), root_of(opts)
         check([tensor], self._who("reduce"))
-        reducer, flat = self._reducer(op_of(opts), tensor.dtype), Flat(tensor)
+        op, flat = op_of(opts), Flat(tensor)
+        reducer = self._reducer(op, tensor.dtype)
         return self._begin(
-            f"reduce({reducer.name}) to rank {root}",
+            f"reduce({OPERATIONS[op][0]}) to rank {root}",
             [tensor],
             lambda: self._collectives.reduce(flat.elements, reducer, root),
             [tensor],
@@ -136,7 +138,7 @@ class ReducingCollectives(GroupCore):
                     arrays = [array.copy() for array in arrays]
                 yield from self._collectives.reduce_scatter(arrays, out, reducer)
 
-        named = f"{what}({reducers[0].name})" if reducers else what
+        named = f"{what}({OPERATIONS[op][0]})" if reducers else what
         every = [part for _, parts in pairs for part in parts]
         return self._begin(named, every, script, outs, flats)
 

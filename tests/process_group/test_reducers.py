@@ -104,7 +104,8 @@ def test_what_is_reduced_in_two_parts_is_divided_and_rounded_at_the_end(dtype):
     mean = reducer_of(ReduceOp.AVG, dtype, 4)
     halves = []
     for first in (0, 2):
-        wide = [mean.widened(Flat(row).elements, True) for row in rows[first : first + 2]]
+        found = [Flat(row).elements for row in rows[first : first + 2]]
+        wide = [row.copy() if mean.element.exact else mean.element.widen(row) for row in found]
         mean.unrounded.reduce(wide, wide[0])
         halves.append(wide[0])
     mean.unrounded.reduce(halves, halves[0])

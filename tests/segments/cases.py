@@ -11,10 +11,14 @@ REDUCE = {
     "prod": lambda rows: rows.prod(0, dtype=rows.dtype),
     "min": lambda rows: rows.min(0),
     "max": lambda rows: rows.max(0),
+    "band": np.bitwise_and.reduce,
+    "bor": np.bitwise_or.reduce,
+    "bxor": np.bitwise_xor.reduce,
 }
 KINDS = ["f2", "f4", "f8", "c8", "c16", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "?"]
 # Operations that mean nothing for a kind of numbers.
-MEANINGLESS = {"i": {"mean"}, "u": {"mean"}, "b": {"sum", "mean"}, "c": {"min", "max"}, "f": set()}
+BITS = {"band", "bor", "bxor"}
+MEANINGLESS = {"i": {"mean"}, "u": {"mean"}, "b": {"sum", "mean"}, "c": {"min", "max", *BITS}, "f": BITS}
 COUNTS = [0, 1, 2, 3, 5, 7, 100, 3001, 40_000]
 
 

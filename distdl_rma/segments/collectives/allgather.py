@@ -7,17 +7,10 @@ from itertools import chain, repeat
 from typing import Any
 
 import numpy as np
-from mpi4py import MPI
 from numpy.typing import DTypeLike
 
 from distdl_rma.geometry.intervals import Listed
-from distdl_rma.segments.collectives.between_nodes import (
-    Plan,
-    in_pieces,
-    number_of_pieces,
-    pieces_of_all,
-    slices,
-)
+from distdl_rma.segments.collectives.between_nodes import Plan, in_pieces, number_of_pieces, pieces_of_all
 from distdl_rma.segments.collectives.collective import Collective, CollectiveSite
 from distdl_rma.segments.collectives.node_layout import RankSlice, check_count, check_lengths
 from distdl_rma.segments.collectives.reduction import Array
@@ -46,57 +39,66 @@ class Allgather(Collective):
     ) -> None:
         site = CollectiveSite.checked(manager, ranks, name)
         self.counts, self.dtype = check_lengths(count, len(site.layout.ranks), name), np.dtype(dtype)
-        super().__init__(_AllgatherByNodes(site, self.counts, self.dtype))
+        terms = f"collective=Allgather\ncounts={self.counts}"
+        super().__init__(_AllgatherByNodes(site, self.counts, self.dtype, terms))
 
 
 class _AllgatherByNodes(SteppedAlgorithm):
     """One rank of each node receives the vectors of other nodes, and the ranks of its node load them from it.
 
     Large vectors go in pieces, each with a part of every node's vectors: while one piece travels, the ranks
-    of the node load the piece before.
+    of the node load the piece before. Ranks without elements are not waited for, except by those that have
+    some.
     """
 
-    def __init__(self, site: CollectiveSite, counts: tuple[int, ...], dtype: np.dtype[Any]) -> None:
+    def __init__(
+        self, site: CollectiveSite, counts: tuple[int, ...], dtype: np.dtype[Any], terms: str
+    ) -> None:
         layout = site.layout
-        leaders = layout.leaders(layout.ranks[0])
+        filled = [rank for rank, count in zip(layout.ranks, counts, strict=True) if count]
+        leaders = layout.leaders(filled[0] if filled else layout.ranks[0])
         self._leader = leaders[layout.my_node]
         pieces = number_of_pieces(sum(counts) * dtype.itemsize, len(layout.nodes))
-        terms = f"collective=Allgather\ncounts={counts}"
         super().__init__(site, sum(counts), dtype, leaders, terms, pieces)
         split = Listed(counts)
         self._parts = {rank: slice(*split.interval(at)) for at, rank in enumerate(layout.ranks)}
         self.operands = tuple(vector[self._parts[layout.me]] for vector in self.vectors)
+        # Ranks of this node with elements: whether this one is among them, and the others.
+        self._gives = layout.me in filled
+        self._sources = [rank for rank in layout.others_here if rank in filled]
         # By piece, the contiguous runs of every node's parts in the vector.
         runs = [_joined([self._parts[rank] for rank in node]) for node in layout.nodes]
         self._pieces = pieces_of_all(runs, pieces)
+        # Whether MPI is needed, and whether elements come to this node.
+        self._crosses = len(layout.nodes) > 1 and bool(filled)
+        self._comes = any(runs[: layout.my_node]) or any(runs[layout.my_node + 1 :])
         # If the parts of each node are contiguous, MPI reads and writes the vector itself.
         self._direct = all(len(of_node) <= 1 for of_node in runs)
 
     def script(self, parity: int) -> Iterator[None]:
         """One step on the vectors of its parity."""
-        layout, rows = self.layout, self.rows[parity]
-        self.notify(_READY, layout.others_here)
-        yield from self.wait_for(_READY, layout.others_here)
-        for rank, row in zip(layout.here, rows, strict=True):
-            if rank != layout.me:
-                self._load(parity, row, self._parts[rank])
-        self.notify(_READ, layout.others_here)
-        if len(layout.nodes) > 1 and layout.me == self._leader:
-            yield from in_pieces(map(self._gather, repeat(self.vectors[parity]), range(self.pieces)))
-            yield from self.wait_for(_TAKEN, layout.others_here)
-        elif len(layout.nodes) > 1:
-            row = rows[layout.here.index(self._leader)]
+        layout, others = self.layout, self.layout.others_here
+        rows, vector = self.rows[parity], self.vectors[parity]
+        if self._gives:
+            self.notify(_READY, others)
+        yield from self.wait_for(_READY, self._sources)
+        for rank in self._sources:
+            self.load(vector[self._parts[rank]], rows[self._at[rank]][self._parts[rank]])
+        self.notify(_READ, self._sources)
+        if self._crosses and layout.me == self._leader:
+            yield from in_pieces(map(self._gather, repeat(vector), range(self.pieces)))
+            if self._comes:
+                yield from self.wait_for(_TAKEN, others)
+        elif self._comes:
+            row = rows[self._at[self._leader]]
             for piece, runs in enumerate(self._pieces):
                 yield from self.wait_for(_SPREAD, (self._leader,), piece)
                 for run in chain(*runs[: layout.my_node], *runs[layout.my_node + 1 :]):
-                    self._load(parity, row, slice(run.start, run.stop))
+                    self.load(vector[run.start : run.stop], row[run.start : run.stop])
             self.notify(_TAKEN, (self._leader,))
-        # Nobody writes its next vector before all have read this one.
-        yield from self.wait_for(_READ, layout.others_here)
-
-    def _load(self, parity: int, row: Array, part: slice) -> None:
-        if part.start < part.stop:
-            self.load(self.vectors[parity][part], row[part])
+        if self._gives:
+            # It writes its next vector only when all have read this one.
+            yield from self.wait_for(_READ, others)
 
     def _gather(self, vector: Array, piece: int) -> Plan:
         # Receives the parts of other nodes, and shows them; those of this node are there.
@@ -111,9 +113,7 @@ class _AllgatherByNodes(SteppedAlgorithm):
             offsets = [split.interval(node)[0] for node in range(len(runs))]
             mine = [vector[run.start : run.stop].view(np.uint8) for run in runs[self.layout.my_node]]
             np.concatenate([whole[:0], *mine], out=whole[begin:end])
-        received = [whole, (split.lengths, offsets), MPI.BYTE]
-        request = self.between.comm.Iallgatherv(MPI.IN_PLACE, received)
-        yield self.complete(request, end - begin, whole)
+        yield self.across(self.between.gather_all(None, whole, split.lengths, offsets), end - begin)
         if not self._direct:
             begin = 0
             for node, of_node in enumerate(runs):
@@ -122,7 +122,8 @@ class _AllgatherByNodes(SteppedAlgorithm):
                     if node != self.layout.my_node:
                         vector[run.start : run.stop] = whole[begin:end].view(vector.dtype)
                     begin = end
-        self.notify(_SPREAD, self.layout.others_here, piece)
+        if self._comes:
+            self.notify(_SPREAD, self.layout.others_here, piece)
 
 
 def _joined(parts: Sequence[slice]) -> list[RankSlice]:
@@ -139,9 +140,10 @@ def _joined(parts: Sequence[slice]) -> list[RankSlice]:
 class Bcast(Collective):
     """One rank's vector to all: the root writes to ``active``, all start and wait, and read ``result``.
 
-    On a node every rank loads the vector from its source itself; across nodes MPI's ``Ibcast`` sends it to
-    one rank of each. A step is complete at the root once the ranks of its node have the vector. The step
-    overwrites ``active`` of all ranks but the root. Requirement A15, for one direction of the reduction.
+    An allgather whose only vector is the root's: on a node every rank loads it itself; across nodes MPI's
+    ``Ibcast`` sends it to one rank of each. A step is complete at the root once the ranks of its node have
+    the vector. The step overwrites ``active`` of all ranks but the root. Requirement A15, for one direction
+    of the reduction.
     """
 
     def __init__(
@@ -156,38 +158,8 @@ class Bcast(Collective):
         self.count, self.dtype = check_count(count, name), np.dtype(dtype)
         site = CollectiveSite.checked(manager, ranks, name)
         self.root = site.layout.checked_root(root, name)
-        super().__init__(_BcastByNodes(site, self.count, self.dtype, self.root))
-
-
-class _BcastByNodes(SteppedAlgorithm):
-    def __init__(self, site: CollectiveSite, count: int, dtype: np.dtype[Any], root: int) -> None:
-        layout, self._root = site.layout, root
-        leaders = layout.leaders(root)
-        pieces = number_of_pieces(count * dtype.itemsize, len(layout.nodes))
-        super().__init__(site, count, dtype, leaders, f"collective=Bcast\nroot={root}", pieces)
-        self._source, self._root_node = leaders[layout.my_node], leaders.index(root)
-        self._pieces = slices(count, pieces)
-
-    def script(self, parity: int) -> Iterator[None]:
-        """One step on the vectors of its parity."""
-        layout, vector = self.layout, self.vectors[parity]
-        if layout.me != self._source:
-            source = self.rows[parity][layout.here.index(self._source)]
-            for piece, where in enumerate(self._pieces):
-                yield from self.wait_for(_READY, (self._source,), piece)
-                if where.start < where.stop:
-                    self.load(vector[where], source[where])
-            self.notify(_TAKEN, (self._source,))
-            return
-        if layout.me == self._root or not vector.size:
-            self.notify(_READY, layout.others_here)
-        if len(layout.nodes) > 1 and vector.size:
-            yield from in_pieces(map(self._pass_on, repeat(vector), range(self.pieces)))
-        yield from self.wait_for(_TAKEN, layout.others_here)
-
-    def _pass_on(self, vector: Array, piece: int) -> Plan:
-        data = vector[self._pieces[piece]].view(np.uint8)
-        request = self.between.comm.Ibcast([data, MPI.BYTE], self._root_node)
-        yield self.complete(request, data.nbytes, data)
-        if self.layout.me != self._root:
-            self.notify(_READY, self.layout.others_here, piece)
+        counts = tuple(self.count if rank == self.root else 0 for rank in site.layout.ranks)
+        algorithm = _AllgatherByNodes(site, counts, self.dtype, f"collective=Bcast\nroot={self.root}")
+        # Other ranks than the root may write to theirs, too.
+        algorithm.operands = algorithm.vectors
+        super().__init__(algorithm)

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from itertools import chain, repeat
 from typing import NamedTuple
 
 import numpy as np
-from mpi4py import MPI
 from numpy.typing import DTypeLike
 
 from distdl_rma.geometry.intervals import Balanced, Listed
@@ -16,7 +14,7 @@ from distdl_rma.segments.collectives.all_push import AllPush
 from distdl_rma.segments.collectives.between_nodes import Plan, in_pieces, pieces_of_all, slices
 from distdl_rma.segments.collectives.collective import Collective, CollectiveSite
 from distdl_rma.segments.collectives.node_layout import check_count, check_lengths
-from distdl_rma.segments.collectives.reduction import Array, Reduction, element_of, without_fp_errors
+from distdl_rma.segments.collectives.reduction import Array, Reduction, element_of
 from distdl_rma.segments.collectives.stepped_algorithm import ShareReduction
 from distdl_rma.segments.manager import SegmentManager
 
@@ -45,9 +43,10 @@ class Allreduce(Collective):
         float16 to 64, complex64 or 128, int8 to 64, uint8 to 64, bool, or the text ``"bfloat16"``:
         ``active`` and ``result`` are then uint16 arrays that hold the bits.
     op
-        ``"sum"``, ``"mean"``, ``"prod"``, ``"min"`` or ``"max"``. Integers wrap around, as in numpy and
-        torch. There is no mean of integers, no order of complex numbers, and no sum of bool: ``"max"`` is
-        whether any is true, ``"min"`` and ``"prod"`` whether all are.
+        ``"sum"``, ``"mean"``, ``"prod"``, ``"min"``, ``"max"``, or ``"band"``, ``"bor"``, ``"bxor"`` of the
+        bits of integers and bool. Integers wrap around, as in numpy and torch. There is no mean of integers,
+        no order of complex numbers, and no sum of bool: ``"max"`` is whether any is true, ``"min"`` and
+        ``"prod"`` whether all are.
     one_round
         Whether everyone's vector goes to everyone at any size, for latency, on up to 32 ranks; otherwise
         only if it is small.
@@ -99,12 +98,7 @@ class _ByAllPush:
         me, rows = layout.ranks.index(layout.me), self._all_push.rows
         self.operands = self.results = tuple(vectors[me] for vectors in rows)
         # Everything that can be looked up before is: a small step takes a few microseconds in all.
-        self._reduce = tuple(
-            adder(vectors, vectors[me])
-            if adds_two(reduction, vectors)
-            else partial(reduction.reduce, vectors, (vectors[me],))
-            for vectors in rows
-        )
+        self._reduce = tuple(reduction.bound(vectors, vectors[me]) for vectors in rows)
         self.connect, self.waiting = self._all_push.connect, self._all_push.missing
         self._push, self._arrived = self._all_push.push, self._all_push.arrived
         self._begun = self._done = 0
@@ -135,24 +129,6 @@ class _ByAllPush:
         # Others may still write for a broken step: its memory is not used again.
         if not self.broken:
             self._all_push.close()
-
-
-def adds_two(reduction: Reduction, rows: Sequence[Array]) -> bool:
-    """Whether the reduction is a sum of two rows in their own type."""
-    return len(rows) == 2 and reduction.element.exact and reduction.op == "sum"
-
-
-def adder(rows: Sequence[Array], out: Array, copy: Array | None = None) -> Callable[[], object]:
-    """Function that adds two rows, and stores the sum to one or two places; not for two threads at once."""
-    (first, second), add = rows, without_fp_errors(np.add)
-    if copy is None:
-        return partial(add, first, second, out)
-
-    def both() -> None:
-        add(first, second, out)
-        copy[...] = out
-
-    return both
 
 
 class _Cut(NamedTuple):
@@ -199,7 +175,7 @@ class _AllreduceByNodes(ShareReduction):
         if cut.quick is not None:
             cut.quick()
         elif len(self.layout.nodes) == 1:
-            self.reduction.reduce(cut.shares, [cut.mine, *cut.others])
+            self.reduction.reduce(cut.shares, cut.mine, *cut.others)
         else:
             yield from in_pieces(map(self._combine, repeat(cut), range(self.pieces)))
         self.count_puts(len(cut.others), len(cut.others) * cut.mine.nbytes)
@@ -209,8 +185,8 @@ class _AllreduceByNodes(ShareReduction):
         shares = [row[self._share] for row in rows]
         others = [share for at, share in enumerate(shares) if at != me]
         quick = None
-        if len(self.layout.nodes) == 1 and nbytes <= _CACHED_NBYTES and adds_two(self.reduction, shares):
-            quick = adder(shares, shares[me], others[0])
+        if len(self.layout.nodes) == 1 and nbytes <= _CACHED_NBYTES and len(shares) == 2:
+            quick = self.reduction.bound(shares, shares[me], others[0])
         return _Cut(shares, shares[me], others, quick)
 
     def _combine(self, cut: _Cut, piece: int) -> Plan:
@@ -222,15 +198,12 @@ class _AllreduceByNodes(ShareReduction):
             sums = self._sums[piece % _UNDER_WAY][: split.extent]
             self.reduction.partial([share[where] for share in cut.shares], sums)
         part = self._parts[piece % _UNDER_WAY][: split.lengths[self.layout.my_node]]
-        request = self.between.comm.Ireduce_scatter(sums, part, split.lengths, self.reduction.mpi)
-        yield self.complete(request, sums.nbytes, sums, part)
+        script = self.between.reduce_scatter(sums, part, split.lengths, self.reduction.mpi)
+        yield self.across(script, sums.nbytes)
         finished = part if element.exact else np.empty(part.size, element.storage)
         self.reduction.finish(part, finished)
-        itemsize = element.storage.itemsize
-        counts = [itemsize * length for length in split.lengths]
-        whole = [cut.mine[where].view(np.uint8), (counts, None), MPI.BYTE]
-        request = self.between.comm.Iallgatherv([finished.view(np.uint8), MPI.BYTE], whole)
-        yield self.complete(request, finished.nbytes, finished)
+        counts = [element.storage.itemsize * length for length in split.lengths]
+        yield self.across(self.between.gather_all(finished, cut.mine[where], counts), finished.nbytes)
         for other in cut.others:
             other[where] = cut.mine[where]
 
@@ -312,7 +285,7 @@ class _ReducescatterByNodes(ShareReduction):
         if len(self.layout.nodes) == 1:
             for part in self._parts[0][0]:
                 cuts = [row[part.start : part.stop] for row in rows]
-                self.reduction.reduce(cuts, (cuts[self._at[part.rank]],))
+                self.reduction.reduce(cuts, cuts[self._at[part.rank]])
         else:
             yield from in_pieces(map(self._combine, repeat(rows), range(self.pieces)))
         self.count_puts(*self._puts)
@@ -327,13 +300,7 @@ class _ReducescatterByNodes(ShareReduction):
             reduction.partial([row[part.start : part.stop] for row in rows], sums[begin:end])
             begin = end
         total = np.empty(counts[node], reduction.element.wide)
-        comm, getting = self.between.comm, [at for at, count in enumerate(counts) if count]
-        if len(getting) == 1:
-            # If only one node gets elements, MPI uses a tree to it.
-            request = comm.Ireduce(sums, total, reduction.mpi, getting[0])
-        else:
-            request = comm.Ireduce_scatter(sums, total, counts, reduction.mpi)
-        yield self.complete(request, sums.nbytes, sums, total)
+        yield self.across(self.between.reduce_scatter(sums, total, counts, reduction.mpi), sums.nbytes)
         begin = 0
         for part in self._parts[piece][node]:
             end = begin + part.size

@@ -7,7 +7,6 @@ from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
-from mpi4py import MPI
 from numpy.typing import DTypeLike
 
 from distdl_rma.geometry.intervals import Listed
@@ -171,11 +170,8 @@ class _AlltoallByNodes(SteppedAlgorithm):
         sent = np.concatenate([rows[0][:0], *(rows[at][place] for at, place in self._packs)])
         received, itemsize = np.empty(sum(self._received), sent.dtype), sent.itemsize
         self.count_gets(len(self._gets), itemsize * sum(self._gets))
-        request = self.between.comm.Ialltoallv(
-            [sent.view(np.uint8), [itemsize * count for count in self._sent], MPI.BYTE],
-            [received.view(np.uint8), [itemsize * count for count in self._received], MPI.BYTE],
-        )
-        yield from self.complete(request, sent.nbytes, sent, received)
+        out, back = ([itemsize * count for count in counts] for counts in (self._sent, self._received))
+        yield from self.across(self.between.exchange(sent, out, received, back), sent.nbytes)
         begin = 0
         for at, place in self._stores:
             target = rows[at][place]

@@ -147,14 +147,43 @@ class Messages:
         """Largest tag of a message."""
         return int(MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) or 32767)
 
-    def gather_all(self, mine: Array, out: Array, counts: Sequence[int]) -> Script:
-        """Begin an all-gather of vectors, one behind the other; ``counts`` are their bytes."""
-        request = self.comm.Iallgatherv(_bytes(mine), [out.view(np.uint8), (tuple(counts), None), MPI.BYTE])
-        return self.begun(request, mine.nbytes + out.nbytes, mine, out)
+    def gather_all(
+        self, mine: Array | None, out: Array, counts: Sequence[int], places: Sequence[int] | None = None
+    ) -> Script:
+        """Begin an all-gather of vectors into ``out``; ``counts`` are their bytes, and 0 on some ranks.
+
+        They lie one behind the other, or begin at the bytes ``places``. If ``mine`` is None, this rank's
+        vector is there already.
+        """
+        filled = [position for position, count in enumerate(counts) if count]
+        if len(filled) == 1:
+            begin = 0 if places is None else places[filled[0]]
+            data = out.view(np.uint8)[begin : begin + counts[filled[0]]]
+            if mine is not None and self.comm.rank == filled[0]:
+                data[...] = mine.view(np.uint8)
+            return self.broadcast(data, filled[0])
+        sent = MPI.IN_PLACE if mine is None else _bytes(mine)
+        request = self.comm.Iallgatherv(sent, [out.view(np.uint8), (tuple(counts), places), MPI.BYTE])
+        return self.begun(request, out.nbytes, out if mine is None else mine, out)
+
+    def gather(self, mine: Array, out: Array, counts: Sequence[int], position: int) -> Script:
+        """Begin to copy the vectors of all ranks to one, one behind the other; ``counts`` are their bytes."""
+        sent = [mine.nbytes if at == position else 0 for at in range(len(counts))]
+        return self.exchange(mine, sent, out, counts if self.comm.rank == position else [0] * len(counts))
 
     def broadcast(self, data: Array, position: int) -> Script:
         """Begin a broadcast of the vector of one rank."""
         return self.begun(self.comm.Ibcast(_bytes(data), position), data.nbytes, data)
+
+    def reduce_scatter(self, data: Array, out: Array, counts: Sequence[int], op: MPI.Op) -> Script:
+        """Begin a reduction by MPI; ``counts`` are the elements of the result that each rank gets."""
+        filled = [position for position, count in enumerate(counts) if count]
+        if len(filled) == 1:
+            # MPI uses a tree to the only rank that gets elements.
+            request = self.comm.Ireduce(data, out, op, filled[0])
+        else:
+            request = self.comm.Ireduce_scatter(data, out, counts, op)
+        return self.begun(request, data.nbytes, data, out)
 
     def exchange(self, data: Array, counts: Sequence[int], out: Array, received: Sequence[int]) -> Script:
         """Begin an all-to-all; ``counts`` and ``received`` are the bytes for and from each position."""

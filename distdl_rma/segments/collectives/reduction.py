@@ -25,6 +25,9 @@ _OPERATIONS: dict[str, tuple[Callable[..., Any], MPI.Op]] = {
     "prod": (np.multiply, MPI.PROD),
     "min": (np.minimum, MPI.MIN),
     "max": (np.maximum, MPI.MAX),
+    "band": (np.bitwise_and, MPI.BAND),
+    "bor": (np.bitwise_or, MPI.BOR),
+    "bxor": (np.bitwise_xor, MPI.BXOR),
 }
 _INEXACT = "a mean of integers is not exact; use sum, or a floating dtype"
 _UNORDERED = "complex numbers have no order; reduce real and imaginary parts, or magnitudes"
@@ -36,6 +39,7 @@ _REFUSED = {
     ("sum", "b"): "a sum of bool counts nothing; use max for any of them, or an integer dtype to count",
     ("min", "c"): _UNORDERED,
     ("max", "c"): _UNORDERED,
+    **{(op, kind): f"{op} is of integers and bool" for op in ("band", "bor", "bxor") for kind in "fc"},
 }
 
 
@@ -51,6 +55,10 @@ class Element:
     def exact(self) -> bool:
         """Whether it is reduced in the type that it is stored in."""
         return self.storage == self.wide
+
+    def of_two(self, function: Callable[..., Any]) -> Callable[..., object] | None:
+        """Function of two stored arrays and ``out`` that rounds once; None if there is none."""
+        return function if self.exact else None
 
     def widen(self, values: Array) -> Array:
         """Copy of stored values in the type that they are reduced in."""
@@ -164,39 +172,74 @@ class Reduction:
 
     Infinities and NaN are results as any other: numpy's error state and filters of warnings have no effect.
     16-bit floats are reduced in float32 and rounded once, integers wrap around. A mean divides by
-    ``divisor``; ``who`` is for messages.
+    ``divisor``; ``who`` is for messages. Not for two threads at once.
     """
 
     def __init__(self, op: str, element: Element, divisor: int, who: str) -> None:
         if op not in _OPERATIONS:
             raise ArgumentError(f"{who!r}: operation is one of {list(_OPERATIONS)}, got {op!r}")
-        kind = "f" if element.name == "bfloat16" else element.storage.kind
+        # Words stand for floats of 16 bits.
+        kind = "f" if element.wide.kind == "f" else element.storage.kind
         if (op, kind) in _REFUSED:
-            raise ShapeError(f"{who!r}: {_REFUSED[op, kind]}")
+            raise ShapeError(f"{who!r}: {_REFUSED[op, kind]}; got {element.name}")
         if divisor < 1:
             raise ArgumentError(f"{who!r}: a mean divides by at least 1, got {divisor}")
-        self.op, self.element, self.divisor = op, element, divisor
+        self.op, self.element, self.divisor, self._who = op, element, divisor, who
         function, self.mpi = _OPERATIONS[op]
         self._divides = op == "mean" and divisor > 1
         self._block = _BLOCK_BYTES // element.wide.itemsize
         self._fold = Fold(function, element.wide, self._block)
+        two = None if self._divides else element.of_two(self._fold.function)
+        self._two = None if two is None else without_fp_errors(two)
+        self._quietly = without_fp_errors(self._reduce)
 
     @property
     def terms(self) -> str:
         """Facts that must be the same on all ranks, a line ``name=value`` for each."""
         return f"op={self.op}\ndtype={self.element.name}\ndivisor={self.divisor}"
 
-    def reduce(self, rows: Sequence[Array], targets: Sequence[Array]) -> None:
+    @functools.cached_property
+    def unrounded(self) -> Reduction:
+        """Reduction of partial results: of the wide type, without the division of a mean."""
+        op, wide = "sum" if self.op == "mean" else self.op, self.element.wide
+        return Reduction(op, Element(wide.name, wide, wide), 1, self._who)
+
+    def reduce(self, rows: Sequence[Array], *targets: Array) -> None:
         """Reduce rows of one length and store the result to all targets, which may be some of the rows."""
-        with np.errstate(all="ignore"):
-            for begin in range(0, rows[0].size, self._block):
-                end = begin + self._block
-                first, *others = [target[begin:end] for target in targets]
-                wide = first if self.element.exact else np.empty(first.size, self.element.wide)
-                self._combine([row[begin:end] for row in rows], wide)
-                self._finish(wide, first)
-                for other in others:
-                    other[...] = first
+        if self._two is not None and len(rows) == 2 and len(targets) == 1:
+            self._two(rows[0], rows[1], out=targets[0])
+        else:
+            self._quietly(rows, targets)
+
+    def bound(self, rows: Sequence[Array], *targets: Array) -> Callable[[], object]:
+        """``reduce`` of these arrays, to be called again and again."""
+        if self._two is None or len(rows) > 2 or len(rows) < 2 or len(targets) > 2:
+            return functools.partial(self._quietly, rows, targets)
+        first = functools.partial(self._two, *rows, out=targets[0])
+        if len(targets) == 1:
+            return first
+        out, copy = targets
+
+        def both() -> None:
+            first()
+            copy[...] = out
+
+        return both
+
+    def _reduce(self, rows: Sequence[Array], targets: Sequence[Array]) -> None:
+        size, exact = rows[0].size, self.element.exact
+        if exact and len(targets) == 1 and (len(rows) < 3 or size <= self._block):
+            # It is read and written once, or stays in the cache.
+            self._fold(rows, targets[0])
+            self._finish(targets[0], targets[0])
+            return
+        for begin in range(0, size, self._block):
+            end = begin + self._block
+            first, *others = [target[begin:end] for target in targets]
+            wide = self._combine([row[begin:end] for row in rows], first if exact else None)
+            self._finish(wide, first)
+            for other in others:
+                other[...] = first
 
     def partial(self, rows: Sequence[Array], out: Array) -> None:
         """Reduce rows into another array of the wide type; without the division of a mean."""
@@ -216,7 +259,10 @@ class Reduction:
         if out is not wide:
             self.element.narrow(wide, out)
 
-    def _combine(self, rows: list[Array], out: Array) -> None:
+    def _combine(self, rows: list[Array], out: Array | None) -> Array:
+        # Wide copies of the rows may be overwritten.
         if not self.element.exact:
             rows = [self.element.widen(row) for row in rows]
-        self._fold(rows, out)
+        total = rows[-1] if out is None else out
+        self._fold(rows, total)
+        return total

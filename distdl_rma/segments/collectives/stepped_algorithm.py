@@ -8,11 +8,10 @@ from contextlib import suppress
 from typing import Any
 
 import numpy as np
-from mpi4py import MPI
 
 from distdl_rma.errors import ExchangeTimeout, MismatchError
 from distdl_rma.geometry.exchange import fingerprint
-from distdl_rma.segments.collectives.between_nodes import Messages, number_of_pieces
+from distdl_rma.segments.collectives.between_nodes import Messages, Script, number_of_pieces
 from distdl_rma.segments.collectives.collective import CollectiveSite
 from distdl_rma.segments.collectives.reduction import Array, Reduction
 from distdl_rma.segments.manager import SegmentManager
@@ -181,16 +180,13 @@ class SteppedAlgorithm(Scripted, ABC):
         # Words count the pieces of all steps.
         return self._step * self.pieces - (0 if piece is None else self.pieces - 1 - piece)
 
-    def complete(self, request: MPI.Request, nbytes: int, *buffers: Array) -> Iterator[None]:
-        """Count a collective between nodes that was begun, with so many bytes of this rank.
-
-        Returns a script that waits until it is complete; its buffers are kept until then.
-        """
+    def across(self, script: Script, nbytes: int) -> Script:
+        """Count a collective of ``between`` that was begun, with so many bytes of this rank; its script."""
         self._counters.collectives += 1
         self._counters.bytes_collective += nbytes
         self._waits_for = tuple(rank for rank in self.between.ranks if rank != self.layout.me)
         self._phase = None
-        return self.between.begun(request, nbytes, *buffers)
+        return script
 
     def load(self, target: Array, source: Array) -> None:
         """Load from a peer's vector, and count it."""

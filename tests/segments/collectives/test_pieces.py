@@ -99,7 +99,7 @@ def test_buffers_are_held_until_mpi_has_done_with_them(segments, comm):
     job.connect()
     buffer = np.ones(3)
     held = weakref.ref(buffer)
-    waiting = job._algorithm.complete(Unfinished(), 24, buffer)
+    waiting = job._algorithm.between.begun(Unfinished(), 24, buffer)
     del buffer
     next(waiting)
     assert held() is not None

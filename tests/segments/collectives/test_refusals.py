@@ -18,6 +18,8 @@ BUILT = [
      lambda s: Allreduce(s, s.ranks, 1, np.uint8, "mean")),
     (ShapeError, "complex numbers have no order", lambda s: Allreduce(s, s.ranks, 1, np.complex64, "min"),
      lambda s: Allreduce(s, s.ranks, 1, np.complex64, "max")),
+    (ShapeError, "bxor is of integers and bool", lambda s: Allreduce(s, s.ranks, 1, np.float32, "bxor"),
+     lambda s: Allreduce(s, s.ranks, 1, "bfloat16", "bxor")),
     (ShapeError, "a sum of bool counts nothing", lambda s: Allreduce(s, s.ranks, 1, bool, "sum")),
     (ShapeError, "a mean of bool counts nothing", lambda s: Allreduce(s, s.ranks, 1, bool, "mean")),
     (ShapeError, "numbers of elements", lambda s: Allgather(s, s.ranks, [1] * (len(s.ranks) + 1)),

@@ -180,7 +180,7 @@ class NodeSum(ShareReduction):
 
     def reduce(self, rows):
         shares = [row[self._share] for row in rows]
-        self.reduction.reduce(shares, shares[:1])
+        self.reduction.reduce(shares, shares[0])
         yield
 
 
