@@ -1,0 +1,32 @@
+"""The demo of a job that is killed, small, as a user runs it; it starts MPI jobs of its own."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import sys
+from pathlib import Path
+
+import skimage.io
+
+from tests.run_mpi import completed, mpiexec
+
+DEMO = Path(__file__).resolve().parents[2] / "examples" / "volumes.py"
+SMALL = "--size", "40", "--crop", "12", "--steps", "14", "--every", "3", "--kill", "8", "--memory", "0"
+
+
+def test_a_job_that_is_killed_goes_on_with_the_same_losses_on_fewer_ranks(tmp_path):
+    folder = tmp_path / "out"
+    launcher = shlex.join(mpiexec(1)[:-2])
+    done = completed([sys.executable, str(DEMO), *SMALL, "--output", str(folder), "--mpiexec", launcher])
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.search(r"killed a rank of 3 by SIGKILL after step (8|9|1\d)", done.stdout)
+    assert re.search(r"the 2 ranks began with step (7|10|13);", done.stdout)
+    assert skimage.io.imread(folder / "volumes.png").size
+
+
+def test_a_kill_without_a_checkpoint_before_it_is_refused(tmp_path):
+    done = completed([sys.executable, str(DEMO), "--kill", "3", "--output", str(tmp_path / "out")])
+    assert done.returncode == 2
+    assert "at least one checkpoint before the kill" in done.stderr
+    assert not (tmp_path / "out").exists()
