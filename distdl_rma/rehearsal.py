@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from distdl_rma.errors import ArgumentError, PeerFailedError, UnsupportedError
-from distdl_rma.segments.transport.virtual_ranks import Turns, VirtualComm, virtual_rank
+from distdl_rma.segments.transport.virtual_ranks import RunAbandoned, Turns, VirtualComm, virtual_rank
 
 _T = TypeVar("_T")
 
@@ -72,7 +72,10 @@ def rehearse(ranks: int, function: Callable[..., _T], *args: Any, seed: int = 0)
         with comm.entered():
             try:
                 results[comm.rank] = function(comm, *args)
-            except Exception as raised:  # noqa: BLE001
+            except RunAbandoned:
+                raise
+            except BaseException as raised:  # noqa: BLE001
+                # Also SystemExit, and what pytest raises to skip a test.
                 error = raised
                 errors.append((comm.rank, raised))
             try:

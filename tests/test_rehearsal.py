@@ -16,6 +16,7 @@ from distdl_rma import (
     MismatchError,
     MPIPartition,
     PeerFailedError,
+    ProtocolError,
     UnsupportedError,
     distribute,
     print0,
@@ -60,6 +61,28 @@ def test_the_error_of_the_rank_that_failed_is_raised_and_the_others_learn_of_it(
         rehearse(4, play)
     assert raised.value.__notes__ == ["on rank 2 of 4 virtual ranks"]
     assert learned == {0: 2, 1: 2, 3: 2}
+
+
+@pytest.mark.parametrize("call", ["allgather", "recv"])
+def test_calls_of_the_communicator_that_never_end_are_an_error(call):
+    def play(comm):
+        if comm.rank == 1:
+            raise SystemExit("early")
+        if call == "recv":
+            comm.recv(source=1)
+        comm.allgather(None)
+
+    with pytest.raises(SystemExit, match="early"):
+        rehearse(3, play)
+
+    def play(comm):
+        if comm.rank:
+            getattr(comm, call)(**{"value": 0} if call == "allgather" else {"source": 0})
+
+    with pytest.raises(
+        ProtocolError, match=r"wait in vain: rank 1 in a .*, rank 2 in a .*; ranks \[0\] have"
+    ):
+        rehearse(3, play)
 
 
 def test_a_rank_that_does_not_come_is_named():

@@ -19,7 +19,7 @@ from typing import Any, ClassVar, Self, cast
 import numpy as np
 from mpi4py import MPI
 
-from distdl_rma.errors import ArgumentError
+from distdl_rma.errors import ArgumentError, ProtocolError
 from distdl_rma.segments.transport.heap import Bytes
 
 # Rounds in which no rank did more than wait, after which ranks sleep: they wait for a time to pass.
@@ -115,6 +115,8 @@ class Turns:
         # For each rank that waits: the test for what it waits for, None once it was true, and how many turns
         # it may still be skipped.
         self._waits: dict[int, list[Any]] = {}
+        # Ranks in calls without a deadline: the test for their end, and the call.
+        self._blocked: dict[int, tuple[Callable[[], bool], str]] = {}
         self.abandoned = False
         # Held by the caller of ``run`` until the last rank has ended.
         self._over = threading.Semaphore(0)
@@ -146,7 +148,8 @@ class Turns:
         self._set(begin)
         try:
             with suppress(RunAbandoned):
-                play()
+                if not self.abandoned:
+                    play()
         finally:
             for items in _OF_EACH_RANK:
                 items.clear()
@@ -179,7 +182,26 @@ class Turns:
         if self.abandoned:
             raise RunAbandoned
         found, _ = self._waits.pop(rank)
+        if isinstance(found, Exception):
+            raise found
         return found is None and ready is not None
+
+    def wait(self, rank: int, ready: Callable[[], bool], what: str) -> None:
+        """Wait until ``ready()`` is true, in a call without a deadline.
+
+        ``ProtocolError`` if all ranks that have not ended wait in such calls in vain.
+        """
+        self._blocked[rank] = ready, what
+        try:
+            while not ready():
+                self.hand_over(rank, ready)
+                alive = len(self._events) - len(self._ended)
+                if len(self._blocked) == alive and not any(each() for each, _ in self._blocked.values()):
+                    waits = [f"rank {each} in {call}" for each, (_, call) in sorted(self._blocked.items())]
+                    ended = f"; ranks {sorted(self._ended)} have ended" if self._ended else ""
+                    raise ProtocolError(f"virtual ranks wait in vain: {', '.join(waits[:8])}{ended}")
+        finally:
+            del self._blocked[rank]
 
     def ran(self) -> None:
         """Note that the rank which runs has done more than wait."""
@@ -196,8 +218,12 @@ class Turns:
             wait = self._waits.get(rank)
             if wait is None or self.abandoned or wait[1] == 0:
                 return rank
-            if wait[0]():
-                wait[0] = None
+            try:
+                wait[0] = None if wait[0]() else wait[0]
+            except Exception as error:  # noqa: BLE001
+                # Its own thread raises it.
+                wait[0] = error
+            if wait[0] is None or isinstance(wait[0], Exception):
                 self._idle = 0
                 return rank
             wait[1] -= 1
@@ -292,8 +318,8 @@ class VirtualGroup:
 class VirtualComm:
     """Communicator of virtual ranks, as one of them sees it.
 
-    Its methods behave as those of ``mpi4py.MPI.Intracomm`` with the same names. Objects are passed by
-    reference. All ranks share a node. Collective calls match in their order on the communicator.
+    Its methods behave as those of ``mpi4py.MPI.Intracomm`` with the same names. All ranks share a node.
+    Collective calls match in their order on the communicator.
     """
 
     def __init__(self, rank: int, whole: int, together: _Together) -> None:
@@ -337,8 +363,7 @@ class VirtualComm:
         values, read = self._together.values[key], self._together.read[key]
         values[self.rank] = value
         self._together.turns.ran()
-        while len(values) < count:
-            self.hand_over(lambda: len(values) == count)
+        self._together.turns.wait(self._whole, lambda: len(values) == count, "a collective call")
         read.add(self.rank)
         if len(read) == count:
             del self._together.values[key], self._together.read[key]
@@ -460,11 +485,11 @@ class VirtualComm:
         def found() -> list[_Letter]:
             return [letter for letter in mail if (letter.source, letter.tag) == (source, tag)][:1]
 
-        while not (letters := found()):
-            self.hand_over(lambda: bool(found()))
-        mail.remove(letters[0])
-        letters[0].received = True
-        return pickle.loads(letters[0].data)
+        self._together.turns.wait(self._whole, lambda: bool(found()), f"a receive from rank {source}")
+        (letter,) = found()
+        mail.remove(letter)
+        letter.received = True
+        return pickle.loads(letter.data)
 
     def Improbe(self, *, status: MPI.Status | None = None) -> _FoundLetter | None:  # noqa: N802
         """The first message, if there is one."""
