@@ -175,8 +175,8 @@ HAND_MADE = (
     Mutant(
         "parts lie in the order of ranks, not of nodes",
         "distdl_rma/process_group/inter_node.py",
-        "self._order = tuple(chain.from_iterable(self._teams))",
-        "self._order = tuple(sorted(chain.from_iterable(self._teams)))",
+        "self._order = layout.my_node, tuple(chain.from_iterable(self._teams))",
+        "self._order = layout.my_node, tuple(sorted(chain.from_iterable(self._teams)))",
         _on(4, "process_group/test_inter_node.py"),
     ),
 )

@@ -136,10 +136,10 @@ class NodeMemory:
 
         def make() -> MPI.Win:
             if self.node.size > 1:
-                return windows_of(self.node).Allocate_shared(nbytes, 1, comm=self.node)
+                return windows_of(self.node, MPI.Win).Allocate_shared(nbytes, 1, comm=self.node)
             # For a single rank, MPI uses malloc, whose memory is not zero.
             memories.append(np.frombuffer(mmap.mmap(-1, nbytes), np.uint8))
-            return windows_of(self.node).Create(memories[0], 1, comm=self.node)
+            return windows_of(self.node, MPI.Win).Create(memories[0], 1, comm=self.node)
 
         window = self.make_window(self.node, make, nbytes)
         if not memories:
@@ -149,7 +149,7 @@ class NodeMemory:
 
     def window_over(self, memory: Bytes) -> MPI.Win:
         """Create a window over such memory of every rank of ``comm``."""
-        windows = windows_of(self._comm)
+        windows = windows_of(self._comm, MPI.Win)
         return self.make_window(self._comm, lambda: windows.Create(memory, 1, comm=self._comm), memory.nbytes)
 
     def make_window(self, comm: MPI.Intracomm, make: Callable[[], MPI.Win], nbytes: int) -> MPI.Win:

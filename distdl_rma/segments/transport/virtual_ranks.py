@@ -576,9 +576,9 @@ class VirtualWindow:
         self._memories = ()
 
 
-def windows_of(comm: MPI.Intracomm) -> type[MPI.Win]:
-    """The class that makes windows over the memory of a communicator's ranks."""
-    return cast(type[MPI.Win], VirtualWindow) if is_virtual(comm) else MPI.Win
+def windows_of(comm: MPI.Intracomm, of_processes: type[MPI.Win]) -> type[MPI.Win]:
+    """The class that makes windows over memory of a communicator's ranks; ``of_processes`` if not virtual."""
+    return cast(type[MPI.Win], VirtualWindow) if is_virtual(comm) else of_processes
 
 
 def _buffer(data: Any) -> memoryview:

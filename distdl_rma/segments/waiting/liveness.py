@@ -25,8 +25,7 @@ from distdl_rma.segments.waiting.header import (
 _NOTICE_BYTES = 1024
 # A rank's last messages may arrive some time after it has left.
 _SUSPICION_SECONDS = 1.0
-# Fewest looks at a ring, or at a rank that left or failed, before it is an error. Time alone does not
-# suffice: processes may have been stopped.
+# Fewest looks at a ring before it is an error. Time alone does not suffice: processes may have been stopped.
 _LOOKS_BEFORE_ERROR = 8
 # Most ranks that one look checks.
 _WATCHED = 8
@@ -155,6 +154,8 @@ class PeerWatch:
         # Ranks that a wait seems to be in vain for: since when, since which look, which rank failed, and the
         # cause.
         self._suspects: dict[int, tuple[float, int, int, str]] = {}
+        # Virtual ranks do nothing between the turns of this one, however long that takes.
+        self._fewest = 0 if segment.hand_over is None else _LOOKS_BEFORE_ERROR
         self._watched = 0
         # Number of collective calls that raised here.
         self._raised = 0
@@ -183,25 +184,26 @@ class PeerWatch:
             if reason.in_step:
                 self._check_ring(reason)
         now = time.monotonic()
-
-        def long_ago(since: float, looks: int) -> bool:
-            return now - since > _SUSPICION_SECONDS and self._looks - looks >= _LOOKS_BEFORE_ERROR
-
         ranks = [rank for rank in reason.ranks if rank != self.rank]
         for rank in self._some(ranks):
             failed, cause, alive = self._diagnose(rank, reason)
             if not cause:
                 self._suspects.pop(rank, None)
                 continue
-            since, looks, *_ = self._suspects.setdefault(rank, (now, self._looks, failed, cause))
-            if long_ago(since, looks) and not alive:
+            since, *_ = self._suspects.setdefault(rank, (now, self._looks, failed, cause))
+            if now - since > _SUSPICION_SECONDS and not alive:
                 # The rank failed: no operation in which it takes part can complete.
                 self._notices.failures.setdefault(failed, cause)
                 self._notices.raise_for(failed, cause, reason, LOST)
-        gone = [rank for rank in ranks if rank in self._suspects and long_ago(*self._suspects[rank][:2])]
+        gone = [rank for rank in ranks if rank in self._suspects and self._is_gone(*self._suspects[rank])]
         if gone and (not reason.anyone or len(gone) == len(ranks)):
             *_, failed, cause = self._suspects[gone[0]]
             self._notices.raise_for(failed, cause, reason)
+
+    def _is_gone(self, since: float, looks: int, *_: object) -> bool:
+        # Its last messages have arrived by now.
+        long_ago = time.monotonic() - since > _SUSPICION_SECONDS
+        return long_ago and self._looks - looks >= self._fewest
 
     def _join_settlement(self, reason: WaitReason) -> None:
         # Ranks that raised wait for this rank to raise too, while it may wait for other ranks.

@@ -203,7 +203,9 @@ class Waiter:
         return bool(self._steps) or self._segment.has_remote
 
     def progress(self) -> None:
-        """Take all steps once, and raise if a rank failed; does not block."""
+        """Take all steps once, and raise if a rank failed; does not block. Virtual ranks take a turn each."""
+        if self._hand_over is not None:
+            self._hand_over(None)
         self.advance()
         self._notices.check()
 

@@ -41,6 +41,7 @@ def node(monkeypatch):
         fence=lambda: None,
         lock=threading.RLock(),
         node_ranks=RANKS,
+        hand_over=None,
         link=lambda rank: SimpleNamespace(memory=memories[rank]),
     )
     header = board(memories[0])

@@ -55,6 +55,7 @@ class Others:
     def __init__(self):
         self.turns, self.looks, self.over = 0, 0, 0
         self.lock, self.failure, self.failures = threading.RLock(), None, {}
+        self.hand_over = None
 
     def progress(self):
         self.turns += 1
@@ -154,7 +155,7 @@ class Counting(Waiter):
     """Work of a machine that counts its turns."""
 
     def __init__(self):
-        super().__init__(None, None, None, Counters(), 1.0, 0)
+        super().__init__(SimpleNamespace(hand_over=None), None, None, Counters(), 1.0, 0)
         self.steps = 0
 
     def advance_quietly(self):
@@ -286,7 +287,7 @@ def test_machine_that_failed_takes_no_steps_and_ends_no_wait_in_another():
         return False
 
     taken = []
-    segment = SimpleNamespace(lock=threading.RLock(), progress=lambda: True, crowded=False)
+    segment = SimpleNamespace(lock=threading.RLock(), progress=lambda: True, crowded=False, hand_over=None)
     silent = SimpleNamespace(poll=lambda: None, failures={})
     one, another = (Waiter(segment, each, None, Counters(), 1.0, 0) for each in (Notices(), silent))
     one.begin("none")
