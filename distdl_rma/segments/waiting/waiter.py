@@ -212,7 +212,7 @@ class Waiter:
     @property
     def of_this_rank(self) -> bool:
         """Whether its rank is that of the calling thread, where several ranks are threads of this process."""
-        return self._rank is virtual_rank()
+        return self._rank is None or self._rank is virtual_rank()
 
     @property
     def engine(self) -> str:
