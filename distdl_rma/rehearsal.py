@@ -46,7 +46,7 @@ def rehearse(ranks: int, function: Callable[..., _T], *args: Any, seed: int = 0)
     Raises
     ------
     ArgumentError
-        If ``ranks`` is not a positive number.
+        If ``ranks`` is not a positive number, or an argument is a module, which each rank has to make.
     UnsupportedError
         If a virtual rank calls this function.
     Exception
@@ -63,6 +63,8 @@ def rehearse(ranks: int, function: Callable[..., _T], *args: Any, seed: int = 0)
         raise ArgumentError(f"rehearse: the number of ranks is a positive whole number, got {ranks!r}")
     if virtual_rank() is not None:
         raise UnsupportedError("rehearse: a virtual rank cannot run virtual ranks of its own")
+    if (torch := sys.modules.get("torch")) and any(isinstance(each, torch.nn.Module) for each in args):
+        raise ArgumentError("rehearse: the ranks would share a module; make it in the function, on each rank")
     turns = Turns(ranks, seed, _generators())
     results: dict[int, _T] = {}
     errors: list[tuple[int, BaseException]] = []

@@ -40,6 +40,11 @@ def test_a_number_of_ranks_is_positive_and_whole(ranks):
         rehearse(ranks, print)
 
 
+def test_a_module_is_made_by_each_rank():
+    with pytest.raises(ArgumentError, match="make it in the function"):
+        rehearse(2, lambda comm, model: distribute(model, "1x2"), nn.Conv2d(1, 1, 1))
+
+
 def test_virtual_ranks_have_none_of_their_own():
     with pytest.raises(UnsupportedError, match="cannot run virtual ranks"):
         rehearse(2, lambda comm: rehearse(2, print))

@@ -47,6 +47,12 @@ class _Job(NamedTuple):
     memory: torch.Tensor | None
 
 
+def _joined(states: list[dict[str, Any]]) -> dict[str, list[Any]]:
+    # For each generator one state if it is alike on all ranks, else that of every rank.
+    columns = {key: [state[key] for state in states] for key in states[0]}
+    return {key: each[:1] if each[1:] == each[:-1] else each for key, each in columns.items()}
+
+
 class Checkpoints:
     """Checkpoints in a folder, of jobs of any number of ranks: the newest one is complete at any moment.
 
@@ -94,7 +100,8 @@ class Checkpoints:
     ) -> None:
         self._call = "Checkpoints"
         self._machine = home = Machine.on() if machine is None else Machine.of(machine)
-        self.folder, self._signals = Path(folder).absolute(), tuple(stop_on)
+        with self._together():
+            self.folder, self._signals = Path(folder).absolute(), tuple(stop_on)
         self._every, self._keep, self._asynchronous = every, keep, asynchronous
         said = f"folder {str(self.folder)!r}, keep={keep}, every={every}, asynchronous={asynchronous}"
         with self._together():
@@ -135,6 +142,8 @@ class Checkpoints:
         raises their errors. ``MismatchError`` if the ranks are at different steps.
         """
         self._call = "Checkpoints.due"
+        if type(step) is not int or step < 0:
+            raise ConfigurationError(f"Checkpoints.due: step is an integer from 0 on, got {step!r}")
         (_, told, least), (_, stopping, most) = self._compared(step)
         if least != most:
             raise MismatchError(f"Checkpoints.due: the ranks are at steps from {least} to {most}")
@@ -152,6 +161,14 @@ class Checkpoints:
         if found[0][0]:
             self._complete()
         return found
+
+    def _alike(self, what: str, value: Any) -> None:
+        # An argument that differs is an error on all ranks.
+        for rank, other in gather_words(self._machine.segments, value, self._call).items():
+            if other != value:
+                raise MismatchError(
+                    f"{self._call}: {what} is {value} on rank {self._machine.rank}, {other} on rank {rank}"
+                )
 
     def wait(self) -> None:
         """Wait until all saved checkpoints are complete."""
@@ -205,20 +222,22 @@ class Checkpoints:
         """
         self._call = "Checkpoints.save"
         self._compared()
-        path, home = files.step_folder(self.folder, step), self._machine
-        main = objects.main_model(state)
-        held, forms = objects.Objects(state, main, scattered), dict[str, Any]()
+        home = self._machine
         with self._together():
             if type(step) is not int or step < 0:
                 raise ConfigurationError(f"Checkpoints.save: step is an integer from 0 on, got {step!r}")
+            main = objects.main_model(state)
+            held = objects.Objects(state, main, scattered)
             forms = held.said()
+        self._alike("step", step)
+        path = files.step_folder(self.folder, step)
+        # Both would write to the same files.
+        while any(job.path == path for job in self._jobs):
+            self._complete()
         words = {"step": step, "main": main, "forms": forms, "kinds": held.kinds}
         states = objects.generators()
         every = gather_words(home.segments, words, self._call)
         of_ranks = list(gather_words(home.segments, states, self._call).values())
-        # One state if it is alike on all ranks, else that of every rank.
-        columns = {key: [states[key] for states in of_ranks] for key in states}
-        drawn = {key: all_[:1] if all_[1:] == all_[:-1] else all_ for key, all_ in columns.items()}
         # Alike on all ranks, or raises on all of them.
         one = objects.merged(every)
         kinds = {name: (kind, tuple(shape)) for name, (kind, shape) in one["kinds"].items()}
@@ -239,7 +258,7 @@ class Checkpoints:
         body = {
             "version": files.VERSION, "step": step, "ranks": home.size, "nbytes": nbytes, "main": main,
             "head": [len(head), files.digest(head)], "forms": one["forms"],
-            "generators": drawn,
+            "generators": _joined(of_ranks),
         }  # fmt: skip
         me = home.rank
         shares = [
@@ -333,13 +352,14 @@ class Checkpoints:
         self.wait()
         self._call = "Checkpoints.restore"
         self._compared()
+        self._alike("step, generators", [step, generators])
         saved = self._opened(step)
         if saved is None:
             return 0
         body, drawn = saved.body, saved.body["generators"]
         kinds = saved.kinds()
-        held, wanted = objects.Objects(state, body["main"], scattered), set[str]()
         with self._together():
+            held = objects.Objects(state, body["main"], scattered)
             if generators and len(drawn["torch"]) not in (1, self._machine.size):
                 raise errors.UnsupportedError(
                     f"checkpoint: the generators of its {len(drawn['torch'])} ranks differed, and"

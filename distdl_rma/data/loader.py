@@ -24,7 +24,7 @@ from distdl_rma.split import SplitTensor
 from distdl_rma.split import layout as lay
 from distdl_rma.split.entry import grid_for
 
-_STATE = ("epoch", "samples", "seed", "of")
+_STATE = ("epoch", "samples", "seed", "of", "shuffle")
 # Keys of draws begin with their purpose.
 _SHUFFLE = 1
 # Reads the blocks of a batch, or waits for the thread that does.
@@ -285,11 +285,10 @@ class ShardLoader:
         """The position behind the last batch that the loop has got; local, the same on all ranks.
 
         Batches that are read ahead do not count. ``epoch``, and ``samples`` of this epoch that all replicas
-        together have had; ``seed`` and ``of``, the number of items, say which order is meant.
+        together have had; ``seed``, ``of``, the number of items, and ``shuffle`` say which order is meant.
         """
-        return dict(
-            zip(_STATE, (self.epoch, self._samples, self.dataset.seed, len(self.dataset)), strict=True)
-        )
+        order = self.dataset.seed, len(self.dataset), self._shuffle
+        return dict(zip(_STATE, (self.epoch, self._samples, *order), strict=True))
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         """Go on at a position, also of a loader on other ranks or with other replicas; local, on all ranks.
@@ -297,8 +296,9 @@ class ShardLoader:
         The next loop begins there. ``ConfigurationError`` if the position is that of other samples or another
         order.
         """
-        wanted = {"seed": self.dataset.seed, "of": len(self.dataset)}
-        if set(state) != set(_STATE) or any(state[name] != value for name, value in wanted.items()):
+        wanted = {"seed": self.dataset.seed, "of": len(self.dataset), "shuffle": self._shuffle}
+        fits = set(state) == set(_STATE) and all(state[name] == value for name, value in wanted.items())
+        if not fits or state["epoch"] < 0 or not 0 <= state["samples"] <= len(self.dataset):
             raise ConfigurationError(
                 f"ShardLoader: a position has {', '.join(_STATE)}, and for this dataset {wanted}, got"
                 f" {dict(state)}: was it saved with another dataset or seed?"

@@ -230,6 +230,11 @@ def write_shards(sink: Any, y: SplitTensor, at: Sequence[int] | None = None) -> 
         raise ArgumentError(f"write_shards: takes a sink, then a split tensor, got a {type(y).__name__!r}")
     machine, ranks = y.machine, y.partition.ranks
     try:
+        if isinstance(sink, (np.ndarray, torch.Tensor)) and not isinstance(sink, np.memmap):
+            raise ArgumentError(
+                f"write_shards: a {type(sink).__name__!r} in memory would get this rank's block only; take"
+                " full_tensor(), or a file: create_array(path, shape, like=y)"
+            )
         start = _start(sink, y, at)
         layout = _aligned(y.decomposition, start, _write_chunks(sink), tuple(sink.shape))
     except Exception as error:

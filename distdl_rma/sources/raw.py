@@ -47,6 +47,12 @@ class RawArray:
     offset: int = 0
     fortran: bool = False
 
+    def __post_init__(self) -> None:
+        if self.dtype.hasobject:
+            raise DataError(
+                f"{self.path}: has objects as elements, such as strings; only numbers can be read"
+            )
+
     def check_size(self) -> RawArray:
         """Itself; ``DataError`` if the file is too short for it."""
         wanted = self.offset + prod(self.shape) * self.dtype.itemsize

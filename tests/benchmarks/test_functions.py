@@ -29,6 +29,7 @@ def test_a_function_takes_a_step_in_a_model_and_alone(P_world, inputs, function)
     shape = inputs.small_shape
     P_x = P_world.create_cartesian_topology_partition(inputs.grid(P_world.size))
     for dtype in types_of(function):
+        torch.manual_seed(0)
         for step in steps_of(P_x, function.layer, shape, dtype):
             # A block alone draws as many numbers as it has elements, and blocks differ.
             torch.manual_seed(0)

@@ -162,7 +162,7 @@ def test_a_position_goes_on_at_the_right_sample_with_other_replicas(comm):
             if before.epoch == 1 and step == 0:
                 break
     state = before.state_dict()
-    assert state == {"epoch": 1, "samples": 4, "seed": 5, "of": 10}
+    assert state == {"epoch": 1, "samples": 4, "seed": 5, "of": 10, "shuffle": True}
     after = ShardLoader(made(**options), 2, shuffle=True, prefetch=3)
     after.load_state_dict(state)
     after.set_epoch(1)
@@ -172,7 +172,7 @@ def test_a_position_goes_on_at_the_right_sample_with_other_replicas(comm):
     wanted = [(image.full_tensor(), number.tolist()) for image, _, number in whole][2:]
     assert [number for _, number in rest] == [number for _, number in wanted] != []
     assert all(torch.equal(one, two) for (one, _), (two, _) in zip(rest, wanted, strict=True))
-    assert after.state_dict() == {"epoch": 2, "samples": 0, "seed": 5, "of": 10}
+    assert after.state_dict() == {"epoch": 2, "samples": 0, "seed": 5, "of": 10, "shuffle": True}
     before.close()
 
 
@@ -184,7 +184,8 @@ def test_the_position_is_that_of_the_batches_that_the_loop_has_got(comm):
             break
     assert seen == [2, 4, 6] and loader.state_dict()["samples"] == 6
     assert numbers(loader)[0] == [0, 1]
-    for wrong in ({"epoch": 0}, {**loader.state_dict(), "seed": 9}, {**loader.state_dict(), "of": 11}):
+    changes = {"seed": 9}, {"of": 11}, {"shuffle": not loader._shuffle}, {"samples": 11}, {"samples": -1}
+    for wrong in ({"epoch": 0}, *({**loader.state_dict(), **change} for change in changes)):
         with pytest.raises(ConfigurationError, match="was it saved with another dataset or seed"):
             loader.load_state_dict(wrong)
 
