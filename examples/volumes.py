@@ -43,7 +43,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=40, help="training steps (40)")
     parser.add_argument("--every", type=int, default=5, help="steps between two checkpoints (5)")
     parser.add_argument("--kill", type=int, default=23, help="step after which a rank is killed (23)")
-    parser.add_argument("--memory", type=float, default=3.0, help="GiB of address space of a rank (3)")
+    parser.add_argument("--memory", type=float, default=1.5, help="GiB of address space of a rank (1.5)")
     parser.add_argument("--mpiexec", default="mpiexec", help="launcher and its options (mpiexec)")
     parser.add_argument("--job", help=argparse.SUPPRESS)
     chosen = parser.parse_args()
