@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import gc
 import os
+import shutil
 import signal
 import sys
+import tempfile
 import zlib
 from collections.abc import Generator
 from pathlib import Path
@@ -100,6 +102,10 @@ def pytest_configure(config: pytest.Config) -> None:
     # As at a time limit from outside: jobs that tests have started are ended on the way out.
     if not config.getoption("--with-mpi"):
         signal.signal(signal.SIGTERM, lambda *_: pytest.exit("ended by SIGTERM", 128 + signal.SIGTERM))
+        return
+    # Of each rank its own: pytest removes old folders at its end, and ranks that do so at once disturb another.
+    folder = os.environ["PYTEST_DEBUG_TEMPROOT"] = tempfile.mkdtemp(prefix="pytest-rank-")
+    config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
