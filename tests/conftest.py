@@ -103,7 +103,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if not config.getoption("--with-mpi"):
         signal.signal(signal.SIGTERM, lambda *_: pytest.exit("ended by SIGTERM", 128 + signal.SIGTERM))
         return
-    # Of each rank its own: pytest removes old folders at its end, and ranks that do so at once disturb another.
+    # Of each rank its own: pytest removes old folders at its end, and ranks that do so at once fail.
     folder = os.environ["PYTEST_DEBUG_TEMPROOT"] = tempfile.mkdtemp(prefix="pytest-rank-")
     config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
 
