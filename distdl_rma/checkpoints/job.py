@@ -15,13 +15,19 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 import torch
 
-from distdl_rma import errors
 from distdl_rma.checkpoints import files, objects
 from distdl_rma.checkpoints.files import Piece, Saved
 from distdl_rma.checkpoints.form import dtype_name
 from distdl_rma.checkpoints.items import ALIGNED, Holding, Item, Part, flat_bytes, holdings, planned
 from distdl_rma.checks.consensus import Consensus, gather_words
-from distdl_rma.errors import CheckpointError, ClosedError, ConfigurationError, MismatchError
+from distdl_rma.checks.outcome import agreed
+from distdl_rma.errors import (
+    CheckpointError,
+    ClosedError,
+    ConfigurationError,
+    MismatchError,
+    UnsupportedError,
+)
 from distdl_rma.geometry.box import Box
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.partition import Partition
@@ -361,7 +367,7 @@ class Checkpoints:
         with self._together():
             held = objects.Objects(state, body["main"], scattered)
             if generators and len(drawn["torch"]) not in (1, self._machine.size):
-                raise errors.UnsupportedError(
+                raise UnsupportedError(
                     f"checkpoint: the generators of its {len(drawn['torch'])} ranks differed, and"
                     f" {self._machine.size} ranks cannot go on with them: seed all ranks alike, or"
                     " restore(..., generators=False)"
@@ -497,11 +503,4 @@ class Checkpoints:
             yield
         except Exception as found:  # noqa: BLE001 - all ranks raise it
             error = found
-        words = [type(error).__name__, str(error)] if error else []
-        for rank, said in gather_words(self._machine.segments, words, self._call).items():
-            if error is not None:
-                raise error
-            if said:
-                kind = getattr(errors, said[0], None)
-                text = said[1] if kind else f"checkpoint: {': '.join(said)}"
-                raise (kind or CheckpointError)(f"{text} (on rank {rank})")
+        agreed(self._machine, self._machine.ranks, self._call, error, otherwise=CheckpointError)

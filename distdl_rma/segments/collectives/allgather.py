@@ -69,11 +69,24 @@ class _AllgatherByNodes(SteppedAlgorithm):
         # By piece, the contiguous runs of every node's parts in the vector.
         runs = [_joined([self._parts[rank] for rank in node]) for node in layout.nodes]
         self._pieces = pieces_of_all(runs, pieces)
+        # By piece, the bytes of every node, and where they begin: in the vector, if the parts of each node
+        # are contiguous, otherwise in memory in which they lie one behind the other.
+        itemsize = dtype.itemsize
+        self._direct = all(len(of_node) <= 1 for of_node in runs)
+        self._splits = [
+            Listed(tuple(itemsize * sum(run.size for run in of_node) for of_node in piece))
+            for piece in self._pieces
+        ]
+        self._offsets = [
+            [
+                (itemsize * of_node[0].start if of_node else 0) if self._direct else split.interval(node)[0]
+                for node, of_node in enumerate(piece)
+            ]
+            for piece, split in zip(self._pieces, self._splits, strict=True)
+        ]
         # Whether MPI is needed, and whether elements come to this node.
         self._crosses = len(layout.nodes) > 1 and bool(filled)
         self._comes = any(runs[: layout.my_node]) or any(runs[layout.my_node + 1 :])
-        # If the parts of each node are contiguous, MPI reads and writes the vector itself.
-        self._direct = all(len(of_node) <= 1 for of_node in runs)
 
     def script(self, parity: int) -> Iterator[None]:
         """One step on the vectors of its parity."""
@@ -102,15 +115,12 @@ class _AllgatherByNodes(SteppedAlgorithm):
 
     def _gather(self, vector: Array, piece: int) -> Plan:
         # Receives the parts of other nodes, and shows them; those of this node are there.
-        runs, itemsize = self._pieces[piece], vector.itemsize
-        split = Listed(tuple(itemsize * sum(run.size for run in of_node) for of_node in runs))
+        runs, split, offsets = self._pieces[piece], self._splits[piece], self._offsets[piece]
         begin, end = split.interval(self.layout.my_node)
         if self._direct:
             whole = vector.view(np.uint8)
-            offsets = [itemsize * of_node[0].start if of_node else 0 for of_node in runs]
         else:
             whole = np.empty(split.extent, np.uint8)
-            offsets = [split.interval(node)[0] for node in range(len(runs))]
             mine = [vector[run.start : run.stop].view(np.uint8) for run in runs[self.layout.my_node]]
             np.concatenate([whole[:0], *mine], out=whole[begin:end])
         yield self.across(self.between.gather_all(None, whole, split.lengths, offsets), end - begin)
@@ -118,7 +128,7 @@ class _AllgatherByNodes(SteppedAlgorithm):
             begin = 0
             for node, of_node in enumerate(runs):
                 for run in of_node:
-                    end = begin + run.size * itemsize
+                    end = begin + run.size * vector.itemsize
                     if node != self.layout.my_node:
                         vector[run.start : run.stop] = whole[begin:end].view(vector.dtype)
                     begin = end
