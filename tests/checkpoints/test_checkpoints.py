@@ -289,7 +289,7 @@ def test_an_object_that_refuses_its_state_leaves_the_others_as_they_were(P_world
         kept.save(state, 1)
         job.steps(1)
         state["epoch"] = 5
-        with pytest.raises(CheckpointError, match="KeyError: .mine"):
+        with pytest.raises(CheckpointError, match=r"KeyError: .mine"):
             kept.restore(state)
         assert state["loader"].at == 1
         assert state["epoch"] == 5
