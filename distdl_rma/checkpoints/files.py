@@ -54,7 +54,7 @@ def complete(folder: Path) -> list[Path]:
 
 
 @contextmanager
-def said(what: str, path: Path, advice: str) -> Iterator[None]:
+def explained(what: str, path: Path, advice: str) -> Iterator[None]:
     """Context that turns an ``OSError`` into a ``CheckpointError`` with the file and what to do."""
     try:
         yield
@@ -92,7 +92,7 @@ def tidy(folder: Path) -> None:
 def begin(path: Path, head: bytes, nbytes: int) -> None:
     """Make the temporary directory of a checkpoint, and its data file of full size; by one rank."""
     made = temporary(path)
-    with said("making", made / DATA, _TO_WRITE):
+    with explained("making", made / DATA, _TO_WRITE):
         if made.exists():
             shutil.rmtree(made)
         made.mkdir(parents=True)
@@ -111,7 +111,7 @@ def write(path: Path, pieces: Iterable[Piece]) -> dict[str, int]:
     Local: every rank writes its own pieces, also from another thread.
     """
     file, sums = temporary(path) / DATA, dict[str, int]()
-    with said("writing", file, f"is it on a disk that all hosts share? {_TO_WRITE}"):
+    with explained("writing", file, f"is it on a disk that all hosts share? {_TO_WRITE}"):
         descriptor = os.open(file, os.O_WRONLY)
         try:
             for part, first, elements in pieces:
@@ -136,7 +136,7 @@ def _write_all(descriptor: int, memory: memoryview, offset: int) -> None:
 def publish(path: Path, body: dict[str, Any], keep: int | None) -> None:
     """Write the manifest, rename the directory to its own name, then delete the oldest; by one rank."""
     made, text = temporary(path), json.dumps(body)
-    with said("completing", made, _TO_WRITE):
+    with explained("completing", made, _TO_WRITE):
         with (made / MANIFEST).open("w") as file:
             file.write(json.dumps({"sha256": digest(text.encode()), "body": body}))
             file.flush()
@@ -148,7 +148,7 @@ def publish(path: Path, body: dict[str, Any], keep: int | None) -> None:
             path.rename(_replaced(path))
         made.rename(path)
         _sync_folder(path.parent)
-    with said("deleting old checkpoints in", path.parent, "the new one is complete"):
+    with explained("deleting old checkpoints in", path.parent, "the new one is complete"):
         _delete_old(path, keep)
 
 
@@ -211,7 +211,7 @@ def opened(path: Path) -> Saved:
     older = newest[newest.index(path) + 1 :] if path in newest else []
     file = path / MANIFEST
     saved = Saved(path, {}, tuple(str(each) for each in older))
-    with said("reading", file, "is the folder right, and may it be read?"):
+    with explained("reading", file, "is the folder right, and may it be read?"):
         try:
             found = json.loads(file.read_text())
             body = found["body"]

@@ -29,7 +29,7 @@ ALIGNED = 16
 # Words are summed in pieces that stay in a core's cache.
 _SUMMED = 1 << 18
 
-# What a state says of a tensor: the name of its dtype, and its global shape.
+# What a state records of a tensor: the name of its dtype, and its global shape.
 Kind = tuple[str, tuple[int, ...]]
 
 

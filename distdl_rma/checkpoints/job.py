@@ -76,7 +76,7 @@ class Checkpoints:
     keep
         How many complete checkpoints stay; older ones are deleted behind a newer one. None: all.
     every
-        Number of steps between two checkpoints, for ``due``; None: only when the job is told to stop.
+        Number of steps between two checkpoints, for ``due``; None: only when a signal asks the job to stop.
     asynchronous
         Whether ``save`` returns when the state has been copied to private memory. A thread then writes it,
         and a later call of any method completes it. At most two copies exist.
@@ -109,25 +109,25 @@ class Checkpoints:
         with self._together():
             self.folder, self._signals = Path(folder).absolute(), tuple(stop_on)
         self._every, self._keep, self._asynchronous = every, keep, asynchronous
-        said = f"folder {str(self.folder)!r}, keep={keep}, every={every}, asynchronous={asynchronous}"
+        arguments = f"folder {str(self.folder)!r}, keep={keep}, every={every}, asynchronous={asynchronous}"
         with self._together():
             for name, number in (("keep", keep), ("every", every)):
                 if number is not None and (type(number) is not int or number < 1):
                     raise ConfigurationError(f"Checkpoints: {name} is at least 1 or None, got {number!r}")
-        for rank, other in gather_words(home.segments, said, self._call).items():
-            if other != said:
+        for rank, other in gather_words(home.segments, arguments, self._call).items():
+            if other != arguments:
                 raise ConfigurationError(
-                    f"Checkpoints: rank {home.rank} says {said}, rank {rank} {other}; they must be alike"
+                    f"Checkpoints: rank {home.rank} has {arguments}, rank {rank} {other}; they must be alike"
                 )
         self._jobs: deque[_Job] = deque()
         self._memory: list[torch.Tensor] = []
         self._thread = ThreadPoolExecutor(1, "checkpoint") if asynchronous else None
-        self._told = self._stopping = self._closed = self._tidy = False
+        self._signalled = self._stopping = self._closed = self._tidy = False
         with self._together():
             if self._first:
-                with files.said("making", self.folder, "its parent exists, and may be written to?"):
+                with files.explained("making", self.folder, "its parent exists, and may be written to?"):
                     self.folder.mkdir(exist_ok=True)
-            self._before = {each: signal.signal(each, self._tell) for each in self._signals}
+            self._before = {each: signal.signal(each, self._note_signal) for each in self._signals}
 
     @property
     def _first(self) -> bool:
@@ -138,11 +138,11 @@ class Checkpoints:
         """Whether some rank has got a signal of ``stop_on``, as of the last ``due``; local."""
         return self._stopping
 
-    def _tell(self, *_: object) -> None:
-        self._told = True
+    def _note_signal(self, *_: object) -> None:
+        self._signalled = True
 
     def due(self, step: int) -> bool:
-        """Whether to save now: at every ``every``-th step, and when the job is told to stop.
+        """Whether to save now: at every ``every``-th step, and when a signal asks the job to stop.
 
         Costs one comparison of integers. Completes asynchronous checkpoints that all ranks have written, and
         raises their errors. ``MismatchError`` if the ranks are at different steps.
@@ -150,10 +150,10 @@ class Checkpoints:
         self._call = "Checkpoints.due"
         if type(step) is not int or step < 0:
             raise ConfigurationError(f"Checkpoints.due: step is an integer from 0 on, got {step!r}")
-        (_, told, least), (_, stopping, most) = self._compared(step)
+        (_, signalled, least), (_, stopping, most) = self._compared(step)
         if least != most:
             raise MismatchError(f"Checkpoints.due: the ranks are at steps from {least} to {most}")
-        self._stopping = self._stopping or bool(told or stopping)
+        self._stopping = self._stopping or bool(signalled or stopping)
         return self._stopping or (self._every is not None and step > 0 and step % self._every == 0)
 
     def _compared(self, step: int = 0) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -162,7 +162,7 @@ class Checkpoints:
             raise ClosedError("Checkpoints: already closed")
         written = int(bool(self._jobs) and self._jobs[0].sums.done())
         check = Consensus.of(self._machine.segments, self._machine.ranks)
-        check.alike(self._call, written, int(self._told), step)
+        check.alike(self._call, written, int(self._signalled), step)
         found = check.smallest, check.largest
         if found[0][0]:
             self._complete()
@@ -234,7 +234,7 @@ class Checkpoints:
                 raise ConfigurationError(f"Checkpoints.save: step is an integer from 0 on, got {step!r}")
             main = objects.main_model(state)
             held = objects.Objects(state, main, scattered)
-            forms = held.said()
+            forms = held.forms()
         self._alike("step", step)
         path = files.step_folder(self.folder, step)
         # Both would write to the same files.
@@ -435,7 +435,7 @@ class Checkpoints:
         # Fills the tensors; returns the sums of what this rank has read. A rank that cannot read goes on, so
         # that the others do not wait, and all raise its error at the end.
         sums, failed, opened = Counter[str](), list[BaseException](), list[int]()
-        reading = files.said("reading", saved.data, "is the folder on a disk that all hosts share?")
+        reading = files.explained("reading", saved.data, "is the folder on a disk that all hosts share?")
         with self._together(), reading:
             opened.append(os.open(saved.data, os.O_RDONLY))
 
@@ -455,7 +455,7 @@ class Checkpoints:
                     self._read_together(holding, tensors, fill)
         finally:
             os.close(opened[0])
-        with self._together(), files.said("reading", saved.data, "does the disk work?"):
+        with self._together(), files.explained("reading", saved.data, "does the disk work?"):
             if failed:
                 raise failed[0]
         return sums

@@ -63,7 +63,7 @@ def load_checkpoint(
         box = Box.of_shape(item.shape) if layout is None else layout.box(layout.partition.me)
         parts.append((Part(item, box), (0,)))
     sums = saved.sums()
-    with files.said("reading", saved.data, "may it be read?"), saved.data.open("rb") as data:
+    with files.explained("reading", saved.data, "may it be read?"), saved.data.open("rb") as data:
         for holding in holdings(parts):
             for part, first, elements in files.cut_out(tensors, holding.share(0, 1)):
                 files.read(data.fileno(), part, first, elements)

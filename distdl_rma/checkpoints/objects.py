@@ -1,4 +1,4 @@
-"""The objects of a state: how models, optimizers and others say their state, and take it again."""
+"""The objects of a state: how models, optimizers and others describe their state, and load it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from distdl_rma.geometry.decomposition import Decomposition
 # Decompositions of the tensors of a module's state that are not whole on every rank, by key.
 Cuts = Callable[[nn.Module], dict[str, Decomposition]]
 _MODULE, _OPTIMIZER, _OBJECT, _TENSOR, _VALUE = "module", "optimizer", "object", "tensor", "value"
-_SAID = {_OBJECT: "an object with state_dict()", _VALUE: "a plain value"}
+_NAMES = {_OBJECT: "an object with state_dict()", _VALUE: "a plain value"}
 # Forms of the state of all objects, by entry.
 Forms = dict[str, Any]
 
@@ -45,7 +45,7 @@ def main_model(state: Mapping[str, Any]) -> str | None:
 class Objects:
     """The objects of a state on this rank; local.
 
-    ``said`` has their forms, and fills ``tensors`` with this rank's blocks, ``kinds`` with dtypes and global
+    ``forms`` describes them, and fills ``tensors`` with this rank's blocks, ``kinds`` with dtypes and global
     shapes, and ``layouts`` with the decompositions of those that are cut; all by the item's name.
     """
 
@@ -67,7 +67,7 @@ class Objects:
     def _prefix(self, entry: str) -> str:
         return "" if entry == self._main else f"{entry}/"
 
-    def said(self) -> Forms:
+    def forms(self) -> Forms:
         """Forms of all objects."""
         return {entry: self._form(entry, thing) for entry, thing in self.state.items()}
 
@@ -167,7 +167,7 @@ class Objects:
             if form is None:
                 raise CheckpointError(f"checkpoint: it has no {entry!r}, only {sorted(forms)}")
             if form["kind"] != kind and {form["kind"], kind} != {_TENSOR, _VALUE}:
-                saved, here = (_SAID.get(each, f"a {each}") for each in (form["kind"], kind))
+                saved, here = (_NAMES.get(each, f"a {each}") for each in (form["kind"], kind))
                 raise CheckpointError(f"checkpoint: {entry!r} is {saved} in it, and {here} here")
             found.update(tensors_in(form))
             if kind == _MODULE:
@@ -304,13 +304,13 @@ def _few(names: list[str]) -> str:
     )
 
 
-def merged(said: Mapping[int, dict[str, Any]]) -> dict[str, Any]:
-    """What all ranks say, as one: ``forms`` and ``kinds``, alike on all of them but for optimizers.
+def merged(reported: Mapping[int, dict[str, Any]]) -> dict[str, Any]:
+    """What all ranks report, as one: ``forms`` and ``kinds``, alike on all of them but for optimizers.
 
-    A rank says nothing of a parameter's state if it holds nothing of the parameter. ``MismatchError`` names
+    A rank reports no state of a parameter if it holds nothing of the parameter. ``MismatchError`` names
     the entry that differs.
     """
-    (rank, first), *others = said.items()
+    (rank, first), *others = reported.items()
     for other, theirs in others:
         if theirs == first:
             continue

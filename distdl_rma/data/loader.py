@@ -111,13 +111,13 @@ class ShardLoader:
 
     def _agree(self) -> tuple[Partition, list[tuple[int, ...]]]:
         # The ranks of this replica on their grid, and those of each. All ranks raise if one has a problem.
-        said: dict[str, Any] = {}
+        settings: dict[str, Any] = {}
         found: Partition | None = None
         wrong: Exception | None = None
         try:
             self._check_arguments()
             found = self._own_partition()
-            said = {
+            settings = {
                 "batch": self._batch,
                 "replicas": self._replicas,
                 "shuffle": self._shuffle,
@@ -132,21 +132,25 @@ class ShardLoader:
         except Exception as error:  # noqa: BLE001
             wrong = error
         grid = None if found is None else [found.ranks, found.shape]
-        heard = agreed(self.machine, self.machine.ranks, "ShardLoader", wrong, [said, grid])
-        for rank, (its, _) in heard.items():
+        answers = agreed(self.machine, self.machine.ranks, "ShardLoader", wrong, [settings, grid])
+        for rank, (its, _) in answers.items():
             for name, value in its.items():
-                if value != said[name]:
+                if value != settings[name]:
                     raise ConfigurationError(
-                        f"ShardLoader: rank {self.machine.rank} has {name} {said[name]}, rank {rank} has"
+                        f"ShardLoader: rank {self.machine.rank} has {name} {settings[name]}, rank {rank} has"
                         f" {value}; arguments and samples are alike on all ranks"
                     )
-        grids = dict.fromkeys((tuple(ranks), tuple(shape)) for _, (ranks, shape) in heard.values())
+        grids = dict.fromkeys((tuple(ranks), tuple(shape)) for _, (ranks, shape) in answers.values())
         groups = [ranks for ranks, _ in grids]
         dealt = sorted(rank for ranks in groups for rank in ranks)
-        if len(groups) != self._replicas or dealt != sorted(heard) or len({shape for _, shape in grids}) > 1:
+        if (
+            len(groups) != self._replicas
+            or dealt != sorted(answers)
+            or len({shape for _, shape in grids}) > 1
+        ):
             raise PartitionError(
                 f"ShardLoader: replicas={self._replicas} are as many partitions of one shape, which have each"
-                f" of the ranks {tuple(heard)} once; got ranks {groups}"
+                f" of the ranks {tuple(answers)} once; got ranks {groups}"
             )
         return self._own_partition(), groups
 
@@ -242,12 +246,12 @@ class ShardLoader:
         except Exception as error:  # noqa: BLE001
             wrong = error
         facts = [[epoch, end], [[str(x.local.dtype), *x.shape] for x in blocks]]
-        heard = agreed(self.machine, self.machine.ranks, "ShardLoader", wrong, facts)
+        answers = agreed(self.machine, self.machine.ranks, "ShardLoader", wrong, facts)
         for group in self._groups:
             for rank in group:
-                self._compare(heard, self._groups[0][0], rank, 0, "epoch and end of the step, in samples,")
+                self._compare(answers, self._groups[0][0], rank, 0, "epoch and end of the step, in samples,")
                 # Batches of other replicas may have other shapes.
-                self._compare(heard, group[0], rank, 1, "dtypes and shapes of a batch")
+                self._compare(answers, group[0], rank, 1, "dtypes and shapes of a batch")
         tensors = tuple(
             x.local if x.axes is None else SplitTensor(x.local, lay.balanced(self.partition, x.shape, x.axes))
             for x in blocks
@@ -255,10 +259,11 @@ class ShardLoader:
         return tensors if len(tensors) > 1 else tensors[0]
 
     @staticmethod
-    def _compare(heard: Mapping[int, Any], one: int, other: int, at: int, what: str) -> None:
-        if heard[one][at] != heard[other][at]:
+    def _compare(answers: Mapping[int, Any], one: int, other: int, at: int, what: str) -> None:
+        mine, theirs = answers[one][at], answers[other][at]
+        if mine != theirs:
             raise MismatchError(
-                f"ShardLoader: {what} are {heard[one][at]} on rank {one}, {heard[other][at]} on rank {other}:"
+                f"ShardLoader: {what} are {mine} on rank {one}, {theirs} on rank {other}:"
                 " have all ranks the same files, epoch and position?"
             )
 
