@@ -45,6 +45,22 @@ def test_a_module_is_made_by_each_rank():
         rehearse(2, lambda comm, model: distribute(model, "1x2"), nn.Conv2d(1, 1, 1))
 
 
+def test_what_a_rank_has_made_is_used_by_no_other():
+    shared = []
+
+    def play(comm):
+        group = Machine.on().group()
+        shared.append(group)
+        group.barrier()
+        shared[0].barrier()
+
+    with pytest.raises(ProtocolError, match=r"rank \d uses what rank \d has made"):
+        rehearse(2, play)
+    models = [nn.Conv2d(1, 1, 3, padding=1)]
+    with pytest.raises(ProtocolError, match=r"rank \d uses what rank \d has made"):
+        rehearse(2, lambda comm: distribute(models[0], {"H": -1})(torch.ones(1, 1, 8, 8)))
+
+
 def test_virtual_ranks_have_none_of_their_own():
     with pytest.raises(UnsupportedError, match="cannot run virtual ranks"):
         rehearse(2, lambda comm: rehearse(2, print))

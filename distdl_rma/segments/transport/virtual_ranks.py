@@ -338,8 +338,21 @@ class VirtualComm:
         return [cls(rank, rank, together) for rank in range(size)]
 
     def hand_over(self, ready: Callable[[], bool] | None = None) -> bool:
-        """Let other ranks run; with ``ready``, returns whether it was found to be true meanwhile."""
+        """Let other ranks run; with ``ready``, returns whether it was found to be true meanwhile.
+
+        ``ProtocolError`` in the thread of another rank, whose turn would be lost.
+        """
+        self._check_thread()
         return self._together.turns.hand_over(self._whole, ready)
+
+    def _check_thread(self) -> None:
+        here = _here.comm
+        if here is None or here._whole != self._whole:
+            other = "another thread" if here is None else f"rank {here._whole}"
+            raise ProtocolError(
+                f"virtual ranks: {other} uses what rank {self._whole} has made, such as its model or machine;"
+                " make it in the function, on each rank"
+            )
 
     @contextmanager
     def entered(self) -> Iterator[None]:
@@ -363,6 +376,7 @@ class VirtualComm:
         values, read = self._together.values[key], self._together.read[key]
         values[self.rank] = value
         self._together.turns.ran()
+        self._check_thread()
         self._together.turns.wait(self._whole, lambda: len(values) == count, "a collective call")
         read.add(self.rank)
         if len(read) == count:
@@ -485,6 +499,7 @@ class VirtualComm:
         def found() -> list[_Letter]:
             return [letter for letter in mail if (letter.source, letter.tag) == (source, tag)][:1]
 
+        self._check_thread()
         self._together.turns.wait(self._whole, lambda: bool(found()), f"a receive from rank {source}")
         (letter,) = found()
         mail.remove(letter)
