@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import os
 import signal
+import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, Self
@@ -40,6 +41,7 @@ from distdl_rma.state import scattered
 
 # Bytes that a rank reads at once, for all ranks that hold the same; a multiple of every element's size.
 _SLICE_NBYTES = 1 << 20
+_LOWEST_PRIORITY = 19
 # Checkpoints whose copies are in memory at once.
 _UNDER_WAY = 2
 
@@ -74,7 +76,8 @@ class Checkpoints:
     folder
         Where the directories are made; on a disk that all hosts share. Its parent exists.
     keep
-        How many complete checkpoints stay; older ones are deleted behind a newer one. None: all.
+        How many complete checkpoints stay. A thread deletes older ones behind a newer one, until the next
+        call of ``save``, ``wait``, ``restore`` or ``close``. None: all.
     every
         Number of steps between two checkpoints, for ``due``; None: only when a signal asks the job to stop.
     asynchronous
@@ -121,7 +124,14 @@ class Checkpoints:
                 )
         self._jobs: deque[_Job] = deque()
         self._memory: list[torch.Tensor] = []
-        self._thread = ThreadPoolExecutor(1, "checkpoint") if asynchronous else None
+        # Writes while a step computes, and deletes old checkpoints. Linux has priorities for threads: the
+        # step's own go first.
+        self._thread = ThreadPoolExecutor(
+            1,
+            "checkpoint",
+            lambda: os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOWEST_PRIORITY),
+        )
+        self._deletion: Future[None] | None = None
         self._signalled = self._stopping = self._closed = self._tidy = False
         with self._together():
             if self._first:
@@ -181,6 +191,7 @@ class Checkpoints:
         self._call = "Checkpoints.wait"
         while self._jobs:
             self._complete()
+        self._wait_for_deletion()
 
     def close(self) -> None:
         """Complete all checkpoints and restore the handlers of signals; idempotent."""
@@ -192,8 +203,7 @@ class Checkpoints:
             self._closed = True
             for each, handler in self._before.items():
                 signal.signal(each, handler)
-            if self._thread is not None:
-                self._thread.shutdown()
+            self._thread.shutdown()
 
     def __enter__(self) -> Self:
         return self
@@ -271,14 +281,14 @@ class Checkpoints:
             share for each in holdings(parts) for share in each.share(each.ranks.index(me), len(each.ranks))
         ]
         pieces = files.cut_out(held.tensors, shares)
-        if self._thread is None:
+        if not self._asynchronous:
             written: Future[dict[str, int]] = Future()
             try:
                 written.set_result(files.write(path, pieces))
-            except Exception as error:  # noqa: BLE001 - raised on all ranks by ``_complete``
+            except Exception as error:  # noqa: BLE001 - ``_complete`` raises it on all ranks
                 written.set_exception(error)
             self._jobs.append(_Job(path, body, items, written, None))
-            self.wait()
+            self._complete()
         else:
             while len(self._jobs) >= _UNDER_WAY:
                 self._complete()
@@ -313,8 +323,10 @@ class Checkpoints:
                 for i, total in zip(job.items, totals, strict=True)
             ]
             with self._together():
+                if self._deletion is not None:
+                    wait([self._deletion])
                 if self._first:
-                    files.publish(job.path, job.body, self._keep)
+                    files.publish(job.path, job.body)
         except Exception:
             with self._together():
                 if self._first:
@@ -323,6 +335,16 @@ class Checkpoints:
         finally:
             if job.memory is not None:
                 self._memory.append(job.memory)
+        self._wait_for_deletion()
+        if self._first:
+            self._deletion = self._thread.submit(files.delete_old, job.path, self._keep)
+
+    def _wait_for_deletion(self) -> None:
+        # Its error is raised on all ranks.
+        deletion, self._deletion = self._deletion, None
+        with self._together():
+            if deletion is not None:
+                deletion.result()
 
     def _summed(self, numbers: Sequence[int]) -> list[int]:
         # Sums over the ranks, modulo 2^64.
@@ -463,35 +485,36 @@ class Checkpoints:
     def _read_together(
         self, holding: Holding, tensors: dict[str, torch.Tensor], fill: Callable[[Iterable[Piece]], None]
     ) -> None:
-        # Each of the ranks that hold the same tensors reads every n-th slice of their bytes.
-        ranks = holding.ranks
-        share = -(-holding.nbytes // len(ranks))
-        nbytes = min(_SLICE_NBYTES, -(-share // ALIGNED) * ALIGNED)
-        me, count = ranks.index(self._machine.rank), -(-holding.nbytes // (nbytes * len(ranks)))
+        # Each of the ranks that hold the same tensors reads a share of their bytes, and passes it on slice by
+        # slice.
+        ranks, size = holding.ranks, holding.nbytes
+        me, count = ranks.index(self._machine.rank), len(ranks)
+        share = -(-size // (count * ALIGNED)) * ALIGNED
+        nbytes = min(_SLICE_NBYTES, share)
         flat = {part.item.name: flat_bytes(tensors[part.item.name]) for part in holding.parts}
         passes = Allgather(self._machine.segments, ranks, nbytes, np.uint8, self._call)
 
-        def slices(number: int, memory: torch.Tensor) -> Iterator[Piece]:
-            # The elements in a slice follow each other, and all are aligned.
-            at = 0
-            for part, first, last in holding.within(number * nbytes, (number + 1) * nbytes):
+        def slices(rank: int, begin: int, memory: torch.Tensor) -> Iterator[Piece]:
+            # Elements of a rank's share from its byte ``begin`` on. They follow each other, and are aligned.
+            low, high, at = rank * share + begin, rank * share + min(begin + nbytes, share), 0
+            for part, first, last in holding.within(low, high):
                 size = (last - first) * part.item.dtype.itemsize
                 yield part, first, memory[at : at + size]
                 at += size
 
         try:
-            fill(slices(me, as_tensor(passes.active)))
-            for number in range(count):
+            fill(slices(me, 0, as_tensor(passes.active)))
+            for begin in range(0, share, nbytes):
                 passes.start()
-                if number + 1 < count:
-                    # The next pass is read while this one travels.
-                    fill(slices((number + 1) * len(ranks) + me, as_tensor(passes.active)))
+                if begin + nbytes < share:
+                    # The next slice is read while this one travels.
+                    fill(slices(me, begin + nbytes, as_tensor(passes.active)))
                 found = as_tensor(passes.wait())
-                for at in range(len(ranks)):
-                    memory = found[at * nbytes : (at + 1) * nbytes]
-                    for part, first, elements in slices(number * len(ranks) + at, memory):
-                        begin = first * part.item.dtype.itemsize
-                        flat[part.item.name][begin : begin + elements.numel()] = elements
+                for rank in range(count):
+                    memory = found[rank * nbytes : (rank + 1) * nbytes]
+                    for part, first, elements in slices(rank, begin, memory):
+                        at = first * part.item.dtype.itemsize
+                        flat[part.item.name][at : at + elements.numel()] = elements
         finally:
             passes.close()
 

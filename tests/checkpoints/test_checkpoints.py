@@ -152,6 +152,7 @@ def test_old_ones_go_after_a_new_one_is_complete(P_world, folder):
         assert kept.restore(state) == 0
         assert [step for step in range(45) if kept.due(step) and kept.save(state, step)] == [10, 20, 30, 40]
         kept.save(state, 40)
+        kept.wait()
         assert sorted(path.name for path in folder.iterdir()) == ["step-30", "step-40"]
         state["x"] += 1
         kept.save(state, 40)
