@@ -19,7 +19,16 @@ import torch
 from distdl_rma.checkpoints import files, objects
 from distdl_rma.checkpoints.files import Piece, Saved
 from distdl_rma.checkpoints.form import dtype_name
-from distdl_rma.checkpoints.items import ALIGNED, Holding, Item, Part, flat_bytes, holdings, planned
+from distdl_rma.checkpoints.items import (
+    ALIGNED,
+    Holding,
+    Item,
+    Part,
+    fingerprint,
+    flat_bytes,
+    holdings,
+    planned,
+)
 from distdl_rma.checks.consensus import Consensus, gather_words
 from distdl_rma.checks.outcome import agreed
 from distdl_rma.errors import (
@@ -59,6 +68,17 @@ def _joined(states: list[dict[str, Any]]) -> dict[str, list[Any]]:
     # For each generator one state if it is alike on all ranks, else that of every rank.
     columns = {key: [state[key] for state in states] for key in states[0]}
     return {key: each[:1] if each[1:] == each[:-1] else each for key, each in columns.items()}
+
+
+def _differing(every: dict[int, dict[str, str]]) -> list[tuple[str, int, int]]:
+    # What differs between ranks that have it, and two of these.
+    first = {key: rank for rank in reversed(every) for key in every[rank]}
+    return [
+        (key, first[key], rank)
+        for rank, words in every.items()
+        for key, word in words.items()
+        if word != every[first[key]][key]
+    ]
 
 
 class Checkpoints:
@@ -222,7 +242,7 @@ class Checkpoints:
             Names and objects: models, optimizers, objects with ``state_dict`` and ``load_state_dict``
             (schedulers, scalers, averaged models, loaders), tensors, split tensors, numbers, strings, lists
             and dicts of these. Generators of torch (CPU), Python and numpy are saved besides. Tensors that
-            are whole on all ranks are equal there; each rank writes some bytes of them.
+            are whole on all ranks have to be equal there; each rank writes some bytes of them.
         step
             Number of the step; a complete checkpoint of this step is replaced.
 
@@ -231,7 +251,7 @@ class Checkpoints:
         UnsupportedError
             If an object cannot be saved exactly without pickle.
         MismatchError
-            If the ranks save different things.
+            If the ranks save different things, or different copies of a tensor.
         CheckpointError
             If a file cannot be written. Complete checkpoints are as before. With ``asynchronous`` a later
             call raises it.
@@ -266,6 +286,9 @@ class Checkpoints:
                 p.item.name for p, _ in parts if not p.box.empty and p.item.name not in held.tensors
             ]:
                 raise MismatchError(f"checkpoint: this rank has no {lacking[0]!r}, which other ranks have")
+        together = holdings(parts)
+        self._compare_copies(together, held.tensors)
+        with self._together():
             if self._first:
                 if not self._tidy:
                     files.tidy(self.folder)
@@ -276,26 +299,46 @@ class Checkpoints:
             "head": [len(head), files.digest(head)], "forms": one["forms"],
             "generators": _joined(of_ranks),
         }  # fmt: skip
-        me = home.rank
-        shares = [
-            share for each in holdings(parts) for share in each.share(each.ranks.index(me), len(each.ranks))
-        ]
-        pieces = files.cut_out(held.tensors, shares)
-        if not self._asynchronous:
-            written: Future[dict[str, int]] = Future()
-            try:
-                written.set_result(files.write(path, pieces))
-            except Exception as error:  # noqa: BLE001 - ``_complete`` raises it on all ranks
-                written.set_exception(error)
-            self._jobs.append(_Job(path, body, items, written, None))
-            self._complete()
-        else:
+        shares = (
+            share for each in together for share in each.share(each.ranks.index(home.rank), len(each.ranks))
+        )
+        self._write(path, body, items, files.cut_out(held.tensors, shares))
+        return path
+
+    def _write(self, path: Path, body: dict[str, Any], items: list[Item], pieces: Iterator[Piece]) -> None:
+        # This rank's pieces: at once, or copies of them by the thread.
+        if self._asynchronous:
             while len(self._jobs) >= _UNDER_WAY:
                 self._complete()
             copies, memory = self._copied(list(pieces))
             written = self._thread.submit(files.write, path, copies)
             self._jobs.append(_Job(path, body, items, written, memory))
-        return path
+            return
+        written = Future()
+        try:
+            written.set_result(files.write(path, pieces))
+        except Exception as error:  # noqa: BLE001 - ``_complete`` raises it on all ranks
+            written.set_exception(error)
+        self._jobs.append(_Job(path, body, items, written, None))
+        self._complete()
+
+    def _compare_copies(self, held: list[Holding], tensors: dict[str, torch.Tensor]) -> None:
+        # Ranks that hold the same parts write some bytes each: of different copies, a mixture.
+        prints = {
+            str(each.ranks): [(part.item.name, fingerprint(tensors[part.item.name])) for part in each.parts]
+            for each in held
+            if len(each.ranks) > 1
+        }
+        digests = {key: files.digest(json.dumps(found).encode()) for key, found in prints.items()}
+        every = gather_words(self._machine.segments, digests, self._call)
+        if not _differing(every):
+            return
+        named = {f"{name} on {key}": found for key, pairs in prints.items() for name, found in pairs}
+        what, one, other = _differing(gather_words(self._machine.segments, named, self._call))[0]
+        raise MismatchError(
+            f"{self._call}: {what.partition(' on ')[0]!r} differs between ranks {one} and {other}, which hold"
+            " the same part of it; a checkpoint has one copy: make them equal, such as by a broadcast"
+        )
 
     def _copied(self, pieces: list[Piece]) -> tuple[list[Piece], torch.Tensor]:
         # Pieces in private memory, that of an earlier job if it is large enough.

@@ -66,7 +66,8 @@ def test_an_error_of_the_thread_is_raised(tmp_path, monkeypatch):
     file.write_bytes(b"")
     monkeypatch.setattr(behind_writer.os, "pwrite", full)
     writer = BehindWriter(file)
+    for at in range(2):
+        writer.append(at << 23, memoryview(bytes(1 << 23)))
     with pytest.raises(OSError, match="No space left"):
-        for at in range(4):
-            writer.append(at << 23, memoryview(bytes(1 << 23)))
+        writer.finish()
     writer.close()
