@@ -164,9 +164,10 @@ def test_old_ones_go_after_a_new_one_is_complete(P_world, folder):
         kept.save(state, 50)
 
 
-def test_a_signal_of_one_rank_stops_all(P_world, comm, folder):
+@pytest.mark.parametrize("stop_on", [signal.SIGUSR1, [signal.SIGUSR1]])
+def test_a_signal_of_one_rank_stops_all(P_world, comm, folder, stop_on):
     before = signal.getsignal(signal.SIGUSR1)
-    with Checkpoints(folder, stop_on=[signal.SIGUSR1], machine=P_world) as kept:
+    with Checkpoints(folder, stop_on=stop_on, machine=P_world) as kept:
         assert not kept.due(1)
         assert not kept.stopping
         if comm.rank == comm.size - 1:
@@ -319,8 +320,11 @@ def test_arguments_are_checked_and_compared(P_world, comm, folder):
     with pytest.raises(CheckpointError, match="its parent exists"):
         Checkpoints(folder / "a" / "b", machine=P_world)
     if comm.size > 1:
-        with pytest.raises(ConfigurationError, match="they must be alike"):
+        with pytest.raises(ConfigurationError, match=r"folder: .*run-0 on rank 0, but .*run-1 on rank 1"):
             Checkpoints(folder.with_name(f"run-{comm.rank}"), machine=P_world)
+    for wrong in (signal.SIGUSR1.name, 10**6, [None]):
+        with pytest.raises(ConfigurationError, match="stop_on is a signal or several, such as"):
+            Checkpoints(folder, stop_on=wrong, machine=P_world)
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from distdl_rma import ArgumentError, DataError, Machine, PartitionError, ShapeError, ShardDataset, Source
-from distdl_rma.geometry.intervals import Balanced
+from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.partition import Partition
 
 pytestmark = [pytest.mark.mpi, pytest.mark.sizes(1)]
@@ -48,20 +48,10 @@ def played(dataset, items, grid, epoch=0):
     for me in ranks:
         partition = Partition(ranks, grid, me)
         for at, block in enumerate(dataset.batch(epoch, items, partition)):
+            layout = block.layout or Decomposition.replicated(partition, block.local.shape)
             if len(found) <= at:
-                found.append(torch.full(block.shape, 99).to(block.local.dtype))
-            own = tuple(slice(None) for _ in block.shape)
-            if block.axes is not None:
-                parts = [1] * len(block.shape)
-                for axis, n in zip(block.axes, grid, strict=True):
-                    if axis is not None:
-                        parts[axis] = n
-                index = partition.index_of(me)
-                place = [index[block.axes.index(d)] if d in block.axes else 0 for d in range(len(parts))]
-                own = tuple(
-                    slice(*Balanced(n, p).interval(i))
-                    for n, p, i in zip(block.shape, parts, place, strict=True)
-                )
+                found.append(torch.full(layout.shape, 99).to(block.local.dtype))
+            own = layout.slices()
             assert found[at][own].shape == block.local.shape
             assert block.local.is_contiguous()
             found[at][own] = block.local

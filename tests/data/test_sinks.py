@@ -188,6 +188,7 @@ def test_what_does_not_fit_is_refused_on_all_ranks(folder, comm, P_world):
         ("x.npy", (4,), None, "must have the 2 dimensions"),
         ("x.npy", (4, 6), (2, 2), "chunks= are of Zarr and HDF5"),
         ("x.h5", (4, 6), (2, 0), "chunks= are of Zarr and HDF5"),
+        ("x.h5", (4, 6), (2, 7), "in HDF5 not above the array's, got"),
     ):
         with pytest.raises(ArgumentError, match=words):
             create_array(folder / name, shape, like=y, chunks=chunks)
@@ -204,7 +205,9 @@ def write_shards_alone(sink):
 def test_ranks_that_write_at_different_places_are_refused(comm, P_world):
     y = shard((1, comm.size), torch.zeros(4, 6))
     sink = Sink((4, 20), np.float32, lambda box, values: pytest.fail("written"))
-    with pytest.raises(ShapeError, match=r"writes at \(0, \d\) of .* all write one tensor"):
+    with pytest.raises(
+        ShapeError, match=r"at: \[0, 0\] on rank 0, but \[0, 1\] on rank 1; all ranks write one tensor"
+    ):
         write_shards(sink, y, at=(0, comm.rank))
 
 
@@ -271,8 +274,10 @@ def test_a_write_that_fails_on_one_rank_fails_on_all(comm, P_world):
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("name", ["x.npy", "x.h5"])
-def test_a_file_above_the_limit_is_an_error_on_all_ranks_before_data_moves(name, folder, comm, P_world):
+@pytest.mark.parametrize(("name", "chunks"), [("x.npy", None), ("x.h5", None), ("x.h5", (100, 100))])
+def test_a_file_above_the_limit_is_an_error_on_all_ranks_before_data_moves(
+    name, chunks, folder, comm, P_world
+):
     y = shard((1, comm.size), torch.ones(4, 6))
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -280,7 +285,7 @@ def test_a_file_above_the_limit_is_an_error_on_all_ranks_before_data_moves(name,
     try:
         with (
             pytest.raises(DataError, match="File too large"),
-            create_array(folder / name, (400, 600), like=y),
+            create_array(folder / name, (400, 600), like=y, chunks=chunks),
         ):
             pytest.fail("entered")
     finally:
@@ -298,9 +303,9 @@ comm = MPI.COMM_WORLD
 with Machine(comm, segment_size="4MiB") as machine:
     x = torch.rand(4, 1 << 20)
     y = shard(machine.partition((1, comm.size)), x)
-    for name in ("x.npy", "x.h5", "x.zarr"):
+    for name, chunks in (("x.npy", None), ("x.h5", None), ("x.h5", (4, 1 << 14)), ("x.zarr", None)):
         try:
-            with create_array(f"/dev/shm/{name}", (40, 1 << 20), like=y) as sink:
+            with create_array(f"/dev/shm/{name}", (40, 1 << 20), like=y, chunks=chunks) as sink:
                 for row in range(0, 40, 4):
                     write_shards(sink, y, at=(row, 0))
         except DataError as error:
