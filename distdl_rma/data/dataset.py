@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import replace
 from functools import cached_property, lru_cache
 from math import prod
@@ -82,6 +83,10 @@ class Column:
         if self._list:
             return self._open(self._given[sample]), ()
         return self._open(self._given), (slice(sample, sample + 1),)
+
+    def name(self, sample: int) -> str:
+        """What messages call the source of a sample."""
+        return label(self._given[sample] if self._list else self._given)
 
     def shape(self, sample: int) -> tuple[int, ...]:
         """Shape of a sample."""
@@ -241,9 +246,9 @@ class ShardDataset(Dataset[Any]):
         Raises what is wrong with them on this rank, or does not fit the grid of a batch.
         """
         counts = [len(column) for column in self._columns]
-        if not counts[0] or len(set(counts)) > 1:
+        if len(set(counts)) > 1:
             raise ShapeError(
-                "ShardDataset: the image and each label have the same number of samples, at least one, got"
+                "ShardDataset: the image and each label have the same number of samples, got"
                 f" {', '.join(map(str, counts))}"
             )
         _, shapes = self._sample(0, 0)
@@ -305,6 +310,8 @@ class ShardDataset(Dataset[Any]):
 
     @cached_property
     def _spatial(self) -> int:
+        if not len(self._columns[0]):
+            raise ShapeError("ShardDataset: there are no images; at least one sample is needed")
         shape = self._columns[0].shape(0)
         dims = len(shape) - self._channels
         if dims not in _DIMS:
@@ -338,12 +345,15 @@ class ShardDataset(Dataset[Any]):
         for at, (shape, form) in enumerate(zip(shapes, self._forms, strict=True)):
             wanted = (*form.leading, *extents) if form.cut else form.leading
             if shape != wanted or (form.cut and len(form.leading) > 1):
-                what = f"label {at}" if at else "the image"
+                name = f"{f'label {at}' if at else 'the image'}, {self._columns[at].name(sample)},"
+                why = f": a label has the extents {extents}, with or without channels, or fewer dimensions"
                 raise ShapeError(
-                    f"{what} has shape {shape}, wanted {wanted} as in the first sample: a label has the"
-                    f" extents {extents} of the image, with or without channels in front, or fewer dimensions"
+                    f"{name} has shape {shape}, wanted {wanted} as in the first sample{why if at else ''}"
                 )
-        view = self._augmentation.draw(extents, _DRAW, self.seed, epoch, item)
+        try:
+            view = self._augmentation.draw(extents, _DRAW, self.seed, epoch, item)
+        except ShapeError as error:
+            raise ShapeError(f"{self._columns[0].name(sample)}: {error}") from error
         found = [
             (*form.leading, *view.shape) if form.cut else shape
             for shape, form in zip(shapes, self._forms, strict=True)
@@ -377,7 +387,10 @@ class ShardDataset(Dataset[Any]):
             source = Box((*(leading if form.leading else ()), *view.source(place).bounds))
             part = view.turned(column.read(sample, source)).reshape(box.shape)
         if part.dtype != form.dtype:
-            raise ShapeError(f"its elements are {part.dtype}, those of the first sample {form.dtype}")
+            raise ShapeError(
+                f"{column.name(sample)}: its elements are {part.dtype}, those of the first sample"
+                f" {form.dtype}"
+            )
         return part
 
     def _number(self, item: int) -> str:
@@ -399,6 +412,16 @@ class ShardDataset(Dataset[Any]):
             os.environ.setdefault("MPI4PY_RC_INITIALIZE", "0")
         partition = replace(self.partition, home=None, opened=None)
         return {**vars(self), "machine": None, "partition": partition, "grid": partition}
+
+    def __copy__(self) -> ShardDataset:
+        """A dataset of the same sources and ranks, whose epoch can be set on its own."""
+        found: ShardDataset = object.__new__(type(self))
+        vars(found).update(vars(self))
+        return found
+
+    def __deepcopy__(self, memo: object) -> ShardDataset:
+        """As a copy: sources are read only, and a machine has no copy."""
+        return copy(self)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state, _process=os.getpid())

@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from itertools import product
 from math import prod
+from numbers import Integral
 from operator import gt
 from pathlib import Path
 from types import TracebackType
@@ -78,6 +79,10 @@ def create_array(
     DataError
         When the context begins or ends, on all ranks: no space, no permission, or something is there already.
     """
+    if not isinstance(like, SplitTensor) or not all(isinstance(n, Integral) for n in shape):
+        raise ArgumentError(
+            f"create_array: shape has integers, and like= is a split tensor, got {shape!r} and {label(like)}"
+        )
     place, _, name = os.fspath(path).partition("::")
     suffix, extents = Path(place).suffix.lower(), tuple(map(int, shape))
     if suffix not in _KINDS or (name and suffix not in (".h5", ".hdf5")):
@@ -136,6 +141,7 @@ class ArraySink:
             facts["array"] = [self.name, self.shape, str(self.dtype), self.chunks]
             if self._first and Path(self.path).exists():
                 raise DataError(f"{self.path}: is there already; remove it, or choose another name")
+            check_found(str(self._part.absolute().parent))
         with self._removed_on_error():
             with self._together():
                 if self._first:
@@ -222,6 +228,13 @@ def write_shards(sink: Any, y: SplitTensor, at: Sequence[int] | None = None) -> 
         raise ArgumentError(f"write_shards: takes a sink, then a split tensor, got a {type(y).__name__!r}")
     machine, ranks = y.machine, y.partition.ranks
     with together(machine, ranks, "write_shards", differs=ShapeError, advice=_ONE) as facts:
+        if not hasattr(sink, "shape") or not hasattr(sink, "__setitem__"):
+            raise ArgumentError(
+                "write_shards: a sink has a shape, a dtype and sink[box] = array; for a path take"
+                f" create_array(path, shape, like=y), got {label(sink)}"
+            )
+        if isinstance(sink, np.memmap) and not sink.flags.writeable:
+            raise ArgumentError(f"write_shards: {label(sink)} is read only; open it by mode 'r+'")
         if isinstance(sink, (np.ndarray, torch.Tensor)) and not isinstance(sink, np.memmap):
             raise ArgumentError(
                 f"write_shards: a {type(sink).__name__!r} in memory would get this rank's block only; take"
@@ -248,7 +261,8 @@ def _start(sink: Any, y: SplitTensor, at: Sequence[int] | None) -> tuple[int, ..
         raise ShapeError(
             f"write_shards: a tensor of shape {extents} at {start} does not lie in {label(sink)} of {shape}"
         )
-    if (wanted := _numpy_dtype(sink.dtype)) != (found := _numpy_dtype(y.dtype)):
+    # Of another byte order the array that is written converts.
+    if (wanted := _numpy_dtype(sink.dtype)).newbyteorder("=") != (found := _numpy_dtype(y.dtype)):
         raise ShapeError(
             f"write_shards: {label(sink)} has elements of {wanted}, the tensor of {found}; convert it by"
             " y.to(...), or make the sink with its dtype"
@@ -303,8 +317,11 @@ def _numpy_dtype(dtype: Any) -> np.dtype[Any]:
         if dtype not in NUMPY:
             raise UnsupportedError(f"numpy has no elements of {dtype}; write them as float32: y.float()")
         return NUMPY[dtype]
-    # Tensorstore has types of its own.
-    found: np.dtype[Any] = np.dtype(getattr(dtype, "numpy_dtype", dtype))
+    try:
+        # Tensorstore has types of its own.
+        found: np.dtype[Any] = np.dtype(getattr(dtype, "numpy_dtype", dtype))
+    except TypeError as error:
+        raise ArgumentError(f"a dtype is of numpy or torch, got {dtype!r}") from error
     return found
 
 

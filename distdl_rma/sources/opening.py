@@ -16,7 +16,7 @@ import numpy as np
 from distdl_rma.errors import ArgumentError, DataError, DistdlError, UnsupportedError
 from distdl_rma.sources.chunks import chunks_of
 from distdl_rma.sources.raw import RawArray
-from distdl_rma.sources.reading import hdf5_lock
+from distdl_rma.sources.reading import hdf5_lock, text_of
 
 # Streams that can be read from their beginning only, and what makes a file of them that is read anywhere.
 _STREAMS = {
@@ -137,8 +137,8 @@ class FileSource:
                 return self._array[box]
             except Exception as error:
                 raise DataError(
-                    f"{self}: reading {box} failed: {type(error).__name__}: {error}; if the file is damaged,"
-                    " copy or write it again"
+                    f"{self}: reading {text_of(box)} failed: {type(error).__name__}: {error}; if the file"
+                    " is damaged, copy or write it again"
                 ) from error
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -87,11 +87,13 @@ def _read_block(grid: Grid, machine: Machine | None, x: Any) -> tuple[Any, Parti
         raise PartitionError(f"shard: rank {grid.me} is not in {grid}")
     place = Machine.of(grid) if isinstance(grid, Partition) else Machine.on()
     ranks = grid.ranks if isinstance(grid, Partition) else place.ranks
-    passed = os.fspath(x) if isinstance(x, (str, os.PathLike)) else label(x)
-    advice = f"all ranks pass the same source and grid; this rank passes {passed}"
+    advice = f"all ranks pass the same source and grid; this rank passes {label(x)}"
     with together(place, ranks, "shard", differs=ShapeError, advice=advice) as facts:
         source = open_array(x)
-        partition = grid_for(grid, machine, len(source.shape))
+        try:
+            partition = grid_for(grid, machine, len(source.shape))
+        except (ArgumentError, PartitionError) as error:
+            raise type(error)(f"{label(x)} has shape {tuple(source.shape)}: {error}") from error
         local = block_of(partition, source)
         facts["source"] = f"{tuple(map(int, source.shape))} of {local.dtype}"
         facts["grid"] = str(partition.shape)

@@ -193,8 +193,10 @@ def test_asynchronous_saves_hold_the_state_of_their_call(P_world, folder):
 
 
 def change(comm, path, edit):
-    """Let one rank change a file."""
-    if comm.rank == 0:
+    """Let one rank change a file, or remove it."""
+    if comm.rank == 0 and edit is None:
+        path.unlink()
+    elif comm.rank == 0:
         path.write_bytes(edit(bytearray(path.read_bytes())))
     comm.Barrier()
 
@@ -213,6 +215,7 @@ def flipped(at):
         (DATA, flipped(-1), r"data.safetensors is damaged: the checksum of 'x/value'"),
         (DATA, flipped(20), r"data.safetensors is damaged: the checksum of its head"),
         (DATA, lambda data: data[:-7], r"data.safetensors is damaged: it has \d+ bytes instead of \d+"),
+        (DATA, None, r"data.safetensors is damaged: it is missing"),
         (MANIFEST, lambda data: data[:-7], r"manifest.json is damaged: it is no manifest"),
         (MANIFEST, lambda data: data.replace(b'"step": 2', b'"step": 3'), r"its checksum does not fit"),
         (MANIFEST, lambda data: data.replace(b'"version": 1', b'"version": 9'), r"is of version 9"),

@@ -13,6 +13,7 @@ import torch
 from distdl_rma import (
     ArgumentError,
     DataError,
+    MismatchError,
     ProtocolError,
     ShapeError,
     Sink,
@@ -82,6 +83,38 @@ def test_every_dtype_of_numpy_can_be_written(dtype, name, folder, comm, P_world)
     with create_array(folder / name, (4, 6), like=y) as sink:
         write_shards(sink, y)
     assert np.array_equal(whole(folder / name), x.numpy())
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("name", ["x.npy", "x.h5", "x.zarr"])
+def test_another_byte_order_is_written(name, folder, comm, P_world):
+    x = torch.arange(24.0).reshape(4, 6)
+    y = shard((1, comm.size), x)
+    with create_array(folder / name, (4, 6), ">f4", like=y) as sink:
+        write_shards(sink, y)
+    # Zarr says the order of the memory.
+    assert open_array(folder / name).dtype == ("<f4" if name == "x.zarr" else ">f4")
+    assert np.array_equal(whole(folder / name), x.numpy())
+
+
+@pytest.mark.mpi
+def test_an_array_that_is_read_only_is_refused_with_the_mode(folder, comm, P_world):
+    if comm.rank == 0:
+        np.save(folder / "x.npy", np.zeros((4, 6), np.float32))
+    comm.Barrier()
+    with pytest.raises(ArgumentError, match=r"x\.npy is read only; open it by mode 'r\+'"):
+        write_shards(np.load(folder / "x.npy", mmap_mode="r"), shard((1, comm.size), torch.zeros(4, 6)))
+
+
+@pytest.mark.mpi(min_size=2)
+def test_arrays_that_differ_between_ranks_are_refused(folder, comm, P_world):
+    y = shard((1, comm.size), torch.zeros(4, 6))
+    with (
+        pytest.raises(MismatchError, match=r"array: .*\[4, 6\].* on rank 0, but .*\[4, 7\].* on rank 1"),
+        create_array(folder / "x.npy", (4, 6 + comm.rank), like=y),
+    ):
+        pytest.fail("entered")
+    assert not list(folder.iterdir())
 
 
 @pytest.mark.mpi
@@ -182,6 +215,15 @@ def test_what_does_not_fit_is_refused_on_all_ranks(folder, comm, P_world):
         create_array(folder / "x.npy", (4, 6), like=y.bfloat16())
     with pytest.raises(ArgumentError, match="takes a sink, then a split tensor"):
         write_shards(sink, torch.zeros(4, 6))
+    for wrong in (None, str(folder / "x.npy")):
+        with pytest.raises(ArgumentError, match=r"for a path take create_array\(path, shape, like=y\)"):
+            write_shards(wrong, y)
+    with pytest.raises(ArgumentError, match=r"like= is a split tensor, got \(4, 6\) and a torch\.Tensor"):
+        create_array(folder / "x.npy", (4, 6), like=torch.zeros(4, 6))
+    with pytest.raises(ArgumentError, match="shape has integers"):
+        create_array(folder / "x.npy", (4.0, 6), like=y)
+    with pytest.raises(ArgumentError, match="a dtype is of numpy or torch, got 'none'"):
+        create_array(folder / "x.npy", (4, 6), "none", like=y)
     for name, shape, chunks, words in (
         ("x.png", (4, 6), None, r"writes \.npy"),
         ("x.zarr::x", (4, 6), None, "with a name behind"),
@@ -255,9 +297,9 @@ def test_a_context_that_fails_leaves_nothing(name, folder, comm, P_world):
 @pytest.mark.mpi
 def test_a_folder_that_is_missing_is_an_error_on_all_ranks(folder, comm, P_world):
     y = shard((1, comm.size), torch.ones(4, 6))
-    for name in ("x.npy", "x.h5"):
+    for name in ("x.npy", "x.h5", "x.zarr"):
         with (
-            pytest.raises(DataError, match=r"No such file|unable to"),
+            pytest.raises(DataError, match=r"no: not found on"),
             create_array(folder / "no" / name, (4, 6), like=y),
         ):
             pytest.fail("entered")

@@ -111,6 +111,21 @@ def test_sources_of_other_sizes_or_elements_are_refused_on_all_ranks(folder, com
 
 
 @pytest.mark.mpi(min_size=2)
+def test_grids_that_differ_are_refused_on_all_ranks(folder, comm, P_world):
+    if comm.rank == 0:
+        np.save(folder / "x.npy", np.zeros((4, 6)))
+    comm.Barrier()
+    grid = (comm.size, 1) if comm.rank else (1, comm.size)
+    with pytest.raises(
+        ShapeError, match=r"shard: grid: \(1, \d\) on rank 0, but \(\d, 1\) on rank 1; .*x\.npy"
+    ):
+        shard(grid, folder / "x.npy")
+    words = r"x\.npy has shape \(4, 6\): a grid of letters such as 'H' is of a tensor with batch"
+    with pytest.raises(ArgumentError, match=words):
+        shard({"H": comm.size}, folder / "x.npy")
+
+
+@pytest.mark.mpi(min_size=2)
 def test_one_rank_warns_of_chunks_that_all_would_read(folder, comm, P_world):
     x = np.zeros((8, 12), np.float32)
     source = Source(x.shape, x.dtype, lambda box: x[box], chunks=(8, 12))
