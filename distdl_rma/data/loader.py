@@ -228,7 +228,8 @@ class ShardLoader:
             blocks = read()
             facts["epoch and end of the step, in samples"] = [epoch, end]
             # Batches of other replicas may have other shapes.
-            which = "a batch" if self.dataset.fixed else f"a batch of replica {self.replica}"
+            alike = self._replicas == 1 or self.dataset.fixed
+            which = "a batch" if alike else f"a batch of replica {self.replica}"
             shapes = [(x.layout or x.local).shape for x in blocks]
             kinds = [str(x.local.dtype) for x in blocks]
             facts[f"dtypes and shapes of {which}"] = [kinds, shapes]

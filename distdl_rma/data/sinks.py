@@ -79,10 +79,10 @@ def create_array(
     DataError
         When the context begins or ends, on all ranks: no space, no permission, or something is there already.
     """
-    if not isinstance(like, SplitTensor) or not all(isinstance(n, Integral) for n in shape):
-        raise ArgumentError(
-            f"create_array: shape has integers, and like= is a split tensor, got {shape!r} and {label(like)}"
-        )
+    if not isinstance(like, SplitTensor):
+        raise ArgumentError(f"create_array: like= is a split tensor, got {label(like)}; shard() makes one")
+    if not all(isinstance(n, Integral) for n in shape):
+        raise ArgumentError(f"create_array: shape has an integer for each dimension, got {shape!r}")
     place, _, name = os.fspath(path).partition("::")
     suffix, extents = Path(place).suffix.lower(), tuple(map(int, shape))
     if suffix not in _KINDS or (name and suffix not in (".h5", ".hdf5")):

@@ -218,9 +218,9 @@ def test_what_does_not_fit_is_refused_on_all_ranks(folder, comm, P_world):
     for wrong in (None, str(folder / "x.npy")):
         with pytest.raises(ArgumentError, match=r"for a path take create_array\(path, shape, like=y\)"):
             write_shards(wrong, y)
-    with pytest.raises(ArgumentError, match=r"like= is a split tensor, got \(4, 6\) and a torch\.Tensor"):
+    with pytest.raises(ArgumentError, match=r"like= is a split tensor, got a torch\.Tensor"):
         create_array(folder / "x.npy", (4, 6), like=torch.zeros(4, 6))
-    with pytest.raises(ArgumentError, match="shape has integers"):
+    with pytest.raises(ArgumentError, match="shape has an integer for each dimension"):
         create_array(folder / "x.npy", (4.0, 6), like=y)
     with pytest.raises(ArgumentError, match="a dtype is of numpy or torch, got 'none'"):
         create_array(folder / "x.npy", (4, 6), "none", like=y)
