@@ -147,6 +147,10 @@ class ArraySink:
                 if self._first:
                     self._remove()
                     self._kind.create(self._part, self)
+                    if self._part.is_file():
+                        # Else a full disk would be an error, or a crash, where data is written.
+                        with self._part.open("rb+") as file:
+                            os.posix_fallocate(file.fileno(), 0, self._part.stat().st_size)
             with self._together():
                 check_found(str(self._part))
                 self._opened = self._kind.opened(self._part, self)
@@ -351,15 +355,12 @@ def _check_space(part: Path, nbytes: int) -> None:
 
 
 def _create_npy(part: Path, sink: ArraySink) -> None:
-    header = {
-        "descr": np.lib.format.dtype_to_descr(sink.dtype),
-        "fortran_order": False,
-        "shape": sink.shape,
-    }
+    descr = np.lib.format.dtype_to_descr(sink.dtype)
     with part.open("xb") as file:
-        np.lib.format.write_array_header_1_0(file, header)
-        file.flush()
-        os.posix_fallocate(file.fileno(), 0, file.tell() + prod(sink.shape) * sink.dtype.itemsize)
+        np.lib.format.write_array_header_1_0(
+            file, {"descr": descr, "fortran_order": False, "shape": sink.shape}
+        )
+        file.truncate(file.tell() + prod(sink.shape) * sink.dtype.itemsize)
 
 
 def _create_hdf5(part: Path, sink: ArraySink) -> None:
@@ -379,8 +380,6 @@ def _create_hdf5(part: Path, sink: ArraySink) -> None:
             plan.set_chunk(chunks)
         kind, space = h5py.h5t.py_create(sink.dtype, logical=True), h5py.h5s.create_simple(sink.shape)
         h5py.h5d.create(file.require_group(home or "/").id, name.encode(), kind, space, plan)
-    with part.open("rb+") as written:
-        os.posix_fallocate(written.fileno(), 0, part.stat().st_size)
 
 
 def _open_hdf5(part: Path, sink: ArraySink) -> Any:

@@ -52,9 +52,10 @@ class Source:
     def __getitem__(self, box: Slices) -> Any:
         """The part that ``read`` returns."""
         extents = [len(range(*each.indices(n))) for each, n in zip(box, self.shape, strict=True)]
-        if 0 in extents:
-            return _empty(extents, self.dtype)
-        return self.read(box)
+        if 0 not in extents:
+            return self.read(box)
+        torchs = isinstance(self.dtype, torch.dtype)
+        return torch.empty(extents, dtype=self.dtype) if torchs else np.empty(extents, self.dtype)
 
 
 @dataclass(frozen=True)
@@ -215,18 +216,10 @@ def _filled(source: Any, part: np.ma.MaskedArray[Any, Any]) -> NDArray[Any]:
     return np.asarray(part.filled(np.nan))
 
 
-def _empty(extents: Sequence[int], dtype: Any) -> Any:
-    if isinstance(dtype, torch.dtype):
-        return torch.empty(extents, dtype=dtype)
-    return np.empty(extents, dtype)
-
-
 def _dtype(dtype: Any) -> torch.dtype:
-    return (
-        dtype
-        if isinstance(dtype, torch.dtype)
-        else _tensor(dtype, np.empty(0, np.dtype(dtype).newbyteorder("="))).dtype
-    )
+    if isinstance(dtype, torch.dtype):
+        return dtype
+    return _tensor(dtype, np.empty(0, np.dtype(dtype).newbyteorder("="))).dtype
 
 
 def _tensor(source: Any, values: NDArray[Any]) -> torch.Tensor:
