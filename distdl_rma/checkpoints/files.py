@@ -225,7 +225,10 @@ def opened(path: Path) -> Saved:
             )
         if found_digest != found.get("sha256"):
             raise saved.damaged("its checksum does not fit", file)
-        saved = Saved(path, body, saved.others)
+    saved = Saved(path, body, saved.others)
+    if not saved.data.is_file():
+        raise saved.damaged("it is missing", saved.data)
+    with explained("reading", saved.data, "may it be read?"):
         nbytes = saved.data.stat().st_size
         if nbytes != body["nbytes"]:
             raise saved.damaged(f"it has {nbytes} bytes instead of {body['nbytes']}", saved.data)

@@ -9,7 +9,7 @@ import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -30,11 +30,12 @@ from distdl_rma.checkpoints.items import (
     planned,
 )
 from distdl_rma.checks.consensus import Consensus, gather_words
-from distdl_rma.checks.outcome import agreed
+from distdl_rma.checks.outcome import together
 from distdl_rma.errors import (
     CheckpointError,
     ClosedError,
     ConfigurationError,
+    DistdlError,
     MismatchError,
     UnsupportedError,
 )
@@ -104,8 +105,8 @@ class Checkpoints:
         Whether ``save`` returns when the state has been copied to private memory. A thread then writes it,
         and a later call of any method completes it. At most two copies exist.
     stop_on
-        Signals, such as ``signal.SIGUSR1``, on which ``due`` is true on all ranks at their next step. They do
-        nothing else then. ``close`` restores their handlers.
+        A signal such as ``signal.SIGUSR1``, or several, on which ``due`` is true on all ranks at their next
+        step. They do nothing else then. ``close`` restores their handlers.
     machine
         A machine, or a partition of its ranks; the one of COMM_WORLD if None.
 
@@ -124,24 +125,18 @@ class Checkpoints:
         keep: int | None = 3,
         every: int | None = None,
         asynchronous: bool = False,
-        stop_on: Iterable[signal.Signals] = (),
+        stop_on: signal.Signals | Iterable[signal.Signals] = (),
         machine: Machine | Partition | None = None,
     ) -> None:
         self._call = "Checkpoints"
-        self._machine = home = Machine.on() if machine is None else Machine.of(machine)
-        with self._together():
-            self.folder, self._signals = Path(folder).absolute(), tuple(stop_on)
+        self._machine = Machine.on() if machine is None else Machine.of(machine)
         self._every, self._keep, self._asynchronous = every, keep, asynchronous
-        arguments = f"folder {str(self.folder)!r}, keep={keep}, every={every}, asynchronous={asynchronous}"
-        with self._together():
+        with self._together(ConfigurationError) as facts:
+            self.folder, self._signals = Path(folder).absolute(), _signals(stop_on)
             for name, number in (("keep", keep), ("every", every)):
                 if number is not None and (type(number) is not int or number < 1):
                     raise ConfigurationError(f"Checkpoints: {name} is at least 1 or None, got {number!r}")
-        for rank, other in gather_words(home.segments, arguments, self._call).items():
-            if other != arguments:
-                raise ConfigurationError(
-                    f"Checkpoints: rank {home.rank} has {arguments}, rank {rank} {other}; they must be alike"
-                )
+            facts |= {"folder": str(self.folder), "keep": keep, "every": every, "asynchronous": asynchronous}
         self._jobs: deque[_Job] = deque()
         self._memory: list[torch.Tensor] = []
         # Writes while a step computes, and deletes old checkpoints. Linux has priorities for threads: the
@@ -198,14 +193,6 @@ class Checkpoints:
             self._complete()
         return found
 
-    def _alike(self, what: str, value: Any) -> None:
-        # An argument that differs is an error on all ranks.
-        for rank, other in gather_words(self._machine.segments, value, self._call).items():
-            if other != value:
-                raise MismatchError(
-                    f"{self._call}: {what} is {value} on rank {self._machine.rank}, {other} on rank {rank}"
-                )
-
     def wait(self) -> None:
         """Wait until all saved checkpoints are complete."""
         self._call = "Checkpoints.wait"
@@ -259,13 +246,13 @@ class Checkpoints:
         self._call = "Checkpoints.save"
         self._compared()
         home = self._machine
-        with self._together():
+        with self._together() as facts:
             if type(step) is not int or step < 0:
                 raise ConfigurationError(f"Checkpoints.save: step is an integer from 0 on, got {step!r}")
             main = objects.main_model(state)
             held = objects.Objects(state, main, scattered)
             forms = held.forms()
-        self._alike("step", step)
+            facts["step"] = step
         path = files.step_folder(self.folder, step)
         # Both would write to the same files.
         while any(job.path == path for job in self._jobs):
@@ -423,7 +410,8 @@ class Checkpoints:
         self.wait()
         self._call = "Checkpoints.restore"
         self._compared()
-        self._alike("step, generators", [step, generators])
+        with self._together() as facts:
+            facts |= {"step": step, "generators": generators}
         saved = self._opened(step)
         if saved is None:
             return 0
@@ -561,12 +549,16 @@ class Checkpoints:
         finally:
             passes.close()
 
-    @contextmanager
-    def _together(self) -> Iterator[None]:
+    def _together(self, differs: type[DistdlError] = MismatchError) -> AbstractContextManager[dict[str, Any]]:
         # Local work, whose error on one rank raises on all ranks.
-        error: Exception | None = None
-        try:
-            yield
-        except Exception as found:  # noqa: BLE001 - all ranks raise it
-            error = found
-        agreed(self._machine, self._machine.ranks, self._call, error, otherwise=CheckpointError)
+        ranks = self._machine.ranks
+        return together(self._machine, ranks, self._call, failed=CheckpointError, differs=differs)
+
+
+def _signals(given: Any) -> tuple[signal.Signals, ...]:
+    try:
+        return tuple(map(signal.Signals, [given] if isinstance(given, int) else given))
+    except (TypeError, ValueError):
+        raise ConfigurationError(
+            f"Checkpoints: stop_on is a signal or several, such as [signal.SIGUSR1], got {given!r}"
+        ) from None

@@ -1,26 +1,32 @@
-"""One outcome for all ranks of a call in which each of them may fail alone."""
+"""One outcome for all ranks of a call in which each of them may fail, or be told something else."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from distdl_rma import errors
 from distdl_rma.checks.consensus import gather_words
-from distdl_rma.errors import DataError, DistdlError, PeerFailedError
+from distdl_rma.errors import DataError, DistdlError, MismatchError, PeerFailedError
 from distdl_rma.machine import Machine
 from distdl_rma.segments.waiting.liveness import OF_SEVERAL_RANKS
 
 
-def agreed(
+@contextmanager
+def together(
     machine: Machine,
     ranks: Sequence[int],
     title: str,
-    error: Exception | None,
-    facts: Any = None,
-    otherwise: type[DistdlError] = DataError,
-) -> dict[int, Any]:
-    """Facts of all ranks, in JSON's types, by rank id; collective over ``ranks``, blocking.
+    *,
+    failed: type[DistdlError] = DataError,
+    differs: type[DistdlError] = MismatchError,
+    advice: str = "do all ranks pass the same?",
+) -> Iterator[dict[str, Any]]:
+    """Local work of each rank, which succeeds on all ranks or raises on all; its end is collective, blocking.
+
+    The context gets a dict for facts of this rank, by name, in JSON's types. Facts of the same name are
+    equal on all ranks that state them.
 
     Parameters
     ----------
@@ -28,33 +34,45 @@ def agreed(
         The ranks, in an order that all of them pass.
     title
         What the ranks do here, for messages; equal on all of them.
-    error
-        The exception with which this rank failed, or None.
-    facts
-        What the other ranks get to know of this one.
-    otherwise
+    failed
         Type of the error that ranks raise in place of one that is not of the library.
+    differs
+        Type of the error for a fact that is not equal.
+    advice
+        What the message of this error says to do.
 
     Raises
     ------
     DistdlError
-        If some rank has failed: on that rank its own error, on the others one of the same type that names it.
+        If the work of some rank raises: on that rank its own error, on the others one of the same type that
+        names it. If a fact differs: the same error on all ranks, which names it, two ranks and their values.
     """
+    facts: dict[str, Any] = {}
+    error: Exception | None = None
+    try:
+        yield facts
+    except Exception as found:  # noqa: BLE001 - raised on all ranks
+        error = found
     problem = None if error is None else (type(error).__name__, str(error))
     try:
-        found = gather_words(machine.segments, [problem, facts], title, ranks)
+        answers = gather_words(machine.segments, [problem, facts], title, ranks)
     except OF_SEVERAL_RANKS as failure:
         machine.settle(failure, ranks)
         raise
     if isinstance(error, DistdlError):
         raise error
     if error is not None:
-        raise otherwise(f"{title}: rank {machine.rank}: {type(error).__name__}: {error}") from error
-    for rank, (its, _) in found.items():
+        raise failed(f"{title}: rank {machine.rank}: {type(error).__name__}: {error}") from error
+    for rank, (its, _) in answers.items():
         if its:
             kind, text = its
-            known = (
-                getattr(errors, kind) if kind in errors.__all__ and kind != PeerFailedError.__name__ else None
+            known = kind in errors.__all__ and kind != PeerFailedError.__name__
+            raise (getattr(errors, kind) if known else failed)(
+                f"{title}: rank {rank}: {text if known else f'{kind}: {text}'}"
             )
-            raise (known or otherwise)(f"{title}: rank {rank}: {text if known else f'{kind}: {text}'}")
-    return {rank: its for rank, (_, its) in found.items()}
+    first: dict[str, tuple[int, Any]] = {}
+    for rank, (_, stated) in answers.items():
+        for name, value in stated.items():
+            one, its = first.setdefault(name, (rank, value))
+            if its != value:
+                raise differs(f"{title}: {name}: {its} on rank {one}, but {value} on rank {rank}; {advice}")

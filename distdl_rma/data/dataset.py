@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from copy import copy
 from dataclasses import replace
 from functools import cached_property, lru_cache
 from math import prod
@@ -49,15 +51,10 @@ _FORKED = (
 
 
 class Block(NamedTuple):
-    """This rank's block of one tensor of a batch.
-
-    ``shape`` is that of the batch, and ``axes`` says which of its dimensions each dimension of the grid cuts;
-    None for a tensor that every rank has whole.
-    """
+    """This rank's block of one tensor of a batch; the layout is None for one that every rank has whole."""
 
     local: torch.Tensor
-    shape: tuple[int, ...]
-    axes: tuple[int | None, ...] | None
+    layout: Decomposition | None
 
 
 class Column:
@@ -81,27 +78,30 @@ class Column:
             )
         return int(shape[0])
 
-    def first(self) -> tuple[Any, bool]:
-        """The source of the first sample, and whether its first dimension numbers the samples."""
-        return self._open(self._given[0] if self._list else self._given), not self._list
+    def source(self, sample: int) -> tuple[Any, tuple[slice, ...]]:
+        """The source that has a sample, and where its dimensions for samples have it, at most one."""
+        if self._list:
+            return self._open(self._given[sample]), ()
+        return self._open(self._given), (slice(sample, sample + 1),)
+
+    def name(self, sample: int) -> str:
+        """What messages call the source of a sample."""
+        return label(self._given[sample] if self._list else self._given)
 
     def shape(self, sample: int) -> tuple[int, ...]:
         """Shape of a sample."""
-        if self._list:
-            return tuple(map(int, self._open(self._given[sample]).shape))
-        return tuple(map(int, self._open(self._given).shape[1:]))
+        source, at = self.source(sample)
+        return tuple(map(int, source.shape[len(at) :]))
 
     def read(self, sample: int, box: Box) -> torch.Tensor:
         """A box of a sample, in new memory."""
-        slices = tuple(slice(start, stop) for start, stop in box.bounds)
-        if self._list:
-            return read_box(self._open(self._given[sample]), slices)
-        return read_box(self._open(self._given), (slice(sample, sample + 1), *slices)).squeeze(0)
+        source, at = self.source(sample)
+        part = read_box(source, (*at, *(slice(*each) for each in box.bounds)))
+        return part.squeeze(0) if at else part
 
     def _open(self, source: Any) -> Any:
-        return (
-            self._opened(os.fspath(source)) if isinstance(source, (str, os.PathLike)) else open_array(source)
-        )
+        known = isinstance(source, (str, os.PathLike))
+        return self._opened(os.fspath(source)) if known else open_array(source)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Column, (self._given,)
@@ -246,14 +246,14 @@ class ShardDataset(Dataset[Any]):
         Raises what is wrong with them on this rank, or does not fit the grid of a batch.
         """
         counts = [len(column) for column in self._columns]
-        if not counts[0] or len(set(counts)) > 1:
+        if len(set(counts)) > 1:
             raise ShapeError(
-                "ShardDataset: the image and each label have the same number of samples, at least one, got"
+                "ShardDataset: the image and each label have the same number of samples, got"
                 f" {', '.join(map(str, counts))}"
             )
         _, shapes = self._sample(0, 0)
         for at, shape in enumerate(shapes):
-            self._bounds((1, *shape), self._cuts(at, partition), partition)
+            self._layout(at, (1, *shape), partition)
         return {
             "samples": counts[0],
             "crop, flip and rotate": [repr(self._crop), self._flip, self._rotate],
@@ -268,8 +268,8 @@ class ShardDataset(Dataset[Any]):
 
         Crops at random places cut chunks on any grid, so that there is no warning for them.
         """
-        source, numbered = self._columns[0].first()
-        grid = partition.shape if numbered else partition.shape[1:]
+        source, at = self._columns[0].source(0)
+        grid = partition.shape[1 - len(at) :]
         if self._crop is None and self._channels and prod(grid) == partition.size:
             places = replace(partition, shape=grid)
             warn_of_chunks(source, Decomposition.balanced(places, source.shape), stacklevel + 1)
@@ -283,40 +283,35 @@ class ShardDataset(Dataset[Any]):
         """
         samples = []
         for item in items:
-            try:
+            with self._reading(item):
                 samples.append(self._sample(epoch, item))
-            except Exception as error:
-                raise self._of_sample(item, error) from error
             if samples[-1][1] != samples[0][1]:
                 raise ShapeError(
                     f"samples {self._number(items[0])} and {self._number(item)} are in a batch, but have"
                     f" shapes {samples[0][1]} and {samples[-1][1]}: give a crop, or batches of one"
                 )
         blocks = []
-        for at, (column, form) in enumerate(zip(self._columns, self._forms, strict=True)):
-            shape = (len(items), *samples[0][1][at])
-            cuts = self._cuts(at, partition)
-            rows, *bounds = self._bounds(shape, cuts, partition)
+        for at, (form, shape) in enumerate(zip(self._forms, samples[0][1], strict=True)):
+            layout = self._layout(at, (len(items), *shape), partition)
+            (first, stop), *bounds = layout.own_box.bounds
             box, local = Box(tuple(bounds)), None
-            for row, place in enumerate(range(*rows)):
-                item, (view, _) = items[place], samples[place]
-                try:
-                    part = self._part(column, form, item // self._crops, view, box)
-                except Exception as error:
-                    raise self._of_sample(item, error) from error
-                if rows[1] - rows[0] == 1:
+            for row, item in enumerate(items[first:stop]):
+                with self._reading(item):
+                    part = self._part(at, item // self._crops, samples[first + row][0], box)
+                if stop - first == 1:
                     local = part.unsqueeze(0)
                 else:
-                    local = part.new_empty((rows[1] - rows[0], *part.shape)) if local is None else local
+                    local = part.new_empty((stop - first, *part.shape)) if local is None else local
                     local[row] = part
             if local is None:
                 local = torch.empty((0, *box.shape), dtype=form.dtype)
-            axes = tuple(cuts.index(g) if g in cuts else None for g in range(partition.dim))
-            blocks.append(Block(local, shape, axes if form.cut else None))
+            blocks.append(Block(local, layout if form.cut else None))
         return blocks
 
     @cached_property
     def _spatial(self) -> int:
+        if not len(self._columns[0]):
+            raise ShapeError("ShardDataset: there are no images; at least one sample is needed")
         shape = self._columns[0].shape(0)
         dims = len(shape) - self._channels
         if dims not in _DIMS:
@@ -350,12 +345,15 @@ class ShardDataset(Dataset[Any]):
         for at, (shape, form) in enumerate(zip(shapes, self._forms, strict=True)):
             wanted = (*form.leading, *extents) if form.cut else form.leading
             if shape != wanted or (form.cut and len(form.leading) > 1):
-                what = f"label {at}" if at else "the image"
+                name = f"{f'label {at}' if at else 'the image'}, {self._columns[at].name(sample)},"
+                why = f": a label has the extents {extents}, with or without channels, or fewer dimensions"
                 raise ShapeError(
-                    f"{what} has shape {shape}, wanted {wanted} as in the first sample: a label has the"
-                    f" extents {extents} of the image, with or without channels in front, or fewer dimensions"
+                    f"{name} has shape {shape}, wanted {wanted} as in the first sample{why if at else ''}"
                 )
-        view = self._augmentation.draw(extents, _DRAW, self.seed, epoch, item)
+        try:
+            view = self._augmentation.draw(extents, _DRAW, self.seed, epoch, item)
+        except ShapeError as error:
+            raise ShapeError(f"{self._columns[0].name(sample)}: {error}") from error
         found = [
             (*form.leading, *view.shape) if form.cut else shape
             for shape, form in zip(shapes, self._forms, strict=True)
@@ -364,30 +362,23 @@ class ShardDataset(Dataset[Any]):
             found[0] = (1, *found[0])
         return view, found
 
-    def _cuts(self, column: int, partition: Partition) -> list[int | None]:
-        # The dimension of the grid that cuts each dimension of a batch.
-        form, dims = self._forms[column], partition.dim
-        if not form.cut:
-            return [None] * (1 + len(form.leading))
-        channels: list[int | None] = [None] * len(form.leading)
-        return [0, *([1] if column == 0 else channels), *range(2, dims)]
-
-    def _bounds(
-        self, shape: Sequence[int], cuts: Sequence[int | None], partition: Partition
-    ) -> list[tuple[int, int]]:
-        index, bounds = partition.index_of(partition.me), []
-        for d, (extent, g) in enumerate(zip(shape, cuts, strict=True)):
-            parts, place = (1, 0) if g is None else (partition.shape[g], index[g])
+    def _layout(self, column: int, shape: Sequence[int], partition: Partition) -> Decomposition:
+        # Of a column of a batch; the grid cuts no channels but those of the image.
+        axes: list[int | None] = [None] * partition.dim
+        if self._forms[column].cut:
+            axes = [0, 1 if column == 0 else None, *range(len(shape) - self._spatial, len(shape))]
+        parts = [partition.shape[axes.index(d)] if d in axes else 1 for d in range(len(shape))]
+        for d, (extent, count) in enumerate(zip(shape, parts, strict=True)):
             # A smaller batch, the last one, may have no sample for some ranks.
-            if d > 0 and parts > extent:
+            if d > 0 and count > extent:
                 raise ShapeError(
                     f"ShardDataset: grid {partition.shape} cuts dimension {d} of batches of shape"
-                    f" {tuple(shape)} into {parts} blocks, of which {parts - extent} would be empty"
+                    f" {tuple(shape)} into {count} blocks, of which {count - extent} would be empty"
                 )
-            bounds.append(Balanced(extent, parts).interval(place))
-        return bounds
+        return Decomposition(partition, tuple(map(Balanced, shape, parts)), tuple(axes))
 
-    def _part(self, column: Column, form: _Form, sample: int, view: View, box: Box) -> torch.Tensor:
+    def _part(self, at: int, sample: int, view: View, box: Box) -> torch.Tensor:
+        form, column = self._forms[at], self._columns[at]
         if not form.cut:
             part = column.read(sample, box)
         else:
@@ -396,22 +387,41 @@ class ShardDataset(Dataset[Any]):
             source = Box((*(leading if form.leading else ()), *view.source(place).bounds))
             part = view.turned(column.read(sample, source)).reshape(box.shape)
         if part.dtype != form.dtype:
-            raise ShapeError(f"its elements are {part.dtype}, those of the first sample {form.dtype}")
+            raise ShapeError(
+                f"{column.name(sample)}: its elements are {part.dtype}, those of the first sample"
+                f" {form.dtype}"
+            )
         return part
 
     def _number(self, item: int) -> str:
         return f"{item}" if self._crops == 1 else f"{item // self._crops} (item {item})"
 
-    def _of_sample(self, item: int, error: Exception) -> DistdlError:
-        kind = type(error) if isinstance(error, DistdlError) else DataError
-        text = str(error) if isinstance(error, DistdlError) else f"{type(error).__name__}: {error}"
-        return kind(f"sample {self._number(item)}: {text}")
+    @contextmanager
+    def _reading(self, item: int) -> Iterator[None]:
+        # Names the sample in errors.
+        try:
+            yield
+        except DistdlError as error:
+            raise type(error)(f"sample {self._number(item)}: {error}") from error
+        except Exception as error:
+            text = f"{type(error).__name__}: {error}"
+            raise DataError(f"sample {self._number(item)}: {text}") from error
 
     def __getstate__(self) -> dict[str, Any]:
         if get_spawning_popen() is not None:
             os.environ.setdefault("MPI4PY_RC_INITIALIZE", "0")
         partition = replace(self.partition, home=None, opened=None)
         return {**vars(self), "machine": None, "partition": partition, "grid": partition}
+
+    def __copy__(self) -> ShardDataset:
+        """A dataset of the same sources and ranks, whose epoch can be set on its own."""
+        found: ShardDataset = object.__new__(type(self))
+        vars(found).update(vars(self))
+        return found
+
+    def __deepcopy__(self, memo: object) -> ShardDataset:
+        """As a copy: sources are read only, and a machine has no copy."""
+        return copy(self)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state, _process=os.getpid())

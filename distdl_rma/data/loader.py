@@ -6,7 +6,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from importlib.util import find_spec
 from itertools import islice
@@ -14,10 +14,11 @@ from typing import Any
 
 import numpy as np
 
-from distdl_rma.checks.outcome import agreed
+from distdl_rma.checks.consensus import gather_words
+from distdl_rma.checks.outcome import together
 from distdl_rma.data.augmentation import permutation
 from distdl_rma.data.dataset import Block, ShardDataset
-from distdl_rma.errors import ConfigurationError, MismatchError, PartitionError
+from distdl_rma.errors import ConfigurationError, DistdlError, MismatchError, PartitionError
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.machine import Machine
 from distdl_rma.split import SplitTensor
@@ -111,48 +112,31 @@ class ShardLoader:
 
     def _agree(self) -> tuple[Partition, list[tuple[int, ...]]]:
         # The ranks of this replica on their grid, and those of each. All ranks raise if one has a problem.
-        settings: dict[str, Any] = {}
-        found: Partition | None = None
-        wrong: Exception | None = None
-        try:
+        alike = "arguments and samples are alike on all ranks"
+        with self._together(ConfigurationError, alike) as facts:
             self._check_arguments()
-            found = self._own_partition()
-            settings = {
-                "batch": self._batch,
-                "replicas": self._replicas,
-                "shuffle": self._shuffle,
-                "drop_last": self._drop_last,
-                **self.dataset.facts(found),
-            }
+            own = self._own_partition()
+            facts |= {"batch": self._batch, "replicas": self._replicas, "shuffle": self._shuffle}
+            facts |= {"drop_last": self._drop_last, **self.dataset.facts(own)}
             if not len(self):
                 raise ConfigurationError(
                     f"ShardLoader: {len(self.dataset)} samples are too few for a step of {self._replicas} x"
                     f" {self._batch}, or for one of each replica"
                 )
-        except Exception as error:  # noqa: BLE001
-            wrong = error
-        grid = None if found is None else [found.ranks, found.shape]
-        answers = agreed(self.machine, self.machine.ranks, "ShardLoader", wrong, [settings, grid])
-        for rank, (its, _) in answers.items():
-            for name, value in its.items():
-                if value != settings[name]:
-                    raise ConfigurationError(
-                        f"ShardLoader: rank {self.machine.rank} has {name} {settings[name]}, rank {rank} has"
-                        f" {value}; arguments and samples are alike on all ranks"
-                    )
-        grids = dict.fromkeys((tuple(ranks), tuple(shape)) for _, (ranks, shape) in answers.values())
+        every = gather_words(self.machine.segments, [own.ranks, own.shape], "ShardLoader (grids)")
+        grids = dict.fromkeys((tuple(ranks), tuple(shape)) for ranks, shape in every.values())
         groups = [ranks for ranks, _ in grids]
         dealt = sorted(rank for ranks in groups for rank in ranks)
-        if (
-            len(groups) != self._replicas
-            or dealt != sorted(answers)
-            or len({shape for _, shape in grids}) > 1
-        ):
+        if (len(groups), dealt, len({shape for _, shape in grids})) != (self._replicas, sorted(every), 1):
             raise PartitionError(
                 f"ShardLoader: replicas={self._replicas} are as many partitions of one shape, which have each"
-                f" of the ranks {tuple(answers)} once; got ranks {groups}"
+                f" of the ranks {tuple(every)} once; got ranks {groups}"
             )
-        return self._own_partition(), groups
+        return own, groups
+
+    def _together(self, differs: type[DistdlError], advice: str) -> AbstractContextManager[dict[str, Any]]:
+        machine = self.machine
+        return together(machine, machine.ranks, "ShardLoader", differs=differs, advice=advice)
 
     def _check_arguments(self) -> None:
         least = {"batch": 1, "replicas": 1, "prefetch": 0}
@@ -239,33 +223,20 @@ class ShardLoader:
 
     def _agreed(self, epoch: int, end: int, read: Read) -> Any:
         # A batch that all ranks have read; else an error on all ranks.
-        blocks: list[Block] = []
-        wrong: Exception | None = None
-        try:
+        same = "have all ranks the same files, epoch and position?"
+        with self._together(MismatchError, same) as facts:
             blocks = read()
-        except Exception as error:  # noqa: BLE001
-            wrong = error
-        facts = [[epoch, end], [[str(x.local.dtype), *x.shape] for x in blocks]]
-        answers = agreed(self.machine, self.machine.ranks, "ShardLoader", wrong, facts)
-        for group in self._groups:
-            for rank in group:
-                self._compare(answers, self._groups[0][0], rank, 0, "epoch and end of the step, in samples,")
-                # Batches of other replicas may have other shapes.
-                self._compare(answers, group[0], rank, 1, "dtypes and shapes of a batch")
+            facts["epoch and end of the step, in samples"] = [epoch, end]
+            # Batches of other replicas may have other shapes.
+            alike = self._replicas == 1 or self.dataset.fixed
+            which = "a batch" if alike else f"a batch of replica {self.replica}"
+            shapes = [(x.layout or x.local).shape for x in blocks]
+            kinds = [str(x.local.dtype) for x in blocks]
+            facts[f"dtypes and shapes of {which}"] = [kinds, shapes]
         tensors = tuple(
-            x.local if x.axes is None else SplitTensor(x.local, lay.balanced(self.partition, x.shape, x.axes))
-            for x in blocks
+            x.local if x.layout is None else SplitTensor(x.local, lay.normal(x.layout)) for x in blocks
         )
         return tensors if len(tensors) > 1 else tensors[0]
-
-    @staticmethod
-    def _compare(answers: Mapping[int, Any], one: int, other: int, at: int, what: str) -> None:
-        mine, theirs = answers[one][at], answers[other][at]
-        if mine != theirs:
-            raise MismatchError(
-                f"ShardLoader: {what} are {mine} on rank {one}, {theirs} on rank {other}:"
-                " have all ranks the same files, epoch and position?"
-            )
 
     def _shown(self, epoch: int, start: int, stack: ExitStack) -> Callable[[], None]:
         # Begins the progress bar, which ends with the stack; what advances it by a step.

@@ -3,24 +3,31 @@
 from __future__ import annotations
 
 import os
+import resource
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
+from itertools import product
 from math import prod
+from numbers import Integral
+from operator import gt
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from distdl_rma.checks.outcome import agreed
+from distdl_rma.checks.outcome import together
 from distdl_rma.dtypes import NUMPY
 from distdl_rma.errors import ArgumentError, DataError, ProtocolError, ShapeError, UnsupportedError
+from distdl_rma.geometry.box import Box
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.intervals import Listed, Split
 from distdl_rma.sources.chunks import chunks_of
-from distdl_rma.sources.opening import needed
+from distdl_rma.sources.opening import check_found, hdf5, needed, npy
 from distdl_rma.sources.raw import RawArray
 from distdl_rma.sources.reading import hdf5_lock, label
 from distdl_rma.split.layout import normal
@@ -29,6 +36,9 @@ from distdl_rma.split.tensor import SplitTensor
 Slices = tuple[slice, ...]
 # Bytes of a chunk at most: readers of other boxes fetch chunks as a whole.
 _CHUNK_NBYTES = 16 << 20
+# Bytes of an HDF5 file beside the elements, and of its index for each chunk, at most.
+_HDF5_NBYTES, _INDEX_NBYTES = 1 << 16, 1 << 8
+_ONE = "all ranks write one tensor to one sink"
 
 
 def create_array(
@@ -58,7 +68,7 @@ def create_array(
         A split tensor of the layout that will be written; its blocks decide about chunks.
     chunks
         Of Zarr; None for the blocks of ``like``, divided to at most 16 MiB. Of HDF5, whose datasets are
-        contiguous if None; with chunks the ranks write in turns.
+        contiguous if None.
 
     Raises
     ------
@@ -69,11 +79,15 @@ def create_array(
     DataError
         When the context begins or ends, on all ranks: no space, no permission, or something is there already.
     """
+    if not isinstance(like, SplitTensor):
+        raise ArgumentError(f"create_array: like= is a split tensor, got {label(like)}; shard() makes one")
+    if not all(isinstance(n, Integral) for n in shape):
+        raise ArgumentError(f"create_array: shape has an integer for each dimension, got {shape!r}")
     place, _, name = os.fspath(path).partition("::")
     suffix, extents = Path(place).suffix.lower(), tuple(map(int, shape))
-    if suffix not in _CREATORS or (name and suffix not in (".h5", ".hdf5")):
+    if suffix not in _KINDS or (name and suffix not in (".h5", ".hdf5")):
         raise ArgumentError(
-            f"create_array: {path}: writes {', '.join(_CREATORS)}, with a name behind '::' for HDF5; for"
+            f"create_array: {path}: writes {', '.join(_KINDS)}, with a name behind '::' for HDF5; for"
             " other files pass what their library opens to write_shards, or a Sink"
         )
     if len(extents) != like.dim() or min(extents, default=0) < 0:
@@ -84,10 +98,11 @@ def create_array(
     kind = _numpy_dtype(like.dtype if dtype is None else dtype)
     if chunks is not None:
         chunks = tuple(map(int, chunks))
-        if suffix == ".npy" or len(chunks) != len(extents) or min(chunks) < 1:
+        fits = len(chunks) == len(extents) and min(chunks, default=1) > 0
+        if suffix == ".npy" or not fits or (suffix != ".zarr" and any(map(gt, chunks, extents))):
             raise ArgumentError(
-                f"create_array: {path}: chunks= are of Zarr and HDF5, one extent above 0 for each of"
-                f" {len(extents)} dimensions, got {chunks}"
+                f"create_array: {path}: chunks= are of Zarr and HDF5, one extent above 0 for each"
+                f" dimension of {extents}, in HDF5 not above the array's, got {chunks}"
             )
     elif suffix == ".zarr":
         chunks = _block_chunks(like.decomposition, extents, kind.itemsize)
@@ -110,67 +125,65 @@ class ArraySink:
         like: SplitTensor,
     ) -> None:
         self.path, self.name, self.shape, self.dtype, self.chunks = path, name, shape, dtype, chunks
-        self._part = Path(f"{path}.part")
+        self._part, self._kind = Path(f"{path}.part"), _KINDS[Path(path).suffix.lower()]
         self._machine, self._ranks = like.machine, like.partition.ranks
-        self._write: Callable[[Slices, NDArray[Any]], None] | None = None
-        suffix = Path(path).suffix.lower()
-        self._create = _CREATORS[suffix]
-        # Only one process at a time may have a file of HDF5 open for writing.
-        self.in_turns = chunks is not None and suffix != ".zarr"
+        self._first = self._machine.rank == self._ranks[0]
+        self._opened: Any = None
 
     def __setitem__(self, box: Slices, values: NDArray[Any]) -> None:
         """Write one box; ``ProtocolError`` outside of the context."""
-        if self._write is None:
+        if self._opened is None:
             raise ProtocolError(f"{self.path}: is written within its context: with create_array(...) as sink")
-        self._write(box, values)
+        self._opened[box] = values
 
     def __enter__(self) -> ArraySink:
-        offset, error = None, None
-        try:
-            if self._first:
-                if Path(self.path).exists():
-                    raise DataError(f"{self.path}: is there already; remove it, or choose another name")
-                self._remove()
-                offset = self._create(self._part, self)
-        except Exception as problem:  # noqa: BLE001 - all ranks raise it
-            error = problem
-            self._remove()
-        offset = self._agree(error, offset)[self._ranks[0]]
-        if offset is not None:
-            self._write = RawArray(str(self._part), self.dtype, self.shape, offset).__setitem__
-        else:
-            self._write = self._write_zarr if Path(self.path).suffix.lower() == ".zarr" else self._write_hdf5
+        with self._together() as facts:
+            facts["array"] = [self.name, self.shape, str(self.dtype), self.chunks]
+            if self._first and Path(self.path).exists():
+                raise DataError(f"{self.path}: is there already; remove it, or choose another name")
+            check_found(str(self._part.absolute().parent))
+        with self._removed_on_error():
+            with self._together():
+                if self._first:
+                    self._remove()
+                    self._kind.create(self._part, self)
+                    if self._part.is_file():
+                        # Else a full disk would be an error, or a crash, where data is written.
+                        with self._part.open("rb+") as file:
+                            os.posix_fallocate(file.fileno(), 0, self._part.stat().st_size)
+            with self._together():
+                check_found(str(self._part))
+                self._opened = self._kind.opened(self._part, self)
+                if isinstance(self._opened, RawArray) and len(self._machine.segments.segment.nodes) > 1:
+                    self._opened = replace(self._opened, on_hosts=True)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._write = None
+        self._opened = None
         if error is not None:
             # The other ranks may be elsewhere, so this one does not wait for them.
             self._remove()
             return
-        self._finish(self._flush)
-        self._finish(self._rename if self._first else lambda: None)
+        with self._removed_on_error():
+            with self._together():
+                self._flush()
+            with self._together():
+                if self._first:
+                    self._part.rename(self.path)
+                    _fsync(Path(self.path).absolute().parent)
 
-    @property
-    def _first(self) -> bool:
-        return self._machine.rank == self._ranks[0]
+    def _together(self) -> AbstractContextManager[dict[str, Any]]:
+        return together(self._machine, self._ranks, f"create_array {self.path}")
 
-    def _finish(self, action: Callable[[], None]) -> None:
-        problem = None
+    @contextmanager
+    def _removed_on_error(self) -> Iterator[None]:
         try:
-            action()
-        except OSError as error:
-            problem = error
-        try:
-            self._agree(problem)
-        except Exception:
+            yield
+        except BaseException:
             self._remove()
             raise
-
-    def _agree(self, error: Exception | None, facts: Any = None) -> dict[int, Any]:
-        return agreed(self._machine, self._ranks, f"create_array {self.path}", error, facts)
 
     def _remove(self) -> None:
         if self._first:
@@ -187,17 +200,6 @@ class ArraySink:
             files = sorted(one for one in self._part.rglob("*") if one.is_file())[mine::count]
         for file in files:
             _fsync(file)
-
-    def _rename(self) -> None:
-        self._part.rename(self.path)
-        _fsync(Path(self.path).absolute().parent)
-
-    def _write_zarr(self, box: Slices, values: NDArray[Any]) -> None:
-        needed("zarr", "zarr").open_array(str(self._part), mode="r+")[box] = values
-
-    def _write_hdf5(self, box: Slices, values: NDArray[Any]) -> None:
-        with hdf5_lock(), needed("h5py", "hdf5").File(self._part, "r+", locking="best-effort") as file:
-            file[self.name][box] = values
 
 
 def write_shards(sink: Any, y: SplitTensor, at: Sequence[int] | None = None) -> None:
@@ -229,7 +231,14 @@ def write_shards(sink: Any, y: SplitTensor, at: Sequence[int] | None = None) -> 
     if not isinstance(y, SplitTensor):
         raise ArgumentError(f"write_shards: takes a sink, then a split tensor, got a {type(y).__name__!r}")
     machine, ranks = y.machine, y.partition.ranks
-    try:
+    with together(machine, ranks, "write_shards", differs=ShapeError, advice=_ONE) as facts:
+        if not hasattr(sink, "shape") or not hasattr(sink, "__setitem__"):
+            raise ArgumentError(
+                "write_shards: a sink has a shape, a dtype and sink[box] = array; for a path take"
+                f" create_array(path, shape, like=y), got {label(sink)}"
+            )
+        if isinstance(sink, np.memmap) and not sink.flags.writeable:
+            raise ArgumentError(f"write_shards: {label(sink)} is read only; open it by mode 'r+'")
         if isinstance(sink, (np.ndarray, torch.Tensor)) and not isinstance(sink, np.memmap):
             raise ArgumentError(
                 f"write_shards: a {type(sink).__name__!r} in memory would get this rank's block only; take"
@@ -237,31 +246,14 @@ def write_shards(sink: Any, y: SplitTensor, at: Sequence[int] | None = None) -> 
             )
         start = _start(sink, y, at)
         layout = _aligned(y.decomposition, start, _write_chunks(sink), tuple(sink.shape))
-    except Exception as error:
-        agreed(machine, ranks, "write_shards", error)
-        raise
-    facts = [list(start), list(map(int, sink.shape))]
-    for rank, theirs in agreed(machine, ranks, "write_shards", None, facts).items():
-        if theirs != facts:
-            raise ShapeError(
-                f"write_shards: rank {machine.rank} writes at {start} of a sink of {tuple(sink.shape)}, but"
-                f" rank {rank} at {tuple(theirs[0])} of {tuple(theirs[1])}; all write one tensor to one sink"
-            )
+        facts |= {"at": start, "shape of the sink": [*map(int, sink.shape)]}
     if layout != y.decomposition:
         with torch.no_grad():
             y = y.redistribute(layout=layout)
     values, box = y.to_local().detach().numpy(), layout.box(machine.rank)
-    writes = machine.rank in layout.one_copy().partition and not box.empty
-    turns = [(rank,) for rank in ranks] if getattr(sink, "in_turns", False) else [ranks]
-    for turn in turns:
-        problem = None
-        if writes and machine.rank in turn:
-            try:
-                target = box.shift(start).bounds
-                sink[tuple(slice(*each) for each in target)] = values
-            except Exception as error:  # noqa: BLE001 - all ranks raise it
-                problem = error
-        agreed(machine, ranks, f"write_shards to {label(sink)}", problem)
+    with together(machine, ranks, f"write_shards to {label(sink)}"):
+        if machine.rank in layout.one_copy().partition and not box.empty:
+            sink[tuple(slice(*each) for each in box.shift(start).bounds)] = values
 
 
 def _start(sink: Any, y: SplitTensor, at: Sequence[int] | None) -> tuple[int, ...]:
@@ -273,7 +265,8 @@ def _start(sink: Any, y: SplitTensor, at: Sequence[int] | None) -> tuple[int, ..
         raise ShapeError(
             f"write_shards: a tensor of shape {extents} at {start} does not lie in {label(sink)} of {shape}"
         )
-    if (wanted := _numpy_dtype(sink.dtype)) != (found := _numpy_dtype(y.dtype)):
+    # Of another byte order the array that is written converts.
+    if (wanted := _numpy_dtype(sink.dtype)).newbyteorder("=") != (found := _numpy_dtype(y.dtype)):
         raise ShapeError(
             f"write_shards: {label(sink)} has elements of {wanted}, the tensor of {found}; convert it by"
             " y.to(...), or make the sink with its dtype"
@@ -328,8 +321,11 @@ def _numpy_dtype(dtype: Any) -> np.dtype[Any]:
         if dtype not in NUMPY:
             raise UnsupportedError(f"numpy has no elements of {dtype}; write them as float32: y.float()")
         return NUMPY[dtype]
-    # Tensorstore has types of its own.
-    found: np.dtype[Any] = np.dtype(getattr(dtype, "numpy_dtype", dtype))
+    try:
+        # Tensorstore has types of its own.
+        found: np.dtype[Any] = np.dtype(getattr(dtype, "numpy_dtype", dtype))
+    except TypeError as error:
+        raise ArgumentError(f"a dtype is of numpy or torch, got {dtype!r}") from error
     return found
 
 
@@ -341,38 +337,79 @@ def _fsync(path: Path) -> None:
         os.close(handle)
 
 
-def _create_npy(part: Path, sink: ArraySink) -> int:
-    header = {
-        "descr": np.lib.format.dtype_to_descr(sink.dtype),
-        "fortran_order": False,
-        "shape": sink.shape,
-    }
+class _Kind(NamedTuple):
+    """How one rank creates an array in one kind of file, and each rank opens it for ``[box] = array``."""
+
+    create: Callable[[Path, ArraySink], None]
+    opened: Callable[[Path, ArraySink], Any]
+
+
+def _check_space(part: Path, nbytes: int) -> None:
+    # Where space is short, libhdf5 may crash.
+    disk, limit = os.statvfs(part.absolute().parent), resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+    free = disk.f_bavail * disk.f_frsize
+    if nbytes > free:
+        raise DataError(f"{part}: No space left on device: it needs {nbytes} bytes, {free} are free")
+    if limit != resource.RLIM_INFINITY and nbytes > limit:
+        raise DataError(f"{part}: File too large: it needs {nbytes} bytes, the limit is {limit} (ulimit -f)")
+
+
+def _create_npy(part: Path, sink: ArraySink) -> None:
+    descr = np.lib.format.dtype_to_descr(sink.dtype)
     with part.open("xb") as file:
-        np.lib.format.write_array_header_1_0(file, header)
-        offset = file.tell()
-        file.flush()
-        os.posix_fallocate(file.fileno(), 0, offset + prod(sink.shape) * sink.dtype.itemsize)
-    return offset
+        np.lib.format.write_array_header_1_0(
+            file, {"descr": descr, "fortran_order": False, "shape": sink.shape}
+        )
+        file.truncate(file.tell() + prod(sink.shape) * sink.dtype.itemsize)
 
 
-def _create_hdf5(part: Path, sink: ArraySink) -> int | None:
+def _create_hdf5(part: Path, sink: ArraySink) -> None:
     h5py = needed("h5py", "hdf5")
-    with hdf5_lock():
-        with h5py.File(part, "x", locking="best-effort") as file:
-            if sink.chunks is not None or not prod(sink.shape):
-                file.create_dataset(sink.name, sink.shape, sink.dtype, chunks=sink.chunks)
-                return None
-            home, _, name = sink.name.rpartition("/")
-            plan = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
-            # Only what is allocated has an offset.
-            plan.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
-            plan.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
-            kind, space = h5py.h5t.py_create(sink.dtype, logical=True), h5py.h5s.create_simple(sink.shape)
-            group = file.require_group(home or "/")
-            offset = h5py.h5d.create(group.id, name.encode(), kind, space, plan).get_offset()
-        with part.open("rb+") as written:
-            os.posix_fallocate(written.fileno(), offset, prod(sink.shape) * sink.dtype.itemsize)
-    return int(offset)
+    chunks = sink.chunks if 0 not in sink.shape else None
+    count = prod(-(-n // chunk) for n, chunk in zip(sink.shape, chunks, strict=True)) if chunks else 1
+    _check_space(
+        part, _HDF5_NBYTES + count * (prod(chunks or sink.shape) * sink.dtype.itemsize + _INDEX_NBYTES)
+    )
+    with hdf5_lock(), h5py.File(part, "x", locking="best-effort") as file:
+        home, _, name = sink.name.rpartition("/")
+        plan = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+        # What is allocated has an offset, and ranks write to it without the library.
+        plan.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
+        plan.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
+        if chunks:
+            plan.set_chunk(chunks)
+        kind, space = h5py.h5t.py_create(sink.dtype, logical=True), h5py.h5s.create_simple(sink.shape)
+        h5py.h5d.create(file.require_group(home or "/").id, name.encode(), kind, space, plan)
+
+
+def _open_hdf5(part: Path, sink: ArraySink) -> Any:
+    if sink.chunks is None:
+        return hdf5(str(part), sink.name)
+    return ChunkedHdf5(part, sink.name, sink.dtype, sink.chunks)
+
+
+@dataclass(frozen=True)
+class ChunkedHdf5:
+    """Writes boxes of a new dataset, all of whose chunks are allocated, by the offsets of these."""
+
+    path: Path
+    name: str
+    dtype: np.dtype[Any]
+    chunks: tuple[int, ...]
+
+    def __setitem__(self, box: Slices, values: NDArray[Any]) -> None:
+        """Write one box."""
+        h5py = needed("h5py", "hdf5")
+        places = [range(each.start // n * n, each.stop, n) for each, n in zip(box, self.chunks, strict=True)]
+        with hdf5_lock(), h5py.File(self.path, "r", locking="best-effort") as file:
+            dataset = file[self.name].id
+            offsets = {at: dataset.get_chunk_info_by_coord(at).byte_offset for at in product(*places)}
+        target = Box(tuple((each.start, each.stop) for each in box))
+        for at, offset in offsets.items():
+            chunk = Box.of_shape(self.chunks).shift(at)
+            part = chunk & target
+            raw = RawArray(str(self.path), self.dtype, self.chunks, offset, on_hosts=True)
+            raw[part.slices(chunk)] = values[part.slices(target)]
 
 
 def _create_zarr(part: Path, sink: ArraySink) -> None:
@@ -381,9 +418,10 @@ def _create_zarr(part: Path, sink: ArraySink) -> None:
     )
 
 
-_CREATORS: dict[str, Callable[[Path, ArraySink], int | None]] = {
-    ".npy": _create_npy,
-    ".h5": _create_hdf5,
-    ".hdf5": _create_hdf5,
-    ".zarr": _create_zarr,
+_HDF5 = _Kind(_create_hdf5, _open_hdf5)
+_KINDS = {
+    ".npy": _Kind(_create_npy, lambda part, _: npy(str(part), None)),
+    ".h5": _HDF5,
+    ".hdf5": _HDF5,
+    ".zarr": _Kind(_create_zarr, lambda part, _: needed("zarr", "zarr").open_array(str(part), mode="r+")),
 }

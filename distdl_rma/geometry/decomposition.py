@@ -149,6 +149,11 @@ class Decomposition:
             )
         )
 
+    @cached_property
+    def own_box(self) -> Box:
+        """Box of this process."""
+        return self.box(self.partition.me)
+
     def holders(self, rank: int) -> tuple[int, ...]:
         """Ranks with the same box as ``rank``, itself included; none if it is outside of the partition."""
         if rank not in self.partition:

@@ -16,7 +16,7 @@ import numpy as np
 from distdl_rma.errors import ArgumentError, DataError, DistdlError, UnsupportedError
 from distdl_rma.sources.chunks import chunks_of
 from distdl_rma.sources.raw import RawArray
-from distdl_rma.sources.reading import hdf5_lock
+from distdl_rma.sources.reading import hdf5_lock, text_of
 
 # Streams that can be read from their beginning only, and what makes a file of them that is read anywhere.
 _STREAMS = {
@@ -90,11 +90,7 @@ def open_array(source: str | os.PathLike[str] | Any, name: str | None = None) ->
             " numpy.memmap(path, dtype, 'r', shape=shape), for other files what their library opens, or"
             " a Source(shape, dtype, read)"
         )
-    if "://" not in path and not Path(path).exists():
-        raise DataError(
-            f"{path}: not found on {platform.node()} from {Path.cwd()}; ranks on several machines need a path"
-            " that leads all of them to the file"
-        )
+    check_found(path)
     try:
         opened = _FORMATS[suffix].opened(path, name)
     except DistdlError:
@@ -105,6 +101,15 @@ def open_array(source: str | os.PathLike[str] | Any, name: str | None = None) ->
             " this user may read?"
         ) from error
     return opened if isinstance(opened, RawArray) else FileSource(path, name, _FORMATS[suffix], opened)
+
+
+def check_found(path: str) -> None:
+    """``DataError`` if this process does not see a file."""
+    if "://" not in path and not Path(path).exists():
+        raise DataError(
+            f"{path}: not found on {platform.node()} from {Path.cwd()}; ranks on several machines need a path"
+            " that leads all of them to the file"
+        )
 
 
 class FileSource:
@@ -132,8 +137,8 @@ class FileSource:
                 return self._array[box]
             except Exception as error:
                 raise DataError(
-                    f"{self}: reading {box} failed: {type(error).__name__}: {error}; if the file is damaged,"
-                    " copy or write it again"
+                    f"{self}: reading {text_of(box)} failed: {type(error).__name__}: {error}; if the file"
+                    " is damaged, copy or write it again"
                 ) from error
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -165,7 +170,8 @@ def _chosen(path: str, names: Iterable[str], name: str | None) -> str:
     return name.strip("/")
 
 
-def _npy(path: str, name: str | None) -> RawArray:
+def npy(path: str, name: str | None) -> RawArray:
+    """The array of a file of numpy."""
     if name is not None:
         raise ArgumentError(f"{path} has one array, without a name, got {name!r}")
     with Path(path).open("rb") as file:
@@ -175,7 +181,8 @@ def _npy(path: str, name: str | None) -> RawArray:
         return RawArray(path, dtype, shape, file.tell(), fortran).check_size()
 
 
-def _hdf5(path: str, name: str | None) -> Any:
+def hdf5(path: str, name: str | None) -> Any:
+    """A dataset of h5py; a :class:`RawArray` if it is contiguous and needs no conversion."""
     h5py = needed("h5py", "hdf5")
     with hdf5_lock():
         file, names = h5py.File(path, "r", locking="best-effort"), []
@@ -231,9 +238,9 @@ def _nifti(path: str, name: str | None) -> Any:
     return needed("nibabel").load(path).dataobj
 
 
-_HDF5, _NETCDF, _TIFF = Format(_hdf5, locked=True), Format(_netcdf, True, True), Format(_tiff)
+_HDF5, _NETCDF, _TIFF = Format(hdf5, locked=True), Format(_netcdf, True, True), Format(_tiff)
 _FORMATS = {
-    ".npy": Format(_npy),
+    ".npy": Format(npy),
     ".h5": _HDF5,
     ".hdf5": _HDF5,
     ".he5": _HDF5,

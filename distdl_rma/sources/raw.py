@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from io import FileIO
 from math import prod
@@ -39,6 +39,9 @@ class RawArray:
         Bytes of the file before its first element.
     fortran
         Whether the elements lie in column-major order.
+    on_hosts
+        Whether processes of several hosts write boxes. Then the file is not mapped for writing, which makes
+        many short runs of bytes slow.
     """
 
     path: str
@@ -46,6 +49,7 @@ class RawArray:
     shape: tuple[int, ...]
     offset: int = 0
     fortran: bool = False
+    on_hosts: bool = False
 
     def __post_init__(self) -> None:
         if self.dtype.hasobject:
@@ -68,46 +72,41 @@ class RawArray:
         if any(each.step not in (None, 1) for each in box):
             whole = tuple(slice(each.start, each.stop) for each in box)
             return self[whole][tuple(slice(None, None, each.step) for each in box)]
-        order = -1 if self.fortran else 1
         found = np.empty([each.stop - each.start for each in box], self.dtype, "F" if self.fortran else "C")
+        box, rows = self._by_rows(box, found)
+        run = self._run(rows)
+        if self._is_short(run, rows):
+            for piece, at in self._pieces(box, rows):
+                piece[...] = self._mapped(piece, at, "r")
+            return found
         with FileIO(self.path) as file:
-            for piece, at, run in self._pieces(box[::order], found.T if self.fortran else found):
-                if run:
-                    self._read(file, piece, at)
-                else:
-                    piece[...] = self._mapped(piece, at, "r")
+            for memory, at in self._runs(box, rows, run):
+                self._read(file, memory, at)
         return found
 
     def __setitem__(self, box: Slices, values: NDArray[Any]) -> None:
         """Write the box, whose bytes must be allocated; steps are not supported."""
-        values = np.asarray(values, self.dtype, "F" if self.fortran else "C")
-        order = -1 if self.fortran else 1
-        with FileIO(self.path, "r+") as file:
-            for piece, at, run in self._pieces(box[::order], values.T if self.fortran else values):
-                if run:
-                    _write(file, piece, at)
-                else:
-                    self._mapped(piece, at, "r+")[...] = piece
-
-    def _pieces(self, box: Sequence[slice], values: NDArray[Any]) -> Iterator[tuple[NDArray[Any], int, bool]]:
-        # Parts of ``values`` that lie together in the file, each with the offset of its first byte and
-        # whether it is one run of bytes.
-        if not values.size or not values.ndim:
-            yield from [(values.reshape(-1), self.offset, True)] * values.size
+        box, rows = self._by_rows(box, np.asarray(values, self.dtype, "F" if self.fortran else "C"))
+        run = self._run(rows)
+        if not self.on_hosts and self._is_short(run, rows):
+            for piece, at in self._pieces(box, rows):
+                self._mapped(piece, at, "r+")[...] = piece
             return
-        strides, start = self._strides, [each.start for each in box]
-        shape = self.shape[::-1] if self.fortran else self.shape
-        # The last dimensions that the box has whole belong to one run, and one more.
-        first = max((d for d, n in enumerate(values.shape) if n < shape[d]), default=0)
-        run = values.shape[first] * strides[first] >= _RUN_NBYTES
-        if not run:
-            first = next(d for d, nbytes in enumerate(strides) if nbytes <= _PIECE_NBYTES)
-        rows = values.shape[first] if run else max(1, _PIECE_NBYTES // strides[first])
-        for lead in np.ndindex(values.shape[:first]):
-            for row in range(0, values.shape[first], rows):
-                places = zip((*lead, row, *[0] * (values.ndim - first - 1)), start, strides, strict=True)
-                at = self.offset + sum((i + a) * nbytes for i, a, nbytes in places)
-                yield values[(*lead, slice(row, row + rows))], at, run
+        # Nor is it open for reading: a client of a network file system would read the rest of a page, and
+        # write it back over what a rank on another host has written there.
+        file = os.open(self.path, os.O_WRONLY)
+        try:
+            for left, start in self._runs(box, rows, run):
+                memory, at = left, start
+                while memory:
+                    done = os.pwrite(file, memory, at)
+                    memory, at = memory[done:], at + done
+        finally:
+            os.close(file)
+
+    def _by_rows(self, box: Slices, values: NDArray[Any]) -> tuple[Slices, NDArray[Any]]:
+        # Both with the slowest dimension first.
+        return (box[::-1], values.T) if self.fortran else (box, values)
 
     @property
     def _strides(self) -> list[int]:
@@ -117,13 +116,50 @@ class RawArray:
             strides.insert(0, strides[0] * extent)
         return strides
 
-    def _read(self, file: FileIO, piece: NDArray[Any], at: int) -> None:
-        left = piece.reshape(-1).view(np.uint8).data
-        while left:
-            done = os.preadv(file.fileno(), [left], at)
+    def _first(self, rows: NDArray[Any]) -> int:
+        # The last dimensions that a box has whole belong to one run, and one more.
+        shape = self.shape[::-1] if self.fortran else self.shape
+        return max((d for d, n in enumerate(rows.shape) if n < shape[d]), default=0)
+
+    def _run(self, rows: NDArray[Any]) -> int:
+        # Elements of a box that follow each other in the file.
+        return prod(rows.shape[self._first(rows) :])
+
+    def _is_short(self, run: int, rows: NDArray[Any]) -> bool:
+        return rows.ndim > 0 and run * self.dtype.itemsize < _RUN_NBYTES
+
+    def _runs(self, box: Slices, rows: NDArray[Any], run: int) -> Iterator[tuple[memoryview, int]]:
+        # The bytes of each run of elements, and where they are in the file.
+        if not rows.size:
+            return
+        offsets, nbytes = np.array([self.offset]), run * self.dtype.itemsize
+        first = self._first(rows)
+        for d, (each, stride) in enumerate(zip(box, self._strides, strict=False)):
+            places = range(each.start, each.stop if d < first else each.start + 1)
+            offsets = np.add.outer(offsets, np.array(places) * stride).reshape(-1)
+        memory = rows.reshape(-1).view(np.uint8).data
+        for number, at in enumerate(offsets):
+            yield memory[number * nbytes : (number + 1) * nbytes], int(at)
+
+    def _pieces(self, box: Slices, rows: NDArray[Any]) -> Iterator[tuple[NDArray[Any], int]]:
+        # Parts of a box that lie together in the file, in no more bytes than are mapped at a time.
+        if not rows.size:
+            return
+        strides, start = self._strides, [each.start for each in box]
+        first = next(d for d, nbytes in enumerate(strides) if nbytes <= _PIECE_NBYTES)
+        step = max(1, _PIECE_NBYTES // strides[first])
+        for lead in np.ndindex(rows.shape[:first]):
+            for row in range(0, rows.shape[first], step):
+                places = zip((*lead, row, *[0] * (rows.ndim - first - 1)), start, strides, strict=True)
+                at = self.offset + sum((i + a) * nbytes for i, a, nbytes in places)
+                yield rows[(*lead, slice(row, row + step))], at
+
+    def _read(self, file: FileIO, memory: memoryview, at: int) -> None:
+        while memory:
+            done = os.preadv(file.fileno(), [memory], at)
             if not done:
                 raise self._ends(at)
-            left, at = left[done:], at + done
+            memory, at = memory[done:], at + done
 
     def _ends(self, at: int) -> DataError:
         return DataError(
@@ -141,10 +177,3 @@ class RawArray:
         except ValueError as error:
             raise self._ends(at) from error
         return np.ndarray(piece.shape, self.dtype, mapped, 0, strides)
-
-
-def _write(file: FileIO, piece: NDArray[Any], at: int) -> None:
-    left = piece.reshape(-1).view(np.uint8).data
-    while left:
-        done = os.pwrite(file.fileno(), left, at)
-        left, at = left[done:], at + done

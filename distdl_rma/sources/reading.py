@@ -52,9 +52,10 @@ class Source:
     def __getitem__(self, box: Slices) -> Any:
         """The part that ``read`` returns."""
         extents = [len(range(*each.indices(n))) for each, n in zip(box, self.shape, strict=True)]
-        if 0 in extents:
-            return _empty(extents, self.dtype)
-        return self.read(box)
+        if 0 not in extents:
+            return self.read(box)
+        torchs = isinstance(self.dtype, torch.dtype)
+        return torch.empty(extents, dtype=self.dtype) if torchs else np.empty(extents, self.dtype)
 
 
 @dataclass(frozen=True)
@@ -127,8 +128,8 @@ def read_box(source: Any, box: Sequence[slice]) -> torch.Tensor:
             part, new = _in_memory(part)
     if tuple(part.shape) != wanted:
         raise ShapeError(
-            f"{label(source)}: asked for {_text(place)}, of shape {wanted}, but got {tuple(part.shape)}; has"
-            " the file changed since it was opened?"
+            f"{label(source)}: asked for {text_of(place)}, of shape {wanted}, but got {tuple(part.shape)};"
+            " has the file changed since it was opened?"
         )
     if isinstance(part, torch.Tensor):
         found = part.detach().to("cpu", memory_format=torch.contiguous_format, copy=True)
@@ -151,8 +152,17 @@ def read_box(source: Any, box: Sequence[slice]) -> torch.Tensor:
 
 def label(source: Any) -> str:
     """What messages call a source: its file, or its kind."""
+    if isinstance(source, (str, os.PathLike)):
+        return os.fspath(source)
     file = getattr(source, "path", None) or getattr(source, "filename", None)
-    return str(file) if isinstance(file, (str, os.PathLike)) else f"a {type(source).__name__}"
+    home = "" if (library := _library(source)) in ("distdl_rma", "builtins") else f"{library}."
+    return str(file) if isinstance(file, (str, os.PathLike)) else f"a {home}{type(source).__name__}"
+
+
+def text_of(box: Sequence[slice]) -> str:
+    """A box in messages."""
+    parts = (f"{each.start}:{each.stop}{f':{each.step}' if each.step else ''}" for each in box)
+    return f"[{', '.join(parts)}]"
 
 
 def hdf5_lock() -> AbstractContextManager[Any]:
@@ -175,16 +185,11 @@ def _place(source: Any, box: Sequence[slice]) -> tuple[Slices, tuple[int, ...]]:
         if not (0 <= start <= stop <= n and step > 0):
             raise ArgumentError(
                 f"{label(source)} has shape {shape}: slices lie inside, from start to stop, with positive"
-                f" steps, got {_text(box)}"
+                f" steps, got {text_of(box)}"
             )
         place.append(slice(start, stop, step) if step > 1 else slice(start, stop))
         extents.append(len(range(start, stop, step)))
     return tuple(place), tuple(extents)
-
-
-def _text(box: Sequence[slice]) -> str:
-    parts = (f"{each.start}:{each.stop}{f':{each.step}' if each.step else ''}" for each in box)
-    return f"[{', '.join(parts)}]"
 
 
 def _in_memory(part: Any) -> tuple[torch.Tensor | NDArray[Any], bool]:
@@ -211,18 +216,10 @@ def _filled(source: Any, part: np.ma.MaskedArray[Any, Any]) -> NDArray[Any]:
     return np.asarray(part.filled(np.nan))
 
 
-def _empty(extents: Sequence[int], dtype: Any) -> Any:
-    if isinstance(dtype, torch.dtype):
-        return torch.empty(extents, dtype=dtype)
-    return np.empty(extents, dtype)
-
-
 def _dtype(dtype: Any) -> torch.dtype:
-    return (
-        dtype
-        if isinstance(dtype, torch.dtype)
-        else _tensor(dtype, np.empty(0, np.dtype(dtype).newbyteorder("="))).dtype
-    )
+    if isinstance(dtype, torch.dtype):
+        return dtype
+    return _tensor(dtype, np.empty(0, np.dtype(dtype).newbyteorder("="))).dtype
 
 
 def _tensor(source: Any, values: NDArray[Any]) -> torch.Tensor:

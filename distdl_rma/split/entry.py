@@ -108,6 +108,11 @@ def _blocks(grid: Any, dims: int, ranks: int) -> tuple[int, ...] | None:
         return (1,) * (dims - len(parts)) + numbers if len(numbers) == len(parts) <= dims else None
     if isinstance(grid, Mapping):
         unknown = [key for key in grid if key not in tuple(letters)]
+        if unknown and not letters:
+            raise ArgumentError(
+                f"a grid of letters such as {unknown[0]!r} is of a tensor with batch, channels and 1 to 3"
+                f" more dimensions, this one has {dims}: say (2, 1) for the last dimensions"
+            )
         if unknown:
             # A letter of tensors with more dimensions.
             missing = "; or is the batch dimension of the tensor missing? x.unsqueeze(0) is a batch of one"

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from distdl_rma.checks.outcome import agreed
+from distdl_rma.checks.outcome import together
 from distdl_rma.errors import ArgumentError, PartitionError, ShapeError
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.partition import Partition
@@ -87,23 +87,16 @@ def _read_block(grid: Grid, machine: Machine | None, x: Any) -> tuple[Any, Parti
         raise PartitionError(f"shard: rank {grid.me} is not in {grid}")
     place = Machine.of(grid) if isinstance(grid, Partition) else Machine.on()
     ranks = grid.ranks if isinstance(grid, Partition) else place.ranks
-    try:
+    advice = f"all ranks pass the same source and grid; this rank passes {label(x)}"
+    with together(place, ranks, "shard", differs=ShapeError, advice=advice) as facts:
         source = open_array(x)
-        partition = grid_for(grid, machine, len(source.shape))
+        try:
+            partition = grid_for(grid, machine, len(source.shape))
+        except (ArgumentError, PartitionError) as error:
+            raise type(error)(f"{label(x)} has shape {tuple(source.shape)}: {error}") from error
         local = block_of(partition, source)
-    except Exception as error:
-        agreed(place, ranks, "shard", error)
-        raise
-    facts = [*map(int, source.shape), str(local.dtype)]
-    (first, its), *others = agreed(place, ranks, "shard", None, facts).items()
-    for rank, theirs in others:
-        if theirs != its:
-            *one, kind = its
-            *other, other_kind = theirs
-            raise ShapeError(
-                f"shard: {label(source)} is {tuple(one)} of {kind} on rank {first} but {tuple(other)} of"
-                f" {other_kind} on rank {rank}; all ranks pass the same source"
-            )
+        facts["source"] = f"{tuple(map(int, source.shape))} of {local.dtype}"
+        facts["grid"] = str(partition.shape)
     return source, partition, local
 
 

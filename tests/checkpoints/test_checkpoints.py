@@ -178,9 +178,10 @@ def test_different_copies_are_no_checkpoint(P_world, comm, folder):
         assert state["s"]["x"].eq(1).all()
 
 
-def test_a_signal_of_one_rank_stops_all(P_world, comm, folder):
+@pytest.mark.parametrize("stop_on", [signal.SIGUSR1, [signal.SIGUSR1]])
+def test_a_signal_of_one_rank_stops_all(P_world, comm, folder, stop_on):
     before = signal.getsignal(signal.SIGUSR1)
-    with Checkpoints(folder, stop_on=[signal.SIGUSR1], machine=P_world) as kept:
+    with Checkpoints(folder, stop_on=stop_on, machine=P_world) as kept:
         assert not kept.due(1)
         assert not kept.stopping
         if comm.rank == comm.size - 1:
@@ -206,8 +207,10 @@ def test_asynchronous_saves_hold_the_state_of_their_call(P_world, folder):
 
 
 def change(comm, path, edit):
-    """Let one rank change a file."""
-    if comm.rank == 0:
+    """Let one rank change a file, or remove it."""
+    if comm.rank == 0 and edit is None:
+        path.unlink()
+    elif comm.rank == 0:
         path.write_bytes(edit(bytearray(path.read_bytes())))
     comm.Barrier()
 
@@ -226,6 +229,7 @@ def flipped(at):
         (DATA, flipped(-1), r"data.safetensors is damaged: the checksum of 'x/value'"),
         (DATA, flipped(20), r"data.safetensors is damaged: the checksum of its head"),
         (DATA, lambda data: data[:-7], r"data.safetensors is damaged: it has \d+ bytes instead of \d+"),
+        (DATA, None, r"data.safetensors is damaged: it is missing"),
         (MANIFEST, lambda data: data[:-7], r"manifest.json is damaged: it is no manifest"),
         (MANIFEST, lambda data: data.replace(b'"step": 2', b'"step": 3'), r"its checksum does not fit"),
         (MANIFEST, lambda data: data.replace(b'"version": 1', b'"version": 9'), r"is of version 9"),
@@ -333,8 +337,11 @@ def test_arguments_are_checked_and_compared(P_world, comm, folder):
     with pytest.raises(CheckpointError, match="its parent exists"):
         Checkpoints(folder / "a" / "b", machine=P_world)
     if comm.size > 1:
-        with pytest.raises(ConfigurationError, match="they must be alike"):
+        with pytest.raises(ConfigurationError, match=r"folder: .*run-0 on rank 0, but .*run-1 on rank 1"):
             Checkpoints(folder.with_name(f"run-{comm.rank}"), machine=P_world)
+    for wrong in (signal.SIGUSR1.name, 10**6, [None]):
+        with pytest.raises(ConfigurationError, match="stop_on is a signal or several, such as"):
+            Checkpoints(folder, stop_on=wrong, machine=P_world)
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])

@@ -1,5 +1,6 @@
 """Samples of a dataset: every rank of every grid reads its block of what numpy shows of the whole."""
 
+import copy
 import os
 import pickle
 
@@ -8,7 +9,7 @@ import pytest
 import torch
 
 from distdl_rma import ArgumentError, DataError, Machine, PartitionError, ShapeError, ShardDataset, Source
-from distdl_rma.geometry.intervals import Balanced
+from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.partition import Partition
 
 pytestmark = [pytest.mark.mpi, pytest.mark.sizes(1)]
@@ -48,20 +49,10 @@ def played(dataset, items, grid, epoch=0):
     for me in ranks:
         partition = Partition(ranks, grid, me)
         for at, block in enumerate(dataset.batch(epoch, items, partition)):
+            layout = block.layout or Decomposition.replicated(partition, block.local.shape)
             if len(found) <= at:
-                found.append(torch.full(block.shape, 99).to(block.local.dtype))
-            own = tuple(slice(None) for _ in block.shape)
-            if block.axes is not None:
-                parts = [1] * len(block.shape)
-                for axis, n in zip(block.axes, grid, strict=True):
-                    if axis is not None:
-                        parts[axis] = n
-                index = partition.index_of(me)
-                place = [index[block.axes.index(d)] if d in block.axes else 0 for d in range(len(parts))]
-                own = tuple(
-                    slice(*Balanced(n, p).interval(i))
-                    for n, p, i in zip(block.shape, parts, place, strict=True)
-                )
+                found.append(torch.full(layout.shape, 99).to(block.local.dtype))
+            own = layout.slices()
             assert found[at][own].shape == block.local.shape
             assert block.local.is_contiguous()
             found[at][own] = block.local
@@ -168,29 +159,35 @@ def failing(box):
             ([np.zeros((1, 6, 5)), np.zeros((2, 6, 5))],),
             {},
             ShapeError,
-            r"sample 1: the image has shape \(2, 6, 5\)",
+            r"sample 1: the image, a numpy.ndarray, has shape \(2, 6, 5\)",
         ),
         (
             ([np.zeros((1, 6, 5)), np.zeros((1, 6, 5), int)],),
             {},
             ShapeError,
-            "sample 1: its elements are torch.int64",
+            "sample 1: a numpy.ndarray: its elements are torch.int64",
         ),
         (
             ([np.zeros((1, 6, 5)), np.zeros((1, 3, 5))],),
             {"crop": (4, 5)},
             ShapeError,
-            "sample 1: the crop 4 of dim",
+            "sample 1: a numpy.ndarray: the crop 4 of dim",
         ),
-        ((np.zeros((2, 1, 6, 5)), np.zeros((2, 6, 4))), {}, ShapeError, r"label 1 has shape \(6, 4\)"),
-        ((np.zeros((2, 1, 6, 5)), np.zeros((2, 1, 1, 6, 5))), {}, ShapeError, "label 1 has shape"),
+        (
+            (np.zeros((2, 1, 6, 5)), np.zeros((2, 6, 4))),
+            {},
+            ShapeError,
+            r"label 1, a numpy.ndarray, has shape \(6, 4\)",
+        ),
+        ((np.zeros((2, 1, 6, 5)), np.zeros((2, 1, 1, 6, 5))), {}, ShapeError, "label 1, .* has shape"),
         (
             (np.zeros((2, 1, 6, 5)), np.zeros(3)),
             {},
             ShapeError,
-            "the same number of samples, at least one, got 2, 3",
+            "the same number of samples, got 2, 3",
         ),
-        ((np.zeros((0, 1, 6, 5)),), {}, ShapeError, "at least one, got 0"),
+        ((np.zeros((0, 1, 6, 5)),), {}, ShapeError, "there are no images; at least one"),
+        (([],), {}, ShapeError, "there are no images; at least one"),
         (
             (np.zeros((2, 1, 1, 6, 5)),),
             {"crop": (2, 2)},
@@ -237,12 +234,22 @@ def test_an_item_has_no_part_of_a_batch(comm):
         ShardDataset(np.zeros((1, 1, 4)), grid=partition)[0]
 
 
+def test_a_copy_reads_the_same_and_has_an_epoch_of_its_own(comm):
+    dataset = ShardDataset(np.random.default_rng(0).random((4, 1, 9, 8)), grid=(1, 1), crop=(5, 5))
+    copies = copy.copy(dataset), copy.deepcopy(dataset)
+    for other in copies:
+        assert other.machine is dataset.machine
+        assert torch.equal(other[2], dataset[2])
+        other.set_epoch(3)
+        assert not torch.equal(other[2], dataset[2])
+
+
 def test_a_copy_for_another_process_reads_the_same(tmp_path):
     np.save(tmp_path / "x.npy", np.random.default_rng(0).random((4, 1, 9, 8)))
     dataset = ShardDataset(tmp_path / "x.npy", [1, 2, 3, 4], grid=(1, 1), crop=(5, 5), flip="HW", rotate="HW")
     before = dict(os.environ)
-    copy = pickle.loads(pickle.dumps(dataset))
+    found = pickle.loads(pickle.dumps(dataset))
     assert dict(os.environ) == before
-    assert copy.machine is None
+    assert found.machine is None
     for item in range(4):
-        assert all(torch.equal(one, two) for one, two in zip(copy[item], dataset[item], strict=True))
+        assert all(torch.equal(one, two) for one, two in zip(found[item], dataset[item], strict=True))

@@ -302,9 +302,9 @@ def test_a_file_that_one_rank_lacks_is_an_error_on_all(comm, tmp_path):
 @pytest.mark.parametrize(
     ("odd", "error", "message"),
     [
-        (lambda x: x[:, :, :-1], ConfigurationError, "has shapes"),
-        (lambda x: x.astype(np.float64), ConfigurationError, "has dtypes"),
-        (lambda x: x[:-1], ConfigurationError, "has samples"),
+        (lambda x: x[:, :, :-1], ConfigurationError, "shapes: "),
+        (lambda x: x.astype(np.float64), ConfigurationError, "dtypes: "),
+        (lambda x: x[:-1], ConfigurationError, "samples: 10 on rank 0, but 9 on rank 1"),
     ],
 )
 def test_sources_that_differ_between_ranks_are_refused(comm, odd, error, message):
@@ -321,7 +321,7 @@ def test_samples_that_differ_between_ranks_are_refused_when_they_come(comm):
     loader = ShardLoader(ShardDataset(images, grid={"H": -1}))
     loop = iter(loader)
     next(loop)
-    with pytest.raises(MismatchError, match=r"dtypes and shapes of a batch are .* on rank 0, .* on rank 1"):
+    with pytest.raises(MismatchError, match=r"dtypes and shapes of a batch: .* on rank 0, but .* on rank 1"):
         next(loop)
 
 
@@ -341,7 +341,7 @@ def test_replicas_may_have_samples_of_other_shapes(comm):
 def test_positions_that_differ_between_ranks_are_refused(comm):
     loader = ShardLoader(made(), 2)
     loader.set_epoch(comm.rank % 2)
-    with pytest.raises(MismatchError, match=r"epoch and end of the step, in samples, are \[0, 2\] on rank 0"):
+    with pytest.raises(MismatchError, match=r"epoch and end of the step, in samples: \[0, 2\] on rank 0"):
         next(iter(loader))
     loader.set_epoch(0)
     assert len(list(loader)) == 5
@@ -367,7 +367,7 @@ def test_arguments_that_do_not_fit_are_refused(comm, options, error, message):
 def test_arguments_of_one_rank_are_refused_on_all(comm):
     with pytest.raises((ConfigurationError, DataError), match="batch is an integer, at least 1, got 0"):
         ShardLoader(made(), int(comm.rank != 1))
-    with pytest.raises(ConfigurationError, match="has seed"):
+    with pytest.raises(ConfigurationError, match="seed: 0 on rank 0, but 1 on rank 1"):
         ShardLoader(made(seed=comm.rank))
     with pytest.raises(DistdlError, match="the crop 13 of dimension H does not fit"):
         ShardLoader(made(crop=(13, 4) if comm.rank == 0 else (12, 4)))

@@ -13,6 +13,7 @@ import torch
 from distdl_rma import (
     ArgumentError,
     DataError,
+    MismatchError,
     ProtocolError,
     ShapeError,
     Sink,
@@ -86,12 +87,45 @@ def test_every_dtype_of_numpy_can_be_written(dtype, name, folder, comm, P_world)
 
 @pytest.mark.mpi
 @pytest.mark.parametrize("name", ["x.npy", "x.h5", "x.zarr"])
+def test_another_byte_order_is_written(name, folder, comm, P_world):
+    x = torch.arange(24.0).reshape(4, 6)
+    y = shard((1, comm.size), x)
+    with create_array(folder / name, (4, 6), ">f4", like=y) as sink:
+        write_shards(sink, y)
+    # Zarr says the order of the memory.
+    assert open_array(folder / name).dtype == ("<f4" if name == "x.zarr" else ">f4")
+    assert np.array_equal(whole(folder / name), x.numpy())
+
+
+@pytest.mark.mpi
+def test_an_array_that_is_read_only_is_refused_with_the_mode(folder, comm, P_world):
+    if comm.rank == 0:
+        np.save(folder / "x.npy", np.zeros((4, 6), np.float32))
+    comm.Barrier()
+    with pytest.raises(ArgumentError, match=r"x\.npy is read only; open it by mode 'r\+'"):
+        write_shards(np.load(folder / "x.npy", mmap_mode="r"), shard((1, comm.size), torch.zeros(4, 6)))
+
+
+@pytest.mark.mpi(min_size=2)
+def test_arrays_that_differ_between_ranks_are_refused(folder, comm, P_world):
+    y = shard((1, comm.size), torch.zeros(4, 6))
+    with (
+        pytest.raises(MismatchError, match=r"array: .*\[4, 6\].* on rank 0, but .*\[4, 7\].* on rank 1"),
+        create_array(folder / "x.npy", (4, 6 + comm.rank), like=y),
+    ):
+        pytest.fail("entered")
+    assert not list(folder.iterdir())
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("name", ["x.npy", "x.h5", "x.zarr"])
 def test_empty_blocks_and_copies_are_written_once(name, folder, comm, P_world):
     x = torch.arange(6.0).reshape(1, 6)
-    for number, y in enumerate((shard((comm.size, 1), x), shard((1, comm.size), x).redistribute())):
-        with create_array(folder / f"{number}{name}", (1, 6), like=y) as sink:
+    tensors = shard((comm.size, 1), x), shard((1, comm.size), x).redistribute(), shard((1, comm.size), x[:0])
+    for number, y in enumerate(tensors):
+        with create_array(folder / f"{number}{name}", y.shape, like=y) as sink:
             write_shards(sink, y)
-        assert np.array_equal(whole(folder / f"{number}{name}"), x.numpy())
+        assert np.array_equal(whole(folder / f"{number}{name}"), x.numpy()[: len(y)])
 
 
 @pytest.mark.mpi
@@ -182,12 +216,22 @@ def test_what_does_not_fit_is_refused_on_all_ranks(folder, comm, P_world):
         create_array(folder / "x.npy", (4, 6), like=y.bfloat16())
     with pytest.raises(ArgumentError, match="takes a sink, then a split tensor"):
         write_shards(sink, torch.zeros(4, 6))
+    for wrong in (None, str(folder / "x.npy")):
+        with pytest.raises(ArgumentError, match=r"for a path take create_array\(path, shape, like=y\)"):
+            write_shards(wrong, y)
+    with pytest.raises(ArgumentError, match=r"like= is a split tensor, got a torch\.Tensor"):
+        create_array(folder / "x.npy", (4, 6), like=torch.zeros(4, 6))
+    with pytest.raises(ArgumentError, match="shape has an integer for each dimension"):
+        create_array(folder / "x.npy", (4.0, 6), like=y)
+    with pytest.raises(ArgumentError, match="a dtype is of numpy or torch, got 'none'"):
+        create_array(folder / "x.npy", (4, 6), "none", like=y)
     for name, shape, chunks, words in (
         ("x.png", (4, 6), None, r"writes \.npy"),
         ("x.zarr::x", (4, 6), None, "with a name behind"),
         ("x.npy", (4,), None, "must have the 2 dimensions"),
         ("x.npy", (4, 6), (2, 2), "chunks= are of Zarr and HDF5"),
         ("x.h5", (4, 6), (2, 0), "chunks= are of Zarr and HDF5"),
+        ("x.h5", (4, 6), (2, 7), "in HDF5 not above the array's, got"),
     ):
         with pytest.raises(ArgumentError, match=words):
             create_array(folder / name, shape, like=y, chunks=chunks)
@@ -204,7 +248,9 @@ def write_shards_alone(sink):
 def test_ranks_that_write_at_different_places_are_refused(comm, P_world):
     y = shard((1, comm.size), torch.zeros(4, 6))
     sink = Sink((4, 20), np.float32, lambda box, values: pytest.fail("written"))
-    with pytest.raises(ShapeError, match=r"writes at \(0, \d\) of .* all write one tensor"):
+    with pytest.raises(
+        ShapeError, match=r"at: \[0, 0\] on rank 0, but \[0, 1\] on rank 1; all ranks write one tensor"
+    ):
         write_shards(sink, y, at=(0, comm.rank))
 
 
@@ -252,9 +298,9 @@ def test_a_context_that_fails_leaves_nothing(name, folder, comm, P_world):
 @pytest.mark.mpi
 def test_a_folder_that_is_missing_is_an_error_on_all_ranks(folder, comm, P_world):
     y = shard((1, comm.size), torch.ones(4, 6))
-    for name in ("x.npy", "x.h5"):
+    for name in ("x.npy", "x.h5", "x.zarr"):
         with (
-            pytest.raises(DataError, match=r"No such file|unable to"),
+            pytest.raises(DataError, match=r"no: not found on"),
             create_array(folder / "no" / name, (4, 6), like=y),
         ):
             pytest.fail("entered")
@@ -271,8 +317,10 @@ def test_a_write_that_fails_on_one_rank_fails_on_all(comm, P_world):
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("name", ["x.npy", "x.h5"])
-def test_a_file_above_the_limit_is_an_error_on_all_ranks_before_data_moves(name, folder, comm, P_world):
+@pytest.mark.parametrize(("name", "chunks"), [("x.npy", None), ("x.h5", None), ("x.h5", (100, 100))])
+def test_a_file_above_the_limit_is_an_error_on_all_ranks_before_data_moves(
+    name, chunks, folder, comm, P_world
+):
     y = shard((1, comm.size), torch.ones(4, 6))
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -280,7 +328,7 @@ def test_a_file_above_the_limit_is_an_error_on_all_ranks_before_data_moves(name,
     try:
         with (
             pytest.raises(DataError, match="File too large"),
-            create_array(folder / name, (400, 600), like=y),
+            create_array(folder / name, (400, 600), like=y, chunks=chunks),
         ):
             pytest.fail("entered")
     finally:
@@ -298,9 +346,9 @@ comm = MPI.COMM_WORLD
 with Machine(comm, segment_size="4MiB") as machine:
     x = torch.rand(4, 1 << 20)
     y = shard(machine.partition((1, comm.size)), x)
-    for name in ("x.npy", "x.h5", "x.zarr"):
+    for name, chunks in (("x.npy", None), ("x.h5", None), ("x.h5", (4, 1 << 14)), ("x.zarr", None)):
         try:
-            with create_array(f"/dev/shm/{name}", (40, 1 << 20), like=y) as sink:
+            with create_array(f"/dev/shm/{name}", (40, 1 << 20), like=y, chunks=chunks) as sink:
                 for row in range(0, 40, 4):
                     write_shards(sink, y, at=(row, 0))
         except DataError as error:

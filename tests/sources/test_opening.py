@@ -124,11 +124,3 @@ def test_a_missing_package_is_named_with_the_command_that_installs_it(
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(DataError, match=f"pip install '?{re.escape(command)}"):
         open_array(path)
-
-
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
-def test_a_file_without_permission_is_an_error(x, tmp_path):
-    path = formats.npy(tmp_path, x)
-    path.chmod(0)
-    with pytest.raises(DataError, match=r"Permission denied.*this user may read"):
-        open_array(path)

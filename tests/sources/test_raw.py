@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -34,11 +35,13 @@ def random_boxes(shape, count):
 
 @pytest.mark.parametrize("order", ["C", "F"])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_boxes_are_read_and_written_where_they_lie(shape, order, sizes, tmp_path):
+@pytest.mark.parametrize("on_hosts", [False, True])
+def test_boxes_are_read_and_written_where_they_lie(shape, on_hosts, order, sizes, tmp_path):
     x = np.arange(np.prod(shape), dtype="<f8").reshape(shape)
     np.save(tmp_path / "x.npy", np.asarray(x, order=order))
     array = open_array(tmp_path / "x.npy")
     assert isinstance(array, RawArray)
+    array = replace(array, on_hosts=on_hosts)
     for number, box in enumerate(random_boxes(shape, 20)):
         assert np.array_equal(array[box], x[box])
         x[box] = number
@@ -90,9 +93,10 @@ def resident(name):
     return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(f"{name}:"))
 
 
-def test_writers_of_boxes_that_share_pages_do_not_disturb_each_other(tmp_path):
+@pytest.mark.parametrize("on_hosts", [False, True])
+def test_writers_of_boxes_that_share_pages_do_not_disturb_each_other(on_hosts, tmp_path):
     np.save(tmp_path / "x.npy", np.zeros((64, 300), np.float32))
-    array = open_array(tmp_path / "x.npy")
+    array = replace(open_array(tmp_path / "x.npy"), on_hosts=on_hosts)
 
     def write(column):
         for _ in range(20):

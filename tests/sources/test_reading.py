@@ -211,7 +211,7 @@ def test_other_processes_open_the_file_themselves(made, tmp_path):
 
 def test_messages_name_the_file(tmp_path):
     assert label(open_array(formats.zarr3(tmp_path, values((4, 20), "float32")))).endswith("x.zarr")
-    assert label(np.zeros(3)) == "a ndarray"
+    assert label(np.zeros(3)) == "a numpy.ndarray"
 
 
 def test_a_damaged_chunk_is_an_error_with_the_file(tmp_path):

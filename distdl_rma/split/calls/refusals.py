@@ -30,6 +30,8 @@ _HINT = (
     "This is torch's error for whole tensors. A plain tensor that is a block of this rank becomes a split one"
     " by SplitTensor.from_local."
 )
+# Types of most arguments, for which a look at the type is enough.
+_NUMBERS = frozenset({int, float, bool, str, type(None)})
 # Text of kernels' errors about dtypes, which torch does not raise on the meta device.
 _OF_DTYPES = "not implemented for"
 
@@ -41,7 +43,8 @@ def raise_as_torch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     """
     given = (*args, *kwargs.values())
     # A user's function must run only once, and a user's generator must draw only once.
-    if kwargs.get("out") is not None or any(callable(x) or isinstance(x, torch.Generator) for x in given):
+    more = [x for x in given if x.__class__ not in _NUMBERS]
+    if kwargs.get("out") is not None or any(callable(x) or isinstance(x, torch.Generator) for x in more):
         return ()
     key = func, torch.is_autocast_enabled("cpu"), torch.get_default_dtype(), _kind(args), _kind(kwargs)
     found = _ACCEPTED.get(key)
@@ -79,7 +82,9 @@ def raising_as_torch(handler: Handler) -> Handler:
 
 def _kind(argument: Any) -> Any:
     # A hashable key. For an index that every rank has, it includes the smallest and the largest value; for a
-    # mask, also the number of true ones.
+    # mask, also the number of true ones. The type, since a number and a bool may be equal.
+    if argument.__class__ in _NUMBERS:
+        return argument.__class__, argument
     if isinstance(argument, torch.Tensor):
         ends: tuple[float, ...] = ()
         split = _is_split(argument)
@@ -94,7 +99,6 @@ def _kind(argument: Any) -> Any:
         return tuple((name, _kind(each)) for name, each in argument.items())
     if isinstance(argument, slice):
         return "slice", _kind((argument.start, argument.stop, argument.step))
-    # With the type, since a number and a bool may be equal.
     return type(argument), argument if isinstance(argument, Hashable) else repr(argument)
 
 

@@ -103,11 +103,26 @@ def test_errors_that_all_ranks_have_keep_their_kind(folder, comm, P_world):
 @pytest.mark.mpi(min_size=2)
 def test_sources_of_other_sizes_or_elements_are_refused_on_all_ranks(folder, comm, P_world):
     np.save(folder / f"{comm.rank}.npy", np.zeros((4, 6 + comm.rank)))
-    with pytest.raises(ShapeError, match=r"\(4, 6\) of torch\.float64 on rank 0 but \(4, 7\) .* rank 1"):
+    with pytest.raises(ShapeError, match=r"\(4, 6\) of torch\.float64 on rank 0, but \(4, 7\) .* rank 1"):
         shard((comm.size, 1), folder / f"{comm.rank}.npy")
     kind = [np.float32, np.float64][comm.rank % 2]
-    with pytest.raises(ShapeError, match=r"float32 on rank 0 but \(4, 6\) of torch\.float64 on rank 1"):
+    with pytest.raises(ShapeError, match=r"float32 on rank 0, but \(4, 6\) of torch\.float64 on rank 1"):
         shard((comm.size, 1), Source((4, 6), kind, lambda box: np.zeros((4, 6), kind)[box]))
+
+
+@pytest.mark.mpi(min_size=2)
+def test_grids_that_differ_are_refused_on_all_ranks(folder, comm, P_world):
+    if comm.rank == 0:
+        np.save(folder / "x.npy", np.zeros((4, 6)))
+    comm.Barrier()
+    grid = (comm.size, 1) if comm.rank else (1, comm.size)
+    with pytest.raises(
+        ShapeError, match=r"shard: grid: \(1, \d\) on rank 0, but \(\d, 1\) on rank 1; .*x\.npy"
+    ):
+        shard(grid, folder / "x.npy")
+    words = r"x\.npy has shape \(4, 6\): a grid of letters such as 'H' is of a tensor with batch"
+    with pytest.raises(ArgumentError, match=words):
+        shard({"H": comm.size}, folder / "x.npy")
 
 
 @pytest.mark.mpi(min_size=2)

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from math import log1p, pi, prod, sqrt
+from threading import local
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,7 +24,10 @@ Words = NDArray[np.uint64]
 Numbers = NDArray[Any]
 # Of SplitMix64: the step of the counter; the shifts and factors that mix it.
 _STEP = 0x9E3779B97F4A7C15
-_MIX = (30, np.uint64(0xBF58476D1CE4E5B9)), (27, np.uint64(0x94D049BB133111EB)), (31, None)
+_FACTORS = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+# Arrays without dimensions, with which numpy computes faster than with numbers.
+_RIGHT = [np.array(bits, np.uint64) for bits in range(64)]
+_MIX = (*zip((_RIGHT[30], _RIGHT[27]), (np.array(each, np.uint64) for each in _FACTORS), strict=True),)
 _WORDS = 1 << 64
 # Elements whose numbers are computed at once, in the processor's cache.
 _CHUNK = 1 << 14
@@ -32,14 +36,25 @@ _BITS = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16
 _INTEGERS = torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64
 
 
+class _Scratch(local):
+    """Memory of each thread for one number of a generator."""
+
+    def __init__(self) -> None:
+        with torch.inference_mode(False):
+            self.word = torch.empty((), dtype=torch.int64, device="cpu")
+
+
+_SCRATCH = _Scratch()
+
+
 def seed_from(source: torch.Generator | None = None) -> int:
     """Seed of one draw: a number of the default generator, or of ``source``; on all ranks of the tensor."""
-    return int(torch.empty((), dtype=torch.int64).random_(generator=source))
+    return int(_SCRATCH.word.random_(generator=source).item())
 
 
 def generator_of_block(layout: Decomposition, seed: int) -> torch.Generator:
     """A new generator of torch for this rank's block, equal on ranks with copies of it."""
-    return torch.Generator().manual_seed(hash((seed, *layout.box(layout.partition.me).start)))
+    return torch.Generator().manual_seed(hash((seed, *layout.own_box.start)))
 
 
 def fill(out: torch.Tensor, name: str, layout: Decomposition, seed: int, parameters: Sequence[Any]) -> bool:
@@ -66,33 +81,35 @@ def fill(out: torch.Tensor, name: str, layout: Decomposition, seed: int, paramet
     distribution, has = _DISTRIBUTIONS[name]
     if not has(out.dtype):
         return False
-    bounds, shape, real, mean = layout.box(layout.partition.me).bounds, layout.shape, out, 0.0
+    real, mean = out, 0.0
     if out.is_complex():
-        bounds, shape, real = (*bounds, (0, 2)), (*shape, 2), torch.view_as_real(out)
+        real = torch.view_as_real(out)
         if name == "normal_":
             # Both parts have half of the variance.
             mean, parameters = parameters[0], (0.0, parameters[1] / sqrt(2))
-    if 0 in real.shape:
+    plan = _plan(layout.own_box.bounds, layout.shape, real.stride())
+    if plan is None:
         return True
-    # In the order of memory, if the block fills it.
-    order = sorted(range(real.dim()), key=real.stride().__getitem__, reverse=True)
-    target = real.detach().permute(order)
-    direct = target.is_contiguous() and not (out.requires_grad and torch.is_grad_enabled())
-    if not direct:
-        order = [*range(real.dim())]
-        target = torch.empty(real.shape, dtype=real.dtype)
-    values = partial(distribution, real.dtype, *parameters)
-    _fill(target, _counters(bounds, shape, tuple(order)), seed, values)
-    if not direct:
+    if len(plan.rows) == 1 and plan.width == plan.piece:
+        words = plan.columns + np.uint64((int(plan.rows[0]) + seed) % _WORDS)
+        _mix(words, np.empty_like(words))
+        found = torch.from_numpy(distribution(real.dtype, *parameters, words))
+        real.copy_(found.as_strided(real.shape, plan.strides))
+    elif plan.strides == real.stride() and not (out.requires_grad and torch.is_grad_enabled()):
+        _fill(real.detach(), plan, seed, partial(distribution, real.dtype, *parameters))
+    else:
+        target = torch.empty_strided(real.shape, plan.strides, dtype=real.dtype)
+        _fill(target, plan, seed, partial(distribution, real.dtype, *parameters))
         real.copy_(target)
     if mean:
         out.add_(mean)
     return True
 
 
-class _Counters(NamedTuple):
+class _Plan(NamedTuple):
     """What the indices of a block's elements add to the seed, as sums of rows and columns."""
 
+    strides: tuple[int, ...]  # of memory without gaps in which the elements are drawn
     rows: Words  # of the outer dimensions
     columns: Words  # of the inner dimensions, as far as a chunk goes
     width: int  # elements of a whole row
@@ -101,9 +118,23 @@ class _Counters(NamedTuple):
 
 
 @lru_cache(maxsize=64)
-def _counters(
-    bounds: tuple[tuple[int, int], ...], shape: tuple[int, ...], order: tuple[int, ...]
-) -> _Counters:
+def _plan(
+    bounds: tuple[tuple[int, int], ...], shape: tuple[int, ...], strides: tuple[int, ...]
+) -> _Plan | None:
+    # Of a block in memory with these strides; None without elements. Complex elements have a dimension more.
+    if len(strides) > len(shape):
+        bounds, shape = (*bounds, (0, 2)), (*shape, 2)
+    extents = [b - a for a, b in bounds]
+    if 0 in extents:
+        return None
+    # In the order of memory, if the block fills it.
+    order = sorted(range(len(shape)), key=strides.__getitem__, reverse=True)
+    dense = _packed(extents, order)
+    if any(n > 1 and a != b for n, a, b in zip(extents, strides, dense, strict=True)):
+        order = [*range(len(shape))]
+        dense = _packed(extents, order)
+    else:
+        dense = strides
     # A tensor without dimensions has one element.
     steps = [prod(shape[d + 1 :]) * _STEP % _WORDS for d in order] or [0]
     starts, stops = zip(*(bounds[d] for d in order), strict=True) if order else ((0,), (1,))
@@ -118,7 +149,16 @@ def _counters(
     # The first number of SplitMix64 is that of the seed and one step.
     rows = _sums(starts[:at], stops[:at], steps) + np.uint64(_STEP)
     columns = _sums(starts[at:], pieces, steps[at:])
-    return _Counters(rows, columns, extent * inner, len(columns), indices * steps[at] % _WORDS)
+    return _Plan(dense, rows, columns, extent * inner, len(columns), indices * steps[at] % _WORDS)
+
+
+def _packed(extents: Sequence[int], order: Sequence[int]) -> tuple[int, ...]:
+    # Strides of memory without gaps, whose dimensions lie in an order, the slowest one first.
+    strides, count = [1] * len(extents), 1
+    for d in reversed(order):
+        strides[d] = count
+        count *= extents[d]
+    return tuple(strides)
 
 
 def _sums(starts: Sequence[int], stops: Sequence[int], steps: Sequence[int]) -> Words:
@@ -129,25 +169,26 @@ def _sums(starts: Sequence[int], stops: Sequence[int], steps: Sequence[int]) -> 
     return found
 
 
-def _fill(target: torch.Tensor, counters: _Counters, seed: int, values: Callable[[Words], Numbers]) -> None:
-    table = target.view(len(counters.rows), counters.width)
-    rows = (counters.rows + np.uint64(seed)).tolist()
-    spare = np.empty_like(counters.columns)
-    for at in range(0, counters.width, counters.piece):
-        stop = min(at + counters.piece, counters.width)
-        base = at // counters.piece * counters.step
+def _fill(target: torch.Tensor, plan: _Plan, seed: int, values: Callable[[Words], Numbers]) -> None:
+    table = target.as_strided((len(plan.rows), plan.width), (plan.width, 1))
+    rows = (plan.rows + np.uint64(seed)).tolist()
+    spare = np.empty_like(plan.columns)
+    for at in range(0, plan.width, plan.piece):
+        stop = min(at + plan.piece, plan.width)
+        base = at // plan.piece * plan.step
         for row, start in enumerate(rows):
-            words = counters.columns[: stop - at] + np.uint64((start + base) % _WORDS)
+            words = plan.columns[: stop - at] + np.uint64((start + base) % _WORDS)
             _mix(words, spare[: stop - at])
             table[row, at:stop] = torch.from_numpy(values(words))
 
 
 def _mix(words: Words, spare: Words) -> None:
     for shift, factor in _MIX:
-        np.right_shift(words, shift, out=spare)
-        np.bitwise_xor(words, spare, out=words)
-        if factor is not None:
-            np.multiply(words, factor, out=words)
+        np.right_shift(words, shift, spare)
+        np.bitwise_xor(words, spare, words)
+        np.multiply(words, factor, words)
+    np.right_shift(words, _RIGHT[31], spare)
+    np.bitwise_xor(words, spare, words)
 
 
 # Distributions: each gets the type of the elements, torch's parameters, and words that it may change.
@@ -175,13 +216,13 @@ def _scaled(found: Numbers, factor: float, summand: float) -> Numbers:
 
 def _uniform(dtype: torch.dtype, low: float, high: float, words: Words) -> Numbers:
     bits = _BITS[dtype]
-    words >>= np.uint64(64 - bits)
+    words >>= _RIGHT[64 - bits]
     return _scaled(_real(words, bits, _wide(dtype)), high - low, low)
 
 
 def _log(words: Words, bits: int, dtype: Any) -> Numbers:
     # Logarithms of numbers in (0, 1] by the highest bits, at most 62.
-    counts = words >> np.uint64(64 - bits)
+    counts = words >> _RIGHT[64 - bits]
     counts += np.uint64(1)
     found = _real(counts, bits, dtype)
     return np.log(found, out=found)
@@ -212,7 +253,7 @@ def _exponential(dtype: torch.dtype, rate: float, words: Words) -> Numbers:
 
 
 def _cauchy(dtype: torch.dtype, median: float, sigma: float, words: Words) -> Numbers:
-    words >>= np.uint64(11)
+    words >>= _RIGHT[11]
     angle = _real(words, 53, np.float64)
     angle += 2.0**-54 - 0.5
     angle *= pi

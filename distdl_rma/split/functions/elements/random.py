@@ -142,17 +142,17 @@ _DRAWN_IN_PLACE = "bernoulli_ normal_ uniform_ exponential_ cauchy_ log_normal_ 
 
 @checked_rule("random", *(getattr(torch.Tensor, name) for name in _DRAWN_IN_PLACE))
 @of_drawn(plain="it would change a plain tensor, which every rank has, by one that is split")
-def drawn_in_place(call: Call, site: Site, x: SplitTensor, **_: Any) -> Any:
+def drawn_in_place(
+    call: Call, site: Site, x: SplitTensor, generator: torch.Generator | None = None, **parameters: Any
+) -> Any:
     """Each rank fills its block; parameters of the distribution are cut."""
-    func, (_x, *given), kwargs = call
+    func, args, kwargs = call
     refuse_copy(func, x)
-    given, options = as_blocks(site, (given, kwargs), x._layout)
-    parameters = named(func, (x, *given), options)
-    source = parameters.pop("generator", None)
-    if func.__name__ == "random_" and len(given) == 1 and "to" not in options:
+    if func.__name__ == "random_" and len(args) == 2 and "to" not in kwargs:
         # The only number is the upper bound.
-        parameters = {"from": 0, "to": given[0]}
-    draw(checked_block(x), func.__name__, x._layout, *parameters.values(), source=source)
+        parameters = {"from": 0, "to": args[1]}
+    given = as_blocks(site, (*parameters.values(),), x._layout)
+    draw(checked_block(x), func.__name__, x._layout, *given, source=generator)
     return x
 
 

@@ -1,0 +1,151 @@
+"""Files of jobs over two hosts: on a disk that both see, and on one that each has; ``make test-hosts``."""
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from distdl_rma import (
+    CheckpointError,
+    Checkpoints,
+    DataError,
+    ShapeError,
+    ShardDataset,
+    ShardLoader,
+    create_array,
+    load_checkpoint,
+    shard,
+    write_shards,
+)
+from tests.layers.sequential import grids
+from tests.two_hosts import RANKS_VARIABLE
+
+pytestmark = [
+    pytest.mark.mpi(min_size=2),
+    pytest.mark.skipif(RANKS_VARIABLE not in os.environ, reason="needs two hosts: make test-hosts"),
+]
+# Rows of few bytes, of which several ranks write parts.
+X = np.random.default_rng(0).normal(size=(3, 2, 12, 17)).astype(np.float32)
+NAMES = [("x.npy", None), ("x.h5", None), ("x.h5", (1, 1, 5, 4)), ("x.zarr", None), ("x.zarr", (1, 1, 5, 4))]
+# Mounted by each host for itself.
+OWN = Path("/dev/shm/of-this-host")
+
+
+@pytest.fixture
+def folder(tmp_path, comm):
+    """One that both hosts see."""
+    return Path(comm.bcast(str(tmp_path)))
+
+
+@pytest.fixture
+def own(comm):
+    """One that each host has for itself."""
+    OWN.mkdir(exist_ok=True)
+    comm.Barrier()
+    yield OWN
+    comm.Barrier()
+    if is_first_of_host(comm):
+        for path in sorted(OWN.rglob("*"), reverse=True):
+            path.rmdir() if path.is_dir() else path.unlink()
+        OWN.rmdir()
+
+
+def first_host(comm):
+    return comm.rank < int(os.environ[RANKS_VARIABLE].split(",")[0])
+
+
+def is_first_of_host(comm):
+    return comm.rank in (0, int(os.environ[RANKS_VARIABLE].split(",")[0]))
+
+
+@pytest.mark.filterwarnings("ignore:.*are read whole")
+@pytest.mark.parametrize(("name", "chunks"), NAMES)
+def test_what_ranks_of_both_hosts_write_others_read(name, chunks, folder, comm, P_world):
+    found = list(grids(comm.size, 2))
+    for number, grid in enumerate(found):
+        path, y = folder / f"{number}-{name}", shard(P_world.create_cartesian_topology_partition(grid), X)
+        with create_array(path, (3, 2, 12, 40), like=y, chunks=chunks) as sink:
+            # The second host's client of a network file system would write whole pages of a mapped file.
+            assert getattr(sink._opened, "on_hosts", True)
+            write_shards(sink, y, at=(0, 0, 0, 3))
+            write_shards(sink, 2 * y, at=(0, 0, 0, 20))
+        expected = np.zeros((3, 2, 12, 40), np.float32)
+        expected[..., 3:20], expected[..., 20:37] = X, 2 * X
+        for other in found:
+            z = shard(P_world.create_cartesian_topology_partition(other), path)
+            assert np.array_equal(z.to_local().numpy(), expected[z.decomposition.slices()])
+
+
+def test_a_loader_reads_samples_of_a_shared_file(folder, comm, P_world):
+    if comm.rank == 0:
+        np.save(folder / "x.npy", X)
+    comm.Barrier()
+    loader = ShardLoader(ShardDataset(folder / "x.npy", [0, 1, 2], grid={"H": -1}), shuffle=True)
+    seen = [(image.full_tensor().numpy(), int(number)) for image, number in loader]
+    assert sorted(number for _, number in seen) == [0, 1, 2]
+    assert all(np.array_equal(image[0], X[number]) for image, number in seen)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_checkpoints_go_on_in_a_shared_folder(asynchronous, folder, comm, P_world):
+    torch.manual_seed(0)
+    whole = torch.rand(5, 40, 37)
+    state = {"x": shard((1, comm.size, 1), whole), "copies": torch.rand(1000), "at": 3}
+    with Checkpoints(folder / "run", asynchronous=asynchronous) as kept:
+        kept.save(state, 7)
+        kept.wait()
+        again = {"x": shard((1, 1, comm.size), torch.zeros(5, 40, 37)), "copies": torch.zeros(1000), "at": 0}
+        assert kept.restore(again) == 7
+    assert torch.equal(again["x"].full_tensor(), whole)
+    assert torch.equal(again["copies"], state["copies"]) and again["at"] == 3
+    alone = {"x": torch.zeros(5, 40, 37), "copies": torch.zeros(1000), "at": 0}
+    assert load_checkpoint(folder / "run", alone) == 7
+    assert torch.equal(alone["x"], whole)
+
+
+def test_a_file_that_one_host_lacks_is_an_error_on_all_ranks(own, comm, P_world):
+    if comm.rank == 0:
+        np.save(own / "x.npy", X)
+    comm.Barrier()
+    with pytest.raises(DataError, match=r"x\.npy: not found on .*a path that leads all of them to the file"):
+        shard({"H": comm.size}, own / "x.npy")
+    with pytest.raises(DataError, match=r"x\.npy: not found on"):
+        ShardLoader(ShardDataset(own / "x.npy", grid={"H": -1}))
+    if is_first_of_host(comm):
+        np.save(own / "y.npy", X if first_host(comm) else X[..., :-1])
+    comm.Barrier()
+    with pytest.raises(ShapeError, match=r"source: \(3, 2, 12, 17\) .* on rank 0, but \(3, 2, 12, 16\)"):
+        shard({"H": comm.size}, own / "y.npy")
+    assert shard({"H": comm.size}, torch.from_numpy(X)).full_tensor().shape == X.shape
+
+
+@pytest.mark.parametrize("name", ["x.npy", "x.h5", "x.zarr"])
+def test_a_folder_that_hosts_do_not_share_is_refused_for_writing(name, own, comm, P_world):
+    y = shard({"H": comm.size}, X)
+    with (
+        pytest.raises(DataError, match=r"\.part: not found on .*a path that leads all of them to the file"),
+        create_array(own / name, X.shape, like=y),
+    ):
+        pytest.fail("entered")
+    comm.Barrier()
+    assert not list(own.iterdir())
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_folder_that_hosts_do_not_share_is_refused_for_checkpoints(asynchronous, own, comm, P_world):
+    state = {"x": shard({"H": comm.size}, X), "n": 1}
+
+    def save(kept):
+        kept.save(state, 1)
+        kept.wait()
+
+    with Checkpoints(own / "run", asynchronous=asynchronous) as kept:
+        with pytest.raises(
+            CheckpointError, match=r"data\.safetensors failed: .* on a disk that all hosts share"
+        ):
+            save(kept)
+        comm.Barrier()
+        assert not first_host(comm) or not list((own / "run").iterdir())
+        assert kept.restore(state) == 0
