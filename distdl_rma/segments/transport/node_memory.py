@@ -223,8 +223,8 @@ class NodeMemory:
     def _default_size(self, reserve: bool) -> int:
         free = self._room()
         share = _LARGEST_DEFAULT if free is None else free // 2 // self.node.size
-        if is_virtual(self.node):
-            share //= self.node.size
+        if is_virtual(self._comm):
+            share //= self._comm.size
         # Nodes may have different shares; the smallest fits everywhere.
         share = int(self._comm.allreduce(share, MPI.MIN))
         # Pages that are consumed only when touched allow a large default. Reserving consumes all at once, and

@@ -177,10 +177,11 @@ class Waiter:
                 if elapsed >= _YIELD_SECONDS and (not looked or elapsed - looked > _LOOK_SECONDS):
                     looked = elapsed
                     watch.look(reason())
-                if elapsed > timeout:
+                over = elapsed > timeout
+                if over and not self._last_turn(ready):
                     seconds = timeout if whole is None else whole
                     raise ExchangeTimeout(watch.timeout_message(reason(), seconds))
-                if self._rest(ready, elapsed):
+                if over or self._rest(ready, elapsed):
                     return
         finally:
             if looked:
@@ -196,6 +197,10 @@ class Waiter:
             time.sleep(self._pause)
             self._pause = min(self._pause * 1.5, _SLEEP_SECONDS[1])
         return False
+
+    def _last_turn(self, ready: Callable[[], bool]) -> bool:
+        # At a deadline, lets ranks run that take turns: a loop of waits without time has an end.
+        return self._hand_over is not None and (self._hand_over(ready) or ready())
 
     @property
     def under_way(self) -> bool:
@@ -220,9 +225,12 @@ class Waiter:
         return "thread" if self._engine is not None else "none"
 
     def begin(self, engine: str) -> None:
-        """Let other machines' waits, and the progress engine if chosen, take steps from now on."""
+        """Let other machines' waits, and the progress engine if chosen, take steps from now on.
+
+        Virtual ranks have no engine: while one computes, no other one runs.
+        """
         _replace_open(weakref.ref(self))
-        if engine == "thread":
+        if engine == "thread" and self._hand_over is None:
             self._engine = ProgressEngine(self._turn, self._segment.crowded)
 
     def hold(self, held: ExitStack) -> None:
