@@ -14,9 +14,11 @@ import time
 import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from _pytest.monkeypatch import NOTSET  # type: ignore[attr-defined]
 
 from distdl_rma import rehearsal, rehearse
 from distdl_rma.segments.transport import virtual_ranks
@@ -24,8 +26,8 @@ from distdl_rma.segments.transport import virtual_ranks
 if TYPE_CHECKING:
     from distdl_rma.segments.transport.virtual_ranks import VirtualComm
 
-# Fixture that each rank needs for itself, as it does those that are made of it.
-_WORLD = "comm"
+# Fixtures that each rank needs for itself, as it does those that are made of them.
+_OF_RANK = _WORLD, _PATCHES = "comm", "monkeypatch"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -43,8 +45,13 @@ def pytest_configure(config: pytest.Config) -> None:
         config.addinivalue_line("markers", mark)
     if config.getoption("--virtual-ranks"):
         _Clock().set()
+        virtual_ranks.VirtualComm.hand_over = _hand_over  # type: ignore[assignment,method-assign]
         generators = rehearsal._generators
-        rehearsal._generators = lambda: [*generators(), (_warnings_of_rank, _set_warnings)]
+        rehearsal._generators = lambda: [
+            *generators(),
+            (_warnings_of_rank, _set_warnings),
+            (_patches_taken_back, _set_patches),
+        ]
 
 
 class _Clock:
@@ -59,9 +66,9 @@ class _Clock:
         for name in ("monotonic", "perf_counter", "time"):
             real = getattr(time, name)
             setattr(time, name, lambda real=real: real() + self._ahead)
-        time.sleep = self.sleep
+        time.sleep = self.sleep  # type: ignore[assignment]
         os.sched_yield = lambda: self.sleep(0)
-        virtual_ranks.sleep = self._pass
+        virtual_ranks.sleep = self._pass  # type: ignore[assignment,attr-defined]
 
     def _pass(self, seconds: float) -> None:
         self._ahead += 5 * seconds
@@ -73,9 +80,9 @@ class _Clock:
             self._sleep(seconds)
             return
         until = time.monotonic() + seconds
-        comm.hand_over()
+        comm.pause()
         while time.monotonic() < until:
-            comm.hand_over()
+            comm.pause()
 
 
 def _warnings_of_rank() -> tuple[Any, ...]:
@@ -87,6 +94,69 @@ def _set_warnings(state: tuple[Any, ...]) -> None:
     if filters is not warnings.filters:
         warnings.filters = filters
         warnings._filters_mutated()  # type: ignore[attr-defined]
+
+
+_HAND_OVER = virtual_ranks.VirtualComm.hand_over
+# How to make each patch of the rank that runs, and how to take it back.
+_patches: list[tuple[object, Callable[[], object], Callable[[], object]]] = []
+
+
+def _patches_taken_back() -> list[Any]:
+    for *_, take_back in reversed(_patches):
+        take_back()
+    patches = _patches[:]
+    _patches.clear()
+    return patches
+
+
+def _set_patches(patches: list[Any]) -> None:
+    for _, make, _ in patches:
+        make()
+    _patches[:] = patches
+
+
+def _hand_over(comm: VirtualComm, ready: Callable[[], bool] | None = None) -> bool:
+    # Another rank's thread, which would test what a rank with patches waits for, does not see these.
+    return _HAND_OVER(comm, None if _patches else ready)
+
+
+class PatchesOfRank(pytest.MonkeyPatch):  # type: ignore[misc]
+    """``monkeypatch`` of one rank, whose patches the other ranks do not see."""
+
+    def setattr(self, *args: Any, **kwargs: Any) -> None:
+        super().setattr(*args, **kwargs)
+        target, name, before = self._setattr[-1]
+        self._note(partial(setattr, target, name, args[-1]), _restored(target, name, before))
+
+    def delattr(self, *args: Any, **kwargs: Any) -> None:
+        known = len(self._setattr)
+        super().delattr(*args, **kwargs)
+        if len(self._setattr) > known:
+            target, name, before = self._setattr[-1]
+            self._note(partial(delattr, target, name), partial(setattr, target, name, before))
+
+    def setitem(self, dic: Any, name: Any, value: Any) -> None:
+        super().setitem(dic, name, value)
+        _, _, before = self._setitem[-1]
+        take_back = partial(dic.pop, name) if before is NOTSET else partial(dic.__setitem__, name, before)
+        self._note(partial(dic.__setitem__, name, value), take_back)
+
+    def delitem(self, dic: Any, name: Any, raising: bool = True) -> None:
+        known = len(self._setitem)
+        super().delitem(dic, name, raising)
+        if len(self._setitem) > known and self._setitem[-1][2] is not NOTSET:
+            self._note(partial(dic.pop, name), partial(dic.__setitem__, name, self._setitem[-1][2]))
+
+    def _note(self, make: Callable[[], object], take_back: Callable[[], object]) -> None:
+        _patches.append((self, make, take_back))
+
+    def undo(self) -> None:
+        super().undo()
+        _patches[:] = [patch for patch in _patches if patch[0] is not self]
+
+
+def _restored(target: object, name: str, before: object) -> Callable[[], object]:
+    return partial(delattr, target, name) if before is NOTSET else partial(setattr, target, name, before)
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -111,9 +181,10 @@ def _fits(item: pytest.Function, size: int) -> bool:
 def _definition(item: pytest.Function, name: str) -> Any:
     # Definition of a fixture that depends on the ranks; None for others.
     found = item._fixtureinfo.name2fixturedefs.get(name)
-    if found and (name == _WORLD or any(_definition(item, each) is not None for each in found[-1].argnames)):
-        return found[-1]
-    return None
+    if not found:
+        return None
+    of_rank = name in _OF_RANK or any(_definition(item, each) is not None for each in found[-1].argnames)
+    return found[-1] if of_rank else None
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -132,7 +203,8 @@ class _RankOfTest:
 
     def run(self, comm: VirtualComm) -> None:
         with ExitStack() as stack:
-            made: dict[str, Any] = {_WORLD: comm}
+            made: dict[str, Any] = {_WORLD: comm, _PATCHES: PatchesOfRank()}
+            stack.callback(made[_PATCHES].undo)
             info = self._item._fixtureinfo
             for name in info.initialnames:
                 self._value(name, made, stack)

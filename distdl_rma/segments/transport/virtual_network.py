@@ -153,8 +153,18 @@ class VirtualWindow:
 
     @classmethod
     def Allocate_shared(cls, nbytes: int, unit: int, *, comm: VirtualComm) -> Self:  # noqa: N802
-        """Window of new memory, all zeros; its pages are consumed when they are touched. Collective."""
-        return cls.Create(np.zeros(nbytes, np.uint8), unit, comm=comm)
+        """Window of new memory, all zeros; its pages are consumed when they are touched. Collective.
+
+        ``MemoryError`` on all ranks if one of them gets none.
+        """
+        try:
+            memory = np.zeros(nbytes, np.uint8)
+        except (MemoryError, ValueError):
+            memory = np.empty(0, np.uint8)
+        window = cls.Create(memory, unit, comm=comm)
+        if any(each.nbytes < nbytes for each in window._memories):
+            raise MemoryError(f"the process gets no {nbytes} bytes for each of {comm.size} ranks")
+        return window
 
     @classmethod
     def Create(cls, memory: Bytes, unit: int, *, comm: VirtualComm) -> Self:  # noqa: ARG003, N802

@@ -99,6 +99,22 @@ def at_end_of_rank(end: Callable[[BaseException | None], object]) -> Callable[[]
     return undo
 
 
+def while_blocked(turn: Callable[[], object]) -> Callable[[], object]:
+    """Call ``turn()`` repeatedly while this thread's virtual rank waits outside of this library's waits.
+
+    As the progress thread of a process does; the result ends this, idempotent.
+    """
+    comm = cast(VirtualComm, _here.comm)
+    turns = comm.turns_while_blocked
+    turns.append(turn)
+
+    def end() -> None:
+        if turn in turns:
+            turns.remove(turn)
+
+    return end
+
+
 def virtual_rank() -> object:
     """The virtual rank of this thread, compared by identity; None in other threads."""
     return _here.comm
@@ -132,7 +148,9 @@ class Turns:
         # For each rank that waits: the test for what it waits for, None once it was true, and how many turns
         # it may still be skipped.
         self._waits: dict[int, list[Any]] = {}
-        # Ranks in calls without a deadline: the test for their end, and the call.
+        # For each rank: functions that are called while it waits in a call without a deadline.
+        self.while_blocked: list[list[Callable[[], object]]] = [[] for _ in range(size)]
+        # Ranks in such calls: the test for their end, and the call.
         self._blocked: dict[int, tuple[Callable[[], bool], str]] = {}
         self.abandoned = False
         # Held by the caller of ``run`` until the last rank has ended.
@@ -215,9 +233,9 @@ class Turns:
         self._blocked[rank] = ready, what
         try:
             while not ready():
-                self.hand_over(rank, ready)
+                self.pause(rank, ready)
                 alive = len(self._events) - len(self._ended)
-                if len(self._blocked) < alive or not self.network.idle:
+                if len(self._blocked) < alive or self._idle < alive * _IDLE_ROUNDS or not self.network.idle:
                     continue
                 if not any(each() for each, _ in self._blocked.values()):
                     waits = [f"rank {each} in {call}" for each, (_, call) in sorted(self._blocked.items())]
@@ -225,6 +243,12 @@ class Turns:
                     raise ProtocolError(f"virtual ranks wait in vain: {', '.join(waits[:8])}{ended}")
         finally:
             del self._blocked[rank]
+
+    def pause(self, rank: int, ready: Callable[[], bool] | None = None) -> None:
+        """Let the other ranks run while this one is in a call that is none of this library's."""
+        for turn in tuple(self.while_blocked[rank]):
+            turn()
+        self.hand_over(rank, ready)
 
     def ran(self) -> None:
         """Note that the rank which runs has done more than wait."""
@@ -397,6 +421,16 @@ class VirtualComm(NonblockingCollectives):
         if not self._together.turns.choosing:
             self._check_thread()
         return self._together.turns.hand_over(self._whole, ready)
+
+    @property
+    def turns_while_blocked(self) -> list[Callable[[], object]]:
+        """Functions that are called while this rank waits in a call that is none of this library's."""
+        return self._together.turns.while_blocked[self._whole]
+
+    def pause(self) -> None:
+        """Let other ranks run, as a rank does that sleeps."""
+        self._check_thread()
+        self._together.turns.pause(self._whole)
 
     def look(self) -> None:
         """Note that this rank has looked in vain for what others do; after many looks, it hands over."""
@@ -600,6 +634,7 @@ class VirtualComm(NonblockingCollectives):
         """The first message that has arrived, if there is one."""
         letter = self._together.mail[self.rank].take()
         if letter is None:
+            self.look()
             return None
         _note(letter, status)
         return _FoundLetter(letter)

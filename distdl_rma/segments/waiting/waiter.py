@@ -14,7 +14,7 @@ from mpi4py import MPI
 from distdl_rma.errors import DistdlError, ExchangeTimeout
 from distdl_rma.segments.options import check_timeout
 from distdl_rma.segments.transport.segment import Segment
-from distdl_rma.segments.transport.virtual_ranks import virtual_rank
+from distdl_rma.segments.transport.virtual_ranks import virtual_rank, while_blocked
 from distdl_rma.segments.waiting.header import WaitReason
 from distdl_rma.segments.waiting.liveness import FailureNotices, PeerWatch
 from distdl_rma.trace import Counters
@@ -74,6 +74,23 @@ class ProgressEngine:
             seen = active
 
 
+class VirtualEngine:
+    """Calls ``turn()`` while a virtual rank waits outside of this library, as ``ProgressEngine`` does."""
+
+    def __init__(self, turn: Callable[[], int]) -> None:
+        self._turn = turn
+        self.error: BaseException | None = None
+        self.stop = while_blocked(self._run)
+
+    def _run(self) -> None:
+        try:
+            self._turn()
+        except BaseException as error:  # noqa: BLE001
+            # The next wait of the rank raises it.
+            self.error = error
+            self.stop()
+
+
 _YIELD_SECONDS = 2e-3
 _SLEEP_SECONDS = (5e-5, 1e-3)
 # Seconds between two looks of a long wait. A look writes the wait's reason and reads headers of other ranks.
@@ -116,7 +133,7 @@ class Waiter:
         self._open = True
         self._steps: list[Callable[[], bool]] = []
         self._advancing = False
-        self._engine: ProgressEngine | None = None
+        self._engine: ProgressEngine | VirtualEngine | None = None
         # Error of a step that was taken while the rank waited in another machine.
         self._deferred_error: Exception | None = None
 
@@ -225,13 +242,12 @@ class Waiter:
         return "thread" if self._engine is not None else "none"
 
     def begin(self, engine: str) -> None:
-        """Let other machines' waits, and the progress engine if chosen, take steps from now on.
-
-        Virtual ranks have no engine: while one computes, no other one runs.
-        """
+        """Let other machines' waits, and the progress engine if chosen, take steps from now on."""
         _replace_open(weakref.ref(self))
         if engine == "thread" and self._hand_over is None:
             self._engine = ProgressEngine(self._turn, self._segment.crowded)
+        elif engine == "thread":
+            self._engine = VirtualEngine(self._turn)
 
     def hold(self, held: ExitStack) -> None:
         """Take no turn of the progress engine until ``held`` ends; waits for the turn that it takes now."""
