@@ -33,7 +33,7 @@ def worlds(draw, most=MOST):
 WIDE = {"ranks": MOST, "nodes": (1, 30, 33), "seed": 5}
 
 
-@settings(max_examples=20)
+@settings(max_examples=12)
 @given(world=worlds(), extent=st.integers(0, 70), data=st.data())
 def test_an_exchange_sums_all_that_overlaps(world, extent, data):
     own, need = (data.draw(splits(extent, world["ranks"])) for _ in range(2))
@@ -54,7 +54,7 @@ def test_an_exchange_sums_all_that_overlaps(world, extent, data):
     rehearse(function=play, **world)
 
 
-@settings(max_examples=20)
+@settings(max_examples=12)
 @given(world=worlds(), name=st.sampled_from(NAMES), epochs=st.integers(1, 6), ahead=st.booleans())
 @example(world=WIDE, name="halo", epochs=3, ahead=True)
 def test_a_channel_keeps_its_epochs_apart(world, name, epochs, ahead):
@@ -78,7 +78,7 @@ def test_a_channel_keeps_its_epochs_apart(world, name, epochs, ahead):
     rehearse(function=play, **world)
 
 
-@settings(max_examples=20)
+@settings(max_examples=12)
 @given(world=worlds(24), number=st.integers(0, 1 << 20))
 @example(world={"ranks": MOST, "nodes": 5, "seed": 1}, number=3)
 def test_collectives_of_any_ranks_give_what_numpy_gives(world, number):
@@ -109,7 +109,7 @@ FUNCTIONS = {
 }
 
 
-@settings(max_examples=20)
+@settings(max_examples=12)
 @given(
     world=worlds(16),
     name=st.sampled_from(sorted(FUNCTIONS)),
@@ -134,7 +134,7 @@ def test_functions_of_split_tensors_are_those_of_whole_ones(world, name, shape, 
 
 
 def test_a_failing_law_shrinks_to_the_fewest_ranks():
-    @settings(max_examples=200, derandomize=True, database=None)
+    @settings(max_examples=120, derandomize=True, database=None)
     @given(world=worlds())
     def law(world):
         def play(comm):

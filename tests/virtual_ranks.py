@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from _pytest.monkeypatch import NOTSET  # type: ignore[attr-defined]
+from mpi4py import MPI
 
 from distdl_rma import rehearsal, rehearse
 from distdl_rma.segments.transport import virtual_ranks
@@ -46,12 +47,23 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--virtual-ranks"):
         _Clock().set()
         virtual_ranks.VirtualComm.hand_over = _hand_over  # type: ignore[assignment,method-assign]
+        MPI.COMM_WORLD = _World(MPI.COMM_WORLD)  # type: ignore[misc,assignment]
         generators = rehearsal._generators
         rehearsal._generators = lambda: [
             *generators(),
             (_warnings_of_rank, _set_warnings),
             (_patches_taken_back, _set_patches),
         ]
+
+
+class _World:
+    """COMM_WORLD of the rank that uses it."""
+
+    def __init__(self, of_process: MPI.Intracomm) -> None:
+        self._of_process = of_process
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(virtual_ranks.virtual_rank() or self._of_process, name)
 
 
 class _Clock:

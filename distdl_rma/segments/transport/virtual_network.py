@@ -415,7 +415,7 @@ class NonblockingCollectives:
             return self._begin("Ireduce", data.copy, (), bool)
 
         def finish(found: list[Any]) -> None:
-            out[...] = _reduced(found, op)
+            out[...] = reduced(found, op)
 
         return self._begin("Ireduce", data.copy, range(self.size), finish)
 
@@ -427,7 +427,7 @@ class NonblockingCollectives:
         mine = slice(begin, begin + counts[self.rank])
 
         def finish(found: list[Any]) -> None:
-            out[...] = _reduced([array[mine] for array in found], op)
+            out[...] = reduced([array[mine] for array in found], op)
 
         return self._begin("Ireduce_scatter", data.copy, range(self.size), finish)
 
@@ -443,8 +443,8 @@ def _places(layout: tuple[Sequence[int], Sequence[int] | None]) -> list[slice]:
     return [slice(begin, begin + count) for begin, count in zip(begins, counts, strict=True)]
 
 
-def _reduced(arrays: Sequence[NDArray[Any]], op: MPI.Op) -> NDArray[Any]:
-    # In the order of the ranks.
+def reduced(arrays: Sequence[NDArray[Any]], op: MPI.Op) -> NDArray[Any]:
+    """Arrays of the same shape, combined by ``op`` in their order."""
     total = np.ascontiguousarray(arrays[-1]).copy()
     for array in reversed(arrays[:-1]):
         op.Reduce_local(np.ascontiguousarray(array), total)

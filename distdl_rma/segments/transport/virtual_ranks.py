@@ -18,6 +18,7 @@ from time import sleep
 from typing import Any, Self, cast
 
 from mpi4py import MPI
+from numpy.typing import NDArray
 
 from distdl_rma.errors import ArgumentError, ProtocolError
 from distdl_rma.segments.transport.virtual_network import (
@@ -27,6 +28,7 @@ from distdl_rma.segments.transport.virtual_network import (
     VirtualRequest,
     VirtualWindow,
     flat,
+    reduced,
 )
 
 # Rounds in which no rank did more than wait, after which ranks sleep: they wait for a time to pass.
@@ -500,6 +502,11 @@ class VirtualComm(NonblockingCollectives):
     def allreduce(self, value: Any, op: MPI.Op = MPI.SUM) -> Any:
         """Values of all ranks, combined by ``op``."""
         return reduce(op, self._copies(value))
+
+    def Allreduce(self, data: Any, out: NDArray[Any], op: MPI.Op = MPI.SUM) -> None:  # noqa: N802
+        """Arrays of all ranks, combined by ``op`` in their order; ``data`` may be IN_PLACE."""
+        mine = out if data is MPI.IN_PLACE else data
+        out[...] = reduced(self._gathered(mine.copy()), op)
 
     def Barrier(self) -> None:  # noqa: N802
         """Wait until all ranks have made the call."""
