@@ -140,7 +140,8 @@ class Turns:
     ) -> None:
         self.network = Network(seed, nodes or (0,) * size)
         self._random, self._swaps = random.Random(seed), swaps
-        self._events = [threading.Semaphore(0) for _ in range(size)]
+        # Held, but for the turn that was given to a rank: a semaphore takes longer.
+        self._events = [threading.Lock() for _ in range(size)]
         self._ended: set[int] = set()
         self._round: list[int] = []
         # Turns that ended in a wait since a rank last did more than wait.
@@ -155,8 +156,10 @@ class Turns:
         # Ranks in such calls: the test for their end, and the call.
         self._blocked: dict[int, tuple[Callable[[], bool], str]] = {}
         self.abandoned = False
-        # Held by the caller of ``run`` until the last rank has ended.
-        self._over = threading.Semaphore(0)
+        # Held until the last rank has ended.
+        self._over = threading.Lock()
+        for held in (*self._events, self._over):
+            held.acquire()
 
     def run(self, ranks: Sequence[Callable[[], None]]) -> None:
         """Run these functions as the ranks, each in its own thread; blocking until all have ended."""
