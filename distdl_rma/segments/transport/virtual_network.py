@@ -11,16 +11,13 @@ import random
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from heapq import heappop, heappush
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import Any, ClassVar, Self
 
 import numpy as np
 from mpi4py import MPI
 from numpy.typing import NDArray
 
 from distdl_rma.segments.transport.heap import Bytes
-
-if TYPE_CHECKING:
-    from distdl_rma.segments.transport.virtual_ranks import VirtualComm
 
 # Longest delay, in turns for each rank.
 _TURNS = 4
@@ -145,14 +142,14 @@ class VirtualWindow:
 
     model: ClassVar[int] = MPI.WIN_UNIFIED
 
-    def __init__(self, memories: Sequence[Bytes], comm: VirtualComm) -> None:
+    def __init__(self, memories: Sequence[Bytes], comm: NonblockingCollectives) -> None:
         self._memories, self._comm, self._network = memories, comm, comm.network
         # By target: what may not have happened yet; and accumulations, with their words.
         self._pending: defaultdict[int, list[Event]] = defaultdict(list)
         self._ordered: defaultdict[int, list[tuple[Event, range]]] = defaultdict(list)
 
     @classmethod
-    def Allocate_shared(cls, nbytes: int, unit: int, *, comm: VirtualComm) -> Self:  # noqa: N802
+    def Allocate_shared(cls, nbytes: int, unit: int, *, comm: NonblockingCollectives) -> Self:  # noqa: N802
         """Window of new memory, all zeros; its pages are consumed when they are touched. Collective.
 
         ``MemoryError`` on all ranks if one of them gets none.
@@ -167,7 +164,7 @@ class VirtualWindow:
         return window
 
     @classmethod
-    def Create(cls, memory: Bytes, unit: int, *, comm: VirtualComm) -> Self:  # noqa: ARG003, N802
+    def Create(cls, memory: Bytes, unit: int, *, comm: NonblockingCollectives) -> Self:  # noqa: ARG003, N802
         """Window over memory of each rank. Collective."""
         return cls(comm.shown(memory), comm)
 
@@ -328,9 +325,14 @@ class NonblockingCollectives:
 
     rank: int
     size: int
+    network: Network
 
     def __init__(self) -> None:
         self._begun = 0
+
+    def shown(self, value: Any) -> list[Any]:
+        """The values of all ranks themselves, not copies of them; blocking, collective."""
+        raise NotImplementedError
 
     def _together_with(self, kind: str, number: int) -> dict[int, Any]:
         raise NotImplementedError
