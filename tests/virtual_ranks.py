@@ -47,6 +47,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--virtual-ranks"):
         _Clock().set()
         virtual_ranks.VirtualComm.hand_over = _hand_over  # type: ignore[assignment,method-assign]
+        pytest.MonkeyPatch = PatchesOfRank  # type: ignore[misc]
         MPI.COMM_WORLD = _World(MPI.COMM_WORLD)  # type: ignore[misc,assignment]
         generators = rehearsal._generators
         rehearsal._generators = lambda: [
@@ -160,7 +161,8 @@ class PatchesOfRank(pytest.MonkeyPatch):  # type: ignore[misc]
             self._note(partial(dic.pop, name), partial(dic.__setitem__, name, self._setitem[-1][2]))
 
     def _note(self, make: Callable[[], object], take_back: Callable[[], object]) -> None:
-        _patches.append((self, make, take_back))
+        if virtual_ranks.virtual_rank() is not None:
+            _patches.append((self, make, take_back))
 
     def undo(self) -> None:
         super().undo()

@@ -164,6 +164,7 @@ def test_old_ones_go_after_a_new_one_is_complete(P_world, folder):
         kept.save(state, 50)
 
 
+@pytest.mark.processes
 def test_a_signal_of_one_rank_stops_all(P_world, comm, folder):
     before = signal.getsignal(signal.SIGUSR1)
     with Checkpoints(folder, stop_on=[signal.SIGUSR1], machine=P_world) as kept:
