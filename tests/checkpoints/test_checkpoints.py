@@ -325,6 +325,7 @@ def test_arguments_are_checked_and_compared(P_world, comm, folder):
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.processes
 def test_a_disk_that_is_full_for_one_rank_is_an_error_on_all(P_world, comm, folder, asynchronous):
     state = {"x": torch.ones(1 << 18)}
     with Checkpoints(folder, asynchronous=asynchronous, machine=P_world) as kept:

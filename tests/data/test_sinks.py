@@ -272,6 +272,7 @@ def test_a_write_that_fails_on_one_rank_fails_on_all(comm, P_world):
 
 @pytest.mark.mpi
 @pytest.mark.parametrize("name", ["x.npy", "x.h5"])
+@pytest.mark.processes
 def test_a_file_above_the_limit_is_an_error_on_all_ranks_before_data_moves(name, folder, comm, P_world):
     y = shard((1, comm.size), torch.ones(4, 6))
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
