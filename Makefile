@@ -4,6 +4,8 @@ PYTHON ?= python3
 MPI ?= mpich
 RANKS ?= 4
 TEST_RANKS ?= 1 2 3 4
+# On so many of TEST_RANKS, which outnumber cores, the MPI tests run on virtual ranks, but for those that need processes.
+VIRTUAL_RANKS ?= $(if $(filter mpich,$(MPI)),4)
 # Which day's share of the MPI tests, see tests/matrix.py; none of them is left out where this is empty.
 DAY ?= today
 # Plain tests at a time: many start an MPI job, which sleeps more than it computes.
@@ -38,7 +40,7 @@ export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
 MAKEFLAGS += --no-print-directory
-.PHONY: help demo test test-all room docs package bench bench-compare bench-docs bench-scaling fuzz mutants lint types imports test-plain test-mpi test-openmpi test-tenth test-hosts test-newer-torch clean
+.PHONY: help demo test test-all room docs package bench bench-compare bench-docs bench-scaling fuzz mutants lint types imports test-plain test-mpi test-virtual test-openmpi test-tenth test-hosts test-newer-torch clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s%s\n", $$1, $$2 }' Makefile
@@ -50,13 +52,15 @@ demo: $(STAMP)  ## denoise an image on RANKS ranks (RANKS=4 GRID= STEPS= IMAGE=)
 
 # One rank leaves a core to what runs beside it, more do not.
 BESIDE := lint types imports test-plain $(if $(filter 1,$(TEST_RANKS)),test-one-rank)
-MORE_RANKS := $(filter-out 1,$(TEST_RANKS))
+MORE_RANKS := $(filter-out 1 $(VIRTUAL_RANKS),$(TEST_RANKS))
+TAKING_TURNS := $(filter $(VIRTUAL_RANKS),$(TEST_RANKS))
 test: $(STAMP)  ## lint, types, imports, plain tests, the day's MPI tests on 1 to 4 ranks
 	@$(BIN)/python tests/side_by_side.py $(BESIDE:%='$(MAKE) %')
 	$(if $(MORE_RANKS),@$(MAKE) test-mpi TEST_RANKS='$(MORE_RANKS)')
+	$(if $(TAKING_TURNS),@$(MAKE) test-virtual VIRTUAL_RANKS='$(TAKING_TURNS)')
 
-test-all:  ## the same with every MPI test and every seed on each number of ranks
-	@$(MAKE) test DAY=
+test-all:  ## the same with every MPI test and every seed on each number of ranks, all of them processes
+	@$(MAKE) test DAY= VIRTUAL_RANKS=
 
 room: $(STAMP)  ## lint, types and tests of a folder of the package and of what imports it (ROOM=ops/conv)
 	$(BIN)/python -m tests.room $(ROOM)
@@ -76,6 +80,11 @@ test-plain: $(STAMP)  ## the tests that need no MPI
 
 test-mpi: $(STAMP)  ## the MPI tests, once per number of ranks (TEST_RANKS="1 2 3 4" DAY=today TESTS=)
 	$(BIN)/python tests/run_mpi.py --ranks $(TEST_RANKS) $(TODAYS) $(if $(TESTS),-- $(TESTS))
+
+test-virtual: $(STAMP)  ## the MPI tests on virtual ranks, and with processes those that need them (VIRTUAL_RANKS=4)
+	@for ranks in $(VIRTUAL_RANKS); do $(BIN)/python -m pytest -p no:pytest_mpi -p tests.virtual_ranks \
+	    --virtual-ranks $$ranks --timeout-method thread $(TODAYS) $(SPREAD) $(TESTS) || exit 1; done
+	$(BIN)/python tests/run_mpi.py --ranks $(VIRTUAL_RANKS) $(TODAYS) -- -m 'mpi and processes' $(TESTS)
 
 test-one-rank:
 	@$(MAKE) test-mpi TEST_RANKS=1

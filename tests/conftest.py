@@ -119,9 +119,10 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     today, tenth, mpi = (config.getoption(name) for name in ("--day", "--tenth", "--with-mpi"))
-    if today is None or not (mpi or tenth):
+    # Virtual ranks, if the plugin is loaded.
+    size, total = config.getoption("--virtual-ranks", 0), len(items)
+    if today is None or not (mpi or tenth or size):
         return
-    size, total = 0, len(items)
     if mpi:
         from mpi4py import MPI
 
@@ -130,7 +131,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     left_out = [item for item in items if not chosen(item, size, today)]
     items[:] = [item for item in items if chosen(item, size, today)]
     config.hook.pytest_deselected(items=left_out)
-    which = f"MPI tests run on {size} ranks" if mpi else "tests run"
+    which = f"MPI tests run on {size} ranks" if size else "tests run"
     config.stash[LEFT_OUT] = f"{len(items)} of {total} {which} on day {today}; DAY= runs all of them"
 
 

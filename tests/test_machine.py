@@ -85,6 +85,7 @@ def test_wrong_list_of_ranks_names_the_entry(comm):
 
 
 @pytest.mark.mpi(min_size=2)
+@pytest.mark.processes
 def test_messages_under_way_on_the_communicator_stay_those_of_their_owner(comm):
     here = comm.Dup()
     peer, words = (comm.rank + 1) % comm.size, np.zeros(4096, np.int64)
@@ -109,6 +110,7 @@ def test_messages_under_way_on_the_communicator_stay_those_of_their_owner(comm):
 
 
 @pytest.mark.mpi(min_size=2)
+@pytest.mark.processes
 def test_ranks_that_mean_different_machines_are_refused_alike_and_can_go_on(comm):
     everyone = tuple(range(comm.size))
     lists = [everyone, everyone[::-1], (0, 1)]
@@ -123,6 +125,7 @@ def test_ranks_that_mean_different_machines_are_refused_alike_and_can_go_on(comm
 
 
 @pytest.mark.mpi(min_size=3)
+@pytest.mark.processes
 def test_rank_that_comes_when_the_others_were_refused_already_is_refused_too(comm):
     everyone = tuple(range(comm.size))
     for short in (0, 1) * 4:
@@ -141,6 +144,7 @@ def test_rank_that_comes_when_the_others_were_refused_already_is_refused_too(com
 
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("wrong", [0, 1])
+@pytest.mark.processes
 def test_impossible_list_of_one_rank_is_an_error_on_all_that_wait_for_it(comm, wrong):
     ranks = [*range(comm.size), comm.size] if comm.rank == wrong else None
     with pytest.raises(PartitionError, match=f"rank {comm.size} of M is out of range"):
@@ -151,6 +155,7 @@ def test_impossible_list_of_one_rank_is_an_error_on_all_that_wait_for_it(comm, w
 
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("early", [0, -1])
+@pytest.mark.processes
 def test_rank_that_gave_up_waiting_can_make_the_machine_later(comm, early):
     early %= comm.size
     if comm.rank == early:
@@ -221,6 +226,7 @@ def test_close_is_idempotent_and_use_after_close_says_so(comm):
         _ = buffer.array
 
 
+@pytest.mark.processes
 def test_too_little_shared_memory_says_both_numbers_and_the_remedy(comm):
     with pytest.raises(SegmentError, match=r"\d+ bytes .* wanted, \d+ bytes free .*SEGMENT_SIZE"):
         Machine(comm, segment_size="900TiB")
@@ -245,6 +251,7 @@ def test_options_that_differ_are_told_by_rank_id_alike_on_all_ranks(comm):
     assert all(words.startswith("rank 1: ") for words in told[1:])
 
 
+@pytest.mark.processes
 def test_memory_that_mpi_refuses_is_an_error_on_all_ranks_and_reserves_nothing(comm, monkeypatch):
     class Win:
         @staticmethod
@@ -307,6 +314,7 @@ def test_record_keeps_what_happens_in_it_and_ends_with_it(machine):
 
 
 @pytest.mark.mpi(min_size=2)
+@pytest.mark.processes
 def test_second_0_of_a_recording_is_when_all_ranks_have_come(machine, comm):
     if machine.rank == comm.size - 1:
         time.sleep(0.05)

@@ -17,6 +17,7 @@ from distdl_rma import (
     MPIPartition,
     PeerFailedError,
     ProtocolError,
+    SegmentError,
     UnsupportedError,
     distribute,
     print0,
@@ -156,6 +157,76 @@ def test_each_rank_has_the_generators_of_the_caller_which_stay_as_they_are():
     assert others == [first, first]
     assert torch.equal(before, torch.get_rng_state())
     assert len({*first}) == 3
+
+
+def test_normal_numbers_that_numpy_keeps_from_a_pair_are_those_of_the_rank():
+    def drawn():
+        return np.random.randn(), np.random.rand()  # noqa: NPY002
+
+    def play(comm):
+        found = []
+        for step in range(6):
+            if step % 3 <= comm.rank:
+                found += drawn()
+            comm.Barrier()
+        return found
+
+    np.random.seed(4)  # noqa: NPY002
+    of_ranks = rehearse(3, play)
+    wanted = [number for _ in range(6) for number in drawn()]
+    assert of_ranks == [wanted[:4], wanted[:8], wanted]
+
+
+def test_nodes_have_the_ranks_that_they_are_given():
+    def play(comm):
+        machine = Machine.on()
+        assert machine.describe()["progress"] == (
+            "none" if len(machine.segments.segment.nodes) == 1 else "thread"
+        )
+        return machine.segments.segment.nodes
+
+    assert {*rehearse(4, play)} == {((0, 1, 2, 3),)}
+    assert {*rehearse(5, play, nodes=2)} == {((0, 1, 2), (3, 4))}
+    assert {*rehearse(5, play, nodes=(1, 3, 1))} == {((0,), (1, 2, 3), (4,))}
+
+
+@pytest.mark.parametrize("nodes", [0, 4, -1, True, 1.0, "12", (), (1, 1), (3, 0), (2, 2), [4, -1], None])
+def test_nodes_fit_the_ranks(nodes):
+    with pytest.raises(ArgumentError, match=r"from 1 to 3, or the numbers of their ranks, 3 in all; got"):
+        rehearse(3, print, nodes=nodes)
+
+
+@pytest.mark.parametrize("nodes", [1, 2, (1, 2)])
+def test_a_segment_that_the_process_has_no_memory_for_is_refused_on_all_ranks(nodes):
+    def play(comm):
+        with pytest.raises(SegmentError, match="not enough shared memory: rank 0: no window of 1099511"):
+            Machine(comm, segment_size="100TiB")
+        return True
+
+    assert rehearse(3, play, nodes=nodes) == [True] * 3
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_a_loop_that_only_looks_lets_the_others_run(nodes):
+    def play(comm):
+        machine = Machine.on()
+        group = machine.group()
+        job = group.allreduce(5, np.int64)
+        job.active[:] = comm.rank
+        job.start()
+        while not job.test():
+            pass
+        request = comm.Ibarrier()
+        while not request.Test():
+            pass
+        buffer = machine.segments.get_segment_buffer(8, 1)
+        remotes = buffer.exchange({(comm.rank - 1) % 3: (), (comm.rank + 1) % 3: ()}, "ring")
+        remotes[(comm.rank + 1) % 3].notify(0)
+        while buffer.notify_test(0, 1) is None:
+            pass
+        return job.wait().tolist()
+
+    assert rehearse(3, play, nodes=nodes) == [[3] * 5] * 3
 
 
 def test_the_machine_of_the_world_is_that_of_virtual_ranks():

@@ -178,6 +178,7 @@ def test_different_copies_are_no_checkpoint(P_world, comm, folder):
         assert state["s"]["x"].eq(1).all()
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("stop_on", [signal.SIGUSR1, [signal.SIGUSR1]])
 def test_a_signal_of_one_rank_stops_all(P_world, comm, folder, stop_on):
     before = signal.getsignal(signal.SIGUSR1)
@@ -345,6 +346,7 @@ def test_arguments_are_checked_and_compared(P_world, comm, folder):
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.processes
 def test_a_disk_that_is_full_for_one_rank_is_an_error_on_all(P_world, comm, folder, asynchronous):
     state = {"x": torch.ones(1 << 18)}
     with Checkpoints(folder, asynchronous=asynchronous, machine=P_world) as kept:

@@ -8,7 +8,7 @@ from torch.distributed import checkpoint as dcp
 from distdl_rma import SplitTensor, shard
 from tests.checkpoints.training import same_folder
 
-pytestmark = [pytest.mark.mpi, pytest.mark.sizes(1, 2, 3, 4)]
+pytestmark = [pytest.mark.mpi, pytest.mark.processes, pytest.mark.sizes(1, 2, 3, 4)]
 
 
 @pytest.fixture

@@ -317,6 +317,7 @@ def test_a_write_that_fails_on_one_rank_fails_on_all(comm, P_world):
 
 
 @pytest.mark.mpi
+@pytest.mark.processes
 @pytest.mark.parametrize(("name", "chunks"), [("x.npy", None), ("x.h5", None), ("x.h5", (100, 100))])
 def test_a_file_above_the_limit_is_an_error_on_all_ranks_before_data_moves(
     name, chunks, folder, comm, P_world

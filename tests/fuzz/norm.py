@@ -3,6 +3,7 @@
 import random
 from dataclasses import dataclass, field
 
+import pytest
 import torch
 from torch import nn
 
@@ -117,12 +118,10 @@ def check(P_world: Partition, comm: object, seed: int) -> None:
     rng = random.Random(seed)
     case = random_case(rng, P_world.size)
     limit = statistics._ROUND_NBYTES
-    # Some as if their messages were large.
-    statistics._ROUND_NBYTES = rng.choice([limit, limit, 64, 0])
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        # Some as if their messages were large.
+        patch.setattr(statistics, "_ROUND_NBYTES", rng.choice([limit, limit, 64, 0]))
         compare(P_world, rng, case, seed)
-    finally:
-        statistics._ROUND_NBYTES = limit
 
 
 def compare(P_world: Partition, rng: random.Random, case: Case, seed: int) -> None:

@@ -15,6 +15,7 @@ from tests.two_hosts import RANKS_VARIABLE
 
 pytestmark = [
     pytest.mark.mpi(min_size=2),
+    pytest.mark.processes,
     pytest.mark.skipif(RANKS_VARIABLE not in os.environ, reason="needs two hosts: make test-hosts"),
 ]
 

@@ -13,6 +13,7 @@ from tests.two_hosts import RANKS_VARIABLE
 
 pytestmark = [
     pytest.mark.mpi(min_size=2),
+    pytest.mark.processes,
     pytest.mark.skipif(RANKS_VARIABLE not in os.environ, reason="needs two hosts: make test-hosts"),
 ]
 WIDTH, STEPS = 24, 3

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -13,6 +14,13 @@ if TYPE_CHECKING:
     from distdl_rma import Machine
     from distdl_rma.process_group.group import RmaProcessGroup
     from distdl_rma.process_group.node_slots import NodeSlots
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Torch has process groups for processes only."""
+    if item.path.parent == Path(__file__).parent:
+        item.add_marker("processes")
 
 
 @pytest.fixture

@@ -44,6 +44,7 @@ class Counted(MPI.Intracomm):
 
 
 @pytest.mark.parametrize(("transport", "progress"), WAYS)
+@pytest.mark.processes
 def test_a_machine_gives_back_communicators_files_and_shared_memory(comm, monkeypatch, transport, progress):
     def met(*arguments):
         Counted.alive += 1

@@ -193,6 +193,7 @@ def test_rank_whose_close_timed_out_has_not_left(comm):
 
 
 @pytest.mark.sizes(1)
+@pytest.mark.processes
 def test_threads_make_and_retire_buffers_at_the_same_time(comm):
     errors, interval = [], sys.getswitchinterval()
 

@@ -217,6 +217,7 @@ def test_torch_gets_no_pointer_to_a_block_as_to_the_whole(P_x, whole):
 @pytest.mark.mpi
 @pytest.mark.sizes(2, 3)
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+@pytest.mark.processes
 def test_tangents_of_cut_tensors_are_refused_and_those_of_copies_exact(P_x, whole):
     x, tangent = shard(P_x, whole), torch.randn(SHAPE, dtype=torch.float64)
     with forward_ad.dual_level():

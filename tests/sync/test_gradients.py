@@ -202,6 +202,7 @@ def test_layers_of_some_ranks_lie_between_layers_of_all(P_world, comm):
     sync.close()
 
 
+@pytest.mark.processes
 @pytest.mark.mpi(min_size=2)
 def test_a_profile_shows_when_sums_start_and_how_long_they_are_waited_for(P_world, comm):
     plain = nn.Linear(3, 2)

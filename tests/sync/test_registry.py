@@ -60,6 +60,7 @@ def test_a_part_that_moves_starts_with_the_values_of_its_first_rank(P_world, com
 
 
 @pytest.mark.mpi(min_size=2)
+@pytest.mark.processes
 def test_a_layer_that_only_some_ranks_have_collected_does_not_part_them(P_world, comm):
     model = nn.ModuleDict({name: linear() for name in ("trunk", "dropped", "head")})
     # A cycle, which stays until Python looks for it.

@@ -14,6 +14,7 @@ from torch._compile import _disable_dynamo
 from distdl_rma.checks.gradient_origin import RUNNING, backward_id
 from distdl_rma.errors import DistdlError, ExchangeTimeout, PeerFailedError, SegmentError, UnsupportedError
 from distdl_rma.machine import Machine
+from distdl_rma.segments.transport.virtual_ranks import of_each_rank
 from distdl_rma.segments.waiting.liveness import OF_SEVERAL_RANKS
 
 # Errors that one rank alone may raise. Any other error of this library is raised by all ranks of a layer, or
@@ -171,7 +172,7 @@ def _report(machine: Machine | None, error: Exception, of_all: bool = False) -> 
 # Attribute of parameters whose gradient a GradientSync sums.
 _SYNCHRONISED = "_distdl_rma_synchronised"
 # Per running torch.autograd.grad, the innermost last: the ranks over which its caller sums the gradients.
-GRAD_CALLS: list[tuple[int, ...]] = []
+GRAD_CALLS: list[tuple[int, ...]] = of_each_rank()
 
 
 def mark_summed_later(parameter: torch.Tensor, marked: bool) -> None:

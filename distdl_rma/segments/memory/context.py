@@ -124,7 +124,7 @@ class Queue:
             under_way = []
             for operation in self._posted:
                 _, requests, _, finish = operation
-                if not MPI.Request.Testall(requests):
+                if not all(request.Test() for request in requests):
                     under_way.append(operation)
                 elif finish is not None:
                     finish()

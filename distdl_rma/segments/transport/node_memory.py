@@ -159,8 +159,7 @@ class NodeMemory:
         never return on others of the node: these processes end after the timeout, and the job with them.
         """
         if is_virtual(comm):
-            # Memory of this process, which cannot be refused on some ranks only.
-            return make()
+            return self._virtual_window(make, nbytes)
         limit = self._timeout + _TOGETHER_SECONDS
         why = (
             f"rank {self._ranks[self._comm.rank]} ends: MPI has not made a window of {nbytes} bytes in"
@@ -169,6 +168,19 @@ class NodeMemory:
         )
         with ends_process_after(limit, why):
             return self._window_of_all(comm, make, f"no window of {nbytes} bytes can be had")
+
+    def _virtual_window(self, make: Callable[[], MPI.Win], nbytes: int) -> MPI.Win:
+        # Memory of this process.
+        window, problem = None, ""
+        try:
+            window = make()
+        except (MemoryError, OSError, OverflowError) as error:
+            problem = f"no window of {nbytes} bytes can be had: {error}"
+        lacking = self._first_problem(problem)
+        if window is None or lacking is not None:
+            rank, why = lacking or (self._ranks[self._comm.rank], problem)
+            raise SegmentError(f"not enough shared memory: rank {rank}: {why}; {_REMEDY}")
+        return window
 
     def _window_of_all(self, comm: MPI.Intracomm, make: Callable[[], MPI.Win], refused: str) -> MPI.Win:
         window, problem, me = None, "", self._ranks[self._comm.rank]
@@ -223,8 +235,8 @@ class NodeMemory:
     def _default_size(self, reserve: bool) -> int:
         free = self._room()
         share = _LARGEST_DEFAULT if free is None else free // 2 // self.node.size
-        if is_virtual(self.node):
-            share //= self.node.size
+        if free is None and is_virtual(self._comm):
+            share //= self._comm.size
         # Nodes may have different shares; the smallest fits everywhere.
         share = int(self._comm.allreduce(share, MPI.MIN))
         # Pages that are consumed only when touched allow a large default. Reserving consumes all at once, and

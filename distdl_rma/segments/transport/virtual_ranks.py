@@ -1,7 +1,8 @@
-"""Virtual ranks: threads of one process that take turns, with the part of mpi4py that a node's ranks use.
+"""Virtual ranks: threads of one process that take turns, with the part of mpi4py that segments use.
 
 One rank runs at a time. It runs until it waits for another rank, and then hands over to the next one, in an
-order that a seed determines. So a run can be repeated, and 64 ranks need no cores of their own.
+order that a seed determines. So a run can be repeated, and 64 ranks need no cores of their own. The ranks of
+a node load and store each other's memory; between nodes, ``virtual_network`` moves data.
 """
 
 from __future__ import annotations
@@ -9,24 +10,34 @@ from __future__ import annotations
 import pickle
 import random
 import threading
-import time
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import reduce
-from typing import Any, ClassVar, Self, cast
+from time import sleep
+from typing import Any, Self, cast
 
-import numpy as np
 from mpi4py import MPI
+from numpy.typing import NDArray
 
 from distdl_rma.errors import ArgumentError, ProtocolError
-from distdl_rma.segments.transport.heap import Bytes
+from distdl_rma.segments.transport.virtual_network import (
+    Event,
+    Network,
+    NonblockingCollectives,
+    VirtualRequest,
+    VirtualWindow,
+    flat,
+    reduced,
+)
 
 # Rounds in which no rank did more than wait, after which ranks sleep: they wait for a time to pass.
 _IDLE_ROUNDS = 20
 _IDLE_SECONDS = 2e-4
 # Most turns in a row that are skipped since a rank still waits.
 _SKIPPED = 8
+# Looks in vain, such as tests of requests, after which a rank that does not wait hands over all the same.
+_LOOKS = 256
 
 
 class RunAbandoned(BaseException):
@@ -90,6 +101,22 @@ def at_end_of_rank(end: Callable[[BaseException | None], object]) -> Callable[[]
     return undo
 
 
+def while_blocked(turn: Callable[[], object]) -> Callable[[], object]:
+    """Call ``turn()`` repeatedly while this thread's virtual rank waits outside of this library's waits.
+
+    As the progress thread of a process does; the result ends this, idempotent.
+    """
+    comm = cast(VirtualComm, _here.comm)
+    turns = comm.turns_while_blocked
+    turns.append(turn)
+
+    def end() -> None:
+        if turn in turns:
+            turns.remove(turn)
+
+    return end
+
+
 def virtual_rank() -> object:
     """The virtual rank of this thread, compared by identity; None in other threads."""
     return _here.comm
@@ -100,26 +127,39 @@ class Turns:
 
     Every round gives each rank that has not ended one turn, in an order drawn by ``seed``. ``swaps`` are
     pairs of functions that get and set state of the process, such as the state of a random generator; each
-    rank has its own copy of this state, which begins as that of the caller.
+    rank has its own copy of this state, which begins as that of the caller. ``nodes`` has the node of each
+    rank, node 0 for all if None.
     """
 
     def __init__(
-        self, size: int, seed: int, swaps: Sequence[tuple[Callable[[], Any], Callable[[Any], object]]]
+        self,
+        size: int,
+        seed: int,
+        swaps: Sequence[tuple[Callable[[], Any], Callable[[Any], object]]],
+        nodes: Sequence[int] | None = None,
     ) -> None:
+        self.network = Network(seed, nodes or (0,) * size)
         self._random, self._swaps = random.Random(seed), swaps
-        self._events = [threading.Semaphore(0) for _ in range(size)]
+        # Held, but for the turn that was given to a rank: a semaphore takes longer.
+        self._events = [threading.Lock() for _ in range(size)]
         self._ended: set[int] = set()
         self._round: list[int] = []
         # Turns that ended in a wait since a rank last did more than wait.
         self._idle = 0
+        # Looks in vain in this turn; and whether the ranks' tests for what they wait for are called.
+        self._looks, self.choosing = 0, False
         # For each rank that waits: the test for what it waits for, None once it was true, and how many turns
         # it may still be skipped.
         self._waits: dict[int, list[Any]] = {}
-        # Ranks in calls without a deadline: the test for their end, and the call.
+        # For each rank: functions that are called while it waits in a call without a deadline.
+        self.while_blocked: list[list[Callable[[], object]]] = [[] for _ in range(size)]
+        # Ranks in such calls: the test for their end, and the call.
         self._blocked: dict[int, tuple[Callable[[], bool], str]] = {}
         self.abandoned = False
-        # Held by the caller of ``run`` until the last rank has ended.
-        self._over = threading.Semaphore(0)
+        # Held until the last rank has ended.
+        self._over = threading.Lock()
+        for held in (*self._events, self._over):
+            held.acquire()
 
     def run(self, ranks: Sequence[Callable[[], None]]) -> None:
         """Run these functions as the ranks, each in its own thread; blocking until all have ended."""
@@ -163,11 +203,14 @@ class Turns:
     def hand_over(self, rank: int, ready: Callable[[], bool] | None = None) -> bool:
         """Let the other ranks run first; returns at the next turn of ``rank``.
 
-        With ``ready``, most turns in which it is not true are skipped; returns whether it was true.
+        With ``ready``, most turns in which it is not true are skipped; returns whether it was true. Does
+        nothing within such a test.
         """
+        if self.choosing:
+            return False
         self._idle += 1
         if self._idle > _IDLE_ROUNDS * (len(self._events) - len(self._ended)):
-            time.sleep(_IDLE_SECONDS)
+            sleep(_IDLE_SECONDS)
         self._waits[rank] = [ready, _SKIPPED if ready else 0]
         following = self._next()
         if following != rank:
@@ -179,10 +222,11 @@ class Turns:
             self._set(mine)
             for items, before in zip(_OF_EACH_RANK, lists, strict=False):
                 items[:] = before
+        self._looks = 0
         if self.abandoned:
             raise RunAbandoned
         found, _ = self._waits.pop(rank)
-        if isinstance(found, Exception):
+        if isinstance(found, BaseException):
             raise found
         return found is None and ready is not None
 
@@ -194,21 +238,44 @@ class Turns:
         self._blocked[rank] = ready, what
         try:
             while not ready():
-                self.hand_over(rank, ready)
+                self.pause(rank, ready)
                 alive = len(self._events) - len(self._ended)
-                if len(self._blocked) == alive and not any(each() for each, _ in self._blocked.values()):
+                if len(self._blocked) < alive or self._idle < alive * _IDLE_ROUNDS or not self.network.idle:
+                    continue
+                if not any(each() for each, _ in self._blocked.values()):
                     waits = [f"rank {each} in {call}" for each, (_, call) in sorted(self._blocked.items())]
                     ended = f"; ranks {sorted(self._ended)} have ended" if self._ended else ""
                     raise ProtocolError(f"virtual ranks wait in vain: {', '.join(waits[:8])}{ended}")
         finally:
             del self._blocked[rank]
 
+    def pause(self, rank: int, ready: Callable[[], bool] | None = None) -> None:
+        """Let the other ranks run while this one is in a call that is none of this library's."""
+        for turn in tuple(self.while_blocked[rank]):
+            turn()
+        self.hand_over(rank, ready)
+
     def ran(self) -> None:
         """Note that the rank which runs has done more than wait."""
         self._idle = 0
 
+    def look(self, rank: int) -> None:
+        """Note that the rank which runs has looked in vain; after many looks, it hands over."""
+        self._looks += 1
+        if self._looks > _LOOKS and not self.choosing:
+            self.hand_over(rank)
+
     def _next(self) -> int:
+        self.choosing = True
+        try:
+            return self._chosen()
+        finally:
+            self.choosing = False
+
+    def _chosen(self) -> int:
         while True:
+            if self.network.advance():
+                self._idle = 0
             if not self._round:
                 self._round = [rank for rank in range(len(self._events)) if rank not in self._ended]
                 self._random.shuffle(self._round)
@@ -220,10 +287,10 @@ class Turns:
                 return rank
             try:
                 wait[0] = None if wait[0]() else wait[0]
-            except Exception as error:  # noqa: BLE001
+            except BaseException as error:  # noqa: BLE001
                 # Its own thread raises it.
                 wait[0] = error
-            if wait[0] is None or isinstance(wait[0], Exception):
+            if wait[0] is None or isinstance(wait[0], BaseException):
                 self._idle = 0
                 return rank
             wait[1] -= 1
@@ -250,34 +317,12 @@ class NoLock:
         """Do nothing."""
 
 
-class VirtualRequest:
-    """A request that is complete once ``done()`` is true."""
-
-    def __init__(self, done: Callable[[], bool], cancel: Callable[[], object] = bool) -> None:
-        self._done: Callable[[], bool] | None = done
-        self._cancel = cancel
-
-    def __bool__(self) -> bool:
-        return self._done is not None
-
-    def Test(self) -> bool:  # noqa: N802
-        """Whether the operation is complete."""
-        if self._done is not None and self._done():
-            self._done = None
-        return self._done is None
-
-    def Cancel(self) -> None:  # noqa: N802
-        """Cancel a receive that no message has matched."""
-        if self._done is not None:
-            self._cancel()
-            self._done = None
-
-
 class _Letter:
-    """A message, and whether it was received."""
+    """A message; it has data once it has arrived."""
 
-    def __init__(self, source: int, tag: int, data: bytes) -> None:
-        self.source, self.tag, self.data, self.received = source, tag, data, False
+    def __init__(self, source: int, tag: int) -> None:
+        self.source, self.tag, self.received = source, tag, False
+        self.data: bytes | None = None
 
 
 class _FoundLetter:
@@ -291,14 +336,47 @@ class _FoundLetter:
         _fill(target, self._letter)
 
 
-class _Together:
-    """What the ranks of a communicator share."""
+class _Mailbox:
+    """Messages to a rank of a communicator, in the order in which they were sent."""
 
-    def __init__(self, turns: Turns, size: int) -> None:
-        self.turns, self.size = turns, size
+    def __init__(self) -> None:
+        self._letters: list[_Letter] = []
+
+    def post(self, letter: _Letter) -> None:
+        """Add a message, which may arrive later."""
+        self._letters.append(letter)
+
+    def first(self, source: int = MPI.ANY_SOURCE, tag: int = MPI.ANY_TAG) -> _Letter | None:
+        """The first message that has arrived, behind none of the same rank and tag that has not."""
+        late = set()
+        for letter in self._letters:
+            sender = letter.source, letter.tag
+            if source in (MPI.ANY_SOURCE, letter.source) and tag in (MPI.ANY_TAG, letter.tag):
+                if letter.data is not None and sender not in late:
+                    return letter
+                late.add(sender)
+        return None
+
+    def take(self, source: int = MPI.ANY_SOURCE, tag: int = MPI.ANY_TAG) -> _Letter | None:
+        """``first``, and remove it."""
+        letter = self.first(source, tag)
+        if letter is not None:
+            self._letters.remove(letter)
+        return letter
+
+
+class _Together:
+    """What the ranks of a communicator share; ``members`` are these among all ranks of the run."""
+
+    def __init__(self, turns: Turns, members: Sequence[int]) -> None:
+        self.turns, self.members, self.size = turns, tuple(members), len(members)
         self.values: defaultdict[object, dict[int, Any]] = defaultdict(dict)
         self.read: defaultdict[object, set[int]] = defaultdict(set)
-        self.mail: list[deque[_Letter]] = [deque() for _ in range(size)]
+        # By number: collectives that do not block, with what their ranks have given.
+        self.begun: dict[int, tuple[str, dict[int, Any]]] = {}
+        self.mail = [_Mailbox() for _ in members]
+        # Whether the ranks are on several nodes.
+        self.wide = len({turns.network.nodes[member] for member in members}) > 1
 
 
 class VirtualGroup:
@@ -315,16 +393,19 @@ class VirtualGroup:
         """Do nothing."""
 
 
-class VirtualComm:
+class VirtualComm(NonblockingCollectives):
     """Communicator of virtual ranks, as one of them sees it.
 
-    Its methods behave as those of ``mpi4py.MPI.Intracomm`` with the same names. All ranks share a node.
-    Collective calls match in their order on the communicator.
+    Its methods behave as those of ``mpi4py.MPI.Intracomm`` with the same names. Collective calls match in
+    their order on the communicator; those that block take effect at once, also between nodes.
     """
 
-    def __init__(self, rank: int, whole: int, together: _Together) -> None:
-        # ``whole`` is the rank among all virtual ranks of the run.
-        self.rank, self.size, self._whole, self._together = rank, together.size, whole, together
+    def __init__(self, rank: int, together: _Together) -> None:
+        super().__init__()
+        self.rank, self.size, self._together = rank, together.size, together
+        # The rank among all virtual ranks of the run.
+        self._whole = together.members[rank]
+        self.network = together.turns.network
         self.group = VirtualGroup(range(self.size))
         self._calls: defaultdict[object, int] = defaultdict(int)
         self._attributes: dict[int, Any] = {}
@@ -334,16 +415,33 @@ class VirtualComm:
     @classmethod
     def all_of(cls, turns: Turns, size: int) -> list[Self]:
         """The communicator of all virtual ranks, as each of them sees it."""
-        together = _Together(turns, size)
-        return [cls(rank, rank, together) for rank in range(size)]
+        together = _Together(turns, range(size))
+        return [cls(rank, together) for rank in range(size)]
 
     def hand_over(self, ready: Callable[[], bool] | None = None) -> bool:
         """Let other ranks run; with ``ready``, returns whether it was found to be true meanwhile.
 
         ``ProtocolError`` in the thread of another rank, whose turn would be lost.
         """
-        self._check_thread()
+        if not self._together.turns.choosing:
+            self._check_thread()
         return self._together.turns.hand_over(self._whole, ready)
+
+    @property
+    def turns_while_blocked(self) -> list[Callable[[], object]]:
+        """Functions that are called while this rank waits in a call that is none of this library's."""
+        return self._together.turns.while_blocked[self._whole]
+
+    def pause(self) -> None:
+        """Let other ranks run, as a rank does that sleeps."""
+        self._check_thread()
+        self._together.turns.pause(self._whole)
+
+    def look(self) -> None:
+        """Note that this rank has looked in vain for what others do; after many looks, it hands over."""
+        here = _here.comm
+        if here is not None and here._whole == self._whole:
+            self._together.turns.look(self._whole)
 
     def _check_thread(self) -> None:
         here = _here.comm
@@ -367,6 +465,10 @@ class VirtualComm:
         """Call the functions of ``at_end_of_rank``."""
         while self.at_end:
             self.at_end.pop()(error)
+
+    def shown(self, value: Any) -> list[Any]:
+        """The values of all ranks themselves, not copies of them; blocking, collective."""
+        return self._gathered(value)
 
     def _gathered(self, value: Any, kind: object = "all", count: int = 0) -> list[Any]:
         # Values of all ranks, or of ``count`` of them, in one call of this kind; blocking.
@@ -404,6 +506,11 @@ class VirtualComm:
         """Values of all ranks, combined by ``op``."""
         return reduce(op, self._copies(value))
 
+    def Allreduce(self, data: Any, out: NDArray[Any], op: MPI.Op = MPI.SUM) -> None:  # noqa: N802
+        """Arrays of all ranks, combined by ``op`` in their order; ``data`` may be IN_PLACE."""
+        mine = out if data is MPI.IN_PLACE else data
+        out[...] = reduced(self._gathered(mine.copy()), op)
+
     def Barrier(self) -> None:  # noqa: N802
         """Wait until all ranks have made the call."""
         self._gathered(None)
@@ -418,14 +525,33 @@ class VirtualComm:
         """Number of ranks."""
         return self.size
 
-    def Ibarrier(self) -> VirtualRequest:  # noqa: N802
-        """Request that is complete once all ranks have made the call."""
-        key = "barrier", self._calls["barrier"]
-        self._calls["barrier"] += 1
-        values = self._together.values[key]
-        values[self.rank] = None
+    def _together_with(self, kind: str, number: int) -> dict[int, Any]:
+        begun = self._together.begun
+        first, given = begun.setdefault(number, (kind, {}))
+        if kind != first:
+            raise ProtocolError(
+                f"virtual ranks: rank {self.rank} calls {kind} where another rank has called {first}; ranks"
+                " make their collective calls in the same order"
+            )
+        return given
+
+    def _over(self, number: int) -> None:
+        over = self._together.read[number]
+        over.add(self.rank)
+        if len(over) == self.size:
+            del self._together.read[number], self._together.begun[number]
+
+    def _later(self, action: Callable[[], object]) -> Event:
         self._together.turns.ran()
-        return VirtualRequest(lambda: len(values) == self.size)
+        return self.network.later(action) if self._together.wide else self.network.now(action)
+
+    def request(self, done: Callable[[], bool]) -> VirtualRequest:
+        """Request that is complete once ``done()`` is true."""
+        return VirtualRequest(done, self.look, self._wait)
+
+    def _wait(self, done: Callable[[], bool]) -> None:
+        self._check_thread()
+        self._together.turns.wait(self._whole, done, "a wait for a request")
 
     def Split(self, color: int = 0, key: int = 0) -> VirtualComm:  # noqa: N802
         """Communicator of the ranks with the same color, ordered by key."""
@@ -434,8 +560,8 @@ class VirtualComm:
         return self._of(members, ("split", self._calls["all"]))
 
     def Split_type(self, kind: int) -> VirtualComm:  # noqa: N802
-        """Communicator of all ranks, which share a node."""
-        return self.Split()
+        """Communicator of the ranks of this rank's node."""
+        return self.Split(self.network.nodes[self._whole])
 
     def Dup(self) -> VirtualComm:  # noqa: N802
         """Another communicator of the same ranks."""
@@ -451,42 +577,42 @@ class VirtualComm:
         # The first member that comes makes what they share.
         made = self._together.values["made", key, tuple(members)]
         if not made:
-            made[0] = _Together(self._together.turns, len(members))
+            made[0] = _Together(self._together.turns, [self._together.members[each] for each in members])
         together = made[0]
         made[1] = made.get(1, 0) + 1
         if made[1] == len(members):
             del self._together.values["made", key, tuple(members)]
-        return VirtualComm(members.index(self.rank), self._whole, cast(_Together, together))
+        return VirtualComm(members.index(self.rank), cast(_Together, together))
 
     def Isend(self, data: Any, dest: int, tag: int = 0) -> VirtualRequest:  # noqa: N802
-        """Send a copy of the data."""
-        self._post(data, dest, tag)
-        return VirtualRequest(lambda: True)
+        """Send; complete once the data were read."""
+        _, read = self._post(data, dest, tag)
+        return self.request(lambda: read.over)
 
     def Issend(self, data: Any, dest: int, tag: int = 0) -> VirtualRequest:  # noqa: N802
-        """Send a copy of the data; complete once it was received."""
-        letter = self._post(data, dest, tag)
-        return VirtualRequest(lambda: letter.received)
+        """Send; complete once they were received."""
+        letter, _ = self._post(data, dest, tag)
+        return self.request(lambda: letter.received)
 
-    def _post(self, data: Any, dest: int, tag: int) -> _Letter:
-        letter = _Letter(self.rank, tag, bytes(_buffer(data)))
-        self._together.mail[dest].append(letter)
+    def _post(self, data: Any, dest: int, tag: int) -> tuple[_Letter, Event]:
+        letter, nodes, source = _Letter(self.rank, tag), self.network.nodes, flat(data)
+        self._together.mail[dest].post(letter)
         self._together.turns.ran()
-        return letter
+        near = nodes[self._whole] == nodes[self._together.members[dest]]
+        travel = self.network.now if near else self.network.later
+        return letter, travel(lambda: setattr(letter, "data", source.tobytes()))
 
     def Irecv(self, target: Any, source: int, tag: int = 0) -> VirtualRequest:  # noqa: N802
         """Receive the first message from ``source`` with this tag."""
         mail = self._together.mail[self.rank]
 
         def done() -> bool:
-            for letter in mail:
-                if (letter.source, letter.tag) == (source, tag):
-                    mail.remove(letter)
-                    _fill(target, letter)
-                    return True
-            return False
+            letter = mail.take(source, tag)
+            if letter is not None:
+                _fill(target, letter)
+            return letter is not None
 
-        return VirtualRequest(done)
+        return self.request(done)
 
     def send(self, value: Any, dest: int, tag: int = 0) -> None:
         """Send a copy of an object."""
@@ -495,25 +621,32 @@ class VirtualComm:
     def recv(self, *, source: int, tag: int = 0) -> Any:
         """Receive a copy of an object from ``source``; blocking."""
         mail = self._together.mail[self.rank]
-
-        def found() -> list[_Letter]:
-            return [letter for letter in mail if (letter.source, letter.tag) == (source, tag)][:1]
-
         self._check_thread()
-        self._together.turns.wait(self._whole, lambda: bool(found()), f"a receive from rank {source}")
-        (letter,) = found()
-        mail.remove(letter)
+        self._together.turns.wait(
+            self._whole, lambda: mail.first(source, tag) is not None, f"a receive from rank {source}"
+        )
+        letter = cast(_Letter, mail.take(source, tag))
         letter.received = True
-        return pickle.loads(letter.data)
+        return pickle.loads(cast(bytes, letter.data))
+
+    def Iprobe(  # noqa: N802
+        self, source: int = MPI.ANY_SOURCE, tag: int = MPI.ANY_TAG, status: MPI.Status | None = None
+    ) -> bool:
+        """Whether a message has arrived; writes to ``status`` from whom, its tag and length."""
+        letter = self._together.mail[self.rank].first(source, tag)
+        if letter is None:
+            self.look()
+        else:
+            _note(letter, status)
+        return letter is not None
 
     def Improbe(self, *, status: MPI.Status | None = None) -> _FoundLetter | None:  # noqa: N802
-        """The first message, if there is one."""
-        mail = self._together.mail[self.rank]
-        if not mail:
+        """The first message that has arrived, if there is one."""
+        letter = self._together.mail[self.rank].take()
+        if letter is None:
+            self.look()
             return None
-        letter = mail.popleft()
-        if status is not None:
-            status.Set_elements(MPI.BYTE, len(letter.data))
+        _note(letter, status)
         return _FoundLetter(letter)
 
     def Get_attr(self, key: int) -> Any:  # noqa: N802
@@ -532,75 +665,18 @@ class VirtualComm:
         """Do nothing: the communicator has no memory but what refers to it."""
 
 
-class VirtualWindow:
-    """Window over memory of virtual ranks; every operation completes at once, and no rank has to help."""
-
-    model: ClassVar[int] = MPI.WIN_UNIFIED
-
-    def __init__(self, memories: Sequence[Bytes]) -> None:
-        self._memories = memories
-
-    @classmethod
-    def Allocate_shared(cls, nbytes: int, unit: int, *, comm: VirtualComm) -> Self:  # noqa: N802
-        """Window of new memory, all zeros; its pages are consumed when they are touched. Collective."""
-        return cls.Create(np.zeros(nbytes, np.uint8), unit, comm=comm)
-
-    @classmethod
-    def Create(cls, memory: Bytes, unit: int, *, comm: VirtualComm) -> Self:  # noqa: ARG003, N802
-        """Window over memory of each rank. Collective."""
-        return cls(comm._gathered(memory))
-
-    def Shared_query(self, rank: int) -> tuple[Bytes, int]:  # noqa: N802
-        """Memory of a rank, and the unit of displacements in bytes."""
-        return self._memories[rank], 1
-
-    def Fetch_and_op(  # noqa: N802
-        self, operand: memoryview, before: memoryview, target: int, at: int, op: MPI.Op
-    ) -> None:
-        """Change a word of a rank."""
-        word = self._memories[target][at : at + 8].view(np.int64)
-        before[0] = int(word[0])
-        if op == MPI.SUM:
-            word[0] += operand[0]
-        elif op == MPI.REPLACE:
-            word[0] = operand[0]
-
-    def Compare_and_swap(  # noqa: N802
-        self, new: Sequence[Any], expected: Sequence[Any], before: Sequence[Any], target: int, at: int
-    ) -> None:
-        """Set a word of a rank if it has the expected value."""
-        word = self._memories[target][at : at + 8].view(np.int64)
-        before[0][0] = int(word[0])
-        if word[0] == expected[0][0]:
-            word[0] = new[0][0]
-
-    def Flush(self, target: int) -> None:  # noqa: N802
-        """Do nothing."""
-
-    def Sync(self) -> None:  # noqa: N802
-        """Do nothing."""
-
-    def Lock_all(self) -> None:  # noqa: N802
-        """Do nothing."""
-
-    def Unlock_all(self) -> None:  # noqa: N802
-        """Do nothing."""
-
-    def Free(self) -> None:  # noqa: N802
-        """Forget the memory, which is freed with its last view."""
-        self._memories = ()
-
-
 def windows_of(comm: MPI.Intracomm, of_processes: type[MPI.Win]) -> type[MPI.Win]:
     """The class that makes windows over memory of a communicator's ranks; ``of_processes`` if not virtual."""
     return cast(type[MPI.Win], VirtualWindow) if is_virtual(comm) else of_processes
 
 
-def _buffer(data: Any) -> memoryview:
-    # The bytes of an array, or of an array with its MPI datatype.
-    return memoryview(data[0] if isinstance(data, list) else data).cast("B")
-
-
 def _fill(target: Any, letter: _Letter) -> None:
     letter.received = True
-    _buffer(target)[: len(letter.data)] = letter.data
+    data = cast(bytes, letter.data)
+    flat(target).data[: len(data)] = data
+
+
+def _note(letter: _Letter, status: MPI.Status | None) -> None:
+    if status is not None:
+        status.source, status.tag = letter.source, letter.tag
+        status.Set_elements(MPI.BYTE, len(cast(bytes, letter.data)))

@@ -269,7 +269,10 @@ class PeerHeaders:
         while not self._poll_answer(rank):
             if time.monotonic() > deadline:
                 return None
-            time.sleep(1e-3)
+            if self._segment.hand_over is None:
+                time.sleep(1e-3)
+            else:
+                self._segment.hand_over(None)
         return self._answers[rank][0]
 
     def glance(self, rank: int) -> HeaderRecord | None:
@@ -312,7 +315,7 @@ class PeerHeaders:
                     requests = self._segment.link(rank).get(ByteRuns((0,), HEADER_BYTES), header)
                     self._asked[rank] = requests, header
                 requests, header = self._asked[rank]
-                if not MPI.Request.Testall(requests):
+                if not all(request.Test() for request in requests):
                     return False
             except (PeerFailedError, MPI.Exception):
                 # The network has lost a killed rank, so there is no answer.

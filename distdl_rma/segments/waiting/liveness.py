@@ -13,6 +13,7 @@ from mpi4py import MPI
 
 from distdl_rma.errors import ExchangeTimeout, MismatchError, PeerFailedError, SegmentError
 from distdl_rma.segments.transport.segment import Segment
+from distdl_rma.segments.transport.virtual_ranks import hand_over_of
 from distdl_rma.segments.waiting.header import (
     HeaderRecord,
     HeaderWriter,
@@ -125,9 +126,12 @@ class FailureNotices:
 
     def wait_until_noticed(self, seconds: float) -> None:
         """Wait until all ranks have received the notice or another rank fails, at most ``seconds``."""
-        deadline = time.monotonic() + seconds
+        deadline, hand_over = time.monotonic() + seconds, hand_over_of(self._comm)
         while not (self.noticed() or self.failures) and time.monotonic() < deadline:
-            time.sleep(_STAY_SECONDS)
+            if hand_over is None:
+                time.sleep(_STAY_SECONDS)
+            else:
+                hand_over(None)
 
     def close(self) -> None:
         """Free the communicator; collective."""

@@ -17,7 +17,7 @@ from mpi4py import MPI
 from distdl_rma.errors import ExchangeTimeout, PartitionError
 from distdl_rma.geometry.exchange import fingerprint
 from distdl_rma.geometry.partition import spans
-from distdl_rma.segments.transport.virtual_ranks import is_virtual
+from distdl_rma.segments.transport.virtual_ranks import is_virtual, while_blocked
 from distdl_rma.segments.waiting.header import clip, numbered
 from distdl_rma.segments.waiting.waiter import advance_other_machines, engines_paused
 
@@ -239,7 +239,11 @@ def meet(comm: MPI.Intracomm, ranks: tuple[int, ...], seconds: float) -> MPI.Int
     group = comm.group.Incl(list(ranks))
     try:
         if is_virtual(comm):
-            return comm.Create_group(group, _CREATE_TAG)
+            end = while_blocked(lambda: advance_other_machines(None))
+            try:
+                return comm.Create_group(group, _CREATE_TAG)
+            finally:
+                end()
         world = _in_world(group)
         if len(ranks) == 1 or world is None or not _board.usable():
             return _create(comm, group, ranks, world or (), 0)

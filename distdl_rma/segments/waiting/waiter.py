@@ -14,7 +14,7 @@ from mpi4py import MPI
 from distdl_rma.errors import DistdlError, ExchangeTimeout
 from distdl_rma.segments.options import check_timeout
 from distdl_rma.segments.transport.segment import Segment
-from distdl_rma.segments.transport.virtual_ranks import virtual_rank
+from distdl_rma.segments.transport.virtual_ranks import virtual_rank, while_blocked
 from distdl_rma.segments.waiting.header import WaitReason
 from distdl_rma.segments.waiting.liveness import FailureNotices, PeerWatch
 from distdl_rma.trace import Counters
@@ -74,6 +74,23 @@ class ProgressEngine:
             seen = active
 
 
+class VirtualEngine:
+    """Calls ``turn()`` while a virtual rank waits outside of this library, as ``ProgressEngine`` does."""
+
+    def __init__(self, turn: Callable[[], int]) -> None:
+        self._turn = turn
+        self.error: BaseException | None = None
+        self.stop = while_blocked(self._run)
+
+    def _run(self) -> None:
+        try:
+            self._turn()
+        except BaseException as error:  # noqa: BLE001
+            # The next wait of the rank raises it.
+            self.error = error
+            self.stop()
+
+
 _YIELD_SECONDS = 2e-3
 _SLEEP_SECONDS = (5e-5, 1e-3)
 # Seconds between two looks of a long wait. A look writes the wait's reason and reads headers of other ranks.
@@ -116,7 +133,7 @@ class Waiter:
         self._open = True
         self._steps: list[Callable[[], bool]] = []
         self._advancing = False
-        self._engine: ProgressEngine | None = None
+        self._engine: ProgressEngine | VirtualEngine | None = None
         # Error of a step that was taken while the rank waited in another machine.
         self._deferred_error: Exception | None = None
 
@@ -177,10 +194,11 @@ class Waiter:
                 if elapsed >= _YIELD_SECONDS and (not looked or elapsed - looked > _LOOK_SECONDS):
                     looked = elapsed
                     watch.look(reason())
-                if elapsed > timeout:
+                over = elapsed > timeout
+                if over and not self._last_turn(ready):
                     seconds = timeout if whole is None else whole
                     raise ExchangeTimeout(watch.timeout_message(reason(), seconds))
-                if self._rest(ready, elapsed):
+                if over or self._rest(ready, elapsed):
                     return
         finally:
             if looked:
@@ -196,6 +214,10 @@ class Waiter:
             time.sleep(self._pause)
             self._pause = min(self._pause * 1.5, _SLEEP_SECONDS[1])
         return False
+
+    def _last_turn(self, ready: Callable[[], bool]) -> bool:
+        # At a deadline, lets ranks run that take turns: a loop of waits without time has an end.
+        return self._hand_over is not None and (self._hand_over(ready) or ready())
 
     @property
     def under_way(self) -> bool:
@@ -222,8 +244,10 @@ class Waiter:
     def begin(self, engine: str) -> None:
         """Let other machines' waits, and the progress engine if chosen, take steps from now on."""
         _replace_open(weakref.ref(self))
-        if engine == "thread":
+        if engine == "thread" and self._hand_over is None:
             self._engine = ProgressEngine(self._turn, self._segment.crowded)
+        elif engine == "thread":
+            self._engine = VirtualEngine(self._turn)
 
     def hold(self, held: ExitStack) -> None:
         """Take no turn of the progress engine until ``held`` ends; waits for the turn that it takes now."""

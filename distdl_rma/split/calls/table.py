@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F  # noqa: N812
 
+from distdl_rma.segments.transport.virtual_ranks import of_each_rank
 from distdl_rma.split.calls.autocast import is_cast
 
 # Gets the function, its arguments and its keyword arguments from the user; returns the user's result.
@@ -42,7 +43,7 @@ WITHOUT_RULE = None
 # Attribute of handlers that raise torch's errors themselves.
 RAISES_AS_TORCH = "raises_as_torch"
 # The last one is called in place of a rule's handler, with the rule as first argument.
-OBSERVERS: list[Callable[[Rule, Any, tuple[Any, ...], dict[str, Any]], Any]] = []
+OBSERVERS: list[Callable[[Rule, Any, tuple[Any, ...], dict[str, Any]], Any]] = of_each_rank()
 _NAMESPACES: tuple[Any, ...] = (torch, torch.Tensor, F, torch.special, torch.linalg, torch.fft, torch._C._nn)
 # Modules with functions of ATen, and the types of these functions.
 _OPERATORS = torch, torch.Tensor, torch._C._nn, torch._C._linalg, torch._C._special, torch._C._fft  # type: ignore[attr-defined]

@@ -139,6 +139,7 @@ def test_calls_do_not_import_the_compiler():
 
 @pytest.mark.mpi
 @pytest.mark.parametrize("stance", ["force_eager", "eager_on_recompile", "fail_on_recompile"])
+@pytest.mark.processes
 def test_a_stance_of_the_compiler_changes_nothing(P_world, compiler, stance):
     layer, x = DistributedConv2d(rows(P_world), 4, 4, 3, padding=1), torch.rand(1, 4, 6, 6)
     model = nn.Sequential(layer, nn.GELU())

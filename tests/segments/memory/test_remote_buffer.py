@@ -75,8 +75,11 @@ def test_nothing_moves_after_the_close(block):
 @pytest.mark.mpi
 def test_values_are_broadcast_and_converted_without_loss_only(there):
     array = there.view(np.float64, (3, 4))
+    # Puts to one place have no order without a flush between them.
     array[...] = 0
+    there.flush()
     array[1] = np.arange(4, dtype=np.int32)
+    there.flush()
     array[:, 2] = torch.tensor([5.0, 6.0, 7.0])
     array[0, ::-3] = 0.1
     there.flush()

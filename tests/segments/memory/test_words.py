@@ -76,6 +76,7 @@ def test_an_atomic_that_is_not_answered_names_the_peer_and_changes_nothing(meet,
     comm.Barrier()
 
 
+@pytest.mark.processes
 def test_threads_of_a_rank_change_words_at_the_same_time(meet, comm):
     buffer, remotes = meet(64)
     peer, found, each = (comm.rank + 1) % comm.size, [], 40

@@ -196,6 +196,8 @@ def test_who_is_lost_to_the_network_is_silent():
         raise MPI.Exception(MPI.ERR_OTHER)
 
     link = SimpleNamespace(memory=None, get=lost)
-    headers = PeerHeaders(SimpleNamespace(lock=contextlib.nullcontext(), link=lambda rank: link))
+    headers = PeerHeaders(
+        SimpleNamespace(lock=contextlib.nullcontext(), link=lambda rank: link, hand_over=None)
+    )
     assert headers.glance(1) is None and headers.read(1, time.monotonic() + 0.01) is None
     assert headers.age(1) == float("inf")

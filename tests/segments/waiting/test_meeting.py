@@ -24,6 +24,7 @@ def board(comm):
 
 
 @pytest.mark.mpi
+@pytest.mark.processes
 def test_everyone_reads_what_a_process_said_last(board, comm):
     for line in (f"first of {comm.rank}", f"é\n{comm.rank}"):
         board.write(line)
@@ -37,6 +38,7 @@ def test_everyone_reads_what_a_process_said_last(board, comm):
 
 
 @pytest.mark.mpi
+@pytest.mark.processes
 def test_a_line_is_cut_where_the_launcher_takes_no_more(board, comm):
     board.write("x" * 10_000)
     assert board.read(comm.rank) == "x" * board.longest
@@ -139,6 +141,7 @@ def test_ranks_that_mean_the_same_get_a_communicator_in_their_order(comm):
 
 @pytest.mark.mpi
 @pytest.mark.mpi(min_size=2)
+@pytest.mark.processes
 def test_ranks_that_mean_others_learn_which(comm):
     ranks = tuple(range(comm.size))[:: -1 if comm.rank == 0 else 1]
     with pytest.raises(PartitionError, match=r"rank 0 was given M = \(.*\) but rank \d M = \(0, 1"):
@@ -149,6 +152,7 @@ def test_ranks_that_mean_others_learn_which(comm):
 
 @pytest.mark.mpi
 @pytest.mark.mpi(min_size=2)
+@pytest.mark.processes
 def test_a_refusal_reaches_those_that_wait(comm):
     everyone = tuple(range(comm.size))
     if comm.rank == 0:
@@ -162,6 +166,7 @@ def test_a_refusal_reaches_those_that_wait(comm):
 
 @pytest.mark.mpi
 @pytest.mark.mpi(min_size=2)
+@pytest.mark.processes
 def test_who_does_not_come_is_named(comm):
     late = comm.size - 1
     if comm.rank != late:
@@ -173,6 +178,7 @@ def test_who_does_not_come_is_named(comm):
 
 @pytest.mark.mpi
 @pytest.mark.mpi(min_size=2)
+@pytest.mark.processes
 def test_progress_threads_pause_while_mpi_creates_the_communicator(comm, monkeypatch):
     create, poll, turns, paused = meeting._create, FailureNotices.poll, [], []
 

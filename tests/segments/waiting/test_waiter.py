@@ -306,6 +306,7 @@ def test_machine_that_failed_takes_no_steps_and_ends_no_wait_in_another():
 
 
 @pytest.mark.mpi
+@pytest.mark.processes
 def test_manager_that_is_closed_or_dropped_is_none_of_the_process_any_more(comm):
     from distdl_rma.segments import SegmentManager
     from distdl_rma.segments.waiting import waiter as waiting

@@ -94,6 +94,7 @@ def test_recordings_call_layers_by_their_paths(P_world):
     assert any(event.name == "down2.conv.0" and event.backward for event in recording.events)
 
 
+@pytest.mark.processes
 def test_profiles_have_a_range_for_each_layer(P_world):
     net = Net(rows(P_world))
     net(local())
@@ -103,6 +104,7 @@ def test_profiles_have_a_range_for_each_layer(P_world):
     assert {"down2.conv.0", "the norm", "pool"} <= set(names)
 
 
+@pytest.mark.processes
 def test_a_synchronisation_calls_parameters_by_their_paths(P_world, comm):
     net = Net(rows(P_world))
     model = wrapped(net, comm.rank)

@@ -67,6 +67,7 @@ def test_volumes_that_torch_leaves_to_slow_kernels(P_world, stride, padding):
 @pytest.mark.mpi
 @pytest.mark.sizes(1)
 @pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+@pytest.mark.processes
 def test_volume_of_one_rank_is_differentiated_forward_as_by_torch(P_world):
     x, w = torch.randn(1, 9, 18, 14, 12), torch.randn(8, 9, 3, 3, 3)
     whole = block(P_world.create_cartesian_topology_partition((1,) * 5), x)

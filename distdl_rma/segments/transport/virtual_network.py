@@ -1,0 +1,453 @@
+"""The network of virtual ranks: their RMA windows, and the collectives of MPI that do not block.
+
+What one rank does to another one's memory takes effect at a later turn, which a seed determines, and in any
+order that MPI allows. So a program that forgets a flush, or changes memory before MPI has read it, fails for
+some seed.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from heapq import heappop, heappush
+from typing import Any, ClassVar, Self
+
+import numpy as np
+from mpi4py import MPI
+from numpy.typing import NDArray
+
+from distdl_rma.segments.transport.heap import Bytes
+
+# Longest delay, in turns for each rank.
+_TURNS = 4
+
+
+class Event:
+    """Something that happens once, at a turn of the network or earlier if ``happen`` is called."""
+
+    def __init__(self, action: Callable[[], object], due: int) -> None:
+        self._action: Callable[[], object] | None = action
+        self.due = due
+
+    @property
+    def over(self) -> bool:
+        """Whether it has happened."""
+        return self._action is None
+
+    def happen(self) -> None:
+        """Let it happen now, if it has not happened yet."""
+        action, self._action = self._action, None
+        if action is not None:
+            action()
+
+
+class Network:
+    """What is under way between virtual ranks; ``nodes`` has the node of each rank, ``seed`` draws delays."""
+
+    def __init__(self, seed: int, nodes: Sequence[int]) -> None:
+        # Not the numbers that draw the order of the ranks.
+        self._random, self.nodes = random.Random(f"network {seed}"), tuple(nodes)
+        self._longest = _TURNS * len(self.nodes)
+        self._now, self._begun = 0, 0
+        self._due: list[tuple[int, int, Event]] = []
+
+    def later(self, action: Callable[[], object], after: int = 0) -> Event:
+        """Call ``action()`` at some turn, perhaps at once, but not before turn ``after``."""
+        # Most are soon, a few much later: the last one of several is often far behind the others.
+        due = max(after, self._now + int(self._longest * self._random.random() ** 3))
+        event = Event(action, due)
+        if due == self._now:
+            event.happen()
+        else:
+            self._begun += 1
+            heappush(self._due, (due, self._begun, event))
+        return event
+
+    def now(self, action: Callable[[], object]) -> Event:
+        """Call ``action()`` at once; an event that has happened."""
+        event = Event(action, self._now)
+        event.happen()
+        return event
+
+    def shuffled(self, events: list[Event]) -> list[Event]:
+        """The events in an order that is drawn; changes the list."""
+        self._random.shuffle(events)
+        return events
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is under way."""
+        return not self._due
+
+    def advance(self) -> bool:
+        """Go on to the next turn; returns whether something happened."""
+        self._now += 1
+        happened = False
+        while self._due and self._due[0][0] <= self._now:
+            event = heappop(self._due)[2]
+            happened |= not event.over
+            event.happen()
+        return happened
+
+
+class VirtualRequest:
+    """A request that is complete once ``done()`` is true.
+
+    ``look()`` is called where it is not yet, and ``wait(ready)`` waits.
+    """
+
+    def __init__(
+        self,
+        done: Callable[[], bool],
+        look: Callable[[], object],
+        wait: Callable[[Callable[[], bool]], object],
+    ) -> None:
+        self._done: Callable[[], bool] | None = done
+        self._look, self._wait = look, wait
+
+    def __bool__(self) -> bool:
+        return self._done is not None
+
+    def _test(self) -> bool:
+        if self._done is not None and self._done():
+            self._done = None
+        return self._done is None
+
+    def Test(self) -> bool:  # noqa: N802
+        """Whether the operation is complete."""
+        if self._test():
+            return True
+        self._look()
+        return False
+
+    def Cancel(self) -> None:  # noqa: N802
+        """Cancel a receive: no message will match it."""
+        self._done = None
+
+    def Wait(self) -> bool:  # noqa: N802
+        """Wait until the operation is complete; blocking."""
+        self._wait(self._test)
+        return True
+
+
+class VirtualWindow:
+    """Window over memory of virtual ranks, as one of them sees it.
+
+    A put reads its source at one turn, after which its request is complete, and reaches the peer's memory at
+    a later one. MPI orders operations that accumulate on the same word, and nothing else. A flush completes
+    all operations on a peer, in an order that is drawn. Atomic operations take effect at once, since each is
+    followed by a flush.
+    """
+
+    model: ClassVar[int] = MPI.WIN_UNIFIED
+
+    def __init__(self, memories: Sequence[Bytes], comm: NonblockingCollectives) -> None:
+        self._memories, self._comm, self._network = memories, comm, comm.network
+        # By target: what may not have happened yet; and accumulations, with their words.
+        self._pending: defaultdict[int, list[Event]] = defaultdict(list)
+        self._ordered: defaultdict[int, list[tuple[Event, range]]] = defaultdict(list)
+
+    @classmethod
+    def Allocate_shared(cls, nbytes: int, unit: int, *, comm: NonblockingCollectives) -> Self:  # noqa: N802
+        """Window of new memory, all zeros; its pages are consumed when they are touched. Collective.
+
+        ``MemoryError`` on all ranks if one of them gets none.
+        """
+        try:
+            memory = np.zeros(nbytes, np.uint8)
+        except (MemoryError, ValueError):
+            memory = np.empty(0, np.uint8)
+        window = cls.Create(memory, unit, comm=comm)
+        if any(each.nbytes < nbytes for each in window._memories):
+            raise MemoryError(f"the process gets no {nbytes} bytes for each of {comm.size} ranks")
+        return window
+
+    @classmethod
+    def Create(cls, memory: Bytes, unit: int, *, comm: NonblockingCollectives) -> Self:  # noqa: ARG003, N802
+        """Window over memory of each rank. Collective."""
+        return cls(comm.shown(memory), comm)
+
+    def Shared_query(self, rank: int) -> tuple[Bytes, int]:  # noqa: N802
+        """Memory of a rank, and the unit of displacements in bytes."""
+        return self._memories[rank], 1
+
+    def Rput(self, data: Any, target: int, there: tuple[int, int, MPI.Datatype]) -> VirtualRequest:  # noqa: N802
+        """Begin to copy bytes to a rank."""
+        source, memory, runs = flat(data), self._memories[target], _runs(*there)
+
+        def read() -> None:
+            copy = source.copy()
+            self._later(target, lambda: _write(memory, runs, copy))
+
+        return self._request(self._later(target, read))
+
+    def Rget(self, out: Any, target: int, there: tuple[int, int, MPI.Datatype]) -> VirtualRequest:  # noqa: N802
+        """Begin to copy bytes from a rank."""
+        into, memory, runs = flat(out), self._memories[target], _runs(*there)
+
+        def read() -> None:
+            end = 0
+            for begin, nbytes in runs:
+                end += nbytes
+                into[end - nbytes : end] = memory[begin : begin + nbytes]
+
+        return self._request(self._later(target, read))
+
+    def Rget_accumulate(  # noqa: N802
+        self,
+        values: NDArray[np.int64],
+        before: NDArray[np.int64],
+        target: int,
+        there: tuple[int, int, MPI.Datatype],
+        op: MPI.Op,
+    ) -> VirtualRequest:
+        """Begin to change words of a rank by ``op``, each atomically, and to get their old values."""
+        begin, count, _ = there
+        words, span = self._words(target, begin, count), range(begin, begin + 8 * count)
+
+        def change() -> None:
+            before[:] = words
+            if op == MPI.REPLACE:
+                words[:] = values
+            elif op == MPI.SUM:
+                words[:] += values
+
+        ordered = [each for each in self._ordered[target] if not each[0].over]
+        event = self._network.later(
+            change, max((each.due for each, other in ordered if _overlap(span, other)), default=0)
+        )
+        self._ordered[target] = [*ordered, (event, span)]
+        return self._request(event)
+
+    def _words(self, target: int, begin: int, count: int) -> NDArray[np.int64]:
+        return self._memories[target][begin : begin + 8 * count].view(np.int64)
+
+    def _later(self, target: int, action: Callable[[], object]) -> Event:
+        event = self._network.later(action)
+        if not event.over:
+            pending = self._pending[target]
+            pending[:] = [*(each for each in pending if not each.over), event]
+        return event
+
+    def _request(self, event: Event) -> VirtualRequest:
+        return self._comm.request(lambda: event.over)
+
+    def Fetch_and_op(  # noqa: N802
+        self, operand: Sequence[Any], before: Sequence[Any], target: int, at: int, op: MPI.Op
+    ) -> None:
+        """Change a word of a rank."""
+        self._accumulate(target)
+        word = self._words(target, at, 1)
+        before[0][0] = int(word[0])
+        if op == MPI.SUM:
+            word[0] += operand[0][0]
+        elif op == MPI.REPLACE:
+            word[0] = operand[0][0]
+
+    def Compare_and_swap(  # noqa: N802
+        self, new: Sequence[Any], expected: Sequence[Any], before: Sequence[Any], target: int, at: int
+    ) -> None:
+        """Set a word of a rank if it has the expected value."""
+        self._accumulate(target)
+        word = self._words(target, at, 1)
+        before[0][0] = int(word[0])
+        if word[0] == expected[0][0]:
+            word[0] = new[0][0]
+
+    def _accumulate(self, target: int) -> None:
+        # Accumulations that have not happened yet, in their order.
+        for event, _ in self._ordered.pop(target, ()):
+            event.happen()
+
+    def Flush(self, target: int) -> None:  # noqa: N802
+        """Complete all operations on a rank."""
+        if self._ordered:
+            self._accumulate(target)
+        # What was read is written now.
+        while self._pending:
+            for event in self._network.shuffled(self._pending.pop(target, [])):
+                event.happen()
+            if target not in self._pending:
+                return
+
+    def Sync(self) -> None:  # noqa: N802
+        """Do nothing."""
+
+    def Lock_all(self) -> None:  # noqa: N802
+        """Do nothing."""
+
+    def Unlock_all(self) -> None:  # noqa: N802
+        """Complete all operations."""
+        for target in (*self._pending, *self._ordered):
+            self.Flush(target)
+
+    def Free(self) -> None:  # noqa: N802
+        """Forget the memory, which is freed with its last view."""
+        self._memories = ()
+
+
+def _runs(begin: int, count: int, kind: MPI.Datatype) -> list[tuple[int, int]]:
+    # Stretches of bytes: ``count`` bytes, or those of a datatype of blocks of bytes.
+    if kind == MPI.BYTE:
+        return [(begin, count)]
+    _, combiner, of_kind = kind.decode()
+    places = of_kind["displacements"]
+    lengths = of_kind["blocklengths"] if combiner == "HINDEXED" else [of_kind["blocklength"]] * len(places)
+    return [(begin + place, length) for place, length in zip(places, lengths, strict=True)]
+
+
+def _write(memory: Bytes, runs: Iterable[tuple[int, int]], data: Bytes) -> None:
+    end = 0
+    for begin, nbytes in runs:
+        end += nbytes
+        memory[begin : begin + nbytes] = data[end - nbytes : end]
+
+
+def _overlap(one: range, other: range) -> bool:
+    return one.start < other.stop and other.start < one.stop
+
+
+def flat(data: Any) -> Bytes:
+    """The bytes of an array, or of an array with its MPI datatype; shares their memory."""
+    array = data[0] if isinstance(data, list) else data
+    if isinstance(array, np.ndarray):
+        return array.reshape(-1).view(np.uint8)
+    return np.frombuffer(memoryview(array).cast("B"), np.uint8)
+
+
+class NonblockingCollectives:
+    """Collectives that do not block, of a communicator of virtual ranks.
+
+    They match in their order on the communicator. If its ranks are on several nodes, the data of each one are
+    read at a turn that is drawn; until the request is complete, they may not change.
+    """
+
+    rank: int
+    size: int
+    network: Network
+
+    def __init__(self) -> None:
+        self._begun = 0
+
+    def shown(self, value: Any) -> list[Any]:
+        """The values of all ranks themselves, not copies of them; blocking, collective."""
+        raise NotImplementedError
+
+    def _together_with(self, kind: str, number: int) -> dict[int, Any]:
+        raise NotImplementedError
+
+    def _over(self, number: int) -> None:
+        raise NotImplementedError
+
+    def _later(self, action: Callable[[], object]) -> Event:
+        raise NotImplementedError
+
+    def request(self, done: Callable[[], bool]) -> VirtualRequest:
+        """Request that is complete once ``done()`` is true."""
+        raise NotImplementedError
+
+    def _begin(
+        self,
+        kind: str,
+        give: Callable[[], Any] | None,
+        needs: Iterable[int],
+        finish: Callable[[list[Any]], object],
+    ) -> VirtualRequest:
+        # This rank gives ``give()``, and finishes with what the ranks that it needs have given.
+        number = self._begun = self._begun + 1
+        given, needed = self._together_with(kind, number), tuple(needs)
+        event = self._later(lambda: given.__setitem__(self.rank, None if give is None else give()))
+
+        def done() -> bool:
+            if not event.over or any(rank not in given for rank in needed):
+                return False
+            finish([given[rank] for rank in needed])
+            self._over(number)
+            return True
+
+        return self.request(done)
+
+    def Ibarrier(self) -> VirtualRequest:  # noqa: N802
+        """Request that is complete once all ranks have made the call."""
+        return self._begin("Ibarrier", None, range(self.size), bool)
+
+    def Ibcast(self, data: Any, root: int) -> VirtualRequest:  # noqa: N802
+        """Begin to copy an array of ``root`` to all ranks."""
+        array = flat(data)
+        if self.rank == root:
+            return self._begin("Ibcast", array.copy, (), bool)
+        return self._begin("Ibcast", None, [root], lambda found: _fill(array, found[0]))
+
+    def Iallgather(self, data: Any, out: Any) -> VirtualRequest:  # noqa: N802
+        """Begin to gather arrays of the same length on all ranks."""
+        into = flat(out)
+        return self._begin(
+            "Iallgather", flat(data).copy, range(self.size), lambda found: _fill(into, np.concatenate(found))
+        )
+
+    def Iallgatherv(self, data: Any, out: list[Any]) -> VirtualRequest:  # noqa: N802
+        """Begin to gather arrays of bytes on all ranks, into their places; ``data`` may be IN_PLACE."""
+        into, places = flat(out), _places(out[1])
+        mine = into[places[self.rank]] if data is MPI.IN_PLACE else flat(data)
+
+        def finish(found: list[Any]) -> None:
+            for place, array in zip(places, found, strict=True):
+                into[place] = array
+
+        return self._begin("Iallgatherv", mine.copy, range(self.size), finish)
+
+    def Ialltoallv(self, data: list[Any], out: list[Any]) -> VirtualRequest:  # noqa: N802
+        """Begin to send each rank its part of an array of bytes."""
+        source, into, parts, places = flat(data), flat(out), _places(data[1]), _places(out[1])
+
+        def finish(found: list[Any]) -> None:
+            for place, parts_of_rank in zip(places, found, strict=True):
+                into[place] = parts_of_rank[self.rank]
+
+        return self._begin(
+            "Ialltoallv", lambda: [source[part].copy() for part in parts], range(self.size), finish
+        )
+
+    def Ireduce(  # noqa: N802
+        self, data: NDArray[Any], out: NDArray[Any], op: MPI.Op, root: int
+    ) -> VirtualRequest:
+        """Begin a reduction of arrays to ``root``."""
+        if self.rank != root:
+            return self._begin("Ireduce", data.copy, (), bool)
+
+        def finish(found: list[Any]) -> None:
+            out[...] = reduced(found, op)
+
+        return self._begin("Ireduce", data.copy, range(self.size), finish)
+
+    def Ireduce_scatter(  # noqa: N802
+        self, data: NDArray[Any], out: NDArray[Any], counts: Sequence[int], op: MPI.Op
+    ) -> VirtualRequest:
+        """Begin a reduction of arrays, of whose result each rank gets its count of elements."""
+        begin = sum(counts[: self.rank])
+        mine = slice(begin, begin + counts[self.rank])
+
+        def finish(found: list[Any]) -> None:
+            out[...] = reduced([array[mine] for array in found], op)
+
+        return self._begin("Ireduce_scatter", data.copy, range(self.size), finish)
+
+
+def _fill(into: Bytes, data: Bytes) -> None:
+    into[: data.size] = data
+
+
+def _places(layout: tuple[Sequence[int], Sequence[int] | None]) -> list[slice]:
+    # Counts, and where each begins; one behind the other without the latter.
+    counts, begins = layout
+    begins = [sum(counts[:at]) for at in range(len(counts))] if begins is None else begins
+    return [slice(begin, begin + count) for begin, count in zip(begins, counts, strict=True)]
+
+
+def reduced(arrays: Sequence[NDArray[Any]], op: MPI.Op) -> NDArray[Any]:
+    """Arrays of the same shape, combined by ``op`` in their order."""
+    total = np.ascontiguousarray(arrays[-1]).copy()
+    for array in reversed(arrays[:-1]):
+        op.Reduce_local(np.ascontiguousarray(array), total)
+    return total
