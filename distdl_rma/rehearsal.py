@@ -8,7 +8,13 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from distdl_rma.errors import ArgumentError, PeerFailedError, UnsupportedError
-from distdl_rma.segments.transport.virtual_ranks import RunAbandoned, Turns, VirtualComm, virtual_rank
+from distdl_rma.segments.transport.virtual_ranks import (
+    Keeper,
+    RunAbandoned,
+    Turns,
+    VirtualComm,
+    virtual_rank,
+)
 
 _T = TypeVar("_T")
 
@@ -65,7 +71,17 @@ def rehearse(ranks: int, function: Callable[..., _T], *args: Any, seed: int = 0)
         raise UnsupportedError("rehearse: a virtual rank cannot run virtual ranks of its own")
     if (torch := sys.modules.get("torch")) and any(isinstance(each, torch.nn.Module) for each in args):
         raise ArgumentError("rehearse: the ranks would share a module; make it in the function, on each rank")
-    turns = Turns(ranks, seed, _generators())
+    return played(ranks, lambda comm: function(comm, *args), seed)
+
+
+def played(
+    ranks: int, function: Callable[[VirtualComm], _T], seed: int | None, keeper: Keeper | None = None
+) -> list[_T]:
+    """As :func:`rehearse`, for this package. Without a seed the first rank that can go on runs next.
+
+    The ``keeper`` is told of the waits of ranks.
+    """
+    turns = Turns(ranks, seed, _generators(), keeper)
     results: dict[int, _T] = {}
     errors: list[tuple[int, BaseException]] = []
 
@@ -73,7 +89,7 @@ def rehearse(ranks: int, function: Callable[..., _T], *args: Any, seed: int = 0)
         error: BaseException | None = None
         with comm.entered():
             try:
-                results[comm.rank] = function(comm, *args)
+                results[comm.rank] = function(comm)
             except RunAbandoned:
                 raise
             except BaseException as raised:  # noqa: BLE001

@@ -1,0 +1,169 @@
+"""Channels of virtual ranks that run ahead: messages wait in memory of the process, without slots."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import DTypeLike
+
+from distdl_rma.errors import MismatchError
+from distdl_rma.geometry.exchange import Exchange, Piece, by_peer
+from distdl_rma.segments.channel import Array, Channel
+from distdl_rma.segments.manager import SegmentManager
+from distdl_rma.segments.waiting.header import WaitReason
+
+
+class Address(NamedTuple):
+    """What identifies a message: the name of its channel, sender, receiver and epoch."""
+
+    channel: str
+    sender: int
+    receiver: int
+    epoch: int
+
+
+class Message(NamedTuple):
+    """The pieces of a message, and what the sender says of its exchange: fingerprint and dtype."""
+
+    pieces: list[Array]
+    kind: tuple[int, str]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the pieces."""
+        return sum(piece.nbytes for piece in self.pieces)
+
+
+class Mailbox:
+    """Messages between the virtual ranks of a process that are sent and not received.
+
+    Without acknowledgements, a rank may run ahead of its readers by any number of epochs and channels. Where
+    data moves to later ranks only, the messages for ranks that have not begun are all that these need.
+    ``nbytes`` are the bytes of the messages, ``peak_nbytes`` their maximum.
+    """
+
+    def __init__(self) -> None:
+        self.messages: dict[Address, Message] = {}
+        self.nbytes = self.peak_nbytes = 0
+
+    def put(self, address: Address, message: Message) -> None:
+        """Store a message; it owns its arrays."""
+        self.messages[address] = message
+        self.nbytes += message.nbytes
+        self.peak_nbytes = max(self.peak_nbytes, self.nbytes)
+
+    def remove(self, address: Address) -> None:
+        """Forget a message that was received."""
+        self.nbytes -= self.messages.pop(address).nbytes
+
+
+class BufferedChannel(Channel):
+    """Executes an ``exchange`` of virtual ranks of one process; ``start`` waits for nobody.
+
+    As a :class:`Channel`, but that a start copies each piece into memory of its own, in the ``mailbox`` that
+    all ranks share, until it is received. There is no segment memory and no address to exchange. A receive
+    raises ``MismatchError`` if sender and receiver have different exchanges.
+    """
+
+    def __init__(
+        self, manager: SegmentManager, exchange: Exchange, dtype: DTypeLike, name: str, mailbox: Mailbox
+    ) -> None:
+        self.exchange, self.dtype, self.name = exchange, np.dtype(dtype), name
+        self._manager, self._mailbox = manager, mailbox
+        self.sends, self.receives = exchange.sends, exchange.receives
+        self._messages_out = [(peer, len(pieces)) for peer, pieces in by_peer(exchange.sends)]
+        self._messages_in = list(by_peer(exchange.receives))
+        self.landed = [False] * len(self.receives)
+        self._own_shape = exchange.own.shape
+        self._cuts = [piece.box.slices(exchange.own) for piece in self.sends]
+        self._kind = exchange.fingerprint, str(self.dtype)
+        self._operation = manager.operation(name)
+        self._started = self._finished = 0
+        self._closed = False
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the segment that the channel holds: none."""
+        return 0
+
+    @property
+    def idle(self) -> bool:
+        """Whether this rank has nothing to exchange with anyone."""
+        return not self._messages_in and not self._messages_out
+
+    def count(self, pieces: int) -> int:
+        """Number of parts in which the first ``pieces`` received pieces arrive: as many."""
+        return pieces
+
+    def connect(self, timeout: float | None = None) -> None:
+        """Do nothing: there are no addresses."""
+        self._check()
+
+    def start(self, parts: Iterable[Array]) -> int:
+        """Copy one array per send into messages for the peers; return the epoch. Does not block."""
+        self._check()
+        self._started = epoch = self._started + 1
+        self._manager.begin(self._operation, epoch)
+        source = iter(parts)
+        for peer, count in self._messages_out:
+            pieces = [np.array(next(source), self.dtype, order="C") for _ in range(count)]
+            address = Address(self.name, self._manager.rank, peer, epoch)
+            self._mailbox.put(address, Message(pieces, self._kind))
+        return epoch
+
+    def ready(self, epoch: int) -> bool:
+        """Whether all pieces of an epoch have arrived; does not block."""
+        return all(self._from(peer, epoch) in self._mailbox.messages for peer, _ in self._messages_in)
+
+    def take_result(self, epoch: int) -> object | None:
+        """None: peers put no results."""
+        return None
+
+    def receive(self, epoch: int, timeout: float | None = None) -> Iterator[tuple[Piece, Array]]:
+        """Yield the received pieces of an epoch in plan order, waiting for each message; epochs in order.
+
+        The arrays are valid until the next one is asked for.
+        """
+        self._check_next(epoch)
+        found = self._mailbox.messages
+        for peer, expected in self._messages_in:
+            address = self._from(peer, epoch)
+            if address not in found:
+                self._manager.waiter.until(
+                    lambda address=address: address in found,  # type: ignore[misc]
+                    lambda peer=peer: WaitReason(  # type: ignore[misc]
+                        (peer,),
+                        f"to send in {self.name!r} (epoch {epoch})",
+                        "did every rank call the same layers?",
+                        in_step=True,
+                    ),
+                    timeout,
+                )
+            pieces, kind = found[address]
+            if kind != self._kind:
+                raise MismatchError(
+                    f"{self.name!r}: rank {peer} sends {[p.shape for p in pieces]} of {kind[1]}, rank"
+                    f" {self._manager.rank} expects {[p.box.shape for p in expected]} of {self._kind[1]}: did"
+                    " every rank call the same layers?"
+                )
+            yield from zip(expected, pieces, strict=True)
+            self._mailbox.remove(address)
+        self._finished = epoch
+
+    def void(self) -> None:
+        """Drop the next epoch to receive; its messages must be there or never come."""
+        self._check()
+        self._finished = epoch = self._finished + 1
+        self._started = max(self._started, epoch)
+        for peer, _ in self._messages_in:
+            if (address := self._from(peer, epoch)) in self._mailbox.messages:
+                self._mailbox.remove(address)
+
+    def close(self) -> None:
+        """End the use of the channel; local, idempotent."""
+        self._closed = True
+
+    def _from(self, peer: int, epoch: int) -> Address:
+        return Address(self.name, peer, self._manager.rank, epoch)
