@@ -90,3 +90,9 @@ def as_words(tensor: torch.Tensor) -> NDArray[Any]:
             raise
     # A zero tensor of autograd, without memory.
     return as_words(torch.zeros(plain.shape, dtype=plain.dtype))
+
+
+def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Bytes of a tensor in the order of its elements; a view where the tensor is contiguous."""
+    plain = tensor.detach().resolve_conj().resolve_neg()
+    return plain.contiguous().view(-1).view(torch.uint8)

@@ -183,9 +183,3 @@ def holdings(held: Iterable[tuple[Part, tuple[int, ...]]]) -> list[Holding]:
         if not part.box.empty:
             found.setdefault(ranks, Holding(ranks)).add(part)
     return [found[ranks] for ranks in sorted(found)]
-
-
-def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Bytes of a tensor in the order of its elements; a view where the tensor is contiguous."""
-    plain = tensor.detach().resolve_conj().resolve_neg()
-    return plain.contiguous().view(-1).view(torch.uint8)
