@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
 
+from distdl_rma.dtypes import memory_moves
 from distdl_rma.out_of_core.scratch import Region, Scratch
 from distdl_rma.split import tensor as split_tensor
 from distdl_rma.split.calls.site import module_path
@@ -29,8 +31,9 @@ class _Page:
 
     @property
     def bytes(self) -> torch.Tensor:
-        """The memory, as a tensor that shares it."""
-        return torch.empty(0, dtype=torch.uint8).set_(self.storage)
+        """The memory, as a tensor of its own: an array of the storage would keep it from being resized."""
+        memory = (ctypes.c_ubyte * self.nbytes).from_address(self.storage.data_ptr())
+        return torch.frombuffer(memory, dtype=torch.uint8)
 
     def make_room(self) -> torch.Tensor:
         """Allocate the memory again, for reading."""
@@ -90,7 +93,8 @@ class Pages:
         """Context in which new split tensors are noted; it ends with the file."""
         split_tensor.MADE.append(self._note)
         try:
-            yield
+            with memory_moves():
+                yield
         finally:
             split_tensor.MADE.remove(self._note)
             self._waiting.clear()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections import defaultdict, deque
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -16,12 +17,15 @@ from distdl_rma.segments.waiting.header import WaitReason
 
 
 class Address(NamedTuple):
-    """What identifies a message: the name of its channel, sender, receiver and epoch."""
+    """Between whom messages travel: the name of their channel, sender and receiver.
+
+    Channels may share a name, such as those of a layer that is called with two shapes. All ranks call them in
+    the same order, so the messages of an address are received in the order in which they are sent.
+    """
 
     channel: str
     sender: int
     receiver: int
-    epoch: int
 
 
 class Message(NamedTuple):
@@ -45,18 +49,23 @@ class Mailbox:
     """
 
     def __init__(self) -> None:
-        self.messages: dict[Address, Message] = {}
+        self.messages: dict[Address, deque[Message]] = {}
+        # Vectors of ranks by the name and epoch of their exchange, then by rank.
+        self.vectors: defaultdict[tuple[str, tuple[int, ...], int], dict[int, Array]] = defaultdict(dict)
         self.nbytes = self.peak_nbytes = 0
 
     def put(self, address: Address, message: Message) -> None:
         """Store a message; it owns its arrays."""
-        self.messages[address] = message
+        self.messages.setdefault(address, deque()).append(message)
         self.nbytes += message.nbytes
         self.peak_nbytes = max(self.peak_nbytes, self.nbytes)
 
     def remove(self, address: Address) -> None:
-        """Forget a message that was received."""
-        self.nbytes -= self.messages.pop(address).nbytes
+        """Forget the first message of an address, which was received."""
+        messages = self.messages[address]
+        self.nbytes -= messages.popleft().nbytes
+        if not messages:
+            del self.messages[address]
 
 
 class BufferedChannel(Channel):
@@ -109,13 +118,13 @@ class BufferedChannel(Channel):
         source = iter(parts)
         for peer, count in self._messages_out:
             pieces = [np.array(next(source), self.dtype, order="C") for _ in range(count)]
-            address = Address(self.name, self._manager.rank, peer, epoch)
+            address = Address(self.name, self._manager.rank, peer)
             self._mailbox.put(address, Message(pieces, self._kind))
         return epoch
 
     def ready(self, epoch: int) -> bool:
         """Whether all pieces of an epoch have arrived; does not block."""
-        return all(self._from(peer, epoch) in self._mailbox.messages for peer, _ in self._messages_in)
+        return all(self._from(peer) in self._mailbox.messages for peer, _ in self._messages_in)
 
     def take_result(self, epoch: int) -> object | None:
         """None: peers put no results."""
@@ -129,7 +138,7 @@ class BufferedChannel(Channel):
         self._check_next(epoch)
         found = self._mailbox.messages
         for peer, expected in self._messages_in:
-            address = self._from(peer, epoch)
+            address = self._from(peer)
             if address not in found:
                 self._manager.waiter.until(
                     lambda address=address: address in found,  # type: ignore[misc]
@@ -141,7 +150,7 @@ class BufferedChannel(Channel):
                     ),
                     timeout,
                 )
-            pieces, kind = found[address]
+            pieces, kind = found[address][0]
             if kind != self._kind:
                 raise MismatchError(
                     f"{self.name!r}: rank {peer} sends {[p.shape for p in pieces]} of {kind[1]}, rank"
@@ -158,12 +167,45 @@ class BufferedChannel(Channel):
         self._finished = epoch = self._finished + 1
         self._started = max(self._started, epoch)
         for peer, _ in self._messages_in:
-            if (address := self._from(peer, epoch)) in self._mailbox.messages:
+            if (address := self._from(peer)) in self._mailbox.messages:
                 self._mailbox.remove(address)
 
     def close(self) -> None:
         """End the use of the channel; local, idempotent."""
         self._closed = True
 
-    def _from(self, peer: int, epoch: int) -> Address:
-        return Address(self.name, peer, self._manager.rank, epoch)
+    def _from(self, peer: int) -> Address:
+        return Address(self.name, peer, self._manager.rank)
+
+
+class BufferedVectors:
+    """Small vectors of all ranks to all ranks, for virtual ranks of one process; with one wait for all of them.
+
+    ``ranks`` include this one, and are alike on all of them. There are no addresses to exchange.
+    """
+
+    def __init__(self, manager: SegmentManager, ranks: Sequence[int], name: str, mailbox: Mailbox) -> None:
+        self._manager, self._ranks, self._name, self._mailbox = manager, tuple(ranks), name, mailbox
+        self._epoch = 0
+
+    def gather(self, vector: Array) -> Array:
+        """The vectors of all ranks, one row each in the order of ``ranks``; blocking until the last has come.
+
+        Vectors have equal lengths and types; each is copied.
+        """
+        self._epoch += 1
+        key = self._name, self._ranks, self._epoch
+        vectors = self._mailbox.vectors[key]
+        vectors[self._manager.rank] = vector.copy()
+        size = len(self._ranks)
+        if len(vectors) < size:
+
+            def reason() -> WaitReason:
+                missing = tuple(rank for rank in self._ranks if rank not in vectors)
+                what = f"to send in {self._name!r} (epoch {self._epoch})"
+                return WaitReason(missing, what, "did every rank call the same layers?", in_step=True)
+
+            self._manager.waiter.until(lambda: len(vectors) == size, reason)
+        # Ranks that still wait have a reference of their own.
+        self._mailbox.vectors.pop(key, None)
+        return np.stack([vectors[rank] for rank in self._ranks])

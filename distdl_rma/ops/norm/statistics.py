@@ -18,6 +18,7 @@ from distdl_rma.dtypes import NUMPY
 from distdl_rma.ops.core.movement import CallSite
 from distdl_rma.ops.core.result_memory import result_like
 from distdl_rma.ops.norm.statistic_groups import PAIR, Array, StatisticGroups
+from distdl_rma.segments.buffered_channel import BufferedVectors
 from distdl_rma.segments.collectives.all_push import AllPush
 from distdl_rma.segments.collectives.allreduce import Allreduce
 
@@ -150,7 +151,11 @@ class Statistics:
         number = len(groups.ranks)
         self._alone = number == 1
         self._title = f"{self.name} (norm)"
-        self._in_one_round = number <= _ROUND_RANKS and number * groups.nbytes <= _ROUND_NBYTES
+        self._ahead: BufferedVectors | None = None
+        if machine.mailbox is not None:
+            self._ahead = BufferedVectors(machine.segments, groups.ranks, self._title, machine.mailbox)
+        small = number <= _ROUND_RANKS and number * groups.nbytes <= _ROUND_NBYTES
+        self._in_one_round = small or self._ahead is not None
         self.total: Array = groups.total.clamp(min=1).numpy()
         self._counts: Array = groups.counts.numpy()
         if self._in_one_round:
@@ -254,6 +259,9 @@ class Statistics:
             mean = _start(first, self._shares[self._mine] * pair[0])().copy()
             delta = pair[0] - mean
             return mean, _start(second, pair[1] + self._counts[self._mine] * delta * delta)()
+        if self._ahead is not None:
+            rows = self._ahead.gather(self._row)
+            return self._together(rows.reshape(len(rows), *pair.shape))
         # Allreduce in one round: each rank reduces the values that it receives.
         mark("start")
         arrive = None
