@@ -16,9 +16,18 @@ from numpy.typing import NDArray
 
 from distdl_rma.checks.outcome import agreed
 from distdl_rma.dtypes import NUMPY
-from distdl_rma.errors import ArgumentError, DataError, ProtocolError, ShapeError, UnsupportedError
+from distdl_rma.errors import (
+    ArgumentError,
+    DataError,
+    DistdlError,
+    ProtocolError,
+    ShapeError,
+    UnsupportedError,
+)
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.intervals import Listed, Split
+from distdl_rma.geometry.partition import Partition
+from distdl_rma.machine import Machine
 from distdl_rma.sources.chunks import chunks_of
 from distdl_rma.sources.opening import needed
 from distdl_rma.sources.raw import RawArray
@@ -71,11 +80,7 @@ def create_array(
     """
     place, _, name = os.fspath(path).partition("::")
     suffix, extents = Path(place).suffix.lower(), tuple(map(int, shape))
-    if suffix not in _CREATORS or (name and suffix not in (".h5", ".hdf5")):
-        raise ArgumentError(
-            f"create_array: {path}: writes {', '.join(_CREATORS)}, with a name behind '::' for HDF5; for"
-            " other files pass what their library opens to write_shards, or a Sink"
-        )
+    _check_place(path, suffix, name)
     if len(extents) != like.dim() or min(extents, default=0) < 0:
         raise ArgumentError(
             f"create_array: shape {extents} must have the {like.dim()} dimensions of like=, which is"
@@ -91,13 +96,33 @@ def create_array(
             )
     elif suffix == ".zarr":
         chunks = _block_chunks(like.decomposition, extents, kind.itemsize)
-    return ArraySink(place, name or "data", extents, kind, chunks, like)
+    return ArraySink(place, name or "data", extents, kind, chunks, like.machine, like.partition.ranks)
+
+
+def array_of_one(path: str | os.PathLike[str], shape: Sequence[int], dtype: Any) -> ArraySink:
+    """As :func:`create_array`, for a process that writes all of the array; local."""
+    place, _, name = os.fspath(path).partition("::")
+    suffix, extents = Path(place).suffix.lower(), tuple(map(int, shape))
+    _check_place(path, suffix, name)
+    kind = _numpy_dtype(dtype)
+    whole = Decomposition.replicated(Partition((0,), (1,) * len(extents), 0), extents)
+    chunks = _block_chunks(whole, extents, kind.itemsize) if suffix == ".zarr" else None
+    return ArraySink(place, name or "data", extents, kind, chunks)
+
+
+def _check_place(path: str | os.PathLike[str], suffix: str, name: str) -> None:
+    if suffix not in _CREATORS or (name and suffix not in (".h5", ".hdf5")):
+        raise ArgumentError(
+            f"create_array: {path}: writes {', '.join(_CREATORS)}, with a name behind '::' for HDF5; for"
+            " other files pass what their library opens to write_shards, or a Sink"
+        )
 
 
 class ArraySink:
     """An array in a file that :func:`create_array` makes; ``sink[box] = array`` writes a box, locally.
 
-    ``shape``, ``dtype`` and ``chunks`` are those of the array, ``path`` is where it will be.
+    ``shape``, ``dtype`` and ``chunks`` are those of the array, ``path`` is where it will be. Without a machine
+    one process has it. ``offset`` is that of the elements in ``path.part``, None if a library writes them.
     """
 
     def __init__(
@@ -107,11 +132,13 @@ class ArraySink:
         shape: tuple[int, ...],
         dtype: np.dtype[Any],
         chunks: tuple[int, ...] | None,
-        like: SplitTensor,
+        machine: Machine | None = None,
+        ranks: Sequence[int] = (),
     ) -> None:
         self.path, self.name, self.shape, self.dtype, self.chunks = path, name, shape, dtype, chunks
-        self._part = Path(f"{path}.part")
-        self._machine, self._ranks = like.machine, like.partition.ranks
+        self.part = Path(f"{path}.part")
+        self._machine, self._ranks = machine, ranks
+        self.offset: int | None = None
         self._write: Callable[[Slices, NDArray[Any]], None] | None = None
         suffix = Path(path).suffix.lower()
         self._create = _CREATORS[suffix]
@@ -131,16 +158,24 @@ class ArraySink:
                 if Path(self.path).exists():
                     raise DataError(f"{self.path}: is there already; remove it, or choose another name")
                 self._remove()
-                offset = self._create(self._part, self)
+                offset = self._create(self.part, self)
         except Exception as problem:  # noqa: BLE001 - all ranks raise it
             error = problem
             self._remove()
-        offset = self._agree(error, offset)[self._ranks[0]]
+        self.reopen(next(iter(self._agree(error, offset).values())))
+        return self
+
+    def reopen(self, offset: int | None) -> None:
+        """Go on with ``path.part``, which an earlier context has made, with this ``offset``; local."""
+        self.offset = offset
         if offset is not None:
-            self._write = RawArray(str(self._part), self.dtype, self.shape, offset).__setitem__
+            self._write = RawArray(str(self.part), self.dtype, self.shape, offset).__setitem__
         else:
             self._write = self._write_zarr if Path(self.path).suffix.lower() == ".zarr" else self._write_hdf5
-        return self
+
+    def leave(self) -> None:
+        """End the context, and leave ``path.part`` for :meth:`reopen`."""
+        self._write = None
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -155,7 +190,7 @@ class ArraySink:
 
     @property
     def _first(self) -> bool:
-        return self._machine.rank == self._ranks[0]
+        return self._machine is None or self._machine.rank == self._ranks[0]
 
     def _finish(self, action: Callable[[], None]) -> None:
         problem = None
@@ -170,33 +205,42 @@ class ArraySink:
             raise
 
     def _agree(self, error: Exception | None, facts: Any = None) -> dict[int, Any]:
-        return agreed(self._machine, self._ranks, f"create_array {self.path}", error, facts)
+        title = f"create_array {self.path}"
+        if self._machine is not None:
+            return agreed(self._machine, self._ranks, title, error, facts)
+        if isinstance(error, DistdlError):
+            raise error
+        if error is not None:
+            raise DataError(f"{title}: {type(error).__name__}: {error}") from error
+        return {0: facts}
 
     def _remove(self) -> None:
         if self._first:
-            if self._part.is_dir():
-                shutil.rmtree(self._part, ignore_errors=True)
+            if self.part.is_dir():
+                shutil.rmtree(self.part, ignore_errors=True)
             else:
-                self._part.unlink(missing_ok=True)
+                self.part.unlink(missing_ok=True)
 
     def _flush(self) -> None:
         # Of the files of a folder each rank has some.
-        files = [self._part]
-        if self._part.is_dir():
-            mine, count = self._ranks.index(self._machine.rank), len(self._ranks)
-            files = sorted(one for one in self._part.rglob("*") if one.is_file())[mine::count]
+        files = [self.part]
+        if self.part.is_dir():
+            mine, count = 0, 1
+            if self._machine is not None:
+                mine, count = self._ranks.index(self._machine.rank), len(self._ranks)
+            files = sorted(one for one in self.part.rglob("*") if one.is_file())[mine::count]
         for file in files:
             _fsync(file)
 
     def _rename(self) -> None:
-        self._part.rename(self.path)
+        self.part.rename(self.path)
         _fsync(Path(self.path).absolute().parent)
 
     def _write_zarr(self, box: Slices, values: NDArray[Any]) -> None:
-        needed("zarr", "zarr").open_array(str(self._part), mode="r+")[box] = values
+        needed("zarr", "zarr").open_array(str(self.part), mode="r+")[box] = values
 
     def _write_hdf5(self, box: Slices, values: NDArray[Any]) -> None:
-        with hdf5_lock(), needed("h5py", "hdf5").File(self._part, "r+", locking="best-effort") as file:
+        with hdf5_lock(), needed("h5py", "hdf5").File(self.part, "r+", locking="best-effort") as file:
             file[self.name][box] = values
 
 

@@ -105,9 +105,7 @@ def outputs_behind(source: Split, extent: int, last_read: Callable[[int], int]) 
     ends = [0]
     for part in range(source.parts):
         _, stop = source.interval(part)
-        ends.append(
-            extent if stop >= source.extent else bisect_right(range(extent), stop, key=last_read)
-        )
+        ends.append(extent if stop >= source.extent else bisect_right(range(extent), stop, key=last_read))
     return Listed(tuple(max(b - a, 0) for a, b in zip(ends, ends[1:], strict=False)))
 
 

@@ -586,9 +586,7 @@ class ResizeOptions:
     def windows(self, extents: tuple[int, ...], dtype: torch.dtype) -> list[TableWindow]:
         """Inputs that each output reads, per dimension, if all are cut."""
         dims, wide = len(extents), sum_dtype(dtype)
-        return [
-            _ResizedLine(self.mode, dims, each, True, wide).window for each in self.resizes(extents)
-        ]
+        return [_ResizedLine(self.mode, dims, each, True, wide).window for each in self.resizes(extents)]
 
 
 class _ResizedPart(NamedTuple):

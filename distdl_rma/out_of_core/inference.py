@@ -76,9 +76,9 @@ class Inference:
     """A forward of ``model``, then ``post``, for an input of the global ``shape`` (batch, channel, *spatial).
 
     ``blocks`` are the numbers of blocks in each dimension, one for each virtual rank. ``read(box)`` returns
-    the block of a box in new memory, and ``write(box, block)`` gets a block of the result; ``ended(rank)`` is
-    called when a rank has written its block. Ranks before ``first`` have ended in an earlier process, whose
-    messages the ``mailbox`` has.
+    the block of a box in new memory, and ``write(rank, box, block)`` gets a block of the result;
+    ``ended(rank, y)`` is called when a rank has written its block. Ranks before ``first`` have ended in an
+    earlier process, whose messages the ``mailbox`` has. ``begun`` is the number of ranks that have begun.
     """
 
     model: nn.Module
@@ -88,12 +88,14 @@ class Inference:
     pages: Pages
     mailbox: Mailbox
     read: Callable[[Slices], torch.Tensor]
-    write: Callable[[Slices, torch.Tensor], None]
+    write: Callable[[int, Slices, torch.Tensor], None]
     ended: Callable[[int, torch.Tensor], None] = lambda rank, y: None
     first: int = 0
+    begun: int = 0
 
     def run(self) -> None:
         """Run all ranks, one at a time, in their order as far as possible; blocking."""
+        self.begun = self.first
         with unpooled(), self.pages.watching():
             played(prod(self.blocks), self._rank, None, self.pages)
 
@@ -106,6 +108,7 @@ class Inference:
         layout = lay.balanced(machine.partition(self.blocks), self.shape)
         twin = self._hooked()
         self.pages.begin(comm.rank)
+        self.begun += 1
         try:
             with torch.no_grad():
                 y = twin(SplitTensor(self.read(layout.slices()), layout))
@@ -128,8 +131,8 @@ class Inference:
     def _write(self, rank: int, y: torch.Tensor) -> None:
         if not isinstance(y, SplitTensor):
             if rank == self.first:
-                self.write(tuple(slice(0, n) for n in y.shape), y.detach())
+                self.write(rank, tuple(slice(0, n) for n in y.shape), y.detach())
             return
         layout = y.decomposition
         if rank in layout.one_copy().partition and not layout.box(rank).empty:
-            self.write(layout.slices(), y.to_local())
+            self.write(rank, layout.slices(), y.to_local())

@@ -294,7 +294,9 @@ def behind(
         inputs, outputs = source.splits[d], output.splits[d]
         if inputs.parts == outputs.parts > 1:
             found[d] = outputs_behind(
-                inputs, outputs.extent, lambda o, window=window: window.reads(o, o + 1)[1]  # type: ignore[misc]
+                inputs,
+                outputs.extent,
+                lambda o, window=window: window.reads(o, o + 1)[1],  # type: ignore[misc]
             )
     return output.with_splits(found)
 

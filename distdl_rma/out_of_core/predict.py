@@ -1,0 +1,210 @@
+"""``predict``: the result of a model for a source that does not fit into memory, exact, slab by slab."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from distdl_rma.errors import ConfigurationError, DataError, UnsupportedError
+from distdl_rma.machine import launched
+from distdl_rma.out_of_core.inference import Inference, check_model, fixed_tensors
+from distdl_rma.out_of_core.pages import Pages
+from distdl_rma.out_of_core.plan import Plan, planned
+from distdl_rma.out_of_core.results import Results, key_of
+from distdl_rma.out_of_core.scratch import Scratch
+from distdl_rma.segments.buffered_channel import Mailbox
+from distdl_rma.segments.options import parse_size
+from distdl_rma.segments.transport.virtual_ranks import virtual_rank
+from distdl_rma.sources.opening import open_array
+from distdl_rma.sources.reading import read_box
+
+Slices = tuple[slice, ...]
+Post = Callable[[Any], Any] | None
+
+
+def predict(
+    model: nn.Module,
+    source: Any,
+    sink: Any = None,
+    *,
+    memory: int | str = "8GiB",
+    post: Post = None,
+    grid: Any = None,
+    scratch: str | os.PathLike[str] | None = None,
+    progress: bool = False,
+) -> torch.Tensor | None:
+    """Write what a model makes of a source that need not fit into memory: exact, slab by slab, in one process.
+
+    Virtual ranks have a slab each, and take turns; halos are kept, not computed again. So the result is that of
+    the whole at once but for rounding, and what cannot be split exactly is refused before anything is written.
+    A model without statistics of the whole takes one pass. Where it has some, as an instance norm, all slabs
+    come to that function before one goes on; what they hold meanwhile is on disk, as far as it does not fit.
+
+    Blocking. Computes without gradients, with a copy of the model in ``eval()`` that shares its parameters.
+
+    Parameters
+    ----------
+    model
+        Any module of torch on the CPU, with inputs (batch, channels, *spatial).
+    source
+        A path for :func:`open_array`, or an array of its kinds: (*spatial), (channels, *spatial) or
+        (batch, channels, *spatial), by the spatial dimensions of the model's convolutions. Samples are
+        computed one after the other. Elements are converted to the type of the model's parameters.
+    sink
+        A path of a new file, as for :func:`create_array`; or anything of the right shape and dtype that takes
+        ``sink[box] = array``; None to return a tensor.
+    memory
+        What the process may need beside the memory that it has already, for slabs, halos and blocks that
+        wait: bytes, or text such as ``"8GiB"``. The number of slabs follows from it.
+    post
+        Called with the result of the model, which it may reduce before it is written:
+        ``lambda y: y.argmax(1).to(torch.uint8)``. It gets and returns split tensors.
+    grid
+        Numbers of blocks, such as ``{"D": 8}``, in place of those that follow from ``memory``.
+    scratch
+        Folder on a disk for what waits; None for the folder of temporary files.
+    progress
+        Whether to print the plan and a progress bar to standard error; needs the package ``rich``.
+
+    Returns
+    -------
+    torch.Tensor or None
+        The result if ``sink`` is None. It has a batch dimension if the source has one.
+
+    Raises
+    ------
+    ConfigurationError
+        If the memory or the disk is too small, or the model is distributed.
+    UnsupportedError
+        If a function of the model cannot be split, on several MPI ranks, and in a virtual rank.
+    ShapeError, ArgumentError
+        If source, sink or grid do not fit the model.
+    DataError
+        If a file cannot be read or written.
+
+    Notes
+    -----
+    A process that is killed leaves ``path.part`` and ``path.progress`` of a sink that is a path. The next call
+    with the same model, source and slabs goes on: in one pass at the slab after the last one that was noted,
+    otherwise from the first slab, without writing again what is written.
+    """
+    if progress and find_spec("rich") is None:
+        raise ConfigurationError("predict: progress=True needs the package rich: pip install rich")
+    prepared = _Prepared(model, source, memory, post, grid, scratch)
+    plan = prepared.plan
+    with Results(sink, plan, key_of(plan, model, prepared.source)) as results, _shown(plan, progress) as step:
+        for sample in range(results.sample, plan.samples):
+            prepared.run(sample, results, step)
+            results.slab, results.mailbox = 0, Mailbox()
+    return results.tensor
+
+
+def plan_prediction(
+    model: nn.Module,
+    source: Any,
+    *,
+    memory: int | str = "8GiB",
+    post: Post = None,
+    grid: Any = None,
+    scratch: str | os.PathLike[str] | None = None,
+) -> Plan:
+    """What :func:`predict` will do with these arguments: a :class:`Plan`, to be printed; nothing is written.
+
+    Runs the model on a crop of random numbers, to see what it needs. Raises the errors of ``predict``.
+    """
+    return _Prepared(model, source, memory, post, grid, scratch).plan
+
+
+class _Prepared:
+    """Checked arguments of a prediction, and its plan."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        source: Any,
+        memory: int | str,
+        post: Post,
+        grid: Any,
+        scratch: str | os.PathLike[str] | None,
+    ) -> None:
+        if virtual_rank() is not None:
+            raise UnsupportedError("predict: a virtual rank cannot run virtual ranks of its own")
+        if launched()[1] > 1:
+            raise UnsupportedError(
+                f"predict: runs in one process, and this job has {launched()[1]} ranks; let one process call it, or"
+                " distribute() the model over the ranks"
+            )
+        check_model(model)
+        self.model, self.post = model, post
+        self.source = source if isinstance(source, (torch.Tensor, np.ndarray)) else open_array(source)
+        self.dtype = next(
+            (x.dtype for x in fixed_tensors(model) if x.dtype.is_floating_point), torch.get_default_dtype()
+        )
+        self.folder = Path(tempfile.gettempdir() if scratch is None else scratch)
+        if not self.folder.is_dir():
+            raise DataError(
+                f"predict: scratch={str(self.folder)!r} is no folder; name an existing one on a disk"
+            )
+        limit = parse_size(memory, "the memory")
+        shape = tuple(self.source.shape)
+        self.plan = planned(model, post, shape, self.dtype, limit, grid, self.folder)
+
+    def run(self, sample: int, results: Results, step: Callable[[], object]) -> None:
+        """Compute one sample, from the first slab that is left."""
+        plan, form = self.plan, self.plan.form
+        ended = set(range(results.slab))
+        written = results.written if sample == results.sample else 0
+
+        def read(box: Slices) -> torch.Tensor:
+            found = read_box(self.source, form.box(box, sample))
+            block = torch.empty([each.stop - each.start for each in box], dtype=self.dtype)
+            return block.copy_(found.view(block.shape))
+
+        def write(rank: int, box: Slices, y: torch.Tensor) -> None:
+            if rank >= written:
+                whole = (slice(sample, sample + 1), *box[1:])
+                results.write(whole if form.has_batch else box[1:], y if form.has_batch else y[0])
+
+        def note_end(rank: int, _y: torch.Tensor) -> None:
+            ended.add(rank)
+            step()
+            count = next(n for n in range(plan.slabs + 1) if n not in ended)
+            if count > written:
+                results.ended(sample, count, in_order=inference.begun == len(ended) == count)
+
+        def note_wait(rank: int, _path: str) -> None:
+            step()
+
+        pages = Pages(
+            plan.resident_nbytes, lambda: Scratch(self.folder), fixed_tensors(self.model), note_wait
+        )
+        inference = Inference(
+            self.model, self.post, form.sample(plan.source), plan.grid, pages, results.mailbox, read, write,
+            note_end, results.slab,
+        )  # fmt: skip
+        inference.run()
+
+
+@contextmanager
+def _shown(plan: Plan, progress: bool) -> Iterator[Callable[[], object]]:
+    # Prints the plan, and shows a bar; gives what advances it.
+    if not progress:
+        yield lambda: None
+        return
+    from rich.console import Console
+    from rich.progress import Progress
+
+    console = Console(stderr=True)
+    console.print(str(plan), highlight=False)
+    with Progress(console=console) as bar:
+        task = bar.add_task("predict", total=plan.samples * plan.slabs * plan.passes)
+        yield lambda: bar.advance(task)
