@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from math import prod
 from typing import Any
 
@@ -78,7 +77,8 @@ class Inference:
     ``blocks`` are the numbers of blocks in each dimension, one for each virtual rank. ``read(box)`` returns
     the block of a box in new memory, and ``write(rank, box, block)`` gets a block of the result;
     ``ended(rank, y)`` is called when a rank has written its block. Ranks before ``first`` have ended in an
-    earlier process, whose messages the ``mailbox`` has. ``begun`` is the number of ranks that have begun.
+    earlier process, whose messages the ``mailbox`` has; other processes play those for which ``plays(rank)``
+    is false. ``begun`` is the number of ranks that have begun.
     """
 
     model: nn.Module
@@ -91,6 +91,7 @@ class Inference:
     write: Callable[[int, Slices, torch.Tensor], None]
     ended: Callable[[int, torch.Tensor], None] = lambda rank, y: None
     first: int = 0
+    plays: Callable[[int], bool] = lambda rank: True
     begun: int = 0
 
     def run(self) -> None:
@@ -103,7 +104,7 @@ class Inference:
         size = max(_SMALLEST_SEGMENT_NBYTES, min(_SEGMENT_NBYTES, _SEGMENTS_NBYTES // comm.size))
         machine = Machine(comm, segment_size=size, timeout=_NO_DEADLINE_SECONDS)
         machine.mailbox = self.mailbox
-        if comm.rank < self.first:
+        if comm.rank < self.first or not self.plays(comm.rank):
             return
         layout = lay.balanced(machine.partition(self.blocks), self.shape)
         twin = self._hooked()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -15,10 +15,10 @@ import torch
 from torch import nn
 
 from distdl_rma.errors import ConfigurationError, DataError, UnsupportedError
-from distdl_rma.machine import launched
 from distdl_rma.out_of_core.inference import Inference, check_model, fixed_tensors
 from distdl_rma.out_of_core.pages import Pages
 from distdl_rma.out_of_core.plan import Plan, planned
+from distdl_rma.out_of_core.processes import Processes
 from distdl_rma.out_of_core.results import Results, key_of
 from distdl_rma.out_of_core.scratch import Scratch
 from distdl_rma.segments.buffered_channel import Mailbox
@@ -99,12 +99,26 @@ def predict(
     """
     if progress and find_spec("rich") is None:
         raise ConfigurationError("predict: progress=True needs the package rich: pip install rich")
-    prepared = _Prepared(model, source, memory, post, grid, scratch)
-    plan = prepared.plan
-    with Results(sink, plan, key_of(plan, model, prepared.source)) as results, _shown(plan, progress) as step:
+    processes = Processes()
+    try:
+        prepared = _Prepared(model, source, memory, post, grid, scratch)
+        plan = prepared.plan
+        key = key_of(plan, model, prepared.source)
+    except Exception as error:
+        processes.agree(error)
+        raise
+    processes.compare("what is computed", f"{key} (the source {plan.source}, the blocks {plan.grid})")
+    with (
+        _opened(processes, sink, plan, key) as results,
+        _shown(plan, progress and processes.first) as step,
+    ):
         for sample in range(results.sample, plan.samples):
-            prepared.run(sample, results, step)
+            prepared.run(sample, results, step, processes)
             results.slab, results.mailbox = 0, Mailbox()
+    if sink is not None:
+        return None
+    assert results.tensor is not None
+    processes.share(results.tensor)
     return results.tensor
 
 
@@ -138,11 +152,6 @@ class _Prepared:
     ) -> None:
         if virtual_rank() is not None:
             raise UnsupportedError("predict: a virtual rank cannot run virtual ranks of its own")
-        if launched()[1] > 1:
-            raise UnsupportedError(
-                f"predict: runs in one process, and this job has {launched()[1]} ranks; let one process call it, or"
-                " distribute() the model over the ranks"
-            )
         check_model(model)
         self.model, self.post = model, post
         self.source = source if isinstance(source, (torch.Tensor, np.ndarray)) else open_array(source)
@@ -158,10 +167,12 @@ class _Prepared:
         shape = tuple(self.source.shape)
         self.plan = planned(model, post, shape, self.dtype, limit, grid, self.folder)
 
-    def run(self, sample: int, results: Results, step: Callable[[], object]) -> None:
+    def run(self, sample: int, results: Results, step: Callable[[], object], processes: Processes) -> None:
         """Compute one sample, from the first slab that is left."""
-        plan, form = self.plan, self.plan.form
-        ended = set(range(results.slab))
+        plan, form, alone = self.plan, self.plan.form, processes.size == 1
+        # The messages of several processes are not kept: slabs are computed again, and not written again.
+        first = results.slab if alone else 0
+        ended = set(range(first))
         written = results.written if sample == results.sample else 0
 
         def read(box: Slices) -> torch.Tensor:
@@ -169,29 +180,53 @@ class _Prepared:
             block = torch.empty([each.stop - each.start for each in box], dtype=self.dtype)
             return block.copy_(found.view(block.shape))
 
-        def write(rank: int, box: Slices, y: torch.Tensor) -> None:
-            if rank >= written:
-                whole = (slice(sample, sample + 1), *box[1:])
-                results.write(whole if form.has_batch else box[1:], y if form.has_batch else y[0])
+        def write(box: Slices, y: torch.Tensor) -> None:
+            whole = (slice(sample, sample + 1), *box[1:])
+            results.write(whole if form.has_batch else box[1:], y if form.has_batch else y[0])
 
-        def note_end(rank: int, _y: torch.Tensor) -> None:
+        def note_end(rank: int) -> None:
             ended.add(rank)
             step()
             count = next(n for n in range(plan.slabs + 1) if n not in ended)
             if count > written:
-                results.ended(sample, count, in_order=inference.begun == len(ended) == count)
+                results.ended(sample, count, in_order=alone and inference.begun == len(ended) == count)
 
-        def note_wait(rank: int, _path: str) -> None:
-            step()
+        with processes.connected(results.mailbox, write=write, ended=note_end, step=step) as mailbox:
 
-        pages = Pages(
-            plan.resident_nbytes, lambda: Scratch(self.folder), fixed_tensors(self.model), note_wait
-        )
-        inference = Inference(
-            self.model, self.post, form.sample(plan.source), plan.grid, pages, results.mailbox, read, write,
-            note_end, results.slab,
-        )  # fmt: skip
-        inference.run()
+            def send(rank: int, box: Slices, y: torch.Tensor) -> None:
+                if rank >= written:
+                    # A message of a view would have all of its memory.
+                    mailbox.tell("write", box, y if processes.first else y.clone())
+
+            pages = Pages(
+                plan.resident_nbytes,
+                lambda: Scratch(self.folder),
+                fixed_tensors(self.model),
+                lambda rank, path: mailbox.tell("step"),
+            )
+            inference = Inference(
+                self.model, self.post, form.sample(plan.source), plan.grid, pages, mailbox, read, send,
+                lambda rank, y: mailbox.tell("ended", rank), first, processes.plays,
+            )  # fmt: skip
+            inference.run()
+
+
+@contextmanager
+def _opened(processes: Processes, sink: Any, plan: Plan, key: str) -> Iterator[Results]:
+    # The results, which the first process writes. An error of one process is raised on all.
+    results, entered, error = Results(None, plan, key), ExitStack(), None
+    try:
+        if processes.first and sink is not None:
+            results = entered.enter_context(Results(sink, plan, key))
+    except Exception as raised:  # noqa: BLE001 - all processes raise it
+        error = raised
+    results.sample, results.written = processes.agree(error, [results.sample, results.written])[0]
+    try:
+        with entered:
+            yield results
+    except Exception as raised:  # noqa: BLE001 - all processes raise it
+        error = raised
+    processes.agree(error)
 
 
 @contextmanager

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import DTypeLike
@@ -40,6 +40,10 @@ class Message(NamedTuple):
         return sum(piece.nbytes for piece in self.pieces)
 
 
+# Of a vector: the name of its exchange, the ranks that take part, and how often they have.
+VectorKey = tuple[str, tuple[int, ...], int]
+
+
 class Mailbox:
     """Messages between the virtual ranks of a process that are sent and not received.
 
@@ -50,8 +54,9 @@ class Mailbox:
 
     def __init__(self) -> None:
         self.messages: dict[Address, deque[Message]] = {}
-        # Vectors of ranks by the name and epoch of their exchange, then by rank.
-        self.vectors: defaultdict[tuple[str, tuple[int, ...], int], dict[int, Array]] = defaultdict(dict)
+        self.vectors: defaultdict[VectorKey, dict[int, Array]] = defaultdict(dict)
+        # What ``tell`` calls.
+        self.actions: dict[str, Callable[..., Any]] = {}
         self.nbytes = self.peak_nbytes = 0
 
     def put(self, address: Address, message: Message) -> None:
@@ -59,6 +64,23 @@ class Mailbox:
         self.messages.setdefault(address, deque()).append(message)
         self.nbytes += message.nbytes
         self.peak_nbytes = max(self.peak_nbytes, self.nbytes)
+
+    def add(self, key: VectorKey, rank: int, vector: Array) -> None:
+        """Store the vector of a rank; it owns its array."""
+        self.vectors[key][rank] = vector
+
+    def poll(self) -> None:
+        """Take in what other processes have sent: there are none."""
+
+    def tell(self, action: str, *arguments: Any) -> None:
+        """Call an action by its name."""
+        self.actions[action](*arguments)
+
+    def has(self, address: Address) -> bool:
+        """Whether a message has arrived at an address."""
+        if address not in self.messages:
+            self.poll()
+        return address in self.messages
 
     def remove(self, address: Address) -> None:
         """Forget the first message of an address, which was received."""
@@ -124,7 +146,7 @@ class BufferedChannel(Channel):
 
     def ready(self, epoch: int) -> bool:
         """Whether all pieces of an epoch have arrived; does not block."""
-        return all(self._from(peer) in self._mailbox.messages for peer, _ in self._messages_in)
+        return all(self._mailbox.has(self._from(peer)) for peer, _ in self._messages_in)
 
     def take_result(self, epoch: int) -> object | None:
         """None: peers put no results."""
@@ -139,9 +161,9 @@ class BufferedChannel(Channel):
         found = self._mailbox.messages
         for peer, expected in self._messages_in:
             address = self._from(peer)
-            if address not in found:
+            if not self._mailbox.has(address):
                 self._manager.waiter.until(
-                    lambda address=address: address in found,  # type: ignore[misc]
+                    lambda address=address: self._mailbox.has(address),  # type: ignore[misc]
                     lambda peer=peer: WaitReason(  # type: ignore[misc]
                         (peer,),
                         f"to send in {self.name!r} (epoch {epoch})",
@@ -195,17 +217,22 @@ class BufferedVectors:
         """
         self._epoch += 1
         key = self._name, self._ranks, self._epoch
+        self._mailbox.add(key, self._manager.rank, vector.copy())
         vectors = self._mailbox.vectors[key]
-        vectors[self._manager.rank] = vector.copy()
         size = len(self._ranks)
-        if len(vectors) < size:
+
+        def all_there() -> bool:
+            self._mailbox.poll()
+            return len(vectors) == size
+
+        if not all_there():
 
             def reason() -> WaitReason:
                 missing = tuple(rank for rank in self._ranks if rank not in vectors)
                 what = f"to send in {self._name!r} (epoch {self._epoch})"
                 return WaitReason(missing, what, "did every rank call the same layers?", in_step=True)
 
-            self._manager.waiter.until(lambda: len(vectors) == size, reason)
+            self._manager.waiter.until(all_there, reason)
         # Ranks that still wait have a reference of their own.
         self._mailbox.vectors.pop(key, None)
         return np.stack([vectors[rank] for rank in self._ranks])
