@@ -15,7 +15,7 @@ from torch import nn
 from distdl_rma.errors import ArgumentError, ConfigurationError
 from distdl_rma.machine import Machine
 from distdl_rma.model.entering import ModuleHook
-from distdl_rma.ops.core.result_memory import unpooled
+from distdl_rma.out_of_core.allocator import freed_at_once
 from distdl_rma.out_of_core.pages import Pages
 from distdl_rma.rehearsal import played
 from distdl_rma.segments.buffered_channel import Mailbox
@@ -96,7 +96,7 @@ class Inference:
     def run(self) -> None:
         """Run all ranks, one at a time, in their order as far as possible; blocking."""
         self.begun = self.first
-        with unpooled(), self.pages.watching():
+        with freed_at_once(), self.pages.watching():
             played(prod(self.blocks), self._rank, None, self.pages)
 
     def _rank(self, comm: Any) -> None:

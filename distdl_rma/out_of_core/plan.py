@@ -21,6 +21,8 @@ _LEADING = 2
 _MOST_SLABS = 512
 # Of the limit, what may be planned: the rest is for what is not counted, such as the allocator's gaps.
 _USABLE = 0.85
+# Beside tensors: of the file and of each slab, whose thread has objects of each layer.
+_OF_FILES_NBYTES, _OF_SLAB_NBYTES = 16 << 20, 3 << 19
 # In whole passes, blocks of so many ranks are in memory at least: written, used and read ahead.
 _RANKS_IN_MEMORY = 3
 
@@ -168,7 +170,8 @@ def planned(
         rows = prod(-(-n // b) for n, b in zip(sample, blocks, strict=True)) / across
         wide = across / max(1, prod(blocks) / blocks[dim])
         rows = min(sample[dim], rows + (found.lag if blocks[dim] > 1 else 0) * wide / across)
-        forward = fixed + each * rows + (messages if prod(blocks) > 1 else 0)
+        forward = fixed + each * rows + _OF_FILES_NBYTES + _OF_SLAB_NBYTES * prod(blocks)
+        forward += messages if prod(blocks) > 1 else 0
         waiting = min(held, _RANKS_IN_MEMORY * held / prod(blocks)) if prod(blocks) > 1 else 0
         return forward, waiting
 
