@@ -78,7 +78,7 @@ def is_in_memory(tensor: torch.Tensor) -> bool:
     return tensor.layout == torch.strided and tensor.device.type == "cpu"
 
 
-# Not empty while memory of tensors moves: torch never resizes a tensor again that has had an array of its own.
+# Not empty while memory of tensors moves: torch never resizes a tensor again that has had an array.
 _MOVING: list[bool] = []
 
 
@@ -125,7 +125,7 @@ def as_words(tensor: torch.Tensor) -> NDArray[Any]:
 
 
 def as_numbers(tensor: torch.Tensor) -> NDArray[Any]:
-    """Elements of a CPU tensor as a numpy array of its dtype, outside of any graph; no copy if that is possible."""
+    """Elements of a CPU tensor as a numpy array of its dtype, outside of any graph; copied if need be."""
     return as_words(tensor).view(NUMPY[tensor.dtype]) if _MOVING else tensor.numpy(force=True)
 
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from math import prod
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -19,6 +18,7 @@ from distdl_rma.out_of_core.allocator import freed_at_once
 from distdl_rma.out_of_core.pages import Pages
 from distdl_rma.rehearsal import played
 from distdl_rma.segments.buffered_channel import Mailbox
+from distdl_rma.segments.transport.virtual_ranks import VirtualComm
 from distdl_rma.split import layout as lay
 from distdl_rma.split.calls import site
 from distdl_rma.split.tensor import SplitTensor
@@ -66,8 +66,8 @@ def one_tensor(y: Any) -> torch.Tensor:
     if isinstance(y, torch.Tensor):
         return y
     raise ArgumentError(
-        f"predict: the result is a {type(y).__name__!r}, and one tensor is written; choose it by post=, such as"
-        " post=lambda y: y[0]"
+        f"predict: the result is a {type(y).__name__!r}, and one tensor is written; choose it by post=, such"
+        " as post=lambda y: y[0]"
     )
 
 
@@ -99,14 +99,15 @@ class Inference:
         with freed_at_once(), self.pages.watching():
             played(prod(self.blocks), self._rank, None, self.pages)
 
-    def _rank(self, comm: Any) -> None:
+    def _rank(self, comm: VirtualComm) -> None:
         size = max(_SMALLEST_SEGMENT_NBYTES, min(_SEGMENT_NBYTES, _SEGMENTS_NBYTES // comm.size))
-        machine = Machine(comm, segment_size=size, timeout=_NO_DEADLINE_SECONDS)
+        machine = Machine(cast(Any, comm), segment_size=size, timeout=_NO_DEADLINE_SECONDS)
         machine.mailbox = self.mailbox
         if comm.rank < self.first:
             return
         layout = lay.balanced(machine.partition(self.blocks), self.shape)
         twin = self._hooked()
+        comm.wait_until(lambda: self.begun == comm.rank, "its first turn")
         self.pages.begin(comm.rank)
         self.begun += 1
         try:

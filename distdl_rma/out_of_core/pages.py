@@ -1,4 +1,4 @@
-"""Blocks of virtual ranks that wait: kept in memory up to a limit, the others on disk until the rank goes on."""
+"""Blocks of virtual ranks that wait: some in memory, the others on disk until the rank goes on."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ class _Page:
 class Pages:
     """Keeper of virtual ranks that gives the memory of waiting ranks back, after writing it to disk.
 
-    Blocks of split tensors of a rank are its pages. They move as whole storages, which are resized in place, so
-    that all tensors and views of them stay valid; a rank that waits uses none. An operation that waits may have
-    numpy arrays of results that are no split tensors yet, which never move.
+    Blocks of split tensors of a rank are its pages. They move as whole storages, which are resized in place,
+    so that all tensors and views of them stay valid; a rank that waits uses none. An operation that waits may
+    have numpy arrays of results that are no split tensors yet, which never move.
 
     All ranks do the same in the same order, one after the other. So the rank that waits last is the one that
     is needed last, and its blocks are written first; the blocks of the rank behind it are read ahead.

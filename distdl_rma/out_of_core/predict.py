@@ -41,13 +41,15 @@ def predict(
     grid: Any = None,
     scratch: str | os.PathLike[str] | None = None,
     progress: bool = False,
+    comm: Any = None,
 ) -> torch.Tensor | None:
-    """Write what a model makes of a source that need not fit into memory: exact, slab by slab, in one process.
+    """Write what a model makes of a source that need not fit into memory: exact, slab by slab.
 
-    Virtual ranks have a slab each, and take turns; halos are kept, not computed again. So the result is that of
-    the whole at once but for rounding, and what cannot be split exactly is refused before anything is written.
-    A model without statistics of the whole takes one pass. Where it has some, as an instance norm, all slabs
-    come to that function before one goes on; what they hold meanwhile is on disk, as far as it does not fit.
+    Virtual ranks of this process have a slab each, and take turns; halos are kept, not computed again. So the
+    result is that of the whole at once but for rounding, and what cannot be split exactly is refused before
+    anything is written. A model without statistics of the whole takes one pass. Where it has some, as in an
+    instance norm, all slabs come to that function before one goes on; what they hold meanwhile is on disk, as
+    far as it does not fit.
 
     Blocking. Computes without gradients, with a copy of the model in ``eval()`` that shares its parameters.
 
@@ -74,6 +76,9 @@ def predict(
         Folder on a disk for what waits; None for the folder of temporary files.
     progress
         Whether to print the plan and a progress bar to standard error; needs the package ``rich``.
+    comm
+        Communicator of the processes that predict together, COMM_WORLD if None; of one process, as
+        COMM_SELF is in a job of several ranks.
 
     Returns
     -------
@@ -85,7 +90,7 @@ def predict(
     ConfigurationError
         If the memory or the disk is too small, or the model is distributed.
     UnsupportedError
-        If a function of the model cannot be split, on several MPI ranks, and in a virtual rank.
+        If a function of the model cannot be split, for several processes, and in a virtual rank.
     ShapeError, ArgumentError
         If source, sink or grid do not fit the model.
     DataError
@@ -93,13 +98,13 @@ def predict(
 
     Notes
     -----
-    A process that is killed leaves ``path.part`` and ``path.progress`` of a sink that is a path. The next call
-    with the same model, source and slabs goes on: in one pass at the slab after the last one that was noted,
-    otherwise from the first slab, without writing again what is written.
+    A process that is killed leaves ``path.part`` and ``path.progress`` of a sink that is a path. The next
+    call with the same model, source and slabs goes on: in one pass at the slab after the last one that was
+    noted, otherwise from the first slab, without writing again what is written. ``post`` is not compared.
     """
     if progress and find_spec("rich") is None:
         raise ConfigurationError("predict: progress=True needs the package rich: pip install rich")
-    prepared = _Prepared(model, source, memory, post, grid, scratch)
+    prepared = _Prepared(model, source, memory, post, grid, scratch, comm)
     plan = prepared.plan
     with Results(sink, plan, key_of(plan, model, prepared.source)) as results, _shown(plan, progress) as step:
         for sample in range(results.sample, plan.samples):
@@ -116,12 +121,13 @@ def plan_prediction(
     post: Post = None,
     grid: Any = None,
     scratch: str | os.PathLike[str] | None = None,
+    comm: Any = None,
 ) -> Plan:
     """What :func:`predict` will do with these arguments: a :class:`Plan`, to be printed; nothing is written.
 
     Runs the model on a crop of random numbers, to see what it needs. Raises the errors of ``predict``.
     """
-    return _Prepared(model, source, memory, post, grid, scratch).plan
+    return _Prepared(model, source, memory, post, grid, scratch, comm).plan
 
 
 class _Prepared:
@@ -135,13 +141,14 @@ class _Prepared:
         post: Post,
         grid: Any,
         scratch: str | os.PathLike[str] | None,
+        comm: Any,
     ) -> None:
         if virtual_rank() is not None:
             raise UnsupportedError("predict: a virtual rank cannot run virtual ranks of its own")
-        if launched()[1] > 1:
+        if (ranks := launched(comm)[1]) > 1:
             raise UnsupportedError(
-                f"predict: runs in one process, and this job has {launched()[1]} ranks; let one process call it, or"
-                " distribute() the model over the ranks"
+                f"predict: runs in one process, and this job has {ranks} ranks; start one, let one rank"
+                " call it with comm=MPI.COMM_SELF, or distribute() the model"
             )
         check_model(model)
         self.model, self.post = model, post
@@ -181,7 +188,7 @@ class _Prepared:
             if count > written:
                 results.ended(sample, count, in_order=inference.begun == len(ended) == count)
 
-        def note_wait(rank: int, _path: str) -> None:
+        def note_wait(_rank: int, _path: str) -> None:
             step()
 
         pages = Pages(

@@ -45,10 +45,12 @@ class Mailbox:
 
     Without acknowledgements, a rank may run ahead of its readers by any number of epochs and channels. Where
     data moves to later ranks only, the messages for ranks that have not begun are all that these need.
-    ``nbytes`` are the bytes of the messages, ``peak_nbytes`` their maximum.
+    ``nbytes`` are the bytes of the messages, ``peak_nbytes`` their maximum. Ranks before ``first`` have ended
+    in an earlier process, and send nothing more.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, first: int = 0) -> None:
+        self.first = first
         self.messages: dict[Address, deque[Message]] = {}
         # Vectors of ranks by the name and epoch of their exchange, then by rank.
         self.vectors: defaultdict[tuple[str, tuple[int, ...], int], dict[int, Array]] = defaultdict(dict)
@@ -59,6 +61,14 @@ class Mailbox:
         self.messages.setdefault(address, deque()).append(message)
         self.nbytes += message.nbytes
         self.peak_nbytes = max(self.peak_nbytes, self.nbytes)
+
+    def check_comes(self, rank: int, name: str) -> None:
+        """Raise ``MismatchError`` if a rank has ended in an earlier process, so that it sends nothing."""
+        if rank < self.first:
+            raise MismatchError(
+                f"{name!r}: rank {rank} has ended in an earlier process, which sent no message for this call:"
+                " has the program changed since? Remove what that process has left, to begin anew"
+            )
 
     def remove(self, address: Address) -> None:
         """Forget the first message of an address, which was received."""
@@ -140,6 +150,7 @@ class BufferedChannel(Channel):
         for peer, expected in self._messages_in:
             address = self._from(peer)
             if address not in found:
+                self._mailbox.check_comes(peer, self.name)
                 self._manager.waiter.until(
                     lambda address=address: address in found,  # type: ignore[misc]
                     lambda peer=peer: WaitReason(  # type: ignore[misc]
@@ -179,7 +190,7 @@ class BufferedChannel(Channel):
 
 
 class BufferedVectors:
-    """Small vectors of all ranks to all ranks, for virtual ranks of one process; with one wait for all of them.
+    """Small vectors of all ranks to all ranks, for virtual ranks of one process; one wait for all of them.
 
     ``ranks`` include this one, and are alike on all of them. There are no addresses to exchange.
     """
@@ -199,6 +210,7 @@ class BufferedVectors:
         vectors[self._manager.rank] = vector.copy()
         size = len(self._ranks)
         if len(vectors) < size:
+            self._mailbox.check_comes(min(self._ranks), self._name)
 
             def reason() -> WaitReason:
                 missing = tuple(rank for rank in self._ranks if rank not in vectors)
