@@ -78,13 +78,13 @@ def is_in_memory(tensor: torch.Tensor) -> bool:
     return tensor.layout == torch.strided and tensor.device.type == "cpu"
 
 
-# Not empty while memory of tensors moves: torch never resizes a tensor again that has had an array of its own.
+# Not empty while memory of tensors moves: torch never resizes a tensor again that has had an array.
 _MOVING: list[bool] = []
 
 
 @contextmanager
 def memory_moves() -> Iterator[None]:
-    """Context in which ``as_words`` leaves tensors resizable; an array is invalid once its tensor was resized."""
+    """Context in which arrays of tensors leave these resizable; an array is invalid once its tensor was."""
     _MOVING.append(True)
     try:
         yield
@@ -122,6 +122,11 @@ def as_words(tensor: torch.Tensor) -> NDArray[Any]:
             raise
     # A zero tensor of autograd, without memory.
     return as_words(torch.zeros(plain.shape, dtype=plain.dtype))
+
+
+def as_numbers(tensor: torch.Tensor) -> NDArray[Any]:
+    """Elements of a CPU tensor as a numpy array of its dtype, outside of any graph; copied if need be."""
+    return as_words(tensor).view(NUMPY[tensor.dtype]) if _MOVING else tensor.numpy(force=True)
 
 
 def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -121,8 +121,9 @@ def _check_place(path: str | os.PathLike[str], suffix: str, name: str) -> None:
 class ArraySink:
     """An array in a file that :func:`create_array` makes; ``sink[box] = array`` writes a box, locally.
 
-    ``shape``, ``dtype`` and ``chunks`` are those of the array, ``path`` is where it will be. Without a machine
-    one process has it. ``offset`` is that of the elements in ``path.part``, None if a library writes them.
+    ``shape``, ``dtype`` and ``chunks`` are those of the array, ``path`` is where it will be. Without a
+    machine one process has it. ``offset`` is that of the elements in ``part``, the file until then; None if a
+    library writes them.
     """
 
     def __init__(

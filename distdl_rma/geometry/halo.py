@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import ClassVar
 
 from distdl_rma.errors import ShapeError
@@ -106,7 +107,7 @@ def outputs_behind(source: Split, extent: int, last_read: Callable[[int], int]) 
     for part in range(source.parts):
         _, stop = source.interval(part)
         ends.append(extent if stop >= source.extent else bisect_right(range(extent), stop, key=last_read))
-    return Listed(tuple(max(b - a, 0) for a, b in zip(ends, ends[1:], strict=False)))
+    return Listed(tuple(max(b - a, 0) for a, b in pairwise(ends)))
 
 
 @dataclass(frozen=True)

@@ -25,8 +25,8 @@ from distdl_rma.segments.buffered_channel import Mailbox
 from distdl_rma.split.tensor import SplitTensor
 
 Post = Callable[[Any], Any] | None
-# Extents of a crop have the remainders of the whole's by this number, so that a model with a few strides takes
-# both; and at least this many elements, along the cut dimension more.
+# Extents of a crop have the remainders of the whole's by this number, so that a model with a few strides
+# takes both; and at least this many elements, along the cut dimension more.
 _MODULUS, _SHORT, _LONG = 32, 32, 256
 # Two ranks show all waits: the first one waits only for data of later ranks.
 _RANKS = 2
@@ -47,7 +47,7 @@ class _LiveBytes(TorchDispatchMode):
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
         self.peak = 0
 
@@ -87,8 +87,8 @@ def needs_of(model: nn.Module, post: Post, shape: Sequence[int], dtype: torch.dt
             return Needs(tuple(map(int, y.shape)), y.dtype, live.peak)
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         raise UnsupportedError(
-            f"predict: {error}: what the model does, or the shape of its result, depends on values; its memory"
-            " cannot be known beforehand"
+            f"predict: {error}: what the model does, or the shape of its result, depends on values; its"
+            " memory cannot be known beforehand"
         ) from error
 
 
@@ -97,9 +97,9 @@ class Dependence:
     """How blocks along one dimension depend on each other, from a run of two ranks on a crop.
 
     ``waits`` are the modules at which a rank needs later ones. ``lag`` is how many elements of the input the
-    blocks of the result end earlier, at most, than those of the input. ``messages`` are the bytes for the next
-    rank per element of the cross-section, and ``held`` the bytes that waiting ranks hold per element of the
-    input, at most.
+    blocks of the result end earlier, at most, than those of the input. ``messages`` are the bytes for the
+    next rank per element of the cross-section, and ``held`` the bytes that waiting ranks hold per element of
+    the input, at most.
     """
 
     waits: tuple[str, ...]

@@ -6,7 +6,7 @@ import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -14,10 +14,11 @@ from torch import nn
 from distdl_rma.errors import ArgumentError, ConfigurationError
 from distdl_rma.machine import Machine
 from distdl_rma.model.entering import ModuleHook
-from distdl_rma.ops.core.result_memory import unpooled
+from distdl_rma.out_of_core.allocator import freed_at_once
 from distdl_rma.out_of_core.pages import Pages
 from distdl_rma.rehearsal import played
 from distdl_rma.segments.buffered_channel import Mailbox
+from distdl_rma.segments.transport.virtual_ranks import VirtualComm
 from distdl_rma.split import layout as lay
 from distdl_rma.split.calls import site
 from distdl_rma.split.tensor import SplitTensor
@@ -65,8 +66,8 @@ def one_tensor(y: Any) -> torch.Tensor:
     if isinstance(y, torch.Tensor):
         return y
     raise ArgumentError(
-        f"predict: the result is a {type(y).__name__!r}, and one tensor is written; choose it by post=, such as"
-        " post=lambda y: y[0]"
+        f"predict: the result is a {type(y).__name__!r}, and one tensor is written; choose it by post=, such"
+        " as post=lambda y: y[0]"
     )
 
 
@@ -93,23 +94,30 @@ class Inference:
     first: int = 0
     plays: Callable[[int], bool] = lambda rank: True
     begun: int = 0
+    _running: int = 0
 
     def run(self) -> None:
         """Run all ranks, one at a time, in their order as far as possible; blocking."""
         self.begun = self.first
-        with unpooled(), self.pages.watching():
+        with freed_at_once(), self.pages.watching():
             played(prod(self.blocks), self._rank, None, self.pages)
 
-    def _rank(self, comm: Any) -> None:
+    def _rank(self, comm: VirtualComm) -> None:
         size = max(_SMALLEST_SEGMENT_NBYTES, min(_SEGMENT_NBYTES, _SEGMENTS_NBYTES // comm.size))
-        machine = Machine(comm, segment_size=size, timeout=_NO_DEADLINE_SECONDS)
+        machine = Machine(cast(Any, comm), segment_size=size, timeout=_NO_DEADLINE_SECONDS)
         machine.mailbox = self.mailbox
-        if comm.rank < self.first or not self.plays(comm.rank):
+        if comm.rank < self.first:
+            return
+        if not self.plays(comm.rank):
+            comm.wait_until(lambda: self.begun == comm.rank, "its first turn")
+            self.begun += 1
             return
         layout = lay.balanced(machine.partition(self.blocks), self.shape)
         twin = self._hooked()
+        comm.wait_until(lambda: self._may_begin(comm.rank), "its first turn")
         self.pages.begin(comm.rank)
         self.begun += 1
+        self._running += 1
         try:
             with torch.no_grad():
                 y = twin(SplitTensor(self.read(layout.slices()), layout))
@@ -118,7 +126,13 @@ class Inference:
             self._write(machine.rank, y)
         finally:
             self.pages.end(comm.rank)
+            self._running -= 1
         self.ended(comm.rank, y)
+
+    def _may_begin(self, rank: int) -> bool:
+        # Slabs of this process follow each other, unless some rank, also of another process, waits for one.
+        self.mailbox.poll()
+        return self.begun == rank and (self._running == 0 or rank <= self.mailbox.wanted)
 
     def _hooked(self) -> nn.Module:
         # A copy of the model whose modules are named in messages, and tell places of the program apart.

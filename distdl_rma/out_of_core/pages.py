@@ -1,4 +1,4 @@
-"""Blocks of virtual ranks that wait: kept in memory up to a limit, the others on disk until the rank goes on."""
+"""Blocks of virtual ranks that wait: some in memory, the others on disk until the rank goes on."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from contextlib import contextmanager
 import torch
 
 from distdl_rma.dtypes import memory_moves
+from distdl_rma.ops.core.result_memory import unpooled
 from distdl_rma.out_of_core.scratch import Region, Scratch
 from distdl_rma.split import tensor as split_tensor
 from distdl_rma.split.calls.site import module_path
@@ -45,9 +46,9 @@ class _Page:
 class Pages:
     """Keeper of virtual ranks that gives the memory of waiting ranks back, after writing it to disk.
 
-    Blocks of split tensors of a rank are its pages. They move as whole storages, which are resized in place, so
-    that all tensors and views of them stay valid; a rank that waits uses none. An operation that waits may have
-    numpy arrays of results that are no split tensors yet, which never move.
+    Blocks of split tensors of a rank are its pages. They move as whole storages, which are resized in place,
+    so that all tensors and views of them stay valid; a rank that waits uses none. An operation that waits may
+    have numpy arrays of results that are no split tensors yet, which never move.
 
     All ranks do the same in the same order, one after the other. So the rank that waits last is the one that
     is needed last, and its blocks are written first; the blocks of the rank behind it are read ahead.
@@ -74,9 +75,9 @@ class Pages:
         self._limit, self._make_scratch, self._waits = limit, scratch, waits
         self._fixed = {x.untyped_storage()._cdata for x in fixed}
         self._scratch: Scratch | None = None
-        # The rank that runs, and the split tensors that each rank has made.
+        # The rank that runs, and the tensors that each rank has made: split ones, and results of operations.
         self._running: int | None = None
-        self._made: dict[int, list[weakref.ref[SplitTensor]]] = {}
+        self._made: dict[int, list[weakref.ref[torch.Tensor]]] = {}
         # Pages of the ranks that wait, and those whose bytes are being written.
         self._waiting: dict[int, list[_Page]] = {}
         self._leaving: list[_Page] = []
@@ -93,7 +94,7 @@ class Pages:
         """Context in which new split tensors are noted; it ends with the file."""
         split_tensor.MADE.append(self._note)
         try:
-            with memory_moves():
+            with memory_moves(), unpooled(self._note):
                 yield
         finally:
             split_tensor.MADE.remove(self._note)
@@ -141,7 +142,7 @@ class Pages:
         self.resident_nbytes -= nbytes
         self._read_ahead(rank)
 
-    def _note(self, made: SplitTensor) -> None:
+    def _note(self, made: torch.Tensor) -> None:
         if self._running is not None:
             self._made[self._running].append(weakref.ref(made))
 
@@ -150,7 +151,7 @@ class Pages:
         self._made[rank] = [ref for ref, _ in alive]
         storages: dict[int, torch.UntypedStorage] = {}
         for _, x in alive:
-            storage = x._local.untyped_storage()
+            storage = (x._local if isinstance(x, SplitTensor) else x).untyped_storage()
             if storage.nbytes() >= _SMALLEST_NBYTES and storage.resizable():
                 storages[storage._cdata] = storage
         return [_Page(storage) for key, storage in storages.items() if key not in self._fixed]

@@ -21,6 +21,8 @@ _LEADING = 2
 _MOST_SLABS = 512
 # Of the limit, what may be planned: the rest is for what is not counted, such as the allocator's gaps.
 _USABLE = 0.85
+# Beside tensors: of the file and of each slab, whose thread has objects of each layer.
+_OF_FILES_NBYTES, _OF_SLAB_NBYTES = 16 << 20, 3 << 19
 # In whole passes, blocks of so many ranks are in memory at least: written, used and read ahead.
 _RANKS_IN_MEMORY = 3
 
@@ -115,20 +117,20 @@ class Plan:
     def __str__(self) -> str:
         letters = "NC" + "DHW"[3 - self.form.spatial :]
         cut = " x ".join(f"{n} along {d}" for d, n in zip(letters, self.grid, strict=True) if n > 1) or "1"
-        lines = [
-            f"source    {self.source}, {self.samples} sample{'s' if self.samples > 1 else ''}",
-            f"result    {self.result} of {str(self.dtype).removeprefix('torch.')}",
-            f"slabs     {cut}",
-            f"memory    {_text(self.nbytes)} of {_text(self.memory)}; the whole at once: {_text(self.whole_nbytes)}",
-        ]
+        within = f"{_text(self.nbytes)} of {_text(self.memory)}"
+        passes = f"{self.passes}: slabs end one after the other"
         if self.waits:
-            lines += [
-                f"passes    {self.passes}: {len(self.waits)} functions need all slabs, in {_listed(self.waits)}",
-                f"disk      {_text(self.disk_nbytes)}",
-            ]
-        else:
-            lines += ["passes    1: slabs end one after the other", "disk      none"]
-        return "\n".join(lines)
+            count = len(self.waits)
+            passes = f"{self.passes}: {count} functions need all slabs, in {_listed(self.waits)}"
+        lines = {
+            "source": f"{self.source}, {self.samples} sample{'s' if self.samples > 1 else ''}",
+            "result": f"{self.result} of {str(self.dtype).removeprefix('torch.')}",
+            "slabs": cut,
+            "memory": f"{within}; the whole at once: {_text(self.whole_nbytes)}",
+            "passes": passes,
+            "disk": _text(self.disk_nbytes) if self.disk_nbytes else "none",
+        }
+        return "\n".join(f"{name:10}{text}" for name, text in lines.items())
 
 
 def planned(
@@ -168,7 +170,8 @@ def planned(
         rows = prod(-(-n // b) for n, b in zip(sample, blocks, strict=True)) / across
         wide = across / max(1, prod(blocks) / blocks[dim])
         rows = min(sample[dim], rows + (found.lag if blocks[dim] > 1 else 0) * wide / across)
-        forward = fixed + each * rows + (messages if prod(blocks) > 1 else 0)
+        forward = fixed + each * rows + _OF_FILES_NBYTES + _OF_SLAB_NBYTES * prod(blocks)
+        forward += messages if prod(blocks) > 1 else 0
         waiting = min(held, _RANKS_IN_MEMORY * held / prod(blocks)) if prod(blocks) > 1 else 0
         return forward, waiting
 
@@ -193,8 +196,9 @@ def planned(
     disk = max(0.0, held - resident) if several else 0.0
     if disk and (free := shutil.disk_usage(folder).free) < disk:
         raise ConfigurationError(
-            f"predict: {len(found.waits)} functions of the model need all slabs, which wait on disk meanwhile:"
-            f" {_text(disk)} in {folder}, where {_text(free)} are free; choose another folder by scratch="
+            f"predict: {len(found.waits)} functions of the model need all slabs, which wait on disk"
+            f" meanwhile: {_text(disk)} in {folder}, where {_text(free)} are free; choose another folder by"
+            " scratch="
         )
     samples = int(shape[0]) if form.has_batch else 1
     result = (samples, *whole.shape[1:]) if form.has_batch else whole.shape[1:]

@@ -41,13 +41,15 @@ def predict(
     grid: Any = None,
     scratch: str | os.PathLike[str] | None = None,
     progress: bool = False,
+    comm: Any = None,
 ) -> torch.Tensor | None:
-    """Write what a model makes of a source that need not fit into memory: exact, slab by slab, in one process.
+    """Write what a model makes of a source that need not fit into memory: exact, slab by slab.
 
-    Virtual ranks have a slab each, and take turns; halos are kept, not computed again. So the result is that of
-    the whole at once but for rounding, and what cannot be split exactly is refused before anything is written.
-    A model without statistics of the whole takes one pass. Where it has some, as an instance norm, all slabs
-    come to that function before one goes on; what they hold meanwhile is on disk, as far as it does not fit.
+    Virtual ranks of this process have a slab each, and take turns; halos are kept, not computed again. So the
+    result is that of the whole at once but for rounding, and what cannot be split exactly is refused before
+    anything is written. A model without statistics of the whole takes one pass. Where it has some, as in an
+    instance norm, all slabs come to that function before one goes on; what they hold meanwhile is on disk, as
+    far as it does not fit.
 
     Blocking. Computes without gradients, with a copy of the model in ``eval()`` that shares its parameters.
 
@@ -74,6 +76,9 @@ def predict(
         Folder on a disk for what waits; None for the folder of temporary files.
     progress
         Whether to print the plan and a progress bar to standard error; needs the package ``rich``.
+    comm
+        Communicator of the processes that predict together, COMM_WORLD if None; COMM_SELF for a process
+        alone. All of them make the same call.
 
     Returns
     -------
@@ -85,7 +90,7 @@ def predict(
     ConfigurationError
         If the memory or the disk is too small, or the model is distributed.
     UnsupportedError
-        If a function of the model cannot be split, on several MPI ranks, and in a virtual rank.
+        If a function of the model cannot be split, and in a virtual rank.
     ShapeError, ArgumentError
         If source, sink or grid do not fit the model.
     DataError
@@ -93,13 +98,13 @@ def predict(
 
     Notes
     -----
-    A process that is killed leaves ``path.part`` and ``path.progress`` of a sink that is a path. The next call
-    with the same model, source and slabs goes on: in one pass at the slab after the last one that was noted,
-    otherwise from the first slab, without writing again what is written.
+    A process that is killed leaves ``path.part`` and ``path.progress`` of a sink that is a path. The next
+    call with the same model, source and slabs goes on: in one pass at the slab after the last one that was
+    noted, otherwise from the first slab, without writing again what is written. ``post`` is not compared.
     """
     if progress and find_spec("rich") is None:
         raise ConfigurationError("predict: progress=True needs the package rich: pip install rich")
-    processes = Processes()
+    processes = Processes(comm)
     try:
         prepared = _Prepared(model, source, memory, post, grid, scratch)
         plan = prepared.plan
@@ -115,10 +120,8 @@ def predict(
         for sample in range(results.sample, plan.samples):
             prepared.run(sample, results, step, processes)
             results.slab, results.mailbox = 0, Mailbox()
-    if sink is not None:
-        return None
-    assert results.tensor is not None
-    processes.share(results.tensor)
+    if results.tensor is not None:
+        processes.share(results.tensor)
     return results.tensor
 
 
@@ -214,10 +217,14 @@ class _Prepared:
 @contextmanager
 def _opened(processes: Processes, sink: Any, plan: Plan, key: str) -> Iterator[Results]:
     # The results, which the first process writes. An error of one process is raised on all.
-    results, entered, error = Results(None, plan, key), ExitStack(), None
+    entered, error = ExitStack(), None
+    results = Results(None, plan, key)
     try:
-        if processes.first and sink is not None:
-            results = entered.enter_context(Results(sink, plan, key))
+        if sink is not None:
+            # The first process writes.
+            results.tensor = None
+            if processes.first:
+                results = entered.enter_context(Results(sink, plan, key))
     except Exception as raised:  # noqa: BLE001 - all processes raise it
         error = raised
     results.sample, results.written = processes.agree(error, [results.sample, results.written])[0]

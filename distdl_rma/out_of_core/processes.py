@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Any, cast
+from typing import Any
 
 import torch
 from mpi4py import MPI
@@ -13,24 +13,26 @@ from mpi4py import MPI
 from distdl_rma.checks.outcome import agreed
 from distdl_rma.dtypes import flat_bytes
 from distdl_rma.errors import MismatchError, PeerFailedError
-from distdl_rma.machine import Machine, launched
+from distdl_rma.machine import Machine
 from distdl_rma.segments.buffered_channel import Address, Mailbox, Message, VectorKey
 from distdl_rma.segments.channel import Array
+from distdl_rma.segments.transport.virtual_ranks import world
 
 _MOST_NBYTES = 1 << 30
 _IDLE_SECONDS = 1e-4
 
 
 class Processes:
-    """The ranks of this job, or this process alone; the ``first`` one writes the results.
+    """The processes of a communicator, COMM_WORLD if None; the ``first`` one writes the results.
 
     All methods are collective, but for ``plays``.
     """
 
-    def __init__(self) -> None:
-        self.rank, self.size = launched()
+    def __init__(self, comm: MPI.Intracomm | None) -> None:
+        self._comm = world(comm)
+        self.rank, self.size = self._comm.rank, self._comm.size
         self.first = self.rank == 0
-        self._machine = Machine.on() if self.size > 1 else None
+        self._machine = Machine.on(self._comm) if self.size > 1 else None
 
     def plays(self, rank: int) -> bool:
         """Whether a virtual rank is one of this process. Neighbours are on different ones, so all compute."""
@@ -57,7 +59,7 @@ class Processes:
         """Copy the tensor of the first process to the others."""
         memory = flat_bytes(result).numpy()
         for begin in range(0, len(memory) if self.size > 1 else 0, _MOST_NBYTES):
-            MPI.COMM_WORLD.Bcast(memory[begin : begin + _MOST_NBYTES])
+            self._comm.Bcast(memory[begin : begin + _MOST_NBYTES])
 
     @contextmanager
     def connected(self, mailbox: Mailbox, **actions: Callable[..., Any]) -> Iterator[Mailbox]:
@@ -70,7 +72,7 @@ class Processes:
             mailbox.actions |= actions
             yield mailbox
             return
-        shared = SharedMailbox(self.rank, self.size, actions)
+        shared = SharedMailbox(self._comm.Dup(), actions)
         error: Exception | None = None
         try:
             yield shared
@@ -87,16 +89,22 @@ class SharedMailbox(Mailbox):
     No process waits for another one but in the waits of its ranks, which ``poll``, and in ``finish``.
     """
 
-    def __init__(self, rank: int, size: int, actions: dict[str, Callable[..., Any]]) -> None:
+    def __init__(self, comm: MPI.Intracomm, actions: dict[str, Callable[..., Any]]) -> None:
         super().__init__()
-        self._rank, self._others = rank, [each for each in range(size) if each != rank]
-        self._size = size
-        self._comm = cast(Any, MPI.COMM_WORLD.Dup())
+        self._comm: Any = comm
+        self._rank, self._size = comm.rank, comm.size
+        self._others = [each for each in range(comm.size) if each != comm.rank]
         self._sends: list[MPI.Request] = []
         # The process that has failed.
         self._failed: int | None = None
         self.actions = actions
-        self._received: dict[str, Callable[..., Any]] = {"put": super().put, "add": super().add, "fail": self._fail, **actions}
+        self._received: dict[str, Callable[..., Any]] = {
+            "put": super().put,
+            "add": super().add,
+            "want": super().want,
+            "fail": self._fail,
+            **actions,
+        }
 
     def put(self, address: Address, message: Message) -> None:
         """Store a message where its receiver is."""
@@ -111,6 +119,13 @@ class SharedMailbox(Mailbox):
         super().add(key, rank, vector)
         for process in self._others:
             self._send(process, "add", key, rank, vector)
+
+    def want(self, rank: int) -> None:
+        """Note that a rank is waited for, on all processes."""
+        if rank > self.wanted:
+            super().want(rank)
+            for process in self._others:
+                self._send(process, "want", rank)
 
     def poll(self) -> None:
         """Receive what has come; ``PeerFailedError`` if another process has failed."""

@@ -23,8 +23,8 @@ from distdl_rma.segments.buffered_channel import Address, Mailbox, Message
 from distdl_rma.sources.reading import label
 
 Slices = tuple[slice, ...]
-# Saving the messages takes a tenth of the time at most.
-_SAVING_SHARE = 0.1
+# Saving the messages takes a tenth of the time at most, where it takes longer than so many seconds.
+_SAVING_SHARE, _QUICK_SECONDS = 0.1, 0.2
 _STATE = "state.json"
 
 
@@ -44,12 +44,13 @@ def key_of(plan: Plan, model: nn.Module, source: Any) -> str:
 
 
 class Results:
-    """The target of a prediction, as a context: a new tensor, a file that is complete or not there, or a sink.
+    """The target of a prediction, as a context: a new tensor, a file, or a sink of the user.
 
-    A file has a folder ``path.progress`` beside it until it is complete. It has the number of slabs that were
-    written and, where slabs end one after the other, the messages for the next slab. A context that ends by an
-    error leaves both, and one with the same ``key`` goes on: ``sample`` and ``slab`` are then the first ones
-    to compute, and ``mailbox`` has the messages for it; ``written`` slabs of the sample need not be written.
+    A file is complete or not there. Until then it has a folder ``path.progress`` beside it, with the number
+    of slabs that were written and, where slabs end one after the other, the messages for the next slab. A
+    context that ends by an error leaves both, and one with the same ``key`` goes on: ``sample`` and ``slab``
+    are then the first ones to compute, and ``mailbox`` has the messages for it; ``written`` slabs of the
+    sample need not be written.
     """
 
     def __init__(self, sink: Any, plan: Plan, key: str) -> None:
@@ -69,12 +70,11 @@ class Results:
             self._check(sink)
 
     def __enter__(self) -> Self:
-        if self._file is not None:
-            if not self._resumed(self._file):
-                shutil.rmtree(self._folder, ignore_errors=True)
-                self._file.__enter__()
-                self._folder.mkdir()
-                self._write_state(0, 0, "")
+        if self._file is not None and not self._resumed(self._file):
+            self._file.__enter__()
+            shutil.rmtree(self._folder, ignore_errors=True)
+            self._folder.mkdir()
+            self._write_state(0, 0, "")
         return self
 
     def __exit__(
@@ -108,7 +108,8 @@ class Results:
             return
         last = slabs == self._plan.slabs
         now = time.monotonic()
-        if not last and now - self._saved < self._saving / _SAVING_SHARE:
+        slow = self._saving > _QUICK_SECONDS
+        if slow and not last and now - self._saved < self._saving / _SAVING_SHARE:
             return
         name = ""
         if in_order and not last:
@@ -123,8 +124,8 @@ class Results:
         shape, dtype = tuple(getattr(sink, "shape", ())), getattr(sink, "dtype", None)
         if not hasattr(sink, "__setitem__") or shape != self._plan.result:
             raise ShapeError(
-                f"predict: the result has shape {self._plan.result}, {label(sink)} {shape}; a sink is a path, or"
-                " takes sink[box] = array"
+                f"predict: the result has shape {self._plan.result}, {label(sink)} {shape}; a sink is a path,"
+                " or takes sink[box] = array"
             )
         if self._plan.dtype not in NUMPY:
             raise UnsupportedError(
@@ -149,7 +150,7 @@ class Results:
                 return False
             if state["messages"]:
                 self._read_messages(state["messages"])
-                self.slab = state["slabs"]
+                self.slab = self.mailbox.first = state["slabs"]
             self.sample, self.written = state["sample"], state["slabs"]
             file.reopen(state["offset"])
         except (OSError, ValueError, KeyError):

@@ -49,12 +49,16 @@ class Mailbox:
 
     Without acknowledgements, a rank may run ahead of its readers by any number of epochs and channels. Where
     data moves to later ranks only, the messages for ranks that have not begun are all that these need.
-    ``nbytes`` are the bytes of the messages, ``peak_nbytes`` their maximum.
+    ``nbytes`` are the bytes of the messages, ``peak_nbytes`` their maximum. Ranks before ``first`` have ended
+    in an earlier process, and send nothing more.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, first: int = 0) -> None:
+        self.first = first
         self.messages: dict[Address, deque[Message]] = {}
         self.vectors: defaultdict[VectorKey, dict[int, Array]] = defaultdict(dict)
+        # The last rank for which another one has waited.
+        self.wanted = 0
         # What ``tell`` calls.
         self.actions: dict[str, Callable[..., Any]] = {}
         self.nbytes = self.peak_nbytes = 0
@@ -69,6 +73,10 @@ class Mailbox:
         """Store the vector of a rank; it owns its array."""
         self.vectors[key][rank] = vector
 
+    def want(self, rank: int) -> None:
+        """Note that a rank is waited for."""
+        self.wanted = max(self.wanted, rank)
+
     def poll(self) -> None:
         """Take in what other processes have sent: there are none."""
 
@@ -81,6 +89,14 @@ class Mailbox:
         if address not in self.messages:
             self.poll()
         return address in self.messages
+
+    def check_comes(self, rank: int, name: str) -> None:
+        """Raise ``MismatchError`` if a rank has ended in an earlier process, so that it sends nothing."""
+        if rank < self.first:
+            raise MismatchError(
+                f"{name!r}: rank {rank} has ended in an earlier process, which sent no message for this call:"
+                " has the program changed since? Remove what that process has left, to begin anew"
+            )
 
     def remove(self, address: Address) -> None:
         """Forget the first message of an address, which was received."""
@@ -162,6 +178,8 @@ class BufferedChannel(Channel):
         for peer, expected in self._messages_in:
             address = self._from(peer)
             if not self._mailbox.has(address):
+                self._mailbox.check_comes(peer, self.name)
+                self._mailbox.want(peer)
                 self._manager.waiter.until(
                     lambda address=address: self._mailbox.has(address),  # type: ignore[misc]
                     lambda peer=peer: WaitReason(  # type: ignore[misc]
@@ -201,7 +219,7 @@ class BufferedChannel(Channel):
 
 
 class BufferedVectors:
-    """Small vectors of all ranks to all ranks, for virtual ranks of one process; with one wait for all of them.
+    """Small vectors of all ranks to all ranks, for virtual ranks of one process; one wait for all of them.
 
     ``ranks`` include this one, and are alike on all of them. There are no addresses to exchange.
     """
@@ -226,6 +244,8 @@ class BufferedVectors:
             return len(vectors) == size
 
         if not all_there():
+            self._mailbox.check_comes(min(self._ranks), self._name)
+            self._mailbox.want(max(self._ranks))
 
             def reason() -> WaitReason:
                 missing = tuple(rank for rank in self._ranks if rank not in vectors)

@@ -7,6 +7,7 @@ import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from math import prod
 from typing import Any
 
@@ -81,9 +82,8 @@ class ResultPool:
         with self._lock:
             idle, self.idle_nbytes = list(self._idle.values()), 0
             self._idle.clear()
-        for blocks in idle:
-            for block in blocks:
-                self._drop(block)
+        for block in chain.from_iterable(idle):
+            self._drop(block)
 
     def _take(self, nbytes: int) -> _Block:
         with self._lock:
@@ -127,14 +127,18 @@ class ResultPool:
 
 
 _results = ResultPool()
-# Not empty while torch allocates all results, since others resize their memory.
-_UNPOOLED: list[bool] = []
+# Not empty while torch allocates all results, since the caller resizes their memory.
+_UNPOOLED: list[Callable[[torch.Tensor], object]] = []
 
 
 @contextmanager
-def unpooled() -> Iterator[None]:
-    """Context in which results are in memory of torch's allocator, freed with their last tensor; idle is none."""
-    _UNPOOLED.append(True)
+def unpooled(note: Callable[[torch.Tensor], object]) -> Iterator[None]:
+    """Context in which results are in memory of torch's allocator, and none is idle.
+
+    ``note`` is called with new results that an operation may hold while it waits for other ranks, without an
+    array of them.
+    """
+    _UNPOOLED.append(note)
     _results.drop_idle()
     try:
         yield
@@ -173,5 +177,8 @@ _making = threading.Lock()
 def result_like(x: torch.Tensor) -> torch.Tensor:
     """Uninitialised memory for a result with the shape, type and strides of a tensor."""
     if _UNPOOLED or x.nbytes < SMALLEST_NBYTES or not x.is_contiguous():
-        return torch.empty_like(x)
+        y = torch.empty_like(x)
+        if _UNPOOLED:
+            _UNPOOLED[-1](y)
+        return y
     return _results.empty(x.shape, x.dtype)

@@ -1,8 +1,8 @@
 """Virtual ranks: threads of one process that take turns, with the part of mpi4py that a node's ranks use.
 
 One rank runs at a time. It runs until it waits for another rank, and then hands over to the next one, in an
-order that a seed determines, or to the first one that can go on. So a run can be repeated, and 64 ranks need no
-cores of their own.
+order that a seed determines, or to the first one that can go on. So a run can be repeated, and 64 ranks need
+no cores of their own.
 """
 
 from __future__ import annotations
@@ -117,8 +117,8 @@ class Turns:
     """Which virtual rank runs; the others wait for their turn.
 
     Every round gives each rank that has not ended one turn, in an order drawn by ``seed``. If that is None,
-    the first rank that can go on has the next turn. ``swaps`` are pairs of functions that get and set state of
-    the process, such as the state of a random generator; each rank has its own copy of this state, which
+    the first rank that can go on has the next turn. ``swaps`` are pairs of functions that get and set state
+    of the process, such as the state of a random generator; each rank has its own copy of this state, which
     begins as that of the caller. The ``keeper`` is told of waits.
     """
 
@@ -260,7 +260,7 @@ class Turns:
         # Tests what a rank waits for, if there is a test.
         wait = self._waits[rank]
         if not callable(wait[0]):
-            return wait[1] != 0
+            return bool(wait[1])
         try:
             wait[0] = None if wait[0]() else wait[0]
         except Exception as error:  # noqa: BLE001
@@ -387,6 +387,11 @@ class VirtualComm:
         """
         self._check_thread()
         return self._together.turns.hand_over(self._whole, ready)
+
+    def wait_until(self, ready: Callable[[], bool], what: str) -> None:
+        """Let other ranks run until ``ready()`` is true; ``ProtocolError`` if all ranks wait in vain."""
+        self._check_thread()
+        self._together.turns.wait(self._whole, ready, what)
 
     def _check_thread(self) -> None:
         here = _here.comm
