@@ -108,6 +108,9 @@ class Inference:
         layout = lay.balanced(machine.partition(self.blocks), self.shape)
         twin = self._hooked()
         comm.wait_until(lambda: self.begun == comm.rank, "its first turn")
+        # Raises if the rank before has failed.
+        machine.segments.waiter.advance()
+        machine.segments.notices.check()
         self.pages.begin(comm.rank)
         self.begun += 1
         try:
