@@ -1,10 +1,10 @@
 """Predict for an image that is larger than memory: ``python examples/large.py``.
 
-The program writes an image of blobs whose brightness varies from place to place, and limits its own address
-space, as ``ulimit -v`` does, to less than a network with instance norm needs for the image at once. Then it
+The program writes an image of blobs whose brightness varies from place to place, and limits its address
+space, as ``ulimit -v`` does, to less than a network with instance norm needs for all of it at once. Then it
 computes the result of the network twice: by ``distdl_rma.predict``, and by tiles that overlap, as others do.
-Each tile is normalised by itself, so that tiles show seams; those of ``predict`` do not exist. With ``--check``
-the result of the whole is computed at last, without the limit.
+Each tile is normalised by itself, so tiles show seams; ``predict`` has none. At last ``--check`` computes
+the result of the whole, without the limit.
 """
 
 from __future__ import annotations
