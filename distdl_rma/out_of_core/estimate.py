@@ -18,7 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from distdl_rma.errors import UnsupportedError
+from distdl_rma.errors import ArgumentError, UnsupportedError
 from distdl_rma.out_of_core.inference import Inference, fixed_tensors, one_tensor, twin_of
 from distdl_rma.out_of_core.pages import Pages
 from distdl_rma.segments.buffered_channel import Mailbox
@@ -26,8 +26,12 @@ from distdl_rma.split.tensor import SplitTensor
 
 Post = Callable[[Any], Any] | None
 # Extents of a crop have the remainders of the whole's by this number, so that a model with a few strides
-# takes both; and at least this many elements, along the cut dimension more.
-_MODULUS, _SHORT, _LONG = 32, 32, 256
+# takes both; and at least as many elements, along the cut dimension four times. A volume begins with half.
+_MODULUS, _LONGER = 32, 4
+# A model may be too deep for a crop: the next one is twice as wide.
+_CROPS = 4
+# Dimensions of a batch of images.
+_IMAGE = 4
 # Two ranks show all waits: the first one waits only for data of later ranks.
 _RANKS = 2
 _CONVOLUTIONS = frozenset(
@@ -110,7 +114,7 @@ class Dependence:
 
 def crop_extent(extent: int, least: int) -> int:
     """An extent of at least ``least`` with the whole's remainder, or the whole."""
-    return min(extent, least + (extent - least) % _MODULUS)
+    return min(extent, least + (extent - least) % min(_MODULUS, least))
 
 
 def dependence_of(
@@ -120,9 +124,25 @@ def dependence_of(
 
     Raises the model's errors: functions that cannot be split, and crops that the model does not take.
     """
-    least = _LONG
+    short = _MODULUS // (2 if len(shape) > _IMAGE else 1)
+    for left in reversed(range(_CROPS)):
+        try:
+            return _of_long_enough(model, post, shape, dtype, dim, short)
+        except (RuntimeError, ValueError, AssertionError, IndexError) as error:
+            whole = all(crop_extent(n, short) == n for n in shape[2:])
+            if whole or not left or isinstance(error, (UnsupportedError, ArgumentError)):
+                raise
+        short *= 2
+    raise RuntimeError("no crop")
+
+
+def _of_long_enough(
+    model: nn.Module, post: Post, shape: Sequence[int], dtype: torch.dtype, dim: int, short: int
+) -> Dependence:
+    # A crop of which the first rank has a part of the result.
+    least = _LONGER * short
     while True:
-        crop = [n if d < 2 else crop_extent(n, least if d == dim else _SHORT) for d, n in enumerate(shape)]
+        crop = [n if d < 2 else crop_extent(n, least if d == dim else short) for d, n in enumerate(shape)]
         found, settled = _dependence(model, post, crop, dtype, dim)
         if settled or crop[dim] == shape[dim]:
             return found

@@ -115,6 +115,9 @@ class Inference:
         layout = lay.balanced(machine.partition(self.blocks), self.shape)
         twin = self._hooked()
         comm.wait_until(lambda: self._may_begin(comm.rank), "its first turn")
+        # Raises if the rank before has failed.
+        machine.segments.waiter.advance()
+        machine.segments.notices.check()
         self.pages.begin(comm.rank)
         self.begun += 1
         self._running += 1
