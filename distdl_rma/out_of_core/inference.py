@@ -95,6 +95,7 @@ class Inference:
     plays: Callable[[int], bool] = lambda rank: True
     begun: int = 0
     _running: int = 0
+    _failed: bool = False
 
     def run(self) -> None:
         """Run all ranks, one at a time, in their order as far as possible; blocking."""
@@ -109,7 +110,7 @@ class Inference:
         if comm.rank < self.first:
             return
         if not self.plays(comm.rank):
-            comm.wait_until(lambda: self.begun == comm.rank, "its first turn")
+            comm.wait_until(lambda: self._may_begin(comm.rank), "its first turn")
             self.begun += 1
             return
         layout = lay.balanced(machine.partition(self.blocks), self.shape)
@@ -127,6 +128,9 @@ class Inference:
                 y = one_tensor(y if self.post is None else self.post(y))
             del twin
             self._write(machine.rank, y)
+        except BaseException:
+            self._failed = True
+            raise
         finally:
             self.pages.end(comm.rank)
             self._running -= 1
@@ -134,8 +138,10 @@ class Inference:
 
     def _may_begin(self, rank: int) -> bool:
         # Slabs of this process follow each other, unless some rank, also of another process, waits for one.
+        # After a failure all raise what it says.
         self.mailbox.poll()
-        return self.begun == rank and (self._running == 0 or rank <= self.mailbox.wanted)
+        free = self._running == 0 or rank <= self.mailbox.wanted or not self.plays(rank)
+        return self._failed or (self.begun == rank and free)
 
     def _hooked(self) -> nn.Module:
         # A copy of the model whose modules are named in messages, and tell places of the program apart.

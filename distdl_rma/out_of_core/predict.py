@@ -25,7 +25,7 @@ from distdl_rma.segments.buffered_channel import Mailbox
 from distdl_rma.segments.options import parse_size
 from distdl_rma.segments.transport.virtual_ranks import virtual_rank
 from distdl_rma.sources.opening import open_array
-from distdl_rma.sources.reading import read_box
+from distdl_rma.sources.reading import label, read_box
 
 Slices = tuple[slice, ...]
 Post = Callable[[Any], Any] | None
@@ -179,7 +179,10 @@ class _Prepared:
         written = results.written if sample == results.sample else 0
 
         def read(box: Slices) -> torch.Tensor:
-            found = read_box(self.source, form.box(box, sample))
+            try:
+                found = read_box(self.source, form.box(box, sample))
+            except OSError as error:
+                raise DataError(f"predict: {label(self.source)}: {error.strerror or error}") from error
             block = torch.empty([each.stop - each.start for each in box], dtype=self.dtype)
             return block.copy_(found.view(block.shape))
 
