@@ -20,6 +20,7 @@ from benchmarks import (
     layers,
     models,
     planning,
+    predict,
     process_group,
     rma,
     split,
@@ -55,6 +56,8 @@ OTHERS: dict[str, Suite] = {
     "memory": split.memory_rows,
     # Files of gigabytes.
     "data": data.rows,
+    # In one process, of seconds.
+    "predict": predict.rows,
     **models.MEMORY_ROWS,
 }
 RESULTS = Path("bench-output/results.json")

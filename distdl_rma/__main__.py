@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from distdl_rma import __version__
 from distdl_rma.doctor.command import doctor
+from distdl_rma.out_of_core import command
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -27,10 +28,20 @@ def main(arguments: Sequence[str]) -> int:
     options.add_argument(
         "--timeout", type=float, default=60.0, metavar="SECONDS", help="longest wait of a rank (60)"
     )
+    command.add_options(
+        commands.add_parser(
+            "predict",
+            help="predict for a file that does not fit into memory",
+            description="Write what a model makes of a file, slab by slab and exact; in one process.",
+            allow_abbrev=False,
+        )
+    )
     chosen = parser.parse_args(arguments)
     if chosen.command is None:
         parser.print_help()
         return 0
+    if chosen.command == "predict":
+        return command.run(chosen)
     return doctor(chosen.json, chosen.timeout)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -76,6 +78,35 @@ def is_in_memory(tensor: torch.Tensor) -> bool:
     return tensor.layout == torch.strided and tensor.device.type == "cpu"
 
 
+# Not empty while memory of tensors moves: torch never resizes a tensor again that has had an array.
+_MOVING: list[bool] = []
+
+
+@contextmanager
+def memory_moves() -> Iterator[None]:
+    """Context in which arrays of tensors leave these resizable; an array is invalid once its tensor was."""
+    _MOVING.append(True)
+    try:
+        yield
+    finally:
+        _MOVING.pop()
+
+
+class _Shown:
+    """Memory of a tensor, for an array that keeps the tensor alive."""
+
+    def __init__(self, words: torch.Tensor) -> None:
+        self._words = words
+        itemsize = words.dtype.itemsize
+        self.__array_interface__ = {
+            "version": 3,
+            "data": (words.data_ptr(), False),
+            "shape": tuple(words.shape),
+            "strides": tuple(n * itemsize for n in words.stride()),
+            "typestr": BIT_WORDS[itemsize][1].str,
+        }
+
+
 def as_words(tensor: torch.Tensor) -> NDArray[Any]:
     """Bits of a CPU tensor as numpy words, in its shape; copies only lazy conjugates or negatives."""
     plain = tensor.detach() if tensor.requires_grad else tensor
@@ -84,9 +115,21 @@ def as_words(tensor: torch.Tensor) -> NDArray[Any]:
         plain = plain.resolve_conj().resolve_neg()
     word = BIT_WORDS[plain.dtype.itemsize][0]
     try:
-        return (plain if plain.dtype == word else plain.view(word)).numpy()
+        words = plain if plain.dtype == word else plain.view(word)
+        return np.asarray(_Shown(words)) if _MOVING else words.numpy()
     except RuntimeError:
         if not plain._is_zerotensor():
             raise
     # A zero tensor of autograd, without memory.
     return as_words(torch.zeros(plain.shape, dtype=plain.dtype))
+
+
+def as_numbers(tensor: torch.Tensor) -> NDArray[Any]:
+    """Elements of a CPU tensor as a numpy array of its dtype, outside of any graph; copied if need be."""
+    return as_words(tensor).view(NUMPY[tensor.dtype]) if _MOVING else tensor.numpy(force=True)
+
+
+def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Bytes of a tensor in the order of its elements; a view where the tensor is contiguous."""
+    plain = tensor.detach().resolve_conj().resolve_neg()
+    return plain.contiguous().view(-1).view(torch.uint8)

@@ -18,6 +18,7 @@ from mpi4py import MPI
 from distdl_rma.errors import ClosedError, ConfigurationError, PartitionError
 from distdl_rma.geometry.distribution import Distribution
 from distdl_rma.geometry.partition import Partition, integers
+from distdl_rma.segments.buffered_channel import Mailbox
 from distdl_rma.segments.collectives.group import Group
 from distdl_rma.segments.collectives.settling import raise_together
 from distdl_rma.segments.manager import SegmentManager
@@ -157,6 +158,9 @@ class Machine(SharedByCopies):
         self.labels = Labels()
         # Objects of upper floors, by name, until the machine closes.
         self.kept: dict[str, Any] = {}
+        # Of virtual ranks that run ahead of each other: what they send, without waiting for a reader. Blocks
+        # of results are then chosen such that a rank needs data of earlier ranks only.
+        self.mailbox: Mailbox | None = None
         # Called when ranks drop all that they keep for later calls.
         self.forgets: list[Callable[[], None]] = []
         # Whether upper floors keep more than that, such as layers, which a failed backward leaves unusable.
@@ -340,9 +344,9 @@ class Machine(SharedByCopies):
         return f"Machine(rank {self.rank} of {self.ranks})"
 
 
-def launched() -> tuple[int, int]:
-    """Rank of this process in COMM_WORLD, and the number of ranks there; local."""
-    return world().rank, world().size
+def launched(comm: MPI.Intracomm | None = None) -> tuple[int, int]:
+    """Rank of this process in a communicator, COMM_WORLD if None, and the number of ranks there; local."""
+    return world(comm).rank, world(comm).size
 
 
 def MPIPartition(comm: MPI.Intracomm) -> Partition:  # noqa: N802

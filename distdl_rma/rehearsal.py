@@ -12,7 +12,13 @@ import numpy as np
 
 from distdl_rma.errors import ArgumentError, PeerFailedError, UnsupportedError
 from distdl_rma.geometry.intervals import Balanced
-from distdl_rma.segments.transport.virtual_ranks import RunAbandoned, Turns, VirtualComm, virtual_rank
+from distdl_rma.segments.transport.virtual_ranks import (
+    Keeper,
+    RunAbandoned,
+    Turns,
+    VirtualComm,
+    virtual_rank,
+)
 
 _T = TypeVar("_T")
 # 624 words and the place of the next one.
@@ -82,7 +88,21 @@ def rehearse(
         raise UnsupportedError("rehearse: a virtual rank cannot run virtual ranks of its own")
     if (torch := sys.modules.get("torch")) and any(isinstance(each, torch.nn.Module) for each in args):
         raise ArgumentError("rehearse: the ranks would share a module; make it in the function, on each rank")
-    turns = Turns(ranks, seed, _generators(), _node_of_each(ranks, nodes))
+    return played(ranks, lambda comm: function(comm, *args), seed, _node_of_each(ranks, nodes))
+
+
+def played(
+    ranks: int,
+    function: Callable[[VirtualComm], _T],
+    seed: int | None,
+    nodes: Sequence[int] | None = None,
+    keeper: Keeper | None = None,
+) -> list[_T]:
+    """As :func:`rehearse`, for this package. Without a seed the first rank that can go on runs next.
+
+    The ``keeper`` is told of the waits of ranks.
+    """
+    turns = Turns(ranks, seed, _generators(), nodes, keeper)
     results: dict[int, _T] = {}
     errors: list[tuple[int, BaseException]] = []
 
@@ -90,7 +110,7 @@ def rehearse(
         error: BaseException | None = None
         with comm.entered():
             try:
-                results[comm.rank] = function(comm, *args)
+                results[comm.rank] = function(comm)
             except RunAbandoned:
                 raise
             except BaseException as raised:  # noqa: BLE001

@@ -15,6 +15,7 @@ PAGE = ROOT / "docs" / "architecture.md"
 FLOORS = [
     "__main__",
     "doctor",
+    "out_of_core",
     "model",
     "checkpoints",
     "data",

@@ -17,7 +17,8 @@ import torch
 
 from distdl_rma.checkpoints.behind_writer import BehindWriter
 from distdl_rma.checkpoints.form import NAMED_DTYPES
-from distdl_rma.checkpoints.items import Item, Kind, Part, flat_bytes
+from distdl_rma.checkpoints.items import Item, Kind, Part
+from distdl_rma.dtypes import flat_bytes
 from distdl_rma.errors import CheckpointError
 
 DATA, MANIFEST, VERSION = "data.safetensors", "manifest.json", 1

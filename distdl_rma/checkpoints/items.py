@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from distdl_rma.checkpoints.form import NAMED_DTYPES, dtype_name
+from distdl_rma.dtypes import flat_bytes
 from distdl_rma.geometry.box import Box
 
 # The format of safetensors has no types for complex numbers that all its readers know: pairs of numbers.
@@ -192,9 +193,3 @@ def fingerprint(tensor: torch.Tensor) -> str:
     rows = found[: len(found) // _SUMMED * _SUMMED].view(np.uint64).reshape(-1, _SUMMED // 8)
     rest = found[rows.nbytes :]
     return sha256(rows.sum(axis=1, dtype=np.uint64).tobytes() + rest.tobytes()).hexdigest()
-
-
-def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Bytes of a tensor in the order of its elements; a view where the tensor is contiguous."""
-    plain = tensor.detach().resolve_conj().resolve_neg()
-    return plain.contiguous().view(-1).view(torch.uint8)

@@ -25,12 +25,12 @@ from distdl_rma.checkpoints.items import (
     Item,
     Part,
     fingerprint,
-    flat_bytes,
     holdings,
     planned,
 )
 from distdl_rma.checks.consensus import Consensus, gather_words
 from distdl_rma.checks.outcome import together
+from distdl_rma.dtypes import flat_bytes
 from distdl_rma.errors import (
     CheckpointError,
     ClosedError,

@@ -22,10 +22,19 @@ from numpy.typing import NDArray
 
 from distdl_rma.checks.outcome import together
 from distdl_rma.dtypes import NUMPY
-from distdl_rma.errors import ArgumentError, DataError, ProtocolError, ShapeError, UnsupportedError
+from distdl_rma.errors import (
+    ArgumentError,
+    DataError,
+    DistdlError,
+    ProtocolError,
+    ShapeError,
+    UnsupportedError,
+)
 from distdl_rma.geometry.box import Box
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.intervals import Listed, Split
+from distdl_rma.geometry.partition import Partition
+from distdl_rma.machine import Machine
 from distdl_rma.sources.chunks import chunks_of
 from distdl_rma.sources.opening import check_found, hdf5, needed, npy
 from distdl_rma.sources.raw import RawArray
@@ -85,11 +94,7 @@ def create_array(
         raise ArgumentError(f"create_array: shape has an integer for each dimension, got {shape!r}")
     place, _, name = os.fspath(path).partition("::")
     suffix, extents = Path(place).suffix.lower(), tuple(map(int, shape))
-    if suffix not in _KINDS or (name and suffix not in (".h5", ".hdf5")):
-        raise ArgumentError(
-            f"create_array: {path}: writes {', '.join(_KINDS)}, with a name behind '::' for HDF5; for"
-            " other files pass what their library opens to write_shards, or a Sink"
-        )
+    _check_place(path, suffix, name)
     if len(extents) != like.dim() or min(extents, default=0) < 0:
         raise ArgumentError(
             f"create_array: shape {extents} must have the {like.dim()} dimensions of like=, which is"
@@ -106,13 +111,33 @@ def create_array(
             )
     elif suffix == ".zarr":
         chunks = _block_chunks(like.decomposition, extents, kind.itemsize)
-    return ArraySink(place, name or "data", extents, kind, chunks, like)
+    return ArraySink(place, name or "data", extents, kind, chunks, like.machine, like.partition.ranks)
+
+
+def array_of_one(path: str | os.PathLike[str], shape: Sequence[int], dtype: Any) -> ArraySink:
+    """As :func:`create_array`, for a process that writes all of the array; local."""
+    place, _, name = os.fspath(path).partition("::")
+    suffix, extents = Path(place).suffix.lower(), tuple(map(int, shape))
+    _check_place(path, suffix, name)
+    kind = _numpy_dtype(dtype)
+    whole = Decomposition.replicated(Partition((0,), (1,) * len(extents), 0), extents)
+    chunks = _block_chunks(whole, extents, kind.itemsize) if suffix == ".zarr" else None
+    return ArraySink(place, name or "data", extents, kind, chunks)
+
+
+def _check_place(path: str | os.PathLike[str], suffix: str, name: str) -> None:
+    if suffix not in _KINDS or (name and suffix not in (".h5", ".hdf5")):
+        raise ArgumentError(
+            f"create_array: {path}: writes {', '.join(_KINDS)}, with a name behind '::' for HDF5; for"
+            " other files pass what their library opens to write_shards, or a Sink"
+        )
 
 
 class ArraySink:
     """An array in a file that :func:`create_array` makes; ``sink[box] = array`` writes a box, locally.
 
-    ``shape``, ``dtype`` and ``chunks`` are those of the array, ``path`` is where it will be.
+    ``shape``, ``dtype`` and ``chunks`` are those of the array, ``path`` is where it will be, and ``part``
+    where it is until then. Without a machine one process has it.
     """
 
     def __init__(
@@ -122,12 +147,13 @@ class ArraySink:
         shape: tuple[int, ...],
         dtype: np.dtype[Any],
         chunks: tuple[int, ...] | None,
-        like: SplitTensor,
+        machine: Machine | None = None,
+        ranks: Sequence[int] = (),
     ) -> None:
         self.path, self.name, self.shape, self.dtype, self.chunks = path, name, shape, dtype, chunks
-        self._part, self._kind = Path(f"{path}.part"), _KINDS[Path(path).suffix.lower()]
-        self._machine, self._ranks = like.machine, like.partition.ranks
-        self._first = self._machine.rank == self._ranks[0]
+        self.part, self._kind = Path(f"{path}.part"), _KINDS[Path(path).suffix.lower()]
+        self._machine, self._ranks = machine, ranks
+        self._first = machine is None or machine.rank == ranks[0]
         self._opened: Any = None
 
     def __setitem__(self, box: Slices, values: NDArray[Any]) -> None:
@@ -141,22 +167,31 @@ class ArraySink:
             facts["array"] = [self.name, self.shape, str(self.dtype), self.chunks]
             if self._first and Path(self.path).exists():
                 raise DataError(f"{self.path}: is there already; remove it, or choose another name")
-            check_found(str(self._part.absolute().parent))
+            check_found(str(self.part.absolute().parent))
         with self._removed_on_error():
             with self._together():
                 if self._first:
                     self._remove()
-                    self._kind.create(self._part, self)
-                    if self._part.is_file():
+                    self._kind.create(self.part, self)
+                    if self.part.is_file():
                         # Else a full disk would be an error, or a crash, where data is written.
-                        with self._part.open("rb+") as file:
-                            os.posix_fallocate(file.fileno(), 0, self._part.stat().st_size)
+                        with self.part.open("rb+") as file:
+                            os.posix_fallocate(file.fileno(), 0, self.part.stat().st_size)
             with self._together():
-                check_found(str(self._part))
-                self._opened = self._kind.opened(self._part, self)
-                if isinstance(self._opened, RawArray) and len(self._machine.segments.segment.nodes) > 1:
-                    self._opened = replace(self._opened, on_hosts=True)
+                self.reopen()
         return self
+
+    def reopen(self) -> None:
+        """Go on with ``part``, which an earlier context has made; local."""
+        check_found(str(self.part))
+        self._opened = self._kind.opened(self.part, self)
+        hosts = 1 if self._machine is None else len(self._machine.segments.segment.nodes)
+        if isinstance(self._opened, RawArray) and hosts > 1:
+            self._opened = replace(self._opened, on_hosts=True)
+
+    def leave(self) -> None:
+        """End the context, and leave ``part`` for :meth:`reopen`."""
+        self._opened = None
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -171,11 +206,12 @@ class ArraySink:
                 self._flush()
             with self._together():
                 if self._first:
-                    self._part.rename(self.path)
+                    self.part.rename(self.path)
                     _fsync(Path(self.path).absolute().parent)
 
     def _together(self) -> AbstractContextManager[dict[str, Any]]:
-        return together(self._machine, self._ranks, f"create_array {self.path}")
+        title = f"create_array {self.path}"
+        return _alone(title) if self._machine is None else together(self._machine, self._ranks, title)
 
     @contextmanager
     def _removed_on_error(self) -> Iterator[None]:
@@ -187,19 +223,32 @@ class ArraySink:
 
     def _remove(self) -> None:
         if self._first:
-            if self._part.is_dir():
-                shutil.rmtree(self._part, ignore_errors=True)
+            if self.part.is_dir():
+                shutil.rmtree(self.part, ignore_errors=True)
             else:
-                self._part.unlink(missing_ok=True)
+                self.part.unlink(missing_ok=True)
 
     def _flush(self) -> None:
         # Of the files of a folder each rank has some.
-        files = [self._part]
-        if self._part.is_dir():
-            mine, count = self._ranks.index(self._machine.rank), len(self._ranks)
-            files = sorted(one for one in self._part.rglob("*") if one.is_file())[mine::count]
+        files = [self.part]
+        if self.part.is_dir():
+            mine, count = 0, 1
+            if self._machine is not None:
+                mine, count = self._ranks.index(self._machine.rank), len(self._ranks)
+            files = sorted(one for one in self.part.rglob("*") if one.is_file())[mine::count]
         for file in files:
             _fsync(file)
+
+
+@contextmanager
+def _alone(title: str) -> Iterator[dict[str, Any]]:
+    # As ``together``, of one process.
+    try:
+        yield {}
+    except DistdlError:
+        raise
+    except Exception as error:
+        raise DataError(f"{title}: {type(error).__name__}: {error}") from error
 
 
 def write_shards(sink: Any, y: SplitTensor, at: Sequence[int] | None = None) -> None:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import ClassVar
 
 from distdl_rma.errors import ShapeError
 from distdl_rma.geometry.box import Box
-from distdl_rma.geometry.intervals import Mapped, Split
+from distdl_rma.geometry.intervals import Listed, Mapped, Split
 
 
 @dataclass(frozen=True)
@@ -94,6 +95,19 @@ class TableWindow:
     def readers(self, start: int, stop: int) -> tuple[int, int]:
         """Outputs that read from inputs ``[start, stop)``."""
         return bisect_left(self.last, start), bisect_left(self.first, stop)
+
+
+def outputs_behind(source: Split, extent: int, last_read: Callable[[int], int]) -> Listed:
+    """Parts of ``extent`` outputs of which each reads inputs of its own and of earlier parts only.
+
+    ``last_read(output)`` is the end of the inputs that an output reads; it never decreases. The last part of
+    the inputs has all outputs that are left, since what lies behind the inputs is padding.
+    """
+    ends = [0]
+    for part in range(source.parts):
+        _, stop = source.interval(part)
+        ends.append(extent if stop >= source.extent else bisect_right(range(extent), stop, key=last_read))
+    return Listed(tuple(max(b - a, 0) for a, b in pairwise(ends)))
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from distdl_rma.geometry.box import LEADING
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.halo import ReadersSplit, Stencil, TableWindow, Window, WindowSplit
 from distdl_rma.geometry.partition import Partition
-from distdl_rma.ops.core.movement import CallSite
+from distdl_rma.ops.core.movement import CallSite, behind
 from distdl_rma.ops.core.operation import GatherComputeScatter
 from distdl_rma.ops.core.staged import movement_or_none
 from distdl_rma.ops.window_gather import WindowGather
@@ -26,6 +26,9 @@ from distdl_rma.ops.window_gather import WindowGather
 class _Options(Protocol):
     def outputs(self, shape: tuple[int, ...]) -> Sequence[int]:
         """Spatial extents of the global output for a global input; ``ShapeError`` if there is none."""
+
+    def windows(self, extents: tuple[int, ...], dtype: torch.dtype) -> Sequence[Window | TableWindow]:
+        """Inputs that each output reads, per dimension; at most, where the padding reads others."""
 
 
 T = TypeVar("T", bound=_Options)
@@ -47,6 +50,9 @@ class WindowOperation(GatherComputeScatter, Generic[T]):
             raise UnsupportedError(f"the input is {dtype}; only floating point numbers are supported")
         output = Decomposition.balanced(P_y, (*source.shape[:LEADING], *options.outputs(source.shape)))
         if P_y == source.partition:
+            if site.machine.mailbox is not None:
+                windows = options.windows(source.shape[LEADING:], dtype)
+                output = behind(site, source, output, windows)
             output = output.with_splits({0: source.splits[0]})
         self.rank = rank = site.machine.rank
         super().__init__(site, rank in source.partition, rank in P_y, output)
@@ -108,6 +114,10 @@ class PadOptions:
             raise ShapeError(f"padding {given} leaves {padded} of the global input {extents}")
         return padded
 
+    def windows(self, extents: tuple[int, ...], dtype: torch.dtype) -> Sequence[Window]:
+        """Each output reads one element; those in the padding read others, or none."""
+        return [Window(1, left=left, right=right) for left, right in self.sides]
+
 
 class Padding(WindowOperation[PadOptions]):
     """Padding: each rank gathers its inputs, and adds the padding that the movement does not bring."""
@@ -144,6 +154,10 @@ class AvgPoolOptions:
         """Spatial extents of the output."""
         return self.stencil.outputs(extents_to_pool(shape))
 
+    def windows(self, extents: tuple[int, ...], dtype: torch.dtype) -> Sequence[Window]:
+        """The stencil's windows."""
+        return self.stencil.windows
+
 
 @dataclass(frozen=True)
 class MaxPoolOptions:
@@ -164,6 +178,10 @@ class MaxPoolOptions:
                         f" {window}"
                     )
         return outputs
+
+    def windows(self, extents: tuple[int, ...], dtype: torch.dtype) -> Sequence[Window]:
+        """The stencil's windows."""
+        return self.stencil.windows
 
 
 class AvgPooling(WindowOperation[AvgPoolOptions]):
@@ -320,7 +338,7 @@ class AdaptiveOptions:
     output_size: tuple[int | None, ...]
     return_indices: bool = False
 
-    def windows(self, extents: tuple[int, ...]) -> list[TableWindow]:
+    def windows(self, extents: tuple[int, ...], dtype: torch.dtype | None = None) -> list[TableWindow]:
         """Inputs that each output reads, per dimension."""
         sizes = zip(extents, self.output_size, strict=True)
         return [TableWindow.adaptive(n, n if size is None else size) for n, size in sizes]
@@ -564,6 +582,11 @@ class ResizeOptions:
     def outputs(self, shape: tuple[int, ...]) -> list[int]:
         """Spatial extents of the output."""
         return [resize.outputs for resize in self.resizes(shape[LEADING:])]
+
+    def windows(self, extents: tuple[int, ...], dtype: torch.dtype) -> list[TableWindow]:
+        """Inputs that each output reads, per dimension, if all are cut."""
+        dims, wide = len(extents), sum_dtype(dtype)
+        return [_ResizedLine(self.mode, dims, each, True, wide).window for each in self.resizes(extents)]
 
 
 class _ResizedPart(NamedTuple):

@@ -45,13 +45,13 @@ class SegmentOptions:
         return None if asked is None else parse_size(asked)
 
 
-def parse_size(text: object) -> int:
+def parse_size(text: object, what: str = "a segment size") -> int:
     """Bytes of a size like ``2GiB``, ``512 MiB`` or ``4096``; ``ConfigurationError`` if it is invalid."""
     known = isinstance(text, (str, int, np.integer)) and not isinstance(text, bool)
     found = re.fullmatch(r"\s*(\d{1,18})\s*([A-Za-z]*)\s*", str(text)) if known else None
     if not found or found[2] not in _UNITS or int(found[1]) < 1:
         raise ConfigurationError(
-            f"a segment size is a whole number of bytes or one with a unit ({', '.join(list(_UNITS)[2:])}),"
+            f"{what} is a whole number of bytes or one with a unit ({', '.join(list(_UNITS)[2:])}),"
             f" got {text!r}"
         )
     return int(found[1]) * _UNITS[found[2]]

@@ -6,7 +6,7 @@ and the ranks along a grid dimension that cuts none hold copies. Equal layouts a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import product
 from typing import TypeVar
@@ -106,6 +106,29 @@ def whole(found: Decomposition, dims: Collection[int]) -> Decomposition:
 def with_splits(found: Decomposition, splits: Mapping[int, Split]) -> Decomposition:
     """The same layout with other parts in some tensor dimensions."""
     return layout(found.partition, [splits.get(d, split) for d, split in enumerate(found.splits)], found.axes)
+
+
+def ending_first(found: Decomposition, others: Iterable[Decomposition]) -> Decomposition:
+    """The layout itself; where ranks run ahead, no part ends behind that of another operand of the call.
+
+    So operands move to later ranks only. The dimensions of ``others`` are the last ones of ``found``.
+    """
+    home = found.partition.home
+    if not isinstance(home, Machine) or home.mailbox is None:
+        return found
+    splits: dict[int, Split] = {}
+    for d in found.cut_dims:
+        alike = [
+            each.splits[at]
+            for each in others
+            if (at := d - len(found.shape) + len(each.shape)) >= 0
+            and _grid_dim(each, at) == _grid_dim(found, d)
+            and each.shape[at] == found.shape[d]
+        ]
+        parts = range(found.splits[d].parts)
+        ends = [min(split.interval(part)[1] for split in (found.splits[d], *alike)) for part in parts]
+        splits[d] = Listed(tuple(b - a for a, b in zip([0, *ends], ends, strict=False)))
+    return with_splits(found, splits)
 
 
 def reordered(found: Decomposition, order: Sequence[int | None]) -> Decomposition:

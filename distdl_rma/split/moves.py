@@ -16,6 +16,7 @@ unchanged. If ranks with equal blocks use a plain tensor, only the first of them
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,7 +27,9 @@ from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.ops.core.autograd import OperatorFunction, first_derivative
 from distdl_rma.ops.core.staged import Moves, movement_between
 from distdl_rma.ops.core.tensors import as_array, as_tensor
+from distdl_rma.segments.buffered_channel import BufferedVectors
 from distdl_rma.segments.collectives.allreduce import Allreduce
+from distdl_rma.segments.collectives.reduction import Reduction, element_of
 from distdl_rma.split import layout as lay
 from distdl_rma.split.calls.site import Site, may_move
 
@@ -40,7 +43,13 @@ def reduced(
     wide = sum_dtype(x.dtype)
 
     key, some, name = (op, what, ranks, x.shape, wide), tuple(ranks), f"{site.name} ({what or op})"
-    segments, element = site.machine.segments, reduction_dtype(wide)
+    segments, element, mailbox = site.machine.segments, reduction_dtype(wide), site.machine.mailbox
+    if mailbox is not None:
+        make = partial(BufferedVectors, segments, ranks, name, mailbox)
+        rows = site.kept(key, make, some).gather(as_array(x.detach().to(wide).reshape(-1)))
+        total = rows[0].copy()
+        Reduction(op, element_of(element, name), 1, name).reduce(list(rows), total)
+        return as_tensor(total, wide).view(x.shape).to(x.dtype, copy=True)
     sums = site.kept(key, lambda: Allreduce(segments, ranks, x.numel(), element, op, name), some)
     with site.machine.trace.span("wait", site.name):
         result = as_tensor(sums(as_array(x.detach().to(wide).reshape(-1))), wide)

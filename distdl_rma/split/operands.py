@@ -151,7 +151,7 @@ def composition(function: Handled) -> Handler:
 def common_layout(func: Any, operands: Sequence[torch.Tensor]) -> Decomposition:
     """Layout of operands after broadcasting: the cuts of the largest operand, then those of others that fit.
 
-    The first of several operands of one size counts.
+    The first of several operands of one size counts. Where ranks run ahead, no part ends behind others.
     """
     # Checked first, since layouts of two machines compare equal.
     partition = common_partition(func, operands)
@@ -180,7 +180,7 @@ def _common_layout(
                 continue
             if splits[axis + ahead].parts == 1:
                 axes[g], splits[axis + ahead] = axis + ahead, found.splits[axis]
-    return lay.layout(partition, splits, tuple(axes))
+    return lay.ending_first(lay.layout(partition, splits, tuple(axes)), split)
 
 
 def part_for(shape: Sequence[int], result: Decomposition) -> Decomposition:

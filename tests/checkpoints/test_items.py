@@ -9,7 +9,8 @@ import torch
 from hypothesis import given
 
 from distdl_rma.checkpoints.form import NAMED_DTYPES
-from distdl_rma.checkpoints.items import Holding, Item, Part, flat_bytes, holdings, planned
+from distdl_rma.checkpoints.items import Holding, Item, Part, holdings, planned
+from distdl_rma.dtypes import flat_bytes
 from distdl_rma.geometry.box import Box
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from distdl_rma.errors import ShapeError
 from distdl_rma.geometry.box import Box
-from distdl_rma.geometry.halo import Stencil, Window, WindowSplit
+from distdl_rma.geometry.halo import Stencil, Window, WindowSplit, outputs_behind
 from distdl_rma.geometry.intervals import Balanced, Listed, meeting
 from tests.geometry.counting import Counting
 from tests.geometry.strategies import splits, windows
@@ -231,3 +231,28 @@ def test_an_input_that_is_too_small_is_refused_with_the_numbers():
         "global input (4, 6) is too small for kernel (3, 5) with dilation (1, 2) and padding ((0, 0), (1, 1))"
     )
     assert stencil.outputs((3, 7)) == (1, 1)
+
+
+@given(st.data())
+def test_outputs_behind_read_nothing_of_later_parts(data):
+    extent = data.draw(st.integers(1, 40))
+    window = Window(
+        data.draw(st.integers(1, 5)),
+        data.draw(st.integers(1, 3)),
+        data.draw(st.integers(1, 2)),
+        data.draw(st.integers(0, 3)),
+        data.draw(st.integers(0, 3)),
+    )
+    cuts = sorted(data.draw(st.lists(st.integers(0, extent), max_size=4)))
+    source = Listed(tuple(b - a for a, b in pairwise([0, *cuts, extent])))
+    outputs = window.outputs(extent)
+    assume(outputs > 0)
+    found = outputs_behind(source, outputs, lambda o: window.reads(o, o + 1)[1])
+    assert found.extent == outputs and found.parts == source.parts
+    for part in range(source.parts):
+        (start, stop), (_, end) = found.interval(part), source.interval(part)
+        for output in range(start, stop):
+            assert window.reads(output, output + 1)[1] <= end or end == extent
+        # As many as can be.
+        if stop < outputs:
+            assert window.reads(stop, stop + 1)[1] > end

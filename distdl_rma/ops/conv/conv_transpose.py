@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ from distdl_rma.geometry.partition import Partition
 from distdl_rma.ops.conv.convolution import GridConvolution
 from distdl_rma.ops.conv.worker_grid import IN, OUT, ConvolutionOptions, channels_out
 from distdl_rma.ops.core.autograd import tied
-from distdl_rma.ops.core.movement import CallSite
+from distdl_rma.ops.core.movement import CallSite, behind
 from distdl_rma.ops.core.staged import movement_or_none
 
 
@@ -54,6 +55,7 @@ class TransposedConvolution(GridConvolution):
             batch, rows, *space = source.splits
         output = Decomposition.balanced(target, (source.shape[0], channels, *extents))
         if on_workers and target == source.partition:
+            output = behind(site, source, output, [_Contributors(w) for w in stencil.windows])
             output = output.with_splits({0: batch})
         in_place = on_workers and target == source.partition and grid[OUT] == grid[IN] == 1
         # oneDNN takes twice as long for the gradient of a weight of 16 bits if the padding is wide.
@@ -104,6 +106,14 @@ class TransposedConvolution(GridConvolution):
             return y
         block = bias if bias.shape[0] == stop - start else bias[start:stop]
         return y + block.view(-1, *(1,) * (y.dim() - LEADING))
+
+
+class _Contributors(NamedTuple):
+    # Inputs that add to an output: those whose window over the outputs meets it.
+    window: Window
+
+    def reads(self, start: int, stop: int) -> tuple[int, int]:
+        return self.window.readers(start, stop)
 
 
 def _contributors(stencil: Stencil, source: Decomposition, output: Decomposition) -> dict[int, Split]:

@@ -29,7 +29,7 @@ from distdl_rma.ops.core.autograd import (
     recomputed_by_all,
     tied,
 )
-from distdl_rma.ops.core.movement import CallSite, Movement
+from distdl_rma.ops.core.movement import CallSite, Movement, behind
 from distdl_rma.ops.core.operation import Agreement, GatherComputeScatter
 from distdl_rma.ops.core.result_memory import SMALLEST_NBYTES
 from distdl_rma.ops.core.staged import Moves, movement_or_none
@@ -121,10 +121,13 @@ class Convolution(GridConvolution):
         stencil, workers, machine, batch = options.stencil, options.workers, site.machine, source.splits[0]
         channels = channels_out(workers, source)
         rank, extents = machine.rank, stencil.outputs(source.shape[LEADING:])
-        space = [Balanced(n, p) for n, p in zip(extents, workers.grid.shape[LEADING + 1 :], strict=True)]
+        space: Sequence[Split] = [
+            Balanced(n, p) for n, p in zip(extents, workers.grid.shape[LEADING + 1 :], strict=True)
+        ]
         output = Decomposition.balanced(target, (source.shape[0], channels, *extents))
         if options.on_workers:
-            output = output.with_splits({0: batch})
+            output = behind(site, source, output, stencil.windows).with_splits({0: batch})
+            space = output.splits[LEADING:]
         else:
             batch = Balanced(source.shape[0], workers.grid.shape[0])
         computed, reads = workers.by_rows(batch, space), workers.by_columns(batch, space)

@@ -7,19 +7,22 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property, partial
 from itertools import chain, islice, zip_longest
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from distdl_rma.dtypes import as_words, sum_dtype, word_dtype
 from distdl_rma.errors import ClosedError, ProtocolError
-from distdl_rma.geometry.box import Box
+from distdl_rma.geometry.box import LEADING, Box
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.exchange import Exchange, Piece, by_peer
+from distdl_rma.geometry.halo import outputs_behind
+from distdl_rma.geometry.intervals import Split
 from distdl_rma.machine import Machine
 from distdl_rma.ops.core.autograd import OperatorFunction, anchor, first_derivative
 from distdl_rma.ops.core.result_memory import landing, result
 from distdl_rma.ops.core.tensors import as_tensor
+from distdl_rma.segments.buffered_channel import BufferedChannel
 from distdl_rma.segments.channel import Channel
 from distdl_rma.segments.lanes import SLOTS, in_steps
 
@@ -270,6 +273,34 @@ class Movement:
         self._finalizer()
 
 
+class Reads(Protocol):
+    """What outputs of one dimension read."""
+
+    def reads(self, start: int, stop: int) -> tuple[int, int]:
+        """Half-open range of the inputs that outputs ``[start, stop)`` read."""
+
+
+def behind(
+    site: CallSite, source: Decomposition, output: Decomposition, windows: Sequence[Reads]
+) -> Decomposition:
+    """Decomposition of outputs of windows: ``output``; where ranks run ahead, each needs earlier ranks only.
+
+    Both decompositions are (batch, channel, *spatial), on one grid.
+    """
+    if site.machine.mailbox is None:
+        return output
+    found: dict[int, Split] = {}
+    for d, window in enumerate(windows, LEADING):
+        inputs, outputs = source.splits[d], output.splits[d]
+        if inputs.parts == outputs.parts > 1:
+            found[d] = outputs_behind(
+                inputs,
+                outputs.extent,
+                lambda o, window=window: window.reads(o, o + 1)[1],  # type: ignore[misc]
+            )
+    return output.with_splits(found)
+
+
 def movements_through(
     site: CallSite, stages: Sequence[tuple[Decomposition, Decomposition]], dtype: torch.dtype
 ) -> list[Movement]:
@@ -310,8 +341,11 @@ def _sent_and_kept(channel: Channel) -> list[Piece]:
 
 
 def _channel(machine: Machine, exchange: Exchange, dtype: torch.dtype, name: str) -> Channel:
+    words = word_dtype(dtype, name)
+    if machine.mailbox is not None:
+        return BufferedChannel(machine.segments, exchange, words, name, machine.mailbox)
     make_result = partial(landing, exchange.need.shape, dtype)
-    return Channel(machine.segments, exchange, word_dtype(dtype, name), name, make_result)
+    return Channel(machine.segments, exchange, words, name, make_result)
 
 
 def _close_all(channels: list[Channel]) -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import OrderedDict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import chain
 from math import prod
 from typing import Any
 
@@ -75,6 +77,14 @@ class ResultPool:
         strides = [prod(extents[d + 1 :]) for d in range(len(extents))]
         return torch.empty(0, dtype=dtype).set_(storage, 0, extents, strides)
 
+    def drop_idle(self) -> None:
+        """Free all blocks that no tensor uses."""
+        with self._lock:
+            idle, self.idle_nbytes = list(self._idle.values()), 0
+            self._idle.clear()
+        for block in chain.from_iterable(idle):
+            self._drop(block)
+
     def _take(self, nbytes: int) -> _Block:
         with self._lock:
             blocks = self._idle.get(nbytes)
@@ -117,11 +127,28 @@ class ResultPool:
 
 
 _results = ResultPool()
+# Not empty while torch allocates all results, since the caller resizes their memory.
+_UNPOOLED: list[Callable[[torch.Tensor], object]] = []
+
+
+@contextmanager
+def unpooled(note: Callable[[torch.Tensor], object]) -> Iterator[None]:
+    """Context in which results are in memory of torch's allocator, and none is idle.
+
+    ``note`` is called with new results that an operation may hold while it waits for other ranks, without an
+    array of them.
+    """
+    _UNPOOLED.append(note)
+    _results.drop_idle()
+    try:
+        yield
+    finally:
+        _UNPOOLED.pop()
 
 
 def result(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     """Uninitialised memory for a result that leaves the library."""
-    if prod(shape) * dtype.itemsize < SMALLEST_NBYTES:
+    if _UNPOOLED or prod(shape) * dtype.itemsize < SMALLEST_NBYTES:
         return torch.empty(tuple(shape), dtype=dtype)
     return _results.empty(shape, dtype)
 
@@ -149,6 +176,9 @@ _making = threading.Lock()
 
 def result_like(x: torch.Tensor) -> torch.Tensor:
     """Uninitialised memory for a result with the shape, type and strides of a tensor."""
-    if x.nbytes < SMALLEST_NBYTES or not x.is_contiguous():
-        return torch.empty_like(x)
+    if _UNPOOLED or x.nbytes < SMALLEST_NBYTES or not x.is_contiguous():
+        y = torch.empty_like(x)
+        if _UNPOOLED:
+            _UNPOOLED[-1](y)
+        return y
     return _results.empty(x.shape, x.dtype)

@@ -14,10 +14,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from distdl_rma.dtypes import NUMPY
+from distdl_rma.dtypes import NUMPY, as_numbers
 from distdl_rma.ops.core.movement import CallSite
 from distdl_rma.ops.core.result_memory import result_like
 from distdl_rma.ops.norm.statistic_groups import PAIR, Array, StatisticGroups
+from distdl_rma.segments.buffered_channel import BufferedVectors
 from distdl_rma.segments.collectives.all_push import AllPush
 from distdl_rma.segments.collectives.allreduce import Allreduce
 
@@ -53,13 +54,13 @@ class Rows:
         """Sums of ``a`` and of ``a * b``, (2, *shape); of tensors without a graph."""
         if not self._trailing:
             both = a.to(torch.float64), (a * b).to(torch.float64)
-            return np.stack([(x.sum(self._dims, True) if self._dims else x).numpy(force=True) for x in both])
+            return np.stack([as_numbers(x.sum(self._dims, True) if self._dims else x) for x in both])
         found = np.empty((2, *self._of_rows))
         # torch sums pairwise: exact enough in the type of the data, and ten times as fast as in float64.
         found[0] = a.sum(self._trailing, True).numpy()
         # Lazy negatives and zero tensors of autograd become plain ones.
-        first = a.reshape(self._flat).numpy(force=True)
-        second = first if b is a else b.reshape(self._flat).numpy(force=True)
+        first = as_numbers(a.reshape(self._flat))
+        second = first if b is a else as_numbers(b.reshape(self._flat))
         *_, pieces, length = self._pieces
         if pieces == 1 and length == self._flat[-1]:
             products = _dots(first, second)
@@ -150,7 +151,11 @@ class Statistics:
         number = len(groups.ranks)
         self._alone = number == 1
         self._title = f"{self.name} (norm)"
-        self._in_one_round = number <= _ROUND_RANKS and number * groups.nbytes <= _ROUND_NBYTES
+        self._ahead: BufferedVectors | None = None
+        if machine.mailbox is not None:
+            self._ahead = BufferedVectors(machine.segments, groups.ranks, self._title, machine.mailbox)
+        small = number <= _ROUND_RANKS and number * groups.nbytes <= _ROUND_NBYTES
+        self._in_one_round = small or self._ahead is not None
         self.total: Array = groups.total.clamp(min=1).numpy()
         self._counts: Array = groups.counts.numpy()
         if self._in_one_round:
@@ -254,6 +259,9 @@ class Statistics:
             mean = _start(first, self._shares[self._mine] * pair[0])().copy()
             delta = pair[0] - mean
             return mean, _start(second, pair[1] + self._counts[self._mine] * delta * delta)()
+        if self._ahead is not None:
+            rows = self._ahead.gather(self._row)
+            return self._together(rows.reshape(len(rows), *pair.shape))
         # Allreduce in one round: each rank reduces the values that it receives.
         mark("start")
         arrive = None

@@ -1,8 +1,9 @@
 """Virtual ranks: threads of one process that take turns, with the part of mpi4py that segments use.
 
 One rank runs at a time. It runs until it waits for another rank, and then hands over to the next one, in an
-order that a seed determines. So a run can be repeated, and 64 ranks need no cores of their own. The ranks of
-a node load and store each other's memory; between nodes, ``virtual_network`` moves data.
+order that a seed determines, or to the first one that can go on. So a run can be repeated, and 64 ranks need
+no cores of their own. The ranks of a node load and store each other's memory; between nodes,
+``virtual_network`` moves data.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import reduce
 from time import sleep
-from typing import Any, Self, cast
+from typing import Any, Protocol, Self, cast
 
 from mpi4py import MPI
 from numpy.typing import NDArray
@@ -122,24 +123,44 @@ def virtual_rank() -> object:
     return _here.comm
 
 
+def wait_ended() -> None:
+    """Tell the keeper of this thread's virtual rank that its wait is over: it needs its memory again."""
+    comm = _here.comm
+    if comm is not None and comm._together.turns.keeper is not None:
+        comm._together.turns.keeper.wait_ended(comm._whole)
+
+
+class Keeper(Protocol):
+    """Keeps the memory of ranks that wait; each method is called in the thread of its rank."""
+
+    def wait_begun(self, rank: int) -> None:
+        """The rank hands over, and uses none of its memory until ``wait_ended``."""
+
+    def wait_ended(self, rank: int) -> None:
+        """The rank goes on. It may have handed over several times, or never."""
+
+
 class Turns:
     """Which virtual rank runs; the others wait for their turn.
 
-    Every round gives each rank that has not ended one turn, in an order drawn by ``seed``. ``swaps`` are
-    pairs of functions that get and set state of the process, such as the state of a random generator; each
-    rank has its own copy of this state, which begins as that of the caller. ``nodes`` has the node of each
-    rank, node 0 for all if None.
+    Every round gives each rank that has not ended one turn, in an order drawn by ``seed``. If that is None,
+    the first rank that can go on has the next turn. ``swaps`` are pairs of functions that get and set state
+    of the process, such as the state of a random generator; each rank has its own copy of this state, which
+    begins as that of the caller. ``nodes`` has the node of each rank, node 0 for all if None. The ``keeper``
+    is told of waits.
     """
 
     def __init__(
         self,
         size: int,
-        seed: int,
+        seed: int | None,
         swaps: Sequence[tuple[Callable[[], Any], Callable[[Any], object]]],
         nodes: Sequence[int] | None = None,
+        keeper: Keeper | None = None,
     ) -> None:
-        self.network = Network(seed, nodes or (0,) * size)
-        self._random, self._swaps = random.Random(seed), swaps
+        self.network = Network(seed or 0, nodes or (0,) * size)
+        self._random, self._swaps, self.keeper = random.Random(seed), swaps, keeper
+        self._chosen = self._first_ready if seed is None else self._next_of_round
         # Held, but for the turn that was given to a rank: a semaphore takes longer.
         self._events = [threading.Lock() for _ in range(size)]
         self._ended: set[int] = set()
@@ -214,6 +235,8 @@ class Turns:
         self._waits[rank] = [ready, _SKIPPED if ready else 0]
         following = self._next()
         if following != rank:
+            if self.keeper is not None:
+                self.keeper.wait_begun(rank)
             mine, lists = [get() for get, _ in self._swaps], [items[:] for items in _OF_EACH_RANK]
             for items in _OF_EACH_RANK:
                 items.clear()
@@ -248,6 +271,7 @@ class Turns:
                     raise ProtocolError(f"virtual ranks wait in vain: {', '.join(waits[:8])}{ended}")
         finally:
             del self._blocked[rank]
+        wait_ended()
 
     def pause(self, rank: int, ready: Callable[[], bool] | None = None) -> None:
         """Let the other ranks run while this one is in a call that is none of this library's."""
@@ -272,7 +296,18 @@ class Turns:
         finally:
             self.choosing = False
 
-    def _chosen(self) -> int:
+    def _first_ready(self) -> int:
+        if self.network.advance():
+            self._idle = 0
+        alive = [rank for rank in range(len(self._events)) if rank not in self._ended]
+        for rank in alive:
+            if rank not in self._waits or self._can_go_on(rank):
+                return rank
+        # Each in turn takes steps of operations that others wait for.
+        self._round = [rank for rank in self._round if rank not in self._ended] or alive[::-1]
+        return self._round.pop()
+
+    def _next_of_round(self) -> int:
         while True:
             if self.network.advance():
                 self._idle = 0
@@ -283,17 +318,24 @@ class Turns:
             if rank in self._ended:
                 continue
             wait = self._waits.get(rank)
-            if wait is None or self.abandoned or wait[1] == 0:
-                return rank
-            try:
-                wait[0] = None if wait[0]() else wait[0]
-            except BaseException as error:  # noqa: BLE001
-                # Its own thread raises it.
-                wait[0] = error
-            if wait[0] is None or isinstance(wait[0], BaseException):
-                self._idle = 0
+            if wait is None or self.abandoned or wait[1] == 0 or self._can_go_on(rank):
                 return rank
             wait[1] -= 1
+
+    def _can_go_on(self, rank: int) -> bool:
+        # Tests what a rank waits for, if there is a test.
+        wait = self._waits[rank]
+        if not callable(wait[0]):
+            return bool(wait[1])
+        try:
+            wait[0] = None if wait[0]() else wait[0]
+        except BaseException as error:  # noqa: BLE001
+            # Its own thread raises it.
+            wait[0] = error
+        if wait[0] is None or isinstance(wait[0], BaseException):
+            self._idle = 0
+            return True
+        return False
 
     def _set(self, values: Sequence[Any]) -> None:
         for (_, put), value in zip(self._swaps, values, strict=True):
@@ -442,6 +484,11 @@ class VirtualComm(NonblockingCollectives):
         here = _here.comm
         if here is not None and here._whole == self._whole:
             self._together.turns.look(self._whole)
+
+    def wait_until(self, ready: Callable[[], bool], what: str) -> None:
+        """Let other ranks run until ``ready()`` is true; ``ProtocolError`` if all ranks wait in vain."""
+        self._check_thread()
+        self._together.turns.wait(self._whole, ready, what)
 
     def _check_thread(self) -> None:
         here = _here.comm

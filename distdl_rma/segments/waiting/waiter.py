@@ -14,7 +14,7 @@ from mpi4py import MPI
 from distdl_rma.errors import DistdlError, ExchangeTimeout
 from distdl_rma.segments.options import check_timeout
 from distdl_rma.segments.transport.segment import Segment
-from distdl_rma.segments.transport.virtual_ranks import virtual_rank, while_blocked
+from distdl_rma.segments.transport.virtual_ranks import virtual_rank, wait_ended, while_blocked
 from distdl_rma.segments.waiting.header import WaitReason
 from distdl_rma.segments.waiting.liveness import FailureNotices, PeerWatch
 from distdl_rma.trace import Counters
@@ -162,6 +162,8 @@ class Waiter:
         try:
             seconds = self.timeout if timeout is None else check_timeout(timeout)
             self._wait(ready, reason, seconds, begin, self.spins if spins is None else spins, whole)
+            if self._hand_over is not None:
+                wait_ended()
         finally:
             self.counters.waits += 1
             self.counters.seconds_waited += time.perf_counter() - begin
@@ -228,6 +230,7 @@ class Waiter:
         """Take all steps once, and raise if a rank failed; does not block. Virtual ranks take a turn each."""
         if self._hand_over is not None:
             self._hand_over(None)
+            wait_ended()
         self.advance()
         self._notices.check()
 

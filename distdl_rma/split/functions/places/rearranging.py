@@ -51,7 +51,11 @@ def cat(call: Call, site: Site, tensors: Any, dim: int) -> Any:
     layouts = tuple(x._layout if isinstance(x, SplitTensor) else tuple(x.shape) for x in tensors)
 
     def make() -> tuple[Decomposition, list[Decomposition]]:
-        return _places(name_of(call[0]), tensors[largest]._layout, largest, shapes, dim)
+        base = tensors[largest]._layout
+        dims = len(base.shape)
+        if -dims <= dim < dims and dim % dims not in base.cut_dims:
+            base = lay.ending_first(base, [x for x in layouts if isinstance(x, Decomposition)])
+        return _places(name_of(call[0]), base, largest, shapes, dim)
 
     result, parts = derived(tensors[largest], ("cat", layouts, largest, dim), make)
     pieces = [

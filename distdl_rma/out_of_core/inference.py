@@ -1,0 +1,162 @@
+"""One forward of a model on virtual ranks of this process, of which each reads and writes its own block."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from distdl_rma.errors import ArgumentError, ConfigurationError
+from distdl_rma.machine import Machine
+from distdl_rma.model.entering import ModuleHook
+from distdl_rma.out_of_core.allocator import freed_at_once
+from distdl_rma.out_of_core.pages import Pages
+from distdl_rma.rehearsal import played
+from distdl_rma.segments.buffered_channel import Mailbox
+from distdl_rma.segments.transport.virtual_ranks import VirtualComm
+from distdl_rma.split import layout as lay
+from distdl_rma.split.calls import site
+from distdl_rma.split.tensor import SplitTensor
+
+Slices = tuple[slice, ...]
+# Of the waits of a virtual rank: the others may compute for days.
+_NO_DEADLINE_SECONDS = 1e9
+# Segments have statistics of norms and the like. Only what is touched is memory.
+_SEGMENT_NBYTES, _SEGMENTS_NBYTES, _SMALLEST_SEGMENT_NBYTES = 32 << 20, 1 << 30, 4 << 20
+
+
+def fixed_tensors(model: nn.Module) -> list[torch.Tensor]:
+    """Parameters and buffers, which all ranks share."""
+    return [*model.parameters(), *model.buffers()]
+
+
+def check_model(model: object) -> None:
+    """Raise ``ConfigurationError`` if a model cannot run on virtual ranks."""
+    if not isinstance(model, nn.Module):
+        raise ConfigurationError(f"predict: takes a torch.nn.Module, got {type(model).__name__!r}")
+    for path, part in model.named_modules():
+        if "distributed" in vars(part):
+            raise ConfigurationError(
+                f"predict: the model{f', in {path!r},' if path else ''} is distributed; call"
+                " model.distributed.close() first: predict splits it itself"
+            )
+        if type(part).__module__.startswith("distdl_rma."):
+            raise ConfigurationError(
+                f"predict: {path!r} is a {type(part).__name__} with ranks of its own; pass a model of plain"
+                " torch.nn layers"
+            )
+    other = next((x for x in fixed_tensors(model) if x.device.type != "cpu"), None)
+    if other is not None:
+        raise ConfigurationError(f"predict: the model is on {other.device}; computes on the CPU: model.cpu()")
+
+
+def twin_of(model: nn.Module) -> nn.Module:
+    """A copy in ``eval()`` with the same parameters and buffers, not copies of them."""
+    twin = copy.deepcopy(model, {id(x): x for x in fixed_tensors(model)})
+    return twin.eval()
+
+
+def one_tensor(y: Any) -> torch.Tensor:
+    """The result of a model; ``ArgumentError`` if it is no tensor."""
+    if isinstance(y, torch.Tensor):
+        return y
+    raise ArgumentError(
+        f"predict: the result is a {type(y).__name__!r}, and one tensor is written; choose it by post=, such"
+        " as post=lambda y: y[0]"
+    )
+
+
+@dataclass
+class Inference:
+    """A forward of ``model``, then ``post``, for an input of the global ``shape`` (batch, channel, *spatial).
+
+    ``blocks`` are the numbers of blocks in each dimension, one for each virtual rank. ``read(box)`` returns
+    the block of a box in new memory, and ``write(rank, box, block)`` gets a block of the result;
+    ``ended(rank, y)`` is called when a rank has written its block. Ranks before ``first`` have ended in an
+    earlier process, whose messages the ``mailbox`` has; other processes play those for which ``plays(rank)``
+    is false. ``begun`` is the number of ranks that have begun.
+    """
+
+    model: nn.Module
+    post: Callable[[Any], Any] | None
+    shape: Sequence[int]
+    blocks: Sequence[int]
+    pages: Pages
+    mailbox: Mailbox
+    read: Callable[[Slices], torch.Tensor]
+    write: Callable[[int, Slices, torch.Tensor], None]
+    ended: Callable[[int, torch.Tensor], None] = lambda rank, y: None
+    first: int = 0
+    plays: Callable[[int], bool] = lambda rank: True
+    begun: int = 0
+    _running: int = 0
+    _failed: bool = False
+
+    def run(self) -> None:
+        """Run all ranks, one at a time, in their order as far as possible; blocking."""
+        self.begun = self.first
+        with freed_at_once(), self.pages.watching():
+            played(prod(self.blocks), self._rank, None, keeper=self.pages)
+
+    def _rank(self, comm: VirtualComm) -> None:
+        size = max(_SMALLEST_SEGMENT_NBYTES, min(_SEGMENT_NBYTES, _SEGMENTS_NBYTES // comm.size))
+        machine = Machine(cast(Any, comm), segment_size=size, timeout=_NO_DEADLINE_SECONDS)
+        machine.mailbox = self.mailbox
+        if comm.rank < self.first:
+            return
+        if not self.plays(comm.rank):
+            comm.wait_until(lambda: self._may_begin(comm.rank), "its first turn")
+            self.begun += 1
+            return
+        layout = lay.balanced(machine.partition(self.blocks), self.shape)
+        twin = self._hooked()
+        comm.wait_until(lambda: self._may_begin(comm.rank), "its first turn")
+        # Raises if the rank before has failed.
+        machine.segments.waiter.advance()
+        machine.segments.notices.check()
+        self.pages.begin(comm.rank)
+        self.begun += 1
+        self._running += 1
+        try:
+            with torch.no_grad():
+                y = twin(SplitTensor(self.read(layout.slices()), layout))
+                y = one_tensor(y if self.post is None else self.post(y))
+            del twin
+            self._write(machine.rank, y)
+        except BaseException:
+            self._failed = True
+            raise
+        finally:
+            self.pages.end(comm.rank)
+            self._running -= 1
+        self.ended(comm.rank, y)
+
+    def _may_begin(self, rank: int) -> bool:
+        # Slabs of this process follow each other, unless some rank, also of another process, waits for one.
+        # After a failure all raise what it says.
+        self.mailbox.poll()
+        free = self._running == 0 or rank <= self.mailbox.wanted or not self.plays(rank)
+        return self._failed or (self.begun == rank and free)
+
+    def _hooked(self) -> nn.Module:
+        # A copy of the model whose modules are named in messages, and tell places of the program apart.
+        twin = twin_of(self.model)
+        for path, module in [*twin.named_modules()]:
+            hook = ModuleHook(path, module, moves=True, elsewhere=False, by_index=True)
+            module.register_forward_pre_hook(hook, prepend=True)
+            module.register_forward_hook(site.pop_module, always_call=True)
+        return twin
+
+    def _write(self, rank: int, y: torch.Tensor) -> None:
+        if not isinstance(y, SplitTensor):
+            if rank == self.first:
+                self.write(rank, tuple(slice(0, n) for n in y.shape), y.detach())
+            return
+        layout = y.decomposition
+        if rank in layout.one_copy().partition and not layout.box(rank).empty:
+            self.write(rank, layout.slices(), y.to_local())

@@ -1,0 +1,245 @@
+"""``predict``: the result of a model for a source that does not fit into memory, exact, slab by slab."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from distdl_rma.errors import ConfigurationError, DataError, UnsupportedError
+from distdl_rma.out_of_core.inference import Inference, check_model, fixed_tensors
+from distdl_rma.out_of_core.pages import Pages
+from distdl_rma.out_of_core.plan import Plan, planned
+from distdl_rma.out_of_core.processes import Processes
+from distdl_rma.out_of_core.results import Results, key_of
+from distdl_rma.out_of_core.scratch import Scratch
+from distdl_rma.segments.buffered_channel import Mailbox
+from distdl_rma.segments.options import parse_size
+from distdl_rma.segments.transport.virtual_ranks import virtual_rank
+from distdl_rma.sources.opening import open_array
+from distdl_rma.sources.reading import label, read_box
+
+Slices = tuple[slice, ...]
+Post = Callable[[Any], Any] | None
+
+
+def predict(
+    model: nn.Module,
+    source: Any,
+    sink: Any = None,
+    *,
+    memory: int | str = "8GiB",
+    post: Post = None,
+    grid: Any = None,
+    scratch: str | os.PathLike[str] | None = None,
+    progress: bool = False,
+    comm: Any = None,
+) -> torch.Tensor | None:
+    """Write what a model makes of a source that need not fit into memory: exact, slab by slab.
+
+    Virtual ranks of this process have a slab each, and take turns; halos are kept, not computed again. So the
+    result is that of the whole at once but for rounding, and what cannot be split exactly is refused before
+    anything is written. A model without statistics of the whole takes one pass. Where it has some, as in an
+    instance norm, all slabs come to that function before one goes on; what they hold meanwhile is on disk, as
+    far as it does not fit.
+
+    Blocking. Computes without gradients, with a copy of the model in ``eval()`` that shares its parameters.
+
+    Parameters
+    ----------
+    model
+        Any module of torch on the CPU, with inputs (batch, channels, *spatial).
+    source
+        A path for :func:`open_array`, or an array of its kinds: (*spatial), (channels, *spatial) or
+        (batch, channels, *spatial), by the spatial dimensions of the model's convolutions. Samples are
+        computed one after the other. Elements are converted to the type of the model's parameters.
+    sink
+        A path of a new file, as for :func:`create_array`; or anything of the right shape and dtype that takes
+        ``sink[box] = array``; None to return a tensor.
+    memory
+        What the process may need beside the memory that it has already, for slabs, halos and blocks that
+        wait: bytes, or text such as ``"8GiB"``. The number of slabs follows from it.
+    post
+        Called with the result of the model, which it may reduce before it is written:
+        ``lambda y: y.argmax(1).to(torch.uint8)``. It gets and returns split tensors.
+    grid
+        Numbers of blocks, such as ``{"D": 8}``, in place of those that follow from ``memory``.
+    scratch
+        Folder on a disk for what waits; None for the folder of temporary files.
+    progress
+        Whether to print the plan and a progress bar to standard error; needs the package ``rich``.
+    comm
+        Communicator of the processes that predict together, COMM_WORLD if None; COMM_SELF for a process
+        alone. All of them make the same call.
+
+    Returns
+    -------
+    torch.Tensor or None
+        The result if ``sink`` is None. It has a batch dimension if the source has one.
+
+    Raises
+    ------
+    ConfigurationError
+        If the memory or the disk is too small, or the model is distributed.
+    UnsupportedError
+        If a function of the model cannot be split, and in a virtual rank.
+    ShapeError, ArgumentError
+        If source, sink or grid do not fit the model.
+    DataError
+        If a file cannot be read or written.
+
+    Notes
+    -----
+    A process that is killed leaves ``path.part`` and ``path.progress`` of a sink that is a path. The next
+    call with the same model, source and slabs goes on: in one pass at the slab after the last one that was
+    noted, otherwise from the first slab, without writing again what is written. ``post`` is not compared.
+    """
+    if progress and find_spec("rich") is None:
+        raise ConfigurationError("predict: progress=True needs the package rich: pip install rich")
+    processes = Processes(comm)
+    with processes.together() as facts:
+        prepared = _Prepared(model, source, memory, post, grid, scratch)
+        plan = prepared.plan
+        key = key_of(plan, model, prepared.source)
+        facts |= {"the source": plan.source, "the grid": plan.grid, "the digest of the call": key}
+    with (
+        _opened(processes, sink, plan, key) as results,
+        _shown(plan, progress and processes.first) as step,
+    ):
+        for sample in range(results.sample, plan.samples):
+            prepared.run(sample, results, step, processes)
+            results.slab, results.mailbox = 0, Mailbox()
+    if results.tensor is not None:
+        processes.share(results.tensor)
+    return results.tensor
+
+
+def plan_prediction(
+    model: nn.Module,
+    source: Any,
+    *,
+    memory: int | str = "8GiB",
+    post: Post = None,
+    grid: Any = None,
+    scratch: str | os.PathLike[str] | None = None,
+) -> Plan:
+    """What :func:`predict` will do with these arguments: a :class:`Plan`, to be printed; nothing is written.
+
+    Runs the model on a crop of random numbers, to see what it needs. Raises the errors of ``predict``.
+    """
+    return _Prepared(model, source, memory, post, grid, scratch).plan
+
+
+class _Prepared:
+    """Checked arguments of a prediction, and its plan."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        source: Any,
+        memory: int | str,
+        post: Post,
+        grid: Any,
+        scratch: str | os.PathLike[str] | None,
+    ) -> None:
+        if virtual_rank() is not None:
+            raise UnsupportedError("predict: a virtual rank cannot run virtual ranks of its own")
+        check_model(model)
+        self.model, self.post = model, post
+        self.source = source if isinstance(source, (torch.Tensor, np.ndarray)) else open_array(source)
+        self.dtype = next(
+            (x.dtype for x in fixed_tensors(model) if x.dtype.is_floating_point), torch.get_default_dtype()
+        )
+        self.folder = Path(tempfile.gettempdir() if scratch is None else scratch)
+        if not self.folder.is_dir():
+            raise DataError(
+                f"predict: scratch={str(self.folder)!r} is no folder; name an existing one on a disk"
+            )
+        limit = parse_size(memory, "the memory")
+        shape = tuple(self.source.shape)
+        self.plan = planned(model, post, shape, self.dtype, limit, grid, self.folder)
+
+    def run(self, sample: int, results: Results, step: Callable[[], object], processes: Processes) -> None:
+        """Compute one sample, from the first slab that is left."""
+        plan, form, alone = self.plan, self.plan.form, processes.size == 1
+        # The messages of several processes are not kept: slabs are computed again, and not written again.
+        first = results.slab if alone else 0
+        ended = set(range(first))
+        written = results.written if sample == results.sample else 0
+
+        def read(box: Slices) -> torch.Tensor:
+            try:
+                found = read_box(self.source, form.box(box, sample))
+            except OSError as error:
+                raise DataError(f"predict: {label(self.source)}: {error.strerror or error}") from error
+            block = torch.empty([each.stop - each.start for each in box], dtype=self.dtype)
+            return block.copy_(found.view(block.shape))
+
+        def write(box: Slices, y: torch.Tensor) -> None:
+            whole = (slice(sample, sample + 1), *box[1:])
+            results.write(whole if form.has_batch else box[1:], y if form.has_batch else y[0])
+
+        def note_end(rank: int) -> None:
+            ended.add(rank)
+            step()
+            count = next(n for n in range(plan.slabs + 1) if n not in ended)
+            if count > written:
+                results.ended(sample, count, in_order=alone and inference.begun == len(ended) == count)
+
+        with processes.connected(results.mailbox, write=write, ended=note_end, step=step) as mailbox:
+
+            def send(rank: int, box: Slices, y: torch.Tensor) -> None:
+                if rank >= written:
+                    # A message of a view would have all of its memory.
+                    mailbox.tell("write", box, y if processes.first else y.clone())
+
+            pages = Pages(
+                plan.resident_nbytes,
+                lambda: Scratch(self.folder),
+                fixed_tensors(self.model),
+                lambda rank, path: mailbox.tell("step"),
+            )
+            inference = Inference(
+                self.model, self.post, form.sample(plan.source), plan.grid, pages, mailbox, read, send,
+                lambda rank, y: mailbox.tell("ended", rank), first, processes.plays,
+            )  # fmt: skip
+            inference.run()
+
+
+@contextmanager
+def _opened(processes: Processes, sink: Any, plan: Plan, key: str) -> Iterator[Results]:
+    # The results, which the first process writes. An error of one process is raised on all.
+    results, entered = Results(None, plan, key), ExitStack()
+    with processes.together():
+        if sink is not None:
+            # The first process writes.
+            results.tensor = None
+            if processes.first:
+                results = entered.enter_context(Results(sink, plan, key))
+    results.sample, results.written = processes.of_first((results.sample, results.written))
+    with processes.together(), entered:
+        yield results
+
+
+@contextmanager
+def _shown(plan: Plan, progress: bool) -> Iterator[Callable[[], object]]:
+    # Prints the plan, and shows a bar; gives what advances it.
+    if not progress:
+        yield lambda: None
+        return
+    from rich.console import Console
+    from rich.progress import Progress
+
+    console = Console(stderr=True)
+    console.print(str(plan), highlight=False)
+    with Progress(console=console) as bar:
+        task = bar.add_task("predict", total=plan.samples * plan.slabs * plan.passes)
+        yield lambda: bar.advance(task)

@@ -1,0 +1,415 @@
+"""A scratch file: bytes of tensors on disk, written and read ahead by a thread, gone with the process."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import threading
+import warnings
+import weakref
+from bisect import bisect
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from queue import SimpleQueue
+
+import torch
+
+from distdl_rma.dtypes import flat_bytes
+from distdl_rma.errors import ClosedError, DataError
+from distdl_rma.segments.options import parse_size
+
+# Linux writes and reads at most 2 GiB at once.
+_AT_ONCE = 1 << 30
+# Extents begin and end at whole pages, so that no write has to read a page first.
+_PAGE = 1 << 12
+# Largest amount of memory that waits to be written, in bytes; one larger tensor may wait alone.
+IN_FLIGHT_NBYTES = 1 << 27
+_IN_MEMORY = frozenset({"tmpfs", "ramfs"})
+
+# Offset in the file and length, in bytes.
+Extent = tuple[int, int]
+_Job = Callable[[], object]
+
+
+class Extents:
+    """Which bytes of a file are in use; what is given back is merged and taken again."""
+
+    def __init__(self) -> None:
+        self.end = 0
+        self._free: list[Extent] = []
+
+    def take(self, nbytes: int) -> list[Extent]:
+        """Extents of ``nbytes`` bytes together: one if that is possible, else as many as avoid growth."""
+        fitting = [(length, at) for at, length in self._free if length >= nbytes]
+        if fitting:
+            length, at = min(fitting)
+            self._free.remove((at, length))
+            if length > nbytes:
+                self.give((at + nbytes, length - nbytes))
+            return [(at, nbytes)]
+        taken = []
+        for at, length in sorted(self._free, key=lambda extent: -extent[1]):
+            self._free.remove((at, length))
+            taken.append((at, length))
+            nbytes -= length
+            if nbytes < 0:
+                taken[-1] = at, length + nbytes
+                self.give((at + length + nbytes, -nbytes))
+            if nbytes <= 0:
+                return taken
+        taken.append((self.end, nbytes))
+        self.end += nbytes
+        return taken
+
+    def give(self, extent: Extent) -> None:
+        """Make an extent free; free bytes at the end shorten the file."""
+        (begin, length), place = extent, bisect(self._free, extent)
+        end = begin + length
+        if place < len(self._free) and self._free[place][0] == end:
+            end += self._free.pop(place)[1]
+        if place and sum(self._free[place - 1]) == begin:
+            place -= 1
+            begin = self._free.pop(place)[0]
+        if end == self.end:
+            self.end = begin
+        else:
+            self._free.insert(place, (begin, end - begin))
+
+
+class Region:
+    """Where the bytes of one tensor are: in memory until they are written, then in the file.
+
+    ``Scratch.write`` makes it. It holds no reference to its file.
+    """
+
+    __slots__ = ("_extents", "_freed", "_into", "_source", "_stage", "error", "nbytes")
+
+    def __init__(self, source: torch.Tensor, extents: list[Extent]) -> None:
+        self.nbytes = source.nbytes
+        # Of the write, raised by ``wait``; the bytes then stay in memory.
+        self.error: DataError | None = None
+        self._extents = extents
+        self._freed = False
+        # The bytes to write, until they are in the file.
+        self._source: torch.Tensor | None = source
+        # Where a prefetch puts them, and how far it is: "asked", "reading", "here"; "" if there is none.
+        self._into: torch.Tensor | None = None
+        self._stage = ""
+
+
+class Scratch:
+    """A file without a name, in which tensors of this process wait; a thread writes and reads it.
+
+    The file is unlinked as soon as it is open: when the process ends, however it does, nothing stays. A write
+    returns at once, and keeps its tensor alive until it is written. Space of freed regions is used again, and
+    bytes that were freed before the system has written them never reach the disk.
+
+    The system's page cache holds what is not on the disk yet. It counts as free memory, and the system slows
+    the writing thread down when there is too much of it.
+
+    All methods may be called from any thread, ``free`` also from a finalizer. An object of this class that is
+    no longer used closes itself.
+
+    Parameters
+    ----------
+    folder
+        An existing directory on a disk of this host.
+    quota
+        Largest number of bytes in use at a time, a number or text such as ``"8GiB"``; None: the free space.
+    in_flight
+        Bytes that may wait in memory to be written. A ``write`` beyond that blocks, unless none is waiting.
+
+    Raises
+    ------
+    ConfigurationError
+        If the quota is no size.
+    DataError
+        If no file can be made in the folder.
+
+    Warns
+    -----
+    RuntimeWarning
+        If the folder is in memory (tmpfs, ramfs): this saves no memory.
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        quota: int | str | None = None,
+        in_flight: int = IN_FLIGHT_NBYTES,
+    ) -> None:
+        self.folder = Path(folder)
+        self.quota = None if quota is None else parse_size(quota, "the quota")
+        try:
+            # O_TMPFILE where the file system has it, else a file that is unlinked at once.
+            file = tempfile.TemporaryFile(dir=self.folder, buffering=0)  # noqa: SIM115
+        except OSError as error:
+            raise DataError(
+                f"scratch: no file can be made in {self.folder}: {error.strerror or error}; name an existing"
+                " directory on a disk of this host in which you may write"
+            ) from error
+        self._file = file.fileno()
+        #: Bytes written to the file and read from it so far, and bytes in use.
+        self.written_nbytes = self.read_nbytes = self.used_nbytes = 0
+        #: The first error of a write; the file takes no more bytes then.
+        self.error: DataError | None = None
+        self._in_flight, self._waiting_nbytes = in_flight, 0
+        self._space = Extents()
+        # Guards all of the above, and the regions.
+        self._changed = threading.Condition()
+        # Freed regions whose space is still taken. Finalizers append to it, which wait for no lock.
+        self._freed: deque[Region] = deque()
+        # Likewise a put to this queue never waits.
+        self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
+        self._process = os.getpid()
+        self._thread = threading.Thread(target=_work, args=(self._jobs,), name="scratch", daemon=True)
+        self._thread.start()
+        self._end = weakref.finalize(self, _end, self._jobs, file.close)
+        if kind := _in_memory(self.folder):
+            warnings.warn(
+                f"scratch: {self.folder} is a {kind}, which is memory: tensors there save none; name a"
+                " directory on a disk",
+                RuntimeWarning,
+                stacklevel=3,
+            )
+
+    @property
+    def closed(self) -> bool:
+        """Whether the file was closed."""
+        return not self._end.alive
+
+    @property
+    def file_nbytes(self) -> int:
+        """Length of the file: bytes in use, and holes between them."""
+        self._collect()
+        return self._space.end
+
+    def write(self, tensor: torch.Tensor) -> Region:
+        """Begin to write a tensor, and return its place; the caller frees it.
+
+        Blocks only while too much waits to be written. The tensor must not change before it is written, see
+        ``wait``; a tensor that is not contiguous is copied first.
+
+        Raises
+        ------
+        DataError
+            If the quota is too small, or an earlier write has failed: the disk is full or broken.
+        ClosedError
+            If the file is closed.
+        """
+        source = flat_bytes(tensor)
+        self._collect()
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._waiting_nbytes + source.nbytes <= self._in_flight or not self._waiting_nbytes
+            )
+            self._check_open()
+            if self.error:
+                raise self.error
+            taken = -(-source.nbytes // _PAGE) * _PAGE
+            if self.quota is not None and self.used_nbytes + taken > self.quota:
+                raise self._failure("the quota is used up", source.nbytes, "allow a larger quota")
+            region = Region(source, self._space.take(taken) if taken else [])
+            self.used_nbytes += taken
+            self._waiting_nbytes += source.nbytes
+        self._jobs.put(partial(self._write, region))
+        return region
+
+    def wait(self, region: Region) -> None:
+        """Block until a region is written, so that its tensor may change or go; raise if that has failed.
+
+        Raises
+        ------
+        DataError
+            If it cannot be written. Its tensor is still needed then: ``read`` copies from it.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: region._source is None or region.error or self.closed)
+            self._check_open()
+            if region.error:
+                raise region.error
+
+    def in_memory(self, region: Region) -> torch.Tensor | None:
+        """Bytes of a region that is not written yet, as a one-dimensional view of its tensor; else None."""
+        return region._source
+
+    def prefetch(self, region: Region, into: torch.Tensor) -> None:
+        """Begin to read a region into a contiguous tensor of its size; ``read`` with the same tensor ends it.
+
+        Does not block. The tensor is kept alive until then, and its values are undefined. A region has one
+        prefetch at a time: a second one replaces the first, or waits if that is being read.
+        """
+        self._check_open()
+        with self._changed:
+            self._changed.wait_for(lambda: region._stage != "reading")
+            region._into, region._stage = into, "asked"
+        self._jobs.put(partial(self._prefetch, region))
+
+    def read(self, region: Region, into: torch.Tensor) -> None:
+        """Fill a contiguous tensor of the region's size by its bytes; blocking, as often as wanted.
+
+        Bytes that are not written yet come from memory, and those of a prefetch into this tensor are waited
+        for.
+
+        Raises
+        ------
+        DataError
+            If the file cannot be read.
+        """
+        self._check_open()
+        with self._changed:
+            if region._into is into:
+                self._changed.wait_for(lambda: region._stage != "reading")
+                done, region._into, region._stage = region._stage == "here", None, ""
+                if done:
+                    return
+        self._fetch(region, into)
+
+    def free(self, region: Region) -> None:
+        """Give the space of a region back; idempotent, never blocks. What is not written yet never is."""
+        if not region._freed:
+            region._freed = True
+            self._freed.append(region)
+            self._jobs.put(self._shorten)
+
+    def close(self) -> None:
+        """Give all space back; idempotent. What is being written or read ends first."""
+        self._end()
+        with self._changed:
+            self._changed.notify_all()
+        if self._thread is not threading.current_thread() and os.getpid() == self._process:
+            self._thread.join()
+
+    def __enter__(self) -> Scratch:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _check_open(self) -> None:
+        if self.closed:
+            raise ClosedError(f"scratch: the file in {self.folder} is closed")
+        if os.getpid() != self._process:
+            raise ClosedError(
+                f"scratch: the file in {self.folder} belongs to the process that has forked this one"
+            )
+
+    # The rest runs on the thread, but for ``_fetch`` and ``_collect``.
+
+    def _write(self, region: Region) -> None:
+        source, error = region._source, self.error
+        if source is None:
+            return
+        try:
+            if not (region._freed or error or self.closed):
+                self._put(region, source)
+        except Exception as raised:  # noqa: BLE001
+            reason = str(getattr(raised, "strerror", None) or raised)
+            error = self._failure(reason, source.nbytes, "free space there, or name another folder")
+            error.__cause__ = raised
+        with self._changed:
+            self._waiting_nbytes -= source.nbytes
+            self.error = region.error = error
+            if not error:
+                region._source = None
+            self._changed.notify_all()
+
+    def _put(self, region: Region, source: torch.Tensor) -> None:
+        memory = source.numpy().data
+        for at, length in region._extents:
+            part, memory = memory[:length], memory[length:]
+            while part:
+                count = os.pwrite(self._file, part[:_AT_ONCE], at)
+                self.written_nbytes += count
+                part, at = part[count:], at + count
+
+    def _prefetch(self, region: Region) -> None:
+        with self._changed:
+            into = region._into
+            if region._stage != "asked" or into is None or region._freed or self.closed:
+                return
+            region._stage = "reading"
+        try:
+            self._fetch(region, into)
+            stage = "here"
+        except Exception:  # noqa: BLE001
+            # ``read`` tries again, and raises.
+            stage = ""
+        with self._changed:
+            region._stage = stage
+            self._changed.notify_all()
+
+    def _fetch(self, region: Region, into: torch.Tensor) -> None:
+        target, source = into.view(-1).view(torch.uint8), region._source
+        if source is not None:
+            target.copy_(source)
+            return
+        memory = target.numpy().data
+        for at, length in region._extents:
+            part, memory = memory[:length], memory[length:]
+            while part:
+                try:
+                    count = os.preadv(self._file, [part[:_AT_ONCE]], at)
+                except OSError as error:
+                    raise self._failure(error.strerror or str(error), 0, "check the disk") from error
+                if not count:
+                    raise self._failure("the file ends too early", 0, "check the disk")
+                self.read_nbytes += count
+                part, at = part[count:], at + count
+
+    def _collect(self) -> None:
+        with self._changed:
+            while self._freed:
+                region = self._freed.popleft()
+                for extent in region._extents:
+                    self._space.give(extent)
+                    self.used_nbytes -= extent[1]
+                if region.error:
+                    region._source = None
+
+    def _shorten(self) -> None:
+        # Pages of the system's cache behind the new end are dropped and never written. Only this thread
+        # writes, so that nothing lies there that is in use.
+        if self.closed:
+            return
+        self._collect()
+        with self._changed:
+            end = self._space.end
+        if end < os.fstat(self._file).st_size:
+            os.ftruncate(self._file, end)
+
+    def _failure(self, reason: str, nbytes: int, advice: str) -> DataError:
+        found = os.statvfs(self.folder) if self.folder.is_dir() else None
+        free = "unknown" if found is None else f"{found.f_bavail * found.f_frsize} bytes"
+        quota = "none" if self.quota is None else f"{self.quota} bytes"
+        what = f"writing {nbytes} bytes" if nbytes else "reading"
+        return DataError(
+            f"scratch: {what} in {self.folder} failed: {reason}; free there: {free}, in use by this rank:"
+            f" {self.used_nbytes} bytes, quota: {quota}; {advice}"
+        )
+
+
+def _work(jobs: SimpleQueue[_Job | None]) -> None:
+    # Between jobs the thread refers to no scratch file, so that one which nobody uses is closed.
+    while (job := jobs.get()) is not None:
+        job()
+        del job
+
+
+def _end(jobs: SimpleQueue[_Job | None], close: _Job) -> None:
+    jobs.put(close)
+    jobs.put(None)
+
+
+def _in_memory(folder: Path) -> str:
+    """Type of the file system of a folder if that lies in memory, else an empty text."""
+    number = folder.stat().st_dev
+    device = f"{os.major(number)}:{os.minor(number)}"
+    mounts = Path("/proc/self/mountinfo")
+    for line in mounts.read_text().splitlines() if mounts.is_file() else ():
+        fields = line.split()
+        if fields[2] == device and (kind := fields[fields.index("-") + 1]) in _IN_MEMORY:
+            return kind
+    return ""

@@ -1,0 +1,258 @@
+"""Channels of virtual ranks that run ahead: messages wait in memory of the process, without slots."""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import DTypeLike
+
+from distdl_rma.errors import MismatchError
+from distdl_rma.geometry.exchange import Exchange, Piece, by_peer
+from distdl_rma.segments.channel import Array, Channel
+from distdl_rma.segments.manager import SegmentManager
+from distdl_rma.segments.waiting.header import WaitReason
+
+
+class Address(NamedTuple):
+    """Between whom messages travel: the name of their channel, sender and receiver.
+
+    Channels may share a name, such as those of a layer that is called with two shapes. All ranks call them in
+    the same order, so the messages of an address are received in the order in which they are sent.
+    """
+
+    channel: str
+    sender: int
+    receiver: int
+
+
+class Message(NamedTuple):
+    """The pieces of a message, and what the sender says of its exchange: fingerprint and dtype."""
+
+    pieces: list[Array]
+    kind: tuple[int, str]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the pieces."""
+        return sum(piece.nbytes for piece in self.pieces)
+
+
+# Of a vector: the name of its exchange, the ranks that take part, and how often they have.
+VectorKey = tuple[str, tuple[int, ...], int]
+
+
+class Mailbox:
+    """Messages between the virtual ranks of a process that are sent and not received.
+
+    Without acknowledgements, a rank may run ahead of its readers by any number of epochs and channels. Where
+    data moves to later ranks only, the messages for ranks that have not begun are all that these need.
+    ``nbytes`` are the bytes of the messages, ``peak_nbytes`` their maximum. Ranks before ``first`` have ended
+    in an earlier process, and send nothing more.
+    """
+
+    def __init__(self, first: int = 0) -> None:
+        self.first = first
+        self.messages: dict[Address, deque[Message]] = {}
+        self.vectors: defaultdict[VectorKey, dict[int, Array]] = defaultdict(dict)
+        # The last rank for which another one has waited.
+        self.wanted = 0
+        # What ``tell`` calls.
+        self.actions: dict[str, Callable[..., Any]] = {}
+        self.nbytes = self.peak_nbytes = 0
+
+    def put(self, address: Address, message: Message) -> None:
+        """Store a message; it owns its arrays."""
+        self.messages.setdefault(address, deque()).append(message)
+        self.nbytes += message.nbytes
+        self.peak_nbytes = max(self.peak_nbytes, self.nbytes)
+
+    def add(self, key: VectorKey, rank: int, vector: Array) -> None:
+        """Store the vector of a rank; it owns its array."""
+        self.vectors[key][rank] = vector
+
+    def want(self, rank: int) -> None:
+        """Note that a rank is waited for."""
+        self.wanted = max(self.wanted, rank)
+
+    def poll(self) -> None:
+        """Take in what other processes have sent: there are none."""
+
+    def tell(self, action: str, *arguments: Any) -> None:
+        """Call an action by its name."""
+        self.actions[action](*arguments)
+
+    def has(self, address: Address) -> bool:
+        """Whether a message has arrived at an address."""
+        if address not in self.messages:
+            self.poll()
+        return address in self.messages
+
+    def check_comes(self, rank: int, name: str) -> None:
+        """Raise ``MismatchError`` if a rank has ended in an earlier process, so that it sends nothing."""
+        if rank < self.first:
+            raise MismatchError(
+                f"{name!r}: rank {rank} has ended in an earlier process, which sent no message for this call:"
+                " has the program changed since? Remove what that process has left, to begin anew"
+            )
+
+    def remove(self, address: Address) -> None:
+        """Forget the first message of an address, which was received."""
+        messages = self.messages[address]
+        self.nbytes -= messages.popleft().nbytes
+        if not messages:
+            del self.messages[address]
+
+
+class BufferedChannel(Channel):
+    """Executes an ``exchange`` of virtual ranks of one process; ``start`` waits for nobody.
+
+    As a :class:`Channel`, but that a start copies each piece into memory of its own, in the ``mailbox`` that
+    all ranks share, until it is received. There is no segment memory and no address to exchange. A receive
+    raises ``MismatchError`` if sender and receiver have different exchanges.
+    """
+
+    def __init__(
+        self, manager: SegmentManager, exchange: Exchange, dtype: DTypeLike, name: str, mailbox: Mailbox
+    ) -> None:
+        self.exchange, self.dtype, self.name = exchange, np.dtype(dtype), name
+        self._manager, self._mailbox = manager, mailbox
+        self.sends, self.receives = exchange.sends, exchange.receives
+        self._messages_out = [(peer, len(pieces)) for peer, pieces in by_peer(exchange.sends)]
+        self._messages_in = list(by_peer(exchange.receives))
+        self.landed = [False] * len(self.receives)
+        self._own_shape = exchange.own.shape
+        self._cuts = [piece.box.slices(exchange.own) for piece in self.sends]
+        self._kind = exchange.fingerprint, str(self.dtype)
+        self._operation = manager.operation(name)
+        self._started = self._finished = 0
+        self._closed = False
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the segment that the channel holds: none."""
+        return 0
+
+    @property
+    def idle(self) -> bool:
+        """Whether this rank has nothing to exchange with anyone."""
+        return not self._messages_in and not self._messages_out
+
+    def count(self, pieces: int) -> int:
+        """Number of parts in which the first ``pieces`` received pieces arrive: as many."""
+        return pieces
+
+    def connect(self, timeout: float | None = None) -> None:
+        """Do nothing: there are no addresses."""
+        self._check()
+
+    def start(self, parts: Iterable[Array]) -> int:
+        """Copy one array per send into messages for the peers; return the epoch. Does not block."""
+        self._check()
+        self._started = epoch = self._started + 1
+        self._manager.begin(self._operation, epoch)
+        source = iter(parts)
+        for peer, count in self._messages_out:
+            pieces = [np.array(next(source), self.dtype, order="C") for _ in range(count)]
+            address = Address(self.name, self._manager.rank, peer)
+            self._mailbox.put(address, Message(pieces, self._kind))
+        return epoch
+
+    def ready(self, epoch: int) -> bool:
+        """Whether all pieces of an epoch have arrived; does not block."""
+        return all(self._mailbox.has(self._from(peer)) for peer, _ in self._messages_in)
+
+    def take_result(self, epoch: int) -> object | None:
+        """None: peers put no results."""
+        return None
+
+    def receive(self, epoch: int, timeout: float | None = None) -> Iterator[tuple[Piece, Array]]:
+        """Yield the received pieces of an epoch in plan order, waiting for each message; epochs in order.
+
+        The arrays are valid until the next one is asked for.
+        """
+        self._check_next(epoch)
+        found = self._mailbox.messages
+        for peer, expected in self._messages_in:
+            address = self._from(peer)
+            if not self._mailbox.has(address):
+                self._mailbox.check_comes(peer, self.name)
+                self._mailbox.want(peer)
+                self._manager.waiter.until(
+                    lambda address=address: self._mailbox.has(address),  # type: ignore[misc]
+                    lambda peer=peer: WaitReason(  # type: ignore[misc]
+                        (peer,),
+                        f"to send in {self.name!r} (epoch {epoch})",
+                        "did every rank call the same layers?",
+                        in_step=True,
+                    ),
+                    timeout,
+                )
+            pieces, kind = found[address][0]
+            if kind != self._kind:
+                raise MismatchError(
+                    f"{self.name!r}: rank {peer} sends {[p.shape for p in pieces]} of {kind[1]}, rank"
+                    f" {self._manager.rank} expects {[p.box.shape for p in expected]} of {self._kind[1]}: did"
+                    " every rank call the same layers?"
+                )
+            yield from zip(expected, pieces, strict=True)
+            self._mailbox.remove(address)
+        self._finished = epoch
+
+    def void(self) -> None:
+        """Drop the next epoch to receive; its messages must be there or never come."""
+        self._check()
+        self._finished = epoch = self._finished + 1
+        self._started = max(self._started, epoch)
+        for peer, _ in self._messages_in:
+            if (address := self._from(peer)) in self._mailbox.messages:
+                self._mailbox.remove(address)
+
+    def close(self) -> None:
+        """End the use of the channel; local, idempotent."""
+        self._closed = True
+
+    def _from(self, peer: int) -> Address:
+        return Address(self.name, peer, self._manager.rank)
+
+
+class BufferedVectors:
+    """Small vectors of all ranks to all ranks, for virtual ranks of one process; one wait for all of them.
+
+    ``ranks`` include this one, and are alike on all of them. There are no addresses to exchange.
+    """
+
+    def __init__(self, manager: SegmentManager, ranks: Sequence[int], name: str, mailbox: Mailbox) -> None:
+        self._manager, self._ranks, self._name, self._mailbox = manager, tuple(ranks), name, mailbox
+        self._epoch = 0
+
+    def gather(self, vector: Array) -> Array:
+        """The vectors of all ranks, one row each in the order of ``ranks``; blocking until the last has come.
+
+        Vectors have equal lengths and types; each is copied.
+        """
+        self._epoch += 1
+        key = self._name, self._ranks, self._epoch
+        self._mailbox.add(key, self._manager.rank, vector.copy())
+        vectors = self._mailbox.vectors[key]
+        size = len(self._ranks)
+
+        def all_there() -> bool:
+            self._mailbox.poll()
+            return len(vectors) == size
+
+        if not all_there():
+            self._mailbox.check_comes(min(self._ranks), self._name)
+            self._mailbox.want(max(self._ranks))
+
+            def reason() -> WaitReason:
+                missing = tuple(rank for rank in self._ranks if rank not in vectors)
+                what = f"to send in {self._name!r} (epoch {self._epoch})"
+                return WaitReason(missing, what, "did every rank call the same layers?", in_step=True)
+
+            self._manager.waiter.until(all_there, reason)
+        # Ranks that still wait have a reference of their own.
+        self._mailbox.vectors.pop(key, None)
+        return np.stack([vectors[rank] for rank in self._ranks])

@@ -1,0 +1,33 @@
+"""The demo of an image that is larger than memory, small, as a user runs it."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import skimage.io
+
+from tests.run_mpi import completed
+
+DEMO = Path(__file__).resolve().parents[2] / "examples" / "large.py"
+
+
+def test_an_image_that_does_not_fit_is_predicted_without_seams(tmp_path):
+    folder = tmp_path / "out"
+    small = "--side", "640", "--tile", "128", "--memory", "90", "--check"
+    done = completed([sys.executable, str(DEMO), *small, "--output", str(folder)])
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.search(r"slabs +\d+ along", done.stdout) and "functions need all slabs" in done.stdout
+    tiles, whole = (
+        float(re.search(rf"{name} differs from the whole by (\S+) at most", done.stdout)[1])
+        for name in ("tiles", "predict")
+    )
+    assert whole < 1e-4 < 0.1 < tiles
+    assert skimage.io.imread(folder / "large.png").size
+
+
+def test_a_tile_that_is_larger_than_the_image_is_refused(tmp_path):
+    done = completed([sys.executable, str(DEMO), "--side", "100", "--output", str(tmp_path / "out")])
+    assert done.returncode == 2 and "at most those of the image" in done.stderr
+    assert not (tmp_path / "out").exists()
