@@ -17,9 +17,9 @@ _thresholds: list[int] = []
 def memory_goes_back(above: int) -> Iterator[None]:
     """Context in which the system gets memory back when a tensor of more than so many bytes is freed.
 
-    Otherwise glibc keeps freed memory of up to 32 MiB, and seldom uses it for a tensor of the same size: the
-    alignment that torch asks for does not fit in there again. With another C library it has no effect. It acts
-    on all threads of the process; the smallest size of several contexts counts.
+    Otherwise glibc keeps freed memory of up to 32 MiB, and seldom uses it for a tensor of the same size: with
+    the alignment that torch asks for, that does not fit in there again. With another C library the context
+    has no effect. It acts on all threads of the process; the smallest size of several contexts counts.
     """
     with _lock:
         _thresholds.append(above)

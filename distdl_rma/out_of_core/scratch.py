@@ -26,7 +26,10 @@ _AT_ONCE = 1 << 30
 # Extents begin and end at whole pages, so that no write has to read a page first.
 _PAGE = 1 << 12
 # Largest amount of memory that waits to be written, in bytes; one larger tensor may wait alone.
-IN_FLIGHT_NBYTES = 1 << 27
+IN_FLIGHT_NBYTES = 1 << 26
+# A file of up to this length keeps it: its pages in the system's cache are written over, at a fraction of the
+# cost of new ones.
+_KEPT_NBYTES = 1 << 30
 _IN_MEMORY = frozenset({"tmpfs", "ramfs"})
 
 # Offset in the file and length, in bytes.
@@ -103,10 +106,11 @@ class Scratch:
 
     The file is unlinked as soon as it is open: when the process ends, however it does, nothing stays. A write
     returns at once, and keeps its tensor alive until it is written. Space of freed regions is used again, and
-    bytes that were freed before the system has written them never reach the disk.
+    the file becomes shorter when its last ones are freed, down to 1 GiB.
 
     The system's page cache holds what is not on the disk yet. It counts as free memory, and the system slows
-    the writing thread down when there is too much of it.
+    the writing thread down when there is too much of it. Bytes behind the end of a file that became shorter
+    before the system has written them never reach the disk.
 
     All methods may be called from any thread, ``free`` also from a finalizer. An object of this class that is
     no longer used closes itself.
@@ -383,7 +387,7 @@ class Scratch:
             return
         self._collect()
         with self._changed:
-            end = self._space.end
+            end = max(self._space.end, _KEPT_NBYTES)
         if end < os.fstat(self._file).st_size:
             os.ftruncate(self._file, end)
 

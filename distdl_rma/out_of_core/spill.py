@@ -19,12 +19,16 @@ from distdl_rma.errors import ConfigurationError, DataError, ProtocolError
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.machine import Machine
 from distdl_rma.ops.core.autograd import keeps_values
+from distdl_rma.ops.core.result_memory import ResultPool
 from distdl_rma.out_of_core.allocator import memory_goes_back
 from distdl_rma.out_of_core.scratch import Region, Scratch
 from distdl_rma.segments.options import parse_size
 
 # What the backward needs next is in memory up to this many bytes; one larger tensor is read ahead alone.
 _AHEAD_NBYTES = 1 << 26
+# Memory for what is read, kept for the next tensor of its size: new pages cost several times as much as the
+# copy of their data.
+_IDLE_NBYTES = 1 << 27
 # How many saved tensors back the next ones are looked for.
 _AHEAD_COUNT = 256
 # Memory begins at such addresses; kernels compute the same on a tensor that lies alike.
@@ -52,7 +56,7 @@ class spill:  # noqa: N801
     inputs are on disk then, with ``retain_graph`` and ``create_graph``. The backward may also run behind the
     context. An object of this class can be entered again, but not twice at a time.
 
-    Building it, and leaving the context without an exception, are collective over the ranks of ``partition``:
+    Building it, and leaving the context without an exception, are collective over the ranks of ``machine``:
     blocking, an error of one rank is raised on all.
 
     Parameters
@@ -63,9 +67,9 @@ class spill:  # noqa: N801
         Tensors of more bytes than this go to disk, a number or text such as ``"1MiB"``.
     quota
         Largest number of bytes on disk for each rank, likewise; None: the free space.
-    partition
-        The ranks that fail together, as a partition or a machine. None: all ranks of COMM_WORLD's machine, or
-        this process alone if there is none.
+    machine
+        The ranks that fail together, as a machine or one of its partitions. None: all ranks of COMM_WORLD's
+        machine, or this process alone if there is none.
 
     Raises
     ------
@@ -93,9 +97,9 @@ class spill:  # noqa: N801
         folder: str | os.PathLike[str],
         above: int | str = "1MiB",
         quota: int | str | None = None,
-        partition: Partition | Machine | None = None,
+        machine: Partition | Machine | None = None,
     ) -> None:
-        self._partition = None if partition is None else Machine.of(partition)
+        self._given = None if machine is None else Machine.of(machine)
         self._arguments = folder, quota
         self._entered: ExitStack | None = None
         self._scratch: Scratch | None = None
@@ -108,6 +112,7 @@ class spill:  # noqa: N801
         # Pieces in memory that the backward needs next. The lock guards it, and what pieces have in memory.
         self._held: list[ref[_Piece]] = []
         self._lock = threading.Lock()
+        self._pool = ResultPool(_IDLE_NBYTES, lambda nbytes: torch.empty(nbytes, dtype=torch.uint8).numpy())
         error: Exception | None = None
         try:
             self._above = parse_size(above, "the size above which tensors are spilled")
@@ -159,7 +164,7 @@ class spill:  # noqa: N801
             raise
 
     def _peers(self) -> Machine | None:
-        machine = Machine.known() if self._partition is None else self._partition
+        machine = Machine.known() if self._given is None else self._given
         return None if machine is None or machine.closed or machine.size == 1 else machine
 
     def _agree(self, error: Exception | None) -> None:
@@ -210,7 +215,8 @@ class spill:  # noqa: N801
                     raise
                 self._problem = self._problem or error
                 return _Kept.of(x)
-            piece = self._pieces[key] = _Piece(scratch, region, StorageWeakRef(storage), begin, x._version)
+            piece = _Piece(scratch, region, self._pool, StorageWeakRef(storage), begin, x._version)
+            self._pieces[key] = piece
         number = next(self._numbers)
         saved = self._saved[number] = _Saved(x, piece, number)
         return saved
@@ -274,9 +280,15 @@ class _Piece:
     """Bytes of one storage, on disk; saved tensors share it, and the last one frees it."""
 
     def __init__(
-        self, scratch: Scratch, region: Region, origin: StorageWeakRef, begin: int, version: int
+        self,
+        scratch: Scratch,
+        region: Region,
+        pool: ResultPool,
+        origin: StorageWeakRef,
+        begin: int,
+        version: int,
     ) -> None:
-        self._scratch, self._region = scratch, region
+        self._scratch, self._region, self._pool = scratch, region, pool
         self.begin, self.end, self.version = begin, begin + region.nbytes, version
         # As long as this refers to the storage, no other one has its address.
         self._origin = origin
@@ -299,13 +311,13 @@ class _Piece:
     def prefetch(self) -> None:
         """Begin to read the bytes, unless they are in memory, or will be."""
         if self._buffer is None and self.alive() is None:
-            self._buffer = torch.empty(self._region.nbytes, dtype=torch.uint8)
+            self._buffer = self._pool.empty((self._region.nbytes,), torch.uint8)
             self._scratch.prefetch(self._region, self._buffer)
 
     def read(self) -> tuple[torch.UntypedStorage, int]:
         """The bytes in memory, kept until ``drop``."""
         if self._buffer is None:
-            self._buffer = torch.empty(self._region.nbytes, dtype=torch.uint8)
+            self._buffer = self._pool.empty((self._region.nbytes,), torch.uint8)
         self._scratch.read(self._region, self._buffer)
         storage = self._buffer.untyped_storage()
         self._loaded = StorageWeakRef(storage)

@@ -46,7 +46,7 @@ class Norms(nn.Module):
             + torch.logsumexp(y, dim=(2, 3), keepdim=True)
             + y.amax(2, keepdim=True)
         )
-        return self.head(y.flatten(2)[:, :, :12]).log_softmax(-1) - y.norm(dim=(1, 2, 3)).sum()
+        return self.head(y.flatten(2)[:, :, :12]).log_softmax(-1) - y.square().sum(dim=(1, 2, 3)).sqrt().sum()
 
 
 class Checkpointed(UNet):
@@ -114,7 +114,7 @@ def test_layers_with_uneven_shards_and_ranks_without_any(comm, tmp_path):
     )
     rows = torch.Generator().manual_seed(1)
     x = torch.randn(2, 2, 4 + 5 * comm.rank, 16, generator=rows) if P_x.active else torch.zeros(2, 0)
-    disk = spill(tmp_path, ABOVE, partition=P_world)
+    disk = spill(tmp_path, ABOVE, machine=P_world)
 
     def step(inner):
         model.zero_grad(set_to_none=True)
@@ -130,7 +130,7 @@ def test_layers_with_uneven_shards_and_ranks_without_any(comm, tmp_path):
     P_world.deactivate()
 
 
-@pytest.mark.mpi
+@pytest.mark.mpi(min_size=2)
 @pytest.mark.sizes(2, 3, 4)
 def test_a_full_disk_of_one_rank_fails_the_step_on_all_and_nothing_stays(comm, tmp_path):
     torch.manual_seed(2)
@@ -148,7 +148,7 @@ def test_a_full_disk_of_one_rank_fails_the_step_on_all_and_nothing_stays(comm, t
     model.distributed.close()
 
 
-@pytest.mark.mpi
+@pytest.mark.mpi(min_size=2)
 @pytest.mark.sizes(2, 3, 4)
 def test_a_write_that_fails_late_on_one_rank_fails_the_step_on_all(comm, tmp_path, monkeypatch):
     def full(*_):
@@ -161,15 +161,16 @@ def test_a_write_that_fails_late_on_one_rank_fails_the_step_on_all(comm, tmp_pat
         if comm.rank == 1:
             patch.setattr(os, "pwrite", full)
         with pytest.raises(DataError, match="No space left on device"), disk:  # noqa: PT012
-            y = model(x).square().mean()
+            model.zero_grad(set_to_none=True)
+            loss = model(x).square().mean()
             disk._scratch.flush()
-            y.backward()
+            loss.backward()
     equal([p.grad for p in model.parameters()], expected[1:])
     equal(bits(model, x, disk), expected)
     model.distributed.close()
 
 
-@pytest.mark.mpi
+@pytest.mark.mpi(min_size=2)
 @pytest.mark.sizes(2, 3, 4)
 def test_what_one_rank_cannot_open_is_refused_on_all(comm, tmp_path):
     Machine.on(comm)
@@ -202,7 +203,7 @@ def test_a_read_that_fails_on_one_rank_ends_the_step_on_all(tmp_path):
     found = rehearse(3, play)
     assert found[1] == "the disk is broken"
     for rank in (0, 2):
-        assert "rank 1" in found[rank] and "the disk is broken" in found[rank]
+        assert found[rank].startswith("rank 1 failed: ")
 
 
 def test_virtual_ranks_have_the_same_bits_each(tmp_path):
