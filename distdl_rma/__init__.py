@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from distdl_rma.model.distribute import distribute as distribute
     from distdl_rma.model.report import report as report
     from distdl_rma.ops.core.tensors import zero_volume_tensor as zero_volume_tensor
+    from distdl_rma.out_of_core.spill import spill as spill
     from distdl_rma.rehearsal import rehearse as rehearse
     from distdl_rma.sources.opening import open_array as open_array
     from distdl_rma.sources.reading import Sink as Sink
@@ -74,6 +75,7 @@ _HOMES = {
     "load_checkpoint": "checkpoints.load",
     "load_global_state_dict": "state",
     "shard": "split.shard",
+    "spill": "out_of_core.spill",
     "static_shapes": "layers.core.agreement",
     "SplitTensor": "split",
     "compare": "model.compare",

@@ -1,38 +1,48 @@
-"""Memory of large tensors that goes back to the system as soon as they are freed."""
+"""Memory of freed tensors goes back to the system at once."""
 
 from __future__ import annotations
 
 import ctypes
+import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-# glibc's option, and its largest value, which the allocator itself comes to when large tensors are freed.
-_M_MMAP_THRESHOLD, _LARGEST = -3, 32 << 20
+# Parameters of mallopt, of the GNU C library, with the variables that set them.
+_MMAP_THRESHOLD, _TRIM_THRESHOLD = -3, -1
+_VARIABLES = {_MMAP_THRESHOLD: "MALLOC_MMAP_THRESHOLD_", _TRIM_THRESHOLD: "MALLOC_TRIM_THRESHOLD_"}
+# What the library sets by itself in a process that has freed large blocks; the first is its largest value.
+_USUAL = {_MMAP_THRESHOLD: 32 << 20, _TRIM_THRESHOLD: 64 << 20}
 _lock = threading.Lock()
-_thresholds: list[int] = []
+# Sizes of the contexts that are entered.
+_sizes: list[int] = []
 
 
 @contextmanager
-def memory_goes_back(above: int) -> Iterator[None]:
-    """Context in which the system gets memory back when a tensor of more than so many bytes is freed.
+def freed_at_once(above: int = 1 << 19) -> Iterator[None]:
+    """Context in which a block of more than so many bytes is mapped from the system, and unmapped when freed.
 
-    Otherwise glibc keeps freed memory of up to 32 MiB, and seldom uses it for a tensor of the same size: with
-    the alignment that torch asks for, that does not fit in there again. With another C library the context
-    has no effect. It acts on all threads of the process; the smallest size of several contexts counts.
+    Otherwise the GNU C library keeps freed blocks of up to 32 MiB, for the thread that has allocated them. It
+    seldom takes one for a tensor of the same size: with the alignment that torch asks for, that does not fit.
+    The context acts on all threads of the process; of several contexts the smallest size counts. Other C
+    libraries are left as they are.
     """
     with _lock:
-        _thresholds.append(above)
-        _set_threshold()
+        _sizes.append(above)
+        _set()
     try:
         yield
     finally:
         with _lock:
-            _thresholds.remove(above)
-            _set_threshold()
+            _sizes.remove(above)
+            _set()
 
 
-def _set_threshold() -> None:
+def _set() -> None:
     library = ctypes.CDLL(None)
-    if hasattr(library, "gnu_get_libc_version"):
-        library.mallopt(_M_MMAP_THRESHOLD, min(_thresholds, default=_LARGEST))
+    if not hasattr(library, "gnu_get_libc_version"):
+        return
+    for parameter, usual in _USUAL.items():
+        text = os.environ.get(_VARIABLES[parameter], "")
+        size = min(_sizes, default=int(text) if text.isdecimal() else usual)
+        library.mallopt(parameter, min(size, usual) if _sizes else size)

@@ -16,13 +16,15 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from distdl_rma.checks.outcome import agreed
 from distdl_rma.errors import ConfigurationError, DataError, ProtocolError
+from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.machine import Machine
 from distdl_rma.ops.core.autograd import keeps_values
 from distdl_rma.ops.core.result_memory import ResultPool
-from distdl_rma.out_of_core.allocator import memory_goes_back
+from distdl_rma.out_of_core.allocator import freed_at_once
 from distdl_rma.out_of_core.scratch import Region, Scratch
 from distdl_rma.segments.options import parse_size
+from distdl_rma.split import SplitTensor
 
 # What the backward needs next is in memory up to this many bytes; one larger tensor is read ahead alone.
 _AHEAD_NBYTES = 1 << 26
@@ -137,7 +139,7 @@ class spill:  # noqa: N801
         if self._scratch is None:
             self._reopen()
         self._entered = ExitStack()
-        self._entered.enter_context(memory_goes_back(self._above))
+        self._entered.enter_context(freed_at_once(self._above))
         self._entered.enter_context(saved_tensors_hooks(self._pack, self._unpack))
         return self
 
@@ -191,12 +193,18 @@ class spill:  # noqa: N801
     # Hooks of torch, which turns gradients off in them.
 
     @keeps_values
-    def _pack(self, x: torch.Tensor) -> _Kept | _Saved:
+    def _pack(self, x: torch.Tensor) -> _Kept | _Saved | _Split:
+        if type(x) is SplitTensor:
+            # An argument of a checkpoint, or saved by a user's function.
+            return _Split(self._pack_plain(x._local.detach()), x._layout)
+        return self._pack_plain(x)
+
+    def _pack_plain(self, x: torch.Tensor) -> _Kept | _Saved:
         scratch = self._scratch
         if scratch is None or not _can_wait(x):
             return _Kept.of(x)
         storage, size = x.untyped_storage(), x.itemsize
-        begin = x.storage_offset() * size
+        begin = int(x.storage_offset()) * size
         end = begin + size * (1 + sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True)))
         if end - begin <= self._above:
             return _Kept.of(x)
@@ -207,7 +215,7 @@ class spill:  # noqa: N801
             if 2 * (end - begin) >= storage.nbytes():
                 begin, end = 0, storage.nbytes()
             begin -= begin % _ALIGNED
-            part = torch.empty(0, dtype=torch.uint8).set_(storage, begin, (end - begin,))
+            part = torch.empty(0, dtype=torch.uint8).set_(storage, begin, (end - begin,), (1,))
             try:
                 region = scratch.write(part)
             except DataError as error:
@@ -221,7 +229,9 @@ class spill:  # noqa: N801
         saved = self._saved[number] = _Saved(x, piece, number)
         return saved
 
-    def _unpack(self, packed: _Kept | _Saved) -> torch.Tensor:
+    def _unpack(self, packed: _Kept | _Saved | _Split) -> torch.Tensor:
+        if isinstance(packed, _Split):
+            return SplitTensor(self._unpack(packed.block), packed.layout)
         if isinstance(packed, _Kept):
             _check_version(packed.tensor, packed.version, packed.tensor)
             return packed.tensor
@@ -274,6 +284,13 @@ class _Kept(NamedTuple):
     def of(cls, x: torch.Tensor) -> _Kept:
         # A result would refer to its own node of the graph.
         return cls(x if x.requires_grad and x.is_leaf else x.detach(), x._version)
+
+
+class _Split(NamedTuple):
+    """A saved split tensor: its block, and where that belongs."""
+
+    block: _Kept | _Saved
+    layout: Decomposition
 
 
 class _Piece:

@@ -12,9 +12,9 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from distdl_rma import spill
 from distdl_rma.errors import ConfigurationError, DataError, ProtocolError
 from distdl_rma.out_of_core.scratch import Scratch
-from distdl_rma.out_of_core.spill import spill
 from tests.model.nets import UNet
 
 KIB = 1 << 10
@@ -504,7 +504,7 @@ def test_memory_grows_by_less(tmp_path):
     script = (
         "import sys, torch\n"
         "from torch import nn\n"
-        "from distdl_rma.out_of_core.spill import spill\n"
+        "from distdl_rma import spill\n"
         "torch.set_num_threads(1)\n"
         "def used(): return int(open('/proc/self/status').read().split('VmHWM:')[1].split()[0])\n"
         "model = nn.Sequential(*(nn.Conv2d(4, 4, 1) for _ in range(50)))\n"
@@ -527,7 +527,7 @@ def test_memory_grows_by_less(tmp_path):
 def test_nothing_stays_after_a_kill(tmp_path):
     script = (
         "import os, signal, sys, torch\n"
-        "from distdl_rma.out_of_core.spill import spill\n"
+        "from distdl_rma import spill\n"
         "with spill(sys.argv[1], 1024) as disk:\n"
         "    y = (torch.randn(1 << 20, requires_grad=True) * 2).exp().sum()\n"
         "    disk._scratch.flush()\n"
