@@ -30,7 +30,7 @@ from distdl_rma.split import SplitTensor
 _AHEAD_NBYTES = 1 << 26
 # Memory for what is read, kept for the next tensor of its size: new pages cost several times as much as the
 # copy of their data.
-_IDLE_NBYTES = 1 << 27
+_IDLE_NBYTES = 1 << 26
 # How many saved tensors back the next ones are looked for.
 _AHEAD_COUNT = 256
 # Memory begins at such addresses; kernels compute the same on a tensor that lies alike.
