@@ -230,6 +230,10 @@ class _RankOfTest:
             made[name] = (
                 self._item.funcargs[name] if definition is None else self._made(definition, made, stack)
             )
+            if name == "tmp_path":
+                # Each process has one of its own.
+                made[name] = made[name] / f"rank-{made[_WORLD].rank}"
+                made[name].mkdir(exist_ok=True)
         return made[name]
 
     def _made(self, definition: Any, made: dict[str, Any], stack: ExitStack) -> Any:
@@ -252,4 +256,4 @@ class _RankOfTest:
 class _Request:
     def __init__(self, item: pytest.Function, name: str) -> None:
         self.param = item.callspec.params.get(name) if hasattr(item, "callspec") else None
-        self.node, self.config = item, item.config
+        self.node, self.config, self.module = item, item.config, item.module

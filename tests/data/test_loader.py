@@ -190,6 +190,7 @@ def test_the_position_is_that_of_the_batches_that_the_loop_has_got(comm):
             loader.load_state_dict(wrong)
 
 
+@pytest.mark.processes
 def test_the_thread_reads_ahead_and_no_further(comm):
     reads = []
 
@@ -223,6 +224,7 @@ def stop_within(loader):
 
 
 @pytest.mark.parametrize("how", ["break", "exception", "dropped", "closed", "another loop", "loader dropped"])
+@pytest.mark.processes
 def test_the_thread_ends_with_the_loop(comm, how):
     loader = ShardLoader(made(), prefetch=2)
     if how == "break":

@@ -136,6 +136,7 @@ def test_calls_inside_a_handler_of_another_exception(model, x):
         still_works(model, x)
 
 
+@pytest.mark.processes
 def test_a_second_thread_in_a_call_is_refused_and_leaves_the_first_alone(model, x):
     refused = []
 

@@ -64,6 +64,7 @@ class Hooked(nn.Module):
 @pytest.mark.parametrize("needs", [True, False])
 @pytest.mark.parametrize("every", [True, False])
 @pytest.mark.filterwarnings("ignore:Full backward hook is firing")
+@pytest.mark.processes
 def test_backward_hooks_of_modules_see_and_change_gradients_of_whole_tensors(P_world, needs, every):
     x, seen = torch.randn(2, 1, 7, 6, dtype=torch.float64), []
 
