@@ -6,7 +6,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from distdl_rma import Checkpoints, Machine
 
 # Bytes of the state; DISTDL_RMA_BENCH_CHECKPOINT has another number, and DISTDL_RMA_BENCH_FOLDER the disk.
 NBYTES = int(os.environ.get("DISTDL_RMA_BENCH_CHECKPOINT", "1073741824"))
-WIDTH, REPETITIONS = 1024, 31
+WIDTH, REPETITIONS = 1024, 11
 
 
 def rows(machine: Machine) -> Iterator[Row]:
@@ -65,7 +65,25 @@ def _rows(machine: Machine, folder: Path) -> Iterator[Row]:
             target=0.7,
             repetitions=REPETITIONS,
         )
+        yield _cold_row(
+            f"{what}, restore of files that are not in memory",
+            [folder / "run" / "step-1" / "data.safetensors", file],
+            [lambda: kept.restore(state), lambda: model.load_state_dict(torch.load(file))],
+        )
     yield _asynchronous_row(machine, folder / "background", state, what)
+
+
+def _cold_row(what: str, paths: list[Path], calls: list[Callable[[], object]]) -> Row:
+    taken: list[list[float]] = [[], []]
+    for _ in range(REPETITIONS):
+        for path, call, seconds in zip(paths, calls, taken, strict=True):
+            with path.open("rb") as file:
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            COMM.Barrier()
+            begin = time.perf_counter()
+            call()
+            seconds.append(1e6 * COMM.allreduce(time.perf_counter() - begin, op=MPI.MAX))
+    return Row(what, "torch.load on each rank", *summary(taken[0]), *summary(taken[1]), 0.7)
 
 
 def _asynchronous_row(machine: Machine, folder: Path, state: dict[str, Any], what: str) -> Row:

@@ -15,14 +15,17 @@ from typing import Any
 
 import torch
 
+from distdl_rma.checkpoints.behind_writer import BehindWriter
 from distdl_rma.checkpoints.form import NAMED_DTYPES
 from distdl_rma.checkpoints.items import Item, Kind, Part, flat_bytes
 from distdl_rma.errors import CheckpointError
 
 DATA, MANIFEST, VERSION = "data.safetensors", "manifest.json", 1
 _STEP = re.compile(r"step-(\d+)(\.old)?")
-# Linux writes and reads at most 2 GiB at once.
+# Linux reads at most 2 GiB at once.
 _AT_ONCE = 1 << 30
+# Bytes that are summed and then copied; a multiple of every element's size.
+_IN_CACHE = 1 << 18
 
 # Elements of a part from one number on, as flat bytes.
 Piece = tuple[Part, int, torch.Tensor]
@@ -112,29 +115,26 @@ def write(path: Path, pieces: Iterable[Piece]) -> dict[str, int]:
     """
     file, sums = temporary(path) / DATA, dict[str, int]()
     with explained("writing", file, f"is it on a disk that all hosts share? {_TO_WRITE}"):
-        descriptor = os.open(file, os.O_WRONLY)
+        writer = BehindWriter(file)
         try:
             for part, first, elements in pieces:
                 name, size = part.item.name, part.item.dtype.itemsize
-                sums[name] = sums.get(name, 0) + part.checksum(elements, first)
-                memory = elements.numpy().data
-                for offset, at, count in part.runs(first, first + elements.numel() // size):
-                    begin_at = (at - first) * size
-                    _write_all(descriptor, memory[begin_at : begin_at + count * size], offset)
-            os.fsync(descriptor)
+                # What was summed is copied while it is in the core's cache.
+                for low in range(0, elements.numel(), _IN_CACHE):
+                    some = elements[low : low + _IN_CACHE]
+                    begin_at, memory = first + low // size, some.numpy().data
+                    sums[name] = sums.get(name, 0) + part.checksum(some, begin_at)
+                    for offset, at, count in part.runs(begin_at, begin_at + some.numel() // size):
+                        place = (at - begin_at) * size
+                        writer.append(offset, memory[place : place + count * size])
+            writer.finish()
         finally:
-            os.close(descriptor)
+            writer.close()
     return sums
 
 
-def _write_all(descriptor: int, memory: memoryview, offset: int) -> None:
-    while memory:
-        count = os.pwrite(descriptor, memory[:_AT_ONCE], offset)
-        memory, offset = memory[count:], offset + count
-
-
-def publish(path: Path, body: dict[str, Any], keep: int | None) -> None:
-    """Write the manifest, rename the directory to its own name, then delete the oldest; by one rank."""
+def publish(path: Path, body: dict[str, Any]) -> None:
+    """Write the manifest, and rename the directory to its own name; by one rank."""
     made, text = temporary(path), json.dumps(body)
     with explained("completing", made, _TO_WRITE):
         with (made / MANIFEST).open("w") as file:
@@ -148,18 +148,18 @@ def publish(path: Path, body: dict[str, Any], keep: int | None) -> None:
             path.rename(_replaced(path))
         made.rename(path)
         _sync_folder(path.parent)
+
+
+def delete_old(path: Path, keep: int | None) -> None:
+    """Delete a checkpoint's predecessors but ``keep - 1``, and the one that it replaced; by one rank."""
     with explained("deleting old checkpoints in", path.parent, "the new one is complete"):
-        _delete_old(path, keep)
-
-
-def _delete_old(path: Path, keep: int | None) -> None:
-    found = complete(path.parent)
-    old = [other for other in found if other.name.endswith(".old")]
-    others = [other for other in found if other != path and other not in old]
-    for each in (*old, *(() if keep is None else others[keep - 1 :])):
-        # Without its manifest a directory does not count, should this be interrupted.
-        (each / MANIFEST).unlink()
-        shutil.rmtree(each)
+        found = complete(path.parent)
+        replaced = [other for other in found if other.name.endswith(".old")]
+        others = [other for other in found if other != path and other not in replaced]
+        for each in (*replaced, *(() if keep is None else others[keep - 1 :])):
+            # Without its manifest a directory does not count, should this be interrupted.
+            (each / MANIFEST).unlink()
+            shutil.rmtree(each)
 
 
 def drop(path: Path) -> None:

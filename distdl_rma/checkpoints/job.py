@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import os
 import signal
+import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, NamedTuple, Self
@@ -18,7 +19,16 @@ import torch
 from distdl_rma.checkpoints import files, objects
 from distdl_rma.checkpoints.files import Piece, Saved
 from distdl_rma.checkpoints.form import dtype_name
-from distdl_rma.checkpoints.items import ALIGNED, Holding, Item, Part, flat_bytes, holdings, planned
+from distdl_rma.checkpoints.items import (
+    ALIGNED,
+    Holding,
+    Item,
+    Part,
+    fingerprint,
+    flat_bytes,
+    holdings,
+    planned,
+)
 from distdl_rma.checks.consensus import Consensus, gather_words
 from distdl_rma.checks.outcome import together
 from distdl_rma.errors import (
@@ -41,6 +51,7 @@ from distdl_rma.state import scattered
 
 # Bytes that a rank reads at once, for all ranks that hold the same; a multiple of every element's size.
 _SLICE_NBYTES = 1 << 20
+_LOWEST_PRIORITY = 19
 # Checkpoints whose copies are in memory at once.
 _UNDER_WAY = 2
 
@@ -60,6 +71,17 @@ def _joined(states: list[dict[str, Any]]) -> dict[str, list[Any]]:
     return {key: each[:1] if each[1:] == each[:-1] else each for key, each in columns.items()}
 
 
+def _differing(every: dict[int, dict[str, str]]) -> list[tuple[str, int, int]]:
+    # What differs between ranks that have it, and two of these.
+    first = {key: rank for rank in reversed(every) for key in every[rank]}
+    return [
+        (key, first[key], rank)
+        for rank, words in every.items()
+        for key, word in words.items()
+        if word != every[first[key]][key]
+    ]
+
+
 class Checkpoints:
     """Checkpoints in a folder, of jobs of any number of ranks: the newest one is complete at any moment.
 
@@ -75,7 +97,8 @@ class Checkpoints:
     folder
         Where the directories are made; on a disk that all hosts share. Its parent exists.
     keep
-        How many complete checkpoints stay; older ones are deleted behind a newer one. None: all.
+        How many complete checkpoints stay. A thread deletes older ones behind a newer one, until the next
+        call of ``save``, ``wait``, ``restore`` or ``close``. None: all.
     every
         Number of steps between two checkpoints, for ``due``; None: only when a signal asks the job to stop.
     asynchronous
@@ -116,7 +139,14 @@ class Checkpoints:
             facts |= {"folder": str(self.folder), "keep": keep, "every": every, "asynchronous": asynchronous}
         self._jobs: deque[_Job] = deque()
         self._memory: list[torch.Tensor] = []
-        self._thread = ThreadPoolExecutor(1, "checkpoint") if asynchronous else None
+        # Writes while a step computes, and deletes old checkpoints. Linux has priorities for threads: the
+        # step's own go first.
+        self._thread = ThreadPoolExecutor(
+            1,
+            "checkpoint",
+            lambda: os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOWEST_PRIORITY),
+        )
+        self._deletion: Future[None] | None = None
         self._signalled = self._stopping = self._closed = self._tidy = False
         with self._together():
             if self._first:
@@ -168,6 +198,7 @@ class Checkpoints:
         self._call = "Checkpoints.wait"
         while self._jobs:
             self._complete()
+        self._wait_for_deletion()
 
     def close(self) -> None:
         """Complete all checkpoints and restore the handlers of signals; idempotent."""
@@ -179,8 +210,7 @@ class Checkpoints:
             self._closed = True
             for each, handler in self._before.items():
                 signal.signal(each, handler)
-            if self._thread is not None:
-                self._thread.shutdown()
+            self._thread.shutdown()
 
     def __enter__(self) -> Self:
         return self
@@ -199,7 +229,7 @@ class Checkpoints:
             Names and objects: models, optimizers, objects with ``state_dict`` and ``load_state_dict``
             (schedulers, scalers, averaged models, loaders), tensors, split tensors, numbers, strings, lists
             and dicts of these. Generators of torch (CPU), Python and numpy are saved besides. Tensors that
-            are whole on all ranks are equal there; each rank writes some bytes of them.
+            are whole on all ranks have to be equal there; each rank writes some bytes of them.
         step
             Number of the step; a complete checkpoint of this step is replaced.
 
@@ -208,7 +238,7 @@ class Checkpoints:
         UnsupportedError
             If an object cannot be saved exactly without pickle.
         MismatchError
-            If the ranks save different things.
+            If the ranks save different things, or different copies of a tensor.
         CheckpointError
             If a file cannot be written. Complete checkpoints are as before. With ``asynchronous`` a later
             call raises it.
@@ -243,6 +273,9 @@ class Checkpoints:
                 p.item.name for p, _ in parts if not p.box.empty and p.item.name not in held.tensors
             ]:
                 raise MismatchError(f"checkpoint: this rank has no {lacking[0]!r}, which other ranks have")
+        together = holdings(parts)
+        self._compare_copies(together, held.tensors)
+        with self._together():
             if self._first:
                 if not self._tidy:
                     files.tidy(self.folder)
@@ -253,26 +286,46 @@ class Checkpoints:
             "head": [len(head), files.digest(head)], "forms": one["forms"],
             "generators": _joined(of_ranks),
         }  # fmt: skip
-        me = home.rank
-        shares = [
-            share for each in holdings(parts) for share in each.share(each.ranks.index(me), len(each.ranks))
-        ]
-        pieces = files.cut_out(held.tensors, shares)
-        if self._thread is None:
-            written: Future[dict[str, int]] = Future()
-            try:
-                written.set_result(files.write(path, pieces))
-            except Exception as error:  # noqa: BLE001 - raised on all ranks by ``_complete``
-                written.set_exception(error)
-            self._jobs.append(_Job(path, body, items, written, None))
-            self.wait()
-        else:
+        shares = (
+            share for each in together for share in each.share(each.ranks.index(home.rank), len(each.ranks))
+        )
+        self._write(path, body, items, files.cut_out(held.tensors, shares))
+        return path
+
+    def _write(self, path: Path, body: dict[str, Any], items: list[Item], pieces: Iterator[Piece]) -> None:
+        # This rank's pieces: at once, or copies of them by the thread.
+        if self._asynchronous:
             while len(self._jobs) >= _UNDER_WAY:
                 self._complete()
             copies, memory = self._copied(list(pieces))
             written = self._thread.submit(files.write, path, copies)
             self._jobs.append(_Job(path, body, items, written, memory))
-        return path
+            return
+        written = Future()
+        try:
+            written.set_result(files.write(path, pieces))
+        except Exception as error:  # noqa: BLE001 - ``_complete`` raises it on all ranks
+            written.set_exception(error)
+        self._jobs.append(_Job(path, body, items, written, None))
+        self._complete()
+
+    def _compare_copies(self, held: list[Holding], tensors: dict[str, torch.Tensor]) -> None:
+        # Ranks that hold the same parts write some bytes each: of different copies, a mixture.
+        prints = {
+            str(each.ranks): [(part.item.name, fingerprint(tensors[part.item.name])) for part in each.parts]
+            for each in held
+            if len(each.ranks) > 1
+        }
+        digests = {key: files.digest(json.dumps(found).encode()) for key, found in prints.items()}
+        every = gather_words(self._machine.segments, digests, self._call)
+        if not _differing(every):
+            return
+        named = {f"{name} on {key}": found for key, pairs in prints.items() for name, found in pairs}
+        what, one, other = _differing(gather_words(self._machine.segments, named, self._call))[0]
+        raise MismatchError(
+            f"{self._call}: {what.partition(' on ')[0]!r} differs between ranks {one} and {other}, which hold"
+            " the same part of it; a checkpoint has one copy: make them equal, such as by a broadcast"
+        )
 
     def _copied(self, pieces: list[Piece]) -> tuple[list[Piece], torch.Tensor]:
         # Pieces in private memory, that of an earlier job if it is large enough.
@@ -300,8 +353,10 @@ class Checkpoints:
                 for i, total in zip(job.items, totals, strict=True)
             ]
             with self._together():
+                if self._deletion is not None:
+                    wait([self._deletion])
                 if self._first:
-                    files.publish(job.path, job.body, self._keep)
+                    files.publish(job.path, job.body)
         except Exception:
             with self._together():
                 if self._first:
@@ -310,6 +365,16 @@ class Checkpoints:
         finally:
             if job.memory is not None:
                 self._memory.append(job.memory)
+        self._wait_for_deletion()
+        if self._first:
+            self._deletion = self._thread.submit(files.delete_old, job.path, self._keep)
+
+    def _wait_for_deletion(self) -> None:
+        # Its error is raised on all ranks.
+        deletion, self._deletion = self._deletion, None
+        with self._together():
+            if deletion is not None:
+                deletion.result()
 
     def _summed(self, numbers: Sequence[int]) -> list[int]:
         # Sums over the ranks, modulo 2^64.
@@ -451,35 +516,36 @@ class Checkpoints:
     def _read_together(
         self, holding: Holding, tensors: dict[str, torch.Tensor], fill: Callable[[Iterable[Piece]], None]
     ) -> None:
-        # Each of the ranks that hold the same tensors reads every n-th slice of their bytes.
-        ranks = holding.ranks
-        share = -(-holding.nbytes // len(ranks))
-        nbytes = min(_SLICE_NBYTES, -(-share // ALIGNED) * ALIGNED)
-        me, count = ranks.index(self._machine.rank), -(-holding.nbytes // (nbytes * len(ranks)))
+        # Each of the ranks that hold the same tensors reads a share of their bytes, and passes it on slice by
+        # slice.
+        ranks, size = holding.ranks, holding.nbytes
+        me, count = ranks.index(self._machine.rank), len(ranks)
+        share = -(-size // (count * ALIGNED)) * ALIGNED
+        nbytes = min(_SLICE_NBYTES, share)
         flat = {part.item.name: flat_bytes(tensors[part.item.name]) for part in holding.parts}
         passes = Allgather(self._machine.segments, ranks, nbytes, np.uint8, self._call)
 
-        def slices(number: int, memory: torch.Tensor) -> Iterator[Piece]:
-            # The elements in a slice follow each other, and all are aligned.
-            at = 0
-            for part, first, last in holding.within(number * nbytes, (number + 1) * nbytes):
+        def slices(rank: int, begin: int, memory: torch.Tensor) -> Iterator[Piece]:
+            # Elements of a rank's share from its byte ``begin`` on. They follow each other, and are aligned.
+            low, high, at = rank * share + begin, rank * share + min(begin + nbytes, share), 0
+            for part, first, last in holding.within(low, high):
                 size = (last - first) * part.item.dtype.itemsize
                 yield part, first, memory[at : at + size]
                 at += size
 
         try:
-            fill(slices(me, as_tensor(passes.active)))
-            for number in range(count):
+            fill(slices(me, 0, as_tensor(passes.active)))
+            for begin in range(0, share, nbytes):
                 passes.start()
-                if number + 1 < count:
-                    # The next pass is read while this one travels.
-                    fill(slices((number + 1) * len(ranks) + me, as_tensor(passes.active)))
+                if begin + nbytes < share:
+                    # The next slice is read while this one travels.
+                    fill(slices(me, begin + nbytes, as_tensor(passes.active)))
                 found = as_tensor(passes.wait())
-                for at in range(len(ranks)):
-                    memory = found[at * nbytes : (at + 1) * nbytes]
-                    for part, first, elements in slices(number * len(ranks) + at, memory):
-                        begin = first * part.item.dtype.itemsize
-                        flat[part.item.name][begin : begin + elements.numel()] = elements
+                for rank in range(count):
+                    memory = found[rank * nbytes : (rank + 1) * nbytes]
+                    for part, first, elements in slices(rank, begin, memory):
+                        at = first * part.item.dtype.itemsize
+                        flat[part.item.name][at : at + elements.numel()] = elements
         finally:
             passes.close()
 

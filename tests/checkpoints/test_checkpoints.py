@@ -152,6 +152,7 @@ def test_old_ones_go_after_a_new_one_is_complete(P_world, folder):
         assert kept.restore(state) == 0
         assert [step for step in range(45) if kept.due(step) and kept.save(state, step)] == [10, 20, 30, 40]
         kept.save(state, 40)
+        kept.wait()
         assert sorted(path.name for path in folder.iterdir()) == ["step-30", "step-40"]
         state["x"] += 1
         kept.save(state, 40)
@@ -162,6 +163,19 @@ def test_old_ones_go_after_a_new_one_is_complete(P_world, folder):
         P_world.home.group().barrier()
     with pytest.raises(ClosedError):
         kept.save(state, 50)
+
+
+def test_different_copies_are_no_checkpoint(P_world, comm, folder):
+    state = {"s": {"x": torch.ones(1 << 17), "y": torch.zeros(3)}}
+    with Checkpoints(folder, machine=P_world) as kept:
+        kept.save(state, 1)
+        if comm.rank == comm.size - 1:
+            state["s"]["x"][5] += 1
+        if comm.size > 1:
+            with pytest.raises(MismatchError, match=f"'s/x' differs between ranks 0 and {comm.size - 1}"):
+                kept.save(state, 2)
+        assert kept.restore(state) == 1
+        assert state["s"]["x"].eq(1).all()
 
 
 @pytest.mark.parametrize("stop_on", [signal.SIGUSR1, [signal.SIGUSR1]])

@@ -1,0 +1,105 @@
+"""A writer of large files whose disk works while the next bytes are copied."""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+# What a direct write is a multiple of: its address, its place in the file, its length.
+_PAGE = 4096
+_BUFFER = 8 << 20
+# Fewer contiguous bytes are not worth a hand-over to the thread.
+_SMALL = 1 << 16
+
+
+class BehindWriter:
+    """Writes runs of bytes into a file that exists, past the page cache where the file system allows it.
+
+    Contiguous runs are joined in one of two buffers; a thread writes one while the other is filled. Whole
+    pages are written directly from the buffer (``O_DIRECT``): this takes neither the core's time nor memory
+    for pages that nobody reads. The rest, and everything on file systems without direct writes, goes through
+    the page cache. ``OSError`` of a write is raised by a later call. Local.
+    """
+
+    def __init__(self, file: Path) -> None:
+        self._cached = os.open(file, os.O_WRONLY)
+        try:
+            self._direct: int | None = os.open(file, os.O_WRONLY | os.O_DIRECT)
+        except OSError:
+            self._direct = None
+        self._buffers = [memoryview(mmap.mmap(-1, _BUFFER)) for _ in range(2)]
+        self._thread = ThreadPoolExecutor(1, "checkpoint-disk")
+        self._written: Future[None] | None = None
+        # The first buffer's place in the file, a multiple of pages, and which of its bytes are filled.
+        self._place = self._first = self._last = 0
+
+    def append(self, offset: int, memory: memoryview) -> None:
+        """Write bytes at an offset of the file; they are copied."""
+        while memory:
+            if offset != self._place + self._last or self._last == _BUFFER:
+                self._hand_over()
+                self._first = self._last = offset % _PAGE
+                self._place = offset - self._first
+            count = min(len(memory), _BUFFER - self._last)
+            self._buffers[0][self._last : self._last + count] = memory[:count]
+            self._last += count
+            memory, offset = memory[count:], offset + count
+
+    def finish(self) -> None:
+        """Write what is left, and wait until the disk has everything."""
+        self._hand_over()
+        self._wait()
+        os.fsync(self._cached)
+
+    def close(self) -> None:
+        """Close the file, without its last bytes if ``finish`` was not called."""
+        self._thread.shutdown()
+        for descriptor in (self._cached, self._direct):
+            if descriptor is not None:
+                os.close(descriptor)
+
+    def _wait(self) -> None:
+        written, self._written = self._written, None
+        if written is not None:
+            written.result()
+
+    def _hand_over(self) -> None:
+        if self._first == self._last:
+            return
+        arguments = self._buffers[0], self._place, self._first, self._last
+        if self._last - self._first < _SMALL:
+            self._write(*arguments)
+        else:
+            self._wait()
+            self._written = self._thread.submit(self._write, *arguments)
+            self._buffers.reverse()
+        self._first = self._last
+
+    def _write(self, buffer: memoryview, place: int, first: int, last: int) -> None:
+        # Bytes [first, last) of a buffer, of which whole pages go directly.
+        low, high = -(-first // _PAGE) * _PAGE, last // _PAGE * _PAGE
+        if high - low < _SMALL:
+            low = high = last
+        written = low + self._written_directly(buffer[low:high], place + low)
+        for begin, end in ((first, low), (written, last)):
+            while begin < end:
+                begin += os.pwrite(self._cached, buffer[begin:end], place + begin)
+
+    def _written_directly(self, pages: memoryview, offset: int) -> int:
+        # How many bytes; the page cache takes the rest where the file system wants larger pages.
+        count = 0
+        while self._direct is not None and count < len(pages):
+            try:
+                done = os.pwrite(self._direct, pages[count:], offset + count)
+            except OSError as error:
+                if error.errno != errno.EINVAL:
+                    raise
+                break
+            count += done // _PAGE * _PAGE
+            if done % _PAGE:
+                # The disk is about to be full: the write of the rest says so.
+                break
+        return count
