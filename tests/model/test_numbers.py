@@ -249,6 +249,7 @@ def test_losses_with_arrays_and_what_is_no_number(model, x):
     model(x)
 
 
+@pytest.mark.processes
 def test_backwards_that_some_ranks_followed_before_are_not_compared(P_world, x, odd, monkeypatch):
     monkeypatch.setattr(LOSS_ORIGIN, "on", 0)
     first, other = distribute(Net(), {"H": -1}), distribute(Net(), {"H": -1}, check_copies=False)
@@ -266,6 +267,7 @@ def test_backwards_that_some_ranks_followed_before_are_not_compared(P_world, x, 
     assert LOSS_ORIGIN.on == 0
 
 
+@pytest.mark.processes
 def test_a_copy_follows_backwards_when_its_model_is_closed(P_world, x, odd, monkeypatch):
     monkeypatch.setattr(LOSS_ORIGIN, "on", 0)
     model = distribute(Net(), {"H": -1})
