@@ -24,6 +24,12 @@ GRIDS = {
 ALL = [(dims, grid) for dims, grids in GRIDS.items() for grid in grids]
 
 
+@pytest.fixture(autouse=True)
+def alone(comm):
+    if comm.size > 1:
+        pytest.skip("one process plays all ranks")
+
+
 class Counting:
     """An array that counts the elements that are read, and keeps the slices."""
 
