@@ -23,6 +23,7 @@ from benchmarks import (
     predict,
     process_group,
     rma,
+    spill,
     split,
     split_layers,
     training,
@@ -48,6 +49,7 @@ SUITES: dict[str, Suite] = {
     "scaling": scaling.rows,
     "by_hand": by_hand.rows,
     "planning": planning.rows,
+    "spill": spill.rows,
 }
 # Not among those that run if none is named: for more ranks than cores, and for ranks that did nothing before.
 OTHERS: dict[str, Suite] = {

@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from distdl_rma.out_of_core.inferer import Predictor as Predictor
     from distdl_rma.out_of_core.predict import plan_prediction as plan_prediction
     from distdl_rma.out_of_core.predict import predict as predict
+    from distdl_rma.out_of_core.spill import spill as spill
     from distdl_rma.rehearsal import rehearse as rehearse
     from distdl_rma.sources.opening import open_array as open_array
     from distdl_rma.sources.reading import Sink as Sink
@@ -77,6 +78,7 @@ _HOMES = {
     "load_checkpoint": "checkpoints.load",
     "load_global_state_dict": "state",
     "shard": "split.shard",
+    "spill": "out_of_core.spill",
     "static_shapes": "layers.core.agreement",
     "SplitTensor": "split",
     "compare": "model.compare",

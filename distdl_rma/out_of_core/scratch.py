@@ -18,6 +18,7 @@ import torch
 
 from distdl_rma.dtypes import flat_bytes
 from distdl_rma.errors import ClosedError, DataError
+from distdl_rma.machine import launched
 from distdl_rma.segments.options import parse_size
 
 # Linux writes and reads at most 2 GiB at once.
@@ -25,7 +26,10 @@ _AT_ONCE = 1 << 30
 # Extents begin and end at whole pages, so that no write has to read a page first.
 _PAGE = 1 << 12
 # Largest amount of memory that waits to be written, in bytes; one larger tensor may wait alone.
-IN_FLIGHT_NBYTES = 1 << 27
+IN_FLIGHT_NBYTES = 1 << 26
+# A file of up to this length keeps it: its pages in the system's cache are written over, at a fraction of the
+# cost of new ones.
+_KEPT_NBYTES = 1 << 30
 _IN_MEMORY = frozenset({"tmpfs", "ramfs"})
 
 # Offset in the file and length, in bytes.
@@ -84,8 +88,6 @@ class Region:
     ``Scratch.write`` makes it. It holds no reference to its file.
     """
 
-    __slots__ = ("_extents", "_freed", "_into", "_source", "_stage", "error", "nbytes")
-
     def __init__(self, source: torch.Tensor, extents: list[Extent]) -> None:
         self.nbytes = source.nbytes
         # Of the write, raised by ``wait``; the bytes then stay in memory.
@@ -104,10 +106,11 @@ class Scratch:
 
     The file is unlinked as soon as it is open: when the process ends, however it does, nothing stays. A write
     returns at once, and keeps its tensor alive until it is written. Space of freed regions is used again, and
-    bytes that were freed before the system has written them never reach the disk.
+    the file becomes shorter when its last ones are freed, down to 1 GiB.
 
     The system's page cache holds what is not on the disk yet. It counts as free memory, and the system slows
-    the writing thread down when there is too much of it.
+    the writing thread down when there is too much of it. Bytes behind the end of a file that became shorter
+    before the system has written them never reach the disk.
 
     All methods may be called from any thread, ``free`` also from a finalizer. An object of this class that is
     no longer used closes itself.
@@ -131,7 +134,7 @@ class Scratch:
     Warns
     -----
     RuntimeWarning
-        If the folder is in memory (tmpfs, ramfs): this saves no memory.
+        If the folder is in memory (tmpfs, ramfs): this saves no memory. Only the first rank warns.
     """
 
     def __init__(
@@ -153,7 +156,7 @@ class Scratch:
         self._file = file.fileno()
         #: Bytes written to the file and read from it so far, and bytes in use.
         self.written_nbytes = self.read_nbytes = self.used_nbytes = 0
-        #: The first error of a write; the file takes no more bytes then.
+        #: The first error of a write; the file takes no more bytes then, unless the owner sets None.
         self.error: DataError | None = None
         self._in_flight, self._waiting_nbytes = in_flight, 0
         self._space = Extents()
@@ -167,7 +170,8 @@ class Scratch:
         self._thread = threading.Thread(target=_work, args=(self._jobs,), name="scratch", daemon=True)
         self._thread.start()
         self._end = weakref.finalize(self, _end, self._jobs, file.close)
-        if kind := _in_memory(self.folder):
+        kind = _in_memory(self.folder)
+        if kind and not launched()[0]:
             warnings.warn(
                 f"scratch: {self.folder} is a {kind}, which is memory: tensors there save none; name a"
                 " directory on a disk",
@@ -231,6 +235,11 @@ class Scratch:
             if region.error:
                 raise region.error
 
+    def flush(self) -> None:
+        """Block until nothing waits to be written; ``error`` then says whether all of it is written."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._waiting_nbytes)
+
     def in_memory(self, region: Region) -> torch.Tensor | None:
         """Bytes of a region that is not written yet, as a one-dimensional view of its tensor; else None."""
         return region._source
@@ -246,6 +255,12 @@ class Scratch:
             self._changed.wait_for(lambda: region._stage != "reading")
             region._into, region._stage = into, "asked"
         self._jobs.put(partial(self._prefetch, region))
+
+    def cancel(self, region: Region) -> None:
+        """Give up the prefetch of a region, if there is one, and the tensor that it fills."""
+        with self._changed:
+            self._changed.wait_for(lambda: region._stage != "reading")
+            region._into, region._stage = None, ""
 
     def read(self, region: Region, into: torch.Tensor) -> None:
         """Fill a contiguous tensor of the region's size by its bytes; blocking, as often as wanted.
@@ -270,7 +285,7 @@ class Scratch:
     def free(self, region: Region) -> None:
         """Give the space of a region back; idempotent, never blocks. What is not written yet never is."""
         if not region._freed:
-            region._freed = True
+            region._freed, region._source = True, None
             self._freed.append(region)
             self._jobs.put(self._shorten)
 
@@ -300,17 +315,15 @@ class Scratch:
 
     def _write(self, region: Region) -> None:
         source, error = region._source, self.error
-        if source is None:
-            return
         try:
-            if not (region._freed or error or self.closed):
+            if not (source is None or error or self.closed):
                 self._put(region, source)
         except Exception as raised:  # noqa: BLE001
             reason = str(getattr(raised, "strerror", None) or raised)
-            error = self._failure(reason, source.nbytes, "free space there, or name another folder")
+            error = self._failure(reason, region.nbytes, "free space there, or name another folder")
             error.__cause__ = raised
         with self._changed:
-            self._waiting_nbytes -= source.nbytes
+            self._waiting_nbytes -= region.nbytes
             self.error = region.error = error
             if not error:
                 region._source = None
@@ -366,8 +379,6 @@ class Scratch:
                 for extent in region._extents:
                     self._space.give(extent)
                     self.used_nbytes -= extent[1]
-                if region.error:
-                    region._source = None
 
     def _shorten(self) -> None:
         # Pages of the system's cache behind the new end are dropped and never written. Only this thread
@@ -376,7 +387,7 @@ class Scratch:
             return
         self._collect()
         with self._changed:
-            end = self._space.end
+            end = max(self._space.end, _KEPT_NBYTES)
         if end < os.fstat(self._file).st_size:
             os.ftruncate(self._file, end)
 

@@ -17,7 +17,14 @@ from distdl_rma.errors import PartitionError, ShapeError, UnsupportedError
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.machine import Machine
-from distdl_rma.ops.core.autograd import ENOUGH, breaks_graph, compiles, recomputed_by_all, run_eager
+from distdl_rma.ops.core.autograd import (
+    ENOUGH,
+    breaks_graph,
+    compiles,
+    may_recompute,
+    recomputed_by_all,
+    run_eager,
+)
 from distdl_rma.ops.core.tensors import no_autocast, problem_with
 from distdl_rma.segments.waiting.liveness import OF_SEVERAL_RANKS
 from distdl_rma.split import layout as lay
@@ -316,7 +323,7 @@ class SplitTensor(torch.Tensor):
                         rule.handler if forward_ad._current_level < 0 else partial(_without_tangents, rule)
                     )
                     found = handler(func, args, kwargs or {})
-                    if rule.kind in _EXCHANGING and _hooks_of_saved(False) is not None:
+                    if rule.kind in _EXCHANGING and _hooks_of_saved(False) is not None and may_recompute():
                         _recompute_by_all(found, args, kwargs)
                 if LOSS_ORIGIN.on and not CALL_TRACES:
                     LOSS_ORIGIN.follow(rule.kind, func, args, kwargs or _NOTHING, found)

@@ -135,7 +135,7 @@ def reports_failures(forward: Callable[Concatenate[L, Q], R]) -> Callable[Concat
             if compiles() is not None:
                 return run_eager(forward, layer, *args, **kwargs)
             found: Any = forward(layer, *args, **kwargs)
-            if _hooks_of_saved(False) is not None and type(found) is torch.Tensor:
+            if _hooks_of_saved(False) is not None and type(found) is torch.Tensor and may_recompute():
                 found = recomputed_by_all(found)
             result: R = found
             return result
@@ -273,13 +273,30 @@ class _Recomputed(OperatorFunction):
         return (gradient,)
 
 
+# Attribute of hooks that return saved tensors as they were.
+_KEEPS_VALUES = "_distdl_rma_keeps_values"
+F = TypeVar("F", bound=Callable[..., object])
+
+
+def keeps_values(pack: F) -> F:
+    """Mark a hook that packs saved tensors as one whose counterpart never runs the forward again."""
+    setattr(pack, _KEEPS_VALUES, True)
+    return pack
+
+
+def may_recompute() -> bool:
+    """Whether the hooks of saved tensors that are in place may be those of a checkpoint."""
+    hooks: Any = _hooks_of_saved(False)
+    return hooks is not None and not hasattr(hooks[0], _KEEPS_VALUES)
+
+
 def recomputed_by_all(y: torch.Tensor) -> torch.Tensor:
     """``y``, a new tensor, with a saved tensor in its graph: a checkpoint of any rank recomputes there.
 
     A checkpoint recomputes where the backward first needs a saved tensor, and up to the last saved tensor.
     Ranks without elements may save nothing, and would recompute elsewhere than peers that wait for them.
     """
-    if y.grad_fn is None or y._is_view() or _hooks_of_saved(False) is None or not torch.is_grad_enabled():
+    if y.grad_fn is None or y._is_view() or not may_recompute() or not torch.is_grad_enabled():
         return y
     recomputed: torch.Tensor = _Recomputed.apply(y)
     return recomputed
