@@ -12,13 +12,8 @@ import numpy as np
 
 from distdl_rma.errors import ArgumentError, PeerFailedError, UnsupportedError
 from distdl_rma.geometry.intervals import Balanced
-from distdl_rma.segments.transport.virtual_ranks import (
-    Keeper,
-    RunAbandoned,
-    Turns,
-    VirtualComm,
-    virtual_rank,
-)
+from distdl_rma.segments.transport.turns import Keeper, RunAbandoned, Turns
+from distdl_rma.segments.transport.virtual_ranks import VirtualComm, virtual_rank
 
 _T = TypeVar("_T")
 # 624 words and the place of the next one.

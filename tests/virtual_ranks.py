@@ -22,7 +22,7 @@ from _pytest.monkeypatch import NOTSET  # type: ignore[attr-defined]
 from mpi4py import MPI
 
 from distdl_rma import rehearsal, rehearse
-from distdl_rma.segments.transport import virtual_ranks
+from distdl_rma.segments.transport import turns, virtual_ranks
 
 if TYPE_CHECKING:
     from distdl_rma.segments.transport.virtual_ranks import VirtualComm
@@ -81,7 +81,7 @@ class _Clock:
             setattr(time, name, lambda real=real: real() + self._ahead)
         time.sleep = self.sleep  # type: ignore[assignment]
         os.sched_yield = lambda: self.sleep(0)
-        virtual_ranks.sleep = self._pass  # type: ignore[assignment,attr-defined]
+        turns.sleep = self._pass  # type: ignore[assignment,attr-defined]
 
     def _pass(self, seconds: float) -> None:
         self._ahead += 5 * seconds

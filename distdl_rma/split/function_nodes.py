@@ -21,7 +21,7 @@ from torch.autograd.graph import GradientEdge
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.machine import Machine
 from distdl_rma.ops.core.autograd import OperatorFunction, first_derivative
-from distdl_rma.segments.transport.virtual_ranks import of_each_rank
+from distdl_rma.segments.transport.turns import of_each_rank
 from distdl_rma.split import layout as lay
 from distdl_rma.split.plain_operands import beside
 

@@ -9,40 +9,26 @@ no cores of their own. The ranks of a node load and store each other's memory; b
 from __future__ import annotations
 
 import pickle
-import random
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import reduce
-from time import sleep
-from typing import Any, Protocol, Self, cast
+from typing import Any, Self, cast
 
 from mpi4py import MPI
 from numpy.typing import NDArray
 
 from distdl_rma.errors import ArgumentError, ProtocolError
+from distdl_rma.segments.transport.turns import Turns
 from distdl_rma.segments.transport.virtual_network import (
     Event,
-    Network,
     NonblockingCollectives,
     VirtualRequest,
     VirtualWindow,
     flat,
     reduced,
 )
-
-# Rounds in which no rank did more than wait, after which ranks sleep: they wait for a time to pass.
-_IDLE_ROUNDS = 20
-_IDLE_SECONDS = 2e-4
-# Most turns in a row that are skipped since a rank still waits.
-_SKIPPED = 8
-# Looks in vain, such as tests of requests, after which a rank that does not wait hands over all the same.
-_LOOKS = 256
-
-
-class RunAbandoned(BaseException):
-    """Ends the thread of a rank that would never run again."""
 
 
 class _Here(threading.local):
@@ -52,17 +38,6 @@ class _Here(threading.local):
 
 
 _here = _Here()
-
-
-# Lists with state of the process that belongs to the rank which runs.
-_OF_EACH_RANK: list[list[Any]] = []
-
-
-def of_each_rank() -> list[Any]:
-    """A new list, empty at first, whose items are those of the virtual rank that runs."""
-    items: list[Any] = []
-    _OF_EACH_RANK.append(items)
-    return items
 
 
 def world(comm: MPI.Intracomm | None = None) -> MPI.Intracomm:
@@ -128,218 +103,6 @@ def wait_ended() -> None:
     comm = _here.comm
     if comm is not None and comm._together.turns.keeper is not None:
         comm._together.turns.keeper.wait_ended(comm._whole)
-
-
-class Keeper(Protocol):
-    """Keeps the memory of ranks that wait; each method is called in the thread of its rank."""
-
-    def wait_begun(self, rank: int) -> None:
-        """The rank hands over, and uses none of its memory until ``wait_ended``."""
-
-    def wait_ended(self, rank: int) -> None:
-        """The rank goes on. It may have handed over several times, or never."""
-
-
-class Turns:
-    """Which virtual rank runs; the others wait for their turn.
-
-    Every round gives each rank that has not ended one turn, in an order drawn by ``seed``. If that is None,
-    the first rank that can go on has the next turn. ``swaps`` are pairs of functions that get and set state
-    of the process, such as the state of a random generator; each rank has its own copy of this state, which
-    begins as that of the caller. ``nodes`` has the node of each rank, node 0 for all if None. The ``keeper``
-    is told of waits.
-    """
-
-    def __init__(
-        self,
-        size: int,
-        seed: int | None,
-        swaps: Sequence[tuple[Callable[[], Any], Callable[[Any], object]]],
-        nodes: Sequence[int] | None = None,
-        keeper: Keeper | None = None,
-    ) -> None:
-        self.network = Network(seed or 0, nodes or (0,) * size)
-        self._random, self._swaps, self.keeper = random.Random(seed), swaps, keeper
-        self._chosen = self._first_ready if seed is None else self._next_of_round
-        # Held, but for the turn that was given to a rank: a semaphore takes longer.
-        self._events = [threading.Lock() for _ in range(size)]
-        self._ended: set[int] = set()
-        self._round: list[int] = []
-        # Turns that ended in a wait since a rank last did more than wait.
-        self._idle = 0
-        # Looks in vain in this turn; and whether the ranks' tests for what they wait for are called.
-        self._looks, self.choosing = 0, False
-        # For each rank that waits: the test for what it waits for, None once it was true, and how many turns
-        # it may still be skipped.
-        self._waits: dict[int, list[Any]] = {}
-        # For each rank: functions that are called while it waits in a call without a deadline.
-        self.while_blocked: list[list[Callable[[], object]]] = [[] for _ in range(size)]
-        # Ranks in such calls: the test for their end, and the call.
-        self._blocked: dict[int, tuple[Callable[[], bool], str]] = {}
-        self.abandoned = False
-        # Held until the last rank has ended.
-        self._over = threading.Lock()
-        for held in (*self._events, self._over):
-            held.acquire()
-
-    def run(self, ranks: Sequence[Callable[[], None]]) -> None:
-        """Run these functions as the ranks, each in its own thread; blocking until all have ended."""
-        begin = [get() for get, _ in self._swaps]
-        threads = [
-            threading.Thread(target=self._play, args=(rank, play, begin), name=f"rank {rank}", daemon=True)
-            for rank, play in enumerate(ranks)
-        ]
-        for thread in threads:
-            thread.start()
-        try:
-            self._events[self._next()].release()
-            self._over.acquire()
-        except BaseException:
-            # Such as KeyboardInterrupt: each rank ends at its next turn.
-            self.abandoned = True
-            self._over.acquire()
-            raise
-        finally:
-            for thread in threads:
-                thread.join()
-            self._set(begin)
-
-    def _play(self, rank: int, play: Callable[[], None], begin: Sequence[Any]) -> None:
-        self._events[rank].acquire()
-        self._set(begin)
-        try:
-            with suppress(RunAbandoned):
-                if not self.abandoned:
-                    play()
-        finally:
-            for items in _OF_EACH_RANK:
-                items.clear()
-            self._ended.add(rank)
-            self._idle = 0
-            if len(self._ended) == len(self._events):
-                self._over.release()
-            else:
-                self._events[self._next()].release()
-
-    def hand_over(self, rank: int, ready: Callable[[], bool] | None = None) -> bool:
-        """Let the other ranks run first; returns at the next turn of ``rank``.
-
-        With ``ready``, most turns in which it is not true are skipped; returns whether it was true. Does
-        nothing within such a test.
-        """
-        if self.choosing:
-            return False
-        self._idle += 1
-        if self._idle > _IDLE_ROUNDS * (len(self._events) - len(self._ended)):
-            sleep(_IDLE_SECONDS)
-        self._waits[rank] = [ready, _SKIPPED if ready else 0]
-        following = self._next()
-        if following != rank:
-            if self.keeper is not None:
-                self.keeper.wait_begun(rank)
-            mine, lists = [get() for get, _ in self._swaps], [items[:] for items in _OF_EACH_RANK]
-            for items in _OF_EACH_RANK:
-                items.clear()
-            self._events[following].release()
-            self._events[rank].acquire()
-            self._set(mine)
-            for items, before in zip(_OF_EACH_RANK, lists, strict=False):
-                items[:] = before
-        self._looks = 0
-        if self.abandoned:
-            raise RunAbandoned
-        found, _ = self._waits.pop(rank)
-        if isinstance(found, BaseException):
-            raise found
-        return found is None and ready is not None
-
-    def wait(self, rank: int, ready: Callable[[], bool], what: str) -> None:
-        """Wait until ``ready()`` is true, in a call without a deadline.
-
-        ``ProtocolError`` if all ranks that have not ended wait in such calls in vain.
-        """
-        self._blocked[rank] = ready, what
-        try:
-            while not ready():
-                self.pause(rank, ready)
-                alive = len(self._events) - len(self._ended)
-                if len(self._blocked) < alive or self._idle < alive * _IDLE_ROUNDS or not self.network.idle:
-                    continue
-                if not any(each() for each, _ in self._blocked.values()):
-                    waits = [f"rank {each} in {call}" for each, (_, call) in sorted(self._blocked.items())]
-                    ended = f"; ranks {sorted(self._ended)} have ended" if self._ended else ""
-                    raise ProtocolError(f"virtual ranks wait in vain: {', '.join(waits[:8])}{ended}")
-        finally:
-            del self._blocked[rank]
-        wait_ended()
-
-    def pause(self, rank: int, ready: Callable[[], bool] | None = None) -> None:
-        """Let the other ranks run while this one is in a call that is none of this library's."""
-        for turn in tuple(self.while_blocked[rank]):
-            turn()
-        self.hand_over(rank, ready)
-
-    def ran(self) -> None:
-        """Note that the rank which runs has done more than wait."""
-        self._idle = 0
-
-    def look(self, rank: int) -> None:
-        """Note that the rank which runs has looked in vain; after many looks, it hands over."""
-        self._looks += 1
-        if self._looks > _LOOKS and not self.choosing:
-            self.hand_over(rank)
-
-    def _next(self) -> int:
-        self.choosing = True
-        try:
-            return self._chosen()
-        finally:
-            self.choosing = False
-
-    def _first_ready(self) -> int:
-        if self.network.advance():
-            self._idle = 0
-        alive = [rank for rank in range(len(self._events)) if rank not in self._ended]
-        for rank in alive:
-            if rank not in self._waits or self._can_go_on(rank):
-                return rank
-        # Each in turn takes steps of operations that others wait for.
-        self._round = [rank for rank in self._round if rank not in self._ended] or alive[::-1]
-        return self._round.pop()
-
-    def _next_of_round(self) -> int:
-        while True:
-            if self.network.advance():
-                self._idle = 0
-            if not self._round:
-                self._round = [rank for rank in range(len(self._events)) if rank not in self._ended]
-                self._random.shuffle(self._round)
-            rank = self._round.pop()
-            if rank in self._ended:
-                continue
-            wait = self._waits.get(rank)
-            if wait is None or self.abandoned or wait[1] == 0 or self._can_go_on(rank):
-                return rank
-            wait[1] -= 1
-
-    def _can_go_on(self, rank: int) -> bool:
-        # Tests what a rank waits for, if there is a test.
-        wait = self._waits[rank]
-        if not callable(wait[0]):
-            return bool(wait[1])
-        try:
-            wait[0] = None if wait[0]() else wait[0]
-        except BaseException as error:  # noqa: BLE001
-            # Its own thread raises it.
-            wait[0] = error
-        if wait[0] is None or isinstance(wait[0], BaseException):
-            self._idle = 0
-            return True
-        return False
-
-    def _set(self, values: Sequence[Any]) -> None:
-        for (_, put), value in zip(self._swaps, values, strict=True):
-            put(value)
 
 
 class NoLock:

@@ -21,7 +21,7 @@ from distdl_rma.checks.calls import CallTrace
 from distdl_rma.errors import UnsupportedError
 from distdl_rma.machine import Machine
 from distdl_rma.ops.core.movement import CallSite
-from distdl_rma.segments.transport.virtual_ranks import of_each_rank
+from distdl_rma.segments.transport.turns import of_each_rank
 from distdl_rma.split.calls.table import name_of
 
 T = TypeVar("T")
