@@ -129,6 +129,7 @@ bench: $(STAMP)  ## the benchmarks, on 2 ranks (BENCH_SECONDS=1800 at most)
 	for ranks in 2 4; do timeout $(BENCH_SECONDS) $(MPIEXEC) -n $$ranks $(BIN)/python -m mpi4py -m benchmarks memory \
 	    --output bench-output/memory-$$ranks.json || exit 1; done
 	timeout $(BENCH_SECONDS) $(MPIEXEC) -n 2 $(BIN)/python -m mpi4py -m benchmarks data --output bench-output/data.json
+	timeout $(BENCH_SECONDS) $(MPIEXEC) -n 1 $(BIN)/python -m mpi4py -m benchmarks predict --output bench-output/predict.json
 	for model in $$($(BIN)/python -m benchmarks.public_models); do timeout $(BENCH_SECONDS) $(MPIEXEC) -n 2 \
 	    $(BIN)/python -m mpi4py -m benchmarks memory-$$model --output bench-output/memory-$$model.json || exit 1; done
 	@! $(BIN)/python tests/two_hosts.py --check || timeout $(BENCH_SECONDS) \

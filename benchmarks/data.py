@@ -25,7 +25,7 @@ from distdl_rma.split.tensor import SplitTensor
 MIB = int(os.environ.get("DATA_BENCH_MIB", "2048"))
 SIDE = 1024
 # A call takes seconds.
-REPETITIONS = 31
+REPETITIONS = 11
 
 
 def rows(machine: Machine) -> Iterator[Row]:

@@ -25,7 +25,7 @@ from distdl_rma import Machine, plan_prediction, predict
 SIDE = int(os.environ.get("PREDICT_BENCH_SIDE", "2048"))
 SLABS, CLASSES = 8, 100
 # A call takes seconds.
-REPETITIONS = 31
+REPETITIONS = 11
 
 
 def rows(_machine: Machine) -> Iterator[Row]:

@@ -32,7 +32,7 @@ def main(arguments: Sequence[str]) -> int:
         commands.add_parser(
             "predict",
             help="predict for a file that does not fit into memory",
-            description="Write what a model makes of a file, slab by slab and exact; in one process.",
+            description="Write what a model makes of a file, slab by slab and exact, by all ranks of a job.",
             allow_abbrev=False,
         )
     )

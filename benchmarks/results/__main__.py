@@ -29,6 +29,7 @@ SIDE_BY_SIDE = "models", "torch"
 SECTIONS = {
     SCALING: " scaling, ",
     FUNCTIONS: "^function ",
+    "jobs": "shard|^an epoch of|^checkpoint of|saved tensors on disk| slabs$| classes$",
     "models": "^model ",
     "two hosts": "two hosts",
     "torch": "^(torch's|DDP|FSDP2) ",

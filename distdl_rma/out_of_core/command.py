@@ -8,10 +8,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from torch import nn
-
 from distdl_rma.errors import ArgumentError, DistdlError
-from distdl_rma.out_of_core.predict import plan_prediction, predict
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -35,7 +32,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(chosen: argparse.Namespace) -> int:
-    """Predict, or print the plan; the exit status."""
+    """Predict, or print the plan; the exit status. Collective over the ranks of the job."""
+    # Help needs neither torch nor MPI.
+    from torch import nn
+
+    from distdl_rma.machine import launched
+    from distdl_rma.out_of_core.predict import plan_prediction, predict
+
     try:
         found = _named(chosen.model)
         model = found if isinstance(found, nn.Module) else found()
@@ -47,7 +50,8 @@ def run(chosen: argparse.Namespace) -> int:
             "post": post,
         }
         if chosen.out is None:
-            sys.stdout.write(f"{plan_prediction(model, chosen.source, **options)}\n")
+            plan = plan_prediction(model, chosen.source, **options)
+            sys.stdout.write("" if launched()[0] else f"{plan}\n")
         else:
             predict(model, chosen.source, chosen.out, progress=not chosen.quiet, **options)
     except DistdlError as error:
