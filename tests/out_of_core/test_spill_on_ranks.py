@@ -211,7 +211,6 @@ def test_what_one_rank_cannot_open_is_refused_on_all(comm, tmp_path):
         spill(folder)
     with pytest.raises(ConfigurationError, match="the quota is a whole number of bytes"):
         spill(tmp_path, quota=-1 if comm.rank == 0 else None)
-    Machine.on(comm).close()
 
 
 def test_a_read_that_fails_on_one_rank_ends_the_step_on_all(tmp_path):
