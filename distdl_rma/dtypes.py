@@ -79,17 +79,17 @@ def is_in_memory(tensor: torch.Tensor) -> bool:
 
 
 # Not empty while memory of tensors moves: torch never resizes a tensor again that has had an array.
-_MOVING: list[bool] = []
+MOVING: list[bool] = []
 
 
 @contextmanager
 def memory_moves() -> Iterator[None]:
     """Context in which arrays of tensors leave these resizable; an array is invalid once its tensor was."""
-    _MOVING.append(True)
+    MOVING.append(True)
     try:
         yield
     finally:
-        _MOVING.pop()
+        MOVING.pop()
 
 
 class _Shown:
@@ -116,7 +116,7 @@ def as_words(tensor: torch.Tensor) -> NDArray[Any]:
     word = BIT_WORDS[plain.dtype.itemsize][0]
     try:
         words = plain if plain.dtype == word else plain.view(word)
-        return np.asarray(_Shown(words)) if _MOVING else words.numpy()
+        return np.asarray(_Shown(words)) if MOVING else words.numpy()
     except RuntimeError:
         if not plain._is_zerotensor():
             raise
@@ -126,7 +126,7 @@ def as_words(tensor: torch.Tensor) -> NDArray[Any]:
 
 def as_numbers(tensor: torch.Tensor) -> NDArray[Any]:
     """Elements of a CPU tensor as a numpy array of its dtype, outside of any graph; copied if need be."""
-    return as_words(tensor).view(NUMPY[tensor.dtype]) if _MOVING else tensor.numpy(force=True)
+    return as_words(tensor).view(NUMPY[tensor.dtype]) if MOVING else tensor.numpy(force=True)
 
 
 def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -112,6 +112,8 @@ class Inference:
         if not self.plays(comm.rank):
             comm.wait_until(lambda: self._may_begin(comm.rank), "its first turn")
             self.begun += 1
+            # A rank that leaves before those which wait for its messages has failed, for these.
+            comm.wait_until(self._is_over, "the slabs of this process")
             return
         layout = lay.balanced(machine.partition(self.blocks), self.shape)
         twin = self._hooked()
@@ -142,6 +144,11 @@ class Inference:
         self.mailbox.poll()
         free = self._running == 0 or rank <= self.mailbox.wanted or not self.plays(rank)
         return self._failed or (self.begun == rank and free)
+
+    def _is_over(self) -> bool:
+        # Whether all slabs of this process have ended, or one has failed.
+        self.mailbox.poll()
+        return self._failed or (self.begun == prod(self.blocks) and self._running == 0)
 
     def _hooked(self) -> nn.Module:
         # A copy of the model whose modules are named in messages, and tell places of the program apart.

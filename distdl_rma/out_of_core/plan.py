@@ -160,6 +160,11 @@ def planned(
     if blocks is not None and prod(blocks) > 1:
         dim = max(range(_LEADING, len(sample)), key=lambda d: blocks[d])
     whole = needs_of(model, post, sample, dtype)
+    if tuple(whole.shape[:1]) != (1,):
+        raise ShapeError(
+            f"predict: the result of a sample has shape {tuple(whole.shape)}, and its first dimension is the"
+            " batch, of 1: let the model and post= keep it"
+        )
     found = dependence_of(model, post, sample, dtype, dim)
     fixed, each = _bytes_of_rows(model, post, sample, dtype, dim)
     across, voxels = prod(sample) / sample[dim], prod(sample)

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from distdl_rma.errors import ConfigurationError, DataError, UnsupportedError
+from distdl_rma.errors import ArgumentError, ConfigurationError, DataError, ProtocolError, UnsupportedError
 from distdl_rma.out_of_core.inference import Inference, check_model, fixed_tensors
 from distdl_rma.out_of_core.pages import Pages
 from distdl_rma.out_of_core.plan import Plan, planned
@@ -110,6 +110,7 @@ def predict(
         plan = prepared.plan
         key = key_of(plan, model, prepared.source)
         facts |= {"the source": plan.source, "the grid": plan.grid, "the digest of the call": key}
+        facts |= {"the sink": label(sink), "post": getattr(post, "__qualname__", type(post).__name__)}
     with (
         _opened(processes, sink, plan, key) as results,
         _shown(plan, progress and processes.first) as step,
@@ -158,6 +159,10 @@ class _Prepared:
         self.dtype = next(
             (x.dtype for x in fixed_tensors(model) if x.dtype.is_floating_point), torch.get_default_dtype()
         )
+        if "complex" in str(self.source.dtype) and not self.dtype.is_complex:
+            raise ArgumentError(
+                f"predict: {label(self.source)} has complex elements, and the model computes in {self.dtype}"
+            )
         self.folder = Path(tempfile.gettempdir() if scratch is None else scratch)
         if not self.folder.is_dir():
             raise DataError(
@@ -212,6 +217,8 @@ class _Prepared:
                 lambda rank, y: mailbox.tell("ended", rank), first, processes.plays,
             )  # fmt: skip
             inference.run()
+        if processes.first and len(ended) < plan.slabs:
+            raise ProtocolError(f"predict: {plan.slabs - len(ended)} of {plan.slabs} slabs have not ended")
 
 
 @contextmanager

@@ -10,7 +10,6 @@ import torch
 
 from distdl_rma.checks.outcome import together
 from distdl_rma.dtypes import flat_bytes
-from distdl_rma.errors import PeerFailedError
 from distdl_rma.machine import Machine
 from distdl_rma.segments.buffered_channel import Mailbox
 from distdl_rma.segments.shared_mailbox import SharedMailbox, process_of
@@ -69,8 +68,8 @@ class Processes:
             yield shared
         except Exception as raised:  # noqa: BLE001 - all processes raise it
             error = raised
-        shared.finish(error)
+        own = shared.finish(error)
         with self.together():
-            # Those that have waited for the one which failed have nothing to say.
-            if error is not None and not isinstance(error, PeerFailedError):
+            # Processes that have waited for the one which failed get its error.
+            if error is not None and own:
                 raise error

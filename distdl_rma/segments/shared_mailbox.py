@@ -82,8 +82,11 @@ class SharedMailbox(Mailbox):
         else:
             self._send(0, action, *arguments)
 
-    def finish(self, error: Exception | None) -> None:
-        """Receive until all processes have called this, and all messages have arrived; blocking."""
+    def finish(self, error: Exception | None) -> bool:
+        """Receive until all processes have called this, and all messages have arrived; blocking.
+
+        Returns whether this process has an ``error`` of its own, which was not due to that of another one.
+        """
         if error is not None and self._failed is None:
             self._fail(self._rank)
             for process in self._others:
@@ -96,9 +99,11 @@ class SharedMailbox(Mailbox):
                 over = self._comm.Ibarrier()
             time.sleep(_IDLE_SECONDS)
         self._comm.Free()
+        return error is not None and self._failed == self._rank
 
     def _fail(self, process: int) -> None:
-        self._failed = process
+        if self._failed is None:
+            self._failed = process
 
     def _send(self, process: int, *message: Any) -> None:
         self._sends.append(self._comm.issend(message, process))

@@ -51,6 +51,7 @@ def test_a_step_trains():
 
 @pytest.mark.mpi
 @pytest.mark.sizes(1, 2, 3, 4)
+@pytest.mark.processes
 def test_a_model_has_rows_against_its_tile_and_one_process_and_none_without_its_package(
     comm, monkeypatch, capsys
 ):

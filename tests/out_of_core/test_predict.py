@@ -373,6 +373,20 @@ def test_a_later_call_with_another_model_begins_anew(tmp_path):
     torch.testing.assert_close(torch.from_numpy(np.load(out)), whole(model, x), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize(
+    "post", [lambda y: y.argmax(1)[0], lambda y: torch.cat([y, y.flip(3)]), lambda y: y.sum()]
+)
+def test_a_result_without_its_batch_dimension_is_refused(tmp_path, post):
+    with pytest.raises(ShapeError, match="its first dimension is the batch"):
+        predict(nn.Conv2d(1, 4, 3, padding=1), torch.randn(12, 8), tmp_path / "y.npy", post=post)
+    assert not any(tmp_path.iterdir())
+
+
+def test_complex_elements_are_not_made_real():
+    with pytest.raises(ArgumentError, match="has complex elements"):
+        predict(nn.Conv2d(1, 4, 3, padding=1), torch.randn(12, 8, dtype=torch.complex64))
+
+
 def test_a_result_that_is_there_is_not_replaced(tmp_path):
     (tmp_path / "y.npy").touch()
     with pytest.raises(DataError, match="is there already"):

@@ -1,5 +1,7 @@
 """Prediction by several processes: each plays some of the slabs, and the result is that of one."""
 
+import time
+
 import numpy as np
 import pytest
 import torch
@@ -104,6 +106,20 @@ def test_an_error_of_one_process_is_raised_on_all_and_a_later_call_goes_on(comm,
     )
 
 
+@pytest.mark.parametrize("norm", ["none", "instance"])
+def test_a_wait_for_another_process_may_be_long(comm, norm):
+    model, x = seeded(lambda: UNet(2, norm)), np.random.default_rng(0).random((48, 16), np.float32)
+
+    def read(box):
+        if comm.rank == comm.size - 1 and box[0].start > 0:
+            # Longer than it takes until ranks that have left count as failed.
+            time.sleep(1.5)
+        return x[box]
+
+    found = predict(model, Source(x.shape, x.dtype, read), grid={"H": 4}, comm=comm)
+    torch.testing.assert_close(found, whole(model, torch.from_numpy(x)[None, None])[0], rtol=1e-4, atol=1e-5)
+
+
 def test_calls_that_differ_are_refused(comm):
     model = seeded(lambda: UNet(2, "none"))
     if comm.size == 1:
@@ -111,5 +127,10 @@ def test_calls_that_differ_are_refused(comm):
     x = torch.rand(1, 1, 40 + comm.rank, 20)
     with pytest.raises(MismatchError, match="the source: "):
         predict(model, x, grid={"H": 4}, comm=comm)
+    x = torch.rand(1, 1, 40, 20)
+    with pytest.raises(MismatchError, match="the sink: "):
+        predict(model, x, None if comm.rank else torch.empty(1, 3, 40, 20), grid={"H": 4}, comm=comm)
+    with pytest.raises(MismatchError, match="post: "):
+        predict(model, x, grid={"H": 4}, comm=comm, post=torch.relu if comm.rank else torch.sigmoid)
     with pytest.raises(DataError, match="no folder"):
         predict(model, x, scratch="/nowhere" if comm.rank else None, comm=comm)

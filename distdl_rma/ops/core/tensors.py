@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from numpy.typing import NDArray
 
-from distdl_rma.dtypes import DTYPES, as_numbers
+from distdl_rma.dtypes import DTYPES, MOVING, as_numbers
 
 # Most dimensions of a tensor: messages between ranks hold this many extents.
 MAX_DIMS = 8
@@ -31,7 +31,7 @@ def as_array(tensor: torch.Tensor) -> NDArray[Any]:
     """Numpy view of a CPU tensor; no copy, no autograd. bfloat16 becomes uint16 words."""
     if tensor.dtype == torch.bfloat16:
         tensor = tensor.view(torch.uint16)
-    return as_numbers(tensor)
+    return as_numbers(tensor) if MOVING else tensor.detach().numpy()
 
 
 def as_tensor(array: NDArray[Any], dtype: torch.dtype | None = None) -> torch.Tensor:

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from distdl_rma.dtypes import NUMPY, as_numbers
+from distdl_rma.dtypes import MOVING, NUMPY, as_numbers
 from distdl_rma.ops.core.movement import CallSite
 from distdl_rma.ops.core.result_memory import result_like
 from distdl_rma.ops.norm.statistic_groups import PAIR, Array, StatisticGroups
@@ -54,13 +54,19 @@ class Rows:
         """Sums of ``a`` and of ``a * b``, (2, *shape); of tensors without a graph."""
         if not self._trailing:
             both = a.to(torch.float64), (a * b).to(torch.float64)
-            return np.stack([as_numbers(x.sum(self._dims, True) if self._dims else x) for x in both])
+            sums = [x.sum(self._dims, True) if self._dims else x for x in both]
+            return np.stack([as_numbers(x) if MOVING else x.numpy(force=True) for x in sums])
         found = np.empty((2, *self._of_rows))
         # torch sums pairwise: exact enough in the type of the data, and ten times as fast as in float64.
         found[0] = a.sum(self._trailing, True).numpy()
         # Lazy negatives and zero tensors of autograd become plain ones.
-        first = as_numbers(a.reshape(self._flat))
-        second = first if b is a else as_numbers(b.reshape(self._flat))
+        if MOVING:
+            first = as_numbers(a.reshape(self._flat))
+            second = first if b is a else as_numbers(b.reshape(self._flat))
+        else:
+            # The same without a call of Python.
+            first = a.reshape(self._flat).numpy(force=True)
+            second = first if b is a else b.reshape(self._flat).numpy(force=True)
         *_, pieces, length = self._pieces
         if pieces == 1 and length == self._flat[-1]:
             products = _dots(first, second)
