@@ -56,10 +56,10 @@ def predict(
     Parameters
     ----------
     model
-        Any module of torch on the CPU, with inputs (batch, channels, *spatial).
+        Any module of torch on the CPU, with inputs ``(batch, channels, *spatial)``.
     source
-        A path for :func:`open_array`, or an array of its kinds: (*spatial), (channels, *spatial) or
-        (batch, channels, *spatial), by the spatial dimensions of the model's convolutions. Samples are
+        A path for :func:`open_array`, or an array of its kinds: ``(*spatial)``, ``(channels, *spatial)`` or
+        ``(batch, channels, *spatial)``, by the spatial dimensions of the model's convolutions. Samples are
         computed one after the other. Elements are converted to the type of the model's parameters.
     sink
         A path of a new file, as for :func:`create_array`; or anything of the right shape and dtype that takes
