@@ -1,5 +1,6 @@
 """A rank that loads needs the memory of its block and of those that it reads ahead, and little more."""
 
+import json
 import sys
 import textwrap
 
@@ -12,7 +13,7 @@ from tests.run_mpi import completed, mpiexec
 # Blocks are above 32 MiB, so that freed ones go back to the system.
 SIDE, SAMPLES = 5120, 6
 SCRIPT = """
-    import sys, time
+    import json, sys, time
     from pathlib import Path
     from mpi4py import MPI
     from benchmarks.memory import status_kib
@@ -35,7 +36,10 @@ SCRIPT = """
     # Loads what is needed of libraries.
     peak({"crop": (600, 600), "flip": "HW"})
     flipped = {"flip": "HW", "crop": (5000, 5120)}
-    print("peaks", peak({}, prefetch=0), peak({}, prefetch=2), peak(flipped, prefetch=1), flush=True)
+    peaks = peak({}, prefetch=0), peak({}, prefetch=2), peak(flipped, prefetch=1)
+    # Lines of two ranks may be mixed.
+    if every := MPI.COMM_WORLD.gather(peaks):
+        print(json.dumps(every), flush=True)
 """
 
 
@@ -55,8 +59,8 @@ def test_a_rank_that_loads_needs_little_more_than_its_blocks(tmp_path):
     ]
     done = completed(job)
     assert done.returncode == 0, done.stderr
-    peaks = [list(map(float, line.split()[1:])) for line in done.stdout.splitlines() if "peaks" in line]
-    assert len(peaks) == 2, done.stdout
+    peaks = json.loads(done.stdout)
+    assert len(peaks) == 2
     for alone, ahead, flipped in peaks:
         # In blocks: the batch in the loop, and those that the thread has read by then.
         assert 0.9 < alone <= 1.3 and ahead <= 3 * 1.3 and flipped <= 2 * 1.3, peaks
