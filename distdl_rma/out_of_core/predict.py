@@ -45,13 +45,14 @@ def predict(
 ) -> torch.Tensor | None:
     """Write what a model makes of a source that need not fit into memory: exact, slab by slab.
 
-    Virtual ranks of this process have a slab each, and take turns; halos are kept, not computed again. So the
-    result is that of the whole at once but for rounding, and what cannot be split exactly is refused before
-    anything is written. A model without statistics of the whole takes one pass. Where it has some, as in an
-    instance norm, all slabs come to that function before one goes on; what they hold meanwhile is on disk, as
-    far as it does not fit.
+    Virtual ranks have a slab each, and those of a process take turns; halos are kept, not computed again. So
+    the result is that of the whole at once but for rounding, and what cannot be split exactly is refused
+    before anything is written. A model without statistics of the whole takes one pass. Where it has some, as
+    in an instance norm, all slabs come to that function before one goes on; what they hold meanwhile is on
+    disk, as far as it does not fit.
 
-    Blocking. Computes without gradients, with a copy of the model in ``eval()`` that shares its parameters.
+    Blocking; collective over the processes of ``comm``. Computes without gradients, with a copy of the model
+    in ``eval()`` that shares its parameters.
 
     Parameters
     ----------
@@ -65,8 +66,9 @@ def predict(
         A path of a new file, as for :func:`create_array`; or anything of the right shape and dtype that takes
         ``sink[box] = array``; None to return a tensor.
     memory
-        What the process may need beside the memory that it has already, for slabs, halos and blocks that
-        wait: bytes, or text such as ``"8GiB"``. The number of slabs follows from it.
+        What each process may need beside the memory that it has already, for slabs, halos and blocks that
+        wait: bytes, or text such as ``"8GiB"``. The number of slabs follows from it, by the bytes of tensors;
+        what kernels need for themselves is not counted.
     post
         Called with the result of the model, which it may reduce before it is written:
         ``lambda y: y.argmax(1).to(torch.uint8)``. It gets and returns split tensors.
@@ -93,19 +95,22 @@ def predict(
         If a function of the model cannot be split, and in a virtual rank.
     ShapeError, ArgumentError
         If source, sink or grid do not fit the model.
+    MismatchError
+        If the processes make different calls.
     DataError
-        If a file cannot be read or written.
+        If a file cannot be read or written. An error of one process is raised on all.
 
     Notes
     -----
     A process that is killed leaves ``path.part`` and ``path.progress`` of a sink that is a path. The next
     call with the same model, source and slabs goes on: in one pass at the slab after the last one that was
-    noted, otherwise from the first slab, without writing again what is written. ``post`` is not compared.
+    noted, otherwise, and on several processes, from the first slab, without writing again what is written.
+    ``post`` is not compared with that of the earlier call, and by its name only between processes.
     """
-    if progress and find_spec("rich") is None:
-        raise ConfigurationError("predict: progress=True needs the package rich: pip install rich")
     processes = Processes(comm)
     with processes.together() as facts:
+        if progress and find_spec("rich") is None:
+            raise ConfigurationError("predict: progress=True needs the package rich: pip install rich")
         prepared = _Prepared(model, source, memory, post, grid, scratch)
         plan = prepared.plan
         key = key_of(plan, model, prepared.source)
