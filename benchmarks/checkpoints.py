@@ -36,6 +36,7 @@ def rows(machine: Machine) -> Iterator[Row]:
 
 
 def _rows(machine: Machine, folder: Path) -> Iterator[Row]:
+    torch.manual_seed(0)
     count = max(1, NBYTES // (4 * WIDTH * WIDTH))
     model = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(count))
     what, file = f"checkpoint of {NBYTES >> 20} MiB, whole on {machine.size} ranks", folder / "torch.pt"

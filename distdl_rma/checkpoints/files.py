@@ -23,9 +23,7 @@ from distdl_rma.errors import CheckpointError
 
 DATA, MANIFEST, VERSION = "data.safetensors", "manifest.json", 1
 _STEP = re.compile(r"step-(\d+)(\.old)?")
-# Linux reads at most 2 GiB at once.
-_AT_ONCE = 1 << 30
-# Bytes that are summed and then copied; a multiple of every element's size.
+# Bytes that are read or written, and summed, at a time; a multiple of every element's size.
 _IN_CACHE = 1 << 18
 
 # Elements of a part from one number on, as flat bytes.
@@ -239,17 +237,25 @@ def opened(path: Path) -> Saved:
     return saved
 
 
-def read(descriptor: int, part: Part, first: int, elements: torch.Tensor) -> None:
-    """Fill flat bytes by the elements of a part from ``first`` on."""
-    size = part.item.dtype.itemsize
-    memory = elements.numpy().data
-    for offset, at, count in part.runs(first, first + elements.numel() // size):
-        rest = memory[(at - first) * size : (at - first + count) * size]
-        while rest:
-            got = os.preadv(descriptor, [rest[:_AT_ONCE]], offset)
-            if not got:
-                raise CheckpointError(f"checkpoint: {part.item.name!r} ends before its last byte")
-            rest, offset = rest[got:], offset + got
+def read(file: Path, pieces: Iterable[Piece]) -> dict[str, int]:
+    """Fill pieces from a data file; returns sums by the item's name. Local."""
+    sums = dict[str, int]()
+    with file.open("rb") as data:
+        for part, first, elements in pieces:
+            name, size = part.item.name, part.item.dtype.itemsize
+            # What was read is summed while it is in the core's cache.
+            for low in range(0, elements.numel(), _IN_CACHE):
+                some = elements[low : low + _IN_CACHE]
+                begin_at, memory = first + low // size, some.numpy().data
+                for offset, at, count in part.runs(begin_at, begin_at + some.numel() // size):
+                    rest = memory[(at - begin_at) * size : (at - begin_at + count) * size]
+                    while rest:
+                        got = os.preadv(data.fileno(), [rest], offset)
+                        if not got:
+                            raise CheckpointError(f"checkpoint: {name!r} ends before its last byte")
+                        rest, offset = rest[got:], offset + got
+                sums[name] = sums.get(name, 0) + part.checksum(some, begin_at)
+    return sums
 
 
 def cut_out(tensors: dict[str, torch.Tensor], shares: Iterable[tuple[Part, int, int]]) -> Iterator[Piece]:

@@ -6,10 +6,11 @@ import json
 import os
 import signal
 import threading
-from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
+from collections import deque
+from collections.abc import Container, Iterable, Iterator, MutableMapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -49,8 +50,8 @@ from distdl_rma.segments.collectives.allgather import Allgather
 from distdl_rma.segments.collectives.allreduce import Allreduce
 from distdl_rma.state import scattered
 
-# Bytes that a rank reads at once, for all ranks that hold the same; a multiple of every element's size.
-_SLICE_NBYTES = 1 << 20
+# Bytes that ranks which hold the same pass on at once: with the copies, they stay in a core's cache.
+_SLICE_NBYTES = 1 << 19
 _LOWEST_PRIORITY = 19
 # Checkpoints whose copies are in memory at once.
 _UNDER_WAY = 2
@@ -63,6 +64,36 @@ class _Job(NamedTuple):
     items: list[Item]
     sums: Future[dict[str, int]]
     memory: torch.Tensor | None
+
+
+class _Share(NamedTuple):
+    # ``nbytes`` that each of the ranks which hold the same parts reads of them, this rank into ``memory``.
+    # ``in_place`` says that their tensors are those of the user's objects.
+    holding: Holding
+    nbytes: int
+    memory: torch.Tensor
+    in_place: bool
+
+    @classmethod
+    def of(cls, holding: Holding, rank: int, in_place: bool) -> Self:
+        nbytes = -(-holding.nbytes // (len(holding.ranks) * ALIGNED)) * ALIGNED
+        mine = min(nbytes, max(0, holding.nbytes - holding.ranks.index(rank) * nbytes))
+        return cls(holding, nbytes, _memory(mine), in_place)
+
+    def pieces(self, rank: int, begin: int = 0, memory: torch.Tensor | None = None) -> Iterator[Piece]:
+        # The elements in a rank's share from its byte ``begin`` on, which follow each other in ``memory``.
+        memory = self.memory if memory is None else memory
+        low, at = self.holding.ranks.index(rank) * self.nbytes + begin, 0
+        high = low - begin + min(begin + memory.numel(), self.nbytes)
+        for part, first, last in self.holding.within(low, high):
+            size = (last - first) * part.item.dtype.itemsize
+            yield part, first, memory[at : at + size]
+            at += size
+
+
+def _memory(nbytes: int) -> torch.Tensor:
+    # numpy asks the system for huge pages, whose first use takes a quarter of the time.
+    return torch.from_numpy(np.empty(nbytes, np.uint8))
 
 
 def _joined(states: list[dict[str, Any]]) -> dict[str, list[Any]]:
@@ -332,7 +363,7 @@ class Checkpoints:
         nbytes = sum(-(-elements.numel() // ALIGNED) * ALIGNED for *_, elements in pieces)
         memory = self._memory.pop() if self._memory else torch.empty(0, dtype=torch.uint8)
         if memory.numel() < nbytes:
-            memory = torch.empty(nbytes, dtype=torch.uint8)
+            memory = _memory(nbytes)
         copies, at = [], 0
         for part, first, elements in pieces:
             copy = memory[at : at + elements.numel()].copy_(elements)
@@ -391,9 +422,9 @@ class Checkpoints:
         """Restore the newest complete checkpoint, or that of a step; returns its step, 0 if there is none.
 
         The job may have another number of ranks than the one that saved, other partitions, or plain modules.
-        Every byte of the file is read by one rank, and travels to the others through segments. All tensors
-        are read and checked before an object is changed. Then tensors are copied into existing ones, and
-        numbers, strings and dicts of ``state`` are replaced. What ``state`` lacks is left out.
+        Every byte of the file is read and checked by one rank before an object is changed, and then travels
+        to the others through segments. Tensors are copied into existing ones, and numbers, strings and dicts
+        of ``state`` are replaced. What ``state`` lacks is left out.
 
         ``generators`` are restored too. One that differed between ranks, for want of a seed, is restored if
         the number of ranks is the same. On another number those of Python and numpy stay as they are, and
@@ -426,14 +457,15 @@ class Checkpoints:
                     " restore(..., generators=False)"
                 )
             wanted = held.wanted(body["forms"], kinds)
-        items = saved.items(wanted)
-        tensors = {item.name: objects.blank(kinds[item.name], held.layouts.get(item.name)) for item in items}
-        found = self._read(saved, list(self._parts(items, held.layouts)), tensors)
-        sums = saved.sums()
-        totals = self._summed([found.get(item.name, 0) for item in items])
-        for item, total in zip(items, totals, strict=True):
-            if total != sums[item.name]:
-                raise saved.damaged(f"the checksum of {item.name!r} does not fit", saved.data)
+        items, own = saved.items(wanted), held.in_place()
+        tensors = {
+            i.name: objects.blank(kinds[i.name], held.layouts.get(i.name))
+            for i in items
+            if own.get(i.name) is None
+        }
+        tensors |= {name: x for name, x in own.items() if x is not None}
+        shares = self._read(saved, items, held.layouts, own, tensors)
+        self._pass_on([each for each in shares if not each.in_place], tensors)
         undo = held.before()
         try:
             with self._together():
@@ -442,6 +474,7 @@ class Checkpoints:
             with self._together():
                 held.load(undo)
             raise
+        self._pass_on([each for each in shares if each.in_place], tensors)
         with self._together():
             held.load_tensors(body["forms"], tensors)
             if generators:
@@ -483,71 +516,53 @@ class Checkpoints:
                 yield Part(item, layout.box(rank)), tuple(sorted(layout.holders(rank)))
 
     def _read(
-        self, saved: Saved, parts: list[tuple[Part, tuple[int, ...]]], tensors: dict[str, torch.Tensor]
-    ) -> dict[str, int]:
-        # Fills the tensors; returns the sums of what this rank has read. A rank that cannot read goes on, so
-        # that the others do not wait, and all raise its error at the end.
-        sums, failed, opened = Counter[str](), list[BaseException](), list[int]()
-        reading = files.explained("reading", saved.data, "is the folder on a disk that all hosts share?")
-        with self._together(), reading:
-            opened.append(os.open(saved.data, os.O_RDONLY))
-
-        def fill(pieces: Iterable[Piece]) -> None:
-            for part, first, elements in pieces:
-                try:
-                    files.read(opened[0], part, first, elements)
-                except OSError as error:
-                    failed.append(error)
-                sums[part.item.name] += part.checksum(elements, first)
-
-        try:
+        self,
+        saved: Saved,
+        items: list[Item],
+        layouts: dict[str, Decomposition],
+        in_place: Container[str],
+        tensors: dict[str, torch.Tensor],
+    ) -> list[_Share]:
+        # Reads each byte on one rank, and checks the sums of all. What several ranks hold is in memory of its
+        # own then, a share on each of them; what one rank holds is in its tensor, which is none of an object.
+        shares, pieces = list[_Share](), list[Iterator[Piece]]()
+        for placed in (False, True):
+            parts = self._parts([item for item in items if (item.name in in_place) == placed], layouts)
             for holding in holdings(parts):
-                if len(holding.ranks) == 1:
-                    fill(files.cut_out(tensors, holding.share(0, 1)))
-                else:
-                    self._read_together(holding, tensors, fill)
-        finally:
-            os.close(opened[0])
-        with self._together(), files.explained("reading", saved.data, "does the disk work?"):
-            if failed:
-                raise failed[0]
-        return sums
+                if len(holding.ranks) == 1 and not placed:
+                    pieces.append(files.cut_out(tensors, holding.share(0, 1)))
+                    continue
+                shares.append(_Share.of(holding, self._machine.rank, placed))
+                pieces.append(shares[-1].pieces(self._machine.rank))
+        found, advice = dict[str, int](), "is the folder on a disk that all hosts share?"
+        with self._together(), files.explained("reading", saved.data, advice):
+            found = files.read(saved.data, chain.from_iterable(pieces))
+        sums = saved.sums()
+        totals = self._summed([found.get(item.name, 0) for item in items])
+        for item, total in zip(items, totals, strict=True):
+            if total != sums[item.name]:
+                raise saved.damaged(f"the checksum of {item.name!r} does not fit", saved.data)
+        return shares
 
-    def _read_together(
-        self, holding: Holding, tensors: dict[str, torch.Tensor], fill: Callable[[Iterable[Piece]], None]
-    ) -> None:
-        # Each of the ranks that hold the same tensors reads a share of their bytes, and passes it on slice by
-        # slice.
-        ranks, size = holding.ranks, holding.nbytes
-        me, count = ranks.index(self._machine.rank), len(ranks)
-        share = -(-size // (count * ALIGNED)) * ALIGNED
-        nbytes = min(_SLICE_NBYTES, share)
-        flat = {part.item.name: flat_bytes(tensors[part.item.name]) for part in holding.parts}
-        passes = Allgather(self._machine.segments, ranks, nbytes, np.uint8, self._call)
-
-        def slices(rank: int, begin: int, memory: torch.Tensor) -> Iterator[Piece]:
-            # Elements of a rank's share from its byte ``begin`` on. They follow each other, and are aligned.
-            low, high, at = rank * share + begin, rank * share + min(begin + nbytes, share), 0
-            for part, first, last in holding.within(low, high):
-                size = (last - first) * part.item.dtype.itemsize
-                yield part, first, memory[at : at + size]
-                at += size
-
-        try:
-            fill(slices(me, 0, as_tensor(passes.active)))
-            for begin in range(0, share, nbytes):
-                passes.start()
-                if begin + nbytes < share:
-                    # The next slice is read while this one travels.
-                    fill(slices(me, begin + nbytes, as_tensor(passes.active)))
-                found = as_tensor(passes.wait())
-                for rank in range(count):
-                    memory = found[rank * nbytes : (rank + 1) * nbytes]
-                    for part, first, elements in slices(rank, begin, memory):
-                        at = first * part.item.dtype.itemsize
-                        flat[part.item.name][at : at + elements.numel()] = elements
-        finally:
-            passes.close()
+    def _pass_on(self, shares: list[_Share], tensors: dict[str, torch.Tensor]) -> None:
+        # Fills tensors by the shares of all ranks that hold them, slice by slice.
+        for share in shares:
+            flat = {p.item.name: flat_bytes(tensors[p.item.name]) for p in share.holding.parts}
+            ranks, nbytes = share.holding.ranks, min(_SLICE_NBYTES, share.nbytes)
+            passes = Allgather(self._machine.segments, ranks, nbytes, np.uint8, self._call)
+            try:
+                for begin in range(0, share.nbytes, nbytes):
+                    mine = share.memory[begin : begin + nbytes]
+                    as_tensor(passes.active)[: mine.numel()] = mine
+                    passes.start()
+                    found = as_tensor(passes.wait())
+                    for number, rank in enumerate(ranks):
+                        memory = found[number * nbytes : (number + 1) * nbytes]
+                        for part, first, elements in share.pieces(rank, begin, memory):
+                            at = first * part.item.dtype.itemsize
+                            flat[part.item.name][at : at + elements.numel()] = elements
+            finally:
+                passes.close()
 
     def _together(self, differs: type[DistdlError] = MismatchError) -> AbstractContextManager[dict[str, Any]]:
         # Local work, whose error on one rank raises on all ranks.

@@ -62,14 +62,13 @@ def load_checkpoint(
         layout = objects.layouts.get(item.name)
         box = Box.of_shape(item.shape) if layout is None else layout.box(layout.partition.me)
         parts.append((Part(item, box), (0,)))
-    sums = saved.sums()
-    with files.explained("reading", saved.data, "may it be read?"), saved.data.open("rb") as data:
-        for holding in holdings(parts):
-            for part, first, elements in files.cut_out(tensors, holding.share(0, 1)):
-                files.read(data.fileno(), part, first, elements)
-                whole = part.box.volume == Box.of_shape(part.item.shape).volume
-                if whole and part.checksum(elements, first) != sums[part.item.name]:
-                    raise saved.damaged(f"the checksum of {part.item.name!r} does not fit", saved.data)
+    pieces = (piece for each in holdings(parts) for piece in files.cut_out(tensors, each.share(0, 1)))
+    with files.explained("reading", saved.data, "may it be read?"):
+        totals, sums = files.read(saved.data, pieces), saved.sums()
+    for part, _ in parts:
+        whole = part.box.volume == Box.of_shape(part.item.shape).volume
+        if whole and totals.get(part.item.name, 0) % (1 << 64) != sums[part.item.name]:
+            raise saved.damaged(f"the checksum of {part.item.name!r} does not fit", saved.data)
     undo = objects.before()
     try:
         objects.load_objects(body["forms"], tensors)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import copy
 import random
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from typing import Any
 
@@ -222,6 +223,28 @@ class Objects:
             for name, values in form["state"].items() if form["kind"] == _OPTIMIZER else ():
                 if name in self.layouts:
                     self.layouts |= dict.fromkeys(tensors_in(values), self.layouts[name])
+
+    def in_place(self) -> dict[str, torch.Tensor | None]:
+        """Items of models that are whole on all ranks, and the tensors that take them; call ``wanted`` first.
+
+        The names are alike on all ranks. None for a tensor that cannot be filled in place, such as one with
+        two names or with gaps in its memory.
+        """
+        found: dict[str, torch.Tensor | None] = {}
+        for entry, module in self.state.items():
+            if not isinstance(module, nn.Module):
+                continue
+            prefix = self._prefix(entry)
+            own: dict[str, torch.Tensor] = dict(module.named_buffers(remove_duplicate=False))
+            own |= dict(module.named_parameters(remove_duplicate=False))
+            names = {key: prefix + key for key in own if prefix + key in self.tensors}
+            shared = Counter(own[key].untyped_storage()._cdata for key in names)
+            for key, name in names.items():
+                x, saved = own[key], self.tensors[name]
+                same = x.data_ptr() == saved.data_ptr() and x.shape == saved.shape and x.is_contiguous()
+                if name not in self.layouts:
+                    found[name] = x if same and shared[x.untyped_storage()._cdata] == 1 else None
+        return found
 
     def before(self) -> dict[str, Any]:
         """Present states of objects that may refuse another one; models and optimizers have been checked."""

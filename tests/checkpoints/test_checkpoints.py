@@ -146,6 +146,34 @@ def test_every_byte_is_read_by_one_rank(P_world, comm, folder, monkeypatch):
     assert file.stat().st_size * 0.97 < comm.allreduce(sum(reads)) <= 1.02 * file.stat().st_size
 
 
+class Odd(nn.Module):
+    """Weights that cannot all be filled where they are: one has two names, and one has gaps."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(300, 200)
+        self.tied = nn.Linear(300, 200)
+        self.tied.weight = self.first.weight
+        self.gaps = nn.Parameter(torch.rand(200, 300).T)
+        self.register_buffer("count", torch.rand(1 << 18).bfloat16())
+
+
+def test_weights_are_restored_where_they_are(P_world, folder):
+    torch.manual_seed(1)
+    model = Odd()
+    wanted = {key: x.clone() for key, x in model.state_dict().items()}
+    places = {key: x.data_ptr() for key, x in model.state_dict().items()}
+    with Checkpoints(folder, machine=P_world) as kept:
+        kept.save({"model": model}, 1)
+        with torch.no_grad():
+            for x in model.state_dict().values():
+                x.fill_(P_world.me)
+        kept.restore({"model": model})
+    for key, x in model.state_dict().items():
+        assert torch.equal(x, wanted[key])
+        assert x.data_ptr() == places[key]
+
+
 def test_old_ones_go_after_a_new_one_is_complete(P_world, folder):
     state = {"x": torch.zeros(2)}
     with Checkpoints(folder, keep=2, every=10, machine=P_world) as kept:
