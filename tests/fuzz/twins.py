@@ -145,7 +145,7 @@ def step(rng: random.Random, pair: Pair, xs: Sequence[Tensor], options: dict[str
     trained = any(parameter.requires_grad for parameter in pair.twin.parameters())
     asked = learning and (trained or bool(needing))
     for *_, out, _ in calls:
-        assert out.requires_grad == (asked if me in layer.members else learning)
+        assert out.requires_grad == (asked if me in layer.agreeing() else learning)
     if not asked:
         return
     gradients = [torch.randn_like(expected) for *_, expected, _, _ in calls]
