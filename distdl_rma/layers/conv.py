@@ -34,7 +34,7 @@ from distdl_rma.ops.core.operation import Agreement, Operation
 
 O = TypeVar("O", bound=Operation)  # noqa: E741
 Extents = int | Sequence[int]
-_PLACEMENTS = ("replicated", "root")
+_CHANNELS = ("in_channels", "out_channels")
 
 
 class Options(PlacedOptions, total=False):
@@ -54,10 +54,10 @@ class ConvolutionLayer(OperatorLayer[O], _ConvNd):
     """Base of convolutions. Final classes set ``dims=``, and have their torch layer as last base."""
 
     _casts = True
+    _allowed = ("replicated", "root")
     _dims: ClassVar[int]
     _twin: ClassVar[type[nn.Module]]
     _rows: ClassVar[int]  # dimension of the worker grid that cuts the weight's first dimension
-    _shown: ClassVar[tuple[str, ...]]  # arguments that are printed
 
     def __init_subclass__(cls, dims: int | None = None, **arguments: Any) -> None:
         super().__init_subclass__(**arguments)
@@ -116,7 +116,7 @@ class ConvolutionLayer(OperatorLayer[O], _ConvNd):
         given, arguments = Partitions.among(kind, dims + 2, (P_x, *arguments), named)
         own = {key: options.pop(key) for key in LayerOptions.__annotations__ if key in options}
         placement, weights = (options.pop(key, None) for key in ("placement", "weights"))
-        placement = chosen_placement(kind, placement, weights, _PLACEMENTS)
+        placement = chosen_placement(kind, placement, weights, self._allowed)
         # The torch layer checks its arguments and has the initial weights of the sequential model.
         like = torch_layer(kind, self._twin, dims, arguments, options)
         stencil, P_y = stencil_of(kind, like), given.P_y or P_x
@@ -150,15 +150,6 @@ class ConvolutionLayer(OperatorLayer[O], _ConvNd):
         channels = Balanced(self.out_channels, users.shape[1])
         use = Decomposition(users, (channels,), tuple(0 if d == 1 else None for d in range(users.dim)))
         return Placement(block_placement(blocks, pattern).store, use)
-
-    def extra_repr(self) -> str:
-        """One line for ``print(model)``."""
-        shown = {key: getattr(self, key) for key in self._shown} | {"bias": self.bias is not None}
-        shown |= {key: P.shape for key in ("P_x", "P_y", "P_W") if (P := getattr(self, key)) is not None}
-        if self.placement != _PLACEMENTS[0]:
-            shown["placement"] = self.placement
-        settings = ", ".join(f"{key}={value!r}" for key, value in shown.items())
-        return f"{self.in_channels}, {self.out_channels}, {settings}"
 
 
 class Partitions(NamedTuple):
@@ -293,7 +284,7 @@ class DistributedConv(ConvolutionLayer[Convolution]):
     """
 
     _rows = OUT
-    _shown = ("kernel_size", "stride", "padding", "dilation", "groups", "bias", "padding_mode")
+    _shown = (*_CHANNELS, "kernel_size", "stride", "padding", "dilation", "groups", "bias", "padding_mode")
 
     def plan(self, facts: dict[int, InputFacts]) -> Convolution:
         """Operation for the input that the ranks form."""
@@ -336,7 +327,7 @@ class DistributedConvTranspose(ConvolutionLayer[TransposedConvolution]):
 
     _call_arguments = (None,)
     _rows = IN
-    _shown = ("kernel_size", "stride", "padding", "output_padding", "groups", "bias", "dilation")
+    _shown = (*_CHANNELS, "kernel_size", "stride", "padding", "output_padding", "groups", "bias", "dilation")
 
     @reports_failures
     def forward(self, input: Tensor, output_size: Sequence[int] | None = None) -> Tensor:

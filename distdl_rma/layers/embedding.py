@@ -51,6 +51,9 @@ class DistributedEmbedding(OperatorLayer[Embedding], nn.Embedding):
     Requirement B11.
     """
 
+    _allowed = ("replicated", "root")
+    _shown = ("num_embeddings", "embedding_dim", "padding_idx", "scale_grad_by_freq")
+
     def __init__(
         self,
         P_x: Partition,
@@ -73,7 +76,7 @@ class DistributedEmbedding(OperatorLayer[Embedding], nn.Embedding):
     ) -> None:
         kind = type(self).__name__
         _check(kind, P_x, P_y, max_norm, sparse)
-        placement = chosen_placement(kind, placement, weights, ("replicated", "root"))
+        placement = chosen_placement(kind, placement, weights, self._allowed)
         sizes = num_embeddings, embedding_dim, padding_idx
         try:
             like = nn.Embedding(*sizes, _weight=_weight, _freeze=_freeze, device=device, dtype=dtype)
@@ -114,14 +117,6 @@ class DistributedEmbedding(OperatorLayer[Embedding], nn.Embedding):
             return ""
         wrong = least if least < 0 else most
         return f"index {wrong} is out of range of {self.num_embeddings} embeddings"
-
-    def extra_repr(self) -> str:
-        """One line for ``print(model)``."""
-        kept = "" if self.placement == "replicated" else f", placement={self.placement!r}"
-        return (
-            f"{self.num_embeddings}, {self.embedding_dim}, padding_idx={self.padding_idx},"
-            f" scale_grad_by_freq={self.scale_grad_by_freq}{kept}, P_x={self.P_x.shape}, P_y={self.P_y.shape}"
-        )
 
 
 def _check(kind: str, P_x: Partition, P_y: Partition | None, max_norm: float | None, sparse: bool) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import cached_property
 from operator import index as as_int
-from typing import SupportsIndex, Unpack
+from typing import ClassVar, SupportsIndex, Unpack
 
 import torch
 from torch import nn
@@ -59,7 +59,8 @@ class DistributedLinear(OperatorLayer[SplitLinear], nn.Linear):
     """
 
     _casts = True
-    _allowed: tuple[str, ...] = ("replicated", "root")
+    _allowed: ClassVar[tuple[str, ...]] = ("replicated", "root")
+    _shown = ("in_features", "out_features", "bias")
     weight: nn.Parameter
     bias: nn.Parameter | None  # type: ignore[assignment]  # torch leaves the None out
 
@@ -113,13 +114,6 @@ class DistributedLinear(OperatorLayer[SplitLinear], nn.Linear):
     @property
     def _matrix(self) -> ShardedMatrix | None:
         return None
-
-    def extra_repr(self) -> str:
-        """One line for ``print(model)``."""
-        numbers = f"in_features={self.in_features}, out_features={self.out_features}"
-        kept = "" if self.placement == self._allowed[0] else f", placement={self.placement!r}"
-        shapes = f"P_x={self.P_x.shape}, P_y={self.P_y.shape}, P_w={self.P_w.shape}"
-        return f"{numbers}, bias={self.bias is not None}{kept}, {shapes}"
 
 
 class DistributedLinearAllGather(DistributedLinear):

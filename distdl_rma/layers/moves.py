@@ -53,13 +53,9 @@ class MovementLayer(OperatorLayer[M]):
         super().__init__(P_x, P_y, **options)
         self.preserve_batch = preserve_batch
 
-    def extra_repr(self) -> str:
-        """The partitions and other arguments."""
-        return f"P_x={self.P_x.shape}, P_y={self.P_y.shape}"
-
     def arguments_text(self) -> str:
-        """As in the base, with the ranks: partitions of one shape may have different ranks."""
-        return f"{[P.ranks for P in (*self.P_xs, self.P_y)]}, {super().arguments_text()}"
+        """As in the base, with all partitions and their ranks: some of one shape have different ranks."""
+        return f"{[(P.shape, P.ranks) for P in (*self.P_xs, self.P_y)]}, {super().arguments_text()}"
 
     def idle_output(self, x: torch.Tensor, others: Iterable[torch.Tensor] = ()) -> torch.Tensor:
         """As in the base, without the batch size unless ``preserve_batch``."""
@@ -75,6 +71,7 @@ class LayerAlongAxes(MovementLayer[StagedMove]):
     """A movement among ranks of P_x that differ only in the grid dimensions ``axes``, which are sorted."""
 
     _argument: ClassVar[str]
+    _shown = ("axes",)
 
     def __init__(
         self,
@@ -85,10 +82,6 @@ class LayerAlongAxes(MovementLayer[StagedMove]):
     ) -> None:
         self.axes = chosen_axes(type(self).__name__, P_x, self._argument, axes, keep)
         super().__init__(P_x, **options)
-
-    def extra_repr(self) -> str:
-        """The partition, and the dimensions."""
-        return f"P_x={self.P_x.shape}, {self._argument}={self.axes}"
 
 
 def chosen_axes(kind: str, P: Partition, what: str, axes: Axes | None, keep: Axes | None) -> tuple[int, ...]:
@@ -194,19 +187,7 @@ class ReduceScatter(LayerAlongAxes):
     Local input: whole along the scattered dimensions, of equal shape on the ranks that are summed. Local
     output: the balanced share of the sum, which is taken in the order of the partition. The adjoint gathers.
     For flat vectors without gradients use the collective :class:`distdl_rma.segments.Reducescatter`.
-
-    Parameters
-    ----------
-    P_x
-        Partition of input and output.
-    axes_reduce_scatter
-        Dimensions to sum and cut along, one or several; negative ones count from the end.
-    axes_keep
-        The dimensions not to sum and cut along, in place of ``axes_reduce_scatter``.
-
-    Notes
-    -----
-    Requirement B4.
+    Arguments are as for :class:`AllGather`.
     """
 
     _argument = "axes_reduce_scatter"
@@ -264,6 +245,8 @@ class HaloExchange(MovementLayer[moves.HaloExchange]):
     Convolution document, halo exchange; requirement B9.
     """
 
+    _shown = ("width", "padding_mode", "value")
+
     def __init__(
         self,
         P_x: Partition,
@@ -280,11 +263,6 @@ class HaloExchange(MovementLayer[moves.HaloExchange]):
         self.width = _pairs(kind, width, P_x.dim - LEADING)
         self.padding_mode, self.value = padding_mode, value
         super().__init__(P_x, P_x, **options)
-
-    def extra_repr(self) -> str:
-        """The partition, the widths and the padding."""
-        padding = f"padding_mode={self.padding_mode!r}, value={self.value}"
-        return f"P_x={self.P_x.shape}, width={self.width}, {padding}"
 
     def plan(self, facts: dict[int, InputFacts]) -> moves.HaloExchange:
         """Operation that gathers each shard with its halo."""
@@ -333,6 +311,7 @@ class _OfSubtensors(MovementLayer[StagedMove]):
 class _Between(_OfSubtensors):
     # Movement between groups of ranks and one rank for each group.
     _operation: ClassVar[Callable[..., StagedMove]]
+    _shown = ("transpose_src", "transpose_dest")
 
     def __init__(
         self,
@@ -361,11 +340,6 @@ class _Between(_OfSubtensors):
         source, dtype = self.subtensors(facts)
         flips = self.transpose_src, self.transpose_dest
         return self._operation(self.site, source, self.P_x, self.P_y, dtype, flips)
-
-    def extra_repr(self) -> str:
-        """The partitions, and whether each is transposed."""
-        flips = f"transpose_src={self.transpose_src}, transpose_dest={self.transpose_dest}"
-        return f"{super().extra_repr()}, {flips}"
 
 
 class SumReduce(_Between):
@@ -417,20 +391,8 @@ class AllSumReduce(_OfSubtensors, LayerAlongAxes):
     """Sum the subtensors of ranks that differ only in some grid dimensions; each of them receives the sum.
 
     Subtensors that are summed must be equal in shape; otherwise any shape is valid for any grid. The result
-    is bitwise equal on the ranks that share it, and from run to run. The layer is its own adjoint.
-
-    Parameters
-    ----------
-    P_x
-        Partition of input and output.
-    axes_reduce
-        Grid dimensions to sum along, one or several; negative ones count from the end.
-    axes_keep
-        The dimensions not to sum along, in place of ``axes_reduce``.
-
-    Notes
-    -----
-    Requirement B4.
+    is bitwise equal on the ranks that share it, and from run to run. The layer is its own adjoint. Arguments
+    are as for :class:`AllGather`.
     """
 
     _argument = "axes_reduce"
@@ -503,10 +465,6 @@ class DistributedConcat(MovementLayer[Concat]):
                 raise ShapeError(f"input {at}: {error}") from None
         sources, dtypes = zip(*inputs, strict=True)
         return Concat(self.site, sources, dtypes, self.P_y, keep_batch=self.P_xs[0] == self.P_y)
-
-    def extra_repr(self) -> str:
-        """One line for ``print(model)``."""
-        return f"P_xs={[P_x.shape for P_x in self.P_xs]}, P_y={self.P_y.shape}"
 
     def nbytes_in(self, inputs: tuple[Any, ...]) -> int:
         """Bytes of all inputs."""

@@ -173,6 +173,7 @@ class DistributedNorm(OperatorLayer[Normalisation]):
     bias: Any
     eps: Any
     centred = True
+    _allowed = ("cut", "replicated")
     # What a group needs more than one of, for messages.
     several = ""
 
@@ -194,7 +195,7 @@ class DistributedNorm(OperatorLayer[Normalisation]):
         name: str | None = None,
         **callbacks: Unpack[Callbacks],
     ) -> None:
-        placement = chosen_placement(type(self).__name__, placement, weights, ("cut", "replicated"))
+        placement = chosen_placement(type(self).__name__, placement, weights, self._allowed)
         super().__init__(P_x, name=name, **callbacks)
         self.axes, self.eps, self.placement = axes, given.eps, placement
         kept = Placement.everywhere(self.machine, torch.Size(extents))
@@ -314,14 +315,6 @@ class DistributedNorm(OperatorLayer[Normalisation]):
         known = self.announced
         return 0 if known is None else StatisticGroups(self.axes, known.inputs[0], self.machine.rank).nbytes
 
-    def extra_repr(self) -> str:
-        """One line for ``print(model)``."""
-        return (
-            f"{', '.join(str(n) for n in self.store.shape)}, eps={self.eps},"
-            f" affine={self.weight is not None}, bias={self.bias is not None}, P_x={self.P_x.shape}"
-            + (f", placement={self.placement!r}" if self.placement != "cut" else "")
-        )
-
 
 def _check_extents(layer: DistributedNorm, **extents: int) -> None:
     """Raise ``ArgumentError`` if a named size is below 0."""
@@ -338,6 +331,7 @@ class DistributedRunningNorm(DistributedNorm, batchnorm._NormBase):
     Evaluation sends no statistics.
     """
 
+    _shown = ("num_features", "eps", "momentum", "affine", "bias", "track_running_stats")
     _dims: ClassVar[tuple[int, ...]]
     # Defaults of affine and track_running_stats, and whether eps has to be positive.
     _usual: ClassVar[bool]
@@ -440,11 +434,6 @@ class DistributedRunningNorm(DistributedNorm, batchnorm._NormBase):
         if mode.tracks:
             named["momentum"] = self.rate()
         return operation(needs, *xs, **named), needs
-
-    def extra_repr(self) -> str:
-        """One line for ``print(model)``."""
-        settings = f"momentum={self.momentum}, track_running_stats={self.track_running_stats}"
-        return f"{super().extra_repr()}, {settings}"
 
 
 class DistributedBatchNorm(DistributedRunningNorm, batchnorm._BatchNorm):
@@ -557,13 +546,10 @@ class DistributedGroupNorm(DistributedNorm, nn.GroupNorm):
 
     Groups of channels may straddle ranks. Local input and output: (batch, channel, ...), of equal shape.
     Arguments are as for :class:`DistributedBatchNorm`, all others as in torch.
-
-    Notes
-    -----
-    Requirement B11. Document: ``docs/layers/normalization.md``.
     """
 
     several = "value per group is needed"
+    _shown = ("num_groups", "num_channels", "eps", "affine", "bias")
 
     def __init__(
         self,
@@ -591,13 +577,11 @@ class DistributedGroupNorm(DistributedNorm, nn.GroupNorm):
         super().__init__(P_x, axes, (num_channels,), given, **options)
         self.num_groups, self.num_channels, self.affine = num_groups, num_channels, affine
 
-    def extra_repr(self) -> str:
-        """One line for ``print(model)``."""
-        return f"{self.num_groups}, {super().extra_repr()}"
-
 
 class DistributedTrailingNorm(DistributedNorm):
     """Normalisation over the last dimensions of a tensor, ``normalized_shape``."""
+
+    _shown = ("normalized_shape", "eps", "elementwise_affine", "bias")
 
     def __init__(
         self,
@@ -626,10 +610,6 @@ class DistributedLayerNorm(DistributedTrailingNorm, nn.LayerNorm):
     Local output: of the shape of the local input. If P_x splits normalised dimensions, the ranks that hold
     parts of an instance share its statistics. Arguments are as for :class:`DistributedBatchNorm`, all others
     as in torch; ``normalized_shape`` is global.
-
-    Notes
-    -----
-    Requirement B11. Document: ``docs/layers/normalization.md``.
     """
 
     def __init__(
@@ -648,12 +628,7 @@ class DistributedLayerNorm(DistributedTrailingNorm, nn.LayerNorm):
 
 
 class DistributedRMSNorm(DistributedTrailingNorm, nn.RMSNorm):
-    """Root mean square normalisation: as :class:`DistributedLayerNorm`, but without mean and bias.
-
-    Notes
-    -----
-    Requirement B11. Document: ``docs/layers/normalization.md``.
-    """
+    """Root mean square normalisation: as :class:`DistributedLayerNorm`, but without mean and bias."""
 
     centred = False
 

@@ -55,7 +55,6 @@ class WindowLayer(OperatorLayer[WindowOperation[Any]]):
     operation: ClassVar[type[WindowOperation[Any]]]
     options: Any  # of the operation
     _dims: int = 0
-    _shown: ClassVar[tuple[str, ...]] = ()  # arguments to be printed
 
     def __init_subclass__(cls, dims: int | None = None, **others: Any) -> None:
         super().__init_subclass__(**others)
@@ -78,11 +77,6 @@ class WindowLayer(OperatorLayer[WindowOperation[Any]]):
         """Operation for the global input that the ranks form."""
         source, dtype = source_of(self.P_x, facts)
         return type(self).operation(self.site, source, self.P_y, dtype, self.options)
-
-    def extra_repr(self) -> str:
-        """One line for ``print(model)``."""
-        shown = [f"{key}={getattr(self, key)!r}" for key in self._shown]
-        return ", ".join([*shown, f"P_x={self.P_x.shape}", f"P_y={self.P_y.shape}"])
 
 
 class MaxLayer(WindowLayer):

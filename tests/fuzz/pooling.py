@@ -1,4 +1,4 @@
-"""Random pooling, padding and up-sampling layers against the sequential torch layers."""
+"""Random pooling, padding and up-sampling layers."""
 
 import random
 
@@ -6,14 +6,10 @@ import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
-from distdl_rma import layers
-from distdl_rma.errors import ArgumentError, PartitionError, ShapeError, UnsupportedError
-from distdl_rma.geometry import Decomposition
-from tests.layers.random_shards import cut, random_blocks, random_partition
+from distdl_rma import DistdlError
+from tests.fuzz.twins import TORCH_REFUSALS, Pair, attempt, balanced, run, twins
+from tests.layers.random_shards import random_partition
 from tests.layers.sequential import agree
-
-REFUSALS = (ArgumentError, ShapeError, PartitionError, UnsupportedError)
-TORCH_REFUSALS = (RuntimeError, ValueError, NotImplementedError, TypeError)
 
 
 def sides(rng, dims, low, high):
@@ -146,40 +142,7 @@ class Resized:
         return F.interpolate(lines, scale_factor=tuple(scales), **keywords)
 
 
-def data(rng, shape):
-    """Random numbers; often with ties, sometimes with infinities, which max pooling must rank."""
-    x = torch.randn(shape, dtype=torch.float64)
-    return x.round() if rng.random() < 0.4 else x
-
-
-def attempt(make, refusals):
-    """What a function returns, or None if it refuses."""
-    try:
-        return make()
-    except refusals:
-        return None
-
-
-def check(P_world, comm, seed):
-    """Compare a random layer, called for one to three random inputs."""
-    rng = random.Random(seed)
-    torch.manual_seed(seed)
-    dims = rng.choice([1, 2, 2, 3])
-    kind, arguments = rng.choice(KINDS)(rng, dims)
-    P_x = random_partition(rng, P_world, dims + 2)
-    P_y = rng.choice([None, random_partition(rng, P_world, dims + 2)])
-    what = f"seed {seed}: {kind} {arguments} {P_x.ranks} {P_x.shape} {P_y and (P_y.ranks, P_y.shape)}"
-    module = getattr(nn, kind)(**arguments)
-    layer = attempt(lambda: getattr(layers, f"Distributed{kind}")(P_x, **arguments, P_y=P_y), REFUSALS)
-    for _ in range(rng.randint(1, 3)):
-        shape = (rng.randint(1, 3), rng.randint(1, 4), *(rng.randint(1, 11) for _ in range(dims)))
-        x = data(rng, shape).requires_grad_()
-        if kind.startswith(("Max", "AdaptiveMax")) and rng.random() < 0.3:
-            x = x.detach().masked_fill_(torch.rand(shape) < 0.4, float("-inf")).requires_grad_()
-        compare(rng, layer, module, P_x, P_y or P_x, x, f"{what} {shape}")
-
-
-def may_refuse(layer, module):
+def may_refuse(module):
     """Whether this library refuses what torch computes."""
     if isinstance(module, nn.CircularPad1d | nn.CircularPad2d | nn.CircularPad3d):
         pairs = zip(module.padding[::2], module.padding[1::2], strict=True)
@@ -188,44 +151,31 @@ def may_refuse(layer, module):
     return isinstance(module, nn.MaxPool1d | nn.MaxPool2d | nn.MaxPool3d) and module.dilation != 1
 
 
-def compare(rng, layer, module, P_x, P_y, x, what):
+def check(P_world, comm, seed):
+    """Compare a random layer with torch's; raises where they differ."""
+    rng = random.Random(seed)
+    torch.manual_seed(seed)
+    dims = rng.choice([1, 2, 2, 3])
+    kind, arguments = rng.choice(KINDS)(rng, dims)
+    P_x = random_partition(rng, P_world, dims + 2)
+    P_y = rng.choice([None, random_partition(rng, P_world, dims + 2)])
+    module = getattr(nn, kind)(**arguments)
+
+    def draw():
+        shape = (rng.randint(1, 3), rng.randint(1, 4), *(rng.randint(1, 11) for _ in range(dims)))
+        x = torch.randn(shape, dtype=torch.float64)
+        # Often with ties, sometimes with infinities, which max pooling must rank.
+        x = x.round() if rng.random() < 0.4 else x
+        infinite = "MaxPool" in kind and rng.random() < 0.3
+        return x.masked_fill_(torch.rand(shape) < 0.4, float("-inf")) if infinite else x
+
+    try:
+        layer, _ = twins(rng, kind, [P_x], arguments, {"P_y": P_y})
+    except DistdlError:
+        assert may_refuse(module) or attempt(lambda: module(draw()), TORCH_REFUSALS) is None, arguments
+        return
     reference = Resized(module) if isinstance(module, nn.Upsample) else module
-    expected = attempt(lambda: reference(x), TORCH_REFUSALS)
-    blocks = random_blocks(rng, P_x, x.shape)
-    local = cut(blocks, x)
-    unneeded = rng.choice([*P_x.ranks, -1, -1, -1])
-    if P_x.me != unneeded and P_x.active:
-        local.requires_grad_()
-    y = None if layer is None else attempt(lambda: layer(local), REFUSALS)
-    if layer is not None and P_x.me not in layer.members:
-        first = y[0] if isinstance(y, tuple) else y
-        assert first.numel() == 0, what
-        return
-    if expected is None or y is None:
-        # Only in three dimensions torch wants an input as large as a window without its padding.
-        strict = isinstance(module, nn.AvgPool3d)
-        assert y is None or expected is not None or strict, f"{what}: torch refuses"
-        assert expected is None or may_refuse(layer, module), f"{what}: torch does not refuse"
-        return
-    target = Decomposition.balanced(P_y, (expected[0] if isinstance(expected, tuple) else expected).shape)
-    if P_x == P_y:
-        target = target.with_splits({0: blocks.splits[0]})
-    if isinstance(expected, tuple):
-        (expected, index), (y, places) = expected, y
-        assert places.dtype == torch.int64
-        if P_y.active:
-            assert torch.equal(places, cut(target, index)), f"{what}: indices"
-    if P_y.active:
-        agree(y, cut(target, expected), what)
-    else:
-        assert y.numel() == 0, what
-    gradient = torch.randn_like(expected)
-    if expected.numel():
-        expected.backward(gradient)
-    else:
-        # torch's backward of some layers refuses outputs without elements.
-        x.grad = torch.zeros_like(x)
-    if y.requires_grad:
-        y.backward(cut(target, gradient) if P_y.active else torch.zeros_like(y))
-    if local.requires_grad:
-        agree(local.grad, cut(blocks, x.grad), f"{what}: gradient")
+    target, P_y = balanced(layer.P_y, P_x == layer.P_y), layer.P_y
+    # Only in three dimensions torch wants an input as large as a window without its padding.
+    strict = isinstance(module, nn.AvgPool3d)
+    run(P_world, rng, Pair(layer, module, P_x, P_y, target, reference, may_refuse(module), strict), draw)

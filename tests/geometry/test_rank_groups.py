@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from math import prod
 
 import numpy as np
@@ -40,42 +41,34 @@ def sums(x_shape, y_shape, transpose_src=False, transpose_dest=False):
     }
 
 
-def test_example_1_reduces_4_to_1():
-    assert sums((4,), (1,)) == {(0,): [(0,), (1,), (2,), (3,)]}
+# Grids of P_x and P_y, which of them are transposed, and what is summed where.
+EXAMPLES = {
+    "1": ((4,), (1,), "", {(0,): [(0,), (1,), (2,), (3,)]}),
+    "2": ((2, 3), (1,), "", {(0,): [(i, j) for i in range(2) for j in range(3)]}),
+    "3": ((3, 4), (3, 1), "", {(i, 0): [(i, j) for j in range(4)] for i in range(3)}),
+    "4": (
+        (4, 4, 3),
+        (1, 1, 3),
+        "",
+        {(0, 0, k): [(i, j, k) for i in range(4) for j in range(4)] for k in range(3)},
+    ),
+    "6, source": ((1, 3), (3, 1), "x", {(i, 0): [(0, i)] for i in range(3)}),
+    "6, destination": ((1, 3), (3, 1), "y", {(i, 0): [(0, i)] for i in range(3)}),
+    "7": ((3, 4), (1, 3), "x", {(0, i): [(i, j) for j in range(4)] for i in range(3)}),
+    "8": ((3, 4), (4, 1), "y", {(j, 0): [(i, j) for i in range(3)] for j in range(4)}),
+}
 
 
-def test_example_2_reduces_2_x_3_to_1():
-    assert sums((2, 3), (1,)) == {(0,): [(i, j) for i in range(2) for j in range(3)]}
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_printed_examples_reduce_as_they_say(example):
+    x_shape, y_shape, turned, expected = EXAMPLES[example]
+    assert sums(x_shape, y_shape, "x" in turned, "y" in turned) == expected
 
 
-def test_example_3_reduces_3_x_4_to_3_x_1():
-    assert sums((3, 4), (3, 1)) == {(i, 0): [(i, j) for j in range(4)] for i in range(3)}
-
-
-def test_example_4_reduces_4_x_4_x_3_to_1_x_1_x_3():
-    expected = {(0, 0, k): [(i, j, k) for i in range(4) for j in range(4)] for k in range(3)}
-    assert sums((4, 4, 3), (1, 1, 3)) == expected
-
-
-def test_example_5_does_not_reduce_3_x_3_x_2_to_1_x_1_x_3():
-    with pytest.raises(PartitionError, match=r"\(3, 3, 2\) and \(1, 1, 3\) do not fit"):
-        sums((3, 3, 2), (1, 1, 3))
-
-
-def test_example_6_reduces_1_x_3_to_3_x_1_only_if_one_is_transposed():
-    with pytest.raises(PartitionError, match=r"\(1, 3\) and \(3, 1\) do not fit"):
-        sums((1, 3), (3, 1))
-    expected = {(i, 0): [(0, i)] for i in range(3)}
-    assert sums((1, 3), (3, 1), transpose_src=True) == expected
-    assert sums((1, 3), (3, 1), transpose_dest=True) == expected
-
-
-def test_example_7_reduces_3_x_4_to_1_x_3_if_the_source_is_transposed():
-    assert sums((3, 4), (1, 3), transpose_src=True) == {(0, i): [(i, j) for j in range(4)] for i in range(3)}
-
-
-def test_example_8_reduces_3_x_4_to_4_x_1_if_the_destination_is_transposed():
-    assert sums((3, 4), (4, 1), transpose_dest=True) == {(j, 0): [(i, j) for i in range(3)] for j in range(4)}
+@pytest.mark.parametrize("shapes", [((3, 3, 2), (1, 1, 3)), ((1, 3), (3, 1))])
+def test_printed_examples_do_not_reduce_where_they_say(shapes):
+    with pytest.raises(PartitionError, match=re.escape("{} and {} do not fit".format(*shapes))):
+        sums(*shapes)
 
 
 def test_4_x_3_x_1_transposed_behaves_as_1_x_3_x_4():

@@ -6,14 +6,14 @@ from distdl_rma.geometry import Decomposition
 from distdl_rma.geometry.intervals import Listed
 
 
-def random_partition(rng, P_world, dims):
-    """Some ranks in any order on a random grid."""
+def random_partition(rng, P_world, dims, whole=()):
+    """Some ranks in any order on a random grid that cuts no dimension of ``whole``."""
     count = rng.randint(1, P_world.size)
     ranks = rng.sample(range(P_world.size), count)
-    grid = [1] * dims
+    grid, free = [1] * dims, [d for d in range(dims) if d not in whole]
     for prime in (2, 2, 3):
         if count % prime == 0:
-            grid[rng.randrange(dims)] *= prime
+            grid[rng.choice(free)] *= prime
             count //= prime
     return P_world.create_partition_inclusive(ranks).create_cartesian_topology_partition(grid)
 

@@ -7,12 +7,9 @@ import torch
 from torch import nn
 
 from distdl_rma import GradientSync
-from distdl_rma.layers import (
-    DistributedConv2d,
-    DistributedInstanceNorm2d,
-    DistributedMSELoss,
-)
+from distdl_rma.layers import DistributedConv2d, DistributedMSELoss
 from tests.layers.sequential import agree, shard
+from tests.sync.training import distributed, inputs, network, target
 
 pytestmark = pytest.mark.mpi
 
@@ -21,31 +18,13 @@ DTYPE = torch.float64
 
 def nets(P_world, comm):
     P_x = P_world.create_cartesian_topology_partition((1, 1, comm.size, 1))
-    found = []
-    for conv, norm in (
-        (
-            lambda *a, **k: DistributedConv2d(P_x, *a, **k),
-            lambda *a, **k: DistributedInstanceNorm2d(P_x, *a, **k),
-        ),
-        (nn.Conv2d, nn.InstanceNorm2d),
-    ):
-        torch.manual_seed(7)
-        found.append(
-            nn.Sequential(
-                conv(2, 4, 3, padding=1, dtype=DTYPE),
-                norm(4, affine=True, dtype=DTYPE),
-                nn.ELU(),
-                conv(4, 2, 3, padding=1, dtype=DTYPE),
-            )
-        )
-    return P_x, *found
+    return P_x, distributed(P_x), network(nn.Conv2d, nn.InstanceNorm2d)
 
 
 def losses(P_x, ours, twin):
-    torch.manual_seed(2)
-    x, target = torch.randn(2, 2, 2, 9, 7, dtype=DTYPE)
-    yield lambda: DistributedMSELoss(P_x)(ours(shard(P_x, x)), shard(P_x, target))
-    yield lambda: nn.MSELoss()(twin(x), target)
+    x, wanted = inputs()[0], target()
+    yield lambda: DistributedMSELoss(P_x)(ours(shard(P_x, x)), shard(P_x, wanted))
+    yield lambda: nn.MSELoss()(twin(x), wanted)
 
 
 def test_two_optimizers_see_the_same_gradients_as_on_one_machine(P_world, comm):
@@ -54,7 +33,7 @@ def test_two_optimizers_see_the_same_gradients_as_on_one_machine(P_world, comm):
         for net, loss in zip((ours, twin), losses(P_x, ours, twin), strict=True):
             optimizers = [
                 torch.optim.SGD(net[0].parameters(), lr=0.1, foreach=True),
-                torch.optim.AdamW([*net[1].parameters(), *net[3].parameters()], foreach=False),
+                torch.optim.AdamW(net[1:].parameters(), foreach=False),
             ]
             for _ in range(4):
                 for optimizer in optimizers:

@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from itertools import count
-from typing import Any, NamedTuple, Self, Unpack
+from typing import Any, ClassVar, NamedTuple, Self, Unpack
 
 import torch
 from torch import nn
@@ -126,16 +126,6 @@ class DeclaredTensors(NamedTuple):
     output: Decomposition
     dtype: torch.dtype
 
-    @property
-    def shapes(self) -> tuple[tuple[int, ...], ...]:
-        """Global shapes of the inputs."""
-        return tuple(blocks.shape for blocks in self.inputs)
-
-    def nbytes(self, rank: int) -> tuple[int, int]:
-        """Bytes of a rank's shards of all inputs, and of its shard of the output; 0 on idle ranks."""
-        before = sum(blocks.box(rank).volume for blocks in self.inputs)
-        return self.dtype.itemsize * before, self.dtype.itemsize * self.output.box(rank).volume
-
 
 class DistributedLayer(CallbackModule):
     """Base of the distributed layers.
@@ -196,6 +186,9 @@ class DistributedLayer(CallbackModule):
     """
 
     P_x: Partition
+    # Attributes that are printed; and where parameters may be kept, the usual place first.
+    _shown: ClassVar[tuple[str, ...]] = ()
+    _allowed: ClassVar[tuple[str, ...]] = ()
 
     def __init__(
         self, *partitions: Partition, name: str | None = None, **callbacks: Unpack[Callbacks]
@@ -284,6 +277,16 @@ class DistributedLayer(CallbackModule):
             self._check_callbacks(get_sizeof_output_tensor=behind)
         return y
 
+    def extra_repr(self) -> str:
+        """Arguments and partitions in one line, for ``print(model)``."""
+        shown = {key: getattr(self, key) for key in self._shown}
+        shown = {key: value is not None if key == "bias" else value for key, value in shown.items()}
+        if (placement := vars(self).get("placement")) not in (None, *self._allowed[:1]):
+            shown["placement"] = placement
+        grids = {key: vars(self).get(key) for key in ("P_x", "P_y", "P_W", "P_w")}
+        shown |= {key: grid.shape for key, grid in grids.items() if grid is not None}
+        return ", ".join(f"{key}={value!r}" for key, value in shown.items())
+
     @property
     def input_partitions(self) -> tuple[Partition, ...]:
         """Partitions of the inputs of a call; the last one holds for all further inputs."""
@@ -327,16 +330,21 @@ class DistributedLayer(CallbackModule):
     def announce(self, inputs: Sequence[Decomposition], output: Decomposition, dtype: torch.dtype) -> None:
         """Declare the tensors, so that their sizes are known before the first call; local."""
         self.announced = DeclaredTensors(tuple(inputs), output, dtype)
-        self.shard_nbytes = self.announced.nbytes(self.machine.rank)
+        before, behind = (sum(blocks.own_box.volume for blocks in some) for some in (inputs, [output]))
+        self.shard_nbytes = dtype.itemsize * before, dtype.itemsize * behind
 
     def arguments_text(self) -> str:
         """Arguments of the layer and its announced shapes as text; must be equal on all its ranks."""
-        return f"{type(self).__name__}({self.extra_repr()}) for {self.announced and self.announced.shapes}"
+        shapes = None if self.announced is None else [blocks.shape for blocks in self.announced.inputs]
+        return f"{type(self).__name__}({self.extra_repr()}) for {shapes}"
 
     def expected(
         self, P_x: Partition, shape: Sequence[int] | None, dtype: torch.dtype | None, at: int = 0
     ) -> torch.Tensor:
-        """Placeholder for this rank's part of an input, by default the announced one."""
+        """Placeholder for this rank's part of an input, by default the announced one.
+
+        It takes the memory of one element, and has no elements on idle ranks.
+        """
         known = self.announced
         if shape is None:
             if known is None:
@@ -347,7 +355,8 @@ class DistributedLayer(CallbackModule):
             shape = known.inputs[at].shape
         kinds = (None if known is None else known.dtype, *(p.dtype for p in self.parameters()))
         kind = dtype or next(filter(None, kinds), torch.get_default_dtype())
-        return placeholder_shard(self.expected_blocks(P_x, shape), kind)
+        extents = self.expected_blocks(P_x, shape).own_box.shape if P_x.active else (0,)
+        return torch.empty(1, dtype=kind).expand(extents)
 
     def expected_blocks(self, P_x: Partition, shape: Sequence[int]) -> Decomposition:
         """Decomposition to expect of an input of which only the global shape is known."""
@@ -455,9 +464,3 @@ def nbytes_of(tensors: Any) -> int:
     """Bytes of a tensor, or of the first tensor of a tuple; 0 for anything else."""
     first = tensors[0] if isinstance(tensors, tuple) and tensors else tensors
     return first.numel() * first.element_size() if isinstance(first, torch.Tensor) else 0
-
-
-def placeholder_shard(blocks: Decomposition, dtype: torch.dtype) -> torch.Tensor:
-    """Tensor like this rank's shard, in the memory of one element; empty on idle ranks."""
-    P_x = blocks.partition
-    return torch.empty(1, dtype=dtype).expand(blocks.box(P_x.me).shape if P_x.active else (0,))

@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from distdl_rma import errors
 from distdl_rma.checks.consensus import gather_words
@@ -24,19 +23,6 @@ from distdl_rma.ops.core.tensors import as_array, as_tensor
 _LONGEST, _OUTCOME_NBYTES = 512, 1024
 # The operand of ranks that receive an outcome.
 _NO_WORDS = torch.empty(0, dtype=torch.uint8)
-
-
-def text_row(text: str, nbytes: int) -> NDArray[np.uint8]:
-    """Row of ``nbytes`` with a text, truncated if it does not fit."""
-    row = np.zeros(nbytes, np.uint8)
-    words = text.encode()[:nbytes]
-    row[: len(words)] = np.frombuffer(words, np.uint8)
-    return row
-
-
-def row_text(row: NDArray[np.uint8]) -> str:
-    """Text of a row; empty if there is none."""
-    return row.tobytes().rstrip(b"\0").decode(errors="ignore")
 
 
 def clipped(text: str) -> str:
@@ -109,7 +95,8 @@ class CallOutcome:
         """Send the error of a call, or its success; does nothing on receivers."""
         if self._sends:
             text = "" if error is None else f"{type(error).__name__} {error}"
-            self._movement.move(as_tensor(text_row(text, _OUTCOME_NBYTES)))
+            row = np.frombuffer(text.encode()[:_OUTCOME_NBYTES].ljust(_OUTCOME_NBYTES, b"\0"), np.uint8)
+            self._movement.move(as_tensor(row.copy()))
 
     def receive(self) -> None:
         """Wait for the outcome of the next call, and raise its error if there is one.
@@ -118,7 +105,8 @@ class CallOutcome:
         """
         if self._sends:
             return
-        text = row_text(as_array(self._movement.move(_NO_WORDS)))
+        row = as_array(self._movement.move(_NO_WORDS)).tobytes()
+        text = row.rstrip(b"\0").decode(errors="ignore")
         if text:
             kind, _, what = text.partition(" ")
             raise getattr(errors, kind, ShapeError)(what)

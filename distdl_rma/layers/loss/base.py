@@ -185,7 +185,7 @@ class DistributedLoss(DistributedLayer):
         return None if self.reduction == "none" else Decomposition.replicated(self.P_x, ())
 
     def extra_repr(self) -> str:
-        """One line for ``print(loss)``."""
+        """As in the base, with the shapes of weights."""
         weights = {key: getattr(self, key) for key in self._weights}
         shapes = {key: tuple(weight.shape) for key, weight in weights.items() if weight is not None}
         words = {"reduction": self.reduction, **self.arguments, **shapes, "P_x": self.P_x.shape}

@@ -15,6 +15,8 @@ from distdl_rma.geometry.gathering import FlatStages, Step, steps
 from distdl_rma.ops.core.autograd import OperatorFunction, first_derivative
 from distdl_rma.ops.core.movement import CallSite, Movement, Request
 
+# Shifts of a periodic tensor, one number per dimension.
+Images = tuple[tuple[int, ...], ...]
 # A part of a staged movement: takes a local tensor, and whether any rank needs a gradient; returns a tensor.
 Part = Callable[[torch.Tensor, bool], torch.Tensor]
 
@@ -58,7 +60,7 @@ def movement_between(
     target: Decomposition,
     dtype: torch.dtype,
     what: str = "",
-    images: tuple[tuple[int, ...], ...] = (),
+    images: Images = (),
 ) -> Moves:
     """Movement between two decompositions; local to make.
 
@@ -66,10 +68,7 @@ def movement_between(
     the source or of the target: each element reaches a node once, and no rank sends to all others. Each node
     sums first, then the sums of the nodes are added.
     """
-    machine, name = named = CallSite(site.machine, f"{site.name} ({what})" if what else site.name)
-    if staged := _staged(named, source, target, dtype, images):
-        return staged
-    return Movement(machine, Exchange(machine.rank, source, target, images=images), dtype, name)
+    return _movement(site, Exchange(site.machine.rank, source, target, images=images), dtype, what)
 
 
 def movement_or_none(
@@ -78,33 +77,24 @@ def movement_or_none(
     target: Decomposition,
     dtype: torch.dtype,
     what: str,
-    images: tuple[tuple[int, ...], ...] = (),
+    images: Images = (),
 ) -> Moves | None:
     """Movement between two decompositions, or None if this rank keeps all its data and exchanges none."""
     exchange = Exchange(site.machine.rank, source, target, images=images)
-    if exchange.idle:
-        return None
-    named = CallSite(site.machine, f"{site.name} ({what})")
-    return _staged(named, source, target, dtype, images) or Movement(
-        named.machine, exchange, dtype, named.name
-    )
+    return None if exchange.idle else _movement(site, exchange, dtype, what)
 
 
-def _staged(
-    site: CallSite,
-    source: Decomposition,
-    target: Decomposition,
-    dtype: torch.dtype,
-    images: tuple[tuple[int, ...], ...],
-) -> StagedMovement | None:
-    nodes, rank = site.machine.segments.segment.nodes, site.machine.rank
+def _movement(site: CallSite, exchange: Exchange, dtype: torch.dtype, what: str) -> Moves:
+    machine, named = site.machine, CallSite(site.machine, f"{site.name} ({what})" if what else site.name)
+    nodes, source, target = machine.segments.segment.nodes, exchange.source, exchange.target
     copies = source.copied_along or target.copied_along
-    alone = 1 in (source.partition.size, target.partition.size)
-    if len(nodes) == 1 or not (copies or alone):
-        return None
-    node_of = {member: number for number, node in enumerate(nodes) for member in node}
-    found = StagedMovement(site, steps(source, target, node_of.__getitem__, rank), dtype, images)
-    return found if found.moves else None
+    if len(nodes) > 1 and (copies or 1 in (source.partition.size, target.partition.size)):
+        node_of = {member: number for number, node in enumerate(nodes) for member in node}
+        found = steps(source, target, node_of.__getitem__, machine.rank)
+        staged = StagedMovement(named, found, dtype, exchange.images)
+        if staged.moves:
+            return staged
+    return Movement(machine, exchange, dtype, named.name)
 
 
 class StagedRequest(NamedTuple):
@@ -123,7 +113,7 @@ class StagedMovement:
         site: CallSite,
         found: Sequence[Step],
         dtype: torch.dtype,
-        images: tuple[tuple[int, ...], ...] = (),
+        images: Images = (),
     ) -> None:
         self.dtype, self._wide, self._site = dtype, sum_dtype(dtype), site
         self._made: list[Movement] = []
@@ -183,7 +173,7 @@ class StagedMovement:
             y = part(y, needs_grad)
         return y
 
-    def _parts_of(self, number: int, step: Step, images: tuple[tuple[int, ...], ...]) -> Iterator[Part]:
+    def _parts_of(self, number: int, step: Step, images: Images) -> Iterator[Part]:
         if not isinstance(step, FlatStages):
             yield from self._exchange(f"step {number}", *step, images)
             return
@@ -197,7 +187,7 @@ class StagedMovement:
         what: str,
         source: Decomposition,
         target: Decomposition,
-        images: tuple[tuple[int, ...], ...] = (),
+        images: Images = (),
     ) -> Iterator[Movement]:
         machine, name = self._site
         exchange = Exchange(machine.rank, source, target, images=images)

@@ -4,9 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import nn
 
-from distdl_rma import ShapeError
 from distdl_rma.layers import DistributedConv1d, DistributedConv2d
 from tests.fuzz.convolutions import check
 from tests.layers.sequential import agree, shard
@@ -29,17 +27,6 @@ def grid(P_world, shape, ranks=None):
 def halves(n):
     """Two factors of a number of ranks, the larger one last."""
     return (2, n // 2) if n % 2 == 0 else (1, n)
-
-
-@pytest.mark.mpi(min_size=2)
-@pytest.mark.parametrize("mode", ["reflect", "circular"])
-def test_padding_wider_than_the_input_is_refused_as_torch_does(P_world, comm, mode):
-    P_x = grid(P_world, (1, 1, comm.size))
-    layer = DistributedConv1d(P_x, 1, 1, 9, padding=4, padding_mode=mode)
-    with pytest.raises(ShapeError, match=f"padding mode '{mode}' needs padding"):
-        layer(shard(P_x, torch.zeros(1, 1, 3)))
-    with pytest.raises(RuntimeError):
-        nn.Conv1d(1, 1, 9, padding=4, padding_mode=mode)(torch.zeros(1, 1, 3))
 
 
 def test_only_made_up_padding_and_cut_groups_do_not_overlap(P_world, comm):

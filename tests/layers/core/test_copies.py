@@ -10,61 +10,14 @@ import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from distdl_rma import GradientSync, Machine, UnsupportedError, gather_state_dict, layers
+from distdl_rma import GradientSync, Machine, UnsupportedError, gather_state_dict
 from distdl_rma.layers import DistributedBatchNorm2d, DistributedConv1d, DistributedConv2d, DistributedMSELoss
+from tests.layers.every_layer import EVERY_LAYER, local, rows
 from tests.layers.sequential import agree, shard
-from tests.layers.twins import FORMS, Twins
 
 pytestmark = pytest.mark.mpi
 F64 = {"dtype": torch.float64}
 IMAGE = (4, 2, 13, 8)
-
-
-def rows(P_world):
-    return P_world.create_cartesian_topology_partition((1, 1, P_world.size, 1))
-
-
-def plain(P_world, kind, *arguments):
-    P_x = rows(P_world)
-    return P_x, getattr(layers, kind)(P_x, *arguments), [(4, 2, 12, 12)]
-
-
-def columns(P_world):
-    return P_world.create_cartesian_topology_partition((1, 1, 1, P_world.size))
-
-
-# Beside the forms of twins: partition of the inputs, layer, and global shapes of the inputs.
-OTHERS = {
-    "repartition": lambda world: plain(world, "Repartition", columns(world)),
-    "sum": lambda world: plain(world, "AllSumReduce", (2,)),
-    "gather": lambda world: plain(world, "AllGather", (2,)),
-    "reduce-scatter of data": lambda world: plain(world, "ReduceScatter", (2,)),
-    "halo": lambda world: plain(world, "HaloExchange", (1, 0)),
-    "concat": lambda world: (
-        rows(world),
-        layers.DistributedConcat([rows(world)] * 2, columns(world)),
-        [IMAGE, IMAGE],
-    ),
-    "loss": lambda world: (rows(world), DistributedMSELoss(rows(world)), [IMAGE, IMAGE]),
-    "loss of split classes": lambda world: (
-        channels(world),
-        layers.DistributedCrossEntropyLoss(channels(world)),
-        [IMAGE, IMAGE],
-    ),
-}
-
-
-def channels(P_world):
-    return P_world.create_cartesian_topology_partition((1, P_world.size, 1, 1))
-
-
-def made(P_world, kind):
-    """A layer, and this rank's parts of random inputs."""
-    if kind in FORMS:
-        twins = Twins(P_world, kind, ranks=range(max(1, P_world.size - ("root" in kind))))
-        return twins.layer, [twins.into(twins.draw())]
-    P, layer, shapes = OTHERS[kind](P_world)
-    return layer, [shard(P, torch.rand(shape, **F64)) for shape in shapes]
 
 
 def step(layer, inputs):
@@ -85,19 +38,18 @@ def the_same(actual, expected):
             torch.testing.assert_close(one, other, rtol=0, atol=0)
 
 
-@pytest.mark.in_turn(3)
-@pytest.mark.parametrize("kind", [*FORMS, *OTHERS])
 @pytest.mark.parametrize("used", [False, True])
-def test_a_copy_computes_what_the_layer_does(P_world, kind, used):
-    layer, inputs = made(P_world, kind)
-    if used:
-        step(layer, inputs)
-    twin = copy.deepcopy(layer)
-    assert repr(twin) == repr(layer)
-    assert twin.machine is layer.machine
-    # In turns: what both have under way are two things.
-    for _ in range(2):
-        the_same(step(twin, inputs), step(layer, inputs))
+def test_a_copy_of_any_layer_computes_what_the_layer_does(P_world, used):
+    for make in EVERY_LAYER.values():
+        layer, inputs = make(P_world)
+        if used:
+            step(layer, inputs)
+        twin = copy.deepcopy(layer)
+        assert repr(twin) == repr(layer)
+        assert twin.machine is layer.machine
+        # In turns: what both have under way are two things.
+        for _ in range(2):
+            the_same(step(twin, inputs), step(layer, inputs))
 
 
 def test_copies_have_names_of_their_own(P_world):
@@ -110,12 +62,12 @@ def test_copies_have_names_of_their_own(P_world):
 
 @pytest.mark.mpi(min_size=2)
 def test_a_copy_that_one_rank_makes_disturbs_no_other_layer(P_world, comm):
-    layer, inputs = made(P_world, "conv")
+    layer, other = (DistributedConv2d(rows(P_world), 4, 4, 3, padding=1) for _ in range(2))
     if comm.rank == 1:
         kept = copy.deepcopy(layer)
         torch.testing.assert_close(kept.weight, layer.weight)
-    step(layer, inputs)
-    step(made(P_world, "conv")[0], inputs)
+    for net in (layer, other):
+        step(net, [local()])
 
 
 def test_callbacks_of_a_copy_are_answered_for_the_copy(P_world):

@@ -3,26 +3,9 @@
 import pytest
 import torch
 
-from distdl_rma import layers
-from tests.fuzz.loss import CLASSES, ELEMENTWISE
-from tests.layers.sequential import agree
-from tests.layers.twins import FLOATING, FORMS, IMAGE, Twins, channels, rows
+from tests.layers.every_layer import EVERY_LAYER
 
 pytestmark = pytest.mark.mpi
-
-
-def grid(P, shape):
-    return P.create_cartesian_topology_partition(shape(P.size))
-
-
-OTHERS = {
-    "halo": lambda P: layers.HaloExchange(grid(P, rows), 1),
-    "repartition": lambda P: layers.Repartition(grid(P, rows), grid(P, channels)),
-    "sum": lambda P: layers.AllSumReduce(grid(P, rows), 2),
-    "gather": lambda P: layers.AllGather(grid(P, rows), 2),
-    "scatter": lambda P: layers.ReduceScatter(grid(P, rows), 3),
-}
-LAYERS = [*OTHERS, *(form for form in FLOATING if FORMS[form].shape == IMAGE and "root" not in form)]
 
 
 def dense(x):
@@ -39,61 +22,37 @@ LAYOUTS = {
 }
 
 
-def numbers(seed):
-    generator = torch.Generator().manual_seed(seed)
-    return torch.rand((2, 2, 4, 5), dtype=torch.float64, generator=generator)
+def outcome(layer, inputs, lay_out=dense):
+    """Output and input gradient of a call, for a gradient that is laid out in a way."""
+    inputs = [x.detach() for x in inputs]
+    inputs[0].requires_grad_(inputs[0].is_floating_point())
+    y = layer(*inputs)
+    if y.requires_grad:
+        y.backward(laid(lay_out, dense(torch.ones_like(y)).cumsum(-1) if y.dim() else torch.ones_like(y)))
+    return y.detach(), inputs[0].grad
 
 
-def outcome(call, x, gradient):
-    x = x.detach().requires_grad_()
-    y = call(x)
-    y.backward(gradient(y) if y.dim() else None)
-    return y.detach(), x.grad
+def laid(lay_out, x):
+    """A tensor laid out in a way, if it has the dimensions and the elements for that."""
+    fits = x.dim() == 4 or (x.dim() > 1 and lay_out is not LAYOUTS["channels last"])
+    return lay_out(x) if fits and x.numel() and x.is_floating_point() else x
 
 
-@pytest.mark.in_turn(3)
-@pytest.mark.parametrize("kind", LAYERS)
-def test_layers_take_any_layout_of_input_and_gradient(P_world, comm, kind):
-    x = numbers(comm.rank)
-    if kind in OTHERS:
-        layer = OTHERS[kind](P_world)
-    else:
-        twins = Twins(P_world, kind)
-        layer, x = twins.layer, twins.into(twins.draw())
-    y, d_x = outcome(layer, x, lambda y: torch.ones_like(y).cumsum(-1))
-    for at, lay_out in enumerate(LAYOUTS.values()):
-        laid = lay_out(x) if comm.rank == at % comm.size else x
-        assert torch.equal(laid, x)
-
-        def gradient(y, lay_out=lay_out):
-            plain = torch.ones_like(y, memory_format=torch.contiguous_format).cumsum(-1)
-            return lay_out(plain) if y.dim() == 4 and y.numel() else plain
-
-        again, d_again = outcome(layer, laid, gradient)
-        agree(again, y, kind)
-        agree(d_again, d_x, kind)
-    alike = x[:, :, :, :1].expand_as(x)
-    agree(outcome(layer, alike, torch.ones_like)[0], outcome(layer, dense(alike), torch.ones_like)[0], kind)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_layer_takes_any_layout_of_inputs_and_gradient(P_world, comm, layout):
+    for name, make in EVERY_LAYER.items():
+        layer, inputs = make(P_world)
+        expected, lay_out = outcome(layer, inputs), LAYOUTS[layout]
+        # On one rank, and then on all.
+        for where in ([comm.size - 1], range(comm.size)):
+            mine = [laid(lay_out, x) for x in inputs] if comm.rank in where else inputs
+            for one, other in zip(outcome(layer, mine, lay_out), expected, strict=True):
+                torch.testing.assert_close(one, other, msg=lambda text, name=name: f"{name}: {text}")
 
 
-@pytest.mark.in_turn(3)
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-@pytest.mark.parametrize("kind", ELEMENTWISE + CLASSES)
-def test_losses_take_any_layout(P_world, comm, kind, reduction):
-    loss = getattr(layers, f"Distributed{kind}")(grid(P_world, rows), reduction=reduction)
-    x = numbers(comm.rank)
-    labels = torch.zeros(2, 4, 5, dtype=torch.int64)
-    target = labels if kind == "NLLLoss" else numbers(9)
-    value, d_x = outcome(lambda x: loss(x, target), x, torch.ones_like)
-    for at, lay_out in enumerate(LAYOUTS.values()):
-        mine = comm.rank == at % comm.size
-        laid, aim = (lay_out(x), target if kind == "NLLLoss" else lay_out(target)) if mine else (x, target)
-        again, d_again = outcome(lambda x, aim=aim: loss(x, aim), laid, torch.ones_like)
-        agree(again, value, kind)
-        agree(d_again, d_x, kind)
-    if kind in ("NLLLoss", "CrossEntropyLoss"):
-        spread = labels.transpose(1, 2).contiguous().transpose(1, 2)
-        agree(
-            outcome(lambda x: loss(x, spread), LAYOUTS["channels last"](x), torch.ones_like)[1],
-            outcome(lambda x: loss(x, labels), x, torch.ones_like)[1],
-        )
+def test_elements_may_share_memory_and_so_may_class_indices(P_world):
+    for make in EVERY_LAYER.values():
+        layer, inputs = make(P_world)
+        alike = [x[..., :1].expand_as(x) for x in inputs]
+        again = [dense(x) for x in alike]
+        torch.testing.assert_close(layer(*alike), layer(*again))

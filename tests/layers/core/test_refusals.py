@@ -1,103 +1,62 @@
 """What one rank does wrong is refused on all ranks of a layer in the same words, and the layer goes on."""
 
-from functools import partial
+import itertools
+import re
 
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
 from distdl_rma import GradientSync, Machine, ShapeError, layers, zero_volume_tensor
+from tests.layers.every_layer import EVERY_LAYER
+from tests.layers.every_layer import first as alone
 from tests.layers.same_error import FAULTS, same_error
+from tests.layers.twins import FORMS
 
 pytestmark = pytest.mark.mpi(min_size=2)
 
-INDEX = torch.int64
 
-
-def rows(P, dims=1):
-    """All ranks along the first spatial dimension."""
-    return P.create_cartesian_topology_partition((1, 1, P.size, *(1,) * (dims - 1)))
+def line(P):
+    """All ranks along the only spatial dimension."""
+    return P.create_cartesian_topology_partition((1, 1, P.size))
 
 
 def columns(P):
     return P.create_cartesian_topology_partition((1, P.size))
 
 
-def blocks(P):
-    return P.create_cartesian_topology_partition((P.size, 1))
-
-
 def first(P):
     return P.create_partition_inclusive([0]).create_cartesian_topology_partition((1, 1, 1))
 
 
-# The layer, the shape of every rank's shard, and its type; twins of torch's have theirs in test_twins.
+# The layers that are no forms of twins, whose faults test_twins has. Of a copy, or the only term of a sum, a
+# fault may be a tensor like any other: on grids on which the ranks have something in common.
+FAMILIES = {form.kind.removesuffix("1d").removesuffix("2d") for form in FORMS.values()}
 LAYERS = {
-    "maximum": (lambda P: layers.DistributedMaxPool1d(rows(P), 3, 1, return_indices=True), (2, 2, 4)),
-    "halo": (lambda P: layers.HaloExchange(rows(P), 1), (2, 2, 4)),
-    "repartition": (lambda P: layers.Repartition(columns(P), blocks(P)), (2, 3)),
-    "broadcast": (lambda P: layers.Broadcast(columns(P), columns(P)), (2, 3)),
-    "sum": (
-        lambda P: layers.SumReduce(
-            columns(P), P.create_partition_inclusive([0]).create_cartesian_topology_partition((1, 1))
-        ),
-        (2, 3),
-    ),
-    "sum on all": (lambda P: layers.AllSumReduce(columns(P), 1), (2, 3)),
-    "gather": (lambda P: layers.AllGather(columns(P), 1), (2, 3)),
-    "scatter": (lambda P: layers.ReduceScatter(columns(P), 1), (2, 3)),
-    "concatenation": (
-        lambda P: partial(twice, layers.DistributedConcat([blocks(P)] * 2, columns(P))),
-        (2, 3),
-    ),
+    name: make
+    for name, make in EVERY_LAYER.items()
+    if re.match(r"(Distributed)?(.*?)([123]d)?( |,|$)", name)[2] not in FAMILIES
+} | {
+    "Broadcast": lambda P: (layers.Broadcast(columns(P), columns(P)), (torch.ones(2, 3),)),
+    "SumReduce": lambda P: (layers.SumReduce(columns(P), alone(P)), (torch.ones(2, 3),)),
 }
-LOSSES = {
-    kind: (lambda P, kind=kind, reduction=reduction: getattr(layers, kind)(blocks(P), reduction=reduction))
-    for kind, reduction in (
-        ("DistributedMSELoss", "mean"),
-        ("DistributedL1Loss", "none"),
-        ("DistributedKLDivLoss", "batchmean"),
-        ("DistributedCrossEntropyLoss", "sum"),
-    )
-} | {"split classes": lambda P: layers.DistributedNLLLoss(columns(P))}
-
-
-def twice(layer, x):
-    """A call with one tensor for both inputs, of which the second is right."""
-    other = torch.ones(2, 3)
-    return layer(x, other)
 
 
 @pytest.mark.in_turn(3)
 @pytest.mark.parametrize("kind", LAYERS)
 def test_a_fault_on_one_rank_is_refused_on_all_and_the_layer_goes_on(P_world, comm, kind):
-    make, shape = LAYERS[kind]
-    layer, good = make(P_world), torch.ones(shape)
-    for at, fault in enumerate(FAULTS.values()):
-        wrong = fault(good) if comm.rank == at % comm.size else good
-        same_error(comm, lambda wrong=wrong: layer(wrong))
+    layer, good = LAYERS[kind](P_world)
+    for (at, fault), place in itertools.product(enumerate(FAULTS.values()), range(len(good))):
+        wrong = list(good)
+        if comm.rank == at % comm.size:
+            wrong[place] = fault(good[place])
+        same_error(comm, lambda wrong=wrong: layer(*wrong))
         if at % 3 == 0:
-            layer(good)
-    leaf = good.clone().requires_grad_(comm.rank == 0)
-    y = layer(leaf)
-    (y[0] if isinstance(y, tuple) else y).sum().backward()
-
-
-@pytest.mark.in_turn(3)
-@pytest.mark.parametrize("kind", LOSSES)
-def test_a_loss_refuses_a_fault_of_one_rank_on_all_of_them(P_world, comm, kind):
-    loss = LOSSES[kind](P_world)
-    x = torch.full((3, 4), 0.25)
-    classes = "Cross" in kind or "split" in kind
-    target = torch.zeros(3, dtype=INDEX) if classes else x
-    for at, fault in enumerate(FAULTS.values()):
-        culprit = at % comm.size
-        mine = comm.rank == culprit
-        same_error(comm, lambda fault=fault, mine=mine: loss(fault(x) if mine else x, target), ShapeError)
-        same_error(
-            comm, lambda fault=fault, mine=mine: loss(x, fault(target) if mine else target), ShapeError
-        )
-        loss(x, target)
+            layer(*good)
+    leaf = good[0].clone().requires_grad_(comm.rank == 0)
+    y = layer(leaf, *good[1:])
+    if y.requires_grad:
+        y.sum().backward()
 
 
 def test_an_index_out_of_range_is_refused_on_all_ranks(P_world, comm):
@@ -111,7 +70,7 @@ def test_an_index_out_of_range_is_refused_on_all_ranks(P_world, comm):
 
 
 def test_what_is_no_output_size_on_one_rank_is_refused_on_all(P_world, comm):
-    layer, x = layers.DistributedConvTranspose1d(rows(P_world), 1, 1, 2, stride=2), torch.ones(1, 1, 3)
+    layer, x = layers.DistributedConvTranspose1d(line(P_world), 1, 1, 2, stride=2), torch.ones(1, 1, 3)
     for wrong in (["many"], [1] * 9, [1 << 70]):
         size = wrong if comm.rank == 1 else None
         same_error(comm, lambda size=size: layer(x, output_size=size), ShapeError)
@@ -119,7 +78,7 @@ def test_what_is_no_output_size_on_one_rank_is_refused_on_all(P_world, comm):
 
 
 def test_a_plan_serves_every_mode_and_momentum(P_world):
-    layer, x = layers.DistributedBatchNorm1d(rows(P_world), 2), torch.randn(2, 2, 4)
+    layer, x = layers.DistributedBatchNorm1d(line(P_world), 2), torch.randn(2, 2, 4)
     layer(x)
     before = layer.machine.segments.stats().used
     for momentum in (0.2, 0.3):

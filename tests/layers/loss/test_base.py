@@ -144,13 +144,6 @@ def test_autocast_is_torchs_and_losses_of_complex_numbers_are_real(comm):
         assert autocast_dtype(half) == result_dtype(half) == torch.float32
 
 
-def test_shards_that_form_no_grid_are_taken(P_world, comm):
-    P_x = P_world.create_cartesian_topology_partition((comm.size, 1))
-    x = torch.ones(comm.rank, 2 + comm.rank)
-    count = sum(rank * (2 + rank) for rank in range(comm.size))
-    assert DistributedMSELoss(P_x, "sum")(x, torch.zeros_like(x)) == count
-
-
 def sums_of(P_x, name, arguments=""):
     def refuse(problem, alike):
         return ShapeError(f"{problem or 'none'}, {alike}")
@@ -182,27 +175,3 @@ def test_numbers_that_differ_within_a_group_reach_all(P_world, comm):
     assert not sums.allreduce(0.0, 0.0, "", "", 3, mine).numbers_by_rank
     # In its upper half alone.
     assert sums.allreduce(0.0, 0.0, "", "", 3 + (comm.rank << 20), mine).numbers_by_rank
-
-
-def test_a_problem_of_one_rank_is_heard_by_all(P_world, comm):
-    sums = sums_of(P_world, "problems")
-    with pytest.raises(ShapeError, match="it is broken" if comm.rank == 0 else "none"):
-        sums.allreduce(1.0, 1.0, "it is broken" if comm.rank == 0 else "", "")
-    assert sums.allreduce(1.0, 1.0, "", "") == Totals(comm.size, comm.size)
-
-
-@pytest.mark.mpi(min_size=2)
-def test_what_must_be_alike_is_compared(P_world, comm):
-    sums = sums_of(P_world, "alike")
-    for one in range(comm.size):
-        said = "float32" if comm.rank == one else "float64"
-        with pytest.raises(ShapeError, match=f"none, {said}"):
-            sums.allreduce(1.0, 1.0, "", said)
-    assert sums.allreduce(1.0, 1.0, "", "float32") == Totals(comm.size, comm.size)
-
-
-@pytest.mark.mpi(min_size=2)
-def test_other_arguments_are_told_in_the_first_call(P_world, comm):
-    sums = sums_of(P_world, "arguments", arguments=f"beta={comm.rank}")
-    with pytest.raises(MismatchError, match="arguments"):
-        sums.allreduce(1.0, 1.0, "", "")

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from distdl_rma import ShapeError, UnsupportedError, zero_volume_tensor
+from distdl_rma import UnsupportedError, zero_volume_tensor
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.layers import (
     AllGather,
@@ -18,7 +18,6 @@ from distdl_rma.layers import (
 from distdl_rma.layers.moves import chosen_axes
 from distdl_rma.segments.memory.buffer import SegmentBuffer
 from tests.fuzz.movement import check
-from tests.layers.sequential import shard
 from tests.matrix import check_each, over_seeds
 
 pytestmark = pytest.mark.mpi
@@ -97,17 +96,6 @@ def test_checkpointed_is_the_same(P_world, make):
 
 
 @each_layer
-def test_shapes_may_change_from_call_to_call(P_world, make):
-    layer = make(P_world)
-    whole = {rows: layer(input_of(layer, rows)) for rows in (1, 2, 3)}
-    with torch.no_grad():
-        for rows in (2, 3, 1, 3):
-            y = layer.eval()(input_of(layer, rows))
-            assert torch.equal(y, whole[rows])
-            assert not y.requires_grad
-
-
-@each_layer
 def test_more_shapes_come_back_than_plans_are_kept(P_world, make):
     layer = make(P_world)
     for rows in (*range(1, 20), *range(1, 20)):
@@ -157,29 +145,6 @@ def test_second_derivatives_are_refused(P_world, make):
     x = input_of(layer).requires_grad_()
     with pytest.raises(UnsupportedError, match="no second derivatives"):
         torch.autograd.grad(layer(x).sum(), x, create_graph=True)
-
-
-@pytest.mark.mpi(min_size=2)
-@each_layer
-def test_one_wrong_type_is_refused_on_all_ranks_and_then_forgotten(P_world, comm, make):
-    layer = make(P_world)
-    before = layer(input_of(layer))
-    if layer.P_x.size > 1:
-        with pytest.raises(ShapeError, match=r"'it': rank 0 passes torch.float64 but rank 1 torch.float32"):
-            layer(input_of(layer, dtype=torch.float32 if comm.rank == 1 else torch.float64))
-    else:
-        with pytest.raises(ShapeError, match="'it': rank 1 is not in P_x but passes a tensor of shape"):
-            layer(torch.ones(1) if comm.rank == 1 else input_of(layer))
-    assert torch.equal(layer(input_of(layer)), before)
-
-
-@pytest.mark.sizes(1, 2, 3, 4)
-def test_image_too_small_for_its_padding_is_refused_on_all_ranks(P_world, comm):
-    P = P_world.create_cartesian_topology_partition((1, 1, comm.size))
-    layer = HaloExchange(P, 4, "reflect", name="halo")
-    with pytest.raises(ShapeError, match="'halo': padding mode 'reflect' needs padding smaller than"):
-        layer(shard(P, torch.ones(1, 1, 4)))
-    assert layer(shard(P, torch.ones(1, 1, 5))).min() == 1
 
 
 @over_seeds(96, each=12)

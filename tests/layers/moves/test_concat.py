@@ -5,10 +5,9 @@ import random
 import pytest
 import torch
 
-from distdl_rma import Machine, MismatchError, PeerFailedError, ShapeError, zero_volume_tensor
+from distdl_rma import Machine, PeerFailedError, ShapeError, zero_volume_tensor
 from distdl_rma.geometry import Decomposition
 from distdl_rma.layers import DistributedConcat, DistributedConvTranspose1d, DistributedInstanceNorm1d
-from distdl_rma.segments.memory.buffer import SegmentBuffer
 from tests.layers.random_shards import cut, random_blocks, random_partition
 from tests.layers.sequential import agree, shard
 
@@ -254,32 +253,6 @@ def test_the_sizes_are_those_of_all_inputs_and_there_is_nothing_to_synchronise(P
     assert layer.get_sizeof_output_tensor() == (2 * 4 * 8 * 8 if P_y.active else 0)
     assert layer.get_ranks_synch_weights() == layer.get_ranks_synch_norm() == []
     assert layer.get_sizeof_gradients() == layer.get_sizeof_norm() == 0
-
-
-@pytest.mark.mpi(min_size=2)
-def test_connected_layers_shake_no_hands_in_the_first_call(P_world, comm, monkeypatch):
-    P_x, P_y = grid(P_world, (1, 1, comm.size)), grid(P_world, (1, comm.size, 1))
-    layer = DistributedConcat([P_x, P_y], P_y)
-    with pytest.raises(ShapeError, match="takes 2 inputs, got 1"):
-        layer.connect([(2, 3, 6)])
-    layer.connect([(2, 3, 6), (2, 4, 6)], torch.float64)
-
-    def exchange(*_arguments):
-        raise AssertionError("a handshake")
-
-    with monkeypatch.context() as patched:
-        patched.setattr(SegmentBuffer, "exchange", exchange)
-        compare(layer, [P_x, P_y], P_y, whole([(2, 3, 6), (2, 4, 6)]))
-
-
-@pytest.mark.mpi(min_size=2)
-def test_layers_that_were_built_differently_do_not_meet(comm):
-    machine = Machine(comm, segment_size="4MiB", timeout=15)
-    P_a, P_b = machine.partition((1, 1, comm.size)), machine.partition((1, comm.size, 1))
-    layer = DistributedConcat([P_a, P_b], P_a if comm.rank else P_b, name="skip")
-    with pytest.raises(MismatchError, match="skip"):
-        layer(torch.ones(1, 2, 2), torch.ones(1, 2, 2))
-    machine.close()
 
 
 def test_concat_by_either_transport(machine):

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from distdl_rma import ShapeError, layers, zero_volume_tensor
+from distdl_rma import ShapeError, UnsupportedError, layers, zero_volume_tensor
 from tests.layers.sequential import agree, shard
 from tests.layers.windows.kinds_of_pooling import POOLS, image, layer_of, rows, sequential
 
@@ -59,6 +59,12 @@ def test_global_average_moves_one_vector_per_rank(P_world, comm):
     assert operation.gather is None
     exchange = operation.scatter.forward.exchange
     assert sum(piece.box.volume for piece in exchange.sends) == (2 * 3 if comm.rank else 0)
+
+
+def test_averages_are_of_floating_point_numbers(P_world):
+    layer = layers.DistributedAvgPool2d(rows(P_world), 2)
+    with pytest.raises(UnsupportedError, match=r"the input is torch\.int64; only floating point"):
+        layer(shard(layer.P_x, image(torch.int64)))
 
 
 def test_a_size_may_be_zero(P_world):

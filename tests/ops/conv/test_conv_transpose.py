@@ -6,59 +6,17 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch.nn import functional as F  # noqa: N812
 
-from distdl_rma import Machine, ShapeError
-from distdl_rma.geometry import Decomposition, Stencil
+from distdl_rma import ShapeError
+from distdl_rma.geometry import Stencil
 from distdl_rma.geometry.halo import ContributorsSplit, Window
 from distdl_rma.geometry.intervals import Listed
 from distdl_rma.ops.conv.conv_transpose import (
-    TransposedConvolution,
     crop,
     least_outputs,
     output_padding_for,
 )
-from distdl_rma.ops.conv.worker_grid import IN, ConvolutionOptions, WorkerGrid
-from distdl_rma.ops.core.autograd import GradientNeeds
-from distdl_rma.ops.core.movement import CallSite
-from tests.layers.sequential import agree
 
 STENCIL = Stencil.of((3, 4), (2, 3), (1, 2), ((1, 1), (0, 0)))
-# Grids of input, output and work (batch, out-channel, in-channel, *space); whether data stay where they are.
-FORMS = {
-    "feature": lambda n: ((1, 1, n, 1), (1, 1, n, 1), (1, 1, 1, n, 1), True),
-    "in-channels": lambda n: ((1, n, 1, 1), (1, 1, n, 1), (1, 1, n, 1, 1), True),
-    "general": lambda n: ((1, 1, n, 1), (1, 1, 1, n), (1, n, 1, 1, 1), False),
-}
-
-
-@pytest.mark.mpi
-@pytest.mark.parametrize("form", FORMS)
-def test_outputs_and_gradients_are_those_of_torch(P_world, comm, form):
-    first, second, work, on_workers = FORMS[form](comm.size)
-    P_x, P_y, grid = (P_world.create_cartesian_topology_partition(shape) for shape in (first, second, work))
-    torch.manual_seed(0)
-    x, weight, bias = (
-        torch.randn(shape, dtype=torch.float64, requires_grad=True)
-        for shape in ((2, 4, 5, 4), (4, 6, 3, 4), (6,))
-    )
-    y = F.conv_transpose2d(x, weight, bias, (2, 3), (1, 0), (1, 2), 1, (1, 2))
-    d_y = torch.randn_like(y)
-    y.backward(d_y)
-    source = Decomposition.balanced(P_x, x.shape)
-    operation = TransposedConvolution(
-        CallSite(Machine.of(P_world), form),
-        ConvolutionOptions(STENCIL, WorkerGrid(grid, IN, 1, tuple(weight.shape)), on_workers=on_workers),
-        source,
-        P_y,
-        torch.float64,
-        (1, 2),
-    )
-    assert operation.output.shape == y.shape
-    local = x.detach()[source.slices()].clone().requires_grad_()
-    weights = {"weight": weight.detach().clone(), "bias": bias.detach().clone()}
-    out = operation(GradientNeeds(True, True), local, **weights)
-    agree(out, y.detach()[operation.output.slices()], "output")
-    out.backward(d_y[operation.output.slices()])
-    agree(local.grad, x.grad[source.slices()], "input gradient")
 
 
 @given(st.randoms(use_true_random=False))

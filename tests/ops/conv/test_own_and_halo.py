@@ -22,42 +22,12 @@ from tests.geometry.strategies import partitions, splits, unbalanced
 from tests.ops.conv.tiles import (
     ONE,
     any_tile,
-    convolve,
-    core_of,
     each_dimension,
-    global_case,
     inputs_read,
-    part_of,
     points,
     some,
     stencils,
-    strips_of,
-    tiles,
 )
-
-
-def test_the_reference_convolution_is_one():
-    stencil = with_channels(Stencil((Window(3, stride=2, dilation=2),)), 0, 1)
-    x, w = np.arange(1, 9).reshape(1, 1, -1), np.array([1, 10, 100]).reshape(1, 1, -1)
-    assert convolve(x, w, stencil).tolist() == [[[531, 753]]]
-
-
-@each_dimension
-@some
-@given(data=st.data(), seed=st.integers(0, 99))
-def test_core_and_strips_add_up_to_the_convolution(dim, data, seed):
-    tile = data.draw(tiles(dim))
-    x, w, whole = global_case(tile.stencil, tile.domain.shape, seed)
-    y = np.zeros(tile.outputs.shape, dtype=np.int64)
-    core_of(tile, x, w, y)
-    blocks = []
-    for strip in tile.rim:
-        given = strip.data & strip.region & tile.domain
-        block = np.zeros(strip.region.shape, dtype=np.int64)
-        block[given.slices(strip.region)] = part_of(x, given, tile.domain)
-        blocks.append(block)
-    strips_of(tile, blocks, w, y)
-    assert np.array_equal(y, part_of(whole, tile.outputs, Box.of_shape(whole.shape)))
 
 
 @st.composite
@@ -79,24 +49,6 @@ def tiles_of(stencil, source, y_splits, joins=False):
         own, outputs = (ends.box(rank) for ends in (source, y_boxes))
         tile = OwnAndHalo(stencil, Box.of_shape(source.shape), own, outputs, joins=joins)
         yield Exchange(rank, source, target), tile
-
-
-@each_dimension
-@some
-@given(data=st.data(), seed=st.integers(0, 99))
-def test_the_halo_exchange_brings_what_the_strips_need(dim, data, seed):
-    stencil, source, y_splits = data.draw(layouts(dim))
-    x, w, whole = global_case(stencil, source.shape, seed)
-    for plan, tile in tiles_of(stencil, source, y_splits):
-        y = np.zeros(tile.outputs.shape, dtype=np.int64)
-        core_of(tile, x, w, y)
-        blocks = [np.zeros(strip.region.shape, dtype=np.int64) for strip in tile.rim]
-        for piece in plan.receives:
-            received = x[piece.box.slices(Box.of_shape(source.shape))]
-            for number, there, here in tile.landing(piece.box):
-                blocks[number][there] = received[here]
-        strips_of(tile, blocks, w, y)
-        assert np.array_equal(y, part_of(whole, tile.outputs, Box.of_shape(whole.shape)))
 
 
 @pytest.mark.parametrize("joins", [False, True])

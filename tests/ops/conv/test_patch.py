@@ -8,12 +8,11 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import given
-from hypothesis import strategies as st
 
 from distdl_rma.geometry.box import Box
 from distdl_rma.geometry.halo import Stencil, Window
 from distdl_rma.ops.conv.own_and_halo import OwnAndHalo, Patch, adjoint_of_pieces, with_channels
-from tests.ops.conv.tiles import any_tile, convolve, padded, points, some
+from tests.ops.conv.tiles import any_tile, points, some
 
 
 def patches(tile):
@@ -40,44 +39,14 @@ def test_a_patch_misses_no_output_and_no_tap_that_reads_its_data(tile):
 
 @some
 @given(any_tile)
-def test_the_region_of_a_patch_gives_exactly_its_outputs(tile):
-    for patch in patches(tile):
-        assert not patch.outputs.empty
-        assert patch.outputs & tile.outputs == patch.outputs
-        kernel = [high - low for low, high in patch.taps]
-        block, w = (np.ones(shape, dtype=int) for shape in (patch.region.shape, kernel))
-        assert convolve(block, w, tile.stencil).shape == patch.outputs.shape
-        assert all(
-            0 <= low < high <= window.kernel
-            for (low, high), window in zip(patch.taps, tile.stencil.windows, strict=True)
-        )
-
-
-@some
-@given(any_tile)
 def test_margins_fill_the_region_around_the_data(tile):
     for patch in patches(tile):
         inside = np.ones(patch.data.shape)[(patch.data & patch.region).slices(patch.data)]
         assert inside.size
         assert min(itertools.chain(*patch.margins)) >= 0
-        assert padded(inside, patch.margins).shape == patch.region.shape
+        assert np.pad(inside, patch.margins).shape == patch.region.shape
         before = [low for low, _ in patch.margins]
         assert (patch.data & patch.region).start == tuple(np.add(patch.region.start, before))
-
-
-@some
-@given(any_tile, st.integers(0, 99))
-def test_padding_of_torch_gives_what_zeros_give_in_each_dimension(tile, seed):
-    rng = np.random.default_rng(seed)
-    for patch in patches(tile):
-        inside = rng.integers(-9, 10, patch.inside.shape)
-        w = rng.integers(-9, 10, [high - low for low, high in patch.taps])
-        explicit = convolve(padded(inside, patch.margins), w, tile.stencil)
-        # Zeros where torch cannot pad, torch's padding elsewhere.
-        beside = [(0, 0) if n is not None else m for n, m in zip(patch.padding, patch.margins, strict=True)]
-        assert padded(inside, beside).shape == patch.convolved.shape
-        native = [(n or 0, n or 0) for n in patch.padding]
-        assert np.array_equal(convolve(padded(padded(inside, beside), native), w, tile.stencil), explicit)
 
 
 # Windows, extents of all inputs, which of them are own in the first dimension, instances, groups, pieces.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 
-import numpy as np
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -51,51 +50,6 @@ def tiles(draw, dim):
 
 
 any_tile = st.integers(1, 2).flatmap(tiles)
-
-
-def convolve(x, w, stencil):
-    """Convolution without padding over all dimensions, tap by tap."""
-    counts = [
-        (n - window.dilation * (k - 1) - 1) // window.stride + 1
-        for window, n, k in zip(stencil.windows, x.shape, w.shape, strict=True)
-    ]
-    y = np.zeros(counts, dtype=np.int64)
-    for tap in np.ndindex(*w.shape):
-        read = (
-            slice(t * window.dilation, t * window.dilation + (n - 1) * window.stride + 1, window.stride)
-            for t, window, n in zip(tap, stencil.windows, counts, strict=True)
-        )
-        y += w[tap] * x[(*read,)]
-    return y
-
-
-def padded(x, margins):
-    return np.pad(x, margins)
-
-
-def global_case(stencil, shape, seed):
-    """Input and weight with leading dimensions of 1, and the whole convolution."""
-    rng = np.random.default_rng(seed)
-    x = rng.integers(-9, 10, shape)
-    w = rng.integers(-9, 10, [window.kernel for window in stencil.windows])
-    return x, w, convolve(padded(x, [(window.left, window.right) for window in stencil.windows]), w, stencil)
-
-
-def part_of(x, box, domain):
-    return x[box.slices(domain)]
-
-
-def core_of(tile, x, w, y):
-    """Add what the tile's own data adds."""
-    if tile.core is not None:
-        inside = part_of(x, tile.own, tile.domain)[tile.core.crop]
-        y[tile.core.place] += convolve(padded(inside, tile.core.margins), w[tile.core.weight], tile.stencil)
-
-
-def strips_of(tile, blocks, w, y):
-    """Add what the remote data adds, given in one block per strip."""
-    for strip, block in zip(tile.rim, blocks, strict=True):
-        y[strip.place] += convolve(block, w[strip.weight], tile.stencil)
 
 
 def inputs_read(tile):

@@ -7,13 +7,12 @@ import random
 
 import pytest
 import torch
-from torch import nn
 
-from distdl_rma import Machine, gather_state_dict, shard
+from distdl_rma import Machine
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.exchange import Exchange
 from distdl_rma.geometry.intervals import Balanced
-from distdl_rma.layers import AllGather, DistributedConv2d, DistributedLinear, ReduceScatter
+from distdl_rma.layers import AllGather, ReduceScatter
 from distdl_rma.ops.core.movement import CallSite, Movement
 from distdl_rma.ops.core.staged import StagedMovement, movement_between, movement_or_none
 from tests.matrix import over_seeds
@@ -104,71 +103,6 @@ def test_sums_of_short_types_are_rounded_once(P_world, comm):
         AllGather(P, 0)(own).backward(x)
     assert torch.equal(y, torch.tensor([sum(terms)]).bfloat16())
     assert torch.equal(own.grad, y)
-
-
-@pytest.mark.parametrize("axis", [0, 1])
-def test_layers_gather_and_scatter_as_on_one_node(P_world, comm, axis):
-    shape = (comm.size, 1) if axis == 0 else (1, comm.size)
-    P = P_world.create_cartesian_topology_partition(shape)
-    whole = torch.arange(35.0, dtype=torch.float64).reshape(5, 7)
-    x = shard(P, whole).to_local().clone().requires_grad_()
-    with pairs(P_world):
-        y = AllGather(P, axis)(x)
-        back = ReduceScatter(P, axis)(y)
-    assert torch.equal(y, whole)
-    assert torch.equal(back, comm.size * x)
-    back.sum().backward()
-    assert torch.equal(x.grad, torch.full_like(x, comm.size))
-
-
-@pytest.mark.parametrize("kind", ["linear", "convolution"])
-def test_weights_of_a_root_come_to_all_nodes_and_their_gradients_back(P_world, comm, kind):
-    n = comm.size
-    torch.manual_seed(1)
-    if kind == "linear":
-        twin, x = nn.Linear(6, 5).double(), torch.randn(2 * n, 6, dtype=torch.float64)
-        P = P_world.create_cartesian_topology_partition((n, 1))
-    else:
-        twin, x = nn.Conv2d(2, 3, 3, padding=1).double(), torch.randn(1, 2, 3 * n, 5, dtype=torch.float64)
-        P = P_world.create_cartesian_topology_partition((1, 1, n, 1))
-    torch.manual_seed(2)
-    with pairs(P_world):
-        if kind == "linear":
-            P_W = P_world.create_cartesian_topology_partition((n, 1, 1))
-            layer = DistributedLinear(P, P, P_W, 6, 5, dtype=torch.float64, placement="root")
-        else:
-            layer = DistributedConv2d(P, 2, 3, 3, padding=1, dtype=torch.float64, placement="root")
-        mine = shard(P, x).to_local().clone().requires_grad_()
-        y = layer(mine)
-        whole = gather_state_dict(layer)
-        twin.load_state_dict(whole)
-        expected = twin(x)
-        y.sum().backward()
-    torch.testing.assert_close(y, shard(P, expected.detach()).to_local())
-    expected.sum().backward()
-    if comm.rank == 0:
-        torch.testing.assert_close(layer.weight.grad, twin.weight.grad)
-        torch.testing.assert_close(layer.bias.grad, twin.bias.grad)
-
-
-@pytest.mark.parametrize("form", ["rows", "columns"])
-def test_linear_layers_with_split_features(P_world, comm, form):
-    n = comm.size
-    P = P_world.create_cartesian_topology_partition((1, n))
-    P_W = P_world.create_cartesian_topology_partition((n, 1) if form == "rows" else (1, n))
-    torch.manual_seed(1)
-    with pairs(P_world):
-        layer = DistributedLinear(P, P, P_W, 7, 9, dtype=torch.float64)
-        torch.manual_seed(1)
-        twin = nn.Linear(7, 9, dtype=torch.float64)
-        x = torch.randn(3, 7, dtype=torch.float64)
-        mine, whole = shard(P, x).to_local().clone().requires_grad_(), x.clone().requires_grad_()
-        y, expected = layer(mine), twin(whole)
-        g = torch.randn(3, 9, dtype=torch.float64)
-        y.backward(shard(P, g).to_local())
-        expected.backward(g)
-    torch.testing.assert_close(y, shard(P, expected.detach()).to_local())
-    torch.testing.assert_close(mine.grad, shard(P, whole.grad).to_local())
 
 
 def test_nothing_is_staged_among_ranks_that_are_alone_or_all_together(P_world, comm):

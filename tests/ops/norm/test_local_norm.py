@@ -3,9 +3,8 @@
 import pytest
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
-from distdl_rma import GradientSync, Machine, UnsupportedError
+from distdl_rma import GradientSync, Machine
 from distdl_rma.layers import (
     DistributedBatchNorm1d,
     DistributedBatchNorm2d,
@@ -15,7 +14,7 @@ from distdl_rma.layers import (
     DistributedRMSNorm,
 )
 from distdl_rma.ops.norm import statistics
-from tests.layers.sequential import agree, shard
+from tests.layers.sequential import shard
 
 pytestmark = pytest.mark.mpi
 # Kind, its sequential twin, arguments, and the grid over n ranks, for inputs of SHAPE.
@@ -98,42 +97,6 @@ def test_statistics_are_bitwise_the_same_on_all_ranks(P_world, comm, way):
             assert len(set(comm.allgather(str(buffer.tolist())))) == 1
 
 
-@every_kind
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("weights", ["short", "float32"])
-def test_short_types_are_computed_in_single_precision(P_world, comm, kind, dtype, weights):
-    if kind == "rms" and weights == "float32":
-        pytest.skip("torch warns of it")
-    layer, twin, P_x = twins(P_world, kind, dtype if weights == "short" else torch.float32)
-    x, gradient = ((torch.randn(SHAPE) * 2 + 3).to(dtype) for _ in range(2))
-    y, d_x = step(twin, x, gradient)
-    mine = step(layer, shard(P_x, x), shard(P_x, gradient))
-    rounding = torch.finfo(dtype).eps
-    for actual, expected in zip(mine, (y, d_x), strict=True):
-        assert actual.dtype == expected.dtype == dtype
-        worst = (actual.double() - shard(P_x, expected).double()).abs().max()
-        assert worst <= 4 * rounding * expected.abs().max().double()
-    for key, parameter in twin.named_parameters():
-        grad = getattr(layer, key).grad
-        assert grad.dtype == parameter.grad.dtype
-        expected = parameter.grad[layer.placed.placements[key].store.slices()].double()
-        assert (grad.double() - expected).abs().max() <= 16 * rounding * parameter.grad.abs().max()
-    for key, buffer in twin.named_buffers():
-        expected = buffer[layer.layouts[key].slices()] if key in layer.layouts else buffer
-        torch.testing.assert_close(getattr(layer, key), expected, rtol=2 * rounding, atol=rounding)
-
-
-@every_kind
-def test_autocast_leaves_these_layers_alone(P_world, comm, kind):
-    layer, twin, P_x = twins(P_world, kind, torch.float32)
-    x, gradient = torch.randn(SHAPE), torch.randn(SHAPE)
-    expected = [t.clone() for t in step(layer, shard(P_x, x), shard(P_x, gradient))]
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert twin(x).dtype == torch.float32
-        for actual, before in zip(step(layer, shard(P_x, x), shard(P_x, gradient)), expected, strict=True):
-            torch.testing.assert_close(actual, before, rtol=0, atol=0)
-
-
 def test_rms_norm_without_eps_adds_the_resolution_of_the_type(P_world, comm):
     P_x = P_world.create_cartesian_topology_partition((1, comm.size))
     for dtype in (torch.float64, torch.float32, torch.bfloat16):
@@ -166,41 +129,6 @@ def test_each_direction_is_one_message_to_each_rank_that_shares(P_world, comm):
     before = counters.puts
     alone(x).sum().backward()
     assert counters.puts - before == agreed, "instances have nothing else to do with each other"
-
-
-@every_kind
-def test_checkpoint_no_grad_and_activations_in_place(P_world, comm, kind):
-    layer, twin, P_x = twins(P_world, kind)
-    x, gradient = (torch.randn(SHAPE, dtype=torch.float64) for _ in range(2))
-
-    def run(module, x, gradient):
-        def block(z):
-            return nn.ReLU(inplace=True)(module(nn.ReLU(inplace=True)(z + 1)))
-
-        with torch.no_grad():
-            block(x)
-        x = x.clone().requires_grad_()
-        y = checkpoint(block, x, use_reentrant=False) + block(x)
-        y.backward(gradient, retain_graph=True)
-        y.backward(gradient)
-        return y.detach(), x.grad
-
-    expected = run(twin, x, gradient)
-    for actual, whole in zip(run(layer, shard(P_x, x), shard(P_x, gradient)), expected, strict=True):
-        agree(actual, shard(P_x, whole), kind)
-    for key, parameter in twin.named_parameters():
-        agree(getattr(layer, key).grad, parameter.grad[layer.placed.placements[key].store.slices()], key)
-    for key, buffer in twin.named_buffers():
-        expected = buffer[layer.layouts[key].slices()] if key in layer.layouts else buffer
-        agree(getattr(layer, key), expected, key)
-
-
-@every_kind
-def test_second_derivatives_are_refused(P_world, comm, kind):
-    layer, _, P_x = twins(P_world, kind)
-    x = shard(P_x, torch.randn(SHAPE, dtype=torch.float64)).requires_grad_()
-    with pytest.raises(UnsupportedError, match="no second derivatives"):
-        torch.autograd.grad(layer(x).sum(), x, create_graph=True)
 
 
 @pytest.mark.mpi(min_size=2)

@@ -4,15 +4,14 @@ import pytest
 import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
-from distdl_rma import ShapeError
+from distdl_rma import Machine, ShapeError
+from distdl_rma.geometry import Decomposition
 from distdl_rma.ops import windows
+from distdl_rma.ops.core.movement import CallSite
 from distdl_rma.ops.windows import Interpolation, Resize, ResizeOptions, Resizing
-from tests.fuzz.pooling import Resized
 from tests.layers.sequential import agree
-from tests.ops.windows.known_input import equals_sequential, operation_on, rows
 
 
 @pytest.mark.parametrize("recompute", [None, True])
@@ -28,16 +27,6 @@ def test_nothing_cannot_be_resized():
     ):
         with pytest.raises(ShapeError, match=r"cannot resize .* both need elements"):
             options.resizes(extents)
-
-
-@pytest.mark.mpi
-@pytest.mark.parametrize("mode", ["nearest", "bilinear", "bicubic"])
-@pytest.mark.parametrize("size", [(11, 3), (2, 8)])
-def test_outputs_and_gradients_are_those_of_the_whole(P_world, mode, size):
-    x = torch.randn(2, 3, 7, 5, dtype=torch.float64)
-    options = ResizeOptions(size, None, mode, None if mode == "nearest" else False)
-    reference = Resized(nn.Upsample(size, mode=mode))
-    equals_sequential(rows(P_world, 2), Resizing, options, x, reference)
 
 
 LINES = {"nearest": 1, "nearest-exact": 1, "linear": 1, "bicubic": 2}
@@ -128,6 +117,7 @@ def test_a_part_is_resized_as_the_whole(dtype, n, wanted, mode, corners, data):
 @pytest.mark.mpi
 @pytest.mark.parametrize("mode", ["nearest", "nearest-exact"])
 def test_copies_by_whole_factors_move_nothing(P_world, mode):
+    P_x = P_world.create_cartesian_topology_partition((1, 1, P_world.size, 1))
+    source, site = Decomposition.balanced(P_x, (2, 3, 4 * P_world.size, 5)), CallSite(Machine.of(P_x), "it")
     options = ResizeOptions(None, (2.0, 3.0), mode)
-    operation, _ = operation_on(rows(P_world, 2), Resizing, options, (2, 3, 4 * P_world.size, 5))
-    assert operation.gather is None
+    assert Resizing(site, source, P_x, torch.float64, options).gather is None
