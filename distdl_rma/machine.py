@@ -6,8 +6,9 @@ import atexit
 import os
 import re
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import cache, partial
 from itertools import count
@@ -166,7 +167,11 @@ class Machine(SharedByCopies):
         # Whether upper floors keep more than that, such as layers, which a failed backward leaves unusable.
         self.lasting = False
         self._process = os.getpid()
-        comm = meet(base, self.ranks, _seconds(timeout))
+        seconds = DEFAULT_TIMEOUT
+        # All ranks raise for an invalid one, with errors of other options, after they have met.
+        with suppress(ConfigurationError):
+            seconds = chosen_timeout(timeout)
+        comm = meet(base, self.ranks, seconds)
         try:
             self.segments = SegmentManager(
                 comm, self.ranks, segment_size, timeout, transport, progress, reserve=reserve
@@ -390,28 +395,14 @@ def _forget(_comm: MPI.Comm, _key: int, machine: Machine) -> None:
 
 def _check_ranks(comm: MPI.Intracomm, ranks: Iterable[int] | None) -> tuple[int, ...]:
     chosen = tuple(range(comm.size)) if ranks is None else integers(ranks, "the ranks of M")
-    problem = _problem_with(comm, chosen)
+    problem = "" if comm.rank in chosen else f"rank {comm.rank} made this call but is not in M = {chosen}"
+    for rank, times in Counter(chosen).items():
+        if not 0 <= rank < comm.size:
+            problem = f"rank {rank} of M is out of range: the communicator has {comm.size} ranks"
+        elif times > 1:
+            problem = f"rank {rank} is listed more than once in M = {chosen}"
     if problem:
         # Ranks in ``chosen`` may already wait for this rank.
         refuse(comm, chosen, problem)
         raise PartitionError(problem)
     return chosen
-
-
-def _problem_with(comm: MPI.Intracomm, chosen: tuple[int, ...]) -> str:
-    listed: set[int] = set()
-    for rank in chosen:
-        if not 0 <= rank < comm.size:
-            return f"rank {rank} of M is out of range: the communicator has {comm.size} ranks"
-        if rank in listed:
-            return f"rank {rank} is listed more than once in M = {chosen}"
-        listed.add(rank)
-    return "" if comm.rank in listed else f"rank {comm.rank} made this call but is not in M = {chosen}"
-
-
-def _seconds(timeout: float | None) -> float:
-    try:
-        return chosen_timeout(timeout)
-    except ConfigurationError:
-        # All ranks raise this, with errors of other options, after they have met.
-        return DEFAULT_TIMEOUT

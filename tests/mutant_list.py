@@ -177,6 +177,6 @@ HAND_MADE = (
         "distdl_rma/process_group/inter_node.py",
         "self._order = layout.my_node, tuple(chain.from_iterable(self._teams))",
         "self._order = layout.my_node, tuple(sorted(chain.from_iterable(self._teams)))",
-        _on(4, "process_group/test_inter_node.py"),
+        _on(4, "process_group/test_group.py"),
     ),
 )

@@ -23,7 +23,6 @@ from distdl_rma import (
 from distdl_rma.segments.transport import node_memory
 from distdl_rma.segments.waiting import meeting
 from distdl_rma.segments.waiting.meeting import JobBoard
-from tests.handles import handles, leak
 
 pytestmark = [pytest.mark.mpi, pytest.mark.sizes(1, 2, 3, 4)]
 
@@ -215,23 +214,6 @@ def test_machine_needs_no_groups_of_the_launcher(comm, monkeypatch):
                 machine.group().barrier()
 
 
-def test_close_is_idempotent_and_use_after_close_says_so(comm):
-    machine = Machine(comm, segment_size="1MiB")
-    buffer = machine.segments.get_segment_buffer(8)
-    machine.close()
-    machine.close()
-    with pytest.raises(ClosedError, match="already closed"):
-        machine.segments.get_segment_buffer(8)
-    with pytest.raises(ClosedError, match="already"):
-        _ = buffer.array
-
-
-@pytest.mark.processes
-def test_too_little_shared_memory_says_both_numbers_and_the_remedy(comm):
-    with pytest.raises(SegmentError, match=r"\d+ bytes .* wanted, \d+ bytes free .*SEGMENT_SIZE"):
-        Machine(comm, segment_size="900TiB")
-
-
 @pytest.mark.mpi(min_size=2)
 def test_options_that_differ_are_told_by_rank_id_alike_on_all_ranks(comm):
     ranks = tuple(reversed(range(comm.size)))
@@ -273,16 +255,6 @@ def test_memory_that_mpi_refuses_is_an_error_on_all_ranks_and_reserves_nothing(c
                 Machine(comm, segment_size="1MiB")
     assert node_memory._untouched == before
     Machine(comm, segment_size="1MiB").close()
-
-
-def test_many_machines_one_after_the_other_leak_nothing(comm):
-    counts = []
-    for _ in range(20):
-        with Machine(comm, segment_size="1MiB") as machine:
-            machine.segments.get_segment_buffer(100)
-        counts.append(handles())
-    # The first ones open what MPI keeps.
-    assert not leak(counts[5], counts[-1]), counts
 
 
 @pytest.mark.parametrize("transport", ["auto", "remote"])

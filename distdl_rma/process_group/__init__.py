@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import wraps
-from importlib.abc import Loader, MetaPathFinder
+from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from types import ModuleType
@@ -94,30 +94,20 @@ class _Finder(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Specification of the module with a loader of ours around its own."""
         if fullname != _TORCH:
             return None
         sys.meta_path.remove(self)
         spec = find_spec(fullname)
-        if spec is not None and spec.loader is not None:
-            spec.loader = _Loader(spec.loader)
+        if spec is None or spec.loader is None:
+            return spec
+        loader: Any = spec.loader
+        load = loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            # Of this module alone: the loader is then as it was.
+            del loader.exec_module
+            load(module)
+            register()
+
+        loader.exec_module = exec_module
         return spec
-
-
-class _Loader(Loader):
-    """A module's own loader, and ``register`` behind it."""
-
-    def __init__(self, own: Loader) -> None:
-        self._own = own
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        """Make the module."""
-        return self._own.create_module(spec)
-
-    def exec_module(self, module: ModuleType) -> None:
-        """Load the module, leave no trace in it, and make the backend known."""
-        module.__loader__ = self._own
-        if module.__spec__ is not None:
-            module.__spec__.loader = self._own
-        self._own.exec_module(module)
-        register()

@@ -62,7 +62,7 @@ class GroupCore(_Base):  # type: ignore[misc]
         self._calls: dict[Hashable, Call] = {}
         self._reducers: dict[Hashable, Reduction] = {}
         self._coalescing: list[Work] | None = None
-        # The latest works on one element, see ReducingCollectives.
+        # The latest works on one element, see GroupCollectives.
         self._counts: deque[Work] = deque(maxlen=64)
 
     def _begin(

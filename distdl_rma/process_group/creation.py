@@ -87,7 +87,9 @@ def rendezvous(
 
     If all of torch's variables are set, or if MPI did not start the ranks, it is torch's own rendezvous.
     """
-    by_mpi = _by_mpi()
+    # One process alone, without any launcher, is a job of one rank.
+    others = int(os.environ.get("WORLD_SIZE") or os.environ.get("SLURM_NTASKS") or 1)
+    by_mpi = launched()[1] > 1 or others <= 1
     if "?" in url or all(os.environ.get(name) for name in _NEEDED) or not by_mpi:
         try:
             yield from by_environment(url, timeout=timeout, **options)
@@ -98,12 +100,6 @@ def rendezvous(
         return
     yield _store(timeout), *launched()
     raise RuntimeError("the ranks that MPI started stay what they are: no second rendezvous")
-
-
-def _by_mpi() -> bool:
-    # One process alone, without any launcher, is a job of one rank.
-    others = int(os.environ.get("WORLD_SIZE") or os.environ.get("SLURM_NTASKS") or 1)
-    return launched()[1] > 1 or others <= 1
 
 
 def _store(timeout: timedelta) -> Store:

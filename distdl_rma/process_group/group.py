@@ -11,16 +11,15 @@ import torch
 from torch.distributed import Work
 
 from distdl_rma.errors import UnsupportedError
+from distdl_rma.process_group.collectives import GroupCollectives
 from distdl_rma.process_group.core import Tensor
-from distdl_rma.process_group.data_collectives import DataCollectives
 from distdl_rma.process_group.point_to_point import PointToPoint
-from distdl_rma.process_group.reducing_collectives import ReducingCollectives
 from distdl_rma.process_group.tensors import Flat, check, single
 from distdl_rma.process_group.work import GroupWork
 from distdl_rma.segments.manager import SegmentManager
 
 
-class RmaProcessGroup(ReducingCollectives, DataCollectives):
+class RmaProcessGroup(GroupCollectives):
     """A process group of torch on the segments of a machine, for tensors on the processor.
 
     ``torch.distributed.init_process_group("rma")`` and ``new_group`` make it, collectively over its ranks and
@@ -128,7 +127,7 @@ class RmaProcessGroup(ReducingCollectives, DataCollectives):
         """End a block of coalesced calls after an error; operations that it began continue."""
         self._coalescing = None
 
-    abort = ReducingCollectives.shutdown
+    abort = GroupCollectives.shutdown
 
 
 _Work: Any = Work
@@ -142,14 +141,11 @@ class _Several(_Work):  # type: ignore[misc]
         self._works = list(works)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Wait for all of them."""
         return all([work.wait(timeout) for work in self._works])  # noqa: C419
 
     def is_completed(self) -> bool:
-        """Whether all are over."""
         return all(work.is_completed() for work in self._works)
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """Future of all their tensors."""
         every = torch.futures.collect_all([work.get_future() for work in self._works])
         return every.then(lambda done: list(chain.from_iterable(one.value() for one in done.value())))

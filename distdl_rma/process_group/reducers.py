@@ -54,12 +54,10 @@ class _ShortFloat(Element):
         return both
 
     def widen(self, values: Array) -> Array:
-        """Copy of stored values in float32."""
         wide: Array = self._tensor(values).float().numpy()
         return wide
 
     def narrow(self, wide: Array, out: Array) -> None:
-        """Store reduced values, rounded once."""
         self._tensor(out).copy_(torch.from_numpy(wide))
 
 

@@ -8,139 +8,98 @@ from distdl_rma.doctor.facts import OPEN_MPI, SLURM, Compared, Failure, Launcher
 from distdl_rma.doctor.findings import findings
 from tests.doctor.cases import GIB, VERSIONS, job, rank
 
-
-def only(job):
-    (finding,) = findings(job)
-    return finding
-
-
-def test_a_job_without_fault_has_no_finding():
-    assert findings(job()) == []
-
-
-@pytest.mark.parametrize(
-    ("launcher", "mpi", "text", "remedy"),
-    [
-        (
-            OPEN_MPI,
-            "MPICH Version: 5.0.2",
-            "uses another MPI, 'MPICH Version: 5.0.2'",
-            "by the mpiexec of the MPI",
-        ),
-        (SLURM, "MPICH Version: 5.0.2", "though Slurm (srun) started 4", "srun --mpi=pmi2"),
-        (SLURM, "Open MPI v5.0.8", "though Slurm (srun) started 4", "srun --mpi=pmix"),
-    ],
+WITHOUT = (
+    "python runs without -m mpi4py, so that an exception on one rank may leave the others waiting in MPI"
 )
-def test_processes_that_are_all_rank_0_of_1_are_an_error(launcher, mpi, text, remedy):
-    alone = job(1, launcher=Launcher(launcher, 4, 0), versions=VERSIONS | {"MPI": mpi})
-    finding = only(alone)
-    assert finding.level == "error"
-    assert "every process is rank 0 of 1" in finding.text and text in finding.text
-    assert remedy in finding.remedy
+MPICH, NO_ROOM, RANK_0 = VERSIONS["MPI"], "SegmentError: no room", "every process is rank 0 of 1"
 
 
-def test_a_launcher_of_another_mpi_is_an_error_with_one_rank_too():
-    finding = only(job(1, launcher=Launcher(OPEN_MPI, 1, 0)))
-    assert (finding.level, finding.text) == (
-        "error",
-        "Open MPI (mpiexec) started the job, but mpi4py uses 'MPICH Version: 5.0.2'",
-    )
+def alone(launcher, mpi=MPICH, started=4):
+    """A process that knows of no other, though a launcher started several."""
+    return job(1, launcher=Launcher(launcher, started, 0), versions=VERSIONS | {"MPI": mpi})
 
 
-def test_one_rank_without_a_launcher_is_a_warning():
-    finding = only(job(1, launcher=Launcher()))
-    assert finding.level == "warning" and "1 rank" in finding.text and "mpiexec -n 2" in finding.remedy
+def but(job, rank=None, changes=None, **facts):
+    """The job with other facts, and other ones of a rank."""
+    for name, value in facts.items():
+        setattr(job, name, value)
+    if rank is not None:
+        job.ranks[rank] = replace(job.ranks[rank], **changes)
+    return job
 
 
-def test_ranks_that_fail_alike_are_one_error_and_those_that_follow_none():
-    broken = job(4)
-    broken.failures = [
-        Failure(0, "make a machine", "PeerFailedError: rank 2 failed: SegmentError: no room"),
-        Failure(2, "make a machine", "SegmentError: no room"),
-        Failure(3, "make a machine", "SegmentError: no room"),
-    ]
-    finding = only(broken)
-    assert finding.level == "error"
-    assert finding.text == "ranks 2-3 could not make a machine: SegmentError: no room"
+# A job, and of its finding the level, the text and words of the remedy.
+FOUND = {
+    "mixed MPIs": (
+        alone(OPEN_MPI), "error",
+        f"{RANK_0}, though Open MPI (mpiexec) started 4: mpi4py uses another MPI, {MPICH!r}",
+        "by the mpiexec"),
+    "srun without PMI-2": (
+        alone(SLURM), "error", f"{RANK_0}, though Slurm (srun) started 4", "srun --mpi=pmi2"),
+    "srun without PMIx": (
+        alone(SLURM, "Open MPI v5.0.8"), "error", f"{RANK_0}, though Slurm (srun) started 4",
+        "srun --mpi=pmix"),
+    "mixed MPIs of one rank": (
+        alone(OPEN_MPI, started=1), "error",
+        f"Open MPI (mpiexec) started the job, but mpi4py uses {MPICH!r}", "by the mpiexec"),
+    "one rank": (
+        job(1, launcher=Launcher()), "warning", "the job has 1 rank: nothing between ranks was tried",
+        "mpiexec -n 2"),
+    "one rank without mpi4py as the main program": (
+        job(1, ends_job=False, launcher=Launcher(SLURM, 1, 0)), "warning",
+        "the job has 1 rank: nothing between ranks was tried", "mpiexec -n 2"),
+    # Ranks that fail alike are one, and those that follow none.
+    "failures": (
+        but(job(4), failures=[Failure(0, "make a machine", f"PeerFailedError: rank 2 failed: {NO_ROOM}"),
+                              *(Failure(rank, "make a machine", NO_ROOM) for rank in (2, 3))]), "error",
+        f"ranks 2-3 could not make a machine: {NO_ROOM}", "options and environment variables"),
+    "versions": (
+        but(job(3), 1, {"versions": VERSIONS | {"torch": "2.8.0"}}), "error",
+        "torch differs: 2.9.0 on ranks 0, 2, 2.8.0 on rank 1", "the same environment"),
+    "little shared memory": (
+        but(job(shm_total=64 << 20), segment_bytes=8 << 20), "warning",
+        "/dev/shm of node1: 64 MiB for 2 ranks are too little for most models", "--shm-size"),
+    "too little for a machine": (
+        but(job(shm_total=64 << 20), segment_bytes=0), "error",
+        "/dev/shm of node1: 64 MiB for 2 ranks are too little for most models", "DISTDL_RMA_SEGMENT_SIZE"),
+    "limit of memory": (
+        job(memory_limit=6 * GIB), "warning",
+        "segments of node1 may grow to 8 GiB; its limit of memory is 6 GiB", "DISTDL_RMA_SEGMENT_SIZE"),
+    "ranks on a core": (
+        job(cores=(0,), threads=1), "warning", "2 ranks of node1 share 1 core", "bind ranks to other cores"),
+    "threads": (
+        job(threads=5), "warning", "2 ranks of node1 have 10 threads of torch on 8 cores",
+        "OMP_NUM_THREADS=4"),
+    "threads of a bound rank": (
+        but(job(), ranks=[rank(0, cores=(0,), threads=2), rank(1, cores=(1, 2, 3), threads=2)]), "warning",
+        "rank 0 of node1: more threads of torch than cores that the rank is bound to", "--cpus-per-task"),
+    "thread level between nodes": (
+        but(job(thread_level="serialized"), 1, {"host": "node2"}, nodes=[[0], [1]]), "warning",
+        "the thread level of MPI is 'serialized': data travels between nodes only while ranks wait for it",
+        "MPI_THREAD_MULTIPLE"),
+    "no common memory": (
+        but(job(3), nodes=[[0, 1], [2]]), "warning", "the ranks of node1 do not share memory: 0-1 | 2",
+        "--ipc=host"),
+    "without mpi4py as the main program": (
+        job(ends_job=False), "warning", f"ranks 0-1: {WITHOUT}", "python -m mpi4py script.py"),
+    "convolution": (
+        but(job(), compared=[Compared("output", 1e-7, 1.0, True), Compared("bias", 0.5, 2.0, False)]),
+        "error", "split convolution: the bias differs by 5.0e-01 of 2.0e+00", "report the difference"),
+}  # fmt: skip
 
 
-def test_versions_that_differ_are_an_error_that_names_the_ranks():
-    mixed = job(3)
-    mixed.ranks[1] = replace(mixed.ranks[1], versions=VERSIONS | {"torch": "2.8.0"})
-    finding = only(mixed)
-    assert finding.level == "error"
-    assert finding.text == "torch differs: 2.9.0 on ranks 0, 2, 2.8.0 on rank 1"
+@pytest.mark.parametrize("name", FOUND)
+def test_a_fault_is_one_finding_with_a_remedy(name):
+    wrong, *expected, remedy = FOUND[name]
+    (finding,) = findings(wrong)
+    assert [finding.level, finding.text] == expected and remedy in finding.remedy
 
 
-def test_little_shared_memory_is_an_error_only_where_no_machine_can_be_made():
-    small = job(shm_total=64 << 20)
-    small.segment_bytes = 8 << 20
-    assert only(small).level == "warning"
-    small.segment_bytes = 0
-    finding = only(small)
-    assert finding.level == "error"
-    assert finding.text == "/dev/shm of node1: 64 MiB for 2 ranks are too little for most models"
-    assert "--shm-size" in finding.remedy and "DISTDL_RMA_SEGMENT_SIZE" in finding.remedy
-
-
-def test_segments_above_the_limit_of_memory_are_a_warning():
-    finding = only(job(memory_limit=6 * GIB))
-    assert finding.level == "warning" and "may grow to 8 GiB; its limit of memory is 6 GiB" in finding.text
-
-
-@pytest.mark.parametrize(
-    ("changes", "text", "remedy"),
-    [
-        ({"cores": (0,), "threads": 1}, "2 ranks of node1 share 1 core", "bind ranks to other cores"),
-        ({"threads": 5}, "2 ranks of node1 have 10 threads of torch on 8 cores", "OMP_NUM_THREADS=4"),
-    ],
-)
-def test_more_ranks_or_threads_than_cores_are_a_warning(changes, text, remedy):
-    finding = only(job(**changes))
-    assert (finding.level, finding.text) == ("warning", text)
-    assert remedy in finding.remedy
-
-
-def test_threads_beyond_the_cores_of_a_bound_rank_are_a_warning():
-    bound = job()
-    bound.ranks = [rank(0, cores=(0,), threads=2), rank(1, cores=(1, 2, 3), threads=2)]
-    finding = only(bound)
-    assert finding.level == "warning" and finding.text.startswith("rank 0 of node1: more threads")
-
-
-def test_a_low_thread_level_matters_between_nodes_only():
-    several = job(thread_level="serialized")
-    assert findings(several) == []
-    several.ranks[1] = replace(several.ranks[1], host="node2")
-    several.nodes = [[0], [1]]
-    finding = only(several)
-    assert finding.level == "warning" and "thread level of MPI is 'serialized'" in finding.text
-
-
-def test_ranks_of_a_host_without_common_memory_are_a_warning():
-    apart = job(3)
-    apart.nodes = [[0, 1], [2]]
-    finding = only(apart)
-    assert finding.level == "warning"
-    assert finding.text == "the ranks of node1 do not share memory: 0-1 | 2"
-
-
-def test_python_without_mpi4py_is_a_warning_where_there_are_others():
-    assert "ranks 0-1: python runs without -m mpi4py" in only(job(ends_job=False)).text
-    assert findings(job(1, ends_job=False, launcher=Launcher("Slurm (srun)", 1, 0)))[0].text.startswith(
-        "the job has"
-    )
-
-
-def test_a_convolution_that_differs_is_an_error_with_the_difference():
-    wrong = job()
-    wrong.compared = [Compared("output", 1e-7, 1.0, True), Compared("gradient of the input", 0.5, 2.0, False)]
-    finding = only(wrong)
-    assert finding.level == "error"
-    assert finding.text == "split convolution: the gradient of the input differs by 5.0e-01 of 2.0e+00"
+@pytest.mark.parametrize("job", [job(), job(thread_level="serialized")], ids=["usual", "on one node"])
+def test_a_job_without_fault_has_no_finding(job):
+    assert findings(job) == []
 
 
 def test_errors_come_first():
-    both = job(ends_job=False)
-    both.failures = [Failure(0, "allreduce", "OSError: no")]
+    both = but(job(ends_job=False), failures=[Failure(0, "allreduce", "OSError: no")])
     assert [finding.level for finding in findings(both)] == ["error", "warning"]

@@ -7,13 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from distdl_rma import (
-    ConfigurationError,
-    GradientSync,
-    Machine,
-    ProtocolError,
-    zero_volume_tensor,
-)
+from distdl_rma import ConfigurationError, GradientSync, Machine, ProtocolError, zero_volume_tensor
 from distdl_rma.layers import (
     DistributedConv2d,
     DistributedInstanceNorm2d,

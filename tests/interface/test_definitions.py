@@ -2,7 +2,8 @@
 
 Elsewhere are A2, where a process sits (A4) and A5 (``geometry/test_distribution.py``), A7
 (``segments/memory/test_buffer.py``), connecting (A8, ``layers/core/test_connect.py``), inequalities and sizes
-before the first call (A5, A13, ``layers/test_from_global.py``), and A20 (``layers/moves/test_concat.py``).
+before the first call (A5, A13, ``layers/test_from_global.py``), numbers of A19 (``layers/test_twins.py``),
+and A20 (``layers/moves/test_concat.py``).
 """
 
 import itertools
@@ -11,14 +12,11 @@ import pytest
 import torch
 from torch import nn
 
-from distdl_rma import (
-    Distribution,
-    Machine,
-    zero_volume_tensor,
-)
+from distdl_rma import Distribution, GradientSync, Machine, zero_volume_tensor
 from distdl_rma.layers import Conv, InstanceNorm
 from distdl_rma.segments.memory.buffer import SegmentBuffer
 from tests.fuzz.interface import compare
+from tests.layers.sequential import shard
 
 pytestmark = pytest.mark.mpi
 
@@ -106,3 +104,23 @@ def test_a17_global_parameters_and_those_of_torch_make_the_layer(M, comm):
     compare(layer, module, [P], P, [(2, 4, 12, 7)], "torch's arguments")
     ranks = layer.get_ranks_synch_weights()
     assert ranks == (list(M.ranks) if comm.size > 1 else [])
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a19_one_norm_allreduce_forward_and_one_backward_gamma_and_beta_go_elsewhere(M):
+    rows = Distribution(1, 1, M.size, 1)
+    norm = InstanceNorm(M, (2, 3, 11, 7), rows, affine=True, name="norm")
+    x = shard(M.distribute(rows), torch.randn(2, 3, 11, 7)).requires_grad_()
+    with GradientSync(norm, M):
+        norm(x).sum().backward()
+        x.grad = None
+        with M.record() as recording:
+            y = norm(x)
+        forward = [event.name for event in recording.events if event.travels]
+        with M.record() as recording:
+            y.sum().backward()
+        backward = [event.name for event in recording.events if event.travels]
+    assert len([name for name in forward if "(norm" in name]) == 1
+    assert len([name for name in backward if "(norm" in name]) == 1
+    assert [name for name in backward if "(norm" not in name] == ["gradients 0"]
+    assert not [name for name in forward if "(norm" not in name]

@@ -127,36 +127,38 @@ def test_sizes_of_images(comm, size):
     check(comm, range(comm.size), layouts(comm.size)["columns"], size)
 
 
-@pytest.mark.sizes(2, 3, 4)
-def test_holes_at_every_level(comm):
-    parts, gap = (comm.size + 1) // 2, comm.size // ((comm.size + 1) // 2)
-    channels = Distribution(1, parts, 1, 1, strides=(1, parts, gap))
+def rows(n):
+    return Distribution(1, 1, n, 1)
+
+
+def channels(n):
+    return Distribution(1, n, 1, 1)
+
+
+def with_holes(n):
+    parts, gap = (n + 1) // 2, n // ((n + 1) // 2)
     samples = Distribution(min(2, parts), 1, 1, 1, strides=(min(2, parts), 1, gap))
-    check(comm, range(comm.size), (samples, channels, samples))
+    return samples, Distribution(1, parts, 1, 1, strides=(1, parts, gap)), samples
 
 
-def test_channels_are_split_at_every_level(comm):
-    channels = Distribution(1, comm.size, 1, 1)
-    check(comm, range(comm.size), (channels, channels, channels))
+# By the number of ranks the machine, the distributions of the levels, and the size of images if another one.
+CASES = {
+    "holes at every level": lambda n: (range(n), with_holes(n)),
+    "channels are split at every level": lambda n: (range(n), (channels(n),) * 3),
+    "fewer ranks with every level": lambda n: (range(n), (rows(n), rows((n + 1) // 2), rows(1))),
+    "photographs on one rank": lambda n: ([*range(n)][::-1], (rows(1), Distribution(1, 1, 1, n), rows(1))),
+    "more ranks than the coarsest image has rows": lambda n: (range(n), (rows(n),) * 3, (9, 20)),
+}
 
 
-def test_fewer_ranks_with_every_level(comm):
-    rows, fewer, one = (Distribution(1, 1, n, 1) for n in (comm.size, (comm.size + 1) // 2, 1))
-    check(comm, range(comm.size), (rows, fewer, one))
-
-
-def test_photographs_on_one_rank_and_the_rest_on_all(comm):
-    one, columns = Distribution(1, 1, 1, 1), Distribution(1, 1, 1, comm.size)
-    check(comm, [*range(comm.size)][::-1], (one, columns, one))
-
-
-def test_more_ranks_than_the_coarsest_image_has_rows(comm):
-    rows = Distribution(1, 1, comm.size, 1)
-    check(comm, range(comm.size), (rows, rows, rows), (9, 20))
+@pytest.mark.sizes(2, 3)
+@pytest.mark.parametrize("case", CASES)
+def test_distributions_that_are_unusual(comm, case):
+    check(comm, *CASES[case](comm.size))
 
 
 @pytest.mark.mpi(min_size=4)
 def test_packed_where_the_box_does_not_fit(comm):
     # Two channel blocks of two rows in a box of one by four.
-    rows, packed = Distribution(1, 1, 4, 1), Distribution(1, 2, 2, 1, strides=(1, 1, 4))
-    check(comm, [1, 3, 0, 2], (rows, packed, Distribution(2, 1, 1, 2, strides=(1, 1, 4))))
+    packed = Distribution(1, 2, 2, 1, strides=(1, 1, 4))
+    check(comm, [1, 3, 0, 2], (rows(4), packed, Distribution(2, 1, 1, 2, strides=(1, 1, 4))))

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.segments.conftest import segments  # noqa: F401
+
 if TYPE_CHECKING:
     from mpi4py import MPI
 

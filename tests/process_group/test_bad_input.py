@@ -1,12 +1,14 @@
-"""Ranks that call different things: an error on every rank that says who calls what."""
+"""Calls that do not fit: refused by all ranks, or an error on every rank that says who calls what."""
 
 import re
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import ReduceOp, ReduceScatterOptions
 
-from distdl_rma import MismatchError, UnsupportedError
+from distdl_rma import ArgumentError, MismatchError, ShapeError, UnsupportedError
+from distdl_rma.process_group.group import RmaProcessGroup
 from tests.process_group.backends import process_group
 
 pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.sizes(2, 3)]
@@ -74,29 +76,90 @@ def test_a_difference_in_a_sub_group_names_the_group(comm):
         assert x.tolist() == [comm.size] * 2
 
 
-def test_what_is_sent_and_what_is_expected_must_fit(comm):
+def test_what_is_sent_and_what_is_expected_must_fit_and_the_next_message_comes(comm):
+    others = [(torch.zeros(5), "20 bytes"), (torch.zeros(2).double(), "16 bytes of torch.float64")]
     with process_group(comm):
-        if comm.rank < 2:
-            with pytest.raises(MismatchError, match=r"16 bytes of torch\.float32 are sent, but 20 bytes"):
-                dist.send(torch.ones(4), 1) if comm.rank == 0 else dist.recv(torch.ones(5), 0)
+        for out, words in others if comm.rank < 2 else ():
+            with pytest.raises(MismatchError, match=f"16 bytes of torch.float32 are sent, but {words}"):
+                dist.send(torch.ones(4), 1) if comm.rank == 0 else dist.recv(out, 0)
+            x = torch.full((4,), 1.0 - comm.rank)
+            dist.send(x, 1) if comm.rank == 0 else dist.recv(x, 0)
+            assert x.tolist() == [1] * 4
         comm.Barrier()
 
 
-@pytest.mark.parametrize(
-    ("make", "words"),
-    [
-        (lambda: torch.ones(3).to_sparse(), "tensors are dense"),
-        (lambda: torch.ones(3, device="meta"), "on cpu"),
-    ],
-    ids=["sparse", "another device"],
-)
-def test_tensors_that_no_group_takes_are_refused_alike(comm, make, words):
-    with process_group(comm):
-        for name, call in {
-            "all_reduce": lambda: dist.all_reduce(make()),
-            "broadcast": lambda: dist.broadcast(make(), 0),
-        }.items():
-            with pytest.raises(UnsupportedError, match=f"{name} in group '.*': .*{words}"):
-                call()
-        dist.all_reduce(x := torch.ones(2))
-        assert x.tolist() == [comm.size] * 2
+def average():
+    made = ReduceScatterOptions()
+    made.reduceOp = ReduceOp.AVG
+    return made
+
+
+# Calls of a group with six numbers, which all ranks refuse.
+REFUSED = [
+    (ShapeError, "one tensor per rank, got 2", lambda g, x: g.broadcast([x, x]),
+     lambda g, x: g.allreduce([x, x])),
+    (ShapeError, "a tensor for each of . ranks, got", lambda g, x: g.allgather([[x] * (g.size() + 1)], [x]),
+     lambda g, x: g.reduce_scatter([x], [[x] * (g.size() + 1)])),
+    (ShapeError, "this rank has 5 elements, 6 are", lambda g, x: g.allgather([[x] * g.size()], [x[1:]])),
+    (ShapeError, "part has 6 elements, its output 5",
+     lambda g, x: g.reduce_scatter([x[1:]], [[x] * g.size()])),
+    (ShapeError, "tensors are of one type, got torch.float32, torch.int32",
+     lambda g, x: g.allgather([[x] * g.size()], [x.int()]),
+     lambda g, x: g.reduce_scatter([x], [[x.int()] * g.size()])),
+    (ShapeError, ". parts of 6 elements are not the",
+     lambda g, x: g.all_gather_single(x.new_empty(6 * g.size() + 1), x),
+     lambda g, x: g.reduce_scatter_single(x, x[1:])),
+    (ShapeError, "is contiguous; call contiguous",
+     lambda g, x: g.all_to_all_single(torch.ones(g.size(), 3), torch.ones(3, g.size()).t()),
+     lambda g, x: g.all_gather_single(torch.ones(3, 2 * g.size()).t(), x)),
+    (ShapeError, "an input and an output for each", lambda g, x: g.alltoall([x] * g.size(), [x])),
+    (ShapeError, "5 rows are not equal parts for", lambda g, x: g.all_to_all_single(x[1:], x[1:])),
+    (ShapeError, r"6 rows for . ranks, got numbers of rows \[6, 6",
+     lambda g, x: g.all_to_all_single(x, x, [6] * (g.size() + 1), None)),
+    (ShapeError, "band is of integers", lambda g, x: g.allreduce([x], ReduceOp.BAND)),
+    (ShapeError, "an average of torch.int32", lambda g, x: g.allreduce([x.int()], ReduceOp.AVG),
+     lambda g, x: g.reduce_scatter([x.int()], [[x.int()] * g.size()], average()),
+     # Of one rank they would be copied first.
+     lambda g, x: g.allreduce([x.int().view(2, 3).t() if g.rank() else x.int().view(2, 3)], ReduceOp.AVG)),
+    (ArgumentError, "a tag is from 0 to", lambda g, x: g.send([x], 0, -1)),
+    (UnsupportedError, "cannot be reduced", lambda g, x: g.allreduce([x.to(torch.float8_e5m2)])),
+    (UnsupportedError, "tensors are dense", lambda g, x: g.allreduce([x.to_sparse()]),
+     lambda g, x: g.broadcast([x.to_sparse()])),
+    (UnsupportedError, "on cpu, got one on meta", lambda g, x: g.allreduce([x.to("meta")]),
+     lambda g, x: g.broadcast([x.to("meta")])),
+]  # fmt: skip
+
+
+def test_what_does_not_fit_is_refused_by_all_and_the_group_goes_on(group):
+    x = torch.ones(6)
+    for kind, words, *calls in REFUSED:
+        for call in calls:
+            with pytest.raises(kind, match=words):
+                call(group, x)
+        group.broadcast([x]).wait()
+        assert (x == 1).all()
+
+
+def test_what_one_rank_refuses_is_told_to_the_others(machine, comm):
+    odd, size = comm.rank == comm.size - 1, comm.size
+    cases = {
+        "dense": lambda g: g.allreduce([torch.ones(3).to_sparse() if odd else torch.ones(3)]),
+        "on cpu": lambda g: g.broadcast([torch.ones(3, device="meta" if odd else "cpu")]),
+        "parts of": lambda g: g.all_gather_single(torch.ones(3 * size), torch.ones(4 if odd else 3)),
+    }
+    for name, call in cases.items():
+        group = RmaProcessGroup(machine.segments, machine.ranks, name, 10.0)
+        kind = (UnsupportedError, ShapeError) if odd else MismatchError
+        with pytest.raises(kind, match=f"in group '{name}'.*{name}"):
+            call(group).wait()
+        with pytest.raises(MismatchError):
+            group.barrier().wait()
+        group.shutdown()
+        comm.Barrier()
+
+
+def test_rows_that_one_rank_sends_and_another_does_not_expect_are_named(group):
+    size, me = group.size(), group.rank()
+    taken = [1] * (size - 1) + [1 + (me == 0)]
+    with pytest.raises(MismatchError, match=rf"rank {size - 1} has 4 bytes for rank 0, which expects 8"):
+        group.all_to_all_single(torch.ones(sum(taken)), torch.ones(size), taken, None).wait()

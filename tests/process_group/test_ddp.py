@@ -9,12 +9,7 @@ from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.process_group import nets
-from tests.process_group.backends import (
-    BACKEND,
-    ZeroRedundancyOptimizer,
-    results,
-    same_on_both,
-)
+from tests.process_group.backends import BACKEND, ZeroRedundancyOptimizer, results, same_on_both
 
 pytestmark = [pytest.mark.mpi, pytest.mark.sizes(1, 2, 3, 4)]
 

@@ -36,6 +36,7 @@ def test_any_tensor_at_a_known_address_is_what_it_is_now(group, monkeypatch):
     looks = {
         "whole": lambda: memory,
         "long": lambda: memory[:60_000],
+        "of one round in shares": lambda: memory[:10_000],
         "short": lambda: memory[:100],
         "a number": lambda: memory[0],
         "of another type": lambda: memory.view(torch.int32)[:100],

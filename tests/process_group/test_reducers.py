@@ -2,7 +2,6 @@
 
 import warnings
 
-import numpy as np
 import pytest
 import torch
 from torch.distributed import ReduceOp
@@ -67,20 +66,6 @@ def test_what_has_no_exact_meaning_is_refused():
         reducer_of(ReduceOp.SUM, torch.float8_e5m2, 2)
     with pytest.raises(UnsupportedError, match="a reduction is one of"):
         reducer_of(ReduceOp.PREMUL_SUM, torch.float32, 2)
-
-
-def test_a_flat_tensor_is_the_tensor_or_goes_back_to_it():
-    x = torch.arange(6.0).reshape(2, 3)
-    Flat(x).elements[0] = 7
-    assert x[0, 0] == 7
-    flat = Flat(x.t())
-    assert flat.elements.tolist() == [7, 3, 1, 4, 2, 5]
-    flat.elements[1] = 9
-    flat.store()
-    assert x[1, 0] == 9
-    assert Flat(torch.tensor(2.0, requires_grad=True)).bytes.size == 4
-    assert Flat(torch.zeros(3, dtype=torch.bfloat16)).elements.dtype == np.int16
-    assert Flat(torch.tensor([1 + 2j]).conj()).elements.tolist() == [1 - 2j]
 
 
 @pytest.mark.parametrize("op", [ReduceOp.SUM, ReduceOp.AVG, ReduceOp.MIN, ReduceOp.BXOR])

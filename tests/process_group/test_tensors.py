@@ -1,11 +1,10 @@
-"""Tensors of a call as arrays, and what a call cannot take."""
+"""Tensors of a call as arrays; what a call cannot take is in ``test_bad_input.py``."""
 
 import numpy as np
 import pytest
 import torch
 
-from distdl_rma.errors import ShapeError, UnsupportedError
-from distdl_rma.process_group.tensors import Flat, check, check_alike, facts, parts_of, rows_of, single
+from distdl_rma.process_group.tensors import Flat, facts, parts_of, rows_of
 
 
 @pytest.mark.parametrize(
@@ -55,22 +54,3 @@ def test_parts_and_rows_are_views():
     assert [rows.shape[0] for rows in rows_of(table, None, 3, "me")] == [2, 2, 2]
     assert [rows.tolist() for rows in rows_of(table, [0, 5, 1], 3, "me")][2] == [[10, 11]]
     assert [part.numel() for part in parts_of(whole[:0], whole[:0], 3, "me")] == [0, 0, 0]
-
-
-def test_what_does_not_fit_says_who_and_what():
-    x = torch.ones(6)
-    for call, words in {
-        lambda: single([x, x], "me"): "me: takes one tensor per rank, got 2",
-        lambda: check_alike(
-            [x, x.int()], "me"
-        ): "me: tensors are of one type, got torch.float32, torch.int32",
-        lambda: parts_of(x, torch.ones(4), 2, "me"): "me: 2 parts of 4 elements are not the 6 of the whole",
-        lambda: parts_of(torch.ones(3, 2).t(), torch.ones(3), 2, "me"): "contiguous",
-        lambda: rows_of(x, None, 4, "me"): "me: 6 rows are not equal parts for 4 ranks",
-        lambda: rows_of(x, [1, 2], 2, "me"): r"6 rows for 2 ranks, got numbers of rows \[1, 2\]",
-    }.items():
-        with pytest.raises(ShapeError, match=words):
-            call()
-    for wrong, words in ((x.to_sparse(), "dense"), (x.to("meta"), "on cpu, got one on meta")):
-        with pytest.raises(UnsupportedError, match=words):
-            check([x, wrong], "me")

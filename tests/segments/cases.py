@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from distdl_rma.segments import Allgather, Allreduce, Alltoall, Bcast, Reduce, Reducescatter
+from distdl_rma.segments import Group
 
 REDUCE = {
     # As numpy does it in the type itself: integers wrap around.
@@ -58,19 +58,12 @@ class Case:
         self.active = segments.rank in self.ranks
         if self.active:
             self.me = self.ranks.index(segments.rank)
-            name = f"case {number}"
-            self.job = {
-                "allreduce": lambda: Allreduce(segments, self.ranks, self.count, self.dtype, self.op, name),
-                "allgather": lambda: Allgather(segments, self.ranks, self.counts, self.dtype, name),
-                "reduce_scatter": lambda: Reducescatter(
-                    segments, self.ranks, self.counts, self.dtype, self.op, name
-                ),
-                "alltoall": lambda: Alltoall(segments, self.ranks, self.blocks, self.dtype, name),
-                "reduce": lambda: Reduce(
-                    segments, self.ranks, self.count, self.dtype, self.op, self.root, name
-                ),
-                "broadcast": lambda: Bcast(segments, self.ranks, self.count, self.dtype, self.root, name),
-            }[self.kind]()
+            lengths = {"allgather": self.counts, "reduce_scatter": self.counts, "alltoall": self.blocks}
+            options = {"op": self.op} if "reduce" in self.kind else {}
+            options |= {"root": self.root} if self.kind in ("reduce", "broadcast") else {}
+            make = getattr(Group(segments, self.ranks, f"group {number}"), self.kind)
+            count = lengths.get(self.kind, self.count)
+            self.job = make(count, self.dtype, name=f"case {number}", **options)
 
     def operand(self, at, step):
         sizes = {

@@ -1,10 +1,12 @@
-"""Exchanges of all kinds, local tensors that tell rank and epoch, and what becomes of them."""
+"""Exchanges of all kinds, their channels, local tensors that tell rank and epoch, and their results."""
 
 import numpy as np
 
 from distdl_rma.geometry import Decomposition, Exchange
 from distdl_rma.geometry.halo import Window, WindowSplit
 from distdl_rma.geometry.intervals import Balanced
+from distdl_rma.segments import Channel
+from distdl_rma.segments.transport.heap import Landing, own_arena
 
 
 def line(machine):
@@ -54,4 +56,38 @@ def expected(exchange, epoch):
         common = own & need
         if not common.empty:
             y[common.slices(need)] += values(exchange, rank, epoch)[common.slices(own)]
+    return y
+
+
+class Results:
+    """Memory for the results of a channel, never used twice."""
+
+    def __init__(self, exchange):
+        self.shape, self.made = exchange.need.shape, 0
+
+    def make(self):
+        arena, self.made = own_arena(), self.made + 1
+        memory = arena.take(max(8, 8 * int(np.prod(self.shape))))
+        array = memory.view(np.int64)[: int(np.prod(self.shape))].reshape(self.shape)
+        array[...] = -1
+        return Landing(array, arena.offset(memory.ctypes.data), array)
+
+
+def channel_of(machine, exchange, name, lands=False):
+    """A channel of integers, into whose results ranks of the node may put; and these results."""
+    results = Results(exchange)
+    make = results.make if lands else None
+    return Channel(machine.segments, exchange, np.int64, name, make), results
+
+
+def arrive(channel, x, epoch, timeout=None):
+    """Result of an epoch: what has landed, and what has to be copied."""
+    exchange, y = channel.exchange, channel.take_result(epoch)
+    if y is None:
+        return channel.gather(x, epoch, np.add)
+    for piece in exchange.local:
+        y[piece.target.slices(exchange.need)] = x[piece.box.slices(exchange.own)]
+    for landed, (piece, view) in zip(channel.landed, channel.receive(epoch, timeout), strict=True):
+        if not landed:
+            y[piece.box.slices(exchange.need)] = view
     return y

@@ -8,29 +8,64 @@ import pytest
 
 from distdl_rma import ClosedError, MismatchError, ProtocolError, ShapeError
 from distdl_rma.geometry import Box, Decomposition, Exchange
-from distdl_rma.segments import Channel
-from tests.segments.exchanges import NAMES, expected, halo, movements, values
+from distdl_rma.segments import Channel, direct_receive
+from tests.segments.exchanges import NAMES, arrive, channel_of, expected, halo, movements, values
 
 pytestmark = pytest.mark.mpi
+
+
+@pytest.fixture(params=[False, True], ids=["slots", "results"])
+def lands(request, monkeypatch):
+    """Whether peers put into results, of any size, where these are near."""
+    monkeypatch.setattr(direct_receive, "_SMALLEST_NBYTES", 1)
+    return request.param
 
 
 @pytest.mark.in_turn(1, 3, 4)
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("transposed", [False, True])
-def test_movement_is_right_for_hundreds_of_epochs_with_random_delays(machine, name, transposed):
+def test_movement_is_right_for_hundreds_of_epochs_with_random_delays(machine, name, transposed, lands):
     exchange = movements(machine)[name]
     exchange = exchange.T if transposed else exchange
-    channel = Channel(machine.segments, exchange, np.int64, f"{name}{transposed}")
-    delays = random.Random(machine.rank)
+    channel, results = channel_of(machine, exchange, f"{name}{transposed}", lands)
+    delays, kept = random.Random(machine.rank), []
     for epoch in range(1, 201):
         if delays.random() < 0.03:
             time.sleep(delays.random() * 3e-3)
-        y = channel.move(values(exchange, machine.rank, epoch))
+        x = values(exchange, machine.rank, epoch)
+        y = arrive(channel, x, channel.start(channel.cut(x)))
         assert (y == expected(exchange, epoch)).all(), epoch
+        kept.append(y)
+    # No peer puts into what was taken.
+    assert all((y == expected(exchange, epoch)).all() for epoch, y in enumerate(kept[:20], 1))
+    assert results.made in (0, len(kept) + 2)
     channel.close()
 
 
-def test_two_epochs_may_be_under_way_and_are_received_in_order(machine):
+@pytest.mark.mpi(min_size=2)
+def test_results_land_only_where_peers_are_near_and_nothing_is_summed(machine, lands):
+    # Of two ranks of three, less than half of a result comes from a near one.
+    direct = lands and len(machine.segments.segment.arenas) == machine.size - 1
+    landed = {
+        name: any(channel_of(machine, exchange, name, lands)[0].landed)
+        for name, exchange in movements(machine).items()
+    }
+    assert landed["all_gather"] == direct and not landed["sum_reduce"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_two_epochs_may_be_in_flight(machine, name, lands):
+    exchange = movements(machine)[name]
+    channel, _ = channel_of(machine, exchange, name, lands)
+    for epoch in range(1, 8, 2):
+        xs = [values(exchange, machine.rank, e) for e in (epoch, epoch + 1)]
+        flights = [channel.start(channel.cut(x)) for x in xs]
+        for x, flight in zip(xs, flights, strict=True):
+            assert (arrive(channel, x, flight) == expected(exchange, flight)).all()
+    channel.close()
+
+
+def test_epochs_are_received_in_order(machine):
     exchange = halo(machine)
     channel = Channel(machine.segments, exchange, np.int64, "third")
     x = values(exchange, machine.rank, 0)

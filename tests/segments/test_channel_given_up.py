@@ -6,26 +6,28 @@ import numpy as np
 import pytest
 
 from distdl_rma import ExchangeTimeout, ProtocolError
-from distdl_rma.segments import Channel
+from distdl_rma.segments import Channel, direct_receive
 from distdl_rma.segments.memory.remote_buffer import RemoteBuffer
 from distdl_rma.segments.transport.links import RmaPeer
-from tests.segments.exchanges import expected, halo, movements, values
+from tests.segments.exchanges import arrive, channel_of, expected, halo, movements, values
 
 pytestmark = pytest.mark.mpi
 
 
-def test_voided_epoch_leaves_no_trace(machine, comm):
-    exchange = halo(machine)
-    channel = Channel(machine.segments, exchange, np.int64, "void")
+@pytest.mark.parametrize("lands", [False, True], ids=["slots", "results"])
+def test_voided_epoch_leaves_no_trace(machine, comm, monkeypatch, lands):
+    monkeypatch.setattr(direct_receive, "_SMALLEST_NBYTES", 1)
+    exchange = movements(machine)["all_gather"] if lands else halo(machine)
+    channel, _ = channel_of(machine, exchange, "void", lands)
     for epoch in range(1, 60):
         if epoch % 3 == 0:
             # Some ranks had started already, others had not.
-            if machine.rank % 2:
+            if (machine.rank + epoch) % 2:
                 channel.start(channel.cut(values(exchange, machine.rank, -1)))
             comm.Barrier()
             channel.void()
-        y = channel.move(values(exchange, machine.rank, epoch))
-        assert (y == expected(exchange, epoch)).all(), epoch
+        x = values(exchange, machine.rank, epoch)
+        assert (arrive(channel, x, channel.start(channel.cut(x))) == expected(exchange, epoch)).all(), epoch
     channel.close()
 
 
@@ -90,9 +92,11 @@ def test_puts_of_a_voided_epoch_are_over_when_it_is_voided(machine, monkeypatch)
 
 
 @pytest.mark.mpi(min_size=2)
-def test_timeout_names_layer_peer_and_epochs_and_the_wait_can_be_repeated(machine, comm):
+@pytest.mark.parametrize("lands", [False, True], ids=["slots", "results"])
+def test_timeout_names_layer_peer_and_epochs_and_the_wait_can_be_repeated(machine, comm, monkeypatch, lands):
+    monkeypatch.setattr(direct_receive, "_SMALLEST_NBYTES", 1)
     exchange = movements(machine)["broadcast"]
-    channel = Channel(machine.segments, exchange, np.int64, "slow layer")
+    channel, _ = channel_of(machine, exchange, "slow layer", lands)
     channel.connect()
     x = values(exchange, machine.rank, 1)
     if machine.rank == 0:
@@ -100,12 +104,13 @@ def test_timeout_names_layer_peer_and_epochs_and_the_wait_can_be_repeated(machin
         channel.move(x)
     else:
         epoch = channel.start([])
-        with pytest.raises(
-            ExchangeTimeout, match=r"waited .* s for rank 0 to send in 'slow layer' \(epoch 1, last seen 0\)"
-        ):
+        first = channel.take_result(epoch)
+        late = r"waited .* s for rank 0 to send in 'slow layer' \(epoch 1, last seen 0\)"
+        with pytest.raises(ExchangeTimeout, match=late):
             list(channel.receive(epoch, timeout=0.02))
         comm.Barrier()
-        assert (channel.gather(x, epoch, np.add) == expected(exchange, 1)).all()
+        y = arrive(channel, x, epoch)
+        assert (y == expected(exchange, 1)).all() and (y is first or not any(channel.landed))
     channel.close()
 
 

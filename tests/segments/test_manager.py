@@ -1,4 +1,4 @@
-"""Communicators that are used again."""
+"""Memory that a manager gives and takes back, its options, its end, and communicators that are used again."""
 
 import sys
 import threading
@@ -13,8 +13,9 @@ from distdl_rma.segments.manager import Communicators, SegmentManager
 from distdl_rma.segments.transport import node_memory
 from distdl_rma.segments.transport.node_memory import NodeMemory
 
+pytestmark = pytest.mark.mpi
 
-@pytest.mark.mpi
+
 def test_the_next_user_of_the_same_ranks_has_the_same_communicator(comm):
     own = comm.Dup()
     shared, ranks = Communicators(own, tuple(range(comm.size))), tuple(range(comm.size))[::-1]
@@ -29,19 +30,6 @@ def test_the_next_user_of_the_same_ranks_has_the_same_communicator(comm):
     assert shared.take(ranks, 0) == first
     shared.close()
     own.Free()
-
-
-@pytest.mark.mpi
-def test_a_number_makes_all_below_it(comm):
-    own = comm.Dup()
-    shared, ranks = Communicators(own, tuple(range(comm.size))), tuple(range(comm.size))
-    taken = shared.take(ranks, 2)
-    assert len(shared._made[ranks]) == 3 and shared._made[ranks][2] == taken
-    shared.close()
-    own.Free()
-
-
-pytestmark = pytest.mark.mpi
 
 
 def test_stats_tell_bytes_and_owners(machine):
@@ -171,8 +159,6 @@ def test_a_buffer_that_cannot_be_looked_at_keeps_none_of_the_others(machine):
 
 @pytest.mark.mpi(min_size=2)
 def test_rank_whose_close_timed_out_has_not_left(comm):
-    from distdl_rma.segments import SegmentManager
-
     manager = SegmentManager(comm, None, "8MiB", 15)
     others = {rank: () for rank in manager.ranks if rank != comm.rank}
     buffer = manager.get_segment_buffer(0, 1, "letters")

@@ -89,7 +89,6 @@ class _AllgatherByNodes(SteppedAlgorithm):
         self._comes = any(runs[: layout.my_node]) or any(runs[layout.my_node + 1 :])
 
     def script(self, parity: int) -> Iterator[None]:
-        """One step on the vectors of its parity."""
         layout, others = self.layout, self.layout.others_here
         rows, vector = self.rows[parity], self.vectors[parity]
         if self._gives:

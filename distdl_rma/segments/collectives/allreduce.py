@@ -105,7 +105,6 @@ class _ByAllPush:
         self.broken = ""
 
     def begin(self, step: int) -> None:
-        """Push this rank's vector."""
         self._begun = step
         self._push()
 
@@ -167,7 +166,6 @@ class _AllreduceByNodes(ShareReduction):
         self._sums, self._parts = np.empty(sums, element.wide), np.empty((across * ring, mine), element.wide)
 
     def reduce(self, rows: list[Array]) -> Iterator[None]:
-        """Reduce this rank's share of all vectors, and store it to the ranks of the node."""
         parity = self._step & 1
         if parity not in self._cuts:
             self._cuts[parity] = self._cut(rows)
@@ -281,7 +279,6 @@ class _ReducescatterByNodes(ShareReduction):
         self._puts = len(stored), reduction.element.storage.itemsize * sum(stored)
 
     def reduce(self, rows: list[Array]) -> Iterator[None]:
-        """Reduce the node's vectors, combine them between nodes, store the results on this node."""
         if len(self.layout.nodes) == 1:
             for part in self._parts[0][0]:
                 cuts = [row[part.start : part.stop] for row in rows]

@@ -150,7 +150,6 @@ class _AlltoallByNodes(SteppedAlgorithm):
         self._puts = [route.size for route in routes if route.target != me]
 
     def script(self, parity: int) -> Iterator[None]:
-        """One step on the vectors of its parity."""
         others, rows, mine = self.layout.others_here, self.rows[parity], self.vectors[parity]
         self.notify(_READY, others)
         yield from self.wait_for(_READY, others)

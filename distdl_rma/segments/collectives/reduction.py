@@ -145,28 +145,6 @@ def without_fp_errors(function: Callable[..., object]) -> Callable[..., object]:
     return np.errstate(all="ignore")(function)
 
 
-class Fold:
-    """One function of two arrays over rows of one length and type, in the order of the rows."""
-
-    def __init__(self, function: Callable[..., Any], dtype: np.dtype[Any], block: int) -> None:
-        # ``block`` elements at most are combined at a time, if there are more than two rows.
-        self.function = _product if function is np.multiply and dtype.kind == "c" else function
-        self._dtype, self._block = dtype, block
-        self._scratch = np.empty(0, dtype)
-
-    def __call__(self, rows: Sequence[Array], out: Array) -> None:
-        """Combine rows into ``out``, which may be the last row, or either of two."""
-        if len(rows) == 1:
-            out[...] = rows[0]
-            return
-        if len(rows) > 2 and self._scratch.size < out.size:
-            self._scratch = np.empty(self._block, self._dtype)
-        total, scratch = rows[0], self._scratch[: out.size]
-        for row in rows[1:-1]:
-            total = self.function(total, row, out=scratch)
-        self.function(total, rows[-1], out=out)
-
-
 class Reduction:
     """One operation on rows of one element type; every element in the order of the rows.
 
@@ -186,10 +164,10 @@ class Reduction:
             raise ArgumentError(f"{who!r}: a mean divides by at least 1, got {divisor}")
         self.op, self.element, self.divisor, self._who = op, element, divisor, who
         function, self.mpi = _OPERATIONS[op]
+        self._function = _product if function is np.multiply and element.wide.kind == "c" else function
         self._divides = op == "mean" and divisor > 1
-        self._block = _BLOCK_BYTES // element.wide.itemsize
-        self._fold = Fold(function, element.wide, self._block)
-        two = None if self._divides else element.of_two(self._fold.function)
+        self._block, self._scratch = _BLOCK_BYTES // element.wide.itemsize, np.empty(0, element.wide)
+        two = None if self._divides else element.of_two(self._function)
         self._two = None if two is None else without_fp_errors(two)
         self._quietly = without_fp_errors(self._reduce)
 
@@ -252,6 +230,18 @@ class Reduction:
         """Divide a mean, and store with one rounding; overwrites ``wide``, which may be ``out``."""
         with np.errstate(all="ignore"):
             self._finish(wide, out)
+
+    def _fold(self, rows: Sequence[Array], out: Array) -> None:
+        # Into ``out``, which may be the last row, or either of two; of more than two rows a block at most.
+        if len(rows) == 1:
+            out[...] = rows[0]
+            return
+        if len(rows) > 2 and self._scratch.size < out.size:
+            self._scratch = np.empty(self._block, self.element.wide)
+        total, scratch = rows[0], self._scratch[: out.size]
+        for row in rows[1:-1]:
+            total = self._function(total, row, out=scratch)
+        self._function(total, rows[-1], out=out)
 
     def _finish(self, wide: Array, out: Array) -> None:
         if self._divides:

@@ -31,96 +31,6 @@ class Fetch(NamedTuple):
     target: NDArray[Any]
 
 
-class RemoteMemory:
-    """``nbytes`` bytes from ``begin`` on in a peer's segment; offsets are bytes from ``begin``.
-
-    ``near`` is an array over these bytes if this rank can load and store them, else None.
-    """
-
-    def __init__(self, context: SegmentContext, peer: int, begin: int, nbytes: int) -> None:
-        self.context, self.counters = context, context.counters
-        self.peer, self.begin, self.nbytes = peer, begin, nbytes
-        self.link = context.segment.link(peer)
-        memory = self.link.memory
-        self.near: Bytes | None = None if memory is None else memory[begin : begin + nbytes]
-
-    def inside(self, offset: Any, nbytes: int, what: str) -> int:
-        """Offset as an integer; ``ShapeError`` if ``nbytes`` bytes from there on are not inside."""
-        begin: int = as_offset(offset, what)
-        if begin < 0 or begin + nbytes > self.nbytes:
-            raise self.outside(begin, nbytes)
-        return begin
-
-    def outside(self, offset: int, nbytes: int) -> ShapeError:
-        """Error for bytes that are not inside."""
-        here = f"rank {self.peer}'s buffer of {self.nbytes} bytes"
-        return ShapeError(f"{nbytes} bytes at offset {offset} are not inside {here}")
-
-    def check_open(self) -> None:
-        """Raise ``ClosedError`` if the machine was closed."""
-        if self.context.closed:
-            raise ClosedError(f"buffer of rank {self.peer}: the machine is already closed")
-
-    def near_view(self, offset: int, dtype: np.dtype[Any], shape: tuple[int, ...]) -> NDArray[Any] | None:
-        """Array over bytes of this memory if this rank can load and store them, else None."""
-        if self.near is None:
-            return None
-        return self.near[offset : offset + dtype.itemsize * math.prod(shape)].view(dtype).reshape(shape)
-
-    def put(self, runs: ByteRuns, source: Bytes, queue: Queue | None) -> None:
-        """Begin a put over the link; a queue keeps the source until the put is complete."""
-        requests = self.link.put(runs, source)
-        if queue is not None:
-            queue.post(self.peer, requests, source)
-
-    def fetch(self, target: NDArray[Any], offset: int) -> Fetch:
-        """Get of contiguous bytes into ``target``, not begun."""
-        nbytes, near = target.nbytes, self.near
-        if near is not None:
-            near = near[offset : offset + nbytes].view(target.dtype).reshape(target.shape)
-        return Fetch(ByteRuns((self.begin + offset,), nbytes), near, target)
-
-    def get(self, fetches: Sequence[Fetch], queue: Queue | None = None, timeout: float | None = None) -> None:
-        """Carry out some gets; blocking without a queue."""
-        if self.context.closed:
-            self.check_open()
-        far = []
-        for fetch in fetches:
-            self.counters.gets += 1
-            self.counters.bytes_got += fetch.runs.total
-            if fetch.near is not None:
-                fetch.target[...] = fetch.near
-            else:
-                far.append(fetch)
-        if not far:
-            return
-        # After a timeout nobody tests the queue made here, so the targets do not change any more.
-        posted = Queue(self.context, "get") if queue is None else queue
-        for runs, fetches_of_it in _short_ones_together(far):
-            landing, finish = _landing(fetches_of_it)
-            posted.post(self.peer, self.link.get(runs, landing, keep=True), landing, finish)
-        if queue is None:
-            total = sum(fetch.runs.total for fetch in far)
-            reason = WaitReason((self.peer,), f"to answer a get of {total} bytes")
-            self.context.waiter.until(posted.test, lambda: reason, timeout)
-
-    def get_then(self, fetch: Fetch, then: Callable[[], None]) -> None:
-        """Begin to get, and call ``then()`` once the target is filled; does not block."""
-        if fetch.near is not None or not fetch.runs.total:
-            self.get([fetch])
-            then()
-            return
-        self.counters.gets += 1
-        self.counters.bytes_got += fetch.runs.total
-        landing, finish = _landing([fetch])
-
-        def filled() -> None:
-            finish()
-            then()
-
-        self.link.get(fetch.runs, landing, keep=True, then=filled)
-
-
 def _short_ones_together(fetches: Sequence[Fetch]) -> list[tuple[ByteRuns, list[Fetch]]]:
     # Runs of each transfer, and the gets that it carries out.
     short = [f for f in fetches if len(f.runs.offsets) == 1 and f.runs.nbytes <= SHORT_RUN_BYTES]
@@ -153,11 +63,11 @@ class RemoteArray:
     and ``x`` may be changed on return. A get blocks and returns a new array.
     """
 
-    def __init__(self, memory: RemoteMemory, layout: ArrayLayout, offset: int) -> None:
-        self._memory, self._layout = memory, layout
+    def __init__(self, buffer: RemoteBuffer, layout: ArrayLayout, offset: int) -> None:
+        self._buffer, self._layout = buffer, layout
         self.dtype, self.shape = layout.dtype, layout.shape
-        self._begin = memory.begin + offset
-        self._near = memory.near_view(offset, layout.dtype, layout.shape)
+        self._begin = buffer._begin + offset
+        self._near = buffer._near_view(offset, layout.dtype, layout.shape)
 
     def __setitem__(self, key: Any, data: Any) -> None:
         """Put; data of another shape is broadcast, data of another dtype is converted if nothing is lost."""
@@ -171,7 +81,7 @@ class RemoteArray:
             fetch = Fetch(part.runs(self._begin), None, out)
         else:
             fetch = Fetch(ByteRuns((0,), part.nbytes), self._near[part.key], out)
-        self._memory.get([fetch])
+        self._buffer._get([fetch])
         return out
 
     def __len__(self) -> int:
@@ -192,7 +102,7 @@ class RemoteArray:
         return whole if dtype is None else whole.astype(dtype, copy=False)
 
     def __repr__(self) -> str:
-        return f"RemoteArray(of rank {self._memory.peer}, {self.dtype}, shape {self.shape})"
+        return f"RemoteArray(of rank {self._buffer.peer}, {self.dtype}, shape {self.shape})"
 
     def put(self, key: Any, data: Any, queue: Queue | None = None) -> None:
         """Put to a slice, posted to a queue if given; ``data`` may be changed on return in any case."""
@@ -200,8 +110,8 @@ class RemoteArray:
             check_queue(queue, "put")
         part = self._layout.part(key)
         source = as_values(data, self.dtype, "put")
-        memory = self._memory
-        memory.check_open()
+        buffer = self._buffer
+        buffer._check_open()
         try:
             if self._near is not None:
                 # Directly to the target: packing would be one more pass over the data.
@@ -209,11 +119,11 @@ class RemoteArray:
             else:
                 packed = np.empty(part.shape, self.dtype)
                 packed[...] = source
-                memory.put(part.runs(self._begin), packed.reshape(-1).view(np.uint8), queue)
+                buffer._put(part.runs(self._begin), packed.reshape(-1).view(np.uint8), queue)
         except ValueError as error:
             raise ShapeError(f"put: {error}") from None
-        memory.counters.puts += 1
-        memory.counters.bytes_put += part.nbytes
+        buffer._counters.puts += 1
+        buffer._counters.bytes_put += part.nbytes
 
 
 # Word of a notification: its value, then a number that differs from that of the word before.
@@ -262,16 +172,17 @@ class RemoteBuffer:
     def __init__(self, context: SegmentContext, peer: int, location: Location, note: tuple[int, ...]) -> None:
         self.peer, self.nbytes, self.note = peer, location.nbytes, note
         self._first_word, self.notifications = location.first_word, location.notifications
-        self._memory = RemoteMemory(context, peer, location.offset, location.nbytes)
-        self._context, self._link, self._atomics = context, self._memory.link, context.segment.atomics
-        self._counters, self._sequence = context.counters, context.sequence
+        self._begin, segment = location.offset, context.segment
+        self._link, self._atomics = segment.link(peer), segment.atomics
+        self._context, self._counters, self._sequence = context, context.counters, context.sequence
         self._fetch = self._atomics.fetching(peer, location.offset)
         # Integers at offsets below this one can be changed without asking the peer first.
         self._end_at_hand = 0 if self._atomics.responding else location.nbytes - 7
-        # If this rank can store to the peer's memory, puts and notifications are assignments to it.
-        near = self._memory.near
-        self._bytes = None if near is None else near.data
-        self._near_words, self._fence = self.flags, context.segment.store_fence
+        # If this rank can load and store the peer's memory, puts and notifications are assignments to it.
+        memory = self._link.memory
+        self._near: Bytes | None = None if memory is None else memory[self._begin : self._begin + self.nbytes]
+        self._bytes = None if self._near is None else self._near.data
+        self._near_words, self._fence = self.flags, segment.store_fence
 
     def put(self, data: Any, offset: int = 0, queue: Queue | None = None) -> None:
         """Copy an array, tensor or bytes into the peer's buffer; does not block for the transfer.
@@ -287,9 +198,9 @@ class RemoteBuffer:
         # As Python integers: those of numpy overflow.
         offset, nbytes = as_int(offset), len(source)
         if offset < 0 or offset + nbytes > self.nbytes:
-            raise self._memory.outside(offset, nbytes)
+            raise self._outside(offset, nbytes)
         if self._context.closed:
-            self._memory.check_open()
+            self._check_open()
         near = self._bytes
         if near is not None:
             if nbytes > _PIECE_NBYTES:
@@ -299,7 +210,7 @@ class RemoteBuffer:
         elif nbytes:
             sent = np.frombuffer(source, np.uint8)
             sent = sent.copy() if queue is None else sent
-            self._memory.put(ByteRuns((self._memory.begin + offset,), nbytes), sent, queue)
+            self._put(ByteRuns((self._begin + offset,), nbytes), sent, queue)
         counters = self._counters
         counters.puts += 1
         counters.bytes_put += nbytes
@@ -310,7 +221,7 @@ class RemoteBuffer:
         Short ones travel to another node together, packed.
         """
         check_queue(queue, "put_list")
-        checked = self._inside(parts, "put_list", as_bytes)
+        checked = self._checked(parts, "put_list", as_bytes)
         if self._bytes is None:
             checked = self._put_short_ones(checked, queue)
         for source, offset in checked:
@@ -328,7 +239,7 @@ class RemoteBuffer:
         if not (0 <= index < self.notifications and 1 <= value <= _LARGEST_VALUE):
             self.check_notification(index, value)
         if self._context.closed:
-            self._memory.check_open()
+            self._check_open()
         word = value << NOTIFICATION_BITS | next(self._sequence) & _SEQUENCE
         if self._near_words is None:
             self._link.notify(self._first_word + index, word, last=last)
@@ -358,9 +269,9 @@ class RemoteBuffer:
             source = as_bytes(data, "put")
         nbytes = len(source)
         if offset < 0 or offset + nbytes > self.nbytes:
-            raise self._memory.outside(offset, nbytes)
+            raise self._outside(offset, nbytes)
         if self._context.closed:
-            self._memory.check_open()
+            self._check_open()
         if nbytes > _PIECE_NBYTES:
             _copy_in_pieces(near, offset, source)
         else:
@@ -395,8 +306,8 @@ class RemoteBuffer:
             check_queue(queue, "get")
         if timeout is not None:
             check_timeout(timeout)
-        offset = self._memory.inside(offset, target.nbytes, "get")
-        self._memory.get([self._memory.fetch(target, offset)], queue, timeout)
+        offset = self._inside(offset, target.nbytes, "get")
+        self._get([self._fetch_into(target, offset)], queue, timeout)
 
     def get_list(
         self, parts: Iterable[tuple[Any, int]], queue: Queue | None = None, timeout: float | None = None
@@ -404,8 +315,8 @@ class RemoteBuffer:
         """``get`` into several arrays, each given with its offset; all are checked before any data moves."""
         check_queue(queue, "get_list")
         check_timeout(timeout)
-        targets = self._inside(parts, "get_list", as_target)
-        self._memory.get([self._memory.fetch(*target) for target in targets], queue, timeout)
+        targets = self._checked(parts, "get_list", as_target)
+        self._get([self._fetch_into(*target) for target in targets], queue, timeout)
 
     def get_notify(self, out: Any, inbox: Inbox, index: int, value: int = 1, offset: int = 0) -> None:
         """Get, and set a notification of this rank's own buffer once the array is filled; does not block.
@@ -417,18 +328,31 @@ class RemoteBuffer:
         ``ArgumentError`` if it is no buffer, or has no such notification; ``ShapeError`` as for :meth:`get`.
         """
         target = as_target(out, "get_notify")
-        offset = self._memory.inside(offset, target.nbytes, "get_notify")
+        offset = self._inside(offset, target.nbytes, "get_notify")
         notifier = getattr(inbox, "notifier", None)
         if notifier is None:
             raise ArgumentError(f"get_notify: notifies a buffer of this rank, got {type(inbox).__name__}")
-        self._memory.check_open()
+        self._check_open()
         notify = notifier(self._context, self.peer, index, value)
-        self._memory.get_then(self._memory.fetch(target, offset), notify)
+        fetch = self._fetch_into(target, offset)
+        if fetch.near is not None or not target.nbytes:
+            self._get([fetch])
+            notify()
+            return
+        self._counters.gets += 1
+        self._counters.bytes_got += target.nbytes
+        landing, finish = _landing([fetch])
+
+        def filled() -> None:
+            finish()
+            notify()
+
+        self._link.get(fetch.runs, landing, keep=True, then=filled)
 
     def view(self, dtype: DTypeLike, shape: int | tuple[int, ...], offset: int = 0) -> RemoteArray:
         """Part of the peer's buffer as an array, whose slices can be put to and got; no data moves."""
         layout = ArrayLayout(dtype, shape)
-        return RemoteArray(self._memory, layout, self._memory.inside(offset, layout.nbytes, "view"))
+        return RemoteArray(self, layout, self._inside(offset, layout.nbytes, "view"))
 
     def flush(self, timeout: float | None = None) -> None:
         """Wait until all puts and notifications from this rank to the peer have arrived there; blocking."""
@@ -451,8 +375,7 @@ class RemoteBuffer:
     def compare_swap(self, offset: int, expected: int, desired: int, timeout: float | None = None) -> int:
         """Set the integer to ``desired`` if it is ``expected``; return its old value: ``expected`` if set."""
         old, new = _int64(expected), _int64(desired)
-        begin = self._memory.begin
-        return self._atomics.compare_swap(self.peer, begin + self._word_at(offset, timeout), old, new)
+        return self._atomics.compare_swap(self.peer, self._begin + self._word_at(offset, timeout), old, new)
 
     def atomic_swap(self, offset: int, value: int, timeout: float | None = None) -> int:
         """Set the integer; return its old value."""
@@ -492,12 +415,8 @@ class RemoteBuffer:
         """Set a flag once all earlier puts from this rank have arrived."""
         self._link.notify(self._first_word + index, epoch)
 
-    def acknowledge(self, index: int, epoch: int) -> None:
-        """Set a flag without waiting for earlier puts from this rank."""
-        self._link.notify(self._first_word + index, epoch, ordered=False)
-
     def flag_raiser(self, index: int, ordered: bool = True) -> Callable[[int], None]:
-        """Function that sets one flag, as ``raise_flag``, or as ``acknowledge`` if not ``ordered``."""
+        """Function that sets a flag: as ``raise_flag``, or if not ``ordered`` without waiting for puts."""
         words = self._near_words
         if words is not None and self._fence is None:
             return partial(words.__setitem__, index)
@@ -506,8 +425,8 @@ class RemoteBuffer:
     def put_stable(self, data: Bytes, offset: int) -> None:
         """Put without a copy, from memory that the caller does not change until the peer has answered."""
         if offset < 0 or offset + data.nbytes > self.nbytes:
-            raise self._memory.outside(offset, data.nbytes)
-        self._link.put(ByteRuns((self._memory.begin + offset,), data.nbytes), data)
+            raise self._outside(offset, data.nbytes)
+        self._link.put(ByteRuns((self._begin + offset,), data.nbytes), data)
         self._counters.puts += 1
         self._counters.bytes_put += data.nbytes
 
@@ -530,8 +449,7 @@ class RemoteBuffer:
     def direct(self, dtype: DTypeLike, count: int, offset: int) -> NDArray[Any] | None:
         """View of the peer's memory if this rank can load and store it, else None."""
         kind = np.dtype(dtype)
-        begin = self._memory.inside(offset, count * kind.itemsize, "view")
-        return self._memory.near_view(begin, kind, (count,))
+        return self._near_view(self._inside(offset, count * kind.itemsize, "view"), kind, (count,))
 
     def check_notification(self, index: int, value: int) -> tuple[int, int]:
         """Return index and value as Python integers; ``ArgumentError`` if one is out of range."""
@@ -542,7 +460,63 @@ class RemoteBuffer:
             raise ArgumentError(f"a notification's value is from 1 to 2**32 - 1, got {value!r}")
         return index, value
 
-    def _inside(
+    def _inside(self, offset: Any, nbytes: int, what: str) -> int:
+        # Offset as an integer, ``nbytes`` bytes from which on are inside.
+        begin: int = as_offset(offset, what)
+        if begin < 0 or begin + nbytes > self.nbytes:
+            raise self._outside(begin, nbytes)
+        return begin
+
+    def _outside(self, offset: int, nbytes: int) -> ShapeError:
+        here = f"rank {self.peer}'s buffer of {self.nbytes} bytes"
+        return ShapeError(f"{nbytes} bytes at offset {offset} are not inside {here}")
+
+    def _check_open(self) -> None:
+        if self._context.closed:
+            raise ClosedError(f"buffer of rank {self.peer}: the machine is already closed")
+
+    def _near_view(self, offset: int, dtype: np.dtype[Any], shape: tuple[int, ...]) -> NDArray[Any] | None:
+        if self._near is None:
+            return None
+        return self._near[offset : offset + dtype.itemsize * math.prod(shape)].view(dtype).reshape(shape)
+
+    def _put(self, runs: ByteRuns, source: Bytes, queue: Queue | None) -> None:
+        # Over the link; a queue keeps the source until the put is complete.
+        requests = self._link.put(runs, source)
+        if queue is not None:
+            queue.post(self.peer, requests, source)
+
+    def _fetch_into(self, target: NDArray[Any], offset: int) -> Fetch:
+        near = self._near_view(offset, target.dtype, target.shape)
+        return Fetch(ByteRuns((self._begin + offset,), target.nbytes), near, target)
+
+    def _get(
+        self, fetches: Sequence[Fetch], queue: Queue | None = None, timeout: float | None = None
+    ) -> None:
+        # Blocking without a queue.
+        if self._context.closed:
+            self._check_open()
+        far = []
+        for fetch in fetches:
+            self._counters.gets += 1
+            self._counters.bytes_got += fetch.runs.total
+            if fetch.near is not None:
+                fetch.target[...] = fetch.near
+            else:
+                far.append(fetch)
+        if not far:
+            return
+        # After a timeout nobody tests the queue made here, so the targets do not change any more.
+        posted = Queue(self._context, "get") if queue is None else queue
+        for runs, fetches_of_it in _short_ones_together(far):
+            landing, finish = _landing(fetches_of_it)
+            posted.post(self.peer, self._link.get(runs, landing, keep=True), landing, finish)
+        if queue is None:
+            total = sum(fetch.runs.total for fetch in far)
+            reason = WaitReason((self.peer,), f"to answer a get of {total} bytes")
+            self._context.waiter.until(posted.test, lambda: reason, timeout)
+
+    def _checked(
         self, parts: Iterable[tuple[Any, int]], what: str, check: Callable[[Any, str], _Memory]
     ) -> list[tuple[_Memory, int]]:
         # Pairs of memory and offset, all checked before any data moves.
@@ -552,7 +526,7 @@ class RemoteBuffer:
             raise ShapeError(f"{what} takes pairs of an array and its offset: {error}") from None
         checked = [(check(data, what), offset) for data, offset in pairs]
         for memory, offset in checked:
-            self._memory.inside(offset, memory.nbytes, what)
+            self._inside(offset, memory.nbytes, what)
         return checked
 
     def _put_short_ones(
@@ -561,16 +535,15 @@ class RemoteBuffer:
         # Puts all short parts at once; returns the parts that remain.
         short = [(offset, source) for source, offset in parts if 0 < len(source) <= SHORT_RUN_BYTES]
         short.sort(key=itemgetter(0))
-        begin = self._memory.begin
-        places = [(begin + offset, len(source)) for offset, source in short]
+        places = [(self._begin + offset, len(source)) for offset, source in short]
         # MPI refuses overlapping targets; puts to one place have no order anyway.
         overlap = any(there + nbytes > after for (there, nbytes), (after, _) in pairwise(places))
         if len(short) < 2 or overlap:
             return parts
         if self._context.closed:
-            self._memory.check_open()
+            self._check_open()
         packed = np.frombuffer(b"".join(source for _, source in short), np.uint8)
-        self._memory.put(ByteRuns.together(places), packed, queue)
+        self._put(ByteRuns.together(places), packed, queue)
         self._counters.puts += len(short)
         self._counters.bytes_put += len(packed)
         return [part for part in parts if not 0 < len(part[0]) <= SHORT_RUN_BYTES]

@@ -336,9 +336,7 @@ _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
 
-def _reaching(
-    method: Callable[Concatenate[RemoteLink, _P], _T],
-) -> Callable[Concatenate[RemoteLink, _P], _T]:
+def _reaching(method: Callable[Concatenate[RemoteLink, _P], _T]) -> Callable[Concatenate[RemoteLink, _P], _T]:
     # Some networks lose a killed rank before other ranks notice its death: MPI's error is due to the peer.
     @wraps(method)
     def call(self: RemoteLink, /, *args: _P.args, **kwargs: _P.kwargs) -> _T:

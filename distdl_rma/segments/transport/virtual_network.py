@@ -1,4 +1,4 @@
-"""The network of virtual ranks: their RMA windows, and the collectives of MPI that do not block.
+"""The network of virtual ranks, and their RMA windows.
 
 What one rank does to another one's memory takes effect at a later turn, which a seed determines, and in any
 order that MPI allows. So a program that forgets a flush, or changes memory before MPI has read it, fails for
@@ -11,7 +11,7 @@ import random
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from heapq import heappop, heappush
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Protocol, Self
 
 import numpy as np
 from mpi4py import MPI
@@ -19,6 +19,8 @@ from numpy.typing import NDArray
 
 from distdl_rma.segments.transport.heap import Bytes
 
+Test = Callable[[], bool]
+Words = NDArray[np.int64]
 # Longest delay, in turns for each rank.
 _TURNS = 4
 
@@ -92,18 +94,10 @@ class Network:
 
 
 class VirtualRequest:
-    """A request that is complete once ``done()`` is true.
+    """A request: complete once ``done()`` is true; else a test calls ``look()``, a wait ``wait(done)``."""
 
-    ``look()`` is called where it is not yet, and ``wait(ready)`` waits.
-    """
-
-    def __init__(
-        self,
-        done: Callable[[], bool],
-        look: Callable[[], object],
-        wait: Callable[[Callable[[], bool]], object],
-    ) -> None:
-        self._done: Callable[[], bool] | None = done
+    def __init__(self, done: Test, look: Callable[[], object], wait: Callable[[Test], object]) -> None:
+        self._done: Test | None = done
         self._look, self._wait = look, wait
 
     def __bool__(self) -> bool:
@@ -114,25 +108,35 @@ class VirtualRequest:
             self._done = None
         return self._done is None
 
-    def Test(self) -> bool:  # noqa: N802
-        """Whether the operation is complete."""
+    def Test(self) -> bool:
         if self._test():
             return True
         self._look()
         return False
 
-    def Cancel(self) -> None:  # noqa: N802
-        """Cancel a receive: no message will match it."""
+    def Cancel(self) -> None:
         self._done = None
 
-    def Wait(self) -> bool:  # noqa: N802
-        """Wait until the operation is complete; blocking."""
+    def Wait(self) -> bool:
         self._wait(self._test)
         return True
 
 
+class Ranks(Protocol):
+    """What a window needs of its communicator."""
+
+    size: int
+    network: Network
+
+    def shown(self, value: Any) -> list[Any]:
+        """The values of all ranks themselves, not copies of them; blocking, collective."""
+
+    def request(self, done: Test) -> VirtualRequest:
+        """Request that is complete once ``done()`` is true."""
+
+
 class VirtualWindow:
-    """Window over memory of virtual ranks, as one of them sees it.
+    """Window over memory of virtual ranks, as one of them sees it; its methods are those of ``MPI.Win``.
 
     A put reads its source at one turn, after which its request is complete, and reaches the peer's memory at
     a later one. MPI orders operations that accumulate on the same word, and nothing else. A flush completes
@@ -142,14 +146,14 @@ class VirtualWindow:
 
     model: ClassVar[int] = MPI.WIN_UNIFIED
 
-    def __init__(self, memories: Sequence[Bytes], comm: NonblockingCollectives) -> None:
+    def __init__(self, memories: Sequence[Bytes], comm: Ranks) -> None:
         self._memories, self._comm, self._network = memories, comm, comm.network
         # By target: what may not have happened yet; and accumulations, with their words.
         self._pending: defaultdict[int, list[Event]] = defaultdict(list)
         self._ordered: defaultdict[int, list[tuple[Event, range]]] = defaultdict(list)
 
     @classmethod
-    def Allocate_shared(cls, nbytes: int, unit: int, *, comm: NonblockingCollectives) -> Self:  # noqa: N802
+    def Allocate_shared(cls, nbytes: int, unit: int, *, comm: Ranks) -> Self:
         """Window of new memory, all zeros; its pages are consumed when they are touched. Collective.
 
         ``MemoryError`` on all ranks if one of them gets none.
@@ -164,16 +168,13 @@ class VirtualWindow:
         return window
 
     @classmethod
-    def Create(cls, memory: Bytes, unit: int, *, comm: NonblockingCollectives) -> Self:  # noqa: ARG003, N802
-        """Window over memory of each rank. Collective."""
+    def Create(cls, memory: Bytes, unit: int, *, comm: Ranks) -> Self:  # noqa: ARG003
         return cls(comm.shown(memory), comm)
 
-    def Shared_query(self, rank: int) -> tuple[Bytes, int]:  # noqa: N802
-        """Memory of a rank, and the unit of displacements in bytes."""
+    def Shared_query(self, rank: int) -> tuple[Bytes, int]:
         return self._memories[rank], 1
 
-    def Rput(self, data: Any, target: int, there: tuple[int, int, MPI.Datatype]) -> VirtualRequest:  # noqa: N802
-        """Begin to copy bytes to a rank."""
+    def Rput(self, data: Any, target: int, there: tuple[int, int, MPI.Datatype]) -> VirtualRequest:
         source, memory, runs = flat(data), self._memories[target], _runs(*there)
 
         def read() -> None:
@@ -182,8 +183,7 @@ class VirtualWindow:
 
         return self._request(self._later(target, read))
 
-    def Rget(self, out: Any, target: int, there: tuple[int, int, MPI.Datatype]) -> VirtualRequest:  # noqa: N802
-        """Begin to copy bytes from a rank."""
+    def Rget(self, out: Any, target: int, there: tuple[int, int, MPI.Datatype]) -> VirtualRequest:
         into, memory, runs = flat(out), self._memories[target], _runs(*there)
 
         def read() -> None:
@@ -194,15 +194,9 @@ class VirtualWindow:
 
         return self._request(self._later(target, read))
 
-    def Rget_accumulate(  # noqa: N802
-        self,
-        values: NDArray[np.int64],
-        before: NDArray[np.int64],
-        target: int,
-        there: tuple[int, int, MPI.Datatype],
-        op: MPI.Op,
+    def Rget_accumulate(
+        self, values: Words, before: Words, target: int, there: tuple[int, int, MPI.Datatype], op: MPI.Op
     ) -> VirtualRequest:
-        """Begin to change words of a rank by ``op``, each atomically, and to get their old values."""
         begin, count, _ = there
         words, span = self._words(target, begin, count), range(begin, begin + 8 * count)
 
@@ -214,13 +208,12 @@ class VirtualWindow:
                 words[:] += values
 
         ordered = [each for each in self._ordered[target] if not each[0].over]
-        event = self._network.later(
-            change, max((each.due for each, other in ordered if _overlap(span, other)), default=0)
-        )
+        before_it = (e.due for e, other in ordered if span.start < other.stop and other.start < span.stop)
+        event = self._network.later(change, max(before_it, default=0))
         self._ordered[target] = [*ordered, (event, span)]
         return self._request(event)
 
-    def _words(self, target: int, begin: int, count: int) -> NDArray[np.int64]:
+    def _words(self, target: int, begin: int, count: int) -> Words:
         return self._memories[target][begin : begin + 8 * count].view(np.int64)
 
     def _later(self, target: int, action: Callable[[], object]) -> Event:
@@ -233,10 +226,9 @@ class VirtualWindow:
     def _request(self, event: Event) -> VirtualRequest:
         return self._comm.request(lambda: event.over)
 
-    def Fetch_and_op(  # noqa: N802
+    def Fetch_and_op(
         self, operand: Sequence[Any], before: Sequence[Any], target: int, at: int, op: MPI.Op
     ) -> None:
-        """Change a word of a rank."""
         self._accumulate(target)
         word = self._words(target, at, 1)
         before[0][0] = int(word[0])
@@ -245,10 +237,9 @@ class VirtualWindow:
         elif op == MPI.REPLACE:
             word[0] = operand[0][0]
 
-    def Compare_and_swap(  # noqa: N802
+    def Compare_and_swap(
         self, new: Sequence[Any], expected: Sequence[Any], before: Sequence[Any], target: int, at: int
     ) -> None:
-        """Set a word of a rank if it has the expected value."""
         self._accumulate(target)
         word = self._words(target, at, 1)
         before[0][0] = int(word[0])
@@ -260,8 +251,7 @@ class VirtualWindow:
         for event, _ in self._ordered.pop(target, ()):
             event.happen()
 
-    def Flush(self, target: int) -> None:  # noqa: N802
-        """Complete all operations on a rank."""
+    def Flush(self, target: int) -> None:
         if self._ordered:
             self._accumulate(target)
         # What was read is written now.
@@ -271,19 +261,17 @@ class VirtualWindow:
             if target not in self._pending:
                 return
 
-    def Sync(self) -> None:  # noqa: N802
+    def Sync(self) -> None:
         """Do nothing."""
 
-    def Lock_all(self) -> None:  # noqa: N802
+    def Lock_all(self) -> None:
         """Do nothing."""
 
-    def Unlock_all(self) -> None:  # noqa: N802
-        """Complete all operations."""
+    def Unlock_all(self) -> None:
         for target in (*self._pending, *self._ordered):
             self.Flush(target)
 
-    def Free(self) -> None:  # noqa: N802
-        """Forget the memory, which is freed with its last view."""
+    def Free(self) -> None:
         self._memories = ()
 
 
@@ -304,145 +292,12 @@ def _write(memory: Bytes, runs: Iterable[tuple[int, int]], data: Bytes) -> None:
         memory[begin : begin + nbytes] = data[end - nbytes : end]
 
 
-def _overlap(one: range, other: range) -> bool:
-    return one.start < other.stop and other.start < one.stop
-
-
 def flat(data: Any) -> Bytes:
     """The bytes of an array, or of an array with its MPI datatype; shares their memory."""
     array = data[0] if isinstance(data, list) else data
     if isinstance(array, np.ndarray):
         return array.reshape(-1).view(np.uint8)
     return np.frombuffer(memoryview(array).cast("B"), np.uint8)
-
-
-class NonblockingCollectives:
-    """Collectives that do not block, of a communicator of virtual ranks.
-
-    They match in their order on the communicator. If its ranks are on several nodes, the data of each one are
-    read at a turn that is drawn; until the request is complete, they may not change.
-    """
-
-    rank: int
-    size: int
-    network: Network
-
-    def __init__(self) -> None:
-        self._begun = 0
-
-    def shown(self, value: Any) -> list[Any]:
-        """The values of all ranks themselves, not copies of them; blocking, collective."""
-        raise NotImplementedError
-
-    def _together_with(self, kind: str, number: int) -> dict[int, Any]:
-        raise NotImplementedError
-
-    def _over(self, number: int) -> None:
-        raise NotImplementedError
-
-    def _later(self, action: Callable[[], object]) -> Event:
-        raise NotImplementedError
-
-    def request(self, done: Callable[[], bool]) -> VirtualRequest:
-        """Request that is complete once ``done()`` is true."""
-        raise NotImplementedError
-
-    def _begin(
-        self,
-        kind: str,
-        give: Callable[[], Any] | None,
-        needs: Iterable[int],
-        finish: Callable[[list[Any]], object],
-    ) -> VirtualRequest:
-        # This rank gives ``give()``, and finishes with what the ranks that it needs have given.
-        number = self._begun = self._begun + 1
-        given, needed = self._together_with(kind, number), tuple(needs)
-        event = self._later(lambda: given.__setitem__(self.rank, None if give is None else give()))
-
-        def done() -> bool:
-            if not event.over or any(rank not in given for rank in needed):
-                return False
-            finish([given[rank] for rank in needed])
-            self._over(number)
-            return True
-
-        return self.request(done)
-
-    def Ibarrier(self) -> VirtualRequest:  # noqa: N802
-        """Request that is complete once all ranks have made the call."""
-        return self._begin("Ibarrier", None, range(self.size), bool)
-
-    def Ibcast(self, data: Any, root: int) -> VirtualRequest:  # noqa: N802
-        """Begin to copy an array of ``root`` to all ranks."""
-        array = flat(data)
-        if self.rank == root:
-            return self._begin("Ibcast", array.copy, (), bool)
-        return self._begin("Ibcast", None, [root], lambda found: _fill(array, found[0]))
-
-    def Iallgather(self, data: Any, out: Any) -> VirtualRequest:  # noqa: N802
-        """Begin to gather arrays of the same length on all ranks."""
-        into = flat(out)
-        return self._begin(
-            "Iallgather", flat(data).copy, range(self.size), lambda found: _fill(into, np.concatenate(found))
-        )
-
-    def Iallgatherv(self, data: Any, out: list[Any]) -> VirtualRequest:  # noqa: N802
-        """Begin to gather arrays of bytes on all ranks, into their places; ``data`` may be IN_PLACE."""
-        into, places = flat(out), _places(out[1])
-        mine = into[places[self.rank]] if data is MPI.IN_PLACE else flat(data)
-
-        def finish(found: list[Any]) -> None:
-            for place, array in zip(places, found, strict=True):
-                into[place] = array
-
-        return self._begin("Iallgatherv", mine.copy, range(self.size), finish)
-
-    def Ialltoallv(self, data: list[Any], out: list[Any]) -> VirtualRequest:  # noqa: N802
-        """Begin to send each rank its part of an array of bytes."""
-        source, into, parts, places = flat(data), flat(out), _places(data[1]), _places(out[1])
-
-        def finish(found: list[Any]) -> None:
-            for place, parts_of_rank in zip(places, found, strict=True):
-                into[place] = parts_of_rank[self.rank]
-
-        return self._begin(
-            "Ialltoallv", lambda: [source[part].copy() for part in parts], range(self.size), finish
-        )
-
-    def Ireduce(  # noqa: N802
-        self, data: NDArray[Any], out: NDArray[Any], op: MPI.Op, root: int
-    ) -> VirtualRequest:
-        """Begin a reduction of arrays to ``root``."""
-        if self.rank != root:
-            return self._begin("Ireduce", data.copy, (), bool)
-
-        def finish(found: list[Any]) -> None:
-            out[...] = reduced(found, op)
-
-        return self._begin("Ireduce", data.copy, range(self.size), finish)
-
-    def Ireduce_scatter(  # noqa: N802
-        self, data: NDArray[Any], out: NDArray[Any], counts: Sequence[int], op: MPI.Op
-    ) -> VirtualRequest:
-        """Begin a reduction of arrays, of whose result each rank gets its count of elements."""
-        begin = sum(counts[: self.rank])
-        mine = slice(begin, begin + counts[self.rank])
-
-        def finish(found: list[Any]) -> None:
-            out[...] = reduced([array[mine] for array in found], op)
-
-        return self._begin("Ireduce_scatter", data.copy, range(self.size), finish)
-
-
-def _fill(into: Bytes, data: Bytes) -> None:
-    into[: data.size] = data
-
-
-def _places(layout: tuple[Sequence[int], Sequence[int] | None]) -> list[slice]:
-    # Counts, and where each begins; one behind the other without the latter.
-    counts, begins = layout
-    begins = [sum(counts[:at]) for at in range(len(counts))] if begins is None else begins
-    return [slice(begin, begin + count) for begin, count in zip(begins, counts, strict=True)]
 
 
 def reduced(arrays: Sequence[NDArray[Any]], op: MPI.Op) -> NDArray[Any]:

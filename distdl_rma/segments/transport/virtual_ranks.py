@@ -16,19 +16,14 @@ from contextlib import contextmanager
 from functools import reduce
 from typing import Any, Self, cast
 
+import numpy as np
 from mpi4py import MPI
 from numpy.typing import NDArray
 
 from distdl_rma.errors import ArgumentError, ProtocolError
+from distdl_rma.segments.transport.heap import Bytes
 from distdl_rma.segments.transport.turns import Turns
-from distdl_rma.segments.transport.virtual_network import (
-    Event,
-    NonblockingCollectives,
-    VirtualRequest,
-    VirtualWindow,
-    flat,
-    reduced,
-)
+from distdl_rma.segments.transport.virtual_network import Event, VirtualRequest, VirtualWindow, flat, reduced
 
 
 class _Here(threading.local):
@@ -136,8 +131,7 @@ class _FoundLetter:
     def __init__(self, letter: _Letter) -> None:
         self._letter = letter
 
-    def Recv(self, target: Any) -> None:  # noqa: N802
-        """Copy the message to a buffer."""
+    def Recv(self, target: Any) -> None:
         _fill(target, self._letter)
 
 
@@ -190,29 +184,31 @@ class VirtualGroup:
     def __init__(self, members: Iterable[int]) -> None:
         self.members = tuple(members)
 
-    def Incl(self, ranks: Iterable[int]) -> VirtualGroup:  # noqa: N802
-        """The group of these ranks of the group."""
+    def Incl(self, ranks: Iterable[int]) -> VirtualGroup:
         return VirtualGroup(self.members[rank] for rank in ranks)
 
-    def Free(self) -> None:  # noqa: N802
+    def Free(self) -> None:
         """Do nothing."""
 
 
-class VirtualComm(NonblockingCollectives):
+class VirtualComm:
     """Communicator of virtual ranks, as one of them sees it.
 
     Its methods behave as those of ``mpi4py.MPI.Intracomm`` with the same names. Collective calls match in
-    their order on the communicator; those that block take effect at once, also between nodes.
+    their order on the communicator; those that block take effect at once, also between nodes. Of those that
+    do not block, where the ranks are on several nodes, the data of each one are read at a turn that is drawn:
+    until the request is complete, they may not change.
     """
 
     def __init__(self, rank: int, together: _Together) -> None:
-        super().__init__()
         self.rank, self.size, self._together = rank, together.size, together
         # The rank among all virtual ranks of the run.
         self._whole = together.members[rank]
         self.network = together.turns.network
         self.group = VirtualGroup(range(self.size))
         self._calls: defaultdict[object, int] = defaultdict(int)
+        # Number of the last collective that does not block.
+        self._begun = 0
         self._attributes: dict[int, Any] = {}
         # Called when the rank ends, the last one first.
         self.at_end: list[Callable[[BaseException | None], object]] = []
@@ -300,56 +296,32 @@ class VirtualComm(NonblockingCollectives):
         return [pickle.loads(each) for each in self._gathered(pickle.dumps(value))]
 
     def allgather(self, value: Any) -> list[Any]:
-        """Copies of the values of all ranks."""
         return self._copies(value)
 
     def gather(self, value: Any, root: int = 0) -> list[Any] | None:
-        """Copies of the values of all ranks on ``root``, None elsewhere."""
         values = self._copies(value)
         return values if self.rank == root else None
 
     def bcast(self, value: Any, root: int = 0) -> Any:
-        """Copy of the value of ``root``."""
         return self._copies(value if self.rank == root else None)[root]
 
     def allreduce(self, value: Any, op: MPI.Op = MPI.SUM) -> Any:
-        """Values of all ranks, combined by ``op``."""
         return reduce(op, self._copies(value))
 
-    def Allreduce(self, data: Any, out: NDArray[Any], op: MPI.Op = MPI.SUM) -> None:  # noqa: N802
-        """Arrays of all ranks, combined by ``op`` in their order; ``data`` may be IN_PLACE."""
+    def Allreduce(self, data: Any, out: NDArray[Any], op: MPI.Op = MPI.SUM) -> None:
         mine = out if data is MPI.IN_PLACE else data
         out[...] = reduced(self._gathered(mine.copy()), op)
 
-    def Barrier(self) -> None:  # noqa: N802
-        """Wait until all ranks have made the call."""
+    def Barrier(self) -> None:
         self._gathered(None)
 
     barrier = Barrier
 
-    def Get_rank(self) -> int:  # noqa: N802
-        """This rank."""
+    def Get_rank(self) -> int:
         return self.rank
 
-    def Get_size(self) -> int:  # noqa: N802
-        """Number of ranks."""
+    def Get_size(self) -> int:
         return self.size
-
-    def _together_with(self, kind: str, number: int) -> dict[int, Any]:
-        begun = self._together.begun
-        first, given = begun.setdefault(number, (kind, {}))
-        if kind != first:
-            raise ProtocolError(
-                f"virtual ranks: rank {self.rank} calls {kind} where another rank has called {first}; ranks"
-                " make their collective calls in the same order"
-            )
-        return given
-
-    def _over(self, number: int) -> None:
-        over = self._together.read[number]
-        over.add(self.rank)
-        if len(over) == self.size:
-            del self._together.read[number], self._together.begun[number]
 
     def _later(self, action: Callable[[], object]) -> Event:
         self._together.turns.ran()
@@ -363,22 +335,103 @@ class VirtualComm(NonblockingCollectives):
         self._check_thread()
         self._together.turns.wait(self._whole, done, "a wait for a request")
 
-    def Split(self, color: int = 0, key: int = 0) -> VirtualComm:  # noqa: N802
-        """Communicator of the ranks with the same color, ordered by key."""
+    def _begin(
+        self,
+        kind: str,
+        give: Callable[[], Any] | None,
+        needs: Iterable[int],
+        finish: Callable[[list[Any]], object],
+    ) -> VirtualRequest:
+        # This rank gives ``give()``, and finishes with what the ranks that it needs have given.
+        number = self._begun = self._begun + 1
+        begun, read, needed = self._together.begun, self._together.read, tuple(needs)
+        first, given = begun.setdefault(number, (kind, {}))
+        if kind != first:
+            raise ProtocolError(
+                f"virtual ranks: rank {self.rank} calls {kind} where another rank has called {first}; ranks"
+                " make their collective calls in the same order"
+            )
+        event = self._later(lambda: given.__setitem__(self.rank, None if give is None else give()))
+
+        def done() -> bool:
+            if not event.over or any(rank not in given for rank in needed):
+                return False
+            finish([given[rank] for rank in needed])
+            read[number].add(self.rank)
+            if len(read[number]) == self.size:
+                del read[number], begun[number]
+            return True
+
+        return self.request(done)
+
+    def Ibarrier(self) -> VirtualRequest:
+        return self._begin("Ibarrier", None, range(self.size), bool)
+
+    def Ibcast(self, data: Any, root: int) -> VirtualRequest:
+        array = flat(data)
+        if self.rank == root:
+            return self._begin("Ibcast", array.copy, (), bool)
+        return self._begin("Ibcast", None, [root], lambda found: _copy(array, found[0]))
+
+    def Iallgather(self, data: Any, out: Any) -> VirtualRequest:
+        into = flat(out)
+        return self._begin(
+            "Iallgather", flat(data).copy, range(self.size), lambda found: _copy(into, np.concatenate(found))
+        )
+
+    def Iallgatherv(self, data: Any, out: list[Any]) -> VirtualRequest:
+        into, places = flat(out), _places(out[1])
+        mine = into[places[self.rank]] if data is MPI.IN_PLACE else flat(data)
+
+        def finish(found: list[Any]) -> None:
+            for place, array in zip(places, found, strict=True):
+                into[place] = array
+
+        return self._begin("Iallgatherv", mine.copy, range(self.size), finish)
+
+    def Ialltoallv(self, data: list[Any], out: list[Any]) -> VirtualRequest:
+        source, into, parts, places = flat(data), flat(out), _places(data[1]), _places(out[1])
+
+        def finish(found: list[Any]) -> None:
+            for place, parts_of_rank in zip(places, found, strict=True):
+                into[place] = parts_of_rank[self.rank]
+
+        return self._begin(
+            "Ialltoallv", lambda: [source[part].copy() for part in parts], range(self.size), finish
+        )
+
+    def Ireduce(self, data: NDArray[Any], out: NDArray[Any], op: MPI.Op, root: int) -> VirtualRequest:
+        if self.rank != root:
+            return self._begin("Ireduce", data.copy, (), bool)
+
+        def finish(found: list[Any]) -> None:
+            out[...] = reduced(found, op)
+
+        return self._begin("Ireduce", data.copy, range(self.size), finish)
+
+    def Ireduce_scatter(
+        self, data: NDArray[Any], out: NDArray[Any], counts: Sequence[int], op: MPI.Op
+    ) -> VirtualRequest:
+        begin = sum(counts[: self.rank])
+        mine = slice(begin, begin + counts[self.rank])
+
+        def finish(found: list[Any]) -> None:
+            out[...] = reduced([array[mine] for array in found], op)
+
+        return self._begin("Ireduce_scatter", data.copy, range(self.size), finish)
+
+    def Split(self, color: int = 0, key: int = 0) -> VirtualComm:
         rows = self._gathered((color, key, self.rank))
         members = [rank for theirs, _, rank in sorted(rows) if theirs == color]
         return self._of(members, ("split", self._calls["all"]))
 
-    def Split_type(self, kind: int) -> VirtualComm:  # noqa: N802
-        """Communicator of the ranks of this rank's node."""
+    def Split_type(self, kind: int) -> VirtualComm:
         return self.Split(self.network.nodes[self._whole])
 
-    def Dup(self) -> VirtualComm:  # noqa: N802
-        """Another communicator of the same ranks."""
+    def Dup(self) -> VirtualComm:
         return self.Split()
 
-    def Create_group(self, group: VirtualGroup, tag: int) -> VirtualComm:  # noqa: N802
-        """Communicator of some ranks; collective over these."""
+    def Create_group(self, group: VirtualGroup, tag: int) -> VirtualComm:
         kind = "group", group.members
         self._gathered(None, kind, len(group.members))
         return self._of(group.members, (kind, self._calls[kind]))
@@ -394,13 +447,11 @@ class VirtualComm(NonblockingCollectives):
             del self._together.values["made", key, tuple(members)]
         return VirtualComm(members.index(self.rank), cast(_Together, together))
 
-    def Isend(self, data: Any, dest: int, tag: int = 0) -> VirtualRequest:  # noqa: N802
-        """Send; complete once the data were read."""
+    def Isend(self, data: Any, dest: int, tag: int = 0) -> VirtualRequest:
         _, read = self._post(data, dest, tag)
         return self.request(lambda: read.over)
 
-    def Issend(self, data: Any, dest: int, tag: int = 0) -> VirtualRequest:  # noqa: N802
-        """Send; complete once they were received."""
+    def Issend(self, data: Any, dest: int, tag: int = 0) -> VirtualRequest:
         letter, _ = self._post(data, dest, tag)
         return self.request(lambda: letter.received)
 
@@ -412,8 +463,7 @@ class VirtualComm(NonblockingCollectives):
         travel = self.network.now if near else self.network.later
         return letter, travel(lambda: setattr(letter, "data", source.tobytes()))
 
-    def Irecv(self, target: Any, source: int, tag: int = 0) -> VirtualRequest:  # noqa: N802
-        """Receive the first message from ``source`` with this tag."""
+    def Irecv(self, target: Any, source: int, tag: int = 0) -> VirtualRequest:
         mail = self._together.mail[self.rank]
 
         def done() -> bool:
@@ -425,11 +475,9 @@ class VirtualComm(NonblockingCollectives):
         return self.request(done)
 
     def send(self, value: Any, dest: int, tag: int = 0) -> None:
-        """Send a copy of an object."""
         self._post(pickle.dumps(value), dest, tag)
 
     def recv(self, *, source: int, tag: int = 0) -> Any:
-        """Receive a copy of an object from ``source``; blocking."""
         mail = self._together.mail[self.rank]
         self._check_thread()
         self._together.turns.wait(
@@ -439,10 +487,9 @@ class VirtualComm(NonblockingCollectives):
         letter.received = True
         return pickle.loads(cast(bytes, letter.data))
 
-    def Iprobe(  # noqa: N802
+    def Iprobe(
         self, source: int = MPI.ANY_SOURCE, tag: int = MPI.ANY_TAG, status: MPI.Status | None = None
     ) -> bool:
-        """Whether a message has arrived; writes to ``status`` from whom, its tag and length."""
         letter = self._together.mail[self.rank].first(source, tag)
         if letter is None:
             self.look()
@@ -450,8 +497,7 @@ class VirtualComm(NonblockingCollectives):
             _note(letter, status)
         return letter is not None
 
-    def Improbe(self, *, status: MPI.Status | None = None) -> _FoundLetter | None:  # noqa: N802
-        """The first message that has arrived, if there is one."""
+    def Improbe(self, *, status: MPI.Status | None = None) -> _FoundLetter | None:
         letter = self._together.mail[self.rank].take()
         if letter is None:
             self.look()
@@ -459,19 +505,16 @@ class VirtualComm(NonblockingCollectives):
         _note(letter, status)
         return _FoundLetter(letter)
 
-    def Get_attr(self, key: int) -> Any:  # noqa: N802
-        """Value that is stored under a key; None if there is none."""
+    def Get_attr(self, key: int) -> Any:
         return self._attributes.get(key)
 
-    def Set_attr(self, key: int, value: Any) -> None:  # noqa: N802
-        """Store a value under a key."""
+    def Set_attr(self, key: int, value: Any) -> None:
         self._attributes[key] = value
 
-    def Delete_attr(self, key: int) -> None:  # noqa: N802
-        """Delete the value of a key."""
+    def Delete_attr(self, key: int) -> None:
         self._attributes.pop(key, None)
 
-    def Free(self) -> None:  # noqa: N802
+    def Free(self) -> None:
         """Do nothing: the communicator has no memory but what refers to it."""
 
 
@@ -490,3 +533,14 @@ def _note(letter: _Letter, status: MPI.Status | None) -> None:
     if status is not None:
         status.source, status.tag = letter.source, letter.tag
         status.Set_elements(MPI.BYTE, len(cast(bytes, letter.data)))
+
+
+def _copy(into: Bytes, data: Bytes) -> None:
+    into[: data.size] = data
+
+
+def _places(layout: tuple[Sequence[int], Sequence[int] | None]) -> list[slice]:
+    # Counts, and where each begins; one behind the other without the latter.
+    counts, begins = layout
+    begins = [sum(counts[:at]) for at in range(len(counts))] if begins is None else begins
+    return [slice(begin, begin + count) for begin, count in zip(begins, counts, strict=True)]

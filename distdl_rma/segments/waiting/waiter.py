@@ -91,6 +91,8 @@ class VirtualEngine:
             self.stop()
 
 
+Test = Callable[[], bool]
+Reason = Callable[[], WaitReason]
 _YIELD_SECONDS = 2e-3
 _SLEEP_SECONDS = (5e-5, 1e-3)
 # Seconds between two looks of a long wait. A look writes the wait's reason and reads headers of other ranks.
@@ -139,8 +141,8 @@ class Waiter:
 
     def until(
         self,
-        ready: Callable[[], bool],
-        reason: Callable[[], WaitReason],
+        ready: Test,
+        reason: Reason,
         timeout: float | None = None,
         spins: int | None = None,
         whole: float | None = None,
@@ -169,13 +171,7 @@ class Waiter:
             self.counters.seconds_waited += time.perf_counter() - begin
 
     def _wait(
-        self,
-        ready: Callable[[], bool],
-        reason: Callable[[], WaitReason],
-        timeout: float,
-        begin: float,
-        spins: int,
-        whole: float | None,
+        self, ready: Test, reason: Reason, timeout: float, begin: float, spins: int, whole: float | None
     ) -> None:
         if timeout > 0:
             for _ in range(spins):

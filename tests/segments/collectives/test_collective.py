@@ -185,6 +185,7 @@ def test_a_wait_names_the_missing_rank_and_can_be_repeated(segments, comm, make,
     job.close()
 
 
+@pytest.mark.usefixtures("cut")
 @pytest.mark.parametrize("count", [4, 30_000])
 def test_reset_recovers_from_a_step_that_not_all_ranks_took_part_in(segments, comm, count):
     job = Allreduce(segments, segments.ranks, count, np.float32, name="recovers")

@@ -75,31 +75,6 @@ def test_who_gave_up_waiting_still_lets_the_others_through(segments, comm):
     second.close()
 
 
-def test_groups_of_random_ranks_make_collectives(segments, comm):
-    rng = random.Random(7)
-    for number in range(6):
-        ranks = rng.sample(segments.ranks, rng.randint(1, comm.size))
-        if comm.rank not in ranks:
-            continue
-        group = Group(segments, ranks, f"group {number}")
-        jobs = [
-            group.allreduce(5, np.int64, name="sum"),
-            group.allgather(1, np.int64, "all"),
-            group.reduce_scatter([1] * group.size, np.int64, name="part"),
-            group.broadcast(1, np.int64, name="from the first"),
-        ]
-        for job in jobs:
-            job.active[:] = comm.rank
-            job.start()
-        assert (jobs[0].wait() == sum(ranks)).all()
-        assert jobs[1].wait().tolist() == ranks
-        assert jobs[2].wait().tolist() == [sum(ranks)]
-        assert jobs[3].wait().tolist() == [ranks[0]]
-        group.barrier()
-        for resource in (*jobs, group):
-            resource.close()
-
-
 @pytest.mark.mpi(min_size=2)
 def test_a_first_rank_that_means_something_else_is_noticed_on_its_node_and_by_one_rank_of_each_other(
     segments, comm

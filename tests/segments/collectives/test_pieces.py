@@ -5,8 +5,8 @@ import weakref
 import numpy as np
 import pytest
 
-from distdl_rma import ExchangeTimeout, ProtocolError
-from distdl_rma.segments import Allreduce, Bcast
+from distdl_rma import ProtocolError
+from distdl_rma.segments import Allreduce
 from distdl_rma.segments.collectives.between_nodes import in_pieces, number_of_pieces, pieces_of_all, slices
 from distdl_rma.segments.collectives.node_layout import RankSlice
 
@@ -53,33 +53,6 @@ def test_a_stage_begins_on_a_piece_before_the_next_goes_on_with_the_last(number)
     assert len(said) == 3 * number and all(said.index((0, k)) < said.index((1, k)) for k in range(number))
     assert all(said.index((0, k + 1)) < said.index((1, k)) for k in range(number - 1))
     assert all(said.index((1, k + 1)) < said.index((2, k)) for k in range(number - 1))
-
-
-@pytest.mark.mpi
-def test_a_rank_that_is_late_is_missed_and_steps_can_be_reset_or_closed(segments, comm, tiny):
-    late, made = comm.size - 1, [Allreduce, Bcast]
-    for make in made if comm.size > 1 else ():
-        job = make(segments, segments.ranks, LONG, np.int64, name="late")
-        job.connect()
-        comm.Barrier()
-        if comm.rank != late:
-            job.active[:] = 1
-            job.start()
-            # A root between nodes may be through.
-            if make is Allreduce:
-                with pytest.raises(ExchangeTimeout, match="in 'late' "):
-                    job.wait(timeout=0.05)
-        comm.Barrier()
-        job.reset()
-        for step in range(2):
-            job.active[:] = step
-            job.start()
-            assert (job.wait() == step * (comm.size if make is Allreduce else 1)).all()
-        comm.Barrier()
-        job.active[:] = 1
-        job.start()
-        job.close()
-        comm.Barrier()
 
 
 class Unfinished:

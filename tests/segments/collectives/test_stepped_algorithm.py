@@ -116,19 +116,6 @@ def test_ranks_have_a_communicator_in_their_order_and_the_next_user_has_the_same
 
 @pytest.mark.mpi
 @pytest.mark.mpi(min_size=2)
-def test_users_at_one_time_have_communicators_of_their_own(segments, comm):
-    first, second = (Messages(segments, segments.ranks, name) for name in ("one", "other"))
-    first.connect()
-    second.connect()
-    assert first.comm != second.comm
-    # Nobody gives back before all have both.
-    comm.Barrier()
-    first.close()
-    second.close()
-
-
-@pytest.mark.mpi
-@pytest.mark.mpi(min_size=2)
 def test_uses_that_overlap_without_end_take_turns_with_few_communicators(segments, comm):
     under_way = [Messages(segments, segments.ranks, "use 0")]
     under_way[0].connect()

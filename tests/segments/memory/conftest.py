@@ -26,7 +26,7 @@ def unanswered(monkeypatch):
         def ask(runs, out, **options):
             return get(runs, out, **options) if out.nbytes == HEADER_BYTES else [None]
 
-        monkeypatch.setattr(remote._memory, "near", None)
+        monkeypatch.setattr(remote, "_near", None)
         monkeypatch.setattr(remote._link, "get", ask, raising=False)
 
     return silence

@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 
 from distdl_rma import ClosedError, ExchangeTimeout, Machine
-from distdl_rma.segments import RemoteBuffer
 
 pytestmark = pytest.mark.mpi
 
@@ -53,28 +52,6 @@ def test_a_list_of_gets_that_is_not_answered_names_the_peer_and_all_its_bytes(
     monkeypatch.setattr("distdl_rma.segments.memory.context.Queue.test", lambda self: False)
     with pytest.raises(ExchangeTimeout, match=rf"for rank {peer} to answer a get of 32 bytes"):
         there.get_list([(np.zeros(3), 0), (np.zeros(1), 24)], timeout=0)
-
-
-def test_the_array_of_a_notified_get_is_filled_before_its_notification_is_set(
-    meet, machine, comm, monkeypatch
-):
-    buffer, remotes = meet(8)
-    buffer.view(np.int64, (1,))[0] = 1 + comm.rank
-    comm.Barrier()
-    seen, notify = [], RemoteBuffer.notify
-
-    def watched(self, index, value=1):
-        seen.append(int(out[0]))
-        notify(self, index, value)
-
-    monkeypatch.setattr(RemoteBuffer, "notify", watched)
-    with machine.segments.get_segment_buffer(0, 1, "inbox") as inbox:
-        for peer, remote in remotes.items():
-            out = np.zeros(1, np.int64)
-            remote.get_notify(out, inbox, 0)
-            inbox.notify_wait(0)
-            assert seen.pop() == 1 + peer and not seen
-    comm.Barrier()
 
 
 def test_a_notified_get_of_nothing_notifies_and_one_into_a_freed_buffer_does_not(meet, machine, comm):

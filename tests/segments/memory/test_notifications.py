@@ -109,3 +109,21 @@ def test_waitsome_serves_the_ranks_in_the_order_in_which_they_come(meet, comm):
                 remotes[peer].notify(0, epoch)
         else:
             assert buffer.notify_wait(0) == epoch
+
+
+def test_notifications_given_together_share_their_flushes(meet, machine, comm):
+    number = go = 40
+    buffer, remotes = meet(8 * number, number + 1)
+    after, before = remotes[(comm.rank + 1) % comm.size], remotes[(comm.rank - 1) % comm.size]
+    for epoch in range(1, 6):
+        counters = machine.segments.counters
+        flushes, notified = counters.flushes, counters.notifications
+        for index in range(number):
+            after.put_notify(np.array([epoch]), index, epoch, 8 * index)
+        for index in reversed(range(number)):
+            assert buffer.notify_wait(index) == epoch and buffer.view(np.int64, (number,))[index] == epoch
+        after.flush()
+        assert counters.notifications - notified == number
+        assert counters.flushes - flushes < number / 2
+        before.notify(go)
+        buffer.notify_wait(go)

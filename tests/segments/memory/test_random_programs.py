@@ -277,12 +277,12 @@ class Programs(RuleBasedStateMachine):
     def note(self, writer, index):
         return writer * NOTES + index
 
-    def gives(self, writer, reader, index):
+    def gives(self, writer, reader, index, last=False):
         """Value of the next notification; values of an index are remembered until the reader takes them."""
         pending = self.given.setdefault((writer, reader), {}).setdefault(index, [])
         # The same one again and again, unless the one before was not taken.
         value = (self.step, 1 << 31 | self.step, (1 << 32) - self.step)[self.step % 3] if pending else 5
-        pending.append((value, self.step))
+        pending.append((value, self.step, last))
         self.count(writer, notifications=1)
         return value
 
@@ -291,7 +291,7 @@ class Programs(RuleBasedStateMachine):
     def notify(self, writer, reader, index, last, draw):
         writer, reader = writer % self.size, reader % self.size
         remote = self.acting(writer, reader)
-        value = self.gives(writer, reader, index)
+        value = self.gives(writer, reader, index, last)
         if remote:
             remote.notify(KINDS[draw % 4](self.note(writer, index)), np.uint32(value), last=last)
 
@@ -299,7 +299,10 @@ class Programs(RuleBasedStateMachine):
     @rule(draw=DRAW, way=st.sampled_from(("wait", "some", "test")))
     @mine
     def take(self, draw, way):
-        """Who sees a notification sees all that was put before it, and values of one index in their order."""
+        """Who sees a notification sees all that was put before it, and values of one index in their order.
+
+        A last notification is seen after all that the same rank gave before it.
+        """
         pairs = [(*pair, index) for pair, given in sorted(self.given.items()) for index in sorted(given)]
         writer, reader, index = pairs[draw % len(pairs)]
         given, at = self.given[writer, reader].pop(index), self.note(writer, index)
@@ -319,7 +322,7 @@ class Programs(RuleBasedStateMachine):
                 self.known[reader] = self.buffer.notify_wait(ack + reader)
 
     def sees(self, writer, reader, at, given, way):
-        values, seen, buffer = [value for value, _ in given], 0, self.buffer
+        values, seen, buffer = [value for value, *_ in given], 0, self.buffer
         deadline = time.monotonic() + 15
         while seen < len(values):
             if way == "wait":
@@ -332,9 +335,14 @@ class Programs(RuleBasedStateMachine):
                 # A later one may have come in between, none is lost.
                 assert here in values[seen : values.index(value, seen) + 1]
             seen = values.index(value, seen) + 1
+            _, step, last = given[seen - 1]
             stripe = slice(writer * STRIPE, (writer + 1) * STRIPE)
-            known = self.written[reader, stripe] <= given[seen - 1][1]
+            known = self.written[reader, stripe] <= step
             assert (buffer.array[stripe] == self.there[reader, stripe])[known].all()
+            for index, others in self.given[writer, reader].items() if last else ():
+                earlier = sum(before < step for _, before, _ in others)
+                visible = buffer.notification(self.note(writer, index))
+                assert not earlier or visible in [value for value, *_ in others[earlier - 1 :]]
 
     @rule(
         writer=RANK,

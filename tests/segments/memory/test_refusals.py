@@ -172,6 +172,7 @@ def test_every_operation_after_the_close_says_so(comm, transport):
     array, queue = remote.view(np.uint8, (8,)), machine.segments.queue()
     remote.put(b"12345678", queue=queue)
     machine.close()
+    machine.close()
     for call in (
         lambda: remote.put(b"1"),
         lambda: remote.put_list([(b"1", 0)]),
@@ -192,6 +193,8 @@ def test_every_operation_after_the_close_says_so(comm, transport):
         lambda: buffer.notify_reset(0),
         lambda: buffer.here,
         lambda: buffer.view(np.uint8, (1,)),
+        lambda: machine.segments.get_segment_buffer(8),
+        lambda: buffer.array,
         machine.segments.stats,
         machine.describe,
     ):

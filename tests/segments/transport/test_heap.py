@@ -124,23 +124,6 @@ def test_the_size_that_an_exhausted_heap_names_is_enough_and_a_mebibyte_less_is_
             last_of(Heap(max(nbytes, enough - (1 << 20))))
 
 
-@pytest.mark.parametrize("offset", [0, 1, LINE])
-def test_what_was_not_handed_out_cannot_be_freed(offset):
-    heap = Heap(4 * LINE)
-    block = heap.allocate(LINE)
-    heap.free(block)
-    with pytest.raises(KeyError):
-        heap.free(offset)
-    assert heap.largest_gap == 4 * LINE
-
-
-def test_a_heap_without_bytes_has_none_to_give():
-    heap = Heap(0)
-    assert (heap.used, heap.free_bytes, heap.largest_gap) == (0, 0, 0)
-    with pytest.raises(SegmentError, match="asked for 1 bytes, 0 of 0 are free"):
-        heap.allocate(1)
-
-
 PAGE = 4096
 
 

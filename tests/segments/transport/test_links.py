@@ -1,16 +1,21 @@
-"""When what was put has arrived at a peer: questions, answers and flushes."""
+"""When what was put has arrived at a peer: questions, answers, flushes, and the notifications behind them."""
 
 import contextlib
-import random
+import functools
 import threading
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from mpi4py import MPI
 
 from distdl_rma.errors import PeerFailedError
 from distdl_rma.segments.transport import links
 from distdl_rma.segments.transport.links import Atomics, ByteRuns, RemoteLink, RmaPeer
+from distdl_rma.segments.transport.virtual_network import Event, Network, VirtualRequest, VirtualWindow
 from distdl_rma.trace import Counters
 
 LARGE = 1 << 17
@@ -147,282 +152,184 @@ def test_large_puts_that_are_complete_are_forgotten(wire):
     assert len(wire._large) <= 1
 
 
-class Words:
-    """Two segments in one process, each at an offset; requests are complete when the test says so."""
+class Held(Network):
+    """Holds everything back until ``advance``."""
 
     def __init__(self):
-        self.words = {position: np.zeros(8, np.int64) for position in (0, 1)}
-        self.flushed, self.complete = [], False
+        super().__init__(0, (0, 1))
+        self.held = []
 
-    def Fetch_and_op(self, operand, before, target, offset, op):  # noqa: N802
-        word, given = self.words[target][offset // 8 :][:1], operand[0][0]
-        before[0][0] = word[0]
-        word[:] = word + given if op == MPI.SUM else given if op == MPI.REPLACE else word
+    def later(self, action, after=0):
+        self.held.append(Event(action, 0))
+        return self.held[-1]
 
-    def Compare_and_swap(self, new, expected, before, target, offset):  # noqa: N802
-        word = self.words[target][offset // 8 :][:1]
-        before[0][0] = word[0]
-        if word == expected[0][0]:
-            word[:] = new[0][0]
+    def advance(self):
+        while self.held:
+            self.held.pop(0).happen()
+
+
+class Memories(VirtualWindow):
+    """Two segments in one process, over a network; notes flushes, and the words that are set together."""
+
+    def __init__(self, network):
+        look = bool if isinstance(network, Held) else network.advance
+        request = functools.partial(VirtualRequest, look=look, wait=None)
+        super().__init__(np.zeros((2, 4096), np.uint8), SimpleNamespace(network=network, request=request))
+        self.network, self.words = network, self._memories.view(np.int64)
+        self.flushed, self.sent = [], []
 
     def Flush(self, target):  # noqa: N802
         self.flushed.append(target)
+        super().Flush(target)
 
-    def Rget(self, answer, target, there):  # noqa: N802
-        return self
+    def Rget_accumulate(self, values, before, target, there, op):  # noqa: N802
+        self.sent.append(list(range(there[0] // 8, there[0] // 8 + there[1])))
+        return super().Rget_accumulate(values, before, target, there, op)
 
-    def Test(self):  # noqa: N802
-        return self.complete
+
+@pytest.fixture
+def held():
+    return Memories(Held())
 
 
 def atomics(window, immediate=True):
     return Atomics(window, {5: (1, 16), 7: (0, 0)}, immediate, contextlib.nullcontext())
 
 
-def test_each_operation_changes_one_word_of_one_segment_and_returns_what_was_there():
-    window = Words()
-    there = atomics(window)
+def test_each_operation_changes_one_word_of_one_segment_and_returns_what_was_there(held):
+    there = atomics(held)
     fetch = there.fetching(5, 4)
     assert fetch(MPI.SUM, 4, 3) == 0 and fetch(MPI.SUM, 4, -1) == 3
     assert fetch(MPI.REPLACE, 4, 9) == 2 and fetch(MPI.NO_OP, 4, 0) == 9
     assert there.compare_swap(5, 8, 1, 4) == 9 and there.compare_swap(5, 8, 9, 4) == 9
     # Its segment begins two words into the window.
-    assert window.words[1].tolist() == [0, 0, 0, 4, 0, 0, 0, 0] and not window.words[0].any()
-    assert window.flushed == [1] * 6
+    assert held.words[1, 3] == 4 and held.words.sum() == 4
+    assert held.flushed == [1] * 6
 
 
-@pytest.mark.parametrize("immediate", [True, False])
-def test_only_a_rank_whose_help_is_needed_is_asked_to_answer(immediate):
-    window = Words()
-    responding = atomics(window, immediate).responding
-    if immediate:
-        assert responding is None
-    else:
-        answered = responding(7)
-        assert not answered()
-        window.complete = True
-        assert answered()
-
-
-def test_questions_that_were_answered_are_forgotten():
-    window = Words()
-    there = atomics(window, immediate=False)
-    for _ in range(3):
-        there.responding(7)
-    assert len(there._asked) == 3
-    window.complete = True
+def test_only_a_rank_whose_help_is_needed_is_asked_to_answer_and_the_question_is_forgotten(held):
+    assert atomics(held).responding is None
+    there = atomics(held, immediate=False)
+    first, *_ = [there.responding(7) for _ in range(3)]
+    assert not first() and len(there._asked) == 3
+    held.network.advance()
+    assert first()
     there.responding(5)
     assert len(there._asked) == 1
 
 
-_WORDS = 16
+# Words of notifications; each put has a word of its own behind them.
+WORDS = 16
 
 
-class Operation:
-    """An operation under way, which is also its request."""
-
-    def __init__(self, window, words, carry_out, complete_when_there):
-        self.window, self.words, self.complete_when_there = window, words, complete_when_there
-        self._carry_out = carry_out
-        self.there = False
-        self.complete = False
-
-    def arrive(self):
-        self._carry_out()
-        self.there = self.complete = True
-
-    def Test(self):  # noqa: N802
-        self.window.turn()
-        return self.complete
-
-
-class WeakWindow:
-    """A peer's memory, in which operations arrive in any order, those that set one word excepted.
-
-    A put is complete at its origin at any time before it arrives, and then its memory is used again.
-    """
-
-    def __init__(self, seed, nbytes=4096):
-        self.memory = np.zeros(nbytes, np.uint8)
-        self.words = self.memory.view(np.int64)
-        self._chance = random.Random(seed)
-        self._under_way = []
-        self.flushes = 0
-
-    def turn(self):
-        while self._under_way and self._chance.random() < 0.5:
-            self._step(self._chance.choice(self._under_way))
-
-    def _step(self, operation):
-        if not operation.complete_when_there and not operation.complete:
-            operation.complete = True
-            return
-        chosen = operation
-        # Of those before it that set one of its words, the first; the same of that one.
-        while before := [
-            other for other in self._under_way[: self._under_way.index(chosen)] if other.words & chosen.words
-        ]:
-            chosen = before[0]
-        chosen.arrive()
-        self._under_way.remove(chosen)
-
-    def _begin(self, words, carry_out, complete_when_there):
-        self._under_way.append(Operation(self, frozenset(words), carry_out, complete_when_there))
-        return self._under_way[-1]
-
-    def Rput(self, part, rank, target):  # noqa: N802
-        offset, nbytes, _ = target
-        data = part[0].copy()
-        return self._begin((), lambda: self._store(offset, data[:nbytes]), False)
-
-    def Rget(self, part, rank, target):  # noqa: N802
-        out, (offset, nbytes, _) = np.asarray(part[0] if isinstance(part, list) else part), target
-        return self._begin(
-            (), lambda: out.view(np.uint8).__setitem__(..., self.memory[offset : offset + nbytes]), True
-        )
-
-    def Rget_accumulate(self, source, before, rank, target, op):  # noqa: N802
-        offset, count, _ = target
-        assert len(source) == len(before) == count
-        words = range(offset // 8, offset // 8 + count)
-        return self._begin(words, lambda: self._store(offset, source.view(np.uint8)), True)
-
-    def Flush(self, rank):  # noqa: N802
-        self.flushes += 1
-        while self._under_way:
-            self._under_way.pop(0).arrive()
-
-    def _store(self, offset, data):
-        self.memory[offset : offset + data.size] = data
-
-
-def link_over(seed):
-    window = WeakWindow(seed)
-    return window, RemoteLink(1, RmaPeer(window, 0, Counters()), threading.RLock(), set())
+def link_over(window):
+    return RemoteLink(1, RmaPeer(window, 1, Counters()), threading.RLock(), set())
 
 
 def put(link, number):
-    """Put a number to a place of its own, behind the words of the notifications."""
-    link.put(ByteRuns((8 * (_WORDS + number),), 8), np.array([number + 1]).view(np.uint8))
+    link.put(ByteRuns((8 * (WORDS + number),), 8), np.array([number + 1]).view(np.uint8))
 
 
-@pytest.mark.parametrize("seed", range(60))
-def test_a_notification_is_seen_after_all_earlier_puts_and_a_last_one_after_all_notifications(seed):
-    window, link = link_over(seed)
-    chance = random.Random(-seed)
-    puts, notified, together = 0, [], 0
+class Deliveries(RuleBasedStateMachine):
+    """What a peer sees of puts and notifications, over a network that has the orders that MPI allows."""
 
-    def look():
-        nonlocal together
-        for number, (before, last) in enumerate(notified):
-            if window.words[number]:
-                assert window.words[_WORDS : _WORDS + before].all()
-                assert not last or window.words[:number].all()
-        together = max(together, sum(bool(operation.words) for operation in window._under_way))
+    @initialize(seed=st.integers(0, 1 << 30))
+    def connect(self, seed):
+        window = Memories(Network(seed, (0, 1)))
+        self.network, self.words, self.link = window.network, window.words[1], link_over(window)
+        # By notification, in the order in which they are given: word, value, puts before it, last.
+        self.given, self.puts, self.seen = [], 0, self.words[:WORDS].copy()
 
-    while len(notified) < _WORDS:
-        if chance.random() < 0.4:
-            put(link, puts)
-            puts += 1
-        elif chance.random() < 0.5:
-            notified.append((puts, chance.random() < 0.3))
-            link.notify(len(notified) - 1, 7, last=notified[-1][1])
-        else:
-            link.advance()
-        window.turn()
-        look()
-    while not link.advance():
-        look()
-    look()
-    assert window.words[:_WORDS].all()
+    @rule(number=st.integers(1, 4))
+    def put(self, number):
+        for _ in range(number):
+            put(self.link, self.puts)
+            self.puts += 1
+
+    @rule(word=st.integers(0, WORDS - 4), number=st.integers(1, 3), last=st.booleans())
+    def notify(self, word, number, last):
+        """Neighbouring words are due together."""
+        for at in range(word, word + number):
+            self.given.append((at, len(self.given) + 1, self.puts, last))
+            self.link.notify(at, len(self.given), last=last)
+
+    @rule()
+    def notify_at_once(self):
+        self.given.append((WORDS - 1, len(self.given) + 1, 0, False))
+        self.link.notify(WORDS - 1, len(self.given), ordered=False)
+
+    @rule()
+    def time_passes(self):
+        self.network.advance()
+
+    @rule()
+    def advance(self):
+        if self.link.advance():
+            assert all(self.visible())
+
+    @rule()
+    def flush(self):
+        self.link.close_delivery()
+        while not self.link.advance():
+            self.what_is_visible_has_its_order()
+        assert all(self.visible()) and self.words[WORDS : WORDS + self.puts].all()
+
+    def visible(self):
+        words = self.words.tolist()
+        return [words[word] >= value for word, value, *_ in self.given]
+
+    @invariant()
+    def what_is_visible_has_its_order(self):
+        visible, arrived = self.visible(), self.words[WORDS : WORDS + self.puts].astype(bool)
+        for number, (*_, before, last) in enumerate(self.given):
+            assert not visible[number] or arrived[:before].all()
+            assert not (visible[number] and last) or all(visible[:number])
+        assert (self.seen <= self.words[:WORDS]).all()
+        self.seen = self.words[:WORDS].copy()
 
 
-@pytest.mark.parametrize("seed", range(60))
-def test_values_of_one_word_become_visible_in_order_whatever_is_put_between(seed):
-    window, link = link_over(seed)
-    chance = random.Random(-seed)
-    seen, before = [0], {0: 0}
-    # Other words of its row travel with it.
-    others = chance.random() < 0.5
-    puts = 0
-    for value in range(1, 40):
-        for _ in range(chance.choice((0, 0, 1, 3))):
-            put(link, puts)
-            puts += 1
-        before[value] = puts
-        link.notify(0, value, last=chance.random() < 0.1)
-        if others:
-            link.notify(1, value)
-        if chance.random() < 0.5:
-            link.advance()
-        window.turn()
-        seen.append(int(window.words[0]))
-        assert window.words[_WORDS : _WORDS + before[seen[-1]]].all()
-    while not link.advance():
-        seen.append(int(window.words[0]))
-    assert seen == sorted(seen) and window.words[0] == 39
+TestDeliveries = Deliveries.TestCase
+TestDeliveries.settings = settings(max_examples=60)
 
 
 @pytest.mark.parametrize("most", [1, 5, 64])
-def test_notifications_given_together_need_one_flush_and_travel_together(monkeypatch, most):
+def test_notifications_given_together_need_one_flush_and_travel_together(held, monkeypatch, most):
     monkeypatch.setattr(links, "_MOST_WORDS", most)
-    window, link = link_over(2)
-    still(window)
+    link = link_over(held)
     # All in a row but one.
     numbers = [0, 1, 2, 4, 5, 6, 7, 8, 9, 10, 11, 3]
     for number in numbers:
         put(link, number)
         link.notify(number, 5 + number)
-    while not window.flushes:
-        arrive(window)
-        assert not window.words[:_WORDS].any()
+    while not held.flushed:
+        held.network.advance()
+        assert not held.words[1, :WORDS].any()
         link.advance()
-    assert window.flushes == 1
     runs = [numbers[:3], numbers[3:11], numbers[11:]]
-    wanted = [run[at : at + most] for run in runs for at in range(0, len(run), most)]
-    assert [sorted(operation.words) for operation in window._under_way] == wanted
-    for operation in reversed(window._under_way[:]):
-        operation.arrive()
-    assert link.advance() and window.flushes == 1
-    assert window.words[:12].tolist() == [5 + number for number in range(12)]
+    assert held.sent == [run[at : at + most] for run in runs for at in range(0, len(run), most)]
+    held.network.advance()
+    assert link.advance() and held.flushed == [1]
+    assert held.words[1, :12].tolist() == [5 + number for number in range(12)]
 
 
-def test_notifications_that_are_over_are_forgotten():
-    window, link = link_over(1)
-    still(window)
+def test_what_is_over_is_forgotten(held):
+    link = link_over(held)
     for number in range(1000):
-        link.notify(0, number)
-        arrive(window)
-    assert len(link._words) <= 128
+        put(link, number % 100)
+        link.notify(0, number, ordered=False)
+        held.network.advance()
+    assert len(link._words) <= 128 and len(link._open.transfers) < 400
+    # They are flushed all the same.
+    link.close_delivery()
+    assert len(link._pending) == 1
 
 
-@pytest.mark.parametrize("seed", range(60))
-def test_when_nothing_is_left_to_advance_everything_is_there(seed):
-    window, link = link_over(seed)
-    chance = random.Random(seed)
-    word, puts = 0, 0
-    for _ in range(20):
-        for _ in range(chance.randrange(4)):
-            put(link, puts)
-            puts += 1
-        if chance.random() < 0.5 and word < _WORDS:
-            link.notify(word, 5, ordered=chance.random() < 0.7)
-            word += 1
-        if chance.random() < 0.3:
-            link.close_delivery()
-            while not link.advance():
-                pass
-            assert window.words[:word].all() and window.words[_WORDS : _WORDS + puts].all()
-
-
-def test_an_unordered_notification_waits_for_nothing():
-    window, link = link_over(1)
+def test_an_unordered_notification_waits_for_nothing(held):
+    link = link_over(held)
     put(link, 0)
     link.notify(0, 5)
     link.notify(1, 6, ordered=False)
-    # Nothing was advanced: the only operations that have begun are the put and this one.
-    assert not window.flushes
-    assert sorted(sorted(o.words) for o in window._under_way) == [[], [1]]
+    assert held.sent == [[1]] and not held.flushed
 
 
 def go_on(link):
@@ -432,82 +339,45 @@ def go_on(link):
             link._busy.discard(busy)
 
 
-def still(window):
-    """Nothing arrives by itself."""
-    window.turn = lambda: None
-
-
-def arrive(window):
-    for operation in window._under_way[:]:
-        operation.arrive()
-        window._under_way.remove(operation)
-
-
-def test_a_flush_that_was_given_up_goes_on():
-    window, link = link_over(0)
+def test_a_flush_waits_for_the_answer_of_the_peer_and_goes_on_where_it_was_given_up(held):
+    link = link_over(held)
     put(link, 0)
-    arrive(window)
+    held.network.advance()
     go_on(link)
     assert not link._busy
+    link.notify(0, 5)
     link.close_delivery()
     # Asked, and left there: the links that are busy are advanced all the same.
-    window.turn = lambda: None
-    assert not link.advance() and link in link._busy
-    del window.turn
-    while link._busy:
-        go_on(link)
-    assert window.flushes == 1
-
-
-def test_nothing_is_flushed_before_the_peer_answered():
-    window, link = link_over(1)
-    window.turn = lambda: None
-    put(link, 0)
-    link.notify(0, 5)
     for _ in range(5):
-        assert not link.advance() and not window.flushes
-    del window.turn
-    while not link.advance():
-        pass
-    assert window.flushes == 1 and window.words[0] == 5
+        assert not link.advance() and link in link._busy and not held.flushed
+    while link._busy:
+        held.network.advance()
+        go_on(link)
+    assert held.flushed == [1] and held.words[1, 0] == 5
 
 
-def test_sources_of_puts_are_not_kept_for_ever():
-    _, link = link_over(1)
-    for number in range(1000):
-        put(link, number % 100)
-    assert len(link._open.transfers) < 400
-    # They are flushed all the same.
-    link.close_delivery()
-    assert len(link._pending) == 1
-
-
-def test_an_array_that_is_got_is_kept_until_it_is_there():
-    window, link = link_over(1)
-    window.turn = lambda: None
+def test_an_array_that_is_got_is_kept_until_it_is_there(held):
+    link = link_over(held)
     link.get(ByteRuns((0,), 8), np.empty(8, np.uint8), keep=True)
     assert not link.advance() and len(link._gets) == 1
-    del window.turn
-    while not link.advance():
-        pass
-    assert not link._gets
+    held.network.advance()
+    assert link.advance() and not link._gets
 
 
-def test_a_peer_that_mpi_does_not_reach_has_failed():
-    window, link = link_over(1)
-
+def test_a_peer_that_mpi_does_not_reach_has_failed(held):
     def lost(*arguments, **options):
         raise MPI.Exception(MPI.ERR_OTHER)
 
+    link = link_over(held)
     put(link, 0)
-    window.Rput = window.Rget = window.Rget_accumulate = lost
+    held.Rput = held.Rget = held.Rget_accumulate = lost
     link.notify(0, 1)
     for act in (
         lambda: put(link, 1),
         lambda: link.get(ByteRuns((0,), 8), np.empty(8, np.uint8)),
         lambda: link.notify(1, 1, ordered=False),
         # A notification behind a put asks first whether that has arrived.
-        lambda: [link.advance() for _ in range(100)],
+        lambda: [(held.network.advance(), link.advance()) for _ in range(100)],
     ):
         with pytest.raises(PeerFailedError, match=r"rank 1: MPI does not reach it any more: \w") as found:
             act()

@@ -87,7 +87,8 @@ def test_ways_are_those_of_the_transport(made, comm):
 def test_a_size_that_the_node_does_not_have_is_refused_on_all_ranks_and_nothing_is_kept(comm):
     own = comm.Dup()
     for _ in range(2):
-        with pytest.raises(SegmentError, match="not enough shared memory"):
+        words = r"not enough shared memory: \d+ bytes .* wanted, \d+ bytes free .*SEGMENT_SIZE"
+        with pytest.raises(SegmentError, match=words):
             Segment(own, tuple(range(comm.size)), SegmentOptions("100TiB"), Counters())
     Segment(own, tuple(range(comm.size)), SegmentOptions("64KiB"), Counters()).close()
     own.Free()

@@ -25,10 +25,6 @@ from distdl_rma.segments.waiting.header import (
 )
 
 
-class Struck(Exception):
-    """The writer is gone."""
-
-
 class Torn:
     """Memory whose writer is gone once so many bytes have changed, from the front or from the back."""
 
@@ -75,33 +71,6 @@ def test_record_that_is_read_while_words_change_in_any_order_is_no_mixture(seed)
         if record is not None:
             assert (record.state, record.text, record.waits_for, record.since) in states
             assert (record.operation, record.epoch, record.operation_since) in operations
-
-
-def test_record_of_a_writer_that_stops_midway_leaves_the_one_before(monkeypatch):
-    header = bytearray(HEADER_BYTES)
-    board = HeaderWriter(memoryview(header), lambda: None)
-    board.write(RankState.WAITING, "to send in 'enc1'", (3,))
-
-    class Form:
-        def __init__(self, form):
-            self._form = form
-
-        def pack_into(self, memory, at, *fields):
-            self._form.pack_into(memory, at, *fields)
-            raise Struck
-
-        def __getattr__(self, name):
-            return getattr(self._form, name)
-
-    from distdl_rma.segments.waiting import header as status
-
-    monkeypatch.setattr(status._STATE, "_form", Form(status._STATE._form))
-    with pytest.raises(Struck):
-        board.write(RankState.FAILED, "disk on fire")
-    record = parse(bytes(header))
-    assert (
-        record.state is RankState.WAITING and record.text == "to send in 'enc1'" and record.waits_for == (3,)
-    )
 
 
 def test_header_that_cannot_be_read_is_given_up_at_once():

@@ -1,4 +1,7 @@
-"""Lines that all processes of a job can read, and the communicator that is created after them."""
+"""Lines that all processes of a job can read, and the communicator that is created after them.
+
+Ranks that mean different machines, are refused or do not come are in ``tests/test_machine.py``.
+"""
 
 import time
 
@@ -6,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distdl_rma import ExchangeTimeout, Machine, PartitionError
+from distdl_rma import Machine
 from distdl_rma.segments.waiting import meeting
 from distdl_rma.segments.waiting.liveness import FailureNotices
 from distdl_rma.segments.waiting.meeting import Announcement, JobBoard, Refusal, Stage, shortened
@@ -137,43 +140,6 @@ def test_ranks_that_mean_the_same_get_a_communicator_in_their_order(comm):
             assert (made.size, made.rank) == (len(ranks), ranks.index(comm.rank))
             made.Free()
     comm.Barrier()
-
-
-@pytest.mark.mpi
-@pytest.mark.mpi(min_size=2)
-@pytest.mark.processes
-def test_ranks_that_mean_others_learn_which(comm):
-    ranks = tuple(range(comm.size))[:: -1 if comm.rank == 0 else 1]
-    with pytest.raises(PartitionError, match=r"rank 0 was given M = \(.*\) but rank \d M = \(0, 1"):
-        meeting.meet(comm, ranks, 30)
-    comm.Barrier()
-    meeting.meet(comm, tuple(range(comm.size)), 30).Free()
-
-
-@pytest.mark.mpi
-@pytest.mark.mpi(min_size=2)
-@pytest.mark.processes
-def test_a_refusal_reaches_those_that_wait(comm):
-    everyone = tuple(range(comm.size))
-    if comm.rank == 0:
-        meeting.refuse(comm, everyone, "no room")
-    else:
-        with pytest.raises(PartitionError, match="rank 0: no room"):
-            meeting.meet(comm, everyone, 30)
-    comm.Barrier()
-    meeting.meet(comm, everyone, 30).Free()
-
-
-@pytest.mark.mpi
-@pytest.mark.mpi(min_size=2)
-@pytest.mark.processes
-def test_who_does_not_come_is_named(comm):
-    late = comm.size - 1
-    if comm.rank != late:
-        with pytest.raises(ExchangeTimeout, match=rf"rank {comm.rank} waited 0.2 s for rank.* {late}"):
-            meeting.meet(comm, tuple(range(comm.size)), 0.2)
-    comm.Barrier()
-    meeting.meet(comm, tuple(range(comm.size)), 30).Free()
 
 
 @pytest.mark.mpi
