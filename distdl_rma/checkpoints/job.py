@@ -19,15 +19,7 @@ import torch
 from distdl_rma.checkpoints import files, objects
 from distdl_rma.checkpoints.files import Piece, Saved
 from distdl_rma.checkpoints.form import dtype_name
-from distdl_rma.checkpoints.items import (
-    ALIGNED,
-    Holding,
-    Item,
-    Part,
-    fingerprint,
-    holdings,
-    planned,
-)
+from distdl_rma.checkpoints.items import ALIGNED, Holding, Item, Part, fingerprint, holdings, planned
 from distdl_rma.checks.consensus import Consensus, gather_words
 from distdl_rma.checks.outcome import together
 from distdl_rma.dtypes import flat_bytes
@@ -434,21 +426,10 @@ class Checkpoints:
         for item, total in zip(items, totals, strict=True):
             if total != sums[item.name]:
                 raise saved.damaged(f"the checksum of {item.name!r} does not fit", saved.data)
-        undo = held.before()
-        try:
-            with self._together():
-                held.load_objects(body["forms"], tensors)
-        except Exception:
-            with self._together():
-                held.load(undo)
-            raise
-        with self._together():
-            held.load_tensors(body["forms"], tensors)
-            if generators:
-                place, size = self._machine.ranks.index(self._machine.rank), self._machine.size
-                objects.set_generators(
-                    {k: v[place % len(v)] for k, v in drawn.items() if len(v) in (1, size)}
-                )
+        held.load(body["forms"], tensors, self._together)
+        if generators:
+            place, size = self._machine.ranks.index(self._machine.rank), self._machine.size
+            objects.set_generators({k: v[place % len(v)] for k, v in drawn.items() if len(v) in (1, size)})
         return int(body["step"])
 
     def _opened(self, step: int | None) -> Saved | None:
