@@ -20,15 +20,7 @@ import torch
 from distdl_rma.checkpoints import files, objects
 from distdl_rma.checkpoints.files import Piece, Saved
 from distdl_rma.checkpoints.form import dtype_name
-from distdl_rma.checkpoints.items import (
-    ALIGNED,
-    Holding,
-    Item,
-    Part,
-    fingerprint,
-    holdings,
-    planned,
-)
+from distdl_rma.checkpoints.items import ALIGNED, Holding, Item, Part, fingerprint, holdings, planned
 from distdl_rma.checks.consensus import Consensus, gather_words
 from distdl_rma.checks.outcome import together
 from distdl_rma.dtypes import flat_bytes
@@ -466,22 +458,11 @@ class Checkpoints:
         tensors |= {name: x for name, x in own.items() if x is not None}
         shares = self._read(saved, items, held.layouts, own, tensors)
         self._pass_on([each for each in shares if not each.in_place], tensors)
-        undo = held.before()
-        try:
-            with self._together():
-                held.load_objects(body["forms"], tensors)
-        except Exception:
-            with self._together():
-                held.load(undo)
-            raise
-        self._pass_on([each for each in shares if each.in_place], tensors)
-        with self._together():
-            held.load_tensors(body["forms"], tensors)
-            if generators:
-                place, size = self._machine.ranks.index(self._machine.rank), self._machine.size
-                objects.set_generators(
-                    {k: v[place % len(v)] for k, v in drawn.items() if len(v) in (1, size)}
-                )
+        in_place = [each for each in shares if each.in_place]
+        held.load(body["forms"], tensors, self._together, lambda: self._pass_on(in_place, tensors))
+        if generators:
+            place, size = self._machine.ranks.index(self._machine.rank), self._machine.size
+            objects.set_generators({k: v[place % len(v)] for k, v in drawn.items() if len(v) in (1, size)})
         return int(body["step"])
 
     def _opened(self, step: int | None) -> Saved | None:

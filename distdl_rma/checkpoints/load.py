@@ -69,11 +69,5 @@ def load_checkpoint(
         whole = part.box.volume == Box.of_shape(part.item.shape).volume
         if whole and totals.get(part.item.name, 0) % (1 << 64) != sums[part.item.name]:
             raise saved.damaged(f"the checksum of {part.item.name!r} does not fit", saved.data)
-    undo = objects.before()
-    try:
-        objects.load_objects(body["forms"], tensors)
-    except Exception:
-        objects.load(undo)
-        raise
-    objects.load_tensors(body["forms"], tensors)
+    objects.load(body["forms"], tensors)
     return int(body["step"])

@@ -7,6 +7,7 @@ import copy
 import random
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -246,23 +247,36 @@ class Objects:
                     found[name] = x if same and shared[x.untyped_storage()._cdata] == 1 else None
         return found
 
-    def before(self) -> dict[str, Any]:
-        """Present states of objects that may refuse another one; models and optimizers have been checked."""
-        things = self.state.items()
-        return {entry: copy.deepcopy(x.state_dict()) for entry, x in things if kind_of(x) == _OBJECT}
+    def load(
+        self,
+        forms: Forms,
+        tensors: dict[str, torch.Tensor],
+        step: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        fill: Callable[[], object] = lambda: None,
+    ) -> None:
+        """Load everything; if an object refuses its state, all objects are as before.
 
-    def load(self, states: Mapping[str, Any]) -> None:
-        """Load states into objects."""
-        for entry, found in states.items():
-            self.state[entry].load_state_dict(found)
+        ``wanted`` has checked models, optimizers, tensors and values. Each step is within a context of its
+        own, which may raise the error of another rank. ``fill`` fills the tensors of ``in_place``, which no
+        object that may refuse has.
+        """
+        objects = {entry: thing for entry, thing in self.state.items() if kind_of(thing) == _OBJECT}
+        before = {entry: copy.deepcopy(thing.state_dict()) for entry, thing in objects.items()}
+        try:
+            with step():
+                for entry, thing in objects.items():
+                    thing.load_state_dict(decode(forms[entry]["state"], tensors.__getitem__))
+        except Exception:
+            with step():
+                for entry, thing in objects.items():
+                    thing.load_state_dict(before[entry])
+            raise
+        fill()
+        with step():
+            self._load_others(forms, tensors)
 
-    def load_objects(self, forms: Forms, tensors: dict[str, torch.Tensor]) -> None:
-        """Load the saved states of objects that may refuse them."""
-        entries = [entry for entry, thing in self.state.items() if kind_of(thing) == _OBJECT]
-        self.load({entry: decode(forms[entry]["state"], tensors.__getitem__) for entry in entries})
-
-    def load_tensors(self, forms: Forms, tensors: dict[str, torch.Tensor]) -> None:
-        """Load models, optimizers, tensors and plain values, which ``wanted`` has checked."""
+    def _load_others(self, forms: Forms, tensors: dict[str, torch.Tensor]) -> None:
+        # Models, optimizers, tensors and plain values.
         give = tensors.__getitem__
         for entry, thing in list(self.state.items()):
             form, kind = forms[entry], kind_of(thing)

@@ -11,7 +11,7 @@ import sys
 import threading
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import zip_longest
@@ -140,18 +140,21 @@ def _is_own() -> bool:
     # ``full_tensor()`` of split tensors; blocks behind these do not count.
     if not _Backward.shown or RUNNING.common == backward_id():
         return False
-    seen, ahead = set[Any](), _roots()
-    while ahead:
-        node = ahead.pop()
-        if node is None or node in seen:
-            continue
-        if _SHOWN in node.metadata:
-            return True
-        seen.add(node)
-        if node.name() not in ENDS_OF_BLOCKS:
-            ahead += [each for each, _ in node.next_functions]
+    if any(_SHOWN in node.metadata for node in nodes_behind(_roots(), ENDS_OF_BLOCKS)):
+        return True
     RUNNING.common = backward_id()
     return False
+
+
+def nodes_behind(roots: Iterable[Any], ends: Collection[str] = ()) -> Iterator[Any]:
+    """Nodes of a graph from its roots on, each once; nothing behind nodes with the names ``ends``."""
+    seen, ahead = set[Any]([None]), [*roots]
+    while ahead:
+        node = ahead.pop()
+        if node not in seen:
+            seen.add(node)
+            yield node
+            ahead += [each for each, _ in node.next_functions] if node.name() not in ends else []
 
 
 def _roots() -> list[Any]:
@@ -298,11 +301,10 @@ def first_differing(ranks: Sequence[Sequence[tuple[str, Sequence[float]]]]) -> s
         scale = max([abs(v) for v in first if isfinite(v)] + [largest * _ROUNDING])
         for other, values in others:
             same = other == what and len(values) == len(first)
-            if not same or not all(map(partial(_is_close, _ROUNDING * scale), first, values)):
+            # Equal infinities are close, and so are two NaN.
+            if not same or not all(
+                a == b or abs(a - b) <= _ROUNDING * scale or (isnan(a) and isnan(b))
+                for a, b in zip(first, values, strict=True)
+            ):
                 return what or other
     return ""
-
-
-def _is_close(most: float, one: float, other: float) -> bool:
-    # Equal infinities are close, and so are two NaN.
-    return one == other or abs(one - other) <= most or (isnan(one) and isnan(other))

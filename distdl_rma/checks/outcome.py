@@ -25,27 +25,10 @@ def together(
 ) -> Iterator[dict[str, Any]]:
     """Local work of each rank, which succeeds on all ranks or raises on all; its end is collective, blocking.
 
-    The context gets a dict for facts of this rank, by name, in JSON's types. Facts of the same name are
-    equal on all ranks that state them.
-
-    Parameters
-    ----------
-    machine, ranks
-        The ranks, in an order that all of them pass.
-    title
-        What the ranks do here, for messages; equal on all of them.
-    failed
-        Type of the error that ranks raise in place of one that is not of the library.
-    differs
-        Type of the error for a fact that is not equal.
-    advice
-        What the message of this error says to do.
-
-    Raises
-    ------
-    DistdlError
-        If the work of some rank raises: on that rank its own error, on the others one of the same type that
-        names it. If a fact differs: the same error on all ranks, which names it, two ranks and their values.
+    If the work of some rank raises, this rank raises its own error, and the others one of the same type that
+    names it; ``failed`` if it is not of the library. The context gets a dict for facts of this rank, by name,
+    in JSON's types. If ranks state another value of a fact, all raise ``differs`` with both, and ``advice``.
+    All ranks pass the same ``ranks`` and ``title``, which says what they do here.
     """
     facts: dict[str, Any] = {}
     error: Exception | None = None

@@ -24,21 +24,11 @@ _WORD = 64
 
 @dataclass(frozen=True)
 class View:
-    """A box of the spatial dimensions of a sample, reversed in some dimensions, then transposed in two.
+    """A box of the spatial dimensions of a sample, reversed in some dimensions, then transposed in two."""
 
-    Parameters
-    ----------
-    crop
-        The box in the sample.
-    flipped
-        Dimensions in which the box is reversed.
-    swapped
-        Two dimensions that are transposed afterwards; none if empty.
-    """
-
-    crop: Box
+    crop: Box  # in the sample
     flipped: frozenset[int] = frozenset()
-    swapped: tuple[int, ...] = ()
+    swapped: tuple[int, ...] = ()  # two dimensions, or none
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -77,19 +67,9 @@ class View:
 class Augmentation:
     """What may be done to samples; draws follow from numbers alone, so that all ranks draw the same.
 
-    A view equals ``numpy.rot90(numpy.flip(sample[crop], flipped), turns, plane)``. ``ArgumentError`` if
-    letters or the crop do not fit the number of dimensions.
-
-    Parameters
-    ----------
-    crop
-        An extent or a slice for each spatial dimension; None for whole samples.
-    flip
-        Letters of the dimensions that half of all draws reverse.
-    rotate
-        Two letters: the plane of 0 to 3 quarter turns. Empty for none.
-    dims
-        Number of spatial dimensions; their letters are the last ones of ``DHW``.
+    A view equals ``numpy.rot90(numpy.flip(sample[crop], flipped), turns, plane)``. ``crop``, ``flip`` and
+    ``rotate`` are those of :class:`ShardDataset`, of samples with ``dims`` spatial dimensions, whose letters
+    are the last ones of ``DHW``. ``ArgumentError`` if they do not fit.
     """
 
     def __init__(self, crop: Sequence[int | slice] | None, flip: str, rotate: str, dims: int) -> None:

@@ -139,15 +139,11 @@ class ShardLoader:
         return together(machine, machine.ranks, "ShardLoader", differs=differs, advice=advice)
 
     def _check_arguments(self) -> None:
-        least = {"batch": 1, "replicas": 1, "prefetch": 0}
-        for name, number in (
-            ("batch", self._batch),
-            ("replicas", self._replicas),
-            ("prefetch", self._prefetch),
-        ):
-            if type(number) is not int or number < least[name]:
+        numbers = ("batch", self._batch, 1), ("replicas", self._replicas, 1), ("prefetch", self._prefetch, 0)
+        for name, number, least in numbers:
+            if type(number) is not int or number < least:
                 raise ConfigurationError(
-                    f"ShardLoader: {name} is an integer, at least {least[name]}, got {number!r}"
+                    f"ShardLoader: {name} is an integer, at least {least}, got {number!r}"
                 )
         if self._progress and self._is_first and find_spec("rich") is None:
             raise ConfigurationError("ShardLoader: progress=True needs the package rich: pip install rich")

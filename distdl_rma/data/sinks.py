@@ -92,15 +92,39 @@ def create_array(
         raise ArgumentError(f"create_array: like= is a split tensor, got {label(like)}; shard() makes one")
     if not all(isinstance(n, Integral) for n in shape):
         raise ArgumentError(f"create_array: shape has an integer for each dimension, got {shape!r}")
+    kind = like.dtype if dtype is None else dtype
+    return _planned(path, shape, kind, like.decomposition, chunks, like.machine, like.partition.ranks)
+
+
+def array_of_one(path: str | os.PathLike[str], shape: Sequence[int], dtype: Any) -> ArraySink:
+    """As :func:`create_array`, for a process that writes all of the array; local."""
+    return _planned(
+        path, shape, dtype, Decomposition.replicated(Partition((0,), (1,) * len(shape), 0), shape)
+    )
+
+
+def _planned(
+    path: str | os.PathLike[str],
+    shape: Sequence[int],
+    dtype: Any,
+    layout: Decomposition,
+    chunks: Sequence[int] | None = None,
+    machine: Machine | None = None,
+    ranks: Sequence[int] = (),
+) -> ArraySink:
     place, _, name = os.fspath(path).partition("::")
     suffix, extents = Path(place).suffix.lower(), tuple(map(int, shape))
-    _check_place(path, suffix, name)
-    if len(extents) != like.dim() or min(extents, default=0) < 0:
+    if suffix not in _KINDS or (name and suffix not in (".h5", ".hdf5")):
         raise ArgumentError(
-            f"create_array: shape {extents} must have the {like.dim()} dimensions of like=, which is"
-            f" {tuple(like.shape)}"
+            f"create_array: {path}: writes {', '.join(_KINDS)}, with a name behind '::' for HDF5; for"
+            " other files pass what their library opens to write_shards, or a Sink"
         )
-    kind = _numpy_dtype(like.dtype if dtype is None else dtype)
+    if len(extents) != len(layout.shape) or min(extents, default=0) < 0:
+        raise ArgumentError(
+            f"create_array: shape {extents} must have the {len(layout.shape)} dimensions of like=, which is"
+            f" {tuple(layout.shape)}"
+        )
+    kind = _numpy_dtype(dtype)
     if chunks is not None:
         chunks = tuple(map(int, chunks))
         fits = len(chunks) == len(extents) and min(chunks, default=1) > 0
@@ -110,27 +134,8 @@ def create_array(
                 f" dimension of {extents}, in HDF5 not above the array's, got {chunks}"
             )
     elif suffix == ".zarr":
-        chunks = _block_chunks(like.decomposition, extents, kind.itemsize)
-    return ArraySink(place, name or "data", extents, kind, chunks, like.machine, like.partition.ranks)
-
-
-def array_of_one(path: str | os.PathLike[str], shape: Sequence[int], dtype: Any) -> ArraySink:
-    """As :func:`create_array`, for a process that writes all of the array; local."""
-    place, _, name = os.fspath(path).partition("::")
-    suffix, extents = Path(place).suffix.lower(), tuple(map(int, shape))
-    _check_place(path, suffix, name)
-    kind = _numpy_dtype(dtype)
-    whole = Decomposition.replicated(Partition((0,), (1,) * len(extents), 0), extents)
-    chunks = _block_chunks(whole, extents, kind.itemsize) if suffix == ".zarr" else None
-    return ArraySink(place, name or "data", extents, kind, chunks)
-
-
-def _check_place(path: str | os.PathLike[str], suffix: str, name: str) -> None:
-    if suffix not in _KINDS or (name and suffix not in (".h5", ".hdf5")):
-        raise ArgumentError(
-            f"create_array: {path}: writes {', '.join(_KINDS)}, with a name behind '::' for HDF5; for"
-            " other files pass what their library opens to write_shards, or a Sink"
-        )
+        chunks = _block_chunks(layout, extents, kind.itemsize)
+    return ArraySink(place, name or "data", extents, kind, chunks, machine, ranks)
 
 
 class ArraySink:
@@ -431,12 +436,6 @@ def _create_hdf5(part: Path, sink: ArraySink) -> None:
         h5py.h5d.create(file.require_group(home or "/").id, name.encode(), kind, space, plan)
 
 
-def _open_hdf5(part: Path, sink: ArraySink) -> Any:
-    if sink.chunks is None:
-        return hdf5(str(part), sink.name)
-    return ChunkedHdf5(part, sink.name, sink.dtype, sink.chunks)
-
-
 @dataclass(frozen=True)
 class ChunkedHdf5:
     """Writes boxes of a new dataset, all of whose chunks are allocated, by the offsets of these."""
@@ -461,16 +460,20 @@ class ChunkedHdf5:
             raw[part.slices(chunk)] = values[part.slices(target)]
 
 
-def _create_zarr(part: Path, sink: ArraySink) -> None:
-    needed("zarr", "zarr").create_array(
-        str(part), shape=sink.shape, dtype=sink.dtype, chunks=sink.chunks, fill_value=0
-    )
-
-
-_HDF5 = _Kind(_create_hdf5, _open_hdf5)
+_HDF5 = _Kind(
+    _create_hdf5,
+    lambda part, sink: (
+        ChunkedHdf5(part, sink.name, sink.dtype, sink.chunks) if sink.chunks else hdf5(str(part), sink.name)
+    ),
+)
 _KINDS = {
     ".npy": _Kind(_create_npy, lambda part, _: npy(str(part), None)),
     ".h5": _HDF5,
     ".hdf5": _HDF5,
-    ".zarr": _Kind(_create_zarr, lambda part, _: needed("zarr", "zarr").open_array(str(part), mode="r+")),
+    ".zarr": _Kind(
+        lambda part, sink: needed("zarr", "zarr").create_array(
+            str(part), shape=sink.shape, dtype=sink.dtype, chunks=sink.chunks, fill_value=0
+        ),
+        lambda part, _: needed("zarr", "zarr").open_array(str(part), mode="r+"),
+    ),
 }

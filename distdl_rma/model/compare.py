@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -133,7 +133,8 @@ def compare(
     with handle.unchecked(), _unchanged(alone), _unchanged(split), torch.random.fork_rng(devices=()):
         alone.load_state_dict(_state(split))
         expected: dict[tuple[str, int], list[torch.Tensor]] = {}
-        with _outputs(alone, lambda path, at, ys: expected.update({(path, at): _kept(ys)})):
+        # Clones, since later functions may change an output in place.
+        with _outputs(alone, lambda path, at, ys: expected.update({(path, at): [*map(_clone, ys)]})):
             given = _step(alone, arguments, targets, loss_fn, seed)
 
         def check(path: str, at: int, ys: list[torch.Tensor]) -> None:
@@ -200,9 +201,8 @@ def _step(
     return loss, leaves
 
 
-def _kept(outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    # Copies, since later functions may change an output in place.
-    return [y.detach().clone() for y in outputs]
+def _clone(y: torch.Tensor) -> torch.Tensor:
+    return y.detach().clone()
 
 
 def _scales(model: nn.Module) -> dict[str, float]:

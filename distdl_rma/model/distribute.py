@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 import sys
+import warnings
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from itertools import count
@@ -18,25 +19,22 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from distdl_rma.checks.arguments import mark_compared
-from distdl_rma.checks.calls import Calls, CallTrace, Check
-from distdl_rma.checks.consensus import gather_words
+from distdl_rma.checks.calls import Calls, CallTrace, Check, RandomDraw
 from distdl_rma.checks.gradient_origin import GradientCheck
-from distdl_rma.checks.random_state import RandomDraw
+from distdl_rma.checks.outcome import together
 from distdl_rma.dtypes import DTYPES, is_in_memory
 from distdl_rma.errors import (
     ArgumentError,
     ConfigurationError,
-    DistdlError,
     PartitionError,
     ProtocolError,
     ShapeError,
     UnsupportedError,
 )
 from distdl_rma.geometry.partition import Partition
-from distdl_rma.machine import Machine
+from distdl_rma.machine import Machine, single_rank_problem
 from distdl_rma.model.entering import ModuleHook
 from distdl_rma.model.replicas import ReplicaSampler
-from distdl_rma.model.start import warn_of_start
 from distdl_rma.ops.core.autograd import ENOUGH, breaks_graph, compiles, mark_summed_later, tracer, uncompiled
 from distdl_rma.split.calls import site
 from distdl_rma.split.calls.loss_origin import LOSS_ORIGIN, Backwards
@@ -450,14 +448,13 @@ def distribute(
         On all ranks: if the model is distributed already, or an option is invalid; and as ``GradientSync``.
     """
     machine = Machine.of(grid) if isinstance(grid, Partition) else Machine.on()
-    shape = grid.shape if isinstance(grid, Partition) else grid
-    said = (
-        f"grid {shape}, fallback={fallback!r}, reduction={reduction!r}, check_copies={check_copies} and"
-        f" draws={draws!r}"
-    )
     # Whether gradients are summed by others, or a mean over replicas is taken: the grid may leave out ranks.
     apart = reduction == "none" or replicas is not None
-    _check_alike(machine, said, partial(_check, model, machine, grid, apart, reduction, fallback, draws))
+    wrong, alike = ConfigurationError, "they must be alike"
+    with together(machine, machine.ranks, "distribute", failed=wrong, differs=wrong, advice=alike) as facts:
+        _check(model, machine, grid, apart, reduction, fallback, draws)
+        facts["grid"] = str(grid.shape if isinstance(grid, Partition) else grid)
+        facts |= {"fallback": fallback, "reduction": reduction, "check_copies": check_copies, "draws": draws}
     options = {"reduction": reduction, "replicas": replicas, "bucket_nbytes": bucket_nbytes}
     handle = Distributed(model, machine, grid, fallback, options, bool(check_copies), draws)
     # Set before the GradientSync is made, which reads it.
@@ -467,27 +464,8 @@ def distribute(
     except BaseException:
         handle.close()
         raise
-    warn_of_start(machine)
+    _warn_of_start(machine)
     return model
-
-
-def _check_alike(machine: Machine, mine: str, check: Callable[[], None]) -> None:
-    # An error of one rank, or different options, raises on all ranks.
-    error: DistdlError | None = None
-    try:
-        check()
-    except DistdlError as wrong:
-        error = wrong
-    words = [mine, "" if error is None else str(error)]
-    for rank, (said, problem) in gather_words(machine.segments, words, "distribute").items():
-        if error is not None:
-            raise error
-        if problem:
-            raise ConfigurationError(f"{problem} (on rank {rank})")
-        if said != mine:
-            raise ConfigurationError(
-                f"distribute: rank {machine.rank} says {mine}, rank {rank} {said}; they must be alike"
-            )
 
 
 def _check(
@@ -517,3 +495,19 @@ def _check(
             f"distribute: {grid} has not all ranks of its machine {machine.ranks}; the gradients are summed"
             " over these. Say replicas= if the others have other samples, or reduction='none' if others sum"
         )
+
+
+def _warn_of_start(machine: Machine) -> None:
+    # Of a job of one rank without a launcher, and of more threads than cores: one rank, once, for its node.
+    if machine.rank != machine.ranks[0] or machine.kept.setdefault("start", False):
+        return
+    machine.kept["start"] = True
+    segment, threads = machine.segments.segment, torch.get_num_threads()
+    ranks, wanted = len(segment.node_ranks), max(1, segment.cores // len(segment.node_ranks))
+    crowd = (
+        f"{ranks} rank{'s' if ranks > 1 else ''} of {threads} threads on {segment.cores} cores stand in each"
+        f" other's way; set OMP_NUM_THREADS={wanted} before Python starts, or torch.set_num_threads({wanted})"
+    )
+    for problem in (single_rank_problem(), crowd if threads > wanted else ""):
+        if problem:
+            warnings.warn(f"distribute: {problem}", RuntimeWarning, stacklevel=3)

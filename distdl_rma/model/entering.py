@@ -36,7 +36,9 @@ class ModuleHook:
         known = site.THREAD.stack[-1][3] if self.in_turn or self.alone else None
         if known is None and self.in_turn:
             known = []
-        if known is not None and self._runs_more(module):
+        hooks = len(module._forward_pre_hooks), len(module._forward_hooks)
+        if hooks != self.hooks or "forward" in module.__dict__:
+            # The user's code runs in it.
             known = None
         site.THREAD.stack.append((*self.place, known, self.alone, self.by_index))
         if (
@@ -68,8 +70,3 @@ class ModuleHook:
                     )
 
         handle = module.register_forward_hook(last, always_call=True)
-
-    def _runs_more(self, module: nn.Module) -> bool:
-        # Whether the user's code runs in it: hooks, or another forward.
-        hooks = len(module._forward_pre_hooks), len(module._forward_hooks)
-        return hooks != self.hooks or "forward" in module.__dict__

@@ -57,20 +57,13 @@ class _Group:
 
 
 class ReplicaSampler:
-    """Checks that ranks hold equal replicas of a model: parameters and buffers that each of them has.
+    """Checks that ranks hold equal replicas of a model: parameters and buffers that each of them has. Local.
 
-    A call of the model compares ``number()`` with the other ranks. It is a hash of
-
-    - every byte, in the first call;
-    - which parameters learn;
-    - how often each parameter was written to in place. So a change on one rank alone, by a function of torch
-      such as ``load_state_dict``, is found in the next call;
-    - a word of each of 32 tensors, of others in the next call. So a change of all of a tensor, as by another
-      learning rate, is found once its turn has come;
-    - a part of all bytes, so that about 512 calls compare all of them.
-
-    If the numbers differ, ranks compare ``words()``, which cover everything. Local to make; keeps only a weak
-    reference to the model.
+    A call of the model compares ``number()`` with the other ranks: in the first call a hash of every byte.
+    Later it covers which parameters learn; how often each was written to in place, so that the next call
+    finds a change by one rank alone; a word of each of 32 tensors, of others in the next call, which finds
+    changes of all of a tensor, as by another learning rate; and a part of all bytes, all of them in about 512
+    calls. If numbers differ, ranks compare ``words()``, which cover everything.
     """
 
     what = "weights"

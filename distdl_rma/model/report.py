@@ -15,8 +15,6 @@ from distdl_rma.split.calls.site import Site, site_of
 from distdl_rma.split.calls.table import OBSERVERS, Rule, name_of
 from distdl_rma.split.tensor import SplitTensor, tensors_in
 
-_MOVES = ("start", "wait", "fuse")
-
 
 @dataclass(frozen=True)
 class Call:
@@ -99,12 +97,13 @@ def report(model: nn.Module) -> Iterator[StepReport]:
     counters, seen = machine.segments.counters, StepReport()
     calls: dict[Site, Call] = {}
 
+    def sent() -> tuple[int, int]:
+        return counters.bytes_put + counters.bytes_collective, counters.puts
+
     def observe(rule: Rule, func: Any, args: Any, kwargs: Any) -> Any:
         if rule.kind in ("query", "value", "gradient"):
             return rule.handler(func, args, kwargs)
-        before = counters.bytes_put + counters.bytes_collective, counters.puts
-        y = rule.handler(func, args, kwargs)
-        after = counters.bytes_put + counters.bytes_collective, counters.puts
+        before, y, after = sent(), rule.handler(func, args, kwargs), sent()
         site = site_of(machine, func)
         outputs = [_said(x) for x in tensors_in(y) if isinstance(x, SplitTensor)]
         inputs = tuple(_said(x) for x in tensors_in(args, kwargs) if isinstance(x, SplitTensor))
@@ -124,13 +123,13 @@ def report(model: nn.Module) -> Iterator[StepReport]:
     try:
         with machine.record() as recording:
             # After the ranks have met to begin the recording.
-            start = counters.bytes_put + counters.bytes_collective, counters.puts, counters.seconds_waited
+            start, waited = sent(), counters.seconds_waited
             yield seen
             seen.seconds = recording.now
     finally:
         OBSERVERS.remove(observe)
-    seen.nbytes = counters.bytes_put + counters.bytes_collective - start[0]
-    seen.messages, seen.waited = counters.puts - start[1], counters.seconds_waited - start[2]
+    seen.nbytes, seen.messages = (now - then for now, then in zip(sent(), start, strict=True))
+    seen.waited = counters.seconds_waited - waited
     for site, call in calls.items():
         mine = [event for event in recording.events if event.name.startswith(site.name)]
         waited = sum(event.end - event.begin for event in mine if event.kind == "wait")

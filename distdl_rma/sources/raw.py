@@ -25,30 +25,15 @@ class RawArray:
     """An array in row-major order in a file, from a byte offset on; holds no handle, so it can be pickled.
 
     Reading and writing a box touches its bytes only, and maps at most 16 MiB at a time. Boxes without a
-    common element can be written by several processes at once.
-
-    Parameters
-    ----------
-    path
-        The file.
-    dtype
-        Type of the elements, in the byte order of the file.
-    shape
-        Shape of the array.
-    offset
-        Bytes of the file before its first element.
-    fortran
-        Whether the elements lie in column-major order.
-    on_hosts
-        Whether processes of several hosts write boxes. Then the file is not mapped for writing, which makes
-        many short runs of bytes slow.
+    common element can be written by several processes at once; if these are ``on_hosts``, the file is not
+    mapped for writing, which makes many short runs of bytes slow.
     """
 
     path: str
-    dtype: np.dtype[Any]
+    dtype: np.dtype[Any]  # in the byte order of the file
     shape: tuple[int, ...]
-    offset: int = 0
-    fortran: bool = False
+    offset: int = 0  # bytes of the file before the first element
+    fortran: bool = False  # whether the elements lie in column-major order
     on_hosts: bool = False
 
     def __post_init__(self) -> None:

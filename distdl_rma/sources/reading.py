@@ -103,22 +103,11 @@ def read_box(source: Any, box: Sequence[slice]) -> torch.Tensor:
     The source is sliced once. A tensor or a numpy array is taken as it comes. Other results become one by the
     first that they have: ``.read().result()`` (tensorstore), ``.compute(scheduler="synchronous")`` (dask),
     ``.values`` (xarray), DLPack, ``__array__``. A result that nobody else refers to is not copied.
-    Calls of libraries that may read HDF5 or NetCDF wait for each other in a process.
+    Calls of libraries that may read HDF5 or NetCDF wait for each other in a process. The box has one slice
+    for each dimension, with a positive step, and may be empty. Masked floats become NaN.
 
-    Parameters
-    ----------
-    source
-        Anything with ``shape`` that is sliced like an array.
-    box
-        One slice for each dimension, in elements of the source; steps are positive. It may be empty.
-
-    Raises
-    ------
-    ArgumentError
-        If the slices do not fit the source.
-    ShapeError
-        If the source returns another shape than asked for, elements that torch does not have, or integers
-        of which some are masked. Masked floats become NaN.
+    ``ArgumentError`` if the slices do not fit the source. ``ShapeError`` if the source returns another shape,
+    elements that torch does not have, or integers of which some are masked.
     """
     place, wanted = _place(source, box)
     lock = hdf5_lock() if _library(source) in _LOCKED else nullcontext()

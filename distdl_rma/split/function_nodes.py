@@ -18,6 +18,7 @@ import torch.utils.checkpoint
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge
 
+from distdl_rma.checks.gradient_origin import nodes_behind
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.machine import Machine
 from distdl_rma.ops.core.autograd import OperatorFunction, first_derivative
@@ -153,16 +154,8 @@ def is_lost(ends: Sequence[torch.Tensor], kind: Any) -> bool:
 
     This happens if an autograd function of a split tensor returns a plain tensor.
     """
-    seen, ahead = set[Any](), [x.grad_fn for x in ends]
-    while ahead:
-        node = ahead.pop()
-        if node is None or node in seen:
-            continue
-        if isinstance(getattr(node, "variable", None), kind):
-            return True
-        seen.add(node)
-        ahead += [each for each, _ in node.next_functions]
-    return False
+    nodes = nodes_behind(x.grad_fn for x in ends)
+    return any(isinstance(getattr(node, "variable", None), kind) for node in nodes)
 
 
 def enter_graph(x: Any) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import wraps
 from itertools import count
 from math import prod
@@ -171,16 +171,39 @@ def _common_layout(
             f"{name_of(func)}: shapes {' and '.join(map(str, shapes))} do not go together; all are global: a"
             " plain tensor that is a block of this rank becomes a split one by SplitTensor.from_local"
         ) from None
+    places = [range(len(shape) - len(found.shape), len(shape)) for found in split]
+    return lay.ending_first(cut_by_largest(partition, shape, split, places), split)
+
+
+def cut_by_largest(
+    partition: Partition,
+    shape: Sequence[int],
+    operands: Sequence[Decomposition],
+    places: Sequence[Sequence[int]],
+    never: Collection[int] = (),
+) -> Decomposition:
+    """Layout of a tensor of which each operand has some dimensions, which lie at its ``places``.
+
+    It has the cuts of the largest operand, then those of others that fit, but none of dimensions ``never``.
+    """
     splits: list[Split] = [Balanced(n, 1) for n in shape]
     axes: list[int | None] = [None] * partition.dim
-    for found in sorted(split, key=lambda each: -prod(each.shape)):
-        ahead = len(shape) - len(found.shape)
+    for found, its in sorted(zip(operands, places, strict=True), key=lambda each: -prod(each[0].shape)):
         for g, axis in enumerate(found.axes):
-            if axis is None or axes[g] is not None or found.shape[axis] != shape[axis + ahead]:
+            if axis is None or axes[g] is not None or its[axis] in never:
                 continue
-            if splits[axis + ahead].parts == 1:
-                axes[g], splits[axis + ahead] = axis + ahead, found.splits[axis]
-    return lay.ending_first(lay.layout(partition, splits, tuple(axes)), split)
+            at = its[axis]
+            if splits[at].parts == 1 and found.shape[axis] == shape[at]:
+                axes[g], splits[at] = at, found.splits[axis]
+    return lay.layout(partition, splits, tuple(axes))
+
+
+def part_at(shape: Sequence[int], places: Sequence[int], result: Decomposition) -> Decomposition:
+    """Layout of an operand with dimensions at ``places`` of a result: cut alike where extents agree."""
+    cut = [n == result.shape[at] for n, at in zip(shape, places, strict=True)]
+    splits = [result.splits[at] if c else Balanced(n, 1) for n, at, c in zip(shape, places, cut, strict=True)]
+    own = [None if axis is None or axis not in places else places.index(axis) for axis in result.axes]
+    return lay.layout(result.partition, splits, tuple(d if d is not None and cut[d] else None for d in own))
 
 
 def part_for(shape: Sequence[int], result: Decomposition) -> Decomposition:
@@ -188,18 +211,8 @@ def part_for(shape: Sequence[int], result: Decomposition) -> Decomposition:
     shape = tuple(shape)
     if shape == result.shape:
         return result
-
-    def make() -> Decomposition:
-        ahead = len(result.shape) - len(shape)
-        cut = [n == result.shape[d + ahead] for d, n in enumerate(shape)]
-        splits = [result.splits[d + ahead] if cut[d] else Balanced(n, 1) for d, n in enumerate(shape)]
-        axes = tuple(
-            axis - ahead if axis is not None and axis >= ahead and cut[axis - ahead] else None
-            for axis in result.axes
-        )
-        return lay.layout(result.partition, splits, axes)
-
-    return lay.kept(result.partition, "part", (shape, result), make)
+    places, key = range(len(result.shape) - len(shape), len(result.shape)), (shape, result)
+    return lay.kept(result.partition, "part", key, lambda: part_at(shape, places, result))
 
 
 def as_part(

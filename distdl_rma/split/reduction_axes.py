@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import prod
 from operator import index as as_int
 from typing import Any
 
@@ -60,10 +61,7 @@ class Along:
     @property
     def count(self) -> int:
         """Number of elements of the whole tensor that one result is computed from."""
-        count = 1
-        for d in self.dims:
-            count *= self.layout.shape[d]
-        return count
+        return prod([self.layout.shape[d] for d in self.dims])
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -84,15 +82,9 @@ class Along:
         """Sum of the ranks' results, whose reduced dimensions have extent 1; differentiable, blocking."""
         return all_sum(self.site, y, self.layout, self.cut)
 
-    def partial(self, f: OnBlock, dtype: torch.dtype) -> torch.Tensor:
+    def partial(self, f: OnBlock) -> torch.Tensor:
         """The function's result of the block: extent 1 in reduced dimensions, 0 where the block is empty."""
-        empty = [d for d in self.dims if not self.local.shape[d]]
-        if not empty:
-            return f(self.local)
-        nothing = self.local.sum(self.dims, keepdim=True)
-        for d in empty:
-            nothing = nothing.narrow(d, 0, 0)
-        return (nothing if dtype.is_complex == nothing.is_complex() else nothing.abs()).to(dtype)
+        return f(self.local) if self.local.numel() else computed(f, self.local)
 
     def together(self, y: torch.Tensor, what: str, each: int = 1) -> torch.Tensor:
         """Results of all ranks, in the order of their blocks, on all of them; blocking, differentiable.
@@ -107,9 +99,9 @@ class Along:
         )
         return redistributed(self.site, y, source, target, what)
 
-    def twice(self, f: OnBlock, dtype: torch.dtype, what: str) -> torch.Tensor:
+    def twice(self, f: OnBlock, what: str) -> torch.Tensor:
         """Apply a function to the blocks, then to the ranks' results; blocking, differentiable."""
-        y = self.partial(f, dtype)
+        y = self.partial(f)
         return f(self.together(y, what)) if self.cut or not y.numel() else y
 
 

@@ -316,6 +316,8 @@ class SplitTensor(torch.Tensor):
                             _check_empty_blocks(rule, func, args, kwargs or _NOTHING)
                 if not args and rule.kind not in _AS_PASSED:
                     args, kwargs = first_by_place(func, kwargs or _NOTHING)
+                if rule.errors == "first":
+                    raise_as_torch(func, args, kwargs or _NOTHING)
                 if OBSERVERS:
                     found = OBSERVERS[-1](rule, func, args, kwargs or {})
                 else:
@@ -341,7 +343,9 @@ class SplitTensor(torch.Tensor):
         name, inside = str(func), runs()
         if func.overloadpacket in _SHAPE_QUERIES:
             return func(torch.empty(args[0]._layout.shape, device="meta"), *args[1:])
-        if name == "aten.detach.default" and (inside or not _accumulates()):
+        # Whether torch is putting a gradient into .grad.
+        accumulates = isinstance(torch._C._current_autograd_node(), _ACCUMULATES)
+        if name == "aten.detach.default" and (inside or not accumulates):
             # Torch saves results of an autograd function, or arguments of a checkpoint. In a backward it only
             # unpacks those with a graph, which require a gradient again.
             in_backward = torch._C._current_graph_task_id() >= 0
@@ -375,11 +379,6 @@ class SplitTensor(torch.Tensor):
 TENSORS.add(SplitTensor)
 
 
-def _accumulates() -> bool:
-    # Whether torch is putting a gradient into .grad.
-    return isinstance(torch._C._current_autograd_node(), _ACCUMULATES)
-
-
 def _cast(name: str, given: Any) -> Any:
     # Arguments with autocast's dtypes; their gradients have the dtypes from before.
     dtype = dtype_for(name, [x for x in tensors_in(given) if castable(x)])
@@ -400,7 +399,7 @@ def _cast(name: str, given: Any) -> Any:
 
 def _check_empty_blocks(rule: Rule, func: Any, args: Any, kwargs: Any) -> None:
     # Ranks with empty blocks find no errors in their blocks.
-    if rule.raises_as_torch or rule.kind in _NO_CHECK_WHEN_EMPTY:
+    if rule.errors or rule.kind in _NO_CHECK_WHEN_EMPTY:
         return
     if not (getattr(func, "__module__", None) or "torch").startswith("torch"):
         return

@@ -10,8 +10,8 @@ from typing import Any, cast
 
 import torch
 
+from distdl_rma.checks.calls import have_drifted
 from distdl_rma.checks.consensus import gather_words
-from distdl_rma.checks.random_state import have_drifted
 from distdl_rma.errors import ConfigurationError, ProtocolError
 from distdl_rma.layers.core.arguments import Callbacks
 from distdl_rma.layers.norm import DistributedNorm

@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.parameter import UninitializedParameter
 from torch.utils.weak import WeakIdKeyDictionary
 
-from distdl_rma.checks.random_state import generator_state
+from distdl_rma.checks.calls import generator_state
 from distdl_rma.errors import ConfigurationError
 from distdl_rma.layers.core.arguments import set_callbacks
 from distdl_rma.layers.core.layer import DistributedLayer

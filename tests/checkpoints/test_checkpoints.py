@@ -294,28 +294,22 @@ def test_half_written_ones_are_passed_over(P_world, comm, folder):
 
 
 def test_another_model_is_refused_by_its_keys_and_shapes(P_world, folder):
-    partition = P_world
-    job, wider = Job(partition=partition), Job(partition=partition, width=5)
+    job, wider = Job(partition=P_world), Job(partition=P_world, width=5)
     job.steps(1)
+    other, sgd = nn.Sequential(nn.Linear(1, 1)), torch.optim.SGD(job.model.parameters())
     with Checkpoints(folder, machine=P_world) as kept:
         kept.save(job.state, 1)
         before = {key: x.clone() for key, x in wider.model.state_dict().items()}
-        with pytest.raises(
-            ShapeError, match=r"'model: first.weight' is float64 of shape \(4, 1, 3, 3\) in it"
+        for state, error, words in (
+            (wider.state, ShapeError, r"'model: first.weight' is float64 of shape \(4, 1, 3, 3\) in it"),
+            ({"model": other}, CheckpointError, r"lacks '0.weight', '0.bias', and has 'first.weight'.* more"),
+            ({"model": job.model, "optimizer": sgd}, CheckpointError, "'optimizer' is Adam in it, and SGD"),
+            ({"critic": job.model}, CheckpointError, r"it has no 'critic', only \['average'"),
+            ({"loader": 3}, CheckpointError, r"'loader' is an object with state_dict\(\) in it"),
+            ({"optimizer": job.optimizer}, PartitionError, "parameter of no model in the state"),
         ):
-            kept.restore(wider.state)
-        with pytest.raises(
-            CheckpointError, match=r"lacks '0.weight', '0.bias', and has 'first.weight'.* more"
-        ):
-            kept.restore({"model": nn.Sequential(nn.Linear(1, 1))})
-        with pytest.raises(CheckpointError, match=r"'optimizer' is Adam in it, and SGD here"):
-            kept.restore({"model": job.model, "optimizer": torch.optim.SGD(job.model.parameters())})
-        with pytest.raises(CheckpointError, match=r"it has no 'critic', only \['average'"):
-            kept.restore({"critic": job.model})
-        with pytest.raises(CheckpointError, match=r"'loader' is an object with state_dict\(\) in it"):
-            kept.restore({"loader": 3})
-        with pytest.raises(PartitionError, match="parameter of no model in the state"):
-            kept.restore({"optimizer": job.optimizer})
+            with pytest.raises(error, match=words):
+                kept.restore(state)
         assert all(torch.equal(x, before[key]) for key, x in wider.model.state_dict().items())
     job.close()
     wider.close()
@@ -344,33 +338,39 @@ def test_an_object_that_refuses_its_state_leaves_the_others_as_they_were(P_world
 
 def test_what_cannot_be_saved_is_refused_on_all_ranks(P_world, comm, folder):
     odd = object() if comm.rank == comm.size - 1 else 3
+    differing = [
+        ({"y": comm.rank}, 2, MismatchError, "'y' is not alike on ranks 0 and"),
+        ({"y": torch.zeros(comm.rank)}, 2, MismatchError, r"'y/value' is .* on rank 0"),
+    ]
     with Checkpoints(folder, machine=P_world) as kept:
         kept.save({"x": 1}, 1)
-        with pytest.raises(UnsupportedError, match="'y' is a object, which has no form"):
-            kept.save({"y": odd}, 2)
+        for state, step, error, words in (
+            ({"y": odd}, 2, UnsupportedError, "'y' is a object, which has no form"),
+            ({"x": 1}, -1, ConfigurationError, "from 0 on, got -1"),
+            *(differing if comm.size > 1 else []),
+        ):
+            with pytest.raises(error, match=words):
+                kept.save(state, step)
         if comm.size > 1:
-            with pytest.raises(MismatchError, match="'y' is not alike on ranks 0 and"):
-                kept.save({"y": comm.rank}, 2)
-            with pytest.raises(MismatchError, match=r"'y/value' is .* on rank 0"):
-                kept.save({"y": torch.zeros(comm.rank)}, 2)
             with pytest.raises(MismatchError, match="at steps from 0 to"):
                 kept.due(comm.rank)
-        with pytest.raises(ConfigurationError, match="from 0 on, got -1"):
-            kept.save({"x": 1}, -1)
         assert kept.restore({"x": 0}) == 1
 
 
 def test_arguments_are_checked_and_compared(P_world, comm, folder):
-    with pytest.raises(ConfigurationError, match="every is at least 1 or None, got 0"):
-        Checkpoints(folder, every=0, machine=P_world)
-    with pytest.raises(CheckpointError, match="its parent exists"):
-        Checkpoints(folder / "a" / "b", machine=P_world)
-    if comm.size > 1:
-        with pytest.raises(ConfigurationError, match=r"folder: .*run-0 on rank 0, but .*run-1 on rank 1"):
-            Checkpoints(folder.with_name(f"run-{comm.rank}"), machine=P_world)
-    for wrong in (signal.SIGUSR1.name, 10**6, [None]):
-        with pytest.raises(ConfigurationError, match="stop_on is a signal or several, such as"):
-            Checkpoints(folder, stop_on=wrong, machine=P_world)
+    other, signals = folder.with_name(f"run-{comm.rank}"), "stop_on is a signal or several, such as"
+    for path, options, error, words in (
+        (folder, {"every": 0}, ConfigurationError, "every is at least 1 or None, got 0"),
+        (folder / "a" / "b", {}, CheckpointError, "its parent exists"),
+        *((folder, {"stop_on": wrong}, ConfigurationError, signals) for wrong in ("SIGUSR1", 10**6, [None])),
+        *(
+            [(other, {}, ConfigurationError, r"folder: .*run-0 on rank 0, but .*run-1 on rank 1")]
+            if comm.size > 1
+            else []
+        ),
+    ):
+        with pytest.raises(error, match=words):
+            Checkpoints(path, **options, machine=P_world)
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])

@@ -25,13 +25,7 @@ def test_tensors_say_nothing_and_all_else_does():
     args = torch.ones(2), 1, (2, 3), nn.Parameter(torch.ones(1)), [torch.ones(1), 0.5], slice(1, None)
     words, plain = comparable_parts(args, {"dim": 1, "weight": torch.ones(1)})
     assert [x.numel() for x in plain] == [2, 1, 1, 1]
-    assert words == [
-        1,
-        (2, 3),
-        ["Tensor", 0.5],
-        [1, None, None],
-        ["dim", 1],
-    ]
+    assert words == [1, (2, 3), ["Tensor", 0.5], [1, None, None], ["dim", 1]]
 
 
 def test_plain_tensors_are_found_wherever_they_are_and_those_that_a_model_holds_are_not():

@@ -4,11 +4,19 @@ import pytest
 import torch
 
 from distdl_rma import Machine, MismatchError
-from distdl_rma.checks.calls import Calls, CallTrace, by_ranks, equal_on_all_ranks, first_difference
+from distdl_rma.checks.calls import (
+    Calls,
+    CallTrace,
+    RandomDraw,
+    by_ranks,
+    equal_on_all_ranks,
+    first_difference,
+    generator_state,
+    have_drifted,
+)
 
 
 @pytest.mark.mpi(min_size=2)
-@pytest.mark.sizes(2, 3)
 def test_facts_are_described_once_for_those_that_say_the_same(P_world, comm):
     calls, odd = Calls(Machine.of(P_world), P_world.ranks, "Some model"), comm.rank == 1
     others = {2: "rank 0", 3: "ranks 0, 2", 4: "ranks 0, 2, 3"}[comm.size]
@@ -37,7 +45,6 @@ class Flag:
 
 
 @pytest.mark.mpi(min_size=2)
-@pytest.mark.sizes(2, 3)
 @pytest.mark.parametrize("wrong", [True, False])
 def test_words_of_checks_decide_where_numbers_differ(P_world, comm, wrong):
     checks = Flag(7, True), Flag(comm.rank == 1, wrong)
@@ -55,7 +62,6 @@ def test_words_of_checks_decide_where_numbers_differ(P_world, comm, wrong):
 
 
 @pytest.mark.mpi(min_size=2)
-@pytest.mark.sizes(2, 3)
 def test_inputs_of_a_new_kind_are_compared_whole_and_once(P_world, comm):
     calls, x = Calls(Machine.of(P_world), P_world.ranks, "Some model"), torch.zeros(3)
     calls.compare_new_inputs(None, [x])
@@ -67,7 +73,6 @@ def test_inputs_of_a_new_kind_are_compared_whole_and_once(P_world, comm):
 
 
 @pytest.mark.mpi(min_size=2)
-@pytest.mark.sizes(2, 3)
 def test_tensors_that_differ_are_refused(P_world):
     machine, x = Machine.of(P_world), torch.arange(4.0)
     equal_on_all_ranks(machine, P_world.ranks, [x], "x")
@@ -79,3 +84,14 @@ def test_differences_are_found_and_told_by_ranks():
     assert first_difference([[1, 2], [1, 2]]) is None
     assert first_difference([[1, 2], [1, 3]]) == 1 == first_difference([[1], [1, 2]])
     assert by_ranks({3: "a", 5: "b", 7: "a"}) == "ranks 3, 7: a; rank 5: b"
+
+
+def test_generators_with_one_seed_and_different_states_have_drifted():
+    torch.manual_seed(3)
+    before, draw = generator_state(), RandomDraw(torch.get_rng_state())
+    torch.rand(1)
+    after = generator_state()
+    assert have_drifted([before, after]) and not have_drifted([before, before]) and not have_drifted([])
+    assert draw.word != RandomDraw(torch.get_rng_state()).word and f"{draw.word:08x}" in draw.described
+    torch.manual_seed(4)
+    assert not have_drifted([after, generator_state()])

@@ -5,8 +5,9 @@ import pytest
 from distdl_rma import DataError, Machine, MismatchError, ShapeError
 from distdl_rma.checks.outcome import together
 
+pytestmark = pytest.mark.mpi
 
-@pytest.mark.mpi
+
 @pytest.mark.parametrize(
     ("error", "kind"), [(ShapeError("too long"), ShapeError), (OSError("gone"), DataError)]
 )
@@ -44,7 +45,6 @@ def test_a_fact_that_differs_is_the_same_error_on_all_ranks(comm, P_world):
     assert texts == [f"call: step: 0 on rank 0, but 1 on rank {last}; wait"] * comm.size
 
 
-@pytest.mark.mpi
 @pytest.mark.sizes(1, 2, 3, 4)
 def test_facts_of_other_names_are_not_compared(comm, P_world):
     with together(Machine.of(P_world), P_world.ranks, "call") as facts:

@@ -152,77 +152,38 @@ def failing(box):
     raise OSError("the tape is torn")
 
 
-@pytest.mark.parametrize(
-    ("columns", "options", "error", "message"),
-    [
-        (
-            ([np.zeros((1, 6, 5)), np.zeros((1, 6, 4))],),
-            {},
-            ShapeError,
-            "samples 0 and 1 are in a batch, but",
-        ),
-        (
-            ([np.zeros((1, 6, 5)), np.zeros((2, 6, 5))],),
-            {},
-            ShapeError,
-            r"sample 1: the image, a numpy.ndarray, has shape \(2, 6, 5\)",
-        ),
-        (
-            ([np.zeros((1, 6, 5)), np.zeros((1, 6, 5), int)],),
-            {},
-            ShapeError,
-            "sample 1: a numpy.ndarray: its elements are torch.int64",
-        ),
-        (
-            ([np.zeros((1, 6, 5)), np.zeros((1, 3, 5))],),
-            {"crop": (4, 5)},
-            ShapeError,
-            "sample 1: a numpy.ndarray: the crop 4 of dim",
-        ),
-        (
-            (np.zeros((2, 1, 6, 5)), np.zeros((2, 6, 4))),
-            {},
-            ShapeError,
-            r"label 1, a numpy.ndarray, has shape \(6, 4\)",
-        ),
-        ((np.zeros((2, 1, 6, 5)), np.zeros((2, 1, 1, 6, 5))), {}, ShapeError, "label 1, .* has shape"),
-        (
-            (np.zeros((2, 1, 6, 5)), np.zeros(3)),
-            {},
-            ShapeError,
-            "the same number of samples, got 2, 3",
-        ),
-        ((np.zeros((0, 1, 6, 5)),), {}, ShapeError, "there are no images; at least one"),
-        (([],), {}, ShapeError, "there are no images; at least one"),
-        (
-            (np.zeros((2, 1, 1, 6, 5)),),
-            {"crop": (2, 2)},
-            ArgumentError,
-            "3 spatial dimensions, but crop has 2",
-        ),
-        (
-            (np.zeros((2, 6)),),
-            {},
-            ShapeError,
-            r"channels and 1 to 3 spatial dimensions, got a sample of shape \(6,\)",
-        ),
-        (
-            ([np.zeros((1, 6, 5)), Source((1, 6, 5), np.float64, failing)],),
-            {},
-            DataError,
-            "sample 1: OSError: the tape",
-        ),
-        (
-            (np.zeros((2, 1, 1, 5)),),
-            {},
-            ShapeError,
-            r"cuts dimension 2 of batches of shape \(1, 1, 1, 5\) into 2 blocks",
-        ),
-    ],
-)
-def test_samples_that_do_not_fit_are_refused(columns, options, error, message):
-    dataset = ShardDataset(*columns, grid=(1, 1), **options)
-    partition = Partition((0, 1), (1, 1, 2, 1), 1)
+def zeros(*shapes):
+    """A list of samples."""
+    return [np.zeros(shape) for shape in shapes]
+
+
+def wrong(*columns, error=ShapeError, **options):
+    return columns, options, error
+
+
+ONE, BATCH = (1, 6, 5), np.zeros((2, 1, 6, 5))
+# By words of the error.
+REFUSED = {
+    "samples 0 and 1 are in a batch, but": wrong(zeros(ONE, (1, 6, 4))),
+    r"sample 1: the image, a numpy.ndarray, has shape \(2, 6, 5\)": wrong(zeros(ONE, (2, 6, 5))),
+    "sample 1: a numpy.ndarray: its elements are torch.int64": wrong([*zeros(ONE), np.zeros(ONE, int)]),
+    "sample 1: a numpy.ndarray: the crop 4 of dim": wrong(zeros(ONE, (1, 3, 5)), crop=(4, 5)),
+    r"label 1, a numpy.ndarray, has shape \(6, 4\)": wrong(BATCH, np.zeros((2, 6, 4))),
+    "label 1, .* has shape": wrong(BATCH, np.zeros((2, 1, 1, 6, 5))),
+    "the same number of samples, got 2, 3": wrong(BATCH, np.zeros(3)),
+    "there are no images; at least one": wrong(BATCH[:0]),
+    "there are no images; at least": wrong([]),
+    "but crop has 2": wrong(np.zeros((2, 1, 1, 6, 5)), error=ArgumentError, crop=(2, 2)),
+    r"channels and 1 to 3 spatial dimensions, got a sample of shape \(6,\)": wrong(np.zeros((2, 6))),
+    "sample 1: OSError: the tape": wrong([*zeros(ONE), Source(ONE, np.float64, failing)], error=DataError),
+    r"cuts dimension 2 of batches of shape \(1, 1, 1, 5\) into 2 blocks": wrong(np.zeros((2, 1, 1, 5))),
+}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_samples_that_do_not_fit_are_refused(message):
+    columns, options, error = REFUSED[message]
+    dataset, partition = ShardDataset(*columns, grid=(1, 1), **options), Partition((0, 1), (1, 1, 2, 1), 1)
     with pytest.raises(error, match=message):
         dataset.facts(partition) and dataset.batch(0, [0, 1], partition)
 

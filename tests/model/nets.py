@@ -53,57 +53,6 @@ class UNet(nn.Module):
         return self.last(y)
 
 
-class _Attention(nn.Module):
-    def __init__(self, width, reduction=2):
-        super().__init__()
-        self.pool = nn.AdaptiveAvgPool2d(1)
-        self.gate = nn.Sequential(
-            nn.Conv2d(width, width // reduction, 1),
-            nn.ReLU(inplace=True),
-            nn.Conv2d(width // reduction, width, 1),
-            nn.Sigmoid(),
-        )
-
-    def forward(self, x):
-        return x * self.gate(self.pool(x))
-
-
-class _Residual(nn.Module):
-    def __init__(self, width, attention):
-        super().__init__()
-        ways = [
-            nn.Conv2d(width, width, 3, padding=1),
-            nn.ReLU(inplace=True),
-            nn.Conv2d(width, width, 3, padding=1),
-        ]
-        self.body = nn.Sequential(*ways, *([_Attention(width)] if attention else []))
-
-    def forward(self, x):
-        return x + 0.1 * self.body(x)
-
-
-class EDSR(nn.Module):
-    """Super-resolution by residual blocks and PixelShuffle; with channel attention it is RCAN."""
-
-    def __init__(self, channels=3, width=6, blocks=2, scale=2, attention=False):
-        super().__init__()
-        self.register_buffer("mean", torch.tensor([0.4, 0.5, 0.6]).view(1, 3, 1, 1))
-        self.head = nn.Conv2d(channels, width, 3, padding=1)
-        self.body = nn.Sequential(
-            *(_Residual(width, attention) for _ in range(blocks)), nn.Conv2d(width, width, 3, padding=1)
-        )
-        self.tail = nn.Sequential(
-            nn.Conv2d(width, width * scale**2, 3, padding=1),
-            nn.PixelShuffle(scale),
-            nn.Conv2d(width, channels, 3, padding=1),
-        )
-
-    def forward(self, x):
-        x = self.head(x - self.mean)
-        x = x + self.body(x)
-        return self.tail(x) + self.mean
-
-
 class _Spectral(nn.Module):
     def __init__(self, width, modes, einsum):
         super().__init__()

@@ -7,14 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
-from distdl_rma import (
-    ArgumentError,
-    ConfigurationError,
-    PartitionError,
-    ShapeError,
-    distribute,
-    shard,
-)
+from distdl_rma import ArgumentError, ConfigurationError, PartitionError, ShapeError, distribute, shard
 from tests.model.against_alone import train_beside
 from tests.model.nets import UNet
 

@@ -10,6 +10,8 @@ from torch.nn import functional as F  # noqa: N812
 from distdl_rma import ConfigurationError, compare, distribute, register
 from distdl_rma.split import SplitTensor
 
+pytestmark = pytest.mark.mpi
+
 SHAPE = (2, 3, 12, 11)
 
 
@@ -39,7 +41,6 @@ def models(comm):
         split.distributed.close()
 
 
-@pytest.mark.mpi
 @pytest.mark.sizes(1, 2, 3, 4)
 def test_equal_models_are_equal_and_stay_what_they_were(models):
     alone, split = models
@@ -62,7 +63,6 @@ def test_equal_models_are_equal_and_stay_what_they_were(models):
     assert "first difference: none" in str(found)
 
 
-@pytest.mark.mpi
 def test_outputs_that_are_changed_in_place_are_compared_as_they_came():
     torch.manual_seed(4)
     alone = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.InstanceNorm2d(4), nn.LeakyReLU(inplace=True))
@@ -72,7 +72,6 @@ def test_outputs_that_are_changed_in_place_are_compared_as_they_came():
     split.distributed.close()
 
 
-@pytest.mark.mpi
 @pytest.mark.sizes(1, 2, 3)
 def test_the_first_module_that_differs_and_its_rows(models):
     alone, split = models
@@ -100,7 +99,6 @@ class Versioned(nn.Conv2d):
         super()._load_from_state_dict(state, prefix, metadata, *others)
 
 
-@pytest.mark.mpi
 def test_versions_of_modules_are_kept():
     split = distribute(Versioned(3, 2, 3), {"H": -1})
     assert compare(Versioned(3, 2, 3), split, torch.randn(SHAPE)).equal
@@ -118,7 +116,6 @@ class Modulated(nn.Module):
         return x * self.scale(words)[:, :, None, None]
 
 
-@pytest.mark.mpi
 def test_inputs_that_are_not_cut_are_data():
     split = distribute(Modulated(), {"H": -1})
     found = compare(Modulated(), split, (torch.randn(SHAPE), torch.randn(2, 5)))
@@ -134,7 +131,6 @@ class Tokens(nn.Module):
         return x.flatten(2).transpose(1, 2)
 
 
-@pytest.mark.mpi
 @pytest.mark.parametrize("affine", [True, False])
 def test_a_batch_norm_of_one_sample_that_torch_computes_wrongly_is_named(affine):
     torch.manual_seed(4)
@@ -159,8 +155,6 @@ def test_a_batch_norm_of_one_sample_that_torch_computes_wrongly_is_named(affine)
     split.distributed.close()
 
 
-@pytest.mark.mpi
-@pytest.mark.sizes(2, 3)
 def test_parameters_that_drifted_apart_are_named(models, comm):
     alone, split = models
     with torch.no_grad():
@@ -169,7 +163,6 @@ def test_parameters_that_drifted_apart_are_named(models, comm):
     assert "3.bias" in found.drifted
 
 
-@pytest.mark.mpi
 def test_models_in_the_wrong_order_are_refused(models):
     with pytest.raises(ConfigurationError, match="alone first"):
         compare(models[1], models[0], torch.randn(SHAPE))

@@ -17,6 +17,8 @@ from distdl_rma import (
 from distdl_rma.layers import DistributedInstanceNorm2d, Repartition
 from distdl_rma.split import SplitTensor
 
+pytestmark = pytest.mark.mpi
+
 SHAPE = (2, 3, 13, 11)
 
 
@@ -46,7 +48,6 @@ def gradients_are_equal(split, alone):
         torch.testing.assert_close(p.grad, other.grad, msg=lambda m, n=name: f"{n}: {m}")
 
 
-@pytest.mark.mpi
 @pytest.mark.sizes(1, 2, 3, 4)
 def test_the_model_stays_what_it_is(pair, x):
     alone, split = pair
@@ -60,7 +61,6 @@ def test_the_model_stays_what_it_is(pair, x):
     assert not hasattr(split, "distributed")
 
 
-@pytest.mark.mpi
 @pytest.mark.sizes(2, 3, 4)
 def test_a_parameter_used_on_split_and_on_replicated_tensors(comm, x):
     class Both(nn.Module):
@@ -83,7 +83,6 @@ def test_a_parameter_used_on_split_and_on_replicated_tensors(comm, x):
     split.distributed.close()
 
 
-@pytest.mark.mpi
 @pytest.mark.sizes(2, 3, 4)
 def test_layers_of_this_library_stand_inside(P_world, x):
     P_x = P_world.create_cartesian_topology_partition((1, 1, P_world.size, 1))
@@ -104,14 +103,11 @@ def test_layers_of_this_library_stand_inside(P_world, x):
     split.distributed.close()
 
 
-@pytest.mark.mpi
-@pytest.mark.sizes(2, 3)
 def test_blocks_taken_for_whole_tensors_are_refused(pair, x, comm):
     with pytest.raises(MismatchError, match=r"same whole tensor.*SplitTensor\.from_local"):
         pair[1](x + comm.rank)
 
 
-@pytest.mark.mpi
 def test_what_cannot_be_distributed(pair, P_world):
     with pytest.raises(ConfigurationError, match="distributed already"):
         distribute(pair[1], {"H": -1})
@@ -127,8 +123,6 @@ def test_what_cannot_be_distributed(pair, P_world):
             distribute(made(), one)
 
 
-@pytest.mark.mpi
-@pytest.mark.sizes(2, 3)
 def test_moves_by_a_rule_can_be_forbidden(comm, x):
     class Other(nn.Module):
         def forward(self, x):
@@ -140,12 +134,10 @@ def test_moves_by_a_rule_can_be_forbidden(comm, x):
     split.distributed.close()
 
 
-@pytest.mark.mpi
-@pytest.mark.sizes(2, 3)
 def test_what_one_rank_says_otherwise_is_refused_by_all(comm):
     with pytest.raises(ConfigurationError, match="fallback is 'move' or 'error'"):
         distribute(made(), {"H": -1}, fallback="guess" if comm.rank == 1 else "move")
-    with pytest.raises(ConfigurationError, match=r"grid .* must be alike"):
+    with pytest.raises(ConfigurationError, match=r"grid:? .* must be alike"):
         distribute(made(), {"H": -1} if comm.rank else {"W": -1})
 
 
@@ -187,7 +179,6 @@ def steps(model, x, count=2):
     return y
 
 
-@pytest.mark.mpi
 @pytest.mark.parametrize("trained", [False, True])
 @pytest.mark.parametrize("change", CHANGES)
 def test_what_changes_between_calls_takes_part_from_the_next_call_on(comm, x, change, trained):
@@ -207,7 +198,6 @@ def test_what_changes_between_calls_takes_part_from_the_next_call_on(comm, x, ch
     split.distributed.close()
 
 
-@pytest.mark.mpi
 def test_gradients_that_are_accumulated_stay_when_a_part_is_unfrozen(pair, x):
     alone, split = pair
     for model in pair:
@@ -239,7 +229,6 @@ def test_a_change_on_one_rank_alone_is_named_on_all(pair, x, comm):
     split(x).square().sum().backward()
 
 
-@pytest.mark.mpi
 def test_means_know_of_what_changes_while_the_model_is_called(comm, x):
     model = distribute(made(), {"H": -1}, reduction="mean")
 
@@ -263,7 +252,6 @@ def test_means_know_of_what_changes_while_the_model_is_called(comm, x):
     torch.testing.assert_close(mean, model[3].factor.grad / comm.size)
 
 
-@pytest.mark.mpi
 def test_a_part_of_a_distributed_model_is_not_distributed_again(pair, x):
     _, split = pair
     with pytest.raises(

@@ -9,7 +9,6 @@ from torch import nn
 
 from distdl_rma import GradientSync, distribute
 from distdl_rma.layers import DistributedConv1d, DistributedMSELoss
-from distdl_rma.split.calls.site import sites
 
 pytestmark = pytest.mark.mpi
 
@@ -144,10 +143,10 @@ distribute(Net(), {"W": -1}, reduction="none")(torch.ones(1, 1, 12)).square().fu
         exec(compile(cell, "cell", "exec"), {"nn": nn, "torch": torch, "distribute": distribute})
 
     run()
-    before, places = used(), len(sites(P_world.home))
+    before, places = used(), len(P_world.home.kept["sites"])
     for _ in range(5):
         run()
-    assert used() <= before and len(sites(P_world.home)) <= places
+    assert used() <= before and len(P_world.home.kept["sites"]) <= places
 
 
 def test_a_gradient_outlives_its_model(comm):

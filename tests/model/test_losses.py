@@ -8,6 +8,8 @@ from torch.nn import functional as F  # noqa: N812
 from tests.model.public import torchvision_models
 from tests.split.against_whole import check
 
+pytestmark = pytest.mark.mpi
+
 CLASSES, PIXELS, PICTURE, VOLUME = 3, (2, 3, 13, 11), (2, 1, 23, 21), (1, 1, 12, 9, 10)
 
 
@@ -70,7 +72,6 @@ def beside(P_world, loss, x, y, atol=1e-10):
     check(P_world, loss, [x], [y], atol=atol)
 
 
-@pytest.mark.mpi
 @pytest.mark.sizes(2, 3, 4)
 @pytest.mark.in_turn(2, 3, 4)
 @pytest.mark.parametrize("name", SEGMENTATION)
@@ -79,7 +80,6 @@ def test_of_segmentation(P_world, name):
     beside(P_world, monai_loss(kind, arguments), scores(), wanted(), SINGLE)
 
 
-@pytest.mark.mpi
 @pytest.mark.sizes(2, 3, 4)
 @pytest.mark.in_turn(2, 3, 4)
 @pytest.mark.parametrize("name", PICTURES)
@@ -88,7 +88,6 @@ def test_of_pictures(P_world, name):
     beside(P_world, monai_loss(kind, arguments), picture(shape), like(shape), SINGLE)
 
 
-@pytest.mark.mpi
 @pytest.mark.sizes(2, 3, 4)
 @pytest.mark.in_turn(2, 3, 4)
 @pytest.mark.filterwarnings("ignore:Using a non-tuple")
@@ -147,7 +146,6 @@ def style(x, y):
     return F.mse_loss(found, wanted)
 
 
-@pytest.mark.mpi
 @pytest.mark.sizes(2, 3, 4)
 @pytest.mark.in_turn(2, 3, 4)
 @pytest.mark.parametrize("loss", [dice, flat_dice, overlap, smooth, edges, of_a_mask, logged, style])
@@ -155,7 +153,6 @@ def test_as_users_write_them(P_world, loss):
     beside(P_world, loss, scores(), one_hot())
 
 
-@pytest.mark.mpi
 @pytest.mark.sizes(2, 3, 4)
 @pytest.mark.in_turn(2, 3, 4)
 def test_of_what_a_frozen_network_perceives(P_world):

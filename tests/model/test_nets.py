@@ -4,19 +4,14 @@ import pytest
 import torch
 
 from tests.model.against_alone import train_beside, trained
-from tests.model.nets import EDSR, FNO2d, UNet
+from tests.model.nets import FNO2d, UNet
 
 # Model, and the shape of its input: extents that divide badly.
 MODELS = {
     "U-Net": (UNet, (2, 1, 37, 30)),
     "U-Net, bilinear": (lambda: UNet(bilinear=True), (1, 1, 30, 37)),
-    "EDSR": (EDSR, (1, 3, 13, 11)),
-    "RCAN": (lambda: EDSR(attention=True), (1, 3, 13, 11)),
     "FNO": (FNO2d, (2, 1, 17, 14)),
-    "FNO, by opt_einsum": (
-        lambda: FNO2d(einsum=pytest.importorskip("opt_einsum").contract),
-        (2, 1, 17, 14),
-    ),
+    "FNO, by opt_einsum": (lambda: FNO2d(einsum=pytest.importorskip("opt_einsum").contract), (2, 1, 17, 14)),
 }
 
 

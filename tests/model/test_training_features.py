@@ -12,7 +12,20 @@ from torch.utils.checkpoint import checkpoint
 from distdl_rma import SplitTensor, UnsupportedError, distribute
 from distdl_rma.sync import DistributedGradScaler
 from tests.model.against_alone import whole
-from tests.model.training import STEPS, Net, both, inputs, loop, loss_of, made, split_as
+from tests.model.training import (
+    ROWS,
+    STEPS,
+    Net,
+    beside_alone,
+    both,
+    gradients,
+    inputs,
+    loop,
+    loss_of,
+    made,
+    sgd,
+    split_as,
+)
 
 pytestmark = [pytest.mark.mpi, pytest.mark.sizes(2, 3, 4), pytest.mark.in_turn(4)]
 
@@ -25,14 +38,15 @@ def test_clipping_by_the_global_norm(comm, norm_type):
         def clip(_step):
             norms.append(nn.utils.clip_grad_norm_(model.parameters(), 0.1, norm_type))
 
-        loop(model, torch.optim.SGD(model.parameters(), lr=0.1), clip)
+        loop(model, sgd(model), clip)
         return torch.stack(norms)
 
     both(act)
 
 
-def test_accumulation_with_and_without_no_sync(comm):
-    def act(model, quiet):
+@pytest.mark.parametrize("quiet", [False, True])
+def test_accumulation_with_and_without_no_sync(comm, quiet):
+    def act(model):
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         for _ in range(STEPS):
             optimizer.zero_grad()
@@ -45,21 +59,18 @@ def test_accumulation_with_and_without_no_sync(comm):
                     (loss_of(model(inputs(micro))) / 3).backward()
             optimizer.step()
 
-    both(lambda model: act(model, quiet=False))
-    both(lambda model: act(model, quiet=True))
+    both(act)
 
 
 @pytest.mark.parametrize("kind", ["torch", "distributed"])
 def test_gradient_scalers(comm, P_world, kind):
     def act(model):
-        split = hasattr(model, "distributed")
         options = {"init_scale": 2.0**10, "growth_interval": 2}
-        if split and kind == "distributed":
+        if hasattr(model, "distributed") and kind == "distributed":
             scaler = DistributedGradScaler(P_world, **options)
         else:
             scaler = torch.amp.GradScaler("cpu", **options)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        scales = []
+        optimizer, scales = sgd(model), []
         for step in range(5):
             optimizer.zero_grad()
             loss = loss_of(model(inputs(step)))
@@ -76,43 +87,32 @@ def test_gradient_scalers(comm, P_world, kind):
     both(act)
 
 
-def test_autocast(comm):
-    # Blocks are rounded where the whole is; sums over ranks in another order.
-    def make():
-        return made().float()
-
-    def act(model):
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-        for step in range(STEPS):
-            optimizer.zero_grad()
-            with torch.autocast("cpu", torch.bfloat16):
-                y = model(inputs(step).float())
-                assert whole(y).dtype in (torch.bfloat16, torch.float32)
-                loss = loss_of(y.float())
-            loss.backward()
-            optimizer.step()
-        return whole(loss)
-
-    both(act, make, tolerance=2e-2)
+# Blocks are rounded where the whole is; sums over ranks in another order.
+@beside_alone(lambda: made().float(), tolerance=2e-2)
+def test_autocast(model):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16):
+            y = model(inputs(step).float())
+            assert whole(y).dtype in (torch.bfloat16, torch.float32)
+            loss = loss_of(y.float())
+        loss.backward()
+        optimizer.step()
+    return whole(loss)
 
 
-def test_moving_averages(comm):
-    def act(model):
-        average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9), use_buffers=True)
-        loop(
-            model,
-            torch.optim.SGD(model.parameters(), lr=0.1),
-            lambda _: average.update_parameters(model),
-        )
-        average.eval()
-        with torch.no_grad():
-            y = average(inputs(9))
-        values = [value.double().flatten() for value in average.module.state_dict().values()]
-        if hasattr(average.module, "distributed"):
-            average.module.distributed.close()
-        return torch.cat([whole(y).flatten(), *values])
-
-    both(act)
+@beside_alone()
+def test_moving_averages(model):
+    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9), use_buffers=True)
+    loop(model, sgd(model), lambda _: average.update_parameters(model))
+    average.eval()
+    with torch.no_grad():
+        y = average(inputs(9))
+    values = [value.double().flatten() for value in average.module.state_dict().values()]
+    if hasattr(average.module, "distributed"):
+        average.module.distributed.close()
+    return torch.cat([whole(y).flatten(), *values])
 
 
 class Clipped(torch.autograd.Function):
@@ -142,20 +142,19 @@ class Scaled(torch.autograd.Function):
         return gradient * scale, (gradient * x).sum()
 
 
-def test_an_autograd_function_of_a_parameter(comm):
-    class Quantised(Net):
-        def __init__(self):
-            super().__init__()
-            self.gain = nn.Parameter(torch.tensor(0.7))
+class Quantised(Net):
+    def __init__(self):
+        super().__init__()
+        self.gain = nn.Parameter(torch.tensor(0.7))
 
-        def forward(self, x):
-            return super().forward(Scaled.apply(self.stem(x)[:, :3], self.gain))
+    def forward(self, x):
+        return super().forward(Scaled.apply(self.stem(x)[:, :3], self.gain))
 
-    def act(model):
-        model.gain.register_hook(lambda gradient: 2 * gradient)
-        return loop(model, torch.optim.SGD(model.parameters(), lr=0.1))
 
-    both(act, lambda: (torch.manual_seed(3), Quantised().double())[1])
+@beside_alone(lambda: made(Quantised))
+def test_an_autograd_function_of_a_parameter(model):
+    model.gain.register_hook(lambda gradient: 2 * gradient)
+    return loop(model, sgd(model))
 
 
 class CheckpointedTwice(Net):
@@ -168,16 +167,13 @@ class CheckpointedTwice(Net):
     def middle(self, y):
         z = checkpoint(lambda y: checkpoint(self.body, y, use_reentrant=False).sin(), y, use_reentrant=False)
         z = checkpoint(lambda z: Clipped.apply(z.exp()) * z, z, use_reentrant=False)
-        return y + checkpoint(
-            nn.Sequential(self.frozen, nn.Tanh()), Clipped.apply(z) * y, use_reentrant=False
-        )
+        parts = nn.Sequential(self.frozen, nn.Tanh())
+        return y + checkpoint(parts, Clipped.apply(z) * y, use_reentrant=False)
 
 
-def test_checkpoints_within_checkpoints(comm):
-    both(
-        lambda model: loop(model, torch.optim.SGD(model.parameters(), lr=0.1)),
-        lambda: (torch.manual_seed(3), CheckpointedTwice().double())[1],
-    )
+@beside_alone(lambda: made(CheckpointedTwice))
+def test_checkpoints_within_checkpoints(model):
+    return loop(model, sgd(model))
 
 
 def test_an_activation_in_place_within_a_checkpoint_is_refused_as_torch_does(comm):
@@ -185,19 +181,16 @@ def test_an_activation_in_place_within_a_checkpoint_is_refused_as_torch_does(com
         def forward(self, x):
             return checkpoint(nn.SiLU(inplace=True), self.stem(x), use_reentrant=False).mean()
 
-    torch.manual_seed(1)
-    for model in (alone := Activated().double(), distribute(copy.deepcopy(alone), {"H": -1})):
+    for model in (alone := made(Activated), distribute(copy.deepcopy(alone), {"H": -1})):
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             model(inputs(0)).backward()
 
 
-def test_a_checkpoint_around_the_whole_model(comm):
-    def act(model):
-        for step in range(2):
-            loss_of(checkpoint(model, inputs(step), use_reentrant=False)).backward()
-        return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
-
-    both(act)
+@beside_alone()
+def test_a_checkpoint_around_the_whole_model(model):
+    for step in range(2):
+        loss_of(checkpoint(model, inputs(step), use_reentrant=False)).backward()
+    return gradients(*model.parameters())
 
 
 def test_reentrant_checkpoints_are_refused(comm):
@@ -205,40 +198,34 @@ def test_reentrant_checkpoints_are_refused(comm):
         def forward(self, x):
             return checkpoint(self.stem, x, use_reentrant=True).mean()
 
-    torch.manual_seed(1)
-    split = distribute(Reentrant().double(), {"H": -1})
+    split = distribute(made(Reentrant), {"H": -1})
     with pytest.raises(UnsupportedError, match="use_reentrant=False"):
         split(inputs().requires_grad_()).backward()
     split.distributed.close()
 
 
-def test_lbfgs_with_a_closure(comm):
+@beside_alone(tolerance=1e-7)
+def test_lbfgs_with_a_closure(model):
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.2, max_iter=4, line_search_fn="strong_wolfe")
+
+    def closure():
+        optimizer.zero_grad()
+        loss = loss_of(model(inputs()))
+        loss.backward()
+        return loss
+
+    for _ in range(2):
+        loss = optimizer.step(closure)
+    return whole(loss)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])
+def test_fused_optimizers_and_schedulers(comm, kind):
+    options = {"weight_decay": 0.1} if kind is torch.optim.AdamW else {"momentum": 0.9, "nesterov": True}
+
     def act(model):
-        optimizer = torch.optim.LBFGS(model.parameters(), lr=0.2, max_iter=4, line_search_fn="strong_wolfe")
-
-        def closure():
-            optimizer.zero_grad()
-            loss = loss_of(model(inputs()))
-            loss.backward()
-            return loss
-
-        for _ in range(2):
-            loss = optimizer.step(closure)
-        return whole(loss)
-
-    both(act, tolerance=1e-7)
-
-
-OPTIMIZERS = {
-    "fused AdamW with weight decay": lambda ps: torch.optim.AdamW(ps, lr=1e-2, weight_decay=0.1, fused=True),
-    "fused SGD": lambda ps: torch.optim.SGD(ps, lr=1e-2, momentum=0.9, nesterov=True, fused=True),
-}
-
-
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_optimizers_and_schedulers(comm, name):
-    def act(model):
-        optimizer = OPTIMIZERS[name]([p for p in model.parameters() if p.requires_grad])
+        learning = [p for p in model.parameters() if p.requires_grad]
+        optimizer = kind(learning, lr=1e-2, fused=True, **options)
         cosine = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 5)
         plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
         for step in range(STEPS):
@@ -250,66 +237,59 @@ def test_optimizers_and_schedulers(comm, name):
             plateau.step(whole(loss).detach())
         return torch.tensor(optimizer.param_groups[0]["lr"])
 
-    both(act, tolerance=1e-9)
+    both(act)
 
 
-def test_losses_of_plain_tensors(comm):
-    # A term of the parameters that goes backward by itself, before, after or together with another loss.
-    def act(model):
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for step in range(4):
-            optimizer.zero_grad()
-            loss, term = loss_of(model(inputs(step))), sum(p.square().sum() for p in model.parameters())
-            if step < 2:
-                for each in (loss, term)[:: 1 - 2 * step]:
-                    each.backward()
-            else:
-                torch.autograd.backward([term, loss][:: 5 - 2 * step])
-            optimizer.step()
-        return whole(loss)
-
-    both(act, grids=[{"H": -1}])
+# A term of the parameters that goes backward by itself, before, after or together with another loss.
+@beside_alone(**ROWS)
+def test_losses_of_plain_tensors(model):
+    optimizer = sgd(model)
+    for step in range(4):
+        optimizer.zero_grad()
+        loss, term = loss_of(model(inputs(step))), sum(p.square().sum() for p in model.parameters())
+        if step < 2:
+            for each in (loss, term)[:: 1 - 2 * step]:
+                each.backward()
+        else:
+            torch.autograd.backward([term, loss][:: 5 - 2 * step])
+        optimizer.step()
+    return whole(loss)
 
 
-def test_gradients_of_plain_terms_that_are_asked_for(comm):
-    def act(model):
-        parameters = [p for p in model.parameters() if p.requires_grad]
-        ends = loss_of(model(inputs())), model.scale.square().sum()
-        return torch.cat([g.flatten() for g in torch.autograd.grad(ends, parameters)])
-
-    both(act, grids=[{"H": -1}])
+@beside_alone(**ROWS)
+def test_gradients_of_plain_terms_that_are_asked_for(model):
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    ends = loss_of(model(inputs())), model.scale.square().sum()
+    return torch.cat([g.flatten() for g in torch.autograd.grad(ends, parameters)])
 
 
-def test_a_model_that_is_given_nothing_to_cut(comm):
-    # Words, whose embedding is not cut either; and what becomes an image in the model.
-    def make():
-        torch.manual_seed(3)
-        return nn.Sequential(nn.Embedding(7, 16), nn.Unflatten(2, (1, 4, 4)), nn.Flatten(2), nn.Linear(16, 3))
+def of_words():
+    # Whose embedding is not cut either; and what becomes an image in the model.
+    torch.manual_seed(3)
+    parts = nn.Embedding(7, 16), nn.Unflatten(2, (1, 4, 4)), nn.Flatten(2), nn.Linear(16, 3)
+    return nn.Sequential(*parts).double()
 
-    def act(model):
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        handle = getattr(model, "distributed", None)
-        for step in range(4):
-            optimizer.zero_grad()
-            words = torch.arange(10).view(2, 5) % 7
-            if handle is not None and step == 2:
-                with handle.no_sync():
-                    model(words).square().mean().backward()
-            elif step == 2:
+
+@beside_alone(of_words, grids=[{"N": -1}])
+def test_a_model_that_is_given_nothing_to_cut(model):
+    optimizer, handle = sgd(model), getattr(model, "distributed", None)
+    for step in range(4):
+        optimizer.zero_grad()
+        words = torch.arange(10).view(2, 5) % 7
+        if handle is not None and step == 2:
+            with handle.no_sync():
                 model(words).square().mean().backward()
-            (model(words) - step).square().mean().backward()
-            optimizer.step()
+        elif step == 2:
+            model(words).square().mean().backward()
+        (model(words) - step).square().mean().backward()
+        optimizer.step()
 
-    both(act, lambda: make().double(), grids=[{"N": -1}])
 
-
-def test_a_head_behind_all_of_a_tensor(comm):
-    def act(model):
-        for step in range(2):
-            y = whole(model.norm(model.stem(split_as(model, inputs(step))))).mean((2, 3))
-            F.mse_loss(model.head(y), torch.ones(2, 4, dtype=y.dtype)).backward()
-
-    both(act, grids=[{"H": -1}])
+@beside_alone(**ROWS)
+def test_a_head_behind_all_of_a_tensor(model):
+    for step in range(2):
+        y = whole(model.norm(model.stem(split_as(model, inputs(step))))).mean((2, 3))
+        F.mse_loss(model.head(y), torch.ones(2, 4, dtype=y.dtype)).backward()
 
 
 def test_a_loss_of_the_own_block_is_one_of_its_rank(comm):
@@ -324,24 +304,16 @@ def test_a_loss_of_the_own_block_is_one_of_its_rank(comm):
     split.distributed.close()
 
 
-def test_a_head_behind_own_blocks_counts_on_every_rank(comm):
+# A block that a head is behind counts on every rank; one that is only looked at changes no count.
+@pytest.mark.parametrize("looked_at", [False, True])
+def test_a_head_behind_own_blocks_or_all_of_them(comm, looked_at):
     def act(model):
         y = model.norm(model.stem(split_as(model, inputs())))
         own = y.to_local() if isinstance(y, SplitTensor) else y
-        model.head(own.transpose(1, 3)).square().sum().backward()
-        return torch.cat([p.grad.flatten() for p in (model.head.weight, model.head.bias, model.stem.weight)])
+        model.head((whole(y) if looked_at else own).transpose(1, 3)).square().sum().backward()
+        return gradients(model.head.weight, model.head.bias, model.stem.weight)
 
-    both(act, grids=[{"H": -1}])
-
-
-def test_a_block_that_is_only_looked_at_changes_no_count(comm):
-    def act(model):
-        y = model.norm(model.stem(split_as(model, inputs())))
-        assert not isinstance(y, SplitTensor) or y.to_local().isfinite().all()
-        model.head(whole(y).transpose(1, 3)).square().sum().backward()
-        return torch.cat([p.grad.flatten() for p in (model.head.weight, model.head.bias, model.stem.weight)])
-
-    both(act, grids=[{"H": -1}])
+    both(act, **ROWS)
 
 
 class Parts(nn.Module):
@@ -363,23 +335,19 @@ class Parts(nn.Module):
 def test_ranks_without_elements_recompute_with_the_others(comm, part):
     # Three channels or rows of four ranks.
     def act(model):
-        y = model(inputs()[:, :, :10])
-        loss = y.square().mean()
+        loss = model(inputs()[:, :, :10]).square().mean()
         loss.backward()
         return loss
 
     both(act, lambda: Parts(*part).double(), grids=[{"C": -1}, {"H": -1}])
 
 
-def test_a_penalty_behind_all_of_a_tensor(comm):
-    def act(model):
-        weights = torch.exp(-model.scale)
-        penalty = sum(p.square().sum() for p in model.parameters())
-        y = whole(model(inputs()))
-        loss = (weights * (y - 1).abs()).mean() + model.scale.sum() + penalty
-        loss.backward(retain_graph=True)
-        loss.backward()
-        loss_of(model(inputs(1))).backward()
-        return loss
-
-    both(act, grids=[{"H": -1}])
+@beside_alone(**ROWS)
+def test_a_penalty_behind_all_of_a_tensor(model):
+    penalty = sum(p.square().sum() for p in model.parameters())
+    y = whole(model(inputs()))
+    loss = (torch.exp(-model.scale) * (y - 1).abs()).mean() + model.scale.sum() + penalty
+    loss.backward(retain_graph=True)
+    loss.backward()
+    loss_of(model(inputs(1))).backward()
+    return loss

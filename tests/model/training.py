@@ -36,9 +36,9 @@ class Net(nn.Module):
         return self.last(torch.tanh(self.head(pooled))) * self.scale
 
 
-def made():
+def made(kind=Net):
     torch.manual_seed(3)
-    return Net().double()
+    return kind().double()
 
 
 def inputs(at=0):
@@ -85,8 +85,31 @@ def both(act, make=made, tolerance=1e-9, grids=None, **options):
             split.distributed.close()
 
 
-def loop(model, optimizer, after=None, steps=STEPS):
-    for step in range(steps):
+def beside_alone(make=made, **options):
+    """Make of ``act(model)`` a test by ``both``."""
+
+    def decorate(act):
+        def test(comm):
+            both(act, make, **options)
+
+        return test
+
+    return decorate
+
+
+ROWS = {"grids": [{"H": -1}]}
+
+
+def sgd(model):
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def gradients(*parameters):
+    return torch.cat([p.grad.flatten() for p in parameters if p.grad is not None])
+
+
+def loop(model, optimizer, after=None):
+    for step in range(STEPS):
         optimizer.zero_grad()
         loss = loss_of(model(inputs(step)))
         loss.backward()

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import pytest
 import torch
 from mpi4py import MPI
 
@@ -34,6 +35,35 @@ def block(P_x: Partition, whole: torch.Tensor) -> SplitTensor:
 def whole(y: Any) -> Any:
     """All of a split tensor; anything else as it is."""
     return y.full_tensor() if isinstance(y, SplitTensor) else y
+
+
+def numbers(*shape: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+    """Random numbers that need a gradient."""
+    return torch.randn(shape, dtype=dtype, requires_grad=True)
+
+
+def called(function: Callable[..., Any], *others: Any, **options: Any) -> Callable[..., Any]:
+    """The function of a tensor alone, with these arguments behind it."""
+    return lambda x: function(x, *others, **options)
+
+
+def forms(table: Mapping[str, Sequence[Any]], **options: Any) -> Callable[..., None]:
+    """Test that checks each form of a table: a function, its split operands, and plain ones beside them.
+
+    An operand is a tensor, a function that draws one, or the shape of random numbers that need a gradient.
+    """
+
+    def drawn(given: Any) -> torch.Tensor:
+        made = numbers(*given) if isinstance(given, tuple) else given
+        return made if isinstance(made, torch.Tensor) else made()
+
+    @pytest.mark.sizes(1, 2, 3, 4)
+    @pytest.mark.parametrize("name", table)
+    def test(P_world: Partition, name: str) -> None:
+        function, *operands = table[name]
+        check(P_world, function, *([drawn(each) for each in some] for some in operands), **options)
+
+    return test
 
 
 def check(

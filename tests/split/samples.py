@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any
 
+import pytest
 import torch
 from mpi4py import MPI
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
@@ -44,16 +45,22 @@ EXCLUDED = {
 WITHOUT_GRADIENT = {"linalg.eig", "linalg.eigh"}
 
 
-def check_functions(P_world: Partition, file: str, part: int = 0, parts: int = 1) -> None:
-    """Compare the functions whose rules a file of ``split/functions`` has, or a part of them; collective."""
-    functions = [op for op in operations() if f"distdl_rma.split.functions.{file}" in _homes(op)]
-    assert len(functions) >= parts
-    for op in functions[part::parts]:
-        if op.name not in EXCLUDED:
-            # Torch takes some samples from sets, whose order is that of the hashes of a process.
-            some = MPI.COMM_WORLD.bcast([*_samples(op)] if MPI.COMM_WORLD.rank == 0 else None)
-            compared = sum(_check_sample(P_world, op, at, *sample) for at, sample in enumerate(some))
-            assert bool(compared) == (op.name not in REFUSED), f"{op.name}: {compared} of {len(some)} samples"
+def samples_of(file: str, parts: int = 1) -> Callable[..., None]:
+    """Test that compares the functions whose rules a file of ``split/functions`` has, in so many parts."""
+
+    @pytest.mark.sizes(2, 3, 4)
+    @pytest.mark.parametrize("part", range(parts))
+    def test(P_world: Partition, part: int) -> None:
+        functions = [op for op in operations() if f"distdl_rma.split.functions.{file}" in _homes(op)]
+        assert len(functions) >= parts
+        for op in functions[part::parts]:
+            if op.name not in EXCLUDED:
+                # Torch takes some samples from sets, whose order is that of the hashes of a process.
+                some = MPI.COMM_WORLD.bcast([*_samples(op)] if MPI.COMM_WORLD.rank == 0 else None)
+                compared = sum(_check_sample(P_world, op, at, *sample) for at, sample in enumerate(some))
+                assert bool(compared) == (op.name not in REFUSED), f"{op.name}: {compared} of {len(some)}"
+
+    return test
 
 
 def _homes(op: Any) -> set[str]:

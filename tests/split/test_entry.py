@@ -5,8 +5,9 @@ import pytest
 from distdl_rma import ArgumentError, Machine, PartitionError
 from distdl_rma.split.entry import grid_for
 
+pytestmark = pytest.mark.mpi
 
-@pytest.mark.mpi
+
 @pytest.mark.sizes(1, 2, 3, 4)
 def test_grids_in_words(P_world):
     machine, size = Machine.of(P_world), P_world.size
@@ -32,14 +33,12 @@ NO_GRIDS = [
 ]
 
 
-@pytest.mark.mpi
 @pytest.mark.parametrize("grid", NO_GRIDS)
 def test_what_is_no_grid(P_world, grid):
     with pytest.raises(ArgumentError, match="a grid"):
         grid_for(grid, Machine.of(P_world), 4)
 
 
-@pytest.mark.mpi
 def test_a_batch_dimension_is_said_to_be_missing_where_the_name_is_that_of_a_dimension(P_world):
     with pytest.raises(ArgumentError, match="got 'H'; or is the batch dimension of the tensor missing"):
         grid_for({"H": -1}, Machine.of(P_world), 3)
@@ -50,7 +49,6 @@ def test_a_batch_dimension_is_said_to_be_missing_where_the_name_is_that_of_a_dim
             grid_for({name: -1}, Machine.of(P_world), 4)
 
 
-@pytest.mark.mpi
 def test_a_grid_of_another_number_of_ranks_or_dimensions(P_world):
     size = P_world.size
     for grid in (f"{size + 1}x1", "0x1", {}, {"H": 2 * size}, {"H": -1, "W": -1}, {"H": -1, "W": size + 1}):

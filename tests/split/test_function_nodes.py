@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from distdl_rma import UnsupportedError, shard
-from tests.split.against_whole import block, check
+from tests.split.against_whole import block, forms, numbers
 
-pytestmark = [pytest.mark.mpi, pytest.mark.sizes(2, 3)]
+pytestmark = pytest.mark.mpi
 Function = torch.autograd.Function
 
 
@@ -94,43 +94,40 @@ def whole():
     return torch.randn(2, 3, 7, 4, dtype=torch.float64)
 
 
-def numbers(*shape, dtype=torch.float64):
-    return torch.randn(shape, dtype=dtype, requires_grad=True)
+def hooked(x):
+    # A hook sees all of the gradient of a result.
+    y = Sigmoid.apply(x)
+    y.register_hook(lambda g: g.clamp(-0.3, 0.3))
+    return Round.apply(y) + y * 2
 
 
-SHAPES = [(2, 3, 7, 5), (2, 1, 5)]
+def widened(x, row):
+    return Wide.apply(x, row) * 2
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-def test_their_results_and_gradients_are_those_of_whole_tensors(P_world, shape):
-    x = numbers(*shape)
-    for function in (
-        Round.apply,
-        lambda x: Round.apply(x * 2) + x,
-        lambda x: Sigmoid.apply(x).square(),
-        lambda x: Reversed.apply(x, 0.3) * x,
-        lambda x: Round.apply(Sigmoid.apply(Reversed.apply(x, 2))).flatten(1),
-        lambda x: Round.apply(x).mul_(2) + x,
-        lambda x: Round.apply(x.mean(-1, keepdim=True)) * x,
-    ):
-        check(P_world, function, [x])
-
-
-def test_of_several_results_the_gradients_come_to_one_backward(P_world):
-    x, z, weight = numbers(4, 7), numbers(4, 7), numbers(7)
-    for function in (
-        lambda x, z, w: torch.cat([y.flatten() for y in Scaled.apply(x, z, w)]),
-        lambda x, z, w: Scaled.apply(x, z, w)[1],
-        lambda x, z, w: Scaled.apply(x, x * z, w)[0] * Scaled.apply(x, x, w)[0],
-    ):
-        check(P_world, function, [x, z], [weight])
-
-
-def test_gradients_of_other_types_and_shapes_become_those_of_the_arguments(P_world):
-    def function(x, row):
-        return Wide.apply(x, row) * 2
-
-    check(P_world, function, [numbers(4, 7, dtype=torch.float32), numbers(1, 7)], atol=1e-5)
+OF_ONE = [
+    Round.apply,
+    lambda x: Round.apply(x * 2) + x,
+    lambda x: Sigmoid.apply(x).square(),
+    lambda x: Reversed.apply(x, 0.3) * x,
+    lambda x: Round.apply(Sigmoid.apply(Reversed.apply(x, 2))).flatten(1),
+    lambda x: Round.apply(x).mul_(2) + x,
+    lambda x: Round.apply(x.mean(-1, keepdim=True)) * x,
+    hooked,
+]
+# Gradients of several results come to one backward.
+OF_SEVERAL = [
+    lambda x, z, w: torch.cat([y.flatten() for y in Scaled.apply(x, z, w)]),
+    lambda x, z, w: Scaled.apply(x, z, w)[1],
+    lambda x, z, w: Scaled.apply(x, x * z, w)[0] * Scaled.apply(x, x, w)[0],
+]
+FORMS = {
+    **{f"{at} of {s}": (f, [s]) for s in ((2, 3, 7, 5), (2, 1, 5)) for at, f in enumerate(OF_ONE)},
+    **{f"{at} of several": (f, [(4, 7), (4, 7)], [(7,)]) for at, f in enumerate(OF_SEVERAL)},
+}
+SHORT = {"a row": (widened, [lambda: numbers(4, 7, dtype=torch.float32), (1, 7)])}
+test_forms = forms(FORMS)
+test_other_types = forms(SHORT, atol=1e-5)
 
 
 def test_a_result_is_first_used_anyhow(P_x, whole):
@@ -150,15 +147,6 @@ def test_a_result_is_first_used_anyhow(P_x, whole):
         y.sum().backward()
         assert x.grad.full_tensor().eq(0.5).all()
         assert y.is_leaf is False
-
-
-def test_a_hook_sees_all_of_the_gradient_of_a_result(P_world):
-    def function(x):
-        y = Sigmoid.apply(x)
-        y.register_hook(lambda g: g.clamp(-0.3, 0.3))
-        return Round.apply(y) + y * 2
-
-    check(P_world, function, [numbers(2, 3, 7, 5)])
 
 
 def test_a_gradient_is_asked_for_and_a_graph_is_gone_through_again(P_x, whole):

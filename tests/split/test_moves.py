@@ -9,6 +9,8 @@ from distdl_rma.split.calls.site import site_of
 from distdl_rma.split.moves import all_sum, once, redistributed, reduced, to_blocks
 from tests.split.against_whole import block, check
 
+pytestmark = pytest.mark.mpi
+
 SHAPE = (3, 4, 5, 7)
 
 
@@ -16,7 +18,6 @@ def placed(P_world):
     return P_world.create_cartesian_topology_partition((1, 1, P_world.size, 1))
 
 
-@pytest.mark.mpi
 @pytest.mark.sizes(1, 2, 3, 4)
 def test_a_tensor_comes_back_from_any_layout(P_world):
     def there_and_back(x):
@@ -30,7 +31,6 @@ def test_a_tensor_comes_back_from_any_layout(P_world):
     check(P_world, there_and_back, [torch.randn(SHAPE, dtype=torch.float64, requires_grad=True)])
 
 
-@pytest.mark.mpi
 @pytest.mark.sizes(2, 3, 4)
 @pytest.mark.parametrize("op", ["sum", "max", "min"])
 def test_reductions_are_alike_on_all_ranks(P_world, comm, op):
@@ -42,7 +42,6 @@ def test_reductions_are_alike_on_all_ranks(P_world, comm, op):
     assert torch.equal(found, wanted)
 
 
-@pytest.mark.mpi
 @pytest.mark.sizes(2, 3, 4)
 def test_short_types_are_summed_in_a_longer_one(P_world):
     mine = torch.full((3,), 1 + 2**-7, dtype=torch.bfloat16)
@@ -51,7 +50,6 @@ def test_short_types_are_summed_in_a_longer_one(P_world):
     assert torch.equal(found, (mine.float() * P_world.size).to(torch.bfloat16))
 
 
-@pytest.mark.mpi
 @pytest.mark.sizes(2, 3, 4)
 def test_a_sum_hands_its_gradient_on_and_copies_for_blocks_sum_it(P_world):
     machine, layout = Machine.of(P_world), lay.balanced(placed(P_world), SHAPE)
@@ -64,7 +62,6 @@ def test_a_sum_hands_its_gradient_on_and_copies_for_blocks_sum_it(P_world):
     assert torch.equal(x.grad, torch.full((2,), float(sum(range(1, P_world.size + 1)))))
 
 
-@pytest.mark.mpi
 @pytest.mark.sizes(2, 3, 4)
 def test_a_plain_tensor_beside_copies_contributes_once(P_world):
     layout = lay.replicated(placed(P_world), SHAPE)
@@ -74,8 +71,6 @@ def test_a_plain_tensor_beside_copies_contributes_once(P_world):
     assert once(x, lay.balanced(placed(P_world), SHAPE)) is x
 
 
-@pytest.mark.mpi
-@pytest.mark.sizes(2, 3)
 def test_a_second_derivative_is_refused(P_world):
     x = block(placed(P_world), torch.randn(SHAPE, dtype=torch.float64, requires_grad=True))
     y = redistributed(

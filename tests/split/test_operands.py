@@ -86,7 +86,6 @@ def test_gradients_are_needed_where_a_graph_is_recorded(rows):
         assert not needs_of(rows, weight).any
 
 
-@pytest.mark.mpi
 def test_operators_of_aten_go_by_the_rules_of_the_functions_that_they_are(P_world):
     aten = torch.ops.aten
     for function in (

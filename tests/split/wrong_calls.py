@@ -112,10 +112,7 @@ def _changed(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[st
                 more = {name: other} if isinstance(name, str) else {}
                 yield (
                     f"{name} {what}",
-                    (
-                        tuple(other if at == name else x for at, x in enumerate(args)),
-                        {**kwargs, **more},
-                    ),
+                    (tuple(other if at == name else x for at, x in enumerate(args)), {**kwargs, **more}),
                 )
     for name, wrong in {"reduction": "nope", "dim": 9, "nonsense": 1}.items():
         yield f"{name} is {wrong}", (args, {**kwargs, name: wrong})

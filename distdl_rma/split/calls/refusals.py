@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Hashable, Sequence
-from functools import partial, wraps
+from functools import partial
 from math import prod
 from typing import Any
 
 import torch
 
-from distdl_rma.split.calls.table import RAISES_AS_TORCH, Handler, rule
+from distdl_rma.split.calls.table import rule
 
 # Text and category of a warning of torch.
 Warned = tuple[str, type[Warning]]
@@ -60,24 +60,8 @@ def raise_as_torch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     return _ACCEPTED.setdefault(key, warned)
 
 
-def checked_rule(kind: str, *names: Any, doc: str = "") -> Callable[[Handler], Handler]:
-    """As :func:`rule`; the handler is only called if torch accepts the call."""
-
-    def enter(handler: Handler) -> Handler:
-        @wraps(handler)
-        def refuses_first(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            raise_as_torch(func, args, kwargs)
-            return handler(func, args, kwargs)
-
-        return rule(kind, *names, doc=doc)(raising_as_torch(refuses_first))
-
-    return enter
-
-
-def raising_as_torch(handler: Handler) -> Handler:
-    """Mark a handler that itself raises torch's errors, except those that depend on other ranks' values."""
-    setattr(handler, RAISES_AS_TORCH, True)
-    return handler
+# As :func:`rule`; the handler is only called if torch accepts the call.
+checked_rule = partial(rule, errors="first")
 
 
 def _kind(argument: Any) -> Any:

@@ -224,11 +224,6 @@ def _first_site(machine: Machine) -> dict[tuple[str, Place, Any], Site]:
     return found
 
 
-def sites(machine: Machine) -> list[Site]:
-    """All sites, in the order of their first calls."""
-    return list(machine.kept.get("sites", {}).values())
-
-
 def module_path() -> str:
     """Path of the distributed model's module whose forward runs; empty outside of forwards."""
     return THREAD.stack[-1][0]

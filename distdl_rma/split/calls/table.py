@@ -34,14 +34,12 @@ class Rule:
     handler: Handler
     doc: str = ""  # what it does, if the docstring of its handler does not say it
     casts: str = ""  # the function's name in autocast's lists, if autocast converts its arguments
-    raises_as_torch: bool = False  # whether the handler itself raises torch's errors
+    errors: str = ""  # torch's errors: "first", before the handler is called; or by the handler's "own" calls
 
 
 RULES: dict[Any, Rule] = {}
 # Key of the rule for functions that have none.
 WITHOUT_RULE = None
-# Attribute of handlers that raise torch's errors themselves.
-RAISES_AS_TORCH = "raises_as_torch"
 # The last one is called in place of a rule's handler, with the rule as first argument.
 OBSERVERS: list[Callable[[Rule, Any, tuple[Any, ...], dict[str, Any]], Any]] = of_each_rank()
 _NAMESPACES: tuple[Any, ...] = (torch, torch.Tensor, F, torch.special, torch.linalg, torch.fft, torch._C._nn)
@@ -70,7 +68,7 @@ def twin_of(func: Any) -> Any:
     return next((each for each in found if each in RULES and isinstance(each, _OF_C)), None)
 
 
-def rule(kind: str, *names: Any, doc: str = "") -> Callable[[Handler], Handler]:
+def rule(kind: str, *names: Any, doc: str = "", errors: str = "") -> Callable[[Handler], Handler]:
     """Decorator that enters a handler for functions: given ones, or all of torch's with given names."""
 
     def enter(handler: Handler) -> Handler:
@@ -78,8 +76,7 @@ def rule(kind: str, *names: Any, doc: str = "") -> Callable[[Handler], Handler]:
             for function in functions_named(name) if isinstance(name, str) else (name,):
                 # The name in autocast's lists: that of ATen, or of the Python function around it.
                 known = [each for each in (getattr(function, "__name__", ""), name) if is_cast(each)]
-                raises = getattr(handler, RAISES_AS_TORCH, False)
-                RULES[function] = Rule(kind, handler, doc, known[0] if known else "", raises)
+                RULES[function] = Rule(kind, handler, doc, known[0] if known else "", errors)
         return handler
 
     return enter

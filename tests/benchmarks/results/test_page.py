@@ -29,41 +29,7 @@ def test_a_table_has_a_line_per_row_and_bold_ratios_above_their_target():
         "| sum, 25 MiB | one copy | 0.12 | 0.4 | 1.2 ± 0.1 us | 10 us |",
         "| time | 150 us | 0.10 |  | 15.2 ± 0.5 us |  |",
     ]
-
-
-def test_baselines_of_a_row_stand_side_by_side():
-    other = replace(ENTRY, row=replace(ROW, baseline="gloo", target=None))
-    alone = replace(other, row=replace(other.row, what="broadcast", ours_us=10.0, ours_spread_us=0.0))
-    assert page.side_by_side([ENTRY, other, alone]).splitlines() == [
-        "| what | one copy | gloo |",
-        "|---|---|---|",
-        "| sum, 25 MiB | **0.51** of 0.4, 2,570 ± 299 us | 0.51, 2,570 ± 299 us |",
-        "| broadcast |  | 0.00, 10 us |",
-    ]
-    assert page.side_by_side([]) == page.NONE
-
-
-def test_forms_of_a_function_stand_side_by_side():
-    rows = [
-        Row(f"function {what}", against, 300.0, 0.0, baseline, 0.0, target)
-        for what, against, baseline, target in (
-            ("relu, 16x16, time added", "95 us", 95.0, 1.0),
-            ("relu, 256x256", "bare local tile", 200.0, 2.0),
-            ("relu, 256x256, bfloat16", "bare local tile", 200.0, 1.25),
-            ("group norm, 4 groups, 48x48x48", "bare local tile", 60.0, 1.0),
-            ("attention, 16 tokens of 16, time added", "300 us", 300.0, 1.0),
-        )
-    ]
-    assert page.functions(replace(ENTRY, row=row) for row in rows).splitlines()[2:] == [
-        "| group norm, 4 groups | 48x48x48 | **5.00** of 1, 300 us |  |  |",
-        "| relu | 256x256 | 1.50 of 2, 300 us | **1.50** of 1.25, 300 us | **3.16** of 95 us, 300 us |",
-        "| attention | 16 tokens of 16 |  |  | 1.00 of 300 us, 300 us |",
-    ]
-    assert page.functions([]) == page.NONE
-
-
-def test_a_table_of_nothing_says_so():
-    assert page.table([]) == page.NONE
+    assert page.table([]) == page.side_by_side([]) == page.functions([]) == page.NONE
 
 
 def test_it_is_told_of_which_runs_the_rows_are():
@@ -107,15 +73,6 @@ def test_a_page_says_whose_rows_it_shows():
     )
     with pytest.raises(ValueError, match="name a machine"):
         command.shown_machine("nothing")
-
-
-def test_the_first_section_that_fits_has_a_row():
-    assert command.section_of("strong scaling, U-Net, 2 ranks") == command.SCALING
-    assert command.section_of("training step, two hosts, progress none") == "two hosts"
-    assert command.section_of("torch's all_reduce, 4 KiB float32") == "torch"
-    assert command.section_of("function convolution 3x3, dilated, 256x256") == command.FUNCTIONS
-    assert command.section_of("model residual U-Net, 384x384, training step") == "models"
-    assert command.section_of("another row") == "layers"
 
 
 def test_sections_may_lack_rows_and_functions_are_not_in_the_picture():

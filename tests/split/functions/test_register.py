@@ -11,7 +11,6 @@ from tests.split.against_whole import check
 
 
 @pytest.mark.mpi
-@pytest.mark.sizes(2, 3)
 def test_rules_of_a_users_own(P_world):
     x = torch.randn(2, 3, 13, 11, dtype=torch.float64)
 
@@ -62,7 +61,6 @@ def numbers(*shape):
 
 
 @pytest.mark.mpi
-@pytest.mark.sizes(2, 3)
 def test_autograd_functions_of_single_elements(P_world):
     register(Floor, elementwise=True)
     register(Floor, elementwise=True)
@@ -88,7 +86,6 @@ def test_autograd_functions_of_single_elements(P_world):
 
 
 @pytest.mark.mpi
-@pytest.mark.sizes(2, 3)
 def test_functions_of_single_elements(P_world, monkeypatch):
     monkeypatch.setitem(RULES, torch.special.airy_ai, None)
     register(torch.special.airy_ai, elementwise=True)
@@ -100,7 +97,6 @@ def test_functions_of_single_elements(P_world, monkeypatch):
 
 
 @pytest.mark.mpi
-@pytest.mark.sizes(2, 3)
 def test_what_is_not_elementwise_is_refused_by_all(P_world):
     class Total(torch.autograd.Function):
         @staticmethod

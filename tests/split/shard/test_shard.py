@@ -5,8 +5,9 @@ import torch
 
 from distdl_rma import ArgumentError, PartitionError, shard
 
+pytestmark = pytest.mark.mpi
 
-@pytest.mark.mpi
+
 @pytest.mark.sizes(1, 2, 3, 4)
 def test_every_rank_keeps_its_block(P_world):
     whole = torch.randn(2, 3, 7, 5, requires_grad=True)
@@ -18,13 +19,11 @@ def test_every_rank_keeps_its_block(P_world):
     assert torch.equal(shard(P_x, whole.detach().numpy()).full_tensor(), whole)
 
 
-@pytest.mark.mpi
 def test_another_number_of_dimensions_is_refused(P_world):
     with pytest.raises(PartitionError):
         shard(P_world, torch.zeros(2, 2))
 
 
-@pytest.mark.mpi
 def test_what_has_no_shape_is_refused(P_world):
     grid = (P_world.size, 1)
     for grid_then_x, kind in (((grid, [[1.0, 2.0]]), "list"), ((torch.zeros(2, 2), {"H": -1}), "dict")):

@@ -33,7 +33,10 @@ _WORDS = 1 << 64
 _CHUNK = 1 << 14
 # Bits of a uniform number, as torch draws it.
 _BITS = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
-_INTEGERS = torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64
+# Types of the elements that torch draws by a method.
+_FLOATS = frozenset(_BITS)
+_PARTS = _FLOATS | {torch.complex32, torch.complex64, torch.complex128}
+_COUNTS = _FLOATS | {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
 
 
 class _Scratch(local):
@@ -60,26 +63,12 @@ def generator_of_block(layout: Decomposition, seed: int) -> torch.Generator:
 def fill(out: torch.Tensor, name: str, layout: Decomposition, seed: int, parameters: Sequence[Any]) -> bool:
     """Fill this rank's block as torch's method ``name`` fills a tensor, by the indices of elements; local.
 
-    Parameters
-    ----------
-    out
-        A tensor of the block's shape, changed in place; in a graph, as by ``copy_``.
-    name
-        ``"uniform_"``, ``"bernoulli_"``, ...
-    layout
-        Of the whole tensor.
-    seed
-        Of this draw.
-    parameters
-        All numbers of torch's method, in its order.
-
-    Returns
-    -------
-    bool
-        False if torch has no such numbers of this type. Then nothing has changed.
+    ``out`` has the block's shape, and is changed in place; in a graph, as by ``copy_``. ``parameters`` are
+    all numbers of torch's method, in its order. Returns False if torch has no such numbers of this type; then
+    nothing has changed.
     """
-    distribution, has = _DISTRIBUTIONS[name]
-    if not has(out.dtype):
+    distribution, types = _DISTRIBUTIONS[name]
+    if out.dtype not in types:
         return False
     real, mean = out, 0.0
     if out.is_complex():
@@ -284,25 +273,13 @@ def _random(dtype: torch.dtype, low: int | None, high: int | None, words: Words)
     return words.view(np.int64)
 
 
-def _of_floats(dtype: torch.dtype) -> bool:
-    return dtype in _BITS
-
-
-def _of_parts(dtype: torch.dtype) -> bool:
-    return dtype in _BITS or (dtype.is_complex and dtype.to_real() in _BITS)
-
-
-def _of_counts(dtype: torch.dtype) -> bool:
-    return dtype in _BITS or dtype in _INTEGERS
-
-
-_DISTRIBUTIONS: dict[str, tuple[Callable[..., Numbers], Callable[[torch.dtype], bool]]] = {
-    "uniform_": (_uniform, _of_parts),
-    "normal_": (_normal, _of_parts),
-    "log_normal_": (_log_normal, _of_floats),
-    "exponential_": (_exponential, _of_floats),
-    "cauchy_": (_cauchy, _of_floats),
-    "geometric_": (_geometric, _of_counts),
-    "bernoulli_": (_bernoulli, _of_counts),
-    "random_": (_random, _of_counts),
+_DISTRIBUTIONS: dict[str, tuple[Callable[..., Numbers], frozenset[torch.dtype]]] = {
+    "uniform_": (_uniform, _PARTS),
+    "normal_": (_normal, _PARTS),
+    "log_normal_": (_log_normal, _FLOATS),
+    "exponential_": (_exponential, _FLOATS),
+    "cauchy_": (_cauchy, _FLOATS),
+    "geometric_": (_geometric, _COUNTS),
+    "bernoulli_": (_bernoulli, _COUNTS),
+    "random_": (_random, _COUNTS),
 }

@@ -21,14 +21,7 @@ from distdl_rma.split.calls.site import Site, draws_by_index
 from distdl_rma.split.calls.table import Call, Handler, rule
 from distdl_rma.split.functions.elements.draws import fill, generator_of_block, seed_from
 from distdl_rma.split.functions.elements.pointwise import refuse_copy
-from distdl_rma.split.operands import (
-    as_blocks,
-    common_layout,
-    of_cut,
-    on_whole_tensors,
-    part_for,
-    site_for,
-)
+from distdl_rma.split.operands import as_blocks, common_layout, of_cut, on_whole_tensors, part_for, site_for
 from distdl_rma.split.tensor import SplitTensor, any_cut, checked_block, composed, refused, tensors_in
 
 # Alpha dropout sets elements to SELU's limit for large negative inputs; this is its negative.

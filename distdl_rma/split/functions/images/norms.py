@@ -11,7 +11,6 @@ from torch.nn import functional as F  # noqa: N812
 from distdl_rma.dtypes import sum_dtype
 from distdl_rma.errors import ShapeError
 from distdl_rma.geometry.decomposition import Decomposition
-from distdl_rma.geometry.intervals import Balanced
 from distdl_rma.ops.norm.normalisation import Normalisation, NormOptions, by_constants
 from distdl_rma.ops.norm.statistic_groups import NormAxes
 from distdl_rma.split import layout as lay
@@ -19,9 +18,9 @@ from distdl_rma.split.calls.refusals import checked_rule, raise_as_torch
 from distdl_rma.split.calls.signatures import named
 from distdl_rma.split.calls.site import Site
 from distdl_rma.split.calls.table import Call, rule
-from distdl_rma.split.moves import redistributed, to_blocks
+from distdl_rma.split.moves import to_blocks
 from distdl_rma.split.operands import needs_of, of_cut, on_whole_tensors, wholes
-from distdl_rma.split.reduction_axes import by_whole_dims, computed, positive, put_back, with_whole
+from distdl_rma.split.reduction_axes import Along, by_whole_dims, positive, put_back, with_whole
 from distdl_rma.split.tensor import SplitTensor, any_cut, checked_block, refused
 
 Weights = tuple[torch.Tensor | None, torch.Tensor | None]
@@ -195,22 +194,11 @@ def normalize(call: Call, site: Site, x: SplitTensor, p: float, dim: Any, eps: f
     dims: Any = (dim,) if isinstance(dim, int) else tuple(dim)
     local, layout = checked_block(x), x._layout
     dims = tuple(positive(d, len(layout.shape)) for d in dims)
-    cut = [d for d in layout.cut_dims if d in dims]
-    if not cut:
+    if not set(dims) & set(layout.cut_dims):
         return SplitTensor(F.normalize(local, p, dims, eps), layout)
     if p <= 0:
         return by_whole_dims(site, x, dims, lambda block: F.normalize(block, p, dims, eps))
-    # An empty block adds nothing to a norm.
-    own = computed(lambda block: block.norm(p, dims, keepdim=True), local, dims)
-    norms = lay.with_splits(
-        layout,
-        {
-            d: Balanced(layout.splits[d].parts, layout.splits[d].parts) if d in cut else Balanced(1, 1)
-            for d in dims
-        },
-    )
-    everywhere = lay.whole(norms, cut)
-    whole = redistributed(site, own, norms, everywhere).norm(p, cut, keepdim=True)
-    grid_dims = tuple(g for g, axis in enumerate(layout.axes) if axis in cut)
-    norm = to_blocks(site, whole.clamp_min(eps), everywhere, grid_dims, " of the norm")
+    along = Along(site, local, layout, dims)
+    whole = along.twice(lambda norms: norms.norm(p, dims, keepdim=True), "norms of ranks")
+    norm = to_blocks(site, whole.clamp_min(eps), layout, along.cut, " of the norm")
     return SplitTensor(local / norm, layout)

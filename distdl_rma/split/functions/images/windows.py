@@ -34,9 +34,16 @@ from distdl_rma.split.calls.refusals import checked_rule, raise_as_torch
 from distdl_rma.split.calls.site import Site
 from distdl_rma.split.calls.table import Call, rule
 from distdl_rma.split.functions.images.convolutions import each_dim
-from distdl_rma.split.moves import all_sum, redistributed
+from distdl_rma.split.moves import redistributed
 from distdl_rma.split.operands import as_part, common_partition, needs_of, of_any_cut, of_cut
-from distdl_rma.split.reduction_axes import by_whole_dims, computed, put_back, with_an_element, with_whole
+from distdl_rma.split.reduction_axes import (
+    Along,
+    by_whole_dims,
+    computed,
+    put_back,
+    with_an_element,
+    with_whole,
+)
 from distdl_rma.split.tensor import SplitTensor, checked_block, composed, refused
 
 _LEADING = 2
@@ -186,11 +193,9 @@ def averaged(call: Call, site: Site, x: SplitTensor, size: tuple[int | None, ...
     first = len(layout.shape) - dims
     single = tuple(d for d, n in enumerate(size, first) if n == 1)
     if any(layout.splits[d].parts > 1 for d in single):
-        number = math.prod(layout.shape[d] for d in single)
-        sums = local.sum(single, keepdim=True, dtype=sum_dtype(local.dtype))
-        cut = tuple(g for g, axis in enumerate(layout.axes) if axis in single)
-        mean = all_sum(site, sums, layout, cut) / number
-        local = mean.to(local.dtype)
+        along = Along(site, local, layout, single)
+        sums = along.summed(local.sum(single, keepdim=True, dtype=sum_dtype(local.dtype)))
+        local = (sums / along.count).to(local.dtype)
         layout = lay.with_splits(lay.whole(layout, single), {d: Balanced(1, 1) for d in single})
         size = tuple(None if d in single else n for d, n in enumerate(size, first))
     if all(n is None or n == layout.shape[d] for d, n in enumerate(size, first)):

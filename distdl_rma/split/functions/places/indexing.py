@@ -45,7 +45,6 @@ from distdl_rma.split.reduction_axes import laid_out, positive, with_whole
 from distdl_rma.split.tensor import SplitTensor, any_cut, checked_block, composed, refused
 
 _T: Any = torch.Tensor
-_REMEDY = "build the tensor by torch.cat, torch.where or F.pad instead"
 
 
 def narrowed(x: SplitTensor, dim: int, start: int, length: int) -> SplitTensor:

@@ -12,7 +12,7 @@ from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.intervals import Balanced
 from distdl_rma.split import layout as lay
 from distdl_rma.split import layout_choice
-from distdl_rma.split.calls.refusals import checked_rule, raise_as_torch, raising_as_torch
+from distdl_rma.split.calls.refusals import checked_rule, raise_as_torch
 from distdl_rma.split.calls.site import Site
 from distdl_rma.split.calls.table import Call, rule
 from distdl_rma.split.moves import redistributed
@@ -224,8 +224,7 @@ def repeated(call: Call, site: Site, x: SplitTensor, **_: Any) -> Any:
 _OF_TIMES = "how often elements are repeated is on many ranks"
 
 
-@rule("movement", "repeat_interleave")
-@raising_as_torch
+@rule("movement", "repeat_interleave", errors="own")
 @of_cut(uncut=True, plain=_OF_TIMES)
 def repeated_elements(call: Call, site: Site, x: SplitTensor, repeats: Any, dim: int | None, **_: Any) -> Any:
     """Each rank repeats its elements; for different numbers the dimension becomes whole."""

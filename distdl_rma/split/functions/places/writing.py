@@ -12,7 +12,7 @@ from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.intervals import Balanced, Split
 from distdl_rma.ops.core.tensors import no_autocast
 from distdl_rma.split import layout as lay
-from distdl_rma.split.calls.refusals import checked_rule, raise_as_torch, raising_as_torch
+from distdl_rma.split.calls.refusals import checked_rule, raise_as_torch
 from distdl_rma.split.calls.table import RULES, rule
 from distdl_rma.split.functions.elements.pointwise import pointwise
 from distdl_rma.split.functions.places.indexing import (
@@ -42,8 +42,7 @@ _T: Any = torch.Tensor
 _REMEDY = "build the tensor by torch.cat, torch.where or F.pad instead"
 
 
-@rule("movement", _T.__setitem__)
-@raising_as_torch
+@rule("movement", _T.__setitem__, errors="own")
 def set_item(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Each rank writes its block; a plain tensor becomes split if a split one is written to it.
 

@@ -10,9 +10,7 @@ from torch.nn import functional as F  # noqa: N812
 
 from distdl_rma.dtypes import sum_dtype
 from distdl_rma.errors import ShapeError
-from distdl_rma.geometry.box import Box
 from distdl_rma.geometry.decomposition import Decomposition
-from distdl_rma.geometry.intervals import Balanced, Split
 from distdl_rma.ops.core.tensors import no_autocast
 from distdl_rma.split import layout as lay
 from distdl_rma.split import layout_choice
@@ -23,7 +21,16 @@ from distdl_rma.split.calls.site import Site
 from distdl_rma.split.calls.table import Call, name_of, rule
 from distdl_rma.split.functions.places.shapes import derived, frozen
 from distdl_rma.split.moves import all_sum
-from distdl_rma.split.operands import as_part, as_whole, common_partition, of_cut, on_whole_tensors, site_for
+from distdl_rma.split.operands import (
+    as_part,
+    as_whole,
+    common_partition,
+    cut_by_largest,
+    of_cut,
+    on_whole_tensors,
+    part_at,
+    site_for,
+)
 from distdl_rma.split.reduction_axes import laid_out, positive, with_an_element, with_whole
 from distdl_rma.split.tensor import SplitTensor, checked_block, composed, refused, tensors_in
 
@@ -60,35 +67,15 @@ def planned(func: Any, operands: Operands, labels: Sequence[Labels], out: Labels
             extents[name] = n if known == 1 else known
     order = list(extents)
     partition = common_partition(func, operands)
-    splits: list[Split] = [Balanced(extents[name], 1) for name in order]
-    axes: list[int | None] = [None] * partition.dim
-    split = [
-        (x._layout, names) for x, names in zip(operands, labels, strict=True) if isinstance(x, SplitTensor)
-    ]
-    for found, names in sorted(split, key=lambda each: -Box.of_shape(each[0].shape).volume):
-        for g, axis in enumerate(found.axes):
-            if axis is None or axes[g] is not None or names[axis] in uncut:
-                continue
-            at = order.index(names[axis])
-            # A label that an operand has twice cannot be cut.
-            twice = any(list(each).count(names[axis]) > 1 for each in labels)
-            if splits[at].parts == 1 and found.shape[axis] == splits[at].extent and not twice:
-                axes[g], splits[at] = at, found.splits[axis]
-    work = lay.layout(partition, splits, tuple(axes))
-
-    def part(shape: Sequence[int], names: Labels) -> Decomposition:
-        cut = [work.splits[order.index(name)] for name in names]
-        whole = [each.parts == 1 or n != each.extent for n, each in zip(shape, cut, strict=True)]
-        kept = [Balanced(n, 1) if w else each for n, each, w in zip(shape, cut, whole, strict=True)]
-        at = [
-            None if axis is None or order[axis] not in names else list(names).index(order[axis])
-            for axis in work.axes
-        ]
-        return lay.layout(partition, kept, tuple(None if d is None or whole[d] else d for d in at))
-
-    result = part([extents[name] for name in out], out)
+    places = [[order.index(name) for name in names] for names in labels]
+    split = [(x._layout, at) for x, at in zip(operands, places, strict=True) if isinstance(x, SplitTensor)]
+    layouts, split_places = zip(*split, strict=True)
+    # A label that an operand has twice cannot be cut.
+    never = [at for at, name in enumerate(order) if name in uncut or any(p.count(at) > 1 for p in places)]
+    work = cut_by_largest(partition, [extents[name] for name in order], layouts, split_places, never)
+    result = part_at([extents[name] for name in out], [order.index(name) for name in out], work)
     summed = tuple(g for g, axis in enumerate(work.axes) if axis is not None and order[axis] not in out)
-    return Work(work, [part(*each) for each in zip(shapes, labels, strict=True)], result, summed)
+    return Work(work, [part_at(*each, work) for each in zip(shapes, places, strict=True)], result, summed)
 
 
 def contracted(

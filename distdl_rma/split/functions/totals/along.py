@@ -40,7 +40,7 @@ def running_sum(call: Call, site: Site, x: SplitTensor, dim: int, dtype: torch.d
     y = values.cumsum(d, dtype=wide)
     if along.cut:
         along.local = values
-        sums = along.together(along.partial(lambda v: v.sum(d, True, dtype=wide), wide), "sums of ranks")
+        sums = along.together(along.partial(lambda v: v.sum(d, True, dtype=wide)), "sums of ranks")
         # Every rank uses only the sums of the blocks before it.
         sums = to_blocks(along.site, sums, along.layout, along.cut, " of the sums")
         split, start = along.layout.splits[d], along.layout.box(along.layout.partition.me).bounds[d][0]
@@ -128,8 +128,10 @@ def place_in_order(call: Call, site: Site, sequence: Any, **options: Any) -> Any
 _EACH = "fft ifft rfft irfft hfft ihfft".split()
 
 
-@rule("movement", *(getattr(torch.fft, f"{name}{dims}") for name in _EACH for dims in ("", "2", "n")))
-@checked_rule("movement", torch.fft.fftshift, torch.fft.ifftshift)
+_FFT = [getattr(torch.fft, f"{name}{dims}") for name in _EACH for dims in ("", "2", "n")]
+
+
+@checked_rule("movement", *_FFT, torch.fft.fftshift, torch.fft.ifftshift)
 @of_cut(empty=False)
 def transform(call: Call, site: Site, x: SplitTensor, dim: Any, **given: Any) -> Any:
     """If a transformed dimension is cut, another one is cut meanwhile; the result moves back.

@@ -18,7 +18,7 @@ from distdl_rma.dtypes import sum_dtype
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.ops.core.autograd import OperatorFunction, first_derivative
 from distdl_rma.split import layout as lay
-from distdl_rma.split.calls.refusals import Warned, checked_rule, raise_as_torch, raising_as_torch
+from distdl_rma.split.calls.refusals import Warned, checked_rule, raise_as_torch
 from distdl_rma.split.calls.signatures import named
 from distdl_rma.split.calls.site import Site, site_of
 from distdl_rma.split.calls.table import Call, name_of, rule
@@ -56,15 +56,12 @@ def _reduced(
         return SplitTensor(y, layout)
     cut = tuple(g for g, axis in enumerate(layout.axes) if axis is not None)
     total, dtype = y.sum(dtype=sum_dtype(y.dtype)), dtype or y.dtype
-    if reduction == "sum":
-        total = all_sum(site, total, layout, cut)
-    elif isinstance(count, torch.Tensor):
+    if reduction != "sum" and isinstance(count, torch.Tensor):
         # One allreduce for both.
         total, count = all_sum(site, torch.stack([total, count.to(total.dtype)]), layout, cut).unbind()
     else:
         total = all_sum(site, total, layout, cut)
-    if reduction != "sum":
-        total = total / count
+    total = total if reduction == "sum" else total / count
     return SplitTensor(total.to(dtype), lay.replicated(layout.partition, ()))
 
 
@@ -134,8 +131,7 @@ def _of_one_layout(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     return SplitTensor(total if total.dtype is y.dtype else total.to(y.dtype), plan.layout)
 
 
-@rule("loss", *_POINTWISE)
-@raising_as_torch
+@rule("loss", *_POINTWISE, errors="own")
 def pointwise_loss(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Each rank computes the terms of its block; their sum and count are those of the whole tensor."""
     if func is F.l1_loss and kwargs.get("weight") is None:
@@ -296,10 +292,9 @@ def class_terms(
 ) -> torch.Tensor:
     """This rank's classes' contributions to the terms of ``cross_entropy`` or ``nll_loss``, one for each row.
 
-    The sum over the ranks that share rows is the loss of the rows. ``x`` is the block of the scores,
-    ``layout`` their layout, ``dim`` the dimension of classes. ``truth`` are class indices, equal on the ranks
-    that share rows, or probabilities of this rank's classes. ``gathered`` returns what all of these ranks
-    pass, two numbers for each row, in the order of their blocks, on each of them. Blocking in the forward,
+    Their sum over the ranks that share rows is the loss of the rows. ``x`` is the block of scores, with
+    classes along ``dim``; ``truth`` are indices, equal on these ranks, or probabilities of this rank's
+    classes. ``gathered`` returns the two numbers for each row of all these ranks. Blocking in the forward,
     local in the backward.
     """
     start, stop = layout.box(layout.partition.me).bounds[dim]

@@ -88,7 +88,7 @@ def of_partial_results(
             y = y.prod(d, keepdim=True, dtype=wide)
         return y
 
-    return along.result(along.twice(reduce, wide, "results of ranks").to(dtype), keepdim)
+    return along.result(along.twice(reduce, "results of ranks").to(dtype), keepdim)
 
 
 @checked_rule("reduction", "var", "std", "var_mean", "std_mean")
@@ -141,7 +141,7 @@ def _norm(along: Along, order: float, dtype: torch.dtype) -> torch.Tensor:
         found: torch.Tensor = torch.linalg.vector_norm(y, order, along.dims, True, dtype=kind)
         return found
 
-    return along.twice(norm, dtype, "norms of ranks")
+    return along.twice(norm, "norms of ranks")
 
 
 @checked_rule("norm", "vector_norm")

@@ -4,7 +4,6 @@ from collections.abc import Callable
 from math import erf, pi, prod, sqrt
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -99,19 +98,12 @@ def test_large_blocks_are_parts_of_the_whole(shape, name):
 
 
 def test_the_memory_format_does_not_matter():
-    expected, layout = (
-        whole((2, 3, 4, 5), "normal_", (0.0, 1.0)),
-        lay.replicated(Partition((0,), (1,), 0), (2, 3, 4, 5)),
-    )
+    expected = whole((2, 3, 4, 5), "normal_", (0.0, 1.0))
+    layout = lay.replicated(Partition((0,), (1,), 0), (2, 3, 4, 5))
     last = torch.empty(2, 3, 4, 5, dtype=torch.float64).to(memory_format=torch.channels_last)
-    for out in (
-        last,
-        torch.empty(5, 4, 3, 2, dtype=torch.float64).permute(3, 2, 1, 0),
-        torch.empty(2, 3, 4, 9)[..., ::2],
-    ):
-        out = out.double() if out.is_contiguous() else out
+    for out in (last, torch.empty(5, 4, 3, 2, dtype=torch.float64).permute(3, 2, 1, 0)):
         fill(out, "normal_", layout, 5, (0.0, 1.0))
-        assert torch.equal(out, expected.to(out.dtype)) or out.dtype == torch.float32
+        assert torch.equal(out, expected)
     strided = torch.zeros(2, 3, 4, 10, dtype=torch.float64)
     fill(strided[..., ::2], "normal_", layout, 5, (0.0, 1.0))
     assert torch.equal(strided[..., ::2], expected)
@@ -231,14 +223,6 @@ def test_integers_are_equally_likely(bounds):
     assert abs(chi - freedom) <= 5 * sqrt(2 * freedom)
 
 
-def test_every_byte_of_a_word_is_equally_likely():
-    words = whole((N,), "random_", (-(2**63), 2**63), torch.int64).numpy().view(np.uint8)
-    for byte in words.reshape(N, 8).T:
-        counts = np.bincount(byte, minlength=256)
-        chi = float(((counts - N / 256) ** 2 / (N / 256)).sum())
-        assert abs(chi - 255) < 5 * sqrt(2 * 255)
-
-
 SHAPE = 8, 32, 32, 32
 
 
@@ -266,24 +250,6 @@ def test_neighbours_blocks_and_draws_are_independent(name, shape):
     # Seeds that follow each other, or differ in one bit only.
     for seed in (12, 11 ^ 1 << 20, 11 ^ 1 << 62):
         assert correlation(x, numbers(seed)) < 4.5
-
-
-def test_elements_of_successive_seeds_are_independent():
-    rows = torch.stack([whole((64,), "normal_", (0.0, 1.0), torch.float64, seed) for seed in range(4096)])
-    assert correlation(rows[:-1], rows[1:]) < 4.5
-    assert correlation(rows[:-1, 1:], rows[1:, :-1]) < 4.5
-    covariance = rows.T @ rows / sqrt(len(rows)) - sqrt(len(rows)) * torch.eye(64, dtype=torch.float64)
-    off = covariance[~torch.eye(64, dtype=torch.bool)]
-    assert off.abs().max() < 5
-    assert abs(float(off.var()) - 1) < 0.2
-
-
-def test_runs_of_a_mask_are_as_long_as_of_coins():
-    kept = whole((N,), "bernoulli_", (0.5,), torch.float64).numpy()
-    changes = np.flatnonzero(np.diff(kept)) + 1
-    lengths = np.bincount(np.diff(changes), minlength=12)[1:11]
-    expected = len(changes) / 2.0 ** np.arange(1, 11)
-    assert (np.abs(lengths - expected) < 5 * np.sqrt(expected)).all()
 
 
 def test_nothing_is_drawn_for_an_empty_block():

@@ -8,6 +8,8 @@ from distdl_rma import UnsupportedError
 from distdl_rma.split import SplitTensor
 from tests.split.against_whole import block, check, grids
 
+pytestmark = pytest.mark.mpi
+
 SHAPE = (2, 3, 5, 4)
 QUESTIONS = [
     lambda x: tuple(x.shape),
@@ -18,7 +20,6 @@ QUESTIONS = [
 ]
 
 
-@pytest.mark.mpi
 @pytest.mark.parametrize("ask", QUESTIONS)
 def test_answers_are_those_of_the_whole(P_world, ask):
     whole = torch.randn(SHAPE, dtype=torch.float64, requires_grad=True)
@@ -26,8 +27,6 @@ def test_answers_are_those_of_the_whole(P_world, ask):
         assert ask(block(P_world.create_cartesian_topology_partition(grid), whole)) == ask(whole)
 
 
-@pytest.mark.mpi
-@pytest.mark.sizes(2, 3)
 def test_data_is_read_outside_of_the_graph_and_not_written(P_world):
     P_x = P_world.create_cartesian_topology_partition((1, 1, P_world.size, 1))
     whole = torch.randn(SHAPE, dtype=torch.float64, requires_grad=True)
@@ -42,8 +41,6 @@ def test_data_is_read_outside_of_the_graph_and_not_written(P_world):
         data.add_(1)
 
 
-@pytest.mark.mpi
-@pytest.mark.sizes(2, 3)
 def test_gradients_hooks_and_values(P_world):
     P_x = P_world.create_cartesian_topology_partition((1, 1, P_world.size, 1))
     whole = torch.randn(SHAPE, dtype=torch.float64, requires_grad=True)
@@ -65,8 +62,6 @@ def test_gradients_hooks_and_values(P_world):
     assert x.grad is None
 
 
-@pytest.mark.mpi
-@pytest.mark.sizes(2, 3)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_numpy_gets_no_values_of_what_is_cut_and_those_of_copies(P_world):
     x = block(P_world.create_cartesian_topology_partition((1, P_world.size)), torch.randn(3, 5))
@@ -85,7 +80,6 @@ def test_numpy_gets_no_values_of_what_is_cut_and_those_of_copies(P_world):
         np.concatenate(copies, axis="no axis")
 
 
-@pytest.mark.mpi
 @pytest.mark.sizes(1, 2, 3)
 def test_they_are_plain_and_cut_where_they_are_used(P_world):
     P_x = P_world.create_cartesian_topology_partition((1, P_world.size, 1))

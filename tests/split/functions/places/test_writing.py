@@ -11,53 +11,119 @@ from distdl_rma.errors import UnsupportedError
 from distdl_rma.split import SplitTensor
 from distdl_rma.split.calls.table import RULES
 from tests.matrix import check_each, over_seeds
-from tests.split.against_whole import block, check
+from tests.split.against_whole import block, check, forms, numbers
+
+pytestmark = pytest.mark.mpi
+SHAPE, MATRIX = (3, 6, 5), (5, 6)
 
 
-def numbers(*shape):
-    return torch.randn(shape, dtype=torch.float64, requires_grad=True)
+def sliced(x, y):
+    # Slices and elements of a cut dimension.
+    z = x * 1
+    z[:, 1:4] = y[:, 1:4]
+    z[:, :2] += 1
+    z[:, 4] = y[:, 1]
+    z[1] = 3 * y[0]
+    z[..., -1] = z[..., -1] * 2
+    z[0, 2, 1:3] = y[0, 0, 0]
+    z[2, :, None, 3] = y[1, 0, :1]
+    return z
 
 
-@pytest.mark.mpi
-@pytest.mark.sizes(1, 2, 3, 4)
-def test_writing_slices_and_elements_of_a_cut_dimension(P_world):
-    def written(x, y):
+def masked(x, y):
+    z = x * 1
+    z[y > 0] = 0.5
+    z[y[:, :, 0] > 1] = y.sum()
+    return z
+
+
+def indexed(x, y, v):
+    z = x * 1
+    z[:, torch.tensor([4, 0])] = y[:, :2]
+    z[torch.tensor([2, 0]), torch.tensor([1, 3])] = v
+    z[[0, 1]] *= 3
+    z[torch.arange(30).reshape(6, 5).remainder(2).bool().expand(3, 6, 5)] *= 2
+    return z
+
+
+# A plain tensor becomes split if a split one is written to it.
+
+
+def by_channels(x, y):
+    found = torch.zeros(3, 8, 5, dtype=torch.float64)
+    found[:, :6] = x
+    found[:, 6] = y[:, 0]
+    found[1:, 7:, 2:4] = y[1:, :1, :2]
+    return found
+
+
+def stacked(x, y):
+    found = torch.ones(2, 3, 6, 5, dtype=torch.float64)
+    for at, each in enumerate((x, y)):
+        found[at] = each
+    return found.mean(0)
+
+
+def added(x, y):
+    total, sums = torch.zeros(()), torch.zeros(6, 5, dtype=torch.float64)
+    total += (x * y).sum()
+    sums += x.sum(0)
+    sums.mul_(y.mean(0))
+    return total * 2, sums
+
+
+def encoded(labels):
+    found = torch.zeros(3, 4, 5)
+    again = found.scatter_(1, labels, 1)
+    assert again is found
+    return found
+
+
+def marked(x):
+    found = torch.zeros(3, 6, 5)
+    found[x > 0] = 1
+    return found
+
+
+# As the functions without the underscore.
+IN_PLACE = [
+    lambda z, y: z.cumsum_(1),
+    lambda z, y: z.cumprod_(0),
+    lambda z, y: z.tril_(),
+    lambda z, y: z.triu_(diagonal=1),
+    lambda z, y: z.addmm_(y, y.T @ y, beta=0.5, alpha=2),
+    lambda z, y: z.addr_(y[:, 0], y[0]),
+    lambda z, y: z.addcmul_(y, y).cumsum_(-1),
+]
+
+
+def in_place(change):
+    def changed(x, y):
         z = x * 1
-        z[:, 1:4] = y[:, 1:4]
-        z[:, :2] += 1
-        z[:, 4] = y[:, 1]
-        z[1] = 3 * y[0]
-        z[..., -1] = z[..., -1] * 2
-        z[0, 2, 1:3] = y[0, 0, 0]
-        z[2, :, None, 3] = y[1, 0, :1]
+        assert change(z, y) is z
         return z
 
-    check(P_world, written, [numbers(3, 6, 5), numbers(3, 6, 5)])
+    return changed
 
 
-@pytest.mark.mpi
-@pytest.mark.sizes(1, 2, 3, 4)
-def test_writing_by_masks_and_indices(P_world):
-    def masked(x, y):
-        z = x * 1
-        z[y > 0] = 0.5
-        z[y[:, :, 0] > 1] = y.sum()
-        return z
-
-    def indexed(x, y, v):
-        z = x * 1
-        z[:, torch.tensor([4, 0])] = y[:, :2]
-        z[torch.tensor([2, 0]), torch.tensor([1, 3])] = v
-        z[[0, 1]] *= 3
-        z[torch.arange(30).reshape(6, 5).remainder(2).bool().expand(3, 6, 5)] *= 2
-        return z
-
-    check(P_world, masked, [numbers(3, 6, 5), numbers(3, 6, 5)])
-    check(P_world, masked, [numbers(3, 6, 5)], [numbers(3, 6, 5)])
-    check(P_world, indexed, [numbers(3, 6, 5), numbers(3, 6, 5)], [numbers(5)])
+FORMS = {
+    "slices": (sliced, [SHAPE, SHAPE]),
+    "masks": (masked, [SHAPE, SHAPE]),
+    "plain masks": (masked, [SHAPE], [SHAPE]),
+    "indices": (indexed, [SHAPE, SHAPE], [(5,)]),
+    **{each.__name__: (each, [SHAPE, SHAPE]) for each in (by_channels, stacked, added)},
+    "encoded": (encoded, [lambda: torch.randint(0, 4, (3, 1, 5))]),
+    "marked": (lambda x: marked(x.detach()), [SHAPE]),
+    **{f"in place {at}": (in_place(change), [MATRIX, MATRIX]) for at, change in enumerate(IN_PLACE)},
+    **{f"plain beside, {at}": (in_place(change), [MATRIX], [MATRIX]) for at, change in enumerate(IN_PLACE)},
+    "whole numbers in place": (
+        lambda x: x.clone().cumsum_(0),
+        [torch.arange(6, dtype=torch.int32).view(3, 2)],
+    ),
+}
+test_forms = forms(FORMS)
 
 
-@pytest.mark.mpi
 @pytest.mark.sizes(1, 2, 3, 4)
 @pytest.mark.parametrize("shape", [(3, 6, 5), (2, 4, 1)])
 def test_elements_are_written_where_a_split_mask_says_so(P_world, shape):
@@ -84,8 +150,6 @@ def test_elements_are_written_where_a_split_mask_says_so(P_world, shape):
     check(P_world, written, [numbers(*shape), y], [numbers(max(some, columns)), numbers(rows, shape[2])])
 
 
-@pytest.mark.mpi
-@pytest.mark.sizes(2, 3)
 @pytest.mark.parametrize("extent", [1, 4])
 def test_what_torch_refuses_to_write_where_a_mask_says_so(P_world, extent):
     P_x = P_world.create_cartesian_topology_partition((P_world.size, 1))
@@ -150,7 +214,6 @@ def _random_index(pick, extents):
     return tuple(index)
 
 
-@pytest.mark.mpi
 @over_seeds(120, each=20)
 def test_any_index_reads_and_writes_as_torch_has_it(P_world, comm, seeds):
     def check_one(P_world, _comm, seed):
@@ -175,68 +238,7 @@ def test_any_index_reads_and_writes_as_torch_has_it(P_world, comm, seeds):
     check_each(check_one, P_world, comm, seeds)
 
 
-@pytest.mark.mpi
-@pytest.mark.sizes(1, 2, 3, 4)
-def test_a_plain_tensor_that_a_split_one_is_written_to_becomes_split(P_world):
-    def by_channels(x, y):
-        found = torch.zeros(3, 8, 5, dtype=torch.float64)
-        found[:, :6] = x
-        found[:, 6] = y[:, 0]
-        found[1:, 7:, 2:4] = y[1:, :1, :2]
-        return found
-
-    def stacked(x, y):
-        found = torch.ones(2, 3, 6, 5, dtype=torch.float64)
-        for at, each in enumerate((x, y)):
-            found[at] = each
-        return found.mean(0)
-
-    def added(x, y):
-        total = torch.zeros(())
-        total += (x * y).sum()
-        sums = torch.zeros(6, 5, dtype=torch.float64)
-        sums += x.sum(0)
-        sums.mul_(y.mean(0))
-        return total * 2, sums
-
-    def encoded(labels):
-        found = torch.zeros(3, 4, 5)
-        again = found.scatter_(1, labels, 1)
-        assert again is found
-        return found
-
-    def marked(x):
-        found = torch.zeros(3, 6, 5)
-        found[x > 0] = 1
-        return found
-
-    operands = [numbers(3, 6, 5), numbers(3, 6, 5)]
-    for function in (by_channels, stacked, added):
-        check(P_world, function, operands)
-    check(P_world, encoded, [torch.randint(0, 4, (3, 1, 5))], gradients=False)
-    check(P_world, marked, operands[:1], gradients=False)
-
-
-@pytest.mark.mpi
-def test_functions_in_place_do_what_those_without_the_underscore_do(P_world):
-    for change in (
-        lambda z, y: z.cumsum_(1),
-        lambda z, y: z.cumprod_(0),
-        lambda z, y: z.tril_(),
-        lambda z, y: z.triu_(diagonal=1),
-        lambda z, y: z.addmm_(y, y.T @ y, beta=0.5, alpha=2),
-        lambda z, y: z.addr_(y[:, 0], y[0]),
-        lambda z, y: z.addcmul_(y, y).cumsum_(-1),
-    ):
-
-        def changed(x, y, change=change):
-            z = x * 1
-            assert change(z, y) is z
-            return z
-
-        check(P_world, changed, [numbers(5, 6), numbers(5, 6)])
-        check(P_world, changed, [numbers(5, 6)], [numbers(5, 6)])
-    check(P_world, lambda x: x.clone().cumsum_(0), [torch.arange(6, dtype=torch.int32).view(3, 2)])
+def test_results_of_other_types_and_shapes_are_refused_in_place(P_world):
     x = block(P_world.create_cartesian_topology_partition((P_world.size, 1)), torch.ones(5, 6).long())
     with pytest.raises(RuntimeError, match="Bad in-place call"):
         x.cumsum_(0, dtype=torch.float32)
@@ -253,8 +255,6 @@ def test_every_function_that_has_a_rule_has_it_in_place():
             assert getattr(torch.Tensor, name, None) in (None, *RULES), name
 
 
-@pytest.mark.mpi
-@pytest.mark.sizes(2, 3)
 def test_a_plain_tensor_that_is_changed_without_gradients_stays_plain_and_alike(P_world):
     P_x = P_world.create_cartesian_topology_partition((1, P_world.size, 1))
     whole = numbers(3, 6, 5).detach()
@@ -266,8 +266,6 @@ def test_a_plain_tensor_that_is_changed_without_gradients_stays_plain_and_alike(
     torch.testing.assert_close(average, 0.9 + 0.1 * whole)
 
 
-@pytest.mark.mpi
-@pytest.mark.sizes(2, 3)
 def test_refused(P_world):
     P_x = P_world.create_cartesian_topology_partition((1, P_world.size, 1))
     x = block(P_x, numbers(3, 6, 5).detach())

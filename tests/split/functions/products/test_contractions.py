@@ -1,17 +1,17 @@
 """Products and matrices of split tensors."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch.nn import functional as F  # noqa: N812
 
 from distdl_rma.errors import ShapeError, UnsupportedError
 from distdl_rma.split import SplitTensor
-from tests.split.against_whole import block, check
-from tests.split.samples import check_functions
+from tests.split.against_whole import block, check, forms, numbers
+from tests.split.samples import samples_of
 
-
-def numbers(*shape):
-    return torch.randn(shape, dtype=torch.float64, requires_grad=True)
+pytestmark = pytest.mark.mpi
 
 
 def definite(x):
@@ -22,105 +22,65 @@ def solved(x, y):
     return torch.linalg.solve(definite(x), y)
 
 
+def solved_by_name(b, a):
+    a, factor = definite(a), torch.linalg.cholesky(definite(a), upper=True)
+    return (
+        torch.cholesky_solve(upper=True, input2=factor, input=b),
+        b.cholesky_solve(factor, True),
+        torch.linalg.solve(B=b, A=a),
+        torch.linalg.solve_triangular(factor, B=b, upper=True),
+        torch.linalg.solve_triangular(upper=True, B=b, input=factor),
+    )
+
+
 def transposed(x, y):
     # Which torch refuses of one that is transposed in memory.
     return torch.kron(x.mT if isinstance(x, SplitTensor) else x.mT.contiguous(), y)
 
 
+def of_both(x, w, b):
+    y = F.linear(x, w, b)
+    pooled = (y.redistribute() if hasattr(y, "redistribute") else y).flatten(1)[:, :1]
+    return F.linear(pooled.expand(-1, 4), w, b) + y.flatten(1)[:, :4]
+
+
 ROWS = torch.arange(6).view(2, 3)
-
-
-# Forms beyond torch's samples: the function, what is split, and what is plain beside it.
+BRANCHES = [torch.arange(90).view(3, 5, 6).short(), torch.arange(72).view(3, 6, 4).short()]
+# Shapes of matrices and of right-hand sides.
+SOLVED = [((5, 3, 3), (5, 3, 2)), ((3, 3), (5, 3, 2)), ((1, 3, 3), (5, 3, 2)), ((5, 3, 3), (5, 3))]
+# Forms beyond torch's samples.
 FORMS = {
-    "contractions": lambda: (
-        lambda x, y: torch.einsum("bhid, bhjd -> bhij", [x, y]),
-        [numbers(2, 3, 5, 4), numbers(2, 3, 6, 4)],
+    "contractions": (
+        lambda x, y: torch.einsum("bhid, bhjd -> bhij", [x, y]), [(2, 3, 5, 4), (2, 3, 6, 4)]
     ),
-    "a diagonal": lambda: (lambda x: torch.einsum("ii->i", x), [numbers(4, 4)]),
-    "fewer rows than ranks": lambda: (lambda x, w: F.bilinear(x, x, w), [numbers(2, 1)], [numbers(3, 1, 1)]),
-    "factors by name": lambda: (
-        lambda x, y: torch.matmul(other=y, input=x),
-        [numbers(4, 4), numbers(4, 4)],
-    ),
-    "a number is added": lambda: (
-        lambda a, x, b: x.addmv(a, b, beta=0.2, alpha=0.6),
-        [numbers(1, 4)],
-        [numbers(), numbers(4)],
-    ),
-    "a number is added to rows": lambda: (
-        lambda a, x, c: x.addmm(a, c, beta=0.2),
-        [numbers(1, 4)],
-        [numbers(), numbers(4, 3)],
-    ),
-    "whole numbers": lambda: (
-        lambda x: torch.addmm(ROWS[0], x, ROWS.mT @ ROWS, beta=1.7, alpha=2.5),
-        [ROWS],
-    ),
-    "complex numbers": lambda: (
-        lambda x: torch.addmm(x[:, 0], x, x.mT, beta=0.5),
-        [ROWS.to(torch.complex128)],
-    ),
-    "short whole numbers": lambda: (
-        torch.addbmm,
-        [torch.arange(20).view(5, 4).short()],
-        [torch.arange(90).view(3, 5, 6).short(), torch.arange(72).view(3, 6, 4).short()],
-    ),
-    **{
-        f"{name} of {a} and {b}": lambda f=f, a=a, b=b: (f, [numbers(*a)], [numbers(*b)])
-        for name, f in {"solutions": solved, "plain matrices solved": lambda y, x: solved(x, y)}.items()
-        for one, two in (
-            ((5, 3, 3), (5, 3, 2)),
-            ((3, 3), (5, 3, 2)),
-            ((1, 3, 3), (5, 3, 2)),
-            ((5, 3, 3), (5, 3)),
-        )
-        for a, b in [(one, two) if name == "solutions" else (two, one)]
-    },
-    "triangles": lambda: (
+    "a diagonal": (partial(torch.einsum, "ii->i"), [(4, 4)]),
+    "fewer rows than ranks": (lambda x, w: F.bilinear(x, x, w), [(2, 1)], [(3, 1, 1)]),
+    "factors by name": (lambda x, y: torch.matmul(other=y, input=x), [(4, 4), (4, 4)]),
+    "a number is added": (lambda a, x, b: x.addmv(a, b, beta=0.2, alpha=0.6), [(1, 4)], [(), (4,)]),
+    "a number is added to rows": (lambda a, x, c: x.addmm(a, c, beta=0.2), [(1, 4)], [(), (4, 3)]),
+    "whole numbers": (lambda x: torch.addmm(ROWS[0], x, ROWS.mT @ ROWS, beta=1.7, alpha=2.5), [ROWS]),
+    "complex numbers": (lambda x: torch.addmm(x[:, 0], x, x.mT, beta=0.5), [ROWS.to(torch.complex128)]),
+    "short whole numbers": (torch.addbmm, [torch.arange(20).view(5, 4).short()], BRANCHES),
+    "a parameter of split and replicated tensors": (of_both, [(3, 5, 4)], [(4, 4), (4,)]),
+    **{f"solutions of {a} and {b}": (solved, [a], [b]) for a, b in SOLVED},
+    **{f"plain {a} solved for {b}": (lambda y, x: solved(x, y), [b], [a]) for a, b in SOLVED},
+    "solved by name": (solved_by_name, [(2, 3, 4), (2, 3, 3)]),
+    "triangles": (
         lambda x, y: torch.linalg.solve_triangular(definite(x), y, upper=False, left=False),
-        [numbers(5, 3, 3), numbers(5, 3, 3)],
+        [(5, 3, 3), (5, 3, 3)],
     ),
     **{
-        f"Kronecker products of {a} and {b}": lambda a=a, b=b: (
-            lambda x, y: (torch.kron(x, y), torch.kron(y, x)),
-            [numbers(*a)],
-            [numbers(*b)],
-        )
+        f"Kronecker products of {a} and {b}": (lambda x, y: (torch.kron(x, y), torch.kron(y, x)), [a], [b])
         for a, b in (((4, 3), (2, 5)), ((4, 3), (5,)), ((4, 3), (2, 2, 3)))
     },
-    "condition numbers": lambda: (torch.linalg.cond, [numbers(1, 3, 3)]),
-    "condition numbers by -2": lambda: (lambda x: torch.linalg.cond(x, -2), [numbers(1, 3, 3)]),
-    "a transposed Kronecker product": lambda: (transposed, [numbers(5, 5), numbers(10, 20)]),
-}
+    "a transposed Kronecker product": (transposed, [(5, 5), (10, 20)]),
+    "condition numbers": (torch.linalg.cond, [(1, 3, 3)]),
+    "condition numbers by -2": (lambda x: torch.linalg.cond(x, -2), [(1, 3, 3)]),
+}  # fmt: skip
+test_forms = forms(FORMS, atol=1e-8)
+test_samples_of_torch = samples_of("products.contractions", 5)
 
 
-@pytest.mark.mpi
-@pytest.mark.sizes(2, 3, 4)
-@pytest.mark.parametrize("name", FORMS)
-def test_forms(P_world, name):
-    check(P_world, *FORMS[name](), atol=1e-8)
-
-
-@pytest.mark.mpi
-@pytest.mark.sizes(2, 3, 4)
-@pytest.mark.parametrize("part", range(5))
-def test_samples_of_torch(P_world, part):
-    check_functions(P_world, "products.contractions", part, 5)
-
-
-@pytest.mark.mpi
-@pytest.mark.sizes(2, 3, 4)
-def test_a_parameter_beside_split_and_replicated_tensors(P_world):
-    def function(x, w, b):
-        y = F.linear(x, w, b)
-        pooled = y.flatten(1)[:, :1] if not hasattr(y, "redistribute") else y.redistribute().flatten(1)[:, :1]
-        return F.linear(pooled.expand(-1, 4), w, b) + y.flatten(1)[:, :4]
-
-    check(P_world, function, [numbers(3, 5, 4)], [numbers(4, 4), numbers(4)])
-
-
-@pytest.mark.mpi
-@pytest.mark.sizes(2, 3)
 @pytest.mark.parametrize(
     ("equation", "shapes"),
     [
@@ -133,7 +93,7 @@ def test_a_parameter_beside_split_and_replicated_tensors(P_world):
 def test_contractions_by_opt_einsum_are_those_of_torchs_tensors(P_world, equation, shapes):
     contract = pytest.importorskip("opt_einsum").contract
     first, *others = [numbers(*shape) for shape in shapes]
-    check(P_world, lambda *operands: contract(equation, *operands), [first], others)
+    check(P_world, partial(contract, equation), [first], others)
 
 
 SHORT = {
@@ -146,7 +106,7 @@ SHORT = {
     "bmm": (torch.bmm, (2, 5, 7), (2, 7, 3)),
     "linear": (F.linear, (2, 5, 7), (3, 7)),
     "linear with a bias": (F.linear, (2, 5, 7), (3, 7), (3,)),
-    "einsum": (lambda x, y: torch.einsum("bik,jk->bij", x, y), (2, 5, 7), (3, 7)),
+    "einsum": (partial(torch.einsum, "bik,jk->bij"), (2, 5, 7), (3, 7)),
     "tensordot": (lambda x, y: torch.tensordot(x, y, ([2], [1])), (2, 5, 7), (3, 7)),
     "addmv": (lambda x, y, z: torch.addmv(z, x, y), (5, 7), (7,), (5,)),
     "addmm": (lambda x, y, z: torch.addmm(z, x, y), (5, 7), (7, 3), (3,)),
@@ -155,7 +115,6 @@ SHORT = {
 }
 
 
-@pytest.mark.mpi
 @pytest.mark.sizes(1, 2, 3, 4)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", SHORT)
@@ -163,7 +122,7 @@ SHORT = {
 def test_sums_of_short_numbers_are_rounded_once(P_world, name, dtype, autocast):
     function, *shapes = SHORT[name]
 
-    def called(*operands):
+    def cast(*operands):
         with torch.autocast("cpu", dtype, enabled=autocast):
             return function(*operands)
 
@@ -171,15 +130,13 @@ def test_sums_of_short_numbers_are_rounded_once(P_world, name, dtype, autocast):
     wholes = [torch.randint(-100, 100, shape).float().mul(8).add(1) for shape in shapes]
     wholes[0][..., 1::2] *= -1
     operands = [x.to(torch.float32 if autocast else dtype).requires_grad_() for x in wholes]
-    check(P_world, called, operands[:1], operands[1:], gradients=False)
+    check(P_world, cast, operands[:1], operands[1:], gradients=False)
     if len({x.dim() for x in operands}) == 1:
-        check(P_world, called, operands, gradients=False)
+        check(P_world, cast, operands, gradients=False)
     # Of the parts of a gradient each rank rounds its own.
-    check(P_world, called, operands[:1], [x.detach() for x in operands[1:]])
+    check(P_world, cast, operands[:1], [x.detach() for x in operands[1:]])
 
 
-@pytest.mark.mpi
-@pytest.mark.sizes(2, 3)
 def test_bad_input(P_world):
     x = block(P_world.create_cartesian_topology_partition((1, P_world.size)), numbers(5, 4))
     with pytest.raises(ShapeError, match="go together"):
@@ -192,46 +149,24 @@ def test_bad_input(P_world):
         torch.addr(ROWS[0, 0], x[0].long(), x[1].long(), alpha=0.5)
 
 
-@pytest.mark.mpi
-def test_what_is_solved_may_be_named(P_world):
-    b, a = numbers(2, 3, 4), numbers(2, 3, 3)
-
-    def solved(b, a):
-        a, factor = definite(a), torch.linalg.cholesky(definite(a), upper=True)
-        return (
-            torch.cholesky_solve(upper=True, input2=factor, input=b),
-            b.cholesky_solve(factor, True),
-            torch.linalg.solve(B=b, A=a),
-            torch.linalg.solve_triangular(factor, B=b, upper=True),
-            torch.linalg.solve_triangular(upper=True, B=b, input=factor),
-        )
-
-    check(P_world, solved, [b, a])
-
-
-@pytest.mark.mpi
 @pytest.mark.sizes(1, 2, 3, 4)
 @pytest.mark.parametrize("driver", [None, "gels", "gelsy", "gelsd", "gelss"])
 def test_least_squares(P_world, driver):
-    def solved(a, b):
-        return tuple(torch.linalg.lstsq(a, b, driver=driver))
+    def least(a, b):
+        return tuple(torch.linalg.lstsq(a, b=b, driver=driver))
 
-    for batch in ((2,), (4, 3), ()):
-        check(P_world, solved, [numbers(*batch, 5, 3), numbers(*batch, 5, 2)], atol=1e-8)
-        check(P_world, solved, [numbers(*batch, 5, 3)], [numbers(*batch, 5, 2)], atol=1e-8)
-        check(P_world, solved, [numbers(*batch, 2, 4), numbers(*batch, 2, 3)], atol=1e-8)
-    check(P_world, solved, [numbers(4, 5, 3)], [numbers(4, 5)], atol=1e-8)
-    check(P_world, solved, [numbers(5, 3)], [numbers(5)], atol=1e-8)
-    check(P_world, solved, [numbers(4, 5, 3)], [numbers(1, 5, 2)], atol=1e-8)
-    named = [numbers(2, 5, 3), numbers(2, 5, 3)]
-    check(P_world, lambda a, b: torch.linalg.lstsq(a, b=b, driver=driver).solution, named, atol=1e-8)
+    both = [((*batch, 5, 3), (*batch, 5, 2)) for batch in ((2,), (4, 3), ())]
+    both += [((*batch, 2, 4), (*batch, 2, 3)) for batch in ((2,), (4, 3), ())]
+    for a, b in both:
+        check(P_world, least, [numbers(*a), numbers(*b)], atol=1e-8)
+    for a, b in (*both[:3], ((4, 5, 3), (4, 5)), ((5, 3), (5,)), ((4, 5, 3), (1, 5, 2))):
+        check(P_world, least, [numbers(*a)], [numbers(*b)], atol=1e-8)
     if driver != "gels":
         # Not of full rank: all matrices, and some.
         for a in (torch.ones(2, 4, 3), torch.cat([torch.ones(1, 4, 3), torch.rand(3, 4, 3)])):
-            check(P_world, solved, [a.double(), numbers(len(a), 4, 2).detach()], atol=1e-8)
+            check(P_world, least, [a.double(), numbers(len(a), 4, 2).detach()], atol=1e-8)
 
 
-@pytest.mark.mpi
 @pytest.mark.sizes(1, 2, 3)
 def test_a_tensor_beside_matrices_that_every_rank_has_is_as_in_torch(P_world):
     x = torch.diag(torch.tensor([3.0, 1e-3, 2.0]))
