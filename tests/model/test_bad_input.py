@@ -5,7 +5,6 @@ import copy
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional as F  # noqa: N812
 
 from distdl_rma import ArgumentError, ConfigurationError, PartitionError, ShapeError, distribute, shard
 from tests.model.against_alone import train_beside
@@ -17,21 +16,6 @@ pytestmark = [pytest.mark.mpi, pytest.mark.sizes(2, 3, 4), pytest.mark.in_turn(4
 @pytest.fixture
 def P_x(P_world):  # noqa: N802
     return P_world.create_cartesian_topology_partition((1, 1, P_world.size, 1))
-
-
-@pytest.fixture
-def s(P_x):
-    return shard(P_x, torch.randn(2, 3, 12, 5))
-
-
-def test_shapes_that_do_not_broadcast(s, comm):
-    for other in (torch.randn(2, 3, 7, 5), s.to_local().clone(), torch.randn(4)):
-        for call in (lambda a, b: a + b, torch.where, F.mse_loss, lambda a, b: torch.cat([a, b])):
-            with pytest.raises((ShapeError, RuntimeError, TypeError)):
-                call(s, other) if call is not torch.where else torch.where(s > 0, s, other)
-    with pytest.raises(ShapeError, match=r"all are global.*SplitTensor\.from_local"):
-        s * torch.randn(2, 3, 7, 5)
-    torch.testing.assert_close((s * s).full_tensor(), s.full_tensor() ** 2)
 
 
 class Positions(nn.Module):

@@ -8,7 +8,7 @@ from torch.nn import functional as F  # noqa: N812
 from tests.model.public import torchvision_models
 from tests.split.against_whole import check
 
-pytestmark = pytest.mark.mpi
+pytestmark = [pytest.mark.mpi, pytest.mark.sizes(2, 3, 4), pytest.mark.in_turn(2, 3, 4)]
 
 CLASSES, PIXELS, PICTURE, VOLUME = 3, (2, 3, 13, 11), (2, 1, 23, 21), (1, 1, 12, 9, 10)
 
@@ -72,24 +72,18 @@ def beside(P_world, loss, x, y, atol=1e-10):
     check(P_world, loss, [x], [y], atol=atol)
 
 
-@pytest.mark.sizes(2, 3, 4)
-@pytest.mark.in_turn(2, 3, 4)
 @pytest.mark.parametrize("name", SEGMENTATION)
 def test_of_segmentation(P_world, name):
     kind, arguments, wanted = SEGMENTATION[name]
     beside(P_world, monai_loss(kind, arguments), scores(), wanted(), SINGLE)
 
 
-@pytest.mark.sizes(2, 3, 4)
-@pytest.mark.in_turn(2, 3, 4)
 @pytest.mark.parametrize("name", PICTURES)
 def test_of_pictures(P_world, name):
     kind, arguments, shape = PICTURES[name]
     beside(P_world, monai_loss(kind, arguments), picture(shape), like(shape), SINGLE)
 
 
-@pytest.mark.sizes(2, 3, 4)
-@pytest.mark.in_turn(2, 3, 4)
 @pytest.mark.filterwarnings("ignore:Using a non-tuple")
 @pytest.mark.parametrize("kind", ["BendingEnergyLoss", "DiffusionLoss"])
 def test_of_displacements(P_world, kind):
@@ -146,15 +140,11 @@ def style(x, y):
     return F.mse_loss(found, wanted)
 
 
-@pytest.mark.sizes(2, 3, 4)
-@pytest.mark.in_turn(2, 3, 4)
 @pytest.mark.parametrize("loss", [dice, flat_dice, overlap, smooth, edges, of_a_mask, logged, style])
 def test_as_users_write_them(P_world, loss):
     beside(P_world, loss, scores(), one_hot())
 
 
-@pytest.mark.sizes(2, 3, 4)
-@pytest.mark.in_turn(2, 3, 4)
 def test_of_what_a_frozen_network_perceives(P_world):
     network = torchvision_models().vgg.make_layers([4, "M", 6, "M"], False)
     network = network.double().eval().requires_grad_(False)

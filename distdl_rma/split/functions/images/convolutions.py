@@ -34,15 +34,7 @@ from distdl_rma.split.calls.table import Call, rule
 from distdl_rma.split.operands import needs_of, of_cut, on_whole_tensors, wholes
 from distdl_rma.split.tensor import SplitTensor, checked_block, composed
 
-_DIMS = {
-    "conv1d": 1,
-    "conv2d": 2,
-    "conv3d": 3,
-    "conv_transpose1d": 1,
-    "conv_transpose2d": 2,
-    "conv_transpose3d": 3,
-}
-
+_DIMS = {f"conv{kind}{dims}d": dims for kind in ("", "_transpose") for dims in (1, 2, 3)}
 _WEIGHTS = "weight", "bias"
 
 

@@ -223,35 +223,6 @@ def test_integers_are_equally_likely(bounds):
     assert abs(chi - freedom) <= 5 * sqrt(2 * freedom)
 
 
-SHAPE = 8, 32, 32, 32
-
-
-def correlation(x: torch.Tensor, y: torch.Tensor) -> float:
-    """In standard errors, of numbers with mean 0 and variance 1."""
-    return abs(float((x.double() * y.double()).mean())) * sqrt(x.numel())
-
-
-@pytest.mark.parametrize("name", ["normal_", "bernoulli_"])
-@pytest.mark.parametrize("shape", [SHAPE, (N,), (N // 4, 4), (3, 87_001)], ids=str)
-def test_neighbours_blocks_and_draws_are_independent(name, shape):
-    def numbers(seed):
-        x = whole(shape, name, (0.0, 1.0) if name == "normal_" else (0.5,), torch.float64, seed)
-        return x if name == "normal_" else 2 * x - 1
-
-    x = numbers(11)
-    for dim, n in enumerate(shape):
-        for lag in {1, 2, 4, 16, n // 2} & {*range(1, n)}:
-            assert correlation(x.narrow(dim, 0, n - lag), x.narrow(dim, lag, n - lag)) < 4.5
-        # Four corners of rectangles, and squares of neighbours.
-        for other in range(dim):
-            a = x.narrow(dim, 0, n - 1) * x.narrow(dim, 1, n - 1)
-            m = shape[other]
-            assert correlation(a.narrow(other, 0, m - 1), a.narrow(other, 1, m - 1)) < 4.5
-    # Seeds that follow each other, or differ in one bit only.
-    for seed in (12, 11 ^ 1 << 20, 11 ^ 1 << 62):
-        assert correlation(x, numbers(seed)) < 4.5
-
-
 def test_nothing_is_drawn_for_an_empty_block():
     layout = lay.replicated(Partition((0,), (1,), 0), (3, 0))
     out = torch.empty(3, 0)

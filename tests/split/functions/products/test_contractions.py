@@ -35,7 +35,7 @@ def solved_by_name(b, a):
 
 def transposed(x, y):
     # Which torch refuses of one that is transposed in memory.
-    return torch.kron(x.mT if isinstance(x, SplitTensor) else x.mT.contiguous(), y)
+    return torch.kron(x.mT if isinstance(x, SplitTensor) and x.is_split else x.mT.contiguous(), y)
 
 
 def of_both(x, w, b):
