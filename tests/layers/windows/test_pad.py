@@ -1,5 +1,7 @@
 """Padding of split tensors equals padding of the whole; random ones are in the search over pooling."""
 
+import re
+
 import pytest
 import torch
 from torch import nn
@@ -65,10 +67,13 @@ def test_padding_wider_than_the_input_is_refused(P_world):
         layer(shard(P_x, torch.zeros(1, 1, 3, 9)))
 
 
-def test_more_than_there_is_cannot_be_cropped(P_world):
-    P_x = rows(P_world)
-    with pytest.raises(ShapeError, match=r"padding \(0, 0, -3, -3\) leaves \(-2, 4\) of the global input"):
-        layers.DistributedZeroPad2d(P_x, (0, 0, -3, -3))(shard(P_x, torch.zeros(1, 1, 4, 4)))
+@pytest.mark.parametrize("padding", [(0, 0, -3, -3), (-5, 5, 0, 0), (0, 0, 5, -5)])
+def test_more_than_there_is_cannot_be_cropped(P_world, padding):
+    P_x, x = rows(P_world), torch.zeros(1, 1, 4, 4)
+    with pytest.raises(RuntimeError):
+        nn.ZeroPad2d(padding)(x)
+    with pytest.raises(ShapeError, match=rf"padding {re.escape(str(padding))} leaves .* of the global input"):
+        layers.DistributedZeroPad2d(P_x, padding)(shard(P_x, x))
 
 
 def test_images_of_one_rank_that_lie_on_each_other_are_summed(P_world):
