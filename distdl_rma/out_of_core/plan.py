@@ -183,7 +183,8 @@ def planned(
 
     def held(blocks: Sequence[int]) -> float:
         # By ranks that wait, with messages.
-        return (found.held + found.moved + found.copies * prod(blocks)) * larger
+        by_ranks = (found.held + found.copies * prod(blocks)) * whole.nbytes / found.alone
+        return by_ranks + found.moved * larger
 
     def need(blocks: Sequence[int]) -> float:
         # Of the slab that runs, and of messages for the next one.
@@ -193,7 +194,8 @@ def planned(
             return whole.nbytes + others
         rows = prod(-(-n // b) for n, b in zip(sample, blocks, strict=True)) / across
         rows += found.lag * blocks[dim] / count if blocks[dim] > 1 else 0
-        rows = max(rows, sample[dim] / found.parts)
+        if found.waits:
+            rows = max(rows, sample[dim] / found.parts)
         return each * rows + found.whole * larger + messages + others
 
     def waiting(blocks: Sequence[int]) -> float:
