@@ -111,7 +111,7 @@ class _Shown:
     @property
     def storage(self) -> int:
         """Number of the memory, ``_cdata`` of its storage."""
-        return self._words.untyped_storage()._cdata
+        return int(self._words.untyped_storage()._cdata)
 
 
 # Memory of which there are arrays, made in ``memory_moves``.

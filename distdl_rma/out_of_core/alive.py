@@ -53,7 +53,7 @@ class Alive(TorchDispatchMode):
     def storages(self) -> Iterator[torch.UntypedStorage]:
         """Memory that is alive."""
         for key, (reference, _) in [*self._alive.items()]:
-            storage = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
+            storage: Any = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
             if storage is None:
                 del self._alive[key]
             else:
@@ -81,7 +81,8 @@ def _of_kernel(func: Any, args: Any, y: Any) -> int:
         return _of_convolution(args[0], args[1], y, args[6] if _CONVOLUTIONS[kind] else False)
     if kind in _PRODUCTS:
         # Operands in another order are copied, and what is added is copied to the result.
-        return sum(x.nbytes for x in args if isinstance(x, torch.Tensor) and not x.is_contiguous()) + y.nbytes
+        copied = [x.nbytes for x in args if isinstance(x, torch.Tensor) and not x.is_contiguous()]
+        return int(sum(copied) + y.nbytes)
     # Transforms of several dimensions copy the operand.
     return int(y.nbytes) if kind in _TRANSFORMS else 0
 
