@@ -230,7 +230,7 @@ def planned(
             f" meanwhile: {size_text(disk)} in {folder}, where {size_text(free)} are free; choose another"
             " folder by scratch="
         )
-    idle = 0.0 if waits else min(_MOST_IDLE_NBYTES, usable - forward)
+    idle = min(_MOST_IDLE_NBYTES, usable - forward) if several and not waits else 0.0
     return Plan(
         tuple(map(int, shape)), result, whole.dtype, samples, chosen, 1 + len(waits), waits, memory,
         int(kept + forward + resident + idle), whole.nbytes, int(disk), int(messages + resident), int(idle),
