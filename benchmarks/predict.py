@@ -26,6 +26,8 @@ SIDE = int(os.environ.get("PREDICT_BENCH_SIDE", "2048"))
 SLABS, CLASSES = 8, 100
 # Of the prediction of a volume: less than a fifth of what a sliding window needs for it.
 MEMORY = "600MiB"
+# Of a prediction of small images.
+LEAST_NBYTES = 1 << 27
 # A call takes seconds.
 REPETITIONS = 11
 
@@ -48,7 +50,7 @@ def _in_slabs(folder: Path, what: str, norm: Callable[..., nn.Module], target: f
     x = torch.randn(1, 1, SIDE, SIDE, generator=torch.Generator().manual_seed(2))
     whole = plan_prediction(model, x, memory="1TiB").whole_nbytes
     # A part of what waits for a norm is on disk.
-    how = {"grid": {"H": SLABS}, "memory": int(0.6 * whole), "scratch": folder}
+    how = {"grid": {"H": SLABS}, "memory": max(int(0.6 * whole), LEAST_NBYTES), "scratch": folder}
 
     @torch.no_grad()
     def baseline() -> None:

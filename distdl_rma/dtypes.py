@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
+from weakref import WeakSet
 
 import numpy as np
 import torch
@@ -84,7 +85,7 @@ MOVING: list[bool] = []
 
 @contextmanager
 def memory_moves() -> Iterator[None]:
-    """Context in which arrays of tensors leave these resizable; an array is invalid once its tensor was."""
+    """Context in which arrays of tensors leave these resizable; ``SHOWN`` has those that must not move."""
     MOVING.append(True)
     try:
         yield
@@ -105,6 +106,16 @@ class _Shown:
             "strides": tuple(n * itemsize for n in words.stride()),
             "typestr": BIT_WORDS[itemsize][1].str,
         }
+        SHOWN.add(self)
+
+    @property
+    def storage(self) -> int:
+        """Number of the memory, ``_cdata`` of its storage."""
+        return int(self._words.untyped_storage()._cdata)
+
+
+# Memory of which there are arrays, made in ``memory_moves``.
+SHOWN: WeakSet[_Shown] = WeakSet()
 
 
 def as_words(tensor: torch.Tensor) -> NDArray[Any]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from math import prod
 from typing import Any
 
 import torch
@@ -14,12 +13,10 @@ from torch._subclasses.fake_tensor import (
     DynamicOutputShapeException,
     FakeTensorMode,
 )
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
-from distdl_rma.errors import ArgumentError, UnsupportedError
-from distdl_rma.out_of_core.inference import Inference, fixed_tensors, one_tensor, twin_of
+from distdl_rma.errors import ArgumentError, ConfigurationError, UnsupportedError
+from distdl_rma.out_of_core.alive import Alive
+from distdl_rma.out_of_core.inference import Inference, one_tensor, twin_of
 from distdl_rma.out_of_core.pages import Pages
 from distdl_rma.segments.buffered_channel import Mailbox
 from distdl_rma.split.tensor import SplitTensor
@@ -34,38 +31,8 @@ _CROPS = 4
 _IMAGE = 4
 # Two ranks show all waits: the first one waits only for data of later ranks.
 _RANKS = 2
-_CONVOLUTIONS = frozenset(
-    {
-        torch.ops.aten.convolution.default,
-        torch.ops.aten._convolution.default,
-        torch.ops.aten.mkldnn_convolution.default,
-    }
-)
-
-
-class _LiveBytes(TorchDispatchMode):
-    """Counts the bytes of the results of functions that are alive, and their maximum, as ``peak``.
-
-    A convolution also has a copy of its input beside its halo, and copies of input and output in the order of
-    torch's kernels.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
-        self.peak = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run a function and count its results."""
-        found = func(*args, **(kwargs or {}))
-        for y in tree_leaves(found):
-            if isinstance(y, torch.Tensor):
-                storage = y.untyped_storage()
-                self._alive[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
-        self._alive = {key: each for key, each in self._alive.items() if not each[0].expired()}
-        extra = 2 * args[0].nbytes + found.nbytes if func in _CONVOLUTIONS else 0
-        self.peak = max(self.peak, extra + sum(nbytes for _, nbytes in self._alive.values()))
-        return found
+# Of what a crop needs in one block, what two need at once, at most.
+_CROP_SHARE = 1.5
 
 
 @dataclass(frozen=True)
@@ -82,8 +49,10 @@ def needs_of(model: nn.Module, post: Post, shape: Sequence[int], dtype: torch.dt
 
     ``UnsupportedError`` if shapes depend on values.
     """
-    twin, live = twin_of(model), _LiveBytes()
+    twin, live, fast = twin_of(model), Alive(counts=True), torch.backends.mha.get_fastpath_enabled()
     try:
+        # torch's short cut through an attention is one function, whose memory would not be seen.
+        torch.backends.mha.set_fastpath_enabled(False)
         with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad(), live:
             x = torch.empty(tuple(shape), dtype=dtype)
             y = twin(x)
@@ -94,22 +63,49 @@ def needs_of(model: nn.Module, post: Post, shape: Sequence[int], dtype: torch.dt
             f"predict: {error}: what the model does, or the shape of its result, depends on values; its"
             " memory cannot be known beforehand"
         ) from error
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fast)
 
 
 @dataclass(frozen=True)
 class Dependence:
-    """How blocks along one dimension depend on each other, from a run of two ranks on a crop.
+    """What blocks along one dimension need, and of each other, from runs of a few ranks on a crop.
 
-    ``waits`` are the modules at which a rank needs later ones. ``lag`` is how many elements of the input the
-    blocks of the result end earlier, at most, than those of the input. ``messages`` are the bytes for the
-    next rank per element of the cross-section, and ``held`` the bytes that waiting ranks hold per element of
-    the input, at most.
+    Attributes
+    ----------
+    waits
+        Modules at which a rank needs later ones.
+    crop, alone
+        Shape of the crop, and the bytes that it needs in one block.
+    row
+        Bytes that a rank needs while it runs, for each row of its block: an element of the cut dimension.
+    lag
+        Rows more that the last rank needs, since blocks of results end earlier than those of the input.
+    whole
+        Bytes that each rank needs for tensors that are not cut.
+    parts
+        Ranks that have a part of a tensor that is cut otherwise, at most.
+    weights
+        Bytes that kernels need for the weights of a layer.
+    messages
+        Bytes of messages that wait at once.
+    held, copies, moved
+        Bytes that all waiting ranks hold together, those that each one adds of tensors that are not cut, and
+        those of messages of a tensor that is cut otherwise.
     """
 
     waits: tuple[str, ...]
-    lag: int
-    messages: float
-    held: float
+    crop: tuple[int, ...]
+    alone: int
+    row: float
+    lag: float
+    whole: int
+    parts: float
+    weights: int
+    messages: int
+    held: int
+    copies: int
+    moved: int
 
 
 def crop_extent(extent: int, least: int) -> int:
@@ -118,69 +114,101 @@ def crop_extent(extent: int, least: int) -> int:
 
 
 def dependence_of(
-    model: nn.Module, post: Post, shape: Sequence[int], dtype: torch.dtype, dim: int
+    model: nn.Module, post: Post, shape: Sequence[int], dtype: torch.dtype, dim: int, memory: int
 ) -> Dependence:
     """How blocks along a dimension depend on each other; runs the model on a crop of random numbers.
 
-    Raises the model's errors: functions that cannot be split, and crops that the model does not take.
+    Raises the model's errors, of functions that cannot be split and crops that the model does not take; and
+    ``ConfigurationError`` if the crop needs more than ``memory``.
     """
     short = _MODULUS // (2 if len(shape) > _IMAGE else 1)
     for left in reversed(range(_CROPS)):
         try:
-            return _of_long_enough(model, post, shape, dtype, dim, short)
+            return _of_long_enough(model, post, shape, dtype, dim, short, memory)
         except (RuntimeError, ValueError, AssertionError, IndexError) as error:
             whole = all(crop_extent(n, short) == n for n in shape[2:])
-            if whole or not left or isinstance(error, (UnsupportedError, ArgumentError)):
+            if whole or not left or isinstance(error, (UnsupportedError, ArgumentError, ConfigurationError)):
                 raise
         short *= 2
     raise RuntimeError("no crop")
 
 
 def _of_long_enough(
-    model: nn.Module, post: Post, shape: Sequence[int], dtype: torch.dtype, dim: int, short: int
+    model: nn.Module, post: Post, shape: Sequence[int], dtype: torch.dtype, dim: int, short: int, memory: int
 ) -> Dependence:
     # A crop of which the first rank has a part of the result.
     least = _LONGER * short
     while True:
-        crop = [n if d < 2 else crop_extent(n, least if d == dim else short) for d, n in enumerate(shape)]
-        found, settled = _dependence(model, post, crop, dtype, dim)
-        if settled or crop[dim] == shape[dim]:
-            return found
+        crop = tuple(
+            n if d < 2 else crop_extent(n, least if d == dim else short) for d, n in enumerate(shape)
+        )
+        alone = needs_of(model, post, crop, dtype).nbytes
+        if _CROP_SHARE * alone > memory:
+            raise ConfigurationError(
+                f"predict: memory={size_text(memory)} is too small: the model is tried on a crop of {crop},"
+                f" which needs {size_text(_CROP_SHARE * alone)}; give as much"
+            )
+        run = _Run(model, post, crop, dtype, dim, _RANKS)
+        if run.settled or crop[dim] == shape[dim]:
+            break
         least *= 2
+    first, last = (run.pages.peaks.get(rank, 0) for rank in range(_RANKS))
+    whole = copies = moved = 0
+    held = max(run.pages.held.values(), default=0)
+    if run.mailbox.whole_nbytes and run.waits:
+        # With twice as many ranks, only memory of tensors that are not cut stays the same.
+        more = _Run(model, post, crop, dtype, dim, 2 * _RANKS)
+        whole = max(0, sum(more.pages.peaks.values()) - first - last) // 2
+        copies = min(held, max(0, 2 * max(more.pages.held.values(), default=0) - held))
+        moved = (2 * _RANKS) ** 2 * more.mailbox.whole_nbytes // (2 * _RANKS - 1)
+    # Extents in space are those of the crop.
+    parts = min(
+        (n * shape[d] / crop[d] if dims == len(crop) and d > 1 else n for dims, d, n in run.mailbox.cuts),
+        default=float("inf"),
+    )
+    row = max(1.0, (first + last - 2 * whole) / crop[dim])
+    return Dependence(
+        tuple(run.waits), crop, alone, row, max(0.0, (last - first) / (2 * row)), whole, parts,
+        run.pages.weight_nbytes, run.mailbox.peak_nbytes, _RANKS * (held - copies), copies, moved,
+    )  # fmt: skip
 
 
-def _dependence(
-    model: nn.Module, post: Post, crop: Sequence[int], dtype: torch.dtype, dim: int
-) -> tuple[Dependence, bool]:
-    waits: list[str] = []
-    mailbox, ends, messages = Mailbox(), list[float](), list[int]()
+class _Run:
+    """A run of some ranks on a crop, and what was found."""
 
-    def note_wait(rank: int, path: str) -> None:
+    def __init__(
+        self, model: nn.Module, post: Post, crop: Sequence[int], dtype: torch.dtype, dim: int, ranks: int
+    ) -> None:
+        self.waits: list[str] = []
+        self.mailbox = Mailbox()
+        # Whether the first rank has a part of the result.
+        self.settled, self._dim = True, dim
+        self.pages = Pages(1 << 62, _no_scratch, self._note_wait, counts=True)
+        generator = torch.Generator().manual_seed(0)
+        whole = torch.rand(tuple(crop), generator=generator, dtype=torch.float64).to(dtype)
+        blocks = [min(ranks, n) if d == dim else 1 for d, n in enumerate(crop)]
+        Inference(
+            model, post, crop, blocks, self.pages, self.mailbox, lambda box: whole[box].clone(),
+            lambda *_: None, self._note_end,
+        ).run()  # fmt: skip
+
+    def _note_wait(self, rank: int, path: str) -> None:
         if rank == 0:
-            waits.append(path)
+            self.waits.append(path)
 
-    def note_end(rank: int, y: torch.Tensor) -> None:
-        if rank == 0:
-            messages.append(mailbox.nbytes)
-            scale = crop[dim]
-            if isinstance(y, SplitTensor) and dim < y.dim() and dim in y.decomposition.cut_dims:
-                split = y.decomposition.splits[dim]
-                ends.append(split.interval(0)[1] / split.extent * scale)
-
-    generator = torch.Generator().manual_seed(0)
-    whole = torch.rand(tuple(crop), generator=generator, dtype=torch.float64).to(dtype)
-    pages = Pages(1 << 62, _no_scratch, fixed_tensors(model), note_wait)
-    blocks = [_RANKS if d == dim else 1 for d in range(len(crop))]
-    Inference(
-        model, post, crop, blocks, pages, mailbox, lambda box: whole[box].clone(), lambda *_: None, note_end
-    ).run()
-    half = -(-crop[dim] // 2)
-    lag = max(0, round(half - ends[0])) if ends else 0
-    across = prod(crop) / crop[dim]
-    most = max(messages[0], mailbox.peak_nbytes)
-    found = Dependence(tuple(waits), lag, most / across, pages.peak_nbytes / prod(crop))
-    return found, not ends or ends[0] > 0
+    def _note_end(self, rank: int, y: torch.Tensor) -> None:
+        dim = self._dim
+        if rank == 0 and isinstance(y, SplitTensor) and dim < y.dim() and dim in y.decomposition.cut_dims:
+            self.settled = y.decomposition.splits[dim].interval(0)[1] > 0
 
 
 def _no_scratch() -> Any:
     raise RuntimeError("a crop fits into memory")
+
+
+def size_text(nbytes: float) -> str:
+    """A number of bytes in words."""
+    for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if nbytes >= size:
+            return f"{nbytes / size:.1f} {unit}"
+    return f"{int(nbytes)} bytes"

@@ -100,7 +100,7 @@ class Inference:
     def run(self) -> None:
         """Run all ranks, one at a time, in their order as far as possible; blocking."""
         self.begun = self.first
-        with freed_at_once(), self.pages.watching():
+        with freed_at_once(), self.pages.watching(self.mailbox):
             played(prod(self.blocks), self._rank, None, keeper=self.pages)
 
     def _rank(self, comm: VirtualComm) -> None:
@@ -116,25 +116,23 @@ class Inference:
             comm.wait_until(self._is_over, "the slabs of this process")
             return
         layout = lay.balanced(machine.partition(self.blocks), self.shape)
-        twin = self._hooked()
         comm.wait_until(lambda: self._may_begin(comm.rank), "its first turn")
         # Raises if the rank before has failed.
         machine.segments.waiter.advance()
         machine.segments.notices.check()
-        self.pages.begin(comm.rank)
         self.begun += 1
         self._running += 1
         try:
-            with torch.no_grad():
+            twin = self._hooked()
+            with self.pages.running(comm.rank), torch.no_grad():
                 y = twin(SplitTensor(self.read(layout.slices()), layout))
                 y = one_tensor(y if self.post is None else self.post(y))
-            del twin
-            self._write(machine.rank, y)
+                del twin
+                self._write(machine.rank, y)
         except BaseException:
             self._failed = True
             raise
         finally:
-            self.pages.end(comm.rank)
             self._running -= 1
         self.ended(comm.rank, y)
 

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from distdl_rma.errors import ArgumentError, ConfigurationError, ShapeError
-from distdl_rma.out_of_core.estimate import Post, crop_extent, dependence_of, needs_of
+from distdl_rma.out_of_core.estimate import Post, dependence_of, needs_of, size_text
 from distdl_rma.split.entry import grid_for
 
 _LEADING = 2
@@ -23,8 +23,10 @@ _MOST_SLABS = 512
 _USABLE = 0.85
 # Beside tensors: of the file and of each slab, whose thread has objects of each layer.
 _OF_FILES_NBYTES, _OF_SLAB_NBYTES = 16 << 20, 3 << 19
-# In whole passes, blocks of so many ranks are in memory at least: written, used and read ahead.
-_RANKS_IN_MEMORY = 3
+# In whole passes, slabs that wait in memory if that suffices: one is written, and one is read ahead.
+_SLABS_IN_MEMORY = 2
+# Memory of results that is kept for the next ones, at most.
+_MOST_IDLE_NBYTES = 1 << 28
 
 
 @dataclass(frozen=True)
@@ -105,8 +107,9 @@ class Plan:
     nbytes: int
     whole_nbytes: int
     disk_nbytes: int
-    #: Bytes of blocks that stay in memory while their rank waits.
+    #: Bytes of ranks that wait, and of messages, that stay in memory; and of memory that is kept for results.
     resident_nbytes: int
+    idle_nbytes: int
     form: Form
 
     @property
@@ -117,7 +120,7 @@ class Plan:
     def __str__(self) -> str:
         letters = "NC" + "DHW"[3 - self.form.spatial :]
         cut = " x ".join(f"{n} along {d}" for d, n in zip(letters, self.grid, strict=True) if n > 1) or "1"
-        within = f"{_text(self.nbytes)} of {_text(self.memory)}"
+        within = f"{size_text(self.nbytes)} of {size_text(self.memory)}"
         passes = f"{self.passes}: slabs end one after the other"
         if self.waits:
             count = len(self.waits)
@@ -126,9 +129,9 @@ class Plan:
             "source": f"{self.source}, {self.samples} sample{'s' if self.samples > 1 else ''}",
             "result": f"{self.result} of {str(self.dtype).removeprefix('torch.')}",
             "slabs": cut,
-            "memory": f"{within}; the whole at once: {_text(self.whole_nbytes)}",
+            "memory": f"{within}; the whole at once: {size_text(self.whole_nbytes)}",
             "passes": passes,
-            "disk": _text(self.disk_nbytes) if self.disk_nbytes else "none",
+            "disk": size_text(self.disk_nbytes) if self.disk_nbytes else "none",
         }
         return "\n".join(f"{name:10}{text}" for name, text in lines.items())
 
@@ -141,8 +144,11 @@ def planned(
     memory: int,
     grid: Any,
     folder: Path,
+    returns: bool,
 ) -> Plan:
     """Choose the slabs for a limit of memory, and refuse what cannot be done; runs the model on a crop.
+
+    ``returns`` says whether the result is in memory.
 
     Raises
     ------
@@ -165,72 +171,71 @@ def planned(
             f"predict: the result of a sample has shape {tuple(whole.shape)}, and its first dimension is the"
             " batch, of 1: let the model and post= keep it"
         )
-    found = dependence_of(model, post, sample, dtype, dim)
-    fixed, each = _bytes_of_rows(model, post, sample, dtype, dim)
-    across, voxels = prod(sample) / sample[dim], prod(sample)
-    held, messages = found.held * voxels, found.messages * across
+    samples = int(shape[0]) if form.has_batch else 1
+    result = (samples, *whole.shape[1:]) if form.has_batch else whole.shape[1:]
+    kept = prod(result) * whole.dtype.itemsize if returns else 0
+    usable = _USABLE * memory - kept
+    found = dependence_of(model, post, sample, dtype, dim, memory)
+    across, larger = prod(sample) // sample[dim], prod(sample) / prod(found.crop)
+    each = found.row * whole.nbytes / found.alone * found.crop[dim] / sample[dim]
+    # Those of a slab, while those for it are there.
+    messages = 2 * found.messages * larger * found.crop[dim] / sample[dim]
 
-    def need(blocks: Sequence[int]) -> tuple[float, float]:
-        # Of the forward of a block with its messages; and of waiting ranks, at least.
+    def held(blocks: Sequence[int]) -> float:
+        # By ranks that wait, with messages.
+        by_ranks = (found.held + found.copies * prod(blocks)) * whole.nbytes / found.alone
+        return by_ranks + found.moved * larger
+
+    def need(blocks: Sequence[int]) -> float:
+        # Of the slab that runs, and of messages for the next one.
+        count = prod(blocks)
+        others = _OF_FILES_NBYTES + _OF_SLAB_NBYTES * count + found.weights
+        if count == 1:
+            return whole.nbytes + others
         rows = prod(-(-n // b) for n, b in zip(sample, blocks, strict=True)) / across
-        wide = across / max(1, prod(blocks) / blocks[dim])
-        rows = min(sample[dim], rows + (found.lag if blocks[dim] > 1 else 0) * wide / across)
-        forward = fixed + each * rows + _OF_FILES_NBYTES + _OF_SLAB_NBYTES * prod(blocks)
-        forward += messages if prod(blocks) > 1 else 0
-        waiting = min(held, _RANKS_IN_MEMORY * held / prod(blocks)) if prod(blocks) > 1 else 0
-        return forward, waiting
+        rows += found.lag * blocks[dim] / count if blocks[dim] > 1 else 0
+        if found.waits:
+            rows = max(rows, sample[dim] / found.parts)
+        return each * rows + found.whole * larger + messages + others
 
-    usable = _USABLE * memory
+    def waiting(blocks: Sequence[int]) -> float:
+        # Of ranks that wait in memory, so that the disk is used while others compute.
+        count = prod(blocks)
+        return min(1, _SLABS_IN_MEMORY / count) * held(blocks) if found.waits and count > 1 else 0
+
     most = min(sample[dim], _MOST_SLABS)
     choices = (
         [blocks]
         if blocks is not None
         else [tuple(n if d == dim else 1 for d in range(len(sample))) for n in range(1, most + 1)]
     )
-    chosen = next((each for each in choices if sum(need(each)) <= usable), None)
-    if chosen is None:
-        least = min(map(sum, map(need, choices)))
-        slabs = "this grid" if grid is not None else f"the smallest of up to {most} slabs"
+    chosen = next((each for each in choices if need(each) + waiting(each) <= usable), None)
+    chosen = chosen or min(choices, key=need)
+    forward = need(chosen)
+    if forward > usable:
+        least, slabs = (forward + kept) / _USABLE, f"the smallest of up to {most} slabs"
         raise ConfigurationError(
-            f"predict: memory={_text(memory)} is too small: {slabs} of {sample} needs"
-            f" {_text(least / _USABLE)}; give as much{', or more blocks' if grid is not None else ''}"
+            f"predict: memory={size_text(memory)} is too small:"
+            f" {'this grid' if grid is not None else slabs} of {sample} needs {size_text(least)}"
+            f"{f', of which the result has {size_text(kept)}' if kept else ''}; give as much"
+            f"{', or more blocks' if grid is not None else ''}"
         )
-    forward, waiting = need(chosen)
     several = prod(chosen) > 1
-    resident = min(held, usable - forward) if several else 0.0
-    disk = max(0.0, held - resident) if several else 0.0
+    waits = found.waits if several else ()
+    resident = min(held(chosen), usable - forward) if waits else 0.0
+    disk = held(chosen) - resident if waits else 0.0
     if disk and (free := shutil.disk_usage(folder).free) < disk:
         raise ConfigurationError(
             f"predict: {len(found.waits)} functions of the model need all slabs, which wait on disk"
-            f" meanwhile: {_text(disk)} in {folder}, where {_text(free)} are free; choose another folder by"
-            " scratch="
+            f" meanwhile: {size_text(disk)} in {folder}, where {size_text(free)} are free; choose another"
+            " folder by scratch="
         )
-    samples = int(shape[0]) if form.has_batch else 1
-    result = (samples, *whole.shape[1:]) if form.has_batch else whole.shape[1:]
-    waits = found.waits if several else ()
+    idle = min(_MOST_IDLE_NBYTES, usable - forward) if several and not waits else 0.0
     return Plan(
         tuple(map(int, shape)), result, whole.dtype, samples, chosen, 1 + len(waits), waits, memory,
-        int(forward + max(waiting, resident)), whole.nbytes, int(disk),
-        max(0, int(resident - _RANKS_IN_MEMORY * held / prod(chosen))) if disk else int(held) + 1, form,
+        int(kept + forward + resident + idle), whole.nbytes, int(disk), int(messages + resident), int(idle),
+        form,
     )  # fmt: skip
-
-
-def _bytes_of_rows(
-    model: nn.Module, post: Post, sample: Sequence[int], dtype: torch.dtype, dim: int
-) -> tuple[float, float]:
-    # The need of a slab is a constant and so much for each row.
-    few = crop_extent(sample[dim], 64)
-    more = crop_extent(sample[dim], 2 * few)
-    first = needs_of(model, post, _with(sample, dim, few), dtype).nbytes
-    if more == few:
-        return 0.0, first / few
-    second = needs_of(model, post, _with(sample, dim, more), dtype).nbytes
-    each = (second - first) / (more - few)
-    return max(0.0, first - each * few), each
-
-
-def _with(shape: Sequence[int], dim: int, extent: int) -> tuple[int, ...]:
-    return tuple(extent if d == dim else n for d, n in enumerate(shape))
 
 
 def _blocks(grid: Any, dims: int) -> tuple[int, ...]:
@@ -255,10 +260,3 @@ def _blocks(grid: Any, dims: int) -> tuple[int, ...]:
 def _listed(names: Sequence[str]) -> str:
     different = list(dict.fromkeys(names))
     return ", ".join(different[:4]) + (f" and {len(different) - 4} others" if len(different) > 4 else "")
-
-
-def _text(nbytes: float) -> str:
-    for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
-        if nbytes >= size:
-            return f"{nbytes / size:.1f} {unit}"
-    return f"{int(nbytes)} bytes"

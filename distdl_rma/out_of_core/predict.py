@@ -6,6 +6,7 @@ import os
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -66,9 +67,8 @@ def predict(
         A path of a new file, as for :func:`create_array`; or anything of the right shape and dtype that takes
         ``sink[box] = array``; None to return a tensor.
     memory
-        What each process may need beside the memory that it has already, for slabs, halos and blocks that
-        wait: bytes, or text such as ``"8GiB"``. The number of slabs follows from it, by the bytes of tensors;
-        what kernels need for themselves is not counted.
+        What each process may need beside the memory that it has already, for slabs, messages, what waits and
+        a result that is returned: bytes, or text such as ``"8GiB"``. The number of slabs follows from it.
     post
         Called with the result of the model, which it may reduce before it is written:
         ``lambda y: y.argmax(1).to(torch.uint8)``. It gets and returns split tensors.
@@ -111,7 +111,7 @@ def predict(
     with processes.together() as facts:
         if progress and find_spec("rich") is None:
             raise ConfigurationError("predict: progress=True needs the package rich: pip install rich")
-        prepared = _Prepared(model, source, memory, post, grid, scratch)
+        prepared = _Prepared(model, source, memory, post, grid, scratch, returns=sink is None)
         plan = prepared.plan
         key = key_of(plan, model, prepared.source)
         facts |= {"the source": plan.source, "the grid": plan.grid, "the digest of the call": key}
@@ -139,9 +139,10 @@ def plan_prediction(
 ) -> Plan:
     """What :func:`predict` will do with these arguments: a :class:`Plan`, to be printed; nothing is written.
 
-    Runs the model on a crop of random numbers, to see what it needs. Raises the errors of ``predict``.
+    Runs the model on a crop of random numbers, to see what it needs. The result is taken to be written, not
+    returned. Raises the errors of ``predict``.
     """
-    return _Prepared(model, source, memory, post, grid, scratch).plan
+    return _Prepared(model, source, memory, post, grid, scratch, returns=False).plan
 
 
 class _Prepared:
@@ -155,6 +156,7 @@ class _Prepared:
         post: Post,
         grid: Any,
         scratch: str | os.PathLike[str] | None,
+        returns: bool,
     ) -> None:
         if virtual_rank() is not None:
             raise UnsupportedError("predict: a virtual rank cannot run virtual ranks of its own")
@@ -175,7 +177,7 @@ class _Prepared:
             )
         limit = parse_size(memory, "the memory")
         shape = tuple(self.source.shape)
-        self.plan = planned(model, post, shape, self.dtype, limit, grid, self.folder)
+        self.plan = planned(model, post, shape, self.dtype, limit, grid, self.folder, returns)
 
     def run(self, sample: int, results: Results, step: Callable[[], object], processes: Processes) -> None:
         """Compute one sample, from the first slab that is left."""
@@ -214,8 +216,9 @@ class _Prepared:
             pages = Pages(
                 plan.resident_nbytes,
                 lambda: Scratch(self.folder),
-                fixed_tensors(self.model),
                 lambda rank, path: mailbox.tell("step"),
+                moves=plan.passes > 1,
+                idle_nbytes=plan.idle_nbytes,
             )
             inference = Inference(
                 self.model, self.post, form.sample(plan.source), plan.grid, pages, mailbox, read, send,
@@ -229,10 +232,11 @@ class _Prepared:
 @contextmanager
 def _opened(processes: Processes, sink: Any, plan: Plan, key: str) -> Iterator[Results]:
     # The results, which the first process writes. An error of one process is raised on all.
-    results, entered = Results(None, plan, key), ExitStack()
+    # The first process writes, and only a result that is returned is in memory.
+    results = Results(None, plan if sink is None else replace(plan, result=(0,)), key)
+    entered = ExitStack()
     with processes.together():
         if sink is not None:
-            # The first process writes.
             results.tensor = None
             if processes.first:
                 results = entered.enter_context(Results(sink, plan, key))

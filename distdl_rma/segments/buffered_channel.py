@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import DTypeLike
 
 from distdl_rma.errors import MismatchError
+from distdl_rma.geometry.box import Box
 from distdl_rma.geometry.exchange import Exchange, Piece, by_peer
 from distdl_rma.segments.channel import Array, Channel
 from distdl_rma.segments.manager import SegmentManager
@@ -28,16 +29,54 @@ class Address(NamedTuple):
     receiver: int
 
 
-class Message(NamedTuple):
-    """The pieces of a message, and what the sender says of its exchange: fingerprint and dtype."""
+class Parcel:
+    """An array on its way to one or more receivers; a keeper may have it elsewhere meanwhile."""
 
-    pieces: list[Array]
-    kind: tuple[int, str]
+    __slots__ = ("_array", "_fetch", "nbytes", "readers")
+
+    def __init__(self, array: Array) -> None:
+        self._array: Array | None = array
+        self._fetch: Callable[[], Array] = lambda: array
+        self.nbytes, self.readers = array.nbytes, 0
 
     @property
-    def nbytes(self) -> int:
-        """Bytes of the pieces."""
-        return sum(piece.nbytes for piece in self.pieces)
+    def array(self) -> Array:
+        """The array; from elsewhere in new memory, at every call."""
+        return self._fetch() if self._array is None else self._array
+
+    def leave(self, fetch: Callable[[], Array]) -> None:
+        """Keep the array no longer; ``fetch`` gives it."""
+        self._array, self._fetch = None, fetch
+
+
+class Message:
+    """The pieces of a message, and what the sender says of its exchange: fingerprint and dtype.
+
+    Pieces that several receivers get are parcels, which their messages share.
+    """
+
+    def __init__(self, pieces: Iterable[Array | Parcel], kind: tuple[int, str]) -> None:
+        self.parcels = [each if isinstance(each, Parcel) else Parcel(each) for each in pieces]
+        self.kind = kind
+
+    @property
+    def pieces(self) -> list[Array]:
+        """Arrays of the pieces."""
+        return [parcel.array for parcel in self.parcels]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """To another process goes a copy of the pieces."""
+        return Message, (self.pieces, self.kind)
+
+
+class ParcelKeeper(Protocol):
+    """Keeps parcels that wait for their receivers, in memory or elsewhere."""
+
+    def store(self, parcel: Parcel, receiver: int) -> None:
+        """A parcel for a receiver, and perhaps for others, begins to wait."""
+
+    def drop(self, parcel: Parcel) -> None:
+        """A parcel has no more receivers."""
 
 
 # Of a vector: the name of its exchange, the ranks that take part, and how often they have.
@@ -49,8 +88,10 @@ class Mailbox:
 
     Without acknowledgements, a rank may run ahead of its readers by any number of epochs and channels. Where
     data moves to later ranks only, the messages for ranks that have not begun are all that these need.
-    ``nbytes`` are the bytes of the messages, ``peak_nbytes`` their maximum. Ranks before ``first`` have ended
-    in an earlier process, and send nothing more.
+    ``nbytes`` are the bytes of the messages, wherever a ``keeper`` has them, and ``peak_nbytes`` their
+    maximum; ``whole_nbytes`` is that of one call in which a rank sends most of what it owns. ``cuts`` are
+    the dimensions that such calls cut: the number of dimensions, the dimension, and its extent before. Ranks
+    before ``first`` have ended in an earlier process, and send nothing more.
     """
 
     def __init__(self, first: int = 0) -> None:
@@ -61,12 +102,19 @@ class Mailbox:
         self.wanted = 0
         # What ``tell`` calls.
         self.actions: dict[str, Callable[..., Any]] = {}
-        self.nbytes = self.peak_nbytes = 0
+        self.keeper: ParcelKeeper | None = None
+        self.nbytes = self.peak_nbytes = self.whole_nbytes = 0
+        self.cuts: set[tuple[int, int, int]] = set()
 
     def put(self, address: Address, message: Message) -> None:
-        """Store a message; it owns its arrays."""
+        """Store a message; it owns its arrays, which do not change."""
         self.messages.setdefault(address, deque()).append(message)
-        self.nbytes += message.nbytes
+        for parcel in message.parcels:
+            parcel.readers += 1
+            if parcel.readers == 1:
+                self.nbytes += parcel.nbytes
+                if self.keeper is not None:
+                    self.keeper.store(parcel, address.receiver)
         self.peak_nbytes = max(self.peak_nbytes, self.nbytes)
 
     def add(self, key: VectorKey, rank: int, vector: Array) -> None:
@@ -101,7 +149,12 @@ class Mailbox:
     def remove(self, address: Address) -> None:
         """Forget the first message of an address, which was received."""
         messages = self.messages[address]
-        self.nbytes -= messages.popleft().nbytes
+        for parcel in messages.popleft().parcels:
+            parcel.readers -= 1
+            if not parcel.readers:
+                self.nbytes -= parcel.nbytes
+                if self.keeper is not None:
+                    self.keeper.drop(parcel)
         if not messages:
             del self.messages[address]
 
@@ -110,8 +163,9 @@ class BufferedChannel(Channel):
     """Executes an ``exchange`` of virtual ranks of one process; ``start`` waits for nobody.
 
     As a :class:`Channel`, but that a start copies each piece into memory of its own, in the ``mailbox`` that
-    all ranks share, until it is received. There is no segment memory and no address to exchange. A receive
-    raises ``MismatchError`` if sender and receiver have different exchanges.
+    all ranks share, until it is received. A piece for several peers is copied once. There is no segment
+    memory and no address to exchange. A receive waits once, for all peers, and raises ``MismatchError`` if
+    sender and receiver have different exchanges.
     """
 
     def __init__(
@@ -120,7 +174,9 @@ class BufferedChannel(Channel):
         self.exchange, self.dtype, self.name = exchange, np.dtype(dtype), name
         self._manager, self._mailbox = manager, mailbox
         self.sends, self.receives = exchange.sends, exchange.receives
-        self._messages_out = [(peer, len(pieces)) for peer, pieces in by_peer(exchange.sends)]
+        self._messages_out = by_peer(exchange.sends)
+        boxes = {piece.box for piece in exchange.sends}
+        self._sends_most = 2 * sum(box.volume for box in boxes) >= exchange.own.volume
         self._messages_in = list(by_peer(exchange.receives))
         self.landed = [False] * len(self.receives)
         self._own_shape = exchange.own.shape
@@ -153,11 +209,18 @@ class BufferedChannel(Channel):
         self._check()
         self._started = epoch = self._started + 1
         self._manager.begin(self._operation, epoch)
-        source = iter(parts)
-        for peer, count in self._messages_out:
-            pieces = [np.array(next(source), self.dtype, order="C") for _ in range(count)]
-            address = Address(self.name, self._manager.rank, peer)
-            self._mailbox.put(address, Message(pieces, self._kind))
+        source, parcels, box = iter(parts), dict[Box, Parcel](), self._mailbox
+        for peer, pieces in self._messages_out:
+            for piece in pieces:
+                part = next(source)
+                if piece.box not in parcels:
+                    parcels[piece.box] = Parcel(np.array(part, self.dtype, order="C"))
+            message = Message((parcels[piece.box] for piece in pieces), self._kind)
+            box.put(Address(self.name, self._manager.rank, peer), message)
+        if self._sends_most:
+            own, need = self.exchange.own.shape, self.exchange.need.shape
+            box.cuts |= {(len(own), d, n) for d, (n, m) in enumerate(zip(own, need, strict=True)) if m < n}
+            box.whole_nbytes = max(box.whole_nbytes, sum(parcel.nbytes for parcel in parcels.values()))
         return epoch
 
     def ready(self, epoch: int) -> bool:
@@ -165,41 +228,50 @@ class BufferedChannel(Channel):
         return all(self._mailbox.has(self._from(peer)) for peer, _ in self._messages_in)
 
     def take_result(self, epoch: int) -> object | None:
-        """None: peers put no results."""
+        """None, since peers put no results; waits for the messages, so that no result does in its memory."""
+        self._await(epoch)
         return None
 
     def receive(self, epoch: int, timeout: float | None = None) -> Iterator[tuple[Piece, Array]]:
-        """Yield the received pieces of an epoch in plan order, waiting for each message; epochs in order.
+        """Yield the received pieces of an epoch in plan order, after a wait for all of them; epochs in order.
 
         The arrays are valid until the next one is asked for.
         """
         self._check_next(epoch)
-        found = self._mailbox.messages
+        self._await(epoch, timeout)
         for peer, expected in self._messages_in:
-            address = self._from(peer)
-            if not self._mailbox.has(address):
-                self._mailbox.check_comes(peer, self.name)
-                self._mailbox.want(peer)
-                self._manager.waiter.until(
-                    lambda address=address: self._mailbox.has(address),  # type: ignore[misc]
-                    lambda peer=peer: WaitReason(  # type: ignore[misc]
-                        (peer,),
-                        f"to send in {self.name!r} (epoch {epoch})",
-                        "did every rank call the same layers?",
-                        in_step=True,
-                    ),
-                    timeout,
-                )
-            pieces, kind = found[address][0]
-            if kind != self._kind:
+            message = self._mailbox.messages[address := self._from(peer)][0]
+            if message.kind != self._kind:
                 raise MismatchError(
-                    f"{self.name!r}: rank {peer} sends {[p.shape for p in pieces]} of {kind[1]}, rank"
-                    f" {self._manager.rank} expects {[p.box.shape for p in expected]} of {self._kind[1]}: did"
-                    " every rank call the same layers?"
+                    f"{self.name!r}: rank {peer} sends {[p.shape for p in message.pieces]} of"
+                    f" {message.kind[1]}, rank {self._manager.rank} expects"
+                    f" {[p.box.shape for p in expected]} of {self._kind[1]}: did every rank call the same"
+                    " layers?"
                 )
-            yield from zip(expected, pieces, strict=True)
+            for piece, parcel in zip(expected, message.parcels, strict=True):
+                yield piece, parcel.array
             self._mailbox.remove(address)
         self._finished = epoch
+
+    def _await(self, epoch: int, timeout: float | None = None) -> None:
+        # Waits for the messages of all peers at once: a rank that waits for each one would move its memory to
+        # the disk and back each time.
+        missing = [peer for peer, _ in self._messages_in if not self._mailbox.has(self._from(peer))]
+        if not missing:
+            return
+        for peer in missing:
+            self._mailbox.check_comes(peer, self.name)
+        self._mailbox.want(max(missing))
+
+        def all_there() -> bool:
+            while missing and self._mailbox.has(self._from(missing[-1])):
+                missing.pop()
+            return not missing
+
+        what, advice = f"to send in {self.name!r} (epoch {epoch})", "did every rank call the same layers?"
+        self._manager.waiter.until(
+            all_there, lambda: WaitReason(tuple(missing), what, advice, in_step=True), timeout
+        )
 
     def void(self) -> None:
         """Drop the next epoch to receive; its messages must be there or never come."""

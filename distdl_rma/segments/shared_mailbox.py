@@ -14,6 +14,8 @@ from distdl_rma.segments.buffered_channel import Address, Mailbox, Message, Vect
 from distdl_rma.segments.channel import Array
 
 _IDLE_SECONDS = 1e-4
+# Bytes of messages that others have not received, at most; one larger message may be under way alone.
+_UNDER_WAY_NBYTES = 1 << 24
 
 
 def process_of(rank: int, size: int) -> int:
@@ -32,7 +34,8 @@ class SharedMailbox(Mailbox):
         self._comm: Any = comm
         self._rank, self._size = comm.rank, comm.size
         self._others = [each for each in range(comm.size) if each != comm.rank]
-        self._sends: list[MPI.Request] = []
+        # With the bytes of each.
+        self._sends: list[tuple[MPI.Request, int]] = []
         # The process that has failed.
         self._failed: int | None = None
         self.actions = actions
@@ -50,7 +53,8 @@ class SharedMailbox(Mailbox):
         if process == self._rank:
             super().put(address, message)
         else:
-            self._send(process, "put", address, message)
+            nbytes = sum(parcel.nbytes for parcel in message.parcels)
+            self._send(process, "put", address, message, nbytes=nbytes)
 
     def add(self, key: VectorKey, rank: int, vector: Array) -> None:
         """Store the vector of a rank on all processes."""
@@ -67,7 +71,7 @@ class SharedMailbox(Mailbox):
 
     def poll(self) -> None:
         """Receive what has come; ``PeerFailedError`` if another process has failed."""
-        self._sends = [each for each in self._sends if not each.Test()]
+        self._sends = [each for each in self._sends if not each[0].Test()]
         while (found := self._comm.improbe()) is not None:
             action, *arguments = found.recv()
             if self._failed is None:
@@ -80,7 +84,7 @@ class SharedMailbox(Mailbox):
         if self._rank == 0:
             self.actions[action](*arguments)
         else:
-            self._send(0, action, *arguments)
+            self._send(0, action, *arguments, nbytes=sum(getattr(each, "nbytes", 0) for each in arguments))
 
     def finish(self, error: Exception | None) -> bool:
         """Receive until all processes have called this, and all messages have arrived; blocking.
@@ -105,5 +109,9 @@ class SharedMailbox(Mailbox):
         if self._failed is None:
             self._failed = process
 
-    def _send(self, process: int, *message: Any) -> None:
-        self._sends.append(self._comm.issend(message, process))
+    def _send(self, process: int, *message: Any, nbytes: int = 0) -> None:
+        while (waiting := sum(each for _, each in self._sends)) and waiting + nbytes > _UNDER_WAY_NBYTES:
+            # Others receive where they wait, and when their slab has ended.
+            self.poll()
+            time.sleep(_IDLE_SECONDS)
+        self._sends.append((self._comm.issend(message, process), nbytes))

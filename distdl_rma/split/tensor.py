@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from math import prod
 from typing import Any
@@ -71,8 +71,6 @@ _OF_GRADIENTS = {
     "aten._to_copy.default": torch.Tensor.to,
     "aten.sum.dim_IntList": torch.sum,
 }
-# The last one is called with each new split tensor.
-MADE: list[Callable[[SplitTensor], object]] = []
 # Use count of a storage that only one tensor uses, while it is counted.
 _ALONE = 2
 
@@ -110,8 +108,6 @@ class SplitTensor(torch.Tensor):
         made._local, made._layout = local, layout
         # Torch would return a view of ``copy_of``; this is a copy, invalid once ``copy_of`` changes.
         made._copy_of = None if copy_of is None else (copy_of, copy_of._version)
-        if MADE:
-            MADE[-1](made)
         return made
 
     @classmethod

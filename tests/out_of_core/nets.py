@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 from torch import nn
+from torch.nn import functional as F  # noqa: N812
 
 from distdl_rma import Source, plan_prediction, predict
 
@@ -67,6 +68,60 @@ class UNet(nn.Module):
         return nn.functional.pad(x, sides, mode="replicate") if any(sides) else x
 
 
+class Calls(nn.Module):
+    """A convolution, and a function of its result."""
+
+    def __init__(self, function, channels=4):
+        super().__init__()
+        self.conv, self.function = nn.Conv2d(1, channels, 3, padding=1), function
+
+    def forward(self, x):
+        return self.function(self.conv(x))
+
+
+class Attention(nn.Module):
+    """Attention over all patches of an image."""
+
+    def __init__(self, channels=8, heads=2, patch=4, weights=True):
+        super().__init__()
+        self.cut = nn.Conv2d(1, channels, patch, patch)
+        self.attention = nn.MultiheadAttention(channels, heads, batch_first=True)
+        self.weights = weights
+
+    def forward(self, x):
+        y = self.cut(x)
+        tokens = y.flatten(2).transpose(1, 2)
+        found, _ = self.attention(tokens, tokens, tokens, need_weights=self.weights)
+        return found.transpose(1, 2).unflatten(2, y.shape[2:])
+
+
+class Gated(nn.Module):
+    """Squeeze and excitation between two convolutions."""
+
+    def __init__(self, channels=16):
+        super().__init__()
+        self.first, self.last = nn.Conv2d(1, channels, 3, padding=1), nn.Conv2d(channels, 2, 3, padding=1)
+        self.gate = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Conv2d(channels, channels, 1), nn.Sigmoid())
+
+    def forward(self, x):
+        y = self.first(x)
+        return self.last(y * self.gate(y))
+
+
+# Models whose predictions are measured.
+MEASURED = {
+    "u-net": UNet,
+    "gated": Gated,
+    "attention": lambda: Attention(32, 4, 8, weights=False),
+    "cumsum": lambda: Calls(lambda x: x.cumsum(2)),
+    "flip": lambda: Calls(lambda x: x.flip(2)),
+    "roll": lambda: Calls(lambda x: x.roll(700, 2)),
+    "unfold": lambda: Calls(lambda x: F.unfold(x, 3, padding=1).mean(1, keepdim=True)),
+    "fft": lambda: Calls(lambda x: torch.fft.fft2(x).abs()),
+    "channels": lambda: Calls(lambda x: x, 64),
+}
+
+
 def whole(model, x):
     """What the model makes of the whole at once."""
     training = model.training
@@ -85,19 +140,20 @@ def resident(key):
 def _measured(arguments):
     # The growth of this process during a prediction, and the plan's figures.
     torch.manual_seed(0)
-    model = UNet(**arguments["net"])
+    model = MEASURED[arguments["model"]](**arguments["net"])
     extents = arguments["extents"]
+    post = (lambda y: y.argmax(1).to(torch.uint8)) if arguments["model"] == "u-net" else None
 
     def read(box):
         first, *rest = (each.stop - each.start for each in box)
         return torch.arange(box[0].start, box[0].stop).view(-1, *[1] * len(rest)).expand(first, *rest).sin()
 
     source = Source(tuple(extents), torch.float32, read)
-    options = {"memory": arguments["memory"], "scratch": arguments["scratch"]}
+    options = {"memory": arguments["memory"], "scratch": arguments["scratch"], "post": post}
     plan = plan_prediction(model, source, **options)
     Path("/proc/self/clear_refs").write_text("5")
     before = resident("VmRSS")
-    predict(model, source, arguments["out"], post=lambda y: y.argmax(1).to(torch.uint8), **options)
+    predict(model, source, arguments["out"], **options)
     print(
         json.dumps(
             {

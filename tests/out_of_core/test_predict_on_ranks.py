@@ -5,12 +5,11 @@ import time
 import numpy as np
 import pytest
 import torch
-from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
 from distdl_rma import DataError, DistdlError, MismatchError, Source, open_array, predict
 from tests.checkpoints.training import same_folder
-from tests.out_of_core.nets import UNet, whole
+from tests.out_of_core.nets import Calls, UNet, whole
 
 pytestmark = [pytest.mark.mpi, pytest.mark.sizes(1, 2, 3)]
 
@@ -34,17 +33,6 @@ FUNCTIONS = {
     "sum": lambda x: x.sum((1, 2, 3), keepdim=True),
     "transpose": lambda x: x.transpose(2, 3),
 }
-
-
-class Calls(nn.Module):
-    """A convolution, and a function of its result."""
-
-    def __init__(self, function):
-        super().__init__()
-        self.conv, self.function = nn.Conv2d(1, 4, 3, padding=1), function
-
-    def forward(self, x):
-        return self.function(self.conv(x))
 
 
 def seeded(make):

@@ -1,5 +1,7 @@
 """Channels and vectors of virtual ranks that run ahead of their readers."""
 
+import pickle
+
 import numpy as np
 import pytest
 
@@ -146,3 +148,41 @@ def test_a_mailbox_counts_its_bytes():
     assert mailbox.nbytes == 40 and address in mailbox.messages
     mailbox.remove(address)
     assert mailbox.nbytes == 0 and not mailbox.messages and mailbox.peak_nbytes == 80
+
+
+def test_a_piece_for_several_receivers_is_one_array():
+    mailbox, kept = Mailbox(), []
+
+    class Keeper:
+        def store(self, parcel, receiver):
+            kept.append((parcel, receiver))
+
+        def drop(self, parcel):
+            kept.remove(next(each for each in kept if each[0] is parcel))
+
+    mailbox.keeper = Keeper()
+
+    def play(comm):
+        machine = Machine(comm, segment_size="1MiB")
+        exchange = movements(machine)["all_gather"]
+        channel = BufferedChannel(machine.segments, exchange, np.int64, "all", mailbox)
+        epoch = channel.start(channel.cut(values(exchange, comm.rank, 1)))
+        machine.group().barrier()
+        if comm.rank == 0:
+            assert len(kept) == comm.size
+            assert mailbox.nbytes == sum(parcel.nbytes for parcel, _ in kept)
+        machine.group().barrier()
+        y = channel.gather(values(exchange, comm.rank, 1), epoch, np.add)
+        assert np.array_equal(y, expected(exchange, 1))
+
+    rehearse(4, play)
+    assert not kept and mailbox.nbytes == 0
+
+
+def test_messages_to_other_processes_are_copies_with_readers_of_their_own():
+    mailbox, address = Mailbox(), Address("x", 0, 1)
+    message = Message([np.arange(4)], (7, "int64"))
+    mailbox.put(address, message)
+    copied = pickle.loads(pickle.dumps(message))
+    assert copied.kind == (7, "int64") and np.array_equal(copied.pieces[0], np.arange(4))
+    assert [parcel.readers for parcel in (*message.parcels, *copied.parcels)] == [1, 0]

@@ -51,7 +51,7 @@ class ResultPool:
         drop: Callable[[_Block], object] = id,
         smallest: int = SMALLEST_NBYTES,
     ) -> None:
-        self._limit, self._make, self._drop, self._smallest = limit, take, drop, smallest
+        self.limit, self._make, self._drop, self._smallest = limit, take, drop, smallest
         self._idle: OrderedDict[int, list[_Block]] = OrderedDict()
         self.idle_nbytes = 0
         # By the ``id`` of the block.
@@ -113,10 +113,10 @@ class ResultPool:
                 self._lock.release()
 
     def _keep(self, block: _Block) -> None:
-        if block.nbytes > self._limit:
+        if block.nbytes > self.limit:
             self._drop(block)
             return
-        while self.idle_nbytes + block.nbytes > self._limit and self._idle:
+        while self.idle_nbytes + block.nbytes > self.limit and self._idle:
             _, old = self._idle.popitem(last=False)
             self.idle_nbytes -= sum(b.nbytes for b in old)
             for idle in old:
@@ -128,22 +128,30 @@ class ResultPool:
 
 _results = ResultPool()
 # Not empty while torch allocates all results, since the caller resizes their memory.
-_UNPOOLED: list[Callable[[torch.Tensor], object]] = []
+_UNPOOLED: list[bool] = []
 
 
 @contextmanager
-def unpooled(note: Callable[[torch.Tensor], object]) -> Iterator[None]:
-    """Context in which results are in memory of torch's allocator, and none is idle.
-
-    ``note`` is called with new results that an operation may hold while it waits for other ranks, without an
-    array of them.
-    """
-    _UNPOOLED.append(note)
+def unpooled() -> Iterator[None]:
+    """Context in which results are in memory of torch's allocator, and none is idle."""
+    _UNPOOLED.append(True)
     _results.drop_idle()
     try:
         yield
     finally:
         _UNPOOLED.pop()
+
+
+@contextmanager
+def idle_memory(nbytes: int) -> Iterator[None]:
+    """Context in which at most so many bytes of results are idle; none of those before, nor behind it."""
+    _results.drop_idle()
+    before, _results.limit = _results.limit, nbytes
+    try:
+        yield
+    finally:
+        _results.limit = before
+        _results.drop_idle()
 
 
 def result(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
@@ -177,8 +185,5 @@ _making = threading.Lock()
 def result_like(x: torch.Tensor) -> torch.Tensor:
     """Uninitialised memory for a result with the shape, type and strides of a tensor."""
     if _UNPOOLED or x.nbytes < SMALLEST_NBYTES or not x.is_contiguous():
-        y = torch.empty_like(x)
-        if _UNPOOLED:
-            _UNPOOLED[-1](y)
-        return y
+        return torch.empty_like(x)
     return _results.empty(x.shape, x.dtype)

@@ -1,0 +1,102 @@
+"""Memory of the results of functions that is alive, and what their kernels need for themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from functools import lru_cache
+from math import prod
+from typing import Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+
+# Channels of a block of oneDNN's order of elements, on the processors with the longest vectors; and numbers
+# of channels of an input whose order stays.
+_CHANNELS_OF_BLOCK, _CHANNELS_IN_ORDER = 16, (1, 3)
+_ATEN = torch.ops.aten
+_PRODUCTS = {_ATEN.bmm, _ATEN.baddbmm}
+_TRANSFORMS = {_ATEN._fft_r2c, _ATEN._fft_c2r, _ATEN._fft_c2c}
+# With the place of the argument that says whether it is transposed.
+_CONVOLUTIONS = {_ATEN.convolution: 6, _ATEN._convolution: 6, _ATEN.mkldnn_convolution: None}
+
+
+class Alive(TorchDispatchMode):
+    """Context that notes the memory which functions make in it, as long as it is alive.
+
+    With ``counts``, ``peak`` is the largest number of bytes that were alive at once, those which kernels need
+    for themselves included. ``weight_nbytes`` is what they need for the weights of a layer, beside that.
+    Views, results in given memory and memory that torch does not make are not noted.
+    """
+
+    def __init__(self, counts: bool = False) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._counts = counts
+        self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
+        self.peak = self.weight_nbytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run a function and note its results."""
+        found = func(*args, **(kwargs or {}))
+        if _makes_memory(func):
+            for y in _tensors(found):
+                storage = y.untyped_storage()
+                self._alive[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+        if self._counts:
+            self._alive = {key: each for key, each in self._alive.items() if not each[0].expired()}
+            own = _of_kernel(func, args, found)
+            self.peak = max(self.peak, own + sum(nbytes for _, nbytes in self._alive.values()))
+            if func.overloadpacket in _CONVOLUTIONS:
+                self.weight_nbytes = max(self.weight_nbytes, 2 * args[1].nbytes)
+        return found
+
+    def storages(self) -> Iterator[torch.UntypedStorage]:
+        """Memory that is alive."""
+        for key, (reference, _) in [*self._alive.items()]:
+            storage: Any = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
+            if storage is None:
+                del self._alive[key]
+            else:
+                yield storage
+
+
+@lru_cache(maxsize=4096)
+def _makes_memory(func: Any) -> bool:
+    return all(each.alias_info is None for each in func._schema.returns)
+
+
+def _tensors(found: Any) -> Iterable[torch.Tensor]:
+    if type(found) in (tuple, list):
+        return (y for each in found for y in _tensors(each))
+    ordinary = (
+        isinstance(found, torch.Tensor) and found.layout == torch.strided and found.device.type == "cpu"
+    )
+    return (found,) if ordinary else ()
+
+
+def _of_kernel(func: Any, args: Any, y: Any) -> int:
+    """Bytes that a kernel needs beside operands and results, at most."""
+    kind = func.overloadpacket
+    if kind in _CONVOLUTIONS:
+        return _of_convolution(args[0], args[1], y, args[6] if _CONVOLUTIONS[kind] else False)
+    if kind in _PRODUCTS:
+        # Operands in another order are copied, and what is added is copied to the result.
+        copied = [x.nbytes for x in args if isinstance(x, torch.Tensor) and not x.is_contiguous()]
+        return int(sum(copied) + y.nbytes)
+    # Transforms of several dimensions copy the operand.
+    return int(y.nbytes) if kind in _TRANSFORMS else 0
+
+
+def _of_convolution(x: torch.Tensor, weight: torch.Tensor, y: torch.Tensor, transposed: bool) -> int:
+    if x.dtype == torch.float64 or not torch.backends.mkldnn.is_available():
+        # torch's kernels write a row for each output, with all elements that it reads.
+        small, large = (x, y) if transposed else (y, x)
+        window = prod(weight.shape[2:])
+        return small.nbytes // max(1, small.shape[1]) * large.shape[1] * window if window > 1 else 0
+    # Copies of input and output in blocks of channels, filled up.
+    source = 0 if x.shape[1] in _CHANNELS_IN_ORDER else x.nbytes // x.shape[1] * _filled(x.shape[1])
+    return source + y.nbytes // max(1, y.shape[1]) * _filled(y.shape[1])
+
+
+def _filled(channels: int) -> int:
+    return -(-channels // _CHANNELS_OF_BLOCK) * _CHANNELS_OF_BLOCK
