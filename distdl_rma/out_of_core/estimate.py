@@ -18,7 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from distdl_rma.errors import ArgumentError, UnsupportedError
+from distdl_rma.errors import ArgumentError, DistdlError, ShapeError, UnsupportedError
 from distdl_rma.out_of_core.inference import Inference, fixed_tensors, one_tensor, twin_of
 from distdl_rma.out_of_core.pages import Pages
 from distdl_rma.segments.buffered_channel import Mailbox
@@ -80,7 +80,7 @@ class Needs:
 def needs_of(model: nn.Module, post: Post, shape: Sequence[int], dtype: torch.dtype) -> Needs:
     """What a forward of a tensor of this shape needs, without its memory; local.
 
-    ``UnsupportedError`` if shapes depend on values.
+    ``UnsupportedError`` if shapes depend on values, ``ShapeError`` if torch refuses the shape.
     """
     twin, live = twin_of(model), _LiveBytes()
     try:
@@ -93,6 +93,13 @@ def needs_of(model: nn.Module, post: Post, shape: Sequence[int], dtype: torch.dt
         raise UnsupportedError(
             f"predict: {error}: what the model does, or the shape of its result, depends on values; its"
             " memory cannot be known beforehand"
+        ) from error
+    except DistdlError:
+        raise
+    except (RuntimeError, ValueError) as error:
+        raise ShapeError(
+            f"predict: the model and post= do not take (batch, channels, *spatial) = {tuple(shape)} of"
+            f" {dtype}: {type(error).__name__}: {error}"
         ) from error
 
 
