@@ -48,23 +48,32 @@ class Mailbox:
     """Messages between the virtual ranks of a process that are sent and not received.
 
     Without acknowledgements, a rank may run ahead of its readers by any number of epochs and channels. Where
-    data moves to later ranks only, the messages for ranks that have not begun are all that these need.
+    data moves to later ranks only, the messages of earlier ranks are all that later ones need of them.
     ``nbytes`` are the bytes of the messages, ``peak_nbytes`` their maximum. Ranks before ``first`` have ended
-    in an earlier process, and send nothing more.
+    in an earlier process, and send nothing more. ``tell`` calls the ``actions``; one that is called ``keep``
+    gets the address of each message, and the message.
     """
 
-    def __init__(self, first: int = 0) -> None:
-        self.first = first
+    def __init__(self, first: int = 0, actions: dict[str, Callable[..., Any]] | None = None) -> None:
+        self.first, self.actions = first, actions or {}
         self.messages: dict[Address, deque[Message]] = {}
         self.vectors: defaultdict[VectorKey, dict[int, Array]] = defaultdict(dict)
         # The last rank for which another one has waited.
         self.wanted = 0
-        # What ``tell`` calls.
-        self.actions: dict[str, Callable[..., Any]] = {}
         self.nbytes = self.peak_nbytes = 0
 
     def put(self, address: Address, message: Message) -> None:
-        """Store a message; it owns its arrays."""
+        """Store a message that is sent; it owns its arrays."""
+        self.store(address, message)
+        self.keep(address, message)
+
+    def keep(self, address: Address, message: Message) -> None:
+        """Tell whoever keeps messages, if anyone does, of one that is sent."""
+        if "keep" in self.actions:
+            self.tell("keep", address, message)
+
+    def store(self, address: Address, message: Message) -> None:
+        """Store a message for its receiver, which is one of this process."""
         self.messages.setdefault(address, deque()).append(message)
         self.nbytes += message.nbytes
         self.peak_nbytes = max(self.peak_nbytes, self.nbytes)

@@ -24,20 +24,20 @@ def process_of(rank: int, size: int) -> int:
 class SharedMailbox(Mailbox):
     """The mailbox of several processes: what goes to ranks of another one is sent there.
 
+    The first process has the ``actions``, and learns of a message for ``keep`` before its sender has ended.
     No process waits for another one but in the waits of its ranks, which ``poll``, and in ``finish``.
     """
 
-    def __init__(self, comm: MPI.Intracomm, actions: dict[str, Callable[..., Any]]) -> None:
-        super().__init__()
+    def __init__(self, comm: MPI.Intracomm, first: int, actions: dict[str, Callable[..., Any]]) -> None:
+        super().__init__(first, actions)
         self._comm: Any = comm
         self._rank, self._size = comm.rank, comm.size
         self._others = [each for each in range(comm.size) if each != comm.rank]
         self._sends: list[MPI.Request] = []
         # The process that has failed.
         self._failed: int | None = None
-        self.actions = actions
         self._received: dict[str, Callable[..., Any]] = {
-            "put": super().put,
+            "put": self._arrived,
             "add": super().add,
             "want": super().want,
             "fail": self._fail,
@@ -48,9 +48,17 @@ class SharedMailbox(Mailbox):
         """Store a message where its receiver is."""
         process = process_of(address.receiver, self._size)
         if process == self._rank:
-            super().put(address, message)
+            self.store(address, message)
         else:
             self._send(process, "put", address, message)
+        # The first process learns of a message for itself when it arrives.
+        if self._rank == 0 or process != 0:
+            self.keep(address, message)
+
+    def _arrived(self, address: Address, message: Message) -> None:
+        self.store(address, message)
+        if self._rank == 0:
+            self.keep(address, message)
 
     def add(self, key: VectorKey, rank: int, vector: Array) -> None:
         """Store the vector of a rank on all processes."""
