@@ -30,7 +30,7 @@ _OF_MODULES = frozenset({"_parameters", "_buffers", "_modules"})
 # Of the waits of a virtual rank: the others may compute for days.
 _NO_DEADLINE_SECONDS = 1e9
 # Segments have statistics of norms and the like. Only what is touched is memory.
-_SEGMENT_NBYTES, _SEGMENTS_NBYTES, _SMALLEST_SEGMENT_NBYTES = 32 << 20, 1 << 30, 4 << 20
+_SEGMENT_NBYTES, _SEGMENTS_NBYTES, _SMALLEST_SEGMENT_NBYTES = 32 << 20, 1 << 28, 4 << 20
 
 
 def fixed_tensors(model: nn.Module) -> list[torch.Tensor]:
