@@ -20,22 +20,26 @@ import numpy as np
 import torch
 from torch import nn
 
-from distdl_rma import open_array, plan_prediction, predict
+from distdl_rma import DistdlError, open_array, plan_prediction, predict
 
 BORDER = 0.2  # of a tile, beyond what is kept of it
-GIB, MIB = 1 << 30, 1 << 20
+GIB, MIB, STACK = 1 << 30, 1 << 20, 8 << 20
 
 
 def options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--output", type=Path, default=Path("large-output"), help="folder, which is made")
-    parser.add_argument("--side", type=int, default=2048, help="pixels along each side of the image (2048)")
+    parser.add_argument(
+        "--side", type=int, default=2048, help="pixels along each side, an even number (2048)"
+    )
     parser.add_argument("--tile", type=int, default=512, help="pixels along each side of a tile (512)")
     parser.add_argument("--memory", type=int, default=400, help="MiB for the prediction (400)")
     parser.add_argument("--check", action="store_true", help="compare with the result of the whole")
     chosen = parser.parse_args()
-    if chosen.tile < 32 or chosen.tile > chosen.side:
-        parser.error("a tile has 32 pixels at least, and at most those of the image")
+    if chosen.tile < 32 or chosen.tile > chosen.side or chosen.side % 2:
+        parser.error(
+            "a side has an even number of pixels, a tile 32 at least, and at most those of the image"
+        )
     return chosen
 
 
@@ -122,10 +126,14 @@ def main() -> int:
     target.unlink(missing_ok=True)
     write_image(source, chosen.side)
     model, memory = Sharpener().eval(), f"{chosen.memory}MiB"
-    plan = plan_prediction(model, source, memory=memory, scratch=chosen.output)
+    try:
+        plan = plan_prediction(model, source, memory=memory, scratch=chosen.output)
+    except DistdlError as refused:
+        print(refused)
+        return 1
     print(plan)
-    # What the process has addresses for is more than its memory: libraries, and segments of the slabs.
-    limit = address_space() + chosen.memory * MIB + GIB
+    # What the process has addresses for is more than its memory: libraries, segments and stacks of the slabs.
+    limit = address_space() + chosen.memory * MIB + GIB + plan.slabs * STACK
     before = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (limit, before[1]))
     begin = time.perf_counter()

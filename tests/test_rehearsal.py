@@ -1,6 +1,7 @@
 """Virtual ranks: the library on threads of one process that take turns, compared with whole tensors."""
 
 import random
+import threading
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from torch.nn import functional as F  # noqa: N812
 
 from distdl_rma import (
     ArgumentError,
+    ConfigurationError,
     Machine,
     MismatchError,
     MPIPartition,
@@ -323,3 +325,22 @@ def test_sixty_four_ranks_convolve_and_sum():
     assert {*shapes} == {(1, 1, 5, 5)}
     assert {*sums} == {sums[0]}
     assert sums[0] == pytest.approx(expected.sum().item())
+
+
+def test_threads_that_cannot_be_started_are_an_error_and_none_is_left(monkeypatch):
+    start, started = threading.Thread.start, []
+
+    def few(thread):
+        if len(started) == 3:
+            raise RuntimeError("can't start new thread")
+        started.append(thread)
+        start(thread)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", few)
+        with pytest.raises(ConfigurationError, match=r"each of 5 virtual ranks is a thread.* ulimit"):
+            rehearse(5, lambda comm: comm.Barrier())
+    for thread in started:
+        thread.join(20)
+    assert not any(thread.is_alive() for thread in started)
+    assert rehearse(2, lambda comm: comm.rank) == [0, 1]

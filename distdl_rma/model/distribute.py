@@ -138,7 +138,7 @@ class Distributed:
         vars(twin).update(vars(self))
         # The copy counts as a model that compares losses, even if this one closes. If only some ranks have a
         # copy, the next model's ``begin`` discards what they noted.
-        LOSS_ORIGIN.on += twin._follows
+        LOSS_ORIGIN.on.extend([None] * twin._follows)
         twin._name, twin._copies = f"{self._name} (copy {next(self._copies)})", count(1)
         twin._belongs_to(model)
         twin._root = copy.deepcopy(self._root, memo)
@@ -198,7 +198,7 @@ class Distributed:
         if self._sync is not None:
             self._sync.close()
         if self._handles and self._follows:
-            LOSS_ORIGIN.on -= 1
+            del LOSS_ORIGIN.on[-1:]
         for handle in (*self._handles, *self._of_parts):
             handle.remove()
         self._handles, self._of_parts, self._calls = [], [], {}

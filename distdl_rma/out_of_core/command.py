@@ -5,10 +5,14 @@ from __future__ import annotations
 import argparse
 import importlib
 import sys
+import traceback
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from distdl_rma.errors import ArgumentError, DistdlError
+
+if TYPE_CHECKING:
+    from torch import nn
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -34,30 +38,52 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(chosen: argparse.Namespace) -> int:
     """Predict, or print the plan; the exit status. Collective over the ranks of the job."""
     # Help needs neither torch nor MPI.
-    from torch import nn
-
-    from distdl_rma.machine import launched
     from distdl_rma.out_of_core.predict import plan_prediction, predict
+    from distdl_rma.out_of_core.processes import Processes
 
+    processes = Processes(None)
     try:
-        found = _named(chosen.model)
-        model = found if isinstance(found, nn.Module) else found()
-        post: Callable[[Any], Any] | None = None if chosen.post is None else _named(chosen.post)
+        with processes.together():
+            model = _model(chosen.model)
+            post = None if chosen.post is None else _named(chosen.post)
+            if not (post is None or callable(post)):
+                raise ArgumentError(f"predict: {chosen.post} is a {type(post).__name__!r}, and no function")
         options: dict[str, Any] = {
             "memory": chosen.memory,
             "scratch": chosen.scratch,
             "grid": chosen.grid,
             "post": post,
         }
-        if chosen.out is None:
-            plan = plan_prediction(model, chosen.source, **options)
-            sys.stdout.write("" if launched()[0] else f"{plan}\n")
-        else:
+        if chosen.out is not None:
             predict(model, chosen.source, chosen.out, progress=not chosen.quiet, **options)
+        elif processes.first:
+            sys.stdout.write(f"{plan_prediction(model, chosen.source, **options)}\n")
     except DistdlError as error:
-        sys.stderr.write(f"{type(error).__name__}: {error}\n")
+        # All ranks have one.
+        if processes.first:
+            sys.stderr.write(f"{type(error).__name__}: {error}\n")
         return 1
     return 0
+
+
+def _model(text: str) -> nn.Module:
+    # The model that MODULE:NAME means, or makes.
+    from torch import nn
+
+    found = _named(text)
+    if isinstance(found, nn.Module):
+        return found
+    if not callable(found):
+        raise ArgumentError(
+            f"predict: {text} is a {type(found).__name__!r}; name a model, or a function without arguments"
+            " that returns one"
+        )
+    made = _of_user(text, found)
+    if not isinstance(made, nn.Module):
+        raise ArgumentError(
+            f"predict: {text} returns a {type(made).__name__!r}; it returns the model, a torch.nn.Module"
+        )
+    return made
 
 
 def _named(text: str) -> Any:
@@ -65,13 +91,29 @@ def _named(text: str) -> Any:
     module, _, name = text.partition(":")
     if not module or not name:
         raise ArgumentError(f"predict: {text!r} is not of the form module:function")
+    found = _of_user(f"the module {module}", lambda: _imported(module))
+    if not hasattr(found, name):
+        raise ArgumentError(f"predict: module {module!r} has no {name!r}")
+    return getattr(found, name)
+
+
+def _imported(module: str) -> Any:
     try:
-        return getattr(importlib.import_module(module), name)
+        return importlib.import_module(module)
     except ModuleNotFoundError as error:
-        if error.name is None or not module.startswith(error.name):
+        if error.name is None or not f"{module}.".startswith(f"{error.name}."):
             raise
         raise ArgumentError(
             f"predict: there is no module {error.name!r}; start the command in its folder, or set PYTHONPATH"
         ) from None
-    except AttributeError:
-        raise ArgumentError(f"predict: module {module!r} has no {name!r}") from None
+
+
+def _of_user(what: str, call: Callable[[], Any]) -> Any:
+    # What code of the user returns. Its traceback is for the user, too.
+    try:
+        return call()
+    except DistdlError:
+        raise
+    except Exception as error:
+        sys.stderr.write("".join(traceback.format_exception(error)))
+        raise ArgumentError(f"predict: {what} raises {type(error).__name__}: {error}") from error

@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
 )
 
-from distdl_rma.errors import ArgumentError, ConfigurationError, UnsupportedError
+from distdl_rma.errors import ArgumentError, ConfigurationError, DistdlError, ShapeError, UnsupportedError
 from distdl_rma.out_of_core.alive import Alive
 from distdl_rma.out_of_core.inference import Inference, one_tensor, twin_of
 from distdl_rma.out_of_core.pages import Pages
@@ -47,7 +47,7 @@ class Needs:
 def needs_of(model: nn.Module, post: Post, shape: Sequence[int], dtype: torch.dtype) -> Needs:
     """What a forward of a tensor of this shape needs, without its memory; local.
 
-    ``UnsupportedError`` if shapes depend on values.
+    ``UnsupportedError`` if shapes depend on values, ``ShapeError`` if torch refuses the shape.
     """
     twin, live, fast = twin_of(model), Alive(counts=True), torch.backends.mha.get_fastpath_enabled()
     try:
@@ -62,6 +62,13 @@ def needs_of(model: nn.Module, post: Post, shape: Sequence[int], dtype: torch.dt
         raise UnsupportedError(
             f"predict: {error}: what the model does, or the shape of its result, depends on values; its"
             " memory cannot be known beforehand"
+        ) from error
+    except DistdlError:
+        raise
+    except (RuntimeError, ValueError) as error:
+        raise ShapeError(
+            f"predict: the model and post= do not take (batch, channels, *spatial) = {tuple(shape)} of"
+            f" {dtype}: {type(error).__name__}: {error}"
         ) from error
     finally:
         torch.backends.mha.set_fastpath_enabled(fast)

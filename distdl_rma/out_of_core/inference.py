@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 from typing import Any, cast
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
-from distdl_rma.errors import ArgumentError, ConfigurationError
+from distdl_rma.errors import ArgumentError, ConfigurationError, UnsupportedError
 from distdl_rma.machine import Machine
 from distdl_rma.model.entering import ModuleHook
 from distdl_rma.out_of_core.allocator import freed_at_once
@@ -24,15 +25,27 @@ from distdl_rma.split.calls import site
 from distdl_rma.split.tensor import SplitTensor
 
 Slices = tuple[slice, ...]
+# Attributes of a module that hold its parameters, buffers and parts.
+_OF_MODULES = frozenset({"_parameters", "_buffers", "_modules"})
 # Of the waits of a virtual rank: the others may compute for days.
 _NO_DEADLINE_SECONDS = 1e9
 # Segments have statistics of norms and the like. Only what is touched is memory.
-_SEGMENT_NBYTES, _SEGMENTS_NBYTES, _SMALLEST_SEGMENT_NBYTES = 32 << 20, 1 << 30, 4 << 20
+_SEGMENT_NBYTES, _SEGMENTS_NBYTES, _SMALLEST_SEGMENT_NBYTES = 32 << 20, 1 << 28, 4 << 20
 
 
 def fixed_tensors(model: nn.Module) -> list[torch.Tensor]:
-    """Parameters and buffers, which all ranks share."""
-    return [*model.parameters(), *model.buffers()]
+    """Parameters, buffers and other tensors that are attributes of modules: all ranks share them."""
+    return list(_named_tensors(model).values())
+
+
+def _named_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    found = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    for path, module in model.named_modules():
+        for name, value in vars(module).items():
+            for at, x in enumerate(() if name in _OF_MODULES else tree_leaves(value)):
+                if isinstance(x, torch.Tensor) and type(x) is not SplitTensor and x.layout is torch.strided:
+                    found[f"{path}.{name}[{at}]" if at else f"{path}.{name}".lstrip(".")] = x
+    return found
 
 
 def check_model(model: object) -> None:
@@ -56,7 +69,7 @@ def check_model(model: object) -> None:
 
 
 def twin_of(model: nn.Module) -> nn.Module:
-    """A copy in ``eval()`` with the same parameters and buffers, not copies of them."""
+    """A copy in ``eval()`` with the same tensors, not copies of them."""
     twin = copy.deepcopy(model, {id(x): x for x in fixed_tensors(model)})
     return twin.eval()
 
@@ -96,11 +109,15 @@ class Inference:
     begun: int = 0
     _running: int = 0
     _failed: bool = False
+    # Tensors of the model, and how often they had been changed in place.
+    _tensors: dict[str, tuple[torch.Tensor, int]] = field(default_factory=dict)
 
     def run(self) -> None:
         """Run all ranks, one at a time, in their order as far as possible; blocking."""
         self.begun = self.first
         with freed_at_once(), self.pages.watching(self.mailbox):
+            found = _named_tensors(self.model).items()
+            self._tensors = {name: (x, x._version) for name, x in found if not x.is_inference()}
             played(prod(self.blocks), self._rank, None, keeper=self.pages)
 
     def _rank(self, comm: VirtualComm) -> None:
@@ -127,6 +144,7 @@ class Inference:
             with self.pages.running(comm.rank), torch.no_grad():
                 y = twin(SplitTensor(self.read(layout.slices()), layout))
                 y = one_tensor(y if self.post is None else self.post(y))
+                self._check_unchanged()
                 del twin
                 self._write(machine.rank, y)
         except BaseException:
@@ -147,6 +165,15 @@ class Inference:
         # Whether all slabs of this process have ended, or one has failed.
         self.mailbox.poll()
         return self._failed or (self.begun == prod(self.blocks) and self._running == 0)
+
+    def _check_unchanged(self) -> None:
+        # What a slab changes, the next one would change again.
+        for path, (x, version) in self._tensors.items():
+            if x._version != version:
+                raise UnsupportedError(
+                    f"predict: the model changes its tensor {path!r} in place, and would do so once for each"
+                    " slab; let its forward make a new tensor in eval()"
+                )
 
     def _hooked(self) -> nn.Module:
         # A copy of the model whose modules are named in messages, and tell places of the program apart.

@@ -7,6 +7,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -20,9 +21,8 @@ from distdl_rma.out_of_core.inference import Inference, check_model, fixed_tenso
 from distdl_rma.out_of_core.pages import Pages
 from distdl_rma.out_of_core.plan import Plan, planned
 from distdl_rma.out_of_core.processes import Processes
-from distdl_rma.out_of_core.results import Results, key_of
+from distdl_rma.out_of_core.results import Begin, Results, digest_of, key_of
 from distdl_rma.out_of_core.scratch import Scratch
-from distdl_rma.segments.buffered_channel import Mailbox
 from distdl_rma.segments.options import parse_size
 from distdl_rma.segments.transport.virtual_ranks import virtual_rank
 from distdl_rma.sources.opening import open_array
@@ -103,26 +103,26 @@ def predict(
     Notes
     -----
     A process that is killed leaves ``path.part`` and ``path.progress`` of a sink that is a path. The next
-    call with the same model, source and slabs goes on: in one pass at the slab after the last one that was
-    noted, otherwise, and on several processes, from the first slab, without writing again what is written.
-    ``post`` is not compared with that of the earlier call, and by its name only between processes.
+    call with the same model, source and slabs goes on, on any number of processes: in one pass at the first
+    slab that was not written, otherwise from the first slab of the sample, without writing again what is
+    written. ``post`` is not compared with that of the earlier call, and by its name only between processes.
     """
     processes = Processes(comm)
     with processes.together() as facts:
         if progress and find_spec("rich") is None:
             raise ConfigurationError("predict: progress=True needs the package rich: pip install rich")
         prepared = _Prepared(model, source, memory, post, grid, scratch, returns=sink is None)
-        plan = prepared.plan
-        key = key_of(plan, model, prepared.source)
-        facts |= {"the source": plan.source, "the grid": plan.grid, "the digest of the call": key}
-        facts |= {"the sink": label(sink), "post": getattr(post, "__qualname__", type(post).__name__)}
+        plan, digest = prepared.plan, digest_of(model)
+        key = key_of(plan, digest, prepared.source)
+        facts |= {"the source": [label(prepared.source), plan.source], "the grid": plan.grid}
+        facts |= {"the digest of the model": digest, "the sink": label(sink)}
+        facts |= {"post": getattr(post, "__qualname__", type(post).__name__)}
     with (
         _opened(processes, sink, plan, key) as results,
-        _shown(plan, progress and processes.first) as step,
+        _shown(plan, results.begin, progress and processes.first) as step,
     ):
-        for sample in range(results.sample, plan.samples):
+        for sample in range(results.begin.sample, plan.samples):
             prepared.run(sample, results, step, processes)
-            results.slab, results.mailbox = 0, Mailbox()
     if results.tensor is not None:
         processes.share(results.tensor)
     return results.tensor
@@ -181,11 +181,8 @@ class _Prepared:
 
     def run(self, sample: int, results: Results, step: Callable[[], object], processes: Processes) -> None:
         """Compute one sample, from the first slab that is left."""
-        plan, form, alone = self.plan, self.plan.form, processes.size == 1
-        # The messages of several processes are not kept: slabs are computed again, and not written again.
-        first = results.slab if alone else 0
-        ended = set(range(first))
-        written = results.written if sample == results.sample else 0
+        plan, form, begin = self.plan, self.plan.form, results.begin.of(sample)
+        ended = set(range(begin.slab))
 
         def read(box: Slices) -> torch.Tensor:
             try:
@@ -203,13 +200,16 @@ class _Prepared:
             ended.add(rank)
             step()
             count = next(n for n in range(plan.slabs + 1) if n not in ended)
-            if count > written:
-                results.ended(sample, count, in_order=alone and inference.begun == len(ended) == count)
+            if count > begin.written:
+                results.ended(sample, count)
 
-        with processes.connected(results.mailbox, write=write, ended=note_end, step=step) as mailbox:
+        actions: dict[str, Callable[..., Any]] = {"write": write, "ended": note_end, "step": step}
+        if begin.keeps:
+            actions["keep"] = partial(results.keep, sample)
+        with processes.connected(begin.slab, begin.messages, actions) as mailbox:
 
             def send(rank: int, box: Slices, y: torch.Tensor) -> None:
-                if rank >= written:
+                if rank >= begin.written:
                     # A message of a view would have all of its memory.
                     mailbox.tell("write", box, y if processes.first else y.clone())
 
@@ -222,7 +222,7 @@ class _Prepared:
             )
             inference = Inference(
                 self.model, self.post, form.sample(plan.source), plan.grid, pages, mailbox, read, send,
-                lambda rank, y: mailbox.tell("ended", rank), first, processes.plays,
+                lambda rank, y: mailbox.tell("ended", rank), begin.slab, processes.plays,
             )  # fmt: skip
             inference.run()
         if processes.first and len(ended) < plan.slabs:
@@ -240,14 +240,14 @@ def _opened(processes: Processes, sink: Any, plan: Plan, key: str) -> Iterator[R
             results.tensor = None
             if processes.first:
                 results = entered.enter_context(Results(sink, plan, key))
-    results.sample, results.written = processes.of_first((results.sample, results.written))
+    results.begin = processes.of_first(results.begin)
     with processes.together(), entered:
         yield results
 
 
 @contextmanager
-def _shown(plan: Plan, progress: bool) -> Iterator[Callable[[], object]]:
-    # Prints the plan, and shows a bar; gives what advances it.
+def _shown(plan: Plan, begin: Begin, progress: bool) -> Iterator[Callable[[], object]]:
+    # Prints the plan, and shows a bar from where the prediction begins; gives what advances it.
     if not progress:
         yield lambda: None
         return
@@ -255,7 +255,14 @@ def _shown(plan: Plan, progress: bool) -> Iterator[Callable[[], object]]:
     from rich.progress import Progress
 
     console = Console(stderr=True)
-    console.print(str(plan), highlight=False)
+    console.print(str(plan), highlight=False, soft_wrap=True)
+    if begin.sample or begin.written:
+        at = f"sample {begin.sample + 1}, slab {begin.slab + 1}; {begin.written} slabs of it are written"
+        console.print(f"{'goes on':10}at {at}", highlight=False)
     with Progress(console=console) as bar:
-        task = bar.add_task("predict", total=plan.samples * plan.slabs * plan.passes)
+        task = bar.add_task(
+            "predict",
+            total=plan.samples * plan.slabs * plan.passes,
+            completed=(begin.sample * plan.slabs + begin.slab) * plan.passes,
+        )
         yield lambda: bar.advance(task)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -11,7 +11,7 @@ import torch
 from distdl_rma.checks.outcome import together
 from distdl_rma.dtypes import flat_bytes
 from distdl_rma.machine import Machine
-from distdl_rma.segments.buffered_channel import Mailbox
+from distdl_rma.segments.buffered_channel import Address, Mailbox, Message
 from distdl_rma.segments.shared_mailbox import SharedMailbox, process_of
 from distdl_rma.segments.transport.virtual_ranks import world
 
@@ -43,7 +43,7 @@ class Processes:
 
     def of_first(self, value: Any) -> Any:
         """The value of the first process."""
-        return self._comm.bcast(value)
+        return value if self.size == 1 else self._comm.bcast(value)
 
     def share(self, result: torch.Tensor) -> None:
         """Copy the tensor of the first process to the others."""
@@ -52,17 +52,22 @@ class Processes:
             self._comm.Bcast(memory[begin : begin + _MOST_NBYTES])
 
     @contextmanager
-    def connected(self, mailbox: Mailbox, **actions: Callable[..., Any]) -> Iterator[Mailbox]:
-        """Context with the mailbox of all processes, ``mailbox`` itself if there is one process.
+    def connected(
+        self, first: int, messages: Iterable[tuple[Address, Message]], actions: dict[str, Callable[..., Any]]
+    ) -> Iterator[Mailbox]:
+        """Context with the mailbox of all processes, with ``messages`` of ranks before ``first``.
 
         Its ``tell`` calls the ``actions`` on the first process. The context ends when all messages have been
         received; an error of one process ends the waits of all.
         """
-        if self.size == 1:
-            mailbox.actions |= actions
+        shared = SharedMailbox(self._comm.Dup(), first, actions) if self.size > 1 else None
+        mailbox = Mailbox(first, actions) if shared is None else shared
+        for address, message in messages:
+            if self.plays(address.receiver):
+                mailbox.store(address, message)
+        if shared is None:
             yield mailbox
             return
-        shared = SharedMailbox(self._comm.Dup(), actions)
         error: Exception | None = None
         try:
             yield shared

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
 from types import TracebackType
@@ -18,63 +20,89 @@ from torch import nn
 from distdl_rma.data.sinks import ArraySink, array_of_one
 from distdl_rma.dtypes import NUMPY, flat_bytes
 from distdl_rma.errors import DataError, ShapeError, UnsupportedError
+from distdl_rma.out_of_core.message_log import MessageLog
 from distdl_rma.out_of_core.plan import Plan
-from distdl_rma.segments.buffered_channel import Address, Mailbox, Message
+from distdl_rma.segments.buffered_channel import Address, Message
 from distdl_rma.sources.reading import label
 
 Slices = tuple[slice, ...]
-# Saving the messages takes a tenth of the time at most, where it takes longer than so many seconds.
-_SAVING_SHARE, _QUICK_SECONDS = 0.1, 0.2
 _STATE = "state.json"
 
 
-def key_of(plan: Plan, model: nn.Module, source: Any) -> str:
-    """Hash of what determines a prediction, but for the values of the source; local."""
-    found = blake2b(digest_size=16)
-    facts: list[Any] = [plan.source, plan.result, str(plan.dtype), plan.grid, label(source), repr(model)]
-    if (path := getattr(source, "path", None)) and Path(path).is_file():
-        at = Path(path).stat()
-        facts += [at.st_size, at.st_mtime_ns]
-    found.update(repr(facts).encode())
+def digest_of(model: nn.Module) -> str:
+    """Hash of a model: its modules, parameters and buffers; local."""
+    found = blake2b(repr(model).encode(), digest_size=16)
     for name, x in model.state_dict().items():
-        found.update(f"{name} {tuple(x.shape)}".encode())
+        found.update(f"{name} {tuple(x.shape) if isinstance(x, torch.Tensor) else x}".encode())
         if isinstance(x, torch.Tensor):
             found.update(flat_bytes(x).numpy().data)
     return found.hexdigest()
+
+
+def key_of(plan: Plan, digest: str, source: Any) -> str:
+    """Hash of what determines a prediction, but for the values of the source; local."""
+    facts: list[Any] = [plan.source, plan.result, str(plan.dtype), plan.grid, label(source), digest]
+    if (path := getattr(source, "path", None)) and Path(path).is_file():
+        at = Path(path).stat()
+        facts += [at.st_size, at.st_mtime_ns]
+    return blake2b(repr(facts).encode(), digest_size=16).hexdigest()
+
+
+@dataclass(frozen=True)
+class Begin:
+    """Where a prediction begins: the first ``sample`` and ``slab`` to compute.
+
+    ``messages`` are those of earlier slabs for this one and later ones; ``written`` slabs of the sample need
+    not be written. ``keeps`` says whether messages are kept for a process that goes on.
+    """
+
+    sample: int = 0
+    slab: int = 0
+    written: int = 0
+    messages: tuple[tuple[Address, Message], ...] = ()
+    keeps: bool = False
+
+    def of(self, sample: int) -> Begin:
+        """Where a sample begins."""
+        return self if sample == self.sample else Begin(sample, keeps=self.keeps)
 
 
 class Results:
     """The target of a prediction, as a context: a new tensor, a file, or a sink of the user.
 
     A file is complete or not there. Until then it has a folder ``path.progress`` beside it, with the number
-    of slabs that were written and, where slabs end one after the other, the messages for the next slab. A
-    context that ends by an error leaves both, and one with the same ``key`` goes on: ``sample`` and ``slab``
-    are then the first ones to compute, and ``mailbox`` has the messages for it; ``written`` slabs of the
-    sample need not be written.
+    of slabs that were written and, where slabs end one after the other, the messages for later slabs. A
+    context that ends by an error leaves both, and one with the same ``key`` goes on, from ``begin``.
     """
 
     def __init__(self, sink: Any, plan: Plan, key: str) -> None:
-        self._plan, self._key = plan, key
-        self.sample = self.slab = self.written = 0
-        self.mailbox = Mailbox()
+        self._plan, self._key, self.begin = plan, key, Begin()
         self.tensor: torch.Tensor | None = None
         self._file: ArraySink | None = None
         self._sink: Any = sink
-        self._saved, self._saving = time.monotonic(), 0.0
+        # The last state that was noted: sample, slabs that are written, and where a process would go on.
+        self._state = 0, 0, 0
         if sink is None:
             self.tensor = torch.zeros(plan.result, dtype=plan.dtype)
         elif isinstance(sink, (str, os.PathLike)):
             self._sink = self._file = array_of_one(sink, plan.result, plan.dtype)
             self._folder = Path(f"{self._file.path}.progress")
+            self._log = MessageLog(self._folder)
         else:
             self._check(sink)
 
     def __enter__(self) -> Self:
-        if self._file is not None and not self._resumed(self._file):
-            self._file.__enter__()
+        if self._file is None or self._resumed(self._file):
+            return self
+        # Nobody shall take another file for that of an older state.
+        with self._disk():
+            (self._folder / _STATE).unlink(missing_ok=True)
             shutil.rmtree(self._folder, ignore_errors=True)
+        self._file.__enter__()
+        with self._disk():
             self._folder.mkdir()
-            self._write_state(0, 0, "")
+            self._note(0, 0, 0)
+        self.begin = Begin(keeps=self._keeps)
         return self
 
     def __exit__(
@@ -82,7 +110,7 @@ class Results:
     ) -> None:
         if self._file is None:
             return
-        if error is not None and self.sample + self.written > 0:
+        if error is not None and self._state > (0, 0, 0):
             self._file.leave()
             return
         self._file.__exit__(kind, error, trace)
@@ -98,27 +126,38 @@ class Results:
         except OSError as error:
             raise DataError(f"predict: {label(self._sink)}: {error.strerror or error}") from error
 
-    def ended(self, sample: int, slabs: int, in_order: bool) -> None:
-        """Note that the first ``slabs`` of a sample are written.
+    def keep(self, sample: int, address: Address, message: Message) -> None:
+        """Keep a message of a sample for a process that goes on."""
+        with self._disk():
+            self._log.keep(sample, address, message)
 
-        ``in_order`` says whether later ones have not begun, so that the messages are all that they need.
-        """
-        self.sample, self.written = sample, slabs
+    def ended(self, sample: int, slabs: int) -> None:
+        """Note that the first ``slabs`` of a sample are written."""
         if self._file is None:
             return
-        last = slabs == self._plan.slabs
-        now = time.monotonic()
-        slow = self._saving > _QUICK_SECONDS
-        if slow and not last and now - self._saved < self._saving / _SAVING_SHARE:
-            return
-        name = ""
-        if in_order and not last:
-            name = f"messages-{sample}-{slabs}.npz"
-            self._write_messages(name)
-        if in_order or not last or self._plan.waits:
-            self._write_state(*((sample + 1, 0) if last else (sample, slabs)), name)
-        self._saved = time.monotonic()
-        self._saving = self._saved - now
+        with self._disk():
+            if slabs == self._plan.slabs:
+                self._note(sample + 1, 0, 0)
+                self._log.clear()
+                return
+            before, _, first = self._state
+            first = first if sample == before else 0
+            if self._keeps and self._log.has_all_for(slabs):
+                first = slabs
+            self._note(sample, slabs, first)
+            self._log.forget(sample, first)
+
+    @property
+    def _keeps(self) -> bool:
+        # Where all slabs wait for each other, none can go on alone.
+        return self._plan.slabs > 1 and not self._plan.waits
+
+    @contextmanager
+    def _disk(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise DataError(f"predict: {self._folder}: {error.strerror or error}") from error
 
     def _check(self, sink: Any) -> None:
         shape, dtype = tuple(getattr(sink, "shape", ())), getattr(sink, "dtype", None)
@@ -146,42 +185,30 @@ class Results:
         # Whether an earlier process has begun the same; goes on with that.
         try:
             state = json.loads((self._folder / _STATE).read_text())
-            if state["key"] != self._key or not file.part.exists() or Path(file.path).exists():
+            sample, written, first = state["sample"], state["written"], state["first"]
+            if state["key"] != self._key:
                 return False
-            if state["messages"]:
-                self._read_messages(state["messages"])
-                self.slab = self.mailbox.first = state["slabs"]
-            self.sample, self.written = state["sample"], state["slabs"]
-            file.reopen()
+            if Path(file.path).exists():
+                if sample < self._plan.samples or file.part.exists():
+                    return False
+                # It was complete, and was killed while it removed the folder.
+                self._file = None
+                shutil.rmtree(self._folder)
+                messages = list[tuple[Address, Message]]()
+            else:
+                messages = self._log.read(sample, first)
+                file.reopen()
+                # What Zarr was writing when the process was killed.
+                for left in file.part.rglob("*.partial"):
+                    left.unlink()
         except (OSError, ValueError, KeyError):
             return False
+        self._state = sample, written, first
+        self.begin = Begin(sample, first, written, tuple(messages), self._keeps)
         return True
 
-    def _write_state(self, sample: int, slabs: int, messages: str) -> None:
-        state = {"key": self._key, "sample": sample, "slabs": slabs, "messages": messages}
+    def _note(self, sample: int, written: int, first: int) -> None:
+        self._state = sample, written, first
         new = self._folder / f"{_STATE}.new"
-        new.write_text(json.dumps(state))
+        new.write_text(json.dumps({"key": self._key, "sample": sample, "written": written, "first": first}))
         new.replace(self._folder / _STATE)
-        for old in self._folder.glob("messages-*.npz"):
-            if old.name != messages:
-                old.unlink()
-
-    def _write_messages(self, name: str) -> None:
-        arrays: dict[str, Any] = {}
-        kinds: list[Any] = []
-        for address, queue in self.mailbox.messages.items():
-            for message in queue:
-                kinds.append([*address, list(message.kind), len(message.pieces)])
-                arrays |= {str(len(arrays) + at): piece for at, piece in enumerate(message.pieces)}
-        text = np.frombuffer(json.dumps(kinds).encode(), np.uint8)
-        with (self._folder / f"{name}.new").open("wb") as file:
-            np.savez(file, kinds=text, **arrays)
-        (self._folder / f"{name}.new").replace(self._folder / name)
-
-    def _read_messages(self, name: str) -> None:
-        with np.load(self._folder / name, allow_pickle=False) as found:
-            at = 0
-            for *address, kind, count in json.loads(bytes(found["kinds"])):
-                pieces = [found[str(at + n)] for n in range(count)]
-                self.mailbox.put(Address(*address), Message(pieces, tuple(kind)))
-                at += count

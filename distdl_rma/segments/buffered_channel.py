@@ -64,6 +64,11 @@ class Message:
         """Arrays of the pieces."""
         return [parcel.array for parcel in self.parcels]
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all pieces."""
+        return sum(parcel.nbytes for parcel in self.parcels)
+
     def __reduce__(self) -> tuple[Any, ...]:
         """To another process goes a copy of the pieces."""
         return Message, (self.pieces, self.kind)
@@ -87,27 +92,36 @@ class Mailbox:
     """Messages between the virtual ranks of a process that are sent and not received.
 
     Without acknowledgements, a rank may run ahead of its readers by any number of epochs and channels. Where
-    data moves to later ranks only, the messages for ranks that have not begun are all that these need.
+    data moves to later ranks only, the messages of earlier ranks are all that later ones need of them.
     ``nbytes`` are the bytes of the messages, wherever a ``keeper`` has them, and ``peak_nbytes`` their
     maximum; ``whole_nbytes`` is that of one call in which a rank sends most of what it owns. ``cuts`` are
     the dimensions that such calls cut: the number of dimensions, the dimension, and its extent before. Ranks
-    before ``first`` have ended in an earlier process, and send nothing more.
+    before ``first`` have ended in an earlier process, and send nothing more. ``tell`` calls the ``actions``;
+    one that is called ``keep`` gets the address of each message, and the message.
     """
 
-    def __init__(self, first: int = 0) -> None:
-        self.first = first
+    def __init__(self, first: int = 0, actions: dict[str, Callable[..., Any]] | None = None) -> None:
+        self.first, self.actions = first, actions or {}
         self.messages: dict[Address, deque[Message]] = {}
         self.vectors: defaultdict[VectorKey, dict[int, Array]] = defaultdict(dict)
         # The last rank for which another one has waited.
         self.wanted = 0
-        # What ``tell`` calls.
-        self.actions: dict[str, Callable[..., Any]] = {}
         self.keeper: ParcelKeeper | None = None
         self.nbytes = self.peak_nbytes = self.whole_nbytes = 0
         self.cuts: set[tuple[int, int, int]] = set()
 
     def put(self, address: Address, message: Message) -> None:
-        """Store a message; it owns its arrays, which do not change."""
+        """Store a message that is sent; it owns its arrays, which do not change."""
+        self.keep(address, message)
+        self.store(address, message)
+
+    def keep(self, address: Address, message: Message) -> None:
+        """Tell whoever keeps messages, if anyone does, of one that is sent."""
+        if "keep" in self.actions:
+            self.tell("keep", address, message)
+
+    def store(self, address: Address, message: Message) -> None:
+        """Store a message for its receiver, which is one of this process."""
         self.messages.setdefault(address, deque()).append(message)
         for parcel in message.parcels:
             parcel.readers += 1

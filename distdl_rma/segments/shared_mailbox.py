@@ -26,11 +26,12 @@ def process_of(rank: int, size: int) -> int:
 class SharedMailbox(Mailbox):
     """The mailbox of several processes: what goes to ranks of another one is sent there.
 
+    The first process has the ``actions``, and learns of a message for ``keep`` before its sender has ended.
     No process waits for another one but in the waits of its ranks, which ``poll``, and in ``finish``.
     """
 
-    def __init__(self, comm: MPI.Intracomm, actions: dict[str, Callable[..., Any]]) -> None:
-        super().__init__()
+    def __init__(self, comm: MPI.Intracomm, first: int, actions: dict[str, Callable[..., Any]]) -> None:
+        super().__init__(first, actions)
         self._comm: Any = comm
         self._rank, self._size = comm.rank, comm.size
         self._others = [each for each in range(comm.size) if each != comm.rank]
@@ -38,9 +39,8 @@ class SharedMailbox(Mailbox):
         self._sends: list[tuple[MPI.Request, int]] = []
         # The process that has failed.
         self._failed: int | None = None
-        self.actions = actions
         self._received: dict[str, Callable[..., Any]] = {
-            "put": super().put,
+            "put": self._arrived,
             "add": super().add,
             "want": super().want,
             "fail": self._fail,
@@ -50,11 +50,18 @@ class SharedMailbox(Mailbox):
     def put(self, address: Address, message: Message) -> None:
         """Store a message where its receiver is."""
         process = process_of(address.receiver, self._size)
+        # The first process learns of a message for itself when it arrives.
+        if self._rank == 0 or process != 0:
+            self.keep(address, message)
         if process == self._rank:
-            super().put(address, message)
+            self.store(address, message)
         else:
-            nbytes = sum(parcel.nbytes for parcel in message.parcels)
-            self._send(process, "put", address, message, nbytes=nbytes)
+            self._send(process, "put", address, message, nbytes=message.nbytes)
+
+    def _arrived(self, address: Address, message: Message) -> None:
+        if self._rank == 0:
+            self.keep(address, message)
+        self.store(address, message)
 
     def add(self, key: VectorKey, rank: int, vector: Array) -> None:
         """Store the vector of a rank on all processes."""

@@ -14,12 +14,16 @@ from distdl_rma import (
     ShapeError,
     ShardDataset,
     ShardLoader,
+    Source,
     create_array,
     load_checkpoint,
+    open_array,
+    predict,
     shard,
     write_shards,
 )
 from tests.layers.sequential import grids
+from tests.out_of_core.nets import UNet, whole
 from tests.two_hosts import RANKS_VARIABLE
 
 pytestmark = [
@@ -131,6 +135,54 @@ def test_a_folder_that_hosts_do_not_share_is_refused_for_writing(name, own, comm
         pytest.fail("entered")
     comm.Barrier()
     assert not list(own.iterdir())
+
+
+@pytest.mark.parametrize("norm", ["none", "instance"])
+@pytest.mark.parametrize("suffix", ["npy", "h5", "zarr"])
+def test_hosts_predict_together_and_the_first_writes(norm, suffix, folder, own, comm):
+    torch.manual_seed(0)
+    model, x = UNet(2, norm), torch.rand(2, 1, 120, 60)
+    if comm.rank == 0:
+        np.save(folder / "x.npy", x.numpy())
+    comm.Barrier()
+    for place in (folder, own):
+        path = place / f"y.{suffix}"
+        predict(model, folder / "x.npy", path, grid={"H": 9}, comm=comm)
+        assert path.exists() == (place == folder or first_host(comm))
+        if path.exists():
+            found = torch.as_tensor(np.asarray(open_array(path)[0:2, 0:3, 0:120, 0:60]))
+            torch.testing.assert_close(found, whole(model, x), rtol=1e-4, atol=1e-5)
+
+
+def test_a_prediction_of_hosts_goes_on(folder, own, comm):
+    torch.manual_seed(0)
+    model, x, slabs, reads, broken = UNet(2, "none"), torch.rand(120, 60), 12, [], [True]
+
+    def read(box):
+        slab = box[0].start * slabs // x.shape[0]
+        if slab == slabs - 1 and broken:
+            raise OSError("the network is gone")
+        reads.append(slab)
+        return x[box]
+
+    source = Source(tuple(x.shape), x.dtype, read)
+    with pytest.raises(DataError, match="the network is gone"):
+        predict(model, source, own / "y.npy", grid={"H": slabs}, comm=comm)
+    broken.clear()
+    reads.clear()
+    predict(model, source, own / "y.npy", grid={"H": slabs}, comm=comm)
+    assert not reads or min(reads) >= slabs - 1 - 2 * (comm.size - 1)
+    if first_host(comm):
+        found = torch.from_numpy(np.load(own / "y.npy"))
+        torch.testing.assert_close(found, whole(model, x[None, None])[0], rtol=1e-4, atol=1e-5)
+
+
+def test_a_source_that_one_host_lacks_is_an_error_of_all_that_predict(own, comm):
+    if comm.rank == 0:
+        np.save(own / "x.npy", X)
+    comm.Barrier()
+    with pytest.raises(DataError, match=r"x\.npy: not found on .*a path that leads all of them to the file"):
+        predict(torch.nn.Conv2d(2, 1, 1), own / "x.npy", own / "y.npy", grid={"H": 4}, comm=comm)
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])

@@ -11,6 +11,7 @@ import torch
 
 from distdl_rma import open_array
 from tests.out_of_core.nets import UNet, whole
+from tests.run_mpi import completed, mpiexec
 
 MODULE = """
 import torch
@@ -22,17 +23,31 @@ def make():
 
 def classes(y):
     return y.argmax(1).to(torch.uint8)
+
+def raises():
+    return {}["weights"]
+
+def other():
+    return {}
+
+number = 3
 """
 
 
-def command(folder, *arguments):
+def write_module(folder):
     (folder / "mine.py").write_text(MODULE)
 
-    root = os.environ.get("PYTHONPATH", "") + os.pathsep + str(Path.cwd())
+
+def python_path():
+    return os.environ.get("PYTHONPATH", "") + os.pathsep + str(Path.cwd())
+
+
+def command(folder, *arguments):
+    write_module(folder)
     return subprocess.run(
         [sys.executable, "-m", "distdl_rma", "predict", *arguments],
         cwd=folder,
-        env={**os.environ, "PYTHONPATH": root},
+        env={**os.environ, "PYTHONPATH": python_path()},
         capture_output=True,
         text=True,
         timeout=200,
@@ -63,8 +78,55 @@ def test_a_file_becomes_a_file_and_the_plan_is_shown(tmp_path):
         ("mine", "is not of the form module:function"),
         ("absent:make", "there is no module 'absent'"),
         ("mine:absent", "module 'mine' has no 'absent'"),
+        ("mine:number", "mine:number is a 'int'; name a model, or a function"),
+        ("mine:other", "mine:other returns a 'dict'; it returns the model"),
+        ("mine:make", "x.npy: not found"),
     ],
 )
-def test_a_model_that_is_not_there_is_an_error(model, text, tmp_path):
+def test_a_model_that_is_not_there_is_one_line_of_error(model, text, tmp_path):
     done = command(tmp_path, model, "--in", "x.npy")
-    assert done.returncode == 1 and text in done.stderr
+    assert done.returncode == 1 and text in done.stderr and done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        (["--post", "mine:number"], "mine:number is a 'int', and no function"),
+        (["--memory", "much"], "the memory"),
+        (["--grid", "3x0"], "a grid has the numbers of blocks"),
+        (["--scratch", "nowhere"], "is no folder"),
+        ([], r"do not take (batch, channels, *spatial) = (1, 3, 40, 30)"),
+        (["--out", "y.png"], "y.png: writes .npy, .h5, .hdf5, .zarr"),
+        (["--out", "absent/y.npy"], "absent: not found"),
+    ],
+)
+def test_options_that_do_not_fit_are_one_line_of_error(options, text, tmp_path):
+    channels = 1 if options else 3
+    np.save(tmp_path / "x.npy", np.zeros((channels, 40, 30), np.float32))
+    done = command(tmp_path, "mine:make", "--in", "x.npy", *options)
+    assert done.returncode == 1 and text in done.stderr and done.stderr.count("\n") == 1
+
+
+def test_a_function_that_raises_shows_where_and_ends_all_ranks(tmp_path):
+    write_module(tmp_path)
+    done = completed(
+        [*mpiexec(2), sys.executable, "-m", "distdl_rma", "predict", "mine:raises", "--in", "x.npy"],
+        cwd=tmp_path,
+        PYTHONPATH=python_path(),
+    )
+    assert done.returncode == 1
+    assert """return {}["weights"]""" in done.stderr
+    assert done.stderr.count("ArgumentError: predict: mine:raises raises KeyError: 'weights'\n") == 1
+
+
+def test_ranks_predict_together(tmp_path):
+    write_module(tmp_path)
+    x = np.random.default_rng(0).normal(size=(40, 30)).astype(np.float32)
+    np.save(tmp_path / "x.npy", x)
+    program = [sys.executable, "-m", "mpi4py", "-m", "distdl_rma", "predict", "mine:make", "--in", "x.npy"]
+    for options, lines in ((["--grid", "3x1"], 6), (["--grid", "3x1", "--out", "y.npy", "--quiet"], 0)):
+        done = completed([*mpiexec(2), *program, *options], cwd=tmp_path, PYTHONPATH=python_path())
+        assert done.returncode == 0 and done.stdout.count("\n") == lines and not done.stderr
+    torch.manual_seed(0)
+    want = whole(UNet(2, "instance"), torch.from_numpy(x)[None, None])[0]
+    torch.testing.assert_close(torch.from_numpy(np.load(tmp_path / "y.npy")), want, rtol=1e-4, atol=1e-5)

@@ -31,7 +31,7 @@ from distdl_rma import (
     predict,
     rehearse,
 )
-from distdl_rma.out_of_core.inference import Inference
+from distdl_rma.out_of_core.inference import Inference, fixed_tensors, twin_of
 from distdl_rma.out_of_core.pages import Pages
 from distdl_rma.out_of_core.scratch import Scratch
 from distdl_rma.segments.buffered_channel import Mailbox
@@ -249,6 +249,56 @@ def test_modules_that_keep_tensors_of_a_call_have_them_for_each_slab(tmp_path):
             return self.norm(self.conv(x)) + self.kept
 
     check(seeded(Keeps), torch.randn(1, 1, 40, 20), (1, 1, 4, 1), tmp_path)
+
+
+class Tables(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv, self.table = nn.Conv2d(1, 2, 3, padding=1), torch.rand(1, 1, 1, 20)
+        self.tables = {"one": [torch.rand(1, 2, 1, 1)]}
+
+    def forward(self, x):
+        return self.conv(x) * self.table + self.tables["one"][0]
+
+
+def test_all_slabs_share_tensors_that_are_attributes(tmp_path):
+    model = seeded(Tables)
+    # What is left of a training step, which torch does not copy.
+    model.kept = model.conv(torch.ones(1, 1, 4, 4))
+    twin = twin_of(model)
+    assert all(x is y for x, y in zip(fixed_tensors(model), fixed_tensors(twin), strict=True))
+    assert {id(model.table), id(model.tables["one"][0]), id(model.kept)} <= set(map(id, fixed_tensors(model)))
+    check(model, torch.randn(1, 1, 40, 20), (1, 1, 4, 1), tmp_path, 0)
+
+
+@pytest.mark.parametrize("kind", ["buffer", "attribute"])
+def test_tensors_that_the_model_changes_in_place_are_refused(kind, tmp_path):
+    class Counts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv = nn.Conv2d(1, 2, 3, padding=1)
+            if kind == "buffer":
+                self.register_buffer("calls", torch.zeros(()))
+            else:
+                self.calls = torch.zeros(())
+
+        def forward(self, x):
+            self.calls += 1
+            return self.conv(x)
+
+    model = nn.Sequential(Counts())
+    with pytest.raises(UnsupportedError, match=r"changes its tensor '0\.calls' in place"):
+        predict(model, torch.randn(1, 1, 64, 64), tmp_path / "y.npy", grid={"H": 2})
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_torch_does_not_take_is_said_with_the_shape():
+    with pytest.raises(
+        ShapeError, match=r"do not take .* = \(1, 3, 40, 20\) of torch\.float32: RuntimeError"
+    ):
+        predict(nn.Conv2d(1, 1, 3), torch.zeros(3, 40, 20))
+    with pytest.raises(ShapeError, match="post= do not take"):
+        predict(nn.Conv2d(1, 1, 3), torch.zeros(40, 20), post=lambda y: y.view(1, 7))
 
 
 def test_a_layer_that_is_called_with_two_extents_and_parameters_that_are_shared(tmp_path):

@@ -5,10 +5,24 @@ import time
 import numpy as np
 import pytest
 import torch
+from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
-from distdl_rma import DataError, DistdlError, MismatchError, Source, open_array, predict
+from distdl_rma import (
+    ArgumentError,
+    ConfigurationError,
+    DataError,
+    DistdlError,
+    MismatchError,
+    ShapeError,
+    Sink,
+    Source,
+    open_array,
+    predict,
+)
 from tests.checkpoints.training import same_folder
+from tests.fuzz import predictions as fuzz
+from tests.matrix import check_each, over_seeds
 from tests.out_of_core.nets import Calls, UNet, whole
 
 pytestmark = [pytest.mark.mpi, pytest.mark.sizes(1, 2, 3)]
@@ -106,6 +120,116 @@ def test_a_wait_for_another_process_may_be_long(comm, norm):
 
     found = predict(model, Source(x.shape, x.dtype, read), grid={"H": 4}, comm=comm)
     torch.testing.assert_close(found, whole(model, torch.from_numpy(x)[None, None])[0], rtol=1e-4, atol=1e-5)
+
+
+@over_seeds(60, each=10)
+def test_random_models_on_ranks_that_are_late(P_world, comm, seeds):
+    check_each(fuzz.check, P_world, comm, seeds)
+
+
+@pytest.mark.parametrize("suffix", ["npy", "zarr"])
+def test_a_job_that_goes_on_reads_only_what_is_left(comm, tmp_path, suffix):
+    pytest.importorskip({"npy": "numpy", "zarr": "zarr"}[suffix])
+    folder, model = same_folder(comm, tmp_path), seeded(lambda: UNet(2, "batch"))
+    x, reads = np.random.default_rng(0).random((2, 1, 96, 20), np.float32), []
+    path, slabs, failing = folder / f"y.{suffix}", 16, 13
+
+    def read(box):
+        slab = box[0].start, box[2].start * slabs // x.shape[2]
+        if slab == (1, failing) and slab not in fixed:
+            raise OSError("the network is gone")
+        reads.append(slab)
+        return x[box]
+
+    source, fixed = Source(x.shape, x.dtype, read), set()
+    with pytest.raises(DataError, match="the network is gone"):
+        predict(model, source, path, grid={"H": slabs}, comm=comm)
+    fixed.add((1, failing))
+    reads.clear()
+    predict(model, source, path, grid={"H": slabs}, comm=comm)
+    again = sorted(slab for each in comm.allgather(reads) for slab in each)
+    # On other ranks, slabs before the one that failed may have been under way.
+    assert again[-3:] == [(1, 13), (1, 14), (1, 15)]
+    assert again[0] >= (1, failing - 2 * (comm.size - 1)) and len(set(again)) == len(again)
+    found = torch.as_tensor(np.asarray(open_array(path)[0:2, 0:3, 0:96, 0:20]))
+    torch.testing.assert_close(found, whole(model, torch.from_numpy(x)), rtol=1e-4, atol=1e-5)
+
+
+class Checks(nn.Module):
+    """A model that calls a function."""
+
+    def __init__(self, check):
+        super().__init__()
+        self.conv, self.check = nn.Conv2d(1, 1, 3, padding=1), check
+
+    def forward(self, x):
+        self.check()
+        return self.conv(x)
+
+
+def failing_read(box):
+    if box[0].start > 0:
+        raise ValueError("a bad sector")
+    return np.zeros([each.stop - each.start for each in box], np.float32)
+
+
+def failing_write(box, y):
+    if box[1].start > 0:
+        raise ZeroDivisionError("no room")
+
+
+# What the last rank does otherwise than the others, or the first one; and the error on all ranks.
+WRONG = {
+    "memory": (ConfigurationError, "much", {"memory": "much"}),
+    "grid": (ArgumentError, "a grid has", {"grid": {"H": 0}}),
+    "blocks": (MismatchError, "the grid: ", {"grid": {"H": 3}}),
+    "weights": (MismatchError, "the digest of the model: ", {"model": nn.Conv2d(1, 1, 3, padding=1)}),
+    "model": (MismatchError, "the digest of the model: ", {"model": nn.Conv2d(1, 1, 5, padding=2)}),
+    "no model": (ConfigurationError, r"takes a torch\.nn\.Module", {"model": torch.relu}),
+    "channels": (ShapeError, "do not take .*= \\(1, 3, 64, 16\\)", {"source": torch.zeros(3, 64, 16)}),
+    "missing file": (DataError, "not found on", {"source": "nowhere.npy"}),
+    "bad source": (DataError, "a bad sector", {"source": Source((64, 16), np.float32, failing_read)}),
+    "bad model": (DataError, "in the model", {}),
+    "bad post": (DataError, "TypeError", {"post": lambda y: y + "1"}),
+    "bad sink": (DataError, "no room", {"sink": Sink((1, 64, 16), np.float32, failing_write)}),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_one_rank_does_wrong_is_an_error_on_all_and_they_can_go_on(comm, name):
+    if comm.size == 1:
+        pytest.skip("one process has no other")
+    kind, text, change = WRONG[name]
+    odd, reads = comm.rank == comm.size - 1, []
+
+    def read(box):
+        reads.append(box)
+        return np.ones([each.stop - each.start for each in box], np.float32)
+
+    def check():
+        if name == "bad model" and odd and len(reads) > 1:
+            raise KeyError("in the model")
+
+    torch.manual_seed(1)
+    source, model = Source((64, 16), np.float32, read), Checks(check)
+    call = {"model": model, "source": source, "sink": None, "grid": {"H": 6}, "comm": comm}
+    with pytest.raises(kind, match=text):
+        predict(**call | (change if odd or name == "bad sink" else {}))
+    good = call | {"model": nn.Conv2d(1, 1, 1), "sink": None, "post": None}
+    torch.nn.init.ones_(good["model"].weight)
+    torch.nn.init.zeros_(good["model"].bias)
+    assert torch.equal(predict(**good), torch.ones(1, 64, 16))
+
+
+def test_a_result_that_is_there_is_an_error_on_all(comm, tmp_path):
+    folder = same_folder(comm, tmp_path)
+    if comm.rank == 0:
+        (folder / "y.npy").touch()
+    comm.Barrier()
+    with pytest.raises(DataError, match="is there already"):
+        predict(nn.Conv2d(1, 1, 1), torch.ones(9, 9), folder / "y.npy", grid={"H": 3}, comm=comm)
+    comm.Barrier()
+    assert [each.name for each in folder.iterdir()] == ["y.npy"]
 
 
 def test_calls_that_differ_are_refused(comm):

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from time import sleep
 from typing import Any, Protocol
 
-from distdl_rma.errors import ProtocolError
+from distdl_rma.errors import ConfigurationError, ProtocolError
 from distdl_rma.segments.transport.virtual_network import Network
 
 # Rounds in which no rank did more than wait, after which ranks sleep: they wait for a time to pass.
@@ -34,6 +34,19 @@ def of_each_rank() -> list[Any]:
     items: list[Any] = []
     _OF_EACH_RANK.append(items)
     return items
+
+
+@contextmanager
+def _set_aside() -> Iterator[None]:
+    # Context without the items of the caller, who goes on with them behind it.
+    before = [items[:] for items in _OF_EACH_RANK]
+    for items in _OF_EACH_RANK:
+        items.clear()
+    try:
+        yield
+    finally:
+        for items, own in zip(_OF_EACH_RANK, before, strict=False):
+            items[:] = own
 
 
 class Keeper(Protocol):
@@ -82,36 +95,55 @@ class Turns:
         self.while_blocked: list[list[Callable[[], object]]] = [[] for _ in range(size)]
         # Ranks in such calls: the test for their end, and the call.
         self._blocked: dict[int, tuple[Callable[[], bool], str]] = {}
-        self.abandoned = False
+        # Whether the ranks shall end at their next turn, and whether they never had one.
+        self.abandoned = self._called_off = False
         # Held until the last rank has ended.
         self._over = threading.Lock()
         for held in (*self._events, self._over):
             held.acquire()
 
     def run(self, ranks: Sequence[Callable[[], None]]) -> None:
-        """Run these functions as the ranks, each in its own thread; blocking until all have ended."""
+        """Run these functions as the ranks, each in its own thread; blocking until all have ended.
+
+        ``ConfigurationError`` if there cannot be so many threads.
+        """
         begin = [get() for get, _ in self._swaps]
         threads = [
             threading.Thread(target=self._play, args=(rank, play, begin), name=f"rank {rank}", daemon=True)
             for rank, play in enumerate(ranks)
         ]
-        for thread in threads:
-            thread.start()
+        with _set_aside():
+            self._start(threads)
+            try:
+                self._events[self._next()].release()
+                self._over.acquire()
+            except BaseException:
+                # Such as KeyboardInterrupt: each rank ends at its next turn.
+                self.abandoned = True
+                self._over.acquire()
+                raise
+            finally:
+                for thread in threads:
+                    thread.join()
+                self._set(begin)
+
+    def _start(self, threads: Sequence[threading.Thread]) -> None:
         try:
-            self._events[self._next()].release()
-            self._over.acquire()
-        except BaseException:
-            # Such as KeyboardInterrupt: each rank ends at its next turn.
-            self.abandoned = True
-            self._over.acquire()
-            raise
-        finally:
             for thread in threads:
-                thread.join()
-            self._set(begin)
+                thread.start()
+        except RuntimeError as error:
+            self._called_off = True
+            for event in self._events:
+                event.release()
+            raise ConfigurationError(
+                f"each of {len(threads)} virtual ranks is a thread, and this process could not start one:"
+                f" {error}; take fewer ranks, or raise its limits (ulimit -u, ulimit -v)"
+            ) from error
 
     def _play(self, rank: int, play: Callable[[], None], begin: Sequence[Any]) -> None:
         self._events[rank].acquire()
+        if self._called_off:
+            return
         self._set(begin)
         try:
             with suppress(RunAbandoned):

@@ -18,6 +18,7 @@ from distdl_rma.checks.arguments import TENSORS, as_comparable, checksum, descri
 from distdl_rma.checks.calls import by_ranks, first_difference
 from distdl_rma.machine import Machine
 from distdl_rma.ops.core.autograd import is_synchronised
+from distdl_rma.segments.transport.turns import of_each_rank
 from distdl_rma.split.calls.table import name_of
 
 # Kinds that are not hashed: queries of a tensor, and rules of users.
@@ -48,8 +49,8 @@ class LossOrigin:
     """Hashes the results of functions of split tensors outside of models; one object per process."""
 
     def __init__(self) -> None:
-        # Number of open models that compare the hashes.
-        self.on = 0
+        # An item for each open model that compares the hashes.
+        self.on: list[None] = of_each_rank()
         self._names = _Names()
         # For the last results: hash, function, and hashes of all arguments.
         self._recent: deque[tuple[int, Any, list[Any]]] = deque(maxlen=_RECENT)
@@ -59,7 +60,7 @@ class LossOrigin:
 
         Some ranks alone may have hashed results before, for a model that other ranks had closed.
         """
-        self.on += 1
+        self.on.append(None)
         for backwards in machine.kept.get("backwards", {}).values():
             backwards.forget()
 

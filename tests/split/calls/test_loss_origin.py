@@ -2,8 +2,10 @@
 
 import pytest
 import torch
+from torch import nn
 
-from distdl_rma.split.calls.loss_origin import LossOrigin
+from distdl_rma import distribute, rehearse
+from distdl_rma.split.calls.loss_origin import LOSS_ORIGIN, LossOrigin
 
 
 @pytest.fixture
@@ -65,3 +67,23 @@ def test_several_results_have_numbers_of_their_own():
     lineage, parts = LossOrigin(), [torch.zeros(1), torch.zeros(1)]
     lineage.follow("movement", torch.chunk, (torch.zeros(2), 2), {}, parts)
     assert parts[0]._loss_hash != parts[1]._loss_hash
+
+
+def test_open_models_are_those_of_each_virtual_rank():
+    def play(comm):
+        before, model = len(LOSS_ORIGIN.on), distribute(nn.Conv2d(1, 1, 1), {"H": -1})
+        if comm.rank == 0:
+            model.distributed.close()
+        comm.Barrier()
+        after = len(LOSS_ORIGIN.on)
+        comm.Barrier()
+        if comm.rank > 0:
+            model.distributed.close()
+        return before, after, len(LOSS_ORIGIN.on)
+
+    known = len(LOSS_ORIGIN.on)
+    # As an open model of this process has it.
+    LOSS_ORIGIN.on.append(None)
+    assert rehearse(3, play) == [(0, 0, 0), (0, 1, 0), (0, 1, 0)]
+    assert len(LOSS_ORIGIN.on) == known + 1
+    del LOSS_ORIGIN.on[-1:]

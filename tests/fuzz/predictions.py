@@ -1,0 +1,118 @@
+"""Random models, slabs and delays: predictions by all ranks, against the whole at once."""
+
+import random
+import time
+from collections import Counter
+from unittest import mock
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn import functional as F  # noqa: N812
+
+from distdl_rma import Partition, Sink, Source, UnsupportedError, predict
+from distdl_rma.segments.shared_mailbox import SharedMailbox
+from tests.out_of_core.nets import whole
+
+DTYPE = torch.float64
+REFUSED: Counter[str] = Counter()
+CALLS = {
+    "relu": torch.relu,
+    "cumsum": lambda x: x.cumsum(2) * 0.1,
+    "flip": lambda x: x.flip(2),
+    "mean": lambda x: x + x.mean(tuple(range(2, x.dim())), keepdim=True),
+    "roll": lambda x: x.roll(3, 2),
+    "roll back": lambda x: x.roll(-5, -1),
+    "softmax": lambda x: x.softmax(2),
+}
+LAYERS = {
+    "wide": lambda c, d: _of(d, "Conv")(c, c, 5, padding=2),
+    "dilated": lambda c, d: _of(d, "Conv")(c, c, 3, padding=4, dilation=4),
+    "conv": lambda c, d: _of(d, "Conv")(c, c, 3, padding=1),
+    "stride": lambda c, d: _of(d, "Conv")(c, c, 3, 2, 1),
+    "up": lambda c, d: _of(d, "ConvTranspose")(c, c, 2, 2),
+    "pool": lambda c, d: _of(d, "MaxPool")(2, ceil_mode=True),
+    "instance": lambda c, d: _of(d, "InstanceNorm")(c),
+    "group": lambda c, d: nn.GroupNorm(1, c),
+}
+# Twice, since most models have these.
+KINDS = [*CALLS, *LAYERS, "conv", "stride", "up", "pool", "keep", "keep", "skip", "skip"]
+
+
+def _of(dims, name):
+    return getattr(nn, f"{name}{dims}d")
+
+
+class Model(nn.Module):
+    """Functions and layers in turn; a skip adds what was kept last, resized."""
+
+    def __init__(self, kinds, channels, dims):
+        super().__init__()
+        self.kinds, self.first = kinds, _of(dims, "Conv")(1, channels, 3, padding=1)
+        self.layers = nn.ModuleList(
+            LAYERS[kind](channels, dims) if kind in LAYERS else nn.Identity() for kind in kinds
+        )
+
+    def forward(self, x):
+        x, kept = self.first(x), []
+        for kind, layer in zip(self.kinds, self.layers, strict=True):
+            if kind == "keep":
+                kept.append(x)
+            elif kind != "skip":
+                x = CALLS.get(kind, layer)(x)
+            elif kept:
+                skip = kept.pop()
+                x = x + (skip if skip.shape == x.shape else F.interpolate(skip, x.shape[2:]))
+        return x
+
+
+def check(P_world: Partition, comm, seed: int) -> None:
+    """Compare one prediction of all ranks of ``comm``, which are late at random."""
+    rng = random.Random(seed)
+    dims, channels = rng.choice([2, 2, 3]), rng.randint(1, 3)
+    kinds = [rng.choice(KINDS) for _ in range(rng.randint(1, 8))]
+    extents = [rng.randint(8, 60), *(rng.randint(6, 16) for _ in range(dims - 1))]
+    samples = rng.choice([1, 1, 2, 3])
+    cut = dict(zip("DHW"[3 - dims :], (rng.randint(1, 9), rng.choice([1, 1, 1, 2, 3])), strict=False))
+    torch.manual_seed(seed)
+    model = Model(kinds, channels, dims).to(DTYPE)
+    x = torch.rand(samples, 1, *extents, dtype=DTYPE)
+    try:
+        want = whole(model, x)
+    except (RuntimeError, ValueError):
+        # The extents are too small for so many strides.
+        return
+    late = random.Random(f"{seed} {comm.rank}")
+    pace = late.choice([0, 0, 1e-3, 1e-2])
+
+    def delay(share=0.3):
+        if late.random() < share:
+            time.sleep(late.uniform(0, pace))
+
+    def read(box):
+        delay()
+        return x[box]
+
+    found = np.full(tuple(want.shape), np.nan)
+
+    def write(box, y):
+        delay()
+        assert np.isnan(found[box]).all()
+        found[box] = y
+
+    poll = SharedMailbox.poll
+
+    def poll_late(mailbox):
+        delay(0.02)
+        poll(mailbox)
+
+    sink = Sink(found.shape, found.dtype, write) if rng.random() < 0.5 else None
+    try:
+        with mock.patch.object(SharedMailbox, "poll", poll_late):
+            y = predict(model, Source(x.shape, x.dtype, read), sink, grid=cut, comm=comm)
+    except UnsupportedError as error:
+        REFUSED[str(error).partition(":")[0]] += 1
+        return
+    y = torch.from_numpy(found) if y is None else y
+    if sink is None or comm.rank == 0:
+        torch.testing.assert_close(y, want, rtol=1e-7, atol=1e-9, msg=lambda text: f"{kinds} {cut}: {text}")
