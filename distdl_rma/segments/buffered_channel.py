@@ -282,10 +282,13 @@ class BufferedChannel(Channel):
                 missing.pop()
             return not missing
 
-        what, advice = f"to send in {self.name!r} (epoch {epoch})", "did every rank call the same layers?"
-        self._manager.waiter.until(
-            all_there, lambda: WaitReason(tuple(missing), what, advice, in_step=True), timeout
-        )
+        def reason() -> WaitReason:
+            # A peer whose message has come may have left.
+            silent = tuple(peer for peer in missing if self._from(peer) not in self._mailbox.messages)
+            what = f"to send in {self.name!r} (epoch {epoch})"
+            return WaitReason(silent, what, "did every rank call the same layers?", in_step=True)
+
+        self._manager.waiter.until(all_there, reason, timeout)
 
     def void(self) -> None:
         """Drop the next epoch to receive; its messages must be there or never come."""

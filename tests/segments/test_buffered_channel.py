@@ -1,6 +1,7 @@
 """Channels and vectors of virtual ranks that run ahead of their readers."""
 
 import pickle
+import time
 
 import numpy as np
 import pytest
@@ -186,3 +187,21 @@ def test_messages_to_other_processes_are_copies_with_readers_of_their_own():
     copied = pickle.loads(pickle.dumps(message))
     assert copied.kind == (7, "int64") and np.array_equal(copied.pieces[0], np.arange(4))
     assert [parcel.readers for parcel in (*message.parcels, *copied.parcels)] == [1, 0]
+
+
+def test_a_rank_that_has_sent_may_leave_while_another_one_is_late():
+    mailbox = Mailbox()
+
+    def play(comm):
+        machine = Machine(comm, segment_size="1MiB")
+        exchange = movements(machine)["all_gather"]
+        channel = BufferedChannel(machine.segments, exchange, np.int64, "late", mailbox)
+        if comm.rank == 2:
+            late = time.monotonic() + 1.5
+            comm.wait_until(lambda: time.monotonic() > late, "a time")
+        epoch = channel.start(channel.cut(values(exchange, comm.rank, 1)))
+        if comm.rank == 1:
+            y = channel.gather(values(exchange, 1, 1), epoch, np.add)
+            assert np.array_equal(y, expected(exchange, 1))
+
+    played(3, play, None)
