@@ -58,7 +58,7 @@ MOST_OF_LAYERS = {
 
 def test_a_call_takes_no_more_calls_than_it_did(P_world, comm, monkeypatch):
     # Models of other tests are still there.
-    monkeypatch.setattr(LOSS_ORIGIN, "on", 0)
+    monkeypatch.setattr(LOSS_ORIGIN, "on", [])
     for name, call in steps(Machine.of(P_world)):
         found = [most(profile) for profile in profiles(call)]
         within = [calls.within(limit) for calls, limit in zip(found, MOST[name], strict=True)]
@@ -67,7 +67,7 @@ def test_a_call_takes_no_more_calls_than_it_did(P_world, comm, monkeypatch):
 
 def test_a_module_of_a_distributed_model_takes_no_more_calls_than_it_did(P_world, comm, monkeypatch):
     # Models of other tests are still there.
-    monkeypatch.setattr(LOSS_ORIGIN, "on", 0)
+    monkeypatch.setattr(LOSS_ORIGIN, "on", [])
     machine = Machine.of(P_world)
     counted = [(name, of_a_module(machine, make), MOST_OF_MODULES[name]) for name, make in modules()]
     for name, found, limits in (*counted, ("model", of_a_model(machine, []), MOST_OF_A_MODEL)):
