@@ -60,9 +60,10 @@ def test_result_is_memory_of_its_own(P_world):
     assert x.numel() == 0 or x.data_ptr() != y.data_ptr()
 
 
-def test_padding_wider_than_the_input_is_refused(P_world):
+@pytest.mark.parametrize("padding", [(0, 0, 3, 0), (0, 0, 0, 3)])
+def test_padding_wider_than_the_input_is_refused(P_world, padding):
     P_x = rows(P_world)
-    layer = layers.DistributedReflectionPad2d(P_x, 3, name="mirror")
+    layer = layers.DistributedReflectionPad2d(P_x, padding, name="mirror")
     with pytest.raises(ShapeError, match="'mirror': padding mode 'reflect' needs padding smaller than"):
         layer(shard(P_x, torch.zeros(1, 1, 3, 9)))
 
