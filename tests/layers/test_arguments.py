@@ -117,7 +117,10 @@ REFUSED_OF_SEVERAL = {
     "Broadcast(plane, blocks)": r"PartitionError: Broadcast: grids \(\d, 1\) and \(1, \d\) do not fit",
     "SumReduce(one, flat)": r"PartitionError: grids \(1,\) and \(\d,\)",
 }
-REFUSED_OF_ONE = {"NLLLoss(point)": "PartitionError: no dimension for the classes"}
+REFUSED_OF_ONE = {
+    "NLLLoss(point)": "PartitionError: no dimension for the classes",
+    "LinearAllGather(point, 3, 4)": r"PartitionError: as many dimensions as the tensor, got \(\)",
+}
 
 
 @pytest.mark.filterwarnings("ignore:Initializing zero-element tensors:UserWarning")
