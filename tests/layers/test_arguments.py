@@ -93,6 +93,7 @@ REFUSED = {
     "Concat([line, rows], line)": r"PartitionError: P_xs\[1\] has 4 dimensions",
     "Concat([flat])": r"PartitionError: P_xs\[0\] has 1 dimensions",
     "Repartition(blocks, flat)": "PartitionError: P_x has 2 dimensions",
+    "Repartition(flat, elsewhere)": "PartitionError: partitions of a layer must belong to one machine",
     **dict.fromkeys(
         [
             f"HaloExchange(rows, {width})"
@@ -117,17 +118,21 @@ REFUSED_OF_SEVERAL = {
     "Broadcast(plane, blocks)": r"PartitionError: Broadcast: grids \(\d, 1\) and \(1, \d\) do not fit",
     "SumReduce(one, flat)": r"PartitionError: grids \(1,\) and \(\d,\)",
 }
-REFUSED_OF_ONE = {"NLLLoss(point)": "PartitionError: no dimension for the classes"}
+REFUSED_OF_ONE = {
+    "NLLLoss(point)": "PartitionError: no dimension for the classes",
+    "LinearAllGather(point, 3, 4)": r"PartitionError: as many dimensions as the tensor, got \(\)",
+}
 
 
 @pytest.mark.filterwarnings("ignore:Initializing zero-element tensors:UserWarning")
-def test_impossible_arguments_are_refused_before_anything_is_sent(P_world, comm):
+def test_impossible_arguments_are_refused_before_anything_is_sent(P_world, comm, permuted):
     n = comm.size
     shapes = {"plane": (1, n), "line": (1, 1, n), "rows": (1, 1, n, 1), "blocks": (n, 1), "space": (n, 1, 1)}
     names = {name.removeprefix("Distributed"): getattr(layers, name) for name in sorted(layers.__all__)}
     names |= {"torch": torch, "flat": P_world}
     names |= {key: P_world.create_cartesian_topology_partition(shape) for key, shape in shapes.items()}
     names["one"] = P_world.create_partition_inclusive([0])
+    names["elsewhere"] = permuted.partition((n,))
     if n == 1:
         names["point"] = P_world.create_cartesian_topology_partition(())
     for call, said in (REFUSED | (REFUSED_OF_SEVERAL if n > 1 else REFUSED_OF_ONE)).items():

@@ -72,9 +72,11 @@ def test_layers_built_differently_on_one_rank_are_named(P_world, comm):
 def test_only_what_is_not_usual_of_a_placement_is_printed(P_world, comm, kind):
     P_x = P_world.create_cartesian_topology_partition((1, 1, comm.size))
     assert "placement" not in repr(kind(P_x, 2, 2, 3))
-    shown = repr(kind(P_x, P_x, P_x, 2, 2, 3, placement="root", bias=False))
+    # One argument by two names.
+    layer = kind(P_x, P_x, P_x, 2, 2, 3, placement="root", weights="root", bias=False)
+    assert layer.placement == layer.weights == "root"
     for part in ("kernel_size=(3,)", "bias=False", f"P_W={P_x.shape}", "placement='root'"):
-        assert part in shown
+        assert part in repr(layer)
 
 
 def test_input_that_no_window_fits_is_refused(P_world, comm):

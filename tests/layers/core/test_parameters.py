@@ -22,6 +22,13 @@ def test_copies_are_summed_over_their_holders(P_world, comm):
     assert root.placed.holders == (comm.rank,)
 
 
+@pytest.mark.mpi(min_size=2)
+def test_initial_values_are_those_of_the_first_rank(P_world, comm):
+    torch.manual_seed(comm.rank)
+    for key, value in conv(P_world).named_parameters():
+        assert torch.equal(value, torch.from_numpy(comm.bcast(value.detach().numpy()))), key
+
+
 def test_the_layer_is_asked_once_and_its_user_in_every_call(P_world, comm):
     class Counting(DistributedConv2d):
         asked = 0

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from distdl_rma import GradientSync, Machine, ShapeError, layers, zero_volume_tensor
+from distdl_rma import GradientSync, Machine, ShapeError, UnsupportedError, layers, zero_volume_tensor
 from tests.layers.every_layer import EVERY_LAYER
 from tests.layers.every_layer import first as alone
 from tests.layers.same_error import FAULTS, same_error
@@ -57,6 +57,25 @@ def test_a_fault_on_one_rank_is_refused_on_all_and_the_layer_goes_on(P_world, co
     y = layer(leaf, *good[1:])
     if y.requires_grad:
         y.sum().backward()
+
+
+@pytest.mark.parametrize("kind", [layers.DistributedConv1d, layers.DistributedConvTranspose1d])
+def test_inputs_and_weights_are_floating_point_numbers_of_one_type(P_world, comm, kind):
+    layer, x = kind(line(P_world), 1, 1, 1), torch.ones(1, 1, 2)
+    match = r"input is torch\.float64, the weights of rank 0 are torch\.float32"
+    same_error(comm, lambda: layer(x.double()), ShapeError, match)
+    for parameter in layer.parameters():
+        parameter.data = parameter.data.to(torch.complex64)
+    same_error(comm, lambda: layer(x.to(torch.complex64)), UnsupportedError, "only floating point")
+
+
+def test_weights_of_an_embedding_are_of_one_type_on_all_ranks(P_world, comm):
+    layer, x = layers.DistributedEmbedding(columns(P_world), 7, 3), torch.tensor([[0, 6]])
+    if comm.rank == 1:
+        layer.double()
+    with pytest.raises(ShapeError, match="weights differ in type"):
+        layer(x)
+    layer.double()(x)
 
 
 def test_an_index_out_of_range_is_refused_on_all_ranks(P_world, comm):

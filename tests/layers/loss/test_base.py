@@ -38,6 +38,9 @@ def test_idle_rank_gets_zero_and_can_call_backward(P_world, comm):
     if not P_x.active:
         with pytest.raises(ShapeError, match=r"is not in P_x but passes a tensor of shape \(2, 2\)"):
             loss_of(torch.ones(2, 2), torch.ones(2, 2))
+        for wrong in ((None, target), (x, None)):
+            with pytest.raises(ShapeError, match=f"rank {comm.rank}: "):
+                loss_of(*wrong)
 
 
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 8e-3, torch.float16: 1e-3}

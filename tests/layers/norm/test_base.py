@@ -14,7 +14,7 @@ from distdl_rma.layers import (
     DistributedRMSNorm,
 )
 from tests.fuzz import norm as fuzz
-from tests.layers.sequential import shard
+from tests.layers.sequential import agree, shard
 from tests.matrix import check_each, over_seeds
 
 pytestmark = pytest.mark.mpi
@@ -50,6 +50,32 @@ def test_types_that_torch_does_not_mix_are_refused(P_world, comm):
         layer.bfloat16()
         with pytest.raises(ShapeError, match=r"the parameters are torch\.bfloat16"):
             layer(x)
+
+
+# Arguments, grid, the shape of an input that has one value for each statistic, and what more is needed.
+ONE_VALUE = {
+    DistributedBatchNorm1d: ((3,), lambda n: (n, 1), (1, 3), "value per channel is needed in training"),
+    DistributedInstanceNorm1d: ((4,), lambda n: (1, 1, n), (2, 4, 1), "spatial element is needed"),
+    DistributedGroupNorm: ((4, 4), lambda n: (1, 1, n), (1, 4, 1), "value per group is needed"),
+}
+
+
+@pytest.mark.parametrize("kind", ONE_VALUE)
+def test_one_value_of_all_ranks_is_refused_and_one_of_each_is_not(P_world, comm, kind):
+    arguments, grid, shape, said = ONE_VALUE[kind]
+    P_x = P_world.create_cartesian_topology_partition(grid(comm.size))
+    layer = kind(P_x, *arguments).double()
+    twin = getattr(nn, kind.__name__.removeprefix("Distributed"))(*arguments).double()
+    each = [n * parts for n, parts in zip(shape, P_x.shape, strict=True)]
+    one, several = (torch.randn(n, dtype=torch.float64) for n in (shape, each))
+    with pytest.raises(ValueError, match="more than 1"):
+        twin(one)
+    with pytest.raises(ShapeError, match=f"more than 1 {said}"):
+        layer(shard(P_x, one))
+    if comm.size > 1:
+        agree(layer(shard(P_x, several)), shard(P_x, twin(several)))
+    if kind is DistributedBatchNorm1d:
+        agree(layer.eval()(shard(P_x, one)), shard(P_x, twin.eval()(one)))
 
 
 def test_cut_parameters_and_buffers_say_where_they_are(P_world, comm):

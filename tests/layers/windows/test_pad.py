@@ -60,20 +60,44 @@ def test_result_is_memory_of_its_own(P_world):
     assert x.numel() == 0 or x.data_ptr() != y.data_ptr()
 
 
-def test_padding_wider_than_the_input_is_refused(P_world):
+@pytest.mark.parametrize("padding", [(0, 0, 3, 0), (0, 0, 0, 3)])
+def test_padding_wider_than_the_input_is_refused(P_world, padding):
     P_x = rows(P_world)
-    layer = layers.DistributedReflectionPad2d(P_x, 3, name="mirror")
+    layer = layers.DistributedReflectionPad2d(P_x, padding, name="mirror")
     with pytest.raises(ShapeError, match="'mirror': padding mode 'reflect' needs padding smaller than"):
         layer(shard(P_x, torch.zeros(1, 1, 3, 9)))
 
 
-@pytest.mark.parametrize("padding", [(0, 0, -3, -3), (-5, 5, 0, 0), (0, 0, 5, -5)])
-def test_more_than_there_is_cannot_be_cropped(P_world, padding):
-    P_x, x = rows(P_world), torch.zeros(1, 1, 4, 4)
-    with pytest.raises(RuntimeError):
-        nn.ZeroPad2d(padding)(x)
-    with pytest.raises(ShapeError, match=rf"padding {re.escape(str(padding))} leaves .* of the global input"):
-        layers.DistributedZeroPad2d(P_x, padding)(shard(P_x, x))
+# Torch refuses to crop more than there is: some kinds crop before they pad, some need an element afterwards.
+TOO_MUCH = {
+    "Zero": [(0, 0, -3, -3), (-5, 5, 0, 0), (0, 0, 5, -5)],
+    "Constant": [(0, 0, -5, 5)],
+    "Reflection": [(-3, -3, 0, 0), (-2, -2, -2, -2)],
+    "Replication": [(0, 0, -3, -3), (-2, -2, -2, -2)],
+    "Circular": [(-3, -3, 0, 0)],
+}
+ALL_OF_IT = {
+    "Zero": [(-2, -2, -2, -2)],
+    "Constant": [(-1, -3, -4, 0)],
+    "Reflection": [(0, 0, -2, -2)],
+    "Replication": [(-2, -2, 0, 0), (-5, 5, 0, 0)],
+    "Circular": [(-2, -2, -2, -2)],
+}
+
+
+@kinds
+def test_more_than_there_is_cannot_be_cropped(P_world, kind):
+    P_x, x = rows(P_world), torch.randn(1, 1, 4, 4)
+    for padding in TOO_MUCH[kind]:
+        layer, module = twins(kind, P_x, padding)
+        with pytest.raises(RuntimeError):
+            module(x)
+        said = rf"padding {re.escape(str(padding))} leaves .* of the global input \(4, 4\)"
+        with pytest.raises(ShapeError, match=said):
+            layer(shard(P_x, x))
+    for padding in ALL_OF_IT[kind]:
+        layer, module = twins(kind, P_x, padding)
+        assert torch.equal(layer(shard(P_x, x)), shard(P_x, module(x))), padding
 
 
 def test_images_of_one_rank_that_lie_on_each_other_are_summed(P_world):

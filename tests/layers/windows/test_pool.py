@@ -40,6 +40,9 @@ def test_idle_ranks_get_indices_without_elements(P_world):
     y, index = layer(torch.randn(2, 3, 8) if P_x.active else zero_volume_tensor(2))
     assert y.shape == index.shape == ((2, 3, 4) if P_x.active else (2, 0))
     assert index.dtype == torch.int64
+    if not P_x.active:
+        with pytest.raises(ShapeError, match=f"'{layer.name}': rank {P_world.me}: "):
+            layer(None)
 
 
 def test_a_window_that_reads_only_padding_is_refused(P_world):
