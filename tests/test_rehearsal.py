@@ -27,6 +27,7 @@ from distdl_rma import (
     shard,
 )
 from distdl_rma.segments import Channel
+from distdl_rma.segments.transport import node_memory
 from tests.segments.exchanges import NAMES, expected, movements, values
 
 ALL = st.integers(1, 7)
@@ -344,3 +345,15 @@ def test_threads_that_cannot_be_started_are_an_error_and_none_is_left(monkeypatc
         thread.join(20)
     assert not any(thread.is_alive() for thread in started)
     assert rehearse(2, lambda comm: comm.rank) == [0, 1]
+
+
+def test_ranks_that_fail_leave_nothing_that_real_ranks_would_lack():
+    before = dict(node_memory._untouched)
+
+    def fail(comm):
+        Machine(comm, segment_size="1MiB")
+        raise ValueError("now")
+
+    with pytest.raises(ValueError, match="now"):
+        rehearse(3, fail)
+    assert node_memory._untouched == before

@@ -214,8 +214,12 @@ class NodeMemory:
         self.record_untouched(0)
 
     def record_untouched(self, nbytes: int) -> None:
-        """Record that ``nbytes`` will be consumed although they still look free; local."""
-        _untouched[id(self)] = nbytes
+        """Record that ``nbytes`` will be consumed although they still look free; local.
+
+        Memory of virtual ranks is none of the shared one, and a rank that fails does not free it.
+        """
+        if not is_virtual(self.node):
+            _untouched[id(self)] = nbytes
 
     def free(self) -> None:
         """Free the communicator of the node, and undo ``record_untouched``; collective over the node."""
