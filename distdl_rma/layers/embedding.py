@@ -101,8 +101,9 @@ class DistributedEmbedding(OperatorLayer[Embedding], nn.Embedding):
     def plan(self, facts: dict[int, InputFacts]) -> Embedding:
         """Operation whose vectors are cut as their indices, or are on P_y if given."""
         source, dtype = source_of(self.P_x, facts)
-        kinds = {fact.weights for rank, fact in facts.items() if rank in self.P_x}
-        kind = next(iter(kinds))
+        # In the order of ranks, so that all of them say the same.
+        kinds = [*dict.fromkeys(fact.weights for rank, fact in sorted(facts.items()) if rank in self.P_x)]
+        kind = kinds[0]
         if len(kinds) != 1 or kind is None:
             raise ShapeError(f"the ranks' weights differ in type: {kinds}")
         table = self.embedding_dim, self.padding_idx, kind
