@@ -50,9 +50,9 @@ def together(
         if its:
             kind, text = its
             known = kind in errors.__all__ and kind != PeerFailedError.__name__
-            raise (getattr(errors, kind) if known else failed)(
-                f"{title}: rank {rank}: {text if known else f'{kind}: {text}'}"
-            )
+            # The error may begin with the title already.
+            text = text.removeprefix(f"{title}: ") if known else f"{kind}: {text}"
+            raise (getattr(errors, kind) if known else failed)(f"{title}: rank {rank}: {text}")
     first: dict[str, tuple[int, Any]] = {}
     for rank, (_, stated) in answers.items():
         for name, value in stated.items():

@@ -216,7 +216,7 @@ class NodeMemory:
     def record_untouched(self, nbytes: int) -> None:
         """Record that ``nbytes`` will be consumed although they still look free; local.
 
-        Memory of virtual ranks is none of the shared one, and a rank that fails does not free it.
+        Virtual ranks are left out: they use no shared memory, and one that fails does not free its own.
         """
         if not is_virtual(self.node):
             _untouched[id(self)] = nbytes
