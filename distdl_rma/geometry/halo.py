@@ -100,14 +100,20 @@ class TableWindow:
 def outputs_behind(source: Split, extent: int, last_read: Callable[[int], int]) -> Listed:
     """Parts of ``extent`` outputs of which each reads inputs of its own and of earlier parts only.
 
-    ``last_read(output)`` is the end of the inputs that an output reads; it never decreases. The last part of
-    the inputs has all outputs that are left, since what lies behind the inputs is padding.
+    ``last_read(output)`` is the end of the inputs that an output reads; it never decreases. What lies behind
+    the inputs is padding: the last part has all outputs that are left, and an earlier part whose inputs end
+    there has no more than others have.
     """
-    ends = [0]
-    for part in range(source.parts):
-        _, stop = source.interval(part)
-        ends.append(extent if stop >= source.extent else bisect_right(range(extent), stop, key=last_read))
-    return Listed(tuple(max(b - a, 0) for a, b in pairwise(ends)))
+    ends, most, longest = [0], 0, 0
+    for start, stop in map(source.interval, range(source.parts - 1)):
+        longest = max(longest, (stop - start) * extent // max(1, source.extent))
+        if stop < source.extent:
+            end = max(ends[-1], bisect_right(range(extent), stop, key=last_read))
+            most = max(most, end - ends[-1])
+        else:
+            end = min(extent, ends[-1] + max(most, longest))
+        ends.append(end)
+    return Listed(tuple(b - a for a, b in pairwise([*ends, extent])))
 
 
 @dataclass(frozen=True)

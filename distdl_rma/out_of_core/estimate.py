@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import (
 )
 
 from distdl_rma.errors import ArgumentError, ConfigurationError, DistdlError, ShapeError, UnsupportedError
+from distdl_rma.geometry.intervals import Balanced
 from distdl_rma.out_of_core.alive import Alive
 from distdl_rma.out_of_core.inference import Inference, one_tensor, twin_of
 from distdl_rma.out_of_core.pages import Pages
@@ -87,7 +88,7 @@ class Dependence:
     row
         Bytes that a rank needs while it runs, for each row of its block: an element of the cut dimension.
     lag
-        Rows more that the last rank needs, since blocks of results end earlier than those of the input.
+        Rows by which the result of a rank ends before its input.
     whole
         Bytes that each rank needs for tensors that are not cut.
     parts
@@ -105,7 +106,7 @@ class Dependence:
     crop: tuple[int, ...]
     alone: int
     row: float
-    lag: float
+    lag: int
     whole: int
     parts: float
     weights: int
@@ -175,7 +176,7 @@ def _of_long_enough(
     )
     row = max(1.0, (first + last - 2 * whole) / crop[dim])
     return Dependence(
-        tuple(run.waits), crop, alone, row, max(0.0, (last - first) / (2 * row)), whole, parts,
+        tuple(run.waits), crop, alone, row, run.lag, whole, parts,
         run.pages.weight_nbytes, run.mailbox.peak_nbytes, _RANKS * (held - copies), copies, moved,
     )  # fmt: skip
 
@@ -189,13 +190,14 @@ class _Run:
         self.waits: list[str] = []
         self.mailbox = Mailbox()
         # Whether the first rank has a part of the result.
-        self.settled, self._dim = True, dim
+        self.settled, self.lag = True, 0
         self.pages = Pages(1 << 62, _no_scratch, self._note_wait, counts=True)
         generator = torch.Generator().manual_seed(0)
         whole = torch.rand(tuple(crop), generator=generator, dtype=torch.float64).to(dtype)
-        blocks = [min(ranks, n) if d == dim else 1 for d, n in enumerate(crop)]
+        splits = [Balanced(n, min(ranks, n) if d == dim else 1) for d, n in enumerate(crop)]
+        self._split = splits[dim]
         Inference(
-            model, post, crop, blocks, self.pages, self.mailbox, lambda box: whole[box].clone(),
+            model, post, splits, self.pages, self.mailbox, lambda box: whole[box].clone(),
             lambda *_: None, self._note_end,
         ).run()  # fmt: skip
 
@@ -204,9 +206,13 @@ class _Run:
             self.waits.append(path)
 
     def _note_end(self, rank: int, y: torch.Tensor) -> None:
-        dim = self._dim
-        if rank == 0 and isinstance(y, SplitTensor) and dim < y.dim() and dim in y.decomposition.cut_dims:
-            self.settled = y.decomposition.splits[dim].interval(0)[1] > 0
+        if rank > 0 or not isinstance(y, SplitTensor):
+            return
+        for dim in y.decomposition.cut_dims:
+            split = y.decomposition.splits[dim]
+            stop, end = split.interval(0)[1], self._split.interval(0)[1]
+            self.settled = stop > 0
+            self.lag = max(0, end - stop * self._split.extent // split.extent)
 
 
 def _no_scratch() -> Any:

@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from distdl_rma.errors import ArgumentError, ConfigurationError, UnsupportedError
+from distdl_rma.geometry.intervals import Split
 from distdl_rma.machine import Machine
 from distdl_rma.model.entering import ModuleHook
 from distdl_rma.out_of_core.allocator import freed_at_once
@@ -86,9 +87,9 @@ def one_tensor(y: Any) -> torch.Tensor:
 
 @dataclass
 class Inference:
-    """A forward of ``model``, then ``post``, for an input of the global ``shape`` (batch, channel, *spatial).
+    """A forward of ``model``, then ``post``, for a global input (batch, channel, *spatial).
 
-    ``blocks`` are the numbers of blocks in each dimension, one for each virtual rank. ``read(box)`` returns
+    ``splits`` are its blocks in each dimension, one for each virtual rank. ``read(box)`` returns
     the block of a box in new memory, and ``write(rank, box, block)`` gets a block of the result;
     ``ended(rank, y)`` is called when a rank has written its block. Ranks before ``first`` have ended in an
     earlier process, whose messages the ``mailbox`` has; other processes play those for which ``plays(rank)``
@@ -97,8 +98,7 @@ class Inference:
 
     model: nn.Module
     post: Callable[[Any], Any] | None
-    shape: Sequence[int]
-    blocks: Sequence[int]
+    splits: Sequence[Split]
     pages: Pages
     mailbox: Mailbox
     read: Callable[[Slices], torch.Tensor]
@@ -118,7 +118,11 @@ class Inference:
         with freed_at_once(), self.pages.watching(self.mailbox):
             found = _named_tensors(self.model).items()
             self._tensors = {name: (x, x._version) for name, x in found if not x.is_inference()}
-            played(prod(self.blocks), self._rank, None, keeper=self.pages)
+            played(self._count, self._rank, None, keeper=self.pages)
+
+    @property
+    def _count(self) -> int:
+        return prod(split.parts for split in self.splits)
 
     def _rank(self, comm: VirtualComm) -> None:
         size = max(_SMALLEST_SEGMENT_NBYTES, min(_SEGMENT_NBYTES, _SEGMENTS_NBYTES // comm.size))
@@ -132,7 +136,8 @@ class Inference:
             # A rank that leaves before those which wait for its messages has failed, for these.
             comm.wait_until(self._is_over, "the slabs of this process")
             return
-        layout = lay.balanced(machine.partition(self.blocks), self.shape)
+        grid = machine.partition([split.parts for split in self.splits])
+        layout = lay.layout(grid, self.splits, tuple(range(grid.dim)))
         comm.wait_until(lambda: self._may_begin(comm.rank), "its first turn")
         # Raises if the rank before has failed.
         machine.segments.waiter.advance()
@@ -164,7 +169,7 @@ class Inference:
     def _is_over(self) -> bool:
         # Whether all slabs of this process have ended, or one has failed.
         self.mailbox.poll()
-        return self._failed or (self.begun == prod(self.blocks) and self._running == 0)
+        return self._failed or (self.begun == self._count and self._running == 0)
 
     def _check_unchanged(self) -> None:
         # What a slab changes, the next one would change again.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 from torch import nn
 
 from distdl_rma.errors import ArgumentError, ConfigurationError, ShapeError
+from distdl_rma.geometry.intervals import Listed, Split
 from distdl_rma.out_of_core.estimate import Post, dependence_of, needs_of, size_text
 from distdl_rma.split.entry import grid_for
 
@@ -82,8 +84,8 @@ class Plan:
         Shapes of the source and of the result, for all samples.
     dtype
         Elements of the result.
-    samples, grid
-        Number of samples, and of blocks of a sample in each dimension, the batch and channels included.
+    samples, splits
+        Number of samples, and the blocks of a sample in each dimension, the batch and channels included.
     passes
         Times that a block is taken up: 1, and once more for each function that waits for all blocks.
     waits
@@ -100,7 +102,7 @@ class Plan:
     result: tuple[int, ...]
     dtype: torch.dtype
     samples: int
-    grid: tuple[int, ...]
+    splits: tuple[Split, ...]
     passes: int
     waits: tuple[str, ...]
     memory: int
@@ -111,6 +113,11 @@ class Plan:
     resident_nbytes: int
     idle_nbytes: int
     form: Form
+
+    @property
+    def grid(self) -> tuple[int, ...]:
+        """Number of blocks of a sample in each dimension."""
+        return tuple(split.parts for split in self.splits)
 
     @property
     def slabs(self) -> int:
@@ -192,8 +199,8 @@ def planned(
         others = _OF_FILES_NBYTES + _OF_SLAB_NBYTES * count + found.weights
         if count == 1:
             return whole.nbytes + others
-        rows = prod(-(-n // b) for n, b in zip(sample, blocks, strict=True)) / across
-        rows += found.lag * blocks[dim] / count if blocks[dim] > 1 else 0
+        behind = [n + found.lag * (d == dim) for d, n in enumerate(sample)]
+        rows = prod(-(-n // b) for n, b in zip(behind, blocks, strict=True)) / across
         if found.waits:
             rows = max(rows, sample[dim] / found.parts)
         return each * rows + found.whole * larger + messages + others
@@ -230,12 +237,23 @@ def planned(
             f" meanwhile: {size_text(disk)} in {folder}, where {size_text(free)} are free; choose another"
             " folder by scratch="
         )
+    splits = [
+        _ahead(n, b, found.lag * (d == dim)) for d, (n, b) in enumerate(zip(sample, chosen, strict=True))
+    ]
     idle = min(_MOST_IDLE_NBYTES, usable - forward) if several and not waits else 0.0
     return Plan(
-        tuple(map(int, shape)), result, whole.dtype, samples, chosen, 1 + len(waits), waits, memory,
+        tuple(map(int, shape)), result, whole.dtype, samples, tuple(splits), 1 + len(waits), waits, memory,
         int(kept + forward + resident + idle), whole.nbytes, int(disk), int(messages + resident), int(idle),
         form,
     )  # fmt: skip
+
+
+def _ahead(extent: int, parts: int, lag: int) -> Split:
+    # Blocks of inputs whose results end ``lag`` rows earlier: those of the last slabs are shorter, or empty,
+    # so that all have as many results.
+    lag *= parts > 1
+    ends = [min(extent, (extent + lag) * part // parts) for part in range(parts + 1)]
+    return Listed(tuple(b - a for a, b in pairwise(ends)))
 
 
 def _blocks(grid: Any, dims: int) -> tuple[int, ...]:

@@ -114,7 +114,7 @@ def predict(
         prepared = _Prepared(model, source, memory, post, grid, scratch, returns=sink is None)
         plan, digest = prepared.plan, digest_of(model)
         key = key_of(plan, digest, prepared.source)
-        facts |= {"the source": [label(prepared.source), plan.source], "the grid": plan.grid}
+        facts |= {"the source": [label(prepared.source), plan.source], "the slabs": plan.splits}
         facts |= {"the digest of the model": digest, "the sink": label(sink)}
         facts |= {"post": getattr(post, "__qualname__", type(post).__name__)}
     with (
@@ -221,7 +221,7 @@ class _Prepared:
                 idle_nbytes=plan.idle_nbytes,
             )
             inference = Inference(
-                self.model, self.post, form.sample(plan.source), plan.grid, pages, mailbox, read, send,
+                self.model, self.post, plan.splits, pages, mailbox, read, send,
                 lambda rank, y: mailbox.tell("ended", rank), begin.slab, processes.plays,
             )  # fmt: skip
             inference.run()

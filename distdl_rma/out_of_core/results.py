@@ -41,7 +41,7 @@ def digest_of(model: nn.Module) -> str:
 
 def key_of(plan: Plan, digest: str, source: Any) -> str:
     """Hash of what determines a prediction, but for the values of the source; local."""
-    facts: list[Any] = [plan.source, plan.result, str(plan.dtype), plan.grid, label(source), digest]
+    facts: list[Any] = [plan.source, plan.result, str(plan.dtype), plan.splits, label(source), digest]
     if (path := getattr(source, "path", None)) and Path(path).is_file():
         at = Path(path).stat()
         facts += [at.st_size, at.st_mtime_ns]

@@ -254,5 +254,14 @@ def test_outputs_behind_read_nothing_of_later_parts(data):
         for output in range(start, stop):
             assert window.reads(output, output + 1)[1] <= end or end == extent
         # As many as can be.
-        if stop < outputs:
+        if stop < outputs and end < extent:
             assert window.reads(stop, stop + 1)[1] > end
+
+
+def test_parts_behind_the_inputs_share_the_outputs_that_are_left():
+    source, window = Listed((8, 8, 8, 0, 0)), Window(3, 1, 1, 1, 1)
+    for lag in range(1, 16):
+        source = outputs_behind(source, 24, lambda o: window.reads(o, o + 1)[1])
+        assert [source.interval(part)[1] for part in range(5)] == [
+            max(0, min(24, 8 * part - lag)) for part in range(1, 5)
+        ] + [24]
