@@ -114,7 +114,7 @@ def predict(
         prepared = _Prepared(model, source, memory, post, grid, scratch, returns=sink is None)
         plan, digest = prepared.plan, digest_of(model)
         key = key_of(plan, digest, prepared.source)
-        facts |= {"the source": [label(prepared.source), plan.source], "the slabs": plan.splits}
+        facts |= {"the source": [label(prepared.source), plan.source], "the grid": plan.grid}
         facts |= {"the digest of the model": digest, "the sink": label(sink)}
         facts |= {"post": getattr(post, "__qualname__", type(post).__name__)}
     with (

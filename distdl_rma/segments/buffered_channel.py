@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from operator import le
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -190,7 +191,11 @@ class BufferedChannel(Channel):
         self.sends, self.receives = exchange.sends, exchange.receives
         self._messages_out = by_peer(exchange.sends)
         boxes = {piece.box for piece in exchange.sends}
-        self._sends_most = 2 * sum(box.volume for box in boxes) >= exchange.own.volume
+        both = zip(exchange.own.bounds, exchange.need.bounds, strict=True)
+        moved = [all(map(le, need, own)) for own, need in both if own != need]
+        # The same cut with parts that end earlier: then a rank sends what is left to the next ones.
+        behind = moved == [True] and not exchange.images
+        self._sends_most = not behind and 2 * sum(box.volume for box in boxes) >= exchange.own.volume
         self._messages_in = list(by_peer(exchange.receives))
         self.landed = [False] * len(self.receives)
         self._own_shape = exchange.own.shape
