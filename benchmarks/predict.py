@@ -25,7 +25,7 @@ from distdl_rma import Machine, plan_prediction, predict
 SIDE = int(os.environ.get("PREDICT_BENCH_SIDE", "2048"))
 SLABS, CLASSES = 8, 100
 # Of the prediction of a volume: less than a fifth of what a sliding window needs for it.
-MEMORY = "600MiB"
+MEMORY = "640MiB"
 # Of a prediction of small images.
 LEAST_NBYTES = 1 << 27
 # A call takes seconds.

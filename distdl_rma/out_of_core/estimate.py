@@ -30,6 +30,8 @@ _MODULUS, _LONGER = 32, 4
 _CROPS = 4
 # Dimensions of a batch of images.
 _IMAGE = 4
+# Results of fewer rows are taken to be of the whole, as those of a global pool are.
+_LEAST_ROWS = 4
 # Two ranks show all waits: the first one waits only for data of later ranks.
 _RANKS = 2
 # Of what a crop needs in one block, what two need at once, at most.
@@ -38,11 +40,20 @@ _CROP_SHARE = 1.5
 
 @dataclass(frozen=True)
 class Needs:
-    """Of a forward of a whole tensor in memory: shape and dtype of the result, and the bytes of a peak."""
+    """Of a forward of a whole tensor in memory: shape and dtype of the result, and the bytes of a peak.
+
+    ``extents`` are the numbers of elements that results of modules have in each dimension.
+    """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     nbytes: int
+    extents: tuple[frozenset[int], ...]
+
+    def unit(self, dim: int, extent: int) -> int:
+        """Rows of the input, of so many, to which one of the coarsest results belongs: blocks end there."""
+        coarsest = min((n for n in self.extents[dim] if n >= _LEAST_ROWS), default=extent)
+        return min(_MODULUS, max(1, extent // coarsest))
 
 
 def needs_of(model: nn.Module, post: Post, shape: Sequence[int], dtype: torch.dtype) -> Needs:
@@ -51,6 +62,15 @@ def needs_of(model: nn.Module, post: Post, shape: Sequence[int], dtype: torch.dt
     ``UnsupportedError`` if shapes depend on values, ``ShapeError`` if torch refuses the shape.
     """
     twin, live, fast = twin_of(model), Alive(counts=True), torch.backends.mha.get_fastpath_enabled()
+    extents = [set[int]() for _ in shape]
+
+    def note(_module: nn.Module, _args: Any, y: Any) -> None:
+        if isinstance(y, torch.Tensor) and y.dim() == len(extents):
+            for found, n in zip(extents, y.shape, strict=True):
+                found.add(int(n))
+
+    for module in twin.modules():
+        module.register_forward_hook(note)
     try:
         # torch's short cut through an attention is one function, whose memory would not be seen.
         torch.backends.mha.set_fastpath_enabled(False)
@@ -58,7 +78,7 @@ def needs_of(model: nn.Module, post: Post, shape: Sequence[int], dtype: torch.dt
             x = torch.empty(tuple(shape), dtype=dtype)
             y = twin(x)
             y = one_tensor(y if post is None else post(y))
-            return Needs(tuple(map(int, y.shape)), y.dtype, live.peak)
+            return Needs(tuple(map(int, y.shape)), y.dtype, live.peak, tuple(map(frozenset, extents)))
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         raise UnsupportedError(
             f"predict: {error}: what the model does, or the shape of its result, depends on values; its"

@@ -16,6 +16,7 @@ from distdl_rma.errors import ArgumentError, ConfigurationError, UnsupportedErro
 from distdl_rma.geometry.intervals import Split
 from distdl_rma.machine import Machine
 from distdl_rma.model.entering import ModuleHook
+from distdl_rma.ops.core.result_memory import SLAB_MAPPED_NBYTES
 from distdl_rma.out_of_core.allocator import freed_at_once
 from distdl_rma.out_of_core.pages import Pages
 from distdl_rma.rehearsal import played
@@ -115,7 +116,7 @@ class Inference:
     def run(self) -> None:
         """Run all ranks, one at a time, in their order as far as possible; blocking."""
         self.begun = self.first
-        with freed_at_once(), self.pages.watching(self.mailbox):
+        with freed_at_once(SLAB_MAPPED_NBYTES), self.pages.watching(self.mailbox):
             found = _named_tensors(self.model).items()
             self._tensors = {name: (x, x._version) for name, x in found if not x.is_inference()}
             played(self._count, self._rank, None, keeper=self.pages)

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from distdl_rma.errors import ArgumentError, ConfigurationError, ShapeError
-from distdl_rma.geometry.intervals import Listed, Split
+from distdl_rma.geometry.intervals import Balanced, Listed, Split
 from distdl_rma.out_of_core.estimate import Post, dependence_of, needs_of, size_text
 from distdl_rma.split.entry import grid_for
 
@@ -183,10 +183,12 @@ def planned(
     kept = prod(result) * whole.dtype.itemsize if returns else 0
     usable = _USABLE * memory - kept
     found = dependence_of(model, post, sample, dtype, dim, memory)
-    across, larger = prod(sample) // sample[dim], prod(sample) / prod(found.crop)
+    larger = prod(sample) / prod(found.crop)
     each = found.row * whole.nbytes / found.alone * found.crop[dim] / sample[dim]
     # Those of a slab, while those for it are there.
     messages = 2 * found.messages * larger * found.crop[dim] / sample[dim]
+
+    unit = whole.unit(dim, sample[dim])
 
     def held(blocks: Sequence[int]) -> float:
         # By ranks that wait, with messages.
@@ -199,8 +201,8 @@ def planned(
         others = _OF_FILES_NBYTES + _OF_SLAB_NBYTES * count + found.weights
         if count == 1:
             return whole.nbytes + others
-        behind = [n + found.lag * (d == dim) for d, n in enumerate(sample)]
-        rows = prod(-(-n // b) for n, b in zip(behind, blocks, strict=True)) / across
+        across = prod(-(-n // b) / n for n, b in zip(sample, blocks, strict=True)) * blocks[dim]
+        rows = across * max(_ahead(sample[dim], blocks[dim], found.lag, unit).lengths)
         if found.waits:
             rows = max(rows, sample[dim] / found.parts)
         return each * rows + found.whole * larger + messages + others
@@ -210,7 +212,7 @@ def planned(
         count = prod(blocks)
         return min(1, _SLABS_IN_MEMORY / count) * held(blocks) if found.waits and count > 1 else 0
 
-    most = min(sample[dim], _MOST_SLABS)
+    most = min(-(-(sample[dim] + found.lag) // unit), _MOST_SLABS)
     choices = (
         [blocks]
         if blocks is not None
@@ -237,9 +239,8 @@ def planned(
             f" meanwhile: {size_text(disk)} in {folder}, where {size_text(free)} are free; choose another"
             " folder by scratch="
         )
-    splits = [
-        _ahead(n, b, found.lag * (d == dim)) for d, (n, b) in enumerate(zip(sample, chosen, strict=True))
-    ]
+    splits: list[Split] = list(map(Balanced, sample, chosen))
+    splits[dim] = _ahead(sample[dim], chosen[dim], found.lag, unit)
     idle = min(_MOST_IDLE_NBYTES, usable - forward) if several and not waits else 0.0
     return Plan(
         tuple(map(int, shape)), result, whole.dtype, samples, tuple(splits), 1 + len(waits), waits, memory,
@@ -248,12 +249,12 @@ def planned(
     )  # fmt: skip
 
 
-def _ahead(extent: int, parts: int, lag: int) -> Split:
+def _ahead(extent: int, parts: int, lag: int, unit: int) -> Listed:
     # Blocks of inputs whose results end ``lag`` rows earlier: those of the last slabs are shorter, or empty,
-    # so that all have as many results.
-    lag *= parts > 1
-    ends = [min(extent, (extent + lag) * part // parts) for part in range(parts + 1)]
-    return Listed(tuple(b - a for a, b in pairwise(ends)))
+    # so that all have as many results. They end at multiples of ``unit`` rows.
+    units = -(-(extent + lag) // unit) if parts > 1 else 1
+    ends = [min(extent, unit * (units * part // parts)) for part in range(parts)]
+    return Listed(tuple(b - a for a, b in pairwise([*ends, extent])))
 
 
 def _blocks(grid: Any, dims: int) -> tuple[int, ...]:

@@ -20,7 +20,7 @@ from pathlib import Path
 import mpi4py
 import torch
 
-SLABS, SHAPE = 8, (2, 1, 96, 30)
+SLABS, SHAPE = 8, (2, 1, 240, 30)
 # A kill is before a line of these.
 FILES = tuple(
     f"{each}.py"

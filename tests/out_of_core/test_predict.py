@@ -31,6 +31,7 @@ from distdl_rma import (
     predict,
     rehearse,
 )
+from distdl_rma.geometry.intervals import Balanced
 from distdl_rma.out_of_core.inference import Inference, fixed_tensors, twin_of
 from distdl_rma.out_of_core.pages import Pages
 from distdl_rma.out_of_core.scratch import Scratch
@@ -45,8 +46,9 @@ class Run:
         self.waits, self.ended = [], []
         self.pages = Pages(limit, lambda: Scratch(folder), self._wait)
         self.mailbox, self._y, self._x = Mailbox(), {}, x
+        splits = [Balanced(n, b) for n, b in zip(x.shape, blocks, strict=True)]
         inference = Inference(
-            model, post, x.shape, blocks, self.pages, self.mailbox, self._read, self._write, self._end
+            model, post, splits, self.pages, self.mailbox, self._read, self._write, self._end
         )
         inference.run()
 
@@ -370,7 +372,7 @@ def test_the_process_grows_by_the_memory_at_most(name, net, extents, memory, tmp
 def test_a_prediction_that_is_killed_goes_on(norm, tmp_path):
     random.seed(norm)
     model = seeded(lambda: UNet(2, norm))
-    x = torch.randn(2, 1, 120, 30)
+    x = torch.randn(2, 1, 240, 30)
     torch.save(x, tmp_path / "x.pt")
     want, slabs, out = whole(model, x), 8, tmp_path / "y.npy"
     arguments = {
@@ -396,7 +398,7 @@ def test_a_prediction_that_is_killed_goes_on(norm, tmp_path):
 
 
 def test_a_later_call_with_another_model_begins_anew(tmp_path):
-    model, x = seeded(lambda: UNet(2, "none")), torch.randn(1, 1, 64, 30)
+    model, x = seeded(lambda: UNet(2, "none")), torch.randn(1, 1, 96, 30)
 
     reads = []
 

@@ -19,7 +19,15 @@ from distdl_rma.geometry.exchange import Exchange
 from distdl_rma.geometry.intervals import Balanced, Split
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.ops.conv.kernels import ConvolutionArguments, convolution
-from distdl_rma.ops.conv.own_and_halo import OwnAndHalo, Patch, adjoint_of_pieces, pieces_of, with_channels
+from distdl_rma.ops.conv.own_and_halo import (
+    OwnAndHalo,
+    Patch,
+    adjoint_of_pieces,
+    outputs_of_pieces,
+    pieces_of,
+    pieces_of_outputs,
+    with_channels,
+)
 from distdl_rma.ops.conv.worker_grid import IN, ConvolutionOptions, channels_out
 from distdl_rma.ops.core.autograd import (
     GradientNeeds,
@@ -31,7 +39,7 @@ from distdl_rma.ops.core.autograd import (
 )
 from distdl_rma.ops.core.movement import CallSite, Movement, behind
 from distdl_rma.ops.core.operation import Agreement, GatherComputeScatter
-from distdl_rma.ops.core.result_memory import SMALLEST_NBYTES
+from distdl_rma.ops.core.result_memory import MAPPED_NBYTES, SLAB_MAPPED_NBYTES, SMALLEST_NBYTES
 from distdl_rma.ops.core.staged import Moves, movement_or_none
 from distdl_rma.ops.core.tensors import as_tensor, no_autocast
 from distdl_rma.ops.window_gather import WindowGather
@@ -156,6 +164,13 @@ class Convolution(GridConvolution):
         # No pieces for short types: their sum would be rounded once per piece.
         core = parts.core if self.sums_exactly else None
         self.pieces = () if core is None else pieces_of(core, prod(self._shape), dtype.itemsize)
+        # Of a prediction in slabs, torch's allocator keeps less memory.
+        above = MAPPED_NBYTES if machine.mailbox is None else SLAB_MAPPED_NBYTES
+        self.windows = (
+            pieces_of_outputs(core, self._shape[1], dtype.itemsize, above)
+            if core is not None and parts.base is core
+            else ()
+        )
         # Places of own data and of received pieces in the rim's tensors, and of sent pieces in own data.
         self.own = parts.landing(own)
         self.landings = [parts.landing(piece.box) for piece in self.halo.forward.receives]
@@ -208,7 +223,10 @@ class Convolution(GridConvolution):
             if bias is not None:
                 y.add_(bias.view(-1, *(1,) * (y.dim() - LEADING)))
         elif parts.base is core:
-            y = core.convolve(x, block, bias)
+            if self.windows:
+                y = outputs_of_pieces(self.windows, core.outputs, x, block, bias)
+            else:
+                y = core.convolve(x, block, bias)
         return epoch, y, self.held(x), block, bias, mark
 
     def held(self, x: Tensor, halo: Sequence[Tensor] = ()) -> tuple[Tensor, ...]:

@@ -224,6 +224,38 @@ def pieces_of(patch: Patch, outputs: int, itemsize: int) -> tuple[Patch, ...]:
     return patch.cut(count) if each >= _LARGE_NBYTES and count <= most else ()
 
 
+def pieces_of_outputs(patch: Patch, channels: int, itemsize: int, above: int) -> tuple[Patch, ...]:
+    """Pieces in which outputs of a patch of images are computed; none for tensors up to ``above`` bytes.
+
+    They are samples, or rows of all samples. torch's kernels reorder what they read and what they write: of
+    a piece in the cache, and of a large tensor in new pages, whose first use takes longer than a convolution
+    of few channels.
+    """
+    samples, _, *space = patch.outputs.shape
+    each = max(channels, patch.data.shape[1]) * space[-1] * itemsize
+    if len(space) != 2 or each * samples * space[0] <= above:
+        return ()
+    count = each * samples * space[0] // (_PIECE_NBYTES * torch.get_num_threads())
+    d, length = (0, samples) if samples >= count else (LEADING, space[0])
+    step, (start, stop) = max(1, length // max(1, count)), patch.outputs.bounds[d]
+    parts = [patch.outputs.replace(d, low, min(stop, low + step)) for low in range(start, stop, step)]
+    pieces = [Patch.of(patch.stencil, patch.data, part, patch.held, patch.groups) for part in parts]
+    found = tuple(piece for piece in pieces if piece is not None and piece.complete)
+    return found if len(found) == len(parts) else ()
+
+
+def outputs_of_pieces(
+    pieces: Sequence[Patch], outputs: Box, block: Tensor, weight: Tensor, bias: Tensor | None
+) -> Tensor:
+    """:meth:`Patch.convolve` of the patch of these pieces, which has these outputs."""
+    samples, _, *space = outputs.shape
+    y = result((samples, weight.shape[0], *space), weight.dtype)
+    for piece in pieces:
+        batch, _, *place = piece.outputs.slices(outputs)
+        y[(batch, _ALL, *place)] = piece.convolve(block, weight, bias)
+    return y
+
+
 def adjoint_of_pieces(
     pieces: Sequence[Patch], gradient: Tensor, block: Tensor, weight: Tensor, needs: Needs
 ) -> tuple[Tensor | None, Tensor | None, None]:

@@ -16,8 +16,14 @@ from distdl_rma.geometry.box import Box
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.exchange import Exchange
 from distdl_rma.geometry.halo import Stencil, Window
+from distdl_rma.ops.conv import own_and_halo
 from distdl_rma.ops.conv.kernels import ConvolutionArguments, convolution
-from distdl_rma.ops.conv.own_and_halo import OwnAndHalo, with_channels
+from distdl_rma.ops.conv.own_and_halo import (
+    OwnAndHalo,
+    outputs_of_pieces,
+    pieces_of_outputs,
+    with_channels,
+)
 from tests.geometry.strategies import partitions, splits, unbalanced
 from tests.ops.conv.tiles import (
     ONE,
@@ -226,6 +232,27 @@ def test_parts_of_any_dimension_add_up_to_the_whole_and_so_do_their_adjoints(see
     torch.testing.assert_close(d_weight, twin.grad, **exactly)
     inside = (reads & parts.domain).slices(reads)
     torch.testing.assert_close(d_reads[inside], both.grad[inside], **exactly)
+
+
+@pytest.mark.parametrize("nbytes", [1, 200, 1 << 14])
+def test_pieces_of_the_outputs_are_those_of_the_patch(nbytes, monkeypatch):
+    monkeypatch.setattr(own_and_halo, "_PIECE_NBYTES", nbytes)
+    counts = []
+    for seed in range(60):
+        torch.manual_seed(seed)
+        stencil, parts, (low, high) = random_parts(random.Random(seed))
+        core = parts.core
+        pieces = pieces_of_outputs(core, 3, 8, 0)
+        if pieces:
+            x = torch.randn(core.held.shape, dtype=torch.float64)
+            weight = torch.randn(3, high - low, *(w.kernel for w in stencil.windows), dtype=torch.float64)
+            bias = torch.randn(3, dtype=torch.float64)
+            y = outputs_of_pieces(pieces, core.outputs, x, weight, bias)
+            torch.testing.assert_close(y, core.convolve(x, weight, bias), rtol=1e-11, atol=1e-11)
+        counts.append(len(pieces))
+        assert not pieces_of_outputs(core, 3, 8, 1 << 20)
+    assert max(counts) > 1 or nbytes > 200
+    assert any(counts) and not all(counts)
 
 
 def test_the_gradient_of_a_bias_is_the_sum_of_all_gradients():
