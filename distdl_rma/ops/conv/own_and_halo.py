@@ -20,6 +20,8 @@ Slices = tuple[slice, ...]
 _ALL = slice(None)
 # Gradients of patches with more than so many bytes per thread are computed in pieces of so many.
 _LARGE_NBYTES, _PIECE_NBYTES = 1 << 22, 1 << 19
+# Outputs of large patches of images are computed in pieces of so many.
+_OUTPUTS_NBYTES = 1 << 20
 # torch uses slower kernels for pieces of fewer elements, not counting the last dimension of volumes.
 _PIECE_ELEMENTS = 1 << 15
 
@@ -235,7 +237,7 @@ def pieces_of_outputs(patch: Patch, channels: int, itemsize: int, above: int) ->
     each = max(channels, patch.data.shape[1]) * space[-1] * itemsize
     if len(space) != 2 or each * samples * space[0] <= above:
         return ()
-    count = each * samples * space[0] // (_PIECE_NBYTES * torch.get_num_threads())
+    count = each * samples * space[0] // (_OUTPUTS_NBYTES * torch.get_num_threads())
     d, length = (0, samples) if samples >= count else (LEADING, space[0])
     step, (start, stop) = max(1, length // max(1, count)), patch.outputs.bounds[d]
     parts = [patch.outputs.replace(d, low, min(stop, low + step)) for low in range(start, stop, step)]

@@ -22,7 +22,7 @@ from distdl_rma.segments.transport.heap import Arena, Landing, own_arena
 SMALLEST_NBYTES = 1 << 18
 # The GNU C library maps larger tensors of torch from the system, and unmaps them when they die. In a
 # prediction in slabs it shall do so earlier, so that memory is bounded.
-MAPPED_NBYTES, SLAB_MAPPED_NBYTES = 1 << 25, 1 << 21
+MAPPED_NBYTES, SLAB_MAPPED_NBYTES = 1 << 25, 1 << 22
 # Largest amount of idle memory in a pool, in bytes.
 IDLE_NBYTES = 1 << 28
 _Block = NDArray[np.uint8]

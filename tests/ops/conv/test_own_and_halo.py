@@ -236,7 +236,7 @@ def test_parts_of_any_dimension_add_up_to_the_whole_and_so_do_their_adjoints(see
 
 @pytest.mark.parametrize("nbytes", [1, 200, 1 << 14])
 def test_pieces_of_the_outputs_are_those_of_the_patch(nbytes, monkeypatch):
-    monkeypatch.setattr(own_and_halo, "_PIECE_NBYTES", nbytes)
+    monkeypatch.setattr(own_and_halo, "_OUTPUTS_NBYTES", nbytes)
     counts = []
     for seed in range(60):
         torch.manual_seed(seed)
