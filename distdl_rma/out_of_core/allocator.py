@@ -8,11 +8,13 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from distdl_rma.ops.core.result_memory import MAPPED, Mapped
+
 # Parameters of mallopt, of the GNU C library, with the variables that set them.
 _MMAP_THRESHOLD, _TRIM_THRESHOLD = -3, -1
 _VARIABLES = {_MMAP_THRESHOLD: "MALLOC_MMAP_THRESHOLD_", _TRIM_THRESHOLD: "MALLOC_TRIM_THRESHOLD_"}
 # What the library sets by itself in a process that has freed large blocks; the first is its largest value.
-_USUAL = {_MMAP_THRESHOLD: 32 << 20, _TRIM_THRESHOLD: 64 << 20}
+_USUAL = {_MMAP_THRESHOLD: Mapped.nbytes, _TRIM_THRESHOLD: 2 * Mapped.nbytes}
 _lock = threading.Lock()
 # Sizes of the contexts that are entered.
 _sizes: list[int] = []
@@ -39,6 +41,7 @@ def freed_at_once(above: int = 1 << 19) -> Iterator[None]:
 
 
 def _set() -> None:
+    MAPPED.nbytes = min([*_sizes, Mapped.nbytes])
     library = ctypes.CDLL(None)
     if not hasattr(library, "gnu_get_libc_version"):
         return

@@ -16,7 +16,6 @@ from distdl_rma.errors import ArgumentError, ConfigurationError, UnsupportedErro
 from distdl_rma.geometry.intervals import Split
 from distdl_rma.machine import Machine
 from distdl_rma.model.entering import ModuleHook
-from distdl_rma.ops.core.result_memory import SLAB_MAPPED_NBYTES
 from distdl_rma.out_of_core.allocator import freed_at_once
 from distdl_rma.out_of_core.pages import Pages
 from distdl_rma.rehearsal import played
@@ -94,7 +93,8 @@ class Inference:
     the block of a box in new memory, and ``write(rank, box, block)`` gets a block of the result;
     ``ended(rank, y)`` is called when a rank has written its block. Ranks before ``first`` have ended in an
     earlier process, whose messages the ``mailbox`` has; other processes play those for which ``plays(rank)``
-    is false. ``begun`` is the number of ranks that have begun.
+    is false. Memory of tensors of more than ``freed_above`` bytes goes back to the system when they die.
+    ``begun`` is the number of ranks that have begun.
     """
 
     model: nn.Module
@@ -107,6 +107,7 @@ class Inference:
     ended: Callable[[int, torch.Tensor], None] = lambda rank, y: None
     first: int = 0
     plays: Callable[[int], bool] = lambda rank: True
+    freed_above: int = 1 << 19
     begun: int = 0
     _running: int = 0
     _failed: bool = False
@@ -116,7 +117,7 @@ class Inference:
     def run(self) -> None:
         """Run all ranks, one at a time, in their order as far as possible; blocking."""
         self.begun = self.first
-        with freed_at_once(SLAB_MAPPED_NBYTES), self.pages.watching(self.mailbox):
+        with freed_at_once(self.freed_above), self.pages.watching(self.mailbox):
             found = _named_tensors(self.model).items()
             self._tensors = {name: (x, x._version) for name, x in found if not x.is_inference()}
             played(self._count, self._rank, None, keeper=self.pages)

@@ -27,6 +27,8 @@ _USABLE = 0.85
 _OF_FILES_NBYTES, _OF_SLAB_NBYTES = 16 << 20, 3 << 19
 # In whole passes, slabs that wait in memory if that suffices: one is written, and one is read ahead.
 _SLABS_IN_MEMORY = 2
+# Size of tensors whose memory the allocator keeps, at least and at most.
+_LEAST_KEPT, _MOST_KEPT = 1 << 19, 1 << 22
 # Memory of results that is kept for the next ones, at most.
 _MOST_IDLE_NBYTES = 1 << 28
 
@@ -123,6 +125,14 @@ class Plan:
     def slabs(self) -> int:
         """Number of blocks of a sample."""
         return prod(self.grid)
+
+    @property
+    def freed_above(self) -> int:
+        """Size above which memory goes back to the system: what is kept is a small part of the limit.
+
+        Where slabs wait, that of all of them goes and comes.
+        """
+        return _LEAST_KEPT if self.waits else max(_LEAST_KEPT, min(_MOST_KEPT, self.memory >> 7))
 
     def __str__(self) -> str:
         letters = "NC" + "DHW"[3 - self.form.spatial :]

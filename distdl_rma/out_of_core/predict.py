@@ -223,6 +223,7 @@ class _Prepared:
             inference = Inference(
                 self.model, self.post, plan.splits, pages, mailbox, read, send,
                 lambda rank, y: mailbox.tell("ended", rank), begin.slab, processes.plays,
+                plan.freed_above,
             )  # fmt: skip
             inference.run()
         if processes.first and len(ended) < plan.slabs:

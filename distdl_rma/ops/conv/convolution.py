@@ -39,7 +39,7 @@ from distdl_rma.ops.core.autograd import (
 )
 from distdl_rma.ops.core.movement import CallSite, Movement, behind
 from distdl_rma.ops.core.operation import Agreement, GatherComputeScatter
-from distdl_rma.ops.core.result_memory import MAPPED_NBYTES, SLAB_MAPPED_NBYTES, SMALLEST_NBYTES
+from distdl_rma.ops.core.result_memory import MAPPED, SMALLEST_NBYTES
 from distdl_rma.ops.core.staged import Moves, movement_or_none
 from distdl_rma.ops.core.tensors import as_tensor, no_autocast
 from distdl_rma.ops.window_gather import WindowGather
@@ -164,13 +164,8 @@ class Convolution(GridConvolution):
         # No pieces for short types: their sum would be rounded once per piece.
         core = parts.core if self.sums_exactly else None
         self.pieces = () if core is None else pieces_of(core, prod(self._shape), dtype.itemsize)
-        # Of a prediction in slabs, torch's allocator keeps less memory.
-        above = MAPPED_NBYTES if machine.mailbox is None else SLAB_MAPPED_NBYTES
-        self.windows = (
-            pieces_of_outputs(core, self._shape[1], dtype.itemsize, above)
-            if core is not None and parts.base is core
-            else ()
-        )
+        # By the size above which tensors have new pages.
+        self._windows: dict[int, tuple[Patch, ...]] = {}
         # Places of own data and of received pieces in the rim's tensors, and of sent pieces in own data.
         self.own = parts.landing(own)
         self.landings = [parts.landing(piece.box) for piece in self.halo.forward.receives]
@@ -223,8 +218,11 @@ class Convolution(GridConvolution):
             if bias is not None:
                 y.add_(bias.view(-1, *(1,) * (y.dim() - LEADING)))
         elif parts.base is core:
-            if self.windows:
-                y = outputs_of_pieces(self.windows, core.outputs, x, block, bias)
+            if (windows := self._windows.get(MAPPED.nbytes)) is None:
+                windows = pieces_of_outputs(core, self._shape[1], self.dtype.itemsize, MAPPED.nbytes)
+                self._windows[MAPPED.nbytes] = windows
+            if windows:
+                y = outputs_of_pieces(windows, core.outputs, x, block, bias)
             else:
                 y = core.convolve(x, block, bias)
         return epoch, y, self.held(x), block, bias, mark

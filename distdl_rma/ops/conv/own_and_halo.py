@@ -20,8 +20,9 @@ Slices = tuple[slice, ...]
 _ALL = slice(None)
 # Gradients of patches with more than so many bytes per thread are computed in pieces of so many.
 _LARGE_NBYTES, _PIECE_NBYTES = 1 << 22, 1 << 19
-# Outputs of large patches of images are computed in pieces of so many.
-_OUTPUTS_NBYTES = 1 << 20
+# Outputs of large patches of images are computed in pieces of so many at most, whose memory is used again.
+# Where the allocator keeps only smaller memory than the second number, pieces would be too small.
+_OUTPUTS_NBYTES, _KEPT_NBYTES = 1 << 20, 1 << 20
 # torch uses slower kernels for pieces of fewer elements, not counting the last dimension of volumes.
 _PIECE_ELEMENTS = 1 << 15
 
@@ -227,17 +228,18 @@ def pieces_of(patch: Patch, outputs: int, itemsize: int) -> tuple[Patch, ...]:
 
 
 def pieces_of_outputs(patch: Patch, channels: int, itemsize: int, above: int) -> tuple[Patch, ...]:
-    """Pieces in which outputs of a patch of images are computed; none for tensors up to ``above`` bytes.
+    """Pieces in which outputs of a patch of images are computed: samples, or rows of all samples.
 
-    They are samples, or rows of all samples. torch's kernels reorder what they read and what they write: of
-    a piece in the cache, and of a large tensor in new pages, whose first use takes longer than a convolution
-    of few channels.
+    There are none for tensors up to ``above`` bytes, the size above which tensors have new pages. torch's
+    kernels reorder what they read and what they write: of a piece in the cache, and of a large tensor in new
+    pages, whose first use takes longer than a convolution of few channels.
     """
     samples, _, *space = patch.outputs.shape
     each = max(channels, patch.data.shape[1]) * space[-1] * itemsize
-    if len(space) != 2 or each * samples * space[0] <= above:
+    if len(space) != 2 or above < _KEPT_NBYTES or each * samples * space[0] <= above:
         return ()
-    count = each * samples * space[0] // (_OUTPUTS_NBYTES * torch.get_num_threads())
+    most = min(_OUTPUTS_NBYTES * torch.get_num_threads(), above // 4)
+    count = each * samples * space[0] // most
     d, length = (0, samples) if samples >= count else (LEADING, space[0])
     step, (start, stop) = max(1, length // max(1, count)), patch.outputs.bounds[d]
     parts = [patch.outputs.replace(d, low, min(stop, low + step)) for low in range(start, stop, step)]

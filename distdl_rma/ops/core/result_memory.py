@@ -20,12 +20,19 @@ from distdl_rma.segments.transport.heap import Arena, Landing, own_arena
 
 # torch allocates smaller results: its allocator reuses such memory.
 SMALLEST_NBYTES = 1 << 18
-# The GNU C library maps larger tensors of torch from the system, and unmaps them when they die. In a
-# prediction in slabs it shall do so earlier, so that memory is bounded.
-MAPPED_NBYTES, SLAB_MAPPED_NBYTES = 1 << 25, 1 << 22
 # Largest amount of idle memory in a pool, in bytes.
 IDLE_NBYTES = 1 << 28
 _Block = NDArray[np.uint8]
+
+
+class Mapped:
+    """Size above which the C library maps a tensor of torch in new pages, and unmaps them when it dies."""
+
+    # Of the GNU C library, in a process that has freed large blocks.
+    nbytes = 1 << 25
+
+
+MAPPED = Mapped()
 
 
 def _fresh(nbytes: int) -> _Block:
