@@ -1,6 +1,7 @@
 """Files of jobs over two hosts: on a disk that both see, and on one that each has; ``make test-hosts``."""
 
 import os
+from itertools import accumulate
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +19,7 @@ from distdl_rma import (
     create_array,
     load_checkpoint,
     open_array,
+    plan_prediction,
     predict,
     shard,
     write_shards,
@@ -156,22 +158,22 @@ def test_hosts_predict_together_and_the_first_writes(norm, suffix, folder, own, 
 
 def test_a_prediction_of_hosts_goes_on(folder, own, comm):
     torch.manual_seed(0)
-    model, x, slabs, reads, broken = UNet(2, "none"), torch.rand(120, 60), 12, [], [True]
+    model, x, grid, reads, broken = UNet(2, "none"), torch.rand(120, 60), {"H": 12}, [], [True]
+    *starts, _ = sorted({0, *accumulate(plan_prediction(model, x, grid=grid).splits[2].lengths)})
 
     def read(box):
-        slab = box[0].start * slabs // x.shape[0]
-        if slab == slabs - 1 and broken:
+        if box[0].stop == x.shape[0] and broken:
             raise OSError("the network is gone")
-        reads.append(slab)
+        reads.append(starts.index(box[0].start))
         return x[box]
 
     source = Source(tuple(x.shape), x.dtype, read)
     with pytest.raises(DataError, match="the network is gone"):
-        predict(model, source, own / "y.npy", grid={"H": slabs}, comm=comm)
+        predict(model, source, own / "y.npy", grid=grid, comm=comm)
     broken.clear()
     reads.clear()
-    predict(model, source, own / "y.npy", grid={"H": slabs}, comm=comm)
-    assert not reads or min(reads) >= slabs - 1 - 2 * (comm.size - 1)
+    predict(model, source, own / "y.npy", grid=grid, comm=comm)
+    assert not reads or min(reads) >= len(starts) - 1 - 2 * (comm.size - 1)
     if first_host(comm):
         found = torch.from_numpy(np.load(own / "y.npy"))
         torch.testing.assert_close(found, whole(model, x[None, None])[0], rtol=1e-4, atol=1e-5)
