@@ -34,7 +34,8 @@ FILES = tuple(
 class Killer:
     """Counts the lines that this process executes in ``FILES``, and kills processes before one of them.
 
-    That is line ``at``, or the first behind it for which ``due`` holds.
+    That is the first one for which ``due`` holds, called with whether it is line ``at`` or a later one. There
+    are other numbers of lines in each job, since they wait.
     """
 
     def __init__(self, at, pids, due):
@@ -54,7 +55,7 @@ class Killer:
     def _executed(self, frame, event, _):
         if event == "line":
             self.lines += 1
-            if 0 < self.at <= self.lines and self.due():
+            if self.at and self.due(self.at <= self.lines):
                 for pid in self.pids():
                     os.kill(pid, signal.SIGKILL)
         return self._executed
@@ -78,9 +79,12 @@ def predicted(folder, out, norm, number, at=0, comm=None, victim=0, victims="one
     torch.manual_seed(0)
     model, x = UNet(2, norm), torch.rand(SHAPE)
 
-    def due():
-        # The first kill is such that the next attempt has something to go on with.
-        return number != 1 or norm != "none" or (noted(folder, out) or (0, 0)) > (0, 0)
+    def due(reached):
+        if number != 1:
+            return reached
+        # The first attempt is killed, and such that the next one has something to go on with.
+        sample, slab = noted(folder, out) or (0, 0)
+        return sample > 0 or (reached and (norm != "none" or slab > 0))
 
     killer = Killer(at if rank == victim else 0, pids, due)
     with (folder / f"reads-{number}-{rank}").open("w") as reads:
