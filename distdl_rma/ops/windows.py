@@ -629,8 +629,10 @@ class _ResizedLine:
         if self.taps is not None:
             return _ResizedPart(length, taps=self.taps.part(start, stop, inputs[0]))
         before = int(inputs[0] * self.factor)
-        # Torch copies where both sizes are equal: one output more avoids that.
-        size = stop - before + (stop - before == length and self.factor != 1)
+        # Torch copies where both sizes are equal, and takes each nearest neighbour twice where one is double
+        # the other, whatever the factor: one output more avoids that.
+        size = stop - before
+        size += any(size == n * length and self.factor != n for n in (1, 2))
         inside = slice(None) if size == stop - start else slice(start - before, stop - before)
         return _ResizedPart(size, float(self.factor), inside)
 

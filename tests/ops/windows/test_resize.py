@@ -1,5 +1,7 @@
 """Resizing of tensors of known decompositions."""
 
+import itertools
+
 import pytest
 import torch
 from hypothesis import assume, given
@@ -90,8 +92,23 @@ def test_a_part_is_resized_as_the_whole(dtype, n, wanted, mode, corners, data):
     assume(m > 0)
     start = data.draw(st.integers(0, m - 1))
     stop = data.draw(st.integers(start + 1, m))
-    corners = corners and not mode.startswith("nearest")
-    ones, dims = (1,) * (LINES[mode] - 1), LINES[mode]
+    resize_part(dtype, n, wanted, mode, corners and not mode.startswith("nearest"), start, stop)
+
+
+@pytest.mark.parametrize("dims", [1, 2, 3])
+@pytest.mark.parametrize("mode", ["nearest", "nearest-exact"])
+def test_every_small_part_has_the_neighbours_of_the_whole(mode, dims):
+    # Kernels do not look at the factor where one size is the other one, or double of it.
+    for n, m in itertools.product(range(1, 8), range(1, 14)):
+        for start, stop in itertools.combinations(range(m + 1), 2):
+            resize_part(torch.float32, n, m, mode, False, start, stop, dims)
+
+
+def resize_part(dtype, n, wanted, mode, corners, start, stop, dims=None):
+    sized = isinstance(wanted, int)
+    m = wanted if sized else int(n * wanted)
+    dims = dims or LINES[mode]
+    ones = (1,) * (dims - 1)
     x = torch.randn(2, 3, *ones, n, dtype=dtype)
     expected = F.interpolate(
         x,
