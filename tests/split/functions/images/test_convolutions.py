@@ -71,6 +71,8 @@ def test_volumes_that_torch_leaves_to_slow_kernels(P_world, stride, padding):
 @pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
 @pytest.mark.processes
 def test_volume_of_one_rank_is_differentiated_forward_as_by_torch(P_world):
+    if P_world.size > 1:
+        pytest.skip("of one rank")
     x, w = torch.randn(1, 9, 18, 14, 12), torch.randn(8, 9, 3, 3, 3)
     whole = block(P_world.create_cartesian_topology_partition((1,) * 5), x)
     with forward_ad.dual_level():
@@ -80,6 +82,8 @@ def test_volume_of_one_rank_is_differentiated_forward_as_by_torch(P_world):
 
 @pytest.mark.sizes(1)
 def test_torch_says_what_is_wrong_with_a_convolution_of_a_whole_volume(P_world):
+    if P_world.size > 1:
+        pytest.skip("of one rank")
     x, w, b = (torch.randn(s) for s in ((1, 9, 18, 14, 12), (8, 9, 3, 3, 3), (8,)))
     whole = block(P_world.create_cartesian_topology_partition((1,) * 5), x)
     wrong = [(w[:, :8], b), (w, b[:7]), (w, b.double()), (w.double(), None)]
