@@ -164,8 +164,8 @@ class Convolution(GridConvolution):
         # No pieces for short types: their sum would be rounded once per piece.
         core = parts.core if self.sums_exactly else None
         self.pieces = () if core is None else pieces_of(core, prod(self._shape), dtype.itemsize)
-        # By the size above which tensors have new pages.
-        self._windows: dict[int, tuple[Patch, ...]] = {}
+        # In which the outputs of own data are computed; by the size above which tensors have new pages.
+        self._output_pieces: dict[int, tuple[Patch, ...]] = {}
         # Places of own data and of received pieces in the rim's tensors, and of sent pieces in own data.
         self.own = parts.landing(own)
         self.landings = [parts.landing(piece.box) for piece in self.halo.forward.receives]
@@ -218,13 +218,15 @@ class Convolution(GridConvolution):
             if bias is not None:
                 y.add_(bias.view(-1, *(1,) * (y.dim() - LEADING)))
         elif parts.base is core:
-            if (windows := self._windows.get(MAPPED.nbytes)) is None:
-                windows = pieces_of_outputs(core, self._shape[1], self.dtype.itemsize, MAPPED.nbytes)
-                self._windows[MAPPED.nbytes] = windows
-            if windows:
-                y = outputs_of_pieces(windows, core.outputs, x, block, bias)
-            else:
-                y = core.convolve(x, block, bias)
+            above = MAPPED.nbytes
+            if (pieces := self._output_pieces.get(above)) is None:
+                pieces = pieces_of_outputs(core, self._shape[1], self.dtype.itemsize, above)
+                self._output_pieces[above] = pieces
+            y = (
+                outputs_of_pieces(pieces, core.outputs, x, block, bias)
+                if pieces
+                else core.convolve(x, block, bias)
+            )
         return epoch, y, self.held(x), block, bias, mark
 
     def held(self, x: Tensor, halo: Sequence[Tensor] = ()) -> tuple[Tensor, ...]:
