@@ -196,7 +196,10 @@ class SegmentManager(SegmentContext, Uncopyable):
         return SegmentBuffer(self, nbytes, words, owner)
 
     def retire(self, buffer: SegmentBuffer, idle: Callable[[], bool]) -> None:
-        """Free a buffer at a later allocation, once ``idle()`` says that no peer writes to it; local."""
+        """Free a buffer at a later allocation, once ``idle()`` says that no peer writes to it; local.
+
+        A buffer is never freed if a handshake with its address has not succeeded.
+        """
         # Only appends: a finalizer may call this at any moment, also during an allocation.
         self._retired.append((buffer, idle))
 
@@ -207,7 +210,7 @@ class SegmentManager(SegmentContext, Uncopyable):
                 buffer, idle = self._retired.pop(0)
                 done = False
                 try:
-                    done = self.closed or idle()
+                    done = self.closed or (not self.has_late_writers(buffer.offset) and idle())
                 finally:
                     if not done:
                         self._retired.append((buffer, idle))

@@ -94,25 +94,26 @@ class Messages:
         self.comm: MPI.Intracomm = MPI.COMM_SELF
         self._connected = len(self.ranks) < 2
         self._barrier: Barrier | None = None
-        # Number of the communicator among those of these ranks, None if there is none; the ranks know that
-        # one of them has reserved none below ``_least``.
+        # Number of the communicator among those of these ranks, None if there is none; and the largest one
+        # that a rank has reserved, None before all have met.
         self._number: int | None = None
-        self._least = 0
+        self._largest: int | None = None
         self._under_way: dict[int, object] = {}
 
     def connect(self, timeout: float | None = None) -> None:
         """Make the communicator; once, collective, blocking. After a timeout it can be repeated."""
         if not self._connected:
-            # Making a communicator cannot be interrupted, so all its ranks meet before.
+            # Making a communicator cannot be interrupted, so all its ranks meet before, at least twice: a
+            # rank that gave up waiting in the first meeting does not come to the second.
             barrier, shared = self._meeting(), self._manager.communicators
             while True:
                 if self._number is None:
-                    self._number = shared.reserve(self.ranks, self._least)
+                    self._number = shared.reserve(self.ranks, self._largest or 0)
                 largest = barrier.wait(timeout, self._number)
-                if largest == self._least:
+                if largest == self._largest:
                     break
                 # All reserve again, from the largest on: the ranks that have it keep it.
-                self._least = largest
+                self._largest = largest
                 if self._number != largest:
                     shared.give_back(self.ranks, self._number)
                     self._number = None

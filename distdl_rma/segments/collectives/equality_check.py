@@ -71,8 +71,6 @@ class EqualityCheck(Scripted):
         # Epochs of whoever had the memory before.
         self._memory.array[:] = 0
         self._remotes: dict[int, RemoteBuffer] = {}
-        # Whether peers may have the address.
-        self._address_sent = False
         self._fence, self._acquire = manager.segment.fence, manager.segment.acquire
         self._counters = manager.counters
         # By parity: the lines of the board as tables, as words, and this one's as bytes; then the results.
@@ -100,7 +98,7 @@ class EqualityCheck(Scripted):
         peers = dict.fromkeys((*near, *far), ())
         terms = f"ranks={layout.ranks}"
         if peers:
-            plan, self._address_sent = fingerprint("equality check", terms), True
+            plan = fingerprint("equality check", terms)
             self._remotes = self._memory.exchange(peers, self.name, plan, timeout, terms=terms)
         self._remotes[layout.me] = self._memory.here
         self._see(self._remotes[self._leader])
@@ -211,10 +209,7 @@ class EqualityCheck(Scripted):
                 self._manager.retire(self._memory, self._idle)
 
     def _idle(self) -> bool:
-        # The others may still read the last epoch. Some may write at any time where others never came to
-        # connect: then the memory is not used again.
-        if self._address_sent and not self._tables:
-            return False
+        # The others may still read the last epoch.
         read = not self._leads or bool(self._marks.all())
         return self._is_over() and read and all(remote.delivered() for remote in self._remotes.values())
 

@@ -40,7 +40,7 @@ def raise_together(manager: SegmentManager, error: Exception, ranks: Sequence[in
 
 def _meet(manager: SegmentManager, ranks: tuple[int, ...]) -> None:
     others = [rank for rank in ranks if rank != manager.rank]
-    manager.forget_handshakes(others)
+    given_up = manager.forget_handshakes(others)
     # Puts under way may reach memory that others will use again.
     manager.flush(others, GRACE_SECONDS)
     for key, shared in tuple(manager.shared_objects.items()):
@@ -53,3 +53,4 @@ def _meet(manager: SegmentManager, ranks: tuple[int, ...]) -> None:
     barrier.wait(GRACE_SECONDS)
     # A rank that gave up waiting there does not come here, so that no rank passes.
     barrier.wait()
+    manager.handshakes.difference_update(given_up)
