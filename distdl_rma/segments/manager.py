@@ -108,6 +108,15 @@ class SegmentStats:
     owners: dict[str, tuple[int, int]]
 
 
+def _at_least_0(number: object, what: str) -> int:
+    try:
+        if not isinstance(number, bool) and (found := as_int(number)) >= 0:  # type: ignore[arg-type]
+            return found
+    except TypeError:
+        pass
+    raise ArgumentError(f"{what}, at least 0, got {number!r}")
+
+
 class Tenant(Protocol):
     """Object whose memory lies in the segment."""
 
@@ -180,12 +189,8 @@ class SegmentManager(SegmentContext, Uncopyable):
         Interface document, chapter 2.
         """
         self.check_open()
-        try:
-            nbytes, words = as_int(size), as_int(notifications)
-        except TypeError:
-            raise ArgumentError(f"a buffer's size is a whole number of bytes, got {size!r}") from None
-        if isinstance(size, bool) or nbytes < 0 or words < 0:
-            raise ArgumentError(f"a buffer's size is at least 0 bytes, got {size!r}")
+        nbytes = _at_least_0(size, "a buffer's size is a whole number of bytes")
+        words = _at_least_0(notifications, "a buffer has a whole number of notifications")
         self._reclaim()
         try:
             return SegmentBuffer(self, nbytes, words, owner)

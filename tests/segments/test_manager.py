@@ -7,8 +7,7 @@ import time
 import numpy as np
 import pytest
 
-from distdl_rma import Machine, SegmentError
-from distdl_rma.errors import ExchangeTimeout
+from distdl_rma import ConfigurationError, ExchangeTimeout, Machine, SegmentError
 from distdl_rma.segments import Channel
 from distdl_rma.segments.collectives.all_push import AllPush
 from distdl_rma.segments.collectives.barrier import Barrier
@@ -88,6 +87,12 @@ def test_the_segment_has_the_size_of_the_argument_else_of_the_environment(
         whole = machine.segments.get_segment_buffer(machine.segments.stats().largest_free)
         whole.array[:] = 1
         assert machine.segments.stats().largest_free == 0
+
+
+def test_a_size_that_is_too_small_is_named(comm, monkeypatch):
+    monkeypatch.setenv("DISTDL_RMA_SEGMENT_SIZE", "100")
+    with pytest.raises(ConfigurationError, match="a segment has at least 4096 bytes, got 100"):
+        Machine(comm)
 
 
 @pytest.mark.mpi(min_size=2)

@@ -16,6 +16,7 @@ from distdl_rma.segments.collectives.node_layout import RankSlice, check_count, 
 from distdl_rma.segments.collectives.reduction import Array
 from distdl_rma.segments.collectives.stepped_algorithm import SteppedAlgorithm
 from distdl_rma.segments.manager import SegmentManager
+from distdl_rma.segments.memory.array_bytes import ArrayLayout
 
 # What one rank of a node signals to another in a step, each with a word of its own.
 _READY, _READ, _SPREAD, _TAKEN = range(4)
@@ -38,7 +39,8 @@ class Allgather(Collective):
         name: str = "allgather",
     ) -> None:
         site = CollectiveSite.checked(manager, ranks, name)
-        self.counts, self.dtype = check_lengths(count, len(site.layout.ranks), name), np.dtype(dtype)
+        self.counts = check_lengths(count, len(site.layout.ranks), name)
+        self.dtype = ArrayLayout(dtype, sum(self.counts)).dtype
         terms = f"collective=Allgather\ncounts={self.counts}"
         super().__init__(_AllgatherByNodes(site, self.counts, self.dtype, terms))
 
@@ -164,7 +166,8 @@ class Bcast(Collective):
         root: int | None = None,
         name: str = "broadcast",
     ) -> None:
-        self.count, self.dtype = check_count(count, name), np.dtype(dtype)
+        self.count = check_count(count, name)
+        self.dtype = ArrayLayout(dtype, self.count).dtype
         site = CollectiveSite.checked(manager, ranks, name)
         self.root = site.layout.checked_root(root, name)
         counts = tuple(self.count if rank == self.root else 0 for rank in site.layout.ranks)

@@ -9,12 +9,14 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import DTypeLike
 
+from distdl_rma.errors import ShapeError
 from distdl_rma.geometry.intervals import Listed
 from distdl_rma.segments.collectives.collective import Collective, CollectiveSite
 from distdl_rma.segments.collectives.node_layout import NodeLayout, check_count, check_lengths
 from distdl_rma.segments.collectives.reduction import Array
 from distdl_rma.segments.collectives.stepped_algorithm import SteppedAlgorithm
 from distdl_rma.segments.manager import SegmentManager
+from distdl_rma.segments.memory.array_bytes import ArrayLayout
 
 _READY, _DONE = range(2)
 
@@ -43,12 +45,14 @@ class Alltoall(Collective):
         site = CollectiveSite.checked(manager, ranks, name)
         layout, size = site.layout, len(site.layout.ranks)
         if isinstance(count, Sequence):
-            check_lengths([0] * len(count), size, name)
+            if len(count) != size or not all(isinstance(row, Sequence) for row in count):
+                wanted = f"{size} ranks need {size} rows of numbers of elements"
+                raise ShapeError(f"{name!r}: {wanted}, got {count}")
             counts = tuple(check_lengths(row, size, name) for row in count)
         else:
             counts = ((check_count(count, name),) * size,) * size
-        self.dtype = np.dtype(dtype)
         blocks = AlltoallBlocks(layout, counts)
+        self.dtype = ArrayLayout(dtype, blocks.longest_operand + blocks.longest_result).dtype
         self.sends, self.receives = blocks.sends(layout.me), blocks.receives(layout.me)
         super().__init__(_AlltoallByNodes(site, blocks, self.dtype))
 

@@ -6,9 +6,10 @@ import weakref
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
+import numpy as np
 from numpy.typing import ArrayLike
 
-from distdl_rma.errors import ClosedError, ProtocolError
+from distdl_rma.errors import ClosedError, ProtocolError, ShapeError
 from distdl_rma.segments.collectives.barrier import Barrier
 from distdl_rma.segments.collectives.node_layout import NodeLayout
 from distdl_rma.segments.collectives.reduction import Array
@@ -145,8 +146,16 @@ class Collective:
         self._begin()
 
     def __call__(self, values: ArrayLike) -> Array:
-        """Carry out a step on values: write, start and wait; blocking. ``result``, valid as that is."""
-        self.active[...] = values
+        """Carry out a step on values: write, start and wait; blocking. ``result``, valid as that is.
+
+        ``ShapeError`` if the values are floats and the elements are not, or complex and the elements real.
+        """
+        active = self.active
+        if values.__class__ is not np.ndarray or values.dtype != active.dtype:
+            values = np.asarray(values)
+            if values.dtype.kind in "fc" and not np.can_cast(values.dtype, active.dtype, "same_kind"):
+                raise ShapeError(f"{self.name!r}: values of {values.dtype} do not fit into {active.dtype}")
+        active[...] = values
         self.start()
         return self.wait()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 
 import numpy as np
@@ -53,6 +54,7 @@ class Group(SharedByCopies):
         if self._barrier is None:
             self._manager.check_open()
             self._barrier = Barrier(self._manager, self.ranks, f"{self.name} (barrier)")
+            weakref.finalize(self, self._barrier.close)
         self._barrier.wait(timeout)
 
     def flush(self, timeout: float | None = None) -> None:
@@ -110,7 +112,7 @@ class Group(SharedByCopies):
         return Alltoall(self._manager, self.ranks, count, dtype, name)
 
     def close(self) -> None:
-        """Give the barrier's memory back; local, idempotent."""
+        """Give the barrier's memory back, as the garbage collection of the group does; local, idempotent."""
         if self._barrier is not None:
             self._barrier.close()
             self._barrier = None

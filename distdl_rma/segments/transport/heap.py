@@ -156,8 +156,11 @@ class Arena:
         try:
             with self._lock:
                 offset = self._heap.allocate(size)
-        except SegmentError as error:
-            raise MemoryError(f"no room for a result of {nbytes} bytes: {error}") from None
+        except SegmentError:
+            free = f"{self._heap.free_bytes} of {self._heap.nbytes} are free, largest block"
+            raise MemoryError(
+                f"no room for a result of {nbytes} bytes: {free} {self._heap.largest_gap}"
+            ) from None
         self._sweep()
         return self.memory[offset : offset + nbytes]
 
