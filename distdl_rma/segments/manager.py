@@ -27,8 +27,9 @@ from distdl_rma.segments.memory.context import Queue, SegmentContext, Uncopyable
 from distdl_rma.segments.options import SegmentOptions, chosen_progress, chosen_timeout
 from distdl_rma.segments.transport.segment import Segment
 from distdl_rma.segments.transport.virtual_ranks import is_virtual
+from distdl_rma.segments.waiting.error_texts import LOST, append_state, cause_of
 from distdl_rma.segments.waiting.header import HEADER_BYTES, HeaderWriter, WaitReason, operation_name
-from distdl_rma.segments.waiting.liveness import LOST, FailureNotices, PeerWatch, append_state, cause_of
+from distdl_rma.segments.waiting.liveness import FailureNotices, PeerWatch
 from distdl_rma.segments.waiting.waiter import Waiter
 from distdl_rma.trace import Counters, Tracer
 

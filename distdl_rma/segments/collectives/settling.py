@@ -8,7 +8,7 @@ from distdl_rma.errors import DistdlError, PeerFailedError
 from distdl_rma.segments.collectives.barrier import Barrier
 from distdl_rma.segments.collectives.equality_check import EqualityCheck
 from distdl_rma.segments.manager import SegmentManager
-from distdl_rma.segments.waiting.liveness import USABLE, append_state, cause_of
+from distdl_rma.segments.waiting.error_texts import USABLE, append_state, cause_of
 
 # How long a rank waits for the others to raise too: ranks that wait in vain notice after a second.
 GRACE_SECONDS = 5.0
