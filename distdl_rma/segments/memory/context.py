@@ -70,7 +70,7 @@ class SegmentContext:
 
     def has_late_writers(self, offset: int) -> bool:
         """Whether peers may have the address of a buffer by a handshake that has not succeeded here."""
-        return any(handshake.offset == offset for handshake in self.handshakes)
+        return any(handshake.offset == offset for handshake in tuple(self.handshakes))
 
     def forget_handshakes(self, ranks: Sequence[int]) -> list[Handshake]:
         """Give up all handshakes with some ranks, which do the same: later ones match again. Local.
