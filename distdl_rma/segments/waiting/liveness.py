@@ -251,12 +251,6 @@ class PeerWatch:
                     pending.append(other)
         return ()
 
-    def timeout_message(self, reason: WaitReason, seconds: float) -> str:
-        """Message for a wait that reached its deadline; raises ``PeerFailedError`` if a rank has failed."""
-        self._notices.check(lambda: reason)
-        with self._segment.lock:
-            return self.messages.of_wait(reason, seconds)
-
     def _some(self, ranks: list[int]) -> list[int]:
         # A few of many ranks at a time, in turn: each costs a look at its header.
         if len(ranks) <= _WATCHED:
@@ -370,6 +364,12 @@ class PeerWatch:
             if record is not None:
                 self._end_of(rank, record)
         return [(rank, self._ended[rank]) for rank in self.others if rank in self._ended]
+
+    def timeout_message(self, reason: WaitReason, seconds: float) -> str:
+        """Message for a wait that reached its deadline; raises ``PeerFailedError`` if a rank has failed."""
+        self._notices.check(lambda: reason)
+        with self._segment.lock:
+            return self.messages.of_wait(reason, seconds)
 
 
 def _origin(rank: int, record: HeaderRecord) -> int:
