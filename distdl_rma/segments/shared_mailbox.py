@@ -118,7 +118,8 @@ class SharedMailbox(Mailbox):
             self._failed = process
 
     def _send(self, process: int, *message: Any, nbytes: int = 0) -> None:
-        while (waiting := sum(each for _, each in self._sends)) and waiting + nbytes > _UNDER_WAY_NBYTES:
+        # A message without bytes, as of a failure, does not wait.
+        while nbytes and (waiting := sum(n for _, n in self._sends)) and waiting + nbytes > _UNDER_WAY_NBYTES:
             # Other processes receive while they wait, and after each slab.
             self.poll()
             time.sleep(_IDLE_SECONDS)
