@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -151,10 +151,9 @@ class Collective:
         ``ShapeError`` if the values are floats and the elements are not, or complex and the elements real.
         """
         active = self.active
-        if values.__class__ is not np.ndarray or values.dtype != active.dtype:
-            values = np.asarray(values)
-            if values.dtype.kind in "fc" and not np.can_cast(values.dtype, active.dtype, "same_kind"):
-                raise ShapeError(f"{self.name!r}: values of {values.dtype} do not fit into {active.dtype}")
+        alike = values.__class__ is np.ndarray and values.dtype == active.dtype
+        if not alike and (kind := _lossy(values, active.dtype)) is not None:
+            raise ShapeError(f"{self.name!r}: values of {kind} do not fit into {active.dtype}")
         active[...] = values
         self.start()
         return self.wait()
@@ -273,3 +272,14 @@ def _give_back(manager: SegmentManager, parts: list[Algorithm | Barrier]) -> Non
     if not manager.closed:
         for part in parts:
             part.close()
+
+
+def _lossy(values: Any, dtype: np.dtype[Any]) -> np.dtype[Any] | None:
+    # Type of values whose fractions or imaginary parts would be lost; None if there are none.
+    kind = np.asarray(values).dtype
+    if kind.kind not in "fc" or np.can_cast(kind, dtype, "same_kind"):
+        return None
+    if isinstance(values, (list, tuple)):
+        # numpy makes floats of integers of which some need uint64.
+        return next((found for value in values if (found := _lossy(value, dtype)) is not None), None)
+    return kind

@@ -86,6 +86,10 @@ def test_values_that_would_lose_their_fractions_or_imaginary_parts_are_refused(s
         job(values)
     assert (job([0, 1]).reshape(-1, 2) == [0, 1]).all()
     job.close()
+    # Of both numpy alone makes floats.
+    job = Allgather(segments, segments.ranks, 2, np.uint64, name="long")
+    assert job([2**64 - 1, 1]).tolist() == [2**64 - 1, 1] * len(segments.ranks)
+    job.close()
 
 
 def test_one_count_is_cut_into_balanced_parts_and_the_first_rank_is_the_root(segments, comm):
