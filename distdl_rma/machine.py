@@ -26,7 +26,7 @@ from distdl_rma.segments.manager import SegmentManager
 from distdl_rma.segments.memory.context import SharedByCopies
 from distdl_rma.segments.options import DEFAULT_TIMEOUT, chosen_timeout
 from distdl_rma.segments.transport.virtual_ranks import at_end_of_rank, is_virtual, world
-from distdl_rma.segments.waiting.liveness import ends_with_state
+from distdl_rma.segments.waiting.error_texts import ends_with_state
 from distdl_rma.segments.waiting.meeting import meet, refuse
 from distdl_rma.segments.waiting.uncaught_errors import report_uncaught_errors, write_once
 from distdl_rma.trace import Recording

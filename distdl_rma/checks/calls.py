@@ -30,7 +30,7 @@ from distdl_rma.errors import (
 )
 from distdl_rma.geometry.exchange import fingerprint
 from distdl_rma.machine import Machine
-from distdl_rma.segments.waiting.liveness import LOST, append_state
+from distdl_rma.segments.waiting.error_texts import LOST, append_state
 
 _BEGUN, _ENDED, _RAISED = range(3)
 # A rank that raises waits this long for the others to raise too, before it notifies them of its failure.

@@ -10,7 +10,7 @@ from distdl_rma import errors
 from distdl_rma.checks.consensus import gather_words
 from distdl_rma.errors import DataError, DistdlError, MismatchError, PeerFailedError
 from distdl_rma.machine import Machine
-from distdl_rma.segments.waiting.liveness import OF_SEVERAL_RANKS
+from distdl_rma.segments.waiting.error_texts import OF_SEVERAL_RANKS
 
 
 @contextmanager

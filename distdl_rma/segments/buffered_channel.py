@@ -1,4 +1,4 @@
-"""Channels of virtual ranks that run ahead: messages wait in memory of the process, without slots."""
+"""Channels of virtual ranks that run ahead: messages wait in the process's memory, without slots."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from distdl_rma.segments.waiting.header import WaitReason
 
 
 class Address(NamedTuple):
-    """Between whom messages travel: the name of their channel, sender and receiver.
+    """Name of a channel, sender and receiver: the key of a queue of messages.
 
     Channels may share a name, such as those of a layer that is called with two shapes. All ranks call them in
-    the same order, so the messages of an address are received in the order in which they are sent.
+    the same order, so the messages of an address are received in the order in which they were sent.
     """
 
     channel: str
@@ -31,7 +31,7 @@ class Address(NamedTuple):
 
 
 class Parcel:
-    """An array on its way to one or more receivers; a keeper may have it elsewhere meanwhile."""
+    """An array that waits for one or more receivers; meanwhile a keeper may store it elsewhere."""
 
     __slots__ = ("_array", "_fetch", "nbytes", "readers")
 
@@ -42,18 +42,18 @@ class Parcel:
 
     @property
     def array(self) -> Array:
-        """The array; from elsewhere in new memory, at every call."""
+        """The array; in new memory at every call if a keeper stores it."""
         return self._fetch() if self._array is None else self._array
 
     def leave(self, fetch: Callable[[], Array]) -> None:
-        """Keep the array no longer; ``fetch`` gives it."""
+        """Drop the array, which ``fetch`` returns from now on."""
         self._array, self._fetch = None, fetch
 
 
 class Message:
-    """The pieces of a message, and what the sender says of its exchange: fingerprint and dtype.
+    """The pieces of a message, and the fingerprint and dtype of the sender's exchange.
 
-    Pieces that several receivers get are parcels, which their messages share.
+    Messages share the parcels of pieces that several receivers get.
     """
 
     def __init__(self, pieces: Iterable[Array | Parcel], kind: tuple[int, str]) -> None:
@@ -71,58 +71,59 @@ class Message:
         return sum(parcel.nbytes for parcel in self.parcels)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """To another process goes a copy of the pieces."""
+        """Another process gets a copy of the pieces."""
         return Message, (self.pieces, self.kind)
 
 
 class ParcelKeeper(Protocol):
-    """Keeps parcels that wait for their receivers, in memory or elsewhere."""
+    """Stores parcels that wait for their receivers, in memory or elsewhere."""
 
     def store(self, parcel: Parcel, receiver: int) -> None:
-        """A parcel for a receiver, and perhaps for others, begins to wait."""
+        """Take over a parcel that waits for a receiver, and perhaps for others."""
 
     def drop(self, parcel: Parcel) -> None:
-        """A parcel has no more receivers."""
+        """Forget a parcel that all receivers have."""
 
 
-# Of a vector: the name of its exchange, the ranks that take part, and how often they have.
+# Key of the vectors of one exchange: its name, the ranks that take part, and its epoch.
 VectorKey = tuple[str, tuple[int, ...], int]
 
 
 class Mailbox:
-    """Messages between the virtual ranks of a process that are sent and not received.
+    """Messages between the virtual ranks of a process that were sent and not yet received.
 
-    Without acknowledgements, a rank may run ahead of its readers by any number of epochs and channels. Where
-    data moves to later ranks only, the messages of earlier ranks are all that later ones need of them.
-    ``nbytes`` are the bytes of the messages, wherever a ``keeper`` has them, and ``peak_nbytes`` their
-    maximum; ``whole_nbytes`` is that of one call in which a rank sends most of what it owns. ``cuts`` are
+    Without acknowledgements, a rank may run ahead of its readers by any number of epochs and channels. If
+    data moves to later ranks only, later ranks need nothing of earlier ones but their messages.
+
+    ``nbytes`` are the bytes of all messages, also of those that a ``keeper`` stores; ``peak_nbytes`` is their
+    maximum. ``whole_nbytes`` is the maximum of one call in which a rank sends most of its block. ``cuts`` are
     the dimensions that such calls cut: the number of dimensions, the dimension, and its extent before. Ranks
-    before ``first`` have ended in an earlier process, and send nothing more. ``tell`` calls the ``actions``;
-    one that is called ``keep`` gets the address of each message, and the message.
+    before ``first`` have ended in an earlier process, and send nothing more. ``tell`` calls ``actions`` by
+    their names; the action ``keep``, if there is one, gets the address of each message, and the message.
     """
 
     def __init__(self, first: int = 0, actions: dict[str, Callable[..., Any]] | None = None) -> None:
         self.first, self.actions = first, actions or {}
         self.messages: dict[Address, deque[Message]] = {}
         self.vectors: defaultdict[VectorKey, dict[int, Array]] = defaultdict(dict)
-        # The last rank for which another one has waited.
+        # The highest rank for which another one has waited.
         self.wanted = 0
         self.keeper: ParcelKeeper | None = None
         self.nbytes = self.peak_nbytes = self.whole_nbytes = 0
         self.cuts: set[tuple[int, int, int]] = set()
 
     def put(self, address: Address, message: Message) -> None:
-        """Store a message that is sent; it owns its arrays, which do not change."""
+        """Store a message that was sent; its arrays belong to it and do not change."""
         self.keep(address, message)
         self.store(address, message)
 
     def keep(self, address: Address, message: Message) -> None:
-        """Tell whoever keeps messages, if anyone does, of one that is sent."""
+        """Pass a message that was sent to the action ``keep``, if there is one."""
         if "keep" in self.actions:
             self.tell("keep", address, message)
 
     def store(self, address: Address, message: Message) -> None:
-        """Store a message for its receiver, which is one of this process."""
+        """Store a message for its receiver, a rank of this process."""
         self.messages.setdefault(address, deque()).append(message)
         for parcel in message.parcels:
             parcel.readers += 1
@@ -133,15 +134,15 @@ class Mailbox:
         self.peak_nbytes = max(self.peak_nbytes, self.nbytes)
 
     def add(self, key: VectorKey, rank: int, vector: Array) -> None:
-        """Store the vector of a rank; it owns its array."""
+        """Store the vector of a rank, which does not change."""
         self.vectors[key][rank] = vector
 
     def want(self, rank: int) -> None:
-        """Note that a rank is waited for."""
+        """Record that another rank waits for ``rank``."""
         self.wanted = max(self.wanted, rank)
 
     def poll(self) -> None:
-        """Take in what other processes have sent: there are none."""
+        """Receive what other processes have sent; here there are none."""
 
     def tell(self, action: str, *arguments: Any) -> None:
         """Call an action by its name."""
@@ -154,7 +155,7 @@ class Mailbox:
         return address in self.messages
 
     def check_comes(self, rank: int, name: str) -> None:
-        """Raise ``MismatchError`` if a rank has ended in an earlier process, so that it sends nothing."""
+        """Raise ``MismatchError`` if a rank has ended in an earlier process, and so sends nothing."""
         if rank < self.first:
             raise MismatchError(
                 f"{name!r}: rank {rank} has ended in an earlier process, which sent no message for this call:"
@@ -162,7 +163,7 @@ class Mailbox:
             )
 
     def remove(self, address: Address) -> None:
-        """Forget the first message of an address, which was received."""
+        """Remove the first message of an address, which was received."""
         messages = self.messages[address]
         for parcel in messages.popleft().parcels:
             parcel.readers -= 1
@@ -177,9 +178,9 @@ class Mailbox:
 class BufferedChannel(Channel):
     """Executes an ``exchange`` of virtual ranks of one process; ``start`` waits for nobody.
 
-    As a :class:`Channel`, but that a start copies each piece into memory of its own, in the ``mailbox`` that
-    all ranks share, until it is received. A piece for several peers is copied once. There is no segment
-    memory and no address to exchange. A receive waits once, for all peers, and raises ``MismatchError`` if
+    A :class:`Channel` without segment memory and without addresses to exchange: a start copies each piece
+    into new memory, in the ``mailbox`` that all ranks share, where it stays until it is received. A piece for
+    several peers is copied once. A receive waits for all peers at once, and raises ``MismatchError`` if
     sender and receiver have different exchanges.
     """
 
@@ -193,7 +194,7 @@ class BufferedChannel(Channel):
         boxes = {piece.box for piece in exchange.sends}
         both = zip(exchange.own.bounds, exchange.need.bounds, strict=True)
         moved = [all(map(le, need, own)) for own, need in both if own != need]
-        # The same cut with parts that end earlier: then a rank sends what is left to the next ones.
+        # If the parts of the same cut end earlier, a rank sends the rest of its block to later ranks.
         behind = moved == [True] and not exchange.images
         self._sends_most = not behind and 2 * sum(box.volume for box in boxes) >= exchange.own.volume
         self._messages_in = list(by_peer(exchange.receives))
@@ -216,7 +217,7 @@ class BufferedChannel(Channel):
         return not self._messages_in and not self._messages_out
 
     def count(self, pieces: int) -> int:
-        """Number of parts in which the first ``pieces`` received pieces arrive: as many."""
+        """Number of parts in which the first ``pieces`` received pieces arrive: one for each."""
         return pieces
 
     def connect(self, timeout: float | None = None) -> None:
@@ -247,14 +248,14 @@ class BufferedChannel(Channel):
         return all(self._mailbox.has(self._from(peer)) for peer, _ in self._messages_in)
 
     def take_result(self, epoch: int) -> object | None:
-        """None, since peers put no results; waits for the messages, so that no result does in its memory."""
+        """Return None, since peers put no results; waits first, so that no result takes memory meanwhile."""
         self._await(epoch)
         return None
 
     def receive(self, epoch: int, timeout: float | None = None) -> Iterator[tuple[Piece, Array]]:
-        """Yield the received pieces of an epoch in plan order, after a wait for all of them; epochs in order.
+        """Wait for all pieces of an epoch, and yield them in plan order; epochs in order.
 
-        The arrays are valid until the next one is asked for.
+        Each array is valid until the next one is requested.
         """
         self._check_next(epoch)
         self._await(epoch, timeout)
@@ -273,8 +274,8 @@ class BufferedChannel(Channel):
         self._finished = epoch
 
     def _await(self, epoch: int, timeout: float | None = None) -> None:
-        # Waits for the messages of all peers at once: a rank that waits for each one would move its memory to
-        # the disk and back each time.
+        # Waits for the messages of all peers at once: with a wait for each, the rank's memory would go to the
+        # disk and back each time.
         missing = [peer for peer, _ in self._messages_in if not self._mailbox.has(self._from(peer))]
         if not missing:
             return
@@ -296,7 +297,7 @@ class BufferedChannel(Channel):
         self._manager.waiter.until(all_there, reason, timeout)
 
     def void(self) -> None:
-        """Drop the next epoch to receive; its messages must be there or never come."""
+        """Drop the next epoch to receive; its messages have arrived, or are never sent."""
         self._check()
         self._finished = epoch = self._finished + 1
         self._started = max(self._started, epoch)
@@ -313,9 +314,9 @@ class BufferedChannel(Channel):
 
 
 class BufferedVectors:
-    """Small vectors of all ranks to all ranks, for virtual ranks of one process; one wait for all of them.
+    """All-gather of small vectors, for virtual ranks of one process; one wait for all of them.
 
-    ``ranks`` include this one, and are alike on all of them. There are no addresses to exchange.
+    ``ranks`` include this one, and are equal on all of them. There are no addresses to exchange.
     """
 
     def __init__(self, manager: SegmentManager, ranks: Sequence[int], name: str, mailbox: Mailbox) -> None:
@@ -323,9 +324,9 @@ class BufferedVectors:
         self._epoch = 0
 
     def gather(self, vector: Array) -> Array:
-        """The vectors of all ranks, one row each in the order of ``ranks``; blocking until the last has come.
+        """Return the vectors of all ranks, a row for each in the order of ``ranks``; blocking.
 
-        Vectors have equal lengths and types; each is copied.
+        Vectors have equal lengths and dtypes; each is copied.
         """
         self._epoch += 1
         key = self._name, self._ranks, self._epoch

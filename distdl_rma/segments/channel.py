@@ -13,7 +13,7 @@ from distdl_rma.geometry.exchange import Exchange, Piece, fingerprint
 from distdl_rma.segments.direct_receive import PostedResults, ResultsOfPeer, receives_directly
 from distdl_rma.segments.lanes import LANDS, SLOTS, Lane, Lanes, in_steps
 from distdl_rma.segments.manager import SegmentManager
-from distdl_rma.segments.transport.heap import Landing
+from distdl_rma.segments.transport.arena import Landing
 from distdl_rma.segments.waiting.header import WaitReason
 
 Array = NDArray[Any]

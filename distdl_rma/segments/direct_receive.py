@@ -13,7 +13,8 @@ from distdl_rma.geometry.exchange import Exchange
 from distdl_rma.segments.lanes import SLOTS, Lane
 from distdl_rma.segments.memory.buffer import SegmentBuffer
 from distdl_rma.segments.memory.remote_buffer import RemoteBuffer
-from distdl_rma.segments.transport.heap import Bytes, Landing
+from distdl_rma.segments.transport.arena import Landing
+from distdl_rma.segments.transport.heap import Bytes
 
 Array = NDArray[Any]
 # Copying fewer bytes than these takes less time than looking up the address of a result.

@@ -27,8 +27,9 @@ from distdl_rma.segments.memory.context import Queue, SegmentContext, Uncopyable
 from distdl_rma.segments.options import SegmentOptions, chosen_progress, chosen_timeout
 from distdl_rma.segments.transport.segment import Segment
 from distdl_rma.segments.transport.virtual_ranks import is_virtual
+from distdl_rma.segments.waiting.error_texts import LOST, append_state, cause_of
 from distdl_rma.segments.waiting.header import HEADER_BYTES, HeaderWriter, WaitReason, operation_name
-from distdl_rma.segments.waiting.liveness import LOST, FailureNotices, PeerWatch, append_state, cause_of
+from distdl_rma.segments.waiting.liveness import FailureNotices, PeerWatch
 from distdl_rma.segments.waiting.waiter import Waiter
 from distdl_rma.trace import Counters, Tracer
 
@@ -108,6 +109,15 @@ class SegmentStats:
     owners: dict[str, tuple[int, int]]
 
 
+def _at_least_0(number: object, what: str) -> int:
+    try:
+        if not isinstance(number, bool) and (found := as_int(number)) >= 0:  # type: ignore[arg-type]
+            return found
+    except TypeError:
+        pass
+    raise ArgumentError(f"{what}, at least 0, got {number!r}")
+
+
 class Tenant(Protocol):
     """Object whose memory lies in the segment."""
 
@@ -180,12 +190,8 @@ class SegmentManager(SegmentContext, Uncopyable):
         Interface document, chapter 2.
         """
         self.check_open()
-        try:
-            nbytes, words = as_int(size), as_int(notifications)
-        except TypeError:
-            raise ArgumentError(f"a buffer's size is a whole number of bytes, got {size!r}") from None
-        if isinstance(size, bool) or nbytes < 0 or words < 0:
-            raise ArgumentError(f"a buffer's size is at least 0 bytes, got {size!r}")
+        nbytes = _at_least_0(size, "a buffer's size is a whole number of bytes")
+        words = _at_least_0(notifications, "a buffer has a whole number of notifications")
         self._reclaim()
         try:
             return SegmentBuffer(self, nbytes, words, owner)
@@ -196,7 +202,10 @@ class SegmentManager(SegmentContext, Uncopyable):
         return SegmentBuffer(self, nbytes, words, owner)
 
     def retire(self, buffer: SegmentBuffer, idle: Callable[[], bool]) -> None:
-        """Free a buffer at a later allocation, once ``idle()`` says that no peer writes to it; local."""
+        """Free a buffer at a later allocation, once ``idle()`` says that no peer writes to it; local.
+
+        A buffer is never freed if a handshake with its address has not succeeded.
+        """
         # Only appends: a finalizer may call this at any moment, also during an allocation.
         self._retired.append((buffer, idle))
 
@@ -207,7 +216,7 @@ class SegmentManager(SegmentContext, Uncopyable):
                 buffer, idle = self._retired.pop(0)
                 done = False
                 try:
-                    done = self.closed or idle()
+                    done = self.closed or (not self.has_late_writers(buffer.offset) and idle())
                 finally:
                     if not done:
                         self._retired.append((buffer, idle))

@@ -41,8 +41,10 @@ class SegmentOptions:
 
     def size(self) -> int | None:
         """Segment size in bytes, from the argument or else the environment; None if neither gives one."""
-        asked = self.nbytes if self.nbytes is not None else os.environ.get(SEGMENT_SIZE_VARIABLE)
-        return None if asked is None else parse_size(asked)
+        if self.nbytes is not None:
+            return parse_size(self.nbytes)
+        text = os.environ.get(SEGMENT_SIZE_VARIABLE)
+        return None if text is None else parse_size(text, SEGMENT_SIZE_VARIABLE)
 
 
 def parse_size(text: object, what: str = "a segment size") -> int:

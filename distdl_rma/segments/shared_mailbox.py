@@ -1,4 +1,4 @@
-"""The mailbox of virtual ranks of several processes, between which its messages travel."""
+"""Mailbox of virtual ranks of several processes, which sends messages between them."""
 
 from __future__ import annotations
 
@@ -14,20 +14,21 @@ from distdl_rma.segments.buffered_channel import Address, Mailbox, Message, Vect
 from distdl_rma.segments.channel import Array
 
 _IDLE_SECONDS = 1e-4
-# Bytes of messages that others have not received, at most; one larger message may be under way alone.
+# Most bytes of messages that others have not received; a larger message may be under way alone.
 _UNDER_WAY_NBYTES = 1 << 24
 
 
 def process_of(rank: int, size: int) -> int:
-    """The process of a virtual rank, of ``size`` processes. Neighbours are on different ones: all compute."""
+    """Process of a virtual rank, out of ``size``. Neighbours are on different ones, so that all compute."""
     return rank % size
 
 
 class SharedMailbox(Mailbox):
-    """The mailbox of several processes: what goes to ranks of another one is sent there.
+    """Mailbox of several processes: messages to ranks of another process are sent there.
 
-    The first process has the ``actions``, and learns of a message for ``keep`` before its sender has ended.
-    No process waits for another one but in the waits of its ranks, which ``poll``, and in ``finish``.
+    The first process has the ``actions``. Before a sender ends, its messages are passed to the action
+    ``keep`` there. Processes wait for each other in the waits of their ranks, which ``poll``, in ``finish``,
+    and while too many bytes are under way.
     """
 
     def __init__(self, comm: MPI.Intracomm, first: int, actions: dict[str, Callable[..., Any]]) -> None:
@@ -35,9 +36,9 @@ class SharedMailbox(Mailbox):
         self._comm: Any = comm
         self._rank, self._size = comm.rank, comm.size
         self._others = [each for each in range(comm.size) if each != comm.rank]
-        # With the bytes of each.
+        # Pending sends, with their bytes.
         self._sends: list[tuple[MPI.Request, int]] = []
-        # The process that has failed.
+        # The first process that is known to have failed.
         self._failed: int | None = None
         self._received: dict[str, Callable[..., Any]] = {
             "put": self._arrived,
@@ -48,9 +49,9 @@ class SharedMailbox(Mailbox):
         }
 
     def put(self, address: Address, message: Message) -> None:
-        """Store a message where its receiver is."""
+        """Store a message in the process of its receiver."""
         process = process_of(address.receiver, self._size)
-        # The first process learns of a message for itself when it arrives.
+        # The first process keeps a message to itself when the message arrives.
         if self._rank == 0 or process != 0:
             self.keep(address, message)
         if process == self._rank:
@@ -70,14 +71,14 @@ class SharedMailbox(Mailbox):
             self._send(process, "add", key, rank, vector)
 
     def want(self, rank: int) -> None:
-        """Note that a rank is waited for, on all processes."""
+        """Record in all processes that another rank waits for ``rank``."""
         if rank > self.wanted:
             super().want(rank)
             for process in self._others:
                 self._send(process, "want", rank)
 
     def poll(self) -> None:
-        """Receive what has come; ``PeerFailedError`` if another process has failed."""
+        """Receive what has arrived; ``PeerFailedError`` if another process has failed."""
         self._sends = [each for each in self._sends if not each[0].Test()]
         while (found := self._comm.improbe()) is not None:
             action, *arguments = found.recv()
@@ -96,7 +97,7 @@ class SharedMailbox(Mailbox):
     def finish(self, error: Exception | None) -> bool:
         """Receive until all processes have called this, and all messages have arrived; blocking.
 
-        Returns whether this process has an ``error`` of its own, which was not due to that of another one.
+        Returns whether this process has an ``error`` that is not due to the failure of another process.
         """
         if error is not None and self._failed is None:
             self._fail(self._rank)
@@ -117,8 +118,9 @@ class SharedMailbox(Mailbox):
             self._failed = process
 
     def _send(self, process: int, *message: Any, nbytes: int = 0) -> None:
-        while (waiting := sum(each for _, each in self._sends)) and waiting + nbytes > _UNDER_WAY_NBYTES:
-            # Others receive where they wait, and when their slab has ended.
+        # A message without bytes, as of a failure, does not wait.
+        while nbytes and (waiting := sum(n for _, n in self._sends)) and waiting + nbytes > _UNDER_WAY_NBYTES:
+            # Other processes receive while they wait, and after each slab.
             self.poll()
             time.sleep(_IDLE_SECONDS)
         self._sends.append((self._comm.issend(message, process), nbytes))

@@ -26,7 +26,7 @@ from distdl_rma.ops.core.autograd import (
     run_eager,
 )
 from distdl_rma.ops.core.tensors import no_autocast, problem_with
-from distdl_rma.segments.waiting.liveness import OF_SEVERAL_RANKS
+from distdl_rma.segments.waiting.error_texts import OF_SEVERAL_RANKS
 from distdl_rma.split import layout as lay
 from distdl_rma.split.calls.autocast import castable, dtype_for
 from distdl_rma.split.calls.loss_origin import LOSS_ORIGIN

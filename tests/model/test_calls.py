@@ -16,7 +16,7 @@ from distdl_rma import (
     distribute,
     shard,
 )
-from distdl_rma.segments.waiting.liveness import LOST
+from distdl_rma.segments.waiting.error_texts import LOST
 from distdl_rma.split import SplitTensor
 
 pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.sizes(2, 3)]

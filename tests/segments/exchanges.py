@@ -6,7 +6,7 @@ from distdl_rma.geometry import Decomposition, Exchange
 from distdl_rma.geometry.halo import Window, WindowSplit
 from distdl_rma.geometry.intervals import Balanced
 from distdl_rma.segments import Channel
-from distdl_rma.segments.transport.heap import Landing, own_arena
+from distdl_rma.segments.transport.arena import Landing, own_arena
 
 
 def line(machine):

@@ -7,11 +7,14 @@ import time
 import numpy as np
 import pytest
 
-from distdl_rma import Machine, SegmentError
-from distdl_rma.errors import ExchangeTimeout
+from distdl_rma import ConfigurationError, ExchangeTimeout, Machine, SegmentError
+from distdl_rma.segments import Channel
+from distdl_rma.segments.collectives.all_push import AllPush
+from distdl_rma.segments.collectives.barrier import Barrier
 from distdl_rma.segments.manager import Communicators, SegmentManager
 from distdl_rma.segments.transport import node_memory
 from distdl_rma.segments.transport.node_memory import NodeMemory
+from tests.segments.exchanges import movements, values
 
 pytestmark = pytest.mark.mpi
 
@@ -86,6 +89,12 @@ def test_the_segment_has_the_size_of_the_argument_else_of_the_environment(
         assert machine.segments.stats().largest_free == 0
 
 
+def test_a_size_that_is_too_small_is_named(comm, monkeypatch):
+    monkeypatch.setenv("DISTDL_RMA_SEGMENT_SIZE", "100")
+    with pytest.raises(ConfigurationError, match="a segment has at least 4096 bytes, got 100"):
+        Machine(comm)
+
+
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize(
     ("options", "registers", "grows"),
@@ -155,6 +164,58 @@ def test_a_buffer_that_cannot_be_looked_at_keeps_none_of_the_others(machine):
     with pytest.raises(RuntimeError, match="no answer"):
         manager.stats()
     assert manager.stats().owners == before.owners
+
+
+def start_channel(machine):
+    exchange = movements(machine)["all_gather"]
+    channel = Channel(machine.segments, exchange, np.int64, "late")
+    return channel, lambda: channel.start(channel.cut(values(exchange, machine.rank, 1)))
+
+
+def start_all_push(machine):
+    vectors = AllPush(machine.segments, machine.ranks, 4, np.int64, "late")
+    return vectors, lambda: vectors.start(np.full(4, 5))
+
+
+def start_barrier(machine):
+    barrier = Barrier(machine.segments, machine.ranks, "late")
+    return barrier, lambda: barrier.wait(timeout=0.5)
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("make", [start_channel, start_all_push, start_barrier])
+def test_memory_is_not_used_again_whose_address_peers_have_by_a_connect_that_was_given_up(
+    machine, comm, make
+):
+    made, start = make(machine)
+    segments = machine.segments
+    if comm.rank == 0:
+        with pytest.raises(ExchangeTimeout, match="to connect 'late'"):
+            made.connect(0.01)
+        made.close()
+        assert segments.stats().owners["late"][0] >= 1
+        room = segments.get_segment_buffer(1 << 20, 8, "room")
+        room.array[:] = 7
+    comm.Barrier()
+    if comm.rank:
+        try:
+            start()
+        except ExchangeTimeout:
+            # Rank 0 does not come, but has its notification.
+            assert make is start_barrier or comm.size > 2
+        made.close()
+    comm.Barrier()
+    if comm.rank == 0:
+        assert (room.array == 7).all() and not room.flags.tolist().count(1)
+        room.free()
+    # A settled error: all drop what they have connected.
+    segments.handshakes.difference_update(
+        segments.forget_handshakes([r for r in machine.ranks if r != comm.rank])
+    )
+    comm.Barrier()
+    segments.progress()
+    comm.Barrier()
+    assert comm.rank or "late" not in segments.stats().owners
 
 
 @pytest.mark.mpi(min_size=2)

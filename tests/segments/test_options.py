@@ -38,6 +38,14 @@ def test_anything_else_is_refused_with_what_came(text):
     assert isinstance(caught.value, ValueError)
 
 
+@pytest.mark.parametrize("text", ["1GB", "", "0"])
+def test_an_invalid_size_of_the_environment_is_named_with_its_variable(monkeypatch, text):
+    monkeypatch.setenv("DISTDL_RMA_SEGMENT_SIZE", text)
+    with pytest.raises(ConfigurationError, match=rf"^DISTDL_RMA_SEGMENT_SIZE is a whole .* got {text!r}$"):
+        SegmentOptions().size()
+    assert SegmentOptions("1KiB").size() == 1024
+
+
 @pytest.mark.parametrize("seconds", [-1, "soon", float("nan"), [1]])
 def test_a_timeout_that_is_none_is_refused(seconds):
     with pytest.raises(ConfigurationError, match="a timeout is a number of seconds"):

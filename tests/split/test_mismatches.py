@@ -9,7 +9,7 @@ from torch.nn import functional as F  # noqa: N812
 
 from distdl_rma import Machine, SplitTensor, shard
 from distdl_rma.segments.collectives import settling
-from distdl_rma.segments.waiting.liveness import LOST, OF_SEVERAL_RANKS, USABLE
+from distdl_rma.segments.waiting.error_texts import LOST, OF_SEVERAL_RANKS, USABLE
 
 WHOLE = torch.arange(24.0 * 8 * 4, dtype=torch.float64).reshape(24, 8, 4)
 

@@ -48,7 +48,7 @@ def promise_on(machine: Machine, recording: bool = False) -> Promise | None:
     found = machine.kept.get(_KEY)
     if not isinstance(found, Promise):
         return None
-    machine.segments.watch.set_mode(_MODES, recording)
+    machine.segments.watch.messages.set_mode(_MODES, recording)
     return found
 
 
@@ -79,7 +79,7 @@ def static_shapes(place: Machine | Partition) -> Iterator[None]:
         yield
     finally:
         machine.kept.pop(_KEY, None)
-        machine.segments.watch.set_mode()
+        machine.segments.watch.messages.set_mode()
 
 
 class Plan(Protocol):

@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from distdl_rma.dtypes import NUMPY, as_words
-from distdl_rma.segments.transport.heap import Arena, Landing, own_arena
+from distdl_rma.segments.transport.arena import Arena, Landing, own_arena
 
 # torch allocates smaller results: its allocator reuses such memory.
 SMALLEST_NBYTES = 1 << 18

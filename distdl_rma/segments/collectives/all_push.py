@@ -20,13 +20,14 @@ _ALL = slice(None)
 
 
 class AllPush:
-    """Every rank pushes a vector of ``count`` elements to every rank; one notification round.
+    """Every rank pushes a vector of ``count`` elements to every rank, with one notification for each.
 
-    For messages whose latency counts. Construction is local and the same on all ``ranks``; the first start
-    connects them. Nothing is acknowledged: a rank starts epoch k+2 only after it has received epoch k+1 of
-    all ranks, and each sent that after it had read epoch k. So two slots per rank are enough, and a started
-    epoch has to be waited for before the next. ``ranks`` include this one; ``terms``, a line ``name=value``
-    for each fact, are the same on all of them.
+    For small vectors, whose latency counts. Construction is local; the first start connects the ``ranks``,
+    which include this one. An epoch has to be waited for before the next one starts.
+
+    Nothing is acknowledged, since two slots per rank suffice: a rank starts epoch k+2 after it has received
+    epoch k+1 from all ranks, and each rank sent its epoch k+1 after it had read epoch k. ``terms`` has a line
+    ``name=value`` for each fact that must be equal on all ranks.
     """
 
     def __init__(
@@ -49,8 +50,9 @@ class AllPush:
         self.rows: tuple[list[NDArray[Any]], ...] = tuple(list(slots) for slots in self._slots)
         self._words = self._memory.flags
         self._others = [at for at in range(size) if at != self._me]
-        # Per peer reached by load and store: its slots for this rank's vector, its words; and the sources.
+        # For each peer within reach of stores: its slots for this rank's vector, and its words.
         self._direct: list[tuple[tuple[memoryview, ...], memoryview]] = []
+        # This rank's vectors, as bytes.
         self._sources = tuple(as_bytes(rows[self._me], name) for rows in self.rows)
         self._remote: list[RemoteBuffer] = []
         self._fence, self._acquire = manager.segment.fence, manager.segment.acquire
@@ -79,7 +81,7 @@ class AllPush:
         self._connected = True
 
     def start(self, row: NDArray[Any]) -> None:
-        """Push a copy of this rank's vector; does not wait, except that the first start connects."""
+        """Push a copy of this rank's vector; does not wait. The first start connects, which blocks."""
         self._check()
         if self.epoch != self._waited:
             # An error may have interrupted the epoch: raise its cause first.
@@ -91,7 +93,7 @@ class AllPush:
         self.push()
 
     def push(self) -> None:
-        """Begin the next epoch with the vector in this rank's own row. Needs ``connect``."""
+        """Begin the next epoch with the vector in this rank's own row; call ``connect`` before."""
         self.epoch = epoch = self.epoch + 1
         parity, me = epoch & 1, self._me
         for remote in self._remote:
@@ -108,7 +110,7 @@ class AllPush:
             counters.bytes_put += self._puts * self._nbytes
 
     def arrived(self) -> bool:
-        """Whether all vectors have arrived, and this rank's own everywhere; does not block."""
+        """Whether all vectors have arrived here, and this rank's vector was sent; does not block."""
         words, epoch = self._words, self.epoch
         for at in self._others:
             if words[at] < epoch:
@@ -121,7 +123,7 @@ class AllPush:
         return True
 
     def missing(self) -> WaitReason:
-        """Which ranks are still missing; for messages."""
+        """Ranks whose vectors are missing, for messages."""
         silent = tuple(self._ranks[at] for at in self._others if self._words[at] < self.epoch)
         late = silent or tuple(remote.peer for remote in self._remote if not remote.delivered())
         what = f"to send in {self._name!r} (epoch {self.epoch}, last seen {self.epoch - 1})"
@@ -140,7 +142,7 @@ class AllPush:
         return rows
 
     def close(self) -> None:
-        """Give the memory back when no rank writes to it any more; local, idempotent."""
+        """Free the memory once no rank writes to it any more; local, idempotent."""
         if not self._closed:
             self._closed = True
             if not self._manager.closed:

@@ -1,4 +1,4 @@
-"""Allgather and Bcast, double-buffered collectives of flat vectors: all vectors, or one, go to all ranks."""
+"""Allgather and Bcast: the vectors of all ranks, or that of one, go to all ranks; double-buffered."""
 
 from __future__ import annotations
 
@@ -16,17 +16,18 @@ from distdl_rma.segments.collectives.node_layout import RankSlice, check_count, 
 from distdl_rma.segments.collectives.reduction import Array
 from distdl_rma.segments.collectives.stepped_algorithm import SteppedAlgorithm
 from distdl_rma.segments.manager import SegmentManager
+from distdl_rma.segments.memory.array_bytes import ArrayLayout
 
-# What one rank of a node signals to another in a step, each with a word of its own.
+# Phases of a step: a rank notifies others of its node of each, by a word of its own.
 _READY, _READ, _SPREAD, _TAKEN = range(4)
 
 
 class Allgather(Collective):
-    """Every rank's vector to all: ``result`` holds the vectors of all ranks, in their order.
+    """All ranks get the vectors of all ranks: ``result`` holds them in the order of ``ranks``.
 
-    ``active`` is this rank's own part of the coming result. On a node every rank loads the others' vectors
-    itself; across nodes MPI's ``Iallgatherv`` combines the vectors of one rank of each node. ``count`` is the
-    length of every rank's vector, or a sequence with one length for each of ``ranks``, in their order.
+    ``active`` is this rank's part of the next result. On a node every rank loads the vectors of the others;
+    between nodes MPI's ``Iallgatherv`` combines the vectors of the nodes. ``count`` is the length of every
+    vector, or a sequence with one length for each of ``ranks``.
     """
 
     def __init__(
@@ -38,17 +39,17 @@ class Allgather(Collective):
         name: str = "allgather",
     ) -> None:
         site = CollectiveSite.checked(manager, ranks, name)
-        self.counts, self.dtype = check_lengths(count, len(site.layout.ranks), name), np.dtype(dtype)
+        self.counts = check_lengths(count, len(site.layout.ranks), name)
+        self.dtype = ArrayLayout(dtype, sum(self.counts)).dtype
         terms = f"collective=Allgather\ncounts={self.counts}"
         super().__init__(_AllgatherByNodes(site, self.counts, self.dtype, terms))
 
 
 class _AllgatherByNodes(SteppedAlgorithm):
-    """One rank of each node receives the vectors of other nodes, and the ranks of its node load them from it.
+    """One rank of each node, its leader, receives the vectors of other nodes; its node loads them from there.
 
-    Large vectors go in pieces, each with a part of every node's vectors: while one piece travels, the ranks
-    of the node load the piece before. Ranks without elements are not waited for, except by those that have
-    some.
+    Large vectors travel in pieces. Each piece has a part of every node's vectors: while it travels, the ranks
+    of the node load the piece before. Only ranks with elements wait for ranks without elements.
     """
 
     def __init__(
@@ -69,8 +70,8 @@ class _AllgatherByNodes(SteppedAlgorithm):
         # By piece, the contiguous runs of every node's parts in the vector.
         runs = [_joined([self._parts[rank] for rank in node]) for node in layout.nodes]
         self._pieces = pieces_of_all(runs, pieces)
-        # By piece, the bytes of every node, and where they begin: in the vector, if the parts of each node
-        # are contiguous, otherwise in memory in which they lie one behind the other.
+        # By piece, the bytes of every node, and where these begin: in the vector if the parts of each node
+        # are contiguous in it, else in memory in which all parts are contiguous.
         itemsize = dtype.itemsize
         self._direct = all(len(of_node) <= 1 for of_node in runs)
         self._splits = [
@@ -84,7 +85,7 @@ class _AllgatherByNodes(SteppedAlgorithm):
             ]
             for piece, split in zip(self._pieces, self._splits, strict=True)
         ]
-        # Whether MPI is needed, and whether elements come to this node.
+        # Whether MPI is needed, and whether this node receives elements.
         self._crosses = len(layout.nodes) > 1 and bool(filled)
         self._comes = any(runs[: layout.my_node]) or any(runs[layout.my_node + 1 :])
 
@@ -109,11 +110,11 @@ class _AllgatherByNodes(SteppedAlgorithm):
                     self.load(vector[run.start : run.stop], row[run.start : run.stop])
             self.notify(_TAKEN, (self._leader,))
         if self._gives:
-            # It writes its next vector only when all have read this one.
+            # This rank may write its next vector only after all have read this one.
             yield from self.wait_for(_READ, others)
 
     def _gather(self, vector: Array, piece: int) -> Plan:
-        # Receives the parts of other nodes, and shows them; those of this node are there.
+        # Receives the parts of other nodes, and notifies this node; the parts of this node are in the vector.
         runs, split, offsets = self._pieces[piece], self._splits[piece], self._offsets[piece]
         begin, end = split.interval(self.layout.my_node)
         if self._direct:
@@ -147,12 +148,12 @@ def _joined(parts: Sequence[slice]) -> list[RankSlice]:
 
 
 class Bcast(Collective):
-    """One rank's vector to all: the root writes to ``active``, all start and wait, and read ``result``.
+    """All ranks get the vector of one: the root writes ``active``, all start and wait, and read ``result``.
 
-    An allgather whose only vector is the root's: on a node every rank loads it itself; across nodes MPI's
-    ``Ibcast`` sends it to one rank of each. A step is complete at the root once the ranks of its node have
-    the vector. The step overwrites ``active`` of all ranks but the root. Requirement A15, for one direction
-    of the reduction.
+    An allgather whose only vector is the root's: on a node every rank loads it; between nodes MPI's
+    ``Ibcast`` sends it to one rank of each node. At the root a step is complete once the ranks of its node
+    have the vector. A step overwrites ``active`` on all ranks except the root. Requirement A15, for one
+    direction of the reduction.
     """
 
     def __init__(
@@ -164,11 +165,12 @@ class Bcast(Collective):
         root: int | None = None,
         name: str = "broadcast",
     ) -> None:
-        self.count, self.dtype = check_count(count, name), np.dtype(dtype)
+        self.count = check_count(count, name)
+        self.dtype = ArrayLayout(dtype, self.count).dtype
         site = CollectiveSite.checked(manager, ranks, name)
         self.root = site.layout.checked_root(root, name)
         counts = tuple(self.count if rank == self.root else 0 for rank in site.layout.ranks)
         algorithm = _AllgatherByNodes(site, counts, self.dtype, f"collective=Bcast\nroot={self.root}")
-        # Other ranks than the root may write to theirs, too.
+        # Ranks other than the root may write to ``active`` as well.
         algorithm.operands = algorithm.vectors
         super().__init__(algorithm)

@@ -29,29 +29,29 @@ _UNDER_WAY = 3
 
 
 class Allreduce(Collective):
-    """Reduction whose result takes the place of the operand in its buffer, on all ranks.
+    """Reduction whose result replaces the operand in its buffer, on all ranks.
 
-    Bitwise the same on all ranks and from run to run: every element is reduced in one place, on a node in
-    the order of ``ranks``; 16-bit floats in float32, with one rounding at the end. Across nodes MPI's
-    reductions combine the sums of the nodes, and what the minimum of a NaN is, is theirs to say. Shares of
-    16 MiB and more go between nodes in pieces; the order in which MPI combines more than two nodes may follow
-    from the length of a piece, as it does from that of a short share, but never from who comes first.
+    The result is bitwise the same on all ranks and in every run. On a node each element is reduced by one
+    rank, in the order of ``ranks``. 16-bit floats are reduced in float32 and rounded once. Between nodes MPI
+    combines the sums of the nodes; MPI also decides what the minimum of a NaN is. Shares of 16 MiB and more
+    travel between nodes in pieces. For more than two nodes, MPI's order of summation may depend on the length
+    of a share or piece, but never on which rank comes first.
 
     Parameters
     ----------
     dtype
-        float16 to 64, complex64 or 128, int8 to 64, uint8 to 64, bool, or the text ``"bfloat16"``:
-        ``active`` and ``result`` are then uint16 arrays that hold the bits.
+        float16 to 64, complex64 or 128, int8 to 64, uint8 to 64, bool, or the text ``"bfloat16"``. For
+        bfloat16, ``active`` and ``result`` are uint16 arrays of its bits.
     op
-        ``"sum"``, ``"mean"``, ``"prod"``, ``"min"``, ``"max"``, or ``"band"``, ``"bor"``, ``"bxor"`` of the
-        bits of integers and bool. Integers wrap around, as in numpy and torch. There is no mean of integers,
-        no order of complex numbers, and no sum of bool: ``"max"`` is whether any is true, ``"min"`` and
-        ``"prod"`` whether all are.
+        ``"sum"``, ``"mean"``, ``"prod"``, ``"min"``, ``"max"``; for the bits of integers and bool also
+        ``"band"``, ``"bor"``, ``"bxor"``. Integers wrap around, as in numpy and torch. Integers have no mean,
+        complex numbers no minimum and maximum, and bool no sum: the ``"max"`` of bool is whether any is true,
+        its ``"min"`` or ``"prod"`` whether all are.
     one_round
-        Whether everyone's vector goes to everyone at any size, for latency, on up to 32 ranks; otherwise
-        only if it is small.
+        Whether up to 32 ranks push vectors of any size to each other, for low latency; otherwise they push
+        small vectors only.
     divisor
-        What a mean divides by, at least 1; the number of ranks if None.
+        Divisor of a mean, at least 1; the number of ranks if None.
 
     Notes
     -----
@@ -97,7 +97,7 @@ class _ByAllPush:
         self._all_push = AllPush(manager, layout.ranks, count, reduction.element.storage, name, terms)
         me, rows = layout.ranks.index(layout.me), self._all_push.rows
         self.operands = self.results = tuple(vectors[me] for vectors in rows)
-        # Everything that can be looked up before is: a small step takes a few microseconds in all.
+        # Looked up once, since a small step takes a few microseconds.
         self._reduce = tuple(reduction.bound(vectors, vectors[me]) for vectors in rows)
         self.connect, self.waiting = self._all_push.connect, self._all_push.missing
         self._push, self._arrived = self._all_push.push, self._all_push.arrived
@@ -115,7 +115,7 @@ class _ByAllPush:
             if not self._arrived():
                 return False
             try:
-                # In place: never twice.
+                # Before the reduction, which is in place and must not run twice.
                 self._done = step
                 self._reduce[step & 1]()
             except BaseException as error:
@@ -124,14 +124,15 @@ class _ByAllPush:
         return True
 
     def close(self) -> None:
-        """Give the memory back as soon as all vectors have arrived."""
-        # Others may still write for a broken step: its memory is not used again.
+        """Free the memory once all vectors have arrived."""
+        # Other ranks may still write in a broken step, so its memory is not used again.
         if not self.broken:
             self._all_push.close()
 
 
 class _Cut(NamedTuple):
-    # Shares of a node's vectors that one rank reduces: all, its own, the others, and a quick function for it.
+    # The shares of a node's vectors that this rank reduces: all, in its own vector, in those of the others;
+    # and a function that reduces small shares at once.
     shares: list[Array]
     mine: Array
     others: list[Array]
@@ -141,8 +142,8 @@ class _Cut(NamedTuple):
 class _AllreduceByNodes(ShareReduction):
     """Some ranks of each node reduce a share each; ranks with the same share combine them between nodes.
 
-    Large shares go in pieces: while one piece is summed between nodes, the next is summed on the node, and
-    the one before is copied from node to node, or stored to the ranks of the node.
+    Large shares travel in pieces: while one piece is summed between nodes, the next piece is summed on the
+    node, and the piece before is copied from node to node, or stored to the ranks of the node.
     """
 
     def __init__(self, site: CollectiveSite, count: int, reduction: Reduction) -> None:
@@ -153,13 +154,13 @@ class _AllreduceByNodes(ShareReduction):
         self._share = share
         # For even and odd steps the shares of all vectors, looked up once.
         self._cuts: dict[int, _Cut] = {}
-        # The pieces of the share, and which part of each is finished on which node.
+        # The pieces of the share, and the part of each piece that each node sums.
         self._pieces = slices(size, self.pieces)
         self._splits = [Listed(Balanced(at.stop - at.start, number).lengths) for at in self._pieces]
         # MPI reads the vector itself if a rank is alone on its node.
         self._direct = len(layout.here) == 1 and element.exact
-        # The sums of this node, and this rank's part of the sums of all nodes, in the type of the reduction:
-        # of the pieces that are under way.
+        # For the pieces under way, in the type of the reduction: the sums of this node, and this rank's part
+        # of the sums of all nodes.
         whole, mine = self._splits[0].extent, self._splits[0].lengths[layout.my_node]
         across, ring = number > 1, min(self.pieces, _UNDER_WAY)
         sums = (ring if across and not self._direct else 0, whole)
@@ -207,12 +208,12 @@ class _AllreduceByNodes(ShareReduction):
 
 
 class Reducescatter(Collective):
-    """Reduction; every rank gets a part: ``active`` is a whole vector, ``result`` this rank's part.
+    """Reduction of which every rank gets a part: ``active`` is a whole vector, ``result`` this rank's part.
 
-    The parts lie one behind the other in the order of the ranks. Bitwise what :class:`Allreduce` gives on
-    one node; across nodes MPI's ``Ireduce_scatter`` combines the sums of the nodes, or ``Ireduce`` where one
-    node gets all. ``count`` is that of the whole vector, cut into balanced parts, or a sequence with the
-    elements of each part; ``op`` is as for :class:`Allreduce`.
+    The parts are contiguous, in the order of ``ranks``. On one node they are bitwise those of
+    :class:`Allreduce`. Between nodes MPI's ``Ireduce_scatter`` combines the sums of the nodes, or ``Ireduce``
+    if one node gets all parts. ``count`` is the length of the whole vector, which is cut into balanced parts;
+    or a sequence with the length of each part. ``op`` is as for :class:`Allreduce`.
     """
 
     def __init__(
@@ -241,9 +242,9 @@ class Reducescatter(Collective):
 class Reduce(Reducescatter):
     """Reduction to one rank: all write ``active``, start and wait, and the root reads ``result``.
 
-    A reduce-scatter whose only part is the root's: the ranks of a node reduce a share each and store it to
-    the root, or pass it to MPI's ``Ireduce`` to the root's node. ``result`` has no elements on other ranks.
-    Bitwise the same from run to run, and on one node equal to :class:`Allreduce`.
+    A reduce-scatter whose only part is the root's: the ranks of a node reduce a share each. They store it to
+    the root, or MPI's ``Ireduce`` sends it to the root's node. ``result`` has no elements on other ranks. It
+    is bitwise the same in every run, and on one node that of :class:`Allreduce`.
     """
 
     def __init__(
@@ -270,7 +271,7 @@ class _ReducescatterByNodes(ShareReduction):
         parts = layout.scatter_pieces(counts)
         elements = sum(part.size for of_node in parts for part in of_node)
         super().__init__(site, sum(counts), elements, reduction, terms)
-        # What this rank reduces for each node, by piece.
+        # For each piece and node, the slices that this rank reduces.
         self._parts = pieces_of_all(parts, self.pieces)
         self._at = {rank: at for at, rank in enumerate(layout.here)}
         mine = slice(*Listed(counts).interval(layout.ranks.index(layout.me)))

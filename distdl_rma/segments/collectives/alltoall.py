@@ -9,12 +9,14 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import DTypeLike
 
+from distdl_rma.errors import ShapeError
 from distdl_rma.geometry.intervals import Listed
 from distdl_rma.segments.collectives.collective import Collective, CollectiveSite
 from distdl_rma.segments.collectives.node_layout import NodeLayout, check_count, check_lengths
 from distdl_rma.segments.collectives.reduction import Array
 from distdl_rma.segments.collectives.stepped_algorithm import SteppedAlgorithm
 from distdl_rma.segments.manager import SegmentManager
+from distdl_rma.segments.memory.array_bytes import ArrayLayout
 
 _READY, _DONE = range(2)
 
@@ -22,14 +24,14 @@ _READY, _DONE = range(2)
 class Alltoall(Collective):
     """A block from every rank to every rank: all write ``active``, start and wait, and read ``result``.
 
-    ``active`` holds this rank's blocks for all ranks, one behind the other, in their order; ``result`` holds
-    the blocks of all ranks for this one. On a node every rank loads its blocks from the others itself. Across
-    nodes some ranks of each node send the blocks of a share of its ranks, by MPI's ``Ialltoallv``, and store
-    received blocks to the ranks of their node.
+    ``active`` holds this rank's blocks for all ranks, ``result`` the blocks of all ranks for this one, both
+    in the order of ``ranks``. On a node every rank loads its blocks from the others. Between nodes some ranks
+    of each node send the blocks of a share of its ranks, by MPI's ``Ialltoallv``, and store the received
+    blocks to the ranks of their node.
 
-    ``count`` is the length of every block; or, for every rank, a sequence with the lengths of its blocks for
-    each, the same on all ranks. The memory fits the longest operand and the longest result, on all ranks.
-    ``sends`` and ``receives`` are the elements of the blocks in ``active`` and in ``result``.
+    ``count`` is the length of every block; or a table, equal on all ranks, whose row for each sender has the
+    length of its block for each receiver. On all ranks the memory fits the longest operand and the longest
+    result. ``sends`` and ``receives`` are the lengths of the blocks in ``active`` and in ``result``.
     """
 
     def __init__(
@@ -43,18 +45,20 @@ class Alltoall(Collective):
         site = CollectiveSite.checked(manager, ranks, name)
         layout, size = site.layout, len(site.layout.ranks)
         if isinstance(count, Sequence):
-            check_lengths([0] * len(count), size, name)
+            if len(count) != size or not all(isinstance(row, Sequence) for row in count):
+                wanted = f"{size} ranks need {size} rows of numbers of elements"
+                raise ShapeError(f"{name!r}: {wanted}, got {count}")
             counts = tuple(check_lengths(row, size, name) for row in count)
         else:
             counts = ((check_count(count, name),) * size,) * size
-        self.dtype = np.dtype(dtype)
         blocks = AlltoallBlocks(layout, counts)
+        self.dtype = ArrayLayout(dtype, blocks.longest_operand + blocks.longest_result).dtype
         self.sends, self.receives = blocks.sends(layout.me), blocks.receives(layout.me)
         super().__init__(_AlltoallByNodes(site, blocks, self.dtype))
 
 
 class Route(NamedTuple):
-    """A block that a rank sends between nodes: its source, its target, and its number of elements."""
+    """A block that travels between nodes: its source, its target, and its number of elements."""
 
     source: int
     target: int
@@ -64,11 +68,11 @@ class Route(NamedTuple):
 class AlltoallBlocks:
     """Places of all blocks in the vectors, and the blocks that one rank sends between nodes; without MPI.
 
-    On a node every rank loads its blocks from the others itself. Between two nodes the holders split the
-    work: each holder sends the blocks of every so-many-th rank of its node.
+    Between two nodes the holders split the work: with n holders, the k-th one sends the blocks of the k-th
+    rank of its node, and of every n-th rank after it.
 
-    ``counts`` are, for every rank, in the order of its ranks, the elements of its blocks for each. A rank's
-    vector has room for the longest operand of all ranks, and behind it for the longest result.
+    ``counts[i][j]`` are the elements of the block from the i-th to the j-th rank. A rank's vector has room
+    for the longest operand of all ranks, and behind it for the longest result.
     """
 
     def __init__(self, layout: NodeLayout, counts: tuple[tuple[int, ...], ...]) -> None:
@@ -80,37 +84,37 @@ class AlltoallBlocks:
         self._results: dict[int, Listed] = {}
 
     def sends(self, rank: int) -> tuple[int, ...]:
-        """Elements of a rank's blocks for each."""
+        """Elements of the blocks from a rank to each."""
         return self.counts[self._at[rank]]
 
     def receives(self, rank: int) -> tuple[int, ...]:
-        """Elements of everyone's blocks for a rank."""
+        """Elements of the blocks from each rank to one."""
         at = self._at[rank]
         return tuple(row[at] for row in self.counts)
 
     def in_operand(self, source: int, target: int) -> slice:
-        """Where the block of a rank for another lies in the operand of the first."""
+        """Place of a block in the operand of its source."""
         if source not in self._operands:
             self._operands[source] = Listed(self.sends(source))
         return slice(*self._operands[source].interval(self._at[target]))
 
     def in_result(self, source: int, target: int) -> slice:
-        """Where the block of a rank for another lies behind the operand of the second."""
+        """Place of a block in the vector of its target, behind the operand."""
         if target not in self._results:
             self._results[target] = Listed((self.longest_operand, *self.receives(target)))
         return slice(*self._results[target].interval(1 + self._at[source]))
 
     def outgoing(self) -> tuple[tuple[Route, ...], ...]:
-        """For every node the blocks that this rank sends there, in order."""
+        """For every node, the blocks that this rank sends there, in order."""
         return tuple(tuple(self._routes(self._layout.here, node)) for node in self._layout.nodes)
 
     def incoming(self) -> tuple[tuple[Route, ...], ...]:
-        """For every node the blocks that come to this rank from there, in order."""
+        """For every node, the blocks that this rank receives from there, in order."""
         return tuple(tuple(self._routes(node, self._layout.here)) for node in self._layout.nodes)
 
     @property
     def crosses(self) -> bool:
-        """Whether any rank with this one's share sends anything between nodes; alike on all of them."""
+        """Whether any rank with the same share sends a block between nodes; equal on all these ranks."""
         nodes = self._layout.nodes
         return any(True for source in nodes for target in nodes for _ in self._routes(source, target))
 
@@ -136,7 +140,6 @@ class _AlltoallByNodes(SteppedAlgorithm):
             for at, rank in enumerate(layout.here)
             if (source := blocks.in_operand(rank, me)).start < source.stop
         ]
-        # All ranks with the same share know whether any of them sends anything.
         self._crosses = blocks.crosses
         outgoing, incoming = blocks.outgoing(), blocks.incoming()
         self._sent = [sum(route.size for route in routes) for routes in outgoing]
@@ -160,7 +163,7 @@ class _AlltoallByNodes(SteppedAlgorithm):
                 self.load(mine[target], rows[at][source])
         if self._crosses:
             yield from self._exchange_across(rows)
-        # Nobody writes its next operand before all have read this one, and no result is incomplete.
+        # Then all have read this rank's operand, which it may overwrite, and its result is complete.
         self.notify(_DONE, others)
         yield from self.wait_for(_DONE, others)
 

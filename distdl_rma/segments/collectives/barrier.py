@@ -15,13 +15,14 @@ _LOOKED_UP = 64
 
 
 class Barrier:
-    """Each of some ranks passes once all of them have come; every rank sends O(log P) notifications.
+    """No rank passes before all of some ranks have come; each of P ranks sends O(log P) notifications.
 
     A dissemination barrier: in turn k the rank at position ``me`` notifies ``me + 2**k`` and waits for
-    ``me - 2**k``, both modulo P. Each rank may bring a number; all learn the largest. It does not order puts:
-    an earlier put is visible after the barrier only to ranks that were notified of it. Construction is local,
-    the first wait connects O(log P) peers. ``ranks`` are in the same order on all of them, this one included;
-    ``name`` and ``terms``, a line ``name=value`` for each fact, are the same.
+    ``me - 2**k``, both modulo P. Each rank may bring a number; all get the largest one. The barrier does not
+    order puts: only ranks that were notified of an earlier put see it after the barrier.
+
+    Construction is local; the first wait connects O(log P) peers. ``ranks``, this one included, their order,
+    ``name`` and ``terms``, a line ``name=value`` for each fact, are equal on all ranks.
     """
 
     def __init__(self, manager: SegmentManager, ranks: Sequence[int], name: str, terms: str = "") -> None:
@@ -31,7 +32,7 @@ class Barrier:
         self._turns = (size - 1).bit_length()
         self._behind = [self._ranks[(me + (1 << k)) % size] for k in range(self._turns)]
         self._before = [self._ranks[(me - (1 << k)) % size] for k in range(self._turns)]
-        # Two sets of words: a rank that is through may come again before this one has looked.
+        # Two sets of words: a rank that has passed may come again before this one has looked.
         self._memory = manager.get_segment_buffer(0, 2 * self._turns, name)
         self._words = self._memory.flags
         # Functions that notify the rank of each turn, in both sets of words.
@@ -41,7 +42,7 @@ class Barrier:
         self._notified = -1
         self._largest = 0
         self._operation = manager.operation(name)
-        # Ranks that have come by their headers; ranks of other nodes take a while to answer.
+        # Ranks that have come, by their headers; ranks of other nodes take a while to answer.
         self._come: set[int] = set()
         self._closed = False
 
@@ -55,11 +56,11 @@ class Barrier:
             self._notify = [remote.flag_raiser(word, ordered=False) for word, remote in enumerate(targets)]
 
     def wait(self, timeout: float | None = None, value: int = 0) -> int:
-        """Wait until all ranks have called, and return the largest number that one brought; blocking.
+        """Wait until all ranks have called, and return the largest number of any rank; blocking.
 
-        A number is from 0 to 2**32 - 1; after a timeout that of the first call counts. ``ExchangeTimeout`` at
-        the deadline names ranks that have not come. The call can be repeated; this rank counts as having
-        come, whatever it does in between.
+        A number is from 0 to 2**32 - 1. ``ExchangeTimeout`` at the deadline names ranks that have not come.
+        The call can be repeated, and then the number of the first call counts. Meanwhile this rank counts as
+        having come.
         """
         if self._closed or self._manager.closed:
             raise ClosedError(f"barrier {self.name!r}: already closed")
@@ -77,7 +78,7 @@ class Barrier:
             self._manager.defer(self._advance)
             raise
         if not come:
-            # This rank passes notifications on, also if it gives up waiting.
+            # This rank also passes notifications on if it gives up waiting.
             self._manager.defer(self._advance)
             self._manager.waiter.until(self._advance, self._waiting, timeout)
             self._manager.withdraw(self._advance)
@@ -99,7 +100,7 @@ class Barrier:
         return False
 
     def close(self) -> None:
-        """Give the memory back when no rank writes to it any more; local, idempotent."""
+        """Free the memory once no rank writes to it any more; local, idempotent."""
         if not self._closed:
             self._closed = True
             if not self._manager.closed:

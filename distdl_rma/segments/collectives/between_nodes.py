@@ -15,42 +15,42 @@ from distdl_rma.segments.collectives.node_layout import RankSlice, clipped
 from distdl_rma.segments.collectives.reduction import Array
 from distdl_rma.segments.manager import SegmentManager
 
-# Yields as long as it has to wait.
+# Generator that yields while it has to wait.
 Script = Iterator[None]
 
-# Over sockets MPI moves a fragment with each test, and a waiting rank sleeps between two looks: a look takes
-# about as many tests as fragments might have come meanwhile. One that finds nothing costs 0.2 us.
+# Over sockets each test lets MPI move one fragment, and a waiting rank sleeps between two looks. So a look
+# makes about as many tests as fragments may have arrived meanwhile. A test that finds nothing takes 0.2 us.
 _FRAGMENT_NBYTES = 64 << 10
 _MOST_TESTS = 128
 
 
 def looks(nbytes: int) -> range:
-    """Tests of a request of so many bytes in one look at it."""
+    """Tests that one look at a request of ``nbytes`` bytes makes."""
     return range(min(_MOST_TESTS, 1 + nbytes // _FRAGMENT_NBYTES))
 
 
-# The stages of a piece: begins each without waiting, and yields a script that waits for the rest of it.
+# Generator of the stages of a piece: begins a stage without waiting, and yields a script that completes it.
 Plan = Iterator[Iterable[None]]
 
-# Fewest bytes of a piece, in all and for each node: of smaller ones the latency outweighs the overlap.
+# Fewest bytes of a piece, in all and for each node: the latency of smaller ones outweighs the overlap.
 _LEAST_NBYTES, _LEAST_OF_NODE = 8 << 20, 64 << 10
 _MOST_PIECES = 4
 
 
 def number_of_pieces(nbytes: int, nodes: int) -> int:
-    """Number of pieces of a vector of so many bytes between so many nodes; one piece on one node."""
+    """Number of pieces in which a vector of ``nbytes`` bytes travels between nodes; one on one node."""
     if nodes == 1:
         return 1
     return min(_MOST_PIECES, max(1, nbytes // max(_LEAST_NBYTES, _LEAST_OF_NODE * nodes)))
 
 
 def slices(count: int, number: int) -> list[slice]:
-    """The pieces of so many elements, balanced; of few elements some are empty."""
+    """Cut ``count`` elements into balanced pieces, some of them empty if there are few elements."""
     return [slice(*ends) for ends in map(Balanced(count, number or 1).interval, range(number))]
 
 
 def pieces_of_all(parts: Sequence[Sequence[RankSlice]], number: int) -> list[list[tuple[RankSlice, ...]]]:
-    """For each piece its slices of the parts of every node, each of which is cut into ``number`` pieces."""
+    """Cut the parts of every node into ``number`` pieces; return for each piece its slices by node."""
     cuts = [slices(sum(part.size for part in of_node), number) for of_node in parts]
     return [
         [tuple(clipped(of_node, at.start, at.stop)) for of_node, at in zip(parts, of_piece, strict=True)]
@@ -59,11 +59,11 @@ def pieces_of_all(parts: Sequence[Sequence[RankSlice]], number: int) -> list[lis
 
 
 def in_pieces(plans: Iterable[Plan]) -> Script:
-    """Carry out the plans of pieces, as a pipeline; yields as long as it has to wait.
+    """Carry out the plans of pieces as a pipeline; yields while it has to wait.
 
-    The script of a stage is completed before the next stage of the same piece begins. Meanwhile the stage
-    before begins on the next piece, and the stage behind continues with the last one. The order of all calls
-    follows from the numbers of pieces and stages alone, so that all ranks call MPI's collectives of one
+    A stage of a piece is complete before the next stage of that piece begins. Meanwhile earlier stages begin
+    on the pieces after it, and later stages continue with the pieces before it. The order of all calls
+    depends on the numbers of pieces and stages only, so that all ranks call MPI's collectives of one
     communicator in the same order. Each stage has at most two pieces under way.
     """
     under_way: list[tuple[Plan, Iterable[None]]] = []
@@ -81,11 +81,12 @@ def in_pieces(plans: Iterable[Plan]) -> Script:
 
 
 class Messages:
-    """Messages and collectives by MPI of some ranks, on a communicator of their own once they ``connect``.
+    """Messages and collectives by MPI of some ranks, on a communicator that ``connect`` makes for them.
 
-    Positions are those in ``ranks``, whose order is the same on all of them, as are ``name`` and ``terms``; a
-    single rank needs no communicator. Each call begins an operation, keeps its arrays until it is complete,
-    and returns a script that waits for that. The caller of both holds the lock of the segment.
+    ``ranks``, their order, ``name`` and ``terms`` are equal on all ranks. Positions are those in ``ranks``; a
+    single rank needs no communicator. Each call begins an operation and keeps its arrays until the operation
+    is complete. It returns a script that waits for this. Whoever calls it or advances the script holds the
+    lock of the segment.
     """
 
     def __init__(self, manager: SegmentManager, ranks: Sequence[int], name: str, terms: str = "") -> None:
@@ -94,25 +95,26 @@ class Messages:
         self.comm: MPI.Intracomm = MPI.COMM_SELF
         self._connected = len(self.ranks) < 2
         self._barrier: Barrier | None = None
-        # Number of the communicator among those of these ranks, None if there is none; the ranks know that
-        # one of them has reserved none below ``_least``.
+        # Number of the communicator among those of these ranks, None if there is none; and the largest one
+        # that a rank has reserved, None before all have met.
         self._number: int | None = None
-        self._least = 0
+        self._largest: int | None = None
         self._under_way: dict[int, object] = {}
 
     def connect(self, timeout: float | None = None) -> None:
-        """Make the communicator; once, collective, blocking. After a timeout it can be repeated."""
+        """Make the communicator; once, collective, blocking. The call can be repeated after a timeout."""
         if not self._connected:
-            # Making a communicator cannot be interrupted, so all its ranks meet before.
+            # Making a communicator cannot be interrupted, so all its ranks meet before, at least twice: a
+            # rank that gave up waiting in the first meeting does not come to the second.
             barrier, shared = self._meeting(), self._manager.communicators
             while True:
                 if self._number is None:
-                    self._number = shared.reserve(self.ranks, self._least)
+                    self._number = shared.reserve(self.ranks, self._largest or 0)
                 largest = barrier.wait(timeout, self._number)
-                if largest == self._least:
+                if largest == self._largest:
                     break
                 # All reserve again, from the largest on: the ranks that have it keep it.
-                self._least = largest
+                self._largest = largest
                 if self._number != largest:
                     shared.give_back(self.ranks, self._number)
                     self._number = None
@@ -121,7 +123,7 @@ class Messages:
             barrier.close()
 
     def announce(self) -> None:
-        """Send the others the address of what this rank connects, without waiting for them."""
+        """Send the other ranks this rank's address, so that they notice a mismatch; does not wait."""
         if not self._connected:
             self._meeting().connect(0.0)
 
@@ -135,7 +137,7 @@ class Messages:
         return self.begun(self.comm.Issend(_bytes(data), position, tag), data.nbytes, data)
 
     def receive(self, out: Array, position: int, tag: int) -> Script:
-        """Begin to receive at most as many bytes as the array has from one rank."""
+        """Begin to receive a message of one rank, of at most as many bytes as the array has."""
         return self.begun(self.comm.Irecv(_bytes(out), position, tag), out.nbytes, out)
 
     def probe(self, tag: int) -> int | None:
@@ -150,10 +152,10 @@ class Messages:
     def gather_all(
         self, mine: Array | None, out: Array, counts: Sequence[int], places: Sequence[int] | None = None
     ) -> Script:
-        """Begin an all-gather of vectors into ``out``; ``counts`` are their bytes, and 0 on some ranks.
+        """Begin an all-gather of vectors into ``out``; ``counts`` are their bytes, 0 for ranks without one.
 
-        They lie one behind the other, or begin at the bytes ``places``. If ``mine`` is None, this rank's
-        vector is there already.
+        In ``out`` the vectors are contiguous, or begin at the bytes ``places``. If ``mine`` is None, this
+        rank's vector is there already.
         """
         filled = [position for position, count in enumerate(counts) if count]
         if len(filled) == 1:
@@ -167,7 +169,7 @@ class Messages:
         return self.begun(request, out.nbytes, out if mine is None else mine, out)
 
     def gather(self, mine: Array, out: Array, counts: Sequence[int], position: int) -> Script:
-        """Begin to copy the vectors of all ranks to one, one behind the other; ``counts`` are their bytes."""
+        """Begin to gather the vectors of all ranks in ``out`` of one rank; ``counts`` are their bytes."""
         sent = [mine.nbytes if at == position else 0 for at in range(len(counts))]
         return self.exchange(mine, sent, out, counts if self.comm.rank == position else [0] * len(counts))
 
@@ -176,7 +178,7 @@ class Messages:
         return self.begun(self.comm.Ibcast(_bytes(data), position), data.nbytes, data)
 
     def reduce_scatter(self, data: Array, out: Array, counts: Sequence[int], op: MPI.Op) -> Script:
-        """Begin a reduction by MPI; ``counts`` are the elements of the result that each rank gets."""
+        """Begin a reduce-scatter by MPI; ``counts`` are the elements of each rank's part of the result."""
         filled = [position for position, count in enumerate(counts) if count]
         if len(filled) == 1:
             # MPI uses a tree to the only rank that gets elements.
@@ -192,7 +194,7 @@ class Messages:
         return self.begun(self.comm.Ialltoallv(sent, taken), data.nbytes + out.nbytes, data, out)
 
     def begun(self, request: MPI.Request, nbytes: int, *kept: Array) -> Script:
-        """Keep the arrays of a request that was begun, and wait for it; it may take so many bytes."""
+        """Keep the arrays of a request for ``nbytes`` bytes; return a script that waits for it."""
         # MPI uses the arrays even if nobody waits to the end.
         self._under_way[id(request)] = request, kept
         return self._completed(request, looks(nbytes))
@@ -206,7 +208,7 @@ class Messages:
             yield
 
     def close(self) -> None:
-        """Give the communicator back; local. Kept if an operation is under way, or ended by an error."""
+        """Give the communicator back, unless an operation is under way or ended by an error; local."""
         if self._number is not None and not (self._under_way or self._manager.closed):
             self._manager.communicators.give_back(self.ranks, self._number)
             self._number = None

@@ -1,26 +1,27 @@
-"""The interface of all double-buffered collectives: write ``active``, start, go on, wait, read ``result``."""
+"""Interface of all double-buffered collectives: write ``active``, start, compute, wait, read ``result``."""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
+import numpy as np
 from numpy.typing import ArrayLike
 
-from distdl_rma.errors import ClosedError, ProtocolError
+from distdl_rma.errors import ClosedError, ProtocolError, ShapeError
 from distdl_rma.segments.collectives.barrier import Barrier
 from distdl_rma.segments.collectives.node_layout import NodeLayout
 from distdl_rma.segments.collectives.reduction import Array
 from distdl_rma.segments.manager import SegmentManager
 from distdl_rma.segments.waiting.header import WaitReason
 
-# Looks at the flags of a small step before the wait becomes a patient one.
+# Looks at the flags of a small step before the rank waits by ``Waiter.until``.
 _LOOKS = 300
 
 
 class CollectiveSite(NamedTuple):
-    """Segment, ranks by node, and name of a collective."""
+    """Segment manager, ranks by node, and name of a collective."""
 
     manager: SegmentManager
     layout: NodeLayout
@@ -52,29 +53,29 @@ class Algorithm(Protocol):
         """Begin a step; does not wait."""
 
     def advance(self) -> bool:
-        """Advance the step; return whether it is complete, or will never be since it is broken."""
+        """Advance the step; return whether it is complete, or broken and so never complete."""
 
     def waiting(self) -> WaitReason:
-        """Which ranks the step waits for."""
+        """Ranks that the step waits for, for messages."""
 
     def close(self) -> None:
-        """Give memory back as soon as the running step is complete."""
+        """Free the memory once the running step is complete."""
 
 
 class Collective:
-    """A collective of some ranks that is carried out again and again.
+    """A collective of some ranks that is carried out repeatedly, in steps.
 
-    Each step: write ``active``, ``start()``, compute, ``wait()``, read ``result``. ``start()`` flips
-    ``active`` to another buffer, so that step k+1 can be written while step k travels. Both lie in the
-    segment, and a result stays valid until the second start after it. All ranks construct it in the same
-    order with the same arguments; starting and waiting involve only its ranks, and ranks may wait for several
-    collectives in different orders. A call with values is a whole step.
+    A step: write ``active``, ``start()``, compute, ``wait()``, read ``result``. ``start()`` makes another
+    buffer ``active``, so that the operand of step k+1 can be written while step k is under way. Both buffers
+    lie in the segment; a result stays valid until the second start after it. All ranks construct the
+    collective in the same order with the same arguments. Only its ranks start and wait, and they may wait for
+    several collectives in different orders. A call with values is a whole step.
 
     Calls out of order raise ``ProtocolError``. Calls that wait take a ``timeout`` in seconds, 0 to look once,
-    None for the machine's default; at the deadline they raise ``ExchangeTimeout`` with the missing ranks, and
-    can be repeated. An exception in the middle of a step, as of a signal handler, leaves the step incomplete:
-    the exception goes out, and from then on every call raises ``ProtocolError``. Close the collective, and
-    make it anew on all ranks.
+    None for the machine's default. At the deadline they raise ``ExchangeTimeout`` with the missing ranks, and
+    can be repeated. An exception during a step, such as one of a signal handler, leaves the step incomplete:
+    it is raised, and later calls raise ``ProtocolError``. Then close the collective and make it anew on all
+    ranks.
 
     Every collective is made with the segment ``manager`` of a machine, ``ranks`` (rank ids, this one
     included) and a ``name`` for messages, the same on all ranks. ``count`` is a number of elements, which may
@@ -97,10 +98,10 @@ class Collective:
         self._steps = 0
         self._running = False
         self._valid = False  # whether there is a result
-        self._unfetched = False  # whether ``test`` completed the last step, and ``wait`` has not been called
+        self._unfetched = False  # whether ``test`` completed the last step, and ``wait`` was not called since
         self._connected = False
         self._closed = False
-        # Its parts with memory; ``close`` gives it back, or the garbage collection of the collective.
+        # Parts with memory, which ``close`` frees, or the garbage collection of the collective.
         self._parts: list[Algorithm | Barrier] = [algorithm]
         self._close = weakref.finalize(self, _give_back, self._manager, self._parts)
 
@@ -126,9 +127,9 @@ class Collective:
     def connect(self, timeout: float | None = None) -> None:
         """Exchange addresses with the other ranks, once; collective, blocking.
 
-        The first ``start`` does it otherwise. Ranks that may start several collectives in different orders
-        connect them first, in the same order. Across nodes it makes a communicator once all its ranks are
-        there. Raises ``MismatchError`` if the ranks do not mean the same collective.
+        Otherwise the first ``start`` connects. Ranks that may start several collectives in different orders
+        connect these before, in the same order. Between nodes the call makes a communicator once all its
+        ranks are there. ``MismatchError`` if the ranks do not mean the same collective.
         """
         self._check()
         if not self._connected:
@@ -136,7 +137,7 @@ class Collective:
             self._connected = True
 
     def start(self) -> None:
-        """Begin a step on ``active`` and flip it; waits for no rank, except that the first one connects."""
+        """Begin a step on ``active`` and flip it; does not wait. The first start connects, which blocks."""
         if self._running or self._closed or self._manager.closed:
             self._check()
             raise ProtocolError(f"{self.name!r}: started while a step is running; wait for it first")
@@ -145,15 +146,22 @@ class Collective:
         self._begin()
 
     def __call__(self, values: ArrayLike) -> Array:
-        """Carry out a step on values: write, start and wait; blocking. ``result``, valid as that is."""
-        self.active[...] = values
+        """Carry out a step on values: write, start and wait; blocking. Returns ``result``.
+
+        ``ShapeError`` if the values are floats and the elements are not, or complex and the elements real.
+        """
+        active = self.active
+        alike = values.__class__ is np.ndarray and values.dtype == active.dtype
+        if not alike and (kind := _lossy(values, active.dtype)) is not None:
+            raise ShapeError(f"{self.name!r}: values of {kind} do not fit into {active.dtype}")
+        active[...] = values
         self.start()
         return self.wait()
 
     def test(self) -> bool:
         """Advance the running step; return whether it is complete. Does not block.
 
-        True until it is waited for, which then returns at once.
+        Once True, it stays True until ``wait``, which returns at once.
         """
         self._check()
         if not self._running:
@@ -195,8 +203,8 @@ class Collective:
         """Make the collective usable again after a step that some ranks did not start, or did not wait for.
 
         Collective over its ranks, blocking: all of them call it, whatever each did last. Ranks that did not
-        start steps of others take part in them with zeros, and the results are dropped. It cannot follow a
-        ``PeerFailedError``, which ends the whole machine, nor an interrupted step.
+        start a step which others started take part in it with zeros; all results are dropped. It cannot
+        follow a ``PeerFailedError``, which ends the whole machine, nor an interrupted step.
         """
         self._check()
         self.connect(timeout)
@@ -215,10 +223,10 @@ class Collective:
         self._valid, self._unfetched, self._reset_to = False, False, None
 
     def close(self) -> None:
-        """Give the memory back when no rank uses it any more; local, idempotent.
+        """Free the memory once no rank uses it any more; local, idempotent.
 
-        A step that is running goes on for the others, whenever this rank waits for something. A collective
-        that is collected as garbage is closed.
+        A running step continues for the other ranks whenever this rank waits for something. Garbage
+        collection closes a collective too.
         """
         self._closed = True
         self._close()
@@ -264,3 +272,14 @@ def _give_back(manager: SegmentManager, parts: list[Algorithm | Barrier]) -> Non
     if not manager.closed:
         for part in parts:
             part.close()
+
+
+def _lossy(values: Any, dtype: np.dtype[Any]) -> np.dtype[Any] | None:
+    # Type of values whose fractions or imaginary parts would be lost; None if there are none.
+    kind = np.asarray(values).dtype
+    if kind.kind not in "fc" or np.can_cast(kind, dtype, "same_kind"):
+        return None
+    if isinstance(values, (list, tuple)):
+        # numpy makes floats of integers of which some need uint64.
+        return next((found for value in values if (found := _lossy(value, dtype)) is not None), None)
+    return kind

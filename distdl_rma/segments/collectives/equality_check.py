@@ -1,4 +1,4 @@
-"""Comparison of a few integers of some ranks, in messages of a cache line."""
+"""Comparison of four integers over some ranks, in messages of a cache line."""
 
 from __future__ import annotations
 
@@ -21,37 +21,37 @@ from distdl_rma.segments.waiting.header import WaitReason
 
 N_INTEGERS = 4
 _ROW = struct.Struct(f"={N_INTEGERS}q")
-# A line of the board, in words: the integers of a rank, then the epoch. The smallest and largest of all take
-# two lines, the epoch behind them.
+# Words of a line of the board: the integers of a rank, then the epoch. The smallest and the largest integers
+# of all ranks take two lines, with the epoch behind them.
 _LINE, _RESULT = 8, 16
 _EPOCH = N_INTEGERS
 _PARITIES = 2
 _ITEM = 8
-# Lines of so few ranks are looked at one by one.
+# Lines of up to so many ranks are looked at one by one.
 _FEW = 8
 
 _Extent = NDArray[np.int64]
 
 
 class _Turn(NamedTuple):
-    """One turn between nodes: ranks that this one sends to, and receives from, with the receiver's slots."""
+    """A turn between nodes: ranks that this one sends to and receives from, each with the receiver's slot."""
 
     targets: tuple[tuple[int, int], ...]
     sources: tuple[tuple[int, int], ...]
 
 
 class EqualityCheck(Scripted):
-    """Four integers of every rank: are they alike everywhere, and if not, what are the smallest and largest.
+    """Comparison of four integers of every rank: whether all ranks have the same, else the extremes of each.
 
     On a node every rank stores its integers in a line of one board, in the memory of the node's first rank,
-    and reads the whole board: a message per rank, and nobody has to do anything for the others. Over several
-    nodes their first ranks exchange what is known by dissemination, and then inform their nodes: O(log N)
-    messages each for N nodes, which any wait and the progress engine send on.
+    and reads the whole board: one message per rank, and no rank has to act for another. The first ranks of
+    several nodes exchange the smallest and largest integers by dissemination, and then store them for their
+    nodes: O(log N) messages per node for N nodes, which every wait and the progress engine advance.
 
-    Construction is local and alike on all ``ranks``, this one included; the first start connects them, and
-    is collective. An epoch that was started has to be waited for before the next. Nothing is acknowledged:
-    a rank starts epoch k+2 only after everyone started k+1, and so had done with k. The board is given back
-    when all ranks of the node have closed.
+    Construction is local and equal on all ``ranks``, which include this one; the first start connects, and is
+    collective. An epoch has to be waited for before the next one starts. Nothing is acknowledged: a rank
+    starts epoch k+2 after all ranks have started k+1, and so have finished k. The board is freed once all
+    ranks of the node have closed.
     """
 
     def __init__(self, manager: SegmentManager, ranks: Sequence[int], name: str) -> None:
@@ -63,19 +63,18 @@ class EqualityCheck(Scripted):
         self._turns = turns_between_leaders(layout)
         self._slots = sum(len(turn.sources) for turn in self._turns)
         board = self._number * _LINE + _RESULT
-        # Behind the boards, whether each rank of the node has done with them.
+        # Behind the boards: marks of the ranks of the node that read them no more.
         marks = aligned(self._number * _ITEM)
         nbytes = _PARITIES * _ITEM * (board + self._slots * _RESULT) + marks if self._leads else 0
         self._board_words, self._marks = board, np.zeros(0, np.int64)
         self._memory = manager.get_segment_buffer(nbytes, self._slots, name)
-        # Epochs of whoever had the memory before.
+        # Earlier users of the memory may have left epochs there.
         self._memory.array[:] = 0
         self._remotes: dict[int, RemoteBuffer] = {}
-        # Whether peers may have the address.
-        self._address_sent = False
         self._fence, self._acquire = manager.segment.fence, manager.segment.acquire
         self._counters = manager.counters
-        # By parity: the lines of the board as tables, as words, and this one's as bytes; then the results.
+        # By parity: the board as a table, as one memory per line, this rank's line as words and as bytes, and
+        # the results.
         self._tables: list[NDArray[np.int64]] = []
         self._lines: list[list[memoryview]] = []
         self._mine: list[tuple[memoryview, memoryview]] = []
@@ -83,11 +82,11 @@ class EqualityCheck(Scripted):
         self._silent: tuple[int, ...] = ()
         self._for = name
         self._closed = False
-        # The smallest of each integer, then the largest; None where all are those of this rank.
+        # The smallest of each integer, then the largest; None if all ranks have the same integers.
         self._extent: _Extent | None = None
         self._values: tuple[int, ...] = (0,) * N_INTEGERS
         self.epoch = self._waited = 0
-        # Whether a wait for this epoch has ended before all were there, so that its call may be repeated.
+        # Whether a wait for this epoch ended before all ranks had started, so that its call may be repeated.
         self._repeatable = False
 
     def connect(self, timeout: float | None = None) -> None:
@@ -100,7 +99,7 @@ class EqualityCheck(Scripted):
         peers = dict.fromkeys((*near, *far), ())
         terms = f"ranks={layout.ranks}"
         if peers:
-            plan, self._address_sent = fingerprint("equality check", terms), True
+            plan = fingerprint("equality check", terms)
             self._remotes = self._memory.exchange(peers, self.name, plan, timeout, terms=terms)
         self._remotes[layout.me] = self._memory.here
         self._see(self._remotes[self._leader])
@@ -122,11 +121,11 @@ class EqualityCheck(Scripted):
             self._results.append(result)
 
     def start(self, name: str, *words: int) -> int:
-        """Announce four integers of 64 bits; does not wait, except that the first start connects.
+        """Announce four integers of 64 bits; does not wait. The first start connects, which blocks.
 
-        ``name`` is what messages call it. Returns the number of the epoch, for ``wait``. An equal start
-        after a timeout of ``wait`` continues its epoch. Another epoch that was not waited for, as of a call
-        that all ranks refused in between, is waited for now, and whoever started it is refused.
+        Messages call the comparison ``name``. Returns the number of the epoch, for ``wait``. After a timeout
+        of ``wait``, an equal start continues its epoch. If another epoch was not waited for, as in a call
+        that all ranks refused, this call waits for it first; a later ``wait`` for it raises.
         """
         if self._closed or self.broken or self._manager.closed:
             raise self._unusable()
@@ -152,10 +151,10 @@ class EqualityCheck(Scripted):
         return epoch
 
     def wait(self, timeout: float | None = None, epoch: int | None = None) -> bool:
-        """Return whether all announced the same; blocking until all have started.
+        """Return whether all ranks announced the same integers; blocking until all have started.
 
-        ``epoch`` is what ``start`` returned, the last one if None. ``ProtocolError`` if another one was
-        started since then, whose answer is not this one's.
+        ``epoch`` is the number that ``start`` returned, that of the last start if None. ``ProtocolError`` if
+        another epoch was started since then.
         """
         if self._closed or self.broken or self._manager.closed:
             raise self._unusable()
@@ -169,7 +168,7 @@ class EqualityCheck(Scripted):
         return self._extent is None
 
     def _explain(self) -> None:
-        # What ranks that differ do before the epoch is over.
+        # For subclasses: what ranks that differ do before the epoch is over.
         pass
 
     def _finish(self, epoch: int, timeout: float | None) -> None:
@@ -186,16 +185,16 @@ class EqualityCheck(Scripted):
 
     @property
     def smallest(self) -> tuple[int, ...]:
-        """The smallest of each integer that some rank announced in the last epoch."""
+        """The smallest value of each integer in the last epoch, over all ranks."""
         return self._values if self._extent is None else tuple(self._extent[:N_INTEGERS].tolist())
 
     @property
     def largest(self) -> tuple[int, ...]:
-        """The largest of each integer."""
+        """The largest value of each integer."""
         return self._values if self._extent is None else tuple(self._extent[N_INTEGERS:].tolist())
 
     def missing(self) -> WaitReason:
-        """Which ranks are still missing; for messages."""
+        """Ranks that have not started the epoch, for messages."""
         epoch = self.epoch
         here = zip(self._layout.here, self._lines[epoch & 1], strict=True)
         late = tuple(rank for rank, line in here if line[_EPOCH] < epoch) or self._silent
@@ -203,7 +202,7 @@ class EqualityCheck(Scripted):
         return WaitReason(late, what, "did every rank call the same layers?", in_step=True)
 
     def close(self) -> None:
-        """Give the memory back when no rank writes to it any more; local, idempotent."""
+        """Free the memory once no rank writes to it any more; local, idempotent."""
         if not self._closed:
             self._closed = True
             if not self._manager.closed:
@@ -211,21 +210,18 @@ class EqualityCheck(Scripted):
                 self._manager.retire(self._memory, self._idle)
 
     def _idle(self) -> bool:
-        # The others may still read the last epoch. Some may write at any time where others never came to
-        # connect: then the memory is not used again.
-        if self._address_sent and not self._tables:
-            return False
+        # The others may still read the last epoch.
         read = not self._leads or bool(self._marks.all())
         return self._is_over() and read and all(remote.delivered() for remote in self._remotes.values())
 
     def _is_over(self) -> bool:
-        # Whether this rank reads the board no more; the mark tells the node's first rank.
+        # Whether this rank reads the board no more; if so, marks this for the node's first rank.
         over = self.advance()
         if over and len(self._marks):
             self._fence()
             self._marks[self._layout.here.index(self._layout.me)] = 1
             if not self._leads:
-                # Once: the memory may be another's from now on.
+                # Once only: the node's first rank may free the memory now.
                 self._marks = self._marks[:0]
         return over
 
@@ -240,7 +236,7 @@ class EqualityCheck(Scripted):
         return all(line[_EPOCH] >= epoch for line in self._lines[epoch & 1])
 
     def _extent_here(self, epoch: int) -> _Extent | None:
-        # Of a board that is full.
+        # The smallest and largest integers on a full board; None if all lines are equal.
         parity = epoch & 1
         if not self._leads:
             self._counters.gets += 1
@@ -256,7 +252,7 @@ class EqualityCheck(Scripted):
         return np.concatenate([values.min(0), values.max(0)])
 
     def _script(self, epoch: int) -> Iterator[None]:
-        # An epoch over several nodes; yields as long as it has to wait.
+        # An epoch over several nodes; yields while it has to wait.
         result = self._results[epoch & 1]
         if self._leads:
             while not self._board_is_full(epoch):
@@ -281,7 +277,7 @@ class EqualityCheck(Scripted):
         self._extent = None if alike else found
 
     def _take(self, turn: _Turn, epoch: int, found: _Extent) -> Iterator[None]:
-        # Sends what is known so far to some nodes, receives what others know.
+        # Sends the smallest and largest integers known so far to some nodes, and receives those of others.
         sent = found.copy().view(np.uint8)
         for rank, slot in turn.targets:
             remote = self._remotes[rank]
@@ -297,13 +293,13 @@ class EqualityCheck(Scripted):
             np.maximum(found[N_INTEGERS:], there[N_INTEGERS:], out=found[N_INTEGERS:])
 
     def _offset(self, epoch: int, slot: int, remote: RemoteBuffer | None = None) -> int:
-        # Slots lie at the end of a leader's memory, whose board may be longer than this one's.
+        # Slots lie at the end of a leader's memory, whose board may be longer than that of this rank.
         nbytes = self._memory.nbytes if remote is None else remote.nbytes
         return nbytes - _ITEM * _RESULT * (_PARITIES * self._slots - (epoch & 1) * self._slots - slot)
 
 
 def turns_between_leaders(layout: NodeLayout) -> tuple[_Turn, ...]:
-    """Turns between nodes that a rank takes part in; none on those that lead no node. Local, without MPI."""
+    """Turns between nodes in which this rank takes part; none if it leads no node. Local, without MPI."""
     leaders = layout.leaders(layout.ranks[0])
     if layout.me not in leaders:
         return ()

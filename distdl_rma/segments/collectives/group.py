@@ -1,7 +1,8 @@
-"""Some ranks of a machine, and what they do together."""
+"""Groups of ranks of a machine, with a barrier and collectives."""
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 
 import numpy as np
@@ -17,11 +18,11 @@ from distdl_rma.segments.memory.context import SharedByCopies
 
 
 class Group(SharedByCopies):
-    """Ordered ranks of a machine, this one included; local to construct, and free of any cost.
+    """Ordered ranks of a machine, this one included; construction is local and allocates nothing.
 
-    ``ranks`` are rank ids, unique and in any order, all of the machine if None; the ``name`` is for messages,
-    alike on all ranks. ``PartitionError`` if ranks are listed twice, not of the machine, or without this one.
-    What the methods make is owned by the caller, who closes it.
+    ``ranks`` are rank ids, unique and in any order, all ranks of the machine if None. Messages name the group
+    by ``name``, which is equal on all ranks. ``PartitionError`` if a rank is listed twice or is not of the
+    machine, or this rank is missing. The caller owns the collectives that the methods make, and closes them.
     """
 
     def __init__(
@@ -46,21 +47,22 @@ class Group(SharedByCopies):
     def barrier(self, timeout: float | None = None) -> None:
         """Wait until all ranks of the group have called; blocking, collective.
 
-        Each rank sends O(log P) notifications. It waits for ranks, not for their puts. ``timeout`` is in
-        seconds, 0 to look once, None for the machine's default; ``ExchangeTimeout`` at the deadline names
-        ranks that have not come. The call can be repeated, and this rank counts as having come.
+        Each of P ranks sends O(log P) notifications. The barrier waits for ranks, not for their puts.
+        ``timeout`` is in seconds, 0 to look once, None for the machine's default. ``ExchangeTimeout`` at the
+        deadline names ranks that have not come. The call can be repeated; this rank counts as having come.
         """
         if self._barrier is None:
             self._manager.check_open()
             self._barrier = Barrier(self._manager, self.ranks, f"{self.name} (barrier)")
+            weakref.finalize(self, self._barrier.close)
         self._barrier.wait(timeout)
 
     def flush(self, timeout: float | None = None) -> None:
-        """Wait until all puts and notifications from here to the ranks of the group have arrived there.
+        """Wait until all puts and notifications from this rank to those of the group have arrived there.
 
-        Blocking, not collective. Costs nothing for ranks that nothing was put to. ``timeout`` is in seconds
-        for all of them together, None for the machine's default; ``ExchangeTimeout`` at the deadline names
-        the ranks that have not taken theirs. The call can be repeated.
+        Blocking, not collective; takes no time for ranks without pending puts. ``timeout`` is in seconds for
+        all ranks together, None for the machine's default. ``ExchangeTimeout`` at the deadline names the
+        ranks whose puts are pending. The call can be repeated.
         """
         self._manager.flush(self.ranks, timeout)
 
@@ -110,7 +112,7 @@ class Group(SharedByCopies):
         return Alltoall(self._manager, self.ranks, count, dtype, name)
 
     def close(self) -> None:
-        """Give the barrier's memory back; local, idempotent."""
+        """Free the barrier's memory, as the garbage collection of the group does; local, idempotent."""
         if self._barrier is not None:
             self._barrier.close()
             self._barrier = None

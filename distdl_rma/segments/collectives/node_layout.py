@@ -30,9 +30,9 @@ class RankSlice:
 class NodeLayout:
     """The ranks of a collective by node, seen from one of them.
 
-    A vector is cut into as many balanced shares as the smallest node has ranks. On every node, holders work
-    on one share each; between nodes, ranks with the same share work together. ``machine_nodes`` are all ranks
-    of the machine by node; the ranks of a node load and store each other's memory.
+    A vector is cut into as many balanced shares as the smallest node has ranks. On every node the *holders*
+    work on one share each; holders of the same share communicate between nodes. ``machine_nodes`` are all
+    ranks of the machine by node; the ranks of a node load and store each other's memory.
     """
 
     ranks: tuple[int, ...]
@@ -41,7 +41,7 @@ class NodeLayout:
 
     @classmethod
     def checked(cls, ranks: Sequence[int], machine_nodes: Groups, me: int, who: str) -> NodeLayout:
-        """Layout of ranks given by a caller, ``who`` in messages.
+        """Layout of the ranks that a caller gave; messages name the caller by ``who``.
 
         ``PartitionError`` if a rank is listed twice or is not of the machine, or this rank is not among them.
         """
@@ -54,7 +54,7 @@ class NodeLayout:
         return cls(chosen, machine_nodes, me)
 
     def checked_root(self, root: int | None, who: str) -> int:
-        """Root given by a caller, the first rank if None; ``PartitionError`` if it is none of ``ranks``."""
+        """Root that a caller gave, the first rank if None; ``PartitionError`` if it is not in ``ranks``."""
         if root is None:
             return self.ranks[0]
         if root not in self.ranks:
@@ -69,7 +69,7 @@ class NodeLayout:
 
     @cached_property
     def my_node(self) -> int:
-        """Which of ``nodes`` this rank is on."""
+        """Index of this rank's node in ``nodes``."""
         return next(number for number, node in enumerate(self.nodes) if self.me in node)
 
     @cached_property
@@ -97,21 +97,21 @@ class NodeLayout:
 
     @cached_property
     def holders(self) -> tuple[int, ...]:
-        """Ranks on this node that work on a share each."""
+        """Ranks of this node that work on a share each, in the order of the shares."""
         return self._holders[self.my_node]
 
     @cached_property
     def my_share(self) -> int | None:
-        """Which share this rank works on; None if none."""
+        """Index of the share that this rank works on; None if it holds none."""
         return self.holders.index(self.me) if self.me in self.holders else None
 
     @property
     def same_share(self) -> tuple[int, ...]:
-        """Ranks of all nodes that work on the same share as this one, itself included."""
+        """Ranks of all nodes that work on this rank's share, itself included; none if it holds none."""
         return () if self.my_share is None else tuple(node[self.my_share] for node in self._holders)
 
     def share(self, count: int) -> slice:
-        """Elements of a vector that this rank works on."""
+        """Elements of a vector of ``count`` elements that this rank works on."""
         if self.my_share is None:
             return slice(0, 0)
         return slice(*Balanced(count, self.shares).interval(self.my_share))
@@ -131,7 +131,7 @@ class NodeLayout:
 
 
 def clipped(pieces: Sequence[RankSlice], start: int, stop: int) -> Iterator[RankSlice]:
-    """Of pieces laid one behind the other, those (or parts of them) at positions ``[start, stop)``."""
+    """Cut pieces that are contiguous to positions ``[start, stop)``; pieces outside are left out."""
     at = 0
     for piece in pieces:
         low, high = max(start - at, 0), min(stop - at, piece.size)
@@ -141,7 +141,7 @@ def clipped(pieces: Sequence[RankSlice], start: int, stop: int) -> Iterator[Rank
 
 
 def check_count(count: object, who: str) -> int:
-    """Return a number of elements, or raise ``ShapeError`` if it is none; names ``who`` asked."""
+    """Return a number of elements; ``ShapeError``, which names ``who`` asked, if it is invalid."""
     try:
         number = as_int(count)  # type: ignore[arg-type]
     except TypeError:
@@ -152,7 +152,7 @@ def check_count(count: object, who: str) -> int:
 
 
 def check_lengths(count: int | Sequence[int], size: int, who: str) -> tuple[int, ...]:
-    """Return a number of elements for each rank, given one for all or for each; or raise ``ShapeError``."""
+    """Return a number of elements per rank, given one for all or for each; ``ShapeError`` if invalid."""
     if not isinstance(count, Sequence):
         return (check_count(count, who),) * size
     if len(count) != size:

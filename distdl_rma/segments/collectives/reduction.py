@@ -45,7 +45,7 @@ _REFUSED = {
 
 @dataclass(frozen=True)
 class Element:
-    """A type of elements: how it is stored, and the type that it is reduced in."""
+    """A type of elements: the dtype that it is stored in, and the ``wide`` dtype that it is reduced in."""
 
     name: str
     storage: np.dtype[Any]
@@ -53,25 +53,25 @@ class Element:
 
     @property
     def exact(self) -> bool:
-        """Whether it is reduced in the type that it is stored in."""
+        """Whether elements are reduced in the type in which they are stored."""
         return self.storage == self.wide
 
     def of_two(self, function: Callable[..., Any]) -> Callable[..., object] | None:
-        """Function of two stored arrays and ``out`` that rounds once; None if there is none."""
+        """Function of two stored arrays and ``out`` that rounds once; None if no such function exists."""
         return function if self.exact else None
 
     def widen(self, values: Array) -> Array:
-        """Copy of stored values in the type that they are reduced in."""
+        """Copy of stored values in the wide type."""
         return widen_bfloat16(values) if self.name == "bfloat16" else values.astype(self.wide)
 
     def narrow(self, wide: Array, out: Array) -> None:
-        """Store reduced values, rounded once."""
+        """Store values of the wide type, rounded once."""
         out[...] = narrow_bfloat16(wide) if self.name == "bfloat16" else wide
 
 
 _FLOATS = ["float32", "float64", "float16", "bfloat16", "complex64", "complex128"]
 _INTEGERS = ["int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"]
-# Types that are reduced in a wider type.
+# Types that are reduced in another type.
 _WIDER = {
     "float16": "float32",
     "bfloat16": "float32",
@@ -80,7 +80,7 @@ _WIDER = {
     "int16": "int32",
     "uint8": "uint32",
     "uint16": "uint32",
-    # MPI has no arithmetic of its truth values: as numbers 0 and 1.
+    # MPI has no arithmetic of truth values: they are reduced as numbers 0 and 1.
     "bool": "uint8",
 }
 _ELEMENTS = {
@@ -92,7 +92,7 @@ _ELEMENTS = {
 def element_of(dtype: DTypeLike, who: str) -> Element:
     """Element type of a numpy dtype, or of ``"bfloat16"``, which is stored as uint16 words.
 
-    Raises ``ShapeError`` if it is none that can be reduced; names ``who`` asked.
+    ``ShapeError``, which names ``who`` asked, if elements of this dtype cannot be reduced.
     """
     try:
         name = "bfloat16" if isinstance(dtype, str) and dtype == "bfloat16" else np.dtype(dtype).name
@@ -103,29 +103,29 @@ def element_of(dtype: DTypeLike, who: str) -> Element:
     return _ELEMENTS[name]
 
 
-# numpy has no bfloat16: 16-bit words stand for it.
+# numpy has no bfloat16: words of 16 bits hold its bits.
 _QUIET, _SHIFT, _HALF, _ONE = map(np.uint32, (0x0040, 16, 0x7FFF, 1))
 
 
 def widen_bfloat16(bits: Array) -> Array:
-    """float32 values of bfloat16 words, exactly; an array of its own."""
+    """Convert bfloat16 words to a new array of float32, exactly."""
     wide = bits.astype(np.uint32)
     np.left_shift(wide, _SHIFT, out=wide)
     return wide.view(np.float32)
 
 
 def narrow_bfloat16(values: Array) -> Array:
-    """bfloat16 words of contiguous float32 values, rounded to nearest, ties to even; NaN stays NaN."""
+    """Round contiguous float32 values to bfloat16 words, to nearest, ties to even; NaN stays NaN."""
     bits = values.view(np.uint32)
     high = bits >> _SHIFT
-    # Half of the last place that stays, a little less where that place is even.
+    # Adds half of the last place that is kept, a little less where that place is even.
     rounded = (bits + (_HALF + (high & _ONE))) >> _SHIFT
     return np.where(np.isnan(values), high | _QUIET, rounded).astype(np.uint16)
 
 
 def _product(first: Array, second: Array, out: Array) -> Array:
-    # numpy's rounding of a complex product depends on the alignment of its memory: by hand, each operation is
-    # rounded separately, and equally on all ranks.
+    # numpy's rounding of a complex product depends on the alignment of the arrays. Here each operation rounds
+    # separately, and equally on all ranks.
     real = first.real * second.real - first.imag * second.imag
     out.imag = first.real * second.imag + first.imag * second.real
     out.real = real
@@ -133,9 +133,9 @@ def _product(first: Array, second: Array, out: Array) -> Array:
 
 
 def without_fp_errors(function: Callable[..., object]) -> Callable[..., object]:
-    """Function that neither warns nor raises for infinities and NaN, at little cost.
+    """Wrap a function so that it neither warns nor raises for infinities and NaN.
 
-    Not for two threads at once.
+    Two threads cannot call it at once.
     """
     if np.lib.NumpyVersion(np.__version__) >= "2.0.0":
         # numpy keeps its error state in the context, and entering one is cheaper than np.errstate.
@@ -146,11 +146,11 @@ def without_fp_errors(function: Callable[..., object]) -> Callable[..., object]:
 
 
 class Reduction:
-    """One operation on rows of one element type; every element in the order of the rows.
+    """Reduces rows of one element type by one operation, each element in the order of the rows.
 
-    Infinities and NaN are results as any other: numpy's error state and filters of warnings have no effect.
+    Infinities and NaN are ordinary results: numpy's error state and filters of warnings have no effect.
     16-bit floats are reduced in float32 and rounded once, integers wrap around. A mean divides by
-    ``divisor``; ``who`` is for messages. Not for two threads at once.
+    ``divisor``. Messages name the user by ``who``. Two threads cannot use it at once.
     """
 
     def __init__(self, op: str, element: Element, divisor: int, who: str) -> None:
@@ -173,24 +173,24 @@ class Reduction:
 
     @property
     def terms(self) -> str:
-        """Facts that must be the same on all ranks, a line ``name=value`` for each."""
+        """Facts that must be equal on all ranks, a line ``name=value`` for each."""
         return f"op={self.op}\ndtype={self.element.name}\ndivisor={self.divisor}"
 
     @functools.cached_property
     def unrounded(self) -> Reduction:
-        """Reduction of partial results: of the wide type, without the division of a mean."""
+        """Reduction of partial results, of the wide type: does not divide a mean."""
         op, wide = "sum" if self.op == "mean" else self.op, self.element.wide
         return Reduction(op, Element(wide.name, wide, wide), 1, self._who)
 
     def reduce(self, rows: Sequence[Array], *targets: Array) -> None:
-        """Reduce rows of one length and store the result to all targets, which may be some of the rows."""
+        """Reduce rows of one length; store the result in all targets, which may be some of the rows."""
         if self._two is not None and len(rows) == 2 and len(targets) == 1:
             self._two(rows[0], rows[1], out=targets[0])
         else:
             self._quietly(rows, targets)
 
     def bound(self, rows: Sequence[Array], *targets: Array) -> Callable[[], object]:
-        """``reduce`` of these arrays, to be called again and again."""
+        """Return a function that calls ``reduce`` with these arrays."""
         if self._two is None or len(rows) > 2 or len(rows) < 2 or len(targets) > 2:
             return functools.partial(self._quietly, rows, targets)
         first = functools.partial(self._two, *rows, out=targets[0])
@@ -207,7 +207,7 @@ class Reduction:
     def _reduce(self, rows: Sequence[Array], targets: Sequence[Array]) -> None:
         size, exact = rows[0].size, self.element.exact
         if exact and len(targets) == 1 and (len(rows) < 3 or size <= self._block):
-            # It is read and written once, or stays in the cache.
+            # Each element is read and written once, or the rows stay in the cache.
             self._fold(rows, targets[0])
             self._finish(targets[0], targets[0])
             return
@@ -220,19 +220,20 @@ class Reduction:
                 other[...] = first
 
     def partial(self, rows: Sequence[Array], out: Array) -> None:
-        """Reduce rows into another array of the wide type; without the division of a mean."""
+        """Reduce rows into another array of the wide type; does not divide a mean."""
         with np.errstate(all="ignore"):
             for begin in range(0, rows[0].size, self._block):
                 end = begin + self._block
                 self._combine([row[begin:end] for row in rows], out[begin:end])
 
     def finish(self, wide: Array, out: Array) -> None:
-        """Divide a mean, and store with one rounding; overwrites ``wide``, which may be ``out``."""
+        """Divide a mean, round once and store; overwrites ``wide``, which may be ``out``."""
         with np.errstate(all="ignore"):
             self._finish(wide, out)
 
     def _fold(self, rows: Sequence[Array], out: Array) -> None:
-        # Into ``out``, which may be the last row, or either of two; of more than two rows a block at most.
+        # Stores into ``out``, which may be the last row, or either of two. More than two rows are at most as
+        # long as a block.
         if len(rows) == 1:
             out[...] = rows[0]
             return

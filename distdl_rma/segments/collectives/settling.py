@@ -8,19 +8,19 @@ from distdl_rma.errors import DistdlError, PeerFailedError
 from distdl_rma.segments.collectives.barrier import Barrier
 from distdl_rma.segments.collectives.equality_check import EqualityCheck
 from distdl_rma.segments.manager import SegmentManager
-from distdl_rma.segments.waiting.liveness import USABLE, append_state, cause_of
+from distdl_rma.segments.waiting.error_texts import USABLE, append_state, cause_of
 
-# How long a rank waits for the others to raise too: ranks that wait in vain notice after a second.
+# How long a rank waits for the others to raise too; ranks that wait in vain notice this after a second.
 GRACE_SECONDS = 5.0
 
 
 def raise_together(manager: SegmentManager, error: Exception, ranks: Sequence[int]) -> bool:
-    """Meet the other ranks that raised; True if all came and the machine stays usable, otherwise it is lost.
+    """Meet the other ranks that raised; True if all came, and the machine stays usable; else it is lost.
 
     Blocking, for seconds if not all ranks come. Ranks that wait for one that is here raise
-    ``PeerFailedError`` after a second. When all are here, none of them waits for another one. Operations that
-    only some ranks have begun, such as a handshake, are given up: the callers drop what they have connected.
-    The text of the error says how it ended.
+    ``PeerFailedError`` after a second; so no rank waits for another once all are here. Operations that only
+    some ranks have begun, such as handshakes, are given up: the callers drop whatever they have connected.
+    The last sentence of the error says how it ended.
     """
     if not manager.notices.any_failed:
         began = error if isinstance(error, PeerFailedError) else None
@@ -40,7 +40,7 @@ def raise_together(manager: SegmentManager, error: Exception, ranks: Sequence[in
 
 def _meet(manager: SegmentManager, ranks: tuple[int, ...]) -> None:
     others = [rank for rank in ranks if rank != manager.rank]
-    manager.forget_handshakes(others)
+    given_up = manager.forget_handshakes(others)
     # Puts under way may reach memory that others will use again.
     manager.flush(others, GRACE_SECONDS)
     for key, shared in tuple(manager.shared_objects.items()):
@@ -53,3 +53,4 @@ def _meet(manager: SegmentManager, ranks: tuple[int, ...]) -> None:
     barrier.wait(GRACE_SECONDS)
     # A rank that gave up waiting there does not come here, so that no rank passes.
     barrier.wait()
+    manager.handshakes.difference_update(given_up)

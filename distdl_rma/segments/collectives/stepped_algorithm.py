@@ -1,4 +1,4 @@
-"""Collectives by nodes: load and store on a node, MPI between nodes, with steps that are generators."""
+"""Collectives that load and store on a node and use MPI between nodes; their steps are generators."""
 
 from __future__ import annotations
 
@@ -45,19 +45,19 @@ class Scripted:
 
 
 _PARITIES = 2
-# Notifications that one rank of a node may give another in one step, each for a reason of its own.
+# Most phases of a step: for each, a rank may notify every other rank of its node.
 _PHASES = 4
-# Those of a reduction.
+# The phases of a reduction.
 _READY, _DONE = range(2)
 
 
 class SteppedAlgorithm(Scripted, ABC):
-    """Algorithm whose step is a generator, ``script``, that yields as long as it has to wait.
+    """Algorithm whose step is a generator, ``script``, that yields while it has to wait.
 
     Each rank has two vectors of ``count`` elements in the segment, which the ranks of its node load and
-    store. MPI's collectives combine the ranks of ``across`` between the nodes, with or without this one.
-    ``terms`` must be the same on all ranks, a line ``name=value`` for each fact. A step has ``pieces``
-    between nodes, the same number on all ranks.
+    store. MPI's collectives combine the ranks ``across`` the nodes, which may include this one. ``terms`` has
+    a line ``name=value`` for each fact that must be equal on all ranks. Between nodes a step has ``pieces``
+    pieces, equally many on all ranks.
     """
 
     needs_progress = True
@@ -81,7 +81,7 @@ class SteppedAlgorithm(Scripted, ABC):
         self.memory = manager.get_segment_buffer(_PARITIES * self._stride, _PHASES * len(here), name)
         self._words, self._me = self.memory.flags, here.index(layout.me)
         self._at = {rank: at for at, rank in enumerate(here)}
-        # This rank's vector for even and odd steps; the operands and results, unless a subclass says so.
+        # This rank's vectors for even and odd steps: operands and results, unless a subclass sets others.
         vectors = tuple(self.memory.view(dtype, (count,), k * self._stride) for k in range(_PARITIES))
         self.vectors = self.operands = self.results = vectors
         # For even and odd steps the vectors of the node's ranks, in their order, once connected.
@@ -127,17 +127,17 @@ class SteppedAlgorithm(Scripted, ABC):
             raise
 
     def begin(self, step: int) -> None:
-        """Begin a step and go as far as it goes without waiting."""
+        """Begin a step, and advance it until it has to wait."""
         self.manager.begin(self._operation, step)
         self._step = step
         self._running = self.script(step & 1)
         self.advance()
 
     def close(self) -> None:
-        """Give memory and communicator back as soon as the step that is running is complete."""
+        """Free memory and communicator once the running step is complete."""
 
         def idle() -> bool:
-            # Others and MPI may still write for a broken step: its memory is not used again.
+            # Other ranks and MPI may still write in a broken step, so its memory is not used again.
             complete = self.advance() and not self.broken
             if complete:
                 self.between.close()
@@ -146,7 +146,7 @@ class SteppedAlgorithm(Scripted, ABC):
         self.manager.retire(self.memory, idle)
 
     def waiting(self) -> WaitReason:
-        """Which ranks the step waits for; for messages."""
+        """Ranks that the step waits for, for messages."""
         ranks, where = self._waits_for, "between nodes"
         if self._phase is not None:
             first, where = self._phase * len(self._at), "on this node"
@@ -155,9 +155,9 @@ class SteppedAlgorithm(Scripted, ABC):
         return WaitReason(ranks, what, "did every rank make the same calls?")
 
     def notify(self, phase: int, ranks: Sequence[int], piece: int | None = None) -> None:
-        """Notify ranks of the node that a phase of this step, or of a piece of it, is over here.
+        """Notify ranks of the node that a phase of this step or piece is over on this rank.
 
-        They see all earlier stores.
+        They then see all earlier stores of this rank.
         """
         if self._fence is not None:
             self._fence()
@@ -181,7 +181,7 @@ class SteppedAlgorithm(Scripted, ABC):
         return self._step * self.pieces - (0 if piece is None else self.pieces - 1 - piece)
 
     def across(self, script: Script, nbytes: int) -> Script:
-        """Count a collective of ``between`` that was begun, with so many bytes of this rank; its script."""
+        """Count a collective of ``between`` that was begun, of ``nbytes`` bytes here; return its script."""
         self._counters.collectives += 1
         self._counters.bytes_collective += nbytes
         self._waits_for = tuple(rank for rank in self.between.ranks if rank != self.layout.me)
@@ -205,13 +205,13 @@ class SteppedAlgorithm(Scripted, ABC):
 
 
 class ShareReduction(SteppedAlgorithm):
-    """A step: all have written their vectors, the holders reduce ``elements`` each, all may read."""
+    """Step of a reduction: all have written their vectors, each holder reduces ``elements``, all may read."""
 
     def __init__(
         self, site: CollectiveSite, count: int, elements: int, reduction: Reduction, terms: str
     ) -> None:
         layout, element, terms = site.layout, reduction.element, f"{terms}\n{reduction.terms}"
-        # The same on all ranks, also if shares differ, or this rank has none.
+        # Equal on all ranks, even if shares differ, or this rank has none.
         pieces = number_of_pieces(count * element.wide.itemsize // layout.shares, len(layout.nodes))
         super().__init__(site, count, element.storage, layout.same_share, terms, pieces)
         self.reduction, self._elements = reduction, elements

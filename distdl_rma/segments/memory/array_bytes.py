@@ -48,6 +48,9 @@ def as_target(out: Any, what: str) -> NDArray[Any]:
     copied = array is not out and array.size and not np.may_share_memory(array, as_array(out, what))
     if copied or not array.flags.writeable:
         raise ShapeError(f"{what}: {type(out).__name__} is read-only")
+    steps = zip(array.shape, array.strides, strict=True)
+    if 0 in array.strides and array.size and any(count > 1 and not step for count, step in steps):
+        raise ShapeError(f"{what}: {type(out).__name__} has several elements in one place of its memory")
     return array
 
 
@@ -116,9 +119,10 @@ def _as_number(data: complex, dtype: np.dtype[Any]) -> NDArray[Any] | None:
             taken = np.asarray(data, dtype)
     except OverflowError:
         return None
-    finite = bool(np.isfinite(taken))
-    fits = finite and int(taken.real) == data if whole else finite or not np.isfinite(data)
-    return taken if fits else None
+    if whole:
+        return taken if np.isfinite(taken) and int(taken.real) == data else None
+    parts = ((taken.real, data.real), (taken.imag, data.imag))
+    return taken if all(np.isfinite(part) or not np.isfinite(given) for part, given in parts) else None
 
 
 def _is_castable(source: np.dtype[Any], dtype: np.dtype[Any]) -> bool:
@@ -146,7 +150,8 @@ def _comes_back(source: NDArray[Any], dtype: np.dtype[Any]) -> bool:
 class ArrayLayout:
     """Dtype and shape of a row-major array in a segment.
 
-    ``ShapeError`` if elements are Python objects or have no size, or if an extent is negative or no integer.
+    ``ShapeError`` if elements are Python objects or arrays or have no size, or if an extent is negative or no
+    integer.
     """
 
     def __init__(self, dtype: DTypeLike, shape: int | tuple[int, ...]) -> None:
@@ -155,7 +160,8 @@ class ArrayLayout:
             self.shape = tuple(as_int(n) for n in (shape if hasattr(shape, "__iter__") else (shape,)))
         except (TypeError, ValueError) as error:
             raise ShapeError(f"no segment holds an array of {dtype!r} of shape {shape!r}: {error}") from None
-        if self.dtype.hasobject or not self.dtype.itemsize or any(extent < 0 for extent in self.shape):
+        odd = self.dtype.hasobject or self.dtype.subdtype is not None or not self.dtype.itemsize
+        if odd or any(extent < 0 for extent in self.shape):
             raise ShapeError(f"no segment holds an array of {self.dtype} of shape {self.shape}")
         # In Python integers, which do not overflow.
         self.nbytes = self.dtype.itemsize * math.prod(self.shape)

@@ -107,7 +107,7 @@ class Handshake:
     """
 
     def __init__(self, context: SegmentContext, location: Location, purpose: Purpose) -> None:
-        self._context, self._purpose = context, purpose
+        self._context, self._purpose, self.offset = context, purpose, location.offset
         self._incoming = {peer: np.zeros(_TERMS.stop, np.int64) for peer in purpose.notes}
         self._outgoing = {peer: purpose.message(location, peer) for peer in purpose.notes}
         self._sends: dict[int, MPI.Request] = {}
@@ -146,16 +146,16 @@ class Handshake:
                 + (" and another plan or notes" if purpose.label == mine.label else "")
             )
 
-    def give_up(self, ranks: Iterable[int]) -> None:
-        """End the handshake if one of these ranks takes part in it."""
+    def give_up(self, ranks: Iterable[int]) -> bool:
+        """End the handshake if one of these ranks takes part in it; return whether one does."""
         if not self._incoming.keys() & set(ranks):
-            return
+            return False
         with self._context.segment.lock:
             self._context.waiter.withdraw(self.test)
-            self._context.handshakes.discard(self)
             for request in self._receives.values():
                 if request:
                     request.Cancel()
+        return True
 
     def finish(self, timeout: float | None) -> dict[int, RemoteBuffer]:
         """Wait for all peers until a common deadline; return their buffers by rank id."""
@@ -166,8 +166,9 @@ class Handshake:
                 self._wait(peer, request, max(0.0, deadline - time.perf_counter()))
         self.test()
         waiter.withdraw(self.test)
+        remotes = {peer: self._remote(peer, reply) for peer, reply in self._incoming.items()}
         self._context.handshakes.discard(self)
-        return {peer: self._remote(peer, reply) for peer, reply in self._incoming.items()}
+        return remotes
 
     def _wait(self, peer: int, request: MPI.Request, seconds: float) -> None:
         hint = "did every rank build and call the same things in the same order?"

@@ -38,10 +38,12 @@ class SharedByCopies(Uncopyable):
 
 
 class Handshake(Protocol):
-    """Pending messages to and from some peers."""
+    """Messages to and from some peers, which contain the ``offset`` of a buffer in the segment."""
 
-    def give_up(self, ranks: Iterable[int]) -> None:
-        """End the handshake if one of these ranks takes part in it."""
+    offset: int
+
+    def give_up(self, ranks: Iterable[int]) -> bool:
+        """End the handshake if one of these ranks takes part in it; return whether one does."""
 
 
 class SegmentContext:
@@ -56,7 +58,7 @@ class SegmentContext:
         self.heap = Heap(segment.nbytes)
         # Numbers of notifications begin at random: two ranks rarely write the same number to a word.
         self.sequence = count(random.Random(self.rank).getrandbits(31))
-        # How often this rank settled an error with each rank; and unfinished handshakes.
+        # How often this rank settled an error with each rank; and handshakes without a success.
         self.settled = dict.fromkeys(ranks, 0)
         self.handshakes: set[Handshake] = set()
         self.closed = False
@@ -66,12 +68,18 @@ class SegmentContext:
         if self.closed:
             raise ClosedError("segment manager: already closed")
 
-    def forget_handshakes(self, ranks: Sequence[int]) -> None:
-        """Give up all handshakes with some ranks, which do the same: later ones match again. Local."""
-        for handshake in tuple(self.handshakes):
-            handshake.give_up(ranks)
+    def has_late_writers(self, offset: int) -> bool:
+        """Whether peers may have the address of a buffer by a handshake that has not succeeded here."""
+        return any(handshake.offset == offset for handshake in tuple(self.handshakes))
+
+    def forget_handshakes(self, ranks: Sequence[int]) -> list[Handshake]:
+        """Give up all handshakes with some ranks, which do the same: later ones match again. Local.
+
+        Returns these handshakes: remove them from ``handshakes`` once no rank uses an address from them.
+        """
         for rank in ranks:
             self.settled[rank] += 1
+        return [handshake for handshake in tuple(self.handshakes) if handshake.give_up(ranks)]
 
     def flush(self, ranks: Sequence[int], timeout: float | None) -> None:
         """Wait until all puts and notifications from this rank to some ranks have arrived there; blocking.

@@ -264,7 +264,9 @@ class RemoteBuffer:
         if not (0 <= index < self.notifications and 1 <= value <= _LARGEST_VALUE):
             self.check_notification(index, value)
         try:
-            source = memoryview(data).cast("B")
+            view = memoryview(data)
+            # Python objects can be cast too, to their addresses.
+            source = view.cast("B") if view.format != "O" else as_bytes(data, "put")
         except (TypeError, ValueError, BufferError):
             source = as_bytes(data, "put")
         nbytes = len(source)

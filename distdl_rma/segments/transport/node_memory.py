@@ -100,7 +100,7 @@ class NodeMemory:
             options.check()
             asked = options.size()
             if asked is not None and aligned(asked) < _SMALLEST:
-                raise ConfigurationError(f"a segment has at least {_SMALLEST} bytes, got {options.nbytes!r}")
+                raise ConfigurationError(f"a segment has at least {_SMALLEST} bytes, got {asked}")
         except ConfigurationError as error:
             problem = str(error)
         answers = self._comm.allgather((problem, asked, options.transport, options.reserve))

@@ -13,7 +13,8 @@ from mpi4py import MPI
 from distdl_rma.errors import DistdlError
 from distdl_rma.geometry.partition import grouped
 from distdl_rma.segments.options import SegmentOptions
-from distdl_rma.segments.transport.heap import ALIGNMENT, Bytes, attach, own_arena
+from distdl_rma.segments.transport.arena import attach, own_arena
+from distdl_rma.segments.transport.heap import ALIGNMENT, Bytes
 from distdl_rma.segments.transport.links import Atomics, Link, RemoteLink, RmaPeer, SharedLink
 from distdl_rma.segments.transport.node_memory import NodeMemory
 from distdl_rma.segments.transport.virtual_ranks import NoLock, hand_over_of

@@ -1,4 +1,4 @@
-"""Which of the virtual ranks of a process runs, and what each of them has for itself."""
+"""Turns of the virtual ranks of a process: one rank runs at a time, with a state of its own."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from typing import Any, Protocol
 from distdl_rma.errors import ConfigurationError, ProtocolError
 from distdl_rma.segments.transport.virtual_network import Network
 
-# Rounds in which no rank did more than wait, after which ranks sleep: they wait for a time to pass.
+# After so many rounds in which all ranks only wait, they sleep: they wait for time to pass.
 _IDLE_ROUNDS = 20
 _IDLE_SECONDS = 2e-4
-# Most turns in a row that are skipped since a rank still waits.
+# Most consecutive turns of a rank that are skipped while it waits.
 _SKIPPED = 8
-# Looks in vain, such as tests of requests, after which a rank that does not wait hands over all the same.
+# After so many looks in vain, such as tests of requests, a rank hands over even if it does not wait.
 _LOOKS = 256
 
 
@@ -25,12 +25,12 @@ class RunAbandoned(BaseException):
     """Ends the thread of a rank that would never run again."""
 
 
-# Lists with state of the process that belongs to the rank which runs.
+# Lists of the process whose items belong to the rank that runs.
 _OF_EACH_RANK: list[list[Any]] = []
 
 
 def of_each_rank() -> list[Any]:
-    """A new list, empty at first, whose items are those of the virtual rank that runs."""
+    """Make a list that has other items for each virtual rank: those of the rank that runs."""
     items: list[Any] = []
     _OF_EACH_RANK.append(items)
     return items
@@ -38,7 +38,7 @@ def of_each_rank() -> list[Any]:
 
 @contextmanager
 def _set_aside() -> Iterator[None]:
-    # Context without the items of the caller, who goes on with them behind it.
+    # Within this context the lists of the caller are empty; behind it they are as before.
     before = [items[:] for items in _OF_EACH_RANK]
     for items in _OF_EACH_RANK:
         items.clear()
@@ -53,20 +53,20 @@ class Keeper(Protocol):
     """Keeps the memory of ranks that wait; each method is called in the thread of its rank."""
 
     def wait_begun(self, rank: int) -> None:
-        """The rank hands over, and uses none of its memory until ``wait_ended``."""
+        """Note that the rank hands over: it uses none of its memory until ``wait_ended``."""
 
     def wait_ended(self, rank: int) -> None:
-        """The rank goes on. It may have handed over several times, or never."""
+        """Note that the rank continues, after it has handed over several times, once or never."""
 
 
 class Turns:
-    """Which virtual rank runs; the others wait for their turn.
+    """Decides which virtual rank runs; the others wait for their turn.
 
-    Every round gives each rank that has not ended one turn, in an order drawn by ``seed``. If that is None,
-    the first rank that can go on has the next turn. ``swaps`` are pairs of functions that get and set state
-    of the process, such as the state of a random generator; each rank has its own copy of this state, which
-    begins as that of the caller. ``nodes`` has the node of each rank, node 0 for all if None. The ``keeper``
-    is told of waits.
+    In every round each rank that has not ended gets one turn, in an order that ``seed`` draws. If ``seed`` is
+    None, the first rank that can continue gets the next turn. ``swaps`` are pairs of functions that get and
+    set state of the process, such as that of a random generator; each rank has its own copy of this state,
+    at first that of the caller. ``nodes`` has the node of each rank, None if all are on one. The ``keeper``
+    is notified of waits.
     """
 
     def __init__(
@@ -80,22 +80,22 @@ class Turns:
         self.network = Network(seed or 0, nodes or (0,) * size)
         self._random, self._swaps, self.keeper = random.Random(seed), swaps, keeper
         self._chosen = self._first_ready if seed is None else self._next_of_round
-        # Held, but for the turn that was given to a rank: a semaphore takes longer.
+        # A rank acquires its lock to begin a turn, which another rank releases: a semaphore takes longer.
         self._events = [threading.Lock() for _ in range(size)]
         self._ended: set[int] = set()
         self._round: list[int] = []
         # Turns that ended in a wait since a rank last did more than wait.
         self._idle = 0
-        # Looks in vain in this turn; and whether the ranks' tests for what they wait for are called.
+        # Looks in vain in this turn; and whether the tests of waiting ranks are being called.
         self._looks, self.choosing = 0, False
-        # For each rank that waits: the test for what it waits for, None once it was true, and how many turns
-        # it may still be skipped.
+        # For each rank that waits: its test, None once that was true, its error if it raised; and how many
+        # more turns of the rank may be skipped.
         self._waits: dict[int, list[Any]] = {}
-        # For each rank: functions that are called while it waits in a call without a deadline.
+        # For each rank: functions to call while it waits in a call without a deadline.
         self.while_blocked: list[list[Callable[[], object]]] = [[] for _ in range(size)]
         # Ranks in such calls: the test for their end, and the call.
         self._blocked: dict[int, tuple[Callable[[], bool], str]] = {}
-        # Whether the ranks shall end at their next turn, and whether they never had one.
+        # Whether all ranks end at their next turn, and whether they end without any turn.
         self.abandoned = self._called_off = False
         # Held until the last rank has ended.
         self._over = threading.Lock()
@@ -118,7 +118,7 @@ class Turns:
                 self._events[self._next()].release()
                 self._over.acquire()
             except BaseException:
-                # Such as KeyboardInterrupt: each rank ends at its next turn.
+                # For example KeyboardInterrupt: each rank ends at its next turn.
                 self.abandoned = True
                 self._over.acquire()
                 raise
@@ -160,10 +160,10 @@ class Turns:
                 self._events[self._next()].release()
 
     def hand_over(self, rank: int, ready: Callable[[], bool] | None = None) -> bool:
-        """Let the other ranks run first; returns at the next turn of ``rank``.
+        """Let the other ranks run; return at the next turn of ``rank``.
 
-        With ``ready``, most turns in which it is not true are skipped; returns whether it was true. Does
-        nothing within such a test.
+        With ``ready``, most turns in which ``ready()`` is false are skipped; returns whether it was true.
+        Does nothing while such a test is called.
         """
         if self.choosing:
             return False
@@ -213,17 +213,17 @@ class Turns:
             self.keeper.wait_ended(rank)
 
     def pause(self, rank: int, ready: Callable[[], bool] | None = None) -> None:
-        """Let the other ranks run while this one is in a call that is none of this library's."""
+        """Let the other ranks run while this one is in a call of another library."""
         for turn in tuple(self.while_blocked[rank]):
             turn()
         self.hand_over(rank, ready)
 
     def ran(self) -> None:
-        """Note that the rank which runs has done more than wait."""
+        """Record that the rank that runs has done more than wait."""
         self._idle = 0
 
     def look(self, rank: int) -> None:
-        """Note that the rank which runs has looked in vain; after many looks, it hands over."""
+        """Record that the rank that runs has looked in vain; after many looks it hands over."""
         self._looks += 1
         if self._looks > _LOOKS and not self.choosing:
             self.hand_over(rank)
@@ -242,7 +242,7 @@ class Turns:
         for rank in alive:
             if rank not in self._waits or self._can_go_on(rank):
                 return rank
-        # Each in turn takes steps of operations that others wait for.
+        # No rank can continue: each in turn advances operations that others wait for.
         self._round = [rank for rank in self._round if rank not in self._ended] or alive[::-1]
         return self._round.pop()
 
@@ -262,7 +262,7 @@ class Turns:
             wait[1] -= 1
 
     def _can_go_on(self, rank: int) -> bool:
-        # Tests what a rank waits for, if there is a test.
+        # Calls the test of a rank that waits, if it has one.
         wait = self._waits[rank]
         if not callable(wait[0]):
             return bool(wait[1])

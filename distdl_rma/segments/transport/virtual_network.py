@@ -1,8 +1,7 @@
-"""The network of virtual ranks, and their RMA windows.
+"""Network between virtual ranks, and their RMA windows.
 
-What one rank does to another one's memory takes effect at a later turn, which a seed determines, and in any
-order that MPI allows. So a program that forgets a flush, or changes memory before MPI has read it, fails for
-some seed.
+Operations on another rank's memory take effect at later turns, which a seed determines, in any order that MPI
+allows. So a program that lacks a flush, or changes memory before MPI has read it, fails for some seed.
 """
 
 from __future__ import annotations
@@ -45,18 +44,18 @@ class Event:
 
 
 class Network:
-    """What is under way between virtual ranks; ``nodes`` has the node of each rank, ``seed`` draws delays."""
+    """Events under way between virtual ranks; ``seed`` draws delays, ``nodes`` has the node of each rank."""
 
     def __init__(self, seed: int, nodes: Sequence[int]) -> None:
-        # Not the numbers that draw the order of the ranks.
+        # Other random numbers than those that draw the order of the ranks.
         self._random, self.nodes = random.Random(f"network {seed}"), tuple(nodes)
         self._longest = _TURNS * len(self.nodes)
         self._now, self._begun = 0, 0
         self._due: list[tuple[int, int, Event]] = []
 
     def later(self, action: Callable[[], object], after: int = 0) -> Event:
-        """Call ``action()`` at some turn, perhaps at once, but not before turn ``after``."""
-        # Most are soon, a few much later: the last one of several is often far behind the others.
+        """Call ``action()`` at a turn that is drawn, perhaps at once, but not before turn ``after``."""
+        # Most delays are short, a few long: the last event of several is often far behind the others.
         due = max(after, self._now + int(self._longest * self._random.random() ** 3))
         event = Event(action, due)
         if due == self._now:
@@ -67,13 +66,13 @@ class Network:
         return event
 
     def now(self, action: Callable[[], object]) -> Event:
-        """Call ``action()`` at once; an event that has happened."""
+        """Call ``action()`` at once; return an event that has happened."""
         event = Event(action, self._now)
         event.happen()
         return event
 
     def shuffled(self, events: list[Event]) -> list[Event]:
-        """The events in an order that is drawn; changes the list."""
+        """Shuffle a list of events; return it."""
         self._random.shuffle(events)
         return events
 
@@ -83,7 +82,7 @@ class Network:
         return not self._due
 
     def advance(self) -> bool:
-        """Go on to the next turn; returns whether something happened."""
+        """Begin the next turn; return whether an event happened."""
         self._now += 1
         happened = False
         while self._due and self._due[0][0] <= self._now:
@@ -123,40 +122,40 @@ class VirtualRequest:
 
 
 class Ranks(Protocol):
-    """What a window needs of its communicator."""
+    """Part of a communicator that a window needs."""
 
     size: int
     network: Network
 
     def shown(self, value: Any) -> list[Any]:
-        """The values of all ranks themselves, not copies of them; blocking, collective."""
+        """Return the values of all ranks, not copies of them; blocking, collective."""
 
     def request(self, done: Test) -> VirtualRequest:
-        """Request that is complete once ``done()`` is true."""
+        """Make a request that is complete once ``done()`` is true."""
 
 
 class VirtualWindow:
-    """Window over memory of virtual ranks, as one of them sees it; its methods are those of ``MPI.Win``.
+    """One rank's window over memory of virtual ranks; its methods are those of ``MPI.Win``.
 
-    A put reads its source at one turn, after which its request is complete, and reaches the peer's memory at
-    a later one. MPI orders operations that accumulate on the same word, and nothing else. A flush completes
-    all operations on a peer, in an order that is drawn. Atomic operations take effect at once, since each is
-    followed by a flush.
+    A put reads its source at one turn, when its request completes, and writes the peer's memory at a later
+    turn. Only accumulations of the same word are ordered, as in MPI. A flush completes all operations on a
+    peer, in an order that is drawn. Atomic operations take effect at once, since a flush follows each of
+    them.
     """
 
     model: ClassVar[int] = MPI.WIN_UNIFIED
 
     def __init__(self, memories: Sequence[Bytes], comm: Ranks) -> None:
         self._memories, self._comm, self._network = memories, comm, comm.network
-        # By target: what may not have happened yet; and accumulations, with their words.
+        # By target: pending events; and pending accumulations, with their words.
         self._pending: defaultdict[int, list[Event]] = defaultdict(list)
         self._ordered: defaultdict[int, list[tuple[Event, range]]] = defaultdict(list)
 
     @classmethod
     def Allocate_shared(cls, nbytes: int, unit: int, *, comm: Ranks) -> Self:
-        """Window of new memory, all zeros; its pages are consumed when they are touched. Collective.
+        """Make a window over new memory, all zeros, whose pages are consumed when touched; collective.
 
-        ``MemoryError`` on all ranks if one of them gets none.
+        ``MemoryError`` on all ranks if one of them gets no memory.
         """
         try:
             memory = np.zeros(nbytes, np.uint8)
@@ -254,7 +253,7 @@ class VirtualWindow:
     def Flush(self, target: int) -> None:
         if self._ordered:
             self._accumulate(target)
-        # What was read is written now.
+        # Reads of sources add events that write: these happen now as well.
         while self._pending:
             for event in self._network.shuffled(self._pending.pop(target, [])):
                 event.happen()
@@ -276,7 +275,7 @@ class VirtualWindow:
 
 
 def _runs(begin: int, count: int, kind: MPI.Datatype) -> list[tuple[int, int]]:
-    # Stretches of bytes: ``count`` bytes, or those of a datatype of blocks of bytes.
+    # Begin and length of each stretch of bytes: one of ``count`` bytes, or those of a datatype.
     if kind == MPI.BYTE:
         return [(begin, count)]
     _, combiner, of_kind = kind.decode()
@@ -293,7 +292,7 @@ def _write(memory: Bytes, runs: Iterable[tuple[int, int]], data: Bytes) -> None:
 
 
 def flat(data: Any) -> Bytes:
-    """The bytes of an array, or of an array with its MPI datatype; shares their memory."""
+    """View the bytes of an array, or of an array with its MPI datatype; no copy."""
     array = data[0] if isinstance(data, list) else data
     if isinstance(array, np.ndarray):
         return array.reshape(-1).view(np.uint8)
@@ -301,7 +300,7 @@ def flat(data: Any) -> Bytes:
 
 
 def reduced(arrays: Sequence[NDArray[Any]], op: MPI.Op) -> NDArray[Any]:
-    """Arrays of the same shape, combined by ``op`` in their order."""
+    """Combine arrays of the same shape by ``op``, in their order."""
     total = np.ascontiguousarray(arrays[-1]).copy()
     for array in reversed(arrays[:-1]):
         op.Reduce_local(np.ascontiguousarray(array), total)

@@ -1,9 +1,9 @@
 """Virtual ranks: threads of one process that take turns, with the part of mpi4py that segments use.
 
-One rank runs at a time. It runs until it waits for another rank, and then hands over to the next one, in an
-order that a seed determines, or to the first one that can go on. So a run can be repeated, and 64 ranks need
-no cores of their own. The ranks of a node load and store each other's memory; between nodes,
-``virtual_network`` moves data.
+One rank runs at a time, until it waits for another rank. Then it hands over to the next rank, in an order
+that a seed determines, or to the first rank that can continue. So a run can be repeated, and 64 ranks need no
+cores of their own. The ranks of a node load and store each other's memory; between nodes ``virtual_network``
+moves data.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ _here = _Here()
 
 
 def world(comm: MPI.Intracomm | None = None) -> MPI.Intracomm:
-    """The communicator that a call means: ``comm``, or all ranks of the run if it is None or COMM_WORLD.
+    """Return ``comm``, or the communicator of all ranks if it is None or COMM_WORLD; local.
 
-    In a thread of a virtual rank, these are all virtual ranks; otherwise those of COMM_WORLD. Local.
+    In the thread of a virtual rank these are all virtual ranks, in other threads those of COMM_WORLD.
     """
     if comm is None or comm is MPI.COMM_WORLD:
         return MPI.COMM_WORLD if _here.comm is None else cast(MPI.Intracomm, _here.comm)
@@ -56,9 +56,9 @@ def hand_over_of(comm: object) -> Callable[[Callable[[], bool] | None], bool] | 
 
 
 def at_end_of_rank(end: Callable[[BaseException | None], object]) -> Callable[[], object]:
-    """Call ``end(error)`` when this thread's virtual rank ends; the result undoes this, idempotent.
+    """Call ``end(error)`` when this thread's virtual rank ends, with the error of a rank that failed or None.
 
-    ``error`` is that of a rank that failed, otherwise None.
+    Returns an idempotent function that undoes this.
     """
     comm = _here.comm
     if comm is None:
@@ -73,9 +73,9 @@ def at_end_of_rank(end: Callable[[BaseException | None], object]) -> Callable[[]
 
 
 def while_blocked(turn: Callable[[], object]) -> Callable[[], object]:
-    """Call ``turn()`` repeatedly while this thread's virtual rank waits outside of this library's waits.
+    """Call ``turn()`` repeatedly while this thread's virtual rank waits in calls of other libraries.
 
-    As the progress thread of a process does; the result ends this, idempotent.
+    So does the progress thread of a process. Returns an idempotent function that ends this.
     """
     comm = cast(VirtualComm, _here.comm)
     turns = comm.turns_while_blocked
@@ -89,19 +89,19 @@ def while_blocked(turn: Callable[[], object]) -> Callable[[], object]:
 
 
 def virtual_rank() -> object:
-    """The virtual rank of this thread, compared by identity; None in other threads."""
+    """Return this thread's virtual rank, to compare by identity; None in other threads."""
     return _here.comm
 
 
 def wait_ended() -> None:
-    """Tell the keeper of this thread's virtual rank that its wait is over: it needs its memory again."""
+    """Notify the keeper that this thread's virtual rank has waited, and needs its memory again."""
     comm = _here.comm
     if comm is not None and comm._together.turns.keeper is not None:
         comm._together.turns.keeper.wait_ended(comm._whole)
 
 
 class NoLock:
-    """In place of a lock where one rank runs at a time; its thread tests what other ranks wait for."""
+    """Replaces a lock where one rank runs at a time, whose thread calls the tests of other ranks."""
 
     def acquire(self, blocking: bool = True) -> bool:
         """Return True."""
@@ -146,7 +146,7 @@ class _Mailbox:
         self._letters.append(letter)
 
     def first(self, source: int = MPI.ANY_SOURCE, tag: int = MPI.ANY_TAG) -> _Letter | None:
-        """The first message that has arrived, behind none of the same rank and tag that has not."""
+        """First message that has arrived, unless an earlier one of the same rank and tag has not."""
         late = set()
         for letter in self._letters:
             sender = letter.source, letter.tag
@@ -157,7 +157,7 @@ class _Mailbox:
         return None
 
     def take(self, source: int = MPI.ANY_SOURCE, tag: int = MPI.ANY_TAG) -> _Letter | None:
-        """``first``, and remove it."""
+        """Remove and return the message that ``first`` returns."""
         letter = self.first(source, tag)
         if letter is not None:
             self._letters.remove(letter)
@@ -165,13 +165,13 @@ class _Mailbox:
 
 
 class _Together:
-    """What the ranks of a communicator share; ``members`` are these among all ranks of the run."""
+    """State that the ranks of a communicator share; ``members`` are their numbers among all ranks."""
 
     def __init__(self, turns: Turns, members: Sequence[int]) -> None:
         self.turns, self.members, self.size = turns, tuple(members), len(members)
         self.values: defaultdict[object, dict[int, Any]] = defaultdict(dict)
         self.read: defaultdict[object, set[int]] = defaultdict(set)
-        # By number: collectives that do not block, with what their ranks have given.
+        # By number: the kind of each nonblocking collective, and the data of the ranks that have begun it.
         self.begun: dict[int, tuple[str, dict[int, Any]]] = {}
         self.mail = [_Mailbox() for _ in members]
         # Whether the ranks are on several nodes.
@@ -192,12 +192,12 @@ class VirtualGroup:
 
 
 class VirtualComm:
-    """Communicator of virtual ranks, as one of them sees it.
+    """One rank's communicator of virtual ranks.
 
     Its methods behave as those of ``mpi4py.MPI.Intracomm`` with the same names. Collective calls match in
-    their order on the communicator; those that block take effect at once, also between nodes. Of those that
-    do not block, where the ranks are on several nodes, the data of each one are read at a turn that is drawn:
-    until the request is complete, they may not change.
+    their order on the communicator. Blocking ones take effect at once, also between nodes. If the ranks are
+    on several nodes, a nonblocking one reads each rank's data at a turn that is drawn: the data may not
+    change before the request is complete.
     """
 
     def __init__(self, rank: int, together: _Together) -> None:
@@ -207,7 +207,7 @@ class VirtualComm:
         self.network = together.turns.network
         self.group = VirtualGroup(range(self.size))
         self._calls: defaultdict[object, int] = defaultdict(int)
-        # Number of the last collective that does not block.
+        # Number of the last nonblocking collective.
         self._begun = 0
         self._attributes: dict[int, Any] = {}
         # Called when the rank ends, the last one first.
@@ -215,14 +215,14 @@ class VirtualComm:
 
     @classmethod
     def all_of(cls, turns: Turns, size: int) -> list[Self]:
-        """The communicator of all virtual ranks, as each of them sees it."""
+        """Make the communicator of all virtual ranks, one object for each rank."""
         together = _Together(turns, range(size))
         return [cls(rank, together) for rank in range(size)]
 
     def hand_over(self, ready: Callable[[], bool] | None = None) -> bool:
-        """Let other ranks run; with ``ready``, returns whether it was found to be true meanwhile.
+        """Let other ranks run; with ``ready``, return whether ``ready()`` was true meanwhile.
 
-        ``ProtocolError`` in the thread of another rank, whose turn would be lost.
+        ``ProtocolError`` in the thread of another rank, which would lose its turn.
         """
         if not self._together.turns.choosing:
             self._check_thread()
@@ -230,16 +230,16 @@ class VirtualComm:
 
     @property
     def turns_while_blocked(self) -> list[Callable[[], object]]:
-        """Functions that are called while this rank waits in a call that is none of this library's."""
+        """Functions that are called while this rank waits in a call of another library."""
         return self._together.turns.while_blocked[self._whole]
 
     def pause(self) -> None:
-        """Let other ranks run, as a rank does that sleeps."""
+        """Let other ranks run, as a process does that sleeps."""
         self._check_thread()
         self._together.turns.pause(self._whole)
 
     def look(self) -> None:
-        """Note that this rank has looked in vain for what others do; after many looks, it hands over."""
+        """Record that this rank has looked in vain for others; after many looks it hands over."""
         here = _here.comm
         if here is not None and here._whole == self._whole:
             self._together.turns.look(self._whole)
@@ -273,11 +273,11 @@ class VirtualComm:
             self.at_end.pop()(error)
 
     def shown(self, value: Any) -> list[Any]:
-        """The values of all ranks themselves, not copies of them; blocking, collective."""
+        """Return the values of all ranks, not copies of them; blocking, collective."""
         return self._gathered(value)
 
     def _gathered(self, value: Any, kind: object = "all", count: int = 0) -> list[Any]:
-        # Values of all ranks, or of ``count`` of them, in one call of this kind; blocking.
+        # Values of all ranks, or of ``count`` of them, that make a call of this kind; blocking.
         count = count or self.size
         key = kind, self._calls[kind]
         self._calls[kind] += 1
@@ -292,7 +292,7 @@ class VirtualComm:
         return [values[rank] for rank in sorted(values)]
 
     def _copies(self, value: Any) -> list[Any]:
-        # As mpi4py does, through pickle: ranks do not share objects by accident.
+        # Copied by pickle, as in mpi4py, so that ranks do not share objects by accident.
         return [pickle.loads(each) for each in self._gathered(pickle.dumps(value))]
 
     def allgather(self, value: Any) -> list[Any]:
@@ -342,7 +342,7 @@ class VirtualComm:
         needs: Iterable[int],
         finish: Callable[[list[Any]], object],
     ) -> VirtualRequest:
-        # This rank gives ``give()``, and finishes with what the ranks that it needs have given.
+        # This rank gives ``give()``, and calls ``finish`` with the data of the ranks that it needs.
         number = self._begun = self._begun + 1
         begun, read, needed = self._together.begun, self._together.read, tuple(needs)
         first, given = begun.setdefault(number, (kind, {}))
@@ -437,7 +437,7 @@ class VirtualComm:
         return self._of(group.members, (kind, self._calls[kind]))
 
     def _of(self, members: Sequence[int], key: object) -> VirtualComm:
-        # The first member that comes makes what they share.
+        # The first member that comes makes the state that the members share.
         made = self._together.values["made", key, tuple(members)]
         if not made:
             made[0] = _Together(self._together.turns, [self._together.members[each] for each in members])
@@ -515,11 +515,11 @@ class VirtualComm:
         self._attributes.pop(key, None)
 
     def Free(self) -> None:
-        """Do nothing: the communicator has no memory but what refers to it."""
+        """Do nothing: the garbage collector frees the communicator."""
 
 
 def windows_of(comm: MPI.Intracomm, of_processes: type[MPI.Win]) -> type[MPI.Win]:
-    """The class that makes windows over memory of a communicator's ranks; ``of_processes`` if not virtual."""
+    """Return the class of windows over memory of a communicator's ranks; ``of_processes`` if not virtual."""
     return cast(type[MPI.Win], VirtualWindow) if is_virtual(comm) else of_processes
 
 
@@ -540,7 +540,7 @@ def _copy(into: Bytes, data: Bytes) -> None:
 
 
 def _places(layout: tuple[Sequence[int], Sequence[int] | None]) -> list[slice]:
-    # Counts, and where each begins; one behind the other without the latter.
+    # Slices of given counts and begins, contiguous ones if there are no begins.
     counts, begins = layout
     begins = [sum(counts[:at]) for at in range(len(counts))] if begins is None else begins
     return [slice(begin, begin + count) for begin, count in zip(begins, counts, strict=True)]

@@ -60,33 +60,25 @@ class RecordText(NamedTuple):
 class DoubleRecord:
     """Two places for one record, written in turn: while one of them changes, the other is valid.
 
-    A record begins with a count, which tells the newer record of the two, and ends with a checksum. Readers
+    A record is a text, a count, which tells the newer record of the two, other fields and a checksum. Readers
     copy both places and use the newer valid record. So no order of stores and loads, on either side, lets a
     mixture of two records pass for one. Memory that was never written, all zeros, is no record.
 
-    ``form`` lists the fields as ``struct`` does, in native sizes without alignment. The two places lie
-    between the byte offsets ``begin``, a multiple of 8, and ``end``. A text of ``text`` bytes may precede the
-    fields; its checksum can be computed in advance.
+    ``form`` lists the fields as ``struct`` does, in native sizes without alignment. The text has ``text``
+    bytes; its checksum can be computed in advance. The two places lie between the byte offsets ``begin``, a
+    multiple of 8, and ``end``.
     """
 
-    def __init__(self, form: str, begin: int, text: int = 0) -> None:
+    def __init__(self, form: str, begin: int, text: int) -> None:
         self._text, self._numbers = text, struct.Struct(f"=q{form}")
-        self._form = struct.Struct(f"={text}sq{form}")
-        self._size = self._form.size
+        self._size = text + self._numbers.size
         self._places = (begin, begin + self._size + _CHECK.size)
         self.end = begin + 2 * (self._size + _CHECK.size)
 
-    def write(self, memory: memoryview, count: int, fence: Callable[[], object], *fields: Any) -> None:
-        """Overwrite the older record, after a fence that completes the last; ``count`` is one more."""
-        at = self._places[count & 1]
-        fence()
-        self._form.pack_into(memory, at, b"", count, *fields)
-        _CHECK.pack_into(memory, at + self._size, zlib.crc32(memory[at : at + self._size]))
-
-    def write_behind(
+    def write(
         self, text: RecordText, memory: memoryview, count: int, fence: Callable[[], object], *fields: Any
     ) -> None:
-        """Write a record that begins with a prepared text."""
+        """Overwrite the older record, after a fence that completes the last; ``count`` is one more."""
         at = self._places[count & 1]
         behind = at + self._text
         numbers = self._numbers.pack(count, *fields)
@@ -100,19 +92,17 @@ class DoubleRecord:
         """Text and fields of the newer valid record in a copy of the memory; None if neither is valid."""
         records = []
         for at in self._places:
-            behind = at + self._size
+            text, behind = copied[at : at + self._text], at + self._size
             if _CHECK.unpack_from(copied, behind)[0] == zlib.crc32(copied[at:behind]):
-                records.append(self._form.unpack_from(copied, at))
-        if not records:
-            return None
-        text, _, *fields = max(records, key=lambda record: record[1])
-        return (text, *fields) if self._text else tuple(fields)
+                count, *fields = self._numbers.unpack_from(copied, at + self._text)
+                records.append((count, text.rstrip(b"\0").decode(errors="replace"), *fields))
+        return max(records)[1:] if records else None
 
 
-# Process, namespace, state, since when, when written, origin; number of ranks waited for, first few, text.
-_STATE = DoubleRecord(f"qqqddqq{_RANKS}q{_TEXT}s", 0)
+# Text, process, namespace, state, since when, when written, origin; number of ranks waited for, first few.
+_STATE = DoubleRecord(f"qqqddqq{_RANKS}q", 0, _TEXT)
 # Name, epoch and start time of the last operation, and the mode at that time.
-_OPERATION = DoubleRecord("qdq", _STATE.end, text=_NAME)
+_OPERATION = DoubleRecord("qdq", _STATE.end, _NAME)
 
 
 class RankState(enum.IntEnum):
@@ -202,14 +192,12 @@ class HeaderWriter:
         listed = (*ranks[:_RANKS], *[-1] * (_RANKS - len(ranks[:_RANKS])))
         self._states += 1
         fields = self._process, self._namespace, state, self._since, time.time(), origin, len(ranks)
-        _STATE.write(self._header, self._states, self._fence, *fields, *listed, clip(text, _TEXT))
+        _STATE.write(record_text(text, _TEXT), self._header, self._states, self._fence, *fields, *listed)
 
     def begin(self, name: RecordText, epoch: int) -> None:
         """Write which operation this rank begins; ``operation_name`` makes ``name``."""
         self._operations += 1
-        _OPERATION.write_behind(
-            name, self._header, self._operations, self._fence, epoch, time.time(), self.mode
-        )
+        _OPERATION.write(name, self._header, self._operations, self._fence, epoch, time.time(), self.mode)
 
     def close(self) -> None:
         """Release the memory."""
@@ -218,7 +206,12 @@ class HeaderWriter:
 
 def operation_name(name: str) -> RecordText:
     """Name of an operation for ``HeaderWriter.begin``."""
-    padded = clip(name, _NAME).ljust(_NAME, b"\0")
+    return record_text(name, _NAME)
+
+
+def record_text(text: str, nbytes: int) -> RecordText:
+    """Text of a record, of at most ``nbytes`` bytes."""
+    padded = clip(text, nbytes).ljust(nbytes, b"\0")
     return RecordText(padded, zlib.crc32(padded))
 
 
@@ -232,9 +225,8 @@ def parse(header: bytes) -> HeaderRecord | None:
     doing, begun = _STATE.read(header), _OPERATION.read(header)
     if doing is None or begun is None:
         return None
-    process, space, state, since, written, origin, number, *ranks, text = doing
+    text, process, space, state, since, written, origin, number, *ranks = doing
     name, epoch, began, mode = begun
-    text, name = (words.rstrip(b"\0").decode(errors="replace") for words in (text, name))
     waits_for = tuple(ranks[: min(number, _RANKS)])
     fields = RankState(state), process, space, since, written, origin, waits_for, text
     return HeaderRecord(*fields, name, epoch, began, mode)

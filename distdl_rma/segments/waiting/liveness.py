@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn
 
 import numpy as np
 from mpi4py import MPI
 
-from distdl_rma.errors import ExchangeTimeout, MismatchError, PeerFailedError, SegmentError
+from distdl_rma.errors import ExchangeTimeout, PeerFailedError
 from distdl_rma.segments.transport.segment import Segment
 from distdl_rma.segments.transport.virtual_ranks import hand_over_of
+from distdl_rma.segments.waiting.error_texts import ANSWER_SECONDS, LOST, TimeoutMessages, append_state
 from distdl_rma.segments.waiting.header import (
     HeaderRecord,
     HeaderWriter,
@@ -30,9 +31,7 @@ _SUSPICION_SECONDS = 1.0
 _LOOKS_BEFORE_ERROR = 8
 # Most ranks that one look checks.
 _WATCHED = 8
-# How long a rank of another node may take to answer before it counts as silent.
-_ANSWER_SECONDS = 1.0
-_LONGEST_CHAIN = 16
+_LONGEST_RING = 16
 _STAY_SECONDS = 1e-3
 
 
@@ -148,6 +147,7 @@ class PeerWatch:
         self.rank = notices.rank
         self.others = tuple(rank for rank in ranks if rank != self.rank)
         self._headers = PeerHeaders(segment)
+        self.messages = TimeoutMessages(self.rank, self._headers, header)
         self._left = ""
         # The error that the ranks settle now, empty if none, and the rank on which it began.
         self._settling, self._origin = "", self.rank
@@ -164,7 +164,6 @@ class PeerWatch:
         # Number of collective calls that raised here.
         self._raised = 0
         self.has_raised = False
-        self._modes: tuple[str, ...] = ()
         # Ranks whose process has ended, with a clause for messages: their headers may become unreadable.
         self._ended: dict[int, str] = {}
 
@@ -238,7 +237,7 @@ class PeerWatch:
         # Shortest chain of ranks that wait in step, from this rank back to itself, with their records.
         ways: dict[int, tuple[tuple[int, HeaderRecord], ...]] = dict.fromkeys(ranks, ())
         pending = list(ways)
-        while pending and len(ways) < _LONGEST_CHAIN:
+        while pending and len(ways) < _LONGEST_RING:
             rank = pending.pop(0)
             record = self._headers.glance(rank) if self._headers.is_near(rank) else None
             if record is None or record.state is not RankState.WAITING_IN_STEP:
@@ -327,19 +326,6 @@ class PeerWatch:
         self.has_raised, self._settling = False, ""
         self.end_wait()
 
-    def set_mode(self, texts: tuple[str, ...] = (), at: int = 0) -> None:
-        """Set which of ``texts`` describes what this rank does from now on; none without ``texts``.
-
-        The text should be equal on all ranks: the message of a timeout says where it differs.
-        """
-        self._modes, self._header.mode = texts, at + 1 if texts else 0
-
-    def _differs(self, record: HeaderRecord) -> str:
-        mine, theirs, texts = self._header.mode, record.mode, self._modes
-        if not (mine and theirs) or mine == theirs or max(mine, theirs) > len(texts):
-            return ""
-        return f"; it {texts[theirs - 1]}, and rank {self.rank} {texts[mine - 1]}"
-
     def leave(self, text: str) -> None:
         """Write to the header that this rank has left."""
         if not self._notices.failed:
@@ -361,13 +347,13 @@ class PeerWatch:
         ended, there, silent = [], [], []
         for rank in self.others:
             record = self._headers.glance(rank)
-            if record is None or self._headers.age(rank) > _ANSWER_SECONDS:
+            if record is None or self._headers.age(rank) > ANSWER_SECONDS:
                 silent.append(rank)
             elif self._headers.process_has_ended(rank, record):
                 ended.append(rank)
             elif record.state is not RankState.LEFT:
                 there.append(rank)
-            elif self._headers.unchanged(rank, record) > _ANSWER_SECONDS:
+            elif self._headers.unchanged(rank, record) > ANSWER_SECONDS:
                 silent.append(rank)
         return (*ended, *there, *silent)[:_WATCHED]
 
@@ -382,78 +368,9 @@ class PeerWatch:
     def timeout_message(self, reason: WaitReason, seconds: float) -> str:
         """Message for a wait that reached its deadline; raises ``PeerFailedError`` if a rank has failed."""
         self._notices.check(lambda: reason)
-        # A wait of zero seconds only tests once, so it asks no rank.
         with self._segment.lock:
-            clauses = self.chain(reason, min(seconds, _ANSWER_SECONDS)) if seconds else []
-        hint = [reason.hint] if reason.hint else []
-        return "; ".join([f"rank {self.rank} waited {in_seconds(seconds)} {reason}", *clauses, *hint])
-
-    def chain(self, reason: WaitReason, seconds: float) -> list[str]:
-        """States of the ranks that this one waits for, of those that they wait for, and so on, as clauses.
-
-        Waits at most ``seconds`` for the answers of ranks on other nodes.
-        """
-        deadline = time.monotonic() + seconds
-        named, pending = {self.rank}, list(reason.ranks)
-        clauses: list[str] = []
-        while pending and len(clauses) < _LONGEST_CHAIN:
-            peer = pending.pop(0)
-            if peer in named:
-                continue
-            named.add(peer)
-            record = self._headers.read(peer, deadline)
-            if record is None:
-                near = self._headers.is_near(peer)
-                why = "its header could not be read" if near else f"no answer within {in_seconds(seconds)}"
-                clauses.append(f"rank {peer} is silent: {why}")
-            elif self._headers.process_has_ended(peer, record):
-                clauses.append(f"rank {peer} is silent: its process {record.process} has ended")
-            else:
-                silent = self._headers.unchanged(peer, record)
-                also = f", and has said nothing for {in_seconds(silent)}" if silent > _ANSWER_SECONDS else ""
-                clauses.append(f"rank {peer} {record.doing}{also}{self._differs(record)}")
-                if record.is_waiting:
-                    pending += record.waits_for
-        return clauses
+            return self.messages.of_wait(reason, seconds)
 
 
 def _origin(rank: int, record: HeaderRecord) -> int:
     return rank if record.origin < 0 else record.origin
-
-
-_E = TypeVar("_E", bound=BaseException)
-# Last sentences of errors that concern several ranks, and the classes of these errors.
-USABLE, LOST = "The machine can be used further.", "The machine is lost: close it and make a new one."
-OF_SEVERAL_RANKS = ExchangeTimeout, PeerFailedError, MismatchError, SegmentError
-
-
-def append_state(error: _E, state: str) -> _E:
-    """Return the error; if it concerns several ranks, its text now ends with the state of the machine."""
-    if state and isinstance(error, OF_SEVERAL_RANKS) and error.args:
-        text = _without_state(str(error.args[0]))
-        error.args = (f"{text}{'' if text.endswith(('.', '?', '!')) else '.'} {state}", *error.args[1:])
-    return error
-
-
-def ends_with_state(error: BaseException) -> bool:
-    """Whether the text of an error ends with the state of the machine."""
-    return bool(error.args) and str(error.args[0]).endswith((USABLE, LOST))
-
-
-def _without_state(text: str) -> str:
-    return text.removesuffix(USABLE).removesuffix(LOST).rstrip()
-
-
-def cause_of(error: BaseException) -> str:
-    """Error as one line, for the notice of a failure."""
-    with suppress(Exception):
-        first = _without_state(str(error).strip()).splitlines()
-        return f"{type(error).__name__}: {first[0]}" if first else type(error).__name__
-    return type(error).__name__
-
-
-def in_seconds(seconds: float) -> str:
-    """Time for a message: in tenths of a second, below one second to two digits."""
-    if seconds < 1:
-        return f"{float(f'{seconds:.2g}'):g} s"
-    return f"{seconds:.1f}".removesuffix(".0") + " s"

@@ -35,8 +35,6 @@ class JobBoard:
     long for a training step.
     """
 
-    longest = _LONGEST  # bytes of a line
-
     def __init__(self) -> None:
         self._written = ""
         self._usable: bool | None = None
@@ -148,11 +146,11 @@ class Announcement:
     members: frozenset[int] = frozenset()
     text: str = ""
 
-    def encoded(self, longest: int) -> str:
-        """Encode as a line of at most ``longest`` bytes."""
+    def encoded(self) -> str:
+        """Encode as a line; what is too long for a line of the board ends early."""
         numbers = (self.stage, self.meeting, self.number, self.first, f"{self.seconds:g}", self.last.number)
         words = (spans(_fitting(self.members), ","), self.text, spans(self.last.members, ","), self.last.text)
-        return clip("\n".join([*map(str, numbers), *words]), longest).decode()
+        return "\n".join([*map(str, numbers), *words])
 
     @classmethod
     def parsed(cls, line: str) -> Announcement | None:
@@ -272,7 +270,7 @@ def refuse(comm: MPI.Intracomm, ranks: Iterable[int], problem: str) -> None:
         group.Free()
     with _lock:
         _past.refused(frozenset(world or ()), f"rank {comm.rank}: {problem}")
-        _board.write(Announcement(Stage.REFUSED, _past.last).encoded(_board.longest))
+        _board.write(Announcement(Stage.REFUSED, _past.last).encoded())
 
 
 def _in_world(group: MPI.Group) -> tuple[int, ...] | None:
@@ -398,7 +396,7 @@ class _Meeting:
     def _announce(self, stage: Stage, number: int = 0, text: str = "", seconds: float = 0.0) -> None:
         first, text = self._world[self._first], text or shortened(self._ranks)
         line = Announcement(stage, _past.last, self._meeting, number, first, seconds, self._members, text)
-        _board.write(line.encoded(_board.longest))
+        _board.write(line.encoded())
 
     def _refuse(self, also: frozenset[int], problem: str, number: int = 0) -> NoReturn:
         self._members |= also

@@ -18,7 +18,8 @@ from typing import Protocol
 import mpi4py
 
 from distdl_rma.errors import DistdlError, PeerFailedError
-from distdl_rma.segments.waiting.liveness import FailureNotices, cause_of
+from distdl_rma.segments.waiting.error_texts import cause_of
+from distdl_rma.segments.waiting.liveness import FailureNotices
 
 _FULL = "DISTDL_RMA_FULL_TRACEBACKS"
 _LEFT_OUT = f"({_FULL}=1 shows the frames of torch and of distdl_rma as well)\n"

@@ -1,8 +1,11 @@
 """Looks at requests of MPI; messages and collectives by MPI of some ranks of a machine."""
 
+import time
+
 import numpy as np
 import pytest
 
+from distdl_rma import ExchangeTimeout
 from distdl_rma.segments.collectives.between_nodes import Messages, looks
 from distdl_rma.segments.waiting.header import WaitReason
 
@@ -59,4 +62,30 @@ def test_messages_and_collectives_are_over_when_their_scripts_are(machine, comm)
     assert given.tolist() == [size * each for each in range(5)]
     assert messages.probe(6) is None
     assert messages.largest_tag() >= 32767
+    messages.close()
+
+
+@pytest.mark.mpi(min_size=2)
+def test_no_rank_makes_a_communicator_with_one_that_gave_up_waiting(machine, comm):
+    if comm.rank > 1:
+        return
+    # Making it cannot be interrupted.
+    messages, deadline, said = Messages(machine.segments, (0, 1), "left"), time.monotonic() + 30, ""
+    while comm.rank == 0 and "to reach 'left (connect)'" not in said:
+        assert time.monotonic() < deadline, said
+        with pytest.raises(ExchangeTimeout) as caught:
+            messages.connect(0.1)
+        said = str(caught.value)
+    while comm.rank == 1:
+        try:
+            messages.announce()
+            break
+        except ExchangeTimeout:
+            assert time.monotonic() < deadline
+    if comm.rank == 0:
+        comm.send("gave up", 1)
+    else:
+        comm.recv(source=0)
+        with pytest.raises(ExchangeTimeout, match=r"for rank 0 to reach 'left \(connect\)' \(epoch 2\)"):
+            messages.connect(0.5)
     messages.close()

@@ -9,7 +9,7 @@ import time
 import numpy as np
 import pytest
 
-from distdl_rma import ExchangeTimeout, ProtocolError
+from distdl_rma import ExchangeTimeout, ProtocolError, ShapeError
 from distdl_rma.segments import Allgather, Allreduce, Alltoall, Bcast, Reduce, Reducescatter
 from distdl_rma.segments.manager import SegmentManager
 from tests.matrix import over_seeds
@@ -73,6 +73,22 @@ def test_sums_of_float16_may_be_beyond_float16_and_structures_travel_as_they_are
     job = Allgather(segments, ranks, [(3 * rank) % 5 for rank in ranks], kind, "structures")
     values = [np.arange(7 * rank, 7 * rank + 3 * rank % 5).astype(np.int16).astype(kind) for rank in ranks]
     assert np.array_equal(job(values[ranks.index(comm.rank)]), np.concatenate(values))
+    job.close()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "values"),
+    [(np.int32, [1.0, 2.0]), (np.int64, np.zeros(2)), (bool, np.ones(2)), (np.float32, [1j, 0])],
+)
+def test_values_that_would_lose_their_fractions_or_imaginary_parts_are_refused(segments, dtype, values):
+    job = Allgather(segments, segments.ranks, 2, dtype, name="lossy")
+    with pytest.raises(ShapeError, match=r"'lossy': values of (float|complex).* do not fit into"):
+        job(values)
+    assert (job([0, 1]).reshape(-1, 2) == [0, 1]).all()
+    job.close()
+    # Of both numpy alone makes floats.
+    job = Allgather(segments, segments.ranks, 2, np.uint64, name="long")
+    assert job([2**64 - 1, 1]).tolist() == [2**64 - 1, 1] * len(segments.ranks)
     job.close()
 
 

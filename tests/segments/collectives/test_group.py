@@ -1,5 +1,6 @@
 """Groups of ranks, and their barrier."""
 
+import gc
 import random
 import time
 
@@ -73,6 +74,12 @@ def test_who_gave_up_waiting_still_lets_the_others_through(segments, comm):
         second.barrier()
     group.close()
     second.close()
+
+
+def test_a_group_that_is_dropped_gives_its_memory_back(segments):
+    Group(segments, name="dropped").barrier()
+    gc.collect()
+    assert "dropped (barrier)" not in segments.stats().owners
 
 
 @pytest.mark.mpi(min_size=2)

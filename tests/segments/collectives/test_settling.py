@@ -7,7 +7,7 @@ from distdl_rma import ExchangeTimeout, Machine, MismatchError, PeerFailedError
 from distdl_rma.segments import Allreduce
 from distdl_rma.segments.collectives import settling
 from distdl_rma.segments.collectives.settling import raise_together
-from distdl_rma.segments.waiting.liveness import LOST, USABLE
+from distdl_rma.segments.waiting.error_texts import LOST, USABLE
 
 pytestmark = [pytest.mark.mpi, pytest.mark.sizes(2, 3, 4)]
 

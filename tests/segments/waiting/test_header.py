@@ -22,6 +22,7 @@ from distdl_rma.segments.waiting.header import (
     WaitReason,
     operation_name,
     parse,
+    record_text,
 )
 
 
@@ -82,13 +83,13 @@ def test_header_that_cannot_be_read_is_given_up_at_once():
     assert time.monotonic() - begin < 20
 
 
-RECORD = DoubleRecord("q8s", 16)
+RECORD = DoubleRecord("q", 16, text=8)
 
 
 def recorded(*fields):
     memory, calls = bytearray(RECORD.end + 8), []
     for count, number in enumerate(fields, 1):
-        RECORD.write(memoryview(memory), count, lambda: calls.append(1), number, b"words")
+        RECORD.write(record_text("words", 8), memoryview(memory), count, lambda: calls.append(1), number)
     assert len(calls) == len(fields)
     return memory
 
@@ -96,7 +97,7 @@ def recorded(*fields):
 def test_the_newest_record_is_read_and_nothing_else_is_touched():
     for last in range(1, 6):
         memory = recorded(*range(10, 10 + last))
-        assert RECORD.read(bytes(memory)) == (9 + last, b"words\0\0\0")
+        assert RECORD.read(bytes(memory)) == ("words", 9 + last)
         assert not any(memory[:16]) and not any(memory[RECORD.end :])
 
 

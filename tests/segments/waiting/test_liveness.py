@@ -9,19 +9,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from distdl_rma.errors import ExchangeTimeout, PeerFailedError, ShapeError
-from distdl_rma.segments.waiting import liveness
+from distdl_rma.errors import ExchangeTimeout, PeerFailedError
+from distdl_rma.segments.waiting import error_texts, liveness
+from distdl_rma.segments.waiting.error_texts import ends_with_state
 from distdl_rma.segments.waiting.header import HEADER_BYTES, HeaderWriter, RankState, WaitReason, parse
-from distdl_rma.segments.waiting.liveness import (
-    LOST,
-    USABLE,
-    FailureNotices,
-    PeerWatch,
-    append_state,
-    cause_of,
-    ends_with_state,
-    in_seconds,
-)
+from distdl_rma.segments.waiting.liveness import FailureNotices, PeerWatch
 
 RANKS = tuple(range(20))
 
@@ -121,7 +113,8 @@ def test_close_misses_first_those_that_ended_then_those_that_have_not_left(node)
 
 def test_close_misses_a_rank_that_left_and_does_not_say_so_any_more(node, monkeypatch):
     watch, boards, _ = node
-    monkeypatch.setattr(liveness, "_ANSWER_SECONDS", 0.5)
+    for module in (liveness, error_texts):
+        monkeypatch.setattr(module, "ANSWER_SECONDS", 0.5)
     for one in boards.values():
         one.write(RankState.LEFT, "closing the machine")
     assert watch.missing() == ()
@@ -138,18 +131,18 @@ def test_close_misses_a_rank_that_left_and_does_not_say_so_any_more(node, monkey
 
 def test_chain_tells_of_a_rank_that_waits_and_does_not_say_so_any_more(node, monkeypatch):
     watch, boards, _ = node
-    monkeypatch.setattr(liveness, "_ANSWER_SECONDS", 0.05)
+    monkeypatch.setattr(error_texts, "ANSWER_SECONDS", 0.05)
     waiting = WaitReason((1, 2), "to set notification 0")
     boards[1].write(RankState.WAITING, "to answer", (2,))
     boards[2].write(RankState.RUNNING)
     watch.look(waiting)
     time.sleep(0.1)
     # A rank that computes writes nothing; one that waits does so ten times a second.
-    first, second = watch.chain(waiting, 1.0)
+    first, second = watch.messages.chain(waiting, 1.0)
     assert "for rank 2 to answer, and has said nothing for" in first
     assert second.startswith("rank 2 waits for nobody") and "has said" not in second
     boards[1].write(RankState.WAITING, "to answer", (2,))
-    assert not any("has said" in clause for clause in watch.chain(waiting, 1.0))
+    assert not any("has said" in clause for clause in watch.messages.chain(waiting, 1.0))
 
 
 def test_process_that_was_seen_to_have_ended_is_told_of_when_its_header_cannot_be_read_any_more(node):
@@ -241,19 +234,6 @@ def test_ranks_that_wait_for_each_other_in_step_give_up(node):
         say(4, 5)
 
 
-def test_error_of_several_ranks_ends_with_the_state_of_the_machine():
-    error = PeerFailedError("rank 1 failed: OSError: disk on fire", 1, "OSError: disk on fire")
-    assert not ends_with_state(error)
-    for state in (USABLE, LOST):
-        assert str(append_state(error, state)) == f"rank 1 failed: OSError: disk on fire. {state}"
-        assert (
-            ends_with_state(error)
-            and cause_of(error) == "PeerFailedError: rank 1 failed: OSError: disk on fire."
-        )
-    assert str(append_state(ExchangeTimeout("is it late?"), LOST)) == f"is it late? {LOST}"
-    assert str(append_state(ShapeError("too long"), LOST)) == "too long"
-
-
 def test_ranks_that_left_still_take_puts(node):
     watch, boards, _ = node
     boards[1].write(RankState.LEFT, "closing the machine")
@@ -274,7 +254,7 @@ def test_rank_of_another_node_that_left_and_answers_no_more_is_missed_at_a_close
     far = SimpleNamespace(memory=None, get=get)
     watch._segment.link = lambda rank: far if rank == 1 else near(rank)
     watch._segment.node_ranks = RANKS[2:]
-    monkeypatch.setattr(liveness, "_ANSWER_SECONDS", 0.05)
+    monkeypatch.setattr(liveness, "ANSWER_SECONDS", 0.05)
     boards = {rank: board(memories[rank]) for rank in RANKS[1:]}
     for one in boards.values():
         one.write(RankState.LEFT, "closing the machine")
@@ -289,25 +269,6 @@ def test_rank_of_another_node_that_left_and_answers_no_more_is_missed_at_a_close
 def test_header_of_this_process_is_that_of_a_process_that_lives(node):
     watch, boards, _ = node
     assert boards[1]._process == os.getpid() and watch.ended() == []
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [
-        (0, "0 s"),
-        (0.00123456, "0.0012 s"),
-        (0.5, "0.5 s"),
-        (0.99629, "1 s"),
-        (1.5, "1.5 s"),
-        (9.99629, "10 s"),
-        (12.34567, "12.3 s"),
-        (300, "300 s"),
-        (1234567.8, "1234567.8 s"),
-        (float("inf"), "inf s"),
-    ],
-)
-def test_a_time_is_told_in_tenths_of_a_second_or_two_digits(seconds, text):
-    assert in_seconds(seconds) == text
 
 
 @pytest.fixture
@@ -363,14 +324,3 @@ def test_what_one_rank_heard_is_passed_on(notices, comm):
         while not made.failures:
             made.poll()
         assert made.failures == {11: "silent"}
-
-
-def test_a_cause_is_one_line():
-    assert cause_of(ShapeError("first\nsecond")) == "ShapeError: first"
-    assert cause_of(KeyboardInterrupt()) == "KeyboardInterrupt"
-
-    class Speechless(Exception):
-        def __str__(self):
-            raise ValueError
-
-    assert cause_of(Speechless()) == "Speechless"

@@ -26,6 +26,9 @@ BUILT = [
     (ShapeError, "numbers of elements", lambda s: Allgather(s, s.ranks, [1] * (len(s.ranks) + 1)),
      lambda s: Alltoall(s, s.ranks, [[1] * len(s.ranks)] * (len(s.ranks) + 1)),
      lambda s: Alltoall(s, s.ranks, [[1] * (len(s.ranks) + 1)] * len(s.ranks))),
+    (ShapeError, r"rows of numbers of elements, got \[1", lambda s: Alltoall(s, s.ranks, [1] * len(s.ranks))),
+    (ShapeError, "no segment holds an array of", *(lambda s, m=m, d=d: m(s, s.ranks, 3, d)
+        for m in (Allgather, Alltoall, Bcast) for d in ("bfloat16", "O", "S", np.dtype(("f4", (2,)))))),
     (ShapeError, "integer of at least 0, got -1", lambda s: Reducescatter(s, s.ranks, -1),
      lambda s: Alltoall(s, s.ranks, -1)),
     (PartitionError, "root is one of the ranks", lambda s: Bcast(s, s.ranks, 1, root=99),
@@ -40,10 +43,12 @@ BUILT = [
 
 
 def test_wrong_arguments_are_named_and_ranks_in_any_order_are_laid_out_by_node(segments):
+    before = segments.stats().owners
     for error, words, *calls in BUILT:
         for call in calls:
             with pytest.raises(error, match=words):
                 call(segments)
+    assert segments.stats().owners == before
     manager, layout, name = CollectiveSite.checked(segments, segments.ranks[::-1], "here")
     assert (manager, name) == (segments, "here")
     assert layout.ranks == segments.ranks[::-1] and layout.me == segments.rank

@@ -19,6 +19,7 @@ from distdl_rma import (
 pytestmark = pytest.mark.mpi
 
 ONE, FROZEN, BIG = np.ones(1, np.uint8), np.broadcast_to(np.zeros(1), (3,)), np.zeros(8, np.uint8)
+EXPANDED, PAIRS = torch.zeros(1, dtype=torch.uint8).expand(4), np.dtype(("f4", (2,)))
 HALF, GRAD = torch.zeros(2, dtype=torch.bfloat16), torch.zeros(2, requires_grad=True)
 # Of 1024 bytes at the peer, and two notifications.
 OFFSETS = (-1, 1018, 2**40, 2**70, np.int64(2**63 - 4), np.uint64(2**64 - 8))
@@ -36,7 +37,7 @@ REMOTE = [
      *(lambda r, c=c, at=at: c(r, at) for c in OUTSIDE.values() for at in OFFSETS),
      *(lambda r, s=s: r.view("u1", s) for s in ((2**32, 2**32), (1 << 62, 2), 1025))),
     (ShapeError, "no segment holds",
-     *(lambda r, a=a: r.view(*a) for a in (("u1", (-1, 5)), ("O", 1), ("nonsense", 4)))),
+     *(lambda r, a=a: r.view(*a) for a in (("u1", (-1, 5)), ("O", 1), (PAIRS, 2), ("nonsense", 4)))),
     (ArgumentError, "view: an offset is a whole number", lambda r: r.view("u1", 4, 0.5)),
     (ShapeError, "8 bytes at a multiple of 8 inside rank",
      *(lambda r, at=at: r.fetch_add(at, 1) for at in (-8, 4, 7, 1017, 1024, 2**70)),
@@ -72,6 +73,12 @@ REMOTE = [
     (ShapeError, "read-only", lambda r: r.get(b"12345678"), lambda r: r.get(np.float64(1)),
      lambda r: r.get(FROZEN),
      lambda r: r.get_list([(BIG, 0), (FROZEN, 0)])),
+    (ShapeError, "several elements in one place", lambda r: r.get(EXPANDED),
+     lambda r: r.get_list([(BIG, 0), (EXPANDED, 0)])),
+    (ShapeError, "Python objects mean nothing", lambda r: r.put(np.zeros(2, object)),
+     lambda r: r.put_notify(np.zeros(2, object), 0), lambda r: r.get(np.zeros(2, object))),
+    (ShapeError, "does not fit into complex64",
+     *(lambda r, v=v: r.view("c8", 1).put(0, v) for v in (complex(np.nan, 1e300), complex(1e300, np.nan)))),
     (ShapeError, "not an array that numpy can look at",
      *(lambda r, t=t: r.put(t) for t in (HALF, GRAD)), *(lambda r, t=t: r.get(t) for t in (HALF, GRAD)),
      *(lambda r, t=t: r.view("f4", 2).put(..., t) for t in (HALF, GRAD))),
@@ -139,6 +146,9 @@ def test_what_is_refused_says_why_moves_nothing_and_leaves_the_machine_usable(ar
     for size in (-1, 1.5, "8", None, True):
         with pytest.raises(ArgumentError, match="bytes"):
             machine.segments.get_segment_buffer(size)
+    for number in (-1, 1.5, "8", None, True):
+        with pytest.raises(ArgumentError, match=rf"notifications, at least 0, got {number!r}"):
+            machine.segments.get_segment_buffer(8, number)
     with pytest.raises(SegmentError, match=r"asked for \d+ bytes, .* free, largest block .*SEGMENT_SIZE"):
         machine.segments.get_segment_buffer(1 << 40)
     with Machine(comm, segment_size="1MiB") as other:

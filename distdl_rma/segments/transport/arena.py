@@ -1,0 +1,148 @@
+"""Arenas: memory of a process that other ranks of its node store to, and that belongs to no machine."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import threading
+import weakref
+from collections import deque
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from distdl_rma.errors import SegmentError
+from distdl_rma.segments.transport.heap import Bytes, Heap
+
+_PAGE_BYTES = mmap.PAGESIZE
+
+
+class Place(NamedTuple):
+    """How another process finds an arena: process, file descriptor there, inode and size in bytes."""
+
+    process: int
+    file: int
+    inode: int
+    nbytes: int
+
+
+class Landing(NamedTuple):
+    """Memory that peers put to: the array, its offset in its process's arena, and the memory's owner."""
+
+    array: NDArray[Any]
+    offset: int
+    owner: object
+
+
+class Arena:
+    """Blocks of one file in memory; the file has no name and ends with the last process that uses it.
+
+    Unlike a segment, an arena belongs to no machine: users may keep its blocks for ever. ``nbytes`` are
+    addresses only: pages are consumed when touched, and freed by ``drop``. ``OSError`` if the system has no
+    such files.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        self._process = os.getpid()
+        self._file = os.memfd_create("distdl_rma results")
+        try:
+            os.ftruncate(self._file, nbytes)
+            self._pages = mmap.mmap(self._file, nbytes)
+        except (OSError, ValueError):
+            os.close(self._file)
+            raise
+        self.memory: Bytes = np.frombuffer(self._pages, np.uint8)
+        self._address = self.memory.ctypes.data
+        self._heap = Heap(nbytes)
+        self._lock = threading.Lock()
+        self._dropped: deque[Bytes] = deque()
+
+    @property
+    def place(self) -> Place:
+        """How other processes of this node find the arena."""
+        return Place(self._process, self._file, os.fstat(self._file).st_ino, self._heap.nbytes)
+
+    @property
+    def used(self) -> int:
+        """Bytes of allocated blocks."""
+        return self._heap.used
+
+    def offset(self, address: int) -> int:
+        """Offset of an address that lies in one of the blocks."""
+        return address - self._address
+
+    def take(self, nbytes: int) -> Bytes:
+        """Allocate a block of ``nbytes`` bytes, uninitialised; ``MemoryError`` if there is no room."""
+        size = -(-nbytes // _PAGE_BYTES) * _PAGE_BYTES
+        try:
+            with self._lock:
+                offset = self._heap.allocate(size)
+        except SegmentError:
+            free = f"{self._heap.free_bytes} of {self._heap.nbytes} are free, largest block"
+            raise MemoryError(
+                f"no room for a result of {nbytes} bytes: {free} {self._heap.largest_gap}"
+            ) from None
+        self._sweep()
+        return self.memory[offset : offset + nbytes]
+
+    def drop(self, block: Bytes) -> None:
+        """Free a block that is not used any more, with its pages."""
+        # Runs at the deletion of a tensor: also during another call, or in a child process, which must not
+        # change it.
+        if os.getpid() == self._process:
+            self._dropped.append(block)
+            self._sweep()
+
+    def _sweep(self) -> None:
+        while self._dropped and self._lock.acquire(blocking=False):
+            try:
+                while self._dropped:
+                    block = self._dropped.popleft()
+                    # Not by ``ctypes``, which imports: a tensor may be deleted while the interpreter ends.
+                    offset = self.offset(block.__array_interface__["data"][0])
+                    size = -(-block.nbytes // _PAGE_BYTES) * _PAGE_BYTES
+                    with suppress(OSError):
+                        self._pages.madvise(mmap.MADV_REMOVE, offset, size)
+                    self._heap.free(offset)
+            finally:
+                self._lock.release()
+
+
+# Mappings of other processes' arenas, shared by all machines: each mapping keeps a file open.
+_mapped: weakref.WeakValueDictionary[Place, mmap.mmap] = weakref.WeakValueDictionary()
+
+
+def attach(place: Place) -> Bytes | None:
+    """Map the arena of another process of this node; None if this process cannot reach it."""
+    try:
+        file = os.open(f"/proc/{place.process}/fd/{place.file}", os.O_RDWR)
+    except OSError:
+        return None
+    try:
+        # Otherwise the process id belongs to another process, as in another namespace.
+        if os.fstat(file).st_ino != place.inode or os.fstat(file).st_size != place.nbytes:
+            return None
+        pages = _mapped.get(place)
+        if pages is None:
+            pages = _mapped[place] = mmap.mmap(file, place.nbytes)
+        return np.frombuffer(pages, np.uint8)
+    except (OSError, ValueError):
+        return None
+    finally:
+        os.close(file)
+
+
+_arenas: dict[int, Arena | None] = {}
+
+
+def own_arena() -> Arena | None:
+    """Arena of this process, created by the first call; None if the system has none."""
+    process = os.getpid()
+    if process not in _arenas:
+        try:
+            _arenas[process] = Arena(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+        except (OSError, ValueError, AttributeError, OverflowError):
+            _arenas[process] = None
+    return _arenas[process]

@@ -1,0 +1,108 @@
+"""Texts of errors that concern several ranks: what timed out, what failed, and how the machine is left."""
+
+from __future__ import annotations
+
+import time
+from contextlib import suppress
+from typing import TypeVar
+
+from distdl_rma.errors import ExchangeTimeout, MismatchError, PeerFailedError, SegmentError
+from distdl_rma.segments.waiting.header import HeaderRecord, HeaderWriter, PeerHeaders, WaitReason
+
+# How long a rank of another node may take to answer before it counts as silent.
+ANSWER_SECONDS = 1.0
+_LONGEST_CHAIN = 16
+
+
+class TimeoutMessages:
+    """Messages of timeouts of a ``rank``: for whom it waited, and what the others do by their headers."""
+
+    def __init__(self, rank: int, headers: PeerHeaders, header: HeaderWriter) -> None:
+        self._rank, self._headers, self._header = rank, headers, header
+        self._modes: tuple[str, ...] = ()
+
+    def set_mode(self, texts: tuple[str, ...] = (), at: int = 0) -> None:
+        """Set which of ``texts`` describes what this rank does from now on; none without ``texts``.
+
+        The text should be equal on all ranks: the message of a timeout says where it differs.
+        """
+        self._modes, self._header.mode = texts, at + 1 if texts else 0
+
+    def of_wait(self, reason: WaitReason, seconds: float) -> str:
+        """Message for a wait that reached its deadline after some seconds."""
+        # A wait of zero seconds only tests once, so it asks no rank.
+        clauses = self.chain(reason, min(seconds, ANSWER_SECONDS)) if seconds else []
+        hint = [reason.hint] if reason.hint else []
+        return "; ".join([f"rank {self._rank} waited {in_seconds(seconds)} {reason}", *clauses, *hint])
+
+    def chain(self, reason: WaitReason, seconds: float) -> list[str]:
+        """States of the ranks that this one waits for, of those that they wait for, and so on, as clauses.
+
+        Waits at most ``seconds`` for the answers of ranks on other nodes.
+        """
+        deadline = time.monotonic() + seconds
+        named, pending = {self._rank}, list(reason.ranks)
+        clauses: list[str] = []
+        while pending and len(clauses) < _LONGEST_CHAIN:
+            peer = pending.pop(0)
+            if peer in named:
+                continue
+            named.add(peer)
+            record = self._headers.read(peer, deadline)
+            if record is None:
+                near = self._headers.is_near(peer)
+                why = "its header could not be read" if near else f"no answer within {in_seconds(seconds)}"
+                clauses.append(f"rank {peer} is silent: {why}")
+            elif self._headers.process_has_ended(peer, record):
+                clauses.append(f"rank {peer} is silent: its process {record.process} has ended")
+            else:
+                silent = self._headers.unchanged(peer, record)
+                also = f", and has said nothing for {in_seconds(silent)}" if silent > ANSWER_SECONDS else ""
+                clauses.append(f"rank {peer} {record.doing}{also}{self._differs(record)}")
+                if record.is_waiting:
+                    pending += record.waits_for
+        return clauses
+
+    def _differs(self, record: HeaderRecord) -> str:
+        mine, theirs, texts = self._header.mode, record.mode, self._modes
+        if not (mine and theirs) or mine == theirs or max(mine, theirs) > len(texts):
+            return ""
+        return f"; it {texts[theirs - 1]}, and rank {self._rank} {texts[mine - 1]}"
+
+
+_E = TypeVar("_E", bound=BaseException)
+# Last sentences of errors that concern several ranks, and the classes of these errors.
+USABLE, LOST = "The machine can be used further.", "The machine is lost: close it and make a new one."
+OF_SEVERAL_RANKS = ExchangeTimeout, PeerFailedError, MismatchError, SegmentError
+
+
+def append_state(error: _E, state: str) -> _E:
+    """Return the error; if it concerns several ranks, its text now ends with the state of the machine."""
+    if state and isinstance(error, OF_SEVERAL_RANKS) and error.args:
+        text = _without_state(str(error.args[0]))
+        error.args = (f"{text}{'' if text.endswith(('.', '?', '!')) else '.'} {state}", *error.args[1:])
+    return error
+
+
+def ends_with_state(error: BaseException) -> bool:
+    """Whether the text of an error ends with the state of the machine."""
+    return bool(error.args) and str(error.args[0]).endswith((USABLE, LOST))
+
+
+def _without_state(text: str) -> str:
+    return text.removesuffix(USABLE).removesuffix(LOST).rstrip()
+
+
+def cause_of(error: BaseException) -> str:
+    """Error as one line, for the notice of a failure."""
+    with suppress(Exception):
+        first = _without_state(str(error).strip()).splitlines()
+        return f"{type(error).__name__}: {first[0]}" if first else type(error).__name__
+    return type(error).__name__
+
+
+def in_seconds(seconds: float) -> str:
+    """Time for a message: in tenths of a second, below one second to two digits."""
+    if seconds < 1:
+        return f"{float(f'{seconds:.2g}'):g} s"
+    return f"{seconds:.1f}".removesuffix(".0") + " s"
