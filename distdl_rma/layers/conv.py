@@ -20,6 +20,7 @@ from distdl_rma.geometry.partition import Partition
 from distdl_rma.layers.core.arguments import (
     LayerOptions,
     PlacedOptions,
+    check_device,
     chosen_placement,
     show_arguments_of,
 )
@@ -226,8 +227,7 @@ def torch_layer(
             )
     if not like.weight.dtype.is_floating_point:
         raise UnsupportedError(f"{kind}: dtype {like.weight.dtype} is not supported, only floating point is")
-    if like.weight.device.type != "cpu":
-        raise UnsupportedError(f"{kind}: device {like.weight.device} is not supported, only the CPU is")
+    check_device(kind, like.weight.device)
     return like
 
 

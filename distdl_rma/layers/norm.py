@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
+from numbers import Integral
 from operator import index as as_int
 from typing import Any, ClassVar, NamedTuple, Unpack
 from weakref import WeakValueDictionary
@@ -26,7 +27,13 @@ from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.intervals import Balanced
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.layers.core.agreement import ShapeAgreement
-from distdl_rma.layers.core.arguments import Callbacks, PlacedOptions, chosen_placement, show_arguments_of
+from distdl_rma.layers.core.arguments import (
+    Callbacks,
+    PlacedOptions,
+    check_device,
+    chosen_placement,
+    show_arguments_of,
+)
 from distdl_rma.layers.core.input_facts import InputFacts, source_of
 from distdl_rma.layers.core.operator_layer import OperatorLayer
 from distdl_rma.layers.core.placement import Placement, cut, register
@@ -195,7 +202,9 @@ class DistributedNorm(OperatorLayer[Normalisation]):
         name: str | None = None,
         **callbacks: Unpack[Callbacks],
     ) -> None:
-        placement = chosen_placement(type(self).__name__, placement, weights, self._allowed)
+        kind = type(self).__name__
+        placement = chosen_placement(kind, placement, weights, self._allowed)
+        check_device(kind, given.device)
         super().__init__(P_x, name=name, **callbacks)
         self.axes, self.eps, self.placement = axes, given.eps, placement
         kept = Placement.everywhere(self.machine, torch.Size(extents))
@@ -591,7 +600,9 @@ class DistributedTrailingNorm(DistributedNorm):
         **options: Unpack[PlacedOptions],
     ) -> None:
         kind = type(self).__name__
-        shape = (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
+        # As in torch, an integer of numpy is one extent too.
+        extents: Any = [normalized_shape] if isinstance(normalized_shape, Integral) else normalized_shape
+        shape = tuple(map(as_int, extents))
         if not shape:
             raise ArgumentError(f"{kind}: normalized_shape needs at least one dimension")
         _check_extents(self, normalized_shape=min(shape))

@@ -8,9 +8,10 @@ from functools import wraps
 from operator import index as as_int
 from typing import Any, TypedDict, TypeVar
 
+import torch
 from torch import nn
 
-from distdl_rma.errors import ArgumentError, ConfigurationError, ProtocolError
+from distdl_rma.errors import ArgumentError, ConfigurationError, ProtocolError, UnsupportedError
 
 T = TypeVar("T")
 
@@ -167,6 +168,13 @@ def chosen_placement(kind: str, placement: str | None, weights: str | None, allo
     if chosen not in allowed:
         raise ArgumentError(f"{kind}: placement is one of {tuple(allowed)}, got {chosen!r}")
     return chosen
+
+
+def check_device(kind: str, device: torch.device | str | None) -> None:
+    """Raise ``UnsupportedError`` if a device is not the CPU; None is torch's default device."""
+    found = torch.get_default_device() if device is None else torch.device(device)
+    if found.type != "cpu":
+        raise UnsupportedError(f"{kind}: device {found} is not supported, only the CPU is")
 
 
 def show_arguments_of(layer: type[nn.Module], twin: type[nn.Module], named: Iterable[str]) -> None:

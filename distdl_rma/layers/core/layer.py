@@ -6,7 +6,7 @@ import copy
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
-from itertools import count
+from itertools import count, zip_longest
 from typing import Any, ClassVar, NamedTuple, Self, Unpack
 
 import torch
@@ -82,31 +82,36 @@ def call_on_blocks(
     label: str,
     partitions: Sequence[Partition],
     call: Callable[..., Any],
-    output: Callable[[], Decomposition | None],
-    inputs: tuple[Any, ...],
+    output: Callable[[Sequence[Any]], Decomposition | None],
+    inputs: Sequence[Any],
+    named: Mapping[str, Any],
 ) -> Any:
     """Call a layer with split tensors; returns split tensors.
 
-    ``partitions`` are those of its inputs; the last one holds for all further inputs. ``output`` returns the
-    decomposition of the output after the call. Plain tensors among the inputs are blocks.
+    ``partitions`` are those of its inputs; the last one holds for all further inputs and for ``named`` ones.
+    ``output`` returns, after the call, the decomposition of the output for these inputs. Plain tensors among
+    the inputs are blocks.
 
     Raises ``PartitionError`` if an input is split over another partition.
     """
-    blocks = []
-    for at, x in enumerate(inputs):
+
+    def block_of(x: Any, wanted: Partition, what: str) -> Any:
         if not isinstance(x, SplitTensor):
-            blocks.append(x)
-            continue
-        wanted, grid = partitions[min(at, len(partitions) - 1)], lay.on_grid(x.decomposition).partition
+            return x
+        grid = lay.on_grid(x.decomposition).partition
         if grid != wanted:
             raise PartitionError(
-                f"{label!r}: input {at} is split over {grid}, the layer takes {wanted}: build the layer on"
+                f"{label!r}: {what} is split over {grid}, the layer takes {wanted}: build the layer on"
                 " the partition of the model, or move the tensor by redistribute() or Repartition"
             )
         with torch._C.DisableTorchFunctionSubclass():
-            blocks.append(checked_block(x))
-    result = call(*blocks)
-    found = output()
+            return checked_block(x)
+
+    pairs = zip_longest(inputs, partitions[: len(inputs)], fillvalue=partitions[-1])
+    blocks = [block_of(x, wanted, f"input {at}") for at, (x, wanted) in enumerate(pairs)]
+    others = {key: block_of(x, partitions[-1], f"{key}=") for key, x in named.items()}
+    result = call(*blocks, **others)
+    found = output((*inputs, *named.values()))
     if found is None:
         raise UnsupportedError(
             f"{label!r}: what it returns are no blocks of one tensor; call it with plain ones"
@@ -257,10 +262,12 @@ class DistributedLayer(CallbackModule):
 
         ``ConfigurationError``, and failure of the machine, if a user's callback returns a wrong value.
         """
-        for x in inputs:
+        given = (*inputs, *named.values()) if named else inputs
+        for x in given:
             if isinstance(x, SplitTensor):
-                return call_on_blocks(self.label, self.input_partitions, self, self.output_layout, inputs)
-        before = self.nbytes_in((*inputs, *named.values()))
+                partitions, output = self.input_partitions, self.output_layout
+                return call_on_blocks(self.label, partitions, self, output, inputs, named)
+        before = self.nbytes_in(given)
         # Checked in every call, since the user may set a callback at any time.
         stated = not CALLBACKS.isdisjoint(vars(self))
         if stated:
@@ -292,8 +299,11 @@ class DistributedLayer(CallbackModule):
         """Partitions of the inputs of a call; the last one holds for all further inputs."""
         return (self.P_x,)
 
-    def output_layout(self) -> Decomposition | None:
-        """Decomposition of the last call's output; None if its parts are not blocks of one tensor. Local."""
+    def output_layout(self, inputs: Sequence[Any]) -> Decomposition | None:
+        """Decomposition of the output of the last call, which had these inputs, split tensors among them.
+
+        None if its parts are not blocks of one tensor. Local.
+        """
         return None
 
     def register_buffer(self, name: str, tensor: torch.Tensor | None, persistent: bool = True) -> None:
@@ -356,7 +366,8 @@ class DistributedLayer(CallbackModule):
         kinds = (None if known is None else known.dtype, *(p.dtype for p in self.parameters()))
         kind = dtype or next(filter(None, kinds), torch.get_default_dtype())
         extents = self.expected_blocks(P_x, shape).own_box.shape if P_x.active else (0,)
-        return torch.empty(1, dtype=kind).expand(extents)
+        # A layer may check the values of its input, such as indices: zero is valid everywhere.
+        return torch.zeros(1, dtype=kind).expand(extents)
 
     def expected_blocks(self, P_x: Partition, shape: Sequence[int]) -> Decomposition:
         """Decomposition to expect of an input of which only the global shape is known."""

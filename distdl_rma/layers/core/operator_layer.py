@@ -59,7 +59,7 @@ class OperatorLayer(DistributedLayer, Generic[O]):
         """Partitions of the inputs."""
         return self.P_xs
 
-    def output_layout(self) -> Decomposition | None:
+    def output_layout(self, _inputs: Sequence[Any]) -> Decomposition | None:
         """Decomposition of the output of the last call's operation."""
         return None if self.agreement is None or self.agreement.last is None else self.agreement.last.output
 

@@ -10,6 +10,7 @@ from typing import Any, ClassVar, NamedTuple, Unpack
 import numpy as np
 import torch
 
+from distdl_rma.checks.arguments import summary_of
 from distdl_rma.checks.consensus import gather_words
 from distdl_rma.dtypes import sum_dtype
 from distdl_rma.errors import ArgumentError, DistdlError, ShapeError, UnsupportedError
@@ -55,7 +56,7 @@ class LossSums:
     the code: P codes are equal if and only if P times the sum of squares is the square of the sum. Within a
     group, ranks multiply their number by factors whose sum is 0. ``refuse`` makes the error that all ranks
     raise, from the problem and the facts of this rank. Local to construct; the first call raises
-    ``MismatchError`` if the arguments differ between ranks.
+    ``MismatchError`` if the texts of ``arguments`` differ between ranks.
     """
 
     def __init__(
@@ -180,7 +181,7 @@ class DistributedLoss(DistributedLayer):
         """Current arguments of torch's function, besides tensors and reduction."""
         return {key: getattr(self, key) for key in self._arguments}
 
-    def output_layout(self) -> Decomposition | None:
+    def output_layout(self, _inputs: Sequence[Any]) -> Decomposition | None:
         """A replicated number; None for ``reduction="none"``."""
         return None if self.reduction == "none" else Decomposition.replicated(self.P_x, ())
 
@@ -236,7 +237,9 @@ class DistributedLoss(DistributedLayer):
     @cached_property
     def _sums(self) -> LossSums:
         refuse = partial(gather_refusal, self.machine, self.P_x.ranks, self.name)
-        return LossSums(self.site, self.P_x, self.extra_repr(), refuse)
+        # Ranks with other values of a weight would add up terms of different losses.
+        values = [None if (w := getattr(self, key)) is None else summary_of(w) for key in self._weights]
+        return LossSums(self.site, self.P_x, f"{self.extra_repr()}, {values}", refuse)
 
     def _input_problem(self, input: torch.Tensor, target: torch.Tensor) -> str:
         # Error text if the local tensors are invalid, or do not fit together; empty otherwise.

@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
 from distdl_rma import Machine, MismatchError, ShapeError, UnsupportedError, layers, zero_volume_tensor
-from distdl_rma.layers import DistributedMSELoss, DistributedPoissonNLLLoss
+from distdl_rma.layers import DistributedBCELoss, DistributedMSELoss, DistributedPoissonNLLLoss
 from distdl_rma.layers.loss.base import DistributedLoss, LossSums, Totals, autocast_dtype, result_dtype
 from distdl_rma.ops.core.movement import CallSite
 from tests.fuzz.loss import CLASSES, ELEMENTWISE, check
@@ -123,9 +123,13 @@ def test_second_derivatives_are_those_of_the_loss_and_of_no_function_of_it(P_wor
 @pytest.mark.mpi(min_size=2)
 def test_ranks_that_build_a_loss_with_other_arguments_are_told(P_world, comm):
     P_x = P_world.create_cartesian_topology_partition((comm.size,))
-    loss = DistributedPoissonNLLLoss(P_x, full=comm.rank == 0, name="counts")
-    with pytest.raises(MismatchError, match="counts"):
-        loss(torch.ones(2), torch.ones(2))
+    weight = torch.ones(2 * comm.size) + (comm.rank == 0)
+    for loss in (
+        DistributedPoissonNLLLoss(P_x, full=comm.rank == 0, name="counts"),
+        DistributedBCELoss(P_x, weight, name="weighted"),
+    ):
+        with pytest.raises(MismatchError, match=loss.name):
+            loss(torch.ones(2), torch.ones(2))
 
 
 def test_a_loss_is_a_few_lines(P_world, comm):
