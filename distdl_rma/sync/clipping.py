@@ -40,7 +40,9 @@ class GradientNorms:
             found = largest, float(any(map(math.isnan, norms))), float(unsummed)
             largest, strange = self._total("max", order, *found)
             return torch.tensor(math.nan if strange else largest, dtype=torch.float64)
-        (powers,) = self._total("sum", order, sum(norm**order for norm in norms), float(unsummed))
+        # Not by floats of Python, which raise on this rank alone where a power overflows.
+        power = float((torch.tensor(norms, dtype=torch.float64) ** order).sum())
+        (powers,) = self._total("sum", order, power, float(unsummed))
         return torch.tensor(powers, dtype=torch.float64) ** (1.0 / order)
 
     @staticmethod

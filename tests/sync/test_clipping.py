@@ -85,6 +85,14 @@ def test_the_norm_counts_every_weight_once(P_world, comm, order):
     sync.close()
 
 
+@pytest.mark.parametrize("order", [2.0, 9.0])
+def test_powers_that_overflow_on_one_rank_are_infinite_on_all(P_world, comm, order):
+    single = nn.Linear(1, 1, bias=False, dtype=torch.float64)
+    with GradientSync(single, P_world) as sync:
+        single.weight.grad = torch.full((1, 1), 1e200 if comm.rank == 0 else 1.0, dtype=torch.float64)
+        assert sync.grad_norm(order) == math.inf
+
+
 def test_no_gradients_and_strange_ones(P_world, comm):
     plain = nn.Linear(2, 2)
     sync = GradientSync(plain, P_world)
