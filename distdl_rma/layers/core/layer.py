@@ -6,7 +6,7 @@ import copy
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
-from itertools import count, zip_longest
+from itertools import count
 from typing import Any, ClassVar, NamedTuple, Self, Unpack
 
 import torch
@@ -80,7 +80,7 @@ register_module_module_registration_hook(_remember)
 
 def call_on_blocks(
     label: str,
-    partitions: Sequence[Partition],
+    partition_of: Callable[[int, int], Partition],
     call: Callable[..., Any],
     output: Callable[[Sequence[Any]], Decomposition | None],
     inputs: Sequence[Any],
@@ -88,30 +88,28 @@ def call_on_blocks(
 ) -> Any:
     """Call a layer with split tensors; returns split tensors.
 
-    ``partitions`` are those of its inputs; the last one holds for all further inputs and for ``named`` ones.
-    ``output`` returns, after the call, the decomposition of the output for these inputs. Plain tensors among
-    the inputs are blocks.
+    ``partition_of`` returns the partition of an input from its number, which for ``named`` inputs goes on
+    behind the others, and its dimensions. ``output`` returns, after the call, the decomposition of the output
+    for these inputs. Plain tensors among the inputs are blocks.
 
     Raises ``PartitionError`` if an input is split over another partition.
     """
-
-    def block_of(x: Any, wanted: Partition, what: str) -> Any:
+    given, blocks = (*inputs, *named.values()), []
+    for at, x in enumerate(given):
         if not isinstance(x, SplitTensor):
-            return x
-        grid = lay.on_grid(x.decomposition).partition
+            blocks.append(x)
+            continue
+        wanted, grid = partition_of(at, x.dim()), lay.on_grid(x.decomposition).partition
         if grid != wanted:
             raise PartitionError(
-                f"{label!r}: {what} is split over {grid}, the layer takes {wanted}: build the layer on"
+                f"{label!r}: input {at} is split over {grid}, the layer takes {wanted}: build the layer on"
                 " the partition of the model, or move the tensor by redistribute() or Repartition"
             )
         with torch._C.DisableTorchFunctionSubclass():
-            return checked_block(x)
-
-    pairs = zip_longest(inputs, partitions[: len(inputs)], fillvalue=partitions[-1])
-    blocks = [block_of(x, wanted, f"input {at}") for at, (x, wanted) in enumerate(pairs)]
-    others = {key: block_of(x, partitions[-1], f"{key}=") for key, x in named.items()}
-    result = call(*blocks, **others)
-    found = output((*inputs, *named.values()))
+            blocks.append(checked_block(x))
+    count = len(inputs)
+    result = call(*blocks[:count], **dict(zip(named, blocks[count:], strict=True)))
+    found = output(given)
     if found is None:
         raise UnsupportedError(
             f"{label!r}: what it returns are no blocks of one tensor; call it with plain ones"
@@ -265,8 +263,8 @@ class DistributedLayer(CallbackModule):
         given = (*inputs, *named.values()) if named else inputs
         for x in given:
             if isinstance(x, SplitTensor):
-                partitions, output = self.input_partitions, self.output_layout
-                return call_on_blocks(self.label, partitions, self, output, inputs, named)
+                partition_of, output = self.partition_of, self.output_layout
+                return call_on_blocks(self.label, partition_of, self, output, inputs, named)
         before = self.nbytes_in(given)
         # Checked in every call, since the user may set a callback at any time.
         stated = not CALLBACKS.isdisjoint(vars(self))
@@ -294,10 +292,9 @@ class DistributedLayer(CallbackModule):
         shown |= {key: grid.shape for key, grid in grids.items() if grid is not None}
         return ", ".join(f"{key}={value!r}" for key, value in shown.items())
 
-    @property
-    def input_partitions(self) -> tuple[Partition, ...]:
-        """Partitions of the inputs of a call; the last one holds for all further inputs."""
-        return (self.P_x,)
+    def partition_of(self, _at: int, _dims: int) -> Partition:
+        """Partition of the input with this number, which has so many dimensions, in a call."""
+        return self.P_x
 
     def output_layout(self, inputs: Sequence[Any]) -> Decomposition | None:
         """Decomposition of the output of the last call, which had these inputs, split tensors among them.

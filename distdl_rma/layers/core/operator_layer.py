@@ -54,10 +54,9 @@ class OperatorLayer(DistributedLayer, Generic[O]):
         """Operation for the facts of all ranks; equal on all ranks, errors included."""
         raise NotImplementedError
 
-    @property
-    def input_partitions(self) -> tuple[Partition, ...]:
-        """Partitions of the inputs."""
-        return self.P_xs
+    def partition_of(self, at: int, _dims: int) -> Partition:
+        """Partition of the input with this number; the last one holds for all further inputs."""
+        return self.P_xs[min(at, len(self.P_xs) - 1)]
 
     def output_layout(self, _inputs: Sequence[Any]) -> Decomposition | None:
         """Decomposition of the output of the last call's operation."""

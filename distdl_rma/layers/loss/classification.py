@@ -61,6 +61,14 @@ class _ClassLoss(DistributedLoss):
         """Agreement of the ranks on their tensors; None unless classes are split."""
         return ShapeAgreement(self, self.P_x.ranks, inputs=2) if self._cuts_classes else None
 
+    def partition_of(self, at: int, dims: int) -> Partition:
+        """As in the base; class indices lack the dimension of the classes, and are replicated along it."""
+        P_x, dim = self.P_x, self._dim
+        if not at or dims == P_x.dim or P_x.index is None:
+            return P_x
+        same = P_x.slab({dim: P_x.index[dim]})
+        return same.create_cartesian_topology_partition(same.shape[:dim] + same.shape[dim + 1 :])
+
     def plan(self, facts: dict[int, InputFacts]) -> _SplitClasses:
         """Layout of the scores, and the movement of sums over classes."""
         try:

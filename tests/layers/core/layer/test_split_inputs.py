@@ -8,6 +8,7 @@ from distdl_rma.layers import (
     DistributedConcat,
     DistributedConv2d,
     DistributedConvTranspose2d,
+    DistributedCrossEntropyLoss,
     DistributedInstanceNorm2d,
     DistributedMSELoss,
     Repartition,
@@ -40,7 +41,7 @@ def test_blocks_go_in_and_a_split_tensor_comes_out(P_x, x):
     s = shard(P_x, x)
     plain = torch.ones(3)
     inputs, named = (s, s.to_local()), {"third": plain}
-    found = call_on_blocks("layer", [P_x], call, lambda _: s.decomposition, inputs, named)
+    found = call_on_blocks("layer", lambda *_: P_x, call, lambda _: s.decomposition, inputs, named)
     assert seen[0] is s.to_local() and seen[2] is plain
     torch.testing.assert_close(found["twice"].full_tensor(), 2 * x)
     assert found["rest"][0].decomposition is s.decomposition
@@ -96,6 +97,20 @@ def test_losses_of_split_tensors_are_numbers_that_all_ranks_have(P_x, x):
         DistributedMSELoss(P_x, reduction="none")(s, s)
 
 
+@pytest.mark.parametrize("cut", [0, 1, 2])
+@pytest.mark.parametrize("likely", [False, True])
+def test_classes_are_split_as_their_scores(P_world, x, cut, likely):
+    P_x = P_world.create_cartesian_topology_partition([P_world.size if d == cut else 1 for d in range(4)])
+    s, whole = shard(P_x, x).requires_grad_(), x.clone().requires_grad_()
+    target, blocks = (y.softmax(1) if likely else y.argmax(1) for y in (x + 1, shard(P_x, x + 1)))
+    expected = torch.nn.functional.cross_entropy(whole, target)
+    loss = DistributedCrossEntropyLoss(P_x)(s, target=blocks)
+    torch.testing.assert_close(loss.full_tensor(), expected)
+    loss.backward()
+    expected.backward()
+    torch.testing.assert_close(s.grad.full_tensor(), whole.grad)
+
+
 def test_a_tensor_that_is_cut_otherwise_is_refused(P_x, P_world, x):
     P_y = P_world.create_cartesian_topology_partition((1, 1, 1, P_world.size))
     layer = DistributedConv2d(P_x, 3, 2, 3, padding=1, dtype=torch.float64)
@@ -107,4 +122,4 @@ def test_a_tensor_that_is_cut_otherwise_is_refused(P_x, P_world, x):
 
 def test_what_is_no_block_of_one_tensor_is_refused(P_x, x):
     with pytest.raises(UnsupportedError, match="no blocks of one tensor"):
-        call_on_blocks("layer", [P_x], lambda block: block, lambda _: None, (shard(P_x, x),), {})
+        call_on_blocks("layer", lambda *_: P_x, lambda block: block, lambda _: None, (shard(P_x, x),), {})
