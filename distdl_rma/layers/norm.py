@@ -27,13 +27,8 @@ from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.intervals import Balanced
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.layers.core.agreement import ShapeAgreement
-from distdl_rma.layers.core.arguments import (
-    Callbacks,
-    PlacedOptions,
-    check_device,
-    chosen_placement,
-    show_arguments_of,
-)
+from distdl_rma.layers.core.arguments import PlacedOptions, check_device, chosen_placement, show_arguments_of
+from distdl_rma.layers.core.callbacks import Callbacks
 from distdl_rma.layers.core.input_facts import InputFacts, source_of
 from distdl_rma.layers.core.operator_layer import OperatorLayer
 from distdl_rma.layers.core.placement import Placement, cut, register

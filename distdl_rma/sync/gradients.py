@@ -15,7 +15,7 @@ from torch import nn
 
 from distdl_rma.errors import ClosedError, DistdlError, ProtocolError, UnsupportedError
 from distdl_rma.geometry.partition import Partition
-from distdl_rma.layers.core.arguments import Callbacks
+from distdl_rma.layers.core.callbacks import Callbacks
 from distdl_rma.machine import Machine
 from distdl_rma.ops.core.autograd import (
     GRAD_CALLS,

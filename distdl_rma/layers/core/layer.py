@@ -18,7 +18,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from distdl_rma.errors import ConfigurationError, PartitionError, ProtocolError, ShapeError, UnsupportedError
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.partition import Partition
-from distdl_rma.layers.core.arguments import CALLBACKS, CallbackModule, Callbacks, set_callbacks
+from distdl_rma.layers.core.callbacks import CALLBACKS, CallbackModule, Callbacks, set_callbacks
 from distdl_rma.layers.core.parameters import Parameters, stated_ranks
 from distdl_rma.layers.core.placement import InitialValues, Placement, as_whole, lasting, register
 from distdl_rma.layers.core.refusals import CallOutcome

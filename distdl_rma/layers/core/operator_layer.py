@@ -12,7 +12,7 @@ import torch
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.layers.core.agreement import ShapeAgreement
-from distdl_rma.layers.core.arguments import Callbacks
+from distdl_rma.layers.core.callbacks import Callbacks
 from distdl_rma.layers.core.input_facts import InputFacts
 from distdl_rma.layers.core.layer import DistributedLayer
 from distdl_rma.ops.core.autograd import GradientNeeds, anchored, deliver, reports_failures
