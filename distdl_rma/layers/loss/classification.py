@@ -83,12 +83,10 @@ class _ClassLoss(DistributedLoss):
             raise ShapeError(f"target: {error}") from None
         return _SplitClasses(self.site, source, self._dim, dtype)
 
-    def _agree(self, input: torch.Tensor, target: torch.Tensor, problem: str) -> bool:
-        if self.agreement is None:
-            return False
-        self.agreement.begin(InputFacts.about((input, target), None, (), (False, False), problem))
-        _, needs = self.agreement.settle()
-        return needs.any
+    def _agree(self, input: torch.Tensor, target: torch.Tensor, problem: str) -> None:
+        if self.agreement is not None:
+            self.agreement.begin(InputFacts.about((input, target), None, (), (False, False), problem))
+            self.agreement.settle()
 
     @property
     def _plan(self) -> _SplitClasses:
