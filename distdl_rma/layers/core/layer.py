@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from itertools import count
@@ -12,13 +11,12 @@ from typing import Any, ClassVar, NamedTuple, Self, Unpack
 import torch
 from torch import nn
 from torch.autograd import profiler
-from torch.nn.modules.module import register_module_module_registration_hook
-from torch.utils.weak import WeakIdKeyDictionary
 
 from distdl_rma.errors import ConfigurationError, PartitionError, ProtocolError, ShapeError, UnsupportedError
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.layers.core.callbacks import CALLBACKS, CallbackModule, Callbacks, set_callbacks
+from distdl_rma.layers.core.module_paths import path_of
 from distdl_rma.layers.core.parameters import Parameters, stated_ranks
 from distdl_rma.layers.core.placement import InitialValues, Placement, as_whole, lasting, register
 from distdl_rma.layers.core.refusals import CallOutcome
@@ -29,53 +27,6 @@ from distdl_rma.ops.core.tensors import problem_with
 from distdl_rma.split import layout as lay
 from distdl_rma.split.calls.refusals import mapped
 from distdl_rma.split.tensor import SplitTensor, checked_block
-
-# For each module the modules that contain it, oldest first, and its key in each. Weak references; by id,
-# since modules of a program may define equality.
-_parents: WeakIdKeyDictionary = WeakIdKeyDictionary()
-
-
-def path_of(module: nn.Module) -> str:
-    """Keys that lead to a module from the outermost module that contains it; empty if there is none.
-
-    If several models contain the module, the first one that still exists counts. Only torch's functions
-    record containment; ``copy.deepcopy``, for example, does not.
-    """
-    keys: list[str] = []
-    passed = {id(module)}
-    while True:
-        found = _parent_of(module)
-        if found is None or id(found[0]) in passed:
-            return ".".join(reversed(keys))
-        module, key = found
-        passed.add(id(module))
-        keys.append(key)
-
-
-def _parent_of(module: nn.Module) -> tuple[nn.Module, str] | None:
-    for parent, key in _living(module):
-        if parent._modules.get(key) is module:
-            return parent, key
-        # Containers may have renumbered their modules.
-        for other, child in parent._modules.items():
-            if child is module:
-                return parent, other
-    return None
-
-
-def _living(module: nn.Module) -> list[tuple[nn.Module, str]]:
-    entries = ((parent(), key) for parent, key in _parents.get(module, ()))
-    return [(parent, key) for parent, key in entries if parent is not None]
-
-
-def _remember(parent: nn.Module, key: str, module: nn.Module | None) -> None:
-    # torch calls this whenever a module is put into another one.
-    if module is not None:
-        entries = [(weakref.ref(other), old) for other, old in _living(module)]
-        _parents[module] = [*entries, (weakref.ref(parent), key)]
-
-
-register_module_module_registration_hook(_remember)
 
 
 def call_on_blocks(
