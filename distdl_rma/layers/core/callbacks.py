@@ -87,7 +87,9 @@ class CallbackModule(nn.Module):
                 given = _plain(vars(self)[name]())
                 true = sizes[name] if name in sizes else _plain(getattr(type(self), name)(self))
             except Exception as error:
-                raise ConfigurationError(f"{who}: {name}() gives no such thing: {error!r}") from error
+                raise ConfigurationError(
+                    f"{who}: {name}() raised, or returned neither a number nor ranks: {error!r}"
+                ) from error
             if given != true:
                 raise ConfigurationError(
                     f"{who}: {name}() gave {given}, it is {true}; leave it out, or correct it"
