@@ -166,6 +166,7 @@ class DistributedNorm(OperatorLayer[Normalisation]):
     eps: Any
     centred = True
     _allowed = ("cut", "replicated")
+    _changeable = ("eps", "momentum", "affine", "track_running_stats", "elementwise_affine")
     # What a group needs more than one of, for messages.
     several = ""
 

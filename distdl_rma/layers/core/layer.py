@@ -12,7 +12,14 @@ import torch
 from torch import nn
 from torch.autograd import profiler
 
-from distdl_rma.errors import ConfigurationError, PartitionError, ProtocolError, ShapeError, UnsupportedError
+from distdl_rma.errors import (
+    ArgumentError,
+    ConfigurationError,
+    PartitionError,
+    ProtocolError,
+    ShapeError,
+    UnsupportedError,
+)
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.layers.core.callbacks import CALLBACKS, CallbackModule, Callbacks, set_callbacks
@@ -140,8 +147,10 @@ class DistributedLayer(CallbackModule):
     """
 
     P_x: Partition
-    # Attributes that are printed; and where parameters may be kept, the usual place first.
+    # Attributes that are printed, and those of them that may change; and where parameters may be kept, the
+    # usual place first.
     _shown: ClassVar[tuple[str, ...]] = ()
+    _changeable: ClassVar[tuple[str, ...]] = ()
     _allowed: ClassVar[tuple[str, ...]] = ()
 
     def __init__(
@@ -188,6 +197,17 @@ class DistributedLayer(CallbackModule):
         twin._label_alone = self.label.partition(_COPY)[0] + copy_of
         twin.machine.labels.register(twin.name, twin)
         return twin
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """As in torch; ``ArgumentError`` if an argument changes that operations are derived from."""
+        if name in self._shown and name not in self._changeable:
+            old = vars(self).get(name, value)
+            if old is not value and old != value:
+                raise ArgumentError(
+                    f"{self.label!r}: its {name} is {old!r}, and cannot become {value!r} later: build a new"
+                    " layer"
+                )
+        super().__setattr__(name, value)
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
