@@ -136,7 +136,8 @@ class DistributedLayer(CallbackModule):
     PartitionError
         If the partitions belong to different machines or to none, or do not fit together.
     ArgumentError
-        If an argument is invalid; at construction also where torch raises in the first call.
+        If an argument is invalid; at construction also where torch raises in the first call. If an argument
+        that operations are derived from, such as a stride, is changed later.
     UnsupportedError
         If the device is not the CPU, or the type cannot be sent between ranks.
     ShapeError
