@@ -5,6 +5,7 @@ from __future__ import annotations
 import marshal
 import sys
 from collections.abc import Mapping, Sequence
+from enum import Enum
 from math import ceil, isfinite
 from typing import Any
 from zlib import crc32
@@ -34,7 +35,6 @@ _SAMPLED = 256
 _ROWS, _SUMS = 1 << 12, "sums"
 # Tolerance of sums, in units of their type's epsilon.
 _SUM_TOLERANCE = 64
-_PAIR = 2
 
 
 def mark_compared(x: torch.Tensor, compared: bool) -> None:
@@ -46,7 +46,10 @@ def mark_compared(x: torch.Tensor, compared: bool) -> None:
 
 
 def comparable_parts(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Any], list[torch.Tensor]]:
-    """Arguments that are not tensors, as words; and the plain tensors that no model holds."""
+    """Arguments that are not tensors, as words; and the plain tensors that no model holds.
+
+    The word of a keyword argument is a dict of one item.
+    """
     words: list[Any] = []
     plain: list[torch.Tensor] = []
     # The usual types need no call of a function.
@@ -75,11 +78,11 @@ def _add_named(kwargs: Mapping[str, Any], words: list[Any], plain: list[torch.Te
     for key, one in kwargs.items():
         kind = one.__class__
         if kind in SCALAR_TYPES:
-            words += ([key, one],)
+            words += ({key: one},)
         elif kind in _PLAIN:
             plain += () if COMPARED in one.__dict__ else (one,)
         elif kind not in TENSORS:
-            words += ([key, as_comparable(one)],)
+            words += ({key: as_comparable(one)},)
             plain += _plain_within(one) if kind in _CONTAINERS else ()
 
 
@@ -100,6 +103,8 @@ def as_comparable(argument: Any) -> Any:
         return argument
     if kind is slice:
         argument = argument.start, argument.stop, argument.step
+    if isinstance(argument, Enum):
+        argument = kind.__name__, argument.value
     if isinstance(argument, Mapping):
         argument = [*argument, *argument.values()]
     if kind is tuple and all(one.__class__ in SCALAR_TYPES for one in argument):
@@ -107,7 +112,7 @@ def as_comparable(argument: Any) -> Any:
         if len(_KNOWN) < _MOST_KNOWN:
             _KNOWN[argument] = (*map(type, argument),)
         return argument
-    if isinstance(argument, (tuple, list)):
+    if isinstance(argument, (tuple, list, range)):
         return [*map(as_comparable, argument)]
     if isinstance(argument, (torch.dtype, torch.device, torch.memory_format, torch.layout)):
         return str(argument)
@@ -121,8 +126,8 @@ def described_arguments(words: Sequence[Any]) -> str:
     """Arguments as words, for messages; without ``...``, a tensor, and without keywords that are None."""
     found = []
     for word in words:
-        if isinstance(word, list) and len(word) == _PAIR and isinstance(word[0], str):
-            found += [f"{word[0]}={word[1]!r}"] if word[1] is not None else []
+        if isinstance(word, dict):
+            found += [f"{key}={value!r}" for key, value in word.items() if value is not None]
         elif word is not ...:
             found.append(repr(word))
     return f" with {', '.join(found)}" if found else ""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping, Sequence
 from operator import index as as_int
-from typing import Any, ClassVar, NamedTuple, TypeVar, Unpack, overload
+from typing import Any, ClassVar, TypeVar, Unpack, overload
 
 import torch
 from torch import Tensor, nn
@@ -20,10 +20,11 @@ from distdl_rma.geometry.partition import Partition
 from distdl_rma.layers.core.arguments import (
     LayerOptions,
     PlacedOptions,
+    check_device,
     chosen_placement,
     show_arguments_of,
 )
-from distdl_rma.layers.core.input_facts import InputFacts, source_of
+from distdl_rma.layers.core.input_facts import InputFacts, check_weights, source_of
 from distdl_rma.layers.core.operator_layer import OperatorLayer
 from distdl_rma.layers.core.placement import Placement, block_placement, whole_placement
 from distdl_rma.ops.conv.conv_transpose import TransposedConvolution, output_padding_for
@@ -113,20 +114,20 @@ class ConvolutionLayer(OperatorLayer[O], _ConvNd):
     def __init__(self, P_x: Partition, *arguments: Any, **options: Any) -> None:
         kind, dims = type(self).__name__, self._dims
         named = {key: options.pop(key, None) for key in ("P_y", "P_W", "P_w")}
-        given, arguments = Partitions.among(kind, dims + 2, (P_x, *arguments), named)
+        P_y, P_W, arguments = partitions_among(kind, dims + 2, (P_x, *arguments), named)
         own = {key: options.pop(key) for key in LayerOptions.__annotations__ if key in options}
         placement, weights = (options.pop(key, None) for key in ("placement", "weights"))
         placement = chosen_placement(kind, placement, weights, self._allowed)
         # The torch layer checks its arguments and has the initial weights of the sequential model.
         like = torch_layer(kind, self._twin, dims, arguments, options)
-        stencil, P_y = stencil_of(kind, like), given.P_y or P_x
-        grid = given.workers(P_y if self._rows == OUT else P_x, self._rows)
+        stencil, P_y = stencil_of(kind, like), P_y or P_x
+        grid = grid_of_workers(P_W, P_y if self._rows == OUT else P_x, self._rows)
         super().__init__(P_x, P_y, grid, **own)
         workers = WorkerGrid(grid, self._rows, like.groups, tuple(like.weight.shape))
         overlaps = can_overlap(stencil, like.padding_mode, workers, P_x)
-        on_workers = given.P_W is None and (self._rows == IN or P_y == P_x)
+        on_workers = P_W is None and (self._rows == IN or P_y == P_x)
         self.options = ConvolutionOptions(stencil, workers, like.padding_mode, on_workers, overlaps)
-        self.P_W, self.placement = given.P_W, placement
+        self.P_W, self.placement = P_W, placement
         for key, value in vars(like).items():
             if not key.startswith("_"):
                 setattr(self, key, value)
@@ -137,6 +138,13 @@ class ConvolutionLayer(OperatorLayer[O], _ConvNd):
     def weights(self) -> str:
         """Another name for ``placement``."""
         return self.placement
+
+    def _source_of(self, facts: dict[int, InputFacts]) -> tuple[Decomposition, torch.dtype]:
+        source, dtype = source_of(self.P_x, facts)
+        check_weights(dtype, facts)
+        if not dtype.is_floating_point:
+            raise UnsupportedError(f"input and weights are {dtype}, only floating point is supported")
+        return source, dtype
 
     def _placement(self, key: str, shape: torch.Size) -> Placement:
         workers, pattern, of_weight = self.options.workers, self.placement, key == "weight"
@@ -152,47 +160,40 @@ class ConvolutionLayer(OperatorLayer[O], _ConvNd):
         return Placement(block_placement(blocks, pattern).store, use)
 
 
-class Partitions(NamedTuple):
-    """Partitions among the arguments of a convolution; None if not given."""
+def partitions_among(
+    kind: str, dims: int, positional: Sequence[Any], named: dict[str, Partition | None]
+) -> tuple[Partition | None, Partition | None, tuple[Any, ...]]:
+    """P_y and P_W, None if not given, and the positional arguments behind P_x, P_y and P_W."""
+    P_x, *others = positional
+    count = next((i for i, a in enumerate(others) if not isinstance(a, Partition)), len(others))
+    if count > 2:
+        raise PartitionError(f"{kind}: takes P_x, P_y and P_W, got {count + 1} partitions")
+    given = [("P_x", P_x), *zip(("P_y", "P_W"), others[:count], strict=False)]
+    given += [("P_W" if key == "P_w" else key, p) for key, p in named.items() if p is not None]
+    found: dict[str, Partition] = {}
+    for key, partition in given:
+        if key in found:
+            raise PartitionError(f"{kind}: {key} is given twice, {found[key]} and {partition}")
+        if not isinstance(partition, Partition):
+            raise PartitionError(f"{kind}: {key} must be a partition, got {partition!r}")
+        if partition.dim != dims:
+            raise PartitionError(
+                f"{kind}: {key} has {partition.dim} dimensions {partition.shape}, the tensor has {dims}"
+            )
+        found[key] = partition
+    return found.get("P_y"), found.get("P_W"), tuple(others[count:])
 
-    P_x: Partition
-    P_y: Partition | None
-    P_W: Partition | None
 
-    @classmethod
-    def among(
-        cls, kind: str, dims: int, positional: Sequence[Any], named: dict[str, Partition | None]
-    ) -> tuple[Partitions, tuple[Any, ...]]:
-        """Split arguments into partitions (P_x, P_y, P_W come first) and the other positional arguments."""
-        P_x, *others = positional
-        count = next((i for i, a in enumerate(others) if not isinstance(a, Partition)), len(others))
-        if count > 2:
-            raise PartitionError(f"{kind}: takes P_x, P_y and P_W, got {count + 1} partitions")
-        given = [("P_x", P_x), *zip(("P_y", "P_W"), others[:count], strict=False)]
-        given += [("P_W" if key == "P_w" else key, p) for key, p in named.items() if p is not None]
-        found: dict[str, Partition] = {}
-        for key, partition in given:
-            if key in found:
-                raise PartitionError(f"{kind}: {key} is given twice, {found[key]} and {partition}")
-            if not isinstance(partition, Partition):
-                raise PartitionError(f"{kind}: {key} must be a partition, got {partition!r}")
-            if partition.dim != dims:
-                raise PartitionError(
-                    f"{kind}: {key} has {partition.dim} dimensions {partition.shape}, the tensor has {dims}"
-                )
-            found[key] = partition
-        return cls(P_x, found.get("P_y"), found.get("P_W")), tuple(others[count:])
+def grid_of_workers(P_W: Partition | None, default: Partition, channels: int) -> Partition:
+    """Ranks that compute, on a grid (batch, out-channel, in-channel, *spatial).
 
-    def workers(self, default: Partition, channels: int) -> Partition:
-        """Ranks that compute, on a grid (batch, out-channel, in-channel, *spatial).
-
-        Without P_W the ranks of ``default``; its channel dimension becomes the grid dimension ``channels``.
-        """
-        if self.P_W is not None:
-            return self.P_W.create_cartesian_topology_partition((1, *self.P_W.shape))
-        batch, count, *space = default.shape
-        both = [count if d == channels else 1 for d in (OUT, IN)]
-        return default.create_cartesian_topology_partition((batch, *both, *space))
+    Without P_W the ranks of ``default``; its channel dimension becomes the grid dimension ``channels``.
+    """
+    if P_W is not None:
+        return P_W.create_cartesian_topology_partition((1, *P_W.shape))
+    batch, count, *space = default.shape
+    both = [count if d == channels else 1 for d in (OUT, IN)]
+    return default.create_cartesian_topology_partition((batch, *both, *space))
 
 
 def torch_layer(
@@ -226,8 +227,7 @@ def torch_layer(
             )
     if not like.weight.dtype.is_floating_point:
         raise UnsupportedError(f"{kind}: dtype {like.weight.dtype} is not supported, only floating point is")
-    if like.weight.device.type != "cpu":
-        raise UnsupportedError(f"{kind}: device {like.weight.device} is not supported, only the CPU is")
+    check_device(kind, like.weight.device)
     return like
 
 
@@ -240,15 +240,6 @@ def stencil_of(kind: str, like: Any) -> Stencil:
         return Stencil.of(like.kernel_size, like.stride, like.dilation, padding)
     except (ShapeError, ArgumentError) as error:
         raise ArgumentError(f"{kind}: {error}") from None
-
-
-def check_dtypes(dtype: torch.dtype, facts: dict[int, InputFacts]) -> None:
-    """Raise if the input and the weights of any rank differ in type, or are not of floating point."""
-    for rank, fact in facts.items():
-        if fact.weights != dtype:
-            raise ShapeError(f"input is {dtype}, the weights of rank {rank} are {fact.weights}")
-    if not dtype.is_floating_point:
-        raise UnsupportedError(f"input and weights are {dtype}, only floating point is supported")
 
 
 class DistributedConv(ConvolutionLayer[Convolution]):
@@ -288,8 +279,7 @@ class DistributedConv(ConvolutionLayer[Convolution]):
 
     def plan(self, facts: dict[int, InputFacts]) -> Convolution:
         """Operation for the input that the ranks form."""
-        source, dtype = source_of(self.P_x, facts)
-        check_dtypes(dtype, facts)
+        source, dtype = self._source_of(facts)
         return Convolution(self.site, self.options, source, self.P_y, dtype)
 
     def run(
@@ -344,8 +334,7 @@ class DistributedConvTranspose(ConvolutionLayer[TransposedConvolution]):
 
     def plan(self, facts: dict[int, InputFacts]) -> TransposedConvolution:
         """Operation for the input that the ranks form; ``ShapeError`` if their ``output_size`` differ."""
-        source, dtype = source_of(self.P_x, facts)
-        check_dtypes(dtype, facts)
+        source, dtype = self._source_of(facts)
         given = {rank: size and tuple(size) for rank, fact in facts.items() for size in fact.call_arguments}
         (first, expected), *others = given.items()
         for rank, size in others:

@@ -10,7 +10,7 @@ from torch import nn
 
 from distdl_rma.errors import ArgumentError, PartitionError, ShapeError, UnsupportedError
 from distdl_rma.geometry.partition import Partition
-from distdl_rma.layers.core.arguments import LayerOptions, chosen_placement
+from distdl_rma.layers.core.arguments import LayerOptions, check_device, chosen_placement
 from distdl_rma.layers.core.input_facts import InputFacts, source_of
 from distdl_rma.layers.core.operator_layer import OperatorLayer
 from distdl_rma.layers.core.placement import whole_placement
@@ -44,7 +44,7 @@ class DistributedEmbedding(OperatorLayer[Embedding], nn.Embedding):
     ShapeError
         In a call: also if the indices are not ``int64`` or ``int32``, or one is out of range.
     UnsupportedError
-        If ``max_norm`` or ``sparse`` is asked for.
+        If ``max_norm`` or ``sparse`` is asked for, or another device than the CPU.
 
     Notes
     -----
@@ -82,6 +82,7 @@ class DistributedEmbedding(OperatorLayer[Embedding], nn.Embedding):
             like = nn.Embedding(*sizes, _weight=_weight, _freeze=_freeze, device=device, dtype=dtype)
         except (AssertionError, RuntimeError) as error:
             raise ArgumentError(f"{kind}: {error}") from None
+        check_device(kind, like.weight.device)
         vectors = P_x.create_cartesian_topology_partition((*P_x.shape, 1))
         super().__init__(P_x, vectors if P_y is None else P_y, **options)
         self._target, self.placement, self.weights = P_y, placement, placement

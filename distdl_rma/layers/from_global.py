@@ -21,7 +21,8 @@ from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.distribution import INPUT, NORM, OUTPUT, Distribution
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.layers import conv, norm
-from distdl_rma.layers.core.arguments import Callbacks, chosen_placement
+from distdl_rma.layers.core.arguments import chosen_placement
+from distdl_rma.layers.core.callbacks import Callbacks
 from distdl_rma.layers.moves import DistributedConcat
 from distdl_rma.machine import Machine
 

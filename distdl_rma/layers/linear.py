@@ -9,10 +9,10 @@ from typing import ClassVar, SupportsIndex, Unpack
 import torch
 from torch import nn
 
-from distdl_rma.errors import ArgumentError, PartitionError, ShapeError, UnsupportedError
+from distdl_rma.errors import ArgumentError, PartitionError, UnsupportedError
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.layers.core.arguments import LayerOptions, PlacedOptions, chosen_placement
-from distdl_rma.layers.core.input_facts import InputFacts, source_of
+from distdl_rma.layers.core.input_facts import InputFacts, check_weights, source_of
 from distdl_rma.layers.core.operator_layer import OperatorLayer
 from distdl_rma.layers.core.placement import Placement, block_placement, linear_values
 from distdl_rma.ops.linear import (
@@ -104,9 +104,7 @@ class DistributedLinear(OperatorLayer[SplitLinear], nn.Linear):
     def plan(self, facts: dict[int, InputFacts]) -> SplitLinear:
         """Operation for the input that the ranks form."""
         source, dtype = source_of(self.P_x, facts)
-        for rank, fact in facts.items():
-            if fact.weights != dtype:
-                raise ShapeError(f"input is {dtype}, the weights of rank {rank} are {fact.weights}")
+        check_weights(dtype, facts)
         placed = self.placed
         places = None if placed is None else lambda: placed.offered if placed.taken_over else None
         return SplitLinear(self.site, source, self.grid, self.P_y, dtype, places, self._matrix)

@@ -11,6 +11,7 @@ import torch
 from distdl_rma.errors import ArgumentError, PartitionError, ShapeError
 from distdl_rma.geometry.box import LEADING
 from distdl_rma.geometry.decomposition import Decomposition
+from distdl_rma.geometry.intervals import Balanced
 from distdl_rma.geometry.partition import Partition, groups_onto
 from distdl_rma.layers.core.arguments import LayerOptions, per_dim
 from distdl_rma.layers.core.input_facts import InputFacts, input_dtype, source_of
@@ -34,6 +35,7 @@ from distdl_rma.ops.moves import (
     sum_reduce,
 )
 from distdl_rma.ops.window_gather import MODES
+from distdl_rma.split.tensor import SplitTensor
 
 M = TypeVar("M", bound=Operation)
 # One grid dimension or several.
@@ -465,6 +467,14 @@ class DistributedConcat(MovementLayer[Concat]):
                 raise ShapeError(f"input {at}: {error}") from None
         sources, dtypes = zip(*inputs, strict=True)
         return Concat(self.site, sources, dtypes, self.P_y, keep_batch=self.P_xs[0] == self.P_y)
+
+    def output_layout(self, inputs: Sequence[Any]) -> Decomposition | None:
+        """As in the base; where nothing moves the output is cut as the inputs."""
+        if not self._stays:
+            return super().output_layout(inputs)
+        split = next(x.decomposition for x in inputs if isinstance(x, SplitTensor))
+        channels = Balanced(sum(x.shape[CHANNELS] for x in inputs), 1)
+        return split.with_splits({CHANNELS: channels})
 
     def nbytes_in(self, inputs: tuple[Any, ...]) -> int:
         """Bytes of all inputs."""

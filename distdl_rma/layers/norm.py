@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
+from numbers import Integral
 from operator import index as as_int
 from typing import Any, ClassVar, NamedTuple, Unpack
 from weakref import WeakValueDictionary
@@ -26,7 +27,8 @@ from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.intervals import Balanced
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.layers.core.agreement import ShapeAgreement
-from distdl_rma.layers.core.arguments import Callbacks, PlacedOptions, chosen_placement, show_arguments_of
+from distdl_rma.layers.core.arguments import PlacedOptions, check_device, chosen_placement, show_arguments_of
+from distdl_rma.layers.core.callbacks import Callbacks
 from distdl_rma.layers.core.input_facts import InputFacts, source_of
 from distdl_rma.layers.core.operator_layer import OperatorLayer
 from distdl_rma.layers.core.placement import Placement, cut, register
@@ -147,16 +149,6 @@ def _result_or_none(callback: Callable[[], Any], convert: Callable[[Any], Any]) 
         return None
 
 
-class NormArguments(NamedTuple):
-    """Arguments of all kinds of normalisation, by torch's names."""
-
-    eps: float | None
-    affine: bool
-    bias: bool
-    device: torch.device | str | None
-    dtype: torch.dtype | None
-
-
 class DistributedNorm(OperatorLayer[Normalisation]):
     """Normalisation of a tensor that is split over ranks along any of its dimensions.
 
@@ -174,6 +166,7 @@ class DistributedNorm(OperatorLayer[Normalisation]):
     eps: Any
     centred = True
     _allowed = ("cut", "replicated")
+    _changeable = ("eps", "momentum", "affine", "track_running_stats", "elementwise_affine")
     # What a group needs more than one of, for messages.
     several = ""
 
@@ -188,16 +181,22 @@ class DistributedNorm(OperatorLayer[Normalisation]):
         P_x: Partition,
         axes: NormAxes,
         extents: Sequence[int],
-        given: NormArguments,
+        eps: float | None,
+        affine: bool,
+        bias: bool,
+        device: torch.device | str | None,
+        dtype: torch.dtype | None,
         *,
         placement: str | None = None,
         weights: str | None = None,
         name: str | None = None,
         **callbacks: Unpack[Callbacks],
     ) -> None:
-        placement = chosen_placement(type(self).__name__, placement, weights, self._allowed)
+        kind = type(self).__name__
+        placement = chosen_placement(kind, placement, weights, self._allowed)
+        check_device(kind, device)
         super().__init__(P_x, name=name, **callbacks)
-        self.axes, self.eps, self.placement = axes, given.eps, placement
+        self.axes, self.eps, self.placement = axes, eps, placement
         kept = Placement.everywhere(self.machine, torch.Size(extents))
         # Grid dimensions that cut the parameters.
         cuts = tuple(d for d in axes.weighted if P_x.shape[d] > 1)
@@ -206,12 +205,12 @@ class DistributedNorm(OperatorLayer[Normalisation]):
             of_grid = tuple(axes.weighted.index(d) if d in cuts else None for d in range(P_x.dim))
             kept = Placement(Decomposition(P_x, splits, of_grid))
         self.store = kept.store
-        wanted = {"weight": given.affine, "bias": given.affine and given.bias}
+        wanted = {"weight": affine, "bias": affine and bias}
         values: dict[str, nn.Parameter | None] = dict.fromkeys(wanted)
         for key, make in (("weight", torch.ones), ("bias", torch.zeros)):
             if wanted[key]:
-                values[key] = nn.Parameter(make(*extents, device=given.device, dtype=given.dtype))
-        if given.affine:
+                values[key] = nn.Parameter(make(*extents, device=device, dtype=dtype))
+        if affine:
             self.place(values, {key: kept for key in values if wanted[key]})
         else:
             register(self, values, {})
@@ -363,8 +362,8 @@ class DistributedRunningNorm(DistributedNorm, batchnorm._NormBase):
         if self._needs_eps and eps <= 0:
             raise ArgumentError(f"{kind}: eps must be positive, got {eps}")
         _check_extents(self, num_features=num_features)
-        arguments = NormArguments(eps, affine, bias, device, dtype)
-        super().__init__(P_x, self.axes_of(P_x.dim), (num_features,), arguments, **options)
+        axes = self.axes_of(P_x.dim)
+        super().__init__(P_x, axes, (num_features,), eps, affine, bias, device, dtype, **options)
         self.num_features, self.momentum, self.affine = num_features, momentum, affine
         self.track_running_stats = tracked
         if not tracked:
@@ -573,8 +572,7 @@ class DistributedGroupNorm(DistributedNorm, nn.GroupNorm):
                 f"{kind}: num_channels {num_channels} must be divisible by num_groups {num_groups}"
             )
         axes = NormAxes(reduced=tuple(range(1, P_x.dim)), weighted=(1,), groups=num_groups)
-        given = NormArguments(eps, affine, bias, device, dtype)
-        super().__init__(P_x, axes, (num_channels,), given, **options)
+        super().__init__(P_x, axes, (num_channels,), eps, affine, bias, device, dtype, **options)
         self.num_groups, self.num_channels, self.affine = num_groups, num_channels, affine
 
 
@@ -587,11 +585,17 @@ class DistributedTrailingNorm(DistributedNorm):
         self,
         P_x: Partition,
         normalized_shape: int | Sequence[int],
-        arguments: NormArguments,
+        eps: float | None,
+        elementwise_affine: bool,
+        bias: bool,
+        device: torch.device | str | None,
+        dtype: torch.dtype | None,
         **options: Unpack[PlacedOptions],
     ) -> None:
         kind = type(self).__name__
-        shape = (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
+        # As in torch, an integer of numpy is one extent too.
+        extents: Any = [normalized_shape] if isinstance(normalized_shape, Integral) else normalized_shape
+        shape = tuple(map(as_int, extents))
         if not shape:
             raise ArgumentError(f"{kind}: normalized_shape needs at least one dimension")
         _check_extents(self, normalized_shape=min(shape))
@@ -600,8 +604,9 @@ class DistributedTrailingNorm(DistributedNorm):
                 f"{kind}: P_x has {P_x.dim} dimensions {P_x.shape}, normalized_shape {shape} has {len(shape)}"
             )
         trailing = tuple(range(P_x.dim - len(shape), P_x.dim))
-        super().__init__(P_x, NormAxes(trailing, trailing), shape, arguments, **options)
-        self.normalized_shape, self.elementwise_affine = shape, arguments.affine
+        axes, given = NormAxes(trailing, trailing), (eps, elementwise_affine, bias, device, dtype)
+        super().__init__(P_x, axes, shape, *given, **options)
+        self.normalized_shape, self.elementwise_affine = shape, elementwise_affine
 
 
 class DistributedLayerNorm(DistributedTrailingNorm, nn.LayerNorm):
@@ -623,8 +628,8 @@ class DistributedLayerNorm(DistributedTrailingNorm, nn.LayerNorm):
         dtype: torch.dtype | None = None,
         **options: Unpack[PlacedOptions],
     ) -> None:
-        given = NormArguments(eps, elementwise_affine, bias, device, dtype)
-        super().__init__(P_x, normalized_shape, given, **options)
+        given = eps, elementwise_affine, bias, device, dtype
+        super().__init__(P_x, normalized_shape, *given, **options)
 
 
 class DistributedRMSNorm(DistributedTrailingNorm, nn.RMSNorm):
@@ -642,8 +647,8 @@ class DistributedRMSNorm(DistributedTrailingNorm, nn.RMSNorm):
         dtype: torch.dtype | None = None,
         **options: Unpack[PlacedOptions],
     ) -> None:
-        given = NormArguments(eps, elementwise_affine, False, device, dtype)
-        super().__init__(P_x, normalized_shape, given, **options)
+        given = eps, elementwise_affine, False, device, dtype
+        super().__init__(P_x, normalized_shape, *given, **options)
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise; ``x`` is the local shard, or a tensor without elements outside of P_x."""

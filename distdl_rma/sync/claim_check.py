@@ -10,10 +10,10 @@ from typing import Any, cast
 
 import torch
 
-from distdl_rma.checks.calls import have_drifted
 from distdl_rma.checks.consensus import gather_words
+from distdl_rma.checks.generators import have_drifted
 from distdl_rma.errors import ConfigurationError, ProtocolError
-from distdl_rma.layers.core.arguments import Callbacks
+from distdl_rma.layers.core.callbacks import Callbacks
 from distdl_rma.layers.norm import DistributedNorm
 from distdl_rma.machine import Machine
 from distdl_rma.sync.claims import Claim
@@ -74,13 +74,19 @@ def statement(claim: Claim) -> Words:
                 f"{entry.name!r} is shared with {other.name!r} and summed over {list(other.ranks)} there"
                 f" but over {list(claim.ranks)} here"
             )
-    stated, answers = nbytes, dict[str, Any]()
+    # For each of the user's other callbacks: its result, and the true value, if this rank knows that.
+    stated, answers, given = nbytes, dict[str, Any](), {} if module is None else vars(module)
+    name = "get_sizeof_gradients"
     try:
-        if hasattr(module, "get_sizeof_gradients"):
+        if hasattr(module, name):
             stated = as_int(module.get_sizeof_gradients())
-        answers = _answers(claim)
+        for name in [other for other in _OTHERS if other in given]:
+            truth = _known(claim, name)
+            if truth is not None:
+                answers[name] = [_plain(given[name]()), truth]
     except Exception as error:  # noqa: BLE001 - the user's function; all ranks raise it
-        stated, complaint = 0, complaint or f"a callback gives no such thing: {error!r}"
+        wrong = f"{name}() raised, or returned neither a number nor ranks: {error!r}"
+        stated, answers, complaint = 0, {}, complaint or wrong
     parameters = {e.name: [*_form(e.parameter), e.parameter.requires_grad] for e in claim.entries}
     return {
         "name": claim.name,
@@ -97,13 +103,6 @@ def statement(claim: Claim) -> Words:
 
 def _form(tensor: torch.Tensor) -> tuple[list[int], str]:
     return list(tensor.shape), str(tensor.dtype).removeprefix("torch.")
-
-
-def _answers(claim: Claim) -> dict[str, Any]:
-    # For each of the user's other callbacks: its result, and the true value, if this rank knows that.
-    given = {} if claim.module is None else vars(claim.module)
-    known = {name: _known(claim, name) for name in _OTHERS if name in given}
-    return {name: [_plain(given[name]()), truth] for name, truth in known.items() if truth is not None}
 
 
 def _known(claim: Claim, name: str) -> int | list[int] | None:

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from distdl_rma.layers.core.arguments import Callbacks
+from distdl_rma.layers.core.callbacks import Callbacks
 from distdl_rma.layers.core.layer import DistributedLayer
 from distdl_rma.layers.core.parameters import Parameters
 from distdl_rma.machine import Machine

@@ -8,9 +8,15 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from distdl_rma.errors import ConfigurationError, ProtocolError
+from distdl_rma.checks.calls import by_ranks
+from distdl_rma.checks.consensus import gather_words
+from distdl_rma.errors import ConfigurationError, MismatchError, ProtocolError
+from distdl_rma.geometry.exchange import fingerprint
 from distdl_rma.machine import Machine
 from distdl_rma.segments.collectives.allreduce import Allreduce
+
+# Codes of numbers that must be equal; float64 adds their squares exactly.
+_CODES = 1 << 20
 
 
 class GradientNorms:
@@ -21,11 +27,16 @@ class GradientNorms:
         self._totals: dict[float, Allreduce] = {}
 
     def of(
-        self, gradients: Sequence[torch.Tensor | None], norm_type: float, unsummed: bool = False
+        self,
+        gradients: Sequence[torch.Tensor | None],
+        norm_type: float,
+        unsummed: bool = False,
+        max_norm: float = math.inf,
     ) -> torch.Tensor:
         """Norm of the given tensors of all ranks together; collective over the machine, blocking.
 
-        ``unsummed`` says that gradients of this rank are not summed yet: then all ranks raise.
+        All ranks raise if gradients of one are ``unsummed``, or if their ``max_norm`` differs, by which they
+        will clip.
         """
         order = float(norm_type)
         if not order > 0:
@@ -34,13 +45,19 @@ class GradientNorms:
         # Like torch, by the magnitudes of complex numbers.
         mine = [g.abs() if g.is_complex() else g for g in mine]
         norms = [float(torch.linalg.vector_norm(g, order, dtype=torch.float64)) for g in mine]
+        code = fingerprint(float(max_norm)) % _CODES
         if order == math.inf:
             # A maximum may lose NaN, so a flag carries it.
             largest = max((norm for norm in norms if not math.isnan(norm)), default=0.0)
-            found = largest, float(any(map(math.isnan, norms))), float(unsummed)
-            largest, strange = self._total("max", order, *found)
+            found = largest, any(map(math.isnan, norms)), code, -code, unsummed
+            largest, strange, most, negative = self._total("max", order, *found)
+            self._compare(most == -negative, max_norm)
             return torch.tensor(math.nan if strange else largest, dtype=torch.float64)
-        (powers,) = self._total("sum", order, sum(norm**order for norm in norms), float(unsummed))
+        # Not by floats of Python, which raise on this rank alone where a power overflows.
+        power = float((torch.tensor(norms, dtype=torch.float64) ** order).sum())
+        powers, codes, squares = self._total("sum", order, power, code, code**2, unsummed)
+        # As in losses: codes are equal if and only if this holds.
+        self._compare(int(squares) * len(self._machine.ranks) == int(codes) ** 2, max_norm)
         return torch.tensor(powers, dtype=torch.float64) ** (1.0 / order)
 
     @staticmethod
@@ -57,6 +74,11 @@ class GradientNorms:
         for total in self._totals.values():
             total.close()
         self._totals.clear()
+
+    def _compare(self, equal: bool, max_norm: float) -> None:
+        if not equal:
+            texts = gather_words(self._machine.segments, str(float(max_norm)), "clip_grad_norm_")
+            raise MismatchError(f"clip_grad_norm_: max_norm must be the same on all ranks: {by_ranks(texts)}")
 
     def _total(self, op: str, order: float, *values: float) -> tuple[float, ...]:
         total = self._totals.get(order)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,7 +16,7 @@ from torch import nn
 
 from distdl_rma.errors import ClosedError, DistdlError, ProtocolError, UnsupportedError
 from distdl_rma.geometry.partition import Partition
-from distdl_rma.layers.core.arguments import Callbacks
+from distdl_rma.layers.core.callbacks import Callbacks
 from distdl_rma.machine import Machine
 from distdl_rma.ops.core.autograd import (
     GRAD_CALLS,
@@ -201,11 +202,14 @@ class GradientSync(Uncopyable):
         For any positive order, also ``inf``. Collective over the machine, blocking; returns the same float64
         number on all ranks.
         """
+        return self._norm(norm_type)
+
+    def _norm(self, norm_type: float, max_norm: float = math.inf) -> torch.Tensor:
         self._check_open()
         # The first of the ranks that hold a gradient counts it.
         rank = self._machine.rank
         mine = [slot.gradient for slot in self._slots if (*slot.kind.ranks, rank)[0] == rank]
-        return self._norms.of(mine, norm_type, any(slot.unsummed for slot in self._slots))
+        return self._norms.of(mine, norm_type, any(slot.unsummed for slot in self._slots), max_norm)
 
     @uncompiled
     def clip_grad_norm_(
@@ -214,9 +218,10 @@ class GradientSync(Uncopyable):
         """Scale all gradients so that their norm is at most ``max_norm``; return the norm before.
 
         Equals ``torch.nn.utils.clip_grad_norm_`` on one machine, also if layers keep parts of their weights
-        on several ranks. Collective over the machine, blocking.
+        on several ranks. Collective over the machine, blocking. All ranks raise ``MismatchError`` if their
+        ``max_norm`` differs.
         """
-        norm = self.grad_norm(norm_type)
+        norm = self._norm(norm_type, max_norm)
         if error_if_nonfinite and not torch.isfinite(norm):
             raise RuntimeError(f"the norm of order {norm_type} of the gradients is {norm.item()}, not finite")
         GradientNorms.scale([slot.gradient for slot in self._slots], max_norm, norm)

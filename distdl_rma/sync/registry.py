@@ -15,9 +15,9 @@ from torch import nn
 from torch.nn.parameter import UninitializedParameter
 from torch.utils.weak import WeakIdKeyDictionary
 
-from distdl_rma.checks.calls import generator_state
+from distdl_rma.checks.generators import generator_state
 from distdl_rma.errors import ConfigurationError
-from distdl_rma.layers.core.arguments import set_callbacks
+from distdl_rma.layers.core.callbacks import set_callbacks
 from distdl_rma.layers.core.layer import DistributedLayer
 from distdl_rma.machine import Machine
 from distdl_rma.ops.set_up_transfer import broadcast_from_first

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from distdl_rma.errors import MismatchError
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.machine import Machine
 from distdl_rma.ops.core.autograd import uncompiled
@@ -32,13 +33,14 @@ class DistributedGradScaler(torch.amp.GradScaler):
     found a value that is not finite.
 
     ``step`` and ``unscale_`` are collective over the machine and block. ``machine`` may be a partition of its
-    ranks; ``arguments`` are torch's without the device, which is the CPU.
+    ranks; ``arguments`` are torch's without the device, which is the CPU. ``MismatchError`` on all ranks if
+    their scales differ.
     """
 
     def __init__(self, machine: Machine | Partition, **arguments: Any) -> None:
         super().__init__("cpu", **arguments)
         home = Machine.of(machine)
-        self._found = Allreduce(home.segments, home.ranks, 1, np.float32, "max", "GradScaler")
+        self._found = Allreduce(home.segments, home.ranks, 3, np.float32, "max", "GradScaler")
 
     @uncompiled
     def _unscale_grads_(self, optimizer: Any, *arguments: Any) -> dict[torch.device, torch.Tensor]:
@@ -46,5 +48,11 @@ class DistributedGradScaler(torch.amp.GradScaler):
         groups = [{"params": [_in_reals(p) for p in group["params"]]} for group in optimizer.param_groups]
         in_reals: Any = SimpleNamespace(param_groups=groups)
         found = super()._unscale_grads_(in_reals, *arguments)
-        anywhere = float(self._found(max((float(flag) for flag in found.values()), default=0.0))[0])
+        mine, scale = max(map(float, found.values()), default=0.0), self.get_scale()
+        anywhere, largest, negative = self._found([mine, scale, -scale]).tolist()
+        if largest != -negative:
+            raise MismatchError(
+                f"GradScaler: the scale is {largest} on one rank and {-negative} on another: give all ranks"
+                " one init_scale, and load one state"
+            )
         return {torch.device("cpu"): torch.full((), anywhere, dtype=torch.float32)}

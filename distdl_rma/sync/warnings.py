@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from typing import Any
 
+import numpy as np
 from torch import nn
 from torch.nn.modules import batchnorm, conv, padding, pooling
 
@@ -22,6 +24,7 @@ _WHOLE_IMAGE: tuple[type[nn.Module], ...] = (
     padding._ReplicationPadNd,
     padding._CircularPadNd,
 )
+_WINDOWS = (pooling._MaxPoolNd, pooling._AvgPoolNd, pooling._LPPoolNd, nn.Unfold)
 
 
 def warn_of_pitfalls(
@@ -67,6 +70,12 @@ def shortsighted(model: nn.Module) -> str:
 def _looks_around(part: nn.Module) -> bool:
     if isinstance(part, conv._ConvNd):
         return any(extent > 1 for extent in part.kernel_size)
+    if isinstance(part, _WINDOWS):
+        # Windows side by side are within a shard if its extents are multiples of theirs.
+        of: dict[str, Any] = {"dilation": 1, "padding": 0} | vars(part)
+        stride = of["kernel_size"] if of["stride"] is None else of["stride"]
+        reach = np.multiply(of["dilation"], np.subtract(of["kernel_size"], 1)) + 1
+        return bool(np.any(reach > stride) or np.any(of["padding"]))
     if isinstance(part, nn.Upsample):
         return part.mode != "nearest"
     return isinstance(part, _WHOLE_IMAGE)

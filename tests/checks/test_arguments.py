@@ -25,7 +25,7 @@ def test_tensors_say_nothing_and_all_else_does():
     args = torch.ones(2), 1, (2, 3), nn.Parameter(torch.ones(1)), [torch.ones(1), 0.5], slice(1, None)
     words, plain = comparable_parts(args, {"dim": 1, "weight": torch.ones(1)})
     assert [x.numel() for x in plain] == [2, 1, 1, 1]
-    assert words == [1, (2, 3), ["Tensor", 0.5], [1, None, None], ["dim", 1]]
+    assert words == [1, (2, 3), ["Tensor", 0.5], [1, None, None], {"dim": 1}]
 
 
 def test_plain_tensors_are_found_wherever_they_are_and_those_that_a_model_holds_are_not():
@@ -37,6 +37,11 @@ def test_plain_tensors_are_found_wherever_they_are_and_those_that_a_model_holds_
     assert len(plain) == 5 and all(each is x for each in plain)
     mark_compared(held, False)
     assert comparable_parts([held], {"d": held})[1] == [held, held]
+
+
+class Choice(IntEnum):
+    FIRST = 5
+    SECOND = 6
 
 
 def _apart(x, y):
@@ -99,6 +104,9 @@ def test_values_of_few_elements_are_the_elements():
         (-1, -2),
         ((1, 2), (1.0, 2.0)),
         ((1, 2), (2, 1)),
+        (range(1), range(2)),
+        (Choice.FIRST, Choice.SECOND),
+        (Choice.FIRST, 5),
         (slice(1), slice(2)),
         ([], None),
         (torch.float32, torch.float64),
@@ -121,10 +129,6 @@ def test_a_tuple_is_said_alike_where_no_more_are_kept(monkeypatch):
     assert checksum(comparable_parts([(7, 11)], {})[0]) == first and not arguments._KNOWN
 
 
-class Choice(IntEnum):
-    FIRST = 5
-
-
 @pytest.mark.parametrize("twin", [(np.int64(5), np.int64(13)), (5.0, 13), (Choice.FIRST, 13)])
 def test_a_tuple_that_equals_a_known_one_has_the_number_that_it_has_elsewhere(monkeypatch, twin):
     monkeypatch.setattr(arguments, "_KNOWN", {})
@@ -139,7 +143,9 @@ def test_numbers_go_on_from_those_before():
 
 
 def test_messages_leave_out_what_is_none():
-    assert described_arguments([0.5, ["dim", 1], ["dtype", None]]) == " with 0.5, dim=1"
+    assert described_arguments([0.5, {"dim": 1}, {"dtype": None}]) == " with 0.5, dim=1"
+    words, _ = comparable_parts([(..., [0])], {"dim": 1})
+    assert described_arguments(words) == " with ['ellipsis', [0]], dim=1"
     assert described_arguments([]) == ""
     assert described_arguments([..., (2, 3)]) == " with (2, 3)"
 

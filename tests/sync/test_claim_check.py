@@ -132,7 +132,10 @@ def test_a_statement_has_what_the_ranks_compare():
 
 def test_callbacks_that_raise_and_shared_parameters_that_part_are_complaints():
     stated = statement(claim_of(nn.Linear(3, 4), get_sizeof_gradients=lambda: 1 / 0))
-    assert stated["complaint"].startswith("a callback gives no such thing: ZeroDivisionError")
+    words = "raised, or returned neither a number nor ranks: Zero"
+    assert stated["complaint"].startswith(f"get_sizeof_gradients() {words}")
+    stated = statement(claim_of(nn.Linear(3, 4), get_sizeof_norm=lambda: 1 / 0))
+    assert stated["complaint"].startswith(f"get_sizeof_norm() {words}")
     owner = Claim(None, "trunk", (0, 1), ranks=(0, 1))
     sharing = Claim(None, "head", (0, 1), ranks=(1,))
     sharing.shared.append((owner, ParameterEntry(nn.Parameter(torch.zeros(2)), "trunk.weight", [])))

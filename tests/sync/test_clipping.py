@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from distdl_rma import ConfigurationError, GradientSync, ProtocolError, gather_state_dict
+from distdl_rma import ConfigurationError, GradientSync, MismatchError, ProtocolError, gather_state_dict
 from distdl_rma.layers import (
     DistributedConv2d,
     DistributedLinear,
@@ -83,6 +83,28 @@ def test_the_norm_counts_every_weight_once(P_world, comm, order):
     for key, value in twins.state_dict().items():
         agree(state[key], value, key)
     sync.close()
+
+
+@pytest.mark.parametrize("order", [2.0, 9.0])
+def test_powers_that_overflow_on_one_rank_are_infinite_on_all(P_world, comm, order):
+    single = nn.Linear(1, 1, bias=False, dtype=torch.float64)
+    with GradientSync(single, P_world) as sync:
+        single.weight.grad = torch.full((1, 1), 1e200 if comm.rank == 0 else 1.0, dtype=torch.float64)
+        assert sync.grad_norm(order) == math.inf
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("order", [2.0, math.inf])
+def test_another_limit_on_one_rank_is_refused_on_all(P_world, comm, order):
+    plain = nn.Linear(2, 1, bias=False)
+    with GradientSync(plain, P_world) as sync:
+        plain(torch.ones(1, 2)).sum().backward()
+        before = plain.weight.grad.clone()
+        with pytest.raises(MismatchError, match=r"max_norm must be the same on all ranks: rank 0: 0\.5; "):
+            sync.clip_grad_norm_(0.5 if comm.rank == 0 else 0.25, order)
+        assert torch.equal(plain.weight.grad, before)
+        sync.clip_grad_norm_(0.5, order)
+        assert torch.linalg.vector_norm(plain.weight.grad, order).item() == pytest.approx(0.5)
 
 
 def test_no_gradients_and_strange_ones(P_world, comm):

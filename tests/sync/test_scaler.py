@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from distdl_rma import DistributedGradScaler, GradientSync
+from distdl_rma import DistributedGradScaler, GradientSync, MismatchError
 from distdl_rma.layers import DistributedLinear
 from tests.layers.sequential import shard
 
@@ -34,6 +34,16 @@ def test_blocks_of_weights_need_the_scaler_of_all_ranks(P_world, comm):
             assert scaler.get_scale() == 32.0
     torch.testing.assert_close(layer.weight.detach(), before - 1.0)
     sync.close()
+
+
+@pytest.mark.mpi(min_size=2)
+def test_another_scale_on_one_rank_is_refused_on_all(P_world, comm):
+    plain = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    scaler = DistributedGradScaler(P_world, init_scale=4.0 if comm.rank == 0 else 8.0)
+    scaler.scale(plain(torch.ones(1, 2)).sum()).backward()
+    with pytest.raises(MismatchError, match=r"the scale is 8\.0 on one rank and 4\.0 on another"):
+        scaler.step(optimizer)
 
 
 def test_a_scaler_under_another_default_type(P_world, monkeypatch):

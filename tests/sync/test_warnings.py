@@ -34,9 +34,16 @@ def test_plain_modules_that_look_around_are_named_where_all_layers_split_the_ima
         nn.AdaptiveAvgPool2d(1),
         nn.Upsample(scale_factor=2, mode="bilinear"),
         nn.Upsample(scale_factor=2),
+        nn.MaxPool2d(2),
+        nn.MaxPool2d((2, 2), 2, dilation=(1, 2)),
+        nn.AvgPool2d(3, stride=2),
+        nn.AvgPool2d(2, padding=1),
+        nn.LPPool2d(2, (2, 2), stride=(2, 1)),
+        nn.Unfold(2, stride=2),
     )
     said = spoken(lambda: GradientSync(model, P_world).close())
     names = "'3' (Conv2d), '4' (BatchNorm2d), '5' (ZeroPad2d), '6' (AdaptiveAvgPool2d), '7' (Upsample)"
+    names += ", '10' (MaxPool2d), '11' (AvgPool2d), '12' (AvgPool2d), '13' (LPPool2d)"
     assert len(said) == (1 if comm.rank == 0 else 0)
     assert all(words.startswith(f"GradientSync: {names}: plain modules see only the shard") for words in said)
     # Where samples are split, or the image is whole in some part, they may be right.

@@ -1,33 +1,20 @@
-"""Arguments of layers, read as torch reads them, and callbacks of their users."""
+"""Arguments of layers, read as torch reads them."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import wraps
 from operator import index as as_int
-from typing import Any, TypedDict, TypeVar
+from typing import Any, TypeVar
 
+import torch
 from torch import nn
 
-from distdl_rma.errors import ArgumentError, ConfigurationError, ProtocolError
+from distdl_rma.errors import ArgumentError, UnsupportedError
+from distdl_rma.layers.core.callbacks import Callbacks
 
 T = TypeVar("T")
-
-
-class Callbacks(TypedDict, total=False):
-    """Callbacks that may be given to a layer's constructor; each replaces the layer's own method.
-
-    Interface document, sections 3.1 and 4.1; requirements A9 to A13.
-    """
-
-    get_ranks_synch_weights: Callable[[], Sequence[int]]
-    get_sizeof_gradients: Callable[[], int]
-    get_ranks_synch_norm: Callable[[], Sequence[int]]
-    get_sizeof_norm: Callable[[], int]
-    get_sizeof_tensor: Callable[[], int]
-    get_sizeof_input_tensor: Callable[[], int]
-    get_sizeof_output_tensor: Callable[[], int]
 
 
 class LayerOptions(Callbacks, total=False):
@@ -41,88 +28,6 @@ class PlacedOptions(LayerOptions, total=False):
 
     placement: str | None
     weights: str | None
-
-
-CALLBACKS = frozenset(Callbacks.__annotations__)
-
-
-class CallbackModule(nn.Module):
-    """A module with all callbacks but that for weights; callbacks of its user are attributes."""
-
-    # Bytes of this rank's input and output: of the last call, or as announced before the first.
-    shard_nbytes: tuple[int, int] | None = None
-
-    @property
-    def label(self) -> str:
-        """Name for messages."""
-        raise NotImplementedError
-
-    def get_sizeof_gradients(self) -> int:
-        """Bytes of all parameter gradients of this layer on this rank."""
-        return sum(p.numel() * p.element_size() for p in self.parameters())
-
-    def get_ranks_synch_norm(self) -> list[int]:
-        """Rank ids that share statistics with this one, itself included; empty if none is needed."""
-        return []
-
-    def get_sizeof_norm(self) -> int:
-        """Bytes of one message of statistics; 0 without any."""
-        return 0
-
-    def get_sizeof_input_tensor(self) -> int:
-        """Bytes of this rank's shard of the input of the last call; 0 on idle ranks.
-
-        ``ProtocolError`` before the first call, unless the layer was built from global parameters.
-        """
-        return self._known_nbytes()[0]
-
-    def get_sizeof_output_tensor(self) -> int:
-        """Bytes of this rank's shard of the output; otherwise as ``get_sizeof_input_tensor``."""
-        return self._known_nbytes()[1]
-
-    def get_sizeof_tensor(self) -> int:
-        """Bytes of this rank's shard if the output is as large as the input, else a ``ProtocolError``."""
-        before, after = self._known_nbytes()
-        if before != after:
-            raise ProtocolError(
-                f"{self.label!r}: takes {before} bytes and returns {after}: ask for get_sizeof_input_tensor()"
-                " or get_sizeof_output_tensor()"
-            )
-        return before
-
-    def _known_nbytes(self) -> tuple[int, int]:
-        if self.shard_nbytes is None:
-            raise ProtocolError(f"{self.label!r}: sizes of its tensors are not known before the first call")
-        return self.shard_nbytes
-
-    def check_callbacks(self, who: str, names: Sequence[str], **sizes: int) -> None:
-        """Raise ``ConfigurationError`` if a user's callback and the module, or a size, differ."""
-        for name in (*names, *sizes):
-            if name not in vars(self):
-                continue
-            try:
-                given = _plain(vars(self)[name]())
-                true = sizes[name] if name in sizes else _plain(getattr(type(self), name)(self))
-            except Exception as error:
-                raise ConfigurationError(f"{who}: {name}() gives no such thing: {error!r}") from error
-            if given != true:
-                raise ConfigurationError(
-                    f"{who}: {name}() gave {given}, it is {true}; leave it out, or correct it"
-                )
-
-
-def set_callbacks(module: nn.Module, who: str, callbacks: Mapping[str, Any]) -> None:
-    """Replace methods of a module by the given callbacks; local."""
-    for name, callback in callbacks.items():
-        if name not in CALLBACKS:
-            raise TypeError(f"{who} got an unexpected keyword argument {name!r}")
-        if not callable(callback):
-            raise ConfigurationError(f"{who}: {name} is a function without arguments, got {callback!r}")
-        setattr(module, name, callback)
-
-
-def _plain(result: Any) -> int | list[int]:
-    return as_int(result) if hasattr(result, "__index__") else sorted(as_int(rank) for rank in result)
 
 
 def each_dim(
@@ -167,6 +72,13 @@ def chosen_placement(kind: str, placement: str | None, weights: str | None, allo
     if chosen not in allowed:
         raise ArgumentError(f"{kind}: placement is one of {tuple(allowed)}, got {chosen!r}")
     return chosen
+
+
+def check_device(kind: str, device: torch.device | str | None) -> None:
+    """Raise ``UnsupportedError`` if a device is not the CPU; None is torch's default device."""
+    found = torch.get_default_device() if device is None else torch.device(device)
+    if found.type != "cpu":
+        raise UnsupportedError(f"{kind}: device {found} is not supported, only the CPU is")
 
 
 def show_arguments_of(layer: type[nn.Module], twin: type[nn.Module], named: Iterable[str]) -> None:

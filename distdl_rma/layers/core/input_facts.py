@@ -128,6 +128,13 @@ def input_dtype(P_x: Partition, facts: dict[int, InputFacts]) -> torch.dtype:
     return common_dtype({rank: facts[rank] for rank in P_x.ranks})
 
 
+def check_weights(dtype: torch.dtype, facts: dict[int, InputFacts]) -> None:
+    """Raise ``ShapeError`` if the weights of a rank have another type than the input."""
+    for rank, fact in facts.items():
+        if fact.weights != dtype:
+            raise ShapeError(f"input is {dtype}, the weights of rank {rank} are {fact.weights}")
+
+
 def source_of(
     P_x: Partition, facts: dict[int, InputFacts], replicate: Collection[int] = ()
 ) -> tuple[Decomposition, torch.dtype]:

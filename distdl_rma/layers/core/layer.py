@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from itertools import count
@@ -12,13 +11,19 @@ from typing import Any, ClassVar, NamedTuple, Self, Unpack
 import torch
 from torch import nn
 from torch.autograd import profiler
-from torch.nn.modules.module import register_module_module_registration_hook
-from torch.utils.weak import WeakIdKeyDictionary
 
-from distdl_rma.errors import ConfigurationError, PartitionError, ProtocolError, ShapeError, UnsupportedError
+from distdl_rma.errors import (
+    ArgumentError,
+    ConfigurationError,
+    PartitionError,
+    ProtocolError,
+    ShapeError,
+    UnsupportedError,
+)
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.partition import Partition
-from distdl_rma.layers.core.arguments import CALLBACKS, CallbackModule, Callbacks, set_callbacks
+from distdl_rma.layers.core.callbacks import CALLBACKS, CallbackModule, Callbacks, set_callbacks
+from distdl_rma.layers.core.module_paths import path_of
 from distdl_rma.layers.core.parameters import Parameters, stated_ranks
 from distdl_rma.layers.core.placement import InitialValues, Placement, as_whole, lasting, register
 from distdl_rma.layers.core.refusals import CallOutcome
@@ -30,74 +35,29 @@ from distdl_rma.split import layout as lay
 from distdl_rma.split.calls.refusals import mapped
 from distdl_rma.split.tensor import SplitTensor, checked_block
 
-# For each module the modules that contain it, oldest first, and its key in each. Weak references; by id,
-# since modules of a program may define equality.
-_parents: WeakIdKeyDictionary = WeakIdKeyDictionary()
-
-
-def path_of(module: nn.Module) -> str:
-    """Keys that lead to a module from the outermost module that contains it; empty if there is none.
-
-    If several models contain the module, the first one that still exists counts. Only torch's functions
-    record containment; ``copy.deepcopy``, for example, does not.
-    """
-    keys: list[str] = []
-    passed = {id(module)}
-    while True:
-        found = _parent_of(module)
-        if found is None or id(found[0]) in passed:
-            return ".".join(reversed(keys))
-        module, key = found
-        passed.add(id(module))
-        keys.append(key)
-
-
-def _parent_of(module: nn.Module) -> tuple[nn.Module, str] | None:
-    for parent, key in _living(module):
-        if parent._modules.get(key) is module:
-            return parent, key
-        # Containers may have renumbered their modules.
-        for other, child in parent._modules.items():
-            if child is module:
-                return parent, other
-    return None
-
-
-def _living(module: nn.Module) -> list[tuple[nn.Module, str]]:
-    entries = ((parent(), key) for parent, key in _parents.get(module, ()))
-    return [(parent, key) for parent, key in entries if parent is not None]
-
-
-def _remember(parent: nn.Module, key: str, module: nn.Module | None) -> None:
-    # torch calls this whenever a module is put into another one.
-    if module is not None:
-        entries = [(weakref.ref(other), old) for other, old in _living(module)]
-        _parents[module] = [*entries, (weakref.ref(parent), key)]
-
-
-register_module_module_registration_hook(_remember)
-
 
 def call_on_blocks(
     label: str,
-    partitions: Sequence[Partition],
+    partition_of: Callable[[int, int], Partition],
     call: Callable[..., Any],
-    output: Callable[[], Decomposition | None],
-    inputs: tuple[Any, ...],
+    output: Callable[[Sequence[Any]], Decomposition | None],
+    inputs: Sequence[Any],
+    named: Mapping[str, Any],
 ) -> Any:
     """Call a layer with split tensors; returns split tensors.
 
-    ``partitions`` are those of its inputs; the last one holds for all further inputs. ``output`` returns the
-    decomposition of the output after the call. Plain tensors among the inputs are blocks.
+    ``partition_of`` returns the partition of an input from its number, which for ``named`` inputs goes on
+    behind the others, and its dimensions. ``output`` returns, after the call, the decomposition of the output
+    for these inputs. Plain tensors among the inputs are blocks.
 
     Raises ``PartitionError`` if an input is split over another partition.
     """
-    blocks = []
-    for at, x in enumerate(inputs):
+    given, blocks = (*inputs, *named.values()), []
+    for at, x in enumerate(given):
         if not isinstance(x, SplitTensor):
             blocks.append(x)
             continue
-        wanted, grid = partitions[min(at, len(partitions) - 1)], lay.on_grid(x.decomposition).partition
+        wanted, grid = partition_of(at, x.dim()), lay.on_grid(x.decomposition).partition
         if grid != wanted:
             raise PartitionError(
                 f"{label!r}: input {at} is split over {grid}, the layer takes {wanted}: build the layer on"
@@ -105,8 +65,9 @@ def call_on_blocks(
             )
         with torch._C.DisableTorchFunctionSubclass():
             blocks.append(checked_block(x))
-    result = call(*blocks)
-    found = output()
+    count = len(inputs)
+    result = call(*blocks[:count], **dict(zip(named, blocks[count:], strict=True)))
+    found = output(given)
     if found is None:
         raise UnsupportedError(
             f"{label!r}: what it returns are no blocks of one tensor; call it with plain ones"
@@ -175,7 +136,8 @@ class DistributedLayer(CallbackModule):
     PartitionError
         If the partitions belong to different machines or to none, or do not fit together.
     ArgumentError
-        If an argument is invalid; at construction also where torch raises in the first call.
+        If an argument is invalid; at construction also where torch raises in the first call. If an argument
+        that operations are derived from, such as a stride, is changed later.
     UnsupportedError
         If the device is not the CPU, or the type cannot be sent between ranks.
     ShapeError
@@ -186,8 +148,10 @@ class DistributedLayer(CallbackModule):
     """
 
     P_x: Partition
-    # Attributes that are printed; and where parameters may be kept, the usual place first.
+    # Attributes that are printed, and those of them that may change; and where parameters may be kept, the
+    # usual place first.
     _shown: ClassVar[tuple[str, ...]] = ()
+    _changeable: ClassVar[tuple[str, ...]] = ()
     _allowed: ClassVar[tuple[str, ...]] = ()
 
     def __init__(
@@ -235,6 +199,17 @@ class DistributedLayer(CallbackModule):
         twin.machine.labels.register(twin.name, twin)
         return twin
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        """As in torch; ``ArgumentError`` if an argument changes that operations are derived from."""
+        if name in self._shown and name not in self._changeable:
+            old = vars(self).get(name, value)
+            if old is not value and old != value:
+                raise ArgumentError(
+                    f"{self.label!r}: its {name} is {old!r}, and cannot become {value!r} later: build a new"
+                    " layer"
+                )
+        super().__setattr__(name, value)
+
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         reset: Any = getattr(cls, "reset_parameters", None)
@@ -257,10 +232,12 @@ class DistributedLayer(CallbackModule):
 
         ``ConfigurationError``, and failure of the machine, if a user's callback returns a wrong value.
         """
-        for x in inputs:
+        given = (*inputs, *named.values()) if named else inputs
+        for x in given:
             if isinstance(x, SplitTensor):
-                return call_on_blocks(self.label, self.input_partitions, self, self.output_layout, inputs)
-        before = self.nbytes_in((*inputs, *named.values()))
+                partition_of, output = self.partition_of, self.output_layout
+                return call_on_blocks(self.label, partition_of, self, output, inputs, named)
+        before = self.nbytes_in(given)
         # Checked in every call, since the user may set a callback at any time.
         stated = not CALLBACKS.isdisjoint(vars(self))
         if stated:
@@ -287,13 +264,15 @@ class DistributedLayer(CallbackModule):
         shown |= {key: grid.shape for key, grid in grids.items() if grid is not None}
         return ", ".join(f"{key}={value!r}" for key, value in shown.items())
 
-    @property
-    def input_partitions(self) -> tuple[Partition, ...]:
-        """Partitions of the inputs of a call; the last one holds for all further inputs."""
-        return (self.P_x,)
+    def partition_of(self, _at: int, _dims: int) -> Partition:
+        """Partition of the input with this number, which has so many dimensions, in a call."""
+        return self.P_x
 
-    def output_layout(self) -> Decomposition | None:
-        """Decomposition of the last call's output; None if its parts are not blocks of one tensor. Local."""
+    def output_layout(self, inputs: Sequence[Any]) -> Decomposition | None:
+        """Decomposition of the output of the last call, which had these inputs, split tensors among them.
+
+        None if its parts are not blocks of one tensor. Local.
+        """
         return None
 
     def register_buffer(self, name: str, tensor: torch.Tensor | None, persistent: bool = True) -> None:
@@ -356,7 +335,8 @@ class DistributedLayer(CallbackModule):
         kinds = (None if known is None else known.dtype, *(p.dtype for p in self.parameters()))
         kind = dtype or next(filter(None, kinds), torch.get_default_dtype())
         extents = self.expected_blocks(P_x, shape).own_box.shape if P_x.active else (0,)
-        return torch.empty(1, dtype=kind).expand(extents)
+        # A layer may check the values of its input, such as indices: zero is valid everywhere.
+        return torch.zeros(1, dtype=kind).expand(extents)
 
     def expected_blocks(self, P_x: Partition, shape: Sequence[int]) -> Decomposition:
         """Decomposition to expect of an input of which only the global shape is known."""

@@ -12,7 +12,7 @@ import torch
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.layers.core.agreement import ShapeAgreement
-from distdl_rma.layers.core.arguments import Callbacks
+from distdl_rma.layers.core.callbacks import Callbacks
 from distdl_rma.layers.core.input_facts import InputFacts
 from distdl_rma.layers.core.layer import DistributedLayer
 from distdl_rma.ops.core.autograd import GradientNeeds, anchored, deliver, reports_failures
@@ -54,12 +54,11 @@ class OperatorLayer(DistributedLayer, Generic[O]):
         """Operation for the facts of all ranks; equal on all ranks, errors included."""
         raise NotImplementedError
 
-    @property
-    def input_partitions(self) -> tuple[Partition, ...]:
-        """Partitions of the inputs."""
-        return self.P_xs
+    def partition_of(self, at: int, _dims: int) -> Partition:
+        """Partition of the input with this number; the last one holds for all further inputs."""
+        return self.P_xs[min(at, len(self.P_xs) - 1)]
 
-    def output_layout(self) -> Decomposition | None:
+    def output_layout(self, _inputs: Sequence[Any]) -> Decomposition | None:
         """Decomposition of the output of the last call's operation."""
         return None if self.agreement is None or self.agreement.last is None else self.agreement.last.output
 

@@ -10,6 +10,7 @@ from typing import Any, ClassVar, NamedTuple, Unpack
 import numpy as np
 import torch
 
+from distdl_rma.checks.arguments import summary_of
 from distdl_rma.checks.consensus import gather_words
 from distdl_rma.dtypes import sum_dtype
 from distdl_rma.errors import ArgumentError, DistdlError, ShapeError, UnsupportedError
@@ -28,9 +29,10 @@ from distdl_rma.segments.collectives.allreduce import Allreduce
 _LEGACY = ("size_average", "reduce")
 # Errors of torch for tensors that do not fit; all ranks then raise.
 _MISFITS = (RuntimeError, ValueError, IndexError, TypeError)
-# Elements of the allreduce: the terms, their count in a mean, ranks with a problem, the numbers of groups;
-# each half of a code, and its square; for each half of a number a sum that is 0 if it is equal in each group.
-_TOTALS = 10
+# Elements of the allreduce: the terms, their count in a mean, ranks with a problem, the numbers of groups,
+# ranks whose terms need a gradient; each half of a code, and its square; for each half of a number a sum that
+# is 0 if it is equal in each group.
+_TOTALS = 11
 # Bits of half a code: float64 adds squares and products of halves exactly, on thousands of ranks.
 _HALF = 20
 _CODES = 1 << _HALF
@@ -39,13 +41,15 @@ _CODES = 1 << _HALF
 class Totals(NamedTuple):
     """Sums over all ranks: of their terms, of the terms' count, and of one number per group.
 
-    ``numbers_by_rank`` is by rank id, and empty unless numbers differ within a group.
+    ``numbers_by_rank`` is by rank id, and empty unless numbers differ within a group. ``needed`` is whether
+    the terms of any rank need a gradient.
     """
 
     terms: float
     counted: float
     numbers: float = 0.0
     numbers_by_rank: Mapping[int, int] = {}
+    needed: bool = False
 
 
 class LossSums:
@@ -55,7 +59,7 @@ class LossSums:
     the code: P codes are equal if and only if P times the sum of squares is the square of the sum. Within a
     group, ranks multiply their number by factors whose sum is 0. ``refuse`` makes the error that all ranks
     raise, from the problem and the facts of this rank. Local to construct; the first call raises
-    ``MismatchError`` if the arguments differ between ranks.
+    ``MismatchError`` if the texts of ``arguments`` differ between ranks.
     """
 
     def __init__(
@@ -74,29 +78,29 @@ class LossSums:
         alike: str,
         number: int = 0,
         among: Sequence[int] = (),
+        needed: bool = False,
     ) -> Totals:
         """Totals of all ranks; blocking. All ranks raise if one has a problem, or their ``alike`` differ.
 
         ``among`` is the group of ranks, this one included, that must have the same ``number``. It is empty on
-        all ranks if the loss has no groups.
+        all ranks if the loss has no groups. ``needed`` is whether the terms need a gradient.
         """
         at = among.index(self._segments.rank) if among else 0
         factor = _factors(tuple(among))[at] if len(among) > 1 else 0
         row = self._sums.active
-        row[:4] = terms, count, bool(problem), 0 if at else number
-        row[4:8] = _compared(alike)
-        row[8:] = number % _CODES * factor, (number >> _HALF) % _CODES * factor
+        row[:5] = terms, count, bool(problem), 0 if at else number, needed
+        row[5:9] = _compared(alike)
+        row[9:] = number % _CODES * factor, (number >> _HALF) % _CODES * factor
         self._sums.start()
-        total, counted, problems, numbers, low, low_squares, high, high_squares, *different = (
-            self._sums.wait().tolist()
-        )
+        total, counted, problems, numbers, needing, *others = self._sums.wait().tolist()
+        low, low_squares, high, high_squares, *different = others
         size = self.P_x.size
         if problems or int(low_squares) * size != int(low) ** 2 or int(high_squares) * size != int(high) ** 2:
             raise self._refuse(problem, alike)
         if not any(different):
-            return Totals(total, counted, numbers)
+            return Totals(total, counted, numbers, needed=needing > 0)
         by_rank = gather_words(self._segments, number, f"{self.name} (numbers)", self.P_x.ranks)
-        return Totals(total, counted, numbers, by_rank)
+        return Totals(total, counted, numbers, by_rank, needing > 0)
 
 
 @lru_cache
@@ -180,7 +184,7 @@ class DistributedLoss(DistributedLayer):
         """Current arguments of torch's function, besides tensors and reduction."""
         return {key: getattr(self, key) for key in self._arguments}
 
-    def output_layout(self) -> Decomposition | None:
+    def output_layout(self, _inputs: Sequence[Any]) -> Decomposition | None:
         """A replicated number; None for ``reduction="none"``."""
         return None if self.reduction == "none" else Decomposition.replicated(self.P_x, ())
 
@@ -210,20 +214,21 @@ class DistributedLoss(DistributedLayer):
         if not self.P_x.active:
             return self._idle(input, target)
         problem, reduction = self._input_problem(input, target), self.reduction
-        needed = self._agree(input, target, problem)
+        self._agree(input, target, problem)
         terms, count, alike, number = torch.zeros(()), 0.0, "", 0
         if not problem:
             terms, count, problem = self._terms_or_problem(input, target)
         if not problem:
             alike, number = self._alike(input, target), self._number(input, target)
         value = 0.0 if reduction == "none" else float(terms.detach())
-        totals = self._sums.allreduce(value, count, problem, alike, number, self._group(self.machine.rank))
+        group, needed = self._group(self.machine.rank), terms.requires_grad
+        totals = self._sums.allreduce(value, count, problem, alike, number, group, needed)
         for rank, its in totals.numbers_by_rank.items():
             first = self._group(rank)[0]
             if its != totals.numbers_by_rank[first]:
                 raise ShapeError(f"{self.name!r}: {self._unlike(first, rank, totals.numbers_by_rank)}")
         if reduction == "none":
-            return terms.to(result_dtype(input))
+            return anchored(terms.to(result_dtype(input)), totals.needed)
         value, scale = totals.terms, 1.0
         if reduction != "sum":
             count = totals.counted if reduction == "mean" else totals.numbers if self.P_x.dim else 1.0
@@ -231,12 +236,15 @@ class DistributedLoss(DistributedLayer):
             with np.errstate(all="ignore"):
                 value, scale = float(np.float64(value) / count), float(np.float64(1.0) / count)
         loss: torch.Tensor = _GlobalValue.apply(terms, value, scale, result_dtype(input), self.name)
-        return anchored(loss, needed)
+        # A backward may start here, as on the other ranks.
+        return anchored(loss, totals.needed)
 
     @cached_property
     def _sums(self) -> LossSums:
         refuse = partial(gather_refusal, self.machine, self.P_x.ranks, self.name)
-        return LossSums(self.site, self.P_x, self.extra_repr(), refuse)
+        # Ranks with other values of a weight would add up terms of different losses.
+        values = [None if (w := getattr(self, key)) is None else summary_of(w) for key in self._weights]
+        return LossSums(self.site, self.P_x, f"{self.extra_repr()}, {values}", refuse)
 
     def _input_problem(self, input: torch.Tensor, target: torch.Tensor) -> str:
         # Error text if the local tensors are invalid, or do not fit together; empty otherwise.
@@ -278,9 +286,8 @@ class DistributedLoss(DistributedLayer):
             problem = str(error) or repr(error)
         return torch.zeros(()), 0.0, problem
 
-    def _agree(self, _input: torch.Tensor, _target: torch.Tensor, _problem: str) -> bool:
-        """Agree on shapes, for terms of several ranks' data; returns whether any rank needs a gradient."""
-        return False
+    def _agree(self, _input: torch.Tensor, _target: torch.Tensor, _problem: str) -> None:
+        """Agree on shapes, for terms of several ranks' data."""
 
     def _terms(self, input: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         """Sum of the local terms, or each of them for ``"none"``."""

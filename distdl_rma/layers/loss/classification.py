@@ -61,6 +61,14 @@ class _ClassLoss(DistributedLoss):
         """Agreement of the ranks on their tensors; None unless classes are split."""
         return ShapeAgreement(self, self.P_x.ranks, inputs=2) if self._cuts_classes else None
 
+    def partition_of(self, at: int, dims: int) -> Partition:
+        """As in the base; class indices lack the dimension of the classes, and are replicated along it."""
+        P_x, dim = self.P_x, self._dim
+        if not at or dims == P_x.dim or P_x.index is None:
+            return P_x
+        same = P_x.slab({dim: P_x.index[dim]})
+        return same.create_cartesian_topology_partition(same.shape[:dim] + same.shape[dim + 1 :])
+
     def plan(self, facts: dict[int, InputFacts]) -> _SplitClasses:
         """Layout of the scores, and the movement of sums over classes."""
         try:
@@ -75,12 +83,10 @@ class _ClassLoss(DistributedLoss):
             raise ShapeError(f"target: {error}") from None
         return _SplitClasses(self.site, source, self._dim, dtype)
 
-    def _agree(self, input: torch.Tensor, target: torch.Tensor, problem: str) -> bool:
-        if self.agreement is None:
-            return False
-        self.agreement.begin(InputFacts.about((input, target), None, (), (False, False), problem))
-        _, needs = self.agreement.settle()
-        return needs.any
+    def _agree(self, input: torch.Tensor, target: torch.Tensor, problem: str) -> None:
+        if self.agreement is not None:
+            self.agreement.begin(InputFacts.about((input, target), None, (), (False, False), problem))
+            self.agreement.settle()
 
     @property
     def _plan(self) -> _SplitClasses:

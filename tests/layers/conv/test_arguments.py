@@ -3,12 +3,11 @@
 import inspect
 
 import pytest
-import torch
 from torch import nn
 
 from distdl_rma import ArgumentError, PartitionError, layers
 from distdl_rma.geometry import Partition
-from distdl_rma.layers.conv import Partitions, check_dtypes, stencil_of, torch_layer
+from distdl_rma.layers.conv import grid_of_workers, partitions_among, stencil_of, torch_layer
 from distdl_rma.ops.conv.worker_grid import IN, OUT
 
 LAYERS = [
@@ -63,24 +62,20 @@ def test_windows_are_those_of_torch_for_named_padding_too():
 
 
 def test_partitions_come_first_or_by_name():
-    assert Partitions.among("Conv", 3, (P, 4, 5), NONE) == ((P, None, None), (4, 5))
-    assert Partitions.among("Conv", 3, (P, Q, 4), NONE) == ((P, Q, None), (4,))
-    assert Partitions.among("Conv", 3, (P, Q, P, 4), NONE) == ((P, Q, P), (4,))
-    assert Partitions.among("Conv", 3, (P, Q, 4), {**NONE, "P_w": P}) == ((P, Q, P), (4,))
+    assert partitions_among("Conv", 3, (P, 4, 5), NONE) == (None, None, (4, 5))
+    assert partitions_among("Conv", 3, (P, Q, 4), NONE) == (Q, None, (4,))
+    assert partitions_among("Conv", 3, (P, Q, P, 4), NONE) == (Q, P, (4,))
+    assert partitions_among("Conv", 3, (P, Q, 4), {**NONE, "P_w": P}) == (Q, P, (4,))
     with pytest.raises(PartitionError, match="P_W is given twice"):
-        Partitions.among("Conv", 3, (P, 4), {**NONE, "P_W": P, "P_w": Q})
+        partitions_among("Conv", 3, (P, 4), {**NONE, "P_W": P, "P_w": Q})
     with pytest.raises(PartitionError, match="P_y must be a partition, got 3"):
-        Partitions.among("Conv", 3, (P, 4), {**NONE, "P_y": 3})
+        partitions_among("Conv", 3, (P, 4), {**NONE, "P_y": 3})
     with pytest.raises(PartitionError, match=r"P_x has 3 dimensions .* the tensor has 4"):
-        Partitions.among("Conv", 4, (P, 4), NONE)
+        partitions_among("Conv", 4, (P, 4), NONE)
 
 
 def test_without_work_of_their_own_the_channels_of_one_side_are_cut():
-    assert Partitions(P, None, None).workers(P, OUT).shape == (1, 2, 1, 1)
-    assert Partitions(P, None, None).workers(P, IN).shape == (1, 1, 2, 1)
-    assert Partitions(P, None, Q).workers(P, OUT).shape == (1, 2, 1, 1)
-    assert Partitions(P, None, Q).workers(P, OUT).ranks == Q.ranks
-
-
-def test_no_type_is_wrong_where_nobody_tells_one():
-    check_dtypes(torch.float32, {})
+    assert grid_of_workers(None, P, OUT).shape == (1, 2, 1, 1)
+    assert grid_of_workers(None, P, IN).shape == (1, 1, 2, 1)
+    assert grid_of_workers(Q, P, OUT).shape == (1, 2, 1, 1)
+    assert grid_of_workers(Q, P, OUT).ranks == Q.ranks

@@ -62,6 +62,15 @@ def test_connecting_takes_no_memory_for_the_input(comm):
         assert machine.segments.heap.used < 1 << 20
 
 
+def test_an_embedding_is_connected_for_any_contents_of_free_memory(P_world, comm):
+    P_x = P_world.create_cartesian_topology_partition((comm.size,))
+    for _ in range(8):
+        free = [torch.full((1,), -1) for _ in range(64)]
+        layer = distributed.DistributedEmbedding(P_x, 5, 2)
+        del free
+        layer.connect((7,), torch.int64)
+
+
 def test_a_shape_that_is_missing_or_wrong_is_refused_and_the_layer_goes_on(P_world, comm):
     P_x = P_world.create_cartesian_topology_partition((1, 1, comm.size, 1))
     for layer in (distributed.DistributedConv2d(P_x, 4, 2, 3), distributed.DistributedInstanceNorm2d(P_x, 4)):

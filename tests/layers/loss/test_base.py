@@ -6,7 +6,12 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
 from distdl_rma import Machine, MismatchError, ShapeError, UnsupportedError, layers, zero_volume_tensor
-from distdl_rma.layers import DistributedMSELoss, DistributedPoissonNLLLoss
+from distdl_rma.layers import (
+    DistributedBCELoss,
+    DistributedCrossEntropyLoss,
+    DistributedMSELoss,
+    DistributedPoissonNLLLoss,
+)
 from distdl_rma.layers.loss.base import DistributedLoss, LossSums, Totals, autocast_dtype, result_dtype
 from distdl_rma.ops.core.movement import CallSite
 from tests.fuzz.loss import CLASSES, ELEMENTWISE, check
@@ -41,6 +46,23 @@ def test_idle_rank_gets_zero_and_can_call_backward(P_world, comm):
         for wrong in ((None, target), (x, None)):
             with pytest.raises(ShapeError, match=f"rank {comm.rank}: "):
                 loss_of(*wrong)
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("cut", [0, 1])
+def test_a_rank_whose_input_needs_no_gradient_can_call_backward(P_world, comm, reduction, cut):
+    P_x = P_world.create_cartesian_topology_partition((comm.size, 1) if cut == 0 else (1, comm.size))
+    x, target = torch.rand(3, 4), torch.arange(3)
+    losses = [(DistributedMSELoss(P_x, reduction), torch.zeros(3, 4))]
+    if cut == 0 or reduction != "none":
+        losses.append((DistributedCrossEntropyLoss(P_x, reduction=reduction), target))
+    for loss_of, wanted in losses:
+        for learns in (0, comm.size - 1):
+            local = x.clone().requires_grad_(comm.rank == learns)
+            loss_of(local, wanted).sum().backward()
+            assert (local.grad is None) == (comm.rank != learns)
+        assert not loss_of(x, wanted).requires_grad
 
 
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 8e-3, torch.float16: 1e-3}
@@ -123,9 +145,13 @@ def test_second_derivatives_are_those_of_the_loss_and_of_no_function_of_it(P_wor
 @pytest.mark.mpi(min_size=2)
 def test_ranks_that_build_a_loss_with_other_arguments_are_told(P_world, comm):
     P_x = P_world.create_cartesian_topology_partition((comm.size,))
-    loss = DistributedPoissonNLLLoss(P_x, full=comm.rank == 0, name="counts")
-    with pytest.raises(MismatchError, match="counts"):
-        loss(torch.ones(2), torch.ones(2))
+    weight = torch.ones(2 * comm.size) + (comm.rank == 0)
+    for loss in (
+        DistributedPoissonNLLLoss(P_x, full=comm.rank == 0, name="counts"),
+        DistributedBCELoss(P_x, weight, name="weighted"),
+    ):
+        with pytest.raises(MismatchError, match=loss.name):
+            loss(torch.ones(2), torch.ones(2))
 
 
 def test_a_loss_is_a_few_lines(P_world, comm):

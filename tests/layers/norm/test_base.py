@@ -1,5 +1,6 @@
 """All normalisation layers: random search, errors, callbacks and buffers."""
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -37,6 +38,12 @@ def layers(P_world):
         DistributedLayerNorm(line, (6, 5)),
         DistributedRMSNorm(channels, (6, 5)),
     ]
+
+
+def test_integers_of_numpy_are_extents_as_in_torch(P_world):
+    line = P_world.create_cartesian_topology_partition((1, P_world.size))
+    for shape in (np.int64(4), [np.int64(4)]):
+        assert DistributedLayerNorm(line, shape).normalized_shape == (4,)
 
 
 def test_types_that_torch_does_not_mix_are_refused(P_world, comm):

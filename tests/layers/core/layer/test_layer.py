@@ -8,8 +8,13 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 
-from distdl_rma import ConfigurationError, GradientSync, Machine, ShapeError, shard
-from distdl_rma.layers import DistributedAvgPool2d, DistributedConv2d, DistributedInstanceNorm2d
+from distdl_rma import ArgumentError, ConfigurationError, GradientSync, Machine, ShapeError, layers, shard
+from distdl_rma.layers import (
+    DistributedAvgPool2d,
+    DistributedBatchNorm2d,
+    DistributedConv2d,
+    DistributedInstanceNorm2d,
+)
 from tests.layers.every_layer import local, rows
 
 pytestmark = [pytest.mark.mpi, pytest.mark.sizes(1, 2, 3)]
@@ -49,6 +54,39 @@ def test_labels_are_paths_unless_a_name_is_given(P_world):
     ]
     alone = DistributedAvgPool2d(rows(P_world), 2)
     assert alone.label == alone.name and alone.name.startswith("DistributedAvgPool2d#")
+
+
+CHANGES = {
+    "DistributedConv2d(P_x, 4, 4, 3)": ("stride", (2, 2)),
+    "DistributedConvTranspose2d(P_x, 4, 4, 3)": ("output_padding", (1, 1)),
+    "DistributedAvgPool2d(P_x, 2)": ("ceil_mode", True),
+    "DistributedMaxPool2d(P_x, 2)": ("return_indices", True),
+    "DistributedUpsample(P_x, 2)": ("size", (3, 3)),
+    "DistributedGroupNorm(P_x, 2, 4)": ("num_groups", 1),
+    "DistributedEmbedding(P_x, 4, 4)": ("padding_idx", 1),
+    "HaloExchange(P_x, 1)": ("width", 2),
+}
+
+
+@pytest.mark.parametrize("made", CHANGES)
+def test_arguments_that_operations_are_derived_from_cannot_change(P_world, made):
+    name, value = CHANGES[made]
+    layer = eval(made, vars(layers) | {"P_x": rows(P_world)})
+    old = getattr(layer, name)
+    with pytest.raises(ArgumentError, match=rf"its {name} is .* and cannot become .*: build a new layer"):
+        setattr(layer, name, value)
+    setattr(layer, name, old)
+    assert getattr(layer, name) == old
+
+
+def test_settings_of_norms_that_torch_reads_in_each_call_can_change(P_world, comm):
+    x = torch.randn(2, 4, 2 * comm.size, 5, dtype=torch.float64)
+    norms = DistributedBatchNorm2d(rows(P_world), 4, dtype=x.dtype), nn.BatchNorm2d(4, dtype=x.dtype)
+    for norm in norms:
+        norm.eps, norm.momentum = 0.5, 0.25
+    block = x[:, :, 2 * comm.rank : 2 * comm.rank + 2]
+    torch.testing.assert_close(norms[0](block), norms[1](x)[:, :, 2 * comm.rank : 2 * comm.rank + 2])
+    torch.testing.assert_close(norms[0].running_var, norms[1].running_var)
 
 
 def test_ranks_may_wrap_their_models_differently(P_world, comm):

@@ -7,7 +7,7 @@ import weakref
 import pytest
 from torch import nn
 
-from distdl_rma.layers.core.layer import path_of
+from distdl_rma.layers.core.module_paths import path_of
 
 
 class Block(nn.Module):

@@ -1,0 +1,110 @@
+"""Callbacks of modules: what a module says of its ranks and sizes, and users' functions in their place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from operator import index as as_int
+from typing import Any, TypedDict
+
+from torch import nn
+
+from distdl_rma.errors import ConfigurationError, ProtocolError
+
+
+class Callbacks(TypedDict, total=False):
+    """Callbacks that may be given to a layer's constructor; each replaces the layer's own method.
+
+    Interface document, sections 3.1 and 4.1; requirements A9 to A13.
+    """
+
+    get_ranks_synch_weights: Callable[[], Sequence[int]]
+    get_sizeof_gradients: Callable[[], int]
+    get_ranks_synch_norm: Callable[[], Sequence[int]]
+    get_sizeof_norm: Callable[[], int]
+    get_sizeof_tensor: Callable[[], int]
+    get_sizeof_input_tensor: Callable[[], int]
+    get_sizeof_output_tensor: Callable[[], int]
+
+
+CALLBACKS = frozenset(Callbacks.__annotations__)
+
+
+class CallbackModule(nn.Module):
+    """A module with all callbacks but that for weights; callbacks of its user are attributes."""
+
+    # Bytes of this rank's input and output: of the last call, or as announced before the first.
+    shard_nbytes: tuple[int, int] | None = None
+
+    @property
+    def label(self) -> str:
+        """Name for messages."""
+        raise NotImplementedError
+
+    def get_sizeof_gradients(self) -> int:
+        """Bytes of all parameter gradients of this layer on this rank."""
+        return sum(p.numel() * p.element_size() for p in self.parameters())
+
+    def get_ranks_synch_norm(self) -> list[int]:
+        """Rank ids that share statistics with this one, itself included; empty if none is needed."""
+        return []
+
+    def get_sizeof_norm(self) -> int:
+        """Bytes of one message of statistics; 0 without any."""
+        return 0
+
+    def get_sizeof_input_tensor(self) -> int:
+        """Bytes of this rank's shard of the input of the last call; 0 on idle ranks.
+
+        ``ProtocolError`` before the first call, unless the layer was built from global parameters.
+        """
+        return self._known_nbytes()[0]
+
+    def get_sizeof_output_tensor(self) -> int:
+        """Bytes of this rank's shard of the output; otherwise as ``get_sizeof_input_tensor``."""
+        return self._known_nbytes()[1]
+
+    def get_sizeof_tensor(self) -> int:
+        """Bytes of this rank's shard if the output is as large as the input, else a ``ProtocolError``."""
+        before, after = self._known_nbytes()
+        if before != after:
+            raise ProtocolError(
+                f"{self.label!r}: takes {before} bytes and returns {after}: ask for get_sizeof_input_tensor()"
+                " or get_sizeof_output_tensor()"
+            )
+        return before
+
+    def _known_nbytes(self) -> tuple[int, int]:
+        if self.shard_nbytes is None:
+            raise ProtocolError(f"{self.label!r}: sizes of its tensors are not known before the first call")
+        return self.shard_nbytes
+
+    def check_callbacks(self, who: str, names: Sequence[str], **sizes: int) -> None:
+        """Raise ``ConfigurationError`` if a user's callback and the module, or a size, differ."""
+        for name in (*names, *sizes):
+            if name not in vars(self):
+                continue
+            try:
+                given = _plain(vars(self)[name]())
+                true = sizes[name] if name in sizes else _plain(getattr(type(self), name)(self))
+            except Exception as error:
+                raise ConfigurationError(
+                    f"{who}: {name}() raised, or returned neither a number nor ranks: {error!r}"
+                ) from error
+            if given != true:
+                raise ConfigurationError(
+                    f"{who}: {name}() gave {given}, it is {true}; leave it out, or correct it"
+                )
+
+
+def set_callbacks(module: nn.Module, who: str, callbacks: Mapping[str, Any]) -> None:
+    """Replace methods of a module by the given callbacks; local."""
+    for name, callback in callbacks.items():
+        if name not in CALLBACKS:
+            raise TypeError(f"{who} got an unexpected keyword argument {name!r}")
+        if not callable(callback):
+            raise ConfigurationError(f"{who}: {name} is a function without arguments, got {callback!r}")
+        setattr(module, name, callback)
+
+
+def _plain(result: Any) -> int | list[int]:
+    return as_int(result) if hasattr(result, "__index__") else sorted(as_int(rank) for rank in result)
