@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch.distributed import Work
 
-from distdl_rma.errors import UnsupportedError
+from distdl_rma.errors import ShapeError, UnsupportedError
 from distdl_rma.process_group.collectives import GroupCollectives
 from distdl_rma.process_group.core import Tensor
 from distdl_rma.process_group.point_to_point import PointToPoint
-from distdl_rma.process_group.tensors import Flat, check, single
+from distdl_rma.process_group.tensors import OVERLAP, Flat, check, single
 from distdl_rma.process_group.work import GroupWork
 from distdl_rma.segments.manager import SegmentManager
 
@@ -114,7 +114,10 @@ class RmaProcessGroup(GroupCollectives):
     def _message(self, tensors: Sequence[Tensor], what: str) -> tuple[Flat, Tensor]:
         tensor: Tensor = single(tensors, self._who(what))
         check([tensor], self._who(what))
-        return Flat(tensor), tensor
+        flat = Flat(tensor)
+        if flat.overlaps and what == "recv":
+            raise ShapeError(f"{self._who(what)}: {OVERLAP}")
+        return flat, tensor
 
     def _start_coalescing(self, device: torch.device) -> None:
         self._coalescing = []

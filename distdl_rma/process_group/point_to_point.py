@@ -58,6 +58,12 @@ class PointToPoint:
         self, verb: str, data: Array, kind: str, peer: int, tag: int, finish: Finish | None = None
     ) -> PendingCall:
         self._check_tag(tag)
+        ranks = self._messages.ranks
+        if not 0 <= peer < len(ranks):
+            group = f"{verb} in group {self._name!r}"
+            raise ArgumentError(
+                f"{group}: the peer is a rank in the group, from 0 to {len(ranks) - 1}, got {peer}"
+            )
         key = verb, peer, tag
         before = self._last.get(key)
         sends = verb == "send"
@@ -68,7 +74,7 @@ class PointToPoint:
             yield from (self._send if sends else self._receive)(data, kind, peer, tag)
 
         what = f"to {'receive' if sends else 'send'} {data.size} bytes with tag {tag} in group {self._name!r}"
-        reason = WaitReason((self._messages.ranks[peer],), what, "did it make the matching call?")
+        reason = WaitReason((ranks[peer],), what, "did it make the matching call?")
         operation = PendingCall(script, lambda: reason, finish)
         self._last[key] = operation
         return self._queue.add(operation)
