@@ -146,8 +146,20 @@ class _Several(_Work):  # type: ignore[misc]
     def wait(self, timeout: timedelta | None = None) -> bool:
         return all([work.wait(timeout) for work in self._works])  # noqa: C419
 
+    def synchronize(self) -> None:
+        self.wait()
+
     def is_completed(self) -> bool:
         return all(work.is_completed() for work in self._works)
+
+    def is_success(self) -> bool:
+        return all(work.is_success() for work in self._works)
+
+    def exception(self) -> BaseException | None:
+        return next((error for work in self._works if (error := work.exception()) is not None), None)
+
+    def result(self) -> list[Any]:
+        return [*chain.from_iterable(work.result() for work in self._works)]
 
     def get_future(self) -> torch.futures.Future[Any]:
         every = torch.futures.collect_all([work.get_future() for work in self._works])

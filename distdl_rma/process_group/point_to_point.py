@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import chain
+from weakref import WeakValueDictionary
 
 import numpy as np
 
@@ -28,7 +29,8 @@ class PointToPoint:
     def __init__(self, messages: Messages, queue: OperationQueue, me: int, name: str) -> None:
         self._messages, self._queue, self._me, self._name = messages, queue, me, name
         self._most = messages.largest_tag() // _KINDS - 1
-        self._last: dict[tuple[str, int, int], PendingCall] = {}
+        # Forgotten when they are over: the queue keeps those under way.
+        self._last: WeakValueDictionary[tuple[str, int, int], PendingCall] = WeakValueDictionary()
 
     def send(self, data: Array, kind: str, target: int, tag: int) -> PendingCall:
         """Begin to send bytes of elements of a ``kind``."""
