@@ -199,8 +199,8 @@ class GroupCollectives(GroupCore):
                 return _OVER
             if begun is None:
                 # Raises for invalid arguments, with the same words as for tensors that are not plain.
-                work = self._all_reduce("all_reduce", [tensor], op_of(opts))
                 op = op_of(opts)
+                work = self._all_reduce("all_reduce", [tensor], op)
                 call = self._call(f"all_reduce({OPERATIONS[op][0]})", [tensor])
                 quick.learn(tensor, number, call, self._reducer(op, tensor.dtype))
                 return self._held(work, tensor)
