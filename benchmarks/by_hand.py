@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ from mpi4py import MPI
 from torch import nn
 
 from benchmarks.measure import COMM, Row, compare
+from benchmarks.training_step import forward_and_backward
 from distdl_rma import GradientSync, Machine, distribute, shard
 from distdl_rma.layers import DistributedConv2d, Repartition
 from distdl_rma.split import SplitTensor
@@ -45,11 +47,6 @@ def convolution_rows(machine: Machine) -> Iterator[Row]:
         for parameter in alone.parameters():
             COMM.Allreduce(MPI.IN_PLACE, parameter.grad.numpy())  # type: ignore[union-attr]
 
-    def of_the_layer() -> None:
-        x.grad = None
-        layer.zero_grad()
-        layer(x).backward(gradient)
-
     def split() -> None:
         x.grad = None
         model.zero_grad()
@@ -57,7 +54,8 @@ def convolution_rows(machine: Machine) -> Iterator[Row]:
 
     what = f"step of 3x3 convolution, {CHANNELS} channels, {EXTENT}x{EXTENT}"
     with GradientSync(layer, machine):
-        yield _small(what, of_the_layer, by_hand, "Isend, Irecv, cat and Allreduce by hand")
+        ours = partial(forward_and_backward, layer, x, gradient)
+        yield _small(what, ours, by_hand, "Isend, Irecv, cat and Allreduce by hand")
     yield _small(f"{what}, split tensors", split, by_hand, "Isend, Irecv, cat and Allreduce by hand")
 
 

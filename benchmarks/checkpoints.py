@@ -5,16 +5,15 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from mpi4py import MPI
 from torch import nn
 
-from benchmarks.measure import COMM, Row, compare, summary
+from benchmarks.measure import COMM, Row, compare, summary, timed
 from distdl_rma import Checkpoints, Machine
 
 # Bytes of the state; DISTDL_RMA_BENCH_CHECKPOINT has another number, and DISTDL_RMA_BENCH_FOLDER the disk.
@@ -80,10 +79,7 @@ def _cold_row(what: str, paths: list[Path], calls: list[Callable[[], object]]) -
         for path, call, seconds in zip(paths, calls, taken, strict=True):
             with path.open("rb") as file:
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-            COMM.Barrier()
-            begin = time.perf_counter()
-            call()
-            seconds.append(1e6 * COMM.allreduce(time.perf_counter() - begin, op=MPI.MAX))
+            seconds.append(1e6 * timed(call))
     return Row(what, "torch.load on each rank", *summary(taken[0]), *summary(taken[1]), 0.7)
 
 
@@ -92,18 +88,17 @@ def _asynchronous_row(machine: Machine, folder: Path, state: dict[str, Any], wha
     x, product = torch.rand(WIDTH, WIDTH), torch.empty(WIDTH, WIDTH)
     mine: list[float] = []
     theirs: list[float] = []
+
+    def step(number: int) -> None:
+        torch.mm(x, x, out=product)
+        kept.due(number)
+
     with Checkpoints(folder, keep=1, asynchronous=True, machine=machine) as kept:
         for number in range(REPETITIONS + 1):
             for taken, saves in ((mine, True), (theirs, False)):
                 kept.wait()
                 if saves:
                     kept.save(state, number)
-                COMM.Barrier()
-                begin = time.perf_counter()
-                for _ in range(10):
-                    torch.mm(x, x, out=product)
-                    kept.due(number)
-                seconds: float = COMM.allreduce(time.perf_counter() - begin, op=MPI.MAX)
-                taken.append(1e6 * seconds)
+                taken.append(1e7 * timed(partial(step, number), inner=10))
     found = *summary(mine[1:]), *summary(theirs[1:])
     return Row(f"{what}, step beside its asynchronous writing", "the same step alone", *found, 1.1)

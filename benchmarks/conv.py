@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import torch
 
 from benchmarks.measure import Row, compare
+from benchmarks.training_step import forward_and_backward
 from distdl_rma import Machine
 from distdl_rma.layers import DistributedConv2d
 
@@ -25,9 +26,7 @@ def rows(machine: Machine) -> Iterator[Row]:
         gradient = torch.randn_like(x)
 
         def step(module: torch.nn.Module, x: torch.Tensor = x, gradient: torch.Tensor = gradient) -> None:
-            x.grad = None
-            module.zero_grad(set_to_none=True)
-            module(x).backward(gradient)
+            forward_and_backward(module, x, gradient)
 
         def forward(module: torch.nn.Module, x: torch.Tensor = x) -> None:
             with torch.no_grad():

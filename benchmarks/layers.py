@@ -12,6 +12,7 @@ from mpi4py import MPI
 from torch import nn
 
 from benchmarks.measure import COMM, Row, added, compare, summary
+from benchmarks.training_step import forward_and_backward
 from distdl_rma import GradientSync, Machine
 from distdl_rma.layers import (
     Broadcast,
@@ -109,15 +110,10 @@ def linear_rows(machine: Machine) -> Iterator[Row]:
     local = nn.Linear(FEATURES, FEATURES // machine.size)
     gradient = torch.randn(BATCH, FEATURES // machine.size)
 
-    def step(module: nn.Module, x: torch.Tensor) -> None:
-        x.grad = None
-        module.zero_grad(set_to_none=True)
-        module(x).backward(gradient)
-
     yield compare(
         f"linear all-gather, {FEATURES}x{FEATURES}, batch {BATCH}, training step",
-        lambda: step(layer, x),
-        lambda: step(local, whole),
+        lambda: forward_and_backward(layer, x, gradient),
+        lambda: forward_and_backward(local, whole, gradient),
         against="its local matrix products",
         target=1.15,
         repetitions=31,

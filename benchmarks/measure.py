@@ -10,7 +10,7 @@ from mpi4py import MPI
 
 from benchmarks.row import Row
 
-__all__ = ["COMM", "REPETITIONS", "Row", "added", "compare", "in_turn", "summary"]
+__all__ = ["COMM", "REPETITIONS", "Row", "added", "compare", "in_turn", "summary", "timed"]
 
 COMM = MPI.COMM_WORLD
 REPETITIONS, WARM_UPS = 41, 3
@@ -54,7 +54,7 @@ def in_turn(
     for repetition in range(repetitions + WARM_UPS):
         # The order alternates, so that no variant always runs behind the same other.
         for name in list(variants)[:: 1 if repetition % 2 else -1]:
-            seconds = _time(variants[name], inner)
+            seconds = timed(variants[name], inner)
             if repetition >= WARM_UPS:
                 samples[name].append(seconds)
     return samples
@@ -74,13 +74,14 @@ def added(
     """
     samples = []
     for repetition in range(REPETITIONS + WARM_UPS):
-        seconds = _time(ours, inner) - _time(bare, inner)
+        seconds = timed(ours, inner) - timed(bare, inner)
         if repetition >= WARM_UPS:
             samples.append(seconds * 1e6 / times)
     return Row(f"{what}, time added", f"{limit_us:g} us", *summary(samples), limit_us, 0.0, 1.0)
 
 
-def _time(call: Callable[[], object], inner: int) -> float:
+def timed(call: Callable[[], object], inner: int = 1) -> float:
+    """Seconds of a call on the slowest rank, the mean of so many calls; collective."""
     COMM.Barrier()
     begin = time.perf_counter()
     for _ in range(inner):

@@ -13,19 +13,20 @@ import torch
 from torch.nn import functional as F  # noqa: N812
 
 from benchmarks.public_models import MODELS, training
-from benchmarks.unet import UNet, image, step_of
+from benchmarks.training_step import step_of
+from benchmarks.unet import UNet, image
 
 WIDTH, SIDE, STEPS = 8, 512, 3
 # Of one process, how much is given back to the system in between depends on chance.
 PROCESSES = 5
 
 
-def peak_kib(step: Callable[[], object]) -> int:
+def peak_kib(step: Callable[[], object], steps: int = STEPS) -> int:
     """Most memory that the first steps have at once, above what is there before them."""
     # Has the kernel forget the peak so far.
     Path("/proc/self/clear_refs").write_text("5")
     before = status_kib("VmRSS")
-    for _ in range(STEPS):
+    for _ in range(steps):
         step()
     return status_kib("VmHWM") - before
 
@@ -37,19 +38,21 @@ def status_kib(name: str) -> int:
 
 
 def alone_mib(*arguments: str, processes: int = PROCESSES) -> tuple[float, float]:
-    """Median of fresh processes, and half the distance between their quartiles; they know nothing of MPI.
+    """Median of fresh processes, and half the distance between their quartiles.
 
     A child of this one would count pages of programs again that this one has. The arguments are those of
     :func:`step_alone`.
     """
-    known = {key: value for key, value in os.environ.items() if not key.startswith(("PMI", "MPI", "OMPI"))}
-    command = [sys.executable, "-m", __name__, *arguments]
-    found = [
-        int(subprocess.run(command, env=known, check=True, capture_output=True, text=True).stdout) / 1024
-        for _ in range(processes)
-    ]
+    found = [int(said_alone(__name__, *arguments)) / 1024 for _ in range(processes)]
     low, middle, high = statistics.quantiles(found, n=4)
     return middle, (high - low) / 2
+
+
+def said_alone(module: str, *arguments: str) -> str:
+    """What a module prints in a fresh process, which knows nothing of MPI."""
+    known = {key: value for key, value in os.environ.items() if not key.startswith(("PMI", "MPI", "OMPI"))}
+    command = [sys.executable, "-m", module, *arguments]
+    return subprocess.run(command, env=known, check=True, capture_output=True, text=True).stdout
 
 
 def step_alone(name: str = "", parts: str = "1") -> Callable[[], object]:

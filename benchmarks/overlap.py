@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import statistics
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -22,12 +21,11 @@ import torch
 from mpi4py import MPI
 
 from benchmarks import step
-from benchmarks.measure import summary
+from benchmarks.measure import COMM, summary, timed
 from benchmarks.results.run import Run
 from benchmarks.row import Row
 from distdl_rma import Machine
 
-COMM = MPI.COMM_WORLD
 NBYTES = 32 << 20
 REPETITIONS = 7
 # Compute for so many times the transfer.
@@ -133,15 +131,6 @@ def median(call: Callable[[], object]) -> float:
     """Median seconds of a call, after a warm-up."""
     call()
     return statistics.median(timed(call) for _ in range(REPETITIONS))
-
-
-def timed(call: Callable[[], object]) -> float:
-    """Seconds of a call on the slowest rank."""
-    COMM.Barrier()
-    begin = time.perf_counter()
-    call()
-    slowest: float = COMM.allreduce(time.perf_counter() - begin, op=MPI.MAX)
-    return slowest
 
 
 def main() -> None:

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from benchmarks.measure import COMM, Row, compare
-from benchmarks.memory import status_kib
+from benchmarks.memory import peak_kib
 from benchmarks.unet import Layers, UNet
 from distdl_rma import Machine, plan_prediction, predict
 
@@ -90,7 +90,8 @@ def _many_classes(folder: Path) -> Iterator[Row]:
     against, shape = "MONAI's sliding window", "x".join(map(str, x.shape[2:]))
     what = f"3-D BasicUNet, {shape}, {CLASSES} classes"
     yield compare(what, ours, baseline, against=against, target=1.0, repetitions=3)
-    yield Row(f"peak memory, {what}", against, _grown(ours), 0, _grown(baseline), 0, 0.2, "MiB")
+    mine, theirs = (peak_kib(each, steps=1) / 1024 for each in (ours, baseline))
+    yield Row(f"peak memory, {what}", against, mine, 0, theirs, 0, 0.2, "MiB")
     with torch.no_grad():
         whole = _classes(model(x))
     wrong = [
@@ -102,10 +103,3 @@ def _many_classes(folder: Path) -> Iterator[Row]:
 
 def _classes(y: torch.Tensor) -> torch.Tensor:
     return y.argmax(1).to(torch.uint8)
-
-
-def _grown(action: Callable[[], object]) -> float:
-    Path("/proc/self/clear_refs").write_text("5")
-    before = status_kib("VmRSS")
-    action()
-    return (status_kib("VmHWM") - before) / 1024

@@ -13,10 +13,12 @@ from mpi4py import MPI
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
+from torch.nn import functional as F  # noqa: N812
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.measure import COMM, Row, compare
-from benchmarks.training import BATCH, PIXELS, perceptron, step_of
+from benchmarks.training import BATCH, PIXELS, perceptron
+from benchmarks.training_step import step_of
 from distdl_rma import Machine
 
 # Elements of float32, name, ratios to reach against gloo and MPI, calls per sample.
@@ -133,7 +135,7 @@ def step_rows(gloo: dist.ProcessGroup) -> Iterator[Row]:
     ]
     # What remains when communication takes no time.
     copied[2].register_comm_hook(None, lambda state, bucket: settled(bucket.buffer()))
-    ours, theirs, silent = (step_of(model, x, labels) for model in copied)
+    ours, theirs, silent = (step_of(model, x, labels, F.cross_entropy) for model in copied)
     yield steps("DDP step, 25 MiB of parameters", [ours, theirs])
     yield steps("DDP step, 25 MiB of parameters, nothing sent", [silent, theirs], None)
     del copied, ours, theirs, silent
@@ -141,7 +143,8 @@ def step_rows(gloo: dist.ProcessGroup) -> Iterator[Row]:
     sharded = [parts_of(copy.deepcopy(layers), group) for group in (dist.group.WORLD, gloo)]
     wide = torch.randn(32, WIDE)
     wanted = torch.randint(WIDE, (32,))
-    yield steps("FSDP2 step, 100 MiB of parameters", [step_of(model, wide, wanted) for model in sharded])
+    both = [step_of(model, wide, wanted, F.cross_entropy) for model in sharded]
+    yield steps("FSDP2 step, 100 MiB of parameters", both)
 
 
 def parts_of(layers: list[nn.Linear], group: dist.ProcessGroup | None) -> nn.Module:

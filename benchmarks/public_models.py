@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from benchmarks.unet import step_of
+from benchmarks.training_step import step_of
 
 
 class PublicModel(NamedTuple):

@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from typing import Any
 
 import torch
 from torch.nn import functional as F  # noqa: N812
 
 from benchmarks.measure import COMM, Row, compare, summary
-from benchmarks.memory import peak_kib
+from benchmarks.memory import peak_kib, said_alone
 from benchmarks.scaling.rows import asleep_until_all_are_here
 from benchmarks.split import distributed_step
-from benchmarks.unet import UNet, image, step_of
+from benchmarks.training_step import step_of
+from benchmarks.unet import UNet, image
 from distdl_rma import Machine, spill
 
 WIDTH, SIDE, REPETITIONS, PROCESSES = 16, 768, 31, 5
@@ -34,12 +33,12 @@ def rows(machine: Machine) -> Iterator[Row]:
     taken: tuple[float, ...] = ()
     peaks: tuple[float, ...] = ()
     if machine.rank == 0:
-        mine, theirs = _said("times")
+        mine, theirs = json.loads(said_alone(__name__, "times"))
         taken = *summary(mine), *summary(theirs)
         peaks = tuple(
             each
             for way in ("spill", "memory")
-            for each in summary([_said(way) / 1024 for _ in range(PROCESSES)])
+            for each in summary([int(said_alone(__name__, way)) / 1024 for _ in range(PROCESSES)])
         )
     asleep_until_all_are_here()
     (mine_us, mine_spread, us, spread), (most, its_spread, mib, spread_mib) = COMM.bcast((taken, peaks))
@@ -55,13 +54,6 @@ def rows(machine: Machine) -> Iterator[Row]:
         against=same,
         repetitions=REPETITIONS,
     )
-
-
-def _said(way: str) -> Any:
-    # A fresh process that knows nothing of MPI.
-    known = {key: value for key, value in os.environ.items() if not key.startswith(("PMI", "MPI", "OMPI"))}
-    command = [sys.executable, "-m", __name__, way]
-    return json.loads(subprocess.run(command, env=known, check=True, capture_output=True, text=True).stdout)
 
 
 def times() -> list[list[float]]:

@@ -11,7 +11,8 @@ from torch.nn import functional as F  # noqa: N812
 from benchmarks import memory
 from benchmarks.measure import COMM, Row, added, compare
 from benchmarks.scaling.rows import asleep_until_all_are_here, on_the_first, with_threads
-from benchmarks.unet import Layers, UNet, image, step_of
+from benchmarks.training_step import step_of
+from benchmarks.unet import Layers, UNet, image
 from distdl_rma import GradientSync, Machine, Partition, distribute, shard
 from distdl_rma.layers import (
     DistributedBatchNorm2d,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import statistics
-import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -14,11 +13,11 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from mpi4py import MPI
 from torch import nn
 
-from benchmarks.measure import summary
+from benchmarks.measure import COMM, summary, timed
 from benchmarks.row import Row
+from benchmarks.training_step import step_of
 from distdl_rma import GradientSync, Machine, shard
 from distdl_rma.layers import DistributedConv2d, DistributedMSELoss
 from distdl_rma.segments.channel import Channel
@@ -26,7 +25,6 @@ from distdl_rma.segments.collectives.collective import Collective
 from distdl_rma.segments.waiting.header import WaitReason
 from distdl_rma.trace import chrome_trace
 
-COMM = MPI.COMM_WORLD
 # Many weights and few pixels: the gradients of a layer travel for about as long as its backward computes.
 LAYERS, CHANNELS, BATCH, SIDE = 6, 128, 1, 48
 SHAPE = (BATCH, CHANNELS, SIDE, SIDE)
@@ -72,18 +70,6 @@ def network(conv: Callable[..., nn.Module]) -> nn.Sequential:
     for _ in range(LAYERS):
         layers += [conv(CHANNELS, CHANNELS, 3, padding=1), nn.ReLU(inplace=True)]
     return nn.Sequential(*layers)
-
-
-def training(model: nn.Module, criterion: nn.Module, x: torch.Tensor) -> Step:
-    """One step of a training: forward, backward, update."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-
-    def step() -> None:
-        optimizer.zero_grad()
-        criterion(model(x), x).backward()
-        optimizer.step()
-
-    return step
 
 
 @dataclass
@@ -132,7 +118,7 @@ def measure() -> Measured:
     measured = Measured()
     for _ in range(ROUNDS):
         local = torch.randn(BATCH, CHANNELS, SIDE // COMM.size, SIDE)
-        plain = training(network(nn.Conv2d), nn.MSELoss(), local)
+        plain = step_of(network(nn.Conv2d), local, local, nn.MSELoss())
         time_in_turn(measured, {"compute alone": (plain, nullcontext)})
         for progress in ENGINES:
             with Machine(COMM, progress=progress, segment_size="128MiB") as machine:
@@ -148,7 +134,7 @@ def measure_on(machine: Machine, progress: str, measured: Measured) -> None:
     model = network(partial(DistributedConv2d, P_x))
     sync = GradientSync(model, machine)
     x = shard(P_x, torch.randn(SHAPE)).to_local()
-    step = training(model, DistributedMSELoss(P_x, name="loss"), x)
+    step = step_of(model, x, x, DistributedMSELoss(P_x, name="loss"))
     variants = {f"{progress}, {name}": (step, switch) for name, switch in SWITCHES.items()}
     time_in_turn(measured, variants)
     for name, (_, switch) in variants.items():
@@ -164,9 +150,6 @@ def time_in_turn(measured: Measured, variants: dict[str, tuple[Step, Switch]]) -
     for repetition in range(WARM_UPS + REPETITIONS):
         for name, (step, switch) in variants.items():
             with switch():
-                COMM.Barrier()
-                begin = time.perf_counter()
-                step()
-                slowest: float = COMM.allreduce(time.perf_counter() - begin, op=MPI.MAX)
+                slowest = timed(step)
             if repetition >= WARM_UPS:
                 measured.seconds.setdefault(name, []).append(slowest)

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn import functional as F  # noqa: N812
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.collectives import connect_gloo
 from benchmarks.measure import COMM, Row, compare
+from benchmarks.training_step import forward_and_backward, step_of
 from distdl_rma import GradientSync, Machine
 from distdl_rma.layers import DistributedInstanceNorm2d
 from distdl_rma.segments import Allreduce
@@ -42,13 +44,15 @@ def data_parallel_rows(machine: Machine) -> Iterator[Row]:
     sync = GradientSync(synchronised, machine, reduction="mean")
     torch.manual_seed(2 + machine.rank)
     x, labels = torch.randn(BATCH, PIXELS), torch.randint(CLASSES, (BATCH,))
-    ours = step_of(synchronised, x, labels)
+    ours = step_of(synchronised, x, labels, F.cross_entropy)
     what = f"data-parallel step, 25 MiB of parameters, batch {BATCH}"
     for baseline, against, target in (
         (parallel, "DistributedDataParallel, gloo", 0.9),
         (alone, "step without synchronisation", 1.15),
     ):
-        yield compare(what, ours, step_of(baseline, x, labels), against=against, target=target)
+        yield compare(
+            what, ours, step_of(baseline, x, labels, F.cross_entropy), against=against, target=target
+        )
     sync.close()
     dist.destroy_process_group()
 
@@ -61,18 +65,6 @@ def perceptron() -> nn.Module:
     return nn.Sequential(*layers, nn.Linear(WIDTH, CLASSES))
 
 
-def step_of(model: nn.Module, x: torch.Tensor, labels: torch.Tensor) -> Callable[[], object]:
-    """A training step on one batch."""
-    optimiser = torch.optim.SGD(model.parameters(), lr=1e-3)
-
-    def step() -> None:
-        optimiser.zero_grad()
-        nn.functional.cross_entropy(model(x), labels).backward()
-        optimiser.step()
-
-    return step
-
-
 def norm_row(machine: Machine) -> Row:
     """Instance norm, forward and backward, gradients of its parameters summed over the ranks."""
     grid = machine.partition((1, 1, machine.size, 1))
@@ -81,15 +73,10 @@ def norm_row(machine: Machine) -> Row:
     x = torch.randn(1, CHANNELS, EXTENT // machine.size, EXTENT, requires_grad=True)
     gradient = torch.randn_like(x)
 
-    def step(module: nn.Module) -> None:
-        x.grad = None
-        module.zero_grad(set_to_none=True)
-        module(x).backward(gradient)
-
     return compare(
         f"training step, instance norm, {CHANNELS} channels, {EXTENT}x{EXTENT}",
-        lambda: step(layer),
-        lambda: step(bare),
+        lambda: forward_and_backward(layer, x, gradient),
+        lambda: forward_and_backward(bare, x, gradient),
         against="bare local tile",
         target=1.25,
         inner=20,

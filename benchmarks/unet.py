@@ -58,20 +58,6 @@ def _double(layers: Layers, inside: int, outside: int) -> nn.Sequential:
     return nn.Sequential(*made)
 
 
-def step_of(
-    model: nn.Module, x: torch.Tensor, target: torch.Tensor, criterion: Callable[..., Any]
-) -> Callable[[], object]:
-    """A training step on one image."""
-    optimiser = torch.optim.SGD(model.parameters(), lr=1e-3)
-
-    def step() -> None:
-        optimiser.zero_grad()
-        criterion(model(x), target).backward()
-        optimiser.step()
-
-    return step
-
-
 def image(side: int) -> tuple[torch.Tensor, torch.Tensor]:
     """An input, and what the network is to say of it; alike on all ranks."""
     torch.manual_seed(2)

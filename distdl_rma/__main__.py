@@ -10,6 +10,16 @@ from distdl_rma import __version__
 from distdl_rma.doctor.command import doctor
 from distdl_rma.out_of_core import command
 
+DAY = 24 * 60 * 60
+
+
+def seconds(text: str) -> float:
+    """Seconds of a wait; ``ArgumentTypeError`` for others than operating systems wait for."""
+    value = float(text)
+    if not 0 <= value <= DAY:
+        raise argparse.ArgumentTypeError(f"a wait takes from 0 to {DAY} seconds, not {text}")
+    return value
+
 
 def main(arguments: Sequence[str]) -> int:
     """Run the command that the arguments name; return its exit status."""
@@ -26,7 +36,7 @@ def main(arguments: Sequence[str]) -> int:
     )
     options.add_argument("--json", metavar="FILE", help="write the result to a file, - for standard output")
     options.add_argument(
-        "--timeout", type=float, default=60.0, metavar="SECONDS", help="longest wait of a rank (60)"
+        "--timeout", type=seconds, default=60.0, metavar="SECONDS", help="longest wait of a rank (60)"
     )
     command.add_options(
         commands.add_parser(

@@ -81,14 +81,13 @@ def write_image(path: Path, side: int) -> None:
 def by_tiles(model: nn.Module, source: Path, side: int, tile: int) -> torch.Tensor:
     """The result by tiles that overlap, of which the middles are kept."""
     image, y = open_array(source), torch.zeros(side, side)
-    border = int(BORDER * tile)
-    step = tile - 2 * border
+    # Tiles begin and end at even pixels, as a U-Net needs them.
+    border = int(BORDER * tile) // 2 * 2
+    step = tile // 2 * 2 - 2 * border
     for top in range(0, side, step):
         for left in range(0, side, step):
             box = tuple(slice(max(0, at - border), min(side, at + step + border)) for at in (top, left))
             part = torch.as_tensor(np.asarray(image[box]))
-            # The extents of a tile are even, as a U-Net needs them.
-            part = part[: part.shape[0] // 2 * 2, : part.shape[1] // 2 * 2]
             found = model(part[None, None])[0, 0]
             kept = found[top - box[0].start :, left - box[1].start :][:step, :step]
             y[top : top + kept.shape[0], left : left + kept.shape[1]] = kept

@@ -11,7 +11,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
-from benchmarks.unet import CLASSES, Layers, UNet, step_of
+from benchmarks.training_step import step_of
+from benchmarks.unet import CLASSES, Layers, UNet
 from distdl_rma import Machine, Partition, distribute, shard
 from distdl_rma.ops.conv.kernels import ConvolutionArguments, convolution
 

@@ -16,7 +16,7 @@ from torch.nn import functional as F  # noqa: N812
 
 from benchmarks.measure import COMM, WARM_UPS, in_turn
 from benchmarks.scaling.cases import Case, Step
-from benchmarks.unet import step_of
+from benchmarks.training_step import step_of
 from distdl_rma import Machine, shard
 from distdl_rma.segments import Bcast, RemoteBuffer, SegmentBuffer
 

@@ -78,7 +78,9 @@ def _rows(job: Job) -> Iterator[dict[str, Any]]:
             "ranks": [facts.rank for facts in ranks],
             "cores": len({core for facts in ranks for core in facts.cores}),
             "threads_per_rank": threads,
-            "shm_free_bytes": min((facts.shm_free for facts in ranks if facts.shm_free), default=None),
+            "shm_free_bytes": min(
+                (free for facts in ranks if (free := facts.shm_free) is not None), default=None
+            ),
             "shm_total_bytes": total,
             "memory_limit_bytes": limit,
         }

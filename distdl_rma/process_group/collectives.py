@@ -16,6 +16,7 @@ from distdl_rma.process_group.reducers import OPERATIONS
 from distdl_rma.process_group.tensors import Flat, check, check_alike, parts_of, rows_of, single
 from distdl_rma.process_group.work import GroupWork, done
 from distdl_rma.segments.collectives.between_nodes import Script
+from distdl_rma.segments.collectives.reduction import Array
 
 _Work: Any = Work
 
@@ -27,8 +28,9 @@ class GroupCollectives(GroupCore):
     def broadcast(self, tensors: Any, opts: Any = None, *_: Any) -> Work:
         """Copy the root's tensor to all ranks."""
         tensors = [tensors] if isinstance(tensors, Tensor) else tensors
-        tensor, root = single(tensors, self._who("broadcast")), root_of(opts)
-        check([tensor], self._who("broadcast"))
+        who = self._who("broadcast")
+        tensor, root = single(tensors, who), root_of(opts, self._ranks, who)
+        check([tensor], who)
         flat = Flat(tensor)
 
         def script() -> Script:
@@ -93,9 +95,8 @@ class GroupCollectives(GroupCore):
 
         def script() -> Script:
             for source, several in zip(sources, outs, strict=True):
-                arrays, data = [out.bytes for out in several], source.bytes
-                if any(np.may_share_memory(data, a) for at, a in enumerate(arrays) if at != me):
-                    data = data.copy()
+                arrays = [out.bytes for out in several]
+                data = _apart(source.bytes, [*arrays[:me], *arrays[me + 1 :]])
                 yield from self._collectives.spread([array.size for array in arrays], data, arrays)
 
         every = [target for _, targets in pairs for target in targets]
@@ -104,13 +105,15 @@ class GroupCollectives(GroupCore):
     @of_all
     def gather(self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any = None) -> Work:
         """Copy the tensors of all ranks to the root."""
-        tensor, root = single(inputs, self._who("gather")), root_of(opts)
+        who = self._who("gather")
+        tensor, root = single(inputs, who), root_of(opts, self._ranks, who)
         targets = list(outputs[0]) if outputs and self._me == root else []
-        self._check_parts("gather", tensor, targets, root)
+        self._check_parts(who, tensor, targets, root)
         source, flats = Flat(tensor), [Flat(target) for target in targets]
 
         def script() -> Script:
-            data, outs = source.bytes, [flat.bytes for flat in flats]
+            outs = [flat.bytes for flat in flats]
+            data = _apart(source.bytes, [*outs[:root], *outs[root + 1 :]])
             return self._collectives.spread(
                 [data.size] * self._ranks, data, outs or [None] * self._ranks, root
             )
@@ -122,9 +125,10 @@ class GroupCollectives(GroupCore):
         self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Any = None
     ) -> Work:
         """Copy one of the root's tensors to each rank."""
-        tensor, root = single(outputs, self._who("scatter")), root_of(opts)
+        who = self._who("scatter")
+        tensor, root = single(outputs, who), root_of(opts, self._ranks, who)
         sources = list(inputs[0]) if inputs and self._me == root else []
-        self._check_parts("scatter", tensor, sources, root)
+        self._check_parts(who, tensor, sources, root)
         flat, parts = Flat(tensor), [Flat(part) for part in sources]
 
         def script() -> Script:
@@ -135,8 +139,7 @@ class GroupCollectives(GroupCore):
 
         return self._begin(f"scatter from rank {root}", [tensor], script, [tensor], [flat])
 
-    def _check_parts(self, what: str, mine: Tensor, parts: Sequence[Tensor], root: int) -> None:
-        who = self._who(what)
+    def _check_parts(self, who: str, mine: Tensor, parts: Sequence[Tensor], root: int) -> None:
         check_alike([mine, *parts], who)
         if self._me == root and len(parts) != self._ranks:
             raise ShapeError(f"{who}: a tensor for each of {self._ranks} ranks at the root, got {len(parts)}")
@@ -176,8 +179,7 @@ class GroupCollectives(GroupCore):
 
         def script() -> Script:
             sends, outs = [part.bytes for part in parts], [flat.bytes for flat in flats]
-            if any(np.may_share_memory(a, b) for a in sends for b in outs if a.size and b.size):
-                sends = [send.copy() for send in sends]
+            sends = [_apart(send, outs) for send in sends]
             return self._collectives.deal(sends, outs)
 
         kind = str(outputs[0].dtype).removeprefix("torch.")
@@ -197,8 +199,8 @@ class GroupCollectives(GroupCore):
                 return _OVER
             if begun is None:
                 # Raises for invalid arguments, with the same words as for tensors that are not plain.
-                work = self._all_reduce("all_reduce", [tensor], op_of(opts))
                 op = op_of(opts)
+                work = self._all_reduce("all_reduce", [tensor], op)
                 call = self._call(f"all_reduce({OPERATIONS[op][0]})", [tensor])
                 quick.learn(tensor, number, call, self._reducer(op, tensor.dtype))
                 return self._held(work, tensor)
@@ -234,8 +236,9 @@ class GroupCollectives(GroupCore):
     @of_all
     def reduce(self, tensors: Any, opts: Any = None, *_: Any) -> Work:
         """Reduce a tensor in place on the root."""
-        tensor, root = single(tensors, self._who("reduce")), root_of(opts)
-        check([tensor], self._who("reduce"))
+        who = self._who("reduce")
+        tensor, root = single(tensors, who), root_of(opts, self._ranks, who)
+        check([tensor], who)
         op, flat = op_of(opts), Flat(tensor)
         reducer = self._reducer(op, tensor.dtype)
         return self._begin(
@@ -294,14 +297,19 @@ class GroupCollectives(GroupCore):
 
         def script() -> Script:
             for flat, several, reducer in zip(flats, inputs, reducers, strict=True):
-                arrays, out = [part.elements for part in several], flat.elements
-                if any(np.may_share_memory(out, a) for at, a in enumerate(arrays) if at != me):
-                    arrays = [array.copy() for array in arrays]
+                out = flat.elements
+                arrays = [part.elements for part in several]
+                arrays = [array if at == me else _apart(array, [out]) for at, array in enumerate(arrays)]
                 yield from self._collectives.reduce_scatter(arrays, out, reducer)
 
         named = f"{what}({OPERATIONS[op][0]})" if reducers else what
         every = [part for _, parts in pairs for part in parts]
         return self._begin(named, every, script, outs, flats)
+
+
+def _apart(data: Array, targets: Sequence[Array]) -> Array:
+    """Data as they are, or a copy if one of the targets may share their memory."""
+    return data.copy() if any(np.may_share_memory(data, target) for target in targets) else data
 
 
 class _Over(_Work):  # type: ignore[misc]

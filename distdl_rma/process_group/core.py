@@ -11,13 +11,13 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 import torch
 from torch.distributed import ProcessGroup, ReduceOp, Work
 
-from distdl_rma.errors import DistdlError
+from distdl_rma.errors import ArgumentError, DistdlError, ShapeError
 from distdl_rma.process_group.inter_node import InterNodeCollectives
 from distdl_rma.process_group.node_slots import Call, NodeSlots
 from distdl_rma.process_group.on_node import NodeCollectives
 from distdl_rma.process_group.quick import QuickReductions
 from distdl_rma.process_group.reducers import reducer_of
-from distdl_rma.process_group.tensors import Flat, facts
+from distdl_rma.process_group.tensors import OVERLAP, Flat, facts
 from distdl_rma.process_group.work import GroupWork, OperationQueue, PendingCall
 from distdl_rma.segments.collectives.between_nodes import Messages, Script
 from distdl_rma.segments.collectives.node_layout import NodeLayout
@@ -74,6 +74,9 @@ class GroupCore(_Base):  # type: ignore[misc]
         stored: Sequence[Flat] = (),
     ) -> Work:
         # ``what`` and the sizes of the tensors are the same on all ranks. ``stored`` fills the result.
+        for flat in stored:
+            if flat.overlaps:
+                raise ShapeError(f"{self._who(what)}: {OVERLAP}")
         caller, call = self._caller, self._call(what, tensors)
 
         def begin() -> Script:
@@ -181,6 +184,9 @@ def op_of(opts: Any) -> Any:
     return ReduceOp.SUM if found is None else getattr(found, "op", found)
 
 
-def root_of(opts: Any) -> int:
-    """Root of some options: a rank in the group."""
-    return int(opts.rootRank) if opts is not None else 0
+def root_of(opts: Any, ranks: int, who: str) -> int:
+    """Root of some options; ``ArgumentError`` if it is none of so many ranks."""
+    root = int(opts.rootRank) if opts is not None else 0
+    if not 0 <= root < ranks:
+        raise ArgumentError(f"{who}: the root is a rank in the group, from 0 to {ranks - 1}, got {root}")
+    return root

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch.distributed import Work
 
-from distdl_rma.errors import UnsupportedError
+from distdl_rma.errors import ShapeError, UnsupportedError
 from distdl_rma.process_group.collectives import GroupCollectives
 from distdl_rma.process_group.core import Tensor
 from distdl_rma.process_group.point_to_point import PointToPoint
-from distdl_rma.process_group.tensors import Flat, check, single
+from distdl_rma.process_group.tensors import OVERLAP, Flat, check, single
 from distdl_rma.process_group.work import GroupWork
 from distdl_rma.segments.manager import SegmentManager
 
@@ -114,7 +114,10 @@ class RmaProcessGroup(GroupCollectives):
     def _message(self, tensors: Sequence[Tensor], what: str) -> tuple[Flat, Tensor]:
         tensor: Tensor = single(tensors, self._who(what))
         check([tensor], self._who(what))
-        return Flat(tensor), tensor
+        flat = Flat(tensor)
+        if flat.overlaps and what == "recv":
+            raise ShapeError(f"{self._who(what)}: {OVERLAP}")
+        return flat, tensor
 
     def _start_coalescing(self, device: torch.device) -> None:
         self._coalescing = []
@@ -143,8 +146,20 @@ class _Several(_Work):  # type: ignore[misc]
     def wait(self, timeout: timedelta | None = None) -> bool:
         return all([work.wait(timeout) for work in self._works])  # noqa: C419
 
+    def synchronize(self) -> None:
+        self.wait()
+
     def is_completed(self) -> bool:
         return all(work.is_completed() for work in self._works)
+
+    def is_success(self) -> bool:
+        return all(work.is_success() for work in self._works)
+
+    def exception(self) -> BaseException | None:
+        return next((error for work in self._works if (error := work.exception()) is not None), None)
+
+    def result(self) -> list[Any]:
+        return [*chain.from_iterable(work.result() for work in self._works)]
 
     def get_future(self) -> torch.futures.Future[Any]:
         every = torch.futures.collect_all([work.get_future() for work in self._works])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import chain
+from weakref import WeakValueDictionary
 
 import numpy as np
 
@@ -28,7 +29,8 @@ class PointToPoint:
     def __init__(self, messages: Messages, queue: OperationQueue, me: int, name: str) -> None:
         self._messages, self._queue, self._me, self._name = messages, queue, me, name
         self._most = messages.largest_tag() // _KINDS - 1
-        self._last: dict[tuple[str, int, int], PendingCall] = {}
+        # Forgotten when they are over: the queue keeps those under way.
+        self._last: WeakValueDictionary[tuple[str, int, int], PendingCall] = WeakValueDictionary()
 
     def send(self, data: Array, kind: str, target: int, tag: int) -> PendingCall:
         """Begin to send bytes of elements of a ``kind``."""
@@ -58,6 +60,12 @@ class PointToPoint:
         self, verb: str, data: Array, kind: str, peer: int, tag: int, finish: Finish | None = None
     ) -> PendingCall:
         self._check_tag(tag)
+        ranks = self._messages.ranks
+        if not 0 <= peer < len(ranks):
+            group = f"{verb} in group {self._name!r}"
+            raise ArgumentError(
+                f"{group}: the peer is a rank in the group, from 0 to {len(ranks) - 1}, got {peer}"
+            )
         key = verb, peer, tag
         before = self._last.get(key)
         sends = verb == "send"
@@ -68,7 +76,7 @@ class PointToPoint:
             yield from (self._send if sends else self._receive)(data, kind, peer, tag)
 
         what = f"to {'receive' if sends else 'send'} {data.size} bytes with tag {tag} in group {self._name!r}"
-        reason = WaitReason((self._messages.ranks[peer],), what, "did it make the matching call?")
+        reason = WaitReason((ranks[peer],), what, "did it make the matching call?")
         operation = PendingCall(script, lambda: reason, finish)
         self._last[key] = operation
         return self._queue.add(operation)

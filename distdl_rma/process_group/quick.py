@@ -16,8 +16,6 @@ from distdl_rma.process_group.work import OperationQueue, PendingCall
 from distdl_rma.segments.collectives.between_nodes import Script
 from distdl_rma.segments.collectives.reduction import Array, Reduction
 
-Bytes = memoryview
-
 # Looks at the others' words before the rank queues a script, and before it yields the core: another process
 # may keep the core for milliseconds. Where ranks share cores, it yields after each look.
 _LOOKS, _CROWDED_LOOKS, _SPINS = 1500, 100, 1000
@@ -31,8 +29,8 @@ class Quick(NamedTuple):
     """
 
     call: Call
-    data: Bytes
-    mine: tuple[Bytes, ...]
+    data: memoryview
+    mine: tuple[memoryview, ...]
     reduce: tuple[Callable[[], object], ...]
     script: Callable[[], Script] | None
 

@@ -18,6 +18,9 @@ _AS_WORDS |= {
     kind for kind in vars(torch).values() if isinstance(kind, torch.dtype) and "float8" in str(kind)
 }
 
+# Why a tensor cannot be filled.
+OVERLAP = "elements of a tensor that is filled share memory, as after expand(); call contiguous()"
+
 
 class Flat:
     """A tensor as a flat array of its ``elements``, in their order; ``store`` writes a copy back.
@@ -26,13 +29,18 @@ class Flat:
     DTensor: its part is ``to_local()``.
     """
 
-    __slots__ = ("_copied", "_tensor", "elements")
+    __slots__ = ("_copied", "_tensor", "elements", "overlaps")
 
     def __init__(self, tensor: torch.Tensor) -> None:
         tensor = tensor.detach() if tensor.requires_grad else tensor
         self._tensor = self._copied = tensor
+        # Whether one place in memory is several elements, which cannot differ: torch stores nothing into it.
+        self.overlaps = False
         if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
             self._copied = tensor.resolve_conj().resolve_neg().contiguous()
+            self.overlaps = any(
+                not step and n > 1 for step, n in zip(tensor.stride(), tensor.shape, strict=True)
+            )
         words = self._copied
         if words.dtype in _AS_WORDS:
             words = words.view(BIT_WORDS[words.itemsize][0])

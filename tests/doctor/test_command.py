@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from distdl_rma.__main__ import main
 from tests.examples.launching import launcher_is_hydra
 from tests.private_memory import run_alone
 from tests.run_mpi import completed, environment, mpiexec
@@ -132,6 +133,13 @@ def test_an_invalid_option_is_an_error_of_all_ranks_and_ends_cleanly():
         "error: ranks 0-1 could not make a machine: ConfigurationError: rank 0: a segment size" in done.stdout
     )
     assert "TERMINATION" not in done.stdout
+
+
+@pytest.mark.parametrize("timeout", ["nan", "inf", "-1", "1e9"])
+def test_a_timeout_that_nobody_can_wait_for_is_an_invalid_option(capsys, timeout):
+    with pytest.raises(SystemExit, match="2"):
+        main(["doctor", "--timeout", timeout])
+    assert f"a wait takes from 0 to 86400 seconds, not {timeout}" in capsys.readouterr().err
 
 
 def test_a_small_container_is_an_error_with_the_remedy():

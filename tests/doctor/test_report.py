@@ -17,6 +17,8 @@ def test_ranks_of_a_host_with_the_same_values_are_one_row():
     _, *rows = lines(mixed, "nodes")
     assert [row.split()[:4] for row in rows] == [["node1", "0-2", "8", "2"], ["node1", "3", "8", "1"]]
     assert "3 x 4 GiB" in rows[0] and "30 GiB" in rows[0] and "64 GiB" in rows[0]
+    mixed.ranks[2] = rank(2, 4, shm_free=0)
+    assert [row["shm_free_bytes"] for row in as_json(mixed, [])["hosts"]] == [0, 30 << 30]
 
 
 def test_transports_are_a_matrix_of_few_ranks_and_numbers_of_many():

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import re
+import runpy
 import sys
 from pathlib import Path
 
+import numpy as np
+import pytest
 import skimage.io
+from torch import nn
 
 from tests.run_mpi import completed
 
@@ -25,6 +29,13 @@ def test_an_image_that_does_not_fit_is_predicted_without_seams(tmp_path):
     )
     assert whole < 1e-4 < 0.1 < tiles
     assert skimage.io.imread(folder / "large.png").size
+
+
+@pytest.mark.parametrize("tile", [32, 58, 75, 256])
+def test_tiles_of_any_size_cover_the_image(tmp_path, tile):
+    demo, file = runpy.run_path(str(DEMO)), tmp_path / "image.npy"
+    demo["write_image"](file, 256)
+    assert np.array_equal(demo["by_tiles"](nn.Identity(), file, 256, tile), np.load(file))
 
 
 def test_a_tile_that_is_larger_than_the_image_is_refused(tmp_path):

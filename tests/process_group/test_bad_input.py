@@ -5,7 +5,14 @@ import re
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed import ReduceOp, ReduceScatterOptions
+from torch.distributed import (
+    BroadcastOptions,
+    GatherOptions,
+    ReduceOp,
+    ReduceOptions,
+    ReduceScatterOptions,
+    ScatterOptions,
+)
 
 from distdl_rma import ArgumentError, MismatchError, ShapeError, UnsupportedError
 from distdl_rma.process_group.group import RmaProcessGroup
@@ -94,6 +101,12 @@ def average():
     return made
 
 
+def rooted(kind, root):
+    made = kind()
+    made.rootRank = root
+    return made
+
+
 # Calls of a group with six numbers, which all ranks refuse.
 REFUSED = [
     (ShapeError, "one tensor per rank, got 2", lambda g, x: g.broadcast([x, x]),
@@ -121,6 +134,16 @@ REFUSED = [
      lambda g, x: g.reduce_scatter([x.int()], [[x.int()] * g.size()], average()),
      # Of one rank they would be copied first.
      lambda g, x: g.allreduce([x.int().view(2, 3).t() if g.rank() else x.int().view(2, 3)], ReduceOp.AVG)),
+    (ShapeError, "in group .*: elements of a tensor that is filled share memory",
+     lambda g, x: g.allreduce([x[:1].expand(6)]), lambda g, x: g.broadcast([x.view(6, 1).expand(6, 2)]),
+     lambda g, x: g.recv([x[:1].expand(6)], 0, 0)),
+    (ArgumentError, "in group .*: the root is a rank in the group, from 0 to ., got (-1|7)",
+     lambda g, x: g.broadcast([x], rooted(BroadcastOptions, 7)),
+     lambda g, x: g.reduce([x], rooted(ReduceOptions, -1)),
+     lambda g, x: g.gather([], [x], rooted(GatherOptions, 7)),
+     lambda g, x: g.scatter([x], [], rooted(ScatterOptions, -1))),
+    (ArgumentError, "in group .*: the peer is a rank in the group, from 0 to ., got (-1|7)",
+     lambda g, x: g.send([x], -1, 0), lambda g, x: g.recv([x], 7, 0)),
     (ArgumentError, "a tag is from 0 to", lambda g, x: g.send([x], 0, -1)),
     (UnsupportedError, "cannot be reduced", lambda g, x: g.allreduce([x.to(torch.float8_e5m2)])),
     (UnsupportedError, "tensors are dense", lambda g, x: g.allreduce([x.to_sparse()]),

@@ -66,6 +66,28 @@ def test_a_rank_that_leaves_the_block_alone_is_named_by_its_next_call(comm):
                 dist.all_reduce(torch.ones(4))
 
 
+@pytest.mark.mpi(min_size=2)
+def test_messages_of_a_block_are_over_and_right_when_each_of_them_is(comm):
+    after, before, device = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size, torch.device("cpu")
+    with process_group(comm):
+        for count in (3, 5):
+            with dist._coalescing_manager(None, device, async_ops=True) as block:
+                dist.isend(sent := torch.full((3,), float(comm.rank)), after)
+                dist.irecv(received := torch.zeros(count), before)
+            (work,) = block.works
+            if count == 3:
+                work.synchronize()
+                assert received.tolist() == [before] * 3 and work.is_success() and work.exception() is None
+                assert all(map(torch.equal, work.result(), (sent, received)))
+                continue
+            with pytest.raises(MismatchError, match=r"12 bytes of torch\.float32 are sent, but 20"):
+                work.synchronize()
+            while not work.is_completed():
+                pass
+            assert not work.is_success() and isinstance(work.exception(), MismatchError)
+        comm.Barrier()
+
+
 def test_other_backends_keep_what_torch_makes_of_it(comm):
     with process_group(comm, "gloo"):
         with pytest.raises(OSError, match="disk"):

@@ -45,6 +45,6 @@ def test_nothing_begins_in_a_group_that_has_ended(machine, comm):
 def test_options_are_those_of_torch_or_none():
     options = BroadcastOptions()
     options.rootRank = 2
-    assert (root_of(options), root_of(None)) == (2, 0)
+    assert (root_of(options, 3, "me"), root_of(None, 3, "me")) == (2, 0)
     assert op_of(None) == ReduceOp.SUM == op_of(ReduceOp(ReduceOp.SUM))
     assert op_of(ReduceOp.MAX) == ReduceOp.MAX

@@ -184,6 +184,14 @@ def test_input_may_be_a_view_of_the_output_and_the_output_of_the_input(group):
     assert torch.equal(whole, torch.arange(float(size)).repeat_interleave(count))
     for target in range(size):
         x = values(me, size * count, torch.float32)
+        # The root's tensor lies where another rank's is stored.
+        parts, root = list(x.clone().chunk(size)), (target + 1) % size
+        mine = parts[target if me == root else me]
+        outs = [parts] if me == root else []
+        group.gather(outs, [mine], options(GatherOptions, root=root)).wait()
+        for rank, part in enumerate(parts if me == root else ()):
+            expected = values(rank, size * count, torch.float32).chunk(size)
+            assert torch.equal(part, expected[target if rank == root else rank])
         out = x.chunk(size)[target]
         group.reduce_scatter_single(out, x).wait()
         assert torch.equal(out, sum(rows(group, size * count, torch.float32)).chunk(size)[me])

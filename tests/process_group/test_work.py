@@ -34,6 +34,7 @@ def test_messages_let_go_of_their_tensors_when_they_are_over(machine):
         del works, work
     gc.collect()
     assert memory() is None and received.tolist() == [1, 1, 1]
+    assert not group._points._last
     group.shutdown()
 
 
