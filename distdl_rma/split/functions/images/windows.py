@@ -199,7 +199,7 @@ def averaged(call: Call, site: Site, x: SplitTensor, size: tuple[int | None, ...
         layout = lay.with_splits(lay.whole(layout, single), {d: Balanced(1, 1) for d in single})
         size = tuple(None if d in single else n for d, n in enumerate(size, first))
     if all(n is None or n == layout.shape[d] for d, n in enumerate(size, first)):
-        return SplitTensor(local, layout)
+        return SplitTensor(local.clone() if local is x._local else local, layout)
     kind, options = AdaptiveAvgPooling, AdaptiveOptions(size)
     rest, _ = windowed(call, site, local, layout, dims, kind, size, lambda: options)
     return with_single_copied(site, rest)

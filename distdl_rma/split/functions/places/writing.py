@@ -37,6 +37,7 @@ from distdl_rma.split.tensor import (
     refused,
     tensors_in,
 )
+from distdl_rma.split.views import begin_change, end_change
 
 _T: Any = torch.Tensor
 _REMEDY = "build the tensor by torch.cat, torch.where or F.pad instead"
@@ -58,8 +59,7 @@ def set_item(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         raise_as_torch(func, (x, tuple(given), value), kwargs)
     if not isinstance(x, SplitTensor):
         become_split(func, x, _layout_to_write(func, x, given, value))
-    if x._copy_of is not None:
-        raise refused(func, f"it writes what was moved from another rank; {_REMEDY}")
+    begin_change(func, x, f"it writes what was moved from another rank; {_REMEDY}")
     given, ones = _staying(x, one_each(len(x._layout.shape), given))
     part, chosen = basic(func, x, given)
     if chosen:
@@ -70,6 +70,7 @@ def set_item(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         pointwise(_T.copy_, (part, value), {})
     else:
         pointwise(_T.fill_, (part, value), {})
+    end_change(x)
 
 
 def _staying(x: SplitTensor, given: list[Any]) -> tuple[list[Any], list[int]]:
@@ -213,8 +214,8 @@ def _chosen_rows(part: Any, at: int, mask: Any, ones: Sequence[int], value: Any)
 def in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Computes the form without the underscore and writes the blocks; a plain tensor becomes split."""
     x, without = args[0], getattr(_T, func.__name__[:-1])
-    if isinstance(x, SplitTensor) and x._copy_of is not None:
-        raise refused(func, f"it writes what is on another rank; {_REMEDY}")
+    if isinstance(x, SplitTensor):
+        begin_change(func, x, f"it writes what is on another rank; {_REMEDY}")
     # The backward needs the tensor unchanged.
     kept = isinstance(x, SplitTensor) and torch.is_grad_enabled() and x._local.requires_grad
     before = SplitTensor(checked_block(x).clone(), x._layout) if kept else x

@@ -33,6 +33,7 @@ from distdl_rma.split.operands import (
 )
 from distdl_rma.split.reduction_axes import laid_out, positive, with_an_element, with_whole
 from distdl_rma.split.tensor import SplitTensor, checked_block, composed, refused, tensors_in
+from distdl_rma.split.views import seen_of
 
 _T: Any = torch.Tensor
 # A label for each dimension of an operand; as in einsum, equal labels are one index.
@@ -84,7 +85,11 @@ def contracted(
     """Multiply operands block by block, and sum over the labels that the result does not have."""
     site, work, blocks = prepared(func, operands, labels, out, uncut)
     if not work.summed:
-        return SplitTensor(product_of(compute, operands, blocks, work.result), work.result)
+        y = product_of(compute, operands, blocks, work.result)
+        x = operands[0]
+        if len(operands) == 1 and isinstance(x, SplitTensor) and y._is_view():
+            return seen_of(x, y, work.result, blocks[0] is not x._local, strided=True)
+        return SplitTensor(y, work.result)
     y, dtype = _summed(site, compute, operands, blocks, work)
     return SplitTensor(y.to(dtype), work.result)
 
