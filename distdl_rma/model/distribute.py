@@ -37,14 +37,14 @@ from distdl_rma.model.entering import ModuleHook
 from distdl_rma.model.replicas import ReplicaSampler
 from distdl_rma.ops.core.autograd import ENOUGH, breaks_graph, compiles, mark_summed_later, tracer, uncompiled
 from distdl_rma.split.calls import site
+from distdl_rma.split.calls.arguments import mapped, tensors_in
 from distdl_rma.split.calls.loss_origin import LOSS_ORIGIN, Backwards
-from distdl_rma.split.calls.refusals import mapped
 from distdl_rma.split.calls.site import CALL_TRACES, thread_inside
 from distdl_rma.split.entry import grid_for
 from distdl_rma.split.layout import balanced, described
 from distdl_rma.split.plain_operands import beside
 from distdl_rma.split.shard import Grid, shard
-from distdl_rma.split.tensor import SplitTensor, tensors_in
+from distdl_rma.split.tensor import SplitTensor
 from distdl_rma.sync.claims import Owner
 from distdl_rma.sync.gradients import GradientSync
 from distdl_rma.sync.registry import REDUCTIONS, ModuleWatch, not_in_host_memory

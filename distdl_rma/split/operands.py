@@ -17,13 +17,13 @@ from distdl_rma.geometry.partition import Partition
 from distdl_rma.machine import Machine
 from distdl_rma.ops.core.autograd import GradientNeeds, is_synchronised
 from distdl_rma.split import layout as lay
-from distdl_rma.split.calls.refusals import mapped
+from distdl_rma.split.calls.arguments import mapped, tensors_in
 from distdl_rma.split.calls.signatures import named
 from distdl_rma.split.calls.site import Site, site_of
 from distdl_rma.split.calls.table import Handler, name_of
-from distdl_rma.split.moves import redistributed, to_blocks
 from distdl_rma.split.plain_operands import beside
-from distdl_rma.split.tensor import SplitTensor, any_cut, checked_block, composed, refused, tensors_in
+from distdl_rma.split.redistribution import redistributed, to_blocks
+from distdl_rma.split.tensor import SplitTensor, any_cut, checked_block, composed, refused
 from distdl_rma.split.views import begin_change
 
 

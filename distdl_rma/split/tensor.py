@@ -29,16 +29,17 @@ from distdl_rma.ops.core.autograd import (
 from distdl_rma.ops.core.tensors import no_autocast, problem_with
 from distdl_rma.segments.waiting.liveness import OF_SEVERAL_RANKS
 from distdl_rma.split import layout as lay
+from distdl_rma.split.calls.arguments import mapped, tensors_in
 from distdl_rma.split.calls.autocast import castable, dtype_for
 from distdl_rma.split.calls.loss_origin import LOSS_ORIGIN
-from distdl_rma.split.calls.refusals import mapped, raise_as_torch
 from distdl_rma.split.calls.signatures import first_by_place
 from distdl_rma.split.calls.site import CALL_TRACES, THREAD, module_path, note, site_of, user_place
 from distdl_rma.split.calls.table import OBSERVERS, RULES, WITHOUT_RULE, Rule, name_of
+from distdl_rma.split.calls.torch_errors import raise_as_torch
 from distdl_rma.split.entry import agree_on_layout
 from distdl_rma.split.function_nodes import enter_graph, runs
-from distdl_rma.split.moves import redistributed
 from distdl_rma.split.plain_operands import gathered
+from distdl_rma.split.redistribution import redistributed
 
 _NO_SUBCLASS = torch._C.DisableTorchFunctionSubclass
 # Kinds that need no other rank, so that one rank may call them alone.
@@ -547,19 +548,6 @@ _held: Any = torch.Tensor._use_count  # type: ignore[attr-defined]
 def _uses(x: torch.Tensor) -> int:
     count: int = torch._C._storage_Use_Count(_memory(x))
     return count
-
-
-def tensors_in(*arguments: Any) -> list[torch.Tensor]:
-    """All tensors among arguments, also within lists, tuples and dicts."""
-    found: list[torch.Tensor] = []
-    for argument in arguments:
-        if isinstance(argument, torch.Tensor):
-            found.append(argument)
-        elif isinstance(argument, (list, tuple)):
-            found += tensors_in(*argument)
-        elif isinstance(argument, dict):
-            found += tensors_in(*argument.values())
-    return found
 
 
 def any_cut(*arguments: Any) -> bool:

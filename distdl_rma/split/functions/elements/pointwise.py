@@ -12,10 +12,10 @@ from typing import Any
 import torch
 
 from distdl_rma.split import layout as lay
-from distdl_rma.split.calls.refusals import checked_rule, mapped, raise_as_torch
+from distdl_rma.split.calls.arguments import mapped
 from distdl_rma.split.calls.site import Site
 from distdl_rma.split.calls.table import Call, rule
-from distdl_rma.split.moves import redistributed
+from distdl_rma.split.calls.torch_errors import checked_rule, raise_as_torch
 from distdl_rma.split.operands import (
     as_blocks,
     as_whole,
@@ -26,6 +26,7 @@ from distdl_rma.split.operands import (
     part_for,
     site_for,
 )
+from distdl_rma.split.redistribution import redistributed
 from distdl_rma.split.reduction_axes import laid_out, with_whole
 from distdl_rma.split.tensor import SplitTensor, become_split, checked_block, composed, refused
 from distdl_rma.split.views import begin_change, end_change, fills_memory, seen_of

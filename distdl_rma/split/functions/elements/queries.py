@@ -12,16 +12,16 @@ from distdl_rma.geometry.partition import Partition
 from distdl_rma.machine import Machine
 from distdl_rma.ops.core.autograd import grad_call
 from distdl_rma.split import layout as lay
+from distdl_rma.split.calls.arguments import mapped, tensors_in
 from distdl_rma.split.calls.loss_origin import LOSS_ORIGIN
-from distdl_rma.split.calls.refusals import mapped
 from distdl_rma.split.calls.signatures import named
 from distdl_rma.split.calls.site import site_of
 from distdl_rma.split.calls.table import rule
 from distdl_rma.split.function_nodes import is_lost
 from distdl_rma.split.functions.elements.pointwise import pointwise
-from distdl_rma.split.moves import reduced
 from distdl_rma.split.operands import block_of, common_partition
 from distdl_rma.split.plain_operands import beside, contributes
+from distdl_rma.split.redistribution import reduced
 from distdl_rma.split.tensor import (
     OF_NO_BLOCK,
     ON_MANY_RANKS,
@@ -31,7 +31,6 @@ from distdl_rma.split.tensor import (
     composed,
     into_graph,
     refused,
-    tensors_in,
 )
 from distdl_rma.split.views import seen_of
 

@@ -15,13 +15,14 @@ import torch
 from torch.nn import functional as F  # noqa: N812
 
 from distdl_rma.geometry.decomposition import Decomposition
-from distdl_rma.split.calls.refusals import checked_rule
+from distdl_rma.split.calls.arguments import tensors_in
 from distdl_rma.split.calls.signatures import named
 from distdl_rma.split.calls.site import Site, draws_by_index
 from distdl_rma.split.calls.table import Call, Handler, rule
+from distdl_rma.split.calls.torch_errors import checked_rule
 from distdl_rma.split.functions.elements.draws import fill, generator_of_block, seed_from
 from distdl_rma.split.operands import as_blocks, common_layout, of_cut, on_whole_tensors, part_for, site_for
-from distdl_rma.split.tensor import SplitTensor, any_cut, checked_block, composed, refused, tensors_in
+from distdl_rma.split.tensor import SplitTensor, any_cut, checked_block, composed, refused
 from distdl_rma.split.views import begin_change
 
 # Alpha dropout sets elements to SELU's limit for large negative inputs; this is its negative.

@@ -14,12 +14,12 @@ from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.ops.norm.normalisation import Normalisation, NormOptions, by_constants
 from distdl_rma.ops.norm.statistic_groups import NormAxes
 from distdl_rma.split import layout as lay
-from distdl_rma.split.calls.refusals import checked_rule, raise_as_torch
 from distdl_rma.split.calls.signatures import named
 from distdl_rma.split.calls.site import Site
 from distdl_rma.split.calls.table import Call, rule
-from distdl_rma.split.moves import to_blocks
+from distdl_rma.split.calls.torch_errors import checked_rule, raise_as_torch
 from distdl_rma.split.operands import needs_of, of_cut, on_whole_tensors, wholes
+from distdl_rma.split.redistribution import to_blocks
 from distdl_rma.split.reduction_axes import Along, by_whole_dims, chosen_dims, put_back, with_whole
 from distdl_rma.split.tensor import SplitTensor, any_cut, checked_block, refused
 

@@ -15,10 +15,10 @@ from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.intervals import Balanced, Listed, Split
 from distdl_rma.split import layout as lay
 from distdl_rma.split import layout_choice
-from distdl_rma.split.calls.refusals import checked_rule
 from distdl_rma.split.calls.signatures import named
 from distdl_rma.split.calls.site import Site
 from distdl_rma.split.calls.table import Call, rule
+from distdl_rma.split.calls.torch_errors import checked_rule
 from distdl_rma.split.functions.elements.pointwise import pointwise
 from distdl_rma.split.functions.places.shapes import (
     broadcast,
@@ -28,7 +28,6 @@ from distdl_rma.split.functions.places.shapes import (
     reshape,
     uncut,
 )
-from distdl_rma.split.moves import redistributed, reduced
 from distdl_rma.split.operands import (
     as_part,
     as_whole,
@@ -40,6 +39,7 @@ from distdl_rma.split.operands import (
     part_for,
     site_for,
 )
+from distdl_rma.split.redistribution import redistributed, reduced
 from distdl_rma.split.reduction_axes import laid_out, positive, with_whole
 from distdl_rma.split.tensor import SplitTensor, any_cut, checked_block, composed, refused
 from distdl_rma.split.views import seen_of

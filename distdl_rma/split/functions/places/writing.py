@@ -12,8 +12,9 @@ from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.intervals import Balanced, Split
 from distdl_rma.ops.core.tensors import no_autocast
 from distdl_rma.split import layout as lay
-from distdl_rma.split.calls.refusals import checked_rule, raise_as_torch
+from distdl_rma.split.calls.arguments import tensors_in
 from distdl_rma.split.calls.table import RULES, rule
+from distdl_rma.split.calls.torch_errors import checked_rule, raise_as_torch
 from distdl_rma.split.functions.elements.pointwise import pointwise
 from distdl_rma.split.functions.places.indexing import (
     basic,
@@ -25,18 +26,10 @@ from distdl_rma.split.functions.places.indexing import (
     one_each,
 )
 from distdl_rma.split.functions.places.shapes import frozen
-from distdl_rma.split.moves import redistributed
 from distdl_rma.split.operands import as_part, common_partition, part_for, site_for
+from distdl_rma.split.redistribution import redistributed
 from distdl_rma.split.reduction_axes import with_whole
-from distdl_rma.split.tensor import (
-    SplitTensor,
-    any_cut,
-    become_split,
-    checked_block,
-    composed,
-    refused,
-    tensors_in,
-)
+from distdl_rma.split.tensor import SplitTensor, any_cut, become_split, checked_block, composed, refused
 from distdl_rma.split.views import begin_change, end_change
 
 _T: Any = torch.Tensor

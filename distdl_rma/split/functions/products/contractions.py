@@ -14,13 +14,13 @@ from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.ops.core.tensors import no_autocast
 from distdl_rma.split import layout as lay
 from distdl_rma.split import layout_choice
+from distdl_rma.split.calls.arguments import mapped, tensors_in
 from distdl_rma.split.calls.autocast import castable
-from distdl_rma.split.calls.refusals import checked_rule, mapped, raise_as_torch
 from distdl_rma.split.calls.signatures import named
 from distdl_rma.split.calls.site import Site
 from distdl_rma.split.calls.table import Call, name_of, rule
+from distdl_rma.split.calls.torch_errors import checked_rule, raise_as_torch
 from distdl_rma.split.functions.places.shapes import derived, frozen
-from distdl_rma.split.moves import all_sum
 from distdl_rma.split.operands import (
     as_part,
     as_whole,
@@ -31,8 +31,9 @@ from distdl_rma.split.operands import (
     part_at,
     site_for,
 )
+from distdl_rma.split.redistribution import all_sum
 from distdl_rma.split.reduction_axes import laid_out, positive, with_an_element, with_whole
-from distdl_rma.split.tensor import SplitTensor, checked_block, composed, refused, tensors_in
+from distdl_rma.split.tensor import SplitTensor, checked_block, composed, refused
 from distdl_rma.split.views import seen_of
 
 _T: Any = torch.Tensor
