@@ -179,6 +179,8 @@ class SplitTensor(torch.Tensor):
         """
         refuse_tangents("SplitTensor.from_local", [local])
         problem = problem_with(local, "a block")
+        if isinstance(local, SplitTensor):
+            problem = "a block is of type SplitTensor, wanted a plain tensor, as of its to_local()"
         if not partition.active:
             raise PartitionError(f"SplitTensor.from_local: rank {partition.me} is not in {partition}")
         if shape is None:

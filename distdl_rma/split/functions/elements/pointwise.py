@@ -90,7 +90,7 @@ def pointwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if y is blocks[0]:
         return _changed(func, args[0]) if _in_place(func, kwargs) else args[0]
     if not isinstance(y, torch.Tensor):
-        if isinstance(y, str):
+        if isinstance(y, str) or y is NotImplemented:
             return y
         raise refused(func, "what it returns has another shape on each rank")
     return SplitTensor(y, layout)
