@@ -95,7 +95,8 @@ class Original:
     __slots__ = "_changes", "_version", "block"
 
     def __init__(self, block: torch.Tensor) -> None:
-        self.block = block
+        # Of the same memory and version, without a graph.
+        self.block = block.detach()
         self._changes: _Changes | None = None
         if block.is_inference():
             self._changes = _CHANGES.setdefault(_memory(block), _Changes())
@@ -135,7 +136,8 @@ class SplitTensor(torch.Tensor):
     _copy_of: Original | None
     # Whether the whole tensor would be a view with gaps, or in another order, in memory; None if unknown.
     _strided: bool | None = False
-    # The tensor of which this one is a view.
+    # Whether it is a view of another tensor; and which one, if that is in no graph.
+    _is_seen = False
     _viewed: SplitTensor | None = None
     _shown = False
     # Hash of how it was computed outside of models, see ``LossOrigin``.

@@ -32,7 +32,10 @@ def seen_of(
     elif x._strided is not False:
         found._strided = None
     if not moved:
-        found._viewed = x
+        found._is_seen = True
+        if not x._local.requires_grad:
+            # Otherwise a change cannot put it into a graph; and a detached tensor must not keep the graph.
+            found._viewed = x
     return found
 
 

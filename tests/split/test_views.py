@@ -1,5 +1,8 @@
 """Changes in place reach the tensors that share memory in torch, and no others."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 from torch import nn
@@ -102,6 +105,20 @@ def test_what_was_moved_in_inference_mode_is_known_to_be_changed(P_world):
             for part in moved:
                 with pytest.raises(UnsupportedError, match="was changed after"):
                     part + 1
+
+
+@pytest.mark.parametrize(
+    "show", [torch.detach, lambda y: y[1].detach(), lambda y: y.t().detach().reshape(-1), lambda y: y[1].data]
+)
+def test_what_is_outside_of_a_graph_does_not_keep_it(P_world, show):
+    x = block(P_world.create_cartesian_topology_partition((P_world.size, 1)), numbers(4, 3))
+    y = x * 2
+    known = weakref.ref(y.to_local())
+    shown = show(y)
+    del y
+    gc.collect()
+    assert known() is None
+    assert not shown.requires_grad
 
 
 class Double(torch.autograd.Function):

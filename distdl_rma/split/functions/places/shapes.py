@@ -127,7 +127,7 @@ def _reshaped(func: Any, x: SplitTensor, source: Decomposition, result: Decompos
         if not in_order and y.data_ptr() == x._local.data_ptr() and not _views(x, result.shape):
             y = y.clone()
         # Torch may return a copy of a view, so that the result counts as one on all ranks.
-        may_copy = x._viewed is not None and func.__name__ in _MAY_COPY
+        may_copy = x._is_seen and func.__name__ in _MAY_COPY
         unsure = may_copy and (x._strided is not False or not fills_memory(x))
         return seen_of(x, y, result, moved=unsure)
     local = redistributed(site_for(func, x), checked_block(x), x._layout, source, "reshaped")
