@@ -60,7 +60,7 @@ SHOWN = {
 }
 
 
-@pytest.mark.sizes(2, 3)
+@pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("show", SHOWN.values(), ids=SHOWN)
 def test_what_shows_moved_elements_is_a_copy_too(P_world, show):
     P_x = P_world.create_cartesian_topology_partition((P_world.size, 1))
@@ -81,7 +81,7 @@ CHANGES = [
 ]
 
 
-@pytest.mark.sizes(2, 3)
+@pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("at", range(len(CHANGES)))
 def test_every_change_of_moved_elements_is_refused(P_world, at):
     x = block(P_world.create_cartesian_topology_partition((P_world.size, 1)), numbers(4, 3).detach())
