@@ -17,8 +17,8 @@ from distdl_rma.dtypes import as_words
 from distdl_rma.errors import ConfigurationError
 from distdl_rma.geometry.exchange import fingerprint
 from distdl_rma.machine import Machine
-from distdl_rma.split.calls.refusals import mapped
-from distdl_rma.split.tensor import SplitTensor, tensors_in
+from distdl_rma.split.calls.arguments import mapped, tensors_in
+from distdl_rma.split.tensor import SplitTensor
 
 # Tolerance: this power of the dtype's resolution, relative to the largest element, at least to ``_SMALL``.
 _POWER, _SMALL = 0.6, 1e-3
@@ -131,7 +131,7 @@ def compare(
     handle: Any = split.distributed
     # Differences between ranks are reported, so the models' own checks must not raise.
     with handle.unchecked(), _unchanged(alone), _unchanged(split), torch.random.fork_rng(devices=()):
-        alone.load_state_dict(_state(split))
+        _take_values(alone, split)
         expected: dict[tuple[str, int], list[torch.Tensor]] = {}
         # Clones, since later functions may change an output in place.
         with _outputs(alone, lambda path, at, ys: expected.update({(path, at): [*map(_clone, ys)]})):
@@ -177,23 +177,22 @@ def _step(
     model.zero_grad(set_to_none=True)
     leaves: list[torch.Tensor] = []
 
-    def leaf(x: Any) -> Any:
-        if not isinstance(x, torch.Tensor):
-            return x
+    def leaf(x: torch.Tensor) -> torch.Tensor:
         x = x.detach().clone()
         if x.is_floating_point() or x.is_complex():
             leaves.append(x.requires_grad_())
         return x
 
-    given = tuple(leaf(x) for x in arguments)
+    given = mapped(leaf, arguments)
     handle = vars(model).get("distributed")
     if handle is not None:
         given = mapped(lambda x: x if isinstance(x, SplitTensor) else x.detach(), handle.cut(given))
         leaves = [x for x in tensors_in(given) if x.is_floating_point() or x.is_complex()]
     y = model(*given)
     if loss_fn is None:
-        squares = [each.abs().square().mean() for each in tensors_in(y) if each.is_floating_point()]
-        loss = torch.stack([s.full_tensor() if isinstance(s, SplitTensor) else s for s in squares]).sum()
+        exact = [each for each in tensors_in(y) if each.is_floating_point() or each.is_complex()]
+        squares = [each.abs().square().mean() for each in exact]
+        loss = sum([s.full_tensor() if isinstance(s, SplitTensor) else s for s in squares], torch.zeros(()))
     else:
         loss = loss_fn(y) if targets is None else loss_fn(y, targets)
     if loss.requires_grad:
@@ -291,14 +290,27 @@ def _state(model: nn.Module) -> dict[str, Any]:
     return state
 
 
+def _take_values(alone: nn.Module, split: nn.Module) -> None:
+    alone.load_state_dict(_state(split))
+    # A state has only the persistent buffers.
+    theirs = dict(split.named_buffers())
+    for name, buffer in alone.named_buffers():
+        if name in theirs and theirs[name].shape == buffer.shape:
+            buffer.copy_(theirs[name])
+
+
 @contextmanager
 def _unchanged(model: nn.Module) -> Iterator[None]:
     state = _state(model)
+    tables = [module._buffers for module in model.modules()]
+    buffers = [(table, key, x, x.clone()) for table in tables for key, x in table.items() if x is not None]
     gradients = [(p, p.grad) for p in model.parameters()]
     try:
         yield
     finally:
         model.load_state_dict(state)
+        for table, key, x, before in buffers:
+            table[key] = x.copy_(before)
         for p, gradient in gradients:
             p.grad = gradient
 

@@ -38,14 +38,14 @@ from distdl_rma.model.entering import ModuleHook
 from distdl_rma.model.replicas import ReplicaSampler
 from distdl_rma.ops.core.autograd import ENOUGH, breaks_graph, compiles, mark_summed_later, tracer, uncompiled
 from distdl_rma.split.calls import site
+from distdl_rma.split.calls.arguments import mapped, tensors_in
 from distdl_rma.split.calls.loss_origin import LOSS_ORIGIN, Backwards
-from distdl_rma.split.calls.refusals import mapped
 from distdl_rma.split.calls.site import CALL_TRACES, thread_inside
 from distdl_rma.split.entry import grid_for
 from distdl_rma.split.layout import balanced, described
 from distdl_rma.split.plain_operands import beside
 from distdl_rma.split.shard import Grid, shard
-from distdl_rma.split.tensor import SplitTensor, tensors_in
+from distdl_rma.split.tensor import SplitTensor
 from distdl_rma.sync.claims import Owner
 from distdl_rma.sync.gradients import GradientSync
 from distdl_rma.sync.registry import REDUCTIONS, ModuleWatch, not_in_host_memory
@@ -74,7 +74,7 @@ class Distributed:
         self._draws = draws
         self._checks = self._follows = check_copies
         if check_copies:
-            LOSS_ORIGIN.begin(machine)
+            self._unfollow = LOSS_ORIGIN.begin(machine, self)
         number = machine.kept["models"] = machine.kept.get("models", 0) + 1
         self._name, self._copies = f"{type(model).__name__} (distributed model {number})", count(1)
         self._belongs_to(model)
@@ -137,9 +137,10 @@ class Distributed:
         twin = type(self).__new__(type(self))
         memo[id(self)] = twin
         vars(twin).update(vars(self))
-        # The copy counts as a model that compares losses, even if this one closes. If only some ranks have a
-        # copy, the next model's ``begin`` discards what they noted.
-        LOSS_ORIGIN.on.extend([None] * twin._follows)
+        if twin._follows:
+            # Even if this model closes. If only some ranks have a copy, the next model's ``begin`` discards
+            # what they noted.
+            twin._unfollow = LOSS_ORIGIN.follow_for(twin)
         twin._name, twin._copies = f"{self._name} (copy {next(self._copies)})", count(1)
         twin._belongs_to(model)
         twin._root = copy.deepcopy(self._root, memo)
@@ -198,8 +199,8 @@ class Distributed:
         """Turn the model back into one for plain tensors; local, idempotent."""
         if self._sync is not None:
             self._sync.close()
-        if self._handles and self._follows:
-            del LOSS_ORIGIN.on[-1:]
+        if self._follows:
+            self._unfollow()
         for handle in (*self._handles, *self._of_parts):
             handle.remove()
         self._handles, self._of_parts, self._calls = [], [], {}

@@ -10,7 +10,8 @@ from torch.nn.modules import module as torch_module
 
 from distdl_rma.errors import UnsupportedError
 from distdl_rma.split.calls import site
-from distdl_rma.split.tensor import SplitTensor, into_graph, tensors_in
+from distdl_rma.split.calls.arguments import tensors_in
+from distdl_rma.split.tensor import SplitTensor, into_graph
 
 # Hooks that torch runs for all modules.
 _OF_ALL, _BEFORE_ALL = torch_module._global_backward_hooks, torch_module._global_backward_pre_hooks

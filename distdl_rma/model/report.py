@@ -11,9 +11,10 @@ from torch import nn
 
 from distdl_rma.errors import ConfigurationError
 from distdl_rma.split import layout as lay
+from distdl_rma.split.calls.arguments import tensors_in
 from distdl_rma.split.calls.site import Site, site_of
 from distdl_rma.split.calls.table import OBSERVERS, Rule, name_of
-from distdl_rma.split.tensor import SplitTensor, tensors_in
+from distdl_rma.split.tensor import SplitTensor
 
 
 @dataclass(frozen=True)
@@ -103,8 +104,9 @@ def report(model: nn.Module) -> Iterator[StepReport]:
     def observe(rule: Rule, func: Any, args: Any, kwargs: Any) -> Any:
         if rule.kind in ("query", "value", "gradient"):
             return rule.handler(func, args, kwargs)
-        before, y, after = sent(), rule.handler(func, args, kwargs), sent()
         site = site_of(machine, func)
+        site.moved.clear()
+        before, y, after = sent(), rule.handler(func, args, kwargs), sent()
         outputs = [_said(x) for x in tensors_in(y) if isinstance(x, SplitTensor)]
         inputs = tuple(_said(x) for x in tensors_in(args, kwargs) if isinstance(x, SplitTensor))
         function = name_of(func).rpartition(".")[2]
@@ -115,7 +117,7 @@ def report(model: nn.Module) -> Iterator[StepReport]:
             times=call.times + 1,
             nbytes=call.nbytes + after[0] - before[0],
             messages=call.messages + after[1] - before[1],
-            moved=tuple(sorted(site.moved)),
+            moved=tuple(sorted({*call.moved, *site.moved})),
         )
         return y
 

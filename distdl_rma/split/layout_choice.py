@@ -28,12 +28,9 @@ def fitted(split: Split, unit: int) -> Split | None:
         return None
     ends = [(2 * split.interval(part)[1] + unit) // (2 * unit) * unit for part in range(split.parts)]
     found = Listed(tuple(b - a for a, b in zip([0, *ends], ends, strict=False)))
-    return lay.simplest(found) if min(found.lengths) else scaled(even(split, unit), unit, 1)
-
-
-def even(split: Split, unit: int) -> Balanced:
-    """Balanced parts of a dimension, counted in units."""
-    return Balanced(split.extent // unit, split.parts)
+    if min(found.lengths):
+        return lay.simplest(found)
+    return scaled(Balanced(split.extent // unit, split.parts), unit, 1)
 
 
 def cut_other_dims(found: Decomposition, dims: Collection[int], never: Collection[int] = ()) -> Decomposition:

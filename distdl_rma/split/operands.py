@@ -17,13 +17,14 @@ from distdl_rma.geometry.partition import Partition
 from distdl_rma.machine import Machine
 from distdl_rma.ops.core.autograd import GradientNeeds, is_synchronised
 from distdl_rma.split import layout as lay
-from distdl_rma.split.calls.refusals import mapped
+from distdl_rma.split.calls.arguments import mapped, tensors_in
 from distdl_rma.split.calls.signatures import named
 from distdl_rma.split.calls.site import Site, site_of
 from distdl_rma.split.calls.table import Handler, name_of
-from distdl_rma.split.moves import redistributed, to_blocks
 from distdl_rma.split.plain_operands import beside
-from distdl_rma.split.tensor import SplitTensor, any_cut, checked_block, composed, refused, tensors_in
+from distdl_rma.split.redistribution import redistributed, to_blocks
+from distdl_rma.split.tensor import SplitTensor, any_cut, checked_block, composed, refused
+from distdl_rma.split.views import begin_change
 
 
 def common_partition(func: Any, tensors: Sequence[torch.Tensor]) -> Partition:
@@ -66,8 +67,10 @@ def on_whole_tensors(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     partition = common_partition(func, arguments)
     cut = [x for x in arguments if isinstance(x, SplitTensor) and x.is_split]
     name = getattr(func, "__name__", "")
-    if cut and name.endswith("_") and not name.endswith("__") and any(args[0] is x for x in cut):
-        raise refused(func, "it changes a tensor in place that not every rank has all of")
+    if name.endswith("_") and not name.endswith("__") and args and isinstance(args[0], SplitTensor):
+        if args[0].is_split:
+            raise refused(func, "it changes a tensor in place that not every rank has all of")
+        begin_change(func, args[0])
     site = site_for(func, *cut) if cut else None
     numbers, everywhere = {id(x): at for at, x in enumerate(cut)}, lay.replicated(partition, ())
 

@@ -19,7 +19,7 @@ from distdl_rma.geometry.partition import Partition
 from distdl_rma.machine import Machine
 from distdl_rma.ops.core.autograd import OperatorFunction, first_derivative, is_synchronised
 from distdl_rma.split.calls.site import Site, site_of, summed_elsewhere
-from distdl_rma.split.moves import once, reduced
+from distdl_rma.split.redistribution import once, reduced
 
 # Key in a node's metadata: its gradients reach parameters of a GradientSync.
 _KNOWN = "distdl_rma"

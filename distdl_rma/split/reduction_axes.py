@@ -15,7 +15,7 @@ from distdl_rma.geometry.intervals import Balanced, Listed, Split
 from distdl_rma.split import layout as lay
 from distdl_rma.split import layout_choice
 from distdl_rma.split.calls.site import Site
-from distdl_rma.split.moves import all_sum, redistributed
+from distdl_rma.split.redistribution import all_sum, redistributed
 from distdl_rma.split.tensor import SplitTensor, checked_block
 
 OnBlock = Callable[[torch.Tensor], torch.Tensor]

@@ -50,7 +50,7 @@ def shard(grid: Grid, x: Any) -> SplitTensor:
     Raises
     ------
     ArgumentError
-        If ``x`` has no shape (a list, for instance), or ``grid`` is none of these.
+        If ``x`` has no shape (a list, for instance) or is split already, or ``grid`` is none of these.
     PartitionError
         If the numbers of dimensions or of ranks differ.
     DataError
@@ -67,6 +67,10 @@ def shard(grid: Grid, x: Any) -> SplitTensor:
     if not hasattr(x, "shape") and not isinstance(x, (str, os.PathLike)):
         raise ArgumentError(
             f"shard: takes a grid, then a tensor or an array, got {type(x).__name__!r} for that"
+        )
+    if isinstance(x, SplitTensor):
+        raise ArgumentError(
+            "shard: takes a whole tensor, got a SplitTensor; its redistribute() cuts it otherwise"
         )
     machine = None if isinstance(grid, Partition) else Machine.on()
     if not isinstance(x, (torch.Tensor, np.ndarray)):

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from functools import partial
 from math import prod
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch.autograd import forward_ad
@@ -28,16 +29,17 @@ from distdl_rma.ops.core.autograd import (
 from distdl_rma.ops.core.tensors import no_autocast, problem_with
 from distdl_rma.segments.waiting.error_texts import OF_SEVERAL_RANKS
 from distdl_rma.split import layout as lay
+from distdl_rma.split.calls.arguments import mapped, tensors_in
 from distdl_rma.split.calls.autocast import castable, dtype_for
 from distdl_rma.split.calls.loss_origin import LOSS_ORIGIN
-from distdl_rma.split.calls.refusals import mapped, raise_as_torch
 from distdl_rma.split.calls.signatures import first_by_place
 from distdl_rma.split.calls.site import CALL_TRACES, THREAD, module_path, note, site_of, user_place
 from distdl_rma.split.calls.table import OBSERVERS, RULES, WITHOUT_RULE, Rule, name_of
+from distdl_rma.split.calls.torch_errors import raise_as_torch
 from distdl_rma.split.entry import agree_on_layout
 from distdl_rma.split.function_nodes import enter_graph, runs
-from distdl_rma.split.moves import redistributed
 from distdl_rma.split.plain_operands import gathered
+from distdl_rma.split.redistribution import redistributed
 
 _NO_SUBCLASS = torch._C.DisableTorchFunctionSubclass
 # Kinds that need no other rank, so that one rank may call them alone.
@@ -75,6 +77,47 @@ _OF_GRADIENTS = {
 _ALONE = 2
 
 
+class _Changes:
+    # Counts changes of memory whose tensors have no version.
+    __slots__ = "__weakref__", "number"
+
+    def __init__(self) -> None:
+        self.number = 0
+
+
+# By memory: that of originals which were made in inference mode, as long as there are copies of these.
+_CHANGES: WeakValueDictionary[int, _Changes] = WeakValueDictionary()
+
+
+class Original:
+    """A block of which a copy was made where torch has a view; knows whether it has changed since."""
+
+    __slots__ = "_changes", "_version", "block"
+
+    def __init__(self, block: torch.Tensor) -> None:
+        # Of the same memory and version, without a graph.
+        self.block = block.detach()
+        self._changes: _Changes | None = None
+        if block.is_inference():
+            self._changes = _CHANGES.setdefault(_memory(block), _Changes())
+        self._version = self._now
+
+    @property
+    def _now(self) -> int:
+        return self.block._version if self._changes is None else self._changes.number
+
+    @property
+    def has_changed(self) -> bool:
+        """Whether it was changed in place after the copy was made."""
+        return self._now != self._version
+
+
+def note_change(block: torch.Tensor) -> None:
+    """Count a change in place of a block, if torch does not."""
+    if block.is_inference() and (changes := _CHANGES.get(_memory(block))) is not None:
+        changes.number += 1
+
+
 class SplitTensor(torch.Tensor):
     """A tensor of which this rank has a block; functions of torch act on the whole, exactly, or are refused.
 
@@ -89,7 +132,13 @@ class SplitTensor(torch.Tensor):
 
     _local: torch.Tensor
     _layout: Decomposition
-    _copy_of: tuple[torch.Tensor, int] | None
+    # Torch would return a view of this; the block is a copy, invalid once the original changes.
+    _copy_of: Original | None
+    # Whether the whole tensor would be a view with gaps, or in another order, in memory; None if unknown.
+    _strided: bool | None = False
+    # Whether it is a view of another tensor; and which one, if that is in no graph.
+    _is_seen = False
+    _viewed: SplitTensor | None = None
     _shown = False
     # Hash of how it was computed outside of models, see ``LossOrigin``.
     _loss_hash = 1 << 40
@@ -106,8 +155,7 @@ class SplitTensor(torch.Tensor):
         make: Any = torch.Tensor._make_subclass
         made: SplitTensor = make(cls, local, local.requires_grad, dispatch_sizes_strides_policy="sizes")
         made._local, made._layout = local, layout
-        # Torch would return a view of ``copy_of``; this is a copy, invalid once ``copy_of`` changes.
-        made._copy_of = None if copy_of is None else (copy_of, copy_of._version)
+        made._copy_of = None if copy_of is None else Original(copy_of)
         return made
 
     @classmethod
@@ -133,6 +181,8 @@ class SplitTensor(torch.Tensor):
         """
         refuse_tangents("SplitTensor.from_local", [local])
         problem = problem_with(local, "a block")
+        if isinstance(local, SplitTensor):
+            problem = "a block is of type SplitTensor, wanted a plain tensor, as of its to_local()"
         if not partition.active:
             raise PartitionError(f"SplitTensor.from_local: rank {partition.me} is not in {partition}")
         if shape is None:
@@ -278,8 +328,11 @@ class SplitTensor(torch.Tensor):
         layout = lay.normal(layout)
         with _NO_SUBCLASS():
             THREAD.place = None
+            block = checked_block(self)
+            if layout is self._layout:
+                return self
             site = site_of(self.machine, SplitTensor.redistribute)
-            found = SplitTensor(redistributed(site, checked_block(self), self._layout, layout), layout)
+            found = SplitTensor(redistributed(site, block, self._layout, layout), layout)
             found._loss_hash = self._loss_hash
             return found
 
@@ -461,7 +514,7 @@ def checked_block(x: SplitTensor) -> torch.Tensor:
     # Without a graph, as in the function's own forward and backward, the values suffice.
     if x.grad_fn is not None and torch.is_grad_enabled():
         into_graph(x)
-    if x._copy_of is not None and x._copy_of[0]._version != x._copy_of[1]:
+    if x._copy_of is not None and x._copy_of.has_changed:
         raise UnsupportedError(
             _refusal(
                 "in-place change",
@@ -499,19 +552,6 @@ _held: Any = torch.Tensor._use_count  # type: ignore[attr-defined]
 def _uses(x: torch.Tensor) -> int:
     count: int = torch._C._storage_Use_Count(_memory(x))
     return count
-
-
-def tensors_in(*arguments: Any) -> list[torch.Tensor]:
-    """All tensors among arguments, also within lists, tuples and dicts."""
-    found: list[torch.Tensor] = []
-    for argument in arguments:
-        if isinstance(argument, torch.Tensor):
-            found.append(argument)
-        elif isinstance(argument, (list, tuple)):
-            found += tensors_in(*argument)
-        elif isinstance(argument, dict):
-            found += tensors_in(*argument.values())
-    return found
 
 
 def any_cut(*arguments: Any) -> bool:

@@ -9,6 +9,7 @@ from torch.nn import functional as F  # noqa: N812
 
 from distdl_rma import ConfigurationError, compare, distribute, register
 from distdl_rma.split import SplitTensor
+from tests.split.against_whole import called
 
 pytestmark = pytest.mark.mpi
 
@@ -87,6 +88,33 @@ def test_the_first_module_that_differs_and_its_rows(models):
     assert (found.first.what, found.first.name) == ("output", "2")
     assert found.first.where[2] == (7, 8)
     assert not found.equal
+
+
+class Counted(nn.Module):
+    """Returns what it is told of named inputs, and counts its calls in a buffer that no state has."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.function, self.weight = function, nn.Parameter(torch.rand(3, 1, 1))
+        self.register_buffer("calls", torch.zeros(()), persistent=False)
+        self.register_buffer("last", None, persistent=False)
+
+    def forward(self, inputs):
+        self.calls = self.calls + 1
+        return {"y": self.function(inputs["x"] * self.weight + self.calls)}
+
+
+@pytest.mark.parametrize("function", [torch.tanh, torch.fft.fft, called(torch.argmax, 1)])
+def test_named_inputs_other_types_of_outputs_and_buffers_that_are_not_saved(function):
+    torch.manual_seed(4)
+    alone = Counted(function)
+    split, x = distribute(copy.deepcopy(alone), {"H": -1}), torch.randn(SHAPE)
+    split({"x": x})
+    found = compare(alone, split, ({"x": x},))
+    assert found.equal, str(found)
+    assert (alone.calls, split.calls) == (0, 1)
+    assert "buffer" in {each.what for each in found.differences}
+    split.distributed.close()
 
 
 class Versioned(nn.Conv2d):

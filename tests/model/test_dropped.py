@@ -9,6 +9,7 @@ from torch import nn
 
 from distdl_rma import GradientSync, distribute
 from distdl_rma.layers import DistributedConv1d, DistributedMSELoss
+from distdl_rma.split.calls.loss_origin import LOSS_ORIGIN
 
 pytestmark = pytest.mark.mpi
 
@@ -62,9 +63,10 @@ def trained(expected=None):
 
 def test_models_that_nobody_closes_leave_nothing_behind(used, uncollected):
     models = [weakref.ref(trained()) for _ in range(2)]
-    before = used(collect=False)
+    before, followed = used(collect=False), [*LOSS_ORIGIN.on]
     models += [weakref.ref(trained()) for _ in range(30)]
     assert used(collect=False) <= before
+    assert followed == LOSS_ORIGIN.on
     assert [model() for model in models] == [None] * 32
 
 

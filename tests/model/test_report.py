@@ -29,6 +29,23 @@ def test_a_row_for_each_function_at_each_place(comm):
     split.distributed.close()
 
 
+class Added(nn.Module):
+    """Adds its input, cut otherwise if it is told so."""
+
+    def forward(self, x, otherwise):
+        return x + (x.redistribute(None, None, 3, None) if otherwise else x)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_operands_that_moved_in_an_earlier_step_are_not_reported(comm):
+    split = distribute(Added(), {"H": -1})
+    for otherwise in (True, False):
+        with report(split) as step:
+            split(torch.randn(2, 3, 12, 8), otherwise)
+        assert bool(step.moved) == otherwise
+    split.distributed.close()
+
+
 @pytest.mark.mpi
 def test_a_model_that_is_not_distributed_is_refused(comm):
     with pytest.raises(ConfigurationError, match="not distributed"), report(nn.ReLU()):

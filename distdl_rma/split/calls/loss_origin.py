@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from cmath import isnan
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
+from weakref import finalize
 from zlib import crc32
 
 import torch
@@ -49,20 +50,31 @@ class LossOrigin:
     """Hashes the results of functions of split tensors outside of models; one object per process."""
 
     def __init__(self) -> None:
-        # An item for each open model that compares the hashes.
-        self.on: list[None] = of_each_rank()
+        # The id of each open model that compares the hashes.
+        self.on: list[int] = of_each_rank()
         self._names = _Names()
         # For the last results: hash, function, and hashes of all arguments.
         self._recent: deque[tuple[int, Any, list[Any]]] = deque(maxlen=_RECENT)
 
-    def begin(self, machine: Machine) -> None:
-        """Hash results for a model on a machine; called on all its ranks. Discards earlier backwards.
+    def begin(self, machine: Machine, model: object) -> Callable[[], object]:
+        """As ``follow_for``, for a model on a machine, on all its ranks; discards earlier backwards.
 
         Some ranks alone may have hashed results before, for a model that other ranks had closed.
         """
-        self.on.append(None)
         for backwards in machine.kept.get("backwards", {}).values():
             backwards.forget()
+        return self.follow_for(model)
+
+    def follow_for(self, model: object) -> Callable[[], object]:
+        """Hash results until the model is gone, or what this returns is called."""
+        self.on.append(id(model))
+        end = finalize(model, self._end, id(model))
+        end.atexit = False
+        return end
+
+    def _end(self, model: int) -> None:
+        if model in self.on:
+            self.on.remove(model)
 
     def follow(
         self, kind: str, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any

@@ -1,6 +1,6 @@
 """The rules of torch's functions, one file for each kind; importing the files fills the table."""
 
-from distdl_rma.split.functions import refused as refused
+from distdl_rma.split.functions import whole_tensors as whole_tensors
 from distdl_rma.split.functions.elements import pointwise as pointwise
 from distdl_rma.split.functions.elements import queries as queries
 from distdl_rma.split.functions.elements import random as random

@@ -10,12 +10,10 @@ import torch
 from torch import nn
 
 from distdl_rma.errors import ArgumentError
-from distdl_rma.machine import Machine
-from distdl_rma.split.calls.refusals import mapped
-from distdl_rma.split.calls.site import site_of
+from distdl_rma.split.calls.arguments import mapped, tensors_in
 from distdl_rma.split.calls.table import RULES, Rule
-from distdl_rma.split.operands import as_part, common_layout, common_partition, part_for
-from distdl_rma.split.tensor import SplitTensor, composed, refused, tensors_in
+from distdl_rma.split.operands import as_part, common_layout, part_for, site_for
+from distdl_rma.split.tensor import SplitTensor, composed, refused
 
 # Attribute of a replaced method that has the original one.
 _PLAIN = "_without_split_tensors"
@@ -78,8 +76,7 @@ def _register_elementwise(what: Any) -> None:
 def _by_elements(compute: Callable[..., Any], func: Any, args: Any, kwargs: Any) -> Any:
     operands = tensors_in(args, kwargs)
     result = common_layout(func, operands)
-    partition = common_partition(func, operands)
-    site, blocks = site_of(Machine.of(partition), func), dict[int, Any]()
+    site, blocks = site_for(func, *operands), dict[int, Any]()
 
     def block(x: torch.Tensor) -> torch.Tensor:
         if id(x) not in blocks:
@@ -88,7 +85,7 @@ def _by_elements(compute: Callable[..., Any], func: Any, args: Any, kwargs: Any)
         return found
 
     found = compute(*mapped(block, args), **mapped(block, kwargs))
-    wanted = result.box(partition.me).shape
+    wanted = result.box(result.partition.me).shape
 
     def split(y: torch.Tensor) -> torch.Tensor:
         if tuple(y.shape) != wanted:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from distdl_rma import ArgumentError, PartitionError, shard
+from distdl_rma import ArgumentError, PartitionError, ShapeError, SplitTensor, shard
 
 pytestmark = pytest.mark.mpi
 
@@ -29,3 +29,13 @@ def test_what_has_no_shape_is_refused(P_world):
     for grid_then_x, kind in (((grid, [[1.0, 2.0]]), "list"), ((torch.zeros(2, 2), {"H": -1}), "dict")):
         with pytest.raises(ArgumentError, match=f"takes a grid, then a tensor or an array, got '{kind}'"):
             shard(*grid_then_x)
+
+
+def test_what_is_split_is_refused(P_world):
+    P_x = P_world.create_cartesian_topology_partition((P_world.size, 1))
+    x = shard(P_x, torch.zeros(6, 4))
+    with pytest.raises(ArgumentError, match=r"got a SplitTensor; its redistribute\(\)"):
+        shard(P_x, x)
+    for shape in (None, (6, 4)):
+        with pytest.raises(ShapeError, match=r"a block is of type SplitTensor, .* to_local\(\)"):
+            SplitTensor.from_local(x, P_x, shape)

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 
 from distdl_rma.split import layout as lay
-from distdl_rma.split.calls.refusals import checked_rule, mapped, raise_as_torch
+from distdl_rma.split.calls.arguments import mapped
 from distdl_rma.split.calls.site import Site
 from distdl_rma.split.calls.table import Call, rule
-from distdl_rma.split.moves import redistributed
+from distdl_rma.split.calls.torch_errors import checked_rule, raise_as_torch
 from distdl_rma.split.operands import (
     as_blocks,
     as_whole,
@@ -26,19 +26,21 @@ from distdl_rma.split.operands import (
     part_for,
     site_for,
 )
+from distdl_rma.split.redistribution import redistributed
 from distdl_rma.split.reduction_axes import laid_out, with_whole
 from distdl_rma.split.tensor import SplitTensor, become_split, checked_block, composed, refused
+from distdl_rma.split.views import begin_change, end_change, fills_memory, seen_of
 
 _UNARY = """
-abs absolute neg negative positive sign sgn signbit exp exp2 expm1 log log2 log10 log1p sqrt rsqrt square
+abs absolute neg negative sign sgn signbit exp exp2 expm1 log log2 log10 log1p sqrt rsqrt square
 reciprocal sin cos tan asin acos atan sinh cosh tanh asinh acosh atanh arcsin arccos arctan arcsinh
 arccosh arctanh sinc erf erfc erfinv lgamma digamma mvlgamma polygamma logit sigmoid expit ceil floor
 round trunc fix frac deg2rad rad2deg i0 isnan isinf isfinite isposinf isneginf isreal logical_not
-bitwise_not nan_to_num angle real imag conj conj_physical resolve_conj resolve_neg clone detach contiguous
-zeros_like ones_like full_like empty_like float double half bfloat16 int long short char byte bool type
-cfloat cdouble zero fill __neg__ __pos__ __abs__ __invert__ relu relu6 elu selu celu gelu silu mish
-softplus softsign tanhshrink hardtanh hardsigmoid hardswish hardshrink softshrink leaky_relu logsigmoid
-threshold clamp clip clamp_min clamp_max log_ndtr ndtr ndtri entr erfcx bessel_j0 i0e i1 i1e cpu
+bitwise_not nan_to_num angle conj_physical clone zeros_like ones_like full_like empty_like float double half
+bfloat16 int long short char byte bool type cfloat cdouble zero fill __neg__ __abs__ __invert__ relu relu6
+elu selu celu gelu silu mish softplus softsign tanhshrink hardtanh hardsigmoid hardswish hardshrink
+softshrink leaky_relu logsigmoid threshold clamp clip clamp_min clamp_max log_ndtr ndtr ndtri entr erfcx
+bessel_j0 i0e i1 i1e cpu
 """.split()
 _BINARY = """
 add sub subtract mul multiply div divide true_divide floor_divide remainder fmod pow float_power maximum
@@ -53,10 +55,12 @@ __ipow__ __iand__ __ior__ __ixor__ __ilshift__ __irshift__ _prelu_kernel
 """.split()
 
 
-def _in_place(func: Any) -> bool:
+def _in_place(func: Any, kwargs: dict[str, Any]) -> bool:
     name = func.__name__
-    return (name.startswith("__i") and name not in ("__invert__",)) or (
-        name.endswith("_") and not name.endswith("__")
+    return (
+        (name.startswith("__i") and name != "__invert__")
+        or (name.endswith("_") and not name.endswith("__"))
+        or kwargs.get("inplace") is True
     )
 
 
@@ -65,8 +69,7 @@ def _in_place(func: Any) -> bool:
     *_UNARY,
     *_BINARY,
     *(f"{name}_" for name in (*_UNARY, *_BINARY) if not name.endswith("_")),
-    "copy_",
-    *(torch.Tensor.real.__get__, torch.Tensor.imag.__get__),  # type: ignore[attr-defined]
+    *("copy_", "detach_"),
 )
 def pointwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Each rank computes its block from the blocks of the operands."""
@@ -85,34 +88,49 @@ def pointwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return _of_several(func, args, kwargs)
     y = func(*blocks, **kwargs)
     if y is blocks[0]:
-        return _changed(func, args[0])
+        return _changed(func, args[0]) if _in_place(func, kwargs) else args[0]
     if not isinstance(y, torch.Tensor):
-        if isinstance(y, str):
+        if isinstance(y, str) or y is NotImplemented:
             return y
         raise refused(func, "what it returns has another shape on each rank")
     return SplitTensor(y, layout)
 
 
-def refuse_copy(func: Any, x: SplitTensor) -> None:
-    """Refuse an in-place change of a tensor that is a view in torch, but a copy here."""
-    if x._copy_of is not None:
-        why = "it changes what torch has as a view of another tensor, and elements of it were moved here"
-        raise refused(func, why)
+@rule(
+    "pointwise",
+    *"detach real imag conj resolve_conj resolve_neg positive __pos__".split(),
+    *(torch.Tensor.real.__get__, torch.Tensor.imag.__get__),  # type: ignore[attr-defined]
+)
+def viewed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Each rank views its block as torch views the whole tensor."""
+    (x,) = args
+    y = func(local := checked_block(x), **kwargs)
+    return x if y is local else seen_of(x, y, x._layout)
+
+
+@rule("pointwise", torch.Tensor.contiguous)
+def contiguous(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The tensor itself where torch returns that; else each rank copies its block."""
+    (x,), form = args, kwargs.get("memory_format", torch.contiguous_format)
+    y = func(local := checked_block(x), memory_format=form)
+    if y is not local:
+        return SplitTensor(y, x._layout)
+    surely = x._strided and form is torch.contiguous_format
+    if surely or not fills_memory(x, form):
+        return SplitTensor(local.clone(memory_format=form), x._layout)
+    # Torch may return a copy, although the block fills its memory.
+    return x if x._strided is False else seen_of(x, local, x._layout, moved=True)
 
 
 def _changed(func: Any, x: SplitTensor) -> SplitTensor:
-    if x._copy_of is not None and _in_place(func):
-        refuse_copy(func, x)
-    # Torch puts integers into a graph, too, if a comparison writes them; they have no gradient.
-    if x._local.requires_grad and not x.requires_grad and (x.is_floating_point() or x.is_complex()):
-        x.requires_grad_()
-    return x
+    begin_change(func, x)
+    return end_change(x)
 
 
 def _of_several(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     kwargs = {key: value for key, value in kwargs.items() if value is not None or key != "out"}
     operands = [x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)]
-    in_place = _in_place(func) or kwargs.get("inplace") is True
+    in_place = _in_place(func, kwargs)
     first = args[0]
     if in_place and not isinstance(first, SplitTensor):
         if not (torch.is_grad_enabled() and any(x.requires_grad for x in operands)):
@@ -124,11 +142,9 @@ def _of_several(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     site = site_for(func, *operands)
     blocks, options = as_blocks(site, (args, kwargs), result, 1)
     y = func(*blocks, **options)
-    return (
-        _changed(func, first)
-        if isinstance(first, SplitTensor) and y is first._local
-        else SplitTensor(y, result)
-    )
+    if isinstance(first, SplitTensor) and y is first._local:
+        return _changed(func, first) if in_place else first
+    return SplitTensor(y, result)
 
 
 def _changed_plain(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -239,7 +255,7 @@ def fused(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
 def view_as_real(call: Call, site: Site, x: SplitTensor) -> SplitTensor:
     """Each rank views its block; the new last dimension is whole."""
     y = call[0](checked_block(x))
-    return SplitTensor(y, laid_out(x._layout, [*range(x.dim()), None], y))
+    return seen_of(x, y, laid_out(x._layout, [*range(x.dim()), None], y))
 
 
 @checked_rule("pointwise", "view_as_complex")
@@ -250,4 +266,4 @@ def view_as_complex(call: Call, site: Site, x: SplitTensor) -> SplitTensor:
     local, layout = with_whole(site, x, (last,))
     moved = layout is not x._layout
     y = call[0](local.contiguous() if moved else local)
-    return SplitTensor(y, lay.reordered(layout, range(last)), copy_of=x._local if moved else None)
+    return seen_of(x, y, lay.reordered(layout, range(last)), moved)

@@ -12,16 +12,16 @@ from distdl_rma.geometry.partition import Partition
 from distdl_rma.machine import Machine
 from distdl_rma.ops.core.autograd import grad_call
 from distdl_rma.split import layout as lay
+from distdl_rma.split.calls.arguments import mapped, tensors_in
 from distdl_rma.split.calls.loss_origin import LOSS_ORIGIN
-from distdl_rma.split.calls.refusals import mapped
 from distdl_rma.split.calls.signatures import named
 from distdl_rma.split.calls.site import site_of
 from distdl_rma.split.calls.table import rule
 from distdl_rma.split.function_nodes import is_lost
 from distdl_rma.split.functions.elements.pointwise import pointwise
-from distdl_rma.split.moves import reduced
 from distdl_rma.split.operands import block_of, common_partition
 from distdl_rma.split.plain_operands import beside, contributes
+from distdl_rma.split.redistribution import reduced
 from distdl_rma.split.tensor import (
     OF_NO_BLOCK,
     ON_MANY_RANKS,
@@ -31,8 +31,8 @@ from distdl_rma.split.tensor import (
     composed,
     into_graph,
     refused,
-    tensors_in,
 )
+from distdl_rma.split.views import seen_of
 
 _T: Any = torch.Tensor
 
@@ -65,7 +65,7 @@ rule("query", _T.is_contiguous, _T.stride, doc="Read from the block.")(
 )
 rule("query", _T._base.__get__, doc="None: no split tensor is a view of another.")(lambda *_: None)
 rule("query", _T.__len__, doc="Extent of the first dimension.")(
-    lambda func, args, kwargs: len(range(args[0]._layout.shape[0]))
+    lambda func, args, kwargs: len(torch.empty(args[0]._layout.shape, device="meta"))
 )
 rule("query", torch.result_type, doc="Follows types and numbers of dimensions.")(
     lambda func, args, kwargs: func(*map(block_of, args))
@@ -107,11 +107,11 @@ def gradient(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 @rule("gradient", _T.grad.__set__, _T.grad.__delete__)
 def set_gradient(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Sets the gradient to one that is cut as the tensor is, or deletes it."""
+    """Sets the gradient to a plain tensor, or to one that is cut as the tensor is; or deletes it."""
     value = args[1] if len(args) > 1 else None
     if isinstance(value, SplitTensor) and value._layout is not args[0]._layout:
         raise refused(func, "the gradient is cut otherwise than the tensor")
-    args[0]._local.grad = value._local if isinstance(value, SplitTensor) else value
+    args[0]._local.grad = _cut_like(value, args[0])
 
 
 @rule("gradient", _T.backward)
@@ -197,6 +197,9 @@ def _cut_like(gradient: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor | 
         return gradient
     if isinstance(gradient, SplitTensor):
         return checked_block(gradient.redistribute(layout=x._layout))
+    if gradient.shape != x.shape:
+        # Its part for this rank might have the shape of the block.
+        raise RuntimeError(f"a gradient has shape {tuple(gradient.shape)}, its tensor {tuple(x.shape)}")
     return gradient[x._layout.slices()]
 
 
@@ -225,9 +228,9 @@ def formatted(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
 @rule("pointwise", _T.data.__get__)
 def data(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The block outside of any graph, for reading; to write, call ``detach()``."""
-    local = checked_block(args[0])
+    x = args[0]
     # Outside of the graph, changes of the result would not invalidate copies that were made of the tensor.
-    return SplitTensor(local.data, args[0]._layout, copy_of=local)
+    return seen_of(x, checked_block(x).data, x._layout, moved=True)
 
 
 rule("value", _T.__deepcopy__, doc="A copy of the block; of leaves only, as in torch.")(pointwise)

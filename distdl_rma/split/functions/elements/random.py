@@ -15,14 +15,15 @@ import torch
 from torch.nn import functional as F  # noqa: N812
 
 from distdl_rma.geometry.decomposition import Decomposition
-from distdl_rma.split.calls.refusals import checked_rule
+from distdl_rma.split.calls.arguments import tensors_in
 from distdl_rma.split.calls.signatures import named
 from distdl_rma.split.calls.site import Site, draws_by_index
 from distdl_rma.split.calls.table import Call, Handler, rule
+from distdl_rma.split.calls.torch_errors import checked_rule
 from distdl_rma.split.functions.elements.draws import fill, generator_of_block, seed_from
-from distdl_rma.split.functions.elements.pointwise import refuse_copy
 from distdl_rma.split.operands import as_blocks, common_layout, of_cut, on_whole_tensors, part_for, site_for
-from distdl_rma.split.tensor import SplitTensor, any_cut, checked_block, composed, refused, tensors_in
+from distdl_rma.split.tensor import SplitTensor, any_cut, checked_block, composed, refused
+from distdl_rma.split.views import begin_change
 
 # Alpha dropout sets elements to SELU's limit for large negative inputs; this is its negative.
 _ALPHA = 1.7580993408473766
@@ -102,7 +103,7 @@ def dropout(call: Call, site: Site, x: SplitTensor, p: float, **given: Any) -> A
         raise ValueError(f"dropout probability has to be between 0 and 1, but got {p}")
     in_place = given.get("inplace") or name.endswith("_")
     if in_place:
-        refuse_copy(func, x)
+        begin_change(func, x)
     if "feature" in name or name[-1] == "d":
         factor, offset = _of_channels(func, x, p, "alpha" in name)
     else:
@@ -140,7 +141,7 @@ def drawn_in_place(
 ) -> Any:
     """Each rank fills its block; parameters of the distribution are cut."""
     func, args, kwargs = call
-    refuse_copy(func, x)
+    begin_change(func, x)
     if func.__name__ == "random_" and len(args) == 2 and "to" not in kwargs:
         # The only number is the upper bound.
         parameters = {"from": 0, "to": args[1]}
@@ -197,7 +198,7 @@ def rrelu(call: Call, site: Site, x: SplitTensor, lower: float, upper: float, **
     func, local = call[0], checked_block(x)
     in_place = given.get("inplace") or func.__name__.endswith("_")
     if in_place:
-        refuse_copy(func, x)
+        begin_change(func, x)
     if given["training"]:
         slope = torch.empty_like(local.detach())
         draw(slope, "uniform_", x._layout, lower, upper, source=given.get("generator"))

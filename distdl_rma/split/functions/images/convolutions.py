@@ -27,10 +27,10 @@ from distdl_rma.ops.conv.worker_grid import (
 )
 from distdl_rma.ops.core.autograd import tracer
 from distdl_rma.split import layout as lay
-from distdl_rma.split.calls.refusals import raise_as_torch
 from distdl_rma.split.calls.signatures import named
 from distdl_rma.split.calls.site import Site
 from distdl_rma.split.calls.table import Call, rule
+from distdl_rma.split.calls.torch_errors import raise_as_torch
 from distdl_rma.split.operands import needs_of, of_cut, on_whole_tensors, wholes
 from distdl_rma.split.tensor import SplitTensor, checked_block, composed
 

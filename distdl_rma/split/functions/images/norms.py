@@ -14,13 +14,13 @@ from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.ops.norm.normalisation import Normalisation, NormOptions, by_constants
 from distdl_rma.ops.norm.statistic_groups import NormAxes
 from distdl_rma.split import layout as lay
-from distdl_rma.split.calls.refusals import checked_rule, raise_as_torch
 from distdl_rma.split.calls.signatures import named
 from distdl_rma.split.calls.site import Site
 from distdl_rma.split.calls.table import Call, rule
-from distdl_rma.split.moves import to_blocks
+from distdl_rma.split.calls.torch_errors import checked_rule, raise_as_torch
 from distdl_rma.split.operands import needs_of, of_cut, on_whole_tensors, wholes
-from distdl_rma.split.reduction_axes import Along, by_whole_dims, positive, put_back, with_whole
+from distdl_rma.split.redistribution import to_blocks
+from distdl_rma.split.reduction_axes import Along, by_whole_dims, chosen_dims, put_back, with_whole
 from distdl_rma.split.tensor import SplitTensor, any_cut, checked_block, refused
 
 Weights = tuple[torch.Tensor | None, torch.Tensor | None]
@@ -191,9 +191,8 @@ def local_response_norm(call: Call, site: Site, x: SplitTensor, **others: Any) -
 @of_cut(empty=False)
 def normalize(call: Call, site: Site, x: SplitTensor, p: float, dim: Any, eps: float, out: Any) -> Any:
     """Uses the norm along dimensions; if these are cut, ranks combine their norms."""
-    dims: Any = (dim,) if isinstance(dim, int) else tuple(dim)
     local, layout = checked_block(x), x._layout
-    dims = tuple(positive(d, len(layout.shape)) for d in dims)
+    dims: Any = chosen_dims(dim, len(layout.shape))
     if not set(dims) & set(layout.cut_dims):
         return SplitTensor(F.normalize(local, p, dims, eps), layout)
     if p <= 0:

@@ -30,12 +30,12 @@ from distdl_rma.ops.windows import (
 )
 from distdl_rma.split import layout as lay
 from distdl_rma.split import layout_choice
-from distdl_rma.split.calls.refusals import checked_rule, raise_as_torch
 from distdl_rma.split.calls.site import Site
 from distdl_rma.split.calls.table import Call, rule
+from distdl_rma.split.calls.torch_errors import checked_rule, raise_as_torch
 from distdl_rma.split.functions.images.convolutions import each_dim
-from distdl_rma.split.moves import redistributed
 from distdl_rma.split.operands import as_part, common_partition, needs_of, of_any_cut, of_cut
+from distdl_rma.split.redistribution import redistributed
 from distdl_rma.split.reduction_axes import (
     Along,
     by_whole_dims,
@@ -199,7 +199,7 @@ def averaged(call: Call, site: Site, x: SplitTensor, size: tuple[int | None, ...
         layout = lay.with_splits(lay.whole(layout, single), {d: Balanced(1, 1) for d in single})
         size = tuple(None if d in single else n for d, n in enumerate(size, first))
     if all(n is None or n == layout.shape[d] for d, n in enumerate(size, first)):
-        return SplitTensor(local, layout)
+        return SplitTensor(local.clone() if local is x._local else local, layout)
     kind, options = AdaptiveAvgPooling, AdaptiveOptions(size)
     rest, _ = windowed(call, site, local, layout, dims, kind, size, lambda: options)
     return with_single_copied(site, rest)

@@ -15,10 +15,10 @@ from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.intervals import Balanced, Listed, Split
 from distdl_rma.split import layout as lay
 from distdl_rma.split import layout_choice
-from distdl_rma.split.calls.refusals import checked_rule
 from distdl_rma.split.calls.signatures import named
 from distdl_rma.split.calls.site import Site
 from distdl_rma.split.calls.table import Call, rule
+from distdl_rma.split.calls.torch_errors import checked_rule
 from distdl_rma.split.functions.elements.pointwise import pointwise
 from distdl_rma.split.functions.places.shapes import (
     broadcast,
@@ -26,10 +26,8 @@ from distdl_rma.split.functions.places.shapes import (
     frozen,
     on_shape,
     reshape,
-    seen_of,
     uncut,
 )
-from distdl_rma.split.moves import redistributed, reduced
 from distdl_rma.split.operands import (
     as_part,
     as_whole,
@@ -41,8 +39,10 @@ from distdl_rma.split.operands import (
     part_for,
     site_for,
 )
+from distdl_rma.split.redistribution import redistributed, reduced
 from distdl_rma.split.reduction_axes import laid_out, positive, with_whole
 from distdl_rma.split.tensor import SplitTensor, any_cut, checked_block, composed, refused
+from distdl_rma.split.views import seen_of
 
 _T: Any = torch.Tensor
 
@@ -54,17 +54,22 @@ def narrowed(x: SplitTensor, dim: int, start: int, length: int) -> SplitTensor:
 
 def _cut_out(x: SplitTensor, slices: tuple[tuple[int, int, int, int], ...]) -> SplitTensor:
     # Slices of some dimensions, given as dimension, start, stop and step.
-    def make() -> tuple[Decomposition, tuple[slice, ...]]:
+    def make() -> tuple[Decomposition, tuple[slice, ...], bool]:
         splits: dict[int, Split] = {}
         place, local = x._layout.partition.index or (), [slice(None)] * len(x._layout.shape)
         for dim, start, stop, step in slices:
             splits[dim], within = layout_choice.sliced(x._layout.splits[dim], start, stop, step)
             part = place[x._layout.axes.index(dim)] if dim in x._layout.axes else 0
             local[dim] = slice(*within[part], step)
-        return lay.with_splits(x._layout, splits), tuple(local)
+        result = lay.with_splits(x._layout, splits)
+        strided = any(
+            step > 1 or (stop - start < x._layout.shape[dim] and prod(result.shape[:dim]) > 1)
+            for dim, start, stop, step in slices
+        )
+        return result, tuple(local), strided
 
-    layout, here = derived(x, ("slices", slices), make)
-    return seen_of(x, checked_block(x)[here], layout)
+    layout, here, strided = derived(x, ("slices", slices), make)
+    return seen_of(x, checked_block(x)[here], layout, strided=strided)
 
 
 def _one(func: Any, x: SplitTensor, dim: int, at: int) -> SplitTensor:

@@ -14,12 +14,11 @@ from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.intervals import Balanced
 from distdl_rma.split import layout as lay
 from distdl_rma.split import layout_choice
-from distdl_rma.split.calls.refusals import checked_rule
 from distdl_rma.split.calls.site import Site
 from distdl_rma.split.calls.table import Call, name_of, rule
+from distdl_rma.split.calls.torch_errors import checked_rule
 from distdl_rma.split.functions.places.indexing import narrowed
-from distdl_rma.split.functions.places.shapes import derived, frozen, on_shape, reshape, seen_of
-from distdl_rma.split.moves import redistributed
+from distdl_rma.split.functions.places.shapes import derived, frozen, on_shape, reshape
 from distdl_rma.split.operands import (
     as_part,
     block_of,
@@ -29,8 +28,10 @@ from distdl_rma.split.operands import (
     of_cut,
     on_whole_tensors,
 )
+from distdl_rma.split.redistribution import redistributed
 from distdl_rma.split.reduction_axes import laid_out, positive, with_whole
 from distdl_rma.split.tensor import SplitTensor, checked_block, composed
+from distdl_rma.split.views import seen_of
 
 
 @rule("movement", "cat", "concat", "concatenate")
@@ -198,7 +199,7 @@ def rolled(call: Call, site: Site, x: SplitTensor, shifts: Any, dims: Any) -> An
     for number, (shift, dim) in enumerate(zip(shifts, dims, strict=True)):
         if dim % count in cut:
             y = _rolled_along(site, y, shift, dim % count, number)
-    return y
+    return SplitTensor(y._local.clone(), y._layout) if y._local is x._local else y
 
 
 def _rolled_along(site: Site, x: SplitTensor, shift: int, dim: int, number: int) -> SplitTensor:

@@ -12,13 +12,14 @@ from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.intervals import Balanced
 from distdl_rma.split import layout as lay
 from distdl_rma.split import layout_choice
-from distdl_rma.split.calls.refusals import checked_rule, raise_as_torch
 from distdl_rma.split.calls.site import Site
 from distdl_rma.split.calls.table import Call, rule
-from distdl_rma.split.moves import redistributed
+from distdl_rma.split.calls.torch_errors import checked_rule, raise_as_torch
 from distdl_rma.split.operands import of_cut, on_whole_tensors, site_for
+from distdl_rma.split.redistribution import redistributed
 from distdl_rma.split.reduction_axes import laid_out, positive, with_whole
 from distdl_rma.split.tensor import SplitTensor, checked_block, composed, refused
+from distdl_rma.split.views import fills_memory, seen_of
 
 _T: Any = torch.Tensor
 _V = TypeVar("_V")
@@ -44,12 +45,6 @@ def frozen(argument: Any) -> Any:
     return argument
 
 
-def seen_of(x: SplitTensor, y: torch.Tensor, layout: Decomposition, moved: bool = False) -> SplitTensor:
-    """Split tensor of a result that is a view of ``x`` in torch; ``moved`` says that it is a copy here."""
-    base = None if x._copy_of is None else x._copy_of[0]
-    return SplitTensor(y, layout, x._local if moved and base is None else base)
-
-
 def uncut(layout: Decomposition, extents: dict[int, int]) -> Decomposition:
     """Layout in which some uncut dimensions have other extents."""
     return lay.with_splits(layout, {d: Balanced(n, 1) for d, n in extents.items()})
@@ -69,13 +64,15 @@ def reordered(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Reorders dimensions; each rank keeps its block."""
     x, *rest = args
 
-    def make() -> Decomposition:
+    def make() -> tuple[Decomposition, bool]:
         # All extents differ, so they identify the dimensions.
         probe = func(torch.empty(tuple(range(1, len(x._layout.shape) + 1)), device="meta"), *rest, **kwargs)
-        return lay.reordered(x._layout, [n - 1 for n in probe.shape])
+        order = [n - 1 for n in probe.shape]
+        long = [d for d in order if x._layout.shape[d] != 1]
+        return lay.reordered(x._layout, order), long != sorted(long)
 
-    layout = derived(x, (func, frozen(rest), frozen(kwargs)), make)
-    return seen_of(x, func(checked_block(x), *rest, **kwargs), layout)
+    layout, strided = derived(x, (func, frozen(rest), frozen(kwargs)), make)
+    return seen_of(x, func(checked_block(x), *rest, **kwargs), layout, strided=strided)
 
 
 @rule(
@@ -96,7 +93,8 @@ def reshaped(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if func.__name__.startswith("atleast") and rest:
         return tuple(composed(func, each) for each in args)
     if func.__name__ in ("view_as", "reshape_as"):
-        func, rest, kwargs = getattr(_T, func.__name__[:-3]), [frozen((*rest, *kwargs.values())[0])], {}
+        (other,) = *rest, *kwargs.values()
+        func, rest, kwargs = getattr(_T, func.__name__[:-3]), [frozen(other)], {}
         if not isinstance(x, SplitTensor):
             return func(x, *rest)
     if not isinstance(x, SplitTensor):
@@ -128,8 +126,9 @@ def _reshaped(func: Any, x: SplitTensor, source: Decomposition, result: Decompos
         in_order = all(a >= b for a, b in pairwise(strides))
         if not in_order and y.data_ptr() == x._local.data_ptr() and not _views(x, result.shape):
             y = y.clone()
-        # If ``x`` is a view, torch may return a copy, so that it counts as one on all ranks.
-        unsure = x._local._is_view() and func.__name__ in _MAY_COPY
+        # Torch may return a copy of a view, so that the result counts as one on all ranks.
+        may_copy = x._is_seen and func.__name__ in _MAY_COPY
+        unsure = may_copy and (x._strided is not False or not fills_memory(x))
         return seen_of(x, y, result, moved=unsure)
     local = redistributed(site_for(func, x), checked_block(x), x._layout, source, "reshaped")
     # Counts as a copy on all ranks: the strides of blocks do not tell whether torch would return a view.
@@ -157,7 +156,8 @@ def expanded(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Each rank expands its block; expanded dimensions are whole on all ranks."""
     x, *rest = args
     if func is _T.expand_as:
-        func, rest, kwargs = _T.expand, [frozen((*rest, *kwargs.values())[0])], {}
+        (other,) = *rest, *kwargs.values()
+        func, rest, kwargs = _T.expand, [frozen(other)], {}
     if not isinstance(x, SplitTensor):
         return func(x, *rest, **kwargs)
     shape = derived(

@@ -12,8 +12,9 @@ from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.intervals import Balanced, Split
 from distdl_rma.ops.core.tensors import no_autocast
 from distdl_rma.split import layout as lay
-from distdl_rma.split.calls.refusals import checked_rule, raise_as_torch
+from distdl_rma.split.calls.arguments import tensors_in
 from distdl_rma.split.calls.table import RULES, rule
+from distdl_rma.split.calls.torch_errors import checked_rule, raise_as_torch
 from distdl_rma.split.functions.elements.pointwise import pointwise
 from distdl_rma.split.functions.places.indexing import (
     basic,
@@ -25,18 +26,11 @@ from distdl_rma.split.functions.places.indexing import (
     one_each,
 )
 from distdl_rma.split.functions.places.shapes import frozen
-from distdl_rma.split.moves import redistributed
 from distdl_rma.split.operands import as_part, common_partition, part_for, site_for
+from distdl_rma.split.redistribution import redistributed
 from distdl_rma.split.reduction_axes import with_whole
-from distdl_rma.split.tensor import (
-    SplitTensor,
-    any_cut,
-    become_split,
-    checked_block,
-    composed,
-    refused,
-    tensors_in,
-)
+from distdl_rma.split.tensor import SplitTensor, any_cut, become_split, checked_block, composed, refused
+from distdl_rma.split.views import begin_change, end_change
 
 _T: Any = torch.Tensor
 _REMEDY = "build the tensor by torch.cat, torch.where or F.pad instead"
@@ -58,8 +52,7 @@ def set_item(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         raise_as_torch(func, (x, tuple(given), value), kwargs)
     if not isinstance(x, SplitTensor):
         become_split(func, x, _layout_to_write(func, x, given, value))
-    if x._copy_of is not None:
-        raise refused(func, f"it writes what was moved from another rank; {_REMEDY}")
+    begin_change(func, x, f"it writes what was moved from another rank; {_REMEDY}")
     given, ones = _staying(x, one_each(len(x._layout.shape), given))
     part, chosen = basic(func, x, given)
     if chosen:
@@ -70,6 +63,7 @@ def set_item(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         pointwise(_T.copy_, (part, value), {})
     else:
         pointwise(_T.fill_, (part, value), {})
+    end_change(x)
 
 
 def _staying(x: SplitTensor, given: list[Any]) -> tuple[list[Any], list[int]]:
@@ -213,8 +207,8 @@ def _chosen_rows(part: Any, at: int, mask: Any, ones: Sequence[int], value: Any)
 def in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Computes the form without the underscore and writes the blocks; a plain tensor becomes split."""
     x, without = args[0], getattr(_T, func.__name__[:-1])
-    if isinstance(x, SplitTensor) and x._copy_of is not None:
-        raise refused(func, f"it writes what is on another rank; {_REMEDY}")
+    if isinstance(x, SplitTensor):
+        begin_change(func, x, f"it writes what is on another rank; {_REMEDY}")
     # The backward needs the tensor unchanged.
     kept = isinstance(x, SplitTensor) and torch.is_grad_enabled() and x._local.requires_grad
     before = SplitTensor(checked_block(x).clone(), x._layout) if kept else x

@@ -14,13 +14,13 @@ from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.ops.core.tensors import no_autocast
 from distdl_rma.split import layout as lay
 from distdl_rma.split import layout_choice
+from distdl_rma.split.calls.arguments import mapped, tensors_in
 from distdl_rma.split.calls.autocast import castable
-from distdl_rma.split.calls.refusals import checked_rule, mapped, raise_as_torch
 from distdl_rma.split.calls.signatures import named
 from distdl_rma.split.calls.site import Site
 from distdl_rma.split.calls.table import Call, name_of, rule
+from distdl_rma.split.calls.torch_errors import checked_rule, raise_as_torch
 from distdl_rma.split.functions.places.shapes import derived, frozen
-from distdl_rma.split.moves import all_sum
 from distdl_rma.split.operands import (
     as_part,
     as_whole,
@@ -31,8 +31,10 @@ from distdl_rma.split.operands import (
     part_at,
     site_for,
 )
+from distdl_rma.split.redistribution import all_sum
 from distdl_rma.split.reduction_axes import laid_out, positive, with_an_element, with_whole
-from distdl_rma.split.tensor import SplitTensor, checked_block, composed, refused, tensors_in
+from distdl_rma.split.tensor import SplitTensor, checked_block, composed, refused
+from distdl_rma.split.views import seen_of
 
 _T: Any = torch.Tensor
 # A label for each dimension of an operand; as in einsum, equal labels are one index.
@@ -84,7 +86,11 @@ def contracted(
     """Multiply operands block by block, and sum over the labels that the result does not have."""
     site, work, blocks = prepared(func, operands, labels, out, uncut)
     if not work.summed:
-        return SplitTensor(product_of(compute, operands, blocks, work.result), work.result)
+        y = product_of(compute, operands, blocks, work.result)
+        x = operands[0]
+        if len(operands) == 1 and isinstance(x, SplitTensor) and y._is_view():
+            return seen_of(x, y, work.result, blocks[0] is not x._local, strided=True)
+        return SplitTensor(y, work.result)
     y, dtype = _summed(site, compute, operands, blocks, work)
     return SplitTensor(y.to(dtype), work.result)
 

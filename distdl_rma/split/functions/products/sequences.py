@@ -11,9 +11,10 @@ import torch
 from torch.nn import functional as F  # noqa: N812
 
 from distdl_rma.split import layout as lay
-from distdl_rma.split.calls.refusals import checked_rule, mapped
+from distdl_rma.split.calls.arguments import mapped
 from distdl_rma.split.calls.site import Site
 from distdl_rma.split.calls.table import Call, rule
+from distdl_rma.split.calls.torch_errors import checked_rule
 from distdl_rma.split.functions.places.shapes import frozen, uncut
 from distdl_rma.split.functions.products.contractions import prepared, product_of
 from distdl_rma.split.operands import as_part, of_any_cut, of_cut, wholes

@@ -9,13 +9,14 @@ import torch
 
 from distdl_rma.dtypes import sum_dtype
 from distdl_rma.split import layout as lay
-from distdl_rma.split.calls.refusals import checked_rule, mapped
+from distdl_rma.split.calls.arguments import mapped, tensors_in
 from distdl_rma.split.calls.site import Site
 from distdl_rma.split.calls.table import Call, rule
+from distdl_rma.split.calls.torch_errors import checked_rule
 from distdl_rma.split.functions.places.shapes import frozen, uncut
 from distdl_rma.split.functions.totals.reductions import summed_dtype
-from distdl_rma.split.moves import to_blocks
 from distdl_rma.split.operands import as_part, as_whole, composition, of_any_cut, of_cut, on_whole_tensors
+from distdl_rma.split.redistribution import to_blocks
 from distdl_rma.split.reduction_axes import (
     Along,
     by_whole_dims,
@@ -26,7 +27,7 @@ from distdl_rma.split.reduction_axes import (
     with_an_element,
     with_whole,
 )
-from distdl_rma.split.tensor import SplitTensor, any_cut, checked_block, composed, refused, tensors_in
+from distdl_rma.split.tensor import SplitTensor, any_cut, checked_block, composed, refused
 
 
 @checked_rule("reduction", "cumsum")

@@ -10,9 +10,9 @@ from torch.nn import functional as F  # noqa: N812
 
 from distdl_rma.errors import ShapeError
 from distdl_rma.split import layout as lay
-from distdl_rma.split.calls.refusals import checked_rule
 from distdl_rma.split.calls.site import Site
 from distdl_rma.split.calls.table import Call, rule
+from distdl_rma.split.calls.torch_errors import checked_rule
 from distdl_rma.split.functions.places.shapes import uncut
 from distdl_rma.split.functions.totals.losses import finished
 from distdl_rma.split.operands import as_part, composition, of_any_cut, of_cut

@@ -18,12 +18,12 @@ from distdl_rma.dtypes import sum_dtype
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.ops.core.autograd import OperatorFunction, first_derivative
 from distdl_rma.split import layout as lay
-from distdl_rma.split.calls.refusals import Warned, checked_rule, raise_as_torch
+from distdl_rma.split.calls.arguments import tensors_in
 from distdl_rma.split.calls.signatures import named
 from distdl_rma.split.calls.site import Site, site_of
 from distdl_rma.split.calls.table import Call, name_of, rule
+from distdl_rma.split.calls.torch_errors import Warned, checked_rule, raise_as_torch
 from distdl_rma.split.functions.places.shapes import frozen, uncut
-from distdl_rma.split.moves import all_sum, summed
 from distdl_rma.split.operands import (
     as_blocks,
     as_part,
@@ -35,8 +35,9 @@ from distdl_rma.split.operands import (
     on_whole_tensors,
     site_for,
 )
+from distdl_rma.split.redistribution import all_sum, summed
 from distdl_rma.split.reduction_axes import Along, with_whole
-from distdl_rma.split.tensor import SplitTensor, any_cut, checked_block, composed, refused, tensors_in
+from distdl_rma.split.tensor import SplitTensor, any_cut, checked_block, composed, refused
 
 # Gathers the numbers that ranks sharing rows have for these rows.
 Gathered = Callable[[torch.Tensor], torch.Tensor]

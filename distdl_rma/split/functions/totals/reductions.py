@@ -11,14 +11,15 @@ from torch.nn import functional as F  # noqa: N812
 from distdl_rma.checks.gradient_origin import warn_user
 from distdl_rma.dtypes import sum_dtype
 from distdl_rma.ops.core.autograd import OperatorFunction, first_derivative
-from distdl_rma.split.calls.refusals import checked_rule, mapped
+from distdl_rma.split.calls.arguments import mapped, tensors_in
 from distdl_rma.split.calls.site import Site
 from distdl_rma.split.calls.table import Call
+from distdl_rma.split.calls.torch_errors import checked_rule
 from distdl_rma.split.functions.elements.pointwise import pointwise
-from distdl_rma.split.moves import reduced, to_blocks
 from distdl_rma.split.operands import as_blocks, common_layout, of_any_cut, of_cut
+from distdl_rma.split.redistribution import reduced, to_blocks
 from distdl_rma.split.reduction_axes import Along, chosen_dims, positive, with_whole
-from distdl_rma.split.tensor import SplitTensor, checked_block, composed, tensors_in
+from distdl_rma.split.tensor import SplitTensor, checked_block, composed
 
 
 def summed_dtype(x: torch.Tensor, dtype: torch.dtype | None) -> torch.dtype:

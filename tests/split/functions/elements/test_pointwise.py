@@ -101,6 +101,14 @@ def test_comparisons_write_whole_numbers_whatever_needs_a_gradient(P_world, exte
     check(P_world, written, [torch.arange(extent * 2).view(extent, 2), y], gradients=False)
 
 
+def test_comparisons_with_what_is_no_tensor_are_pythons(P_world):
+    x = block(P_world.create_cartesian_topology_partition((P_world.size, 1)), torch.ones(5, 2))
+    assert (x == None) is False  # noqa: E711
+    assert (x != None) is True  # noqa: E711
+    with pytest.raises(TypeError, match="unsupported operand"):
+        x + "text"
+
+
 @pytest.mark.sizes(2, 3, 4)
 def test_tensors_that_are_cut_otherwise_move(P_world):
     def moved(x, y):

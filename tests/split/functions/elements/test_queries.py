@@ -60,6 +60,15 @@ def test_gradients_hooks_and_values(P_world):
         bool(x > 0)
     x.grad = None
     assert x.grad is None
+    x.grad = 3 * whole.detach()
+    torch.testing.assert_close(x.grad.full_tensor(), 3 * whole.detach())
+    for wrong in (torch.ones(3 * SHAPE[0], *SHAPE[1:]), torch.ones(2, 3, 6, 4)):
+        with pytest.raises(RuntimeError, match=r"gradient has shape .* its tensor \(2, 3, 5, 4\)"):
+            (x * 2).backward(wrong.double())
+        with pytest.raises(RuntimeError, match="gradient has shape"):
+            x.grad = wrong.double()
+    with pytest.raises(TypeError, match="0-d"):
+        len(total)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")

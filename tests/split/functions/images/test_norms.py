@@ -75,6 +75,7 @@ FORMS = {
     "zeros": (lambda x: F.normalize(x * 0), [SHAPE]),
     "an infinite order": (called(F.normalize, float("inf"), dim=-1), [(2, 2, 2, 2)]),
     "planes": (called(F.normalize, dim=(1, 2)), [SHAPE]),
+    "all elements": (called(F.normalize, dim=()), [SHAPE]),
     "neighbours": (called(F.local_response_norm, 3, alpha=0.1), [SHAPE]),
     **{
         f"batches of {shape}": (in_batches, [shape], [shape[1:2], shape[1:2]])

@@ -93,6 +93,10 @@ def test_errors_are_those_of_torch(P_world):
         x.view(5, -1)
     with pytest.raises(IndexError):
         x.transpose(0, 4)
+    for function in (x.view_as, x.reshape_as):
+        with pytest.raises(RuntimeError, match=r"shape '\[\]' is invalid"):
+            function(torch.tensor(48))
+    assert x.sum().view_as(torch.tensor(1.0)).shape == ()
     times = block(P_world.create_cartesian_topology_partition((P_world.size,)), torch.tensor([1, 1, 2, 2]))
     # Whatever elements stand in for those of other ranks.
     few = block(P_world.create_cartesian_topology_partition((1, P_world.size)), torch.ones(4, 1))

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
+from distdl_rma.split.calls.arguments import mapped
 from distdl_rma.split.calls.table import rule
 
 # Text and category of a warning of torch.
@@ -153,16 +154,3 @@ def _tried(
         torch.default_generator.set_state(state)
     warned[:] = [(str(each.message), each.category) for each in found]
     return None
-
-
-def mapped(change: Any, argument: Any) -> Any:
-    """Arguments with ``change`` applied to every tensor."""
-    if isinstance(argument, torch.Tensor):
-        return change(argument)
-    if isinstance(argument, tuple) and hasattr(argument, "_fields"):
-        return type(argument)(*(mapped(change, one) for one in argument))
-    if isinstance(argument, (list, tuple)):
-        return type(argument)(mapped(change, one) for one in argument)
-    if isinstance(argument, dict):
-        return {key: mapped(change, one) for key, one in argument.items()}
-    return argument

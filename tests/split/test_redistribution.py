@@ -6,7 +6,7 @@ import torch
 from distdl_rma import Machine, shard
 from distdl_rma.split import layout as lay
 from distdl_rma.split.calls.site import site_of
-from distdl_rma.split.moves import all_sum, once, redistributed, reduced, to_blocks
+from distdl_rma.split.redistribution import all_sum, once, redistributed, reduced, to_blocks
 from tests.split.against_whole import block, check
 
 pytestmark = pytest.mark.mpi

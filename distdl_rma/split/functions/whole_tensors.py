@@ -1,4 +1,4 @@
-"""Functions that are refused for cut tensors, and functions that every rank computes on whole tensors."""
+"""Functions of whole tensors: refused if a tensor is cut, or computed by every rank on all of it."""
 
 from __future__ import annotations
 

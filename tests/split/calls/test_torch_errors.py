@@ -14,8 +14,8 @@ from distdl_rma import SplitTensor, UnsupportedError
 from distdl_rma.geometry.intervals import Listed
 from distdl_rma.machine import Machine
 from distdl_rma.split import layout as lay
-from distdl_rma.split.calls import refusals
-from distdl_rma.split.calls.refusals import raise_as_torch
+from distdl_rma.split.calls import torch_errors
+from distdl_rma.split.calls.torch_errors import raise_as_torch
 from tests.matrix import check_each, over_seeds
 from tests.split.wrong_calls import functions, is_usable, wrong_calls
 
@@ -166,7 +166,7 @@ def test_any_and_all_over_no_dimension_are_the_truth_of_each_element(P_world, co
 
 
 def test_a_kind_that_torch_takes_is_asked_once_and_one_that_it_refuses_each_time(monkeypatch):
-    monkeypatch.setattr(refusals, "_ACCEPTED", {})
+    monkeypatch.setattr(torch_errors, "_ACCEPTED", {})
     calls = []
 
     def function(x, n):
@@ -195,7 +195,7 @@ def test_asking_torch_draws_no_random_number():
 
 
 def test_what_torch_refuses_of_some_values_only_is_not_refused(monkeypatch):
-    monkeypatch.setattr(refusals, "_ACCEPTED", {})
+    monkeypatch.setattr(torch_errors, "_ACCEPTED", {})
 
     def function(x):
         if not x.sum():
