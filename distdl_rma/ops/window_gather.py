@@ -17,7 +17,7 @@ from distdl_rma.ops.core.movement import CallSite
 from distdl_rma.ops.core.staged import movement_or_none
 
 # torch's padding modes.
-MODES = ("zeros", "constant", "reflect", "replicate", "circular")
+PADDING_MODES = ("zeros", "constant", "reflect", "replicate", "circular")
 
 
 class WindowGather:

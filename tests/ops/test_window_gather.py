@@ -9,7 +9,7 @@ from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.halo import Stencil, Window
 from distdl_rma.geometry.intervals import Balanced
 from distdl_rma.ops.core.movement import CallSite
-from distdl_rma.ops.window_gather import MODES, WindowGather
+from distdl_rma.ops.window_gather import PADDING_MODES, WindowGather
 
 pytestmark = pytest.mark.mpi
 
@@ -27,7 +27,7 @@ def gather(P_world, mode, extent, value=0.0, dtype=torch.float64):
 
 # torch pads elements of the third type by constants only.
 @pytest.mark.parametrize("dtype", [torch.float64, torch.int64, torch.uint16])
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", PADDING_MODES)
 def test_a_rank_gets_what_its_windows_read_of_the_padded_tensor(P_world, mode, dtype):
     source, outputs, reads = gather(P_world, mode, 11, value=5.0, dtype=dtype)
     x = torch.arange(1.0, 12.0, dtype=torch.float64).reshape(1, 1, 11)
@@ -41,7 +41,7 @@ def test_a_rank_gets_what_its_windows_read_of_the_padded_tensor(P_world, mode, d
 
 
 def test_a_value_that_no_element_has_is_refused_on_all_ranks(P_world):
-    for value, dtype in ((-1.0, torch.uint8), (1e6, torch.float16), (2j, torch.float32), ("0", torch.float32)):
+    for value, dtype in ((-1.0, torch.uint8), (1e6, torch.float16), ("0", torch.float32)):
         with pytest.raises(ShapeError, match=r"padding by .* elements of torch\."):
             gather(P_world, "constant", 11, value, dtype)
 
