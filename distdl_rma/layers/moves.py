@@ -17,11 +17,11 @@ from distdl_rma.layers.core.arguments import LayerOptions, per_dim
 from distdl_rma.layers.core.input_facts import InputFacts, input_dtype, source_of
 from distdl_rma.layers.core.layer import nbytes_of
 from distdl_rma.layers.core.operator_layer import OperatorLayer
-from distdl_rma.ops import moves
+from distdl_rma.ops import data_movement
 from distdl_rma.ops.core.autograd import GradientNeeds, anchored, deliver, reports_failures
 from distdl_rma.ops.core.operation import Operation
 from distdl_rma.ops.core.tensors import problem_with
-from distdl_rma.ops.moves import (
+from distdl_rma.ops.data_movement import (
     CHANNELS,
     Concat,
     StagedMove,
@@ -34,7 +34,7 @@ from distdl_rma.ops.moves import (
     repartition,
     sum_reduce,
 )
-from distdl_rma.ops.window_gather import MODES
+from distdl_rma.ops.window_gather import PADDING_MODES
 from distdl_rma.split.tensor import SplitTensor
 
 M = TypeVar("M", bound=Operation)
@@ -216,7 +216,7 @@ class ReduceScatter(LayerAlongAxes):
 _SIDES = 2
 
 
-class HaloExchange(MovementLayer[moves.HaloExchange]):
+class HaloExchange(MovementLayer[data_movement.HaloExchange]):
     """Extend each rank's shard by a halo: the adjacent elements of other ranks, corners included.
 
     The global tensor ``(batch, channel, *spatial)`` is padded as torch pads it. Each rank receives its own
@@ -260,17 +260,17 @@ class HaloExchange(MovementLayer[moves.HaloExchange]):
         kind = type(self).__name__
         if P_x.dim <= LEADING:
             raise PartitionError(f"{kind}: grid {P_x.shape} needs a batch, a channel and spatial dimensions")
-        if padding_mode not in MODES:
-            raise ArgumentError(f"{kind}: padding_mode is one of {MODES}, got {padding_mode!r}")
+        if padding_mode not in PADDING_MODES:
+            raise ArgumentError(f"{kind}: padding_mode is one of {PADDING_MODES}, got {padding_mode!r}")
         self.width = _pairs(kind, width, P_x.dim - LEADING)
         self.padding_mode, self.value = padding_mode, value
         super().__init__(P_x, P_x, **options)
 
-    def plan(self, facts: dict[int, InputFacts]) -> moves.HaloExchange:
+    def plan(self, facts: dict[int, InputFacts]) -> data_movement.HaloExchange:
         """Operation that gathers each shard with its halo."""
         source, dtype = source_of(self.P_x, facts)
         mode, value = self.padding_mode, self.value
-        return moves.HaloExchange(self.site, source, dtype, self.width, mode, value)
+        return data_movement.HaloExchange(self.site, source, dtype, self.width, mode, value)
 
 
 def _pairs(kind: str, width: int | Iterable[int | Iterable[int]], dims: int) -> tuple[tuple[int, int], ...]:

@@ -18,7 +18,7 @@ from distdl_rma.layers.core.arguments import LayerOptions, each_dim, per_dim
 from distdl_rma.layers.core.input_facts import InputFacts, source_of
 from distdl_rma.layers.core.operator_layer import OperatorLayer
 from distdl_rma.ops.windows import (
-    MODES,
+    RESIZE_MODES,
     AdaptiveAvgPooling,
     AdaptiveMaxPooling,
     AdaptiveOptions,
@@ -481,11 +481,11 @@ class DistributedUpsample(WindowLayer, nn.Upsample):
 
 
 def _check_mode(kind: str, mode: str, dims: int, align_corners: bool | None) -> None:
-    if mode not in MODES:
-        raise ArgumentError(f"{kind}: mode is one of {tuple(MODES)}, got {mode!r}")
-    if dims not in MODES[mode]:
+    if mode not in RESIZE_MODES:
+        raise ArgumentError(f"{kind}: mode is one of {tuple(RESIZE_MODES)}, got {mode!r}")
+    if dims not in RESIZE_MODES[mode]:
         raise ArgumentError(
-            f"{kind}: mode {mode!r} is for {MODES[mode][0]} spatial dimensions, P_x has {dims}"
+            f"{kind}: mode {mode!r} is for {RESIZE_MODES[mode][0]} spatial dimensions, P_x has {dims}"
         )
     if mode.startswith("nearest") and align_corners is not None:
         raise ArgumentError(f"{kind}: align_corners has no meaning with mode {mode!r}")

@@ -197,10 +197,10 @@ class _Linear(OperatorFunction):
         d_y = gradient.reshape(batch, rows)
         d_weight = d_bias = None
         if needs_weight:
-            d_weight = torch.mm(d_y.t(), x.reshape(batch, columns), out=offer("weight"))
+            d_weight = torch.mm(d_y.t(), x.reshape(batch, columns).conj(), out=offer("weight"))
         if needs_bias:
             d_bias = torch.sum(d_y, 0, out=offer("bias"))
-        return torch.matmul(gradient, weight) if needs_x else None, d_weight, d_bias, None
+        return torch.matmul(gradient, weight.conj()) if needs_x else None, d_weight, d_bias, None
 
 
 # Columns are moved in bundles, so that copies read and write runs of at least so many bytes.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from itertools import product
 
 import torch
@@ -16,7 +17,7 @@ from distdl_rma.ops.core.movement import CallSite
 from distdl_rma.ops.core.staged import movement_or_none
 
 # torch's padding modes.
-MODES = ("zeros", "constant", "reflect", "replicate", "circular")
+PADDING_MODES = ("zeros", "constant", "reflect", "replicate", "circular")
 
 
 class WindowGather:
@@ -26,7 +27,7 @@ class WindowGather:
     of the outputs in space, and of the inputs that they read in batch and channels. ``value`` is the value of
     a constant padding. ``region`` is the box that this rank reads in space, padding included; ``held`` is the
     part that the movement brings, all of it if ``complete``. ``ShapeError`` if the padding is wider than the
-    mode allows for this global input.
+    mode allows for this global input, or if ``value`` is no value of the type.
     """
 
     def __init__(
@@ -41,6 +42,8 @@ class WindowGather:
     ) -> None:
         extents = source.shape[LEADING:]
         _check(stencil, extents, mode)
+        if mode == "constant":
+            _check_value(value, dtype)
         self.mode, self.value, self.extents = mode, value, extents
         reads = dict(enumerate(stencil.with_halo(outputs.splits[LEADING:], extents), LEADING))
         inner = mode in ("constant", "reflect", "replicate")
@@ -51,7 +54,8 @@ class WindowGather:
         self.held = Box(target.box(rank).bounds[LEADING:])
         self.complete = self.held == self.region or mode in ("zeros", "circular")
         self._inside = (slice(None), slice(None), *(self.held & self.region).slices(self.region))
-        self._sides = _sides(self.held, self.region, mode) if dtype != torch.bool else None
+        by_torch = _torch_pads(mode, len(extents), dtype)
+        self._sides = _sides(self.held, self.region, mode) if by_torch else None
         images = _images(stencil, extents) if mode == "circular" else ()
         self.movement = movement_or_none(site, source, target, dtype, "halo", images)
 
@@ -85,6 +89,16 @@ def _sides(held: Box, region: Box, mode: str) -> list[int] | None:
     return sides
 
 
+@cache
+def _torch_pads(mode: str, dims: int, dtype: torch.dtype) -> bool:
+    # torch lacks kernels for some types: for bool, and in three dimensions for 16-bit floats.
+    try:
+        F.pad(torch.zeros((1,) * LEADING + (2,) * dims, dtype=dtype), (1, 1) * dims, mode)
+    except NotImplementedError:
+        return False
+    return True
+
+
 def _origin(index: torch.Tensor, n: int, mode: str) -> torch.Tensor:
     # Index in the domain of each element of the padded domain.
     if mode == "replicate":
@@ -99,6 +113,13 @@ def _images(stencil: Stencil, extents: tuple[int, ...]) -> tuple[tuple[int, ...]
         for w, n in zip(stencil.windows, extents, strict=True)
     ]
     return tuple((0, 0, *shift) for shift in product(*steps))
+
+
+def _check_value(value: float, dtype: torch.dtype) -> None:
+    try:
+        F.pad(torch.zeros(1, dtype=dtype), (1, 0), value=value)
+    except (RuntimeError, TypeError) as error:
+        raise ShapeError(f"padding by {value!r} is not possible for elements of {dtype}: {error}") from None
 
 
 def _check(stencil: Stencil, extents: tuple[int, ...], mode: str) -> None:

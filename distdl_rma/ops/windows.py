@@ -435,7 +435,7 @@ _KERNELS: dict[str, dict[int, Any]] = {
     "trilinear": {3: torch.ops.aten.upsample_trilinear3d},
 }
 # Numbers of spatial dimensions that each mode supports.
-MODES: dict[str, tuple[int, ...]] = {mode: tuple(kernels) for mode, kernels in _KERNELS.items()}
+RESIZE_MODES: dict[str, tuple[int, ...]] = {mode: tuple(kernels) for mode, kernels in _KERNELS.items()}
 # The constant of torch's cubic convolution.
 _CUBIC = -0.75
 # Most inputs by which a part begins earlier for torch's kernel.

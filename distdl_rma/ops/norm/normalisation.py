@@ -558,8 +558,8 @@ def by_constants(x: Tensor, values: Sequence[Tensor | None], eps: float) -> Tens
     if not x.numel():
         # torch's function refuses such a tensor.
         return idle(x, values)
-    # torch is wrong for one sample if the tensor, or its gradient, is transposed in memory.
-    x = x.contiguous() if len(x) == 1 else x
+    # torch is wrong along an extent of 1 if the tensor, or its gradient, is transposed in memory.
+    x = x.contiguous() if 1 in x.shape else x
     mean, variance, weight, bias = values
     y = F.batch_norm(x, mean, variance, weight, bias, training=False, eps=eps)
     if y.requires_grad:

@@ -16,11 +16,13 @@ SHAPES = [(5,), (4, 5), (2, 3, 5), (0, 5), (2, 0, 5)]
 
 def operands(shape, outputs=3, dtype=torch.float64):
     torch.manual_seed(1)
-    x, weight, bias = torch.randn(shape), torch.randn(outputs, shape[-1]), torch.randn(outputs)
-    return [t.to(dtype).requires_grad_() for t in (x, weight, bias)]
+    shapes, drawn = (shape, (outputs, shape[-1]), (outputs,)), dtype if dtype.is_complex else torch.float32
+    return [torch.randn(each, dtype=drawn).to(dtype).requires_grad_() for each in shapes]
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    "dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.complex64]
+)
 @pytest.mark.parametrize("shape", [*SHAPES, (4, 0)])
 def test_gradients_equal_torchs_and_are_written_to_the_places(shape, dtype):
     x, weight, bias = operands(shape, dtype=dtype)

@@ -13,7 +13,9 @@ pytestmark = pytest.mark.mpi
 SHAPE, CHANNELS = (2, 6, 10), 6
 
 
-@pytest.mark.parametrize("shape", [(1, 2, 1, 1, 3), (1, 2, 3, 4), (2, 2, 3), (1, 2), (0, 2, 3)])
+@pytest.mark.parametrize(
+    "shape", [(1, 2, 1, 1, 3), (1, 2, 3, 4), (2, 2, 1, 2), (2, 2, 1, 3, 2), (2, 2, 3), (1, 2), (0, 2, 3)]
+)
 @pytest.mark.parametrize("transposed", [(False, False), (True, False), (False, True), (True, True)])
 def test_values_of_channels_are_constants_however_a_block_lies_in_memory(shape, transposed):
     x, gradient = (

@@ -10,7 +10,7 @@ from distdl_rma import Machine, ShapeError
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.ops.core.autograd import GradientNeeds
 from distdl_rma.ops.core.movement import CallSite, movements_through
-from distdl_rma.ops.moves import (
+from distdl_rma.ops.data_movement import (
     Concat,
     HaloExchange,
     StagedMove,

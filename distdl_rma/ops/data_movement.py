@@ -1,4 +1,4 @@
-"""Moves of whole tensors: repartition, halo exchange, concatenation, broadcast and sum-reduction."""
+"""Operations that move tensors: repartition, halo exchange, concatenation, broadcast and sum-reduction."""
 
 from __future__ import annotations
 
