@@ -23,7 +23,7 @@ from distdl_rma.geometry.partition import Partition
 from distdl_rma.layers import conv, norm
 from distdl_rma.layers.core.arguments import chosen_placement
 from distdl_rma.layers.core.callbacks import Callbacks
-from distdl_rma.layers.moves import DistributedConcat
+from distdl_rma.layers.data_movement import DistributedConcat
 from distdl_rma.machine import Machine
 
 _CONVS = conv.DistributedConv1d, conv.DistributedConv2d, conv.DistributedConv3d

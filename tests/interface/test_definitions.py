@@ -3,7 +3,7 @@
 Elsewhere are A2, where a process sits (A4) and A5 (``geometry/test_distribution.py``), A7
 (``segments/memory/test_buffer.py``), connecting (A8, ``layers/core/test_connect.py``), inequalities and sizes
 before the first call (A5, A13, ``layers/test_from_global.py``), numbers of A19 (``layers/test_twins.py``),
-and A20 (``layers/moves/test_concat.py``).
+and A20 (``layers/data_movement/test_concat.py``).
 """
 
 import itertools

@@ -15,7 +15,7 @@ from distdl_rma.layers import (
     Repartition,
     SumReduce,
 )
-from distdl_rma.layers.moves import chosen_axes
+from distdl_rma.layers.data_movement import chosen_axes
 from distdl_rma.segments.memory.buffer import SegmentBuffer
 from tests.fuzz.movement import check
 from tests.matrix import check_each, over_seeds
