@@ -45,12 +45,15 @@ def _replaced(path: Path) -> Path:
     return path.with_name(path.name + ".old")
 
 
-def complete(folder: Path) -> list[Path]:
-    """Directories with a manifest, newest first: by step, and a replaced one behind its successor."""
+def complete(folder: Path, step: int | None = None) -> list[Path]:
+    """Directories with a manifest, newest first: by step, and a replaced one behind its successor.
+
+    Those of one step, if it is not None.
+    """
     found = []
     for path in folder.iterdir() if folder.is_dir() else ():
         name = _STEP.fullmatch(path.name)
-        if name and (path / MANIFEST).is_file():
+        if name and step in (None, int(name[1])) and (path / MANIFEST).is_file():
             found.append((int(name[1]), name[2] is None, path))
     return [path for *_, path in sorted(found, reverse=True)]
 

@@ -171,11 +171,17 @@ class Checkpoints:
         )
         self._deletion: Future[None] | None = None
         self._signalled = self._stopping = self._closed = self._tidy = False
-        with self._together():
-            if self._first:
-                with files.explained("making", self.folder, "its parent exists, and may be written to?"):
-                    self.folder.mkdir(exist_ok=True)
-            self._before = {each: signal.signal(each, self._note_signal) for each in self._signals}
+        self._handlers = dict[signal.Signals, Any]()
+        try:
+            with self._together():
+                if self._first:
+                    with files.explained("making", self.folder, "its parent exists, and may be written to?"):
+                        self.folder.mkdir(exist_ok=True)
+                for each in self._signals:
+                    self._handlers[each] = signal.signal(each, self._note_signal)
+        except BaseException:
+            self._restore_handlers()
+            raise
 
     @property
     def _first(self) -> bool:
@@ -196,9 +202,11 @@ class Checkpoints:
         raises their errors. ``MismatchError`` if the ranks are at different steps.
         """
         self._call = "Checkpoints.due"
-        if type(step) is not int or step < 0:
-            raise ConfigurationError(f"Checkpoints.due: step is an integer from 0 on, got {step!r}")
-        (_, signalled, least), (_, stopping, most) = self._compared(step)
+        invalid = type(step) is not int or step < 0
+        (_, signalled, least), (_, stopping, most) = self._compared(-1 if invalid else step)
+        if least < 0:
+            got = f"got {step!r}" if invalid else "another rank got something else"
+            raise ConfigurationError(f"Checkpoints.due: step is an integer from 0 on, {got}")
         if least != most:
             raise MismatchError(f"Checkpoints.due: the ranks are at steps from {least} to {most}")
         self._stopping = self._stopping or bool(signalled or stopping)
@@ -231,17 +239,22 @@ class Checkpoints:
             self.wait()
         finally:
             self._closed = True
-            for each, handler in self._before.items():
-                signal.signal(each, handler)
+            self._restore_handlers()
             self._thread.shutdown()
+
+    def _restore_handlers(self) -> None:
+        while self._handlers:
+            signal.signal(*self._handlers.popitem())
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
-        # After an error the ranks may be in different calls.
         if error is None:
             self.close()
+        else:
+            # The ranks may be in different calls.
+            self._restore_handlers()
 
     def save(self, state: MutableMapping[str, Any], step: int) -> Path:
         """Save the state of all objects as the checkpoint of a step; returns its directory.
@@ -277,8 +290,8 @@ class Checkpoints:
             forms = held.forms()
             facts["step"] = step
         path = files.step_folder(self.folder, step)
-        # Both would write to the same files.
-        while any(job.path == path for job in self._jobs):
+        # Two jobs of one step would write to the same files.
+        while len(self._jobs) >= _UNDER_WAY or any(job.path == path for job in self._jobs):
             self._complete()
         words = {"step": step, "main": main, "forms": forms, "kinds": held.kinds}
         states = objects.generators()
@@ -318,8 +331,6 @@ class Checkpoints:
     def _write(self, path: Path, body: dict[str, Any], items: list[Item], pieces: Iterator[Piece]) -> None:
         # This rank's pieces: at once, or copies of them by the thread.
         if self._asynchronous:
-            while len(self._jobs) >= _UNDER_WAY:
-                self._complete()
             copies, memory = self._copied(list(pieces))
             written = self._thread.submit(files.write, path, copies)
             self._jobs.append(_Job(path, body, items, written, memory))
@@ -470,11 +481,11 @@ class Checkpoints:
         home, text = self._machine, b""
         with self._together():
             if self._first:
+                found = files.complete(self.folder, step)
                 if step is not None:
-                    saved = files.opened(files.step_folder(self.folder, step))
-                else:
-                    newest = files.complete(self.folder)[:1]
-                    saved = files.opened(newest[0]) if newest else Saved(self.folder, {})
+                    # Its error names the directory.
+                    found.append(files.step_folder(self.folder, step))
+                saved = files.opened(found[0]) if found else Saved(self.folder, {})
                 text = json.dumps([str(saved.path), saved.body, saved.others]).encode()
         nbytes = gather_words(home.segments, len(text), self._call)[home.ranks[0]]
         vector = torch.zeros(nbytes, dtype=torch.uint8)

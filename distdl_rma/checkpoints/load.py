@@ -22,8 +22,9 @@ def load_checkpoint(
 ) -> int:
     """Load a checkpoint into a model, or a state of several objects; returns its step.
 
-    Local and blocking; needs no MPI. If ranks call it, each one reads what it needs. All tensors are read and
-    checked before an object is changed; generators stay as they are.
+    Local and blocking; needs no MPI. If ranks call it, each one reads what it needs. All tensors are read
+    before an object is changed, and those that are read whole are checked: of a tensor that ranks hold in
+    parts, :meth:`Checkpoints.restore` checks every byte. Generators stay as they are.
 
     Parameters
     ----------
@@ -42,11 +43,12 @@ def load_checkpoint(
         If shapes or dtypes of tensors differ.
     """
     path = Path(folder).absolute()
-    if not (path / files.MANIFEST).is_file():
-        found = files.complete(path)
-        if not found:
-            raise CheckpointError(f"load_checkpoint: {path} is no checkpoint, nor has it a complete one")
-        path = found[0]
+    with files.explained("reading", path, "may it be read?"):
+        if not (path / files.MANIFEST).is_file():
+            found = files.complete(path)
+            if not found:
+                raise CheckpointError(f"load_checkpoint: {path} is no checkpoint, nor has it a complete one")
+            path = found[0]
     saved = files.opened(path)
     body, kinds = saved.body, saved.kinds()
     cuts: Cuts = lambda _module: {}  # noqa: E731

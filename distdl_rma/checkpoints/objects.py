@@ -58,6 +58,8 @@ class Objects:
         self.layouts: dict[str, Decomposition] = {}
         self._names: dict[int, str] = {}
         for entry, module in state.items():
+            if not isinstance(entry, str):
+                raise UnsupportedError(f"checkpoint: names of the state are strings, got {entry!r}")
             if isinstance(module, nn.Module):
                 prefix = self._prefix(entry)
                 self.layouts |= {prefix + key: blocks for key, blocks in cuts(module).items()}
@@ -242,9 +244,11 @@ class Objects:
             shared = Counter(own[key].untyped_storage()._cdata for key in names)
             for key, name in names.items():
                 x, saved = own[key], self.tensors[name]
-                same = x.data_ptr() == saved.data_ptr() and x.shape == saved.shape and x.is_contiguous()
+                same = x.data_ptr() == saved.data_ptr() and x.shape == saved.shape
+                plain = x.is_contiguous() and not x.is_conj() and not x.is_neg()
                 if name not in self.layouts:
-                    found[name] = x if same and shared[x.untyped_storage()._cdata] == 1 else None
+                    alone = shared[x.untyped_storage()._cdata] == 1
+                    found[name] = x if same and plain and alone else None
         return found
 
     def load(
@@ -261,15 +265,16 @@ class Objects:
         object that may refuse has.
         """
         objects = {entry: thing for entry, thing in self.state.items() if kind_of(thing) == _OBJECT}
-        before = {entry: copy.deepcopy(thing.state_dict()) for entry, thing in objects.items()}
+        before = dict[str, Any]()
         try:
             with step():
+                before |= {entry: copy.deepcopy(thing.state_dict()) for entry, thing in objects.items()}
                 for entry, thing in objects.items():
                     thing.load_state_dict(decode(forms[entry]["state"], tensors.__getitem__))
         except Exception:
             with step():
-                for entry, thing in objects.items():
-                    thing.load_state_dict(before[entry])
+                for entry, found in before.items():
+                    objects[entry].load_state_dict(found)
             raise
         fill()
         with step():
