@@ -32,8 +32,6 @@ from distdl_rma.errors import (
     MismatchError,
     UnsupportedError,
 )
-from distdl_rma.geometry.box import Box
-from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.machine import Machine
 from distdl_rma.ops.core.tensors import as_tensor
@@ -302,7 +300,7 @@ class Checkpoints:
         kinds = {name: (kind, tuple(shape)) for name, (kind, shape) in one["kinds"].items()}
         held.lay_out(one["forms"])
         head, items = planned(kinds, {"format": "pt", "step": str(step)})
-        parts = list(self._parts(items, held.layouts))
+        parts = list(self._parts(items, held))
         nbytes = len(head) + sum(item.nbytes for item in items)
         with self._together():
             if lacking := [
@@ -461,13 +459,9 @@ class Checkpoints:
                 )
             wanted = held.wanted(body["forms"], kinds)
         items, own = saved.items(wanted), held.in_place()
-        tensors = {
-            i.name: objects.blank(kinds[i.name], held.layouts.get(i.name))
-            for i in items
-            if own.get(i.name) is None
-        }
+        tensors = {i.name: held.blank(i) for i in items if own.get(i.name) is None}
         tensors |= {name: x for name, x in own.items() if x is not None}
-        shares = self._read(saved, items, held.layouts, own, tensors)
+        shares = self._read(saved, items, held, own, tensors)
         self._pass_on([each for each in shares if not each.in_place], tensors)
         in_place = [each for each in shares if each.in_place]
         held.load(body["forms"], tensors, self._together, lambda: self._pass_on(in_place, tensors))
@@ -495,23 +489,18 @@ class Checkpoints:
         path, body, others = json.loads(vector.numpy().tobytes())
         return Saved(Path(path), body, tuple(others)) if body else None
 
-    def _parts(
-        self, items: Iterable[Item], layouts: dict[str, Decomposition]
-    ) -> Iterator[tuple[Part, tuple[int, ...]]]:
+    def _parts(self, items: Iterable[Item], held: objects.Objects) -> Iterator[tuple[Part, tuple[int, ...]]]:
         # This rank's part of each item, and the ranks that hold it.
-        rank, everyone = self._machine.rank, tuple(sorted(self._machine.ranks))
         for item in items:
-            layout = layouts.get(item.name)
-            if layout is None:
-                yield Part(item, Box.of_shape(item.shape)), everyone
-            else:
-                yield Part(item, layout.box(rank)), tuple(sorted(layout.holders(rank)))
+            layout = held.layouts.get(item.name)
+            ranks = self._machine.ranks if layout is None else layout.holders(self._machine.rank)
+            yield held.part(item), tuple(sorted(ranks))
 
     def _read(
         self,
         saved: Saved,
         items: list[Item],
-        layouts: dict[str, Decomposition],
+        held: objects.Objects,
         in_place: Container[str],
         tensors: dict[str, torch.Tensor],
     ) -> list[_Share]:
@@ -519,7 +508,7 @@ class Checkpoints:
         # own then, a share on each of them; what one rank holds is in its tensor, which is none of an object.
         shares, pieces = list[_Share](), list[Iterator[Piece]]()
         for placed in (False, True):
-            parts = self._parts([item for item in items if (item.name in in_place) == placed], layouts)
+            parts = self._parts([item for item in items if (item.name in in_place) == placed], held)
             for holding in holdings(parts):
                 if len(holding.ranks) == 1 and not placed:
                     pieces.append(files.cut_out(tensors, holding.share(0, 1)))

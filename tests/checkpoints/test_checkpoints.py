@@ -119,6 +119,19 @@ def test_parameters_that_ranks_hold_parts_of_become_those_of_any_others(P_world,
     comm.Barrier()
 
 
+def test_an_lbfgs_of_cut_parameters_is_refused_by_the_name_of_one(P_world, comm, folder):
+    ours, whole = twins(P_world)[0], nn.Linear(1, 1)
+    optimizer = torch.optim.LBFGS([*whole.parameters(), *ours.parameters()])
+    state = {"model": ours, "whole": whole, "optimizer": optimizer}
+    with Checkpoints(folder, machine=P_world) as kept:
+        kept.save(state, 1)
+        optimizer.state[whole.weight]["n_iter"] = 1
+        if cut := [name for name, _ in ours.named_parameters() if name in scattered(ours)]:
+            with pytest.raises(UnsupportedError, match=f"is an LBFGS, .* but '{cut[0]}' is cut over ranks"):
+                kept.save(state, 2)
+        assert cut or comm.size == 1
+
+
 def test_split_tensors_go_into_another_layout(P_world, folder):
     whole = torch.arange(35.0).view(5, 7)
     rows, columns = (
