@@ -143,4 +143,5 @@ def as_numbers(tensor: torch.Tensor) -> NDArray[Any]:
 def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """Bytes of a tensor in the order of its elements; a view where the tensor is contiguous."""
     plain = tensor.detach().resolve_conj().resolve_neg()
-    return plain.contiguous().view(-1).view(torch.uint8)
+    # As a vector: the strides of a dimension of one element are any numbers.
+    return plain.contiguous().as_strided((plain.numel(),), (1,)).view(torch.uint8)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from distdl_rma import UnsupportedError
-from distdl_rma.dtypes import BIT_WORDS, DTYPES, NUMPY, sum_dtype, word_dtype
+from distdl_rma.dtypes import BIT_WORDS, DTYPES, NUMPY, flat_bytes, sum_dtype, word_dtype
 
 # torch says of one of its types that it is an experiment.
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf")
@@ -33,3 +33,12 @@ def test_words_have_their_size_in_torch_and_in_numpy(nbytes):
     torchs, numpys = BIT_WORDS[nbytes]
     assert torchs.itemsize == numpys.itemsize == nbytes
     assert NUMPY[torchs] == numpys
+
+
+@pytest.mark.parametrize(
+    "x", [torch.rand(5, 2).T, torch.rand(5, 2)[:1, 1], torch.rand(3)[1], torch.rand(0, 4)]
+)
+def test_bytes_are_those_of_the_elements_in_their_order(x):
+    found = flat_bytes(x)
+    assert found.is_contiguous() and bytes(found.tolist()) == x.numpy().tobytes()
+    assert not x.is_contiguous() or found.data_ptr() == x.data_ptr()

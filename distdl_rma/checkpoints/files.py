@@ -45,12 +45,15 @@ def _replaced(path: Path) -> Path:
     return path.with_name(path.name + ".old")
 
 
-def complete(folder: Path) -> list[Path]:
-    """Directories with a manifest, newest first: by step, and a replaced one behind its successor."""
+def complete(folder: Path, step: int | None = None) -> list[Path]:
+    """Directories with a manifest, newest first: by step, and a replaced one behind its successor.
+
+    Those of one step, if it is not None.
+    """
     found = []
     for path in folder.iterdir() if folder.is_dir() else ():
         name = _STEP.fullmatch(path.name)
-        if name and (path / MANIFEST).is_file():
+        if name and step in (None, int(name[1])) and (path / MANIFEST).is_file():
             found.append((int(name[1]), name[2] is None, path))
     return [path for *_, path in sorted(found, reverse=True)]
 
@@ -116,16 +119,10 @@ def write(path: Path, pieces: Iterable[Piece]) -> dict[str, int]:
     with explained("writing", file, f"is it on a disk that all hosts share? {_TO_WRITE}"):
         writer = BehindWriter(file)
         try:
-            for part, first, elements in pieces:
-                name, size = part.item.name, part.item.dtype.itemsize
-                # What was summed is copied while it is in the core's cache.
-                for low in range(0, elements.numel(), _IN_CACHE):
-                    some = elements[low : low + _IN_CACHE]
-                    begin_at, memory = first + low // size, some.numpy().data
-                    sums[name] = sums.get(name, 0) + part.checksum(some, begin_at)
-                    for offset, at, count in part.runs(begin_at, begin_at + some.numel() // size):
-                        place = (at - begin_at) * size
-                        writer.append(offset, memory[place : place + count * size])
+            for part, first, elements in _in_cache(pieces):
+                sums[part.item.name] = sums.get(part.item.name, 0) + part.checksum(elements, first)
+                for offset, memory in _runs(part, first, elements):
+                    writer.append(offset, memory)
             writer.finish()
         finally:
             writer.close()
@@ -241,21 +238,31 @@ def read(file: Path, pieces: Iterable[Piece]) -> dict[str, int]:
     """Fill pieces from a data file; returns sums by the item's name. Local."""
     sums = dict[str, int]()
     with file.open("rb") as data:
-        for part, first, elements in pieces:
-            name, size = part.item.name, part.item.dtype.itemsize
-            # What was read is summed while it is in the core's cache.
-            for low in range(0, elements.numel(), _IN_CACHE):
-                some = elements[low : low + _IN_CACHE]
-                begin_at, memory = first + low // size, some.numpy().data
-                for offset, at, count in part.runs(begin_at, begin_at + some.numel() // size):
-                    rest = memory[(at - begin_at) * size : (at - begin_at + count) * size]
-                    while rest:
-                        got = os.preadv(data.fileno(), [rest], offset)
-                        if not got:
-                            raise CheckpointError(f"checkpoint: {name!r} ends before its last byte")
-                        rest, offset = rest[got:], offset + got
-                sums[name] = sums.get(name, 0) + part.checksum(some, begin_at)
+        for part, first, elements in _in_cache(pieces):
+            name = part.item.name
+            for begin, memory in _runs(part, first, elements):
+                rest, offset = memory, begin
+                while rest:
+                    got = os.preadv(data.fileno(), [rest], offset)
+                    if not got:
+                        raise CheckpointError(f"checkpoint: {name!r} ends before its last byte")
+                    rest, offset = rest[got:], offset + got
+            sums[name] = sums.get(name, 0) + part.checksum(elements, first)
     return sums
+
+
+def _in_cache(pieces: Iterable[Piece]) -> Iterator[Piece]:
+    # Parts of pieces that are summed and copied while they are in the core's cache.
+    for part, first, elements in pieces:
+        for low in range(0, elements.numel(), _IN_CACHE):
+            yield part, first + low // part.item.dtype.itemsize, elements[low : low + _IN_CACHE]
+
+
+def _runs(part: Part, first: int, elements: torch.Tensor) -> Iterator[tuple[int, memoryview]]:
+    # The offset in the file of each contiguous run of a piece, and its memory.
+    memory, size = elements.numpy().data, part.item.dtype.itemsize
+    for offset, at, count in part.runs(first, first + len(memory) // size):
+        yield offset, memory[(at - first) * size : (at - first + count) * size]
 
 
 def cut_out(tensors: dict[str, torch.Tensor], shares: Iterable[tuple[Part, int, int]]) -> Iterator[Piece]:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from distdl_rma.dtypes import DTYPES, is_in_memory
+from distdl_rma.dtypes import DTYPES, NUMPY, is_in_memory
 from distdl_rma.errors import UnsupportedError
 
 # Returns what stands for a tensor in the JSON, by the tensor's name.
@@ -45,10 +45,10 @@ def encode(value: Any, name: str, take: Take) -> Any:  # noqa: PLR0911 - a table
         return value
     if isinstance(value, torch.Tensor):
         return take(name, checked(name, value))
-    if isinstance(value, np.generic):
+    if isinstance(value, np.generic) and (value.dtype.kind in "SU" or value.dtype in NUMPY.values()):
         return encode(value.item(), name, take)
-    if isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
-        return {"array": take(name, torch.from_numpy(np.ascontiguousarray(value)))}
+    if type(value) in (np.ndarray, np.memmap) and value.dtype in NUMPY.values():
+        return {"array": take(name, torch.from_numpy(np.asarray(value, order="C")))}
     if type(value) in (list, tuple, set, frozenset, torch.Size):
         parts = sorted(value) if isinstance(value, (set, frozenset)) else value
         inside = [encode(part, f"{name}/{at}", take) for at, part in enumerate(parts)]
@@ -103,7 +103,8 @@ _VALUES: dict[str, Callable[[Any, Callable[[str], torch.Tensor]], Any]] = {
 
 def tensors_in(form: Any) -> Iterator[str]:
     """Names of the tensors in a form."""
-    if isinstance(form, dict) and "tensor" in form:
+    # Forms by the names of parameters are dicts too, and a parameter may be called so.
+    if isinstance(form, dict) and isinstance(form.get("tensor"), str):
         yield form["tensor"]
     elif isinstance(form, (dict, list)):
         for part in form.values() if isinstance(form, dict) else form:

@@ -32,8 +32,6 @@ from distdl_rma.errors import (
     MismatchError,
     UnsupportedError,
 )
-from distdl_rma.geometry.box import Box
-from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.machine import Machine
 from distdl_rma.ops.core.tensors import as_tensor
@@ -171,11 +169,17 @@ class Checkpoints:
         )
         self._deletion: Future[None] | None = None
         self._signalled = self._stopping = self._closed = self._tidy = False
-        with self._together():
-            if self._first:
-                with files.explained("making", self.folder, "its parent exists, and may be written to?"):
-                    self.folder.mkdir(exist_ok=True)
-            self._before = {each: signal.signal(each, self._note_signal) for each in self._signals}
+        self._handlers = dict[signal.Signals, Any]()
+        try:
+            with self._together():
+                if self._first:
+                    with files.explained("making", self.folder, "its parent exists, and may be written to?"):
+                        self.folder.mkdir(exist_ok=True)
+                for each in self._signals:
+                    self._handlers[each] = signal.signal(each, self._note_signal)
+        except BaseException:
+            self._restore_handlers()
+            raise
 
     @property
     def _first(self) -> bool:
@@ -196,9 +200,11 @@ class Checkpoints:
         raises their errors. ``MismatchError`` if the ranks are at different steps.
         """
         self._call = "Checkpoints.due"
-        if type(step) is not int or step < 0:
-            raise ConfigurationError(f"Checkpoints.due: step is an integer from 0 on, got {step!r}")
-        (_, signalled, least), (_, stopping, most) = self._compared(step)
+        invalid = type(step) is not int or step < 0
+        (_, signalled, least), (_, stopping, most) = self._compared(-1 if invalid else step)
+        if least < 0:
+            got = f"got {step!r}" if invalid else "another rank got something else"
+            raise ConfigurationError(f"Checkpoints.due: step is an integer from 0 on, {got}")
         if least != most:
             raise MismatchError(f"Checkpoints.due: the ranks are at steps from {least} to {most}")
         self._stopping = self._stopping or bool(signalled or stopping)
@@ -231,17 +237,22 @@ class Checkpoints:
             self.wait()
         finally:
             self._closed = True
-            for each, handler in self._before.items():
-                signal.signal(each, handler)
+            self._restore_handlers()
             self._thread.shutdown()
+
+    def _restore_handlers(self) -> None:
+        while self._handlers:
+            signal.signal(*self._handlers.popitem())
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
-        # After an error the ranks may be in different calls.
         if error is None:
             self.close()
+        else:
+            # The ranks may be in different calls.
+            self._restore_handlers()
 
     def save(self, state: MutableMapping[str, Any], step: int) -> Path:
         """Save the state of all objects as the checkpoint of a step; returns its directory.
@@ -277,8 +288,8 @@ class Checkpoints:
             forms = held.forms()
             facts["step"] = step
         path = files.step_folder(self.folder, step)
-        # Both would write to the same files.
-        while any(job.path == path for job in self._jobs):
+        # Two jobs of one step would write to the same files.
+        while len(self._jobs) >= _UNDER_WAY or any(job.path == path for job in self._jobs):
             self._complete()
         words = {"step": step, "main": main, "forms": forms, "kinds": held.kinds}
         states = objects.generators()
@@ -289,7 +300,7 @@ class Checkpoints:
         kinds = {name: (kind, tuple(shape)) for name, (kind, shape) in one["kinds"].items()}
         held.lay_out(one["forms"])
         head, items = planned(kinds, {"format": "pt", "step": str(step)})
-        parts = list(self._parts(items, held.layouts))
+        parts = list(self._parts(items, held))
         nbytes = len(head) + sum(item.nbytes for item in items)
         with self._together():
             if lacking := [
@@ -318,8 +329,6 @@ class Checkpoints:
     def _write(self, path: Path, body: dict[str, Any], items: list[Item], pieces: Iterator[Piece]) -> None:
         # This rank's pieces: at once, or copies of them by the thread.
         if self._asynchronous:
-            while len(self._jobs) >= _UNDER_WAY:
-                self._complete()
             copies, memory = self._copied(list(pieces))
             written = self._thread.submit(files.write, path, copies)
             self._jobs.append(_Job(path, body, items, written, memory))
@@ -450,13 +459,9 @@ class Checkpoints:
                 )
             wanted = held.wanted(body["forms"], kinds)
         items, own = saved.items(wanted), held.in_place()
-        tensors = {
-            i.name: objects.blank(kinds[i.name], held.layouts.get(i.name))
-            for i in items
-            if own.get(i.name) is None
-        }
+        tensors = {i.name: held.blank(i) for i in items if own.get(i.name) is None}
         tensors |= {name: x for name, x in own.items() if x is not None}
-        shares = self._read(saved, items, held.layouts, own, tensors)
+        shares = self._read(saved, items, held, own, tensors)
         self._pass_on([each for each in shares if not each.in_place], tensors)
         in_place = [each for each in shares if each.in_place]
         held.load(body["forms"], tensors, self._together, lambda: self._pass_on(in_place, tensors))
@@ -470,11 +475,11 @@ class Checkpoints:
         home, text = self._machine, b""
         with self._together():
             if self._first:
+                found = files.complete(self.folder, step)
                 if step is not None:
-                    saved = files.opened(files.step_folder(self.folder, step))
-                else:
-                    newest = files.complete(self.folder)[:1]
-                    saved = files.opened(newest[0]) if newest else Saved(self.folder, {})
+                    # Its error names the directory.
+                    found.append(files.step_folder(self.folder, step))
+                saved = files.opened(found[0]) if found else Saved(self.folder, {})
                 text = json.dumps([str(saved.path), saved.body, saved.others]).encode()
         nbytes = gather_words(home.segments, len(text), self._call)[home.ranks[0]]
         vector = torch.zeros(nbytes, dtype=torch.uint8)
@@ -484,23 +489,18 @@ class Checkpoints:
         path, body, others = json.loads(vector.numpy().tobytes())
         return Saved(Path(path), body, tuple(others)) if body else None
 
-    def _parts(
-        self, items: Iterable[Item], layouts: dict[str, Decomposition]
-    ) -> Iterator[tuple[Part, tuple[int, ...]]]:
+    def _parts(self, items: Iterable[Item], held: objects.Objects) -> Iterator[tuple[Part, tuple[int, ...]]]:
         # This rank's part of each item, and the ranks that hold it.
-        rank, everyone = self._machine.rank, tuple(sorted(self._machine.ranks))
         for item in items:
-            layout = layouts.get(item.name)
-            if layout is None:
-                yield Part(item, Box.of_shape(item.shape)), everyone
-            else:
-                yield Part(item, layout.box(rank)), tuple(sorted(layout.holders(rank)))
+            layout = held.layouts.get(item.name)
+            ranks = self._machine.ranks if layout is None else layout.holders(self._machine.rank)
+            yield held.part(item), tuple(sorted(ranks))
 
     def _read(
         self,
         saved: Saved,
         items: list[Item],
-        layouts: dict[str, Decomposition],
+        held: objects.Objects,
         in_place: Container[str],
         tensors: dict[str, torch.Tensor],
     ) -> list[_Share]:
@@ -508,7 +508,7 @@ class Checkpoints:
         # own then, a share on each of them; what one rank holds is in its tensor, which is none of an object.
         shares, pieces = list[_Share](), list[Iterator[Piece]]()
         for placed in (False, True):
-            parts = self._parts([item for item in items if (item.name in in_place) == placed], layouts)
+            parts = self._parts([item for item in items if (item.name in in_place) == placed], held)
             for holding in holdings(parts):
                 if len(holding.ranks) == 1 and not placed:
                     pieces.append(files.cut_out(tensors, holding.share(0, 1)))

@@ -11,10 +11,9 @@ from typing import Any
 from torch import nn
 
 from distdl_rma.checkpoints import files
-from distdl_rma.checkpoints.items import Part, holdings
-from distdl_rma.checkpoints.objects import Cuts, Objects, blank
+from distdl_rma.checkpoints.items import holdings
+from distdl_rma.checkpoints.objects import Cuts, Objects
 from distdl_rma.errors import CheckpointError
-from distdl_rma.geometry.box import Box
 
 
 def load_checkpoint(
@@ -22,8 +21,9 @@ def load_checkpoint(
 ) -> int:
     """Load a checkpoint into a model, or a state of several objects; returns its step.
 
-    Local and blocking; needs no MPI. If ranks call it, each one reads what it needs. All tensors are read and
-    checked before an object is changed; generators stay as they are.
+    Local and blocking; needs no MPI. If ranks call it, each one reads what it needs. All tensors are read
+    before an object is changed, and those that are read whole are checked: of a tensor that ranks hold in
+    parts, :meth:`Checkpoints.restore` checks every byte. Generators stay as they are.
 
     Parameters
     ----------
@@ -42,11 +42,12 @@ def load_checkpoint(
         If shapes or dtypes of tensors differ.
     """
     path = Path(folder).absolute()
-    if not (path / files.MANIFEST).is_file():
-        found = files.complete(path)
-        if not found:
-            raise CheckpointError(f"load_checkpoint: {path} is no checkpoint, nor has it a complete one")
-        path = found[0]
+    with files.explained("reading", path, "may it be read?"):
+        if not (path / files.MANIFEST).is_file():
+            found = files.complete(path)
+            if not found:
+                raise CheckpointError(f"load_checkpoint: {path} is no checkpoint, nor has it a complete one")
+            path = found[0]
     saved = files.opened(path)
     body, kinds = saved.body, saved.kinds()
     cuts: Cuts = lambda _module: {}  # noqa: E731
@@ -56,18 +57,14 @@ def load_checkpoint(
     state = {name or body["main"]: into} if isinstance(into, nn.Module) else into
     objects = Objects(state, body["main"], cuts)
     items = saved.items(objects.wanted(body["forms"], kinds))
-    tensors = {item.name: blank(kinds[item.name], objects.layouts.get(item.name)) for item in items}
-    parts = []
-    for item in items:
-        layout = objects.layouts.get(item.name)
-        box = Box.of_shape(item.shape) if layout is None else layout.box(layout.partition.me)
-        parts.append((Part(item, box), (0,)))
-    pieces = (piece for each in holdings(parts) for piece in files.cut_out(tensors, each.share(0, 1)))
+    tensors, parts = {item.name: objects.blank(item) for item in items}, list(map(objects.part, items))
+    held = holdings((part, (0,)) for part in parts)
+    pieces = (piece for each in held for piece in files.cut_out(tensors, each.share(0, 1)))
     with files.explained("reading", saved.data, "may it be read?"):
         totals, sums = files.read(saved.data, pieces), saved.sums()
-    for part, _ in parts:
-        whole = part.box.volume == Box.of_shape(part.item.shape).volume
-        if whole and totals.get(part.item.name, 0) % (1 << 64) != sums[part.item.name]:
-            raise saved.damaged(f"the checksum of {part.item.name!r} does not fit", saved.data)
+    for part in parts:
+        name, whole = part.item.name, part.nbytes == part.item.nbytes
+        if whole and totals.get(name, 0) % (1 << 64) != sums[name]:
+            raise saved.damaged(f"the checksum of {name!r} does not fit", saved.data)
     objects.load(body["forms"], tensors)
     return int(body["step"])

@@ -14,9 +14,10 @@ import numpy as np
 import torch
 from torch import nn
 
-from distdl_rma.checkpoints.form import NAMED_DTYPES, checked, decode, dtype_name, encode, in_line, tensors_in
-from distdl_rma.checkpoints.items import Kind
+from distdl_rma.checkpoints.form import checked, decode, dtype_name, encode, in_line, tensors_in
+from distdl_rma.checkpoints.items import Item, Kind, Part
 from distdl_rma.errors import CheckpointError, MismatchError, PartitionError, ShapeError, UnsupportedError
+from distdl_rma.geometry.box import Box
 from distdl_rma.geometry.decomposition import Decomposition
 
 # Decompositions of the tensors of a module's state that are not whole on every rank, by key.
@@ -58,6 +59,8 @@ class Objects:
         self.layouts: dict[str, Decomposition] = {}
         self._names: dict[int, str] = {}
         for entry, module in state.items():
+            if not isinstance(entry, str):
+                raise UnsupportedError(f"checkpoint: names of the state are strings, got {entry!r}")
             if isinstance(module, nn.Module):
                 prefix = self._prefix(entry)
                 self.layouts |= {prefix + key: blocks for key, blocks in cuts(module).items()}
@@ -106,12 +109,12 @@ class Objects:
 
     def _named(self, entry: str, optimizer: torch.optim.Optimizer) -> list[list[str]]:
         # Names of the parameters of each group.
-        groups = [[self._names.get(id(p)) for p in group["params"]] for group in optimizer.param_groups]
-        if any(name is None for group in groups for name in group):
+        groups = [[self._names.get(id(p), "") for p in group["params"]] for group in optimizer.param_groups]
+        if any("" in group for group in groups):
             raise PartitionError(
                 f"checkpoint: {entry!r} has a parameter of no model in the state; put the model there too"
             )
-        return [[name for name in group if name is not None] for group in groups]
+        return groups
 
     def _optimizer(self, entry: str, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         named, packed = self._named(entry, optimizer), optimizer.state_dict()
@@ -129,12 +132,12 @@ class Objects:
             for number, (some, group) in enumerate(zip(named, packed["param_groups"], strict=True))
         ]
         states: dict[str, Any] = {}
+        self._check_cut(entry, optimizer, packed["state"], names)
         for number, values in packed["state"].items():
             if not isinstance(number, int):
                 raise UnsupportedError(f"checkpoint: {entry!r} has state of no parameter: {number!r}")
             name, parameter = names[number], parameters[number]
             layout = self.layouts.get(name)
-            self._check_cut(entry, optimizer, name)
             if layout is not None and not parameter.numel():
                 # This rank has nothing of the parameter, and may have no state, or another number of steps.
                 continue
@@ -149,13 +152,14 @@ class Objects:
             states[name] = encode(values, f"{entry}/{name}", self._take_or_write)
         return {"class": type(optimizer).__name__, "groups": groups, "state": states}
 
-    def _check_cut(self, entry: str, optimizer: torch.optim.Optimizer, name: str) -> None:
-        if isinstance(optimizer, torch.optim.LBFGS) and not self.layouts.keys().isdisjoint(
-            name for group in self._named(entry, optimizer) for name in group
-        ):
+    def _check_cut(
+        self, entry: str, optimizer: torch.optim.Optimizer, states: object, names: Iterable[str]
+    ) -> None:
+        cut = next((name for name in names if name in self.layouts), None)
+        if states and cut is not None and isinstance(optimizer, torch.optim.LBFGS):
             raise UnsupportedError(
                 f"checkpoint: {entry!r} is an LBFGS, whose state is one vector of all parameters, but"
-                f" {name!r} is cut over ranks"
+                f" {cut!r} is cut over ranks"
             )
 
     def wanted(self, forms: Forms, kinds: Mapping[str, Kind]) -> set[str]:
@@ -205,9 +209,9 @@ class Objects:
             _check_names(f"group {number} of {entry!r}", theirs, mine)
         if isinstance(optimizer, torch.optim.LBFGS) and named != saved:
             raise CheckpointError(f"checkpoint: {entry!r} (LBFGS) has its parameters in another order")
+        self._check_cut(entry, optimizer, form["state"], (name for group in named for name in group))
         for name, values in form["state"].items():
             layout = self.layouts.get(name)
-            self._check_cut(entry, optimizer, name)
             if layout is None:
                 continue
             for item in tensors_in(values):
@@ -224,6 +228,17 @@ class Objects:
             for name, values in form["state"].items() if form["kind"] == _OPTIMIZER else ():
                 if name in self.layouts:
                     self.layouts |= dict.fromkeys(tensors_in(values), self.layouts[name])
+
+    def part(self, item: Item) -> Part:
+        """This rank's part of an item."""
+        layout = self.layouts.get(item.name)
+        return Part(item, Box.of_shape(item.shape) if layout is None else layout.box(layout.partition.me))
+
+    def blank(self, item: Item) -> torch.Tensor:
+        """Memory for this rank's block of an item."""
+        layout = self.layouts.get(item.name)
+        idle = layout is not None and not layout.partition.active
+        return torch.empty((0,) if idle else self.part(item).box.shape, dtype=item.dtype)
 
     def in_place(self) -> dict[str, torch.Tensor | None]:
         """Items of models that are whole on all ranks, and the tensors that take them; call ``wanted`` first.
@@ -242,9 +257,11 @@ class Objects:
             shared = Counter(own[key].untyped_storage()._cdata for key in names)
             for key, name in names.items():
                 x, saved = own[key], self.tensors[name]
-                same = x.data_ptr() == saved.data_ptr() and x.shape == saved.shape and x.is_contiguous()
+                same = x.data_ptr() == saved.data_ptr() and x.shape == saved.shape
+                plain = x.is_contiguous() and not x.is_conj() and not x.is_neg()
                 if name not in self.layouts:
-                    found[name] = x if same and shared[x.untyped_storage()._cdata] == 1 else None
+                    alone = shared[x.untyped_storage()._cdata] == 1
+                    found[name] = x if same and plain and alone else None
         return found
 
     def load(
@@ -261,15 +278,16 @@ class Objects:
         object that may refuse has.
         """
         objects = {entry: thing for entry, thing in self.state.items() if kind_of(thing) == _OBJECT}
-        before = {entry: copy.deepcopy(thing.state_dict()) for entry, thing in objects.items()}
+        before = dict[str, Any]()
         try:
             with step():
+                before |= {entry: copy.deepcopy(thing.state_dict()) for entry, thing in objects.items()}
                 for entry, thing in objects.items():
                     thing.load_state_dict(decode(forms[entry]["state"], tensors.__getitem__))
         except Exception:
             with step():
-                for entry, thing in objects.items():
-                    thing.load_state_dict(before[entry])
+                for entry, found in before.items():
+                    objects[entry].load_state_dict(found)
             raise
         fill()
         with step():
@@ -394,11 +412,3 @@ def set_generators(found: Mapping[str, Any]) -> None:
     if "numpy" in found:
         kind, keys, *rest = found["numpy"]
         np.random.set_state((kind, np.frombuffer(base64.b64decode(keys), np.uint32), *rest))  # noqa: NPY002
-
-
-def blank(kind: Kind, layout: Decomposition | None) -> torch.Tensor:
-    """Memory for this rank's block of an item."""
-    shape = kind[1] if layout is None else layout.box(layout.partition.me).shape
-    if layout is not None and not layout.partition.active:
-        shape = (0,)
-    return torch.empty(shape, dtype=NAMED_DTYPES[kind[0]])

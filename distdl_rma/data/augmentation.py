@@ -84,14 +84,15 @@ class Augmentation:
                 f"ShardDataset: samples have {dims} spatial dimensions, but crop has {len(crop)}: {crop!r};"
                 " if samples have no dimension of channels, say channels=False"
             )
-        self._letters, self._crop = letters, None if crop is None else tuple(map(_part, crop))
+        self._letters = letters
+        self._crop: Crop = (slice(0, None),) * dims if crop is None else tuple(map(_part, crop))
         self._flip = tuple(letters.index(letter) for letter in flip)
         self._plane = tuple(letters.index(letter) for letter in rotate)
 
     @property
     def fixed(self) -> bool:
         """Whether all views have the same extents, whatever those of the samples are."""
-        return self._crop is not None and all(isinstance(part, int) or part.stop for part in self._crop)
+        return all(isinstance(part, int) or part.stop for part in self._crop)
 
     def draw(self, extents: Sequence[int], *key: int) -> View:
         """The view of a sample with these spatial extents that belongs to a key of non-negative integers.
@@ -107,40 +108,36 @@ class Augmentation:
         view = View(Box.of_shape(extents), frozenset(flipped), self._plane if turns & 1 else ())
         bounds = []
         for d, size in enumerate(view.exchanged(sizes)):
-            part = self._crop[d] if self._crop is not None else slice(0, None)
+            part = self._crop[d]
             start = part.start if isinstance(part, slice) else next(words) * (extents[d] - size + 1) >> _WORD
             bounds.append((start, start + size))
         return View(Box(tuple(bounds)), view.flipped, view.swapped)
 
     def _sizes(self, extents: Sequence[int]) -> tuple[int, ...]:
         # Extents of views.
-        crop = (slice(0, None),) * len(extents) if self._crop is None else self._crop
         sizes = tuple(
             part if isinstance(part, int) else (n if part.stop is None else part.stop) - part.start
-            for n, part in zip(extents, crop, strict=True)
+            for n, part in zip(extents, self._crop, strict=True)
         )
-        for letter, n, part, size in zip(self._letters, extents, crop, sizes, strict=True):
+        for letter, n, part, size in zip(self._letters, extents, self._crop, sizes, strict=True):
             start = part.start if isinstance(part, slice) else 0
-            if self._crop is not None and not 0 < size <= n - start:
+            if not min(n, 1) <= size <= n - start:
                 what = f"{start}:{start + size}" if isinstance(part, slice) else size
                 raise ShapeError(
                     f"the crop {what} of dimension {letter} does not fit into a sample of extents"
                     f" {tuple(extents)}"
                 )
         if self._plane:
-            self._check_turns(extents, crop, sizes)
+            one, other = self._plane
+            fits = max(sizes[one], sizes[other]) <= min(extents[one], extents[other])
+            moves = all(isinstance(self._crop[d], int) for d in self._plane)
+            if sizes[one] != sizes[other] and not (fits and moves):
+                raise ShapeError(
+                    f"rotate={self._letters[one] + self._letters[other]!r}: a view of extents {sizes} of a"
+                    f" sample of {tuple(extents)} cannot be turned: give a crop whose extents in this plane"
+                    " fit into both dimensions of the sample"
+                )
         return sizes
-
-    def _check_turns(self, extents: Sequence[int], crop: Crop, sizes: Sequence[int]) -> None:
-        one, other = self._plane
-        fits = max(sizes[one], sizes[other]) <= min(extents[one], extents[other])
-        moves = all(isinstance(crop[d], int) for d in self._plane)
-        if sizes[one] != sizes[other] and not (fits and moves):
-            raise ShapeError(
-                f"rotate={self._letters[one] + self._letters[other]!r}: a view of extents {tuple(sizes)} of a"
-                f" sample of {tuple(extents)} cannot be turned: give a crop whose extents in this plane fit"
-                " into both dimensions of the sample"
-            )
 
 
 def _part(part: Any) -> int | slice:

@@ -21,7 +21,7 @@ import torch
 from numpy.typing import NDArray
 
 from distdl_rma.checks.outcome import together
-from distdl_rma.dtypes import NUMPY
+from distdl_rma.dtypes import NUMPY, as_numbers
 from distdl_rma.errors import (
     ArgumentError,
     DataError,
@@ -38,7 +38,7 @@ from distdl_rma.machine import Machine
 from distdl_rma.sources.chunks import chunks_of
 from distdl_rma.sources.opening import check_found, hdf5, needed, npy
 from distdl_rma.sources.raw import RawArray
-from distdl_rma.sources.reading import hdf5_lock, label
+from distdl_rma.sources.reading import hdf5_lock, label, placed
 from distdl_rma.split.layout import normal
 from distdl_rma.split.tensor import SplitTensor
 
@@ -126,13 +126,14 @@ def _planned(
         )
     kind = _numpy_dtype(dtype)
     if chunks is not None:
-        chunks = tuple(map(int, chunks))
-        fits = len(chunks) == len(extents) and min(chunks, default=1) > 0
-        if suffix == ".npy" or not fits or (suffix != ".zarr" and any(map(gt, chunks, extents))):
+        fits = len(chunks) == len(extents) and all(isinstance(n, Integral) for n in chunks)
+        most = chunks if suffix == ".zarr" else extents
+        if suffix == ".npy" or not fits or min(chunks, default=1) < 1 or any(map(gt, chunks, most)):
             raise ArgumentError(
                 f"create_array: {path}: chunks= are of Zarr and HDF5, one extent above 0 for each"
                 f" dimension of {extents}, in HDF5 not above the array's, got {chunks}"
             )
+        chunks = tuple(map(int, chunks))
     elif suffix == ".zarr":
         chunks = _block_chunks(layout, extents, kind.itemsize)
     return ArraySink(place, name or "data", extents, kind, chunks, machine, ranks)
@@ -165,7 +166,8 @@ class ArraySink:
         """Write one box; ``ProtocolError`` outside of the context."""
         if self._opened is None:
             raise ProtocolError(f"{self.path}: is written within its context: with create_array(...) as sink")
-        self._opened[box] = values
+        place, extents = placed(self, box)
+        self._opened[place] = np.broadcast_to(values, extents)
 
     def __enter__(self) -> ArraySink:
         with self._together() as facts:
@@ -304,7 +306,7 @@ def write_shards(sink: Any, y: SplitTensor, at: Sequence[int] | None = None) -> 
     if layout != y.decomposition:
         with torch.no_grad():
             y = y.redistribute(layout=layout)
-    values, box = y.to_local().detach().numpy(), layout.box(machine.rank)
+    values, box = as_numbers(y.to_local()), layout.box(machine.rank)
     with together(machine, ranks, f"write_shards to {label(sink)}"):
         if machine.rank in layout.one_copy().partition and not box.empty:
             sink[tuple(slice(*each) for each in box.shift(start).bounds)] = values
@@ -313,8 +315,8 @@ def write_shards(sink: Any, y: SplitTensor, at: Sequence[int] | None = None) -> 
 def _start(sink: Any, y: SplitTensor, at: Sequence[int] | None) -> tuple[int, ...]:
     # Where the tensor begins, after all checks.
     shape, extents = tuple(sink.shape), tuple(y.shape)
-    start = (0,) * len(shape) if at is None else tuple(map(int, at))
-    fits = len(start) == len(shape) == len(extents)
+    start = (0,) * len(shape) if at is None else tuple(at)
+    fits = len(start) == len(shape) == len(extents) and all(isinstance(a, Integral) for a in start)
     if not fits or any(not 0 <= a <= a + n <= most for a, n, most in zip(start, extents, shape, strict=True)):
         raise ShapeError(
             f"write_shards: a tensor of shape {extents} at {start} does not lie in {label(sink)} of {shape}"
@@ -330,7 +332,7 @@ def _start(sink: Any, y: SplitTensor, at: Sequence[int] | None) -> tuple[int, ..
             f"write_shards: {label(sink)}: several processes cannot have a file of HDF5 open for writing; use"
             " create_array('x.h5', ...)"
         )
-    return start
+    return tuple(map(int, start))
 
 
 def _write_chunks(sink: Any) -> tuple[Any, ...] | None:

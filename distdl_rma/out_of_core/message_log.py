@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Iterable
+from math import prod
 from pathlib import Path
+from typing import Any
+from zlib import crc32
 
 import numpy as np
 
 from distdl_rma.segments.buffered_channel import Address, Message
+from distdl_rma.segments.channel import Array
 
 # Writing takes a tenth of the time at most, where it takes longer than so many seconds.
 _SHARE, _QUICK_SECONDS = 0.1, 0.2
@@ -48,10 +53,11 @@ class MessageLog:
             return
         self._pairs.add((sender, receiver))
         with self._path(sample, sender, receiver).open("ab") as file:
-            head = [address.channel, *message.kind, len(message.pieces)]
-            file.write(json.dumps(head).encode() + b"\n")
-            for piece in message.pieces:
-                np.lib.format.write_array(file, piece, allow_pickle=False)
+            pieces = [np.asarray(piece, order="C") for piece in message.pieces]
+            head = [address.channel, *message.kind, [(piece.dtype.str, piece.shape) for piece in pieces]]
+            file.write(json.dumps([_checksum(head, pieces), *head]).encode() + b"\n")
+            for piece in pieces:
+                file.write(piece.data)
         self._spent += time.monotonic() - begin
 
     def has_all_for(self, slab: int) -> bool:
@@ -73,22 +79,34 @@ class MessageLog:
     def read(self, sample: int, slab: int) -> list[tuple[Address, Message]]:
         """Messages of the slabs before this one for it and those behind it, in the order of each address.
 
-        The other files are removed: slabs that are computed again write them again.
+        The other files are removed: slabs that are computed again write them again. ``ValueError`` or
+        ``TypeError`` if a file is damaged.
         """
-        found = []
+        found, pairs = [], set[tuple[int, int]]()
         for path in sorted(self._folder.glob(f"*{_SUFFIX}")):
             of_sample, sender, receiver = map(int, path.stem.split("-"))
             if of_sample != sample or not sender < slab <= receiver:
                 path.unlink()
                 continue
-            self._pairs.add((sender, receiver))
-            self._written[receiver] = True
+            pairs.add((sender, receiver))
             with path.open("rb") as file:
                 while line := file.readline():
-                    channel, fingerprint, dtype, count = json.loads(line)
-                    pieces = [np.lib.format.read_array(file, allow_pickle=False) for _ in range(count)]
+                    checksum, *head = json.loads(line)
+                    channel, fingerprint, dtype, forms = head
+                    pieces = [np.fromfile(file, kind, prod(shape)).reshape(shape) for kind, shape in forms]
+                    if _checksum(head, pieces) != checksum:
+                        raise ValueError(f"{path} is damaged")
                     found.append((Address(channel, sender, receiver), Message(pieces, (fingerprint, dtype))))
+        self._pairs |= pairs
+        self._written |= dict.fromkeys((receiver for _, receiver in pairs), True)
         return found
 
     def _path(self, sample: int, sender: int, receiver: int) -> Path:
         return self._folder / f"{sample}-{sender}-{receiver}{_SUFFIX}"
+
+
+def _checksum(head: list[Any], pieces: Iterable[Array]) -> int:
+    found = crc32(json.dumps(head).encode())
+    for piece in pieces:
+        found = crc32(piece.data, found)
+    return found

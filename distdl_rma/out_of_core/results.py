@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from distdl_rma.data.sinks import ArraySink, array_of_one
-from distdl_rma.dtypes import NUMPY, flat_bytes
+from distdl_rma.dtypes import NUMPY, as_numbers, flat_bytes
 from distdl_rma.errors import DataError, ShapeError, UnsupportedError
 from distdl_rma.out_of_core.message_log import MessageLog
 from distdl_rma.out_of_core.plan import Plan
@@ -98,10 +98,13 @@ class Results:
         with self._disk():
             (self._folder / _STATE).unlink(missing_ok=True)
             shutil.rmtree(self._folder, ignore_errors=True)
-        self._file.__enter__()
-        with self._disk():
-            self._folder.mkdir()
-            self._note(0, 0, 0)
+        with ExitStack() as on_error:
+            on_error.callback(shutil.rmtree, self._folder, ignore_errors=True)
+            on_error.enter_context(self._file)
+            with self._disk():
+                self._folder.mkdir()
+                self._note(0, 0, 0)
+            on_error.pop_all()
         self.begin = Begin(keeps=self._keeps)
         return self
 
@@ -122,7 +125,7 @@ class Results:
             self.tensor[box] = y
             return
         try:
-            self._sink[box] = y if isinstance(self._sink, torch.Tensor) else y.numpy()
+            self._sink[box] = y if isinstance(self._sink, torch.Tensor) else as_numbers(y)
         except OSError as error:
             raise DataError(f"predict: {label(self._sink)}: {error.strerror or error}") from error
 
@@ -184,9 +187,9 @@ class Results:
     def _resumed(self, file: ArraySink) -> bool:
         # Whether an earlier process has begun the same; goes on with that.
         try:
-            state = json.loads((self._folder / _STATE).read_text())
-            sample, written, first = state["sample"], state["written"], state["first"]
-            if state["key"] != self._key:
+            text = (self._folder / _STATE).read_text()
+            sample, written, first = json.loads(text)["state"]
+            if text != self._text_of(sample, written, first):
                 return False
             if Path(file.path).exists():
                 if sample < self._plan.samples or file.part.exists():
@@ -201,7 +204,7 @@ class Results:
                 # What Zarr was writing when the process was killed.
                 for left in file.part.rglob("*.partial"):
                     left.unlink()
-        except (OSError, ValueError, KeyError):
+        except (OSError, ValueError, KeyError, TypeError):
             return False
         self._state = sample, written, first
         self.begin = Begin(sample, first, written, tuple(messages), self._keeps)
@@ -210,5 +213,10 @@ class Results:
     def _note(self, sample: int, written: int, first: int) -> None:
         self._state = sample, written, first
         new = self._folder / f"{_STATE}.new"
-        new.write_text(json.dumps({"key": self._key, "sample": sample, "written": written, "first": first}))
+        new.write_text(self._text_of(sample, written, first))
         new.replace(self._folder / _STATE)
+
+    def _text_of(self, *state: int) -> str:
+        # The file of a state. With its hash, so that a damaged one is not that of any state.
+        digest = blake2b(f"{self._key} {state}".encode(), digest_size=16).hexdigest()
+        return json.dumps({"state": state, "digest": digest})

@@ -240,10 +240,6 @@ class Scratch:
         with self._changed:
             self._changed.wait_for(lambda: not self._waiting_nbytes)
 
-    def in_memory(self, region: Region) -> torch.Tensor | None:
-        """Bytes of a region that is not written yet, as a one-dimensional view of its tensor; else None."""
-        return region._source
-
     def prefetch(self, region: Region, into: torch.Tensor) -> None:
         """Begin to read a region into a contiguous tensor of its size; ``read`` with the same tensor ends it.
 

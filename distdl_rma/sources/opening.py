@@ -90,8 +90,8 @@ def open_array(source: str | os.PathLike[str] | Any, name: str | None = None) ->
             " numpy.memmap(path, dtype, 'r', shape=shape), for other files what their library opens, or"
             " a Source(shape, dtype, read)"
         )
-    check_found(path)
     try:
+        check_found(path)
         opened = _FORMATS[suffix].opened(path, name)
     except DistdlError:
         raise

@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from distdl_rma.errors import DataError
+from distdl_rma.errors import ArgumentError, DataError
+from distdl_rma.sources.reading import Slices, placed, text_of
 
 # Shorter runs of bytes are not worth a call of the system: such boxes go through mapped pieces of the file.
 _RUN_NBYTES, _PIECE_NBYTES = 16 << 10, 16 << 20
-Slices = tuple[slice, ...]
 
 
 @dataclass(frozen=True)
@@ -54,10 +54,11 @@ class RawArray:
 
     def __getitem__(self, box: Slices) -> NDArray[Any]:
         """The box, in new memory and the byte order of the file."""
-        if any(each.step not in (None, 1) for each in box):
+        box, extents = placed(self, box)
+        if any(each.step for each in box):
             whole = tuple(slice(each.start, each.stop) for each in box)
             return self[whole][tuple(slice(None, None, each.step) for each in box)]
-        found = np.empty([each.stop - each.start for each in box], self.dtype, "F" if self.fortran else "C")
+        found = np.empty(extents, self.dtype, "F" if self.fortran else "C")
         box, rows = self._by_rows(box, found)
         run = self._run(rows)
         if self._is_short(run, rows):
@@ -70,8 +71,12 @@ class RawArray:
         return found
 
     def __setitem__(self, box: Slices, values: NDArray[Any]) -> None:
-        """Write the box, whose bytes must be allocated; steps are not supported."""
-        box, rows = self._by_rows(box, np.asarray(values, self.dtype, "F" if self.fortran else "C"))
+        """Write the box, whose bytes must be allocated; ``ArgumentError`` if it has steps."""
+        box, extents = placed(self, box)
+        if any(each.step for each in box):
+            raise ArgumentError(f"{self.path}: a box is written without steps, got {text_of(box)}")
+        given = np.broadcast_to(np.asarray(values, self.dtype, "F" if self.fortran else "C"), extents)
+        box, rows = self._by_rows(box, given)
         run = self._run(rows)
         if not self.on_hosts and self._is_short(run, rows):
             for piece, at in self._pieces(box, rows):

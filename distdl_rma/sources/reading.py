@@ -109,7 +109,7 @@ def read_box(source: Any, box: Sequence[slice]) -> torch.Tensor:
     ``ArgumentError`` if the slices do not fit the source. ``ShapeError`` if the source returns another shape,
     elements that torch does not have, or integers of which some are masked.
     """
-    place, wanted = _place(source, box)
+    place, wanted = placed(source, box)
     lock = hdf5_lock() if _library(source) in _LOCKED else nullcontext()
     with lock:
         part, new = source[place], False
@@ -139,6 +139,28 @@ def read_box(source: Any, box: Sequence[slice]) -> torch.Tensor:
     return found
 
 
+def placed(source: Any, box: Sequence[slice]) -> tuple[Slices, tuple[int, ...]]:
+    """The slices with all numbers filled in, and the shape of what they select.
+
+    ``ArgumentError`` if they are not one for each dimension, inside of the source, with positive steps.
+    """
+    shape, place, extents = tuple(source.shape), [], []
+    box = box if isinstance(box, (tuple, list)) else (box,)
+    if len(box) != len(shape) or not all(isinstance(each, slice) for each in box):
+        raise ArgumentError(f"{label(source)} has shape {shape}: a box has a slice for each, got {box!r}")
+    for each, n in zip(box, shape, strict=True):
+        start, stop = each.start or 0, n if each.stop is None else each.stop
+        step = 1 if each.step is None else each.step
+        if not (0 <= start <= stop <= n and step > 0):
+            raise ArgumentError(
+                f"{label(source)} has shape {shape}: slices lie inside, from start to stop, with positive"
+                f" steps, got {text_of(box)}"
+            )
+        place.append(slice(start, stop, step) if step > 1 else slice(start, stop))
+        extents.append(len(range(start, stop, step)))
+    return tuple(place), tuple(extents)
+
+
 def label(source: Any) -> str:
     """What messages call a source: its file, or its kind."""
     if isinstance(source, (str, os.PathLike)):
@@ -161,24 +183,6 @@ def hdf5_lock() -> AbstractContextManager[Any]:
 
 def _library(source: Any) -> str:
     return type(source).__module__.partition(".")[0]
-
-
-def _place(source: Any, box: Sequence[slice]) -> tuple[Slices, tuple[int, ...]]:
-    # The slices with all numbers filled in, and the shape of what they select.
-    shape, place, extents = tuple(source.shape), [], []
-    if len(box) != len(shape) or not all(isinstance(each, slice) for each in box):
-        raise ArgumentError(f"{label(source)} has shape {shape}: a box has a slice for each, got {box!r}")
-    for each, n in zip(box, shape, strict=True):
-        start, stop = each.start or 0, n if each.stop is None else each.stop
-        step = 1 if each.step is None else each.step
-        if not (0 <= start <= stop <= n and step > 0):
-            raise ArgumentError(
-                f"{label(source)} has shape {shape}: slices lie inside, from start to stop, with positive"
-                f" steps, got {text_of(box)}"
-            )
-        place.append(slice(start, stop, step) if step > 1 else slice(start, stop))
-        extents.append(len(range(start, stop, step)))
-    return tuple(place), tuple(extents)
 
 
 def _in_memory(part: Any) -> tuple[torch.Tensor | NDArray[Any], bool]:

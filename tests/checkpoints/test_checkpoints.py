@@ -5,6 +5,7 @@ import os
 import resource
 import shutil
 import signal
+import threading
 
 import pytest
 import torch
@@ -26,6 +27,7 @@ from distdl_rma import (
     load_checkpoint,
     shard,
 )
+from distdl_rma.checkpoints import files
 from distdl_rma.checkpoints.files import DATA, MANIFEST
 from distdl_rma.state import scattered
 from tests.checkpoints.training import OPTIMIZERS, Job, same_folder
@@ -117,6 +119,19 @@ def test_parameters_that_ranks_hold_parts_of_become_those_of_any_others(P_world,
     comm.Barrier()
 
 
+def test_an_lbfgs_of_cut_parameters_is_refused_by_the_name_of_one(P_world, comm, folder):
+    ours, whole = twins(P_world)[0], nn.Linear(1, 1)
+    optimizer = torch.optim.LBFGS([*whole.parameters(), *ours.parameters()])
+    state = {"model": ours, "whole": whole, "optimizer": optimizer}
+    with Checkpoints(folder, machine=P_world) as kept:
+        kept.save(state, 1)
+        optimizer.state[whole.weight]["n_iter"] = 1
+        if cut := [name for name, _ in ours.named_parameters() if name in scattered(ours)]:
+            with pytest.raises(UnsupportedError, match=f"is an LBFGS, .* but '{cut[0]}' is cut over ranks"):
+                kept.save(state, 2)
+        assert cut or comm.size == 1
+
+
 def test_split_tensors_go_into_another_layout(P_world, folder):
     whole = torch.arange(35.0).view(5, 7)
     rows, columns = (
@@ -147,7 +162,7 @@ def test_every_byte_is_read_by_one_rank(P_world, comm, folder, monkeypatch):
 
 
 class Odd(nn.Module):
-    """Weights that cannot all be filled where they are: one has two names, and one has gaps."""
+    """Tensors that cannot all be filled where they are: with two names, gaps, or lazy signs."""
 
     def __init__(self):
         super().__init__()
@@ -156,6 +171,10 @@ class Odd(nn.Module):
         self.tied.weight = self.first.weight
         self.gaps = nn.Parameter(torch.rand(200, 300).T)
         self.register_buffer("count", torch.rand(1 << 18).bfloat16())
+        self.register_buffer("conjugate", torch.rand(5, dtype=torch.complex64).conj())
+        self.register_buffer("negative", torch.rand(5, dtype=torch.complex64).conj().imag)
+        self.register_buffer("one", torch.rand(5, 2)[:1, 1])
+        self.register_buffer("tensor", torch.rand(3))
 
 
 def test_weights_are_restored_where_they_are(P_world, folder):
@@ -189,6 +208,13 @@ def test_old_ones_go_after_a_new_one_is_complete(P_world, folder):
         assert kept.restore(other, step=30) == 30
         assert other["x"].tolist() == [0, 0]
         P_world.home.group().barrier()
+        # A job was killed while a new one took its place.
+        if P_world.me == 0:
+            (folder / "step-40").rename(folder / "step-40.old")
+        P_world.home.group().barrier()
+        for step in (None, 40):
+            assert kept.restore(other, step=step) == 40
+            assert other["x"].tolist() == [1, 1]
     with pytest.raises(ClosedError):
         kept.save(state, 50)
 
@@ -220,6 +246,18 @@ def test_a_signal_of_one_rank_stops_all(P_world, comm, folder, stop_on):
     assert signal.getsignal(signal.SIGUSR1) is before
 
 
+@pytest.mark.processes
+def test_no_handler_stays_after_an_error(P_world, folder):
+    before = signal.getsignal(signal.SIGUSR1)
+    for path, signals in ((folder / "a" / "b", signal.SIGUSR1), (folder, [signal.SIGUSR1, signal.SIGKILL])):
+        with pytest.raises(CheckpointError):
+            Checkpoints(path, stop_on=signals, machine=P_world)
+        assert signal.getsignal(signal.SIGUSR1) is before
+    with pytest.raises(ValueError, match="mine"), Checkpoints(folder, stop_on=signals[0], machine=P_world):
+        raise ValueError("mine")
+    assert signal.getsignal(signal.SIGUSR1) is before
+
+
 def test_asynchronous_saves_hold_the_state_of_their_call(P_world, folder):
     state = {"x": torch.zeros(1 << 16), "y": torch.zeros(5)}
     with Checkpoints(folder, keep=None, asynchronous=True, machine=P_world) as kept:
@@ -233,6 +271,29 @@ def test_asynchronous_saves_hold_the_state_of_their_call(P_world, folder):
         for step in range(1, 7):
             assert kept.restore(state, step=step) == step
             assert all((x == step).all() for x in state.values())
+
+
+@pytest.mark.processes
+def test_an_error_of_an_earlier_save_leaves_nothing_of_a_later_one(P_world, folder, monkeypatch):
+    real, go_on = files.write, threading.Event()
+
+    def write(path, pieces):
+        if path.name == "step-1":
+            go_on.wait()
+            raise OSError("the disk is gone")
+        return real(path, pieces)
+
+    monkeypatch.setattr(files, "write", write)
+    with Checkpoints(folder, asynchronous=True, machine=P_world) as kept:
+        for step in (1, 2):
+            kept.save({"x": torch.ones(9)}, step)
+        timer = threading.Timer(0.3, go_on.set)
+        timer.start()
+        with pytest.raises(CheckpointError, match="the disk is gone"):
+            kept.save({"x": torch.ones(9)}, 3)
+        kept.wait()
+        assert [path.name for path in folder.iterdir()] == ["step-2"]
+    timer.join()
 
 
 def change(comm, path, edit):
@@ -315,19 +376,27 @@ def test_another_model_is_refused_by_its_keys_and_shapes(P_world, folder):
     wider.close()
 
 
-def test_an_object_that_refuses_its_state_leaves_the_others_as_they_were(P_world, comm, folder):
+@pytest.mark.parametrize("failing", ["state_dict", "load_state_dict"])
+def test_an_object_that_refuses_its_state_leaves_the_others_as_they_were(P_world, comm, folder, failing):
     class Fails:
+        saved = False
+
         def state_dict(self):
-            return {}
+            return self.called("state_dict")
 
         def load_state_dict(self, state):
-            if comm.rank == comm.size - 1:
-                raise KeyError("mine")
+            self.called("load_state_dict")
 
-    job = Job()
-    state = job.state | {"fails": Fails()}
+        def called(self, name):
+            if self.saved and name == failing and comm.rank == comm.size - 1:
+                raise KeyError("mine")
+            return {}
+
+    job, fails = Job(), Fails()
+    state = job.state | {"fails": fails}
     with Checkpoints(folder, machine=P_world) as kept:
         kept.save(state, 1)
+        fails.saved = True
         job.steps(1)
         state["epoch"] = 5
         with pytest.raises(CheckpointError, match=r"KeyError: .mine"):
@@ -347,6 +416,7 @@ def test_what_cannot_be_saved_is_refused_on_all_ranks(P_world, comm, folder):
         for state, step, error, words in (
             ({"y": odd}, 2, UnsupportedError, "'y' is a object, which has no form"),
             ({"x": 1}, -1, ConfigurationError, "from 0 on, got -1"),
+            ({(1, comm.rank): 1}, 2, UnsupportedError, r"names of the state are strings, got \(1, "),
             *(differing if comm.size > 1 else []),
         ):
             with pytest.raises(error, match=words):
@@ -354,6 +424,8 @@ def test_what_cannot_be_saved_is_refused_on_all_ranks(P_world, comm, folder):
         if comm.size > 1:
             with pytest.raises(MismatchError, match="at steps from 0 to"):
                 kept.due(comm.rank)
+        with pytest.raises(ConfigurationError, match=r"from 0 on, (got -1|another rank got)"):
+            kept.due(-1 if comm.rank == comm.size - 1 else 3)
         assert kept.restore({"x": 0}) == 1
 
 

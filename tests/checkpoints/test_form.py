@@ -28,7 +28,7 @@ def there_and_back(value):
     [
         None, True, 3, -(10**30), 0.1, float("inf"), "text", [1, [2.5, None]], (1, (2, 3)), {1, 2},
         {"a": 1, 2: {"b": (1,)}, (1, 2): "tuple"}, Counter({3: 1, 5: 2}), b"\x00\xff", 1 + 2j, torch.float16,
-        OrderedDict(b=1, a=2), {"dict": 1}, {"tensor": "name"},
+        OrderedDict(b=1, a=2), {"dict": 1}, {"tensor": "name"}, {"tensor": {"tensor": "name"}},
     ],
 )  # fmt: skip
 def test_plain_values_are_the_same(value):
@@ -45,10 +45,16 @@ def test_not_a_number_and_numpys_scalars():
 
 
 def test_tensors_and_arrays_keep_type_and_place():
-    found = there_and_back({"a": [torch.arange(3)], "b": np.eye(2)})
+    arrays = np.eye(2), np.array(3.0), np.arange(6).reshape(2, 3).T, np.zeros((0, 2), np.int8)
+    found = there_and_back({"a": [torch.arange(3)], "b": arrays})
     assert torch.equal(found["a"][0], torch.arange(3))
-    assert isinstance(found["b"], np.ndarray)
-    assert (found["b"] == np.eye(2)).all()
+    for array, wanted in zip(found["b"], arrays, strict=True):
+        assert isinstance(array, np.ndarray) and array.dtype == wanted.dtype
+        assert array.shape == wanted.shape and np.array_equal(array, wanted)
+
+
+def test_a_parameter_may_be_called_tensor():
+    assert [*tensors_in({"tensor": {"tensor": "tensor"}, "x": {"tensor": "x"}})] == ["tensor", "x"]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.bool])
@@ -59,7 +65,13 @@ def test_a_tensor_of_one_number_is_exact_in_line(dtype):
     assert torch.equal(found, x)
 
 
-@pytest.mark.parametrize("value", [object(), lambda: 1, [torch.nn.Linear(1, 1)], np.array(["a"])])
+@pytest.mark.parametrize(
+    "value",
+    [
+        object(), lambda: 1, [torch.nn.Linear(1, 1)], np.array(["a"]), np.ma.masked_array([1.0], [True]),
+        np.longdouble(1), np.datetime64(1, "ns"), np.ones(1, ">f4"),
+    ],
+)  # fmt: skip
 def test_what_needs_pickle_is_refused_by_name(value):
     with pytest.raises(UnsupportedError, match=r"'loader/0.*has no form without pickle|'loader.*no form"):
         encode(value, "loader", lambda name, tensor: None)

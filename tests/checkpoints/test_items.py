@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 
 from distdl_rma.checkpoints.form import NAMED_DTYPES
-from distdl_rma.checkpoints.items import Holding, Item, Part, holdings, planned
+from distdl_rma.checkpoints.items import Holding, Item, Part, fingerprint, holdings, planned
 from distdl_rma.dtypes import flat_bytes
 from distdl_rma.geometry.box import Box
 
@@ -74,6 +74,15 @@ def test_a_flipped_bit_changes_the_checksum(part, data):
     at, bit = data.draw(st.integers(0, memory.numel() - 1)), data.draw(st.integers(0, 7))
     memory[at] ^= 1 << bit
     assert part.checksum(memory, 0) != before
+
+
+@pytest.mark.parametrize("change", [torch.neg, lambda x: x.flip(0), lambda x: x.roll(1), lambda x: x + 1])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.int64, torch.bfloat16])
+@pytest.mark.parametrize("count", [1, 1 << 13, 1 << 16, (1 << 16) + 3])
+def test_fingerprints_of_other_values_differ(change, dtype, count):
+    x = torch.arange(1, count + 1).to(dtype)
+    assert fingerprint(x) == fingerprint(x.clone())
+    assert (fingerprint(x) == fingerprint(change(x))) == torch.equal(x, change(x))
 
 
 @given(st.lists(parts(), min_size=1, max_size=4), st.integers(1, 5))

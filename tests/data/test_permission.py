@@ -17,7 +17,8 @@ from pathlib import Path
 import torch
 from mpi4py import MPI
 from distdl_rma import (
-    CheckpointError, Checkpoints, DataError, ShardDataset, ShardLoader, create_array, shard, write_shards
+    CheckpointError, Checkpoints, DataError, ShardDataset, ShardLoader, create_array, load_checkpoint,
+    open_array, shard, write_shards,
 )
 folder, size = Path(sys.argv[1]), MPI.COMM_WORLD.size
 y = shard((size, 1), torch.ones(4, 6))
@@ -32,6 +33,7 @@ def saved():
 
 dataset = ShardDataset(folder / "x.npy", grid=(1, size))
 calls = [lambda: shard((size, 1), folder / "x.npy"), lambda: ShardLoader(dataset), saved]
+calls += [lambda: open_array(folder / "shut" / "x.npy"), lambda: load_checkpoint(folder / "shut" / "run", {})]
 calls += [lambda name=name: written(name) for name in ("x.npy", "x.h5", "x.zarr")]
 for call in calls:
     try:
@@ -40,7 +42,7 @@ for call in calls:
         assert "Permission denied" in str(error) and str(folder) in str(error), error
     else:
         raise SystemExit("no error")
-print("six errors", flush=True)
+print("eight errors", flush=True)
 """
 
 
@@ -51,5 +53,6 @@ def test_what_may_not_be_read_or_written_is_an_error_on_all_ranks(tmp_path):
     np.save(tmp_path / "x.npy", np.zeros((4, 1, 6)))
     (tmp_path / "x.npy").chmod(0)
     (tmp_path / "locked").mkdir(mode=0o555)
+    (tmp_path / "shut").mkdir(mode=0)
     done = completed([*without, *mpiexec(2), sys.executable, "-m", "mpi4py", "-c", SCRIPT, str(tmp_path)])
-    assert done.returncode == 0 and done.stdout.count("six errors") == 2, done.stderr
+    assert done.returncode == 0 and done.stdout.count("eight errors") == 2, done.stderr

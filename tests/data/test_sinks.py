@@ -83,10 +83,30 @@ def test_every_dtype_of_numpy_in_any_byte_order_can_be_written(dtype, name, fold
     x = (10 * torch.rand(4, 6)).to(torch.float32 if dtype == ">f4" else dtype)
     y = shard((1, comm.size), x)
     with create_array(folder / name, (4, 6), dtype, like=y) as sink:
-        write_shards(sink, y)
-    assert np.array_equal(whole(folder / name), x.numpy())
+        # For torch a conjugate is a bit of the tensor.
+        write_shards(sink, y.conj())
+    assert np.array_equal(whole(folder / name), x.numpy().conj())
     # Zarr says the order of the memory.
     assert dtype != ">f4" or open_array(folder / name).dtype == ("<f4" if name == "x.zarr" else ">f4")
+
+
+@pytest.mark.mpi
+@pytest.mark.sizes(1)
+@pytest.mark.parametrize(("name", "chunks"), FILES)
+def test_a_box_is_that_of_numpy_or_refused(name, chunks, folder, comm, P_world):
+    y, expected = shard((1, 1, comm.size), torch.zeros(4, 6, 8)), np.zeros((4, 6, 8), np.float32)
+    boxes = [(np.s_[:, 1:5, 2:], np.arange(6.0)), (np.s_[1:2, :, :3], 7), (np.s_[2:2, :, :], 8)]
+    with create_array(folder / name, (4, 6, 8), like=y, chunks=chunks) as sink:
+        for box, values in boxes:
+            expected[box] = values
+            if comm.rank == 0:
+                sink[box] = values
+        for box in (np.s_[:2], np.s_[0, :, :], np.s_[-2:4, :, :], np.s_[:, :, :9]):
+            with pytest.raises(ArgumentError, match=r"has shape \(4, 6, 8\)"):
+                sink[box] = 1
+        with pytest.raises(ValueError, match="could not be broadcast"):
+            sink[:, :, :] = np.zeros((2, 6, 8))
+    assert np.array_equal(whole(folder / name), expected)
 
 
 @pytest.mark.mpi
@@ -208,7 +228,7 @@ SINK = Sink((4, 8), np.float32, unwritten)
 REFUSED = [
     *(
         (ShapeError, "does not lie in", lambda y, _, at=at: write_shards(SINK, y, at=at))
-        for at in ((0, 3), (1, 0), (-1, 0), (0,))
+        for at in ((0, 3), (1, 0), (-1, 0), (0,), (0, 0.5))
     ),
     (ShapeError, "elements of float32, the tensor of float64", lambda y, _: write_shards(SINK, y.double())),
     (ArgumentError, "takes a sink, then a split tensor", lambda y, _: write_shards(SINK, torch.zeros(4, 6))),
@@ -227,6 +247,7 @@ REFUSED = [
     (ArgumentError, "must have the 2 dimensions", created("x.npy", (4,))),
     (ArgumentError, "chunks= are of Zarr and HDF5", created("x.npy", chunks=(2, 2))),
     (ArgumentError, "chunks= are of Zarr and HDF5", created("x.h5", chunks=(2, 0))),
+    (ArgumentError, "chunks= are of Zarr and HDF5", created("x.zarr", chunks=(2.5, 2))),
     (ArgumentError, "in HDF5 not above the array's, got", created("x.h5", chunks=(2, 7))),
     (ProtocolError, "within its context", lambda y, folder: created("x.npy")(y, folder).__setitem__((), 1)),
 ]

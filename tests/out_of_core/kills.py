@@ -107,7 +107,8 @@ def noted(folder, out):
         state = json.loads((folder / f"{out}.progress" / "state.json").read_text())
     except OSError:
         return None
-    return state["sample"], state["first"]
+    sample, _, first = state["state"]
+    return sample, first
 
 
 def reads_of(folder, number):

@@ -69,12 +69,17 @@ def test_a_message_that_was_being_written_is_one_of_a_slab_that_is_computed_agai
     assert len(MessageLog(tmp_path).read(0, 2)) == 1
 
 
-def test_a_file_that_is_torn_is_an_error(tmp_path):
+def test_a_file_that_is_torn_or_damaged_is_an_error(tmp_path):
     keep(MessageLog(tmp_path), 0, 1)
-    torn = tmp_path / "0-0-1.messages"
-    torn.write_bytes(torn.read_bytes()[:-5])
-    with pytest.raises(ValueError, match="could only read 0 elements"):
-        MessageLog(tmp_path).read(0, 1)
+    file = tmp_path / "0-0-1.messages"
+    whole = file.read_bytes()
+    for at in range(len(whole)):
+        for changed in (whole[:at], whole[:at] + bytes([whole[at] ^ (1 << at % 8)]) + whole[at + 1 :]):
+            file.write_bytes(changed)
+            # An empty file has no message.
+            if changed:
+                with pytest.raises((ValueError, TypeError)):
+                    MessageLog(tmp_path).read(0, 1)
 
 
 def test_a_slow_disk_leaves_receivers_out(tmp_path, monkeypatch):

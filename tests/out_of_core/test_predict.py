@@ -34,6 +34,7 @@ from distdl_rma import (
 from distdl_rma.geometry.intervals import Balanced
 from distdl_rma.out_of_core.inference import Inference, fixed_tensors, twin_of
 from distdl_rma.out_of_core.pages import Pages
+from distdl_rma.out_of_core.results import Results
 from distdl_rma.out_of_core.scratch import Scratch
 from distdl_rma.segments.buffered_channel import Mailbox
 from tests.out_of_core.nets import Attention, UNet, whole
@@ -418,6 +419,42 @@ def test_a_later_call_with_another_model_begins_anew(tmp_path):
     predict(model, source, out, grid={"H": 4})
     assert len(reads) == 3 + 4
     torch.testing.assert_close(torch.from_numpy(np.load(out)), whole(model, x), rtol=1e-4, atol=1e-5)
+
+
+def test_a_damaged_state_is_that_of_no_prediction(tmp_path, monkeypatch):
+    model, x, out = nn.Conv2d(1, 1, 3, padding=1), torch.randn(1, 1, 24, 6), tmp_path / "y.npy"
+    ended = Results.ended
+
+    def end(self, sample, slabs):
+        ended(self, sample, slabs)
+        raise KeyError("stop")
+
+    monkeypatch.setattr(Results, "ended", end)
+    with pytest.raises(KeyError, match="stop"):
+        predict(model, x, out, grid={"H": 3})
+    monkeypatch.undo()
+    state = tmp_path / "y.npy.progress" / "state.json"
+    # It says that all slabs are written.
+    state.write_text(state.read_text().replace("[0, 1, 1]", "[0, 3, 3]"))
+    predict(model, x, out, grid={"H": 3})
+    torch.testing.assert_close(torch.from_numpy(np.load(out)), whole(model, x))
+
+
+def test_a_disk_that_is_full_at_the_beginning_leaves_nothing(tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Results, "_note", full)
+    with pytest.raises(DataError, match="No space left"):
+        predict(nn.Conv2d(1, 1, 1), torch.ones(1, 1, 8, 4), tmp_path / "y.npy", grid={"H": 2})
+    assert not any(tmp_path.iterdir())
+
+
+def test_a_conjugate_is_written(tmp_path):
+    model, x = nn.Conv2d(1, 1, 1), torch.randn(1, 1, 8, 4)
+    predict(model, x, tmp_path / "y.npy", grid={"H": 2}, post=lambda y: torch.complex(y, y).conj())
+    y = whole(model, x)
+    torch.testing.assert_close(torch.from_numpy(np.load(tmp_path / "y.npy")), torch.complex(y, -y))
 
 
 @pytest.mark.parametrize(

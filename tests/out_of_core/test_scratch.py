@@ -62,7 +62,7 @@ def test_bytes_of_any_dtype_come_back_before_and_after_they_are_written(tmp_path
         region = scratch.write(x)
         assert torch.equal(read_back(scratch, region, x).view(torch.uint8), x.view(torch.uint8))
         scratch.wait(region)
-        assert scratch.in_memory(region) is None
+        assert region._source is None
         for _ in range(2):
             assert torch.equal(read_back(scratch, region, x).view(torch.uint8), x.view(torch.uint8))
         assert scratch.written_nbytes == x.nbytes
@@ -104,12 +104,12 @@ def test_what_waits_is_kept_alive_read_from_memory_and_dropped_when_it_is_writte
         expected, memory = x.clone(), weakref.ref(x)
         region = scratch.write(x)
         del x
-        assert torch.equal(scratch.in_memory(region).view(torch.float32), expected)
+        assert torch.equal(region._source.view(torch.float32), expected)
         assert torch.equal(read_back(scratch, region, expected), expected)
         assert scratch.read_nbytes == 0
         scratch.gate.set()
         scratch.wait(region)
-        assert scratch.in_memory(region) is None
+        assert region._source is None
         assert memory() is None
 
 
@@ -236,7 +236,7 @@ def test_a_write_that_fails_is_raised_by_the_next_call_and_its_bytes_stay_in_mem
         assert torch.equal(read_back(scratch, good, x), torch.ones(PAGE))
         scratch.free(region)
         assert scratch.file_nbytes == good.nbytes
-        assert scratch.in_memory(region) is None
+        assert region._source is None
 
 
 def test_a_read_that_fails_is_raised_also_after_a_prefetch(tmp_path, monkeypatch):

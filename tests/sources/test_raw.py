@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from distdl_rma import DataError, open_array
+from distdl_rma import ArgumentError, DataError, open_array
 from distdl_rma.sources import raw
 from distdl_rma.sources.raw import RawArray
 from distdl_rma.sources.reading import read_box
@@ -47,6 +47,25 @@ def test_boxes_are_read_and_written_where_they_lie(shape, on_hosts, order, sizes
         x[box] = number
         array[box] = x[box]
         assert np.array_equal(np.load(tmp_path / "x.npy"), x)
+
+
+def test_a_box_that_is_not_within_the_array_is_refused(tmp_path):
+    np.save(tmp_path / "x.npy", x := np.arange(80.0).reshape(4, 20))
+    array = open_array(tmp_path / "x.npy")
+    assert np.array_equal(array[:, 3:], x[:, 3:]) and np.array_equal(array[1::2, :5:3], x[1::2, :5:3])
+    for box in (np.s_[:2], np.s_[1, :], np.s_[-2:, :], np.s_[1:4, -3:2], np.s_[:5, :], np.s_[::-1, :]):
+        with pytest.raises(ArgumentError, match=r"x\.npy has shape \(4, 20\)"):
+            array[box]
+        with pytest.raises(ArgumentError, match=r"x\.npy has shape \(4, 20\)"):
+            array[box] = 1
+    with pytest.raises(ArgumentError, match=r"written without steps, got \[0:4:2, 0:20\]"):
+        array[::2, :] = 1
+    with pytest.raises(ValueError, match="could not be broadcast"):
+        array[:, :] = np.zeros((2, 20))
+    assert np.array_equal(np.load(tmp_path / "x.npy"), x)
+    array[1:3, :] = x[0] = x[1:3] = 5
+    array[0:1, :] = [5] * 20
+    assert np.array_equal(np.load(tmp_path / "x.npy"), x)
 
 
 def test_a_box_of_long_runs_reads_its_bytes_and_no_more(tmp_path):
