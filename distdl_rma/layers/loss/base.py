@@ -239,6 +239,15 @@ class DistributedLoss(DistributedLayer):
         # A backward may start here, as on the other ranks.
         return anchored(loss, totals.needed)
 
+    @reports_failures
+    def refuse(self, problem: str) -> None:
+        """As in the base; the other ranks get the problem with the sums."""
+        if self.P_x.active:
+            nothing = torch.empty(0)
+            self._agree(nothing, nothing, problem)
+            self._sums.allreduce(0.0, 0.0, problem, "")
+        super().refuse(problem)
+
     @cached_property
     def _sums(self) -> LossSums:
         refuse = partial(gather_refusal, self.machine, self.P_x.ranks, self.name)
