@@ -91,6 +91,24 @@ def test_inputs_and_weights_are_floating_point_numbers_of_one_type(P_world, comm
     same_error(comm, lambda: layer(x.to(torch.complex64)), UnsupportedError, "only floating point")
 
 
+OF_SEVERAL_PARAMETERS = (
+    "DistributedConv1d replicated",
+    "DistributedConvTranspose1d replicated",
+    "DistributedLinear",
+)
+OF_SEVERAL_PARAMETERS += ("DistributedBatchNorm1d", "DistributedGroupNorm", "DistributedLayerNorm")
+
+
+@pytest.mark.parametrize("kind", OF_SEVERAL_PARAMETERS)
+def test_parameters_of_one_layer_are_of_one_type(P_world, comm, kind):
+    layer, good = EVERY_LAYER[kind](P_world)
+    if comm.rank == 0:
+        layer.bias.data = layer.bias.data.double()
+    match = r"rank 0: .* different types, torch\.float32 and torch\.float64"
+    same_error(comm, lambda: layer(*good), ShapeError, match)
+    layer.float()(*good)
+
+
 def test_weights_of_an_embedding_are_of_one_type_on_all_ranks(P_world, comm):
     layer, x = layers.DistributedEmbedding(columns(P_world), 7, 3), torch.tensor([[0, 6]])
     if comm.rank == 1:
