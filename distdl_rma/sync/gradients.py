@@ -439,3 +439,9 @@ class GradientSync(Uncopyable):
                 profiled(f"GradientSync: start {bucket.name}", bucket.start)
         for bucket in self._buckets:
             profiled(f"GradientSync: wait {bucket.name}", bucket.wait)
+        for bucket in self._buckets:
+            if bucket.frozen_in_part:
+                raise ProtocolError(
+                    f"parameter {self._machine.labels.readable(bucket.frozen_in_part)!r} is frozen on some"
+                    " ranks and has a gradient on others: freeze it on all of them"
+                )
