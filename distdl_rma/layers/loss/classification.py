@@ -167,7 +167,7 @@ class _ClassLoss(DistributedLoss):
     def _check_reduction(self, kind: str, reduction: str) -> None:
         super()._check_reduction(kind, reduction)
         if reduction == "none" and self._cuts_classes:
-            raise UnsupportedError(f"{kind}: reduction='none' with classes that P_x splits")
+            raise UnsupportedError(f"{kind}: reduction='none' with classes split by P_x")
 
     def _check_weight(self, kind: str, key: str, weight: Any) -> None:
         super()._check_weight(kind, key, weight)
