@@ -504,6 +504,12 @@ class DistributedConcat(MovementLayer[Concat]):
             return torch.cat([x.to(dtype) for x in inputs], CHANNELS)
         return self.apply_to(*inputs)
 
+    def refuse(self, problem: str) -> None:
+        """As in the base; where nothing moves, only this rank knows of the problem."""
+        if self._stays:
+            raise self._refuse(problem)
+        super().refuse(problem)
+
     def leave(self, y: torch.Tensor, x: torch.Tensor, needs: GradientNeeds) -> torch.Tensor:
         """Result as returned to the caller, in a graph if that of any rank is, also for mixed types."""
         return anchored(super().leave(y, x, needs), needs.any)

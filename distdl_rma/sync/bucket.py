@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from copy import copy
@@ -85,6 +86,13 @@ class GradientSlot:
         return [(placed, key) for one, key in self._placed if (placed := one()) is not None]
 
     @property
+    def flag(self) -> float:
+        """Infinity with a gradient in this backward, minus infinity for a frozen parameter, else 0."""
+        if self.ready:
+            return math.inf
+        return 0.0 if getattr(self.parameter(), "requires_grad", True) else -math.inf
+
+    @property
     def pending(self) -> bool:
         """Whether .grad holds an unsummed gradient."""
         return self.local and self.gradient is not None
@@ -160,7 +168,8 @@ class Bucket:
         self.nbytes = sum(self._counts) * self._dtype.itemsize
         # Bytes of gradients that were written into the segment, and of those that were copied there.
         self.in_place_nbytes = self.copied_nbytes = 0
-        # Behind the gradients, one flag per parameter; the sum tells on how many ranks it had a gradient.
+        # Behind the gradients, one flag per parameter. The sum is NaN if a parameter has a gradient on some
+        # ranks and is frozen on others.
         self._counts.append(len(slots))
         self._counts.append(-sum(self._counts) % words)
         count, element = sum(self._counts), reduction_dtype(self._dtype)
@@ -169,6 +178,8 @@ class Bucket:
         self._tenancy = _Tenancy()
         finalize(self._tenancy, self.allreduce.close)
         self._missing = len(slots)
+        # Name of a parameter that had a gradient on some ranks and was frozen on others in this backward.
+        self.frozen_in_part = ""
         # Views of the gradients and of the flags, by ``id`` of the buffer. Few buffers, which stay.
         self._views: dict[int, tuple[list[torch.Tensor], torch.Tensor]] = {}
         self._written: tuple[list[torch.Tensor], torch.Tensor] | None = None
@@ -206,20 +217,23 @@ class Bucket:
             if not slot.ready:
                 places[slot.number].zero_()
         if self._missing:
-            flags.copy_(torch.tensor([float(slot.ready) for slot in self.slots]))
+            flags.copy_(torch.tensor([slot.flag for slot in self.slots]))
         else:
-            flags.fill_(1.0)
+            flags.fill_(math.inf)
         self._written = None
         self.allreduce.start()
 
     def wait(self) -> None:
         """Wait, and assign the sums to ``.grad``; blocking."""
         gradients, flags = self._views_of(self.allreduce.wait())
-        for slot, gradient, ranks_with_gradient in zip(self.slots, gradients, flags.tolist(), strict=True):
+        for slot, gradient, flag in zip(self.slots, gradients, flags.tolist(), strict=True):
             parameter = slot.parameter()
             if parameter is None:
                 continue
-            if not ranks_with_gradient:
+            if not flag > 0:
+                if math.isnan(flag):
+                    self.frozen_in_part = slot.name
+                    continue
                 # No rank has a gradient. An old one moves out before its buffer is used again.
                 slot.move_out()
                 continue
@@ -231,7 +245,7 @@ class Bucket:
 
     def reset(self) -> None:
         """Prepare for the next backward."""
-        self._missing = len(self.slots)
+        self._missing, self.frozen_in_part = len(self.slots), ""
         for slot in self.slots:
             slot.base = None
             slot.offered = slot.ready = False

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
 
 from distdl_rma.checks.calls import by_ranks
 from distdl_rma.checks.consensus import gather_words
-from distdl_rma.errors import ConfigurationError, MismatchError, ProtocolError
+from distdl_rma.errors import ConfigurationError, DistdlError, MismatchError, ProtocolError
 from distdl_rma.geometry.exchange import fingerprint
 from distdl_rma.machine import Machine
 from distdl_rma.segments.collectives.allreduce import Allreduce
@@ -24,7 +25,7 @@ class GradientNorms:
 
     def __init__(self, machine: Machine) -> None:
         self._machine = machine
-        self._totals: dict[float, Allreduce] = {}
+        self._totals: dict[str, Allreduce] = {}
 
     def of(
         self,
@@ -35,30 +36,37 @@ class GradientNorms:
     ) -> torch.Tensor:
         """Norm of the given tensors of all ranks together; collective over the machine, blocking.
 
-        All ranks raise if gradients of one are ``unsummed``, or if their ``max_norm`` differs, by which they
-        will clip.
+        All ranks raise if gradients of one are ``unsummed``, or if their ``norm_type`` or ``max_norm``, by
+        which they will clip, is invalid or differs.
         """
-        order = float(norm_type)
+        order, limit, problem, norms = _number(norm_type), _number(max_norm), "", []
         if not order > 0:
-            raise ConfigurationError(f"norm_type must be positive, got {norm_type!r}")
-        mine = [gradient.detach() for gradient in gradients if gradient is not None and gradient.numel()]
-        # Like torch, by the magnitudes of complex numbers.
-        mine = [g.abs() if g.is_complex() else g for g in mine]
-        norms = [float(torch.linalg.vector_norm(g, order, dtype=torch.float64)) for g in mine]
-        code = fingerprint(float(max_norm)) % _CODES
-        if order == math.inf:
-            # A maximum may lose NaN, so a flag carries it.
-            largest = max((norm for norm in norms if not math.isnan(norm)), default=0.0)
-            found = largest, any(map(math.isnan, norms)), code, -code, unsummed
-            largest, strange, most, negative = self._total("max", order, *found)
-            self._compare(most == -negative, max_norm)
-            return torch.tensor(math.nan if strange else largest, dtype=torch.float64)
+            problem = f"norm_type must be positive, got {norm_type!r}"
+        elif math.isnan(limit):
+            problem = f"max_norm must be a number, got {max_norm!r}"
+        else:
+            mine = [gradient.detach() for gradient in gradients if gradient is not None and gradient.numel()]
+            # Like torch, by the magnitudes of complex numbers.
+            mine = [g.abs() if g.is_complex() else g for g in mine]
+            norms = [float(torch.linalg.vector_norm(g, order, dtype=torch.float64)) for g in mine]
         # Not by floats of Python, which raise on this rank alone where a power overflows.
-        power = float((torch.tensor(norms, dtype=torch.float64) ** order).sum())
-        powers, codes, squares = self._total("sum", order, power, code, code**2, unsummed)
+        power = 0.0 if order == math.inf else float((torch.tensor(norms, dtype=torch.float64) ** order).sum())
+        code = fingerprint(order, limit) % _CODES
+        # The ranks compare the orders here, before a maximum.
+        found = self._total("sum", power, code, code**2, bool(problem), unsummed)
+        powers, codes, squares, problems, others = found
         # As in losses: codes are equal if and only if this holds.
-        self._compare(int(squares) * len(self._machine.ranks) == int(codes) ** 2, max_norm)
-        return torch.tensor(powers, dtype=torch.float64) ** (1.0 / order)
+        if problems or int(squares) * len(self._machine.ranks) != int(codes) ** 2:
+            raise self._refusal(problem, order, limit)
+        if others:
+            # Ranks may differ in this flag, since they collect garbage at different times.
+            raise ProtocolError("the norm of gradients: gradients from no_sync are not summed yet")
+        if order < math.inf:
+            return torch.tensor(powers, dtype=torch.float64) ** (1.0 / order)
+        # A maximum may lose NaN, so a flag carries it.
+        largest = max((norm for norm in norms if not math.isnan(norm)), default=0.0)
+        largest, strange = self._total("max", largest, any(map(math.isnan, norms)))
+        return torch.tensor(math.nan if strange else largest, dtype=torch.float64)
 
     @staticmethod
     def scale(gradients: Sequence[torch.Tensor | None], max_norm: float, norm: torch.Tensor) -> None:
@@ -75,21 +83,30 @@ class GradientNorms:
             total.close()
         self._totals.clear()
 
-    def _compare(self, equal: bool, max_norm: float) -> None:
-        if not equal:
-            texts = gather_words(self._machine.segments, str(float(max_norm)), "clip_grad_norm_")
-            raise MismatchError(f"clip_grad_norm_: max_norm must be the same on all ranks: {by_ranks(texts)}")
+    def _refusal(self, problem: str, order: float, limit: float) -> DistdlError:
+        words = gather_words(self._machine.segments, [problem, str(order), str(limit)], "norm of gradients")
+        for rank, (its, _, _) in words.items():
+            if its:
+                return ConfigurationError(f"the norm of gradients: rank {rank}: {its}")
+        orders, limits = ({rank: row[at] for rank, row in words.items()} for at in (1, 2))
+        what, texts = ("norm_type", orders) if len({*orders.values()}) > 1 else ("max_norm", limits)
+        return MismatchError(
+            f"the norm of gradients: {what} must be the same on all ranks: {by_ranks(texts)}"
+        )
 
-    def _total(self, op: str, order: float, *values: float) -> tuple[float, ...]:
-        total = self._totals.get(order)
+    def _total(self, op: str, *values: float) -> list[float]:
+        total = self._totals.get(op)
         if total is None:
-            # The name is compared between ranks, so that different orders raise.
-            name = f"norm of order {order:g} of the gradients"
             segments, ranks = self._machine.segments, self._machine.ranks
-            total = Allreduce(segments, ranks, len(values), np.float64, op, name)
-            self._totals[order] = total
-        *found, unsummed = total(values).tolist()
-        if unsummed:
-            # Ranks may differ in this flag, since they collect garbage at different times.
-            raise ProtocolError("the norm of gradients: gradients from no_sync are not summed yet")
-        return tuple(found)
+            name = f"norm of gradients ({op})"
+            total = self._totals[op] = Allreduce(segments, ranks, len(values), np.float64, op, name)
+        found: list[float] = total(values).tolist()
+        return found
+
+
+def _number(value: Any) -> float:
+    # NaN for what is no number.
+    try:
+        return float(value)
+    except (TypeError, ValueError, OverflowError):
+        return math.nan

@@ -218,8 +218,8 @@ class GradientSync(Uncopyable):
         """Scale all gradients so that their norm is at most ``max_norm``; return the norm before.
 
         Equals ``torch.nn.utils.clip_grad_norm_`` on one machine, also if layers keep parts of their weights
-        on several ranks. Collective over the machine, blocking. All ranks raise ``MismatchError`` if their
-        ``max_norm`` differs.
+        on several ranks. Collective over the machine, blocking. All ranks raise ``ConfigurationError`` if a
+        ``norm_type`` or ``max_norm`` is invalid, ``MismatchError`` if they differ.
         """
         norm = self._norm(norm_type, max_norm)
         if error_if_nonfinite and not torch.isfinite(norm):
@@ -439,3 +439,9 @@ class GradientSync(Uncopyable):
                 profiled(f"GradientSync: start {bucket.name}", bucket.start)
         for bucket in self._buckets:
             profiled(f"GradientSync: wait {bucket.name}", bucket.wait)
+        for bucket in self._buckets:
+            if bucket.frozen_in_part:
+                raise ProtocolError(
+                    f"parameter {self._machine.labels.readable(bucket.frozen_in_part)!r} is frozen on some"
+                    " ranks and has a gradient on others: freeze it on all of them"
+                )

@@ -12,6 +12,7 @@ from distdl_rma.layers import (
     DistributedLinear,
     DistributedLinearAllGatherZero,
 )
+from tests.layers.same_error import same_error
 from tests.layers.sequential import agree, shard
 
 pytestmark = pytest.mark.mpi
@@ -93,15 +94,35 @@ def test_powers_that_overflow_on_one_rank_are_infinite_on_all(P_world, comm, ord
         assert sync.grad_norm(order) == math.inf
 
 
+# The limit and the order of the last rank, beside those of the others, and the error of all ranks.
+WRONG = {
+    "limit": ((0.25, None), MismatchError, r"max_norm must be the same on all ranks: ranks? 0.*: 0\.5; "),
+    "no limit": (("x", None), ConfigurationError, r"rank \d: max_norm must be a number, got 'x'"),
+    "order": ((0.5, 1.5), MismatchError, r"norm_type must be the same on all ranks: ranks? 0"),
+    "another kind of order": (
+        (0.5, math.inf),
+        MismatchError,
+        r"norm_type must be the same on all ranks: ranks? 0",
+    ),
+    "no order": ((0.5, "x"), ConfigurationError, r"rank \d: norm_type must be positive, got 'x'"),
+    "no positive order": ((0.5, 0), ConfigurationError, r"rank \d: norm_type must be positive, got 0"),
+}
+
+
 @pytest.mark.mpi(min_size=2)
-@pytest.mark.parametrize("order", [2.0, math.inf])
-def test_another_limit_on_one_rank_is_refused_on_all(P_world, comm, order):
+@pytest.mark.parametrize("order", [2.0, 9.0])
+@pytest.mark.parametrize("what", WRONG)
+def test_another_limit_or_order_on_one_rank_is_refused_on_all(P_world, comm, order, what):
+    (limit, other), kind, match = WRONG[what]
+    wrong = (limit, other or order) if what in ("limit", "no limit") else (limit, other)
     plain = nn.Linear(2, 1, bias=False)
     with GradientSync(plain, P_world) as sync:
         plain(torch.ones(1, 2)).sum().backward()
         before = plain.weight.grad.clone()
-        with pytest.raises(MismatchError, match=r"max_norm must be the same on all ranks: rank 0: 0\.5; "):
-            sync.clip_grad_norm_(0.5 if comm.rank == 0 else 0.25, order)
+        for norm in (order, math.inf, 1.5):
+            sync.grad_norm(norm)
+        last = comm.rank == comm.size - 1
+        same_error(comm, lambda: sync.clip_grad_norm_(*(wrong if last else (0.5, order))), kind, match)
         assert torch.equal(plain.weight.grad, before)
         sync.clip_grad_norm_(0.5, order)
         assert torch.linalg.vector_norm(plain.weight.grad, order).item() == pytest.approx(0.5)

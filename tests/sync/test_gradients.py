@@ -11,6 +11,7 @@ from distdl_rma.layers import (
     DistributedConv1d,
     DistributedMSELoss,
 )
+from tests.layers.same_error import same_error
 from tests.layers.sequential import agree, grids, shard
 from tests.sync.training import (
     close_to,
@@ -210,3 +211,24 @@ def test_a_profile_shows_when_sums_start_and_how_long_they_are_waited_for(P_worl
         plain(torch.ones(1, 3)).sum().backward()
     names = [event.name for event in profile.events()]
     assert "GradientSync: start gradients 0" in names and "GradientSync: wait gradients 0" in names
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.complex64])
+@pytest.mark.parametrize("reduction", ["sum", "mean"])
+def test_a_parameter_that_is_frozen_later_is_frozen_on_all_ranks(P_world, comm, dtype, reduction):
+    plain = nn.Sequential(nn.Linear(2, 2, dtype=dtype), nn.Linear(2, 1, dtype=dtype))
+    x = torch.ones(1, 2, dtype=dtype)
+    with GradientSync(plain, P_world, reduction=reduction):
+        plain(x).abs().sum().backward()
+        before = plain[0].weight.grad.clone()
+        plain.zero_grad()
+        plain[0].weight.requires_grad_(comm.rank == 0)
+        match = r"parameter '0\.weight' is frozen on some ranks and has a gradient on others"
+        same_error(comm, lambda: plain(x).abs().sum().backward(), ProtocolError, match)
+        for learns in (False, True):
+            plain.zero_grad()
+            plain[0].weight.requires_grad_(learns)
+            plain(x).abs().sum().backward()
+            assert (plain[0].weight.grad is not None) == learns
+        assert torch.equal(plain[0].weight.grad, before)

@@ -28,7 +28,7 @@ from distdl_rma.layers.core.parameters import Parameters, stated_ranks
 from distdl_rma.layers.core.placement import InitialValues, Placement, as_whole, lasting, register
 from distdl_rma.layers.core.refusals import CallOutcome
 from distdl_rma.machine import Machine
-from distdl_rma.ops.core.autograd import anchored, idle, uncompiled
+from distdl_rma.ops.core.autograd import anchored, idle, misfit, uncompiled
 from distdl_rma.ops.core.movement import CallSite
 from distdl_rma.ops.core.tensors import problem_with
 from distdl_rma.split import layout as lay
@@ -242,17 +242,27 @@ class DistributedLayer(CallbackModule):
         stated = not CALLBACKS.isdisjoint(vars(self))
         if stated:
             self._check_callbacks(get_sizeof_input_tensor=before, get_sizeof_tensor=before)
-        if profiler._is_profiler_enabled:
-            with profiler.record_function(self.label):
+        try:
+            if profiler._is_profiler_enabled:
+                with profiler.record_function(self.label):
+                    y = super().__call__(*inputs, **named)
+            else:
                 y = super().__call__(*inputs, **named)
-        else:
-            y = super().__call__(*inputs, **named)
+        except TypeError:
+            problem = misfit(type(self).forward, self, inputs, named)
+            if problem:
+                self.refuse(problem)
+            raise
         behind = nbytes_of(y)
         # torch's __setattr__ takes longer than the rest of this function.
         self.__dict__["shard_nbytes"] = before, behind
         if stated:
             self._check_callbacks(get_sizeof_output_tensor=behind)
         return y
+
+    def refuse(self, problem: str) -> None:
+        """Raise ``ShapeError`` on all ranks of a call for wrong arguments of this rank; blocking."""
+        raise ShapeError(f"{self.name!r}: rank {self.machine.rank}: {problem}")
 
     def extra_repr(self) -> str:
         """Arguments and partitions in one line, for ``print(model)``."""

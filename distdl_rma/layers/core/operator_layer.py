@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cached_property
-from operator import attrgetter
 from typing import Any, Generic, TypeVar, Unpack
 
 import torch
@@ -20,7 +19,6 @@ from distdl_rma.ops.core.operation import Agreement, Operation
 from distdl_rma.ops.core.tensors import autocast
 
 O = TypeVar("O", bound=Operation)  # noqa: E741
-_needs_gradient = attrgetter("requires_grad")
 
 
 class OperatorLayer(DistributedLayer, Generic[O]):
@@ -107,7 +105,12 @@ class OperatorLayer(DistributedLayer, Generic[O]):
     ) -> Agreement[O]:
         """Start the agreement on the inputs ``xs``; does not wait for the other ranks."""
         # The ranks take part in a backward if any weight needs a gradient.
-        weight = max(weights, key=_needs_gradient, default=None)
+        weight = None
+        for each in weights:
+            if weight is not None and each.dtype is not weight.dtype and not problem:
+                problem = f"the parameters are of different types, {weight.dtype} and {each.dtype}"
+            if weight is None or (each.requires_grad and not weight.requires_grad):
+                weight = each
         if self.input_problem is not None and not problem and not self._idle[0]:
             problem = self.input_problem(*xs)
         words = self._call_arguments if call_arguments is None else call_arguments
@@ -120,6 +123,12 @@ class OperatorLayer(DistributedLayer, Generic[O]):
         """Call the operation that the ranks agree on; local result, and gradients that any rank needs."""
         operation, needs = agreement.settle()
         return operation(needs, *xs, **weights), needs
+
+    @reports_failures
+    def refuse(self, problem: str) -> None:
+        """As in the base; the other ranks get the problem with the facts about this rank's inputs."""
+        self.apply_to(*[torch.empty(0)] * len(self.P_xs), problem=problem)
+        super().refuse(problem)
 
     def leave(self, y: torch.Tensor, x: torch.Tensor, needs: GradientNeeds) -> torch.Tensor:
         """Result as returned to the caller, for the first input ``x``.

@@ -145,8 +145,7 @@ class DistributedLoss(DistributedLayer):
                 raise UnsupportedError(
                     f"{kind}: {key} is not supported; say reduction='mean', 'sum' or 'none'"
                 )
-        if reduction not in self._reductions:
-            raise ArgumentError(f"{kind}: reduction is one of {self._reductions}, got {reduction!r}")
+        self._check_reduction(kind, reduction)
         super().__init__(P_x, **given)
         self.P_x, self.reduction = P_x, reduction
         self._arguments = tuple(key for key in arguments if key not in self._weights)
@@ -161,6 +160,17 @@ class DistributedLoss(DistributedLayer):
             type(self)._function(*self._sample(), reduction="sum", **self.arguments)
         except _MISFITS as error:
             raise ArgumentError(f"{kind}: {error}") from None
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """As in the base; arguments may change later, and are compared in each call."""
+        if name == "reduction":
+            self._check_reduction(type(self).__name__, value)
+        super().__setattr__(name, value)
+        vars(self).pop("_stated", None)
+
+    def _check_reduction(self, kind: str, reduction: str) -> None:
+        if reduction not in self._reductions:
+            raise ArgumentError(f"{kind}: reduction is one of {self._reductions}, got {reduction!r}")
 
     def _check_weight(self, kind: str, key: str, weight: Any) -> None:
         if weight is None:
@@ -219,7 +229,7 @@ class DistributedLoss(DistributedLayer):
         if not problem:
             terms, count, problem = self._terms_or_problem(input, target)
         if not problem:
-            alike, number = self._alike(input, target), self._number(input, target)
+            alike, number = f"{self._alike(input, target)}{self._stated}", self._number(input, target)
         value = 0.0 if reduction == "none" else float(terms.detach())
         group, needed = self._group(self.machine.rank), terms.requires_grad
         totals = self._sums.allreduce(value, count, problem, alike, number, group, needed)
@@ -240,11 +250,26 @@ class DistributedLoss(DistributedLayer):
         return anchored(loss, totals.needed)
 
     @cached_property
+    def _stated(self) -> str:
+        # Ranks with other arguments or weights would add up terms of different losses.
+        weights = {key: w for key in self._weights if (w := getattr(self, key)) is not None}
+        words = {"reduction": self.reduction, **self.arguments}
+        words |= {key: f"values of code {fingerprint(summary_of(w)):x}" for key, w in weights.items()}
+        return "".join(f", {key}={value!r}" for key, value in words.items())
+
+    @reports_failures
+    def refuse(self, problem: str) -> None:
+        """As in the base; the other ranks get the problem with the sums."""
+        if self.P_x.active:
+            nothing = torch.empty(0)
+            self._agree(nothing, nothing, problem)
+            self._sums.allreduce(0.0, 0.0, problem, "")
+        super().refuse(problem)
+
+    @cached_property
     def _sums(self) -> LossSums:
         refuse = partial(gather_refusal, self.machine, self.P_x.ranks, self.name)
-        # Ranks with other values of a weight would add up terms of different losses.
-        values = [None if (w := getattr(self, key)) is None else summary_of(w) for key in self._weights]
-        return LossSums(self.site, self.P_x, f"{self.extra_repr()}, {values}", refuse)
+        return LossSums(self.site, self.P_x, f"{self.extra_repr()}{self._stated}", refuse)
 
     def _input_problem(self, input: torch.Tensor, target: torch.Tensor) -> str:
         # Error text if the local tensors are invalid, or do not fit together; empty otherwise.

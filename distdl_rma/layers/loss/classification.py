@@ -51,8 +51,6 @@ class _ClassLoss(DistributedLoss):
             raise PartitionError(f"{kind}: P_x has no dimension for the classes")
         # Dimension of the classes: 1, or 0 if it is the only one.
         self._cuts_classes = P_x.shape[min(1, P_x.dim - 1)] > 1
-        if reduction == "none" and self._cuts_classes:
-            raise UnsupportedError(f"{kind}: reduction='none' with classes split by P_x {P_x.shape}")
         super().__init__(P_x, reduction, arguments, **options)
         self._dim = min(1, P_x.dim - 1)
 
@@ -165,6 +163,11 @@ class _ClassLoss(DistributedLoss):
 
     def _part(self, key: str, weight: torch.Tensor, input: torch.Tensor) -> torch.Tensor:
         return weight  # every rank has the weights of all classes
+
+    def _check_reduction(self, kind: str, reduction: str) -> None:
+        super()._check_reduction(kind, reduction)
+        if reduction == "none" and self._cuts_classes:
+            raise UnsupportedError(f"{kind}: reduction='none' with classes split by P_x")
 
     def _check_weight(self, kind: str, key: str, weight: Any) -> None:
         super()._check_weight(kind, key, weight)

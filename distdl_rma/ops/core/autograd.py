@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial, wraps
+from inspect import signature
 from typing import Any, Concatenate, NamedTuple, ParamSpec, Protocol, TypeVar
 
 import torch
@@ -41,6 +42,7 @@ _fake: Callable[[], object] = partial(
 class _Layer(Protocol):
     @property
     def machine(self) -> Machine: ...
+    def refuse(self, problem: str) -> None: ...
 
 
 L = TypeVar("L", bound=_Layer)
@@ -143,10 +145,25 @@ def reports_failures(forward: Callable[Concatenate[L, Q], R]) -> Callable[Concat
         except ENOUGH:
             raise
         except Exception as error:
+            problem = misfit(forward, layer, args, kwargs) if isinstance(error, TypeError) else ""
+            if problem:
+                layer.refuse(problem)
             _report(layer.machine, error)
             raise
 
     return breaks_graph(watched)
+
+
+def misfit(
+    function: Callable[..., object], layer: object, args: Iterable[Any], named: Mapping[str, Any]
+) -> str:
+    """Error text if the arguments of a call are not those of a method; empty otherwise."""
+    found = signature(function)
+    try:
+        found.bind(layer, *args, **named)
+    except TypeError as error:
+        return f"{error}, wanted ({', '.join([*found.parameters][1:])})"
+    return ""
 
 
 @uncompiled

@@ -209,6 +209,8 @@ class Messages:
 
     def close(self) -> None:
         """Give the communicator back, unless an operation is under way or ended by an error; local."""
+        if self._barrier is not None:
+            self._barrier.close()
         if self._number is not None and not (self._under_way or self._manager.closed):
             self._manager.communicators.give_back(self.ranks, self._number)
             self._number = None

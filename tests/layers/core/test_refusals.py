@@ -59,6 +59,28 @@ def test_a_fault_on_one_rank_is_refused_on_all_and_the_layer_goes_on(P_world, co
         y.sum().backward()
 
 
+# A layer of each form of a call, and one that has its own loop around the call of the base.
+CALLS = (
+    "DistributedConv1d replicated",
+    "DistributedConv2d root",
+    "DistributedMaxPool2d",
+    "Broadcast",
+    "DistributedConcat",
+)
+CALLS += ("DistributedRMSNorm", "DistributedPoissonNLLLoss", "DistributedNLLLoss of split classes")
+
+
+@pytest.mark.in_turn(3)
+@pytest.mark.parametrize("kind", CALLS)
+def test_arguments_that_a_call_does_not_take_are_refused_on_all_ranks(P_world, comm, kind):
+    layer, good = EVERY_LAYER[kind](P_world)
+    for at, (more, named) in enumerate([((1,), {}), ((), {"foo": 1}), (None, {})]):
+        odd = comm.rank == at % comm.size
+        wrong = good if not odd else () if more is None else (*good, *more)
+        same_error(comm, lambda wrong=wrong, named=named if odd else {}: layer(*wrong, **named), ShapeError)
+        layer(*good)
+
+
 @pytest.mark.parametrize("kind", [layers.DistributedConv1d, layers.DistributedConvTranspose1d])
 def test_inputs_and_weights_are_floating_point_numbers_of_one_type(P_world, comm, kind):
     layer, x = kind(line(P_world), 1, 1, 1), torch.ones(1, 1, 2)
@@ -67,6 +89,24 @@ def test_inputs_and_weights_are_floating_point_numbers_of_one_type(P_world, comm
     for parameter in layer.parameters():
         parameter.data = parameter.data.to(torch.complex64)
     same_error(comm, lambda: layer(x.to(torch.complex64)), UnsupportedError, "only floating point")
+
+
+OF_SEVERAL_PARAMETERS = (
+    "DistributedConv1d replicated",
+    "DistributedConvTranspose1d replicated",
+    "DistributedLinear",
+)
+OF_SEVERAL_PARAMETERS += ("DistributedBatchNorm1d", "DistributedGroupNorm", "DistributedLayerNorm")
+
+
+@pytest.mark.parametrize("kind", OF_SEVERAL_PARAMETERS)
+def test_parameters_of_one_layer_are_of_one_type(P_world, comm, kind):
+    layer, good = EVERY_LAYER[kind](P_world)
+    if comm.rank == 0:
+        layer.bias.data = layer.bias.data.double()
+    match = r"rank 0: .* different types, torch\.float32 and torch\.float64"
+    same_error(comm, lambda: layer(*good), ShapeError, match)
+    layer.float()(*good)
 
 
 def test_weights_of_an_embedding_are_of_one_type_on_all_ranks(P_world, comm):

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn import functional as F  # noqa: N812
 
-from distdl_rma import Machine, UnsupportedError
+from distdl_rma import ArgumentError, Machine, UnsupportedError
 from distdl_rma.geometry import Decomposition
 from distdl_rma.layers import DistributedCrossEntropyLoss, DistributedMSELoss, DistributedNLLLoss
 from tests.layers.loss.same_words import refused
@@ -32,7 +32,7 @@ def test_ranks_that_disagree_on_the_classes_are_refused(P_world, comm):
     P_x = P_world.create_cartesian_topology_partition((comm.size, 1))
     loss = DistributedCrossEntropyLoss(P_x)
     target = torch.zeros(2, dtype=torch.int64)
-    refused(comm, loss, torch.zeros(2, 3 + (comm.rank == 1)), target, "rank 0 .* 3 classes but rank 1 .* 4")
+    refused(comm, loss, torch.zeros(2, 3 + (comm.rank == 1)), target, "rank 0 .* 3 classes.* but rank 1 .* 4")
     either = torch.zeros(2, 3) if comm.rank else target
     refused(comm, loss, torch.zeros(2, 3), either, "torch.int64 .* but rank 1 torch.float32 and torch.float")
 
@@ -115,3 +115,35 @@ def test_arguments_may_be_changed_later(P_world, comm, grid):
     loss.ignore_index, loss.reduction = 3, "sum"
     expected = F.cross_entropy(x, target, ignore_index=3, reduction="sum")
     assert loss(shard(P_x, x), target[rows]).item() == pytest.approx(expected.item())
+    with pytest.raises(ArgumentError, match=r"reduction is one of .* got 'batchmean'"):
+        loss.reduction = "batchmean"
+    if grid == "classes" and comm.size > 1:
+        with pytest.raises(UnsupportedError, match="'none' with classes"):
+            loss.reduction = "none"
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("reduction", "mean"),
+        ("label_smoothing", 0.5),
+        ("ignore_index", 0),
+        ("weight", torch.tensor([1.0, 2.0])),
+    ],
+)
+@pytest.mark.parametrize("grid", ["batch", "classes"])
+def test_arguments_that_one_rank_changes_are_refused_on_all(P_world, comm, grid, key, value):
+    shape = (comm.size, 1) if grid == "batch" else (1, comm.size)
+    P_x = P_world.create_cartesian_topology_partition(shape)
+    loss = DistributedCrossEntropyLoss(P_x, torch.ones(2), reduction="sum", label_smoothing=0.25)
+    x, target = (
+        torch.ones(3, 2 if grid == "batch" else len(range(comm.rank, 2, comm.size))),
+        torch.ones(3).long(),
+    )
+    before, first = getattr(loss, key), loss(x, target)
+    if comm.rank == comm.size - 1:
+        setattr(loss, key, value)
+    refused(comm, loss, x, target, rf"rank 0 passes .*{key}=.* but rank {comm.size - 1} .*{key}=")
+    setattr(loss, key, before)
+    assert loss(x, target) == first
