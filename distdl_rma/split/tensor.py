@@ -527,22 +527,26 @@ def checked_block(x: SplitTensor) -> torch.Tensor:
 def become_split(func: Any, x: torch.Tensor, layout: Decomposition) -> None:
     """Make a plain tensor a split one, as the same object, since a function changes it by a split tensor.
 
-    All references to it see the change. So no other tensor may share its memory, no gradient may reach it.
+    All references to it see the change.
     """
-    problem = ""
-    if type(x) is not torch.Tensor:
-        problem = f"it is a {type(x).__name__}"
-    elif x.requires_grad:
-        problem = "it has a gradient"
-    elif x._base is not None or not x.untyped_storage().resizable() or _uses(x) > _ALONE:
-        problem = "another tensor shows the same memory"
-    elif _held(x) > 1 or weakref.getweakrefs(x):
-        problem = "a graph or a weak reference holds it"
-    if problem:
+    if problem := must_stay_plain(x):
         raise refused(
             func, f"it would change a plain tensor, which every rank has, by a split one; {problem}"
         )
     torch.utils.swap_tensors(x, SplitTensor(x.detach()[layout.slices()].clone(), layout))
+
+
+def must_stay_plain(x: torch.Tensor) -> str:
+    """Why a plain tensor cannot become a split one: another tensor shares its memory, or it is in a graph."""
+    if type(x) is not torch.Tensor:
+        return f"it is a {type(x).__name__}"
+    if x.requires_grad:
+        return "it has a gradient"
+    if x._base is not None or not x.untyped_storage().resizable() or _uses(x) > _ALONE:
+        return "another tensor shows the same memory; write to its clone()"
+    if _held(x) > 1 or weakref.getweakrefs(x):
+        return "a graph or a weak reference holds it"
+    return ""
 
 
 # Number of references from C++, such as those of graphs.

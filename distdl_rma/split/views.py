@@ -9,7 +9,10 @@ import torch
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.split.tensor import SplitTensor, note_change, refused
 
-_MOVED = "it changes what torch has as a view of another tensor, and elements of it were moved here"
+_MOVED = (
+    "it changes what torch has as a view of another tensor, and elements of it were moved here; use the form"
+    " that returns a new tensor, without an underscore"
+)
 # Order of the dimensions in memory, the slowest one first.
 _ORDERS: dict[Any, tuple[int, ...]] = {
     torch.channels_last: (0, 2, 3, 1),

@@ -178,8 +178,11 @@ def test_what_a_graph_keeps_does_not_become_split(P_x, whole):
     y, p = torch.zeros(SHAPE, dtype=torch.float64), torch.ones((), dtype=torch.float64, requires_grad=True)
     z = (y * p).sum()
     with pytest.raises(UnsupportedError, match="a graph or a weak reference holds it"):
-        y[:] = shard(P_x, whole)
-    z.backward()
+        y[:] = shard(P_x, whole).requires_grad_()
+    z.backward(retain_graph=True)
+    y[:] = shard(P_x, whole)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        z.backward()
 
 
 def test_torch_gets_no_pointer_to_a_block_as_to_the_whole(P_x, whole):

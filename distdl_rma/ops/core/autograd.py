@@ -114,7 +114,8 @@ def first_derivative(backward: Callable[..., tuple[Any, ...]]) -> Callable[..., 
         # Grad mode is on in a backward only under create_graph.
         if torch.is_grad_enabled():
             raise UnsupportedError(
-                "distributed layers have no second derivatives: create_graph=True is refused"
+                "distributed layers have no second derivatives: create_graph=True is refused; for a penalty"
+                " on the slope along v take the difference of outputs (f(x + h * v) - f(x - h * v)) / (2 * h)"
             )
         # The lines of note_reached_split, without the cost of a call.
         if RUNNING.number != (number := backward_id()):

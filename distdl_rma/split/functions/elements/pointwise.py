@@ -133,8 +133,8 @@ def _of_several(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     in_place = _in_place(func, kwargs)
     first = args[0]
     if in_place and not isinstance(first, SplitTensor):
-        if not (torch.is_grad_enabled() and any(x.requires_grad for x in operands)):
-            return _changed_plain(func, args, kwargs)
+        if without_gradient(*operands):
+            return changed_plain(func, args, kwargs)
         become_split(func, first, part_for(first.shape, common_layout(func, operands)))
     result = common_layout(func, [first] if in_place else operands)
     if in_place or result.leaves_out:
@@ -147,8 +147,15 @@ def _of_several(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     return SplitTensor(y, result)
 
 
-def _changed_plain(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    # Changes a plain tensor, such as a buffer, by split ones without a gradient; it stays equal on all ranks.
+def without_gradient(*operands: Any) -> bool:
+    """Whether a function of these records no graph."""
+    return not (
+        torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in operands)
+    )
+
+
+def changed_plain(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Change a plain tensor, such as a buffer, by whole split ones without a gradient; it stays plain."""
     numbers = count(1)
 
     def whole(x: torch.Tensor) -> torch.Tensor:

@@ -307,12 +307,18 @@ def taken(x: Any, index: Any) -> Any:
 @checked_rule("movement", *"index_select index_add index_copy index_fill".split())
 @of_any_cut
 def along_one(call: Call, site: Site, x: Any, dim: int, index: Any, **others: Any) -> Any:
-    """Elements of a dimension by plain indices; if it is cut, another one is cut instead."""
+    """Elements by plain indices, in ``index_add`` also split ones; a cut dimension becomes whole."""
     func, name = call[0], call[0].__name__
     if any_cut(index):
         if name == "index_select" and dim in (0, -x.dim()):
             # A tensor without dimensions has one element, which all ranks get.
             return by_rows(func, x, index) if x.dim() else on_whole_tensors(*call)
+        if name == "index_add" and x.dim():
+            source, alpha = (*others.values(), 1)[:2]
+            column = composed(torch.reshape, index, (-1, *(1,) * (x.dim() - positive(dim, x.dim()) - 1)))
+            column = composed(_T.expand_as, composed(_T.long, column), source)
+            source = source if alpha == 1 else composed(torch.mul, source, alpha)
+            return composed(torch.scatter_add, x, dim, column, source)
         raise refused(func, "the indices are split; index.redistribute() gives all ranks all of them")
     if not isinstance(x, SplitTensor):
         return on_whole_tensors(*call)

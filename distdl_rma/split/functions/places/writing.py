@@ -15,7 +15,7 @@ from distdl_rma.split import layout as lay
 from distdl_rma.split.calls.arguments import tensors_in
 from distdl_rma.split.calls.table import RULES, rule
 from distdl_rma.split.calls.torch_errors import checked_rule, raise_as_torch
-from distdl_rma.split.functions.elements.pointwise import pointwise
+from distdl_rma.split.functions.elements.pointwise import changed_plain, pointwise, without_gradient
 from distdl_rma.split.functions.places.indexing import (
     basic,
     chosen_layout,
@@ -29,7 +29,15 @@ from distdl_rma.split.functions.places.shapes import frozen
 from distdl_rma.split.operands import as_part, common_partition, part_for, site_for
 from distdl_rma.split.redistribution import redistributed
 from distdl_rma.split.reduction_axes import with_whole
-from distdl_rma.split.tensor import SplitTensor, any_cut, become_split, checked_block, composed, refused
+from distdl_rma.split.tensor import (
+    SplitTensor,
+    any_cut,
+    become_split,
+    checked_block,
+    composed,
+    must_stay_plain,
+    refused,
+)
 from distdl_rma.split.views import begin_change, end_change
 
 _T: Any = torch.Tensor
@@ -37,10 +45,11 @@ _REMEDY = "build the tensor by torch.cat, torch.where or F.pad instead"
 
 
 @rule("movement", _T.__setitem__, errors="own")
-def set_item(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Each rank writes its block; a plain tensor becomes split if a split one is written to it.
+def set_item(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Each rank writes its block; a plain tensor, but no buffer, becomes split by a split one.
 
-    Copies of moved elements are refused.
+    Buffers and views stay plain: all ranks write the whole value, which has no gradient. Copies of moved
+    elements are refused.
     """
     x, index, value = args
     given = numbered(index)
@@ -51,6 +60,8 @@ def set_item(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     ):
         raise_as_torch(func, (x, tuple(given), value), kwargs)
     if not isinstance(x, SplitTensor):
+        if must_stay_plain(x) and without_gradient(x, value):
+            return changed_plain(func, args, kwargs)
         become_split(func, x, _layout_to_write(func, x, given, value))
     begin_change(func, x, f"it writes what was moved from another rank; {_REMEDY}")
     given, ones = _staying(x, one_each(len(x._layout.shape), given))
@@ -63,7 +74,7 @@ def set_item(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         pointwise(_T.copy_, (part, value), {})
     else:
         pointwise(_T.fill_, (part, value), {})
-    end_change(x)
+    return end_change(x)
 
 
 def _staying(x: SplitTensor, given: list[Any]) -> tuple[list[Any], list[int]]:
@@ -217,6 +228,6 @@ def in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         y = RULES[without].handler(without, (before, *args[1:]), kwargs)
     if frozen(x) != y._layout.shape:
         raise refused(func, f"it changes the shape of the tensor itself to {y._layout.shape}")
-    if not isinstance(x, SplitTensor):
+    if not isinstance(x, SplitTensor) and not (must_stay_plain(x) and without_gradient(x, y)):
         become_split(func, x, y._layout)
     return pointwise(_T.copy_, (x, y), {})

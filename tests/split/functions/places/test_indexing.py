@@ -29,6 +29,8 @@ PARTS = [
     called(torch.index_select, dim=-1, index=AT),
     called(torch.gather, 0, torch.arange(8).view(1, 4, 2) % 3),
     lambda x: x.scatter_add(1, torch.arange(45).view(3, 3, 5) % 2 + 1, x[:, :3]),
+    lambda x: x.index_add(1, (x[0, :, 0] > 0).int(), x),
+    lambda x: x.index_add(-1, (x[0, 0] > 0).long(), x.square(), alpha=3),
     lambda x: x.clone().index_add_(1, AT, x[:, :3]).scatter_(1, torch.zeros(3, 1, 5, dtype=int), 7.0),
     called(torch.take, torch.tensor([[5, -1], [89, 5]])),
     lambda x: [row.sin() for row in x],

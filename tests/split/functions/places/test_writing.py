@@ -255,15 +255,37 @@ def test_every_function_that_has_a_rule_has_it_in_place():
             assert getattr(torch.Tensor, name, None) in (None, *RULES), name
 
 
-def test_a_plain_tensor_that_is_changed_without_gradients_stays_plain_and_alike(P_world):
+# Changes of a plain tensor of which others are views; they keep its elements where x is no split tensor, too.
+STAYING_PLAIN = {
+    "an average": lambda y, x, p: y.mul_(0.9).add_(0.1 * x),
+    "rows": lambda y, x, p: y.__setitem__((slice(None), slice(1, 3)), x[:, :2]),
+    "the mean over all rows": lambda y, x, p: y.__setitem__((0, 2), x.mean((0, 1))),
+    "a number for a split mask": lambda y, x, p: y.__setitem__(x > 0, 0.5),
+    "elements for split masks": lambda y, x, p: y.__setitem__(x > 0, x[x > 0]),
+    "rows of indices": lambda y, x, p: y.__setitem__(torch.tensor([2, 0]), x[:2]),
+    "a view": lambda y, x, p: y.view(-1)[4:9].__setitem__(slice(3), x[0, :3, 0]),
+    "sums over indices": lambda y, x, p: y.index_add_(1, torch.tensor([4, 0]), x[:, :2]),
+    "sums over split indices": lambda y, x, p: y.index_add_(1, (x[0, :, 0] > 0).long(), x, alpha=2),
+    "sums by split indices": lambda y, x, p: y.scatter_add_(1, (x > 0).long(), x),
+    "a parameter": lambda y, x, p: p.__setitem__(slice(2), x[:2]),
+    "data of a parameter": lambda y, x, p: p.data.__setitem__(1, x.amax((0, 1))),
+}
+
+
+@pytest.mark.parametrize("what", STAYING_PLAIN)
+def test_a_plain_tensor_that_is_changed_without_gradients_stays_plain_and_alike(P_world, what):
     P_x = P_world.create_cartesian_topology_partition((1, P_world.size, 1))
     whole = numbers(3, 6, 5).detach()
-    x = block(P_x, whole)
-    average = torch.ones(3, 6, 5, dtype=torch.float64)
-    view = average.detach()
-    view.mul_(0.9).add_(0.1 * x)
-    assert not isinstance(average, SplitTensor)
-    torch.testing.assert_close(average, 0.9 + 0.1 * whole)
+
+    def changed(x):
+        y, p = torch.ones(3, 6, 5, dtype=torch.float64), nn.Parameter(torch.ones(3, 6, 5).double())
+        view = y.detach()
+        with torch.no_grad():
+            STAYING_PLAIN[what](view, x, p)
+        assert not isinstance(y, SplitTensor) and type(p) is nn.Parameter
+        return y, p
+
+    torch.testing.assert_close(changed(block(P_x, whole)), changed(whole))
 
 
 def test_refused(P_world):
@@ -273,11 +295,11 @@ def test_refused(P_world):
     plain = torch.zeros(3, 6, 5, dtype=torch.float64)
     moved = x[:, 2]
     for function, words in (
-        (lambda: plain[0].__setitem__(slice(None), x[0]), "same memory"),
+        (lambda: plain[0].__setitem__(slice(None), y[0]), "same memory; write to its clone"),
         (lambda: plain[1].add_(y[0]), "same memory"),
         (lambda: nn.Parameter(plain.clone()).__setitem__(slice(None), x), "a Parameter"),
         (lambda: torch.ones(3, 6, 5, requires_grad=True).mul(2).add_(y), "has a gradient"),
-        (lambda: x[:, 2].mul_(2), "elements of it were moved"),
+        (lambda: x[:, 2].mul_(2), "a new tensor, without"),
         (lambda: moved.__setitem__(0, 1.0), "moved from another rank"),
         (lambda: x.__setitem__((x[..., 0] > 0, torch.tensor([0])), x[:2, 0, 0]), "torch.where"),
     ):
