@@ -276,8 +276,9 @@ def view_as_real(call: Call, site: Site, x: SplitTensor) -> SplitTensor:
 @of_cut(uncut=True)
 def view_as_complex(call: Call, site: Site, x: SplitTensor) -> SplitTensor:
     """Each rank views its block; the last dimension becomes whole first."""
-    last = x.dim() - 1
+    # Raises torch's error about strides on all ranks.
+    last, strides = x.dim() - 1, strides_of(x, call[0])
     local, layout = with_whole(site, x, (last,))
     moved = layout is not x._layout
     y = call[0](local.contiguous() if moved else local)
-    return seen_of(x, y, lay.reordered(layout, range(last)), strides_of(x, call[0]), moved)
+    return seen_of(x, y, lay.reordered(layout, range(last)), strides, moved)
