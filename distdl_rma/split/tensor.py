@@ -55,6 +55,7 @@ OF_NO_BLOCK = (
 # Shape queries that torch makes within its own code.
 _QUERIES = "dim", "size", "sym_size", "numel", "sym_numel", "is_contiguous", "sym_is_contiguous"
 _SHAPE_QUERIES = frozenset(getattr(torch.ops.aten, name) for name in _QUERIES)
+_ITEM = torch.ops.aten._local_scalar_dense.default
 # Reason for refusing access to the values of a cut tensor.
 ON_MANY_RANKS = "the values are on many ranks; full_tensor() brings all of them, to_local() shows those here"
 # Kinds for which a rank with an empty block raises the same errors as the others.
@@ -134,11 +135,14 @@ class SplitTensor(torch.Tensor):
     _layout: Decomposition
     # Torch would return a view of this; the block is a copy, invalid once the original changes.
     _copy_of: Original | None
-    # Whether the whole tensor would be a view with gaps, or in another order, in memory; None if unknown.
-    _strided: bool | None = False
-    # Whether it is a view of another tensor; and which one, if that is in no graph.
+    # Strides of the whole tensor in torch; None if it fills memory in the order of its dimensions.
+    _strides: tuple[int, ...] | None = None
+    # Whether it is a view of another tensor; of views outside of graphs, the tensor that is no view itself,
+    # and that tensor's views.
     _is_seen = False
     _viewed: SplitTensor | None = None
+    _views: set[weakref.ref[SplitTensor]] | None = None
+    __hash__ = object.__hash__
     _shown = False
     # Hash of how it was computed outside of models, see ``LossOrigin``.
     _loss_hash = 1 << 40
@@ -392,6 +396,9 @@ class SplitTensor(torch.Tensor):
         name, inside = str(func), runs()
         if func.overloadpacket in _SHAPE_QUERIES:
             return func(torch.empty(args[0]._layout.shape, device="meta"), *args[1:])
+        if func is _ITEM and not args[0].is_split:
+            # A number among the arguments of a function, such as an extent.
+            return func(args[0]._local)
         # Whether torch is putting a gradient into .grad.
         accumulates = isinstance(torch._C._current_autograd_node(), _ACCUMULATES)
         if name == "aten.detach.default" and (inside or not accumulates):

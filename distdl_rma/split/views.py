@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
+from weakref import ref
 
 import torch
 
@@ -21,25 +24,41 @@ _ORDERS: dict[Any, tuple[int, ...]] = {
 
 
 def seen_of(
-    x: SplitTensor, y: torch.Tensor, layout: Decomposition, moved: bool = False, strided: bool = False
+    x: SplitTensor,
+    y: torch.Tensor,
+    layout: Decomposition,
+    strides: tuple[int, ...] | None,
+    moved: bool = False,
 ) -> SplitTensor:
-    """Split tensor of a result that is a view of ``x`` in torch.
+    """Split tensor of a result that is a view of ``x`` in torch, with these ``strides``.
 
-    ``moved`` says that it is a copy here. ``strided`` says that the view of the whole tensor does not fill
-    its memory in the order of its dimensions, which the strides of blocks may not show.
+    ``moved`` says that it is a copy here.
     """
     original = None if x._copy_of is None else x._copy_of.block
     found = SplitTensor(y, layout, x._local if moved and original is None else original)
-    if strided:
-        found._strided = True
-    elif x._strided is not False:
-        found._strided = None
+    if strides is not None:
+        found._strides = strides
     if not moved:
         found._is_seen = True
         if not x._local.requires_grad:
             # Otherwise a change cannot put it into a graph; and a detached tensor must not keep the graph.
-            found._viewed = x
+            viewed = found._viewed = x if x._viewed is None else x._viewed
+            if viewed._views is None:
+                viewed._views = set()
+            viewed._views.add(ref(found, viewed._views.discard))
     return found
+
+
+def in_memory(x: SplitTensor) -> torch.Tensor:
+    """A tensor of the meta device with shape, type and strides of the whole tensor."""
+    whole = torch.empty(x._layout.shape, dtype=x._local.dtype, device="meta")
+    return whole if x._strides is None else whole.as_strided(x._layout.shape, x._strides)
+
+
+def strides_of(x: SplitTensor, function: Callable[[torch.Tensor], torch.Tensor]) -> tuple[int, ...] | None:
+    """Strides of a function's result of the whole tensor; None if it fills memory in order."""
+    y = function(in_memory(x))
+    return None if y.is_contiguous() else y.stride()
 
 
 def fills_memory(x: SplitTensor, memory_format: Any = torch.contiguous_format) -> bool:
@@ -65,17 +84,17 @@ def begin_change(func: Any, x: SplitTensor, why: str = _MOVED) -> None:
 def end_change(x: SplitTensor) -> SplitTensor:
     """The same tensor after a change in place, which may put its block into a graph or take it out.
 
-    The tensors of which it is a view change with it.
+    The tensor of which it is a view, and that tensor's other views, change with it.
     """
-    viewed: SplitTensor | None = x
-    while viewed is not None:
-        needs = viewed._local.requires_grad
-        # Torch puts integers into a graph, too, if a comparison writes them; they have no gradient.
-        if (
-            needs is not viewed.requires_grad
-            and viewed.grad_fn is None
-            and (viewed.is_floating_point() or viewed.is_complex())
-        ):
-            viewed.requires_grad_(needs)
-        viewed = viewed._viewed
+    # Torch puts integers into a graph, too, if a comparison writes them; they have no gradient.
+    if x._local.requires_grad is x.requires_grad or not (x.is_floating_point() or x.is_complex()):
+        return x
+    viewed = x if x._viewed is None else x._viewed
+    for each in (viewed, *(view() for view in viewed._views or ())):
+        if each is not None and each.grad_fn is None:
+            each.requires_grad_(each._local.requires_grad)
+            # Torch makes the node of a view when it is asked, and refuses some views, then and when they are
+            # used. The node is to be older than those of calls that use the view.
+            with suppress(RuntimeError):
+                _ = each._local.grad_fn
     return x

@@ -20,8 +20,17 @@ MADE = {
     "reordered there and back": lambda x: x.t().contiguous().t().contiguous(),
     "columns": lambda x: x[:, :2].contiguous(),
     "a column": lambda x: x[:, 1:2].contiguous(),
+    "a row, turned": lambda x: x.t()[:1].contiguous(),
+    "a row, turned and longer": lambda x: x.t()[1].unsqueeze(1).contiguous(),
+    "a column as a vector": lambda x: x[:, :1].squeeze(1).contiguous(),
+    "every second row as columns": lambda x: x[::2].unsqueeze(0).contiguous(),
+    "a turned result": lambda x: x.t().relu().contiguous(),
     "some rows": lambda x: x[:2].contiguous(),
     "every second row": lambda x: x[::2].contiguous(),
+    "a turned vector": lambda x: x[:1].t().contiguous(),
+    "channels last, longer": lambda x: (
+        x[None, :, :, None].contiguous(memory_format=torch.channels_last)[None].contiguous()
+    ),
     "channels last": lambda x: x[None, :, :, None].contiguous(memory_format=torch.channels_last),
     "the same type": lambda x: x.double(),
     "a real part": lambda x: x.real,
@@ -151,6 +160,20 @@ def view_written(y):
     return Double.apply(x)
 
 
+def seen_before(y):
+    x = y.detach() * 0
+    seen = x.t()[1:3]
+    x.add_(y)
+    return Double.apply(seen)
+
+
+def seen_beside(y):
+    x = y.detach() * 0
+    seen = x[:2].t()
+    x.t()[1:3].add_(y.t()[:2])
+    return Double.apply(seen)
+
+
 def taken_out(y):
     x = y * 2
     x.detach_()
@@ -158,6 +181,5 @@ def taken_out(y):
     return x * y
 
 
-test_gradients_that_are_needed_since_a_change = forms(
-    {f.__name__: (f, [(3, 4)]) for f in (elements_written, masked_elements_written, view_written, taken_out)}
-)
+CHANGED = elements_written, masked_elements_written, view_written, seen_before, seen_beside, taken_out
+test_gradients_that_are_needed_since_a_change = forms({f.__name__: (f, [(3, 4)]) for f in CHANGED})

@@ -9,7 +9,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial
-from math import prod
+from math import isnan, nan, prod
 from typing import Any
 
 import torch
@@ -70,7 +70,9 @@ def _kind(argument: Any) -> Any:
     # A hashable key. For an index that every rank has, it includes the smallest and the largest value; for a
     # mask, also the number of true ones. The type, since a number and a bool may be equal.
     if argument.__class__ in _NUMBERS:
-        return argument.__class__, argument
+        # One object for all NaNs, which equal no other one.
+        is_nan = argument.__class__ is float and isnan(argument)
+        return argument.__class__, nan if is_nan else argument
     if isinstance(argument, torch.Tensor):
         ends: tuple[float, ...] = ()
         split = _is_split(argument)

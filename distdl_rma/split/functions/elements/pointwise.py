@@ -6,6 +6,7 @@ Operands with other cuts are redistributed first.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -29,7 +30,7 @@ from distdl_rma.split.operands import (
 from distdl_rma.split.redistribution import redistributed
 from distdl_rma.split.reduction_axes import laid_out, with_whole
 from distdl_rma.split.tensor import SplitTensor, become_split, checked_block, composed, refused
-from distdl_rma.split.views import begin_change, end_change, fills_memory, seen_of
+from distdl_rma.split.views import begin_change, end_change, fills_memory, in_memory, seen_of, strides_of
 
 _UNARY = """
 abs absolute neg negative sign sgn signbit exp exp2 expm1 log log2 log10 log1p sqrt rsqrt square
@@ -71,7 +72,9 @@ def _in_place(func: Any, kwargs: dict[str, Any]) -> bool:
     *(f"{name}_" for name in (*_UNARY, *_BINARY) if not name.endswith("_")),
     *("copy_", "detach_"),
 )
-def pointwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def pointwise(  # noqa: C901 - runs for every function of elements
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
     """Each rank computes its block from the blocks of the operands."""
     layout, blocks = None, list[Any]()
     for argument in args:
@@ -93,7 +96,11 @@ def pointwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if isinstance(y, str) or y is NotImplemented:
             return y
         raise refused(func, "what it returns has another shape on each rank")
-    return SplitTensor(y, layout)
+    found = SplitTensor(y, layout)
+    if args[0].__class__ is SplitTensor and args[0]._strides is not None:
+        # Torch keeps the order in memory of the first operand.
+        found._strides = strides_of(args[0], torch.empty_like)
+    return found
 
 
 @rule(
@@ -105,7 +112,9 @@ def viewed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Each rank views its block as torch views the whole tensor."""
     (x,) = args
     y = func(local := checked_block(x), **kwargs)
-    return x if y is local else seen_of(x, y, x._layout)
+    if y is local:
+        return x
+    return seen_of(x, y, x._layout, strides_of(x, func) if y.dtype != local.dtype else x._strides)
 
 
 @rule("pointwise", torch.Tensor.contiguous)
@@ -113,13 +122,13 @@ def contiguous(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The tensor itself where torch returns that; else each rank copies its block."""
     (x,), form = args, kwargs.get("memory_format", torch.contiguous_format)
     y = func(local := checked_block(x), memory_format=form)
-    if y is not local:
-        return SplitTensor(y, x._layout)
-    surely = x._strided and form is torch.contiguous_format
-    if surely or not fills_memory(x, form):
-        return SplitTensor(local.clone(memory_format=form), x._layout)
-    # Torch may return a copy, although the block fills its memory.
-    return x if x._strided is False else seen_of(x, local, x._layout, moved=True)
+    filled = fills_memory(x, form) if x._strides is None else in_memory(x).is_contiguous(memory_format=form)
+    if filled and y is local:
+        return x
+    found = SplitTensor(local.clone(memory_format=form) if y is local else y, x._layout)
+    if form is not torch.contiguous_format:
+        found._strides = strides_of(x, partial(torch.clone, memory_format=form))
+    return found
 
 
 def _changed(func: Any, x: SplitTensor) -> SplitTensor:
@@ -178,7 +187,12 @@ def retyped(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if not isinstance(x, SplitTensor):
         return func(x, *others, **kwargs)
     y = func(local := checked_block(x), *others, **kwargs)
-    return x if y is local else SplitTensor(y, x._layout)
+    if y is local:
+        return x
+    found = SplitTensor(y, x._layout)
+    if x._strides is not None:
+        found._strides = strides_of(x, torch.empty_like)
+    return found
 
 
 @checked_rule("pointwise", "prelu")
@@ -262,15 +276,16 @@ def fused(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
 def view_as_real(call: Call, site: Site, x: SplitTensor) -> SplitTensor:
     """Each rank views its block; the new last dimension is whole."""
     y = call[0](checked_block(x))
-    return seen_of(x, y, laid_out(x._layout, [*range(x.dim()), None], y))
+    return seen_of(x, y, laid_out(x._layout, [*range(x.dim()), None], y), strides_of(x, call[0]))
 
 
 @checked_rule("pointwise", "view_as_complex")
 @of_cut(uncut=True)
 def view_as_complex(call: Call, site: Site, x: SplitTensor) -> SplitTensor:
     """Each rank views its block; the last dimension becomes whole first."""
-    last = x.dim() - 1
+    # Raises torch's error about strides on all ranks.
+    last, strides = x.dim() - 1, strides_of(x, call[0])
     local, layout = with_whole(site, x, (last,))
     moved = layout is not x._layout
     y = call[0](local.contiguous() if moved else local)
-    return seen_of(x, y, lay.reordered(layout, range(last)), moved)
+    return seen_of(x, y, lay.reordered(layout, range(last)), strides, moved)

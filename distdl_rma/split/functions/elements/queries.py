@@ -230,7 +230,7 @@ def data(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The block outside of any graph, for reading; to write, call ``detach()``."""
     x = args[0]
     # Outside of the graph, changes of the result would not invalidate copies that were made of the tensor.
-    return seen_of(x, checked_block(x).data, x._layout, moved=True)
+    return seen_of(x, checked_block(x).data, x._layout, x._strides, moved=True)
 
 
 rule("value", _T.__deepcopy__, doc="A copy of the block; of leaves only, as in torch.")(pointwise)

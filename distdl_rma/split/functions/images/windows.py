@@ -248,6 +248,8 @@ def padded(call: Call, site: Site, x: SplitTensor, pad: Any, mode: str, value: A
     """Padding in every mode, and cropping; ranks fetch the elements of their part of the result."""
     func, sides = call[0], tuple(int(n) for n in pad)
     value = 0.0 if value is None or mode != "constant" else value
+    # One object for all NaNs, so that the operation is found again.
+    value = math.nan if math.isnan(value) else value
     if mode == "circular" and any(
         min(pair) < 0 < max(pair) for pair in zip(sides[::2], sides[1::2], strict=True)
     ):

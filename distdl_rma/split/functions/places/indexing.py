@@ -42,7 +42,7 @@ from distdl_rma.split.operands import (
 from distdl_rma.split.redistribution import redistributed, reduced
 from distdl_rma.split.reduction_axes import laid_out, positive, with_whole
 from distdl_rma.split.tensor import SplitTensor, any_cut, checked_block, composed, refused
-from distdl_rma.split.views import seen_of
+from distdl_rma.split.views import seen_of, strides_of
 
 _T: Any = torch.Tensor
 
@@ -54,22 +54,19 @@ def narrowed(x: SplitTensor, dim: int, start: int, length: int) -> SplitTensor:
 
 def _cut_out(x: SplitTensor, slices: tuple[tuple[int, int, int, int], ...]) -> SplitTensor:
     # Slices of some dimensions, given as dimension, start, stop and step.
-    def make() -> tuple[Decomposition, tuple[slice, ...], bool]:
+    def make() -> tuple[Decomposition, tuple[slice, ...], Any]:
         splits: dict[int, Split] = {}
         place, local = x._layout.partition.index or (), [slice(None)] * len(x._layout.shape)
+        whole = local.copy()
         for dim, start, stop, step in slices:
             splits[dim], within = layout_choice.sliced(x._layout.splits[dim], start, stop, step)
             part = place[x._layout.axes.index(dim)] if dim in x._layout.axes else 0
-            local[dim] = slice(*within[part], step)
-        result = lay.with_splits(x._layout, splits)
-        strided = any(
-            step > 1 or (stop - start < x._layout.shape[dim] and prod(result.shape[:dim]) > 1)
-            for dim, start, stop, step in slices
-        )
-        return result, tuple(local), strided
+            local[dim], whole[dim] = slice(*within[part], step), slice(start, stop, step)
+        strides = strides_of(x, lambda memory: memory[tuple(whole)])
+        return lay.with_splits(x._layout, splits), tuple(local), strides
 
-    layout, here, strided = derived(x, ("slices", slices), make)
-    return seen_of(x, checked_block(x)[here], layout, strided=strided)
+    layout, here, strides = derived(x, ("slices", slices, x._strides), make)
+    return seen_of(x, checked_block(x)[here], layout, strides)
 
 
 def _one(func: Any, x: SplitTensor, dim: int, at: int) -> SplitTensor:
@@ -86,9 +83,19 @@ def _one(func: Any, x: SplitTensor, dim: int, at: int) -> SplitTensor:
         local, at = redistributed(site_for(func, x), checked_block(x), x._layout, target, what), 0
     else:
         local, target = checked_block(x), x._layout
+    layout, strides = _of_elements(x, target, dim)
+    return seen_of(x, local.select(dim, at), layout, strides, moved)
+
+
+def _of_elements(x: SplitTensor, target: Decomposition, dim: int) -> tuple[Decomposition, Any]:
+    # Layout and strides of an element of a dimension that is whole in ``target``.
     order = [d for d in range(len(target.shape)) if d != dim]
-    layout = derived(x, ("element", target, dim), lambda: lay.reordered(target, order))
-    return seen_of(x, local.select(dim, at), layout, moved)
+
+    def make() -> tuple[Decomposition, Any]:
+        layout = lay.reordered(target, order)
+        return layout, strides_of(x, lambda memory: memory.select(dim, 0)) if x._layout.shape[dim] else None
+
+    return derived(x, ("element", target, dim, x._strides), make)
 
 
 @rule("movement", "narrow", "select")
@@ -114,9 +121,8 @@ def unbind(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     on_shape(x).unbind(dim)
     dim %= len(x._layout.shape)
     local, layout = with_whole(site_for(func, x), x, [dim])
-    order = [d for d in range(len(layout.shape)) if d != dim]
-    result = derived(x, ("element", layout, dim), lambda: lay.reordered(layout, order))
-    found = tuple(seen_of(x, each, result, layout is not x._layout) for each in local.unbind(dim))
+    result, strides = _of_elements(x, layout, dim)
+    found = tuple(seen_of(x, each, result, strides, layout is not x._layout) for each in local.unbind(dim))
     return iter(found) if func is _T.__iter__ else found
 
 
@@ -175,6 +181,20 @@ def one_each(ndim: int, given: Sequence[Any]) -> list[Any]:
     return found + [slice(None)] * left
 
 
+def _with_new(x: SplitTensor, news: Sequence[int]) -> SplitTensor:
+    # With new dimensions at these places.
+    order: list[int | None] = list(range(len(x._layout.shape)))
+    for at in news:
+        order.insert(at, None)
+    index = tuple(None if d is None else slice(None) for d in order)
+
+    def make() -> tuple[Decomposition, Any]:
+        return lay.reordered(x._layout, order), strides_of(x, lambda memory: memory[index])
+
+    layout, strides = derived(x, ("new", tuple(order), x._strides), make)
+    return seen_of(x, checked_block(x)[index], layout, strides)
+
+
 def basic(func: Any, x: SplitTensor, given: Sequence[Any]) -> tuple[SplitTensor, dict[int, torch.Tensor]]:
     """Applies numbers, slices and None; also returns the tensors of indices, by dimension of the result."""
     chosen: dict[int, torch.Tensor] = {}
@@ -205,13 +225,7 @@ def basic(func: Any, x: SplitTensor, given: Sequence[Any]) -> tuple[SplitTensor,
         y = _one(func, y, dim, number)
     if not news:
         return y, chosen
-    order: list[int | None] = list(range(len(y._layout.shape)))
-    local = checked_block(y)
-    for at in news:
-        order.insert(at, None)
-        local = local.unsqueeze(at)
-    layout = derived(y, ("new", tuple(order)), lambda: lay.reordered(y._layout, order))
-    return seen_of(y, local, layout), chosen
+    return _with_new(y, news), chosen
 
 
 def _bounds(given: slice, dim: int, extent: int) -> list[tuple[int, int, int, int]]:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
+from functools import wraps
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
+from torch.nn import functional as F  # noqa: N812
 
 from distdl_rma.errors import ShapeError
 from distdl_rma.geometry.box import Box
@@ -30,8 +32,8 @@ from distdl_rma.split.operands import (
 )
 from distdl_rma.split.redistribution import redistributed
 from distdl_rma.split.reduction_axes import laid_out, positive, with_whole
-from distdl_rma.split.tensor import SplitTensor, checked_block, composed
-from distdl_rma.split.views import seen_of
+from distdl_rma.split.tensor import SplitTensor, any_cut, checked_block, composed
+from distdl_rma.split.views import seen_of, strides_of
 
 
 @rule("movement", "cat", "concat", "concatenate")
@@ -111,6 +113,34 @@ def stacked(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return composed(torch.cat, more, dim)
 
 
+def _of_all(function: Any) -> Any:
+    # Handler of a function of any number of tensors, as a composition of others.
+    @wraps(function)
+    def called(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return composed(function, *args) if any_cut(args) else on_whole_tensors(func, args, kwargs)
+
+    return called
+
+
+@checked_rule("movement", torch.block_diag)
+@_of_all
+def block_diagonal(*tensors: Any) -> Any:
+    """As ``cat`` of padded rows."""
+    blocks = [torch.atleast_2d(x) for x in tensors]
+    ends = [*accumulate((x.shape[1] for x in blocks), initial=0)]
+    sides = [(start, ends[-1] - stop) for start, stop in pairwise(ends)]
+    return torch.cat([F.pad(x, around) for x, around in zip(blocks, sides, strict=True)])
+
+
+@checked_rule("movement", torch.cartesian_prod)
+@_of_all
+def products_of_sets(*tensors: Any) -> Any:
+    """As ``stack`` of the grids of ``meshgrid``."""
+    if len(tensors) == 1:
+        return tensors[0].view_as(tensors[0])
+    return torch.stack([grid.reshape(-1) for grid in torch.meshgrid(*tensors, indexing="ij")], 1)
+
+
 @rule(
     "movement",
     *"split split_with_sizes chunk tensor_split unsafe_chunk unsafe_split unsafe_split_with_sizes".split(),
@@ -165,7 +195,10 @@ def _enter(
         for at in sorted(given[name] % y.dim() for name in new):
             order.insert(at, None)
         result = laid_out(layout, [*order, *(None,) * (y.dim() - len(order))], y)
-        return seen_of(x, y, result, layout is not x._layout) if view else SplitTensor(y, result)
+        if not view:
+            return SplitTensor(y, result)
+        strides = strides_of(x, lambda memory: func(memory, *rest, **kwargs))
+        return seen_of(x, y, result, strides, layout is not x._layout)
 
     checked_rule("movement", *names, doc=doc)(handler)
 

@@ -19,7 +19,7 @@ from distdl_rma.split.operands import of_cut, on_whole_tensors, site_for
 from distdl_rma.split.redistribution import redistributed
 from distdl_rma.split.reduction_axes import laid_out, positive, with_whole
 from distdl_rma.split.tensor import SplitTensor, checked_block, composed, refused
-from distdl_rma.split.views import fills_memory, seen_of
+from distdl_rma.split.views import fills_memory, seen_of, strides_of
 
 _T: Any = torch.Tensor
 _V = TypeVar("_V")
@@ -37,11 +37,11 @@ def frozen(argument: Any) -> Any:
     if isinstance(argument, (list, tuple)):
         # A tensor without dimensions stands for a number.
         return tuple(
-            each.item() if type(each) is torch.Tensor and not each.dim() else frozen(each)
+            each.item() if isinstance(each, torch.Tensor) and not each.dim() else frozen(each)
             for each in argument
         )
     if isinstance(argument, dict):
-        return tuple((key, frozen(each)) for key, each in argument.items())
+        return tuple(argument), frozen([*argument.values()])
     return argument
 
 
@@ -64,15 +64,14 @@ def reordered(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Reorders dimensions; each rank keeps its block."""
     x, *rest = args
 
-    def make() -> tuple[Decomposition, bool]:
+    def make() -> tuple[Decomposition, Any]:
         # All extents differ, so they identify the dimensions.
         probe = func(torch.empty(tuple(range(1, len(x._layout.shape) + 1)), device="meta"), *rest, **kwargs)
         order = [n - 1 for n in probe.shape]
-        long = [d for d in order if x._layout.shape[d] != 1]
-        return lay.reordered(x._layout, order), long != sorted(long)
+        return lay.reordered(x._layout, order), strides_of(x, lambda whole: func(whole, *rest, **kwargs))
 
-    layout, strided = derived(x, (func, frozen(rest), frozen(kwargs)), make)
-    return seen_of(x, func(checked_block(x), *rest, **kwargs), layout, strided=strided)
+    layout, strides = derived(x, (func, frozen(rest), frozen(kwargs), x._strides), make)
+    return seen_of(x, func(checked_block(x), *rest, **kwargs), layout, strides)
 
 
 @rule(
@@ -103,13 +102,17 @@ def reshaped(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if func is _T.view and isinstance(given, torch.dtype):
         if given.itemsize != x._local.dtype.itemsize:
             raise refused(func, "a type of another size changes extents of blocks")
-        return seen_of(x, checked_block(x).view(given), x._layout)
+        return seen_of(x, checked_block(x).view(given), x._layout, x._strides)
 
-    def make() -> tuple[Decomposition, Decomposition]:
-        return layout_choice.reshaped(x._layout, tuple(func(on_shape(x), *rest, **kwargs).shape))
+    def make() -> tuple[Decomposition, Decomposition, Any]:
+        shape = tuple(func(on_shape(x), *rest, **kwargs).shape)
+        try:
+            strides: Any = strides_of(x, lambda whole: whole.view(shape))
+        except RuntimeError:
+            strides = _COPIED
+        return *layout_choice.reshaped(x._layout, shape), strides
 
-    source, result = derived(x, (func, frozen(rest), frozen(kwargs)), make)
-    return _reshaped(func, x, source, result)
+    return _reshaped(func, x, *derived(x, (func, frozen(rest), frozen(kwargs), x._strides), make))
 
 
 def reshape(x: SplitTensor, shape: Sequence[int]) -> SplitTensor:
@@ -118,21 +121,29 @@ def reshape(x: SplitTensor, shape: Sequence[int]) -> SplitTensor:
     return found
 
 
-def _reshaped(func: Any, x: SplitTensor, source: Decomposition, result: Decomposition) -> SplitTensor:
+# Stands for the strides of what torch cannot show by a view.
+_COPIED = object()
+
+
+def _reshaped(
+    func: Any, x: SplitTensor, source: Decomposition, result: Decomposition, strides: Any
+) -> SplitTensor:
     shape = result.box(result.partition.me).shape
     if source is x._layout:
-        y, strides = checked_block(x).reshape(shape), x._local.stride()
+        y, here = checked_block(x).reshape(shape), x._local.stride()
         # Whether strides decrease, as in contiguous memory.
-        in_order = all(a >= b for a, b in pairwise(strides))
-        if not in_order and y.data_ptr() == x._local.data_ptr() and not _views(x, result.shape):
+        in_order = x._strides is not None or all(a >= b for a, b in pairwise(here))
+        copied = strides is _COPIED or not (in_order or _views(x, result.shape))
+        if copied and y.data_ptr() == x._local.data_ptr():
             y = y.clone()
+        if strides is _COPIED:
+            return SplitTensor(y, result)
         # Torch may return a copy of a view, so that the result counts as one on all ranks.
-        may_copy = x._is_seen and func.__name__ in _MAY_COPY
-        unsure = may_copy and (x._strided is not False or not fills_memory(x))
-        return seen_of(x, y, result, moved=unsure)
+        unsure = x._is_seen and func.__name__ in _MAY_COPY and x._strides is None and not fills_memory(x)
+        return seen_of(x, y, result, strides, unsure)
     local = redistributed(site_for(func, x), checked_block(x), x._layout, source, "reshaped")
     # Counts as a copy on all ranks: the strides of blocks do not tell whether torch would return a view.
-    return seen_of(x, local.reshape(shape), result, moved=True)
+    return seen_of(x, local.reshape(shape), result, None if strides is _COPIED else strides, True)
 
 
 # Functions that return a view if possible, otherwise a copy.
@@ -175,7 +186,9 @@ def _expanded(func: Any, x: SplitTensor, shape: tuple[int, ...]) -> SplitTensor:
         return uncut(longer, {d: n for d, n in enumerate(shape) if n != longer.shape[d]})
 
     result = derived(x, ("expanded", layout, shape), make)
-    return seen_of(x, local.expand(result.box(result.partition.me).shape), result, layout is not x._layout)
+    strides = strides_of(x, lambda whole: whole.expand(shape))
+    y = local.expand(result.box(result.partition.me).shape)
+    return seen_of(x, y, result, strides, layout is not x._layout)
 
 
 @rule("movement", "broadcast_tensors")

@@ -213,7 +213,7 @@ def _chosen_rows(part: Any, at: int, mask: Any, ones: Sequence[int], value: Any)
 @checked_rule(
     "movement",
     *"scatter_ scatter_add_ scatter_reduce_ index_add_ index_copy_ index_fill_ triu_ tril_".split(),
-    *"cumsum_ cumprod_ addmm_ addmv_ addbmm_ baddbmm_ addr_".split(),
+    *"cumsum_ cumprod_ renorm_ addmm_ addmv_ addbmm_ baddbmm_ addr_".split(),
 )
 def in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Computes the form without the underscore and writes the blocks; a plain tensor becomes split."""

@@ -34,7 +34,7 @@ from distdl_rma.split.operands import (
 from distdl_rma.split.redistribution import all_sum
 from distdl_rma.split.reduction_axes import laid_out, positive, with_an_element, with_whole
 from distdl_rma.split.tensor import SplitTensor, checked_block, composed, refused
-from distdl_rma.split.views import seen_of
+from distdl_rma.split.views import seen_of, strides_of
 
 _T: Any = torch.Tensor
 # A label for each dimension of an operand; as in einsum, equal labels are one index.
@@ -89,7 +89,7 @@ def contracted(
         y = product_of(compute, operands, blocks, work.result)
         x = operands[0]
         if len(operands) == 1 and isinstance(x, SplitTensor) and y._is_view():
-            return seen_of(x, y, work.result, blocks[0] is not x._local, strided=True)
+            return seen_of(x, y, work.result, strides_of(x, compute), blocks[0] is not x._local)
         return SplitTensor(y, work.result)
     y, dtype = _summed(site, compute, operands, blocks, work)
     return SplitTensor(y.to(dtype), work.result)
@@ -128,10 +128,11 @@ def product_of(
 
 def _type_of(compute: Any, operands: Sequence[torch.Tensor]) -> torch.dtype:
     # Torch's dtype, or its error, from at most two elements per dimension: under autocast, products of one
-    # element have other dtypes.
-    kinds = {x.dtype for x in operands}
-    if len(kinds) == 1 and not torch.is_autocast_enabled("cpu"):
-        return kinds.pop()
+    # element have other dtypes. Sums of integers may be longer ones.
+    kind = operands[0].dtype
+    same = (kind.is_floating_point or kind.is_complex) and all(x.dtype is kind for x in operands)
+    if same and not torch.is_autocast_enabled("cpu"):
+        return kind
     few = [torch.zeros([min(n, 2) for n in frozen(x)], dtype=x.dtype) for x in operands]
     found: torch.dtype = compute(*few).dtype
     return found

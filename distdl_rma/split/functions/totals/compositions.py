@@ -38,6 +38,23 @@ def cosine_similarity(x1: Any, x2: Any, dim: int, eps: float) -> Any:
     return (x1 / length(x1) * (x2 / length(x2))).sum(dim)
 
 
+@checked_rule("norm", "renorm")
+@composition
+def renorm(x: Any, p: Any, dim: int, maxnorm: Any) -> Any:
+    """Norms, combined over the ranks, then factors."""
+    others = [d for d in range(x.dim()) if d != dim % x.dim()]
+    wide = torch.float32 if x.dtype in (torch.float16, torch.bfloat16) else None
+    norm = torch.linalg.vector_norm(x, p, others, True, dtype=wide)
+    return x * torch.where(norm > maxnorm, maxnorm / (norm + 1e-7), 1.0).to(x.dtype)
+
+
+@checked_rule("reduction", torch.Tensor.__contains__)
+@composition
+def contains(x: Any, element: Any) -> bool:
+    """Whether any rank's block has the element."""
+    return bool((x == element).any())
+
+
 @checked_rule("norm", F.pairwise_distance)
 @composition
 def pairwise_distance(x1: Any, x2: Any, p: float, eps: float, keepdim: bool) -> Any:

@@ -5,6 +5,7 @@ import torch
 from torch.nn import functional as F  # noqa: N812
 
 from distdl_rma.errors import ShapeError
+from distdl_rma.split.functions.images import windows
 from tests.split.against_whole import block, called, check, forms, numbers
 from tests.split.samples import samples_of
 
@@ -57,6 +58,7 @@ FORMS = {
     "a line": (called(F.interpolate, scale_factor=2, mode="linear"), [(2, 3, 7)]),
     "a volume": (called(F.interpolate, scale_factor=2, mode="trilinear"), [(1, 2, 3, 4, 5)]),
     "a value around": (called(F.pad, (1, 2, 0, 1), mode="constant", value=1.5), [(3, 3, 9, 7)]),
+    "not a number around": (called(F.pad, (1, 2, 0, 1), value=float("nan")), [(3, 3, 9, 7)]),
     "around all": (called(F.pad, (1, 0, 0, 1, 2, 1, 1, 1), value=-2.0), [(3, 3, 9, 7)]),
     "cropped": (called(F.pad, (-1, -2, 1, -3)), [(3, 3, 9, 7)]),
     "circular, cropped": (called(F.pad, (-2, 3, 1, -1), mode="circular"), [(3, 3, 9, 7)]),
@@ -127,3 +129,13 @@ def test_max_unpool_by_indices_in_any_order_of_memory(P_world):
     F.max_unpool2d(whole, index, 2).square().sum().backward()
     F.max_unpool2d(mine, across, 2).square().sum().backward()
     torch.testing.assert_close(mine.grad.full_tensor(), whole.grad)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_padding_by_nan_is_planned_once(P_world, monkeypatch):
+    x = block(P_world.create_cartesian_topology_partition((1, 1, P_world.size)), numbers(1, 2, 8))
+    made, plan = [], windows.Padding
+    monkeypatch.setattr(windows, "Padding", lambda *given: made.append(given) or plan(*given))
+    for _ in range(3):
+        F.pad(x, (1, 2), value=float("nan"))
+    assert len(made) == 1

@@ -62,6 +62,7 @@ test_forms = forms(FORMS)
 test_samples_of_torch = samples_of("places.shapes", 3)
 
 
+@pytest.mark.mpi(min_size=2)
 def test_a_leading_cut_stays_without_movement(P_world):
     P_x = P_world.create_cartesian_topology_partition((1, 1, P_world.size, 1))
     x = block(P_x, numbers(1, 3, 7 * P_world.size, 7))
@@ -72,6 +73,7 @@ def test_a_leading_cut_stays_without_movement(P_world):
     assert cut.to_local().data_ptr() == x.to_local().data_ptr()
 
 
+@pytest.mark.mpi(min_size=2)
 def test_views_that_moved_are_not_changed_in_place(P_world):
     P_x = P_world.create_cartesian_topology_partition((1, 1, P_world.size, 1))
     x = block(P_x, numbers(1, 4, 6, 2).detach())
@@ -111,6 +113,17 @@ def test_whether_a_reshaped_copy_may_change_is_alike_on_all_ranks(P_world):
     x = block(grid, numbers(3, 4, 2, 1).detach()) * 1.0
     with pytest.raises(UnsupportedError, match="view of another"):
         x.view(-1).sub_(1.0)
+
+
+def test_numbers_that_every_rank_has_are_extents(P_world):
+    x = block(P_world.create_cartesian_topology_partition((1, P_world.size)), numbers(6, 4))
+    for extent in (3, 2, 6):
+        n = block(P_world.create_cartesian_topology_partition((P_world.size,)), torch.tensor([extent])).sum()
+        assert x.reshape(n, -1).shape == x.view((n, 24 // n)).shape == (extent, 24 // extent)
+        assert x[None].expand(n, -1, -1).shape == (extent, 6, 4)
+    zero = n * 0
+    assert x.flatten(start_dim=zero).shape == (24,)
+    assert x.flatten(start_dim=zero + 1).shape == (6, 4)
 
 
 def test_grids_of_coordinates(P_world):

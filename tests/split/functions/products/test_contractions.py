@@ -53,6 +53,7 @@ FORMS = {
     "contractions": (
         lambda x, y: torch.einsum("bhid, bhjd -> bhij", [x, y]), [(2, 3, 5, 4), (2, 3, 6, 4)]
     ),
+    "a sum of short integers": (partial(torch.einsum, "ij->i"), [torch.full((4, 6), 99, dtype=torch.uint8)]),
     "a diagonal": (partial(torch.einsum, "ii->i"), [(4, 4)]),
     "fewer rows than ranks": (lambda x, w: F.bilinear(x, x, w), [(2, 1)], [(3, 1, 1)]),
     "factors by name": (lambda x, y: torch.matmul(other=y, input=x), [(4, 4), (4, 4)]),

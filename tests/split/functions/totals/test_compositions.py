@@ -5,7 +5,7 @@ import torch
 from torch.nn import functional as F  # noqa: N812
 
 from distdl_rma.errors import UnsupportedError
-from tests.split.against_whole import block, called, check, forms, numbers
+from tests.split.against_whole import block, called, check, forms, grids, numbers
 from tests.split.samples import samples_of
 
 pytestmark = pytest.mark.mpi
@@ -17,6 +17,10 @@ FORMS = {
     "an integral of one": (torch.trapezoid, [(4, 1)]),
     "an integral along a cut": (lambda y, x: torch.trapz(y, x, dim=0), [(4, 5)], [(4,)]),
     "running integrals": (called(torch.cumulative_trapezoid, dx=0.5, dim=0), [(4, 5, 3)]),
+    **{
+        f"limited norms {p}, {dim}": (called(torch.renorm, p, dim, 1.5), [(5, 3, 4)])
+        for p, dim in ((2, 0), (1, 1), (float("inf"), -1))
+    },
     "norms that are kept": (lambda x, y: F.pairwise_distance(x, y, p=1, keepdim=True), [(5, 4), (5, 4)]),
 }
 test_forms = forms(FORMS)
@@ -36,6 +40,12 @@ def test_similarities_and_distances_of_what_broadcasts(P_world, shape):
         check(P_world, lambda x, y: F.cosine_similarity(x, y, 1) + F.cosine_similarity(y, x, -2), both)
     for dtype in (torch.float32, torch.int64):
         check(P_world, F.cosine_similarity, [x], [(9 * torch.rand(shape)).to(dtype)], atol=1e-6)
+
+
+def test_whether_an_element_is_there_is_known_to_all(P_world):
+    for grid in grids(2, P_world.size):
+        x = block(P_world.create_cartesian_topology_partition(grid), torch.arange(10).view(5, 2))
+        assert [each in x for each in (0, 9, torch.tensor(4), x[3, 1], 10)] == [True] * 4 + [False]
 
 
 @pytest.mark.sizes(2)
