@@ -86,9 +86,10 @@ from distdl_rma.segments.waiting import header as status
 class Struck:
     def __init__(self, form, signal):
         self._form, self._signal = form, signal
-    def pack_into(self, memory, at, *fields):
-        self._form.pack_into(memory, at, *fields)
+    def pack(self, checksum):
+        # The text is written, the fields and the checksum are not.
         os.kill(os.getpid(), self._signal)
+        return self._form.pack(checksum)
     def __getattr__(self, name):
         return getattr(self._form, name)
 
@@ -104,7 +105,7 @@ if comm.rank:
         # Once rank 0 has ended.
         wait = f"while kill -0 {reader}; do sleep 0.2; done; kill -9 {os.getpid()}"
         subprocess.Popen(["sh", "-c", wait], stdout=2, stderr=subprocess.DEVNULL, close_fds=True)
-    status._STATE._form = Struck(status._STATE._form, (signal.SIGKILL, signal.SIGSTOP)[comm.rank - 1])
+    status._CHECK = Struck(status._CHECK, (signal.SIGKILL, signal.SIGSTOP)[comm.rank - 1])
     # A long wait writes the header.
     letters[comm.rank - 1].notify_wait(0)
 for buffer, timeout in zip(reversed(letters), (1.5, 60)):

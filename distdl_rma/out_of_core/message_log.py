@@ -55,7 +55,7 @@ class MessageLog:
         with self._path(sample, sender, receiver).open("ab") as file:
             pieces = [np.asarray(piece, order="C") for piece in message.pieces]
             head = [address.channel, *message.kind, [(piece.dtype.str, piece.shape) for piece in pieces]]
-            file.write(json.dumps([_checksum(head, pieces), *head]).encode() + b"\n")
+            file.write(json.dumps([_of_head(head), _of_pieces(pieces), *head]).encode() + b"\n")
             for piece in pieces:
                 file.write(piece.data)
         self._spent += time.monotonic() - begin
@@ -91,10 +91,12 @@ class MessageLog:
             pairs.add((sender, receiver))
             with path.open("rb") as file:
                 while line := file.readline():
-                    checksum, *head = json.loads(line)
+                    of_head, of_pieces, *head = json.loads(line)
+                    if _of_head(head) != of_head:
+                        raise ValueError(f"{path} is damaged")
                     channel, fingerprint, dtype, forms = head
                     pieces = [np.fromfile(file, kind, prod(shape)).reshape(shape) for kind, shape in forms]
-                    if _checksum(head, pieces) != checksum:
+                    if _of_pieces(pieces) != of_pieces:
                         raise ValueError(f"{path} is damaged")
                     found.append((Address(channel, sender, receiver), Message(pieces, (fingerprint, dtype))))
         self._pairs |= pairs
@@ -105,8 +107,13 @@ class MessageLog:
         return self._folder / f"{sample}-{sender}-{receiver}{_SUFFIX}"
 
 
-def _checksum(head: list[Any], pieces: Iterable[Array]) -> int:
-    found = crc32(json.dumps(head).encode())
+def _of_head(head: list[Any]) -> int:
+    # Checksum of what says how the pieces are read.
+    return crc32(json.dumps(head).encode())
+
+
+def _of_pieces(pieces: Iterable[Array]) -> int:
+    found = 0
     for piece in pieces:
         found = crc32(piece.data, found)
     return found

@@ -130,7 +130,8 @@ def test_an_invalid_option_is_an_error_of_all_ranks_and_ends_cleanly():
     done = completed([*mpiexec(2), *DOCTOR], DISTDL_RMA_SEGMENT_SIZE="plenty")
     assert done.returncode == 1
     assert (
-        "error: ranks 0-1 could not make a machine: ConfigurationError: rank 0: a segment size" in done.stdout
+        "error: ranks 0-1 could not make a machine: ConfigurationError: rank 0: DISTDL_RMA_SEGMENT_SIZE"
+        in done.stdout
     )
     assert "TERMINATION" not in done.stdout
 
