@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from distdl_rma.sources.reading import Sink as Sink
     from distdl_rma.sources.reading import Source as Source
     from distdl_rma.split import SplitTensor as SplitTensor
-    from distdl_rma.split.functions.register import register as register
+    from distdl_rma.split.functions.user_rules import register as register
     from distdl_rma.split.shard import shard as shard
     from distdl_rma.state import gather_state_dict as gather_state_dict
     from distdl_rma.state import load_global_state_dict as load_global_state_dict
@@ -90,7 +90,7 @@ _HOMES = {
     "predict": "out_of_core.predict",
     "print0": "machine",
     "rehearse": "rehearsal",
-    "register": "split.functions.register",
+    "register": "split.functions.user_rules",
     "report": "model.report",
     "whole_parameters": "state",
     "write_shards": "data.sinks",

@@ -43,7 +43,7 @@ def _on(ranks: int, *files: str) -> tuple[tuple[str, ...]]:
 
 _CHANNEL, _GIVEN_UP = _on(3, "segments/test_channel.py"), _on(3, "segments/test_channel_given_up.py")
 _CONV = _on(3, "layers/conv/test_conv_general.py")
-_COPIES, _NUMBERS = _on(2, "model/test_replicas.py"), _on(2, "model/test_numbers.py")
+_COPIES, _NUMBERS = _on(2, "model/test_replica_check.py"), _on(2, "model/test_numbers.py")
 
 HAND_MADE = (
     Mutant(
@@ -139,7 +139,7 @@ HAND_MADE = (
     ),
     Mutant(
         "of the tensor behind, bytes are compared from where the one before ended",
-        "distdl_rma/model/replicas.py",
+        "distdl_rma/model/replica_check.py",
         "self._at, self._offset = self._at + 1, 0\n",
         "self._at += 1\n",
         _COPIES,

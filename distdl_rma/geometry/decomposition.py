@@ -17,8 +17,9 @@ from distdl_rma.geometry.partition import Partition
 class Decomposition:
     """Which box of a global tensor each rank of a partition owns (or needs).
 
-    The only place that divides tensors. A box is a product of one interval per tensor dimension and is
-    computed by arithmetic, so that planning on one rank does not look at all other ranks.
+    All parts of tensors come from here; ``intervals`` cuts each dimension. A box is a product of one interval
+    per tensor dimension and is computed by arithmetic, so that planning on one rank does not look at all
+    other ranks.
 
     Parameters
     ----------

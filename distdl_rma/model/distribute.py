@@ -35,7 +35,7 @@ from distdl_rma.errors import (
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.machine import Machine, single_rank_problem
 from distdl_rma.model.entering import ModuleHook
-from distdl_rma.model.replicas import ReplicaSampler
+from distdl_rma.model.replica_check import ReplicaSampler
 from distdl_rma.ops.core.autograd import ENOUGH, breaks_graph, compiles, mark_summed_later, tracer, uncompiled
 from distdl_rma.split.calls import site
 from distdl_rma.split.calls.arguments import mapped, tensors_in

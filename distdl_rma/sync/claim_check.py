@@ -1,4 +1,4 @@
-"""Checks that all ranks state the same of the parameters that they share, before memory is taken."""
+"""Checks that all ranks and the users' callbacks agree on shared parameters, before memory is taken."""
 
 from __future__ import annotations
 

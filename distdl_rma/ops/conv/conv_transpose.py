@@ -1,4 +1,7 @@
-"""Transposed convolution of split tensors: of own data and the halo, or with sums of overlapping outputs."""
+"""Transposed convolution of split tensors: of own data and the halo, or of own data alone.
+
+In the latter case ranks compute overlapping outputs, which the movement ``scatter`` sums.
+"""
 
 from __future__ import annotations
 

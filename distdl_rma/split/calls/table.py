@@ -1,4 +1,4 @@
-"""The table of torch's functions: the rule by which each acts on split tensors, or why it is refused."""
+"""The table of torch's functions: the rule by which each acts on split tensors, or is refused."""
 
 from __future__ import annotations
 
@@ -26,8 +26,9 @@ class Rule:
     The ranks exchange data for the kinds ``window``, ``norm``, ``reduction``, ``loss``, ``movement`` and
     ``contraction``. Functions of the kinds ``pointwise``, ``random`` and ``creation`` only compute on blocks.
     ``query`` (shape, dtype) and ``value`` need no other rank, so that one rank may call them alone.
-    ``gradient`` is ``backward`` and related functions. ``refused`` raises for cut tensors. ``copies`` are
-    functions without a rule, on tensors that every rank holds. ``registered`` are rules of users.
+    ``gradient`` is ``backward`` and related functions. ``refused`` raises for cut tensors; the reasons are in
+    ``functions/whole_tensors.py``. ``copies`` are functions without a rule, on tensors that every rank holds.
+    ``registered`` are rules of users.
     """
 
     kind: str

@@ -108,7 +108,10 @@ def narrow(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if func.__name__.startswith("select"):
         on_shape(x).select(dim, 0)
         return _one(func, x, dim % len(x._layout.shape), int(given["index"]))
-    numbers = (int(n) if isinstance(n, SplitTensor) else n for n in (given["start"], given["length"]))
+    # Torch refuses numbers of other types.
+    numbers = (
+        checked_block(n) if isinstance(n, SplitTensor) else n for n in (given["start"], given["length"])
+    )
     length = func(on_shape(x), dim, *numbers).shape[dim]
     dim, start = dim % len(x._layout.shape), int(given["start"])
     return narrowed(x, dim, start % x._layout.shape[dim] if start < 0 else start, length)

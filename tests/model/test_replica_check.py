@@ -8,8 +8,8 @@ from torch import nn
 
 from distdl_rma import MismatchError, distribute, shard
 from distdl_rma.layers import DistributedLinear
-from distdl_rma.model import replicas
-from distdl_rma.model.replicas import ReplicaSampler
+from distdl_rma.model import replica_check
+from distdl_rma.model.replica_check import ReplicaSampler
 
 pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.sizes(2, 3)]
 
@@ -43,7 +43,7 @@ def repaired(model):
 
 def test_what_one_rank_does_alone_is_found_in_the_next_call(model, x, odd, monkeypatch):
     # So few that no call reads the one element that is changed.
-    monkeypatch.setattr(replicas, "_LEAST_NBYTES", 16)
+    monkeypatch.setattr(replica_check, "_LEAST_NBYTES", 16)
     for before in (0, 1, 2):
         for change in (
             lambda: model.load_state_dict(Net().state_dict()),
@@ -110,7 +110,7 @@ def _until(kind, act):
 
 @pytest.mark.parametrize(("name", "at"), [("first.weight", 17), ("one", 777), ("other", 777)])
 def test_every_byte_has_its_turn(model, x, odd, monkeypatch, name, at):
-    monkeypatch.setattr(replicas, "_LEAST_NBYTES", 256)
+    monkeypatch.setattr(replica_check, "_LEAST_NBYTES", 256)
     twin = copy.deepcopy(model).eval()
     # Not so much of each is sampled.
     twin.register_buffer("one", torch.zeros(1 << 10))
