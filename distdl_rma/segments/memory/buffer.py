@@ -107,7 +107,8 @@ class Handshake:
     """
 
     def __init__(self, context: SegmentContext, location: Location, purpose: Purpose) -> None:
-        self._context, self._purpose, self.offset = context, purpose, location.offset
+        self._context, self._purpose = context, purpose
+        self.offset: int | None = location.offset  # of the buffer; None once its owner has freed it
         self._incoming = {peer: np.zeros(_TERMS.stop, np.int64) for peer in purpose.notes}
         self._outgoing = {peer: purpose.message(location, peer) for peer in purpose.notes}
         self._sends: dict[int, MPI.Request] = {}
@@ -491,6 +492,7 @@ class SegmentBuffer:
             if not self._freed:
                 self._freed = True
                 if not self._context.closed:
+                    self._context.forget_late_writers(self.offset)
                     self._context.heap.free(self.offset)
 
     def notifier(self, context: SegmentContext, peer: int, index: int, value: int) -> Callable[[], None]:

@@ -38,9 +38,9 @@ class SharedByCopies(Uncopyable):
 
 
 class Handshake(Protocol):
-    """Messages to and from some peers, which contain the ``offset`` of a buffer in the segment."""
+    """Messages to and from some peers, which contain the ``offset`` of a buffer; None once it was freed."""
 
-    offset: int
+    offset: int | None
 
     def give_up(self, ranks: Iterable[int]) -> bool:
         """End the handshake if one of these ranks takes part in it; return whether one does."""
@@ -71,6 +71,12 @@ class SegmentContext:
     def has_late_writers(self, offset: int) -> bool:
         """Whether peers may have the address of a buffer by a handshake that has not succeeded here."""
         return any(handshake.offset == offset for handshake in tuple(self.handshakes))
+
+    def forget_late_writers(self, offset: int) -> None:
+        """Take a caller's word for it that no peer writes to a buffer any more."""
+        for handshake in tuple(self.handshakes):
+            if handshake.offset == offset:
+                handshake.offset = None
 
     def forget_handshakes(self, ranks: Sequence[int]) -> list[Handshake]:
         """Give up all handshakes with some ranks, which do the same: later ones match again. Local.
