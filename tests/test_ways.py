@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import re
 import sys
 from pathlib import Path
@@ -34,11 +35,15 @@ def entered(act):
         if event == "call" and PACKAGE in frame.f_code.co_filename:
             seen.add(frame.f_code.co_filename.rpartition(PACKAGE)[2])
 
+    # Finalizers of what earlier tests have left are no part of the way.
+    gc.collect()
+    gc.disable()
     sys.setprofile(look)
     try:
         return seen, act()
     finally:
         sys.setprofile(None)
+        gc.enable()
 
 
 def test_a_tensor_and_its_gradient_go_the_ways_of_the_page(P_world, comm):
