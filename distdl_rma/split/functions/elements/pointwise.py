@@ -122,7 +122,11 @@ def contiguous(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The tensor itself where torch returns that; else each rank copies its block."""
     (x,), form = args, kwargs.get("memory_format", torch.contiguous_format)
     y = func(local := checked_block(x), memory_format=form)
-    filled = fills_memory(x, form) if x._strides is None else in_memory(x).is_contiguous(memory_format=form)
+    if x._strides is None and (form is torch.contiguous_format or not fills_memory(x)):
+        filled = fills_memory(x, form)
+    else:
+        # A block with extents of 1 may fill memory in several orders, of which the whole tensor has one.
+        filled = in_memory(x).is_contiguous(memory_format=form)
     if filled and y is local:
         return x
     found = SplitTensor(local.clone(memory_format=form) if y is local else y, x._layout)
