@@ -154,6 +154,7 @@ def test_optimizers_of_lists_step_as_on_whole_tensors(P_world, at):
             torch.testing.assert_close(whole(one).detach(), other.detach(), atol=1e-12, rtol=1e-10)
 
 
+@pytest.mark.mpi(min_size=2)
 def test_states_that_are_cut_otherwise_are_refused(P_world):
     P_x = P_world.create_cartesian_topology_partition((1, P_world.size))
     x, gradient, state = (
