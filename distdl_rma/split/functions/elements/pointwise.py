@@ -30,7 +30,15 @@ from distdl_rma.split.operands import (
 from distdl_rma.split.redistribution import redistributed
 from distdl_rma.split.reduction_axes import laid_out, with_whole
 from distdl_rma.split.tensor import SplitTensor, become_split, checked_block, composed, refused
-from distdl_rma.split.views import begin_change, end_change, fills_memory, in_memory, seen_of, strides_of
+from distdl_rma.split.views import (
+    begin_change,
+    end_change,
+    fills_memory,
+    in_memory,
+    order_kept,
+    seen_of,
+    strides_of,
+)
 
 _UNARY = """
 abs absolute neg negative sign sgn signbit exp exp2 expm1 log log2 log10 log1p sqrt rsqrt square
@@ -99,7 +107,7 @@ def pointwise(  # noqa: C901 - runs for every function of elements
     found = SplitTensor(y, layout)
     if args[0].__class__ is SplitTensor and args[0]._strides is not None:
         # Torch keeps the order in memory of the first operand.
-        found._strides = strides_of(args[0], torch.empty_like)
+        found._strides = order_kept(args[0])
     return found
 
 
@@ -122,7 +130,9 @@ def contiguous(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The tensor itself where torch returns that; else each rank copies its block."""
     (x,), form = args, kwargs.get("memory_format", torch.contiguous_format)
     y = func(local := checked_block(x), memory_format=form)
-    if x._strides is None and (form is torch.contiguous_format or not fills_memory(x)):
+    if form is torch.contiguous_format:
+        filled = x._strides is None and fills_memory(x)
+    elif x._strides is None and not fills_memory(x):
         filled = fills_memory(x, form)
     else:
         # A block with extents of 1 may fill memory in several orders, of which the whole tensor has one.
@@ -195,7 +205,7 @@ def retyped(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return x
     found = SplitTensor(y, x._layout)
     if x._strides is not None:
-        found._strides = strides_of(x, torch.empty_like)
+        found._strides = order_kept(x)
     return found
 
 

@@ -181,12 +181,12 @@ def _expanded(func: Any, x: SplitTensor, shape: tuple[int, ...]) -> SplitTensor:
     ahead, mine = len(shape) - len(x._layout.shape), x._layout.shape
     local, layout = with_whole(site_for(func, x), x, [d for d, n in enumerate(mine) if n != shape[d + ahead]])
 
-    def make() -> Decomposition:
+    def make() -> tuple[Decomposition, Any]:
         longer = lay.reordered(layout, [*(None,) * ahead, *range(len(mine))])
-        return uncut(longer, {d: n for d, n in enumerate(shape) if n != longer.shape[d]})
+        result = uncut(longer, {d: n for d, n in enumerate(shape) if n != longer.shape[d]})
+        return result, strides_of(x, lambda whole: whole.expand(shape))
 
-    result = derived(x, ("expanded", layout, shape), make)
-    strides = strides_of(x, lambda whole: whole.expand(shape))
+    result, strides = derived(x, ("expanded", layout, shape, x._strides), make)
     y = local.expand(result.box(result.partition.me).shape)
     return seen_of(x, y, result, strides, layout is not x._layout)
 
