@@ -46,11 +46,18 @@ def entered(act):
         gc.enable()
 
 
-def test_a_tensor_and_its_gradient_go_the_ways_of_the_page(P_world, comm):
-    P_x = P_world.create_cartesian_topology_partition((1, 1, comm.size, 1))
+@pytest.fixture(name="P_own")
+def own_ranks(comm):
+    """All ranks of a machine of its own: waits of other tests may have left work to those of a shared one."""
+    with Machine(comm, segment_size="64MiB", timeout=15) as machine:
+        yield machine.partition((comm.size,))
+
+
+def test_a_tensor_and_its_gradient_go_the_ways_of_the_page(P_own, comm):
+    P_x = P_own.create_cartesian_topology_partition((1, 1, comm.size, 1))
     layer = DistributedConv2d(P_x, 2, 2, 3, padding=1)
     x = shard(P_x, torch.randn(1, 2, 8, 8)).requires_grad_()
-    with GradientSync(layer, P_world):
+    with GradientSync(layer, P_own):
         for _ in range(3):
             layer(x).sum().backward()
         forward, y = entered(lambda: layer(x))
@@ -66,8 +73,8 @@ def test_a_tensor_and_its_gradient_go_the_ways_of_the_page(P_world, comm):
         assert named(heading) <= seen
 
 
-def test_a_split_tensor_goes_the_way_of_the_page(P_world, comm):
-    P_x = P_world.create_cartesian_topology_partition((1, 1, comm.size, 1))
+def test_a_split_tensor_goes_the_way_of_the_page(P_own, comm):
+    P_x = P_own.create_cartesian_topology_partition((1, 1, comm.size, 1))
     torch.manual_seed(0)
     model = distribute(nn.Sequential(nn.Conv2d(16, 16, 3, padding=1)), P_x)
     # Large enough that halos are convolved apart.
@@ -89,8 +96,8 @@ def test_a_split_tensor_goes_the_way_of_the_page(P_world, comm):
     model.distributed.close()
 
 
-def test_a_notification_goes_the_way_of_the_page(P_world, comm):
-    buffer = Machine.of(P_world).segments.get_segment_buffer(8, 1, "way")
+def test_a_notification_goes_the_way_of_the_page(P_own, comm):
+    buffer = Machine.of(P_own).segments.get_segment_buffer(8, 1, "way")
     remote = buffer.exchange({(comm.rank + 1) % comm.size: (), (comm.rank - 1) % comm.size: ()}, "way")
     sent, _ = entered(lambda: remote[(comm.rank + 1) % comm.size].notify(0))
     comm.Barrier()
