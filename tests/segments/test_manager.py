@@ -184,9 +184,12 @@ def start_barrier(machine):
 
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("make", [start_channel, start_all_push, start_barrier])
+@pytest.mark.parametrize("transport", ["auto", "remote"])
 def test_memory_is_not_used_again_whose_address_peers_have_by_a_connect_that_was_given_up(
-    machine, comm, make
+    comm, make, transport
 ):
+    # Every later wait of a machine passes on the notifications of a barrier that was given up.
+    machine = Machine(comm, segment_size="8MiB", timeout=15, transport=transport)
     made, start = make(machine)
     segments = machine.segments
     if comm.rank == 0:
@@ -216,6 +219,7 @@ def test_memory_is_not_used_again_whose_address_peers_have_by_a_connect_that_was
     segments.progress()
     comm.Barrier()
     assert comm.rank or "late" not in segments.stats().owners
+    machine.close()
 
 
 @pytest.mark.mpi(min_size=2)
