@@ -11,13 +11,10 @@ import torch
 
 from distdl_rma.checks.calls import by_ranks
 from distdl_rma.checks.consensus import gather_words
+from distdl_rma.checks.summed_codes import are_equal, words_of
 from distdl_rma.errors import ConfigurationError, DistdlError, MismatchError, ProtocolError
-from distdl_rma.geometry.exchange import fingerprint
 from distdl_rma.machine import Machine
 from distdl_rma.segments.collectives.allreduce import Allreduce
-
-# Codes of numbers that must be equal; float64 adds their squares exactly.
-_CODES = 1 << 20
 
 
 class GradientNorms:
@@ -51,12 +48,10 @@ class GradientNorms:
             norms = [float(torch.linalg.vector_norm(g, order, dtype=torch.float64)) for g in mine]
         # Not by floats of Python, which raise on this rank alone where a power overflows.
         power = 0.0 if order == math.inf else float((torch.tensor(norms, dtype=torch.float64) ** order).sum())
-        code = fingerprint(order, limit) % _CODES
         # The ranks compare the orders here, before a maximum.
-        found = self._total("sum", power, code, code**2, bool(problem), unsummed)
-        powers, codes, squares, problems, others = found
-        # As in losses: codes are equal if and only if this holds.
-        if problems or int(squares) * len(self._machine.ranks) != int(codes) ** 2:
+        words = words_of(f"{order} {limit}")
+        powers, problems, others, *sums = self._total("sum", power, bool(problem), unsummed, *words)
+        if problems or not are_equal(sums, len(self._machine.ranks)):
             raise self._refusal(problem, order, limit)
         if others:
             # Ranks may differ in this flag, since they collect garbage at different times.

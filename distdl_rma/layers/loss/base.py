@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache, cached_property, lru_cache, partial
+from functools import cache, cached_property, partial
 from typing import Any, ClassVar, NamedTuple, Unpack
 
 import numpy as np
@@ -12,6 +12,7 @@ import torch
 
 from distdl_rma.checks.arguments import summary_of
 from distdl_rma.checks.consensus import gather_words
+from distdl_rma.checks.summed_codes import WORDS, are_equal, halves, words_of
 from distdl_rma.dtypes import sum_dtype
 from distdl_rma.errors import ArgumentError, DistdlError, ShapeError, UnsupportedError
 from distdl_rma.geometry.decomposition import Decomposition
@@ -30,12 +31,10 @@ _LEGACY = ("size_average", "reduce")
 # Errors of torch for tensors that do not fit; all ranks then raise.
 _MISFITS = (RuntimeError, ValueError, IndexError, TypeError)
 # Elements of the allreduce: the terms, their count in a mean, ranks with a problem, the numbers of groups,
-# ranks whose terms need a gradient; each half of a code, and its square; for each half of a number a sum that
-# is 0 if it is equal in each group.
-_TOTALS = 11
-# Bits of half a code: float64 adds squares and products of halves exactly, on thousands of ranks.
-_HALF = 20
-_CODES = 1 << _HALF
+# ranks whose terms need a gradient; the words of facts that must be equal; for each half of a number a sum
+# that is 0 if it is equal in each group.
+_OWN = 5
+_TOTALS = _OWN + WORDS + 2
 
 
 class Totals(NamedTuple):
@@ -55,9 +54,8 @@ class Totals(NamedTuple):
 class LossSums:
     """One allreduce in float64 over the ranks of a partition, for a loss with these arguments.
 
-    The same allreduce compares facts that must be equal. Each rank adds a code of its facts and the square of
-    the code: P codes are equal if and only if P times the sum of squares is the square of the sum. Within a
-    group, ranks multiply their number by factors whose sum is 0. ``refuse`` makes the error that all ranks
+    The same allreduce compares facts that must be equal, by ``summed_codes``. Within a group, ranks multiply
+    their number by factors whose sum is 0. ``refuse`` makes the error that all ranks
     raise, from the problem and the facts of this rank. Local to construct; the first call raises
     ``MismatchError`` if the texts of ``arguments`` differ between ranks.
     """
@@ -88,33 +86,23 @@ class LossSums:
         at = among.index(self._segments.rank) if among else 0
         factor = _factors(tuple(among))[at] if len(among) > 1 else 0
         row = self._sums.active
-        row[:5] = terms, count, bool(problem), 0 if at else number, needed
-        row[5:9] = _compared(alike)
-        row[9:] = number % _CODES * factor, (number >> _HALF) % _CODES * factor
+        row[:_OWN] = terms, count, bool(problem), 0 if at else number, needed
+        row[_OWN:-2] = words_of(alike)
+        row[-2:] = [half * factor for half in halves(number)]
         self._sums.start()
         total, counted, problems, numbers, needing, *others = self._sums.wait().tolist()
-        low, low_squares, high, high_squares, *different = others
-        size = self.P_x.size
-        if problems or int(low_squares) * size != int(low) ** 2 or int(high_squares) * size != int(high) ** 2:
+        if problems or not are_equal(others[:WORDS], self.P_x.size):
             raise self._refuse(problem, alike)
-        if not any(different):
+        if not any(others[WORDS:]):
             return Totals(total, counted, numbers, needed=needing > 0)
         by_rank = gather_words(self._segments, number, f"{self.name} (numbers)", self.P_x.ranks)
         return Totals(total, counted, numbers, by_rank, needing > 0)
 
 
-@lru_cache
-def _compared(alike: str) -> tuple[int, ...]:
-    # The halves of a code of 40 bits, each with its square.
-    code = fingerprint(alike)
-    low, high = code % _CODES, (code >> _HALF) % _CODES
-    return low, low**2, high, high**2
-
-
 @cache
 def _factors(ranks: tuple[int, ...]) -> list[int]:
     # A factor for each rank; their sum is 0. Sums of different numbers times these are almost never 0.
-    others = [fingerprint((rank,)) % _CODES | 1 for rank in ranks[1:]]
+    others = [halves(fingerprint((rank,)))[0] | 1 for rank in ranks[1:]]
     return [-sum(others), *others]
 
 
