@@ -55,9 +55,9 @@ class LossSums:
     """One allreduce in float64 over the ranks of a partition, for a loss with these arguments.
 
     The same allreduce compares facts that must be equal, by ``summed_codes``. Within a group, ranks multiply
-    their number by factors whose sum is 0. ``refuse`` makes the error that all ranks
-    raise, from the problem and the facts of this rank. Local to construct; the first call raises
-    ``MismatchError`` if the texts of ``arguments`` differ between ranks.
+    their number by factors whose sum is 0. ``refuse`` makes the error that all ranks raise, from the problem
+    and the facts of this rank. Local to construct; the first call raises ``MismatchError`` if the texts of
+    ``arguments`` differ between ranks.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class LossSums:
         row = self._sums.active
         row[:_OWN] = terms, count, bool(problem), 0 if at else number, needed
         row[_OWN:-2] = words_of(alike)
-        row[-2:] = [half * factor for half in halves(number)]
+        row[-2:] = [half * factor for half in halves(number)] if factor else 0
         self._sums.start()
         total, counted, problems, numbers, needing, *others = self._sums.wait().tolist()
         if problems or not are_equal(others[:WORDS], self.P_x.size):
@@ -279,7 +279,8 @@ class DistributedLoss(DistributedLayer):
 
     def _misfit(self, input: torch.Tensor, target: torch.Tensor) -> str:
         # Error text if input and target do not fit together; empty otherwise.
-        if input.shape == target.shape and autocast_dtype(input) == autocast_dtype(target):
+        same = input.dtype == target.dtype or autocast_dtype(input) == autocast_dtype(target)
+        if same and input.shape == target.shape:
             return ""
         return (
             f"input has shape {tuple(input.shape)} and {input.dtype} but target {tuple(target.shape)} and"

@@ -5,7 +5,7 @@ import time
 import numpy as np
 import pytest
 
-from distdl_rma import ExchangeTimeout
+from distdl_rma import ExchangeTimeout, Machine
 from distdl_rma.segments.collectives.between_nodes import Messages, looks
 from distdl_rma.segments.waiting.header import WaitReason
 
@@ -66,10 +66,16 @@ def test_messages_and_collectives_are_over_when_their_scripts_are(machine, comm)
 
 
 @pytest.mark.mpi(min_size=2)
-def test_no_rank_makes_a_communicator_with_one_that_gave_up_waiting(machine, comm):
-    if comm.rank > 1:
-        return
-    # Making it cannot be interrupted.
+@pytest.mark.parametrize("transport", ["auto", "remote"])
+def test_no_rank_makes_a_communicator_with_one_that_gave_up_waiting(comm, transport):
+    # Every later wait of a machine passes on the notifications of a barrier that was given up.
+    with Machine(comm, segment_size="8MiB", timeout=15, transport=transport) as machine:
+        if comm.rank < 2:
+            give_up_and_come(machine, comm)
+
+
+def give_up_and_come(machine, comm):
+    # Making a communicator cannot be interrupted.
     messages, deadline, said = Messages(machine.segments, (0, 1), "left"), time.monotonic() + 30, ""
     while comm.rank == 0 and "to reach 'left (connect)'" not in said:
         assert time.monotonic() < deadline, said
