@@ -159,6 +159,7 @@ class Tokens(nn.Module):
         return x.flatten(2).transpose(1, 2)
 
 
+@pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("affine", [True, False])
 def test_a_batch_norm_of_one_sample_that_torch_computes_wrongly_is_named(affine):
     torch.manual_seed(4)
@@ -183,6 +184,7 @@ def test_a_batch_norm_of_one_sample_that_torch_computes_wrongly_is_named(affine)
     split.distributed.close()
 
 
+@pytest.mark.mpi(min_size=2)
 def test_parameters_that_drifted_apart_are_named(models, comm):
     alone, split = models
     with torch.no_grad():

@@ -103,6 +103,7 @@ def test_layers_of_this_library_stand_inside(P_world, x):
     split.distributed.close()
 
 
+@pytest.mark.mpi(min_size=2)
 def test_blocks_taken_for_whole_tensors_are_refused(pair, x, comm):
     with pytest.raises(MismatchError, match=r"same whole tensor.*SplitTensor\.from_local"):
         pair[1](x + comm.rank)
@@ -123,6 +124,7 @@ def test_what_cannot_be_distributed(pair, P_world):
             distribute(made(), one)
 
 
+@pytest.mark.mpi(min_size=2)
 def test_moves_by_a_rule_can_be_forbidden(comm, x):
     class Other(nn.Module):
         def forward(self, x):
@@ -134,6 +136,7 @@ def test_moves_by_a_rule_can_be_forbidden(comm, x):
     split.distributed.close()
 
 
+@pytest.mark.mpi(min_size=2)
 def test_what_one_rank_says_otherwise_is_refused_by_all(comm):
     with pytest.raises(ConfigurationError, match="fallback is 'move' or 'error'"):
         distribute(made(), {"H": -1}, fallback="guess" if comm.rank == 1 else "move")

@@ -245,6 +245,7 @@ def test_a_compiled_loss_is_called_as_it_is(model):
     return loss
 
 
+@pytest.mark.mpi(min_size=2)
 def test_generators_that_are_not_alike_are_noticed_where_a_model_draws(comm):
     split = distribute(nn.Sequential(nn.Conv2d(3, 4, 3), nn.Dropout2d()).double(), {"H": -1})
     x = inputs()

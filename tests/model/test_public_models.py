@@ -35,7 +35,7 @@ def made(model):
     return found
 
 
-@pytest.mark.mpi
+@pytest.mark.mpi(min_size=2)
 @pytest.mark.sizes(2, 3, 4)
 @pytest.mark.in_turn(2, 3, 4)
 @pytest.mark.filterwarnings("ignore:monai.networks.blocks.Warp")

@@ -49,6 +49,7 @@ def test_a_batch_dimension_is_said_to_be_missing_where_the_name_is_that_of_a_dim
             grid_for({name: -1}, Machine.of(P_world), 4)
 
 
+@pytest.mark.mpi(min_size=2)
 def test_a_grid_of_another_number_of_ranks_or_dimensions(P_world):
     size = P_world.size
     for grid in (f"{size + 1}x1", "0x1", {}, {"H": 2 * size}, {"H": -1, "W": -1}, {"H": -1, "W": size + 1}):

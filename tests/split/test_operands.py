@@ -35,6 +35,7 @@ def site(P_world):
     return site_of(Machine.of(P_world), common_layout)
 
 
+@pytest.mark.mpi(min_size=2)
 def test_the_largest_operand_says_how_a_result_is_cut(rows):
     layout = rows.decomposition
     columns = rows.redistribute(None, None, 3, None)
@@ -47,6 +48,7 @@ def test_the_largest_operand_says_how_a_result_is_cut(rows):
         common_layout(torch.add, [rows, torch.ones(6, 4)])
 
 
+@pytest.mark.mpi(min_size=2)
 def test_an_operand_is_cut_where_the_result_is_and_whole_where_it_has_one_element(rows, site):
     layout, whole = rows.decomposition, torch.arange(20.0).view(5, 4)
     assert part_for(SHAPE, layout) is layout
@@ -59,6 +61,7 @@ def test_an_operand_is_cut_where_the_result_is_and_whole_where_it_has_one_elemen
     assert torch.equal(as_whole(site, rows, layout, "rows"), rows.full_tensor())
 
 
+@pytest.mark.mpi(min_size=2)
 def test_tensors_of_several_partitions_do_not_meet(rows, P_world):
     other = P_world.create_cartesian_topology_partition((1, P_world.size, 1, 1))
     assert common_partition(torch.add, [torch.ones(1), rows]) is rows.partition
@@ -68,6 +71,7 @@ def test_tensors_of_several_partitions_do_not_meet(rows, P_world):
         common_partition(torch.add, [torch.ones(1)])
 
 
+@pytest.mark.mpi(min_size=2)
 def test_copies_are_computed_by_every_rank(rows):
     everywhere = rows.redistribute()
     y = on_whole_tensors(torch.special.airy_ai, (everywhere,), {})
@@ -122,6 +126,7 @@ def test_copies_may_be_named(P_world, call):
     check(P_world, call, [x], gradients=False)
 
 
+@pytest.mark.mpi(min_size=2)
 def test_handlers_of_what_is_cut_get_arguments_by_name(rows):
     seen = []
     of_cut()(lambda call, site, x, **given: seen.append((call, site.name, x, given)))(
@@ -138,6 +143,7 @@ def test_handlers_of_what_is_cut_get_arguments_by_name(rows):
     assert of_any_cut(lambda _, __, x, other, **___: other)(torch.sub, (whole, rows), {}) is rows
 
 
+@pytest.mark.mpi(min_size=2)
 def test_a_plain_first_tensor_beside_split_ones_may_be_refused(rows):
     whole = rows.full_tensor()
     handler = of_cut(plain="it would be cut")(lambda _, __, x, **___: x)
@@ -153,6 +159,7 @@ def test_all_arguments_of_a_call_become_blocks(rows, site):
     assert block_of(rows) is rows.to_local() and block_of(whole) is whole
 
 
+@pytest.mark.mpi(min_size=2)
 def test_a_composition_calls_others_by_their_rules(rows):
     doubled = composition(lambda x, other: x + other)
     y = doubled(torch.maximum, (rows, rows), {})

@@ -71,6 +71,7 @@ def test_a_plain_tensor_beside_copies_contributes_once(P_world):
     assert once(x, lay.balanced(placed(P_world), SHAPE)) is x
 
 
+@pytest.mark.mpi(min_size=2)
 def test_a_second_derivative_is_refused(P_world):
     x = block(placed(P_world), torch.randn(SHAPE, dtype=torch.float64, requires_grad=True))
     y = redistributed(

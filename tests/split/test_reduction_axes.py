@@ -27,7 +27,7 @@ def rows(P_world):
     return shard(P_world.create_cartesian_topology_partition((1, 1, P_world.size, 1)), x)
 
 
-@pytest.mark.mpi
+@pytest.mark.mpi(min_size=2)
 def test_results_of_blocks_come_together(rows):
     along, other = (Along.of(site_of(rows.machine, torch.amax), rows, dims) for dims in ((2, 3), 3))
     assert along.count == 20 and along.ranks == rows.partition.ranks and other.ranks == (rows.partition.me,)
@@ -41,7 +41,7 @@ def test_results_of_blocks_come_together(rows):
     assert kept.decomposition.cut_dims == (2,) and kept.shape == (2, 3, 5, 1)
 
 
-@pytest.mark.mpi
+@pytest.mark.mpi(min_size=2)
 def test_another_dimension_is_cut_meanwhile(rows):
     layout, along = rows.decomposition, Along.of(site_of(rows.machine, torch.sort), rows, 2)
     # The longest of those that are left, and copies where none is.
@@ -57,7 +57,7 @@ def test_another_dimension_is_cut_meanwhile(rows):
     assert with_whole(along.site, rows, (0, 1)) == (rows.to_local(), layout)
 
 
-@pytest.mark.mpi
+@pytest.mark.mpi(min_size=2)
 def test_a_result_is_laid_out_by_the_order_of_dimensions(rows):
     layout = rows.decomposition
     found = laid_out(layout, [2, None, 0, 3], rows.to_local()[:, 0, :, :2].permute(1, 0, 2).unsqueeze(1))
@@ -79,6 +79,7 @@ def test_a_result_is_laid_out_by_the_order_of_dimensions(rows):
         ),
     ],
 )
+@pytest.mark.mpi(min_size=2)
 def test_functions_that_need_a_dimension_whole_cut_the_longest_other_one(
     function, P_world, comm, monkeypatch
 ):

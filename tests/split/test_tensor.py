@@ -33,6 +33,7 @@ def test_blocks_of_any_size_that_form_a_grid(P_x):
     assert (x + 1).full_tensor()[0, 0, -1, 0] == P_x.size
 
 
+@pytest.mark.mpi(min_size=2)
 def test_blocks_that_form_no_grid_are_refused_by_all(P_x):
     with pytest.raises(ShapeError, match="must agree in dimension 3"):
         SplitTensor.from_local(torch.zeros(2, 3, 4, 4 + P_x.rank), P_x)
@@ -40,6 +41,7 @@ def test_blocks_that_form_no_grid_are_refused_by_all(P_x):
         SplitTensor.from_local(torch.zeros(2, 3, 40, 4), P_x, SHAPE)
 
 
+@pytest.mark.mpi(min_size=2)
 def test_types_that_differ_are_refused_by_all(P_x):
     with pytest.raises(ShapeError, match=r"float64.* but rank"):
         SplitTensor.from_local(
@@ -50,6 +52,7 @@ def test_types_that_differ_are_refused_by_all(P_x):
 @pytest.mark.parametrize(
     "ask", [torch.Tensor.numpy, torch.Tensor.tolist, pickle.dumps, torch.Tensor.data_ptr]
 )
+@pytest.mark.mpi(min_size=2)
 def test_values_of_a_cut_tensor_are_refused_with_the_remedy(P_x, whole, ask):
     with pytest.raises(
         UnsupportedError, match=r"full_tensor\(\).*test_tensor.py|test_tensor.py.*full_tensor\(\)"
@@ -57,6 +60,7 @@ def test_values_of_a_cut_tensor_are_refused_with_the_remedy(P_x, whole, ask):
         ask(shard(P_x, whole))
 
 
+@pytest.mark.mpi(min_size=2)
 def test_a_function_without_a_rule_names_itself_and_the_line(P_x, whole):
     with pytest.raises(UnsupportedError, match=r"bessel_y0.*test_tensor\.py:\d+.*register"):
         torch.special.bessel_y0(shard(P_x, whole))
@@ -190,6 +194,7 @@ def test_torch_gets_no_pointer_to_a_block_as_to_the_whole(P_x, whole):
         torch.utils.dlpack.to_dlpack(shard(P_x, whole))
 
 
+@pytest.mark.mpi(min_size=2)
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
 @pytest.mark.processes
 def test_tangents_of_cut_tensors_are_refused_and_those_of_copies_exact(P_x, whole):

@@ -112,6 +112,7 @@ def test_hooks_behind_accumulation_see_what_is_summed_and_accumulated(comm):
     both(act)
 
 
+@pytest.mark.mpi(min_size=2)
 def test_hooks_behind_accumulation_are_refused_where_nothing_is_summed(comm):
     split = distribute(made(), {"H": -1})
     handle = split.stem.weight.register_post_accumulate_grad_hook(lambda _: None)

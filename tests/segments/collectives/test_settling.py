@@ -23,6 +23,7 @@ def connect(manager, name):
     return Allreduce(manager, manager.ranks, 4, np.float64, name=name).connect()
 
 
+@pytest.mark.mpi(min_size=2)
 def test_what_differs_is_raised_by_all_and_the_machine_goes_on(manager):
     for _ in range(3):
         # As a user has it: the first rank has called something else.
@@ -33,6 +34,7 @@ def test_what_differs_is_raised_by_all_and_the_machine_goes_on(manager):
         assert (total(np.full(4, 1.0 + manager.rank)) == sum(1.0 + rank for rank in manager.ranks)).all()
 
 
+@pytest.mark.mpi(min_size=2)
 def test_a_rank_that_does_not_come_loses_the_machine(manager, comm, monkeypatch):
     monkeypatch.setattr(settling, "GRACE_SECONDS", 0.5)
     error = MismatchError("not alike")

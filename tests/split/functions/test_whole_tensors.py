@@ -14,6 +14,7 @@ def rows(P_world):
     return shard(P_world.create_cartesian_topology_partition((P_world.size, 1)), torch.rand(6, 4) + 0.1)
 
 
+@pytest.mark.mpi(min_size=2)
 def test_what_is_cut_is_refused_and_copies_are_computed(rows):
     index = (torch.tensor([1]), torch.tensor([2]))
     for function, why in (

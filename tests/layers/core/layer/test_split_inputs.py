@@ -111,6 +111,7 @@ def test_classes_are_split_as_their_scores(P_world, x, cut, likely):
     torch.testing.assert_close(s.grad.full_tensor(), whole.grad)
 
 
+@pytest.mark.mpi(min_size=2)
 def test_a_tensor_that_is_cut_otherwise_is_refused(P_x, P_world, x):
     P_y = P_world.create_cartesian_topology_partition((1, 1, 1, P_world.size))
     layer = DistributedConv2d(P_x, 3, 2, 3, padding=1, dtype=torch.float64)

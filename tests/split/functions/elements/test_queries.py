@@ -41,6 +41,7 @@ def test_data_is_read_outside_of_the_graph_and_not_written(P_world):
         data.add_(1)
 
 
+@pytest.mark.mpi(min_size=2)
 def test_gradients_hooks_and_values(P_world):
     P_x = P_world.create_cartesian_topology_partition((1, 1, P_world.size, 1))
     whole = torch.randn(SHAPE, dtype=torch.float64, requires_grad=True)
@@ -71,6 +72,7 @@ def test_gradients_hooks_and_values(P_world):
         len(total)
 
 
+@pytest.mark.mpi(min_size=2)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_numpy_gets_no_values_of_what_is_cut_and_those_of_copies(P_world):
     x = block(P_world.create_cartesian_topology_partition((1, P_world.size)), torch.randn(3, 5))

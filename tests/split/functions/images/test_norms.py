@@ -133,6 +133,7 @@ def test_what_is_infinite_is_a_result_as_any_other(P_world):
     assert y.to_local()[0, 0].isnan().any() and y.to_local()[0, 1].isfinite().all()
 
 
+@pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("name", ["batch_norm", "instance_norm"])
 def test_running_statistics_that_are_cut_are_refused_beside_copies_too(P_world, name):
     P_x = P_world.create_cartesian_topology_partition((P_world.size,))

@@ -96,6 +96,7 @@ def test_a_list_of_slices_is_a_tuple(P_world):
     check(P_world, lambda x: x[[slice(0, 2), slice(None), slice(1, None)]], [numbers(*SHAPE)])
 
 
+@pytest.mark.mpi(min_size=2)
 def test_refused(P_world):
     x = block(P_world.create_cartesian_topology_partition((1, P_world.size, 1)), numbers(*SHAPE).detach())
     with pytest.raises(UnsupportedError, match=r"write x\[mask\] = value, or .*torch.cat"):

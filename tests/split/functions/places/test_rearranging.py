@@ -46,6 +46,7 @@ def test_a_class_token_moves_nothing(P_world):
     assert y[:, 1:].decomposition is x.decomposition
 
 
+@pytest.mark.mpi(min_size=2)
 def test_bad_input(P_world):
     x = block(P_world.create_cartesian_topology_partition((1, P_world.size, 1)), numbers(2, 5, 3))
     with pytest.raises(ValueError, match="must agree"):

@@ -288,6 +288,7 @@ def test_a_plain_tensor_that_is_changed_without_gradients_stays_plain_and_alike(
     torch.testing.assert_close(changed(block(P_x, whole)), changed(whole))
 
 
+@pytest.mark.mpi(min_size=2)
 def test_refused(P_world):
     P_x = P_world.create_cartesian_topology_partition((1, P_world.size, 1))
     x = block(P_x, numbers(3, 6, 5).detach())

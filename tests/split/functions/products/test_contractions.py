@@ -138,6 +138,7 @@ def test_sums_of_short_numbers_are_rounded_once(P_world, name, dtype, autocast):
     check(P_world, cast, operands[:1], [x.detach() for x in operands[1:]])
 
 
+@pytest.mark.mpi(min_size=2)
 def test_bad_input(P_world):
     x = block(P_world.create_cartesian_topology_partition((1, P_world.size)), numbers(5, 4))
     with pytest.raises(ShapeError, match="go together"):

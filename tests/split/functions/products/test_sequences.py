@@ -98,6 +98,7 @@ def test_cells(P_world, kind):
         check(P_world, lambda x, *w: run((x, run((x, None), w)), w), [numbers(*shape)], plain)
 
 
+@pytest.mark.mpi(min_size=2)
 @pytest.mark.sizes(2)
 def test_refused(P_world):
     x = block(P_world.create_cartesian_topology_partition((1, P_world.size, 1)), torch.randn(5, 6, 3))

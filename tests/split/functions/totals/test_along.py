@@ -36,6 +36,7 @@ test_forms = forms(FORMS)
 test_samples_of_torch = samples_of("totals.along", 4)
 
 
+@pytest.mark.mpi(min_size=2)
 @pytest.mark.sizes(2, 4)
 def test_transforms_are_cut_as_before(P_world):
     x = block(P_world.create_cartesian_topology_partition((1, 1, P_world.size, 1)), numbers(2, 3, 5, 6))

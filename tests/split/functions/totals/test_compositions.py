@@ -48,6 +48,7 @@ def test_whether_an_element_is_there_is_known_to_all(P_world):
         assert [each in x for each in (0, 9, torch.tensor(4), x[3, 1], 10)] == [True] * 4 + [False]
 
 
+@pytest.mark.mpi(min_size=2)
 @pytest.mark.sizes(2)
 def test_batches_that_differ_and_coordinates_are_refused(P_world):
     x = block(P_world.create_cartesian_topology_partition((1, P_world.size, 1)), numbers(1, 5, 3))

@@ -105,6 +105,7 @@ def test_cross_entropy_with_indices(P_world, reduction, smoothing):
     check(P_world, loss, [x], [target])
 
 
+@pytest.mark.mpi(min_size=2)
 @pytest.mark.sizes(2)
 def test_what_does_not_fit_is_an_error(P_world):
     x = block(P_world.create_cartesian_topology_partition((1, 1, P_world.size, 1)), numbers(*SHAPE))

@@ -117,6 +117,7 @@ test_forms = pytest.mark.filterwarnings("ignore:.*degrees of freedom")(forms(FOR
 test_samples_of_torch = samples_of("totals.reductions", 5)
 
 
+@pytest.mark.mpi(min_size=2)
 def test_the_warning_of_no_degree_of_freedom_names_the_users_line(P_world):
     x = block(P_world.create_cartesian_topology_partition((1, 1, P_world.size)), numbers(2, 3, 4))
     with pytest.warns(UserWarning, match="degrees of freedom") as warned:
@@ -124,6 +125,7 @@ def test_the_warning_of_no_degree_of_freedom_names_the_users_line(P_world):
     assert warned[0].filename == __file__
 
 
+@pytest.mark.mpi(min_size=2)
 @pytest.mark.sizes(2, 3, 4)
 def test_the_gradient_of_a_logarithm_of_sums_is_rounded_once(P_world):
     whole = (numbers(8, 4).detach() * 4).to(torch.bfloat16)
