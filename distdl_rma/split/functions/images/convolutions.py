@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
+from distdl_rma.errors import ShapeError
 from distdl_rma.geometry.box import LEADING
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.halo import Stencil
@@ -110,6 +111,10 @@ def convolution(call: Call, site: Site, x: SplitTensor, weight: Any, bias: Any, 
 
     def make() -> tuple[Any, Decomposition]:
         raise_as_torch(*call)
+        for name, w in zip(_WEIGHTS, weights, strict=True):
+            # Torch accepts some of these, with another result for each of its kernels.
+            if w is not None and w.dtype != local.dtype:
+                raise ShapeError(f"{site.name}: input is {local.dtype}, the {name} {w.dtype}")
         operation = _operation(site, layout, tuple(weight.shape), local.dtype, **how)
         return operation, lay.with_splits(layout, dict(enumerate(operation.output.splits)))
 

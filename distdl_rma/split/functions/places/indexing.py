@@ -140,6 +140,8 @@ def _read(each: Any) -> Any:
     if isinstance(each, torch.Tensor):
         if each.dim() or is_mask(each):
             return each
+        if each.is_floating_point() or each.is_complex():
+            raise IndexError("tensors used as indices must be long, int, byte or bool tensors")
         return int(each._local if isinstance(each, SplitTensor) else each)
     return int(each) if hasattr(each, "__index__") else each
 

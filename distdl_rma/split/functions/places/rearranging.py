@@ -126,7 +126,9 @@ def _of_all(function: Any) -> Any:
 @_of_all
 def block_diagonal(*tensors: Any) -> Any:
     """As ``cat`` of padded rows."""
-    blocks = [torch.atleast_2d(x) for x in tensors]
+    # Of numbers among matrices, only the kind counts.
+    dtype = torch.block_diag(*(torch.empty((0,) * x.dim(), dtype=x.dtype) for x in tensors)).dtype
+    blocks = [torch.atleast_2d(x).to(dtype) for x in tensors]
     ends = [*accumulate((x.shape[1] for x in blocks), initial=0)]
     sides = [(start, ends[-1] - stop) for start, stop in pairwise(ends)]
     return torch.cat([F.pad(x, around) for x, around in zip(blocks, sides, strict=True)])

@@ -11,7 +11,7 @@ from torch.nn import functional as F  # noqa: N812
 from distdl_rma.errors import ShapeError
 from distdl_rma.split import layout as lay
 from distdl_rma.split.calls.site import Site
-from distdl_rma.split.calls.table import Call, rule
+from distdl_rma.split.calls.table import Call
 from distdl_rma.split.calls.torch_errors import checked_rule
 from distdl_rma.split.functions.places.shapes import uncut
 from distdl_rma.split.functions.totals.losses import finished
@@ -127,7 +127,7 @@ def _along(x: torch.Tensor, dim: int, h: Any, order: int) -> torch.Tensor:
     return found
 
 
-@rule("reduction", "trapezoid", "trapz")
+@checked_rule("reduction", "trapezoid", "trapz")
 @composition
 def trapezoid(y: Any, x: Any, dim: int, dx: Any) -> Any:
     """Each rank sums means of neighbours; ranks sum the results."""

@@ -7,6 +7,7 @@ import torch
 from torch.autograd import forward_ad
 from torch.nn import functional as F  # noqa: N812
 
+from distdl_rma import ShapeError
 from distdl_rma.ops.conv import worker_grid
 from tests.split.against_whole import block, check, forms, numbers
 from tests.split.samples import samples_of
@@ -93,6 +94,16 @@ def test_torch_says_what_is_wrong_with_a_convolution_of_a_whole_volume(P_world):
         with pytest.raises(RuntimeError) as found:
             F.conv3d(whole, *arguments)
         assert str(found.value).splitlines()[0] == str(expected.value).splitlines()[0]
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("kernel", [1, 3])
+@pytest.mark.parametrize("function", [F.conv1d, F.conv_transpose1d])
+def test_a_bias_of_another_type_is_refused_also_where_torch_takes_it(P_world, function, kernel):
+    x, w, b = torch.randn(2, 2, 5), torch.randn(2, 2, kernel), torch.randn(2, dtype=torch.float64)
+    cut = block(P_world.create_cartesian_topology_partition((1, 1, P_world.size)), x)
+    with pytest.raises((RuntimeError, ShapeError), match=r"bias (type|torch.float64)"):
+        function(cut, w, b)
 
 
 def test_output_padding_is_smaller_than_the_stride(P_world):

@@ -107,6 +107,9 @@ def test_refused(P_world):
         x[x[:, :, :4] > 0]
     with pytest.raises(IndexError):
         x[:, 6]
+    for number in (torch.tensor(1.0), torch.tensor(1j)):
+        with pytest.raises(IndexError, match="must be long, int, byte or bool"):
+            x[number]
     for index in ((0, 0, 0, 0), (..., ..., 0), (0, ..., ..., 0), (..., ..., None), (..., ..., AT)):
         with pytest.raises(IndexError):
             torch.zeros(SHAPE)[index]

@@ -57,6 +57,11 @@ def test_bad_input(P_world):
         F.glu(x, 1)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int64, torch.complex64])
+def test_of_a_number_among_matrices_the_kind_counts(P_world, dtype):
+    check(P_world, torch.block_diag, [torch.randn(5, 3)], [torch.tensor(2, dtype=dtype)])
+
+
 def test_pixels_of_nothing_stay(P_world):
     # Torch itself cannot differentiate it.
     check(P_world, lambda x: F.pixel_unshuffle(x[:, :, :0], 2), [numbers(3, 2, 1, 2)], gradients=False)

@@ -56,3 +56,9 @@ def test_batches_that_differ_and_coordinates_are_refused(P_world):
         torch.cdist(x, numbers(2, 5, 3))
     with pytest.raises(UnsupportedError, match="coordinates"):
         torch.gradient(x[0], spacing=(torch.arange(5.0), torch.arange(3.0)))
+
+
+def test_an_integral_of_yes_and_no_is_refused_as_by_torch(P_world):
+    x = block(P_world.create_cartesian_topology_partition((P_world.size,)), torch.ones(5, dtype=torch.bool))
+    with pytest.raises(RuntimeError, match="bool is not supported"):
+        torch.trapezoid(x, torch.arange(5.0))
