@@ -1,12 +1,12 @@
 """The command ``python -m distdl_rma predict``."""
 
+import json
 import os
 import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
-import pytest
 import torch
 
 from distdl_rma import open_array
@@ -72,39 +72,43 @@ def test_a_file_becomes_a_file_and_the_plan_is_shown(tmp_path):
     assert refused.returncode == 1 and "y.zarr: is there already" in refused.stderr
 
 
-@pytest.mark.parametrize(
-    ("model", "text"),
-    [
-        ("mine", "is not of the form module:function"),
-        ("absent:make", "there is no module 'absent'"),
-        ("mine:absent", "module 'mine' has no 'absent'"),
-        ("mine:number", "mine:number is a 'int'; name a model, or a function"),
-        ("mine:other", "mine:other returns a 'dict'; it returns the model"),
-        ("mine:make", "x.npy: not found"),
-    ],
-)
-def test_a_model_that_is_not_there_is_one_line_of_error(model, text, tmp_path):
-    done = command(tmp_path, model, "--in", "x.npy")
-    assert done.returncode == 1 and text in done.stderr and done.stderr.count("\n") == 1
+# Arguments behind the input, and what the only line of the error says.
+REFUSED = [
+    (["mine"], "is not of the form module:function"),
+    (["absent:make"], "there is no module 'absent'"),
+    (["mine:absent"], "module 'mine' has no 'absent'"),
+    (["mine:number"], "mine:number is a 'int'; name a model, or a function"),
+    (["mine:other"], "mine:other returns a 'dict'; it returns the model"),
+    (["mine:make", "--in", "y.npy"], "y.npy: not found"),
+    (["mine:make", "--in", "colours.npy"], r"do not take (batch, channels, *spatial) = (1, 3, 40, 30)"),
+    (["mine:make", "--post", "mine:number"], "mine:number is a 'int', and no function"),
+    (["mine:make", "--memory", "much"], "the memory"),
+    (["mine:make", "--grid", "3x0"], "a grid has the numbers of blocks"),
+    (["mine:make", "--scratch", "nowhere"], "is no folder"),
+    (["mine:make", "--out", "y.png"], "y.png: writes .npy, .h5, .hdf5, .zarr"),
+    (["mine:make", "--out", "absent/y.npy"], "absent: not found"),
+]
+# Commands one after the other in a process: most of the time of one is that of its imports.
+COMMANDS = """
+import contextlib, io, json, sys
+from distdl_rma.__main__ import main
+
+for arguments in json.loads(sys.argv[1]):
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        status = main(["predict", *arguments])
+    print(json.dumps([status, said.getvalue()]))
+"""
 
 
-@pytest.mark.parametrize(
-    ("options", "text"),
-    [
-        (["--post", "mine:number"], "mine:number is a 'int', and no function"),
-        (["--memory", "much"], "the memory"),
-        (["--grid", "3x0"], "a grid has the numbers of blocks"),
-        (["--scratch", "nowhere"], "is no folder"),
-        ([], r"do not take (batch, channels, *spatial) = (1, 3, 40, 30)"),
-        (["--out", "y.png"], "y.png: writes .npy, .h5, .hdf5, .zarr"),
-        (["--out", "absent/y.npy"], "absent: not found"),
-    ],
-)
-def test_options_that_do_not_fit_are_one_line_of_error(options, text, tmp_path):
-    channels = 1 if options else 3
-    np.save(tmp_path / "x.npy", np.zeros((channels, 40, 30), np.float32))
-    done = command(tmp_path, "mine:make", "--in", "x.npy", *options)
-    assert done.returncode == 1 and text in done.stderr and done.stderr.count("\n") == 1
+def test_arguments_that_do_not_fit_are_one_line_of_error(tmp_path):
+    write_module(tmp_path)
+    for name, channels in (("x", 1), ("colours", 3)):
+        np.save(tmp_path / f"{name}.npy", np.zeros((channels, 40, 30), np.float32))
+    calls = json.dumps([["--in", "x.npy", *arguments] for arguments, _ in REFUSED])
+    done = completed([sys.executable, "-c", COMMANDS, calls], cwd=tmp_path, PYTHONPATH=python_path())
+    outcomes = [json.loads(line) for line in done.stdout.splitlines()]
+    for (status, said), (arguments, text) in zip(outcomes, REFUSED, strict=True):
+        assert (status, said.count("\n")) == (1, 1) and text in said, (arguments, said)
 
 
 def test_a_function_that_raises_shows_where_and_ends_all_ranks(tmp_path):
