@@ -76,7 +76,7 @@ imports: $(STAMP)  ## import-linter: every floor imports only from below
 	$(BIN)/lint-imports --no-cache --no-logo
 
 test-plain: $(STAMP)  ## the tests that need no MPI
-	$(BIN)/python -m pytest -m "not mpi" $(SPREAD)
+	$(BIN)/python -m pytest -m "not mpi" $(SPREAD) $(TODAYS)
 
 test-mpi: $(STAMP)  ## the MPI tests, once per number of ranks (TEST_RANKS="1 2 3 4" DAY=today TESTS=)
 	$(BIN)/python tests/run_mpi.py --ranks $(TEST_RANKS) $(TODAYS) $(if $(TESTS),-- $(TESTS))

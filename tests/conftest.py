@@ -93,7 +93,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--day",
         type=day,
         metavar="DAY",
-        help="of the MPI tests those of a day, such as today, as make test runs them; without it all",
+        help="tests of a day, such as today, as make test runs them; without it all",
     )
     parser.addoption("--tenth", action="store_true", help="of all tests a tenth, every --day another")
 
@@ -121,7 +121,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     today, tenth, mpi = (config.getoption(name) for name in ("--day", "--tenth", "--with-mpi"))
     # Virtual ranks, if the plugin is loaded.
     size, total = config.getoption("--virtual-ranks", 0), len(items)
-    if today is None or not (mpi or tenth or size):
+    if today is None:
         return
     if mpi:
         from mpi4py import MPI

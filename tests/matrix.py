@@ -6,7 +6,7 @@ module or a parameter; where there are several such marks, on those that all of 
 cases, made by ``over_seeds``, runs on 1 to 4 ranks, on each of them with a third of the seeds, every day
 another: every seed runs every day, on 2 ranks, or on 3, or on 1 and 4. So do tests that are marked
 ``in_turn(3, 4)``, with the numbers of ranks on which a third of them is enough for a day: dear cases of one
-law, each of which runs on the other numbers every day.
+law, each of which runs on the other numbers every day. 0 stands for tests without MPI.
 
 With ``--tenth``, as in ``make test-openmpi``, every test runs once in ten days, also one without MPI, and an
 MPI test on one of its numbers of ranks.
@@ -65,14 +65,14 @@ def check_each(
 
 
 def runs(item: pytest.Item, size: int, day: int) -> bool:
-    """Whether a test is among those of a day on a number of ranks."""
-    place = place_among_seeds(item)
+    """Whether a test is among those of a day on a number of ranks, 0 for one without MPI."""
+    place = place_among_seeds(item) if size else None
     in_turn = [mark.args for mark in item.iter_markers("in_turn")]
     in_turn += [sizes for folder, sizes in IN_TURN_BELOW.items() if item.path.is_relative_to(folder)]
     if any(size in each for each in in_turn):
         place = place_among_cases(item)
     todays = place is None or (place + size + day) % 3 == 0
-    return todays and size in sizes(item)
+    return todays and (not size or size in sizes(item))
 
 
 def in_tenth(item: pytest.Item, size: int, day: int) -> bool:

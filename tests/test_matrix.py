@@ -13,13 +13,13 @@ def days(item, size):
 
 
 @pytest.mark.sizes(2, 3, 4)
-@pytest.mark.in_turn(2, 4)
+@pytest.mark.in_turn(0, 2, 4)
 @pytest.mark.parametrize("other", "ab")
 @pytest.mark.parametrize("case", range(4))
 def test_cases_in_turn_run_on_the_marked_sizes_every_third_day(request, case, other):
     assert days(request.node, 1) == [False] * 3
     assert days(request.node, 3) == [True] * 3
-    assert sum(days(request.node, 2)) == sum(days(request.node, 4)) == 1
+    assert [sum(days(request.node, size)) for size in (0, 2, 4)] == [1] * 3
     # The next case has the next place, and so another day.
     neighbours = [item for item in request.session.items if item.originalname == request.node.originalname]
     assert len(neighbours) < 8 or len({matrix.place_among_cases(item) % 3 for item in neighbours}) == 3
@@ -30,6 +30,7 @@ def test_seeds_run_every_day_on_some_number_of_ranks_and_within_three_on_all(req
     each = [days(request.node, size) for size in (1, 2, 3, 4)]
     assert [sum(some) for some in each] == [1] * 4
     assert all(any(today) for today in zip(*each, strict=True))
+    assert all(days(request.node, 0))
 
 
 def test_others_run_on_2_and_3_ranks_every_day(request):

@@ -1,6 +1,6 @@
 """A prediction that is killed anywhere and goes on writes the file of one that was not.
 
-Two kills of each kind a day, others every day; ``KILLS=20`` makes it twenty.
+Two kills of each kind, others every day, and a third of the kinds on each day; ``KILLS=20`` makes it twenty.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tests.run_mpi import completed, mpiexec
 KILLS = int(os.environ.get("KILLS", "2"))
 TODAY = int(time.time()) // 86400
 # Some attempts of seconds each.
-pytestmark = pytest.mark.timeout(240 + 120 * KILLS)
+pytestmark = [pytest.mark.timeout(240 + 120 * KILLS), pytest.mark.in_turn(0)]
 COMMAND = [sys.executable, "-m", "tests.out_of_core.kills"]
 
 

@@ -343,6 +343,7 @@ def run_program(what, **arguments):
     return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
 
 
+@pytest.mark.in_turn(0)
 @pytest.mark.parametrize(
     ("name", "net", "extents", "memory"),
     [
