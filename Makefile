@@ -5,7 +5,7 @@ MPI ?= mpich
 RANKS ?= 4
 TEST_RANKS ?= 1 2 3 4
 # On so many of TEST_RANKS, which outnumber cores, the MPI tests run on virtual ranks, but for those that need processes.
-VIRTUAL_RANKS ?= $(if $(filter mpich,$(MPI)),4)
+VIRTUAL_RANKS ?= $(if $(filter mpich,$(MPI)),3 4)
 # Which day's share of the MPI tests, see tests/matrix.py; none of them is left out where this is empty.
 DAY ?= today
 # Plain tests at a time: many start an MPI job, which sleeps more than it computes.
@@ -81,7 +81,7 @@ test-plain: $(STAMP)  ## the tests that need no MPI
 test-mpi: $(STAMP)  ## the MPI tests, once per number of ranks (TEST_RANKS="1 2 3 4" DAY=today TESTS=)
 	$(BIN)/python tests/run_mpi.py --ranks $(TEST_RANKS) $(TODAYS) $(if $(TESTS),-- $(TESTS))
 
-test-virtual: $(STAMP)  ## the MPI tests on virtual ranks, and with processes those that need them (VIRTUAL_RANKS=4)
+test-virtual: $(STAMP)  ## the MPI tests on virtual ranks, and with processes those that need them (VIRTUAL_RANKS="3 4")
 	@for ranks in $(VIRTUAL_RANKS); do $(BIN)/python -m pytest -p no:pytest_mpi -p tests.virtual_ranks \
 	    --virtual-ranks $$ranks --timeout-method thread $(TODAYS) $(SPREAD) $(TESTS) || exit 1; done
 	$(BIN)/python tests/run_mpi.py --ranks $(VIRTUAL_RANKS) $(TODAYS) -- -m 'mpi and processes' $(TESTS)

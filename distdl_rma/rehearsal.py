@@ -97,7 +97,7 @@ def played(
 
     The ``keeper`` is told of the waits of ranks.
     """
-    turns = Turns(ranks, seed, _generators(), nodes, keeper)
+    turns = Turns(ranks, seed, _states(), nodes, keeper)
     results: dict[int, _T] = {}
     errors: list[tuple[int, BaseException]] = []
 
@@ -177,8 +177,9 @@ def _keeps_one(state: tuple[bytes, Any]) -> bool:
     return bool(state[1][3])
 
 
-def _generators() -> list[tuple[Callable[[], Any], Callable[[Any], object]]]:
-    # How to get and set the state of each default generator of random numbers that the process may use.
+def _states() -> list[tuple[Callable[[], Any], Callable[[Any], object]]]:
+    # How to get and set what each rank has for itself: the states of the default generators of random numbers
+    # that the process may use, and torch's default type.
     pairs: list[tuple[Callable[[], Any], Callable[[Any], object]]] = [(random.getstate, random.setstate)]
     generator = np.random.get_bit_generator()  # type: ignore[attr-defined]
     if isinstance(generator, np.random.MT19937):
@@ -187,5 +188,6 @@ def _generators() -> list[tuple[Callable[[], Any], Callable[[Any], object]]]:
     else:
         pairs.append((np.random.get_state, np.random.set_state))
     if torch := sys.modules.get("torch"):
-        pairs.append((torch.get_rng_state, torch.set_rng_state))
+        pairs += [(torch.get_rng_state, torch.set_rng_state)]
+        pairs += [(torch.get_default_dtype, torch.set_default_dtype)]
     return pairs

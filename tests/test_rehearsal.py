@@ -162,6 +162,22 @@ def test_each_rank_has_the_generators_of_the_caller_which_stay_as_they_are():
     assert len({*first}) == 3
 
 
+def test_each_rank_has_its_own_default_type():
+    def play(comm):
+        group, before = Machine.on().group(), torch.get_default_dtype()
+        torch.set_default_dtype([torch.float64, torch.float16, torch.float32][comm.rank])
+        group.barrier()
+        found = torch.zeros(1).dtype
+        if comm.rank:
+            torch.set_default_dtype(before)
+        group.barrier()
+        return before, found, torch.zeros(1).dtype
+
+    single, half, double = torch.float32, torch.float16, torch.float64
+    assert rehearse(3, play) == [(single, double, double), (single, half, single), (single, single, single)]
+    assert torch.get_default_dtype() == torch.float32
+
+
 def test_normal_numbers_that_numpy_keeps_from_a_pair_are_those_of_the_rank():
     def drawn():
         return np.random.randn(), np.random.rand()  # noqa: NPY002

@@ -49,9 +49,9 @@ def pytest_configure(config: pytest.Config) -> None:
         virtual_ranks.VirtualComm.hand_over = _hand_over  # type: ignore[assignment,method-assign]
         pytest.MonkeyPatch = PatchesOfRank  # type: ignore[misc]
         MPI.COMM_WORLD = _World(MPI.COMM_WORLD)  # type: ignore[misc,assignment]
-        generators = rehearsal._generators
-        rehearsal._generators = lambda: [
-            *generators(),
+        states = rehearsal._states
+        rehearsal._states = lambda: [
+            *states(),
             (_warnings_of_rank, _set_warnings),
             (_patches_taken_back, _set_patches),
         ]

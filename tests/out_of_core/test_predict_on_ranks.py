@@ -27,7 +27,8 @@ from tests.fuzz import predictions as fuzz
 from tests.matrix import check_each, over_seeds
 from tests.out_of_core.nets import Calls, UNet, whole
 
-pytestmark = [pytest.mark.mpi, pytest.mark.sizes(1, 2, 3)]
+# A prediction itself runs virtual ranks.
+pytestmark = [pytest.mark.mpi, pytest.mark.processes, pytest.mark.sizes(1, 2, 3)]
 
 FUNCTIONS = {
     "adaptive_avg_pool2d": lambda x: F.adaptive_avg_pool2d(x, 1) * x,

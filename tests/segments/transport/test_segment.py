@@ -84,6 +84,7 @@ def test_ways_are_those_of_the_transport(made, comm):
         segment.link(1)
 
 
+@pytest.mark.processes
 def test_a_size_that_the_node_does_not_have_is_refused_on_all_ranks_and_nothing_is_kept(comm):
     own = comm.Dup()
     for _ in range(2):

@@ -86,6 +86,7 @@ def test_autograd_functions_of_single_elements(P_world):
 
 
 @pytest.mark.mpi
+@pytest.mark.processes
 def test_functions_of_single_elements(P_world, monkeypatch):
     monkeypatch.setitem(RULES, torch.special.airy_ai, None)
     register(torch.special.airy_ai, elementwise=True)
