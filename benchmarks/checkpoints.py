@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -48,12 +49,25 @@ def _rows(machine: Machine, folder: Path) -> Iterator[Row]:
                 opened.flush()
                 os.fsync(opened.fileno())
 
+    share = np.ones(NBYTES // machine.size, np.uint8)
+
+    def ranks_write() -> None:
+        with (folder / f"share-{machine.rank}").open("wb") as opened:
+            opened.write(share.data)
+            opened.flush()
+            os.fsync(opened.fileno())
+
+    # The least that a save can take: the disk's own time.
+    against = "torch.save by one process"
+    yield compare(
+        f"{what}, its bytes alone", ranks_write, torch_saves, against=against, repetitions=REPETITIONS
+    )
     with Checkpoints(folder / "run", keep=1, machine=machine) as kept:
         yield compare(
             f"{what}, save",
             lambda: kept.save(state, 1),
             torch_saves,
-            against="torch.save by one process",
+            against=against,
             target=0.6,
             repetitions=REPETITIONS,
         )

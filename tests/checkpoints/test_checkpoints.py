@@ -219,9 +219,10 @@ def test_old_ones_go_after_a_new_one_is_complete(P_world, folder):
         kept.save(state, 50)
 
 
-def test_different_copies_are_no_checkpoint(P_world, comm, folder):
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_different_copies_are_no_checkpoint(P_world, comm, folder, asynchronous):
     state = {"s": {"x": torch.ones(1 << 17), "y": torch.zeros(3)}}
-    with Checkpoints(folder, machine=P_world) as kept:
+    with Checkpoints(folder, machine=P_world, asynchronous=asynchronous) as kept:
         kept.save(state, 1)
         if comm.rank == comm.size - 1:
             state["s"]["x"][5] += 1
@@ -229,6 +230,7 @@ def test_different_copies_are_no_checkpoint(P_world, comm, folder):
             with pytest.raises(MismatchError, match=f"'s/x' differs between ranks 0 and {comm.size - 1}"):
                 kept.save(state, 2)
         assert kept.restore(state) == 1
+        assert [each.name for each in folder.iterdir()] == ["step-1"]
         assert state["s"]["x"].eq(1).all()
 
 
