@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from benchmarks.disk import disk_alone
 from benchmarks.measure import COMM, Row, compare, summary, timed
 from distdl_rma import Checkpoints, Machine
 
@@ -49,19 +50,9 @@ def _rows(machine: Machine, folder: Path) -> Iterator[Row]:
                 opened.flush()
                 os.fsync(opened.fileno())
 
-    share = np.ones(NBYTES // machine.size, np.uint8)
-
-    def ranks_write() -> None:
-        with (folder / f"share-{machine.rank}").open("wb") as opened:
-            opened.write(share.data)
-            opened.flush()
-            os.fsync(opened.fileno())
-
-    # The least that a save can take: the disk's own time.
-    against = "torch.save by one process"
-    yield compare(
-        f"{what}, its bytes alone", ranks_write, torch_saves, against=against, repetitions=REPETITIONS
-    )
+    against, share = "torch.save by one process", np.ones(NBYTES // machine.size, np.uint8)
+    yield disk_alone(what, folder, share, torch_saves, against=against, repetitions=REPETITIONS)
+    del share
     with Checkpoints(folder / "run", keep=1, machine=machine) as kept:
         yield compare(
             f"{what}, save",

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 import zarr
 
+from benchmarks.disk import disk_alone
 from benchmarks.measure import COMM, Row, compare, summary
 from benchmarks.memory import status_kib
 from distdl_rma import Machine, ShardDataset, ShardLoader, create_array, shard, write_shards
@@ -74,12 +75,18 @@ def _rows(machine: Machine, folder: Path) -> Iterator[Row]:
         yield _memory(f"peak memory of shard, {kinds[name]}", lambda path=path: shard(grid, path))  # type: ignore[misc]
     yield _ahead(folder / "x.npy")
     whole = np.load(folder / "x.npy") if COMM.rank == 0 else None
+    against, mine = "np.save and fsync by one process", y.to_local().numpy()
+
+    def save() -> None:
+        _save(folder / "plain.npy", whole)
+
+    yield disk_alone(f"write {size} in shards", folder, mine, save, against=against, repetitions=REPETITIONS)
     for name in ("x.npy", "x.h5"):
         yield compare(
             f"write {size} in shards, {name.partition('.')[2]}",
             lambda name=name: _write(folder / f"new-{name}", y),  # type: ignore[misc]
-            lambda: _save(folder / "plain.npy", whole),
-            against="np.save and fsync by one process",
+            save,
+            against=against,
             target=0.7,
             repetitions=REPETITIONS,
         )
