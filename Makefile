@@ -6,7 +6,7 @@ RANKS ?= 4
 TEST_RANKS ?= 1 2 3 4
 # On so many of TEST_RANKS, which outnumber cores, the MPI tests run on virtual ranks, but for those that need processes.
 VIRTUAL_RANKS ?= $(if $(filter mpich,$(MPI)),3 4)
-# Which day's share of the MPI tests, see tests/matrix.py; none of them is left out where this is empty.
+# Which day's share of the tests, see tests/matrix.py; none of them is left out where this is empty.
 DAY ?= today
 # Plain tests at a time: many start an MPI job, which sleeps more than it computes.
 WORKERS ?= 2
@@ -54,12 +54,12 @@ demo: $(STAMP)  ## denoise an image on RANKS ranks (RANKS=4 GRID= STEPS= IMAGE=)
 BESIDE := lint types imports test-plain $(if $(filter 1,$(TEST_RANKS)),test-one-rank)
 MORE_RANKS := $(filter-out 1 $(VIRTUAL_RANKS),$(TEST_RANKS))
 TAKING_TURNS := $(filter $(VIRTUAL_RANKS),$(TEST_RANKS))
-test: $(STAMP)  ## lint, types, imports, plain tests, the day's MPI tests on 1 to 4 ranks
+test: $(STAMP)  ## lint, types, imports, the day's tests without MPI and on 1 to 4 ranks
 	@$(BIN)/python tests/side_by_side.py $(BESIDE:%='$(MAKE) %')
 	$(if $(MORE_RANKS),@$(MAKE) test-mpi TEST_RANKS='$(MORE_RANKS)')
 	$(if $(TAKING_TURNS),@$(MAKE) test-virtual VIRTUAL_RANKS='$(TAKING_TURNS)')
 
-test-all:  ## the same with every MPI test and every seed on each number of ranks, all of them processes
+test-all:  ## the same with every test and every seed on each number of ranks, all of them processes
 	@$(MAKE) test DAY= VIRTUAL_RANKS=
 
 room: $(STAMP)  ## lint, types and tests of a folder of the package and of what imports it (ROOM=ops/conv)
@@ -75,7 +75,7 @@ types: $(STAMP)  ## mypy, strict
 imports: $(STAMP)  ## import-linter: every floor imports only from below
 	$(BIN)/lint-imports --no-cache --no-logo
 
-test-plain: $(STAMP)  ## the tests that need no MPI
+test-plain: $(STAMP)  ## the tests that need no MPI (DAY=today)
 	$(BIN)/python -m pytest -m "not mpi" $(SPREAD) $(TODAYS)
 
 test-mpi: $(STAMP)  ## the MPI tests, once per number of ranks (TEST_RANKS="1 2 3 4" DAY=today TESTS=)

@@ -28,4 +28,4 @@ def disk_alone(
     try:
         return compare(f"{what}, the disk alone", write, baseline, **how)
     finally:
-        path.unlink()
+        path.unlink(missing_ok=True)

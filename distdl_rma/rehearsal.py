@@ -188,6 +188,6 @@ def _states() -> list[tuple[Callable[[], Any], Callable[[Any], object]]]:
     else:
         pairs.append((np.random.get_state, np.random.set_state))
     if torch := sys.modules.get("torch"):
-        pairs += [(torch.get_rng_state, torch.set_rng_state)]
-        pairs += [(torch.get_default_dtype, torch.set_default_dtype)]
+        pairs.append((torch.get_rng_state, torch.set_rng_state))
+        pairs.append((torch.get_default_dtype, torch.set_default_dtype))
     return pairs

@@ -7,10 +7,9 @@ import os
 import signal
 import threading
 from collections import deque
-from collections.abc import Callable, Container, Iterable, Iterator, MutableMapping, Sequence
+from collections.abc import Container, Iterable, Iterator, MutableMapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager
-from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple, Self
@@ -46,9 +45,6 @@ _SLICE_NBYTES = 1 << 19
 _LOWEST_PRIORITY = 19
 # Checkpoints whose copies are in memory at once.
 _UNDER_WAY = 2
-# By the ranks that hold copies: names and fingerprints.
-_Prints = dict[str, list[tuple[str, str]]]
-_MakePrints = Callable[[], _Prints]
 
 
 class _Job(NamedTuple):
@@ -94,15 +90,6 @@ def _joined(states: list[dict[str, Any]]) -> dict[str, list[Any]]:
     # For each generator one state if it is alike on all ranks, else that of every rank.
     columns = {key: [state[key] for state in states] for key in states[0]}
     return {key: each[:1] if each[1:] == each[:-1] else each for key, each in columns.items()}
-
-
-def _prints(held: list[Holding], tensors: dict[str, torch.Tensor]) -> _Prints:
-    # Of this rank's copies.
-    return {
-        str(each.ranks): [(part.item.name, fingerprint(tensors[part.item.name])) for part in each.parts]
-        for each in held
-        if len(each.ranks) > 1
-    }
 
 
 def _differing(every: dict[int, dict[str, str]]) -> list[tuple[str, int, int]]:
@@ -321,9 +308,7 @@ class Checkpoints:
             ]:
                 raise MismatchError(f"checkpoint: this rank has no {lacking[0]!r}, which other ranks have")
         together = holdings(parts)
-        prints = partial(_prints, together, held.tensors)
-        if self._asynchronous:
-            self._compare_copies(prints)
+        self._compare_copies(together, held.tensors)
         with self._together():
             if self._first:
                 if not self._tidy:
@@ -338,43 +323,31 @@ class Checkpoints:
         shares = (
             share for each in together for share in each.share(each.ranks.index(home.rank), len(each.ranks))
         )
-        self._write(path, body, items, files.cut_out(held.tensors, shares), prints)
+        self._write(path, body, items, files.cut_out(held.tensors, shares))
         return path
 
-    def _write(
-        self,
-        path: Path,
-        body: dict[str, Any],
-        items: list[Item],
-        pieces: Iterator[Piece],
-        prints: _MakePrints,
-    ) -> None:
-        # This rank's pieces: at once, while the copies are compared, or copies of them by the thread.
+    def _write(self, path: Path, body: dict[str, Any], items: list[Item], pieces: Iterator[Piece]) -> None:
+        # This rank's pieces: at once, or copies of them by the thread.
         if self._asynchronous:
             copies, memory = self._copied(list(pieces))
             written = self._thread.submit(files.write, path, copies)
             self._jobs.append(_Job(path, body, items, written, memory))
             return
         written = Future()
-        with ThreadPoolExecutor(1) as beside:
-            found = beside.submit(prints)
-            try:
-                written.set_result(files.write(path, pieces))
-            except Exception as error:  # noqa: BLE001 - ``_complete`` raises it on all ranks
-                written.set_exception(error)
         try:
-            self._compare_copies(found.result)
-        except Exception:
-            if self._first:
-                files.drop(path)
-            raise
+            written.set_result(files.write(path, pieces))
+        except Exception as error:  # noqa: BLE001 - ``_complete`` raises it on all ranks
+            written.set_exception(error)
         self._jobs.append(_Job(path, body, items, written, None))
         self._complete()
 
-    def _compare_copies(self, make: _MakePrints) -> None:
+    def _compare_copies(self, held: list[Holding], tensors: dict[str, torch.Tensor]) -> None:
         # Ranks that hold the same parts write some bytes each: of different copies, a mixture.
-        with self._together():
-            prints = make()
+        prints = {
+            str(each.ranks): [(part.item.name, fingerprint(tensors[part.item.name])) for part in each.parts]
+            for each in held
+            if len(each.ranks) > 1
+        }
         digests = {key: files.digest(json.dumps(found).encode()) for key, found in prints.items()}
         every = gather_words(self._machine.segments, digests, self._call)
         if not _differing(every):
