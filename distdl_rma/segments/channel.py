@@ -129,12 +129,13 @@ class Channel:
             raise ShapeError(f"{self.name!r}: local shape is {x.shape}, the plan has {self._own_shape}")
         return [x[slices] for slices in self._cuts]
 
-    def start(self, parts: Iterable[Array]) -> int:
+    def start(self, parts: Iterable[Array]) -> int:  # noqa: C901 - runs for every movement
         """Put one array per send into the peers' slots and notify the peers; return the epoch.
 
         Does not wait for the transfer. The arrays may be changed on return. ``ProtocolError`` if two started
         epochs are not received yet; ``ExchangeTimeout`` if a peer two epochs behind does not acknowledge in
-        time: nothing was put then, and the call can be repeated.
+        time: nothing was put then, and the call can be repeated. ``ShapeError`` if there are fewer arrays
+        than sends: the call can be repeated with all of them.
         """
         self._check()
         if self._started - self._finished >= SLOTS:
@@ -155,19 +156,25 @@ class Channel:
         if self._manager.trace.recording is not None and self._incoming:
             self._record(epoch)
         source, counters = iter(parts), self._manager.counters
-        for lane in self._outgoing:
-            step = 0
-            views = self._results_of[lane.peer].views(epoch) if lane.lands else lane.views[epoch % SLOTS]
-            for at, view in enumerate(views):
-                np.copyto(view, next(source), casting="equiv")
-                # A message to another node travels as a whole.
-                if not lane.staged and at == lane.ends[step] and step + 1 < len(lane.ends):
-                    step += 1
-                    lane.raise_data_flag(lane.flag_after(epoch, step))
-            lane.announce(epoch)
-            if not lane.staged:
-                counters.puts += 1
-                counters.bytes_put += lane.nbytes
+        try:
+            for lane in self._outgoing:
+                step = 0
+                views = self._results_of[lane.peer].views(epoch) if lane.lands else lane.views[epoch % SLOTS]
+                for at, view in enumerate(views):
+                    np.copyto(view, next(source), casting="equiv")
+                    # A message to another node travels as a whole.
+                    if not lane.staged and at == lane.ends[step] and step + 1 < len(lane.ends):
+                        step += 1
+                        lane.raise_data_flag(lane.flag_after(epoch, step))
+                lane.announce(epoch)
+                if not lane.staged:
+                    counters.puts += 1
+                    counters.bytes_put += lane.nbytes
+        except StopIteration:
+            raise ShapeError(
+                f"{self.name!r}: start takes one array per send, {len(self.sends)} on rank"
+                f" {self._manager.rank}, and got fewer; Channel.cut makes them"
+            ) from None
         self._started = epoch
         return epoch
 

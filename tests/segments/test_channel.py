@@ -114,6 +114,19 @@ def test_wrong_shape_and_dtype_are_refused_before_data_moves(machine):
     channel.close()
 
 
+def test_fewer_arrays_than_sends_are_refused_and_the_start_can_be_repeated(machine):
+    exchange = movements(machine)["all_gather"]
+    channel = Channel(machine.segments, exchange, np.int64, "short")
+    for epoch in range(1, 4):
+        parts = channel.cut(x := values(exchange, machine.rank, epoch))
+        match = rf"'short': .* {len(parts)} on rank {machine.rank}, and got fewer"
+        for few in ([], parts[:-1], iter(parts[:-1])) if parts else ():
+            with pytest.raises(ShapeError, match=match):
+                channel.start(few)
+        assert (channel.gather(x, channel.start(parts), np.add) == expected(exchange, epoch)).all()
+    channel.close()
+
+
 def test_closed_channel_says_so_and_gives_its_memory_back(machine, comm):
     channel = Channel(machine.segments, halo(machine), np.int64, "closing")
     assert "closing" in machine.segments.stats().owners
