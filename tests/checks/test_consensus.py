@@ -95,3 +95,15 @@ def test_texts_that_were_given_up_after_a_timeout_are_not_those_of_the_next_call
         assert consensus.rows(text, len(text)) == [bytes([rank]) * 1200 for rank in range(comm.size)]
     said = consensus.gather("next", bytes([comm.rank + 100]))
     assert said == [bytes([rank + 100]) for rank in range(comm.size)]
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_first_comparison_that_times_out_says_which_one_it_was(segments, comm, monkeypatch):
+    consensus = Consensus(segments, segments.ranks)
+    if comm.rank == 0:
+        monkeypatch.setattr(segments.waiter, "timeout", 0.01)
+        with pytest.raises(ExchangeTimeout, match=r"^'a call of rank 0': rank 0 waited .* to connect"):
+            consensus.gather("a call of rank 0", b"")
+        monkeypatch.undo()
+    comm.Barrier()
+    assert consensus.gather("a call of all", b"") == [b""] * comm.size

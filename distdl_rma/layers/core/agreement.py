@@ -204,7 +204,7 @@ class ShapeAgreement(Generic[P]):
         self._title = f"{self._name} (shapes, {fingerprint(self._planner().arguments_text()):014x})"
         with self._sending_errors():
             consensus = Consensus.of(self._machine.segments, self._ranks)
-            consensus.connect()
+            consensus.connect(name=self._name)
         return consensus
 
     def settle(self) -> tuple[P, GradientNeeds]:

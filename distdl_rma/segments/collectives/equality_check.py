@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from distdl_rma.errors import ClosedError, DistdlError, ProtocolError
+from distdl_rma.errors import ClosedError, DistdlError, ExchangeTimeout, MismatchError, ProtocolError
 from distdl_rma.geometry.exchange import fingerprint
 from distdl_rma.geometry.trees import dissemination
 from distdl_rma.segments.collectives.node_layout import NodeLayout
@@ -89,8 +89,11 @@ class EqualityCheck(Scripted):
         # Whether a wait for this epoch ended before all ranks had started, so that its call may be repeated.
         self._repeatable = False
 
-    def connect(self, timeout: float | None = None) -> None:
-        """Exchange addresses on the node, and with O(log N) other nodes, once; collective, blocking."""
+    def connect(self, timeout: float | None = None, name: str = "") -> None:
+        """Exchange addresses on the node, and with O(log N) other nodes, once; collective, blocking.
+
+        Errors begin with ``name``, the comparison that connects.
+        """
         if self._tables:
             return
         layout = self._layout
@@ -100,7 +103,11 @@ class EqualityCheck(Scripted):
         terms = f"ranks={layout.ranks}"
         if peers:
             plan = fingerprint("equality check", terms)
-            self._remotes = self._memory.exchange(peers, self.name, plan, timeout, terms=terms)
+            try:
+                self._remotes = self._memory.exchange(peers, self.name, plan, timeout, terms=terms)
+            except (ExchangeTimeout, MismatchError) as error:
+                error.args = (f"{name or self.name!r}: {error}",)
+                raise
         self._remotes[layout.me] = self._memory.here
         self._see(self._remotes[self._leader])
 
@@ -134,7 +141,7 @@ class EqualityCheck(Scripted):
                 return self.epoch
             self._finish(self.epoch, None)
         if not self._tables:
-            self.connect()
+            self.connect(name=name)
         self._for, self._values, self._repeatable = name, words, False
         self.epoch = epoch = self.epoch + 1
         line, words_of_line = self._mine[epoch & 1]
