@@ -25,6 +25,8 @@ MADE = {
     "a column as a vector": lambda x: x[:, :1].squeeze(1).contiguous(),
     "every second row as columns": lambda x: x[::2].unsqueeze(0).contiguous(),
     "a turned result": lambda x: x.t().relu().contiguous(),
+    "turned and flat": lambda x: x.t().flatten(),
+    "a column in a row": lambda x: x[:, 1].ravel(),
     "some rows": lambda x: x[:2].contiguous(),
     "every second row": lambda x: x[::2].contiguous(),
     "a turned vector": lambda x: x[:1].t().contiguous(),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from itertools import pairwise
 from typing import Any, TypeVar
 
@@ -19,7 +20,7 @@ from distdl_rma.split.operands import of_cut, on_whole_tensors, site_for
 from distdl_rma.split.redistribution import redistributed
 from distdl_rma.split.reduction_axes import laid_out, positive, with_whole
 from distdl_rma.split.tensor import SplitTensor, checked_block, composed, refused
-from distdl_rma.split.views import fills_memory, seen_of, strides_of
+from distdl_rma.split.views import fills_memory, in_memory, seen_of, strides_of
 
 _T: Any = torch.Tensor
 _V = TypeVar("_V")
@@ -106,10 +107,11 @@ def reshaped(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
     def make() -> tuple[Decomposition, Decomposition, Any]:
         shape = tuple(func(on_shape(x), *rest, **kwargs).shape)
-        try:
-            strides: Any = strides_of(x, lambda whole: whole.view(shape))
-        except RuntimeError:
-            strides = _COPIED
+        strides: Any = _COPIED
+        # Unlike reshape, ravel copies whatever is not contiguous.
+        if func.__name__ != "ravel" or in_memory(x).is_contiguous():
+            with suppress(RuntimeError):
+                strides = strides_of(x, lambda whole: whole.view(shape))
         return *layout_choice.reshaped(x._layout, shape), strides
 
     return _reshaped(func, x, *derived(x, (func, frozen(rest), frozen(kwargs), x._strides), make))
@@ -142,8 +144,10 @@ def _reshaped(
         unsure = x._is_seen and func.__name__ in _MAY_COPY and x._strides is None and not fills_memory(x)
         return seen_of(x, y, result, strides, unsure)
     local = redistributed(site_for(func, x), checked_block(x), x._layout, source, "reshaped")
-    # Counts as a copy on all ranks: the strides of blocks do not tell whether torch would return a view.
-    return seen_of(x, local.reshape(shape), result, None if strides is _COPIED else strides, True)
+    y = local.reshape(shape)
+    if strides is not _COPIED:
+        return seen_of(x, y, result, strides, True)
+    return SplitTensor(y.clone() if y.data_ptr() == x._local.data_ptr() else y, result)
 
 
 # Functions that return a view if possible, otherwise a copy.
