@@ -58,6 +58,9 @@ def _normalised(
 ) -> SplitTensor:
     local, layout = checked_block(x), x._layout
     weight, bias = wholes(site, weights, layout, _WEIGHTS)
+    if call[0].__name__ == "rms_norm" and weight is not None and weight.is_floating_point():
+        # Torch takes any type; the type of the result is the input's.
+        weight = weight if weight.dtype == local.dtype else weight.to(sum_dtype(local.dtype))
     key = (
         *(number, layout, local.dtype, eps),
         None if running is None else (running["running_mean"].shape, running["running_var"].shape),

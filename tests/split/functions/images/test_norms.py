@@ -1,5 +1,6 @@
 """Normalisation of split tensors."""
 
+import warnings
 from functools import partial
 
 import pytest
@@ -59,6 +60,12 @@ def by_constants(x, w, b):
     return F.batch_norm(x, mean, variance, w, b).flatten(2).transpose(1, 2)
 
 
+def by_float32(x, w):
+    # Torch warns that it takes a slower way.
+    with warnings.catch_warnings(action="ignore"):
+        return F.rms_norm(x, (5, 4), w.float())
+
+
 # Forms beyond torch's samples.
 FORMS = {
     "a weight alone": (lambda x, w: F.instance_norm(x, weight=w), [EVEN], [(4,)]),
@@ -68,6 +75,7 @@ FORMS = {
     # Torch has no gradient of a bias without a weight here.
     "a bias alone of groups": (lambda x, b: F.group_norm(x, 2, bias=b), [EVEN], [fixed(4)]),
     "a bias alone of one group": (lambda x, b: F.group_norm(x, 1, bias=b), [EVEN], [fixed(4)]),
+    "a weight of another type": (by_float32, [(3, 5, 4)], [fixed(5, 4)]),
     "complex numbers": (called(F.rms_norm, (4,)), [spectra(3, 5, 4)]),
     "weighted complex numbers": (
         lambda x, w: F.rms_norm(x, (5, 4), w), [spectra(3, 5, 4)], [spectra(5, 4)]
