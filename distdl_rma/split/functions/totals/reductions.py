@@ -16,7 +16,7 @@ from distdl_rma.split.calls.site import Site
 from distdl_rma.split.calls.table import Call
 from distdl_rma.split.calls.torch_errors import checked_rule
 from distdl_rma.split.functions.elements.pointwise import pointwise
-from distdl_rma.split.operands import as_blocks, common_layout, of_any_cut, of_cut
+from distdl_rma.split.operands import as_blocks, common_layout, of_any_cut, of_cut, on_whole_tensors
 from distdl_rma.split.redistribution import reduced, to_blocks
 from distdl_rma.split.reduction_axes import Along, chosen_dims, positive, with_whole
 from distdl_rma.split.tensor import SplitTensor, checked_block, composed
@@ -93,7 +93,7 @@ def of_partial_results(
 
 
 @checked_rule("reduction", "var", "std", "var_mean", "std_mean")
-@of_cut()
+@of_cut(uncut=True)
 def variance(
     call: Call, site: Site, x: SplitTensor, dim: Any, unbiased: Any, keepdim: bool, correction: Any
 ) -> Any:
@@ -116,6 +116,8 @@ def variance(
         for each in warned:
             warn_user(str(each.message), each.category)
         return mapped(lambda each: along.result(each, keepdim), y)
+    if not x._layout.cut_dims:
+        return on_whole_tensors(*call)
     values = along.local.to(sum_dtype(dtype))
     mean = along.summed(values.sum(dims, keepdim=True)) / along.count
     away = values - to_blocks(along.site, mean, along.layout, along.cut, " of the mean")

@@ -117,12 +117,12 @@ test_forms = pytest.mark.filterwarnings("ignore:.*degrees of freedom")(forms(FOR
 test_samples_of_torch = samples_of("totals.reductions", 5)
 
 
-@pytest.mark.mpi(min_size=2)
 def test_the_warning_of_no_degree_of_freedom_names_the_users_line(P_world):
     x = block(P_world.create_cartesian_topology_partition((1, 1, P_world.size)), numbers(2, 3, 4))
-    with pytest.warns(UserWarning, match="degrees of freedom") as warned:
-        x.var(correction=24)
-    assert warned[0].filename == __file__
+    for each in (x, x.redistribute()):
+        with pytest.warns(UserWarning, match="degrees of freedom") as warned:
+            each.var(correction=24)
+        assert [one.filename for one in warned] == [__file__]
 
 
 @pytest.mark.mpi(min_size=2)
