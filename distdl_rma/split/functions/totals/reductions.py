@@ -40,7 +40,8 @@ def sums(call: Call, site: Site, x: SplitTensor, dim: Any, keepdim: bool = False
         return along.result(along.summed((local != 0).sum(dims, keepdim=True)), keepdim)
     values = local if dtype is None else local.to(dtype)
     dtype = summed_dtype(local, dtype)
-    wide = sum_dtype(dtype)
+    # A sum of bools is whether any is true.
+    wide = torch.int64 if dtype is torch.bool else sum_dtype(dtype)
     y = along.summed((torch.nansum if name.startswith("nan") else torch.sum)(values, dims, True, dtype=wide))
     if name == "mean":
         y = y / along.count

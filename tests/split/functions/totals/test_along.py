@@ -27,6 +27,7 @@ FORMS = {
     ),
     "numbers that occur": (called(torch.unique, return_counts=True), [partial(torch.randint, 0, 5, SHAPE)]),
     "no elements": (called(torch.logcumsumexp, 1), [(4, 0, 3)]),
+    "products of no truth values": (called(torch.masked.cumprod, 0), [torch.ones(4, 0, 3, dtype=torch.bool)]),
     "none in order": (lambda x: x.sort(1)[0], [(4, 0, 3)]),
     "a transform of none": (lambda x: torch.fft.fft(x[:0], n=6, dim=0).real, [(3, 4)]),
     "fewer rows than ranks": (torch.fft.fft2, [(1, 1, 4, 4)]),

@@ -90,6 +90,7 @@ FORMS = {
     "a norm of one matrix": (lambda x: torch.linalg.norm(x[0], 2), [matrices(5, 4, 3)]),
     "norms of turned matrices": (called(torch.linalg.matrix_norm, -2, (2, 0), True), [matrices(5, 4, 3)]),
     "norms of few matrices": (called(torch.linalg.matrix_norm, "nuc"), [matrices(2, 3, 3)]),
+    "a sum of truth values": (called(torch.sum, (0, 2), dtype=torch.bool), [torch.eye(6).view(3, 3, 4)]),
     "no elements": (called(torch.sum, (0, 1)), [NONE]),
     "products of none": (called(torch.prod, 1), [NONE]),
     "norms of none": (called(torch.linalg.vector_norm, 2, dim=1, keepdim=True), [NONE]),
