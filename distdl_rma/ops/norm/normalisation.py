@@ -19,7 +19,7 @@ from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.ops.core.autograd import GradientNeeds, OperatorFunction, anchor, first_derivative, idle
 from distdl_rma.ops.core.movement import CallSite
 from distdl_rma.ops.core.operation import Operation
-from distdl_rma.ops.core.result_memory import SMALLEST_NBYTES, result_like
+from distdl_rma.ops.core.result_memory import SMALLEST_NBYTES, result, result_like
 from distdl_rma.ops.core.staged import Moves, movement_or_none
 from distdl_rma.ops.core.tensors import as_array, as_tensor
 from distdl_rma.ops.norm.statistic_groups import PAIR, Array, NormAxes, StatisticGroups
@@ -36,6 +36,8 @@ from distdl_rma.segments.collectives.allreduce import Allreduce
 # Writes the gradient of a parameter, by name, to its place, and returns it there.
 Fill = Callable[[str, Tensor], Tensor]
 _PARAMETERS = ("weight", "bias")
+# One pass over 16-bit floats, which computes in float32.
+_normalise_by_constants = torch.ops.aten.native_batch_norm.out
 # Two values of each group, such as mean and variance, in float64.
 Pair = tuple[Array, Array]
 
@@ -58,10 +60,25 @@ class NormPlan:
         self.instances = tuple(d for d in axes.instances(len(local)) if local[d] != 1)
         self.instances_of_sums, self.pair = tuple(d + 1 for d in self.instances), (PAIR, *self.extents)
         self._pooled = prod(local) * self.wide.itemsize >= SMALLEST_NBYTES
+        # Shape (samples, rows, elements) in which torch scales 16-bit floats in one pass; empty if it cannot.
+        self.by_rows: tuple[int, ...] = ()
+        if dtype != self.wide and not axes.elementwise:
+            self.by_rows = _by_rows(local, statistics.rows.shape)
+            number = self.by_rows[1] if self.by_rows else 0
+            self.standard = torch.zeros(number, dtype=self.wide), torch.ones(number, dtype=self.wide)
+            self.nothing = torch.empty(0, dtype=self.wide)
 
     def memory(self, x: Tensor) -> Tensor | None:
         """Memory for a result like ``x``; None if torch allocates it."""
         return result_like(x) if self._pooled else None
+
+    def widened(self, x: Tensor) -> Tensor:
+        """``x`` in the type of the computation: itself, or a copy."""
+        return x if x.dtype == self.wide else self.converted(x, self.wide)
+
+    def converted(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        """Copy of ``x`` in another type."""
+        return result(x.shape, dtype).copy_(x) if self._pooled and x.is_contiguous() else x.to(dtype)
 
     def column_of(self, parameter: Tensor) -> Array:
         """The values of a parameter, as a column."""
@@ -94,18 +111,17 @@ class LocalNorm(OperatorFunction):
         """Output of the local tensor; blocking."""
         statistics = plan.statistics
         mark = statistics.trace.marks(statistics.name)
-        wide = x.data if x.dtype == plan.wide else x.to(plan.wide)
-        mean, variance, shifted = statistics.of(wide, mark)
+        mean, variance, shifted = statistics.of(x.data, mark)
         if update is not None:
             update((mean, variance))
         mark("scale")
         scaling = _Scaling(plan, mean, variance, weight, shifted)
-        y = scaling.scale(*((wide, plan.memory(wide)) if shifted is None else (shifted.tensor,) * 2), bias)
+        y = scaling.output(x.data, None if shifted is None else shifted.tensor, bias)
         mark("")
         ctx.save_for_backward(x, weight)
         ctx.scaling, ctx.machine, ctx.depends = scaling, statistics.machine, needs_x
         ctx.dtypes = [None if p is None else p.dtype for p in (weight, bias)]
-        return y if plan.dtype == plan.wide else y.to(plan.dtype)
+        return y
 
     @staticmethod
     @first_derivative
@@ -123,8 +139,6 @@ class LocalNorm(OperatorFunction):
         needs_x, *needs_parameters = ctx.needs_input_grad[:3]
         mark = statistics.trace.marks(statistics.name, backward=True)
         d_x = arrive = None
-        if x.dtype != plan.wide:
-            x, d_y = x.to(plan.wide), d_y.to(plan.wide)
         mark("local")
         part = _Gradient(scaling, x, d_y)
         if ctx.depends:
@@ -146,7 +160,7 @@ class LocalNorm(OperatorFunction):
                 part.finish(d_x, sums)
                 mark("")
         if d_x is not None and d_x.dtype != plan.dtype:
-            d_x = d_x.to(plan.dtype)
+            d_x = plan.converted(d_x, plan.dtype)
         return d_x, *d_parameters, *(None,) * 4
 
 
@@ -187,15 +201,36 @@ class _Scaling:
             bias = np.negative(rest, out=rest) if bias is None else bias - rest
         return out if bias is None else out.add_(as_type(bias, self.plan.wide))
 
-    def scale(self, x: Tensor, out: Tensor | None, bias: Tensor | None) -> Tensor:
-        """The output for the shifted elements ``x``, in the memory of ``out``, if any."""
+    def output(self, x: Tensor, shifted: Tensor | None, bias: Tensor | None) -> Tensor:
+        """The output for the elements ``x``; in the memory of the shifted elements, if any."""
         plan = self.plan
+        if shifted is None and plan.by_rows and x.is_contiguous():
+            return self._in_one_pass(x, bias)
+        if shifted is None and x.dtype == plan.wide:
+            wide, out = x, plan.memory(x)
+        else:
+            wide = out = plan.widened(x) if shifted is None else shifted
         if not plan.elementwise:
-            return self.standardise(x, out, None if bias is None else plan.column_of(bias))
-        y = self.standardise(x, out)
-        if self.of_elements is not None:
-            y.mul_(self.of_elements)
-        return y if bias is None else y.add_(bias.detach().reshape(plan.column).to(plan.wide))
+            y = self.standardise(wide, out, None if bias is None else plan.column_of(bias))
+        else:
+            y = self.standardise(wide, out)
+            if self.of_elements is not None:
+                y.mul_(self.of_elements)
+            if bias is not None:
+                y.add_(bias.detach().reshape(plan.column).to(plan.wide))
+        return y if y.dtype == plan.dtype else plan.converted(y, plan.dtype)
+
+    def _in_one_pass(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        plan, added = self.plan, self.rest * -self.factor
+        if bias is not None:
+            added += plan.column_of(bias)
+        values = [as_type(of_rows, plan.wide).view(-1) for of_rows in (self.factor, added)]
+        y = result_like(x)
+        # In evaluation the kernel saves nothing.
+        saved = plan.nothing
+        of_rows = {"out": y.view(plan.by_rows), "save_mean": saved, "save_invstd": saved}
+        _normalise_by_constants(x.view(plan.by_rows), *values, *plan.standard, False, 0.0, 0.0, **of_rows)
+        return y
 
 
 class _Gradient:
@@ -211,6 +246,8 @@ class _Gradient:
 
     def __init__(self, scaling: _Scaling, x: Tensor, d_y: Tensor) -> None:
         plan = scaling.plan
+        if scaling.shift is not None or plan.elementwise:
+            x, d_y = plan.widened(x), plan.widened(d_y)
         self.scaling, self.plan, self.d_y = scaling, plan, d_y
         self.shifted = x if scaling.shift is None else torch.sub(x, scaling.shift, out=plan.memory(x))
         self.g = d_y if scaling.of_elements is None else d_y * scaling.of_elements
@@ -243,7 +280,10 @@ class _Gradient:
 
     def scaled(self) -> Tensor:
         """The part of the gradient of the input that needs no sums: ``inv * g``."""
-        return torch.mul(self.g, self.scaling.rounded_factor, out=self.plan.memory(self.shifted))
+        plan, g = self.plan, self.g
+        if g.dtype != plan.wide:
+            return plan.widened(g).mul_(self.scaling.rounded_factor)
+        return torch.mul(g, self.scaling.rounded_factor, out=plan.memory(self.shifted))
 
     def finish(self, d_x: Tensor, sums: Array) -> None:
         """Add what follows from the sums of ``g`` and ``g * xhat`` to the gradient of the input.
@@ -259,9 +299,23 @@ class _Gradient:
         offset -= slope * rest
         of_rows = statistics.groups.spread(of_groups)
         added, factor = both_as_type(of_rows, plan.wide)
-        d_x.addcmul_(self.shifted, factor)
+        shifted = self.shifted if self.shifted.dtype == plan.wide else plan.widened(self.shifted)
+        d_x.addcmul_(shifted, factor)
         if statistics.centred:
             d_x.add_(added)
+
+
+def _by_rows(local: Sequence[int], rows: Sequence[int]) -> tuple[int, ...]:
+    # (samples, rows, elements), if values of the shape ``rows`` are equal along the first and the last
+    # dimensions of the local tensor only; else nothing.
+    first, last = 0, len(local)
+    while last and rows[last - 1] == 1:
+        last -= 1
+    while first < last and rows[first] == 1:
+        first += 1
+    if 0 in local or tuple(rows[first:last]) != tuple(local[first:last]):
+        return ()
+    return prod(local[:first]), prod(local[first:last]), prod(local[last:])
 
 
 RUNNING = ("running_mean", "running_var")

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from distdl_rma.dtypes import MOVING, NUMPY, as_numbers
+from distdl_rma.dtypes import NUMPY, as_numbers, sum_dtype
 from distdl_rma.ops.core.movement import CallSite
 from distdl_rma.ops.core.result_memory import result_like
 from distdl_rma.ops.norm.statistic_groups import PAIR, Array, StatisticGroups
@@ -24,18 +24,21 @@ from distdl_rma.segments.collectives.allreduce import Allreduce
 
 P = ParamSpec("P")
 R = TypeVar("R")
-# Longest piece of a row, in elements, that is summed in the type of the data. BLAS uses threads for more than
-# 10,000 elements.
-_PIECE = 1 << 12
+# Longest piece of a row, in elements, that is summed in the type of the computation.
+_PIECE = 1 << 8
 # Up to so many times the squares about the mean, the squares of the elements are exact enough.
 _CANCELLED = 5.0
+# Gradients of the weight and bias of a group norm are sums of ``a * b`` and of ``a`` over each row, if each
+# row is a channel of mean 0 and deviation 1. Computed in one pass, by all threads of torch.
+_sums_of_rows: Callable[..., tuple[Tensor, Tensor, Tensor]] = torch.ops.aten.native_group_norm_backward._op
+_NO_INPUT_GRADIENT = (False, True, True)
 
 
 class Rows:
     """Sums of tensors of a ``shape`` over ``dims``, which are kept with extent 1, in float64.
 
-    A row has the elements along the trailing dimensions of ``dims``. A row, or a piece of it, is summed in
-    the type of the data; sums of several pieces and rows are added in float64.
+    A row has the elements along the trailing dimensions of ``dims``. A piece of a row is summed in the type
+    of the data, 16-bit floats in float32; sums of several pieces and rows are added in float64.
     """
 
     def __init__(self, shape: Sequence[int], dims: Sequence[int]) -> None:
@@ -43,46 +46,60 @@ class Rows:
         while outer and outer - 1 in dims:
             outer -= 1
         self.shape = tuple(1 if d in dims else n for d, n in enumerate(shape))
-        self._dims, self._trailing = tuple(dims), tuple(range(outer, len(shape)))
+        self._dims, self._trailing = tuple(dims), outer < len(shape)
+        self._flat = *shape[:outer], prod(shape[outer:])
         self._outer = tuple(d + 1 for d in dims if d < outer and shape[d] != 1)
-        self._of_rows = *shape[:outer], *(1,) * len(self._trailing)
-        length = prod(shape[outer:])
-        piece = min(max(length, 1), _PIECE)
-        self._flat, self._pieces = (*shape[:outer], length), (*shape[:outer], length // piece, piece)
+        self._empty, self._number, length = 0 in shape, prod(shape[:outer]), self._flat[-1]
+        piece = _piece_of(length)
+        # If no pieces of one length fill a row: its part in pieces, and the rest.
+        self._cut: tuple[Rows, Rows] | None = None
+        self._whole = length - length % piece
+        if self._whole != length and self._trailing:
+            parts = (Rows((*shape[:outer], n), (*dims, outer)) for n in (self._whole, length % piece))
+            self._cut = next(parts), next(parts)
+        # Numbers for the kernel; and by type, for each piece a mean of 0, a deviation and a weight of 1.
+        self._pieces = pieces = self._number * length // piece
+        self._sizes = 1, pieces, piece, pieces
+        rows = *shape[:outer], *(1,) * (len(shape) - outer)
+        self._of_pieces = (2, *rows) if length == piece else (2, *rows, length // piece)
+        self._constants: dict[torch.dtype, list[Tensor]] = {}
 
     def sums(self, a: Tensor, b: Tensor) -> Array:
-        """Sums of ``a`` and of ``a * b``, (2, *shape); of tensors without a graph."""
+        """Sums of ``a`` and of ``a * b``, (2, *shape); of tensors of one type without a graph."""
+        if self._empty:
+            return np.zeros((2, *self.shape))
         if not self._trailing:
+            a, b = (x.to(sum_dtype(x.dtype)) for x in (a, b))
             both = a.to(torch.float64), (a * b).to(torch.float64)
             sums = [x.sum(self._dims, True) if self._dims else x for x in both]
-            return np.stack([as_numbers(x) if MOVING else x.numpy(force=True) for x in sums])
-        found = np.empty((2, *self._of_rows))
-        # torch sums pairwise: exact enough in the type of the data, and ten times as fast as in float64.
-        found[0] = a.sum(self._trailing, True).numpy()
-        # Lazy negatives and zero tensors of autograd become plain ones.
-        if MOVING:
-            first = as_numbers(a.reshape(self._flat))
-            second = first if b is a else as_numbers(b.reshape(self._flat))
-        else:
-            # The same without a call of Python.
-            first = a.reshape(self._flat).numpy(force=True)
-            second = first if b is a else b.reshape(self._flat).numpy(force=True)
-        *_, pieces, length = self._pieces
-        if pieces == 1 and length == self._flat[-1]:
-            products = _dots(first, second)
-        else:
-            whole = pieces * length
-            of_pieces = _dots(*(x[..., :whole].reshape(self._pieces) for x in (first, second)))
-            products = np.add.reduce(of_pieces, -3, np.float64)
-            products += _dots(first[..., whole:], second[..., whole:])
-        found[1] = products if products.shape == self._of_rows else products.reshape(self._of_rows)
+            return np.stack([as_numbers(x) for x in sums])
+        if self._cut is not None:
+            cut, (whole, rest) = self._whole, self._cut
+            a, b = a.reshape(self._flat), b.reshape(self._flat)
+            found = whole.sums(a[..., :cut], b[..., :cut]) + rest.sums(a[..., cut:], b[..., cut:])
+            return found.reshape(2, *self.shape)
+        if a.dtype not in self._constants:
+            dtype, number = NUMPY[sum_dtype(a.dtype)], self._pieces
+            zeros, ones = (torch.from_numpy(np.full((1, number), value, dtype)) for value in (0, 1))
+            self._constants[a.dtype] = [zeros, ones, ones.view(number)]
+        # The kernel looks at these numbers only, not at shapes; a vector is never in channels-last order.
+        first = a.ravel()
+        second = first if b is a else b.ravel()
+        _, products, totals = _sums_of_rows(
+            first, second, *self._constants[a.dtype], *self._sizes, _NO_INPUT_GRADIENT
+        )
+        found = np.empty((2, self._pieces))
+        found[0], found[1] = totals.numpy(), products.numpy()
+        found = found.reshape(self._of_pieces)
+        if self._pieces != self._number:
+            found = np.add.reduce(found, -1)
         return np.add.reduce(found, self._outer, keepdims=True) if self._outer else found
 
 
-def _dots(a: Array, b: Array) -> Array:
-    # Along the last dimension, (..., 1, 1), by BLAS: one pass, without an array of products.
-    found: Array = np.matmul(a[..., None, :], b[..., None])
-    return found
+def _piece_of(length: int) -> int:
+    # Length of the pieces of a row: they fill it, if any of about the longest length does.
+    fills = (n for n in range(_PIECE, _PIECE // 4, -1) if length % n == 0)
+    return next(fills, _PIECE) if length > _PIECE else max(length, 1)
 
 
 class _Quiet(threading.local):
@@ -223,7 +240,7 @@ class Statistics:
     def of(self, x: Tensor, mark: Callable[[str], object]) -> Moments:
         """Mean and variance of all elements of each group; blocking.
 
-        ``x`` is the local tensor, in the type of the computation and without a graph. ``mark`` is for traces.
+        ``x`` is the local tensor, without a graph. ``mark`` is for traces.
         """
         mark("local")
         shifted = self._compute_own(x)
@@ -243,6 +260,7 @@ class Statistics:
         if np.logical_and.reduce(squares * _CANCELLED >= found, None):
             return None
         # Squares about the local mean, so a large mean hides no small variance.
+        x = x.to(sum_dtype(x.dtype))
         shift = as_type(mean, x.dtype).numpy()
         of_rows = torch.from_numpy(groups.spread(shift))
         y = torch.sub(x, of_rows, out=result_like(x))

@@ -20,7 +20,7 @@ def sums_of(x, dims):
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
 def test_sums_are_those_of_torch_in_double_precision(shape, dtype):
     x, y = (torch.randn(shape).to(dtype) for _ in range(2))
     for dims in some_dims(shape):
@@ -31,7 +31,7 @@ def test_sums_are_those_of_torch_in_double_precision(shape, dtype):
             assert both.shape == (2, *found.shape)
             total, products = map(torch.from_numpy, both)
             torch.testing.assert_close(total, sums_of(wide, dims), rtol=1e-5, atol=1e-2)
-            exact = sums_of(wide * other, dims)
+            exact = sums_of(wide * other.double(), dims)
             torch.testing.assert_close(products, exact, rtol=1e-6, atol=1e-6 if other is x else 1e-2)
 
 
