@@ -11,7 +11,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from distdl_rma.arithmetic import ShortFloat
 from distdl_rma.errors import UnsupportedError
+from distdl_rma.segments.collectives.reduction import Element
 
 
 class _Kind(NamedTuple):
@@ -69,9 +71,13 @@ def word_dtype(dtype: torch.dtype, what: str) -> np.dtype[Any]:
     return BIT_WORDS[dtype.itemsize][1]
 
 
-def reduction_dtype(dtype: torch.dtype) -> str:
-    """Name of a torch dtype in reductions of the segments."""
-    return str(dtype).removeprefix("torch.")
+def reduction_dtype(dtype: torch.dtype) -> str | Element:
+    """A torch dtype in reductions of the segments: its name, or how torch computes with it."""
+    name = str(dtype).removeprefix("torch.")
+    if dtype not in (torch.bfloat16, torch.float16):
+        return name
+    storage = np.dtype(NUMPY.get(dtype, np.uint16))
+    return ShortFloat(name, storage, np.dtype(np.float32), dtype)
 
 
 def is_in_memory(tensor: torch.Tensor) -> bool:

@@ -28,6 +28,7 @@ FLOORS = [
     "sources",
     "checks",
     "dtypes",
+    "arithmetic",
     "machine",
     "rehearsal",
     "segments",

@@ -11,6 +11,7 @@ import numpy as np
 from distdl_rma.process_group.node_slots import WHOLE_BYTES, NodeSlots, check_pairs
 from distdl_rma.segments.collectives.between_nodes import Script
 from distdl_rma.segments.collectives.reduction import Array, Reduction
+from distdl_rma.segments.large_arrays import copy
 from distdl_rma.segments.memory.array_bytes import as_bytes
 
 # Two slots of so many bytes fit into the cache of a core. But a rank that shares its core with other
@@ -142,7 +143,7 @@ class NodeCollectives:
         def show(turn: int, slot: Array) -> None:
             for position in rounds.others:
                 shown = part(turn, position)
-                slot[position * share : position * share + shown.size] = shown
+                copy(slot[position * share : position * share + shown.size], shown)
 
         def take(turn: int, number: int, shown: Sequence[Array]) -> Script:
             mine = part(turn, me)
@@ -153,11 +154,11 @@ class NodeCollectives:
             reducer.reduce(rows, result)
             rounds.made(number)
             if root in (None, me):
-                mine[...] = result
+                copy(mine, result)
                 yield from rounds.all_made(number)
                 for position in rounds.others:
                     target = part(turn, position)
-                    target[...] = shown[self.places[position]][position * share :][: target.size]
+                    copy(target, shown[self.places[position]][position * share :][: target.size])
 
         yield from self._in_turns(turns, rounds.slots(x.dtype), show, take)
 
@@ -188,7 +189,7 @@ class NodeCollectives:
         def show(turn: int, slot: Array) -> None:
             shown = mine[turn * most : (turn + 1) * most]
             if shown.size and self.size > 1:
-                slot[: shown.size] = shown
+                copy(slot[: shown.size], shown)
 
         def take(turn: int, _: int, shown: Sequence[Array]) -> None:
             begin = turn * most
@@ -196,12 +197,12 @@ class NodeCollectives:
                 out = outs[position]
                 if out is not None and begin < out.size:
                     target = out[begin : begin + most]
-                    target[...] = shown[position][: target.size]
+                    copy(target, shown[position][: target.size])
 
         yield from self._in_turns(turns, self._rounds.slots(_BYTE), show, take)
         own = outs[me]
         if own is not None and not _same_memory(own, mine):
-            own[...] = mine
+            copy(own, mine)
 
     def deal(self, sends: Sequence[Array], outs: Sequence[Array]) -> Script:
         """Give each rank what this one has for it; ``outs`` takes what every rank has for this one."""
@@ -221,7 +222,7 @@ class NodeCollectives:
             for position in rounds.others:
                 target = outs[position][begin : begin + most]
                 if target.size:
-                    target[...] = shown[position][me * most : me * most + target.size]
+                    copy(target, shown[position][me * most : me * most + target.size])
 
         show(0, slots[number & 1][me])
         rounds.announce(number, True)
@@ -231,7 +232,7 @@ class NodeCollectives:
         turns = max(1, -(-int(table.max()) // most))
         yield from self._in_turns(turns, slots, show, take, [number])
         if not _same_memory(outs[me], sends[me]):
-            outs[me][...] = sends[me]
+            copy(outs[me], sends[me])
 
     def _in_turns(
         self,
@@ -263,7 +264,7 @@ class NodeCollectives:
         for position in self._rounds.others:
             shown = sends[position][begin : begin + most]
             if shown.size:
-                slot[position * most : position * most + shown.size] = shown
+                copy(slot[position * most : position * most + shown.size], shown)
 
 
 def _same_memory(a: Array, b: Array) -> bool:

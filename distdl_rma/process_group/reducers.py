@@ -1,18 +1,16 @@
-"""Reductions of torch: their operations, and floats of 16 bits by torch's functions."""
+"""Reductions of torch: their operations."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import torch
 from torch.distributed import ReduceOp
 
 from distdl_rma.dtypes import BIT_WORDS, NUMPY, reduction_dtype
 from distdl_rma.errors import ShapeError, UnsupportedError
-from distdl_rma.segments.collectives.reduction import Array, Element, Reduction
+from distdl_rma.segments.collectives.reduction import Element, Reduction
 
 _Kind = Any
 # Torch's names, and those of the segments.
@@ -26,39 +24,6 @@ OPERATIONS: dict[_Kind, tuple[str, str]] = {
     ReduceOp.BOR: ("bor", "bor"),
     ReduceOp.BXOR: ("bxor", "bxor"),
 }
-_SHORT_FLOATS = (torch.bfloat16, torch.float16)
-_BY_TORCH: dict[Any, Callable[..., object]] = {
-    np.add: torch.add,
-    np.multiply: torch.mul,
-    np.minimum: torch.minimum,
-    np.maximum: torch.maximum,
-}
-
-
-@dataclass(frozen=True)
-class _ShortFloat(Element):
-    """Floats of 16 bits as words, which torch converts."""
-
-    dtype: torch.dtype
-
-    def _tensor(self, words: Array) -> torch.Tensor:
-        return torch.from_numpy(words).view(self.dtype)
-
-    def of_two(self, function: Callable[..., Any]) -> Callable[..., object] | None:
-        """Function of two stored arrays and ``out``: torch computes it in float32, and rounds once."""
-        by_torch = _BY_TORCH[function]
-
-        def both(first: Array, second: Array, out: Array) -> None:
-            by_torch(self._tensor(first), self._tensor(second), out=self._tensor(out))
-
-        return both
-
-    def widen(self, values: Array) -> Array:
-        wide: Array = self._tensor(values).float().numpy()
-        return wide
-
-    def narrow(self, wide: Array, out: Array) -> None:
-        self._tensor(out).copy_(torch.from_numpy(wide))
 
 
 def reducer_of(op: _Kind, dtype: torch.dtype, ranks: int, who: str = "a reduction") -> Reduction:
@@ -70,14 +35,15 @@ def reducer_of(op: _Kind, dtype: torch.dtype, ranks: int, who: str = "a reductio
     if op not in OPERATIONS:
         known = [name for name, _ in OPERATIONS.values()]
         raise UnsupportedError(f"{who!r}: a reduction is one of {known}, got {op}")
-    if dtype not in NUMPY and dtype not in _SHORT_FLOATS:
+    element = reduction_dtype(dtype)
+    if dtype not in NUMPY and not isinstance(element, Element):
         raise UnsupportedError(f"{who!r}: tensors of {dtype} cannot be reduced")
     if op == ReduceOp.AVG and not (dtype.is_floating_point or dtype.is_complex):
         raise ShapeError(f"{who!r}: an average of {dtype} is not exact: use sum, or a floating type")
-    name, short = reduction_dtype(dtype), dtype in _SHORT_FLOATS
-    storage = BIT_WORDS[2][1] if short else NUMPY[dtype]
-    element = Element(name, storage, storage)
-    if short:
-        element = _ShortFloat(name, storage, np.dtype(np.float32), dtype)
+    if isinstance(element, Element):
+        # Words of bits: all tensors are shown as these.
+        element = replace(element, storage=BIT_WORDS[2][1])
+    else:
+        element = Element(element, NUMPY[dtype], NUMPY[dtype])
     by_name = "bor" if op == ReduceOp.SUM and dtype == torch.bool else OPERATIONS[op][1]
     return Reduction(by_name, element, ranks, who)

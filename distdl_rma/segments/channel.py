@@ -161,7 +161,7 @@ class Channel:
                 step = 0
                 views = self._results_of[lane.peer].views(epoch) if lane.lands else lane.views[epoch % SLOTS]
                 for at, view in enumerate(views):
-                    np.copyto(view, next(source), casting="equiv")
+                    lane.copy(view, next(source))
                     # A message to another node travels as a whole.
                     if not lane.staged and at == lane.ends[step] and step + 1 < len(lane.ends):
                         step += 1

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from distdl_rma.geometry.exchange import Exchange, Piece, by_peer
 from distdl_rma.geometry.intervals import Balanced
+from distdl_rma.segments.large_arrays import LARGE_NBYTES, copy, copy_small
 from distdl_rma.segments.memory.buffer import SegmentBuffer
 from distdl_rma.segments.memory.remote_buffer import RemoteBuffer
 from distdl_rma.segments.transport.heap import aligned
@@ -50,8 +51,13 @@ class Lane:
     views: list[tuple[Array, ...]] = field(default_factory=lambda: [()] * SLOTS)
     staged: tuple[Array, ...] = ()
     remote: RemoteBuffer = field(init=False)
+    # Copies a piece.
+    copy: Callable[[Array, Array], object] = field(init=False)
     acknowledge: Callable[[int], None] = field(init=False)
     raise_data_flag: Callable[[int], None] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.copy = copy if self.nbytes >= LARGE_NBYTES else copy_small
 
     @property
     def stride(self) -> int:

@@ -25,6 +25,7 @@ from distdl_rma.ops.core.tensors import as_tensor
 from distdl_rma.segments.buffered_channel import BufferedChannel
 from distdl_rma.segments.channel import Channel
 from distdl_rma.segments.lanes import SLOTS, in_steps
+from distdl_rma.segments.large_arrays import copy
 
 # Parts of a result: the slices of each (None for the whole result), and its data (None if the sender has
 # already put them into the result).
@@ -117,12 +118,12 @@ class OneWay:
         return x, epoch
 
     def _copied_while_sent(self, parts: Iterable[Any], y: torch.Tensor) -> Iterator[Any]:
-        # Each piece is read twice in a row, the second time from the cache. numpy copies: for memory larger
-        # than a core's own cache, torch's copy takes a tenth longer.
+        # Each piece is read twice in a row, the second time from the cache. In one thread numpy copies: for
+        # memory larger than a core's own cache, torch's copy takes a tenth longer.
         kept = as_words(y)
         for part, where in zip_longest(parts, self._copy_slices):
             if where is not None:
-                kept[where] = part
+                copy(kept[where], part)
             yield part
 
     def arrive(self, x: torch.Tensor, epoch: int) -> torch.Tensor:

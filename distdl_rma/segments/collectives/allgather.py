@@ -15,6 +15,7 @@ from distdl_rma.segments.collectives.collective import Collective, CollectiveSit
 from distdl_rma.segments.collectives.node_layout import RankSlice, check_count, check_lengths
 from distdl_rma.segments.collectives.reduction import Array
 from distdl_rma.segments.collectives.stepped_algorithm import SteppedAlgorithm
+from distdl_rma.segments.large_arrays import copy
 from distdl_rma.segments.manager import SegmentManager
 from distdl_rma.segments.memory.array_bytes import ArrayLayout
 
@@ -130,7 +131,7 @@ class _AllgatherByNodes(SteppedAlgorithm):
                 for run in of_node:
                     end = begin + run.size * vector.itemsize
                     if node != self.layout.my_node:
-                        vector[run.start : run.stop] = whole[begin:end].view(vector.dtype)
+                        copy(vector[run.start : run.stop], whole[begin:end].view(vector.dtype))
                     begin = end
         if self._comes:
             self.notify(_SPREAD, self.layout.others_here, piece)

@@ -14,8 +14,9 @@ from distdl_rma.segments.collectives.all_push import AllPush
 from distdl_rma.segments.collectives.between_nodes import Plan, in_pieces, pieces_of_all, slices
 from distdl_rma.segments.collectives.collective import Collective, CollectiveSite
 from distdl_rma.segments.collectives.node_layout import check_count, check_lengths
-from distdl_rma.segments.collectives.reduction import Array, Reduction, element_of
+from distdl_rma.segments.collectives.reduction import Array, Element, Reduction, element_of
 from distdl_rma.segments.collectives.stepped_algorithm import ShareReduction
+from distdl_rma.segments.large_arrays import copy
 from distdl_rma.segments.manager import SegmentManager
 
 # Up to so many bytes at each receiver, all ranks push their vectors to all instead of reducing a share each.
@@ -63,7 +64,7 @@ class Allreduce(Collective):
         manager: SegmentManager,
         ranks: Sequence[int],
         count: int,
-        dtype: DTypeLike = np.float32,
+        dtype: DTypeLike | Element = np.float32,
         op: str = "sum",
         name: str = "allreduce",
         *,
@@ -204,7 +205,7 @@ class _AllreduceByNodes(ShareReduction):
         counts = [element.storage.itemsize * length for length in split.lengths]
         yield self.across(self.between.gather_all(finished, cut.mine[where], counts), finished.nbytes)
         for other in cut.others:
-            other[where] = cut.mine[where]
+            copy(other[where], cut.mine[where])
 
 
 class Reducescatter(Collective):

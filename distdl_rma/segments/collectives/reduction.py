@@ -13,11 +13,13 @@ from mpi4py import MPI
 from numpy.typing import DTypeLike, NDArray
 
 from distdl_rma.errors import ArgumentError, ShapeError
+from distdl_rma.segments.large_arrays import LARGE_NBYTES, by_threads, copy, copy_small, number_of_threads
 
 Array = NDArray[Any]
 
-# Bytes reduced at a time: all rows of a block stay in the cache until it is stored to every peer.
+# Bytes that a thread reduces at a time: all rows stay in its cache until the result is stored to every peer.
 _BLOCK_BYTES = 256 << 10
+_divide = by_threads(np.divide)
 # By numpy, and by MPI without the division of a mean.
 _OPERATIONS: dict[str, tuple[Callable[..., Any], MPI.Op]] = {
     "sum": (np.add, MPI.SUM),
@@ -89,11 +91,14 @@ _ELEMENTS = {
 }
 
 
-def element_of(dtype: DTypeLike, who: str) -> Element:
+def element_of(dtype: DTypeLike | Element, who: str) -> Element:
     """Element type of a numpy dtype, or of ``"bfloat16"``, which is stored as uint16 words.
 
-    ``ShapeError``, which names ``who`` asked, if elements of this dtype cannot be reduced.
+    An element type is returned as it is. ``ShapeError``, which names ``who`` asked, if elements of this dtype
+    cannot be reduced.
     """
+    if isinstance(dtype, Element):
+        return dtype
     try:
         name = "bfloat16" if isinstance(dtype, str) and dtype == "bfloat16" else np.dtype(dtype).name
     except TypeError:
@@ -166,9 +171,12 @@ class Reduction:
         function, self.mpi = _OPERATIONS[op]
         self._function = _product if function is np.multiply and element.wide.kind == "c" else function
         self._divides = op == "mean" and divisor > 1
-        self._block, self._scratch = _BLOCK_BYTES // element.wide.itemsize, np.empty(0, element.wide)
+        self._scratch = np.empty(0, element.wide)
         two = None if self._divides else element.of_two(self._function)
-        self._two = None if two is None else without_fp_errors(two)
+        self._two = self._two_large = None if two is None else without_fp_errors(two)
+        self._large = by_threads(self._function)
+        if two is self._function:
+            self._two_large = without_fp_errors(self._large)
         self._quietly = without_fp_errors(self._reduce)
 
     @property
@@ -184,46 +192,59 @@ class Reduction:
 
     def reduce(self, rows: Sequence[Array], *targets: Array) -> None:
         """Reduce rows of one length; store the result in all targets, which may be some of the rows."""
-        if self._two is not None and len(rows) == 2 and len(targets) == 1:
-            self._two(rows[0], rows[1], out=targets[0])
+        two = self._of_two(rows[0])
+        if two is not None and len(rows) == 2 and len(targets) == 1:
+            two(rows[0], rows[1], out=targets[0])
         else:
             self._quietly(rows, targets)
 
     def bound(self, rows: Sequence[Array], *targets: Array) -> Callable[[], object]:
         """Return a function that calls ``reduce`` with these arrays."""
-        if self._two is None or len(rows) > 2 or len(rows) < 2 or len(targets) > 2:
+        two = self._of_two(rows[0])
+        if two is None or len(rows) > 2 or len(rows) < 2 or len(targets) > 2:
             return functools.partial(self._quietly, rows, targets)
-        first = functools.partial(self._two, *rows, out=targets[0])
+        first = functools.partial(two, *rows, out=targets[0])
         if len(targets) == 1:
             return first
-        out, copy = targets
+        out, other = targets
+        move = copy_small if out.nbytes < LARGE_NBYTES else copy
 
         def both() -> None:
             first()
-            copy[...] = out
+            move(other, out)
 
         return both
 
+    @property
+    def _block(self) -> int:
+        # Elements of a block, which all threads reduce together.
+        return number_of_threads() * _BLOCK_BYTES // self.element.wide.itemsize
+
+    def _of_two(self, row: Array) -> Callable[..., object] | None:
+        # For rows like this one: the function of two rows and ``out``, if there is one.
+        return self._two if row.nbytes < LARGE_NBYTES else self._two_large
+
     def _reduce(self, rows: Sequence[Array], targets: Sequence[Array]) -> None:
-        size, exact = rows[0].size, self.element.exact
-        if exact and len(targets) == 1 and (len(rows) < 3 or size <= self._block):
+        size, exact, block = rows[0].size, self.element.exact, self._block
+        if exact and len(targets) == 1 and (len(rows) < 3 or size <= block):
             # Each element is read and written once, or the rows stay in the cache.
             self._fold(rows, targets[0])
             self._finish(targets[0], targets[0])
             return
-        for begin in range(0, size, self._block):
-            end = begin + self._block
+        for begin in range(0, size, block):
+            end = begin + block
             first, *others = [target[begin:end] for target in targets]
             wide = self._combine([row[begin:end] for row in rows], first if exact else None)
             self._finish(wide, first)
             for other in others:
-                other[...] = first
+                copy(other, first)
 
     def partial(self, rows: Sequence[Array], out: Array) -> None:
         """Reduce rows into another array of the wide type; does not divide a mean."""
+        block = self._block
         with np.errstate(all="ignore"):
-            for begin in range(0, rows[0].size, self._block):
-                end = begin + self._block
+            for begin in range(0, rows[0].size, block):
+                end = begin + block
                 self._combine([row[begin:end] for row in rows], out[begin:end])
 
     def finish(self, wide: Array, out: Array) -> None:
@@ -235,18 +256,19 @@ class Reduction:
         # Stores into ``out``, which may be the last row, or either of two. More than two rows are at most as
         # long as a block.
         if len(rows) == 1:
-            out[...] = rows[0]
+            copy(out, rows[0])
             return
         if len(rows) > 2 and self._scratch.size < out.size:
-            self._scratch = np.empty(self._block, self.element.wide)
+            self._scratch = np.empty(max(out.size, self._block), self.element.wide)
+        function = self._function if out.nbytes < LARGE_NBYTES else self._large
         total, scratch = rows[0], self._scratch[: out.size]
         for row in rows[1:-1]:
-            total = self._function(total, row, out=scratch)
-        self._function(total, rows[-1], out=out)
+            total = function(total, row, out=scratch)
+        function(total, rows[-1], out=out)
 
     def _finish(self, wide: Array, out: Array) -> None:
         if self._divides:
-            np.divide(wide, self.divisor, out=wide)
+            _divide(wide, self.divisor, out=wide)
         if out is not wide:
             self.element.narrow(wide, out)
 

@@ -14,6 +14,7 @@ from distdl_rma.geometry.exchange import fingerprint
 from distdl_rma.segments.collectives.between_nodes import Messages, Script, number_of_pieces
 from distdl_rma.segments.collectives.collective import CollectiveSite
 from distdl_rma.segments.collectives.reduction import Array, Reduction
+from distdl_rma.segments.large_arrays import copy
 from distdl_rma.segments.manager import SegmentManager
 from distdl_rma.segments.memory.remote_buffer import RemoteBuffer
 from distdl_rma.segments.transport.heap import aligned
@@ -190,7 +191,7 @@ class SteppedAlgorithm(Scripted, ABC):
 
     def load(self, target: Array, source: Array) -> None:
         """Load from a peer's vector, and count it."""
-        target[...] = source
+        copy(target, source)
         self.count_gets(1, source.nbytes)
 
     def count_puts(self, number: int, nbytes: int) -> None:

@@ -15,6 +15,7 @@ from mpi4py import MPI
 from numpy.typing import DTypeLike, NDArray
 
 from distdl_rma.errors import ArgumentError, ClosedError, ShapeError
+from distdl_rma.segments.large_arrays import copy, number_of_threads
 from distdl_rma.segments.memory.array_bytes import ArrayLayout, as_bytes, as_offset, as_target, as_values
 from distdl_rma.segments.memory.context import Queue, SegmentContext, check_queue
 from distdl_rma.segments.options import check_timeout
@@ -563,8 +564,12 @@ def _int64(value: int) -> int:
 
 def _copy_in_pieces(near: memoryview, offset: int, source: memoryview) -> None:
     target, nbytes = near[offset : offset + len(source)], len(source)
+    arrays = np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8)
     # If source and target overlap, copying a piece could overwrite bytes that are still to be read.
-    within = np.may_share_memory(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))
+    within = np.may_share_memory(*arrays)
+    if number_of_threads() > 1 and not within:
+        copy(*arrays)
+        return
     size = nbytes if within else _PIECE_NBYTES
     for begin in range(0, nbytes, size):
         target[begin : begin + size] = source[begin : begin + size]
