@@ -443,7 +443,7 @@ class Checkpoints:
         self._call = "Checkpoints.restore"
         self._compared()
         with self._together() as facts:
-            facts |= {"step": step, "generators": generators}
+            facts |= {"step": step, "generators": generators, "names of the state": sorted(map(str, state))}
         saved = self._opened(step)
         if saved is None:
             return 0

@@ -378,6 +378,23 @@ def test_another_model_is_refused_by_its_keys_and_shapes(P_world, folder):
     wider.close()
 
 
+def test_all_ranks_restore_the_same_objects(P_world, comm, folder):
+    model = Job(partition=P_world).model
+    optimizer = torch.optim.Adam(model.parameters())
+    with Checkpoints(folder, machine=P_world) as kept:
+        kept.save({"net": model, "optimizer": optimizer}, 1)
+        if comm.size > 1:
+            state = {"net": model} | ({"optimizer": optimizer} if comm.rank else {})
+            with pytest.raises(
+                MismatchError, match=r"names of the state: \['net'\] on rank 0, but \['net', "
+            ):
+                kept.restore(state)
+        kept.save({"x": 1}, 2)
+        with pytest.raises(CheckpointError, match=r"it has no 'model', only \['x'\]"):
+            load_checkpoint(folder, nn.Linear(1, 1))
+    comm.Barrier()
+
+
 @pytest.mark.parametrize("failing", ["state_dict", "load_state_dict"])
 def test_an_object_that_refuses_its_state_leaves_the_others_as_they_were(P_world, comm, folder, failing):
     class Fails:
