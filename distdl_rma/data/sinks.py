@@ -6,7 +6,7 @@ import os
 import resource
 import shutil
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, replace
 from itertools import product
 from math import prod
@@ -229,11 +229,13 @@ class ArraySink:
             raise
 
     def _remove(self) -> None:
+        # An error of it would hide the one that it is called for.
         if self._first:
             if self.part.is_dir():
                 shutil.rmtree(self.part, ignore_errors=True)
             else:
-                self.part.unlink(missing_ok=True)
+                with suppress(OSError):
+                    self.part.unlink()
 
     def _flush(self) -> None:
         # Of the files of a folder each rank has some.

@@ -321,6 +321,15 @@ def test_a_folder_that_is_missing_is_an_error_on_all_ranks(folder, comm, P_world
             create_array(folder / "no" / name, (4, 6), like=y),
         ):
             pytest.fail("entered")
+    if comm.rank == 0:
+        (folder / "file").touch()
+    comm.Barrier()
+    for name in ("x.npy", "x.h5", "x.zarr"):
+        with (
+            pytest.raises(DataError, match=r"(?i)not a directory|no such file"),
+            create_array(folder / "file" / name, (4, 6), like=y),
+        ):
+            pytest.fail("entered")
 
 
 @pytest.mark.mpi(min_size=2)
