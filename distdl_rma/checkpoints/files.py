@@ -150,7 +150,8 @@ def delete_old(path: Path, keep: int | None) -> None:
     """Delete a checkpoint's predecessors but ``keep - 1``, and the one that it replaced; by one rank."""
     with explained("deleting old checkpoints in", path.parent, "the new one is complete"):
         found = complete(path.parent)
-        replaced = [other for other in found if other.name.endswith(".old")]
+        # A job that was killed in between has left the only one of its step under this name.
+        replaced = [other for other in map(_replaced, found) if other in found]
         others = [other for other in found if other != path and other not in replaced]
         for each in (*replaced, *(() if keep is None else others[keep - 1 :])):
             # Without its manifest a directory does not count, should this be interrupted.

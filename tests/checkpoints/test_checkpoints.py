@@ -215,6 +215,12 @@ def test_old_ones_go_after_a_new_one_is_complete(P_world, folder):
         for step in (None, 40):
             assert kept.restore(other, step=step) == 40
             assert other["x"].tolist() == [1, 1]
+        kept.save(state, 50)
+        kept.wait()
+        assert sorted(path.name for path in folder.iterdir()) == ["step-40.old", "step-50"]
+        kept.save(state, 40)
+        kept.wait()
+        assert sorted(path.name for path in folder.iterdir()) == ["step-40", "step-50"]
     with pytest.raises(ClosedError):
         kept.save(state, 50)
 
