@@ -282,7 +282,7 @@ def write_shards(sink: Any, y: SplitTensor, at: Sequence[int] | None = None) -> 
     ShapeError
         If the tensor does not lie in the sink, or has another dtype.
     UnsupportedError
-        If the sink is an HDF5 dataset that several ranks would write.
+        If the sink is a variable of HDF5 or NetCDF that several ranks would write.
     DataError
         If some rank cannot write, on all ranks: a full disk, for instance.
     """
@@ -295,9 +295,9 @@ def write_shards(sink: Any, y: SplitTensor, at: Sequence[int] | None = None) -> 
                 "write_shards: a sink has a shape, a dtype and sink[box] = array; for a path take"
                 f" create_array(path, shape, like=y), got {label(sink)}"
             )
-        if isinstance(sink, np.memmap) and not sink.flags.writeable:
+        if isinstance(sink, np.memmap) and (not sink.flags.writeable or sink.mode == "c"):
             raise ArgumentError(f"write_shards: {label(sink)} is read only; open it by mode 'r+'")
-        if isinstance(sink, (np.ndarray, torch.Tensor)) and not isinstance(sink, np.memmap):
+        if _is_in_memory(sink):
             raise ArgumentError(
                 f"write_shards: a {type(sink).__name__!r} in memory would get this rank's block only; take"
                 " full_tensor(), or a file: create_array(path, shape, like=y)"
@@ -312,6 +312,19 @@ def write_shards(sink: Any, y: SplitTensor, at: Sequence[int] | None = None) -> 
     with together(machine, ranks, f"write_shards to {label(sink)}"):
         if machine.rank in layout.one_copy().partition and not box.empty:
             sink[tuple(slice(*each) for each in box.shift(start).bounds)] = values
+
+
+def _is_in_memory(sink: Any) -> bool:
+    # Whether what is written stays in this process.
+    if isinstance(sink, np.memmap):
+        # A copy of one has no file.
+        return sink.mode is None
+    library = type(sink).__module__.partition(".")[0]
+    if library == "tensorstore":
+        return sink.kvstore is None or sink.kvstore.url.startswith("memory:")
+    if library == "zarr":
+        return "Memory" in type(sink.store).__name__
+    return isinstance(sink, (np.ndarray, torch.Tensor)) or library in ("dask", "xarray")
 
 
 def _start(sink: Any, y: SplitTensor, at: Sequence[int] | None) -> tuple[int, ...]:
@@ -329,10 +342,10 @@ def _start(sink: Any, y: SplitTensor, at: Sequence[int] | None) -> tuple[int, ..
             f"write_shards: {label(sink)} has elements of {wanted}, the tensor of {found}; convert it by"
             " y.to(...), or make the sink with its dtype"
         )
-    if type(sink).__module__.startswith("h5py") and y.partition.size > 1:
+    if type(sink).__module__.startswith(("h5py", "netCDF4")) and y.partition.size > 1:
         raise UnsupportedError(
-            f"write_shards: {label(sink)}: several processes cannot have a file of HDF5 open for writing; use"
-            " create_array('x.h5', ...)"
+            f"write_shards: {label(sink)}: several processes cannot have a file of HDF5 or NetCDF open for"
+            " writing; use create_array('x.h5', ...)"
         )
     return tuple(map(int, start))
 
