@@ -88,9 +88,14 @@ def _sync_folder(path: Path) -> None:
 
 
 def tidy(folder: Path) -> None:
-    """Delete what killed jobs have left in a folder; by one rank, before it writes there."""
-    for path in folder.glob("step-*"):
-        if path.suffix == ".tmp" or (_STEP.fullmatch(path.name) and not (path / MANIFEST).is_file()):
+    """Delete what killed jobs have left in a folder; by one rank, before it writes there.
+
+    Directories with files that no checkpoint has belong to others, such as ``step-5`` of another library.
+    """
+    for path in filter(Path.is_dir, folder.glob("step-*")):
+        names = {each.name for each in path.iterdir()}
+        left = path.suffix == ".tmp" or (_STEP.fullmatch(path.name) and MANIFEST not in names)
+        if left and names <= {DATA, MANIFEST}:
             shutil.rmtree(path, ignore_errors=True)
 
 

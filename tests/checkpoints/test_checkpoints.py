@@ -355,11 +355,13 @@ def test_half_written_ones_are_passed_over(P_world, comm, folder):
             shutil.copytree(path, folder / "step-2.tmp")
             shutil.copytree(path, folder / "step-3")
             (folder / "step-3" / MANIFEST).unlink()
+            (folder / "step-5").mkdir()
+            (folder / "step-5" / ".metadata").touch()  # of torch.distributed.checkpoint
         comm.Barrier()
         assert kept.restore(state) == 1
     with Checkpoints(folder, machine=P_world) as kept:
         kept.save(state, 4)
-        assert sorted(each.name for each in folder.iterdir()) == ["step-1", "step-4"]
+        assert sorted(each.name for each in folder.iterdir()) == ["step-1", "step-4", "step-5"]
 
 
 def test_another_model_is_refused_by_its_keys_and_shapes(P_world, folder):
