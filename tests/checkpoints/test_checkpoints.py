@@ -378,6 +378,7 @@ def test_another_model_is_refused_by_its_keys_and_shapes(P_world, folder):
             ({"critic": job.model}, CheckpointError, r"it has no 'critic', only \['average'"),
             ({"loader": 3}, CheckpointError, r"'loader' is an object with state_dict\(\) in it"),
             ({"optimizer": job.optimizer}, PartitionError, "parameter of no model in the state"),
+            (job.model, ConfigurationError, r"a state is a dict such as {'model': model}, got a 'Net'"),
         ):
             with pytest.raises(error, match=words):
                 kept.restore(state)
@@ -443,6 +444,12 @@ def test_what_cannot_be_saved_is_refused_on_all_ranks(P_world, comm, folder):
         for state, step, error, words in (
             ({"y": odd}, 2, UnsupportedError, "'y' is a object, which has no form"),
             ({"x": 1}, -1, ConfigurationError, "from 0 on, got -1"),
+            (
+                nn.Linear(1, 1),
+                2,
+                ConfigurationError,
+                r"a state is a dict such as {'model': model}, got a 'Lin",
+            ),
             ({(1, comm.rank): 1}, 2, UnsupportedError, r"names of the state are strings, got \(1, "),
             *(differing if comm.size > 1 else []),
         ):
