@@ -88,9 +88,14 @@ def _sync_folder(path: Path) -> None:
 
 
 def tidy(folder: Path) -> None:
-    """Delete what killed jobs have left in a folder; by one rank, before it writes there."""
-    for path in folder.glob("step-*"):
-        if path.suffix == ".tmp" or (_STEP.fullmatch(path.name) and not (path / MANIFEST).is_file()):
+    """Delete what killed jobs have left in a folder; by one rank, before it writes there.
+
+    Directories with files that no checkpoint has belong to others, such as ``step-5`` of another library.
+    """
+    for path in filter(Path.is_dir, folder.glob("step-*")):
+        names = {each.name for each in path.iterdir()}
+        left = path.suffix == ".tmp" or (_STEP.fullmatch(path.name) and MANIFEST not in names)
+        if left and names <= {DATA, MANIFEST}:
             shutil.rmtree(path, ignore_errors=True)
 
 
@@ -150,7 +155,8 @@ def delete_old(path: Path, keep: int | None) -> None:
     """Delete a checkpoint's predecessors but ``keep - 1``, and the one that it replaced; by one rank."""
     with explained("deleting old checkpoints in", path.parent, "the new one is complete"):
         found = complete(path.parent)
-        replaced = [other for other in found if other.name.endswith(".old")]
+        # A job that was killed in between has left the only one of its step under this name.
+        replaced = [other for other in map(_replaced, found) if other in found]
         others = [other for other in found if other != path and other not in replaced]
         for each in (*replaced, *(() if keep is None else others[keep - 1 :])):
             # Without its manifest a directory does not count, should this be interrupted.

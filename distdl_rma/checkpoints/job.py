@@ -449,8 +449,9 @@ class Checkpoints:
             return 0
         body, drawn = saved.body, saved.body["generators"]
         kinds = saved.kinds()
-        with self._together():
+        with self._together() as facts:
             held = objects.Objects(state, body["main"], scattered)
+            facts["names of the state"] = sorted(state)
             if generators and len(drawn["torch"]) not in (1, self._machine.size):
                 raise UnsupportedError(
                     f"checkpoint: the generators of its {len(drawn['torch'])} ranks differed, and"

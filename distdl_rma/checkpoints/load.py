@@ -54,7 +54,7 @@ def load_checkpoint(
     if "distdl_rma.layers.core.layer" in sys.modules:
         # Otherwise no layer of a model can be distributed, and MPI is not needed.
         from distdl_rma.state import scattered as cuts
-    state = {name or body["main"]: into} if isinstance(into, nn.Module) else into
+    state = {name or body["main"] or "model": into} if isinstance(into, nn.Module) else into
     objects = Objects(state, body["main"], cuts)
     items = saved.items(objects.wanted(body["forms"], kinds))
     tensors, parts = {item.name: objects.blank(item) for item in items}, list(map(objects.part, items))

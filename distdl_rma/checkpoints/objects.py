@@ -6,7 +6,7 @@ import base64
 import copy
 import random
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from collections.abc import Callable, ItemsView, Iterable, Mapping, MutableMapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -16,7 +16,14 @@ from torch import nn
 
 from distdl_rma.checkpoints.form import checked, decode, dtype_name, encode, in_line, tensors_in
 from distdl_rma.checkpoints.items import Item, Kind, Part
-from distdl_rma.errors import CheckpointError, MismatchError, PartitionError, ShapeError, UnsupportedError
+from distdl_rma.errors import (
+    CheckpointError,
+    ConfigurationError,
+    MismatchError,
+    PartitionError,
+    ShapeError,
+    UnsupportedError,
+)
 from distdl_rma.geometry.box import Box
 from distdl_rma.geometry.decomposition import Decomposition
 
@@ -39,9 +46,17 @@ def kind_of(thing: Any) -> str:
     return _OBJECT if hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict") else _VALUE
 
 
+def _entries(state: Mapping[str, Any]) -> ItemsView[str, Any]:
+    if not isinstance(state, Mapping):
+        raise ConfigurationError(
+            f"checkpoint: a state is a dict such as {{'model': model}}, got a {type(state).__name__!r}"
+        )
+    return state.items()
+
+
 def main_model(state: Mapping[str, Any]) -> str | None:
     """Entry whose tensors have the keys of the model itself: ``model``, or the first module."""
-    modules = [entry for entry, thing in state.items() if isinstance(thing, nn.Module)]
+    modules = [entry for entry, thing in _entries(state) if isinstance(thing, nn.Module)]
     return "model" if "model" in modules else next(iter(modules), None)
 
 
@@ -58,7 +73,7 @@ class Objects:
         self.kinds: dict[str, Kind] = {}
         self.layouts: dict[str, Decomposition] = {}
         self._names: dict[int, str] = {}
-        for entry, module in state.items():
+        for entry, module in _entries(state):
             if not isinstance(entry, str):
                 raise UnsupportedError(f"checkpoint: names of the state are strings, got {entry!r}")
             if isinstance(module, nn.Module):

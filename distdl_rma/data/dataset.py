@@ -343,8 +343,8 @@ class ShardDataset(Dataset[Any]):
         shapes = [column.shape(sample) for column in self._columns]
         extents = shapes[0][-self._spatial :]
         for at, (shape, form) in enumerate(zip(shapes, self._forms, strict=True)):
-            wanted = (*form.leading, *extents) if form.cut else form.leading
-            if shape != wanted or (form.cut and len(form.leading) > 1):
+            wanted = (*form.leading[-1:], *extents) if form.cut else form.leading
+            if shape != wanted:
                 name = f"{f'label {at}' if at else 'the image'}, {self._columns[at].name(sample)},"
                 why = f": a label has the extents {extents}, with or without channels, or fewer dimensions"
                 raise ShapeError(

@@ -6,7 +6,7 @@ import os
 import resource
 import shutil
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, replace
 from itertools import product
 from math import prod
@@ -229,11 +229,13 @@ class ArraySink:
             raise
 
     def _remove(self) -> None:
+        # An error of it would hide the one that it is called for.
         if self._first:
             if self.part.is_dir():
                 shutil.rmtree(self.part, ignore_errors=True)
             else:
-                self.part.unlink(missing_ok=True)
+                with suppress(OSError):
+                    self.part.unlink()
 
     def _flush(self) -> None:
         # Of the files of a folder each rank has some.
@@ -280,7 +282,7 @@ def write_shards(sink: Any, y: SplitTensor, at: Sequence[int] | None = None) -> 
     ShapeError
         If the tensor does not lie in the sink, or has another dtype.
     UnsupportedError
-        If the sink is an HDF5 dataset that several ranks would write.
+        If the sink is a variable of HDF5 or NetCDF that several ranks would write.
     DataError
         If some rank cannot write, on all ranks: a full disk, for instance.
     """
@@ -293,9 +295,9 @@ def write_shards(sink: Any, y: SplitTensor, at: Sequence[int] | None = None) -> 
                 "write_shards: a sink has a shape, a dtype and sink[box] = array; for a path take"
                 f" create_array(path, shape, like=y), got {label(sink)}"
             )
-        if isinstance(sink, np.memmap) and not sink.flags.writeable:
+        if isinstance(sink, np.memmap) and (not sink.flags.writeable or sink.mode == "c"):
             raise ArgumentError(f"write_shards: {label(sink)} is read only; open it by mode 'r+'")
-        if isinstance(sink, (np.ndarray, torch.Tensor)) and not isinstance(sink, np.memmap):
+        if _is_in_memory(sink):
             raise ArgumentError(
                 f"write_shards: a {type(sink).__name__!r} in memory would get this rank's block only; take"
                 " full_tensor(), or a file: create_array(path, shape, like=y)"
@@ -310,6 +312,19 @@ def write_shards(sink: Any, y: SplitTensor, at: Sequence[int] | None = None) -> 
     with together(machine, ranks, f"write_shards to {label(sink)}"):
         if machine.rank in layout.one_copy().partition and not box.empty:
             sink[tuple(slice(*each) for each in box.shift(start).bounds)] = values
+
+
+def _is_in_memory(sink: Any) -> bool:
+    # Whether what is written stays in this process.
+    if isinstance(sink, np.memmap):
+        # A copy of one has no file.
+        return sink.mode is None
+    library = type(sink).__module__.partition(".")[0]
+    if library == "tensorstore":
+        return sink.kvstore is None or sink.kvstore.url.startswith("memory:")
+    if library == "zarr":
+        return "Memory" in type(sink.store).__name__
+    return isinstance(sink, (np.ndarray, torch.Tensor)) or library in ("dask", "xarray")
 
 
 def _start(sink: Any, y: SplitTensor, at: Sequence[int] | None) -> tuple[int, ...]:
@@ -327,10 +342,10 @@ def _start(sink: Any, y: SplitTensor, at: Sequence[int] | None) -> tuple[int, ..
             f"write_shards: {label(sink)} has elements of {wanted}, the tensor of {found}; convert it by"
             " y.to(...), or make the sink with its dtype"
         )
-    if type(sink).__module__.startswith("h5py") and y.partition.size > 1:
+    if type(sink).__module__.startswith(("h5py", "netCDF4")) and y.partition.size > 1:
         raise UnsupportedError(
-            f"write_shards: {label(sink)}: several processes cannot have a file of HDF5 open for writing; use"
-            " create_array('x.h5', ...)"
+            f"write_shards: {label(sink)}: several processes cannot have a file of HDF5 or NetCDF open for"
+            " writing; use create_array('x.h5', ...)"
         )
     return tuple(map(int, start))
 

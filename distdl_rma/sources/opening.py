@@ -9,11 +9,13 @@ from collections.abc import Callable, Iterable
 from contextlib import ExitStack, nullcontext
 from importlib import import_module
 from pathlib import Path
+from struct import unpack
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from distdl_rma.errors import ArgumentError, DataError, DistdlError, UnsupportedError
+from distdl_rma.sources import netcdf_classic
 from distdl_rma.sources.chunks import chunks_of
 from distdl_rma.sources.raw import RawArray
 from distdl_rma.sources.reading import hdf5_lock, text_of
@@ -199,6 +201,8 @@ def _netcdf(path: str, name: str | None) -> Any:
     netcdf = needed("netCDF4", "netcdf")
     with hdf5_lock():
         file = netcdf.Dataset(path)
+        if Path(path).is_file():
+            netcdf_classic.check_size(path)
         groups, names = [file], []
         for group in groups:
             groups += group.groups.values()
@@ -222,6 +226,7 @@ def _tiff(path: str, name: str | None) -> Any:
     file = needed("tifffile", "tiff").TiffFile(path)
     with ExitStack() as stack:
         stack.push(file)
+        _check_pages(path, file)
         series = file.series[int(_chosen(path, map(str, range(len(file.series))), name))]
         if series.dataoffset is not None:
             dtype = series.dtype.newbyteorder(file.byteorder)
@@ -230,6 +235,19 @@ def _tiff(path: str, name: str | None) -> Any:
         # It reads from the open file, which is closed with it.
         weakref.finalize(found, stack.pop_all().close)
         return found
+
+
+def _check_pages(path: str, file: Any) -> None:
+    # Tifffile leaves out the pages that lie behind the end of a truncated file.
+    kind, handle = file.tiff, file.filehandle
+    handle.seek(file.pages[-1].offset)
+    (tags,) = unpack(kind.tagnoformat, handle.read(kind.tagnosize))
+    handle.seek(tags * kind.tagsize, os.SEEK_CUR)
+    if handle.read(kind.offsetsize) != bytes(kind.offsetsize):
+        raise DataError(
+            f"{path}: ends before its last page, of {len(file.pages)} or more; the file is truncated: copy or"
+            " write it again"
+        )
 
 
 def _nifti(path: str, name: str | None) -> Any:

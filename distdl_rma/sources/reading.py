@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from threading import RLock
 from types import TracebackType
@@ -165,9 +165,14 @@ def label(source: Any) -> str:
     """What messages call a source: its file, or its kind."""
     if isinstance(source, (str, os.PathLike)):
         return os.fspath(source)
-    file = getattr(source, "path", None) or getattr(source, "filename", None)
+    for name in ("path", "filename"):
+        # netCDF4 knows this name of a variable, but has no value for it.
+        with suppress(KeyError):
+            file = getattr(source, name, None)
+            if isinstance(file, (str, os.PathLike)) and str(file):
+                return str(file)
     home = "" if (library := _library(source)) in ("distdl_rma", "builtins") else f"{library}."
-    return str(file) if isinstance(file, (str, os.PathLike)) else f"a {home}{type(source).__name__}"
+    return f"a {home}{type(source).__name__}"
 
 
 def text_of(box: Sequence[slice]) -> str:

@@ -215,6 +215,12 @@ def test_old_ones_go_after_a_new_one_is_complete(P_world, folder):
         for step in (None, 40):
             assert kept.restore(other, step=step) == 40
             assert other["x"].tolist() == [1, 1]
+        kept.save(state, 50)
+        kept.wait()
+        assert sorted(path.name for path in folder.iterdir()) == ["step-40.old", "step-50"]
+        kept.save(state, 40)
+        kept.wait()
+        assert sorted(path.name for path in folder.iterdir()) == ["step-40", "step-50"]
     with pytest.raises(ClosedError):
         kept.save(state, 50)
 
@@ -349,11 +355,13 @@ def test_half_written_ones_are_passed_over(P_world, comm, folder):
             shutil.copytree(path, folder / "step-2.tmp")
             shutil.copytree(path, folder / "step-3")
             (folder / "step-3" / MANIFEST).unlink()
+            (folder / "step-5").mkdir()
+            (folder / "step-5" / ".metadata").touch()  # of torch.distributed.checkpoint
         comm.Barrier()
         assert kept.restore(state) == 1
     with Checkpoints(folder, machine=P_world) as kept:
         kept.save(state, 4)
-        assert sorted(each.name for each in folder.iterdir()) == ["step-1", "step-4"]
+        assert sorted(each.name for each in folder.iterdir()) == ["step-1", "step-4", "step-5"]
 
 
 def test_another_model_is_refused_by_its_keys_and_shapes(P_world, folder):
@@ -370,12 +378,30 @@ def test_another_model_is_refused_by_its_keys_and_shapes(P_world, folder):
             ({"critic": job.model}, CheckpointError, r"it has no 'critic', only \['average'"),
             ({"loader": 3}, CheckpointError, r"'loader' is an object with state_dict\(\) in it"),
             ({"optimizer": job.optimizer}, PartitionError, "parameter of no model in the state"),
+            (job.model, ConfigurationError, r"a state is a dict such as {'model': model}, got a 'Net'"),
         ):
             with pytest.raises(error, match=words):
                 kept.restore(state)
         assert all(torch.equal(x, before[key]) for key, x in wider.model.state_dict().items())
     job.close()
     wider.close()
+
+
+def test_all_ranks_restore_the_same_objects(P_world, comm, folder):
+    model = Job(partition=P_world).model
+    optimizer = torch.optim.Adam(model.parameters())
+    with Checkpoints(folder, machine=P_world) as kept:
+        kept.save({"net": model, "optimizer": optimizer}, 1)
+        if comm.size > 1:
+            state = {"net": model} | ({"optimizer": optimizer} if comm.rank else {})
+            with pytest.raises(
+                MismatchError, match=r"names of the state: \['net'\] on rank 0, but \['net', "
+            ):
+                kept.restore(state)
+        kept.save({"x": 1}, 2)
+        with pytest.raises(CheckpointError, match=r"it has no 'model', only \['x'\]"):
+            load_checkpoint(folder, nn.Linear(1, 1))
+    comm.Barrier()
 
 
 @pytest.mark.parametrize("failing", ["state_dict", "load_state_dict"])
@@ -418,6 +444,12 @@ def test_what_cannot_be_saved_is_refused_on_all_ranks(P_world, comm, folder):
         for state, step, error, words in (
             ({"y": odd}, 2, UnsupportedError, "'y' is a object, which has no form"),
             ({"x": 1}, -1, ConfigurationError, "from 0 on, got -1"),
+            (
+                nn.Linear(1, 1),
+                2,
+                ConfigurationError,
+                r"a state is a dict such as {'model': model}, got a 'Lin",
+            ),
             ({(1, comm.rank): 1}, 2, UnsupportedError, r"names of the state are strings, got \(1, "),
             *(differing if comm.size > 1 else []),
         ):

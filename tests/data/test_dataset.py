@@ -169,7 +169,7 @@ REFUSED = {
     "sample 1: a numpy.ndarray: its elements are torch.int64": wrong([*zeros(ONE), np.zeros(ONE, int)]),
     "sample 1: a numpy.ndarray: the crop 4 of dim": wrong(zeros(ONE, (1, 3, 5)), crop=(4, 5)),
     r"label 1, a numpy.ndarray, has shape \(6, 4\)": wrong(BATCH, np.zeros((2, 6, 4))),
-    "label 1, .* has shape": wrong(BATCH, np.zeros((2, 1, 1, 6, 5))),
+    r"label 1, .* has shape \(1, 1, 6, 5\), wanted \(1, 6, 5\)": wrong(BATCH, np.zeros((2, 1, 1, 6, 5))),
     "the same number of samples, got 2, 3": wrong(BATCH, np.zeros(3)),
     "there are no images; at least one": wrong(BATCH[:0]),
     "there are no images; at least": wrong([]),

@@ -114,8 +114,30 @@ def test_an_array_that_is_read_only_is_refused_with_the_mode(folder, comm, P_wor
     if comm.rank == 0:
         np.save(folder / "x.npy", np.zeros((4, 6), np.float32))
     comm.Barrier()
-    with pytest.raises(ArgumentError, match=r"x\.npy is read only; open it by mode 'r\+'"):
-        write_shards(np.load(folder / "x.npy", mmap_mode="r"), shard((1, comm.size), torch.zeros(4, 6)))
+    for mode in ("r", "c"):
+        with pytest.raises(ArgumentError, match=r"x\.npy is read only; open it by mode 'r\+'"):
+            write_shards(np.load(folder / "x.npy", mmap_mode=mode), shard((1, comm.size), torch.zeros(4, 6)))
+
+
+@pytest.mark.mpi
+def test_arrays_in_memory_are_refused(folder, comm, P_world):
+    import tensorstore
+    import xarray
+    import zarr
+
+    x, spec = np.zeros((4, 6), np.float32), {"driver": "zarr3", "kvstore": "memory://"}
+    np.save(folder / f"{comm.rank}.npy", x)
+    for sink in (
+        x,
+        torch.zeros(4, 6),
+        np.load(folder / f"{comm.rank}.npy", mmap_mode="r+").copy(),
+        zarr.zeros((4, 6), dtype="f4"),
+        tensorstore.array(x),
+        tensorstore.open(spec, create=True, dtype="float32", shape=(4, 6)).result(),
+        xarray.DataArray(x),
+    ):
+        with pytest.raises(ArgumentError, match="in memory would get this rank's block only"):
+            write_shards(sink, shard((1, comm.size), torch.ones(4, 6)))
 
 
 @pytest.mark.mpi(min_size=2)
@@ -272,15 +294,20 @@ def test_ranks_that_write_at_different_places_are_refused(comm, P_world):
 
 
 @pytest.mark.mpi(min_size=2)
-def test_several_ranks_do_not_write_an_open_dataset_of_hdf5(folder, comm, P_world):
+def test_several_ranks_do_not_write_an_open_variable_of_hdf5_or_netcdf(folder, comm, P_world):
     import h5py
+    import netCDF4
 
     y = shard((1, comm.size), torch.zeros(4, 6))
     with (
         h5py.File(folder / f"{comm.rank}.h5", "w") as file,
-        pytest.raises(UnsupportedError, match="create_array"),
+        netCDF4.Dataset(folder / f"{comm.rank}.nc", "w") as other,
     ):
-        write_shards(file.create_dataset("x", (4, 6), "f4"), y)
+        other.createDimension("y", 4)
+        other.createDimension("x", 6)
+        for sink in (file.create_dataset("x", (4, 6), "f4"), other.createVariable("v", "f4", ("y", "x"))):
+            with pytest.raises(UnsupportedError, match="create_array"):
+                write_shards(sink, y)
 
 
 @pytest.mark.mpi
@@ -319,6 +346,15 @@ def test_a_folder_that_is_missing_is_an_error_on_all_ranks(folder, comm, P_world
         with (
             pytest.raises(DataError, match=r"no: not found on"),
             create_array(folder / "no" / name, (4, 6), like=y),
+        ):
+            pytest.fail("entered")
+    if comm.rank == 0:
+        (folder / "file").touch()
+    comm.Barrier()
+    for name in ("x.npy", "x.h5", "x.zarr"):
+        with (
+            pytest.raises(DataError, match=r"(?i)not a directory|no such file"),
+            create_array(folder / "file" / name, (4, 6), like=y),
         ):
             pytest.fail("entered")
 

@@ -95,10 +95,10 @@ def zarr_array(path, x):
     return zarr.open(str(_zarr(path, x)), mode="r")
 
 
-def _netcdf(path, x, **options):
+def _netcdf(path, x, version="NETCDF4", **options):
     import netCDF4
 
-    with netCDF4.Dataset(path / "x.nc", "w") as file:
+    with netCDF4.Dataset(path / "x.nc", "w", format=version) as file:
         names = [f"d{d}" for d in range(x.ndim)]
         for name, extent in zip(names, x.shape, strict=True):
             file.createDimension(name, extent)
@@ -113,6 +113,10 @@ def netcdf(path, x):
 
 def netcdf_chunked(path, x):
     return _netcdf(path, x, zlib=True, chunksizes=(2,) * x.ndim)
+
+
+def netcdf_classic(path, x):
+    return _netcdf(path, x, "NETCDF3_CLASSIC")
 
 
 def netcdf_variable(path, x):
@@ -132,6 +136,14 @@ def tiff_tiled(path, x):
     import tifffile
 
     tifffile.imwrite(path / "x.tif", x, photometric="minisblack", tile=(16, 16), compression="zlib")
+    return path / "x.tif"
+
+
+def tiff_pages(path, x):
+    import tifffile
+
+    with tifffile.TiffWriter(path / "x.tif", ome=True) as file:
+        file.write(x, photometric="minisblack")
     return path / "x.tif"
 
 
@@ -194,7 +206,7 @@ class SimpleDlpack(SimpleNamespace):
 FLAT = [tiff, tiff_tiled]
 FILES = [
     npy, npy_by_columns, npy_big_endian, hdf5, hdf5_big_endian, hdf5_chunked, zarr2, zarr3, zarr_sharded,
-    zarr_group, netcdf, netcdf_chunked, tiff, tiff_tiled, nifti,
+    zarr_group, netcdf, netcdf_chunked, netcdf_classic, tiff, tiff_tiled, nifti,
 ]  # fmt: skip
 ARRAYS = [
     memmap, hdf5_dataset, zarr_array, netcdf_variable, tensorstore, dask, xarray, tensor, by_function,

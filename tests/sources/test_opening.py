@@ -98,9 +98,19 @@ def test_missing_and_damaged_files_are_errors_with_the_path(suffix, tmp_path):
         open_array(path)
 
 
-@pytest.mark.parametrize("made", [formats.hdf5_chunked, formats.hdf5, formats.tiff])
+@pytest.mark.parametrize(
+    "made",
+    [
+        formats.hdf5_chunked,
+        formats.hdf5,
+        formats.netcdf,
+        formats.netcdf_classic,
+        formats.tiff,
+        formats.tiff_pages,
+    ],
+)
 def test_truncated_files_are_errors_when_they_are_opened(made, x, tmp_path):
-    path = str(made(tmp_path, np.tile(x, (40, 1))))
+    path = str(made(tmp_path, np.tile(x, (6, 10, 10))))
     file = path.partition("::")[0]
     os.truncate(file, Path(file).stat().st_size * 2 // 3)
     with pytest.raises(DataError, match=r"truncated|cannot be opened"):

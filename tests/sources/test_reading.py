@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from itertools import product
@@ -207,6 +208,11 @@ def test_other_processes_open_the_file_themselves(made, tmp_path):
     command = [sys.executable, str(tmp_path / "script.py"), str(path)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("made", formats.ARRAYS, ids=lambda made: made.__name__)
+def test_messages_name_the_kind_of_an_array(made, tmp_path):
+    assert re.fullmatch(r"a [\w.]+|.*/x", label(made(tmp_path, values((4, 20), "float32"))))
 
 
 def test_messages_name_the_file(tmp_path):

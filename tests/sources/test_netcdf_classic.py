@@ -1,0 +1,56 @@
+"""The end of the elements is that of the file, whatever its variables are; truncated files are refused."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from distdl_rma import DataError, open_array
+from distdl_rma.sources.netcdf_classic import check_size
+
+VERSIONS = ["NETCDF3_CLASSIC", "NETCDF3_64BIT_OFFSET", "NETCDF3_64BIT_DATA"]
+_PADDING = 3
+
+
+def written(path, version, seed):
+    """A file with fixed variables and records of several types, names and attributes."""
+    netcdf, draw = pytest.importorskip("netCDF4"), np.random.default_rng(seed)
+    kinds = [
+        "i1",
+        "i2",
+        "i4",
+        "f4",
+        "f8",
+        *(["u1", "u2", "u4", "i8", "u8"] if version == VERSIONS[2] else []),
+    ]
+    with netcdf.Dataset(path, "w", format=version) as file:
+        file.note, file.levels = "n" * int(draw.integers(1, 6)), np.arange(3, dtype="i2")
+        file.createDimension("record", None)
+        for name, extent in (("y", 3), ("length", 5)):
+            file.createDimension(name, extent)
+        for number in range(draw.integers(1, 5)):
+            dims = ["record", "y", "length"][draw.integers(0, 3) :]
+            one = file.createVariable("v" * (number + 1), draw.choice(kinds), dims)
+            one.units = "m" * int(draw.integers(1, 6))
+            extents = [file.dimensions[name].size or 3 for name in dims]
+            one[tuple(map(slice, extents))] = np.ones(extents)
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("seed", range(20))
+def test_a_file_without_its_last_element_is_refused(version, seed, tmp_path):
+    path = str(tmp_path / "x.nc")
+    written(path, version, seed)
+    check_size(path)
+    nbytes = Path(path).stat().st_size
+    os.truncate(path, nbytes - 1 - _PADDING)
+    with pytest.raises(DataError, match="the file is truncated") as refused:
+        check_size(path)
+    end = re.search(r"elements end at byte (\d+);", str(refused.value))
+    assert end is not None and nbytes - _PADDING <= int(end[1]) <= nbytes
+    with pytest.raises(DataError, match="the file is truncated"):
+        open_array(path, "v")
