@@ -26,6 +26,7 @@ from benchmarks import (
     spill,
     split,
     split_layers,
+    threads,
     training,
 )
 from benchmarks.measure import COMM, Row
@@ -50,6 +51,7 @@ SUITES: dict[str, Suite] = {
     "by_hand": by_hand.rows,
     "planning": planning.rows,
     "spill": spill.rows,
+    "threads": threads.rows,
 }
 # Not among those that run if none is named: for more ranks than cores, and for ranks that did nothing before.
 OTHERS: dict[str, Suite] = {

@@ -90,18 +90,26 @@ def _sync_folder(path: Path) -> None:
 def tidy(folder: Path) -> None:
     """Delete what killed jobs have left in a folder; by one rank, before it writes there.
 
-    Directories with files that no checkpoint has belong to others, such as ``step-5`` of another library.
+    Directories with files that no checkpoint has stay, such as ``step-5`` of another library.
     """
     for path in filter(Path.is_dir, folder.glob("step-*")):
-        names = {each.name for each in path.iterdir()}
-        left = path.suffix == ".tmp" or (_STEP.fullmatch(path.name) and MANIFEST not in names)
-        if left and names <= {DATA, MANIFEST}:
+        left = path.suffix == ".tmp" or (_STEP.fullmatch(path.name) and not (path / MANIFEST).exists())
+        if left and not _belongs_to_others(path):
             shutil.rmtree(path, ignore_errors=True)
+
+
+def _belongs_to_others(path: Path) -> bool:
+    return path.is_dir() and not {each.name for each in path.iterdir()} <= {DATA, MANIFEST}
 
 
 def begin(path: Path, head: bytes, nbytes: int) -> None:
     """Make the temporary directory of a checkpoint, and its data file of full size; by one rank."""
     made = temporary(path)
+    for other in filter(_belongs_to_others, (path, _replaced(path))):
+        raise CheckpointError(
+            f"checkpoint: {other} is in the way, and no checkpoint of this library; move it, or save into"
+            " another folder"
+        )
     with explained("making", made / DATA, _TO_WRITE):
         if made.exists():
             shutil.rmtree(made)
@@ -221,11 +229,13 @@ def opened(path: Path) -> Saved:
         except (ValueError, KeyError, TypeError):
             raise saved.damaged("it is no manifest", file) from None
         version = body.get("version") if isinstance(body, dict) else None
+        fits = found_digest == found.get("sha256")
         if isinstance(version, int) and version > VERSION:
             raise CheckpointError(
                 f"checkpoint: {file} is of version {version}, this distdl_rma reads {VERSION}: update it"
+                + ("" if fits else ", or the file is damaged: its checksum does not fit")
             )
-        if found_digest != found.get("sha256"):
+        if not fits:
             raise saved.damaged("its checksum does not fit", file)
     saved = Saved(path, body, saved.others)
     if not saved.data.is_file():

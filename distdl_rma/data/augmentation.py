@@ -79,9 +79,10 @@ class Augmentation:
             if len(known) != len(str(given)) or (name == "rotate" and len(known) not in (0, 2)):
                 count = "two dimensions" if name == "rotate" else "dimensions, each once,"
                 raise ArgumentError(f"ShardDataset: {name} names {count} of {letters!r}, got {given!r}")
-        if crop is not None and len(crop) != dims:
+        number = dims if crop is None else len(crop) if hasattr(crop, "__len__") else 0
+        if number != dims:
             raise ArgumentError(
-                f"ShardDataset: samples have {dims} spatial dimensions, but crop has {len(crop)}: {crop!r};"
+                f"ShardDataset: samples have {dims} spatial dimensions, but crop has {number}: {crop!r};"
                 " if samples have no dimension of channels, say channels=False"
             )
         self._letters = letters

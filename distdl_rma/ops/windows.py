@@ -299,12 +299,31 @@ class MaxPooling(MaxWindows[MaxPoolOptions]):
         self.return_indices, self._windows = options.return_indices, stencil.windows
         self._arguments = list(zip(*((w.kernel, w.stride, w.dilation) for w in self._windows), strict=True))
         self._padded = self._read.held != self._read.region
+        self._of_torch = self._padding_of_torch()
+
+    def _padding_of_torch(self) -> list[int] | None:
+        # Padding with which torch's kernel computes this rank's outputs; None if it cannot.
+        held, found = self._read.held, list[int]()
+        for window, (start, stop), (first, last), outputs in zip(
+            self._windows, held.bounds, self._read.region.bounds, self.box.shape[LEADING:], strict=True
+        ):
+            # torch pads both sides alike: behind, with padding that no further output reads.
+            padding = start - first
+            made = (stop - start + 2 * padding - window.span) // window.stride + 1
+            if not last - stop <= padding <= window.kernel // 2 or made != outputs:
+                return None
+            found.append(padding)
+        return None if held.empty else found
 
     def _local(self, x: torch.Tensor) -> torch.Tensor:
         if self.return_indices:
             return super()._local(x)
         kernel, stride, dilation = self._arguments
-        y: torch.Tensor = _MAXIMA[len(kernel)](self._read.add_padding(x), kernel, stride, 0, dilation)
+        pool = _MAXIMA[len(kernel)]
+        if self._of_torch is not None:
+            padded: torch.Tensor = pool(x, kernel, stride, self._of_torch, dilation)
+            return padded
+        y: torch.Tensor = pool(self._read.add_padding(x), kernel, stride, 0, dilation)
         # A result of -inf may be an element of the padding.
         return super()._local(x) if self._padded and bool(y.isneginf().any()) else y
 

@@ -330,7 +330,7 @@ def flipped(at):
         (DATA, None, r"data.safetensors is damaged: it is missing"),
         (MANIFEST, lambda data: data[:-7], r"manifest.json is damaged: it is no manifest"),
         (MANIFEST, lambda data: data.replace(b'"step": 2', b'"step": 3'), r"its checksum does not fit"),
-        (MANIFEST, lambda data: data.replace(b'"version": 1', b'"version": 9'), r"is of version 9"),
+        (MANIFEST, lambda data: data.replace(b'"version": 1', b'"version": 9'), r"is of version 9.*damaged"),
     ],
 )  # fmt: skip
 def test_damage_is_named_on_all_ranks_and_nothing_is_changed(P_world, comm, folder, file, edit, said):
@@ -345,6 +345,22 @@ def test_damage_is_named_on_all_ranks_and_nothing_is_changed(P_world, comm, fold
         assert state["x"].eq(1).all()
         assert state["n"] == 1
         assert kept.restore(state, step=1) == 1
+
+
+@pytest.mark.parametrize("name", ["step-2", "step-2.old"])
+def test_a_directory_of_others_is_in_the_way_and_stays(P_world, comm, folder, name):
+    state = {"x": torch.ones(50)}
+    with Checkpoints(folder, machine=P_world) as kept:
+        kept.save(state, 1)
+        if comm.rank == 0:
+            (folder / name).mkdir()
+            (folder / name / "theirs").write_text("kept")
+        for _ in range(2):
+            with pytest.raises(CheckpointError, match=f"{name} is in the way"):
+                kept.save(state, 2)
+        assert (folder / name / "theirs").read_text() == "kept"
+        assert kept.restore(state) == 1
+        kept.save(state, 3)
 
 
 def test_half_written_ones_are_passed_over(P_world, comm, folder):

@@ -99,6 +99,7 @@ def test_a_flip_takes_elements_of_any_type_and_leaves_no_copy(dtype):
         ((None, 1, "", 2), "flip names"),
         ((None, "", "H", 2), "rotate names two dimensions of 'HW', got 'H'"),
         (((3, 3), "", "", 3), r"samples have 3 spatial dimensions, but crop has 2: \(3, 3\)"),
+        ((5, "", "", 2), "samples have 2 spatial dimensions, but crop has 0: 5"),
         (((0,), "", "", 1), "crop has for each spatial dimension an extent"),
         (((slice(3, 3),), "", "", 1), "a slice with start < stop"),
         (((slice(0, 8, 2),), "", "", 1), "a slice with start < stop"),
