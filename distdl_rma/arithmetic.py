@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from distdl_rma.dtypes import NUMPY
 from distdl_rma.segments import large_arrays
 from distdl_rma.segments.collectives.reduction import Array, Element
 
@@ -101,3 +102,12 @@ class ShortFloat(Element):
     def narrow(self, wide: Array, out: Array) -> None:
         """Store values of float32, rounded once."""
         self._tensor(out).copy_(torch.from_numpy(wide))
+
+
+def reduction_dtype(dtype: torch.dtype) -> str | Element:
+    """A torch dtype in reductions of the segments: its name, or how torch computes with it."""
+    name = str(dtype).removeprefix("torch.")
+    if dtype not in (torch.bfloat16, torch.float16):
+        return name
+    storage = np.dtype(NUMPY.get(dtype, np.uint16))
+    return ShortFloat(name, storage, np.dtype(np.float32), dtype)

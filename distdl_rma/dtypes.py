@@ -11,9 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from distdl_rma.arithmetic import ShortFloat
 from distdl_rma.errors import UnsupportedError
-from distdl_rma.segments.collectives.reduction import Element
 
 
 class _Kind(NamedTuple):
@@ -69,15 +67,6 @@ def word_dtype(dtype: torch.dtype, what: str) -> np.dtype[Any]:
     if dtype not in _KINDS:
         raise UnsupportedError(f"{what}: dtype {dtype} is not supported; use one of {list(DTYPES)}")
     return BIT_WORDS[dtype.itemsize][1]
-
-
-def reduction_dtype(dtype: torch.dtype) -> str | Element:
-    """A torch dtype in reductions of the segments: its name, or how torch computes with it."""
-    name = str(dtype).removeprefix("torch.")
-    if dtype not in (torch.bfloat16, torch.float16):
-        return name
-    storage = np.dtype(NUMPY.get(dtype, np.uint16))
-    return ShortFloat(name, storage, np.dtype(np.float32), dtype)
 
 
 def is_in_memory(tensor: torch.Tensor) -> bool:

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distdl_rma import Machine, arithmetic
-from distdl_rma.dtypes import reduction_dtype
+from distdl_rma.arithmetic import reduction_dtype
 from distdl_rma.geometry import Decomposition
 from distdl_rma.geometry.exchange import Exchange
 from distdl_rma.ops.core.movement import Movement

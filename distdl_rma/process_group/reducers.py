@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch.distributed import ReduceOp
 
-from distdl_rma.dtypes import BIT_WORDS, NUMPY, reduction_dtype
+from distdl_rma.arithmetic import reduction_dtype
+from distdl_rma.dtypes import BIT_WORDS, NUMPY
 from distdl_rma.errors import ShapeError, UnsupportedError
 from distdl_rma.segments.collectives.reduction import Element, Reduction
 

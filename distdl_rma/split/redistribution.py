@@ -21,7 +21,8 @@ from typing import Any
 
 import torch
 
-from distdl_rma.dtypes import reduction_dtype, sum_dtype
+from distdl_rma.arithmetic import reduction_dtype
+from distdl_rma.dtypes import sum_dtype
 from distdl_rma.errors import UnsupportedError
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.ops.core.autograd import OperatorFunction, first_derivative

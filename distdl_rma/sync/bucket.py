@@ -14,8 +14,8 @@ import torch
 from torch.autograd import profiler
 
 from distdl_rma import errors
+from distdl_rma.arithmetic import reduction_dtype
 from distdl_rma.checks.consensus import gather_words
-from distdl_rma.dtypes import reduction_dtype
 from distdl_rma.errors import ConfigurationError, ProtocolError
 from distdl_rma.layers.core.parameters import Parameters
 from distdl_rma.machine import Machine

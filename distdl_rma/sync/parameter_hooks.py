@@ -6,8 +6,9 @@ from typing import Any
 
 import torch
 
+from distdl_rma.arithmetic import reduction_dtype
 from distdl_rma.checks.gradient_origin import RUNNING, GradientCheck, has_common_gradient, part_to_sum
-from distdl_rma.dtypes import reduction_dtype, sum_dtype
+from distdl_rma.dtypes import sum_dtype
 from distdl_rma.errors import UnsupportedError
 from distdl_rma.machine import Machine
 from distdl_rma.ops.core.tensors import as_array, as_tensor

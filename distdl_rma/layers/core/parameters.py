@@ -11,7 +11,7 @@ from weakref import WeakSet
 import torch
 from torch import nn
 
-from distdl_rma.dtypes import reduction_dtype
+from distdl_rma.arithmetic import reduction_dtype
 from distdl_rma.errors import ConfigurationError, ProtocolError
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.layers.core.input_facts import Tied
