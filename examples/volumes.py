@@ -166,8 +166,8 @@ def losses(folder: Path) -> list[tuple[int, float, int]]:
 
 
 def kill(chosen: argparse.Namespace, job: subprocess.Popen[bytes], folder: Path, ranks: int) -> int:
-    """Kill the last rank by SIGKILL once it has come to the step; return the last step that was logged."""
-    while not any(step >= chosen.kill for step, *_ in losses(folder)):
+    """Kill the last rank by SIGKILL after the step and a complete checkpoint; return the last step logged."""
+    while not (any(folder.glob("step-*/manifest.json")) and losses(folder)[-1][0] >= chosen.kill):
         if job.poll() is not None:
             raise SystemExit(f"volumes.py: the job that was to be killed ended with {job.returncode}")
         time.sleep(0.01)

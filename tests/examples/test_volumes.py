@@ -12,7 +12,7 @@ import skimage.io
 from tests.run_mpi import completed, mpiexec
 
 DEMO = Path(__file__).resolve().parents[2] / "examples" / "volumes.py"
-SMALL = "--size", "40", "--crop", "12", "--steps", "14", "--every", "3", "--kill", "8", "--memory", "0"
+SMALL = "--size", "40", "--crop", "12", "--steps", "40", "--every", "3", "--kill", "8", "--memory", "0"
 
 
 def test_a_job_that_is_killed_goes_on_with_the_same_losses_on_fewer_ranks(tmp_path):
@@ -20,8 +20,12 @@ def test_a_job_that_is_killed_goes_on_with_the_same_losses_on_fewer_ranks(tmp_pa
     launcher = shlex.join(mpiexec(1)[:-2])
     done = completed([sys.executable, str(DEMO), *SMALL, "--output", str(folder), "--mpiexec", launcher])
     assert done.returncode == 0, done.stdout + done.stderr
-    assert re.search(r"killed a rank of 3 by SIGKILL after step (8|9|1\d)", done.stdout)
-    assert re.search(r"the 2 ranks began with step (7|10|13);", done.stdout)
+    last = int(re.search(r"killed a rank of 3 by SIGKILL after step (\d+);", done.stdout)[1])
+    first = int(re.search(r"the 2 ranks began with step (\d+);", done.stdout)[1])
+    # A checkpoint was complete, of one of the last steps: two are under way at most.
+    assert last >= 8
+    assert last - 9 <= first <= last + 1
+    assert first % 3 == 1 < first
     assert skimage.io.imread(folder / "volumes.png").size
 
 
