@@ -14,7 +14,6 @@ from torch import nn
 from distdl_rma.arithmetic import reduction_dtype
 from distdl_rma.errors import ConfigurationError, ProtocolError
 from distdl_rma.geometry.decomposition import Decomposition
-from distdl_rma.layers.core.input_facts import Tied
 from distdl_rma.layers.core.placement import Placement
 from distdl_rma.machine import Machine
 from distdl_rma.ops.core.autograd import OperatorFunction, first_derivative
@@ -57,8 +56,6 @@ class Parameters:
         # The layer's dtype and the ranks of its user's callback may change.
         self._sums: dict[tuple[tuple[int, ...], int, torch.dtype], Allreduce] = {}
         self._own_answer: tuple[int, ...] | None = None
-        # Parameters whose gradients the ranks exchange behind the last forward; None if they exchange none.
-        self.tied: Tied | None = None
 
     def equalise(self) -> None:
         """Broadcast the values of the first holder to the other holders; collective over these, blocking."""
@@ -70,7 +67,6 @@ class Parameters:
         kept = self._kept()
         if {*map(type, kept.values())} != {nn.Parameter}:
             self._warn_of_replaced(kept)
-        self.tied = None
         if self.taken_over:
             self._check_taken_over(kept)
             used = kept
@@ -79,8 +75,6 @@ class Parameters:
             used = self._tied(kept)
         if not self._travels:
             return used
-        if torch.is_grad_enabled():
-            self.tied = -1, tuple([key for key, values in kept.items() if values.requires_grad])
         requests = {}
         for key, use in self._travels.items():
             movement, values = self._movement(key, used[key].dtype, use), used[key]
@@ -153,7 +147,6 @@ class Parameters:
             return kept
         # Computations may skip parameters without elements, and may do so on some ranks only.
         learning = {key: p for key, p in kept.items() if p.requires_grad and p.numel()}
-        self.tied = ranks[0], (*learning,)
         if not learning:
             return kept
         tied = _Tie.apply(self, ranks, *learning.values())
