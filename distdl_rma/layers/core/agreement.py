@@ -25,7 +25,7 @@ from distdl_rma.errors import (
 )
 from distdl_rma.geometry.exchange import fingerprint
 from distdl_rma.geometry.partition import Partition
-from distdl_rma.layers.core.input_facts import InputFacts
+from distdl_rma.layers.core.input_facts import InputFacts, check_tied
 from distdl_rma.layers.core.refusals import CallOutcome, refusal
 from distdl_rma.machine import Machine
 from distdl_rma.ops.core.autograd import GradientNeeds
@@ -268,15 +268,25 @@ class ShapeAgreement(Generic[P]):
         facts = {rank: decoded[each] for rank, each in zip(self._ranks, rows, strict=True)}
         key = digest(repr([fact.key for fact in facts.values()]).encode())
         plan = self._cache.plan(key)
+        error = self._refused(facts)
         # Some rank may have started on its guess: void that exchange before any error is raised.
-        if self.last is not None and plan is not self.last:
+        if self.last is not None and (error is not None or plan is not self.last):
             self.last.void()
-        if any(fact.problem for fact in decoded.values()):
-            raise refusal(self._name, {rank: fact.problem for rank, fact in facts.items()})
+        if error is not None:
+            raise error
         needs = GradientNeeds.of_any([fact.needs for fact in decoded.values()])
         plan = self._make_plan(facts) if plan is None else plan
         longest = max(map(len, decoded))
         return self._cache.add(plan, needs, key, digest(b"".join(rows)), longest)
+
+    def _refused(self, facts: dict[int, InputFacts]) -> DistdlError | None:
+        if any(fact.problem for fact in facts.values()):
+            return refusal(self._name, {rank: fact.problem for rank, fact in facts.items()})
+        try:
+            check_tied(facts)
+        except ProtocolError as error:
+            return ProtocolError(f"{self._name!r}: {error}")
+        return None
 
     def _make_plan(self, facts: dict[int, InputFacts]) -> P:
         try:

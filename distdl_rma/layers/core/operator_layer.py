@@ -114,7 +114,8 @@ class OperatorLayer(DistributedLayer, Generic[O]):
         if self.input_problem is not None and not problem and not self._idle[0]:
             problem = self.input_problem(*xs)
         words = self._call_arguments if call_arguments is None else call_arguments
-        plans.begin(InputFacts.about(xs, weight, words, self._idle, problem))
+        tied = None if self.placed is None else self.placed.tied
+        plans.begin(InputFacts.about(xs, weight, words, self._idle, problem, tied))
         return plans
 
     def run(

@@ -14,6 +14,7 @@ from torch import nn
 from distdl_rma.arithmetic import reduction_dtype
 from distdl_rma.errors import ConfigurationError, ProtocolError
 from distdl_rma.geometry.decomposition import Decomposition
+from distdl_rma.layers.core.input_facts import Tied
 from distdl_rma.layers.core.placement import Placement
 from distdl_rma.machine import Machine
 from distdl_rma.ops.core.autograd import OperatorFunction, first_derivative
@@ -56,6 +57,8 @@ class Parameters:
         # The layer's dtype and the ranks of its user's callback may change.
         self._sums: dict[tuple[tuple[int, ...], int, torch.dtype], Allreduce] = {}
         self._own_answer: tuple[int, ...] | None = None
+        # Parameters whose gradients ranks exchange in the backward of a call; None if they exchange none.
+        self.tied: Tied | None = None
 
     def equalise(self) -> None:
         """Broadcast the values of the first holder to the other holders; collective over these, blocking."""
@@ -69,10 +72,11 @@ class Parameters:
             self._warn_of_replaced(kept)
         if self.taken_over:
             self._check_taken_over(kept)
-            used = kept
-        else:
+        used, ranks, learning = kept, *self._summed(kept)
+        if learning:
             # Tie replicas before one of them is sent: its gradient is summed over all replicas.
-            used = self._tied(kept)
+            tied = _Tie.apply(self, ranks, *learning.values())
+            used = kept | dict(zip(learning, tied, strict=True))
         if not self._travels:
             return used
         requests = {}
@@ -85,6 +89,7 @@ class Parameters:
     def connect(self) -> None:
         """Exchange addresses for the values that travel, and for their gradients; blocking."""
         kept = self._kept()
+        self._summed(kept)
         for key, use in self._travels.items():
             self._movement(key, kept[key].dtype, use).connect()
 
@@ -140,17 +145,21 @@ class Parameters:
         # A parametrisation replaces a parameter by a computed attribute.
         return {key: getattr(layer, key) if own.get(key) is None else own[key] for key in self.placements}
 
-    def _tied(self, kept: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        # Parameters in one graph node that sums their gradients, if other ranks hold replicas.
-        ranks = self.summed_over()
-        if len(ranks) == 1 or not torch.is_grad_enabled():
-            return kept
+    def _summed(self, kept: dict[str, torch.Tensor]) -> tuple[tuple[int, ...], dict[str, torch.Tensor]]:
+        # Ranks that sum gradients in the backward of this call, and the parameters that have some.
+        self.tied = None
+        ranks = () if self.taken_over else self.summed_over()
+        if not torch.is_grad_enabled():
+            return (), {}
+        if self._travels:
+            self.tied = -1, tuple([key for key, p in kept.items() if p.requires_grad])
+        if len(ranks) < 2:
+            return (), {}
         # Computations may skip parameters without elements, and may do so on some ranks only.
         learning = {key: p for key, p in kept.items() if p.requires_grad and p.numel()}
-        if not learning:
-            return kept
-        tied = _Tie.apply(self, ranks, *learning.values())
-        return kept | dict(zip(learning, tied, strict=True))
+        if not self._travels:
+            self.tied = ranks[0], (*learning,)
+        return ranks, learning
 
     def _check_taken_over(self, kept: Mapping[str, torch.Tensor]) -> None:
         for key, parameter in kept.items():

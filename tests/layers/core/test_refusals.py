@@ -7,7 +7,15 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from distdl_rma import GradientSync, Machine, ShapeError, UnsupportedError, layers, zero_volume_tensor
+from distdl_rma import (
+    GradientSync,
+    Machine,
+    ProtocolError,
+    ShapeError,
+    UnsupportedError,
+    layers,
+    zero_volume_tensor,
+)
 from tests.layers.every_layer import EVERY_LAYER
 from tests.layers.every_layer import first as alone
 from tests.layers.same_error import FAULTS, same_error
@@ -107,6 +115,24 @@ def test_parameters_of_one_layer_are_of_one_type(P_world, comm, kind):
     match = r"rank 0: .* different types, torch\.float32 and torch\.float64"
     same_error(comm, lambda: layer(*good), ShapeError, match)
     layer.float()(*good)
+
+
+# Each rank has its own part of the weights of a linear layer.
+@pytest.mark.parametrize(
+    "kind", [*(kind for kind in OF_SEVERAL_PARAMETERS if "Linear" not in kind), "DistributedConv2d root"]
+)
+def test_parameters_that_one_rank_has_frozen_are_refused_on_all_and_the_layer_goes_on(P_world, comm, kind):
+    layer, good = EVERY_LAYER[kind](P_world)
+    for frozen in (layer.parameters(), [layer.bias], layer.parameters()):
+        chosen = [*frozen] if comm.rank == 1 else []
+        for parameter in chosen:
+            parameter.requires_grad_(False)
+        same_error(comm, lambda: layer(*good), ProtocolError, "freeze a parameter on all ranks or on none")
+        with torch.no_grad():
+            layer(*good)
+        for parameter in chosen:
+            parameter.requires_grad_(True)
+        layer(*good).sum().backward()
 
 
 def test_weights_of_an_embedding_are_of_one_type_on_all_ranks(P_world, comm):
