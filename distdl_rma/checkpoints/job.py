@@ -21,8 +21,7 @@ from distdl_rma.checkpoints import files, objects
 from distdl_rma.checkpoints.files import Piece, Saved
 from distdl_rma.checkpoints.form import dtype_name
 from distdl_rma.checkpoints.items import ALIGNED, Holding, Item, Part, fingerprint, holdings, planned
-from distdl_rma.checks.consensus import Consensus, gather_words
-from distdl_rma.checks.outcome import together
+from distdl_rma.checks.consensus import Consensus, gather_words, together
 from distdl_rma.dtypes import flat_bytes
 from distdl_rma.errors import (
     CheckpointError,

@@ -17,7 +17,7 @@ from distdl_rma.dtypes import as_words
 from distdl_rma.errors import ConfigurationError
 from distdl_rma.geometry.exchange import fingerprint
 from distdl_rma.machine import Machine
-from distdl_rma.split.calls.arguments import mapped, tensors_in
+from distdl_rma.split.calls.signatures import mapped, tensors_in
 from distdl_rma.split.tensor import SplitTensor
 
 # Tolerance: this power of the dtype's resolution, relative to the largest element, at least to ``_SMALL``.

@@ -20,9 +20,9 @@ from torch.utils.hooks import RemovableHandle
 
 from distdl_rma.checks.arguments import mark_compared
 from distdl_rma.checks.calls import Calls, CallTrace, Check
+from distdl_rma.checks.consensus import together
 from distdl_rma.checks.generators import RandomDraw
 from distdl_rma.checks.gradient_origin import GradientCheck
-from distdl_rma.checks.outcome import together
 from distdl_rma.dtypes import DTYPES, is_in_memory
 from distdl_rma.errors import (
     ArgumentError,
@@ -38,8 +38,8 @@ from distdl_rma.model.entering import ModuleHook
 from distdl_rma.model.replica_check import ReplicaSampler
 from distdl_rma.ops.core.autograd import ENOUGH, breaks_graph, compiles, mark_summed_later, tracer, uncompiled
 from distdl_rma.split.calls import site
-from distdl_rma.split.calls.arguments import mapped, tensors_in
 from distdl_rma.split.calls.loss_origin import LOSS_ORIGIN, Backwards
+from distdl_rma.split.calls.signatures import mapped, tensors_in
 from distdl_rma.split.calls.site import CALL_TRACES, thread_inside
 from distdl_rma.split.entry import grid_for
 from distdl_rma.split.layout import balanced, described
