@@ -87,7 +87,7 @@ class _Finder(MetaPathFinder):
 def _ended_by_errors(
     manager: Callable[..., AbstractContextManager[Any]], c10d: dict[str, Any]
 ) -> Callable[..., AbstractContextManager[Any]]:
-    """torch's context manager of coalesced calls; for groups of this backend, an error ends the block too.
+    """Torch's context manager of coalesced calls; for groups of this backend, an error ends the block too.
 
     In torch the block stays open, and later all-reduces of the group silently do nothing.
     """
