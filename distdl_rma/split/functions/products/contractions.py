@@ -80,10 +80,10 @@ def planned(func: Any, operands: Operands, labels: Sequence[Labels], out: Labels
 
 
 def contracted(
-    func: Any, compute: Any, operands: Operands, labels: Sequence[Labels], out: Labels, uncut: Labels = ()
+    func: Any, compute: Any, operands: Operands, labels: Sequence[Labels], out: Labels
 ) -> SplitTensor:
     """Multiply operands block by block, and sum over the labels that the result does not have."""
-    site, work, blocks = prepared(func, operands, labels, out, uncut)
+    site, work, blocks = prepared(func, operands, labels, out)
     if not work.summed:
         y = product_of(compute, operands, blocks, work.result)
         x = operands[0]
