@@ -19,10 +19,10 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from distdl_rma.checks.arguments import mark_compared
-from distdl_rma.checks.calls import Calls, CallTrace, Check
 from distdl_rma.checks.consensus import together
 from distdl_rma.checks.generators import RandomDraw
 from distdl_rma.checks.gradient_origin import GradientCheck
+from distdl_rma.checks.model_calls import Calls, CallTrace, Check
 from distdl_rma.dtypes import DTYPES, is_in_memory
 from distdl_rma.errors import (
     ArgumentError,
