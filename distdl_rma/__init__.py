@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from distdl_rma.model.distribute import distribute as distribute
     from distdl_rma.model.report import report as report
     from distdl_rma.ops.core.tensors import zero_volume_tensor as zero_volume_tensor
-    from distdl_rma.out_of_core.inferer import Predictor as Predictor
+    from distdl_rma.out_of_core.predict import Predictor as Predictor
     from distdl_rma.out_of_core.predict import plan_prediction as plan_prediction
     from distdl_rma.out_of_core.predict import predict as predict
     from distdl_rma.out_of_core.spill import spill as spill
@@ -85,7 +85,7 @@ _HOMES = {
     "create_array": "data.sinks",
     "distribute": "model.distribute",
     "open_array": "sources.opening",
-    "Predictor": "out_of_core.inferer",
+    "Predictor": "out_of_core.predict",
     "plan_prediction": "out_of_core.predict",
     "predict": "out_of_core.predict",
     "print0": "machine",

@@ -16,21 +16,24 @@ from typing import Any, Protocol, TextIO
 
 from mpi4py import MPI
 
-from distdl_rma.errors import ClosedError, ConfigurationError, PartitionError
+from distdl_rma.errors import ClosedError, ConfigurationError, DistdlError, PartitionError, PeerFailedError
 from distdl_rma.geometry.distribution import Distribution
 from distdl_rma.geometry.partition import Partition, integers
 from distdl_rma.segments.buffered_channel import Mailbox
+from distdl_rma.segments.collectives.barrier import Barrier
+from distdl_rma.segments.collectives.equality_check import EqualityCheck
 from distdl_rma.segments.collectives.group import Group
-from distdl_rma.segments.collectives.settling import raise_together
 from distdl_rma.segments.manager import SegmentManager
 from distdl_rma.segments.memory.context import SharedByCopies
 from distdl_rma.segments.options import DEFAULT_TIMEOUT, chosen_timeout
 from distdl_rma.segments.transport.virtual_ranks import at_end_of_rank, is_virtual, world
-from distdl_rma.segments.waiting.error_texts import ends_with_state
+from distdl_rma.segments.waiting.error_texts import USABLE, append_state, cause_of, ends_with_state
 from distdl_rma.segments.waiting.meeting import meet, refuse
 from distdl_rma.segments.waiting.uncaught_errors import report_uncaught_errors, write_once
 from distdl_rma.trace import Recording
 
+# How long a rank waits for the others to raise too; ranks that wait in vain notice this after a second.
+GRACE_SECONDS = 5.0
 # Names from ``new_name``, also of copies of layers.
 _NAME = re.compile(r"\b[A-Za-z_]\w*#\d+(?: \(copy \d+\))?")
 
@@ -406,3 +409,45 @@ def _check_ranks(comm: MPI.Intracomm, ranks: Iterable[int] | None) -> tuple[int,
         refuse(comm, chosen, problem)
         raise PartitionError(problem)
     return chosen
+
+
+def raise_together(manager: SegmentManager, error: Exception, ranks: Sequence[int]) -> bool:
+    """Meet the other ranks that raised; True if all came, and the machine stays usable; else it is lost.
+
+    Blocking, for seconds if not all ranks come. Ranks that wait for one that is here raise
+    ``PeerFailedError`` after a second; so no rank waits for another once all are here. Operations that only
+    some ranks have begun, such as handshakes, are given up: the callers drop whatever they have connected.
+    The last sentence of the error says how it ended.
+    """
+    if not manager.notices.any_failed:
+        began = error if isinstance(error, PeerFailedError) else None
+        manager.watch.settle(began.cause if began else cause_of(error), began.rank if began else manager.rank)
+        try:
+            _meet(manager, tuple(sorted(ranks)))
+            append_state(error, USABLE)
+            return True
+        except DistdlError:
+            # Not all have come.
+            pass
+        finally:
+            manager.watch.resume()
+    manager.fail(error)
+    return False
+
+
+def _meet(manager: SegmentManager, ranks: tuple[int, ...]) -> None:
+    others = [rank for rank in ranks if rank != manager.rank]
+    given_up = manager.forget_handshakes(others)
+    # Puts under way may reach memory that others will use again.
+    manager.flush(others, GRACE_SECONDS)
+    for key, shared in tuple(manager.shared_objects.items()):
+        # Some ranks may have begun an epoch that others have not.
+        if isinstance(shared, EqualityCheck) and {*shared.ranks} <= {*ranks}:
+            del manager.shared_objects[key]
+    barrier = manager.shared_objects.get((Barrier, ranks))
+    if not isinstance(barrier, Barrier):
+        barrier = manager.shared_objects[Barrier, ranks] = Barrier(manager, ranks, "ranks that raise")
+    barrier.wait(GRACE_SECONDS)
+    # A rank that gave up waiting there does not come here, so that no rank passes.
+    barrier.wait()
+    manager.handshakes.difference_update(given_up)

@@ -153,7 +153,7 @@ HAND_MADE = (
     ),
     Mutant(
         "of inputs every call compares the same elements",
-        "distdl_rma/checks/calls.py",
+        "distdl_rma/checks/model_calls.py",
         "[crc32(sample_of(x, at)) for x in inputs]",
         "[crc32(sample_of(x)) for x in inputs]",
         _COPIES,

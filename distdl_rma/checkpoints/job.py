@@ -21,8 +21,7 @@ from distdl_rma.checkpoints import files, objects
 from distdl_rma.checkpoints.files import Piece, Saved
 from distdl_rma.checkpoints.form import dtype_name
 from distdl_rma.checkpoints.items import ALIGNED, Holding, Item, Part, fingerprint, holdings, planned
-from distdl_rma.checks.consensus import Consensus, gather_words
-from distdl_rma.checks.outcome import together
+from distdl_rma.checks.consensus import Consensus, gather_words, together
 from distdl_rma.dtypes import flat_bytes
 from distdl_rma.errors import (
     CheckpointError,
@@ -292,39 +291,59 @@ class Checkpoints:
         while len(self._jobs) >= _UNDER_WAY or any(job.path == path for job in self._jobs):
             self._complete()
         words = {"step": step, "main": main, "forms": forms, "kinds": held.kinds}
-        states = objects.generators()
-        every = gather_words(home.segments, words, self._call)
-        of_ranks = list(gather_words(home.segments, states, self._call).values())
+        generators = objects.generators()
         # Alike on all ranks, or raises on all of them.
-        one = objects.merged(every)
+        one = objects.merged(gather_words(home.segments, words, self._call))
+        of_ranks = gather_words(home.segments, generators, self._call)
         kinds = {name: (kind, tuple(shape)) for name, (kind, shape) in one["kinds"].items()}
         held.lay_out(one["forms"])
         head, items = planned(kinds, {"format": "pt", "step": str(step)})
-        parts = list(self._parts(items, held))
+        together = self._compared_holdings(items, held)
         nbytes = len(head) + sum(item.nbytes for item in items)
-        with self._together():
-            if lacking := [
-                p.item.name for p, _ in parts if not p.box.empty and p.item.name not in held.tensors
-            ]:
-                raise MismatchError(f"checkpoint: this rank has no {lacking[0]!r}, which other ranks have")
-        together = holdings(parts)
-        self._compare_copies(together, held.tensors)
-        with self._together():
-            if self._first:
-                if not self._tidy:
-                    files.tidy(self.folder)
-                files.begin(path, head, nbytes)
-        self._tidy = True
+        self._begin(path, head, nbytes)
         body = {
             "version": files.VERSION, "step": step, "ranks": home.size, "nbytes": nbytes, "main": main,
             "head": [len(head), files.digest(head)], "forms": one["forms"],
-            "generators": _joined(of_ranks),
+            "generators": _joined(list(of_ranks.values())),
         }  # fmt: skip
         shares = (
             share for each in together for share in each.share(each.ranks.index(home.rank), len(each.ranks))
         )
         self._write(path, body, items, files.cut_out(held.tensors, shares))
         return path
+
+    def _compared_holdings(self, items: list[Item], held: objects.Objects) -> list[Holding]:
+        # Parts of all items by the ranks that hold them. Raises on all ranks if one lacks a tensor, or copies
+        # differ: ranks that hold the same parts write some bytes each, of different copies a mixture.
+        tensors, parts = held.tensors, list(self._parts(items, held))
+        with self._together():
+            if lacking := [p.item.name for p, _ in parts if not p.box.empty and p.item.name not in tensors]:
+                raise MismatchError(f"checkpoint: this rank has no {lacking[0]!r}, which other ranks have")
+        found = holdings(parts)
+        prints = {
+            str(each.ranks): [(part.item.name, fingerprint(tensors[part.item.name])) for part in each.parts]
+            for each in found
+            if len(each.ranks) > 1
+        }
+        digests = {key: files.digest(json.dumps(pairs).encode()) for key, pairs in prints.items()}
+        if _differing(gather_words(self._machine.segments, digests, self._call)):
+            named = {f"{name} on {key}": word for key, pairs in prints.items() for name, word in pairs}
+            what, first, other = _differing(gather_words(self._machine.segments, named, self._call))[0]
+            raise MismatchError(
+                f"{self._call}: {what.partition(' on ')[0]!r} differs between ranks {first} and {other},"
+                " which hold the same part of it; a checkpoint has one copy: make them equal, such as by a"
+                " broadcast"
+            )
+        return found
+
+    def _begin(self, path: Path, head: bytes, nbytes: int) -> None:
+        # The first rank makes the directory; before the first one, it deletes what killed jobs have left.
+        with self._together():
+            if self._first:
+                if not self._tidy:
+                    files.tidy(self.folder)
+                files.begin(path, head, nbytes)
+        self._tidy = True
 
     def _write(self, path: Path, body: dict[str, Any], items: list[Item], pieces: Iterator[Piece]) -> None:
         # This rank's pieces: at once, or copies of them by the thread.
@@ -340,24 +359,6 @@ class Checkpoints:
             written.set_exception(error)
         self._jobs.append(_Job(path, body, items, written, None))
         self._complete()
-
-    def _compare_copies(self, held: list[Holding], tensors: dict[str, torch.Tensor]) -> None:
-        # Ranks that hold the same parts write some bytes each: of different copies, a mixture.
-        prints = {
-            str(each.ranks): [(part.item.name, fingerprint(tensors[part.item.name])) for part in each.parts]
-            for each in held
-            if len(each.ranks) > 1
-        }
-        digests = {key: files.digest(json.dumps(found).encode()) for key, found in prints.items()}
-        every = gather_words(self._machine.segments, digests, self._call)
-        if not _differing(every):
-            return
-        named = {f"{name} on {key}": found for key, pairs in prints.items() for name, found in pairs}
-        what, one, other = _differing(gather_words(self._machine.segments, named, self._call))[0]
-        raise MismatchError(
-            f"{self._call}: {what.partition(' on ')[0]!r} differs between ranks {one} and {other}, which hold"
-            " the same part of it; a checkpoint has one copy: make them equal, such as by a broadcast"
-        )
 
     def _copied(self, pieces: list[Piece]) -> tuple[list[Piece], torch.Tensor]:
         # Pieces in private memory, that of an earlier job if it is large enough.

@@ -1,26 +1,38 @@
-"""Comparison of ranks by numbers, and by words only where the numbers differ."""
+"""Comparison of ranks by numbers, and by words only where the numbers differ.
+
+``Consensus`` and ``gather_words`` compare at once. ``words_of`` and ``are_equal`` compare by an allreduce
+that sums other numbers too. ``together`` gives local work of all ranks one outcome.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from distdl_rma.errors import MismatchError
+from distdl_rma import errors
+from distdl_rma.errors import DataError, DistdlError, MismatchError, PeerFailedError
 from distdl_rma.geometry.exchange import fingerprint
+from distdl_rma.machine import Machine
 from distdl_rma.segments.collectives.allgather import Allgather
 from distdl_rma.segments.collectives.equality_check import EqualityCheck
 from distdl_rma.segments.manager import SegmentManager
+from distdl_rma.segments.waiting.error_texts import OF_SEVERAL_RANKS
 
 # Bytes per pass: of each rank, and of all ranks together.
 _PASS_NBYTES, _ALL_NBYTES = 512, 1 << 20
 _LEAST_NBYTES = 64
 # Bytes of a title with its fingerprint, and digits of the fingerprint, which comes first.
 _TITLE_NBYTES, _CODE = 192, 14
+# Bits of half a code: float64 adds squares and products of halves exactly, on thousands of ranks.
+_BITS = 20
+# Number of elements that ``words_of`` returns.
+WORDS = 4
 _code = lru_cache(1 << 10)(fingerprint)
 
 
@@ -141,3 +153,72 @@ def gather_words(
     texts = Consensus.of(manager, ranks).gather(name, json.dumps(words).encode())
     decoded = {text: json.loads(text) for text in set(texts)}
     return {rank: decoded[text] for rank, text in zip(ranks, texts, strict=True)}
+
+
+def halves(number: int) -> tuple[int, int]:
+    """The lowest 20 bits of a number, and the 20 bits above them."""
+    return number % (1 << _BITS), (number >> _BITS) % (1 << _BITS)
+
+
+@lru_cache
+def words_of(facts: str) -> tuple[int, int, int, int]:
+    """Numbers that a rank adds for its facts: the halves of a code of 40 bits, each with its square."""
+    low, high = halves(fingerprint(facts))
+    return low, low**2, high, high**2
+
+
+def are_equal(sums: Sequence[float], ranks: int) -> bool:
+    """Whether so many ranks have added the same words.
+
+    P numbers are equal if and only if P times the sum of their squares is the square of their sum.
+    """
+    low, low_squares, high, high_squares = map(int, sums)
+    return low_squares * ranks == low**2 and high_squares * ranks == high**2
+
+
+@contextmanager
+def together(
+    machine: Machine,
+    ranks: Sequence[int],
+    title: str,
+    *,
+    failed: type[DistdlError] = DataError,
+    differs: type[DistdlError] = MismatchError,
+    advice: str = "do all ranks pass the same?",
+) -> Iterator[dict[str, Any]]:
+    """Local work of each rank, which succeeds on all ranks or raises on all; its end is collective, blocking.
+
+    If the work of some rank raises, this rank raises its own error, and the others one of the same type that
+    names it; ``failed`` if it is not of the library. The context gets a dict for facts of this rank, by name,
+    in JSON's types. If ranks state another value of a fact, all raise ``differs`` with both, and ``advice``.
+    All ranks pass the same ``ranks`` and ``title``, which says what they do here.
+    """
+    facts: dict[str, Any] = {}
+    error: Exception | None = None
+    try:
+        yield facts
+    except Exception as found:  # noqa: BLE001 - raised on all ranks
+        error = found
+    problem = None if error is None else (type(error).__name__, str(error))
+    try:
+        answers = gather_words(machine.segments, [problem, facts], title, ranks)
+    except OF_SEVERAL_RANKS as failure:
+        machine.settle(failure, ranks)
+        raise
+    if isinstance(error, DistdlError):
+        raise error
+    if error is not None:
+        raise failed(f"{title}: rank {machine.rank}: {type(error).__name__}: {error}") from error
+    for rank, (its, _) in answers.items():
+        if its:
+            kind, text = its
+            known = kind in errors.__all__ and kind != PeerFailedError.__name__
+            # The error may begin with the title already.
+            text = text.removeprefix(f"{title}: ") if known else f"{kind}: {text}"
+            raise (getattr(errors, kind) if known else failed)(f"{title}: rank {rank}: {text}")
+    first: dict[str, tuple[int, Any]] = {}
+    for rank, (_, stated) in answers.items():
+        for name, value in stated.items():
+            one, its = first.setdefault(name, (rank, value))
+            if its != value:
+                raise differs(f"{title}: {name}: {its} on rank {one}, but {value} on rank {rank}; {advice}")

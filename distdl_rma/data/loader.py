@@ -14,8 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from distdl_rma.checks.consensus import gather_words
-from distdl_rma.checks.outcome import together
+from distdl_rma.checks.consensus import gather_words, together
 from distdl_rma.data.augmentation import permutation
 from distdl_rma.data.dataset import Block, ShardDataset
 from distdl_rma.errors import ConfigurationError, DistdlError, MismatchError, PartitionError

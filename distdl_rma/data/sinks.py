@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from distdl_rma.checks.outcome import together
+from distdl_rma.checks.consensus import together
 from distdl_rma.dtypes import NUMPY, as_numbers
 from distdl_rma.errors import (
     ArgumentError,

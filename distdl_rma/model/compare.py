@@ -17,7 +17,7 @@ from distdl_rma.dtypes import as_words
 from distdl_rma.errors import ConfigurationError
 from distdl_rma.geometry.exchange import fingerprint
 from distdl_rma.machine import Machine
-from distdl_rma.split.calls.arguments import mapped, tensors_in
+from distdl_rma.split.calls.signatures import mapped, tensors_in
 from distdl_rma.split.tensor import SplitTensor
 
 # Tolerance: this power of the dtype's resolution, relative to the largest element, at least to ``_SMALL``.
@@ -134,7 +134,9 @@ def compare(
         _take_values(alone, split)
         expected: dict[tuple[str, int], list[torch.Tensor]] = {}
         # Clones, since later functions may change an output in place.
-        with _outputs(alone, lambda path, at, ys: expected.update({(path, at): [*map(_clone, ys)]})):
+        with _outputs(
+            alone, lambda path, at, ys: expected.update({(path, at): [y.detach().clone() for y in ys]})
+        ):
             given = _step(alone, arguments, targets, loss_fn, seed)
 
         def check(path: str, at: int, ys: list[torch.Tensor]) -> None:
@@ -198,10 +200,6 @@ def _step(
     if loss.requires_grad:
         loss.backward()
     return loss, leaves
-
-
-def _clone(y: torch.Tensor) -> torch.Tensor:
-    return y.detach().clone()
 
 
 def _scales(model: nn.Module) -> dict[str, float]:

@@ -19,10 +19,10 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from distdl_rma.checks.arguments import mark_compared
-from distdl_rma.checks.calls import Calls, CallTrace, Check
+from distdl_rma.checks.consensus import together
 from distdl_rma.checks.generators import RandomDraw
 from distdl_rma.checks.gradient_origin import GradientCheck
-from distdl_rma.checks.outcome import together
+from distdl_rma.checks.model_calls import Calls, CallTrace, Check
 from distdl_rma.dtypes import DTYPES, is_in_memory
 from distdl_rma.errors import (
     ArgumentError,
@@ -38,16 +38,16 @@ from distdl_rma.model.entering import ModuleHook
 from distdl_rma.model.replica_check import ReplicaSampler
 from distdl_rma.ops.core.autograd import ENOUGH, breaks_graph, compiles, mark_summed_later, tracer, uncompiled
 from distdl_rma.split.calls import site
-from distdl_rma.split.calls.arguments import mapped, tensors_in
 from distdl_rma.split.calls.loss_origin import LOSS_ORIGIN, Backwards
+from distdl_rma.split.calls.signatures import mapped, tensors_in
 from distdl_rma.split.calls.site import CALL_TRACES, thread_inside
 from distdl_rma.split.entry import grid_for
 from distdl_rma.split.layout import balanced, described
 from distdl_rma.split.plain_operands import beside
 from distdl_rma.split.shard import Grid, shard
 from distdl_rma.split.tensor import SplitTensor
-from distdl_rma.sync.claims import Owner
 from distdl_rma.sync.gradients import GradientSync
+from distdl_rma.sync.parameter_groups import Owner
 from distdl_rma.sync.registry import REDUCTIONS, ModuleWatch, not_in_host_memory
 
 M = TypeVar("M", bound=nn.Module)

@@ -10,7 +10,7 @@ from torch.nn.modules import module as torch_module
 
 from distdl_rma.errors import UnsupportedError
 from distdl_rma.split.calls import site
-from distdl_rma.split.calls.arguments import tensors_in
+from distdl_rma.split.calls.signatures import tensors_in
 from distdl_rma.split.tensor import SplitTensor, into_graph
 
 # Hooks that torch runs for all modules.

@@ -15,7 +15,7 @@ from distdl_rma.checks.arguments import mark_compared
 from distdl_rma.dtypes import as_words, is_in_memory
 from distdl_rma.layers.core.layer import DistributedLayer
 from distdl_rma.machine import Machine
-from distdl_rma.sync.claims import claims_of, under
+from distdl_rma.sync.parameter_groups import parameter_groups_of, under
 
 # Number of tensors of which one call compares a word each; number of calls that compare every byte once.
 _AT_A_TIME, _CALLS = 32, 512
@@ -138,14 +138,14 @@ class ReplicaSampler:
     def _found(self) -> Iterator[_Held]:
         seen: set[int] = set()
         model = self._model()
-        for claim in () if model is None else claims_of(model, "", self._machine, {}):
-            if not set(self._ranks) <= set(claim.ranks):
+        for group in () if model is None else parameter_groups_of(model, "", self._machine, {}):
+            if not set(self._ranks) <= set(group.ranks):
                 # Parts of weights, or weights that the user's callback keeps differently.
                 continue
             places: list[tuple[str, dict[str, Any], str]] = [
-                (entry.name, entry.uses[0][0]._parameters, entry.uses[0][1]) for entry in claim.entries
+                (entry.name, entry.uses[0][0]._parameters, entry.uses[0][1]) for entry in group.entries
             ]
-            for path, part in claim.parts:
+            for path, part in group.parts:
                 if not isinstance(part, DistributedLayer):
                     places += [(under(path, key), part._buffers, key) for key in part._buffers]
             for name, table, key in places:

@@ -11,7 +11,7 @@ from torch import nn
 
 from distdl_rma.errors import ConfigurationError
 from distdl_rma.split import layout as lay
-from distdl_rma.split.calls.arguments import tensors_in
+from distdl_rma.split.calls.signatures import tensors_in
 from distdl_rma.split.calls.site import Site, site_of
 from distdl_rma.split.calls.table import OBSERVERS, Rule, name_of
 from distdl_rma.split.tensor import SplitTensor

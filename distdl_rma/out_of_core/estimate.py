@@ -16,8 +16,8 @@ from torch._subclasses.fake_tensor import (
 
 from distdl_rma.errors import ArgumentError, ConfigurationError, DistdlError, ShapeError, UnsupportedError
 from distdl_rma.geometry.intervals import Balanced
-from distdl_rma.out_of_core.alive import Alive
 from distdl_rma.out_of_core.inference import Inference, one_tensor, twin_of
+from distdl_rma.out_of_core.live_memory import LiveMemory
 from distdl_rma.out_of_core.pages import Pages
 from distdl_rma.segments.buffered_channel import Mailbox
 from distdl_rma.split.tensor import SplitTensor
@@ -61,7 +61,7 @@ def needs_of(model: nn.Module, post: Post, shape: Sequence[int], dtype: torch.dt
 
     ``UnsupportedError`` if shapes depend on values, ``ShapeError`` if torch refuses the shape.
     """
-    twin, live, fast = twin_of(model), Alive(counts=True), torch.backends.mha.get_fastpath_enabled()
+    twin, live, fast = twin_of(model), LiveMemory(counts=True), torch.backends.mha.get_fastpath_enabled()
     extents = [set[int]() for _ in shape]
 
     def note(_module: nn.Module, _args: Any, y: Any) -> None:

@@ -11,7 +11,7 @@ import torch
 
 from distdl_rma.dtypes import SHOWN, memory_moves
 from distdl_rma.ops.core.result_memory import idle_memory, unpooled
-from distdl_rma.out_of_core.alive import Alive
+from distdl_rma.out_of_core.live_memory import LiveMemory
 from distdl_rma.out_of_core.scratch import Region, Scratch
 from distdl_rma.segments.buffered_channel import Mailbox, Parcel
 from distdl_rma.segments.channel import Array
@@ -128,7 +128,7 @@ class Pages:
         self._scratch: Scratch | None = None
         # The rank that runs or did so last, and what each rank has made.
         self._running = 0
-        self._made: dict[int, Alive | None] = {}
+        self._made: dict[int, LiveMemory | None] = {}
         # Blocks of the ranks that wait, parts of messages, and those of both that are being written.
         self._waiting: dict[int, list[_Block]] = {}
         self._mail: dict[Parcel, _Mail] = {}
@@ -169,7 +169,7 @@ class Pages:
     @contextmanager
     def running(self, rank: int) -> Iterator[None]:
         """Context of what a rank computes; what it does before and behind is no wait of its model."""
-        alive = Alive(self._counts) if self._moves or self._counts else None
+        alive = LiveMemory(self._counts) if self._moves or self._counts else None
         self._running, self._made[rank] = rank, alive
         try:
             with alive or nullcontext():

@@ -6,7 +6,7 @@ import os
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -267,3 +267,50 @@ def _shown(plan: Plan, begin: Begin, progress: bool) -> Iterator[Callable[[], ob
             completed=(begin.sample * plan.slabs + begin.slab) * plan.passes,
         )
         yield lambda: bar.advance(task)
+
+
+@dataclass(frozen=True)
+class Predictor:
+    """An inferer: ``inferer(inputs, network)``, in place of a sliding window, exact and without seams.
+
+    Parameters
+    ----------
+    memory, post, grid, scratch, progress, comm
+        As of :func:`predict`. Inputs and result are in memory beside this.
+
+    Examples
+    --------
+    ``SupervisedEvaluator(..., inferer=Predictor(memory="8GiB"))``
+    """
+
+    memory: int | str = "8GiB"
+    post: Post = None
+    grid: Any = None
+    scratch: str | os.PathLike[str] | None = None
+    progress: bool = False
+    comm: Any = None
+
+    def __call__(self, inputs: torch.Tensor, network: nn.Module, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """The result of a network for inputs (batch, channels, *spatial) in memory; blocking.
+
+        ``ConfigurationError`` if the network is no module, ``ArgumentError`` if it gets further arguments;
+        other errors as :func:`predict`.
+        """
+        if args or kwargs:
+            raise ArgumentError(
+                f"Predictor: the network gets one tensor; {len(args) + len(kwargs)} further arguments were"
+                " passed: wrap it in a module that has them"
+            )
+        if not isinstance(network, nn.Module):
+            raise ConfigurationError(
+                f"Predictor: the network is a torch.nn.Module, got {type(network).__name__!r}; a module's own"
+                " method cannot be split"
+            )
+        # Tensors of MONAI have rules of their own.
+        source = inputs.detach().as_subclass(torch.Tensor)
+        y = predict(
+            network, source, memory=self.memory, post=self.post, grid=self.grid, scratch=self.scratch,
+            progress=self.progress,
+            comm=self.comm,
+        )  # fmt: skip
+        return torch.empty(0) if y is None else y

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from distdl_rma.checks.outcome import together
+from distdl_rma.checks.consensus import together
 from distdl_rma.dtypes import flat_bytes
 from distdl_rma.machine import Machine
 from distdl_rma.segments.buffered_channel import Address, Mailbox, Message

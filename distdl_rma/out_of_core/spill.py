@@ -14,7 +14,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from distdl_rma.checks.outcome import together
+from distdl_rma.checks.consensus import together
 from distdl_rma.errors import ConfigurationError, DataError, ProtocolError
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.partition import Partition

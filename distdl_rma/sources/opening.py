@@ -5,17 +5,17 @@ from __future__ import annotations
 import os
 import platform
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, nullcontext
 from importlib import import_module
+from math import prod
 from pathlib import Path
 from struct import unpack
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
 from distdl_rma.errors import ArgumentError, DataError, DistdlError, UnsupportedError
-from distdl_rma.sources import netcdf_classic
 from distdl_rma.sources.chunks import chunks_of
 from distdl_rma.sources.raw import RawArray
 from distdl_rma.sources.reading import hdf5_lock, text_of
@@ -202,7 +202,7 @@ def _netcdf(path: str, name: str | None) -> Any:
     with hdf5_lock():
         file = netcdf.Dataset(path)
         if Path(path).is_file():
-            netcdf_classic.check_size(path)
+            check_netcdf_size(path)
         groups, names = [file], []
         for group in groups:
             groups += group.groups.values()
@@ -269,3 +269,66 @@ _FORMATS = {
     ".tiff": _TIFF,
     ".nii": Format(_nifti, scaled=True),
 }
+
+
+# Of the classic formats of NetCDF: bytes of an element, by the number of its type.
+_NBYTES = (0, 1, 1, 2, 4, 4, 8, 1, 2, 4, 8, 8)
+_PADDED = 4
+_OFFSET_64, _DATA_64 = 2, 5
+
+
+def check_netcdf_size(path: str) -> None:
+    """``DataError`` if a file of a classic format ends before its elements; nothing for files of HDF5.
+
+    The library reads zeros behind the end of a truncated file.
+    """
+    with Path(path).open("rb") as file:
+        if file.read(3) != b"CDF":
+            return
+        wanted = max(_ends(file, file.read(1)[0]), default=0)
+    if (found := Path(path).stat().st_size) < wanted:
+        raise DataError(
+            f"{path}: has {found} bytes, but by its header the elements end at byte {wanted}; the file is"
+            " truncated: copy or write it again"
+        )
+
+
+def _ends(file: BinaryIO, version: int) -> Iterator[int]:
+    # Where the elements of each variable end. The format of 64-bit data has counts of 8 bytes.
+    width = 8 if version == _DATA_64 else 4
+
+    def number(nbytes: int = width) -> int:
+        return int.from_bytes(file.read(nbytes), "big")
+
+    def skip(nbytes: int) -> None:
+        file.seek(nbytes + -nbytes % _PADDED, 1)
+
+    def entries() -> Iterator[None]:
+        # Of a list, each of which begins with its name.
+        file.seek(_PADDED, 1)
+        for _ in range(number()):
+            skip(number())
+            yield
+
+    def skip_attributes() -> None:
+        for _ in entries():
+            skip(_NBYTES[number(4)] * number())
+
+    records = number()
+    extents = [number() for _ in entries()]
+    skip_attributes()
+    fixed, by_record = list[tuple[int, int]](), list[tuple[int, int]]()
+    for _ in entries():
+        shape = [extents[number()] for _ in range(number())]
+        skip_attributes()
+        size = _NBYTES[number(4)]
+        number()
+        begin = number(4 if version < _OFFSET_64 else 8)
+        # The extent of records is stored as 0.
+        recorded = 0 in shape[:1]
+        (by_record if recorded else fixed).append((begin, prod(shape[recorded:]) * size))
+    yield from (begin + nbytes for begin, nbytes in fixed)
+    # All bits are set where a stream has left the number open. Records of one variable alone are not padded.
+    if 0 < records < (1 << 8 * width) - 1:
+        record = sum(n + (-n % _PADDED if len(by_record) > 1 else 0) for _, n in by_record)
+        yield from (begin + (records - 1) * record + nbytes for begin, nbytes in by_record)

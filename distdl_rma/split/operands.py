@@ -17,8 +17,7 @@ from distdl_rma.geometry.partition import Partition
 from distdl_rma.machine import Machine
 from distdl_rma.ops.core.autograd import GradientNeeds, is_synchronised
 from distdl_rma.split import layout as lay
-from distdl_rma.split.calls.arguments import mapped, tensors_in
-from distdl_rma.split.calls.signatures import named
+from distdl_rma.split.calls.signatures import mapped, named, tensors_in
 from distdl_rma.split.calls.site import Site, site_of
 from distdl_rma.split.calls.table import Handler, name_of
 from distdl_rma.split.plain_operands import beside

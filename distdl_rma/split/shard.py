@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from distdl_rma.checks.outcome import together
+from distdl_rma.checks.consensus import together
 from distdl_rma.errors import ArgumentError, PartitionError, ShapeError
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.partition import Partition

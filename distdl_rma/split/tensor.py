@@ -29,10 +29,9 @@ from distdl_rma.ops.core.autograd import (
 from distdl_rma.ops.core.tensors import no_autocast, problem_with
 from distdl_rma.segments.waiting.error_texts import OF_SEVERAL_RANKS
 from distdl_rma.split import layout as lay
-from distdl_rma.split.calls.arguments import mapped, tensors_in
 from distdl_rma.split.calls.autocast import castable, dtype_for
 from distdl_rma.split.calls.loss_origin import LOSS_ORIGIN
-from distdl_rma.split.calls.signatures import first_by_place
+from distdl_rma.split.calls.signatures import first_by_place, mapped, tensors_in
 from distdl_rma.split.calls.site import CALL_TRACES, THREAD, module_path, note, site_of, user_place
 from distdl_rma.split.calls.table import OBSERVERS, RULES, WITHOUT_RULE, Rule, name_of
 from distdl_rma.split.calls.torch_errors import raise_as_torch

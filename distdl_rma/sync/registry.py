@@ -22,8 +22,8 @@ from distdl_rma.layers.core.layer import DistributedLayer
 from distdl_rma.machine import Machine
 from distdl_rma.ops.set_up_transfer import broadcast_from_first
 from distdl_rma.sync.bucket import BucketKind, GradientSlot
-from distdl_rma.sync.claim_check import Words, agree, statement
-from distdl_rma.sync.claims import Claim, Owner, claims_of, synchronised, under
+from distdl_rma.sync.callback_check import Words, agree, statement
+from distdl_rma.sync.parameter_groups import Owner, ParameterGroup, parameter_groups_of, synchronised, under
 
 REDUCTIONS = "sum", "mean"
 _SUMMED = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.complex128)
@@ -53,13 +53,13 @@ class SyncOptions(NamedTuple):
             return f"bucket_nbytes is a number of bytes, at least 0, got {nbytes!r}"
         return ""
 
-    def divisor(self, claim: Claim) -> int:
-        """Divisor of the sums of a claim's gradients."""
+    def divisor(self, group: ParameterGroup) -> int:
+        """Divisor of the sums of a group's gradients."""
         if self.reduction == "sum":
             return 1
         if self.replicas is not None:
             return self.replicas
-        return max(1, len(claim.ranks if claim.decided_by_user else claim.everyone))
+        return max(1, len(group.ranks if group.decided_by_user else group.everyone))
 
 
 def _at_least(least: int, value: object) -> bool:
@@ -67,7 +67,7 @@ def _at_least(least: int, value: object) -> bool:
 
 
 class Agreed(NamedTuple):
-    """A claim on which all ranks agreed; its statement stays, even if the user deletes the module.
+    """A group on which all ranks agreed; its statement stays, even if the user deletes the module.
 
     Module and parameters are weak references, the latter with names and bytes. ``root`` was registered.
     """
@@ -79,11 +79,11 @@ class Agreed(NamedTuple):
     parameters: Sequence[tuple[Callable[[], torch.Tensor | None], str, int]]
 
     @classmethod
-    def of(cls, claim: Claim, statement: Words, root: nn.Module | None) -> Agreed:
-        """For a new claim."""
-        parameters = [(ref(e.parameter), e.name, e.nbytes) for e in claim.entries]
-        module = ref(claim.module) if claim.module else _nobody
-        return cls(statement, claim.ranks, ref(root) if root is not None else _nobody, module, parameters)
+    def of(cls, group: ParameterGroup, statement: Words, root: nn.Module | None) -> Agreed:
+        """For a new group."""
+        parameters = [(ref(e.parameter), e.name, e.nbytes) for e in group.entries]
+        module = ref(group.module) if group.module else _nobody
+        return cls(statement, group.ranks, ref(root) if root is not None else _nobody, module, parameters)
 
     @property
     def names(self) -> set[str]:
@@ -91,7 +91,7 @@ class Agreed(NamedTuple):
         return {name for _, name, _ in self.parameters}
 
     def without(self, moved: Collection[str]) -> Agreed:
-        """The claim without the parameters of these names; its module's callback is not asked again."""
+        """The group without the parameters of these names; its module's callback is not asked again."""
         left = [each for each in self.parameters if each[1] not in moved]
         nbytes = self.statement["nbytes"][1] - sum(n for _, name, n in self.parameters if name in moved)
         stated = {name: form for name, form in self.statement["parameters"].items() if name not in moved}
@@ -104,13 +104,13 @@ def _nobody() -> None:
 
 
 class Addition(NamedTuple):
-    """What all ranks agreed to add: the new claims, and what remains of earlier ones."""
+    """What all ranks agreed to add: the new groups, and what remains of earlier ones."""
 
     # Counts attempts to add something, equal on all ranks.
     number: int
-    new: list[Claim]
+    new: list[ParameterGroup]
     agreed: list[Agreed]
-    # Names of known parameters whose claim changes; ranks of earlier claims, by ``id`` of the parameter.
+    # Names of known parameters whose group changes; ranks of earlier groups, by ``id`` of the parameter.
     moved: set[str]
     before: Mapping[int, tuple[int, ...]]
     # Layers with parts of weights, if generators with one seed are in different states.
@@ -119,10 +119,10 @@ class Addition(NamedTuple):
     def slots(self, options: SyncOptions) -> list[list[GradientSlot]]:
         """Slots for parameters that need a gradient, in the order of their layers; a list shares a bucket."""
         found = []
-        for claim in self.new:
-            for entries in claim.by_module():
+        for group in self.new:
+            for entries in group.by_module():
                 learning = [entry for entry in entries if entry.parameter.requires_grad and entry.nbytes]
-                kind = BucketKind(claim.ranks, entries[0].parameter.dtype, options.divisor(claim))
+                kind = BucketKind(group.ranks, entries[0].parameter.dtype, options.divisor(group))
                 if learning:
                     found.append([GradientSlot(entry, kind) for entry in learning])
         return found
@@ -134,21 +134,21 @@ class Addition(NamedTuple):
         if a user's callback chose the ranks, or the ranks changed.
         """
         together: dict[tuple[int, ...], list[torch.Tensor]] = {}
-        for claim in self.new:
-            tensors = together.setdefault(claim.ranks, [])
-            for entry in claim.entries:
-                before = self.before.get(id(entry.parameter), claim.ranks)
-                if claim.layer is None or claim.decided_by_user or before != claim.ranks:
+        for group in self.new:
+            tensors = together.setdefault(group.ranks, [])
+            for entry in group.entries:
+                before = self.before.get(id(entry.parameter), group.ranks)
+                if group.layer is None or group.decided_by_user or before != group.ranks:
                     tensors.append(entry.parameter.data)
-            tensors.extend(buffer for _, buffer in claim.buffers)
-        # All ranks of a group have its tensors in the same order. The order of groups is sorted.
+            tensors.extend(buffer for _, buffer in group.buffers)
+        # Ranks that sum together have their tensors in the same order. The order of the lists is sorted.
         for ranks, tensors in sorted(together.items(), key=lambda item: item[0]):
             if len(ranks) > 1:
                 broadcast_from_first(machine, ranks, tensors, "GradientSync")
 
 
 class Registry:
-    """The claims and modules of one ``GradientSync``."""
+    """The groups and modules of one ``GradientSync``."""
 
     def __init__(self, machine: Machine, options: SyncOptions, owner: Owner) -> None:
         self._machine, self._options, self._owner = machine, options, owner
@@ -201,22 +201,22 @@ class Registry:
             refusal = refusal or not_in_host_memory(module) or unfit(module, self._machine)
         known = [(one(), name, each.ranks) for each in self._agreed for one, name, _ in each.parameters]
         names = {id(parameter): name for parameter, name, _ in known if parameter is not None}
-        # Claims of the same root: a module that is added again may have lost some of them.
+        # Groups of the same root: a module that is added again may have lost some of them.
         again = [agreed.root() is module is not None for agreed in self._agreed]
-        new = [] if refusal or module is None else claims_of(module, prefix, self._machine, names)
+        new = [] if refusal or module is None else parameter_groups_of(module, prefix, self._machine, names)
         refusal = self._options.refusal or refusal
-        added = {id(entry.parameter): entry for claim in new for entry in claim.entries}
+        added = {id(entry.parameter): entry for group in new for entry in group.entries}
         for key, entry in added.items():
             if entry.parameter in synchronised and key not in names:
                 other = synchronised[entry.parameter].another
                 refusal = refusal or f"{entry.name!r} already belongs to {other}"
         gone = [agreed.names for agreed in compress(self._agreed, again)]
         moved = {names[key] for key in added.keys() & names}.union(*gone)
-        anew = {id(claim.module) for claim in new if claim.module is not None}
+        anew = {id(group.module) for group in new if group.module is not None}
         others = [agreed for agreed, its in zip(self._agreed, again, strict=True) if not its]
         kept = [agreed.without(moved) for agreed in others if id(agreed.module()) not in anew]
-        fresh = [Agreed.of(claim, statement(claim), module) for claim in new]
-        cut = [claim.name for claim in new if claim.layer is not None and claim.layer.scattered]
+        fresh = [Agreed.of(group, statement(group), module) for group in new]
+        cut = [group.name for group in new if group.layer is not None and group.layer.scattered]
         who, options = self._owner.title, self._options._asdict()
         generator = generator_state() if cut else None
         statements = [agreed.statement for agreed in (*kept, *fresh)]

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.modules import module as torch_module
 
 from distdl_rma import UnsupportedError, distribute
-from distdl_rma.checks.calls import Calls
+from distdl_rma.checks.model_calls import Calls
 from tests.model.against_alone import whole
 
 pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.sizes(2, 3)]

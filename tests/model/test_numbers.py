@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from distdl_rma import MismatchError, distribute
 from distdl_rma.checks import arguments
-from distdl_rma.checks.calls import CallTrace
+from distdl_rma.checks.model_calls import CallTrace
 from distdl_rma.split.calls.loss_origin import LOSS_ORIGIN
 
 pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.sizes(2, 3)]

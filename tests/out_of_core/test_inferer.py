@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from distdl_rma import ArgumentError, ConfigurationError
-from distdl_rma.out_of_core.inferer import Predictor
+from distdl_rma.out_of_core.predict import Predictor
 from tests.out_of_core.nets import UNet, whole
 
 

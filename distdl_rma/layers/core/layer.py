@@ -32,7 +32,7 @@ from distdl_rma.ops.core.autograd import anchored, idle, misfit, uncompiled
 from distdl_rma.ops.core.movement import CallSite
 from distdl_rma.ops.core.tensors import problem_with
 from distdl_rma.split import layout as lay
-from distdl_rma.split.calls.arguments import mapped
+from distdl_rma.split.calls.signatures import mapped
 from distdl_rma.split.tensor import SplitTensor, checked_block
 
 

@@ -11,8 +11,7 @@ import numpy as np
 import torch
 
 from distdl_rma.checks.arguments import summary_of
-from distdl_rma.checks.consensus import gather_words
-from distdl_rma.checks.summed_codes import WORDS, are_equal, halves, words_of
+from distdl_rma.checks.consensus import WORDS, are_equal, gather_words, halves, words_of
 from distdl_rma.dtypes import sum_dtype
 from distdl_rma.errors import ArgumentError, DistdlError, ShapeError, UnsupportedError
 from distdl_rma.geometry.decomposition import Decomposition

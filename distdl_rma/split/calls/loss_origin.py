@@ -16,7 +16,7 @@ from zlib import crc32
 import torch
 
 from distdl_rma.checks.arguments import TENSORS, as_comparable, checksum, described_arguments, sample_of
-from distdl_rma.checks.calls import by_ranks, first_difference
+from distdl_rma.checks.model_calls import by_ranks, first_difference
 from distdl_rma.machine import Machine
 from distdl_rma.ops.core.autograd import is_synchronised
 from distdl_rma.segments.transport.turns import of_each_rank

@@ -2,6 +2,7 @@
 
 A Python function has a signature. A C function has a schema for every form of its call. Here the schemas
 become one signature: the positional arguments of the longest form, then the names that only other forms have.
+``tensors_in`` and ``mapped`` are for the tensors among arguments.
 """
 
 from __future__ import annotations
@@ -121,3 +122,29 @@ def first_by_place(function: Any, kwargs: Mapping[str, Any]) -> tuple[tuple[Any,
     first, rest = SIGNATURES[function].first, dict(kwargs)
     name = next((name for name in (first, *_FIRST) if name in rest), None)
     return ((), rest) if name is None else ((rest.pop(name),), rest)
+
+
+def tensors_in(*arguments: Any) -> list[torch.Tensor]:
+    """All tensors among arguments, also within lists, tuples and dicts."""
+    found: list[torch.Tensor] = []
+    for argument in arguments:
+        if isinstance(argument, torch.Tensor):
+            found.append(argument)
+        elif isinstance(argument, (list, tuple)):
+            found += tensors_in(*argument)
+        elif isinstance(argument, dict):
+            found += tensors_in(*argument.values())
+    return found
+
+
+def mapped(change: Any, argument: Any) -> Any:
+    """Arguments with ``change`` applied to every tensor."""
+    if isinstance(argument, torch.Tensor):
+        return change(argument)
+    if isinstance(argument, tuple) and hasattr(argument, "_fields"):
+        return type(argument)(*(mapped(change, one) for one in argument))
+    if isinstance(argument, (list, tuple)):
+        return type(argument)(mapped(change, one) for one in argument)
+    if isinstance(argument, dict):
+        return {key: mapped(change, one) for key, one in argument.items()}
+    return argument

@@ -17,7 +17,7 @@ from weakref import WeakSet, finalize, ref
 import torch
 
 from distdl_rma.checks.arguments import TENSORS, comparable_parts
-from distdl_rma.checks.calls import CallTrace
+from distdl_rma.checks.model_calls import CallTrace
 from distdl_rma.errors import UnsupportedError
 from distdl_rma.machine import Machine
 from distdl_rma.ops.core.movement import CallSite

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from distdl_rma.split.calls.arguments import mapped
+from distdl_rma.split.calls.signatures import mapped
 from distdl_rma.split.calls.table import rule
 
 # Text and category of a warning of torch.

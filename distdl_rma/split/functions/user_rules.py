@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from distdl_rma.errors import ArgumentError
-from distdl_rma.split.calls.arguments import mapped, tensors_in
+from distdl_rma.split.calls.signatures import mapped, tensors_in
 from distdl_rma.split.calls.table import RULES, Rule
 from distdl_rma.split.operands import as_part, common_layout, part_for, site_for
 from distdl_rma.split.tensor import SplitTensor, composed, refused

@@ -3,7 +3,7 @@
 import torch
 from torch.nn import functional as F  # noqa: N812
 
-from distdl_rma.checks.calls import CallTrace
+from distdl_rma.checks.model_calls import CallTrace
 from distdl_rma.split.calls.site import CALL_TRACES, THREAD, Place, Site, Step, note, pop_module
 
 

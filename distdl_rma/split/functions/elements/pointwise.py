@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from distdl_rma.split import layout as lay
-from distdl_rma.split.calls.arguments import mapped
+from distdl_rma.split.calls.signatures import mapped
 from distdl_rma.split.calls.site import Site
 from distdl_rma.split.calls.table import Call, rule
 from distdl_rma.split.calls.torch_errors import checked_rule, raise_as_torch

@@ -12,9 +12,8 @@ from distdl_rma.geometry.partition import Partition
 from distdl_rma.machine import Machine
 from distdl_rma.ops.core.autograd import grad_call
 from distdl_rma.split import layout as lay
-from distdl_rma.split.calls.arguments import mapped, tensors_in
 from distdl_rma.split.calls.loss_origin import LOSS_ORIGIN
-from distdl_rma.split.calls.signatures import named
+from distdl_rma.split.calls.signatures import mapped, named, tensors_in
 from distdl_rma.split.calls.site import site_of
 from distdl_rma.split.calls.table import rule
 from distdl_rma.split.function_nodes import is_lost

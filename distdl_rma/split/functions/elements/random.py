@@ -15,8 +15,7 @@ import torch
 from torch.nn import functional as F  # noqa: N812
 
 from distdl_rma.geometry.decomposition import Decomposition
-from distdl_rma.split.calls.arguments import tensors_in
-from distdl_rma.split.calls.signatures import named
+from distdl_rma.split.calls.signatures import named, tensors_in
 from distdl_rma.split.calls.site import Site, draws_by_index
 from distdl_rma.split.calls.table import Call, Handler, rule
 from distdl_rma.split.calls.torch_errors import checked_rule

@@ -12,7 +12,7 @@ from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.intervals import Balanced, Split
 from distdl_rma.ops.core.tensors import no_autocast
 from distdl_rma.split import layout as lay
-from distdl_rma.split.calls.arguments import tensors_in
+from distdl_rma.split.calls.signatures import tensors_in
 from distdl_rma.split.calls.table import RULES, rule
 from distdl_rma.split.calls.torch_errors import checked_rule, raise_as_torch
 from distdl_rma.split.functions.elements.pointwise import changed_plain, pointwise, without_gradient

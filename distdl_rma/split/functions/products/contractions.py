@@ -14,9 +14,8 @@ from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.ops.core.tensors import no_autocast
 from distdl_rma.split import layout as lay
 from distdl_rma.split import layout_choice
-from distdl_rma.split.calls.arguments import mapped, tensors_in
 from distdl_rma.split.calls.autocast import castable
-from distdl_rma.split.calls.signatures import named
+from distdl_rma.split.calls.signatures import mapped, named, tensors_in
 from distdl_rma.split.calls.site import Site
 from distdl_rma.split.calls.table import Call, name_of, rule
 from distdl_rma.split.calls.torch_errors import checked_rule, raise_as_torch
@@ -81,10 +80,10 @@ def planned(func: Any, operands: Operands, labels: Sequence[Labels], out: Labels
 
 
 def contracted(
-    func: Any, compute: Any, operands: Operands, labels: Sequence[Labels], out: Labels, uncut: Labels = ()
+    func: Any, compute: Any, operands: Operands, labels: Sequence[Labels], out: Labels
 ) -> SplitTensor:
     """Multiply operands block by block, and sum over the labels that the result does not have."""
-    site, work, blocks = prepared(func, operands, labels, out, uncut)
+    site, work, blocks = prepared(func, operands, labels, out)
     if not work.summed:
         y = product_of(compute, operands, blocks, work.result)
         x = operands[0]

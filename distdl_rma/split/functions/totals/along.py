@@ -9,7 +9,7 @@ import torch
 
 from distdl_rma.dtypes import sum_dtype
 from distdl_rma.split import layout as lay
-from distdl_rma.split.calls.arguments import mapped, tensors_in
+from distdl_rma.split.calls.signatures import mapped, tensors_in
 from distdl_rma.split.calls.site import Site
 from distdl_rma.split.calls.table import Call, rule
 from distdl_rma.split.calls.torch_errors import checked_rule

@@ -18,8 +18,7 @@ from distdl_rma.dtypes import sum_dtype
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.ops.core.autograd import OperatorFunction, first_derivative
 from distdl_rma.split import layout as lay
-from distdl_rma.split.calls.arguments import tensors_in
-from distdl_rma.split.calls.signatures import named
+from distdl_rma.split.calls.signatures import named, tensors_in
 from distdl_rma.split.calls.site import Site, site_of
 from distdl_rma.split.calls.table import Call, name_of, rule
 from distdl_rma.split.calls.torch_errors import Warned, checked_rule, raise_as_torch

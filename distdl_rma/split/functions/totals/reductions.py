@@ -11,7 +11,7 @@ from torch.nn import functional as F  # noqa: N812
 from distdl_rma.checks.gradient_origin import warn_user
 from distdl_rma.dtypes import sum_dtype
 from distdl_rma.ops.core.autograd import OperatorFunction, first_derivative
-from distdl_rma.split.calls.arguments import mapped, tensors_in
+from distdl_rma.split.calls.signatures import mapped, tensors_in
 from distdl_rma.split.calls.site import Site
 from distdl_rma.split.calls.table import Call
 from distdl_rma.split.calls.torch_errors import checked_rule

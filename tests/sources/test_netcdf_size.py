@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from distdl_rma import DataError, open_array
-from distdl_rma.sources.netcdf_classic import check_size
+from distdl_rma.sources.opening import check_netcdf_size
 
 VERSIONS = ["NETCDF3_CLASSIC", "NETCDF3_64BIT_OFFSET", "NETCDF3_64BIT_DATA"]
 _PADDING = 3
@@ -45,11 +45,11 @@ def written(path, version, seed):
 def test_a_file_without_its_last_element_is_refused(version, seed, tmp_path):
     path = str(tmp_path / "x.nc")
     written(path, version, seed)
-    check_size(path)
+    check_netcdf_size(path)
     nbytes = Path(path).stat().st_size
     os.truncate(path, nbytes - 1 - _PADDING)
     with pytest.raises(DataError, match="the file is truncated") as refused:
-        check_size(path)
+        check_netcdf_size(path)
     end = re.search(r"elements end at byte (\d+);", str(refused.value))
     assert end is not None and nbytes - _PADDING <= int(end[1]) <= nbytes
     with pytest.raises(DataError, match="the file is truncated"):

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from distdl_rma.sync.claim_check import problems, statement
-from distdl_rma.sync.claims import Claim, ParameterEntry
+from distdl_rma.sync.callback_check import problems, statement
+from distdl_rma.sync.parameter_groups import ParameterEntry, ParameterGroup
 
 HEAD = {
     "name": "head",
@@ -115,29 +115,29 @@ def test_thousand_ranks_are_compared_at_once():
     assert "on rank 1001 but [1000] on rank 1000" in " ".join(problems(words))
 
 
-def claim_of(module, ranks=(0, 1), **callbacks):
+def group_of(module, ranks=(0, 1), **callbacks):
     for name, callback in callbacks.items():
         setattr(module, name, callback)
     entries = [ParameterEntry(p, f"head.{key}", [(module, key)]) for key, p in module.named_parameters()]
-    return Claim(module, "head", (0, 1), entries, ranks=ranks)
+    return ParameterGroup(module, "head", (0, 1), entries, ranks=ranks)
 
 
 def test_a_statement_has_what_the_ranks_compare():
-    assert statement(claim_of(nn.Linear(3, 4, bias=False))) == HEAD | {"holders": ()}
-    stated = statement(claim_of(nn.Linear(3, 4, bias=False), ranks=(1,), get_sizeof_gradients=lambda: 7))
+    assert statement(group_of(nn.Linear(3, 4, bias=False))) == HEAD | {"holders": ()}
+    stated = statement(group_of(nn.Linear(3, 4, bias=False), ranks=(1,), get_sizeof_gradients=lambda: 7))
     assert stated["ranks"] == (1,) and stated["nbytes"] == [7, 48]
-    stated = statement(claim_of(nn.Linear(3, 4), get_ranks_synch_norm=lambda: [1], get_sizeof_norm=lambda: 2))
+    stated = statement(group_of(nn.Linear(3, 4), get_ranks_synch_norm=lambda: [1], get_sizeof_norm=lambda: 2))
     assert stated["answers"] == {"get_ranks_synch_norm": [[1], []], "get_sizeof_norm": [2, 0]}
 
 
 def test_callbacks_that_raise_and_shared_parameters_that_part_are_complaints():
-    stated = statement(claim_of(nn.Linear(3, 4), get_sizeof_gradients=lambda: 1 / 0))
+    stated = statement(group_of(nn.Linear(3, 4), get_sizeof_gradients=lambda: 1 / 0))
     words = "raised, or returned neither a number nor ranks: Zero"
     assert stated["complaint"].startswith(f"get_sizeof_gradients() {words}")
-    stated = statement(claim_of(nn.Linear(3, 4), get_sizeof_norm=lambda: 1 / 0))
+    stated = statement(group_of(nn.Linear(3, 4), get_sizeof_norm=lambda: 1 / 0))
     assert stated["complaint"].startswith(f"get_sizeof_norm() {words}")
-    owner = Claim(None, "trunk", (0, 1), ranks=(0, 1))
-    sharing = Claim(None, "head", (0, 1), ranks=(1,))
+    owner = ParameterGroup(None, "trunk", (0, 1), ranks=(0, 1))
+    sharing = ParameterGroup(None, "head", (0, 1), ranks=(1,))
     sharing.shared.append((owner, ParameterEntry(nn.Parameter(torch.zeros(2)), "trunk.weight", [])))
     assert statement(sharing)["complaint"] == (
         "'trunk.weight' is shared with 'trunk' and summed over [0, 1] there but over [1] here"

@@ -69,7 +69,7 @@ class ParameterEntry:
 
 
 @dataclass(eq=False)
-class Claim:
+class ParameterGroup:
     """Parameters for which one module decides over which ranks their gradients are summed.
 
     For plain modules for which no module decides, ``module`` is None. They count as copied on ``everyone``.
@@ -80,9 +80,9 @@ class Claim:
     # The ranks of the machine.
     everyone: tuple[int, ...]
     entries: list[ParameterEntry] = field(default_factory=list)
-    # Parameters that its modules use, but that belong to other claims.
-    shared: list[tuple[Claim, ParameterEntry]] = field(default_factory=list)
-    # All modules of the claim, each with its path.
+    # Parameters that its modules use, but that belong to other groups.
+    shared: list[tuple[ParameterGroup, ParameterEntry]] = field(default_factory=list)
+    # All modules of the group, each with its path.
     parts: list[tuple[str, nn.Module]] = field(default_factory=list)
     # The ranks over which gradients are summed; and an error, if the callback gave no ranks.
     ranks: tuple[int, ...] = ()
@@ -140,7 +140,9 @@ class Claim:
         return groups.values()
 
 
-def claims_of(module: nn.Module, name: str, machine: Machine, known: Mapping[int, str]) -> list[Claim]:
+def parameter_groups_of(
+    module: nn.Module, name: str, machine: Machine, known: Mapping[int, str]
+) -> list[ParameterGroup]:
     """Parameters of a module and its parts by the module that decides, in the order of ``modules()``.
 
     A part with a callback such as ``get_ranks_synch_weights()`` decides for all plain modules in it. Layers
@@ -148,33 +150,33 @@ def claims_of(module: nn.Module, name: str, machine: Machine, known: Mapping[int
     several modules share belongs to the first of them. Paths begin with ``name``. Parameters in ``known``, by
     ``id``, keep their names there.
     """
-    seen: dict[int, tuple[Claim, ParameterEntry]] = {}
-    claims: list[Claim] = []
+    seen: dict[int, tuple[ParameterGroup, ParameterEntry]] = {}
+    groups: list[ParameterGroup] = []
     # A list, not a recursive function: such a closure is a cycle, which would keep the modules alive.
-    ahead: list[tuple[nn.Module, str, Claim | None]] = [(module, name, None)]
+    ahead: list[tuple[nn.Module, str, ParameterGroup | None]] = [(module, name, None)]
     while ahead:
         part, path, above = ahead.pop()
         where = part.name if isinstance(part, DistributedLayer) else path
         decides = any(hasattr(part, callback) for callback in Callbacks.__annotations__)
-        claim = above
-        if decides or claim is None:
-            claim = Claim(part if decides else None, where or type(part).__name__, machine.ranks)
-            claims.append(claim)
-        claim.parts.append((where, part))
+        group = above
+        if decides or group is None:
+            group = ParameterGroup(part if decides else None, where or type(part).__name__, machine.ranks)
+            groups.append(group)
+        group.parts.append((where, part))
         for key, parameter in part.named_parameters(recurse=False):
             if id(parameter) not in seen:
                 entry = ParameterEntry(parameter, known.get(id(parameter), under(where, key)), [])
-                seen[id(parameter)] = claim, entry
-                claim.entries.append(entry)
+                seen[id(parameter)] = group, entry
+                group.entries.append(entry)
             owner, entry = seen[id(parameter)]
             entry.uses.append((part, key))
-            if owner is not claim:
-                claim.shared.append((owner, entry))
-        below = claim if decides else above
+            if owner is not group:
+                group.shared.append((owner, entry))
+        below = group if decides else above
         ahead += reversed([(child, under(path, key), below) for key, child in part.named_children()])
-    for claim in claims:
-        claim.decide()
-    return [claim for claim in claims if claim.needs_comparison]
+    for group in groups:
+        group.decide()
+    return [group for group in groups if group.needs_comparison]
 
 
 def under(path: str, key: str) -> str:

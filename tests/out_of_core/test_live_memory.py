@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from distdl_rma.out_of_core.alive import Alive
+from distdl_rma.out_of_core.live_memory import LiveMemory
 
 MIB = 1 << 20
 
@@ -13,7 +13,7 @@ def numbers():
 
 
 def test_memory_counts_as_long_as_any_tensor_uses_it():
-    with Alive(counts=True) as alive:
+    with LiveMemory(counts=True) as alive:
         x = numbers()
         y = (x + 1).view(2, -1)[1:]
         assert alive.peak == 2 * MIB
@@ -29,7 +29,7 @@ def test_memory_counts_as_long_as_any_tensor_uses_it():
 
 def test_views_and_memory_from_outside_do_not_count():
     x, weight = numbers(), nn.Parameter(torch.ones(MIB))
-    with Alive(counts=True) as alive, torch.no_grad():
+    with LiveMemory(counts=True) as alive, torch.no_grad():
         x[3:].add_(1)
         weight.view(2, -1).expand(3, 2, -1)
         assert not list(alive.storages()) and alive.peak == 0
@@ -37,7 +37,7 @@ def test_views_and_memory_from_outside_do_not_count():
 
 def test_kernels_of_convolutions_fill_channels_up():
     x, weight = torch.rand(1, 4, 64, 64), torch.rand(4, 4, 3, 3)
-    with Alive(counts=True) as alive, torch.no_grad():
+    with LiveMemory(counts=True) as alive, torch.no_grad():
         nn.functional.conv2d(x, weight, padding=1)
     # The result, and copies of 16 channels of the operand and of the result.
     assert alive.peak == 4 * 64 * 64 * (4 + 16 + 16)

@@ -21,7 +21,7 @@ _TRANSFORMS = {_ATEN._fft_r2c, _ATEN._fft_c2r, _ATEN._fft_c2c}
 _CONVOLUTIONS = {_ATEN.convolution: 6, _ATEN._convolution: 6, _ATEN.mkldnn_convolution: None}
 
 
-class Alive(TorchDispatchMode):
+class LiveMemory(TorchDispatchMode):
     """Context that notes the memory which functions make in it, as long as it is alive.
 
     With ``counts``, ``peak`` is the largest number of bytes that were alive at once, those which kernels need

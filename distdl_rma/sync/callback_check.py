@@ -16,9 +16,9 @@ from distdl_rma.errors import ConfigurationError, ProtocolError
 from distdl_rma.layers.core.callbacks import Callbacks
 from distdl_rma.layers.norm import DistributedNorm
 from distdl_rma.machine import Machine
-from distdl_rma.sync.claims import Claim
+from distdl_rma.sync.parameter_groups import ParameterGroup
 
-# A claim for JSON, see ``statement``.
+# A group for JSON, see ``statement``.
 Words = dict[str, Any]
 Ranks = tuple[int, ...]
 
@@ -37,7 +37,7 @@ def agree(
     generator: Sequence[int] | None = None,
     who: str = "GradientSync",
 ) -> bool:
-    """Compare the ranks' statements of claims, and their options; collective over the machine, blocking.
+    """Compare the ranks' statements of groups, and their options; collective over the machine, blocking.
 
     ``refusal`` is another error of this rank, empty if there is none. ``title`` and ``who`` are for messages.
     ``generator`` is the seed and state of this rank's random numbers, if they matter. Returns whether
@@ -47,7 +47,7 @@ def agree(
     mine = {
         "refusal": refusal,
         "options": {key: repr(value) for key, value in options.items()},
-        "claims": statements,
+        "groups": statements,
         "generator": generator,
     }
     gathered = gather_words(machine.segments, mine, title)
@@ -60,19 +60,19 @@ def agree(
                 raise ConfigurationError(
                     f"{who}: {key} is {value} on rank {first} but {other} on rank {rank}"
                 )
-    for problem in problems({rank: words["claims"] for rank, words in gathered.items()}):
+    for problem in problems({rank: words["groups"] for rank, words in gathered.items()}):
         raise ConfigurationError(f"{who}: {problem}")
     return have_drifted(words["generator"] for words in gathered.values() if words["generator"])
 
 
-def statement(claim: Claim) -> Words:
-    """What a rank sends to the others about a claim."""
-    complaint, nbytes, module = claim.complaint, claim.nbytes, cast(Any, claim.module)
-    for other, entry in claim.shared:
-        if other.ranks != claim.ranks:
+def statement(group: ParameterGroup) -> Words:
+    """What a rank sends to the others about a group."""
+    complaint, nbytes, module = group.complaint, group.nbytes, cast(Any, group.module)
+    for other, entry in group.shared:
+        if other.ranks != group.ranks:
             complaint = complaint or (
                 f"{entry.name!r} is shared with {other.name!r} and summed over {list(other.ranks)} there"
-                f" but over {list(claim.ranks)} here"
+                f" but over {list(group.ranks)} here"
             )
     # For each of the user's other callbacks: its result, and the true value, if this rank knows that.
     stated, answers, given = nbytes, dict[str, Any](), {} if module is None else vars(module)
@@ -81,23 +81,23 @@ def statement(claim: Claim) -> Words:
         if hasattr(module, name):
             stated = as_int(module.get_sizeof_gradients())
         for name in [other for other in _OTHERS if other in given]:
-            truth = _known(claim, name)
+            truth = _known(group, name)
             if truth is not None:
                 answers[name] = [_plain(given[name]()), truth]
     except Exception as error:  # noqa: BLE001 - the user's function; all ranks raise it
         wrong = f"{name}() raised, or returned neither a number nor ranks: {error!r}"
         stated, answers, complaint = 0, {}, complaint or wrong
-    parameters = {e.name: [*_form(e.parameter), e.parameter.requires_grad] for e in claim.entries}
+    parameters = {e.name: [*_form(e.parameter), e.parameter.requires_grad] for e in group.entries}
     return {
-        "name": claim.name,
+        "name": group.name,
         # None stands for all ranks, the usual case, to keep the message short.
-        "ranks": None if claim.ranks == claim.everyone else claim.ranks,
-        "holders": None if claim.holders == claim.everyone else claim.holders,
+        "ranks": None if group.ranks == group.everyone else group.ranks,
+        "holders": None if group.holders == group.everyone else group.holders,
         "nbytes": [stated, nbytes],
         "answers": answers,
         "complaint": complaint,
         "new": True,
-        "parameters": parameters | {name: [*_form(buffer), None] for name, buffer in claim.buffers},
+        "parameters": parameters | {name: [*_form(buffer), None] for name, buffer in group.buffers},
     }
 
 
@@ -105,8 +105,8 @@ def _form(tensor: torch.Tensor) -> tuple[list[int], str]:
     return list(tensor.shape), str(tensor.dtype).removeprefix("torch.")
 
 
-def _known(claim: Claim, name: str) -> int | list[int] | None:
-    layer = claim.layer
+def _known(group: ParameterGroup, name: str) -> int | list[int] | None:
+    layer = group.layer
     if layer is None:
         # A plain module has no statistics. Sizes of its inputs are unknown.
         return [] if name == _NORM else 0 if name == "get_sizeof_norm" else None
@@ -128,33 +128,33 @@ def problems(statements: Mapping[int, Sequence[Words]]) -> Iterator[str]:
     # For each parameter: which ranks state which list. For each list: the parameters of each rank, in order.
     lists_of: dict[str, dict[Ranks, list[int]]] = defaultdict(lambda: defaultdict(list))
     orders: dict[Ranks, dict[int, list[str]]] = defaultdict(lambda: defaultdict(list))
-    claims: dict[tuple[str, int], Words] = {}
+    groups: dict[tuple[str, int], Words] = {}
     norms: dict[str, dict[int, list[list[int]]]] = defaultdict(dict)
     for rank, theirs in statements.items():
-        for claim in theirs:
-            ranks = everyone if claim["ranks"] is None else tuple(claim["ranks"])
-            for problem in (*_of_ranks(rank, claim, ranks, everyone), *_of_sizes(rank, claim)):
-                yield f"{claim['name']!r}: {problem}"
-            if _NORM in claim["answers"]:
-                norms[claim["name"]][rank] = claim["answers"][_NORM]
-            for parameter in claim["parameters"]:
-                if (parameter, rank) in claims:
+        for group in theirs:
+            ranks = everyone if group["ranks"] is None else tuple(group["ranks"])
+            for problem in (*_of_ranks(rank, group, ranks, everyone), *_of_sizes(rank, group)):
+                yield f"{group['name']!r}: {problem}"
+            if _NORM in group["answers"]:
+                norms[group["name"]][rank] = group["answers"][_NORM]
+            for parameter in group["parameters"]:
+                if (parameter, rank) in groups:
                     yield f"two modules on rank {rank} have a parameter {parameter!r}: give them other names"
                 lists_of[parameter][ranks].append(rank)
                 orders[ranks][rank].append(parameter)
-                claims[parameter, rank] = claim
+                groups[parameter, rank] = group
     for parameter, lists in lists_of.items():
-        yield from _of_parameter(parameter, lists, claims)
+        yield from _of_parameter(parameter, lists, groups)
     for ranks, names in orders.items():
         yield from _of_order(ranks, names)
     for name, answers in norms.items():
         yield from _of_statistics(name, answers)
 
 
-def _of_ranks(rank: int, claim: Words, ranks: Ranks, everyone: Ranks) -> Iterator[str]:
+def _of_ranks(rank: int, group: Words, ranks: Ranks, everyone: Ranks) -> Iterator[str]:
     # Problems of one rank's list that need no other rank's statement.
-    if claim["complaint"]:
-        yield f"on rank {rank}, {claim['complaint']}"
+    if group["complaint"]:
+        yield f"on rank {rank}, {group['complaint']}"
     gave = f"get_ranks_synch_weights() gave {list(ranks)} on rank {rank}"
     for other in ranks:
         if other not in everyone:
@@ -163,19 +163,19 @@ def _of_ranks(rank: int, claim: Words, ranks: Ranks, everyone: Ranks) -> Iterato
         yield f"{gave}; a rank is listed more than once"
     if ranks and rank not in ranks:
         yield f"{gave}; the rank itself is missing"
-    holders = everyone if claim["holders"] is None else tuple(claim["holders"])
+    holders = everyone if group["holders"] is None else tuple(group["holders"])
     if holders and not set(ranks) <= set(holders):
         yield f"{gave}; copies of this rank's weights are on {list(holders)}"
     if not ranks and len(holders) > 1:
         yield f"{gave}, but its weights are held by {list(holders)} and would drift apart; {_HOW}"
 
 
-def _of_sizes(rank: int, claim: Words) -> Iterator[str]:
+def _of_sizes(rank: int, group: Words) -> Iterator[str]:
     # Problems of one rank's sizes and statistics.
-    nbytes, held = claim["nbytes"]
+    nbytes, held = group["nbytes"]
     if nbytes != held:
         yield f"get_sizeof_gradients() gave {nbytes} bytes on rank {rank}, its gradients are {held} bytes"
-    for name, (theirs, ours) in claim["answers"].items():
+    for name, (theirs, ours) in group["answers"].items():
         if name != _NORM:
             if theirs != ours:
                 yield f"{name}() gave {theirs} on rank {rank}, it is {ours}"
@@ -199,12 +199,12 @@ def _of_statistics(name: str, answers: Mapping[int, Sequence[Sequence[int]]]) ->
 
 
 def _of_parameter(
-    parameter: str, lists: Mapping[Ranks, Sequence[int]], claims: Mapping[tuple[str, int], Words]
+    parameter: str, lists: Mapping[Ranks, Sequence[int]], groups: Mapping[tuple[str, int], Words]
 ) -> Iterator[str]:
     # Problems of one parameter: all ranks in a list must state the same list and form.
     list_of = {rank: ranks for ranks, stating in lists.items() for rank in stating}
     for ranks, (source, *_) in lists.items():
-        first = claims[parameter, source]
+        first = groups[parameter, source]
         name = f"{first['name']!r} ({parameter})"
         # The lists of this library's layers were checked against their holders already.
         of_library = first["holders"] is None or first["holders"]
@@ -221,7 +221,7 @@ def _of_parameter(
                 theirs = f"{list(list_of[rank])} on rank {rank}"
                 yield f"{name}: get_ranks_synch_weights() gave {list(ranks)} on rank {source} but {theirs}"
             else:
-                here, there = _text(first, parameter), _text(claims[parameter, rank], parameter)
+                here, there = _text(first, parameter), _text(groups[parameter, rank], parameter)
                 if here != there:
                     yield f"{name}: is {here} on rank {source} but {there} on rank {rank}"
 
@@ -236,7 +236,7 @@ def _of_order(ranks: Ranks, names: Mapping[int, Sequence[str]]) -> Iterator[str]
                 break
 
 
-def _text(claim: Words, parameter: str) -> str:
-    shape, dtype, learns = claim["parameters"][parameter]
+def _text(group: Words, parameter: str) -> str:
+    shape, dtype, learns = group["parameters"][parameter]
     words = f"{tuple(shape)} {dtype}{', frozen' if learns is False else ''}"
-    return words if claim["new"] else f"{words}, registered earlier"
+    return words if group["new"] else f"{words}, registered earlier"

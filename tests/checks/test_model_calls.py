@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from distdl_rma import Machine, MismatchError
-from distdl_rma.checks.calls import (
+from distdl_rma.checks.model_calls import (
     Calls,
     CallTrace,
     by_ranks,
