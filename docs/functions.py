@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 import re
 import textwrap
+from collections.abc import Iterator
 from pathlib import Path
 
 import distdl_rma.split  # noqa: F401 - fills the table
@@ -32,6 +33,18 @@ KINDS = {
     "copies": "Others, of tensors that every rank has all of",
     "refused": "Refused",
 }
+# Functions of operators that have another name.
+OPERATORS = {
+    "and": "bitwise_and",
+    "invert": "bitwise_not",
+    "lshift": "bitwise_left_shift",
+    "mod": "remainder",
+    "floordiv": "floor_divide",
+    "or": "bitwise_or",
+    "rshift": "bitwise_right_shift",
+    "truediv": "true_divide",
+    "xor": "bitwise_xor",
+}
 HEAD = """# What split tensors do with each function of torch
 
 Written by `docs/functions.py` from the table of rules (`distdl_rma.split.calls.table`). The guide to split
@@ -40,7 +53,7 @@ tensors is [convert.md](convert.md).
 - A function that is not listed raises an error if a tensor is cut. The error names the function, the module
   and your line. On replicated tensors every function of torch is allowed.
 - `distdl_rma.register(function, handler)` adds a rule.
-- `add` stands for `add_` too, and `__add__` for `__radd__` and `__iadd__`.
+- `add` stands for `add_` and the operator `+` too, and a function for its namesake in `torch.special`.
 - *Becomes whole*: if the dimension is cut, another dimension is cut instead, or every rank gets the whole
   tensor.
 """
@@ -73,17 +86,24 @@ def _short(name: str) -> str:
 
 
 def _shown(names: set[str]) -> str:
-    # Names by their module, those of torch itself first. A form in place and a reflected operator is left out
-    # if its plain form is there.
+    # Names by their module, those of torch itself first. A form in place, an operator, or a function of
+    # torch.special is left out if its plain form is there.
     homes: dict[str, list[str]] = {}
     for name in sorted(names):
-        plain = re.sub(r"^__[ir](?=\w+__$)", "__", re.sub(r"(?<=[^_])_$", "", name))
-        if plain == name or plain not in names:
+        if not any(plain in names for plain in _plain_forms(name)):
             home, last = re.fullmatch(r"(_foreach_|(?:\w+\.)*)(\w+)", name).groups()  # type: ignore[union-attr]
             homes.setdefault(home, []).append(f"`{last}`")
     shown = [", ".join(homes.pop("", []))]
     shown += [f"`{home.removesuffix('.')}`: {', '.join(lasts)}" for home, lasts in homes.items()]
     return "; ".join(each for each in shown if each)
+
+
+def _plain_forms(name: str) -> Iterator[str]:
+    # Names of functions of torch that do the same: of add_, special.exp2, __radd__ and __and__.
+    yield from {re.sub(r"(?<=[^_])_$", "", name), name.removeprefix("special.")} - {name}
+    if operator := re.fullmatch(r"__([ir]?)(\w+)__", name):
+        for base in (operator[2], operator[1] + operator[2]):
+            yield from {base, OPERATORS.get(base, base), f"__{base}__"} - {name}
 
 
 def _first(handler: Handler) -> str:

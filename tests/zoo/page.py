@@ -20,21 +20,20 @@ CUTS = {"H": "rows", "W": "columns", "N": "samples"}
 WIDTH = 139
 HEAD = """# Public models that were tried
 
-Written by `python -m tests.zoo`, in an environment with `pip install -e '.[mpich,test,zoo]'`; with names of
-packages or models it writes their rows anew. Each model runs a training step on 2 ranks, distributed by
-`{{"H": -1}}`, which cuts rows, or by another letter where that stands, and beside it the same model alone.
-[`compare`](convert.md#is-it-right) compares outputs of all modules, the loss, all gradients and buffers, in
-double precision where nothing else stands, with torch {torch}. Parameters are random, nothing is dropped out.
-Most models are smaller than the published ones; `tests/zoo/models.txt` has their arguments. Not tried are
-models that draw a number for each element, since alone they draw [others](convert.md#random-numbers), and
-detectors, which take lists of images.
+Written by `python -m tests.zoo`, in an environment with `pip install -e '.[mpich,test,zoo]'`; names of
+packages or models choose rows. Each model runs a training step on 2 ranks, beside the same model alone,
+with torch {torch}. [`compare`](convert.md#is-it-right) compares outputs of all modules, the loss, all
+gradients and buffers. Rows are cut (`{{"H": -1}}`), and precision is double, where nothing else stands.
+Parameters are random, nothing is dropped out. Most models are smaller than the published ones;
+`tests/zoo/models.txt` has their arguments and inputs. Not tried are models that draw a number for each
+element, since alone they draw [others](convert.md#random-numbers), and detectors, which take lists of
+images.
 
-- **exact**: all is equal up to rounding. Behind a model stand its inputs and the largest difference, beside
-  the largest element. A tensor that a rounding of the inputs changes by more than `compare` allows may differ
-  by four times that.
+- **exact**: all is equal up to rounding. A number is the largest difference, beside the largest element. A
+  tensor that a rounding of the inputs changes by more than `compare` allows may differ by four times that.
 - **refused**: all ranks raise the error; [what to do](convert.md#what-is-refused-and-what-to-do).
-- **differs**: another number than that of the model alone; **fails**: another error than the library's.
-- **fails alone**: the model alone raises the error, so that there is nothing to compare with.
+  **differs**: another number than that of the model alone; **fails**: another error than the library's;
+  **fails alone**: the model alone raises the error.
 """
 
 
@@ -47,7 +46,7 @@ def read() -> dict[str, Found]:
         for paragraph in section.split("\n\n"):
             if paragraph.startswith("Exact"):
                 for item in paragraph.replace("\n", " ").rstrip(". ").split("; "):
-                    name, says = re.search(r"`([^`]+)` .*: (\S+)$", item).groups()
+                    name, says = re.search(r"`([^`]+)`: (\S+)$", item).groups()
                     found[f"{package}/{name}"] = Found("exact", says)
         for line in section.splitlines():
             if line.startswith("| `"):
@@ -79,7 +78,7 @@ def _exact(rows: Mapping[Tried, Found]) -> Iterator[str]:
     items = defaultdict(list)
     for model, (outcome, says) in rows.items():
         if outcome == "exact":
-            items[_cut(model)].append(f"`{model.name}` {model.shapes}: {says}")
+            items[_cut(model)].append(f"`{model.name}`: {says}")
     for cut, each in items.items():
         text = f"Exact by {cut}: {'; '.join(each)}."
         yield "\n" + textwrap.fill(text, WIDTH, break_long_words=False, break_on_hyphens=False)
