@@ -19,7 +19,7 @@ from distdl_rma.geometry.gathering import FlatStages, collecting, cut_copies, ga
 from distdl_rma.geometry.intervals import Balanced
 from distdl_rma.geometry.partition import Partition
 from tests.geometry.simulation import equal, everywhere, execute, inputs, product_of
-from tests.geometry.strategies import RANKS, one_of, partitions, shapes, splits
+from tests.geometry.strategies import RANKS, nodes, one_of, partitions, shapes, splits
 
 many = settings(max_examples=100, deadline=None)
 WIDTHS = st.sampled_from([(2, 2), (32, 4)])
@@ -44,12 +44,6 @@ def movements(draw):
     dim = draw(st.integers(1, 3))
     shape = draw(shapes(dim))
     return draw(ends(dim, shape)), draw(ends(dim, shape))
-
-
-@st.composite
-def nodes(draw):
-    """Number of the node of each rank."""
-    return [draw(st.integers(0, 3)) for _ in range(RANKS)].__getitem__
 
 
 @contextmanager
