@@ -5,7 +5,6 @@ import weakref
 
 import numpy as np
 import pytest
-from mpi4py import MPI
 
 from distdl_rma import ExchangeTimeout, Machine, ProtocolError
 from distdl_rma.segments import Allreduce
@@ -200,27 +199,6 @@ def give_up_and_come(machine, comm):
         with pytest.raises(ExchangeTimeout, match=r"for rank 0 to reach 'left \(connect\)' \(epoch 2\)"):
             messages.connect(0.5)
     messages.close()
-
-
-@pytest.mark.mpi
-def test_ranks_have_a_communicator_in_their_order_and_the_next_user_has_the_same(segments, comm):
-    ranks = segments.ranks[::-1]
-    if len(ranks) == 1:
-        alone = Messages(segments, ranks, "alone")
-        alone.connect()
-        assert alone.comm == MPI.COMM_SELF
-        alone.close()
-        return
-    made = []
-    for name in ("first", "second"):
-        between = Messages(segments, ranks, name)
-        between.connect()
-        between.connect()
-        assert between.comm.allgather(comm.rank) == list(ranks)
-        made.append(between.comm)
-        between.close()
-        between.close()
-    assert made[0] == made[1]
 
 
 @pytest.mark.mpi(min_size=2)
