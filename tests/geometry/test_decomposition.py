@@ -180,57 +180,33 @@ def grid(*shape):
     return Partition(tuple(range(prod(shape))), shape, me=0)
 
 
+UNEVEN = {0: (3, 2), 1: (3, 1), 2: (2, 2), 3: (1, 1)}
+
+
 @pytest.mark.parametrize(
     ("build", "kind", "message"),
     [
-        (
-            lambda: Decomposition.balanced(grid(2, 2), (4, 4, 4)),
-            PartitionError,
-            "grid (2, 2) has 2 dimensions but tensor shape (4, 4, 4) has 3",
-        ),
-        (
-            lambda: Decomposition(grid(2, 2), (Balanced(4, 2), Balanced(4, 2)), (0,)),
-            PartitionError,
-            "1 axes given for grid (2, 2)",
-        ),
-        (
-            lambda: Decomposition(grid(2, 3), (Balanced(4, 2), Balanced(4, 2)), (0, 1)),
-            PartitionError,
-            "tensor dimension 1 is cut into 2 parts but grid (2, 3) has 3 places for it",
-        ),
-        (
-            lambda: Decomposition(grid(2), (Balanced(4, 2), Balanced(4, 2)), (1,)),
-            PartitionError,
-            "tensor dimension 0 is cut into 2 parts but grid (2,) has 1 places for it",
-        ),
-        (
-            lambda: Decomposition.balanced(grid(2), (4,)).with_splits({0: Balanced(4, 3)}),
-            PartitionError,
-            "tensor dimension 0 is cut into 3 parts but grid (2,) has 2 places for it",
-        ),
-        (
-            lambda: Decomposition.from_local_shapes(grid(2), {0: (3,), 1: (3, 1)}),
-            ShapeError,
-            "rank 1 has a tensor of 2 dimensions, shape (3, 1), but grid (2,) needs 1",
-        ),
-        (
-            lambda: Decomposition.from_local_shapes(grid(2, 2), {0: (3, 2), 1: (3, 1), 2: (2, 2), 3: (1, 1)}),
-            ShapeError,
-            (
-                "local shapes do not form a grid (2, 2): rank 2 has (2, 2) and rank 3 has (1, 1),"
-                " which must agree in dimension 0"
-            ),
-        ),
-        (
-            lambda: Decomposition.from_local_shapes(grid(3), {0: (3,), 1: (4,), 2: (3,)}, replicate={0}),
-            ShapeError,
-            (
-                "local shapes do not form a grid (3,): rank 0 has (3,) and rank 1 has (4,),"
-                " which must agree in dimension 0"
-            ),
-        ),
+        (lambda: Decomposition.balanced(grid(2, 2), (4, 4, 4)), PartitionError,
+         "grid (2, 2) has 2 dimensions but tensor shape (4, 4, 4) has 3"),
+        (lambda: Decomposition(grid(2, 2), (Balanced(4, 2), Balanced(4, 2)), (0,)), PartitionError,
+         "1 axes given for grid (2, 2)"),
+        (lambda: Decomposition(grid(2, 3), (Balanced(4, 2), Balanced(4, 2)), (0, 1)), PartitionError,
+         "tensor dimension 1 is cut into 2 parts but grid (2, 3) has 3 places for it"),
+        (lambda: Decomposition(grid(2), (Balanced(4, 2), Balanced(4, 2)), (1,)), PartitionError,
+         "tensor dimension 0 is cut into 2 parts but grid (2,) has 1 places for it"),
+        (lambda: Decomposition.balanced(grid(2), (4,)).with_splits({0: Balanced(4, 3)}), PartitionError,
+         "tensor dimension 0 is cut into 3 parts but grid (2,) has 2 places for it"),
+        (lambda: Decomposition.from_local_shapes(grid(2), {0: (3,), 1: (3, 1)}), ShapeError,
+         "rank 1 has a tensor of 2 dimensions, shape (3, 1), but grid (2,) needs 1"),
+        (lambda: Decomposition.from_local_shapes(grid(2, 2), UNEVEN), ShapeError,
+         ("local shapes do not form a grid (2, 2): rank 2 has (2, 2) and rank 3 has (1, 1),"
+          " which must agree in dimension 0")),
+        (lambda: Decomposition.from_local_shapes(grid(3), {0: (3,), 1: (4,), 2: (3,)}, replicate={0}),
+         ShapeError,
+         ("local shapes do not form a grid (3,): rank 0 has (3,) and rank 1 has (4,),"
+          " which must agree in dimension 0")),
     ],
-)
+)  # fmt: skip
 def test_errors_name_the_numbers(build, kind, message):
     with pytest.raises(kind) as caught:
         build()

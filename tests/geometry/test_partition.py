@@ -129,13 +129,6 @@ def test_ranks_and_grids_may_be_of_any_integer_sequence(kind):
     assert world(8).create_partition_inclusive(np.arange(4, 8)).ranks == (4, 5, 6, 7)
 
 
-def test_fractions_are_no_ranks_and_no_extents():
-    with pytest.raises(PartitionError, match=r"ranks of a partition must be integers, got \[0\.0, 1\.0\]"):
-        world(4).create_partition_inclusive([0.0, 1.0])
-    with pytest.raises(PartitionError, match=r"extents of a grid must be integers, got \[2\.0, 2\.0\]"):
-        world(4).create_cartesian_topology_partition([2.0, 2.0])
-
-
 def test_derived_partitions_belong_to_the_same_home():
     home = Home()
     part = world(4, me=1, home=home).create_partition_inclusive([0, 1, 2, 3])
@@ -160,34 +153,28 @@ def test_deactivate_closes_what_was_opened_for_this_partition_alone():
     ("build", "message"),
     [
         (lambda: Partition((0, 1, 2), (2, 2), 0), "partition has 3 ranks but grid (2, 2) needs 4"),
-        (
-            lambda: world(1).create_cartesian_topology_partition((2,)),
-            "partition has 1 rank but grid (2,) needs 2",
-        ),
+        (lambda: world(1).create_cartesian_topology_partition((2,)),
+         "partition has 1 rank but grid (2,) needs 2"),
         (lambda: Partition((0, 1), (2, -1), 0), "every extent of a grid must be at least 1, got (2, -1)"),
-        (
-            lambda: world(4).create_cartesian_topology_partition((4, 0)),
-            "every extent of a grid must be at least 1, got (4, 0)",
-        ),
-        (
-            lambda: world(4).create_partition_inclusive([1, 3, 1]),
-            "rank 1 is listed more than once in (1, 3, 1)",
-        ),
-        (
-            lambda: world(4).create_partition_inclusive([0, 4]),
-            "position 4 is none of a partition of 4 ranks, which has positions 0 to 3",
-        ),
-        (
-            lambda: world(1).create_partition_inclusive([-1]),
-            "position -1 is none of a partition of 1 rank, which has positions 0 to 0",
-        ),
+        (lambda: world(4).create_cartesian_topology_partition((4, 0)),
+         "every extent of a grid must be at least 1, got (4, 0)"),
+        (lambda: world(4).create_partition_inclusive([1, 3, 1]),
+         "rank 1 is listed more than once in (1, 3, 1)"),
+        (lambda: world(4).create_partition_inclusive([0, 4]),
+         "position 4 is none of a partition of 4 ranks, which has positions 0 to 3"),
+        (lambda: world(1).create_partition_inclusive([-1]),
+         "position -1 is none of a partition of 1 rank, which has positions 0 to 0"),
         (lambda: world(4).create_partition_inclusive([]), "a partition needs at least one rank, got none"),
+        (lambda: world(4).create_partition_inclusive([0.0, 1.0]),
+         "ranks of a partition must be integers, got [0.0, 1.0]"),
+        (lambda: world(4).create_cartesian_topology_partition([2.0, 2.0]),
+         "extents of a grid must be integers, got [2.0, 2.0]"),
         (lambda: world(2).index_of(5), "rank 5 is not in the partition of ranks (0, 1)"),
         (lambda: world(2).rank_at((2,)), "index (2,) is outside of grid (2,)"),
         (lambda: world(2).rank_at((-1,)), "index (-1,) is outside of grid (2,)"),
         (lambda: world(2).slab({0: 2}), "index (2,) is outside of grid (2,)"),
     ],
-)
+)  # fmt: skip
 def test_errors_say_what_came_and_what_was_wanted(build, message):
     with pytest.raises(PartitionError) as caught:
         build()
