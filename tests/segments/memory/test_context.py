@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from distdl_rma import ClosedError, ExchangeTimeout, Machine, UnsupportedError
-from distdl_rma.errors import ConfigurationError
 from distdl_rma.segments.memory.context import Queue, SegmentContext
 from distdl_rma.trace import Counters
 
@@ -65,15 +64,6 @@ def test_a_flush_closes_all_deliveries_before_it_waits_for_any_and_names_those_t
     one.flush((4, 7, 9), 5)
     assert seen[0] == (9,) and one.rank == 7
     assert not any(link.left for link in links.values())
-
-
-def test_nothing_is_flushed_after_the_close_or_with_a_timeout_that_is_none():
-    one = context({}, None)
-    with pytest.raises(ConfigurationError, match="a timeout is"):
-        one.flush((), -1)
-    one.closed = True
-    with pytest.raises(ClosedError, match="already closed"):
-        one.flush((), None)
 
 
 def test_numbers_of_notifications_begin_far_from_each_other():
