@@ -29,6 +29,12 @@ def grids(dim, most=MOST):
 
 
 @st.composite
+def nodes(draw):
+    """Number of the node of each rank."""
+    return [draw(st.integers(0, 3)) for _ in range(RANKS)].__getitem__
+
+
+@st.composite
 def partitions(draw, dim, ranks=None, most=MOST):
     """Some ranks in any order on a random grid."""
     order = draw(st.permutations(range(RANKS))) if ranks is None else ranks

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from distdl_rma import Distribution, PartitionError
-from distdl_rma.geometry import Box, Partition
+from distdl_rma.geometry import Partition
 from distdl_rma.geometry.distribution import INPUT, NORM, OUTPUT
 
 COUNTS = range(1, 5)
@@ -132,12 +132,6 @@ def test_the_partition_has_the_shards_on_a_grid_and_knows_who_looks():
     P = Distribution(1, 1, 2, strides=(1, 2, 2)).on(world)
     assert (P.ranks, P.shape, P.me, P.rank) == ((4, 2), (1, 1, 2), 2, 1)
     assert Distribution(1, 2, 1, strides=(1, 2, 2)).on(world).ranks == (4, 0)
-
-
-def test_shards_are_balanced_boxes():
-    shards = Distribution(1, 1, 3).shards((2, 1, 7), M((2, 0, 1)))
-    assert shards[2] == Box(((0, 2), (0, 1), (0, 3)))
-    assert shards[1] == Box(((0, 2), (0, 1), (5, 7)))
 
 
 @pytest.mark.parametrize(

@@ -20,111 +20,51 @@ from tests.geometry.simulation import equal, everywhere, execute, inputs, produc
 from tests.geometry.strategies import MOVEMENTS, RANKS, decompositions, shapes
 
 seeds = st.integers(0, 99)
-# Of each of the twelve movements, for each of the laws.
-several = settings(max_examples=25)
+# Of each of the twelve movements, for each of the two laws.
+several = settings(max_examples=50)
 each_movement = pytest.mark.parametrize("movement", MOVEMENTS.values(), ids=MOVEMENTS)
 
 
-class TestEveryMovement:
-    @each_movement
-    @several
-    @given(data=st.data(), seed=seeds)
-    def test_adds_what_is_owned_to_what_is_needed(self, movement, data, seed):
-        plans = everywhere(*data.draw(movement))
-        x = inputs(plans, seed)
-        assert equal(execute(plans, x), sum_of_owners(plans, x))
+@each_movement
+@several
+@given(data=st.data(), seed=seeds)
+def test_every_movement_and_its_adjoint_add_what_is_owned_to_what_is_needed(movement, data, seed):
+    plans = everywhere(*data.draw(movement))
+    adjoint = {rank: plan.T for rank, plan in plans.items()}
+    x, y = inputs(plans, seed), inputs(adjoint, seed + 1)
+    there, back = execute(plans, x), execute(adjoint, y)
+    assert equal(there, sum_of_owners(plans, x))
+    assert equal(back, sum_of_owners(adjoint, y))
+    assert product_of(there, y) == product_of(x, back)
 
-    @each_movement
-    @several
-    @given(data=st.data(), seed=seeds)
-    def test_adjoint_adds_what_is_needed_to_what_is_owned(self, movement, data, seed):
-        plans = {rank: plan.T for rank, plan in everywhere(*data.draw(movement)).items()}
-        y = inputs(plans, seed)
-        assert equal(execute(plans, y), sum_of_owners(plans, y))
 
-    @each_movement
-    @several
-    @given(data=st.data(), seed=seeds)
-    def test_adjoint_identity_holds_exactly(self, movement, data, seed):
-        plans = everywhere(*data.draw(movement))
-        adjoint = {rank: plan.T for rank, plan in plans.items()}
-        x, y = inputs(plans, seed), inputs(adjoint, seed + 1)
-        assert product_of(execute(plans, x), y) == product_of(x, execute(adjoint, y))
-
-    @each_movement
-    @several
-    @given(data=st.data())
-    def test_has_a_piece_for_every_pair_of_boxes_that_meet(self, movement, data):
-        source, target = data.draw(movement)
-        meeting = {
-            (a, b): source.box(a) & target.box(b)
-            for a, b in itertools.product(range(RANKS), repeat=2)
-            if not (source.box(a) & target.box(b)).empty
-        }
-        for rank, plan in everywhere(source, target).items():
-            receivers = [b for b in target.partition.ranks if (rank, b) in meeting]
-            senders = [a for a in source.partition.ranks if (a, rank) in meeting]
-            assert plan.sends == tuple(Piece(b, meeting[rank, b]) for b in receivers if b != rank)
-            assert plan.receives == tuple(Piece(a, meeting[a, rank]) for a in senders if a != rank)
-            assert plan.local == tuple(Piece(a, meeting[a, rank]) for a in senders if a == rank)
-            assert plan.peers == tuple(sorted({*receivers, *senders} - {rank}))
-
-    @each_movement
-    @several
-    @given(data=st.data())
-    def test_sends_to_a_peer_are_its_receives_in_the_same_order(self, movement, data):
-        plans = everywhere(*data.draw(movement))
-        for a, b in itertools.permutations(range(RANKS), 2):
-            sent = [piece.box for piece in plans[a].sends if piece.peer == b]
-            assert sent == [piece.box for piece in plans[b].receives if piece.peer == a]
-            assert sent == [piece.box for piece in plans[b].T.sends if piece.peer == a]
-            assert (b in plans[a].peers) == (a in plans[b].peers)
-
-    @each_movement
-    @several
-    @given(data=st.data())
-    def test_adjoint_swaps_the_ends_and_its_adjoint_is_the_movement_itself(self, movement, data):
-        for plan in everywhere(*data.draw(movement)).values():
-            adjoint = plan.T
-            assert (adjoint.sends, adjoint.receives, adjoint.local) == (plan.receives, plan.sends, plan.local)
-            assert (adjoint.own, adjoint.need, adjoint.peers) == (plan.need, plan.own, plan.peers)
-            assert adjoint != plan
-            assert plan == adjoint.T
-            assert hash(adjoint.T) == hash(plan)
-            assert (adjoint.T.sends, adjoint.T.receives) == (plan.sends, plan.receives)
-
-    @each_movement
-    @several
-    @given(data=st.data())
-    def test_pieces_are_not_empty_and_lie_in_both_ends(self, movement, data):
-        for plan in everywhere(*data.draw(movement)).values():
-            for piece in (*plan.sends, *plan.receives, *plan.local):
-                assert not piece.box.empty
-            assert all(piece.box & plan.own == piece.box for piece in (*plan.sends, *plan.local))
-            assert all(piece.box & plan.need == piece.box for piece in (*plan.receives, *plan.local))
-
-    @each_movement
-    @several
-    @given(data=st.data())
-    def test_fingerprint_is_one_number_of_all_ranks_and_another_for_the_adjoint(self, movement, data):
-        plans = everywhere(*data.draw(movement))
-        found = {plan.fingerprint for plan in plans.values()}
-        assert len(found) == 1
-        # It travels as a signed 64-bit number.
-        assert 0 <= found.pop() < 1 << 63
-        assert plans[0].T.fingerprint != plans[0].fingerprint
-        assert plans[0].T.T.fingerprint == plans[0].fingerprint
-
-    @each_movement
-    @several
-    @given(data=st.data())
-    def test_ranks_in_neither_partition_have_nothing_to_do(self, movement, data):
-        source, target = data.draw(movement)
-        for rank in set(range(RANKS)) - {*source.partition.ranks, *target.partition.ranks}:
-            plan = Exchange(rank, source, target)
-            assert plan.own.empty
-            assert plan.need.empty
-            assert (plan.sends, plan.receives, plan.local, plan.peers) == ((), (), (), ())
+@each_movement
+@several
+@given(data=st.data())
+def test_every_movement_has_a_piece_for_every_pair_of_boxes_that_meet(movement, data):
+    source, target = data.draw(movement)
+    meeting = {
+        (a, b): source.box(a) & target.box(b)
+        for a, b in itertools.product(range(RANKS), repeat=2)
+        if not (source.box(a) & target.box(b)).empty
+    }
+    plans = everywhere(source, target)
+    for rank, plan in plans.items():
+        receivers = [b for b in target.partition.ranks if (rank, b) in meeting]
+        senders = [a for a in source.partition.ranks if (a, rank) in meeting]
+        assert plan.sends == tuple(Piece(b, meeting[rank, b]) for b in receivers if b != rank)
+        assert plan.receives == tuple(Piece(a, meeting[a, rank]) for a in senders if a != rank)
+        assert plan.local == tuple(Piece(a, meeting[a, rank]) for a in senders if a == rank)
+        assert plan.peers == tuple(sorted({*receivers, *senders} - {rank}))
+        adjoint = plan.T
+        assert (adjoint.sends, adjoint.receives, adjoint.local) == (plan.receives, plan.sends, plan.local)
+        assert (adjoint.own, adjoint.need, adjoint.peers) == (plan.need, plan.own, plan.peers)
+        assert adjoint != plan == adjoint.T
+        assert hash(adjoint.T) == hash(plan)
+    fingerprints = {plan.fingerprint for plan in plans.values()}
+    # It travels as a signed 64-bit number.
+    assert len(fingerprints) == 1 and 0 <= plans[0].fingerprint < 1 << 63
+    assert plans[0].T.fingerprint != plans[0].fingerprint == plans[0].T.T.fingerprint
 
 
 def test_ranks_in_neither_partition_have_nothing_to_do_with_scalars_either():

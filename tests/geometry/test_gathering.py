@@ -19,7 +19,7 @@ from distdl_rma.geometry.gathering import FlatStages, collecting, cut_copies, ga
 from distdl_rma.geometry.intervals import Balanced
 from distdl_rma.geometry.partition import Partition
 from tests.geometry.simulation import equal, everywhere, execute, inputs, product_of
-from tests.geometry.strategies import RANKS, one_of, partitions, shapes, splits
+from tests.geometry.strategies import RANKS, nodes, one_of, partitions, shapes, splits
 
 many = settings(max_examples=100, deadline=None)
 WIDTHS = st.sampled_from([(2, 2), (32, 4)])
@@ -44,12 +44,6 @@ def movements(draw):
     dim = draw(st.integers(1, 3))
     shape = draw(shapes(dim))
     return draw(ends(dim, shape)), draw(ends(dim, shape))
-
-
-@st.composite
-def nodes(draw):
-    """Number of the node of each rank."""
-    return [draw(st.integers(0, 3)) for _ in range(RANKS)].__getitem__
 
 
 @contextmanager
@@ -120,21 +114,25 @@ def test_stages_move_what_one_movement_moves(case, node_of, fan, short):
 
 
 @many
-@given(data=st.data(), node_of=nodes(), fan=WIDTHS)
-def test_every_rank_of_a_line_gets_all_blocks_in_one_order(data, node_of, fan):
+@given(data=st.data(), node_of=nodes(), fan=WIDTHS, to_all=st.booleans())
+def test_blocks_of_a_line_come_to_all_ranks_or_a_root_in_an_order_that_all_know(data, node_of, fan, to_all):
     line = tuple(data.draw(st.permutations(range(RANKS)))[: data.draw(st.integers(1, RANKS))])
     lengths = [data.draw(one_of(2, 3, 1, 0)) for _ in line]
+    root = data.draw(st.sampled_from(line))
     blocks = [[100 * at + n for n in range(length)] for at, length in enumerate(lengths)]
     with widths(*fan):
-        plans = {rank: gathering(line, lengths, node_of, rank) for rank in line}
+        if to_all:
+            plans = {rank: gathering(line, lengths, node_of, rank) for rank in line}
+        else:
+            plans = {rank: collecting(line, lengths, root, node_of, rank) for rank in line}
     x = {rank: np.array(blocks[at], int) for at, rank in enumerate(line)}
-    stages, order = plans[line[0]]
+    stages, order = plans[root]
     assert sorted(order) == list(range(len(line)))
+    assert {found for _, found in plans.values()} == {order}
     for at in range(len(stages)):
         x = execute({rank: Exchange(rank, *found[at]) for rank, (found, _) in plans.items()}, x)
-    for rank in line:
-        assert plans[rank][1] == order
-        assert x[rank].tolist() == [value for block in order for value in blocks[block]]
+    whole = [value for block in order for value in blocks[block]]
+    assert all(x[rank].tolist() == (whole if to_all or rank == root else []) for rank in line)
 
 
 def messages(found, rank):
@@ -157,15 +155,6 @@ def test_all_gather_takes_few_messages_and_no_more_elements(size, per_node):
             sent, elements = messages(steps(*ends, lambda rank: rank // per_node, rank), rank)
             assert sent <= 31 + per_node - 1 + 2 * ceil(log2(size / per_node))
             assert elements <= 4 * (size - 1)
-
-
-@pytest.mark.parametrize("root", [0, 700])
-def test_what_one_rank_has_comes_to_1024_in_few_messages(root):
-    P, R = Partition(tuple(range(1024)), (1024,), 0), Partition((root,), (1,), 0)
-    source, target = Decomposition.replicated(R, (10,)), Decomposition.replicated(P, (10,))
-    for rank in (0, root, 1023):
-        assert messages(steps(source, target, lambda rank: rank // 16, rank), rank)[0] <= 2 * 31 + 15
-        assert messages(steps(target, source, lambda rank: rank // 16, rank), rank)[0] <= 2
 
 
 def test_on_one_node_and_among_few_nodes_all_moves_at_once():
@@ -194,39 +183,24 @@ def test_copies_are_cut_where_the_other_end_is():
     assert cut_copies(Decomposition.replicated(P, (6, 1)), line).shape == (6, 1)
 
 
-@many
-@given(data=st.data(), node_of=nodes(), fan=WIDTHS)
-def test_blocks_are_collected_at_the_root_in_the_order_that_all_know(data, node_of, fan):
-    line = tuple(data.draw(st.permutations(range(RANKS)))[: data.draw(st.integers(1, RANKS))])
-    lengths = [data.draw(one_of(2, 3, 1, 0)) for _ in line]
-    root = data.draw(st.sampled_from(line))
-    blocks = [[100 * at + n for n in range(length)] for at, length in enumerate(lengths)]
-    with widths(*fan):
-        plans = {rank: collecting(line, lengths, root, node_of, rank) for rank in line}
-    x = {rank: np.array(blocks[at], int) for at, rank in enumerate(line)}
-    stages, order = plans[root]
-    for at in range(len(stages)):
-        x = execute({rank: Exchange(rank, *found[at]) for rank, (found, _) in plans.items()}, x)
-    assert x[root].tolist() == [value for block in order for value in blocks[block]]
-    assert {found for _, found in plans.values()} == {order}
-    assert all(x[rank].size == 0 for rank in line if rank != root)
-
-
 @pytest.mark.parametrize("per_node", [1, 16])
-def test_a_long_vector_of_one_rank_leaves_nobody_more_than_twice(per_node):
-    P, R, n = Partition(tuple(range(1024)), (1024,), 0), Partition((7,), (1,), 0), 1 << 20
-    source, target = Decomposition.replicated(R, (n,)), Decomposition.replicated(P, (n,))
-    for ends in ((source, target), (target, source)):
-        for rank in (0, 7, 500):
-            sent, elements = messages(steps(*ends, lambda rank: rank // per_node, rank), rank)
-            assert elements <= 2.1 * n
-            assert sent <= 2 * (31 + per_node - 1 + 2 * ceil(log2(1024 / per_node)))
-
-
-def test_blocks_of_1024_ranks_come_to_one_in_few_messages():
-    P, R = Partition(tuple(range(1024)), (1024,), 0), Partition((7,), (1,), 0)
+@pytest.mark.parametrize("root", [0, 700])
+def test_what_one_rank_has_comes_to_1024_and_back_in_few_messages_and_elements(root, per_node):
+    P, R = Partition(tuple(range(1024)), (1024,), 0), Partition((root,), (1,), 0)
+    most = 31 + per_node - 1 + 2 * ceil(log2(1024 / per_node))
+    for n in (10, 1 << 20):
+        ends = Decomposition.replicated(R, (n,)), Decomposition.replicated(P, (n,))
+        for rank in (0, root, 500, 1023):
+            there, back = (
+                messages(steps(*each, lambda rank: rank // per_node, rank), rank)
+                for each in (ends, ends[::-1])
+            )
+            if n == 10:
+                assert there[0] <= 2 * 31 + 15 and back[0] <= 2
+            else:
+                assert max(there[0], back[0]) <= 2 * most and max(there[1], back[1]) <= 2.1 * n
     source, target = Decomposition.balanced(P, (4096,)), Decomposition.replicated(R, (4096,))
-    plans = {rank: steps(source, target, lambda rank: rank // 16, rank) for rank in (0, 7, 16, 25, 1023)}
-    received = [sum(len(Exchange(7, *stage).receives) for stage in plans[7][0].stages)]
-    assert received == [15 + 3 + 15]
+    plans = {rank: steps(source, target, lambda rank: rank // 16, rank) for rank in (root, 16, 25, 1023)}
+    received = sum(len(Exchange(root, *stage).receives) for stage in plans[root][0].stages)
+    assert received == 15 + 3 + 15
     assert all(messages(plan, rank)[0] <= 1 for rank, plan in plans.items())

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from distdl_rma.geometry.exchange import Exchange
 from distdl_rma.geometry.trees import all_reduction, broadcast, reduction, reversed_stages
 from tests.geometry.simulation import equal, execute, product_of
-from tests.geometry.strategies import RANKS, one_of
+from tests.geometry.strategies import RANKS, nodes, one_of
 
 many = settings(max_examples=100)
 
@@ -26,12 +26,6 @@ def groups_of_ranks(draw):
     lengths = [draw(one_of(5, 4, 3, 7, 2, 1, 0, 5000)) for _ in groups]
     roots = draw(st.permutations(range(RANKS)))[: len(groups)]
     return groups, lengths, roots
-
-
-@st.composite
-def nodes(draw):
-    """Number of the node of each rank."""
-    return [draw(st.integers(0, 3)) for _ in range(RANKS)].__getitem__
 
 
 def play(stages, x):
@@ -52,28 +46,17 @@ def vectors(groups, lengths, seed):
 
 @many
 @given(case=groups_of_ranks(), node_of=nodes())
-def test_reduction_over_nodes_sums_every_group_at_its_root(case, node_of):
+def test_reduction_over_nodes_sums_every_group_at_its_root_and_broadcast_is_its_adjoint(case, node_of):
     groups, lengths, roots = case
-    x = vectors(groups, lengths, 1)
-    y = play(reduction(groups, roots, lengths, node_of, 0), x)
-    for group, root in zip(groups, roots, strict=True):
-        assert np.array_equal(y[root], sum(x[rank] for rank in group))
-    assert all(y[rank].size == 0 for rank in range(RANKS) if rank not in roots)
-
-
-@many
-@given(case=groups_of_ranks(), node_of=nodes())
-def test_broadcast_over_nodes_is_the_adjoint_of_the_reduction(case, node_of):
-    groups, lengths, roots = case
-    there, back = (
-        reduction(groups, roots, lengths, node_of, 0),
-        broadcast(roots, groups, lengths, node_of, 0),
-    )
+    there = reduction(groups, roots, lengths, node_of, 0)
+    back = broadcast(roots, groups, lengths, node_of, 0)
     x, g = vectors(groups, lengths, 1), vectors([(root,) for root in roots], lengths, 2)
-    copies = play(back, g)
+    sums, copies = play(there, x), play(back, g)
     for group, root in zip(groups, roots, strict=True):
+        assert np.array_equal(sums[root], sum(x[rank] for rank in group))
         assert all(np.array_equal(copies[rank], g[root]) for rank in group)
-    assert product_of(play(there, x), g) == product_of(x, copies)
+    assert all(sums[rank].size == 0 for rank in range(RANKS) if rank not in roots)
+    assert product_of(sums, g) == product_of(x, copies)
 
 
 @many
@@ -94,12 +77,6 @@ def messages(stages, rank):
     return [(len(plan.sends), len(plan.receives)) for plan in plans]
 
 
-def test_one_node_needs_one_movement():
-    group = (tuple(range(48)),)
-    assert len(reduction(group, [0], [10], lambda rank: 0, 0)) == 1
-    assert len(broadcast([0], group, [10], lambda rank: 0, 0)) == 1
-
-
 @pytest.mark.parametrize("root", [0, 500, 1023])
 def test_no_rank_of_1024_on_32_nodes_talks_to_more_than_62_others(root):
     groups, lengths = (tuple(range(1024)),), [100_000]
@@ -112,16 +89,21 @@ def test_no_rank_of_1024_on_32_nodes_talks_to_more_than_62_others(root):
         assert max(counts) <= 31
 
 
-def test_a_root_elsewhere_gets_one_vector_of_the_node():
-    groups = (tuple(range(8)),)
-    stages = reduction(groups, [8], [10], lambda rank: rank // 8, 0)
-    assert messages(stages, 8) == [(0, 0), (0, 1)]
-
-
-def test_4096_nodes_of_one_rank_make_a_tree():
-    groups = (tuple(range(4096)),)
-    stages = reduction(groups, [7], [10], lambda rank: rank, 0)
-    assert messages(stages, 7) == [(0, 31), (0, 31), (0, 3)]
+@pytest.mark.parametrize(
+    ("ranks", "root", "per_node", "expected"),
+    [
+        # One node, a root elsewhere, and a tree of nodes of one rank.
+        (48, 0, 48, [(0, 47)]),
+        (8, 8, 8, [(0, 0), (0, 1)]),
+        (4096, 7, 1, [(0, 31), (0, 31), (0, 3)]),
+    ],
+)
+def test_a_reduction_has_as_many_stages_as_its_nodes_need(ranks, root, per_node, expected):
+    groups = (tuple(range(ranks)),)
+    stages = reduction(groups, [root], [10], lambda rank: rank // per_node, 0)
+    assert messages(stages, root) == expected
+    back = broadcast([root], groups, [10], lambda rank: rank // per_node, 0)
+    assert messages(back, root) == [(sent, received) for received, sent in reversed(expected)]
 
 
 def test_all_reduction_of_1024_ranks_on_32_nodes_moves_two_vectors_per_rank():

@@ -1,14 +1,24 @@
-"""A training step over two hosts equals the sequential one; ``make test-hosts`` runs these."""
+"""Layers, models that nobody rewrote, and torch.distributed over two hosts, by ``make test-hosts``."""
 
 import os
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 from distdl_rma import GradientSync
 from distdl_rma.layers import DistributedConv2d, DistributedInstanceNorm2d, DistributedMSELoss
+from tests.fuzz.movement import check
 from tests.layers.sequential import grids, shard
+from tests.matrix import check_each
+from tests.model.against_alone import train_beside
+from tests.model.nets import UNet
+from tests.process_group import nets
+from tests.process_group.backends import process_group
 from tests.two_hosts import RANKS_VARIABLE
 
 pytestmark = [
@@ -73,3 +83,56 @@ def test_training_step_over_two_hosts_equals_the_sequential_one(P_world, comm):
         for actual, twin in zip(model.parameters(), sequential.parameters(), strict=True):
             torch.testing.assert_close(actual, twin, rtol=1e-10, atol=1e-12)
         with_sync.close()
+
+
+# Broadcasts and sums go by way of one rank of each host.
+@pytest.mark.parametrize("first", range(0, 40, 10))
+def test_moving_layers_give_what_the_operation_on_global_tensors_gives(P_world, comm, first):
+    check_each(check, P_world, comm, range(first, first + 10))
+
+
+def test_a_unet_trains_as_it_does_alone(comm):
+    # The cable lies between rows; of four ranks, each has a neighbour on either host.
+    grid = {"H": 2, "W": 2} if comm.size == 4 else {"H": -1}
+    torch.manual_seed(5)
+    x = torch.randn(2, 1, 21, 18)
+    train_beside(UNet(), grid, x, lambda y: (y - 0.3).square().mean(), steps=2)
+
+
+def steps(model, rank):
+    nets.steps(model, [nets.batch(rank, step) for step in range(3)])
+    weights = [weight.detach() for weight in model.parameters()]
+    return [weight.full_tensor() if hasattr(weight, "full_tensor") else weight for weight in weights]
+
+
+def test_training_over_two_hosts_is_that_of_one_process(comm):
+    expected = nets.alone(comm.size)
+    with process_group(comm):
+        model = DistributedDataParallel(nets.network(), bucket_cap_mb=1e-4)
+        torch.testing.assert_close(steps(model, comm.rank), expected)
+        sharded = nets.network()
+        for layer in (*sharded, sharded):
+            fully_shard(layer, mesh=init_device_mesh("cpu", (comm.size,)))
+        torch.testing.assert_close(steps(sharded, comm.rank), expected)
+
+
+def test_collectives_and_messages_cross_between_the_hosts(comm):
+    with process_group(comm):
+        count = 300_000
+        x = torch.arange(count, dtype=torch.float64) + comm.rank
+        dist.all_reduce(x)
+        total = comm.size * torch.arange(count) + sum(range(comm.size))
+        torch.testing.assert_close(x, total.double(), rtol=0, atol=0)
+        objects = [None] * comm.size
+        dist.all_gather_object(objects, {"rank": comm.rank, "text": "x" * 1000 * comm.rank})
+        assert [each["rank"] for each in objects] == list(range(comm.size))
+        ahead, behind = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+        sent, received = torch.full((1000,), float(comm.rank)), torch.empty(1000)
+        work = dist.isend(sent, ahead)
+        dist.recv(received, behind)
+        work.wait()
+        assert (received == behind).all()
+        parts = [torch.full((rank + 1,), float(comm.rank)) for rank in range(comm.size)]
+        mine = [torch.empty(comm.rank + 1) for _ in range(comm.size)]
+        dist.all_to_all(mine, parts)
+        assert [part.unique().tolist() for part in mine] == [[float(rank)] for rank in range(comm.size)]

@@ -1,21 +1,18 @@
 """The interface document's definitions, segments and layers, tests by the number of the requirement.
 
 Elsewhere are A2, where a process sits (A4) and A5 (``geometry/test_distribution.py``), A7
-(``segments/memory/test_buffer.py``), connecting (A8, ``layers/core/test_connect.py``), inequalities and sizes
-before the first call (A5, A13, ``layers/test_from_global.py``), numbers of A19 (``layers/test_twins.py``),
-and A20 (``layers/data_movement/test_concat.py``).
+(``segments/memory/test_buffer.py``), connecting (A8, ``layers/core/test_connect.py``), random layers from
+global parameters and torch's, input and output in any distributions, with holes too (A3, A4, A17),
+inequalities and sizes before the first call (A5, A13, ``layers/test_from_global.py``), numbers of A19
+(``layers/test_twins.py``), and A20 (``layers/data_movement/test_concat.py``).
 """
-
-import itertools
 
 import pytest
 import torch
-from torch import nn
 
 from distdl_rma import Distribution, GradientSync, Machine, zero_volume_tensor
 from distdl_rma.layers import Conv, InstanceNorm
 from distdl_rma.segments.memory.buffer import SegmentBuffer
-from tests.fuzz.interface import compare
 from tests.layers.sequential import shard
 
 pytestmark = pytest.mark.mpi
@@ -35,29 +32,6 @@ def test_a1_the_machine_is_an_ordered_list_of_ranks_and_r_is_one_of_them(M, comm
     assert (M.size, M.rank) == (comm.size, comm.rank)
     first = Distribution(1, 1, 1).active_ranks(M)
     assert first == (comm.size - 1,)
-
-
-def test_a3_input_and_output_are_distributed_independently(M, comm):
-    n = comm.size
-    kinds = [
-        Distribution(n, 1, 1, 1),
-        Distribution(1, n, 1, 1),
-        Distribution(1, 1, n, 1),
-        Distribution(1, 1, 1, n),
-    ]
-    module = nn.Conv2d(3, 5, 3, padding=1, **DOUBLE)
-    for bar, hat in itertools.product(kinds, repeat=2):
-        layer = Conv(M, (4, 3, 5, 7, 6), bar, hat, kernel_size=3, padding=1, **DOUBLE)
-        layer.load_state_dict(module.state_dict())
-        compare(layer, module, [M.distribute(bar)], M.distribute(hat), [(4, 3, 7, 6)], f"{bar} to {hat}")
-
-
-def test_a4_a_layer_works_on_a_distribution_with_holes(M, comm):
-    half = (comm.size + 1) // 2
-    holes = Distribution(1, half, 1, 1, strides=(1, half, comm.size // half))
-    layer = InstanceNorm(M, (2, 4, 5, 3), holes, **DOUBLE)
-    P_x = M.distribute(holes)
-    compare(layer, nn.InstanceNorm2d(4, **DOUBLE), [P_x], P_x, [(2, 4, 5, 3)], "holes")
 
 
 def test_a6_idle_ranks_hold_nothing_but_know_the_weights(M, comm):
@@ -91,19 +65,6 @@ def test_a8_who_is_no_neighbour_gets_no_pointer(M, comm, monkeypatch):
     near = {M.ranks[i] for i in (at - 1, at + 1) if 0 <= i < comm.size}
     # All ranks agree on shapes; only neighbours know where the others' exchange buffers are.
     assert [peers for label, peers in asked if not label.startswith("agreement")] == [near, near]
-
-
-def test_a17_global_parameters_and_those_of_torch_make_the_layer(M, comm):
-    split = Distribution(1, 1, comm.size, 1)
-    options = {"kernel_size": (3, 2), "stride": 2, "padding": (1, 0), "dilation": (1, 2), "groups": 2}
-    options |= {"bias": False, "padding_mode": "reflect", **DOUBLE}
-    module = nn.Conv2d(4, 6, **options)
-    layer = Conv(M, (2, 4, 6, 12, 7), split, **options)
-    layer.load_state_dict(module.state_dict())
-    P = M.distribute(split)
-    compare(layer, module, [P], P, [(2, 4, 12, 7)], "torch's arguments")
-    ranks = layer.get_ranks_synch_weights()
-    assert ranks == (list(M.ranks) if comm.size > 1 else [])
 
 
 @pytest.mark.mpi(min_size=2)

@@ -181,21 +181,6 @@ def test_a18_local_gradients_need_nothing_of_a_neighbour_that_comes_late(machine
         assert halo.begin <= local.begin <= done <= halo.end
 
 
-@pytest.mark.mpi(min_size=2)
-def test_a18_a_rank_whose_input_needs_no_gradient_takes_part(machine, comm, P_x, x):
-    layer = conv(P_x, name="conv", bias=False)
-    layer.requires_grad_(False)
-    learning = machine.rank == 0
-    with machine.record() as recording:
-        y = layer(x.requires_grad_(learning))
-        y.square().sum().backward()
-    assert (x.grad is not None) == learning
-    starts = of(recording, "conv", "start", backward=True)
-    waits = of(recording, "conv", "wait", backward=True)
-    assert len(starts) == 1 and waits
-    assert len(of(recording, "conv", "remote", backward=True)) == 1
-
-
 def test_a18_composed_form_gathers_then_computes(machine, P_x, x):
     layer = conv(P_x, name="conv", padding_mode="circular")
     layer(x)

@@ -38,9 +38,10 @@ def steps(model, batches, optimizer=None):
     return losses
 
 
-def alone(size, count=3):
+def alone(size, count=3, optimizer=None):
     """Parameters of the network after steps on the samples of all ranks at once."""
     model = network()
     whole = [[batch(rank, step) for rank in range(size)] for step in range(count)]
-    steps(model, [(torch.cat([x for x, _ in all_]), torch.cat([y for _, y in all_])) for all_ in whole])
+    batches = [(torch.cat([x for x, _ in all_]), torch.cat([y for _, y in all_])) for all_ in whole]
+    steps(model, batches, optimizer and optimizer(model.parameters()))
     return [weight.detach() for weight in model.parameters()]

@@ -25,36 +25,24 @@ def odd():
     return dist.get_rank() % 2
 
 
+# Calls of which ranks with even and odd numbers make different ones, and what they are called.
 DIFFERENT = {
-    "sizes": (
-        lambda: dist.all_reduce(torch.ones(3 + odd())),
-        ("all_reduce(sum) of 3 x float32", "all_reduce(sum) of 4 x float32"),
-    ),
-    "sizes of long tensors": (
-        lambda: dist.all_reduce(torch.ones((3 + odd()) << 18)),
-        ("all_reduce(sum) of 786432 x float32", "all_reduce(sum) of 1048576 x float32"),
-    ),
-    "types": (
-        lambda: dist.all_reduce(torch.ones(4, dtype=torch.float64 if odd() else torch.float32)),
-        ("all_reduce(sum) of 4 x float32", "all_reduce(sum) of 4 x float64"),
-    ),
-    "reductions": (
-        lambda: dist.all_reduce(torch.ones(4), dist.ReduceOp.MAX if odd() else dist.ReduceOp.SUM),
-        ("all_reduce(sum) of 4 x float32", "all_reduce(max) of 4 x float32"),
-    ),
-    "order": (
-        lambda: dist.barrier() if odd() else dist.broadcast(torch.ones(4), 0),
-        ("broadcast from rank 0 of 4 x float32", "barrier"),
-    ),
-    "roots": (
-        lambda: dist.broadcast(torch.ones(4), odd()),
-        ("broadcast from rank 0 of 4 x float32", "broadcast from rank 1 of 4 x float32"),
-    ),
+    "sizes": (lambda: dist.all_reduce(torch.ones(3 + odd())),
+              ("all_reduce(sum) of 3 x float32", "all_reduce(sum) of 4 x float32")),
+    "long sizes": (lambda: dist.all_reduce(torch.ones((3 + odd()) << 18)),
+                   ("all_reduce(sum) of 786432 x float32", "all_reduce(sum) of 1048576 x float32")),
+    "types": (lambda: dist.all_reduce(torch.ones(4, dtype=torch.float64 if odd() else torch.float32)),
+              ("all_reduce(sum) of 4 x float32", "all_reduce(sum) of 4 x float64")),
+    "reductions": (lambda: dist.all_reduce(torch.ones(4), dist.ReduceOp.MAX if odd() else dist.ReduceOp.SUM),
+                   ("all_reduce(sum) of 4 x float32", "all_reduce(max) of 4 x float32")),
+    "order": (lambda: dist.barrier() if odd() else dist.broadcast(torch.ones(4), 0),
+              ("broadcast from rank 0 of 4 x float32", "barrier")),
+    "roots": (lambda: dist.broadcast(torch.ones(4), odd()),
+              ("broadcast from rank 0 of 4 x float32", "broadcast from rank 1 of 4 x float32")),
     "what is waited for by a future": (
         lambda: dist.all_reduce(torch.ones(3 + odd()), async_op=True).get_future().wait(),
-        ("all_reduce(sum) of 3 x float32", "all_reduce(sum) of 4 x float32"),
-    ),
-}
+        ("all_reduce(sum) of 3 x float32", "all_reduce(sum) of 4 x float32")),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("what", DIFFERENT)

@@ -12,7 +12,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from tests.process_group import nets
 from tests.process_group.backends import process_group
@@ -67,22 +67,6 @@ def test_training_goes_on_on_fewer_ranks(comm):
             set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=state)
             train(model, optimizer, range(2, 4))
             torch.testing.assert_close(whole(model), expected)
-
-
-@pytest.mark.mpi(min_size=2)
-def test_a_tensor_is_read_in_another_placement_by_the_next_group(comm):
-    values = torch.arange(35.0).reshape(7, 5)
-    with shared_folder(comm) as folder:
-        with process_group(comm):
-            x = distribute_tensor(values, init_device_mesh("cpu", (comm.size,)), [Shard(0)])
-            dcp.save({"x": x, "note": "from rows"}, checkpoint_id=folder)
-        with process_group(comm):
-            mesh = init_device_mesh("cpu", (comm.size,))
-            for placement in (Shard(1), Replicate()):
-                state = {"x": distribute_tensor(torch.zeros(7, 5), mesh, [placement]), "note": ""}
-                dcp.load(state, checkpoint_id=folder)
-                assert state["note"] == "from rows"
-                torch.testing.assert_close(state["x"].full_tensor(), values, rtol=0, atol=0)
 
 
 @pytest.mark.mpi(min_size=2)

@@ -12,17 +12,14 @@ from distdl_rma.process_group.group import RmaProcessGroup
 pytestmark = [pytest.mark.mpi, pytest.mark.sizes(1, 2, 3)]
 
 
-def test_kinds_of_calls_that_are_forgotten_are_known_anew_on_all_ranks_alike(machine, comm, monkeypatch):
+def test_kinds_of_calls_that_are_forgotten_are_known_anew_on_all_ranks_alike(group, comm, monkeypatch):
     monkeypatch.setattr(core, "_KEPT", 3)
-    group = RmaProcessGroup(machine.segments, machine.ranks, "forgetful", None)
     for step in range(25):
         x = torch.ones(1 + step * step % 5, 2)
         # Of one rank some are quick, those of the others are copied.
         group.allreduce([x if comm.rank else x.t()]).wait()
         assert (x == comm.size).all()
         assert len(group._calls) <= 3
-    comm.Barrier()
-    group.shutdown()
 
 
 def test_nothing_begins_in_a_group_that_has_ended(machine, comm):

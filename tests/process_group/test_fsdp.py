@@ -5,7 +5,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
-from torch.nn.parallel import DistributedDataParallel
 
 from tests.process_group import nets
 from tests.process_group.backends import results, same_on_both
@@ -71,19 +70,6 @@ def test_replicas_of_shards(comm):
         return train(sharded(mesh))
 
     torch.testing.assert_close(results(comm, program), nets.alone(4))
-
-
-@pytest.mark.sizes(4)
-@pytest.mark.mpi(min_size=4)
-def test_data_parallel_over_one_axis_of_a_mesh(comm):
-    def program():
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "other"))
-        model = DistributedDataParallel(nets.network(), device_mesh=mesh["replicas"])
-        me = mesh["replicas"].get_local_rank()
-        nets.steps(model, [nets.batch(me, step) for step in range(3)])
-        return [weight.detach() for weight in model.parameters()]
-
-    torch.testing.assert_close(results(comm, program), nets.alone(2))
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -5,7 +5,6 @@ import itertools
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 
 from tests.process_group.backends import BACKEND, process_group, same_on_both
 
@@ -34,34 +33,6 @@ def test_every_subset_in_every_order(comm):
                 dist.broadcast(told, src=order[-1], group=group)
                 found += [total, *parts, told, torch.tensor(dist.get_rank(group))]
         return found
-
-    same_on_both(comm, program)
-
-
-@pytest.mark.sizes(4)
-@pytest.mark.mpi(min_size=4)
-def test_the_axes_of_a_mesh_are_groups(comm):
-    def program():
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("rows", "columns"))
-        found = [torch.tensor(mesh.get_coordinate())]
-        for axis in ("rows", "columns"):
-            total = mine()
-            dist.all_reduce(total, group=mesh[axis].get_group())
-            found.append(total)
-        dist.all_reduce(flat := mine(), group=mesh._flatten().get_group())
-        return [*found, flat]
-
-    same_on_both(comm, program)
-
-
-def test_groups_of_equal_size(comm):
-    def program():
-        half = max(1, dist.get_world_size() // 2)
-        if dist.get_world_size() % half:
-            half = 1
-        group, _ = dist.new_subgroups(half)
-        dist.all_reduce(x := mine(), group=group)
-        return x
 
     same_on_both(comm, program)
 

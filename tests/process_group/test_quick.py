@@ -8,19 +8,15 @@ import torch
 from torch.distributed import AllreduceOptions, ReduceOp
 
 from distdl_rma.process_group import quick
-from distdl_rma.process_group.group import RmaProcessGroup
 
 pytestmark = [pytest.mark.mpi, pytest.mark.sizes(1, 2, 3, 4)]
 
 
 @pytest.fixture
-def group(machine, comm):
+def group(machine, group):
     if machine.segments.transport != "auto":
         pytest.skip("nothing is quick between nodes")
-    group = RmaProcessGroup(machine.segments, machine.ranks, "quick", None)
-    yield group
-    comm.Barrier()
-    group.shutdown()
+    return group
 
 
 def options(op, waits):

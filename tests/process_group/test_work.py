@@ -20,8 +20,7 @@ pytestmark = [pytest.mark.mpi, pytest.mark.sizes(1, 2)]
 
 
 @pytest.mark.sizes(1, 2, 3)
-def test_messages_let_go_of_their_tensors_when_they_are_over(machine):
-    group = RmaProcessGroup(machine.segments, machine.ranks, "letting go", None)
+def test_messages_let_go_of_their_tensors_when_they_are_over(group):
     me, size = group.rank(), group.size()
     array, received = np.ones(3, np.float32), torch.zeros(3)
     sent, memory = torch.from_numpy(array), weakref.ref(array)
@@ -35,25 +34,6 @@ def test_messages_let_go_of_their_tensors_when_they_are_over(machine):
     gc.collect()
     assert memory() is None and received.tolist() == [1, 1, 1]
     assert not group._points._last
-    group.shutdown()
-
-
-@pytest.mark.sizes(1, 2, 3)
-def test_the_future_of_a_call_that_others_do_not_make_ends_in_time(machine, comm):
-    if comm.size == 1:
-        return
-    group = RmaProcessGroup(machine.segments, machine.ranks, "late futures", 0.3)
-    x = torch.ones(3)
-    if comm.rank == 0:
-        work = group.allreduce([x])
-        with pytest.raises(ExchangeTimeout, match=r"rank 0 waited 0.3 s for rank.* in all_reduce\(sum\) of"):
-            work.get_future().wait()
-    comm.Barrier()
-    if comm.rank:
-        work = group.allreduce([x])
-    work.wait(timedelta(seconds=60))
-    assert x.tolist() == [comm.size] * 3
-    group.shutdown()
 
 
 @pytest.mark.sizes(1, 2, 3)
@@ -120,8 +100,7 @@ def test_what_is_under_way_keeps_its_memory_when_the_group_ends(machine, comm):
 
 
 @pytest.mark.sizes(1, 2, 3)
-def test_tensors_whose_elements_lie_elsewhere_are_unwrapped_or_refused(machine, comm):
-    group = RmaProcessGroup(machine.segments, machine.ranks, "wrapped", None)
+def test_tensors_whose_elements_lie_elsewhere_are_unwrapped_or_refused(group, comm):
     # Known by now, so that the next ones need not be looked at.
     for _ in range(2):
         group.allreduce([torch.ones(4)]).wait()
@@ -132,13 +111,10 @@ def test_tensors_whose_elements_lie_elsewhere_are_unwrapped_or_refused(machine, 
         group.allreduce([TwoTensor(torch.ones(4), torch.ones(4))])
     group.allreduce([x]).wait()
     assert x.tolist() == [comm.size**2] * 4
-    comm.Barrier()
-    group.shutdown()
 
 
 @pytest.mark.sizes(1, 2, 3)
-def test_an_interruption_is_raised_where_it_came_and_ends_the_group(machine, comm):
-    group = RmaProcessGroup(machine.segments, machine.ranks, "interrupted", None)
+def test_an_interruption_is_raised_where_it_came_and_ends_the_group(group, machine, comm):
     interrupted = []
 
     def script():
@@ -155,8 +131,6 @@ def test_an_interruption_is_raised_where_it_came_and_ends_the_group(machine, com
     assert isinstance(operation.error, KeyboardInterrupt)
     with pytest.raises(ProtocolError, match="was interrupted by KeyboardInterrupt"):
         group.barrier()
-    comm.Barrier()
-    group.shutdown()
 
 
 def test_a_message_that_an_error_elsewhere_ends_leaves_collectives_alone(machine):

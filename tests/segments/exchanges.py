@@ -80,6 +80,12 @@ def channel_of(machine, exchange, name, lands=False):
     return Channel(machine.segments, exchange, np.int64, name, make), results
 
 
+def opened(machine, kind, name):
+    """A channel of integers for one of the movements, and its exchange."""
+    exchange = movements(machine)[kind]
+    return Channel(machine.segments, exchange, np.int64, name), exchange
+
+
 def arrive(channel, x, epoch, timeout=None):
     """Result of an epoch: what has landed, and what has to be copied."""
     exchange, y = channel.exchange, channel.take_result(epoch)

@@ -12,15 +12,20 @@ from distdl_rma.segments.buffered_channel import Address, BufferedChannel, Buffe
 from tests.segments.exchanges import NAMES, expected, movements, values
 
 
+def opened(comm, mailbox, kind, name="some"):
+    """A machine of a virtual rank, and a channel of a kind of exchange with that exchange."""
+    machine = Machine(comm, segment_size="1MiB")
+    exchange = movements(machine)[kind]
+    return machine, BufferedChannel(machine.segments, exchange, np.int64, name, mailbox), exchange
+
+
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5])
 def test_movements_are_those_of_channels_with_all_epochs_started_first(name, ranks):
     mailbox = Mailbox()
 
     def play(comm):
-        machine = Machine(comm, segment_size="1MiB")
-        exchange = movements(machine)[name]
-        channel = BufferedChannel(machine.segments, exchange, np.int64, name, mailbox)
+        machine, channel, exchange = opened(comm, mailbox, name)
         epochs = [channel.start(channel.cut(values(exchange, comm.rank, epoch))) for epoch in range(1, 5)]
         machine.group().barrier()
         for epoch in epochs:
@@ -57,10 +62,7 @@ def test_ranks_with_other_exchanges_raise():
     mailbox = Mailbox()
 
     def play(comm):
-        machine = Machine(comm, segment_size="1MiB")
-        kind = "halo" if comm.rank else "all_gather"
-        exchange = movements(machine)[kind]
-        channel = BufferedChannel(machine.segments, exchange, np.int64, "both", mailbox)
+        _, channel, exchange = opened(comm, mailbox, "halo" if comm.rank else "all_gather", "both")
         channel.move(values(exchange, comm.rank, 1))
 
     with pytest.raises(MismatchError, match=r"'both': rank . sends .*expects .*did every rank call"):
@@ -71,13 +73,10 @@ def test_a_rank_that_has_ended_in_an_earlier_process_is_named():
     mailbox = Mailbox(first=1)
 
     def play(comm):
-        machine = Machine(comm, segment_size="1MiB")
-        exchange = movements(machine)["halo"]
+        machine, channel, exchange = opened(comm, mailbox, "halo")
         if comm.rank:
             with pytest.raises(MismatchError, match="rank 0 has ended in an earlier process"):
-                BufferedChannel(machine.segments, exchange, np.int64, "halo", mailbox).move(
-                    values(exchange, comm.rank, 1)
-                )
+                channel.move(values(exchange, comm.rank, 1))
             with pytest.raises(MismatchError, match="Remove what that process has left"):
                 BufferedVectors(machine.segments, (0, 1), "sums", mailbox).gather(np.ones(1))
 
@@ -88,9 +87,7 @@ def test_an_epoch_that_is_given_up_leaves_nothing():
     mailbox = Mailbox()
 
     def play(comm):
-        machine = Machine(comm, segment_size="1MiB")
-        exchange = movements(machine)["halo"]
-        channel = BufferedChannel(machine.segments, exchange, np.int64, "halo", mailbox)
+        machine, channel, exchange = opened(comm, mailbox, "halo")
         channel.start(channel.cut(values(exchange, comm.rank, 1)))
         machine.group().barrier()
         channel.void()
@@ -164,9 +161,7 @@ def test_a_piece_for_several_receivers_is_one_array():
     mailbox.keeper = Keeper()
 
     def play(comm):
-        machine = Machine(comm, segment_size="1MiB")
-        exchange = movements(machine)["all_gather"]
-        channel = BufferedChannel(machine.segments, exchange, np.int64, "all", mailbox)
+        machine, channel, exchange = opened(comm, mailbox, "all_gather")
         epoch = channel.start(channel.cut(values(exchange, comm.rank, 1)))
         machine.group().barrier()
         if comm.rank == 0:
@@ -193,9 +188,7 @@ def test_a_rank_that_has_sent_may_leave_while_another_one_is_late():
     mailbox = Mailbox()
 
     def play(comm):
-        machine = Machine(comm, segment_size="1MiB")
-        exchange = movements(machine)["all_gather"]
-        channel = BufferedChannel(machine.segments, exchange, np.int64, "late", mailbox)
+        _, channel, exchange = opened(comm, mailbox, "all_gather")
         if comm.rank == 2:
             late = time.monotonic() + 1.5
             comm.wait_until(lambda: time.monotonic() > late, "a time")

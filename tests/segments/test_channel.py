@@ -9,7 +9,7 @@ import pytest
 from distdl_rma import ClosedError, MismatchError, ProtocolError, ShapeError
 from distdl_rma.geometry import Box, Decomposition, Exchange
 from distdl_rma.segments import Channel, direct_receive
-from tests.segments.exchanges import NAMES, arrive, channel_of, expected, halo, movements, values
+from tests.segments.exchanges import NAMES, arrive, channel_of, expected, halo, movements, opened, values
 
 pytestmark = pytest.mark.mpi
 
@@ -115,8 +115,7 @@ def test_wrong_shape_and_dtype_are_refused_before_data_moves(machine):
 
 
 def test_fewer_arrays_than_sends_are_refused_and_the_start_can_be_repeated(machine):
-    exchange = movements(machine)["all_gather"]
-    channel = Channel(machine.segments, exchange, np.int64, "short")
+    channel, exchange = opened(machine, "all_gather", "short")
     for epoch in range(1, 4):
         parts = channel.cut(x := values(exchange, machine.rank, epoch))
         match = rf"'short': .* {len(parts)} on rank {machine.rank}, and got fewer"

@@ -9,7 +9,7 @@ from distdl_rma import ExchangeTimeout, ProtocolError
 from distdl_rma.segments import Channel, direct_receive
 from distdl_rma.segments.memory.remote_buffer import RemoteBuffer
 from distdl_rma.segments.transport.links import RmaPeer
-from tests.segments.exchanges import arrive, channel_of, expected, halo, movements, values
+from tests.segments.exchanges import arrive, channel_of, expected, halo, movements, opened, values
 
 pytestmark = pytest.mark.mpi
 
@@ -34,8 +34,7 @@ def test_voided_epoch_leaves_no_trace(machine, comm, monkeypatch, lands):
 @pytest.mark.mpi(min_size=2)
 def test_memory_of_a_voided_epoch_is_kept_until_no_late_put_can_come(machine, comm):
     # Who voids first does not know whether the others had started.
-    exchange = movements(machine)["sum_reduce"]
-    channel = Channel(machine.segments, exchange, np.int64, "voided late")
+    channel, exchange = opened(machine, "sum_reduce", "voided late")
     channel.move(values(exchange, machine.rank, 1))
     if machine.rank == 0:
         channel.void()
@@ -71,8 +70,7 @@ def test_puts_of_a_voided_epoch_are_over_when_it_is_voided(machine, monkeypatch)
     # What they come from is written again after the acknowledgement, which came unread.
     if machine.segments.transport != "remote":
         pytest.skip("on one node a put is over when it returns")
-    exchange = movements(machine)["all_gather"]
-    channel = Channel(machine.segments, exchange, np.int64, "void under way")
+    channel, exchange = opened(machine, "all_gather", "void under way")
     x = values(exchange, machine.rank, 1)
     channel.move(x)
     asked, arrived = [], RmaPeer.arrived
@@ -125,8 +123,7 @@ def give_up_starting(machine, monkeypatch, channel, x):
 @pytest.mark.mpi(min_size=3)
 def test_a_receive_that_timed_out_hands_out_everything_again(machine, comm, monkeypatch):
     # Its first sender is there, and would go on to the slots of the epochs behind; its last one is late.
-    exchange = movements(machine)["sum_reduce"]
-    channel = Channel(machine.segments, exchange, np.int64, "late")
+    channel, exchange = opened(machine, "sum_reduce", "late")
     channel.connect()
     late = machine.size - 1
     x = [values(exchange, machine.rank, epoch) for epoch in range(4)]
@@ -163,8 +160,7 @@ def test_a_receive_that_timed_out_hands_out_everything_again(machine, comm, monk
 def test_a_receive_whose_last_puts_were_late_hands_out_everything_again(machine, comm, monkeypatch):
     if machine.segments.transport != "remote":
         pytest.skip("on one node a put is over when it returns")
-    exchange = movements(machine)["all_gather"]
-    channel = Channel(machine.segments, exchange, np.int64, "late puts")
+    channel, exchange = opened(machine, "all_gather", "late puts")
     x = [values(exchange, machine.rank, epoch) for epoch in range(4)]
 
     def never(remote, timeout=None):
@@ -193,8 +189,7 @@ def test_a_receive_whose_last_puts_were_late_hands_out_everything_again(machine,
 @pytest.mark.mpi(min_size=3)
 def test_a_start_that_timed_out_has_told_nobody(machine, comm, monkeypatch):
     # Of the readers one has room for a third epoch, another has not.
-    exchange = movements(machine)["broadcast"]
-    channel = Channel(machine.segments, exchange, np.int64, "slow reader")
+    channel, exchange = opened(machine, "broadcast", "slow reader")
     x = [values(exchange, machine.rank, epoch) for epoch in range(4)]
     for epoch in (1, 2):
         flight = channel.start(channel.cut(x[epoch]))
@@ -213,8 +208,7 @@ def test_a_start_that_timed_out_has_told_nobody(machine, comm, monkeypatch):
 
 @pytest.mark.mpi(min_size=2)
 def test_an_iterator_that_was_left_costs_nothing_and_is_of_no_use_later(machine):
-    exchange = movements(machine)["all_gather"]
-    channel = Channel(machine.segments, exchange, np.int64, "left")
+    channel, exchange = opened(machine, "all_gather", "left")
     x = values(exchange, machine.rank, 1)
     epoch = channel.start(channel.cut(x))
     left = channel.receive(epoch)

@@ -7,7 +7,7 @@ import pytest
 
 from distdl_rma.geometry.box import Box
 from distdl_rma.geometry.exchange import Piece
-from distdl_rma.segments.lanes import _LARGEST_STEP_NBYTES, _STEP_NBYTES, Lane, _ends, in_steps
+from distdl_rma.segments.lanes import _LARGEST_STEP_NBYTES, _STEP_NBYTES, _ends, in_steps
 
 
 def piece(*shape, peer=1):
@@ -46,9 +46,3 @@ def test_a_step_ends_behind_a_megabyte_and_at_the_end():
     assert _ends(many, 1) == (3, 5)
     assert _ends(many[:4], 1) == (3,) and _ends(many[:1], 1) == (0,)
     assert _ends(many, 4) == (0, 1, 2, 3, 4, 5)
-
-
-def test_the_data_flag_grows_from_step_to_step_and_from_epoch_to_epoch():
-    lane = Lane(1, (), 64, 0, 0, (1, 2, 5))
-    values = [lane.flag_after(epoch, step) for epoch in (1, 2, 3) for step in (1, 2, 3)]
-    assert values == list(range(1, 10)) and [lane.flag_after(epoch) for epoch in (1, 2, 3)] == [3, 6, 9]

@@ -46,12 +46,6 @@ def test_an_invalid_size_of_the_environment_is_named_with_its_variable(monkeypat
     assert SegmentOptions("1KiB").size() == 1024
 
 
-@pytest.mark.parametrize("seconds", [-1, "soon", float("nan"), [1]])
-def test_a_timeout_that_is_none_is_refused(seconds):
-    with pytest.raises(ConfigurationError, match="a timeout is a number of seconds"):
-        check_timeout(seconds)
-
-
 def test_a_timeout_comes_from_the_argument_else_the_environment_else_it_is_the_default(monkeypatch):
     monkeypatch.delenv("DISTDL_RMA_TIMEOUT", raising=False)
     assert (
@@ -69,15 +63,16 @@ def test_a_timeout_comes_from_the_argument_else_the_environment_else_it_is_the_d
 def test_the_engine_is_chosen_by_name_or_by_whether_peers_are_far():
     assert chosen_progress("none", has_remote=True) == "none"
     assert chosen_progress(None, has_remote=False) == "none"
-    with pytest.raises(ConfigurationError, match="progress is one of"):
-        chosen_progress("fibre", has_remote=False)
 
 
 @pytest.mark.parametrize(
     ("wrong", "what"),
     [
         ({"transport": "pigeon"}, "transport is one of"),
-        ({"timeout": -1}, "a timeout is a number"),
+        *(
+            ({"timeout": each}, "a timeout is a number of seconds")
+            for each in (-1, "soon", float("nan"), [1])
+        ),
         ({"progress": "fibre"}, "progress is one of"),
         ({"reserve": 1}, "reserve is True or False, got 1"),
     ],
@@ -86,10 +81,3 @@ def test_options_are_checked_together(wrong, what):
     SegmentOptions().check()
     with pytest.raises(ConfigurationError, match=what):
         SegmentOptions(**wrong).check()
-
-
-def test_a_size_is_that_of_the_argument_else_of_the_environment(monkeypatch):
-    monkeypatch.delenv("DISTDL_RMA_SEGMENT_SIZE", raising=False)
-    assert SegmentOptions().size() is None and SegmentOptions("4KiB").size() == 4096
-    monkeypatch.setenv("DISTDL_RMA_SEGMENT_SIZE", "8KiB")
-    assert SegmentOptions().size() == 8192 and SegmentOptions(4096).size() == 4096

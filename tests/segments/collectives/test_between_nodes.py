@@ -1,13 +1,67 @@
-"""Looks at requests of MPI; messages and collectives by MPI of some ranks of a machine."""
+"""Requests of MPI, pieces of large vectors; messages, collectives and communicators of some ranks."""
 
 import time
+import weakref
 
 import numpy as np
 import pytest
 
-from distdl_rma import ExchangeTimeout, Machine
-from distdl_rma.segments.collectives.between_nodes import Messages, looks
+from distdl_rma import ExchangeTimeout, Machine, ProtocolError
+from distdl_rma.segments import Allreduce
+from distdl_rma.segments.collectives.between_nodes import (
+    Messages,
+    in_pieces,
+    looks,
+    number_of_pieces,
+    pieces_of_all,
+    slices,
+)
+from distdl_rma.segments.collectives.node_layout import RankSlice
 from distdl_rma.segments.waiting.header import WaitReason
+
+LONG = 30_000
+
+
+def test_pieces_are_few_and_of_small_vectors_there_is_one():
+    assert {number_of_pieces(1 << 40, 1), number_of_pieces(0, 2), number_of_pieces(1 << 20, 2)} == {1}
+    assert number_of_pieces(16 << 20, 2) == 2
+    found = [number_of_pieces(1 << 28, nodes) for nodes in (2, 64, 1024, 4096, 1 << 20)]
+    assert found[0] == 4 and found == sorted(found, reverse=True) and found[-1] == 1
+
+
+def test_slices_are_all_of_it_in_order():
+    for count in (0, 1, 3, 8, 101):
+        assert [i for at in slices(count, 5) for i in range(count)[at]] == list(range(count))
+    parts = [[RankSlice(0, 0, 5), RankSlice(1, 9, 10)], [], [RankSlice(2, 5, 6)]]
+    cut = pieces_of_all(parts, 4)
+    assert [sum(part.size for part in of_node) for of_node in cut[0]] == [2, 0, 1]
+    for node, of_node in enumerate(parts):
+        wanted = [i for part in of_node for i in range(part.start, part.stop)]
+        assert [i for piece in cut for part in piece[node] for i in range(part.start, part.stop)] == wanted
+
+
+@pytest.mark.parametrize("number", [1, 2, 3, 8])
+def test_a_stage_begins_on_a_piece_before_the_next_goes_on_with_the_last(number):
+    said, under_way = [], set()
+
+    def plan(piece):
+        for at in range(3):
+            # What a stage began is waited for before the next.
+            assert (at - 1, piece) not in under_way
+            said.append((at, piece))
+            under_way.add((at, piece))
+            assert sum(which == at for which, _ in under_way) <= 2
+            yield rest(at, piece)
+
+    def rest(at, piece):
+        yield from [None] * piece
+        under_way.remove((at, piece))
+
+    waits = list(in_pieces(map(plan, range(number))))
+    assert not under_way and len(waits) == 3 * sum(range(number))
+    assert len(said) == 3 * number and all(said.index((0, k)) < said.index((1, k)) for k in range(number))
+    assert all(said.index((0, k + 1)) < said.index((1, k)) for k in range(number - 1))
+    assert all(said.index((1, k + 1)) < said.index((2, k)) for k in range(number - 1))
 
 
 class Fragments:
@@ -19,6 +73,56 @@ class Fragments:
     def Test(self):  # noqa: N802
         self.left -= 1
         return self.left <= 0
+
+
+@pytest.mark.mpi(min_size=2)
+def test_buffers_are_held_until_mpi_has_done_with_them(segments, comm):
+    job = Allreduce(segments, segments.ranks, LONG, np.float32, name="held")
+    job.connect()
+    buffer = np.ones(3)
+    held = weakref.ref(buffer)
+    waiting = job._algorithm.between.begun(Fragments(2), 24, buffer)
+    del buffer
+    next(waiting)
+    assert held() is not None
+    assert not [*waiting]
+    del waiting
+    assert held() is None
+    comm.Barrier()
+    job.close()
+
+
+@pytest.mark.mpi
+def test_what_is_interrupted_between_pieces_is_broken(segments, comm, tiny):
+    job = Allreduce(segments, segments.ranks, LONG, np.float32, name="interrupted")
+    job.connect()
+    algorithm, nodes = job._algorithm, len(segments.segment.direct_nodes)
+    comm.Barrier()
+    # All ranks are interrupted, if each has a share.
+    if nodes > 1 and nodes * algorithm.layout.shares == comm.size:
+        begun = algorithm._combine
+
+        def interrupted(cut, piece):
+            if piece == 2:
+                raise KeyboardInterrupt("by hand")
+            return begun(cut, piece)
+
+        algorithm._combine = interrupted
+        job.active[:] = 1
+        # Else a thread that takes steps might be interrupted.
+        with segments.segment.lock, pytest.raises(KeyboardInterrupt):  # noqa: PT012
+            job.start()
+            job.wait()
+        with pytest.raises(ProtocolError, match="step 1 was interrupted by KeyboardInterrupt"):
+            job.wait()
+        # MPI may still write to what was begun: it is kept.
+        kept = algorithm.between._under_way.values()
+        assert kept and all(buffers for _, buffers in kept)
+    comm.Barrier()
+    job.close()
+    again = Allreduce(segments, segments.ranks, LONG, np.float32, name="interrupted")
+    assert (again(np.ones(LONG)) == comm.size).all()
+    again.close()
 
 
 def test_a_look_takes_as_many_tests_as_there_may_be_fragments():
@@ -95,3 +199,43 @@ def give_up_and_come(machine, comm):
         with pytest.raises(ExchangeTimeout, match=r"for rank 0 to reach 'left \(connect\)' \(epoch 2\)"):
             messages.connect(0.5)
     messages.close()
+
+
+@pytest.mark.mpi(min_size=2)
+def test_uses_that_overlap_without_end_take_turns_with_few_communicators(segments, comm):
+    under_way = [Messages(segments, segments.ranks, "use 0")]
+    under_way[0].connect()
+    before = len(segments.communicators._made[segments.ranks])
+    for use in range(1, 12):
+        under_way.append(Messages(segments, segments.ranks, f"use {use}"))
+        under_way[-1].connect()
+        assert under_way[0].comm != under_way[1].comm
+        # Not all ranks have given the older one back when the next one begins.
+        if comm.rank == use % comm.size:
+            comm.Barrier()
+        under_way.pop(0).close()
+        if comm.rank != use % comm.size:
+            comm.Barrier()
+    assert len(segments.communicators._made[segments.ranks]) <= before + 3
+    under_way.pop().close()
+    comm.Barrier()
+
+
+@pytest.mark.mpi(min_size=2)
+def test_ranks_that_gave_up_waiting_and_connect_in_another_order_agree(segments, comm):
+    uses = [Messages(segments, segments.ranks, name) for name in ("gave up", "came between")]
+    for use in uses:
+        use._meeting().connect()
+    if comm.rank == 0:
+        with pytest.raises(ExchangeTimeout):
+            uses[0].connect(0.05)
+    comm.Barrier()
+    # The first rank's first use is pending while all connect the second one.
+    for use in reversed(uses):
+        use.connect()
+    assert uses[0].comm != uses[1].comm
+    assert uses[0]._number == comm.bcast(uses[0]._number) and uses[1]._number == comm.bcast(uses[1]._number)
+    for use in uses:
+        assert use.comm.allreduce(1) == comm.size
+        use.close()
+    comm.Barrier()

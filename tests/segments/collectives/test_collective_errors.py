@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
+
 import numpy as np
 import pytest
 
 from distdl_rma import ArgumentError, ClosedError, MismatchError, PartitionError, ProtocolError, ShapeError
 from distdl_rma.segments import Allgather, Allreduce, Alltoall, Bcast, Group, Reduce, Reducescatter
+from distdl_rma.segments.collectives.all_push import AllPush
+from distdl_rma.segments.collectives.barrier import Barrier
 from distdl_rma.segments.collectives.collective import CollectiveSite
 from distdl_rma.segments.collectives.reduction import element_of
 
@@ -57,22 +61,47 @@ def test_wrong_arguments_are_named_and_ranks_in_any_order_are_laid_out_by_node(s
     assert all(element_of(kind, "short").wide.itemsize >= 4 for kind in ("i1", "i2", "u1", "u2"))
 
 
+@pytest.mark.parametrize("count", [4, 30_000])
 @pytest.mark.parametrize("make", [Allreduce, Bcast, Reduce, Alltoall])
-def test_calls_out_of_order_raise_and_the_step_goes_on(segments, make):
-    job = make(segments, segments.ranks, 4, np.float32, name="strict")
-    for _ in range(2):
-        with pytest.raises(ProtocolError, match="'strict': wait without a start"):
-            job.wait()
+def test_calls_out_of_order_raise_and_a_step_can_be_tested_until_it_is_waited_for_once(segments, make, count):
+    job = make(segments, segments.ranks, count, np.float32, name="strict")
+    for _ in range(3):
+        for call, what in ((job.wait, "wait"), (job.test, "test")):
+            with pytest.raises(ProtocolError, match=f"'strict': {what} without a start"):
+                call()
         job.active[:] = 0
         job.start()
         with pytest.raises(ProtocolError, match="before a step was waited for"):
             _ = job.result
         with pytest.raises(ProtocolError, match="started while a step is running"):
             job.start()
-        assert not job.wait().any()
+        while not job.test():
+            os.sched_yield()
+        assert job.test() and not job.running
+        assert not job.wait().any() and not job.result.any()
     job.close()
     with pytest.raises(ClosedError, match=f"{make.__name__} 'strict': already closed"):
         job.start()
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda segments, terms: AllPush(segments, segments.ranks, 1, np.int64, "terms", terms),
+        lambda segments, terms: Barrier(segments, segments.ranks, "terms", terms),
+    ],
+    ids=["all push", "barrier"],
+)
+def test_ranks_that_mean_something_else_by_a_name_learn_what_and_what_is_closed_says_so(segments, comm, make):
+    handle = make(segments, f"width={comm.rank}")
+    if comm.size > 1:
+        with pytest.raises(MismatchError, match=r"width is \d on rank \d and \d on rank \d"):
+            handle.connect()
+    comm.Barrier()
+    handle.close()
+    handle.close()
+    with pytest.raises(ClosedError, match="'terms': already closed"):
+        handle.wait()
 
 
 @pytest.mark.mpi(min_size=2)

@@ -34,27 +34,6 @@ def test_shares_of_a_node_are_the_whole_vector_and_meet_the_same_share_elsewhere
         assert len(layout.same_share) == (0 if layout.my_share is None else len(layout.nodes))
 
 
-@pytest.mark.parametrize("seed", range(30))
-def test_every_part_of_a_reduce_scatter_is_reduced_once_on_each_node_and_kept_on_its_own(seed):
-    rng = random.Random(seed)
-    size = rng.randint(1, 12)
-    order = rng.sample(range(12), size)
-    per_node = rng.randint(1, 12)
-    nodes = machine_nodes(12, per_node)
-    lengths = [rng.choice([0, 1, 2, 9]) for _ in order]
-    for number, node in enumerate(NodeLayout(tuple(order), nodes, order[0]).nodes):
-        reduced = []
-        for me in node:
-            layout = NodeLayout(tuple(order), nodes, me)
-            assert layout.my_node == number
-            if layout.my_share is None:
-                assert not any(layout.scatter_pieces(lengths))
-            for target, pieces in zip(layout.nodes, layout.scatter_pieces(lengths), strict=True):
-                assert all(piece.rank in target for piece in pieces)
-                reduced += [i for piece in pieces for i in range(piece.start, piece.stop)]
-        assert sorted(reduced) == list(range(sum(lengths)))
-
-
 def test_wrong_numbers_are_named():
     with pytest.raises(ShapeError, match="'x': a number of elements is an integer"):
         check_count(1.5, "x")

@@ -144,12 +144,6 @@ def test_buffer_has_address_offset_size_and_view(machine):
     buffer.free()
 
 
-def test_size_zero_is_legal(machine):
-    with_words = machine.segments.get_segment_buffer(0, notifications=2)
-    assert with_words.array.size == 0 and with_words.notification(1) == 0
-    with_words.free()
-
-
 def test_freed_buffer_is_closed_and_its_memory_used_again(machine):
     # What others gave back is freed with the next allocation.
     machine.segments.get_segment_buffer(0).free()

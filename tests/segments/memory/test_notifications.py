@@ -91,26 +91,6 @@ def test_one_that_arrives_during_a_reset_is_not_lost(meet, comm):
     after.flush()
 
 
-def test_waitsome_serves_the_ranks_in_the_order_in_which_they_come(meet, comm):
-    buffer, remotes = meet(8 * comm.size, comm.size)
-    chance = random.Random(comm.rank)
-    for epoch in range(1, 30):
-        if chance.random() < 0.2:
-            time.sleep(chance.random() * 1e-3)
-        remotes[0].put_notify(np.array([epoch * 10 + comm.rank]), comm.rank, epoch, 8 * comm.rank)
-        if comm.rank == 0:
-            waiting = set(range(comm.size))
-            while waiting:
-                rank = buffer.notify_waitsome(0, comm.size)
-                assert buffer.view(np.int64, (comm.size,))[rank] == epoch * 10 + rank
-                assert buffer.notify_reset(rank) == epoch
-                waiting.remove(rank)
-            for peer in range(1, comm.size):
-                remotes[peer].notify(0, epoch)
-        else:
-            assert buffer.notify_wait(0) == epoch
-
-
 def test_notifications_given_together_share_their_flushes(meet, machine, comm):
     number = go = 40
     buffer, remotes = meet(8 * number, number + 1)

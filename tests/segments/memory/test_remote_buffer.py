@@ -1,11 +1,14 @@
-"""A peer's buffer: which bytes are meant, near and far; puts, gets and notifications."""
+"""A peer's buffer: which bytes are meant, near and far; puts and gets, in lists too, and what buffers say."""
 
 import numpy as np
 import pytest
 import torch
 
+from distdl_rma import ClosedError, ExchangeTimeout, Machine
 
-@pytest.mark.mpi
+pytestmark = pytest.mark.mpi
+
+
 def test_values_are_broadcast_and_converted_without_loss_only(there):
     array = there.view(np.float64, (3, 4))
     # Puts to one place have no order without a flush between them.
@@ -19,7 +22,6 @@ def test_values_are_broadcast_and_converted_without_loss_only(there):
     assert array[...].tolist() == [[0.1, 0, 5, 0.1], [0, 1, 6, 3], [0, 0, 7, 0]]
 
 
-@pytest.mark.mpi
 def test_a_view_of_ones_own_buffer_may_overlap_what_is_put_into_it(meet, comm):
     buffer, remotes = meet(800)
     mine = buffer.view(np.int64, (100,))
@@ -30,7 +32,6 @@ def test_a_view_of_ones_own_buffer_may_overlap_what_is_put_into_it(meet, comm):
     assert mine.tolist() == [*range(99), 98]
 
 
-@pytest.mark.mpi
 def test_a_remote_array_is_a_sequence_of_rows_and_an_array(around):
     remote = around[2]
     there = remote.view(np.int16, (2, 3))
@@ -40,7 +41,6 @@ def test_a_remote_array_is_a_sequence_of_rows_and_an_array(around):
     assert np.asarray(there).tolist() == np.array(there, np.float64).tolist() == [[1, 2, 3], [4, 5, 6]]
 
 
-@pytest.mark.mpi
 @pytest.mark.parametrize("nbytes", [0, 1, 7, 64, 4097, 1 << 20, 5 << 20])
 def test_what_is_put_is_there_after_the_notification_and_nothing_around_it(meet, comm, nbytes):
     buffer, remotes = meet(nbytes + 16, 1)
@@ -56,7 +56,6 @@ def test_what_is_put_is_there_after_the_notification_and_nothing_around_it(meet,
     assert (buffer.array[:8] == 255).all() and (buffer.array[8 + nbytes :] == 255).all()
 
 
-@pytest.mark.mpi
 @pytest.mark.parametrize("shift", [-(1 << 10), 1 << 10])
 def test_a_buffer_may_be_moved_within_itself(meet, comm, shift):
     buffer, _ = meet(3 << 20)
@@ -66,3 +65,113 @@ def test_a_buffer_may_be_moved_within_itself(meet, comm, shift):
     buffer.here.put(part, offset=(1 << 19) + shift)
     buffer.here.flush()
     assert (buffer.view(np.uint8, values.shape, (1 << 19) + shift) == values).all()
+
+
+@pytest.mark.mpi(min_size=2)
+def test_short_parts_of_a_list_to_another_node_travel_together(comm):
+    with Machine(comm, transport="remote", segment_size="2MiB") as machine:
+        buffer = machine.segments.get_segment_buffer(1 << 16, 1)
+        peer = (comm.rank + 1) % comm.size
+        remote = buffer.exchange(dict.fromkeys(range(comm.size), ()))[peer]
+        wire = machine.segments.segment.link(peer)._rma
+        short = [(np.full(8, at, np.uint8), 16 * at) for at in range(100)]
+
+        def begun(move):
+            # The engine has nothing to ask meanwhile.
+            remote.flush()
+            with machine.segments.segment.lock:
+                before = wire.begun
+                move()
+                return wire.begun - before
+
+        buffer.array[:] = 0
+        comm.Barrier()
+        assert begun(lambda: remote.put_list(short)) == 1
+        assert begun(lambda: remote.put_list([*short, (np.full(4096, 7, np.uint8), 8192)])) == 2
+        # Parts that overlap are left to themselves.
+        assert begun(lambda: remote.put_list([(b"12345678", 2000), (b"12345678", 2004)])) == 2
+        queue = machine.segments.queue()
+        outs = [(np.zeros(8, np.uint8), 16 * at) for at in range(100)]
+        assert begun(lambda: remote.get_list(outs, queue)) == 1
+        queue.wait()
+        assert all((out == at).all() for at, (out, _) in enumerate(outs))
+        remote.flush()
+        comm.Barrier()
+        assert (buffer.array[8192:12288] == 7).all()
+        comm.Barrier()
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_list_of_gets_that_is_not_answered_names_the_peer_and_all_its_bytes(
+    meet, comm, unanswered, monkeypatch
+):
+    peer = (comm.rank + 1) % comm.size
+    there = meet(64)[1][peer]
+    unanswered(there)
+    monkeypatch.setattr("distdl_rma.segments.memory.context.Queue.test", lambda self: False)
+    with pytest.raises(ExchangeTimeout, match=rf"for rank {peer} to answer a get of 32 bytes"):
+        there.get_list([(np.zeros(3), 0), (np.zeros(1), 24)], timeout=0)
+
+
+def test_a_notified_get_of_nothing_notifies_and_one_into_a_freed_buffer_does_not(meet, machine, comm):
+    _, remotes = meet(8)
+    remote = remotes[(comm.rank + 1) % comm.size]
+    inbox = machine.segments.get_segment_buffer(0, 1, "inbox")
+    remote.get_notify(np.empty(0), inbox, 0, 3)
+    assert inbox.notify_wait(0) == 3
+    out = np.full(1, -1.0)
+    remote.get_notify(out, inbox, 0)
+    inbox.free()
+    # The same words again: what comes late does not touch them.
+    again = machine.segments.get_segment_buffer(0, 1, "inbox")
+    remote.flush()
+    assert out[0] == 0 and again.notification(0) == 0
+    again.free()
+    comm.Barrier()
+
+
+@pytest.mark.mpi(min_size=2)
+def test_the_wait_for_a_notified_get_names_the_peer(meet, machine, comm, unanswered):
+    peer = (comm.rank + 1) % comm.size
+    there = meet(8)[1][peer]
+    unanswered(there)
+    with machine.segments.get_segment_buffer(0, 1, "inbox") as inbox:
+        there.get_notify(np.empty(1), inbox, 0)
+        with pytest.raises(
+            ExchangeTimeout, match=rf"for rank {peer} to set notification 0 of buffer 'inbox'"
+        ):
+            inbox.notify_wait(0, timeout=0)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_flush_of_a_group_that_reached_its_deadline_names_who_is_left_and_can_be_repeated(
+    meet, machine, comm, monkeypatch
+):
+    meet(8)
+    last, others = comm.size - 1, machine.segments.segment.link((comm.rank + 1) % comm.size)
+    with monkeypatch.context() as patch:
+        patch.setattr(others, "advance", lambda: False, raising=False)
+        with pytest.raises(
+            ExchangeTimeout, match=rf"for rank {(comm.rank + 1) % comm.size} to take its puts"
+        ):
+            machine.group().flush(timeout=0)
+    machine.group([comm.rank, *({0, last} - {comm.rank})]).flush()
+
+
+def test_buffers_say_what_they_are_and_are_freed_at_the_end_of_a_with_statement(machine, comm):
+    segments = machine.segments
+    before = segments.stats().used
+    with segments.get_segment_buffer(100, 3, "mine") as buffer:
+        assert repr(buffer) == "SegmentBuffer('mine', 100 bytes, 3 notifications)"
+        here = buffer.here
+        assert repr(here) == f"RemoteBuffer(of rank {comm.rank}, 100 bytes, 3 notifications)"
+        assert repr(here.view("f4", (2, 3))) == f"RemoteArray(of rank {comm.rank}, float32, shape (2, 3))"
+        assert repr(segments.queue("q")) == "Queue('q', 0 posted)"
+        assert segments.stats().used > before
+    assert segments.stats().used == before
+    assert repr(buffer) == "SegmentBuffer('mine', 100 bytes, 3 notifications, gone)"
+    with pytest.raises(ClosedError, match="already freed"), buffer:
+        pass
+    with pytest.raises(KeyError), segments.get_segment_buffer(8):
+        raise KeyError
+    assert segments.stats().used == before

@@ -23,14 +23,6 @@ def arena():
         pytest.skip("this system has no files in memory")
 
 
-def test_what_is_stored_through_another_mapping_is_seen(arena):
-    block = arena.take(3 * PAGE)
-    there = attach(arena.place)
-    begin = arena.offset(block.ctypes.data)
-    there[begin : begin + 3 * PAGE] = 7
-    assert (block == 7).all()
-
-
 def test_every_machine_of_a_process_uses_one_mapping(arena):
     def files():
         return len(list(Path("/proc/self/fd").iterdir()))

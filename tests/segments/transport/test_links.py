@@ -79,11 +79,8 @@ def test_short_stretches_are_one_transfer_and_long_ones_one_each(window, wire, n
     assert len(begun) == len(window.puts if way == "put" else window.gets) == transfers
 
 
-def test_nothing_is_asked_for_what_is_known_to_be_there(window, wire):
-    assert wire.arrived(0) and not window.gets and not window.flushes
-
-
 def test_a_flush_follows_two_answers_between_which_nothing_began(window, wire):
+    assert wire.arrived(0) and not window.gets and not window.flushes
     put_to(wire)
     begun = wire.begun
     assert not wire.arrived(begun) and len(window.gets) == 1
@@ -99,16 +96,6 @@ def test_a_flush_follows_two_answers_between_which_nothing_began(window, wire):
     assert wire.arrived(begun) and window.flushes == 1
     # That flush was one of all that had begun.
     assert wire.arrived(wire.begun) and window.flushes == 1 and len(window.gets) == 4
-
-
-def test_one_flush_serves_all_who_wait(window, wire):
-    begun = []
-    for _ in range(3):
-        put_to(wire)
-        begun.append(wire.begun)
-    while not wire.arrived(begun[1]):
-        window.answer()
-    assert all(wire.arrived(number) for number in begun) and window.flushes == 1
 
 
 def test_others_that_always_begin_something_do_not_put_a_flush_off_for_ever(window, wire):
@@ -143,13 +130,9 @@ def test_a_stream_of_large_puts_does_not_put_a_flush_off_for_ever(window, wire):
         puts[-2].complete = True
         window.answer()
         assert len(window.gets) <= 5 and len(puts) < 30
-    assert window.flushes == 1
-
-
-def test_large_puts_that_are_complete_are_forgotten(wire):
-    for _ in range(100):
-        put_to(wire, LARGE).complete = True
-    assert len(wire._large) <= 1
+    # Those that are complete are forgotten, and one flush serves all who wait.
+    assert window.flushes == 1 and len(wire._large) <= 2
+    assert all(wire.arrived(number) for number in range(begun))
 
 
 class Held(Network):

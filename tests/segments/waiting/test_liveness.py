@@ -48,6 +48,11 @@ def ended():
     return process.pid
 
 
+def leave(boards, *ranks):
+    for rank in ranks:
+        boards[rank].write(RankState.LEFT, "closing the machine")
+
+
 def look(watch, waiting):
     """As a long wait does."""
     for _ in range(10):
@@ -59,30 +64,20 @@ def give_up(watch, seconds):
     raise ExchangeTimeout(watch.timeout_message(reason, seconds))
 
 
-def test_wait_for_any_of_many_ranks_is_in_vain_once_all_have_left(node):
+def test_wait_for_any_of_many_ranks_is_in_vain_once_all_have_left_and_none_has_come_back(node):
     watch, boards, _ = node
     # This rank is among them: it notifies itself never while it waits.
     waiting = WaitReason(RANKS, "to set notification 0", anyone=True)
-    for rank in RANKS[1:-1]:
-        boards[rank].write(RankState.LEFT, "closing the machine")
-    look(watch, waiting)
-    boards[RANKS[-1]].write(RankState.LEFT, "closing the machine")
-    with pytest.raises(PeerFailedError, match="rank 1 failed: it left, closing the machine"):
-        look(watch, waiting)
-
-
-def test_rank_that_comes_back_before_all_have_left_is_waited_for(node):
-    watch, boards, _ = node
-    waiting = WaitReason(RANKS[1:], "to set notification 0", anyone=True)
-    for rank in RANKS[1:-1]:
-        boards[rank].write(RankState.LEFT, "closing the machine")
+    leave(boards, *RANKS[1:-1])
     look(watch, waiting)
     boards[3].write(RankState.RUNNING)
     look(watch, waiting)
-    boards[19].write(RankState.LEFT, "closing the machine")
+    leave(boards, 19)
     look(watch, waiting)
-    boards[3].write(RankState.LEFT, "closing the machine")
-    with pytest.raises(PeerFailedError, match="it left, closing the machine"):
+    # The header of this process is that of one that lives.
+    assert boards[1]._process == os.getpid() and watch.ended() == []
+    leave(boards, 3)
+    with pytest.raises(PeerFailedError, match="rank 1 failed: it left, closing the machine"):
         look(watch, waiting)
 
 
@@ -99,12 +94,11 @@ def test_process_that_ended_is_noticed_wherever_it_stands_among_many(node, rank,
 def test_close_misses_first_those_that_ended_then_those_that_have_not_left(node):
     watch, boards, _ = node
     watch.leave("closing the machine")
-    for rank in RANKS[1:]:
-        boards[rank].write(RankState.LEFT, "closing the machine")
+    leave(boards, *RANKS[1:])
     assert watch.missing() == ()
     boards[4].write(RankState.RUNNING)
     boards[17]._process = ended()
-    boards[17].write(RankState.LEFT, "closing the machine")
+    leave(boards, 17)
     assert watch.missing() == (17, 4)
     assert [rank for rank, _ in watch.ended()] == [17]
     with pytest.raises(PeerFailedError, match="rank 17 failed: it is silent"):
@@ -115,12 +109,10 @@ def test_close_misses_a_rank_that_left_and_does_not_say_so_any_more(node, monkey
     watch, boards, _ = node
     for module in (liveness, error_texts):
         monkeypatch.setattr(module, "ANSWER_SECONDS", 0.5)
-    for one in boards.values():
-        one.write(RankState.LEFT, "closing the machine")
+    leave(boards, *RANKS[1:])
     assert watch.missing() == ()
     time.sleep(0.6)
-    for rank in RANKS[1:-1]:
-        boards[rank].write(RankState.LEFT, "closing the machine")
+    leave(boards, *RANKS[1:-1])
     assert watch.missing() == (19,)
     silence = (
         r"for rank 19 to close the machine; rank 19 left .*, closing the machine, and has said nothing for"
@@ -236,7 +228,7 @@ def test_ranks_that_wait_for_each_other_in_step_give_up(node):
 
 def test_ranks_that_left_still_take_puts(node):
     watch, boards, _ = node
-    boards[1].write(RankState.LEFT, "closing the machine")
+    leave(boards, 1)
     look(watch, WaitReason((1,), "to take its last puts", leavers=True))
     with pytest.raises(PeerFailedError, match="it left"):
         look(watch, WaitReason((1,), "to send in 'enc1'"))
@@ -256,19 +248,13 @@ def test_rank_of_another_node_that_left_and_answers_no_more_is_missed_at_a_close
     watch._segment.node_ranks = RANKS[2:]
     monkeypatch.setattr(liveness, "ANSWER_SECONDS", 0.05)
     boards = {rank: board(memories[rank]) for rank in RANKS[1:]}
-    for one in boards.values():
-        one.write(RankState.LEFT, "closing the machine")
+    leave(boards, *RANKS[1:])
     assert watch.missing() == ()
     answers[0] = False
     watch._headers._answers[1] = watch._headers._answers[1][0], -1e9
     assert watch.missing() == (1,)
     with pytest.raises(ExchangeTimeout, match=r"rank 0 waited 6 s for rank 1 to close .*; rank 1 is silent"):
         give_up(watch, 5.99)
-
-
-def test_header_of_this_process_is_that_of_a_process_that_lives(node):
-    watch, boards, _ = node
-    assert boards[1]._process == os.getpid() and watch.ended() == []
 
 
 @pytest.fixture

@@ -86,22 +86,17 @@ def waiter(others, spins=0, timeout=15.0):
     return Waiter(others, others, others, Counters(), timeout, spins)
 
 
-def test_what_is_there_is_not_waited_for(others):
-    one = waiter(others)
+def test_a_wait_takes_no_turn_for_what_is_there_or_comes_while_it_spins(others):
+    one, asked = waiter(others), []
     one.until(lambda: True, lambda: REASON)
     assert not others.turns and not one.counters.waits
-
-
-def test_what_comes_while_the_wait_spins_needs_no_turn(others):
-    asked = []
     one = waiter(others, spins=10)
     one.until(lambda: len(asked) == 5 or asked.append(1), lambda: REASON)
     assert not others.turns and one.counters.waits == 1 and one.counters.seconds_waited > 0
-
-
-def test_every_turn_takes_the_steps_under_way(others):
-    waiter(others).until(lambda: others.turns == 3, lambda: REASON)
-    assert others.turns == 3
+    one = waiter(others)
+    one.until(lambda: others.turns == 3, lambda: REASON)
+    one.progress()
+    assert others.turns == 4
 
 
 def test_a_long_wait_looks_at_the_others_and_says_when_it_is_over(others):
@@ -140,15 +135,9 @@ def test_a_failure_ends_the_wait_in_the_turn_that_hears_of_it(others):
     with pytest.raises(PeerFailedError, match="for rank 1 to send"):
         waiter(others).until(lambda: False, lambda: REASON)
     assert others.turns == 2
-
-
-def test_progress_takes_one_turn_and_raises_what_failed(others):
-    one = waiter(others)
-    one.progress()
-    assert others.turns == 1
-    others.failure, others.check = 1, lambda reason=None: (_ for _ in ()).throw(KeyError)
+    others.check = lambda reason=None: (_ for _ in ()).throw(KeyError)
     with pytest.raises(KeyError):
-        one.progress()
+        waiter(others).progress()
 
 
 class Counting(Waiter):
