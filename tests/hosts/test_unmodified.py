@@ -5,8 +5,8 @@ import os
 import pytest
 import torch
 
-from tests.model.against_alone import train_beside
 from tests.model.nets import UNet
+from tests.model.training import train_beside
 from tests.two_hosts import RANKS_VARIABLE
 
 pytestmark = [
