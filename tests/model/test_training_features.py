@@ -147,12 +147,12 @@ def test_checkpoints_within_checkpoints(model):
     return loop(model, sgd(model))
 
 
-def test_an_activation_in_place_within_a_checkpoint_is_refused_as_torch_does(comm):
+def test_an_activation_in_place_within_a_checkpoint_is_refused_as_torch_does(split_of):
     class Activated(Net):
         def forward(self, x):
             return checkpoint(nn.SiLU(inplace=True), self.stem(x), use_reentrant=False).mean()
 
-    for model in (alone := made(Activated), distribute(copy.deepcopy(alone), {"H": -1})):
+    for model in (alone := made(Activated), split_of(alone)):
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             model(inputs(0)).backward()
 
@@ -164,15 +164,13 @@ def test_a_checkpoint_around_the_whole_model(model):
     return gradients(*model.parameters())
 
 
-def test_reentrant_checkpoints_are_refused(comm):
+def test_reentrant_checkpoints_are_refused(split_of):
     class Reentrant(Net):
         def forward(self, x):
             return checkpoint(self.stem, x, use_reentrant=True).mean()
 
-    split = distribute(made(Reentrant), {"H": -1})
     with pytest.raises(UnsupportedError, match="use_reentrant=False"):
-        split(inputs().requires_grad_()).backward()
-    split.distributed.close()
+        split_of(made(Reentrant))(inputs().requires_grad_()).backward()
 
 
 # A term of the parameters that goes backward by itself, before, after or together with another loss.
@@ -283,12 +281,9 @@ def test_a_penalty_behind_all_of_a_tensor(model):
 
 
 @pytest.fixture
-def pair(comm):
+def pair(split_of):
     """A model alone, and the same one distributed."""
-    alone = made()
-    split = distribute(copy.deepcopy(alone), {"H": -1})
-    yield alone, split
-    split.distributed.close()
+    return (alone := made()), split_of(alone)
 
 
 def parametrised():
@@ -326,10 +321,10 @@ def test_several_losses_and_a_graph_that_is_kept(model):
         optimizer.step()
 
 
-def test_two_models_in_one_loss(comm):
+def test_two_models_in_one_loss(split_of):
     torch.manual_seed(4)
     alone = [made(), nn.Sequential(nn.Conv2d(3, 3, 3, padding=1), nn.Tanh()).double()]
-    split = [distribute(copy.deepcopy(model), {"H": -1}) for model in alone]
+    split = [split_of(model) for model in alone]
     for net, front in (alone, split):
         optimizer = torch.optim.SGD([*net.parameters(), *front.parameters()], lr=0.1)
         for step in range(STEPS):
@@ -340,7 +335,6 @@ def test_two_models_in_one_loss(comm):
             optimizer.step()
     for one, other in zip(split, alone, strict=True):
         alike(one, other)
-        one.distributed.close()
 
 
 @beside_alone()
@@ -471,8 +465,8 @@ def test_a_compiled_loss_is_called_as_it_is(model):
 
 
 @pytest.mark.mpi(min_size=2)
-def test_generators_that_are_not_alike_are_noticed_where_a_model_draws(comm):
-    split, x = distribute(nn.Sequential(nn.Conv2d(3, 4, 3), nn.Dropout2d()).double(), {"H": -1}), inputs()
+def test_generators_that_are_not_alike_are_noticed_where_a_model_draws(comm, split_of):
+    split, x = split_of(nn.Sequential(nn.Conv2d(3, 4, 3), nn.Dropout2d()).double()), inputs()
     torch.manual_seed(comm.rank)
     with pytest.raises(MismatchError, match=r"rank 1: calls for random numbers of .* seed it alike"):
         split(x)
@@ -481,4 +475,3 @@ def test_generators_that_are_not_alike_are_noticed_where_a_model_draws(comm):
     split.train()
     torch.manual_seed(3)
     loss_of(split(x)).backward()
-    split.distributed.close()
