@@ -44,8 +44,9 @@ class Positions(nn.Module):
 
 
 def few_rows():
-    convolutions = nn.Conv2d(1, 3, 3, padding=1), nn.BatchNorm2d(3), nn.ReLU(), nn.Conv2d(3, 3, 3, padding=1)
-    return nn.Sequential(*convolutions, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(3, 2))
+    first = nn.Conv2d(1, 3, 3, padding=1), nn.BatchNorm2d(3), nn.ReLU(inplace=True)
+    last = nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(3, 2)
+    return nn.Sequential(*first, nn.Conv2d(3, 3, 3, padding=1), *last)
 
 
 def bilinear():

@@ -7,12 +7,10 @@ import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
 from torch.nn.utils import parametrizations
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.checkpoint import checkpoint
 
 from distdl_rma import MismatchError, SplitTensor, UnsupportedError, distribute
 from distdl_rma.split.calls.site import module_path
-from distdl_rma.sync import DistributedGradScaler
 from tests.model.training import (
     ROWS,
     STEPS,
@@ -33,31 +31,6 @@ from tests.model.training import (
 pytestmark = [pytest.mark.mpi, pytest.mark.sizes(2, 3, 4), pytest.mark.in_turn(4)]
 
 
-@pytest.mark.parametrize("kind", ["torch", "distributed"])
-def test_gradient_scalers(comm, P_world, kind):
-    def act(model):
-        options = {"init_scale": 2.0**10, "growth_interval": 2}
-        if hasattr(model, "distributed") and kind == "distributed":
-            scaler = DistributedGradScaler(P_world, **options)
-        else:
-            scaler = torch.amp.GradScaler("cpu", **options)
-        optimizer, scales = sgd(model), []
-        for step in range(5):
-            optimizer.zero_grad()
-            loss = loss_of(model(inputs(step)))
-            if step == 1:
-                loss = loss * float("inf")
-            scaler.scale(loss).backward()
-            scaler.unscale_(optimizer)
-            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-            scaler.step(optimizer)
-            scaler.update()
-            scales.append(scaler.get_scale())
-        return torch.tensor(scales)
-
-    both(act)
-
-
 # Blocks are rounded where the whole is; sums over ranks in another order.
 @beside_alone(lambda: made().float(), tolerance=2e-2)
 def test_autocast(model):
@@ -71,19 +44,6 @@ def test_autocast(model):
         loss.backward()
         optimizer.step()
     return whole(loss)
-
-
-@beside_alone()
-def test_moving_averages(model):
-    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9), use_buffers=True)
-    loop(model, sgd(model), lambda _: average.update_parameters(model))
-    average.eval()
-    with torch.no_grad():
-        y = average(inputs(9))
-    values = [value.double().flatten() for value in average.module.state_dict().values()]
-    if hasattr(average.module, "distributed"):
-        average.module.distributed.close()
-    return torch.cat([whole(y).flatten(), *values])
 
 
 class Clipped(torch.autograd.Function):
@@ -307,18 +267,6 @@ def test_functional_call(model):
     y = torch.func.functional_call(model, {k: v * 2 for k, v in ours.items()}, (inputs(),))
     found = torch.autograd.grad(loss_of(y), list(ours.values()), allow_unused=True)
     return torch.stack([g.sum() for g in found if g is not None])
-
-
-@beside_alone()
-def test_several_losses_and_a_graph_that_is_kept(model):
-    optimizer = sgd(model)
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        y = model(inputs(step))
-        y.square().mean().backward(retain_graph=True)
-        y.abs().mean().backward()
-        torch.autograd.backward([model(inputs(step)).mean(), model(inputs(step + 1)).std()])
-        optimizer.step()
 
 
 def test_two_models_in_one_loss(split_of):

@@ -11,59 +11,8 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
 from distdl_rma import Source, plan_prediction, predict
+from tests.model.nets import UNet
 from tests.run_mpi import completed
-
-
-def of_dims(name, dims):
-    """A class of ``torch.nn`` for so many dimensions."""
-    return getattr(nn, f"{name}{dims}d")
-
-
-def norm_of(kind, dims, channels):
-    if kind == "instance":
-        return of_dims("InstanceNorm", dims)(channels, affine=True)
-    if kind == "group":
-        return nn.GroupNorm(2, channels)
-    if kind == "batch":
-        norm = of_dims("BatchNorm", dims)(channels)
-        nn.init.uniform_(norm.running_mean)
-        nn.init.uniform_(norm.running_var, 0.5, 2)
-        return norm
-    return nn.Identity()
-
-
-class UNet(nn.Module):
-    """Two levels, skips, transposed convolutions; any extents."""
-
-    def __init__(self, dims=2, norm="none", channels=4, classes=3):
-        super().__init__()
-        conv, up = of_dims("Conv", dims), of_dims("ConvTranspose", dims)
-
-        def block(i, o):
-            parts = []
-            for c in (i, o):
-                parts += [conv(c, o, 3, padding=1), norm_of(norm, dims, o), nn.LeakyReLU(0.1)]
-            return nn.Sequential(*parts)
-
-        c = channels
-        self.down, self.middle, self.bottom = block(1, c), block(c, 2 * c), block(2 * c, 4 * c)
-        self.pool = of_dims("MaxPool", dims)(2)
-        self.up_middle, self.up = up(4 * c, 2 * c, 2, 2), up(2 * c, c, 2, 2)
-        self.from_middle, self.from_up = block(4 * c, 2 * c), block(2 * c, c)
-        self.last = conv(c, classes, 1)
-
-    def forward(self, x):
-        fine = self.down(x)
-        middle = self.middle(self.pool(fine))
-        bottom = self.bottom(self.pool(middle))
-        middle = self.from_middle(torch.cat([middle, self._to(self.up_middle(bottom), middle)], 1))
-        return self.last(self.from_up(torch.cat([fine, self._to(self.up(middle), fine)], 1)))
-
-    @staticmethod
-    def _to(x, like):
-        missing = [n - m for n, m in zip(like.shape[2:], x.shape[2:], strict=True)]
-        sides = [n for each in reversed(missing) for n in (0, each)]
-        return nn.functional.pad(x, sides, mode="replicate") if any(sides) else x
 
 
 class Calls(nn.Module):
