@@ -161,6 +161,21 @@ def test_public_models_equal_the_whole(name, tmp_path):
     check(model.made(), x, (1, 1, 3, *[1] * (x.dim() - 3)), tmp_path)
 
 
+class Spectrum(nn.Module):
+    """Has no tensors, and no layers that say how many dimensions are spatial."""
+
+    def forward(self, x):
+        y = torch.fft.ifft2(torch.fft.fft2(x) * 0.5).real
+        return y @ (y.transpose(2, 3) @ y)
+
+
+def test_a_model_without_tensors_takes_batches():
+    x = torch.rand(1, 1, 256, 32) * 0.1
+    assert plan_prediction(Spectrum(), x, grid={"H": 4}).passes > 1
+    found = predict(Spectrum(), x, grid={"H": 4})
+    torch.testing.assert_close(found, whole(Spectrum(), x), rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("shape", [(60, 40), (1, 60, 40), (3, 1, 60, 40)])
 @pytest.mark.parametrize("sink", [None, "y.npy", "y.zarr", "y.h5", "array", "function"])
 def test_sources_and_sinks_of_all_forms(shape, sink, tmp_path):
