@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 ON_TWO_HOSTS = "TWO_HOSTS_RANKS" in os.environ
 TRANSPORTS = ["auto"] if ON_TWO_HOSTS else ["auto", "remote"]
 LOCKSTEP = pytest.StashKey[Lockstep]()
-SHARE_A_JOB = ("tests/test_docs.py", "tests/model/test_ways.py")
+SHARE_A_JOB = ("tests/test_docs.py",)
 LEFT_OUT = pytest.StashKey[str]()
 
 # The same examples on every run and every rank; no database, so that nothing is left in the working tree.

@@ -9,7 +9,9 @@ import threading
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed import checkpoint as dcp
 
 from distdl_rma import (
     CheckpointError,
@@ -39,6 +41,12 @@ pytestmark = [pytest.mark.mpi, pytest.mark.sizes(1, 2, 3, 4)]
 @pytest.fixture
 def folder(comm, tmp_path):
     return same_folder(comm, tmp_path) / "run"
+
+
+@pytest.fixture
+def kept(P_world, folder):
+    with Checkpoints(folder, machine=P_world) as kept:
+        yield kept
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
@@ -119,45 +127,42 @@ def test_parameters_that_ranks_hold_parts_of_become_those_of_any_others(P_world,
     comm.Barrier()
 
 
-def test_an_lbfgs_of_cut_parameters_is_refused_by_the_name_of_one(P_world, comm, folder):
+def test_an_lbfgs_of_cut_parameters_is_refused_by_the_name_of_one(P_world, comm, kept):
     ours, whole = twins(P_world)[0], nn.Linear(1, 1)
     optimizer = torch.optim.LBFGS([*whole.parameters(), *ours.parameters()])
     state = {"model": ours, "whole": whole, "optimizer": optimizer}
-    with Checkpoints(folder, machine=P_world) as kept:
-        kept.save(state, 1)
-        optimizer.state[whole.weight]["n_iter"] = 1
-        if cut := [name for name, _ in ours.named_parameters() if name in scattered(ours)]:
-            with pytest.raises(UnsupportedError, match=f"is an LBFGS, .* but '{cut[0]}' is cut over ranks"):
-                kept.save(state, 2)
-        assert cut or comm.size == 1
+    kept.save(state, 1)
+    optimizer.state[whole.weight]["n_iter"] = 1
+    if cut := [name for name, _ in ours.named_parameters() if name in scattered(ours)]:
+        with pytest.raises(UnsupportedError, match=f"is an LBFGS, .* but '{cut[0]}' is cut over ranks"):
+            kept.save(state, 2)
+    assert cut or comm.size == 1
 
 
-def test_split_tensors_go_into_another_layout(P_world, folder):
+def test_split_tensors_go_into_another_layout(P_world, kept):
     whole = torch.arange(35.0).view(5, 7)
     rows, columns = (
         P_world.create_cartesian_topology_partition(s) for s in ((P_world.size, 1), (1, P_world.size))
     )
-    with Checkpoints(folder, machine=P_world) as kept:
-        kept.save({"x": shard(rows, whole)}, 1)
-        found = shard(columns, torch.zeros(5, 7))
-        assert kept.restore({"x": found}) == 1
-        with pytest.raises(ShapeError, match=r"'x' is float32 of shape \(5, 7\)"):
-            kept.restore({"x": shard(columns, torch.zeros(5, 8))})
-        with pytest.raises(UnsupportedError, match="within other values"):
-            kept.save({"x": [shard(rows, whole)]}, 2)
+    kept.save({"x": shard(rows, whole)}, 1)
+    found = shard(columns, torch.zeros(5, 7))
+    assert kept.restore({"x": found}) == 1
+    with pytest.raises(ShapeError, match=r"'x' is float32 of shape \(5, 7\)"):
+        kept.restore({"x": shard(columns, torch.zeros(5, 8))})
+    with pytest.raises(UnsupportedError, match="within other values"):
+        kept.save({"x": [shard(rows, whole)]}, 2)
     assert isinstance(found, SplitTensor)
     assert torch.equal(found.full_tensor(), whole)
 
 
-def test_every_byte_is_read_by_one_rank(P_world, comm, folder, monkeypatch):
+def test_every_byte_is_read_by_one_rank(P_world, comm, monkeypatch, kept):
     ours, _ = twins(P_world)
     state = {"model": ours, "more": torch.rand(1 << 20), "odd": torch.rand(3, 7).bfloat16()}
     reads = []
-    with Checkpoints(folder, machine=P_world) as kept:
-        file = kept.save(state, 1) / DATA
-        real = os.preadv
-        monkeypatch.setattr(os, "preadv", lambda *a: reads.append(real(*a)) or reads[-1])
-        kept.restore(state)
+    file = kept.save(state, 1) / DATA
+    real = os.preadv
+    monkeypatch.setattr(os, "preadv", lambda *a: reads.append(real(*a)) or reads[-1])
+    kept.restore(state)
     assert file.stat().st_size * 0.97 < comm.allreduce(sum(reads)) <= 1.02 * file.stat().st_size
 
 
@@ -177,17 +182,16 @@ class Odd(nn.Module):
         self.register_buffer("tensor", torch.rand(3))
 
 
-def test_weights_are_restored_where_they_are(P_world, folder):
+def test_weights_are_restored_where_they_are(P_world, kept):
     torch.manual_seed(1)
     model = Odd()
     wanted = {key: x.clone() for key, x in model.state_dict().items()}
     places = {key: x.data_ptr() for key, x in model.state_dict().items()}
-    with Checkpoints(folder, machine=P_world) as kept:
-        kept.save({"model": model}, 1)
-        with torch.no_grad():
-            for x in model.state_dict().values():
-                x.fill_(P_world.me)
-        kept.restore({"model": model})
+    kept.save({"model": model}, 1)
+    with torch.no_grad():
+        for x in model.state_dict().values():
+            x.fill_(P_world.me)
+    kept.restore({"model": model})
     for key, x in model.state_dict().items():
         assert torch.equal(x, wanted[key])
         assert x.data_ptr() == places[key]
@@ -333,34 +337,32 @@ def flipped(at):
         (MANIFEST, lambda data: data.replace(b'"version": 1', b'"version": 9'), r"is of version 9.*damaged"),
     ],
 )  # fmt: skip
-def test_damage_is_named_on_all_ranks_and_nothing_is_changed(P_world, comm, folder, file, edit, said):
+def test_damage_is_named_on_all_ranks_and_nothing_is_changed(comm, folder, file, edit, said, kept):
     state = {"x": torch.full((50,), 1.0), "n": 1}
-    with Checkpoints(folder, machine=P_world) as kept:
-        kept.save(state, 1)
-        path = kept.save({"x": torch.full((50,), 2.0), "n": 2}, 2)
-        change(comm, path / file, edit)
-        with pytest.raises(CheckpointError, match=said) as error:
-            kept.restore(state)
-        assert "version" in said or f"the one before it is {folder / 'step-1'}" in str(error.value)
-        assert state["x"].eq(1).all()
-        assert state["n"] == 1
-        assert kept.restore(state, step=1) == 1
+    kept.save(state, 1)
+    path = kept.save({"x": torch.full((50,), 2.0), "n": 2}, 2)
+    change(comm, path / file, edit)
+    with pytest.raises(CheckpointError, match=said) as error:
+        kept.restore(state)
+    assert "version" in said or f"the one before it is {folder / 'step-1'}" in str(error.value)
+    assert state["x"].eq(1).all()
+    assert state["n"] == 1
+    assert kept.restore(state, step=1) == 1
 
 
 @pytest.mark.parametrize("name", ["step-2", "step-2.old"])
-def test_a_directory_of_others_is_in_the_way_and_stays(P_world, comm, folder, name):
+def test_a_directory_of_others_is_in_the_way_and_stays(comm, folder, name, kept):
     state = {"x": torch.ones(50)}
-    with Checkpoints(folder, machine=P_world) as kept:
-        kept.save(state, 1)
-        if comm.rank == 0:
-            (folder / name).mkdir()
-            (folder / name / "theirs").write_text("kept")
-        for _ in range(2):
-            with pytest.raises(CheckpointError, match=f"{name} is in the way"):
-                kept.save(state, 2)
-        assert (folder / name / "theirs").read_text() == "kept"
-        assert kept.restore(state) == 1
-        kept.save(state, 3)
+    kept.save(state, 1)
+    if comm.rank == 0:
+        (folder / name).mkdir()
+        (folder / name / "theirs").write_text("kept")
+    for _ in range(2):
+        with pytest.raises(CheckpointError, match=f"{name} is in the way"):
+            kept.save(state, 2)
+    assert (folder / name / "theirs").read_text() == "kept"
+    assert kept.restore(state) == 1
+    kept.save(state, 3)
 
 
 def test_half_written_ones_are_passed_over(P_world, comm, folder):
@@ -380,48 +382,44 @@ def test_half_written_ones_are_passed_over(P_world, comm, folder):
         assert sorted(each.name for each in folder.iterdir()) == ["step-1", "step-4", "step-5"]
 
 
-def test_another_model_is_refused_by_its_keys_and_shapes(P_world, folder):
+def test_another_model_is_refused_by_its_keys_and_shapes(P_world, kept):
     job, wider = Job(partition=P_world), Job(partition=P_world, width=5)
     job.steps(1)
     other, sgd = nn.Sequential(nn.Linear(1, 1)), torch.optim.SGD(job.model.parameters())
-    with Checkpoints(folder, machine=P_world) as kept:
-        kept.save(job.state, 1)
-        before = {key: x.clone() for key, x in wider.model.state_dict().items()}
-        for state, error, words in (
-            (wider.state, ShapeError, r"'model: first.weight' is float64 of shape \(4, 1, 3, 3\) in it"),
-            ({"model": other}, CheckpointError, r"lacks '0.weight', '0.bias', and has 'first.weight'.* more"),
-            ({"model": job.model, "optimizer": sgd}, CheckpointError, "'optimizer' is Adam in it, and SGD"),
-            ({"critic": job.model}, CheckpointError, r"it has no 'critic', only \['average'"),
-            ({"loader": 3}, CheckpointError, r"'loader' is an object with state_dict\(\) in it"),
-            ({"optimizer": job.optimizer}, PartitionError, "parameter of no model in the state"),
-            (job.model, ConfigurationError, r"a state is a dict such as {'model': model}, got a 'Net'"),
-        ):
-            with pytest.raises(error, match=words):
-                kept.restore(state)
-        assert all(torch.equal(x, before[key]) for key, x in wider.model.state_dict().items())
+    kept.save(job.state, 1)
+    before = {key: x.clone() for key, x in wider.model.state_dict().items()}
+    for state, error, words in (
+        (wider.state, ShapeError, r"'model: first.weight' is float64 of shape \(4, 1, 3, 3\) in it"),
+        ({"model": other}, CheckpointError, r"lacks '0.weight', '0.bias', and has 'first.weight'.* more"),
+        ({"model": job.model, "optimizer": sgd}, CheckpointError, "'optimizer' is Adam in it, and SGD"),
+        ({"critic": job.model}, CheckpointError, r"it has no 'critic', only \['average'"),
+        ({"loader": 3}, CheckpointError, r"'loader' is an object with state_dict\(\) in it"),
+        ({"optimizer": job.optimizer}, PartitionError, "parameter of no model in the state"),
+        (job.model, ConfigurationError, r"a state is a dict such as {'model': model}, got a 'Net'"),
+    ):
+        with pytest.raises(error, match=words):
+            kept.restore(state)
+    assert all(torch.equal(x, before[key]) for key, x in wider.model.state_dict().items())
     job.close()
     wider.close()
 
 
-def test_all_ranks_restore_the_same_objects(P_world, comm, folder):
+def test_all_ranks_restore_the_same_objects(P_world, comm, folder, kept):
     model = Job(partition=P_world).model
     optimizer = torch.optim.Adam(model.parameters())
-    with Checkpoints(folder, machine=P_world) as kept:
-        kept.save({"net": model, "optimizer": optimizer}, 1)
-        if comm.size > 1:
-            state = {"net": model} | ({"optimizer": optimizer} if comm.rank else {})
-            with pytest.raises(
-                MismatchError, match=r"names of the state: \['net'\] on rank 0, but \['net', "
-            ):
-                kept.restore(state)
-        kept.save({"x": 1}, 2)
-        with pytest.raises(CheckpointError, match=r"it has no 'model', only \['x'\]"):
-            load_checkpoint(folder, nn.Linear(1, 1))
+    kept.save({"net": model, "optimizer": optimizer}, 1)
+    if comm.size > 1:
+        state = {"net": model} | ({"optimizer": optimizer} if comm.rank else {})
+        with pytest.raises(MismatchError, match=r"names of the state: \['net'\] on rank 0, but \['net', "):
+            kept.restore(state)
+    kept.save({"x": 1}, 2)
+    with pytest.raises(CheckpointError, match=r"it has no 'model', only \['x'\]"):
+        load_checkpoint(folder, nn.Linear(1, 1))
     comm.Barrier()
 
 
 @pytest.mark.parametrize("failing", ["state_dict", "load_state_dict"])
-def test_an_object_that_refuses_its_state_leaves_the_others_as_they_were(P_world, comm, folder, failing):
+def test_an_object_that_refuses_its_state_leaves_the_others_as_they_were(comm, failing, kept):
     class Fails:
         saved = False
 
@@ -438,45 +436,43 @@ def test_an_object_that_refuses_its_state_leaves_the_others_as_they_were(P_world
 
     job, fails = Job(), Fails()
     state = job.state | {"fails": fails}
-    with Checkpoints(folder, machine=P_world) as kept:
-        kept.save(state, 1)
-        fails.saved = True
-        job.steps(1)
-        state["epoch"] = 5
-        with pytest.raises(CheckpointError, match=r"KeyError: .mine"):
-            kept.restore(state)
-        assert state["loader"].at == 1
-        assert state["epoch"] == 5
+    kept.save(state, 1)
+    fails.saved = True
+    job.steps(1)
+    state["epoch"] = 5
+    with pytest.raises(CheckpointError, match=r"KeyError: .mine"):
+        kept.restore(state)
+    assert state["loader"].at == 1
+    assert state["epoch"] == 5
 
 
-def test_what_cannot_be_saved_is_refused_on_all_ranks(P_world, comm, folder):
+def test_what_cannot_be_saved_is_refused_on_all_ranks(comm, kept):
     odd = object() if comm.rank == comm.size - 1 else 3
     differing = [
         ({"y": comm.rank}, 2, MismatchError, "'y' is not alike on ranks 0 and"),
         ({"y": torch.zeros(comm.rank)}, 2, MismatchError, r"'y/value' is .* on rank 0"),
     ]
-    with Checkpoints(folder, machine=P_world) as kept:
-        kept.save({"x": 1}, 1)
-        for state, step, error, words in (
-            ({"y": odd}, 2, UnsupportedError, "'y' is a object, which has no form"),
-            ({"x": 1}, -1, ConfigurationError, "from 0 on, got -1"),
-            (
-                nn.Linear(1, 1),
-                2,
-                ConfigurationError,
-                r"a state is a dict such as {'model': model}, got a 'Lin",
-            ),
-            ({(1, comm.rank): 1}, 2, UnsupportedError, r"names of the state are strings, got \(1, "),
-            *(differing if comm.size > 1 else []),
-        ):
-            with pytest.raises(error, match=words):
-                kept.save(state, step)
-        if comm.size > 1:
-            with pytest.raises(MismatchError, match="at steps from 0 to"):
-                kept.due(comm.rank)
-        with pytest.raises(ConfigurationError, match=r"from 0 on, (got -1|another rank got)"):
-            kept.due(-1 if comm.rank == comm.size - 1 else 3)
-        assert kept.restore({"x": 0}) == 1
+    kept.save({"x": 1}, 1)
+    for state, step, error, words in (
+        ({"y": odd}, 2, UnsupportedError, "'y' is a object, which has no form"),
+        ({"x": 1}, -1, ConfigurationError, "from 0 on, got -1"),
+        (
+            nn.Linear(1, 1),
+            2,
+            ConfigurationError,
+            r"a state is a dict such as {'model': model}, got a 'Lin",
+        ),
+        ({(1, comm.rank): 1}, 2, UnsupportedError, r"names of the state are strings, got \(1, "),
+        *(differing if comm.size > 1 else []),
+    ):
+        with pytest.raises(error, match=words):
+            kept.save(state, step)
+    if comm.size > 1:
+        with pytest.raises(MismatchError, match="at steps from 0 to"):
+            kept.due(comm.rank)
+    with pytest.raises(ConfigurationError, match=r"from 0 on, (got -1|another rank got)"):
+        kept.due(-1 if comm.rank == comm.size - 1 else 3)
+    assert kept.restore({"x": 0}) == 1
 
 
 def test_arguments_are_checked_and_compared(P_world, comm, folder):
@@ -534,3 +530,21 @@ def test_generators_that_differ_are_those_of_their_rank(P_world, comm, folder):
             assert kept.restore({}, generators=False) == 1
     comm.Barrier()
     assert json.loads((folder / "step-1" / MANIFEST).read_text())["body"]["ranks"] == comm.size
+
+
+@pytest.mark.processes
+def test_torchs_checkpoint_saves_split_tensors_by_blocks_and_fills_other_layouts(comm, P_world, folder):
+    dist.init_process_group("rma")
+    n, whole = P_world.size, torch.arange(15.0).view(3, 5)
+    rows, columns = (P_world.create_cartesian_topology_partition(shape) for shape in ((n, 1), (1, n)))
+    saved = {"cut": shard(rows, whole), "copies": shard(rows, whole + 1).redistribute()}
+    dcp.save(saved, checkpoint_id=folder)
+    found = {"cut": shard(columns, torch.zeros(3, 5)), "copies": torch.zeros(3, 5)}
+    dcp.load(found, checkpoint_id=folder)
+    assert isinstance(found["cut"], SplitTensor)
+    assert torch.equal(found["cut"].full_tensor(), whole)
+    assert torch.equal(found["copies"], whole + 1)
+    dcp.save({"cut": whole * 2}, checkpoint_id=folder.with_name("plain"))
+    dcp.load(found := {"cut": shard(rows, torch.zeros(3, 5))}, checkpoint_id=folder.with_name("plain"))
+    assert torch.equal(found["cut"].full_tensor(), whole * 2)
+    dist.destroy_process_group()

@@ -48,18 +48,16 @@ def test_runs_are_where_the_elements_of_the_box_are(part, data):
 @given(parts(), st.integers(1, 5))
 def test_checksums_of_parts_add_up_to_that_of_the_tensor(part, pieces):
     whole = Part(part.item, Box.of_shape(part.item.shape))
-    x, holding = values(part), Holding((0,))
+    x = values(part)
     wanted = whole.checksum(flat_bytes(x), 0)
-    cut = [x] if not x.dim() else list(x.chunk(pieces, -1))
-    total, at = 0, 0
-    for block in cut:
+    total, at, size = 0, 0, part.item.dtype.itemsize
+    for block in x.chunk(pieces, -1) if x.dim() else [x]:
         box = Box.of_shape(x.shape)
         if x.dim():
             box = box.replace(x.dim() - 1, at, at + block.shape[-1])
             at += block.shape[-1]
         holding = Holding((0, 1))
         holding.add(one := Part(part.item, box))
-        size = part.item.dtype.itemsize
         for number in range(2):
             for _, first, last in holding.share(number, 2):
                 total += one.checksum(flat_bytes(block)[first * size : last * size], first)

@@ -85,10 +85,7 @@ def test_a_kill_leaves_the_previous_or_the_new_checkpoint(tmp_path, kind, victim
     assert max(1, last - (2 if kind == "asynchronous" else 0)) <= step <= last + 1
 
 
-def test_the_next_job_goes_on_from_there(tmp_path):
-    """The leavings of the killed job are in nobody's way."""
-    run = tmp_path / "run"
-    goes_on = """
+GOES_ON = """
 import sys, torch
 from distdl_rma import Checkpoints
 torch.manual_seed(0)
@@ -99,12 +96,14 @@ with Checkpoints(sys.argv[1], keep=2) as kept:
         state["x"] += 1
         kept.save(state, step)
 """
-    (tmp_path / "script.py").write_text(goes_on)
+
+
+def test_the_next_job_goes_on_from_there(tmp_path):
+    """The leavings of the killed job are in nobody's way."""
+    run = tmp_path / "run"
     for ranks, step in ((2, 2), (1, 4), (3, 6)):
         (run / "step-3.tmp").mkdir(parents=True, exist_ok=True)
-        said = completed(
-            [*mpiexec(ranks), sys.executable, "-m", "mpi4py", str(tmp_path / "script.py"), str(run)]
-        )
+        said = completed([*mpiexec(ranks), sys.executable, "-m", "mpi4py", "-c", GOES_ON, str(run)])
         assert said.returncode == 0, said.stderr
         state = {"x": torch.zeros(10)}
         assert load_checkpoint(run, state) == step

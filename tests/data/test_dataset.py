@@ -34,13 +34,8 @@ class Counting:
     """An array that counts the elements that are read, and keeps the slices."""
 
     def __init__(self, values):
-        self.values, self.shape, self.dtype, self.read, self.slices = (
-            values,
-            values.shape,
-            values.dtype,
-            0,
-            [],
-        )
+        self.values, self.shape, self.dtype = values, values.shape, values.dtype
+        self.read, self.slices = 0, []
 
     def __getitem__(self, box):
         part = self.values[box]
@@ -91,10 +86,8 @@ def test_blocks_are_those_of_numpy_on_the_whole(dims, grid, augmented):
     image = random.random((5, 2, *extents), np.float32)
     mask, onehot = image[:, 0] > 0.5, random.integers(0, 9, (5, 3, *extents))
     columns = [image, mask, onehot, np.arange(5, dtype=np.int16)]
-    options = (
-        {"crop": CROPS[dims], "flip": "DHW"[-dims:], "rotate": "HW" if dims > 1 else ""} if augmented else {}
-    )
-    dataset = ShardDataset(*columns, grid=(1,) * (dims + 2), seed=4, **options)
+    options = {"crop": CROPS[dims], "flip": "DHW"[-dims:], "rotate": "HW" if dims > 1 else ""}
+    dataset = ShardDataset(*columns, grid=(1,) * (dims + 2), seed=4, **options if augmented else {})
     for epoch, items in enumerate([[0], [4, 1, 2], [3, 0]]):
         parts, whole = played(dataset, items, grid, epoch), expected(dataset, columns, epoch, items, dims)
         for part, its in zip(parts, whole, strict=True):
@@ -126,11 +119,14 @@ def test_a_list_has_a_source_for_each_sample_and_crops_several_items():
     assert not torch.equal(dataset[0][0], items[0][0])
 
 
-def test_an_item_without_labels_is_a_tensor():
+def test_an_item_without_labels_is_a_tensor_and_has_no_part_of_a_batch(comm):
     dataset = ShardDataset(np.ones((3, 1, 4)), grid=(1,))
     assert torch.equal(dataset[-1], torch.ones(1, 4, dtype=torch.float64))
     with pytest.raises(IndexError, match="the dataset has 3 items, got 3"):
         dataset[3]
+    partition = Partition((0, 1), (2, 1, 1), 0, Machine.on(comm))
+    with pytest.raises(PartitionError, match="cuts batches, of which an item has no part"):
+        ShardDataset(np.zeros((1, 1, 4)), grid=partition)[0]
 
 
 def test_files_are_opened_when_they_are_needed(tmp_path):
@@ -194,29 +190,17 @@ def test_numbers_of_no_known_form_are_refused(options):
         ShardDataset(np.zeros((1, 1, 4)), grid=(1,), **options)
 
 
-def test_an_item_has_no_part_of_a_batch(comm):
-    machine = Machine.on(comm)
-    partition = Partition((0, 1), (2, 1, 1), 0, machine)
-    with pytest.raises(PartitionError, match="cuts batches, of which an item has no part"):
-        ShardDataset(np.zeros((1, 1, 4)), grid=partition)[0]
-
-
-def test_a_copy_reads_the_same_and_has_an_epoch_of_its_own(comm):
-    dataset = ShardDataset(np.random.default_rng(0).random((4, 1, 9, 8)), grid=(1, 1), crop=(5, 5))
-    copies = copy.copy(dataset), copy.deepcopy(dataset)
-    for other in copies:
-        assert other.machine is dataset.machine
-        assert torch.equal(other[2], dataset[2])
-        other.set_epoch(3)
-        assert not torch.equal(other[2], dataset[2])
-
-
-def test_a_copy_for_another_process_reads_the_same(tmp_path):
+def test_a_copy_reads_the_same_and_has_an_epoch_of_its_own(comm, tmp_path):
     np.save(tmp_path / "x.npy", np.random.default_rng(0).random((4, 1, 9, 8)))
-    dataset = ShardDataset(tmp_path / "x.npy", [1, 2, 3, 4], grid=(1, 1), crop=(5, 5), flip="HW", rotate="HW")
+    options = {"crop": (5, 5), "flip": "HW", "rotate": "HW"}
+    dataset = ShardDataset(tmp_path / "x.npy", [1, 2, 3, 4], grid=(1, 1), **options)
     before = dict(os.environ)
-    found = pickle.loads(pickle.dumps(dataset))
-    assert dict(os.environ) == before
-    assert found.machine is None
-    for item in range(4):
-        assert all(torch.equal(one, two) for one, two in zip(found[item], dataset[item], strict=True))
+    for made in (copy.copy, copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))):
+        other = made(dataset)
+        # For another process a copy has none.
+        assert other.machine in (dataset.machine, None)
+        for item in range(4):
+            assert all(torch.equal(one, two) for one, two in zip(other[item], dataset[item], strict=True))
+        other.set_epoch(3)
+        assert not torch.equal(other[2][0], dataset[2][0])
+    assert other.machine is None and dict(os.environ) == before

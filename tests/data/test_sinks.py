@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import resource
 import signal
+from itertools import product
 from pathlib import Path
 
 import numpy as np
 import pytest
+import tensorstore
 import torch
+import xarray
+import zarr
 
 from distdl_rma import (
     ArgumentError,
@@ -35,20 +39,24 @@ GRIDS = {
     3: [(3,), (1, 3, 1), (3, 1, 1)],
     4: [(2, 2), (1, 2, 2), (4, 1, 1)],
 }
-FILES = [
-    ("x.npy", None),
-    ("x.h5", None),
-    ("x.hdf5::deep/x", None),
-    ("x.h5", (2, 3, 4)),
-    ("x.zarr", None),
-    ("x.zarr", (2, 3, 4)),
-]
+NAMES = ["x.npy", "x.h5", "x.zarr"]
+FILES = [*((n, None) for n in NAMES), ("x.hdf5::deep/x", None), *((n, (2, 3, 4)) for n in NAMES[1:])]
 
 
 @pytest.fixture
 def folder(tmp_path, comm):
     """One for all ranks."""
     return Path(comm.bcast(str(tmp_path)))
+
+
+def refused(error, words, array):
+    """The context of an array is not entered."""
+    with pytest.raises(error, match=words), array:
+        pytest.fail("entered")
+
+
+def unwritten(box, values):
+    pytest.fail("written")
 
 
 def whole(path):
@@ -63,11 +71,14 @@ def test_what_is_written_is_the_whole_tensor_at_its_place(name, chunks, folder, 
     x = np.random.default_rng(0).normal(size=(3, 7, 10)).astype(np.float32)
     for number, grid in enumerate(GRIDS[comm.size]):
         path = folder / f"{number}-{name}"
-        y = shard(grid, x)
+        y = shard(grid, torch.from_numpy(x).requires_grad_())
         with create_array(path, (4, 9, 21), like=y, chunks=chunks) as sink:
             write_shards(sink, y, at=(1, 2, 0))
-            write_shards(sink, 2 * y, at=(1, 2, 11))
+            write_shards(sink, z := 2 * y, at=(1, 2, 11))
             assert not Path(str(path).partition("::")[0]).exists()
+        # Its graph stays.
+        z.sum().backward()
+        assert torch.equal(y.to_local().grad, torch.full_like(y.to_local(), 2))
         expected = np.zeros((4, 9, 21), np.float32)
         expected[1:, 2:, :10], expected[1:, 2:, 11:] = x, 2 * x
         assert np.array_equal(whole(path), expected)
@@ -78,7 +89,7 @@ def test_what_is_written_is_the_whole_tensor_at_its_place(name, chunks, folder, 
 @pytest.mark.parametrize(
     "dtype", [torch.float64, torch.uint8, torch.bool, torch.complex64, torch.float16, ">f4"], ids=str
 )
-@pytest.mark.parametrize("name", ["x.npy", "x.h5", "x.zarr"])
+@pytest.mark.parametrize("name", NAMES)
 def test_every_dtype_of_numpy_in_any_byte_order_can_be_written(dtype, name, folder, comm, P_world):
     x = (10 * torch.rand(4, 6)).to(torch.float32 if dtype == ">f4" else dtype)
     y = shard((1, comm.size), x)
@@ -109,50 +120,19 @@ def test_a_box_is_that_of_numpy_or_refused(name, chunks, folder, comm, P_world):
     assert np.array_equal(whole(folder / name), expected)
 
 
-@pytest.mark.mpi
-def test_an_array_that_is_read_only_is_refused_with_the_mode(folder, comm, P_world):
-    if comm.rank == 0:
-        np.save(folder / "x.npy", np.zeros((4, 6), np.float32))
-    comm.Barrier()
-    for mode in ("r", "c"):
-        with pytest.raises(ArgumentError, match=r"x\.npy is read only; open it by mode 'r\+'"):
-            write_shards(np.load(folder / "x.npy", mmap_mode=mode), shard((1, comm.size), torch.zeros(4, 6)))
-
-
-@pytest.mark.mpi
-def test_arrays_in_memory_are_refused(folder, comm, P_world):
-    import tensorstore
-    import xarray
-    import zarr
-
-    x, spec = np.zeros((4, 6), np.float32), {"driver": "zarr3", "kvstore": "memory://"}
-    np.save(folder / f"{comm.rank}.npy", x)
-    for sink in (
-        x,
-        torch.zeros(4, 6),
-        np.load(folder / f"{comm.rank}.npy", mmap_mode="r+").copy(),
-        zarr.zeros((4, 6), dtype="f4"),
-        tensorstore.array(x),
-        tensorstore.open(spec, create=True, dtype="float32", shape=(4, 6)).result(),
-        xarray.DataArray(x),
-    ):
-        with pytest.raises(ArgumentError, match="in memory would get this rank's block only"):
-            write_shards(sink, shard((1, comm.size), torch.ones(4, 6)))
-
-
 @pytest.mark.mpi(min_size=2)
-def test_arrays_that_differ_between_ranks_are_refused(folder, comm, P_world):
+def test_arrays_and_places_that_differ_between_ranks_are_refused(folder, comm, P_world):
     y = shard((1, comm.size), torch.zeros(4, 6))
-    with (
-        pytest.raises(MismatchError, match=r"array: .*\[4, 6\].* on rank 0, but .*\[4, 7\].* on rank 1"),
-        create_array(folder / "x.npy", (4, 6 + comm.rank), like=y),
-    ):
-        pytest.fail("entered")
+    words = r"array: .*\[4, 6\].* on rank 0, but .*\[4, 7\].* on rank 1"
+    refused(MismatchError, words, create_array(folder / "x.npy", (4, 6 + comm.rank), like=y))
     assert not list(folder.iterdir())
+    words = r"at: \[0, 0\] on rank 0, but \[0, 1\] on rank 1; all ranks write one tensor"
+    with pytest.raises(ShapeError, match=words):
+        write_shards(Sink((4, 20), np.float32, unwritten), y, at=(0, comm.rank))
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("name", ["x.npy", "x.h5", "x.zarr"])
+@pytest.mark.parametrize("name", NAMES)
 def test_empty_blocks_and_copies_are_written_once(name, folder, comm, P_world):
     x = torch.arange(6.0).reshape(1, 6)
     tensors = shard((comm.size, 1), x), shard((1, comm.size), x).redistribute(), shard((1, comm.size), x[:0])
@@ -162,23 +142,9 @@ def test_empty_blocks_and_copies_are_written_once(name, folder, comm, P_world):
         assert np.array_equal(whole(folder / f"{number}{name}"), x.numpy()[: len(y)])
 
 
-@pytest.mark.mpi
-def test_a_tensor_with_a_graph_is_written_and_its_graph_stays(folder, comm, P_world):
-    x = torch.rand(4, 6, requires_grad=True)
-    y = shard((1, comm.size), x)
-    z = 3 * y
-    with create_array(folder / "x.zarr", (4, 6), like=z, chunks=(4, 4)) as sink:
-        write_shards(sink, z)
-    z.sum().backward()
-    assert torch.equal(y.to_local().grad, torch.full_like(y.to_local(), 3))
-    assert np.array_equal(whole(folder / "x.zarr"), 3 * x.detach().numpy())
-
-
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("shards", [None, (4, 8)])
 def test_two_ranks_never_write_one_chunk(shards, folder, comm, P_world):
-    import zarr
-
     if comm.rank == 0:
         zarr.create_array(
             str(folder / "x.zarr"), shape=(8, 22), chunks=(4, 4), shards=shards, dtype="f4", fill_value=0
@@ -198,13 +164,10 @@ def test_two_ranks_never_write_one_chunk(shards, folder, comm, P_world):
     for grid in ((comm.size, 1), (1, comm.size)):
         written.clear()
         write_shards(Watched(), shard(grid, x), at=(1, 0))
-        chunks, edges = set(), shards or (4, 4)
-        for (a, b), (c, d) in written:
-            chunks |= {
-                (i, j)
-                for i in range(a // edges[0], -(-b // edges[0]))
-                for j in range(c // edges[1], -(-d // edges[1]))
-            }
+        chunks = set()
+        for box in written:
+            edges = zip(box, shards or (4, 4), strict=True)
+            chunks |= set(product(*(range(a // n, -(-b // n)) for (a, b), n in edges)))
         everywhere = [chunk for each in comm.allgather(chunks) for chunk in each]
         assert len(everywhere) == len(set(everywhere)) > 0
         assert np.array_equal(array[1:, :21], x)
@@ -213,8 +176,6 @@ def test_two_ranks_never_write_one_chunk(shards, folder, comm, P_world):
 
 @pytest.mark.mpi
 def test_sinks_of_users_and_libraries_are_written(folder, comm, P_world):
-    import tensorstore
-
     x = np.random.default_rng(0).normal(size=(6, 10)).astype(np.float32)
     y, boxes = shard((1, comm.size), x), []
     with Sink((6, 12), torch.float32, lambda box, values: boxes.append((box, values.copy()))) as sink:
@@ -237,15 +198,28 @@ def test_sinks_of_users_and_libraries_are_written(folder, comm, P_world):
     assert np.array_equal(tensorstore.open(spec).result().read().result(), x)
 
 
-def unwritten(box, values):
-    pytest.fail("written")
-
-
 def created(name, shape=(4, 6), dtype=None, **options):
     return lambda y, folder: create_array(folder / name, shape, dtype, **{"like": y} | options)
 
 
-SINK = Sink((4, 8), np.float32, unwritten)
+def written(make):
+    return lambda y, folder: write_shards(make(folder), y)
+
+
+def mapped(mode):
+    def make(folder):
+        np.save(folder.parent / "own.npy", np.zeros((4, 6), np.float32))
+        return np.load(folder.parent / "own.npy", mmap_mode=mode)
+
+    return make
+
+
+def in_memory(folder):
+    spec = {"driver": "zarr3", "kvstore": "memory://"}
+    return tensorstore.open(spec, create=True, dtype="float32", shape=(4, 6)).result()
+
+
+SINK, ZEROS = Sink((4, 8), np.float32, unwritten), np.zeros((4, 6), np.float32)
 # An error, its words, and a call with a split tensor and a folder.
 REFUSED = [
     *(
@@ -271,26 +245,33 @@ REFUSED = [
     (ArgumentError, "chunks= are of Zarr and HDF5", created("x.h5", chunks=(2, 0))),
     (ArgumentError, "chunks= are of Zarr and HDF5", created("x.zarr", chunks=(2.5, 2))),
     (ArgumentError, "in HDF5 not above the array's, got", created("x.h5", chunks=(2, 7))),
+    *(
+        (ArgumentError, r"own\.npy is read only; open it by mode 'r\+'", written(mapped(mode)))
+        for mode in ("r", "c")
+    ),
+    *(
+        (ArgumentError, "in memory would get this rank's block only", written(make))
+        for make in (
+            lambda _: ZEROS,
+            lambda _: torch.zeros(4, 6),
+            lambda folder: mapped("r+")(folder).copy(),
+            lambda _: zarr.zeros((4, 6), dtype="f4"),
+            lambda _: tensorstore.array(ZEROS),
+            in_memory,
+            lambda _: xarray.DataArray(ZEROS),
+        )
+    ),
     (ProtocolError, "within its context", lambda y, folder: created("x.npy")(y, folder).__setitem__((), 1)),
 ]
 
 
 @pytest.mark.mpi
 @pytest.mark.parametrize(("error", "words", "call"), REFUSED)
-def test_what_does_not_fit_is_refused_on_all_ranks(error, words, call, folder, comm, P_world):
+def test_what_does_not_fit_is_refused_on_all_ranks(error, words, call, tmp_path, comm, P_world):
+    (folder := tmp_path / "out").mkdir()
     with pytest.raises(error, match=words):
         call(shard((1, comm.size), torch.zeros(4, 6)), folder)
     assert not list(folder.iterdir())
-
-
-@pytest.mark.mpi(min_size=2)
-def test_ranks_that_write_at_different_places_are_refused(comm, P_world):
-    y = shard((1, comm.size), torch.zeros(4, 6))
-    sink = Sink((4, 20), np.float32, lambda box, values: pytest.fail("written"))
-    with pytest.raises(
-        ShapeError, match=r"at: \[0, 0\] on rank 0, but \[0, 1\] on rank 1; all ranks write one tensor"
-    ):
-        write_shards(sink, y, at=(0, comm.rank))
 
 
 @pytest.mark.mpi(min_size=2)
@@ -299,25 +280,22 @@ def test_several_ranks_do_not_write_an_open_variable_of_hdf5_or_netcdf(folder, c
     import netCDF4
 
     y = shard((1, comm.size), torch.zeros(4, 6))
-    with (
-        h5py.File(folder / f"{comm.rank}.h5", "w") as file,
-        netCDF4.Dataset(folder / f"{comm.rank}.nc", "w") as other,
-    ):
-        other.createDimension("y", 4)
-        other.createDimension("x", 6)
+    file, other = h5py.File(folder / f"{comm.rank}.h5", "w"), netCDF4.Dataset(folder / f"{comm.rank}.nc", "w")
+    with file, other:
+        for name, extent in (("y", 4), ("x", 6)):
+            other.createDimension(name, extent)
         for sink in (file.create_dataset("x", (4, 6), "f4"), other.createVariable("v", "f4", ("y", "x"))):
             with pytest.raises(UnsupportedError, match="create_array"):
                 write_shards(sink, y)
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("name", ["x.npy", "x.h5", "x.zarr"])
+@pytest.mark.parametrize("name", NAMES)
 def test_what_is_there_stays_there(name, folder, comm, P_world):
     y = shard((1, comm.size), torch.ones(4, 6))
     with create_array(folder / name, (4, 6), like=y) as sink:
         write_shards(sink, y)
-    with pytest.raises(DataError, match="is there already"), create_array(folder / name, (4, 6), like=y):
-        pytest.fail("entered")
+    refused(DataError, "is there already", create_array(folder / name, (4, 6), like=y))
     assert whole(folder / name).sum() == 24
 
 
@@ -327,7 +305,7 @@ def write_and_stop(sink, y):
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("name", ["x.npy", "x.h5", "x.zarr"])
+@pytest.mark.parametrize("name", NAMES)
 def test_a_context_that_fails_leaves_nothing(name, folder, comm, P_world):
     y = shard((1, comm.size), torch.ones(4, 6))
     # A job that was killed has left this.
@@ -342,21 +320,12 @@ def test_a_context_that_fails_leaves_nothing(name, folder, comm, P_world):
 @pytest.mark.mpi
 def test_a_folder_that_is_missing_is_an_error_on_all_ranks(folder, comm, P_world):
     y = shard((1, comm.size), torch.ones(4, 6))
-    for name in ("x.npy", "x.h5", "x.zarr"):
-        with (
-            pytest.raises(DataError, match=r"no: not found on"),
-            create_array(folder / "no" / name, (4, 6), like=y),
-        ):
-            pytest.fail("entered")
     if comm.rank == 0:
         (folder / "file").touch()
     comm.Barrier()
-    for name in ("x.npy", "x.h5", "x.zarr"):
-        with (
-            pytest.raises(DataError, match=r"(?i)not a directory|no such file"),
-            create_array(folder / "file" / name, (4, 6), like=y),
-        ):
-            pytest.fail("entered")
+    for place, words in (("no", "no: not found on"), ("file", "(?i)not a directory|no such file")):
+        for name in NAMES:
+            refused(DataError, words, create_array(folder / place / name, (4, 6), like=y))
 
 
 @pytest.mark.mpi(min_size=2)
@@ -380,11 +349,7 @@ def test_a_file_above_the_limit_is_an_error_on_all_ranks_before_data_moves(
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, limits[1]))
     try:
-        with (
-            pytest.raises(DataError, match="File too large"),
-            create_array(folder / name, (400, 600), like=y, chunks=chunks),
-        ):
-            pytest.fail("entered")
+        refused(DataError, "File too large", create_array(folder / name, (400, 600), like=y, chunks=chunks))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         signal.signal(signal.SIGXFSZ, handler)

@@ -15,8 +15,8 @@ from distdl_rma.layers import DistributedConv2d, DistributedInstanceNorm2d, Dist
 from tests.fuzz.movement import check
 from tests.layers.sequential import grids, shard
 from tests.matrix import check_each
-from tests.model.against_alone import train_beside
 from tests.model.nets import UNet
+from tests.model.training import train_beside
 from tests.process_group import nets
 from tests.process_group.backends import process_group
 from tests.two_hosts import RANKS_VARIABLE

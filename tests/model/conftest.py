@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
-from typing import TYPE_CHECKING
+import copy
+from collections.abc import Callable, Generator
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -15,16 +16,29 @@ if TYPE_CHECKING:
 
 
 @pytest.fixture
-def model(P_world: Partition, request: pytest.FixtureRequest) -> Generator[torch.nn.Module]:
+def split_of(P_world: Partition) -> Generator[Callable[..., torch.nn.Module]]:
+    """Distributes a copy of a model, over rows or another grid, until the test ends."""
+    from distdl_rma import distribute
+
+    made = []
+
+    def split_of(model: torch.nn.Module, axis: str = "H", **options: Any) -> torch.nn.Module:
+        made.append(distribute(copy.deepcopy(model), {axis: -1}, **options))
+        return made[-1]
+
+    yield split_of
+    for model in made:
+        if hasattr(model, "distributed"):
+            model.distributed.close()
+
+
+@pytest.fixture
+def model(split_of: Callable[..., torch.nn.Module], request: pytest.FixtureRequest) -> torch.nn.Module:
     """The ``Net`` of the test's file, distributed."""
     import torch
 
-    from distdl_rma import distribute
-
     torch.manual_seed(1)
-    made = distribute(request.module.Net(), {"H": -1})
-    yield made
-    made.distributed.close()
+    return split_of(request.module.Net())
 
 
 @pytest.fixture

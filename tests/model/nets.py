@@ -4,53 +4,68 @@ ranks.
 
 from __future__ import annotations
 
-from itertools import pairwise
+from functools import partial
 
 import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
 
-def _double(inside, outside):
-    return nn.Sequential(
-        nn.Conv2d(inside, outside, 3, padding=1, bias=False),
-        nn.BatchNorm2d(outside),
-        nn.ReLU(inplace=True),
-        nn.Conv2d(outside, outside, 3, padding=1, bias=False),
-        nn.BatchNorm2d(outside),
-        nn.ReLU(inplace=True),
-    )
+def of_dims(name, dims):
+    """A class of ``torch.nn`` for so many dimensions."""
+    return getattr(nn, f"{name}{dims}d")
+
+
+def norm_of(kind, dims, channels):
+    if kind == "instance":
+        return of_dims("InstanceNorm", dims)(channels, affine=True)
+    if kind == "group":
+        return nn.GroupNorm(2, channels)
+    if kind == "batch":
+        norm = of_dims("BatchNorm", dims)(channels)
+        nn.init.uniform_(norm.running_mean)
+        nn.init.uniform_(norm.running_var, 0.5, 2)
+        return norm
+    return nn.Identity()
 
 
 class UNet(nn.Module):
-    """U-Net; skip connections are padded by differences of sizes."""
+    """Two levels, skips, transposed convolutions or bilinear resizing; any extents."""
 
-    def __init__(self, inside=1, classes=2, width=4, depth=2, bilinear=False):
+    def __init__(self, dims=2, norm="batch", channels=4, classes=3, bilinear=False):
         super().__init__()
-        widths = [width << level for level in range(depth + 1)]
-        self.first = _double(inside, width)
-        self.down = nn.ModuleList(_double(a, b) for a, b in pairwise(widths))
+        conv = of_dims("Conv", dims)
+
+        def block(i, o):
+            parts = []
+            for c in (i, o):
+                parts += [conv(c, o, 3, padding=1), norm_of(norm, dims, o), nn.LeakyReLU(0.1)]
+            return nn.Sequential(*parts)
+
+        c = channels
+        self.down, self.middle, self.bottom = block(1, c), block(c, 2 * c), block(2 * c, 4 * c)
+        self.pool = of_dims("MaxPool", dims)(2)
         if bilinear:
-            self.up = nn.ModuleList(
-                nn.Upsample(scale_factor=2, mode="bilinear", align_corners=True) for _ in widths[1:]
-            )
-            self.fuse = nn.ModuleList(_double(3 * n, n) for n in widths[-2::-1])
+            up = partial(nn.Upsample, scale_factor=2, mode="bilinear", align_corners=True)
+            self.up_middle, self.up, deep = up(), up(), (6 * c, 3 * c)
         else:
-            self.up = nn.ModuleList(nn.ConvTranspose2d(2 * n, n, 2, stride=2) for n in widths[-2::-1])
-            self.fuse = nn.ModuleList(_double(2 * n, n) for n in widths[-2::-1])
-        self.last = nn.Conv2d(width, classes, 1)
+            up = of_dims("ConvTranspose", dims)
+            self.up_middle, self.up, deep = up(4 * c, 2 * c, 2, 2), up(2 * c, c, 2, 2), (4 * c, 2 * c)
+        self.from_middle, self.from_up = block(deep[0], 2 * c), block(deep[1], c)
+        self.last = conv(c, classes, 1)
 
     def forward(self, x):
-        skips = [self.first(x)]
-        for down in self.down:
-            skips.append(down(F.max_pool2d(skips[-1], 2)))
-        y = skips.pop()
-        for up, fuse in zip(self.up, self.fuse, strict=True):
-            y, skip = up(y), skips.pop()
-            high, wide = skip.size(2) - y.size(2), skip.size(3) - y.size(3)
-            y = F.pad(y, [wide // 2, wide - wide // 2, high // 2, high - high // 2])
-            y = fuse(torch.cat([skip, y], dim=1))
-        return self.last(y)
+        fine = self.down(x)
+        middle = self.middle(self.pool(fine))
+        bottom = self.bottom(self.pool(middle))
+        middle = self.from_middle(torch.cat([middle, self._to(self.up_middle(bottom), middle)], 1))
+        return self.last(self.from_up(torch.cat([fine, self._to(self.up(middle), fine)], 1)))
+
+    @staticmethod
+    def _to(x, like):
+        missing = [n - m for n, m in zip(like.shape[2:], x.shape[2:], strict=True)]
+        sides = [n for each in reversed(missing) for n in (0, each)]
+        return nn.functional.pad(x, sides, mode="replicate") if any(sides) else x
 
 
 class _Spectral(nn.Module):

@@ -1,10 +1,13 @@
 """Calls of a distributed model that some ranks begin, go through or end otherwise than others."""
 
 import threading
+from contextlib import suppress
+from functools import partial
 
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F  # noqa: N812
 
 from distdl_rma import (
     ExchangeTimeout,
@@ -27,6 +30,7 @@ class Net(nn.Module):
         super().__init__()
         self.first = nn.Conv2d(1, 2, 3, padding=1)
         self.norm = nn.BatchNorm2d(2)
+        self.second, self.third = nn.Conv2d(2, 2, 3, padding=1), nn.Conv2d(2, 2, 3, padding=1)
         self.act = torch.relu
 
     def forward(self, x):
@@ -162,18 +166,133 @@ def test_a_second_thread_in_a_call_is_refused_and_leaves_the_first_alone(model, 
     still_works(model, x)
 
 
+def told(comm, act, odd_rank=1):
+    """Types and texts of the errors of all ranks, on a machine that then cannot be used further."""
+    # Closing it may say again that a rank has failed.
+    with suppress(PeerFailedError), Machine(comm, segment_size="8MiB", timeout=60) as machine:
+        torch.manual_seed(1)
+        model = distribute(Net(), machine.partition((1, 1, comm.size, 1)))
+        x = torch.randn(1, 1, 12, 8)
+        model(x).square().mean().backward()
+        # Not so long as to be taken for a hang.
+        machine.segments.waiter.timeout = 3
+        comm.Barrier()
+        with pytest.raises(Exception) as found:
+            act(model, x, int(comm.rank == odd_rank))
+        text = str(found.value)
+        assert found.type in (MismatchError, PeerFailedError, ExchangeTimeout) or comm.rank == odd_rank, text
+        said = comm.allgather(f"{found.type.__name__}: {text}")
+    return said
+
+
+def calls_another(model, x, odd, ways=(1,)):
+    for way in ways:
+        model.act = model.third if odd and way else model.second
+        model(x)
+
+
+def calls_one_more(model, x, odd):
+    model.act = lambda y: model.second(model.second(y)) if odd else model.second(y)
+    model(x)
+
+
+def calls_one_more_and_makes_up_for_it(model, x, odd):
+    for step in range(2):
+        model.act = lambda y, step=step: model.second(model.second(y)) if odd == step else y
+        with torch.no_grad():
+            model(x)
+
+
+def goes_backward(model, x, odd):
+    model.act = model.second
+    y = model(x).sum()
+    if odd:
+        y.backward()
+    model(x)
+
+
+def reduces_elsewhere(model, x, odd):
+    model.act = model.second
+    y = model(x)
+    for step in range(2):
+        if odd == step:
+            y.sum()
+        else:
+            y.sum()
+
+
+# What the odd rank does, and what the errors say.
+WAYS = [
+    (calls_another, ["second conv2d (", "third conv2d ("]),
+    # When both are connected.
+    (partial(calls_another, ways=(0, 0, 1)), ["second conv2d (", "third conv2d ("]),
+    (calls_one_more, ["second conv2d ("]),
+    (calls_one_more_and_makes_up_for_it, ["second conv2d (", "to send in 'calls of Net"]),
+    (goes_backward, ["to send in 'calls of Net", "adjoint"]),
+    (reduces_elsewhere, ["sum (test_calls.py:"]),
+]
+
+
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("alone", [0, -1])
-def test_functions_that_move_other_data_leave_a_machine_that_all_ranks_call_lost(comm, x, alone):
+@pytest.mark.parametrize(("act", "expected"), WAYS)
+def test_different_ways_are_an_error_on_all_ranks(comm, act, expected):
+    said = told(comm, act)
+    assert all(each.startswith(("ExchangeTimeout", "PeerFailedError", "MismatchError")) for each in said), (
+        said
+    )
+    assert all(part in " ".join(said) for part in expected), said
+
+
+def raises(model, x, odd):
+    def broken(y):
+        if odd:
+            raise OSError("disk on fire")
+        return model.second(y)
+
+    model.act = broken
+    model(x)
+
+
+def has_a_hook_that_raises(model, x, odd):
+    y = model(x)
+    y.register_hook(lambda gradient: [gradient][odd])
+    y.square().mean().backward()
+
+
+def breaks_a_rule(model, x, odd):
+    model.act = lambda y: y.as_strided((1,), (1,)) if odd else model.second(y)
+    model(x)
+
+
+def has_labels_that_are_none(model, x, odd):
+    y = model(x)
+    F.cross_entropy(y, torch.full((1, 12, 8), 7 * odd))
+    y.sum()
+
+
+ERRORS = {
+    raises: "OSError: disk on fire", breaks_a_rule: "UnsupportedError", has_a_hook_that_raises: "IndexError",
+    has_labels_that_are_none: "IndexError",
+}  # fmt: skip
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("act", ERRORS)
+def test_an_error_of_one_rank_reaches_the_others(comm, act):
+    for rank, text in enumerate(told(comm, act)):
+        assert text.startswith(("" if rank == 1 else "PeerFailedError: rank 1 failed: ") + ERRORS[act]), text
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("odd_rank", [0, -1])
+def test_functions_that_move_other_data_leave_a_machine_that_all_ranks_call_lost(comm, odd_rank):
     # With three ranks one of them may hear of it by another's notice. A sum over columns moves nothing: those
     # ranks are at the end of the call while another is in its sum over rows.
-    first = comm.rank == alone % comm.size
-    for act in (lambda x: x.roll(3 if first else 1, 2), lambda x: x.sum(2 if first else 3)):
-        with Machine(comm, segment_size="16MiB", timeout=60) as machine:
-            model = Net()
-            model.act = act
-            model = distribute(model, machine.partition((1, 1, comm.size, 1)))
-            with pytest.raises((MismatchError, PeerFailedError, ExchangeTimeout)) as found:
-                model(x)
-            text = str(found.value)
-            assert comm.allgather(text.endswith(f" {LOST}")) == [True] * comm.size, text
+    for act in (lambda x, odd: x.roll(3 if odd else 1, 2), lambda x, odd: x.sum(2 if odd else 3)):
+
+        def calls(model, x, odd, act=act):
+            model.act = lambda x: act(x, odd)
+            model(x)
+
+        said = told(comm, calls, odd_rank % comm.size)
+        assert all(text.endswith(f" {LOST}") for text in said), said

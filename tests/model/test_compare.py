@@ -1,13 +1,11 @@
 """compare() finds what differs, and where, and leaves both models as they were."""
 
-import copy
-
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
-from distdl_rma import ConfigurationError, compare, distribute, register
+from distdl_rma import ConfigurationError, compare, register
 from distdl_rma.split import SplitTensor
 from tests.split.against_whole import called
 
@@ -31,15 +29,11 @@ def odd_rows(module, x):
 
 
 @pytest.fixture
-def models(comm):
+def models(split_of):
     torch.manual_seed(4)
-    alone = nn.Sequential(
-        nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 2, 3, padding=1)
-    )
-    split = distribute(copy.deepcopy(alone), {"H": -1})
-    yield alone, split
-    if hasattr(split, "distributed"):
-        split.distributed.close()
+    convolutions = nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(4, 2, 3, padding=1)
+    alone = nn.Sequential(convolutions[0], nn.BatchNorm2d(4), nn.ReLU(), convolutions[1])
+    return alone, split_of(alone)
 
 
 @pytest.mark.sizes(1, 2, 3, 4)
@@ -51,40 +45,26 @@ def test_equal_models_are_equal_and_stay_what_they_were(models):
     torch.set_rng_state(state)
     found = compare(alone, split, x, torch.zeros(2, 2, 12, 11), F.mse_loss)
     assert found.equal, str(found)
-    assert {each.what for each in found.differences} == {
-        "output",
-        "loss",
-        "input gradient",
-        "gradient",
-        "buffer",
-    }
+    kinds = {"output", "loss", "input gradient", "gradient", "buffer"}
+    assert {each.what for each in found.differences} == kinds
     assert all(torch.equal(value, before[key]) for key, value in split.state_dict().items())
     assert all(p.grad is None for model in models for p in model.parameters())
     assert torch.equal(torch.get_rng_state(), state)
     assert "first difference: none" in str(found)
 
 
-def test_outputs_that_are_changed_in_place_are_compared_as_they_came():
+def test_outputs_that_are_changed_in_place_are_compared_as_they_came(split_of):
     torch.manual_seed(4)
     alone = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.InstanceNorm2d(4), nn.LeakyReLU(inplace=True))
-    split = distribute(copy.deepcopy(alone), {"H": -1})
-    found = compare(alone, split, torch.randn(SHAPE))
+    found = compare(alone, split_of(alone), torch.randn(SHAPE))
     assert found.equal, str(found)
-    split.distributed.close()
 
 
 @pytest.mark.sizes(1, 2, 3)
-def test_the_first_module_that_differs_and_its_rows(models):
-    alone, split = models
-    split.distributed.close()
+def test_the_first_module_that_differs_and_its_rows(models, split_of):
     register(Odd, odd_rows)
-    alone, split = (
-        nn.Sequential(*alone[:2], Odd(), alone[3]),
-        nn.Sequential(*copy.deepcopy(alone[:2]), Odd(), alone[3]),
-    )
-    split = distribute(split, {"H": -1})
-    found = compare(alone, split, torch.randn(SHAPE))
-    split.distributed.close()
+    alone = nn.Sequential(*models[0][:2], Odd(), models[0][3])
+    found = compare(alone, split_of(alone), torch.randn(SHAPE))
     assert (found.first.what, found.first.name) == ("output", "2")
     assert found.first.where[2] == (7, 8)
     assert not found.equal
@@ -105,16 +85,15 @@ class Counted(nn.Module):
 
 
 @pytest.mark.parametrize("function", [torch.tanh, torch.fft.fft, called(torch.argmax, 1)])
-def test_named_inputs_other_types_of_outputs_and_buffers_that_are_not_saved(function):
+def test_named_inputs_other_types_of_outputs_and_buffers_that_are_not_saved(split_of, function):
     torch.manual_seed(4)
     alone = Counted(function)
-    split, x = distribute(copy.deepcopy(alone), {"H": -1}), torch.randn(SHAPE)
+    split, x = split_of(alone), torch.randn(SHAPE)
     split({"x": x})
     found = compare(alone, split, ({"x": x},))
     assert found.equal, str(found)
     assert (alone.calls, split.calls) == (0, 1)
     assert "buffer" in {each.what for each in found.differences}
-    split.distributed.close()
 
 
 class Versioned(nn.Conv2d):
@@ -127,10 +106,8 @@ class Versioned(nn.Conv2d):
         super()._load_from_state_dict(state, prefix, metadata, *others)
 
 
-def test_versions_of_modules_are_kept():
-    split = distribute(Versioned(3, 2, 3), {"H": -1})
-    assert compare(Versioned(3, 2, 3), split, torch.randn(SHAPE)).equal
-    split.distributed.close()
+def test_versions_of_modules_are_kept(split_of):
+    assert compare(Versioned(3, 2, 3), split_of(Versioned(3, 2, 3)), torch.randn(SHAPE)).equal
 
 
 class Modulated(nn.Module):
@@ -144,12 +121,10 @@ class Modulated(nn.Module):
         return x * self.scale(words)[:, :, None, None]
 
 
-def test_inputs_that_are_not_cut_are_data():
-    split = distribute(Modulated(), {"H": -1})
-    found = compare(Modulated(), split, (torch.randn(SHAPE), torch.randn(2, 5)))
+def test_inputs_that_are_not_cut_are_data(split_of):
+    found = compare(Modulated(), split_of(Modulated()), (torch.randn(SHAPE), torch.randn(2, 5)))
     assert found.equal, str(found)
     assert [each.name for each in found.differences if each.what == "input gradient"] == ["input 0"]
-    split.distributed.close()
 
 
 class Tokens(nn.Module):
@@ -161,7 +136,7 @@ class Tokens(nn.Module):
 
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("affine", [True, False])
-def test_a_batch_norm_of_one_sample_that_torch_computes_wrongly_is_named(affine):
+def test_a_batch_norm_of_one_sample_that_torch_computes_wrongly_is_named(split_of, affine):
     torch.manual_seed(4)
     weights = torch.rand(1, 36, 2)
     bias = torch.zeros(2, requires_grad=True)
@@ -169,19 +144,16 @@ def test_a_batch_norm_of_one_sample_that_torch_computes_wrongly_is_named(affine)
     (tokens * weights).sum().backward()
     if torch.allclose(bias.grad, weights.sum((0, 1))):
         pytest.skip(f"torch {torch.__version__} computes it rightly")
-    alone = nn.Sequential(
-        nn.Conv2d(1, 2, 3, padding=1), nn.BatchNorm2d(2, affine=affine), nn.GELU(), Tokens()
-    )
-    split = distribute(copy.deepcopy(alone), {"H": -1})
+    norm = nn.BatchNorm2d(2, affine=affine)
+    alone = nn.Sequential(nn.Conv2d(1, 2, 3, padding=1), norm, nn.GELU(), Tokens())
+    split = split_of(alone)
     found = compare(alone, split, torch.rand(1, 1, 6, 6), loss_fn=lambda y: (y * weights).sum())
     assert not found.equal
     assert "1 is a batch norm of one sample" in str(found)
-    several = compare(
-        alone, split, torch.rand(2, 1, 6, 6), loss_fn=lambda y: (y * torch.cat([weights] * 2)).sum()
-    )
+    twice = torch.cat([weights] * 2)
+    several = compare(alone, split, torch.rand(2, 1, 6, 6), loss_fn=lambda y: (y * twice).sum())
     assert several.equal, str(several)
     assert not several.hint
-    split.distributed.close()
 
 
 @pytest.mark.mpi(min_size=2)

@@ -1,18 +1,19 @@
 """A model that nobody rewrote: the same object, the same parameters, right gradients."""
 
-import copy
-
 import pytest
 import torch
 from torch import nn
 
 from distdl_rma import (
+    ArgumentError,
     ConfigurationError,
     MismatchError,
     PartitionError,
     ProtocolError,
+    ShapeError,
     UnsupportedError,
     distribute,
+    shard,
 )
 from distdl_rma.layers import DistributedInstanceNorm2d, Repartition
 from distdl_rma.split import SplitTensor
@@ -35,12 +36,8 @@ def x():
 
 
 @pytest.fixture
-def pair(comm):
-    alone = made()
-    split = distribute(copy.deepcopy(alone), {"H": -1})
-    yield alone, split
-    if hasattr(split, "distributed"):
-        split.distributed.close()
+def pair(split_of):
+    return (alone := made()), split_of(alone)
 
 
 def gradients_are_equal(split, alone):
@@ -62,45 +59,19 @@ def test_the_model_stays_what_it_is(pair, x):
 
 
 @pytest.mark.sizes(2, 3, 4)
-def test_a_parameter_used_on_split_and_on_replicated_tensors(comm, x):
-    class Both(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.conv = nn.Conv2d(3, 3, 3, padding=1)
-            self.head = nn.Linear(3, 3)
-
-        def forward(self, x):
-            y = self.conv(x) * self.head.bias.view(1, 3, 1, 1)
-            regular = self.head.weight.square().sum()
-            return self.head(y.mean((2, 3))) * 2 + regular
-
-    torch.manual_seed(1)
-    alone = Both().double()
-    split = distribute(copy.deepcopy(alone), {"W": -1})
-    for model in (alone, split):
-        model(x).square().sum().backward()
-    gradients_are_equal(split, alone)
-    split.distributed.close()
-
-
-@pytest.mark.sizes(2, 3, 4)
-def test_layers_of_this_library_stand_inside(P_world, x):
+def test_layers_of_this_library_stand_inside(P_world, x, split_of):
     P_x = P_world.create_cartesian_topology_partition((1, 1, P_world.size, 1))
     P_y = P_world.create_cartesian_topology_partition((1, 1, 1, P_world.size))
     torch.manual_seed(1)
-    convs = [nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(4, 2, 3)]
+    convs, act = [nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(4, 2, 3)], nn.ReLU()
     norm = DistributedInstanceNorm2d(P_x, 4, affine=True)
-    split = nn.Sequential(convs[0], norm, nn.ReLU(), Repartition(P_x, P_y), convs[1]).double()
-    alone = copy.deepcopy(
-        nn.Sequential(convs[0], nn.InstanceNorm2d(4, affine=True), nn.ReLU(), convs[1])
-    ).double()
-    split = distribute(split, P_x)
+    alone = nn.Sequential(convs[0], nn.InstanceNorm2d(4, affine=True), act, convs[1]).double()
+    split = split_of(nn.Sequential(convs[0], norm, act, Repartition(P_x, P_y), convs[1]).double())
     y, z = split(x), alone(x)
     torch.testing.assert_close(y.full_tensor(), z)
     y.square().mean().backward()
     z.square().mean().backward()
     gradients_are_equal(split, alone)
-    split.distributed.close()
 
 
 @pytest.mark.mpi(min_size=2)
@@ -109,39 +80,72 @@ def test_blocks_taken_for_whole_tensors_are_refused(pair, x, comm):
         pair[1](x + comm.rank)
 
 
-def test_what_cannot_be_distributed(pair, P_world):
-    with pytest.raises(ConfigurationError, match="distributed already"):
-        distribute(pair[1], {"H": -1})
-    with pytest.raises(ConfigurationError, match="fallback"):
-        distribute(made(), {"H": -1}, fallback="guess")
-    with pytest.raises(ConfigurationError, match="'sum', 'mean' or 'none', got 'foo'"):
-        distribute(made(), {"H": -1}, reduction="foo")
-    with pytest.raises(ConfigurationError, match=r"takes a torch\.nn\.Module"):
-        distribute(torch.relu if P_world.rank == 0 else made(), {"H": -1})
-    if P_world.size > 1:
+def test_what_cannot_be_distributed(pair, P_world, comm):
+    split, odd = pair[1], comm.rank == comm.size - 1
+    P_x = P_world.create_cartesian_topology_partition((1, 1, P_world.size, 1))
+    meta = nn.Conv2d(3, 2, 3, device="meta")
+    part = r"the part '0' .*; model\.0\.distributed\.close\(\) first"
+    for model, options, words in (
+        (split, {}, "distributed already"),
+        (split[3], {}, r"'weight' already belongs to Sequential \(distributed model"),
+        (nn.Sequential(split), {}, part),
+        (made(), {"fallback": "guess" if odd else "move"}, "fallback is 'move' or 'error'"),
+        (made(), {"reduction": "foo"}, "'sum', 'mean' or 'none', got 'foo'"),
+        (torch.relu if odd else made(), {}, r"takes a torch\.nn\.Module"),
+        (made(), {"grid": {"H" if odd else "W": -1}}, r"grid: .* must be alike" if comm.size > 1 else ""),
+        *((meta, {"grid": P_x, "reduction": kind}, "'weight' is on the device meta.*to_empty")
+          for kind in ("sum", "none")),
+    ):  # fmt: skip
+        if words:
+            with pytest.raises(ConfigurationError, match=words):
+                distribute(model, **{"grid": {"H": -1}} | options)
+    if comm.size > 1:
         one = P_world.create_partition_inclusive([0]).create_cartesian_topology_partition((1, 1, 1, 1))
         with pytest.raises(PartitionError, match="all ranks of its machine"):
             distribute(made(), one)
 
 
 @pytest.mark.mpi(min_size=2)
-def test_moves_by_a_rule_can_be_forbidden(comm, x):
+def test_grids_that_do_not_fit_the_ranks(comm):
+    misfits = f"{comm.size + 1}x1", {"H": comm.size, "W": 2}, {"H": 5}
+    for grid in (*misfits, "two by two", "2x-1", 4, {"Q": 2}, {"H": -1, "W": -1}):
+        model = made()
+        for call, x in ((shard, torch.randn(1, 1, 8, 8)), (lambda grid, x: distribute(x, grid), model)):
+            with pytest.raises((PartitionError, ArgumentError), match="rank" if grid in misfits else None):
+                call(grid, x)
+        assert not hasattr(model, "distributed")
+
+
+def test_inputs_beside_that_have_no_memory_of_their_elements(split_of):
+    class Labelled(nn.Conv2d):
+        def forward(self, x, _label):
+            return super().forward(x)
+
+    model = split_of(Labelled(1, 1, 3, padding=1))
+    for beside in (torch.eye(3).to_sparse(), torch.empty(3, device="meta")):
+        for _ in range(2):
+            assert model(torch.ones(1, 1, 8, 8), beside).shape == (1, 1, 8, 8)
+
+
+def test_a_batch_dimension_that_is_missing_and_a_numpy_array_are_named(P_world):
+    x = torch.ones(3, 12, 5)
+    for grid in (P_world.create_cartesian_topology_partition((1, 1, P_world.size, 1)), {"H": -1}):
+        model = distribute(nn.Conv2d(3, 2, 3), grid)
+        with pytest.raises((ShapeError, ArgumentError), match=r"batch dimension .*missing\? x\.uns"):
+            model(x)
+        with pytest.raises(ArgumentError, match=r"torch\.from_numpy"):
+            model(x.unsqueeze(0).numpy())
+        assert model(x.unsqueeze(0)).shape == (1, 2, 10, 3)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_moves_by_a_rule_can_be_forbidden(split_of, x):
     class Other(nn.Module):
         def forward(self, x):
             return x + x.transpose(2, 3)
 
-    split = distribute(nn.Sequential(Other()), {"W": -1}, fallback="error")
     with pytest.raises(UnsupportedError, match="fallback='error' forbids"):
-        split(x[..., :11, :11])
-    split.distributed.close()
-
-
-@pytest.mark.mpi(min_size=2)
-def test_what_one_rank_says_otherwise_is_refused_by_all(comm):
-    with pytest.raises(ConfigurationError, match="fallback is 'move' or 'error'"):
-        distribute(made(), {"H": -1}, fallback="guess" if comm.rank == 1 else "move")
-    with pytest.raises(ConfigurationError, match=r"grid: .* must be alike"):
-        distribute(made(), {"H": -1} if comm.rank else {"W": -1})
+        split_of(nn.Sequential(Other()), "W", fallback="error")(x[..., :11, :11])
 
 
 def unfreezes(model):
@@ -184,10 +188,10 @@ def steps(model, x, count=2):
 
 @pytest.mark.parametrize("trained", [False, True])
 @pytest.mark.parametrize("change", CHANGES)
-def test_what_changes_between_calls_takes_part_from_the_next_call_on(comm, x, change, trained):
+def test_what_changes_between_calls_takes_part_from_the_next_call_on(split_of, x, change, trained):
     alone = made()
     alone[0].requires_grad_(False)
-    split = distribute(copy.deepcopy(alone), {"H": -1})
+    split = split_of(alone)
     for model in (alone, split):
         steps(model, x, 2 * trained)
         change(model)
@@ -196,9 +200,7 @@ def test_what_changes_between_calls_takes_part_from_the_next_call_on(comm, x, ch
                 model.eval()(x.to(model[0].weight.dtype))
             model.train()
     torch.testing.assert_close(steps(split, x).full_tensor(), steps(alone, x))
-    for p, other in zip(split.parameters(), alone.parameters(), strict=True):
-        torch.testing.assert_close(p.grad, other.grad)
-    split.distributed.close()
+    gradients_are_equal(split, alone)
 
 
 def test_gradients_that_are_accumulated_stay_when_a_part_is_unfrozen(pair, x):
@@ -253,13 +255,3 @@ def test_means_know_of_what_changes_while_the_model_is_called(comm, x):
     model.zero_grad()
     model(x).square().sum().backward()
     torch.testing.assert_close(mean, model[3].factor.grad / comm.size)
-
-
-def test_a_part_of_a_distributed_model_is_not_distributed_again(pair, x):
-    _, split = pair
-    with pytest.raises(
-        ConfigurationError, match=r"'weight' already belongs to Sequential \(distributed model"
-    ):
-        distribute(split[3], {"H": -1})
-    with pytest.raises(ConfigurationError, match=r"the part '0' .*; model\.0\.distributed\.close\(\) first"):
-        distribute(nn.Sequential(split), {"H": -1})

@@ -81,8 +81,7 @@ def test_a_sync_goes_with_its_model_and_not_before(P_world, used, uncollected):
             DistributedMSELoss(P_x)(y, torch.ones_like(y)).backward()
         return model, sync
 
-    _, sync = built()
-    _ = None
+    built()
     before = used(collect=False)
     for _ in range(10):
         model, sync = built()
@@ -151,7 +150,7 @@ distribute(Net(), {"W": -1}, reduction="none")(torch.ones(1, 1, 12)).square().fu
     assert used() <= before and len(P_world.home.kept["sites"]) <= places
 
 
-def test_a_gradient_outlives_its_model(comm):
+def test_gradients_and_graphs_outlive_their_model(comm, used):
     gradient = trained().first.weight.grad
     kept = gradient.clone()
     for _ in range(4):
@@ -159,15 +158,9 @@ def test_a_gradient_outlives_its_model(comm):
         step(model, torch.full((1, 1, 12), 7.0))
         del model
     assert torch.equal(gradient, kept)
-
-
-def test_a_graph_outlives_its_model(P_world, comm, used):
-    before = used()
-    torch.manual_seed(1)
-    net, x = Net(), torch.ones(1, 1, 12)
-    seen = []
+    before, x, seen = used(), torch.ones(1, 1, 12), []
+    net = distribute(Net(), {"W": -1})
     net.first.weight.register_hook(seen.append)
-    distribute(net, {"W": -1})
     loss = nn.functional.mse_loss(net(x), x)
     del net
     gc.collect()

@@ -10,7 +10,7 @@ from torch.nn.modules import module as torch_module
 
 from distdl_rma import UnsupportedError, distribute
 from distdl_rma.checks.model_calls import Calls
-from tests.model.against_alone import whole
+from tests.model.training import whole
 
 pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.sizes(2, 3)]
 

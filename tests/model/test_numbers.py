@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812
 from torch.utils.checkpoint import checkpoint
 
-from distdl_rma import MismatchError, distribute
+from distdl_rma import MismatchError, distribute, shard
 from distdl_rma.checks import arguments
 from distdl_rma.checks.model_calls import CallTrace
 from distdl_rma.split.calls.loss_origin import LOSS_ORIGIN
@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.sizes(2, 3)]
 class Net(nn.Module):
     def __init__(self):
         super().__init__()
-        self.first = nn.Conv2d(1, 2, 3, padding=1)
+        self.first, self.head = nn.Conv2d(1, 2, 3, padding=1), nn.Linear(8, 3)
         self.act = torch.relu
 
     def forward(self, x):
@@ -134,12 +134,12 @@ def test_plain_tensors_that_only_are_rounded_otherwise_or_are_not_read(model, x,
     assert y.full_tensor().max() > 1
 
 
-def test_plain_tensors_in_a_checkpoint_and_a_model_within_a_model(x, odd):
+def test_plain_tensors_in_a_checkpoint_and_a_model_within_a_model(split_of, x, odd):
     class Outer(nn.Module):
         def __init__(self):
             super().__init__()
             # No part of this one, which would be refused.
-            self.inner, self.apart = [distribute(Net(), {"H": -1})], 0
+            self.inner, self.apart = [split_of(Net())], 0
             self.scale = nn.Parameter(torch.ones(()))
 
         def forward(self, x):
@@ -161,18 +161,16 @@ def test_plain_tensors_in_a_checkpoint_and_a_model_within_a_model(x, odd):
     outer.inner[0].act = lambda y: y + torch.tensor(float(odd))
     with pytest.raises(MismatchError, match=r"add in module .*shape \(\)"):
         outer(x)
-    outer.inner[0].distributed.close()
     outer.distributed.close()
 
 
 @pytest.mark.parametrize("norm", [[nn.BatchNorm2d(2)], []])
 @pytest.mark.parametrize("reduction", ["sum", "none"])
-def test_what_a_model_holds_is_compared_by_it_alone(x, monkeypatch, norm, reduction):
+def test_what_a_model_holds_is_compared_by_it_alone(split_of, x, monkeypatch, norm, reduction):
     given = []
     monkeypatch.setattr(CallTrace, "note_plain", lambda *args: given.append(args))
     torch.manual_seed(1)
-    layers = nn.Conv2d(1, 2, 1), *copy.deepcopy(norm), nn.PReLU()
-    model = distribute(nn.Sequential(*layers), {"H": -1}, reduction=reduction)
+    model = split_of(nn.Sequential(nn.Conv2d(1, 2, 1), *norm, nn.PReLU()), reduction=reduction)
     with torch.autocast("cpu", torch.bfloat16):
         model(x)
     for _ in range(2):
@@ -183,11 +181,10 @@ def test_what_a_model_holds_is_compared_by_it_alone(x, monkeypatch, norm, reduct
     assert not any(vars(each) for each in (*model.parameters(), *model.buffers()))
 
 
-def test_plain_tensors_are_left_out_with_the_rest(x, odd):
-    model = distribute(Net(), {"H": -1}, check_copies=False)
+def test_plain_tensors_are_left_out_with_the_rest(split_of, x, odd):
+    model = split_of(Net(), check_copies=False)
     model.act = lambda y: y * torch.tensor(1.0 + odd)
     model(x)
-    model.distributed.close()
 
 
 ZEROS = torch.zeros(1, 2, 12, 8)
@@ -230,6 +227,8 @@ def test_penalties_of_parameters_in_a_loss(model, x, odd):
         model(x)
     for _ in range(2):
         (model(x).mean() + 0.1 * model.first.weight.square().sum()).backward()
+        sum(p.square().sum() for p in model.parameters()).backward()
+    model(x)
 
 
 def test_what_one_rank_computes_for_itself_is_free(model, x, odd):
@@ -249,16 +248,16 @@ def test_losses_with_arrays_and_what_is_no_number(model, x):
     model(x)
 
 
-def test_backwards_that_some_ranks_followed_before_are_not_compared(P_world, x, odd, monkeypatch):
+def test_backwards_that_some_ranks_followed_before_are_not_compared(split_of, x, odd, monkeypatch):
     monkeypatch.setattr(LOSS_ORIGIN, "on", [])
-    first, other = distribute(Net(), {"H": -1}), distribute(Net(), {"H": -1}, check_copies=False)
+    first, other = split_of(Net()), split_of(Net(), check_copies=False)
     loss = other(x).sum()
     if odd:
         first.distributed.close()
     loss.backward()
     if not odd:
         first.distributed.close()
-    last = distribute(Net(), {"H": -1})
+    last = split_of(Net())
     last(x).sum().backward()
     with last.distributed.unchecked():
         last.distributed.close()
@@ -266,9 +265,9 @@ def test_backwards_that_some_ranks_followed_before_are_not_compared(P_world, x, 
     assert not LOSS_ORIGIN.on
 
 
-def test_a_copy_follows_backwards_when_its_model_is_closed(P_world, x, odd, monkeypatch):
+def test_a_copy_follows_backwards_when_its_model_is_closed(split_of, x, odd, monkeypatch):
     monkeypatch.setattr(LOSS_ORIGIN, "on", [])
-    model = distribute(Net(), {"H": -1})
+    model = split_of(Net())
     twin = copy.deepcopy(model)
     loss = twin(x).sum()
     if odd:
@@ -296,3 +295,64 @@ def test_slices_that_are_written_belong_to_what_is_computed(model, x, odd):
     y.sum().backward()
     with pytest.raises(MismatchError, match=r"setitem.* 1\.0"):
         model(x)
+
+
+def head(model, y):
+    return model.head(y.mean((0, 1, 2)))
+
+
+def test_labels_behind_a_full_tensor(model, x, comm):
+    y = head(model, model(x).full_tensor())
+    F.mse_loss(y, torch.full((3,), float(comm.rank == 1))).backward()
+    with pytest.raises(MismatchError, match=r"gradient of '(head\.\w+|full_tensor\(\))' was not alike"):
+        model(x)
+    for _ in range(2):
+        F.mse_loss(head(model, model(x).full_tensor()), torch.ones(3)).backward()
+
+
+def test_parameters_behind_a_block_without_a_graph(model, x):
+    block = shard({"H": -1}, x).to_local()
+    head(model, block).sum().backward()
+    with pytest.raises(
+        MismatchError, match=r"gradient of 'head\.\w+'.*to_local\(\) of a tensor that is in no"
+    ):
+        model(x)
+    head(model, model(x).to_local()).sum().backward()
+    model(x)
+
+
+LOCAL = {
+    "mse": (F.mse_loss, True),
+    "l1 and a penalty": (lambda y, t: 0.5 * F.l1_loss(y, t) + (y - t).square().sum() / 192, True),
+    "all dimensions": (lambda y, t: (y - t).abs().mean((0, 1, 2, 3)), True),
+    "classes": (lambda y, t: F.cross_entropy(y, t[:, 0].long()), True),
+    "probabilities": (lambda y, t: F.cross_entropy(y, t.softmax(1)), True),
+    "probabilities and weights": (
+        lambda y, t: F.cross_entropy(y, t.softmax(1), torch.ones(2), label_smoothing=0.1),
+        True,
+    ),
+    "a sum of probabilities": (lambda y, t: -(t.softmax(1) * F.log_softmax(y, 1)).sum() / 96, False),
+    "sum of cross entropies": (lambda y, t: F.cross_entropy(y, t.softmax(1), reduction="sum") / 96, False),
+    "sum": (lambda y, t: F.mse_loss(y, t, reduction="sum") / 192, False),
+    "one dimension": (lambda y, t: (y - t).square().mean(3).sum() / 24, False),
+}
+
+
+@pytest.mark.parametrize("loss", LOCAL)
+def test_a_local_mean_is_warned_of_and_a_local_sum_is_not(model, x, comm, loss):
+    loss, is_mean = LOCAL[loss]
+    y = model(x)
+    mine = shard({"H": -1}, ZEROS).to_local()
+    value = loss(y.to_local(), mine)
+    if is_mean and comm.rank == 0:
+        with pytest.warns(UserWarning, match="begins at a mean over this rank's part") as found:
+            value.backward()
+        assert found[0].filename == __file__
+    else:
+        value.backward()
+    # Of what all ranks have, of all of it, and of the split tensor itself.
+    y = model(x)
+    _ = y.to_local()
+    F.mse_loss(model(x).redistribute().to_local(), ZEROS).backward()
+    (F.mse_loss(y.full_tensor(), ZEROS) + y.to_local().square().sum() / 192).backward()
+    F.mse_loss(model(x), ZEROS).backward()

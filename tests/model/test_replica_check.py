@@ -157,16 +157,15 @@ def test_every_element_of_an_input_has_its_turn(model, x, odd):
         assert 0 <= _until(MismatchError, lambda: model(x, time)) < 4
 
 
-def test_inputs_beside_split_ones_on_fewer_ranks(P_world, x, comm):
+def test_inputs_beside_split_ones_on_fewer_ranks(P_world, split_of, x, comm):
     grid = P_world.create_cartesian_topology_partition((1, 1, P_world.size, 1))
     first = P_world.create_partition_inclusive([0]).create_cartesian_topology_partition((1, 1, 1, 1))
-    model, time = distribute(Net().eval(), grid), torch.ones(3)
+    model, time = split_of(Net().eval()), torch.ones(3)
     with torch.no_grad():
         if comm.rank == 0:
             model(shard(first, x), time)
         for _ in range(2):
             model(shard(grid, x), time)
-    model.distributed.close()
 
 
 def test_parameters_may_be_replaced_and_moved(model, x):
@@ -196,8 +195,7 @@ def test_parts_of_weights_are_nobody_elses(P_world):
     net.distributed.close()
 
 
-def test_it_can_be_left_out(P_world, x, odd):
-    net = distribute(Net(), {"H": -1}, check_copies=False)
+def test_it_can_be_left_out(split_of, x, odd):
+    net = split_of(Net(), check_copies=False)
     net.last.bias.data.add_(int(odd))
     net(x)
-    net.distributed.close()

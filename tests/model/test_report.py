@@ -4,14 +4,14 @@ import pytest
 import torch
 from torch import nn
 
-from distdl_rma import ConfigurationError, distribute, report
+from distdl_rma import ConfigurationError, report
 
 
 @pytest.mark.mpi
 @pytest.mark.sizes(1, 2, 3, 4)
-def test_a_row_for_each_function_at_each_place(comm):
+def test_a_row_for_each_function_at_each_place(comm, split_of):
     torch.manual_seed(0)
-    split = distribute(nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.ReLU(), nn.Conv2d(4, 2, 3)), {"H": -1})
+    split = split_of(nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.ReLU(), nn.Conv2d(4, 2, 3)))
     x = torch.randn(2, 3, 12, 8)
     for _ in range(2):
         with report(split) as step:
@@ -26,7 +26,6 @@ def test_a_row_for_each_function_at_each_place(comm):
     assert not step.moved
     assert (step.nbytes > sum(call.nbytes for call in step.calls)) == several
     assert "conv2d" in str(step)
-    split.distributed.close()
 
 
 class Added(nn.Module):
@@ -37,13 +36,12 @@ class Added(nn.Module):
 
 
 @pytest.mark.mpi(min_size=2)
-def test_operands_that_moved_in_an_earlier_step_are_not_reported(comm):
-    split = distribute(Added(), {"H": -1})
+def test_operands_that_moved_in_an_earlier_step_are_not_reported(split_of):
+    split = split_of(Added())
     for otherwise in (True, False):
         with report(split) as step:
             split(torch.randn(2, 3, 12, 8), otherwise)
         assert bool(step.moved) == otherwise
-    split.distributed.close()
 
 
 @pytest.mark.mpi

@@ -27,15 +27,8 @@ LAUNCHERS = "PMI", "OMPI_COMM", "SLURM_STEP"
 )
 def test_a_job_of_one_rank_says_so_where_no_launcher_of_its_mpi_wants_one(told, message):
     clean = {key: value for key, value in os.environ.items() if not key.startswith(LAUNCHERS)}
-    env = clean | {"DISTDL_RMA_SEGMENT_SIZE": "32MiB"} | told
-    done = subprocess.run(
-        [sys.executable, "-c", LIGHT + MODEL],
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=True,
-    )
+    command, env = [sys.executable, "-c", LIGHT + MODEL], clean | {"DISTDL_RMA_SEGMENT_SIZE": "32MiB"} | told
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, check=True)
     assert done.stderr.count("RuntimeWarning: distribute:") == done.stderr.count(message) == 1
 
 

@@ -1,4 +1,4 @@
-"""Training loops of distributed models, as users write them, beside the model alone."""
+"""What users do with a distributed model, in training loops and beside, as with the model alone."""
 
 import copy
 
@@ -6,16 +6,16 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
-from distdl_rma import SplitTensor, UnsupportedError, distribute
-from distdl_rma.sync import DistributedGradScaler
-from tests.model.against_alone import whole
+from distdl_rma import MismatchError, SplitTensor, UnsupportedError, distribute
+from distdl_rma.split.calls.site import module_path
 from tests.model.training import (
     ROWS,
     STEPS,
     Net,
+    alike,
     beside_alone,
     both,
     gradients,
@@ -25,66 +25,10 @@ from tests.model.training import (
     made,
     sgd,
     split_as,
+    whole,
 )
 
 pytestmark = [pytest.mark.mpi, pytest.mark.sizes(2, 3, 4), pytest.mark.in_turn(4)]
-
-
-@pytest.mark.parametrize("norm_type", [2.0, 1.0, float("inf")])
-def test_clipping_by_the_global_norm(comm, norm_type):
-    def act(model):
-        norms = []
-
-        def clip(_step):
-            norms.append(nn.utils.clip_grad_norm_(model.parameters(), 0.1, norm_type))
-
-        loop(model, sgd(model), clip)
-        return torch.stack(norms)
-
-    both(act)
-
-
-@pytest.mark.parametrize("quiet", [False, True])
-def test_accumulation_with_and_without_no_sync(comm, quiet):
-    def act(model):
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        for _ in range(STEPS):
-            optimizer.zero_grad()
-            for micro in range(3):
-                handle = getattr(model, "distributed", None)
-                if handle is not None and quiet and micro < 2:
-                    with handle.no_sync():
-                        (loss_of(model(inputs(micro))) / 3).backward()
-                else:
-                    (loss_of(model(inputs(micro))) / 3).backward()
-            optimizer.step()
-
-    both(act)
-
-
-@pytest.mark.parametrize("kind", ["torch", "distributed"])
-def test_gradient_scalers(comm, P_world, kind):
-    def act(model):
-        options = {"init_scale": 2.0**10, "growth_interval": 2}
-        if hasattr(model, "distributed") and kind == "distributed":
-            scaler = DistributedGradScaler(P_world, **options)
-        else:
-            scaler = torch.amp.GradScaler("cpu", **options)
-        optimizer, scales = sgd(model), []
-        for step in range(5):
-            optimizer.zero_grad()
-            loss = loss_of(model(inputs(step)))
-            if step == 1:
-                loss = loss * float("inf")
-            scaler.scale(loss).backward()
-            scaler.unscale_(optimizer)
-            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-            scaler.step(optimizer)
-            scaler.update()
-            scales.append(scaler.get_scale())
-        return torch.tensor(scales)
-
-    both(act)
 
 
 # Blocks are rounded where the whole is; sums over ranks in another order.
@@ -100,19 +44,6 @@ def test_autocast(model):
         loss.backward()
         optimizer.step()
     return whole(loss)
-
-
-@beside_alone()
-def test_moving_averages(model):
-    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9), use_buffers=True)
-    loop(model, sgd(model), lambda _: average.update_parameters(model))
-    average.eval()
-    with torch.no_grad():
-        y = average(inputs(9))
-    values = [value.double().flatten() for value in average.module.state_dict().values()]
-    if hasattr(average.module, "distributed"):
-        average.module.distributed.close()
-    return torch.cat([whole(y).flatten(), *values])
 
 
 class Clipped(torch.autograd.Function):
@@ -176,12 +107,12 @@ def test_checkpoints_within_checkpoints(model):
     return loop(model, sgd(model))
 
 
-def test_an_activation_in_place_within_a_checkpoint_is_refused_as_torch_does(comm):
+def test_an_activation_in_place_within_a_checkpoint_is_refused_as_torch_does(split_of):
     class Activated(Net):
         def forward(self, x):
             return checkpoint(nn.SiLU(inplace=True), self.stem(x), use_reentrant=False).mean()
 
-    for model in (alone := made(Activated), distribute(copy.deepcopy(alone), {"H": -1})):
+    for model in (alone := made(Activated), split_of(alone)):
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             model(inputs(0)).backward()
 
@@ -193,51 +124,13 @@ def test_a_checkpoint_around_the_whole_model(model):
     return gradients(*model.parameters())
 
 
-def test_reentrant_checkpoints_are_refused(comm):
+def test_reentrant_checkpoints_are_refused(split_of):
     class Reentrant(Net):
         def forward(self, x):
             return checkpoint(self.stem, x, use_reentrant=True).mean()
 
-    split = distribute(made(Reentrant), {"H": -1})
     with pytest.raises(UnsupportedError, match="use_reentrant=False"):
-        split(inputs().requires_grad_()).backward()
-    split.distributed.close()
-
-
-@beside_alone(tolerance=1e-7)
-def test_lbfgs_with_a_closure(model):
-    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.2, max_iter=4, line_search_fn="strong_wolfe")
-
-    def closure():
-        optimizer.zero_grad()
-        loss = loss_of(model(inputs()))
-        loss.backward()
-        return loss
-
-    for _ in range(2):
-        loss = optimizer.step(closure)
-    return whole(loss)
-
-
-@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])
-def test_fused_optimizers_and_schedulers(comm, kind):
-    options = {"weight_decay": 0.1} if kind is torch.optim.AdamW else {"momentum": 0.9, "nesterov": True}
-
-    def act(model):
-        learning = [p for p in model.parameters() if p.requires_grad]
-        optimizer = kind(learning, lr=1e-2, fused=True, **options)
-        cosine = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 5)
-        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
-        for step in range(STEPS):
-            optimizer.zero_grad()
-            loss = loss_of(model(inputs(step)))
-            loss.backward()
-            optimizer.step()
-            cosine.step()
-            plateau.step(whole(loss).detach())
-        return torch.tensor(optimizer.param_groups[0]["lr"])
-
-    both(act)
+        split_of(made(Reentrant))(inputs().requires_grad_()).backward()
 
 
 # A term of the parameters that goes backward by itself, before, after or together with another loss.
@@ -257,10 +150,12 @@ def test_losses_of_plain_tensors(model):
 
 
 @beside_alone(**ROWS)
-def test_gradients_of_plain_terms_that_are_asked_for(model):
+def test_gradients_that_are_asked_for_also_of_plain_terms(model):
     parameters = [p for p in model.parameters() if p.requires_grad]
     ends = loss_of(model(inputs())), model.scale.square().sum()
-    return torch.cat([g.flatten() for g in torch.autograd.grad(ends, parameters)])
+    found = torch.autograd.grad(ends, parameters)
+    loss_of(model(inputs(1))).backward()
+    return torch.cat([*(g.flatten() for g in found), gradients(*parameters)])
 
 
 def of_words():
@@ -285,23 +180,15 @@ def test_a_model_that_is_given_nothing_to_cut(model):
         optimizer.step()
 
 
-@beside_alone(**ROWS)
-def test_a_head_behind_all_of_a_tensor(model):
-    for step in range(2):
-        y = whole(model.norm(model.stem(split_as(model, inputs(step))))).mean((2, 3))
-        F.mse_loss(model.head(y), torch.ones(2, 4, dtype=y.dtype)).backward()
-
-
 def test_a_loss_of_the_own_block_is_one_of_its_rank(comm):
-    torch.manual_seed(3)
-    alone = nn.Conv2d(3, 2, 3, padding=1).double()
-    split = distribute(copy.deepcopy(alone), {"H": -1})
-    alone(inputs()).square().sum().backward()
-    y = split(inputs())
-    assert y.to_local() is y.to_local()
-    (y.to_local().square().sum()).backward()
-    torch.testing.assert_close(split.weight.grad, alone.weight.grad, atol=1e-9, rtol=1e-9)
-    split.distributed.close()
+    def act(model):
+        y = model(inputs())
+        own = y.to_local() if isinstance(y, SplitTensor) else y
+        assert own is (y.to_local() if isinstance(y, SplitTensor) else y)
+        own.square().sum().backward()
+        return gradients(model.weight)
+
+    both(act, lambda: nn.Conv2d(3, 2, 3, padding=1).double(), **ROWS)
 
 
 # A block that a head is behind counts on every rank; one that is only looked at changes no count.
@@ -351,3 +238,188 @@ def test_a_penalty_behind_all_of_a_tensor(model):
     loss.backward()
     loss_of(model(inputs(1))).backward()
     return loss
+
+
+@pytest.fixture
+def pair(split_of):
+    """A model alone, and the same one distributed."""
+    return (alone := made()), split_of(alone)
+
+
+def parametrised():
+    norm = parametrizations.weight_norm
+    torch.manual_seed(3)
+    return nn.Sequential(
+        norm(nn.Conv2d(3, 4, 3, padding=1)), nn.Tanh(), parametrizations.spectral_norm(nn.Conv2d(4, 4, 3)),
+        nn.AdaptiveAvgPool2d(2), nn.Flatten(), norm(nn.Linear(16, 3)),
+    ).double()  # fmt: skip
+
+
+@beside_alone(parametrised)
+def test_weight_and_spectral_norm(model):
+    return loop(model, sgd(model))
+
+
+@beside_alone(**ROWS)
+def test_functional_call(model):
+    # These are nobody's parameters, and torch.autograd.grad sums for them.
+    ours = {name: p.detach().clone().requires_grad_() for name, p in model.named_parameters()}
+    y = torch.func.functional_call(model, {k: v * 2 for k, v in ours.items()}, (inputs(),))
+    found = torch.autograd.grad(loss_of(y), list(ours.values()), allow_unused=True)
+    return torch.stack([g.sum() for g in found if g is not None])
+
+
+def test_two_models_in_one_loss(split_of):
+    torch.manual_seed(4)
+    alone = [made(), nn.Sequential(nn.Conv2d(3, 3, 3, padding=1), nn.Tanh()).double()]
+    split = [split_of(model) for model in alone]
+    for net, front in (alone, split):
+        optimizer = torch.optim.SGD([*net.parameters(), *front.parameters()], lr=0.1)
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            fake = front(inputs(step))
+            # As of adversarial losses: through the other one, and detached.
+            (loss_of(net(fake)) + loss_of(net(fake.detach())) + (fake - 0.1).abs().mean()).backward()
+            optimizer.step()
+    for one, other in zip(split, alone, strict=True):
+        alike(one, other)
+
+
+@beside_alone()
+def test_inputs_that_need_gradients(model):
+    x = split_as(model, inputs().requires_grad_())
+    loss_of(model(x)).backward()
+    # And by torch.autograd.grad, where the parameters' gradients are not asked for.
+    other = split_as(model, inputs().requires_grad_())
+    for p in model.parameters():
+        p.requires_grad_(False)
+    (gradient,) = torch.autograd.grad(loss_of(model(other)), other)
+    return torch.stack([whole(x.grad), whole(gradient)])
+
+
+@beside_alone()
+def test_learnable_tensors_of_nobody(model):
+    # An input, a plain network ahead of the model, weights of a loss, used in several ways.
+    torch.manual_seed(4)
+    ahead = nn.Conv2d(3, 3, 1).double()
+    x, scale = inputs().requires_grad_(), torch.ones(2, dtype=torch.float64, requires_grad=True)
+    weights = torch.randn(13, 1, dtype=torch.float64).requires_grad_()
+    given = split_as(model, inputs(1))
+    y = model(ahead(x) * 0.5)
+    (loss_of(y) * scale[0].exp() + scale[1] * 3).backward()
+    (weights * given + (weights * 2).expand(2, 3, 13, 11)).square().mean().backward()
+    # What was brought together, beside what is split.
+    (whole(y.detach().mean()) * (whole(given.flip(2)) * given).mean() * scale.sum()).backward()
+    return gradients(x, scale, weights, *ahead.parameters(), *model.parameters())
+
+
+def test_what_is_computed_of_parameters_and_of_others_is_refused(pair):
+    _, split = pair
+    other = torch.ones(4, dtype=torch.float64, requires_grad=True)
+    y = split(inputs())
+    with pytest.raises(UnsupportedError, match="one after the other"):
+        y * (split.scale * other)
+    loss_of(y * split.scale * other).backward()
+    assert other.grad is not None
+
+
+@beside_alone()
+def test_hooks_on_modules_and_tensors(model):
+    seen = []
+    model.body.register_forward_hook(lambda m, args, y: y * 1.5)
+    model.head.register_forward_pre_hook(lambda m, args: (args[0] + 1,))
+
+    def half(_module, _args, y):
+        y.register_hook(lambda g: g * 0.5)
+        y.register_hook(lambda g: seen.append(whole(g.abs().sum())))
+
+    model.norm.register_forward_hook(half)
+    loop(model, sgd(model))
+    return torch.stack(seen)
+
+
+@beside_alone(**ROWS)
+def test_evaluation_without_a_graph(model):
+    loop(model, sgd(model))
+    model.eval()
+    found = []
+    for context in (torch.no_grad, torch.inference_mode):
+        with context():
+            found.append(whole(model(inputs(5))))
+        assert not found[-1].requires_grad
+    return torch.stack(found)
+
+
+def test_copies_of_a_distributed_model(pair):
+    alone, split = pair
+    twin = copy.deepcopy(split)
+    assert twin.distributed is not split.distributed and twin.stem.weight is not split.stem.weight
+    expected, y = alone(inputs()), twin(inputs())
+    assert isinstance(y, SplitTensor)
+    torch.testing.assert_close(whole(y), expected)
+    for each in (expected, y):
+        loss_of(each).backward()
+    for (name, p), other in zip(twin.named_parameters(), alone.parameters(), strict=True):
+        if other.grad is not None:
+            torch.testing.assert_close(p.grad, other.grad, msg=lambda m, n=name: f"{n}: {m}")
+    assert all(p.grad is None for p in split.parameters())
+    loss_of(split(inputs())).backward()
+    twin.distributed.close()
+
+
+@pytest.mark.sizes(4)
+@pytest.mark.mpi(min_size=4)
+def test_replicas_of_split_models(comm, P_world):
+    replica = comm.rank // 2
+    ranks = [2 * replica, 2 * replica + 1]
+    P_x = P_world.create_partition_inclusive(ranks).create_cartesian_topology_partition((1, 1, 2, 1))
+    alone = made()
+    split = distribute(copy.deepcopy(alone), P_x, reduction="mean", replicas=2)
+    optimizers = [sgd(model) for model in (alone, split) if model.norm.eval()]
+    for step in range(STEPS):
+        samples = [inputs(2 * step + at) for at in range(2)]
+        losses = sum(loss_of(alone(x)) for x in samples) / 2, loss_of(split(samples[replica]))
+        for optimizer, loss in zip(optimizers, losses, strict=True):
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    alike(split, alone)
+    split.distributed.close()
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.torch.jit.trace. is deprecated")
+def test_compiled_and_traced_models_are_refused(pair):
+    (_, split), x = pair, inputs()
+    for name, trace in (
+        ("compile", lambda: torch.compile(split, backend="eager")(x)),
+        ("jit", lambda: torch.jit.trace(split.eval(), x)),
+        ("func", lambda: torch.func.jvp(split, (x,), (x,))),
+        ("func", lambda: torch.func.vmap(split)(x[None])),
+        ("export", lambda: torch.export.export(split, (x,))),
+    ):
+        with pytest.raises(UnsupportedError, match=rf"torch\.{name}: a distributed model"):
+            trace()
+        assert module_path() == ""
+    loss_of(split(x)).backward()
+
+
+@beside_alone(**ROWS)
+def test_a_compiled_loss_is_called_as_it_is(model):
+    compiled = torch.compile(loss_of, backend="eager")
+    loss = (compiled if hasattr(model, "distributed") else loss_of)(model(inputs()))
+    loss.backward()
+    return loss
+
+
+@pytest.mark.mpi(min_size=2)
+def test_generators_that_are_not_alike_are_noticed_where_a_model_draws(comm, split_of):
+    split, x = split_of(nn.Sequential(nn.Conv2d(3, 4, 3), nn.Dropout2d()).double()), inputs()
+    torch.manual_seed(comm.rank)
+    with pytest.raises(MismatchError, match=r"rank 1: calls for random numbers of .* seed it alike"):
+        split(x)
+    # Nothing is drawn.
+    split.eval()(x)
+    split.train()
+    torch.manual_seed(3)
+    loss_of(split(x)).backward()

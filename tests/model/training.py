@@ -1,4 +1,4 @@
-"""A model, its loss and loops for tests of training, split and alone."""
+"""A model, its loss and loops for tests of training; any model distributed and alone."""
 
 import copy
 
@@ -6,8 +6,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
-from distdl_rma import distribute
-from tests.model.against_alone import whole
+from distdl_rma import SplitTensor, distribute
 
 SHAPE = (2, 3, 13, 11)
 STEPS = 3
@@ -50,6 +49,11 @@ def loss_of(y):
     return (y - 0.3).square().mean() + y.abs().amax()
 
 
+def whole(y):
+    """All of a split tensor; anything else as it is."""
+    return y.full_tensor() if isinstance(y, SplitTensor) else y
+
+
 def split_as(model, x):
     """The input as a model of split tensors gets it, or as it is."""
     return model.distributed.cut(x) if hasattr(model, "distributed") else x
@@ -78,11 +82,31 @@ def both(act, make=made, tolerance=1e-9, grids=None, **options):
             found = act(split)
             alike(split, alone, tolerance)
             if expected is not None:
-                torch.testing.assert_close(
-                    whole(found).detach(), expected.detach(), atol=tolerance, rtol=tolerance
-                )
+                found, expected = whole(found).detach(), expected.detach()
+                assert ((found - expected).abs() <= tolerance * expected.abs().clamp(min=1)).all()
         finally:
             split.distributed.close()
+
+
+def train_beside(model, grid, inputs, loss_fn, *, steps=3, rate=0.01):
+    """Train by SGD, and evaluate: losses, parameters and buffers are those of the model alone.
+
+    ``loss_fn`` takes the output of the model, which gets one input or a tuple of inputs.
+    """
+
+    def act(net):
+        optimizer, losses = torch.optim.SGD(net.parameters(), lr=rate, momentum=0.9), []
+        for step in range(steps + 1):
+            net.train(step < steps)
+            torch.manual_seed(100 + step)
+            optimizer.zero_grad()
+            loss = loss_fn(net(*(x.double() for x in (inputs if isinstance(inputs, tuple) else (inputs,)))))
+            loss.backward()
+            optimizer.step()
+            losses.append(whole(loss).detach())
+        return torch.stack(losses)
+
+    both(act, model.double, grids=[grid])
 
 
 def beside_alone(make=made, **options):

@@ -1,10 +1,10 @@
 """Memory of freed tensors: within the context it is the system's again."""
 
 import ctypes
-import subprocess
-import sys
 
 import pytest
+
+from tests.out_of_core.nets import said
 
 # A process of its own: what was free in this one before would be used first, and stay.
 SCRIPT = """
@@ -39,9 +39,7 @@ held_by_freed()
     not hasattr(ctypes.CDLL(None), "gnu_get_libc_version"), reason="the C library is not that of GNU"
 )
 def test_freed_tensors_are_the_system_s_on_all_threads_and_contexts_nest():
-    command = [sys.executable, "-c", SCRIPT]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=True)
-    *within, outside = map(int, done.stdout.split())
+    *within, outside = map(int, said(SCRIPT).split())
     assert len(within) == 4
     assert max(within) < 30
     assert outside > 100

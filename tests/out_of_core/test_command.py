@@ -2,7 +2,6 @@
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -10,7 +9,7 @@ import numpy as np
 import torch
 
 from distdl_rma import open_array
-from tests.out_of_core.nets import UNet, whole
+from tests.out_of_core.nets import UNet, seeded, whole
 from tests.run_mpi import completed, mpiexec
 
 MODULE = """
@@ -34,36 +33,27 @@ number = 3
 """
 
 
-def write_module(folder):
+def command(folder, *arguments, ranks=0, program=("-m", "distdl_rma", "predict")):
+    """How the command ended in a folder with the module, of one process without a launcher or of ranks."""
     (folder / "mine.py").write_text(MODULE)
+    path = os.environ.get("PYTHONPATH", "") + os.pathsep + str(Path.cwd())
+    job = [*(mpiexec(ranks) if ranks else []), sys.executable, *program, *arguments]
+    return completed(job, cwd=folder, PYTHONPATH=path)
 
 
-def python_path():
-    return os.environ.get("PYTHONPATH", "") + os.pathsep + str(Path.cwd())
-
-
-def command(folder, *arguments):
-    write_module(folder)
-    return subprocess.run(
-        [sys.executable, "-m", "distdl_rma", "predict", *arguments],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": python_path()},
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
+def saved_input(folder, rows):
+    """The input, and what the model makes of it."""
+    x = np.random.default_rng(0).normal(size=(rows, 40)).astype(np.float32)
+    np.save(folder / "x.npy", x)
+    return whole(seeded(lambda: UNet(2, "instance")), torch.from_numpy(x)[None, None])[0]
 
 
 def test_a_file_becomes_a_file_and_the_plan_is_shown(tmp_path):
-    x = np.random.default_rng(0).normal(size=(70, 40)).astype(np.float32)
-    np.save(tmp_path / "x.npy", x)
+    want = saved_input(tmp_path, 70).argmax(0)
     options = "--in", "x.npy", "--post", "mine:classes", "--grid", "3x1", "--memory", "300MiB"
     done = command(tmp_path, "mine:make", *options, "--out", "y.zarr")
     assert done.returncode == 0, done.stderr
     assert "slabs     3 along H" in done.stderr and "predict" in done.stderr and not done.stdout
-    torch.manual_seed(0)
-    want = whole(UNet(2, "instance"), torch.from_numpy(x)[None, None]).argmax(1)[0]
     found = np.asarray(open_array(tmp_path / "y.zarr")[:, :])
     assert np.array_equal(found, want.numpy().astype(np.uint8))
     planned = command(tmp_path, "mine:make", *options)
@@ -101,36 +91,23 @@ for arguments in json.loads(sys.argv[1]):
 
 
 def test_arguments_that_do_not_fit_are_one_line_of_error(tmp_path):
-    write_module(tmp_path)
     for name, channels in (("x", 1), ("colours", 3)):
         np.save(tmp_path / f"{name}.npy", np.zeros((channels, 40, 30), np.float32))
     calls = json.dumps([["--in", "x.npy", *arguments] for arguments, _ in REFUSED])
-    done = completed([sys.executable, "-c", COMMANDS, calls], cwd=tmp_path, PYTHONPATH=python_path())
+    done = command(tmp_path, calls, program=("-c", COMMANDS))
     outcomes = [json.loads(line) for line in done.stdout.splitlines()]
     for (status, said), (arguments, text) in zip(outcomes, REFUSED, strict=True):
         assert (status, said.count("\n")) == (1, 1) and text in said, (arguments, said)
 
 
-def test_a_function_that_raises_shows_where_and_ends_all_ranks(tmp_path):
-    write_module(tmp_path)
-    done = completed(
-        [*mpiexec(2), sys.executable, "-m", "distdl_rma", "predict", "mine:raises", "--in", "x.npy"],
-        cwd=tmp_path,
-        PYTHONPATH=python_path(),
-    )
+def test_ranks_predict_together_and_a_function_that_raises_ends_them_all(tmp_path):
+    done = command(tmp_path, "mine:raises", "--in", "x.npy", ranks=2)
     assert done.returncode == 1
     assert """return {}["weights"]""" in done.stderr
     assert done.stderr.count("ArgumentError: predict: mine:raises raises KeyError: 'weights'\n") == 1
-
-
-def test_ranks_predict_together(tmp_path):
-    write_module(tmp_path)
-    x = np.random.default_rng(0).normal(size=(40, 30)).astype(np.float32)
-    np.save(tmp_path / "x.npy", x)
-    program = [sys.executable, "-m", "mpi4py", "-m", "distdl_rma", "predict", "mine:make", "--in", "x.npy"]
-    for options, lines in ((["--grid", "3x1"], 6), (["--grid", "3x1", "--out", "y.npy", "--quiet"], 0)):
-        done = completed([*mpiexec(2), *program, *options], cwd=tmp_path, PYTHONPATH=python_path())
+    want, options = saved_input(tmp_path, 40), ["mine:make", "--in", "x.npy", "--grid", "3x1"]
+    for others, lines in (([], 6), (["--out", "y.npy", "--quiet"], 0)):
+        program = ("-m", "mpi4py", "-m", "distdl_rma", "predict")
+        done = command(tmp_path, *options, *others, ranks=2, program=program)
         assert done.returncode == 0 and done.stdout.count("\n") == lines and not done.stderr
-    torch.manual_seed(0)
-    want = whole(UNet(2, "instance"), torch.from_numpy(x)[None, None])[0]
     torch.testing.assert_close(torch.from_numpy(np.load(tmp_path / "y.npy")), want, rtol=1e-4, atol=1e-5)

@@ -6,7 +6,7 @@ from torch import nn
 
 from distdl_rma import ArgumentError, ConfigurationError
 from distdl_rma.out_of_core.predict import Predictor
-from tests.out_of_core.nets import UNet, whole
+from tests.out_of_core.nets import UNet, seeded, whole
 
 
 def test_an_evaluator_of_monai_takes_it(tmp_path):
@@ -16,32 +16,24 @@ def test_an_evaluator_of_monai_takes_it(tmp_path):
     from monai.engines import SupervisedEvaluator
     from monai.handlers import MeanSquaredError
 
-    torch.manual_seed(0)
-    model = UNet(2, "instance", classes=1)
+    model = seeded(lambda: UNet(2, "instance", classes=1))
     items = [{"image": torch.randn(1, 60, 32), "label": torch.zeros(1, 60, 32)} for _ in range(3)]
     found = []
+
+    def pairs(data):
+        return [each["pred"] for each in data], [each["label"] for each in data]
+
     for inferer in (None, Predictor(grid={"H": 3})):
-        evaluator = SupervisedEvaluator(
-            torch.device("cpu"),
-            DataLoader(Dataset(items), batch_size=1),
-            model,
-            inferer=inferer,
-            key_val_metric={
-                "error": MeanSquaredError(
-                    output_transform=lambda data: tuple(
-                        map(list, zip(*((d["pred"], d["label"]) for d in data), strict=True))
-                    )
-                )
-            },
-        )
+        loader, metric = DataLoader(Dataset(items), batch_size=1), MeanSquaredError(output_transform=pairs)
+        options = {"inferer": inferer, "key_val_metric": {"error": metric}}
+        evaluator = SupervisedEvaluator(torch.device("cpu"), loader, model, **options)
         evaluator.run()
         found.append(evaluator.state.metrics["error"])
     assert found[0] == pytest.approx(found[1], rel=1e-5)
 
 
 def test_inputs_and_network_as_monai_passes_them():
-    torch.manual_seed(0)
-    model, x = UNet(3, "group"), torch.randn(2, 1, 20, 12, 12)
+    model, x = seeded(lambda: UNet(3, "group")), torch.randn(2, 1, 20, 12, 12)
     y = Predictor(grid={"D": 2})(x, model)
     torch.testing.assert_close(y, whole(model, x), rtol=1e-4, atol=1e-5)
     monai = pytest.importorskip("monai.data")

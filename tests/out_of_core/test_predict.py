@@ -1,11 +1,8 @@
 """Prediction slab by slab, compared with the whole at once."""
 
 import json
-import random
-import subprocess
 import sys
 from math import prod
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -37,7 +34,8 @@ from distdl_rma.out_of_core.pages import Pages
 from distdl_rma.out_of_core.results import Results
 from distdl_rma.out_of_core.scratch import Scratch
 from distdl_rma.segments.buffered_channel import Mailbox
-from tests.out_of_core.nets import Attention, UNet, whole
+from tests.out_of_core.nets import Calls, UNet, seeded, whole
+from tests.run_mpi import completed
 
 
 class Run:
@@ -88,36 +86,26 @@ def check(model, x, blocks, folder, passes=None, **how):
     return run
 
 
-def seeded(make):
-    torch.manual_seed(0)
-    return make()
-
-
+CONV, UP, CHAIN = nn.Conv2d, nn.ConvTranspose2d, nn.Sequential
 CHAINS = {
-    "convolutions": lambda: nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.ReLU(), nn.Conv2d(4, 2, 5)),
-    "even kernels": lambda: nn.Sequential(nn.Conv2d(1, 4, 4, padding=1), nn.Conv2d(4, 2, 2, padding=1)),
-    "strides": lambda: nn.Sequential(nn.Conv2d(1, 4, 3, 2, 1), nn.Conv2d(4, 4, 3, 3), nn.Conv2d(4, 2, 1, 2)),
-    "dilation": lambda: nn.Sequential(nn.Conv2d(1, 4, 3, padding=4, dilation=4), nn.Conv2d(4, 2, 3, 1, 2, 2)),
-    "transposed": lambda: nn.Sequential(
-        nn.Conv2d(1, 4, 3, 2, 1), nn.ConvTranspose2d(4, 4, 3, 2, 1, 1), nn.ConvTranspose2d(4, 2, 5, 3, 2)
-    ),
-    "pools": lambda: nn.Sequential(
-        nn.Conv2d(1, 4, 3, padding=1), nn.MaxPool2d(3, 2, 1), nn.AvgPool2d(2), nn.Conv2d(4, 2, 3)
-    ),
-    "resized": lambda: nn.Sequential(
+    "convolutions": lambda: CHAIN(CONV(1, 4, 3, padding=1), nn.ReLU(), CONV(4, 2, 5)),
+    "even kernels": lambda: CHAIN(CONV(1, 4, 4, padding=1), CONV(4, 2, 2, padding=1)),
+    "strides": lambda: CHAIN(CONV(1, 4, 3, 2, 1), CONV(4, 4, 3, 3), CONV(4, 2, 1, 2)),
+    "dilation": lambda: CHAIN(CONV(1, 4, 3, padding=4, dilation=4), CONV(4, 2, 3, 1, 2, 2)),
+    "transposed": lambda: CHAIN(CONV(1, 4, 3, 2, 1), UP(4, 4, 3, 2, 1, 1), UP(4, 2, 5, 3, 2)),
+    "pools": lambda: CHAIN(CONV(1, 4, 3, padding=1), nn.MaxPool2d(3, 2, 1), nn.AvgPool2d(2), CONV(4, 2, 3)),
+    "resized": lambda: CHAIN(
         nn.MaxPool2d(2),
         nn.Upsample(scale_factor=2, mode="bilinear"),
-        nn.Conv2d(1, 2, 3),
+        CONV(1, 2, 3),
         nn.Upsample(scale_factor=2),
     ),
-    "reflected": lambda: nn.Sequential(nn.ReflectionPad2d(2), nn.Conv2d(1, 2, 5), nn.ReplicationPad2d(1)),
-    "batch norm": lambda: nn.Sequential(
-        nn.Conv2d(1, 4, 3, padding=1), nn.BatchNorm2d(4), nn.Sigmoid(), nn.Conv2d(4, 2, 3, padding=1)
+    "reflected": lambda: CHAIN(nn.ReflectionPad2d(2), CONV(1, 2, 5), nn.ReplicationPad2d(1)),
+    "batch norm": lambda: CHAIN(
+        CONV(1, 4, 3, padding=1), nn.BatchNorm2d(4), nn.Sigmoid(), CONV(4, 2, 3, padding=1)
     ),
-    "grouped": lambda: nn.Sequential(nn.Conv2d(1, 4, 1), nn.Conv2d(4, 4, 3, padding=1, groups=4)),
-    "shuffled": lambda: nn.Sequential(
-        nn.Conv2d(1, 4, 3, padding=1), nn.PixelShuffle(2), nn.Conv2d(1, 2, 3, 2, 1)
-    ),
+    "grouped": lambda: CHAIN(CONV(1, 4, 1), CONV(4, 4, 3, padding=1, groups=4)),
+    "shuffled": lambda: CHAIN(CONV(1, 4, 3, padding=1), nn.PixelShuffle(2), CONV(1, 2, 3, 2, 1)),
 }
 
 
@@ -174,36 +162,18 @@ def test_public_models_equal_the_whole(name, tmp_path):
 
 
 class Spectrum(nn.Module):
+    """Has no tensors, and no layers that say how many dimensions are spatial."""
+
     def forward(self, x):
-        return torch.fft.ifft2(torch.fft.fft2(x) * 0.5).real
+        y = torch.fft.ifft2(torch.fft.fft2(x) * 0.5).real
+        return y @ (y.transpose(2, 3) @ y)
 
 
-@pytest.mark.parametrize("make", [Attention, Spectrum])
-def test_functions_of_everything_go_by_whole_passes_that_the_plan_names(make, tmp_path):
-    model, x = seeded(make), torch.randn(1, 1, 256, 32)
-    plan = plan_prediction(model, x, grid={"H": 4})
-    assert plan.passes > 1 and "functions need all slabs" in str(plan)
-    torch.testing.assert_close(predict(model, x, grid={"H": 4}), whole(model, x), rtol=1e-4, atol=1e-5)
-
-
-def test_what_depends_on_values_is_refused_before_anything_is_written(tmp_path):
-    class Picks(nn.Module):
-        def forward(self, x):
-            return x[x > 0].reshape(1, 1, -1)
-
-    with pytest.raises(UnsupportedError, match="depends on values"):
-        predict(Picks(), torch.randn(1, 1, 64, 64), tmp_path / "y.npy", memory="32MiB")
-    assert not list(tmp_path.iterdir())
-
-
-def test_what_has_no_rule_is_refused_before_anything_is_written(tmp_path):
-    class Solves(nn.Module):
-        def forward(self, x):
-            return torch.as_strided(x, x.shape, x.stride())
-
-    with pytest.raises(UnsupportedError, match="as_strided"):
-        predict(Solves(), torch.randn(1, 1, 64, 64), tmp_path / "y.npy", grid={"H": 2})
-    assert not list(tmp_path.iterdir())
+def test_a_model_without_tensors_takes_batches():
+    x = torch.rand(1, 1, 256, 32) * 0.1
+    assert plan_prediction(Spectrum(), x, grid={"H": 4}).passes > 1
+    found = predict(Spectrum(), x, grid={"H": 4})
+    torch.testing.assert_close(found, whole(Spectrum(), x), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("shape", [(60, 40), (1, 60, 40), (3, 1, 60, 40)])
@@ -241,17 +211,34 @@ def test_the_model_stays_as_it_is(tmp_path):
     assert not any(part._forward_hooks or part._forward_pre_hooks for part in model.modules())
 
 
-def test_modules_that_keep_tensors_of_a_call_have_them_for_each_slab(tmp_path):
-    class Keeps(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.conv, self.norm = nn.Conv2d(1, 2, 3, padding=1), nn.InstanceNorm2d(2)
+class Keeps(nn.Module):
+    """Keeps a tensor of a call, which is one of its slab."""
 
-        def forward(self, x):
-            self.kept = x
-            return self.norm(self.conv(x)) + self.kept
+    def __init__(self):
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(1, 2, 3, padding=1), nn.InstanceNorm2d(2)
 
-    check(seeded(Keeps), torch.randn(1, 1, 40, 20), (1, 1, 4, 1), tmp_path)
+    def forward(self, x):
+        self.kept = x
+        return self.norm(self.conv(x)) + self.kept
+
+
+class Twice(nn.Module):
+    """Calls a layer with two extents, and shares a parameter."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.other = nn.Conv2d(1, 1, 3, padding=1), nn.Conv2d(1, 1, 3, padding=1)
+        self.other.weight = self.conv.weight
+
+    def forward(self, x):
+        small = self.conv(F.avg_pool2d(x, 2))
+        return self.conv(x) + self.other(F.interpolate(self.conv(small), scale_factor=2.0))
+
+
+@pytest.mark.parametrize(("make", "passes"), [(Keeps, None), (Twice, 0)])
+def test_modules_as_users_write_them(make, passes, tmp_path):
+    check(seeded(make), torch.randn(1, 1, 64, 20), (1, 1, 4, 1), tmp_path, passes)
 
 
 class Tables(nn.Module):
@@ -274,50 +261,6 @@ def test_all_slabs_share_tensors_that_are_attributes(tmp_path):
     check(model, torch.randn(1, 1, 40, 20), (1, 1, 4, 1), tmp_path, 0)
 
 
-@pytest.mark.parametrize("kind", ["buffer", "attribute"])
-def test_tensors_that_the_model_changes_in_place_are_refused(kind, tmp_path):
-    class Counts(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.conv = nn.Conv2d(1, 2, 3, padding=1)
-            if kind == "buffer":
-                self.register_buffer("calls", torch.zeros(()))
-            else:
-                self.calls = torch.zeros(())
-
-        def forward(self, x):
-            self.calls += 1
-            return self.conv(x)
-
-    model = nn.Sequential(Counts())
-    with pytest.raises(UnsupportedError, match=r"changes its tensor '0\.calls' in place"):
-        predict(model, torch.randn(1, 1, 64, 64), tmp_path / "y.npy", grid={"H": 2})
-    assert not list(tmp_path.iterdir())
-
-
-def test_what_torch_does_not_take_is_said_with_the_shape():
-    with pytest.raises(
-        ShapeError, match=r"do not take .* = \(1, 3, 40, 20\) of torch\.float32: RuntimeError"
-    ):
-        predict(nn.Conv2d(1, 1, 3), torch.zeros(3, 40, 20))
-    with pytest.raises(ShapeError, match="post= do not take"):
-        predict(nn.Conv2d(1, 1, 3), torch.zeros(40, 20), post=lambda y: y.view(1, 7))
-
-
-def test_a_layer_that_is_called_with_two_extents_and_parameters_that_are_shared(tmp_path):
-    class Twice(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.conv, self.other = nn.Conv2d(1, 1, 3, padding=1), nn.Conv2d(1, 1, 3, padding=1)
-            self.other.weight = self.conv.weight
-
-        def forward(self, x):
-            small = self.conv(F.avg_pool2d(x, 2))
-            return self.conv(x) + self.other(F.interpolate(self.conv(small), scale_factor=2.0))
-
-    check(seeded(Twice), torch.randn(1, 1, 64, 20), (1, 1, 4, 1), tmp_path, 0)
-
-
 def test_numpy_views_of_blocks_keep_them_in_memory(tmp_path):
     # A user's array of a block stays valid, since torch does not resize a tensor that has one.
     class Shows(nn.Module):
@@ -338,65 +281,27 @@ def test_numpy_views_of_blocks_keep_them_in_memory(tmp_path):
     torch.testing.assert_close(run.joined(want), want, rtol=1e-4, atol=1e-5)
 
 
-def run_program(what, **arguments):
-    command = [sys.executable, "-m", "tests.out_of_core.nets", what, json.dumps(arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-
-
 @pytest.mark.in_turn(0)
 @pytest.mark.parametrize(
-    ("name", "net", "extents", "memory"),
+    ("name", "net", "extents"),
     [
-        ("u-net", {"norm": "none", "channels": 8}, (3000, 700), 160),
-        ("u-net", {"norm": "instance", "channels": 8}, (3000, 700), 160),
-        ("u-net", {"norm": "group", "channels": 4, "dims": 3, "classes": 20}, (160, 80, 80), 160),
-        ("gated", {}, (2000, 1000), 160),
-        ("attention", {}, (1280, 1280), 160),
-        ("cumsum", {}, (2000, 2000), 160),
-        ("flip", {}, (2000, 2000), 160),
-        ("roll", {}, (2000, 2000), 160),
-        ("unfold", {}, (1000, 1000), 160),
-        ("fft", {}, (2000, 1000), 160),
-        ("channels", {}, (1000, 1000), 160),
+        ("u-net", {"norm": "none", "channels": 8}, (3000, 700)),
+        ("u-net", {"norm": "instance", "channels": 8}, (3000, 700)),
+        ("u-net", {"norm": "group", "channels": 4, "dims": 3, "classes": 20}, (160, 80, 80)),
+        ("gated", {}, (2000, 1000)), ("attention", {}, (1280, 1280)), ("cumsum", {}, (2000, 2000)),
+        ("flip", {}, (2000, 2000)), ("roll", {}, (2000, 2000)), ("unfold", {}, (1000, 1000)),
+        ("fft", {}, (2000, 1000)), ("channels", {}, (1000, 1000)),
     ],
-)
-def test_the_process_grows_by_the_memory_at_most(name, net, extents, memory, tmp_path):
-    options = {"memory": f"{memory}MiB", "scratch": str(tmp_path), "out": str(tmp_path / "y.npy")}
-    found = run_program("measured", model=name, net=net, extents=extents, **options)
-    assert found.returncode == 0, found.stderr
-    facts = json.loads(found.stdout)
-    assert facts["grown"] <= memory << 20, facts
+)  # fmt: skip
+def test_the_process_grows_by_the_memory_at_most(name, net, extents, tmp_path):
+    options = {"memory": "160MiB", "scratch": str(tmp_path), "out": str(tmp_path / "y.npy")}
+    arguments = json.dumps({"model": name, "net": net, "extents": extents, **options})
+    done = completed([sys.executable, "-m", "tests.out_of_core.nets", arguments], limit=300)
+    assert done.returncode == 0, done.stderr
+    facts = json.loads(done.stdout)
+    assert facts["grown"] <= 160 << 20, facts
     # The plan wastes no memory.
     assert facts["planned"] <= 1.6 * facts["grown"], facts
-
-
-@pytest.mark.parametrize("norm", ["none", "instance"])
-def test_a_prediction_that_is_killed_goes_on(norm, tmp_path):
-    random.seed(norm)
-    model = seeded(lambda: UNet(2, norm))
-    x = torch.randn(2, 1, 240, 30)
-    torch.save(x, tmp_path / "x.pt")
-    want, slabs, out = whole(model, x), 8, tmp_path / "y.npy"
-    arguments = {
-        "net": {"norm": norm},
-        "source": str(tmp_path / "x.pt"),
-        "out": str(out),
-        "grid": {"H": slabs},
-    }
-    total = 0
-    # Two at once, and one slab at a time afterwards.
-    for kill in random.sample(range(2, 7), 3) if norm == "none" else (slabs + 3,):
-        found = run_program("killed", kill=kill, **arguments)
-        assert found.returncode == -9, found.stderr
-        assert not out.exists() and Path(f"{out}.part").exists()
-        total += kill - 1
-    found = run_program("killed", kill=-1, **arguments)
-    assert found.returncode == 0, found.stderr
-    reads = json.loads(found.stdout)["reads"]
-    # In one pass no slab that was noted is read again.
-    assert total + reads == 2 * slabs if norm == "none" else reads == slabs
-    torch.testing.assert_close(torch.from_numpy(np.load(out)), want, rtol=1e-4, atol=1e-5)
-    assert {each.name for each in tmp_path.iterdir()} == {"x.pt", "y.npy"}
 
 
 def test_a_later_call_with_another_model_begins_anew(tmp_path):
@@ -458,53 +363,62 @@ def test_a_conjugate_is_written(tmp_path):
     torch.testing.assert_close(torch.from_numpy(np.load(tmp_path / "y.npy")), torch.complex(y, -y))
 
 
-@pytest.mark.parametrize(
-    "post", [lambda y: y.argmax(1)[0], lambda y: torch.cat([y, y.flip(3)]), lambda y: y.sum()]
-)
-def test_a_result_without_its_batch_dimension_is_refused(tmp_path, post):
-    with pytest.raises(ShapeError, match="its first dimension is the batch"):
-        predict(nn.Conv2d(1, 4, 3, padding=1), torch.randn(12, 8), tmp_path / "y.npy", post=post)
+class Counts(Calls):
+    """Counts its calls in a tensor of its own."""
+
+    def __init__(self, is_buffer):
+        super().__init__(self.counted)
+        if is_buffer:
+            self.register_buffer("calls", torch.zeros(()))
+        else:
+            self.calls = torch.zeros(())
+
+    def counted(self, y):
+        self.calls += 1
+        return y
+
+
+LAYER, X, PART = nn.Conv2d(1, 1, 3), torch.ones(1, 1, 64, 64), nn.Conv2d(1, 4, 3, padding=1)
+TAKE = r"do not take .* = \(1, 3, 40, 20\) of torch\.float32: RuntimeError"
+# A model and other arguments than ``X``, an error and its words.
+REFUSED = [
+    (Calls(lambda x: x[x > 0].reshape(1, 1, -1)), {"memory": "32MiB"}, UnsupportedError, "depends on values"),
+    (Calls(lambda x: x.as_strided(x.shape, x.stride())), {"grid": {"H": 2}}, UnsupportedError, "as_strided"),
+    *(
+        (nn.Sequential(Counts(is_buffer)), {}, UnsupportedError, r"changes its tensor '0\.calls' in place")
+        for is_buffer in (True, False)
+    ),
+    (LAYER, {"source": torch.zeros(3, 40, 20)}, ShapeError, TAKE),
+    (LAYER, {"post": lambda y: y.view(1, 7)}, ShapeError, "post= do not take"),
+    *(
+        (PART, {"post": post}, ShapeError, "its first dimension is the batch")
+        for post in (lambda y: y.argmax(1)[0], lambda y: torch.cat([y, y.flip(3)]), lambda y: y.sum())
+    ),
+    (PART, {"source": torch.ones(12, 8, dtype=torch.cfloat)}, ArgumentError, "has complex elements"),
+    (LAYER, {"source": torch.ones(4)}, ShapeError, r"the source has shape \(4,\).*2 spatial dimensions"),
+    (LAYER, {"grid": {"H": -1}}, ArgumentError, "a grid has the numbers of blocks"),
+    (LAYER, {"grid": {"C": 2}}, ArgumentError, "a grid cuts spatial dimensions"),
+    (LAYER, {"memory": "1MiB"}, ConfigurationError, r"memory=1\.0 MiB is too small"),
+    (LAYER, {"memory": "much"}, ConfigurationError, "the memory"),
+    (LAYER, {"scratch": "missing"}, DataError, "is no folder"),
+    (Calls(lambda x: (x, x)), {}, ArgumentError, "choose it by post="),
+    (LAYER, {"sink": np.zeros(X.shape)}, ShapeError, r"the result has shape \(1, 1, 62, 62\)"),
+    (LAYER, {"sink": np.zeros((1, 1, 62, 62))}, ShapeError, "elements of float64, the result of float32"),
+    (torch.relu, {}, ConfigurationError, r"takes a torch\.nn\.Module"),
+]
+
+
+@pytest.mark.parametrize(("model", "options", "error", "words"), REFUSED)
+def test_what_does_not_fit_is_refused_before_anything_is_written(model, options, error, words, tmp_path):
+    with pytest.raises(error, match=words):
+        predict(model, **{"source": X, "sink": tmp_path / "y.npy"} | options)
     assert not any(tmp_path.iterdir())
-
-
-def test_complex_elements_are_not_made_real():
-    with pytest.raises(ArgumentError, match="has complex elements"):
-        predict(nn.Conv2d(1, 4, 3, padding=1), torch.randn(12, 8, dtype=torch.complex64))
 
 
 def test_a_result_that_is_there_is_not_replaced(tmp_path):
     (tmp_path / "y.npy").touch()
     with pytest.raises(DataError, match="is there already"):
-        predict(nn.Conv2d(1, 1, 1), torch.ones(1, 1, 4, 4), tmp_path / "y.npy")
-
-
-def test_arguments_that_do_not_fit_are_refused(tmp_path):
-    model, x = nn.Conv2d(1, 1, 3), torch.ones(1, 1, 64, 64)
-    with pytest.raises(ShapeError, match=r"the source has shape \(4,\).*2 spatial dimensions"):
-        predict(model, torch.ones(4))
-    with pytest.raises(ArgumentError, match="a grid has the numbers of blocks"):
-        predict(model, x, grid={"H": -1})
-    with pytest.raises(ArgumentError, match="a grid cuts spatial dimensions"):
-        predict(model, x, grid={"C": 2})
-    with pytest.raises(ConfigurationError, match=r"memory=1\.0 MiB is too small"):
-        predict(model, x, memory="1MiB")
-    with pytest.raises(ConfigurationError, match="the memory"):
-        predict(model, x, memory="much")
-    with pytest.raises(DataError, match="is no folder"):
-        predict(model, x, scratch=tmp_path / "missing")
-    with pytest.raises(ArgumentError, match="choose it by post="):
-        predict(_Pair(), x)
-    with pytest.raises(ShapeError, match=r"the result has shape \(1, 1, 62, 62\)"):
-        predict(model, x, np.zeros((1, 1, 64, 64), np.float32))
-    with pytest.raises(ShapeError, match="elements of float64, the result of float32"):
-        predict(model, x, np.zeros((1, 1, 62, 62)))
-    with pytest.raises(ConfigurationError, match=r"takes a torch\.nn\.Module"):
-        predict(lambda x: x, x)
-
-
-class _Pair(nn.Module):
-    def forward(self, x):
-        return x, x
+        predict(LAYER, X, tmp_path / "y.npy")
 
 
 def test_a_distributed_model_and_virtual_ranks_are_refused():
@@ -522,14 +436,9 @@ def test_the_plan_says_what_will_be_done(tmp_path):
     model, x = seeded(lambda: UNet(2, "instance", 8)), torch.zeros(1500, 400)
     plan = plan_prediction(model, x, memory="100MiB", scratch=tmp_path)
     assert plan.passes == 11 and plan.slabs > 1 and plan.nbytes <= plan.memory < plan.whole_nbytes
-    text = str(plan)
-    for part in (
-        "(1500, 400), 1 sample",
-        "along H",
-        "passes    11: 10 functions need all slabs, in down.1, down.4",
-        "the whole at once",
-    ):
-        assert part in text
+    needed = "passes    11: 10 functions need all slabs, in down.1, down.4"
+    for part in ("(1500, 400), 1 sample", "along H", needed, "the whole at once"):
+        assert part in str(plan)
     assert prod(plan.grid) == plan.slabs and plan.result == (3, 1500, 400)
     one = plan_prediction(seeded(lambda: UNet(2, "batch", 8)), x, memory="100MiB")
     assert one.passes == 1 and "slabs end one after the other" in str(one) and one.disk_nbytes == 0

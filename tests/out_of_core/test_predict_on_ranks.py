@@ -25,7 +25,7 @@ from distdl_rma import (
 from tests.checkpoints.training import same_folder
 from tests.fuzz import predictions as fuzz
 from tests.matrix import check_each, over_seeds
-from tests.out_of_core.nets import Calls, UNet, whole
+from tests.out_of_core.nets import Calls, UNet, seeded, whole
 
 # A prediction itself runs virtual ranks.
 pytestmark = [pytest.mark.mpi, pytest.mark.processes, pytest.mark.sizes(1, 2, 3)]
@@ -50,11 +50,6 @@ FUNCTIONS = {
     "sum": lambda x: x.sum((1, 2, 3), keepdim=True),
     "transpose": lambda x: x.transpose(2, 3),
 }
-
-
-def seeded(make):
-    torch.manual_seed(0)
-    return make().eval()
 
 
 @pytest.mark.parametrize("norm", ["none", "batch", "instance", "group"])
@@ -103,12 +98,8 @@ def test_an_error_of_one_process_is_raised_on_all_and_a_later_call_goes_on(comm,
     assert not path.exists()
     predict(model, source, path, grid={"H": 8}, comm=comm)
     comm.Barrier()
-    torch.testing.assert_close(
-        torch.from_numpy(np.load(path)),
-        whole(model, torch.from_numpy(x)[None, None])[0],
-        rtol=1e-4,
-        atol=1e-5,
-    )
+    want = whole(model, torch.from_numpy(x)[None, None])[0]
+    torch.testing.assert_close(torch.from_numpy(np.load(path)), want, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("norm", ["none", "instance"])
@@ -199,6 +190,10 @@ WRONG = {
     "bad source": (DataError, "a bad sector", {"source": Source((64, 16), np.float32, failing_read)}),
     "bad model": (DataError, "in the model", {}),
     "bad post": (DataError, "TypeError", {"post": lambda y: y + "1"}),
+    "source": (MismatchError, "the source: ", {"source": torch.ones(64, 17)}),
+    "sink": (MismatchError, "the sink: ", {"sink": torch.empty(1, 64, 16)}),
+    "post": (MismatchError, "post: ", {"post": torch.relu}),
+    "scratch": (DataError, "no folder", {"scratch": "/nowhere"}),
     "bad sink": (DataError, "no room", {"sink": Sink((1, 64, 16), np.float32, failing_write)}),
 }
 
@@ -238,19 +233,3 @@ def test_a_result_that_is_there_is_an_error_on_all(comm, tmp_path):
         predict(nn.Conv2d(1, 1, 1), torch.ones(9, 9), folder / "y.npy", grid={"H": 3}, comm=comm)
     comm.Barrier()
     assert [each.name for each in folder.iterdir()] == ["y.npy"]
-
-
-def test_calls_that_differ_are_refused(comm):
-    model = seeded(lambda: UNet(2, "none"))
-    if comm.size == 1:
-        pytest.skip("one process has no other")
-    x = torch.rand(1, 1, 40 + comm.rank, 20)
-    with pytest.raises(MismatchError, match="the source: "):
-        predict(model, x, grid={"H": 4}, comm=comm)
-    x = torch.rand(1, 1, 40, 20)
-    with pytest.raises(MismatchError, match="the sink: "):
-        predict(model, x, None if comm.rank else torch.empty(1, 3, 40, 20), grid={"H": 4}, comm=comm)
-    with pytest.raises(MismatchError, match="post: "):
-        predict(model, x, grid={"H": 4}, comm=comm, post=torch.relu if comm.rank else torch.sigmoid)
-    with pytest.raises(DataError, match="no folder"):
-        predict(model, x, scratch="/nowhere" if comm.rank else None, comm=comm)

@@ -3,8 +3,6 @@
 import gc
 import os
 import signal
-import subprocess
-import sys
 import threading
 import weakref
 from itertools import pairwise
@@ -16,6 +14,7 @@ from hypothesis import strategies as st
 
 from distdl_rma.errors import ClosedError, ConfigurationError, DataError
 from distdl_rma.out_of_core.scratch import Extents, Scratch
+from tests.out_of_core.nets import said
 
 PAGE = 4096
 
@@ -69,21 +68,14 @@ def test_bytes_of_any_dtype_come_back_before_and_after_they_are_written(tmp_path
         assert scratch.read_nbytes in (2 * x.nbytes, 3 * x.nbytes)
 
 
-@pytest.mark.parametrize("shape", [(), (0,), (3, 0), (1,), (PAGE,), (PAGE + 1,)])
-def test_tensors_of_any_size_come_back(tmp_path, shape):
-    x = torch.randn(shape)
+@pytest.mark.parametrize("shape", [(), (0,), (3, 0), (1,), (PAGE,), (PAGE + 1,), None])
+def test_tensors_of_any_size_come_back_and_views_in_the_order_of_their_elements(tmp_path, shape):
+    x = torch.randn(40, 50, dtype=torch.complex64).t()[::2].conj() if shape is None else torch.randn(shape)
     with Scratch(tmp_path) as scratch:
         region = scratch.write(x)
         scratch.wait(region)
-        assert torch.equal(read_back(scratch, region, x), x)
-
-
-def test_a_view_is_written_in_the_order_of_its_elements(tmp_path):
-    x = torch.randn(40, 50, dtype=torch.complex64).t()[::2].conj()
-    with Scratch(tmp_path) as scratch:
-        region = scratch.write(x)
-        scratch.wait(region)
-        assert torch.equal(read_back(scratch, region, torch.empty(25, 40, dtype=x.dtype)), x.resolve_conj())
+        found = read_back(scratch, region, torch.empty(x.shape, dtype=x.dtype))
+        assert torch.equal(found, x.resolve_conj())
 
 
 class Slow(Scratch):
@@ -255,46 +247,43 @@ def test_a_read_that_fails_is_raised_also_after_a_prefetch(tmp_path, monkeypatch
         assert torch.equal(into, torch.ones(PAGE))
 
 
-def limited(folder, nbytes):
-    """Run a script whose files may not become longer than ``nbytes``."""
-    script = (
-        "import resource, sys, torch\n"
-        "from distdl_rma.errors import DataError\n"
-        "from distdl_rma.out_of_core.scratch import Scratch\n"
-        f"resource.setrlimit(resource.RLIMIT_FSIZE, ({nbytes}, {nbytes}))\n"
-        "with Scratch(sys.argv[1]) as scratch:\n"
-        "    regions = [scratch.write(torch.full((1 << 18,), 1.0 * n)) for n in range(2)]\n"
-        "    try:\n"
-        "        [scratch.wait(region) for region in regions]\n"
-        "    except DataError as error:\n"
-        "        print(error)\n"
-        "    for n, region in enumerate(regions):\n"
-        "        into = torch.empty(1 << 18)\n"
-        "        scratch.read(region, into)\n"
-        "        assert into.eq(n).all()\n"
-    )
-    command = [sys.executable, "-c", script, str(folder)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=100, check=True).stdout
+LIMITED = """
+import resource, sys, torch
+from distdl_rma.errors import DataError
+from distdl_rma.out_of_core.scratch import Scratch
+resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[2]), int(sys.argv[2])))
+with Scratch(sys.argv[1]) as scratch:
+    regions = [scratch.write(torch.full((1 << 18,), 1.0 * n)) for n in range(2)]
+    try:
+        [scratch.wait(region) for region in regions]
+    except DataError as error:
+        print(error)
+    for n, region in enumerate(regions):
+        into = torch.empty(1 << 18)
+        scratch.read(region, into)
+        assert into.eq(n).all()
+"""
 
 
 def test_the_system_s_limit_of_a_file_is_such_an_error(tmp_path):
-    assert "failed: File too large" in limited(tmp_path, 3 << 19)
-    assert limited(tmp_path, 2 << 20) == ""
+    assert "failed: File too large" in said(LIMITED, tmp_path, 3 << 19)
+    assert said(LIMITED, tmp_path, 2 << 20) == ""
+
+
+KILLED = """
+import os, signal, sys, torch
+from distdl_rma import spill
+with spill(sys.argv[1], 1024) as disk:
+    y = (torch.randn(1 << 20, requires_grad=True) * 2).exp().sum()
+    disk._scratch.flush()
+    assert disk.written_nbytes > 1 << 20
+    print(os.listdir(sys.argv[1]), flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
 
 
 def test_no_file_is_seen_and_none_stays_after_a_kill(tmp_path):
-    script = (
-        "import os, signal, sys, torch\n"
-        "from distdl_rma.out_of_core.scratch import Scratch\n"
-        "scratch = Scratch(sys.argv[1])\n"
-        "scratch.wait(scratch.write(torch.ones(1 << 20)))\n"
-        "print(os.listdir(sys.argv[1]), flush=True)\n"
-        "os.kill(os.getpid(), signal.SIGKILL)\n"
-    )
-    command = [sys.executable, "-c", script, str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
-    assert done.returncode == -signal.SIGKILL
-    assert done.stdout == "[]\n"
+    assert said(KILLED, tmp_path, status=-signal.SIGKILL) == "[]\n"
     assert list(tmp_path.iterdir()) == []
 
 
@@ -338,13 +327,12 @@ def test_a_closed_file_refuses_calls_and_a_blocked_write(tmp_path):
             call()
 
 
-@pytest.mark.parametrize("quota", ["many", 0, -1, 1.5])
-def test_a_quota_that_is_none_is_refused(tmp_path, quota):
-    with pytest.raises(ConfigurationError, match="the quota is a whole number of bytes or one with a unit"):
-        Scratch(tmp_path, quota)
-
-
-def test_a_folder_that_is_none_is_refused_with_its_name(tmp_path):
+def test_a_quota_that_is_none_and_a_folder_that_is_none_are_refused_by_name(tmp_path):
+    for quota in ("many", 0, -1, 1.5):
+        with pytest.raises(
+            ConfigurationError, match="the quota is a whole number of bytes or one with a unit"
+        ):
+            Scratch(tmp_path, quota)
     (tmp_path / "file").touch()
     for name in ("missing", "file"):
         with pytest.raises(DataError, match=rf"no file can be made in {tmp_path / name}: .*directory"):

@@ -2,9 +2,6 @@
 
 import gc
 import os
-import signal
-import subprocess
-import sys
 import threading
 from functools import partial
 
@@ -17,6 +14,7 @@ from distdl_rma import spill
 from distdl_rma.errors import ConfigurationError, DataError, ProtocolError
 from distdl_rma.out_of_core.scratch import Scratch
 from tests.model.nets import UNet
+from tests.out_of_core.nets import said
 
 KIB = 1 << 10
 
@@ -49,23 +47,28 @@ def equal(first, second):
         assert torch.equal(mine, other)
 
 
+MADE = {
+    "unet": lambda: (UNet(), torch.randn(2, 1, 37, 41)),
+    "channels last": lambda: (UNet().to(memory_format=torch.channels_last), torch.randn(2, 1, 36, 40)),
+    "transformer": lambda: (
+        nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 32, batch_first=True), 2),
+        torch.randn(3, 20, 16),
+    ),
+    "lstm": lambda: (nn.LSTM(8, 16, 2, dropout=0.2), torch.randn(30, 4, 8)),
+    "mlp": lambda: (
+        nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Dropout(0.3), nn.Linear(64, 64)),
+        torch.randn(50, 64),
+    ),
+    "in place": lambda: (
+        nn.Sequential(nn.Linear(64, 64), nn.ReLU(inplace=True), nn.Linear(64, 64), nn.Sigmoid()),
+        torch.randn(100, 64),
+    ),
+}
+
+
 def made(kind):
     torch.manual_seed(2)
-    if kind == "unet":
-        return UNet(), torch.randn(2, 1, 37, 41)
-    if kind == "channels last":
-        return UNet().to(memory_format=torch.channels_last), torch.randn(2, 1, 36, 40)
-    if kind == "transformer":
-        layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
-        return nn.TransformerEncoder(layer, 2), torch.randn(3, 20, 16)
-    if kind == "lstm":
-        return nn.LSTM(8, 16, 2, dropout=0.2), torch.randn(30, 4, 8)
-    return nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Dropout(0.3), nn.Linear(64, 64)), torch.randn(
-        50, 64
-    )
-
-
-KINDS = ["unet", "channels last", "transformer", "lstm", "mlp"]
+    return MADE[kind]()
 
 
 def result(model, x):
@@ -73,41 +76,51 @@ def result(model, x):
     return (y[0] if isinstance(y, tuple) else y).square().mean()
 
 
-@pytest.mark.parametrize("kind", KINDS)
+def step(model, x, between=None, dtype=None):
+    """A loss after its backward; behind the forward something else may happen."""
+    with torch.autocast("cpu", dtype or torch.bfloat16, enabled=dtype is not None):
+        loss = result(model, x)
+    if between:
+        between()
+    loss.backward()
+    return loss
+
+
+@pytest.mark.parametrize("kind", MADE)
 @pytest.mark.parametrize("above", [1, 5 * KIB])
 def test_losses_and_gradients_have_the_same_bits(tmp_path, kind, above):
     model, x = made(kind)
-
-    def step(between=None):
-        loss = result(model, x)
-        if between:
-            # Tensors that are needed at once may not have been written yet.
-            between()
-        loss.backward()
-        return loss
-
-    expected = outcome(step, model)
-    disk = spill(tmp_path, above)
+    expected, disk = outcome(partial(step, model, x), model), spill(tmp_path, above)
+    # Tensors that are needed at once may not have been written yet.
     for between in (None, None, lambda: settled(disk)):
         with disk:
-            found = outcome(partial(step, between), model)
-        equal(found, expected)
+            equal(outcome(partial(step, model, x, between), model), expected)
     assert disk.written_nbytes > 5 * KIB
     assert nothing_on_disk(disk)
 
 
-def test_an_autocast_step_has_the_same_bits(tmp_path):
+def on_another_thread(model, x):
+    loss = result(model, x)
+    thread = threading.Thread(target=loss.backward)
+    thread.start()
+    thread.join(100)
+    return loss
+
+
+def twice(model, x):
+    loss = result(model, x)
+    loss.backward(retain_graph=True)
+    loss.backward()
+    return loss
+
+
+@pytest.mark.parametrize("step", [partial(step, dtype=torch.bfloat16), on_another_thread, twice])
+def test_other_steps_have_the_same_bits(tmp_path, step):
     model, x = made("unet")
-
-    def step():
-        with torch.autocast("cpu", torch.bfloat16):
-            loss = result(model, x)
-        loss.backward()
-        return loss
-
-    expected = outcome(step, model)
-    with spill(tmp_path, KIB):
-        equal(outcome(step, model), expected)
+    expected = outcome(partial(step, model, x), model)
+    with spill(tmp_path, KIB) as disk:
+        equal(outcome(partial(step, model, x), model), expected)
+    assert nothing_on_disk(disk)
 
 
 class Sent:
@@ -219,60 +232,42 @@ def layout(x):
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_with_checkpoints(tmp_path, reentrant):
     torch.manual_seed(3)
-    blocks = nn.ModuleList(
-        nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Dropout(0.2), nn.Linear(64, 64)) for _ in range(4)
-    )
-    x = torch.randn(100, 64, requires_grad=True)
+    blocks = nn.ModuleList(made("mlp")[0] for _ in range(4))
+    x, disk = torch.randn(100, 64, requires_grad=True), spill(tmp_path, KIB)
 
-    def step():
-        y = x
+    def forward(x):
         for block in blocks:
-            y = y + checkpoint(block, y, use_reentrant=reentrant)
-        loss = y.square().mean()
-        if disk is not None:
-            # A backward at once would find some tensors in memory, which then are not written.
-            settled(disk)
-        loss.backward()
-        return loss
+            x = x + checkpoint(block, x, use_reentrant=reentrant)
+        return x
 
-    disk = None
-    expected = outcome(step, blocks)
-    disk = spill(tmp_path, KIB)
+    expected = outcome(lambda: step(forward, x), blocks)
     with disk:
-        equal(outcome(step, blocks), expected)
+        # A backward at once would find some tensors in memory, which then are not written.
+        equal(outcome(lambda: step(forward, x, lambda: settled(disk)), blocks), expected)
     assert disk.written_nbytes >= 4 * x.nbytes
     assert nothing_on_disk(disk)
 
 
 def test_within_a_checkpoint(tmp_path):
     model, x = made("mlp")
-    disk = spill(tmp_path, KIB)
 
-    def step(inner):
-        def part(x):
-            with disk if inner else torch.enable_grad():
-                return model(x)
+    def inside(context, x):
+        with context:
+            return model(x)
 
-        loss = checkpoint(part, x.requires_grad_(), use_reentrant=False).square().mean()
-        loss.backward()
-        return loss
+    def forward(context, x):
+        return checkpoint(partial(inside, context), x.requires_grad_(), use_reentrant=False)
 
-    equal(outcome(lambda: step(True), model), outcome(lambda: step(False), model))
+    found, expected = (
+        outcome(lambda context=context: step(partial(forward, context), x), model)
+        for context in (spill(tmp_path, KIB), torch.enable_grad())
+    )
+    equal(found, expected)
 
 
-def test_a_graph_is_used_twice_and_behind_the_context(tmp_path, sent):
+def test_a_graph_is_used_behind_the_context(tmp_path, sent):
     model, x = made("unet")
-
-    def twice():
-        loss = result(model, x)
-        loss.backward(retain_graph=True)
-        loss.backward()
-        return loss
-
-    expected = outcome(twice, model)
-    disk = spill(tmp_path, KIB)
-    with disk:
-        equal(outcome(twice, model), expected)
+    disk, expected = spill(tmp_path, KIB), outcome(lambda: twice(model, x), model)
 
     def behind():
         with disk:
@@ -323,28 +318,6 @@ def test_second_derivatives_have_the_same_bits(tmp_path):
     expected = second()
     with spill(tmp_path, KIB):
         equal(second(), expected)
-
-
-def test_a_backward_on_another_thread(tmp_path):
-    model, x = made("unet")
-    with spill(tmp_path, KIB) as disk:
-
-        def step():
-            loss = result(model, x)
-            thread = threading.Thread(target=loss.backward)
-            thread.start()
-            thread.join(100)
-            return loss
-
-        found = outcome(step, model)
-
-    def plain():
-        loss = result(model, x)
-        loss.backward()
-        return loss
-
-    equal(found, outcome(plain, model))
-    assert nothing_on_disk(disk)
 
 
 def test_backwards_of_two_graphs_at_a_time(tmp_path):
@@ -417,21 +390,6 @@ def test_a_change_in_place_between_two_saves_makes_two_pieces(tmp_path, sent):
     assert len(sent.written) == 2
 
 
-def test_an_activation_in_place_keeps_what_it_saves(tmp_path):
-    torch.manual_seed(7)
-    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(inplace=True), nn.Linear(64, 64), nn.Sigmoid())
-    x = torch.randn(100, 64)
-
-    def step():
-        loss = model(x).sum()
-        loss.backward()
-        return loss
-
-    expected = outcome(step, model)
-    with spill(tmp_path, KIB):
-        equal(outcome(step, model), expected)
-
-
 def test_a_full_disk_is_raised_where_the_forward_meets_it(tmp_path):
     model, x = made("unet")
     disk, after = spill(tmp_path, KIB, quota="64KiB"), []
@@ -480,9 +438,8 @@ def test_a_read_that_fails_raises_in_the_backward(tmp_path, monkeypatch, sent):
 
 @pytest.mark.parametrize("above", ["much", 0, -1])
 def test_a_size_that_is_none_is_refused(tmp_path, above):
-    with pytest.raises(
-        ConfigurationError, match="the size above which tensors are spilled is a whole number"
-    ):
+    words = "the size above which tensors are spilled is a whole number"
+    with pytest.raises(ConfigurationError, match=words):
         spill(tmp_path, above)
 
 
@@ -508,41 +465,22 @@ def test_tensors_of_other_kinds_stay_in_memory(tmp_path):
     assert disk.written_nbytes == 0
 
 
+GROWN = """
+import sys, torch
+from torch import nn
+from distdl_rma import spill
+from tests.out_of_core.nets import resident
+torch.set_num_threads(1)
+model, x = nn.Sequential(*(nn.Conv2d(4, 4, 1) for _ in range(50))), torch.randn(1, 4, 1024, 1024)
+with spill(sys.argv[1], sys.argv[2]):
+    before = resident("VmHWM")
+    model(x).sum().backward()
+    print(resident("VmHWM") - before)
+"""
+
+
 def test_memory_grows_by_less(tmp_path):
-    script = (
-        "import sys, torch\n"
-        "from torch import nn\n"
-        "from distdl_rma import spill\n"
-        "torch.set_num_threads(1)\n"
-        "def used(): return int(open('/proc/self/status').read().split('VmHWM:')[1].split()[0])\n"
-        "model = nn.Sequential(*(nn.Conv2d(4, 4, 1) for _ in range(50)))\n"
-        "x = torch.randn(1, 4, 1024, 1024)\n"
-        "with spill(sys.argv[1], sys.argv[2]):\n"
-        "    before = used()\n"
-        "    model(x).sum().backward()\n"
-        "    print(used() - before)\n"
-    )
-    grown = []
-    for above in ("1MiB", "1TiB"):
-        command = [sys.executable, "-c", script, str(tmp_path), above]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=True)
-        grown.append(int(done.stdout) * KIB)
+    spilled, kept = (int(said(GROWN, tmp_path, above)) for above in ("1MiB", "1TiB"))
     # 50 saved tensors of 16 MiB.
-    assert grown[1] > 800 << 20
-    assert grown[0] < grown[1] / 2
-
-
-def test_nothing_stays_after_a_kill(tmp_path):
-    script = (
-        "import os, signal, sys, torch\n"
-        "from distdl_rma import spill\n"
-        "with spill(sys.argv[1], 1024) as disk:\n"
-        "    y = (torch.randn(1 << 20, requires_grad=True) * 2).exp().sum()\n"
-        "    disk._scratch.flush()\n"
-        "    assert disk.written_nbytes > 1 << 20\n"
-        "    os.kill(os.getpid(), signal.SIGKILL)\n"
-    )
-    command = [sys.executable, "-c", script, str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
-    assert done.returncode == -signal.SIGKILL, done.stderr
-    assert list(tmp_path.iterdir()) == []
+    assert kept > 800 << 20
+    assert spilled < kept / 2

@@ -41,11 +41,8 @@ class Norms(nn.Module):
         for norm in self.norms:
             y = F.silu(norm(y))
         y = F.avg_pool2d(F.pad(self.up(y), (1, 1, 1, 1), mode="reflect"), 3, stride=1)
-        y = (
-            y * torch.softmax(y, dim=2)
-            + torch.logsumexp(y, dim=(2, 3), keepdim=True)
-            + y.amax(2, keepdim=True)
-        )
+        y = y * torch.softmax(y, dim=2) + torch.logsumexp(y, dim=(2, 3), keepdim=True)
+        y = y + y.amax(2, keepdim=True)
         return self.head(y.flatten(2)[:, :, :12]).log_softmax(-1) - y.square().sum(dim=(1, 2, 3)).sqrt().sum()
 
 
@@ -68,10 +65,10 @@ class Checkpointed(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.stem, self.body, self.last = (
+        self.stem, self.last, self.body = (
             nn.Conv2d(1, 4, 3),
-            nn.Conv2d(4, 4, 3, padding=1),
             nn.Conv2d(4, 1, 3),
+            nn.Conv2d(4, 4, 3, padding=1),
         )
 
     def forward(self, x):
@@ -133,9 +130,8 @@ def test_a_distributed_model_has_the_same_bits(comm, tmp_path, name, axis):
 @ALL
 def test_layers_with_uneven_shards_and_ranks_without_any(comm, tmp_path):
     P_world = MPIPartition(comm)
-    P_x = P_world.create_partition_inclusive(
-        range(max(1, comm.size - 1))
-    ).create_cartesian_topology_partition((1, 1, max(1, comm.size - 1), 1))
+    some = range(max(1, comm.size - 1))
+    P_x = P_world.create_partition_inclusive(some).create_cartesian_topology_partition((1, 1, len(some), 1))
     torch.manual_seed(4)
     model = nn.Sequential(
         DistributedConv2d(P_x, 2, 6, 5, padding=2),
@@ -235,14 +231,3 @@ def test_a_read_that_fails_on_one_rank_ends_the_step_on_all(tmp_path):
     assert found[1] == "the disk is broken"
     for rank in (0, 2):
         assert found[rank].startswith("rank 1 failed: ")
-
-
-def test_virtual_ranks_have_the_same_bits_each(tmp_path):
-    def play(comm):
-        torch.manual_seed(2)
-        model, x = distribute(UNet(), {"W": -1}), inputs("unet")
-        disk = spill(tmp_path, ABOVE)
-        equal(bits(model, x, disk), bits(model, x))
-        return disk.written_nbytes
-
-    assert min(rehearse(5, play)) > 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from types import SimpleNamespace
 
 import numpy as np
@@ -10,22 +11,12 @@ import torch
 from distdl_rma import Source
 
 
-def npy(path, x):
+def _npy(path, x):
     np.save(path / "x.npy", x)
     return path / "x.npy"
 
 
-def npy_by_columns(path, x):
-    np.save(path / "x.npy", np.asfortranarray(x))
-    return path / "x.npy"
-
-
-def npy_big_endian(path, x):
-    np.save(path / "x.npy", x.astype(x.dtype.newbyteorder(">")))
-    return path / "x.npy"
-
-
-def memmap(path, x):
+def _memmap(path, x):
     x.tofile(path / "x")
     return np.memmap(path / "x", x.dtype, "r", shape=x.shape)
 
@@ -39,66 +30,21 @@ def _hdf5(path, x, **options):
     return f"{path / 'x.h5'}::deep/x"
 
 
-def hdf5(path, x):
-    return _hdf5(path, x)
-
-
-def hdf5_big_endian(path, x):
-    return _hdf5(path, x, dtype=x.dtype.newbyteorder(">"))
-
-
-def hdf5_chunked(path, x):
-    return _hdf5(path, x, chunks=(2,) * x.ndim, compression="gzip")
-
-
-def hdf5_dataset(path, x):
-    import h5py
-
-    _hdf5(path, x, chunks=(2,) * x.ndim)
-    return h5py.File(path / "x.h5")["deep/x"]
-
-
 def _zarr(path, x, **options):
-    import zarr
-
-    array = zarr.create_array(
-        str(path / "x.zarr"), shape=x.shape, dtype=x.dtype, chunks=(2,) * x.ndim, **options
-    )
-    array[:] = x
+    made = {"shape": x.shape, "dtype": x.dtype, "chunks": (2,) * x.ndim} | options
+    import_module("zarr").create_array(str(path / "x.zarr"), **made)[:] = x
     return path / "x.zarr"
 
 
-def zarr2(path, x):
-    return _zarr(path, x, zarr_format=2)
-
-
-def zarr3(path, x):
-    return _zarr(path, x)
-
-
-def zarr_sharded(path, x):
-    return _zarr(path, x, shards=(4,) * x.ndim)
-
-
-def zarr_group(path, x):
-    import zarr
-
-    group = zarr.open_group(str(path / "x.zarr"), mode="w")
+def _zarr_group(path, x):
+    group = import_module("zarr").open_group(str(path / "x.zarr"), mode="w")
     for name in ("scale/0", "scale/1"):
         group.create_array(name, data=x, chunks=(2,) * x.ndim)
     return f"{path / 'x.zarr'}::scale/0"
 
 
-def zarr_array(path, x):
-    import zarr
-
-    return zarr.open(str(_zarr(path, x)), mode="r")
-
-
 def _netcdf(path, x, version="NETCDF4", **options):
-    import netCDF4
-
-    with netCDF4.Dataset(path / "x.nc", "w", format=version) as file:
+    with import_module("netCDF4").Dataset(path / "x.nc", "w", format=version) as file:
         names = [f"d{d}" for d in range(x.ndim)]
         for name, extent in zip(names, x.shape, strict=True):
             file.createDimension(name, extent)
@@ -107,86 +53,20 @@ def _netcdf(path, x, version="NETCDF4", **options):
     return path / "x.nc"
 
 
-def netcdf(path, x):
-    return _netcdf(path, x)
-
-
-def netcdf_chunked(path, x):
-    return _netcdf(path, x, zlib=True, chunksizes=(2,) * x.ndim)
-
-
-def netcdf_classic(path, x):
-    return _netcdf(path, x, "NETCDF3_CLASSIC")
-
-
-def netcdf_variable(path, x):
-    import netCDF4
-
-    return netCDF4.Dataset(_netcdf(path, x))["x"]
-
-
-def tiff(path, x):
-    import tifffile
-
-    tifffile.imwrite(path / "x.tif", x, photometric="minisblack", byteorder=">")
+def _tiff(path, x, **options):
+    import_module("tifffile").imwrite(path / "x.tif", x, photometric="minisblack", **options)
     return path / "x.tif"
 
 
-def tiff_tiled(path, x):
-    import tifffile
-
-    tifffile.imwrite(path / "x.tif", x, photometric="minisblack", tile=(16, 16), compression="zlib")
-    return path / "x.tif"
-
-
-def tiff_pages(path, x):
-    import tifffile
-
-    with tifffile.TiffWriter(path / "x.tif", ome=True) as file:
-        file.write(x, photometric="minisblack")
-    return path / "x.tif"
-
-
-def nifti(path, x):
-    import nibabel
-
+def _nifti(path, x):
+    nibabel = import_module("nibabel")
     nibabel.save(nibabel.Nifti1Image(x, np.eye(4)), path / "x.nii")
     return path / "x.nii"
 
 
-def tensorstore(path, x):
-    import tensorstore
-
+def _tensorstore(path, x):
     spec = {"driver": "zarr", "kvstore": {"driver": "file", "path": str(_zarr(path, x, zarr_format=2))}}
-    return tensorstore.open(spec, read=True).result()
-
-
-def dask(path, x):
-    import dask.array
-
-    return dask.array.from_array(x, chunks=2) + 0
-
-
-def xarray(path, x):
-    import xarray
-
-    return xarray.DataArray(x)
-
-
-def tensor(path, x):
-    return torch.from_numpy(x)
-
-
-def by_function(path, x):
-    return Source(x.shape, x.dtype, lambda box: x[box])
-
-
-def tensor_by_function(path, x):
-    return Source(x.shape, torch.from_numpy(x).dtype, lambda box: torch.from_numpy(x)[box])
-
-
-def by_dlpack(path, x):
-    return Source(x.shape, x.dtype, lambda box: SimpleDlpack(x[box].copy()))
+    return import_module("tensorstore").open(spec, read=True).result()
 
 
 class SimpleDlpack(SimpleNamespace):
@@ -202,13 +82,48 @@ class SimpleDlpack(SimpleNamespace):
         return self.x.__dlpack_device__()
 
 
-# Those of images and volumes have at least two dimensions.
-FLAT = [tiff, tiff_tiled]
-FILES = [
-    npy, npy_by_columns, npy_big_endian, hdf5, hdf5_big_endian, hdf5_chunked, zarr2, zarr3, zarr_sharded,
-    zarr_group, netcdf, netcdf_chunked, netcdf_classic, tiff, tiff_tiled, nifti,
-]  # fmt: skip
-ARRAYS = [
-    memmap, hdf5_dataset, zarr_array, netcdf_variable, tensorstore, dask, xarray, tensor, by_function,
-    tensor_by_function, by_dlpack,
-]  # fmt: skip
+_FILES = {
+    "npy": _npy,
+    "npy by columns": lambda path, x: _npy(path, np.asfortranarray(x)),
+    "npy, big endian": lambda path, x: _npy(path, x.astype(x.dtype.newbyteorder(">"))),
+    "hdf5": _hdf5,
+    "hdf5, big endian": lambda path, x: _hdf5(path, x, dtype=x.dtype.newbyteorder(">")),
+    "hdf5, chunked": lambda path, x: _hdf5(path, x, chunks=(2,) * x.ndim, compression="gzip"),
+    "zarr 2": lambda path, x: _zarr(path, x, zarr_format=2),
+    "zarr 3": _zarr,
+    "zarr, sharded": lambda path, x: _zarr(path, x, shards=(4,) * x.ndim),
+    "zarr, group": _zarr_group,
+    "netcdf": _netcdf,
+    "netcdf, chunked": lambda path, x: _netcdf(path, x, zlib=True, chunksizes=(2,) * x.ndim),
+    "netcdf, classic": lambda path, x: _netcdf(path, x, "NETCDF3_CLASSIC"),
+    "tiff": lambda path, x: _tiff(path, x, byteorder=">"),
+    "tiff, tiled": lambda path, x: _tiff(path, x, tile=(16, 16), compression="zlib"),
+    "nifti": _nifti,
+}
+_ARRAYS = {
+    "memmap": _memmap,
+    "hdf5 dataset": lambda path, x: import_module("h5py").File(
+        _hdf5(path, x, chunks=(2,) * x.ndim).partition("::")[0]
+    )["deep/x"],
+    "zarr array": lambda path, x: import_module("zarr").open(str(_zarr(path, x)), mode="r"),
+    "netcdf variable": lambda path, x: import_module("netCDF4").Dataset(_netcdf(path, x))["x"],
+    "tensorstore": _tensorstore,
+    "dask": lambda path, x: import_module("dask.array").from_array(x, chunks=2) + 0,
+    "xarray": lambda path, x: import_module("xarray").DataArray(x),
+    "tensor": lambda path, x: torch.from_numpy(x),
+    "by function": lambda path, x: Source(x.shape, x.dtype, lambda box: x[box]),
+    "tensor by function": lambda path, x: Source(
+        x.shape, torch.from_numpy(x).dtype, lambda box: torch.from_numpy(x)[box]
+    ),
+    "by dlpack": lambda path, x: Source(x.shape, x.dtype, lambda box: SimpleDlpack(x[box].copy())),
+}
+# Functions of a folder and an array, each with its name.
+OF = _FILES | _ARRAYS | {"tiff, pages": lambda path, x: _tiff(path, x, ome=True)}
+for _name, _made in OF.items():
+    _made.__name__ = _name
+FILES, ARRAYS = [*_FILES.values()], [*_ARRAYS.values()]
+
+
+def some(*names):
+    """These formats."""
+    return [OF[name] for name in names]

@@ -11,7 +11,7 @@ import pytest
 from distdl_rma import Partition, Source
 from distdl_rma.geometry import Decomposition
 from distdl_rma.sources.chunks import chunks_of, warn_of_chunks
-from tests.sources import formats
+from tests.sources.formats import OF
 
 
 def source(shape, chunks):
@@ -63,39 +63,29 @@ def test_the_warning_says_how_much_is_fetched(shape, chunks, grid):
     assert (f"fetch {factor:.2f} times" in text) == (factor > 1.5)
 
 
-def test_chunks_that_fit_and_arrays_without_chunks_are_no_reason_to_warn():
-    assert (
-        said((64, 64), (16, 16), (4, 1))
-        == said((64, 64), None, (8, 8))
-        == said((0, 64), (1, 64), (1, 8))
-        == ""
-    )
-
-
-def test_one_rank_warns():
+def test_there_is_no_warning_without_a_reason_and_on_one_rank_only():
+    for case in (((64, 64), (16, 16), (4, 1)), ((64, 64), None, (8, 8)), ((0, 64), (1, 64), (1, 8))):
+        assert said(*case) == ""
     assert said((64, 64), (64, 64), (2, 2), rank=1) == ""
 
 
 def test_the_grid_that_fetches_least_is_named():
     assert "the grid 4x1 of the last dimensions fetches 1.00 times" in said((64, 64), (16, 64), (1, 4))
     assert "the grid 2x2x1 of the last" in said((1, 2, 32, 32, 32), (1, 1, 16, 16, 32), (1, 1, 1, 1, 4))
-    assert "no grid of these ranks does better" in said((64, 64), (64, 64), (4, 1))
-    assert "(16, 64)" in said((64, 64), (64, 64), (4, 1))
+    assert "no grid of these ranks does better" in (text := said((64, 64), (64, 64), (4, 1)))
+    assert "(16, 64)" in text
 
 
-@pytest.mark.parametrize(
-    "made", [formats.hdf5_dataset, formats.zarr_array, formats.tensorstore, formats.dask]
-)
-def test_chunks_are_those_of_the_library(made, tmp_path):
-    found = chunks_of(made(tmp_path, np.zeros((4, 6), np.float32)))
-    assert found == (((2, 2), (2, 2, 2)) if made is formats.dask else (2, 2))
-
-
-def test_an_opened_dataset_of_xarray_has_its_chunks(tmp_path):
+def test_chunks_are_those_of_the_library(tmp_path):
     import xarray
 
-    path = formats.netcdf_chunked(tmp_path, np.zeros((4, 6), np.float32))
+    x = np.zeros((4, 6), np.float32)
+    for number, name in enumerate(OF):
+        (folder := tmp_path / str(number)).mkdir()
+        if name in ("hdf5 dataset", "zarr array", "tensorstore", "dask"):
+            assert chunks_of(OF[name](folder, x)) == (((2, 2), (2, 2, 2)) if name == "dask" else (2, 2))
+        if name in ("xarray", "tensor", "memmap", "netcdf variable"):
+            assert chunks_of(OF[name](folder, x)) is None
+    path = OF["netcdf, chunked"](tmp_path, x)
     with xarray.open_dataset(path, engine="netcdf4", drop_variables="d0") as data:
         assert chunks_of(data["x"]) == (2, 2)
-    for made in (formats.xarray, formats.tensor, formats.memmap, formats.netcdf_variable):
-        assert chunks_of(made(tmp_path, np.zeros((4, 6), np.float32))) is None

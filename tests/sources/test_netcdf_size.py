@@ -19,14 +19,7 @@ _PADDING = 3
 def written(path, version, seed):
     """A file with fixed variables and records of several types, names and attributes."""
     netcdf, draw = pytest.importorskip("netCDF4"), np.random.default_rng(seed)
-    kinds = [
-        "i1",
-        "i2",
-        "i4",
-        "f4",
-        "f8",
-        *(["u1", "u2", "u4", "i8", "u8"] if version == VERSIONS[2] else []),
-    ]
+    kinds = ["i1", "i2", "i4", "f4", "f8"] + ["u1", "u2", "u4", "i8", "u8"] * (version == VERSIONS[2])
     with netcdf.Dataset(path, "w", format=version) as file:
         file.note, file.levels = "n" * int(draw.integers(1, 6)), np.arange(3, dtype="i2")
         file.createDimension("record", None)

@@ -16,7 +16,7 @@ import torch
 from distdl_rma import ArgumentError, DataError, Partition, ShapeError, Sink, Source, open_array
 from distdl_rma.geometry import Box, Decomposition
 from distdl_rma.sources.reading import label, read_box
-from tests.sources import formats
+from tests.sources.formats import ARRAYS, FILES, OF, some
 
 # Even and uneven blocks, and with more ranks than elements.
 CASES = [
@@ -27,7 +27,7 @@ CASES = [
     ((3, 20, 17), (2, 2, 3)),
     ((3, 5, 4), (1, 3, 5)),
 ]
-FORMATS = [*formats.FILES, *formats.ARRAYS]
+BY_NAME = {"ids": lambda made: made.__name__}
 
 
 def values(shape, dtype):
@@ -43,30 +43,25 @@ def boxes(shape, grid):
         yield block.shift(crop.start).slices(Box.of_shape(shape))
 
 
-@pytest.mark.parametrize("made", FORMATS, ids=lambda made: made.__name__)
-@pytest.mark.parametrize(("shape", "grid"), CASES)
-def test_every_block_and_crop_of_a_source_is_numpys(made, shape, grid, tmp_path):
-    if made in formats.FLAT and len(shape) < 2:
-        pytest.skip("images have two dimensions")
-    x = values(shape, "int16" if made in (formats.tiff, formats.nifti) else "float32")
-    source = open_array(made(tmp_path, x))
-    assert tuple(source.shape) == shape
-    for box in boxes(shape, grid):
-        found = read_box(source, box)
-        assert found.is_contiguous() and found.dtype == torch.from_numpy(x).dtype
-        assert np.array_equal(found.numpy(), x[box])
-        assert found.shape == x[box].shape
+@pytest.mark.parametrize("made", [*FILES, *ARRAYS], **BY_NAME)
+def test_every_block_and_crop_of_a_source_is_numpys_in_memory_of_its_own(made, tmp_path):
+    for number, (shape, grid) in enumerate(CASES):
+        # Images have two dimensions.
+        if made in some("tiff", "tiff, tiled") and len(shape) < 2:
+            continue
+        (folder := tmp_path / str(number)).mkdir()
+        x = values(shape, "int16" if made in some("tiff", "nifti") else "float32")
+        source = open_array(made(folder, x.copy()))
+        assert tuple(source.shape) == shape
+        for box in boxes(shape, grid):
+            found = read_box(source, box)
+            assert found.is_contiguous() and found.dtype == torch.from_numpy(x).dtype
+            assert np.array_equal(found.numpy(), x[box])
+            assert found.shape == x[box].shape
+            found.zero_()
 
 
-@pytest.mark.parametrize("made", FORMATS, ids=lambda made: made.__name__)
-def test_a_box_has_memory_of_its_own(made, tmp_path):
-    x = values((4, 20), "float32")
-    source = open_array(made(tmp_path, x))
-    read_box(source, (slice(0, 4), slice(0, 20))).zero_()
-    assert np.array_equal(read_box(source, (slice(0, 4), slice(0, 20))).numpy(), x)
-
-
-@pytest.mark.parametrize("made", formats.FILES, ids=lambda made: made.__name__)
+@pytest.mark.parametrize("made", FILES, **BY_NAME)
 def test_steps_are_passed_on(made, tmp_path):
     x = values((9, 20), "float32")
     box = slice(1, 8, 3), slice(0, 19, 2)
@@ -74,7 +69,7 @@ def test_steps_are_passed_on(made, tmp_path):
 
 
 @pytest.mark.parametrize("dtype", [">f8", "<f2", "uint8", ">u2", "bool", "complex64", ">c16", "uint64"])
-@pytest.mark.parametrize("made", [formats.npy, formats.hdf5, formats.hdf5_chunked, formats.memmap])
+@pytest.mark.parametrize("made", some("npy", "hdf5", "hdf5, chunked", "memmap"), **BY_NAME)
 def test_elements_come_in_native_order(made, dtype, tmp_path):
     x = values((6, 5), dtype)
     found = read_box(open_array(made(tmp_path, x)), (slice(1, 5), slice(2, 5)))
@@ -100,41 +95,39 @@ def test_an_array_that_the_slicing_made_is_not_copied_and_one_that_is_kept_is():
 
     assert read_box(Source((4, 4), float, read), (slice(0, 4),) * 2).data_ptr() == made[0]
     kept = np.ones((4, 4))
-    assert (
-        read_box(Source((4, 4), float, lambda box: kept), (slice(0, 4),) * 2).data_ptr() != kept.ctypes.data
-    )
+    found = read_box(Source((4, 4), float, lambda box: kept), (slice(0, 4),) * 2)
+    assert found.data_ptr() != kept.ctypes.data
 
 
-@pytest.mark.parametrize(
-    "box",
-    [
-        (slice(0, 2),),
-        (slice(0, 2), 1),
-        (slice(-1, 2), slice(0, 2)),
-        (slice(0, 5), slice(0, 2)),
-        (slice(3, 2), slice(0, 2)),
-        (slice(3, 0, -1), slice(0, 2)),
-    ],
-)
-def test_slices_that_do_not_fit_are_refused(box):
-    with pytest.raises(ArgumentError, match=r"shape \(4, 4\)"):
-        read_box(np.ones((4, 4)), box)
+def returning(found, dtype=float):
+    return Source((4, 4), dtype, lambda box: found)
 
 
-def test_a_source_that_returns_another_shape_is_refused():
-    with pytest.raises(ShapeError, match=r"asked for \[0:2, 1:4\], of shape \(2, 3\), but got \(2, 2\)"):
-        read_box(Source((4, 4), float, lambda box: np.ones((2, 2))), (slice(0, 2), slice(1, 4)))
+# What is read, an error and its words.
+REFUSED = [
+    *(
+        (np.ones((4, 4)), box, ArgumentError, r"shape \(4, 4\)")
+        for box in (np.s_[:2], np.s_[:, 1], np.s_[-1:2, :], np.s_[:5, :], np.s_[3:2, :], np.s_[3:0:-1, :])
+    ),
+    (
+        returning(np.ones((2, 2))), np.s_[:2, 1:4], ShapeError,
+        r"asked for \[0:2, 1:4\], of shape \(2, 3\), but got \(2, 2\)",
+    ),
+    (
+        returning([[1.0, 2.0]], np.float32), np.s_[:1, :2], ShapeError,
+        r"Source of torch\.float32: read\(\) returned torch\.float64",
+    ),
+    *(
+        (np.zeros((4,), dtype), (slice(0, 2),), ShapeError, "torch does not have")
+        for dtype in ("S3", "O", "M8[s]", "longdouble", [("a", "f4")])
+    ),
+]  # fmt: skip
 
 
-def test_a_source_that_returns_other_elements_than_it_says_is_refused():
-    with pytest.raises(ShapeError, match=r"Source of torch\.float32: read\(\) returned torch\.float64"):
-        read_box(Source((4,), np.float32, lambda box: [1.0, 2.0]), (slice(0, 2),))
-
-
-@pytest.mark.parametrize("dtype", ["S3", "O", "M8[s]", "longdouble", [("a", "f4")]])
-def test_elements_that_torch_does_not_have_are_refused(dtype):
-    with pytest.raises(ShapeError, match="torch does not have"):
-        read_box(np.zeros((4,), dtype), (slice(0, 2),))
+@pytest.mark.parametrize(("source", "box", "error", "words"), REFUSED)
+def test_slices_that_do_not_fit_and_what_torch_does_not_have_are_refused(source, box, error, words):
+    with pytest.raises(error, match=words):
+        read_box(source, box if isinstance(box, tuple) else (box,))
 
 
 def test_masked_floats_are_nan_and_masked_integers_are_refused(tmp_path):
@@ -160,9 +153,10 @@ def test_masked_floats_are_nan_and_masked_integers_are_refused(tmp_path):
 
 
 def test_a_source_of_a_function_is_not_asked_for_nothing():
-    source = Source((4, 0), torch.bfloat16, lambda box: pytest.fail("asked"))
-    assert read_box(source, (slice(1, 3), slice(0, 0))).shape == (2, 0)
-    assert read_box(source, (slice(1, 3), slice(0, 0))).dtype == torch.bfloat16
+    for dtype in (torch.bfloat16, np.int16):
+        source = Source((4, 0), dtype, lambda box: pytest.fail("asked"))
+        found = read_box(source, (slice(1, 3), slice(0, 0)))
+        assert found.shape == (2, 0) and found.dtype == (dtype if dtype is torch.bfloat16 else torch.int16)
 
 
 def test_a_sink_writes_boxes_and_is_finished_unless_it_failed():
@@ -200,7 +194,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("made", [formats.npy, formats.hdf5_chunked, formats.zarr3, formats.netcdf])
+@pytest.mark.parametrize("made", some("npy", "hdf5, chunked", "zarr 3", "netcdf"), **BY_NAME)
 def test_other_processes_open_the_file_themselves(made, tmp_path):
     path = made(tmp_path, values((4, 20), "float32"))
     (tmp_path / "script.py").write_text(IN_OTHER_PROCESSES)
@@ -210,18 +204,16 @@ def test_other_processes_open_the_file_themselves(made, tmp_path):
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("made", formats.ARRAYS, ids=lambda made: made.__name__)
-def test_messages_name_the_kind_of_an_array(made, tmp_path):
-    assert re.fullmatch(r"a [\w.]+|.*/x", label(made(tmp_path, values((4, 20), "float32"))))
-
-
-def test_messages_name_the_file(tmp_path):
-    assert label(open_array(formats.zarr3(tmp_path, values((4, 20), "float32")))).endswith("x.zarr")
+def test_messages_name_the_kind_of_an_array_or_its_file(tmp_path):
+    for number, made in enumerate(ARRAYS):
+        (folder := tmp_path / str(number)).mkdir()
+        assert re.fullmatch(r"a [\w.]+|.*/x", label(made(folder, values((4, 20), "float32"))))
+    assert label(open_array(OF["zarr 3"](tmp_path, values((4, 20), "float32")))).endswith("x.zarr")
     assert label(np.zeros(3)) == "a numpy.ndarray"
 
 
 def test_a_damaged_chunk_is_an_error_with_the_file(tmp_path):
-    path = formats.zarr3(tmp_path, values((4, 20), "float32"))
+    path = OF["zarr 3"](tmp_path, values((4, 20), "float32"))
     for chunk in (path / "c").rglob("*"):
         if chunk.is_file():
             chunk.write_bytes(b"nothing")
