@@ -15,16 +15,6 @@ pytestmark = pytest.mark.mpi
 SHAPE = (2, 3, 7, 4)
 
 
-@pytest.fixture
-def P_x(P_world):  # noqa: N802
-    return P_world.create_cartesian_topology_partition((1, 1, P_world.size, 1))
-
-
-@pytest.fixture
-def whole():
-    return torch.randn(SHAPE, dtype=torch.float64)
-
-
 def test_blocks_of_any_size_that_form_a_grid(P_x):
     mine = torch.full((2, 3, 1 + P_x.rank, 4), float(P_x.rank))
     x = SplitTensor.from_local(mine, P_x)
