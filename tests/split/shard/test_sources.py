@@ -22,6 +22,14 @@ from distdl_rma import (
 from tests.run_mpi import completed, mpiexec
 from tests.sources import formats
 
+
+def saved(folder, comm, **arrays):
+    """Files of arrays by name, which the first rank writes before any rank goes on."""
+    for name, x in arrays.items() if comm.rank == 0 else ():
+        np.save(folder / f"{name}.npy", x)
+    comm.Barrier()
+
+
 GRIDS = {
     1: [(1,)],
     2: [(2,), (2, 1), (2, 1, 1)],
@@ -65,9 +73,7 @@ def test_each_rank_reads_its_block_and_no_more(comm, P_world):
 
 @pytest.mark.mpi(min_size=2)
 def test_an_error_of_one_rank_is_raised_on_all(folder, comm, P_world):
-    if comm.rank == 0:
-        np.save(folder / "x.npy", np.zeros((4, 6)))
-    comm.Barrier()
+    saved(folder, comm, x=np.zeros((4, 6)))
     path = folder / ("x.npy" if comm.rank != 1 else "y.npy")
     words = r"y\.npy: not found" if comm.rank == 1 else r"shard: rank 1: .*y\.npy: not found"
     with pytest.raises(DataError, match=words):
@@ -86,18 +92,15 @@ def test_an_error_of_one_rank_is_raised_on_all(folder, comm, P_world):
 
 @pytest.mark.mpi
 def test_errors_that_all_ranks_have_keep_their_kind(folder, comm, P_world):
-    if comm.rank == 0:
-        np.save(folder / "x.npy", np.zeros((4, 6)))
-        np.save(folder / "text.npy", np.zeros((4, 6), "S3"))
-    comm.Barrier()
-    with pytest.raises(UnsupportedError, match="gunzip"):
-        shard((comm.size, 1), "x.nii.gz")
-    with pytest.raises(PartitionError):
-        shard((comm.size + 1, 1), folder / "x.npy")
-    with pytest.raises(ArgumentError, match="a grid is given as"):
-        shard((1, 1, comm.size), folder / "x.npy")
-    with pytest.raises(ShapeError, match=r"text\.npy: its elements are \|S3"):
-        shard((comm.size, 1), folder / "text.npy")
+    saved(folder, comm, x=np.zeros((4, 6)), text=np.zeros((4, 6), "S3"))
+    for grid, path, error, words in (
+        ((comm.size, 1), "x.nii.gz", UnsupportedError, "gunzip"),
+        ((comm.size + 1, 1), folder / "x.npy", PartitionError, ""),
+        ((1, 1, comm.size), folder / "x.npy", ArgumentError, "a grid is given as"),
+        ((comm.size, 1), folder / "text.npy", ShapeError, r"text\.npy: its elements are \|S3"),
+    ):
+        with pytest.raises(error, match=words):
+            shard(grid, path)
 
 
 @pytest.mark.mpi(min_size=2)
@@ -112,9 +115,7 @@ def test_sources_of_other_sizes_or_elements_are_refused_on_all_ranks(folder, com
 
 @pytest.mark.mpi(min_size=2)
 def test_grids_that_differ_are_refused_on_all_ranks(folder, comm, P_world):
-    if comm.rank == 0:
-        np.save(folder / "x.npy", np.zeros((4, 6)))
-    comm.Barrier()
+    saved(folder, comm, x=np.zeros((4, 6)))
     grid = (comm.size, 1) if comm.rank else (1, comm.size)
     with pytest.raises(
         ShapeError, match=r"shard: grid: \(1, \d\) on rank 0, but \(\d, 1\) on rank 1; .*x\.npy"
