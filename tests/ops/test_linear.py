@@ -1,6 +1,5 @@
 """Products of blocks: whose gradients are written where they are wanted, and with a weight kept in shards."""
 
-import copy
 import itertools
 
 import pytest
@@ -65,9 +64,8 @@ def test_what_is_frozen_is_not_asked_for():
 
 def test_second_derivatives_are_torchs_and_write_to_no_place():
     inputs = operands((4, 5))
-    assert torch.autograd.gradgradcheck(
-        lambda *t: linear_function(*t, lambda _: pytest.fail("asked")), inputs
-    )
+    product = lambda *t: linear_function(*t, lambda _: pytest.fail("asked"))  # noqa: E731
+    assert torch.autograd.gradgradcheck(product, inputs)
 
 
 def segment_of(machine):
@@ -87,39 +85,28 @@ def watch(placed):
 
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("kind", [DistributedLinearAllGather, DistributedLinearReduceScatter])
-def test_gradients_of_copies_are_computed_in_the_segment(P_world, comm, kind):
+@pytest.mark.parametrize("uses", [1, 2])
+def test_gradients_of_copies_are_computed_in_the_segment_at_their_first_use(P_world, comm, kind, uses):
     P = P_world.create_cartesian_topology_partition((comm.size, 1))
-    layer, twin = kind(P, 6, 4), nn.Linear(6, 4)
+    layer, twin = kind(P, 4, 4, dtype=torch.float64), nn.Linear(4, 4, dtype=torch.float64)
     twin.load_state_dict(layer.state_dict())
     sync = GradientSync(layer, P_world)
     taken, segment = watch(layer.placed), segment_of(Machine.of(P_world))
-    for _ in range(3):
-        x = torch.randn(2 * comm.size, 6)
-        layer.zero_grad()
-        twin.zero_grad()
-        layer(x[2 * comm.rank :][:2]).square().sum().backward()
-        twin(x).square().sum().backward()
+    for step in range(4):
+        x = torch.randn(2 * comm.size, 4, dtype=torch.float64)
+        for module, data in ((layer, x[2 * comm.rank :][:2]), (twin, x)):
+            # The last two steps add to what is there.
+            if step < 2:
+                module.zero_grad()
+            for _ in range(uses):
+                data = module(data)
+            data.square().sum().backward()
         for key, parameter in layer.named_parameters():
             torch.testing.assert_close(parameter.grad, getattr(twin, key).grad)
-            place = taken[key][-1].data_ptr()
-            assert place == parameter.grad.data_ptr() and place in segment
-    sync.close()
-
-
-@pytest.mark.mpi(min_size=2)
-def test_a_layer_that_is_used_twice_is_offered_one_place(P_world, comm):
-    P = P_world.create_cartesian_topology_partition((comm.size, 1))
-    layer = DistributedLinearAllGather(P, 4, 4, dtype=torch.float64)
-    twin = nn.Linear(4, 4, dtype=torch.float64)
-    twin.load_state_dict(layer.state_dict())
-    sync = GradientSync(layer, P_world)
-    taken = watch(layer.placed)
-    x = torch.randn(comm.size, 4, dtype=torch.float64)
-    for module, data in ((layer, x[comm.rank :][:1]), (twin, x)):
-        module(module(data)).square().sum().backward()
-    for key, parameter in layer.named_parameters():
-        torch.testing.assert_close(parameter.grad, getattr(twin, key).grad)
-        assert [place is None for place in taken[key]] == [False, True]
+            first, *others = taken[key][-uses:]
+            assert others == [None] * (uses - 1)
+            if step < 2:
+                assert first.data_ptr() == parameter.grad.data_ptr() in segment
     sync.close()
 
 
@@ -138,21 +125,6 @@ def test_nothing_is_offered_but_for_the_parameter_itself(P_world, comm, way):
     assert not any(taken.values())
     if sync is not None:
         sync.close()
-
-
-@pytest.mark.mpi(min_size=2)
-def test_accumulation_adds_to_what_is_there(P_world, comm):
-    P = P_world.create_cartesian_topology_partition((comm.size, 1))
-    layer = DistributedLinearAllGather(P, 4, 3, dtype=torch.float64)
-    sync, once = GradientSync(layer, P_world), copy.deepcopy(list(layer.parameters()))
-    x = torch.randn(2, 4, dtype=torch.float64)
-    for repetition in range(1, 4):
-        layer(x).square().sum().backward()
-        for parameter, first in zip(layer.parameters(), once, strict=True):
-            if repetition == 1:
-                first.grad = parameter.grad.clone()
-            torch.testing.assert_close(parameter.grad, repetition * first.grad)
-    sync.close()
 
 
 GRIDS = [(1, 1, 1), (2, 1, 1), (1, 3, 2), (2, 3, 1), (3, 2, 2)]

@@ -8,7 +8,6 @@ import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
-from distdl_rma.errors import UnsupportedError
 from tests.split.against_whole import block, check, cut_along, forms, numbers
 from tests.split.samples import samples_of
 
@@ -113,8 +112,6 @@ def test_what_does_not_fit_is_an_error(P_world):
         F.cross_entropy(x, torch.zeros(2, 5, dtype=torch.int64))
     with pytest.raises(ValueError, match="target size"):
         F.binary_cross_entropy(x, torch.zeros(2, 1, 1, 1, dtype=torch.float64))
-    with pytest.raises(UnsupportedError, match="ctc_loss"):
-        F.ctc_loss(x, torch.zeros(2, 2), (1, 1), (1, 1))
 
 
 @pytest.mark.sizes(2)
