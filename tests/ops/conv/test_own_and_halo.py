@@ -149,38 +149,6 @@ def test_a_rank_that_owns_everything_convolves_at_once_with_the_padding_of_the_l
     assert tile.core.padding == (0, 0, padding, padding) and (tile.halo, tile.rim) == ((), ())
 
 
-THREE = Window(3, left=1, right=1)
-# A window of all dimensions, extents of the domain, own data, outputs; the halo, and outputs of its patches.
-EXAMPLES = {
-    # A strip per side, of which the first two take the corners.
-    "in the middle": (
-        (THREE, (12, 12), [(4, 8), (4, 8)], [(4, 8), (4, 8)]),
-        ([(3, 4), (3, 9)], [(8, 9), (3, 9)], [(4, 8), (3, 4)], [(4, 8), (8, 9)]),
-        ([(4, 5), (4, 8)], [(7, 8), (4, 8)], [(4, 8), (4, 5)], [(4, 8), (7, 8)]),
-    ),
-    "without own data": ((THREE, (4,), [(4, 4)], [(3, 4)]), ([(2, 4)],), ([(3, 4)],)),
-    "without outputs": ((THREE, (4,), [(0, 2)], [(4, 4)]), (), ()),
-    "own data between windows": (
-        (Window(1, stride=4), (8,), [(1, 3)], [(0, 2)]),
-        ([(0, 1)], [(3, 5)]),
-        ([(0, 1)], [(1, 2)]),
-    ),
-}
-
-
-@pytest.mark.parametrize("name", EXAMPLES)
-def test_the_halo_of_a_tile_is_what_it_reads_beyond_its_own_data(name):
-    (window, extents, own, outputs), halo, rim = EXAMPLES[name]
-    stencil = with_channels(Stencil((window,) * len(extents)), 0, 1)
-    tile = OwnAndHalo(stencil, Box.of_shape((1, 1, *extents)), Box((*ONE, *own)), Box((*ONE, *outputs)))
-    assert tile.halo == tuple(Box((*ONE, *side)) for side in halo)
-    assert [strip.outputs for strip in tile.rim] == [Box((*ONE, *each)) for each in rim]
-    assert (tile.core is not None) == (name == "in the middle")
-    if tile.core is not None:
-        assert [strip.taps[2] for strip in tile.rim] == [(0, 1), (2, 3), (0, 3), (0, 3)]
-        assert tile.core.padding == (0, 0, 1, 1)
-
-
 @some
 @given(any_tile)
 def test_a_patch_misses_no_output_and_no_tap_that_reads_its_data(tile):
@@ -197,18 +165,6 @@ def test_a_patch_misses_no_output_and_no_tap_that_reads_its_data(tile):
                     assert output in points(patch.outputs)
                     assert all(low <= t < high for t, (low, high) in zip(tap, patch.taps, strict=True))
                     assert read in points(patch.region)
-
-
-@some
-@given(any_tile)
-def test_margins_fill_the_region_around_the_data(tile):
-    for patch in [patch for patch in (tile.core, *tile.rim) if patch is not None]:
-        inside = np.ones(patch.data.shape)[(patch.data & patch.region).slices(patch.data)]
-        assert inside.size
-        assert min(itertools.chain(*patch.margins)) >= 0
-        assert np.pad(inside, patch.margins).shape == patch.region.shape
-        before = [low for low, _ in patch.margins]
-        assert (patch.data & patch.region).start == tuple(np.add(patch.region.start, before))
 
 
 def some_of(rng, extent):
