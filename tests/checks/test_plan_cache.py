@@ -17,18 +17,16 @@ def call(memory, plan, said=None, row=None):
     return number
 
 
-def test_nothing_is_proposed_or_known_before_the_first_call():
-    memory = PlanCache()
-    assert memory.number == UNKNOWN == memory.compared(b"a")[0] and memory.plan(digest(b"a")) is None
-
-
 def test_what_all_ranks_say_has_one_number_which_gives_the_plan():
     memory = PlanCache()
+    assert memory.number == UNKNOWN == memory.compared(b"a")[0] and memory.plan(digest(b"a")) is None
     first, second = call(memory, "a"), call(memory, "b")
     assert UNKNOWN not in (first, second) and first != second
     assert call(memory, "a") == first == memory.number
-    assert memory[first].plan == "a" and memory[first].needs == NEEDS
-    assert memory.plan(digest(b"b")) == "b"
+    assert memory[first].plan == "a" and memory[first].needs == NEEDS and memory.plan(digest(b"b")) == "b"
+    # States of one plan have numbers of their own.
+    training, evaluation = call(memory, "a", "training"), call(memory, "a", "evaluation")
+    assert training != evaluation and memory[training].plan == memory[evaluation].plan == "a"
 
 
 def test_ranks_that_expect_the_same_compare_the_same_whatever_rows_they_have():
@@ -37,12 +35,6 @@ def test_ranks_that_expect_the_same_compare_the_same_whatever_rows_they_have():
     for memory, row in (here, b"mine"), (there, b"another one"):
         memory.switch_to(memory.add("a", NEEDS, digest(b"a"), digest(b"all"), 11), row)
     assert here.compared(b"mine") == there.compared(b"another one") == (here.number, 0, 11)
-
-
-def test_states_of_one_plan_have_numbers_of_their_own():
-    memory = PlanCache()
-    training, evaluation = call(memory, "a", "training"), call(memory, "a", "evaluation")
-    assert training != evaluation and memory[training].plan == memory[evaluation].plan == "a"
 
 
 def test_the_call_before_tells_apart_what_this_rank_says_alike():
@@ -97,7 +89,3 @@ def test_ranks_that_say_other_things_number_and_forget_alike():
     assert (
         len({tuple(each._states) for each in memories}) == len({tuple(each._plans) for each in memories}) == 1
     )
-
-
-def test_digests_tell_texts_apart():
-    assert len({digest(text) for text in (b"", b"a", b"ab", b"b")}) == 4 and digest(b"a") == digest(b"a")

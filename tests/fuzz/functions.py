@@ -9,61 +9,18 @@ import torch
 from tests.fuzz.places import _index, index, joining, shape
 from tests.fuzz.scope import Draw, Scope, numbers, one_dim, some_dims
 
-POINTWISE = [
-    "sin",
-    "tanh",
-    "sigmoid",
-    "exp",
-    "abs",
-    "neg",
-    "square",
-    "relu",
-    "atan",
-    "erf",
-    "sign",
-    "floor",
-    "reciprocal",
-]
-ACTIVATIONS = [
-    "relu",
-    "gelu",
-    "silu",
-    "elu",
-    "leaky_relu",
-    "softplus",
-    "hardtanh",
-    "softsign",
-    "mish",
-    "celu",
-    "selu",
-    "logsigmoid",
-]
-REDUCTIONS = [
-    "sum",
-    "mean",
-    "amax",
-    "amin",
-    "prod",
-    "var",
-    "std",
-    "logsumexp",
-    "norm",
-    "nansum",
-    "count_nonzero",
-    "any",
-    "all",
-    "max",
-    "min",
-    "median",
-    "aminmax",
-]
-LOSSES = ["mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss"]
+POINTWISE = "sin tanh sigmoid exp abs neg square relu atan erf sign floor reciprocal"
+ACTIVATIONS = "relu gelu silu elu leaky_relu softplus hardtanh softsign mish celu selu logsigmoid"
+REDUCTIONS = (
+    "sum mean amax amin prod var std logsumexp norm nansum count_nonzero any all max min median aminmax"
+)
+LOSSES = "mse_loss l1_loss smooth_l1_loss huber_loss"
 
 
 def pointwise(s: Scope, v: str, x: torch.Tensor) -> str:
     if s.rng.random() < 0.4:
-        return f"F.{s.rng.choice(ACTIVATIONS)}({v})"
-    name = s.rng.choice(POINTWISE)
+        return f"F.{s.one_of(ACTIVATIONS, None)}({v})"
+    name = s.one_of(POINTWISE, None)
     if name in ("exp", "reciprocal"):
         return f"torch.{name}({v}.clamp(-3, 3){'' if name == 'exp' else '.abs() + 0.5'})"
     return f"torch.{name}({v})" if s.rng.random() < 0.5 else f"{v}.{name}()"
@@ -77,63 +34,32 @@ def broadcast(s: Scope, v: str, x: torch.Tensor) -> str:
         shape = [*shape, 4]
     other = s.like(*shape)
     if s.rng.random() < 0.25:
-        bool_ = s.rng.choice([f"({v} > {other})", f"({other} > 0)"])
-        return s.rng.choice(
-            [
-                f"torch.where({bool_}, {v}, {other})",
-                f"torch.where({bool_}, {v}, 0.5)",
-                f"{v}.masked_fill({bool_}, 1.5)",
-                f"torch.lerp({v}, {other}, 0.3)",
-            ]
+        bool_ = s.one_of(f"({v} > {other}); ({other} > 0)")
+        return s.one_of(
+            f"torch.where({bool_}, {v}, {other}); torch.where({bool_}, {v}, 0.5); "
+            f"{v}.masked_fill({bool_}, 1.5); torch.lerp({v}, {other}, 0.3)"
         )
     one, two = s.rng.sample([v, other], 2)
-    return s.rng.choice(
-        [
-            f"{one} + {two}",
-            f"{one} * {two}",
-            f"{one} - {two}",
-            f"{one} / ({two}.abs() + 1)",
-            f"torch.maximum({one}, {two})",
-            f"torch.add({one}, {two}, alpha=2)",
-            f"torch.hypot({one}, {two})",
-            f"torch.addcmul({v}, {one}, {two}, value=0.5)",
-            f"torch.atan2({one}, {two})",
-            f"{one}.rsub({two})",
-            f"2 - {one}",
-            f"{one} ** 2",
-            f"1.5 * {one}",
-            f"{one} + True",
-            f"1 / (1 + {one} * {one})",
-        ]
+    return s.one_of(
+        f"{one} + {two}; {one} * {two}; {one} - {two}; {one} / ({two}.abs() + 1); "
+        f"torch.maximum({one}, {two}); torch.add({one}, {two}, alpha=2); torch.hypot({one}, {two}); "
+        f"torch.addcmul({v}, {one}, {two}, value=0.5); torch.atan2({one}, {two}); {one}.rsub({two}); "
+        f"2 - {one}; {one} ** 2; 1.5 * {one}; {one} + True; 1 / (1 + {one} * {one})"
     )
 
 
 def in_place(s: Scope, v: str, x: torch.Tensor) -> str:
     # Torch flattens what lies otherwise in memory to a copy, not to a view.
-    made = s.rng.choice([f"({v}.contiguous() * 1.0)", f"{v}.contiguous().clone()"])
+    made = s.one_of(f"({v}.contiguous() * 1.0); {v}.contiguous().clone()")
     other = s.like(*[1 if s.rng.random() < 0.3 else n for n in x.shape])
     index = s.rng.choice(["", "", f"[{_index(s, x)}]"])
     if index and s.rng.random() < 0.5:
-        value = s.rng.choice(["1.5", f"{made}{index} * 2", s.like(*x.shape[1:])])
+        value = s.one_of(f"1.5; {made}{index} * 2; {s.like(*x.shape[1:])}")
         return f"wrote({made}, lambda t: t.__setitem__({index[1:-1]}, {value}))"
-    change = s.rng.choice(
-        [
-            "mul_(2.)",
-            f"add_({other})",
-            f"mul_({other})",
-            "relu_()",
-            "zero_()",
-            "sub_(1., alpha=2)",
-            "tanh_()",
-            "fill_(0.5)",
-            "clamp_(-0.5, 0.5)",
-            f"copy_({other})",
-            f"masked_fill_({other} > 0, 0.1)",
-            f"div_({other}.abs() + 1)",
-            f"addcmul_({other}, {other})",
-            "neg_()",
-            "exp_()",
-        ]
+    change = s.one_of(
+        f"mul_(2.); add_({other}); mul_({other}); relu_(); zero_(); sub_(1., alpha=2); tanh_(); fill_(0.5); "
+        f"clamp_(-0.5, 0.5); copy_({other}); masked_fill_({other} > 0, 0.1); div_({other}.abs() + 1); "
+        f"addcmul_({other}, {other}); neg_(); exp_()"
     )
     if s.rng.random() < 0.1:
         return f"F.{s.rng.choice(['relu', 'elu', 'hardtanh', 'leaky_relu'])}({made}, inplace=True)"
@@ -142,7 +68,7 @@ def in_place(s: Scope, v: str, x: torch.Tensor) -> str:
 
 
 def reduction(s: Scope, v: str, x: torch.Tensor) -> str:
-    name = s.rng.choice(REDUCTIONS)
+    name = s.one_of(REDUCTIONS, None)
     keep = s.some(0.4, "keepdim=True")
     if name in ("max", "min", "median", "aminmax"):
         if s.rng.random() < 0.3 and name != "aminmax":
@@ -168,22 +94,11 @@ def reduction(s: Scope, v: str, x: torch.Tensor) -> str:
 
 def along(s: Scope, v: str, x: torch.Tensor) -> str:
     d = one_dim(s, x)
-    return s.rng.choice(
-        [
-            f"F.softmax({v}, {d})",
-            f"{v}.log_softmax(dim={d})",
-            f"F.softmin({v}, dim={d})",
-            f"{v}.cumsum({d})",
-            f"torch.cumprod({v}.clamp(-1, 1), {d})",
-            f"F.normalize({v}, dim={d})",
-            f"{v}.sort(dim={d})[0]",
-            f"{v}.topk(min(2, {v}.shape[{d}]), {d})[0]",
-            f"torch.logcumsumexp({v}, {d})",
-            f"{v}.diff(dim={d})",
-            f"F.glu({v}, {d})",
-            f"{v}.renorm(2, {d}, 1.)",
-            f"{v}.cummax({d})[0]",
-        ]
+    return s.one_of(
+        f"F.softmax({v}, {d}); {v}.log_softmax(dim={d}); F.softmin({v}, dim={d}); {v}.cumsum({d}); "
+        f"torch.cumprod({v}.clamp(-1, 1), {d}); F.normalize({v}, dim={d}); {v}.sort(dim={d})[0]; "
+        f"{v}.topk(min(2, {v}.shape[{d}]), {d})[0]; torch.logcumsumexp({v}, {d}); {v}.diff(dim={d}); "
+        f"F.glu({v}, {d}); {v}.renorm(2, {d}, 1.); {v}.cummax({d})[0]"
     )
 
 
@@ -196,16 +111,12 @@ def norm(s: Scope, v: str, x: torch.Tensor) -> str | None:
     groups = s.rng.choice([g for g in range(1, c + 1) if c % g == 0] or [1])
     weights = s.some(0.5, f", {s.parameter(*tail)}, {s.parameter(*tail)}")
     # Torch's own gradients of batch norms may be wrong elsewhere.
-    batch = x.shape[0] > 1 and x.shape[-1] > 1
-    return s.rng.choice(
-        [
-            *([f"F.batch_norm({v}, None, None, {affine + ', ' if affine else ''}training=True)"] * batch),
-            f"F.instance_norm({v}{', ' + affine if affine else ''})",
-            f"F.group_norm({v}, {groups}{', ' + affine if affine else ''})",
-            f"F.layer_norm({v}, {tail}{weights})",
-            f"F.rms_norm({v}, {tail})",
-            f"F.local_response_norm({v}, {s.rng.randint(1, 4)})",
-        ]
+    batch = f"F.batch_norm({v}, None, None, {affine + ', ' if affine else ''}training=True); "
+    return s.one_of(
+        f"{batch * (x.shape[0] > 1 and x.shape[-1] > 1)}"
+        f"F.instance_norm({v}{', ' + affine if affine else ''}); "
+        f"F.group_norm({v}, {groups}{', ' + affine if affine else ''}); F.layer_norm({v}, {tail}{weights}); "
+        f"F.rms_norm({v}, {tail}); F.local_response_norm({v}, {s.rng.randint(1, 4)})"
     )
 
 
@@ -242,14 +153,11 @@ def pool(s: Scope, v: str, x: torch.Tensor) -> str | None:
     pad = s.some(0.5, f", padding={numbers(s, 0, 2, space)}")
     ceil = s.some(0.3, ", ceil_mode=True")
     sizes = s.rng.choice([numbers(s, 1, 5, space), s.rng.randint(1, 4)])
-    return s.rng.choice(
-        [
-            f"F.max_pool{space}d({v}, {kernel}{stride}{pad}{s.some(0.2, ', dilation=2')}{ceil})",
-            f"F.avg_pool{space}d({v}, {kernel}{stride}{pad}{ceil}{s.some(0.3, ', count_include_pad=False')})",
-            f"F.adaptive_avg_pool{space}d({v}, {sizes})",
-            f"F.adaptive_max_pool{space}d({v}, {sizes})",
-            f"F.lp_pool{space}d({v}, 2., {kernel}{stride}{ceil})",
-        ]
+    return s.one_of(
+        f"F.max_pool{space}d({v}, {kernel}{stride}{pad}{s.some(0.2, ', dilation=2')}{ceil}); "
+        f"F.avg_pool{space}d({v}, {kernel}{stride}{pad}{ceil}{s.some(0.3, ', count_include_pad=False')}); "
+        f"F.adaptive_avg_pool{space}d({v}, {sizes}); F.adaptive_max_pool{space}d({v}, {sizes}); "
+        f"F.lp_pool{space}d({v}, 2., {kernel}{stride}{ceil})"
     )
 
 
@@ -287,35 +195,29 @@ def contraction(s: Scope, v: str, x: torch.Tensor) -> str | None:
     n, k = int(x.shape[-1]), s.rng.randint(1, 5)
     batch = [1 if s.rng.random() < 0.3 else m for m in x.shape[:-2]] if s.rng.random() < 0.6 else []
     bias = s.some(0.5, f", {s.parameter(k)}")
-    texts = [f"F.linear({v}, {s.like(k, n)}{bias})", f"{v} @ {s.like(*batch, n, k)}", f"{v} @ {s.like(n)}"]
-    texts += [
-        f"torch.einsum('...i,ij->...j', {v}, {s.like(n, k)})",
-        f"{s.like(k, int(x.shape[-2:][0]))} @ {v}",
-    ]
-    texts += [f"torch.einsum('...i,...i->...', {v}, {v})", f"torch.einsum('i...->...', {v})"]
-    texts += [f"torch.tensordot({v}, {s.like(n, k)}, 1)", f"{v} @ {v}.mT", f"torch.matmul({v}.mT, {v})"]
+    texts = f"F.linear({v}, {s.like(k, n)}{bias}); {v} @ {s.like(*batch, n, k)}; {v} @ {s.like(n)}; "
+    texts += f"torch.einsum('...i,ij->...j', {v}, {s.like(n, k)}); {s.like(k, int(x.shape[-2:][0]))} @ {v}; "
+    texts += f"torch.einsum('...i,...i->...', {v}, {v}); torch.einsum('i...->...', {v}); "
+    texts += f"torch.tensordot({v}, {s.like(n, k)}, 1); {v} @ {v}.mT; torch.matmul({v}.mT, {v})"
     if x.dim() == 3:
-        texts += [
-            f"torch.bmm({v}, {s.like(int(x.shape[0]), n, k)})",
-            f"torch.einsum('bij,bkj->bik', {v}, {v})",
-        ]
-        texts += [f"torch.baddbmm({s.like(k)}, {v}, {s.like(int(x.shape[0]), n, k)})"]
+        texts += f"; torch.bmm({v}, {s.like(int(x.shape[0]), n, k)}); torch.einsum('bij,bkj->bik', {v}, {v})"
+        texts += f"; torch.baddbmm({s.like(k)}, {v}, {s.like(int(x.shape[0]), n, k)})"
     if x.dim() == 2:
-        texts += [f"torch.addmm({s.like(k)}, {v}, {s.like(n, k)})", f"torch.cdist({v}, {s.like(k, n)})"]
-        texts += [f"F.bilinear({v}, {s.like(*x.shape)}, {s.parameter(k, n, n)})"]
+        texts += f"; torch.addmm({s.like(k)}, {v}, {s.like(n, k)}); torch.cdist({v}, {s.like(k, n)})"
+        texts += f"; F.bilinear({v}, {s.like(*x.shape)}, {s.parameter(k, n, n)})"
     if x.dim() in (3, 4):
-        texts += [f"F.scaled_dot_product_attention({v}, {v}, {s.like(*x.shape[:-1], k)})"]
+        texts += f"; F.scaled_dot_product_attention({v}, {v}, {s.like(*x.shape[:-1], k)})"
     if x.dim() == 1:
-        texts += [f"torch.dot({v}, {s.like(n)})", f"torch.outer({v}, {s.like(k)})"]
-    return s.rng.choice(texts)
+        texts += f"; torch.dot({v}, {s.like(n)}); torch.outer({v}, {s.like(k)})"
+    return s.one_of(texts)
 
 
 def loss(s: Scope, v: str, x: torch.Tensor) -> str:
     how = s.rng.choice(["'mean'", "'sum'", "'none'"])
     target = s.like(*x.shape)
-    texts = [f"F.{s.rng.choice(LOSSES)}({v}, {target}, reduction={how})"]
-    texts += [f"F.binary_cross_entropy_with_logits({v}, torch.sigmoid({target}), reduction={how})"]
-    texts += [f"F.kl_div(F.log_softmax({v}, -1), torch.softmax({target}, -1), reduction={how})"]
+    texts = f"F.{s.one_of(LOSSES, None)}({v}, {target}, reduction={how}); "
+    texts += f"F.binary_cross_entropy_with_logits({v}, torch.sigmoid({target}), reduction={how}); "
+    texts += f"F.kl_div(F.log_softmax({v}, -1), torch.softmax({target}, -1), reduction={how})"
     if x.dim() >= 2 and x.shape[1]:
         classes = list(range(int(x.shape[1])))
         shape = [int(x.shape[0]), *x.shape[2:]]
@@ -323,28 +225,25 @@ def loss(s: Scope, v: str, x: torch.Tensor) -> str:
         labels = f"torch.tensor({numbers}, dtype=torch.int64).reshape({shape})"
         extra = s.some(0.3, f", weight={s.parameter(len(classes))}.detach().abs() + 0.1")
         extra += s.some(0.2, ", label_smoothing=0.2") + s.some(0.2, ", ignore_index=0")
-        texts += [f"F.cross_entropy({v}, {labels}{extra}, reduction={how})"] * 2
-        texts += [f"F.cross_entropy({v}, torch.softmax({target}, 1), reduction={how})"]
-        texts += [
-            f"F.cosine_similarity({v}, {target}, dim={one_dim(s, x)})",
-            f"F.pairwise_distance({v}, {target})",
-        ]
-    return s.rng.choice(texts)
+        texts += f"; F.cross_entropy({v}, {labels}{extra}, reduction={how})" * 2
+        texts += f"; F.cross_entropy({v}, torch.softmax({target}, 1), reduction={how})"
+        texts += (
+            f"; F.cosine_similarity({v}, {target}, dim={one_dim(s, x)}); F.pairwise_distance({v}, {target})"
+        )
+    return s.one_of(texts)
 
 
 def fourier(s: Scope, v: str, x: torch.Tensor) -> str | None:
     if not x.dim():
         return None
     d, dims = one_dim(s, x), some_dims(s, x)
-    real = s.rng.choice(["real", "imag", "abs()"])
-    texts = [f"torch.fft.fft({v}, dim={d}).{real}", f"torch.fft.rfft({v}, dim={d}).{real}"]
-    texts += [
-        f"torch.fft.irfft(torch.fft.rfft({v}, dim={d}), dim={d})",
-        f"torch.fft.fftn({v}, dim={dims}).real",
-    ]
-    texts += [f"torch.fft.fft({v}, n={s.rng.randint(1, 9)}, dim={d}, norm='ortho').real"]
-    texts += [f"torch.fft.rfft2({v}).real", f"torch.fft.fftshift({v}, dim={d})"]
-    return s.rng.choice(texts)
+    real = s.one_of("real; imag; abs()")
+    return s.one_of(
+        f"torch.fft.fft({v}, dim={d}).{real}; torch.fft.rfft({v}, dim={d}).{real}; "
+        f"torch.fft.irfft(torch.fft.rfft({v}, dim={d}), dim={d}); torch.fft.fftn({v}, dim={dims}).real; "
+        f"torch.fft.fft({v}, n={s.rng.randint(1, 9)}, dim={d}, norm='ortho').real; "
+        f"torch.fft.rfft2({v}).real; torch.fft.fftshift({v}, dim={d})"
+    )
 
 
 def drawn(s: Scope, v: str, x: torch.Tensor) -> str | None:

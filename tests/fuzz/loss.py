@@ -1,6 +1,5 @@
 """Random search: every loss, over its arguments, partitions and shards, against the sequential one."""
 
-import itertools
 import random
 import warnings
 from dataclasses import dataclass, field
@@ -9,18 +8,12 @@ from math import prod
 import torch
 from torch import nn
 
-from distdl_rma import ShapeError, layers
+from distdl_rma import Partition, ShapeError, layers
+from distdl_rma.geometry import Decomposition
+from tests.layers.random_shards import random_blocks, random_partition
 
-ELEMENTWISE = (
-    "L1Loss",
-    "MSELoss",
-    "SmoothL1Loss",
-    "HuberLoss",
-    "BCELoss",
-    "BCEWithLogitsLoss",
-    "KLDivLoss",
-    "PoissonNLLLoss",
-)
+OF_DIFFERENCES = "L1Loss", "MSELoss", "SmoothL1Loss", "HuberLoss"
+ELEMENTWISE = (*OF_DIFFERENCES, "BCELoss", "BCEWithLogitsLoss", "KLDivLoss", "PoissonNLLLoss")
 CLASSES = ("CrossEntropyLoss", "NLLLoss")
 KINDS = ELEMENTWISE + CLASSES * 3
 
@@ -30,11 +23,10 @@ class Case:
     """Arguments of one loss, global tensors, and which part of them each position of the grid holds."""
 
     kind: str
-    members: tuple[int, ...]
-    grid: tuple[int, ...]
-    lengths: list[list[int]]
+    P_x: Partition
     reduction: str
     arguments: dict = field(default_factory=dict)
+    blocks: Decomposition | None = None
     ragged: list[tuple[int, ...]] = field(default_factory=list)
     input: torch.Tensor = None
     target: torch.Tensor = None
@@ -42,63 +34,46 @@ class Case:
     @property
     def classes(self):
         """Dimension of the classes, None if there is none."""
-        return min(1, len(self.grid) - 1) if self.kind in CLASSES else None
+        return min(1, self.P_x.dim - 1) if self.kind in CLASSES else None
 
     @property
     def splits_classes(self):
-        return self.kind in CLASSES and self.grid[self.classes] > 1
+        return self.kind in CLASSES and self.P_x.shape[self.classes] > 1
 
-    def cut(self, tensor, P_x):
+    def cut(self, tensor):
         """This rank's part of a global tensor, which may lack the dimension of classes."""
-        if not P_x.active:
+        if not self.P_x.active:
             return tensor.new_empty(0)
         if self.ragged:
-            start = sum(prod(shape) for shape in self.ragged[: P_x.rank])
-            shape = self.ragged[P_x.rank]
+            start = sum(prod(shape) for shape in self.ragged[: self.P_x.rank])
+            shape = self.ragged[self.P_x.rank]
             return tensor[start : start + prod(shape)].reshape(shape).detach().clone()
-        slices = []
-        for parts, at in zip(self.lengths, P_x.index, strict=True):
-            start = sum(parts[:at])
-            slices.append(slice(start, start + parts[at]))
+        slices = list(self.blocks.slices())
         if tensor.dim() < len(slices):
             del slices[self.classes]
         return tensor[tuple(slices)].detach().clone()
 
 
-def random_case(rng: random.Random, size: int) -> Case:
+def random_case(rng: random.Random, P_world: Partition) -> Case:
     """A loss with legal arguments on a partition of some of the ranks, in some order."""
-    kind = rng.choice(KINDS)
-    members = tuple(rng.sample(range(size), rng.randint(1, size)))
-    dims = rng.randint(1, 4)
-    grid = rng.choice([g for g in itertools.product(*[range(1, size + 1)] * dims) if prod(g) == len(members)])
-    split_classes = kind in CLASSES and grid[min(1, dims - 1)] > 1
-    reductions = (
-        ["mean", "mean", "sum"] + ["none"] * (not split_classes) + ["batchmean"] * (kind == "KLDivLoss")
-    )
-    case = Case(kind, members, grid, [], rng.choice(reductions))
-    weighted = kind.startswith("BCE") and rng.random() < 0.6
-    case.lengths = [random_lengths(rng, parts, even=weighted) for parts in grid]
-    if kind in CLASSES and sum(case.lengths[case.classes]) < 2:
-        case.lengths[case.classes][-1] += 2
-    if kind in ELEMENTWISE and not weighted and case.reduction != "batchmean" and rng.random() < 0.2:
-        case.ragged = [tuple(rng.randint(0, 3) for _ in grid) for _ in members]
-        shape = (sum(prod(local) for local in case.ragged),)
-    else:
-        shape = tuple(sum(parts) for parts in case.lengths)
+    case = Case(rng.choice(KINDS), random_partition(rng, P_world, rng.randint(1, 4)), "mean")
+    reductions = ["mean", "mean", "sum"] + ["none"] * (not case.splits_classes)
+    case.reduction = rng.choice(reductions + ["batchmean"] * (case.kind == "KLDivLoss"))
+    weighted = case.kind.startswith("BCE") and rng.random() < 0.6
+    shape = [0 if rng.random() < 0.05 else rng.randint(1, 7) for _ in case.P_x.shape]
+    if case.kind in CLASSES:
+        shape[case.classes] = rng.randint(2, 7)
+    elif not weighted and case.reduction != "batchmean" and rng.random() < 0.2:
+        case.ragged = [tuple(rng.randint(0, 3) for _ in shape) for _ in case.P_x.ranks]
+        shape = [sum(map(prod, case.ragged))]
+    if not case.ragged:
+        # Weights of elements are cut evenly.
+        balanced = Decomposition.balanced(case.P_x, shape)
+        case.blocks = balanced if weighted else random_blocks(rng, case.P_x, shape)
     generator = torch.Generator().manual_seed(rng.getrandbits(40))
-    fill = fill_classes if kind in CLASSES else fill_elements
-    fill(case, rng, shape, generator, weighted)
+    fill = fill_classes if case.kind in CLASSES else fill_elements
+    fill(case, rng, tuple(shape), generator, weighted)
     return case
-
-
-def random_lengths(rng, parts, even):
-    if even or rng.random() < 0.3:
-        quotient, longer = divmod(rng.randint(0 if rng.random() < 0.1 else 1, 5), parts)
-        return [quotient + (at < longer) for at in range(parts)]
-    lengths = [rng.randint(0, 4) for _ in range(parts)]
-    if not sum(lengths) and rng.random() < 0.9:
-        lengths[rng.randrange(parts)] = rng.randint(1, 3)
-    return lengths
 
 
 def fill_elements(case, rng, shape, generator, weighted):
@@ -161,7 +136,7 @@ def check(P_world, comm, seed: int) -> None:
     Before that, some cases are broken on one rank, which all have to refuse in the same words. Raises on
     every rank if something is wrong on one.
     """
-    case, results, refusal = run(P_world, comm.size, seed)
+    case, results, refusal = run(P_world, seed)
     problems = []
     for what, actual, expected in results:
         try:
@@ -169,7 +144,7 @@ def check(P_world, comm, seed: int) -> None:
         except AssertionError as error:
             problems.append(f"{what}: {error}")
     value = results[0][1].detach()
-    values = comm.allgather(value if case.reduction != "none" and comm.rank in case.members else None)
+    values = comm.allgather(value if case.reduction != "none" and case.P_x.active else None)
     if len({v.numpy().tobytes() for v in values if v is not None}) > 1:
         problems.append(f"ranks differ: {values}")
     refusals = set(comm.allgather(refusal)) - {None}
@@ -179,12 +154,11 @@ def check(P_world, comm, seed: int) -> None:
     assert not any(everyones), f"seed {seed}: {everyones}\n{case}"
 
 
-def run(P_world, size, seed):
+def run(P_world, seed):
     """One case, and its results: what, that of this rank, and its part of the sequential one."""
-    rng = random.Random(f"{seed} on {size}")
-    case = random_case(rng, size)
-    generator = torch.Generator().manual_seed(seed)
-    P_x = P_world.create_partition_inclusive(case.members).create_cartesian_topology_partition(case.grid)
+    rng = random.Random(f"{seed} on {P_world.size}")
+    case, generator = random_case(rng, P_world), torch.Generator().manual_seed(seed)
+    P_x = case.P_x
     whole, factor = case.reduction != "none", rng.choice([1.0, -3.0])
     twice = rng.random() < 0.4 and not case.splits_classes
     differentiable = case.target.is_floating_point() and case.kind not in ("BCELoss", "NLLLoss")
@@ -196,27 +170,27 @@ def run(P_world, size, seed):
         warnings.simplefilter("ignore")
         expected = getattr(nn, case.kind)(reduction=case.reduction, **case.arguments)(x, target)
     loss = getattr(layers, f"Distributed{case.kind}")(P_x, reduction=case.reduction, **case.arguments)
-    local = case.cut(x, P_x).requires_grad_(), case.cut(target, P_x).requires_grad_(target_too)
+    local = case.cut(x).requires_grad_(), case.cut(target).requires_grad_(target_too)
     refusal = refused(loss, rng, case, *local) if rng.random() < 0.4 else None
     value = loss(*local)
     zero = torch.zeros_like(expected)
-    results = [("value", value, (expected if P_x.active else zero) if whole else case.cut(expected, P_x))]
+    results = [("value", value, (expected if P_x.active else zero) if whole else case.cut(expected))]
 
     def gradients(y, inputs, seeds):
         return torch.autograd.grad(factor * y, inputs[: 1 + target_too], seeds, create_graph=twice)
 
     seeds = torch.randn(expected.shape, generator=generator, dtype=expected.dtype)
     wanted = gradients(expected, (x, target), seeds)
-    mine = gradients(value, local, seeds if whole else case.cut(seeds, P_x))
+    mine = gradients(value, local, seeds if whole else case.cut(seeds))
     for what, actual, gradient in zip(("input", "target"), mine, wanted, strict=False):
-        results.append((f"gradient of the {what}", actual, case.cut(gradient, P_x)))
+        results.append((f"gradient of the {what}", actual, case.cut(gradient)))
     if twice and P_x.active and wanted[0].requires_grad:
         direction = torch.randn(x.shape, generator=generator, dtype=x.dtype)
-        sides = (wanted[0], x, direction), (mine[0], local[0], case.cut(direction, P_x))
+        sides = (wanted[0], x, direction), (mine[0], local[0], case.cut(direction))
         again, mine_again = (
             torch.autograd.grad(g, at, v, allow_unused=True, materialize_grads=True)[0] for g, at, v in sides
         )
-        results.append(("second derivative", mine_again, case.cut(again, P_x)))
+        results.append(("second derivative", mine_again, case.cut(again)))
     return case, results, refusal
 
 
@@ -227,9 +201,9 @@ def refused(loss, rng, case, input, target):
         (input.detach().real.long(), target),
         (input, target.new_zeros((*target.shape, 2))),
     ]
-    if len(case.members) > 1 or case.kind in ELEMENTWISE:
+    if case.P_x.size > 1 or case.kind in ELEMENTWISE:
         broken.append((input.real.float(), target))
-    one, choice = rng.choice(case.members), rng.choice(broken)
+    one, choice = rng.choice(case.P_x.ranks), rng.choice(broken)
     if not loss.P_x.active:
         return None
     try:

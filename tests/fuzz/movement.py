@@ -10,35 +10,16 @@ from math import prod
 
 import pytest
 import torch
+from torch.nn import functional as F  # noqa: N812
 
-from distdl_rma import Machine, ShapeError
-from distdl_rma.layers import (
-    AllGather,
-    AllSumReduce,
-    Broadcast,
-    HaloExchange,
-    ReduceScatter,
-    Repartition,
-    SumReduce,
-)
-from tests.fuzz.shards import assemble, cut, padded
+from distdl_rma import Machine, ShapeError, layers
 
 REAL = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 COMPLEX = [torch.complex64, torch.complex128]
 WHOLE = [torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool]
-RARE = [
-    torch.uint16,
-    torch.uint32,
-    torch.uint64,
-    torch.float8_e4m3fn,
-    torch.float8_e5m2,
-    torch.complex32,
-]
+RARE = [torch.uint16, torch.uint32, torch.uint64, torch.float8_e4m3fn, torch.float8_e5m2, torch.complex32]
 # Types that torch differentiates.
 SMOOTH = [*REAL, *COMPLEX, torch.complex32]
-
-
-# ------------------------------------------------------------------------------------------ random arguments
 
 
 def random_grid(rng, size, dims):
@@ -55,16 +36,41 @@ def random_partition(rng, P_world, grid):
     return P_world.create_partition_inclusive(ranks).create_cartesian_topology_partition(grid)
 
 
-def random_lengths(rng, grid, low=0):
+def random_lengths(rng, grid):
     """Lengths of the parts of every dimension: balanced, uneven, some empty."""
     lengths = []
     for parts in grid:
         if rng.random() < 0.5:
-            extent = rng.randint(max(low, 1), 7)
-            lengths.append([len(part) for part in torch.arange(extent).tensor_split(parts)])
+            lengths.append([len(part) for part in torch.arange(rng.randint(1, 7)).tensor_split(parts)])
         else:
             lengths.append([rng.randint(0, 4) for _ in range(parts)])
     return lengths
+
+
+def assemble(P, shards):
+    """Global tensor of the shards on a grid."""
+
+    def along(d, prefix):
+        if d == P.dim:
+            return shards[P.rank_at(prefix)]
+        return torch.cat([along(d + 1, (*prefix, i)) for i in range(P.shape[d])], dim=d)
+
+    return along(0, ())
+
+
+def padded(x, dim, left, right, mode, value):
+    """Tensor padded in one dimension, by its definition."""
+    n, index = x.shape[dim], torch.arange(-left, x.shape[dim] + right)
+    if mode in ("zeros", "constant"):
+        return F.pad(x.movedim(dim, -1), (left, right), value=value).movedim(-1, dim)
+    if mode == "circular":
+        index = index % n
+    elif mode == "replicate":
+        index = index.clamp(0, n - 1)
+    else:
+        index = index.abs()
+        index = torch.where(index >= n, 2 * (n - 1) - index, index)
+    return x.index_select(dim, index)
 
 
 def local_shapes(P, lengths):
@@ -77,25 +83,19 @@ def index_in(P, rank, flipped):
     return P.index_of(rank)[::-1] if flipped else P.index_of(rank)
 
 
-def belongs(few_index, many_index, few_grid):
-    """Whether two places match, from the right, wherever the smaller grid is not 1."""
-    tail = many_index[len(many_index) - len(few_index) :]
-    return all(n == 1 or a == b for a, b, n in zip(few_index, tail, few_grid, strict=True))
-
-
 class Case:
     """One random layer: its partitions, how it is made, local input shapes, and what it shall do."""
 
     def __init__(self, rng, P_world):
         self.rng, self.P_world = rng, P_world
         choices = {
-            SumReduce: self.choose_sum_reduce,
-            Broadcast: self.choose_broadcast,
-            AllSumReduce: self.choose_all_sum_reduce,
-            AllGather: self.choose_all_gather,
-            ReduceScatter: self.choose_reduce_scatter,
-            Repartition: self.choose_repartition,
-            HaloExchange: self.choose_halo_exchange,
+            "SumReduce": self.choose_groups,
+            "Broadcast": self.choose_groups,
+            "AllSumReduce": self.choose_axes,
+            "AllGather": self.choose_axes,
+            "ReduceScatter": self.choose_axes,
+            "Repartition": self.choose_repartition,
+            "HaloExchange": self.choose_halo_exchange,
         }
         self.kind = rng.choice(list(choices))
         self.preserve = rng.random() < 0.5
@@ -106,65 +106,46 @@ class Case:
     def partition(self, dims):
         return random_partition(self.rng, self.P_world, random_grid(self.rng, self.P_world.size, dims))
 
-    def choose_sum_reduce(self):
-        self.many = self.partition(self.rng.randint(1, 3))
-        self.flip_many, self.flip_few = self.rng.random() < 0.3, self.rng.random() < 0.3
-        grid = self.many.shape[::-1] if self.flip_many else self.many.shape
+    def choose_groups(self):
+        """Of sums and copies between a grid and one of fewer places, either of them transposed or not."""
+        many = self.partition(self.rng.randint(1, 3))
+        flip_many, flip_few = self.rng.random() < 0.3, self.rng.random() < 0.3
+        grid = many.shape[::-1] if flip_many else many.shape
         grid = tuple(self.rng.choice([1, n]) for n in grid)
         first = self.rng.randint(0, len(grid) - 1)
         while first and prod(grid[:first]) > 1:
             first -= 1
         grid = grid[first:]
-        self.few = random_partition(self.rng, self.P_world, grid[::-1] if self.flip_few else grid)
-        few_grid = grid
-        self.groups = {
-            few: [
-                rank
-                for rank in self.many.ranks
-                if belongs(
-                    index_in(self.few, few, self.flip_few),
-                    index_in(self.many, rank, self.flip_many),
-                    few_grid,
-                )
-            ]
-            for few in self.few.ranks
-        }
-        self.P_x, self.P_y = self.many, self.few
-        self.options = {"transpose_src": self.flip_many, "transpose_dest": self.flip_few}
-        self.options["preserve_batch"] = self.preserve
+        few = random_partition(self.rng, self.P_world, grid[::-1] if flip_few else grid)
 
-    def choose_broadcast(self):
-        self.choose_sum_reduce()
-        self.P_x, self.P_y = self.few, self.many
-        self.options["transpose_src"], self.options["transpose_dest"] = self.flip_few, self.flip_many
+        def belongs(one, other):
+            # Places match, from the right, wherever the smaller grid is not 1.
+            at, place = index_in(few, one, flip_few), index_in(many, other, flip_many)[first:]
+            return all(n == 1 or a == b for a, b, n in zip(at, place, grid, strict=True))
 
-    def choose_axes(self, name):
+        self.groups = {one: [other for other in many.ranks if belongs(one, other)] for one in few.ranks}
+        ends = (many, flip_many), (few, flip_few)
+        (self.P_x, flip_x), (self.P_y, flip_y) = ends if self.kind == "SumReduce" else ends[::-1]
+        self.options = {"transpose_src": flip_x, "transpose_dest": flip_y, "preserve_batch": self.preserve}
+
+    def choose_axes(self):
         self.P_x = self.P_y = self.partition(self.rng.randint(1, 3))
         dims = self.P_x.dim
         self.axes = [d for d in range(dims) if self.rng.random() < 0.6]
         keep = [d for d in range(dims) if d not in self.axes]
         if self.rng.random() < 0.5:
-            self.options[name] = [d - self.rng.choice([0, dims]) for d in self.axes]
+            name = {"AllSumReduce": "reduce", "AllGather": "all_gather", "ReduceScatter": "reduce_scatter"}
+            self.options[f"axes_{name[self.kind]}"] = [d - self.rng.choice([0, dims]) for d in self.axes]
         else:
             self.options["axes_keep"] = keep
-        same = [d for d in range(dims) if d not in self.axes]
         self.groups = {
-            rank: [r for r in self.P_x.ranks if all(self.at(r)[d] == self.at(rank)[d] for d in same)]
+            rank: [r for r in self.P_x.ranks if all(self.at(r)[d] == self.at(rank)[d] for d in keep)]
             for rank in self.P_x.ranks
         }
         self.preserve = True
 
     def at(self, rank):
         return self.P_x.index_of(rank)
-
-    def choose_all_sum_reduce(self):
-        self.choose_axes("axes_reduce")
-
-    def choose_all_gather(self):
-        self.choose_axes("axes_all_gather")
-
-    def choose_reduce_scatter(self):
-        self.choose_axes("axes_reduce_scatter")
 
     def choose_repartition(self):
         dims = self.rng.randint(1, 4)
@@ -182,34 +163,35 @@ class Case:
         self.preserve = True
 
     def make(self):
-        if self.kind is HaloExchange:
+        if self.kind == "HaloExchange":
             width = [pair[0] if pair[0] == pair[1] else pair for pair in self.widths]
             if len({*self.widths}) == 1 and isinstance(width[0], int):
                 width = width[0]
-            return HaloExchange(self.P_x, width, self.mode, self.value)
-        if self.kind in (AllSumReduce, AllGather, ReduceScatter):
-            return self.kind(self.P_x, **self.options)
-        return self.kind(self.P_x, self.P_y, **self.options)
+            return layers.HaloExchange(self.P_x, width, self.mode, self.value)
+        one = (
+            (self.P_x,)
+            if self.kind in ("AllSumReduce", "AllGather", "ReduceScatter")
+            else (self.P_x, self.P_y)
+        )
+        return getattr(layers, self.kind)(*one, **self.options)
 
     # New input shapes for every call.
 
     def shapes(self):
-        if self.kind in (SumReduce, AllSumReduce):
+        if self.kind in ("SumReduce", "AllSumReduce"):
             found = {}
             for group in self.groups.values():
                 shape = found.get(group[0]) or self.any_shape()
                 found.update(dict.fromkeys(group, shape))
             return found
-        if self.kind is Broadcast:
+        if self.kind == "Broadcast":
             return {rank: self.any_shape() for rank in self.P_x.ranks}
-        if self.kind is HaloExchange:
+        if self.kind == "HaloExchange":
             return self.halo_shapes()
         self.lengths = random_lengths(self.rng, self.P_x.shape)
-        if self.kind is ReduceScatter:
-            self.lengths = [
-                [self.rng.randint(0, 6)] * n if d in self.axes else parts
-                for d, (n, parts) in enumerate(zip(self.P_x.shape, self.lengths, strict=True))
-            ]
+        if self.kind == "ReduceScatter":
+            for d in self.axes:
+                self.lengths[d] = [self.rng.randint(0, 6)] * self.P_x.shape[d]
         return local_shapes(self.P_x, self.lengths)
 
     def any_shape(self):
@@ -229,25 +211,27 @@ class Case:
 
     def expected(self, x):
         """Outputs of the ranks of P_y from the inputs of those of P_x."""
-        if self.kind is SumReduce:
+        if self.kind == "SumReduce":
             return {few: sum(x[rank] for rank in group) for few, group in self.groups.items()}
-        if self.kind is Broadcast:
+        if self.kind == "Broadcast":
             return {rank: x[few] for few, group in self.groups.items() for rank in group}
-        if self.kind is AllSumReduce:
+        if self.kind == "AllSumReduce":
             return {rank: sum(x[other] for other in group) for rank, group in self.groups.items()}
-        if self.kind is Repartition:
-            return cut(self.P_y, assemble(self.P_x, x))
-        if self.kind is AllGather:
-            whole = assemble(self.P_x, x)
-            y = {}
+        y = {}
+        if self.kind == "Repartition":
+            for rank in self.P_y.ranks:
+                y[rank] = assemble(self.P_x, x)
+                for d, i in enumerate(self.P_y.index_of(rank)):
+                    y[rank] = y[rank].tensor_split(self.P_y.shape[d], d)[i]
+            return y
+        if self.kind == "AllGather":
             for rank in self.P_x.ranks:
-                y[rank] = whole
+                y[rank] = assemble(self.P_x, x)
                 for d, i in enumerate(self.at(rank)):
                     if d not in self.axes:
                         y[rank] = y[rank].split(self.lengths[d], d)[i]
             return y
-        if self.kind is ReduceScatter:
-            y = {}
+        if self.kind == "ReduceScatter":
             for rank, group in self.groups.items():
                 y[rank] = sum(x[other] for other in group)
                 for d in self.axes:
@@ -268,9 +252,6 @@ class Case:
                 part = part.narrow(d, start, length + extra)
             y[rank] = part
         return y
-
-
-# -------------------------------------------------------------------------------------------------- the check
 
 
 @contextlib.contextmanager

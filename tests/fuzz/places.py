@@ -41,20 +41,14 @@ def index(s: Scope, v: str, x: torch.Tensor) -> str:
     n = max(int(x.shape[d]), 1)
     chosen = [s.rng.randint(-n, n - 1) for _ in range(s.rng.randint(1, 4))]
     positive = [i % n for i in chosen]
-    return s.rng.choice(
-        [
-            f"{v}.narrow({d}, {s.rng.randint(0, n - 1)}, 1)",
-            f"{v}.select({d}, {chosen[0]})",
-            f"{v}.index_select({d}, torch.tensor({positive}))",
-            f"{v}[{':, ' * d}torch.tensor({chosen})]",
-            f"{v}[{':, ' * d}{chosen}]",
-            f"{v}.unbind({d})[{chosen[0]}]",
-            f"[*{v}][{s.rng.randint(0, max(int(x.shape[0]) - 1, 0))}]",
-            f"{v}.index_add({d}, torch.tensor({positive}), {v}.index_select({d}, torch.tensor({positive})))",
-            f"torch.gather({v}, {d}, {v}.argsort({d}))",
-            f"{v}.index_fill({d}, torch.tensor({positive}), 0.3)",
-            f"torch.take_along_dim({v}, {v}.argmax({d}, keepdim=True), {d})",
-        ]
+    return s.one_of(
+        f"{v}.narrow({d}, {s.rng.randint(0, n - 1)}, 1); {v}.select({d}, {chosen[0]}); "
+        f"{v}.index_select({d}, torch.tensor({positive})); {v}[{':, ' * d}torch.tensor({chosen})]; "
+        f"{v}[{':, ' * d}{chosen}]; {v}.unbind({d})[{chosen[0]}]; "
+        f"[*{v}][{s.rng.randint(0, max(int(x.shape[0]) - 1, 0))}]; "
+        f"{v}.index_add({d}, torch.tensor({positive}), {v}.index_select({d}, torch.tensor({positive}))); "
+        f"torch.gather({v}, {d}, {v}.argsort({d})); {v}.index_fill({d}, torch.tensor({positive}), 0.3); "
+        f"torch.take_along_dim({v}, {v}.argmax({d}, keepdim=True), {d})"
     )
 
 
@@ -77,35 +71,20 @@ def shape(s: Scope, v: str, x: torch.Tensor) -> str:
     guessed[s.rng.randrange(len(new))] = -1
     wide = [s.rng.choice([2, 3, n]) if n == 1 else s.rng.choice([n, -1]) for n in x.shape]
     longer = [s.rng.randint(1, 3), *wide] if x.dim() < 5 else wide
-    texts = [
-        f"{v}.permute({order})",
-        f"{v}.flatten({a}, {b})",
-        f"{v}.reshape({new})",
-        f"{v}.reshape({guessed})",
-    ]
-    texts += [f"{v}.view({guessed})", f"{v}.expand({longer})", f"{v}.squeeze()", f"{v}.movedim({a}, {b})"]
-    texts += [
-        f"{v}.transpose({a}, {-1 - s.rng.randrange(max(x.dim(), 1))})",
-        f"{v}.unsqueeze({one_dim(s, x)})",
-    ]
-    texts += [f"{v}.repeat({[s.rng.randint(1, 2) for _ in range(max(x.dim(), 1))]})", f"{v}.squeeze({a})"]
-    texts += [
-        f"{v}.roll({s.rng.randint(-5, 5)}, {a})",
-        f"{v}.roll({s.rng.randint(-5, 5)})",
-        f"{v}.flip({[a]})",
-    ]
-    texts += [
-        f"{v}.roll({(s.rng.randint(-4, 4), s.rng.randint(-4, 4))}, {(a, b)})",
-        f"{v}.mT",
-        f"{v}.ravel()",
-    ]
-    texts += [f"{v}.unfold({a}, {s.rng.randint(1, 3)}, {s.rng.randint(1, 2)})", f"torch.triu({v}, {a - b})"]
-    texts += [f"{v}.diagonal({s.rng.randint(-1, 1)}, {a}, {b})", f"{v}.repeat_interleave({a + 1}, {a})"]
-    texts += [f"{v}.unflatten({a}, {_factors(s, int(x.shape[a]) if x.dim() else 1, 2)})", f"torch.rot90({v})"]
-    texts += [f"F.pixel_shuffle({v}, 2)", f"F.pixel_unshuffle({v}, 2)", f"{v}.contiguous()", f"{v}.detach()"]
-    texts += [f"F.unfold({v}, {s.rng.randint(1, 3)}, padding={s.rng.randint(0, 1)})", f"{v}.float().double()"]
-    texts += [f"F.channel_shuffle({v}, {a + 1})", f"{v}.tile(({s.rng.randint(1, 2)}, 2))"]
-    return s.rng.choice(texts)
+    return s.one_of(
+        f"{v}.permute({order}); {v}.flatten({a}, {b}); {v}.reshape({new}); {v}.reshape({guessed}); "
+        f"{v}.view({guessed}); {v}.expand({longer}); {v}.squeeze(); {v}.movedim({a}, {b}); "
+        f"{v}.transpose({a}, {-1 - s.rng.randrange(max(x.dim(), 1))}); {v}.unsqueeze({one_dim(s, x)}); "
+        f"{v}.repeat({[s.rng.randint(1, 2) for _ in range(max(x.dim(), 1))]}); {v}.squeeze({a}); "
+        f"{v}.roll({s.rng.randint(-5, 5)}, {a}); {v}.roll({s.rng.randint(-5, 5)}); {v}.flip({[a]}); "
+        f"{v}.roll({(s.rng.randint(-4, 4), s.rng.randint(-4, 4))}, {(a, b)}); {v}.mT; {v}.ravel(); "
+        f"{v}.unfold({a}, {s.rng.randint(1, 3)}, {s.rng.randint(1, 2)}); torch.triu({v}, {a - b}); "
+        f"{v}.diagonal({s.rng.randint(-1, 1)}, {a}, {b}); {v}.repeat_interleave({a + 1}, {a}); "
+        f"{v}.unflatten({a}, {_factors(s, int(x.shape[a]) if x.dim() else 1, 2)}); torch.rot90({v}); "
+        f"F.pixel_shuffle({v}, 2); F.pixel_unshuffle({v}, 2); {v}.contiguous(); {v}.detach(); "
+        f"F.unfold({v}, {s.rng.randint(1, 3)}, padding={s.rng.randint(0, 1)}); {v}.float().double(); "
+        f"F.channel_shuffle({v}, {a + 1}); {v}.tile(({s.rng.randint(1, 2)}, 2))"
+    )
 
 
 def joining(s: Scope, v: str, x: torch.Tensor) -> str:
@@ -118,15 +97,9 @@ def joining(s: Scope, v: str, x: torch.Tensor) -> str:
     s.rng.shuffle(many)
     same = s.like(*x.shape)
     n = s.rng.randint(1, 4)
-    texts = [f"torch.cat([{', '.join(many)}], {d})", f"torch.stack([{v}, {same}], dim={d})"]
-    texts += [
-        f"torch.chunk({v}, {n}, {d})[-1]",
-        f"{v}.split({n}, dim={d})[0]",
-        f"torch.hstack([{', '.join(many)}])",
-    ]
-    texts += [
-        f"torch.cat({v}.chunk({n}, {d})[::-1], {d})",
-        f"{v}.tensor_split({n}, {d})[{s.rng.randint(-1, 0)}]",
-    ]
-    texts += [f"sum({v}.unbind({d}))", f"torch.vstack(({v}, {same}))"]
-    return s.rng.choice(texts)
+    return s.one_of(
+        f"torch.cat([{', '.join(many)}], {d}); torch.stack([{v}, {same}], dim={d}); "
+        f"torch.chunk({v}, {n}, {d})[-1]; {v}.split({n}, dim={d})[0]; torch.hstack([{', '.join(many)}]); "
+        f"torch.cat({v}.chunk({n}, {d})[::-1], {d}); {v}.tensor_split({n}, {d})[{s.rng.randint(-1, 0)}]; "
+        f"sum({v}.unbind({d})); torch.vstack(({v}, {same}))"
+    )

@@ -64,13 +64,14 @@ def output_size(rng, dims):
     return tuple(rng.choice([None, size, size]) for size in sizes) if dims > 1 else sizes[0]
 
 
-def adaptive_average(rng, dims):
-    return f"AdaptiveAvgPool{dims}d", {"output_size": output_size(rng, dims)}
+def adaptive(kind):
+    def drawn(rng, dims):
+        arguments = {"output_size": output_size(rng, dims)}
+        if kind == "Max":
+            arguments["return_indices"] = rng.random() < 0.5
+        return f"Adaptive{kind}Pool{dims}d", arguments
 
-
-def adaptive_maximum(rng, dims):
-    arguments = {"output_size": output_size(rng, dims), "return_indices": rng.random() < 0.5}
-    return f"AdaptiveMaxPool{dims}d", arguments
+    return drawn
 
 
 def padding(rng, dims):
@@ -102,7 +103,7 @@ def upsampling(rng, dims):
     return "Upsample", arguments
 
 
-KINDS = [average, maximum, adaptive_average, adaptive_maximum, padding, padding, upsampling, upsampling]
+KINDS = [average, maximum, adaptive("Avg"), adaptive("Max"), padding, padding, upsampling, upsampling]
 
 
 class Resized:

@@ -41,6 +41,10 @@ class Scope:
             return self.rng.choice(there)
         return self.input(*shape) if self.rng.random() < 0.4 else self.parameter(*shape)
 
+    def one_of(self, texts: str, between: str | None = "; ") -> str:
+        """One of several texts in a row, or of several words if nothing is between them."""
+        return self.rng.choice(texts.split(between))
+
     def some(self, chance: float, text: str) -> str:
         """A text or nothing."""
         return text if self.rng.random() < chance else ""

@@ -32,6 +32,12 @@ def block(P_x: Partition, whole: torch.Tensor) -> SplitTensor:
     return SplitTensor(local, layout)
 
 
+def cut_along(P_world: Partition, dim: int, whole: torch.Tensor) -> SplitTensor:
+    """Split tensor of a whole one, which all ranks cut in one dimension."""
+    grid = (P_world.size if d == dim else 1 for d in range(whole.dim()))
+    return block(P_world.create_cartesian_topology_partition(tuple(grid)), whole)
+
+
 def whole(y: Any) -> Any:
     """All of a split tensor; anything else as it is."""
     return y.full_tensor() if isinstance(y, SplitTensor) else y

@@ -7,15 +7,11 @@ from distdl_rma import Machine, shard
 from distdl_rma.split import layout as lay
 from distdl_rma.split.calls.site import site_of
 from distdl_rma.split.redistribution import all_sum, once, redistributed, reduced, to_blocks
-from tests.split.against_whole import block, check
+from tests.split.against_whole import block, check, numbers
 
 pytestmark = pytest.mark.mpi
 
 SHAPE = (3, 4, 5, 7)
-
-
-def placed(P_world):
-    return P_world.create_cartesian_topology_partition((1, 1, P_world.size, 1))
 
 
 @pytest.mark.sizes(1, 2, 3, 4)
@@ -28,13 +24,13 @@ def test_a_tensor_comes_back_from_any_layout(P_world):
             x = x.redistribute(*axes)
         return x.redistribute(layout=layout) * 2
 
-    check(P_world, there_and_back, [torch.randn(SHAPE, dtype=torch.float64, requires_grad=True)])
+    check(P_world, there_and_back, [numbers(*SHAPE)])
 
 
 @pytest.mark.sizes(2, 3, 4)
 @pytest.mark.parametrize("op", ["sum", "max", "min"])
-def test_reductions_are_alike_on_all_ranks(P_world, comm, op):
-    machine, P_x = Machine.of(P_world), placed(P_world)
+def test_reductions_are_alike_on_all_ranks(P_world, P_x, comm, op):
+    machine = Machine.of(P_world)
     mine = torch.arange(6.0, dtype=torch.float64) * (1 + P_x.rank) - 3 * P_x.rank
     found = reduced(site_of(machine, reduced), mine, P_x.ranks, op)
     every = torch.stack(comm.allgather(mine))
@@ -51,8 +47,8 @@ def test_short_types_are_summed_in_a_longer_one(P_world):
 
 
 @pytest.mark.sizes(2, 3, 4)
-def test_a_sum_hands_its_gradient_on_and_copies_for_blocks_sum_it(P_world):
-    machine, layout = Machine.of(P_world), lay.balanced(placed(P_world), SHAPE)
+def test_a_sum_hands_its_gradient_on_and_copies_for_blocks_sum_it(P_world, P_x):
+    machine, layout = Machine.of(P_world), lay.balanced(P_x, SHAPE)
     x = torch.ones(2, requires_grad=True)
     site = site_of(machine, to_blocks)
     all_sum(site, x, layout, [2]).sum().backward()
@@ -63,23 +59,18 @@ def test_a_sum_hands_its_gradient_on_and_copies_for_blocks_sum_it(P_world):
 
 
 @pytest.mark.sizes(2, 3, 4)
-def test_a_plain_tensor_beside_copies_contributes_once(P_world):
-    layout = lay.replicated(placed(P_world), SHAPE)
+def test_a_plain_tensor_beside_copies_contributes_once(P_world, P_x):
+    layout = lay.replicated(P_x, SHAPE)
     x = torch.ones(2, requires_grad=True)
     once(x, layout).sum().backward()
     assert torch.equal(x.grad, torch.full((2,), float(P_world.rank == 0)))
-    assert once(x, lay.balanced(placed(P_world), SHAPE)) is x
+    assert once(x, lay.balanced(P_x, SHAPE)) is x
 
 
 @pytest.mark.mpi(min_size=2)
-def test_a_second_derivative_is_refused(P_world):
-    x = block(placed(P_world), torch.randn(SHAPE, dtype=torch.float64, requires_grad=True))
-    y = redistributed(
-        site_of(Machine.of(P_world), redistributed),
-        x.to_local(),
-        x.decomposition,
-        lay.whole(x.decomposition, [2]),
-    )
+def test_a_second_derivative_is_refused(P_world, P_x):
+    x, site = block(P_x, numbers(*SHAPE)), site_of(Machine.of(P_world), redistributed)
+    y = redistributed(site, x.to_local(), x.decomposition, lay.whole(x.decomposition, [2]))
     with pytest.raises(Exception, match="second derivatives"):
         torch.autograd.grad(y.square().sum(), x.to_local(), create_graph=True)
 

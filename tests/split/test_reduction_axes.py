@@ -64,7 +64,6 @@ def test_a_result_is_laid_out_by_the_order_of_dimensions(rows):
     assert found.shape == (5, 1, 2, 2) and found.cut_dims == (0,) and found.splits[0] == layout.splits[2]
 
 
-@pytest.mark.mpi
 @pytest.mark.sizes(2, 3, 4)
 @pytest.mark.parametrize(
     "function",

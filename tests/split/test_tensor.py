@@ -15,16 +15,6 @@ pytestmark = pytest.mark.mpi
 SHAPE = (2, 3, 7, 4)
 
 
-@pytest.fixture
-def P_x(P_world):  # noqa: N802
-    return P_world.create_cartesian_topology_partition((1, 1, P_world.size, 1))
-
-
-@pytest.fixture
-def whole():
-    return torch.randn(SHAPE, dtype=torch.float64)
-
-
 def test_blocks_of_any_size_that_form_a_grid(P_x):
     mine = torch.full((2, 3, 1 + P_x.rank, 4), float(P_x.rank))
     x = SplitTensor.from_local(mine, P_x)
@@ -34,19 +24,15 @@ def test_blocks_of_any_size_that_form_a_grid(P_x):
 
 
 @pytest.mark.mpi(min_size=2)
-def test_blocks_that_form_no_grid_are_refused_by_all(P_x):
-    with pytest.raises(ShapeError, match="must agree in dimension 3"):
-        SplitTensor.from_local(torch.zeros(2, 3, 4, 4 + P_x.rank), P_x)
-    with pytest.raises(ShapeError, match="its block of"):
-        SplitTensor.from_local(torch.zeros(2, 3, 40, 4), P_x, SHAPE)
-
-
-@pytest.mark.mpi(min_size=2)
-def test_types_that_differ_are_refused_by_all(P_x):
-    with pytest.raises(ShapeError, match=r"float64.* but rank"):
-        SplitTensor.from_local(
-            torch.zeros(2, 3, 4, 4, dtype=torch.float32 if P_x.rank else torch.float64), P_x
-        )
+def test_blocks_that_form_no_grid_or_are_of_other_types_are_refused_by_all(P_x):
+    dtype = torch.float32 if P_x.rank else torch.float64
+    for mine, shape, words in (
+        (torch.zeros(2, 3, 4, 4 + P_x.rank), None, "must agree in dimension 3"),
+        (torch.zeros(2, 3, 40, 4), SHAPE, "its block of"),
+        (torch.zeros(2, 3, 4, 4, dtype=dtype), None, r"float64.* but rank"),
+    ):
+        with pytest.raises(ShapeError, match=words):
+            SplitTensor.from_local(mine, P_x, shape)
 
 
 @pytest.mark.parametrize(

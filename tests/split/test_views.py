@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
 from distdl_rma import UnsupportedError
-from tests.split.against_whole import block, forms, grids, numbers, whole
+from tests.split.against_whole import block, cut_along, forms, grids, numbers, whole
 
 pytestmark = pytest.mark.mpi
 COMPLEX = torch.complex128
@@ -74,8 +74,7 @@ SHOWN = {
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("show", SHOWN.values(), ids=SHOWN)
 def test_what_shows_moved_elements_is_a_copy_too(P_world, show):
-    P_x = P_world.create_cartesian_topology_partition((P_world.size, 1))
-    x = block(P_x, numbers(4, 3, dtype=COMPLEX).detach())
+    x = cut_along(P_world, 0, numbers(4, 3, dtype=COMPLEX).detach())
     with pytest.raises(UnsupportedError, match="elements of it were moved"):
         show(x[1]).mul_(2)
     shown = show(x[1])
@@ -95,7 +94,7 @@ CHANGES = [
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("at", range(len(CHANGES)))
 def test_every_change_of_moved_elements_is_refused(P_world, at):
-    x = block(P_world.create_cartesian_topology_partition((P_world.size, 1)), numbers(4, 3).detach())
+    x = cut_along(P_world, 0, numbers(4, 3).detach())
     with pytest.raises(UnsupportedError, match="elements of it were moved"):
         CHANGES[at](x[1])
 
@@ -122,7 +121,7 @@ def test_what_was_moved_in_inference_mode_is_known_to_be_changed(P_world):
     "show", [torch.detach, lambda y: y[1].detach(), lambda y: y.t().detach().reshape(-1), lambda y: y[1].data]
 )
 def test_what_is_outside_of_a_graph_does_not_keep_it(P_world, show):
-    x = block(P_world.create_cartesian_topology_partition((P_world.size, 1)), numbers(4, 3))
+    x = cut_along(P_world, 0, numbers(4, 3))
     y = x * 2
     known = weakref.ref(y.to_local())
     shown = show(y)

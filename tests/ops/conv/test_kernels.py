@@ -69,6 +69,10 @@ def test_narrow_blocks_are_convolved_as_in_float64(dtype, transposed):
         exact = torch.convolution(x.double(), weight.double(), None, *steps)
         gradient = torch.randn(exact.shape).to(dtype)
         block = exact.shape[2:] if transposed else extents
+        if transposed:
+            bare = steps._replace(output_padding=(0,) * len(kernel))
+            assert steps.outputs(extents, kernel) == block
+            assert bare.windows(bare.outputs(extents, kernel), kernel) == (*extents,)
         narrow += not steps.fills(block, kernel, dtype != torch.float32)
         expected = torch.ops.aten.convolution_backward(
             gradient.double(), x.double(), weight.double(), (outer,), *steps, (True, True, True)
@@ -104,15 +108,6 @@ def test_taps_that_meet_padding_only_have_no_gradient(dims, kernel, stride, padd
         for tap in range(kernel):
             assert bool(taps[..., tap].isfinite().all())
             assert bool(taps[..., tap].any()) == (tap in read)
-
-
-def test_extents_of_a_transposed_convolution_are_torchs():
-    steps, kernel = ConvolutionArguments((2, 1), (1, 2), (1, 2), True), (3, 4)
-    y = torch.conv_transpose2d(
-        torch.zeros(1, 1, 7, 6), torch.zeros(1, 1, *kernel), None, *steps[:2], 0, 1, (1, 2)
-    )
-    assert steps.outputs((7, 6), kernel) == y.shape[2:]
-    assert steps.windows(y.shape[2:], kernel) == (7, 6)
 
 
 def test_images_are_left_to_the_fast_kernels():

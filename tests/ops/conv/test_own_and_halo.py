@@ -1,4 +1,4 @@
-"""Tiles: local data and remote strips together are the whole convolution, exactly."""
+"""Tiles and their patches: local data and remote strips together are the whole convolution, exactly."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distdl_rma.geometry.box import Box
@@ -20,20 +20,63 @@ from distdl_rma.ops.conv import own_and_halo
 from distdl_rma.ops.conv.kernels import ConvolutionArguments, convolution
 from distdl_rma.ops.conv.own_and_halo import (
     OwnAndHalo,
+    Patch,
+    adjoint_of_pieces,
     outputs_of_pieces,
     pieces_of_outputs,
     with_channels,
 )
-from tests.geometry.strategies import partitions, splits, unbalanced
-from tests.ops.conv.tiles import (
-    ONE,
-    any_tile,
-    each_dimension,
-    inputs_read,
-    points,
-    some,
-    stencils,
-)
+from tests.geometry.strategies import extents_for, partitions, splits, unbalanced, windows
+
+# One instance, and one channel.
+ONE = ((0, 1), (0, 1))
+some = settings(max_examples=80)
+
+
+def points(box):
+    return set(itertools.product(*(range(start, stop) for start, stop in box.bounds)))
+
+
+@st.composite
+def boxes(draw, shape):
+    """A box of the one instance and channel inside of a shape, possibly empty in space."""
+    bounds = [*ONE]
+    for extent in shape[2:]:
+        start = draw(st.integers(0, extent))
+        bounds.append((start, draw(st.integers(start, extent))))
+    return Box(tuple(bounds))
+
+
+@st.composite
+def stencils(draw, dim):
+    """A stencil of all tensor dimensions and an input shape that it fits into; one instance, one channel."""
+    found = [draw(windows()) for _ in range(dim)]
+    extents = tuple(draw(extents_for(window, most=9)) for window in found)
+    return with_channels(Stencil(tuple(found)), 0, 1), (1, 1, *extents)
+
+
+@st.composite
+def tiles(draw, dim):
+    """A tile of any own inputs and any outputs, whether they have to do with each other or not."""
+    stencil, shape = draw(stencils(dim))
+    outputs = draw(boxes(stencil.outputs(shape)))
+    return OwnAndHalo(stencil=stencil, domain=Box.of_shape(shape), own=draw(boxes(shape)), outputs=outputs)
+
+
+any_tile = st.integers(1, 2).flatmap(tiles)
+
+
+def inputs_read(tile):
+    """Inputs of the domain that some output reads through some tap, no more."""
+    per_dim = [
+        {
+            j * window.stride - window.left + t * window.dilation
+            for j in range(*outputs)
+            for t in range(window.kernel)
+        }
+        for window, outputs in zip(tile.stencil.windows, tile.outputs.bounds, strict=True)
+    ]
+    return set(itertools.product(*per_dim)) & points(tile.domain)
 
 
 @st.composite
@@ -58,7 +101,7 @@ def tiles_of(stencil, source, y_splits, joins=False):
 
 
 @pytest.mark.parametrize("joins", [False, True])
-@each_dimension
+@pytest.mark.parametrize("dim", [1, 2])
 @some
 @given(data=st.data())
 def test_landings_put_every_needed_element_once_in_its_place(dim, joins, data):
@@ -99,76 +142,29 @@ def test_sides_are_disjoint_and_with_the_own_data_they_cover_what_is_read(tile):
 @pytest.mark.parametrize("stride", [1, 2, 3])
 @pytest.mark.parametrize("padding", [0, 1, 2])
 def test_a_rank_that_owns_everything_convolves_at_once_with_the_padding_of_the_layer(stride, padding):
-    window = Window(3, stride, 1, padding, padding)
-    whole = Box.of_shape((1, 1, 8, 8))
+    window, whole = Window(3, stride, 1, padding, padding), Box.of_shape((1, 1, 8, 8))
     stencil = with_channels(Stencil((window, window)), 0, 1)
-    tile = OwnAndHalo(
-        stencil=stencil, domain=whole, own=whole, outputs=Box.of_shape(stencil.outputs(whole.shape))
-    )
-    assert tile.core is not None
-    assert tile.core.outputs == tile.outputs
-    assert tile.core.taps == ((0, 1), (0, 1), (0, 3), (0, 3))
-    assert tile.core.padding == (0, 0, padding, padding)
-    assert (tile.halo, tile.rim) == ((), ())
+    tile = OwnAndHalo(stencil, whole, whole, Box.of_shape(stencil.outputs(whole.shape)))
+    assert tile.core.outputs == tile.outputs and tile.core.taps == (*ONE, (0, 3), (0, 3))
+    assert tile.core.padding == (0, 0, padding, padding) and (tile.halo, tile.rim) == ((), ())
 
 
-def test_a_tile_in_the_middle_has_a_strip_per_side_and_the_first_two_take_the_corners():
-    window = Window(3, left=1, right=1)
-    middle = Box((*ONE, (4, 8), (4, 8)))
-    tile = OwnAndHalo(
-        stencil=with_channels(Stencil((window, window)), 0, 1),
-        domain=Box.of_shape((1, 1, 12, 12)),
-        own=middle,
-        outputs=middle,
-    )
-    assert tile.halo == (
-        Box((*ONE, (3, 4), (3, 9))),
-        Box((*ONE, (8, 9), (3, 9))),
-        Box((*ONE, (4, 8), (3, 4))),
-        Box((*ONE, (4, 8), (8, 9))),
-    )
-    assert [str(strip.outputs) for strip in tile.rim] == [
-        "[0:1, 0:1, 4:5, 4:8]",
-        "[0:1, 0:1, 7:8, 4:8]",
-        "[0:1, 0:1, 4:8, 4:5]",
-        "[0:1, 0:1, 4:8, 7:8]",
-    ]
-    assert [strip.taps[2] for strip in tile.rim] == [(0, 1), (2, 3), (0, 3), (0, 3)]
-    assert tile.core.padding == (0, 0, 1, 1)
-
-
-def test_a_tile_without_own_data_has_strips_only():
-    tile = OwnAndHalo(
-        stencil=with_channels(Stencil((Window(3, left=1, right=1),)), 0, 1),
-        domain=Box.of_shape((1, 1, 4)),
-        own=Box((*ONE, (4, 4))),
-        outputs=Box((*ONE, (3, 4))),
-    )
-    assert tile.core is None
-    assert tile.halo == (Box((*ONE, (2, 4))),)
-    assert [strip.outputs for strip in tile.rim] == [tile.outputs]
-
-
-def test_a_tile_without_outputs_needs_nothing():
-    tile = OwnAndHalo(
-        stencil=with_channels(Stencil((Window(3, left=1, right=1),)), 0, 1),
-        domain=Box.of_shape((1, 1, 4)),
-        own=Box((*ONE, (0, 2))),
-        outputs=Box((*ONE, (4, 4))),
-    )
-    assert (tile.core, tile.halo, tile.rim) == (None, (), ())
-    assert tile.landing(Box(((0, 1), (0, 1), (2, 4)))) == []
-
-
-def test_own_data_that_falls_between_the_windows_adds_nothing():
-    tile = OwnAndHalo(
-        stencil=with_channels(Stencil((Window(1, stride=4),)), 0, 1),
-        domain=Box.of_shape((1, 1, 8)),
-        own=Box((*ONE, (1, 3))),
-        outputs=Box((*ONE, (0, 2))),
-    )
-    assert tile.core is None
-    assert [strip.data for strip in tile.rim] == [Box((*ONE, (0, 1))), Box((*ONE, (3, 5)))]
+@some
+@given(any_tile)
+def test_a_patch_misses_no_output_and_no_tap_that_reads_its_data(tile):
+    for data in (tile.own, *tile.halo):
+        patch = Patch.of(tile.stencil, data, tile.outputs)
+        for output in points(tile.outputs):
+            for tap in np.ndindex(*(window.kernel for window in tile.stencil.windows)):
+                read = tuple(
+                    j * window.stride - window.left + t * window.dilation
+                    for j, t, window in zip(output, tap, tile.stencil.windows, strict=True)
+                )
+                if read in points(data):
+                    assert patch is not None
+                    assert output in points(patch.outputs)
+                    assert all(low <= t < high for t, (low, high) in zip(tap, patch.taps, strict=True))
+                    assert read in points(patch.region)
 
 
 def some_of(rng, extent):
@@ -219,8 +215,10 @@ def test_parts_of_any_dimension_add_up_to_the_whole_and_so_do_their_adjoints(see
         mine = patch.held if patch is parts.core else patch.data & patch.region
         held[mine.slices(patch.held)] = x[mine.slices(parts.domain)]
         y[patch.place] += patch.convolve(held, weight)
-        edge, taps, _ = patch.convolve_adjoint(gradient, held, weight, (True, True, False))
-        assert edge.shape == held.shape
+        edge, taps, offsets = patch.convolve_adjoint(gradient, held, weight, (True, True, True))
+        assert edge.shape == held.shape and (offsets is not None) == patch.complete
+        if offsets is not None:
+            torch.testing.assert_close(offsets, gradient.transpose(0, 1).flatten(1).sum(1))
         d_weight[patch.weight] += taps
         inside = patch.data & patch.region
         d_reads[inside.slices(reads)] += edge[inside.slices(patch.held)]
@@ -256,13 +254,54 @@ def test_pieces_of_the_outputs_are_those_of_the_patch(nbytes, monkeypatch):
     assert any(counts) and not all(counts)
 
 
-def test_the_gradient_of_a_bias_is_the_sum_of_all_gradients():
-    parts = OwnAndHalo(
-        with_channels(Stencil((Window(3, left=1, right=1),)), 0, 2),
-        Box.of_shape((2, 2, 8)),
-        Box.of_shape((2, 2, 8)),
-        Box.of_shape((2, 1, 8)),
+# Windows, extents of all inputs, which of them are own in the first dimension, instances, groups, pieces.
+CUTS = {
+    "rows": ([Window(3, 1, 1, 1, 1)] * 2, (160, 5), (0, 90), 1, 1, 3),
+    "rows between others": ([Window(3, 1, 1, 1, 1)] * 2, (160, 5), (40, 130), 1, 2, 3),
+    "dilated": ([Window(3, 1, 2, 2, 2)] * 2, (200, 9), (0, 130), 2, 1, 3),
+    "strided": ([Window(3, 2, 1, 1, 1)] * 2, (160, 6), (0, 80), 1, 1, 3),
+    "columns": ([Window(1, 1, 1, 0, 0), Window(4, 1, 1, 2, 1)], (6, 140), (0, 3), 1, 1, 4),
+    "volume": ([Window(2, 1, 1, 0, 1)] * 3, (70, 4, 3), (0, 60), 1, 1, 3),
+    "instances": ([Window(3, 1, 1, 1, 1)], (20,), (0, 10), 6, 1, 5),
+    "line": ([Window(5, 1, 1, 2, 2)], (300,), (0, 200), 1, 1, 5),
+}
+
+
+def core_of_rows(windows, extents, rows, instances, groups):
+    """What own rows add to the outputs of an even number of ranks."""
+    stencil, shape = Stencil(tuple(windows)), (instances, 2 * groups, *extents)
+    own = Box.of_shape(shape).replace(2, *rows)
+    outputs = Box.of_shape((instances, 1, *stencil.outputs(extents)))
+    outputs = outputs & with_channels(stencil, 0, 2 * groups).readers(own)
+    return OwnAndHalo(with_channels(stencil, 0, 2 * groups), Box.of_shape(shape), own, outputs, groups).core
+
+
+@pytest.mark.parametrize("case", CUTS)
+def test_gradients_of_pieces_are_those_of_the_whole(case):
+    *tile, count = CUTS[case]
+    core = core_of_rows(*tile)
+    pieces = core.cut(count)
+    assert len(pieces) == count
+    torch.manual_seed(0)
+    groups = core.groups
+    # Integers, whose sums are exact in any order.
+    x, weight, gradient = (
+        torch.randint(-9, 10, shape).to(torch.float64)
+        for shape in (
+            core.data.shape,
+            (3 * groups, 2, *(window.kernel for window in core.stencil.windows[2:])),
+            (core.outputs.shape[0], 3 * groups, *core.outputs.shape[2:]),
+        )
     )
-    x, weight, gradient = torch.randn(2, 2, 8), torch.randn(3, 2, 3), torch.randint(-9, 9, (2, 3, 8)).float()
-    *_, offsets = parts.core.convolve_adjoint(gradient, x, weight, (True, True, True))
-    assert torch.equal(offsets, gradient.sum((0, 2)))
+    for needs in ((True, True, False), (True, False, False), (False, True, False)):
+        found = adjoint_of_pieces(pieces, gradient, x, weight, needs)
+        expected = core.convolve_adjoint(gradient, x, weight, needs)
+        for mine, theirs, needed in zip(found, expected, needs, strict=True):
+            assert torch.equal(mine, theirs) if needed else mine is None
+
+
+def test_pieces_that_leave_data_out_are_none():
+    jumps = core_of_rows([Window(1, 2)], (200,), (0, 100), 1, 1)
+    assert jumps.cut(3) == (), "of two elements nobody reads the second"
+    short = core_of_rows([Window(3, 1, 1, 1, 1)], (20,), (0, 20), 1, 1)
+    assert short.cut(3) == short.cut(1) == short.cut(0) == (), "windows would be most of a piece"

@@ -1,5 +1,7 @@
 """Who computes which part of a convolution."""
 
+from math import prod
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -66,32 +68,33 @@ def test_only_sums_over_disjoint_boxes_overlap(mode, groups, channels, overlaps)
     assert can_overlap(bare, mode, workers, P_x) is (overlaps or mode == "reflect")
 
 
-@pytest.mark.parametrize(
-    ("channels", "rows", "columns", "pays"),
-    [(16, 256, 256, True), (16, 128, 128, False), (4, 16, 16, False), (4096, 16, 16, False)],
-)
-@pytest.mark.parametrize("uneven", [False, True])
-def test_halos_are_convolved_apart_where_blocks_are_large(channels, rows, columns, pays, uneven):
+# Grid of rows and columns, channels, extents, how rows are cut if not evenly, and whether it pays.
+BLOCKS = [
+    *(
+        ((2, 1), channels, (rows, columns), cut, pays)
+        for channels, rows, columns, pays in (
+            (16, 256, 256, True),
+            (16, 128, 128, False),
+            (4, 16, 16, False),
+            (4096, 16, 16, False),
+        )
+        for cut in (None, (rows // 2 + 1, rows // 2 - 1))
+    ),
+    # All ranks go by the largest block.
+    *(((2, 1), 16, (512, 128), cut, True) for cut in ((500, 12), (12, 500), (0, 512))),
+    # Each neighbour asks for more to convolve meanwhile.
+    *(
+        (grid, 16, (256, 256), None, pays)
+        for grid, pays in (((4, 1), False), ((2, 2), False), ((1, 2), True))
+    ),
+]
+
+
+@pytest.mark.parametrize(("grid", "channels", "extents", "cut", "pays"), BLOCKS)
+def test_halos_are_convolved_apart_where_the_largest_block_is_large(grid, channels, extents, cut, pays):
     stencil = Stencil.of((3, 3), (1, 1), (1, 1), ((1, 1), (1, 1)))
-    for rank in range(2):
-        P_x = Partition((0, 1), (1, 1, 2, 1), rank)
-        source = Decomposition.balanced(P_x, (1, channels, rows, columns))
-        if uneven:
-            source = source.with_splits({2: Listed((rows // 2 + 1, rows // 2 - 1))})
+    for rank in range(prod(grid)):
+        P_x = Partition(tuple(range(prod(grid))), (1, 1, *grid), rank)
+        source = Decomposition.balanced(P_x, (1, channels, *extents))
+        source = source if cut is None else source.with_splits({2: Listed(cut)})
         assert overlap_pays(stencil, source, 4) == pays
-
-
-@pytest.mark.parametrize("rows", [(500, 12), (12, 500), (0, 512)])
-def test_where_blocks_differ_all_ranks_go_by_the_largest(rows):
-    stencil, shape = Stencil.of((3, 3), (1, 1), (1, 1), ((1, 1), (1, 1))), (1, 16, 512, 128)
-    for rank, own in enumerate(rows):
-        P_x = Partition((0, 1), (1, 1, 2, 1), rank)
-        source = Decomposition.balanced(P_x, shape).with_splits({2: Listed(rows)})
-        assert source.box(rank).shape[2] == own and overlap_pays(stencil, source, 4)
-
-
-def test_each_neighbour_asks_for_more_to_convolve_meanwhile():
-    stencil, shape = Stencil.of((3, 3), (1, 1), (1, 1), ((1, 1), (1, 1))), (1, 16, 256, 256)
-    for grid, pays in (((2, 1), True), ((4, 1), False), ((2, 2), False), ((1, 2), True)):
-        P_x = Partition(tuple(range(grid[0] * grid[1])), (1, 1, *grid), 0)
-        assert overlap_pays(stencil, Decomposition.balanced(P_x, shape), 4) == pays

@@ -110,6 +110,7 @@ def test_an_error_of_a_backward_that_may_come_to_all_leaves_the_machine_usable(
 
 
 def test_a_result_is_in_a_graph_where_any_rank_needs_a_gradient():
+    assert [GradientNeeds(*both).any for both in ((0, 0), (1, 0), (0, 1))] == [0, 1, 1]
     y = torch.rand(2)
     assert anchored(y, needed=False) is y
     tied = anchored(y)
@@ -119,10 +120,6 @@ def test_a_result_is_in_a_graph_where_any_rank_needs_a_gradient():
     assert not anchored(torch.arange(2)).requires_grad
     with torch.no_grad():
         assert anchored(y) is y and anchor(True) is None
-
-
-def test_needs_of_any_kind_are_needs():
-    assert [GradientNeeds(*both).any for both in ((0, 0), (1, 0), (0, 1))] == [0, 1, 1]
 
 
 @pytest.mark.parametrize(

@@ -17,14 +17,10 @@ LARGE = (SMALLEST_NBYTES // 4, 2)
 def test_results_are_tensors_of_their_own(dtype):
     pool = ResultPool()
     first, second = (pool.empty(LARGE, dtype) for _ in range(2))
-    assert first.shape == LARGE
-    assert first.dtype == dtype
-    assert first.is_contiguous()
-    assert not first._is_view()
+    assert (first.shape, first.dtype) == (LARGE, dtype) and first.is_contiguous() and not first._is_view()
     first.fill_(1)
     second.fill_(0)
-    assert bool(first.all())
-    assert not bool(second.any())
+    assert bool(first.all()) and not bool(second.any())
 
 
 def test_memory_is_used_again_when_its_last_tensor_is_dead():
@@ -55,19 +51,15 @@ def test_what_autograd_keeps_is_not_used_again():
 def test_idle_memory_is_limited_and_the_oldest_goes_first():
     nbytes = 2 * SMALLEST_NBYTES
     pool = ResultPool(limit=3 * nbytes)
+    pool.empty((3,), torch.uint8)
+    gc.collect()
+    assert pool.idle_nbytes == 0, "small results come from torch"
     sizes = [nbytes, nbytes + 64, nbytes + 128]
     for size in (*sizes, 4 * nbytes):
         pool.empty((size,), torch.uint8)
         gc.collect()
         assert pool.idle_nbytes <= 3 * nbytes
     assert pool.idle_nbytes == sum(sizes[1:])
-
-
-def test_small_results_come_from_torch():
-    pool = ResultPool()
-    pool.empty((3,), torch.float32)
-    gc.collect()
-    assert pool.idle_nbytes == 0
 
 
 def test_memory_that_comes_back_on_another_thread_is_counted_right():

@@ -81,26 +81,21 @@ def learned(P_world, compile_model, compile_step=lambda step: step):
 
 
 @pytest.mark.mpi
-def test_a_compiled_model_learns_as_without(P_world, compiler):
-    found = learned(P_world, lambda model: compiler(model, backend="eager"))
-    torch.testing.assert_close(found, learned(P_world, lambda model: model), rtol=0, atol=0)
-
-
-@pytest.mark.mpi
-def test_a_compiled_step_learns_as_without(P_world, compiler):
-    found = learned(P_world, lambda model: model, lambda step: compiler(step, backend="eager"))
-    torch.testing.assert_close(found, learned(P_world, lambda model: model), rtol=0, atol=0)
-
-
-@pytest.mark.mpi
 @pytest.mark.timeout(200)
-def test_a_model_learns_in_generated_code_as_without(P_world, comm, compiler):
-    if comm.size != 2:
-        pytest.skip("generating code takes long: on two ranks only")
-    if shutil.which(os.environ.get("CXX", "g++")) is None:
-        pytest.skip("torch's inductor needs a C++ compiler")
-    found = learned(P_world, lambda model: compiler(model, backend="inductor"))
-    torch.testing.assert_close(found, learned(P_world, lambda model: model), rtol=1e-4, atol=1e-5)
+@pytest.mark.parametrize("way", ["model", "step", "generated code"])
+def test_what_is_compiled_learns_as_without(P_world, comm, compiler, way):
+    if way == "generated code":
+        if comm.size != 2:
+            pytest.skip("generating code takes long: on two ranks only")
+        if shutil.which(os.environ.get("CXX", "g++")) is None:
+            pytest.skip("torch's inductor needs a C++ compiler")
+        found = learned(P_world, lambda model: compiler(model, backend="inductor"))
+    elif way == "step":
+        found = learned(P_world, lambda model: model, lambda step: compiler(step, backend="eager"))
+    else:
+        found = learned(P_world, lambda model: compiler(model, backend="eager"))
+    rtol, atol = (1e-4, 1e-5) if way == "generated code" else (0, 0)
+    torch.testing.assert_close(found, learned(P_world, lambda model: model), rtol=rtol, atol=atol)
 
 
 def test_every_way_into_a_layer_is_a_break():

@@ -9,58 +9,47 @@ from distdl_rma.split.calls.loss_origin import LOSS_ORIGIN, LossOrigin
 
 
 @pytest.fixture
-def way():
+def number():
+    """The number of a function's result, and that result."""
     lineage = LossOrigin()
 
-    def way(function, *args, kind="pointwise", **kwargs):
+    def number(function, *args, **kwargs):
         result = torch.zeros(2)
-        lineage.follow(kind, function, args, kwargs, result)
-        return result
+        lineage.follow("pointwise", function, args, kwargs, result)
+        return result._loss_hash, result
 
-    return way
+    return number
 
 
 @pytest.mark.parametrize(
     ("one", "other"), [(1, 2), (-1, -2), (0.5, 1.5), (1.0, float("nan")), ("sum", "mean"), ((1, 2), (2, 1))]
 )
-def test_what_is_told_otherwise_has_another_number(way, one, other):
-    x = way(torch.relu)
-    assert (
-        way(torch.mul, x, one)._loss_hash
-        == way(torch.mul, x, one)._loss_hash
-        != way(torch.mul, x, other)._loss_hash
-    )
-    assert way(torch.mul, x, by=one)._loss_hash != way(torch.mul, x, by=other)._loss_hash
+def test_what_is_told_otherwise_has_another_number(number, one, other):
+    _, x = number(torch.relu)
+    assert number(torch.mul, x, one)[0] == number(torch.mul, x, one)[0] != number(torch.mul, x, other)[0]
+    assert number(torch.mul, x, by=one)[0] != number(torch.mul, x, by=other)[0]
+    # Each nan is the same.
+    assert number(torch.mul, x, float("nan"))[0] == number(torch.mul, x, float("nan"))[0]
 
 
-def test_each_nan_is_the_same(way):
-    x = way(torch.relu)
-    assert way(torch.mul, x, float("nan"))._loss_hash == way(torch.mul, x, float("nan"))._loss_hash
-
-
-def test_results_go_on_from_their_arguments(way):
-    x, y = way(torch.relu), way(torch.abs)
-    assert x._loss_hash != y._loss_hash and way(torch.square, x)._loss_hash != way(torch.square, y)._loss_hash
-
-
-def test_labels_and_grad_modes_count(way):
-    x, labels = way(torch.relu), torch.ones(3)
-    found = way(torch.sub, x, labels)._loss_hash
-    assert found == way(torch.sub, x, labels.clone())._loss_hash != way(torch.sub, x, labels + 1)._loss_hash
+def test_results_go_on_from_their_arguments_labels_and_grad_modes(number):
+    (first, x), (second, y), labels = number(torch.relu), number(torch.abs), torch.ones(3)
+    assert first != second and number(torch.square, x)[0] != number(torch.square, y)[0]
+    found, _ = number(torch.sub, x, labels)
+    assert found == number(torch.sub, x, labels.clone())[0] != number(torch.sub, x, labels + 1)[0]
     with torch.no_grad():
-        assert way(torch.sub, x, labels)._loss_hash != found
+        assert number(torch.sub, x, labels)[0] != found
 
 
-def test_what_is_computed_of_weights_counts_to_three_digits(way):
-    x, term = way(torch.relu), torch.ones(2, requires_grad=True) * 0.5
-    found = way(torch.add, x, term)._loss_hash
-    assert (
-        found == way(torch.add, x, term * (1 + 1e-6))._loss_hash != way(torch.add, x, term * 1.1)._loss_hash
-    )
+def test_what_is_computed_of_weights_counts_to_three_digits(number):
+    (_, x), term = number(torch.relu), torch.ones(2, requires_grad=True) * 0.5
+    found, _ = number(torch.add, x, term)
+    assert found == number(torch.add, x, term * (1 + 1e-6))[0] != number(torch.add, x, term * 1.1)[0]
 
 
-def test_what_only_asks_is_not_followed(way):
-    assert not hasattr(way(torch.Tensor.size, kind="query"), "_loss_hash")
+def test_what_only_asks_is_not_followed():
+    LossOrigin().follow("query", torch.Tensor.size, (), {}, result := torch.zeros(2))
+    assert not hasattr(result, "_loss_hash")
 
 
 def test_several_results_have_numbers_of_their_own():

@@ -89,14 +89,8 @@ def test_names_that_torch_publishes_for_functions_that_choose_another_one():
 def test_arguments_go_by_place_and_name_and_have_torchs_defaults():
     assert named(torch.sum, (1,), {"dim": 2}) == {"dim": 2, "keepdim": False, "dtype": None}
     assert named(torch.sum, (1, 0, True), {}) == {"dim": 0, "keepdim": True, "dtype": None}
-    assert [*named(torch.conv2d, ("x", "w"), {"groups": 2}).values()] == [
-        "w",
-        None,
-        (1, 1),
-        (0, 0),
-        (1, 1),
-        2,
-    ]
+    named_of_conv = named(torch.conv2d, ("x", "w"), {"groups": 2}).values()
+    assert [*named_of_conv] == ["w", None, (1, 1), (0, 0), (1, 1), 2]
     # Torch takes a list apart, too.
     assert named(torch.Tensor.flip, ("x", 0, 1), {}) == {"dims": (0, 1)}
 

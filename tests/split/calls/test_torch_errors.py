@@ -61,12 +61,8 @@ def check_function(P_world, comm, seed):
             # Torch goes through a set of texts, whose order differs between processes.
             continue
         for what, given in calls:
-            call, dim, which, uneven = (
-                rng.choice(forms),
-                rng.randrange(4),
-                rng.randrange(3),
-                rng.random() < 0.6,
-            )
+            call, dim, which = rng.choice(forms), rng.randrange(4), rng.randrange(3)
+            uneven = rng.random() < 0.6
             if not is_usable(given):
                 continue
             wrong = refusal(call, *tree_map(lambda x: x.clone() if isinstance(x, torch.Tensor) else x, given))

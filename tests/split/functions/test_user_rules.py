@@ -7,7 +7,7 @@ from torch import nn
 
 from distdl_rma import ArgumentError, SplitTensor, UnsupportedError, register, shard
 from distdl_rma.split.calls.table import RULES
-from tests.split.against_whole import check
+from tests.split.against_whole import check, numbers
 
 
 @pytest.mark.mpi
@@ -34,11 +34,6 @@ def test_rules_of_a_users_own(P_world):
     )
 
 
-def test_what_has_no_rule_is_refused():
-    with pytest.raises(ArgumentError, match="takes a function or a class"):
-        register(3, lambda: None)
-
-
 class Floor(torch.autograd.Function):
     """By numpy, which sees no split tensor; straight through, but for elements where a mask is zero."""
 
@@ -54,10 +49,6 @@ class Floor(torch.autograd.Function):
         x, scale, mask = ctx.saved_tensors
         g = g * mask
         return g * scale, (g * x).sum_to_size(scale.shape), None, None
-
-
-def numbers(*shape):
-    return torch.randn(shape, dtype=torch.float64, requires_grad=True)
 
 
 @pytest.mark.mpi
@@ -116,3 +107,5 @@ def test_a_rule_is_a_handler_or_elementwise():
             register(torch.special.i0, **arguments)
     with pytest.raises(ArgumentError, match="as elementwise, got"):
         register(nn.ReLU, elementwise=True)
+    with pytest.raises(ArgumentError, match="takes a function or a class"):
+        register(3, lambda: None)

@@ -8,7 +8,7 @@ from torch import nn, optim
 from torch.nn import functional as F  # noqa: N812
 
 from distdl_rma import UnsupportedError
-from tests.split.against_whole import block, called, check, forms, grids, numbers, whole
+from tests.split.against_whole import block, called, check, cut_along, forms, grids, numbers, whole
 from tests.split.samples import samples_of
 
 pytestmark = pytest.mark.mpi
@@ -102,7 +102,7 @@ def test_comparisons_write_whole_numbers_whatever_needs_a_gradient(P_world, exte
 
 
 def test_comparisons_with_what_is_no_tensor_are_pythons(P_world):
-    x = block(P_world.create_cartesian_topology_partition((P_world.size, 1)), torch.ones(5, 2))
+    x = cut_along(P_world, 0, torch.ones(5, 2))
     assert (x == None) is False  # noqa: E711
     assert (x != None) is True  # noqa: E711
     with pytest.raises(TypeError, match="unsupported operand"):
@@ -156,9 +156,8 @@ def test_optimizers_of_lists_step_as_on_whole_tensors(P_world, at):
 
 @pytest.mark.mpi(min_size=2)
 def test_states_that_are_cut_otherwise_are_refused(P_world):
-    P_x = P_world.create_cartesian_topology_partition((1, P_world.size))
     x, gradient, state = (
-        block(P_x, torch.randn(3, 7, requires_grad=needs)) for needs in (True, False, False)
+        cut_along(P_world, 1, torch.randn(3, 7, requires_grad=needs)) for needs in (True, False, False)
     )
     optimizer = optim.SGD([x], lr=0.1, momentum=0.9, fused=True)
     x.grad = gradient

@@ -6,7 +6,7 @@ import torch
 
 from distdl_rma import UnsupportedError
 from distdl_rma.split import SplitTensor
-from tests.split.against_whole import block, check, grids
+from tests.split.against_whole import block, check, cut_along, grids
 
 pytestmark = pytest.mark.mpi
 
@@ -28,9 +28,8 @@ def test_answers_are_those_of_the_whole(P_world, ask):
 
 
 def test_data_is_read_outside_of_the_graph_and_not_written(P_world):
-    P_x = P_world.create_cartesian_topology_partition((1, 1, P_world.size, 1))
     whole = torch.randn(SHAPE, dtype=torch.float64, requires_grad=True)
-    x = block(P_x, whole)
+    x = cut_along(P_world, 2, whole)
     y = x * 2
     data = y.data
     assert not data.requires_grad and data.to_local().data_ptr() == y.to_local().data_ptr()
@@ -43,9 +42,8 @@ def test_data_is_read_outside_of_the_graph_and_not_written(P_world):
 
 @pytest.mark.mpi(min_size=2)
 def test_gradients_hooks_and_values(P_world):
-    P_x = P_world.create_cartesian_topology_partition((1, 1, P_world.size, 1))
     whole = torch.randn(SHAPE, dtype=torch.float64, requires_grad=True)
-    x, seen = block(P_x, whole), []
+    x, seen = cut_along(P_world, 2, whole), []
     x.register_hook(lambda gradient: seen.append(gradient.shape))
     total = (x * x).sum()
     total.backward()
@@ -75,7 +73,7 @@ def test_gradients_hooks_and_values(P_world):
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_numpy_gets_no_values_of_what_is_cut_and_those_of_copies(P_world):
-    x = block(P_world.create_cartesian_topology_partition((1, P_world.size)), torch.randn(3, 5))
+    x = cut_along(P_world, 1, torch.randn(3, 5))
     for function in (np.mean, np.sum, np.max, np.std, np.prod, np.argmax, np.ravel, np.vstack):
         with pytest.raises(
             UnsupportedError, match=rf"numpy\.{function.__name__} at test_queries.* full_tensor"
@@ -93,8 +91,7 @@ def test_numpy_gets_no_values_of_what_is_cut_and_those_of_copies(P_world):
 
 @pytest.mark.sizes(1, 2, 3)
 def test_they_are_plain_and_cut_where_they_are_used(P_world):
-    P_x = P_world.create_cartesian_topology_partition((1, P_world.size, 1))
-    x = block(P_x, torch.randn(3, 7, 5))
+    x = cut_along(P_world, 1, torch.randn(3, 7, 5))
     for made in (
         x.new_empty(7, 5),
         x.new_zeros((7, 5)),

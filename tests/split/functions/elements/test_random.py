@@ -12,7 +12,7 @@ from distdl_rma.geometry.intervals import Listed
 from distdl_rma.split import SplitTensor
 from distdl_rma.split import layout as lay
 from distdl_rma.split.functions.elements.draws import fill
-from tests.split.against_whole import block, called, forms, grids, numbers
+from tests.split.against_whole import block, called, cut_along, forms, grids, numbers
 
 pytestmark = pytest.mark.mpi
 SHAPE = 4, 6, 12, 10
@@ -90,23 +90,6 @@ def channels_last(x):
     return x.contiguous(memory_format=torch.channels_last)
 
 
-@pytest.mark.sizes(1, 2, 3, 4)
-@pytest.mark.parametrize("case", DRAWS)
-def test_blocks_differ_and_a_seed_gives_the_same_again(P_world, case):
-    for x in split_ones(P_world, numbers(*SHAPE)):
-        torch.manual_seed(7)
-        draw, *_ = DRAWS[case]
-        first = draw(x).full_tensor()
-        state = torch.get_rng_state()
-        second = draw(x).full_tensor()
-        torch.manual_seed(7)
-        assert torch.equal(draw(x).full_tensor(), first)
-        # The generators of the ranks go on alike, whatever the blocks are.
-        assert torch.equal(torch.get_rng_state(), state)
-        assert not torch.equal(first, second)
-        assert not any(torch.equal(*first.tensor_split(2, dim)) for dim in range(4))
-
-
 @pytest.mark.sizes(2, 3, 4)
 def test_dropout_keeps_its_part_of_elements(P_world):
     for x in split_ones(P_world, torch.ones(SHAPE, dtype=torch.float64, requires_grad=True)):
@@ -135,13 +118,19 @@ def test_every_grid_draws_as_one_process(P_world, case, dtype):
     expected = torch.empty(SHAPE, dtype=torch.float32 if case == "randn_like" else dtype) if plain else None
     if plain:
         fill(expected, plain[0], lay.replicated(Partition((0,), (1,), 0), SHAPE), seed, plain[1:])
+    state = None
     for split in [*split_ones(P_world, x), *uneven_ones(P_world, x)]:
         for given in (split, split.redistribute(), SplitTensor(channels_last(split._local), split._layout)):
             torch.manual_seed(7)
             found = draw(given)
+            # The generators of the ranks go on alike, whatever the blocks are.
+            state = torch.get_rng_state() if state is None else state
+            assert torch.equal(torch.get_rng_state(), state)
             assert torch.equal(found.to_local(), found.full_tensor()[found.decomposition.slices()])
             expected = found.full_tensor() if expected is None else expected
             assert torch.equal(found.full_tensor(), expected)
+        assert not torch.equal(draw(split).full_tensor(), expected)
+    assert not any(torch.equal(*expected.tensor_split(2, dim)) for dim in range(4))
 
 
 @pytest.mark.sizes(1, 2, 3, 4)
@@ -244,32 +233,29 @@ class Checkpointed(nn.Module):
 
     def __init__(self, in_module):
         super().__init__()
-        self.part = nn.Dropout(0.5)
-        self.in_module = in_module
+        functions = called(F.dropout, 0.5), called(F.dropout2d, 0.5)
+        self.elements, self.channels = (nn.Dropout(0.5), nn.Dropout2d(0.5)) if in_module else functions
 
     def forward(self, x):
-        part = self.part if self.in_module else lambda y: F.dropout(y, 0.5)
-        return checkpoint(lambda y: part(y) * y, x, use_reentrant=False)
+        return checkpoint(lambda y: self.elements(y) * self.channels(y), x, use_reentrant=False)
 
 
 @pytest.mark.sizes(1, 2, 3)
-@pytest.mark.parametrize("draws", ["global", "torch"])
+@pytest.mark.parametrize("draws", ["global", "torch", None])
 @pytest.mark.parametrize("in_module", [True, False])
-def test_checkpoints_in_a_model_draw_the_same_again(P_world, draws, in_module):
-    torch.manual_seed(2)
-    whole = numbers(*SHAPE)
-    for x in split_ones(P_world, whole):
-        model = distribute(Checkpointed(in_module), x.partition, draws=draws)
-        try:
-            y = model(x)
-            if draws == "torch" and not in_module:
-                with pytest.raises(UnsupportedError, match="draws='torch' would draw others"):
-                    y.backward(torch.ones(SHAPE, dtype=torch.float64))
-                continue
-            y.backward(torch.ones(SHAPE, dtype=torch.float64))
-            # The gradient of a mask times a square.
+def test_checkpoints_draw_the_same_again_in_a_model_and_outside(P_world, draws, in_module):
+    for x in split_ones(P_world, numbers(*SHAPE)):
+        model, ones = Checkpointed(in_module), torch.ones(SHAPE, dtype=torch.float64)
+        model = model if draws is None else distribute(model, x.partition, draws=draws)
+        y = model(x)
+        if draws == "torch" and not in_module:
+            with pytest.raises(UnsupportedError, match="draws='torch' would draw others"):
+                y.backward(ones)
+        else:
+            y.backward(ones)
+            # The gradient is by the masks of the recomputation: these multiply the square of the input.
             torch.testing.assert_close(x.grad.to_local() * x.to_local() / 2, y.to_local())
-        finally:
+        if draws is not None:
             model.distributed.close()
 
 
@@ -283,34 +269,11 @@ def test_draws_of_distribute_are_checked(P_world):
             distribute(nn.Linear(2, 2), P_x, draws=("global", "torch")[P_world.me])
 
 
-def test_checkpoints_draw_the_same_again(P_world):
-    def dropped(x):
-        return F.dropout(x, 0.5) * F.dropout2d(x, 0.5)
-
-    for x in split_ones(P_world, numbers(*SHAPE)):
-        y = checkpoint(dropped, x, use_reentrant=False)
-        y.backward(torch.ones(SHAPE, dtype=torch.float64))
-        # The gradient is by the masks of the recomputation: these multiply the square of the input.
-        torch.testing.assert_close(x.grad.to_local() * x.to_local() / 2, y.to_local())
-
-
-@pytest.mark.sizes(1, 2, 3)
-def test_draws_of_the_whole_are_refused(P_world):
-    P_x = P_world.create_cartesian_topology_partition((1, P_world.size))
-    x = block(P_x, torch.rand(3, 8))
-    if P_world.size == 1:
-        assert torch.multinomial(x, 2).shape == (3, 2)
-        return
-    with pytest.raises(UnsupportedError, match="multinomial"):
-        torch.multinomial(x, 2)
-
-
 def test_gumbel_softmax(P_world):
     for x in split_ones(P_world, numbers(*SHAPE)):
         y = F.gumbel_softmax(x, 0.5, dim=1)
         torch.testing.assert_close(y.full_tensor().sum(1), torch.ones(4, 12, 10, dtype=torch.float64))
         y.backward(torch.ones(SHAPE, dtype=torch.float64))
         torch.testing.assert_close(x.grad.full_tensor(), torch.zeros(SHAPE, dtype=torch.float64))
-    P_x = P_world.create_cartesian_topology_partition((1, 1, P_world.size, 1))
-    hard = F.gumbel_softmax(block(P_x, numbers(*SHAPE)), hard=True, dim=1).full_tensor()
+    hard = F.gumbel_softmax(cut_along(P_world, 2, numbers(*SHAPE)), hard=True, dim=1).full_tensor()
     torch.testing.assert_close(hard.max(1).values, torch.ones(4, 12, 10, dtype=torch.float64))

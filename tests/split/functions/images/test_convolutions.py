@@ -9,7 +9,7 @@ from torch.nn import functional as F  # noqa: N812
 
 from distdl_rma import ShapeError
 from distdl_rma.ops.conv import worker_grid
-from tests.split.against_whole import block, check, forms, numbers
+from tests.split.against_whole import block, check, cut_along, forms, numbers
 from tests.split.samples import samples_of
 
 pytestmark = pytest.mark.mpi
@@ -101,13 +101,13 @@ def test_torch_says_what_is_wrong_with_a_convolution_of_a_whole_volume(P_world):
 @pytest.mark.parametrize("function", [F.conv1d, F.conv_transpose1d])
 def test_a_bias_of_another_type_is_refused_also_where_torch_takes_it(P_world, function, kernel):
     x, w, b = torch.randn(2, 2, 5), torch.randn(2, 2, kernel), torch.randn(2, dtype=torch.float64)
-    cut = block(P_world.create_cartesian_topology_partition((1, 1, P_world.size)), x)
+    cut = cut_along(P_world, 2, x)
     with pytest.raises((RuntimeError, ShapeError), match=r"bias (type|torch.float64)"):
         function(cut, w, b)
 
 
 def test_output_padding_is_smaller_than_the_stride(P_world):
     x, w = torch.randn(2, 2, 5, 5), torch.randn(2, 2, 1, 2)
-    cut = block(P_world.create_cartesian_topology_partition((1, 1, 1, P_world.size)), x)
+    cut = cut_along(P_world, 3, x)
     with pytest.raises(RuntimeError, match="output padding"):
         F.conv_transpose2d(cut, w, output_padding=(1, 0))

@@ -10,7 +10,7 @@ from torch.nn import functional as F  # noqa: N812
 from distdl_rma import SplitTensor, shard
 from distdl_rma.errors import UnsupportedError
 from distdl_rma.split import layout as lay
-from tests.split.against_whole import block, called, check, forms, numbers
+from tests.split.against_whole import called, check, cut_along, forms, numbers
 from tests.split.samples import samples_of
 
 pytestmark = pytest.mark.mpi
@@ -112,7 +112,7 @@ def test_of_what_is_cut_in_one_dimension_of_a_grid_alone(P_world):
 
 
 def test_what_does_not_fit_is_refused_on_all_ranks(P_world):
-    x = block(P_world.create_cartesian_topology_partition((1, 1, P_world.size, 1)), numbers(*SHAPE))
+    x = cut_along(P_world, 2, numbers(*SHAPE))
     for wrong in (
         called(F.layer_norm, (5, 8)),
         called(F.group_norm, 3),
@@ -135,8 +135,7 @@ def test_groups_of_no_elements(P_world):
 def test_what_is_infinite_is_a_result_as_any_other(P_world):
     x = torch.randn(1, 2, 8, 4)
     x[0, 0, 0, 0] = float("inf")
-    P_x = P_world.create_cartesian_topology_partition((1, 1, P_world.size, 1))
-    y = F.instance_norm(block(P_x, x.requires_grad_()), weight=torch.ones(2, requires_grad=True))
+    y = F.instance_norm(cut_along(P_world, 2, x.requires_grad_()), weight=torch.ones(2, requires_grad=True))
     y.to_local().sum().backward()
     assert y.to_local()[0, 0].isnan().any() and y.to_local()[0, 1].isfinite().all()
 
@@ -155,8 +154,7 @@ def test_running_statistics_that_are_cut_are_refused_beside_copies_too(P_world, 
 
 @pytest.mark.parametrize("training", [True, False])
 def test_running_statistics_with_a_gradient_are_refused_as_by_torch(P_world, training):
-    P_x = P_world.create_cartesian_topology_partition((P_world.size, 1, 1, 1))
     x, mean, variance = torch.randn(1, 2, 3, 3).double(), numbers(2), torch.ones(2).double()
-    for whole in (x, block(P_x, x)):
+    for whole in (x, cut_along(P_world, 0, x)):
         with pytest.raises(RuntimeError, match="not differentiable"):
             F.batch_norm(whole, mean, variance, training=training)

@@ -6,7 +6,7 @@ from torch.nn import functional as F  # noqa: N812
 
 from distdl_rma.errors import ShapeError
 from distdl_rma.split.functions.images import windows
-from tests.split.against_whole import block, called, check, forms, numbers
+from tests.split.against_whole import called, check, cut_along, forms, numbers
 from tests.split.samples import samples_of
 
 pytestmark = pytest.mark.mpi
@@ -94,7 +94,7 @@ test_samples_of_torch = samples_of("images.windows", 6)
 
 @pytest.mark.sizes(2, 3, 4)
 def test_what_does_not_fit_is_refused_on_all_ranks(P_world):
-    x = block(P_world.create_cartesian_topology_partition((1, 1, P_world.size, 1)), numbers(*PLANE))
+    x = cut_along(P_world, 2, numbers(*PLANE))
     for wrong in (called(F.max_pool2d, 12), called(F.pad, (9, 0, 0, 0), mode="reflect")):
         with pytest.raises((RuntimeError, ShapeError)):
             wrong(x)
@@ -123,9 +123,8 @@ def test_types_under_autocast_are_torchs(P_world):
 def test_max_unpool_by_indices_in_any_order_of_memory(P_world):
     y, index = F.max_pool2d(numbers(1, 1, 8, 6), 2, return_indices=True)
     across = index.mT.contiguous().mT
-    P_x = P_world.create_cartesian_topology_partition((1, P_world.size, 1, 1))
     whole = y.detach().requires_grad_()
-    mine = block(P_x, whole)
+    mine = cut_along(P_world, 1, whole)
     F.max_unpool2d(whole, index, 2).square().sum().backward()
     F.max_unpool2d(mine, across, 2).square().sum().backward()
     torch.testing.assert_close(mine.grad.full_tensor(), whole.grad)
@@ -133,7 +132,7 @@ def test_max_unpool_by_indices_in_any_order_of_memory(P_world):
 
 @pytest.mark.mpi(min_size=2)
 def test_padding_by_nan_is_planned_once(P_world, monkeypatch):
-    x = block(P_world.create_cartesian_topology_partition((1, 1, P_world.size)), numbers(1, 2, 8))
+    x = cut_along(P_world, 2, numbers(1, 2, 8))
     made, plan = [], windows.Padding
     monkeypatch.setattr(windows, "Padding", lambda *given: made.append(given) or plan(*given))
     for _ in range(3):

@@ -8,7 +8,7 @@ from torch.nn import functional as F  # noqa: N812
 
 from distdl_rma import shard
 from distdl_rma.errors import UnsupportedError
-from tests.split.against_whole import block, called, check, forms, numbers
+from tests.split.against_whole import called, check, cut_along, forms, numbers
 from tests.split.samples import samples_of
 
 pytestmark = pytest.mark.mpi
@@ -98,7 +98,7 @@ def test_a_list_of_slices_is_a_tuple(P_world):
 
 @pytest.mark.mpi(min_size=2)
 def test_refused(P_world):
-    x = block(P_world.create_cartesian_topology_partition((1, P_world.size, 1)), numbers(*SHAPE).detach())
+    x = cut_along(P_world, 1, numbers(*SHAPE).detach())
     with pytest.raises(UnsupportedError, match=r"write x\[mask\] = value, or .*torch.cat"):
         x.index_put_((AT,), torch.tensor(1.0))
     with pytest.raises(UnsupportedError, match=r"torch\.where"):
@@ -128,6 +128,6 @@ def test_numbers_scatter_and_gather_as_torchs(P_world):
 @pytest.mark.parametrize("start", [torch.tensor(True), 1.5])
 def test_an_interval_begins_at_a_whole_number(P_world, start):
     x = torch.randn(4, 3)
-    for y in (x, block(P_world.create_cartesian_topology_partition((P_world.size, 1)), x)):
+    for y in (x, cut_along(P_world, 0, x)):
         with pytest.raises((RuntimeError, TypeError)):
             y.narrow(0, start, 2)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn import functional as F  # noqa: N812
 
-from tests.split.against_whole import block, called, check, forms, numbers
+from tests.split.against_whole import called, check, cut_along, forms, numbers
 from tests.split.samples import samples_of
 
 pytestmark = pytest.mark.mpi
@@ -39,8 +39,7 @@ def test_cut_otherwise(P_world):
 
 
 def test_a_class_token_moves_nothing(P_world):
-    P_x = P_world.create_cartesian_topology_partition((1, P_world.size, 1))
-    x = block(P_x, numbers(2, 8 * P_world.size, 3))
+    x = cut_along(P_world, 1, numbers(2, 8 * P_world.size, 3))
     y = torch.cat([torch.zeros(2, 1, 3, dtype=torch.float64), x], 1)
     assert y.decomposition.splits[1].lengths == (9, *(8,) * (P_world.size - 1))
     assert y[:, 1:].decomposition is x.decomposition
@@ -48,7 +47,7 @@ def test_a_class_token_moves_nothing(P_world):
 
 @pytest.mark.mpi(min_size=2)
 def test_bad_input(P_world):
-    x = block(P_world.create_cartesian_topology_partition((1, P_world.size, 1)), numbers(2, 5, 3))
+    x = cut_along(P_world, 1, numbers(2, 5, 3))
     with pytest.raises(ValueError, match="must agree"):
         torch.cat([x, torch.zeros(2, 5, 4)], 1)
     with pytest.raises(IndexError):

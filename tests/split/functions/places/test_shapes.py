@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from distdl_rma.errors import UnsupportedError
-from tests.split.against_whole import block, called, check, forms, numbers
+from tests.split.against_whole import block, called, check, cut_along, forms, numbers
 from tests.split.samples import samples_of
 
 pytestmark = pytest.mark.mpi
@@ -64,8 +64,7 @@ test_samples_of_torch = samples_of("places.shapes", 3)
 
 @pytest.mark.mpi(min_size=2)
 def test_a_leading_cut_stays_without_movement(P_world):
-    P_x = P_world.create_cartesian_topology_partition((1, 1, P_world.size, 1))
-    x = block(P_x, numbers(1, 3, 7 * P_world.size, 7))
+    x = cut_along(P_world, 2, numbers(1, 3, 7 * P_world.size, 7))
     tokens = x.flatten(2).transpose(1, 2)
     assert tokens.decomposition.splits[1].lengths == (49,) * P_world.size
     assert tokens.decomposition.cut_dims == (1,)
@@ -75,8 +74,7 @@ def test_a_leading_cut_stays_without_movement(P_world):
 
 @pytest.mark.mpi(min_size=2)
 def test_views_that_moved_are_not_changed_in_place(P_world):
-    P_x = P_world.create_cartesian_topology_partition((1, 1, P_world.size, 1))
-    x = block(P_x, numbers(1, 4, 6, 2).detach())
+    x = cut_along(P_world, 2, numbers(1, 4, 6, 2).detach())
     with pytest.raises(UnsupportedError, match="view"):
         x.flatten(1).unsqueeze(0).add_(1)
     x.flatten(2).add_(1)  # what did not move is a view
@@ -90,7 +88,7 @@ def test_views_that_moved_are_not_changed_in_place(P_world):
 
 
 def test_errors_are_those_of_torch(P_world):
-    x = block(P_world.create_cartesian_topology_partition((1, 1, P_world.size, 1)), numbers(1, 4, 6, 2))
+    x = cut_along(P_world, 2, numbers(1, 4, 6, 2))
     with pytest.raises(RuntimeError, match="invalid"):
         x.view(5, -1)
     with pytest.raises(IndexError):
@@ -99,9 +97,9 @@ def test_errors_are_those_of_torch(P_world):
         with pytest.raises(RuntimeError, match=r"shape '\[\]' is invalid"):
             function(torch.tensor(48))
     assert x.sum().view_as(torch.tensor(1.0)).shape == ()
-    times = block(P_world.create_cartesian_topology_partition((P_world.size,)), torch.tensor([1, 1, 2, 2]))
+    times = cut_along(P_world, 0, torch.tensor([1, 1, 2, 2]))
     # Whatever elements stand in for those of other ranks.
-    few = block(P_world.create_cartesian_topology_partition((1, P_world.size)), torch.ones(4, 1))
+    few = cut_along(P_world, 1, torch.ones(4, 1))
     for repeated, dim in ((torch.ones(4, 1), 0), (few, -2)):
         with pytest.raises(UnsupportedError, match="how often"):
             torch.repeat_interleave(repeated, times, dim=dim, output_size=6)
@@ -116,9 +114,9 @@ def test_whether_a_reshaped_copy_may_change_is_alike_on_all_ranks(P_world):
 
 
 def test_numbers_that_every_rank_has_are_extents(P_world):
-    x = block(P_world.create_cartesian_topology_partition((1, P_world.size)), numbers(6, 4))
+    x = cut_along(P_world, 1, numbers(6, 4))
     for extent in (3, 2, 6):
-        n = block(P_world.create_cartesian_topology_partition((P_world.size,)), torch.tensor([extent])).sum()
+        n = cut_along(P_world, 0, torch.tensor([extent])).sum()
         assert x.reshape(n, -1).shape == x.view((n, 24 // n)).shape == (extent, 24 // extent)
         assert x[None].expand(n, -1, -1).shape == (extent, 6, 4)
     zero = n * 0
@@ -131,7 +129,7 @@ def test_grids_of_coordinates(P_world):
     for indexing in ("ij", "xy"):
         check(P_world, lambda x, y, i=indexing: torch.meshgrid(x, y, 2 * x, indexing=i), operands)
         check(P_world, lambda x, y, i=indexing: torch.meshgrid([x, y], indexing=i)[1] * 2, operands)
-    x = block(P_world.create_cartesian_topology_partition((P_world.size,)), operands[0])
+    x = cut_along(P_world, 0, operands[0])
     with pytest.raises(RuntimeError, match="same dtype"):
         torch.meshgrid(x, torch.tensor(3), indexing="ij")
 

@@ -11,7 +11,7 @@ from distdl_rma.errors import UnsupportedError
 from distdl_rma.split import SplitTensor
 from distdl_rma.split.calls.table import RULES
 from tests.matrix import check_each, over_seeds
-from tests.split.against_whole import block, check, forms, numbers
+from tests.split.against_whole import block, check, cut_along, forms, numbers
 
 pytestmark = pytest.mark.mpi
 SHAPE, MATRIX = (3, 6, 5), (5, 6)
@@ -223,7 +223,7 @@ def test_any_index_reads_and_writes_as_torch_has_it(P_world, comm, seeds):
             shape = x[index].shape
         except (IndexError, RuntimeError):
             with pytest.raises((IndexError, RuntimeError)):
-                block(P_world.create_cartesian_topology_partition((1, P_world.size, 1)), x)[index]
+                cut_along(P_world, 1, x)[index]
             return
 
         def written(x, v):
@@ -239,7 +239,7 @@ def test_any_index_reads_and_writes_as_torch_has_it(P_world, comm, seeds):
 
 
 def test_results_of_other_types_and_shapes_are_refused_in_place(P_world):
-    x = block(P_world.create_cartesian_topology_partition((P_world.size, 1)), torch.ones(5, 6).long())
+    x = cut_along(P_world, 0, torch.ones(5, 6).long())
     with pytest.raises(RuntimeError, match="Bad in-place call"):
         x.cumsum_(0, dtype=torch.float32)
     with pytest.raises(UnsupportedError, match="shape of the tensor itself"):
@@ -274,7 +274,6 @@ STAYING_PLAIN = {
 
 @pytest.mark.parametrize("what", STAYING_PLAIN)
 def test_a_plain_tensor_that_is_changed_without_gradients_stays_plain_and_alike(P_world, what):
-    P_x = P_world.create_cartesian_topology_partition((1, P_world.size, 1))
     whole = numbers(3, 6, 5).detach()
 
     def changed(x):
@@ -285,7 +284,7 @@ def test_a_plain_tensor_that_is_changed_without_gradients_stays_plain_and_alike(
         assert not isinstance(y, SplitTensor) and type(p) is nn.Parameter
         return y, p
 
-    torch.testing.assert_close(changed(block(P_x, whole)), changed(whole))
+    torch.testing.assert_close(changed(cut_along(P_world, 1, whole)), changed(whole))
 
 
 @pytest.mark.mpi(min_size=2)

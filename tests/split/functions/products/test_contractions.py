@@ -8,7 +8,7 @@ from torch.nn import functional as F  # noqa: N812
 
 from distdl_rma.errors import ShapeError, UnsupportedError
 from distdl_rma.split import SplitTensor
-from tests.split.against_whole import block, check, forms, numbers
+from tests.split.against_whole import check, cut_along, forms, numbers
 from tests.split.samples import samples_of
 
 pytestmark = pytest.mark.mpi
@@ -140,7 +140,7 @@ def test_sums_of_short_numbers_are_rounded_once(P_world, name, dtype, autocast):
 
 @pytest.mark.mpi(min_size=2)
 def test_bad_input(P_world):
-    x = block(P_world.create_cartesian_topology_partition((1, P_world.size)), numbers(5, 4))
+    x = cut_along(P_world, 1, numbers(5, 4))
     with pytest.raises(ShapeError, match="go together"):
         x @ torch.zeros(5, 4)
     with pytest.raises(UnsupportedError, match="max_norm"):
@@ -172,6 +172,6 @@ def test_least_squares(P_world, driver):
 @pytest.mark.sizes(1, 2, 3)
 def test_a_tensor_beside_matrices_that_every_rank_has_is_as_in_torch(P_world):
     x = torch.diag(torch.tensor([3.0, 1e-3, 2.0]))
-    everywhere = block(P_world.create_cartesian_topology_partition((1, P_world.size)), x).redistribute()
+    everywhere = cut_along(P_world, 1, x).redistribute()
     found = torch.linalg.matrix_rank(everywhere, torch.tensor(0.1))
     assert int(found) == int(torch.linalg.matrix_rank(x, torch.tensor(0.1))) == 2

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
 from distdl_rma.errors import UnsupportedError
-from tests.split.against_whole import block, check, forms, numbers
+from tests.split.against_whole import check, cut_along, forms, numbers
 
 pytestmark = pytest.mark.mpi
 ATTENTION = F.scaled_dot_product_attention
@@ -101,7 +101,7 @@ def test_cells(P_world, kind):
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.sizes(2)
 def test_refused(P_world):
-    x = block(P_world.create_cartesian_topology_partition((1, P_world.size, 1)), torch.randn(5, 6, 3))
+    x = cut_along(P_world, 1, torch.randn(5, 6, 3))
     with pytest.raises(UnsupportedError, match="dropout"):
         nn.GRU(3, 4, num_layers=2, dropout=0.5)(x)
     assert nn.GRU(3, 4, num_layers=2, dropout=0.5).eval()(x)[0].shape == (5, 6, 4)

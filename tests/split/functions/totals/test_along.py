@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 import torch
 
-from tests.split.against_whole import block, called, forms, grids, numbers
+from tests.split.against_whole import block, called, cut_along, forms, grids, numbers
 from tests.split.samples import samples_of
 
 pytestmark = pytest.mark.mpi
@@ -40,7 +40,7 @@ test_samples_of_torch = samples_of("totals.along", 4)
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.sizes(2, 4)
 def test_transforms_are_cut_as_before(P_world):
-    x = block(P_world.create_cartesian_topology_partition((1, 1, P_world.size, 1)), numbers(2, 3, 5, 6))
+    x = cut_along(P_world, 2, numbers(2, 3, 5, 6))
     y = torch.fft.rfft2(x)
     assert y.decomposition.cut_dims == (2,)
     assert torch.fft.irfft2(y).decomposition is x.decomposition

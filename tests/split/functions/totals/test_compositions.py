@@ -5,7 +5,7 @@ import torch
 from torch.nn import functional as F  # noqa: N812
 
 from distdl_rma.errors import UnsupportedError
-from tests.split.against_whole import block, called, check, forms, grids, numbers
+from tests.split.against_whole import block, called, check, cut_along, forms, grids, numbers
 from tests.split.samples import samples_of
 
 pytestmark = pytest.mark.mpi
@@ -51,7 +51,7 @@ def test_whether_an_element_is_there_is_known_to_all(P_world):
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.sizes(2)
 def test_batches_that_differ_and_coordinates_are_refused(P_world):
-    x = block(P_world.create_cartesian_topology_partition((1, P_world.size, 1)), numbers(1, 5, 3))
+    x = cut_along(P_world, 1, numbers(1, 5, 3))
     with pytest.raises(UnsupportedError, match="batch"):
         torch.cdist(x, numbers(2, 5, 3))
     with pytest.raises(UnsupportedError, match="coordinates"):
@@ -59,6 +59,6 @@ def test_batches_that_differ_and_coordinates_are_refused(P_world):
 
 
 def test_an_integral_of_yes_and_no_is_refused_as_by_torch(P_world):
-    x = block(P_world.create_cartesian_topology_partition((P_world.size,)), torch.ones(5, dtype=torch.bool))
+    x = cut_along(P_world, 0, torch.ones(5, dtype=torch.bool))
     with pytest.raises(RuntimeError, match="bool is not supported"):
         torch.trapezoid(x, torch.arange(5.0))

@@ -8,8 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
-from distdl_rma.errors import UnsupportedError
-from tests.split.against_whole import block, check, forms, numbers
+from tests.split.against_whole import block, check, cut_along, forms, numbers
 from tests.split.samples import samples_of
 
 pytestmark = pytest.mark.mpi
@@ -108,13 +107,11 @@ def test_cross_entropy_with_indices(P_world, reduction, smoothing):
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.sizes(2)
 def test_what_does_not_fit_is_an_error(P_world):
-    x = block(P_world.create_cartesian_topology_partition((1, 1, P_world.size, 1)), numbers(*SHAPE))
+    x = cut_along(P_world, 2, numbers(*SHAPE))
     with pytest.raises(RuntimeError, match="spatial targets"):
         F.cross_entropy(x, torch.zeros(2, 5, dtype=torch.int64))
     with pytest.raises(ValueError, match="target size"):
         F.binary_cross_entropy(x, torch.zeros(2, 1, 1, 1, dtype=torch.float64))
-    with pytest.raises(UnsupportedError, match="ctc_loss"):
-        F.ctc_loss(x, torch.zeros(2, 2), (1, 1), (1, 1))
 
 
 @pytest.mark.sizes(2)
@@ -128,7 +125,7 @@ def test_short_types(P_world, dtype):
 @pytest.mark.sizes(2, 3, 4)
 @pytest.mark.parametrize("loss", [F.cross_entropy, F.nll_loss])
 def test_split_classes_meet_in_the_forward_alone(P_world, loss):
-    x = block(P_world.create_cartesian_topology_partition((1, P_world.size)), numbers(4, 5))
+    x = cut_along(P_world, 1, numbers(4, 5))
     counters, target = x.machine.segments.counters, torch.tensor([0, 4, 2, 2])
     for _ in range(3):
         value, before = loss(x, target), vars(counters).copy()

@@ -8,7 +8,7 @@ import torch
 from torch.nn import functional as F  # noqa: N812
 
 from distdl_rma import Machine, shard
-from tests.split.against_whole import block, called, check, forms, grids, numbers
+from tests.split.against_whole import block, called, check, cut_along, forms, grids, numbers
 from tests.split.samples import samples_of
 
 pytestmark = pytest.mark.mpi
@@ -119,7 +119,7 @@ test_samples_of_torch = samples_of("totals.reductions", 5)
 
 
 def test_the_warning_of_no_degree_of_freedom_names_the_users_line(P_world):
-    x = block(P_world.create_cartesian_topology_partition((1, 1, P_world.size)), numbers(2, 3, 4))
+    x = cut_along(P_world, 2, numbers(2, 3, 4))
     for each in (x, x.redistribute()):
         with pytest.warns(UserWarning, match="degrees of freedom") as warned:
             each.var(correction=24)
@@ -149,9 +149,8 @@ def test_short_types_are_summed_in_longer_ones(P_world, dtype):
 
 
 def test_means_of_whole_numbers_are_an_error_as_in_torch(P_world):
-    P_x = P_world.create_cartesian_topology_partition((1, P_world.size))
     with pytest.raises(RuntimeError, match="mean"):
-        block(P_x, torch.ones(2, 5, dtype=torch.int64)).mean()
+        cut_along(P_world, 1, torch.ones(2, 5, dtype=torch.int64)).mean()
 
 
 @pytest.mark.sizes(1, 2, 3, 4)
