@@ -42,7 +42,7 @@ def _on(ranks: int, *files: str) -> tuple[tuple[str, ...]]:
 
 
 _CHANNEL, _GIVEN_UP = _on(3, "segments/test_channel.py"), _on(3, "segments/test_channel_given_up.py")
-_CONV = _on(3, "layers/conv/test_conv_general.py")
+_CONV = _on(3, "layers/conv/test_conv.py")
 _COPIES, _NUMBERS = _on(2, "model/test_replica_check.py"), _on(2, "model/test_numbers.py")
 
 HAND_MADE = (
@@ -114,7 +114,7 @@ HAND_MADE = (
         "distdl_rma/ops/conv/convolution.py",
         "        if needs_halo:\n            mark",
         "        if needs_halo and needs_x:\n            mark",
-        _on(3, "layers/conv/test_conv.py", "layers/conv/test_conv_general.py"),
+        _CONV,
     ),
     Mutant(
         "the corners of a tile are read twice",

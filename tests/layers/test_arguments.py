@@ -17,6 +17,7 @@ REFUSED = {
     "Conv1d(line, 1, 1, 3, padding_mode='mirror')": "ArgumentError: Conv1d: padding_mode must be",
     "Conv1d(line, 1, 1, 3, stride=0)": "ArgumentError: kernel, stride and dilation must be at least 1",
     "Conv1d(line, 1, 1, 3, stride=(1, 2))": "ArgumentError: Conv1d: stride needs 1 numbers",
+    "Conv1d(line, 1, 1, 3, padding=(1, 1))": "ArgumentError: Conv1d: padding needs 1 numbers",
     "Conv1d(line, 1, 0, 3)": "ArgumentError: needs channels, got 1 in and 0 out",
     "Conv1d(line, line, line, 1, 1, 3, P_w=line)": "PartitionError: P_W is given twice",
     "Conv1d(line, line, line, line, 1, 1, 3)": "PartitionError: takes P_x, P_y and P_W, got 4 part",
