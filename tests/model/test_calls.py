@@ -185,26 +185,35 @@ def told(comm, act, odd_rank=1):
     return said
 
 
-def calls_another(model, x, odd, ways=(1,)):
-    for way in ways:
-        model.act = model.third if odd and way else model.second
-        model(x)
+def calls(*steps):
+    """In each call the model computes the first of two functions on its block, on the odd rank the second."""
 
-
-def calls_one_more(model, x, odd):
-    model.act = lambda y: model.second(model.second(y)) if odd else model.second(y)
-    model(x)
-
-
-def calls_one_more_and_makes_up_for_it(model, x, odd):
-    for step in range(2):
-        model.act = lambda y, step=step: model.second(model.second(y)) if odd == step else y
-        with torch.no_grad():
+    def act(model, x, odd):
+        for step in steps:
+            model.act = partial(step[odd], model)
             model(x)
+
+    return act
+
+
+def same(model, y):
+    return model.second(y)
+
+
+def third(model, y):
+    return model.third(y)
+
+
+def twice(model, y):
+    return model.second(model.second(y))
+
+
+def without_a_graph(model, x, odd):
+    with torch.no_grad():
+        calls((lambda _, y: y, twice), (twice, lambda _, y: y))(model, x, odd)
 
 
 def goes_backward(model, x, odd):
-    model.act = model.second
     y = model(x).sum()
     if odd:
         y.backward()
@@ -212,7 +221,6 @@ def goes_backward(model, x, odd):
 
 
 def reduces_elsewhere(model, x, odd):
-    model.act = model.second
     y = model(x)
     for step in range(2):
         if odd == step:
@@ -222,20 +230,23 @@ def reduces_elsewhere(model, x, odd):
 
 
 # What the odd rank does, and what the errors say.
-WAYS = [
-    (calls_another, ["second conv2d (", "third conv2d ("]),
-    # When both are connected.
-    (partial(calls_another, ways=(0, 0, 1)), ["second conv2d (", "third conv2d ("]),
-    (calls_one_more, ["second conv2d ("]),
-    (calls_one_more_and_makes_up_for_it, ["second conv2d (", "to send in 'calls of Net"]),
-    (goes_backward, ["to send in 'calls of Net", "adjoint"]),
-    (reduces_elsewhere, ["sum (test_calls.py:"]),
-]
+WAYS = {
+    "another function of the same geometry": (calls((same, third)), ["second conv2d (", "third conv2d ("]),
+    "when both are connected": (
+        calls((same, same), (same, same), (same, third)),
+        ["second conv2d (", "third conv2d ("],
+    ),
+    "a module more": (calls((same, twice)), ["second conv2d ("]),
+    "later made up for": (without_a_graph, ["second conv2d (", "to send in 'calls of Net"]),
+    "backward on one rank": (goes_backward, ["to send in 'calls of Net", "adjoint"]),
+    "other reductions of the same geometry": (reduces_elsewhere, ["sum (test_calls.py:"]),
+}
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize(("act", "expected"), WAYS)
-def test_different_ways_are_an_error_on_all_ranks(comm, act, expected):
+@pytest.mark.parametrize("name", WAYS)
+def test_different_ways_are_an_error_on_all_ranks(comm, name):
+    act, expected = WAYS[name]
     said = told(comm, act)
     assert all(each.startswith(("ExchangeTimeout", "PeerFailedError", "MismatchError")) for each in said), (
         said
@@ -243,25 +254,30 @@ def test_different_ways_are_an_error_on_all_ranks(comm, act, expected):
     assert all(part in " ".join(said) for part in expected), said
 
 
-def raises(model, x, odd):
-    def broken(y):
-        if odd:
-            raise OSError("disk on fire")
-        return model.second(y)
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("odd_rank", [0, -1])
+@pytest.mark.parametrize(
+    "step",
+    [
+        (lambda _, y: y.roll(1, 2), lambda _, y: y.roll(3, 2)),
+        # A sum over columns moves nothing: those ranks are at the end of the call while another sums.
+        (lambda _, y: y.sum(3), lambda _, y: y.sum(2)),
+    ],
+)
+def test_functions_that_move_other_data_leave_a_machine_that_all_ranks_call_lost(comm, step, odd_rank):
+    # With three ranks one of them may hear of it by another's notice.
+    said = told(comm, calls(step), odd_rank % comm.size)
+    assert all(text.endswith(f" {LOST}") for text in said), said
 
-    model.act = broken
-    model(x)
+
+def on_fire(_model, y):
+    raise OSError("disk on fire")
 
 
 def has_a_hook_that_raises(model, x, odd):
     y = model(x)
     y.register_hook(lambda gradient: [gradient][odd])
     y.square().mean().backward()
-
-
-def breaks_a_rule(model, x, odd):
-    model.act = lambda y: y.as_strided((1,), (1,)) if odd else model.second(y)
-    model(x)
 
 
 def has_labels_that_are_none(model, x, odd):
@@ -271,28 +287,15 @@ def has_labels_that_are_none(model, x, odd):
 
 
 ERRORS = {
-    raises: "OSError: disk on fire", breaks_a_rule: "UnsupportedError", has_a_hook_that_raises: "IndexError",
-    has_labels_that_are_none: "IndexError",
-}  # fmt: skip
+    "OSError: disk on fire": calls((same, on_fire)),
+    "UnsupportedError": calls((same, lambda _, y: y.as_strided((1,), (1,)))),
+    "IndexError: list": has_a_hook_that_raises,
+    "IndexError: Target": has_labels_that_are_none,
+}
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("act", ERRORS)
-def test_an_error_of_one_rank_reaches_the_others(comm, act):
-    for rank, text in enumerate(told(comm, act)):
-        assert text.startswith(("" if rank == 1 else "PeerFailedError: rank 1 failed: ") + ERRORS[act]), text
-
-
-@pytest.mark.timeout(120)
-@pytest.mark.parametrize("odd_rank", [0, -1])
-def test_functions_that_move_other_data_leave_a_machine_that_all_ranks_call_lost(comm, odd_rank):
-    # With three ranks one of them may hear of it by another's notice. A sum over columns moves nothing: those
-    # ranks are at the end of the call while another is in its sum over rows.
-    for act in (lambda x, odd: x.roll(3 if odd else 1, 2), lambda x, odd: x.sum(2 if odd else 3)):
-
-        def calls(model, x, odd, act=act):
-            model.act = lambda x: act(x, odd)
-            model(x)
-
-        said = told(comm, calls, odd_rank % comm.size)
-        assert all(text.endswith(f" {LOST}") for text in said), said
+@pytest.mark.parametrize("error", ERRORS)
+def test_an_error_of_one_rank_reaches_the_others(comm, error):
+    for rank, text in enumerate(told(comm, ERRORS[error])):
+        assert text.startswith(("" if rank == 1 else "PeerFailedError: rank 1 failed: ") + error), text

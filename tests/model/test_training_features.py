@@ -363,8 +363,10 @@ def test_copies_of_a_distributed_model(pair):
         if other.grad is not None:
             torch.testing.assert_close(p.grad, other.grad, msg=lambda m, n=name: f"{n}: {m}")
     assert all(p.grad is None for p in split.parameters())
-    loss_of(split(inputs())).backward()
     twin.distributed.close()
+    y = split(inputs())
+    assert isinstance(y, SplitTensor)
+    loss_of(y).backward()
 
 
 @pytest.mark.sizes(4)

@@ -304,7 +304,7 @@ def test_bytes_and_memory_are_those_of_the_block(tmp_path):
 @pytest.mark.filterwarnings("ignore:.*chunks of.*:UserWarning")
 def test_opened_sources_can_be_cut_again_and_again(folder, comm, P_world):
     if comm.rank == 0:
-        formats.hdf5_chunked(folder, np.arange(24, dtype=np.float32).reshape(4, 6))
+        formats.OF["hdf5, chunked"](folder, np.arange(24, dtype=np.float32).reshape(4, 6))
     comm.Barrier()
     source = open_array(f"{folder / 'x.h5'}::deep/x")
     for grid in ((comm.size, 1), (1, comm.size)):
