@@ -1,16 +1,19 @@
 """What users do with a distributed model, in training loops and beside, as with the model alone."""
 
 import copy
+from contextlib import nullcontext
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
 from torch.nn.utils import parametrizations
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.checkpoint import checkpoint
 
 from distdl_rma import MismatchError, SplitTensor, UnsupportedError, distribute
 from distdl_rma.split.calls.site import module_path
+from distdl_rma.sync import DistributedGradScaler
 from tests.model.training import (
     ROWS,
     STEPS,
@@ -29,6 +32,82 @@ from tests.model.training import (
 )
 
 pytestmark = [pytest.mark.mpi, pytest.mark.sizes(2, 3, 4), pytest.mark.in_turn(4)]
+
+
+@pytest.mark.parametrize("norm_type", [2.0, 1.0, float("inf")])
+def test_clipping_by_the_global_norm(comm, norm_type):
+    def act(model):
+        norms = []
+        clip = nn.utils.clip_grad_norm_
+        loop(model, sgd(model), lambda _: norms.append(clip(model.parameters(), 0.1, norm_type)))
+        return torch.stack(norms)
+
+    both(act)
+
+
+@pytest.mark.parametrize("quiet", [False, True])
+def test_accumulation_with_and_without_no_sync(comm, quiet):
+    def act(model):
+        handle = getattr(model, "distributed", None)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        for _ in range(STEPS):
+            optimizer.zero_grad()
+            for micro in range(3):
+                last = handle is None or not quiet or micro == 2
+                with nullcontext() if last else handle.no_sync():
+                    (loss_of(model(inputs(micro))) / 3).backward()
+            optimizer.step()
+
+    both(act)
+
+
+@pytest.mark.parametrize("kind", ["torch", "distributed"])
+def test_gradient_scalers(comm, P_world, kind):
+    def act(model):
+        options = {"init_scale": 2.0**10, "growth_interval": 2}
+        ours = kind == "distributed" and hasattr(model, "distributed")
+        scaler = DistributedGradScaler(P_world, **options) if ours else torch.amp.GradScaler("cpu", **options)
+        optimizer, scales = sgd(model), []
+        for step in range(5):
+            optimizer.zero_grad()
+            # The gradients of the second step are infinite.
+            scaler.scale(loss_of(model(inputs(step))) * (float("inf") if step == 1 else 1)).backward()
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            scaler.step(optimizer)
+            scaler.update()
+            scales.append(scaler.get_scale())
+        return torch.tensor(scales)
+
+    both(act)
+
+
+@beside_alone()
+def test_moving_averages(model):
+    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9), use_buffers=True)
+    loop(model, sgd(model), lambda _: average.update_parameters(model))
+    average.eval()
+    with torch.no_grad():
+        y = average(inputs(9))
+    values = [value.double().flatten() for value in average.module.state_dict().values()]
+    if hasattr(average.module, "distributed"):
+        average.module.distributed.close()
+    return torch.cat([whole(y).flatten(), *values])
+
+
+@beside_alone(tolerance=1e-7)
+def test_lbfgs_with_a_closure(model):
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.2, max_iter=4, line_search_fn="strong_wolfe")
+
+    def closure():
+        optimizer.zero_grad()
+        loss = loss_of(model(inputs()))
+        loss.backward()
+        return loss
+
+    for _ in range(2):
+        loss = optimizer.step(closure)
+    return whole(loss)
 
 
 # Blocks are rounded where the whole is; sums over ranks in another order.
