@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from distdl_rma.process_group.group import RmaProcessGroup
-from distdl_rma.process_group.reducers import reducer_of
+from distdl_rma.process_group.tensors import reducer_of
 
 PAGE = (Path(__file__).parents[1] / "docs" / "torch-distributed.md").read_text()
 ROWS = [

@@ -32,7 +32,7 @@ from distdl_rma.errors import (
 )
 from distdl_rma.geometry.box import Box
 from distdl_rma.geometry.decomposition import Decomposition
-from distdl_rma.geometry.intervals import Listed, Split
+from distdl_rma.geometry.intervals import Listed, Split, lengths_of
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.machine import Machine
 from distdl_rma.sources.chunks import chunks_of
@@ -378,7 +378,7 @@ def _aligned(
 
 def _block_chunks(layout: Decomposition, shape: Sequence[int], itemsize: int) -> tuple[int, ...]:
     # The largest block, divided until it is small enough; by divisors where there are some.
-    blocks = [max(b - a for a, b in map(split.interval, range(split.parts))) for split in layout.splits]
+    blocks = [max(lengths_of(split)) for split in layout.splits]
     chunks = [max(1, min(block, extent)) for block, extent in zip(blocks, shape, strict=True)]
     while prod(chunks) * itemsize > _CHUNK_NBYTES:
         d = chunks.index(max(chunks))

@@ -51,7 +51,7 @@ class Balanced:
     @property
     def lengths(self) -> tuple[int, ...]:
         """Length of every part."""
-        return tuple(stop - start for start, stop in map(self.interval, range(self.parts)))
+        return lengths_of(self)
 
 
 @dataclass(frozen=True)
@@ -178,6 +178,11 @@ class Section(Mapped):
         """Intersection of an interval with the section."""
         low, high = (min(max(end - self.offset, 0), self.extent) for end in (start, stop))
         return low, high
+
+
+def lengths_of(split: Split) -> tuple[int, ...]:
+    """Length of every part."""
+    return tuple(stop - start for start, stop in map(split.interval, range(split.parts)))
 
 
 def meeting(split: Split, start: int, stop: int) -> range:

@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from distdl_rma.errors import ArgumentError, ConfigurationError, ShapeError
 from distdl_rma.geometry.intervals import Balanced, Listed, Split
-from distdl_rma.out_of_core.estimate import Post, dependence_of, needs_of, size_text
+from distdl_rma.out_of_core.estimate import Dependence, Needs, Post, dependence_of, needs_of, size_text
 from distdl_rma.split.entry import grid_for
 
 _LEADING = 2
@@ -192,79 +192,99 @@ def planned(
     result = (samples, *whole.shape[1:]) if form.has_batch else whole.shape[1:]
     kept = prod(result) * whole.dtype.itemsize if returns else 0
     usable = _USABLE * memory - kept
-    found = dependence_of(model, post, sample, dtype, dim, memory)
-    larger = prod(sample) / prod(found.crop)
-    each = found.row * whole.nbytes / found.alone * found.crop[dim] / sample[dim]
-    # Those of a slab, while those for it are there.
-    messages = 2 * found.messages * larger * found.crop[dim] / sample[dim]
-
-    unit = whole.unit(dim, sample[dim])
-
-    def held(blocks: Sequence[int]) -> float:
-        # By ranks that wait, with messages.
-        by_ranks = (found.held + found.copies * prod(blocks)) * whole.nbytes / found.alone
-        return by_ranks + found.moved * larger
-
-    def need(blocks: Sequence[int]) -> float:
-        # Of the slab that runs, and of messages for the next one.
-        count = prod(blocks)
-        others = _OF_FILES_NBYTES + _OF_SLAB_NBYTES * count + found.weights
-        if count == 1:
-            return whole.nbytes + others
-        across = prod(-(-n // b) / n for n, b in zip(sample, blocks, strict=True)) * blocks[dim]
-        rows = across * max(_ahead(sample[dim], blocks[dim], found.lag, unit).lengths)
-        if found.waits:
-            rows = max(rows, sample[dim] / found.parts)
-        return each * rows + found.whole * larger + messages + others
-
-    def waiting(blocks: Sequence[int]) -> float:
-        # Of ranks that wait in memory, so that the disk is used while others compute.
-        count = prod(blocks)
-        return min(1, _SLABS_IN_MEMORY / count) * held(blocks) if found.waits and count > 1 else 0
-
-    most = min(-(-(sample[dim] + found.lag) // unit), _MOST_SLABS)
-    choices = (
-        [blocks]
-        if blocks is not None
-        else [tuple(n if d == dim else 1 for d in range(len(sample))) for n in range(1, most + 1)]
-    )
-    chosen = next((each for each in choices if need(each) + waiting(each) <= usable), None)
-    chosen = chosen or min(choices, key=need)
-    forward = need(chosen)
+    costs = _Costs(sample, dim, whole, dependence_of(model, post, sample, dtype, dim, memory))
+    choices = costs.choices if blocks is None else [blocks]
+    chosen = next((each for each in choices if costs.running(each) + costs.ahead(each) <= usable), None)
+    chosen = chosen or min(choices, key=costs.running)
+    forward = costs.running(chosen)
     if forward > usable:
-        least, slabs = (forward + kept) / _USABLE, f"the smallest of up to {most} slabs"
+        slabs = "this grid" if blocks is not None else f"the smallest of up to {len(choices)} slabs"
         raise ConfigurationError(
             f"predict: memory={size_text(memory)} is too small:"
-            f" {'this grid' if grid is not None else slabs} of {sample} needs {size_text(least)}"
+            f" {slabs} of {sample} needs {size_text((forward + kept) / _USABLE)}"
             f"{f', of which the result has {size_text(kept)}' if kept else ''}; give as much"
-            f"{', or more blocks' if grid is not None else ''}"
+            f"{', or more blocks' if blocks is not None else ''}"
         )
     several = prod(chosen) > 1
-    waits = found.waits if several else ()
-    resident = min(held(chosen), usable - forward) if waits else 0.0
-    disk = held(chosen) - resident if waits else 0.0
+    waits = costs.found.waits if several else ()
+    resident = min(costs.waiting(chosen), usable - forward) if waits else 0.0
+    disk = costs.waiting(chosen) - resident if waits else 0.0
     if disk and (free := shutil.disk_usage(folder).free) < disk:
         raise ConfigurationError(
-            f"predict: {len(found.waits)} functions of the model need all slabs, which wait on disk"
+            f"predict: {len(waits)} functions of the model need all slabs, which wait on disk"
             f" meanwhile: {size_text(disk)} in {folder}, where {size_text(free)} are free; choose another"
             " folder by scratch="
         )
     splits: list[Split] = list(map(Balanced, sample, chosen))
-    splits[dim] = _ahead(sample[dim], chosen[dim], found.lag, unit)
+    splits[dim] = costs.rows(chosen[dim])
     idle = min(_MOST_IDLE_NBYTES, usable - forward) if several and not waits else 0.0
     return Plan(
         tuple(map(int, shape)), result, whole.dtype, samples, tuple(splits), 1 + len(waits), waits, memory,
-        int(kept + forward + resident + idle), whole.nbytes, int(disk), int(messages + resident), int(idle),
-        form,
+        int(kept + forward + resident + idle), whole.nbytes, int(disk), int(costs.messages + resident),
+        int(idle), form,
     )  # fmt: skip
 
 
-def _ahead(extent: int, parts: int, lag: int, unit: int) -> Listed:
-    # Blocks of inputs whose results end ``lag`` rows earlier: those of the last slabs are shorter, or empty,
-    # so that all have as many results. They end at multiples of ``unit`` rows.
-    units = -(-(extent + lag) // unit) if parts > 1 else 1
-    ends = [min(extent, unit * (units * part // parts)) for part in range(parts)]
-    return Listed(tuple(b - a for a, b in pairwise([*ends, extent])))
+class _Costs(NamedTuple):
+    """Bytes that slabs of a sample need, by the needs of the whole and the dependence found on a crop."""
+
+    sample: tuple[int, ...]
+    dim: int  # that is cut
+    whole: Needs
+    found: Dependence
+
+    @property
+    def choices(self) -> list[tuple[int, ...]]:
+        """Numbers of blocks along the cut dimension, from 1 on."""
+        unit = self.whole.unit(self.dim, self.sample[self.dim])
+        most = min(-(-(self.sample[self.dim] + self.found.lag) // unit), _MOST_SLABS)
+        return [tuple(n if d == self.dim else 1 for d in range(len(self.sample))) for n in range(1, most + 1)]
+
+    @property
+    def _larger(self) -> float:
+        # Elements of the sample for each one of the crop.
+        return prod(self.sample) / prod(self.found.crop)
+
+    @property
+    def messages(self) -> float:
+        """Messages of a slab, while those for it are there."""
+        return 2 * self.found.messages * self._larger * self.found.crop[self.dim] / self.sample[self.dim]
+
+    def rows(self, parts: int) -> Listed:
+        """Blocks of the cut dimension: as many results each, which end ``lag`` rows before the inputs.
+
+        Blocks end at multiples of the unit; those of the last slabs are shorter, or empty.
+        """
+        extent = self.sample[self.dim]
+        unit = self.whole.unit(self.dim, extent)
+        units = -(-(extent + self.found.lag) // unit) if parts > 1 else 1
+        ends = [min(extent, unit * (units * part // parts)) for part in range(parts)]
+        return Listed(tuple(b - a for a, b in pairwise([*ends, extent])))
+
+    def waiting(self, blocks: Sequence[int]) -> float:
+        """Of ranks that wait, with messages."""
+        by_ranks = (self.found.held + self.found.copies * prod(blocks)) * self.whole.nbytes / self.found.alone
+        return by_ranks + self.found.moved * self._larger
+
+    def ahead(self, blocks: Sequence[int]) -> float:
+        """Of ranks that wait in memory, so that the disk is used while others compute."""
+        count = prod(blocks)
+        return (
+            min(1, _SLABS_IN_MEMORY / count) * self.waiting(blocks) if self.found.waits and count > 1 else 0
+        )
+
+    def running(self, blocks: Sequence[int]) -> float:
+        """Of the slab that runs, and of messages for the next one."""
+        (sample, dim, whole, found), count = self, prod(blocks)
+        others = _OF_FILES_NBYTES + _OF_SLAB_NBYTES * count + found.weights
+        if count == 1:
+            return whole.nbytes + others
+        across = prod(-(-n // b) / n for n, b in zip(sample, blocks, strict=True)) * blocks[dim]
+        rows = across * max(self.rows(blocks[dim]).lengths)
+        if found.waits:
+            rows = max(rows, sample[dim] / found.parts)
+        each = found.row * whole.nbytes / found.alone * found.crop[dim] / sample[dim]
+        return each * rows + found.whole * self._larger + self.messages + others
 
 
 def _blocks(grid: Any, dims: int) -> tuple[int, ...]:

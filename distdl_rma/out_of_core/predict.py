@@ -232,8 +232,8 @@ class _Prepared:
 
 @contextmanager
 def _opened(processes: Processes, sink: Any, plan: Plan, key: str) -> Iterator[Results]:
-    # The results, which the first process writes. An error of one process is raised on all.
-    # The first process writes, and only a result that is returned is in memory.
+    # The first process writes; of the results only one that is returned is in memory. An error of one process
+    # is raised on all.
     results = Results(None, plan if sink is None else replace(plan, result=(0,)), key)
     entered = ExitStack()
     with processes.together():

@@ -12,8 +12,7 @@ from torch.distributed import AllreduceOptions, ReduceOp, Work
 
 from distdl_rma.errors import ShapeError
 from distdl_rma.process_group.core import GroupCore, Tensor, of_all, op_of, root_of
-from distdl_rma.process_group.reducers import OPERATIONS
-from distdl_rma.process_group.tensors import Flat, check, check_alike, parts_of, rows_of, single
+from distdl_rma.process_group.tensors import OPERATIONS, Flat, check, check_alike, parts_of, rows_of, single
 from distdl_rma.process_group.work import GroupWork, done
 from distdl_rma.segments.collectives.between_nodes import Script
 from distdl_rma.segments.collectives.reduction import Array

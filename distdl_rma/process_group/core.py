@@ -16,8 +16,7 @@ from distdl_rma.process_group.inter_node import InterNodeCollectives
 from distdl_rma.process_group.node_slots import Call, NodeSlots
 from distdl_rma.process_group.on_node import NodeCollectives
 from distdl_rma.process_group.quick import QuickReductions
-from distdl_rma.process_group.reducers import reducer_of
-from distdl_rma.process_group.tensors import OVERLAP, Flat, facts
+from distdl_rma.process_group.tensors import OVERLAP, Flat, facts, reducer_of
 from distdl_rma.process_group.work import GroupWork, OperationQueue, PendingCall
 from distdl_rma.segments.collectives.between_nodes import Messages, Script
 from distdl_rma.segments.collectives.node_layout import NodeLayout

@@ -1,21 +1,36 @@
-"""Tensors of a call as flat arrays, and checks of the arguments of calls."""
+"""Arguments of calls: tensors as flat arrays, reductions of torch, and checks of both."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
+from torch.distributed import ReduceOp
 
+from distdl_rma.arithmetic import reduction_dtype
 from distdl_rma.dtypes import BIT_WORDS, NUMPY
 from distdl_rma.errors import ShapeError, UnsupportedError
-from distdl_rma.segments.collectives.reduction import Array
+from distdl_rma.segments.collectives.reduction import Array, Element, Reduction
 
 # These move as words of their size: numpy has no type for them, or is slow with it.
 _AS_WORDS = {torch.float16, torch.bfloat16}
 _AS_WORDS |= {
     kind for kind in vars(torch).values() if isinstance(kind, torch.dtype) and "float8" in str(kind)
+}
+
+# Torch's names, and those of the segments.
+OPERATIONS: dict[Any, tuple[str, str]] = {
+    ReduceOp.SUM: ("sum", "sum"),
+    ReduceOp.AVG: ("avg", "mean"),
+    ReduceOp.PRODUCT: ("product", "prod"),
+    ReduceOp.MIN: ("min", "min"),
+    ReduceOp.MAX: ("max", "max"),
+    ReduceOp.BAND: ("band", "band"),
+    ReduceOp.BOR: ("bor", "bor"),
+    ReduceOp.BXOR: ("bxor", "bxor"),
 }
 
 # Why a tensor cannot be filled.
@@ -150,3 +165,26 @@ def _flat(tensor: torch.Tensor, who: str) -> torch.Tensor:
     if not tensor.is_contiguous():
         raise ShapeError(f"{who}: a tensor that is cut into parts is contiguous; call contiguous()")
     return tensor.detach().reshape(-1)
+
+
+def reducer_of(op: Any, dtype: torch.dtype, ranks: int, who: str = "a reduction") -> Reduction:
+    """Reduction of an operation of torch, a mean by the number of ranks; not for two threads at once.
+
+    ``ShapeError`` or ``UnsupportedError`` if the operation has no exact result. The sum of bool is that of
+    ``torch.add``: whether any is true.
+    """
+    if op not in OPERATIONS:
+        known = [name for name, _ in OPERATIONS.values()]
+        raise UnsupportedError(f"{who!r}: a reduction is one of {known}, got {op}")
+    element = reduction_dtype(dtype)
+    if dtype not in NUMPY and not isinstance(element, Element):
+        raise UnsupportedError(f"{who!r}: tensors of {dtype} cannot be reduced")
+    if op == ReduceOp.AVG and not (dtype.is_floating_point or dtype.is_complex):
+        raise ShapeError(f"{who!r}: an average of {dtype} is not exact: use sum, or a floating type")
+    if isinstance(element, Element):
+        # Words of bits: all tensors are shown as these.
+        element = replace(element, storage=BIT_WORDS[2][1])
+    else:
+        element = Element(element, NUMPY[dtype], NUMPY[dtype])
+    by_name = "bor" if op == ReduceOp.SUM and dtype == torch.bool else OPERATIONS[op][1]
+    return Reduction(by_name, element, ranks, who)

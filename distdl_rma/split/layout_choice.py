@@ -6,23 +6,18 @@ from collections.abc import Collection, Iterable, Sequence
 from math import gcd, prod
 
 from distdl_rma.geometry.decomposition import Decomposition
-from distdl_rma.geometry.intervals import Balanced, Listed, Split
+from distdl_rma.geometry.intervals import Balanced, Listed, Split, lengths_of
 from distdl_rma.split import layout as lay
-
-
-def lengths(split: Split) -> tuple[int, ...]:
-    """Length of every part."""
-    return tuple(stop - start for start, stop in map(split.interval, range(split.parts)))
 
 
 def scaled(split: Split, up: int, down: int) -> Split:
     """Parts of a dimension after every part's length changed by the factor ``up / down``."""
-    return lay.simplest(Listed(tuple(n * up // down for n in lengths(split))))
+    return lay.simplest(Listed(tuple(n * up // down for n in lengths_of(split))))
 
 
 def fitted(split: Split, unit: int) -> Split | None:
     """Parts that end at multiples of ``unit``, close to the given ends; None if there are too few units."""
-    if all(n % unit == 0 for n in lengths(split)):
+    if all(n % unit == 0 for n in lengths_of(split)):
         return split
     if split.extent // unit < split.parts:
         return None
@@ -143,7 +138,7 @@ def joined(extents: Iterable[int], at: int, split: Split) -> Split:
     before = behind = 0
     for number, extent in enumerate(extents):
         before, behind = before + extent * (number < at), behind + extent * (number > at)
-    parts = list(lengths(split))
+    parts = list(lengths_of(split))
     if 4 * (before + behind) <= min(parts):
         parts[0] += before
         parts[-1] += behind

@@ -7,7 +7,6 @@ where the tensors are used, so that all ranks have the whole gradients.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,24 +17,11 @@ from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.machine import Machine
 from distdl_rma.ops.core.autograd import OperatorFunction, first_derivative, is_synchronised
-from distdl_rma.split.calls.site import Site, site_of, summed_elsewhere
-from distdl_rma.split.redistribution import once, reduced
+from distdl_rma.split.calls.site import site_of, summed_elsewhere
+from distdl_rma.split.redistribution import SummedGradient, once
 
 # Key in a node's metadata: its gradients reach parameters of a GradientSync.
 _KNOWN = "distdl_rma"
-
-
-class _WholeGradient(OperatorFunction):
-    # The gradient of the output is a contribution of each rank, that of the input is the sum.
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, site: Site, ranks: Sequence[int]) -> torch.Tensor:
-        ctx.site, ctx.ranks, ctx.machine = site, ranks, site.machine
-        return x.view_as(x)
-
-    @staticmethod
-    @first_derivative
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
-        return reduced(ctx.site, gradient, ctx.ranks, what="gradient"), None, None
 
 
 class _Gathered(OperatorFunction):
@@ -76,7 +62,7 @@ def beside(x: torch.Tensor, result: Decomposition) -> torch.Tensor:
             return x
         partition = result.partition
         site = site_of(Machine.of(partition), plain_tensor)
-        x = _WholeGradient.apply(x, site, partition.ranks)
+        x = SummedGradient.apply(x, site, partition.ranks, "")
     return once(x, result)
 
 

@@ -72,15 +72,19 @@ class _AllSum(OperatorFunction):
         return gradient, None, None
 
 
-class _ToBlocks(OperatorFunction):
+class SummedGradient(OperatorFunction):
+    """The gradient of the output is a contribution of each rank, that of the input is the sum."""
+
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, site: Site, ranks: Sequence[int], what: str) -> torch.Tensor:
+        """The tensor itself; ``what`` distinguishes tensors of one site."""
         ctx.site, ctx.ranks, ctx.machine, ctx.what = site, ranks, site.machine, what
         return x.view_as(x)
 
     @staticmethod
     @first_derivative
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
+        """The sum over the ranks; blocking."""
         return reduced(ctx.site, gradient, ctx.ranks, what=f"gradient{ctx.what}"), None, None, None
 
 
@@ -119,7 +123,7 @@ def to_blocks(
     ranks = lay.line(layout, grid_dims)
     if len(ranks) == 1 or not x.requires_grad:
         return x
-    y: torch.Tensor = _ToBlocks.apply(x, site, ranks, what)
+    y: torch.Tensor = SummedGradient.apply(x, site, ranks, what)
     return y
 
 

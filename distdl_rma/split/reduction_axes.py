@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from distdl_rma.geometry.decomposition import Decomposition
-from distdl_rma.geometry.intervals import Balanced, Listed, Split
+from distdl_rma.geometry.intervals import Balanced, Listed, Split, lengths_of
 from distdl_rma.split import layout as lay
 from distdl_rma.split import layout_choice
 from distdl_rma.split.calls.site import Site
@@ -115,7 +115,7 @@ def parts_and_all(
     parts: dict[int, Split] = {}
     for at, d in enumerate(dims):
         split, n = layout.splits[d], each if at == 0 else 1
-        lengths = tuple(n if length else 0 for length in layout_choice.lengths(split))
+        lengths = tuple(n if length else 0 for length in lengths_of(split))
         parts[d] = Listed(lengths) if split.parts > 1 else Balanced(n if split.extent else 0, 1)
     source = lay.with_splits(layout, parts)
     return source, lay.whole(source, dims)

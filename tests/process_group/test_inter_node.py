@@ -15,7 +15,7 @@ from distdl_rma.process_group import inter_node
 from distdl_rma.process_group.group import RmaProcessGroup
 from distdl_rma.process_group.inter_node import InterNodeCollectives
 from distdl_rma.process_group.node_slots import Call
-from distdl_rma.process_group.reducers import reducer_of
+from distdl_rma.process_group.tensors import reducer_of
 from distdl_rma.segments.collectives.between_nodes import Messages
 from distdl_rma.segments.collectives.node_layout import NodeLayout
 

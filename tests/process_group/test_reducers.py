@@ -7,8 +7,7 @@ import torch
 from torch.distributed import ReduceOp
 
 from distdl_rma.errors import ShapeError, UnsupportedError
-from distdl_rma.process_group.reducers import reducer_of
-from distdl_rma.process_group.tensors import Flat
+from distdl_rma.process_group.tensors import Flat, reducer_of
 
 
 def reduced(op, rows, into=0):

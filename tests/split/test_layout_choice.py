@@ -2,7 +2,7 @@
 
 import pytest
 
-from distdl_rma.geometry.intervals import Balanced, Listed
+from distdl_rma.geometry.intervals import Balanced, Listed, lengths_of
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.split import layout as lay
 from distdl_rma.split import layout_choice
@@ -14,10 +14,10 @@ def cut(shape, dim, ranks=2):
 
 
 def test_parts_end_at_multiples():
-    assert layout_choice.lengths(layout_choice.fitted(Balanced(21, 2), 7)) == (14, 7)
+    assert lengths_of(layout_choice.fitted(Balanced(21, 2), 7)) == (14, 7)
     assert layout_choice.fitted(Balanced(14, 2), 7) == Balanced(14, 2)
     assert layout_choice.fitted(Balanced(7, 2), 7) is None
-    assert min(layout_choice.lengths(layout_choice.fitted(Listed((1, 1, 7)), 3))) == 3
+    assert min(lengths_of(layout_choice.fitted(Listed((1, 1, 7)), 3))) == 3
 
 
 def test_groups_of_dimensions_with_the_same_elements():
@@ -53,9 +53,9 @@ def test_parts_of_a_slice(bounds):
     blocks = [whole[slice(*split.interval(part))] for part in range(3)]
     parts = [block[low : high : bounds[2]] for block, (low, high) in zip(blocks, within, strict=True)]
     assert [each for part in parts for each in part] == whole[slice(*bounds)]
-    assert tuple(map(len, parts)) == layout_choice.lengths(kept)
+    assert tuple(map(len, parts)) == lengths_of(kept)
 
 
 def test_little_that_is_joined_moves_nothing():
-    assert layout_choice.lengths(layout_choice.joined([1, 16], 1, Balanced(16, 2))) == (9, 8)
+    assert lengths_of(layout_choice.joined([1, 16], 1, Balanced(16, 2))) == (9, 8)
     assert layout_choice.joined([16, 16], 1, Balanced(16, 2)) == Balanced(32, 2)

@@ -10,7 +10,7 @@ from distdl_rma.errors import ShapeError
 from distdl_rma.geometry.box import LEADING, Box
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.halo import Stencil
-from distdl_rma.geometry.intervals import Balanced, Grouped, Split
+from distdl_rma.geometry.intervals import Balanced, Grouped, Split, lengths_of
 from distdl_rma.geometry.partition import Partition
 
 # Halos are convolved apart if a block has at least so many bytes per side, and its halo less than this share.
@@ -124,7 +124,7 @@ def overlap_pays(stencil: Stencil, source: Decomposition, itemsize: int) -> bool
     than to copy the block next to its halo; with a wide halo, most of the computation is in the strips. All
     ranks get the same answer, for the largest block.
     """
-    longest = [max(b - a for a, b in map(each.interval, range(each.parts))) for each in source.splits]
+    longest = [max(lengths_of(split)) for split in source.splits]
     cut = [
         (window, n, split.parts)
         for window, n, split in zip(stencil.windows, longest[LEADING:], source.splits[LEADING:], strict=True)

@@ -34,8 +34,8 @@ def register(what: Any, handler: Callable[..., Any] | None = None, *, elementwis
         ``to_local()``, ``decomposition``, ``redistribute()`` and ``SplitTensor.from_local``.
     elementwise
         In place of a handler. Each element of the result, one tensor or several, depends only on the elements
-        at the same place of the broadcast arguments. So every rank calls it with
-        blocks, also in the backward.
+        at the same place of the broadcast arguments. So every rank calls it with blocks, also in the
+        backward.
     """
     if elementwise is not (handler is None):
         raise ArgumentError(f"register: takes a handler, or elementwise=True without one, for {what!r}")
