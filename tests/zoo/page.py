@@ -62,15 +62,13 @@ def written(found: Mapping[str, Found]) -> str:
         counts.append((package, Counter(each.outcome for each in rows.values())))
         title = f"**{package} {_version(package)}**"
         tables += [*_exact(title, rows), *_others(title, rows)]
-    totals = sum((count for _, count in counts), Counter())
-    summary = [
-        "| package | tried | " + " | ".join(OUTCOMES) + " |",
-        "|---|---:" + "|---:" * len(OUTCOMES) + "|",
-    ]
-    for package, count in [*counts, ("together", totals)]:
-        numbers = (str(count[outcome] or "") for outcome in OUTCOMES)
-        summary.append(f"| {package} | {count.total()} | {' | '.join(numbers)} |")
-    return "\n".join([HEAD.format(torch=torch.__version__.partition("+")[0]), *summary, *tables, ""])
+    counts.append(("together", sum((count for _, count in counts), Counter())))
+    tried = "; ".join(
+        f"{package}: {', '.join(f'{count[each]} {each}' for each in OUTCOMES if count[each])}"
+        for package, count in counts
+    )
+    summary = textwrap.fill(f"{tried}.", WIDTH, break_long_words=False, break_on_hyphens=False)
+    return "\n".join([HEAD.format(torch=torch.__version__.partition("+")[0]), summary, *tables, ""])
 
 
 def _exact(title: str, rows: Mapping[Tried, Found]) -> Iterator[str]:
