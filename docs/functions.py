@@ -50,9 +50,8 @@ HEAD = """# What split tensors do with each function of torch
 Written by `docs/functions.py` from the table of rules (`distdl_rma.split.calls.table`). The guide to split
 tensors is [convert.md](convert.md).
 
-- A function that is not listed raises an error if a tensor is cut. The error names the function, the module
-  and your line. On replicated tensors every function of torch is allowed.
-- `distdl_rma.register(function, handler)` adds a rule.
+- A function that is not listed raises an error if a tensor is cut, unless `distdl_rma.register(function,
+  handler)` adds a rule. On replicated tensors every function of torch is allowed.
 - `add` stands for `add_` and the operator `+` too, and a function for its namesake in `torch.special`.
 - *Becomes whole*: if the dimension is cut, another dimension is cut instead, or every rank gets the whole
   tensor.

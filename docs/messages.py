@@ -42,28 +42,23 @@ BATCH, FEATURES = 64, 4096
 HEAD = f"""# Messages of a rank
 
 Written by `docs/messages.py` from the plans that the library makes, and from the schedules of its
-collectives, for simulated ranks; tests compare them with what real ranks count. Messages are puts, gets,
-and calls of MPI's collectives between nodes, each of these taken for as many as a logarithm of the nodes;
-bytes are those that a rank puts, gets, and hands to MPI. Of all ranks the one is shown that has most.
-
-The tensors are images of {CHANNELS} channels, of which every rank has a tile of {TILE} x {TILE}, on a
-square grid of ranks.
+collectives, for simulated ranks; tests compare them with what real ranks count. Messages are puts, gets, and
+calls of MPI's collectives between nodes, each of these taken for as many as a logarithm of the nodes; bytes
+are those that a rank puts, gets, and hands to MPI. A cell is the rank that has most. The tensors are images
+of {CHANNELS} channels, of which every rank has a tile of {TILE} x {TILE}, on a square grid of ranks.
 """
 TAIL = """\
 Ranks of a node read each other's memory, so that some numbers grow with the ranks of a node, and none with
 the ranks beyond: an allreduce loads a share from each of the node's ranks, and each of them reads the board
-on which all write what they say. Up to 32 ranks small sums take one round, a message from each to each;
-beyond, they go by nodes. Shares of sums of 16 MiB and more, and vectors that are given to all, go between
-nodes in two to four pieces, each by calls of its own: so many times the messages, and the same bytes.
+of the node. Up to 32 ranks small sums take one round, a message from each to each; beyond, they go by nodes.
+Shares of sums of 16 MiB and more, and vectors that are given to all, go between nodes in two to four pieces:
+so many times the messages, and the same bytes.
 
-What goes to copies, is summed from there, or comes together on one rank goes in stages over nodes: the ranks
-with the same place on their nodes tell each other, up to 32 nodes at once and more in turns of a few, and
-then all on a node. So each element comes to a node once. Up to 32 ranks that are alone on their nodes, and
-all ranks of one node, exchange at once.
-
-Other movements have as many messages as there are blocks that meet: a repartition from rows to columns sends
-a part to every rank of the other grid, and `Alltoall` one to all, but that what ranks of a node have for
-those of another travels together. That is what they are asked to move.
+Copies, sums over copies, and what comes together on one rank go in [stages over
+nodes](protocol.md#movements-in-stages-over-nodes), so that each element comes to a node once. Up to 32 ranks
+that are alone on their nodes, and all ranks of one node, exchange at once. Other movements have as many
+messages as there are blocks that meet: a repartition from rows to columns sends a part to every rank of the
+other grid, and `Alltoall` one to all, except that data of one node for another travel together.
 """
 
 
@@ -81,9 +76,9 @@ def calls() -> dict[str, Callable[[Cluster, int], tuple[Communication, ...]]]:
         "loss layer": lambda cluster, _me: (loss_layer(),) * (cluster.size > 1),
         "call of a layer, told to ranks that keep copies only": lambda _cluster, _me: (outcome(),),
         "gradients of a bucket of 1 MiB": lambda _cluster, _me: (Sum(GRADIENTS, 4),),
-        "`AllGather` of 1 MiB over all ranks": lambda cluster, me: (gathered(cluster, me),),
-        "`ReduceScatter` of 1 MiB over all ranks": lambda cluster, me: (gathered(cluster, me).back,),
-        "`AllSumReduce` of 1 MiB over all ranks": all_summed,
+        "`AllGather` of 1 MiB": lambda cluster, me: (gathered(cluster, me),),
+        "`ReduceScatter` of 1 MiB": lambda cluster, me: (gathered(cluster, me).back,),
+        "`AllSumReduce` of 1 MiB": all_summed,
         "linear layer, features of 1 MiB split, forward": linear,
         "linear layer, features of 1 MiB split, backward": lambda cluster, me: tuple(
             each.back for each in linear(cluster, me)
@@ -168,9 +163,13 @@ def tables() -> Iterator[str]:
         yield f"| messages, bytes | {' | '.join(f'{size:,}' for size in SIZES)} |"
         yield f"|---|{'---:|' * len(SIZES)}"
         clusters = [Cluster(grid_of(size), per_node) for size in SIZES]
+        # Calls that send the same share a row.
+        rows: dict[str, list[str]] = {}
         for name, call in calls().items():
             cells = (busiest(call, cluster) for cluster in clusters)
-            yield f"| {name} | {' | '.join(f'{cell.messages}, {shown(cell.nbytes)}' for cell in cells)} |"
+            row = " | ".join(f"{cell.messages}, {shown(cell.nbytes)}" for cell in cells)
+            rows.setdefault(row, []).append(name)
+        yield from (f"| {'; '.join(names)} | {row} |" for row, names in rows.items())
         yield ""
 
 

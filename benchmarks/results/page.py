@@ -12,8 +12,11 @@ from benchmarks.row import Row
 HEAD = "| what | against | ratio | target | ours | baseline |\n|---|---|---:|---:|---:|---:|"
 # Name, size, and form of a row of a function; the name may have commas.
 FUNCTION = re.compile(r"^function (.*), ((?:\d+x)+\d+|\d+ tokens of \d+)(?:, (bfloat16|time added))?$")
-FORMS = "", "bfloat16", "time added"
-HEAD_OF_FUNCTIONS = "| function | of | float32 | bfloat16 | small, time added |\n|---|---|---|---|---|"
+FORMS = "", "bfloat16", "time added", "volume", "volume bfloat16"
+HEAD_OF_FUNCTIONS = (
+    "| function | of | float32 | bfloat16 | small, time added | of a volume, float32 | bfloat16 |\n"
+    "|---|---|---|---|---|---|---|"
+)
 NONE = "Not measured on this machine yet."
 # Between these lines a page belongs to whoever writes it from measurements.
 BEGIN, END = "<!-- {name}: written by {command} -->", "<!-- {name}: end -->"
@@ -29,7 +32,10 @@ def side_by_side(entries: Iterable[Entry]) -> str:
     """A row for what was measured, with ratio, target and own time against each baseline."""
     found: dict[str, dict[str, Row]] = defaultdict(dict)
     for entry in entries:
-        found[entry.row.what][entry.row.baseline] = entry.row
+        what, of, kind = entry.row.what.rpartition(", peak memory")
+        # The memory of a step stands beside its time.
+        column = f"peak memory{kind}, {entry.row.baseline}" if of else entry.row.baseline
+        found[f"{what}, training step" if of else kind][column] = entry.row
     against = list(dict.fromkeys(baseline for rows in found.values() for baseline in rows))
     lines = [f"| what | {' | '.join(against)} |", f"|---|{'---|' * len(against)}"]
     lines += [
@@ -42,17 +48,21 @@ def side_by_side(entries: Iterable[Entry]) -> str:
 def functions(entries: Iterable[Entry]) -> str:
     """A row per function and size: its forms side by side, those farthest from a target first."""
     forms: dict[tuple[str, str], dict[str, Row]] = defaultdict(dict)
-    small: dict[str, Row] = {}
+    beside: list[tuple[str, str, str, Row]] = []
     for row in (entry.row for entry in entries):
         name, size, form = _parts(row)
         if form == "time added":
-            small[name] = row
+            beside.append((name, size, form, row))
+        elif size.count("x") == 2:
+            # A function of volumes stands beside that of images: convolution 3x3x3 beside convolution 3x3.
+            flat = re.sub(r"(\d)x\1x\1", r"\1x\1", name).replace("trilinear", "bilinear")
+            beside.append((flat, size, f"volume {form}".strip(), row))
         else:
             forms[name, size][form] = row
-    for name, row in small.items():
+    for name, size, form, row in beside:
         # Beside the first size of the function.
-        key = next((key for key in forms if key[0] == name), (name, _parts(row)[1]))
-        forms[key]["time added"] = row
+        key = next((key for key in forms if key[0] == name), (name, size))
+        forms[key][form] = row
 
     def worst(found: dict[str, Row]) -> float:
         return max(row.ratio / (row.target or 1.0) for row in found.values())

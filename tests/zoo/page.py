@@ -39,16 +39,15 @@ images.
 
 def read() -> dict[str, Found]:
     """What the page has of each model, by its path."""
-    found = {}
-    _, *sections = PAGE.read_text().split("\n## ") if PAGE.exists() else ("",)
-    for section in sections:
-        package = section.split()[0]
-        for paragraph in section.split("\n\n"):
-            if paragraph.startswith("Exact"):
-                for item in paragraph.replace("\n", " ").rstrip(". ").split("; "):
-                    name, says = re.search(r"`([^`]+)`: (\S+)$", item).groups()
-                    found[f"{package}/{name}"] = Found("exact", says)
-        for line in section.splitlines():
+    found, package = {}, ""
+    for paragraph in PAGE.read_text().split("\n\n") if PAGE.exists() else ():
+        if begin := re.match(r"\*\*(\S+) \S+\*\*", paragraph):
+            package = begin[1]
+        if ", exact by " in paragraph.partition(": ")[0]:
+            for item in paragraph.replace("\n", " ").rstrip(". ").split("; "):
+                name, says = re.search(r"`([^`]+)`: (\S+)$", item).groups()
+                found[f"{package}/{name}"] = Found("exact", says)
+        for line in paragraph.splitlines():
             if line.startswith("| `"):
                 name, *_, outcome, says = (cell.strip() for cell in line.strip("|").split(" | "))
                 found[f"{package}/{name.strip('`')}"] = Found(outcome.strip("*"), says)
@@ -61,33 +60,32 @@ def written(found: Mapping[str, Found]) -> str:
     for package, group in groupby(models(), key=lambda model: model.package):
         rows = {model: found[model.path] for model in group if model.path in found}
         counts.append((package, Counter(each.outcome for each in rows.values())))
-        tables += [f"\n## {package} {_version(package)}", *_exact(rows), *_others(rows)]
-    totals = sum((count for _, count in counts), Counter())
-    summary = [
-        "| package | tried | " + " | ".join(OUTCOMES) + " |",
-        "|---|---:" + "|---:" * len(OUTCOMES) + "|",
-    ]
-    for package, count in [*counts, ("together", totals)]:
-        numbers = (str(count[outcome] or "") for outcome in OUTCOMES)
-        summary.append(f"| {package} | {count.total()} | {' | '.join(numbers)} |")
-    return "\n".join([HEAD.format(torch=torch.__version__.partition("+")[0]), *summary, *tables, ""])
+        title = f"**{package} {_version(package)}**"
+        tables += [*_exact(title, rows), *_others(title, rows)]
+    counts.append(("together", sum((count for _, count in counts), Counter())))
+    tried = "; ".join(
+        f"{package}: {', '.join(f'{count[each]} {each}' for each in OUTCOMES if count[each])}"
+        for package, count in counts
+    )
+    summary = textwrap.fill(f"{tried}.", WIDTH, break_long_words=False, break_on_hyphens=False)
+    return "\n".join([HEAD.format(torch=torch.__version__.partition("+")[0]), summary, *tables, ""])
 
 
-def _exact(rows: Mapping[Tried, Found]) -> Iterator[str]:
+def _exact(title: str, rows: Mapping[Tried, Found]) -> Iterator[str]:
     # A paragraph for each way in which the models are cut.
     items = defaultdict(list)
     for model, (outcome, says) in rows.items():
         if outcome == "exact":
             items[_cut(model)].append(f"`{model.name}`: {says}")
     for cut, each in items.items():
-        text = f"Exact by {cut}: {'; '.join(each)}."
+        text = f"{title}, exact by {cut}: {'; '.join(each)}."
         yield "\n" + textwrap.fill(text, WIDTH, break_long_words=False, break_on_hyphens=False)
 
 
-def _others(rows: Mapping[Tried, Found]) -> Iterator[str]:
+def _others(title: str, rows: Mapping[Tried, Found]) -> Iterator[str]:
     others = {model: found for model, found in rows.items() if found.outcome != "exact"}
     if others:
-        yield "\n| model | inputs | cut | result | |\n|---|---|---|---|---|"
+        yield f"\n{title}, others:\n\n| model | inputs | cut | result | |\n|---|---|---|---|---|"
     for model, (outcome, says) in others.items():
         yield f"| `{model.name}` | {model.shapes} | {_cut(model)} | **{outcome}** | {says} |"
 
@@ -102,5 +100,7 @@ def _version(package: str) -> str:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return next(
-            line.split()[2] for line in PAGE.read_text().splitlines() if line.startswith(f"## {package} ")
+            line.split()[1].rstrip("*,")
+            for line in PAGE.read_text().splitlines()
+            if line.startswith(f"**{package} ")
         )

@@ -32,6 +32,22 @@ def test_a_table_has_a_line_per_row_and_bold_ratios_above_their_target():
     assert page.table([]) == page.side_by_side([]) == page.functions([]) == page.NONE
 
 
+def test_volumes_of_a_function_and_the_memory_of_a_step_stand_beside_their_images_and_times():
+    names = "convolution 3x3, 256x256", "convolution 3x3x3, 48x48x48", "convolution 3x3, 16x16, time added"
+    rows = [replace(ENTRY, row=replace(ROW, what=f"function {name}", target=1.0)) for name in names]
+    cell = "0.51 of 1, 2,570 ± 299 us"
+    assert page.functions(rows).splitlines()[2:] == [
+        f"| convolution 3x3 | 256x256 | {cell} |  | {cell} | {cell} |  |"
+    ]
+    whats = "model A, 64x64, training step", "model A, 64x64, peak memory of a rank of 2"
+    found = page.side_by_side([replace(ENTRY, row=replace(ROW, what=what, target=1.0)) for what in whats])
+    assert found.splitlines() == [
+        "| what | one copy | peak memory of a rank of 2, one copy |",
+        "|---|---|---|",
+        f"| model A, 64x64, training step | {cell} | {cell} |",
+    ]
+
+
 def test_it_is_told_of_which_runs_the_rows_are():
     assert page.where([ENTRY]) == "commit abc, 2026-01-01, torch 2, 2 ranks"
     crowded = replace(ENTRY, ranks=4)
