@@ -9,11 +9,10 @@ from torch.nn import functional as F  # noqa: N812
 from distdl_rma import Machine, ShapeError
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.ops.core.autograd import GradientNeeds
-from distdl_rma.ops.core.movement import CallSite, movements_through
+from distdl_rma.ops.core.movement import CallSite
 from distdl_rma.ops.data_movement import (
     Concat,
     HaloExchange,
-    StagedMove,
     all_gather,
     all_sum_reduce,
     broadcast,
@@ -122,31 +121,6 @@ def test_subtensors_of_any_shape_are_no_blocks_and_sums_need_equal_ones(P_world,
 
 
 @mpi
-def test_stages_there_and_back_are_the_identity_and_so_is_their_backward(P_world):
-    rows, columns = (
-        Decomposition.balanced(grid(P_world, *shape), SHAPE)
-        for shape in ((P_world.size, 1), (1, P_world.size))
-    )
-    movements = movements_through(site(P_world), [(rows, columns), (columns, rows)], F64)
-    operation = StagedMove(movements, torch.float32, rows)
-    operation.connect()
-    x = part(rows, torch.arange(35.0).reshape(SHAPE)).requires_grad_()
-    y = operation(NEEDS, x)
-    assert y.dtype == torch.float32 and torch.equal(y, x)
-    y.backward(2 * x.detach())
-    assert torch.equal(x.grad, 2 * x)
-
-
-@mpi
-def test_vectors_get_their_shape_back(P_world):
-    line = Decomposition.balanced(grid(P_world, P_world.size), (12,))
-    count, movements = line.own_box.volume, movements_through(site(P_world), [(line, line)], torch.int64)
-    x = torch.arange(count)
-    y = StagedMove(movements, torch.int64, None, (1, count))(GradientNeeds(False, False), x[:, None])
-    assert torch.equal(y, x[None]) and y.data_ptr() != x.data_ptr()
-
-
-@mpi
 @pytest.mark.parametrize("keep_batch", [False, True])
 def test_inputs_are_joined_where_the_output_says(P_world, comm, keep_batch):
     rows, channels = grid(P_world, comm.size, 1), grid(P_world, 1, comm.size)
@@ -162,14 +136,15 @@ def test_inputs_are_joined_where_the_output_says(P_world, comm, keep_batch):
 
 
 def test_what_torch_would_not_concatenate_is_refused():
-    floats = [torch.float32, torch.float32]
     assert joined([(2, 3, 4), (2, 0, 4)], [torch.int8, torch.float32], 3) == ((2, 3, 4), torch.float32)
-    with pytest.raises(ShapeError, match="input 1 has 2 dimensions"):
-        joined([(2, 3, 4), (2, 3)], floats, 3)
-    with pytest.raises(ShapeError, match=r"input 1 \(1, 3, 4\), which must agree in dimension 0"):
-        joined([(2, 3, 4), (1, 3, 4)], floats, 3)
-    with pytest.raises(ShapeError, match=r"input 0 is torch\.float64 but input 1 is torch\.float8_e5m2"):
-        joined([(2, 3, 4), (2, 3, 4)], [torch.float64, torch.float8_e5m2], 3)
+    floats, others = [torch.float32, torch.float32], [torch.float64, torch.float8_e5m2]
+    for second, dtypes, words in (
+        ((2, 3), floats, "input 1 has 2 dimensions"),
+        ((1, 3, 4), floats, r"input 1 \(1, 3, 4\), which must agree in dimension 0"),
+        ((2, 3, 4), others, r"input 0 is torch\.float64 but input 1 is torch\.float8_e5m2"),
+    ):
+        with pytest.raises(ShapeError, match=words):
+            joined([(2, 3, 4), second], dtypes, 3)
 
 
 @mpi
