@@ -9,10 +9,11 @@ from torch.nn import functional as F  # noqa: N812
 from distdl_rma import Machine, ShapeError
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.ops.core.autograd import GradientNeeds
-from distdl_rma.ops.core.movement import CallSite
+from distdl_rma.ops.core.movement import CallSite, movements_through
 from distdl_rma.ops.data_movement import (
     Concat,
     HaloExchange,
+    StagedMove,
     all_gather,
     all_sum_reduce,
     broadcast,
@@ -118,6 +119,31 @@ def test_subtensors_of_any_shape_are_no_blocks_and_sums_need_equal_ones(P_world,
     if comm.size > 1:
         with pytest.raises(ShapeError, match=r"rank 0 passes \(0,\) but rank 1 \(1,\)"):
             all_sum_reduce(site(P_world), shapes, P_world, [0], torch.float32)
+
+
+@mpi
+def test_stages_there_and_back_are_the_identity_and_so_is_their_backward(P_world):
+    rows, columns = (
+        Decomposition.balanced(grid(P_world, *shape), SHAPE)
+        for shape in ((P_world.size, 1), (1, P_world.size))
+    )
+    movements = movements_through(site(P_world), [(rows, columns), (columns, rows)], F64)
+    operation = StagedMove(movements, torch.float32, rows)
+    operation.connect()
+    x = part(rows, torch.arange(35.0).reshape(SHAPE)).requires_grad_()
+    y = operation(NEEDS, x)
+    assert y.dtype == torch.float32 and torch.equal(y, x)
+    y.backward(2 * x.detach())
+    assert torch.equal(x.grad, 2 * x)
+
+
+@mpi
+def test_vectors_get_their_shape_back(P_world):
+    line = Decomposition.balanced(grid(P_world, P_world.size), (12,))
+    count, movements = line.own_box.volume, movements_through(site(P_world), [(line, line)], torch.int64)
+    x = torch.arange(count)
+    y = StagedMove(movements, torch.int64, None, (1, count))(GradientNeeds(False, False), x[:, None])
+    assert torch.equal(y, x[None]) and y.data_ptr() != x.data_ptr()
 
 
 @mpi
