@@ -13,6 +13,8 @@ import torch
 from torch.nn import functional as F  # noqa: N812
 
 from distdl_rma import Machine, ShapeError, layers
+from distdl_rma.geometry import Decomposition
+from distdl_rma.geometry.intervals import Listed
 
 REAL = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 COMPLEX = [torch.complex64, torch.complex128]
@@ -47,17 +49,6 @@ def random_lengths(rng, grid):
     return lengths
 
 
-def assemble(P, shards):
-    """Global tensor of the shards on a grid."""
-
-    def along(d, prefix):
-        if d == P.dim:
-            return shards[P.rank_at(prefix)]
-        return torch.cat([along(d + 1, (*prefix, i)) for i in range(P.shape[d])], dim=d)
-
-    return along(0, ())
-
-
 def padded(x, dim, left, right, mode, value):
     """Tensor padded in one dimension, by its definition."""
     n, index = x.shape[dim], torch.arange(-left, x.shape[dim] + right)
@@ -71,12 +62,6 @@ def padded(x, dim, left, right, mode, value):
         index = index.abs()
         index = torch.where(index >= n, 2 * (n - 1) - index, index)
     return x.index_select(dim, index)
-
-
-def local_shapes(P, lengths):
-    return {
-        rank: tuple(parts[i] for parts, i in zip(lengths, P.index_of(rank), strict=True)) for rank in P.ranks
-    }
 
 
 def index_in(P, rank, flipped):
@@ -168,12 +153,8 @@ class Case:
             if len({*self.widths}) == 1 and isinstance(width[0], int):
                 width = width[0]
             return layers.HaloExchange(self.P_x, width, self.mode, self.value)
-        one = (
-            (self.P_x,)
-            if self.kind in ("AllSumReduce", "AllGather", "ReduceScatter")
-            else (self.P_x, self.P_y)
-        )
-        return getattr(layers, self.kind)(*one, **self.options)
+        partitions = (self.P_x,) if self.P_x is self.P_y else (self.P_x, self.P_y)
+        return getattr(layers, self.kind)(*partitions, **self.options)
 
     # New input shapes for every call.
 
@@ -186,28 +167,23 @@ class Case:
             return found
         if self.kind == "Broadcast":
             return {rank: self.any_shape() for rank in self.P_x.ranks}
-        if self.kind == "HaloExchange":
-            return self.halo_shapes()
-        self.lengths = random_lengths(self.rng, self.P_x.shape)
-        if self.kind == "ReduceScatter":
-            for d in self.axes:
-                self.lengths[d] = [self.rng.randint(0, 6)] * self.P_x.shape[d]
-        return local_shapes(self.P_x, self.lengths)
+        lengths = random_lengths(self.rng, self.P_x.shape)
+        for d in self.axes if self.kind == "ReduceScatter" else ():
+            lengths[d] = [self.rng.randint(0, 6)] * self.P_x.shape[d]
+        if self.kind == "HaloExchange" and self.mode in ("reflect", "replicate", "circular"):
+            for pair, parts in zip(self.widths, lengths[2:], strict=True):
+                least = max(*pair, 1) + (self.mode == "reflect")
+                if sum(parts) < least:
+                    parts[self.rng.randrange(len(parts))] += least
+        splits = tuple(Listed(tuple(parts)) for parts in lengths)
+        self.blocks = Decomposition(self.P_x, splits, tuple(range(len(splits))))
+        return {rank: self.blocks.box(rank).shape for rank in self.P_x.ranks}
 
     def any_shape(self):
         if self.rng.random() < 0.1:
             # Long enough for an all-reduction in shares.
             return (self.rng.choice([4097, 5000]),)
         return tuple(self.rng.choice([0, 1, 2, 3, 5]) for _ in range(self.rng.randint(0, 3)))
-
-    def halo_shapes(self):
-        self.lengths = random_lengths(self.rng, self.P_x.shape)
-        if self.mode in ("reflect", "replicate", "circular"):
-            for d, pair in enumerate(self.widths):
-                least = max(*pair, 1) + (self.mode == "reflect")
-                if sum(self.lengths[2 + d]) < least:
-                    self.lengths[2 + d][self.rng.randrange(len(self.lengths[2 + d]))] += least
-        return local_shapes(self.P_x, self.lengths)
 
     def expected(self, x):
         """Outputs of the ranks of P_y from the inputs of those of P_x."""
@@ -217,40 +193,28 @@ class Case:
             return {rank: x[few] for few, group in self.groups.items() for rank in group}
         if self.kind == "AllSumReduce":
             return {rank: sum(x[other] for other in group) for rank, group in self.groups.items()}
-        y = {}
-        if self.kind == "Repartition":
-            for rank in self.P_y.ranks:
-                y[rank] = assemble(self.P_x, x)
-                for d, i in enumerate(self.P_y.index_of(rank)):
-                    y[rank] = y[rank].tensor_split(self.P_y.shape[d], d)[i]
-            return y
-        if self.kind == "AllGather":
-            for rank in self.P_x.ranks:
-                y[rank] = assemble(self.P_x, x)
-                for d, i in enumerate(self.at(rank)):
-                    if d not in self.axes:
-                        y[rank] = y[rank].split(self.lengths[d], d)[i]
-            return y
         if self.kind == "ReduceScatter":
-            for rank, group in self.groups.items():
-                y[rank] = sum(x[other] for other in group)
-                for d in self.axes:
-                    y[rank] = y[rank].tensor_split(self.P_x.shape[d], d)[self.at(rank)[d]]
+            y = {rank: sum(x[other] for other in group) for rank, group in self.groups.items()}
+            for rank, d in itertools.product(y, self.axes):
+                y[rank] = y[rank].tensor_split(self.P_x.shape[d], d)[self.at(rank)[d]]
             return y
-        return self.expected_halo(x)
-
-    def expected_halo(self, x):
-        whole = assemble(self.P_x, x)
-        for d, (left, right) in enumerate(self.widths):
-            whole = padded(whole, 2 + d, left, right, self.mode, self.value)
-        y = {}
+        whole, blocks = torch.zeros(self.blocks.shape, dtype=next(iter(x.values())).dtype), self.blocks
+        for rank, part in x.items():
+            whole[blocks.slices(rank)] = part
+        if self.kind == "Repartition":
+            target = Decomposition.balanced(self.P_y, blocks.shape)
+            return {rank: whole[target.slices(rank)] for rank in self.P_y.ranks}
+        if self.kind == "AllGather":
+            parts = {rank: list(blocks.slices(rank)) for rank in self.P_x.ranks}
+            for rank, d in itertools.product(parts, self.axes):
+                parts[rank][d] = slice(None)
+            return {rank: whole[tuple(part)] for rank, part in parts.items()}
+        for d, (left, right) in enumerate(self.widths, 2):
+            whole = padded(whole, d, left, right, self.mode, self.value)
+        y, around = {}, [0, 0, *map(sum, self.widths)]
         for rank in self.P_x.ranks:
-            part = whole
-            for d, i in enumerate(self.at(rank)):
-                start, length = sum(self.lengths[d][:i]), self.lengths[d][i]
-                extra = sum(self.widths[d - 2]) if d >= 2 and length else 0
-                part = part.narrow(d, start, length + extra)
-            y[rank] = part
+            ends = zip(blocks.box(rank).bounds, around, strict=True)
+            y[rank] = whole[tuple(slice(a, b + more * (a < b)) for (a, b), more in ends)]
         return y
 
 

@@ -19,15 +19,19 @@ def sides(rng, dims, low, high):
     return tuple(rng.randint(low, high) for _ in range(dims))
 
 
-def average(rng, dims):
+def sliding(rng, dims):
+    """A pool of windows that slide."""
     kernel = sides(rng, dims, 1, 5)
     arguments = {
         "kernel_size": kernel,
         "stride": rng.choice([None, sides(rng, dims, 1, 4)]),
         "padding": padding_of(rng, kernel, dims),
         "ceil_mode": rng.random() < 0.5,
-        "count_include_pad": rng.random() < 0.5,
     }
+    if rng.random() < 0.5:
+        more = {"dilation": rng.choice([1, sides(rng, dims, 1, 3)]), "return_indices": rng.random() < 0.5}
+        return f"MaxPool{dims}d", arguments | more
+    arguments["count_include_pad"] = rng.random() < 0.5
     if dims > 1 and rng.random() < 0.3:
         arguments["divisor_override"] = rng.choice([1, 3, -2])
     return f"AvgPool{dims}d", arguments
@@ -43,19 +47,6 @@ def padding_of(rng, kernel, dims):
     return tuple(rng.randint(0, k // 2) for k in kernels)
 
 
-def maximum(rng, dims):
-    kernel = sides(rng, dims, 1, 4)
-    arguments = {
-        "kernel_size": kernel,
-        "stride": rng.choice([None, sides(rng, dims, 1, 4)]),
-        "padding": padding_of(rng, kernel, dims),
-        "dilation": rng.choice([1, sides(rng, dims, 1, 3)]),
-        "return_indices": rng.random() < 0.5,
-        "ceil_mode": rng.random() < 0.5,
-    }
-    return f"MaxPool{dims}d", arguments
-
-
 def output_size(rng, dims):
     if rng.random() < 0.3:
         return rng.choice([1, 1, 2, 5])
@@ -64,14 +55,11 @@ def output_size(rng, dims):
     return tuple(rng.choice([None, size, size]) for size in sizes) if dims > 1 else sizes[0]
 
 
-def adaptive(kind):
-    def drawn(rng, dims):
-        arguments = {"output_size": output_size(rng, dims)}
-        if kind == "Max":
-            arguments["return_indices"] = rng.random() < 0.5
-        return f"Adaptive{kind}Pool{dims}d", arguments
-
-    return drawn
+def adaptive(rng, dims):
+    arguments = {"output_size": output_size(rng, dims)}
+    if rng.random() < 0.5:
+        return f"AdaptiveAvgPool{dims}d", arguments
+    return f"AdaptiveMaxPool{dims}d", arguments | {"return_indices": rng.random() < 0.5}
 
 
 def padding(rng, dims):
@@ -103,7 +91,7 @@ def upsampling(rng, dims):
     return "Upsample", arguments
 
 
-KINDS = [average, maximum, adaptive("Avg"), adaptive("Max"), padding, padding, upsampling, upsampling]
+KINDS = [sliding, adaptive, padding, upsampling]
 
 
 class Resized:

@@ -162,14 +162,15 @@ def test_inputs_are_joined_where_the_output_says(P_world, comm, keep_batch):
 
 
 def test_what_torch_would_not_concatenate_is_refused():
-    floats = [torch.float32, torch.float32]
     assert joined([(2, 3, 4), (2, 0, 4)], [torch.int8, torch.float32], 3) == ((2, 3, 4), torch.float32)
-    with pytest.raises(ShapeError, match="input 1 has 2 dimensions"):
-        joined([(2, 3, 4), (2, 3)], floats, 3)
-    with pytest.raises(ShapeError, match=r"input 1 \(1, 3, 4\), which must agree in dimension 0"):
-        joined([(2, 3, 4), (1, 3, 4)], floats, 3)
-    with pytest.raises(ShapeError, match=r"input 0 is torch\.float64 but input 1 is torch\.float8_e5m2"):
-        joined([(2, 3, 4), (2, 3, 4)], [torch.float64, torch.float8_e5m2], 3)
+    floats, others = [torch.float32, torch.float32], [torch.float64, torch.float8_e5m2]
+    for second, dtypes, words in (
+        ((2, 3), floats, "input 1 has 2 dimensions"),
+        ((1, 3, 4), floats, r"input 1 \(1, 3, 4\), which must agree in dimension 0"),
+        ((2, 3, 4), others, r"input 0 is torch\.float64 but input 1 is torch\.float8_e5m2"),
+    ):
+        with pytest.raises(ShapeError, match=words):
+            joined([(2, 3, 4), second], dtypes, 3)
 
 
 @mpi

@@ -127,13 +127,6 @@ def test_a_line_is_resized_as_by_torch_and_a_part_from_what_it_reads(n, m, mode,
     assert torch.equal(part.apply(x[..., first:last], x.dim() - 1), found[..., m // 3 :])
 
 
-@pytest.mark.parametrize("scale", [0.4, 1.3, 2.0])
-def test_a_factor_decides_where_outputs_lie(scale):
-    x = torch.randn(1, 1, 7, dtype=torch.float64)
-    interpolation = Interpolation.of("linear", 1, Resize(7, int(7 * scale), scale), torch.float64)
-    agree(interpolation.apply(x, 2), F.interpolate(x, scale_factor=scale, mode="linear"))
-
-
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @given(
     st.integers(1, 40),

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import pickle
+import random
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from itertools import islice
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from mpi4py import MPI
@@ -17,10 +20,10 @@ from distdl_rma import Partition, UnsupportedError
 from distdl_rma.split.calls.table import RULES, functions_named
 from tests.fuzz.samples import drawn_samples, operations
 from tests.split.against_whole import check, grids
-from tests.split.wrong_calls import Arguments, is_usable, taken
 
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 # So many samples of the first type that a function takes, and one of each other; of the first that torch has.
-MOST, FIRST = 4, 48
+MOST, FIRST, MOST_ELEMENTS = 4, 48, 2000
 # What torch computes of whole numbers in float32 is rounded otherwise in another order.
 ROUNDING = {torch.float64: 1e-8, torch.complex128: 1e-8, torch.int64: 1e-5, torch.bool: 1e-5}
 # Every sample of these is refused, and some samples of others, for one of these reasons.
@@ -63,6 +66,35 @@ def samples_of(file: str, parts: int = 1) -> Callable[..., None]:
     return test
 
 
+def taken(make: Callable[[], Iterator[Any]], most: int) -> list[Arguments]:
+    """The first of torch's samples, the same in every process but for those that torch takes from sets."""
+    torch.default_generator.manual_seed(0)
+    random.seed(0)
+    np.random.seed(0)  # noqa: NPY002
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            found = [getattr(each, "sample_input", each) for each in islice(make(), most)]
+    except Exception:
+        # Torch has none of them.
+        return []
+    return [((each.input, *each.args), dict(each.kwargs)) for each in found]
+
+
+def is_usable(given: Arguments) -> bool:
+    """Whether all tensors are small ones of the processor."""
+    tensors = [x for x in tree_flatten(given)[0] if isinstance(x, torch.Tensor)]
+    return all(
+        x.device.type == "cpu" and x.layout == torch.strided and x.numel() <= MOST_ELEMENTS for x in tensors
+    )
+
+
+def forms_of(op: Any) -> list[Callable[..., Any]]:
+    """The function, its method and its method in place, as far as there are any."""
+    forms = op.op, op.method_variant, op.inplace_variant
+    return [*dict.fromkeys(form for form in forms if form is not None)]
+
+
 def _homes(op: Any) -> set[str]:
     names = [op.name, *(alias.name for alias in op.aliases)]
     functions = [each for name in names for each in functions_named(name.rpartition(".")[2])]
@@ -76,7 +108,7 @@ def _samples(op: Any) -> Iterator[tuple[Arguments, float]]:
             continue
         needs = op.supports_autograd and (dtype.is_floating_point or dtype.is_complex)
         found = taken(lambda dtype=dtype, needs=needs: drawn_samples(op, dtype, needs), FIRST)
-        some = [tree_map(_leaf, ((each.input, *each.args), dict(each.kwargs))) for each in found]
+        some = [tree_map(_leaf, each) for each in found]
         some = [given for given in some if is_usable(given) and _first(given).dim() and _travels(given)]
         for given in some[:: max(1, len(some) // count)][:count]:
             yield given, rounding
@@ -104,7 +136,7 @@ def _check_sample(P_world: Partition, op: Any, at: int, given: Arguments, roundi
     places = [place for place, x in enumerate(leaves) if isinstance(x, torch.Tensor)]
     first, *others = places
     like_it = [place for place in others if leaves[place].dim() == leaves[first].dim()]
-    forms = [form for form in (op.op, op.method_variant, op.inplace_variant) if form is not None]
+    forms = forms_of(op)
     if leaves[first].is_complex():
         # Torch does not differentiate all forms in place.
         forms = forms[:1]

@@ -19,18 +19,8 @@ def test_grids_in_words(P_world):
     assert grid_for(P_world, machine, 1) is P_world
 
 
-NO_GRIDS = [
-    "2y2",
-    {"Z": 2},
-    3,
-    (1.0, 2),
-    (1, 1, 1, 1, 1),
-    {"H": 2.0},
-    {"H": "a"},
-    {"H": None},
-    {2: -1},
-    {"": -1},
-]
+WORDS = {"H": 2.0}, {"H": "a"}, {"H": None}, {2: -1}, {"": -1}, {"Z": 2}
+NO_GRIDS = ["2y2", 3, (1.0, 2), (1, 1, 1, 1, 1), *WORDS]
 
 
 @pytest.mark.parametrize("grid", NO_GRIDS)

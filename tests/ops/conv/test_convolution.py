@@ -50,6 +50,13 @@ def made(P_world, form, name, joins=False):
     return Convolution(site, options, source, P_y, torch.float64), source, workers
 
 
+def of_rows(P_world):
+    """Ranks in a row that cut the rows of inputs and outputs, as partition and as workers."""
+    shapes = (1, 1, P_world.size, 1), (1, 1, 1, P_world.size, 1)
+    P_x, grid = map(P_world.create_cartesian_topology_partition, shapes)
+    return P_x, WorkerGrid(grid, OUT, 1, WEIGHT)
+
+
 def part(decomposition, whole):
     return whole.detach()[decomposition.slices()].clone()
 
@@ -94,10 +101,7 @@ def test_large_blocks_have_the_gradients_of_torch(P_world, comm, monkeypatch):
     # Blocks of 8640 bytes.
     for name, number in (("_LARGE_NBYTES", 8 << 10), ("_PIECE_NBYTES", 4 << 10), ("_PIECE_ELEMENTS", 1)):
         monkeypatch.setattr(own_and_halo, name, number)
-    P_x = P_world.create_cartesian_topology_partition((1, 1, P_world.size, 1))
-    workers = WorkerGrid(
-        P_world.create_cartesian_topology_partition((1, 1, 1, P_world.size, 1)), OUT, 1, WEIGHT
-    )
+    P_x, workers = of_rows(P_world)
     torch.manual_seed(0)
     shapes = (1, 4, 60 * P_world.size, 3), WEIGHT
     x, weight = (torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes)
@@ -180,22 +184,14 @@ def test_a_wrong_guess_costs_a_start_and_changes_nothing(P_world, comm):
 
 @pytest.mark.mpi
 def test_an_input_that_does_not_fit_is_refused_before_anything_moves(P_world):
-    P_x = P_world.create_cartesian_topology_partition((1, 1, P_world.size, 1))
-    workers = WorkerGrid(
-        P_world.create_cartesian_topology_partition((1, 1, 1, P_world.size, 1)), OUT, 1, WEIGHT
-    )
+    P_x, workers = of_rows(P_world)
+    site, options = CallSite(Machine.of(P_world), "refused"), ConvolutionOptions(STENCIL, workers)
     for shape, message in (
         ((2, 3, 7, 6), "input has 3 channels, the layer takes 4"),
         ((2, 4, 0, 6), "no elements in space"),
     ):
         with pytest.raises(ShapeError, match=message):
-            Convolution(
-                CallSite(Machine.of(P_world), "refused"),
-                ConvolutionOptions(STENCIL, workers),
-                Decomposition.balanced(P_x, shape),
-                P_x,
-                torch.float64,
-            )
+            Convolution(site, options, Decomposition.balanced(P_x, shape), P_x, torch.float64)
 
 
 JOINED = {

@@ -16,10 +16,16 @@ from distdl_rma.machine import Machine
 from distdl_rma.split import layout as lay
 from distdl_rma.split.calls import torch_errors
 from distdl_rma.split.calls.torch_errors import raise_as_torch
+from tests.fuzz.samples import drawn_errors, drawn_samples, operations
 from tests.matrix import check_each, over_seeds
-from tests.split.wrong_calls import functions, is_usable, wrong_calls
+from tests.split.samples import forms_of, is_usable, taken
 
 D = {"dtype": torch.float64}
+# What torch itself survives only with right arguments, or has no samples for a processor.
+_EXCLUDED = """
+native_batch_norm nn.functional.batch_norm nn.functional.embedding_bag nn.functional.ctc_loss
+"""
+_DTYPES = torch.int64, torch.bool, torch.complex128, torch.float32
 _SEEDS = 60
 # Another number draws other arguments.
 _DRAW = 2
@@ -37,6 +43,58 @@ def cut(P_x, whole, dim, uneven=False):
     return SplitTensor(whole[layout.slices()].clone(), layout)
 
 
+def wrong_calls(op, rng, most):
+    """Arguments that torch may refuse, alike on all ranks, and what is wrong with them."""
+    for n, given in enumerate(taken(lambda: drawn_errors(op), 60)):
+        yield f"error input {n}", given
+    known = op.supported_dtypes("cpu")
+    dtype = next((each for each in (torch.float64, torch.int64, torch.bool) if each in known), None)
+    if dtype is not None:
+        changed = [
+            (f"sample {n}, {what}", given)
+            for n, sample in enumerate(taken(lambda: drawn_samples(op, dtype, False), 12))
+            if is_usable(sample)
+            for what, given in _changed(*sample)
+        ]
+        yield from rng.sample(changed, min(most, len(changed)))
+
+
+def _changed(args, kwargs):
+    leaves, spec = tree_flatten((args, kwargs))
+    places = [at for at, x in enumerate(leaves) if isinstance(x, torch.Tensor)]
+
+    def put(changes):
+        return tree_unflatten([changes.get(at, x) for at, x in enumerate(leaves)], spec)
+
+    for dtype in _DTYPES:
+        yield f"all of {dtype}", put({at: leaves[at].to(dtype) for at in places})
+    for at in places:
+        x = leaves[at]
+        if len(places) > 1:
+            for dtype in _DTYPES:
+                yield f"tensor {at} of {dtype}", put({at: x.to(dtype)})
+            if x.dim():
+                yield f"tensor {at} longer", put({at: torch.cat([x, x, x], -1)})
+                yield f"tensor {at} longer ahead", put({at: torch.cat([x, x, x], 0)})
+        yield f"tensor {at} with more dimensions", put({at: x.expand(1, 1, 1, *x.shape).clone()})
+        if x.dim() and x.shape[0]:
+            yield f"tensor {at} with fewer dimensions", put({at: x[0].clone()})
+    for at, x in enumerate(leaves):
+        if isinstance(x, str):
+            yield f"{x} is nope", put({at: "nope"})
+        elif type(x) is int:
+            yield f"{x} is 99", put({at: 99})
+            yield f"{x} is -99", put({at: -99})
+    for name, one in (*enumerate(args), *kwargs.items()):
+        if isinstance(one, (tuple, list)) and one and all(type(n) is int for n in one):
+            for what, other in (("longer", (*one, 1)), ("shorter", tuple(one[:-1]))):
+                more = {name: other} if isinstance(name, str) else {}
+                places = tuple(other if at == name else x for at, x in enumerate(args))
+                yield f"{name} {what}", (places, {**kwargs, **more})
+    for name, wrong in {"reduction": "nope", "dim": 9, "nonsense": 1}.items():
+        yield f"{name} is {wrong}", (args, {**kwargs, name: wrong})
+
+
 def refusal(call, args, kwargs):
     try:
         with warnings.catch_warnings():
@@ -49,9 +107,9 @@ def refusal(call, args, kwargs):
 
 def check_function(P_world, comm, seed):
     P_x = P_world.create_cartesian_topology_partition((comm.size,))
-    known = functions()
-    for name, forms, op in known[seed::_SEEDS]:
-        rng = random.Random(f"{name} {_DRAW}")
+    known = [op for op in operations() if op.name not in _EXCLUDED.split()]
+    for op in known[seed::_SEEDS]:
+        name, forms, rng = op.name, forms_of(op), random.Random(f"{op.name} {_DRAW}")
         found, calls = [], [*wrong_calls(op, rng, 4)]
         shapes = [
             (what, [x.shape if isinstance(x, torch.Tensor) else str(x) for x in tree_flatten(given)[0]])

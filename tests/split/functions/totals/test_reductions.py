@@ -148,11 +148,6 @@ def test_short_types_are_summed_in_longer_ones(P_world, dtype):
         check(P_world, function, [x], gradients=False, atol=2 * eps * float(function(x).abs().max()))
 
 
-def test_means_of_whole_numbers_are_an_error_as_in_torch(P_world):
-    with pytest.raises(RuntimeError, match="mean"):
-        cut_along(P_world, 1, torch.ones(2, 5, dtype=torch.int64)).mean()
-
-
 @pytest.mark.sizes(1, 2, 3, 4)
 def test_comparisons(P_world):
     x = torch.randn(SHAPE, dtype=torch.float64)
