@@ -108,22 +108,24 @@ def _told(build, given):
     return told
 
 
-# Constructors, by names without their "Distributed", and what they are printed as; n ranks are along the last
-# dimension of plane and line, along the first one of blocks.
+_WINDOW = "kernel_size=(3,), stride=(1,), padding=(0,), "
+_NORM = "num_features=6, eps=1e-05, momentum=0.1, "
+# Constructors, by names without their "Distributed", and what the layers are printed as.
 PRINTED = {
-    "Conv1d(line, 2, 3, 3)": "in_channels=2, out_channels=3, kernel_size=(3,), stride=(1,), padding=(0,),"
-    " dilation=(1,), groups=1, bias=True, padding_mode='zeros', P_x={line}, P_y={line}",
+    "Conv1d(line, 2, 3, 3)": f"in_channels=2, out_channels=3, {_WINDOW}dilation=(1,), groups=1, bias=True,"
+    " padding_mode='zeros', P_x={line}, P_y={line}",
     # One argument by two names.
-    "ConvTranspose1d(line, line, line, 2, 2, 3, placement='root', weights='root', bias=False)": "in_channels=2, out_channels=2, kernel_size=(3,), stride=(1,), padding=(0,), output_padding=(0,), groups=1, bias=False,"
-    " dilation=(1,), placement='root', P_x={line}, P_y={line}, P_W={line}",
+    "ConvTranspose1d(line, line, line, 2, 2, 3, placement='root', weights='root')": "in_channels=2,"
+    f" out_channels=2, {_WINDOW}output_padding=(0,), groups=1, bias=True, dilation=(1,), placement='root',"
+    " P_x={line}, P_y={line}, P_W={line}",
     "LinearAllGatherZero(plane, 3, 4)": "in_features=3, out_features=4, bias=True, P_x={plane}, P_y={plane},"
     " P_w={workers}",
     "LinearAllGather(plane, 3, 4, weights='root')": "in_features=3, out_features=4, bias=True,"
     " placement='root', P_x={plane}, P_y={plane}, P_w={workers}",
-    "InstanceNorm1d(line, 6, affine=True)": "num_features=6, eps=1e-05, momentum=0.1, affine=True, bias=True,"
-    " track_running_stats=False, P_x={line}, P_y={line}",
-    "InstanceNorm1d(line, 6, weights='replicated')": "num_features=6, eps=1e-05, momentum=0.1, affine=False,"
-    " bias=False, track_running_stats=False, placement='replicated', P_x={line}, P_y={line}",
+    "InstanceNorm1d(line, 6, affine=True)": f"{_NORM}affine=True, bias=True, track_running_stats=False,"
+    " P_x={line}, P_y={line}",
+    "InstanceNorm1d(line, 6, weights='replicated')": f"{_NORM}affine=False, bias=False,"
+    " track_running_stats=False, placement='replicated', P_x={line}, P_y={line}",
     "CrossEntropyLoss(blocks, torch.ones(4), ignore_index=3)": "reduction=mean, ignore_index=3,"
     " label_smoothing=0.0, weight=(4,), P_x={blocks}",
     "CircularPad1d(line, 1)": "padding=(1, 1), P_x={line}, P_y={line}",
