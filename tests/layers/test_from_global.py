@@ -73,6 +73,8 @@ def test_sizes_are_known_before_the_first_call(permuted, comm):
     mine = 8 * shards[comm.rank].volume + (8 * 2 * 9 if first else 0)
     assert concat.get_sizeof_input_tensor() == mine
     assert concat.get_sizeof_output_tensor() == 8 * inputs.shards((2, 4, 9), permuted)[comm.rank].volume
+    assert concat.get_ranks_synch_weights() == concat.get_ranks_synch_norm() == []
+    assert concat.get_sizeof_gradients() == concat.get_sizeof_norm() == 0
 
 
 # Calls, and what they are refused with; good, tall, deep, many and split are distributions, M the machine.
