@@ -48,17 +48,6 @@ def norm_of_rows(machine, n, **callbacks):
 
 
 @pytest.mark.mpi(min_size=2)
-def test_the_rank_whose_callback_says_nothing_usable_is_named(permuted, comm):
-    # Not those that it does not fit to.
-    for wrong in range(comm.size):
-        layer = norm_of_rows(permuted, comm.size)
-        said = {wrong: lambda: 1 / 0}.get(comm.rank, lambda: list(range(comm.size)))
-        layer.get_ranks_synch_norm = said
-        with pytest.raises(ConfigurationError, match=rf"gave no list of ranks on rank {wrong}:"):
-            layer(torch.ones(2, 3, 2))
-
-
-@pytest.mark.mpi(min_size=2)
 @pytest.mark.in_turn(3)
 @pytest.mark.parametrize("way", ["forward", "connect", "sync"])
 @pytest.mark.parametrize(

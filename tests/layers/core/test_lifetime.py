@@ -102,19 +102,24 @@ def test_a_model_is_freed_after_its_synchronisation_was_closed(P_world, comm, wi
 
 
 @pytest.mark.mpi
-def test_copies_are_freed_one_by_one(P_world, comm, without_collector):
+@pytest.mark.parametrize("synchronised", [False, True])
+def test_copies_are_freed_one_by_one(P_world, comm, without_collector, synchronised):
     before = used(P_world, comm)
     model, parts = network(P_world)
+    sync = GradientSync(model, P_world) if synchronised else None
     model(local()).sum().backward()
     alone = used(P_world, comm)
-    twin = copy.deepcopy(model)
-    copies = [weakref.ref(part) for part in twin]
-    twin(local()).sum().backward()
-    del twin
-    assert not alive(copies)
-    assert used(P_world, comm) == alone
+    for _ in range(3):
+        twin = copy.deepcopy(model)
+        copies = [weakref.ref(part) for part in twin]
+        twin(local()).sum().backward()
+        del twin
+        assert not alive(copies)
+        assert used(P_world, comm) == alone
     model(local()).sum().backward()
-    del model
+    if sync is not None:
+        sync.close()
+    del model, sync
     assert not alive(parts)
     assert used(P_world, comm) == before
 

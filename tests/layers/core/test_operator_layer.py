@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from distdl_rma import ShapeError, zero_volume_tensor
+from distdl_rma import ShapeError
 from distdl_rma.layers.core.input_facts import source_of
 from distdl_rma.layers.core.operator_layer import OperatorLayer
 from distdl_rma.ops.core.operation import Operation
@@ -59,14 +59,6 @@ def test_a_call_passes_several_inputs(P_world, comm):
         with pytest.raises(ShapeError, match=f"'sum': rank {one}: input 1 is of type int"):
             layer(x, 7 if comm.rank == one else x)
     assert torch.equal(layer(x, x), y)
-
-
-def test_ranks_outside_get_results_without_elements(P_world, comm):
-    P_x = P_world.create_partition_inclusive([0]).create_cartesian_topology_partition((1, 1))
-    layer = AddLayer(P_x, P_x)
-    assert (layer.agreement is None) == (comm.rank > 0)
-    x = torch.ones(2, 3) if P_x.active else zero_volume_tensor(2)
-    assert layer(x, x).shape == ((2, 3) if P_x.active else (2, 0))
 
 
 def test_a_layer_is_connected_for_inputs_before_they_are_there(P_world, comm):
