@@ -98,7 +98,7 @@ OF_SEVERAL_PARAMETERS += [
 
 @pytest.mark.parametrize("kind", OF_SEVERAL_PARAMETERS)
 def test_parameters_of_one_layer_are_of_one_type(P_world, comm, kind):
-    layer, good = EVERY_LAYER[f"Distributed{kind}"](P_world)
+    layer, good = EVERY_LAYER[kind](P_world)
     if comm.rank == 0:
         layer.bias.data = layer.bias.data.double()
     match = r"rank 0: .* different types, torch\.float32 and torch\.float64"

@@ -31,10 +31,10 @@ def compare(layer, P_xs, P_y, xs, needs=None, blocks=None):
     wholes = [x.clone().requires_grad_() for x in xs]
     expected = torch.cat(wholes, 1)
     target = Decomposition.balanced(P_y, expected.shape)
-    if all(P_y == P for P in P_xs):
-        # What nothing moves stays cut as it comes: all but the channels, if these are whole.
-        stays = range(xs[0].dim()) if P_y.shape[1] == 1 else [0]
-        target = target.with_splits({d: blocks[0].splits[d] for d in stays if d != 1})
+    # What does not move stays cut as it comes; else the batch, where the first input is.
+    still = all(P_y == P for P in P_xs) and P_y.shape[1] == 1
+    stays = range(xs[0].dim()) if still else [0] if P_y == P_xs[0] else []
+    target = target.with_splits({d: blocks[0].splits[d] for d in stays if d != 1})
     gradient = torch.randn_like(expected)
     expected.backward(gradient)
     local = [
