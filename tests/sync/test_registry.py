@@ -1,7 +1,6 @@
 """Ranks of gradients as users state them."""
 
 import gc
-from functools import partial
 
 import pytest
 import torch
@@ -148,27 +147,6 @@ def test_callbacks_that_do_not_fit_are_refused_on_every_rank(P_world, comm, call
     sync.register(part, name="part")
     assert len(sync.describe()) == 1
     sync.close()
-
-
-@pytest.mark.mpi(min_size=2)
-def test_statistics_cannot_be_shared_with_others_than_they_are(P_world, comm):
-    P_x = P_world.create_cartesian_topology_partition((1, 1, comm.size))
-    P_b = P_world.create_cartesian_topology_partition((comm.size, 1, 1))
-    everyone = list(reversed(range(comm.size)))
-    for grid, ranks, fits in (
-        (P_x, everyone, True),
-        (P_x, [comm.rank], True),
-        (P_x, [], True),
-        (P_x, everyone if comm.rank else [0], False),
-        (P_b, everyone, False),
-        (P_b, [comm.rank], True),
-    ):
-        layer = DistributedInstanceNorm1d(grid, 2, affine=True, get_ranks_synch_norm=partial(list, ranks))
-        if fits:
-            GradientSync(layer, P_world).close()
-            continue
-        with pytest.raises(ConfigurationError, match=r"get_ranks_synch_norm\(\) gave"):
-            GradientSync(layer, P_world)
 
 
 def test_registering_needs_summed_gradients_and_an_open_sync(P_world, comm):

@@ -41,6 +41,7 @@ def test_statistics_are_shared_by_the_ranks_that_the_user_names(permuted, comm):
             expected.pow(3).sum().backward()
             agree(mine.grad, together.grad[:, :, here], "input gradient")
             assert layer.get_ranks_synch_norm() == ranks
+            GradientSync(layer, permuted).close()
 
 
 def norm_of_rows(machine, n, **callbacks):
