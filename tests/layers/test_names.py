@@ -140,6 +140,7 @@ def test_layers_are_printed_with_their_arguments_and_an_unusual_placement(P_worl
     for call, printed in PRINTED.items():
         layer = eval(f"layers.Distributed{call}", {"layers": layers, "torch": torch} | names)
         assert repr(layer) == f"{type(layer).__name__}({printed.format(**shapes)})"
+        assert "Conv" not in call or layer.weights == layer.placement
 
 
 @pytest.mark.parametrize("name", TWINS)

@@ -171,30 +171,19 @@ def test_autocast_is_torchs_and_losses_of_complex_numbers_are_real(comm):
         assert autocast_dtype(half) == result_dtype(half) == torch.float32
 
 
-def sums_of(P_x, name, arguments=""):
+@pytest.mark.mpi(min_size=2)
+def test_numbers_that_differ_within_a_group_reach_all(P_world, comm):
     def refuse(problem, alike):
         return ShapeError(f"{problem or 'none'}, {alike}")
 
-    return LossSums(CallSite(Machine.of(P_x), name), P_x, arguments, refuse)
-
-
-def test_terms_counts_and_the_numbers_of_groups_are_added(P_world, comm):
-    sums, everyone = sums_of(P_world, "sums"), P_world.ranks
-    groups = everyone[:2], everyone[2:]
-    mine = next(group for group in groups if comm.rank in group)
-    for epoch in range(3):
-        totals = sums.allreduce(1.5 * comm.rank, 2.0, "", "float32", mine[0] + epoch, mine)
-        numbers = sum(group[0] + epoch for group in groups if group)
-        assert totals == Totals(1.5 * sum(everyone), 2.0 * comm.size, numbers)
-
-
-@pytest.mark.mpi(min_size=2)
-def test_numbers_that_differ_within_a_group_reach_all(P_world, comm):
-    sums, everyone = sums_of(P_world, "numbers"), P_world.ranks
+    sums = LossSums(CallSite(Machine.of(P_world), "numbers"), P_world, "", refuse)
+    everyone = P_world.ranks
     mine = everyone[:2] if comm.rank in everyone[:2] else everyone[2:]
-    assert sums.allreduce(0.0, 0.0, "", "", comm.rank, mine).numbers_by_rank == {
-        rank: rank for rank in everyone
-    }
+    totals = sums.allreduce(1.5 * comm.rank, 2.0, "", "float32", mine[0], mine)
+    numbers = sum(group[0] for group in (everyone[:2], everyone[2:]) if group)
+    assert totals == Totals(1.5 * sum(everyone), 2.0 * comm.size, numbers)
+    differ = sums.allreduce(0.0, 0.0, "", "", comm.rank, mine)
+    assert differ.numbers_by_rank == {rank: rank for rank in everyone}
     # The problem of a rank without a number is raised on all ranks.
     problem = "it is broken" if comm.rank == 1 else ""
     with pytest.raises(ShapeError, match=problem or "none"):
