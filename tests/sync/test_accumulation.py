@@ -89,18 +89,11 @@ def test_gradients_that_are_there_already_are_not_summed_again(P_world, comm, wa
 
 
 @pytest.mark.mpi(min_size=2)
-def test_closing_with_unsummed_gradients_and_replaced_parameters_are_refused(P_world, comm):
+def test_closing_with_unsummed_gradients_is_refused(P_world, comm):
     P_x, model, sync, criterion = make(P_world, comm)
     with sync.no_sync():
         criterion(model(shard(P_x, inputs()[0])), shard(P_x, target())).backward()
     with pytest.raises(ProtocolError, match="gradients from no_sync that are not summed"):
         sync.close()
     model.zero_grad()
-    model[0].weight = nn.Parameter(model[0].weight.detach().clone())
-    with pytest.raises(ProtocolError, match="unfrozen or replaced after its gradients were registered"):
-        model(shard(P_x, inputs()[0]))
-    comm.Barrier()
-    sync.register(model)
-    criterion(model(shard(P_x, inputs()[0])), shard(P_x, target())).backward()
-    assert model[0].weight.grad is not None
     sync.close()

@@ -88,13 +88,6 @@ def test_the_same_partition_without_a_channel_split_sends_nothing(comm):
         assert (machine.segments.stats(), vars(machine.segments.counters)) == before
 
 
-def test_batches_that_only_some_ranks_see_stay_where_they_are(P_world, comm):
-    P_x = grid(P_world, (comm.size, 1, 1))
-    layer, lengths = DistributedConcat([P_x, P_x]), [2, 0, 3, 1][: comm.size]
-    local = [torch.full((lengths[comm.rank], c, 4), float(c)) for c in (2, 3)]
-    assert torch.equal(layer(*local), torch.cat(local, 1))
-
-
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize(
     ("shapes", "message"),
