@@ -1,5 +1,7 @@
 """Every layer of the library, some in several forms: how it is built, and what it is called with."""
 
+from functools import partial
+
 import torch
 
 from distdl_rma import layers
@@ -7,7 +9,6 @@ from distdl_rma import layers
 # In the library's list of layers, but none: from global parameters, and what layers are made of.
 OTHERS = {"Concat", "Conv", "InstanceNorm", "Movement"}
 _LOCAL = {1: (2, 4, 6), 2: (2, 4, 6, 5), 3: (2, 4, 6, 4, 3)}
-_CHANNELS = 4
 
 
 def rows(P_world, dims=2):
@@ -30,132 +31,82 @@ def local(dims=2, dtype=torch.float32):
     return (torch.rand(_LOCAL[dims]) * 0.8 + 0.1).to(dtype)
 
 
-def _images(name, *arguments, dims=(1, 2, 3), **options):
-    # A family of layers of images, one for each number of spatial dimensions.
-    for d in dims:
-        kind = getattr(layers, f"{name}{d}d")
-
-        def make(P_world, kind=kind, d=d):
-            return kind(rows(P_world, d), *arguments, **options), (local(d),)
-
-        yield f"{name}{d}d", make
-
-
-def _image(name, *arguments, **options):
-    def make(P_world):
-        return getattr(layers, name)(rows(P_world), *arguments, **options), (local(),)
-
-    yield name, make
-
-
-def _losses(name, **options):
-    def make(P_world):
-        return getattr(layers, name)(rows(P_world), **options), (local(), local())
-
-    yield name, make
-
-
-def _classes(name, split):
-    # Classes whole, or split over the ranks.
-    def make(P_world):
-        P_x = line(P_world) if split else P_world.create_cartesian_topology_partition((P_world.size, 1))
-        return getattr(layers, name)(P_x), (torch.rand(5, 3), torch.arange(5) % 3)
-
-    yield f"{name} of {'split' if split else 'whole'} classes", make
-
-
-def _vectors(name, make_layer, shape=(5, 3)):
-    def make(P_world):
-        return make_layer(getattr(layers, name), P_world), (torch.rand(shape),)
-
-    yield name, make
-
-
-def _two(P_world):
-    return P_world.create_cartesian_topology_partition((P_world.size, 1)), line(P_world)
-
-
-def _embedding(name, **options):
-    def make(P_world):
-        P_x = P_world.create_cartesian_topology_partition((1, P_world.size))
-        return layers.DistributedEmbedding(P_x, 7, 3, **options), (torch.randint(0, 7, (2, 3)),)
-
-    yield name, make
-
-
-def _concat():
-    def make(P_world):
-        P_x = rows(P_world)
-        P_y = P_world.create_cartesian_topology_partition((P_world.size, 1, 1, 1))
-        return layers.DistributedConcat([P_x, P_x], P_y), (local(), local())
-
-    yield "DistributedConcat", make
-
-
-def _general(name):
+# Arguments behind the partition of layers of images of one to three dimensions.
+_OF_IMAGES = {
+    "Conv{}d replicated": "4, 3, 3, padding=1",
+    "ConvTranspose{}d replicated": "4, 3, 3, padding=1",
+    **{f"{mode}Pad{{}}d": "1" for mode in ("Circular", "Reflection", "Replication", "Zero")},
+    "ConstantPad{}d": "1, 0.5",
+    **{f"{kind}Pool{{}}d": "3, 2, 1" for kind in ("Avg", "Max")},
+    **{f"Adaptive{kind}Pool{{}}d": "3" for kind in ("Avg", "Max")},
+    "InstanceNorm{}d": "4, affine=True, track_running_stats=True",
+    "BatchNorm{}d": "4",
+}
+# All arguments of layers of images of two dimensions.
+_OF_PICTURES = {
+    "Conv2d root": "rows2, 4, 3, 3, padding=1, weights='root'",
+    "ConvTranspose2d root": "rows2, 4, 3, 3, padding=1, weights='root'",
+    "Conv2d": "rows2, 4, 3, 3, padding=1, padding_mode='circular'",
+    "GroupNorm": "rows2, 2, 4",
+    "LayerNorm": "rows2, (5,)",
+    "RMSNorm": "rows2, (5,)",
+    "Upsample": "rows2, scale_factor=2, mode='bicubic'",
+    "UpsamplingBilinear2d": "rows2, scale_factor=2",
+    "UpsamplingNearest2d": "rows2, scale_factor=2",
+}
+_LOSSES = ["L1", "MSE", "SmoothL1", "Huber", "BCE", "BCEWithLogits", "PoissonNLL", "KLDiv"]
+_CLASSES = "torch.rand(5, 3), torch.arange(5) % 3"
+_WORDS = "torch.randint(0, 7, (2, 3)),"
+_ROWS, _WIDER = "torch.rand(5, 3),", "torch.rand(5, 4),"
+# Calls of layers, and the arguments of their calls.
+_CALLS = {
+    **{
+        f"Distributed{name.format(d)}": (f"rows{d}, {arguments}", f"local({d}),")
+        for name, arguments in _OF_IMAGES.items()
+        for d in (1, 2, 3)
+    },
+    **{f"Distributed{name}": (arguments, "local(),") for name, arguments in _OF_PICTURES.items()},
+    **{f"Distributed{name}Loss": ("rows2", "local(), local()") for name in _LOSSES},
     # Channels split over the ranks, weights on all of them.
-    def make(P_world):
-        n = P_world.size
-        P_x, P_W = (P_world.create_cartesian_topology_partition(s) for s in ((1, n, 1, 1), (1, n, 1, 1)))
-        return getattr(layers, name)(P_x, P_x, P_W, 2 * n, 2 * n, 3, padding=1), (torch.rand(2, 2, 6, 5),)
+    "DistributedConv2d of split channels": (
+        "channels, channels, channels, 2 * n, 2 * n, 3, padding=1",
+        "torch.rand(2, 2, 6, 5),",
+    ),
+    "HaloExchange": ("rows2, ((1, 1), (1, 0))", "local(),"),
+    "DistributedConcat": ("[rows2, rows2], samples", "local(), local()"),
+    "DistributedEmbedding": ("line, 7, 3", _WORDS),
+    "DistributedEmbedding root": ("line, 7, 3, weights='root'", _WORDS),
+    "DistributedEmbedding by frequency": ("line, 7, 3, scale_grad_by_freq=True", _WORDS),
+    "DistributedLinear": ("line, line, line, 3 * n, 8", _ROWS),
+    **{f"DistributedLinear{way}": ("line, 3 * n, 8", _ROWS) for way in ("AllGather", "ReduceScatter")},
+    **{f"DistributedLinear{way}Zero": ("blocks, 3, 8", _ROWS) for way in ("AllGather", "ReduceScatter")},
+    "AllGather": ("line, [1]", _WIDER),
+    "ReduceScatter": ("line, [1]", _WIDER),
+    "AllSumReduce": ("line, [1]", _ROWS),
+    "Repartition": ("blocks, line", _ROWS),
+    "DistributedTranspose": ("blocks, line", _ROWS),
+    "Broadcast": ("first, blocks", "torch.rand(5, 3) if first.active else torch.empty(0),"),
+    "SumReduce": ("blocks, first", _ROWS),
+    # Classes whole, or split over the ranks.
+    **{
+        f"Distributed{name}Loss of {'split' if grid == 'line' else 'whole'} classes": (grid, _CLASSES)
+        for name in ("CrossEntropy", "NLL")
+        for grid in ("blocks", "line")
+    },
+}
+_CALLS["DistributedKLDivLoss"] = ("rows2, reduction='batchmean'", "local(), local()")
 
-    yield f"{name} of split channels", make
 
-
-def _few(name):
-    def make(P_world):
-        P_all = P_world.create_cartesian_topology_partition((P_world.size, 1))
-        P_x, P_y = (P_all, first(P_world)) if name == "SumReduce" else (first(P_world), P_all)
-        x = torch.rand(5, 3) if P_x.active else torch.empty(0)
-        return getattr(layers, name)(P_x, P_y), (x,)
-
-    yield name, make
-
-
-def _all():
-    for weights in ("replicated", "root"):
-        for name in ("DistributedConv", "DistributedConvTranspose"):
-            dims = (1, 2, 3) if weights == "replicated" else (2,)
-            for key, make in _images(name, _CHANNELS, 3, 3, padding=1, dims=dims, weights=weights):
-                yield f"{key} {weights}", make
-    yield from _general("DistributedConv2d")
-    yield from _image("DistributedConv2d", _CHANNELS, 3, 3, padding=1, padding_mode="circular")
-    for mode in ("Circular", "Constant", "Reflection", "Replication", "Zero"):
-        yield from _images(f"Distributed{mode}Pad", 1, *((0.5,) if mode == "Constant" else ()))
-    for kind in ("Avg", "Max"):
-        yield from _images(f"Distributed{kind}Pool", 3, 2, 1)
-        yield from _images(f"DistributedAdaptive{kind}Pool", 3)
-    yield from _images("DistributedInstanceNorm", _CHANNELS, affine=True, track_running_stats=True)
-    yield from _images("DistributedBatchNorm", _CHANNELS)
-    yield from _image("DistributedGroupNorm", 2, _CHANNELS)
-    for name in ("DistributedLayerNorm", "DistributedRMSNorm"):
-        yield from _image(name, (5,))
-    yield from _image("DistributedUpsample", scale_factor=2, mode="bicubic")
-    yield from _image("DistributedUpsamplingBilinear2d", scale_factor=2)
-    yield from _image("DistributedUpsamplingNearest2d", scale_factor=2)
-    yield from _image("HaloExchange", ((1, 1), (1, 0)))
-    yield from _concat()
-    for options in ({}, {"weights": "root"}, {"scale_grad_by_freq": True}):
-        yield from _embedding(f"DistributedEmbedding {options}", **options)
-    yield from _vectors("DistributedLinear", lambda kind, P: kind(line(P), line(P), line(P), 3 * P.size, 8))
-    for way in ("AllGather", "ReduceScatter"):
-        yield from _vectors(f"DistributedLinear{way}", lambda kind, P: kind(line(P), 3 * P.size, 8))
-        yield from _vectors(f"DistributedLinear{way}Zero", lambda kind, P: kind(_two(P)[0], 3, 8))
-        yield from _vectors(way, lambda kind, P: kind(line(P), [1]), (5, 4))
-    for name in ("Repartition", "DistributedTranspose"):
-        yield from _vectors(name, lambda kind, P: kind(*_two(P)))
-    yield from _vectors("AllSumReduce", lambda kind, P: kind(line(P), [1]))
-    yield from _few("Broadcast")
-    yield from _few("SumReduce")
-    for name in ("L1", "MSE", "SmoothL1", "Huber", "BCE", "BCEWithLogits", "PoissonNLL"):
-        yield from _losses(f"Distributed{name}Loss")
-    yield from _losses("DistributedKLDivLoss", reduction="batchmean")
-    for name in ("DistributedCrossEntropyLoss", "DistributedNLLLoss"):
-        for split in (False, True):
-            yield from _classes(name, split)
+def _made(name, P_world):
+    n = P_world.size
+    grids = {"channels": (1, n, 1, 1), "samples": (n, 1, 1, 1), "blocks": (n, 1)}
+    names = {key: P_world.create_cartesian_topology_partition(shape) for key, shape in grids.items()}
+    names |= {f"rows{d}": rows(P_world, d) for d in _LOCAL} | {"line": line(P_world), "first": first(P_world)}
+    names |= {"torch": torch, "local": local, "n": n}
+    kind, (arguments, inputs) = getattr(layers, name.partition(" ")[0]), _CALLS[name]
+    layer = eval(f"kind({arguments})", names | {"kind": kind})
+    return layer, eval(f"({inputs})", names)
 
 
 # Name to a function that builds the layer, on all ranks alike, and gives its local inputs.
-EVERY_LAYER = {}
-for _name, _make in _all():
-    EVERY_LAYER[_name if _name not in EVERY_LAYER else f"{_name}, another form"] = _make
+EVERY_LAYER = {name: partial(_made, name) for name in _CALLS}

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from distdl_rma import DistdlError
+from distdl_rma import DistdlError, ShapeError
 
 # What one rank passes in the place of a tensor; more of it where shapes and types are those of one tensor.
 FAULTS = {
@@ -30,3 +30,9 @@ def same_error(comm, call, kind=DistdlError, match=None):
     texts = comm.allgather((type(caught.value).__name__, str(caught.value)))
     assert len(set(texts)) == 1, texts
     return texts[0][1]
+
+
+def refused(comm, loss, x, target, words):
+    """A call of a loss raises the same ShapeError on all ranks, again and again."""
+    for _ in range(2):
+        same_error(comm, lambda: loss(x, target), ShapeError, words)

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from torch import nn
 
 from distdl_rma import (
     Distribution,
@@ -11,22 +10,11 @@ from distdl_rma import (
     PartitionError,
     ShapeError,
     UnsupportedError,
-    zero_volume_tensor,
+    layers,
 )
-from distdl_rma.layers import (
-    Concat,
-    Conv,
-    DistributedConcat,
-    DistributedConv1d,
-    DistributedConv2d,
-    DistributedConv3d,
-    DistributedInstanceNorm1d,
-    DistributedInstanceNorm2d,
-    DistributedInstanceNorm3d,
-    InstanceNorm,
-)
-from tests.fuzz.interface import check, compare
-from tests.layers.sequential import CONV, NORM, agree, shard
+from distdl_rma.layers import Concat, Conv, DistributedConcat, InstanceNorm
+from tests.fuzz.interface import check
+from tests.layers.sequential import shard
 from tests.matrix import check_each, over_seeds
 
 pytestmark = pytest.mark.mpi
@@ -37,22 +25,14 @@ def test_random_layers_from_global_parameters_equal_the_sequential_ones(P_world,
     check_each(check, P_world, comm, seeds)
 
 
-@pytest.mark.parametrize("dims", [1, 2, 3])
-def test_the_number_of_extents_says_which_layer_it_is(permuted, comm, dims):
-    space, cut = (6, 5, 4)[:dims], Distribution(1, 1, comm.size, *(1,) * (dims - 1))
-    conv = Conv(permuted, (2, 3, 4, *space), cut, kernel_size=3, dtype=torch.float64)
-    norm = InstanceNorm(permuted, (2, 3, *space), cut, dtype=torch.float64)
-    concat = Concat(permuted, (2, (3, 1), *space), [cut, cut], dtype=torch.float64)
-    assert type(conv) is (DistributedConv1d, DistributedConv2d, DistributedConv3d)[dims - 1]
-    norms = (DistributedInstanceNorm1d, DistributedInstanceNorm2d, DistributedInstanceNorm3d)
-    assert type(norm) is norms[dims - 1]
-    assert type(concat) is DistributedConcat
-    module = CONV[dims](3, 4, 3, dtype=torch.float64)
-    conv.weight.data.copy_(module.weight)
-    conv.bias.data.copy_(module.bias)
-    P = permuted.distribute(cut)
-    compare(conv, module, [P], P, [(2, 3, *space)], "conv")
-    compare(norm, NORM[dims](3, dtype=torch.float64), [P], P, [(2, 3, *space)], "norm")
+def test_the_number_of_extents_says_which_layer_it_is(permuted, comm):
+    for dims in (1, 2, 3):
+        space, cut = (6, 5, 4)[:dims], Distribution(1, 1, comm.size, *(1,) * (dims - 1))
+        conv = Conv(permuted, (2, 3, 4, *space), cut, kernel_size=3)
+        norm = InstanceNorm(permuted, (2, 3, *space), cut)
+        assert type(conv) is getattr(layers, f"DistributedConv{dims}d")
+        assert type(norm) is getattr(layers, f"DistributedInstanceNorm{dims}d")
+        assert type(Concat(permuted, (2, (3, 1), *space), [cut, cut])) is DistributedConcat
 
 
 def test_sizes_are_known_before_the_first_call(permuted, comm):
@@ -73,6 +53,8 @@ def test_sizes_are_known_before_the_first_call(permuted, comm):
     mine = 8 * shards[comm.rank].volume + (8 * 2 * 9 if first else 0)
     assert concat.get_sizeof_input_tensor() == mine
     assert concat.get_sizeof_output_tensor() == 8 * inputs.shards((2, 4, 9), permuted)[comm.rank].volume
+    assert concat.get_ranks_synch_weights() == concat.get_ranks_synch_norm() == []
+    assert concat.get_sizeof_gradients() == concat.get_sizeof_norm() == 0
 
 
 # Calls, and what they are refused with; good, tall, deep, many and split are distributions, M the machine.
@@ -170,31 +152,3 @@ def test_weights_of_a_norm_are_whole_on_all_ranks_wherever_its_channels_are(perm
     assert norm.weight.shape == norm.bias.shape == (5,)
     assert norm.get_ranks_synch_weights() == (list(permuted.ranks) if comm.size > 1 else [])
     assert norm.get_sizeof_gradients() == 2 * 5 * 8
-
-
-@pytest.mark.parametrize("affine", [False, True])
-def test_the_state_of_a_norm_is_that_of_the_sequential_one_wherever_its_channels_are(permuted, comm, affine):
-    # Channels in as many parts as there is room for, with idle ranks behind them.
-    cut = Distribution(1, max(1, comm.size - 1), 1, 1)
-    options = {"affine": affine, "track_running_stats": True, "momentum": 0.3, "dtype": torch.float64}
-    layer, twin = InstanceNorm(permuted, (2, 5, 6, 7), cut, **options), nn.InstanceNorm2d(5, **options)
-    P_x = permuted.distribute(cut)
-    twin(torch.randn(2, 5, 6, 7, dtype=torch.float64) + 1)
-    layer.load_state_dict(twin.state_dict())
-    for step in range(3):
-        x = torch.randn(2 - step % 2, 5, 6, 7, dtype=torch.float64)
-        twin(x)
-        given = shard(P_x, x)
-        if step == 2 and P_x.size == 2:
-            # Cut elsewhere than the balanced input.
-            given = x[:, (slice(0, 1), slice(1, 5))[P_x.rank]] if P_x.active else given
-        layer(given if P_x.active else zero_volume_tensor(2, torch.float64))
-    assert layer.state_dict().keys() == twin.state_dict().keys()
-    for key, value in twin.state_dict().items():
-        agree(layer.state_dict()[key], value, key)
-    twin.load_state_dict(layer.state_dict())
-    twin.eval()
-    layer.eval()
-    y = layer(shard(P_x, x) if P_x.active else zero_volume_tensor(2, torch.float64))
-    if P_x.active:
-        agree(y, shard(P_x, twin(x)), "eval")

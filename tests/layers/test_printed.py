@@ -95,25 +95,14 @@ SINGLE = """
 >>>
 >>> y = layer(x)
 """
-SEPARATE = """
->>> P_x_base = P_world.create_partition_inclusive(np.arange(0, 8))
->>> P_x = P_x_base.create_cartesian_topology_partition([2, 1, 4])
->>>
->>> P_y = P_x_base.create_cartesian_topology_partition([2, 4, 1])
->>>
->>> in_features = 16
->>> out_features = 12
->>>
->>> x_local_shape = np.array([2, 8, 4])
->>>
->>> layer = {call}
->>>
->>> x = zero_volume_tensor()
->>> if {active}.active:
->>>     x = torch.rand(*x_local_shape)
->>>
->>> y = layer(x)
-"""
+P_Y = ">>> P_y = P_x_base.create_cartesian_topology_partition([2, 4, 1])"
+SEPARATE = (
+    SINGLE.replace(
+        "4])\n>>>\n", "4])\n>>>\n>>> P_y = P_x_base.create_cartesian_topology_partition([2, 4, 1])\n>>>\n", 1
+    )
+    .replace("{layer}(P_x, in_features, out_features)", "{call}")
+    .replace("if P_x.active", "if {active}.active")
+)
 GENERAL = """
 >>> P_x_base = P_world.create_partition_inclusive(np.arange(0, 4))
 >>> P_x = P_x_base.create_cartesian_topology_partition([1, 4])

@@ -78,14 +78,6 @@ def test_a_fault_on_one_rank_is_refused_on_all_and_leaves_no_trace(P_world, comm
 
 
 @pytest.mark.mpi(min_size=2)
-@each_form
-def test_idle_ranks_get_what_is_empty_and_know_the_weights(P_world, comm, form):
-    twins = Twins(P_world, form, ranks=range(1, comm.size))
-    for _ in range(2):
-        twins.step(twins.draw())
-
-
-@pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("form", FLOATING)
 def test_the_input_gradient_may_be_needed_on_one_rank_alone(P_world, comm, form):
     twins = Twins(P_world, form)

@@ -7,11 +7,7 @@ import torch
 from torch import nn
 
 from distdl_rma import ConfigurationError, GradientSync, MismatchError, ProtocolError, gather_state_dict
-from distdl_rma.layers import (
-    DistributedConv2d,
-    DistributedLinear,
-    DistributedLinearAllGatherZero,
-)
+from distdl_rma.layers import DistributedConv2d, DistributedLinear, DistributedLinearAllGatherZero
 from tests.layers.same_error import same_error
 from tests.layers.sequential import agree, shard
 
@@ -20,57 +16,42 @@ pytestmark = pytest.mark.mpi
 ORDERS = [2.0, 1.0, 3.5, math.inf]
 
 
-def both(P_world, comm):
-    """A network whose layers keep weights as copies, blocks, one set and shards, and torch's twin."""
-    n = comm.size
-    P_x = P_world.create_cartesian_topology_partition((1, n))
-    P_t = P_world.create_cartesian_topology_partition((1, 1, n, 1))
-    P_w = P_world.create_cartesian_topology_partition((n, 1))
+F64 = {"dtype": torch.float64}
+
+
+def both(P_world):
+    """A network whose layers keep weights as copies, blocks, one set and shards, torch's twin, and places."""
+    n = P_world.size
+    P_x, P_b, P_t = (P_world.create_cartesian_topology_partition(g) for g in ((1, n), (n, 1), (1, 1, n, 1)))
     torch.manual_seed(3)
     ours = nn.ModuleList(
         [
-            DistributedLinear(P_x, P_x, P_w, 5, 7, dtype=torch.float64),
-            DistributedLinearAllGatherZero(
-                P_world.create_cartesian_topology_partition((n, 1)), 7, 5, dtype=torch.float64
-            ),
-            nn.Linear(5, 5, dtype=torch.float64),
-            DistributedConv2d(P_t, 1, 2, 3, padding=1, dtype=torch.float64, weights="root"),
-            DistributedConv2d(P_t, 2, 1, 3, padding=1, dtype=torch.float64),
+            DistributedLinear(P_x, P_x, P_b, 5, 7, **F64),
+            DistributedLinearAllGatherZero(P_b, 7, 5, **F64),
+            nn.Linear(5, 5, **F64),
+            DistributedConv2d(P_t, 1, 2, 3, padding=1, weights="root", **F64),
+            DistributedConv2d(P_t, 2, 1, 3, padding=1, **F64),
         ]
     )
     torch.manual_seed(3)
-    twins = nn.ModuleList(
-        [
-            nn.Linear(5, 7, dtype=torch.float64),
-            nn.Linear(7, 5, dtype=torch.float64),
-            nn.Linear(5, 5, dtype=torch.float64),
-            nn.Conv2d(1, 2, 3, padding=1, dtype=torch.float64),
-            nn.Conv2d(2, 1, 3, padding=1, dtype=torch.float64),
-        ]
-    )
-    return ours, twins, (P_x, P_t)
+    linears = [nn.Linear(*features, **F64) for features in ((5, 7), (7, 5), (5, 5))]
+    convs = [nn.Conv2d(*channels, 3, padding=1, **F64) for channels in ((1, 2), (2, 1))]
+    return ours, nn.ModuleList([*linears, *convs]), (P_x, P_b, P_t)
 
 
-def backward(nets, places, x, image):
-    (ours, twins), (P_x, P_t) = nets, places
-    P_b = P_x.create_cartesian_topology_partition((P_x.size, 1))
-    ours[0](shard(P_x, x)).square().sum().backward()
-    ours[1](shard(P_b, torch.cat([x, x[:, :2]], 1))).square().sum().backward()
-    (ours[2](x).square().sum() / P_x.size).backward()
-    ours[4](ours[3](shard(P_t, image))).square().sum().backward()
-    twins[0](x).square().sum().backward()
-    twins[1](torch.cat([x, x[:, :2]], 1)).square().sum().backward()
-    twins[2](x).square().sum().backward()
-    twins[4](twins[3](image)).square().sum().backward()
+def backward(net, x, longer, image, share=1):
+    """Of a loss of all layers; ``share`` ranks have the plain one alike."""
+    loss = net[0](x[0]).square().sum() + net[1](longer).square().sum()
+    (loss + net[2](x[1]).square().sum() / share + net[4](net[3](image)).square().sum()).backward()
 
 
 @pytest.mark.parametrize("order", ORDERS)
 def test_the_norm_counts_every_weight_once(P_world, comm, order):
-    ours, twins, places = both(P_world, comm)
+    ours, twins, (P_x, P_b, P_t) = both(P_world)
     sync = GradientSync(ours, P_world)
-    torch.manual_seed(1)
-    x, image = torch.randn(6, 5, dtype=torch.float64), torch.randn(1, 1, 9, 7, dtype=torch.float64)
-    backward((ours, twins), places, x, image)
+    x, longer, image = (torch.randn(shape, **F64) for shape in ((6, 5), (6, 7), (1, 1, 9, 7)))
+    backward(ours, (shard(P_x, x), x), shard(P_b, longer), shard(P_t, image), comm.size)
+    backward(twins, (x, x), longer, image)
     expected = torch.nn.utils.clip_grad_norm_(twins.parameters(), 0.7, order)
     norm = sync.clip_grad_norm_(0.7, order)
     agree(norm, expected)

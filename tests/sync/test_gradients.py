@@ -1,21 +1,19 @@
 """Gradients of a whole training loop against the sequential loop."""
 
 import copy
+import math
 
 import pytest
 import torch
 from torch import nn
 
 from distdl_rma import ConfigurationError, GradientSync, Machine, ProtocolError
-from distdl_rma.layers import (
-    DistributedConv1d,
-    DistributedMSELoss,
-)
+from distdl_rma.layers import DistributedConv1d
 from tests.layers.same_error import same_error
 from tests.layers.sequential import agree, grids, shard
 from tests.sync.training import (
+    Spectral,
     close_to,
-    distributed,
     inputs,
     make,
     network,
@@ -44,19 +42,65 @@ def test_training_equals_the_sequential_run_on_every_grid(P_world, comm, bucket_
         sync.close()
 
 
-def test_distributed_layers_train_right_without_the_line_too(P_world, comm):
-    losses, _ = sequential_losses_and_weights(1)
-    sequential = network(nn.Conv2d, nn.InstanceNorm2d)
-    nn.MSELoss()(sequential(inputs()[0]), target()).backward()
-    P_x = P_world.create_cartesian_topology_partition((1, 1, 1, comm.size))
-    model = distributed(P_x)
-    loss = DistributedMSELoss(P_x)(model(shard(P_x, inputs()[0])), shard(P_x, target()))
-    loss.backward()
-    assert loss.item() == pytest.approx(losses[0], rel=1e-12)
-    for (name, parameter), twin in zip(model.named_parameters(), sequential.parameters(), strict=True):
-        # The plain module in between is not the library's to synchronise without a GradientSync.
-        if "factor" not in name:
-            torch.testing.assert_close(parameter.grad, twin.grad, rtol=1e-10, atol=1e-12, msg=name)
+def test_two_optimizers_see_the_same_gradients_as_on_one_machine(P_world, comm):
+    P_x, ours, sync, criterion = make(P_world, comm)
+    twin = network(nn.Conv2d, nn.InstanceNorm2d)
+    losses = (
+        lambda: criterion(ours(shard(P_x, inputs()[0])), shard(P_x, target())),
+        lambda: nn.MSELoss()(twin(inputs()[0]), target()),
+    )
+    for net, loss in zip((ours, twin), losses, strict=True):
+        optimizers = [
+            torch.optim.SGD(net[0].parameters(), lr=0.1, foreach=True),
+            torch.optim.AdamW(net[1:].parameters(), foreach=False),
+        ]
+        for _ in range(4):
+            net.zero_grad()
+            loss().backward()
+            for optimizer in optimizers:
+                optimizer.step()
+    for a, b in zip(ours.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-11)
+    sync.close()
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
+@pytest.mark.parametrize("reduction", ["sum", "mean"])
+def test_complex_gradients_are_those_of_all_ranks_and_are_clipped_as_torchs(P_world, comm, dtype, reduction):
+    model, twin = Spectral(dtype), Spectral(dtype)
+    twin.load_state_dict(model.state_dict())
+    xs, optimizer = torch.randn(comm.size, 5, 4, dtype=dtype.to_real()), torch.optim.SGD(model.parameters())
+    with GradientSync(model, P_world, reduction=reduction) as sync:
+        for order in (2.0, 1.0, math.inf):
+            model.zero_grad(), twin.zero_grad()
+            model(xs[comm.rank]).pow(3).sum().backward()
+            for x in xs:
+                (twin(x).pow(3).sum() / (comm.size if reduction == "mean" else 1)).backward()
+            found, expected = ([p.grad for p in net.parameters()] for net in (model, twin))
+            torch.testing.assert_close(found, expected)
+            norm = sync.clip_grad_norm_(0.1, order)
+            wanted = nn.utils.clip_grad_norm_(twin.parameters(), 0.1, order)
+            torch.testing.assert_close(norm.to(wanted.dtype), wanted)
+            torch.testing.assert_close(found, expected)
+        sizes = {row["nbytes"] for row in sync.describe()}
+        assert comm.size == 1 or sizes == {p.numel() * p.element_size() for p in model.parameters()}
+    optimizer.step()
+
+
+@pytest.mark.mpi(min_size=2)
+def test_mean_reaches_weights_that_one_rank_keeps(P_world, comm):
+    # Every rank's loss counts the same, wherever a weight is kept.
+    P_x = P_world.create_cartesian_topology_partition((1, 1, comm.size))
+    gradients = {}
+    for weights in ("replicated", "root"):
+        torch.manual_seed(1)
+        layer = DistributedConv1d(P_x, 1, 2, 3, padding=1, dtype=torch.float64, weights=weights)
+        with GradientSync(layer, P_world, reduction="mean"):
+            for _ in range(2):  # adds up
+                layer(shard(P_x, torch.ones(1, 1, 8, dtype=torch.float64))).sum().backward()
+        gradients[weights] = layer.weight.grad
+    if comm.rank == 0:
+        agree(gradients["root"], gradients["replicated"])
 
 
 @pytest.mark.mpi(min_size=2)
@@ -74,34 +118,22 @@ def test_plain_modules_start_equal_buffers_included(P_world, comm):
 def test_layers_that_only_some_ranks_use(P_world, comm):
     # Ranks complete their buckets in different orders, and one gets no gradient for a layer at all.
     torch.manual_seed(0)
-    a, b, unused = (nn.Linear(8, 8) for _ in range(3))
-    model = nn.ModuleList([a, b, unused])
+    model = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+    twin = copy.deepcopy(model)
+    order = [0] if comm.rank == 1 else [1, 0] if comm.rank % 2 else [0, 1]
     sync = GradientSync(model, P_world, bucket_nbytes=0)
     for _ in range(3):
-        model.zero_grad()
-        x = torch.full((1, 8), comm.rank + 1.0)
-        order = [a] if comm.rank == 1 else [b, a] if comm.rank % 2 else [a, b]
-        y = x
-        for layer in order:
-            y = layer(y) + x
-        y.sum().backward()
-        local = {}
-        twin = copy.deepcopy(model)
-        for parameter in twin.parameters():
-            parameter.grad = None
-        y = x
-        for layer in order:
-            y = twin[0 if layer is a else 1](y) + x
-        y.sum().backward()
-        for name, parameter in twin.named_parameters():
-            local[name] = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-        everyones = comm.allgather({name: gradient.numpy() for name, gradient in local.items()})
-        for name, parameter in model.named_parameters():
-            total = sum(torch.from_numpy(theirs[name]) for theirs in everyones)
-            if name.startswith("2"):
-                assert parameter.grad is None
-            else:
-                torch.testing.assert_close(parameter.grad, total)
+        for net in (model, twin):
+            net.zero_grad()
+            y = x = torch.full((1, 8), comm.rank + 1.0)
+            for at in order:
+                y = net[at](y) + x
+            y.sum().backward()
+        for ours, alone in zip(model.parameters(), twin.parameters(), strict=True):
+            everyones = [grad for grad in comm.allgather(alone.grad) if grad is not None]
+            assert (ours.grad is None) == (not everyones)
+            if everyones:
+                torch.testing.assert_close(ours.grad, sum(everyones))
     sync.close()
 
 
@@ -151,15 +183,6 @@ def test_a_model_that_is_registered_again_is_what_it_is_now(P_world, comm):
 def test_wrong_options_on_one_rank_are_refused_on_all(P_world, comm, options, message):
     with pytest.raises(ConfigurationError, match=message):
         GradientSync(nn.Linear(2, 2), P_world, **(options if comm.rank == 1 else {}))
-
-
-def test_gradients_outlive_the_machine(comm):
-    with Machine(comm, segment_size="4MiB") as machine:
-        plain = nn.Linear(3, 2)
-        sync = GradientSync(plain, machine)
-        plain(torch.ones(1, 3)).sum().backward()
-    assert plain.weight.grad[0, 0].item() == comm.size
-    sync.close()
 
 
 def test_finished_work_is_forgotten(P_world, comm):

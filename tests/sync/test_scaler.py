@@ -8,7 +8,8 @@ from torch import nn
 
 from distdl_rma import DistributedGradScaler, GradientSync, MismatchError
 from distdl_rma.layers import DistributedLinear
-from tests.layers.sequential import shard
+from tests.layers.sequential import agree, shard
+from tests.sync.training import Spectral, inputs, make, network, target
 
 pytestmark = pytest.mark.mpi
 
@@ -46,7 +47,7 @@ def test_another_scale_on_one_rank_is_refused_on_all(P_world, comm):
         scaler.step(optimizer)
 
 
-def test_a_scaler_under_another_default_type(P_world, monkeypatch):
+def test_a_scaler_under_another_default_type(P_world):
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
@@ -60,3 +61,53 @@ def test_a_scaler_under_another_default_type(P_world, monkeypatch):
         assert scaler.get_scale() == 2.0
     finally:
         torch.set_default_dtype(before)
+
+
+@pytest.mark.parametrize("overflow", [False, True])
+def test_torchs_scaler_works_on_copies(P_world, comm, overflow):
+    P_x, ours, sync, criterion = make(P_world, comm)
+    twin, scales = network(nn.Conv2d, nn.InstanceNorm2d), []
+    losses = (
+        lambda: criterion(ours(shard(P_x, inputs()[0])), shard(P_x, target())),
+        lambda: nn.MSELoss()(twin(inputs()[0]), target()),
+    )
+    for net in (ours, twin):
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        for step in range(3):
+            optimizer.zero_grad()
+            loss = losses[net is twin]()
+            # An overflow on one rank alone.
+            spoilt = overflow and step == 1
+            here = spoilt and (net is twin or comm.rank == comm.size - 1)
+            (scaler.scale(loss) * (math.inf if here else 1.0)).backward()
+            scaler.unscale_(optimizer)
+            if not spoilt and net is ours:
+                sync.clip_grad_norm_(0.5)
+            elif not spoilt:
+                nn.utils.clip_grad_norm_(net.parameters(), 0.5)
+            scaler.step(optimizer)
+            scaler.update()
+        scales.append(scaler.get_scale())
+    assert scales == [512.0 if overflow else 1024.0] * 2
+    for a, b in zip(ours.parameters(), twin.parameters(), strict=True):
+        agree(a, b)
+    sync.close()
+
+
+def test_the_gradients_of_complex_parameters_are_unscaled(P_world, comm):
+    model, x = Spectral(torch.complex64), torch.randn(5, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    scaler = DistributedGradScaler(P_world, init_scale=8.0)
+    with GradientSync(model, P_world):
+        model(x).pow(3).sum().backward()
+        expected = [parameter.grad.clone() for parameter in model.parameters()]
+        for bad in (1.0, math.nan):
+            optimizer.zero_grad()
+            scaler.scale(model(x).pow(3).sum() * (bad if comm.rank == comm.size - 1 else 1.0)).backward()
+            scaler.unscale_(optimizer)
+            if bad == 1.0:
+                torch.testing.assert_close([parameter.grad for parameter in model.parameters()], expected)
+            scaler.step(optimizer)
+            scaler.update()
+        assert scaler.get_scale() == 4.0

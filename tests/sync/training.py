@@ -1,5 +1,7 @@
 """A small network, distributed and sequential, and its training."""
 
+from functools import partial
+
 import torch
 from torch import nn
 
@@ -22,6 +24,19 @@ class Scale(nn.Module):
         return x * self.factor
 
 
+class Spectral(nn.Module):
+    """Complex parameters, as of spectral layers."""
+
+    def __init__(self, dtype):
+        super().__init__()
+        self.weights = nn.Parameter(torch.randn(2, 3, dtype=dtype))
+        self.shift = nn.Parameter(torch.randn(3, dtype=dtype.to_real()))
+
+    def forward(self, x):
+        spectrum = torch.fft.rfft(x, n=4) @ self.weights.t() * (1 + 2j)
+        return torch.fft.irfft(spectrum, n=3) + self.shift
+
+
 def network(conv, norm):
     torch.manual_seed(3)
     return nn.Sequential(
@@ -36,13 +51,7 @@ def network(conv, norm):
 
 
 def distributed(P_x):
-    def conv(*arguments, **options):
-        return DistributedConv2d(P_x, *arguments, **options)
-
-    def norm(*arguments, **options):
-        return DistributedInstanceNorm2d(P_x, *arguments, **options)
-
-    return network(conv, norm)
+    return network(partial(DistributedConv2d, P_x), partial(DistributedInstanceNorm2d, P_x))
 
 
 def sequential_losses_and_weights(steps=4):

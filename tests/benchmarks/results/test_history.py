@@ -22,6 +22,7 @@ def entry(ours: float, day: int, commit: str = "", spread: float = 0.1, what: st
 
 def test_what_was_appended_is_read_again(tmp_path):
     entries = [entry(2.0, 1), entry(2.1234567, 2), entry(1.0, 2, what='a "name", with a comma')]
+    entries[2] = replace(entries[2], row=replace(entries[2].row, target=None))
     file = tmp_path / "folder" / "machine.csv"
     assert history.append(file, entries[:1]) == 1
     assert history.append(file, entries) == 2
@@ -30,14 +31,8 @@ def test_what_was_appended_is_read_again(tmp_path):
     again = history.read(file)
     assert [e.key for e in again] == [e.key for e in entries]
     assert again[1].row.ours_us == 2.12346
-    assert again[0] == entries[0]
+    assert again[::2] == entries[::2]
     assert history.read(tmp_path / "no such file") == []
-
-
-def test_a_row_without_a_target_has_none_again(tmp_path):
-    file = tmp_path / "machine.csv"
-    history.append(file, [Entry("c", "2026-01-01T00:00:00Z", "torch 2", 2, replace(ROW, target=None))])
-    assert history.read(file)[0].row.target is None
 
 
 @pytest.mark.parametrize(
@@ -61,13 +56,10 @@ def test_the_newest_is_compared_with_the_one_before_or_with_a_named_commit():
     (found,) = history.slower(entries, since="c1")
     assert (found.before, found.now) == (entries[0], entries[2])
     assert str(found).startswith("put, 8 B, against Send/Recv: 0.50 ± 0.03 at c1, now 0.75")
-
-
-def test_rows_that_the_newest_commit_did_not_measure_are_not_named():
-    slow_then = [entry(2.0, 1, what="other"), entry(4.0, 2, what="other")]
-    assert history.slower([*slow_then, entry(2.0, 3)]) == []
-    assert len(history.slower(slow_then)) == 1
-    assert history.slower([]) == []
+    # Rows that the newest commit did not measure are not named.
+    others = [entry(2.0, 1, what="other"), entry(4.0, 2, what="other")]
+    assert len(history.slower(others)) == 1
+    assert history.slower([*others, entry(2.0, 3)]) == history.slower([]) == []
 
 
 def test_a_run_is_read_as_it_was_written(tmp_path):

@@ -21,6 +21,7 @@ def few(monkeypatch):
     monkeypatch.setattr(constants, "CALLS", 1)
 
 
+@pytest.mark.processes
 def test_a_wire_costs_time_and_all_ranks_are_told(comm):
     with Machine(comm) as machine:
         found = constants.wire(machine)

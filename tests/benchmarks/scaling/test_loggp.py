@@ -23,30 +23,39 @@ def line(size, per_node):
     return Network(Cluster((1, 1, size, 1), per_node), NEAR, FAR)
 
 
-def test_between_two_ranks_of_a_node_bytes_keep_the_sender_busy():
-    # A row of six numbers each way.
-    assert line(2, 2).span(halo(line(2, 2).cluster, 0, 8), 0) == Span(1 + 2 + 24 * 0.5, 10.0)
-
-
-def test_between_two_nodes_bytes_travel():
-    assert line(2, 1).span(halo(line(2, 1).cluster, 0, 8), 0) == Span(100 + 200, 1000 + 24 * 50.0)
-
-
-def test_the_ranks_of_a_node_share_its_wire():
-    network = line(4, 2)
+# A network's ranks, and those of each of its nodes; what is sent, by which rank, and what this takes.
+SPANS = {
+    # A row of six numbers each way: bytes keep the sender busy on a node, and travel between nodes.
+    "halo on a node": (2, 2, lambda cluster: halo(cluster, 0, 8), 0, Span(1 + 2 + 24 * 0.5, 10.0)),
+    "halo between nodes": (2, 1, lambda cluster: halo(cluster, 0, 8), 0, Span(100 + 200, 1000 + 24 * 50.0)),
     # One neighbour on the node, and one beyond, whose bytes meet those that the other rank may send there.
-    assert network.span(halo(network.cluster, 1, 16), 1) == Span(3 + 12.0 + 300, 1000 + 2 * 24 * 50.0)
-
-
-def test_a_round_costs_a_message_to_everyone():
-    assert line(4, 4).span(Round(8), 0) == Span(3 * (3 + 8 * 0.5), 10.0)
-    assert line(4, 1).span(Round(8), 0) == Span(3 * 300, 1000 + 3 * 8 * 50.0)
-    assert line(1, 1).span(Round(8), 0) == Span()
-
-
-def test_a_sum_on_a_node_loads_and_stores_a_share_of_all():
+    "shared wire": (
+        4,
+        2,
+        lambda cluster: halo(cluster, 1, 16),
+        1,
+        Span(3 + 12.0 + 300, 1000 + 2 * 24 * 50.0),
+    ),
+    # A message to everyone.
+    "round on a node": (4, 4, lambda _: Round(8), 0, Span(3 * (3 + 8 * 0.5), 10.0)),
+    "round between nodes": (4, 1, lambda _: Round(8), 0, Span(3 * 300, 1000 + 3 * 8 * 50.0)),
+    "round of one rank": (1, 1, lambda _: Round(8), 0, Span()),
     # 2,000 doubles, of which each of four ranks sums 500 of the three others and stores them there.
-    assert line(4, 4).span(Sum(2000, 8), 0) == Span(2 * 3 * 4000 * 0.5 + 6, 20.0)
+    "sum on a node": (4, 4, lambda _: Sum(2000, 8), 0, Span(2 * 3 * 4000 * 0.5 + 6, 20.0)),
+    # A turn for every fourfold of nodes: of ten nodes three of the first turn, and two of the second.
+    "vote on a node": (4, 4, lambda _: Vote(), 1, Span(3.0, 20.0)),
+    "vote between nodes": (10, 1, lambda _: Vote(), 0, Span(3 + 5 * 300, 20.0 + 2 * 1000)),
+    # What is told to all is passed on: to four others of a node.
+    "told": (4, 4, lambda _: Told(8), 0, Span(3 + 3 * 8 * 0.5, 10.0)),
+    "told of one rank": (1, 1, lambda _: Told(8), 0, Span()),
+}
+
+
+@pytest.mark.parametrize("what", SPANS)
+def test_what_is_sent_takes_the_seconds_of_the_closed_form(what):
+    size, per_node, sent, rank, expected = SPANS[what]
+    network = line(size, per_node)
+    assert network.span(sent(network.cluster), rank) == expected
 
 
 @pytest.mark.parametrize("nodes", [2, 4, 8, 512])
@@ -68,15 +77,3 @@ def test_compute_hides_what_travels_and_nothing_else():
     span = Span(3.0, 10.0)
     assert [span.behind(compute) for compute in (0.0, 4.0, 10.0, 20.0)] == [13.0, 9.0, 3.0, 3.0]
     assert span.slowed(2) == Span(6.0, 10.0)
-
-
-def test_a_vote_takes_a_turn_for_every_fourfold_of_nodes():
-    assert line(4, 4).span(Vote(), 1) == Span(3.0, 20.0)
-    # Ten nodes: three of the first turn, and two of the second.
-    assert line(10, 1).span(Vote(), 0) == Span(3 + 5 * 300, 20.0 + 2 * 1000)
-
-
-def test_what_is_told_to_all_is_passed_on():
-    # Four to four others of a node, and one to the other three where each is on a node of its own.
-    assert line(4, 4).span(Told(8), 0) == Span(3 + 3 * 8 * 0.5, 10.0)
-    assert line(1, 1).span(Told(8), 0) == Span()

@@ -36,11 +36,8 @@ def test_a_tile_takes_what_was_measured_and_powers_between():
     )
 
 
-def test_one_rank_computes():
-    assert step_seconds(CASE, CONSTANTS, cut(1, 1)).seconds == 32.0
-
-
 def test_without_costs_of_messages_a_step_is_compute_calls_and_the_halo():
+    assert step_seconds(CASE, CONSTANTS, cut(1, 1)).seconds == 32.0
     for grid, volume in (((4, 1), 1024), ((2, 2), 1024)):
         found = step_seconds(CASE, CONSTANTS, cut(*grid))
         assert (found.compute, found.calls, found.norms, found.gradients) == (8.0, 100.0, 0.0, 0.0)

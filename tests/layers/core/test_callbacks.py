@@ -41,21 +41,11 @@ def test_statistics_are_shared_by_the_ranks_that_the_user_names(permuted, comm):
             expected.pow(3).sum().backward()
             agree(mine.grad, together.grad[:, :, here], "input gradient")
             assert layer.get_ranks_synch_norm() == ranks
+            GradientSync(layer, permuted).close()
 
 
 def norm_of_rows(machine, n, **callbacks):
     return InstanceNorm(machine, (2, 3, 2 * n), Distribution(1, 1, n), **callbacks)
-
-
-@pytest.mark.mpi(min_size=2)
-def test_the_rank_whose_callback_says_nothing_usable_is_named(permuted, comm):
-    # Not those that it does not fit to.
-    for wrong in range(comm.size):
-        layer = norm_of_rows(permuted, comm.size)
-        said = {wrong: lambda: 1 / 0}.get(comm.rank, lambda: list(range(comm.size)))
-        layer.get_ranks_synch_norm = said
-        with pytest.raises(ConfigurationError, match=rf"gave no list of ranks on rank {wrong}:"):
-            layer(torch.ones(2, 3, 2))
 
 
 @pytest.mark.mpi(min_size=2)

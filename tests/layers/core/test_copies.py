@@ -1,7 +1,6 @@
 """Copies of layers are layers of their own; pickles of them are refused."""
 
 import copy
-import gc
 import io
 import pickle
 
@@ -52,14 +51,6 @@ def test_a_copy_of_any_layer_computes_what_the_layer_does(P_world, used):
             the_same(step(twin, inputs), step(layer, inputs))
 
 
-def test_copies_have_names_of_their_own(P_world):
-    layer = DistributedConv1d(P_world.create_cartesian_topology_partition((1, 1, P_world.size)), 1, 1, 1)
-    twin, other = copy.deepcopy(layer), copy.deepcopy(layer)
-    third = copy.deepcopy(twin)
-    names = [net.name for net in (twin, other, third)]
-    assert names == [f"{layer.name} (copy {n})" for n in (1, 2, 3)]
-
-
 @pytest.mark.mpi(min_size=2)
 def test_a_copy_that_one_rank_makes_disturbs_no_other_layer(P_world, comm):
     layer, other = (DistributedConv2d(rows(P_world), 4, 4, 3, padding=1) for _ in range(2))
@@ -91,15 +82,13 @@ def test_callbacks_of_a_copy_are_answered_for_the_copy(P_world):
 
 def network(P_x=None):
     torch.manual_seed(3)
-
-    def made(kind, *arguments, **options):
-        return kind(*([] if P_x is None else [P_x]), *arguments, **F64, **options)
-
+    given = [] if P_x is None else [P_x]
+    conv, norm = (nn.Conv2d, nn.BatchNorm2d) if P_x is None else (DistributedConv2d, DistributedBatchNorm2d)
     return nn.Sequential(
-        made(nn.Conv2d if P_x is None else DistributedConv2d, 2, 4, 3, padding=1),
-        made(nn.BatchNorm2d if P_x is None else DistributedBatchNorm2d, 4),
+        conv(*given, 2, 4, 3, padding=1, **F64),
+        norm(*given, 4, **F64),
         nn.ReLU(),
-        made(nn.Conv2d if P_x is None else DistributedConv2d, 4, 2, 3, padding=1),
+        conv(*given, 4, 2, 3, padding=1, **F64),
     )
 
 
@@ -132,16 +121,17 @@ def test_a_copy_and_its_layer_train_independently(P_world, synchronised):
     def cut(x):
         return shard(P_x, x)
 
-    train(model, criterion, batches(1), cut)
-    train(sequential, nn.MSELoss(), batches(1), torch.clone)
+    def train_both(ours, theirs, seed):
+        train(ours, criterion, batches(seed), cut)
+        train(theirs, nn.MSELoss(), batches(seed), torch.clone)
+
+    train_both(model, sequential, 1)
     twin, sequential_twin = copy.deepcopy((model, sequential))
     assert not any(net.placed.taken_over for net in (twin[0], twin[3]))
     other = GradientSync(twin, P_world) if synchronised == "both" else None
-    train(twin, criterion, batches(2), cut)
-    train(sequential_twin, nn.MSELoss(), batches(2), torch.clone)
+    train_both(twin, sequential_twin, 2)
     like(model, sequential)
-    train(model, criterion, batches(3), cut)
-    train(sequential, nn.MSELoss(), batches(3), torch.clone)
+    train_both(model, sequential, 3)
     like(model, sequential)
     like(twin, sequential_twin)
     for opened in filter(None, (other, sync)):
@@ -164,24 +154,6 @@ def test_averaged_model_is_that_of_the_sequential_model(P_world, average, weight
     like(mean, expected)
     (x,) = batches(5, 1)
     agree(mean.eval()(shard(P_x, x)).detach(), shard(P_x, expected.eval()(x)))
-
-
-def test_many_copies_leak_no_segment(P_world, comm):
-    manager = Machine.of(P_world).segments
-    P_x = rows(P_world)
-    model, used = network(P_x), []
-    with GradientSync(model, P_world):
-        for _ in range(6):
-            twin = copy.deepcopy(model)
-            for net in (model, twin):
-                net(shard(P_x, torch.ones(IMAGE, **F64))).sum().backward()
-            del twin, net
-            gc.collect()
-            comm.Barrier()
-            manager.get_segment_buffer(0).free()
-            comm.Barrier()
-            used.append(manager.heap.used)
-    assert used[-1] <= used[1]
 
 
 def test_pickling_is_refused_with_what_to_do_instead(P_world):

@@ -1,5 +1,7 @@
 """A dense shard may lie in memory as it likes, in the forward and in the backward."""
 
+from itertools import product
+
 import pytest
 import torch
 
@@ -38,16 +40,16 @@ def laid(lay_out, x):
     return lay_out(x) if fits and x.numel() and x.is_floating_point() else x
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_layer_takes_any_layout_of_inputs_and_gradient(P_world, comm, layout):
+def test_every_layer_takes_any_layout_of_inputs_and_gradient(P_world, comm):
     for name, make in EVERY_LAYER.items():
         layer, inputs = make(P_world)
-        expected, lay_out = outcome(layer, inputs), LAYOUTS[layout]
+        expected = outcome(layer, inputs)
         # On one rank, and then on all.
-        for where in ([comm.size - 1], range(comm.size)):
+        for (layout, lay_out), where in product(LAYOUTS.items(), ([comm.size - 1], range(comm.size))):
             mine = [laid(lay_out, x) for x in inputs] if comm.rank in where else inputs
             for one, other in zip(outcome(layer, mine, lay_out), expected, strict=True):
-                torch.testing.assert_close(one, other, msg=lambda text, name=name: f"{name}: {text}")
+                told = f"{name}, {layout}"
+                torch.testing.assert_close(one, other, msg=lambda text, told=told: f"{told}: {text}")
 
 
 def test_elements_may_share_memory_and_so_may_class_indices(P_world):

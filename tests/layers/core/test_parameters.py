@@ -15,13 +15,6 @@ def conv(P_world, **options):
     return DistributedConv2d(rows(P_world), 4, 4, 3, padding=1, **options)
 
 
-def test_copies_are_summed_over_their_holders(P_world, comm):
-    layer = conv(P_world)
-    assert layer.placed.holders == layer.placed.summed_over() == tuple(range(comm.size))
-    root = conv(P_world, placement="root")
-    assert root.placed.holders == (comm.rank,)
-
-
 @pytest.mark.mpi(min_size=2)
 def test_initial_values_are_those_of_the_first_rank(P_world, comm):
     torch.manual_seed(comm.rank)

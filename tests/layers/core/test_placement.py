@@ -84,19 +84,13 @@ def test_ranks_outside_keep_nothing():
         assert module.w.shape == (0,)
 
 
-def test_another_tensor_in_the_place_of_a_whole_one_is_cut_too():
+def test_another_tensor_in_the_place_of_a_whole_one_is_cut_and_a_part_has_the_type_of_the_whole():
     store = next(stores(4))
     module = nn.Module()
     register(module, {"w": nn.Parameter(torch.ones(7, 5))}, {"w": Placement(store)})
     with as_whole(module, {"w": store}):
         module.w = nn.Parameter(torch.full((7, 5), 3.0))
     assert torch.equal(module.w, torch.full(store.box(4).shape, 3.0))
-
-
-def test_a_part_changes_its_type_as_the_whole_does():
-    store = next(stores(4))
-    module = nn.Module()
-    register(module, {"w": nn.Parameter(torch.ones(7, 5))}, {"w": Placement(store)})
     with as_whole(module, {"w": store}):
         module.w.data = module.w.data.double()
     assert module.w.dtype == torch.float64 and module.w.shape == store.box(4).shape
@@ -135,7 +129,4 @@ def test_every_part_is_that_of_torchs_layer(inputs, outputs, dtype):
         whole = Decomposition.replicated(Partition((me,), (1,), me), (outputs,))
         assert torch.equal(values["bias"].cut(whole), layer.bias)
         assert torch.equal(torch.get_rng_state(), after)
-
-
-def test_without_a_bias_none_is_drawn():
-    assert linear_values(2, 3, False, None)["bias"] is None
+    assert linear_values(inputs, outputs, False, dtype)["bias"] is None

@@ -1,5 +1,7 @@
 """What all layers that move data have in common, and a random search over their arguments."""
 
+from math import prod
+
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
@@ -10,6 +12,7 @@ from distdl_rma.layers import (
     AllGather,
     AllSumReduce,
     Broadcast,
+    DistributedTranspose,
     HaloExchange,
     ReduceScatter,
     Repartition,
@@ -18,6 +21,7 @@ from distdl_rma.layers import (
 from distdl_rma.layers.data_movement import chosen_axes
 from distdl_rma.segments.memory.buffer import SegmentBuffer
 from tests.fuzz.movement import check
+from tests.layers.random_shards import cut_balanced
 from tests.matrix import check_each, over_seeds
 
 pytestmark = pytest.mark.mpi
@@ -27,8 +31,12 @@ def grid(P_world, *shape):
     return P_world.create_cartesian_topology_partition(shape)
 
 
+def on(P_world, ranks, shape):
+    return P_world.create_partition_inclusive(ranks).create_cartesian_topology_partition(shape)
+
+
 def first(P_world):
-    return P_world.create_partition_inclusive([0]).create_cartesian_topology_partition([1, 1, 1])
+    return on(P_world, [0], (1, 1, 1))
 
 
 LAYERS = {
@@ -66,44 +74,20 @@ def test_adjoint_identity_holds_exactly(P_world, comm, make):
 
 
 @each_layer
-def test_gradients_accumulate_over_calls_in_any_order(P_world, make):
+def test_gradients_accumulate_over_calls_in_any_order_and_recomputed_ones(P_world, make):
     layer = make(P_world)
     x = input_of(layer).requires_grad_()
     layer(x).square().sum().backward()
-    once = x.grad.clone()
-    x.grad = None
+    once, x.grad = x.grad, None
     two = [layer(x).square().sum() for _ in range(2)]
     two[1].backward(retain_graph=True)
     two[0].backward()
     assert torch.equal(x.grad, 2 * once)
     two[1].backward()
     assert torch.equal(x.grad, 3 * once)
-    (layer(x).square().sum() + layer(x).square().sum()).backward()
+    again = checkpoint(layer, x, use_reentrant=False)
+    (again.square().sum() + layer(x).square().sum()).backward()
     assert torch.equal(x.grad, 5 * once)
-
-
-@each_layer
-def test_checkpointed_is_the_same(P_world, make):
-    layer = make(P_world)
-    x = input_of(layer).requires_grad_()
-    y = layer(x * 2)
-    y.square().sum().backward()
-    expected, x.grad = x.grad, None
-    again = checkpoint(lambda x: layer(x * 2), x, use_reentrant=False)
-    assert torch.equal(again, y)
-    again.square().sum().backward()
-    assert torch.equal(x.grad, expected)
-
-
-@each_layer
-def test_more_shapes_come_back_than_plans_are_kept(P_world, make):
-    layer = make(P_world)
-    for rows in (*range(1, 20), *range(1, 20)):
-        x = input_of(layer, rows).requires_grad_()
-        y = layer(x)
-        y.sum().backward()
-        assert x.grad.shape == x.shape
-        assert y.shape[0] == rows or layer.P_y.shape[0] > 1
 
 
 @each_layer
@@ -155,3 +139,42 @@ def test_random_arguments_give_what_the_operation_on_global_tensors_gives(P_worl
 def test_axes_are_sorted_and_may_be_those_that_are_kept():
     P = Partition(tuple(range(8)), (2, 2, 2), 0)
     assert chosen_axes("it", P, "axes", (-1, 0), None) == chosen_axes("it", P, "axes", None, 1) == (0, 2)
+
+
+def test_views_that_are_lazily_conjugate_or_negative_move_as_what_they_mean(P_world):
+    n = P_world.size
+    for P_x, P_y in (
+        (grid(P_world, n, 1), grid(P_world, 1, n)),
+        (grid(P_world, 1, n), on(P_world, [n - 1], (1, 1))),
+        (on(P_world, [0], (1, 1)), grid(P_world, n, 1)),
+        (on(P_world, reversed(range(n)), (n, 1)), grid(P_world, n, 1)),
+    ):
+        z = torch.complex(torch.arange(35.0), torch.arange(35.0) + 1).reshape(7, 5)
+        local = cut_balanced(P_x, z)
+        for of in (torch.conj, lambda t: t.conj().imag):
+            y = Repartition(P_x, P_y, preserve_batch=False)(of(local))
+            assert torch.equal(y, cut_balanced(P_y, of(z)))
+
+
+def scaled(shape, size):
+    """A grid of a document with as many places as there are ranks at most: its largest extent shrinks."""
+    shape = list(shape)
+    while prod(shape) > size:
+        shape[shape.index(max(shape))] -= 1
+    return shape
+
+
+@pytest.mark.sizes(1, 2, 3, 4)
+@pytest.mark.parametrize(
+    "grids",
+    [((5,), (3,)), ((3, 4), (4, 2)), ((3, 2, 2), (1, 2, 3)), ((1, 1, 1), (1, 3, 2)), ((1, 3, 2), (1, 1, 1))],
+    ids=["1: remap 1-D", "2: remap 2-D", "3: remap 3-D", "4: scatter", "5: gather"],
+)
+def test_printed_example_of_a_repartition(P_world, grids):
+    x_grid, y_grid = (scaled(grid, P_world.size) for grid in grids)
+    P_x = on(P_world, range(prod(x_grid)), x_grid)
+    P_y = on(P_world, range(P_world.size - prod(y_grid), P_world.size), y_grid)
+    x = torch.arange(11 ** len(x_grid)).reshape([11] * len(x_grid))
+    y = Repartition(P_x, P_y, preserve_batch=False)(cut_balanced(P_x, x))
+    assert torch.equal(y, cut_balanced(P_y, x))
+    assert DistributedTranspose is Repartition

@@ -2,7 +2,6 @@
 
 import contextlib
 
-import numpy as np
 import pytest
 import torch
 
@@ -34,28 +33,6 @@ def pretended_nodes(P_world, nodes):
         yield
     finally:
         segment.nodes = true
-
-
-@pytest.mark.mpi(min_size=4)
-def test_printed_program_on_4_of_its_ranks(P_world):
-    # As printed, with 2 x 2 ranks instead of 4 x 3.
-    P_x_base = P_world.create_partition_inclusive(np.arange(0, 4))
-    P_x = P_x_base.create_cartesian_topology_partition([2, 2])
-
-    P_y_base = P_world.create_partition_inclusive(np.arange(0, 2))
-    P_y = P_y_base.create_cartesian_topology_partition([1, 2])
-
-    x_local_shape = np.array([7, 5])
-
-    layer = SumReduce(P_x, P_y, preserve_batch=False)
-
-    x = zero_volume_tensor()
-    if P_x.active:
-        x = torch.rand(*x_local_shape)
-
-    y = layer(x)
-
-    assert y.shape == ((7, 5) if P_y.active else (0,))
 
 
 # Printed examples with extents of 2 at most: grids, transpositions, and what each rank of P_y sums.
@@ -103,44 +80,22 @@ def test_results_without_elements_keep_the_batch_if_asked(P_world, comm, preserv
         assert y.shape == (5, 0)
 
 
-def test_nothing_is_in_place(P_world, comm):
-    P = partition(P_world, range(comm.size), (comm.size, 1))
-    x = torch.ones(3)
-    for layer in (SumReduce(P, P), Broadcast(P, P), AllSumReduce(P, axes_reduce=1)):
-        y = layer(x)
-        assert torch.equal(y, x)
-        assert y.data_ptr() != x.data_ptr()
-        y += 1
-    assert torch.equal(x, torch.ones(3))
-
-
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("layer", [SumReduce, AllSumReduce])
 def test_subtensors_that_differ_in_shape_are_refused_on_all_ranks(P_world, comm, layer):
-    if layer is SumReduce:
-        reduce = SumReduce(P_world, partition(P_world, [0], (1,)), name="sum")
-    else:
-        reduce = AllSumReduce(P_world, axes_reduce=0, name="sum")
+    to = partition(P_world, [0], (1,)) if layer is SumReduce else 0
+    reduce, odd = layer(P_world, to, name="sum"), comm.rank == 1
     with pytest.raises(ShapeError, match=r"'sum': .*rank 0 passes \(2, 3\) but rank 1 \(3, 2\)"):
-        reduce(torch.ones(3, 2) if comm.rank == 1 else torch.ones(2, 3))
+        reduce(torch.ones(3, 2) if odd else torch.ones(2, 3))
     with pytest.raises(ShapeError, match=r"rank 0 passes torch.float32 but rank 1 torch.int64"):
-        reduce(torch.ones(2, 3, dtype=torch.int64 if comm.rank == 1 else torch.float32))
-    y = reduce(torch.ones(2, 3))
-    assert comm.rank or torch.equal(y, torch.full((2, 3), float(comm.size)))
+        reduce(torch.ones(2, 3, dtype=torch.int64 if odd else torch.float32))
 
 
-@pytest.mark.parametrize("nodes", ["one", "pairs", "each"])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
-def test_all_sum_reduce_is_bitwise_alike_on_all_ranks_and_from_run_to_run(P_world, comm, nodes, dtype):
-    n, width = comm.size, {"one": comm.size, "pairs": 2, "each": 1}[nodes]
-    layout = tuple(tuple(range(at, min(at + width, n))) for at in range(0, n, width))
+def test_all_sum_reduce_is_bitwise_alike_on_all_ranks_and_from_run_to_run(P_world, comm):
     torch.manual_seed(comm.rank)
-    for count in (1, 3, 5000):
-        x = torch.randn(count, dtype=torch.float64).exp().to(dtype)
-        with pretended_nodes(P_world, layout):
-            runs = [AllSumReduce(P_world, axes_reduce=[0])(x) for _ in range(3)]
-        bits = [y.view(torch.uint8).numpy().tobytes() for y in runs]
-        assert len({*comm.allgather(bits[0]), *bits}) == 1
+    x = torch.randn(5000, dtype=torch.float64).exp()
+    bits = [AllSumReduce(P_world, axes_reduce=[0])(x).numpy().tobytes() for _ in range(3)]
+    assert len({*comm.allgather(bits[0]), *bits}) == 1
 
 
 def test_sum_is_taken_in_the_order_of_the_partition(P_world, comm):
@@ -181,11 +136,7 @@ def test_short_types_are_rounded_once(P_world, comm, pretend):
 )
 def test_sums_of_integers_wrap_around(P_world, comm, dtype):
     largest = torch.iinfo(dtype).max
-    x = (
-        torch.tensor([largest, 1, 0]).to(dtype)
-        if dtype != torch.uint64
-        else torch.tensor([-1, 1, 0]).to(dtype)
-    )
+    x = torch.tensor([-1 if dtype == torch.uint64 else largest, 1, 0]).to(dtype)
     y = AllSumReduce(P_world, axes_reduce=0)(x)
     bits = torch.iinfo(dtype).bits
     assert y.dtype == dtype

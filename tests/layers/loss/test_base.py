@@ -15,7 +15,7 @@ from distdl_rma.layers import (
 from distdl_rma.layers.loss.base import DistributedLoss, LossSums, Totals, autocast_dtype, result_dtype
 from distdl_rma.ops.core.movement import CallSite
 from tests.fuzz.loss import CLASSES, ELEMENTWISE, check
-from tests.layers.loss.same_words import refused
+from tests.layers.same_error import refused
 from tests.layers.sequential import agree, shard
 from tests.matrix import check_each, over_seeds
 
@@ -36,10 +36,8 @@ def test_idle_rank_gets_zero_and_can_call_backward(P_world, comm):
     loss = loss_of(x, target)
     loss.backward()
     assert loss.item() == (1.0 if P_x.active else 0.0)
-    assert x.grad is not None
-    assert target.grad is not None
-    values = DistributedMSELoss(P_x, "none")(x, target)
-    assert values.shape == x.shape
+    assert x.grad is not None and target.grad is not None
+    assert DistributedMSELoss(P_x, "none")(x, target).shape == x.shape
     if not P_x.active:
         with pytest.raises(ShapeError, match=r"is not in P_x but passes a tensor of shape \(2, 2\)"):
             loss_of(torch.ones(2, 2), torch.ones(2, 2))
@@ -173,30 +171,19 @@ def test_autocast_is_torchs_and_losses_of_complex_numbers_are_real(comm):
         assert autocast_dtype(half) == result_dtype(half) == torch.float32
 
 
-def sums_of(P_x, name, arguments=""):
+@pytest.mark.mpi(min_size=2)
+def test_numbers_that_differ_within_a_group_reach_all(P_world, comm):
     def refuse(problem, alike):
         return ShapeError(f"{problem or 'none'}, {alike}")
 
-    return LossSums(CallSite(Machine.of(P_x), name), P_x, arguments, refuse)
-
-
-def test_terms_counts_and_the_numbers_of_groups_are_added(P_world, comm):
-    sums, everyone = sums_of(P_world, "sums"), P_world.ranks
-    groups = everyone[:2], everyone[2:]
-    mine = next(group for group in groups if comm.rank in group)
-    for epoch in range(3):
-        totals = sums.allreduce(1.5 * comm.rank, 2.0, "", "float32", mine[0] + epoch, mine)
-        numbers = sum(group[0] + epoch for group in groups if group)
-        assert totals == Totals(1.5 * sum(everyone), 2.0 * comm.size, numbers)
-
-
-@pytest.mark.mpi(min_size=2)
-def test_numbers_that_differ_within_a_group_reach_all(P_world, comm):
-    sums, everyone = sums_of(P_world, "numbers"), P_world.ranks
+    sums = LossSums(CallSite(Machine.of(P_world), "numbers"), P_world, "", refuse)
+    everyone = P_world.ranks
     mine = everyone[:2] if comm.rank in everyone[:2] else everyone[2:]
-    assert sums.allreduce(0.0, 0.0, "", "", comm.rank, mine).numbers_by_rank == {
-        rank: rank for rank in everyone
-    }
+    totals = sums.allreduce(1.5 * comm.rank, 2.0, "", "float32", mine[0], mine)
+    numbers = sum(group[0] for group in (everyone[:2], everyone[2:]) if group)
+    assert totals == Totals(1.5 * sum(everyone), 2.0 * comm.size, numbers)
+    differ = sums.allreduce(0.0, 0.0, "", "", comm.rank, mine)
+    assert differ.numbers_by_rank == {rank: rank for rank in everyone}
     # The problem of a rank without a number is raised on all ranks.
     problem = "it is broken" if comm.rank == 1 else ""
     with pytest.raises(ShapeError, match=problem or "none"):

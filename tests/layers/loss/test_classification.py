@@ -7,7 +7,7 @@ from torch.nn import functional as F  # noqa: N812
 from distdl_rma import ArgumentError, Machine, UnsupportedError
 from distdl_rma.geometry import Decomposition
 from distdl_rma.layers import DistributedCrossEntropyLoss, DistributedMSELoss, DistributedNLLLoss
-from tests.layers.loss.same_words import refused
+from tests.layers.same_error import refused
 from tests.layers.sequential import shard
 
 pytestmark = pytest.mark.mpi
@@ -37,15 +37,6 @@ def test_ranks_that_disagree_on_the_classes_are_refused(P_world, comm):
     refused(comm, loss, torch.zeros(2, 3), either, "torch.int64 .* but rank 1 torch.float32 and torch.float")
 
 
-def test_representation_tells_the_arguments(P_world, comm):
-    P_x = P_world.create_cartesian_topology_partition((comm.size, 1))
-    loss = DistributedCrossEntropyLoss(P_x, torch.ones(4), ignore_index=3)
-    assert repr(loss) == (
-        "DistributedCrossEntropyLoss(reduction=mean, ignore_index=3, label_smoothing=0.0, weight=(4,),"
-        f" P_x=({comm.size}, 1))"
-    )
-
-
 @pytest.mark.mpi(min_size=2)
 def test_split_classes_send_two_numbers_a_row_forth_and_nothing_back(P_world, comm):
     P_x = P_world.create_cartesian_topology_partition((1, comm.size))
@@ -61,24 +52,6 @@ def test_split_classes_send_two_numbers_a_row_forth_and_nothing_back(P_world, co
             value.backward()
             assert vars(counters) == behind
     assert sent[2] == sent[5]
-
-
-@pytest.mark.mpi(min_size=2)
-def test_a_backward_may_start_where_no_gradient_is_needed(P_world, comm):
-    P_x = P_world.create_cartesian_topology_partition((1, comm.size))
-    x = torch.zeros(2, 1, requires_grad=comm.rank == 0)
-    DistributedCrossEntropyLoss(P_x)(x, torch.zeros(2, dtype=torch.int64)).backward()
-    assert (x.grad is None) == (comm.rank != 0)
-
-
-@pytest.mark.mpi(min_size=2)
-def test_what_torch_refuses_beside_all_classes_is_refused_where_they_are_split(P_world, comm):
-    P_x = P_world.create_cartesian_topology_partition((1, comm.size))
-    x, target = torch.zeros(2, 1), torch.zeros(2, dtype=torch.int64)
-    short = DistributedCrossEntropyLoss(P_x, torch.ones(comm.size + 1))
-    refused(comm, short, x, target, "rank 0: weight tensor should be defined")
-    refused(comm, DistributedCrossEntropyLoss(P_x), x, target.int(), "rank 0: expected .* Int")
-    refused(comm, DistributedCrossEntropyLoss(P_x), x.cfloat(), target, "input: torch.complex64 has no order")
 
 
 @pytest.mark.mpi(min_size=2)
@@ -102,6 +75,11 @@ def test_what_does_not_fit_is_refused_with_split_classes_too(P_world, comm):
     refused(comm, loss, x, x if odd else target, "'label': target: rank 0 passes torch.int64 but rank")
     refused(comm, loss, x, target + odd, "ranks 0 and .* must have the same class indices, but they differ")
     refused(comm, loss, x, target + 99, "rank 0: Target 99 is out of bounds")
+    # What torch refuses beside all classes.
+    refused(comm, loss, x, target.int(), "rank 0: expected .* Int")
+    refused(comm, loss, x.cfloat(), target, "input: torch.complex64 has no order")
+    short = DistributedNLLLoss(P_x, torch.ones(comm.size + 1))
+    refused(comm, short, x, target, "rank 0: weight tensor should be defined")
     assert loss(x.requires_grad_(), target) == 0
 
 

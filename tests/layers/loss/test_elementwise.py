@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from distdl_rma.layers import DistributedBCEWithLogitsLoss, DistributedKLDivLoss, DistributedL1Loss
-from tests.layers.loss.same_words import refused
+from tests.layers.same_error import refused
 from tests.layers.sequential import agree, shard
 
 pytestmark = pytest.mark.mpi

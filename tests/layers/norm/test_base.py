@@ -1,11 +1,14 @@
-"""All normalisation layers: random search, errors, callbacks and buffers."""
+"""All normalisation layers: random search, errors, callbacks, and settings that all ranks have in common."""
+
+import gc
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.optim.swa_utils import update_bn
 
-from distdl_rma import ShapeError
+from distdl_rma import MismatchError, ShapeError, UnsupportedError
 from distdl_rma.layers import (
     DistributedBatchNorm1d,
     DistributedBatchNorm2d,
@@ -15,6 +18,7 @@ from distdl_rma.layers import (
     DistributedRMSNorm,
 )
 from tests.fuzz import norm as fuzz
+from tests.layers.same_error import same_error
 from tests.layers.sequential import agree, shard
 from tests.matrix import check_each, over_seeds
 
@@ -149,15 +153,99 @@ def test_an_empty_batch_is_counted_and_leaves_running_statistics(P_world, comm, 
         assert all(torch.equal(a, b) for a, b in zip(layer.buffers(), twin.buffers(), strict=True))
 
 
-def test_callbacks_state_ranks_and_bytes(P_world, comm):
-    split = P_world.create_cartesian_topology_partition((1, 1, comm.size))
-    layer = DistributedInstanceNorm1d(split, 4, affine=True)
-    layer(torch.randn(2, 4, 3))
-    several = comm.size > 1
-    assert layer.get_ranks_synch_norm() == (list(range(comm.size)) if several else [])
-    assert layer.get_ranks_synch_weights() == (list(range(comm.size)) if several else [])
-    assert layer.get_sizeof_gradients() == 2 * 4 * 4
-    assert layer.get_sizeof_norm() == 2 * 2 * 4 * 8
-    batch = P_world.create_cartesian_topology_partition((comm.size, 1, 1))
-    assert DistributedInstanceNorm1d(batch, 4).get_ranks_synch_norm() == []
-    assert DistributedInstanceNorm1d(batch, 4).get_ranks_synch_weights() == []
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("kind", [DistributedBatchNorm1d, DistributedInstanceNorm1d])
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda layer: layer.eval(), "with momentum 0.1 but rank 1 normalises by .*earlier batches"),
+        (lambda layer: setattr(layer, "momentum", 0.5), "momentum 0.1 but rank 1 .*with momentum 0.5"),
+        (lambda layer: setattr(layer, "eps", 0.5), "with eps 1e-05 .*but rank 1 .*with eps 0.5"),
+    ],
+)
+def test_modes_that_differ_are_refused_on_all_ranks_and_count_nothing(P_world, comm, kind, change, message):
+    layer = kind(P_world.create_cartesian_topology_partition((1, 1, comm.size)), 3, track_running_stats=True)
+    x = torch.randn(2, 3, 4)
+    layer(x)
+    state = {key: value.clone() for key, value in layer.state_dict().items()}
+    if comm.rank == 1:
+        change(layer)
+    same_error(comm, lambda: layer(x), MismatchError, message)
+    assert all(torch.equal(value, state[key]) for key, value in layer.state_dict().items())
+
+
+@pytest.mark.mpi(min_size=2)
+def test_evaluation_needs_no_memory_for_statistics(P_world, comm):
+    layer = DistributedBatchNorm1d(P_world.create_cartesian_topology_partition((1, 1, comm.size)), 3).eval()
+    layer(torch.randn(2, 3, 4))
+    # Layers of earlier tests may still be garbage.
+    gc.collect()
+    used = layer.machine.segments.stats().used
+    layer(torch.randn(2, 3, 5))
+    assert layer.machine.segments.stats().used == used
+
+
+def twins(P_world, kind, *arguments):
+    """A layer with its channels cut, and torch's, for inputs (N, 6, 5)."""
+    P_x = P_world.create_cartesian_topology_partition((1, P_world.size, 1))
+    torchs = getattr(nn, kind.__name__.removeprefix("Distributed"))
+    return kind(P_x, *arguments, dtype=torch.float64), torchs(*arguments, dtype=torch.float64)
+
+
+def test_states_from_before_batches_were_counted_load(P_world):
+    layer, _ = twins(P_world, DistributedBatchNorm1d, 6)
+    layer.load_state_dict({key: value for key, value in layer.state_dict().items() if "tracked" not in key})
+    assert layer.num_batches_tracked == 0
+
+
+def test_torchs_update_of_statistics_finds_batch_norms(P_world, comm):
+    P_x = P_world.create_cartesian_topology_partition((1, 1, comm.size))
+    layer, twin = DistributedBatchNorm1d(P_x, 3, dtype=torch.float64), nn.BatchNorm1d(3, dtype=torch.float64)
+    batches = [torch.randn(4, 3, 8, dtype=torch.float64) * n for n in range(1, 4)]
+    update_bn(batches, twin)
+    update_bn([shard(P_x, x) for x in batches], layer)
+    for key, value in twin.state_dict().items():
+        agree(layer.state_dict()[key], value, key)
+    assert layer.momentum == 0.1
+
+
+def test_a_conversion_to_torchs_synchronised_batch_norm_is_refused(P_world):
+    layer, _ = twins(P_world, DistributedBatchNorm1d, 6)
+    with pytest.raises(UnsupportedError, match="shares its statistics over all ranks already"):
+        nn.SyncBatchNorm.convert_sync_batchnorm(nn.Sequential(layer))
+
+
+@pytest.mark.parametrize(
+    ("kind", "arguments"),
+    [
+        (DistributedBatchNorm1d, (6,)),
+        (DistributedInstanceNorm1d, (6,)),
+        (DistributedGroupNorm, (2, 6)),
+        (DistributedLayerNorm, ((6, 5),)),
+        (DistributedRMSNorm, ((6, 5),)),
+    ],
+)
+def test_eps_may_be_set_between_calls_alike_on_all_ranks(P_world, comm, kind, arguments):
+    layer, twin = twins(P_world, kind, *arguments)
+    x = torch.randn(2, 6, 5, dtype=torch.float64)
+    for eps in (1e-5, 1e-1, 10.0):
+        layer.eps = twin.eps = eps
+        agree(layer(shard(layer.P_x, x)), shard(layer.P_x, twin(x)), f"{eps}")
+    if comm.size > 1:
+        layer.eps = 1.0 + comm.rank
+        with pytest.raises(MismatchError, match="eps must be alike on all ranks"):
+            layer(shard(layer.P_x, x))
+
+
+def test_momentum_may_be_set_between_calls_and_makes_no_other_operation(P_world, comm):
+    layer, twin = twins(P_world, DistributedBatchNorm1d, 6)
+    used = set()
+    for momentum in (0.1, 0.5, None):
+        layer.momentum = twin.momentum = momentum
+        x = torch.randn(4, 6, 5, dtype=torch.float64)
+        layer(shard(layer.P_x, x))
+        twin(x)
+        used.add(id(layer.agreement.last))
+        start, stop = layer.store.box(comm.rank).bounds[0]
+        agree(layer.running_var, twin.running_var[start:stop], "running_var")
+    assert len(used) == 1

@@ -61,20 +61,10 @@ def test_other_nodes_receive_an_outcome_once_and_pass_it_on(P_world, comm, monke
     assert machine.segments.counters.puts - puts == 2 * [2, 0, 1, 0][comm.rank]
 
 
-@pytest.mark.mpi
-def test_there_is_no_outcome_where_all_take_part(P_world):
-    assert CallOutcome.among(Machine.of(P_world), P_world.ranks, P_world.ranks, "it") is None
-
-
-@pytest.mark.mpi(min_size=3)
-def test_only_the_first_rank_inside_sends(P_world, comm):
-    machine, (first, second, *_) = Machine.of(P_world), P_world.ranks
-    outcome = CallOutcome.among(machine, [first, second], P_world.ranks, "it")
-    assert (outcome is None) == (machine.rank == second)
-
-
 @pytest.mark.mpi(min_size=4)
-def test_copies_for_a_layer_of_other_ranks_do_not_receive_its_outcomes(P_world):
+def test_who_neither_sends_nor_receives_has_no_outcome(P_world):
     machine, ranks = Machine.of(P_world), P_world.ranks
-    inside = ranks[:2] if machine.rank in ranks[:2] else ranks[2:]
-    assert CallOutcome.among(machine, inside, ranks, "it") is None
+    # All take part; only the first rank inside sends; and copies are for a layer of other ranks.
+    half = ranks[:2] if machine.rank in ranks[:2] else ranks[2:]
+    for inside, without in ((ranks, ranks), (ranks[:2], ranks[1:2]), (half, ranks)):
+        assert (CallOutcome.among(machine, inside, ranks, "it") is None) == (machine.rank in without)

@@ -119,8 +119,3 @@ def test_a_tensor_that_is_cut_otherwise_is_refused(P_x, P_world, x):
         layer(shard(P_y, x))
     y = layer(shard(P_y, x).redistribute(layout=lay.balanced(P_y, SHAPE, (None, None, None, 2))))
     assert y.shape == (2, 2, 9, 7)
-
-
-def test_what_is_no_block_of_one_tensor_is_refused(P_x, x):
-    with pytest.raises(UnsupportedError, match="no blocks of one tensor"):
-        call_on_blocks("layer", lambda *_: P_x, lambda block: block, lambda _: None, (shard(P_x, x),), {})
