@@ -46,8 +46,8 @@ from distdl_rma.split.layout import balanced, described
 from distdl_rma.split.plain_operands import beside
 from distdl_rma.split.shard import Grid, shard
 from distdl_rma.split.tensor import SplitTensor
+from distdl_rma.sync.gradient_groups import Owner
 from distdl_rma.sync.gradients import GradientSync
-from distdl_rma.sync.parameter_groups import Owner
 from distdl_rma.sync.registry import REDUCTIONS, ModuleWatch, not_in_host_memory
 
 M = TypeVar("M", bound=nn.Module)

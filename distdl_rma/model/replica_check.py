@@ -15,7 +15,7 @@ from distdl_rma.checks.arguments import mark_compared
 from distdl_rma.dtypes import as_words, is_in_memory
 from distdl_rma.layers.core.layer import DistributedLayer
 from distdl_rma.machine import Machine
-from distdl_rma.sync.parameter_groups import parameter_groups_of, under
+from distdl_rma.sync.gradient_groups import gradient_groups_of, under
 
 # Number of tensors of which one call compares a word each; number of calls that compare every byte once.
 _AT_A_TIME, _CALLS = 32, 512
@@ -138,7 +138,7 @@ class ReplicaSampler:
     def _found(self) -> Iterator[_Held]:
         seen: set[int] = set()
         model = self._model()
-        for group in () if model is None else parameter_groups_of(model, "", self._machine, {}):
+        for group in () if model is None else gradient_groups_of(model, "", self._machine, {}):
             if not set(self._ranks) <= set(group.ranks):
                 # Parts of weights, or weights that the user's callback keeps differently.
                 continue

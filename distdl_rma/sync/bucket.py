@@ -22,7 +22,7 @@ from distdl_rma.machine import Machine
 from distdl_rma.ops.core.autograd import mark_summed_later
 from distdl_rma.ops.core.tensors import as_tensor
 from distdl_rma.segments.collectives.allreduce import Allreduce
-from distdl_rma.sync.parameter_groups import ParameterEntry, synchronised
+from distdl_rma.sync.gradient_groups import ParameterEntry, synchronised
 
 
 class BucketKind(NamedTuple):

@@ -16,7 +16,7 @@ from distdl_rma.errors import ConfigurationError, ProtocolError
 from distdl_rma.layers.core.callbacks import Callbacks
 from distdl_rma.layers.norm import DistributedNorm
 from distdl_rma.machine import Machine
-from distdl_rma.sync.parameter_groups import ParameterGroup
+from distdl_rma.sync.gradient_groups import GradientGroup
 
 # A group for JSON, see ``statement``.
 Words = dict[str, Any]
@@ -65,7 +65,7 @@ def agree(
     return have_drifted(words["generator"] for words in gathered.values() if words["generator"])
 
 
-def statement(group: ParameterGroup) -> Words:
+def statement(group: GradientGroup) -> Words:
     """What a rank sends to the others about a group."""
     complaint, nbytes, module = group.complaint, group.nbytes, cast(Any, group.module)
     for other, entry in group.shared:
@@ -105,7 +105,7 @@ def _form(tensor: torch.Tensor) -> tuple[list[int], str]:
     return list(tensor.shape), str(tensor.dtype).removeprefix("torch.")
 
 
-def _known(group: ParameterGroup, name: str) -> int | list[int] | None:
+def _known(group: GradientGroup, name: str) -> int | list[int] | None:
     layer = group.layer
     if layer is None:
         # A plain module has no statistics. Sizes of its inputs are unknown.

@@ -29,7 +29,7 @@ from distdl_rma.ops.core.autograd import (
 from distdl_rma.segments.memory.context import Uncopyable
 from distdl_rma.sync.bucket import Bucket, BucketKind, GradientSlot, make_buckets, profiled, remaining_slots
 from distdl_rma.sync.clipping import GradientNorms
-from distdl_rma.sync.parameter_groups import GRADIENT_SYNC, Owner, synchronised
+from distdl_rma.sync.gradient_groups import GRADIENT_SYNC, Owner, synchronised
 from distdl_rma.sync.parameter_hooks import contribution, keep_back, run_first, run_kept_back
 from distdl_rma.sync.registry import Registry, SyncOptions
 from distdl_rma.sync.warnings import warn_of_pitfalls

@@ -23,7 +23,7 @@ from distdl_rma.machine import Machine
 from distdl_rma.ops.set_up_transfer import broadcast_from_first
 from distdl_rma.sync.bucket import BucketKind, GradientSlot
 from distdl_rma.sync.callback_check import Words, agree, statement
-from distdl_rma.sync.parameter_groups import Owner, ParameterGroup, parameter_groups_of, synchronised, under
+from distdl_rma.sync.gradient_groups import GradientGroup, Owner, gradient_groups_of, synchronised, under
 
 REDUCTIONS = "sum", "mean"
 _SUMMED = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.complex128)
@@ -53,7 +53,7 @@ class SyncOptions(NamedTuple):
             return f"bucket_nbytes is a number of bytes, at least 0, got {nbytes!r}"
         return ""
 
-    def divisor(self, group: ParameterGroup) -> int:
+    def divisor(self, group: GradientGroup) -> int:
         """Divisor of the sums of a group's gradients."""
         if self.reduction == "sum":
             return 1
@@ -79,7 +79,7 @@ class Agreed(NamedTuple):
     parameters: Sequence[tuple[Callable[[], torch.Tensor | None], str, int]]
 
     @classmethod
-    def of(cls, group: ParameterGroup, statement: Words, root: nn.Module | None) -> Agreed:
+    def of(cls, group: GradientGroup, statement: Words, root: nn.Module | None) -> Agreed:
         """For a new group."""
         parameters = [(ref(e.parameter), e.name, e.nbytes) for e in group.entries]
         module = ref(group.module) if group.module else _nobody
@@ -108,7 +108,7 @@ class Addition(NamedTuple):
 
     # Counts attempts to add something, equal on all ranks.
     number: int
-    new: list[ParameterGroup]
+    new: list[GradientGroup]
     agreed: list[Agreed]
     # Names of known parameters whose group changes; ranks of earlier groups, by ``id`` of the parameter.
     moved: set[str]
@@ -203,7 +203,7 @@ class Registry:
         names = {id(parameter): name for parameter, name, _ in known if parameter is not None}
         # Groups of the same root: a module that is added again may have lost some of them.
         again = [agreed.root() is module is not None for agreed in self._agreed]
-        new = [] if refusal or module is None else parameter_groups_of(module, prefix, self._machine, names)
+        new = [] if refusal or module is None else gradient_groups_of(module, prefix, self._machine, names)
         refusal = self._options.refusal or refusal
         added = {id(entry.parameter): entry for group in new for entry in group.entries}
         for key, entry in added.items():

@@ -11,7 +11,7 @@ from distdl_rma.checks.consensus import gather_words
 from distdl_rma.layers import DistributedConv1d
 from distdl_rma.segments.collectives.allreduce import Allreduce
 from distdl_rma.sync.bucket import BucketKind, GradientSlot, bucketed
-from distdl_rma.sync.parameter_groups import ParameterEntry
+from distdl_rma.sync.gradient_groups import ParameterEntry
 
 
 def slots(ranks, *sizes):

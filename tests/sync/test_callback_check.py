@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from distdl_rma.sync.callback_check import problems, statement
-from distdl_rma.sync.parameter_groups import ParameterEntry, ParameterGroup
+from distdl_rma.sync.gradient_groups import GradientGroup, ParameterEntry
 
 HEAD = {
     "name": "head",
@@ -111,7 +111,7 @@ def group_of(module, ranks=(0, 1), **callbacks):
     for name, callback in callbacks.items():
         setattr(module, name, callback)
     entries = [ParameterEntry(p, f"head.{key}", [(module, key)]) for key, p in module.named_parameters()]
-    return ParameterGroup(module, "head", (0, 1), entries, ranks=ranks)
+    return GradientGroup(module, "head", (0, 1), entries, ranks=ranks)
 
 
 def test_a_statement_has_what_the_ranks_compare():
@@ -128,8 +128,8 @@ def test_callbacks_that_raise_and_shared_parameters_that_part_are_complaints():
     assert stated["complaint"].startswith(f"get_sizeof_gradients() {words}")
     stated = statement(group_of(nn.Linear(3, 4), get_sizeof_norm=lambda: 1 / 0))
     assert stated["complaint"].startswith(f"get_sizeof_norm() {words}")
-    owner = ParameterGroup(None, "trunk", (0, 1), ranks=(0, 1))
-    sharing = ParameterGroup(None, "head", (0, 1), ranks=(1,))
+    owner = GradientGroup(None, "trunk", (0, 1), ranks=(0, 1))
+    sharing = GradientGroup(None, "head", (0, 1), ranks=(1,))
     sharing.shared.append((owner, ParameterEntry(nn.Parameter(torch.zeros(2)), "trunk.weight", [])))
     assert statement(sharing)["complaint"] == (
         "'trunk.weight' is shared with 'trunk' and summed over [0, 1] there but over [1] here"

@@ -69,7 +69,7 @@ class ParameterEntry:
 
 
 @dataclass(eq=False)
-class ParameterGroup:
+class GradientGroup:
     """Parameters for which one module decides over which ranks their gradients are summed.
 
     For plain modules for which no module decides, ``module`` is None. They count as copied on ``everyone``.
@@ -81,7 +81,7 @@ class ParameterGroup:
     everyone: tuple[int, ...]
     entries: list[ParameterEntry] = field(default_factory=list)
     # Parameters that its modules use, but that belong to other groups.
-    shared: list[tuple[ParameterGroup, ParameterEntry]] = field(default_factory=list)
+    shared: list[tuple[GradientGroup, ParameterEntry]] = field(default_factory=list)
     # All modules of the group, each with its path.
     parts: list[tuple[str, nn.Module]] = field(default_factory=list)
     # The ranks over which gradients are summed; and an error, if the callback gave no ranks.
@@ -140,9 +140,9 @@ class ParameterGroup:
         return groups.values()
 
 
-def parameter_groups_of(
+def gradient_groups_of(
     module: nn.Module, name: str, machine: Machine, known: Mapping[int, str]
-) -> list[ParameterGroup]:
+) -> list[GradientGroup]:
     """Parameters of a module and its parts by the module that decides, in the order of ``modules()``.
 
     A part with a callback such as ``get_ranks_synch_weights()`` decides for all plain modules in it. Layers
@@ -150,17 +150,17 @@ def parameter_groups_of(
     several modules share belongs to the first of them. Paths begin with ``name``. Parameters in ``known``, by
     ``id``, keep their names there.
     """
-    seen: dict[int, tuple[ParameterGroup, ParameterEntry]] = {}
-    groups: list[ParameterGroup] = []
+    seen: dict[int, tuple[GradientGroup, ParameterEntry]] = {}
+    groups: list[GradientGroup] = []
     # A list, not a recursive function: such a closure is a cycle, which would keep the modules alive.
-    ahead: list[tuple[nn.Module, str, ParameterGroup | None]] = [(module, name, None)]
+    ahead: list[tuple[nn.Module, str, GradientGroup | None]] = [(module, name, None)]
     while ahead:
         part, path, above = ahead.pop()
         where = part.name if isinstance(part, DistributedLayer) else path
         decides = any(hasattr(part, callback) for callback in Callbacks.__annotations__)
         group = above
         if decides or group is None:
-            group = ParameterGroup(part if decides else None, where or type(part).__name__, machine.ranks)
+            group = GradientGroup(part if decides else None, where or type(part).__name__, machine.ranks)
             groups.append(group)
         group.parts.append((where, part))
         for key, parameter in part.named_parameters(recurse=False):

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import torch
 from torch import nn
 
-from distdl_rma.sync.parameter_groups import parameter_groups_of
+from distdl_rma.sync.gradient_groups import gradient_groups_of
 
 MACHINE = SimpleNamespace(ranks=(0, 1, 2))
 
@@ -27,7 +27,7 @@ def linear():
 
 def decided(module, name="", known=None):
     """Names and ranks of each group."""
-    groups = parameter_groups_of(module, name, MACHINE, known or {})
+    groups = gradient_groups_of(module, name, MACHINE, known or {})
     return [([entry.name for entry in group.entries], group.ranks) for group in groups]
 
 
@@ -54,7 +54,7 @@ def test_a_shared_parameter_belongs_to_the_first_module_and_keeps_its_name():
     first, second = linear(), linear()
     second.weight = first.weight
     model = nn.Sequential(first, Stating(second))
-    plain, stating = parameter_groups_of(model, "", MACHINE, {id(first.weight): "earlier"})
+    plain, stating = gradient_groups_of(model, "", MACHINE, {id(first.weight): "earlier"})
     (entry,) = plain.entries
     assert entry.name == "earlier" and entry.uses == [(first, "weight"), (second, "weight")]
     assert stating.entries == [] and stating.shared == [(plain, entry)]
@@ -63,7 +63,7 @@ def test_a_shared_parameter_belongs_to_the_first_module_and_keeps_its_name():
 
 def test_what_is_no_list_of_ranks_is_a_complaint():
     for ranks in (3, ["a"], None):
-        (group,) = parameter_groups_of(Stating(linear(), ranks=ranks), "", MACHINE, {})
+        (group,) = gradient_groups_of(Stating(linear(), ranks=ranks), "", MACHINE, {})
         assert group.complaint.startswith("get_ranks_synch_weights() gives no list of ranks")
         assert group.ranks == ()
 
@@ -71,7 +71,7 @@ def test_what_is_no_list_of_ranks_is_a_complaint():
 def test_parameters_of_one_module_and_type_are_one_group():
     model = Stating(nn.Linear(2, 2), nn.Linear(2, 2))
     model.parts[1].bias = nn.Parameter(torch.zeros(2, dtype=torch.float64))
-    (group,) = parameter_groups_of(model, "", MACHINE, {})
+    (group,) = gradient_groups_of(model, "", MACHINE, {})
     assert [[entry.name for entry in entries] for entries in group.by_module()] == [
         ["parts.0.weight", "parts.0.bias"],
         ["parts.1.weight"],
