@@ -61,6 +61,20 @@ def test_accumulation_with_and_without_no_sync(comm, quiet):
     both(act)
 
 
+@pytest.mark.mpi(min_size=2)
+def test_in_no_sync_each_rank_keeps_its_own_part_of_a_gradient(comm, split_of):
+    alone = made()
+    split = split_of(alone)
+    with split.distributed.no_sync():
+        loss_of(split(inputs())).backward()
+    loss_of(alone(inputs())).backward()
+    for name in ("stem", "body"):
+        own, all_of_it = getattr(split, name).weight.grad, getattr(alone, name).weight.grad
+        torch.testing.assert_close(sum(comm.allgather(own)), all_of_it, atol=1e-9, rtol=1e-9)
+        assert not torch.allclose(own, all_of_it)
+    split.zero_grad()
+
+
 @pytest.mark.parametrize("kind", ["torch", "distributed"])
 def test_gradient_scalers(comm, P_world, kind):
     def act(model):

@@ -255,3 +255,19 @@ def test_a_parameter_that_is_frozen_later_is_frozen_on_all_ranks(P_world, comm, 
             plain(x).abs().sum().backward()
             assert (plain[0].weight.grad is not None) == learns
         assert torch.equal(plain[0].weight.grad, before)
+
+
+def test_closing_moves_the_gradients_out_of_the_segment(P_world, comm):
+    model, segments = nn.Linear(64, 64), Machine.of(P_world).segments
+    # Opens what stays, the agreement of the ranks.
+    GradientSync(copy.deepcopy(model), P_world).close()
+    used = segments.stats().used
+    sync = GradientSync(model, P_world)
+    model(torch.ones(1, 64)).sum().backward()
+    gradients = [p.grad.clone() for p in model.parameters()]
+    places = [p.grad.data_ptr() for p in model.parameters()]
+    assert segments.stats().used > used
+    sync.close()
+    assert segments.stats().used == used
+    for p, gradient, place in zip(model.parameters(), gradients, places, strict=True):
+        assert torch.equal(p.grad, gradient) and p.grad.data_ptr() != place

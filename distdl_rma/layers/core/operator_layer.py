@@ -128,7 +128,7 @@ class OperatorLayer(DistributedLayer, Generic[O]):
     @reports_failures
     def refuse(self, problem: str) -> None:
         """As in the base; the other ranks get the problem with the facts about this rank's inputs."""
-        self.apply_to(*[torch.empty(0)] * len(self.P_xs), problem=problem)
+        self.apply_to(torch.empty(0), problem=problem)
         super().refuse(problem)
 
     def leave(self, y: torch.Tensor, x: torch.Tensor, needs: GradientNeeds) -> torch.Tensor:

@@ -32,7 +32,7 @@ BUILT = [
      lambda s: Alltoall(s, s.ranks, [[1] * (len(s.ranks) + 1)] * len(s.ranks))),
     (ShapeError, r"rows of numbers of elements, got \[1", lambda s: Alltoall(s, s.ranks, [1] * len(s.ranks))),
     (ShapeError, "no segment holds an array of", *(lambda s, m=m, d=d: m(s, s.ranks, 3, d)
-        for m in (Allgather, Alltoall, Bcast) for d in ("bfloat16", "O", "S", np.dtype(("f4", (2,)))))),
+        for m in (Allgather, Alltoall, Bcast) for d in ("float5", "O", "S", np.dtype(("f4", (2,)))))),
     (ShapeError, "integer of at least 0, got -1", lambda s: Reducescatter(s, s.ranks, -1),
      lambda s: Alltoall(s, s.ranks, -1)),
     (PartitionError, "root is one of the ranks", lambda s: Bcast(s, s.ranks, 1, root=99),
