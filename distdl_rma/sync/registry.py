@@ -141,7 +141,7 @@ class Addition(NamedTuple):
                 if group.layer is None or group.decided_by_user or before != group.ranks:
                     tensors.append(entry.parameter.data)
             tensors.extend(buffer for _, buffer in group.buffers)
-        # Ranks that sum together have their tensors in the same order. The order of the lists is sorted.
+        # Ranks that sum together have their tensors in the same order; all ranks sort the lists.
         for ranks, tensors in sorted(together.items(), key=lambda item: item[0]):
             if len(ranks) > 1:
                 broadcast_from_first(machine, ranks, tensors, "GradientSync")

@@ -2,17 +2,19 @@
 
 Elsewhere are A2, where a process sits (A4) and A5 (``geometry/test_distribution.py``), A7
 (``segments/memory/test_buffer.py``), connecting (A8, ``layers/core/test_connect.py``), random layers from
-global parameters and torch's, input and output in any distributions, with holes too (A3, A4, A17),
-inequalities and sizes before the first call (A5, A13, ``layers/test_from_global.py``), numbers of A19
-(``layers/test_twins.py``), and A20 (``layers/data_movement/test_concat.py``).
+global parameters with input and output in any distributions, with holes too (A3, A4), inequalities and sizes
+before the first call (A5, A13, ``layers/test_from_global.py``), numbers of A19 (``layers/test_twins.py``),
+and A20 (``layers/data_movement/test_concat.py``).
 """
 
 import pytest
 import torch
+from torch import nn
 
 from distdl_rma import Distribution, GradientSync, Machine, zero_volume_tensor
 from distdl_rma.layers import Conv, InstanceNorm
 from distdl_rma.segments.memory.buffer import SegmentBuffer
+from tests.fuzz.interface import compare
 from tests.layers.sequential import shard
 
 pytestmark = pytest.mark.mpi
@@ -65,6 +67,19 @@ def test_a8_who_is_no_neighbour_gets_no_pointer(M, comm, monkeypatch):
     near = {M.ranks[i] for i in (at - 1, at + 1) if 0 <= i < comm.size}
     # All ranks agree on shapes; only neighbours know where the others' exchange buffers are.
     assert [peers for label, peers in asked if not label.startswith("agreement")] == [near, near]
+
+
+def test_a17_global_parameters_and_those_of_torch_make_the_layer(M, comm):
+    split = Distribution(1, 1, comm.size, 1)
+    options = {"kernel_size": (3, 2), "stride": 2, "padding": (1, 0), "dilation": (1, 2), "groups": 2}
+    options |= {"bias": False, "padding_mode": "reflect", **DOUBLE}
+    module = nn.Conv2d(4, 6, **options)
+    layer = Conv(M, (2, 4, 6, 12, 7), split, **options)
+    layer.load_state_dict(module.state_dict())
+    P = M.distribute(split)
+    compare(layer, module, [P], P, [(2, 4, 12, 7)], "torch's arguments")
+    ranks = layer.get_ranks_synch_weights()
+    assert ranks == (list(M.ranks) if comm.size > 1 else [])
 
 
 @pytest.mark.mpi(min_size=2)

@@ -25,7 +25,7 @@ from distdl_rma.errors import (
 )
 from distdl_rma.geometry.exchange import fingerprint
 from distdl_rma.geometry.partition import Partition
-from distdl_rma.layers.core.input_facts import InputFacts, check_tied
+from distdl_rma.layers.core.input_facts import InputFacts, check_trainable
 from distdl_rma.layers.core.refusals import CallOutcome, refusal
 from distdl_rma.machine import Machine
 from distdl_rma.ops.core.autograd import GradientNeeds
@@ -61,9 +61,10 @@ def static_shapes(place: Machine | Partition) -> Iterator[None]:
     only. Later a rank waits only for ranks whose data it needs. Distributed models do not need this: split
     tensors know their shapes. Collective over the machine to enter, blocking; local to leave.
 
-    An input that changes raises ``ShapeError`` on its rank and ``PeerFailedError`` on the others, and the
-    machine cannot be used afterwards. All ranks must record gradients, or none; otherwise a rank waits until
-    an ``ExchangeTimeout``, which reports the difference.
+    Some parameters of a layer may be frozen or released, on all ranks in the same call. An input that changes
+    raises ``ShapeError`` on its rank and ``PeerFailedError`` on the others, and the machine cannot be used
+    afterwards. All ranks must record gradients, or none; otherwise a rank waits until an ``ExchangeTimeout``,
+    which reports the difference.
 
     Raises
     ------
@@ -190,6 +191,10 @@ class ShapeAgreement(Generic[P]):
             return False
         facts, before, self._proposal = kept
         if row != before:
+            if mine._replace(trainable=facts.trainable) == facts:
+                # Parameters were frozen or released: as in the first call, the ranks compare which.
+                self._promised = False
+                return False
             error = ShapeError(
                 f"{self._name!r}: rank {self._machine.rank} passes {mine.described} and passed"
                 f" {facts.described} before, within static_shapes"
@@ -283,7 +288,7 @@ class ShapeAgreement(Generic[P]):
         if any(fact.problem for fact in facts.values()):
             return refusal(self._name, {rank: fact.problem for rank, fact in facts.items()})
         try:
-            check_tied(facts)
+            check_trainable(facts)
         except ProtocolError as error:
             return ProtocolError(f"{self._name!r}: {error}")
         return None

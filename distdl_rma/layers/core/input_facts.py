@@ -18,8 +18,8 @@ from distdl_rma.ops.core.tensors import problem_with
 
 # Shape and type of one input.
 _Input = tuple[tuple[int, ...], torch.dtype]
-# First of the ranks that sum the gradients behind a call, -1 if all ranks send some; the parameters' names.
-Tied = tuple[int, tuple[str, ...]]
+# First of the ranks that sum gradients behind a call, -1 if values travel; names of the parameters.
+Trainable = tuple[int, tuple[str, ...]]
 
 
 class InputFacts(NamedTuple):
@@ -31,7 +31,7 @@ class InputFacts(NamedTuple):
     call_arguments: tuple[Any, ...] = ()  # in JSON's types
     problem: str = ""
     given: int = 1  # number of inputs in the call, which may be invalid
-    tied: Tied | None = None  # parameters whose gradients are exchanged with other ranks
+    trainable: Trainable | None = None  # parameters whose gradients are exchanged with other ranks
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -63,7 +63,7 @@ class InputFacts(NamedTuple):
         call_arguments: tuple[Any, ...] = (),
         idle: Sequence[bool] = (False,),
         problem: str = "",
-        tied: Tied | None = None,
+        trainable: Trainable | None = None,
     ) -> InputFacts:
         """Facts about local tensors, a weight that the layer will use, and other arguments of the call.
 
@@ -84,9 +84,8 @@ class InputFacts(NamedTuple):
         others = tuple([recording and x.requires_grad for x in xs[1:wanted]]) if wanted > 1 else ()
         learns = recording and weight is not None and weight.requires_grad
         needs = GradientNeeds(recording and xs[0].requires_grad, learns, others)
-        return cls(
-            inputs, needs, None if weight is None else weight.dtype, call_arguments, given=given, tied=tied
-        )
+        dtype = None if weight is None else weight.dtype
+        return cls(inputs, needs, dtype, call_arguments, given=given, trainable=trainable)
 
     @property
     def key(self) -> tuple[object, ...]:
@@ -97,13 +96,13 @@ class InputFacts(NamedTuple):
         """Row of bytes for the other ranks."""
         inputs = [(shape, DTYPES.index(dtype)) for shape, dtype in self.inputs]
         weights = DTYPES.index(self.weights) if self.weights in DTYPES else None
-        words = inputs, self.needs, weights, self.call_arguments, self.problem, self.given, self.tied
+        words = inputs, self.needs, weights, self.call_arguments, self.problem, self.given, self.trainable
         return json.dumps(words, separators=(",", ":")).encode()
 
     @classmethod
     def decode(cls, row: bytes) -> InputFacts:
         """Facts from a row of bytes."""
-        inputs, (first, learns, others), weights, call_arguments, problem, given, tied = json.loads(row)
+        inputs, (first, learns, others), weights, call_arguments, problem, given, trainable = json.loads(row)
         return cls(
             tuple((tuple(shape), DTYPES[number]) for shape, number in inputs),
             GradientNeeds(first, learns, tuple(others)),
@@ -111,7 +110,7 @@ class InputFacts(NamedTuple):
             tuple(call_arguments),
             problem,
             given,
-            None if tied is None else (tied[0], tuple(tied[1])),
+            None if trainable is None else (trainable[0], tuple(trainable[1])),
         )
 
 
@@ -142,13 +141,13 @@ def check_weights(dtype: torch.dtype, facts: dict[int, InputFacts]) -> None:
             raise ShapeError(f"input is {dtype}, the weights of rank {rank} are {fact.weights}")
 
 
-def check_tied(facts: dict[int, InputFacts]) -> None:
+def check_trainable(facts: dict[int, InputFacts]) -> None:
     """Raise ``ProtocolError`` if a parameter is frozen on some only of the ranks that exchange gradients."""
     found: dict[int, tuple[int, tuple[str, ...]]] = {}
-    for rank, (*_, tied) in facts.items():
-        if tied is None:
+    for rank, (*_, trainable) in facts.items():
+        if trainable is None:
             continue
-        group, names = tied
+        group, names = trainable
         first, expected = found.setdefault(group, (rank, names))
         if names != expected:
             raise ProtocolError(

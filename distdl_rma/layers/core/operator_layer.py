@@ -114,8 +114,8 @@ class OperatorLayer(DistributedLayer, Generic[O]):
         if self.input_problem is not None and not problem and not self._idle[0]:
             problem = self.input_problem(*xs)
         words = self._call_arguments if call_arguments is None else call_arguments
-        tied = None if self.placed is None else self.placed.tied
-        plans.begin(InputFacts.about(xs, weight, words, self._idle, problem, tied))
+        trainable = None if self.placed is None else self.placed.trainable
+        plans.begin(InputFacts.about(xs, weight, words, self._idle, problem, trainable))
         return plans
 
     def run(

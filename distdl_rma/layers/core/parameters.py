@@ -14,7 +14,7 @@ from torch import nn
 from distdl_rma.arithmetic import reduction_dtype
 from distdl_rma.errors import ConfigurationError, ProtocolError
 from distdl_rma.geometry.decomposition import Decomposition
-from distdl_rma.layers.core.input_facts import Tied
+from distdl_rma.layers.core.input_facts import Trainable
 from distdl_rma.layers.core.placement import Placement
 from distdl_rma.machine import Machine
 from distdl_rma.ops.core.autograd import OperatorFunction, first_derivative
@@ -58,7 +58,7 @@ class Parameters:
         self._sums: dict[tuple[tuple[int, ...], int, torch.dtype], Allreduce] = {}
         self._own_answer: tuple[int, ...] | None = None
         # Parameters whose gradients ranks exchange in the backward of a call; None if they exchange none.
-        self.tied: Tied | None = None
+        self.trainable: Trainable | None = None
 
     def equalise(self) -> None:
         """Broadcast the values of the first holder to the other holders; collective over these, blocking."""
@@ -72,11 +72,12 @@ class Parameters:
             self._warn_of_replaced(kept)
         if self.taken_over:
             self._check_taken_over(kept)
-        used, ranks, learning = kept, *self._summed(kept)
-        if learning:
-            # Tie replicas before one of them is sent: its gradient is summed over all replicas.
-            tied = _Tie.apply(self, ranks, *learning.values())
-            used = kept | dict(zip(learning, tied, strict=True))
+        used = kept
+        ranks, summed = self._summed(kept)
+        if summed:
+            # Sums come before a replica is sent: its gradient is the sum of all replicas.
+            tensors = _SummedGradients.apply(self, ranks, *summed.values())
+            used = kept | dict(zip(summed, tensors, strict=True))
         if not self._travels:
             return used
         requests = {}
@@ -147,18 +148,18 @@ class Parameters:
 
     def _summed(self, kept: dict[str, torch.Tensor]) -> tuple[tuple[int, ...], dict[str, torch.Tensor]]:
         # Ranks that sum gradients in the backward of this call, and the parameters that have some.
-        self.tied = None
+        self.trainable = None
         ranks = () if self.taken_over else self.summed_over()
         if not torch.is_grad_enabled():
             return (), {}
         if self._travels:
-            self.tied = -1, tuple([key for key, p in kept.items() if p.requires_grad])
+            self.trainable = -1, tuple([key for key, p in kept.items() if p.requires_grad])
         if len(ranks) < 2:
             return (), {}
         # Computations may skip parameters without elements, and may do so on some ranks only.
         learning = {key: p for key, p in kept.items() if p.requires_grad and p.numel()}
         if not self._travels:
-            self.tied = ranks[0], (*learning,)
+            self.trainable = ranks[0], (*learning,)
         return ranks, learning
 
     def _check_taken_over(self, kept: Mapping[str, torch.Tensor]) -> None:
@@ -212,7 +213,7 @@ def stated_ranks(layer: Any, site: CallSite, holders: Sequence[int]) -> tuple[in
     return ranks
 
 
-class _Tie(OperatorFunction):
+class _SummedGradients(OperatorFunction):
     """Identity in the forward; the backward sums gradients over the ranks."""
 
     @staticmethod

@@ -52,12 +52,15 @@ def test_the_output_of_an_idle_rank_has_no_elements_and_keeps_the_shape_of_such_
         assert layer(torch.randn(shape if idle else IMAGE)).shape == (shape if idle else IMAGE)
 
 
-def test_a_rank_without_output_gets_the_batch_and_gives_its_gradient(P_world, comm):
-    P_x = P_world.create_partition_inclusive(range(comm.size)).create_cartesian_topology_partition(
-        (1, 1, comm.size, 1)
-    )
+@pytest.mark.parametrize(
+    "make",
+    [Repartition, lambda P_x, P_y: DistributedMaxPool2d(P_x, 1, P_y=P_y)],
+    ids=["moving", "pooling"],
+)
+def test_a_rank_without_output_gets_the_batch_and_gives_its_gradient(P_world, comm, make):
+    layer = make(P_world.create_cartesian_topology_partition((1, 1, comm.size, 1)), alone(P_world))
     x = torch.randn(2, 3, 7, 4, requires_grad=True)
-    y = Repartition(P_x, alone(P_world))(x)
+    y = layer(x)
     assert y.shape == ((2, 3, 7 * comm.size, 4) if comm.rank == 0 else (2, 0))
     (y.sum() * 3).backward()
     assert torch.equal(x.grad, torch.full_like(x, 3))
@@ -65,9 +68,7 @@ def test_a_rank_without_output_gets_the_batch_and_gives_its_gradient(P_world, co
 
 def test_an_input_where_none_belongs_is_refused_whatever_its_values(P_world, comm):
     P_x = P_world.create_partition_inclusive([0]).create_cartesian_topology_partition((1, 1))
-    P_y = P_world.create_partition_inclusive(range(comm.size)).create_cartesian_topology_partition(
-        (1, 1, comm.size)
-    )
+    P_y = P_world.create_cartesian_topology_partition((1, 1, comm.size))
     layer = DistributedEmbedding(P_x, 7, 2 * comm.size, P_y=P_y)
     x = torch.tensor([[0, 6]] if comm.rank == 0 else [[99]])
     same_error(comm, lambda: layer(x), ShapeError, "rank 1 is not in P_x but passes")

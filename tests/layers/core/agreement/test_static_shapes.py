@@ -61,6 +61,21 @@ def test_a_promise_is_not_made_twice(P_world):
             static_shapes(P_world).__enter__()
 
 
+def test_parameters_may_be_frozen_and_released_on_all_ranks(P_world, comm):
+    P_x = P_world.create_cartesian_topology_partition((1, 1, comm.size, 1))
+    layer, x = DistributedConv2d(P_x, 2, 2, 3, padding=1), torch.randn(1, 2, 4, 5)
+    with static_shapes(P_world):
+        for frozen in ([], [layer.bias], [layer.weight], []):
+            layer.requires_grad_(True).zero_grad()
+            for parameter in frozen:
+                parameter.requires_grad_(False)
+            for _ in range(2):
+                layer(x).sum().backward()
+            assert [p.grad is None for p in layer.parameters()] == [
+                any(p is one for one in frozen) for p in layer.parameters()
+            ]
+
+
 @pytest.mark.mpi(min_size=2)
 def test_a_promise_that_is_broken_is_an_error_on_all_ranks(comm):
     machine, last = Machine(comm, segment_size="8MiB", timeout=15), comm.size - 1
