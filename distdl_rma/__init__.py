@@ -115,4 +115,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    # Public names: the others serve this file.
+    return sorted({*__all__, *(name for name in globals() if name.startswith("__"))})
