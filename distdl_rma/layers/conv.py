@@ -272,6 +272,14 @@ class DistributedConv(ConvolutionLayer[Convolution]):
     -----
     Interface document, chapter 3; convolution document, feature-distributed, channel-distributed and
     generalized convolution; requirements A3, A17, A18, B7, B8.
+
+    Examples
+    --------
+    >>> P_world = MPIPartition(MPI.COMM_WORLD)
+    >>> P_x = P_world.create_cartesian_topology_partition((1, 1, P_world.size, 1))
+    >>> conv = DistributedConv2d(P_x, 3, 8, kernel_size=3, padding=1)
+    >>> conv(shard(P_x, torch.rand(1, 3, 16, 16))).shape
+    torch.Size([1, 8, 16, 16])
     """
 
     _rows = OUT
@@ -313,6 +321,14 @@ class DistributedConvTranspose(ConvolutionLayer[TransposedConvolution]):
     Notes
     -----
     Requirements A3, B11; the partitions are those of the convolution document.
+
+    Examples
+    --------
+    >>> P_world = MPIPartition(MPI.COMM_WORLD)
+    >>> P_x = P_world.create_cartesian_topology_partition((1, 1, P_world.size, 1))
+    >>> conv = DistributedConvTranspose2d(P_x, 3, 8, kernel_size=2, stride=2)
+    >>> conv(shard(P_x, torch.rand(1, 3, 16, 16))).shape
+    torch.Size([1, 8, 32, 32])
     """
 
     _call_arguments = (None,)

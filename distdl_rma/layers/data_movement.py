@@ -119,6 +119,15 @@ class Repartition(MovementLayer[StagedMove]):
     Notes
     -----
     Repartition document; requirement B5.
+
+    Examples
+    --------
+    >>> P_world = MPIPartition(MPI.COMM_WORLD)
+    >>> P_rows = P_world.create_cartesian_topology_partition((P_world.size, 1))
+    >>> P_columns = P_world.create_cartesian_topology_partition((1, P_world.size))
+    >>> rows = shard(P_rows, torch.rand(6, 8)).to_local()
+    >>> rows.shape, Repartition(P_rows, P_columns)(rows).shape
+    (torch.Size([3, 8]), torch.Size([6, 4]))
     """
 
     def __init__(
@@ -164,6 +173,15 @@ class AllGather(LayerAlongAxes):
     Notes
     -----
     Requirement B4.
+
+    Examples
+    --------
+    >>> P_world = MPIPartition(MPI.COMM_WORLD)
+    >>> P_x = P_world.create_cartesian_topology_partition((P_world.size, 1))
+    >>> mine = torch.full((1, 3), float(P_x.rank))
+    >>> AllGather(P_x, axes_all_gather=0)(mine)
+    tensor([[0., 0., 0.],
+            [1., 1., 1.]])
     """
 
     _argument = "axes_all_gather"
@@ -190,6 +208,13 @@ class ReduceScatter(LayerAlongAxes):
     output: the balanced share of the sum, which is taken in the order of the partition. The adjoint gathers.
     For flat vectors without gradients use the collective :class:`distdl_rma.segments.Reducescatter`.
     Arguments are as for :class:`AllGather`.
+
+    Examples
+    --------
+    >>> P_world = MPIPartition(MPI.COMM_WORLD)
+    >>> P_x = P_world.create_cartesian_topology_partition((P_world.size, 1))
+    >>> ReduceScatter(P_x, axes_reduce_scatter=0)(torch.ones(2, 3))
+    tensor([[2., 2., 2.]])
     """
 
     _argument = "axes_reduce_scatter"
@@ -245,6 +270,14 @@ class HaloExchange(MovementLayer[data_movement.HaloExchange]):
     Notes
     -----
     Convolution document, halo exchange; requirement B9.
+
+    Examples
+    --------
+    >>> P_world = MPIPartition(MPI.COMM_WORLD)
+    >>> P_x = P_world.create_cartesian_topology_partition((1, 1, P_world.size))
+    >>> mine = torch.tensor([[[1.0, 2.0]]]) + P_x.rank
+    >>> HaloExchange(P_x, width=1)(mine)
+    tensor([[[0., 1., 2., 2.]]])
     """
 
     _shown = ("width", "padding_mode", "value")
@@ -364,6 +397,14 @@ class SumReduce(_Between):
     Notes
     -----
     Sum-reduce document; requirement B3.
+
+    Examples
+    --------
+    >>> P_world = MPIPartition(MPI.COMM_WORLD)
+    >>> P_x = P_world.create_cartesian_topology_partition((P_world.size,))
+    >>> P_root = P_world.create_partition_inclusive([0]).create_cartesian_topology_partition((1,))
+    >>> SumReduce(P_x, P_root)(torch.ones(3))
+    tensor([2., 2., 2.])
     """
 
     _operation = staticmethod(sum_reduce)
@@ -384,6 +425,15 @@ class Broadcast(_Between):
     Notes
     -----
     Sum-reduce document, read from its end; requirement B3.
+
+    Examples
+    --------
+    >>> P_world = MPIPartition(MPI.COMM_WORLD)
+    >>> P_root = P_world.create_partition_inclusive([0]).create_cartesian_topology_partition((1,))
+    >>> P_y = P_world.create_cartesian_topology_partition((P_world.size,))
+    >>> x = torch.ones(3) if P_root.active else zero_volume_tensor()
+    >>> Broadcast(P_root, P_y)(x)
+    tensor([1., 1., 1.])
     """
 
     _operation = staticmethod(broadcast)
@@ -395,6 +445,13 @@ class AllSumReduce(_OfSubtensors, LayerAlongAxes):
     Subtensors that are summed must be equal in shape; otherwise any shape is valid for any grid. The result
     is bitwise equal on the ranks that share it, and from run to run. The layer is its own adjoint. Arguments
     are as for :class:`AllGather`.
+
+    Examples
+    --------
+    >>> P_world = MPIPartition(MPI.COMM_WORLD)
+    >>> P_x = P_world.create_cartesian_topology_partition((P_world.size, 1))
+    >>> AllSumReduce(P_x, axes_reduce=0)(torch.ones(3))
+    tensor([2., 2., 2.])
     """
 
     _argument = "axes_reduce"
@@ -436,6 +493,14 @@ class DistributedConcat(MovementLayer[Concat]):
     Notes
     -----
     Interface document, chapter 5; requirement A20.
+
+    Examples
+    --------
+    >>> P_world = MPIPartition(MPI.COMM_WORLD)
+    >>> P_x = P_world.create_cartesian_topology_partition((1, 1, P_world.size, 1))
+    >>> cat = DistributedConcat([P_x, P_x])
+    >>> cat(shard(P_x, torch.rand(1, 3, 8, 8)), shard(P_x, torch.rand(1, 5, 8, 8))).shape
+    torch.Size([1, 8, 8, 8])
     """
 
     def __init__(

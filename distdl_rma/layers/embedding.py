@@ -49,6 +49,14 @@ class DistributedEmbedding(OperatorLayer[Embedding], nn.Embedding):
     Notes
     -----
     Requirement B11.
+
+    Examples
+    --------
+    >>> P_world = MPIPartition(MPI.COMM_WORLD)
+    >>> P_x = P_world.create_cartesian_topology_partition((1, P_world.size))  # cuts the tokens
+    >>> embed = DistributedEmbedding(P_x, num_embeddings=100, embedding_dim=32)
+    >>> embed(shard(P_x, torch.randint(100, (2, 10)))).shape
+    torch.Size([2, 10, 32])
     """
 
     _allowed = ("replicated", "root")

@@ -56,6 +56,15 @@ class DistributedLinear(OperatorLayer[SplitLinear], nn.Linear):
     Notes
     -----
     Linear document, general linear layer; requirement B6. Column 0 of P_W keeps and adds the bias.
+
+    Examples
+    --------
+    >>> P_world = MPIPartition(MPI.COMM_WORLD)
+    >>> P_x = P_world.create_cartesian_topology_partition((1, P_world.size))  # cuts the features
+    >>> P_W = P_world.create_cartesian_topology_partition((P_world.size, 1))  # cuts the rows of the weight
+    >>> layer = DistributedLinear(P_x, P_x, P_W, in_features=6, out_features=8)
+    >>> layer.weight.shape, layer(shard(P_x, torch.rand(4, 6))).shape
+    (torch.Size([4, 6]), torch.Size([4, 8]))
     """
 
     _casts = True
@@ -134,6 +143,14 @@ class DistributedLinearAllGather(DistributedLinear):
     Notes
     -----
     Linear document, linear layer with all-gather; requirement B6.
+
+    Examples
+    --------
+    >>> P_world = MPIPartition(MPI.COMM_WORLD)
+    >>> P_y = P_world.create_cartesian_topology_partition((1, P_world.size))  # one data-parallel block
+    >>> layer = DistributedLinearAllGather(P_y, in_features=6, out_features=8)
+    >>> layer.weight.shape, layer(shard(P_y, torch.rand(4, 6))).shape
+    (torch.Size([4, 6]), torch.Size([4, 8]))
     """
 
     def __init__(
@@ -171,6 +188,14 @@ class DistributedLinearReduceScatter(DistributedLinear):
     Notes
     -----
     Linear document, linear layer with reduce-scatter; requirement B6.
+
+    Examples
+    --------
+    >>> P_world = MPIPartition(MPI.COMM_WORLD)
+    >>> P_x = P_world.create_cartesian_topology_partition((1, P_world.size))  # one data-parallel block
+    >>> layer = DistributedLinearReduceScatter(P_x, in_features=6, out_features=8)
+    >>> layer.weight.shape, layer(shard(P_x, torch.rand(4, 6))).shape
+    (torch.Size([8, 3]), torch.Size([4, 8]))
     """
 
     def __init__(
@@ -221,6 +246,14 @@ class DistributedLinearAllGatherZero(_Zero, DistributedLinearAllGather):
     Notes
     -----
     Linear document, fully-sharded data parallelism; requirement B6.
+
+    Examples
+    --------
+    >>> P_world = MPIPartition(MPI.COMM_WORLD)
+    >>> P_y = P_world.create_cartesian_topology_partition((P_world.size, 1))  # data-parallel blocks
+    >>> layer = DistributedLinearAllGatherZero(P_y, in_features=6, out_features=8)
+    >>> layer.weight.shape, layer(shard(P_y, torch.rand(4, 6))).shape
+    (torch.Size([8, 3]), torch.Size([4, 8]))
     """
 
 
@@ -233,6 +266,14 @@ class DistributedLinearReduceScatterZero(_Zero, DistributedLinearReduceScatter):
     Notes
     -----
     Linear document, fully-sharded data parallelism; requirement B6.
+
+    Examples
+    --------
+    >>> P_world = MPIPartition(MPI.COMM_WORLD)
+    >>> P_x = P_world.create_cartesian_topology_partition((P_world.size, 1))  # data-parallel blocks
+    >>> layer = DistributedLinearReduceScatterZero(P_x, in_features=6, out_features=8)
+    >>> layer.weight.shape, layer(shard(P_x, torch.rand(4, 6))).shape
+    (torch.Size([4, 6]), torch.Size([4, 8]))
     """
 
     _cuts = OUT

@@ -454,6 +454,15 @@ class DistributedBatchNorm(DistributedRunningNorm, batchnorm._BatchNorm):
     Notes
     -----
     Requirement B11. Document: ``docs/layers/normalization.md``.
+
+    Examples
+    --------
+    >>> P_world = MPIPartition(MPI.COMM_WORLD)
+    >>> P_x = P_world.create_cartesian_topology_partition((1, 1, P_world.size, 1))
+    >>> norm = DistributedBatchNorm2d(P_x, 3)
+    >>> y = norm(shard(P_x, torch.rand(2, 3, 16, 16)))
+    >>> norm.num_batches_tracked
+    tensor(1)
     """
 
     several = "value per channel is needed in training"
@@ -508,6 +517,15 @@ class DistributedInstanceNorm(DistributedRunningNorm, instancenorm._InstanceNorm
     Notes
     -----
     Interface document, chapter 4; requirements A19, B11. Document: ``docs/layers/normalization.md``.
+
+    Examples
+    --------
+    >>> P_world = MPIPartition(MPI.COMM_WORLD)
+    >>> P_x = P_world.create_cartesian_topology_partition((1, 1, P_world.size, 1))
+    >>> norm = DistributedInstanceNorm2d(P_x, 3, affine=True)
+    >>> y = norm(shard(P_x, torch.rand(1, 3, 16, 16)))
+    >>> bool(y.mean().abs() < 1e-5)
+    True
     """
 
     several = "spatial element is needed"
@@ -545,6 +563,15 @@ class DistributedGroupNorm(DistributedNorm, nn.GroupNorm):
 
     Groups of channels may straddle ranks. Local input and output: (batch, channel, ...), of equal shape.
     Arguments are as for :class:`DistributedBatchNorm`, all others as in torch.
+
+    Examples
+    --------
+    >>> P_world = MPIPartition(MPI.COMM_WORLD)
+    >>> P_x = P_world.create_cartesian_topology_partition((1, 1, P_world.size, 1))
+    >>> norm = DistributedGroupNorm(P_x, num_groups=2, num_channels=6)
+    >>> y = norm(shard(P_x, torch.rand(1, 6, 16, 16)))
+    >>> bool(y.mean().abs() < 1e-5)
+    True
     """
 
     several = "value per group is needed"
@@ -615,6 +642,14 @@ class DistributedLayerNorm(DistributedTrailingNorm, nn.LayerNorm):
     Local output: of the shape of the local input. If P_x splits normalised dimensions, the ranks that hold
     parts of an instance share its statistics. Arguments are as for :class:`DistributedBatchNorm`, all others
     as in torch; ``normalized_shape`` is global.
+
+    Examples
+    --------
+    >>> P_world = MPIPartition(MPI.COMM_WORLD)
+    >>> P_x = P_world.create_cartesian_topology_partition((1, P_world.size, 1))  # cuts the tokens
+    >>> norm = DistributedLayerNorm(P_x, 32)
+    >>> norm(shard(P_x, torch.rand(2, 10, 32))).shape
+    torch.Size([2, 10, 32])
     """
 
     def __init__(
@@ -633,7 +668,16 @@ class DistributedLayerNorm(DistributedTrailingNorm, nn.LayerNorm):
 
 
 class DistributedRMSNorm(DistributedTrailingNorm, nn.RMSNorm):
-    """Root mean square normalisation: as :class:`DistributedLayerNorm`, but without mean and bias."""
+    """Root mean square normalisation: as :class:`DistributedLayerNorm`, but without mean and bias.
+
+    Examples
+    --------
+    >>> P_world = MPIPartition(MPI.COMM_WORLD)
+    >>> P_x = P_world.create_cartesian_topology_partition((1, P_world.size, 1))  # cuts the tokens
+    >>> norm = DistributedRMSNorm(P_x, 32)
+    >>> norm(shard(P_x, torch.rand(2, 10, 32))).shape
+    torch.Size([2, 10, 32])
+    """
 
     centred = False
 

@@ -116,6 +116,14 @@ class DistributedPad(WindowLayer):
     Notes
     -----
     Requirements B8 and B11. Document: ``docs/layers/upsampling.md``.
+
+    Examples
+    --------
+    >>> P_world = MPIPartition(MPI.COMM_WORLD)
+    >>> P_x = P_world.create_cartesian_topology_partition((1, 1, P_world.size, 1))
+    >>> pad = DistributedZeroPad2d(P_x, 1)
+    >>> pad(shard(P_x, torch.rand(1, 3, 16, 16))).shape
+    torch.Size([1, 3, 18, 18])
     """
 
     operation = Padding
@@ -145,7 +153,16 @@ class DistributedPad(WindowLayer):
 
 
 class DistributedConstantPad(DistributedPad, mode="constant"):
-    """Padding by a constant ``value``; otherwise as :class:`DistributedPad`."""
+    """Padding by a constant ``value``; otherwise as :class:`DistributedPad`.
+
+    Examples
+    --------
+    >>> P_world = MPIPartition(MPI.COMM_WORLD)
+    >>> P_x = P_world.create_cartesian_topology_partition((1, 1, P_world.size, 1))
+    >>> pad = DistributedConstantPad2d(P_x, 1, value=2.0)
+    >>> pad(shard(P_x, torch.rand(1, 3, 16, 16))).shape
+    torch.Size([1, 3, 18, 18])
+    """
 
     _shown = ("padding", "value")
 
@@ -265,6 +282,14 @@ class DistributedAvgPool(_Sliding):
     Notes
     -----
     Requirement B11. Document: ``docs/layers/pooling.md``.
+
+    Examples
+    --------
+    >>> P_world = MPIPartition(MPI.COMM_WORLD)
+    >>> P_x = P_world.create_cartesian_topology_partition((1, 1, P_world.size, 1))
+    >>> pool = DistributedAvgPool2d(P_x, kernel_size=2)
+    >>> pool(shard(P_x, torch.rand(1, 3, 16, 16))).shape
+    torch.Size([1, 3, 8, 8])
     """
 
     operation = AvgPooling
@@ -295,6 +320,14 @@ class DistributedMaxPool(_Sliding, MaxLayer):
     Partitions, shapes and errors are as for :class:`DistributedAvgPool`; a call also raises ``ShapeError`` if
     a window reads only padding. With ``return_indices`` the result is a pair: the output, and the indices of
     its elements in the flattened *global* plane, as in torch.
+
+    Examples
+    --------
+    >>> P_world = MPIPartition(MPI.COMM_WORLD)
+    >>> P_x = P_world.create_cartesian_topology_partition((1, 1, P_world.size, 1))
+    >>> pool = DistributedMaxPool2d(P_x, kernel_size=2)
+    >>> pool(shard(P_x, torch.rand(1, 3, 16, 16))).shape
+    torch.Size([1, 3, 8, 8])
     """
 
     operation = MaxPooling
@@ -369,6 +402,14 @@ class DistributedAdaptiveAvgPool(_Adaptive):
     ----------
     output_size
         As in torch, of the global output; None keeps the extent of a dimension.
+
+    Examples
+    --------
+    >>> P_world = MPIPartition(MPI.COMM_WORLD)
+    >>> P_x = P_world.create_cartesian_topology_partition((1, 1, P_world.size, 1))
+    >>> pool = DistributedAdaptiveAvgPool2d(P_x, output_size=1)
+    >>> pool(shard(P_x, torch.rand(1, 3, 16, 16))).shape
+    torch.Size([1, 3, 1, 1])
     """
 
     operation = AdaptiveAvgPooling
@@ -383,6 +424,14 @@ class DistributedAdaptiveMaxPool(_Adaptive, MaxLayer):
 
     Every rank receives the elements that its outputs read. Arguments are those of
     :class:`DistributedAdaptiveAvgPool`, and ``return_indices`` of :class:`DistributedMaxPool`.
+
+    Examples
+    --------
+    >>> P_world = MPIPartition(MPI.COMM_WORLD)
+    >>> P_x = P_world.create_cartesian_topology_partition((1, 1, P_world.size, 1))
+    >>> pool = DistributedAdaptiveMaxPool2d(P_x, output_size=1)
+    >>> pool(shard(P_x, torch.rand(1, 3, 16, 16))).shape
+    torch.Size([1, 3, 1, 1])
     """
 
     operation = AdaptiveMaxPooling
@@ -447,6 +496,14 @@ class DistributedUpsample(WindowLayer, nn.Upsample):
     Notes
     -----
     Requirement B11. Document: ``docs/layers/upsampling.md``.
+
+    Examples
+    --------
+    >>> P_world = MPIPartition(MPI.COMM_WORLD)
+    >>> P_x = P_world.create_cartesian_topology_partition((1, 1, P_world.size, 1))
+    >>> resize = DistributedUpsample(P_x, scale_factor=2)
+    >>> resize(shard(P_x, torch.rand(1, 3, 16, 16))).shape
+    torch.Size([1, 3, 32, 32])
     """
 
     operation = Resizing

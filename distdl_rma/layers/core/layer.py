@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
+from inspect import cleandoc
 from itertools import count
 from typing import Any, ClassVar, NamedTuple, Self, Unpack
 
@@ -216,6 +218,8 @@ class DistributedLayer(CallbackModule):
         if reset is not None and reset.__module__.startswith("torch."):
             # torch's method would use the shape of this rank's part, and draw other numbers on each rank.
             cls.reset_parameters = _on_whole_parameters(reset)  # type: ignore[attr-defined]
+        if cls.__name__ == f"Distributed{cls.__bases__[-1].__name__}":
+            _show_example(cls)
 
     @property
     def label(self) -> str:
@@ -448,6 +452,20 @@ def _on_whole_parameters(reset: Callable[[Any], object]) -> Callable[[Distribute
             reset(layer)
 
     return reset_whole
+
+
+def _show_example(twin: type) -> None:
+    # The docstring of a twin without an example gets that of its family, with its name and dimensions.
+    families = (cleandoc(base.__doc__ or "").partition("\n\nExamples\n") for base in twin.__mro__[1:])
+    _, heading, example = next((found for found in families if found[1]), ("", "", ""))
+    if twin.__doc__ is None or "Examples\n" in twin.__doc__:
+        return
+    example = re.sub(r"\bDistributed\w+(?=\()", twin.__name__, example)
+    if of_dims := re.search(r"([13])d$", twin.__name__):
+        # The last extent of a shape or a grid of an image stands for those of all spatial dimensions but one.
+        space = r"\2" * (int(of_dims[1]) - 1)
+        example = re.sub(r"([(\[]\w+, \w+, [\w.]+)(, \w+)(?=[)\]])", rf"\1{space}", example)
+    twin.__doc__ = cleandoc(twin.__doc__) + heading + example
 
 
 def nbytes_of(tensors: Any) -> int:

@@ -116,6 +116,15 @@ class DistributedLoss(DistributedLayer):
     Each rank calls torch's function on its shards, which, unlike split tensors, need not form a grid. One
     allreduce adds the local sums, the divisor of a mean, and the number of ranks with a problem. The loss is
     linear in the local sums, so that the backward moves no data.
+
+    Examples
+    --------
+    >>> P_world = MPIPartition(MPI.COMM_WORLD)
+    >>> P_x = P_world.create_cartesian_topology_partition((1, 1, P_world.size, 1))
+    >>> loss = DistributedL1Loss(P_x)
+    >>> x, target = torch.rand(2, 1, 3, 8, 8)  # whole, equal on all ranks
+    >>> loss(shard(P_x, x), shard(P_x, target)).shape  # one number, that of one process
+    torch.Size([])
     """
 
     _function: ClassVar[Callable[..., torch.Tensor]]

@@ -211,6 +211,15 @@ class DistributedCrossEntropyLoss(_ClassLoss, nn.CrossEntropyLoss):
     Notes
     -----
     Requirement B11. Document: ``docs/layers/losses.md``.
+
+    Examples
+    --------
+    >>> P_world = MPIPartition(MPI.COMM_WORLD)
+    >>> P_x = P_world.create_cartesian_topology_partition((1, 1, P_world.size, 1))
+    >>> loss = DistributedCrossEntropyLoss(P_x)
+    >>> scores, classes = torch.rand(1, 5, 4, 8), torch.randint(5, (1, 4, 8))  # of this rank's four rows
+    >>> loss(scores, classes).shape  # the mean over the rows of all ranks
+    torch.Size([])
     """
 
     _function = staticmethod(F.cross_entropy)
@@ -233,6 +242,15 @@ class DistributedNLLLoss(_ClassLoss, nn.NLLLoss):
     """Negative log likelihood of log-probabilities: ``torch.nn.NLLLoss`` of the global tensors.
 
     As :class:`DistributedCrossEntropyLoss`, but takes class indices only.
+
+    Examples
+    --------
+    >>> P_world = MPIPartition(MPI.COMM_WORLD)
+    >>> P_x = P_world.create_cartesian_topology_partition((1, 1, P_world.size, 1))
+    >>> loss = DistributedNLLLoss(P_x)
+    >>> scores, classes = torch.rand(1, 5, 4, 8), torch.randint(5, (1, 4, 8))  # of this rank's four rows
+    >>> loss(scores.log_softmax(1), classes).shape  # the mean over the rows of all ranks
+    torch.Size([])
     """
 
     _function = staticmethod(F.nll_loss)
