@@ -25,7 +25,7 @@ import distdl_rma
 from distdl_rma import rehearse
 
 RANKS = 2
-HOMES = ("distdl_rma.layers",)
+HOMES = "distdl_rma.layers", "distdl_rma.segments", "distdl_rma.geometry"
 NAMES = {home: [name for name in import_module(home).__all__ if name != "__version__"] for home in HOMES}
 
 

@@ -18,6 +18,14 @@ class Window:
     """Sliding window of one dimension.
 
     Output ``j`` reads the inputs ``j * stride - left + t * dilation`` for ``t`` in ``range(kernel)``.
+
+    Examples
+    --------
+    >>> window = Window(3, 1, 1, 1, 1)  # kernel, stride, dilation, padding left and right
+    >>> window.outputs(8)
+    8
+    >>> window.reads(4, 8)  # outputs 4 to 7 read one input more on each side; 8 is padding
+    (3, 9)
     """
 
     kernel: int  # number of taps, at least 1
@@ -193,7 +201,16 @@ class ContributorsSplit(Mapped):
 
 @dataclass(frozen=True)
 class Stencil:
-    """One sliding window per spatial dimension."""
+    """One sliding window per spatial dimension.
+
+    Examples
+    --------
+    >>> stencil = Stencil.of(kernel=(3, 3), stride=(2, 2), dilation=(1, 1), padding=((1, 1), (1, 1)))
+    >>> stencil.outputs((8, 8))
+    (4, 4)
+    >>> stencil.reads(Box(((2, 4), (0, 4))))
+    Box(bounds=((3, 8), (-1, 8)))
+    """
 
     windows: tuple[Window, ...]
 

@@ -36,6 +36,17 @@ class Channel:
 
     ``make_result`` allocates a result in the arena of this process. With it, other ranks of the node put
     large results directly into that memory; ``landed`` says so for each received piece.
+
+    Examples
+    --------
+    >>> machine = Machine(MPI.COMM_WORLD)
+    >>> from distdl_rma.geometry import Decomposition, Exchange
+    >>> ranks = machine.partition()
+    >>> blocks = Decomposition.balanced(ranks, (4,))
+    >>> gather = Exchange(machine.rank, blocks, Decomposition.replicated(ranks, (4,)))
+    >>> channel = Channel(machine.segments, gather, np.float32, "gather")
+    >>> channel.move(np.full(2, machine.rank, np.float32))
+    array([0., 0., 1., 1.], dtype=float32)
     """
 
     def __init__(

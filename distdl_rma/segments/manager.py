@@ -100,7 +100,15 @@ _THREAD_LEVELS = {
 
 @dataclass(frozen=True)
 class SegmentStats:
-    """Use of a rank's segment, in bytes; ``owners`` maps an owner's name to (number of buffers, bytes)."""
+    """Use of a rank's segment, in bytes; ``owners`` maps an owner's name to (number of buffers, bytes).
+
+    Examples
+    --------
+    >>> machine = Machine(MPI.COMM_WORLD)
+    >>> buffer = machine.segments.get_segment_buffer(4096, owner="mine")
+    >>> machine.segments.stats().owners["mine"]
+    (1, 4096)
+    """
 
     reserved: int
     used: int
@@ -135,6 +143,13 @@ class SegmentManager(SegmentContext, Uncopyable):
     position, by default the positions. ``nbytes`` is the segment size per rank, a number or text with a unit;
     it and ``timeout``, ``transport``, ``progress`` and ``reserve`` are those of :class:`Machine`. In tests,
     ``node_size`` consecutive ranks of a node count as a node of their own.
+
+    Examples
+    --------
+    >>> segments = SegmentManager(MPI.COMM_WORLD, nbytes="8MiB")  # that of a machine is Machine(...).segments
+    >>> with segments.get_segment_buffer(64, owner="mine") as buffer:
+    ...     buffer.view(np.float32, (4, 4))[:] = 1
+    >>> segments.close()
     """
 
     def __init__(

@@ -57,6 +57,15 @@ class Allreduce(Collective):
     Notes
     -----
     Interface document, sections 3.1 and 4.1; requirement A15.
+
+    Examples
+    --------
+    >>> machine = Machine(MPI.COMM_WORLD)
+    >>> most = machine.group().allreduce(2, op="max")
+    >>> most.active[:] = [machine.rank, 7]
+    >>> most.start()
+    >>> most.wait()
+    array([1., 7.], dtype=float32)
     """
 
     def __init__(
@@ -215,6 +224,15 @@ class Reducescatter(Collective):
     :class:`Allreduce`. Between nodes MPI's ``Ireduce_scatter`` combines the sums of the nodes, or ``Ireduce``
     if one node gets all parts. ``count`` is the length of the whole vector, which is cut into balanced parts;
     or a sequence with the length of each part. ``op`` is as for :class:`Allreduce`.
+
+    Examples
+    --------
+    >>> machine = Machine(MPI.COMM_WORLD)
+    >>> parts = machine.group().reduce_scatter(4)
+    >>> parts.active[:] = range(4)
+    >>> parts.start()
+    >>> parts.wait()  # this rank's half of the sum
+    array([0., 2.], dtype=float32)
     """
 
     def __init__(
@@ -246,6 +264,15 @@ class Reduce(Reducescatter):
     A reduce-scatter whose only part is the root's: the ranks of a node reduce a share each. They store it to
     the root, or MPI's ``Ireduce`` sends it to the root's node. ``result`` has no elements on other ranks. It
     is bitwise the same in every run, and on one node that of :class:`Allreduce`.
+
+    Examples
+    --------
+    >>> machine = Machine(MPI.COMM_WORLD)
+    >>> total = machine.group().reduce(2, root=0)
+    >>> total.active[:] = [machine.rank, 1]
+    >>> total.start()
+    >>> total.wait()  # no elements on other ranks
+    array([1., 2.], dtype=float32)
     """
 
     def __init__(

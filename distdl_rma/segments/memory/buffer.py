@@ -238,6 +238,18 @@ class SegmentBuffer:
     A notification is 0 until a peer sets it, and again after a reset; its value is from 1 to 2**32 - 1. A
     rank that sees a notification also sees its sender's earlier puts. An index out of range raises
     ``ArgumentError``. Interface document, chapter 2.
+
+    Examples
+    --------
+    >>> machine = Machine(MPI.COMM_WORLD)
+    >>> peer = 1 - machine.rank
+    >>> inbox = machine.segments.get_segment_buffer(32, notifications=1)
+    >>> there = inbox.exchange([peer], label="inbox")[peer]
+    >>> there.put_notify(np.full(4, 2.5), index=0)
+    >>> inbox.notify_wait(0)
+    1
+    >>> inbox.view(np.float64, (4,))
+    array([2.5, 2.5, 2.5, 2.5])
     """
 
     def __init__(self, context: SegmentContext, nbytes: int, notifications: int, owner: str) -> None:

@@ -111,6 +111,19 @@ class Queue:
     A put posted to a queue makes no copy: its source must not change before ``wait`` returns. A get posted to
     a queue has filled its array when ``wait`` returns. :meth:`SegmentManager.queue` makes queues, as many as
     wanted; the peer does not see which queue an operation was posted to.
+
+    Examples
+    --------
+    >>> machine = Machine(MPI.COMM_WORLD)
+    >>> peer = 1 - machine.rank
+    >>> inbox = machine.segments.get_segment_buffer(32, notifications=1)
+    >>> there = inbox.exchange([peer], label="inbox")[peer]
+    >>> queue, data = machine.segments.queue(), np.full(4, 2.5)
+    >>> there.put(data, queue=queue)
+    >>> there.notify(0)
+    >>> queue.wait()  # now data may change
+    >>> inbox.notify_wait(0)  # and the peer's data is here
+    1
     """
 
     def __init__(self, context: SegmentContext, name: str) -> None:

@@ -62,6 +62,18 @@ class RemoteArray:
 
     Keys are those of numpy, made of integers, slices and one ellipsis. A put does not block for the transfer,
     and ``x`` may be changed on return. A get blocks and returns a new array.
+
+    Examples
+    --------
+    >>> machine = Machine(MPI.COMM_WORLD)
+    >>> peer = 1 - machine.rank
+    >>> inbox = machine.segments.get_segment_buffer(32, notifications=1)
+    >>> there = inbox.exchange([peer], label="inbox")[peer]
+    >>> array = there.view(np.float64, (2, 2))
+    >>> array[0] = [1, 2]
+    >>> array[1] = [3, 4]
+    >>> array[:, 0]
+    array([1., 3.])
     """
 
     def __init__(self, buffer: RemoteBuffer, layout: ArrayLayout, offset: int) -> None:
@@ -168,6 +180,20 @@ class RemoteBuffer:
 
     ``peer`` is the rank id of the owner, ``nbytes`` and ``notifications`` are the sizes of the buffer, and
     ``note`` are the integers that the owner sent to this rank.
+
+    Examples
+    --------
+    >>> machine = Machine(MPI.COMM_WORLD)
+    >>> peer = 1 - machine.rank
+    >>> inbox = machine.segments.get_segment_buffer(32, notifications=1)
+    >>> there = inbox.exchange([peer], label="inbox")[peer]
+    >>> there.put_notify(np.full(4, 2.5), index=0)
+    >>> inbox.notify_wait(0)
+    1
+    >>> inbox.view(np.float64, (4,))[0] = -1
+    >>> machine.group().barrier()
+    >>> there.view(np.float64, (4,))[:]
+    array([-1. ,  2.5,  2.5,  2.5])
     """
 
     def __init__(self, context: SegmentContext, peer: int, location: Location, note: tuple[int, ...]) -> None:
