@@ -87,6 +87,11 @@ def print0(*values: object, sep: str = " ", end: str = "\n", file: TextIO | None
 
     All ranks compute the arguments. Guard other actions of one rank, such as writing a file, by
     ``MPI.COMM_WORLD.rank == 0``.
+
+    Examples
+    --------
+    >>> print0("on the first rank")
+    on the first rank
     """
     if world().rank == 0:
         print(*values, sep=sep, end=end, file=file, flush=True)
@@ -141,6 +146,15 @@ class Machine(SharedByCopies):
     Notes
     -----
     Interface document, chapter 1: r, M and ``|M|``.
+
+    Examples
+    --------
+    >>> with Machine(MPI.COMM_WORLD, segment_size="8MiB") as machine:
+    ...     total = machine.group().allreduce(1)
+    ...     total.active[:] = 1
+    ...     total.start()
+    ...     total.wait()
+    array([2.], dtype=float32)
     """
 
     def __init__(
@@ -362,6 +376,13 @@ def MPIPartition(comm: MPI.Intracomm) -> Partition:  # noqa: N802
 
     Repeated calls for a communicator return partitions of the same machine; the first call is collective. The
     machine closes when all these partitions were deactivated, or at exit, even if the communicator is freed.
+
+    Examples
+    --------
+    >>> P_world = MPIPartition(MPI.COMM_WORLD)
+    >>> P_x = P_world.create_cartesian_topology_partition((1, 1, P_world.size, 1))  # cuts the rows
+    >>> P_world.size, P_x.shape
+    (2, (1, 1, 2, 1))
     """
     machine = Machine.on(comm)
     return replace(machine.partition(), opened=_Use(machine))

@@ -76,6 +76,14 @@ def rehearse(
     Each rank has its own state of the default random generators of Python, numpy and torch, which begins as
     that of the caller; the caller's state is restored. Other state of the process, such as environment
     variables, is shared.
+
+    Examples
+    --------
+    >>> def rows_of(comm):
+    ...     x = shard({"H": -1}, torch.zeros(1, 1, 10, 8))
+    ...     return x.to_local().shape[2]
+    >>> rehearse(4, rows_of)
+    [3, 3, 2, 2]
     """
     if type(ranks) is not int or ranks < 1:
         raise ArgumentError(f"rehearse: the number of ranks is a positive whole number, got {ranks!r}")

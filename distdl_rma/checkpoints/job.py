@@ -136,6 +136,20 @@ class Checkpoints:
         If an argument is invalid, or differs between ranks; on all ranks.
     CheckpointError
         If the folder cannot be made.
+
+    Examples
+    --------
+    >>> model = distribute(nn.Conv2d(1, 4, 3), {"H": -1})
+    >>> optimizer = torch.optim.Adam(model.parameters())
+    >>> state = {"model": model, "optimizer": optimizer}
+    >>> with Checkpoints("run", every=2) as checkpoints:
+    ...     for step in range(checkpoints.restore(state), 4):  # from 0 in a new folder
+    ...         model(torch.ones(1, 1, 8, 8)).mean().backward()
+    ...         optimizer.step()
+    ...         if checkpoints.due(step + 1):
+    ...             path = checkpoints.save(state, step + 1)
+    >>> load_checkpoint("run", nn.Conv2d(1, 4, 3))
+    4
     """
 
     def __init__(

@@ -40,6 +40,15 @@ def load_checkpoint(
         If there is none, or it is damaged, of a newer version or of another model.
     ShapeError
         If shapes or dtypes of tensors differ.
+
+    Examples
+    --------
+    >>> model = distribute(nn.Conv2d(1, 4, 3), {"H": -1})
+    >>> with Checkpoints("run") as checkpoints:
+    ...     checkpoints.save({"model": model}, step=20).name
+    'step-20'
+    >>> load_checkpoint("run", nn.Conv2d(1, 4, 3))  # also in a process alone, without MPI
+    20
     """
     path = Path(folder).absolute()
     with files.explained("reading", path, "may it be read?"):

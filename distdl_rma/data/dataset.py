@@ -165,6 +165,14 @@ class ShardDataset(Dataset[Any]):
     processes that it starts by ``"spawn"`` or ``"forkserver"``; ``UnsupportedError`` in a fork of a rank.
     Workers are no ranks: pickling the dataset for them sets ``MPI4PY_RC_INITIALIZE=0`` in the environment, so
     that a worker that imports mpi4py does not start MPI.
+
+    Examples
+    --------
+    >>> images, classes = torch.rand(10, 3, 8, 8), torch.arange(10)
+    >>> samples = ShardDataset(images, classes, grid={"H": -1}, crop=(6, 6), flip="W", seed=0)
+    >>> image, label = samples[3]
+    >>> len(samples), image.shape, label
+    (10, torch.Size([3, 3, 6]), tensor(3))
     """
 
     def __init__(

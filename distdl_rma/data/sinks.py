@@ -87,6 +87,14 @@ def create_array(
         If numpy has no such elements, such as bfloat16.
     DataError
         When the context begins or ends, on all ranks: no space, no permission, or something is there already.
+
+    Examples
+    --------
+    >>> y = shard({"H": -1}, torch.ones(1, 1, 6, 4))
+    >>> with create_array("y.npy", (1, 1, 6, 4), like=y) as sink:
+    ...     write_shards(sink, y)
+    >>> open_array("y.npy").shape
+    (1, 1, 6, 4)
     """
     if not isinstance(like, SplitTensor):
         raise ArgumentError(f"create_array: like= is a split tensor, got {label(like)}; shard() makes one")
@@ -285,6 +293,15 @@ def write_shards(sink: Any, y: SplitTensor, at: Sequence[int] | None = None) -> 
         If the sink is a variable of HDF5 or NetCDF that several ranks would write.
     DataError
         If some rank cannot write, on all ranks: a full disk, for instance.
+
+    Examples
+    --------
+    >>> y = shard({"H": -1}, torch.ones(1, 1, 6, 4))
+    >>> with create_array("whole.npy", (1, 1, 12, 4), like=y) as sink:
+    ...     write_shards(sink, y)
+    ...     write_shards(sink, 2 * y, at=(0, 0, 6, 0))
+    >>> np.load("whole.npy")[0, 0, :, 0]
+    array([1., 1., 1., 1., 1., 1., 2., 2., 2., 2., 2., 2.], dtype=float32)
     """
     if not isinstance(y, SplitTensor):
         raise ArgumentError(f"write_shards: takes a sink, then a split tensor, got a {type(y).__name__!r}")

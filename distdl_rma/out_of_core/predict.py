@@ -106,6 +106,14 @@ def predict(
     call with the same model, source and slabs goes on, on any number of processes: in one pass at the first
     slab that was not written, otherwise from the first slab of the sample, without writing again what is
     written. ``post`` is not compared with that of the earlier call, and by its name only between processes.
+
+    Examples
+    --------
+    >>> model = nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.ReLU(), nn.Conv2d(4, 2, 1))
+    >>> np.save("scan.npy", np.ones((400, 100), np.float32))
+    >>> predict(model, "scan.npy", "classes.npy", memory="1GiB", post=lambda y: y.argmax(1))
+    >>> np.load("classes.npy").shape
+    (400, 100)
     """
     processes = Processes(comm)
     with processes.together() as facts:
@@ -141,6 +149,14 @@ def plan_prediction(
 
     Runs the model on a crop of random numbers, to see what it needs. The result is taken to be written, not
     returned. Raises the errors of ``predict``.
+
+    Examples
+    --------
+    >>> model = nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.ReLU(), nn.Conv2d(4, 2, 1))
+    >>> np.save("scan.npy", np.ones((400, 100), np.float32))
+    >>> plan = plan_prediction(model, "scan.npy", grid={"H": 4})
+    >>> plan.slabs, plan.result  # print(plan) shows also the memory and what waits on disk
+    (4, (2, 400, 100))
     """
     return _Prepared(model, source, memory, post, grid, scratch, returns=False).plan
 
@@ -280,7 +296,10 @@ class Predictor:
 
     Examples
     --------
-    ``SupervisedEvaluator(..., inferer=Predictor(memory="8GiB"))``
+    >>> model = nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.ReLU(), nn.Conv2d(4, 2, 1))
+    >>> inferer = Predictor(memory="1GiB")  # in MONAI: SupervisedEvaluator(..., inferer=inferer)
+    >>> inferer(torch.rand(1, 1, 400, 100), model).shape
+    torch.Size([1, 2, 400, 100])
     """
 
     memory: int | str = "8GiB"

@@ -69,6 +69,16 @@ def open_array(source: str | os.PathLike[str] | Any, name: str | None = None) ->
         If the file is missing, truncated or may not be read, or the package that reads it is not installed.
     UnsupportedError
         If the file is a stream that has no random access; the message has a command that converts it.
+
+    Examples
+    --------
+    >>> np.save("scan.npy", np.arange(12.0).reshape(6, 2))
+    >>> scan = open_array("scan.npy")
+    >>> scan.shape, scan[1:3, :1]
+    ((6, 2), array([[2.],
+           [4.]]))
+    >>> shard((2, 1), scan).to_local().shape  # each rank reads its rows only
+    torch.Size([3, 2])
     """
     if not isinstance(source, (str, os.PathLike)):
         if name is not None or not hasattr(source, "shape") or not hasattr(source, "__getitem__"):

@@ -42,6 +42,16 @@ class Source:
     chunks
         Extents of the pieces that are read as a whole, for the warning about grids that cut them; None if
         there are none.
+
+    Examples
+    --------
+    >>> def read(box):  # one slice for each dimension
+    ...     return sum(np.ogrid[box])
+    >>> table = Source(shape=(6, 2), dtype=np.int64, read=read)
+    >>> shard((2, 1), table).to_local()
+    tensor([[0, 1],
+            [1, 2],
+            [2, 3]])
     """
 
     shape: tuple[int, ...]
@@ -75,6 +85,16 @@ class Sink:
         Called on every rank at the end of the context, unless it ends by an error.
     chunks
         Extents of the pieces that one rank alone may write at a time; None if any two boxes are independent.
+
+    Examples
+    --------
+    >>> whole = np.zeros((6, 2), np.float32)
+    >>> def write(box, block):
+    ...     whole[box] = block
+    >>> with Sink(shape=(6, 2), dtype=np.float32, write=write) as sink:
+    ...     write_shards(sink, shard((2, 1), torch.ones(6, 2)))
+    >>> whole.sum(1)  # each rank has written its rows
+    array([2., 2., 2., 0., 0., 0.], dtype=float32)
     """
 
     shape: tuple[int, ...]
