@@ -2,6 +2,10 @@
 
 Importing the package is cheap and starts nothing: names are loaded at their first use. So geometry works
 without MPI, and segments work without torch.
+
+Examples in docstrings have ``import numpy as np``, ``import torch``, ``from torch import nn``, ``from
+torch.nn import functional as F``, ``from mpi4py import MPI`` and the names of this package and of their own
+module. All of two ranks run them; they show what the first one prints.
 """
 
 import sys

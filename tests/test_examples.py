@@ -27,7 +27,7 @@ from distdl_rma import rehearse
 # Whoever starts pytest chooses the threads.
 pytestmark = pytest.mark.filterwarnings("ignore:.*set OMP_NUM_THREADS:RuntimeWarning")
 RANKS = 2
-HOMES = "distdl_rma.layers", "distdl_rma.segments", "distdl_rma.geometry"
+HOMES = "distdl_rma", "distdl_rma.layers", "distdl_rma.segments", "distdl_rma.geometry"
 NAMES = {home: [name for name in import_module(home).__all__ if name != "__version__"] for home in HOMES}
 
 # What virtual ranks do not call.

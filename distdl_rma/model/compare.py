@@ -123,6 +123,13 @@ def compare(
     -------
     Comparison
         Equal on all ranks.
+
+    Examples
+    --------
+    >>> net = lambda: nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU())
+    >>> found = compare(net(), distribute(net(), {"H": -1}), torch.rand(2, 1, 8, 8))
+    >>> found.equal, found.first
+    (True, None)
     """
     if "distributed" not in vars(split) or "distributed" in vars(alone):
         raise ConfigurationError("compare: takes a model alone first, and then one that distribute() made")

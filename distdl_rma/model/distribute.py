@@ -425,8 +425,12 @@ def distribute(
     model
         Any module; layers of this library may be in it.
     grid
-        A partition of all ranks of its machine; or the numbers of blocks, on the ranks of COMM_WORLD:
-        ``"2x2"`` or ``(2, 2)`` for the last dimensions of an input, or ``{"H": 2, "W": 2}``.
+        How many blocks each dimension of an input is cut into, on the ranks of COMM_WORLD. The letters of
+        ``{"H": 2, "W": 2}`` are the dimensions in torch's order: N samples, C channels, then D depth, H
+        height and W width; (N, C, W) is a signal, (N, C, H, W) an image, (N, C, D, H, W) a volume. A
+        dimension that is not named is whole. ``-1``, for one of them, means as many blocks as ranks are left:
+        ``{"H": -1}`` has a block of rows for each rank. ``"2x2"`` and ``(2, 2)`` are for the last dimensions,
+        here H and W. Or a partition of all ranks of its machine.
     reduction, replicas, bucket_nbytes
         Of :class:`GradientSync`. With ``reduction="none"`` there is none: every ``.grad`` is this rank's
         contribution, which ``DistributedDataParallel`` or ``fully_shard`` over all ranks sum
@@ -448,6 +452,18 @@ def distribute(
     ------
     ConfigurationError
         On all ranks: if the model is distributed already, or an option is invalid; and as ``GradientSync``.
+    ArgumentError, PartitionError
+        On all ranks: if the grid has no known form, or its product is not the number of ranks.
+
+    Examples
+    --------
+    >>> model = nn.Sequential(nn.Conv2d(1, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 1, 1))
+    >>> model = distribute(model, {"H": -1})  # a block of rows for each rank
+    >>> x = torch.rand(2, 1, 64, 48)  # the same on all ranks
+    >>> y = model(x)
+    >>> y.shape, y.to_local().shape
+    (torch.Size([2, 1, 64, 48]), torch.Size([2, 1, 32, 48]))
+    >>> y.square().mean().backward()  # gradients of all parameters are whole, and equal on all ranks
     """
     machine = Machine.of(grid) if isinstance(grid, Partition) else Machine.on()
     # Whether gradients are summed by others, or a mean over replicas is taken: the grid may leave out ranks.

@@ -35,8 +35,9 @@ def shard(grid: Grid, x: Any) -> SplitTensor:
     ----------
     grid
         A partition with as many dimensions as the tensor; or the numbers of blocks, on the ranks of the
-        machine of COMM_WORLD: ``"2x2"`` or ``(2, 2)`` for the last dimensions, or ``{"H": 2, "W": 2}``.
-        Blocks may be empty.
+        machine of COMM_WORLD: ``"2x2"`` or ``(2, 2)`` for the last dimensions, or ``{"H": 2, "W": 2}`` by
+        the letters N, C, D, H and W. One number may be -1, for the ranks that the others leave, as in
+        ``{"H": -1}``; :func:`distribute` says more. Blocks may be empty.
     x
         The tensor, equal on all ranks; or a source, of which each rank reads its block only: a path for
         :func:`open_array`, such as ``"scan.zarr"`` or ``"run.h5::name"``, what this returns, or any object
@@ -63,6 +64,14 @@ def shard(grid: Grid, x: Any) -> SplitTensor:
     UserWarning
         If chunks that are read whole make the ranks fetch more than 1.5 times the bytes of their blocks. It
         names the grid that fetches least.
+
+    Examples
+    --------
+    >>> x = shard({"H": -1}, torch.arange(12.0).reshape(1, 1, 6, 2))
+    >>> x.shape, x.to_local().shape
+    (torch.Size([1, 1, 6, 2]), torch.Size([1, 1, 3, 2]))
+    >>> x.mean().item()  # of the whole, on all ranks
+    5.5
     """
     if not hasattr(x, "shape") and not isinstance(x, (str, os.PathLike)):
         raise ArgumentError(

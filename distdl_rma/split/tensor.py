@@ -128,6 +128,17 @@ class SplitTensor(torch.Tensor):
     Plain tensors beside a split one, such as parameters and labels, are equal on all ranks; each rank uses
     its part of them. For gradients see ``docs/convert.md``. The split tensor owns its block;
     ``to_local`` returns the block without a copy.
+
+    Examples
+    --------
+    >>> x = shard({"H": -1}, torch.arange(8.0).reshape(1, 1, 4, 2))
+    >>> x.to_local().flatten()  # of the first of two ranks
+    tensor([0., 1., 2., 3.])
+    >>> y = F.max_pool2d(x - x.mean(), 2)  # as of the whole
+    >>> y.shape, y.full_tensor().flatten()
+    (torch.Size([1, 1, 2, 1]), tensor([-0.5000,  3.5000]))
+    >>> SplitTensor.from_local(torch.ones(1, 1, 2, 2), x.partition).shape  # from blocks
+    torch.Size([1, 1, 4, 2])
     """
 
     _local: torch.Tensor

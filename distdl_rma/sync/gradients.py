@@ -78,6 +78,15 @@ class GradientSync(Uncopyable):
     Notes
     -----
     Interface document, sections 3.1 and 3.2; requirements A9, A10, A15; ``docs/gradients.md``.
+
+    Examples
+    --------
+    >>> P_world = MPIPartition(MPI.COMM_WORLD)
+    >>> model = nn.Linear(2, 1, bias=False)
+    >>> sync = GradientSync(model, P_world)
+    >>> model(torch.ones(3, 2)).sum().backward()  # three samples on each of two ranks
+    >>> model.weight.grad
+    tensor([[6., 6.]])
     """
 
     def __init__(
