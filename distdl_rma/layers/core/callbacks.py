@@ -91,8 +91,9 @@ class CallbackModule(nn.Module):
                     f"{who}: {name}() raised, or returned neither a number nor ranks: {error!r}"
                 ) from error
             if given != true:
+                unit = " bytes" if name.startswith("get_sizeof") else ""
                 raise ConfigurationError(
-                    f"{who}: {name}() gave {given}, it is {true}; leave it out, or correct it"
+                    f"{who}: {name}() gave {given}, it is {true}{unit}; leave it out, or correct it"
                 )
 
 
