@@ -20,6 +20,7 @@ from distdl_rma.out_of_core.inference import Inference, one_tensor, twin_of
 from distdl_rma.out_of_core.live_memory import LiveMemory
 from distdl_rma.out_of_core.pages import Pages
 from distdl_rma.segments.buffered_channel import Mailbox
+from distdl_rma.segments.waiting.uncaught_errors import place_of
 from distdl_rma.split.tensor import SplitTensor
 
 Post = Callable[[Any], Any] | None
@@ -81,18 +82,23 @@ def needs_of(model: nn.Module, post: Post, shape: Sequence[int], dtype: torch.dt
             return Needs(tuple(map(int, y.shape)), y.dtype, live.peak, tuple(map(frozenset, extents)))
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         raise UnsupportedError(
-            f"predict: {error}: what the model does, or the shape of its result, depends on values; its"
-            " memory cannot be known beforehand"
-        ) from error
+            f"predict: {error}{_at(error)}: what the model does, or the shape of its result, depends on values;"
+            " its memory cannot be known beforehand"
+        ) from None
     except DistdlError:
         raise
     except (RuntimeError, ValueError) as error:
         raise ShapeError(
             f"predict: the model and post= do not take (batch, channels, *spatial) = {tuple(shape)} of"
-            f" {dtype}: {type(error).__name__}: {error}"
-        ) from error
+            f" {dtype}: {type(error).__name__}{_at(error)}: {error}"
+        ) from None
     finally:
         torch.backends.mha.set_fastpath_enabled(fast)
+
+
+def _at(error: Exception) -> str:
+    # In place of the traceback, whose frames but this one are torch's.
+    return f" at {place}" if (place := place_of(error)) else ""
 
 
 @dataclass(frozen=True)
