@@ -47,7 +47,7 @@ class Decomposition:
 
     def __post_init__(self) -> None:
         if len(self.axes) != self.partition.dim:
-            raise PartitionError(f"{len(self.axes)} axes given for grid {self.partition.shape}")
+            raise PartitionError(f"grid {self.partition.shape} takes one axis a dimension, got {self.axes}")
         cut = [axis for axis in self.axes if axis is not None]
         if len(set(cut)) != len(cut) or not set(cut) <= set(range(len(self.splits))):
             raise PartitionError(

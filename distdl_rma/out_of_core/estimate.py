@@ -82,8 +82,8 @@ def needs_of(model: nn.Module, post: Post, shape: Sequence[int], dtype: torch.dt
             return Needs(tuple(map(int, y.shape)), y.dtype, live.peak, tuple(map(frozenset, extents)))
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         raise UnsupportedError(
-            f"predict: {error}{_at(error)}: what the model does, or the shape of its result, depends on values;"
-            " its memory cannot be known beforehand"
+            f"predict: {error}{_at(error)}: what the model does, or the shape of its result, depends on"
+            " values; its memory cannot be known beforehand"
         ) from None
     except DistdlError:
         raise

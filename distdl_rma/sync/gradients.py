@@ -260,7 +260,7 @@ class GradientSync(Uncopyable):
             return
         if any(slot.unsummed for slot in self._slots):
             raise ProtocolError(
-                f"{self._owner.title}: closed with gradients from no_sync that are not summed yet"
+                f"{self._owner.title}: closed with gradients from no_sync(), which the next backward sums"
             )
         self.release()
 

@@ -83,7 +83,7 @@ def static_shapes(place: Machine | Partition) -> Iterator[None]:
     """
     machine = Machine.of(place)
     if promise_on(machine) is not None:
-        raise ProtocolError("static_shapes: this machine's shapes are promised already")
+        raise ProtocolError("static_shapes: the machine is within such a context already; leave it first")
     gather_words(machine.segments, "", "static_shapes")
     machine.kept[_KEY] = Promise()
     try:

@@ -72,7 +72,7 @@ def call_on_blocks(
     found = output(given)
     if found is None:
         raise UnsupportedError(
-            f"{label!r}: what it returns are no blocks of one tensor; call it with plain ones"
+            f"{label!r}: its results are not blocks of one tensor; call it with plain tensors, x.to_local()"
         )
     layout, rank = lay.normal(found), found.partition.me
     # A rank without a part of the output gets a tensor without elements, of any shape.
@@ -460,11 +460,10 @@ def _show_example(twin: type) -> None:
     _, heading, example = next((found for found in families if found[1]), ("", "", ""))
     if twin.__doc__ is None or "Examples\n" in twin.__doc__:
         return
+    # The last extent of a shape, or of a grid, of an image is that of all spatial dimensions but one.
+    behind = r"\2" * ({"1d": 1, "3d": 3}.get(twin.__name__[-2:], 2) - 1)
+    example = re.sub(r"([(\[]\w+, \w+, [\w.]+)(, \w+)(?=[)\]])", rf"\1{behind}", example)
     example = re.sub(r"\bDistributed\w+(?=\()", twin.__name__, example)
-    if of_dims := re.search(r"([13])d$", twin.__name__):
-        # The last extent of a shape or a grid of an image stands for those of all spatial dimensions but one.
-        space = r"\2" * (int(of_dims[1]) - 1)
-        example = re.sub(r"([(\[]\w+, \w+, [\w.]+)(, \w+)(?=[)\]])", rf"\1{space}", example)
     twin.__doc__ = cleandoc(twin.__doc__) + heading + example
 
 
