@@ -157,11 +157,6 @@ def test_a_reason_names_the_ranks_and_what_they_are_to_do(ranks, whom):
     assert str(WaitReason(tuple(ranks), "to send in 'enc1'", "a hint")) == f"for {whom} to send in 'enc1'"
 
 
-def test_who_waits_for_no_rank_in_particular_waits_for_the_others():
-    waits = HeaderRecord(RankState.WAITING, 1, 0, time.time(), 1.0, -1, (), "to notify it", "", 0, 0.0, 0)
-    assert waits.doing.endswith("for the other ranks to notify it")
-
-
 @pytest.mark.mpi
 @pytest.mark.sizes(1)
 def test_who_is_lost_to_the_network_is_silent():
