@@ -152,6 +152,14 @@ class ArraySink:
 
     ``shape``, ``dtype`` and ``chunks`` are those of the array, ``path`` is where it will be, and ``part``
     where it is until then. Without a machine one process has it.
+
+    Examples
+    --------
+    >>> y = shard({"H": -1}, torch.ones(1, 1, 6, 4))
+    >>> with create_array("y.npy", (1, 1, 6, 4), like=y) as sink:
+    ...     sink[y.decomposition.slices()] = y.to_local().numpy()  # as write_shards(sink, y)
+    >>> np.load("y.npy").sum()
+    np.float32(24.0)
     """
 
     def __init__(

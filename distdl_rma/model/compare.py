@@ -31,6 +31,13 @@ class Difference:
     ``what`` is ``"output"``, ``"loss"``, ``"input gradient"``, ``"gradient"`` or ``"buffer"``, of ``name``.
     ``error`` is the largest difference, ``scale`` the largest element. ``where`` is the smallest box of
     global indices with all differing elements: start and stop for each dimension, or None.
+
+    Examples
+    --------
+    >>> alone, split = nn.Conv2d(1, 1, 3), distribute(nn.Conv2d(1, 1, 3), {"H": -1})
+    >>> found = compare(alone, split, torch.rand(1, 1, 8, 8))
+    >>> [(each.what, each.name) for each in found.differences if each.equal][:3]
+    [('output', 'model'), ('loss', 'the step'), ('input gradient', 'input 0')]
     """
 
     what: str
@@ -62,6 +69,13 @@ class Comparison:
 
     ``differences`` are in the order of the computation. ``drifted`` names tensors that differ between ranks.
     ``hint`` says if the model alone may be the wrong one.
+
+    Examples
+    --------
+    >>> alone, split = nn.Conv2d(1, 1, 3), distribute(nn.Conv2d(1, 1, 3), {"H": -1})
+    >>> found = compare(alone, split, torch.rand(1, 1, 8, 8))
+    >>> found.equal, found.drifted
+    (True, [])
     """
 
     differences: list[Difference] = field(default_factory=list)

@@ -58,6 +58,17 @@ class Distributed:
     """State of a distributed model: how its inputs are cut, and what sums its gradients.
 
     It is the model's attribute ``distributed``. A copy of the model gets its own.
+
+    Examples
+    --------
+    >>> model = distribute(nn.Conv2d(1, 1, 3, padding=1), {"H": -1})
+    >>> x = torch.rand(1, 1, 8, 8)
+    >>> with model.distributed.no_sync():
+    ...     model(x).mean().backward()
+    >>> model(x).mean().backward()  # gradients are the sum of both
+    >>> model.distributed.close()
+    >>> model(x).shape  # of a plain tensor again
+    torch.Size([1, 1, 8, 8])
     """
 
     def __init__(

@@ -24,6 +24,14 @@ class Call:
     ``inputs`` and ``output`` are global shapes with layouts. ``nbytes`` and ``messages`` count what this rank
     sent in the forward. ``waited`` are seconds in forward and backward, ``hidden`` are seconds in which data
     travelled while this rank computed. ``moved`` names the operands that the function's rule redistributed.
+
+    Examples
+    --------
+    >>> model = distribute(nn.Conv2d(1, 1, 3, padding=1), {"H": -1})
+    >>> with report(model) as step:
+    ...     y = model(torch.rand(1, 1, 8, 8))
+    >>> step.calls[0].function, step.calls[0].messages
+    ('conv2d', 1)
     """
 
     module: str
@@ -45,6 +53,14 @@ class StepReport:
     """The calls of a step on this rank, in the order of their first times; ``print`` shows a table.
 
     ``nbytes`` and ``messages`` are those of the whole step, with backward and sums of gradients.
+
+    Examples
+    --------
+    >>> model = distribute(nn.Conv2d(1, 1, 3, padding=1), {"H": -1})
+    >>> with report(model) as step:
+    ...     model(torch.rand(1, 1, 8, 8)).mean().backward()
+    >>> len(step.calls), step.moved, step.nbytes > 0
+    (2, [], True)
     """
 
     calls: list[Call] = field(default_factory=list)

@@ -98,6 +98,13 @@ class Plan:
         What the model would need for a sample at once.
     disk_nbytes
         Largest use of the scratch folder.
+
+    Examples
+    --------
+    >>> np.save("scan.npy", np.ones((400, 100), np.float32))
+    >>> plan = plan_prediction(nn.Conv2d(1, 2, 3), "scan.npy", grid={"H": 4})
+    >>> plan.slabs, plan.passes, plan.result, plan.disk_nbytes
+    (4, 1, (2, 398, 98), 0)
     """
 
     source: tuple[int, ...]
