@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import ArrayLike
 
-from distdl_rma.errors import ClosedError, ProtocolError, ShapeError
+from distdl_rma.errors import ProtocolError, ShapeError
 from distdl_rma.segments.collectives.barrier import Barrier
 from distdl_rma.segments.collectives.node_layout import NodeLayout
 from distdl_rma.segments.collectives.reduction import Array
@@ -260,7 +260,7 @@ class Collective:
 
     def _check(self) -> None:
         if self._closed or self._manager.closed:
-            raise ClosedError(f"{type(self).__name__} {self.name!r}: already closed")
+            raise self._manager.closed_error(f"{type(self).__name__} {self.name!r}")
         if self._algorithm.broken:
             raise ProtocolError(
                 f"{self.name!r}: step {self._steps} was interrupted by {self._algorithm.broken}; "

@@ -14,7 +14,7 @@ import numpy as np
 from mpi4py import MPI
 from numpy.typing import DTypeLike, NDArray
 
-from distdl_rma.errors import ArgumentError, ClosedError, ShapeError
+from distdl_rma.errors import ArgumentError, ShapeError
 from distdl_rma.segments.large_arrays import copy, number_of_threads
 from distdl_rma.segments.memory.array_bytes import ArrayLayout, as_bytes, as_offset, as_target, as_values
 from distdl_rma.segments.memory.context import Queue, SegmentContext, check_queue
@@ -476,7 +476,7 @@ class RemoteBuffer:
 
     def _check_open(self) -> None:
         if self._context.closed:
-            raise ClosedError(f"buffer of rank {self.peer}: the machine is already closed")
+            raise self._context.closed_error(f"machine of rank {self.peer}'s buffer")
 
     def _near_view(self, offset: int, dtype: np.dtype[Any], shape: tuple[int, ...]) -> NDArray[Any] | None:
         if self._near is None:
