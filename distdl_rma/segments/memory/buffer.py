@@ -427,7 +427,8 @@ class SegmentBuffer:
     def _reason(self, first: int, stop: int, ranks: tuple[int, ...]) -> WaitReason:
         several = stop > first + 1
         which = f"one of notifications {first} to {stop - 1}" if several else f"notification {first}"
-        return WaitReason(ranks, f"to set {which} of buffer {self.owner!r}", anyone=True)
+        hint = "" if ranks else "no rank has its address yet: exchange() gives it to peers"
+        return WaitReason(ranks, f"to set {which} of buffer {self.owner!r}", hint, anyone=True)
 
     # For channels and collectives: words that hold growing epochs, each with one writer.
 

@@ -47,7 +47,7 @@ class WaitReason:
     in_step: bool = False
 
     def __str__(self) -> str:
-        return f"for {numbered(self.ranks) if self.ranks else 'the other ranks'} {self.what}"
+        return f"for {numbered(self.ranks)} {self.what}"
 
 
 class RecordText(NamedTuple):
@@ -163,7 +163,9 @@ class HeaderRecord:
 
 
 def numbered(ranks: tuple[int, ...]) -> str:
-    """Name some ranks for a message: "rank 3", "ranks 1, 2"."""
+    """Name some ranks for a message: "rank 3", "ranks 1, 2", or "the other ranks" if it is unknown which."""
+    if not ranks:
+        return "the other ranks"
     some = ", ".join(map(str, ranks[:_RANKS])) + (", ..." if len(ranks) > _RANKS else "")
     return f"rank{'s' * (len(ranks) != 1)} {some}"
 
