@@ -264,7 +264,7 @@ class PeerHeaders:
             if time.monotonic() > deadline:
                 return None
             if self._segment.hand_over is None:
-                time.sleep(1e-3)
+                time.sleep(5e-5 if self._segment.keep_moving() else 1e-3)
             else:
                 self._segment.hand_over(None)
         return self._answers[rank][0]
@@ -275,6 +275,11 @@ class PeerHeaders:
             return self.read(rank, 0.0)
         self._poll_answer(rank)
         return self._answers[rank][0] if rank in self._answers else None
+
+    @property
+    def moving(self) -> int:
+        """Bytes of large transfers under way, behind which an answer may wait."""
+        return self._segment.moving
 
     def age(self, rank: int) -> float:
         """Seconds since the rank's last answer; 0 if its header is read by load."""

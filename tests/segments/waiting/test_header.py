@@ -172,7 +172,9 @@ def test_who_is_lost_to_the_network_is_silent():
 
     link = SimpleNamespace(memory=None, get=lost)
     headers = PeerHeaders(
-        SimpleNamespace(lock=contextlib.nullcontext(), link=lambda rank: link, hand_over=None)
+        SimpleNamespace(
+            lock=contextlib.nullcontext(), link=lambda rank: link, hand_over=None, keep_moving=bool
+        )
     )
     assert headers.glance(1) is None and headers.read(1, time.monotonic() + 0.01) is None
     assert headers.age(1) == float("inf")
