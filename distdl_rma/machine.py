@@ -10,13 +10,13 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache
 from itertools import count
 from typing import Any, Protocol, TextIO
 
 from mpi4py import MPI
 
-from distdl_rma.errors import ClosedError, ConfigurationError, DistdlError, PartitionError, PeerFailedError
+from distdl_rma.errors import ConfigurationError, DistdlError, PartitionError, PeerFailedError
 from distdl_rma.geometry.distribution import Distribution
 from distdl_rma.geometry.partition import Partition, integers
 from distdl_rma.segments.buffered_channel import Mailbox
@@ -24,7 +24,7 @@ from distdl_rma.segments.collectives.barrier import Barrier
 from distdl_rma.segments.collectives.equality_check import EqualityCheck
 from distdl_rma.segments.collectives.group import Group
 from distdl_rma.segments.manager import SegmentManager
-from distdl_rma.segments.memory.context import SharedByCopies
+from distdl_rma.segments.memory.context import SharedByCopies, refuse_fork
 from distdl_rma.segments.options import DEFAULT_TIMEOUT, chosen_timeout
 from distdl_rma.segments.transport.virtual_ranks import at_end_of_rank, is_virtual, world
 from distdl_rma.segments.waiting.error_texts import USABLE, append_state, cause_of, ends_with_state
@@ -138,6 +138,8 @@ class Machine(SharedByCopies):
 
     Raises
     ------
+    ArgumentError, ProtocolError
+        If ``comm`` is an intercommunicator, null or freed; if MPI is not initialised, or was finalised.
     PartitionError
         If an entry of M is no integer, out of range or listed twice, or this process is not in M.
     ConfigurationError, SegmentError
@@ -169,6 +171,7 @@ class Machine(SharedByCopies):
         reserve: bool = False,
     ) -> None:
         base = world(comm)
+        refuse_fork(base)
         self.ranks = _check_ranks(base, ranks)
         self.rank: int = base.rank
         self._origin: tuple[MPI.Intracomm, int] | None = None
@@ -183,7 +186,6 @@ class Machine(SharedByCopies):
         self.forgets: list[Callable[[], None]] = []
         # Whether upper floors keep more than that, such as layers, which a failed backward leaves unusable.
         self.lasting = False
-        self._process = os.getpid()
         seconds = DEFAULT_TIMEOUT
         # All ranks raise for an invalid one, with errors of other options, after they have met.
         with suppress(ConfigurationError):
@@ -202,7 +204,8 @@ class Machine(SharedByCopies):
             self._not_at_exit = at_end_of_rank(self._end_with_rank)
         else:
             atexit.register(self._close_at_exit)
-            self._not_at_exit = partial(atexit.unregister, self._close_at_exit)
+            _ended_by_mpi().append(self)
+            self._not_at_exit = self._forget_ends
             report_uncaught_errors(self.segments)
 
     @classmethod
@@ -237,7 +240,7 @@ class Machine(SharedByCopies):
                 f"{place} belongs to no machine; make it with MPIPartition or Machine.partition"
             )
         if machine.closed:
-            raise ClosedError("machine: already closed")
+            raise machine.segments.closed_error("machine")
         return machine
 
     @property
@@ -335,14 +338,18 @@ class Machine(SharedByCopies):
         return self.segments.closed
 
     def _close_at_exit(self) -> None:
-        # Closing is collective, so every rank must get here. A forked process is not a rank.
-        if self.closed or MPI.Is_finalized() or os.getpid() != self._process:
+        # Closing is collective, so every rank must get here.
+        if self.closed or MPI.Is_finalized():
             return
         if self.segments.meet_at_exit(write_once):
             self.close()
         self.segments.stop()
         if not self.closed:
             self.segments.keep_until_process_ends()
+
+    def _forget_ends(self) -> None:
+        atexit.unregister(self._close_at_exit)
+        _ended_by_mpi().remove(self)
 
     def _end_with_rank(self, error: BaseException | None) -> None:
         # As at the exit of a process; the memory is freed in any case.
@@ -410,6 +417,21 @@ class _Use(SharedByCopies):
 def _machine_key() -> int:
     # The communicator stores its machine under this key, made at the first use.
     return MPI.Comm.Create_keyval(copy_fn=None, delete_fn=_forget)
+
+
+@cache
+def _ended_by_mpi() -> list[Machine]:
+    # Machines that ``MPI.Finalize`` closes: it frees COMM_SELF first, while the ranks still reach each other.
+    machines: list[Machine] = []
+
+    def end(*_: object) -> None:
+        for machine in reversed(machines.copy()):
+            machine._close_at_exit()
+            # A lost machine's memory goes with MPI too.
+            machine.segments.closed = True
+
+    MPI.COMM_SELF.Set_attr(MPI.Comm.Create_keyval(copy_fn=None, delete_fn=end), machines)
+    return machines
 
 
 def _forget(_comm: MPI.Comm, _key: int, machine: Machine) -> None:

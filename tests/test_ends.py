@@ -127,3 +127,41 @@ os._exit(0)
         r" to set notification 0 of buffer 'letters 1'",
         out,
     ), (out, err)
+
+
+BY_HAND = """
+import mpi4py
+mpi4py.rc.initialize = mpi4py.rc.finalize = False
+"""
+
+
+def test_mpi_that_the_user_starts_and_ends_is_needed_and_takes_open_machines_with_it():
+    body = """
+from distdl_rma import MPIPartition, print0
+def refused(kind, text, *calls):
+    for call in calls:
+        try:
+            call()
+        except kind as error:
+            assert text in str(error), error
+        else:
+            raise AssertionError(call)
+doors = (Machine, Machine.on, lambda: MPIPartition(comm), lambda: print0("a line"))
+refused(ProtocolError, "MPI is not initialised", *doors)
+MPI.Init_thread()
+machine, lost = (Machine(segment_size="1MiB", timeout=20, transport=way) for way in ("auto", "remote"))
+buffer = machine.segments.get_segment_buffer(64, 1)
+peer = buffer.exchange([1 - comm.rank])[1 - comm.rank]
+peer.put(np.ones(8))
+lost.group().barrier()
+lost.fail(OSError("disk on fire"))
+MPI.Finalize()
+refused(ProtocolError, "MPI was finalised", *doors)
+after = machine.describe, lambda: peer.put(np.ones(8)), lambda: buffer.array, lost.describe
+refused(ClosedError, "closed", *after)
+machine.close()
+lost.close()
+sys.stdout.write(f"rank {machine.rank} is at its end" + chr(10))
+"""
+    code, out, err = run(2, body, preamble=BY_HAND + LIGHT)
+    assert code == 0 and all(f"rank {rank} is at its end" in out for rank in range(2)), (out, err)

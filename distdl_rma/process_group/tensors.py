@@ -175,12 +175,12 @@ def reducer_of(op: Any, dtype: torch.dtype, ranks: int, who: str = "a reduction"
     """
     if op not in OPERATIONS:
         known = [name for name, _ in OPERATIONS.values()]
-        raise UnsupportedError(f"{who!r}: a reduction is one of {known}, got {op}")
+        raise UnsupportedError(f"{who}: a reduction is one of {known}, got {op}")
     element = reduction_dtype(dtype)
     if dtype not in NUMPY and not isinstance(element, Element):
-        raise UnsupportedError(f"{who!r}: tensors of {dtype} cannot be reduced")
+        raise UnsupportedError(f"{who}: tensors of {dtype} cannot be reduced")
     if op == ReduceOp.AVG and not (dtype.is_floating_point or dtype.is_complex):
-        raise ShapeError(f"{who!r}: an average of {dtype} is not exact: use sum, or a floating type")
+        raise ShapeError(f"{who}: an average of {dtype} is not exact: use sum, or a floating type")
     if isinstance(element, Element):
         # Words of bits: all tensors are shown as these.
         element = replace(element, storage=BIT_WORDS[2][1])

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from distdl_rma.errors import ClosedError, ProtocolError, ShapeError
+from distdl_rma.errors import ProtocolError, ShapeError
 from distdl_rma.geometry.exchange import Exchange, Piece, fingerprint
 from distdl_rma.segments.direct_receive import PostedResults, ResultsOfPeer, receives_directly
 from distdl_rma.segments.lanes import LANDS, SLOTS, Lane, Lanes, in_steps
@@ -315,7 +315,7 @@ class Channel:
 
     def _check(self) -> None:
         if self._closed or self._manager.closed:
-            raise ClosedError(f"channel of {self.name!r}: already closed")
+            raise self._manager.closed_error(f"channel of {self.name!r}")
 
     def _check_next(self, epoch: int) -> None:
         self._check()

@@ -23,10 +23,10 @@ from distdl_rma.errors import (
     SegmentError,
 )
 from distdl_rma.segments.memory.buffer import SegmentBuffer
-from distdl_rma.segments.memory.context import Queue, SegmentContext, Uncopyable
+from distdl_rma.segments.memory.context import Queue, SegmentContext, Uncopyable, refuse_fork
 from distdl_rma.segments.options import SegmentOptions, chosen_progress, chosen_timeout
 from distdl_rma.segments.transport.segment import Segment
-from distdl_rma.segments.transport.virtual_ranks import is_virtual
+from distdl_rma.segments.transport.virtual_ranks import is_virtual, world
 from distdl_rma.segments.waiting.error_texts import LOST, append_state, cause_of
 from distdl_rma.segments.waiting.header import HEADER_BYTES, HeaderWriter, WaitReason, operation_name
 from distdl_rma.segments.waiting.liveness import FailureNotices, PeerWatch
@@ -163,6 +163,8 @@ class SegmentManager(SegmentContext, Uncopyable):
         node_size: int | None = None,
         reserve: bool = False,
     ) -> None:
+        comm = world(comm)
+        refuse_fork(comm)
         rank_ids = tuple(range(comm.size)) if ranks is None else tuple(ranks)
         if len(set(rank_ids)) != comm.size or len(rank_ids) != comm.size:
             raise PartitionError(f"one rank id for each of {comm.size} ranks is needed, got {rank_ids}")

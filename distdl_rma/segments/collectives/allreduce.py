@@ -80,11 +80,11 @@ class Allreduce(Collective):
         one_round: bool = False,
         divisor: int | None = None,
     ) -> None:
-        self.element = element_of(dtype, name)
+        self.element = element_of(dtype, repr(name))
         self.count, self.dtype, self.op = check_count(count, name), self.element.storage, op
         site = CollectiveSite.checked(manager, ranks, name)
         size = len(site.layout.ranks)
-        reduction = Reduction(op, self.element, size if divisor is None else divisor, name)
+        reduction = Reduction(op, self.element, size if divisor is None else divisor, repr(name))
         pushes = all_push_is_better(size, self.count * self.dtype.itemsize, one_round)
         super().__init__((_ByAllPush if pushes else _AllreduceByNodes)(site, self.count, reduction))
 
@@ -244,7 +244,7 @@ class Reducescatter(Collective):
         op: str = "sum",
         name: str = "reduce_scatter",
     ) -> None:
-        self.element = element_of(dtype, name)
+        self.element = element_of(dtype, repr(name))
         site = CollectiveSite.checked(manager, ranks, name)
         size = len(site.layout.ranks)
         self.dtype, self.op = self.element.storage, op
@@ -253,7 +253,7 @@ class Reducescatter(Collective):
         else:
             self.counts = Balanced(check_count(count, name), size).lengths
         self.count = sum(self.counts)
-        reduction = Reduction(op, self.element, size, name)
+        reduction = Reduction(op, self.element, size, repr(name))
         terms = f"collective={type(self).__name__}\ncounts={self.counts}"
         super().__init__(_ReducescatterByNodes(site, self.counts, reduction, terms))
 

@@ -16,6 +16,7 @@ from numpy.typing import DTypeLike, NDArray
 from distdl_rma.errors import (
     ArgumentError,
     ClosedError,
+    DistdlError,
     MismatchError,
     PartitionError,
     ProtocolError,
@@ -438,7 +439,8 @@ class SegmentBuffer:
     def _reason(self, first: int, stop: int, ranks: tuple[int, ...]) -> WaitReason:
         several = stop > first + 1
         which = f"one of notifications {first} to {stop - 1}" if several else f"notification {first}"
-        return WaitReason(ranks, f"to set {which} of buffer {self.owner!r}", anyone=True)
+        hint = "" if ranks else "no rank has its address yet: exchange() gives it to peers"
+        return WaitReason(ranks, f"to set {which} of buffer {self.owner!r}", hint, anyone=True)
 
     # For channels and collectives: words that hold growing epochs, each with one writer.
 
@@ -532,10 +534,11 @@ class SegmentBuffer:
         gone = ", gone" if self._freed or self._context.closed else ""
         return f"SegmentBuffer({self.owner!r}, {self.nbytes} bytes, {self.notifications} notifications{gone})"
 
-    def _wrong(self, index: int) -> ClosedError | ArgumentError:
-        if self._freed or self._context.closed:
-            why = "already freed" if self._freed else "its machine is already closed"
-            return ClosedError(f"segment buffer {self.owner!r}: {why}")
+    def _wrong(self, index: int) -> DistdlError:
+        if self._freed:
+            return ClosedError(f"segment buffer {self.owner!r}: already freed")
+        if self._context.closed:
+            return self._context.closed_error(f"machine of segment buffer {self.owner!r}")
         return ArgumentError(f"notification {index!r} of a buffer that has {self.notifications}")
 
     def _check(self) -> None:

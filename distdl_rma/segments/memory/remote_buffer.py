@@ -14,9 +14,16 @@ import numpy as np
 from mpi4py import MPI
 from numpy.typing import DTypeLike, NDArray
 
-from distdl_rma.errors import ArgumentError, ClosedError, ShapeError
+from distdl_rma.errors import ArgumentError, ShapeError
 from distdl_rma.segments.large_arrays import copy, number_of_threads
-from distdl_rma.segments.memory.array_bytes import ArrayLayout, as_bytes, as_offset, as_target, as_values
+from distdl_rma.segments.memory.array_bytes import (
+    PLAIN,
+    ArrayLayout,
+    as_bytes,
+    as_offset,
+    as_target,
+    as_values,
+)
 from distdl_rma.segments.memory.context import Queue, SegmentContext, check_queue
 from distdl_rma.segments.options import check_timeout
 from distdl_rma.segments.transport.heap import Bytes
@@ -222,8 +229,12 @@ class RemoteBuffer:
         source = as_bytes(data, "put")
         if queue is not None:
             check_queue(queue, "put")
-        # As Python integers: those of numpy overflow.
-        offset, nbytes = as_int(offset), len(source)
+        try:
+            # As Python integers: those of numpy overflow.
+            offset, nbytes = as_int(offset), len(source)
+        except TypeError:
+            as_offset(offset, "put")
+            raise
         if offset < 0 or offset + nbytes > self.nbytes:
             raise self._outside(offset, nbytes)
         if self._context.closed:
@@ -262,7 +273,10 @@ class RemoteBuffer:
         indices in any order. With ``last``, this notification also comes after all earlier notifications from
         this rank to that peer: once the peer sees it, all have arrived.
         """
-        index, value = as_int(index), as_int(value)
+        try:
+            index, value = as_int(index), as_int(value)
+        except TypeError:
+            self.check_notification(index, value)
         if not (0 <= index < self.notifications and 1 <= value <= _LARGEST_VALUE):
             self.check_notification(index, value)
         if self._context.closed:
@@ -287,13 +301,18 @@ class RemoteBuffer:
             self.notify(index, value)
             return
         # Put and notify in one function: for a near peer, the calls would take longer than the copy.
-        index, value, offset = as_int(index), as_int(value), as_int(offset)
+        try:
+            index, value, offset = as_int(index), as_int(value), as_int(offset)
+        except TypeError:
+            as_offset(offset, "put_notify")
+            self.check_notification(index, value)
         if not (0 <= index < self.notifications and 1 <= value <= _LARGEST_VALUE):
             self.check_notification(index, value)
         try:
             view = memoryview(data)
             # Python objects can be cast too, to their addresses.
-            source = view.cast("B") if view.format != "O" else as_bytes(data, "put")
+            plain = data.__class__ in PLAIN and view.format != "O"
+            source = view.cast("B") if plain else as_bytes(data, "put")
         except (TypeError, ValueError, BufferError):
             source = as_bytes(data, "put")
         nbytes = len(source)
@@ -482,7 +501,11 @@ class RemoteBuffer:
 
     def check_notification(self, index: int, value: int) -> tuple[int, int]:
         """Return index and value as Python integers; ``ArgumentError`` if one is out of range."""
-        index, value = as_int(index), as_int(value)
+        try:
+            index, value = as_int(index), as_int(value)
+        except TypeError:
+            given = f"got {index!r} and {value!r}"
+            raise ArgumentError(f"a notification's index and value are integers, {given}") from None
         if not 0 <= index < self.notifications:
             raise ArgumentError(f"notification {index} of a buffer that has {self.notifications}")
         if not 1 <= value <= _LARGEST_VALUE:
@@ -502,7 +525,7 @@ class RemoteBuffer:
 
     def _check_open(self) -> None:
         if self._context.closed:
-            raise ClosedError(f"buffer of rank {self.peer}: the machine is already closed")
+            raise self._context.closed_error(f"machine of rank {self.peer}'s buffer")
 
     def _near_view(self, offset: int, dtype: np.dtype[Any], shape: tuple[int, ...]) -> NDArray[Any] | None:
         if self._near is None:
@@ -582,7 +605,10 @@ class RemoteBuffer:
 
 
 def _int64(value: int) -> int:
-    number = as_int(value)
+    try:
+        number = as_int(value)
+    except TypeError:
+        raise ArgumentError(f"an atomic works on integers of 64 bits, got {value!r}") from None
     if not -(1 << 63) <= number < 1 << 63:
         raise ArgumentError(f"an atomic works on integers of 64 bits, got {number}")
     return number

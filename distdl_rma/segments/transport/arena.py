@@ -80,7 +80,7 @@ class Arena:
             with self._lock:
                 offset = self._heap.allocate(size)
         except SegmentError:
-            free = f"{self._heap.free_bytes} of {self._heap.nbytes} are free, largest block"
+            free = f"{self._heap.free_bytes} of {self._heap.nbytes} bytes are free, largest block"
             raise MemoryError(
                 f"no room for a result of {nbytes} bytes: {free} {self._heap.largest_gap}"
             ) from None

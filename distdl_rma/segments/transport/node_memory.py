@@ -100,7 +100,7 @@ class NodeMemory:
             options.check()
             asked = options.size()
             if asked is not None and aligned(asked) < _SMALLEST:
-                raise ConfigurationError(f"a segment has at least {_SMALLEST} bytes, got {asked}")
+                raise ConfigurationError(f"a segment has at least {_SMALLEST} bytes, got {asked} bytes")
         except ConfigurationError as error:
             problem = str(error)
         answers = self._comm.allgather((problem, asked, options.transport, options.reserve))
@@ -124,7 +124,7 @@ class NodeMemory:
         free, ranks = self._room(), self.node.size
         short = ""
         if free is not None and (nbytes + _BESIDE_BYTES) * ranks > free:
-            wanted = f"{nbytes * ranks} bytes ({ranks} ranks x {nbytes}) wanted"
+            wanted = f"{nbytes * ranks} bytes ({ranks} ranks x {nbytes} bytes) wanted"
             short = f"{wanted}, {free} bytes free in {SHARED_MEMORY}"
         lacking = self._first_problem(short)
         if lacking:

@@ -50,9 +50,11 @@ class TimeoutMessages:
             named.add(peer)
             record = self._headers.read(peer, deadline)
             if record is None:
-                near = self._headers.is_near(peer)
-                why = "its header could not be read" if near else f"no answer within {in_seconds(seconds)}"
-                clauses.append(f"rank {peer} is silent: {why}")
+                why, moving = f"no answer within {in_seconds(seconds)}", self._headers.moving
+                if self._headers.is_near(peer):
+                    why, moving = "its header could not be read", 0
+                behind = f", behind {moving} bytes that are under way" if moving else ""
+                clauses.append(f"rank {peer} is {'busy' if moving else 'silent'}: {why}{behind}")
             elif self._headers.process_has_ended(peer, record):
                 clauses.append(f"rank {peer} is silent: its process {record.process} has ended")
             else:

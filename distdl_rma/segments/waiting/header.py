@@ -47,7 +47,7 @@ class WaitReason:
     in_step: bool = False
 
     def __str__(self) -> str:
-        return f"for {numbered(self.ranks) if self.ranks else 'the other ranks'} {self.what}"
+        return f"for {numbered(self.ranks)} {self.what}"
 
 
 class RecordText(NamedTuple):
@@ -163,7 +163,9 @@ class HeaderRecord:
 
 
 def numbered(ranks: tuple[int, ...]) -> str:
-    """Name some ranks for a message: "rank 3", "ranks 1, 2"."""
+    """Name some ranks for a message: "rank 3", "ranks 1, 2", or "the other ranks" if it is unknown which."""
+    if not ranks:
+        return "the other ranks"
     some = ", ".join(map(str, ranks[:_RANKS])) + (", ..." if len(ranks) > _RANKS else "")
     return f"rank{'s' * (len(ranks) != 1)} {some}"
 
@@ -262,7 +264,7 @@ class PeerHeaders:
             if time.monotonic() > deadline:
                 return None
             if self._segment.hand_over is None:
-                time.sleep(1e-3)
+                time.sleep(5e-5 if self._segment.keep_moving() else 1e-3)
             else:
                 self._segment.hand_over(None)
         return self._answers[rank][0]
@@ -273,6 +275,11 @@ class PeerHeaders:
             return self.read(rank, 0.0)
         self._poll_answer(rank)
         return self._answers[rank][0] if rank in self._answers else None
+
+    @property
+    def moving(self) -> int:
+        """Bytes of large transfers under way, behind which an answer may wait."""
+        return self._segment.moving
 
     def age(self, rank: int) -> float:
         """Seconds since the rank's last answer; 0 if its header is read by load."""

@@ -1,10 +1,12 @@
 """The memory that all ranks registered: one block each, by load and store or by puts."""
 
 import os
+import time
 
 import numpy as np
 import pytest
 
+from distdl_rma import Machine
 from distdl_rma.errors import SegmentError
 from distdl_rma.segments.options import SegmentOptions
 from distdl_rma.segments.transport.links import ByteRuns, RemoteLink, SharedLink
@@ -93,3 +95,30 @@ def test_a_size_that_the_node_does_not_have_is_refused_on_all_ranks_and_nothing_
             Segment(own, tuple(range(comm.size)), SegmentOptions("100TiB"), Counters())
     Segment(own, tuple(range(comm.size)), SegmentOptions("64KiB"), Counters()).close()
     own.Free()
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("way", ["put", "get"])
+def test_both_ends_know_of_a_large_transfer_between_nodes_until_it_is_over(comm, way):
+    with Machine(comm, segment_size="16MiB", transport="remote", progress="none", timeout=60) as machine:
+        segment, queue = machine.segments.segment, machine.segments.queue()
+        buffer = machine.segments.get_segment_buffer(8 << 20)
+        remotes = buffer.exchange([rank for rank in machine.ranks if rank != machine.rank])
+        deadline, seen = time.monotonic() + 60, []
+        for nbytes in (64 << 10, 8 << 20):
+            comm.Barrier()
+            if comm.rank == 0:
+                getattr(remotes[1], way)(np.zeros(nbytes, np.uint8), queue=queue)
+                seen.append(segment.moving)
+                queue.wait()
+            elif comm.rank == 1 and nbytes >= 8 << 20:
+                while not (segment.moving or time.monotonic() > deadline):
+                    machine.segments.progress()
+                seen.append(segment.moving)
+            else:
+                seen.append(segment.moving)
+            machine.group().barrier()
+            while segment.moving and time.monotonic() < deadline:
+                machine.segments.progress()
+            assert not segment.moving and not segment.keep_moving()
+        assert seen == ([0, 8 << 20] if comm.rank < 2 else [0, 0])
