@@ -139,6 +139,8 @@ class SplitTensor(torch.Tensor):
     # Whether it is a view of another tensor; of views outside of graphs, the tensor that is no view itself,
     # and that tensor's views.
     _is_seen = False
+    # Whether ``become_split`` made a plain tensor this one.
+    _was_plain = False
     _viewed: SplitTensor | None = None
     _views: set[weakref.ref[SplitTensor]] | None = None
     __hash__ = object.__hash__
@@ -539,7 +541,20 @@ def become_split(func: Any, x: torch.Tensor, layout: Decomposition) -> None:
         raise refused(
             func, f"it would change a plain tensor, which every rank has, by a split one; {problem}"
         )
-    torch.utils.swap_tensors(x, SplitTensor(x.detach()[layout.slices()].clone(), layout))
+    made = SplitTensor(x.detach()[layout.slices()].clone(), layout)
+    made._was_plain = True
+    torch.utils.swap_tensors(x, made)
+
+
+def become_plain(x: SplitTensor, whole: torch.Tensor) -> None:
+    """Make a tensor that ``become_split`` made split a plain one again, as the same object."""
+    try:
+        torch.utils.swap_tensors(x, whole)
+    except RuntimeError as error:
+        raise UnsupportedError(
+            f"a plain tensor of shape {tuple(whole.shape)} became a split one in a call of a model, and"
+            f" cannot become plain again; write to its clone() ({error})"
+        ) from None
 
 
 def must_stay_plain(x: torch.Tensor) -> str:
