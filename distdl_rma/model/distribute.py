@@ -39,6 +39,7 @@ from distdl_rma.model.entering import ModuleHook
 from distdl_rma.model.leaving import Change, Inputs, are_plain, became_split, make_buffers_plain, write
 from distdl_rma.model.replica_check import ReplicaSampler
 from distdl_rma.ops.core.autograd import ENOUGH, breaks_graph, compiles, mark_summed_later, tracer, uncompiled
+from distdl_rma.ops.core.tensors import problem_with
 from distdl_rma.split.calls import site
 from distdl_rma.split.calls.loss_origin import LOSS_ORIGIN, Backwards
 from distdl_rma.split.calls.signatures import tensors_in
@@ -251,6 +252,8 @@ class Distributed:
             if x.dim() != dims or isinstance(x, SplitTensor):
                 return x
             partition = self.partition(dims)
+            if problem := problem_with(x, f"an input of shape {tuple(x.shape)}"):
+                raise ShapeError(f"{self._name}: {problem}")
             if not (in_graph and x.requires_grad and torch.is_grad_enabled()):
                 return shard(partition, x)
             layout = balanced(partition, x.shape)
