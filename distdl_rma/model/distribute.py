@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, count
-from typing import Any, Self, TypeVar
+from typing import Any, Literal, Self, TypeVar
 from zlib import crc32
 
 import numpy as np
@@ -446,12 +446,12 @@ def distribute(
     model: M,
     grid: Grid,
     *,
-    reduction: str = "sum",
+    reduction: Literal["sum", "mean", "none"] = "sum",
     replicas: int | None = None,
     bucket_nbytes: int = 1 << 20,
-    fallback: str = "move",
+    fallback: Literal["move", "error"] = "move",
     check_copies: bool = True,
-    draws: str = "global",
+    draws: Literal["global", "torch"] = "global",
 ) -> M:
     """Make a model compute on split tensors: the same object, parameters and state dict; exact or refused.
 

@@ -39,7 +39,14 @@ def world(comm: MPI.Intracomm | None = None) -> MPI.Intracomm:
     """Return ``comm``, or the communicator of all ranks if it is None or COMM_WORLD; local.
 
     In the thread of a virtual rank these are all virtual ranks, in other threads those of COMM_WORLD.
+    ``ProtocolError`` where MPI was not started, as in a worker of a DataLoader.
     """
+    if _here.comm is None and not MPI.Is_initialized():
+        raise ProtocolError(
+            "MPI was not started in this process. A process that multiprocessing starts by spawn or"
+            " forkserver, such as a worker of a DataLoader, is no rank, and runs the script again: put all"
+            " that is no import, function or class under if __name__ == '__main__':"
+        )
     if comm is None or comm is MPI.COMM_WORLD:
         return MPI.COMM_WORLD if _here.comm is None else cast(MPI.Intracomm, _here.comm)
     return comm
