@@ -8,6 +8,7 @@ torch.nn import functional as F``, ``from mpi4py import MPI`` and the names of t
 module. All of two ranks run them; they show what the first one prints.
 """
 
+import os
 import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -104,6 +105,16 @@ __all__ = ["__version__"]
 __all__ += errors.__all__
 __all__ += list(_HOMES)
 
+
+# A process that multiprocessing starts in a job, as a worker of a DataLoader, is no rank: starting MPI there
+# would end the job. It has no parent yet while it runs the script for functions and classes.
+_process = sys.modules.get("multiprocessing.process")
+if (
+    _process is not None
+    and (_process.parent_process() is not None or hasattr(_process.current_process(), "_inheriting"))
+    and any(key.startswith(("PMI_", "PMIX_", "OMPI_COMM_WORLD_")) for key in os.environ)
+):
+    os.environ.setdefault("MPI4PY_RC_INITIALIZE", "0")
 
 # Makes init_process_group("rma") known to torch, if torch is installed.
 register_with_torch()

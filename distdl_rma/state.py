@@ -14,6 +14,7 @@ from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.layers.core.layer import DistributedLayer
 from distdl_rma.layers.core.placement import as_whole
 from distdl_rma.ops.set_up_transfer import gather_whole
+from distdl_rma.split.tensor import SplitTensor
 
 
 def gather_state_dict(module: nn.Module, rank: int | None = None) -> dict[str, Any]:
@@ -54,7 +55,9 @@ def gather_state_dict(module: nn.Module, rank: int | None = None) -> dict[str, A
     (torch.Size([4, 6]), torch.Size([8, 6]))
     """
     held = module.state_dict().items()
-    state = {key: value.detach().clone() if isinstance(value, torch.Tensor) else value for key, value in held}
+    # A buffer is split where a layer of this library was called with a split tensor and no model around it.
+    wholes = ((key, x.full_tensor() if isinstance(x, SplitTensor) else x) for key, x in held)
+    state = {key: x.detach().clone() if isinstance(x, torch.Tensor) else x for key, x in wholes}
     cuts = scattered(module)
     if not cuts and rank is None:
         return state

@@ -44,6 +44,13 @@ _UNREAD = frozenset({"view_as", "expand_as", "reshape_as", "type_as", "to", "res
 _OVERWRITE = frozenset({"__setitem__", "copy_", "index_copy_", "scatter_", "index_put_", "masked_scatter_"})
 
 
+_WHOLE = (
+    "All ranks must pass the same whole tensor: load the same data, without a DistributedSampler, or call"
+    " torch.manual_seed with the same number before it is drawn. To give each rank its own part of a tensor,"
+    " make a split tensor by distdl_rma.shard"
+)
+
+
 class Check(Protocol):
     """State of a rank that must be equal on all ranks when a call begins, and how ranks compare it."""
 
@@ -208,9 +215,7 @@ class Calls:
                 continue
             return (
                 f"{trace.calls[step - 1].described} is given a plain tensor of shape"
-                f" {tuple(shape)} that is not alike on all ranks. A plain tensor is the whole one: draw"
-                " random numbers on all ranks with one seed; a rank's own part of a tensor, as of to_local(),"
-                " becomes a split tensor by SplitTensor.from_local"
+                f" {tuple(shape)} that is not alike on all ranks. {_WHOLE}"
             )
         return ""
 
@@ -243,10 +248,8 @@ def equal_on_all_ranks(
         if theirs != mine:
             shapes = ", ".join(str(tuple(x.shape)) for x in tensors)
             raise MismatchError(
-                f"{what} differs between rank {machine.rank}, which passes {shapes}, and rank {rank}. All"
-                " ranks must pass the same whole tensor: call torch.manual_seed with the same number before"
-                " it is drawn, or load the same data. A block of this rank becomes a split tensor by"
-                " SplitTensor.from_local"
+                f"{what} differs between rank {machine.rank}, which passes {shapes}, and rank {rank}."
+                f" {_WHOLE}"
             )
 
 

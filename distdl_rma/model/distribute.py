@@ -8,9 +8,10 @@ import warnings
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from functools import partial
-from itertools import count
-from typing import Any, Self, TypeVar
+from itertools import chain, count
+from typing import Any, Literal, Self, TypeVar
 from zlib import crc32
 
 import numpy as np
@@ -35,11 +36,13 @@ from distdl_rma.errors import (
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.machine import Machine, single_rank_problem
 from distdl_rma.model.entering import ModuleHook
+from distdl_rma.model.leaving import Change, Inputs, are_plain, became_split, make_buffers_plain, write
 from distdl_rma.model.replica_check import ReplicaSampler
 from distdl_rma.ops.core.autograd import ENOUGH, breaks_graph, compiles, mark_summed_later, tracer, uncompiled
+from distdl_rma.ops.core.tensors import problem_with
 from distdl_rma.split.calls import site
 from distdl_rma.split.calls.loss_origin import LOSS_ORIGIN, Backwards
-from distdl_rma.split.calls.signatures import mapped, tensors_in
+from distdl_rma.split.calls.signatures import tensors_in
 from distdl_rma.split.calls.site import CALL_TRACES, thread_inside
 from distdl_rma.split.entry import grid_for
 from distdl_rma.split.layout import balanced, described
@@ -52,6 +55,17 @@ from distdl_rma.sync.registry import REDUCTIONS, ModuleWatch, not_in_host_memory
 
 M = TypeVar("M", bound=nn.Module)
 _KEY = "distributed"
+
+
+@dataclass
+class _Running:
+    """A running call of a model."""
+
+    error: BaseException | None  # that was being handled when it began
+    generator: torch.Tensor  # state of torch's generator of random numbers then
+    calls: Calls | None = None
+    plain: Sequence[torch.Tensor] = ()  # inputs that were plain
+    inputs: Inputs | None = None  # None if nothing was cut
 
 
 class Distributed:
@@ -96,6 +110,7 @@ class Distributed:
             model.register_forward_pre_hook(_refuse_graph, prepend=True),
             model.register_forward_hook(site.pop_module, always_call=True),
             model.register_forward_hook(self._end, always_call=True),
+            model.register_state_dict_pre_hook(self._before_state_dict),
         ]
         self._of_parts: list[RemovableHandle] = []
         self._look(model)
@@ -111,9 +126,9 @@ class Distributed:
         self._calls: dict[tuple[int, ...], Calls] = {}
         # The comparisons of parameters and buffers.
         self._replicas: list[ReplicaSampler] = []
-        # For each running call: its ``Calls``, the exception that was being handled when it began, and the
-        # state of the random generator then.
-        self._running: list[tuple[Calls | None, BaseException | None, torch.Tensor]] = []
+        self._running: list[_Running] = []
+        # The dictionaries of buffers of all modules.
+        self._buffers: list[dict[str, Any]] = []
         if self._draws == "torch":
             site.DRAWING_BLOCKS.add(self)
 
@@ -138,6 +153,7 @@ class Distributed:
                 mark_summed_later(parameter, True)
                 mark_compared(parameter, True)
         self._modules = [(path, weakref.ref(module)) for path, module in parts]
+        self._buffers = [module._buffers for _, module in parts]
         self._watch = watch = ModuleWatch()
         watch.add(model, "", model.parameters())
 
@@ -207,7 +223,11 @@ class Distributed:
             self._checks = before
 
     def close(self) -> None:
-        """Turn the model back into one for plain tensors; local, idempotent."""
+        """Turn the model back into one for plain tensors; local, idempotent.
+
+        ``UnsupportedError``, when it is closed, names a buffer to which a cut split tensor was assigned since
+        the last call of the model.
+        """
         if self._sync is not None:
             self._sync.close()
         if self._follows:
@@ -223,25 +243,35 @@ class Distributed:
             for parameter in () if self._synchronises else model.parameters():
                 mark_summed_later(parameter, False)
                 mark_compared(parameter, False)
-            vars(model).pop(_KEY, None)
+            if vars(model).pop(_KEY, None) is not None:
+                make_buffers_plain(model.named_modules())
+
+    def _before_state_dict(self, model: nn.Module, *_: Any) -> None:
+        make_buffers_plain(model.named_modules())
 
     def cut(self, arguments: Any, in_graph: bool = False) -> Any:
         """Arguments in which the grid cuts whole tensors, those with the most dimensions; local.
 
         The parts are leaves. With ``in_graph``, parts of tensors that require a gradient are in their graph.
         """
+        return self._inputs(arguments, in_graph).arguments
+
+    def _inputs(self, arguments: Any, in_graph: bool) -> Inputs:
         dims = self._cut_dims(tensors_in(arguments))
 
         def changed(x: torch.Tensor) -> torch.Tensor:
             if x.dim() != dims or isinstance(x, SplitTensor):
                 return x
             partition = self.partition(dims)
+            if problem := problem_with(x, f"an input of shape {tuple(x.shape)}"):
+                raise ShapeError(f"{self._name}: {problem}")
             if not (in_graph and x.requires_grad and torch.is_grad_enabled()):
                 return shard(partition, x)
             layout = balanced(partition, x.shape)
-            return SplitTensor(beside(x, layout)[layout.slices()], layout)
+            # In memory of its own, as by ``shard``: changes in place are written to all of ``x`` later.
+            return SplitTensor(beside(x, layout)[layout.slices()].clone(), layout)
 
-        return mapped(changed, arguments)
+        return Inputs(arguments, changed)
 
     def _cut_dims(self, given: Sequence[torch.Tensor]) -> int:
         # Tensors of other dimensions, such as token ids beside an image, stay plain.
@@ -260,18 +290,18 @@ class Distributed:
             # A call that ended without its hook, as by an interrupt.
             self._leave_trace()
         CALL_TRACES.append(trace := CallTrace())
-        self._running.append((None, sys.exc_info()[1], torch.get_rng_state()))
+        self._running.append(running := _Running(sys.exc_info()[1], torch.get_rng_state()))
         given = tensors_in(args, kwargs)
         split = [x for x in given if isinstance(x, SplitTensor)]
         dims = self._cut_dims(given)
         whole = [x for x in given if not split and x.dim() == dims]
-        calls = self._calls_of(split[0].partition if split else self.grid)
-        self._running[-1] = calls, *self._running[-1][1:]
+        running.calls = calls = self._calls_of(split[0].partition if split else self.grid)
         plain = repr([*filter(_is_plain, args), *((k, v) for k, v in kwargs.items() if _is_plain(v))])
         self._notice_changes()
         facts = *self._facts(given), len(args), crc32(plain.encode()), bool(self._change)
+        running.plain = [x for x in given if type(x) in (torch.Tensor, nn.Parameter)]
         # Plain inputs are whole. Sparse ones and those on other devices are not compared.
-        alike = [x for x in given if type(x) in (torch.Tensor, nn.Parameter) and is_in_memory(x)]
+        alike = [x for x in running.plain if is_in_memory(x)]
         calls.begin(facts, partial(self._described, given, plain), alike, self._checks)
         if self._change and self._sync is not None:
             # The call's beginning compared the change, so all ranks have it.
@@ -284,22 +314,32 @@ class Distributed:
             if not split:
                 self._check_missed(given, args, kwargs)
             return None
-        return self.cut((args, kwargs), in_graph=True)
+        running.inputs = self._inputs((args, kwargs), in_graph=True)
+        return running.inputs.arguments
 
     @uncompiled
-    def _end(self, _model: nn.Module, _args: Any, _output: Any) -> None:
+    def _end(self, model: nn.Module, _args: Any, _output: Any) -> None:
         if not self._running or thread_inside():
             return
-        calls, before, generator, trace = self._leave_trace()
+        call, trace = self._leave_trace()
         # This hook also runs when the forward raises.
-        error = sys.exc_info()[1]
+        error, calls = sys.exc_info()[1], call.calls
         if calls is None:
             return
-        if error is None or error is before:
-            if not torch.equal(generator, torch.get_rng_state()):
+        if error is None or error is call.error:
+            changes = list[Change]()
+            if not are_plain(self._buffers, call.plain):
+                changes += became_split(self._parts(), call.plain)
+            if call.inputs is not None:
+                changes += call.inputs.changes(chain(call.plain, model.parameters(), model.buffers()))
+            trace.steps += changes
+            if not torch.equal(call.generator, torch.get_rng_state()):
                 # All ranks draw the numbers for the whole tensor, so all generators moved.
-                trace.steps.append(RandomDraw(generator))
+                trace.steps.append(RandomDraw(call.generator))
             calls.end(trace)
+            write(changes)
+            if call.inputs is not None:
+                call.inputs.leave_containers()
         elif isinstance(error, ENOUGH):
             calls.abandon()
         else:
@@ -332,8 +372,8 @@ class Distributed:
         site.pop_module()
         self._root(model, ())
 
-    def _leave_trace(self) -> tuple[Calls | None, BaseException | None, torch.Tensor, CallTrace]:
-        return *self._running.pop(), CALL_TRACES.pop() or CallTrace()
+    def _leave_trace(self) -> tuple[_Running, CallTrace]:
+        return self._running.pop(), CALL_TRACES.pop() or CallTrace()
 
     def _calls_of(self, grid: Grid) -> Calls:
         ranks = grid.ranks if isinstance(grid, Partition) else self.machine.ranks
@@ -417,12 +457,12 @@ def distribute(
     model: M,
     grid: Grid,
     *,
-    reduction: str = "sum",
+    reduction: Literal["sum", "mean", "none"] = "sum",
     replicas: int | None = None,
     bucket_nbytes: int = 1 << 20,
-    fallback: str = "move",
+    fallback: Literal["move", "error"] = "move",
     check_copies: bool = True,
-    draws: str = "global",
+    draws: Literal["global", "torch"] = "global",
 ) -> M:
     """Make a model compute on split tensors: the same object, parameters and state dict; exact or refused.
 

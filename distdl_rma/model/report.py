@@ -16,6 +16,9 @@ from distdl_rma.split.calls.site import Site, site_of
 from distdl_rma.split.calls.table import OBSERVERS, Rule, name_of
 from distdl_rma.split.tensor import SplitTensor
 
+# Number of rows that ``print`` shows.
+_WORST = 5
+
 
 @dataclass(frozen=True)
 class Call:
@@ -50,7 +53,9 @@ class Call:
 
 @dataclass
 class StepReport:
-    """The calls of a step on this rank, in the order of their first times; ``print`` shows a table.
+    """The calls of a step on this rank, in the order of their first times.
+
+    ``print`` shows the whole step and the calls that waited longest, ``table`` has all calls.
 
     ``nbytes`` and ``messages`` are those of the whole step, with backward and sums of gradients.
 
@@ -75,6 +80,19 @@ class StepReport:
         return [call for call in self.calls if call.moved]
 
     def __str__(self) -> str:
+        total = (
+            f"the step: {_nbytes(self.nbytes)} in {self.messages} messages with backward and gradients,"
+            f" {1e3 * self.waited:.1f} of {1e3 * self.seconds:.1f} ms waited; a rule moved operands of"
+            f" {len(self.moved)} calls"
+        )
+        worst = sorted(self.calls, key=lambda call: (not call.moved, -call.waited))[:_WORST]
+        return f"{total}\n{self._rows(worst)}\n(the worst rows; table() has all {len(self.calls)})"
+
+    def table(self) -> str:
+        """A row for each call, in the order of their first times."""
+        return self._rows(self.calls)
+
+    def _rows(self, calls: list[Call]) -> str:
         heads = ("module", "function", "at", "output", "sent", "messages", "waited", "moved by rule")
         rows = [
             (
@@ -87,17 +105,13 @@ class StepReport:
                 f"{1e3 * call.waited:.2f} ms",
                 ", ".join(call.moved) or "-",
             )
-            for call in self.calls
+            for call in calls
         ]
         widths = [max(len(row[at]) for row in (heads, *rows)) for at in range(len(heads))]
         lines = [
             "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))
             for row in (heads, *rows)
         ]
-        lines.append(
-            f"the step: {_nbytes(self.nbytes)} in {self.messages} messages with backward and gradients,"
-            f" {1e3 * self.waited:.1f} of {1e3 * self.seconds:.1f} ms waited"
-        )
         return "\n".join(line.rstrip() for line in lines)
 
 

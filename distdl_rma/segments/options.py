@@ -54,7 +54,12 @@ def check_communicator(comm: object) -> None:
     ``ProtocolError`` before MPI has started and after its end, else ``ArgumentError``.
     """
     if not MPI.Is_initialized():
-        raise ProtocolError("MPI is not initialised: call mpi4py.MPI.Init_thread() first")
+        raise ProtocolError(
+            "MPI is not initialised in this process. A rank calls mpi4py.MPI.Init_thread() first. A process that"
+            " multiprocessing starts by spawn or forkserver, such as a worker of a DataLoader, is no rank, and"
+            " runs the script again: put all that is no import, function or class under"
+            " if __name__ == '__main__':"
+        )
     if MPI.Is_finalized():
         raise ProtocolError("MPI was finalised: no rank can be reached any more")
     got = f"{type(comm).__name__} {comm!r:.60}"

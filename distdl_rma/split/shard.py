@@ -14,11 +14,12 @@ from distdl_rma.errors import ArgumentError, PartitionError, ShapeError
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.machine import Machine
-from distdl_rma.ops.core.tensors import zero_volume_tensor
+from distdl_rma.ops.core.tensors import problem_with, zero_volume_tensor
 from distdl_rma.sources.chunks import warn_of_chunks
 from distdl_rma.sources.opening import open_array
 from distdl_rma.sources.reading import label, read_box
 from distdl_rma.split.entry import grid_for
+from distdl_rma.split.layout import balanced
 from distdl_rma.split.tensor import SplitTensor, refuse_tangents
 
 # What users pass for a partition.
@@ -85,13 +86,17 @@ def shard(grid: Grid, x: Any) -> SplitTensor:
     if not isinstance(x, (torch.Tensor, np.ndarray)):
         x, partition, local = _read_block(grid, machine, x)
         warn_of_chunks(x, Decomposition.balanced(partition, x.shape), stacklevel=2)
-        return SplitTensor.from_local(local, partition, tuple(x.shape))
+        return SplitTensor(local, balanced(partition, tuple(x.shape)))
     partition = grid_for(grid, machine, len(x.shape))
     refuse_tangents(shard, [x])
+    if not partition.active:
+        raise PartitionError(f"shard: rank {partition.me} is not in {partition}")
     local = block_of(partition, x)
+    if problem := problem_with(local, "the tensor"):
+        raise ShapeError(f"shard: {problem}")
     if isinstance(x, torch.Tensor) and x.requires_grad:
         local.requires_grad_()
-    return SplitTensor.from_local(local, partition, tuple(x.shape))
+    return SplitTensor(local, balanced(partition, tuple(x.shape)))
 
 
 def _read_block(grid: Grid, machine: Machine | None, x: Any) -> tuple[Any, Partition, torch.Tensor]:

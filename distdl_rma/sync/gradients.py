@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain
-from typing import Any, Unpack
+from typing import Any, Literal, Unpack
 from weakref import ref
 
 import torch
@@ -94,7 +94,7 @@ class GradientSync(Uncopyable):
         model: nn.Module | None,
         machine: Machine | Partition,
         *,
-        reduction: str = "sum",
+        reduction: Literal["sum", "mean"] = "sum",
         replicas: int | None = None,
         bucket_nbytes: int = 1 << 20,
     ) -> None:

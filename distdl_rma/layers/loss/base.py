@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, cached_property, partial
-from typing import Any, ClassVar, NamedTuple, Unpack
+from typing import Any, ClassVar, Literal, NamedTuple, Unpack
 
 import numpy as np
 import torch
@@ -103,6 +103,10 @@ def _factors(ranks: tuple[int, ...]) -> list[int]:
     # A factor for each rank; their sum is 0. Sums of different numbers times these are almost never 0.
     others = [halves(fingerprint((rank,)))[0] | 1 for rank in ranks[1:]]
     return [-sum(others), *others]
+
+
+# How the values of a loss become one: ``"none"`` keeps them.
+How = Literal["mean", "sum", "none"]
 
 
 class DistributedLoss(DistributedLayer):

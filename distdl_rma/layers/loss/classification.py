@@ -19,7 +19,7 @@ from distdl_rma.geometry.partition import Partition
 from distdl_rma.layers.core.agreement import ShapeAgreement
 from distdl_rma.layers.core.arguments import LayerOptions
 from distdl_rma.layers.core.input_facts import InputFacts, common_dtype, source_of
-from distdl_rma.layers.loss.base import DistributedLoss
+from distdl_rma.layers.loss.base import DistributedLoss, How
 from distdl_rma.ops.core.movement import CallSite
 from distdl_rma.ops.core.staged import movement_between
 from distdl_rma.split import layout as lay
@@ -230,7 +230,7 @@ class DistributedCrossEntropyLoss(_ClassLoss, nn.CrossEntropyLoss):
         weight: torch.Tensor | None = None,
         *,
         ignore_index: int = -100,
-        reduction: str = "mean",
+        reduction: How = "mean",
         label_smoothing: float = 0.0,
         **options: Unpack[LayerOptions],
     ) -> None:
@@ -261,7 +261,7 @@ class DistributedNLLLoss(_ClassLoss, nn.NLLLoss):
         weight: torch.Tensor | None = None,
         *,
         ignore_index: int = -100,
-        reduction: str = "mean",
+        reduction: How = "mean",
         **options: Unpack[LayerOptions],
     ) -> None:
         super().__init__(P_x, reduction, {"weight": weight, "ignore_index": ignore_index}, **options)
