@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator
+import warnings
+from collections.abc import Container, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from hashlib import sha256
@@ -16,13 +17,14 @@ from typing import Any
 import torch
 
 from distdl_rma.checkpoints.behind_writer import BehindWriter
+from distdl_rma.checkpoints.form import dtype_name
 from distdl_rma.checkpoints.items import Item, Kind, Part, planned
 from distdl_rma.dtypes import flat_bytes
 from distdl_rma.errors import CheckpointError, DistdlError, UnsupportedError
 
 DATA, MANIFEST, VERSION = "data.safetensors", "manifest.json", 1
-# How a manifest of this library begins, and the most bytes of one, since a reader needs some times as many.
-_BEGINS, _MOST_NBYTES = b'{"sha256": "', 64 << 20
+# How a manifest of this library begins; the most bytes of one, since a reader needs some times as many.
+_BEGINS, _MOST_NBYTES, _MOST_DIMS = b'{"sha256": "', 64 << 20, 64
 _STEP = re.compile(r"step-(0|[1-9][0-9]*)(\.old)?")
 # Bytes that are read or written, and summed, at a time; a multiple of every element's size.
 _IN_CACHE = 1 << 18
@@ -173,11 +175,11 @@ def write(path: Path, pieces: Iterable[Piece]) -> dict[str, int]:
     return sums
 
 
-def publish(path: Path, body: dict[str, Any], beyond: int) -> list[Path]:
+def publish(path: Path, body: dict[str, Any], at: int | None) -> None:
     """Write the manifest, and rename the directory to its own name; by one rank.
 
-    Complete checkpoints of steps ``beyond`` this one are of a run that was left: they get other names first,
-    since the one with the highest step counts. Returns these names.
+    Complete checkpoints of later steps, and of steps behind ``at``, which the job has saved or restored last,
+    are of a run that was left: they get other names first, since the one with the highest step counts.
     """
     made, text = temporary(path), json.dumps(body)
     with explained("completing", made, _TO_WRITE):
@@ -186,8 +188,15 @@ def publish(path: Path, body: dict[str, Any], beyond: int) -> list[Path]:
             file.flush()
             os.fsync(file.fileno())
         _sync_folder(made)
+        beyond = min(_step_of(path), _step_of(path) if at is None else at)
         later = [each for each in complete(path.parent) if _step_of(each) > beyond and _is_own(each)]
-        retired = [_retired(each) for each in later]
+        if retired := [str(_retired(each)) for each in later]:
+            warnings.warn(
+                f"Checkpoints.save: {path} goes on from an earlier step; checkpoints of the run that was left"
+                f" are now {', '.join(retired)}: delete them, or give one its old name to go on from there",
+                RuntimeWarning,
+                stacklevel=2,
+            )
         _sync_folder(path.parent)
         if (path / MANIFEST).exists():
             # Of a replaced checkpoint one of the two is there at any moment.
@@ -198,7 +207,6 @@ def publish(path: Path, body: dict[str, Any], beyond: int) -> list[Path]:
             _delete(path)
         made.rename(path)
         _sync_folder(path.parent)
-    return retired
 
 
 def _retired(path: Path) -> Path:
@@ -237,13 +245,13 @@ class Saved:
         """The data file."""
         return self.path / DATA
 
-    def planned(self) -> tuple[bytes, list[Item]]:
-        """Head of the data file, and all items, as they follow from names, dtypes and shapes."""
-        return planned(self.kinds(), {"format": "pt", "step": str(self.body["step"])})
-
     def kinds(self) -> dict[str, Kind]:
         """Dtype and shape of each item."""
         return {name: (kind, tuple(shape)) for name, kind, shape, *_ in self.body["items"]}
+
+    def items(self, names: Container[str]) -> list[Item]:
+        """Items of these names, in the order of the file."""
+        return [item for item in planned(self.kinds(), self.body["step"])[1] if item.name in names]
 
     def sums(self) -> dict[str, int]:
         """Checksum of each item."""
@@ -266,62 +274,60 @@ class Saved:
         )
 
     def check(self) -> None:
-        """Raise an error of Python unless the manifest has what one has; the values of forms are not read."""
+        """Raise an error of Python unless the entries fit together; the values of forms are not read."""
         body, listed = self.body, self.body["items"]
-        numbers = [body["step"], body["ranks"], *(n for _, _, shape, *_ in listed for n in shape)]
+        numbers = [body["step"], body["ranks"], *(n for item in listed for n in item[2])]
         fits = all(type(n) is int and 0 <= n < 1 << 62 for n in numbers) and body["version"] == VERSION
-        fits = fits and all(isinstance(name, str) for name, *_ in listed)
+        if not (fits and all(len(item[2]) <= _MOST_DIMS for item in listed)):
+            raise ValueError("its numbers are none")
+        # Place and size of everything follow from names, dtypes and shapes.
+        wanted = described(*planned(self.kinds(), body["step"]))
+        fits = {key: body[key] for key in wanted} | {"items": [item[:4] for item in listed]} == wanted
         fits = fits and all(re.fullmatch("[0-9a-f]{16}", total) for *_, total in listed)
-        if fits:
-            # Place and size of everything follow from names, dtypes and shapes.
-            head, items = self.planned()
-            nbytes = len(head) + sum(item.nbytes for item in items)
-            fits = [body["head"], body["nbytes"]] == [[len(head), digest(head)], nbytes]
-            fits = fits and [(i.name, i.offset) for i in items] == [
-                (name, at) for name, _, _, at, _ in listed
-            ]
         if not (fits and isinstance(body["main"], (str, type(None))) and isinstance(body["forms"], dict)):
             raise ValueError("its entries do not fit together")
+
+
+def described(head: bytes, items: Iterable[Item]) -> dict[str, Any]:
+    """What a manifest says of the data file, but for the checksums of the items."""
+    listed = [[i.name, dtype_name(i.dtype), [*i.shape], i.offset] for i in items]
+    nbytes = len(head) + sum(item.nbytes for item in items)
+    return {"nbytes": nbytes, "head": [len(head), digest(head)], "items": listed}
 
 
 def opened(path: Path) -> Saved:
     """A checkpoint's manifest, checked together with the size and the head of the data file; local."""
     newest = complete(path.parent)
     older = newest[newest.index(path) + 1 :] if path in newest else []
-    file = path / MANIFEST
-    saved = Saved(path, {}, tuple(str(each) for each in older))
-    with explained("reading", file, "is the folder right, and may it be read?"):
-        with file.open("rb") as manifest:
-            text = manifest.read(_MOST_NBYTES + 1)
-        if len(text) > _MOST_NBYTES:
-            raise saved.damaged(f"it has more than {_MOST_NBYTES >> 20} MiB", file)
-        try:
-            found = json.loads(text.decode())
-            body = found["body"]
-            found_digest = digest(json.dumps(body).encode())
-            fits, version = found_digest == found["sha256"], body["version"]
-        except (ValueError, LookupError, TypeError, RecursionError):
-            raise saved.damaged("it is no manifest", file) from None
+    file, others = path / MANIFEST, tuple(str(each) for each in older)
+    with explained("reading", file, "is the folder right, and may it be read?"), file.open("rb") as manifest:
+        text = manifest.read(_MOST_NBYTES + 1)
+    saved = Saved(path, {}, others)
+    if len(text) > _MOST_NBYTES:
+        raise saved.damaged(f"it has more than {_MOST_NBYTES >> 20} MiB", file)
+    try:
+        found = json.loads(text.decode())
+        saved = Saved(path, found["body"], others)
+        fits, version = digest(json.dumps(saved.body).encode()) == found["sha256"], saved.body["version"]
         if isinstance(version, int) and version > VERSION:
             raise CheckpointError(
                 f"checkpoint: {file} is of version {version}, this distdl_rma reads {VERSION}: update it"
                 + ("" if fits else ", or the file is damaged: its checksum does not fit")
             )
-        if not fits:
-            raise saved.damaged("its checksum does not fit", file)
-    saved = Saved(path, body, saved.others)
-    try:
-        saved.check()
+        if fits:
+            saved.check()
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, RecursionError) as error:
-        raise saved.damaged(f"{type(error).__name__}: {error}", file) from None
+        raise saved.damaged(f"it is no manifest: {type(error).__name__}: {error}", file) from None
+    if not fits:
+        raise saved.damaged("its checksum does not fit", file)
     if not saved.data.is_file():
         raise saved.damaged("it is missing", saved.data)
     with explained("reading", saved.data, "may it be read?"):
-        nbytes = saved.data.stat().st_size
-        if nbytes != body["nbytes"]:
-            raise saved.damaged(f"it has {nbytes} bytes instead of {body['nbytes']} bytes", saved.data)
+        nbytes, wanted = saved.data.stat().st_size, saved.body["nbytes"]
+        if nbytes != wanted:
+            raise saved.damaged(f"it has {nbytes} bytes instead of {wanted} bytes", saved.data)
         with saved.data.open("rb") as data:
-            if digest(data.read(body["head"][0])) != body["head"][1]:
+            if digest(data.read(saved.body["head"][0])) != saved.body["head"][1]:
                 raise saved.damaged("the checksum of its head does not fit", saved.data)
     return saved
 

@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import threading
-import warnings
 from collections import deque
 from collections.abc import Container, Iterable, Iterator, MutableMapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -20,7 +19,6 @@ import torch
 
 from distdl_rma.checkpoints import files, objects
 from distdl_rma.checkpoints.files import Piece, Saved
-from distdl_rma.checkpoints.form import dtype_name
 from distdl_rma.checkpoints.items import ALIGNED, Holding, Item, Part, fingerprint, holdings, planned
 from distdl_rma.checks.consensus import Consensus, gather_words, together
 from distdl_rma.dtypes import flat_bytes
@@ -263,7 +261,8 @@ class Checkpoints:
             Names and objects: models, optimizers, objects with ``state_dict`` and ``load_state_dict``
             (schedulers, scalers, averaged models, loaders), tensors, split tensors, generators of random
             numbers, numbers, strings, arrays, lists and dicts of these. The generators of torch (CPU), Python
-            and numpy are saved besides. Tensors that are whole on all ranks have to be equal there; each rank writes some bytes of them.
+            and numpy are saved besides. Tensors that are whole on all ranks have to be equal there; each rank
+            writes some bytes of them.
         step
             Number of the step; a complete checkpoint of this step is replaced. Those of later steps, and
             those behind the step that this job has saved or restored last, are of a run that was left: they
@@ -301,16 +300,15 @@ class Checkpoints:
         of_ranks = gather_words(home.segments, generators, self._call)
         kinds = {name: (kind, tuple(shape)) for name, (kind, shape) in one["kinds"].items()}
         held.lay_out(one["forms"])
-        head, items = planned(kinds, {"format": "pt", "step": str(step)})
+        head, items = planned(kinds, step)
         together = self._compared_holdings(items, held)
         body = {
-            "version": files.VERSION, "step": step, "ranks": home.size,
-            "nbytes": len(head) + sum(item.nbytes for item in items), "main": main,
-            "head": [len(head), files.digest(head)], "forms": one["forms"],
-            "generators": _joined(list(of_ranks.values())),
-            # Their checksums follow.
-            "items": [[i.name, dtype_name(i.dtype), i.shape, i.offset, f"{0:016x}"] for i in items],
+            "version": files.VERSION, "step": step, "ranks": home.size, "main": main, "forms": one["forms"],
+            "generators": _joined(list(of_ranks.values())), **files.described(head, items),
         }  # fmt: skip
+        for item in body["items"]:
+            # Its checksum follows.
+            item.append(f"{0:016x}")
         self._begin(path, head, body)
         shares = (
             share for each in together for share in each.share(each.ranks.index(home.rank), len(each.ranks))
@@ -386,25 +384,15 @@ class Checkpoints:
         try:
             with self._together():
                 sums = job.sums.result()
-            items, step = job.body["items"], job.body["step"]
+            items = job.body["items"]
             for item, total in zip(items, self._summed([sums.get(i[0], 0) for i in items]), strict=True):
                 item[-1] = f"{total:016x}"
             with self._together():
                 if self._deletion is not None:
                     wait([self._deletion])
                 if self._first:
-                    retired = files.publish(
-                        job.path, job.body, step if self._at is None else min(step, self._at)
-                    )
-                    if retired:
-                        warnings.warn(
-                            f"Checkpoints.save: step {step} goes on from an earlier one; checkpoints of the"
-                            f" run that was left are now {', '.join(map(str, retired))}: delete them, or give"
-                            " one its old name to go on from there",
-                            RuntimeWarning,
-                            stacklevel=2,
-                        )
-            self._at = step
+                    files.publish(job.path, job.body, self._at)
+            self._at = int(job.body["step"])
         except Exception:
             with self._together():
                 if self._first:
@@ -471,7 +459,7 @@ class Checkpoints:
             place, size = self._machine.ranks.index(self._machine.rank), self._machine.size
             drawn = objects.drawn(body["generators"], place, size) if generators else {}
             wanted = held.wanted(body["forms"], saved.kinds())
-            items, own = [item for item in saved.planned()[1] if item.name in wanted], held.in_place()
+            items, own = saved.items(wanted), held.in_place()
             tensors = {i.name: held.blank(i) for i in items if own.get(i.name) is None}
         tensors |= {name: x for name, x in own.items() if x is not None}
         shares = self._read(saved, items, held, own, tensors)

@@ -57,8 +57,7 @@ def load_checkpoint(
     state = {name or body["main"] or "model": into} if isinstance(into, nn.Module) else into
     with saved.named():
         objects = Objects(state, body["main"], cuts)
-        wanted = objects.wanted(body["forms"], saved.kinds())
-        items = [item for item in saved.planned()[1] if item.name in wanted]
+        items = saved.items(objects.wanted(body["forms"], saved.kinds()))
         tensors, parts = {item.name: objects.blank(item) for item in items}, list(map(objects.part, items))
     held = holdings((part, (0,)) for part in parts)
     pieces = (piece for each in held for piece in files.cut_out(tensors, each.share(0, 1)))

@@ -190,17 +190,11 @@ class Objects:
         named, packed = self._named(entry, optimizer), optimizer.state_dict()
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         names = [name for group in named for name in group]
-        groups = [
-            {
-                "names": some,
-                "options": encode(
-                    {key: value for key, value in group.items() if key != "params"},
-                    f"{entry}/group {number}",
-                    self._take_or_write,
-                ),
-            }
-            for number, (some, group) in enumerate(zip(named, packed["param_groups"], strict=True))
-        ]
+        groups = list[dict[str, Any]]()
+        for number, (some, group) in enumerate(zip(named, packed["param_groups"], strict=True)):
+            options = {key: value for key, value in group.items() if key != "params"}
+            options = encode(options, f"{entry}/group {number}", self._take_or_write)
+            groups.append({"names": some, "options": options})
         states: dict[str, Any] = {}
         self._check_cut(entry, optimizer, packed["state"], names)
         for number, values in packed["state"].items():

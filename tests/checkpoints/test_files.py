@@ -12,6 +12,8 @@ from distdl_rma.checkpoints import files
 from distdl_rma.checkpoints.files import DATA, MANIFEST
 from tests.checkpoints.training import same_folder
 
+LEAVES = pytest.mark.filterwarnings("ignore:.*run that was left:RuntimeWarning")
+
 
 def names(folder):
     return sorted(path.name for path in folder.iterdir())
@@ -32,25 +34,18 @@ def kept_of(folder, *steps, **options):
 
 
 @pytest.mark.mpi
+@LEAVES
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_who_goes_back_goes_on_from_there_and_loses_no_run(comm, folder, asynchronous):
     kept_of(folder, 15, 18, 20).close()
     state = {"x": torch.zeros(3), "branch": ""}
     comm.Barrier()
-    with (
-        Checkpoints(folder, keep=2, asynchronous=asynchronous) as kept,
-        warnings.catch_warnings(record=True) as said,
-    ):
-        warnings.simplefilter("always")
+    with Checkpoints(folder, keep=2, asynchronous=asynchronous) as kept:
         assert kept.restore(state, step=15) == 15
         for step in (16, 17, 19):
             kept.save(state | {"branch": "second"}, step)
         assert kept.restore(state) == 19
         assert state["branch"] == "second"
-    # Told once, by one rank.
-    told = [str(each.message) for each in said if "run that was left" in str(each.message)]
-    assert len(told) == (comm.rank == 0)
-    assert all("step-18.retired" in text and "step-20.retired" in text for text in told)
     assert names(folder) == ["step-17", "step-18.retired", "step-19", "step-20.retired"]
     comm.Barrier()
     if comm.rank == 0:
@@ -62,12 +57,27 @@ def test_who_goes_back_goes_on_from_there_and_loses_no_run(comm, folder, asynchr
 
 
 @pytest.mark.mpi
+@pytest.mark.processes
+def test_one_rank_tells_once_what_has_another_name(comm, folder):
+    kept_of(folder, 1, 2, 3).close()
+    comm.Barrier()
+    with Checkpoints(folder) as kept, warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        assert kept.restore({}, step=1) == 1
+        for step in (2, 3):
+            kept.save({}, step)
+    told = [str(each.message) for each in said if "run that was left" in str(each.message)]
+    assert len(told) == (comm.rank == 0)
+    assert all("step-2.retired" in text and "step-3.retired" in text for text in told)
+
+
+@pytest.mark.mpi
+@LEAVES
 def test_the_same_step_of_a_run_that_was_left_is_not_replaced(comm, folder):
     kept_of(folder, 15, 20).close()
     comm.Barrier()
     for number in (2, 3):
-        with Checkpoints(folder) as kept, warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with Checkpoints(folder) as kept:
             kept.restore(state := {"branch": ""}, step=15)
             kept.save(state | {"branch": f"run {number}"}, 20)
             # Its own is replaced.
@@ -115,6 +125,7 @@ def branches(folder):
 
 
 @pytest.mark.parametrize("step", [16, 18])
+@LEAVES
 def test_a_kill_at_any_moment_leaves_both_runs(tmp_path, monkeypatch, step):
     number, ended = 0, False
     while not ended:
@@ -163,6 +174,7 @@ def test_a_link_to_a_checkpoint_of_another_run_costs_that_run_nothing(comm, fold
 
 
 @pytest.mark.mpi
+@LEAVES
 def test_what_others_have_put_into_the_folder_stays(comm, folder):
     kept = kept_of(folder, 1, keep=1)
     theirs = (
@@ -181,15 +193,13 @@ def test_what_others_have_put_into_the_folder_stays(comm, folder):
         (folder / "step-3.tmp").symlink_to(folder.parent)
         (folder / "step-4").symlink_to("nowhere")
     comm.Barrier()
-    with kept, warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with kept:
         kept.save({"x": torch.zeros(3)}, 8)
         kept.wait()
         for step in (1, 7, 9):
             with pytest.raises(CheckpointError, match="is in the way, and no checkpoint of this library"):
                 kept.save({"x": torch.zeros(3)}, step)
-    with Checkpoints(folder, keep=1) as again, warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with Checkpoints(folder, keep=1) as again:
         for step in (10, 11):
             again.save({"x": torch.zeros(3)}, step)
     assert all((folder / each).read_text() == "theirs" for each in theirs)
