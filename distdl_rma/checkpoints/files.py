@@ -10,6 +10,7 @@ from collections.abc import Container, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from hashlib import sha256
+from itertools import chain
 from itertools import count as counted
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,9 @@ from distdl_rma.errors import CheckpointError, DistdlError, UnsupportedError
 
 DATA, MANIFEST, VERSION = "data.safetensors", "manifest.json", 1
 # How a manifest of this library begins; the most bytes of one, since a reader needs some times as many.
-_BEGINS, _MOST_NBYTES, _MOST_DIMS = b'{"sha256": "', 64 << 20, 64
+_BEGINS, _MOST_NBYTES = b'{"sha256": "', 64 << 20
+# Most dimensions of an item, and the least bytes of it in the head of the data file.
+_MOST_DIMS, _ITEM_NBYTES = 64, 40
 _STEP = re.compile(r"step-(0|[1-9][0-9]*)(\.old)?")
 # Bytes that are read or written, and summed, at a time; a multiple of every element's size.
 _IN_CACHE = 1 << 18
@@ -276,10 +279,12 @@ class Saved:
     def check(self) -> None:
         """Raise an error of Python unless the entries fit together; the values of forms are not read."""
         body, listed = self.body, self.body["items"]
-        numbers = [body["step"], body["ranks"], *(n for item in listed for n in item[2])]
+        numbers = chain([body["step"], body["ranks"]], *(item[2] for item in listed))
         fits = all(type(n) is int and 0 <= n < 1 << 62 for n in numbers) and body["version"] == VERSION
+        # Nor are there more items than the head has room for, before each is looked at.
+        fits = fits and _ITEM_NBYTES * len(listed) <= body["head"][0]
         if not (fits and all(len(item[2]) <= _MOST_DIMS for item in listed)):
-            raise ValueError("its numbers are none")
+            raise ValueError("it has sizes that no tensor has")
         # Place and size of everything follow from names, dtypes and shapes.
         wanted = described(*planned(self.kinds(), body["step"]))
         fits = {key: body[key] for key in wanted} | {"items": [item[:4] for item in listed]} == wanted

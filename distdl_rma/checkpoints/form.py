@@ -64,8 +64,8 @@ def encode(value: Any, name: str, take: Take) -> Any:  # noqa: C901, PLR0911 - a
     if kind in (np.ndarray, np.memmap) and value.dtype.kind in "O" + _OF_BYTES:
         return _array(value, name, take)
     if kind is np.ma.MaskedArray and value.dtype.kind not in "OSUV":
-        parts = [value.data, np.ma.getmaskarray(value), value.fill_value, bool(value.hardmask)]
-        return {"masked": encode(parts, name, take)}
+        parts = {"data": value.data, "mask": np.ma.getmaskarray(value), "fill_value": value.fill_value}
+        return {"masked": encode(parts | {"hard_mask": bool(value.hardmask)}, name, take)}
     if kind in (set, frozenset):
         # Their order differs between ranks.
         return {kind.__name__: sorted((encode(part, name, take) for part in value), key=json.dumps)}
@@ -125,17 +125,13 @@ def _elements(memory: Any, name: str, shape: Any = ()) -> np.ndarray[Any, Any]:
     return np.ndarray(tuple(shape), dtype, memory)
 
 
-def _masked(values: Any, mask: Any, fill_value: Any, hard_mask: bool) -> Any:
-    return np.ma.MaskedArray(values, mask, fill_value=fill_value, hard_mask=hard_mask)
-
-
 _VALUES: dict[str, Callable[[Any, Callable[[str], torch.Tensor]], Any]] = {
     "tensor": lambda inside, give: give(inside),
     "array": lambda inside, give: decode(inside, give).numpy(),
     "elements": lambda inside, give: _elements(decode(inside[2], give).numpy(), *inside[:2]),
     "number": lambda inside, give: _elements(base64.b64decode(inside[1]), inside[0])[()],
     "objects": lambda inside, give: np.fromiter(decode(inside[1], give), object).reshape(inside[0]),
-    "masked": lambda inside, give: _masked(*decode(inside, give)),
+    "masked": lambda inside, give: np.ma.MaskedArray(**decode(inside, give)),
     "scalar": lambda inside, give: torch.tensor(inside[1], dtype=NAMED_DTYPES[inside[0]]),
     "bytes": lambda inside, give: base64.b64decode(inside, validate=True),
     "complex": lambda inside, give: complex(*inside),

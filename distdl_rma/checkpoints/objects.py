@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from distdl_rma.checkpoints.form import checked, decode, dtype_name, encode, in_line, tensors_in
+from distdl_rma.checkpoints.form import Take, checked, decode, dtype_name, encode, in_line, tensors_in
 from distdl_rma.checkpoints.items import Item, Kind, Part
 from distdl_rma.errors import (
     CheckpointError,
@@ -283,12 +283,7 @@ class Objects:
             _check_names(f"group {number} of {entry!r}", theirs, mine, {**kinds, **self.kinds})
         if isinstance(optimizer, torch.optim.LBFGS) and named != saved:
             raise CheckpointError(f"checkpoint: {entry!r} (LBFGS) has its parameters in another order")
-        known = [name for group in named for name in group]
-        self._check_cut(entry, optimizer, form["state"], known)
-        if spare := [name for name in form["state"] if name not in known]:
-            raise CheckpointError(
-                f"checkpoint: {entry!r} has state of {spare[0]!r}, which is in none of its groups"
-            )
+        self._check_cut(entry, optimizer, form["state"], (name for group in named for name in group))
         for name, values in form["state"].items():
             layout = self.layouts.get(name)
             if layout is None:
@@ -478,10 +473,8 @@ def merged(reported: Mapping[int, dict[str, Any]]) -> dict[str, Any]:
 
 def generators() -> dict[str, Any]:
     """Forms of the states of torch's generator on the CPU, Python's and numpy's; local."""
-    return {
-        name: encode(_state_of(thing), name, lambda _name, words: in_line(words))
-        for name, thing in _OF_ALL.items()
-    }
+    take: Take = lambda _name, words: in_line(words)  # noqa: E731
+    return {name: encode(_state_of(thing), name, take) for name, thing in _OF_ALL.items()}
 
 
 def drawn(found: Mapping[str, Any], place: int, size: int) -> dict[str, Any]:
