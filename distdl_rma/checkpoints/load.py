@@ -58,15 +58,16 @@ def load_checkpoint(
                 raise CheckpointError(f"load_checkpoint: {path} is no checkpoint, nor has it a complete one")
             path = found[0]
     saved = files.opened(path)
-    body, kinds = saved.body, saved.kinds()
+    body = saved.body
     cuts: Cuts = lambda _module: {}  # noqa: E731
     if "distdl_rma.layers.core.layer" in sys.modules:
         # Otherwise no layer of a model can be distributed, and MPI is not needed.
         from distdl_rma.state import scattered as cuts
     state = {name or body["main"] or "model": into} if isinstance(into, nn.Module) else into
-    objects = Objects(state, body["main"], cuts)
-    items = saved.items(objects.wanted(body["forms"], kinds))
-    tensors, parts = {item.name: objects.blank(item) for item in items}, list(map(objects.part, items))
+    with saved.named():
+        objects = Objects(state, body["main"], cuts)
+        items = saved.items(objects.wanted(body["forms"], saved.kinds()))
+        tensors, parts = {item.name: objects.blank(item) for item in items}, list(map(objects.part, items))
     held = holdings((part, (0,)) for part in parts)
     pieces = (piece for each in held for piece in files.cut_out(tensors, each.share(0, 1)))
     with files.explained("reading", saved.data, "may it be read?"):
@@ -75,5 +76,6 @@ def load_checkpoint(
         name, whole = part.item.name, part.nbytes == part.item.nbytes
         if whole and totals.get(name, 0) % (1 << 64) != sums[name]:
             raise saved.damaged(f"the checksum of {name!r} does not fit", saved.data)
-    objects.load(body["forms"], tensors)
+    with saved.named():
+        objects.load(body["forms"], tensors)
     return int(body["step"])
