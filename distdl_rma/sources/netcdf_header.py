@@ -28,17 +28,13 @@ def check_netcdf_header(path: str) -> None:
             return
         header = _Header(file)
         try:
-            wanted = max(header.ends(), default=0)
+            end = max(header.ends(), default=0)
+            _check(end <= header.nbytes, f"elements end at byte {end}; the file is truncated")
         except ValueError as error:
             raise DataError(
-                f"{path}: its NetCDF header is damaged before byte {file.tell()}: {error}; copy or write the"
-                " file again"
+                f"{path}: its NetCDF header does not fit the {header.nbytes} bytes of the file: {error}; copy or"
+                " write it again"
             ) from error
-    if header.nbytes < wanted:
-        raise DataError(
-            f"{path}: has {header.nbytes} bytes, but by its header elements end at byte {wanted}; the file"
-            " is truncated: copy or write it again"
-        )
 
 
 class _Header:
@@ -77,7 +73,7 @@ class _Header:
 
     def _number(self, nbytes: int | None = None) -> int:
         read = self._file.read(nbytes or self._width)
-        _check(len(read) == (nbytes or self._width), "the file ends")
+        _check(len(read) == (nbytes or self._width), "it ends within the header")
         return int.from_bytes(read)
 
     def _skip(self, nbytes: int) -> None:

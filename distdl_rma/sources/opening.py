@@ -18,7 +18,7 @@ import numpy as np
 from distdl_rma.errors import ArgumentError, DataError, DistdlError, UnsupportedError
 from distdl_rma.sources.chunks import chunks_of
 from distdl_rma.sources.netcdf_header import check_netcdf_header
-from distdl_rma.sources.packed import SCALES, unpacked
+from distdl_rma.sources.packed import unpacked
 from distdl_rma.sources.raw import RawArray
 from distdl_rma.sources.reading import hdf5_lock, text_of, torch_dtype
 
@@ -197,12 +197,12 @@ def npy(path: str, name: str | None) -> RawArray:
         raise ArgumentError(f"{path} has one array, without a name, got {name!r}")
     with Path(path).open("rb") as file:
         version = np.lib.format.read_magic(file)
-        if version not in _NPY_VERSIONS:
-            raise DataError(f"{path}: version {version} of the format is none of {_NPY_VERSIONS}")
         width = 2 if version == (1, 0) else 4
-        if (nbytes := int.from_bytes(file.read(width), "little")) > _NPY_HEADER_NBYTES:
+        nbytes = int.from_bytes(file.read(width), "little")
+        if version not in _NPY_VERSIONS or nbytes > _NPY_HEADER_NBYTES:
             raise DataError(
-                f"{path}: a header of {nbytes} bytes, at most {_NPY_HEADER_NBYTES} bytes are read"
+                f"{path}: version {version} of the format with a header of {nbytes} bytes; read are headers of"
+                f" at most {_NPY_HEADER_NBYTES} bytes of the versions {_NPY_VERSIONS}"
             )
         file.seek(-width, os.SEEK_CUR)
         header = "read_array_header_1_0" if version == (1, 0) else "read_array_header_2_0"
@@ -225,7 +225,7 @@ def hdf5(path: str, name: str | None) -> Any:
             found = _behind_links(h5py, path, name)
             if not isinstance(found, h5py.Dataset):
                 raise ArgumentError(f"{path}: {name!r} is a link that leads to no dataset")
-        _check_near(h5py, found, path)
+        _check_near(h5py, found)
         if found.shape is None:
             raise DataError(f"{path}: the dataset {found.name!r} is null: it has a type, but no elements")
         # Contiguous data that needs no conversion is read from the file itself.
@@ -269,8 +269,9 @@ def _beside(path: str, other: str, home: Path) -> str:
     return str(place)
 
 
-def _check_near(h5py: Any, found: Any, path: str, seen: tuple[Any, ...] = ()) -> None:
+def _check_near(h5py: Any, found: Any, seen: tuple[Any, ...] = ()) -> None:
     # ``DataError`` if a dataset has elements in files elsewhere, or lacks some that it shows as filled.
+    path = found.file.filename
     for name, *_ in found.external or ():
         # The library looks for these from where the process is.
         _beside(path, name, Path.cwd())
@@ -280,7 +281,7 @@ def _check_near(h5py: Any, found: Any, path: str, seen: tuple[Any, ...] = ()) ->
         source = _behind_links(h5py, place, name)
         if not isinstance(source, h5py.Dataset) or source in seen:
             raise DataError(f"{path}: shows elements of a dataset {name!r} in {place}, where none is")
-        _check_near(h5py, source, place, (*seen, source))
+        _check_near(h5py, source, (*seen, source))
 
 
 def _netcdf(path: str, name: str | None) -> Any:
@@ -296,17 +297,19 @@ def _netcdf(path: str, name: str | None) -> Any:
             names += [f"{group.path}/{one}".strip("/") for one in inner]
         found = file[chosen := _chosen(path, names, name)]
         if file.disk_format == "HDF5" and Path(path).is_file() and find_spec("h5py"):
-            h5py = needed("h5py")
-            _check_near(h5py, _behind_links(h5py, path, chosen), path)
-        found.set_always_mask(False)
-        scales = {each: found.getncattr(each) for each in SCALES if each in found.ncattrs()}
-        if getattr(found.dtype, "kind", "") == "f" and any(
-            np.asarray(each).dtype.kind in "iu" for each in scales.values()
-        ):
-            # The library would round floats to integers.
-            found.set_auto_scale(False)
-            return unpacked(path, found, scales)
-        return found
+            h5py, (home, _, last) = needed("h5py"), chosen.rpartition("/")
+            # A variable that is called as a dimension, but is none of its coordinates, has another name.
+            for each in (chosen, f"{home}/_nc4_non_coord_{last}"):
+                if isinstance(lies := _behind_links(h5py, path, each), h5py.Dataset):
+                    _check_near(h5py, lies)
+        # The library would round floats by an integral factor, and fails at some unsigned integers.
+        found.set_auto_maskandscale(False)
+        attributes = {each: found.getncattr(each) for each in found.ncattrs()}
+        stored = getattr(found.dtype, "str", "")[1:]
+        # Bytes have no default, since all of them occur.
+        if "_Unsigned" not in attributes and stored not in ("i1", "u1"):
+            attributes.setdefault("_FillValue", netcdf.default_fillvals.get(stored))
+        return unpacked(path, found, attributes)
 
 
 def _zarr(path: str, name: str | None) -> Any:
@@ -365,7 +368,7 @@ def _nifti(path: str, name: str | None) -> Any:
     return found
 
 
-_HDF5, _NETCDF, _TIFF = Format(hdf5, locked=True), Format(_netcdf, True, True), Format(_tiff)
+_HDF5, _NETCDF, _TIFF = Format(hdf5, locked=True), Format(_netcdf, locked=True), Format(_tiff)
 _FORMATS = {
     ".npy": Format(npy),
     ".h5": _HDF5,

@@ -225,3 +225,14 @@ def test_pickles_in_chunks_are_not_loaded_also_where_numcodecs_would(codecs, tmp
     with pytest.raises((DataError, ShapeError), match=r"x\.zarr"):
         read_box(open_array(tmp_path / "x.zarr"), (slice(0, 4),))
     assert not (tmp_path / "owned").exists()
+
+
+def test_a_netcdf_variable_that_is_called_as_a_dimension_is_read(x, tmp_path):
+    netcdf4 = pytest.importorskip("netCDF4")
+    with netcdf4.Dataset(tmp_path / "x.nc", "w") as file:
+        for name, extent in (("y", 4), ("x", 20)):
+            file.createDimension(name, extent)
+        file.createGroup("g").createVariable("x", "f4", ("y", "x"))[...] = x
+        file.createVariable("x", "f4", ("y", "x"))[...] = x
+    for name in ("x", "g/x"):
+        assert np.array_equal(read_box(open_array(tmp_path / "x.nc", name), np.s_[0:4, 0:20]).numpy(), x)
