@@ -44,6 +44,32 @@ except DistdlError as error:
         )
 
 
+@pytest.mark.parametrize("norm", ["", ", torch.nn.InstanceNorm2d(1)"])
+def test_rank_that_dies_in_a_prediction_is_named_on_its_node(norm):
+    body = f"""
+import torch
+from distdl_rma import Source, predict
+reads = []
+
+def read(box):
+    reads.append(box)
+    if comm.rank == 1 and len(reads) == 3:
+        os._exit(3)
+    return np.ones([each.stop - each.start for each in box], np.float32)
+
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Conv2d(1, 1, 3, padding=1){norm})
+try:
+    predict(model, Source((90, 8), np.float32, read), grid={{"H": 12}})
+except DistdlError as error:
+    sys.stdout.write(f"{{comm.rank}} was told: {{type(error).__name__}}: {{error}}" + chr(10))
+    sys.stdout.flush()
+"""
+    _, out, err = run(3, body, preamble=APART, survive=True)
+    for rank in (0, 2):
+        assert re.search(rf"{rank} was told: PeerFailedError: rank 1 failed: it is silent", out), (out, err)
+
+
 def test_rank_that_ends_long_before_the_others_says_whom_it_waits_for_and_waits_on():
     body = """
 machine = Machine(segment_size="8MiB", timeout=30)

@@ -2,6 +2,7 @@
 
 import random
 import threading
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -10,6 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from distdl_rma import (
     ArgumentError,
@@ -178,6 +181,77 @@ def test_each_rank_has_its_own_default_type():
     assert torch.get_default_dtype() == torch.float32
 
 
+class Watches(TorchFunctionMode):
+    """Notes the functions that are called."""
+
+    def __init__(self):
+        self.seen = []
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        self.seen.append(func)
+        return func(*args, **(kwargs or {}))
+
+
+class Dispatches(TorchDispatchMode):
+    """Notes the operators that are called."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.seen.append(func.overloadpacket)
+        return func(*args, **(kwargs or {}))
+
+
+MODES = {
+    "none": nullcontext,
+    "no_grad": torch.no_grad,
+    "inference_mode": torch.inference_mode,
+    "autocast": lambda: torch.autocast("cpu", torch.bfloat16, cache_enabled=False),
+    "float16": lambda: torch.autocast("cpu", torch.float16),
+    "device": lambda: torch.device("meta"),
+    "hooks": lambda: torch.autograd.graph.saved_tensors_hooks(torch.Tensor.double, lambda x: x),
+    "errstate": lambda: np.errstate(divide="raise"),
+}
+
+
+def modes():
+    """What the modes of this thread do."""
+    x = torch.ones(2, 2, requires_grad=True)
+    y = x @ x
+    saved = getattr(y.grad_fn, "_saved_self", None)
+    return (
+        torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.is_autocast_enabled("cpu"),
+        torch.get_autocast_dtype("cpu"), torch.is_autocast_cache_enabled(), y.dtype, y.device,
+        y.requires_grad, saved is not None and saved.dtype, np.geterr()["divide"], torch.get_default_device(),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MODES)
+def test_ranks_have_the_modes_of_the_caller_and_change_their_own(name):
+    def play(comm):
+        found = modes()
+        torch.set_grad_enabled(comm.rank == 0)
+        comm.Barrier()
+        assert torch.is_grad_enabled() == (comm.rank == 0)
+        return found
+
+    plain = modes()
+    with MODES[name]():
+        wanted = modes()
+        assert rehearse(2, play) == [wanted, wanted]
+        assert modes() == wanted
+    assert (wanted == plain) == (name == "none")
+
+
+def test_modes_of_functions_and_of_dispatch_see_the_ranks():
+    with Watches() as functions, Dispatches() as operators:
+        rehearse(3, lambda comm: torch.ones(2).cosh())
+    assert functions.seen.count(torch.Tensor.cosh) == operators.seen.count(torch.ops.aten.cosh) == 3
+    assert not torch.overrides._get_current_function_mode_stack()
+
+
 def test_normal_numbers_that_numpy_keeps_from_a_pair_are_those_of_the_rank():
     def drawn():
         return np.random.randn(), np.random.rand()  # noqa: NPY002
@@ -344,12 +418,13 @@ def test_sixty_four_ranks_convolve_and_sum():
     assert sums[0] == pytest.approx(expected.sum().item())
 
 
-def test_threads_that_cannot_be_started_are_an_error_and_none_is_left(monkeypatch):
+@pytest.mark.parametrize("problem", [RuntimeError, MemoryError])
+def test_threads_that_cannot_be_started_are_an_error_and_none_is_left(monkeypatch, problem):
     start, started = threading.Thread.start, []
 
     def few(thread):
         if len(started) == 3:
-            raise RuntimeError("can't start new thread")
+            raise problem("can't start new thread")
         started.append(thread)
         start(thread)
 

@@ -131,7 +131,7 @@ class Turns:
         try:
             for thread in threads:
                 thread.start()
-        except RuntimeError as error:
+        except (RuntimeError, MemoryError) as error:
             self._called_off = True
             for event in self._events:
                 event.release()
