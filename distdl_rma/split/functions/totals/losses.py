@@ -255,17 +255,23 @@ class _CrossEntropy(OperatorFunction):
     # Terms of cross entropies by this rank's classes, from the share of each class in its row.
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, share: torch.Tensor, dim: int, chosen: bool, gathered: Gathered
+        ctx: Any,
+        x: torch.Tensor,
+        share: torch.Tensor,
+        dim: int,
+        read: torch.Tensor | None,
+        gathered: Gathered,
     ) -> torch.Tensor:
         # A block without classes has no place in the gathered tensor.
         mine = torch.cat([x.logsumexp(dim, True), share.sum(dim, True)], dim) if x.shape[dim] else x
         logs, shares = gathered(mine).unflatten(dim, (-1, 2)).unbind(dim + 1)
         whole = logs.logsumexp(dim, True)
+        # As in torch, the logarithms of all shares of a row with an infinite score are NaN.
+        whole = torch.where(whole == torch.inf, torch.nan, whole)
         ctx.save_for_backward(x, share, whole, shares.sum(dim, True))
         ctx.dim = dim
         terms = share * (whole - x)
-        # As in torch, other classes than the chosen one are not read.
-        return (torch.where(share != 0, terms, 0) if chosen else terms).sum(dim)
+        return (terms if read is None else torch.where(read, terms, 0)).sum(dim)
 
     @staticmethod
     @first_derivative
@@ -299,13 +305,15 @@ def class_terms(
     """
     start, stop = layout.box(layout.partition.me).bounds[dim]
     shape = [-1 if d == dim else 1 for d in range(x.dim())]
-    of_indices = not _of_probabilities(func, truth)
+    of_indices, read = not _of_probabilities(func, truth), None
     even = label_smoothing / layout.shape[dim]
     if of_indices:
         truth = truth.unsqueeze(dim)
         counted = truth != ignore_index
         chosen = counted & (truth == torch.arange(start, stop).view(shape))
         share = chosen.to(x.dtype)
+        # As in torch, ignored rows are not read, and of others only the chosen class.
+        read = counted if label_smoothing else chosen
         if label_smoothing:
             share = (1 - label_smoothing) * share + even * counted.to(x.dtype)
     else:
@@ -313,8 +321,9 @@ def class_terms(
     if weight is not None:
         share = share * weight[start:stop].view(shape)
     if func is F.nll_loss:
-        return -torch.where(share != 0, share * x, 0).sum(dim)
-    terms: torch.Tensor = _CrossEntropy.apply(x, share, dim, of_indices and not label_smoothing, gathered)
+        products = share * x
+        return -(products if read is None else torch.where(read, products, 0)).sum(dim)
+    terms: torch.Tensor = _CrossEntropy.apply(x, share, dim, read, gathered)
     return terms
 
 
