@@ -117,7 +117,11 @@ def set_gradient(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> No
 def backward(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Backward of a replicated loss, or of a split tensor from a gradient that is cut as the tensor is."""
     x, given = args[0], named(func, args, kwargs)
-    gradient = _cut_like(given.pop("gradient"), x)
+    gradient = given.pop("gradient")
+    if given["inputs"] is not None:
+        composed(torch.autograd.backward, [x], grad_tensors=gradient, **given)
+        return
+    gradient = _cut_like(gradient, x)
     LOSS_ORIGIN.begins_backward([x])
     # Hooks, and recomputation for a checkpoint, call functions of split tensors.
     with from_split_tensor():
@@ -163,7 +167,8 @@ def backward_of_several(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     if given is not None:
         given = (given,) if isinstance(given, torch.Tensor) else tuple(given)
         given = [_cut_like(g, y) for g, y in zip(given, ends, strict=True)]
-    inputs = None if inputs is None else mapped(_block_of, list(inputs))
+    if inputs is not None:
+        inputs = [_block_of(x) for x in ([inputs] if isinstance(inputs, torch.Tensor) else inputs)]
     LOSS_ORIGIN.begins_backward(tensors_in(ends))
     roots = _roots(ends, partition)
     if inputs is not None:

@@ -228,6 +228,8 @@ def norm(call: Call, site: Site, x: Any, **given: Any) -> Any:
     """Ranks combine norms of their blocks; norms of singular values need whole matrices."""
     func, *_ = call
     vector_norm = torch.linalg.vector_norm
+    if 0 in x.shape:
+        return on_whole_tensors(*call)
     if func.__name__ == "dist":
         return composed(vector_norm, composed(torch.sub, x, given["other"]), given["p"])
     dim, keepdim, dtype = given["dim"], given["keepdim"], given["dtype"]
