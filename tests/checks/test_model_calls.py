@@ -87,18 +87,18 @@ class Filled(nn.Module):
     def forward(self, x):
         places = torch.full((8,), float(self.rank))
         if self.how == "indices":
-            places.index_fill_(0, (x.amax(1) < -9).sum() + torch.arange(8), 0.5)
+            places.index_fill_(0, (x.amax((0, 1, 2, 3)) < -9).long() + torch.arange(8), 0.5)
         else:
-            places.masked_fill_(x[0] > -9, 0.5)
-        return x * places
+            places.masked_fill_(x.flatten()[:8] > -9, 0.5)
+        return x * places.sum()
 
 
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.filterwarnings("ignore:distribute")
 @pytest.mark.parametrize("how", ["indices", "a mask"])
 def test_memory_that_is_overwritten_is_not_compared(comm, how):
-    model, x = distribute(Filled(comm.rank, how), (-1, 1)), torch.rand(6, 8)
-    torch.testing.assert_close(model(x).full_tensor(), x / 2)
+    model, x = distribute(Filled(comm.rank, how), {"H": -1}), torch.rand(1, 1, 6, 8)
+    torch.testing.assert_close(model(x).full_tensor(), 4 * x)
 
 
 def test_differences_are_found_and_told_by_ranks():

@@ -42,12 +42,16 @@ _PROPERTIES_OF_WHOLE = """
 shape ndim dtype device layout itemsize names is_cuda is_sparse is_quantized is_nested is_mkldnn is_meta
 nbytes is_cpu is_mps is_xpu is_vulkan
 """.split()
+_DEVICE: Any = _T.device.__get__
 _OF_BLOCK = "is_leaf grad_fn requires_grad retains_grad output_nr _version _backward_hooks".split()
 
 
 @rule("query", *_OF_WHOLE, *(getattr(_T, name).__get__ for name in _PROPERTIES_OF_WHOLE if hasattr(_T, name)))
 def of_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Read from the global shape, type and device."""
+    if func == _DEVICE and args[0].grad_fn is not None and torch.is_grad_enabled():
+        # A checkpoint asks its arguments for it, before it saves them: later they would be detached.
+        into_graph(args[0])
     return func(*args, **kwargs)
 
 
