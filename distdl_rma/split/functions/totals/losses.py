@@ -259,7 +259,8 @@ class _CrossEntropy(OperatorFunction):
         x: torch.Tensor,
         share: torch.Tensor,
         dim: int,
-        read: torch.Tensor | None,
+        read: Weight,
+        counted: Weight,
         gathered: Gathered,
     ) -> torch.Tensor:
         # A block without classes has no place in the gathered tensor.
@@ -268,7 +269,7 @@ class _CrossEntropy(OperatorFunction):
         whole = logs.logsumexp(dim, True)
         # As in torch, the logarithms of all shares of a row with an infinite score are NaN.
         whole = torch.where(whole == torch.inf, torch.nan, whole)
-        ctx.save_for_backward(x, share, whole, shares.sum(dim, True))
+        ctx.save_for_backward(x, share, whole, shares.sum(dim, True), counted)
         ctx.dim = dim
         terms = share * (whole - x)
         return (terms if read is None else torch.where(read, terms, 0)).sum(dim)
@@ -277,12 +278,15 @@ class _CrossEntropy(OperatorFunction):
     @first_derivative
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
         # All ranks of a row have its gradient, so this is local.
-        x, share, whole, total = ctx.saved_tensors
+        x, share, whole, total, counted = ctx.saved_tensors
         gradient, away = gradient.unsqueeze(ctx.dim), whole - x
         of_share = gradient * away if ctx.needs_input_grad[1] else None
         slope = total * (-away).exp() - share
-        # Ignored rows get zeros, also in a mean over no row.
-        return torch.where(slope != 0, gradient * slope, 0), of_share, None, None, None
+        of_x = gradient * slope
+        if counted is not None:
+            # Ignored rows get zeros, also in a mean over no row.
+            of_x = torch.where(counted | (slope != 0), of_x, 0)
+        return of_x, of_share, None, None, None, None
 
 
 def class_terms(
@@ -305,7 +309,7 @@ def class_terms(
     """
     start, stop = layout.box(layout.partition.me).bounds[dim]
     shape = [-1 if d == dim else 1 for d in range(x.dim())]
-    of_indices, read = not _of_probabilities(func, truth), None
+    of_indices, read, counted = not _of_probabilities(func, truth), None, None
     even = label_smoothing / layout.shape[dim]
     if of_indices:
         truth = truth.unsqueeze(dim)
@@ -323,7 +327,7 @@ def class_terms(
     if func is F.nll_loss:
         products = share * x
         return -(products if read is None else torch.where(read, products, 0)).sum(dim)
-    terms: torch.Tensor = _CrossEntropy.apply(x, share, dim, read, gathered)
+    terms: torch.Tensor = _CrossEntropy.apply(x, share, dim, read, counted, gathered)
     return terms
 
 
