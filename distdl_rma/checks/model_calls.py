@@ -42,6 +42,7 @@ _AT_ONCE = ExchangeTimeout, SegmentError
 # Functions that use only the shape or type of a plain tensor, and those that overwrite their first argument.
 _UNREAD = frozenset({"view_as", "expand_as", "reshape_as", "type_as", "to", "resize_as_"})
 _OVERWRITE = frozenset({"__setitem__", "copy_", "index_copy_", "scatter_", "index_put_", "masked_scatter_"})
+_OVERWRITE |= {"index_fill_", "masked_fill_"}
 
 
 _WHOLE = (

@@ -129,6 +129,8 @@ class GradientSync(Uncopyable):
             self.release()
             raise
 
+    # Gradients of training steps lie in its memory, also if validation registers what was unfrozen.
+    @torch.inference_mode(False)
     def register(
         self, module: nn.Module | None, *, name: str | None = None, **callbacks: Unpack[Callbacks]
     ) -> None:

@@ -18,9 +18,8 @@ from distdl_rma.split.calls.signatures import named
 from distdl_rma.split.calls.site import Site
 from distdl_rma.split.calls.table import Call, rule
 from distdl_rma.split.calls.torch_errors import checked_rule, raise_as_torch
-from distdl_rma.split.operands import needs_of, of_cut, on_whole_tensors, wholes
-from distdl_rma.split.redistribution import to_blocks
-from distdl_rma.split.reduction_axes import Along, by_whole_dims, chosen_dims, put_back, with_whole
+from distdl_rma.split.operands import composition, needs_of, of_cut, on_whole_tensors, wholes
+from distdl_rma.split.reduction_axes import by_whole_dims, put_back, with_whole
 from distdl_rma.split.tensor import SplitTensor, any_cut, checked_block, refused
 
 Weights = tuple[torch.Tensor | None, torch.Tensor | None]
@@ -191,16 +190,7 @@ def local_response_norm(call: Call, site: Site, x: SplitTensor, **others: Any) -
 
 
 @checked_rule("norm", F.normalize)
-@of_cut(empty=False)
-def normalize(call: Call, site: Site, x: SplitTensor, p: float, dim: Any, eps: float, out: Any) -> Any:
+@composition
+def normalize(x: Any, p: float, dim: Any, eps: float, out: Any) -> Any:
     """Uses the norm along dimensions; if these are cut, ranks combine their norms."""
-    local, layout = checked_block(x), x._layout
-    dims: Any = chosen_dims(dim, len(layout.shape))
-    if not set(dims) & set(layout.cut_dims):
-        return SplitTensor(F.normalize(local, p, dims, eps), layout)
-    if p <= 0:
-        return by_whole_dims(site, x, dims, lambda block: F.normalize(block, p, dims, eps))
-    along = Along(site, local, layout, dims)
-    whole = along.twice(lambda norms: norms.norm(p, dims, keepdim=True), "norms of ranks")
-    norm = to_blocks(site, whole.clamp_min(eps), layout, along.cut, " of the norm")
-    return SplitTensor(local / norm, layout)
+    return x / x.norm(p, dim, keepdim=True).clamp_min(eps)
