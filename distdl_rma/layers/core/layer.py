@@ -150,7 +150,7 @@ class DistributedLayer(CallbackModule):
     P_x: Partition
     # Attributes that are printed, and those of them that may change; and where parameters may be kept, the
     # usual place first.
-    _shown: ClassVar[tuple[str, ...]] = ()
+    _shown: tuple[str, ...] = ()
     _changeable: ClassVar[tuple[str, ...]] = ()
     _allowed: ClassVar[tuple[str, ...]] = ()
 
@@ -216,6 +216,12 @@ class DistributedLayer(CallbackModule):
         if reset is not None and reset.__module__.startswith("torch."):
             # torch's method would use the shape of this rank's part, and draw other numbers on each rank.
             cls.reset_parameters = _on_whole_parameters(reset)  # type: ignore[attr-defined]
+
+    def take_over(self, like: nn.Module) -> None:
+        """Get the arguments that torch's layer has checked; if none are listed, all are shown and kept."""
+        found = {key: it for key, it in vars(like).items() if key[0] != "_" and key not in vars(self)}
+        vars(self).update(found)
+        self._shown = self._shown or tuple(found)
 
     @property
     def label(self) -> str:

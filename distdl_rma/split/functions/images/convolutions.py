@@ -12,7 +12,7 @@ from torch.autograd import forward_ad
 from distdl_rma.errors import ShapeError
 from distdl_rma.geometry.box import LEADING
 from distdl_rma.geometry.decomposition import Decomposition
-from distdl_rma.geometry.halo import Stencil
+from distdl_rma.geometry.halo import Stencil, each_dim
 from distdl_rma.ops.conv import kernels
 from distdl_rma.ops.conv.conv_transpose import TransposedConvolution
 from distdl_rma.ops.conv.convolution import Convolution
@@ -37,12 +37,6 @@ from distdl_rma.split.tensor import SplitTensor, checked_block, composed
 
 _DIMS = {f"conv{kind}{dims}d": dims for kind in ("", "_transpose") for dims in (1, 2, 3)}
 _WEIGHTS = "weight", "bias"
-
-
-def each_dim(value: Any, dims: int) -> tuple[int, ...]:
-    """One number for each spatial dimension."""
-    numbers = (value,) if isinstance(value, int) else tuple(int(n) for n in value)
-    return numbers * dims if len(numbers) == 1 else numbers
 
 
 def _sides(padding: Any, kernel: Sequence[int], dilation: Sequence[int]) -> tuple[tuple[int, int], ...]:
