@@ -48,7 +48,7 @@ def torchs_layer(layer: type, *arguments: Any, sample: Sequence[torch.Tensor] = 
         like = torchs_class(layer)(*arguments, **options)
         if sample:
             like(*sample)
-    except (AssertionError, IndexError, RuntimeError, TypeError, ValueError) as error:
+    except (ArithmeticError, AssertionError, IndexError, RuntimeError, TypeError, ValueError) as error:
         raise ArgumentError(f"{layer.__name__}: {error}") from None
     return like
 
