@@ -33,7 +33,6 @@ from distdl_rma.layers.core.arguments import (
     check_device,
     check_dims,
     chosen_placement,
-    show_arguments_of,
     spatial_dims,
     torchs_layer,
 )
@@ -174,15 +173,10 @@ class DistributedNorm(OperatorLayer[Normalisation]):
     eps: Any
     centred = True
     _allowed = ("cut", "replicated")
+    _by_name = (*PlacedOptions.__annotations__,)
     _changeable = ("eps", "momentum", "affine", "track_running_stats", "elementwise_affine")
     # What a group needs more than one of, for messages.
     several = ""
-
-    def __init_subclass__(cls, **arguments: Any) -> None:
-        super().__init_subclass__(**arguments)
-        twin = cls.__bases__[-1]
-        if cls.__name__ == f"Distributed{twin.__name__}":
-            show_arguments_of(cls, twin, PlacedOptions.__annotations__)
 
     def __init__(
         self,

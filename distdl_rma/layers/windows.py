@@ -29,10 +29,10 @@ from distdl_rma.ops.windows import (
 Size = int | tuple[int, ...]
 # None: the extent of the input.
 OutputSize = int | None | Sequence[int | None]
+# By number of spatial dimensions: extents of images without memory that torch's layers are tried with.
+_EXTENTS = {1: 1 << 30, 2: 1 << 20, 3: 1 << 13}
 # Modes of torch's classes of padding, by the first half of their names.
 _PAD_MODES = {"Reflection": "reflect", "Replication": "replicate", "Circular": "circular"}
-# By number of spatial dimensions: extent of the images, without memory, that torch's layers are tried with.
-_TRIED = {1: 1 << 30, 2: 1 << 20, 3: 1 << 13}
 
 
 class WindowOptions(LayerOptions, total=False):
@@ -54,13 +54,14 @@ class WindowLayer(OperatorLayer[WindowOperation[Any]]):
         self, P_x: Partition, *arguments: Any, P_y: Partition | None = None, **options: Unpack[LayerOptions]
     ) -> None:
         kind, dims = type(self), spatial_dims(type(self)) or P_x.dim - LEADING
-        if dims not in _TRIED:
+        if dims not in _EXTENTS:
             raise PartitionError(
                 f"{kind.__name__}: P_x has {P_x.dim} dimensions {P_x.shape}, tensors have 3, 4 or 5"
             )
         check_dims(kind, (LEADING + dims,), P_x=P_x, P_y=P_y)
-        sample = torch.empty(1, 1, *[_TRIED[dims]] * dims, device="meta")
-        like = torchs_layer(kind, *arguments, sample=(sample,))
+        like = torchs_layer(
+            kind, *arguments, sample=[torch.empty(1, 1, *[_EXTENTS[dims]] * dims, device="meta")]
+        )
         super().__init__(P_x, P_y, **options)
         self.take_over(like)
         mode = _PAD_MODES.get(type(like).__name__.partition("Pad")[0], "zeros")

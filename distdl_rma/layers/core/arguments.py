@@ -39,17 +39,23 @@ def spatial_dims(layer: type) -> int:
     return int(name[-2]) if name[-2].isdigit() else 0
 
 
-def torchs_layer(layer: type, *arguments: Any, sample: Sequence[torch.Tensor] = (), **options: Any) -> Any:
-    """Build the twin of the same arguments, which checks them, some only when it is called with a sample.
+def torchs_layer(layer: type, *arguments: Any, sample: Sequence[torch.Tensor] = (), **given: Any) -> Any:
+    """Build the twin of the same arguments, which checks them, some only in a call: here with a sample.
 
-    Raises ``ArgumentError`` with torch's text if torch raises.
+    Raises ``ArgumentError`` with torch's text if torch raises, and ``TypeError`` if an argument is missing or
+    unknown.
     """
+    kind, twin = layer.__name__, torchs_class(layer)
     try:
-        like = torchs_class(layer)(*arguments, **options)
+        inspect.signature(twin).bind(*arguments, **given)
+    except TypeError as error:
+        raise TypeError(f"{kind}: {error}; it takes partitions, then {inspect.signature(twin)}") from None
+    try:
+        like: Any = twin(*arguments, **given)
         if sample:
             like(*sample)
     except (ArithmeticError, AssertionError, IndexError, RuntimeError, TypeError, ValueError) as error:
-        raise ArgumentError(f"{layer.__name__}: {error}") from None
+        raise ArgumentError(f"{kind}: {error}") from None
     return like
 
 

@@ -22,6 +22,7 @@ from distdl_rma.errors import (
 )
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.partition import Partition
+from distdl_rma.layers.core.arguments import show_arguments_of, torchs_class
 from distdl_rma.layers.core.callbacks import CALLBACKS, CallbackModule, Callbacks, set_callbacks
 from distdl_rma.layers.core.module_paths import path_of
 from distdl_rma.layers.core.parameters import Parameters, stated_ranks
@@ -153,6 +154,8 @@ class DistributedLayer(CallbackModule):
     _shown: tuple[str, ...] = ()
     _changeable: ClassVar[tuple[str, ...]] = ()
     _allowed: ClassVar[tuple[str, ...]] = ()
+    # For ``help``, if the constructor does not name torch's arguments: keyword arguments beside these.
+    _by_name: ClassVar[tuple[str, ...]] = ()
 
     def __init__(
         self, *partitions: Partition, name: str | None = None, **callbacks: Unpack[Callbacks]
@@ -212,6 +215,9 @@ class DistributedLayer(CallbackModule):
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
+        twin = torchs_class(cls)
+        if cls._by_name and cls.__name__ == f"Distributed{twin.__name__}":
+            show_arguments_of(cls, twin, cls._by_name)
         reset: Any = getattr(cls, "reset_parameters", None)
         if reset is not None and reset.__module__.startswith("torch."):
             # torch's method would use the shape of this rank's part, and draw other numbers on each rank.
