@@ -13,7 +13,6 @@ from torch.nn.modules.conv import _ConvNd
 from distdl_rma.errors import ArgumentError, PartitionError, ShapeError, UnsupportedError
 from distdl_rma.geometry.box import LEADING
 from distdl_rma.geometry.decomposition import Decomposition
-from distdl_rma.geometry.halo import Stencil
 from distdl_rma.geometry.intervals import Balanced
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.layers.core.arguments import (
@@ -30,7 +29,7 @@ from distdl_rma.layers.core.operator_layer import OperatorLayer
 from distdl_rma.layers.core.placement import Placement, block_placement, whole_placement
 from distdl_rma.ops.conv.conv_transpose import TransposedConvolution, output_padding_for
 from distdl_rma.ops.conv.convolution import Convolution, convolve
-from distdl_rma.ops.conv.worker_grid import IN, OUT, ConvolutionOptions, WorkerGrid, can_overlap
+from distdl_rma.ops.conv.worker_grid import IN, OUT, options_of
 from distdl_rma.ops.core.autograd import GradientNeeds, reports_failures
 from distdl_rma.ops.core.operation import Agreement, Operation
 
@@ -114,13 +113,14 @@ class ConvolutionLayer(OperatorLayer[O], _ConvNd):
         placement = chosen_placement(kind, placement, weights, self._allowed)
         # The torch layer checks its arguments and has the initial weights of the sequential model.
         like = torchs_layer(type(self), *arguments, **options)
-        stencil, P_y = stencil_of(kind, like, dims), P_y or P_x
-        grid = grid_of_workers(P_W, P_y if self._rows == OUT else P_x, self._rows)
-        super().__init__(P_x, P_y, grid, **own)
-        workers = WorkerGrid(grid, self._rows, like.groups, tuple(like.weight.shape))
-        overlaps = can_overlap(stencil, like.padding_mode, workers, P_x)
-        on_workers = P_W is None and (self._rows == IN or P_y == P_x)
-        self.options = ConvolutionOptions(stencil, workers, like.padding_mode, on_workers, overlaps)
+        _check(kind, like, dims)
+        P_y = P_y or P_x
+        try:
+            found = options_of(vars(like), tuple(like.weight.shape), P_x, P_y, self._rows, P_W)
+        except ShapeError as error:
+            raise ArgumentError(f"{kind}: {error}") from None
+        super().__init__(P_x, P_y, found.workers.grid, **own)
+        self.options = found
         self.P_W, self.placement = P_W, placement
         self.take_over(like)
         values = {"weight": like.weight, "bias": like.bias}
@@ -173,24 +173,8 @@ def partitions_among(
     return found.get("P_y"), found.get("P_W"), tuple(others[count:])
 
 
-def grid_of_workers(P_W: Partition | None, default: Partition, channels: int) -> Partition:
-    """Ranks that compute, on a grid (batch, out-channel, in-channel, *spatial).
-
-    Without P_W the ranks of ``default``; its channel dimension becomes the grid dimension ``channels``.
-    """
-    if P_W is not None:
-        return P_W.create_cartesian_topology_partition((1, *P_W.shape))
-    batch, count, *space = default.shape
-    both = [count if d == channels else 1 for d in (OUT, IN)]
-    return default.create_cartesian_topology_partition((batch, *both, *space))
-
-
-def stencil_of(kind: str, like: Any, dims: int) -> Stencil:
-    """Sliding windows of a torch convolution.
-
-    Raises ``ArgumentError`` for arguments that torch refuses in the first call only, and ``UnsupportedError``
-    if the layer is not of floating point or not on the CPU.
-    """
+def _check(kind: str, like: Any, dims: int) -> None:
+    # Torch checks most of this in the first call only.
     if min(like.in_channels, like.out_channels) < 1:
         raise ArgumentError(f"{kind}: needs channels, got {like.in_channels} in and {like.out_channels} out")
     for key in ("kernel_size", "stride", "dilation", "padding", "output_padding"):
@@ -206,13 +190,6 @@ def stencil_of(kind: str, like: Any, dims: int) -> Stencil:
     check_device(kind, like.weight.device)
     if not like.weight.dtype.is_floating_point:
         raise UnsupportedError(f"{kind}: dtype {like.weight.dtype} is not supported, only floating point is")
-    # torch keeps (left, right) per dimension, last dimension first.
-    sides = like._reversed_padding_repeated_twice
-    padding = tuple(zip(sides[::2], sides[1::2], strict=True))[::-1]
-    try:
-        return Stencil.of(like.kernel_size, like.stride, like.dilation, padding)
-    except ShapeError as error:
-        raise ArgumentError(f"{kind}: {error}") from None
 
 
 class DistributedConv(ConvolutionLayer[Convolution]):

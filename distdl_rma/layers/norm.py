@@ -41,7 +41,7 @@ from distdl_rma.layers.core.operator_layer import OperatorLayer
 from distdl_rma.layers.core.placement import Placement, cut, register
 from distdl_rma.ops.core.autograd import GradientNeeds, anchored
 from distdl_rma.ops.core.operation import Agreement
-from distdl_rma.ops.norm.normalisation import RUNNING, Normalisation, NormOptions
+from distdl_rma.ops.norm.normalisation import RUNNING, Normalisation, NormOptions, axes_of
 from distdl_rma.ops.norm.statistic_groups import NormAxes, StatisticGroups
 
 _RANKS, _NBYTES = "get_ranks_synch_norm", "get_sizeof_norm"
@@ -171,12 +171,10 @@ class DistributedNorm(OperatorLayer[Normalisation]):
     weight: Any
     bias: Any
     eps: Any
-    centred = True
     _allowed = ("cut", "replicated")
     _by_name = (*PlacedOptions.__annotations__,)
     _changeable = ("eps", "momentum", "affine", "track_running_stats", "elementwise_affine")
-    # What a group needs more than one of, for messages.
-    several = ""
+    function: ClassVar[str]  # torch's, by name
 
     def __init__(
         self,
@@ -226,7 +224,7 @@ class DistributedNorm(OperatorLayer[Normalisation]):
 
     def options(self) -> NormOptions:
         """Options of the next call's operation."""
-        return NormOptions(self.axes, self.eps, self.centred, several=self.several)
+        return NormOptions(self.axes, self.eps, self.function)
 
     def mode(self) -> tuple[Any, ...]:
         """Settings of a call beside its input; they must be equal on all ranks of the call."""
@@ -431,7 +429,7 @@ class DistributedBatchNorm(DistributedRunningNorm, batchnorm._BatchNorm):
     Requirement B11. Document: ``docs/layers/normalization.md``.
     """
 
-    several = "value per channel is needed in training"
+    function = "batch_norm"
     _usual = True
 
     def shared(self, like: Any, P_x: Partition) -> tuple[NormAxes, tuple[int, ...]]:
@@ -441,7 +439,7 @@ class DistributedBatchNorm(DistributedRunningNorm, batchnorm._BatchNorm):
         if like.eps <= 0:
             # torch raises in the first call in training.
             raise ArgumentError(f"{type(self).__name__}: eps must be positive, got {like.eps}")
-        return NormAxes(tuple(d for d in range(P_x.dim) if d != 1), (1,)), (like.num_features,)
+        return axes_of(self.function, P_x.dim), (like.num_features,)
 
     def statistics_mode(self) -> tuple[bool, bool]:
         """By the input in training, and without running statistics. Training updates running statistics."""
@@ -490,15 +488,14 @@ class DistributedInstanceNorm(DistributedRunningNorm, instancenorm._InstanceNorm
     Interface document, chapter 4; requirements A19, B11. Document: ``docs/layers/normalization.md``.
     """
 
-    several = "spatial element is needed"
+    function = "instance_norm"
     _usual = False
 
     def shared(self, like: Any, P_x: Partition) -> tuple[NormAxes, tuple[int, ...]]:
         """The spatial dimensions, behind the channels, are reduced."""
         space = spatial_dims(type(self))
         check_dims(type(self), (1 + space, LEADING + space), P_x=P_x)
-        channels = P_x.dim - space - 1
-        return NormAxes(tuple(range(channels + 1, P_x.dim)), (channels,)), (like.num_features,)
+        return axes_of(self.function, P_x.dim, channels=P_x.dim - space - 1), (like.num_features,)
 
     def statistics_mode(self) -> tuple[bool, bool]:
         """By the input in training, and without tracking; these calls update running statistics, if any."""
@@ -529,7 +526,7 @@ class DistributedGroupNorm(DistributedNorm, nn.GroupNorm):
     Arguments are as for :class:`DistributedBatchNorm`, all others as in torch.
     """
 
-    several = "value per group is needed"
+    function = "group_norm"
     _shown = ("num_groups", "num_channels", "eps", "affine", "bias")
 
     def __init__(
@@ -555,7 +552,7 @@ class DistributedGroupNorm(DistributedNorm, nn.GroupNorm):
             raise PartitionError(f"{kind}: P_x {P_x.shape} has 1 dimension, the tensor has at least 2")
         if like.num_groups < 1:
             raise ArgumentError(f"{kind}: needs at least one group, got num_groups {like.num_groups}")
-        return NormAxes(tuple(range(1, P_x.dim)), (1,), like.num_groups), (like.num_channels,)
+        return axes_of(self.function, P_x.dim, like.num_groups), (like.num_channels,)
 
 
 class DistributedTrailingNorm(DistributedNorm):
@@ -571,8 +568,7 @@ class DistributedTrailingNorm(DistributedNorm):
                 f"{type(self).__name__}: P_x has {P_x.dim} dimensions {P_x.shape}, normalized_shape {shape}"
                 f" has {len(shape)}"
             )
-        trailing = tuple(range(P_x.dim - len(shape), P_x.dim))
-        return NormAxes(trailing, trailing), shape
+        return axes_of(self.function, P_x.dim, len(shape)), shape
 
 
 class DistributedLayerNorm(DistributedTrailingNorm, nn.LayerNorm):
@@ -582,6 +578,8 @@ class DistributedLayerNorm(DistributedTrailingNorm, nn.LayerNorm):
     parts of an instance share its statistics. Arguments are as for :class:`DistributedBatchNorm`, all others
     as in torch; ``normalized_shape`` is global.
     """
+
+    function = "layer_norm"
 
     def __init__(
         self,
@@ -601,7 +599,7 @@ class DistributedLayerNorm(DistributedTrailingNorm, nn.LayerNorm):
 class DistributedRMSNorm(DistributedTrailingNorm, nn.RMSNorm):
     """Root mean square normalisation: as :class:`DistributedLayerNorm`, but without mean and bias."""
 
-    centred = False
+    function = "rms_norm"
 
     def __init__(
         self,

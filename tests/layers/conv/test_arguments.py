@@ -7,9 +7,9 @@ from torch import nn
 
 from distdl_rma import PartitionError, layers
 from distdl_rma.geometry import Partition
-from distdl_rma.layers.conv import grid_of_workers, partitions_among, stencil_of
+from distdl_rma.layers.conv import partitions_among
 from distdl_rma.layers.core.arguments import torchs_layer
-from distdl_rma.ops.conv.worker_grid import IN, OUT
+from distdl_rma.ops.conv.worker_grid import IN, OUT, grid_of_workers, options_of
 
 P = Partition((0, 1), (1, 2, 1), 0)
 Q = Partition((1, 0), (2, 1, 1), 0)
@@ -51,8 +51,12 @@ def test_typos_are_refused_by_the_name_of_the_layer(arguments, options, message)
 
 
 def test_windows_are_those_of_torch_for_named_padding_too():
-    stencil = stencil_of("Conv", nn.Conv2d(1, 1, (4, 3), padding="same", dilation=(1, 2)), 2)
-    assert [(w.kernel, w.dilation, w.left, w.right) for w in stencil.windows] == [(4, 1, 1, 2), (3, 2, 2, 2)]
+    like, grid = nn.Conv2d(1, 1, (4, 3), padding="same", dilation=(1, 2)), Partition((0,), (1,) * 4, 0)
+    found = options_of(vars(like), tuple(like.weight.shape), grid, grid, OUT)
+    assert [(w.kernel, w.dilation, w.left, w.right) for w in found.stencil.windows] == [
+        (4, 1, 1, 2),
+        (3, 2, 2, 2),
+    ]
 
 
 def test_partitions_come_first_or_by_name():
