@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Unpack
 
 import torch
@@ -51,7 +51,12 @@ class WindowLayer(OperatorLayer[WindowOperation[Any]]):
     operation: ClassVar[type[WindowOperation[Any]]]
 
     def __init__(
-        self, P_x: Partition, *arguments: Any, P_y: Partition | None = None, **options: Unpack[LayerOptions]
+        self,
+        P_x: Partition,
+        *arguments: Any,
+        P_y: Partition | None = None,
+        beside: Mapping[str, Any] | None = None,
+        **options: Unpack[LayerOptions],
     ) -> None:
         kind, dims = type(self), spatial_dims(type(self)) or P_x.dim - LEADING
         if dims not in _EXTENTS:
@@ -62,6 +67,8 @@ class WindowLayer(OperatorLayer[WindowOperation[Any]]):
         like = torchs_layer(
             kind, *arguments, sample=[torch.empty(1, 1, *[_EXTENTS[dims]] * dims, device="meta")]
         )
+        # Arguments that torch's layer lacks.
+        vars(like).update(beside or {})
         super().__init__(P_x, P_y, **options)
         self.take_over(like)
         mode = _PAD_MODES.get(type(like).__name__.partition("Pad")[0], "zeros")
@@ -231,10 +238,13 @@ class DistributedAvgPool(WindowLayer):
         divisor_override: int | None = None,
         **options: Unpack[WindowOptions],
     ) -> None:
-        # torch's layer of one dimension has no divisor_override.
-        last = () if divisor_override is None else (divisor_override,)
-        windows = kernel_size, stride, padding, ceil_mode, count_include_pad
-        super().__init__(P_x, *windows, *last, **options)
+        if divisor_override is not None and not (hasattr(divisor_override, "__index__") and divisor_override):
+            kind = type(self).__name__
+            raise ArgumentError(f"{kind}: divisor_override is an integer but 0, got {divisor_override!r}")
+        beside = {"divisor_override": divisor_override}
+        super().__init__(
+            P_x, kernel_size, stride, padding, ceil_mode, count_include_pad, beside=beside, **options
+        )
 
 
 class DistributedMaxPool(MaxLayer):

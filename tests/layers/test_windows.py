@@ -41,6 +41,13 @@ def test_attributes_are_those_of_torchs_layer(P_x):
         assert all(getattr(layer, key) == value for key, value in vars(module).items() if key[0] != "_"), kind
 
 
+def test_a_divisor_of_ones_own_works_in_one_dimension_too(P_world):
+    P_x = P_world.create_cartesian_topology_partition((1, 1, P_world.size))
+    x = torch.randn(2, 3, 9, dtype=torch.float64)
+    layer = layers.DistributedAvgPool1d(P_x, 2, divisor_override=5)
+    agree(layer(shard(P_x, x)), shard(P_x, nn.AvgPool1d(2)(x) * 2 / 5))
+
+
 def test_padding_may_name_the_last_dimension_alone(P_x):
     x = torch.randn(1, 2, 5, 6)
     for kind in ("Zero", "Constant"):
