@@ -331,8 +331,6 @@ class DistributedRunningNorm(DistributedNorm, batchnorm._NormBase):
     """
 
     _shown = ("num_features", "eps", "momentum", "affine", "bias", "track_running_stats")
-    # Default of affine and track_running_stats.
-    _usual: ClassVar[bool]
 
     def __init__(
         self,
@@ -348,8 +346,9 @@ class DistributedRunningNorm(DistributedNorm, batchnorm._NormBase):
         bias: bool = True,
         **options: Unpack[PlacedOptions],
     ) -> None:
+        # None is torch's default, which differs between kinds.
         usual = {"affine": affine, "track_running_stats": track_running_stats}
-        given: dict[str, Any] = {k: self._usual if it is None else it for k, it in usual.items()}
+        given: dict[str, Any] = {key: value for key, value in usual.items() if value is not None}
         given |= {"num_features": num_features, "eps": eps, "momentum": momentum, "bias": bias}
         super().__init__(P_x, {**given, "device": device, "dtype": dtype}, **options)
 
@@ -430,7 +429,6 @@ class DistributedBatchNorm(DistributedRunningNorm, batchnorm._BatchNorm):
     """
 
     function = "batch_norm"
-    _usual = True
 
     def shared(self, like: Any, P_x: Partition) -> tuple[NormAxes, tuple[int, ...]]:
         """All dimensions but channels are reduced."""
@@ -489,7 +487,6 @@ class DistributedInstanceNorm(DistributedRunningNorm, instancenorm._InstanceNorm
     """
 
     function = "instance_norm"
-    _usual = False
 
     def shared(self, like: Any, P_x: Partition) -> tuple[NormAxes, tuple[int, ...]]:
         """The spatial dimensions, behind the channels, are reduced."""
