@@ -6,11 +6,19 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from distdl_rma.errors import ShapeError
 from distdl_rma.geometry.box import Box
 from distdl_rma.geometry.intervals import Listed, Mapped, Split
+
+
+def each_dim(value: Any, dims: int, read: Callable[[Any], Any] = int) -> tuple[Any, ...]:
+    """A number per dimension, from an argument of torch: one for all, or a sequence of one or of several."""
+    if value is None or isinstance(value, (int, float)):
+        return (value,) * dims
+    numbers = tuple([None if number is None else read(number) for number in value])
+    return numbers * dims if len(numbers) == 1 else numbers
 
 
 @dataclass(frozen=True)

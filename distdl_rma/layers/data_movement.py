@@ -13,7 +13,7 @@ from distdl_rma.geometry.box import LEADING
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.intervals import Balanced
 from distdl_rma.geometry.partition import Partition, groups_onto
-from distdl_rma.layers.core.arguments import LayerOptions, per_dim
+from distdl_rma.layers.core.arguments import LayerOptions
 from distdl_rma.layers.core.input_facts import InputFacts, input_dtype, source_of
 from distdl_rma.layers.core.layer import nbytes_of
 from distdl_rma.layers.core.operator_layer import OperatorLayer
@@ -238,9 +238,6 @@ class ReduceScatter(LayerAlongAxes):
         return Decomposition.balanced(P_x, shape, self.axes)
 
 
-_SIDES = 2
-
-
 class HaloExchange(MovementLayer[data_movement.HaloExchange]):
     """Extend each rank's shard by a halo: the adjacent elements of other ranks, corners included.
 
@@ -307,18 +304,18 @@ class HaloExchange(MovementLayer[data_movement.HaloExchange]):
 
 
 def _pairs(kind: str, width: int | Iterable[int | Iterable[int]], dims: int) -> tuple[tuple[int, int], ...]:
-    widths = list(width) if isinstance(width, Iterable) else [width] * dims
-    pairs = []
-    for entry in widths:
-        pair = tuple(entry) if isinstance(entry, Iterable) else (entry, entry)
-        if len(widths) != dims or len(pair) != _SIDES:
-            raise ArgumentError(
-                f"{kind}: width is a number, or for each of {dims} spatial dimensions a number or a pair, got"
-                f" {width}"
-            )
-        before, behind = per_dim(kind, "width", pair, _SIDES, 0)
-        pairs.append((before, behind))
-    return tuple(pairs)
+    widths: Any = list(width) if isinstance(width, Iterable) else [width] * dims
+    try:
+        pairs = [(each, each) if not isinstance(each, Iterable) else tuple(each) for each in widths]
+        found = tuple((as_int(before), as_int(behind)) for before, behind in pairs)
+        if len(found) == dims and min(map(min, found)) >= 0:
+            return found
+    except (TypeError, ValueError):
+        pass
+    raise ArgumentError(
+        f"{kind}: width is a number from 0, or for each of {dims} spatial dimensions a number or a pair, got"
+        f" {width}"
+    )
 
 
 class _OfSubtensors(MovementLayer[StagedMove]):

@@ -11,7 +11,7 @@ from torch import nn
 
 from distdl_rma.errors import ArgumentError, PartitionError, UnsupportedError
 from distdl_rma.geometry.partition import Partition
-from distdl_rma.layers.core.arguments import LayerOptions, PlacedOptions, chosen_placement
+from distdl_rma.layers.core.arguments import LayerOptions, PlacedOptions, check_device, chosen_placement
 from distdl_rma.layers.core.input_facts import InputFacts, check_weights, source_of
 from distdl_rma.layers.core.operator_layer import OperatorLayer
 from distdl_rma.layers.core.placement import Placement, block_placement, linear_values
@@ -95,7 +95,9 @@ class DistributedLinear(OperatorLayer[SplitLinear], nn.Linear):
             if not isinstance(count, SupportsIndex) or as_int(count) < 0:
                 raise ArgumentError(f"{kind}: {what} is a number of features, at least 0, got {count!r}")
         placement = chosen_placement(kind, placement, weights, self._allowed)
-        _check_elements(kind, device, dtype)
+        check_device(kind, device)
+        if dtype not in (None, *_DTYPES):
+            raise UnsupportedError(f"{kind}: dtype is one of {_DTYPES}, got {dtype}")
         P_w = P_W.create_cartesian_topology_partition(grid)
         super().__init__(P_x, P_y, P_w, **options)
         self.P_w, self.placement, self.weights = P_w, placement, placement
@@ -308,10 +310,3 @@ def _checked_grid(kind: str, P_x: Partition, P_y: Partition, P_W: Partition) -> 
 def _check_partition(kind: str, name: str, P: object) -> None:
     if not isinstance(P, Partition):
         raise PartitionError(f"{kind}: {name} is a partition, got {P!r}")
-
-
-def _check_elements(kind: str, device: torch.device | str | None, dtype: torch.dtype | None) -> None:
-    if device is not None and torch.device(device).type != "cpu":
-        raise UnsupportedError(f"{kind}: tensors live on the CPU, got device {device!r}")
-    if dtype is not None and dtype not in _DTYPES:
-        raise UnsupportedError(f"{kind}: dtype is one of {_DTYPES}, got {dtype}")

@@ -453,8 +453,6 @@ _KERNELS: dict[str, dict[int, Any]] = {
     "bicubic": {2: torch.ops.aten.upsample_bicubic2d},
     "trilinear": {3: torch.ops.aten.upsample_trilinear3d},
 }
-# Numbers of spatial dimensions that each mode supports.
-RESIZE_MODES: dict[str, tuple[int, ...]] = {mode: tuple(kernels) for mode, kernels in _KERNELS.items()}
 # The constant of torch's cubic convolution.
 _CUBIC = -0.75
 # Most inputs by which a part begins earlier for torch's kernel.

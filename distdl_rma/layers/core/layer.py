@@ -24,6 +24,7 @@ from distdl_rma.errors import (
 )
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.partition import Partition
+from distdl_rma.layers.core.arguments import show_arguments_of, torchs_class
 from distdl_rma.layers.core.callbacks import CALLBACKS, CallbackModule, Callbacks, set_callbacks
 from distdl_rma.layers.core.module_paths import path_of
 from distdl_rma.layers.core.parameters import Parameters, stated_ranks
@@ -152,9 +153,11 @@ class DistributedLayer(CallbackModule):
     P_x: Partition
     # Attributes that are printed, and those of them that may change; and where parameters may be kept, the
     # usual place first.
-    _shown: ClassVar[tuple[str, ...]] = ()
+    _shown: tuple[str, ...] = ()
     _changeable: ClassVar[tuple[str, ...]] = ()
     _allowed: ClassVar[tuple[str, ...]] = ()
+    # For ``help``, if the constructor does not name torch's arguments: keyword arguments beside these.
+    _by_name: ClassVar[tuple[str, ...]] = ()
 
     def __init__(
         self, *partitions: Partition, name: str | None = None, **callbacks: Unpack[Callbacks]
@@ -214,12 +217,21 @@ class DistributedLayer(CallbackModule):
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
+        twin = torchs_class(cls)
+        if cls._by_name and cls.__name__ == f"Distributed{twin.__name__}":
+            show_arguments_of(cls, twin, cls._by_name)
         reset: Any = getattr(cls, "reset_parameters", None)
         if reset is not None and reset.__module__.startswith("torch."):
             # torch's method would use the shape of this rank's part, and draw other numbers on each rank.
             cls.reset_parameters = _on_whole_parameters(reset)  # type: ignore[attr-defined]
         if cls.__name__ == f"Distributed{cls.__bases__[-1].__name__}":
             _show_example(cls)
+
+    def take_over(self, like: nn.Module) -> None:
+        """Get the arguments that torch's layer has checked; if none are listed, all are shown and kept."""
+        found = {key: it for key, it in vars(like).items() if key[0] != "_" and key not in vars(self)}
+        vars(self).update(found)
+        self._shown = self._shown or tuple(found)
 
     @property
     def label(self) -> str:

@@ -41,6 +41,9 @@ class _SplitClasses:
 class _ClassLoss(DistributedLoss):
     # A loss whose input has a dimension of classes.
     _weights = ("weight",)
+    _unlike = (
+        "have different classes of the same elements, and must have the same class indices, but they differ"
+    )
     weight: torch.Tensor | None
 
     def __init__(
@@ -144,12 +147,6 @@ class _ClassLoss(DistributedLoss):
         compared = self._cuts_classes and not target.is_floating_point()
         return int.from_bytes(blake2b(as_words(target).tobytes(), digest_size=5).digest()) if compared else 0
 
-    def _unlike(self, first: int, rank: int, numbers: Mapping[int, int]) -> str:
-        return (
-            f"ranks {first} and {rank} have different classes of the same elements, and must have the same"
-            " class indices, but they differ"
-        )
-
     def _misfit(self, input: torch.Tensor, target: torch.Tensor) -> str:
         expected = input.shape[: self._dim] + input.shape[self._dim + 1 :]
         if target.is_floating_point():
@@ -164,10 +161,10 @@ class _ClassLoss(DistributedLoss):
     def _part(self, key: str, weight: torch.Tensor, input: torch.Tensor) -> torch.Tensor:
         return weight  # every rank has the weights of all classes
 
-    def _check_reduction(self, kind: str, reduction: str) -> None:
-        super()._check_reduction(kind, reduction)
+    def _check_reduction(self, reduction: str) -> None:
+        super()._check_reduction(reduction)
         if reduction == "none" and self._cuts_classes:
-            raise UnsupportedError(f"{kind}: reduction='none' with classes split by P_x")
+            raise UnsupportedError(f"{type(self).__name__}: reduction='none' with classes split by P_x")
 
     def _check_weight(self, kind: str, key: str, weight: Any) -> None:
         super()._check_weight(kind, key, weight)

@@ -11,8 +11,7 @@ from torch.nn import functional as F  # noqa: N812
 from distdl_rma.dtypes import sum_dtype
 from distdl_rma.errors import ShapeError
 from distdl_rma.geometry.decomposition import Decomposition
-from distdl_rma.ops.norm.normalisation import Normalisation, NormOptions, by_constants
-from distdl_rma.ops.norm.statistic_groups import NormAxes
+from distdl_rma.ops.norm.normalisation import Normalisation, NormOptions, axes_of, by_constants
 from distdl_rma.split import layout as lay
 from distdl_rma.split.calls.signatures import named
 from distdl_rma.split.calls.site import Site
@@ -27,22 +26,6 @@ Running = dict[str, torch.Tensor]
 _RUNNING = "running_mean", "running_var"
 _WEIGHTS = "weight", "bias"
 _ALIKE = "running statistics are plain tensors, alike on all ranks"
-# The text of the error for a statistic of too few elements.
-_SEVERAL = {
-    "batch_norm": "value per channel is needed in training",
-    "instance_norm": "spatial element is needed in training",
-    "group_norm": "value per group is needed",
-}
-
-
-def _options(name: str, number: int, dims: int, eps: Any, tracks: bool) -> NormOptions:
-    # ``number`` is that of the groups, 0 without groups, or that of the last dimensions of a layer norm.
-    last = tuple(range(dims - number, dims))
-    if name in ("layer_norm", "rms_norm"):
-        return NormOptions(NormAxes(last, last), eps, name == "layer_norm")
-    over = {"batch_norm": (0, *range(2, dims)), "instance_norm": (*range(2, dims),)}
-    axes = NormAxes(over.get(name, (*range(1, dims),)), (1,), number)
-    return NormOptions(axes, eps, tracks=tracks, several=_SEVERAL[name])
 
 
 def _normalised(
@@ -69,7 +52,9 @@ def _normalised(
 
     def make() -> Normalisation:
         raise_as_torch(*call)
-        options = _options(call[0].__name__, number, len(layout.shape), eps, running is not None)
+        name = call[0].__name__
+        axes = axes_of(name, len(layout.shape), number)
+        options = NormOptions(axes, eps, name, tracks=running is not None)
         source, extents = lay.on_grid(layout), tuple(layout.shape[d] for d in options.axes.weighted)
         given = {key: w for key, w in zip(_WEIGHTS, (weight, bias), strict=True) if w is not None}
         for key, w in given.items():
