@@ -55,9 +55,9 @@ def check_communicator(comm: object) -> None:
     """
     if not MPI.Is_initialized():
         raise ProtocolError(
-            "MPI is not initialised in this process. A rank calls mpi4py.MPI.Init_thread() first. A process that"
-            " multiprocessing starts by spawn or forkserver, such as a worker of a DataLoader, is no rank, and"
-            " runs the script again: put all that is no import, function or class under"
+            "MPI is not initialised in this process. A rank calls mpi4py.MPI.Init_thread() first. A process"
+            " that multiprocessing starts by spawn or forkserver, such as a worker of a DataLoader, is no"
+            " rank, and runs the script again: put all that is no import, function or class under"
             " if __name__ == '__main__':"
         )
     if MPI.Is_finalized():

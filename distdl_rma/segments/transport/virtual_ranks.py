@@ -40,8 +40,8 @@ def world(comm: MPI.Intracomm | None = None) -> MPI.Intracomm:
     """Return ``comm``, or the communicator of all ranks if it is None or COMM_WORLD; local.
 
     In the thread of a virtual rank these are all virtual ranks, in other threads those of COMM_WORLD.
-    ``ArgumentError`` if ``comm`` is no communicator of one group of ranks, ``ProtocolError`` where MPI was not
-    started, as in a worker of a DataLoader, or has ended.
+    ``ArgumentError`` if ``comm`` is no communicator of one group of ranks, ``ProtocolError`` where MPI has
+    ended or was not started, as in a worker of a DataLoader.
     """
     if comm is None or comm is MPI.COMM_WORLD:
         comm = MPI.COMM_WORLD if _here.comm is None else cast(MPI.Intracomm, _here.comm)
