@@ -107,15 +107,19 @@ def tidy(folder: Path) -> None:
     for path in folder.glob("step-*"):
         name = path.name.removesuffix(".tmp")
         left = _STEP.fullmatch(name) and (name != path.name or not (path / MANIFEST).exists())
-        if left and not path.is_symlink() and _is_own(path):
-            with suppress(OSError):
+        with suppress(OSError):
+            if left and not path.is_symlink() and _is_own(path, alone=True):
                 _delete(path)
 
 
-def _is_own(path: Path) -> bool:
-    # Whether a directory is a checkpoint of this library, or has nothing but the rest of one.
+def _is_own(path: Path, alone: bool = False) -> bool:
+    # Whether a directory is a checkpoint of this library, or has nothing but the rest of one; ``alone``:
+    # without files of others.
+    found = {each.name for each in path.iterdir()} if path.is_dir() else {""}
+    if (alone or MANIFEST not in found) and not found <= {DATA, MANIFEST}:
+        return False
     if not (path / MANIFEST).is_file():
-        return path.is_dir() and {each.name for each in path.iterdir()} <= {DATA}
+        return MANIFEST not in found
     with (path / MANIFEST).open("rb") as file:
         return file.read(len(_BEGINS)) == _BEGINS
 
@@ -142,10 +146,10 @@ def begin(path: Path, head: bytes, body: dict[str, Any]) -> None:
         )
     with explained("making", made / DATA, _TO_WRITE):
         for other in (path, _replaced(path), made):
-            if os.path.lexists(other) and not other.is_symlink() and not _is_own(other):
+            if os.path.lexists(other) and not other.is_symlink() and not _is_own(other, other != path):
                 raise CheckpointError(
-                    f"checkpoint: {other} is in the way, and no checkpoint of this library; move it, or save"
-                    " into another folder"
+                    f"checkpoint: {other} is in the way, with files of no checkpoint of this library; move"
+                    " it, or save into another folder"
                 )
         if os.path.lexists(made):
             _delete(made)

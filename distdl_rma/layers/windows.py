@@ -130,9 +130,9 @@ class DistributedPad(WindowLayer):
     operation = Padding
 
     def __init__(
-        self, P_x: Partition, padding: int | Sequence[int], *value: float, **options: Unpack[WindowOptions]
+        self, P_x: Partition, padding: int | Sequence[int], **options: Unpack[WindowOptions]
     ) -> None:
-        super().__init__(P_x, padding, *value, **options)
+        super().__init__(P_x, padding, **options)
         if self.options.mode == "circular" and any(min(pair) < 0 < max(pair) for pair in self.options.sides):
             raise UnsupportedError(
                 f"{type(self).__name__}: padding {padding!r} crops one end of a dimension and wraps around at"
@@ -155,7 +155,7 @@ class DistributedConstantPad(DistributedPad):
     def __init__(
         self, P_x: Partition, padding: int | Sequence[int], value: float, **options: Unpack[WindowOptions]
     ) -> None:
-        super().__init__(P_x, padding, value, **options)
+        WindowLayer.__init__(self, P_x, padding, value, **options)
 
 
 class DistributedZeroPad1d(DistributedPad, nn.ZeroPad1d):

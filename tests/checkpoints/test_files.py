@@ -179,6 +179,8 @@ def test_what_others_have_put_into_the_folder_stays(comm, folder):
     kept = kept_of(folder, 1, keep=1)
     theirs = (
         "step-1/notes.txt",
+        "step-6.old/notes.txt",
+        "step-6.tmp/notes.txt",
         f"step-7/{MANIFEST}",
         "step-9.tmp/x",
         "step-by-step.tmp/x",
@@ -196,8 +198,10 @@ def test_what_others_have_put_into_the_folder_stays(comm, folder):
     with kept:
         kept.save({"x": torch.zeros(3)}, 8)
         kept.wait()
-        for step in (1, 7, 9):
-            with pytest.raises(CheckpointError, match="is in the way, and no checkpoint of this library"):
+        for step in (1, 6, 7, 9):
+            with pytest.raises(
+                CheckpointError, match="is in the way, with files of no checkpoint of this library"
+            ):
                 kept.save({"x": torch.zeros(3)}, step)
     with Checkpoints(folder, keep=1) as again:
         for step in (10, 11):

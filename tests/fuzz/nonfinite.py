@@ -23,8 +23,9 @@ _ALONG = """
 sum({d}) sum() mean({d}) nansum({d}) nanmean({d}) amax({d}) amin() amax() max() min({d})[0] max({d})[0]
 prod({d}) prod() std({d}) std() var({d}) logsumexp({d}) logsumexp({all}) norm(2,{d}) norm(1,{d}) norm()
 norm(3,{d}) norm(float('inf'),{d}) norm(float('-inf'),{d}) norm(0.5,{d}) median({d})[0] median() nanmedian()
-cumsum({d}) cumprod({d}) logcumsumexp({d}) cummax({d})[0] softmax({d}) log_softmax({d}) sort({d})[0] argmax({d}) argmax()
-isnan().any({d}) isfinite().all() renorm(2,{d},1.0) isinf().sum({d}) flip({d}) diff(dim={d})
+cumsum({d}) cumprod({d}) logcumsumexp({d}) cummax({d})[0] softmax({d}) log_softmax({d}) sort({d})[0]
+argmax({d}) argmax() isnan().any({d}) isfinite().all() renorm(2,{d},1.0) isinf().sum({d}) flip({d})
+diff(dim={d})
 """
 _OF_F = """
 softmin({v},{d}); normalize({v},dim={d}); normalize({v},1.0,{d}); cosine_similarity({v},{v}.flip(0),{d});
