@@ -306,6 +306,9 @@ def same_end(comm: MPI.Intracomm, mine: Exception | None, theirs: Exception | No
     if isinstance(mine, UnsupportedError):
         REFUSED[str(mine).split(",")[0][:70]] += 1
         return False
+    if mine is None and "view size is not compatible" in str(theirs):
+        # Torch refuses a view for how the whole lies in memory.
+        return False
     if (mine is None) != (theirs is None):
         raise AssertionError(f"{mine!r}, alone {theirs!r}: {what}") from (mine or theirs)
     return mine is None
