@@ -47,8 +47,6 @@ class Format(NamedTuple):
     opened: Callable[[str, str | None], Any]
     # Whether calls of its library wait for each other.
     locked: bool = False
-    # Whether its library scales elements, so that they are of another type than those in the file.
-    scaled: bool = False
 
 
 def open_array(source: str | os.PathLike[str] | Any, name: str | None = None) -> Any:
@@ -141,11 +139,8 @@ class FileSource:
         self._kind, self._array, self._pid = kind, array, os.getpid()
         self.shape: tuple[int, ...] = tuple(map(int, array.shape))
         self.dtype: Any = array.dtype
-        if kind.scaled and 0 not in self.shape:
-            self.dtype = self[(slice(0, 1),) * len(self.shape)].dtype
-        else:
-            # Before anything is read: a codec for objects may run code.
-            torch_dtype(self, self.dtype)
+        # Before anything is read: a codec for objects may run code.
+        torch_dtype(self, self.dtype)
         self.chunks = chunks_of(array)
 
     def __getitem__(self, box: tuple[slice, ...]) -> Any:
@@ -201,8 +196,8 @@ def npy(path: str, name: str | None) -> RawArray:
         nbytes = int.from_bytes(file.read(width), "little")
         if version not in _NPY_VERSIONS or nbytes > _NPY_HEADER_NBYTES:
             raise DataError(
-                f"{path}: version {version} of the format with a header of {nbytes} bytes; read are headers of"
-                f" at most {_NPY_HEADER_NBYTES} bytes of the versions {_NPY_VERSIONS}"
+                f"{path}: version {version} of the format with a header of {nbytes} bytes; read are versions"
+                f" {_NPY_VERSIONS} with headers of at most {_NPY_HEADER_NBYTES} bytes"
             )
         file.seek(-width, os.SEEK_CUR)
         header = "read_array_header_1_0" if version == (1, 0) else "read_array_header_2_0"
@@ -364,8 +359,9 @@ def _nifti(path: str, name: str | None) -> Any:
     if name is not None:
         raise ArgumentError(f"{path} has one array, without a name, got {name!r}")
     found = needed("nibabel").load(path).dataobj
-    RawArray(path, found.dtype, found.shape, found.offset).check_size()
-    return found
+    array = RawArray(path, found.dtype, found.shape, found.offset, fortran=found.order == "F").check_size()
+    scales = {"scale_factor": found.slope, "add_offset": found.inter}
+    return unpacked(path, array, {name: each for name, each in scales.items() if each != (name[0] == "s")})
 
 
 _HDF5, _NETCDF, _TIFF = Format(hdf5, locked=True), Format(_netcdf, locked=True), Format(_tiff)
@@ -379,5 +375,5 @@ _FORMATS = {
     ".zarr": Format(_zarr),
     ".tif": _TIFF,
     ".tiff": _TIFF,
-    ".nii": Format(_nifti, scaled=True),
+    ".nii": Format(_nifti),
 }
