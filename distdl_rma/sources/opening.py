@@ -66,14 +66,18 @@ def open_array(source: str | os.PathLike[str] | Any, name: str | None = None) ->
     Returns
     -------
     object
-        With ``shape``, ``dtype``, ``chunks`` (None if boxes are read alone) and slicing.
+        With ``shape``, ``dtype``, ``chunks`` (None if boxes are read alone) and slicing. Packed elements of
+        NetCDF, HDF5, Zarr and NIfTI are unpacked by their attributes, and missing floats are NaN.
 
     Raises
     ------
     ArgumentError
         If the suffix is unknown, or the name is missing or not in the file.
     DataError
-        If the file is missing, truncated or may not be read, or the package that reads it is not installed.
+        If the file is missing, truncated or may not be read, if its header does not fit it, if it would run
+        code or has elements in files elsewhere, or if the package that reads it is not installed.
+    ShapeError
+        If torch does not have such elements.
     UnsupportedError
         If the file is a stream that has no random access; the message has a command that converts it.
     """
