@@ -461,9 +461,9 @@ def _check_space(part: Path, nbytes: int) -> None:
     disk, limit = os.statvfs(part.absolute().parent), resource.getrlimit(resource.RLIMIT_FSIZE)[0]
     free = disk.f_bavail * disk.f_frsize
     if nbytes > free:
-        raise DataError(f"{part}: No space left on device: it needs {nbytes} bytes, {free} are free")
+        raise DataError(f"{part}: No space left on device: it needs {nbytes} bytes, {free} bytes are free")
     if limit != resource.RLIM_INFINITY and nbytes > limit:
-        raise DataError(f"{part}: File too large: it needs {nbytes} bytes, the limit is {limit} (ulimit -f)")
+        raise DataError(f"{part}: File too large: it needs {nbytes} bytes, of {limit} bytes (ulimit -f)")
 
 
 def _create_npy(part: Path, sink: ArraySink) -> None:

@@ -21,7 +21,7 @@ from torch.utils.hooks import RemovableHandle
 
 from distdl_rma.checks.arguments import mark_compared
 from distdl_rma.checks.consensus import together
-from distdl_rma.checks.generators import RandomDraw
+from distdl_rma.checks.generators import random_draw
 from distdl_rma.checks.gradient_origin import GradientCheck
 from distdl_rma.checks.model_calls import Calls, CallTrace, Check
 from distdl_rma.dtypes import DTYPES, is_in_memory
@@ -36,7 +36,7 @@ from distdl_rma.errors import (
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.machine import Machine, single_rank_problem
 from distdl_rma.model.entering import ModuleHook
-from distdl_rma.model.leaving import Change, Inputs, are_plain, became_split, make_buffers_plain, write
+from distdl_rma.model.leaving import Change, Inputs, became_split, make_buffers_plain, write
 from distdl_rma.model.replica_check import ReplicaSampler
 from distdl_rma.ops.core.autograd import ENOUGH, breaks_graph, compiles, mark_summed_later, tracer, uncompiled
 from distdl_rma.ops.core.tensors import problem_with
@@ -85,20 +85,12 @@ class Distributed:
     torch.Size([1, 1, 8, 8])
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        machine: Machine,
-        grid: Grid,
-        fallback: str,
-        options: dict[str, Any],
-        check_copies: bool,
-        draws: str,
-    ) -> None:
-        self.machine, self.grid, self.fallback, self._options = machine, grid, fallback, options
-        self._draws = draws
-        self._checks = self._follows = check_copies
-        if check_copies:
+    def __init__(self, model: nn.Module, machine: Machine, grid: Grid, options: dict[str, Any]) -> None:
+        self.machine, self.grid, self.fallback = machine, grid, options["fallback"]
+        self._draws, self._checks = options["draws"], bool(options["check_copies"])
+        self._options = {key: options[key] for key in ("reduction", "replicas", "bucket_nbytes")}
+        self._follows = self._checks
+        if self._checks:
             self._unfollow = LOSS_ORIGIN.begin(machine, self)
         number = machine.kept["models"] = machine.kept.get("models", 0) + 1
         self._name, self._copies = f"{type(model).__name__} (distributed model {number})", count(1)
@@ -328,14 +320,15 @@ class Distributed:
             return
         if error is None or error is call.error:
             changes = list[Change]()
-            if not are_plain(self._buffers, call.plain):
+            # In C, since every call looks at all buffers.
+            if SplitTensor in map(type, chain(call.plain, *map(dict.values, self._buffers))):
                 changes += became_split(self._parts(), call.plain)
             if call.inputs is not None:
                 changes += call.inputs.changes(chain(call.plain, model.parameters(), model.buffers()))
-            trace.steps += changes
+            trace.steps += [change.step for change in changes]
             if not torch.equal(call.generator, torch.get_rng_state()):
                 # All ranks draw the numbers for the whole tensor, so all generators moved.
-                trace.steps.append(RandomDraw(call.generator))
+                trace.steps.append(random_draw(call.generator))
             calls.end(trace)
             write(changes)
             if call.inputs is not None:
@@ -519,13 +512,15 @@ def distribute(
     machine = Machine.of(grid) if isinstance(grid, Partition) else Machine.on()
     # Whether gradients are summed by others, or a mean over replicas is taken: the grid may leave out ranks.
     apart = reduction == "none" or replicas is not None
+    options: dict[str, Any] = {"fallback": fallback, "reduction": reduction, "draws": draws}
+    options["check_copies"] = check_copies
     wrong, alike = ConfigurationError, "they must be alike"
     with together(machine, machine.ranks, "distribute", failed=wrong, differs=wrong, advice=alike) as facts:
         _check(model, machine, grid, apart, reduction, fallback, draws)
         facts["grid"] = str(grid.shape if isinstance(grid, Partition) else grid)
-        facts |= {"fallback": fallback, "reduction": reduction, "check_copies": check_copies, "draws": draws}
-    options = {"reduction": reduction, "replicas": replicas, "bucket_nbytes": bucket_nbytes}
-    handle = Distributed(model, machine, grid, fallback, options, bool(check_copies), draws)
+        facts |= options
+    options |= {"replicas": replicas, "bucket_nbytes": bucket_nbytes}
+    handle = Distributed(model, machine, grid, options)
     # Set before the GradientSync is made, which reads it.
     vars(model)[_KEY] = handle
     try:

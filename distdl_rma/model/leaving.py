@@ -8,14 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from itertools import chain
 from operator import setitem
 from typing import Any, NamedTuple
-from zlib import crc32
 
 import torch
 from torch import nn
 
+from distdl_rma.checks.generators import Noted
 from distdl_rma.dtypes import is_in_memory
 from distdl_rma.errors import UnsupportedError
 from distdl_rma.split import layout as lay
@@ -26,26 +25,19 @@ from distdl_rma.split.redistribution import redistributed
 from distdl_rma.split.tensor import Original, SplitTensor, become_plain, checked_block
 from distdl_rma.sync.gradient_groups import under
 
-_values: Callable[[dict[str, Any]], Iterable[Any]] = dict.values
-
 
 class Change(NamedTuple):
-    """A split tensor whose whole ``put`` makes plain; a step of a trace, since ranks compare it first."""
+    """A split tensor that becomes plain: ``put`` gets the whole."""
 
     what: str
     value: SplitTensor
     put: Callable[[torch.Tensor], Any]
 
     @property
-    def described(self) -> str:
-        """Text for messages."""
+    def step(self) -> Noted:
+        """For the trace of the call: ranks compare it before they make the tensor plain."""
         layout, dtype = self.value._layout, self.value._local.dtype
-        return f"a change of {self.what}: {tuple(layout.shape)} of {dtype}, {lay.described(layout)}"
-
-    @property
-    def word(self) -> int:
-        """Hash, equal on ranks with equal changes."""
-        return crc32(self.described.encode())
+        return Noted(f"a change of {self.what}: {tuple(layout.shape)} of {dtype}, {lay.described(layout)}")
 
 
 class Inputs:
@@ -64,37 +56,32 @@ class Inputs:
                     self._cut.append((x, y, Original(y._local)))
             return self._made[id(x)][1]  # type: ignore[no-any-return]
 
-        self.arguments = mapped(part, arguments, self._note)
+        def note(theirs: Any, ours: Any) -> None:
+            self._made[id(theirs)] = theirs, ours
+            self._containers.append((theirs, ours, _items(ours)))
 
-    def _note(self, theirs: Any, ours: Any) -> None:
-        self._made[id(theirs)] = theirs, ours
-        self._containers.append((theirs, ours, _items(ours)))
+        self.arguments = mapped(part, arguments, note)
 
-    def changes(self, others: Iterable[torch.Tensor]) -> Iterator[Change]:
+    def changes(self, others: Iterable[torch.Tensor]) -> list[Change]:
         """Changes in place of tensors that were cut; ``UnsupportedError`` if ``others`` show one's memory."""
-        for x, y, before in self._cut:
-            if before.has_changed:
-                for other in others:
-                    if other is not x and _share_memory(x, other):
-                        raise UnsupportedError(
-                            f"the model changes an input of shape {tuple(x.shape)} in place, and another"
-                            f" input, parameter or buffer, of shape {tuple(other.shape)}, has the same"
-                            " memory; pass a clone() of one of them"
-                        )
-                yield Change("an input in place", y, partial(_write, x))
+        changed = [(x, y) for x, y, before in self._cut if before.has_changed]
+        for other in others if changed else ():
+            for x in (x for x, _ in changed if x is not other and _share_memory(x, other)):
+                raise UnsupportedError(
+                    f"the model changes an input of shape {tuple(x.shape)} in place, and another input,"
+                    f" parameter or buffer, of shape {tuple(other.shape)}, has the same memory; pass a"
+                    " clone()"
+                )
+        return [Change("an input in place", y, x.copy_) for x, y in changed]
 
     def leave_containers(self) -> None:
         """Put into the caller's lists and dicts what the model has put into its own; local."""
         back = {id(ours): theirs for theirs, ours in self._made.values()}
         for theirs, ours, before in self._containers:
-            if [*map(id, _items(ours))] == [*map(id, before)]:
-                continue
-            if isinstance(theirs, dict):
-                now = {key: back.get(id(each), each) for key, each in ours.items()}
+            if [*map(id, _items(ours))] != [*map(id, before)]:
+                now = [back.get(id(each), each) for each in _items(ours)[-len(ours) :]] if ours else []
                 theirs.clear()
-                theirs.update(now)
-            else:
-                theirs[:] = [back.get(id(each), each) for each in ours]
+                theirs.update(zip(ours, now, strict=True)) if isinstance(theirs, dict) else theirs.extend(now)
 
 
 def _items(container: Any) -> list[Any]:
@@ -105,23 +92,9 @@ def _share_memory(*two: torch.Tensor) -> bool:
     # Whether the intervals of memory of two tensors meet.
     if not all(type(x) in (torch.Tensor, nn.Parameter) and is_in_memory(x) and x.numel() for x in two):
         return False
-    spans = [sum((n - 1) * k for n, k in zip(x.shape, x.stride(), strict=True)) + 1 for x in two]
-    (a, b), (n, m) = (x.data_ptr() for x in two), (s * x.itemsize for s, x in zip(spans, two, strict=True))
+    spans = (sum((n - 1) * k for n, k in zip(x.shape, x.stride(), strict=True)) + 1 for x in two)
+    (a, b), (n, m) = ([x.data_ptr() for x in two], [n * x.itemsize for n, x in zip(spans, two, strict=True)])
     return a < b + m and b < a + n
-
-
-def _write(x: torch.Tensor, whole: torch.Tensor) -> None:
-    if whole.shape != x.shape:
-        raise UnsupportedError(
-            f"the model changes the shape of an input in place, from {tuple(x.shape)} to"
-            f" {tuple(whole.shape)}; call the function without an underscore"
-        )
-    x.copy_(whole)
-
-
-def are_plain(tables: Iterable[dict[str, Any]], inputs: Iterable[torch.Tensor]) -> bool:
-    """Whether no buffer in these tables of modules, nor any of the inputs, is a split tensor; in C."""
-    return SplitTensor not in map(type, chain(inputs, chain.from_iterable(map(_values, tables))))
 
 
 def became_split(
@@ -162,10 +135,8 @@ def make_buffers_plain(modules: Iterable[tuple[str, nn.Module]]) -> None:
     """Make replicated buffers plain; local. ``UnsupportedError`` if a cut one was assigned since a call."""
     changes = [*became_split(modules)]
     write(change for change in changes if not change.value.is_split)
-    for change in changes:
-        if change.value.is_split:
-            raise UnsupportedError(
-                f"{change.what} is a split tensor, {lay.described(change.value._layout)}, that was assigned"
-                " outside of a call of the model, or in one that raised: assign its full_tensor(), on all"
-                " ranks"
-            )
+    for what, x, _ in (change for change in changes if change.value.is_split):
+        raise UnsupportedError(
+            f"{what} is a split tensor, {lay.described(x._layout)}, that was assigned outside of a call of"
+            " the model, or in one that raised: assign its full_tensor(), on all ranks"
+        )

@@ -32,7 +32,7 @@ def check_netcdf_header(path: str) -> None:
             _check(end <= header.nbytes, f"elements end at byte {end}; the file is truncated")
         except ValueError as error:
             raise DataError(
-                f"{path}: its NetCDF header does not fit the {header.nbytes} bytes of the file: {error}; copy or"
+                f"{path}: its NetCDF header does not fit a file of {header.nbytes} bytes: {error}; copy or"
                 " write it again"
             ) from error
 

@@ -47,8 +47,6 @@ class Format(NamedTuple):
     opened: Callable[[str, str | None], Any]
     # Whether calls of its library wait for each other.
     locked: bool = False
-    # Whether its library scales elements, so that they are of another type than those in the file.
-    scaled: bool = False
 
 
 def open_array(source: str | os.PathLike[str] | Any, name: str | None = None) -> Any:
@@ -68,14 +66,18 @@ def open_array(source: str | os.PathLike[str] | Any, name: str | None = None) ->
     Returns
     -------
     object
-        With ``shape``, ``dtype``, ``chunks`` (None if boxes are read alone) and slicing.
+        With ``shape``, ``dtype``, ``chunks`` (None if boxes are read alone) and slicing. Packed elements of
+        NetCDF, HDF5, Zarr and NIfTI are unpacked by their attributes, and missing floats are NaN.
 
     Raises
     ------
     ArgumentError
         If the suffix is unknown, or the name is missing or not in the file.
     DataError
-        If the file is missing, truncated or may not be read, or the package that reads it is not installed.
+        If the file is missing, truncated or may not be read, if its header does not fit it, if it would run
+        code or has elements in files elsewhere, or if the package that reads it is not installed.
+    ShapeError
+        If torch does not have such elements.
     UnsupportedError
         If the file is a stream that has no random access; the message has a command that converts it.
 
@@ -151,11 +153,8 @@ class FileSource:
         self._kind, self._array, self._pid = kind, array, os.getpid()
         self.shape: tuple[int, ...] = tuple(map(int, array.shape))
         self.dtype: Any = array.dtype
-        if kind.scaled and 0 not in self.shape:
-            self.dtype = self[(slice(0, 1),) * len(self.shape)].dtype
-        else:
-            # Before anything is read: a codec for objects may run code.
-            torch_dtype(self, self.dtype)
+        # Before anything is read: a codec for objects may run code.
+        torch_dtype(self, self.dtype)
         self.chunks = chunks_of(array)
 
     def __getitem__(self, box: tuple[slice, ...]) -> Any:
@@ -211,8 +210,8 @@ def npy(path: str, name: str | None) -> RawArray:
         nbytes = int.from_bytes(file.read(width), "little")
         if version not in _NPY_VERSIONS or nbytes > _NPY_HEADER_NBYTES:
             raise DataError(
-                f"{path}: version {version} of the format with a header of {nbytes} bytes; read are headers of"
-                f" at most {_NPY_HEADER_NBYTES} bytes of the versions {_NPY_VERSIONS}"
+                f"{path}: version {version} of the format with a header of {nbytes} bytes; read are versions"
+                f" {_NPY_VERSIONS} with headers of at most {_NPY_HEADER_NBYTES} bytes"
             )
         file.seek(-width, os.SEEK_CUR)
         header = "read_array_header_1_0" if version == (1, 0) else "read_array_header_2_0"
@@ -374,8 +373,9 @@ def _nifti(path: str, name: str | None) -> Any:
     if name is not None:
         raise ArgumentError(f"{path} has one array, without a name, got {name!r}")
     found = needed("nibabel").load(path).dataobj
-    RawArray(path, found.dtype, found.shape, found.offset).check_size()
-    return found
+    array = RawArray(path, found.dtype, found.shape, found.offset, fortran=found.order == "F").check_size()
+    scales = {"scale_factor": found.slope, "add_offset": found.inter}
+    return unpacked(path, array, {name: each for name, each in scales.items() if each != (name[0] == "s")})
 
 
 _HDF5, _NETCDF, _TIFF = Format(hdf5, locked=True), Format(_netcdf, locked=True), Format(_tiff)
@@ -389,5 +389,5 @@ _FORMATS = {
     ".zarr": Format(_zarr),
     ".tif": _TIFF,
     ".tiff": _TIFF,
-    ".nii": Format(_nifti, scaled=True),
+    ".nii": Format(_nifti),
 }

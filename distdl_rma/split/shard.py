@@ -83,14 +83,14 @@ def shard(grid: Grid, x: Any) -> SplitTensor:
             "shard: takes a whole tensor, got a SplitTensor; its redistribute() cuts it otherwise"
         )
     machine = None if isinstance(grid, Partition) else Machine.on()
+    if isinstance(grid, Partition) and not grid.active:
+        raise PartitionError(f"shard: rank {grid.me} is not in {grid}")
     if not isinstance(x, (torch.Tensor, np.ndarray)):
         x, partition, local = _read_block(grid, machine, x)
         warn_of_chunks(x, Decomposition.balanced(partition, x.shape), stacklevel=2)
         return SplitTensor(local, balanced(partition, tuple(x.shape)))
     partition = grid_for(grid, machine, len(x.shape))
     refuse_tangents(shard, [x])
-    if not partition.active:
-        raise PartitionError(f"shard: rank {partition.me} is not in {partition}")
     local = block_of(partition, x)
     if problem := problem_with(local, "the tensor"):
         raise ShapeError(f"shard: {problem}")
@@ -101,8 +101,6 @@ def shard(grid: Grid, x: Any) -> SplitTensor:
 
 def _read_block(grid: Grid, machine: Machine | None, x: Any) -> tuple[Any, Partition, torch.Tensor]:
     # The opened source, the grid and this rank's block; raises on all ranks if one of them fails.
-    if isinstance(grid, Partition) and not grid.active:
-        raise PartitionError(f"shard: rank {grid.me} is not in {grid}")
     place = Machine.of(grid) if isinstance(grid, Partition) else Machine.on()
     ranks = grid.ranks if isinstance(grid, Partition) else place.ranks
     advice = f"all ranks pass the same source and grid; this rank passes {label(x)}"

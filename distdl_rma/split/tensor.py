@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from math import prod
 from typing import Any
@@ -316,10 +316,7 @@ class SplitTensor(torch.Tensor):
         All ranks must use the result in the same way: each rank takes the gradient from its own use. In a
         backward that begins behind it, parameters of a distributed model that are used there count once.
         """
-        whole = self._moved(
-            lambda: lay.replicated(self.partition, self._layout.shape), SplitTensor.full_tensor
-        )
-        return gathered(whole._local, self.partition)
+        return gathered(self._moved(SplitTensor.full_tensor)._local, self.partition)
 
     def redistribute(self, *cut: int | None, layout: Decomposition | None = None) -> SplitTensor:
         """The same tensor with another layout; differentiable, blocking.
@@ -332,21 +329,18 @@ class SplitTensor(torch.Tensor):
         layout
             The new layout, in place of ``cut``.
         """
+        return self._moved(SplitTensor.redistribute, cut, layout)
 
-        def wanted() -> Decomposition:
+    def _moved(
+        self, function: Any, cut: Sequence[int | None] = (), layout: Decomposition | None = None
+    ) -> SplitTensor:
+        try:
             if layout is None:
                 axes = tuple(cut) or (None,) * self.partition.dim
-                return lay.balanced(self.partition, self._layout.shape, axes)
-            if layout.partition != self.partition or layout.shape != self._layout.shape:
-                shape = self._layout.shape
-                raise ShapeError(f"redistribute: {layout} is no layout of a tensor of shape {shape}")
-            return layout
-
-        return self._moved(wanted, SplitTensor.redistribute)
-
-    def _moved(self, wanted: Callable[[], Decomposition], function: Callable[..., Any]) -> SplitTensor:
-        try:
-            layout = lay.normal(wanted())
+                layout = lay.balanced(self.partition, self._layout.shape, axes)
+            elif layout.partition != self.partition or layout.shape != self._layout.shape:
+                raise ShapeError(f"redistribute: {layout} does not fit a tensor of {self._layout.shape}")
+            layout = lay.normal(layout)
             with _NO_SUBCLASS():
                 THREAD.place = None
                 block = checked_block(self)

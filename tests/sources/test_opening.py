@@ -27,7 +27,7 @@ def x():
 CHUNKS = {
     "npy": "raw", "hdf5": "raw", "hdf5, big endian": "raw", "tiff": "raw", "hdf5, chunked": (2, 2),
     "zarr 2": (2, 2), "zarr, sharded": (2, 2), "netcdf, chunked": (2, 2), "netcdf": None,
-    "tiff, tiled": (16, 16), "nifti": None,
+    "tiff, tiled": (16, 16), "nifti": "raw",
 }  # fmt: skip
 
 

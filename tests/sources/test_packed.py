@@ -107,3 +107,22 @@ def test_a_factor_that_is_no_number_is_refused_and_a_fill_that_cannot_occur_is_n
 def test_without_such_attributes_the_file_is_read_by_offset(tmp_path):
     path = netcdf(tmp_path / "x.h5", STORED, {"units": "K"})
     assert isinstance(open_array(path, "x"), RawArray)
+
+
+@pytest.mark.parametrize("kind", ["u1", ">i2", "i4", "f4", ">f8"])
+@pytest.mark.parametrize(("slope", "inter"), [(0.5, 3), (1, -2), (0.1, 0), (None, None)])
+def test_nifti_is_scaled_as_nibabel_does(kind, slope, inter, tmp_path):
+    nibabel = pytest.importorskip("nibabel")
+    x = np.arange(24).reshape(2, 3, 4).astype(kind)
+    header = nibabel.Nifti1Header(endianness=">" if kind[0] == ">" else "<")
+    header.set_data_dtype(x.dtype)
+    nibabel.Nifti1Image(x, np.eye(4), header).to_filename(tmp_path / "x.nii")
+    # It stores what is scaled; here the numbers of the file are those of x.
+    damaged = bytearray((tmp_path / "x.nii").read_bytes())
+    scales = [np.nan if each is None else each for each in (slope, inter)]
+    damaged[112:120] = np.array(scales, ">f4" if kind[0] == ">" else "<f4").tobytes()
+    (tmp_path / "x.nii").write_bytes(damaged)
+    wanted = np.asarray(nibabel.load(tmp_path / "x.nii").dataobj)
+    found = whole(open_array(tmp_path / "x.nii"))
+    assert found.dtype == wanted.dtype.newbyteorder("=")
+    np.testing.assert_array_equal(found, wanted)

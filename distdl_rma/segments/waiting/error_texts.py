@@ -83,6 +83,7 @@ LOST = (
 # A rank in a text, and what it is in; a function of a user's program, with file, line and column.
 _RANK_IN = re.compile(r"rank (\d+) (?:waited|waits since|connects|is in|sends)\b[^']*'([^']*)'")
 _CALL = re.compile(r"(\w+) \((\S+:\d+):\d+\)")
+_RANKS = re.compile(r"ranks? (\d+(?:, \d+)*)")
 _NEEDED = "; every rank has to"
 # What shows that a rank does not come to the function that another rank waits in.
 _ELSEWHERE = re.compile("they wait for each other| connects | it left, closing")
@@ -105,13 +106,13 @@ def callers_in(text: str) -> str:
         if found := _CALL.search(name):
             way = "went backward through" if "adjoint" in name or "gradient" in name else "called"
             calls.setdefault(f"{way} {found[1]}() at {found[2]}", set()).add(int(rank))
-    if not calls:
+    told = {int(rank) for some in _RANKS.findall(text) for rank in some.split(",")}
+    if len(calls) == 1 and told <= set().union(*calls.values()):
         return ""
-    if len(calls) == 1:
-        ((call, ranks),) = calls.items()
-        return f"{numbered(tuple(sorted(ranks)))} alone {call}{_NEEDED}\n"
-    each = [f"{numbered(tuple(sorted(ranks)))} {call}" for call, ranks in calls.items()]
-    return f"{', but '.join(each)}{_NEEDED} do both, in the same order\n"
+    way = " alone" if len(calls) == 1 else ""
+    each = [f"{numbered(tuple(sorted(ranks)))}{way} {call}" for call, ranks in calls.items()]
+    both = " do both, in the same order" if each[1:] else ""
+    return f"{', but '.join(each)}{_NEEDED}{both}\n" if each else ""
 
 
 def ends_with_state(error: BaseException) -> bool:

@@ -45,6 +45,7 @@ MUTUAL = (
             "rank 0 called sum() at x.py:3, but rank 2 went backward through conv() at x.py:4; every rank",
         ),
         # These do not say that a rank is elsewhere.
+        (MUTUAL.replace("'calls of Net'", "'full_tensor (train.py:40:12) (sum)'"), ""),
         ("rank 1 failed: KeyError: 'a'; rank 0 waited for rank 1 to send in 'mean (x.py:3:1)'", ""),
         ("rank 0 waited 9 s for rank 1 to send in 'mean (x.py:3:1)'; rank 1 computes", ""),
         ("rank 0 waited 9 s for rank 1 to send in 'enc1.conv'; they wait for each other", ""),
