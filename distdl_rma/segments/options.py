@@ -53,10 +53,8 @@ def check_communicator(comm: object) -> None:
 
     ``ProtocolError`` before MPI has started and after its end, else ``ArgumentError``.
     """
-    if not MPI.Is_initialized():
-        raise ProtocolError("MPI is not initialised: call mpi4py.MPI.Init_thread() first")
-    if MPI.Is_finalized():
-        raise ProtocolError("MPI was finalised: no rank can be reached any more")
+    if MPI.Is_finalized() or not MPI.Is_initialized():
+        raise ProtocolError("MPI is not initialised (mpi4py.MPI.Init_thread()), or was finalised already")
     got = f"{type(comm).__name__} {comm!r:.60}"
     if isinstance(comm, MPI.Comm):
         got = "MPI.COMM_NULL, or a communicator that was freed"
