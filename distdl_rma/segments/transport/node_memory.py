@@ -245,13 +245,12 @@ class NodeMemory:
         return min(rooms)
 
     def _default_size(self, reserve: bool) -> int:
-        ranks = (self._comm if is_virtual(self._comm) else self.node).size
-        share = self._room()[0] // 2 // ranks
+        share = self._room()[0] // 2 // self.node.size
         if share > _ENDLESS:
-            share = _LARGEST_DEFAULT // (ranks if is_virtual(self._comm) else 1)
+            share = _LARGEST_DEFAULT // (self._comm.size if is_virtual(self._comm) else 1)
         for file in _GROUP_LIMITS:
             with suppress(OSError, ValueError):
-                share = min(share, int(Path(file).read_text()) // 2 // ranks)
+                share = min(share, int(Path(file).read_text()) // 2 // self.node.size)
         # Nodes may have different shares; the smallest fits everywhere.
         share = int(self._comm.allreduce(share, MPI.MIN))
         # Pages that are consumed only when touched allow a large default. Reserving consumes all at once, and
