@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from itertools import count
 from typing import Any, Protocol, TextIO
 
@@ -204,8 +204,8 @@ class Machine(SharedByCopies):
             self._not_at_exit = at_end_of_rank(self._end_with_rank)
         else:
             atexit.register(self._close_at_exit)
-            _ended_by_mpi().append(self)
-            self._not_at_exit = self._forget_ends
+            _ended_by_mpi()[self] = None
+            self._not_at_exit = partial(atexit.unregister, self._close_at_exit)
             report_uncaught_errors(self.segments)
 
     @classmethod
@@ -347,10 +347,6 @@ class Machine(SharedByCopies):
         if not self.closed:
             self.segments.keep_until_process_ends()
 
-    def _forget_ends(self) -> None:
-        atexit.unregister(self._close_at_exit)
-        _ended_by_mpi().remove(self)
-
     def _end_with_rank(self, error: BaseException | None) -> None:
         # As at the exit of a process; the memory is freed in any case.
         if error is not None:
@@ -420,12 +416,13 @@ def _machine_key() -> int:
 
 
 @cache
-def _ended_by_mpi() -> list[Machine]:
+def _ended_by_mpi() -> weakref.WeakKeyDictionary[Machine, None]:
     # Machines that ``MPI.Finalize`` closes: it frees COMM_SELF first, while the ranks still reach each other.
-    machines: list[Machine] = []
+    # In the order in which they were made, equal on all ranks.
+    machines: weakref.WeakKeyDictionary[Machine, None] = weakref.WeakKeyDictionary()
 
     def end(*_: object) -> None:
-        for machine in reversed(machines.copy()):
+        for machine in list(machines):
             machine._close_at_exit()
             # A lost machine's memory goes with MPI too.
             machine.segments.closed = True

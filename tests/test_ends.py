@@ -182,7 +182,7 @@ peer.put(np.ones(8))
 lost.group().barrier()
 lost.fail(OSError("disk on fire"))
 MPI.Finalize()
-refused(ProtocolError, "MPI was finalised", *doors)
+refused(ProtocolError, "was finalised", *doors)
 after = machine.describe, lambda: peer.put(np.ones(8)), lambda: buffer.array, lost.describe
 refused(ClosedError, "closed", *after)
 machine.close()

@@ -9,7 +9,6 @@ from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count
-from operator import index as as_int
 from typing import Protocol
 
 from mpi4py import MPI
@@ -22,6 +21,7 @@ from distdl_rma.errors import (
     PeerFailedError,
     SegmentError,
 )
+from distdl_rma.segments.memory.array_bytes import as_integer
 from distdl_rma.segments.memory.buffer import SegmentBuffer
 from distdl_rma.segments.memory.context import Queue, SegmentContext, Uncopyable, refuse_fork
 from distdl_rma.segments.options import SegmentOptions, chosen_progress, chosen_timeout
@@ -118,12 +118,10 @@ class SegmentStats:
 
 
 def _at_least_0(number: object, what: str) -> int:
-    try:
-        if not isinstance(number, bool) and (found := as_int(number)) >= 0:  # type: ignore[arg-type]
-            return found
-    except TypeError:
-        pass
-    raise ArgumentError(f"{what}, at least 0, got {number!r}")
+    found = as_integer(number, f"{what}, at least 0")
+    if found < 0 or isinstance(number, bool):
+        raise ArgumentError(f"{what}, at least 0, got {number!r}")
+    return found
 
 
 class Tenant(Protocol):

@@ -72,10 +72,15 @@ def as_bytes(data: Any, what: str) -> memoryview:
 
 def as_offset(offset: Any, what: str) -> int:
     """Offset as a Python integer, which cannot overflow; ``ArgumentError`` if it is no integer."""
+    return as_integer(offset, f"{what}: an offset is a whole number of bytes")
+
+
+def as_integer(value: Any, what: str) -> int:
+    """Value as a Python integer; ``ArgumentError``, which begins with ``what`` is wanted, if it is none."""
     try:
-        return as_int(offset)
+        return as_int(value)
     except TypeError:
-        raise ArgumentError(f"{what}: an offset is a whole number of bytes, got {offset!r}") from None
+        raise ArgumentError(f"{what}, got {value!r}") from None
 
 
 def as_values(data: Any, dtype: np.dtype[Any], what: str) -> NDArray[Any]:

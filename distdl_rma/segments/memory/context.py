@@ -98,7 +98,7 @@ class SegmentContext:
     def check_open(self) -> None:
         """Raise ``ClosedError`` if the machine was closed, ``ProtocolError`` in a fork of the rank."""
         if self.closed:
-            raise self.closed_error("segment manager")
+            raise self.closed_error("machine")
 
     def closed_error(self, what: str) -> DistdlError:
         """Error of something that was closed, or whose machine was closed, or cannot be used in a fork."""

@@ -20,6 +20,7 @@ from distdl_rma.segments.memory.array_bytes import (
     PLAIN,
     ArrayLayout,
     as_bytes,
+    as_integer,
     as_offset,
     as_target,
     as_values,
@@ -131,7 +132,7 @@ class RemoteArray:
         part = self._layout.part(key)
         source = as_values(data, self.dtype, "put")
         buffer = self._buffer
-        buffer._check_open()
+        buffer._context.check_open()
         try:
             if self._near is not None:
                 # Directly to the target: packing would be one more pass over the data.
@@ -229,16 +230,14 @@ class RemoteBuffer:
         source = as_bytes(data, "put")
         if queue is not None:
             check_queue(queue, "put")
-        try:
-            # As Python integers: those of numpy overflow.
-            offset, nbytes = as_int(offset), len(source)
-        except TypeError:
-            as_offset(offset, "put")
-            raise
+        nbytes = len(source)
+        if offset.__class__ is not int:
+            # Integers of numpy overflow.
+            offset = as_offset(offset, "put")
         if offset < 0 or offset + nbytes > self.nbytes:
             raise self._outside(offset, nbytes)
         if self._context.closed:
-            self._check_open()
+            self._context.check_open()
         near = self._bytes
         if near is not None:
             if nbytes > _PIECE_NBYTES:
@@ -273,14 +272,11 @@ class RemoteBuffer:
         indices in any order. With ``last``, this notification also comes after all earlier notifications from
         this rank to that peer: once the peer sees it, all have arrived.
         """
-        try:
-            index, value = as_int(index), as_int(value)
-        except TypeError:
-            self.check_notification(index, value)
-        if not (0 <= index < self.notifications and 1 <= value <= _LARGEST_VALUE):
-            self.check_notification(index, value)
+        known = index.__class__ is value.__class__ is int
+        if not (known and 0 <= index < self.notifications and 1 <= value <= _LARGEST_VALUE):
+            index, value = self.check_notification(index, value)
         if self._context.closed:
-            self._check_open()
+            self._context.check_open()
         word = value << NOTIFICATION_BITS | next(self._sequence) & _SEQUENCE
         if self._near_words is None:
             self._link.notify(self._first_word + index, word, last=last)
@@ -301,13 +297,10 @@ class RemoteBuffer:
             self.notify(index, value)
             return
         # Put and notify in one function: for a near peer, the calls would take longer than the copy.
-        try:
-            index, value, offset = as_int(index), as_int(value), as_int(offset)
-        except TypeError:
-            as_offset(offset, "put_notify")
-            self.check_notification(index, value)
-        if not (0 <= index < self.notifications and 1 <= value <= _LARGEST_VALUE):
-            self.check_notification(index, value)
+        known = index.__class__ is value.__class__ is offset.__class__ is int
+        if not (known and 0 <= index < self.notifications and 1 <= value <= _LARGEST_VALUE):
+            index, value = self.check_notification(index, value)
+            offset = as_offset(offset, "put_notify")
         try:
             view = memoryview(data)
             # Python objects can be cast too, to their addresses.
@@ -319,7 +312,7 @@ class RemoteBuffer:
         if offset < 0 or offset + nbytes > self.nbytes:
             raise self._outside(offset, nbytes)
         if self._context.closed:
-            self._check_open()
+            self._context.check_open()
         if nbytes > _PIECE_NBYTES:
             _copy_in_pieces(near, offset, source)
         else:
@@ -380,7 +373,7 @@ class RemoteBuffer:
         notifier = getattr(inbox, "notifier", None)
         if notifier is None:
             raise ArgumentError(f"get_notify: notifies a buffer of this rank, got {type(inbox).__name__}")
-        self._check_open()
+        self._context.check_open()
         notify = notifier(self._context, self.peer, index, value)
         fetch = self._fetch_into(target, offset)
         if fetch.near is not None or not target.nbytes:
@@ -444,10 +437,8 @@ class RemoteBuffer:
             check_timeout(timeout)
         if self._context.closed:
             self._context.check_open()
-        try:
-            offset = as_int(offset)
-        except TypeError:
-            as_offset(offset, "an atomic")
+        if offset.__class__ is not int:
+            offset = as_offset(offset, "an atomic")
         if offset % 8 or offset < 0 or offset + 8 > self.nbytes:
             there = f"inside rank {self.peer}'s buffer of {self.nbytes} bytes"
             raise ShapeError(f"an atomic works on 8 bytes at a multiple of 8 {there}, got offset {offset}")
@@ -501,11 +492,8 @@ class RemoteBuffer:
 
     def check_notification(self, index: int, value: int) -> tuple[int, int]:
         """Return index and value as Python integers; ``ArgumentError`` if one is out of range."""
-        try:
-            index, value = as_int(index), as_int(value)
-        except TypeError:
-            given = f"got {index!r} and {value!r}"
-            raise ArgumentError(f"a notification's index and value are integers, {given}") from None
+        index = as_integer(index, "a notification's index is an integer")
+        value = as_integer(value, "a notification's value is an integer")
         if not 0 <= index < self.notifications:
             raise ArgumentError(f"notification {index} of a buffer that has {self.notifications}")
         if not 1 <= value <= _LARGEST_VALUE:
@@ -522,10 +510,6 @@ class RemoteBuffer:
     def _outside(self, offset: int, nbytes: int) -> ShapeError:
         here = f"rank {self.peer}'s buffer of {self.nbytes} bytes"
         return ShapeError(f"{nbytes} bytes at offset {offset} are not inside {here}")
-
-    def _check_open(self) -> None:
-        if self._context.closed:
-            raise self._context.closed_error(f"machine of rank {self.peer}'s buffer")
 
     def _near_view(self, offset: int, dtype: np.dtype[Any], shape: tuple[int, ...]) -> NDArray[Any] | None:
         if self._near is None:
@@ -547,7 +531,7 @@ class RemoteBuffer:
     ) -> None:
         # Blocking without a queue.
         if self._context.closed:
-            self._check_open()
+            self._context.check_open()
         far = []
         for fetch in fetches:
             self._counters.gets += 1
@@ -593,7 +577,7 @@ class RemoteBuffer:
         if len(short) < 2 or overlap:
             return parts
         if self._context.closed:
-            self._check_open()
+            self._context.check_open()
         packed = np.frombuffer(b"".join(source for _, source in short), np.uint8)
         self._put(ByteRuns.together(places), packed, queue)
         self._counters.puts += len(short)
@@ -605,10 +589,7 @@ class RemoteBuffer:
 
 
 def _int64(value: int) -> int:
-    try:
-        number = as_int(value)
-    except TypeError:
-        raise ArgumentError(f"an atomic works on integers of 64 bits, got {value!r}") from None
+    number = as_integer(value, "an atomic works on integers of 64 bits")
     if not -(1 << 63) <= number < 1 << 63:
         raise ArgumentError(f"an atomic works on integers of 64 bits, got {number}")
     return number

@@ -147,8 +147,6 @@ class Segment:
     @property
     def moving(self) -> int:
         """Bytes of large transfers under way, to other nodes or from there, at most."""
-        if not self.has_remote:
-            return 0
         return self.words[MOVING_WORD] + sum(link.moving for link in tuple(self._busy))
 
     def keep_moving(self) -> bool:

@@ -51,7 +51,7 @@ class TimeoutMessages:
             named.add(peer)
             record = self._headers.read(peer, deadline)
             if record is None:
-                why, moving = f"no answer within {in_seconds(seconds)}", self._headers.moving
+                why, moving = f"no answer within {in_seconds(seconds)}", self._headers.segment.moving
                 if self._headers.is_near(peer):
                     why, moving = "its header could not be read", 0
                 behind = f", behind {moving} bytes that are under way" if moving else ""
