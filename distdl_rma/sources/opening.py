@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 from contextlib import ExitStack, nullcontext
 from importlib import import_module
 from importlib.util import find_spec
+from math import prod
 from pathlib import Path
 from struct import unpack
 from typing import Any, NamedTuple
@@ -38,7 +39,8 @@ _STREAMS = {
 _NPY_VERSIONS, _NPY_HEADER_NBYTES = ((1, 0), (2, 0), (3, 0)), 10_000
 # Links that lead to other links, at most.
 _LINKS = 64
-_ZARR_2 = 2
+# Some codecs of Zarr take no more.
+_ZARR_2, _CHUNK_NBYTES = 2, (2 << 30) - 1
 
 
 class Format(NamedTuple):
@@ -333,6 +335,13 @@ def _zarr(path: str, name: str | None) -> Any:
     if "pickle" in codecs.lower():
         raise DataError(
             f"{path}: chunks by {codecs}, whose pickles may run any code; write it by other codecs"
+        )
+    if (nbytes := prod(found.chunks) * found.dtype.itemsize) > _CHUNK_NBYTES and (
+        found.filters or found.compressors
+    ):
+        raise DataError(
+            f"{path}: a compressed chunk becomes {nbytes} bytes, of which {_CHUNK_NBYTES} bytes are read at"
+            " most; write it by smaller chunks"
         )
     attributes = found.attrs.asdict()
     if "_ARRAY_DIMENSIONS" in attributes and found.metadata.zarr_format == _ZARR_2:

@@ -236,3 +236,13 @@ def test_a_netcdf_variable_that_is_called_as_a_dimension_is_read(x, tmp_path):
         file.createVariable("x", "f4", ("y", "x"))[...] = x
     for name in ("x", "g/x"):
         assert np.array_equal(read_box(open_array(tmp_path / "x.nc", name), np.s_[0:4, 0:20]).numpy(), x)
+
+
+def test_compressed_chunks_that_become_gigabytes_are_refused(tmp_path):
+    zarr = pytest.importorskip("zarr")
+    for name, codecs in (("x", None), ("y", "auto")):
+        path = str(tmp_path / f"{name}.zarr")
+        zarr.create_array(path, shape=(4, 1 << 28), dtype="f4", chunks=(4, 1 << 28), compressors=codecs)
+    assert open_array(tmp_path / "x.zarr").shape == (4, 1 << 28)
+    with pytest.raises(DataError, match=r"y\.zarr: a compressed chunk becomes 4294967296 bytes"):
+        open_array(tmp_path / "y.zarr")
