@@ -105,7 +105,8 @@ class RmaPeer:
         MPI orders operations on the same word, and no others.
         """
         self.begun += 1
-        there = word * 8, len(values), MPI.INT64_T
+        # The type that mpi4py sees in the arrays: Open MPI adds equal types only.
+        there = word * 8, len(values), MPI.LONG
         return self._window.Rget_accumulate(values, before, self._position, there, op=op)
 
     def arrived(self, begun: int) -> bool:

@@ -5,11 +5,12 @@ import time
 
 import numpy as np
 import pytest
+from mpi4py import MPI
 
 from distdl_rma import Machine
 from distdl_rma.errors import SegmentError
 from distdl_rma.segments.options import SegmentOptions
-from distdl_rma.segments.transport.links import ByteRuns, RemoteLink, SharedLink
+from distdl_rma.segments.transport.links import MOVING_WORD, ByteRuns, RemoteLink, SharedLink
 from distdl_rma.segments.transport.segment import Segment
 from distdl_rma.trace import Counters
 
@@ -104,21 +105,24 @@ def test_both_ends_know_of_a_large_transfer_between_nodes_until_it_is_over(comm,
         segment, queue = machine.segments.segment, machine.segments.queue()
         buffer = machine.segments.get_segment_buffer(8 << 20)
         remotes = buffer.exchange([rank for rank in machine.ranks if rank != machine.rank])
-        deadline, seen = time.monotonic() + 60, []
-        for nbytes in (64 << 10, 8 << 20):
-            comm.Barrier()
-            if comm.rank == 0:
-                getattr(remotes[1], way)(np.zeros(nbytes, np.uint8), queue=queue)
-                seen.append(segment.moving)
-                queue.wait()
-            elif comm.rank == 1 and nbytes >= 8 << 20:
-                while not (segment.moving or time.monotonic() > deadline):
-                    machine.segments.progress()
-                seen.append(segment.moving)
-            else:
-                seen.append(segment.moving)
-            machine.group().barrier()
-            while segment.moving and time.monotonic() < deadline:
+        deadline, told = time.monotonic() + 60, []
+
+        def wait_for(nbytes):
+            while segment.moving != nbytes and time.monotonic() < deadline:
                 machine.segments.progress()
-            assert not segment.moving and not segment.keep_moving()
-        assert seen == ([0, 8 << 20] if comm.rank < 2 else [0, 0])
+            assert (segment.moving, segment.keep_moving()) == (nbytes, nbytes > 0)
+            machine.group().barrier()
+
+        if comm.rank == 0:
+            link = segment.link(1)
+            tell, link._tell = link._tell, lambda nbytes: (told.append(nbytes), tell(nbytes))
+            for nbytes in (64 << 10, 8 << 20):
+                getattr(remotes[1], way)(np.zeros(nbytes, np.uint8), queue=queue)
+                assert segment.moving == sum(told) == (nbytes if nbytes >= 8 << 20 else 0)
+            queue.wait()
+        wait_for(0)
+        assert told == ([8 << 20, -(8 << 20)] if comm.rank == 0 else [])
+        for nbytes in (8 << 20, -(8 << 20)):
+            if comm.rank == 0:
+                link._send_words(MOVING_WORD, [nbytes], MPI.SUM)
+            wait_for(max(nbytes, 0) if comm.rank == 1 else 0)
