@@ -66,4 +66,6 @@ def _locks(frame: FrameType) -> Iterator[int]:
     names = {name: frame.f_globals.get(name) for name in frame.f_code.co_names} | frame.f_locals
     for value in names.values():
         own = {} if isinstance(value, (type, ModuleType)) else getattr(value, "__dict__", {})
-        yield from (id(each) for each in (value, *own.values()) if hasattr(type(each), "acquire"))
+        for each in (value, *own.values()):
+            if isinstance(each, threading.Condition) or hasattr(type(each), "acquire"):
+                yield id(each)
