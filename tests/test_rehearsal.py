@@ -3,6 +3,8 @@
 import random
 import threading
 from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -30,7 +32,7 @@ from distdl_rma import (
     shard,
 )
 from distdl_rma.segments import Channel
-from distdl_rma.segments.transport import node_memory
+from distdl_rma.segments.transport import node_memory, stuck
 from tests.segments.exchanges import NAMES, expected, movements, values
 
 ALL = st.integers(1, 7)
@@ -436,6 +438,55 @@ def test_threads_that_cannot_be_started_are_an_error_and_none_is_left(monkeypatc
         thread.join(20)
     assert not any(thread.is_alive() for thread in started)
     assert rehearse(2, lambda comm: comm.rank) == [0, 1]
+
+
+LOCKED = threading.Lock()
+
+
+def of_module(comm, _):
+    with LOCKED:
+        comm.Barrier()
+
+
+def of_argument(comm, lock):
+    with lock:
+        comm.Barrier()
+
+
+def of_object(comm, lock):
+    holder = SimpleNamespace(lock=lock)
+    with holder.lock:
+        Machine(comm, segment_size="1MiB").group().barrier(timeout=1)
+
+
+def of_event(comm, lock, event=threading.Event()):  # noqa: B008
+    # The other rank has begun.
+    comm.Barrier()
+    if comm.rank:
+        event.wait()
+    comm.Barrier()
+    event.set()
+
+
+@pytest.mark.skipif(not Path("/proc/self/syscall").exists(), reason="waits of threads cannot be seen here")
+@pytest.mark.parametrize("function", [of_module, of_argument, of_object, of_event])
+def test_a_lock_of_a_rank_without_a_turn_is_an_error_with_both_places(function):
+    with pytest.raises(ProtocolError, match="has the turn and waits for a lock") as caught:
+        rehearse(2, function, threading.Lock())
+    assert str(caught.value).count(f"in {function.__name__}") == 2
+    assert rehearse(2, lambda comm: comm.Barrier()) == [None, None]
+
+
+def test_a_lock_that_a_thread_of_the_rank_releases_is_waited_for(monkeypatch):
+    monkeypatch.setattr(stuck, "LOOK_SECONDS", 0.05)
+
+    def play(comm, lock):
+        lock.acquire()
+        threading.Timer(0.6, lock.release).start()
+        with lock:
+            return comm.rank
+
+    assert rehearse(2, lambda comm: play(comm, threading.Lock())) == [0, 1]
 
 
 def test_ranks_that_fail_leave_nothing_that_real_ranks_would_lack():

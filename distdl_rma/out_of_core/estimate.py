@@ -45,13 +45,15 @@ _ROUNDED = 0.01
 class Needs:
     """Of a forward of a whole tensor in memory: shape and dtype of the result, and the bytes of a peak.
 
-    ``extents`` are the numbers of elements that results of modules have in each dimension.
+    ``extents`` are the numbers of elements that results of modules have in each dimension, ``calls`` those of
+    functions that are called.
     """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     nbytes: int
     extents: tuple[frozenset[int], ...]
+    calls: int
 
     def unit(self, dim: int, extent: int) -> int:
         """Rows of the input, of so many, to which one of the coarsest results belongs: blocks end there."""
@@ -81,7 +83,9 @@ def needs_of(model: nn.Module, post: Post, shape: Sequence[int], dtype: torch.dt
             x = torch.empty(tuple(shape), dtype=dtype)
             y = twin(x)
             y = one_tensor(y if post is None else post(y))
-            return Needs(tuple(map(int, y.shape)), y.dtype, live.peak, tuple(map(frozenset, extents)))
+            return Needs(
+                tuple(map(int, y.shape)), y.dtype, live.peak, tuple(map(frozenset, extents)), live.calls
+            )
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         raise UnsupportedError(
             f"predict: {error}{_at(error)}: what the model does, or the shape of its result, depends on"

@@ -168,6 +168,10 @@ class Inference:
         finally:
             self._running -= 1
         self.ended(comm.rank, y)
+        del y
+        # The others need its messages only: what its calls keep would be the memory of all slabs.
+        for forget in machine.forgets:
+            forget()
 
     def _may_begin(self, rank: int) -> bool:
         # Slabs of this process follow each other, unless some rank, also of another process, waits for one.

@@ -31,8 +31,9 @@ _LEADING = 2
 _MOST_SLABS = 512
 # Of the limit, what may be planned: the rest is for what is not counted, such as the allocator's gaps.
 _USABLE = 0.85
-# Beside tensors: of the file and of each slab, whose thread has objects of each layer.
-_OF_FILES_NBYTES, _OF_SLAB_NBYTES = 16 << 20, 3 << 19
+# Beside tensors: of the file; of each slab, a thread with a machine, which knows all slabs; and of each
+# function that it calls, whose plan a slab keeps until it ends.
+_OF_FILES_NBYTES, _OF_SLAB_NBYTES, _OF_PAIR_NBYTES, _OF_CALL_NBYTES = 8 << 20, 320 << 10, 3 << 9, 6 << 10
 # In whole passes, slabs that wait in memory if that suffices: one is written, and one is read ahead.
 _SLABS_IN_MEMORY = 2
 # Size of tensors whose memory the allocator keeps, at least and at most.
@@ -315,7 +316,8 @@ class _Costs(NamedTuple):
     def running(self, blocks: Sequence[int]) -> float:
         """Of the slab that runs, and of messages for the next one."""
         (sample, dim, whole, found), count = self, prod(blocks)
-        others = _OF_FILES_NBYTES + _OF_SLAB_NBYTES * count + found.weights
+        kept = _OF_CALL_NBYTES * whole.calls * (count if found.waits else 1)
+        others = _OF_FILES_NBYTES + (_OF_SLAB_NBYTES + _OF_PAIR_NBYTES * count) * count + kept + found.weights
         if count == 1:
             return whole.nbytes + others
         across = prod(-(-n // b) / n for n, b in zip(sample, blocks, strict=True)) * blocks[dim]
