@@ -8,7 +8,7 @@ from typing import Any
 
 from distdl_rma.doctor.facts import Job, RankFacts, counted, sized
 from distdl_rma.doctor.findings import Finding
-from distdl_rma.geometry.partition import spans
+from distdl_rma.geometry.partition import by_key, spans
 
 _UNKNOWN = "-"
 _SIZES = "shm_free_bytes", "shm_total_bytes", "memory_limit_bytes"
@@ -68,11 +68,10 @@ def as_text(job: Job, found: Sequence[Finding]) -> str:
 
 def _rows(job: Job) -> Iterator[dict[str, Any]]:
     # A row for ranks of a host that see the same values.
-    rows: dict[tuple[Any, ...], list[RankFacts]] = {}
-    for facts in job.ranks:
-        key = facts.host, len(facts.cores), facts.threads, facts.shm_total, facts.memory_limit
-        rows.setdefault(key, []).append(facts)
-    for (host, _, threads, total, limit), ranks in rows.items():
+    def seen(facts: RankFacts) -> tuple[Any, ...]:
+        return facts.host, len(facts.cores), facts.threads, facts.shm_total, facts.memory_limit
+
+    for (host, _, threads, total, limit), ranks in by_key(job.ranks, seen).items():
         yield {
             "host": host,
             "ranks": [facts.rank for facts in ranks],
