@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 
@@ -57,17 +57,6 @@ class Agreement(Protocol[P_co]):
 
     def settle(self) -> tuple[P_co, GradientNeeds]:
         """The agreed operation, and the tensors whose gradient any rank needs; blocking."""
-
-
-class Agreed(NamedTuple, Generic[P_co]):
-    """An agreement that needs no message."""
-
-    guess: P_co
-    needs: GradientNeeds
-
-    def settle(self) -> tuple[P_co, GradientNeeds]:
-        """Return the operation and the needs; not blocking."""
-        return self.guess, self.needs
 
 
 class GatherComputeScatter(Operation):

@@ -1,5 +1,7 @@
 """The operator of convolutions, called with tensors of known decompositions and without a layer."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch.nn import functional as F  # noqa: N812
@@ -11,7 +13,6 @@ from distdl_rma.ops.conv.convolution import Convolution, convolve
 from distdl_rma.ops.conv.worker_grid import OUT, ConvolutionOptions, WorkerGrid, can_overlap
 from distdl_rma.ops.core.autograd import GradientNeeds
 from distdl_rma.ops.core.movement import CallSite
-from distdl_rma.ops.core.operation import Agreed
 from distdl_rma.split import SplitTensor
 from tests.layers.sequential import agree
 
@@ -147,7 +148,8 @@ def test_gradients_of_weights_are_filled_where_they_are_wanted(P_world, comm, fo
         return places[key].detach().copy_(gradient)
 
     weights = {"weight": weight, "bias": bias}
-    y, needs = convolve(Agreed(operation, NEEDS), True, part(source, x), weights, fill)
+    agreed = SimpleNamespace(guess=operation, settle=lambda: (operation, NEEDS))
+    y, needs = convolve(agreed, True, part(source, x), weights, fill)
     assert needs is NEEDS
     y.sum().backward()
     assert sorted(asked) == ["bias", "weight"]

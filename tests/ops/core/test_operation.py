@@ -7,7 +7,7 @@ from distdl_rma import Machine
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.ops.core.autograd import GradientNeeds
 from distdl_rma.ops.core.movement import CallSite
-from distdl_rma.ops.core.operation import Agreed, GatherComputeScatter
+from distdl_rma.ops.core.operation import GatherComputeScatter
 from distdl_rma.ops.core.staged import movement_or_none
 
 pytestmark = pytest.mark.mpi
@@ -35,12 +35,9 @@ def test_what_is_computed_elsewhere_comes_to_its_owners_and_gradients_go_back(P_
     operation = Scaled(CallSite(Machine.of(P_world), "it"), on_all, on_last, on_all, torch.float64)
     operation.connect()
     operation.void()
-    agreed = Agreed(operation, GradientNeeds(True, True))
-    assert agreed.guess is operation
-    found, needs = agreed.settle()
     x = torch.arange(7.0, dtype=torch.float64)[on_all.slices()].requires_grad_()
     factor = torch.tensor(3.0, dtype=torch.float64, requires_grad=True)
-    y = found(needs, x, factor=factor)
+    y = operation(GradientNeeds(True, True), x, factor=factor)
     assert torch.equal(y, 3 * x + 1)
     y.sum().backward()
     assert torch.equal(x.grad, torch.full_like(x, 3.0))
