@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
@@ -109,7 +109,7 @@ class Tracer:
     def span(self, kind: str, name: str, backward: bool = False) -> AbstractContextManager[object]:
         """Context that records an action of this rank."""
         recording = self.recording
-        return _NOTHING if recording is None else _Span(recording, kind, name, backward)
+        return _NOTHING if recording is None else _span(recording, kind, name, backward)
 
     def marks(self, name: str, backward: bool = False) -> Callable[[str], object]:
         """Function to call with the kind of each action that begins, and with ``""`` at the end."""
@@ -169,20 +169,13 @@ class _Marks:
         self._kind, self._begin = kind, now
 
 
-@dataclass(slots=True)
-class _Span:
-    recording: Recording
-    kind: str
-    name: str
-    backward: bool
-    begin: float = 0.0
-
-    def __enter__(self) -> None:
-        self.begin = self.recording.now
-
-    def __exit__(self, *_error: object) -> None:
-        event = Event(self.kind, self.name, self.begin, self.recording.now, self.backward)
-        self.recording.events.append(event)
+@contextmanager
+def _span(recording: Recording, kind: str, name: str, backward: bool) -> Iterator[None]:
+    begin = recording.now
+    try:
+        yield
+    finally:
+        recording.events.append(Event(kind, name, begin, recording.now, backward))
 
 
 def chrome_trace(recordings: Iterable[Recording]) -> str:
