@@ -15,7 +15,8 @@ from torch import nn
 
 from distdl_rma.errors import ArgumentError, ConfigurationError, ShapeError
 from distdl_rma.geometry.intervals import Balanced, Listed, Split
-from distdl_rma.out_of_core.estimate import Dependence, Needs, Post, dependence_of, needs_of, size_text
+from distdl_rma.out_of_core.estimate import Dependence, Needs, Post, dependence_of, needs_of
+from distdl_rma.segments.options import size_text
 from distdl_rma.split.entry import grid_for
 
 _LEADING = 2
