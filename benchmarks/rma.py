@@ -17,12 +17,16 @@ from distdl_rma.segments import Channel
 # Bytes, name, ratio to reach, round trips per sample.
 PUTS = ((8, "8 B", 0.85, 500), (64 << 10, "64 KiB", 0.3, 200), (1 << 20, "1 MiB", 0.35, 50))
 STREAM = 500
+# Put by MPI, though the peer is on the same host.
+FAR_BYTES = 64 << 20
 
 
 def rows(machine: Machine) -> Iterator[Row]:
     """All rows of this file; on 2 ranks."""
     for nbytes, label, target, repeats in PUTS:
         yield notified_put(machine, nbytes, label, target, repeats)
+    with Machine(COMM, segment_size=2 * FAR_BYTES, transport="remote", progress="none") as far:
+        yield notified_put(far, FAR_BYTES, "64 MiB, transport='remote'", 1.5, 1)
     yield notifications(machine)
     yield fetch_add(machine)
     yield barrier(machine)
@@ -44,6 +48,8 @@ def notified_put(machine: Machine, nbytes: int, label: str, target: float, inner
         else:
             buffer.notify_wait(0)
             remote.put_notify(data, 0)
+            # Takes no time on a node.
+            remote.flush()
 
     def send_recv() -> None:
         if machine.rank == 0:

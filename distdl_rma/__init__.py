@@ -2,8 +2,13 @@
 
 Importing the package is cheap and starts nothing: names are loaded at their first use. So geometry works
 without MPI, and segments work without torch.
+
+Examples in docstrings have ``import numpy as np``, ``import torch``, ``from torch import nn``, ``from
+torch.nn import functional as F``, ``from mpi4py import MPI`` and the names of this package and of their own
+module. All of two ranks run them; they show what the first one prints.
 """
 
+import os
 import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -101,6 +106,16 @@ __all__ += errors.__all__
 __all__ += list(_HOMES)
 
 
+# A process that multiprocessing starts in a job, as a worker of a DataLoader, is no rank: starting MPI there
+# would end the job. It has no parent yet while it runs the script for functions and classes.
+_process = sys.modules.get("multiprocessing.process")
+if (
+    _process is not None
+    and (_process.parent_process() is not None or hasattr(_process.current_process(), "_inheriting"))
+    and any(key.startswith(("PMI_", "PMIX_", "OMPI_COMM_WORLD_")) for key in os.environ)
+):
+    os.environ.setdefault("MPI4PY_RC_INITIALIZE", "0")
+
 # Makes init_process_group("rma") known to torch, if torch is installed.
 register_with_torch()
 
@@ -115,4 +130,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    # Public names: the others serve this file.
+    return sorted({*__all__, *(name for name in globals() if name.startswith("__"))})

@@ -16,7 +16,7 @@ from typing import Any, Protocol, TextIO
 
 from mpi4py import MPI
 
-from distdl_rma.errors import ClosedError, ConfigurationError, DistdlError, PartitionError, PeerFailedError
+from distdl_rma.errors import ConfigurationError, DistdlError, PartitionError, PeerFailedError
 from distdl_rma.geometry.distribution import Distribution
 from distdl_rma.geometry.partition import Partition, integers
 from distdl_rma.segments.buffered_channel import Mailbox
@@ -24,7 +24,7 @@ from distdl_rma.segments.collectives.barrier import Barrier
 from distdl_rma.segments.collectives.equality_check import EqualityCheck
 from distdl_rma.segments.collectives.group import Group
 from distdl_rma.segments.manager import SegmentManager
-from distdl_rma.segments.memory.context import SharedByCopies
+from distdl_rma.segments.memory.context import SharedByCopies, refuse_fork
 from distdl_rma.segments.options import DEFAULT_TIMEOUT, chosen_timeout
 from distdl_rma.segments.transport.virtual_ranks import at_end_of_rank, is_virtual, world
 from distdl_rma.segments.waiting.error_texts import USABLE, append_state, cause_of, ends_with_state
@@ -87,6 +87,11 @@ def print0(*values: object, sep: str = " ", end: str = "\n", file: TextIO | None
 
     All ranks compute the arguments. Guard other actions of one rank, such as writing a file, by
     ``MPI.COMM_WORLD.rank == 0``.
+
+    Examples
+    --------
+    >>> print0("on the first rank")
+    on the first rank
     """
     if world().rank == 0:
         print(*values, sep=sep, end=end, file=file, flush=True)
@@ -133,6 +138,8 @@ class Machine(SharedByCopies):
 
     Raises
     ------
+    ArgumentError, ProtocolError
+        If ``comm`` is an intercommunicator, null or freed; if MPI is not initialised, or was finalised.
     PartitionError
         If an entry of M is no integer, out of range or listed twice, or this process is not in M.
     ConfigurationError, SegmentError
@@ -141,6 +148,15 @@ class Machine(SharedByCopies):
     Notes
     -----
     Interface document, chapter 1: r, M and ``|M|``.
+
+    Examples
+    --------
+    >>> with Machine(MPI.COMM_WORLD, segment_size="8MiB") as machine:
+    ...     total = machine.group().allreduce(1)
+    ...     total.active[:] = 1
+    ...     total.start()
+    ...     total.wait()
+    array([2.], dtype=float32)
     """
 
     def __init__(
@@ -155,6 +171,7 @@ class Machine(SharedByCopies):
         reserve: bool = False,
     ) -> None:
         base = world(comm)
+        refuse_fork(base)
         self.ranks = _check_ranks(base, ranks)
         self.rank: int = base.rank
         self._origin: tuple[MPI.Intracomm, int] | None = None
@@ -169,7 +186,6 @@ class Machine(SharedByCopies):
         self.forgets: list[Callable[[], None]] = []
         # Whether upper floors keep more than that, such as layers, which a failed backward leaves unusable.
         self.lasting = False
-        self._process = os.getpid()
         seconds = DEFAULT_TIMEOUT
         # All ranks raise for an invalid one, with errors of other options, after they have met.
         with suppress(ConfigurationError):
@@ -188,6 +204,7 @@ class Machine(SharedByCopies):
             self._not_at_exit = at_end_of_rank(self._end_with_rank)
         else:
             atexit.register(self._close_at_exit)
+            _ended_by_mpi()[self] = None
             self._not_at_exit = partial(atexit.unregister, self._close_at_exit)
             report_uncaught_errors(self.segments)
 
@@ -223,7 +240,7 @@ class Machine(SharedByCopies):
                 f"{place} belongs to no machine; make it with MPIPartition or Machine.partition"
             )
         if machine.closed:
-            raise ClosedError("machine: already closed")
+            raise machine.segments.closed_error("machine")
         return machine
 
     @property
@@ -321,8 +338,8 @@ class Machine(SharedByCopies):
         return self.segments.closed
 
     def _close_at_exit(self) -> None:
-        # Closing is collective, so every rank must get here. A forked process is not a rank.
-        if self.closed or MPI.Is_finalized() or os.getpid() != self._process:
+        # Closing is collective, so every rank must get here.
+        if self.closed or MPI.Is_finalized():
             return
         if self.segments.meet_at_exit(write_once):
             self.close()
@@ -362,6 +379,13 @@ def MPIPartition(comm: MPI.Intracomm) -> Partition:  # noqa: N802
 
     Repeated calls for a communicator return partitions of the same machine; the first call is collective. The
     machine closes when all these partitions were deactivated, or at exit, even if the communicator is freed.
+
+    Examples
+    --------
+    >>> P_world = MPIPartition(MPI.COMM_WORLD)
+    >>> P_x = P_world.create_cartesian_topology_partition((1, 1, P_world.size, 1))  # cuts the rows
+    >>> P_world.size, P_x.shape
+    (2, (1, 1, 2, 1))
     """
     machine = Machine.on(comm)
     return replace(machine.partition(), opened=_Use(machine))
@@ -389,6 +413,22 @@ class _Use(SharedByCopies):
 def _machine_key() -> int:
     # The communicator stores its machine under this key, made at the first use.
     return MPI.Comm.Create_keyval(copy_fn=None, delete_fn=_forget)
+
+
+@cache
+def _ended_by_mpi() -> weakref.WeakKeyDictionary[Machine, None]:
+    # Machines that ``MPI.Finalize`` closes: it frees COMM_SELF first, while the ranks still reach each other.
+    # In the order in which they were made, equal on all ranks.
+    machines: weakref.WeakKeyDictionary[Machine, None] = weakref.WeakKeyDictionary()
+
+    def end(*_: object) -> None:
+        for machine in list(machines):
+            machine._close_at_exit()
+            # A lost machine's memory goes with MPI too.
+            machine.segments.closed = True
+
+    MPI.COMM_SELF.Set_attr(MPI.Comm.Create_keyval(copy_fn=None, delete_fn=end), machines)
+    return machines
 
 
 def _forget(_comm: MPI.Comm, _key: int, machine: Machine) -> None:

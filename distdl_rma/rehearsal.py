@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextvars
 import ctypes
 import random
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import Any, TypeVar
 
 import numpy as np
@@ -74,8 +76,17 @@ def rehearse(
     Notes
     -----
     Each rank has its own state of the default random generators of Python, numpy and torch, which begins as
-    that of the caller; the caller's state is restored. Other state of the process, such as environment
-    variables, is shared.
+    that of the caller; the caller's state is restored. So do modes of the caller's thread: torch's gradients,
+    inference, autocast, hooks of saved tensors, modes of functions and of dispatch, with them the default
+    device, and all context variables. Other state of the process, such as environment variables, is shared.
+
+    Examples
+    --------
+    >>> def rows_of(comm):
+    ...     x = shard({"H": -1}, torch.zeros(1, 1, 10, 8))
+    ...     return x.to_local().shape[2]
+    >>> rehearse(4, rows_of)
+    [3, 3, 2, 2]
     """
     if type(ranks) is not int or ranks < 1:
         raise ArgumentError(f"rehearse: the number of ranks is a positive whole number, got {ranks!r}")
@@ -97,7 +108,11 @@ def played(
 
     The ``keeper`` is told of the waits of ranks.
     """
-    turns = Turns(ranks, seed, _states(), nodes, keeper)
+    turns, modes, variables = (
+        Turns(ranks, seed, _states(), nodes, keeper),
+        _modes(),
+        contextvars.copy_context(),
+    )
     results: dict[int, _T] = {}
     errors: list[tuple[int, BaseException]] = []
 
@@ -105,7 +120,8 @@ def played(
         error: BaseException | None = None
         with comm.entered():
             try:
-                results[comm.rank] = function(comm)
+                with modes():
+                    results[comm.rank] = variables.copy().run(function, comm)
             except RunAbandoned:
                 raise
             except BaseException as raised:  # noqa: BLE001
@@ -191,3 +207,37 @@ def _states() -> list[tuple[Callable[[], Any], Callable[[Any], object]]]:
         pairs.append((torch.get_rng_state, torch.set_rng_state))
         pairs.append((torch.get_default_dtype, torch.set_default_dtype))
     return pairs
+
+
+def _modes() -> Callable[[], ExitStack]:
+    # The modes that torch keeps for this thread, as a context for other threads.
+    torch: Any = sys.modules.get("torch")
+    if torch is None:
+        return ExitStack
+    inference, grad = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
+    kinds = [each for each in ("cpu", "cuda") if torch.is_autocast_enabled(each)]
+    casts = [(each, torch.get_autocast_dtype(each)) for each in kinds]
+    caches, hooks = torch.is_autocast_cache_enabled(), torch._C._autograd
+    saved = hooks._top_saved_tensors_default_hooks(True)
+    stacks = [
+        (torch.overrides, torch.overrides._get_current_function_mode_stack()),
+        (torch.utils._python_dispatch, torch.utils._python_dispatch._get_current_dispatch_mode_stack()),
+    ]
+
+    def entered() -> ExitStack:
+        with ExitStack() as stack:
+            stack.enter_context(torch.inference_mode(inference))
+            stack.enter_context(torch.set_grad_enabled(grad))
+            for kind, dtype in casts:
+                stack.enter_context(torch.autocast(kind, dtype, cache_enabled=caches))
+            if saved is not None:
+                hooks._push_saved_tensors_default_hooks(*saved)
+                stack.callback(hooks._pop_saved_tensors_default_hooks)
+            for module, modes in stacks:
+                for mode in modes:
+                    # Without what the mode does when it is entered: that happened once, for all.
+                    module._push_mode(mode)
+                    stack.callback(module._pop_mode)
+            return stack.pop_all()
+
+    return entered

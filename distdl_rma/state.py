@@ -14,6 +14,7 @@ from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.layers.core.layer import DistributedLayer
 from distdl_rma.layers.core.placement import as_whole
 from distdl_rma.ops.set_up_transfer import gather_whole
+from distdl_rma.split.tensor import SplitTensor
 
 
 def gather_state_dict(module: nn.Module, rank: int | None = None) -> dict[str, Any]:
@@ -43,9 +44,20 @@ def gather_state_dict(module: nn.Module, rank: int | None = None) -> dict[str, A
     Notes
     -----
     Requirements C, and the weight partitions of the layer documents.
+
+    Examples
+    --------
+    >>> from distdl_rma.layers import DistributedLinear
+    >>> P_world = MPIPartition(MPI.COMM_WORLD)
+    >>> P_x, P_W = (P_world.create_cartesian_topology_partition(s) for s in ((1, 2), (2, 1)))
+    >>> layer = DistributedLinear(P_x, P_x, P_W, in_features=6, out_features=8)
+    >>> layer.weight.shape, gather_state_dict(layer)["weight"].shape
+    (torch.Size([4, 6]), torch.Size([8, 6]))
     """
     held = module.state_dict().items()
-    state = {key: value.detach().clone() if isinstance(value, torch.Tensor) else value for key, value in held}
+    # A buffer is split where a layer of this library was called with a split tensor and no model around it.
+    wholes = ((key, x.full_tensor() if isinstance(x, SplitTensor) else x) for key, x in held)
+    state = {key: x.detach().clone() if isinstance(x, torch.Tensor) else x for key, x in wholes}
     cuts = scattered(module)
     if not cuts and rank is None:
         return state
@@ -69,6 +81,15 @@ def load_global_state_dict(module: nn.Module, state: Mapping[str, Any], strict: 
     Local: every rank passes the same global state, with the keys and global shapes of the sequential model.
     ``strict`` and the result are those of ``torch.nn.Module.load_state_dict``. ``ShapeError`` if a tensor
     does not have the global shape; nothing is loaded then.
+
+    Examples
+    --------
+    >>> from distdl_rma.layers import DistributedLinear
+    >>> P_world = MPIPartition(MPI.COMM_WORLD)
+    >>> P_x, P_W = (P_world.create_cartesian_topology_partition(s) for s in ((1, 2), (2, 1)))
+    >>> layer = DistributedLinear(P_x, P_x, P_W, in_features=6, out_features=8)
+    >>> load_global_state_dict(layer, nn.Linear(6, 8).state_dict())
+    <All keys matched successfully>
     """
     mine = dict(state)
     for key, blocks in scattered(module).items():
@@ -93,6 +114,18 @@ def whole_parameters(module: nn.Module) -> Iterator[None]:
 
     Elements that other ranks keep are zero at first. Within the context, parameters need the memory of the
     whole tensors, and the model must not compute.
+
+    Examples
+    --------
+    >>> from distdl_rma.layers import DistributedLinear
+    >>> P_world = MPIPartition(MPI.COMM_WORLD)
+    >>> P_x, P_W = (P_world.create_cartesian_topology_partition(s) for s in ((1, 2), (2, 1)))
+    >>> layer = DistributedLinear(P_x, P_x, P_W, in_features=6, out_features=8)
+    >>> with whole_parameters(layer):
+    ...     nn.init.eye_(layer.weight).shape
+    torch.Size([8, 6])
+    >>> layer.weight.shape
+    torch.Size([4, 6])
     """
     with ExitStack() as stack:
         for _, layer in _layers(module):

@@ -23,6 +23,15 @@ class Counters:
     them. ``notifications`` are those of buffers. ``flushes`` are MPI's waits for all messages to a peer on
     another node; one serves many puts and notifications. A wait that ends while it still spins on a
     notification, or on a flag of a small collective, is not counted.
+
+    Examples
+    --------
+    >>> machine = Machine(MPI.COMM_WORLD)
+    >>> inbox, peer = machine.segments.get_segment_buffer(64), 1 - machine.rank
+    >>> inbox.exchange([peer], label="inbox")[peer].put(np.zeros(8))
+    >>> counters = machine.segments.counters
+    >>> counters.puts, counters.bytes_put
+    (1, 64)
     """
 
     puts: int = 0
@@ -54,6 +63,18 @@ class Event:
         Whether it belongs to the backward of its layer, if that is known.
     travels
         Whether it is a message, under way while the rank did something else.
+
+    Examples
+    --------
+    >>> machine = Machine(MPI.COMM_WORLD)
+    >>> group = machine.group()
+    >>> with machine.record() as recording:
+    ...     total = group.allreduce(3)
+    ...     total.start()
+    ...     result = total.wait()
+    >>> event = recording.events[-1]
+    >>> event.kind, event.name, event.travels, event.end > event.begin
+    ('wait', 'allreduce', False, True)
     """
 
     kind: str
@@ -69,6 +90,17 @@ class Recording:
     """Events of one rank, in the order of their ends; complete when the recording is over.
 
     ``zero`` is the value of ``time.perf_counter()`` at second 0.
+
+    Examples
+    --------
+    >>> machine = Machine(MPI.COMM_WORLD)
+    >>> group = machine.group()
+    >>> with machine.record() as recording:
+    ...     total = group.allreduce(3)
+    ...     total.start()
+    ...     result = total.wait()
+    >>> [event.kind for event in recording.events]
+    ['start', 'allreduce', 'wait']
     """
 
     rank: int
@@ -182,6 +214,12 @@ def chrome_trace(recordings: Iterable[Recording]) -> str:
     """Recordings of several ranks as JSON in Chrome's trace format, for ``ui.perfetto.dev``.
 
     Each rank is a process, with one track for its actions and others for its messages.
+
+    Examples
+    --------
+    >>> text = chrome_trace([Recording(0, [Event("local", "conv", 0.0, 0.5)])])  # of each rank
+    >>> text[:15]  # a file of it opens in ui.perfetto.dev
+    '{"traceEvents":'
     """
     numbers = count(1)
     rows: list[dict[str, Any]] = []

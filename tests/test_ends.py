@@ -44,6 +44,32 @@ except DistdlError as error:
         )
 
 
+@pytest.mark.parametrize("norm", ["", ", torch.nn.InstanceNorm2d(1)"])
+def test_rank_that_dies_in_a_prediction_is_named_on_its_node(norm):
+    body = f"""
+import torch
+from distdl_rma import Source, predict
+reads = []
+
+def read(box):
+    reads.append(box)
+    if comm.rank == 1 and len(reads) == 3:
+        os._exit(3)
+    return np.ones([each.stop - each.start for each in box], np.float32)
+
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Conv2d(1, 1, 3, padding=1){norm})
+try:
+    predict(model, Source((90, 8), np.float32, read), grid={{"H": 12}})
+except DistdlError as error:
+    sys.stdout.write(f"{{comm.rank}} was told: {{type(error).__name__}}: {{error}}" + chr(10))
+    sys.stdout.flush()
+"""
+    _, out, err = run(3, body, preamble=APART, survive=True)
+    for rank in (0, 2):
+        assert re.search(rf"{rank} was told: PeerFailedError: rank 1 failed: it is silent", out), (out, err)
+
+
 def test_rank_that_ends_long_before_the_others_says_whom_it_waits_for_and_waits_on():
     body = """
 machine = Machine(segment_size="8MiB", timeout=30)
@@ -127,3 +153,41 @@ os._exit(0)
         r" to set notification 0 of buffer 'letters 1'",
         out,
     ), (out, err)
+
+
+BY_HAND = """
+import mpi4py
+mpi4py.rc.initialize = mpi4py.rc.finalize = False
+"""
+
+
+def test_mpi_that_the_user_starts_and_ends_is_needed_and_takes_open_machines_with_it():
+    body = """
+from distdl_rma import MPIPartition, print0
+def refused(kind, text, *calls):
+    for call in calls:
+        try:
+            call()
+        except kind as error:
+            assert text in str(error), error
+        else:
+            raise AssertionError(call)
+doors = (Machine, Machine.on, lambda: MPIPartition(comm), lambda: print0("a line"))
+refused(ProtocolError, "MPI is not initialised", *doors)
+MPI.Init_thread()
+machine, lost = (Machine(segment_size="1MiB", timeout=20, transport=way) for way in ("auto", "remote"))
+buffer = machine.segments.get_segment_buffer(64, 1)
+peer = buffer.exchange([1 - comm.rank])[1 - comm.rank]
+peer.put(np.ones(8))
+lost.group().barrier()
+lost.fail(OSError("disk on fire"))
+MPI.Finalize()
+refused(ProtocolError, "was finalised", *doors)
+after = machine.describe, lambda: peer.put(np.ones(8)), lambda: buffer.array, lost.describe
+refused(ClosedError, "closed", *after)
+machine.close()
+lost.close()
+sys.stdout.write(f"rank {machine.rank} is at its end" + chr(10))
+"""
+    code, out, err = run(2, body, preamble=BY_HAND + LIGHT)
+    assert code == 0 and all(f"rank {rank} is at its end" in out for rank in range(2)), (out, err)

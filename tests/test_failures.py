@@ -129,3 +129,27 @@ def test_all_tracebacks_are_there_for_who_wants_them():
     body = CONV + "if comm.rank == 1:\n    raise ValueError('wrong')\nlayer(x)\n"
     lines, tracebacks, err = _printed(3, body, DISTDL_RMA_FULL_TRACEBACKS="1")
     assert tracebacks == 3 and not lines and "runpy" in err
+
+
+def test_rank_whose_answer_comes_behind_large_transfers_is_busy_and_not_silent():
+    body = """
+with Machine(segment_size="24MiB", transport="remote", progress="none", timeout=60) as machine:
+    buffer = machine.segments.get_segment_buffer(16 << 20, 1)
+    peer = buffer.exchange([1 - comm.rank])[1 - comm.rank]
+    comm.Barrier()
+    if comm.rank == 0:
+        peer.put_notify(np.ones(16 << 20, np.uint8), 0)
+        try:
+            peer.flush(timeout=0.3)
+        except ExchangeTimeout as error:
+            sys.stdout.write(str(error) + chr(10))
+            sys.stdout.flush()
+        peer.flush()
+    else:
+        time.sleep(3)
+        buffer.notify_wait(0)
+        assert buffer.array.all()
+"""
+    code, out, err = run(2, body, preamble=LIGHT)
+    assert code == 0, err
+    assert "rank 1 is busy: no answer within 0.3 s, behind 16777216 bytes that are under way" in out

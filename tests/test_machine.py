@@ -11,6 +11,7 @@ import pytest
 from mpi4py import MPI
 
 from distdl_rma import (
+    ArgumentError,
     ClosedError,
     ConfigurationError,
     ExchangeTimeout,
@@ -20,6 +21,9 @@ from distdl_rma import (
     ProtocolError,
     SegmentError,
 )
+from distdl_rma.machine import launched
+from distdl_rma.out_of_core.processes import Processes
+from distdl_rma.segments import SegmentManager
 from distdl_rma.segments.transport import node_memory
 from distdl_rma.segments.waiting import meeting
 from distdl_rma.segments.waiting.meeting import JobBoard
@@ -81,6 +85,24 @@ def test_wrong_list_of_ranks_names_the_entry(comm):
         others = [rank for rank in range(comm.size) if rank != comm.rank]
         with pytest.raises(PartitionError, match=f"rank {comm.rank} made this call but is not in M"):
             Machine(comm, others)
+
+
+@pytest.mark.processes
+def test_what_is_no_communicator_of_one_group_of_ranks_is_refused_at_every_door(comm):
+    freed = comm.Dup()
+    freed.Free()
+    wrong = [(MPI.COMM_NULL, "COMM_NULL"), (freed, "freed"), (3, "int 3"), (MPI.Comm(comm), "Comm: ")]
+    if comm.size > 1:
+        half = comm.Split(comm.rank % 2, comm.rank)
+        wrong.append((half.Create_intercomm(0, comm, 1 - comm.rank % 2), "Intercomm: .*Merge"))
+    doors = Machine, Machine.on, Machine.known, MPIPartition, SegmentManager, launched, Processes
+    for door in doors:
+        for given, text in wrong:
+            with pytest.raises(ArgumentError, match=f"communicator of one group of ranks .* got .*{text}"):
+                door(given)
+    if comm.size > 1:
+        wrong[-1][0].Free()
+        half.Free()
 
 
 @pytest.mark.mpi(min_size=2)

@@ -2,6 +2,9 @@
 
 import random
 import threading
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,6 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from distdl_rma import (
     ArgumentError,
@@ -27,7 +32,7 @@ from distdl_rma import (
     shard,
 )
 from distdl_rma.segments import Channel
-from distdl_rma.segments.transport import node_memory
+from distdl_rma.segments.transport import node_memory, stuck
 from tests.segments.exchanges import NAMES, expected, movements, values
 
 ALL = st.integers(1, 7)
@@ -176,6 +181,77 @@ def test_each_rank_has_its_own_default_type():
     single, half, double = torch.float32, torch.float16, torch.float64
     assert rehearse(3, play) == [(single, double, double), (single, half, single), (single, single, single)]
     assert torch.get_default_dtype() == torch.float32
+
+
+class Watches(TorchFunctionMode):
+    """Notes the functions that are called."""
+
+    def __init__(self):
+        self.seen = []
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        self.seen.append(func)
+        return func(*args, **(kwargs or {}))
+
+
+class Dispatches(TorchDispatchMode):
+    """Notes the operators that are called."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.seen.append(func.overloadpacket)
+        return func(*args, **(kwargs or {}))
+
+
+MODES = {
+    "none": nullcontext,
+    "no_grad": torch.no_grad,
+    "inference_mode": torch.inference_mode,
+    "autocast": lambda: torch.autocast("cpu", torch.bfloat16, cache_enabled=False),
+    "float16": lambda: torch.autocast("cpu", torch.float16),
+    "device": lambda: torch.device("meta"),
+    "hooks": lambda: torch.autograd.graph.saved_tensors_hooks(torch.Tensor.double, lambda x: x),
+    "errstate": lambda: np.errstate(divide="raise"),
+}
+
+
+def modes():
+    """What the modes of this thread do."""
+    x = torch.ones(2, 2, requires_grad=True)
+    y = x @ x
+    saved = getattr(y.grad_fn, "_saved_self", None)
+    return (
+        torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.is_autocast_enabled("cpu"),
+        torch.get_autocast_dtype("cpu"), torch.is_autocast_cache_enabled(), y.dtype, y.device,
+        y.requires_grad, saved is not None and saved.dtype, np.geterr()["divide"], torch.get_default_device(),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MODES)
+def test_ranks_have_the_modes_of_the_caller_and_change_their_own(name):
+    def play(comm):
+        found = modes()
+        torch.set_grad_enabled(comm.rank == 0)
+        comm.Barrier()
+        assert torch.is_grad_enabled() == (comm.rank == 0)
+        return found
+
+    plain = modes()
+    with MODES[name]():
+        wanted = modes()
+        assert rehearse(2, play) == [wanted, wanted]
+        assert modes() == wanted
+    assert (wanted == plain) == (name == "none")
+
+
+def test_modes_of_functions_and_of_dispatch_see_the_ranks():
+    with Watches() as functions, Dispatches() as operators:
+        rehearse(3, lambda comm: torch.ones(2).cosh())
+    assert functions.seen.count(torch.Tensor.cosh) == operators.seen.count(torch.ops.aten.cosh) == 3
+    assert not torch.overrides._get_current_function_mode_stack()
 
 
 def test_normal_numbers_that_numpy_keeps_from_a_pair_are_those_of_the_rank():
@@ -344,12 +420,13 @@ def test_sixty_four_ranks_convolve_and_sum():
     assert sums[0] == pytest.approx(expected.sum().item())
 
 
-def test_threads_that_cannot_be_started_are_an_error_and_none_is_left(monkeypatch):
+@pytest.mark.parametrize("problem", [RuntimeError, MemoryError])
+def test_threads_that_cannot_be_started_are_an_error_and_none_is_left(monkeypatch, problem):
     start, started = threading.Thread.start, []
 
     def few(thread):
         if len(started) == 3:
-            raise RuntimeError("can't start new thread")
+            raise problem("can't start new thread")
         started.append(thread)
         start(thread)
 
@@ -361,6 +438,55 @@ def test_threads_that_cannot_be_started_are_an_error_and_none_is_left(monkeypatc
         thread.join(20)
     assert not any(thread.is_alive() for thread in started)
     assert rehearse(2, lambda comm: comm.rank) == [0, 1]
+
+
+LOCKED = threading.Lock()
+
+
+def of_module(comm, _):
+    with LOCKED:
+        comm.Barrier()
+
+
+def of_argument(comm, lock):
+    with lock:
+        comm.Barrier()
+
+
+def of_object(comm, lock):
+    holder = SimpleNamespace(lock=lock)
+    with holder.lock:
+        Machine(comm, segment_size="1MiB").group().barrier(timeout=1)
+
+
+def of_event(comm, lock, event=threading.Event()):  # noqa: B008
+    # The other rank has begun.
+    comm.Barrier()
+    if comm.rank:
+        event.wait()
+    comm.Barrier()
+    event.set()
+
+
+@pytest.mark.skipif(not Path("/proc/self/syscall").exists(), reason="waits of threads cannot be seen here")
+@pytest.mark.parametrize("function", [of_module, of_argument, of_object, of_event])
+def test_a_lock_of_a_rank_without_a_turn_is_an_error_with_both_places(function):
+    with pytest.raises(ProtocolError, match="has the turn and waits for a lock") as caught:
+        rehearse(2, function, threading.Lock())
+    assert str(caught.value).count(f"in {function.__name__}") == 2
+    assert rehearse(2, lambda comm: comm.Barrier()) == [None, None]
+
+
+def test_a_lock_that_a_thread_of_the_rank_releases_is_waited_for(monkeypatch):
+    monkeypatch.setattr(stuck, "LOOK_SECONDS", 0.05)
+
+    def play(comm, lock):
+        lock.acquire()
+        threading.Timer(0.6, lock.release).start()
+        with lock:
+            return comm.rank
+
+    assert rehearse(2, lambda comm: play(comm, threading.Lock())) == [0, 1]
 
 
 def test_ranks_that_fail_leave_nothing_that_real_ranks_would_lack():

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from distdl_rma import GradientSync, gather_state_dict, whole_parameters
+from distdl_rma import GradientSync, gather_state_dict, load_global_state_dict, shard, whole_parameters
 from distdl_rma.layers import (
     DistributedBatchNorm1d,
     DistributedConv1d,
@@ -132,3 +132,26 @@ def test_a_weight_that_two_layers_share_is_initialised_under_a_sync_too(P_world,
         theirs(x).sum().backward()
         rows = torch.arange(6).tensor_split(comm.size)[comm.rank]
         torch.testing.assert_close(ours[0].weight.grad, theirs[0].weight.grad[rows])
+
+
+def test_a_buffer_to_which_a_split_tensor_was_assigned_is_whole_in_the_state(P_world):
+    class Mean(nn.Module):
+        def __init__(self, conv):
+            super().__init__()
+            self.conv = conv
+            self.register_buffer("mean", torch.zeros(8))
+
+        def forward(self, x):
+            y = self.conv(x)
+            self.mean = y.detach().mean((0, 1))
+            return y
+
+    P_x = P_world.create_cartesian_topology_partition((1, 1, P_world.size))
+    torch.manual_seed(2)
+    alone, x = Mean(nn.Conv1d(2, 3, 3, padding=1, **DTYPE)), torch.rand(1, 2, 8, **DTYPE)
+    split = Mean(DistributedConv1d(P_x, 2, 3, 3, padding=1, **DTYPE))
+    load_global_state_dict(split, alone.state_dict())
+    alone(x), split(shard(P_x, x))
+    state = gather_state_dict(split)
+    assert type(state["mean"]) is torch.Tensor
+    torch.testing.assert_close(state, dict(alone.state_dict()))

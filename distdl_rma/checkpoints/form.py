@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import base64
-from collections import Counter
+import json
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -24,6 +25,18 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 NAMED_DTYPES = {dtype_name(dtype): dtype for dtype in DTYPES}
+# As values of a state; a table, since a file must not name other things of torch.
+_AS_VALUES = {dtype_name(each): each for each in vars(torch).values() if isinstance(each, torch.dtype)}
+_SEQUENCES: dict[str, type[Any]] = {each.__name__: each for each in (tuple, set, frozenset, torch.Size)}
+_DICTS: dict[str, type[Any]] = {each.__name__: each for each in (dict, OrderedDict, Counter, defaultdict)}
+_FACTORIES: dict[str, type[Any]] = {each.__name__: each for each in (list, dict, set, int, float, str, bool)}
+_SIMPLE: dict[type[Any], Callable[[Any], Any]] = {
+    bytes: lambda value: base64.b64encode(value).decode(),
+    complex: lambda value: [value.real, value.imag],
+    torch.dtype: dtype_name,
+}
+# Kinds of numpy's dtypes whose elements are bytes without references.
+_OF_BYTES = "biufcSUMm"
 
 
 def checked(name: str, tensor: torch.Tensor) -> torch.Tensor:
@@ -36,68 +49,93 @@ def checked(name: str, tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def encode(value: Any, name: str, take: Take) -> Any:  # noqa: PLR0911 - a table of types
+def encode(value: Any, name: str, take: Take) -> Any:  # noqa: C901, PLR0911 - a table of types
     """Value in JSON's types; ``take`` gets its tensors. ``UnsupportedError`` names a part without a form.
 
     Lists are lists. Other containers and values are objects with one key, their type.
     """
-    if type(value) in _PLAIN:
+    kind = type(value)
+    if kind in _PLAIN:
         return value
     if isinstance(value, torch.Tensor):
         return take(name, checked(name, value))
-    if isinstance(value, np.generic) and (value.dtype.kind in "SU" or value.dtype in NUMPY.values()):
-        return encode(value.item(), name, take)
-    if type(value) in (np.ndarray, np.memmap) and value.dtype in NUMPY.values():
-        return {"array": take(name, torch.from_numpy(np.asarray(value, order="C")))}
-    if type(value) in (list, tuple, set, frozenset, torch.Size):
-        parts = sorted(value) if isinstance(value, (set, frozenset)) else value
-        inside = [encode(part, f"{name}/{at}", take) for at, part in enumerate(parts)]
-        kind = "tuple" if isinstance(value, tuple) else type(value).__name__
-        return inside if kind == "list" else {kind: inside}
-    if isinstance(value, dict):
+    if isinstance(value, np.generic) and value.dtype.kind in _OF_BYTES:
+        return {"number": [value.dtype.str, base64.b64encode(value.tobytes()).decode()]}
+    if kind in (np.ndarray, np.memmap) and value.dtype.kind in "O" + _OF_BYTES:
+        return _array(value, name, take)
+    if kind is np.ma.MaskedArray and value.dtype.kind not in "OSUV":
+        parts = {"data": value.data, "mask": np.ma.getmaskarray(value), "fill_value": value.fill_value}
+        return {"masked": encode(parts | {"hard_mask": bool(value.hardmask)}, name, take)}
+    if kind in (set, frozenset):
+        # Their order differs between ranks.
+        return {kind.__name__: sorted((encode(part, name, take) for part in value), key=json.dumps)}
+    if kind is list or _SEQUENCES.get(kind.__name__) is kind:
+        inside = [encode(part, f"{name}/{at}", take) for at, part in enumerate(value)]
+        return inside if kind is list else {kind.__name__: inside}
+    if _DICTS.get(kind.__name__) is kind:
         # Keys may be numbers, and their order counts.
-        pairs = [[encode(k, name, take), encode(v, f"{name}/{k}", take)] for k, v in value.items()]
-        return {"Counter" if isinstance(value, Counter) else "dict": pairs}
-    if isinstance(value, bytes):
-        return {"bytes": base64.b64encode(value).decode()}
-    if isinstance(value, complex):
-        return {"complex": [value.real, value.imag]}
-    if isinstance(value, torch.dtype):
-        return {"dtype": dtype_name(value)}
+        pairs: list[Any] = [[encode(k, name, take), encode(v, f"{name}/{k}", take)] for k, v in value.items()]
+        made = getattr(value, "default_factory", None)
+        if made is None or made in _FACTORIES.values():
+            return {kind.__name__: [made and made.__name__, pairs] if kind is defaultdict else pairs}
+    if kind in _SIMPLE:
+        return {kind.__name__: _SIMPLE[kind](value)}
     raise UnsupportedError(
-        f"checkpoint: {name!r} is a {type(value).__name__}, which has no form without pickle; its owner's"
-        " state_dict() may have numbers, strings, lists, dicts, arrays and tensors"
+        f"checkpoint: {name!r} is a {kind.__name__}, which has no form without pickle; its owner's"
+        " state_dict() may have numbers, strings, lists, dicts, arrays and tensors; generators of random"
+        " numbers and objects with state_dict() are entries of the state itself"
     )
 
 
+def _array(value: np.ndarray[Any, Any], name: str, take: Take) -> Any:
+    if value.dtype in NUMPY.values():
+        return {"array": take(name, torch.from_numpy(np.asarray(value, order="C")))}
+    if value.dtype.hasobject:
+        return {"objects": [list(value.shape), encode(value.ravel().tolist(), name, take)]}
+    # torch has no such elements: other orders of bytes, texts, dates.
+    words = torch.from_numpy(np.ascontiguousarray(value).reshape(-1).view(np.uint8))
+    return {"elements": [value.dtype.str, list(value.shape), take(name, words)]}
+
+
 def in_line(tensor: torch.Tensor) -> Any:
-    """A tensor of one real number, in the JSON itself."""
-    return {"scalar": [dtype_name(tensor.dtype), tensor.item()]}
+    """A tensor of few real numbers, in the JSON itself."""
+    return {"scalar": [dtype_name(tensor.dtype), tensor.tolist()]}
 
 
 def decode(form: Any, give: Callable[[str], torch.Tensor]) -> Any:
-    """The value of a form; ``give`` returns the tensor of a name."""
+    """The value of a form; ``give`` returns the tensor of a name. Errors of Python if it is no form."""
     if isinstance(form, list):
         return [decode(part, give) for part in form]
     if not isinstance(form, dict):
         return form
     ((kind, inside),) = form.items()
-    if kind in ("dict", "Counter"):
-        pairs = {decode(key, give): decode(value, give) for key, value in inside}
-        return Counter(pairs) if kind == "Counter" else pairs
+    if kind in _SEQUENCES:
+        return _SEQUENCES[kind](decode(inside, give))
+    if kind in _DICTS:
+        made, pairs = inside if kind == "defaultdict" else (None, inside)
+        found = {decode(key, give): decode(value, give) for key, value in pairs}
+        return _DICTS[kind](*[made and _FACTORIES[made]] * (kind == "defaultdict"), found)
     return _VALUES[kind](inside, give)
+
+
+def _elements(memory: Any, name: str, shape: Any = ()) -> np.ndarray[Any, Any]:
+    dtype = np.dtype(name)
+    if dtype.kind not in _OF_BYTES:
+        raise ValueError(f"elements of {dtype}")
+    return np.ndarray(tuple(shape), dtype, memory)
 
 
 _VALUES: dict[str, Callable[[Any, Callable[[str], torch.Tensor]], Any]] = {
     "tensor": lambda inside, give: give(inside),
     "array": lambda inside, give: decode(inside, give).numpy(),
+    "elements": lambda inside, give: _elements(decode(inside[2], give).numpy(), *inside[:2]),
+    "number": lambda inside, give: _elements(base64.b64decode(inside[1]), inside[0])[()],
+    "objects": lambda inside, give: np.fromiter(decode(inside[1], give), object).reshape(inside[0]),
+    "masked": lambda inside, give: np.ma.MaskedArray(**decode(inside, give)),
     "scalar": lambda inside, give: torch.tensor(inside[1], dtype=NAMED_DTYPES[inside[0]]),
-    "tuple": lambda inside, give: tuple(decode(inside, give)),
-    "set": lambda inside, give: set(decode(inside, give)),
-    "frozenset": lambda inside, give: frozenset(decode(inside, give)),
-    "bytes": lambda inside, give: base64.b64decode(inside),
+    "bytes": lambda inside, give: base64.b64decode(inside, validate=True),
     "complex": lambda inside, give: complex(*inside),
-    "dtype": lambda inside, give: getattr(torch, inside),
+    "dtype": lambda inside, give: _AS_VALUES[inside],
 }
 
 

@@ -54,14 +54,14 @@ class Item:
         return prod(self.shape) * self.dtype.itemsize
 
 
-def planned(kinds: Mapping[str, Kind], metadata: Mapping[str, str]) -> tuple[bytes, list[Item]]:
+def planned(kinds: Mapping[str, Kind], step: int) -> tuple[bytes, list[Item]]:
     """Head of the data file, in the format of safetensors, and the items in the order of their offsets.
 
     Larger elements come first, so that all elements are aligned. Alike on all ranks for the same arguments.
     """
     found = [(name, NAMED_DTYPES[kind], shape) for name, (kind, shape) in kinds.items()]
     found.sort(key=lambda one: (-one[1].itemsize, one[0]))
-    header: dict[str, object] = {"__metadata__": dict(metadata)}
+    header: dict[str, object] = {"__metadata__": {"format": "pt", "step": str(step)}}
     begin = 0
     for name, dtype, shape in found:
         end = begin + prod(shape) * dtype.itemsize
@@ -105,20 +105,15 @@ class Part:
     def runs(self, first: int, last: int) -> Iterator[tuple[int, int, int]]:
         """For elements [first, last): offset in the file, first element and number of each contiguous run."""
         length, outer = self._rows
-        size, shape = self.item.dtype.itemsize, self.item.shape
-        at = first
-        while at < last:
-            number, inside = divmod(at, length)
-            count = min(length - inside, last - at)
-            place = self.box.start[len(outer)] if len(outer) < len(shape) else 0
-            steps = prod(shape[len(outer) + 1 :])
-            place *= steps
+        strides = [prod(self.item.shape[d + 1 :]) for d in range(len(self.item.shape))]
+        corner = sum(start * stride for start, stride in zip(self.box.start, strides, strict=True))
+        for row in range(first // length, -(-last // length)):
+            begin, end = max(first, row * length), min(last, (row + 1) * length)
+            place, number = corner + begin - row * length, row
             for d in reversed(range(len(outer))):
-                steps *= shape[d + 1]
                 number, index = divmod(number, outer[d])
-                place += (self.box.start[d] + index) * steps
-            yield self.item.offset + (place + inside) * size, at, count
-            at += count
+                place += index * strides[d]
+            yield self.item.offset + place * self.item.dtype.itemsize, begin, end - begin
 
     def checksum(self, elements: torch.Tensor, first: int) -> int:
         """Checksum of elements of the box from ``first`` on, given as a flat tensor; modulo 2^64.

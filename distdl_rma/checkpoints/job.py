@@ -19,7 +19,6 @@ import torch
 
 from distdl_rma.checkpoints import files, objects
 from distdl_rma.checkpoints.files import Piece, Saved
-from distdl_rma.checkpoints.form import dtype_name
 from distdl_rma.checkpoints.items import ALIGNED, Holding, Item, Part, fingerprint, holdings, planned
 from distdl_rma.checks.consensus import Consensus, gather_words, together
 from distdl_rma.dtypes import flat_bytes
@@ -29,7 +28,6 @@ from distdl_rma.errors import (
     ConfigurationError,
     DistdlError,
     MismatchError,
-    UnsupportedError,
 )
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.machine import Machine
@@ -50,7 +48,6 @@ class _Job(NamedTuple):
     # A checkpoint that is being written.
     path: Path
     body: dict[str, Any]
-    items: list[Item]
     sums: Future[dict[str, int]]
     memory: torch.Tensor | None
 
@@ -136,6 +133,20 @@ class Checkpoints:
         If an argument is invalid, or differs between ranks; on all ranks.
     CheckpointError
         If the folder cannot be made.
+
+    Examples
+    --------
+    >>> model = distribute(nn.Conv2d(1, 4, 3), {"H": -1})
+    >>> optimizer = torch.optim.Adam(model.parameters())
+    >>> state = {"model": model, "optimizer": optimizer}
+    >>> with Checkpoints("run", every=2) as checkpoints:
+    ...     for step in range(checkpoints.restore(state), 4):  # from 0 in a new folder
+    ...         model(torch.ones(1, 1, 8, 8)).mean().backward()
+    ...         optimizer.step()
+    ...         if checkpoints.due(step + 1):
+    ...             path = checkpoints.save(state, step + 1)
+    >>> load_checkpoint("run", nn.Conv2d(1, 4, 3))
+    4
     """
 
     def __init__(
@@ -167,6 +178,8 @@ class Checkpoints:
             lambda: os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOWEST_PRIORITY),
         )
         self._deletion: Future[None] | None = None
+        # The step that was saved or restored last: what follows it in the folder is of a run that was left.
+        self._at: int | None = None
         self._signalled = self._stopping = self._closed = self._tidy = False
         self._handlers = dict[signal.Signals, Any]()
         try:
@@ -260,16 +273,20 @@ class Checkpoints:
         ----------
         state
             Names and objects: models, optimizers, objects with ``state_dict`` and ``load_state_dict``
-            (schedulers, scalers, averaged models, loaders), tensors, split tensors, numbers, strings, lists
-            and dicts of these. Generators of torch (CPU), Python and numpy are saved besides. Tensors that
-            are whole on all ranks have to be equal there; each rank writes some bytes of them.
+            (schedulers, scalers, averaged models, loaders), tensors, split tensors, generators of random
+            numbers, numbers, strings, arrays, lists and dicts of these. The generators of torch (CPU), Python
+            and numpy are saved besides. Tensors that are whole on all ranks have to be equal there; each rank
+            writes some bytes of them.
         step
-            Number of the step; a complete checkpoint of this step is replaced.
+            Number of the step; a complete checkpoint of this step is replaced. Those of later steps, and
+            those behind the step that this job has saved or restored last, are of a run that was left: they
+            get names such as ``step-20.retired``, with a ``RuntimeWarning`` on one rank, and stay.
 
         Raises
         ------
         UnsupportedError
-            If an object cannot be saved exactly without pickle.
+            If an object cannot be saved exactly without pickle, or the manifest would exceed 64 MiB; before
+            a file is made.
         MismatchError
             If the ranks save different things, or different copies of a tensor.
         CheckpointError
@@ -297,19 +314,20 @@ class Checkpoints:
         of_ranks = gather_words(home.segments, generators, self._call)
         kinds = {name: (kind, tuple(shape)) for name, (kind, shape) in one["kinds"].items()}
         held.lay_out(one["forms"])
-        head, items = planned(kinds, {"format": "pt", "step": str(step)})
+        head, items = planned(kinds, step)
         together = self._compared_holdings(items, held)
-        nbytes = len(head) + sum(item.nbytes for item in items)
-        self._begin(path, head, nbytes)
         body = {
-            "version": files.VERSION, "step": step, "ranks": home.size, "nbytes": nbytes, "main": main,
-            "head": [len(head), files.digest(head)], "forms": one["forms"],
-            "generators": _joined(list(of_ranks.values())),
+            "version": files.VERSION, "step": step, "ranks": home.size, "main": main, "forms": one["forms"],
+            "generators": _joined(list(of_ranks.values())), **files.described(head, items),
         }  # fmt: skip
+        for item in body["items"]:
+            # Its checksum follows.
+            item.append(f"{0:016x}")
+        self._begin(path, head, body)
         shares = (
             share for each in together for share in each.share(each.ranks.index(home.rank), len(each.ranks))
         )
-        self._write(path, body, items, files.cut_out(held.tensors, shares))
+        self._write(path, body, files.cut_out(held.tensors, shares))
         return path
 
     def _compared_holdings(self, items: list[Item], held: objects.Objects) -> list[Holding]:
@@ -336,28 +354,28 @@ class Checkpoints:
             )
         return found
 
-    def _begin(self, path: Path, head: bytes, nbytes: int) -> None:
+    def _begin(self, path: Path, head: bytes, body: dict[str, Any]) -> None:
         # The first rank makes the directory; before the first one, it deletes what killed jobs have left.
         with self._together():
             if self._first:
                 if not self._tidy:
                     files.tidy(self.folder)
-                files.begin(path, head, nbytes)
+                files.begin(path, head, body)
         self._tidy = True
 
-    def _write(self, path: Path, body: dict[str, Any], items: list[Item], pieces: Iterator[Piece]) -> None:
+    def _write(self, path: Path, body: dict[str, Any], pieces: Iterator[Piece]) -> None:
         # This rank's pieces: at once, or copies of them by the thread.
         if self._asynchronous:
             copies, memory = self._copied(list(pieces))
             written = self._thread.submit(files.write, path, copies)
-            self._jobs.append(_Job(path, body, items, written, memory))
+            self._jobs.append(_Job(path, body, written, memory))
             return
         written = Future()
         try:
             written.set_result(files.write(path, pieces))
         except Exception as error:  # noqa: BLE001 - ``_complete`` raises it on all ranks
             written.set_exception(error)
-        self._jobs.append(_Job(path, body, items, written, None))
+        self._jobs.append(_Job(path, body, written, None))
         self._complete()
 
     def _copied(self, pieces: list[Piece]) -> tuple[list[Piece], torch.Tensor]:
@@ -380,16 +398,15 @@ class Checkpoints:
         try:
             with self._together():
                 sums = job.sums.result()
-            totals = self._summed([sums.get(item.name, 0) for item in job.items])
-            job.body["items"] = [
-                [i.name, dtype_name(i.dtype), i.shape, i.offset, f"{total:016x}"]
-                for i, total in zip(job.items, totals, strict=True)
-            ]
+            items = job.body["items"]
+            for item, total in zip(items, self._summed([sums.get(i[0], 0) for i in items]), strict=True):
+                item[-1] = f"{total:016x}"
             with self._together():
                 if self._deletion is not None:
                     wait([self._deletion])
                 if self._first:
-                    files.publish(job.path, job.body)
+                    files.publish(job.path, job.body, self._at)
+            self._at = int(job.body["step"])
         except Exception:
             with self._together():
                 if self._first:
@@ -435,8 +452,9 @@ class Checkpoints:
         Raises
         ------
         CheckpointError
-            If a file is damaged, of a newer version or of another model, or cannot be read. The file, the
-            keys or the tensor are named, and the checkpoint before. Nothing has been changed.
+            If a file is damaged, of a newer version or of another model, or cannot be read, or an object
+            refuses its state. The file, the keys or the tensor are named, and the checkpoint before. Nothing
+            has been changed.
         ShapeError
             If shapes or dtypes of tensors differ.
         """
@@ -448,29 +466,24 @@ class Checkpoints:
         saved = self._opened(step)
         if saved is None:
             return 0
-        body, drawn = saved.body, saved.body["generators"]
-        kinds = saved.kinds()
-        with self._together() as facts:
+        body = saved.body
+        with self._together() as facts, saved.named():
             held = objects.Objects(state, body["main"], scattered)
             facts["names of the state"] = sorted(state)
-            if generators and len(drawn["torch"]) not in (1, self._machine.size):
-                raise UnsupportedError(
-                    f"checkpoint: the generators of its {len(drawn['torch'])} ranks differed, and"
-                    f" {self._machine.size} ranks cannot go on with them: seed all ranks alike, or"
-                    " restore(..., generators=False)"
-                )
-            wanted = held.wanted(body["forms"], kinds)
-        items, own = saved.items(wanted), held.in_place()
-        tensors = {i.name: held.blank(i) for i in items if own.get(i.name) is None}
+            place, size = self._machine.ranks.index(self._machine.rank), self._machine.size
+            drawn = objects.drawn(body["generators"], place, size) if generators else {}
+            wanted = held.wanted(body["forms"], saved.kinds())
+            items, own = saved.items(wanted), held.in_place()
+            tensors = {i.name: held.blank(i) for i in items if own.get(i.name) is None}
         tensors |= {name: x for name, x in own.items() if x is not None}
         shares = self._read(saved, items, held, own, tensors)
         self._pass_on([each for each in shares if not each.in_place], tensors)
         in_place = [each for each in shares if each.in_place]
-        held.load(body["forms"], tensors, self._together, lambda: self._pass_on(in_place, tensors))
-        if generators:
-            place, size = self._machine.ranks.index(self._machine.rank), self._machine.size
-            objects.set_generators({k: v[place % len(v)] for k, v in drawn.items() if len(v) in (1, size)})
-        return int(body["step"])
+        with saved.named():
+            held.load(body["forms"], tensors, self._together, lambda: self._pass_on(in_place, tensors))
+        objects.set_generators(drawn)
+        self._at = int(body["step"])
+        return self._at
 
     def _opened(self, step: int | None) -> Saved | None:
         # The manifest, which one rank reads.

@@ -40,6 +40,15 @@ def load_checkpoint(
         If there is none, or it is damaged, of a newer version or of another model.
     ShapeError
         If shapes or dtypes of tensors differ.
+
+    Examples
+    --------
+    >>> model = distribute(nn.Conv2d(1, 4, 3), {"H": -1})
+    >>> with Checkpoints("run") as checkpoints:
+    ...     checkpoints.save({"model": model}, step=20).name
+    'step-20'
+    >>> load_checkpoint("run", nn.Conv2d(1, 4, 3))  # also in a process alone, without MPI
+    20
     """
     path = Path(folder).absolute()
     with files.explained("reading", path, "may it be read?"):
@@ -49,15 +58,16 @@ def load_checkpoint(
                 raise CheckpointError(f"load_checkpoint: {path} is no checkpoint, nor has it a complete one")
             path = found[0]
     saved = files.opened(path)
-    body, kinds = saved.body, saved.kinds()
+    body = saved.body
     cuts: Cuts = lambda _module: {}  # noqa: E731
     if "distdl_rma.layers.core.layer" in sys.modules:
         # Otherwise no layer of a model can be distributed, and MPI is not needed.
         from distdl_rma.state import scattered as cuts
     state = {name or body["main"] or "model": into} if isinstance(into, nn.Module) else into
-    objects = Objects(state, body["main"], cuts)
-    items = saved.items(objects.wanted(body["forms"], kinds))
-    tensors, parts = {item.name: objects.blank(item) for item in items}, list(map(objects.part, items))
+    with saved.named():
+        objects = Objects(state, body["main"], cuts)
+        items = saved.items(objects.wanted(body["forms"], saved.kinds()))
+        tensors, parts = {item.name: objects.blank(item) for item in items}, list(map(objects.part, items))
     held = holdings((part, (0,)) for part in parts)
     pieces = (piece for each in held for piece in files.cut_out(tensors, each.share(0, 1)))
     with files.explained("reading", saved.data, "may it be read?"):
@@ -66,5 +76,6 @@ def load_checkpoint(
         name, whole = part.item.name, part.nbytes == part.item.nbytes
         if whole and totals.get(name, 0) % (1 << 64) != sums[name]:
             raise saved.damaged(f"the checksum of {name!r} does not fit", saved.data)
-    objects.load(body["forms"], tensors)
+    with saved.named():
+        objects.load(body["forms"], tensors)
     return int(body["step"])

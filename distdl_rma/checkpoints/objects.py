@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-import base64
 import copy
 import random
 from collections import Counter
-from collections.abc import Callable, ItemsView, Iterable, Mapping, MutableMapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, ItemsView, Iterable, Iterator, Mapping, MutableMapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
-from distdl_rma.checkpoints.form import checked, decode, dtype_name, encode, in_line, tensors_in
+from distdl_rma.checkpoints.form import Take, checked, decode, dtype_name, encode, in_line, tensors_in
 from distdl_rma.checkpoints.items import Item, Kind, Part
 from distdl_rma.errors import (
     CheckpointError,
     ConfigurationError,
+    DistdlError,
     MismatchError,
     PartitionError,
     ShapeError,
@@ -30,9 +31,59 @@ from distdl_rma.geometry.decomposition import Decomposition
 # Decompositions of the tensors of a module's state that are not whole on every rank, by key.
 Cuts = Callable[[nn.Module], dict[str, Decomposition]]
 _MODULE, _OPTIMIZER, _OBJECT, _TENSOR, _VALUE = "module", "optimizer", "object", "tensor", "value"
-_NAMES = {_OBJECT: "an object with state_dict()", _VALUE: "a plain value"}
+_NAMES = {_OBJECT: "an object with state_dict(), or a generator", _VALUE: "a plain value"}
 # Forms of the state of all objects, by entry.
 Forms = dict[str, Any]
+
+
+# How the state of a generator of random numbers is read and set.
+_GENERATORS: dict[type[Any], tuple[Callable[[Any], Any], Callable[[Any, Any], object]]] = {
+    torch.Generator: (
+        lambda thing: thing.get_state().numpy().tobytes(),
+        lambda thing, state: thing.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8)),
+    ),
+    random.Random: (random.Random.getstate, random.Random.setstate),
+    np.random.RandomState: (
+        lambda thing: thing.get_state(legacy=False),
+        lambda thing, state: thing.set_state(_within(state)),
+    ),
+    np.random.Generator: (
+        lambda thing: thing.bit_generator.state,
+        lambda thing, state: setattr(thing.bit_generator, "state", _within(state)),
+    ),
+}
+
+
+# Those that every program has, by the names of the manifest.
+_OF_ALL: dict[str, Any] = {
+    "torch": torch.default_generator, "python": random._inst, "numpy": np.random.mtrand._rand,
+}  # fmt: skip
+
+
+def _within(state: Any) -> Any:
+    # numpy does not check which of its words is the next one.
+    if not (0 <= state["state"].get("pos", 0) <= 624 and 0 <= state.get("buffer_pos", 0) <= 4):
+        raise ValueError("no state of a generator: the place of the next number is outside")
+    return state
+
+
+def _state_of(thing: Any) -> Any:
+    return _GENERATORS[type(thing)][0](thing) if type(thing) in _GENERATORS else thing.state_dict()
+
+
+def _load_into(thing: Any, state: Any) -> None:
+    _GENERATORS[type(thing)][1](thing, state) if type(thing) in _GENERATORS else thing.load_state_dict(state)
+
+
+@contextmanager
+def _told(what: str) -> Iterator[None]:
+    """Context in which errors of values, and of the objects that take them, become those of a checkpoint."""
+    try:
+        yield
+    except DistdlError:
+        raise
+    except Exception as error:
+        raise CheckpointError(f"checkpoint: {what}: {type(error).__name__}: {error}") from error
 
 
 def kind_of(thing: Any) -> str:
@@ -43,7 +94,8 @@ def kind_of(thing: Any) -> str:
         return _OPTIMIZER
     if isinstance(thing, torch.Tensor):
         return _TENSOR
-    return _OBJECT if hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict") else _VALUE
+    loads = hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict")
+    return _OBJECT if loads or type(thing) in _GENERATORS else _VALUE
 
 
 def _entries(state: Mapping[str, Any]) -> ItemsView[str, Any]:
@@ -72,6 +124,8 @@ class Objects:
         self.tensors: dict[str, torch.Tensor] = {}
         self.kinds: dict[str, Kind] = {}
         self.layouts: dict[str, Decomposition] = {}
+        # Split tensors within modules and values.
+        self._split: dict[str, Any] = {}
         self._names: dict[int, str] = {}
         for entry, module in _entries(state):
             if not isinstance(entry, str):
@@ -83,6 +137,8 @@ class Objects:
                     self._names.setdefault(id(parameter), prefix + key)
             elif hasattr(module, "decomposition"):
                 self.layouts[f"{entry}/value"] = module.decomposition
+            elif isinstance(module, torch.Tensor):
+                self._names.setdefault(id(module), f"{entry}/value")
 
     def _prefix(self, entry: str) -> str:
         return "" if entry == self._main else f"{entry}/"
@@ -99,17 +155,15 @@ class Objects:
             prefix = self._prefix(entry)
             held = {key: encode(value, prefix + key, self._take) for key, value in thing.state_dict().items()}
             return {"kind": kind, "state": held}
-        value = thing.state_dict() if kind == _OBJECT else thing
+        value = _state_of(thing) if kind == _OBJECT else thing
         if kind == _TENSOR:
             return {"kind": kind, "state": self._take(f"{entry}/value", checked(entry, value))}
         return {"kind": kind, "state": encode(value, entry, self._take_or_write)}
 
     def _take(self, name: str, tensor: torch.Tensor) -> Any:
+        if name not in self.layouts and hasattr(tensor, "decomposition"):
+            self._split[name], self.layouts[name] = tensor, tensor.decomposition
         layout = self.layouts.get(name)
-        if layout is None and hasattr(tensor, "decomposition"):
-            raise UnsupportedError(
-                f"checkpoint: {name!r} is a split tensor within other values; put it into the state itself"
-            )
         block = tensor.to_local() if hasattr(tensor, "to_local") else tensor
         if name in self.kinds:
             raise UnsupportedError(f"checkpoint: two tensors of the state are called {name!r}; rename one")
@@ -127,7 +181,8 @@ class Objects:
         groups = [[self._names.get(id(p), "") for p in group["params"]] for group in optimizer.param_groups]
         if any("" in group for group in groups):
             raise PartitionError(
-                f"checkpoint: {entry!r} has a parameter of no model in the state; put the model there too"
+                f"checkpoint: {entry!r} has a parameter of no model in the state; put the model there too, or"
+                " the parameter itself"
             )
         return groups
 
@@ -135,17 +190,11 @@ class Objects:
         named, packed = self._named(entry, optimizer), optimizer.state_dict()
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         names = [name for group in named for name in group]
-        groups = [
-            {
-                "names": some,
-                "options": encode(
-                    {key: value for key, value in group.items() if key != "params"},
-                    f"{entry}/group {number}",
-                    self._take_or_write,
-                ),
-            }
-            for number, (some, group) in enumerate(zip(named, packed["param_groups"], strict=True))
-        ]
+        groups = list[dict[str, Any]]()
+        for number, (some, group) in enumerate(zip(named, packed["param_groups"], strict=True)):
+            options = {key: value for key, value in group.items() if key != "params"}
+            options = encode(options, f"{entry}/group {number}", self._take_or_write)
+            groups.append({"names": some, "options": options})
         states: dict[str, Any] = {}
         self._check_cut(entry, optimizer, packed["state"], names)
         for number, values in packed["state"].items():
@@ -184,31 +233,41 @@ class Objects:
         """
         found: set[str] = set()
         for entry, thing in self.state.items():
-            form, kind = forms.get(entry), kind_of(thing)
-            if form is None:
+            if entry not in forms:
                 raise CheckpointError(f"checkpoint: it has no {entry!r}, only {sorted(forms)}")
-            if form["kind"] != kind and {form["kind"], kind} != {_TENSOR, _VALUE}:
-                saved, here = (_NAMES.get(each, f"a {each}") for each in (form["kind"], kind))
-                raise CheckpointError(f"checkpoint: {entry!r} is {saved} in it, and {here} here")
-            found.update(tensors_in(form))
-            if kind == _MODULE:
-                self._check_module(entry, thing, form["state"], kinds)
-            elif kind == _OPTIMIZER:
-                self._check_optimizer(entry, thing, form, kinds)
-            elif kind == _TENSOR and form["kind"] == _TENSOR:
-                self._form(entry, thing)
-                _check_kind(entry, self.kinds[f"{entry}/value"], kinds[f"{entry}/value"])
+            with _told(f"its form of {entry!r} is of another kind"):
+                self._check(entry, thing, forms[entry], kinds)
+                found.update(tensors_in(forms[entry]))
         return found
 
-    def _check_module(
-        self, entry: str, module: nn.Module, held: dict[str, Any], kinds: Mapping[str, Kind]
+    def _check(self, entry: str, thing: Any, form: dict[str, Any], kinds: Mapping[str, Kind]) -> None:
+        kind, state = kind_of(thing), form["state"]
+        if form["kind"] != kind and {form["kind"], kind} != {_TENSOR, _VALUE}:
+            saved, here = (_NAMES.get(each, f"a {each}") for each in (form["kind"], kind))
+            raise CheckpointError(f"checkpoint: {entry!r} is {saved} in it, and {here} here")
+        if kind == _OPTIMIZER:
+            self._check_optimizer(entry, thing, form, kinds)
+        elif kind == _MODULE:
+            mine = self._form(entry, thing)["state"]
+            _check_names(f"the model {entry!r}", state, mine, {**kinds, **self.kinds})
+            self._check_tensors(entry, state, mine, kinds)
+        elif kind == _TENSOR and form["kind"] == _TENSOR:
+            self._check_tensors(entry, {"": state}, {"": self._form(entry, thing)["state"]}, kinds)
+        elif kind == _VALUE:
+            # Finds the split tensors that take their blocks; other values are replaced.
+            with suppress(UnsupportedError):
+                self._form(entry, thing)
+
+    def _check_tensors(
+        self, entry: str, saved: Mapping[str, Any], mine: Mapping[str, Any], kinds: Mapping[str, Kind]
     ) -> None:
-        mine = self._form(entry, module)["state"]
-        _check_names(f"the model {entry!r}", held, mine)
         for key, form in mine.items():
-            for name in tensors_in(form):
-                if name in kinds:
-                    _check_kind(f"{entry}: {key}", self.kinds[name], kinds[name])
+            if form != saved[key] and form == {"tensor": next(tensors_in(form), None)}:
+                raise CheckpointError(
+                    f"checkpoint: {key!r} of {entry!r} is {saved[key]!r:.80} in it, no tensor"
+                )
+            for name in set(tensors_in(form)) & kinds.keys():
+                _check_kind(f"{entry}: {key}" if key else entry, self.kinds[name], kinds[name])
 
     def _check_optimizer(
         self, entry: str, optimizer: torch.optim.Optimizer, form: dict[str, Any], kinds: Mapping[str, Kind]
@@ -221,7 +280,7 @@ class Objects:
         if len(named) != len(saved):
             raise CheckpointError(f"checkpoint: {entry!r} has {len(saved)} groups in it, {len(named)} here")
         for number, (theirs, mine) in enumerate(zip(saved, named, strict=True)):
-            _check_names(f"group {number} of {entry!r}", theirs, mine)
+            _check_names(f"group {number} of {entry!r}", theirs, mine, {**kinds, **self.kinds})
         if isinstance(optimizer, torch.optim.LBFGS) and named != saved:
             raise CheckpointError(f"checkpoint: {entry!r} (LBFGS) has its parameters in another order")
         self._check_cut(entry, optimizer, form["state"], (name for group in named for name in group))
@@ -269,12 +328,14 @@ class Objects:
             own: dict[str, torch.Tensor] = dict(module.named_buffers(remove_duplicate=False))
             own |= dict(module.named_parameters(remove_duplicate=False))
             names = {key: prefix + key for key in own if prefix + key in self.tensors}
-            shared = Counter(own[key].untyped_storage()._cdata for key in names)
+            shared = Counter(
+                own[key].untyped_storage()._cdata for key in names if names[key] not in self.layouts
+            )
             for key, name in names.items():
                 x, saved = own[key], self.tensors[name]
-                same = x.data_ptr() == saved.data_ptr() and x.shape == saved.shape
-                plain = x.is_contiguous() and not x.is_conj() and not x.is_neg()
                 if name not in self.layouts:
+                    same = x.data_ptr() == saved.data_ptr() and x.shape == saved.shape
+                    plain = x.is_contiguous() and not x.is_conj() and not x.is_neg()
                     alone = shared[x.untyped_storage()._cdata] == 1
                     found[name] = x if same and plain and alone else None
         return found
@@ -286,65 +347,67 @@ class Objects:
         step: Callable[[], AbstractContextManager[Any]] = nullcontext,
         fill: Callable[[], object] = lambda: None,
     ) -> None:
-        """Load everything; if an object refuses its state, all objects are as before.
+        """Load everything; if an object or an optimizer refuses its state, all objects are as before.
 
         ``wanted`` has checked models, optimizers, tensors and values. Each step is within a context of its
         own, which may raise the error of another rank. ``fill`` fills the tensors of ``in_place``, which no
         object that may refuse has.
         """
-        objects = {entry: thing for entry, thing in self.state.items() if kind_of(thing) == _OBJECT}
-        before = dict[str, Any]()
+        values, undo = dict[str, Any](), list[Callable[[], object]]()
+        with step():
+            for entry, thing in self.state.items():
+                with _told(f"the state of {entry!r} has no such form"):
+                    values[entry] = self._value(entry, thing, forms[entry], {**tensors, **self._split})
         try:
             with step():
-                before |= {entry: copy.deepcopy(thing.state_dict()) for entry, thing in objects.items()}
-                for entry, thing in objects.items():
-                    thing.load_state_dict(decode(forms[entry]["state"], tensors.__getitem__))
+                for entry, thing in self.state.items():
+                    with _told(f"{entry!r} refuses its state, and nothing has been changed"):
+                        undo += _loaded(thing, values[entry])
         except Exception:
             with step():
-                for entry, found in before.items():
-                    objects[entry].load_state_dict(found)
+                for each in undo:
+                    each()
             raise
         fill()
-        with step():
-            self._load_others(forms, tensors)
+        with step(), torch.no_grad():
+            for name in self._split.keys() & tensors.keys():
+                self._split[name].to_local().copy_(tensors[name])
+            for entry, thing in list(self.state.items()):
+                if (kind := kind_of(thing)) == _MODULE:
+                    thing.load_state_dict(values[entry])
+                elif kind == _TENSOR and forms[entry]["kind"] == _TENSOR:
+                    (thing.to_local() if hasattr(thing, "to_local") else thing).copy_(values[entry])
+                elif kind in (_TENSOR, _VALUE):
+                    self.state[entry] = values[entry]
 
-    def _load_others(self, forms: Forms, tensors: dict[str, torch.Tensor]) -> None:
-        # Models, optimizers, tensors and plain values.
+    def _value(self, entry: str, thing: Any, form: Any, tensors: Mapping[str, Any]) -> Any:
+        # What an object takes.
         give = tensors.__getitem__
-        for entry, thing in list(self.state.items()):
-            form, kind = forms[entry], kind_of(thing)
-            if kind == _MODULE:
-                thing.load_state_dict({key: decode(part, give) for key, part in form["state"].items()})
-            elif kind == _OPTIMIZER:
-                self._load_optimizer(entry, thing, form, tensors)
-            elif kind == _TENSOR and form["kind"] == _TENSOR:
-                with torch.no_grad():
-                    (thing.to_local() if hasattr(thing, "to_local") else thing).copy_(
-                        decode(form["state"], give)
-                    )
-            elif kind != _OBJECT:
-                self.state[entry] = decode(form["state"], give)
-
-    def _load_optimizer(
-        self,
-        entry: str,
-        optimizer: torch.optim.Optimizer,
-        form: dict[str, Any],
-        tensors: dict[str, torch.Tensor],
-    ) -> None:
-        named = self._named(entry, optimizer)
+        if kind_of(thing) == _MODULE:
+            return {key: decode(part, give) for key, part in form["state"].items()}
+        if kind_of(thing) != _OPTIMIZER:
+            return decode(form["state"], give)
+        named = self._named(entry, thing)
         numbers = {name: at for at, name in enumerate(name for group in named for name in group)}
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        states = {
-            numbers[name]: decode(values, tensors.__getitem__) for name, values in form["state"].items()
-        }
         groups = [
-            decode(group["options"], tensors.__getitem__) | {"params": [numbers[name] for name in names]}
+            dict(decode(group["options"], give)) | {"params": [numbers[name] for name in names]}
             for group, names in zip(form["groups"], named, strict=True)
         ]
-        optimizer.load_state_dict({"state": states, "param_groups": groups})
-        for number, values in states.items():
-            held = optimizer.state[parameters[number]]
+        states = {numbers[name]: dict(decode(values, give)) for name, values in form["state"].items()}
+        return {"state": states, "param_groups": groups}
+
+
+def _loaded(thing: Any, found: Any) -> Iterator[Callable[[], object]]:
+    # Loads a state into an object that may refuse it, or an optimizer; gives beforehand what undoes this.
+    if (kind := kind_of(thing)) == _OBJECT:
+        yield partial(_load_into, thing, copy.deepcopy(_state_of(thing)))
+        _load_into(thing, found)
+    elif kind == _OPTIMIZER:
+        yield partial(vars(thing).update, state=thing.state, param_groups=thing.param_groups)
+        thing.load_state_dict(found)
+        parameters = [p for group in thing.param_groups for p in group["params"]]
+        for number, values in found["state"].items():
+            held = thing.state[parameters[number]]
             for key, value in values.items():
                 # torch rounds the state to the type of the parameter.
                 if isinstance(value, torch.Tensor) and value.dtype != held[key].dtype:
@@ -354,24 +417,27 @@ class Objects:
 def _check_kind(name: str, mine: Kind, saved: Kind) -> None:
     if mine != saved:
         raise ShapeError(
-            f"checkpoint: {name!r} is {saved[0]} of shape {saved[1]} in it, and {mine[0]} of shape {mine[1]}"
-            " here: it is of another model"
+            f"checkpoint: {name!r} is {_text(saved)} in it, and {_text(mine)} here: it is of another model"
         )
 
 
-def _check_names(whose: str, saved: Iterable[str], mine: Iterable[str]) -> None:
+def _text(kind: Kind) -> str:
+    return f"{kind[0]} of shape {kind[1]}"
+
+
+def _check_names(whose: str, saved: Iterable[str], mine: Iterable[str], kinds: Mapping[str, Kind]) -> None:
     saved, mine = dict.fromkeys(saved), dict.fromkeys(mine)
     missing, spare = [n for n in mine if n not in saved], [n for n in saved if n not in mine]
     if missing or spare:
         raise CheckpointError(
-            f"checkpoint: it is not of {whose}: it lacks {_few(missing)}, and has {_few(spare)} besides"
+            f"checkpoint: it is not of {whose}: it lacks {_few(missing, kinds)}, and has {_few(spare, kinds)}"
+            " besides"
         )
 
 
-def _few(names: list[str]) -> str:
-    return (
-        ", ".join(map(repr, names[:5])) + (f" and {len(names) - 5} more" if len(names) > 5 else "") or "none"
-    )
+def _few(names: list[str], kinds: Mapping[str, Kind]) -> str:
+    found = [f"{name!r}{f' ({_text(kinds[name])})' if name in kinds else ''}" for name in names[:5]]
+    return ", ".join(found) + (f" and {len(names) - 5} more" if len(names) > 5 else "") or "none"
 
 
 def merged(reported: Mapping[int, dict[str, Any]]) -> dict[str, Any]:
@@ -406,24 +472,34 @@ def merged(reported: Mapping[int, dict[str, Any]]) -> dict[str, Any]:
 
 
 def generators() -> dict[str, Any]:
-    """States of torch's generator on the CPU, Python's and numpy's; local."""
-    kind, keys, *rest = np.random.get_state()  # noqa: NPY002
-    words = np.asarray(keys, np.uint32)
-    return {
-        "torch": base64.b64encode(torch.get_rng_state().numpy().tobytes()).decode(),
-        "python": [random.getstate()[0], list(random.getstate()[1]), random.getstate()[2]],
-        "numpy": [kind, base64.b64encode(words.tobytes()).decode(), *rest],
-    }
+    """Forms of the states of torch's generator on the CPU, Python's and numpy's; local."""
+    take: Take = lambda _name, words: in_line(words)  # noqa: E731
+    return {name: encode(_state_of(thing), name, take) for name, thing in _OF_ALL.items()}
 
 
-def set_generators(found: Mapping[str, Any]) -> None:
-    """Set the generators to saved states; local."""
-    if "torch" in found:
-        words = bytearray(base64.b64decode(found["torch"]))
-        torch.set_rng_state(torch.frombuffer(words, dtype=torch.uint8))
-    if "python" in found:
-        version, numbers, gauss = found["python"]
-        random.setstate((version, tuple(numbers), gauss))
-    if "numpy" in found:
-        kind, keys, *rest = found["numpy"]
-        np.random.set_state((kind, np.frombuffer(base64.b64decode(keys), np.uint32), *rest))  # noqa: NPY002
+def drawn(found: Mapping[str, Any], place: int, size: int) -> dict[str, Any]:
+    """States of the generators for one of ``size`` ranks, checked; of forms that each rank or one has given.
+
+    Those of Python and numpy are left out if neither is the case, and ``UnsupportedError`` refuses torch's.
+    """
+    give = dict[str, torch.Tensor]().__getitem__
+    with _told("it has no states of generators"):
+        if len(found["torch"]) not in (1, size):
+            raise UnsupportedError(
+                f"checkpoint: the generators of its {len(found['torch'])} ranks differed, and {size} ranks"
+                " cannot go on with them: seed all ranks alike, or restore(..., generators=False)"
+            )
+        states = {
+            name: decode(found[name][place % len(found[name])], give)
+            for name in _OF_ALL
+            if len(found[name]) in (1, size)
+        }
+        for name, state in states.items():
+            _load_into(type(_OF_ALL[name])(), state)
+    return states
+
+
+def set_generators(states: Mapping[str, Any]) -> None:
+    """Set the generators to states of ``drawn``; local."""
+    for name, state in states.items():
+        _load_into(_OF_ALL[name], state)

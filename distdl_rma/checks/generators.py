@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 from zlib import crc32
 
 import torch
@@ -21,16 +22,20 @@ def have_drifted(states: Iterable[Sequence[int]]) -> bool:
     return len(different) > 1 and len({seed for seed, _ in different}) == 1
 
 
-class RandomDraw:
-    """Step of a trace: a call has drawn random numbers, from this state of torch's generator."""
+class Noted(NamedTuple):
+    """Step of a trace of a call that is no function: ranks compare the text, which is for messages too."""
 
-    def __init__(self, state: torch.Tensor) -> None:
-        self.word = crc32(bytes(state.numpy()))
+    described: str
 
     @property
-    def described(self) -> str:
-        """Text for messages."""
-        return (
-            f"for random numbers of torch's generator, in state {self.word:08x} when it began; seed it alike"
-            " on all ranks, and draw what is of one rank from a generator of its own"
-        )
+    def word(self) -> int:
+        """Hash, equal on ranks with equal texts."""
+        return crc32(self.described.encode())
+
+
+def random_draw(state: torch.Tensor) -> Noted:
+    """Step of a call that has drawn random numbers, from this state of torch's generator."""
+    return Noted(
+        f"for random numbers of torch's generator, in state {crc32(bytes(state.numpy())):08x} when it began;"
+        " seed it alike on all ranks, and draw what is of one rank from a generator of its own"
+    )

@@ -259,10 +259,7 @@ class GradientCheck:
     def of(cls, machine: Machine, ranks: Sequence[int]) -> GradientCheck:
         """The instance for some ranks of a machine."""
         kept: dict[tuple[int, ...], GradientCheck] = machine.kept.setdefault("gradients", {})
-        found = kept.get(ranks := tuple(ranks))
-        if found is None:
-            found = kept[ranks] = cls()
-        return found
+        return kept.setdefault(tuple(ranks), cls())
 
     def number(self) -> int:
         """Checksum of the bits of all noted gradients."""

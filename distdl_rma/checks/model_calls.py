@@ -43,6 +43,14 @@ _AT_ONCE = ExchangeTimeout, SegmentError
 # Functions that use only the shape or type of a plain tensor, and those that overwrite their first argument.
 _UNREAD = frozenset({"view_as", "expand_as", "reshape_as", "type_as", "to", "resize_as_"})
 _OVERWRITE = frozenset({"__setitem__", "copy_", "index_copy_", "scatter_", "index_put_", "masked_scatter_"})
+_OVERWRITE |= {"index_fill_", "masked_fill_"}
+
+
+_WHOLE = (
+    "All ranks must pass the same whole tensor: load the same data, without a DistributedSampler, or call"
+    " torch.manual_seed with the same number before it is drawn. To give each rank its own part of a tensor,"
+    " make a split tensor by distdl_rma.shard"
+)
 
 
 class Check(Protocol):
@@ -209,9 +217,7 @@ class Calls:
                 continue
             return (
                 f"{trace.calls[step - 1].described} is given a plain tensor of shape"
-                f" {tuple(shape)} that is not alike on all ranks. A plain tensor is the whole one: draw"
-                " random numbers on all ranks with one seed; a rank's own part of a tensor, as of to_local(),"
-                " becomes a split tensor by SplitTensor.from_local"
+                f" {tuple(shape)} that is not alike on all ranks. {_WHOLE}"
             )
         return ""
 
@@ -241,10 +247,8 @@ def equal_on_all_ranks(
         if theirs != mine:
             shapes = ", ".join(str(tuple(x.shape)) for x in tensors)
             raise MismatchError(
-                f"{what} differs between rank {machine.rank}, which passes {shapes}, and rank {rank}. All"
-                " ranks must pass the same whole tensor: call torch.manual_seed with the same number before"
-                " it is drawn, or load the same data. A block of this rank becomes a split tensor by"
-                " SplitTensor.from_local"
+                f"{what} differs between rank {machine.rank}, which passes {shapes}, and rank {rank}."
+                f" {_WHOLE}"
             )
 
 

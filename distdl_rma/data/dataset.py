@@ -165,6 +165,14 @@ class ShardDataset(Dataset[Any]):
     processes that it starts by ``"spawn"`` or ``"forkserver"``; ``UnsupportedError`` in a fork of a rank.
     Workers are no ranks: pickling the dataset for them sets ``MPI4PY_RC_INITIALIZE=0`` in the environment, so
     that a worker that imports mpi4py does not start MPI.
+
+    Examples
+    --------
+    >>> images, classes = torch.rand(10, 3, 8, 8), torch.arange(10)
+    >>> samples = ShardDataset(images, classes, grid={"H": -1}, crop=(6, 6), flip="W", seed=0)
+    >>> image, label = samples[3]
+    >>> len(samples), image.shape, label
+    (10, torch.Size([3, 3, 6]), tensor(3))
     """
 
     def __init__(
@@ -191,14 +199,13 @@ class ShardDataset(Dataset[Any]):
         self._crops, self._channels = crops, bool(channels)
         self.seed, self.epoch = seed, 0
         self.machine: Machine | None = Machine.of(grid) if isinstance(grid, Partition) else Machine.on()
-        self._process = os.getpid()
 
     def __len__(self) -> int:
         return len(self._columns[0]) * self._crops
 
     def __getitem__(self, item: int) -> Any:
         """This rank's blocks of an item in the present epoch."""
-        if os.getpid() != self._process and self.machine is not None and not self.machine.closed:
+        if self.machine is not None and self.machine.segments.forked:
             raise UnsupportedError(_FORKED)
         if not -len(self) <= item < len(self):
             raise IndexError(f"the dataset has {len(self)} items, got {item}")
@@ -422,6 +429,3 @@ class ShardDataset(Dataset[Any]):
     def __deepcopy__(self, memo: object) -> ShardDataset:
         """As a copy: sources are read only, and a machine has no copy."""
         return copy(self)
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state, _process=os.getpid())

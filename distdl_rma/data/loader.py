@@ -78,6 +78,16 @@ class ShardLoader:
     The loop restarts its epoch each time, except for the first one after ``load_state_dict``. Each loop that
     comes to its end goes to the next epoch. The thread ends with the loop, also if that ends by ``break`` or
     an exception, when its iterator is dropped, or at ``close``.
+
+    Examples
+    --------
+    >>> images, classes = torch.rand(10, 3, 8, 8), torch.arange(10)
+    >>> loader = ShardLoader(ShardDataset(images, classes, grid={"H": -1}), batch=4, shuffle=True)
+    >>> for x, labels in loader:
+    ...     print(x.shape, x.to_local().shape, labels.shape)
+    torch.Size([4, 3, 8, 8]) torch.Size([4, 3, 4, 8]) torch.Size([4])
+    torch.Size([4, 3, 8, 8]) torch.Size([4, 3, 4, 8]) torch.Size([4])
+    torch.Size([2, 3, 8, 8]) torch.Size([2, 3, 4, 8]) torch.Size([2])
     """
 
     def __init__(

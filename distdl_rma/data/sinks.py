@@ -13,6 +13,7 @@ from math import prod
 from numbers import Integral
 from operator import gt
 from pathlib import Path
+from time import sleep
 from types import TracebackType
 from typing import Any, NamedTuple
 
@@ -38,7 +39,7 @@ from distdl_rma.machine import Machine
 from distdl_rma.sources.chunks import chunks_of
 from distdl_rma.sources.opening import check_found, hdf5, needed, npy
 from distdl_rma.sources.raw import RawArray
-from distdl_rma.sources.reading import hdf5_lock, label, placed
+from distdl_rma.sources.reading import hdf5_lock, in_domain, label, placed
 from distdl_rma.split.layout import normal
 from distdl_rma.split.tensor import SplitTensor
 
@@ -47,6 +48,8 @@ Slices = tuple[slice, ...]
 _CHUNK_NBYTES = 16 << 20
 # Bytes of an HDF5 file beside the elements, and of its index for each chunk, at most.
 _HDF5_NBYTES, _INDEX_NBYTES = 1 << 16, 1 << 8
+# What is being written while a folder is removed comes back.
+_REMOVALS, _PAUSE_SECONDS = 10, 0.05
 _ONE = "all ranks write one tensor to one sink"
 
 
@@ -87,6 +90,14 @@ def create_array(
         If numpy has no such elements, such as bfloat16.
     DataError
         When the context begins or ends, on all ranks: no space, no permission, or something is there already.
+
+    Examples
+    --------
+    >>> y = shard({"H": -1}, torch.ones(1, 1, 6, 4))
+    >>> with create_array("y.npy", (1, 1, 6, 4), like=y) as sink:
+    ...     write_shards(sink, y)
+    >>> open_array("y.npy").shape
+    (1, 1, 6, 4)
     """
     if not isinstance(like, SplitTensor):
         raise ArgumentError(f"create_array: like= is a split tensor, got {label(like)}; shard() makes one")
@@ -144,6 +155,14 @@ class ArraySink:
 
     ``shape``, ``dtype`` and ``chunks`` are those of the array, ``path`` is where it will be, and ``part``
     where it is until then. Without a machine one process has it.
+
+    Examples
+    --------
+    >>> y = shard({"H": -1}, torch.ones(1, 1, 6, 4))
+    >>> with create_array("y.npy", (1, 1, 6, 4), like=y) as sink:
+    ...     sink[y.decomposition.slices()] = y.to_local().numpy()  # as write_shards(sink, y)
+    >>> np.load("y.npy").sum()
+    np.float32(24.0)
     """
 
     def __init__(
@@ -203,11 +222,11 @@ class ArraySink:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._opened = None
         if error is not None:
-            # The other ranks may be elsewhere, so this one does not wait for them.
+            # The other ranks may be elsewhere, or still write, so this one does not wait for them.
             self._remove()
             return
+        self._opened = None
         with self._removed_on_error():
             with self._together():
                 self._flush()
@@ -230,12 +249,18 @@ class ArraySink:
 
     def _remove(self) -> None:
         # An error of it would hide the one that it is called for.
-        if self._first:
-            if self.part.is_dir():
+        opened, self._opened = self._opened, None
+        if not self.part.is_dir():
+            with suppress(OSError):
+                self.part.unlink()
+            return
+        shutil.rmtree(self.part, ignore_errors=True)
+        if opened is not None:
+            # Zarr still writes the other chunks of a call that failed, of which it begins no more now.
+            opened.store.set = None
+            for _ in range(_REMOVALS):
+                sleep(_PAUSE_SECONDS)
                 shutil.rmtree(self.part, ignore_errors=True)
-            else:
-                with suppress(OSError):
-                    self.part.unlink()
 
     def _flush(self) -> None:
         # Of the files of a folder each rank has some.
@@ -285,6 +310,15 @@ def write_shards(sink: Any, y: SplitTensor, at: Sequence[int] | None = None) -> 
         If the sink is a variable of HDF5 or NetCDF that several ranks would write.
     DataError
         If some rank cannot write, on all ranks: a full disk, for instance.
+
+    Examples
+    --------
+    >>> y = shard({"H": -1}, torch.ones(1, 1, 6, 4))
+    >>> with create_array("whole.npy", (1, 1, 12, 4), like=y) as sink:
+    ...     write_shards(sink, y)
+    ...     write_shards(sink, 2 * y, at=(0, 0, 6, 0))
+    >>> np.load("whole.npy")[0, 0, :, 0]
+    array([1., 1., 1., 1., 1., 1., 2., 2., 2., 2., 2., 2.], dtype=float32)
     """
     if not isinstance(y, SplitTensor):
         raise ArgumentError(f"write_shards: takes a sink, then a split tensor, got a {type(y).__name__!r}")
@@ -303,7 +337,7 @@ def write_shards(sink: Any, y: SplitTensor, at: Sequence[int] | None = None) -> 
                 " full_tensor(), or a file: create_array(path, shape, like=y)"
             )
         start = _start(sink, y, at)
-        layout = _aligned(y.decomposition, start, _write_chunks(sink), tuple(sink.shape))
+        layout = _aligned(y.decomposition, *_in_chunks(sink, start))
         facts |= {"at": start, "shape of the sink": [*map(int, sink.shape)]}
     if layout != y.decomposition:
         with torch.no_grad():
@@ -311,7 +345,8 @@ def write_shards(sink: Any, y: SplitTensor, at: Sequence[int] | None = None) -> 
     values, box = as_numbers(y.to_local()), layout.box(machine.rank)
     with together(machine, ranks, f"write_shards to {label(sink)}"):
         if machine.rank in layout.one_copy().partition and not box.empty:
-            sink[tuple(slice(*each) for each in box.shift(start).bounds)] = values
+            place = tuple(slice(*each) for each in box.shift(start).bounds)
+            sink[in_domain(sink, place)] = values
 
 
 def _is_in_memory(sink: Any) -> bool:
@@ -350,11 +385,17 @@ def _start(sink: Any, y: SplitTensor, at: Sequence[int] | None) -> tuple[int, ..
     return tuple(map(int, start))
 
 
-def _write_chunks(sink: Any) -> tuple[Any, ...] | None:
-    # What one rank alone may write: of Zarr a shard, which has several chunks to read.
-    if hasattr(sink, "chunk_layout"):
-        return tuple(sink.chunk_layout.write_chunk.shape)
-    return getattr(sink, "shards", None) or chunks_of(sink)
+def _in_chunks(
+    sink: Any, start: Sequence[int]
+) -> tuple[Sequence[int], tuple[Any, ...] | None, Sequence[int]]:
+    # Where a tensor begins, what one rank alone may write, and where the sink ends, from where chunks begin.
+    if not hasattr(sink, "chunk_layout"):
+        # Of Zarr a shard, which has several chunks to read.
+        return start, getattr(sink, "shards", None) or chunks_of(sink), tuple(sink.shape)
+    chunks = sink.chunk_layout
+    before = [a - b for a, b in zip(sink.domain.origin, chunks.grid_origin, strict=True)]
+    ends = [n + more for n, more in zip(sink.shape, before, strict=True)]
+    return [n + more for n, more in zip(start, before, strict=True)], tuple(chunks.write_chunk.shape), ends
 
 
 def _aligned(
@@ -420,9 +461,9 @@ def _check_space(part: Path, nbytes: int) -> None:
     disk, limit = os.statvfs(part.absolute().parent), resource.getrlimit(resource.RLIMIT_FSIZE)[0]
     free = disk.f_bavail * disk.f_frsize
     if nbytes > free:
-        raise DataError(f"{part}: No space left on device: it needs {nbytes} bytes, {free} are free")
+        raise DataError(f"{part}: No space left on device: it needs {nbytes} bytes, {free} bytes are free")
     if limit != resource.RLIM_INFINITY and nbytes > limit:
-        raise DataError(f"{part}: File too large: it needs {nbytes} bytes, the limit is {limit} (ulimit -f)")
+        raise DataError(f"{part}: File too large: it needs {nbytes} bytes, of {limit} bytes (ulimit -f)")
 
 
 def _create_npy(part: Path, sink: ArraySink) -> None:

@@ -8,3 +8,7 @@ from distdl_rma.geometry.halo import Stencil, Window
 from distdl_rma.geometry.partition import Partition
 
 __all__ = ["Box", "Decomposition", "Distribution", "Exchange", "Partition", "Piece", "Stencil", "Window"]
+
+
+def __dir__() -> list[str]:
+    return [*__all__, *(name for name in globals() if name.startswith("__"))]

@@ -23,6 +23,14 @@ class Box:
     ----------
     bounds
         One pair ``(start, stop)`` per dimension, ``start <= stop``.
+
+    Examples
+    --------
+    >>> rows = Box.of_shape((8, 6)).replace(0, 2, 5)
+    >>> rows.bounds, rows.volume
+    (((2, 5), (0, 6)), 18)
+    >>> rows & Box(((4, 9), (0, 3)))
+    Box(bounds=((4, 5), (0, 3)))
     """
 
     bounds: tuple[tuple[int, int], ...]

@@ -30,6 +30,15 @@ class Decomposition:
     axes
         One per grid dimension: the tensor dimension that it splits, or None if the grid dimension
         replicates (all its ranks hold the same).
+
+    Examples
+    --------
+    >>> P_x = Partition(ranks=(0, 1, 2), shape=(3, 1), me=1)
+    >>> blocks = Decomposition.balanced(P_x, (7, 6))
+    >>> blocks.box(1)
+    Box(bounds=((3, 5), (0, 6)))
+    >>> Decomposition.from_local_shapes(P_x, {0: (1, 6), 1: (4, 6), 2: (2, 6)}).box(1)
+    Box(bounds=((1, 5), (0, 6)))
     """
 
     partition: Partition
@@ -38,7 +47,7 @@ class Decomposition:
 
     def __post_init__(self) -> None:
         if len(self.axes) != self.partition.dim:
-            raise PartitionError(f"{len(self.axes)} axes given for grid {self.partition.shape}")
+            raise PartitionError(f"grid {self.partition.shape} takes one axis a dimension, got {self.axes}")
         cut = [axis for axis in self.axes if axis is not None]
         if len(set(cut)) != len(cut) or not set(cut) <= set(range(len(self.splits))):
             raise PartitionError(

@@ -57,6 +57,17 @@ class Distribution:
     Notes
     -----
     Interface document, chapters 1, 3 and 4; requirements A2 to A6.
+
+    Examples
+    --------
+    >>> machine = Machine(MPI.COMM_WORLD)
+    >>> rows = Distribution(1, 1, 2, 1)
+    >>> rows.active_ranks(machine), rows.coords_of(1, machine)
+    ((0, 1), (0, 0, 1, 0))
+    >>> [box.shape for box in rows.shards((1, 3, 5, 4), machine).values()]
+    [(1, 3, 3, 4), (1, 3, 2, 4)]
+    >>> machine.distribute(rows)  # the same as a partition
+    Partition(ranks=(0, 1), shape=(1, 1, 2, 1), me=0)
     """
 
     shape: tuple[int, ...]  # instances of all dimensions

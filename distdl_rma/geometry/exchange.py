@@ -20,7 +20,13 @@ _COMPARED = 64
 
 @dataclass(frozen=True)
 class Piece:
-    """A box of global indices that travels between this rank and a peer."""
+    """A box of global indices that travels between this rank and a peer.
+
+    Examples
+    --------
+    >>> Piece(peer=1, box=Box.of_shape((2, 3))).box.volume
+    6
+    """
 
     peer: int  # rank id
     box: Box  # in this rank's tensor: in x if the elements are sent or stay, else in y
@@ -42,6 +48,16 @@ class Exchange:
 
     A periodic ``x`` has several images: with ``images``, shifts of one number per dimension, the movement is
     ``y[box] += x[box - shift]`` for every shift.
+
+    Examples
+    --------
+    >>> ranks = Partition(ranks=(0, 1), shape=(2,), me=0)
+    >>> blocks = Decomposition.balanced(ranks, (4,))
+    >>> gather = Exchange(0, blocks, Decomposition.replicated(ranks, (4,)))
+    >>> gather.receives
+    (Piece(peer=1, box=Box(bounds=((2, 4),)), there=None),)
+    >>> gather.T.sends  # the adjoint sums
+    (Piece(peer=1, box=Box(bounds=((2, 4),)), there=None),)
     """
 
     rank: int  # rank id of this process

@@ -6,11 +6,19 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from distdl_rma.errors import ShapeError
 from distdl_rma.geometry.box import Box
 from distdl_rma.geometry.intervals import Listed, Mapped, Split
+
+
+def each_dim(value: Any, dims: int, read: Callable[[Any], Any] = int) -> tuple[Any, ...]:
+    """A number per dimension, from an argument of torch: one for all, or a sequence of one or of several."""
+    if value is None or isinstance(value, (int, float)):
+        return (value,) * dims
+    numbers = tuple([None if number is None else read(number) for number in value])
+    return numbers * dims if len(numbers) == 1 else numbers
 
 
 @dataclass(frozen=True)
@@ -18,6 +26,14 @@ class Window:
     """Sliding window of one dimension.
 
     Output ``j`` reads the inputs ``j * stride - left + t * dilation`` for ``t`` in ``range(kernel)``.
+
+    Examples
+    --------
+    >>> window = Window(3, 1, 1, 1, 1)  # kernel, stride, dilation, padding left and right
+    >>> window.outputs(8)
+    8
+    >>> window.reads(4, 8)  # outputs 4 to 7 read one input more on each side; 8 is padding
+    (3, 9)
     """
 
     kernel: int  # number of taps, at least 1
@@ -193,7 +209,16 @@ class ContributorsSplit(Mapped):
 
 @dataclass(frozen=True)
 class Stencil:
-    """One sliding window per spatial dimension."""
+    """One sliding window per spatial dimension.
+
+    Examples
+    --------
+    >>> stencil = Stencil.of(kernel=(3, 3), stride=(2, 2), dilation=(1, 1), padding=((1, 1), (1, 1)))
+    >>> stencil.outputs((8, 8))
+    (4, 4)
+    >>> stencil.reads(Box(((2, 4), (0, 4))))
+    Box(bounds=((3, 8), (-1, 8)))
+    """
 
     windows: tuple[Window, ...]
 

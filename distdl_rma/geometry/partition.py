@@ -32,6 +32,15 @@ class Partition:
     A value without a communicator: every rank, member or not, can hold it, compare it and compute with it.
     Two partitions are equal if they put the same ranks on the same grid. Partitions are the ``P_x``, ``P_y``
     and ``P_w`` of all layer documents.
+
+    Examples
+    --------
+    >>> P_world = MPIPartition(MPI.COMM_WORLD)
+    >>> P_x = P_world.create_cartesian_topology_partition((1, 1, P_world.size, 1))  # cuts the rows
+    >>> P_x
+    Partition(ranks=(0, 1), shape=(1, 1, 2, 1), me=0)
+    >>> P_x.rank, P_x.index
+    (0, (0, 0, 0, 0))
     """
 
     # Rank ids of the machine, unique, in row-major order of the grid; and the extents of the grid.

@@ -76,3 +76,7 @@ from distdl_rma.layers.windows import DistributedZeroPad3d as DistributedZeroPad
 from distdl_rma.ops.core.movement import Movement as Movement
 
 __all__ = [name for name in sorted(globals()) if name[0].isupper()]
+
+
+def __dir__() -> list[str]:
+    return [*__all__, *(name for name in globals() if name.startswith("__"))]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping, Sequence
 from operator import index as as_int
 from typing import Any, ClassVar, TypeVar, Unpack, overload
@@ -14,22 +13,23 @@ from torch.nn.modules.conv import _ConvNd
 from distdl_rma.errors import ArgumentError, PartitionError, ShapeError, UnsupportedError
 from distdl_rma.geometry.box import LEADING
 from distdl_rma.geometry.decomposition import Decomposition
-from distdl_rma.geometry.halo import Stencil
 from distdl_rma.geometry.intervals import Balanced
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.layers.core.arguments import (
     LayerOptions,
     PlacedOptions,
     check_device,
+    check_dims,
     chosen_placement,
-    show_arguments_of,
+    spatial_dims,
+    torchs_layer,
 )
 from distdl_rma.layers.core.input_facts import InputFacts, check_weights, source_of
 from distdl_rma.layers.core.operator_layer import OperatorLayer
 from distdl_rma.layers.core.placement import Placement, block_placement, whole_placement
 from distdl_rma.ops.conv.conv_transpose import TransposedConvolution, output_padding_for
 from distdl_rma.ops.conv.convolution import Convolution, convolve
-from distdl_rma.ops.conv.worker_grid import IN, OUT, ConvolutionOptions, WorkerGrid, can_overlap
+from distdl_rma.ops.conv.worker_grid import IN, OUT, options_of
 from distdl_rma.ops.core.autograd import GradientNeeds, reports_failures
 from distdl_rma.ops.core.operation import Agreement, Operation
 
@@ -56,15 +56,8 @@ class ConvolutionLayer(OperatorLayer[O], _ConvNd):
 
     _casts = True
     _allowed = ("replicated", "root")
-    _dims: ClassVar[int]
-    _twin: ClassVar[type[nn.Module]]
+    _by_name = ("P_y", "P_W", "P_w", *PlacedOptions.__annotations__)
     _rows: ClassVar[int]  # dimension of the worker grid that cuts the weight's first dimension
-
-    def __init_subclass__(cls, dims: int | None = None, **arguments: Any) -> None:
-        super().__init_subclass__(**arguments)
-        if dims is not None:
-            cls._dims, cls._twin = dims, cls.__bases__[-1]
-            show_arguments_of(cls, cls._twin, ("P_y", "P_W", "P_w", *PlacedOptions.__annotations__))
 
     @overload
     def __init__(
@@ -112,25 +105,24 @@ class ConvolutionLayer(OperatorLayer[O], _ConvNd):
     ) -> None: ...
 
     def __init__(self, P_x: Partition, *arguments: Any, **options: Any) -> None:
-        kind, dims = type(self).__name__, self._dims
+        kind, dims = type(self).__name__, spatial_dims(type(self))
         named = {key: options.pop(key, None) for key in ("P_y", "P_W", "P_w")}
-        P_y, P_W, arguments = partitions_among(kind, dims + 2, (P_x, *arguments), named)
+        P_y, P_W, arguments = partitions_among(type(self), LEADING + dims, (P_x, *arguments), named)
         own = {key: options.pop(key) for key in LayerOptions.__annotations__ if key in options}
         placement, weights = (options.pop(key, None) for key in ("placement", "weights"))
         placement = chosen_placement(kind, placement, weights, self._allowed)
         # The torch layer checks its arguments and has the initial weights of the sequential model.
-        like = torch_layer(kind, self._twin, dims, arguments, options)
-        stencil, P_y = stencil_of(kind, like), P_y or P_x
-        grid = grid_of_workers(P_W, P_y if self._rows == OUT else P_x, self._rows)
-        super().__init__(P_x, P_y, grid, **own)
-        workers = WorkerGrid(grid, self._rows, like.groups, tuple(like.weight.shape))
-        overlaps = can_overlap(stencil, like.padding_mode, workers, P_x)
-        on_workers = P_W is None and (self._rows == IN or P_y == P_x)
-        self.options = ConvolutionOptions(stencil, workers, like.padding_mode, on_workers, overlaps)
+        like = torchs_layer(type(self), *arguments, **options)
+        _check(kind, like, dims)
+        P_y = P_y or P_x
+        try:
+            found = options_of(vars(like), tuple(like.weight.shape), P_x, P_y, self._rows, P_W)
+        except ShapeError as error:
+            raise ArgumentError(f"{kind}: {error}") from None
+        super().__init__(P_x, P_y, found.workers.grid, **own)
+        self.options = found
         self.P_W, self.placement = P_W, placement
-        for key, value in vars(like).items():
-            if not key.startswith("_"):
-                setattr(self, key, value)
+        self.take_over(like)
         values = {"weight": like.weight, "bias": like.bias}
         self.place(values, {key: self._placement(key, p.shape) for key, p in values.items() if p is not None})
 
@@ -161,10 +153,10 @@ class ConvolutionLayer(OperatorLayer[O], _ConvNd):
 
 
 def partitions_among(
-    kind: str, dims: int, positional: Sequence[Any], named: dict[str, Partition | None]
+    layer: type, dims: int, positional: Sequence[Any], named: dict[str, Partition | None]
 ) -> tuple[Partition | None, Partition | None, tuple[Any, ...]]:
     """P_y and P_W, None if not given, and the positional arguments behind P_x, P_y and P_W."""
-    P_x, *others = positional
+    kind, (P_x, *others) = layer.__name__, positional
     count = next((i for i, a in enumerate(others) if not isinstance(a, Partition)), len(others))
     if count > 2:
         raise PartitionError(f"{kind}: takes P_x, P_y and P_W, got {count + 1} partitions")
@@ -176,42 +168,13 @@ def partitions_among(
             raise PartitionError(f"{kind}: {key} is given twice, {found[key]} and {partition}")
         if not isinstance(partition, Partition):
             raise PartitionError(f"{kind}: {key} must be a partition, got {partition!r}")
-        if partition.dim != dims:
-            raise PartitionError(
-                f"{kind}: {key} has {partition.dim} dimensions {partition.shape}, the tensor has {dims}"
-            )
         found[key] = partition
+    check_dims(layer, (dims,), **found)
     return found.get("P_y"), found.get("P_W"), tuple(others[count:])
 
 
-def grid_of_workers(P_W: Partition | None, default: Partition, channels: int) -> Partition:
-    """Ranks that compute, on a grid (batch, out-channel, in-channel, *spatial).
-
-    Without P_W the ranks of ``default``; its channel dimension becomes the grid dimension ``channels``.
-    """
-    if P_W is not None:
-        return P_W.create_cartesian_topology_partition((1, *P_W.shape))
-    batch, count, *space = default.shape
-    both = [count if d == channels else 1 for d in (OUT, IN)]
-    return default.create_cartesian_topology_partition((batch, *both, *space))
-
-
-def torch_layer(
-    kind: str, twin: type[nn.Module], dims: int, arguments: tuple[Any, ...], options: dict[str, Any]
-) -> Any:
-    """Build the torch layer of the same arguments: it checks them, and makes the initial weights.
-
-    Raises ``TypeError`` if an argument is missing or unknown, ``ArgumentError`` if torch raises, now or in
-    the first call, and ``UnsupportedError`` if the layer is not of floating point or not on the CPU.
-    """
-    try:
-        inspect.signature(twin).bind(*arguments, **options)
-    except TypeError as error:
-        raise TypeError(f"{kind}: {error}; it takes partitions, then {inspect.signature(twin)}") from None
-    try:
-        like: Any = twin(*arguments, **options)
-    except (ValueError, RuntimeError) as error:
-        raise ArgumentError(f"{kind}: {error}") from None
+def _check(kind: str, like: Any, dims: int) -> None:
+    # Torch checks most of this in the first call only.
     if min(like.in_channels, like.out_channels) < 1:
         raise ArgumentError(f"{kind}: needs channels, got {like.in_channels} in and {like.out_channels} out")
     for key in ("kernel_size", "stride", "dilation", "padding", "output_padding"):
@@ -219,27 +182,14 @@ def torch_layer(
         if not isinstance(value, str) and len(value) != dims:
             raise ArgumentError(f"{kind}: {key} needs {dims} numbers, got {value}")
     for extra, stride, dilation in zip(like.output_padding, like.stride, like.dilation, strict=True):
-        # torch checks this in the first call only.
         if not 0 <= extra < max(stride, dilation):
             raise ArgumentError(
                 f"{kind}: output_padding {like.output_padding} must be smaller than stride {like.stride} or"
                 f" dilation {like.dilation}"
             )
+    check_device(kind, like.weight.device)
     if not like.weight.dtype.is_floating_point:
         raise UnsupportedError(f"{kind}: dtype {like.weight.dtype} is not supported, only floating point is")
-    check_device(kind, like.weight.device)
-    return like
-
-
-def stencil_of(kind: str, like: Any) -> Stencil:
-    """Sliding windows of a torch convolution; ``ArgumentError`` if an argument is out of range."""
-    # torch keeps (left, right) per dimension, last dimension first.
-    sides = like._reversed_padding_repeated_twice
-    padding = tuple(zip(sides[::2], sides[1::2], strict=True))[::-1]
-    try:
-        return Stencil.of(like.kernel_size, like.stride, like.dilation, padding)
-    except (ShapeError, ArgumentError) as error:
-        raise ArgumentError(f"{kind}: {error}") from None
 
 
 class DistributedConv(ConvolutionLayer[Convolution]):
@@ -272,6 +222,14 @@ class DistributedConv(ConvolutionLayer[Convolution]):
     -----
     Interface document, chapter 3; convolution document, feature-distributed, channel-distributed and
     generalized convolution; requirements A3, A17, A18, B7, B8.
+
+    Examples
+    --------
+    >>> P_world = MPIPartition(MPI.COMM_WORLD)
+    >>> P_x = P_world.create_cartesian_topology_partition((1, 1, P_world.size, 1))
+    >>> conv = DistributedConv2d(P_x, 3, 8, kernel_size=3, padding=1)
+    >>> conv(shard(P_x, torch.rand(1, 3, 16, 16))).shape
+    torch.Size([1, 8, 16, 16])
     """
 
     _rows = OUT
@@ -289,15 +247,15 @@ class DistributedConv(ConvolutionLayer[Convolution]):
         return convolve(agreement, self.options.overlaps, xs[0], weights, self.placed.fill)  # type: ignore[union-attr]
 
 
-class DistributedConv1d(DistributedConv, nn.Conv1d, dims=1):
+class DistributedConv1d(DistributedConv, nn.Conv1d):
     """Distributed ``torch.nn.Conv1d``; tensors are (batch, channel, width)."""
 
 
-class DistributedConv2d(DistributedConv, nn.Conv2d, dims=2):
+class DistributedConv2d(DistributedConv, nn.Conv2d):
     """Distributed ``torch.nn.Conv2d``; tensors are (batch, channel, height, width)."""
 
 
-class DistributedConv3d(DistributedConv, nn.Conv3d, dims=3):
+class DistributedConv3d(DistributedConv, nn.Conv3d):
     """Distributed ``torch.nn.Conv3d``; tensors are (batch, channel, depth, height, width)."""
 
 
@@ -313,6 +271,14 @@ class DistributedConvTranspose(ConvolutionLayer[TransposedConvolution]):
     Notes
     -----
     Requirements A3, B11; the partitions are those of the convolution document.
+
+    Examples
+    --------
+    >>> P_world = MPIPartition(MPI.COMM_WORLD)
+    >>> P_x = P_world.create_cartesian_topology_partition((1, 1, P_world.size, 1))
+    >>> conv = DistributedConvTranspose2d(P_x, 3, 8, kernel_size=2, stride=2)
+    >>> conv(shard(P_x, torch.rand(1, 3, 16, 16))).shape
+    torch.Size([1, 8, 32, 32])
     """
 
     _call_arguments = (None,)
@@ -349,13 +315,13 @@ class DistributedConvTranspose(ConvolutionLayer[TransposedConvolution]):
         return TransposedConvolution(self.site, self.options, source, self.P_y, dtype, extra)
 
 
-class DistributedConvTranspose1d(DistributedConvTranspose, nn.ConvTranspose1d, dims=1):
+class DistributedConvTranspose1d(DistributedConvTranspose, nn.ConvTranspose1d):
     """Distributed ``torch.nn.ConvTranspose1d``; tensors are (batch, channel, width)."""
 
 
-class DistributedConvTranspose2d(DistributedConvTranspose, nn.ConvTranspose2d, dims=2):
+class DistributedConvTranspose2d(DistributedConvTranspose, nn.ConvTranspose2d):
     """Distributed ``torch.nn.ConvTranspose2d``; tensors are (batch, channel, height, width)."""
 
 
-class DistributedConvTranspose3d(DistributedConvTranspose, nn.ConvTranspose3d, dims=3):
+class DistributedConvTranspose3d(DistributedConvTranspose, nn.ConvTranspose3d):
     """Distributed ``torch.nn.ConvTranspose3d``; tensors are (batch, channel, depth, height, width)."""

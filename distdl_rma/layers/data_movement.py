@@ -13,7 +13,7 @@ from distdl_rma.geometry.box import LEADING
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.intervals import Balanced
 from distdl_rma.geometry.partition import Partition, groups_onto
-from distdl_rma.layers.core.arguments import LayerOptions, per_dim
+from distdl_rma.layers.core.arguments import LayerOptions
 from distdl_rma.layers.core.input_facts import InputFacts, input_dtype, source_of
 from distdl_rma.layers.core.layer import nbytes_of
 from distdl_rma.layers.core.operator_layer import OperatorLayer
@@ -119,6 +119,15 @@ class Repartition(MovementLayer[StagedMove]):
     Notes
     -----
     Repartition document; requirement B5.
+
+    Examples
+    --------
+    >>> P_world = MPIPartition(MPI.COMM_WORLD)
+    >>> P_rows = P_world.create_cartesian_topology_partition((P_world.size, 1))
+    >>> P_columns = P_world.create_cartesian_topology_partition((1, P_world.size))
+    >>> rows = shard(P_rows, torch.rand(6, 8)).to_local()
+    >>> rows.shape, Repartition(P_rows, P_columns)(rows).shape
+    (torch.Size([3, 8]), torch.Size([6, 4]))
     """
 
     def __init__(
@@ -164,6 +173,15 @@ class AllGather(LayerAlongAxes):
     Notes
     -----
     Requirement B4.
+
+    Examples
+    --------
+    >>> P_world = MPIPartition(MPI.COMM_WORLD)
+    >>> P_x = P_world.create_cartesian_topology_partition((P_world.size, 1))
+    >>> mine = torch.full((1, 3), float(P_x.rank))
+    >>> AllGather(P_x, axes_all_gather=0)(mine)
+    tensor([[0., 0., 0.],
+            [1., 1., 1.]])
     """
 
     _argument = "axes_all_gather"
@@ -190,6 +208,13 @@ class ReduceScatter(LayerAlongAxes):
     output: the balanced share of the sum, which is taken in the order of the partition. The adjoint gathers.
     For flat vectors without gradients use the collective :class:`distdl_rma.segments.Reducescatter`.
     Arguments are as for :class:`AllGather`.
+
+    Examples
+    --------
+    >>> P_world = MPIPartition(MPI.COMM_WORLD)
+    >>> P_x = P_world.create_cartesian_topology_partition((P_world.size, 1))
+    >>> ReduceScatter(P_x, axes_reduce_scatter=0)(torch.ones(2, 3))
+    tensor([[2., 2., 2.]])
     """
 
     _argument = "axes_reduce_scatter"
@@ -211,9 +236,6 @@ class ReduceScatter(LayerAlongAxes):
     def expected_blocks(self, P_x: Partition, shape: Sequence[int]) -> Decomposition:
         """Whole along the scattered dimensions."""
         return Decomposition.balanced(P_x, shape, self.axes)
-
-
-_SIDES = 2
 
 
 class HaloExchange(MovementLayer[data_movement.HaloExchange]):
@@ -245,6 +267,14 @@ class HaloExchange(MovementLayer[data_movement.HaloExchange]):
     Notes
     -----
     Convolution document, halo exchange; requirement B9.
+
+    Examples
+    --------
+    >>> P_world = MPIPartition(MPI.COMM_WORLD)
+    >>> P_x = P_world.create_cartesian_topology_partition((1, 1, P_world.size))
+    >>> mine = torch.tensor([[[1.0, 2.0]]]) + P_x.rank
+    >>> HaloExchange(P_x, width=1)(mine)
+    tensor([[[0., 1., 2., 2.]]])
     """
 
     _shown = ("width", "padding_mode", "value")
@@ -274,18 +304,18 @@ class HaloExchange(MovementLayer[data_movement.HaloExchange]):
 
 
 def _pairs(kind: str, width: int | Iterable[int | Iterable[int]], dims: int) -> tuple[tuple[int, int], ...]:
-    widths = list(width) if isinstance(width, Iterable) else [width] * dims
-    pairs = []
-    for entry in widths:
-        pair = tuple(entry) if isinstance(entry, Iterable) else (entry, entry)
-        if len(widths) != dims or len(pair) != _SIDES:
-            raise ArgumentError(
-                f"{kind}: width is a number, or for each of {dims} spatial dimensions a number or a pair, got"
-                f" {width}"
-            )
-        before, behind = per_dim(kind, "width", pair, _SIDES, 0)
-        pairs.append((before, behind))
-    return tuple(pairs)
+    widths: Any = list(width) if isinstance(width, Iterable) else [width] * dims
+    try:
+        pairs = [(each, each) if not isinstance(each, Iterable) else tuple(each) for each in widths]
+        found = tuple((as_int(before), as_int(behind)) for before, behind in pairs)
+        if len(found) == dims and min(map(min, found)) >= 0:
+            return found
+    except (TypeError, ValueError):
+        pass
+    raise ArgumentError(
+        f"{kind}: width is a number from 0, or for each of {dims} spatial dimensions a number or a pair, got"
+        f" {width}"
+    )
 
 
 class _OfSubtensors(MovementLayer[StagedMove]):
@@ -364,6 +394,14 @@ class SumReduce(_Between):
     Notes
     -----
     Sum-reduce document; requirement B3.
+
+    Examples
+    --------
+    >>> P_world = MPIPartition(MPI.COMM_WORLD)
+    >>> P_x = P_world.create_cartesian_topology_partition((P_world.size,))
+    >>> P_root = P_world.create_partition_inclusive([0]).create_cartesian_topology_partition((1,))
+    >>> SumReduce(P_x, P_root)(torch.ones(3))
+    tensor([2., 2., 2.])
     """
 
     _operation = staticmethod(sum_reduce)
@@ -384,6 +422,15 @@ class Broadcast(_Between):
     Notes
     -----
     Sum-reduce document, read from its end; requirement B3.
+
+    Examples
+    --------
+    >>> P_world = MPIPartition(MPI.COMM_WORLD)
+    >>> P_root = P_world.create_partition_inclusive([0]).create_cartesian_topology_partition((1,))
+    >>> P_y = P_world.create_cartesian_topology_partition((P_world.size,))
+    >>> x = torch.ones(3) if P_root.active else zero_volume_tensor()
+    >>> Broadcast(P_root, P_y)(x)
+    tensor([1., 1., 1.])
     """
 
     _operation = staticmethod(broadcast)
@@ -395,6 +442,13 @@ class AllSumReduce(_OfSubtensors, LayerAlongAxes):
     Subtensors that are summed must be equal in shape; otherwise any shape is valid for any grid. The result
     is bitwise equal on the ranks that share it, and from run to run. The layer is its own adjoint. Arguments
     are as for :class:`AllGather`.
+
+    Examples
+    --------
+    >>> P_world = MPIPartition(MPI.COMM_WORLD)
+    >>> P_x = P_world.create_cartesian_topology_partition((P_world.size, 1))
+    >>> AllSumReduce(P_x, axes_reduce=0)(torch.ones(3))
+    tensor([2., 2., 2.])
     """
 
     _argument = "axes_reduce"
@@ -436,6 +490,14 @@ class DistributedConcat(MovementLayer[Concat]):
     Notes
     -----
     Interface document, chapter 5; requirement A20.
+
+    Examples
+    --------
+    >>> P_world = MPIPartition(MPI.COMM_WORLD)
+    >>> P_x = P_world.create_cartesian_topology_partition((1, 1, P_world.size, 1))
+    >>> cat = DistributedConcat([P_x, P_x])
+    >>> cat(shard(P_x, torch.rand(1, 3, 8, 8)), shard(P_x, torch.rand(1, 5, 8, 8))).shape
+    torch.Size([1, 8, 8, 8])
     """
 
     def __init__(

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 from functools import cached_property
-from typing import Any, Unpack
+from typing import Unpack
 
 import torch
 from torch import nn
 
-from distdl_rma.errors import ArgumentError, PartitionError, ShapeError, UnsupportedError
+from distdl_rma.errors import ShapeError, UnsupportedError
 from distdl_rma.geometry.partition import Partition
-from distdl_rma.layers.core.arguments import LayerOptions, check_device, chosen_placement
+from distdl_rma.layers.core.arguments import (
+    LayerOptions,
+    check_device,
+    check_dims,
+    chosen_placement,
+    torchs_layer,
+)
 from distdl_rma.layers.core.input_facts import InputFacts, source_of
 from distdl_rma.layers.core.operator_layer import OperatorLayer
 from distdl_rma.layers.core.placement import whole_placement
@@ -49,6 +55,14 @@ class DistributedEmbedding(OperatorLayer[Embedding], nn.Embedding):
     Notes
     -----
     Requirement B11.
+
+    Examples
+    --------
+    >>> P_world = MPIPartition(MPI.COMM_WORLD)
+    >>> P_x = P_world.create_cartesian_topology_partition((1, P_world.size))  # cuts the tokens
+    >>> embed = DistributedEmbedding(P_x, num_embeddings=100, embedding_dim=32)
+    >>> embed(shard(P_x, torch.randint(100, (2, 10)))).shape
+    torch.Size([2, 10, 32])
     """
 
     _allowed = ("replicated", "root")
@@ -75,23 +89,30 @@ class DistributedEmbedding(OperatorLayer[Embedding], nn.Embedding):
         **options: Unpack[LayerOptions],
     ) -> None:
         kind = type(self).__name__
-        _check(kind, P_x, P_y, max_norm, sparse)
+        for key, unwanted in {"max_norm": max_norm, "sparse": sparse or None}.items():
+            if unwanted is not None:
+                raise UnsupportedError(
+                    f"{kind}: {key}={unwanted} is not supported: weights and gradients are dense"
+                )
+        check_dims(type(self), (P_x.dim + 1,), P_y=P_y)
+        check_device(kind, device if _weight is None else _weight.device)
         placement = chosen_placement(kind, placement, weights, self._allowed)
-        sizes = num_embeddings, embedding_dim, padding_idx
-        try:
-            like = nn.Embedding(*sizes, _weight=_weight, _freeze=_freeze, device=device, dtype=dtype)
-        except (AssertionError, RuntimeError) as error:
-            raise ArgumentError(f"{kind}: {error}") from None
-        check_device(kind, like.weight.device)
+        arguments = (
+            num_embeddings,
+            embedding_dim,
+            padding_idx,
+            max_norm,
+            norm_type,
+            scale_grad_by_freq,
+            sparse,
+        )
+        like = torchs_layer(type(self), *arguments, _weight, _freeze, device, dtype)
         vectors = P_x.create_cartesian_topology_partition((*P_x.shape, 1))
         super().__init__(P_x, vectors if P_y is None else P_y, **options)
+        self.take_over(like)
         self._target, self.placement, self.weights = P_y, placement, placement
-        self.num_embeddings, self.embedding_dim = like.num_embeddings, like.embedding_dim
-        self.padding_idx, self.max_norm, self.norm_type = like.padding_idx, max_norm, norm_type
-        self.scale_grad_by_freq, self.sparse = bool(scale_grad_by_freq), bool(sparse)
-        weight: Any = like.weight
-        place = whole_placement(self.machine, P_x, P_x, weight.shape, placement)
-        self.place({"weight": weight}, {"weight": place})
+        place = whole_placement(self.machine, P_x, P_x, like.weight.shape, placement)
+        self.place({"weight": like.weight}, {"weight": place})
 
     @cached_property
     def _frequencies(self) -> IndexFrequencies | None:
@@ -119,17 +140,3 @@ class DistributedEmbedding(OperatorLayer[Embedding], nn.Embedding):
             return ""
         wrong = least if least < 0 else most
         return f"index {wrong} is out of range of {self.num_embeddings} embeddings"
-
-
-def _check(kind: str, P_x: Partition, P_y: Partition | None, max_norm: float | None, sparse: bool) -> None:
-    if P_y is not None and P_y.dim != P_x.dim + 1:
-        raise PartitionError(
-            f"{kind}: P_y has {P_y.dim} dimensions {P_y.shape}, the output has {P_x.dim + 1}: those of P_x"
-            f" {P_x.shape} and that of the vectors"
-        )
-    if max_norm is not None:
-        raise UnsupportedError(
-            f"{kind}: max_norm={max_norm} is not supported: it changes weights in a forward"
-        )
-    if sparse:
-        raise UnsupportedError(f"{kind}: sparse gradients are not supported")

@@ -66,6 +66,14 @@ def Conv(  # noqa: N802
     Notes
     -----
     Interface document, chapter 3; requirements A3 to A8, A13, A17, A18.
+
+    Examples
+    --------
+    >>> machine = Machine(MPI.COMM_WORLD)
+    >>> rows = Distribution(1, 1, machine.size, 1)
+    >>> conv = Conv(machine, (2, 3, 8, 16, 16), rows, kernel_size=3, padding=1)
+    >>> conv(torch.rand(2, 3, 8, 16)).shape  # this rank's rows
+    torch.Size([2, 8, 8, 16])
     """
     who = name or "Conv"
     batch, channels, filters, *space = _extents(who, "(N, C, F, H, W)", extents, 3)
@@ -124,6 +132,14 @@ def InstanceNorm(  # noqa: N802
     Notes
     -----
     Interface document, chapter 4; requirements A3 to A8, A13, A19.
+
+    Examples
+    --------
+    >>> machine = Machine(MPI.COMM_WORLD)
+    >>> rows = Distribution(1, 1, machine.size, 1)
+    >>> norm = InstanceNorm(machine, (2, 3, 16, 16), rows)
+    >>> norm(torch.rand(2, 3, 8, 16)).shape  # this rank's rows
+    torch.Size([2, 3, 8, 16])
     """
     who = name or "InstanceNorm"
     batch, channels, *space = _extents(who, "(N, C, H, W)", extents, LEADING)
@@ -161,6 +177,14 @@ def Concat(  # noqa: N802
     Notes
     -----
     Interface document, chapter 5; requirements A3 to A8, A13, A20.
+
+    Examples
+    --------
+    >>> machine = Machine(MPI.COMM_WORLD)
+    >>> rows = Distribution(1, 1, machine.size, 1)
+    >>> cat = Concat(machine, (2, (3, 5), 16, 16), [rows, rows])
+    >>> cat(torch.rand(2, 3, 8, 16), torch.rand(2, 5, 8, 16)).shape  # this rank's rows
+    torch.Size([2, 8, 8, 16])
     """
     who, wanted = name or "Concat", "(N, (C1, C2, ...), H, W)"
     try:

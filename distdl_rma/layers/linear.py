@@ -11,7 +11,7 @@ from torch import nn
 
 from distdl_rma.errors import ArgumentError, PartitionError, UnsupportedError
 from distdl_rma.geometry.partition import Partition
-from distdl_rma.layers.core.arguments import LayerOptions, PlacedOptions, chosen_placement
+from distdl_rma.layers.core.arguments import LayerOptions, PlacedOptions, check_device, chosen_placement
 from distdl_rma.layers.core.input_facts import InputFacts, check_weights, source_of
 from distdl_rma.layers.core.operator_layer import OperatorLayer
 from distdl_rma.layers.core.placement import Placement, block_placement, linear_values
@@ -56,6 +56,15 @@ class DistributedLinear(OperatorLayer[SplitLinear], nn.Linear):
     Notes
     -----
     Linear document, general linear layer; requirement B6. Column 0 of P_W keeps and adds the bias.
+
+    Examples
+    --------
+    >>> P_world = MPIPartition(MPI.COMM_WORLD)
+    >>> P_x = P_world.create_cartesian_topology_partition((1, P_world.size))  # cuts the features
+    >>> P_W = P_world.create_cartesian_topology_partition((P_world.size, 1))  # cuts the rows of the weight
+    >>> layer = DistributedLinear(P_x, P_x, P_W, in_features=6, out_features=8)
+    >>> layer.weight.shape, layer(shard(P_x, torch.rand(4, 6))).shape
+    (torch.Size([4, 6]), torch.Size([4, 8]))
     """
 
     _casts = True
@@ -86,7 +95,9 @@ class DistributedLinear(OperatorLayer[SplitLinear], nn.Linear):
             if not isinstance(count, SupportsIndex) or as_int(count) < 0:
                 raise ArgumentError(f"{kind}: {what} is a number of features, at least 0, got {count!r}")
         placement = chosen_placement(kind, placement, weights, self._allowed)
-        _check_elements(kind, device, dtype)
+        check_device(kind, device)
+        if dtype not in (None, *_DTYPES):
+            raise UnsupportedError(f"{kind}: dtype is one of {_DTYPES}, got {dtype}")
         P_w = P_W.create_cartesian_topology_partition(grid)
         super().__init__(P_x, P_y, P_w, **options)
         self.P_w, self.placement, self.weights = P_w, placement, placement
@@ -134,6 +145,14 @@ class DistributedLinearAllGather(DistributedLinear):
     Notes
     -----
     Linear document, linear layer with all-gather; requirement B6.
+
+    Examples
+    --------
+    >>> P_world = MPIPartition(MPI.COMM_WORLD)
+    >>> P_y = P_world.create_cartesian_topology_partition((1, P_world.size))  # one data-parallel block
+    >>> layer = DistributedLinearAllGather(P_y, in_features=6, out_features=8)
+    >>> layer.weight.shape, layer(shard(P_y, torch.rand(4, 6))).shape
+    (torch.Size([4, 6]), torch.Size([4, 8]))
     """
 
     def __init__(
@@ -171,6 +190,14 @@ class DistributedLinearReduceScatter(DistributedLinear):
     Notes
     -----
     Linear document, linear layer with reduce-scatter; requirement B6.
+
+    Examples
+    --------
+    >>> P_world = MPIPartition(MPI.COMM_WORLD)
+    >>> P_x = P_world.create_cartesian_topology_partition((1, P_world.size))  # one data-parallel block
+    >>> layer = DistributedLinearReduceScatter(P_x, in_features=6, out_features=8)
+    >>> layer.weight.shape, layer(shard(P_x, torch.rand(4, 6))).shape
+    (torch.Size([8, 3]), torch.Size([4, 8]))
     """
 
     def __init__(
@@ -221,6 +248,14 @@ class DistributedLinearAllGatherZero(_Zero, DistributedLinearAllGather):
     Notes
     -----
     Linear document, fully-sharded data parallelism; requirement B6.
+
+    Examples
+    --------
+    >>> P_world = MPIPartition(MPI.COMM_WORLD)
+    >>> P_y = P_world.create_cartesian_topology_partition((P_world.size, 1))  # data-parallel blocks
+    >>> layer = DistributedLinearAllGatherZero(P_y, in_features=6, out_features=8)
+    >>> layer.weight.shape, layer(shard(P_y, torch.rand(4, 6))).shape
+    (torch.Size([8, 3]), torch.Size([4, 8]))
     """
 
 
@@ -233,6 +268,14 @@ class DistributedLinearReduceScatterZero(_Zero, DistributedLinearReduceScatter):
     Notes
     -----
     Linear document, fully-sharded data parallelism; requirement B6.
+
+    Examples
+    --------
+    >>> P_world = MPIPartition(MPI.COMM_WORLD)
+    >>> P_x = P_world.create_cartesian_topology_partition((P_world.size, 1))  # data-parallel blocks
+    >>> layer = DistributedLinearReduceScatterZero(P_x, in_features=6, out_features=8)
+    >>> layer.weight.shape, layer(shard(P_x, torch.rand(4, 6))).shape
+    (torch.Size([4, 6]), torch.Size([4, 8]))
     """
 
     _cuts = OUT
@@ -267,10 +310,3 @@ def _checked_grid(kind: str, P_x: Partition, P_y: Partition, P_W: Partition) -> 
 def _check_partition(kind: str, name: str, P: object) -> None:
     if not isinstance(P, Partition):
         raise PartitionError(f"{kind}: {name} is a partition, got {P!r}")
-
-
-def _check_elements(kind: str, device: torch.device | str | None, dtype: torch.dtype | None) -> None:
-    if device is not None and torch.device(device).type != "cpu":
-        raise UnsupportedError(f"{kind}: tensors live on the CPU, got device {device!r}")
-    if dtype is not None and dtype not in _DTYPES:
-        raise UnsupportedError(f"{kind}: dtype is one of {_DTYPES}, got {dtype}")

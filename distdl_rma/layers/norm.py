@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
-from numbers import Integral
 from operator import index as as_int
 from typing import Any, ClassVar, NamedTuple, Unpack
 from weakref import WeakValueDictionary
@@ -23,18 +22,26 @@ from distdl_rma.errors import (
     ShapeError,
     UnsupportedError,
 )
+from distdl_rma.geometry.box import LEADING
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.intervals import Balanced
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.layers.core.agreement import ShapeAgreement
-from distdl_rma.layers.core.arguments import PlacedOptions, check_device, chosen_placement, show_arguments_of
-from distdl_rma.layers.core.callbacks import Callbacks
+from distdl_rma.layers.core.arguments import (
+    LayerOptions,
+    PlacedOptions,
+    check_device,
+    check_dims,
+    chosen_placement,
+    spatial_dims,
+    torchs_layer,
+)
 from distdl_rma.layers.core.input_facts import InputFacts, source_of
 from distdl_rma.layers.core.operator_layer import OperatorLayer
 from distdl_rma.layers.core.placement import Placement, cut, register
 from distdl_rma.ops.core.autograd import GradientNeeds, anchored
 from distdl_rma.ops.core.operation import Agreement
-from distdl_rma.ops.norm.normalisation import RUNNING, Normalisation, NormOptions
+from distdl_rma.ops.norm.normalisation import RUNNING, Normalisation, NormOptions, axes_of
 from distdl_rma.ops.norm.statistic_groups import NormAxes, StatisticGroups
 
 _RANKS, _NBYTES = "get_ranks_synch_norm", "get_sizeof_norm"
@@ -164,39 +171,30 @@ class DistributedNorm(OperatorLayer[Normalisation]):
     weight: Any
     bias: Any
     eps: Any
-    centred = True
     _allowed = ("cut", "replicated")
+    _by_name = (*PlacedOptions.__annotations__,)
     _changeable = ("eps", "momentum", "affine", "track_running_stats", "elementwise_affine")
-    # What a group needs more than one of, for messages.
-    several = ""
-
-    def __init_subclass__(cls, **arguments: Any) -> None:
-        super().__init_subclass__(**arguments)
-        twin = cls.__bases__[-1]
-        if cls.__name__ == f"Distributed{twin.__name__}":
-            show_arguments_of(cls, twin, PlacedOptions.__annotations__)
+    function: ClassVar[str]  # torch's, by name
 
     def __init__(
         self,
         P_x: Partition,
-        axes: NormAxes,
-        extents: Sequence[int],
-        eps: float | None,
-        affine: bool,
-        bias: bool,
-        device: torch.device | str | None,
-        dtype: torch.dtype | None,
+        given: Mapping[str, Any],
         *,
         placement: str | None = None,
         weights: str | None = None,
-        name: str | None = None,
-        **callbacks: Unpack[Callbacks],
+        **options: Unpack[LayerOptions],
     ) -> None:
         kind = type(self).__name__
         placement = chosen_placement(kind, placement, weights, self._allowed)
-        check_device(kind, device)
-        super().__init__(P_x, name=name, **callbacks)
-        self.axes, self.eps, self.placement = axes, eps, placement
+        check_device(kind, given["device"])
+        like = torchs_layer(type(self), **given)
+        axes, extents = self.shared(like, P_x)
+        if min(map(as_int, extents), default=-1) < 0:
+            raise ArgumentError(f"{kind}: needs at least one extent, and none below 0, got {extents}")
+        super().__init__(P_x, **options)
+        self.take_over(like)
+        self.axes, self.placement = axes, placement
         kept = Placement.everywhere(self.machine, torch.Size(extents))
         # Grid dimensions that cut the parameters.
         cuts = tuple(d for d in axes.weighted if P_x.shape[d] > 1)
@@ -205,19 +203,28 @@ class DistributedNorm(OperatorLayer[Normalisation]):
             of_grid = tuple(axes.weighted.index(d) if d in cuts else None for d in range(P_x.dim))
             kept = Placement(Decomposition(P_x, splits, of_grid))
         self.store = kept.store
-        wanted = {"weight": affine, "bias": affine and bias}
-        values: dict[str, nn.Parameter | None] = dict.fromkeys(wanted)
-        for key, make in (("weight", torch.ones), ("bias", torch.zeros)):
-            if wanted[key]:
-                values[key] = nn.Parameter(make(*extents, device=device, dtype=dtype))
-        if affine:
-            self.place(values, {key: kept for key in values if wanted[key]})
+        values = {"weight": None, "bias": None, **like._parameters}
+        places = {key: kept for key, value in values.items() if value is not None}
+        if places:
+            self.place(values, places)
         else:
-            register(self, values, {})
+            register(self, values, places)
+        for key, buffer in like._buffers.items():
+            varies = buffer is not None and key in RUNNING
+            self.register_buffer(key, cut(kept.store, buffer) if varies else buffer)
+            if varies and any(axis is not None for axis in kept.store.axes):
+                self.buffer_layouts[key] = kept.store
+
+    def shared(self, like: Any, P_x: Partition) -> tuple[NormAxes, tuple[int, ...]]:
+        """Dimensions of statistics and parameters, and extents of the latter, for torch's layer ``like``.
+
+        ``PartitionError`` if the tensor cannot have the dimensions of P_x.
+        """
+        raise NotImplementedError
 
     def options(self) -> NormOptions:
         """Options of the next call's operation."""
-        return NormOptions(self.axes, self.eps, self.centred, several=self.several)
+        return NormOptions(self.axes, self.eps, self.function)
 
     def mode(self) -> tuple[Any, ...]:
         """Settings of a call beside its input; they must be equal on all ranks of the call."""
@@ -315,13 +322,6 @@ class DistributedNorm(OperatorLayer[Normalisation]):
         return 0 if known is None else StatisticGroups(self.axes, known.inputs[0], self.machine.rank).nbytes
 
 
-def _check_extents(layer: DistributedNorm, **extents: int) -> None:
-    """Raise ``ArgumentError`` if a named size is below 0."""
-    for name, extent in extents.items():
-        if extent < 0:
-            raise ArgumentError(f"{type(layer).__name__}: {name} must be at least 0, got {extent}")
-
-
 class DistributedRunningNorm(DistributedNorm, batchnorm._NormBase):
     """Normalisation per channel that may keep running statistics in torch's buffers; replicas are equal.
 
@@ -331,14 +331,6 @@ class DistributedRunningNorm(DistributedNorm, batchnorm._NormBase):
     """
 
     _shown = ("num_features", "eps", "momentum", "affine", "bias", "track_running_stats")
-    _dims: ClassVar[tuple[int, ...]]
-    # Defaults of affine and track_running_stats, and whether eps has to be positive.
-    _usual: ClassVar[bool]
-    _needs_eps: ClassVar[bool] = False
-
-    def __init_subclass__(cls, dims: tuple[int, ...] = (), **arguments: Any) -> None:
-        super().__init_subclass__(**arguments)
-        cls._dims = dims or getattr(cls, "_dims", ())
 
     def __init__(
         self,
@@ -354,31 +346,11 @@ class DistributedRunningNorm(DistributedNorm, batchnorm._NormBase):
         bias: bool = True,
         **options: Unpack[PlacedOptions],
     ) -> None:
-        kind = type(self).__name__
-        affine, tracked = (self._usual if it is None else it for it in (affine, track_running_stats))
-        if P_x.dim not in self._dims:
-            wanted = " or ".join(str(n) for n in self._dims)
-            raise PartitionError(f"{kind}: P_x has {P_x.dim} dimensions {P_x.shape}, the tensor has {wanted}")
-        if self._needs_eps and eps <= 0:
-            raise ArgumentError(f"{kind}: eps must be positive, got {eps}")
-        _check_extents(self, num_features=num_features)
-        axes = self.axes_of(P_x.dim)
-        super().__init__(P_x, axes, (num_features,), eps, affine, bias, device, dtype, **options)
-        self.num_features, self.momentum, self.affine = num_features, momentum, affine
-        self.track_running_stats = tracked
-        if not tracked:
-            for key in (*RUNNING, "num_batches_tracked"):
-                self.register_buffer(key, None)
-            return
-        for key, make in zip(RUNNING, (torch.zeros, torch.ones), strict=True):
-            self.register_buffer(key, cut(self.store, make(num_features, device=device, dtype=dtype)))
-        self.register_buffer("num_batches_tracked", torch.zeros((), dtype=torch.long, device=device))
-        if any(axis is not None for axis in self.store.axes):
-            self.buffer_layouts.update(dict.fromkeys(RUNNING, self.store))
-
-    def axes_of(self, dims: int) -> NormAxes:
-        """Reduced dimensions, and those of the parameters, of a tensor with ``dims`` dimensions."""
-        raise NotImplementedError
+        # None is torch's default, which differs between kinds.
+        usual = {"affine": affine, "track_running_stats": track_running_stats}
+        given: dict[str, Any] = {key: value for key, value in usual.items() if value is not None}
+        given |= {"num_features": num_features, "eps": eps, "momentum": momentum, "bias": bias}
+        super().__init__(P_x, {**given, "device": device, "dtype": dtype}, **options)
 
     def agreeing(self) -> tuple[int, ...]:
         """Ranks of P_x; with running statistics all ranks of the machine."""
@@ -454,14 +426,27 @@ class DistributedBatchNorm(DistributedRunningNorm, batchnorm._BatchNorm):
     Notes
     -----
     Requirement B11. Document: ``docs/layers/normalization.md``.
+
+    Examples
+    --------
+    >>> P_world = MPIPartition(MPI.COMM_WORLD)
+    >>> P_x = P_world.create_cartesian_topology_partition((1, 1, P_world.size, 1))
+    >>> norm = DistributedBatchNorm2d(P_x, 3)
+    >>> y = norm(shard(P_x, torch.rand(2, 3, 16, 16)))
+    >>> norm.num_batches_tracked
+    tensor(1)
     """
 
-    several = "value per channel is needed in training"
-    _usual = _needs_eps = True
+    function = "batch_norm"
 
-    def axes_of(self, dims: int) -> NormAxes:
+    def shared(self, like: Any, P_x: Partition) -> tuple[NormAxes, tuple[int, ...]]:
         """All dimensions but channels are reduced."""
-        return NormAxes(reduced=tuple(d for d in range(dims) if d != 1), weighted=(1,))
+        space = spatial_dims(type(self))
+        check_dims(type(self), (2, 3) if space == 1 else (LEADING + space,), P_x=P_x)
+        if like.eps <= 0:
+            # torch raises in the first call in training.
+            raise ArgumentError(f"{type(self).__name__}: eps must be positive, got {like.eps}")
+        return axes_of(self.function, P_x.dim), (like.num_features,)
 
     def statistics_mode(self) -> tuple[bool, bool]:
         """By the input in training, and without running statistics. Training updates running statistics."""
@@ -487,15 +472,15 @@ class DistributedBatchNorm(DistributedRunningNorm, batchnorm._BatchNorm):
         )
 
 
-class DistributedBatchNorm1d(DistributedBatchNorm, nn.BatchNorm1d, dims=(2, 3)):
+class DistributedBatchNorm1d(DistributedBatchNorm, nn.BatchNorm1d):
     """Distributed ``torch.nn.BatchNorm1d``; tensors are (batch, channel) or (batch, channel, width)."""
 
 
-class DistributedBatchNorm2d(DistributedBatchNorm, nn.BatchNorm2d, dims=(4,)):
+class DistributedBatchNorm2d(DistributedBatchNorm, nn.BatchNorm2d):
     """Distributed ``torch.nn.BatchNorm2d``; tensors are (batch, channel, height, width)."""
 
 
-class DistributedBatchNorm3d(DistributedBatchNorm, nn.BatchNorm3d, dims=(5,)):
+class DistributedBatchNorm3d(DistributedBatchNorm, nn.BatchNorm3d):
     """Distributed ``torch.nn.BatchNorm3d``; tensors are (batch, channel, depth, height, width)."""
 
 
@@ -508,15 +493,24 @@ class DistributedInstanceNorm(DistributedRunningNorm, instancenorm._InstanceNorm
     Notes
     -----
     Interface document, chapter 4; requirements A19, B11. Document: ``docs/layers/normalization.md``.
+
+    Examples
+    --------
+    >>> P_world = MPIPartition(MPI.COMM_WORLD)
+    >>> P_x = P_world.create_cartesian_topology_partition((1, 1, P_world.size, 1))
+    >>> norm = DistributedInstanceNorm2d(P_x, 3, affine=True)
+    >>> y = norm(shard(P_x, torch.rand(1, 3, 16, 16)))
+    >>> bool(y.mean().abs() < 1e-5)
+    True
     """
 
-    several = "spatial element is needed"
-    _usual = False
+    function = "instance_norm"
 
-    def axes_of(self, dims: int) -> NormAxes:
+    def shared(self, like: Any, P_x: Partition) -> tuple[NormAxes, tuple[int, ...]]:
         """The spatial dimensions, behind the channels, are reduced."""
-        channels = dims - self._dims[0]
-        return NormAxes(reduced=tuple(range(channels + 1, dims)), weighted=(channels,))
+        space = spatial_dims(type(self))
+        check_dims(type(self), (1 + space, LEADING + space), P_x=P_x)
+        return axes_of(self.function, P_x.dim, channels=P_x.dim - space - 1), (like.num_features,)
 
     def statistics_mode(self) -> tuple[bool, bool]:
         """By the input in training, and without tracking; these calls update running statistics, if any."""
@@ -528,15 +522,15 @@ class DistributedInstanceNorm(DistributedRunningNorm, instancenorm._InstanceNorm
         return self.momentum or 0.0
 
 
-class DistributedInstanceNorm1d(DistributedInstanceNorm, nn.InstanceNorm1d, dims=(2, 3)):
+class DistributedInstanceNorm1d(DistributedInstanceNorm, nn.InstanceNorm1d):
     """Distributed ``torch.nn.InstanceNorm1d``; tensors are (batch, channel, width) or (channel, width)."""
 
 
-class DistributedInstanceNorm2d(DistributedInstanceNorm, nn.InstanceNorm2d, dims=(3, 4)):
+class DistributedInstanceNorm2d(DistributedInstanceNorm, nn.InstanceNorm2d):
     """Distributed ``torch.nn.InstanceNorm2d``; tensors are (batch, channel, height, width), or unbatched."""
 
 
-class DistributedInstanceNorm3d(DistributedInstanceNorm, nn.InstanceNorm3d, dims=(4, 5)):
+class DistributedInstanceNorm3d(DistributedInstanceNorm, nn.InstanceNorm3d):
     """Distributed ``torch.nn.InstanceNorm3d``; as (batch, channel, depth, height, width), or unbatched."""
 
 
@@ -545,9 +539,18 @@ class DistributedGroupNorm(DistributedNorm, nn.GroupNorm):
 
     Groups of channels may straddle ranks. Local input and output: (batch, channel, ...), of equal shape.
     Arguments are as for :class:`DistributedBatchNorm`, all others as in torch.
+
+    Examples
+    --------
+    >>> P_world = MPIPartition(MPI.COMM_WORLD)
+    >>> P_x = P_world.create_cartesian_topology_partition((1, 1, P_world.size, 1))
+    >>> norm = DistributedGroupNorm(P_x, num_groups=2, num_channels=6)
+    >>> y = norm(shard(P_x, torch.rand(1, 6, 16, 16)))
+    >>> bool(y.mean().abs() < 1e-5)
+    True
     """
 
-    several = "value per group is needed"
+    function = "group_norm"
     _shown = ("num_groups", "num_channels", "eps", "affine", "bias")
 
     def __init__(
@@ -563,17 +566,17 @@ class DistributedGroupNorm(DistributedNorm, nn.GroupNorm):
         bias: bool = True,
         **options: Unpack[PlacedOptions],
     ) -> None:
+        given = {"num_groups": num_groups, "num_channels": num_channels, "eps": eps, "affine": affine}
+        super().__init__(P_x, {**given, "bias": bias, "device": device, "dtype": dtype}, **options)
+
+    def shared(self, like: Any, P_x: Partition) -> tuple[NormAxes, tuple[int, ...]]:
+        """All dimensions behind the batch are reduced, within a group of channels."""
         kind = type(self).__name__
-        if P_x.dim < 2:
+        if P_x.dim < LEADING:
             raise PartitionError(f"{kind}: P_x {P_x.shape} has 1 dimension, the tensor has at least 2")
-        _check_extents(self, num_channels=num_channels)
-        if num_groups < 1 or num_channels % num_groups:
-            raise ArgumentError(
-                f"{kind}: num_channels {num_channels} must be divisible by num_groups {num_groups}"
-            )
-        axes = NormAxes(reduced=tuple(range(1, P_x.dim)), weighted=(1,), groups=num_groups)
-        super().__init__(P_x, axes, (num_channels,), eps, affine, bias, device, dtype, **options)
-        self.num_groups, self.num_channels, self.affine = num_groups, num_channels, affine
+        if like.num_groups < 1:
+            raise ArgumentError(f"{kind}: needs at least one group, got num_groups {like.num_groups}")
+        return axes_of(self.function, P_x.dim, like.num_groups), (like.num_channels,)
 
 
 class DistributedTrailingNorm(DistributedNorm):
@@ -581,32 +584,15 @@ class DistributedTrailingNorm(DistributedNorm):
 
     _shown = ("normalized_shape", "eps", "elementwise_affine", "bias")
 
-    def __init__(
-        self,
-        P_x: Partition,
-        normalized_shape: int | Sequence[int],
-        eps: float | None,
-        elementwise_affine: bool,
-        bias: bool,
-        device: torch.device | str | None,
-        dtype: torch.dtype | None,
-        **options: Unpack[PlacedOptions],
-    ) -> None:
-        kind = type(self).__name__
-        # As in torch, an integer of numpy is one extent too.
-        extents: Any = [normalized_shape] if isinstance(normalized_shape, Integral) else normalized_shape
-        shape = tuple(map(as_int, extents))
-        if not shape:
-            raise ArgumentError(f"{kind}: normalized_shape needs at least one dimension")
-        _check_extents(self, normalized_shape=min(shape))
+    def shared(self, like: Any, P_x: Partition) -> tuple[NormAxes, tuple[int, ...]]:
+        """The last dimensions share a mean, and each of their elements has its own parameters."""
+        shape = like.normalized_shape
         if P_x.dim < len(shape):
             raise PartitionError(
-                f"{kind}: P_x has {P_x.dim} dimensions {P_x.shape}, normalized_shape {shape} has {len(shape)}"
+                f"{type(self).__name__}: P_x has {P_x.dim} dimensions {P_x.shape}, normalized_shape {shape}"
+                f" has {len(shape)}"
             )
-        trailing = tuple(range(P_x.dim - len(shape), P_x.dim))
-        axes, given = NormAxes(trailing, trailing), (eps, elementwise_affine, bias, device, dtype)
-        super().__init__(P_x, axes, shape, *given, **options)
-        self.normalized_shape, self.elementwise_affine = shape, elementwise_affine
+        return axes_of(self.function, P_x.dim, len(shape)), shape
 
 
 class DistributedLayerNorm(DistributedTrailingNorm, nn.LayerNorm):
@@ -615,7 +601,17 @@ class DistributedLayerNorm(DistributedTrailingNorm, nn.LayerNorm):
     Local output: of the shape of the local input. If P_x splits normalised dimensions, the ranks that hold
     parts of an instance share its statistics. Arguments are as for :class:`DistributedBatchNorm`, all others
     as in torch; ``normalized_shape`` is global.
+
+    Examples
+    --------
+    >>> P_world = MPIPartition(MPI.COMM_WORLD)
+    >>> P_x = P_world.create_cartesian_topology_partition((1, P_world.size, 1))  # cuts the tokens
+    >>> norm = DistributedLayerNorm(P_x, 32)
+    >>> norm(shard(P_x, torch.rand(2, 10, 32))).shape
+    torch.Size([2, 10, 32])
     """
+
+    function = "layer_norm"
 
     def __init__(
         self,
@@ -628,14 +624,23 @@ class DistributedLayerNorm(DistributedTrailingNorm, nn.LayerNorm):
         dtype: torch.dtype | None = None,
         **options: Unpack[PlacedOptions],
     ) -> None:
-        given = eps, elementwise_affine, bias, device, dtype
-        super().__init__(P_x, normalized_shape, *given, **options)
+        given = {"normalized_shape": normalized_shape, "eps": eps, "elementwise_affine": elementwise_affine}
+        super().__init__(P_x, {**given, "bias": bias, "device": device, "dtype": dtype}, **options)
 
 
 class DistributedRMSNorm(DistributedTrailingNorm, nn.RMSNorm):
-    """Root mean square normalisation: as :class:`DistributedLayerNorm`, but without mean and bias."""
+    """Root mean square normalisation: as :class:`DistributedLayerNorm`, but without mean and bias.
 
-    centred = False
+    Examples
+    --------
+    >>> P_world = MPIPartition(MPI.COMM_WORLD)
+    >>> P_x = P_world.create_cartesian_topology_partition((1, P_world.size, 1))  # cuts the tokens
+    >>> norm = DistributedRMSNorm(P_x, 32)
+    >>> norm(shard(P_x, torch.rand(2, 10, 32))).shape
+    torch.Size([2, 10, 32])
+    """
+
+    function = "rms_norm"
 
     def __init__(
         self,
@@ -647,8 +652,8 @@ class DistributedRMSNorm(DistributedTrailingNorm, nn.RMSNorm):
         dtype: torch.dtype | None = None,
         **options: Unpack[PlacedOptions],
     ) -> None:
-        given = eps, elementwise_affine, False, device, dtype
-        super().__init__(P_x, normalized_shape, *given, **options)
+        given = {"normalized_shape": normalized_shape, "eps": eps, "elementwise_affine": elementwise_affine}
+        super().__init__(P_x, {**given, "device": device, "dtype": dtype}, **options)
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise; ``x`` is the local shard, or a tensor without elements outside of P_x."""

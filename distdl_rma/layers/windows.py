@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
-from operator import index as as_int
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Unpack
 
 import torch
@@ -12,24 +10,18 @@ from torch import nn
 
 from distdl_rma.errors import ArgumentError, PartitionError, UnsupportedError
 from distdl_rma.geometry.box import LEADING
-from distdl_rma.geometry.halo import Stencil
 from distdl_rma.geometry.partition import Partition
-from distdl_rma.layers.core.arguments import LayerOptions, each_dim, per_dim
+from distdl_rma.layers.core.arguments import LayerOptions, check_dims, spatial_dims, torchs_layer
 from distdl_rma.layers.core.input_facts import InputFacts, source_of
 from distdl_rma.layers.core.operator_layer import OperatorLayer
+from distdl_rma.ops.window_options import options_of
 from distdl_rma.ops.windows import (
-    RESIZE_MODES,
     AdaptiveAvgPooling,
     AdaptiveMaxPooling,
-    AdaptiveOptions,
     AvgPooling,
-    AvgPoolOptions,
     MaxPooling,
-    MaxPoolOptions,
     MaxWindows,
     Padding,
-    PadOptions,
-    ResizeOptions,
     Resizing,
     WindowOperation,
 )
@@ -37,6 +29,10 @@ from distdl_rma.ops.windows import (
 Size = int | tuple[int, ...]
 # None: the extent of the input.
 OutputSize = int | None | Sequence[int | None]
+# By number of spatial dimensions: extents of images without memory that torch's layers are tried with.
+_EXTENTS = {1: 1 << 30, 2: 1 << 20, 3: 1 << 13}
+# Modes of torch's classes of padding, by the first half of their names.
+_PAD_MODES = {"Reflection": "reflect", "Replication": "replicate", "Circular": "circular"}
 
 
 class WindowOptions(LayerOptions, total=False):
@@ -48,35 +44,40 @@ class WindowOptions(LayerOptions, total=False):
 class WindowLayer(OperatorLayer[WindowOperation[Any]]):
     """Layer on (batch, channel, *spatial) that consists of an operation with options, without parameters.
 
-    A class with the class argument ``dims`` is for that many spatial dimensions, and has torch's layer as
-    last base. Other classes are for 1 to 3 spatial dimensions.
+    A class for users is a row: its family, and torch's layer as last base, whose name has the number of
+    spatial dimensions. Torch's layer checks the arguments, and the options are those of its attributes.
     """
 
     operation: ClassVar[type[WindowOperation[Any]]]
-    options: Any  # of the operation
-    _dims: int = 0
 
-    def __init_subclass__(cls, dims: int | None = None, **others: Any) -> None:
-        super().__init_subclass__(**others)
-        cls._dims = cls._dims if dims is None else dims
-
-    def __init__(self, P_x: Partition, P_y: Partition | None = None, **options: Unpack[LayerOptions]) -> None:
-        kind, dims = type(self).__name__, self._dims or P_x.dim - LEADING
-        if dims not in (1, 2, 3):
-            raise PartitionError(f"{kind}: P_x has {P_x.dim} dimensions {P_x.shape}, tensors have 3, 4 or 5")
-        for label, partition in (("P_x", P_x), ("P_y", P_x if P_y is None else P_y)):
-            if partition.dim != LEADING + dims:
-                raise PartitionError(
-                    f"{kind}: {label} has {partition.dim} dimensions {partition.shape}, the tensor has"
-                    f" {LEADING + dims}"
-                )
+    def __init__(
+        self,
+        P_x: Partition,
+        *arguments: Any,
+        P_y: Partition | None = None,
+        beside: Mapping[str, Any] | None = None,
+        **options: Unpack[LayerOptions],
+    ) -> None:
+        kind, dims = type(self), spatial_dims(type(self)) or P_x.dim - LEADING
+        if dims not in _EXTENTS:
+            raise PartitionError(
+                f"{kind.__name__}: P_x has {P_x.dim} dimensions {P_x.shape}, tensors have 3, 4 or 5"
+            )
+        check_dims(kind, (LEADING + dims,), P_x=P_x, P_y=P_y)
+        like = torchs_layer(
+            kind, *arguments, sample=[torch.empty(1, 1, *[_EXTENTS[dims]] * dims, device="meta")]
+        )
+        # Arguments that torch's layer lacks.
+        vars(like).update(beside or {})
         super().__init__(P_x, P_y, **options)
-        self._dims = dims
+        self.take_over(like)
+        mode = _PAD_MODES.get(type(like).__name__.partition("Pad")[0], "zeros")
+        self.options = options_of(self.operation, {"mode": mode, **vars(like)}, dims)
 
     def plan(self, facts: dict[int, InputFacts]) -> WindowOperation[Any]:
         """Operation for the global input that the ranks form."""
         source, dtype = source_of(self.P_x, facts)
-        return type(self).operation(self.site, source, self.P_y, dtype, self.options)
+        return self.operation(self.site, source, self.P_y, dtype, self.options)
 
 
 class MaxLayer(WindowLayer):
@@ -116,134 +117,108 @@ class DistributedPad(WindowLayer):
     Notes
     -----
     Requirements B8 and B11. Document: ``docs/layers/upsampling.md``.
+
+    Examples
+    --------
+    >>> P_world = MPIPartition(MPI.COMM_WORLD)
+    >>> P_x = P_world.create_cartesian_topology_partition((1, 1, P_world.size, 1))
+    >>> pad = DistributedZeroPad2d(P_x, 1)
+    >>> pad(shard(P_x, torch.rand(1, 3, 16, 16))).shape
+    torch.Size([1, 3, 18, 18])
     """
 
     operation = Padding
-    padding: Any
-    value: float = 0.0
-    _shown: ClassVar[tuple[str, ...]] = ("padding",)
-    _mode = "zeros"
-
-    def __init_subclass__(cls, mode: str | None = None, **others: Any) -> None:
-        super().__init_subclass__(**others)
-        cls._mode = mode or cls._mode
 
     def __init__(
         self, P_x: Partition, padding: int | Sequence[int], **options: Unpack[WindowOptions]
     ) -> None:
-        super().__init__(P_x, **options)
-        kind = type(self).__name__
-        self.padding = each_dim(kind, "padding", padding, 2 * self._dims, as_int, "an integer")
-        # torch's order: the last dimension first.
-        sides = tuple(zip(self.padding[::2], self.padding[1::2], strict=True))[::-1]
-        if self._mode == "circular" and any(min(pair) < 0 < max(pair) for pair in sides):
+        super().__init__(P_x, padding, **options)
+        if self.options.mode == "circular" and any(min(pair) < 0 < max(pair) for pair in self.options.sides):
             raise UnsupportedError(
-                f"{kind}: padding {padding!r} crops one end of a dimension and wraps around at the other;"
-                " crop by a layer of its own before this one"
+                f"{type(self).__name__}: padding {padding!r} crops one end of a dimension and wraps around at"
+                " the other; crop by a layer of its own before this one"
             )
-        self.options = PadOptions(sides, self._mode)
 
 
-class DistributedConstantPad(DistributedPad, mode="constant"):
-    """Padding by a constant ``value``; otherwise as :class:`DistributedPad`."""
+class DistributedConstantPad(DistributedPad):
+    """Padding by a constant ``value``; otherwise as :class:`DistributedPad`.
 
-    _shown = ("padding", "value")
+    Examples
+    --------
+    >>> P_world = MPIPartition(MPI.COMM_WORLD)
+    >>> P_x = P_world.create_cartesian_topology_partition((1, 1, P_world.size, 1))
+    >>> pad = DistributedConstantPad2d(P_x, 1, value=2.0)
+    >>> pad(shard(P_x, torch.rand(1, 3, 16, 16))).shape
+    torch.Size([1, 3, 18, 18])
+    """
 
     def __init__(
         self, P_x: Partition, padding: int | Sequence[int], value: float, **options: Unpack[WindowOptions]
     ) -> None:
-        super().__init__(P_x, padding, **options)
-        self.value, self.options = value, replace(self.options, value=value)
+        WindowLayer.__init__(self, P_x, padding, value, **options)
 
 
-class DistributedZeroPad1d(DistributedPad, nn.ZeroPad1d, dims=1):
+class DistributedZeroPad1d(DistributedPad, nn.ZeroPad1d):
     """Distributed ``torch.nn.ZeroPad1d``; tensors are (batch, channel, width)."""
 
 
-class DistributedZeroPad2d(DistributedPad, nn.ZeroPad2d, dims=2):
+class DistributedZeroPad2d(DistributedPad, nn.ZeroPad2d):
     """Distributed ``torch.nn.ZeroPad2d``; tensors are (batch, channel, height, width)."""
 
 
-class DistributedZeroPad3d(DistributedPad, nn.ZeroPad3d, dims=3):
+class DistributedZeroPad3d(DistributedPad, nn.ZeroPad3d):
     """Distributed ``torch.nn.ZeroPad3d``; tensors are (batch, channel, depth, height, width)."""
 
 
-class DistributedConstantPad1d(DistributedConstantPad, nn.ConstantPad1d, dims=1):
+class DistributedConstantPad1d(DistributedConstantPad, nn.ConstantPad1d):
     """Distributed ``torch.nn.ConstantPad1d``; tensors are (batch, channel, width)."""
 
 
-class DistributedConstantPad2d(DistributedConstantPad, nn.ConstantPad2d, dims=2):
+class DistributedConstantPad2d(DistributedConstantPad, nn.ConstantPad2d):
     """Distributed ``torch.nn.ConstantPad2d``; tensors are (batch, channel, height, width)."""
 
 
-class DistributedConstantPad3d(DistributedConstantPad, nn.ConstantPad3d, dims=3):
+class DistributedConstantPad3d(DistributedConstantPad, nn.ConstantPad3d):
     """Distributed ``torch.nn.ConstantPad3d``; tensors are (batch, channel, depth, height, width)."""
 
 
-class DistributedReflectionPad1d(DistributedPad, nn.ReflectionPad1d, dims=1, mode="reflect"):
+class DistributedReflectionPad1d(DistributedPad, nn.ReflectionPad1d):
     """Distributed ``torch.nn.ReflectionPad1d``; tensors are (batch, channel, width)."""
 
 
-class DistributedReflectionPad2d(DistributedPad, nn.ReflectionPad2d, dims=2, mode="reflect"):
+class DistributedReflectionPad2d(DistributedPad, nn.ReflectionPad2d):
     """Distributed ``torch.nn.ReflectionPad2d``; tensors are (batch, channel, height, width)."""
 
 
-class DistributedReflectionPad3d(DistributedPad, nn.ReflectionPad3d, dims=3, mode="reflect"):
+class DistributedReflectionPad3d(DistributedPad, nn.ReflectionPad3d):
     """Distributed ``torch.nn.ReflectionPad3d``; tensors are (batch, channel, depth, height, width)."""
 
 
-class DistributedReplicationPad1d(DistributedPad, nn.ReplicationPad1d, dims=1, mode="replicate"):
+class DistributedReplicationPad1d(DistributedPad, nn.ReplicationPad1d):
     """Distributed ``torch.nn.ReplicationPad1d``; tensors are (batch, channel, width)."""
 
 
-class DistributedReplicationPad2d(DistributedPad, nn.ReplicationPad2d, dims=2, mode="replicate"):
+class DistributedReplicationPad2d(DistributedPad, nn.ReplicationPad2d):
     """Distributed ``torch.nn.ReplicationPad2d``; tensors are (batch, channel, height, width)."""
 
 
-class DistributedReplicationPad3d(DistributedPad, nn.ReplicationPad3d, dims=3, mode="replicate"):
+class DistributedReplicationPad3d(DistributedPad, nn.ReplicationPad3d):
     """Distributed ``torch.nn.ReplicationPad3d``; tensors are (batch, channel, depth, height, width)."""
 
 
-class DistributedCircularPad1d(DistributedPad, nn.CircularPad1d, dims=1, mode="circular"):
+class DistributedCircularPad1d(DistributedPad, nn.CircularPad1d):
     """Distributed ``torch.nn.CircularPad1d``; tensors are (batch, channel, width)."""
 
 
-class DistributedCircularPad2d(DistributedPad, nn.CircularPad2d, dims=2, mode="circular"):
+class DistributedCircularPad2d(DistributedPad, nn.CircularPad2d):
     """Distributed ``torch.nn.CircularPad2d``; tensors are (batch, channel, height, width)."""
 
 
-class DistributedCircularPad3d(DistributedPad, nn.CircularPad3d, dims=3, mode="circular"):
+class DistributedCircularPad3d(DistributedPad, nn.CircularPad3d):
     """Distributed ``torch.nn.CircularPad3d``; tensors are (batch, channel, depth, height, width)."""
 
 
-class _Sliding(WindowLayer):
-    # Any: in torch these arguments are not always tuples.
-    kernel_size: Any
-    stride: Any
-    padding: Any
-    dilation: Any
-    ceil_mode: bool
-    _shown: ClassVar[tuple[str, ...]] = ("kernel_size", "stride", "padding", "dilation", "ceil_mode")
-
-    def _windows(
-        self, kernel_size: Size, stride: Size | None, padding: Size, dilation: Size, ceil_mode: bool
-    ) -> Stencil:
-        kind, dims = type(self).__name__, self._dims
-        self.kernel_size = kernel = per_dim(kind, "kernel_size", kernel_size, dims, 1)
-        self.stride = kernel if stride is None else per_dim(kind, "stride", stride, dims, 1)
-        self.padding = sides = per_dim(kind, "padding", padding, dims, 0)
-        self.dilation = per_dim(kind, "dilation", dilation, dims, 1)
-        self.ceil_mode = bool(ceil_mode)
-        for side, taps in zip(sides, kernel, strict=True):
-            if side > taps // 2:
-                raise ArgumentError(
-                    f"{kind}: padding {side} is more than half of kernel_size {taps}:"
-                    f" kernel_size={kernel}, padding={sides}"
-                )
-        return Stencil.of(kernel, self.stride, self.dilation, tuple((p, p) for p in sides), self.ceil_mode)
-
-
-class DistributedAvgPool(_Sliding):
+class DistributedAvgPool(WindowLayer):
     """Average pooling of a tensor that is split over ranks, in batch, channels and space.
 
     The output is balanced over P_y. If P_y is P_x, the batch stays cut as it is.
@@ -265,10 +240,17 @@ class DistributedAvgPool(_Sliding):
     Notes
     -----
     Requirement B11. Document: ``docs/layers/pooling.md``.
+
+    Examples
+    --------
+    >>> P_world = MPIPartition(MPI.COMM_WORLD)
+    >>> P_x = P_world.create_cartesian_topology_partition((1, 1, P_world.size, 1))
+    >>> pool = DistributedAvgPool2d(P_x, kernel_size=2)
+    >>> pool(shard(P_x, torch.rand(1, 3, 16, 16))).shape
+    torch.Size([1, 3, 8, 8])
     """
 
     operation = AvgPooling
-    _shown = (*_Sliding._shown, "count_include_pad", "divisor_override")
 
     def __init__(
         self,
@@ -281,24 +263,32 @@ class DistributedAvgPool(_Sliding):
         divisor_override: int | None = None,
         **options: Unpack[WindowOptions],
     ) -> None:
-        super().__init__(P_x, **options)
-        if divisor_override == 0:
-            raise ArgumentError(f"{type(self).__name__}: divisor_override must not be zero")
-        self.count_include_pad, self.divisor_override = bool(count_include_pad), divisor_override
-        stencil = self._windows(kernel_size, stride, padding, 1, ceil_mode)
-        self.options = AvgPoolOptions(stencil, self.count_include_pad, divisor_override)
+        if divisor_override is not None and not (hasattr(divisor_override, "__index__") and divisor_override):
+            kind = type(self).__name__
+            raise ArgumentError(f"{kind}: divisor_override is an integer but 0, got {divisor_override!r}")
+        beside = {"divisor_override": divisor_override}
+        super().__init__(
+            P_x, kernel_size, stride, padding, ceil_mode, count_include_pad, beside=beside, **options
+        )
 
 
-class DistributedMaxPool(_Sliding, MaxLayer):
+class DistributedMaxPool(MaxLayer):
     """Max pooling of a tensor that is split over ranks, in batch, channels and space.
 
     Partitions, shapes and errors are as for :class:`DistributedAvgPool`; a call also raises ``ShapeError`` if
     a window reads only padding. With ``return_indices`` the result is a pair: the output, and the indices of
     its elements in the flattened *global* plane, as in torch.
+
+    Examples
+    --------
+    >>> P_world = MPIPartition(MPI.COMM_WORLD)
+    >>> P_x = P_world.create_cartesian_topology_partition((1, 1, P_world.size, 1))
+    >>> pool = DistributedMaxPool2d(P_x, kernel_size=2)
+    >>> pool(shard(P_x, torch.rand(1, 3, 16, 16))).shape
+    torch.Size([1, 3, 8, 8])
     """
 
     operation = MaxPooling
-    _shown = (*_Sliding._shown, "return_indices")
 
     def __init__(
         self,
@@ -311,54 +301,35 @@ class DistributedMaxPool(_Sliding, MaxLayer):
         ceil_mode: bool = False,
         **options: Unpack[WindowOptions],
     ) -> None:
-        super().__init__(P_x, **options)
-        self.return_indices = bool(return_indices)
-        stencil = self._windows(kernel_size, stride, padding, dilation, ceil_mode)
-        self.options = MaxPoolOptions(stencil, self.return_indices)
+        windows = kernel_size, stride, padding, dilation, return_indices, ceil_mode
+        super().__init__(P_x, *windows, **options)
 
 
-class DistributedAvgPool1d(DistributedAvgPool, nn.AvgPool1d, dims=1):
+class DistributedAvgPool1d(DistributedAvgPool, nn.AvgPool1d):
     """Distributed ``torch.nn.AvgPool1d``; tensors are (batch, channel, width)."""
 
 
-class DistributedAvgPool2d(DistributedAvgPool, nn.AvgPool2d, dims=2):
+class DistributedAvgPool2d(DistributedAvgPool, nn.AvgPool2d):
     """Distributed ``torch.nn.AvgPool2d``; tensors are (batch, channel, height, width)."""
 
 
-class DistributedAvgPool3d(DistributedAvgPool, nn.AvgPool3d, dims=3):
+class DistributedAvgPool3d(DistributedAvgPool, nn.AvgPool3d):
     """Distributed ``torch.nn.AvgPool3d``; tensors are (batch, channel, depth, height, width)."""
 
 
-class DistributedMaxPool1d(DistributedMaxPool, nn.MaxPool1d, dims=1):
+class DistributedMaxPool1d(DistributedMaxPool, nn.MaxPool1d):
     """Distributed ``torch.nn.MaxPool1d``; tensors are (batch, channel, width)."""
 
 
-class DistributedMaxPool2d(DistributedMaxPool, nn.MaxPool2d, dims=2):
+class DistributedMaxPool2d(DistributedMaxPool, nn.MaxPool2d):
     """Distributed ``torch.nn.MaxPool2d``; tensors are (batch, channel, height, width)."""
 
 
-class DistributedMaxPool3d(DistributedMaxPool, nn.MaxPool3d, dims=3):
+class DistributedMaxPool3d(DistributedMaxPool, nn.MaxPool3d):
     """Distributed ``torch.nn.MaxPool3d``; tensors are (batch, channel, depth, height, width)."""
 
 
-class _Adaptive(WindowLayer):
-    output_size: Any
-    _shown: ClassVar[tuple[str, ...]] = ("output_size",)
-
-    def _sizes(self, output_size: OutputSize) -> tuple[int | None, ...]:
-        kind, wanted = type(self).__name__, "an integer or None"
-        self.output_size = sizes = each_dim(kind, "output_size", output_size, self._dims, _size, wanted)
-        return sizes
-
-
-def _size(value: Any) -> int | None:
-    size = None if value is None else as_int(value)
-    if size is not None and size < 0:
-        raise ValueError
-    return size
-
-
-class DistributedAdaptiveAvgPool(_Adaptive):
+class DistributedAdaptiveAvgPool(WindowLayer):
     """Average pooling to a given global size, of a tensor that is split over ranks.
 
     Every rank sums its own elements of each window, and sends these partial sums, not the data, to the owners
@@ -369,24 +340,38 @@ class DistributedAdaptiveAvgPool(_Adaptive):
     ----------
     output_size
         As in torch, of the global output; None keeps the extent of a dimension.
+
+    Examples
+    --------
+    >>> P_world = MPIPartition(MPI.COMM_WORLD)
+    >>> P_x = P_world.create_cartesian_topology_partition((1, 1, P_world.size, 1))
+    >>> pool = DistributedAdaptiveAvgPool2d(P_x, output_size=1)
+    >>> pool(shard(P_x, torch.rand(1, 3, 16, 16))).shape
+    torch.Size([1, 3, 1, 1])
     """
 
     operation = AdaptiveAvgPooling
 
     def __init__(self, P_x: Partition, output_size: OutputSize, **options: Unpack[WindowOptions]) -> None:
-        super().__init__(P_x, **options)
-        self.options = AdaptiveOptions(self._sizes(output_size))
+        super().__init__(P_x, output_size, **options)
 
 
-class DistributedAdaptiveMaxPool(_Adaptive, MaxLayer):
+class DistributedAdaptiveMaxPool(MaxLayer):
     """Max pooling to a given global size, of a tensor that is split over ranks.
 
     Every rank receives the elements that its outputs read. Arguments are those of
     :class:`DistributedAdaptiveAvgPool`, and ``return_indices`` of :class:`DistributedMaxPool`.
+
+    Examples
+    --------
+    >>> P_world = MPIPartition(MPI.COMM_WORLD)
+    >>> P_x = P_world.create_cartesian_topology_partition((1, 1, P_world.size, 1))
+    >>> pool = DistributedAdaptiveMaxPool2d(P_x, output_size=1)
+    >>> pool(shard(P_x, torch.rand(1, 3, 16, 16))).shape
+    torch.Size([1, 3, 1, 1])
     """
 
     operation = AdaptiveMaxPooling
-    _shown = (*_Adaptive._shown, "return_indices")
 
     def __init__(
         self,
@@ -395,32 +380,30 @@ class DistributedAdaptiveMaxPool(_Adaptive, MaxLayer):
         return_indices: bool = False,
         **options: Unpack[WindowOptions],
     ) -> None:
-        super().__init__(P_x, **options)
-        self.return_indices = bool(return_indices)
-        self.options = AdaptiveOptions(self._sizes(output_size), self.return_indices)
+        super().__init__(P_x, output_size, return_indices, **options)
 
 
-class DistributedAdaptiveAvgPool1d(DistributedAdaptiveAvgPool, nn.AdaptiveAvgPool1d, dims=1):
+class DistributedAdaptiveAvgPool1d(DistributedAdaptiveAvgPool, nn.AdaptiveAvgPool1d):
     """Distributed ``torch.nn.AdaptiveAvgPool1d``; tensors are (batch, channel, width)."""
 
 
-class DistributedAdaptiveAvgPool2d(DistributedAdaptiveAvgPool, nn.AdaptiveAvgPool2d, dims=2):
+class DistributedAdaptiveAvgPool2d(DistributedAdaptiveAvgPool, nn.AdaptiveAvgPool2d):
     """Distributed ``torch.nn.AdaptiveAvgPool2d``; tensors are (batch, channel, height, width)."""
 
 
-class DistributedAdaptiveAvgPool3d(DistributedAdaptiveAvgPool, nn.AdaptiveAvgPool3d, dims=3):
+class DistributedAdaptiveAvgPool3d(DistributedAdaptiveAvgPool, nn.AdaptiveAvgPool3d):
     """Distributed ``torch.nn.AdaptiveAvgPool3d``; tensors are (batch, channel, depth, height, width)."""
 
 
-class DistributedAdaptiveMaxPool1d(DistributedAdaptiveMaxPool, nn.AdaptiveMaxPool1d, dims=1):
+class DistributedAdaptiveMaxPool1d(DistributedAdaptiveMaxPool, nn.AdaptiveMaxPool1d):
     """Distributed ``torch.nn.AdaptiveMaxPool1d``; tensors are (batch, channel, width)."""
 
 
-class DistributedAdaptiveMaxPool2d(DistributedAdaptiveMaxPool, nn.AdaptiveMaxPool2d, dims=2):
+class DistributedAdaptiveMaxPool2d(DistributedAdaptiveMaxPool, nn.AdaptiveMaxPool2d):
     """Distributed ``torch.nn.AdaptiveMaxPool2d``; tensors are (batch, channel, height, width)."""
 
 
-class DistributedAdaptiveMaxPool3d(DistributedAdaptiveMaxPool, nn.AdaptiveMaxPool3d, dims=3):
+class DistributedAdaptiveMaxPool3d(DistributedAdaptiveMaxPool, nn.AdaptiveMaxPool3d):
     """Distributed ``torch.nn.AdaptiveMaxPool3d``; tensors are (batch, channel, depth, height, width)."""
 
 
@@ -447,10 +430,17 @@ class DistributedUpsample(WindowLayer, nn.Upsample):
     Notes
     -----
     Requirement B11. Document: ``docs/layers/upsampling.md``.
+
+    Examples
+    --------
+    >>> P_world = MPIPartition(MPI.COMM_WORLD)
+    >>> P_x = P_world.create_cartesian_topology_partition((1, 1, P_world.size, 1))
+    >>> resize = DistributedUpsample(P_x, scale_factor=2)
+    >>> resize(shard(P_x, torch.rand(1, 3, 16, 16))).shape
+    torch.Size([1, 3, 32, 32])
     """
 
     operation = Resizing
-    _shown = ("size", "scale_factor", "mode", "align_corners", "recompute_scale_factor")
 
     def __init__(
         self,
@@ -462,46 +452,16 @@ class DistributedUpsample(WindowLayer, nn.Upsample):
         recompute_scale_factor: bool | None = None,
         **options: Unpack[WindowOptions],
     ) -> None:
-        super().__init__(P_x, **options)
-        kind, dims = type(self).__name__, self._dims
-        _check_mode(kind, mode, dims, align_corners)
-        if (size is None) == (scale_factor is None):
+        kind = type(self).__name__
+        if mode == "area":
             raise ArgumentError(
-                f"{kind}: give either size or scale_factor; got size={size!r}, scale_factor={scale_factor!r}"
+                f"{kind}: mode 'area' is an adaptive average pool: use DistributedAdaptiveAvgPool"
             )
-        if recompute_scale_factor and size is not None:
-            raise ArgumentError(f"{kind}: recompute_scale_factor has no meaning with an explicit size")
-        sizes = None if size is None else per_dim(kind, "size", size, dims, 1)
-        scales: tuple[float, ...] | None = None
-        if scale_factor is not None:
-            scales = each_dim(kind, "scale_factor", scale_factor, dims, _positive, "a positive number")
-        self.size, self.scale_factor, self.mode = sizes, scales, mode
-        self.align_corners, self.recompute_scale_factor = align_corners, recompute_scale_factor
-        self.options = ResizeOptions(sizes, scales, mode, align_corners, recompute_scale_factor)
+        super().__init__(P_x, size, scale_factor, mode, align_corners, recompute_scale_factor, **options)
 
 
-def _check_mode(kind: str, mode: str, dims: int, align_corners: bool | None) -> None:
-    if mode not in RESIZE_MODES:
-        raise ArgumentError(f"{kind}: mode is one of {tuple(RESIZE_MODES)}, got {mode!r}")
-    if dims not in RESIZE_MODES[mode]:
-        raise ArgumentError(
-            f"{kind}: mode {mode!r} is for {RESIZE_MODES[mode][0]} spatial dimensions, P_x has {dims}"
-        )
-    if mode.startswith("nearest") and align_corners is not None:
-        raise ArgumentError(f"{kind}: align_corners has no meaning with mode {mode!r}")
-
-
-def _positive(value: Any) -> float:
-    number = float(value)
-    if not 0 < number < float("inf"):
-        raise ValueError
-    return number
-
-
-class _Upsampling2d(DistributedUpsample, dims=2):
+class _Upsampling2d(DistributedUpsample):
     # torch's classes for one mode each.
-    _mode: ClassVar[tuple[str, bool | None]]
-
     def __init__(
         self,
         P_x: Partition,
@@ -509,16 +469,12 @@ class _Upsampling2d(DistributedUpsample, dims=2):
         scale_factor: float | Sequence[float] | None = None,
         **options: Unpack[WindowOptions],
     ) -> None:
-        super().__init__(P_x, size, scale_factor, *self._mode, **options)
+        WindowLayer.__init__(self, P_x, size, scale_factor, **options)
 
 
 class DistributedUpsamplingNearest2d(_Upsampling2d, nn.UpsamplingNearest2d):
     """Distributed ``torch.nn.UpsamplingNearest2d``; tensors are (batch, channel, height, width)."""
 
-    _mode = ("nearest", None)
-
 
 class DistributedUpsamplingBilinear2d(_Upsampling2d, nn.UpsamplingBilinear2d):
     """Distributed ``torch.nn.UpsamplingBilinear2d``: corners are aligned; (batch, channel, height, width)."""
-
-    _mode = ("bilinear", True)

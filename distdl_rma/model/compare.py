@@ -22,6 +22,8 @@ from distdl_rma.split.tensor import SplitTensor
 
 # Tolerance: this power of the dtype's resolution, relative to the largest element, at least to ``_SMALL``.
 _POWER, _SMALL = 0.6, 1e-3
+# Number of rows that ``print`` shows.
+_WORST = 5
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,13 @@ class Difference:
     ``what`` is ``"output"``, ``"loss"``, ``"input gradient"``, ``"gradient"`` or ``"buffer"``, of ``name``.
     ``error`` is the largest difference, ``scale`` the largest element. ``where`` is the smallest box of
     global indices with all differing elements: start and stop for each dimension, or None.
+
+    Examples
+    --------
+    >>> alone, split = nn.Conv2d(1, 1, 3), distribute(nn.Conv2d(1, 1, 3), {"H": -1})
+    >>> found = compare(alone, split, torch.rand(1, 1, 8, 8))
+    >>> [(each.what, each.name) for each in found.differences if each.equal][:3]
+    [('output', 'model'), ('loss', 'the step'), ('input gradient', 'input 0')]
     """
 
     what: str
@@ -58,10 +67,17 @@ class Difference:
 
 @dataclass
 class Comparison:
-    """Result of ``compare``; ``print`` shows a table.
+    """Result of ``compare``; ``print`` shows the verdict and the worst rows, ``table`` has all.
 
     ``differences`` are in the order of the computation. ``drifted`` names tensors that differ between ranks.
     ``hint`` says if the model alone may be the wrong one.
+
+    Examples
+    --------
+    >>> alone, split = nn.Conv2d(1, 1, 3), distribute(nn.Conv2d(1, 1, 3), {"H": -1})
+    >>> found = compare(alone, split, torch.rand(1, 1, 8, 8))
+    >>> found.equal, found.drifted
+    (True, [])
     """
 
     differences: list[Difference] = field(default_factory=list)
@@ -78,16 +94,27 @@ class Comparison:
         """The first difference beyond rounding, or None."""
         return next((each for each in self.differences if not each.equal), None)
 
+    def table(self) -> str:
+        """A row for each tensor, in the order of the computation."""
+        return self._rows(self.differences)
+
     def __str__(self) -> str:
-        width = max([len(each.name) for each in self.differences], default=4)
+        wrong, all_of_them = [each for each in self.differences if not each.equal], len(self.differences)
+        lines = [f"all {all_of_them} tensors are equal up to rounding"]
+        if wrong:
+            lines = [f"{len(wrong)} of {all_of_them} tensors differ, the first: {wrong[0]}"]
+        lines += [self.hint] if self.hint else []
+        lines.append(f"not alike on all ranks: {', '.join(self.drifted) or 'nothing'}")
+        worst = sorted(self.differences, key=lambda each: (each.equal, -each.error / (each.tolerance or 1)))
+        return "\n".join([*lines, self._rows(worst[:_WORST]), "(the worst rows; table() has all of them)"])
+
+    def _rows(self, differences: list[Difference]) -> str:
+        width = max([len(each.name) for each in differences], default=4)
         lines = [f"{'':3} {'what':14} {'of':{width}} {'error':>9} {'of':>9}  shape"]
-        for each in self.differences:
+        for each in differences:
             sign = "" if each.equal else "!!!"
             numbers = f"{each.error:9.1e} {each.scale:9.1e}" if not each.problem else f"{each.problem:>19}"
             lines.append(f"{sign:3} {each.what:14} {each.name:{width}} {numbers}  {each.shape}")
-        lines.append(f"first difference: {self.first or 'none'}")
-        lines += [self.hint] if self.hint else []
-        lines.append(f"not alike on all ranks: {', '.join(self.drifted) or 'nothing'}")
         return "\n".join(lines)
 
 
@@ -123,6 +150,13 @@ def compare(
     -------
     Comparison
         Equal on all ranks.
+
+    Examples
+    --------
+    >>> net = lambda: nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU())
+    >>> found = compare(net(), distribute(net(), {"H": -1}), torch.rand(2, 1, 8, 8))
+    >>> found.equal, found.first
+    (True, None)
     """
     if "distributed" not in vars(split) or "distributed" in vars(alone):
         raise ConfigurationError("compare: takes a model alone first, and then one that distribute() made")

@@ -8,9 +8,10 @@ import warnings
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from functools import partial
-from itertools import count
-from typing import Any, Self, TypeVar
+from itertools import chain, count
+from typing import Any, Literal, Self, TypeVar
 from zlib import crc32
 
 import numpy as np
@@ -20,7 +21,7 @@ from torch.utils.hooks import RemovableHandle
 
 from distdl_rma.checks.arguments import mark_compared
 from distdl_rma.checks.consensus import together
-from distdl_rma.checks.generators import RandomDraw
+from distdl_rma.checks.generators import random_draw
 from distdl_rma.checks.gradient_origin import GradientCheck
 from distdl_rma.checks.model_calls import Calls, CallTrace, Check
 from distdl_rma.dtypes import DTYPES, is_in_memory
@@ -35,11 +36,13 @@ from distdl_rma.errors import (
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.machine import Machine, single_rank_problem
 from distdl_rma.model.entering import ModuleHook
+from distdl_rma.model.leaving import Change, Inputs, became_split, make_buffers_plain, write
 from distdl_rma.model.replica_check import ReplicaSampler
 from distdl_rma.ops.core.autograd import ENOUGH, breaks_graph, compiles, mark_summed_later, tracer, uncompiled
+from distdl_rma.ops.core.tensors import problem_with
 from distdl_rma.split.calls import site
 from distdl_rma.split.calls.loss_origin import LOSS_ORIGIN, Backwards
-from distdl_rma.split.calls.signatures import mapped, tensors_in
+from distdl_rma.split.calls.signatures import tensors_in
 from distdl_rma.split.calls.site import CALL_TRACES, thread_inside
 from distdl_rma.split.entry import grid_for
 from distdl_rma.split.layout import balanced, described
@@ -54,26 +57,40 @@ M = TypeVar("M", bound=nn.Module)
 _KEY = "distributed"
 
 
+@dataclass
+class _Running:
+    """A running call of a model."""
+
+    error: BaseException | None  # that was being handled when it began
+    generator: torch.Tensor  # state of torch's generator of random numbers then
+    calls: Calls | None = None
+    plain: Sequence[torch.Tensor] = ()  # inputs that were plain
+    inputs: Inputs | None = None  # None if nothing was cut
+
+
 class Distributed:
     """State of a distributed model: how its inputs are cut, and what sums its gradients.
 
     It is the model's attribute ``distributed``. A copy of the model gets its own.
+
+    Examples
+    --------
+    >>> model = distribute(nn.Conv2d(1, 1, 3, padding=1), {"H": -1})
+    >>> x = torch.rand(1, 1, 8, 8)
+    >>> with model.distributed.no_sync():
+    ...     model(x).mean().backward()
+    >>> model(x).mean().backward()  # gradients are the sum of both
+    >>> model.distributed.close()
+    >>> model(x).shape  # of a plain tensor again
+    torch.Size([1, 1, 8, 8])
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        machine: Machine,
-        grid: Grid,
-        fallback: str,
-        options: dict[str, Any],
-        check_copies: bool,
-        draws: str,
-    ) -> None:
-        self.machine, self.grid, self.fallback, self._options = machine, grid, fallback, options
-        self._draws = draws
-        self._checks = self._follows = check_copies
-        if check_copies:
+    def __init__(self, model: nn.Module, machine: Machine, grid: Grid, options: dict[str, Any]) -> None:
+        self.machine, self.grid, self.fallback = machine, grid, options["fallback"]
+        self._draws, self._checks = options["draws"], bool(options["check_copies"])
+        self._options = {key: options[key] for key in ("reduction", "replicas", "bucket_nbytes")}
+        self._follows = self._checks
+        if self._checks:
             self._unfollow = LOSS_ORIGIN.begin(machine, self)
         number = machine.kept["models"] = machine.kept.get("models", 0) + 1
         self._name, self._copies = f"{type(model).__name__} (distributed model {number})", count(1)
@@ -85,6 +102,7 @@ class Distributed:
             model.register_forward_pre_hook(_refuse_graph, prepend=True),
             model.register_forward_hook(site.pop_module, always_call=True),
             model.register_forward_hook(self._end, always_call=True),
+            model.register_state_dict_pre_hook(self._before_state_dict),
         ]
         self._of_parts: list[RemovableHandle] = []
         self._look(model)
@@ -100,9 +118,9 @@ class Distributed:
         self._calls: dict[tuple[int, ...], Calls] = {}
         # The comparisons of parameters and buffers.
         self._replicas: list[ReplicaSampler] = []
-        # For each running call: its ``Calls``, the exception that was being handled when it began, and the
-        # state of the random generator then.
-        self._running: list[tuple[Calls | None, BaseException | None, torch.Tensor]] = []
+        self._running: list[_Running] = []
+        # The dictionaries of buffers of all modules.
+        self._buffers: list[dict[str, Any]] = []
         if self._draws == "torch":
             site.DRAWING_BLOCKS.add(self)
 
@@ -127,6 +145,7 @@ class Distributed:
                 mark_summed_later(parameter, True)
                 mark_compared(parameter, True)
         self._modules = [(path, weakref.ref(module)) for path, module in parts]
+        self._buffers = [module._buffers for _, module in parts]
         self._watch = watch = ModuleWatch()
         watch.add(model, "", model.parameters())
 
@@ -196,7 +215,11 @@ class Distributed:
             self._checks = before
 
     def close(self) -> None:
-        """Turn the model back into one for plain tensors; local, idempotent."""
+        """Turn the model back into one for plain tensors; local, idempotent.
+
+        ``UnsupportedError``, when it is closed, names a buffer to which a cut split tensor was assigned since
+        the last call of the model.
+        """
         if self._sync is not None:
             self._sync.close()
         if self._follows:
@@ -212,25 +235,35 @@ class Distributed:
             for parameter in () if self._synchronises else model.parameters():
                 mark_summed_later(parameter, False)
                 mark_compared(parameter, False)
-            vars(model).pop(_KEY, None)
+            if vars(model).pop(_KEY, None) is not None:
+                make_buffers_plain(model.named_modules())
+
+    def _before_state_dict(self, model: nn.Module, *_: Any) -> None:
+        make_buffers_plain(model.named_modules())
 
     def cut(self, arguments: Any, in_graph: bool = False) -> Any:
         """Arguments in which the grid cuts whole tensors, those with the most dimensions; local.
 
         The parts are leaves. With ``in_graph``, parts of tensors that require a gradient are in their graph.
         """
+        return self._inputs(arguments, in_graph).arguments
+
+    def _inputs(self, arguments: Any, in_graph: bool) -> Inputs:
         dims = self._cut_dims(tensors_in(arguments))
 
         def changed(x: torch.Tensor) -> torch.Tensor:
             if x.dim() != dims or isinstance(x, SplitTensor):
                 return x
             partition = self.partition(dims)
+            if problem := problem_with(x, f"an input of shape {tuple(x.shape)}"):
+                raise ShapeError(f"{self._name}: {problem}")
             if not (in_graph and x.requires_grad and torch.is_grad_enabled()):
                 return shard(partition, x)
             layout = balanced(partition, x.shape)
-            return SplitTensor(beside(x, layout)[layout.slices()], layout)
+            # In memory of its own, as by ``shard``: changes in place are written to all of ``x`` later.
+            return SplitTensor(beside(x, layout)[layout.slices()].clone(), layout)
 
-        return mapped(changed, arguments)
+        return Inputs(arguments, changed)
 
     def _cut_dims(self, given: Sequence[torch.Tensor]) -> int:
         # Tensors of other dimensions, such as token ids beside an image, stay plain.
@@ -249,18 +282,18 @@ class Distributed:
             # A call that ended without its hook, as by an interrupt.
             self._leave_trace()
         CALL_TRACES.append(trace := CallTrace())
-        self._running.append((None, sys.exc_info()[1], torch.get_rng_state()))
+        self._running.append(running := _Running(sys.exc_info()[1], torch.get_rng_state()))
         given = tensors_in(args, kwargs)
         split = [x for x in given if isinstance(x, SplitTensor)]
         dims = self._cut_dims(given)
         whole = [x for x in given if not split and x.dim() == dims]
-        calls = self._calls_of(split[0].partition if split else self.grid)
-        self._running[-1] = calls, *self._running[-1][1:]
+        running.calls = calls = self._calls_of(split[0].partition if split else self.grid)
         plain = repr([*filter(_is_plain, args), *((k, v) for k, v in kwargs.items() if _is_plain(v))])
         self._notice_changes()
         facts = *self._facts(given), len(args), crc32(plain.encode()), bool(self._change)
+        running.plain = [x for x in given if type(x) in (torch.Tensor, nn.Parameter)]
         # Plain inputs are whole. Sparse ones and those on other devices are not compared.
-        alike = [x for x in given if type(x) in (torch.Tensor, nn.Parameter) and is_in_memory(x)]
+        alike = [x for x in running.plain if is_in_memory(x)]
         calls.begin(facts, partial(self._described, given, plain), alike, self._checks)
         if self._change and self._sync is not None:
             # The call's beginning compared the change, so all ranks have it.
@@ -273,22 +306,33 @@ class Distributed:
             if not split:
                 self._check_missed(given, args, kwargs)
             return None
-        return self.cut((args, kwargs), in_graph=True)
+        running.inputs = self._inputs((args, kwargs), in_graph=True)
+        return running.inputs.arguments
 
     @uncompiled
-    def _end(self, _model: nn.Module, _args: Any, _output: Any) -> None:
+    def _end(self, model: nn.Module, _args: Any, _output: Any) -> None:
         if not self._running or thread_inside():
             return
-        calls, before, generator, trace = self._leave_trace()
+        call, trace = self._leave_trace()
         # This hook also runs when the forward raises.
-        error = sys.exc_info()[1]
+        error, calls = sys.exc_info()[1], call.calls
         if calls is None:
             return
-        if error is None or error is before:
-            if not torch.equal(generator, torch.get_rng_state()):
+        if error is None or error is call.error:
+            changes = list[Change]()
+            # In C, since every call looks at all buffers.
+            if SplitTensor in map(type, chain(call.plain, *map(dict.values, self._buffers))):
+                changes += became_split(self._parts(), call.plain)
+            if call.inputs is not None:
+                changes += call.inputs.changes(chain(call.plain, model.parameters(), model.buffers()))
+            trace.steps += [change.step for change in changes]
+            if not torch.equal(call.generator, torch.get_rng_state()):
                 # All ranks draw the numbers for the whole tensor, so all generators moved.
-                trace.steps.append(RandomDraw(generator))
+                trace.steps.append(random_draw(call.generator))
             calls.end(trace)
+            write(changes)
+            if call.inputs is not None:
+                call.inputs.leave_containers()
         elif isinstance(error, ENOUGH):
             calls.abandon()
         else:
@@ -321,8 +365,8 @@ class Distributed:
         site.pop_module()
         self._root(model, ())
 
-    def _leave_trace(self) -> tuple[Calls | None, BaseException | None, torch.Tensor, CallTrace]:
-        return *self._running.pop(), CALL_TRACES.pop() or CallTrace()
+    def _leave_trace(self) -> tuple[_Running, CallTrace]:
+        return self._running.pop(), CALL_TRACES.pop() or CallTrace()
 
     def _calls_of(self, grid: Grid) -> Calls:
         ranks = grid.ranks if isinstance(grid, Partition) else self.machine.ranks
@@ -406,12 +450,12 @@ def distribute(
     model: M,
     grid: Grid,
     *,
-    reduction: str = "sum",
+    reduction: Literal["sum", "mean", "none"] = "sum",
     replicas: int | None = None,
     bucket_nbytes: int = 1 << 20,
-    fallback: str = "move",
+    fallback: Literal["move", "error"] = "move",
     check_copies: bool = True,
-    draws: str = "global",
+    draws: Literal["global", "torch"] = "global",
 ) -> M:
     """Make a model compute on split tensors: the same object, parameters and state dict; exact or refused.
 
@@ -425,8 +469,12 @@ def distribute(
     model
         Any module; layers of this library may be in it.
     grid
-        A partition of all ranks of its machine; or the numbers of blocks, on the ranks of COMM_WORLD:
-        ``"2x2"`` or ``(2, 2)`` for the last dimensions of an input, or ``{"H": 2, "W": 2}``.
+        How many blocks each dimension of an input is cut into, on the ranks of COMM_WORLD. The letters of
+        ``{"H": 2, "W": 2}`` are the dimensions in torch's order: N samples, C channels, then D depth, H
+        height and W width; (N, C, W) is a signal, (N, C, H, W) an image, (N, C, D, H, W) a volume. A
+        dimension that is not named is whole. ``-1``, for one of them, means as many blocks as ranks are left:
+        ``{"H": -1}`` has a block of rows for each rank. ``"2x2"`` and ``(2, 2)`` are for the last dimensions,
+        here H and W. Or a partition of all ranks of its machine.
     reduction, replicas, bucket_nbytes
         Of :class:`GradientSync`. With ``reduction="none"`` there is none: every ``.grad`` is this rank's
         contribution, which ``DistributedDataParallel`` or ``fully_shard`` over all ranks sum
@@ -448,17 +496,31 @@ def distribute(
     ------
     ConfigurationError
         On all ranks: if the model is distributed already, or an option is invalid; and as ``GradientSync``.
+    ArgumentError, PartitionError
+        On all ranks: if the grid has no known form, or its product is not the number of ranks.
+
+    Examples
+    --------
+    >>> model = nn.Sequential(nn.Conv2d(1, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 1, 1))
+    >>> model = distribute(model, {"H": -1})  # a block of rows for each rank
+    >>> x = torch.rand(2, 1, 64, 48)  # the same on all ranks
+    >>> y = model(x)
+    >>> y.shape, y.to_local().shape
+    (torch.Size([2, 1, 64, 48]), torch.Size([2, 1, 32, 48]))
+    >>> y.square().mean().backward()  # gradients of all parameters are whole, and equal on all ranks
     """
     machine = Machine.of(grid) if isinstance(grid, Partition) else Machine.on()
     # Whether gradients are summed by others, or a mean over replicas is taken: the grid may leave out ranks.
     apart = reduction == "none" or replicas is not None
+    options: dict[str, Any] = {"fallback": fallback, "reduction": reduction, "draws": draws}
+    options["check_copies"] = check_copies
     wrong, alike = ConfigurationError, "they must be alike"
     with together(machine, machine.ranks, "distribute", failed=wrong, differs=wrong, advice=alike) as facts:
         _check(model, machine, grid, apart, reduction, fallback, draws)
         facts["grid"] = str(grid.shape if isinstance(grid, Partition) else grid)
-        facts |= {"fallback": fallback, "reduction": reduction, "check_copies": check_copies, "draws": draws}
-    options = {"reduction": reduction, "replicas": replicas, "bucket_nbytes": bucket_nbytes}
-    handle = Distributed(model, machine, grid, fallback, options, bool(check_copies), draws)
+        facts |= options
+    options |= {"replicas": replicas, "bucket_nbytes": bucket_nbytes}
+    handle = Distributed(model, machine, grid, options)
     # Set before the GradientSync is made, which reads it.
     vars(model)[_KEY] = handle
     try:

@@ -17,6 +17,9 @@ from distdl_rma.split.calls.site import Site, site_of
 from distdl_rma.split.calls.table import OBSERVERS, Rule, name_of
 from distdl_rma.split.tensor import SplitTensor
 
+# Number of rows that ``print`` shows.
+_WORST = 5
+
 
 @dataclass(frozen=True)
 class Call:
@@ -25,6 +28,14 @@ class Call:
     ``inputs`` and ``output`` are global shapes with layouts. ``nbytes`` and ``messages`` count what this rank
     sent in the forward. ``waited`` are seconds in forward and backward, ``hidden`` are seconds in which data
     travelled while this rank computed. ``moved`` names the operands that the function's rule redistributed.
+
+    Examples
+    --------
+    >>> model = distribute(nn.Conv2d(1, 1, 3, padding=1), {"H": -1})
+    >>> with report(model) as step:
+    ...     y = model(torch.rand(1, 1, 8, 8))
+    >>> step.calls[0].function, step.calls[0].messages
+    ('conv2d', 1)
     """
 
     module: str
@@ -43,9 +54,19 @@ class Call:
 
 @dataclass
 class StepReport:
-    """The calls of a step on this rank, in the order of their first times; ``print`` shows a table.
+    """The calls of a step on this rank, in the order of their first times.
+
+    ``print`` shows the whole step and the calls that waited longest, ``table`` has all calls.
 
     ``nbytes`` and ``messages`` are those of the whole step, with backward and sums of gradients.
+
+    Examples
+    --------
+    >>> model = distribute(nn.Conv2d(1, 1, 3, padding=1), {"H": -1})
+    >>> with report(model) as step:
+    ...     model(torch.rand(1, 1, 8, 8)).mean().backward()
+    >>> len(step.calls), step.moved, step.nbytes > 0
+    (2, [], True)
     """
 
     calls: list[Call] = field(default_factory=list)
@@ -60,6 +81,19 @@ class StepReport:
         return [call for call in self.calls if call.moved]
 
     def __str__(self) -> str:
+        total = (
+            f"the step: {size_text(self.nbytes)} in {self.messages} messages with backward and gradients,"
+            f" {1e3 * self.waited:.1f} of {1e3 * self.seconds:.1f} ms waited; a rule moved operands of"
+            f" {len(self.moved)} calls"
+        )
+        worst = sorted(self.calls, key=lambda call: (not call.moved, -call.waited))[:_WORST]
+        return f"{total}\n{self._rows(worst)}\n(the worst rows; table() has all {len(self.calls)})"
+
+    def table(self) -> str:
+        """A row for each call, in the order of their first times."""
+        return self._rows(self.calls)
+
+    def _rows(self, calls: list[Call]) -> str:
         heads = ("module", "function", "at", "output", "sent", "messages", "waited", "moved by rule")
         rows = [
             (
@@ -72,17 +106,13 @@ class StepReport:
                 f"{1e3 * call.waited:.2f} ms",
                 ", ".join(call.moved) or "-",
             )
-            for call in self.calls
+            for call in calls
         ]
         widths = [max(len(row[at]) for row in (heads, *rows)) for at in range(len(heads))]
         lines = [
             "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))
             for row in (heads, *rows)
         ]
-        lines.append(
-            f"the step: {size_text(self.nbytes)} in {self.messages} messages with backward and gradients,"
-            f" {1e3 * self.waited:.1f} of {1e3 * self.seconds:.1f} ms waited"
-        )
         return "\n".join(line.rstrip() for line in lines)
 
 
@@ -92,6 +122,14 @@ def report(model: nn.Module) -> Iterator[StepReport]:
 
     Entering is collective over the machine, like :meth:`Machine.record`, which it uses. The first step also
     makes plans and exchanges addresses: for times, report a later one.
+
+    Examples
+    --------
+    >>> model = distribute(nn.Conv2d(1, 4, 3, padding=1), {"H": -1})
+    >>> with report(model) as step:
+    ...     model(torch.rand(2, 1, 8, 8)).square().mean().backward()
+    >>> step.messages > 0, step.moved  # print(step) shows a table
+    (True, [])
     """
     if "distributed" not in vars(model):
         raise ConfigurationError("report: the model is not distributed")

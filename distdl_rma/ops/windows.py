@@ -453,8 +453,6 @@ _KERNELS: dict[str, dict[int, Any]] = {
     "bicubic": {2: torch.ops.aten.upsample_bicubic2d},
     "trilinear": {3: torch.ops.aten.upsample_trilinear3d},
 }
-# Numbers of spatial dimensions that each mode supports.
-RESIZE_MODES: dict[str, tuple[int, ...]] = {mode: tuple(kernels) for mode, kernels in _KERNELS.items()}
 # The constant of torch's cubic convolution.
 _CUBIC = -0.75
 # Most inputs by which a part begins earlier for torch's kernel.
@@ -546,8 +544,9 @@ def _nearest(mode: str, dims: int, resize: Resize, dtype: torch.dtype) -> Interp
 
 def _linear(resize: Resize, dtype: torch.dtype) -> Interpolation:
     if resize.extent == resize.outputs:
-        # As in torch, for any factor.
-        return Interpolation(torch.arange(resize.outputs).view(1, -1))
+        # As in torch, for any factor; an infinite element times a weight of 0 is NaN.
+        index, fraction = torch.arange(resize.outputs), torch.zeros(resize.outputs, dtype=dtype)
+        return Interpolation(torch.stack([index, index]), torch.stack([1 - fraction, fraction]))
     index, fraction = _split(resize.positions(dtype).clamp(min=0), resize.extent)
     taps = [index, (index + 1).clamp(max=resize.extent - 1)]
     return Interpolation(torch.stack(taps), torch.stack([1 - fraction, fraction]))
@@ -604,8 +603,22 @@ class ResizeOptions:
 
     def windows(self, extents: tuple[int, ...], dtype: torch.dtype) -> list[TableWindow]:
         """Inputs that each output reads, per dimension, if all are cut."""
-        dims, wide = len(extents), sum_dtype(dtype)
-        return [_ResizedLine(self.mode, dims, each, True, wide).window for each in self.resizes(extents)]
+        return [line.window for line in self.lines(extents, [True] * len(extents), sum_dtype(dtype))]
+
+    def lines(self, extents: tuple[int, ...], cut: Sequence[bool], dtype: torch.dtype) -> list[_ResizedLine]:
+        """Resizing of each dimension: of all by taps, or of all by torch's kernel."""
+        resizes, dims, nearest = self.resizes(extents), len(extents), self.mode.startswith("nearest")
+        by_taps = False
+        for resize, is_cut in zip(resizes, cut, strict=True):
+            factor, same = resize.factor, resize.extent == resize.outputs
+            # Torch's backward is not always the adjoint of its forward: for the nearest neighbours it may
+            # round otherwise, and where a factor leaves the extent as it is, it may copy. And a cubic kernel
+            # reads neighbours where it copies, which may be NaN.
+            by_taps |= factor is None and (is_cut or nearest or same)
+            by_taps |= is_cut and factor == 1 and self.mode == "bicubic"
+        return [
+            _ResizedLine(self.mode, dims, *each, by_taps, dtype) for each in zip(resizes, cut, strict=True)
+        ]
 
 
 class _ResizedPart(NamedTuple):
@@ -618,23 +631,22 @@ class _ResizedPart(NamedTuple):
 
 
 class _ResizedLine:
-    """Resizing of one dimension: by torch's kernel where it computes a part as the whole, else by taps."""
+    """Resizing of one dimension: by torch's kernel if it computes parts of all as the whole, else by taps."""
 
-    def __init__(self, mode: str, dims: int, resize: Resize, cut: bool, dtype: torch.dtype) -> None:
+    def __init__(
+        self, mode: str, dims: int, resize: Resize, cut: bool, by_taps: bool, dtype: torch.dtype
+    ) -> None:
         factor = resize.factor
         self.resize, self.factor, self.taps = resize, factor or Fraction(1), None
-        # Torch's backward is not always the adjoint of its forward: for the nearest neighbours it may round
-        # otherwise, and where a factor leaves the extent as it is, it may copy.
-        faithful = not mode.startswith("nearest") and resize.extent != resize.outputs
-        self.whole = not cut and (faithful or factor is not None)
+        self.whole = not (cut or by_taps)
         if self.whole:
             self.window = TableWindow((0,) * resize.outputs, (resize.extent - 1,) * resize.outputs)
-        elif factor == 1:
+        elif factor == 1 and not by_taps:
             self.window = TableWindow(tuple(range(resize.extent)), tuple(range(resize.extent)))
         else:
             taps = Interpolation.of(mode, dims, resize, dtype)
             self.window = taps.window
-            if factor is None:
+            if by_taps or factor is None:
                 self.taps = taps
             else:
                 first = (at - at % factor.denominator for at in self.window.first)
@@ -660,25 +672,20 @@ class Resizing(WindowOperation[ResizeOptions]):
     """Resizing by torch's rules for the global extents."""
 
     def _prepare(self, source: Decomposition, options: ResizeOptions) -> None:
-        dims, wide, splits = len(self.extents), sum_dtype(self.dtype), self.output.splits[LEADING:]
-        lines = [
-            _ResizedLine(options.mode, dims, resize, split.parts > 1, wide)
-            for resize, split in zip(options.resizes(self.extents), splits, strict=True)
-        ]
+        dims, splits = len(self.extents), self.output.splits[LEADING:]
+        lines = options.lines(self.extents, [split.parts > 1 for split in splits], sum_dtype(self.dtype))
         reads = self.read_by_tables([line.window for line in lines])
         self.gather = movement_or_none(self.site, source, reads, self.dtype, "neighbours")
         bounds = self.box.bounds[LEADING:], reads.box(self.rank).bounds[LEADING:]
         sizes, scales, inside, taps = zip(*map(_ResizedLine.part, lines, *bounds), strict=True)
         corners = () if options.mode.startswith("nearest") else (bool(options.align_corners),)
         self._kernel, self._arguments = _KERNELS[options.mode][dims], (sizes, *corners, *scales)
-        self._copies, self._inside = sizes == tuple(reads.box(self.rank).shape[LEADING:]), (..., *inside)
+        self._inside = (..., *inside)
         self._crops = any(part != slice(None) for part in inside)
         self._taps = [(d, each) for d, each in enumerate(taps, LEADING) if each is not None]
 
     def _local(self, x: torch.Tensor) -> torch.Tensor:
-        y = x.to(sum_dtype(x.dtype)) if self._taps else x
-        if not (self._taps and self._copies):
-            y = self._kernel(y, *self._arguments)
+        y = x.to(sum_dtype(x.dtype)) if self._taps else self._kernel(x, *self._arguments)
         y = y[self._inside].clone() if self._crops else y
         for d, taps in self._taps:
             y = taps.apply(y, d)

@@ -21,6 +21,7 @@ from distdl_rma.out_of_core.live_memory import LiveMemory
 from distdl_rma.out_of_core.pages import Pages
 from distdl_rma.segments.buffered_channel import Mailbox
 from distdl_rma.segments.options import size_text
+from distdl_rma.segments.waiting.uncaught_errors import place_of
 from distdl_rma.split.tensor import SplitTensor
 
 Post = Callable[[Any], Any] | None
@@ -37,19 +38,23 @@ _LEAST_ROWS = 4
 _RANKS = 2
 # Of what a crop needs in one block, what two need at once, at most.
 _CROP_SHARE = 1.5
+# Share of the elements, and relative distance of the others, by which samples may differ from those alone.
+_ROUNDED = 0.01
 
 
 @dataclass(frozen=True)
 class Needs:
     """Of a forward of a whole tensor in memory: shape and dtype of the result, and the bytes of a peak.
 
-    ``extents`` are the numbers of elements that results of modules have in each dimension.
+    ``extents`` are the numbers of elements that results of modules have in each dimension, ``calls`` those of
+    functions that are called.
     """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     nbytes: int
     extents: tuple[frozenset[int], ...]
+    calls: int
 
     def unit(self, dim: int, extent: int) -> int:
         """Rows of the input, of so many, to which one of the coarsest results belongs: blocks end there."""
@@ -79,21 +84,28 @@ def needs_of(model: nn.Module, post: Post, shape: Sequence[int], dtype: torch.dt
             x = torch.empty(tuple(shape), dtype=dtype)
             y = twin(x)
             y = one_tensor(y if post is None else post(y))
-            return Needs(tuple(map(int, y.shape)), y.dtype, live.peak, tuple(map(frozenset, extents)))
+            return Needs(
+                tuple(map(int, y.shape)), y.dtype, live.peak, tuple(map(frozenset, extents)), live.calls
+            )
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         raise UnsupportedError(
-            f"predict: {error}: what the model does, or the shape of its result, depends on values; its"
-            " memory cannot be known beforehand"
-        ) from error
+            f"predict: {error}{_at(error)}: what the model does, or the shape of its result, depends on"
+            " values; its memory cannot be known beforehand"
+        ) from None
     except DistdlError:
         raise
     except (RuntimeError, ValueError) as error:
         raise ShapeError(
             f"predict: the model and post= do not take (batch, channels, *spatial) = {tuple(shape)} of"
-            f" {dtype}: {type(error).__name__}: {error}"
-        ) from error
+            f" {dtype}: {type(error).__name__}{_at(error)}: {error}"
+        ) from None
     finally:
         torch.backends.mha.set_fastpath_enabled(fast)
+
+
+def _at(error: Exception) -> str:
+    # In place of the traceback, whose frames but this one are torch's.
+    return f" at {place}" if (place := place_of(error)) else ""
 
 
 @dataclass(frozen=True)
@@ -172,11 +184,7 @@ def _of_long_enough(
             n if d < 2 else crop_extent(n, least if d == dim else short) for d, n in enumerate(shape)
         )
         alone = needs_of(model, post, crop, dtype).nbytes
-        if _CROP_SHARE * alone > memory:
-            raise ConfigurationError(
-                f"predict: memory={size_text(memory)} is too small: the model is tried on a crop of {crop},"
-                f" which needs {size_text(_CROP_SHARE * alone)}; give as much"
-            )
+        _check_fits(crop, _CROP_SHARE * alone, memory)
         run = _Run(model, post, crop, dtype, dim, _RANKS)
         if run.settled or crop[dim] == shape[dim]:
             break
@@ -213,8 +221,7 @@ class _Run:
         # Whether the first rank has a part of the result.
         self.settled, self.lag = True, 0
         self.pages = Pages(1 << 62, _no_scratch, self._note_wait, counts=True)
-        generator = torch.Generator().manual_seed(0)
-        whole = torch.rand(tuple(crop), generator=generator, dtype=torch.float64).to(dtype)
+        whole = _random(crop, dtype)
         splits = [Balanced(n, min(ranks, n) if d == dim else 1) for d, n in enumerate(crop)]
         self._split = splits[dim]
         Inference(
@@ -234,6 +241,48 @@ class _Run:
             stop, end = split.interval(0)[1], self._split.interval(0)[1]
             self.settled = stop > 0
             self.lag = max(0, end - stop * self._split.extent // split.extent)
+
+
+def are_independent(model: nn.Module, post: Post, found: Dependence, dtype: torch.dtype, memory: int) -> bool:
+    """Whether the result for a sample is the same with others beside it; runs the model on crops.
+
+    Two ranks with a sample each send each other nothing, and the results are those of a sample alone.
+    """
+    crop = (2, *found.crop[1:])
+    _check_fits(crop, 2 * found.alone, memory)
+    twin, x = twin_of(model), _random(crop, dtype)
+
+    def of(x: torch.Tensor) -> torch.Tensor:
+        y = twin(x)
+        return one_tensor(y if post is None else post(y))
+
+    try:
+        run = _Run(model, post, crop, dtype, 0, _RANKS)
+        with torch.no_grad():
+            y, alone = of(x), torch.cat([of(each) for each in x.split(1)])
+    except (RuntimeError, ValueError, AssertionError, IndexError):
+        return False
+    if run.mailbox.wanted or run.mailbox.peak_nbytes or y.shape != alone.shape:
+        return False
+    kind = torch.complex128 if y.is_complex() else torch.float64
+    y, alone = y.to(kind), alone.to(kind)
+    # Kernels round otherwise for more samples, and so a few classes are others.
+    near = torch.isclose(y, alone, rtol=_ROUNDED, atol=_ROUNDED * float(alone.abs().mean()), equal_nan=True)
+    return float((~near).double().mean()) < _ROUNDED
+
+
+def _random(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    # The same on all processes.
+    generator = torch.Generator().manual_seed(0)
+    return torch.rand(tuple(shape), generator=generator, dtype=torch.float64).to(dtype)
+
+
+def _check_fits(crop: Sequence[int], nbytes: float, memory: int) -> None:
+    if nbytes > memory:
+        raise ConfigurationError(
+            f"predict: memory={size_text(memory)} is too small: the model is tried on a crop of {crop},"
+            f" which needs {size_text(nbytes)}; give as much"
+        )
 
 
 def _no_scratch() -> Any:

@@ -70,9 +70,17 @@ def check_model(model: object) -> None:
 
 
 def twin_of(model: nn.Module) -> nn.Module:
-    """A copy in ``eval()`` with the same tensors, not copies of them."""
-    twin = copy.deepcopy(model, {id(x): x for x in fixed_tensors(model)})
-    return twin.eval()
+    """A copy in ``eval()`` whose tensors have the same memory.
+
+    They need no gradients: autocast would keep its copies of parameters that do, for later slabs, while the
+    memory of the slab that has made them goes to the disk.
+    """
+    same = {id(x): x for x in fixed_tensors(model)}
+    for key, x in same.items():
+        if x.requires_grad and x.is_leaf:
+            plain = x.detach()
+            same[key] = nn.Parameter(plain, requires_grad=False) if isinstance(x, nn.Parameter) else plain
+    return copy.deepcopy(model, same).eval()
 
 
 def one_tensor(y: Any) -> torch.Tensor:
@@ -160,6 +168,10 @@ class Inference:
         finally:
             self._running -= 1
         self.ended(comm.rank, y)
+        del y
+        # The others need its messages only: what its calls keep would be the memory of all slabs.
+        for forget in machine.forgets:
+            forget()
 
     def _may_begin(self, rank: int) -> bool:
         # Slabs of this process follow each other, unless some rank, also of another process, waits for one.

@@ -17,6 +17,8 @@ _CHANNELS_OF_BLOCK, _CHANNELS_IN_ORDER = 16, (1, 3)
 _ATEN = torch.ops.aten
 _PRODUCTS = {_ATEN.bmm, _ATEN.baddbmm}
 _TRANSFORMS = {_ATEN._fft_r2c, _ATEN._fft_c2r, _ATEN._fft_c2c}
+# A slab's plan of a convolution is as large as those of so many other functions.
+_CALLS_OF_CONVOLUTION = 7
 # With the place of the argument that says whether it is transposed.
 _CONVOLUTIONS = {_ATEN.convolution: 6, _ATEN._convolution: 6, _ATEN.mkldnn_convolution: None}
 
@@ -25,7 +27,8 @@ class LiveMemory(TorchDispatchMode):
     """Context that notes the memory which functions make in it, as long as it is alive.
 
     With ``counts``, ``peak`` is the largest number of bytes that were alive at once, those which kernels need
-    for themselves included. ``weight_nbytes`` is what they need for the weights of a layer, beside that.
+    for themselves included. ``weight_nbytes`` is what they need for the weights of a layer, beside that;
+    ``calls`` is the number of functions that were called, of which a convolution counts as several.
     Views, results in given memory and memory that torch does not make are not noted.
     """
 
@@ -33,11 +36,12 @@ class LiveMemory(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._counts = counts
         self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
-        self.peak = self.weight_nbytes = 0
+        self.peak = self.weight_nbytes = self.calls = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run a function and note its results."""
         found = func(*args, **(kwargs or {}))
+        self.calls += _CALLS_OF_CONVOLUTION if func.overloadpacket in _CONVOLUTIONS else 1
         if _makes_memory(func):
             for y in _tensors(found):
                 storage = y.untyped_storage()

@@ -4,18 +4,25 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import prod
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import nn
 
 from distdl_rma.errors import ArgumentError, ConfigurationError, ShapeError
 from distdl_rma.geometry.intervals import Balanced, Listed, Split
-from distdl_rma.out_of_core.estimate import Dependence, Needs, Post, dependence_of, needs_of
+from distdl_rma.out_of_core.estimate import (
+    Dependence,
+    Needs,
+    Post,
+    are_independent,
+    dependence_of,
+    needs_of,
+)
 from distdl_rma.segments.options import size_text
 from distdl_rma.split.entry import grid_for
 
@@ -24,8 +31,9 @@ _LEADING = 2
 _MOST_SLABS = 512
 # Of the limit, what may be planned: the rest is for what is not counted, such as the allocator's gaps.
 _USABLE = 0.85
-# Beside tensors: of the file and of each slab, whose thread has objects of each layer.
-_OF_FILES_NBYTES, _OF_SLAB_NBYTES = 16 << 20, 3 << 19
+# Beside tensors: of the file; of each slab, a thread with a machine, which knows all slabs; and of each
+# function that it calls, whose plan a slab keeps until it ends.
+_OF_FILES_NBYTES, _OF_SLAB_NBYTES, _OF_PAIR_NBYTES, _OF_CALL_NBYTES = 8 << 20, 320 << 10, 3 << 9, 6 << 10
 # In whole passes, slabs that wait in memory if that suffices: one is written, and one is read ahead.
 _SLABS_IN_MEMORY = 2
 # Size of tensors whose memory the allocator keeps, at least and at most.
@@ -36,11 +44,15 @@ _MOST_IDLE_NBYTES = 1 << 28
 
 @dataclass(frozen=True)
 class Form:
-    """The dimensions of a source: whether it has a batch and channels before its ``spatial`` ones."""
+    """The dimensions of a source: whether it has a batch and channels before its ``spatial`` ones.
+
+    ``together`` samples, 1 or all of the source, are one input of the model.
+    """
 
     spatial: int
     has_batch: bool
     has_channels: bool
+    together: int = 1
 
     @classmethod
     def of(cls, model: nn.Module, shape: Sequence[int]) -> Form:
@@ -56,13 +68,17 @@ class Form:
         return cls(spatial, dims == spatial + _LEADING, dims > spatial)
 
     def sample(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """Shape of one input of the model, (1, channels, *spatial)."""
+        """Shape of one input of the model, (samples, channels, *spatial)."""
         space = tuple(map(int, shape[len(shape) - self.spatial :]))
-        return 1, int(shape[self.has_batch]) if self.has_channels else 1, *space
+        return self.together, int(shape[self.has_batch]) if self.has_channels else 1, *space
 
-    def box(self, box: Sequence[slice], sample: int) -> tuple[slice, ...]:
-        """Where a box of a sample lies in the source."""
-        leading = (slice(sample, sample + 1), box[1])
+    def batch(self, number: int) -> slice:
+        """Samples of an input."""
+        return slice(number, number + self.together)
+
+    def box(self, box: Sequence[slice], number: int) -> tuple[slice, ...]:
+        """Where a box of an input lies in the source."""
+        leading = (self.batch(number), box[1])
         return *leading[0 if self.has_batch else 1 if self.has_channels else 2 :], *box[_LEADING:]
 
 
@@ -88,7 +104,8 @@ class Plan:
     dtype
         Elements of the result.
     samples, splits
-        Number of samples, and the blocks of a sample in each dimension, the batch and channels included.
+        Number of samples, and their blocks in each dimension, the batch and channels included. Samples that
+        depend on each other are one input of the model; ``samples`` is 1 then.
     passes
         Times that a block is taken up: 1, and once more for each function that waits for all blocks.
     waits
@@ -99,6 +116,13 @@ class Plan:
         What the model would need for a sample at once.
     disk_nbytes
         Largest use of the scratch folder.
+
+    Examples
+    --------
+    >>> np.save("scan.npy", np.ones((400, 100), np.float32))
+    >>> plan = plan_prediction(nn.Conv2d(1, 2, 3), "scan.npy", grid={"H": 4})
+    >>> plan.slabs, plan.passes, plan.result, plan.disk_nbytes
+    (4, 1, (2, 398, 98), 0)
     """
 
     source: tuple[int, ...]
@@ -143,8 +167,9 @@ class Plan:
         if self.waits:
             count = len(self.waits)
             passes = f"{self.passes}: {count} functions need all slabs, in {_listed(self.waits)}"
+        samples, at_once = max(self.samples, self.form.together), " at once" * (self.form.together > 1)
         lines = {
-            "source": f"{self.source}, {self.samples} sample{'s' if self.samples > 1 else ''}",
+            "source": f"{self.source}, {samples} sample{'s' if samples > 1 else ''}{at_once}",
             "result": f"{self.result} of {str(self.dtype).removeprefix('torch.')}",
             "slabs": cut,
             "memory": f"{within}; the whole at once: {size_text(self.whole_nbytes)}",
@@ -183,17 +208,16 @@ def planned(
     dim = max(range(_LEADING, len(sample)), key=lambda d: sample[d])
     if blocks is not None and prod(blocks) > 1:
         dim = max(range(_LEADING, len(sample)), key=lambda d: blocks[d])
-    whole = needs_of(model, post, sample, dtype)
-    if tuple(whole.shape[:1]) != (1,):
-        raise ShapeError(
-            f"predict: the result of a sample has shape {tuple(whole.shape)}, and its first dimension is the"
-            " batch, of 1: let the model and post= keep it"
-        )
+    costs = _Costs.of(model, post, sample, dtype, dim, memory)
     samples = int(shape[0]) if form.has_batch else 1
+    if samples > 1 and not are_independent(model, post, costs.found, dtype, memory):
+        form = replace(form, together=samples)
+        sample = form.sample(shape)
+        costs = _Costs.of(model, post, sample, dtype, dim, memory)
+    whole = costs.whole
     result = (samples, *whole.shape[1:]) if form.has_batch else whole.shape[1:]
     kept = prod(result) * whole.dtype.itemsize if returns else 0
     usable = _USABLE * memory - kept
-    costs = _Costs(sample, dim, whole, dependence_of(model, post, sample, dtype, dim, memory))
     choices = costs.choices if blocks is None else [blocks]
     chosen = next((each for each in choices if costs.running(each) + costs.ahead(each) <= usable), None)
     chosen = chosen or min(choices, key=costs.running)
@@ -220,7 +244,8 @@ def planned(
     splits[dim] = costs.rows(chosen[dim])
     idle = min(_MOST_IDLE_NBYTES, usable - forward) if several and not waits else 0.0
     return Plan(
-        tuple(map(int, shape)), result, whole.dtype, samples, tuple(splits), 1 + len(waits), waits, memory,
+        tuple(map(int, shape)), result, whole.dtype, samples // form.together, tuple(splits), 1 + len(waits),
+        waits, memory,
         int(kept + forward + resident + idle), whole.nbytes, int(disk), int(costs.messages + resident),
         int(idle), form,
     )  # fmt: skip
@@ -233,6 +258,20 @@ class _Costs(NamedTuple):
     dim: int  # that is cut
     whole: Needs
     found: Dependence
+
+    @classmethod
+    def of(
+        cls, model: nn.Module, post: Post, sample: tuple[int, ...], dtype: torch.dtype, dim: int, memory: int
+    ) -> Self:
+        """Measured; ``ShapeError`` if the result lacks the batch."""
+        whole = needs_of(model, post, sample, dtype)
+        if tuple(whole.shape[:1]) != sample[:1]:
+            raise ShapeError(
+                f"predict: the result of {sample[0]} sample{'s' if sample[0] > 1 else ''} has shape"
+                f" {tuple(whole.shape)}, and its first dimension is the batch, of {sample[0]}: let the model"
+                " and post= keep it"
+            )
+        return cls(sample, dim, whole, dependence_of(model, post, sample, dtype, dim, memory))
 
     @property
     def choices(self) -> list[tuple[int, ...]]:
@@ -277,7 +316,8 @@ class _Costs(NamedTuple):
     def running(self, blocks: Sequence[int]) -> float:
         """Of the slab that runs, and of messages for the next one."""
         (sample, dim, whole, found), count = self, prod(blocks)
-        others = _OF_FILES_NBYTES + _OF_SLAB_NBYTES * count + found.weights
+        kept = _OF_CALL_NBYTES * whole.calls * (count if found.waits else 1)
+        others = _OF_FILES_NBYTES + (_OF_SLAB_NBYTES + _OF_PAIR_NBYTES * count) * count + kept + found.weights
         if count == 1:
             return whole.nbytes + others
         across = prod(-(-n // b) / n for n, b in zip(sample, blocks, strict=True)) * blocks[dim]

@@ -16,7 +16,15 @@ import numpy as np
 import torch
 from torch import nn
 
-from distdl_rma.errors import ArgumentError, ConfigurationError, DataError, ProtocolError, UnsupportedError
+from distdl_rma.errors import (
+    ArgumentError,
+    ConfigurationError,
+    DataError,
+    DistdlError,
+    ProtocolError,
+    ShapeError,
+    UnsupportedError,
+)
 from distdl_rma.out_of_core.inference import Inference, check_model, fixed_tensors
 from distdl_rma.out_of_core.pages import Pages
 from distdl_rma.out_of_core.plan import Plan, planned
@@ -52,8 +60,8 @@ def predict(
     in an instance norm, all slabs come to that function before one goes on; what they hold meanwhile is on
     disk, as far as it does not fit.
 
-    Blocking; collective over the processes of ``comm``. Computes without gradients, with a copy of the model
-    in ``eval()`` that shares its parameters.
+    Blocking; collective over the processes of ``comm``. Computes without gradients, in the caller's autocast,
+    with a copy of the model in ``eval()`` that shares the memory of its parameters.
 
     Parameters
     ----------
@@ -62,7 +70,8 @@ def predict(
     source
         A path for :func:`open_array`, or an array of its kinds: ``(*spatial)``, ``(channels, *spatial)`` or
         ``(batch, channels, *spatial)``, by the spatial dimensions of the model's convolutions. Samples are
-        computed one after the other. Elements are converted to the type of the model's parameters.
+        computed one after the other, or together if they depend on each other. Floats are rounded to the type
+        of the model's parameters; other elements come as they are if the model takes them, else as floats.
     sink
         A path of a new file, as for :func:`create_array`; or anything of the right shape and dtype that takes
         ``sink[box] = array``; None to return a tensor.
@@ -98,7 +107,10 @@ def predict(
     MismatchError
         If the processes make different calls.
     DataError
-        If a file cannot be read or written. An error of one process is raised on all.
+        If a file cannot be read or written, or a float cannot hold an integer of the source. An error of one
+        process is raised on all.
+    PeerFailedError
+        If another process is interrupted or has ended.
 
     Notes
     -----
@@ -106,26 +118,35 @@ def predict(
     call with the same model, source and slabs goes on, on any number of processes: in one pass at the first
     slab that was not written, otherwise from the first slab of the sample, without writing again what is
     written. ``post`` is not compared with that of the earlier call, and by its name only between processes.
+
+    Examples
+    --------
+    >>> model = nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.ReLU(), nn.Conv2d(4, 2, 1))
+    >>> np.save("scan.npy", np.ones((400, 100), np.float32))
+    >>> predict(model, "scan.npy", "classes.npy", memory="1GiB", post=lambda y: y.argmax(1))
+    >>> np.load("classes.npy").shape
+    (400, 100)
     """
     processes = Processes(comm)
-    with processes.together() as facts:
-        if progress and find_spec("rich") is None:
-            raise ConfigurationError("predict: progress=True needs the package rich: pip install rich")
-        prepared = _Prepared(model, source, memory, post, grid, scratch, returns=sink is None)
-        plan, digest = prepared.plan, digest_of(model)
-        key = key_of(plan, digest, prepared.source)
-        facts |= {"the source": [label(prepared.source), plan.source], "the grid": plan.grid}
-        facts |= {"the digest of the model": digest, "the sink": label(sink)}
-        facts |= {"post": getattr(post, "__qualname__", type(post).__name__)}
-    with (
-        _opened(processes, sink, plan, key) as results,
-        _shown(plan, results.begin, progress and processes.first) as step,
-    ):
-        for sample in range(results.begin.sample, plan.samples):
-            prepared.run(sample, results, step, processes)
-    if results.tensor is not None:
-        processes.share(results.tensor)
-    return results.tensor
+    with processes.told():
+        with processes.together() as facts:
+            if progress and find_spec("rich") is None:
+                raise ConfigurationError("predict: progress=True needs the package rich: pip install rich")
+            prepared = _Prepared(model, source, memory, post, grid, scratch, returns=sink is None)
+            plan, digest = prepared.plan, digest_of(model)
+            key = key_of(plan, digest, prepared.source)
+            facts |= {"the source": [label(prepared.source), plan.source], "the grid": plan.grid}
+            facts |= {"the digest of the model": digest, "the sink": label(sink)}
+            facts |= {"post": getattr(post, "__qualname__", type(post).__name__)}
+        with (
+            _opened(processes, sink, plan, key) as results,
+            _shown(plan, results.begin, progress and processes.first) as step,
+        ):
+            for sample in range(results.begin.sample, plan.samples):
+                prepared.run(sample, results, step, processes)
+        if results.tensor is not None:
+            processes.share(results.tensor)
+        return results.tensor
 
 
 def plan_prediction(
@@ -141,6 +162,14 @@ def plan_prediction(
 
     Runs the model on a crop of random numbers, to see what it needs. The result is taken to be written, not
     returned. Raises the errors of ``predict``.
+
+    Examples
+    --------
+    >>> model = nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.ReLU(), nn.Conv2d(4, 2, 1))
+    >>> np.save("scan.npy", np.ones((400, 100), np.float32))
+    >>> plan = plan_prediction(model, "scan.npy", grid={"H": 4})
+    >>> plan.slabs, plan.result  # print(plan) shows also the memory and what waits on disk
+    (4, (2, 400, 100))
     """
     return _Prepared(model, source, memory, post, grid, scratch, returns=False).plan
 
@@ -163,13 +192,6 @@ class _Prepared:
         check_model(model)
         self.model, self.post = model, post
         self.source = source if isinstance(source, (torch.Tensor, np.ndarray)) else open_array(source)
-        self.dtype = next(
-            (x.dtype for x in fixed_tensors(model) if x.dtype.is_floating_point), torch.get_default_dtype()
-        )
-        if "complex" in str(self.source.dtype) and not self.dtype.is_complex:
-            raise ArgumentError(
-                f"predict: {label(self.source)} has complex elements, and the model computes in {self.dtype}"
-            )
         self.folder = Path(tempfile.gettempdir() if scratch is None else scratch)
         if not self.folder.is_dir():
             raise DataError(
@@ -177,7 +199,39 @@ class _Prepared:
             )
         limit = parse_size(memory, "the memory")
         shape = tuple(self.source.shape)
-        self.plan = planned(model, post, shape, self.dtype, limit, grid, self.folder, returns)
+        *others, last = self._dtypes()
+        for self.dtype in (*others, last):
+            try:
+                self.plan = planned(model, post, shape, self.dtype, limit, grid, self.folder, returns)
+                return
+            except Exception as error:
+                # Torch's errors: the model alone would not take these elements either.
+                of_torch = isinstance(error, ShapeError) or not isinstance(error, DistdlError)
+                if self.dtype == last or not of_torch:
+                    raise
+
+    def _dtypes(self) -> list[torch.dtype]:
+        # In which the model may take the elements, the first one that it accepts.
+        own = read_box(self.source, [slice(0, 0)] * len(self.source.shape)).dtype
+        known = [x.dtype for x in fixed_tensors(self.model)]
+        if own.is_complex:
+            return [next((each for each in known if each.is_complex), own)]
+        floats = next((each for each in known if each.is_floating_point), None)
+        return [floats or own] if own.is_floating_point else [own, floats or torch.get_default_dtype()]
+
+    def _converted(self, found: torch.Tensor) -> torch.Tensor:
+        # In the model's type. Floats are rounded as all its numbers are; labels may not be.
+        if found.dtype == self.dtype:
+            return found
+        block = found.to(self.dtype)
+        floats = found.dtype.is_floating_point or found.dtype.is_complex
+        if not (block.isfinite().equal(found.isfinite()) if floats else block.to(found.dtype).equal(found)):
+            raise DataError(
+                f"predict: {label(self.source)} has elements of {found.dtype} that {self.dtype}, the type of"
+                " the model's parameters, cannot hold; let the model take the elements as they are, as by"
+                " x.long(), or give it a longer type, as by model.double()"
+            )
+        return block
 
     def run(self, sample: int, results: Results, step: Callable[[], object], processes: Processes) -> None:
         """Compute one sample, from the first slab that is left."""
@@ -189,11 +243,10 @@ class _Prepared:
                 found = read_box(self.source, form.box(box, sample))
             except OSError as error:
                 raise DataError(f"predict: {label(self.source)}: {error.strerror or error}") from error
-            block = torch.empty([each.stop - each.start for each in box], dtype=self.dtype)
-            return block.copy_(found.view(block.shape))
+            return self._converted(found).view([each.stop - each.start for each in box])
 
         def write(box: Slices, y: torch.Tensor) -> None:
-            whole = (slice(sample, sample + 1), *box[1:])
+            whole = (form.batch(sample), *box[1:])
             results.write(whole if form.has_batch else box[1:], y if form.has_batch else y[0])
 
         def note_end(rank: int) -> None:
@@ -280,7 +333,10 @@ class Predictor:
 
     Examples
     --------
-    ``SupervisedEvaluator(..., inferer=Predictor(memory="8GiB"))``
+    >>> model = nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.ReLU(), nn.Conv2d(4, 2, 1))
+    >>> inferer = Predictor(memory="1GiB")  # in MONAI: SupervisedEvaluator(..., inferer=inferer)
+    >>> inferer(torch.rand(1, 1, 400, 100), model).shape
+    torch.Size([1, 2, 400, 100])
     """
 
     memory: int | str = "8GiB"

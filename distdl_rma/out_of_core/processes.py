@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from distdl_rma.machine import Machine
 from distdl_rma.segments.buffered_channel import Address, Mailbox, Message
 from distdl_rma.segments.shared_mailbox import SharedMailbox, process_of
 from distdl_rma.segments.transport.virtual_ranks import world
+from distdl_rma.segments.waiting.header import WaitReason
 
 _MOST_NBYTES = 1 << 30
 
@@ -41,6 +43,18 @@ class Processes:
         advice = "all ranks make the same call"
         return together(self._machine, self._machine.ranks, "predict", advice=advice)
 
+    @contextmanager
+    def told(self) -> Iterator[None]:
+        """Context that the others learn of if it ends by no ``Exception``, such as ``KeyboardInterrupt``."""
+        try:
+            yield
+        except Exception:
+            raise
+        except BaseException as error:
+            if self._machine is not None:
+                self._machine.fail(error)
+            raise
+
     def of_first(self, value: Any) -> Any:
         """The value of the first process."""
         return value if self.size == 1 else self._comm.bcast(value)
@@ -60,12 +74,14 @@ class Processes:
         Its ``tell`` calls the ``actions`` on the first process. The context ends when all messages have been
         received; an error of one process ends the waits of all.
         """
-        shared = SharedMailbox(self._comm.Dup(), first, actions) if self.size > 1 else None
-        mailbox = Mailbox(first, actions) if shared is None else shared
+        machine, shared, mailbox = self._machine, None, Mailbox(first, actions)
+        if machine is not None:
+            check = partial(_look_at_others, machine)
+            mailbox = shared = SharedMailbox(self._comm.Dup(), first, actions, check)
         for address, message in messages:
             if self.plays(address.receiver):
                 mailbox.store(address, message)
-        if shared is None:
+        if machine is None or shared is None:
             yield mailbox
             return
         error: Exception | None = None
@@ -74,7 +90,16 @@ class Processes:
         except Exception as raised:  # noqa: BLE001 - all processes raise it
             error = raised
         own = shared.finish(error)
+        machine.segments.watch.end_wait()
+        if shared.lost is not None:
+            raise error or shared.lost
         with self.together():
             # Processes that have waited for the one which failed get its error.
             if error is not None and own:
                 raise error
+
+
+def _look_at_others(machine: Machine) -> None:
+    # Raises if a process has failed, has left or is gone.
+    machine.segments.waiter.advance_quietly()
+    machine.segments.watch.look(WaitReason(machine.segments.watch.others, "to predict with this one"))

@@ -30,8 +30,9 @@ _STATE = "state.json"
 
 
 def digest_of(model: nn.Module) -> str:
-    """Hash of a model: its modules, parameters and buffers; local."""
-    found = blake2b(repr(model).encode(), digest_size=16)
+    """Hash of a model, its modules, parameters and buffers, and of the autocast that it runs in; local."""
+    autocast = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else ""
+    found = blake2b(f"{model!r}{autocast}".encode(), digest_size=16)
     for name, x in model.state_dict().items():
         found.update(f"{name} {tuple(x.shape) if isinstance(x, torch.Tensor) else x}".encode())
         if isinstance(x, torch.Tensor):

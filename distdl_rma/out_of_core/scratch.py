@@ -10,6 +10,7 @@ import weakref
 from bisect import bisect
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
@@ -151,7 +152,7 @@ class Scratch:
         except OSError as error:
             raise DataError(
                 f"scratch: no file can be made in {self.folder}: {error.strerror or error}; name an existing"
-                " directory on a disk of this host in which you may write"
+                " directory on a disk of this host in which you may write, or allow more files (ulimit -n)"
             ) from error
         self._file = file.fileno()
         #: Bytes written to the file and read from it so far, and bytes in use.
@@ -414,8 +415,11 @@ def _in_memory(folder: Path) -> str:
     """Type of the file system of a folder if that lies in memory, else an empty text."""
     number = folder.stat().st_dev
     device = f"{os.major(number)}:{os.minor(number)}"
-    mounts = Path("/proc/self/mountinfo")
-    for line in mounts.read_text().splitlines() if mounts.is_file() else ():
+    mounts = ""
+    # Unreadable, or no file number is left: it is for a warning only.
+    with suppress(OSError):
+        mounts = Path("/proc/self/mountinfo").read_text()
+    for line in mounts.splitlines():
         fields = line.split()
         if fields[2] == device and (kind := fields[fields.index("-") + 1]) in _IN_MEMORY:
             return kind

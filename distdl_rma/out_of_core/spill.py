@@ -92,6 +92,15 @@ class spill:  # noqa: N801
     -----
     RuntimeWarning
         If the folder is in memory (tmpfs, ramfs): this saves no memory.
+
+    Examples
+    --------
+    >>> model = distribute(nn.Sequential(nn.Conv2d(1, 8, 3), nn.GELU()), {"H": -1})
+    >>> disk = spill(".", above="4KiB")  # a folder on a disk of this host
+    >>> with disk:
+    ...     model(torch.rand(1, 1, 64, 64)).mean().backward()
+    >>> disk.written_nbytes > 0
+    True
     """
 
     def __init__(

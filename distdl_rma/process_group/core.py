@@ -117,7 +117,7 @@ class GroupCore(_Base):  # type: ignore[misc]
     def _reducer(self, op: Any, dtype: torch.dtype) -> Reduction:
         reducer = self._reducers.get((op, dtype))
         if reducer is None:
-            reducer = self._reducers[op, dtype] = reducer_of(op, dtype, self._ranks, f"group {self._name}")
+            reducer = self._reducers[op, dtype] = reducer_of(op, dtype, self._ranks, f"group {self._name!r}")
         return reducer
 
     def _registered(self, work: Work) -> Work:

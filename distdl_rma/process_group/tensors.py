@@ -138,13 +138,21 @@ def check_alike(tensors: Sequence[torch.Tensor], who: str) -> None:
 
 
 def parts_of(whole: torch.Tensor, part: torch.Tensor, ranks: int, who: str) -> list[torch.Tensor]:
-    """Equal parts of a contiguous tensor, one for each rank and as large as ``part``; views."""
+    """Equal parts of a tensor, one for each rank and as large as ``part``; views.
+
+    If it is not contiguous, as after a transposition, the parts are rows.
+    """
     check([part, whole], who)
     if whole.numel() != part.numel() * ranks:
         raise ShapeError(
             f"{who}: {ranks} parts of {part.numel()} elements are not the {whole.numel()} of the whole"
         )
-    return list(_flat(whole, who).split(part.numel())) if part.numel() else [whole.reshape(-1)] * ranks
+    if not part.numel():
+        return [whole.reshape(-1)] * ranks
+    # Not rows that share memory, which cannot differ.
+    if not whole.is_contiguous() and whole.stride(0) and not whole.shape[0] % ranks:
+        return list(whole.detach().tensor_split(ranks))
+    return list(_flat(whole, who).split(part.numel()))
 
 
 def rows_of(tensor: torch.Tensor, splits: Sequence[int] | None, ranks: int, who: str) -> list[torch.Tensor]:
@@ -175,12 +183,12 @@ def reducer_of(op: Any, dtype: torch.dtype, ranks: int, who: str = "a reduction"
     """
     if op not in OPERATIONS:
         known = [name for name, _ in OPERATIONS.values()]
-        raise UnsupportedError(f"{who!r}: a reduction is one of {known}, got {op}")
+        raise UnsupportedError(f"{who}: a reduction is one of {known}, got {op}")
     element = reduction_dtype(dtype)
     if dtype not in NUMPY and not isinstance(element, Element):
-        raise UnsupportedError(f"{who!r}: tensors of {dtype} cannot be reduced")
+        raise UnsupportedError(f"{who}: tensors of {dtype} cannot be reduced")
     if op == ReduceOp.AVG and not (dtype.is_floating_point or dtype.is_complex):
-        raise ShapeError(f"{who!r}: an average of {dtype} is not exact: use sum, or a floating type")
+        raise ShapeError(f"{who}: an average of {dtype} is not exact: use sum, or a floating type")
     if isinstance(element, Element):
         # Words of bits: all tensors are shown as these.
         element = replace(element, storage=BIT_WORDS[2][1])

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.distributed import Work
 
-from distdl_rma.errors import ClosedError, DistdlError, ExchangeTimeout, ProtocolError
+from distdl_rma.errors import DistdlError, ExchangeTimeout, ProtocolError
 from distdl_rma.segments.collectives.between_nodes import Script
 from distdl_rma.segments.manager import SegmentManager
 from distdl_rma.segments.waiting.header import WaitReason
@@ -96,7 +96,7 @@ class OperationQueue:
     def check(self) -> None:
         """Raise if the group has ended."""
         if self._closed or self.manager.closed:
-            raise ClosedError(f"process group {self.name!r} was destroyed, or its machine closed")
+            raise self.manager.closed_error(f"process group {self.name!r} or its machine")
         if self._broken is not None:
             if isinstance(self._broken, DistdlError):
                 raise self._broken

@@ -40,3 +40,7 @@ def __getattr__(name: str) -> Any:
     now = _FORMER[name]
     warnings.warn(f"segments.{name} is called {now.__name__}", DeprecationWarning, stacklevel=2)
     return now
+
+
+def __dir__() -> list[str]:
+    return [*__all__, *(name for name in globals() if name.startswith("__"))]

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from distdl_rma.errors import ClosedError, ProtocolError, ShapeError
+from distdl_rma.errors import ProtocolError, ShapeError
 from distdl_rma.geometry.exchange import Exchange, Piece, fingerprint
 from distdl_rma.segments.direct_receive import PostedResults, ResultsOfPeer, receives_directly
 from distdl_rma.segments.lanes import LANDS, SLOTS, Lane, Lanes, in_steps
@@ -36,6 +36,17 @@ class Channel:
 
     ``make_result`` allocates a result in the arena of this process. With it, other ranks of the node put
     large results directly into that memory; ``landed`` says so for each received piece.
+
+    Examples
+    --------
+    >>> machine = Machine(MPI.COMM_WORLD)
+    >>> from distdl_rma.geometry import Decomposition, Exchange
+    >>> ranks = machine.partition()
+    >>> blocks = Decomposition.balanced(ranks, (4,))
+    >>> gather = Exchange(machine.rank, blocks, Decomposition.replicated(ranks, (4,)))
+    >>> channel = Channel(machine.segments, gather, np.float32, "gather")
+    >>> channel.move(np.full(2, machine.rank, np.float32))
+    array([0., 0., 1., 1.], dtype=float32)
     """
 
     def __init__(
@@ -304,7 +315,7 @@ class Channel:
 
     def _check(self) -> None:
         if self._closed or self._manager.closed:
-            raise ClosedError(f"channel of {self.name!r}: already closed")
+            raise self._manager.closed_error(f"channel of {self.name!r}")
 
     def _check_next(self, epoch: int) -> None:
         self._check()

@@ -9,7 +9,6 @@ from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count
-from operator import index as as_int
 from typing import Protocol
 
 from mpi4py import MPI
@@ -22,11 +21,12 @@ from distdl_rma.errors import (
     PeerFailedError,
     SegmentError,
 )
+from distdl_rma.segments.memory.array_bytes import as_integer
 from distdl_rma.segments.memory.buffer import SegmentBuffer
-from distdl_rma.segments.memory.context import Queue, SegmentContext, Uncopyable
+from distdl_rma.segments.memory.context import Queue, SegmentContext, Uncopyable, refuse_fork
 from distdl_rma.segments.options import SegmentOptions, chosen_progress, chosen_timeout
 from distdl_rma.segments.transport.segment import Segment
-from distdl_rma.segments.transport.virtual_ranks import is_virtual
+from distdl_rma.segments.transport.virtual_ranks import is_virtual, world
 from distdl_rma.segments.waiting.error_texts import LOST, append_state, cause_of
 from distdl_rma.segments.waiting.header import HEADER_BYTES, HeaderWriter, WaitReason, operation_name
 from distdl_rma.segments.waiting.liveness import FailureNotices, PeerWatch
@@ -100,7 +100,15 @@ _THREAD_LEVELS = {
 
 @dataclass(frozen=True)
 class SegmentStats:
-    """Use of a rank's segment, in bytes; ``owners`` maps an owner's name to (number of buffers, bytes)."""
+    """Use of a rank's segment, in bytes; ``owners`` maps an owner's name to (number of buffers, bytes).
+
+    Examples
+    --------
+    >>> machine = Machine(MPI.COMM_WORLD)
+    >>> buffer = machine.segments.get_segment_buffer(4096, owner="mine")
+    >>> machine.segments.stats().owners["mine"]
+    (1, 4096)
+    """
 
     reserved: int
     used: int
@@ -110,12 +118,10 @@ class SegmentStats:
 
 
 def _at_least_0(number: object, what: str) -> int:
-    try:
-        if not isinstance(number, bool) and (found := as_int(number)) >= 0:  # type: ignore[arg-type]
-            return found
-    except TypeError:
-        pass
-    raise ArgumentError(f"{what}, at least 0, got {number!r}")
+    found = as_integer(number, f"{what}, at least 0")
+    if found < 0 or isinstance(number, bool):
+        raise ArgumentError(f"{what}, at least 0, got {number!r}")
+    return found
 
 
 class Tenant(Protocol):
@@ -135,6 +141,13 @@ class SegmentManager(SegmentContext, Uncopyable):
     position, by default the positions. ``nbytes`` is the segment size per rank, a number or text with a unit;
     it and ``timeout``, ``transport``, ``progress`` and ``reserve`` are those of :class:`Machine`. In tests,
     ``node_size`` consecutive ranks of a node count as a node of their own.
+
+    Examples
+    --------
+    >>> segments = SegmentManager(MPI.COMM_WORLD, nbytes="8MiB")  # that of a machine is Machine(...).segments
+    >>> with segments.get_segment_buffer(64, owner="mine") as buffer:
+    ...     buffer.view(np.float32, (4, 4))[:] = 1
+    >>> segments.close()
     """
 
     def __init__(
@@ -148,6 +161,8 @@ class SegmentManager(SegmentContext, Uncopyable):
         node_size: int | None = None,
         reserve: bool = False,
     ) -> None:
+        comm = world(comm)
+        refuse_fork(comm)
         rank_ids = tuple(range(comm.size)) if ranks is None else tuple(ranks)
         if len(set(rank_ids)) != comm.size or len(rank_ids) != comm.size:
             raise PartitionError(f"one rank id for each of {comm.size} ranks is needed, got {rank_ids}")

@@ -1,15 +1,16 @@
-"""Options of segments: size, timeout, transport, progress; the environment can set size and timeout."""
+"""Options of segments: communicator, size, timeout, transport, progress; some by environment variables."""
 
 from __future__ import annotations
 
 import os
 import re
+from contextlib import suppress
 from dataclasses import dataclass
 
 import numpy as np
 from mpi4py import MPI
 
-from distdl_rma.errors import ConfigurationError
+from distdl_rma.errors import ArgumentError, ConfigurationError, ProtocolError
 
 SEGMENT_SIZE_VARIABLE = "DISTDL_RMA_SEGMENT_SIZE"
 TIMEOUT_VARIABLE = "DISTDL_RMA_TIMEOUT"
@@ -45,6 +46,32 @@ class SegmentOptions:
             return parse_size(self.nbytes)
         text = os.environ.get(SEGMENT_SIZE_VARIABLE)
         return None if text is None else parse_size(text, SEGMENT_SIZE_VARIABLE)
+
+
+def check_communicator(comm: object) -> None:
+    """Raise unless MPI runs and ``comm`` is a communicator of one group of ranks; local.
+
+    ``ProtocolError`` before MPI has started and after its end, else ``ArgumentError``.
+    """
+    if not MPI.Is_initialized():
+        raise ProtocolError(
+            "MPI is not initialised in this process. A rank calls mpi4py.MPI.Init_thread() first. A process"
+            " that multiprocessing starts by spawn or forkserver, such as a worker of a DataLoader, is no"
+            " rank, and runs the script again: put all that is no import, function or class under"
+            " if __name__ == '__main__':"
+        )
+    if MPI.Is_finalized():
+        raise ProtocolError("MPI was finalised: no rank can be reached any more")
+    got = f"{type(comm).__name__} {comm!r:.60}"
+    if isinstance(comm, MPI.Comm):
+        got = "MPI.COMM_NULL, or a communicator that was freed"
+        # MPI may refuse one that was freed by another name.
+        with suppress(MPI.Exception):
+            if comm != MPI.COMM_NULL and comm.Get_size():
+                if isinstance(comm, MPI.Intracomm):
+                    return
+                got = f"{type(comm).__name__}: comm.Merge() makes one of an intercommunicator's two groups"
+    raise ArgumentError(f"comm is a communicator of one group of ranks (MPI.Intracomm), got {got}")
 
 
 def parse_size(text: object, what: str = "a segment size") -> int:

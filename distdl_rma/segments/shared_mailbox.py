@@ -13,7 +13,7 @@ from distdl_rma.errors import PeerFailedError
 from distdl_rma.segments.buffered_channel import Address, Mailbox, Message, VectorKey
 from distdl_rma.segments.channel import Array
 
-_IDLE_SECONDS = 1e-4
+_IDLE_SECONDS, _CHECK_SECONDS = 1e-4, 0.1
 # Most bytes of messages that others have not received; a larger message may be under way alone.
 _UNDER_WAY_NBYTES = 1 << 24
 
@@ -28,11 +28,20 @@ class SharedMailbox(Mailbox):
 
     The first process has the ``actions``. Before a sender ends, its messages are passed to the action
     ``keep`` there. Processes wait for each other in the waits of their ranks, which ``poll``, in ``finish``,
-    and while too many bytes are under way.
+    and while too many bytes are under way. Meanwhile ``check`` is called ten times a second, which raises
+    ``PeerFailedError`` if a process is gone: that error is ``lost`` then.
     """
 
-    def __init__(self, comm: MPI.Intracomm, first: int, actions: dict[str, Callable[..., Any]]) -> None:
+    def __init__(
+        self,
+        comm: MPI.Intracomm,
+        first: int,
+        actions: dict[str, Callable[..., Any]],
+        check: Callable[[], object],
+    ) -> None:
         super().__init__(first, actions)
+        self._check, self._checked = check, time.monotonic()
+        self.lost: PeerFailedError | None = None
         self._comm: Any = comm
         self._rank, self._size = comm.rank, comm.size
         self._others = [each for each in range(comm.size) if each != comm.rank]
@@ -78,12 +87,20 @@ class SharedMailbox(Mailbox):
                 self._send(process, "want", rank)
 
     def poll(self) -> None:
-        """Receive what has arrived; ``PeerFailedError`` if another process has failed."""
+        """Receive what has arrived; ``PeerFailedError`` if another process has failed, or is gone."""
         self._sends = [each for each in self._sends if not each[0].Test()]
         while (found := self._comm.improbe()) is not None:
             action, *arguments = found.recv()
             if self._failed is None:
                 self._received[action](*arguments)
+        if self.lost is None and time.monotonic() - self._checked > _CHECK_SECONDS:
+            self._checked = time.monotonic()
+            try:
+                self._check()
+            except PeerFailedError as error:
+                self.lost = error
+        if self.lost is not None:
+            raise self.lost
         if self._failed is not None:
             raise PeerFailedError(f"predict: rank {self._failed} has failed", self._failed, "an error there")
 
@@ -97,9 +114,10 @@ class SharedMailbox(Mailbox):
     def finish(self, error: Exception | None) -> bool:
         """Receive until all processes have called this, and all messages have arrived; blocking.
 
-        Returns whether this process has an ``error`` that is not due to the failure of another process.
+        Ends as well when a process is gone. Returns whether this process has an ``error`` that is not due to
+        the failure of another process.
         """
-        if error is not None and self._failed is None:
+        if error is not None and self._failed is None and self.lost is None:
             self._fail(self._rank)
             for process in self._others:
                 self._send(process, "fail", self._rank)
@@ -107,6 +125,8 @@ class SharedMailbox(Mailbox):
         while over is None or not over.Test():
             with suppress(PeerFailedError):
                 self.poll()
+            if self.lost is not None:
+                return False
             if over is None and not self._sends:
                 over = self._comm.Ibarrier()
             time.sleep(_IDLE_SECONDS)

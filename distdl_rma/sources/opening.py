@@ -5,25 +5,28 @@ from __future__ import annotations
 import os
 import platform
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack, nullcontext
 from importlib import import_module
+from importlib.util import find_spec
 from math import prod
 from pathlib import Path
 from struct import unpack
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from distdl_rma.errors import ArgumentError, DataError, DistdlError, UnsupportedError
 from distdl_rma.sources.chunks import chunks_of
+from distdl_rma.sources.netcdf_header import check_netcdf_header
+from distdl_rma.sources.packed import unpacked
 from distdl_rma.sources.raw import RawArray
-from distdl_rma.sources.reading import hdf5_lock, text_of
+from distdl_rma.sources.reading import hdf5_lock, text_of, torch_dtype
 
-# Streams that can be read from their beginning only, and what makes a file of them that is read anywhere.
+# Streams that are read from their beginning only, and archives; what makes a file that is read anywhere.
 _STREAMS = {
     ".npz": "numpy.save('x.npy', numpy.load('{}')['name'])",
-    ".zip": "unzip {}",
+    ".zip": "unzip -d {stem} {}",
     ".gz": "gunzip --keep {}",
     ".mgz": "mri_convert {} x.nii",
     ".bz2": "bunzip2 --keep {}",
@@ -32,14 +35,20 @@ _STREAMS = {
 }
 
 
+# Numpy itself refuses longer headers, but reads them before.
+_NPY_VERSIONS, _NPY_HEADER_NBYTES = ((1, 0), (2, 0), (3, 0)), 10_000
+# Links that lead to other links, at most.
+_LINKS = 64
+# Some codecs of Zarr take no more.
+_ZARR_2, _CHUNK_NBYTES = 2, (2 << 30) - 1
+
+
 class Format(NamedTuple):
     """How the arrays in one kind of file are opened."""
 
     opened: Callable[[str, str | None], Any]
     # Whether calls of its library wait for each other.
     locked: bool = False
-    # Whether its library scales elements, so that they are of another type than those in the file.
-    scaled: bool = False
 
 
 def open_array(source: str | os.PathLike[str] | Any, name: str | None = None) -> Any:
@@ -59,16 +68,30 @@ def open_array(source: str | os.PathLike[str] | Any, name: str | None = None) ->
     Returns
     -------
     object
-        With ``shape``, ``dtype``, ``chunks`` (None if boxes are read alone) and slicing.
+        With ``shape``, ``dtype``, ``chunks`` (None if boxes are read alone) and slicing. Packed elements of
+        NetCDF, HDF5, Zarr and NIfTI are unpacked by their attributes, and missing floats are NaN.
 
     Raises
     ------
     ArgumentError
         If the suffix is unknown, or the name is missing or not in the file.
     DataError
-        If the file is missing, truncated or may not be read, or the package that reads it is not installed.
+        If the file is missing, truncated or may not be read, if its header does not fit it, if it would run
+        code or has elements in files elsewhere, or if the package that reads it is not installed.
+    ShapeError
+        If torch does not have such elements.
     UnsupportedError
         If the file is a stream that has no random access; the message has a command that converts it.
+
+    Examples
+    --------
+    >>> np.save("scan.npy", np.arange(12.0).reshape(6, 2))
+    >>> scan = open_array("scan.npy")
+    >>> scan.shape, scan[1:3, :1]
+    ((6, 2), array([[2.],
+           [4.]]))
+    >>> shard((2, 1), scan).to_local().shape  # each rank reads its rows only
+    torch.Size([3, 2])
     """
     if not isinstance(source, (str, os.PathLike)):
         if name is not None or not hasattr(source, "shape") or not hasattr(source, "__getitem__"):
@@ -81,10 +104,13 @@ def open_array(source: str | os.PathLike[str] | Any, name: str | None = None) ->
     if inner and name is not None:
         raise ArgumentError(f"{source}: the array is named in the path and by name={name!r}; use one of both")
     name, suffix = inner or name, Path(path).suffix.lower()
+    if suffix not in _FORMATS and ".zarr/" in path:
+        # An array in a group, by its path.
+        suffix = ".zarr"
     if suffix in _STREAMS:
         raise UnsupportedError(
-            f"{path}: a compressed stream has no random access, every rank would read all of it; convert it"
-            f" once: {_STREAMS[suffix].format(path)}"
+            f"{path}: a compressed stream or archive has no random access, every rank would read all of it;"
+            f" convert it once: {_STREAMS[suffix].format(path, stem=path[: -len(suffix)])}"
         )
     if suffix not in _FORMATS:
         raise ArgumentError(
@@ -95,6 +121,7 @@ def open_array(source: str | os.PathLike[str] | Any, name: str | None = None) ->
     try:
         check_found(path)
         opened = _FORMATS[suffix].opened(path, name)
+        return opened if isinstance(opened, RawArray) else FileSource(path, name, _FORMATS[suffix], opened)
     except DistdlError:
         raise
     except Exception as error:
@@ -102,16 +129,19 @@ def open_array(source: str | os.PathLike[str] | Any, name: str | None = None) ->
             f"{path}: cannot be opened: {type(error).__name__}: {error}; is it a whole {suffix} file that"
             " this user may read?"
         ) from error
-    return opened if isinstance(opened, RawArray) else FileSource(path, name, _FORMATS[suffix], opened)
 
 
 def check_found(path: str) -> None:
-    """``DataError`` if this process does not see a file."""
-    if "://" not in path and not Path(path).exists():
+    """``DataError`` if this process does not see a file or folder."""
+    if "://" in path:
+        return
+    if not Path(path).exists():
         raise DataError(
             f"{path}: not found on {platform.node()} from {Path.cwd()}; ranks on several machines need a path"
             " that leads all of them to the file"
         )
+    if not (Path(path).is_file() or Path(path).is_dir()):
+        raise DataError(f"{path}: is a pipe or a device, of which no box can be read; copy it into a file")
 
 
 class FileSource:
@@ -125,8 +155,8 @@ class FileSource:
         self._kind, self._array, self._pid = kind, array, os.getpid()
         self.shape: tuple[int, ...] = tuple(map(int, array.shape))
         self.dtype: Any = array.dtype
-        if kind.scaled and 0 not in self.shape:
-            self.dtype = self[(slice(0, 1),) * len(self.shape)].dtype
+        # Before anything is read: a codec for objects may run code.
+        torch_dtype(self, self.dtype)
         self.chunks = chunks_of(array)
 
     def __getitem__(self, box: tuple[slice, ...]) -> Any:
@@ -178,6 +208,14 @@ def npy(path: str, name: str | None) -> RawArray:
         raise ArgumentError(f"{path} has one array, without a name, got {name!r}")
     with Path(path).open("rb") as file:
         version = np.lib.format.read_magic(file)
+        width = 2 if version == (1, 0) else 4
+        nbytes = int.from_bytes(file.read(width), "little")
+        if version not in _NPY_VERSIONS or nbytes > _NPY_HEADER_NBYTES:
+            raise DataError(
+                f"{path}: version {version} of the format with a header of {nbytes} bytes; read are versions"
+                f" {_NPY_VERSIONS} with headers of at most {_NPY_HEADER_NBYTES} bytes"
+            )
+        file.seek(-width, os.SEEK_CUR)
         header = "read_array_header_1_0" if version == (1, 0) else "read_array_header_2_0"
         shape, fortran, dtype = getattr(np.lib.format, header)(file)
         return RawArray(path, dtype, shape, file.tell(), fortran).check_size()
@@ -187,39 +225,129 @@ def hdf5(path: str, name: str | None) -> Any:
     """A dataset of h5py; a :class:`RawArray` if it is contiguous and needs no conversion."""
     h5py = needed("h5py", "hdf5")
     with hdf5_lock():
-        file, names = h5py.File(path, "r", locking="best-effort"), []
-        file.visititems(lambda key, one: names.append(key) if isinstance(one, h5py.Dataset) else None)
-        found = file[_chosen(path, names, name)]
+        found = name and _behind_links(h5py, path, name)
+        if not isinstance(found, h5py.Dataset):
+            file, names, links = h5py.File(path, "r", locking="best-effort"), list[str](), list[str]()
+            file.visititems(lambda key, one: names.append(key) if isinstance(one, h5py.Dataset) else None)
+            file.visititems_links(
+                lambda key, one: None if isinstance(one, h5py.HardLink) else links.append(key)
+            )
+            name = _chosen(path, names if len(names) == 1 and name is None else names + links, name)
+            found = _behind_links(h5py, path, name)
+            if not isinstance(found, h5py.Dataset):
+                raise ArgumentError(f"{path}: {name!r} is a link that leads to no dataset")
+        _check_near(h5py, found)
+        if found.shape is None:
+            raise DataError(f"{path}: the dataset {found.name!r} is null: it has a type, but no elements")
         # Contiguous data that needs no conversion is read from the file itself.
-        offset = found.id.get_offset()
-        if offset is None or found.id.get_type() != h5py.h5t.py_create(found.dtype, logical=True):
-            return found
-        return RawArray(path, np.dtype(found.dtype.str), found.shape, offset).check_size()
+        array, offset = found, found.id.get_offset()
+        if offset is not None and found.id.get_type() == h5py.h5t.py_create(found.dtype, logical=True):
+            place = found.file.filename
+            array = RawArray(place, np.dtype(found.dtype.str), found.shape, offset).check_size()
+        return unpacked(path, array, found.attrs)
+
+
+def _behind_links(h5py: Any, path: str, name: str) -> Any:
+    # What is called so in a file, also behind links; None if nothing is.
+    found, parts = h5py.File(path, "r", locking="best-effort"), name.split("/")
+    for _ in range(_LINKS):
+        parts = [part for part in parts if part not in ("", ".")]
+        if not parts or not isinstance(found, h5py.Group):
+            return None if parts else found
+        link = found.get(parts[0], getlink=True)
+        if link is None:
+            return None
+        if isinstance(link, h5py.HardLink):
+            found, parts = found[parts[0]], parts[1:]
+            continue
+        parts = [*link.path.split("/"), *parts[1:]]
+        if isinstance(link, h5py.ExternalLink):
+            path = _beside(path, link.filename, Path(path).parent)
+            found = h5py.File(path, "r", locking="best-effort")
+        elif link.path.startswith("/"):
+            found = found.file
+    return None
+
+
+def _beside(path: str, other: str, home: Path) -> str:
+    # The path of a file that a file names.
+    place, folder = home / other, Path(path).resolve().parent
+    if Path(other).is_absolute() or not place.is_file() or not place.resolve().is_relative_to(folder):
+        raise DataError(
+            f"{path}: has elements in the file {other!r}, which must be within the folder of {path}, under a"
+            f" relative path; if you trust both, pass the dataset: shard(grid, h5py.File({path!r})[name])"
+        )
+    return str(place)
+
+
+def _check_near(h5py: Any, found: Any, seen: tuple[Any, ...] = ()) -> None:
+    # ``DataError`` if a dataset has elements in files elsewhere, or lacks some that it shows as filled.
+    path = found.file.filename
+    for name, *_ in found.external or ():
+        # The library looks for these from where the process is.
+        _beside(path, name, Path.cwd())
+    sources = found.virtual_sources() if found.is_virtual else ()
+    for other, name in dict.fromkeys((each.file_name, each.dset_name) for each in sources):
+        place = path if other == "." else _beside(path, other, Path(path).parent)
+        source = _behind_links(h5py, place, name)
+        if not isinstance(source, h5py.Dataset) or source in seen:
+            raise DataError(f"{path}: shows elements of a dataset {name!r} in {place}, where none is")
+        _check_near(h5py, source, (*seen, source))
 
 
 def _netcdf(path: str, name: str | None) -> Any:
     netcdf = needed("netCDF4", "netcdf")
     with hdf5_lock():
-        file = netcdf.Dataset(path)
         if Path(path).is_file():
-            check_netcdf_size(path)
+            check_netcdf_header(path)
+        file = netcdf.Dataset(path)
         groups, names = [file], []
         for group in groups:
             groups += group.groups.values()
             inner = [one for one in group.variables if name or one not in group.dimensions]
             names += [f"{group.path}/{one}".strip("/") for one in inner]
-        found = file[_chosen(path, names, name)]
-        found.set_always_mask(False)
-        return found
+        found = file[chosen := _chosen(path, names, name)]
+        if file.disk_format == "HDF5" and Path(path).is_file() and find_spec("h5py"):
+            h5py, (home, _, last) = needed("h5py"), chosen.rpartition("/")
+            # A variable that is called as a dimension, but is none of its coordinates, has another name.
+            for each in (chosen, f"{home}/_nc4_non_coord_{last}"):
+                if isinstance(lies := _behind_links(h5py, path, each), h5py.Dataset):
+                    _check_near(h5py, lies)
+        # The library would round floats by an integral factor, and fails at some unsigned integers.
+        found.set_auto_maskandscale(False)
+        attributes = {each: found.getncattr(each) for each in found.ncattrs()}
+        stored = getattr(found.dtype, "str", "")[1:]
+        # Bytes have no default, since all of them occur.
+        if "_Unsigned" not in attributes and stored not in ("i1", "u1"):
+            attributes.setdefault("_FillValue", netcdf.default_fillvals.get(stored))
+        return unpacked(path, found, attributes)
 
 
 def _zarr(path: str, name: str | None) -> Any:
     zarr = needed("zarr", "zarr")
     found = zarr.open(path, mode="r")
-    if isinstance(found, zarr.Array):
-        return found if name is None else _chosen(path, (), name)
-    names = [key for key, one in found.members(max_depth=None) if isinstance(one, zarr.Array)]
-    return found[_chosen(path, names, name)]
+    if not isinstance(found, zarr.Array):
+        names = [key for key, one in found.members(max_depth=None) if isinstance(one, zarr.Array)]
+        found = found[_chosen(path, names, name)]
+    elif name is not None:
+        _chosen(path, (), name)
+    codecs = repr((found.filters, found.compressors))
+    if "pickle" in codecs.lower():
+        raise DataError(
+            f"{path}: chunks by {codecs}, whose pickles may run any code; write it by other codecs"
+        )
+    if (nbytes := prod(found.chunks) * found.dtype.itemsize) > _CHUNK_NBYTES and (
+        found.filters or found.compressors
+    ):
+        raise DataError(
+            f"{path}: a compressed chunk becomes {nbytes} bytes, of which {_CHUNK_NBYTES} bytes are read at"
+            " most; write it by smaller chunks"
+        )
+    attributes = found.attrs.asdict()
+    if "_ARRAY_DIMENSIONS" in attributes and found.metadata.zarr_format == _ZARR_2:
+        # There xarray writes its fill value to this place.
+        attributes.setdefault("_FillValue", found.fill_value)
+    return unpacked(path, found, attributes)
 
 
 def _tiff(path: str, name: str | None) -> Any:
@@ -253,10 +381,13 @@ def _check_pages(path: str, file: Any) -> None:
 def _nifti(path: str, name: str | None) -> Any:
     if name is not None:
         raise ArgumentError(f"{path} has one array, without a name, got {name!r}")
-    return needed("nibabel").load(path).dataobj
+    found = needed("nibabel").load(path).dataobj
+    array = RawArray(path, found.dtype, found.shape, found.offset, fortran=found.order == "F").check_size()
+    scales = {"scale_factor": found.slope, "add_offset": found.inter}
+    return unpacked(path, array, {name: each for name, each in scales.items() if each != (name[0] == "s")})
 
 
-_HDF5, _NETCDF, _TIFF = Format(hdf5, locked=True), Format(_netcdf, True, True), Format(_tiff)
+_HDF5, _NETCDF, _TIFF = Format(hdf5, locked=True), Format(_netcdf, locked=True), Format(_tiff)
 _FORMATS = {
     ".npy": Format(npy),
     ".h5": _HDF5,
@@ -267,68 +398,5 @@ _FORMATS = {
     ".zarr": Format(_zarr),
     ".tif": _TIFF,
     ".tiff": _TIFF,
-    ".nii": Format(_nifti, scaled=True),
+    ".nii": Format(_nifti),
 }
-
-
-# Of the classic formats of NetCDF: bytes of an element, by the number of its type.
-_NBYTES = (0, 1, 1, 2, 4, 4, 8, 1, 2, 4, 8, 8)
-_PADDED = 4
-_OFFSET_64, _DATA_64 = 2, 5
-
-
-def check_netcdf_size(path: str) -> None:
-    """``DataError`` if a file of a classic format ends before its elements; nothing for files of HDF5.
-
-    The library reads zeros behind the end of a truncated file.
-    """
-    with Path(path).open("rb") as file:
-        if file.read(3) != b"CDF":
-            return
-        wanted = max(_ends(file, file.read(1)[0]), default=0)
-    if (found := Path(path).stat().st_size) < wanted:
-        raise DataError(
-            f"{path}: has {found} bytes, but by its header the elements end at byte {wanted}; the file is"
-            " truncated: copy or write it again"
-        )
-
-
-def _ends(file: BinaryIO, version: int) -> Iterator[int]:
-    # Where the elements of each variable end. The format of 64-bit data has counts of 8 bytes.
-    width = 8 if version == _DATA_64 else 4
-
-    def number(nbytes: int = width) -> int:
-        return int.from_bytes(file.read(nbytes), "big")
-
-    def skip(nbytes: int) -> None:
-        file.seek(nbytes + -nbytes % _PADDED, 1)
-
-    def entries() -> Iterator[None]:
-        # Of a list, each of which begins with its name.
-        file.seek(_PADDED, 1)
-        for _ in range(number()):
-            skip(number())
-            yield
-
-    def skip_attributes() -> None:
-        for _ in entries():
-            skip(_NBYTES[number(4)] * number())
-
-    records = number()
-    extents = [number() for _ in entries()]
-    skip_attributes()
-    fixed, by_record = list[tuple[int, int]](), list[tuple[int, int]]()
-    for _ in entries():
-        shape = [extents[number()] for _ in range(number())]
-        skip_attributes()
-        size = _NBYTES[number(4)]
-        number()
-        begin = number(4 if version < _OFFSET_64 else 8)
-        # The extent of records is stored as 0.
-        recorded = 0 in shape[:1]
-        (by_record if recorded else fixed).append((begin, prod(shape[recorded:]) * size))
-    yield from (begin + nbytes for begin, nbytes in fixed)
-    # All bits are set where a stream has left the number open. Records of one variable alone are not padded.
-    if 0 < records < (1 << 8 * width) - 1:
-        record = sum(n + (-n % _PADDED if len(by_record) > 1 else 0) for _, n in by_record)
-        yield from (begin + (records - 1) * record + nbytes for begin, nbytes in by_record)

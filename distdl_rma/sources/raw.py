@@ -37,9 +37,9 @@ class RawArray:
     on_hosts: bool = False
 
     def __post_init__(self) -> None:
-        if self.dtype.hasobject:
+        if self.dtype.hasobject or not self.dtype.itemsize:
             raise DataError(
-                f"{self.path}: has objects as elements, such as strings; only numbers can be read"
+                f"{self.path}: its elements of type {self.dtype} are no numbers, which alone are read"
             )
 
     def check_size(self) -> RawArray:
@@ -50,6 +50,8 @@ class RawArray:
                 f"{self.path}: has {found} bytes, but its header says {self.shape} of {self.dtype}, which"
                 f" ends at byte {wanted}; the file is truncated: copy or write it again"
             )
+        # Raises where numpy has no array of so many dimensions, or of such an extent beside one of 0.
+        np.empty(self.shape if 0 in self.shape else [0] * len(self.shape), self.dtype)
         return self
 
     def __getitem__(self, box: Slices) -> NDArray[Any]:

@@ -42,6 +42,16 @@ class Source:
     chunks
         Extents of the pieces that are read as a whole, for the warning about grids that cut them; None if
         there are none.
+
+    Examples
+    --------
+    >>> def read(box):  # one slice for each dimension
+    ...     return sum(np.ogrid[box])
+    >>> table = Source(shape=(6, 2), dtype=np.int64, read=read)
+    >>> shard((2, 1), table).to_local()
+    tensor([[0, 1],
+            [1, 2],
+            [2, 3]])
     """
 
     shape: tuple[int, ...]
@@ -75,6 +85,16 @@ class Sink:
         Called on every rank at the end of the context, unless it ends by an error.
     chunks
         Extents of the pieces that one rank alone may write at a time; None if any two boxes are independent.
+
+    Examples
+    --------
+    >>> whole = np.zeros((6, 2), np.float32)
+    >>> def write(box, block):
+    ...     whole[box] = block
+    >>> with Sink(shape=(6, 2), dtype=np.float32, write=write) as sink:
+    ...     write_shards(sink, shard((2, 1), torch.ones(6, 2)))
+    >>> whole.sum(1)  # each rank has written its rows
+    array([2., 2., 2., 0., 0., 0.], dtype=float32)
     """
 
     shape: tuple[int, ...]
@@ -112,7 +132,7 @@ def read_box(source: Any, box: Sequence[slice]) -> torch.Tensor:
     place, wanted = placed(source, box)
     lock = hdf5_lock() if _library(source) in _LOCKED else nullcontext()
     with lock:
-        part, new = source[place], False
+        part, new = source[in_domain(source, place)], False
         if not isinstance(part, (torch.Tensor, np.ndarray)):
             part, new = _in_memory(part)
     if tuple(part.shape) != wanted:
@@ -132,7 +152,7 @@ def read_box(source: Any, box: Sequence[slice]) -> torch.Tensor:
             found = _tensor(source, np.asarray(part, order="C"))
         else:
             found = _tensor(source, np.array(part, part.dtype.newbyteorder("="), order="C"))
-    if isinstance(source, Source) and found.dtype != (wants := _dtype(source.dtype)):
+    if isinstance(source, Source) and found.dtype != (wants := torch_dtype(source, source.dtype)):
         raise ShapeError(
             f"a Source of {wants}: read() returned {found.dtype}; convert there, or say so in dtype"
         )
@@ -159,6 +179,14 @@ def placed(source: Any, box: Sequence[slice]) -> tuple[Slices, tuple[int, ...]]:
         place.append(slice(start, stop, step) if step > 1 else slice(start, stop))
         extents.append(len(range(start, stop, step)))
     return tuple(place), tuple(extents)
+
+
+def in_domain(source: Any, box: Slices) -> Slices:
+    """The box in the indices of a source, which begin at 0 but for some arrays of tensorstore."""
+    if _library(source) != "tensorstore":
+        return box
+    starts = source.domain.origin
+    return tuple(slice(a.start + at, a.stop + at, a.step) for a, at in zip(box, starts, strict=True))
 
 
 def label(source: Any) -> str:
@@ -208,16 +236,17 @@ def _filled(source: Any, part: np.ma.MaskedArray[Any, Any]) -> NDArray[Any]:
         return part.data
     if part.dtype.kind not in "fc":
         raise ShapeError(
-            f"{label(source)}: some elements are masked, and {part.dtype} has no NaN for them; call"
-            " set_auto_mask(False) to get the fill value, or read floats"
+            f"{label(source)}: some elements are masked, and {part.dtype} has no NaN for them; to get the"
+            " stored ones, pass the array that its library opens, of netCDF4 after set_auto_mask(False)"
         )
     return np.asarray(part.filled(np.nan))
 
 
-def _dtype(dtype: Any) -> torch.dtype:
+def torch_dtype(source: Any, dtype: Any) -> torch.dtype:
+    """Torch's type for the elements of a source; ``ShapeError`` if it has none."""
     if isinstance(dtype, torch.dtype):
         return dtype
-    return _tensor(dtype, np.empty(0, np.dtype(dtype).newbyteorder("="))).dtype
+    return _tensor(source, np.empty(0, np.dtype(dtype).newbyteorder("="))).dtype
 
 
 def _tensor(source: Any, values: NDArray[Any]) -> torch.Tensor:

@@ -20,6 +20,7 @@ from distdl_rma.split import layout as lay
 from distdl_rma.split.calls.signatures import mapped, named, tensors_in
 from distdl_rma.split.calls.site import Site, site_of
 from distdl_rma.split.calls.table import Handler, name_of
+from distdl_rma.split.calls.torch_errors import BLOCK_HINT
 from distdl_rma.split.plain_operands import beside
 from distdl_rma.split.redistribution import redistributed, to_blocks
 from distdl_rma.split.tensor import SplitTensor, any_cut, checked_block, composed, refused
@@ -170,8 +171,7 @@ def _common_layout(
         shape = torch.broadcast_shapes(*shapes)
     except RuntimeError:
         raise ShapeError(
-            f"{name_of(func)}: shapes {' and '.join(map(str, shapes))} do not go together; all are global: a"
-            " plain tensor that is a block of this rank becomes a split one by SplitTensor.from_local"
+            f"{name_of(func)}: shapes {' and '.join(map(str, shapes))} do not go together. {BLOCK_HINT}"
         ) from None
     places = [range(len(shape) - len(found.shape), len(shape)) for found in split]
     return lay.ending_first(cut_by_largest(partition, shape, split, places), split)

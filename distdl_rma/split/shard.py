@@ -14,11 +14,12 @@ from distdl_rma.errors import ArgumentError, PartitionError, ShapeError
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.machine import Machine
-from distdl_rma.ops.core.tensors import zero_volume_tensor
+from distdl_rma.ops.core.tensors import problem_with, zero_volume_tensor
 from distdl_rma.sources.chunks import warn_of_chunks
 from distdl_rma.sources.opening import open_array
 from distdl_rma.sources.reading import label, read_box
 from distdl_rma.split.entry import grid_for
+from distdl_rma.split.layout import balanced
 from distdl_rma.split.tensor import SplitTensor, refuse_tangents
 
 # What users pass for a partition.
@@ -35,8 +36,9 @@ def shard(grid: Grid, x: Any) -> SplitTensor:
     ----------
     grid
         A partition with as many dimensions as the tensor; or the numbers of blocks, on the ranks of the
-        machine of COMM_WORLD: ``"2x2"`` or ``(2, 2)`` for the last dimensions, or ``{"H": 2, "W": 2}``.
-        Blocks may be empty.
+        machine of COMM_WORLD: ``"2x2"`` or ``(2, 2)`` for the last dimensions, or ``{"H": 2, "W": 2}`` by
+        the letters N, C, D, H and W. One number may be -1, for the ranks that the others leave, as in
+        ``{"H": -1}``; :func:`distribute` says more. Blocks may be empty.
     x
         The tensor, equal on all ranks; or a source, of which each rank reads its block only: a path for
         :func:`open_array`, such as ``"scan.zarr"`` or ``"run.h5::name"``, what this returns, or any object
@@ -63,6 +65,14 @@ def shard(grid: Grid, x: Any) -> SplitTensor:
     UserWarning
         If chunks that are read whole make the ranks fetch more than 1.5 times the bytes of their blocks. It
         names the grid that fetches least.
+
+    Examples
+    --------
+    >>> x = shard({"H": -1}, torch.arange(12.0).reshape(1, 1, 6, 2))
+    >>> x.shape, x.to_local().shape
+    (torch.Size([1, 1, 6, 2]), torch.Size([1, 1, 3, 2]))
+    >>> x.mean().item()  # of the whole, on all ranks
+    5.5
     """
     if not hasattr(x, "shape") and not isinstance(x, (str, os.PathLike)):
         raise ArgumentError(
@@ -73,22 +83,24 @@ def shard(grid: Grid, x: Any) -> SplitTensor:
             "shard: takes a whole tensor, got a SplitTensor; its redistribute() cuts it otherwise"
         )
     machine = None if isinstance(grid, Partition) else Machine.on()
+    if isinstance(grid, Partition) and not grid.active:
+        raise PartitionError(f"shard: rank {grid.me} is not in {grid}")
     if not isinstance(x, (torch.Tensor, np.ndarray)):
         x, partition, local = _read_block(grid, machine, x)
         warn_of_chunks(x, Decomposition.balanced(partition, x.shape), stacklevel=2)
-        return SplitTensor.from_local(local, partition, tuple(x.shape))
+        return SplitTensor(local, balanced(partition, tuple(x.shape)))
     partition = grid_for(grid, machine, len(x.shape))
     refuse_tangents(shard, [x])
     local = block_of(partition, x)
+    if problem := problem_with(local, "the tensor"):
+        raise ShapeError(f"shard: {problem}")
     if isinstance(x, torch.Tensor) and x.requires_grad:
         local.requires_grad_()
-    return SplitTensor.from_local(local, partition, tuple(x.shape))
+    return SplitTensor(local, balanced(partition, tuple(x.shape)))
 
 
 def _read_block(grid: Grid, machine: Machine | None, x: Any) -> tuple[Any, Partition, torch.Tensor]:
     # The opened source, the grid and this rank's block; raises on all ranks if one of them fails.
-    if isinstance(grid, Partition) and not grid.active:
-        raise PartitionError(f"shard: rank {grid.me} is not in {grid}")
     place = Machine.of(grid) if isinstance(grid, Partition) else Machine.on()
     ranks = grid.ranks if isinstance(grid, Partition) else place.ranks
     advice = f"all ranks pass the same source and grid; this rank passes {label(x)}"

@@ -128,6 +128,17 @@ class SplitTensor(torch.Tensor):
     Plain tensors beside a split one, such as parameters and labels, are equal on all ranks; each rank uses
     its part of them. For gradients see ``docs/convert.md``. The split tensor owns its block;
     ``to_local`` returns the block without a copy.
+
+    Examples
+    --------
+    >>> x = shard({"H": -1}, torch.arange(8.0).reshape(1, 1, 4, 2))
+    >>> x.to_local().flatten()  # of the first of two ranks
+    tensor([0., 1., 2., 3.])
+    >>> y = F.max_pool2d(x - x.mean(), 2)  # as of the whole
+    >>> y.shape, y.full_tensor().flatten()
+    (torch.Size([1, 1, 2, 1]), tensor([-0.5000,  3.5000]))
+    >>> SplitTensor.from_local(torch.ones(1, 1, 2, 2), x.partition).shape  # from blocks
+    torch.Size([1, 1, 4, 2])
     """
 
     _local: torch.Tensor
@@ -139,6 +150,8 @@ class SplitTensor(torch.Tensor):
     # Whether it is a view of another tensor; of views outside of graphs, the tensor that is no view itself,
     # and that tensor's views.
     _is_seen = False
+    # Whether ``become_split`` made a plain tensor this one.
+    _was_plain = False
     _viewed: SplitTensor | None = None
     _views: set[weakref.ref[SplitTensor]] | None = None
     __hash__ = object.__hash__
@@ -303,7 +316,7 @@ class SplitTensor(torch.Tensor):
         All ranks must use the result in the same way: each rank takes the gradient from its own use. In a
         backward that begins behind it, parameters of a distributed model that are used there count once.
         """
-        return gathered(self.redistribute()._local, self.partition)
+        return gathered(self._moved(SplitTensor.full_tensor)._local, self.partition)
 
     def redistribute(self, *cut: int | None, layout: Decomposition | None = None) -> SplitTensor:
         """The same tensor with another layout; differentiable, blocking.
@@ -316,28 +329,30 @@ class SplitTensor(torch.Tensor):
         layout
             The new layout, in place of ``cut``.
         """
+        return self._moved(SplitTensor.redistribute, cut, layout)
+
+    def _moved(
+        self, function: Any, cut: Sequence[int | None] = (), layout: Decomposition | None = None
+    ) -> SplitTensor:
         try:
-            return self._redistributed(cut, layout)
+            if layout is None:
+                axes = tuple(cut) or (None,) * self.partition.dim
+                layout = lay.balanced(self.partition, self._layout.shape, axes)
+            elif layout.partition != self.partition or layout.shape != self._layout.shape:
+                raise ShapeError(f"redistribute: {layout} does not fit a tensor of {self._layout.shape}")
+            layout = lay.normal(layout)
+            with _NO_SUBCLASS():
+                THREAD.place = None
+                block = checked_block(self)
+                if layout is self._layout:
+                    return self
+                site = site_of(self.machine, function)
+                found = SplitTensor(redistributed(site, block, self._layout, layout), layout)
+                found._loss_hash = self._loss_hash
+                return found
         except Exception as error:
             _report_to_peers(error, [self])
             raise
-
-    def _redistributed(self, cut: Sequence[int | None], layout: Decomposition | None) -> SplitTensor:
-        if layout is None:
-            axes = tuple(cut) or (None,) * self.partition.dim
-            layout = lay.balanced(self.partition, self._layout.shape, axes)
-        elif layout.partition != self.partition or layout.shape != self._layout.shape:
-            raise ShapeError(f"redistribute: {layout} is no layout of a tensor of shape {self._layout.shape}")
-        layout = lay.normal(layout)
-        with _NO_SUBCLASS():
-            THREAD.place = None
-            block = checked_block(self)
-            if layout is self._layout:
-                return self
-            site = site_of(self.machine, SplitTensor.redistribute)
-            found = SplitTensor(redistributed(site, block, self._layout, layout), layout)
-            found._loss_hash = self._loss_hash
-            return found
 
     @classmethod
     @breaks_graph
@@ -539,7 +554,20 @@ def become_split(func: Any, x: torch.Tensor, layout: Decomposition) -> None:
         raise refused(
             func, f"it would change a plain tensor, which every rank has, by a split one; {problem}"
         )
-    torch.utils.swap_tensors(x, SplitTensor(x.detach()[layout.slices()].clone(), layout))
+    made = SplitTensor(x.detach()[layout.slices()].clone(), layout)
+    made._was_plain = True
+    torch.utils.swap_tensors(x, made)
+
+
+def become_plain(x: SplitTensor, whole: torch.Tensor) -> None:
+    """Make a tensor that ``become_split`` made split a plain one again, as the same object."""
+    try:
+        torch.utils.swap_tensors(x, whole)
+    except RuntimeError as error:
+        raise UnsupportedError(
+            f"a plain tensor of shape {tuple(whole.shape)} became a split one in a call of a model, and"
+            f" cannot become plain again; write to its clone() ({error})"
+        ) from None
 
 
 def must_stay_plain(x: torch.Tensor) -> str:

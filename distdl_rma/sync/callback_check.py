@@ -178,7 +178,7 @@ def _of_sizes(rank: int, group: Words) -> Iterator[str]:
     for name, (theirs, ours) in group["answers"].items():
         if name != _NORM:
             if theirs != ours:
-                yield f"{name}() gave {theirs} on rank {rank}, it is {ours}"
+                yield f"{name}() gave {theirs} on rank {rank}, it is {ours} bytes"
         elif not isinstance(theirs, list) or (
             theirs and not (len(set(theirs)) == len(theirs) and {rank} <= set(theirs) <= {*ours, rank})
         ):

@@ -54,7 +54,7 @@ class GradientNorms:
             raise self._refusal(problem, order, limit)
         if others:
             # Ranks may differ in this flag, since they collect garbage at different times.
-            raise ProtocolError("the norm of gradients: gradients from no_sync are not summed yet")
+            raise ProtocolError("the norm of gradients: those from no_sync() are summed in the next backward")
         if order < math.inf:
             return torch.tensor(powers, dtype=torch.float64) ** (1.0 / order)
         # A maximum may lose NaN, so a flag carries it.

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain
-from typing import Any, Unpack
+from typing import Any, Literal, Unpack
 from weakref import ref
 
 import torch
@@ -78,6 +78,15 @@ class GradientSync(Uncopyable):
     Notes
     -----
     Interface document, sections 3.1 and 3.2; requirements A9, A10, A15; ``docs/gradients.md``.
+
+    Examples
+    --------
+    >>> P_world = MPIPartition(MPI.COMM_WORLD)
+    >>> model = nn.Linear(2, 1, bias=False)
+    >>> sync = GradientSync(model, P_world)
+    >>> model(torch.ones(3, 2)).sum().backward()  # three samples on each of two ranks
+    >>> model.weight.grad
+    tensor([[6., 6.]])
     """
 
     def __init__(
@@ -85,7 +94,7 @@ class GradientSync(Uncopyable):
         model: nn.Module | None,
         machine: Machine | Partition,
         *,
-        reduction: str = "sum",
+        reduction: Literal["sum", "mean"] = "sum",
         replicas: int | None = None,
         bucket_nbytes: int = 1 << 20,
     ) -> None:
@@ -120,6 +129,8 @@ class GradientSync(Uncopyable):
             self.release()
             raise
 
+    # Gradients of training steps lie in its memory, also if validation registers what was unfrozen.
+    @torch.inference_mode(False)
     def register(
         self, module: nn.Module | None, *, name: str | None = None, **callbacks: Unpack[Callbacks]
     ) -> None:
@@ -251,7 +262,7 @@ class GradientSync(Uncopyable):
             return
         if any(slot.unsummed for slot in self._slots):
             raise ProtocolError(
-                f"{self._owner.title}: closed with gradients from no_sync that are not summed yet"
+                f"{self._owner.title}: closed with gradients from no_sync(), which the next backward sums"
             )
         self.release()
 

@@ -35,6 +35,15 @@ class DistributedGradScaler(torch.amp.GradScaler):
     ``step`` and ``unscale_`` are collective over the machine and block. ``machine`` may be a partition of its
     ranks; ``arguments`` are torch's without the device, which is the CPU. ``MismatchError`` on all ranks if
     their scales differ.
+
+    Examples
+    --------
+    >>> P_world = MPIPartition(MPI.COMM_WORLD)
+    >>> model = nn.Linear(2, 1)
+    >>> optimizer, scaler = torch.optim.SGD(model.parameters()), DistributedGradScaler(P_world)
+    >>> scaler.scale(model(torch.ones(3, 2)).sum()).backward()
+    >>> scaler.step(optimizer)
+    >>> scaler.update()
     """
 
     def __init__(self, machine: Machine | Partition, **arguments: Any) -> None:

@@ -109,10 +109,10 @@ def test_the_safetensors_package_reads_all_dtypes(tmp_path):
     tensors["bool"] = torch.tensor([True, False])
     tensors.pop("x.bool")
     kinds = {name: (str(x.dtype).removeprefix("torch."), tuple(x.shape)) for name, x in tensors.items()}
-    head, items = planned(kinds, {"step": "3"})
+    head, items = planned(kinds, 3)
     file = tmp_path / "data.safetensors"
     file.write_bytes(head + b"".join(flat_bytes(tensors[item.name]).numpy().tobytes() for item in items))
-    assert json.loads(head[8:])["__metadata__"] == {"step": "3"}
+    assert json.loads(head[8:])["__metadata__"] == {"format": "pt", "step": "3"}
     found = safetensors.load_file(file)
     assert found.keys() == tensors.keys()
     for name, x in tensors.items():

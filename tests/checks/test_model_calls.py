@@ -4,8 +4,9 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from torch import nn
 
-from distdl_rma import Machine, MismatchError
+from distdl_rma import Machine, MismatchError, distribute
 from distdl_rma.checks.model_calls import (
     Calls,
     CallTrace,
@@ -74,6 +75,30 @@ def test_tensors_that_differ_are_refused(P_world):
     equal_on_all_ranks(machine, P_world.ranks, [x], "x")
     with pytest.raises(MismatchError, match="x differs between rank"):
         equal_on_all_ranks(machine, P_world.ranks, [x + (P_world.rank == 1)], "x")
+
+
+class Filled(nn.Module):
+    """Fills a tensor whose memory differs between ranks, by indices that are computed of split tensors."""
+
+    def __init__(self, rank, how):
+        super().__init__()
+        self.rank, self.how = rank, how
+
+    def forward(self, x):
+        places = torch.full((8,), float(self.rank))
+        if self.how == "indices":
+            places.index_fill_(0, (x.amax((0, 1, 2, 3)) < -9).long() + torch.arange(8), 0.5)
+        else:
+            places.masked_fill_(x.flatten()[:8] > -9, 0.5)
+        return x * places.sum()
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.filterwarnings("ignore:distribute")
+@pytest.mark.parametrize("how", ["indices", "a mask"])
+def test_memory_that_is_overwritten_is_not_compared(comm, how):
+    model, x = distribute(Filled(comm.rank, how), {"H": -1}), torch.rand(1, 1, 6, 8)
+    torch.testing.assert_close(model(x).full_tensor(), 4 * x)
 
 
 def test_differences_are_found_and_told_by_ranks():

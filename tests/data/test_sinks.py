@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import resource
 import signal
+import time
 from itertools import product
 from pathlib import Path
 
@@ -27,7 +28,7 @@ from distdl_rma import (
     shard,
     write_shards,
 )
-from distdl_rma.data.sinks import _aligned, _block_chunks
+from distdl_rma.data.sinks import _aligned, _block_chunks, _in_chunks
 from distdl_rma.geometry import Decomposition
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.sources.reading import read_box
@@ -315,6 +316,46 @@ def test_a_context_that_fails_leaves_nothing(name, folder, comm, P_world):
         write_and_stop(sink, y)
     comm.Barrier()
     assert not list(folder.iterdir())
+
+
+def fill_disk(sink, y):
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10, limits[1]))
+    try:
+        write_shards(sink, y)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, handler)
+
+
+def stop_first_rank_early(sink, y):
+    if y.partition.me == 0:
+        raise OSError("stop")
+    time.sleep(0.3)
+    sink[slice(60, 64), slice(60, 64)] = np.ones((4, 4), np.float32)
+    raise OSError("later")
+
+
+@pytest.mark.mpi
+@pytest.mark.processes
+@pytest.mark.parametrize("fail", [fill_disk, stop_first_rank_early])
+def test_chunks_that_are_written_while_a_context_fails_do_not_stay(fail, folder, comm, P_world):
+    y = shard((1, comm.size), torch.rand(64, 64))
+    sink = create_array(folder / "x.zarr", (64, 64), like=y, chunks=(4, 4))
+    with pytest.raises(OSError, match=r"stop|later|too large"), sink:
+        fail(sink, y)
+    comm.Barrier()
+    assert not list(folder.iterdir())
+
+
+def test_chunks_of_a_view_of_a_tensorstore_are_counted_from_the_first_of_its_array():
+    ts, spec = tensorstore, {"driver": "zarr", "kvstore": {"driver": "memory"}}
+    layout = ts.ChunkLayout(chunk_shape=(4, 3))
+    whole = ts.open(spec, dtype=ts.float32, shape=(9, 6), create=True, chunk_layout=layout).result()
+    assert _in_chunks(whole, (0, 0)) == ([0, 0], (4, 3), [9, 6])
+    assert _in_chunks(whole[1:], (2, 0)) == ([3, 0], (4, 3), [9, 6])
+    assert _in_chunks(whole[1:][ts.d[0].translate_to[0]], (2, 0)) == ([3, 0], (4, 3), [9, 6])
 
 
 @pytest.mark.mpi

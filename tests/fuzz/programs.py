@@ -26,7 +26,7 @@ from distdl_rma.geometry.intervals import Balanced, Listed, Split
 from distdl_rma.split import SplitTensor
 from distdl_rma.split import layout as lay
 from distdl_rma.split.calls.table import RULES
-from tests.fuzz import samples
+from tests.fuzz import nonfinite, samples
 from tests.fuzz.functions import call
 from tests.fuzz.scope import Scope
 
@@ -143,8 +143,11 @@ NAMES = {
 def program_of(seed: int) -> Program:
     """Program of a seed."""
     rng = random.Random(seed)
-    if rng.random() < 0.4:
+    kind = rng.random()
+    if kind < 0.35:
         return random_program(seed)
+    if kind < 0.55:
+        return nonfinite_program(seed)
     while True:
         try:
             return sampled_program(rng, seed)
@@ -163,6 +166,8 @@ def sampled_program(rng: random.Random, seed: int) -> Program:
         raise samples.NoSample
     if not kept or rng.random() < 0.7:
         kept.add(first or next(iter(given)))
+    if text.takes_any and rng.random() < 0.3:
+        given[first or next(iter(given))] = nonfinite.values_in(rng, given[first or next(iter(given))])
     split = {name: x for name, x in given.items() if name in kept}
     plain = {name: x for name, x in given.items() if name not in kept}
     ends = ["v0", *(["y"] if text.lines[-1].startswith("v0 = y.") else [])]
@@ -189,6 +194,22 @@ def sampled_program(rng: random.Random, seed: int) -> Program:
     ran(5)
     found.drawn = not torch.default_generator.get_state().equal(_state_of(5))
     return found
+
+
+def nonfinite_program(seed: int) -> Program:
+    """A line that makes infinite elements or NaN, and one that calls a function of them."""
+    rng = random.Random(seed)
+    torch.manual_seed(seed)
+    scope = Scope(rng, rng.choice([torch.float64] * 3 + [torch.float32, torch.bfloat16]))
+    kind = rng.choice(["masked", "masked", "values", "values", "nothing", "large"])
+    if kind == "large":
+        scope.dtype = torch.float64
+    dims = rng.choice([1, 2, 2, 3, 4, 4])
+    name = scope.input(*(rng.randint(1, 7 if dims < 4 else 5) for _ in range(dims)))
+    if kind == "values":
+        scope.split[name] = nonfinite.values_in(rng, scope.split[name])
+    lines = nonfinite.lines_of(scope, name, scope.split[name], kind)
+    return Program(lines, scope.split, scope.plain, ["v1"], checkpoints=_checkpoints(rng))
 
 
 def _state_of(seed: int) -> torch.Tensor:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from distdl_rma.split.calls.table import RULES, functions_named
+from tests.fuzz.nonfinite import SAMPLED
 
 # What cannot be compared, and why.
 EXCLUDED = {
@@ -106,6 +107,8 @@ class Text:
         self.tensors: dict[str, torch.Tensor] = {}
         self.lines: list[str] = []
         self.constants: dict[str, Any] = {}
+        # Whether its elements may be infinite or NaN.
+        self.takes_any = False
 
     def tensor(self, x: torch.Tensor) -> str:
         """A name for a tensor, which may be what is left of another one."""
@@ -201,6 +204,7 @@ def drawn(rng: random.Random, names: dict[str, Any]) -> tuple[Text, bool]:
         raise NoSample
     form, in_place = rng.choice(forms)
     text = Text(rng, names)
+    text.takes_any = op.name in SAMPLED.split()
     given, named = [sample.input, *sample.args], dict(sample.kwargs)
     _said_otherwise(rng, op, given, named, 1 if in_place or form.startswith(".") else 0)
     arguments = [text.of(each) for each in given]

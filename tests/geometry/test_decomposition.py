@@ -189,7 +189,7 @@ UNEVEN = {0: (3, 2), 1: (3, 1), 2: (2, 2), 3: (1, 1)}
         (lambda: Decomposition.balanced(grid(2, 2), (4, 4, 4)), PartitionError,
          "grid (2, 2) has 2 dimensions but tensor shape (4, 4, 4) has 3"),
         (lambda: Decomposition(grid(2, 2), (Balanced(4, 2), Balanced(4, 2)), (0,)), PartitionError,
-         "1 axes given for grid (2, 2)"),
+         "grid (2, 2) takes one axis a dimension, got (0,)"),
         (lambda: Decomposition(grid(2, 3), (Balanced(4, 2), Balanced(4, 2)), (0, 1)), PartitionError,
          "tensor dimension 1 is cut into 2 parts but grid (2, 3) has 3 places for it"),
         (lambda: Decomposition(grid(2), (Balanced(4, 2), Balanced(4, 2)), (1,)), PartitionError,

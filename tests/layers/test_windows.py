@@ -33,6 +33,28 @@ def twins(kind, P_x, *arguments, **options):
     return layer, getattr(nn, kind)(*arguments, **options)
 
 
+@pytest.mark.sizes(1)
+def test_attributes_are_those_of_torchs_layer(P_x):
+    pads = {f"{kind}Pad2d": (1, *value) for kind, value in PADS.items()}
+    for kind in (*POOLS, *pads):
+        layer, module = twins(kind, P_x, *pads.get(kind, ()), **POOLS.get(kind, {}))
+        assert all(getattr(layer, key) == value for key, value in vars(module).items() if key[0] != "_"), kind
+
+
+def test_a_divisor_of_ones_own_works_in_one_dimension_too(P_world):
+    P_x = P_world.create_cartesian_topology_partition((1, 1, P_world.size))
+    x = torch.randn(2, 3, 9, dtype=torch.float64)
+    layer = layers.DistributedAvgPool1d(P_x, 2, divisor_override=5)
+    agree(layer(shard(P_x, x)), shard(P_x, nn.AvgPool1d(2)(x) * 2 / 5))
+
+
+def test_padding_may_name_the_last_dimension_alone(P_x):
+    x = torch.randn(1, 2, 5, 6)
+    for kind in ("Zero", "Constant"):
+        layer, module = twins(f"{kind}Pad2d", P_x, (1, -2), *PADS[kind])
+        assert torch.equal(layer(shard(P_x, x)), shard(P_x, module(x)))
+
+
 @over_seeds(80, each=10)
 def test_random_layers_equal_the_sequential_ones(P_world, comm, seeds):
     check_each(check, P_world, comm, seeds)

@@ -1,5 +1,7 @@
 """A model that nobody rewrote: the same object, the same parameters, right gradients."""
 
+from typing import get_type_hints
+
 import pytest
 import torch
 from torch import nn
@@ -7,12 +9,14 @@ from torch import nn
 from distdl_rma import (
     ArgumentError,
     ConfigurationError,
+    GradientSync,
     MismatchError,
     PartitionError,
     ProtocolError,
     ShapeError,
     UnsupportedError,
     distribute,
+    layers,
     shard,
 )
 from distdl_rma.layers import DistributedInstanceNorm2d, Repartition
@@ -76,7 +80,7 @@ def test_layers_of_this_library_stand_inside(P_world, x, split_of):
 
 @pytest.mark.mpi(min_size=2)
 def test_blocks_taken_for_whole_tensors_are_refused(pair, x, comm):
-    with pytest.raises(MismatchError, match=r"same whole tensor.*SplitTensor\.from_local"):
+    with pytest.raises(MismatchError, match=r"same whole tensor: load the same data.*distdl_rma\.shard"):
         pair[1](x + comm.rank)
 
 
@@ -103,6 +107,14 @@ def test_what_cannot_be_distributed(pair, P_world, comm):
         one = P_world.create_partition_inclusive([0]).create_cartesian_topology_partition((1, 1, 1, 1))
         with pytest.raises(PartitionError, match="all ranks of its machine"):
             distribute(made(), one)
+
+
+def test_options_of_few_words_have_types_of_these_words():
+    losses = [kind for name, kind in vars(layers).items() if name.endswith("Loss")]
+    for function in (distribute, GradientSync.__init__, *(kind.__init__ for kind in losses)):
+        hints = get_type_hints(function)
+        kinds = [hints[name] for name in ("reduction", "fallback", "draws") if name in hints]
+        assert kinds and str not in kinds, function
 
 
 @pytest.mark.mpi(min_size=2)

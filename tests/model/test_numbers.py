@@ -203,7 +203,7 @@ LOSSES = {
 def test_in_a_loss(model, x, odd, name):
     loss, said = LOSSES[name]
     loss(model(x), int(odd)).backward()
-    with pytest.raises(MismatchError, match=rf"backward before this call .*{said}"):
+    with pytest.raises(MismatchError, match=rf"step before this call .*{said}"):
         model(x)
     loss(model(x), 0).backward()
     model(x)
@@ -219,11 +219,11 @@ def test_each_backward_of_a_step_counts(model, x, odd):
 
 def test_penalties_of_parameters_in_a_loss(model, x, odd):
     (model(x).mean() + (0.1 + odd) * model.first.weight.square().sum()).backward()
-    with pytest.raises(MismatchError, match="backward before this call"):
+    with pytest.raises(MismatchError, match="loss of the step before this call differs"):
         model(x)
     y = model(x)
     (_with_graph(not odd, y.abs).mean() + y.mean()).backward()
-    with pytest.raises(MismatchError, match="backward before this call"):
+    with pytest.raises(MismatchError, match="loss of the step before this call differs"):
         model(x)
     for _ in range(2):
         (model(x).mean() + 0.1 * model.first.weight.square().sum()).backward()

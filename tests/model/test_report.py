@@ -25,7 +25,10 @@ def test_a_row_for_each_function_at_each_place(comm, split_of):
     # Each rank has its own rows of the product: copies are cut where they are used, and nothing moves.
     assert not step.moved
     assert (step.nbytes > sum(call.nbytes for call in step.calls)) == several
-    assert "conv2d" in str(step)
+    first, *shown = str(step).splitlines()
+    assert first.startswith("the step: ") and first.endswith("a rule moved operands of 0 calls")
+    assert "conv2d" in str(step) and len(shown) == 1 + min(5, len(step.calls)) + 1
+    assert len(step.table().splitlines()) == 1 + len(step.calls)
 
 
 class Added(nn.Module):

@@ -15,6 +15,7 @@ from distdl_rma import (
     DataError,
     DistdlError,
     MismatchError,
+    PeerFailedError,
     ShapeError,
     Sink,
     Source,
@@ -225,3 +226,27 @@ def test_a_result_that_is_there_is_an_error_on_all(comm, tmp_path):
         predict(nn.Conv2d(1, 1, 1), torch.ones(9, 9), folder / "y.npy", grid={"H": 3}, comm=comm)
     comm.Barrier()
     assert [each.name for each in folder.iterdir()] == ["y.npy"]
+
+
+class Stop(BaseException):
+    """Such as ``KeyboardInterrupt``."""
+
+
+@pytest.mark.parametrize("norm", ["none", "instance"])
+def test_of_any_exception_the_others_learn(comm, norm):
+    if comm.size == 1:
+        pytest.skip("one process has no other")
+    reads, odd = [], comm.rank == comm.size - 1
+
+    def read(box):
+        reads.append(box)
+        if odd and len(reads) > 1:
+            raise Stop("now")
+        return np.ones([each.stop - each.start for each in box], np.float32)
+
+    model, source = seeded(lambda: UNet(2, norm)), Source((96, 16), np.float32, read)
+    # Its machine is lost.
+    apart, (kind, text) = comm.Dup(), (Stop, "now") if odd else (PeerFailedError, "Stop: now")
+    with pytest.raises(kind, match=text) as caught:
+        predict(model, source, grid={"H": 12}, comm=apart)
+    assert odd or caught.value.rank == comm.size - 1

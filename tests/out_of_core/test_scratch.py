@@ -2,9 +2,11 @@
 
 import gc
 import os
+import resource
 import signal
 import threading
 import weakref
+from contextlib import nullcontext, suppress
 from itertools import pairwise
 
 import pytest
@@ -337,6 +339,24 @@ def test_a_quota_that_is_none_and_a_folder_that_is_none_are_refused_by_name(tmp_
     for name in ("missing", "file"):
         with pytest.raises(DataError, match=rf"no file can be made in {tmp_path / name}: .*directory"):
             Scratch(tmp_path / name)
+
+
+@pytest.mark.parametrize("left", [0, 1, 2])
+def test_a_process_without_file_numbers_is_told_so_or_does_without(left, tmp_path):
+    limits, held = resource.getrlimit(resource.RLIMIT_NOFILE), []
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, limits[1]))
+    try:
+        with suppress(OSError):
+            while True:
+                held.append(os.open(os.devnull, os.O_RDONLY))
+        for _ in range(left):
+            os.close(held.pop())
+        with nullcontext() if left else pytest.raises(DataError, match=r"Too many open files.*ulimit -n"):
+            Scratch(tmp_path).close()
+    finally:
+        for each in held:
+            os.close(each)
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
 @pytest.mark.skipif(not os.path.ismount("/dev/shm"), reason="no tmpfs at /dev/shm")

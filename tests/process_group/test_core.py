@@ -8,6 +8,7 @@ from distdl_rma.errors import ClosedError
 from distdl_rma.process_group import core
 from distdl_rma.process_group.core import op_of, root_of
 from distdl_rma.process_group.group import RmaProcessGroup
+from tests.segments.memory.test_context import outcome_in_a_fork
 
 pytestmark = [pytest.mark.mpi, pytest.mark.sizes(1, 2, 3)]
 
@@ -34,9 +35,22 @@ def test_nothing_begins_in_a_group_that_has_ended(machine, comm):
         lambda: group.allreduce([torch.ones(3)]),
         lambda: group.send([torch.ones(1)], 0, 0),
     ):
-        with pytest.raises(ClosedError, match="process group 'ended' was destroyed"):
+        with pytest.raises(ClosedError, match="process group 'ended' or its machine: already closed"):
             call()
     comm.Barrier()
+
+
+@pytest.mark.processes
+@pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
+def test_calls_of_a_forked_process_are_refused(group, comm):
+    x = torch.ones(3)
+    for _ in range(3):
+        group.allreduce([x]).wait()
+    calls = group.barrier, lambda: group.allreduce([x]), lambda: group.send([x], 0, 0)
+    for call in calls:
+        assert "ProtocolError: process group" in (said := outcome_in_a_fork(call)) and "fork" in said
+    comm.Barrier()
+    group.barrier().wait()
 
 
 def test_options_are_those_of_torch_or_none():

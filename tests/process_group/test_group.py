@@ -202,6 +202,17 @@ def test_tensors_that_are_not_contiguous_or_need_a_gradient(group):
     assert (y == group.size()).all()
 
 
+def test_wholes_that_are_transposed_are_cut_into_rows(group):
+    size, me = group.size(), group.rank()
+    wholes = [torch.arange(6.0 * size).view(3, 2 * size).t() + rank for rank in range(size)]
+    out = torch.empty(3, 2).t()
+    group.reduce_scatter_single(out, wholes[me]).wait()
+    assert torch.equal(out, sum(wholes)[2 * me : 2 * me + 2])
+    gathered = torch.empty(3, 2 * size).t()
+    group.all_gather_single(gathered, out).wait()
+    assert torch.equal(gathered, sum(wholes))
+
+
 @over_seeds(3)
 def test_calls_in_flight_are_waited_for_in_any_order(group, seed, most):
     rng, mine = random.Random(seed), random.Random(100 * seed + group.rank())

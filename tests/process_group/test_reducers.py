@@ -48,6 +48,8 @@ def test_what_has_no_exact_meaning_is_refused():
         reducer_of(ReduceOp.MAX, torch.complex64, 2)
     with pytest.raises(UnsupportedError, match="a reduction is one of"):
         reducer_of(ReduceOp.PREMUL_SUM, torch.float32, 2)
+    with pytest.raises(ShapeError, match=r"^group '0': an average of torch.int32"):
+        reducer_of(ReduceOp.AVG, torch.int32, 2, "group '0'")
 
 
 @pytest.mark.parametrize("op", [ReduceOp.SUM, ReduceOp.AVG, ReduceOp.MIN, ReduceOp.BXOR])

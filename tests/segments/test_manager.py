@@ -100,13 +100,23 @@ def test_without_a_size_there_is_room_to_grow_where_pages_are_taken_when_touched
 
     monkeypatch.delenv("DISTDL_RMA_SEGMENT_SIZE", raising=False)
     monkeypatch.setattr(node_memory, "_LARGEST_DEFAULT", 32 << 20)
-    monkeypatch.setattr(NodeMemory, "_room", lambda memory: memory.node.size * (128 << 20))
+    monkeypatch.setattr(NodeMemory, "_room", lambda memory: (memory.node.size * (128 << 20), "free"))
     monkeypatch.setattr(NodeMemory, "window_over", window_over)
     own = comm.Dup()
     manager = SegmentManager(own, None, None, 15, **options)
     assert manager.stats().reserved == (64 << 20 if grows else 32 << 20)
     manager.close()
     own.Free()
+
+
+def test_the_default_size_is_within_the_memory_of_the_control_group(comm, monkeypatch, tmp_path):
+    monkeypatch.delenv("DISTDL_RMA_SEGMENT_SIZE", raising=False)
+    (tmp_path / "memory.max").write_text("max\n")
+    (tmp_path / "limit_in_bytes").write_text(f"{comm.size << 28}\n")
+    limits = str(tmp_path / "memory.max"), str(tmp_path / "limit_in_bytes"), str(tmp_path / "none")
+    monkeypatch.setattr(node_memory, "_GROUP_LIMITS", limits)
+    with Machine(comm) as machine:
+        assert machine.segments.stats().reserved == 128 << 20
 
 
 @pytest.mark.mpi(min_size=2)

@@ -135,3 +135,31 @@ def test_a_truncated_file_is_refused_when_it_is_opened_or_read(tmp_path):
     for columns, words in ((8192, "ends within the array"), (20, "truncated")):
         with pytest.raises(DataError, match=words):
             read_box(array, (slice(0, 64), slice(0, columns)))
+
+
+def npy(path, header, version=1, length=None):
+    text = header.encode() + b" " * 20 + b"\n"
+    size = len(text) if length is None else length
+    path.write_bytes(
+        b"\x93NUMPY" + bytes((version, 0)) + size.to_bytes(2 if version == 1 else 4, "little") + text
+    )
+    return path
+
+
+@pytest.mark.parametrize(
+    ("kind", "shape", "version", "length", "words"),
+    [
+        ("<f4", (0, 4), 9, None, r"version \(9, 0\) of the format"),
+        ("<f4", (0, 4), 2, 0xFFFFFFF0, "a header of 4294967280 bytes"),
+        ("|V0", (4,), 1, None, r"elements of type \|V0 are no numbers"),
+        ("<U0", (4,), 1, None, "are no numbers"),
+        ("<f4", (0,) * 65, 1, None, "dimension"),
+        ("<f4", (0, 1 << 62), 1, None, "too big"),
+    ],
+)
+def test_headers_of_arrays_that_numpy_does_not_have_are_refused(
+    kind, shape, version, length, words, tmp_path
+):
+    header = f"{{'descr': {kind!r}, 'fortran_order': False, 'shape': {shape}, }}"
+    with pytest.raises(DataError, match=rf"x\.npy.*{words}"):
+        open_array(npy(tmp_path / "x.npy", header, version, length))

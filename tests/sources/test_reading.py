@@ -152,6 +152,19 @@ def test_masked_floats_are_nan_and_masked_integers_are_refused(tmp_path):
     assert read_box(scaled, (slice(0, 4),)).tolist() == [1, 2, 3, 4]
 
 
+def test_indices_of_a_tensorstore_begin_where_its_domain_begins():
+    ts = pytest.importorskip("tensorstore")
+    x = values((7, 5), "float32")
+    whole = ts.array(x)
+    for view, wanted in (
+        (whole[2:], x[2:]),
+        (whole[ts.d[0].translate_to[100]], x),
+        (whole[1:, 2:4], x[1:, 2:4]),
+    ):
+        for box in (np.s_[0:3, 0:2], np.s_[1:5:2, 1:2]):
+            assert np.array_equal(read_box(view, box).numpy(), wanted[box])
+
+
 def test_a_source_of_a_function_is_not_asked_for_nothing():
     for dtype in (torch.bfloat16, np.int16):
         source = Source((4, 0), dtype, lambda box: pytest.fail("asked"))

@@ -5,6 +5,7 @@ import weakref
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from distdl_rma import UnsupportedError, shard
 from tests.split.against_whole import block, forms, numbers
@@ -135,6 +136,15 @@ def test_a_result_is_first_used_anyhow(P_x, whole):
         y.sum().backward()
         assert x.grad.full_tensor().eq(0.5).all()
         assert y.is_leaf is False
+
+
+def test_a_result_is_an_argument_of_a_checkpoint(P_x, whole):
+    found = []
+    for x in (whole.clone().requires_grad_(), shard(P_x, whole).requires_grad_()):
+        y = checkpoint(lambda y: torch.tanh(y * 2), Sigmoid.apply(x), use_reentrant=False)
+        y.square().sum().backward()
+        found.append(x.grad)
+    torch.testing.assert_close(found[1].full_tensor(), found[0])
 
 
 def test_a_gradient_is_asked_for_and_a_graph_is_gone_through_again(P_x, whole):

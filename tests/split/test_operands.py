@@ -44,8 +44,11 @@ def test_the_largest_operand_says_how_a_result_is_cut(rows):
     assert common_layout(torch.add, [columns, rows]) == columns.decomposition
     thin = common_layout(torch.add, [rows[:1, :1], torch.ones(2, 3, 1, 1)])
     assert thin.shape == SHAPE and thin.cut_dims == (2,)
-    with pytest.raises(ShapeError, match=r"do not go together; all are global.*SplitTensor\.from_local"):
-        common_layout(torch.add, [rows, torch.ones(6, 4)])
+    with pytest.raises(
+        ShapeError,
+        match=r"do not go together\. All shapes are those of whole.*from_local",
+    ):
+        common_layout(torch.add, [rows, torch.ones(2, 3, 3, 4)])
 
 
 @pytest.mark.mpi(min_size=2)

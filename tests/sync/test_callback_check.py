@@ -76,7 +76,10 @@ def test_what_fits_together_is_no_problem(changes):
             ({"answers": {"get_ranks_synch_norm": [[0], [0, 1]]}}, {}),
             r"get_ranks_synch_norm\(\) gave \[0\] on rank 0 but \[0, 1\] on rank 1: ranks that share",
         ),
-        (({"answers": {"get_sizeof_norm": [8, 32]}}, {}), r"get_sizeof_norm\(\) gave 8 on rank 0, it is 32"),
+        (
+            ({"answers": {"get_sizeof_norm": [8, 32]}}, {}),
+            r"get_sizeof_norm\(\) gave 8 on rank 0, it is 32 bytes",
+        ),
         # What learns on one rank only, or is registered anew on some of its ranks.
         (
             ({}, {"parameters": {"head.weight": [[4, 3], "float32", False]}}),

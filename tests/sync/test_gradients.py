@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from distdl_rma import ConfigurationError, GradientSync, Machine, ProtocolError
+from distdl_rma import ConfigurationError, GradientSync, Machine, ProtocolError, distribute
 from distdl_rma.layers import DistributedConv1d
 from tests.layers.same_error import same_error
 from tests.layers.sequential import agree, grids, shard
@@ -271,3 +271,25 @@ def test_closing_moves_the_gradients_out_of_the_segment(P_world, comm):
     assert segments.stats().used == used
     for p, gradient, place in zip(model.parameters(), gradients, places, strict=True):
         assert torch.equal(p.grad, gradient) and p.grad.data_ptr() != place
+
+
+@pytest.mark.filterwarnings("ignore:distribute")
+def test_parameters_that_are_first_used_in_inference_mode_are_trained_later(comm):
+    found = []
+    for split in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Conv2d(1, 2, 3, padding=1), nn.Tanh(), nn.Conv2d(2, 1, 1)).double()
+        x = torch.linspace(0, 1, 30, dtype=torch.float64).view(1, 1, 6, 5)
+        model[0].requires_grad_(False)
+        if split:
+            distribute(model, {"H": -1})
+        model(x).square().mean().backward()
+        model[0].requires_grad_(True)
+        model.append(nn.Conv2d(1, 1, 1).double())
+        with torch.inference_mode():
+            model(x)
+        model.zero_grad(set_to_none=False)
+        model(x).square().mean().backward()
+        found.append([p.grad for p in model.parameters()])
+    for mine, alone in zip(*found, strict=True):
+        torch.testing.assert_close(mine, alone)

@@ -164,7 +164,7 @@ def test_buffers_that_differ_are_named(P_world, comm, way):
     ("callbacks", "message"),
     [
         ({"get_ranks_synch_norm": lambda: [17]}, r"get_ranks_synch_norm\(\) gave \[17\] on rank 0"),
-        ({"get_sizeof_norm": lambda: 3}, r"get_sizeof_norm\(\) gave 3 on rank 0, it is 0"),
+        ({"get_sizeof_norm": lambda: 3}, r"get_sizeof_norm\(\) gave 3 on rank 0, it is 0 bytes"),
         ({"get_ranks_synch_norm": lambda: 1 / 0}, "raised, or returned neither a number nor ranks: Zero"),
     ],
 )
@@ -179,7 +179,9 @@ def test_sizes_of_tensors_that_a_user_states_are_compared_once_they_are_known(P_
     GradientSync(layer, P_world).close()
     blocks = Decomposition.balanced(P_x, (1, 1, 2 * comm.size))
     layer.announce((blocks,), blocks, torch.float64)
-    with pytest.raises(ConfigurationError, match=r"get_sizeof_input_tensor\(\) gave 7 on rank 0, it is 16"):
+    with pytest.raises(
+        ConfigurationError, match=r"get_sizeof_input_tensor\(\) gave 7 on rank 0, it is 16 bytes"
+    ):
         GradientSync(layer, P_world)
 
 

@@ -67,10 +67,20 @@ def static_shapes(place: Machine | Partition) -> Iterator[None]:
     ------
     ProtocolError
         If the machine is within such a context already.
+
+    Examples
+    --------
+    >>> from distdl_rma.layers import DistributedConv2d
+    >>> P_world = MPIPartition(MPI.COMM_WORLD)
+    >>> P_x = P_world.create_cartesian_topology_partition((1, 1, P_world.size, 1))
+    >>> conv = DistributedConv2d(P_x, 1, 1, kernel_size=3, padding=1)
+    >>> with static_shapes(P_world):
+    ...     for _ in range(3):
+    ...         y = conv(torch.rand(1, 1, 4, 8))  # this rank's rows
     """
     machine = Machine.of(place)
     if promise_on(machine) is not None:
-        raise ProtocolError("static_shapes: this machine's shapes are promised already")
+        raise ProtocolError("static_shapes: the machine is within such a context already; leave it first")
     gather_words(machine.segments, "", "static_shapes")
     machine.kept[_KEY] = object()
     try:

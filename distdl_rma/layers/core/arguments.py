@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from functools import wraps
-from operator import index as as_int
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
 
-from distdl_rma.errors import ArgumentError, UnsupportedError
+from distdl_rma.errors import ArgumentError, PartitionError, UnsupportedError
+from distdl_rma.geometry.partition import Partition
 from distdl_rma.layers.core.callbacks import Callbacks
-
-T = TypeVar("T")
 
 
 class LayerOptions(Callbacks, total=False):
@@ -30,33 +28,45 @@ class PlacedOptions(LayerOptions, total=False):
     weights: str | None
 
 
-def each_dim(
-    kind: str, what: str, value: object, dims: int, read: Callable[[Any], T], wanted: str
-) -> tuple[T, ...]:
-    """One value per dimension from an argument of torch: one for all, or a sequence of ``dims``.
+def torchs_class(layer: type) -> type[nn.Module]:
+    """The class of torch that a class of layers is the twin of."""
+    return next(base for base in layer.__mro__ if base.__module__.startswith("torch.nn.modules"))
 
-    ``ArgumentError`` if the sequence has another length, or ``read`` raises ``TypeError`` or ``ValueError``.
+
+def spatial_dims(layer: type) -> int:
+    """Number of spatial dimensions in the name of the twin, such as ``MaxPool2d``; 0 without any."""
+    name = torchs_class(layer).__name__
+    return int(name[-2]) if name[-2].isdigit() else 0
+
+
+def torchs_layer(layer: type, *arguments: Any, sample: Sequence[torch.Tensor] = (), **given: Any) -> Any:
+    """Build the twin of the same arguments, which checks them, some only in a call: here with a sample.
+
+    Raises ``ArgumentError`` with torch's text if torch raises, and ``TypeError`` if an argument is missing or
+    unknown.
     """
-    values = tuple(value) if isinstance(value, Sequence) and not isinstance(value, str) else (value,) * dims
+    kind, twin = layer.__name__, torchs_class(layer)
     try:
-        if len(values) == dims:
-            return tuple(read(v) for v in values)
-    except (TypeError, ValueError):
-        pass
-    raise ArgumentError(f"{kind}: {what} is {wanted}, or {dims} of them; got {value!r}")
+        inspect.signature(twin).bind(*arguments, **given)
+    except TypeError as error:
+        raise TypeError(f"{kind}: {error}; it takes partitions, then {inspect.signature(twin)}") from None
+    try:
+        like: Any = twin(*arguments, **given)
+        if sample:
+            like(*sample)
+    except (ArithmeticError, AssertionError, IndexError, RuntimeError, TypeError, ValueError) as error:
+        raise ArgumentError(f"{kind}: {error}") from None
+    return like
 
 
-def per_dim(kind: str, what: str, value: object, dims: int, least: int) -> tuple[int, ...]:
-    """One integer of at least ``least`` per dimension; as in torch, a sequence of one is valid too."""
-
-    def read(number: Any) -> int:
-        found = as_int(number)
-        if found < least:
-            raise ValueError
-        return found
-
-    given = tuple(value) * dims if isinstance(value, Sequence) and len(value) == 1 else value
-    return each_dim(kind, what, given, dims, read, f"an integer of at least {least}")
+def check_dims(layer: type, dims: Collection[int], **partitions: Partition | None) -> None:
+    """Raise ``PartitionError`` if a partition has another number of dimensions than the tensor."""
+    for label, P in partitions.items():
+        if P is not None and P.dim not in dims:
+            wanted = " or ".join(map(str, dims))
+            raise PartitionError(
+                f"{layer.__name__}: {label} has {P.dim} dimensions {P.shape}, the tensor has {wanted}"
+            )
 
 
 def chosen_placement(kind: str, placement: str | None, weights: str | None, allowed: Sequence[str]) -> str:

@@ -15,6 +15,14 @@ class Callbacks(TypedDict, total=False):
     """Callbacks that may be given to a layer's constructor; each replaces the layer's own method.
 
     Interface document, sections 3.1 and 4.1; requirements A9 to A13.
+
+    Examples
+    --------
+    >>> P_world = MPIPartition(MPI.COMM_WORLD)
+    >>> P_x = P_world.create_cartesian_topology_partition((1, 1, P_world.size))
+    >>> norm = DistributedInstanceNorm1d(P_x, 3, get_ranks_synch_norm=lambda: [0, 1])
+    >>> norm.get_ranks_synch_norm(), norm.get_ranks_synch_weights()
+    ([0, 1], [])
     """
 
     get_ranks_synch_weights: Callable[[], Sequence[int]]
@@ -91,8 +99,9 @@ class CallbackModule(nn.Module):
                     f"{who}: {name}() raised, or returned neither a number nor ranks: {error!r}"
                 ) from error
             if given != true:
+                unit = " bytes" if name.startswith("get_sizeof") else ""
                 raise ConfigurationError(
-                    f"{who}: {name}() gave {given}, it is {true}; leave it out, or correct it"
+                    f"{who}: {name}() gave {given}, it is {true}{unit}; leave it out, or correct it"
                 )
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
+from inspect import cleandoc
 from itertools import count
 from typing import Any, ClassVar, NamedTuple, Self, Unpack
 
@@ -22,6 +24,7 @@ from distdl_rma.errors import (
 )
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.partition import Partition
+from distdl_rma.layers.core.arguments import show_arguments_of, torchs_class
 from distdl_rma.layers.core.callbacks import CALLBACKS, CallbackModule, Callbacks, set_callbacks
 from distdl_rma.layers.core.module_paths import path_of
 from distdl_rma.layers.core.parameters import Parameters, stated_ranks
@@ -70,7 +73,7 @@ def call_on_blocks(
     found = output(given)
     if found is None:
         raise UnsupportedError(
-            f"{label!r}: what it returns are no blocks of one tensor; call it with plain ones"
+            f"{label!r}: its results are not blocks of one tensor; call it with plain tensors, x.to_local()"
         )
     layout, rank = lay.normal(found), found.partition.me
     # A rank without a part of the output gets a tensor without elements, of any shape.
@@ -150,9 +153,11 @@ class DistributedLayer(CallbackModule):
     P_x: Partition
     # Attributes that are printed, and those of them that may change; and where parameters may be kept, the
     # usual place first.
-    _shown: ClassVar[tuple[str, ...]] = ()
+    _shown: tuple[str, ...] = ()
     _changeable: ClassVar[tuple[str, ...]] = ()
     _allowed: ClassVar[tuple[str, ...]] = ()
+    # For ``help``, if the constructor does not name torch's arguments: keyword arguments beside these.
+    _by_name: ClassVar[tuple[str, ...]] = ()
 
     def __init__(
         self, *partitions: Partition, name: str | None = None, **callbacks: Unpack[Callbacks]
@@ -212,10 +217,21 @@ class DistributedLayer(CallbackModule):
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
+        twin = torchs_class(cls)
+        if cls._by_name and cls.__name__ == f"Distributed{twin.__name__}":
+            show_arguments_of(cls, twin, cls._by_name)
         reset: Any = getattr(cls, "reset_parameters", None)
         if reset is not None and reset.__module__.startswith("torch."):
             # torch's method would use the shape of this rank's part, and draw other numbers on each rank.
             cls.reset_parameters = _on_whole_parameters(reset)  # type: ignore[attr-defined]
+        if cls.__name__ == f"Distributed{cls.__bases__[-1].__name__}":
+            _show_example(cls)
+
+    def take_over(self, like: nn.Module) -> None:
+        """Get the arguments that torch's layer has checked; if none are listed, all are shown and kept."""
+        found = {key: it for key, it in vars(like).items() if key[0] != "_" and key not in vars(self)}
+        vars(self).update(found)
+        self._shown = self._shown or tuple(found)
 
     @property
     def label(self) -> str:
@@ -448,6 +464,19 @@ def _on_whole_parameters(reset: Callable[[Any], object]) -> Callable[[Distribute
             reset(layer)
 
     return reset_whole
+
+
+def _show_example(twin: type) -> None:
+    # The docstring of a twin without an example gets that of its family, with its name and dimensions.
+    families = (cleandoc(base.__doc__ or "").partition("\n\nExamples\n") for base in twin.__mro__[1:])
+    _, heading, example = next((found for found in families if found[1]), ("", "", ""))
+    if twin.__doc__ is None or "Examples\n" in twin.__doc__:
+        return
+    # The last extent of a shape, or of a grid, of an image is that of all spatial dimensions but one.
+    behind = r"\2" * ({"1d": 1, "3d": 3}.get(twin.__name__[-2:], 2) - 1)
+    example = re.sub(r"([(\[]\w+, \w+, [\w.]+)(, \w+)(?=[)\]])", rf"\1{behind}", example)
+    example = re.sub(r"\bDistributed\w+(?=\()", twin.__name__, example)
+    twin.__doc__ = cleandoc(twin.__doc__) + heading + example
 
 
 def nbytes_of(tensors: Any) -> int:

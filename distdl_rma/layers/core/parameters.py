@@ -169,8 +169,8 @@ class Parameters:
             if taken is not parameter and parameter.requires_grad and parameter.numel():
                 raise ProtocolError(
                     f"{self.site.name!r}: a parameter was unfrozen or replaced after its gradients were"
-                    " registered to be summed, or is computed from others; register the model again, or call"
-                    " all of a distributed model, which does"
+                    " registered to be summed, or is computed from others; call register(model) of the"
+                    " GradientSync on all ranks, or the whole distributed model, which registers itself"
                 )
 
     def _warn_of_replaced(self, kept: Mapping[str, torch.Tensor]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, cached_property, partial
-from typing import Any, ClassVar, NamedTuple, Unpack
+from typing import Any, ClassVar, Literal, NamedTuple, Unpack
 
 import numpy as np
 import torch
@@ -18,7 +18,7 @@ from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.exchange import fingerprint
 from distdl_rma.geometry.intervals import Balanced
 from distdl_rma.geometry.partition import Partition
-from distdl_rma.layers.core.arguments import LayerOptions
+from distdl_rma.layers.core.arguments import LayerOptions, torchs_layer
 from distdl_rma.layers.core.layer import DistributedLayer
 from distdl_rma.layers.core.refusals import gather_refusal
 from distdl_rma.ops.core.autograd import OperatorFunction, anchored, reports_failures, tied, uncompiled
@@ -105,6 +105,10 @@ def _factors(ranks: tuple[int, ...]) -> list[int]:
     return [-sum(others), *others]
 
 
+# How the values of a loss become one: ``"none"`` keeps them.
+How = Literal["mean", "sum", "none"]
+
+
 class DistributedLoss(DistributedLayer):
     """Loss over all elements of tensors that are split over ranks, evenly or not; base of all losses.
 
@@ -116,11 +120,22 @@ class DistributedLoss(DistributedLayer):
     Each rank calls torch's function on its shards, which, unlike split tensors, need not form a grid. One
     allreduce adds the local sums, the divisor of a mean, and the number of ranks with a problem. The loss is
     linear in the local sums, so that the backward moves no data.
+
+    Examples
+    --------
+    >>> P_world = MPIPartition(MPI.COMM_WORLD)
+    >>> P_x = P_world.create_cartesian_topology_partition((1, 1, P_world.size, 1))
+    >>> loss = DistributedL1Loss(P_x)
+    >>> x, target = torch.rand(2, 1, 3, 8, 8)  # whole, equal on all ranks
+    >>> loss(shard(P_x, x), shard(P_x, target)).shape  # one number, that of one process
+    torch.Size([])
     """
 
     _function: ClassVar[Callable[..., torch.Tensor]]
     _weights: ClassVar[tuple[str, ...]] = ()
     _reductions: ClassVar[tuple[str, ...]] = ("mean", "sum", "none")
+    # Why two ranks of a group may not differ in their ``_number``.
+    _unlike: ClassVar[str] = "share a batch block of P_x {P_x} but have batch sizes {sizes}"
     reduction: str
 
     def __init__(
@@ -132,7 +147,6 @@ class DistributedLoss(DistributedLayer):
                 raise UnsupportedError(
                     f"{kind}: {key} is not supported; say reduction='mean', 'sum' or 'none'"
                 )
-        self._check_reduction(kind, reduction)
         super().__init__(P_x, **given)
         self.P_x, self.reduction = P_x, reduction
         self._arguments = tuple(key for key in arguments if key not in self._weights)
@@ -142,22 +156,19 @@ class DistributedLoss(DistributedLayer):
             else:
                 self._check_weight(kind, key, value)
                 self.register_buffer(key, value)
-        # torch checks the values of arguments when its function is called.
-        try:
-            type(self)._function(*self._sample(), reduction="sum", **self.arguments)
-        except _MISFITS as error:
-            raise ArgumentError(f"{kind}: {error}") from None
+        torchs_layer(type(self), reduction="sum", **self.arguments, sample=self._sample())
 
     def __setattr__(self, name: str, value: Any) -> None:
         """As in the base; arguments may change later, and are compared in each call."""
         if name == "reduction":
-            self._check_reduction(type(self).__name__, value)
+            self._check_reduction(value)
         super().__setattr__(name, value)
         vars(self).pop("_stated", None)
 
-    def _check_reduction(self, kind: str, reduction: str) -> None:
+    def _check_reduction(self, reduction: str) -> None:
         if reduction not in self._reductions:
-            raise ArgumentError(f"{kind}: reduction is one of {self._reductions}, got {reduction!r}")
+            wanted = f"reduction is one of {self._reductions}"
+            raise ArgumentError(f"{type(self).__name__}: {wanted}, got {reduction!r}")
 
     def _check_weight(self, kind: str, key: str, weight: Any) -> None:
         if weight is None:
@@ -223,7 +234,9 @@ class DistributedLoss(DistributedLayer):
         for rank, its in totals.numbers_by_rank.items():
             first = self._group(rank)[0]
             if its != totals.numbers_by_rank[first]:
-                raise ShapeError(f"{self.name!r}: {self._unlike(first, rank, totals.numbers_by_rank)}")
+                sizes = f"{totals.numbers_by_rank[first]} and {its}"
+                unlike = self._unlike.format(P_x=self.P_x.shape, sizes=sizes)
+                raise ShapeError(f"{self.name!r}: ranks {first} and {rank} {unlike}")
         if reduction == "none":
             return anchored(terms.to(result_dtype(input)), totals.needed)
         value, scale = totals.terms, 1.0
@@ -325,12 +338,6 @@ class DistributedLoss(DistributedLayer):
 
     def _number(self, input: torch.Tensor, target: torch.Tensor) -> int:
         return input.shape[0] if input.dim() else 0
-
-    def _unlike(self, first: int, rank: int, numbers: Mapping[int, int]) -> str:
-        return (
-            f"ranks {first} and {rank} share a batch block of P_x {self.P_x.shape} but have batch sizes"
-            f" {numbers[first]} and {numbers[rank]}"
-        )
 
     def _part(self, key: str, weight: torch.Tensor, input: torch.Tensor) -> torch.Tensor:
         # This rank's part of a weight, which is right-aligned with the global input.

@@ -19,7 +19,7 @@ from distdl_rma.geometry.partition import Partition
 from distdl_rma.layers.core.agreement import ShapeAgreement
 from distdl_rma.layers.core.arguments import LayerOptions
 from distdl_rma.layers.core.input_facts import InputFacts, common_dtype, source_of
-from distdl_rma.layers.loss.base import DistributedLoss
+from distdl_rma.layers.loss.base import DistributedLoss, How
 from distdl_rma.ops.core.movement import CallSite
 from distdl_rma.ops.core.staged import movement_between
 from distdl_rma.split import layout as lay
@@ -41,6 +41,9 @@ class _SplitClasses:
 class _ClassLoss(DistributedLoss):
     # A loss whose input has a dimension of classes.
     _weights = ("weight",)
+    _unlike = (
+        "have different classes of the same elements, and must have the same class indices, but they differ"
+    )
     weight: torch.Tensor | None
 
     def __init__(
@@ -144,12 +147,6 @@ class _ClassLoss(DistributedLoss):
         compared = self._cuts_classes and not target.is_floating_point()
         return int.from_bytes(blake2b(as_words(target).tobytes(), digest_size=5).digest()) if compared else 0
 
-    def _unlike(self, first: int, rank: int, numbers: Mapping[int, int]) -> str:
-        return (
-            f"ranks {first} and {rank} have different classes of the same elements, and must have the same"
-            " class indices, but they differ"
-        )
-
     def _misfit(self, input: torch.Tensor, target: torch.Tensor) -> str:
         expected = input.shape[: self._dim] + input.shape[self._dim + 1 :]
         if target.is_floating_point():
@@ -164,10 +161,10 @@ class _ClassLoss(DistributedLoss):
     def _part(self, key: str, weight: torch.Tensor, input: torch.Tensor) -> torch.Tensor:
         return weight  # every rank has the weights of all classes
 
-    def _check_reduction(self, kind: str, reduction: str) -> None:
-        super()._check_reduction(kind, reduction)
+    def _check_reduction(self, reduction: str) -> None:
+        super()._check_reduction(reduction)
         if reduction == "none" and self._cuts_classes:
-            raise UnsupportedError(f"{kind}: reduction='none' with classes split by P_x")
+            raise UnsupportedError(f"{type(self).__name__}: reduction='none' with classes split by P_x")
 
     def _check_weight(self, kind: str, key: str, weight: Any) -> None:
         super()._check_weight(kind, key, weight)
@@ -211,6 +208,15 @@ class DistributedCrossEntropyLoss(_ClassLoss, nn.CrossEntropyLoss):
     Notes
     -----
     Requirement B11. Document: ``docs/layers/losses.md``.
+
+    Examples
+    --------
+    >>> P_world = MPIPartition(MPI.COMM_WORLD)
+    >>> P_x = P_world.create_cartesian_topology_partition((1, 1, P_world.size, 1))
+    >>> loss = DistributedCrossEntropyLoss(P_x)
+    >>> scores, classes = torch.rand(1, 5, 4, 8), torch.randint(5, (1, 4, 8))  # of this rank's four rows
+    >>> loss(scores, classes).shape  # the mean over the rows of all ranks
+    torch.Size([])
     """
 
     _function = staticmethod(F.cross_entropy)
@@ -221,7 +227,7 @@ class DistributedCrossEntropyLoss(_ClassLoss, nn.CrossEntropyLoss):
         weight: torch.Tensor | None = None,
         *,
         ignore_index: int = -100,
-        reduction: str = "mean",
+        reduction: How = "mean",
         label_smoothing: float = 0.0,
         **options: Unpack[LayerOptions],
     ) -> None:
@@ -233,6 +239,15 @@ class DistributedNLLLoss(_ClassLoss, nn.NLLLoss):
     """Negative log likelihood of log-probabilities: ``torch.nn.NLLLoss`` of the global tensors.
 
     As :class:`DistributedCrossEntropyLoss`, but takes class indices only.
+
+    Examples
+    --------
+    >>> P_world = MPIPartition(MPI.COMM_WORLD)
+    >>> P_x = P_world.create_cartesian_topology_partition((1, 1, P_world.size, 1))
+    >>> loss = DistributedNLLLoss(P_x)
+    >>> scores, classes = torch.rand(1, 5, 4, 8), torch.randint(5, (1, 4, 8))  # of this rank's four rows
+    >>> loss(scores.log_softmax(1), classes).shape  # the mean over the rows of all ranks
+    torch.Size([])
     """
 
     _function = staticmethod(F.nll_loss)
@@ -243,7 +258,7 @@ class DistributedNLLLoss(_ClassLoss, nn.NLLLoss):
         weight: torch.Tensor | None = None,
         *,
         ignore_index: int = -100,
-        reduction: str = "mean",
+        reduction: How = "mean",
         **options: Unpack[LayerOptions],
     ) -> None:
         super().__init__(P_x, reduction, {"weight": weight, "ignore_index": ignore_index}, **options)

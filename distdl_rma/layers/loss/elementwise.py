@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Unpack
+from typing import Literal, Unpack
 
 import torch
 from torch import nn
@@ -10,7 +10,7 @@ from torch.nn import functional as F  # noqa: N812
 
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.layers.core.arguments import LayerOptions
-from distdl_rma.layers.loss.base import DistributedLoss
+from distdl_rma.layers.loss.base import DistributedLoss, How
 
 
 class DistributedL1Loss(DistributedLoss, nn.L1Loss):
@@ -43,7 +43,7 @@ class DistributedL1Loss(DistributedLoss, nn.L1Loss):
 
     _function = staticmethod(F.l1_loss)
 
-    def __init__(self, P_x: Partition, reduction: str = "mean", **options: Unpack[LayerOptions]) -> None:
+    def __init__(self, P_x: Partition, reduction: How = "mean", **options: Unpack[LayerOptions]) -> None:
         super().__init__(P_x, reduction, {}, **options)
 
 
@@ -52,7 +52,7 @@ class DistributedMSELoss(DistributedLoss, nn.MSELoss):
 
     _function = staticmethod(F.mse_loss)
 
-    def __init__(self, P_x: Partition, reduction: str = "mean", **options: Unpack[LayerOptions]) -> None:
+    def __init__(self, P_x: Partition, reduction: How = "mean", **options: Unpack[LayerOptions]) -> None:
         super().__init__(P_x, reduction, {}, **options)
 
 
@@ -62,7 +62,7 @@ class DistributedSmoothL1Loss(DistributedLoss, nn.SmoothL1Loss):
     _function = staticmethod(F.smooth_l1_loss)
 
     def __init__(
-        self, P_x: Partition, reduction: str = "mean", beta: float = 1.0, **options: Unpack[LayerOptions]
+        self, P_x: Partition, reduction: How = "mean", beta: float = 1.0, **options: Unpack[LayerOptions]
     ) -> None:
         super().__init__(P_x, reduction, {"beta": beta}, **options)
 
@@ -73,7 +73,7 @@ class DistributedHuberLoss(DistributedLoss, nn.HuberLoss):
     _function = staticmethod(F.huber_loss)
 
     def __init__(
-        self, P_x: Partition, reduction: str = "mean", delta: float = 1.0, **options: Unpack[LayerOptions]
+        self, P_x: Partition, reduction: How = "mean", delta: float = 1.0, **options: Unpack[LayerOptions]
     ) -> None:
         super().__init__(P_x, reduction, {"delta": delta}, **options)
 
@@ -97,7 +97,7 @@ class DistributedBCELoss(DistributedLoss, nn.BCELoss):
         P_x: Partition,
         weight: torch.Tensor | None = None,
         *,
-        reduction: str = "mean",
+        reduction: How = "mean",
         **options: Unpack[LayerOptions],
     ) -> None:
         super().__init__(P_x, reduction, {"weight": weight}, **options)
@@ -117,7 +117,7 @@ class DistributedBCEWithLogitsLoss(DistributedLoss, nn.BCEWithLogitsLoss):
         P_x: Partition,
         weight: torch.Tensor | None = None,
         *,
-        reduction: str = "mean",
+        reduction: How = "mean",
         pos_weight: torch.Tensor | None = None,
         **options: Unpack[LayerOptions],
     ) -> None:
@@ -141,7 +141,7 @@ class DistributedKLDivLoss(DistributedLoss, nn.KLDivLoss):
     def __init__(
         self,
         P_x: Partition,
-        reduction: str = "mean",
+        reduction: How | Literal["batchmean"] = "mean",
         log_target: bool = False,
         **options: Unpack[LayerOptions],
     ) -> None:
@@ -160,7 +160,7 @@ class DistributedPoissonNLLLoss(DistributedLoss, nn.PoissonNLLLoss):
         full: bool = False,
         *,
         eps: float = 1e-8,
-        reduction: str = "mean",
+        reduction: How = "mean",
         **options: Unpack[LayerOptions],
     ) -> None:
         super().__init__(P_x, reduction, {"log_input": log_input, "full": full, "eps": eps}, **options)

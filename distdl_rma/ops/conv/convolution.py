@@ -152,14 +152,15 @@ class Convolution(GridConvolution):
         self.halo = Movement(machine, Exchange(rank, source, reads.with_splits(widened)), dtype, site.name)
         (first, last), (batches, _, *outputs) = reads.box(rank).bounds[1], computed.box(rank).bounds
         # Each rank may choose whether it joins: the halo is the same. In 16 bits oneDNN takes up to five
-        # times as long for a weight's gradient if only some dimensions are padded.
+        # times as long for a weight's gradient if only some dimensions are padded. A prediction has none, and
+        # is not rounded once more for each part of a sum.
         self.parts = parts = OwnAndHalo(
             with_channels(stencil, first, last - first),
             Box.of_shape(source.shape),
             own,
             Box((batches, (0, int(not self._empty)), *outputs)),
             workers.groups,
-            options.joins and self.sums_exactly,
+            options.joins if self.sums_exactly else machine.mailbox is not None,
         )
         # No pieces for short types: their sum would be rounded once per piece.
         core = parts.core if self.sums_exactly else None

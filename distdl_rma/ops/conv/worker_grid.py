@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import Any
 
 from distdl_rma.errors import ShapeError
 from distdl_rma.geometry.box import LEADING, Box
 from distdl_rma.geometry.decomposition import Decomposition
-from distdl_rma.geometry.halo import Stencil
+from distdl_rma.geometry.halo import Stencil, each_dim
 from distdl_rma.geometry.intervals import Balanced, Grouped, Split, lengths_of
 from distdl_rma.geometry.partition import Partition
 
@@ -104,6 +105,46 @@ class ConvolutionOptions:
     on_workers: bool = False
     overlaps: bool = True
     joins: bool = False
+
+
+def options_of(
+    given: Mapping[str, Any],
+    weight: tuple[int, ...],
+    P_x: Partition,
+    P_y: Partition,
+    rows: int,
+    P_W: Partition | None = None,
+) -> ConvolutionOptions:
+    """Options from torch's arguments by name: those of a function, or the attributes of torch's module.
+
+    ``weight`` is the shape of the weight, and ``rows`` the grid dimension that cuts its first dimension.
+    Without P_W the ranks of P_y compute, or those of P_x in a transposed convolution.
+    """
+    kernel, mode, padding = weight[LEADING:], given.get("padding_mode", "zeros"), given["padding"]
+    stride, dilation = (each_dim(given[key], len(kernel)) for key in ("stride", "dilation"))
+    if padding == "same":
+        spans = [d * (k - 1) for k, d in zip(kernel, dilation, strict=True)]
+        sides = tuple((span // 2, span - span // 2) for span in spans)
+    else:
+        sides = tuple((n, n) for n in each_dim(0 if padding == "valid" else padding, len(kernel)))
+    stencil = Stencil.of(kernel, stride, dilation, sides)
+    workers = WorkerGrid(
+        grid_of_workers(P_W, P_y if rows == OUT else P_x, rows), rows, given["groups"], weight
+    )
+    on_workers = P_W is None and (rows == IN or P_y == P_x)
+    return ConvolutionOptions(stencil, workers, mode, on_workers, can_overlap(stencil, mode, workers, P_x))
+
+
+def grid_of_workers(P_W: Partition | None, default: Partition, channels: int) -> Partition:
+    """Ranks that compute, on a grid (batch, out-channel, in-channel, *spatial).
+
+    Without P_W the ranks of ``default``; its channel dimension becomes the grid dimension ``channels``.
+    """
+    if P_W is not None:
+        return P_W.create_cartesian_topology_partition((1, *P_W.shape))
+    batch, count, *space = default.shape
+    both = [count if d == channels else 1 for d in (OUT, IN)]
+    return default.create_cartesian_topology_partition((batch, *both, *space))
 
 
 def can_overlap(stencil: Stencil, padding_mode: str, workers: WorkerGrid, P_x: Partition) -> bool:

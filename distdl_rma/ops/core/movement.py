@@ -200,6 +200,18 @@ class Movement:
 
     Construction is local, and allocates slots for the forward. The first backward, or ``connect``, allocates
     the slots of the adjoint. The exchange is this rank's part, in all tensor dimensions.
+
+    Examples
+    --------
+    >>> from distdl_rma.geometry import Decomposition, Exchange
+    >>> P_world = MPIPartition(MPI.COMM_WORLD)
+    >>> P_x = P_world.create_cartesian_topology_partition((P_world.size,))
+    >>> blocks = Decomposition.balanced(P_x, (4,))
+    >>> gather = Exchange(P_x.me, blocks, Decomposition.replicated(P_x, (4,)))
+    >>> movement = Movement(Machine.of(P_x), gather, torch.float32, "gather")
+    >>> request = movement.start(torch.ones(2))
+    >>> movement.wait(request)
+    tensor([1., 1., 1., 1.])
     """
 
     def __init__(self, machine: Machine, exchange: Exchange, dtype: torch.dtype, name: str) -> None:

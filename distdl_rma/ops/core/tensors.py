@@ -61,5 +61,11 @@ def no_autocast() -> AbstractContextManager[object]:
 def zero_volume_tensor(
     b: int | None = None, dtype: torch.dtype | None = None, requires_grad: bool = False
 ) -> torch.Tensor:
-    """Tensor without elements for ranks outside of a partition: (b, 0) with batch size ``b``, else (0,)."""
+    """Tensor without elements for ranks outside of a partition: (b, 0) with batch size ``b``, else (0,).
+
+    Examples
+    --------
+    >>> zero_volume_tensor().shape, zero_volume_tensor(2).shape
+    (torch.Size([0]), torch.Size([2, 0]))
+    """
     return torch.empty((0,) if b is None else (b, 0), dtype=dtype, requires_grad=requires_grad)

@@ -324,22 +324,42 @@ _BACK = "batch statistics"
 Sharing = Mapping[int, tuple[int, ...]]
 
 
+# What a group needs more than one of, for messages.
+_SEVERAL = {
+    "batch_norm": "value per channel is needed in training",
+    "instance_norm": "spatial element is needed",
+    "group_norm": "value per group is needed",
+}
+
+
+def axes_of(name: str, dims: int, number: int = 0, channels: int = 1) -> NormAxes:
+    """Axes of a function of torch for a tensor with so many dimensions.
+
+    ``number`` is that of the groups, or that of the last dimensions of a layer norm. ``channels`` is the
+    dimension of the channels.
+    """
+    if name in ("layer_norm", "rms_norm"):
+        last = tuple(range(dims - number, dims))
+        return NormAxes(last, last)
+    first = range(channels) if name == "batch_norm" else ()
+    behind = range(channels + (name != "group_norm"), dims)
+    return NormAxes((*first, *behind), (channels,), number)
+
+
 @dataclass(frozen=True)
 class NormOptions:
     """A kind of normalisation, and the mode of a call.
 
-    ``eps`` is added to the variance; None for the resolution of the type. If not ``centred``, the mean is not
-    subtracted. A call normalises by the statistics of its input (``by_batch``) or by running ones, and may
-    update these (``tracks``). ``several`` names the elements of which a group needs at least two, for the
-    error; it is empty if one is enough.
+    ``eps`` is added to the variance; None for the resolution of the type. ``function`` is the name of torch's
+    function. A call normalises by the statistics of its input (``by_batch``) or by running ones, and may
+    update these (``tracks``).
     """
 
     axes: NormAxes
     eps: float | None = 1e-5
-    centred: bool = True
+    function: str = "layer_norm"
     by_batch: bool = True
     tracks: bool = False
-    several: str = ""
 
     def check(self, source: Decomposition, dtype: torch.dtype, extents: tuple[int, ...]) -> None:
         """Raise ``ShapeError`` if an input does not fit parameters of these extents."""
@@ -526,15 +546,15 @@ class Normalisation(Operation):
         options.check(source, dtype, store.shape)
         axes, rank = options.axes, site.machine.rank
         fewest, share = self._narrowed(sharing)
-        if fewest == 1 and options.by_batch and options.several:
-            raise ShapeError(f"more than 1 {options.several}, the global input is {source.shape}")
+        if fewest == 1 and options.by_batch and options.function in _SEVERAL:
+            raise ShapeError(f"more than 1 {_SEVERAL[options.function]}, the global input is {source.shape}")
         self.eps = torch.finfo(sum_dtype(dtype)).eps if options.eps is None else options.eps
         self._parameters = parameters
         self.statistics: Statistics | None = None
         self.kept: KeptValues | None = None
         if source.partition.active:
             groups = StatisticGroups(axes, source, rank, None if sharing is None else sharing[rank])
-            self.statistics = Statistics(site, groups, options.centred)
+            self.statistics = Statistics(site, groups, centred=options.function != "rms_norm")
             self.kept = KeptValues(site, source, axes.weighted, store)
             fill = fill if self.kept.as_kept else None
             self._plan = NormPlan(self.statistics, axes, self.eps, fill, dtype)

@@ -253,6 +253,10 @@ class Statistics:
         total, found = groups.sums(rows.sums(x, x))
         if not self.centred:
             squares[...] = found
+            if np.isnan(squares).any():
+                # The kernel multiplies infinite sums by 0: here the sums of the squares alone.
+                x = x.to(sum_dtype(x.dtype)).square()
+                squares[...], _ = groups.sums(rows.sums(x, x))
             return None
         np.divide(total, self._length, out=mean)
         total *= mean
@@ -272,6 +276,8 @@ class Statistics:
         total *= left
         np.subtract(found, total, out=squares)
         np.maximum(squares, 0, out=squares)
+        # Not NaN where the squares of finite elements are too large.
+        squares[found == np.inf] = np.inf
         return Shifted(y, shift, of_rows)
 
     def _merge(self, pair: Array, mark: Callable[[str], object]) -> tuple[Array, Array]:

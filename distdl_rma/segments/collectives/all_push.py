@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from distdl_rma.errors import ClosedError, ProtocolError
+from distdl_rma.errors import ProtocolError
 from distdl_rma.geometry.exchange import fingerprint
 from distdl_rma.segments.manager import SegmentManager
 from distdl_rma.segments.memory.array_bytes import as_bytes
@@ -150,7 +150,7 @@ class AllPush:
 
     def _check(self) -> None:
         if self._closed or self._manager.closed:
-            raise ClosedError(f"vectors {self._name!r}: already closed")
+            raise self._manager.closed_error(f"vectors {self._name!r}")
 
     def _slot(self, parity: int) -> int:
         return (parity * len(self._ranks) + self._me) * self._nbytes

@@ -29,6 +29,15 @@ class Allgather(Collective):
     ``active`` is this rank's part of the next result. On a node every rank loads the vectors of the others;
     between nodes MPI's ``Iallgatherv`` combines the vectors of the nodes. ``count`` is the length of every
     vector, or a sequence with one length for each of ``ranks``.
+
+    Examples
+    --------
+    >>> machine = Machine(MPI.COMM_WORLD)
+    >>> everyone = machine.group().allgather(2)
+    >>> everyone.active[:] = [machine.rank, 7]
+    >>> everyone.start()
+    >>> everyone.wait()
+    array([0., 7., 1., 7.], dtype=float32)
     """
 
     def __init__(
@@ -155,6 +164,16 @@ class Bcast(Collective):
     ``Ibcast`` sends it to one rank of each node. At the root a step is complete once the ranks of its node
     have the vector. A step overwrites ``active`` on all ranks except the root. Requirement A15, for one
     direction of the reduction.
+
+    Examples
+    --------
+    >>> machine = Machine(MPI.COMM_WORLD)
+    >>> settings = machine.group().broadcast(2, root=0)
+    >>> if machine.rank == 0:
+    ...     settings.active[:] = [0.1, 8]
+    >>> settings.start()
+    >>> settings.wait()
+    array([0.1, 8. ], dtype=float32)
     """
 
     def __init__(

@@ -57,6 +57,15 @@ class Allreduce(Collective):
     Notes
     -----
     Interface document, sections 3.1 and 4.1; requirement A15.
+
+    Examples
+    --------
+    >>> machine = Machine(MPI.COMM_WORLD)
+    >>> most = machine.group().allreduce(2, op="max")
+    >>> most.active[:] = [machine.rank, 7]
+    >>> most.start()
+    >>> most.wait()
+    array([1., 7.], dtype=float32)
     """
 
     def __init__(
@@ -71,11 +80,11 @@ class Allreduce(Collective):
         one_round: bool = False,
         divisor: int | None = None,
     ) -> None:
-        self.element = element_of(dtype, name)
+        self.element = element_of(dtype, repr(name))
         self.count, self.dtype, self.op = check_count(count, name), self.element.storage, op
         site = CollectiveSite.checked(manager, ranks, name)
         size = len(site.layout.ranks)
-        reduction = Reduction(op, self.element, size if divisor is None else divisor, name)
+        reduction = Reduction(op, self.element, size if divisor is None else divisor, repr(name))
         pushes = all_push_is_better(size, self.count * self.dtype.itemsize, one_round)
         super().__init__((_ByAllPush if pushes else _AllreduceByNodes)(site, self.count, reduction))
 
@@ -215,6 +224,15 @@ class Reducescatter(Collective):
     :class:`Allreduce`. Between nodes MPI's ``Ireduce_scatter`` combines the sums of the nodes, or ``Ireduce``
     if one node gets all parts. ``count`` is the length of the whole vector, which is cut into balanced parts;
     or a sequence with the length of each part. ``op`` is as for :class:`Allreduce`.
+
+    Examples
+    --------
+    >>> machine = Machine(MPI.COMM_WORLD)
+    >>> parts = machine.group().reduce_scatter(4)
+    >>> parts.active[:] = range(4)
+    >>> parts.start()
+    >>> parts.wait()  # this rank's half of the sum
+    array([0., 2.], dtype=float32)
     """
 
     def __init__(
@@ -226,7 +244,7 @@ class Reducescatter(Collective):
         op: str = "sum",
         name: str = "reduce_scatter",
     ) -> None:
-        self.element = element_of(dtype, name)
+        self.element = element_of(dtype, repr(name))
         site = CollectiveSite.checked(manager, ranks, name)
         size = len(site.layout.ranks)
         self.dtype, self.op = self.element.storage, op
@@ -235,7 +253,7 @@ class Reducescatter(Collective):
         else:
             self.counts = Balanced(check_count(count, name), size).lengths
         self.count = sum(self.counts)
-        reduction = Reduction(op, self.element, size, name)
+        reduction = Reduction(op, self.element, size, repr(name))
         terms = f"collective={type(self).__name__}\ncounts={self.counts}"
         super().__init__(_ReducescatterByNodes(site, self.counts, reduction, terms))
 
@@ -246,6 +264,15 @@ class Reduce(Reducescatter):
     A reduce-scatter whose only part is the root's: the ranks of a node reduce a share each. They store it to
     the root, or MPI's ``Ireduce`` sends it to the root's node. ``result`` has no elements on other ranks. It
     is bitwise the same in every run, and on one node that of :class:`Allreduce`.
+
+    Examples
+    --------
+    >>> machine = Machine(MPI.COMM_WORLD)
+    >>> total = machine.group().reduce(2, root=0)
+    >>> total.active[:] = [machine.rank, 1]
+    >>> total.start()
+    >>> total.wait()  # no elements on other ranks
+    array([1., 2.], dtype=float32)
     """
 
     def __init__(

@@ -32,6 +32,15 @@ class Alltoall(Collective):
     ``count`` is the length of every block; or a table, equal on all ranks, whose row for each sender has the
     length of its block for each receiver. On all ranks the memory fits the longest operand and the longest
     result. ``sends`` and ``receives`` are the lengths of the blocks in ``active`` and in ``result``.
+
+    Examples
+    --------
+    >>> machine = Machine(MPI.COMM_WORLD)
+    >>> blocks = machine.group().alltoall(1)
+    >>> blocks.active[:] = [10 * machine.rank, 10 * machine.rank + 1]  # for rank 0, for rank 1
+    >>> blocks.start()
+    >>> blocks.wait()
+    array([ 0., 10.], dtype=float32)
     """
 
     def __init__(

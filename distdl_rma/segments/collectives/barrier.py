@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from distdl_rma.errors import ClosedError
 from distdl_rma.geometry.exchange import fingerprint
 from distdl_rma.segments.manager import SegmentManager
 from distdl_rma.segments.waiting.header import WaitReason
@@ -63,7 +62,7 @@ class Barrier:
         having come.
         """
         if self._closed or self._manager.closed:
-            raise ClosedError(f"barrier {self.name!r}: already closed")
+            raise self._manager.closed_error(f"barrier {self.name!r}")
         if not self._notify:
             self.connect(timeout)
         if self._at == self._turns and self._notified < 0:

@@ -9,11 +9,12 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import ArrayLike
 
-from distdl_rma.errors import ClosedError, ProtocolError, ShapeError
+from distdl_rma.errors import ProtocolError, ShapeError
 from distdl_rma.segments.collectives.barrier import Barrier
 from distdl_rma.segments.collectives.node_layout import NodeLayout
 from distdl_rma.segments.collectives.reduction import Array
 from distdl_rma.segments.manager import SegmentManager
+from distdl_rma.segments.memory.array_bytes import as_array
 from distdl_rma.segments.waiting.header import WaitReason
 
 # Looks at the flags of a small step before the rank waits by ``Waiter.until``.
@@ -148,10 +149,13 @@ class Collective:
     def __call__(self, values: ArrayLike) -> Array:
         """Carry out a step on values: write, start and wait; blocking. Returns ``result``.
 
-        ``ShapeError`` if the values are floats and the elements are not, or complex and the elements real.
+        ``ShapeError`` if the values are masked, floats where the elements are not, or complex where these are
+        real.
         """
         active = self.active
         alike = values.__class__ is np.ndarray and values.dtype == active.dtype
+        if not alike and isinstance(values, np.ma.MaskedArray):
+            as_array(values, repr(self.name))
         if not alike and (kind := _lossy(values, active.dtype)) is not None:
             raise ShapeError(f"{self.name!r}: values of {kind} do not fit into {active.dtype}")
         active[...] = values
@@ -260,7 +264,7 @@ class Collective:
 
     def _check(self) -> None:
         if self._closed or self._manager.closed:
-            raise ClosedError(f"{type(self).__name__} {self.name!r}: already closed")
+            raise self._manager.closed_error(f"{type(self).__name__} {self.name!r}")
         if self._algorithm.broken:
             raise ProtocolError(
                 f"{self.name!r}: step {self._steps} was interrupted by {self._algorithm.broken}; "

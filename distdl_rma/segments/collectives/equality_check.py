@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from distdl_rma.errors import ClosedError, DistdlError, ExchangeTimeout, MismatchError, ProtocolError
+from distdl_rma.errors import DistdlError, ExchangeTimeout, MismatchError, ProtocolError
 from distdl_rma.geometry.exchange import fingerprint
 from distdl_rma.geometry.trees import dissemination
 from distdl_rma.segments.collectives.node_layout import NodeLayout
@@ -234,7 +234,7 @@ class EqualityCheck(Scripted):
 
     def _unusable(self) -> DistdlError:
         if self._closed or self._manager.closed:
-            return ClosedError(f"equality check {self.name!r}: already closed")
+            return self._manager.closed_error(f"equality check {self.name!r}")
         return ProtocolError(f"{self.name!r}: epoch {self.epoch} was interrupted by {self.broken}")
 
     def _board_is_full(self, epoch: int) -> bool:

@@ -23,6 +23,14 @@ class Group(SharedByCopies):
     ``ranks`` are rank ids, unique and in any order, all ranks of the machine if None. Messages name the group
     by ``name``, which is equal on all ranks. ``PartitionError`` if a rank is listed twice or is not of the
     machine, or this rank is missing. The caller owns the collectives that the methods make, and closes them.
+
+    Examples
+    --------
+    >>> machine = Machine(MPI.COMM_WORLD)
+    >>> group = machine.group()
+    >>> group.ranks, group.rank
+    ((0, 1), 0)
+    >>> group.barrier()
     """
 
     def __init__(

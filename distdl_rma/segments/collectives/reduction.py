@@ -104,7 +104,7 @@ def element_of(dtype: DTypeLike | Element, who: str) -> Element:
     except TypeError:
         name = ""
     if name not in _ELEMENTS:
-        raise ShapeError(f"{who!r}: a reduction takes one of {list(_ELEMENTS)}, got {dtype!r}")
+        raise ShapeError(f"{who}: a reduction takes one of {list(_ELEMENTS)}, got {dtype!r}")
     return _ELEMENTS[name]
 
 
@@ -160,13 +160,13 @@ class Reduction:
 
     def __init__(self, op: str, element: Element, divisor: int, who: str) -> None:
         if op not in _OPERATIONS:
-            raise ArgumentError(f"{who!r}: operation is one of {list(_OPERATIONS)}, got {op!r}")
+            raise ArgumentError(f"{who}: operation is one of {list(_OPERATIONS)}, got {op!r}")
         # Words stand for floats of 16 bits.
         kind = "f" if element.wide.kind == "f" else element.storage.kind
         if (op, kind) in _REFUSED:
-            raise ShapeError(f"{who!r}: {_REFUSED[op, kind]}; got {element.name}")
+            raise ShapeError(f"{who}: {_REFUSED[op, kind]}; got {element.name}")
         if divisor < 1:
-            raise ArgumentError(f"{who!r}: a mean divides by at least 1, got {divisor}")
+            raise ArgumentError(f"{who}: a mean divides by at least 1, got {divisor}")
         self.op, self.element, self.divisor, self._who = op, element, divisor, who
         function, self.mpi = _OPERATIONS[op]
         self._function = _product if function is np.multiply and element.wide.kind == "c" else function

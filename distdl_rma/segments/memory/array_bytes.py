@@ -16,6 +16,8 @@ from numpy.typing import DTypeLike, NDArray
 from distdl_rma.errors import ArgumentError, ShapeError
 from distdl_rma.segments.transport.links import ByteRuns
 
+# Types whose memory is all that they are, unlike that of masked arrays; looked up without a call.
+PLAIN = {np.ndarray, memoryview, bytes, bytearray}
 # Numeric kinds of numpy; each kind can hold the kinds before it.
 _NUMBERS = "biufc"
 
@@ -23,6 +25,8 @@ _NUMBERS = "biufc"
 def as_array(data: Any, what: str) -> NDArray[Any]:
     """Array over the memory of an array, tensor or other buffer; no copy. ``ShapeError`` if not possible."""
     if isinstance(data, np.ndarray):
+        if isinstance(data, np.ma.MaskedArray):
+            raise ShapeError(f"{what}: a masked array: what is masked has no value; pass x.filled(value)")
         array = data
     elif hasattr(data, "__array__"):
         try:
@@ -58,7 +62,8 @@ def as_bytes(data: Any, what: str) -> memoryview:
     """Contiguous bytes of an array, tensor or buffer: a view if it is contiguous, else a packed copy."""
     try:
         view = memoryview(data)
-        if view.c_contiguous and "O" not in view.format:
+        plain = data.__class__ in PLAIN or not isinstance(data, np.ma.MaskedArray)
+        if plain and view.c_contiguous and "O" not in view.format:
             return view.cast("B") if view.nbytes else memoryview(bytearray())
     except (TypeError, ValueError, BufferError):
         pass
@@ -67,10 +72,15 @@ def as_bytes(data: Any, what: str) -> memoryview:
 
 def as_offset(offset: Any, what: str) -> int:
     """Offset as a Python integer, which cannot overflow; ``ArgumentError`` if it is no integer."""
+    return as_integer(offset, f"{what}: an offset is a whole number of bytes")
+
+
+def as_integer(value: Any, what: str) -> int:
+    """Value as a Python integer; ``ArgumentError``, which begins with ``what`` is wanted, if it is none."""
     try:
-        return as_int(offset)
+        return as_int(value)
     except TypeError:
-        raise ArgumentError(f"{what}: an offset is a whole number of bytes, got {offset!r}") from None
+        raise ArgumentError(f"{what}, got {value!r}") from None
 
 
 def as_values(data: Any, dtype: np.dtype[Any], what: str) -> NDArray[Any]:
@@ -90,8 +100,6 @@ def as_values(data: Any, dtype: np.dtype[Any], what: str) -> NDArray[Any]:
             return np.asarray(data, dtype)
         except (TypeError, ValueError) as error:
             raise ShapeError(f"{what}: the list does not fit into an array of {dtype}: {error}") from None
-    if isinstance(data, np.ma.MaskedArray):
-        raise ShapeError(f"{what}: a masked array does not fit into {dtype}: what is masked has no value")
     source = as_array(data, what)
     if source.dtype == dtype or (_is_castable(source.dtype, dtype) and _comes_back(source, dtype)):
         return source

@@ -16,13 +16,14 @@ from numpy.typing import DTypeLike, NDArray
 from distdl_rma.errors import (
     ArgumentError,
     ClosedError,
+    DistdlError,
     MismatchError,
     PartitionError,
     ProtocolError,
     ShapeError,
 )
 from distdl_rma.geometry.exchange import fingerprint
-from distdl_rma.segments.memory.array_bytes import ArrayLayout, as_offset
+from distdl_rma.segments.memory.array_bytes import ArrayLayout, as_integer, as_offset
 from distdl_rma.segments.memory.context import SegmentContext
 from distdl_rma.segments.memory.remote_buffer import NOTIFICATION_BITS, Location, RemoteBuffer
 from distdl_rma.segments.options import check_timeout
@@ -238,6 +239,18 @@ class SegmentBuffer:
     A notification is 0 until a peer sets it, and again after a reset; its value is from 1 to 2**32 - 1. A
     rank that sees a notification also sees its sender's earlier puts. An index out of range raises
     ``ArgumentError``. Interface document, chapter 2.
+
+    Examples
+    --------
+    >>> machine = Machine(MPI.COMM_WORLD)
+    >>> peer = 1 - machine.rank
+    >>> inbox = machine.segments.get_segment_buffer(32, notifications=1)
+    >>> there = inbox.exchange([peer], label="inbox")[peer]
+    >>> there.put_notify(np.full(4, 2.5), index=0)
+    >>> inbox.notify_wait(0)
+    1
+    >>> inbox.view(np.float64, (4,))
+    array([2.5, 2.5, 2.5, 2.5])
     """
 
     def __init__(self, context: SegmentContext, nbytes: int, notifications: int, owner: str) -> None:
@@ -404,11 +417,9 @@ class SegmentBuffer:
         return first + lowest if pending[lowest] else None
 
     def _range(self, first: int, count: int | None) -> tuple[int, int]:
-        try:
-            first = as_int(first)
-            stop = self.notifications if count is None else first + as_int(count)
-        except TypeError:
-            raise ArgumentError(f"notifications are given by integers, got {first!r} and {count!r}") from None
+        first = as_integer(first, "notifications are given by integers")
+        count = self.notifications - first if count is None else count
+        stop = first + as_integer(count, "a number of notifications is an integer")
         self._check()
         if not 0 <= first <= stop <= self.notifications:
             known = f"a buffer that has {self.notifications} of them"
@@ -426,7 +437,8 @@ class SegmentBuffer:
     def _reason(self, first: int, stop: int, ranks: tuple[int, ...]) -> WaitReason:
         several = stop > first + 1
         which = f"one of notifications {first} to {stop - 1}" if several else f"notification {first}"
-        return WaitReason(ranks, f"to set {which} of buffer {self.owner!r}", anyone=True)
+        hint = "" if ranks else "no rank has its address yet: exchange() gives it to peers"
+        return WaitReason(ranks, f"to set {which} of buffer {self.owner!r}", hint, anyone=True)
 
     # For channels and collectives: words that hold growing epochs, each with one writer.
 
@@ -520,10 +532,11 @@ class SegmentBuffer:
         gone = ", gone" if self._freed or self._context.closed else ""
         return f"SegmentBuffer({self.owner!r}, {self.nbytes} bytes, {self.notifications} notifications{gone})"
 
-    def _wrong(self, index: int) -> ClosedError | ArgumentError:
-        if self._freed or self._context.closed:
-            why = "already freed" if self._freed else "its machine is already closed"
-            return ClosedError(f"segment buffer {self.owner!r}: {why}")
+    def _wrong(self, index: int) -> DistdlError:
+        if self._freed:
+            return ClosedError(f"segment buffer {self.owner!r}: already freed")
+        if self._context.closed:
+            return self._context.closed_error(f"machine of segment buffer {self.owner!r}")
         return ArgumentError(f"notification {index!r} of a buffer that has {self.notifications}")
 
     def _check(self) -> None:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import random
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from itertools import count
 from typing import Any, NoReturn, Protocol, Self
 
 from mpi4py import MPI
 
-from distdl_rma.errors import ArgumentError, ClosedError, UnsupportedError
+from distdl_rma.errors import ArgumentError, ClosedError, DistdlError, ProtocolError, UnsupportedError
 from distdl_rma.segments.options import check_timeout
 from distdl_rma.segments.transport.heap import Heap
 from distdl_rma.segments.transport.segment import Segment
+from distdl_rma.segments.transport.virtual_ranks import is_virtual
 from distdl_rma.segments.waiting.header import WaitReason
 from distdl_rma.segments.waiting.waiter import Waiter
 
@@ -46,6 +49,33 @@ class Handshake(Protocol):
         """End the handshake if one of these ranks takes part in it; return whether one does."""
 
 
+_FORK = (
+    "this process is a fork of a rank and no rank itself: communicate in the rank, or let multiprocessing"
+    " start the process by 'spawn'"
+)
+_contexts: weakref.WeakSet[SegmentContext] = weakref.WeakSet()
+# Whether this process was forked while MPI was running, once for each such fork on the way to it.
+_forks: list[bool] = []
+
+
+def refuse_fork(comm: MPI.Intracomm) -> None:
+    """Raise ``ProtocolError`` if this process is a fork of a rank, unless the ranks are virtual; local."""
+    if _forks and not is_virtual(comm):
+        raise ProtocolError(f"machine: {_FORK}")
+
+
+def _close_in_fork() -> None:
+    _forks.extend([True] * (MPI.Is_initialized() and not MPI.Is_finalized()))
+    for context in tuple(_contexts):
+        if not context.closed:
+            context.closed = context.forked = True
+            # Another thread of the rank may have held the lock, and is not here to release it.
+            getattr(context.segment.lock, "_at_fork_reinit", bool)()
+
+
+os.register_at_fork(after_in_child=_close_in_fork)
+
+
 class SegmentContext:
     """One rank's access to the segments of a machine: its memory, its links to the peers, and its waits.
 
@@ -61,12 +91,18 @@ class SegmentContext:
         # How often this rank settled an error with each rank; and handshakes without a success.
         self.settled = dict.fromkeys(ranks, 0)
         self.handshakes: set[Handshake] = set()
-        self.closed = False
+        # In a process that was forked from this one, all that checks ``closed`` refuses to work.
+        self.closed = self.forked = False
+        _contexts.add(self)
 
     def check_open(self) -> None:
-        """Raise ``ClosedError`` if the machine was closed."""
+        """Raise ``ClosedError`` if the machine was closed, ``ProtocolError`` in a fork of the rank."""
         if self.closed:
-            raise ClosedError("segment manager: already closed")
+            raise self.closed_error("machine")
+
+    def closed_error(self, what: str) -> DistdlError:
+        """Error of something that was closed, or whose machine was closed, or cannot be used in a fork."""
+        return ProtocolError(f"{what}: {_FORK}") if self.forked else ClosedError(f"{what}: already closed")
 
     def has_late_writers(self, offset: int) -> bool:
         """Whether peers may have the address of a buffer by a handshake that has not succeeded here."""
@@ -111,6 +147,19 @@ class Queue:
     A put posted to a queue makes no copy: its source must not change before ``wait`` returns. A get posted to
     a queue has filled its array when ``wait`` returns. :meth:`SegmentManager.queue` makes queues, as many as
     wanted; the peer does not see which queue an operation was posted to.
+
+    Examples
+    --------
+    >>> machine = Machine(MPI.COMM_WORLD)
+    >>> peer = 1 - machine.rank
+    >>> inbox = machine.segments.get_segment_buffer(32, notifications=1)
+    >>> there = inbox.exchange([peer], label="inbox")[peer]
+    >>> queue, data = machine.segments.queue(), np.full(4, 2.5)
+    >>> there.put(data, queue=queue)
+    >>> there.notify(0)
+    >>> queue.wait()  # now data may change
+    >>> inbox.notify_wait(0)  # and the peer's data is here
+    1
     """
 
     def __init__(self, context: SegmentContext, name: str) -> None:

@@ -14,9 +14,17 @@ import numpy as np
 from mpi4py import MPI
 from numpy.typing import DTypeLike, NDArray
 
-from distdl_rma.errors import ArgumentError, ClosedError, ShapeError
+from distdl_rma.errors import ArgumentError, ShapeError
 from distdl_rma.segments.large_arrays import copy, number_of_threads
-from distdl_rma.segments.memory.array_bytes import ArrayLayout, as_bytes, as_offset, as_target, as_values
+from distdl_rma.segments.memory.array_bytes import (
+    PLAIN,
+    ArrayLayout,
+    as_bytes,
+    as_integer,
+    as_offset,
+    as_target,
+    as_values,
+)
 from distdl_rma.segments.memory.context import Queue, SegmentContext, check_queue
 from distdl_rma.segments.options import check_timeout
 from distdl_rma.segments.transport.heap import Bytes
@@ -62,6 +70,18 @@ class RemoteArray:
 
     Keys are those of numpy, made of integers, slices and one ellipsis. A put does not block for the transfer,
     and ``x`` may be changed on return. A get blocks and returns a new array.
+
+    Examples
+    --------
+    >>> machine = Machine(MPI.COMM_WORLD)
+    >>> peer = 1 - machine.rank
+    >>> inbox = machine.segments.get_segment_buffer(32, notifications=1)
+    >>> there = inbox.exchange([peer], label="inbox")[peer]
+    >>> array = there.view(np.float64, (2, 2))
+    >>> array[0] = [1, 2]
+    >>> array[1] = [3, 4]
+    >>> array[:, 0]
+    array([1., 3.])
     """
 
     def __init__(self, buffer: RemoteBuffer, layout: ArrayLayout, offset: int) -> None:
@@ -112,7 +132,7 @@ class RemoteArray:
         part = self._layout.part(key)
         source = as_values(data, self.dtype, "put")
         buffer = self._buffer
-        buffer._check_open()
+        buffer._context.check_open()
         try:
             if self._near is not None:
                 # Directly to the target: packing would be one more pass over the data.
@@ -168,6 +188,20 @@ class RemoteBuffer:
 
     ``peer`` is the rank id of the owner, ``nbytes`` and ``notifications`` are the sizes of the buffer, and
     ``note`` are the integers that the owner sent to this rank.
+
+    Examples
+    --------
+    >>> machine = Machine(MPI.COMM_WORLD)
+    >>> peer = 1 - machine.rank
+    >>> inbox = machine.segments.get_segment_buffer(32, notifications=1)
+    >>> there = inbox.exchange([peer], label="inbox")[peer]
+    >>> there.put_notify(np.full(4, 2.5), index=0)
+    >>> inbox.notify_wait(0)
+    1
+    >>> inbox.view(np.float64, (4,))[0] = -1
+    >>> machine.group().barrier()
+    >>> there.view(np.float64, (4,))[:]
+    array([-1. ,  2.5,  2.5,  2.5])
     """
 
     def __init__(self, context: SegmentContext, peer: int, location: Location, note: tuple[int, ...]) -> None:
@@ -196,12 +230,14 @@ class RemoteBuffer:
         source = as_bytes(data, "put")
         if queue is not None:
             check_queue(queue, "put")
-        # As Python integers: those of numpy overflow.
-        offset, nbytes = as_int(offset), len(source)
+        nbytes = len(source)
+        if offset.__class__ is not int:
+            # Integers of numpy overflow.
+            offset = as_offset(offset, "put")
         if offset < 0 or offset + nbytes > self.nbytes:
             raise self._outside(offset, nbytes)
         if self._context.closed:
-            self._check_open()
+            self._context.check_open()
         near = self._bytes
         if near is not None:
             if nbytes > _PIECE_NBYTES:
@@ -236,11 +272,11 @@ class RemoteBuffer:
         indices in any order. With ``last``, this notification also comes after all earlier notifications from
         this rank to that peer: once the peer sees it, all have arrived.
         """
-        index, value = as_int(index), as_int(value)
-        if not (0 <= index < self.notifications and 1 <= value <= _LARGEST_VALUE):
-            self.check_notification(index, value)
+        known = index.__class__ is value.__class__ is int
+        if not (known and 0 <= index < self.notifications and 1 <= value <= _LARGEST_VALUE):
+            index, value = self.check_notification(index, value)
         if self._context.closed:
-            self._check_open()
+            self._context.check_open()
         word = value << NOTIFICATION_BITS | next(self._sequence) & _SEQUENCE
         if self._near_words is None:
             self._link.notify(self._first_word + index, word, last=last)
@@ -261,20 +297,22 @@ class RemoteBuffer:
             self.notify(index, value)
             return
         # Put and notify in one function: for a near peer, the calls would take longer than the copy.
-        index, value, offset = as_int(index), as_int(value), as_int(offset)
-        if not (0 <= index < self.notifications and 1 <= value <= _LARGEST_VALUE):
-            self.check_notification(index, value)
+        known = index.__class__ is value.__class__ is offset.__class__ is int
+        if not (known and 0 <= index < self.notifications and 1 <= value <= _LARGEST_VALUE):
+            index, value = self.check_notification(index, value)
+            offset = as_offset(offset, "put_notify")
         try:
             view = memoryview(data)
             # Python objects can be cast too, to their addresses.
-            source = view.cast("B") if view.format != "O" else as_bytes(data, "put")
+            plain = data.__class__ in PLAIN and view.format != "O"
+            source = view.cast("B") if plain else as_bytes(data, "put")
         except (TypeError, ValueError, BufferError):
             source = as_bytes(data, "put")
         nbytes = len(source)
         if offset < 0 or offset + nbytes > self.nbytes:
             raise self._outside(offset, nbytes)
         if self._context.closed:
-            self._check_open()
+            self._context.check_open()
         if nbytes > _PIECE_NBYTES:
             _copy_in_pieces(near, offset, source)
         else:
@@ -335,7 +373,7 @@ class RemoteBuffer:
         notifier = getattr(inbox, "notifier", None)
         if notifier is None:
             raise ArgumentError(f"get_notify: notifies a buffer of this rank, got {type(inbox).__name__}")
-        self._check_open()
+        self._context.check_open()
         notify = notifier(self._context, self.peer, index, value)
         fetch = self._fetch_into(target, offset)
         if fetch.near is not None or not target.nbytes:
@@ -399,10 +437,8 @@ class RemoteBuffer:
             check_timeout(timeout)
         if self._context.closed:
             self._context.check_open()
-        try:
-            offset = as_int(offset)
-        except TypeError:
-            as_offset(offset, "an atomic")
+        if offset.__class__ is not int:
+            offset = as_offset(offset, "an atomic")
         if offset % 8 or offset < 0 or offset + 8 > self.nbytes:
             there = f"inside rank {self.peer}'s buffer of {self.nbytes} bytes"
             raise ShapeError(f"an atomic works on 8 bytes at a multiple of 8 {there}, got offset {offset}")
@@ -456,7 +492,8 @@ class RemoteBuffer:
 
     def check_notification(self, index: int, value: int) -> tuple[int, int]:
         """Return index and value as Python integers; ``ArgumentError`` if one is out of range."""
-        index, value = as_int(index), as_int(value)
+        index = as_integer(index, "a notification's index is an integer")
+        value = as_integer(value, "a notification's value is an integer")
         if not 0 <= index < self.notifications:
             raise ArgumentError(f"notification {index} of a buffer that has {self.notifications}")
         if not 1 <= value <= _LARGEST_VALUE:
@@ -473,10 +510,6 @@ class RemoteBuffer:
     def _outside(self, offset: int, nbytes: int) -> ShapeError:
         here = f"rank {self.peer}'s buffer of {self.nbytes} bytes"
         return ShapeError(f"{nbytes} bytes at offset {offset} are not inside {here}")
-
-    def _check_open(self) -> None:
-        if self._context.closed:
-            raise ClosedError(f"buffer of rank {self.peer}: the machine is already closed")
 
     def _near_view(self, offset: int, dtype: np.dtype[Any], shape: tuple[int, ...]) -> NDArray[Any] | None:
         if self._near is None:
@@ -498,7 +531,7 @@ class RemoteBuffer:
     ) -> None:
         # Blocking without a queue.
         if self._context.closed:
-            self._check_open()
+            self._context.check_open()
         far = []
         for fetch in fetches:
             self._counters.gets += 1
@@ -544,7 +577,7 @@ class RemoteBuffer:
         if len(short) < 2 or overlap:
             return parts
         if self._context.closed:
-            self._check_open()
+            self._context.check_open()
         packed = np.frombuffer(b"".join(source for _, source in short), np.uint8)
         self._put(ByteRuns.together(places), packed, queue)
         self._counters.puts += len(short)
@@ -556,7 +589,7 @@ class RemoteBuffer:
 
 
 def _int64(value: int) -> int:
-    number = as_int(value)
+    number = as_integer(value, "an atomic works on integers of 64 bits")
     if not -(1 << 63) <= number < 1 << 63:
         raise ArgumentError(f"an atomic works on integers of 64 bits, got {number}")
     return number

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import mmap
 import os
+import resource
+import sys
 import threading
 import weakref
 from collections import deque
 from contextlib import suppress
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -80,7 +83,7 @@ class Arena:
             with self._lock:
                 offset = self._heap.allocate(size)
         except SegmentError:
-            free = f"{self._heap.free_bytes} of {self._heap.nbytes} are free, largest block"
+            free = f"{self._heap.free_bytes} of {self._heap.nbytes} bytes are free, largest block"
             raise MemoryError(
                 f"no room for a result of {nbytes} bytes: {free} {self._heap.largest_gap}"
             ) from None
@@ -137,12 +140,23 @@ def attach(place: Place) -> Bytes | None:
 _arenas: dict[int, Arena | None] = {}
 
 
+def addresses_left() -> int:
+    """Bytes of addresses that this process may still map (``ulimit -v``)."""
+    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+    if limit == resource.RLIM_INFINITY:
+        return sys.maxsize
+    mapped = int(Path("/proc/self/statm").read_text().split()[0]) * mmap.PAGESIZE
+    return max(0, limit - mapped)
+
+
 def own_arena() -> Arena | None:
     """Arena of this process, created by the first call; None if the system has none."""
     process = os.getpid()
     if process not in _arenas:
         try:
-            _arenas[process] = Arena(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+            # Where addresses are few, segments need them.
+            nbytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+            _arenas[process] = Arena(nbytes) if addresses_left() == sys.maxsize else None
         except (OSError, ValueError, AttributeError, OverflowError):
             _arenas[process] = None
     return _arenas[process]

@@ -60,8 +60,8 @@ class Heap:
             last = next((gap for at, gap in self._gaps if at + gap == self.nbytes), 0)
             enough = -(-(self.nbytes + size - last) // _MEBIBYTE)
             raise SegmentError(
-                f"segment exhausted: asked for {nbytes} bytes, {self.free_bytes} of {self.nbytes} are free,"
-                f" largest block {self.largest_gap}; DISTDL_RMA_SEGMENT_SIZE={enough}MiB or"
+                f"segment exhausted: asked for {nbytes} bytes, {self.free_bytes} of {self.nbytes} bytes are"
+                f" free, largest block {self.largest_gap} bytes; DISTDL_RMA_SEGMENT_SIZE={enough}MiB or"
                 f" Machine(segment_size='{enough}MiB') is enough for this, and for more take more"
             )
         offset, available = min(fitting, key=lambda gap: gap[1])

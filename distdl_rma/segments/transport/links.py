@@ -22,6 +22,11 @@ from distdl_rma.trace import Counters
 _LONG_RUN_BYTES = 64 << 10
 # Longest parts of a list that travel together: packing them takes less time than a transfer each.
 SHORT_RUN_BYTES = 2 << 10
+# Transfers of which the peer learns first, so that both call MPI often in waits: a transport in software
+# moves a few KiB in each call. Others add the bytes that they move to or from a segment to a word behind the
+# records of its header.
+_TOLD_BYTES = 256 << 10
+MOVING_WORD = 255
 # Consecutive answers without a new operation after which a flush follows, since some operations may complete
 # after the first answer; and most questions before a flush, in case operations begin all the time.
 _ANSWERS, _MOST_QUESTIONS = 2, 5
@@ -92,14 +97,17 @@ class RmaPeer:
         self.begun += 1
         return _transfers(runs, out, lambda part, there: self._window.Rget(part, self._position, there))
 
-    def replace(self, word: int, values: NDArray[np.int64], before: NDArray[np.int64]) -> MPI.Request:
+    def change(
+        self, word: int, values: NDArray[np.int64], before: NDArray[np.int64], op: MPI.Op = MPI.REPLACE
+    ) -> MPI.Request:
         """Begin to set consecutive words of the peer, each atomically, and to get their old values.
 
         MPI orders operations on the same word, and no others.
         """
         self.begun += 1
-        there = word * 8, len(values), MPI.INT64_T
-        return self._window.Rget_accumulate(values, before, self._position, there, op=MPI.REPLACE)
+        # The type that mpi4py sees in the arrays: Open MPI adds equal types only.
+        there = word * 8, len(values), MPI.LONG
+        return self._window.Rget_accumulate(values, before, self._position, there, op=op)
 
     def arrived(self, begun: int) -> bool:
         """Whether the first ``begun`` operations have arrived; asks the peer, does not block."""
@@ -377,12 +385,16 @@ class RemoteLink:
         self._words: list[_Transfer] = []
         self._gets: list[_Get] = []
         self._tidy_at = self._tidy_words_at = _MANY_TRANSFERS
+        # Bytes of large transfers of which the peer knows, until all of them are complete at this end.
+        self.moving = 0
 
     @_reaching
     def put(self, runs: ByteRuns, data: Bytes) -> list[MPI.Request]:
         """Begin to copy contiguous bytes into the peer's segment; do not change them until they are sent."""
         with self._lock:
             self._busy.add(self)
+            if runs.total >= _TOLD_BYTES:
+                self._tell(runs.total)
             requests = self._rma.put(runs, data) if runs.total else []
             opened = self._open
             opened.begun |= bool(requests)
@@ -403,6 +415,8 @@ class RemoteLink:
         only with the lock held.
         """
         with self._lock:
+            if keep and runs.total >= _TOLD_BYTES:
+                self._tell(runs.total)
             requests = self._rma.get(runs, out)
             if keep:
                 self._busy.add(self)
@@ -444,7 +458,10 @@ class RemoteLink:
             opened = self._open
             opened.transfers = _under_way(opened.transfers)
             self._gets = [get for get in self._gets if not get.over()]
-            return not (self._pending or self._words_under_way() or self._gets or opened.transfers)
+            moves = opened.transfers or self._gets or any(one.transfers for one in self._pending)
+            if self.moving and not moves:
+                self._tell(-self.moving)
+            return not (self._pending or self._words_under_way() or moves)
 
     def _send_arrived(self) -> None:
         # Consecutive words travel together: a message costs more than its words.
@@ -477,10 +494,14 @@ class RemoteLink:
         self._words = _under_way(self._words)
         return bool(self._words)
 
-    def _send_words(self, word: int, values: list[int]) -> None:
+    def _tell(self, nbytes: int) -> None:
+        self.moving += nbytes
+        self._send_words(MOVING_WORD, [nbytes], MPI.SUM)
+
+    def _send_words(self, word: int, values: list[int], op: MPI.Op = MPI.REPLACE) -> None:
         # The operation returns the old words. Once these have arrived, the new words are set.
         source, before = np.array(values, np.int64), np.empty(len(values), np.int64)
-        self._words.append((self._rma.replace(word, source, before), (source, before)))
+        self._words.append((self._rma.change(word, source, before, op), (source, before)))
         if len(self._words) > self._tidy_words_at:
             # A rank may notify repeatedly and never wait.
             self._words = _under_way(self._words)

@@ -21,6 +21,7 @@ from mpi4py import MPI
 
 from distdl_rma.errors import ConfigurationError, SegmentError
 from distdl_rma.segments.options import DEFAULT_TIMEOUT, SEGMENT_SIZE_VARIABLE, SegmentOptions, chosen_timeout
+from distdl_rma.segments.transport.arena import addresses_left
 from distdl_rma.segments.transport.heap import Bytes, aligned
 from distdl_rma.segments.transport.virtual_ranks import is_virtual, windows_of
 
@@ -65,6 +66,12 @@ _MADV_POPULATE_WRITE, _MADV_REMOVE = 23, 9
 _CHUNK_BYTES = 1 << 20
 # Memory left for MPI, whose own pages are also consumed only when they are touched.
 _SPARE_BYTES = 4 << 20
+# Memory of this process's control group and container, of versions 2 and 1; pages of segments count there.
+_GROUP_LIMITS = "/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"
+# Addresses left for what MPI and others map later.
+_SPARE_ADDRESSES = 256 << 20
+# More than any machine has: no limit is known.
+_ENDLESS = 1 << 50
 # Memory that MPI keeps beside each segment of a window, in two pages.
 _BESIDE_BYTES = 2 * mmap.PAGESIZE
 # Ranks return from creating a window within much less time than this of each other.
@@ -100,7 +107,7 @@ class NodeMemory:
             options.check()
             asked = options.size()
             if asked is not None and aligned(asked) < _SMALLEST:
-                raise ConfigurationError(f"a segment has at least {_SMALLEST} bytes, got {asked}")
+                raise ConfigurationError(f"a segment has at least {_SMALLEST} bytes, got {asked} bytes")
         except ConfigurationError as error:
             problem = str(error)
         answers = self._comm.allgather((problem, asked, options.transport, options.reserve))
@@ -121,11 +128,12 @@ class NodeMemory:
     def check_room(self, nbytes: int) -> None:
         """Raise ``SegmentError`` if a node lacks ``nbytes`` for each of its ranks."""
         # Memory is consumed when touched: without this check a full file system ends in SIGBUS, much later.
-        free, ranks = self._room(), self.node.size
+        ranks = self.node.size
+        room, where = self._room()
         short = ""
-        if free is not None and (nbytes + _BESIDE_BYTES) * ranks > free:
-            wanted = f"{nbytes * ranks} bytes ({ranks} ranks x {nbytes}) wanted"
-            short = f"{wanted}, {free} bytes free in {SHARED_MEMORY}"
+        if (nbytes + _BESIDE_BYTES) * ranks > room:
+            wanted = f"{nbytes * ranks} bytes ({ranks} ranks x {nbytes} bytes) wanted"
+            short = f"{wanted}, {room} bytes {where}"
         lacking = self._first_problem(short)
         if lacking:
             raise SegmentError(f"not enough shared memory: {lacking[1]}; {_REMEDY}")
@@ -226,21 +234,23 @@ class NodeMemory:
         _untouched.pop(id(self), None)
         self.node.Free()
 
-    def _room(self) -> int | None:
-        # Free bytes of shared memory; None if it is no file system of its own, or if virtual ranks need none.
-        # Collective over the node.
-        if is_virtual(self.node):
-            return None
-        untouched: int = sum(self.node.allgather(sum(_untouched.values())))
-        if not SHARED_MEMORY.is_dir():
-            return None
-        return max(0, int(shutil.disk_usage(SHARED_MEMORY).free) - untouched)
+    def _room(self) -> tuple[int, str]:
+        # Bytes that the node's ranks can have together, and where these are. Collective over the node.
+        known = self.node.allgather((sum(_untouched.values()), addresses_left()))
+        # Every rank maps the segments of all ranks of its node.
+        left = min(addresses for _, addresses in known) - _SPARE_ADDRESSES
+        rooms = [(max(0, left), "of addresses left to a process (ulimit -v)")]
+        if not is_virtual(self.node):
+            rooms.append((max(0, _free() - sum(used for used, _ in known)), f"free in {SHARED_MEMORY}"))
+        return min(rooms)
 
     def _default_size(self, reserve: bool) -> int:
-        free = self._room()
-        share = _LARGEST_DEFAULT if free is None else free // 2 // self.node.size
-        if free is None and is_virtual(self._comm):
-            share //= self._comm.size
+        share = self._room()[0] // 2 // self.node.size
+        if share > _ENDLESS:
+            share = _LARGEST_DEFAULT // (self._comm.size if is_virtual(self._comm) else 1)
+        for file in _GROUP_LIMITS:
+            with suppress(OSError, ValueError):
+                share = min(share, int(Path(file).read_text()) // 2 // self.node.size)
         # Nodes may have different shares; the smallest fits everywhere.
         share = int(self._comm.allreduce(share, MPI.MIN))
         # Pages that are consumed only when touched allow a large default. Reserving consumes all at once, and
@@ -272,7 +282,7 @@ def reserve_pages(memory: Bytes, ranks: int) -> str:
         problem = "too little is left" if _free() < _SPARE_BYTES + ranks * _CHUNK_BYTES else ""
         problem = problem or _provide(memory[begin : begin + _CHUNK_BYTES])
         if problem:
-            left = f", {_free():.0f} bytes left in {SHARED_MEMORY}" if SHARED_MEMORY.is_dir() else ""
+            left = f", {_free()} bytes left in {SHARED_MEMORY}" if SHARED_MEMORY.is_dir() else ""
             _advise(memory, _MADV_REMOVE, inside=True)
             return f"only {begin} of {memory.nbytes} bytes can be had: {problem}{left}"
     return ""
@@ -317,6 +327,6 @@ def _of_system(name: str, last: Any) -> Callable[..., int] | None:
     return cast(Callable[..., int], call)
 
 
-def _free() -> float:
-    # Infinite if shared memory is no file system of its own.
-    return shutil.disk_usage(SHARED_MEMORY).free if SHARED_MEMORY.is_dir() else float("inf")
+def _free() -> int:
+    # As if without a limit if shared memory is no file system of its own.
+    return shutil.disk_usage(SHARED_MEMORY).free if SHARED_MEMORY.is_dir() else sys.maxsize

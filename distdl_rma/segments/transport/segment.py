@@ -15,13 +15,15 @@ from distdl_rma.geometry.partition import grouped
 from distdl_rma.segments.options import SegmentOptions
 from distdl_rma.segments.transport.arena import attach, own_arena
 from distdl_rma.segments.transport.heap import ALIGNMENT, Bytes
-from distdl_rma.segments.transport.links import Atomics, Link, RemoteLink, RmaPeer, SharedLink
+from distdl_rma.segments.transport.links import MOVING_WORD, Atomics, Link, RemoteLink, RmaPeer, SharedLink
 from distdl_rma.segments.transport.node_memory import NodeMemory
 from distdl_rma.segments.transport.virtual_ranks import NoLock, hand_over_of
 from distdl_rma.trace import Counters
 
 # These processors never reorder a store with an earlier store, nor a load with an earlier load.
 _TOTAL_STORE_ORDER = {"x86_64", "amd64", "AMD64", "i686"}
+# Calls of MPI between two looks of a wait while large transfers are under way.
+_CALLS = 64
 # Does nothing, without a Python frame: every put and notification calls it.
 _NO_FENCE: Callable[[], object] = bool
 
@@ -41,7 +43,7 @@ class Segment:
         self, comm: MPI.Intracomm, ranks: tuple[int, ...], options: SegmentOptions, counters: Counters
     ) -> None:
         # Keeps the node's communicator to the end: MPICH 5.0 would reuse its context and hang in Unlock_all.
-        self._node_memory = NodeMemory(comm, ranks, options.node_size)
+        self._comm, self._node_memory = comm, NodeMemory(comm, ranks, options.node_size)
         node = self._node_memory.node
         self.node_ranks = tuple(ranks[p] for p in node.allgather(comm.rank))
         try:
@@ -141,6 +143,20 @@ class Segment:
         if self.has_remote:
             self._window.Sync()
         return not self._busy
+
+    @property
+    def moving(self) -> int:
+        """Bytes of large transfers under way, to other nodes or from there, at most."""
+        return self.words[MOVING_WORD] + sum(link.moving for link in tuple(self._busy))
+
+    def keep_moving(self) -> bool:
+        """Call MPI often if large transfers are under way; return whether they are. Does not block."""
+        moving = self.moving > 0
+        if moving:
+            with self.lock:
+                for _ in range(_CALLS):
+                    self._comm.Iprobe()
+        return moving
 
     def close(self) -> None:
         """Free both windows; collective. Every view of the memory dangles afterwards."""

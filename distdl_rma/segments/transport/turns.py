@@ -10,6 +10,7 @@ from time import sleep
 from typing import Any, Protocol
 
 from distdl_rma.errors import ConfigurationError, ProtocolError
+from distdl_rma.segments.transport.stuck import LOOK_SECONDS, Watch
 from distdl_rma.segments.transport.virtual_network import Network
 
 # After so many rounds in which all ranks only wait, they sleep: they wait for time to pass.
@@ -97,6 +98,8 @@ class Turns:
         self._blocked: dict[int, tuple[Callable[[], bool], str]] = {}
         # Whether all ranks end at their next turn, and whether they end without any turn.
         self.abandoned = self._called_off = False
+        # The rank that has the turn, and how many turns there were.
+        self._running, self._turns = 0, 0
         # Held until the last rank has ended.
         self._over = threading.Lock()
         for held in (*self._events, self._over):
@@ -105,7 +108,8 @@ class Turns:
     def run(self, ranks: Sequence[Callable[[], None]]) -> None:
         """Run these functions as the ranks, each in its own thread; blocking until all have ended.
 
-        ``ConfigurationError`` if there cannot be so many threads.
+        ``ConfigurationError`` if there cannot be so many threads, ``ProtocolError`` if a rank waits for a
+        lock that one without a turn has.
         """
         begin = [get() for get, _ in self._swaps]
         threads = [
@@ -116,7 +120,16 @@ class Turns:
             self._start(threads)
             try:
                 self._events[self._next()].release()
-                self._over.acquire()
+                watch = Watch(threads, __file__)
+                while not self._over.acquire(timeout=LOOK_SECONDS):
+                    problem = watch.problem(self._running, self._turns, lambda: [*self._waits])
+                    if problem:
+                        # The others end, and release what they have: then this one ends at its next wait.
+                        self._ended.add(self._running)
+                        threads.pop(self._running)
+                        self.abandoned = True
+                        self._events[self._next()].release()
+                        raise ProtocolError(problem)
             except BaseException:
                 # For example KeyboardInterrupt: each rank ends at its next turn.
                 self.abandoned = True
@@ -131,7 +144,7 @@ class Turns:
         try:
             for thread in threads:
                 thread.start()
-        except RuntimeError as error:
+        except (RuntimeError, MemoryError) as error:
             self._called_off = True
             for event in self._events:
                 event.release()
@@ -152,12 +165,14 @@ class Turns:
         finally:
             for items in _OF_EACH_RANK:
                 items.clear()
-            self._ended.add(rank)
-            self._idle = 0
-            if len(self._ended) == len(self._events):
-                self._over.release()
-            else:
-                self._events[self._next()].release()
+            # One that waited for a lock in vain may come back while the others end.
+            if rank not in self._ended:
+                self._ended.add(rank)
+                self._idle = 0
+                if len(self._ended) == len(self._events):
+                    self._over.release()
+                else:
+                    self._events[self._next()].release()
 
     def hand_over(self, rank: int, ready: Callable[[], bool] | None = None) -> bool:
         """Let the other ranks run; return at the next turn of ``rank``.
@@ -167,6 +182,8 @@ class Turns:
         """
         if self.choosing:
             return False
+        if rank in self._ended:
+            raise RunAbandoned
         self._idle += 1
         if self._idle > _IDLE_ROUNDS * (len(self._events) - len(self._ended)):
             sleep(_IDLE_SECONDS)
@@ -231,7 +248,9 @@ class Turns:
     def _next(self) -> int:
         self.choosing = True
         try:
-            return self._chosen()
+            self._running = self._chosen()
+            self._turns += 1
+            return self._running
         finally:
             self.choosing = False
 

@@ -21,6 +21,7 @@ from mpi4py import MPI
 from numpy.typing import NDArray
 
 from distdl_rma.errors import ArgumentError, ProtocolError
+from distdl_rma.segments.options import check_communicator
 from distdl_rma.segments.transport.heap import Bytes
 from distdl_rma.segments.transport.turns import Turns
 from distdl_rma.segments.transport.virtual_network import Event, VirtualRequest, VirtualWindow, flat, reduced
@@ -39,9 +40,13 @@ def world(comm: MPI.Intracomm | None = None) -> MPI.Intracomm:
     """Return ``comm``, or the communicator of all ranks if it is None or COMM_WORLD; local.
 
     In the thread of a virtual rank these are all virtual ranks, in other threads those of COMM_WORLD.
+    ``ArgumentError`` if ``comm`` is no communicator of one group of ranks, ``ProtocolError`` where MPI has
+    ended or was not started, as in a worker of a DataLoader.
     """
     if comm is None or comm is MPI.COMM_WORLD:
-        return MPI.COMM_WORLD if _here.comm is None else cast(MPI.Intracomm, _here.comm)
+        comm = MPI.COMM_WORLD if _here.comm is None else cast(MPI.Intracomm, _here.comm)
+    if not is_virtual(comm):
+        check_communicator(comm)
     return comm
 
 

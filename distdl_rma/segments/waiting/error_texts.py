@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import time
 from contextlib import suppress
 from typing import TypeVar
 
 from distdl_rma.errors import ExchangeTimeout, MismatchError, PeerFailedError, SegmentError
-from distdl_rma.segments.waiting.header import HeaderRecord, HeaderWriter, PeerHeaders, WaitReason
+from distdl_rma.segments.waiting.header import HeaderRecord, HeaderWriter, PeerHeaders, WaitReason, numbered
 
 # How long a rank of another node may take to answer before it counts as silent.
 ANSWER_SECONDS = 1.0
@@ -50,9 +51,11 @@ class TimeoutMessages:
             named.add(peer)
             record = self._headers.read(peer, deadline)
             if record is None:
-                near = self._headers.is_near(peer)
-                why = "its header could not be read" if near else f"no answer within {in_seconds(seconds)}"
-                clauses.append(f"rank {peer} is silent: {why}")
+                why, moving = f"no answer within {in_seconds(seconds)}", self._headers.segment.moving
+                if self._headers.is_near(peer):
+                    why, moving = "its header could not be read", 0
+                behind = f", behind {moving} bytes that are under way" if moving else ""
+                clauses.append(f"rank {peer} is {'busy' if moving else 'silent'}: {why}{behind}")
             elif self._headers.process_has_ended(peer, record):
                 clauses.append(f"rank {peer} is silent: its process {record.process} has ended")
             else:
@@ -72,7 +75,18 @@ class TimeoutMessages:
 
 _E = TypeVar("_E", bound=BaseException)
 # Last sentences of errors that concern several ranks, and the classes of these errors.
-USABLE, LOST = "The machine can be used further.", "The machine is lost: close it and make a new one."
+USABLE = "The machine can be used further."
+LOST = (
+    "The machine is lost: start the job again, or close it and make a new one on all ranks (for a distributed"
+    " model: model.distributed.machine.close(), model.distributed.close(), distribute())."
+)
+# A rank in a text, and what it is in; a function of a user's program, with file, line and column.
+_RANK_IN = re.compile(r"rank (\d+) (?:waited|waits since|connects|is in|sends)\b[^']*'([^']*)'")
+_CALL = re.compile(r"(\w+) \((\S+:\d+):\d+\)")
+_RANKS = re.compile(r"ranks? (\d+(?:, \d+)*)")
+_NEEDED = "; every rank has to"
+# What shows that a rank does not come to the function that another rank waits in.
+_ELSEWHERE = re.compile("they wait for each other| connects | it left, closing")
 OF_SEVERAL_RANKS = ExchangeTimeout, PeerFailedError, MismatchError, SegmentError
 
 
@@ -80,8 +94,25 @@ def append_state(error: _E, state: str) -> _E:
     """Return the error; if it concerns several ranks, its text now ends with the state of the machine."""
     if state and isinstance(error, OF_SEVERAL_RANKS) and error.args:
         text = _without_state(str(error.args[0]))
-        error.args = (f"{text}{'' if text.endswith(('.', '?', '!')) else '.'} {state}", *error.args[1:])
+        whole = f"{callers_in(text)}{text}{'' if text.endswith(('.', '?', '!')) else '.'} {state}"
+        error.args = (whole, *error.args[1:])
     return error
+
+
+def callers_in(text: str) -> str:
+    """First line for a text about ranks in different functions of a program; empty if they are not."""
+    calls: dict[str, set[int]] = {}
+    for rank, name in _RANK_IN.findall(text) if _ELSEWHERE.search(text) else ():
+        if found := _CALL.search(name):
+            way = "went backward through" if "adjoint" in name or "gradient" in name else "called"
+            calls.setdefault(f"{way} {found[1]}() at {found[2]}", set()).add(int(rank))
+    told = {int(rank) for some in _RANKS.findall(text) for rank in some.split(",")}
+    if len(calls) == 1 and told <= set().union(*calls.values()):
+        return ""
+    way = " alone" if len(calls) == 1 else ""
+    each = [f"{numbered(tuple(sorted(ranks)))}{way} {call}" for call, ranks in calls.items()]
+    both = " do both, in the same order" if each[1:] else ""
+    return f"{', but '.join(each)}{_NEEDED}{both}\n" if each else ""
 
 
 def ends_with_state(error: BaseException) -> bool:
@@ -90,7 +121,9 @@ def ends_with_state(error: BaseException) -> bool:
 
 
 def _without_state(text: str) -> str:
-    return text.removesuffix(USABLE).removesuffix(LOST).rstrip()
+    text = text.removesuffix(USABLE).removesuffix(LOST).rstrip()
+    first, _, rest = text.partition("\n")
+    return rest if _NEEDED in first else text
 
 
 def cause_of(error: BaseException) -> str:

@@ -47,7 +47,7 @@ class WaitReason:
     in_step: bool = False
 
     def __str__(self) -> str:
-        return f"for {numbered(self.ranks) if self.ranks else 'the other ranks'} {self.what}"
+        return f"for {numbered(self.ranks)} {self.what}"
 
 
 class RecordText(NamedTuple):
@@ -163,7 +163,9 @@ class HeaderRecord:
 
 
 def numbered(ranks: tuple[int, ...]) -> str:
-    """Name some ranks for a message: "rank 3", "ranks 1, 2"."""
+    """Name some ranks for a message: "rank 3", "ranks 1, 2", or "the other ranks" if it is unknown which."""
+    if not ranks:
+        return "the other ranks"
     some = ", ".join(map(str, ranks[:_RANKS])) + (", ..." if len(ranks) > _RANKS else "")
     return f"rank{'s' * (len(ranks) != 1)} {some}"
 
@@ -236,7 +238,7 @@ class PeerHeaders:
     """Headers of all ranks; those that this rank cannot load are read by gets, answered later or never."""
 
     def __init__(self, segment: Segment) -> None:
-        self._segment = segment
+        self.segment = segment
         self._namespace = namespace()
         # Pending gets; the last answer of each rank of another node, and its time.
         self._asked: dict[int, tuple[list[MPI.Request], Bytes]] = {}
@@ -246,11 +248,11 @@ class PeerHeaders:
 
     def is_near(self, rank: int) -> bool:
         """Whether a rank's header is read by load."""
-        return self._segment.link(rank).memory is not None
+        return self.segment.link(rank).memory is not None
 
     def read(self, rank: int, deadline: float) -> HeaderRecord | None:
         """Record of a rank; None if it does not answer. Blocking, until the deadline at most."""
-        memory = self._segment.link(rank).memory
+        memory = self.segment.link(rank).memory
         if memory is not None:
             for _ in range(_LOOKS):
                 record = parse(bytes(memory[:HEADER_BYTES].data))
@@ -261,10 +263,10 @@ class PeerHeaders:
         while not self._poll_answer(rank):
             if time.monotonic() > deadline:
                 return None
-            if self._segment.hand_over is None:
-                time.sleep(1e-3)
+            if self.segment.hand_over is None:
+                time.sleep(5e-5 if self.segment.keep_moving() else 1e-3)
             else:
-                self._segment.hand_over(None)
+                self.segment.hand_over(None)
         return self._answers[rank][0]
 
     def glance(self, rank: int) -> HeaderRecord | None:
@@ -295,16 +297,16 @@ class PeerHeaders:
 
     def process_has_ended(self, rank: int, record: HeaderRecord) -> bool:
         """Whether a rank's process has ended; False on another node, where that is unknown."""
-        near = rank in self._segment.node_ranks and record.namespace == self._namespace
+        near = rank in self.segment.node_ranks and record.namespace == self._namespace
         return near and bool(record.namespace) and has_ended(record.process)
 
     def _poll_answer(self, rank: int) -> bool:
         # Sends a get or receives its answer; returns whether the rank answered just now.
-        with self._segment.lock:
+        with self.segment.lock:
             try:
                 if rank not in self._asked:
                     header = np.empty(HEADER_BYTES, np.uint8)
-                    requests = self._segment.link(rank).get(ByteRuns((0,), HEADER_BYTES), header)
+                    requests = self.segment.link(rank).get(ByteRuns((0,), HEADER_BYTES), header)
                     self._asked[rank] = requests, header
                 requests, header = self._asked[rank]
                 if not all(request.Test() for request in requests):

@@ -98,8 +98,8 @@ class Failing(Protocol):
 
 
 _Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
-# Open managers, each with the process that made it: a forked process is not a rank of the machine.
-_managers: weakref.WeakKeyDictionary[Failing, int] = weakref.WeakKeyDictionary()
+# In the order in which they were made, equal on all ranks.
+_managers: weakref.WeakKeyDictionary[Failing, None] = weakref.WeakKeyDictionary()
 _previous_hooks: list[_Hook] = []
 _under_way: list[BaseException] = []
 _written: set[str] = set()
@@ -112,7 +112,7 @@ def report_uncaught_errors(manager: Failing) -> None:
     if sys.excepthook is not _excepthook:
         _previous_hooks.append(sys.excepthook)
         sys.excepthook = _excepthook
-    _managers[manager] = os.getpid()
+    _managers[manager] = None
 
 
 def write_once(line: str) -> None:
@@ -142,7 +142,7 @@ def _excepthook(kind: type[BaseException], error: BaseException, trace: Tracebac
     if "mpi4py.run" in sys.modules:
         _last_errors.append(kind)
     try:
-        still_open = [one for one, process in _managers.items() if not one.closed and process == os.getpid()]
+        still_open = [one for one in _managers if not one.closed]
         for manager in still_open:
             manager.fail(error)
         shows = _previous_hooks[-1]

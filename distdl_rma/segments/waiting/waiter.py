@@ -209,7 +209,7 @@ class Waiter:
         if elapsed < _YIELD_SECONDS:
             os.sched_yield()
         else:
-            time.sleep(self._pause)
+            time.sleep(_SLEEP_SECONDS[0] if self._segment.keep_moving() else self._pause)
             self._pause = min(self._pause * 1.5, _SLEEP_SECONDS[1])
         return False
 

@@ -125,14 +125,15 @@ class LossOrigin:
             if layout is not None and isinstance(layout.partition.home, Machine):
                 Backwards.of(layout.partition.home, layout.partition.ranks).add(x._loss_hash)
 
-    def described(self, ends: Sequence[int]) -> list[str]:
-        """The calls that led to results with these hashes, for messages."""
-        wanted, seen, found = {*ends}, {0}, list[str]()
+    def described(self, ends: Sequence[int]) -> list[tuple[str, int]]:
+        """The calls that led to results with these hashes, for messages, each with its own hash."""
+        wanted, seen, found = {*ends}, {0}, list[tuple[str, int]]()
         for number, function, hashes in reversed(self._recent):
             if number in wanted - seen:
                 seen.add(number)
                 wanted.update(_large(hashes))
-                found.append(name_of(function) + described_arguments([*map(self._value_of, hashes[2:])]))
+                said = name_of(function) + described_arguments([*map(self._value_of, hashes[2:])])
+                found.append((said, number))
         return found[::-1]
 
     def _value_of(self, hashed: Any) -> Any:
@@ -177,23 +178,28 @@ class Backwards:
         return self._number
 
     def words(self) -> list[Any]:
-        """The hash, and the calls that led to the last starts."""
-        return [self._number, LOSS_ORIGIN.described(self._last)]
+        """The hash, the calls that led to the last starts, and the hashes of these."""
+        return [self._number, *zip(*LOSS_ORIGIN.described(self._last), strict=True)]
 
     def problem(self, words: Mapping[int, Any]) -> str:
         """Message if the ranks' backwards began differently, which also discards them; empty otherwise."""
-        if len({number for number, _ in words.values()}) == 1:
+        if len({number for number, *_ in words.values()}) == 1:
             return ""
         self.forget()
-        at = first_difference(traces := [trace for _, trace in words.values()])
-        if at is None:
-            found = "of other plain tensors, as labels, of what was computed of weights, or without a graph"
-        else:
-            calls = [f"calls {trace[at] if at < len(trace) else 'nothing more'}" for trace in traces]
+        texts, hashes = ([each[at] if len(each) > at else () for each in words.values()] for at in (1, 2))
+        if (at := first_difference(texts)) is not None:
+            calls = [f"calls {each[at] if at < len(each) else 'nothing more'}" for each in texts]
             found = by_ranks(dict(zip(words, calls, strict=True)))
+        else:
+            at = first_difference(hashes)
+            where = f"{texts[0][at]} got" if at is not None else "it was computed from"
+            found = (
+                f"{where} plain tensors, such as labels, class weights or a mask, that differ, or a graph on"
+                " some ranks only"
+            )
         return (
-            f"the backward before this call began at what the ranks computed in different ways:"
-            f" {found}. The gradients were of neither; do labels or factors of a loss depend on the rank?"
+            f"the loss of the step before this call differs between the ranks: {found}. So its gradients are"
+            " those of no loss. All ranks must use the same labels and factors, whole"
         )
 
 

@@ -8,7 +8,7 @@ become one signature: the positional arguments of the longest form, then the nam
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -137,14 +137,17 @@ def tensors_in(*arguments: Any) -> list[torch.Tensor]:
     return found
 
 
-def mapped(change: Any, argument: Any) -> Any:
-    """Arguments with ``change`` applied to every tensor."""
+def mapped(change: Any, argument: Any, note: Callable[[Any, Any], None] | None = None) -> Any:
+    """Arguments with ``change`` applied to every tensor; ``note`` gets each list or dict, and the new one."""
     if isinstance(argument, torch.Tensor):
         return change(argument)
     if isinstance(argument, tuple) and hasattr(argument, "_fields"):
-        return type(argument)(*(mapped(change, one) for one in argument))
+        return type(argument)(*(mapped(change, one, note) for one in argument))
+    found: Any = argument
     if isinstance(argument, (list, tuple)):
-        return type(argument)(mapped(change, one) for one in argument)
-    if isinstance(argument, dict):
-        return {key: mapped(change, one) for key, one in argument.items()}
-    return argument
+        found = type(argument)(mapped(change, one, note) for one in argument)
+    elif isinstance(argument, dict):
+        found = {key: mapped(change, one, note) for key, one in argument.items()}
+    if note is not None and isinstance(argument, (list, dict)):
+        note(argument, found)
+    return found

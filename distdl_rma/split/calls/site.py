@@ -121,7 +121,8 @@ def _forget(key: tuple[int, int], gone: Callable[[], Place | None]) -> None:
             kept.pop(site, None)
 
 
-_UNKNOWN_PLACE = Place(None, 0)
+# Of calls whose place is unknown, or the same on all ranks wherever their programs are.
+NO_PLACE = Place(None, 0)
 _PLACES: dict[tuple[int, int], Place] = {}
 
 
@@ -138,7 +139,7 @@ def user_place() -> Place:
             found = THREAD.place = _PLACES[key]
             return found
         frame = frame.f_back
-    return _UNKNOWN_PLACE
+    return NO_PLACE
 
 
 class Site:

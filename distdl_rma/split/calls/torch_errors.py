@@ -28,9 +28,9 @@ _MOST = 1 << 12
 _FEW = 1 << 16
 _INDICES = frozenset({torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool})
 _MASKS = frozenset({torch.bool, torch.uint8})
-_HINT = (
-    "This is torch's error for whole tensors. A plain tensor that is a block of this rank becomes a split one"
-    " by SplitTensor.from_local."
+BLOCK_HINT = (
+    "All shapes are those of whole tensors; is a plain one the part of this rank? Pass all of it, or make a"
+    " split tensor of the ranks' parts by SplitTensor.from_local."
 )
 # Types of most arguments, for which a look at the type is enough.
 _NUMBERS = frozenset({int, float, bool, str, type(None)})
@@ -55,7 +55,8 @@ def raise_as_torch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     warned: list[Warned] = []
     error = _error(func, args, kwargs, warned)
     if error is not None:
-        error.add_note(_HINT)
+        if any(word in str(error) for word in ("size", "shape", "dimension")):
+            error.add_note(BLOCK_HINT)
         raise error
     if len(_ACCEPTED) > _MOST:
         _ACCEPTED.clear()

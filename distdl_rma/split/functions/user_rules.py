@@ -36,6 +36,15 @@ def register(what: Any, handler: Callable[..., Any] | None = None, *, elementwis
         In place of a handler. Each element of the result, one tensor or several, depends only on the elements
         at the same place of the broadcast arguments. So every rank calls it with blocks, also in the
         backward.
+
+    Examples
+    --------
+    >>> class Round(torch.autograd.Function):  # its gradient is that of the identity
+    ...     forward = staticmethod(lambda ctx, x: x.round())
+    ...     backward = staticmethod(lambda ctx, gradient: gradient)
+    >>> register(Round, elementwise=True)
+    >>> Round.apply(shard({"H": -1}, torch.full((1, 1, 4, 4), 1.6))).mean().item()
+    2.0
     """
     if elementwise is not (handler is None):
         raise ArgumentError(f"register: takes a handler, or elementwise=True without one, for {what!r}")

@@ -7,8 +7,9 @@ from torch import nn
 
 from distdl_rma import PartitionError, layers
 from distdl_rma.geometry import Partition
-from distdl_rma.layers.conv import grid_of_workers, partitions_among, stencil_of, torch_layer
-from distdl_rma.ops.conv.worker_grid import IN, OUT
+from distdl_rma.layers.conv import partitions_among
+from distdl_rma.layers.core.arguments import torchs_layer
+from distdl_rma.ops.conv.worker_grid import IN, OUT, grid_of_workers, options_of
 
 P = Partition((0, 1), (1, 2, 1), 0)
 Q = Partition((1, 0), (2, 1, 1), 0)
@@ -35,30 +36,38 @@ def test_a_layer_of_ones_own_shows_its_own_arguments():
 @pytest.mark.parametrize(
     ("arguments", "options", "message"),
     [
-        ((1, 1), {}, "Conv: missing a required argument: 'kernel_size'; it takes partitions, then "),
-        ((1, 1, 3), {"strid": 2}, "Conv: got an unexpected keyword argument 'strid'"),
-        ((1, 1, 3, 2), {"stride": 2}, "Conv: multiple values for argument 'stride'"),
+        (
+            (1, 1),
+            {},
+            "DistributedConv2d: missing a required argument: 'kernel_size'; it takes partitions, then ",
+        ),
+        ((1, 1, 3), {"strid": 2}, "DistributedConv2d: got an unexpected keyword argument 'strid'"),
+        ((1, 1, 3, 2), {"stride": 2}, "DistributedConv2d: multiple values for argument 'stride'"),
     ],
 )
 def test_typos_are_refused_by_the_name_of_the_layer(arguments, options, message):
     with pytest.raises(TypeError, match=message):
-        torch_layer("Conv", nn.Conv2d, 2, arguments, options)
+        torchs_layer(layers.DistributedConv2d, *arguments, **options)
 
 
 def test_windows_are_those_of_torch_for_named_padding_too():
-    stencil = stencil_of("Conv", nn.Conv2d(1, 1, (4, 3), padding="same", dilation=(1, 2)))
-    assert [(w.kernel, w.dilation, w.left, w.right) for w in stencil.windows] == [(4, 1, 1, 2), (3, 2, 2, 2)]
+    like, grid = nn.Conv2d(1, 1, (4, 3), padding="same", dilation=(1, 2)), Partition((0,), (1,) * 4, 0)
+    found = options_of(vars(like), tuple(like.weight.shape), grid, grid, OUT)
+    assert [(w.kernel, w.dilation, w.left, w.right) for w in found.stencil.windows] == [
+        (4, 1, 1, 2),
+        (3, 2, 2, 2),
+    ]
 
 
 def test_partitions_come_first_or_by_name():
-    assert partitions_among("Conv", 3, (P, 4, 5), NONE) == (None, None, (4, 5))
-    assert partitions_among("Conv", 3, (P, Q, 4), NONE) == (Q, None, (4,))
-    assert partitions_among("Conv", 3, (P, Q, P, 4), NONE) == (Q, P, (4,))
-    assert partitions_among("Conv", 3, (P, Q, 4), {**NONE, "P_w": P}) == (Q, P, (4,))
+    assert partitions_among(layers.DistributedConv1d, 3, (P, 4, 5), NONE) == (None, None, (4, 5))
+    assert partitions_among(layers.DistributedConv1d, 3, (P, Q, 4), NONE) == (Q, None, (4,))
+    assert partitions_among(layers.DistributedConv1d, 3, (P, Q, P, 4), NONE) == (Q, P, (4,))
+    assert partitions_among(layers.DistributedConv1d, 3, (P, Q, 4), {**NONE, "P_w": P}) == (Q, P, (4,))
     with pytest.raises(PartitionError, match="P_W is given twice"):
-        partitions_among("Conv", 3, (P, 4), {**NONE, "P_W": P, "P_w": Q})
+        partitions_among(layers.DistributedConv1d, 3, (P, 4), {**NONE, "P_W": P, "P_w": Q})
     with pytest.raises(PartitionError, match="P_y must be a partition, got 3"):
-        partitions_among("Conv", 3, (P, 4), {**NONE, "P_y": 3})
+        partitions_among(layers.DistributedConv1d, 3, (P, 4), {**NONE, "P_y": 3})
 
 
 def test_without_work_of_their_own_the_channels_of_one_side_are_cut():

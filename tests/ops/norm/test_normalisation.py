@@ -51,11 +51,15 @@ def test_inputs_that_do_not_fit_are_refused_when_it_is_made(P_world, comm):
     axes, site = NormAxes((0, 2), (1,)), CallSite(Machine.of(P_world), "test")
     P_x = P_world.create_cartesian_topology_partition((1, 1, comm.size))
     store = Decomposition.replicated(P_world, (6,))
-    options = NormOptions(axes, several="value is needed")
+    options = NormOptions(axes, function="batch_norm")
     for shape, dtype, message in (
         ((2, 6, 10), torch.int64, "floating-point type is needed, got torch.int64"),
         ((2, 5, 10), torch.float32, r"has extents \(5,\) in dimensions \(1,\), the layer takes \(6,\)"),
-        ((1, 6, 1), torch.float32, r"more than 1 value is needed, the global input is \(1, 6, 1\)"),
+        (
+            (1, 6, 1),
+            torch.float32,
+            r"more than 1 value per channel .* the global input is \(1, 6, 1\)",
+        ),
     ):
         with pytest.raises(ShapeError, match=message):
             Normalisation(site, Decomposition.balanced(P_x, shape), dtype, options, store, {})

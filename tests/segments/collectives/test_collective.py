@@ -83,6 +83,8 @@ def test_values_that_would_lose_their_fractions_or_imaginary_parts_are_refused(s
     job = Allgather(segments, segments.ranks, 2, dtype, name="lossy")
     with pytest.raises(ShapeError, match=r"'lossy': values of (float|complex).* do not fit into"):
         job(values)
+    with pytest.raises(ShapeError, match="'lossy': a masked array"):
+        job(np.ma.array([0, 1], dtype, mask=[0, 1]))
     assert (job([0, 1]).reshape(-1, 2) == [0, 1]).all()
     job.close()
     # Of both numpy alone makes floats.

@@ -31,6 +31,8 @@ OUTSIDE = {
     "get_list": lambda r, at: r.get_list([(BIG, 0), (BIG, at)]),
     "view": lambda r, at: r.view("u1", 8, at),
 }
+# The second one is of a subclass.
+MASKED = np.ma.array([1.0, 2.0], mask=[0, 1]), np.ma.masked
 # Calls with the peer's buffer, and words of their errors.
 REMOTE = [
     (ShapeError, "not inside rank",
@@ -47,10 +49,12 @@ REMOTE = [
      *(lambda r, v=v: r.compare_swap(0, 0, v) for v in (2**63, -(2**63) - 1)),
      lambda r: r.compare_swap(0, 2**63, 0),
      lambda r: r.atomic_store(0, 2**63), lambda r: r.atomic_swap(0, 2**63)),
-    ((TypeError, ArgumentError), "integer|whole number", lambda r: r.fetch_add(0, 1.5),
-     lambda r: r.fetch_add(0.0, 1),
+    (ArgumentError, "integer|whole number", lambda r: r.fetch_add(0, 1.5),
+     lambda r: r.fetch_add(0.0, 1), lambda r: r.atomic_store(0, "1"), lambda r: r.atomic_load(None),
      lambda r: r.compare_swap(0, 0, None), lambda r: r.put(ONE, 8.0), lambda r: r.notify(0, 1.5),
-     lambda r: r.notify(0.0, 1), lambda r: r.notify(0, "1")),
+     lambda r: r.notify(0.0, 1), lambda r: r.notify(0, "1"), lambda r: r.put_notify(ONE, None),
+     lambda r: r.put_notify(ONE, 0, 1.0), lambda r: r.put_notify(ONE, 0, 1, "8"),
+     lambda r: r.put_list_notify([(ONE, 0)], 0.5)),
     (ArgumentError, "notification (-1|2) of a buffer that has 2", lambda r: r.notify(-1),
      lambda r: r.notify(2),
      lambda r: r.put_notify(ONE, 2), lambda r: r.put_notify(ONE, -1),
@@ -77,6 +81,10 @@ REMOTE = [
      lambda r: r.get_list([(BIG, 0), (EXPANDED, 0)])),
     (ShapeError, "Python objects mean nothing", lambda r: r.put(np.zeros(2, object)),
      lambda r: r.put_notify(np.zeros(2, object), 0), lambda r: r.get(np.zeros(2, object))),
+    (ShapeError, "a masked array: what is masked has no value",
+     *(lambda r, m=m: r.put(m) for m in MASKED), *(lambda r, m=m: r.put_notify(m, 0) for m in MASKED),
+     *(lambda r, m=m: r.put_list([(ONE, 0), (m, 0)]) for m in MASKED),
+     *(lambda r, m=m: r.view("f8", 2).put(..., m) for m in MASKED), lambda r: r.get(MASKED[0])),
     (ShapeError, "does not fit into complex64",
      *(lambda r, v=v: r.view("c8", 1).put(0, v) for v in (complex(np.nan, 1e300), complex(1e300, np.nan)))),
     (ShapeError, "not an array that numpy can look at",

@@ -2,6 +2,9 @@
 
 import copy
 import gc
+import os
+import select
+import signal
 import threading
 import time
 from types import SimpleNamespace
@@ -23,6 +26,75 @@ def test_a_machine_and_its_groups_are_shared_by_copies(P_world):
     group = machine.group(name="mine")
     assert copy.deepcopy([group])[0] is group
     group.close()
+
+
+def outcome_in_a_fork(call):
+    """Error of a call in a child of this process, as text; "hangs" if it does not return."""
+    reader, writer = os.pipe()
+    child = os.fork()
+    if not child:
+        try:
+            text = f"returned {call()}"
+        except BaseException as error:
+            text = f"{type(error).__name__}: {error}"
+        os.write(writer, text.encode())
+        os._exit(0)
+    os.close(writer)
+    answers = select.select([reader], [], [], 30)[0]
+    text = os.read(reader, 1000).decode() if answers else "hangs"
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    os.close(reader)
+    return text
+
+
+CALLS_IN_A_FORK = {
+    "put": lambda m, buffer, remote: remote.put(np.ones(1)),
+    "put_notify": lambda m, buffer, remote: remote.put_notify(np.ones(1), 0),
+    "get": lambda m, buffer, remote: remote.get(np.ones(1)),
+    "atomic": lambda m, buffer, remote: remote.fetch_add(0, 1),
+    "flush": lambda m, buffer, remote: remote.flush(),
+    "wait": lambda m, buffer, remote: buffer.notify_wait(0),
+    "test": lambda m, buffer, remote: buffer.notify_test(),
+    "array": lambda m, buffer, remote: buffer.array,
+    "barrier": lambda m, buffer, remote: m.group().barrier(),
+    "collective": lambda m, buffer, remote: m.group().allreduce(3),
+    "progress": lambda m, buffer, remote: m.segments.progress(),
+    "partition": lambda m, buffer, remote: Machine.of(m.partition()),
+    "another machine": lambda m, buffer, remote: Machine(segment_size="1MiB", timeout=1),
+}
+
+
+@pytest.mark.mpi
+@pytest.mark.processes
+@pytest.mark.parametrize("what", CALLS_IN_A_FORK)
+def test_a_forked_process_is_refused_whatever_it_calls_and_the_rank_goes_on(around, comm, what):
+    machine, buffer, remote = around
+    said = outcome_in_a_fork(lambda: CALLS_IN_A_FORK[what](machine, buffer, remote))
+    assert said.startswith("ProtocolError: ") and "this process is a fork of a rank" in said
+    remote.put_notify(np.full(3, 7.0), 1)
+    assert buffer.notify_wait(1) == 1 and buffer.view(np.float64, (3,)).tolist() == [7.0] * 3
+
+
+@pytest.mark.mpi
+@pytest.mark.processes
+@pytest.mark.sizes(1)
+def test_a_fork_can_drop_what_the_rank_has_whichever_thread_had_the_lock(around):
+    machine, buffer, _ = around
+    held, over = threading.Event(), threading.Event()
+
+    def hold():
+        with machine.segments.segment.lock:
+            held.set()
+            over.wait(60)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    held.wait(60)
+    said = outcome_in_a_fork(lambda: (buffer.free(), machine.close(), machine.closed))
+    over.set()
+    thread.join()
+    assert said == "returned (None, None, True)" and not machine.closed
 
 
 @pytest.mark.mpi

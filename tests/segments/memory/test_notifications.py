@@ -34,6 +34,17 @@ def test_waitsome_finds_the_lowest_of_its_range_and_leaves_it_set(own):
         buffer.notify_waitsome(7, timeout=0)
 
 
+def test_a_wait_in_a_buffer_whose_address_nobody_has_says_so(machine):
+    with (
+        machine.segments.get_segment_buffer(8, 1) as buffer,
+        pytest.raises(
+            ExchangeTimeout,
+            match=r"for the other ranks to set notification 0 .*; no rank has its address yet",
+        ),
+    ):
+        buffer.notify_wait(timeout=0)
+
+
 @pytest.mark.parametrize("seconds", [0, 0.03])
 def test_a_wait_gives_up_at_its_deadline_and_can_be_repeated(own, seconds):
     buffer, me = own

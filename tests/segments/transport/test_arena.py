@@ -56,7 +56,7 @@ def test_pages_of_a_dropped_block_are_given_back(arena):
 
 def test_no_room_is_an_error_that_says_so(arena):
     with pytest.raises(
-        MemoryError, match=r"a result of 266240 bytes: \d+ of \d+ are free, largest block \d+$"
+        MemoryError, match=r"a result of 266240 bytes: \d+ of \d+ bytes are free, largest block \d+$"
     ):
         arena.take(65 * PAGE)
     assert arena.take(64 * PAGE).nbytes == 64 * PAGE

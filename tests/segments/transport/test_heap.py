@@ -90,7 +90,7 @@ def test_an_exhausted_heap_says_asked_free_and_largest_and_what_to_set():
     with pytest.raises(SegmentError) as caught:
         heap.allocate(100)
     assert str(caught.value) == (
-        "segment exhausted: asked for 100 bytes, 128 of 256 are free, largest block 64;"
+        "segment exhausted: asked for 100 bytes, 128 of 256 bytes are free, largest block 64 bytes;"
         " DISTDL_RMA_SEGMENT_SIZE=1MiB or Machine(segment_size='1MiB') is enough for this, and for more take"
         " more"
     )

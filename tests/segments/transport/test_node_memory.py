@@ -3,6 +3,7 @@
 import ctypes
 import errno
 import mmap
+import re
 import subprocess
 import sys
 
@@ -12,7 +13,7 @@ import pytest
 from distdl_rma.segments.transport import node_memory
 from tests.examples.launching import launcher_is_hydra
 from tests.private_memory import run_alone
-from tests.run_mpi import environment
+from tests.run_mpi import completed, environment, mpiexec
 
 HANG = """
 import time
@@ -168,3 +169,34 @@ def test_ranks_agree_on_whether_to_reserve(comm, options, message):
 
     with pytest.raises(ConfigurationError, match=message):
         SegmentManager(comm, None, "8MiB", 15, reserve=options[min(comm.rank, 1)])
+
+
+FEW_ADDRESSES = """
+import os, resource, sys
+os.environ.pop("DISTDL_RMA_SEGMENT_SIZE", None)
+from pathlib import Path
+from mpi4py import MPI
+from distdl_rma import Machine
+from distdl_rma.errors import SegmentError
+from distdl_rma.segments.transport.arena import own_arena
+mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (mapped + (1 << 30), resource.getrlimit(resource.RLIMIT_AS)[1]))
+assert own_arena() is None
+with Machine() as machine:
+    assert 32 << 20 <= machine.segments.segment.nbytes <= (1 << 29) // machine.size
+    machine.group().barrier()
+try:
+    Machine(segment_size="2GiB")
+except SegmentError as error:
+    sys.stdout.write(str(error) + chr(10))
+"""
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_segments_take_no_more_addresses_than_a_process_may_have(ranks):
+    command = [*mpiexec(ranks), sys.executable, "-m", "mpi4py", "-c", FEW_ADDRESSES]
+    done = completed(command)
+    assert done.returncode == 0, done.stderr
+    wanted = rf"{ranks << 31} bytes \({ranks} ranks x {1 << 31} bytes\) wanted"
+    said = rf"memory: {wanted}, \d+ bytes of addresses left to a process \(ulimit -v\)"
+    assert len(re.findall(said, done.stdout)) == ranks, done.stdout

@@ -1,13 +1,16 @@
 """The memory that all ranks registered: one block each, by load and store or by puts."""
 
 import os
+import time
 
 import numpy as np
 import pytest
+from mpi4py import MPI
 
+from distdl_rma import Machine
 from distdl_rma.errors import SegmentError
 from distdl_rma.segments.options import SegmentOptions
-from distdl_rma.segments.transport.links import ByteRuns, RemoteLink, SharedLink
+from distdl_rma.segments.transport.links import MOVING_WORD, ByteRuns, RemoteLink, SharedLink
 from distdl_rma.segments.transport.segment import Segment
 from distdl_rma.trace import Counters
 
@@ -93,3 +96,33 @@ def test_a_size_that_the_node_does_not_have_is_refused_on_all_ranks_and_nothing_
             Segment(own, tuple(range(comm.size)), SegmentOptions("100TiB"), Counters())
     Segment(own, tuple(range(comm.size)), SegmentOptions("64KiB"), Counters()).close()
     own.Free()
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("way", ["put", "get"])
+def test_both_ends_know_of_a_large_transfer_between_nodes_until_it_is_over(comm, way):
+    with Machine(comm, segment_size="16MiB", transport="remote", progress="none", timeout=60) as machine:
+        segment, queue = machine.segments.segment, machine.segments.queue()
+        buffer = machine.segments.get_segment_buffer(8 << 20)
+        remotes = buffer.exchange([rank for rank in machine.ranks if rank != machine.rank])
+        deadline, told = time.monotonic() + 60, []
+
+        def wait_for(nbytes):
+            while segment.moving != nbytes and time.monotonic() < deadline:
+                machine.segments.progress()
+            assert (segment.moving, segment.keep_moving()) == (nbytes, nbytes > 0)
+            machine.group().barrier()
+
+        if comm.rank == 0:
+            link = segment.link(1)
+            tell, link._tell = link._tell, lambda nbytes: (told.append(nbytes), tell(nbytes))
+            for nbytes in (64 << 10, 8 << 20):
+                getattr(remotes[1], way)(np.zeros(nbytes, np.uint8), queue=queue)
+                assert segment.moving == sum(told) == (nbytes if nbytes >= 8 << 20 else 0)
+            queue.wait()
+        wait_for(0)
+        assert told == ([8 << 20, -(8 << 20)] if comm.rank == 0 else [])
+        for nbytes in (8 << 20, -(8 << 20)):
+            if comm.rank == 0:
+                link._send_words(MOVING_WORD, [nbytes], MPI.SUM)
+            wait_for(max(nbytes, 0) if comm.rank == 1 else 0)

@@ -26,6 +26,39 @@ def test_error_of_several_ranks_ends_with_the_state_of_the_machine():
     assert str(append_state(ShapeError("too long"), LOST)) == "too long"
 
 
+MUTUAL = (
+    "rank 1 waited 1 s for rank 0 to send in 'calls of Net'; rank 0 waits since 1.0 s for rank 1 to connect"
+    " 'full_tensor (train.py:40:12) (redistribute)'; they wait for each other: did every rank call it?"
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "first"),
+    [
+        (MUTUAL, "rank 0 alone called full_tensor() at train.py:40; every rank"),
+        (
+            "rank 1 failed: it left, closing it; rank 0 waited for rank 1 to connect 'a mean (x.py:3:1)'",
+            "rank 0 alone called mean() at x.py:3; every rank",
+        ),
+        (
+            "rank 0 connects 'sum (x.py:3:1)' but rank 2 connects 'a conv (x.py:4:1) (adjoint)': do all?",
+            "rank 0 called sum() at x.py:3, but rank 2 went backward through conv() at x.py:4; every rank",
+        ),
+        # These do not say that a rank is elsewhere.
+        (MUTUAL.replace("'calls of Net'", "'full_tensor (train.py:40:12) (sum)'"), ""),
+        ("rank 1 failed: KeyError: 'a'; rank 0 waited for rank 1 to send in 'mean (x.py:3:1)'", ""),
+        ("rank 0 waited 9 s for rank 1 to send in 'mean (x.py:3:1)'; rank 1 computes", ""),
+        ("rank 0 waited 9 s for rank 1 to send in 'enc1.conv'; they wait for each other", ""),
+    ],
+)
+def test_the_first_line_says_which_rank_called_what_alone(text, first):
+    error = append_state(ExchangeTimeout(text), LOST)
+    assert str(error).startswith(f"{first} has to" if first else text) and text in str(error)
+    # Once only, and not in the notice to the others, who find it for themselves.
+    assert str(append_state(error, LOST)).count("every rank has") == bool(first)
+    assert cause_of(error) == f"ExchangeTimeout: {text}{'' if text.endswith('?') else '.'}"
+
+
 def test_a_cause_is_one_line():
     assert cause_of(ShapeError("first\nsecond")) == "ShapeError: first"
     assert cause_of(KeyboardInterrupt()) == "KeyboardInterrupt"

@@ -157,6 +157,11 @@ def test_a_reason_names_the_ranks_and_what_they_are_to_do(ranks, whom):
     assert str(WaitReason(tuple(ranks), "to send in 'enc1'", "a hint")) == f"for {whom} to send in 'enc1'"
 
 
+def test_a_rank_that_waits_for_ranks_that_it_does_not_know_says_so():
+    waits = HeaderRecord(RankState.WAITING, 1, 0, 1.0, 1.0, -1, (), "to set notification 0", "", 0, 0.0, 0)
+    assert waits.doing.endswith("s for the other ranks to set notification 0")
+
+
 @pytest.mark.mpi
 @pytest.mark.sizes(1)
 def test_who_is_lost_to_the_network_is_silent():
@@ -167,7 +172,9 @@ def test_who_is_lost_to_the_network_is_silent():
 
     link = SimpleNamespace(memory=None, get=lost)
     headers = PeerHeaders(
-        SimpleNamespace(lock=contextlib.nullcontext(), link=lambda rank: link, hand_over=None)
+        SimpleNamespace(
+            lock=contextlib.nullcontext(), link=lambda rank: link, hand_over=None, keep_moving=bool
+        )
     )
     assert headers.glance(1) is None and headers.read(1, time.monotonic() + 0.01) is None
     assert headers.age(1) == float("inf")

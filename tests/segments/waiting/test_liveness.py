@@ -33,6 +33,8 @@ def node(monkeypatch):
         lock=threading.RLock(),
         node_ranks=RANKS,
         hand_over=None,
+        moving=0,
+        keep_moving=bool,
         link=lambda rank: SimpleNamespace(memory=memories[rank]),
     )
     header = board(memories[0])

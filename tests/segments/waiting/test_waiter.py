@@ -55,10 +55,13 @@ class Others:
     def __init__(self):
         self.turns, self.looks, self.over = 0, 0, 0
         self.lock, self.failure, self.failures = threading.RLock(), None, {}
-        self.hand_over = None
+        self.hand_over, self.moves = None, False
 
     def progress(self):
         self.turns += 1
+
+    def keep_moving(self):
+        return self.moves
 
     def poll(self):
         pass
@@ -114,6 +117,16 @@ def test_a_wait_gives_up_at_its_deadline_or_after_one_look(others, spins):
     with pytest.raises(ExchangeTimeout, match="waited 0 s"):
         one.until(lambda: False, lambda: REASON, 0)
     assert others.turns == 1
+
+
+def test_pauses_stay_the_shortest_while_large_transfers_are_under_way_and_only_then(others, monkeypatch):
+    pauses = []
+    monkeypatch.setattr(waiting.time, "sleep", pauses.append)
+    shortest, longest = waiting._SLEEP_SECONDS
+    for others.moves in (True, False):
+        pauses.clear()
+        waiter(others).until(lambda: len(pauses) == 20, lambda: REASON)
+        assert pauses[-1] == (shortest if others.moves else longest)
 
 
 def test_while_the_process_is_stopped_no_time_passes(others, monkeypatch):

@@ -42,12 +42,16 @@ _PROPERTIES_OF_WHOLE = """
 shape ndim dtype device layout itemsize names is_cuda is_sparse is_quantized is_nested is_mkldnn is_meta
 nbytes is_cpu is_mps is_xpu is_vulkan
 """.split()
+_DEVICE: Any = _T.device.__get__
 _OF_BLOCK = "is_leaf grad_fn requires_grad retains_grad output_nr _version _backward_hooks".split()
 
 
 @rule("query", *_OF_WHOLE, *(getattr(_T, name).__get__ for name in _PROPERTIES_OF_WHOLE if hasattr(_T, name)))
 def of_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Read from the global shape, type and device."""
+    if func == _DEVICE and args[0].grad_fn is not None and torch.is_grad_enabled():
+        # A checkpoint asks its arguments for it, before it saves them: later they would be detached.
+        into_graph(args[0])
     return func(*args, **kwargs)
 
 
@@ -117,7 +121,11 @@ def set_gradient(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> No
 def backward(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Backward of a replicated loss, or of a split tensor from a gradient that is cut as the tensor is."""
     x, given = args[0], named(func, args, kwargs)
-    gradient = _cut_like(given.pop("gradient"), x)
+    gradient = given.pop("gradient")
+    if given["inputs"] is not None:
+        composed(torch.autograd.backward, [x], grad_tensors=gradient, **given)
+        return
+    gradient = _cut_like(gradient, x)
     LOSS_ORIGIN.begins_backward([x])
     # Hooks, and recomputation for a checkpoint, call functions of split tensors.
     with from_split_tensor():
@@ -163,7 +171,8 @@ def backward_of_several(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     if given is not None:
         given = (given,) if isinstance(given, torch.Tensor) else tuple(given)
         given = [_cut_like(g, y) for g, y in zip(given, ends, strict=True)]
-    inputs = None if inputs is None else mapped(_block_of, list(inputs))
+    if inputs is not None:
+        inputs = [_block_of(x) for x in ([inputs] if isinstance(inputs, torch.Tensor) else inputs)]
     LOSS_ORIGIN.begins_backward(tensors_in(ends))
     roots = _roots(ends, partition)
     if inputs is not None:

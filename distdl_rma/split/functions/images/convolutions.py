@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache, wraps
 from typing import Any
 
@@ -12,20 +12,12 @@ from torch.autograd import forward_ad
 from distdl_rma.errors import ShapeError
 from distdl_rma.geometry.box import LEADING
 from distdl_rma.geometry.decomposition import Decomposition
-from distdl_rma.geometry.halo import Stencil
+from distdl_rma.geometry.halo import each_dim
 from distdl_rma.ops.conv import kernels
 from distdl_rma.ops.conv.conv_transpose import TransposedConvolution
 from distdl_rma.ops.conv.convolution import Convolution
 from distdl_rma.ops.conv.kernels import ConvolutionArguments
-from distdl_rma.ops.conv.worker_grid import (
-    IN,
-    OUT,
-    ConvolutionOptions,
-    WorkerGrid,
-    can_overlap,
-    overlap_pays,
-    reads_sides,
-)
+from distdl_rma.ops.conv.worker_grid import IN, OUT, options_of, overlap_pays, reads_sides
 from distdl_rma.ops.core.autograd import tracer
 from distdl_rma.split import layout as lay
 from distdl_rma.split.calls.signatures import named
@@ -37,21 +29,6 @@ from distdl_rma.split.tensor import SplitTensor, checked_block, composed
 
 _DIMS = {f"conv{kind}{dims}d": dims for kind in ("", "_transpose") for dims in (1, 2, 3)}
 _WEIGHTS = "weight", "bias"
-
-
-def each_dim(value: Any, dims: int) -> tuple[int, ...]:
-    """One number for each spatial dimension."""
-    numbers = (value,) if isinstance(value, int) else tuple(int(n) for n in value)
-    return numbers * dims if len(numbers) == 1 else numbers
-
-
-def _sides(padding: Any, kernel: Sequence[int], dilation: Sequence[int]) -> tuple[tuple[int, int], ...]:
-    if padding == "valid":
-        padding = 0
-    if padding == "same":
-        spans = [d * (k - 1) for k, d in zip(kernel, dilation, strict=True)]
-        return tuple((span // 2, span - span // 2) for span in spans)
-    return tuple((n, n) for n in each_dim(padding, len(kernel)))
 
 
 @cache
@@ -132,31 +109,16 @@ def _of_complex(func: Any, x: Any, weight: Any, bias: Any, how: dict[str, Any]) 
 
 
 def _operation(
-    site: Site,
-    layout: Decomposition,
-    weight: tuple[int, ...],
-    dtype: torch.dtype,
-    stride: Any,
-    padding: Any,
-    dilation: Any,
-    groups: int,
-    output_padding: Any = None,
+    site: Site, layout: Decomposition, weight: tuple[int, ...], dtype: torch.dtype, **given: Any
 ) -> Any:
-    kernel, transposed = weight[2:], output_padding is not None
-    stride, dilation = (each_dim(value, len(kernel)) for value in (stride, dilation))
-    stencil = Stencil.of(kernel, stride, dilation, _sides(padding, kernel, dilation))
-    source, rows = lay.on_grid(layout), IN if transposed else OUT
-    batch, channels, *space = source.partition.shape
-    both = [channels if d == rows else 1 for d in (OUT, IN)]
-    grid = source.partition.create_cartesian_topology_partition((batch, *both, *space))
-    workers = WorkerGrid(grid, rows, groups, weight)
-    overlaps = can_overlap(stencil, "zeros", workers, source.partition)
+    source, transposed = lay.on_grid(layout), "output_padding" in given
+    P_x = source.partition
+    options = options_of(given, weight, P_x, P_x, IN if transposed else OUT)
     if transposed:
-        options = ConvolutionOptions(stencil, workers, "zeros", True, overlaps)
-        extra = each_dim(output_padding, len(kernel))
-        return TransposedConvolution(site.call_site, options, source, source.partition, dtype, extra)
-    joins = not overlap_pays(stencil, source, dtype.itemsize)
+        extra = each_dim(given["output_padding"], len(weight) - LEADING)
+        return TransposedConvolution(site.call_site, options, source, P_x, dtype, extra)
+    joins = not overlap_pays(options.stencil, source, dtype.itemsize)
     # For a small block without a halo, torch's own convolution is fastest.
-    overlaps = overlaps and (reads_sides(stencil, source) or not joins)
-    options = ConvolutionOptions(stencil, workers, "zeros", True, overlaps, joins)
-    return Convolution(site.call_site, options, source, source.partition, dtype)
+    overlaps = options.overlaps and (reads_sides(options.stencil, source) or not joins)
+    options = replace(options, overlaps=overlaps, joins=joins)
+    return Convolution(site.call_site, options, source, P_x, dtype)

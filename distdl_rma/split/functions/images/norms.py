@@ -11,16 +11,14 @@ from torch.nn import functional as F  # noqa: N812
 from distdl_rma.dtypes import sum_dtype
 from distdl_rma.errors import ShapeError
 from distdl_rma.geometry.decomposition import Decomposition
-from distdl_rma.ops.norm.normalisation import Normalisation, NormOptions, by_constants
-from distdl_rma.ops.norm.statistic_groups import NormAxes
+from distdl_rma.ops.norm.normalisation import Normalisation, NormOptions, axes_of, by_constants
 from distdl_rma.split import layout as lay
 from distdl_rma.split.calls.signatures import named
 from distdl_rma.split.calls.site import Site
 from distdl_rma.split.calls.table import Call, rule
 from distdl_rma.split.calls.torch_errors import checked_rule, raise_as_torch
-from distdl_rma.split.operands import needs_of, of_cut, on_whole_tensors, wholes
-from distdl_rma.split.redistribution import to_blocks
-from distdl_rma.split.reduction_axes import Along, by_whole_dims, chosen_dims, put_back, with_whole
+from distdl_rma.split.operands import composition, needs_of, of_cut, on_whole_tensors, wholes
+from distdl_rma.split.reduction_axes import by_whole_dims, put_back, with_whole
 from distdl_rma.split.tensor import SplitTensor, any_cut, checked_block, refused
 
 Weights = tuple[torch.Tensor | None, torch.Tensor | None]
@@ -28,22 +26,6 @@ Running = dict[str, torch.Tensor]
 _RUNNING = "running_mean", "running_var"
 _WEIGHTS = "weight", "bias"
 _ALIKE = "running statistics are plain tensors, alike on all ranks"
-# The text of the error for a statistic of too few elements.
-_SEVERAL = {
-    "batch_norm": "value per channel is needed in training",
-    "instance_norm": "spatial element is needed in training",
-    "group_norm": "value per group is needed",
-}
-
-
-def _options(name: str, number: int, dims: int, eps: Any, tracks: bool) -> NormOptions:
-    # ``number`` is that of the groups, 0 without groups, or that of the last dimensions of a layer norm.
-    last = tuple(range(dims - number, dims))
-    if name in ("layer_norm", "rms_norm"):
-        return NormOptions(NormAxes(last, last), eps, name == "layer_norm")
-    over = {"batch_norm": (0, *range(2, dims)), "instance_norm": (*range(2, dims),)}
-    axes = NormAxes(over.get(name, (*range(1, dims),)), (1,), number)
-    return NormOptions(axes, eps, tracks=tracks, several=_SEVERAL[name])
 
 
 def _normalised(
@@ -70,7 +52,9 @@ def _normalised(
 
     def make() -> Normalisation:
         raise_as_torch(*call)
-        options = _options(call[0].__name__, number, len(layout.shape), eps, running is not None)
+        name = call[0].__name__
+        axes = axes_of(name, len(layout.shape), number)
+        options = NormOptions(axes, eps, name, tracks=running is not None)
         source, extents = lay.on_grid(layout), tuple(layout.shape[d] for d in options.axes.weighted)
         given = {key: w for key, w in zip(_WEIGHTS, (weight, bias), strict=True) if w is not None}
         for key, w in given.items():
@@ -191,16 +175,7 @@ def local_response_norm(call: Call, site: Site, x: SplitTensor, **others: Any) -
 
 
 @checked_rule("norm", F.normalize)
-@of_cut(empty=False)
-def normalize(call: Call, site: Site, x: SplitTensor, p: float, dim: Any, eps: float, out: Any) -> Any:
+@composition
+def normalize(x: Any, p: float, dim: Any, eps: float, out: Any) -> Any:
     """Uses the norm along dimensions; if these are cut, ranks combine their norms."""
-    local, layout = checked_block(x), x._layout
-    dims: Any = chosen_dims(dim, len(layout.shape))
-    if not set(dims) & set(layout.cut_dims):
-        return SplitTensor(F.normalize(local, p, dims, eps), layout)
-    if p <= 0:
-        return by_whole_dims(site, x, dims, lambda block: F.normalize(block, p, dims, eps))
-    along = Along(site, local, layout, dims)
-    whole = along.twice(lambda norms: norms.norm(p, dims, keepdim=True), "norms of ranks")
-    norm = to_blocks(site, whole.clamp_min(eps), layout, along.cut, " of the norm")
-    return SplitTensor(local / norm, layout)
+    return x / x.norm(p, dim, keepdim=True).clamp_min(eps)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Hashable, Mapping
 from functools import cache, partial
 from typing import Any
 
@@ -13,19 +13,16 @@ from torch.nn import functional as F  # noqa: N812
 from distdl_rma.dtypes import sum_dtype
 from distdl_rma.errors import ShapeError
 from distdl_rma.geometry.decomposition import Decomposition
-from distdl_rma.geometry.halo import Stencil
+from distdl_rma.geometry.halo import each_dim
 from distdl_rma.geometry.intervals import Balanced
+from distdl_rma.ops.window_options import options_of
 from distdl_rma.ops.windows import (
     AdaptiveAvgPooling,
     AdaptiveMaxPooling,
-    AdaptiveOptions,
     AvgPooling,
-    AvgPoolOptions,
     MaxPooling,
-    MaxPoolOptions,
     Padding,
     PadOptions,
-    ResizeOptions,
     Resizing,
 )
 from distdl_rma.split import layout as lay
@@ -33,7 +30,6 @@ from distdl_rma.split import layout_choice
 from distdl_rma.split.calls.site import Site
 from distdl_rma.split.calls.table import Call, rule
 from distdl_rma.split.calls.torch_errors import checked_rule, raise_as_torch
-from distdl_rma.split.functions.images.convolutions import each_dim
 from distdl_rma.split.operands import as_part, common_partition, needs_of, of_any_cut, of_cut
 from distdl_rma.split.redistribution import redistributed
 from distdl_rma.split.reduction_axes import (
@@ -75,17 +71,18 @@ def windowed(
     dims: int,
     kind: type[Any],
     key: Hashable,
-    make_options: Callable[[], Any],
+    given: Mapping[str, Any],
 ) -> tuple[SplitTensor, Any]:
     """Run an operation of windows on a block with or without a batch; returns the result and the operation.
 
-    ``key`` identifies the options, which are only made, and the call only checked, for a new operation.
+    ``key`` identifies the arguments ``given``; they are only read, and the call is only checked, for a new
+    operation.
     """
     batched = len(layout.shape) == dims + _LEADING
 
     def make() -> tuple[Any, Decomposition]:
         raise_as_torch(*call)
-        options = make_options()
+        options = options_of(kind, given, dims)
         order = range(dims + _LEADING) if batched else (None, *range(dims + 1))
         source = lay.reordered(layout, list(order))
         operation = kind(site.call_site, lay.on_grid(source), lay.on_grid(source).partition, x.dtype, options)
@@ -109,30 +106,17 @@ def with_single_copied(site: Site, y: SplitTensor) -> SplitTensor:
     return SplitTensor(redistributed(site, y._local, layout, target), target)
 
 
-def _stencil(how: Mapping[str, Any], dims: int) -> Stencil:
-    size, stride = each_dim(how["kernel_size"], dims), how["stride"]
-    stride = size if stride is None or stride in ([], ()) else each_dim(stride, dims)
-    sides = tuple((n, n) for n in each_dim(how.get("padding", 0), dims))
-    return Stencil.of(size, stride, each_dim(how.get("dilation", 1), dims), sides, bool(how["ceil_mode"]))
-
-
 @rule("window", *_of_dims("max_pool{}d", "max_pool{}d_with_indices"))
 @rule("window", *_of_dims("adaptive_max_pool{}d", "adaptive_max_pool{}d_with_indices"))
 @of_cut(empty=False)
 def max_pool(call: Call, site: Site, x: SplitTensor, return_indices: bool = False, **how: Any) -> Any:
     """The largest element of each window; ranks fetch the inputs of their outputs. Indices are global."""
-    func, adaptive = call[0], "output_size" in how
+    func, kind = call[0], AdaptiveMaxPooling if "output_size" in how else MaxPooling
     # torch.adaptive_max_pool1d always returns both.
     both = func.__name__.endswith("_with_indices") or func is torch.adaptive_max_pool1d
     dims, indices = dims_of(func), bool(return_indices or both)
-
-    def options() -> Any:
-        if adaptive:
-            return AdaptiveOptions(_sizes(how["output_size"], dims), indices)
-        return MaxPoolOptions(_stencil(how, dims), indices)
-
-    kind, key = AdaptiveMaxPooling if adaptive else MaxPooling, (str(how), indices)
-    y, operation = windowed(call, site, checked_block(x), x._layout, dims, kind, key, options)
+    given = {**how, "return_indices": indices}
+    y, operation = windowed(call, site, checked_block(x), x._layout, dims, kind, str(given), given)
     if not indices:
         return with_single_copied(site, y)
     index = SplitTensor(operation.take_indices(y._local).reshape(y._local.shape), y._layout)
@@ -144,12 +128,7 @@ def max_pool(call: Call, site: Site, x: SplitTensor, return_indices: bool = Fals
 def avg_pool(call: Call, site: Site, x: SplitTensor, **how: Any) -> Any:
     """The mean of each window; ranks fetch the inputs of their outputs."""
     dims = dims_of(call[0])
-
-    def options() -> AvgPoolOptions:
-        counts, divisor = bool(how["count_include_pad"]), how.get("divisor_override")
-        return AvgPoolOptions(_stencil(how, dims), counts, divisor)
-
-    y, _ = windowed(call, site, checked_block(x), x._layout, dims, AvgPooling, str(how), options)
+    y, _ = windowed(call, site, checked_block(x), x._layout, dims, AvgPooling, str(how), how)
     return with_single_copied(site, y)
 
 
@@ -173,7 +152,7 @@ def lp_pool(call: Call, site: Site, x: SplitTensor, norm_type: Any, **how: Any) 
 @of_cut(empty=False)
 def adaptive_avg_pool(call: Call, site: Site, x: SplitTensor, output_size: Any) -> Any:
     """The mean of each window; ranks sum their elements and exchange sums. One window is replicated."""
-    return averaged(call, site, x, _sizes(output_size, dims_of(call[0])))
+    return averaged(call, site, x, each_dim(output_size, dims_of(call[0])))
 
 
 def averaged(call: Call, site: Site, x: SplitTensor, size: tuple[int | None, ...]) -> SplitTensor:
@@ -200,15 +179,9 @@ def averaged(call: Call, site: Site, x: SplitTensor, size: tuple[int | None, ...
         size = tuple(None if d in single else n for d, n in enumerate(size, first))
     if all(n is None or n == layout.shape[d] for d, n in enumerate(size, first)):
         return SplitTensor(local.clone() if local is x._local else local, layout)
-    kind, options = AdaptiveAvgPooling, AdaptiveOptions(size)
-    rest, _ = windowed(call, site, local, layout, dims, kind, size, lambda: options)
+    given = {"output_size": size}
+    rest, _ = windowed(call, site, local, layout, dims, AdaptiveAvgPooling, size, given)
     return with_single_copied(site, rest)
-
-
-def _sizes(value: Any, dims: int) -> tuple[int | None, ...]:
-    sizes = (value,) if value is None or isinstance(value, int) else tuple(value)
-    sizes = sizes * dims if len(sizes) == 1 else sizes
-    return tuple(None if n is None else int(n) for n in sizes)
 
 
 @rule("window", "interpolate")
@@ -216,7 +189,7 @@ def _sizes(value: Any, dims: int) -> tuple[int | None, ...]:
 def interpolate(call: Call, site: Site, x: SplitTensor, **how: Any) -> Any:
     """Weighted neighbours by global sizes, which ranks fetch; if antialiased, the whole plane."""
     func, *_ = call
-    dims, factor, mode = x._local.dim() - _LEADING, how["scale_factor"], how["mode"]
+    dims, mode = x._local.dim() - _LEADING, how["mode"]
     key = str(how), x._layout, x._local.dtype
 
     def make() -> tuple[int, ...]:
@@ -231,15 +204,7 @@ def interpolate(call: Call, site: Site, x: SplitTensor, **how: Any) -> Any:
     if how["antialias"] or not x._local.dtype.is_floating_point:
         spatial = range(_LEADING, _LEADING + dims)
         return by_whole_dims(site, x, spatial, lambda local: func(local, **how))
-
-    def options() -> ResizeOptions:
-        others = mode, how["align_corners"], how["recompute_scale_factor"]
-        if factor is None:
-            return ResizeOptions(outputs, None, *others)
-        factors = tuple(float(f) for f in ([factor] if isinstance(factor, (int, float)) else factor))
-        return ResizeOptions(None, factors * (dims // len(factors)), *others)
-
-    return windowed(call, site, checked_block(x), x._layout, dims, Resizing, key, options)[0]
+    return windowed(call, site, checked_block(x), x._layout, dims, Resizing, key, how)[0]
 
 
 @checked_rule("window", "pad")

@@ -16,7 +16,7 @@ from distdl_rma.split import layout as lay
 from distdl_rma.split import layout_choice
 from distdl_rma.split.calls.autocast import castable
 from distdl_rma.split.calls.signatures import mapped, named, tensors_in
-from distdl_rma.split.calls.site import Site
+from distdl_rma.split.calls.site import Site, summed_elsewhere
 from distdl_rma.split.calls.table import Call, name_of, rule
 from distdl_rma.split.calls.torch_errors import checked_rule, raise_as_torch
 from distdl_rma.split.functions.places.shapes import derived, frozen
@@ -30,6 +30,7 @@ from distdl_rma.split.operands import (
     part_at,
     site_for,
 )
+from distdl_rma.split.plain_operands import contributes
 from distdl_rma.split.redistribution import all_sum
 from distdl_rma.split.reduction_axes import laid_out, positive, with_an_element, with_whole
 from distdl_rma.split.tensor import SplitTensor, checked_block, composed, refused
@@ -320,6 +321,9 @@ def embedding(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             weight = composed(SplitTensor.redistribute, weight)
         return on_whole_tensors(func, (x, weight, padding), {"sparse": bool(sparse)})
     site, layout = site_for(func, split), x._layout
+    needs = sparse and torch.is_grad_enabled() and weight.requires_grad
+    if needs and not (isinstance(weight, SplitTensor) or contributes(weight) or summed_elsewhere()):
+        raise refused(func, "the ranks do not sum sparse gradients of a plain table; use sparse=False")
     table = as_whole(site, weight, layout, "weight")
     y = func(checked_block(x), table, padding, sparse=bool(sparse))
     return SplitTensor(y, laid_out(layout, [*range(len(layout.shape)), None], y))
@@ -354,7 +358,7 @@ def of_matrices(call: Call, site: Site, x: SplitTensor, **_: Any) -> Any:
     return mapped(split, func(local, *rest, **kwargs))
 
 
-@rule("contraction", torch.linalg.solve, torch.linalg.solve_triangular, "cholesky_solve")
+@checked_rule("contraction", torch.linalg.solve, torch.linalg.solve_triangular, "cholesky_solve")
 def solved(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Each rank solves for its samples and right-hand sides, with whole matrices."""
     a, options = args[0], named(func, args, kwargs)
@@ -370,6 +374,9 @@ def solved(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     batch = max(rows, sides, key=len)
     out = [*batch, *(("n",) if vectors else ("n", "k") if left else ("k", "n"))]
     _, work, (matrix, right) = prepared(func, [a, b], [[*rows, "m", "n"], mine], out, ("m", "n"))
+    if not vectors:
+        # Torch takes a block of the shape of some vectors for these.
+        right = right[(None,) * (matrix.dim() - right.dim())]
     if by_factor:
         matrix, right = right, matrix
     return SplitTensor(func(matrix, right, **options), work.result)

@@ -89,7 +89,7 @@ def along_whole_dimension(call: Call, site: Site, x: Any, dim: Any, **given: Any
         # Torch raises its errors for a tensor without elements.
         func(local.new_zeros(x._layout.shape), **options)
     # Torch returns some results without elements for types of which it computes none.
-    result = func(local if stays and 0 in x.shape else with_an_element(local), **options)
+    result = func(local if 0 in x.shape else with_an_element(local), **options)
 
     def split(y: torch.Tensor) -> SplitTensor:
         # For each dimension of the result that of the input; None for a new one or another extent.

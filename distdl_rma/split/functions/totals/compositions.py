@@ -44,8 +44,10 @@ def renorm(x: Any, p: Any, dim: int, maxnorm: Any) -> Any:
     """Norms, combined over the ranks, then factors."""
     others = [d for d in range(x.dim()) if d != dim % x.dim()]
     wide = torch.float32 if x.dtype in (torch.float16, torch.bfloat16) else None
-    norm = torch.linalg.vector_norm(x, p, others, True, dtype=wide)
-    return x * torch.where(norm > maxnorm, maxnorm / (norm + 1e-7), 1.0).to(x.dtype)
+    is_long = torch.linalg.vector_norm(x.detach(), p, others, True, dtype=wide) > maxnorm
+    # As in torch, what is no longer than that is in no gradient: its norm may be NaN.
+    norm = torch.linalg.vector_norm(torch.where(is_long, x, 0), p, others, True, dtype=wide)
+    return x * torch.where(is_long, maxnorm / (norm + 1e-7), 1.0).to(x.dtype)
 
 
 @checked_rule("reduction", torch.Tensor.__contains__)

@@ -211,9 +211,9 @@ def class_loss(call: Call, site: Site, x: Any, target: Any, weight: Any, **given
     The mean is divided by the number, or by the weights, of all targets that are not ignored.
     """
     func, reduction = call[0], _reduction_of(given)
-    if not any_cut(x, target):
-        return on_whole_tensors(*call)
     dim = 0 if len(x.shape) == 1 else 1
+    if not any_cut(x, target) or not x.shape[dim]:
+        return on_whole_tensors(*call)
     of_indices = not _of_probabilities(func, target)
     if not (of_indices or isinstance(x, SplitTensor)):
         layout = common_layout(func, [x, target])
@@ -255,28 +255,38 @@ class _CrossEntropy(OperatorFunction):
     # Terms of cross entropies by this rank's classes, from the share of each class in its row.
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, share: torch.Tensor, dim: int, chosen: bool, gathered: Gathered
+        ctx: Any,
+        x: torch.Tensor,
+        share: torch.Tensor,
+        dim: int,
+        read: Weight,
+        counted: Weight,
+        gathered: Gathered,
     ) -> torch.Tensor:
         # A block without classes has no place in the gathered tensor.
         mine = torch.cat([x.logsumexp(dim, True), share.sum(dim, True)], dim) if x.shape[dim] else x
         logs, shares = gathered(mine).unflatten(dim, (-1, 2)).unbind(dim + 1)
         whole = logs.logsumexp(dim, True)
-        ctx.save_for_backward(x, share, whole, shares.sum(dim, True))
+        # As in torch, the logarithms of all shares of a row with an infinite score are NaN.
+        whole = torch.where(whole == torch.inf, torch.nan, whole)
+        ctx.save_for_backward(x, share, whole, shares.sum(dim, True), counted)
         ctx.dim = dim
         terms = share * (whole - x)
-        # As in torch, other classes than the chosen one are not read.
-        return (torch.where(share != 0, terms, 0) if chosen else terms).sum(dim)
+        return (terms if read is None else torch.where(read, terms, 0)).sum(dim)
 
     @staticmethod
     @first_derivative
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
         # All ranks of a row have its gradient, so this is local.
-        x, share, whole, total = ctx.saved_tensors
+        x, share, whole, total, counted = ctx.saved_tensors
         gradient, away = gradient.unsqueeze(ctx.dim), whole - x
         of_share = gradient * away if ctx.needs_input_grad[1] else None
         slope = total * (-away).exp() - share
-        # Ignored rows get zeros, also in a mean over no row.
-        return torch.where(slope != 0, gradient * slope, 0), of_share, None, None, None
+        of_x = gradient * slope
+        if counted is not None:
+            # Ignored rows get zeros, also in a mean over no row.
+            of_x = torch.where(counted | (slope != 0), of_x, 0)
+        return of_x, of_share, None, None, None, None
 
 
 def class_terms(
@@ -299,13 +309,15 @@ def class_terms(
     """
     start, stop = layout.box(layout.partition.me).bounds[dim]
     shape = [-1 if d == dim else 1 for d in range(x.dim())]
-    of_indices = not _of_probabilities(func, truth)
+    of_indices, read, counted = not _of_probabilities(func, truth), None, None
     even = label_smoothing / layout.shape[dim]
     if of_indices:
         truth = truth.unsqueeze(dim)
         counted = truth != ignore_index
         chosen = counted & (truth == torch.arange(start, stop).view(shape))
         share = chosen.to(x.dtype)
+        # As in torch, ignored rows are not read, and of others only the chosen class.
+        read = counted if label_smoothing else chosen
         if label_smoothing:
             share = (1 - label_smoothing) * share + even * counted.to(x.dtype)
     else:
@@ -313,8 +325,9 @@ def class_terms(
     if weight is not None:
         share = share * weight[start:stop].view(shape)
     if func is F.nll_loss:
-        return -torch.where(share != 0, share * x, 0).sum(dim)
-    terms: torch.Tensor = _CrossEntropy.apply(x, share, dim, of_indices and not label_smoothing, gathered)
+        products = share * x
+        return -(products if read is None else torch.where(read, products, 0)).sum(dim)
+    terms: torch.Tensor = _CrossEntropy.apply(x, share, dim, read, counted, gathered)
     return terms
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,8 +18,8 @@ from distdl_rma.split.calls.table import Call
 from distdl_rma.split.calls.torch_errors import checked_rule
 from distdl_rma.split.functions.elements.pointwise import pointwise
 from distdl_rma.split.operands import as_blocks, common_layout, of_any_cut, of_cut, on_whole_tensors
-from distdl_rma.split.redistribution import reduced, to_blocks
-from distdl_rma.split.reduction_axes import Along, chosen_dims, positive, with_whole
+from distdl_rma.split.redistribution import reduced
+from distdl_rma.split.reduction_axes import Along, OnBlock, chosen_dims, positive, with_whole
 from distdl_rma.split.tensor import SplitTensor, checked_block, composed
 
 
@@ -65,32 +66,74 @@ def truth(call: Call, site: Site, x: SplitTensor, dim: Any, keepdim: bool) -> An
     return along.result(y, keepdim)
 
 
-@checked_rule("reduction", "prod", "logsumexp")
+# The gradient of a block, from those of the whole result, the block and the whole result.
+Slope = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+class _OfWhole(OperatorFunction):
+    # A result of the blocks of all ranks. The gradient is torch's for the whole: partial results of a block
+    # are no part of it, since they may be infinite or NaN where the whole is not.
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, result: torch.Tensor, slope: Slope) -> torch.Tensor:
+        ctx.save_for_backward(x, result)
+        ctx.slope = slope
+        return result.clone()
+
+    @staticmethod
+    @first_derivative
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
+        return ctx.slope(gradient, *ctx.saved_tensors), None, None
+
+
+def of_whole(along: Along, reduce: OnBlock, slope: Slope, what: str = "results of ranks") -> torch.Tensor:
+    """Reduce the blocks, then the ranks' results; the gradient is ``slope(gradient, block, result)``."""
+    with torch.no_grad():
+        result = along.twice(reduce, what)
+    y: torch.Tensor = _OfWhole.apply(along.local, result, slope)
+    return y
+
+
+@checked_rule("reduction", "logsumexp")
 @of_cut()
-def of_partial_results(
-    call: Call, site: Site, x: SplitTensor, dim: Any, keepdim: bool, dtype: torch.dtype | None = None
-) -> Any:
+def logsumexp(call: Call, site: Site, x: SplitTensor, dim: Any, keepdim: bool) -> Any:
     """Each rank reduces its block; every rank gets all results and reduces these."""
     along = Along.of(site, x, dim)
-    if call[0].__name__ == "prod":
-        along.local = along.local if dtype is None else along.local.to(dtype)
-        dtype = summed_dtype(along.local, dtype)
-    else:
-        exact = along.local.dtype.is_floating_point or along.local.dtype.is_complex
-        dtype = along.local.dtype if exact else torch.get_default_dtype()
-        # A short dtype would round twice, and the gradient is an exponential of the rounded result.
-        along.local = along.local.to(sum_dtype(dtype))
-    wide = sum_dtype(dtype)
+    exact = along.local.dtype.is_floating_point or along.local.dtype.is_complex
+    dtype = along.local.dtype if exact else torch.get_default_dtype()
+    # A short dtype would round twice, and the gradient is an exponential of the rounded result.
+    along.local = along.local.to(sum_dtype(dtype))
+    y = of_whole(
+        along, lambda y: torch.logsumexp(y, along.dims, True), lambda g, x, y: g * (x - y).exp().conj()
+    )
+    return along.result(y.to(dtype), keepdim)
 
-    def reduce(y: torch.Tensor) -> torch.Tensor:
-        if call[0].__name__ != "prod":
-            return torch.logsumexp(y, along.dims, True)
+
+@checked_rule("reduction", "prod")
+@of_cut()
+def product(call: Call, site: Site, x: SplitTensor, dim: Any, keepdim: bool, dtype: Any = None) -> Any:
+    """Each rank multiplies its block; every rank gets all results. Zeros need whole dimensions in a graph."""
+    along = Along.of(site, x, dim)
+    dtype = summed_dtype(along.local, dtype)
+    wide = sum_dtype(dtype)
+    along.local = along.local.to(wide)
+    needs = along.local.requires_grad and torch.is_grad_enabled()
+    # As in torch, the gradient is result / element, unless there is a zero anywhere.
+    if needs and reduced(site, (along.local == 0).any(), along.layout.partition.ranks, "max", "zeros"):
+        along.local, along.layout = with_whole(site, SplitTensor(along.local, along.layout), along.dims)
+        if dim is None:
+            y = along.local.prod().view((1,) * x.dim())
+        else:
+            # Torch has another gradient for a tensor without zeros, as this block may be.
+            y = torch.stack([along.local, torch.zeros_like(along.local)]).prod(along.dims[0] + 1, True)[0]
+        return along.result(y.to(dtype), keepdim)
+
+    def multiply(y: torch.Tensor) -> torch.Tensor:
         # Torch multiplies along one dimension only.
         for d in along.dims:
-            y = y.prod(d, keepdim=True, dtype=wide)
+            y = y.prod(d, keepdim=True)
         return y
 
-    return along.result(along.twice(reduce, "results of ranks").to(dtype), keepdim)
+    return along.result(of_whole(along, multiply, lambda g, x, y: g * (y / x).conj()).to(dtype), keepdim)
 
 
 @checked_rule("reduction", "var", "std", "var_mean", "std_mean")
@@ -121,31 +164,43 @@ def variance(
         return on_whole_tensors(*call)
     values = along.local.to(sum_dtype(dtype))
     mean = along.summed(values.sum(dims, keepdim=True)) / along.count
-    away = values - to_blocks(along.site, mean, along.layout, along.cut, " of the mean")
-    degrees = along.count - correction
-    if func.__name__.startswith("std"):
-        # At 0 the gradient of a norm is 0, like that of torch's std.
-        along.local = away
-        y = _norm(along, 2.0, away.abs().dtype)
-        y = y / torch.tensor(degrees, dtype=y.dtype).sqrt()
-    else:
-        y = along.summed(away.abs().square().sum(dims, keepdim=True))
+    degrees, centre, is_std = along.count - correction, mean.detach(), func.__name__.startswith("std")
+    with torch.no_grad():
+        y = along.summed((values - centre).abs().square().sum(dims, keepdim=True))
         y = y / torch.tensor(degrees, dtype=y.dtype)
-    kind = dtype.to_real()
-    found = along.result(y.to(kind), keepdim)
+        y = y.sqrt() if is_std else y
+
+    def slope(gradient: torch.Tensor, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        by_variance = torch.where(y == 0, 0, gradient / (2 * y)) if is_std else gradient
+        found: torch.Tensor = 2 / degrees * by_variance * (x - centre)
+        return found
+
+    y = _OfWhole.apply(values, y, slope)
+    found = along.result(y.to(dtype.to_real()), keepdim)
     if not func.__name__.endswith("_mean"):
         return found
     return found, along.result(mean.to(dtype), keepdim)
 
 
-def _norm(along: Along, order: float, dtype: torch.dtype) -> torch.Tensor:
-    # Norm of the ranks' norms; reduced dimensions have extent 1.
+def norm_along(along: Along, order: float, dtype: torch.dtype) -> torch.Tensor:
+    """Norm over the blocks of all ranks, of a finite order but 0; reduced dimensions have extent 1."""
+
     def norm(y: torch.Tensor) -> torch.Tensor:
         kind = dtype if y.is_floating_point() else None
         found: torch.Tensor = torch.linalg.vector_norm(y, order, along.dims, True, dtype=kind)
         return found
 
-    return along.twice(norm, "norms of ranks")
+    def slope(gradient: torch.Tensor, x: torch.Tensor, norm: torch.Tensor) -> torch.Tensor:
+        if order == 1:
+            return gradient * x.sgn()
+        if order == 2:
+            return gradient * torch.where(norm == 0, 0, x / norm)
+        powers = x.sgn() * x.abs() ** (order - 1)
+        if order < 1:
+            return torch.where(x == 0, 0, powers) * gradient * norm ** (1 - order)
+        return powers * torch.where(norm == 0, 0, gradient / norm ** (order - 1))
+
+    return of_whole(along, norm, slope, "norms of ranks")
 
 
 @checked_rule("norm", "vector_norm")
@@ -157,16 +212,14 @@ def vector_norm(
     x = x if dtype is None else composed(torch.Tensor.to, x, dtype)
     order, found = float(ord), x.dtype.to_real()
     if abs(order) == torch.inf:
-        dims = dim if dim is not None else tuple(range(x.dim()))
-        size = composed(torch.abs, x)
-        return composed(torch.amax if order > 0 else torch.amin, size, dims, keepdim)
+        return _extreme(Along.of(site, composed(torch.abs, x), dim), order > 0, keepdim, True, True)
     along = Along.of(site, x, dim)
     wide = sum_dtype(found)
     along.local = along.local.to(sum_dtype(x.dtype))
     if order == 0:
         counts = torch.linalg.vector_norm(along.local, 0, along.dims, True)
         return along.result(along.summed(counts).to(found), keepdim)
-    return along.result(_norm(along, order, wide).to(found), keepdim)
+    return along.result(norm_along(along, order, wide).to(found), keepdim)
 
 
 @checked_rule("norm", torch.norm, torch.Tensor.norm, torch.linalg.norm, torch.linalg.matrix_norm, "dist")
@@ -175,6 +228,8 @@ def norm(call: Call, site: Site, x: Any, **given: Any) -> Any:
     """Ranks combine norms of their blocks; norms of singular values need whole matrices."""
     func, *_ = call
     vector_norm = torch.linalg.vector_norm
+    if 0 in x.shape:
+        return on_whole_tensors(*call)
     if func.__name__ == "dist":
         return composed(vector_norm, composed(torch.sub, x, given["other"]), given["p"])
     dim, keepdim, dtype = given["dim"], given["keepdim"], given["dtype"]
@@ -353,10 +408,10 @@ class _Shared(OperatorFunction):
     # The extreme over the ranks; all elements that are equal to it share the gradient.
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, extreme: torch.Tensor, along: Along, nan_too: bool
+        ctx: Any, x: torch.Tensor, extreme: torch.Tensor, along: Along, nan_too: bool, multiplies: bool
     ) -> torch.Tensor:
         ctx.save_for_backward(x, extreme)
-        ctx.site, ctx.ranks, ctx.dims, ctx.nan_too = along.site, along.ranks, along.dims, nan_too
+        ctx.site, ctx.ranks, ctx.dims, ctx.how = along.site, along.ranks, along.dims, (nan_too, multiplies)
         ctx.machine = along.site.machine
         return extreme.clone()
 
@@ -364,21 +419,22 @@ class _Shared(OperatorFunction):
     @first_derivative
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
         x, extreme = ctx.saved_tensors
-        equal = _is_extreme(x, extreme) if ctx.nan_too else x == extreme
+        nan_too, multiplies = ctx.how
+        equal = _is_extreme(x, extreme) if nan_too else x == extreme
         count = equal.sum(ctx.dims, keepdim=True)
         count = reduced(ctx.site, count, ctx.ranks, what="gradient, equal elements")
-        # As in torch: if no element equals NaN here, the gradient is NaN.
-        share = torch.where(equal, gradient / count, 0) if ctx.nan_too else equal * gradient / count
-        return share, None, None, None
+        # As in torch: a gradient that is NaN, as where no element equals NaN, is multiplied by 0 or not read.
+        share = gradient / count
+        return share * equal if multiplies else torch.where(equal, share, 0), None, None, None, None
 
 
-def _extreme(along: Along, largest: bool, keepdim: bool, nan_too: bool) -> SplitTensor:
+def _extreme(along: Along, largest: bool, keepdim: bool, nan_too: bool, multiplies: bool) -> SplitTensor:
     function = torch.amax if largest else torch.amin
     x = along.local
     found = _nothing(along, largest)
     y = _of_ranks(along, function(x.detach(), along.dims, True) if found is None else found, largest)
     if x.requires_grad and torch.is_grad_enabled():
-        y = _Shared.apply(x, y, along, nan_too)
+        y = _Shared.apply(x, y, along, nan_too, multiplies)
     return along.result(y, keepdim)
 
 
@@ -388,8 +444,8 @@ def extremes(call: Call, site: Site, x: SplitTensor, dim: Any, keepdim: bool) ->
     """Each rank reduces its block, then all ranks; equal elements of all ranks share the gradient."""
     along, name = Along.of(site, x, dim), call[0].__name__
     if name != "aminmax":
-        return _extreme(along, name == "amax", keepdim, False)
-    low, high = (_extreme(along, largest, keepdim, False) for largest in (False, True))
+        return _extreme(along, name == "amax", keepdim, False, True)
+    low, high = (_extreme(along, largest, keepdim, False, True) for largest in (False, True))
     return torch.return_types.aminmax((low, high))
 
 
@@ -402,7 +458,7 @@ def largest(call: Call, site: Site, x: Any, dim: Any, keepdim: bool, other: Any)
         return pointwise(torch.maximum if name == "max" else torch.minimum, tuple(both), {})
     along = Along.of(site, x, dim)
     if dim is None:
-        return _extreme(along, name == "max", False, True)
+        return _extreme(along, name == "max", False, True, False)
     values, indices = _with_index(along, name == "max")
     return getattr(torch.return_types, name)((along.result(values, keepdim), along.result(indices, keepdim)))
 

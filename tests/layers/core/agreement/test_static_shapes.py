@@ -57,7 +57,7 @@ def test_each_promise_begins_anew(P_world, comm):
 
 def test_a_promise_is_not_made_twice(P_world):
     for _ in range(2):
-        with static_shapes(P_world), pytest.raises(ProtocolError, match="promised already"):
+        with static_shapes(P_world), pytest.raises(ProtocolError, match="within such a context already"):
             static_shapes(P_world).__enter__()
 
 

@@ -93,7 +93,7 @@ def test_losses_of_split_tensors_are_numbers_that_all_ranks_have(P_x, x):
     loss.backward()
     expected.backward()
     torch.testing.assert_close(s.grad.full_tensor(), whole.grad)
-    with pytest.raises(UnsupportedError, match="no blocks of one tensor"):
+    with pytest.raises(UnsupportedError, match="not blocks of one tensor"):
         DistributedMSELoss(P_x, reduction="none")(s, s)
 
 

@@ -70,6 +70,23 @@ def test_gradients_hooks_and_values(P_world):
 
 
 @pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("kind", ["split", "plain"])
+def test_a_backward_of_some_inputs_leaves_the_others(P_world, kind):
+    torch.manual_seed(0)
+    whole, weight = torch.randn(SHAPE, requires_grad=True), torch.randn(3, 1, 1, requires_grad=True)
+    x, other = cut_along(P_world, 2, whole), weight.detach().clone().requires_grad_()
+    for inputs, mine in (([whole], [x]), (whole, x), ([whole, weight], [x, other])):
+        (whole * weight).square().sum().backward(inputs=inputs)
+        loss = (x * other).square().sum()
+        if kind == "plain":
+            loss = loss.full_tensor()
+        loss.backward(inputs=mine)
+        torch.testing.assert_close(x.grad.full_tensor(), whole.grad)
+        assert (other.grad is None) is (weight.grad is None)
+    torch.testing.assert_close(other.grad, weight.grad)
+
+
+@pytest.mark.mpi(min_size=2)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_numpy_gets_no_values_of_what_is_cut_and_those_of_copies(P_world):
     x = cut_along(P_world, 1, torch.randn(3, 5))

@@ -65,6 +65,8 @@ FORMS = {
     "a parameter of split and replicated tensors": (of_both, [(3, 5, 4)], [(4, 4), (4,)]),
     **{f"solutions of {a} and {b}": (solved, [a], [b]) for a, b in SOLVED},
     **{f"plain {a} solved for {b}": (lambda y, x: solved(x, y), [b], [a]) for a, b in SOLVED},
+    "matrices solved for columns": (lambda b, a: torch.linalg.solve(definite(a), b), [(3, 6)], [(3, 3, 3)]),
+    "a matrix solved for rows": (lambda b, a: torch.linalg.solve(a, b, left=False), [(3, 3)], [(1, 3, 3)]),
     "solved by name": (solved_by_name, [(2, 3, 4), (2, 3, 3)]),
     "triangles": (
         lambda x, y: torch.linalg.solve_triangular(definite(x), y, upper=False, left=False),
@@ -149,6 +151,15 @@ def test_bad_input(P_world):
         torch.linalg.matrix_rank(x.expand(5, 5, 4), torch.ones(5, dtype=torch.float64))
     with pytest.raises(RuntimeError, match="integral"):
         torch.addr(ROWS[0, 0], x[0].long(), x[1].long(), alpha=0.5)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_sparse_gradients_that_nobody_sums_are_refused_where_the_table_is_used(P_world):
+    indices = cut_along(P_world, 0, torch.tensor([[0, 1, 1], [2, 0, 4]]))
+    table = torch.zeros(5, 3, requires_grad=True)
+    with pytest.raises(UnsupportedError, match="sparse=False"):
+        F.embedding(indices, table, sparse=True)
+    assert F.embedding(indices, table.detach(), sparse=True).shape == (2, 3, 3)
 
 
 @pytest.mark.sizes(1, 2, 3, 4)

@@ -26,6 +26,7 @@ FORMS = {
         [partial(torch.randint, 0, 2, SHAPE, dtype=torch.bool)],
     ),
     "numbers that occur": (called(torch.unique, return_counts=True), [partial(torch.randint, 0, 5, SHAPE)]),
+    "medians of none": (lambda x: (x[:0].median(), x[x > 9].nanmedian(), x[:0].median(1)[0]), [SHAPE[:2]]),
     "no elements": (called(torch.logcumsumexp, 1), [(4, 0, 3)]),
     "products of no truth values": (called(torch.masked.cumprod, 0), [torch.ones(4, 0, 3, dtype=torch.bool)]),
     "none in order": (lambda x: x.sort(1)[0], [(4, 0, 3)]),

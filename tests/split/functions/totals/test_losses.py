@@ -57,6 +57,12 @@ FORMS = {
     "empty blocks": (lambda x, y: F.nll_loss(x.log_softmax(1), y), [(4, 3, 2)], [classes(4, 2)]),
     "no rows": (partial(smoothed, reduction="sum"), [(0, 9, 2)], [classes(0, 2), weights(9)]),
     "no rows alone": (partial(smoothed, reduction="none"), [(0, 9, 2)], [classes(0, 2), weights(9)]),
+    **{
+        f"no class of {n} rows, {how}": (
+            lambda x, y, how=how: F.cross_entropy(x, y, reduction=how), [(n, 0)], [torch.ones(n, 0).double()]
+        )
+        for n in (0, 3) for how in ("mean", "sum", "none")
+    },
     "split weights": (lambda w, x, y: F.cross_entropy(x, y, w), [weights(3)], [(5, 3), classes(5)]),
     "split weights of a sum": (
         lambda w, x, y: F.nll_loss(x, y, w, reduction="sum"), [weights(3)], [(5, 3), classes(5)]

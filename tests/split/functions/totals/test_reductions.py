@@ -93,6 +93,7 @@ FORMS = {
     "a sum of truth values": (called(torch.sum, (0, 2), dtype=torch.bool), [torch.eye(6).view(3, 3, 4)]),
     "no elements": (called(torch.sum, (0, 1)), [NONE]),
     "products of none": (called(torch.prod, 1), [NONE]),
+    "norms of empty matrices": (lambda x: torch.linalg.matrix_norm(x[..., :0], 1), [(2, 3, 4)]),
     "norms of none": (called(torch.linalg.vector_norm, 2, dim=1, keepdim=True), [NONE]),
     "softmax of none": (called(torch.softmax, -1), [(0,)]),
     "softmax of large ones": (lambda x: (x * 1000).softmax(1), [(2, 2, 3)]),
