@@ -1,10 +1,10 @@
-"""What a rank does, and what travels meanwhile: counters, recordings, and one trace of all ranks."""
+"""What a rank does, and what travels meanwhile: counters, recordings and their trace; text in columns."""
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from itertools import count
@@ -240,3 +240,9 @@ def _rows(event: Event, numbers: Iterator[int]) -> list[dict[str, Any]]:
         what["id"] = next(numbers)
         return [what | {"ph": "b", "ts": begin}, what | {"ph": "e", "ts": end}]
     return [what | {"ph": "X", "ts": begin, "dur": end - begin, "args": {"backward": event.backward}}]
+
+
+def in_columns(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Lines of text of rows of cells, in aligned columns."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]

@@ -16,6 +16,7 @@ from distdl_rma.split.calls.signatures import tensors_in
 from distdl_rma.split.calls.site import Site, site_of
 from distdl_rma.split.calls.table import OBSERVERS, Rule, name_of
 from distdl_rma.split.tensor import SplitTensor
+from distdl_rma.trace import in_columns
 
 # Number of rows that ``print`` shows.
 _WORST = 5
@@ -108,12 +109,7 @@ class StepReport:
             )
             for call in calls
         ]
-        widths = [max(len(row[at]) for row in (heads, *rows)) for at in range(len(heads))]
-        lines = [
-            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))
-            for row in (heads, *rows)
-        ]
-        return "\n".join(line.rstrip() for line in lines)
+        return "\n".join(in_columns((heads, *rows)))
 
 
 @contextmanager
