@@ -1,11 +1,11 @@
-"""What a rank does, and what travels meanwhile: counters, recordings, and one trace of all ranks."""
+"""What a rank does, and what travels meanwhile: counters, recordings and their trace; text in columns."""
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
@@ -141,7 +141,7 @@ class Tracer:
     def span(self, kind: str, name: str, backward: bool = False) -> AbstractContextManager[object]:
         """Context that records an action of this rank."""
         recording = self.recording
-        return _NOTHING if recording is None else _Span(recording, kind, name, backward)
+        return _NOTHING if recording is None else _span(recording, kind, name, backward)
 
     def marks(self, name: str, backward: bool = False) -> Callable[[str], object]:
         """Function to call with the kind of each action that begins, and with ``""`` at the end."""
@@ -201,20 +201,13 @@ class _Marks:
         self._kind, self._begin = kind, now
 
 
-@dataclass(slots=True)
-class _Span:
-    recording: Recording
-    kind: str
-    name: str
-    backward: bool
-    begin: float = 0.0
-
-    def __enter__(self) -> None:
-        self.begin = self.recording.now
-
-    def __exit__(self, *_error: object) -> None:
-        event = Event(self.kind, self.name, self.begin, self.recording.now, self.backward)
-        self.recording.events.append(event)
+@contextmanager
+def _span(recording: Recording, kind: str, name: str, backward: bool) -> Iterator[None]:
+    begin = recording.now
+    try:
+        yield
+    finally:
+        recording.events.append(Event(kind, name, begin, recording.now, backward))
 
 
 def chrome_trace(recordings: Iterable[Recording]) -> str:
@@ -247,3 +240,9 @@ def _rows(event: Event, numbers: Iterator[int]) -> list[dict[str, Any]]:
         what["id"] = next(numbers)
         return [what | {"ph": "b", "ts": begin}, what | {"ph": "e", "ts": end}]
     return [what | {"ph": "X", "ts": begin, "dur": end - begin, "args": {"backward": event.backward}}]
+
+
+def in_columns(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Lines of text of rows of cells, in aligned columns."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]

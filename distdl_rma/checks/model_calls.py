@@ -29,6 +29,7 @@ from distdl_rma.errors import (
     SegmentError,
 )
 from distdl_rma.geometry.exchange import fingerprint
+from distdl_rma.geometry.partition import by_key
 from distdl_rma.machine import Machine
 from distdl_rma.segments.waiting.error_texts import LOST, append_state
 
@@ -231,12 +232,9 @@ def first_difference(lists: Any) -> int | None:
 
 def by_ranks(texts: Mapping[int, str]) -> str:
     """The ranks' texts in one line; ranks with equal texts share an entry."""
-    ranks: dict[str, list[int]] = {}
-    for rank, text in texts.items():
-        ranks.setdefault(text, []).append(rank)
     return "; ".join(
         f"rank{'s' if len(those) > 1 else ''} {', '.join(map(str, those))}: {text}"
-        for text, those in ranks.items()
+        for text, those in by_key(texts, texts.__getitem__).items()
     )
 
 

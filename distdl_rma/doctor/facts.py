@@ -11,9 +11,11 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
+from operator import attrgetter
 from pathlib import Path
 
 from distdl_rma import __version__
+from distdl_rma.geometry.partition import by_key
 
 HYDRA, OPEN_MPI, SLURM, PMI = "Hydra (mpiexec of MPICH)", "Open MPI (mpiexec)", "Slurm (srun)", "PMI"
 SHARED_MEMORY = Path("/dev/shm")
@@ -107,10 +109,7 @@ class Job:
     @property
     def hosts(self) -> dict[str, list[RankFacts]]:
         """Facts of ranks by host."""
-        found: dict[str, list[RankFacts]] = {}
-        for facts in self.ranks:
-            found.setdefault(facts.host, []).append(facts)
-        return found
+        return by_key(self.ranks, attrgetter("host"))
 
 
 def rank_facts(launcher: Launcher) -> RankFacts:

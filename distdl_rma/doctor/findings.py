@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from operator import attrgetter
 
 from distdl_rma.doctor.facts import HYDRA, OPEN_MPI, SHARED_MEMORY, SLURM, Job, counted, sized
-from distdl_rma.geometry.partition import spans
+from distdl_rma.geometry.partition import by_key, spans
 
 _SMALL_SHARED_MEMORY = 64 << 20
 _DOCTOR = "python -m mpi4py -m distdl_rma doctor"
@@ -75,20 +76,16 @@ def of_launcher(job: Job) -> Iterator[Finding]:
 def of_failures(job: Job) -> Iterator[Finding]:
     """Steps that failed. That other ranks failed because of one is no finding of its own."""
     first = [each for each in job.failures if not each.message.startswith("PeerFailedError")]
-    alike: dict[tuple[str, str], list[int]] = {}
-    for each in first or job.failures:
-        alike.setdefault((each.step, each.message), []).append(each.rank)
-    for (step, message), ranks in alike.items():
+    for (step, message), alike in by_key(first or job.failures, attrgetter("step", "message")).items():
         remedy = _REMEDIES.get(step, "docs/failures.md says what the error means")
-        yield _error(f"{_named(ranks)} could not {step}: {message}", remedy)
+        yield _error(f"{_named([each.rank for each in alike])} could not {step}: {message}", remedy)
 
 
 def of_versions(job: Job) -> Iterator[Finding]:
     """Ranks with different versions."""
     for name in sorted({name for facts in job.ranks for name in facts.versions}):
-        ranks: dict[str, list[int]] = {}
-        for facts in job.ranks:
-            ranks.setdefault(facts.versions.get(name, "none"), []).append(facts.rank)
+        seen = {facts.rank: facts.versions.get(name, "none") for facts in job.ranks}
+        ranks = by_key(seen, seen.__getitem__)
         if len(ranks) > 1:
             each = ", ".join(f"{version} on {_named(some)}" for version, some in ranks.items())
             yield _error(

@@ -8,7 +8,8 @@ from typing import Any
 
 from distdl_rma.doctor.facts import Job, RankFacts, counted, sized
 from distdl_rma.doctor.findings import Finding
-from distdl_rma.geometry.partition import spans
+from distdl_rma.geometry.partition import by_key, spans
+from distdl_rma.trace import in_columns
 
 _UNKNOWN = "-"
 _SIZES = "shm_free_bytes", "shm_total_bytes", "memory_limit_bytes"
@@ -50,11 +51,11 @@ def as_text(job: Job, found: Sequence[Finding]) -> str:
     measured = [name for name in _MEASURED if name in job.measured]
     parts = {
         "distdl_rma doctor": [f"{head}; launcher: {facts['launcher'] or 'unknown'}"],
-        "versions": _table([*facts["versions"].items(), ("thread level", facts["thread_level"])]),
+        "versions": in_columns([*facts["versions"].items(), ("thread level", facts["thread_level"])]),
         "nodes": _hosts(facts),
         "transports": [*_transports(facts["transports"])],
-        "measured": _table([(_MEASURED[name], _quantity(name, job.measured[name])) for name in measured]),
-        "split convolution against torch's on the whole input": _table(
+        "measured": in_columns([(_MEASURED[name], _quantity(name, job.measured[name])) for name in measured]),
+        "split convolution against torch's on the whole input": in_columns(
             [
                 (x.name, "equal to rounding" if x.equal else f"differs by {x.error:.1e} of {x.scale:.1e}")
                 for x in job.compared
@@ -68,11 +69,10 @@ def as_text(job: Job, found: Sequence[Finding]) -> str:
 
 def _rows(job: Job) -> Iterator[dict[str, Any]]:
     # A row for ranks of a host that see the same values.
-    rows: dict[tuple[Any, ...], list[RankFacts]] = {}
-    for facts in job.ranks:
-        key = facts.host, len(facts.cores), facts.threads, facts.shm_total, facts.memory_limit
-        rows.setdefault(key, []).append(facts)
-    for (host, _, threads, total, limit), ranks in rows.items():
+    def seen(facts: RankFacts) -> tuple[Any, ...]:
+        return facts.host, len(facts.cores), facts.threads, facts.shm_total, facts.memory_limit
+
+    for (host, _, threads, total, limit), ranks in by_key(job.ranks, seen).items():
         yield {
             "host": host,
             "ranks": [facts.rank for facts in ranks],
@@ -94,7 +94,7 @@ def _hosts(facts: dict[str, Any]) -> list[str]:
         segments = f"{len(row['ranks'])} x {sized(segment)}" if segment else _UNKNOWN
         counts = str(row["cores"]), str(row["threads_per_rank"])
         rows.append((row["host"], spans(row["ranks"]), *counts, free, total, segments, limit))
-    return _table(rows)
+    return in_columns(rows)
 
 
 def _transports(letters: Sequence[str]) -> Iterator[str]:
@@ -106,7 +106,7 @@ def _transports(letters: Sequence[str]) -> Iterator[str]:
         yield f"puts of MPI between nodes: {counted(every.count('r') // 2, 'pair')}"
         return
     numbers = [*map(str, range(len(letters)))]
-    yield from _table(
+    yield from in_columns(
         [("", *numbers), *((number, *row) for number, row in zip(numbers, letters, strict=True))]
     )
     yield "s: shared memory of the node, r: puts of MPI between nodes"
@@ -116,8 +116,3 @@ def _quantity(name: str, value: float) -> str:
     if name.endswith("bytes_per_second"):
         return f"{value / 1e9:.3g} GB/s"
     return f"{value * 1e6:.3g} us" if value < 1e-3 else f"{value * 1e3:.3g} ms"
-
-
-def _table(rows: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]

@@ -7,9 +7,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from hashlib import blake2b
 from itertools import combinations, pairwise
+from operator import attrgetter
 
 from distdl_rma.geometry.box import Box
 from distdl_rma.geometry.decomposition import Decomposition
+from distdl_rma.geometry.partition import by_key
 
 # More boxes than this are only compared in one dimension at a time. If that leaves overlap possible, the
 # boxes count as overlapping: then elements are summed, which is always right.
@@ -165,10 +167,7 @@ class Exchange:
 
 def by_peer(pieces: tuple[Piece, ...]) -> list[tuple[int, tuple[Piece, ...]]]:
     """Pieces grouped by peer, each peer once."""
-    groups: dict[int, list[Piece]] = {}
-    for piece in pieces:
-        groups.setdefault(piece.peer, []).append(piece)
-    return [(peer, tuple(group)) for peer, group in groups.items()]
+    return [(peer, tuple(group)) for peer, group in by_key(pieces, attrgetter("peer")).items()]
 
 
 def fingerprint(*facts: object) -> int:

@@ -291,19 +291,16 @@ def _gathering(
 def _fold(team: Sequence[int], holders: Sequence[int], held: _Held, lengths: Sequence[int], me: int) -> Stage:
     turns = list(zip(holders, (team[at :: len(holders)] for at in range(len(holders))), strict=True))
     ranks = tuple(chain.from_iterable(turn for _, turn in turns))
-    before = [_length(held[rank], lengths) for rank in ranks]
+    before = tuple(_length(held[rank], lengths) for rank in ranks)
     sums = {holder: sum(_length(held[rank], lengths) for rank in turn) for holder, turn in turns}
-    return _flat(ranks, before, me), _flat(ranks, [sums.get(rank, 0) for rank in ranks], me)
+    after = tuple(sums.get(rank, 0) for rank in ranks)
+    return trees.flat((ranks,), Listed(before), me), trees.flat((ranks,), Listed(after), me)
 
 
 def _all_gather(team: Sequence[int], held: _Held, lengths: Sequence[int], me: int) -> Stage:
-    blocks = _flat(team, [_length(held[rank], lengths) for rank in team], me)
+    blocks = trees.flat((tuple(team),), Listed(tuple(_length(held[rank], lengths) for rank in team)), me)
     return blocks, Decomposition.replicated(blocks.partition, blocks.shape)
 
 
 def _length(blocks: Sequence[int], lengths: Sequence[int]) -> int:
     return sum(lengths[at] for at in blocks)
-
-
-def _flat(ranks: Sequence[int], lengths: Sequence[int], me: int) -> Decomposition:
-    return Decomposition(Partition(tuple(ranks), (len(ranks),), me), (Listed(tuple(lengths)),), (0,))

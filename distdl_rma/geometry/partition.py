@@ -8,10 +8,12 @@ from functools import cached_property
 from itertools import product
 from math import prod
 from operator import index as as_int
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from distdl_rma.errors import PartitionError
 
+T = TypeVar("T")
+K = TypeVar("K")
 # Rank ids, group by group.
 Groups = tuple[tuple[int, ...], ...]
 
@@ -180,10 +182,15 @@ def _ranks(count: int) -> str:
 
 def grouped(ranks: Iterable[int], key: Callable[[int], object]) -> Groups:
     """Group ranks by key, such as the number of their node; groups and ranks keep the given order."""
-    groups: dict[object, list[int]] = {}
-    for rank in ranks:
-        groups.setdefault(key(rank), []).append(rank)
-    return tuple(map(tuple, groups.values()))
+    return tuple(map(tuple, by_key(ranks, key).values()))
+
+
+def by_key(items: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
+    """Group items by key; keys, and the items of each, keep the given order."""
+    found: dict[K, list[T]] = {}
+    for item in items:
+        found.setdefault(key(item), []).append(item)
+    return found
 
 
 def leaders(groups: Groups, root: int) -> tuple[int, ...]:

@@ -35,13 +35,13 @@ _FEW = 8
 def copies(groups: Groups, lengths: Sequence[int], me: int) -> Decomposition:
     """Every rank holds the whole vector of its group."""
     places = tuple(number for number, group in enumerate(groups) for _ in group)
-    return _flat(groups, Copies(Listed(tuple(lengths)), places), me)
+    return flat(groups, Copies(Listed(tuple(lengths)), places), me)
 
 
 def shares(groups: Groups, lengths: Sequence[int], me: int) -> Decomposition:
     """Every rank holds its balanced share of the vector of its group."""
     cut = (Balanced(n, len(group)).lengths for group, n in zip(groups, lengths, strict=True))
-    return _flat(groups, Listed(tuple(chain.from_iterable(cut))), me)
+    return flat(groups, Listed(tuple(chain.from_iterable(cut))), me)
 
 
 def reduction(
@@ -133,7 +133,8 @@ def _to_shares(groups: Groups, lengths: Sequence[int], node_of: NodeOf, me: int)
     return [stage, *_to_shares(same_share, list(chain.from_iterable(cut)), node_of, me)]
 
 
-def _flat(groups: Groups, split: Split, me: int) -> Decomposition:
+def flat(groups: Groups, split: Split, me: int) -> Decomposition:
+    """Vectors of all groups back to back, in parts: one for each rank."""
     ranks = tuple(chain.from_iterable(groups))
     return Decomposition(Partition(ranks, (len(ranks),), me), (split,), (0,))
 

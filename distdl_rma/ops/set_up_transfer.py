@@ -63,8 +63,6 @@ def _are_equal(machine: Machine, ranks: Sequence[int], vectors: Sequence[torch.T
 def _broadcast(machine: Machine, ranks: Sequence[int], vectors: Sequence[torch.Tensor], name: str) -> None:
     total = sum(vector.numel() for vector in vectors)
     count, sends = min(total, PASS_NBYTES), machine.rank == ranks[0]
-    if not total:
-        return
     passes = Bcast(machine.segments, ranks, count, np.uint8, ranks[0], name)
     try:
         for low in range(0, total, count):

@@ -104,10 +104,7 @@ class GroupCollectives(GroupCore):
     @of_all
     def gather(self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any = None) -> Work:
         """Copy the tensors of all ranks to the root."""
-        who = self._who("gather")
-        tensor, root = single(inputs, who), root_of(opts, self._ranks, who)
-        targets = list(outputs[0]) if outputs and self._me == root else []
-        self._check_parts(who, tensor, targets, root)
+        tensor, root, targets = self._at_root("gather", inputs, outputs, opts)
         source, flats = Flat(tensor), [Flat(target) for target in targets]
 
         def script() -> Script:
@@ -124,10 +121,7 @@ class GroupCollectives(GroupCore):
         self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Any = None
     ) -> Work:
         """Copy one of the root's tensors to each rank."""
-        who = self._who("scatter")
-        tensor, root = single(outputs, who), root_of(opts, self._ranks, who)
-        sources = list(inputs[0]) if inputs and self._me == root else []
-        self._check_parts(who, tensor, sources, root)
+        tensor, root, sources = self._at_root("scatter", outputs, inputs, opts)
         flat, parts = Flat(tensor), [Flat(part) for part in sources]
 
         def script() -> Script:
@@ -138,13 +132,20 @@ class GroupCollectives(GroupCore):
 
         return self._begin(f"scatter from rank {root}", [tensor], script, [tensor], [flat])
 
-    def _check_parts(self, who: str, mine: Tensor, parts: Sequence[Tensor], root: int) -> None:
+    def _at_root(
+        self, what: str, ones: Sequence[Tensor], lists: Sequence[Sequence[Tensor]], opts: Any
+    ) -> tuple[Tensor, int, list[Tensor]]:
+        # Checked: this rank's tensor, the root, and there a tensor for each rank, none elsewhere.
+        who = self._who(what)
+        mine, root = single(ones, who), root_of(opts, self._ranks, who)
+        parts = list(lists[0]) if lists and self._me == root else []
         check_alike([mine, *parts], who)
         if self._me == root and len(parts) != self._ranks:
             raise ShapeError(f"{who}: a tensor for each of {self._ranks} ranks at the root, got {len(parts)}")
         for part in parts:
             if part.numel() != mine.numel():
                 raise ShapeError(f"{who}: tensors have {mine.numel()} elements, got one of {part.numel()}")
+        return mine, root, parts
 
     @of_all
     def alltoall(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None) -> Work:

@@ -95,13 +95,13 @@ class RmaProcessGroup(GroupCollectives):
     def send(self, tensors: Sequence[Tensor], target: int, tag: int) -> Work:
         """Send a tensor to a rank of the group."""
         flat, tensor = self._message(tensors, "send")
-        operation = self._points.send(flat.bytes, str(tensor.dtype), target, tag)
+        operation = self._points.begin("send", flat.bytes, str(tensor.dtype), target, tag)
         return self._registered(GroupWork(self._queue, operation, [tensor], self._timeout, self._me))
 
     def recv(self, tensors: Sequence[Tensor], source: int, tag: int) -> Work:
         """Receive a tensor from a rank of the group."""
         flat, tensor = self._message(tensors, "recv")
-        operation = self._points.receive(flat.bytes, str(tensor.dtype), source, tag, flat.store)
+        operation = self._points.begin("recv", flat.bytes, str(tensor.dtype), source, tag, flat.store)
         return self._registered(GroupWork(self._queue, operation, [tensor], self._timeout, source))
 
     def recv_anysource(self, tensors: Sequence[Tensor], tag: int) -> Work:

@@ -32,14 +32,6 @@ class PointToPoint:
         # Forgotten when they are over: the queue keeps those under way.
         self._last: WeakValueDictionary[tuple[str, int, int], PendingCall] = WeakValueDictionary()
 
-    def send(self, data: Array, kind: str, target: int, tag: int) -> PendingCall:
-        """Begin to send bytes of elements of a ``kind``."""
-        return self._begun("send", data, kind, target, tag)
-
-    def receive(self, out: Array, kind: str, source: int, tag: int, finish: Finish) -> PendingCall:
-        """Begin to receive bytes into an array, then ``finish``."""
-        return self._begun("recv", out, kind, source, tag, finish)
-
     def receive_any(
         self, out: Array, kind: str, tag: int, found: Callable[[int], None], finish: Finish
     ) -> PendingCall:
@@ -56,9 +48,10 @@ class PointToPoint:
         reason = WaitReason(others, f"to send with tag {tag} in group {self._name!r}", anyone=True)
         return self._queue.add(PendingCall(script, lambda: reason, finish))
 
-    def _begun(
+    def begin(
         self, verb: str, data: Array, kind: str, peer: int, tag: int, finish: Finish | None = None
     ) -> PendingCall:
+        """Begin to ``"send"`` bytes of elements of a ``kind``, or to ``"recv"`` them, then ``finish``."""
         self._check_tag(tag)
         ranks = self._messages.ranks
         if not 0 <= peer < len(ranks):

@@ -289,7 +289,9 @@ class GroupWork(_Work):  # type: ignore[misc]
             if self._operation.done:
                 _settle(self._future, self._tensors, self._operation.error)
             else:
-                _driver.add(self._queue, self._operation, self._future, self._tensors, self._timeout)
+                limit = self._queue.manager.waiter.timeout if self._timeout is None else self._timeout
+                call = self._queue, self._operation, self._future, self._tensors
+                _driver.add(_Pending(*call, limit, time.monotonic()))
         return self._future
 
 
@@ -364,17 +366,8 @@ class _Driver:
         with self._change:
             self._change.wait_for(lambda: not (self._settling or self._over), _CALLBACK_SECONDS)
 
-    def add(
-        self,
-        queue: OperationQueue,
-        operation: PendingCall,
-        future: torch.futures.Future[Any],
-        tensors: Any,
-        timeout: float | None,
-    ) -> None:
+    def add(self, item: _Pending) -> None:
         """Settle a future when its operation is over, or at the deadline."""
-        seconds = queue.manager.waiter.timeout if timeout is None else timeout
-        item = _Pending(queue, operation, future, tensors, seconds, time.monotonic())
         with self._change:
             self._pending.append(item)
             self._appoint()

@@ -37,6 +37,11 @@ class BucketKind(NamedTuple):
         """Whether other ranks sum the gradients too."""
         return len(self.ranks) > 1
 
+    def allreduce(self, machine: Machine, count: int, dtype: torch.dtype, name: str) -> Allreduce:
+        """Sum or mean of ``count`` elements over the ranks; local to make."""
+        op, element = "sum" if self.divisor == 1 else "mean", reduction_dtype(dtype)
+        return Allreduce(machine.segments, self.ranks, count, element, op, name, divisor=self.divisor)
+
 
 class GradientSlot:
     """A parameter, its number in a bucket, and the state of its gradient.
@@ -157,7 +162,7 @@ class Bucket:
 
     def __init__(self, machine: Machine, name: str, slots: Sequence[GradientSlot]) -> None:
         self.kind, self.name, self.slots = slots[0].kind, name, slots
-        ranks, dtype, divisor = self.kind
+        dtype = self.kind.dtype
         # A complex number is two real ones. Several ranks' vectors lie one behind the other, so each vector
         # has an even number of words.
         words = 2 if dtype.is_complex else 1
@@ -172,9 +177,7 @@ class Bucket:
         # ranks and is frozen on others.
         self._counts.append(len(slots))
         self._counts.append(-sum(self._counts) % words)
-        count, element = sum(self._counts), reduction_dtype(self._dtype)
-        op = "sum" if divisor == 1 else "mean"
-        self.allreduce = Allreduce(machine.segments, ranks, count, element, op, name, divisor=divisor)
+        self.allreduce = self.kind.allreduce(machine, sum(self._counts), self._dtype, name)
         self._tenancy = _Tenancy()
         finalize(self._tenancy, self.allreduce.close)
         self._missing = len(slots)

@@ -5,7 +5,6 @@ Layers outside of every ``GradientSync`` decide for themselves: ``Parameters.sum
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from operator import index as as_int
@@ -15,6 +14,7 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+from distdl_rma.geometry.partition import by_key
 from distdl_rma.layers.core.callbacks import Callbacks
 from distdl_rma.layers.core.layer import DistributedLayer
 from distdl_rma.layers.core.parameters import Parameters
@@ -134,10 +134,7 @@ class GradientGroup:
 
     def by_module(self) -> Iterable[list[ParameterEntry]]:
         """Entries grouped by module and dtype, in order."""
-        groups: dict[tuple[int, torch.dtype], list[ParameterEntry]] = defaultdict(list)
-        for entry in self.entries:
-            groups[id(entry.uses[0][0]), entry.parameter.dtype].append(entry)
-        return groups.values()
+        return by_key(self.entries, lambda entry: (id(entry.uses[0][0]), entry.parameter.dtype)).values()
 
 
 def gradient_groups_of(

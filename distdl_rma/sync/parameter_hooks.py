@@ -6,13 +6,11 @@ from typing import Any
 
 import torch
 
-from distdl_rma.arithmetic import reduction_dtype
 from distdl_rma.checks.gradient_origin import RUNNING, GradientCheck, has_common_gradient, part_to_sum
 from distdl_rma.dtypes import sum_dtype
 from distdl_rma.errors import UnsupportedError
 from distdl_rma.machine import Machine
 from distdl_rma.ops.core.tensors import as_array, as_tensor
-from distdl_rma.segments.collectives.allreduce import Allreduce
 from distdl_rma.sync.bucket import GradientSlot
 
 
@@ -26,11 +24,8 @@ class ParameterHooks:
 
     def __init__(self, machine: Machine, slot: GradientSlot, name: str) -> None:
         self._first = slot.kind.ranks[0] == machine.rank
-        self._dtype, divisor = sum_dtype(slot.kind.dtype), slot.kind.divisor
-        count, element = slot.shape.numel(), reduction_dtype(self._dtype)
-        op = "sum" if divisor == 1 else "mean"
-        ranks = slot.kind.ranks
-        self._sum = Allreduce(machine.segments, ranks, count, element, op, name, divisor=divisor)
+        self._dtype = sum_dtype(slot.kind.dtype)
+        self._sum = slot.kind.allreduce(machine, slot.shape.numel(), self._dtype, name)
         # .grad from before, until the new gradient is there.
         self._before: torch.Tensor | None = None
         self.seen = False

@@ -36,17 +36,14 @@ _KEY = "static shapes"
 _MODES = ("records no gradients within static_shapes", "records gradients within static_shapes")
 
 
-class Promise:
-    """Promise of all ranks to pass to each layer the same facts as in its first call."""
+def promise_on(machine: Machine, recording: bool = False) -> object | None:
+    """Return the promise that holds on a machine now; None if there is none. Compared by identity.
 
-
-def promise_on(machine: Machine, recording: bool = False) -> Promise | None:
-    """The promise that holds on a machine now; None if there is none.
-
+    All ranks promise to pass to each layer the same facts as in its first call.
     Notes whether the call is ``recording`` gradients, so that a timeout can name ranks that differ.
     """
-    found = machine.kept.get(_KEY)
-    if not isinstance(found, Promise):
+    found: object | None = machine.kept.get(_KEY)
+    if found is None:
         return None
     machine.segments.watch.messages.set_mode(_MODES, recording)
     return found
@@ -85,7 +82,7 @@ def static_shapes(place: Machine | Partition) -> Iterator[None]:
     if promise_on(machine) is not None:
         raise ProtocolError("static_shapes: the machine is within such a context already; leave it first")
     gather_words(machine.segments, "", "static_shapes")
-    machine.kept[_KEY] = Promise()
+    machine.kept[_KEY] = object()
     try:
         yield
     finally:
@@ -159,7 +156,7 @@ class ShapeAgreement(Generic[P]):
         self._mine: tuple[InputFacts, bytes, object] | None = None
         self._proposal = UNKNOWN
         # Within static_shapes: facts, row and id of the first call, by whether it recorded gradients.
-        self._promise: Promise | None = None
+        self._promise: object | None = None
         self._kept: dict[bool, tuple[InputFacts, bytes, int]] = {}
         self._recording = self._promised = self._mismatched = False
 
