@@ -73,7 +73,7 @@ def show_report(report: StepReport, path: Path) -> None:
     moved = sorted({f"{what} of {call.function}" for call in report.moved for what in call.moved})
     CONSOLE.print(f"moved to another layout by a rule: {', '.join(moved) or 'nothing'}")
     if COMM.rank == 0:
-        path.write_text(f"{report}\n")
+        path.write_text(f"{report.table()}\n")
 
 
 def _part(call: Call) -> str:
@@ -92,4 +92,4 @@ def show_comparison(found: Comparison, path: Path) -> None:
     CONSOLE.print(f"first difference: {found.first or 'none'}")
     CONSOLE.print(f"not alike on all ranks: {', '.join(found.drifted) or 'nothing'}")
     if COMM.rank == 0:
-        path.write_text(f"{found}\n")
+        path.write_text(f"{found.table()}\n")
