@@ -197,13 +197,7 @@ def publish(path: Path, body: dict[str, Any], at: int | None) -> None:
         _sync_folder(made)
         beyond = min(_step_of(path), _step_of(path) if at is None else at)
         later = [each for each in complete(path.parent) if _step_of(each) > beyond and _is_own(each)]
-        if retired := [str(_retired(each)) for each in later]:
-            warnings.warn(
-                f"Checkpoints.save: {path} goes on from an earlier step; checkpoints of the run that was left"
-                f" are now {', '.join(retired)}: delete them, or give one its old name to go on from there",
-                RuntimeWarning,
-                stacklevel=2,
-            )
+        retired = [str(_retired(each)) for each in later]
         _sync_folder(path.parent)
         if (path / MANIFEST).exists():
             # Of a replaced checkpoint one of the two is there at any moment.
@@ -214,6 +208,14 @@ def publish(path: Path, body: dict[str, Any], at: int | None) -> None:
             _delete(path)
         made.rename(path)
         _sync_folder(path.parent)
+    if retired:
+        # Last: a warning may be an error, and the checkpoint is complete then.
+        warnings.warn(
+            f"Checkpoints.save: {path} goes on from an earlier step; checkpoints of the run that was left"
+            f" are now {', '.join(retired)}: delete them, or give one its old name to go on from there",
+            RuntimeWarning,
+            stacklevel=2,
+        )
 
 
 def _retired(path: Path) -> Path:
@@ -231,6 +233,9 @@ def delete_old(path: Path, keep: int | None) -> None:
         others = [other for other in found if other != path and other not in replaced]
         for each in filter(_is_own, (*replaced, *(() if keep is None else others[keep - 1 :]))):
             _delete(each)
+            if each in replaced and each.exists():
+                # Files of others would be in the way when this step is replaced again.
+                _retired(each)
 
 
 def drop(path: Path) -> None:

@@ -483,7 +483,7 @@ def drawn(found: Mapping[str, Any], place: int, size: int) -> dict[str, Any]:
     Those of Python and numpy are left out if neither is the case, and ``UnsupportedError`` refuses torch's.
     """
     give = dict[str, torch.Tensor]().__getitem__
-    with _told("it has no states of generators"):
+    with _told("restore(..., generators=False) goes on without its states of generators"):
         if len(found["torch"]) not in (1, size):
             raise UnsupportedError(
                 f"checkpoint: the generators of its {len(found['torch'])} ranks differed, and {size} ranks"

@@ -262,22 +262,22 @@ def _behind_links(h5py: Any, path: str, name: str) -> Any:
             continue
         parts = [*link.path.split("/"), *parts[1:]]
         if isinstance(link, h5py.ExternalLink):
-            path = _beside(path, link.filename, Path(path).parent)
+            path = _beside(path, link.filename, Path(path).parent, Path(path).resolve().parent)
             found = h5py.File(path, "r", locking="best-effort")
         elif link.path.startswith("/"):
             found = found.file
     return None
 
 
-def _beside(path: str, other: str, home: Path) -> str:
-    # The path of a file that a file names.
-    place, folder = home / other, Path(path).resolve().parent
-    if Path(other).is_absolute() or not place.is_file() or not place.resolve().is_relative_to(folder):
-        raise DataError(
-            f"{path}: has elements in the file {other!r}, which must be within the folder of {path}, under a"
-            f" relative path; if you trust both, pass the dataset: shard(grid, h5py.File({path!r})[name])"
-        )
-    return str(place)
+def _beside(path: str, other: str, *homes: Path) -> str:
+    # The path of a file that a file names, in the first of the folders where HDF5 looks for it.
+    for place in () if Path(other).is_absolute() else [home / other for home in homes]:
+        if place.is_file() and place.resolve().is_relative_to(Path(path).resolve().parent):
+            return str(place)
+    raise DataError(
+        f"{path}: has elements in the file {other!r}, which must be within the folder of {path}, under a"
+        f" relative path; if you trust both, pass the dataset: shard(grid, h5py.File({path!r})[name])"
+    )
 
 
 def _check_near(h5py: Any, found: Any, seen: tuple[Any, ...] = ()) -> None:

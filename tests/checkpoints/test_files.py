@@ -153,6 +153,26 @@ def test_a_kill_at_any_moment_leaves_both_runs(tmp_path, monkeypatch, step):
     assert number == 8
 
 
+def test_a_checkpoint_is_complete_before_the_warning_of_another_run(tmp_path):
+    for each in (5, 10):
+        written(tmp_path / f"step-{each}", "first", each, None)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(RuntimeWarning, match="goes on from an earlier step"):
+            written(tmp_path / "step-6", "second", 5)
+    assert branches(tmp_path) == {"step-5": "first", "step-10.retired": "first", "step-6": "second"}
+
+
+def test_files_of_others_in_a_checkpoint_are_in_the_way_of_no_successor(tmp_path):
+    path = tmp_path / "step-5"
+    for branch in ("first", "second", "third"):
+        written(path, branch, 5)
+        (path / "notes.txt").write_text(branch)
+    written(path, "fourth", 5)
+    assert branches(tmp_path) == {"step-5": "fourth"}
+    assert sorted(each.read_text() for each in tmp_path.glob("*/notes.txt")) == ["first", "second", "third"]
+
+
 @pytest.mark.mpi
 @pytest.mark.parametrize("step", [5, 6])
 def test_a_link_to_a_checkpoint_of_another_run_costs_that_run_nothing(comm, folder, step):

@@ -193,6 +193,19 @@ def test_elements_in_files_elsewhere_are_refused(suffix, x, tmp_path, monkeypatc
                 open_array(path, name)
 
 
+def test_a_link_to_a_file_of_hdf5_finds_what_is_beside_the_file(x, tmp_path):
+    h5py = pytest.importorskip("h5py")
+    for each in ("data/sub", "view"):
+        (tmp_path / each).mkdir(parents=True)
+    with h5py.File(tmp_path / "data/sub/other.h5", "w") as file:
+        file["x"] = x
+    with h5py.File(tmp_path / "data/main.h5", "w") as file:
+        file["x"] = h5py.ExternalLink("sub/other.h5", "x")
+    (tmp_path / "view/main.h5").symlink_to("../data/main.h5")
+    found = open_array(tmp_path / "view/main.h5", "x")
+    assert (np.asarray(found[tuple(slice(0, n) for n in x.shape)]) == x).all()
+
+
 class Evil:
     def __init__(self, path):
         self.path = str(path)
