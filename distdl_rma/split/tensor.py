@@ -36,7 +36,7 @@ from distdl_rma.split.calls.site import CALL_TRACES, THREAD, module_path, note, 
 from distdl_rma.split.calls.table import OBSERVERS, RULES, WITHOUT_RULE, Rule, name_of
 from distdl_rma.split.calls.torch_errors import raise_as_torch
 from distdl_rma.split.entry import agree_on_layout
-from distdl_rma.split.function_nodes import enter_graph, runs
+from distdl_rma.split.function_nodes import OF_NO_BLOCK, enter_graph, runs
 from distdl_rma.split.plain_operands import gathered
 from distdl_rma.split.redistribution import redistributed
 
@@ -47,10 +47,6 @@ _ONE_ALONE = frozenset({"query", "value", "refused"})
 _EXCHANGING = frozenset({"window", "norm", "reduction", "loss", "movement", "contraction"})
 _hooks_of_saved = torch._C._autograd._top_saved_tensors_default_hooks
 _NOTHING: dict[str, Any] = {}
-OF_NO_BLOCK = (
-    "an autograd function returned a plain tensor of a split one, whose block would get no gradient; let the"
-    " function return a split tensor, and call full_tensor() before or behind it"
-)
 # Shape queries that torch makes within its own code.
 _QUERIES = "dim", "size", "sym_size", "numel", "sym_numel", "is_contiguous", "sym_is_contiguous"
 _SHAPE_QUERIES = frozenset(getattr(torch.ops.aten, name) for name in _QUERIES)
@@ -516,13 +512,16 @@ def composed(function: Any, *args: Any, **kwargs: Any) -> Any:
         CALL_TRACES.pop()
 
 
-def into_graph(x: SplitTensor) -> SplitTensor:
-    """The same tensor; puts the block of an autograd function's result into the graph of blocks."""
+def into_graph(x: SplitTensor, changed: bool = False) -> SplitTensor:
+    """The same tensor; puts the block of an autograd function's result into the graph of blocks.
+
+    ``changed`` says that the result is an argument that the function changed in place.
+    """
     with _NO_SUBCLASS():
         if x.grad_fn is not None:
             name = x.grad_fn.name().removesuffix("Backward")
             try:
-                enter_graph(x)
+                enter_graph(x, changed)
             except TypeError as error:
                 raise UnsupportedError(
                     _refusal(name, f"this autograd function, called on split tensors, {error}")

@@ -11,7 +11,8 @@ from weakref import ref
 import torch
 
 from distdl_rma.geometry.decomposition import Decomposition
-from distdl_rma.split.tensor import SplitTensor, note_change, refused
+from distdl_rma.split.function_nodes import open_port
+from distdl_rma.split.tensor import SplitTensor, into_graph, note_change, refused
 
 _MOVED = (
     "it changes what torch has as a view of another tensor, and elements of it were moved here; use the form"
@@ -111,3 +112,27 @@ def end_change(x: SplitTensor) -> SplitTensor:
             with suppress(RuntimeError):
                 _ = each._local.grad_fn
     return x
+
+
+def _apply(function: Any, *args: Any, **kwargs: Any) -> Any:
+    """Torch's ``Function.apply``, whose function may change split tensors in place (``ctx.mark_dirty``)."""
+    given = {id(x): x for x in (*args, *kwargs.values()) if isinstance(x, SplitTensor)}
+    if not given or not torch.is_grad_enabled():
+        return _APPLY(function, *args, **kwargs)
+    with torch._C.DisableTorchFunctionSubclass():
+        before = [(into_graph(x), open_port(x)) for x in given.values()]
+    try:
+        return _APPLY(function, *args, **kwargs)
+    finally:
+        with torch._C.DisableTorchFunctionSubclass():
+            changed = [x for x, node in before if x.grad_fn is not node]
+            for x, node in before:
+                if node is not None and x.grad_fn is node:
+                    x.detach_().requires_grad_()
+            for x in changed:
+                end_change(into_graph(x, changed=True))
+
+
+_APPLY: Any = vars(torch.autograd.Function)["apply"].__func__
+# Torch has no hook for calls of autograd functions, which know nothing of split tensors.
+torch.autograd.Function.apply = classmethod(_apply)  # type: ignore[assignment, method-assign]

@@ -85,6 +85,79 @@ class Wide(Function):
         return gradient * 2, gradient * 3
 
 
+class ExpInPlace(Function):
+    """Changes its argument, says so, and saves what it made of it."""
+
+    @staticmethod
+    def forward(ctx, x):
+        x.exp_()
+        ctx.mark_dirty(x)
+        ctx.save_for_backward(x)
+        return x
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (y,) = ctx.saved_tensors
+        return (gradient * y).clamp(-1, 1)
+
+
+class ScaleInPlace(Function):
+    """Changes its argument, and needs no value of it."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.mark_dirty(x)
+        return x.mul_(2)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return (gradient * 2).clamp(-1, 1)
+
+
+class InPlace(Function):
+    """Changes two of its arguments, and returns them in the other order behind a third result."""
+
+    @staticmethod
+    def forward(ctx, x, z, weight):
+        ctx.save_for_backward(weight)
+        y = x + z
+        ctx.mark_dirty(x, z)
+        return y, z.mul_(3), x.mul_(weight)
+
+    @staticmethod
+    def backward(ctx, g, of_z, of_x):
+        (weight,) = ctx.saved_tensors
+        return g + of_x * weight, g + 3 * of_z, None
+
+
+def two_in_place(x, z, weight):
+    x, z = x * 1, z * 2
+    row, other = x[:, 1:], torch.ones_like(x) * 2
+    before = x + 1
+    y, same_z, same_x = InPlace.apply(x, z, weight)
+    assert same_x is x and same_z is z
+    ScaleInPlace.apply(z)
+    z = ExpInPlace.apply(ScaleInPlace.apply(z.mul_(0.1)))
+    # An argument outside of the graph, of which there is a view.
+    column = other[:, :2]
+    InPlace.apply(other, Round.apply(y), weight)
+    return torch.cat([each.flatten() for each in (before, row * 2, z, x, y, other, column)])
+
+
+def view_in_place(x):
+    y = x * 1
+    z = y[..., 1:3]
+    assert ExpInPlace.apply(z) is z
+    return torch.cat([(z * 2).flatten(), y.square().flatten()])
+
+
+def of_a_result_in_place(x):
+    # A result that no function has used yet.
+    y = Round.apply(x)
+    z = Round.apply(y * 2)
+    return ScaleInPlace.apply(y) * z
+
+
 def hooked(x):
     # A hook sees all of the gradient of a result.
     y = Sigmoid.apply(x)
@@ -104,6 +177,10 @@ OF_ONE = [
     lambda x: Round.apply(Sigmoid.apply(Reversed.apply(x, 2))).flatten(1),
     lambda x: Round.apply(x).mul_(2) + x,
     lambda x: Round.apply(x.mean(-1, keepdim=True)) * x,
+    lambda x: Round.apply(y := Sigmoid.apply(x)) + y,
+    lambda x: ScaleInPlace.apply(ScaleInPlace.apply(x * 0.1)) * x,
+    view_in_place,
+    of_a_result_in_place,
     hooked,
 ]
 # Gradients of several results come to one backward.
@@ -111,6 +188,7 @@ OF_SEVERAL = [
     lambda x, z, w: torch.cat([y.flatten() for y in Scaled.apply(x, z, w)]),
     lambda x, z, w: Scaled.apply(x, z, w)[1],
     lambda x, z, w: Scaled.apply(x, x * z, w)[0] * Scaled.apply(x, x, w)[0],
+    two_in_place,
 ]
 FORMS = {
     **{f"{at} of {s}": (f, [s]) for s in ((2, 3, 7, 5), (2, 1, 5)) for at, f in enumerate(OF_ONE)},
@@ -163,13 +241,6 @@ def test_a_gradient_is_asked_for_and_a_graph_is_gone_through_again(P_x, whole):
 
 def test_what_cannot_be_exact_is_refused(P_x, whole):
     x = shard(P_x, whole).requires_grad_()
-    y = Sigmoid.apply(x)
-    z = Round.apply(y)
-    with pytest.raises(UnsupportedError, match=r"Sigmoid .*takes what the other returns; clone"):
-        z + y
-    y = Sigmoid.apply(x).clone()
-    assert (Round.apply(y) + y).requires_grad
-
     number = torch.tensor(2.0, dtype=whole.dtype, requires_grad=True)
     with pytest.raises(UnsupportedError, match="takes a plain tensor that was computed with a gradient"):
         Scaled.apply(x, x, number * 2)[0] + 1
@@ -179,6 +250,47 @@ def test_what_cannot_be_exact_is_refused(P_x, whole):
     y.mul_(2)
     with pytest.raises(UnsupportedError, match="changed in place before its result was used"):
         z + 1
+
+
+def test_a_change_in_place_of_what_has_no_graph_is_as_in_torch(P_x, whole):
+    for make in (whole.clone, lambda: shard(P_x, whole.clone())):
+        x = make()
+        view = x[..., 1:]
+        assert ExpInPlace.apply(x) is x and not x.requires_grad
+        with torch.no_grad():
+            y = x * 1
+            assert ExpInPlace.apply(y) is y and y.is_leaf
+            # Torch returns another tensor of what requires a gradient, without a gradient.
+            y.requires_grad_()
+            z = ScaleInPlace.apply(y)
+            assert z is not y and not z.requires_grad and y.requires_grad
+        found = [each.full_tensor() if hasattr(each, "full_tensor") else each for each in (view, y.detach())]
+        torch.testing.assert_close(found, [whole.exp()[..., 1:], whole.exp().exp() * 2])
+        with pytest.raises(RuntimeError, match="leaf Variable that requires grad"):
+            ExpInPlace.apply(make().requires_grad_())
+
+
+class Raises(Function):
+    """Ends in an error after it said that it changes its argument."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.mark_dirty(x)
+        raise ValueError("as it wants")
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient
+
+
+def test_an_error_of_a_function_leaves_its_arguments_in_the_graph(P_x, whole):
+    x = shard(P_x, whole).requires_grad_()
+    y = x * 2
+    with pytest.raises(ValueError, match="as it wants"):
+        Raises.apply(y)
+    assert y.requires_grad and not y.is_leaf
+    y.sum().backward()
+    assert x.grad.full_tensor().eq(2).all()
 
 
 class Gathered(Function):
@@ -231,3 +343,12 @@ def test_nothing_outlives_its_graph(P_x, whole):
             assert [each() for each in seen] == [None, None]
     finally:
         gc.enable()
+
+
+def test_a_tensor_that_a_function_changed_does_not_refer_to_itself(P_x, whole):
+    x = shard(P_x, whole).requires_grad_()
+    y = ExpInPlace.apply(x * 1)
+    seen = weakref.ref(y._local)
+    del x, y
+    gc.collect()
+    assert seen() is None

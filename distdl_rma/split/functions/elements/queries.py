@@ -16,13 +16,12 @@ from distdl_rma.split.calls.loss_origin import LOSS_ORIGIN
 from distdl_rma.split.calls.signatures import mapped, named, tensors_in
 from distdl_rma.split.calls.site import site_of
 from distdl_rma.split.calls.table import rule
-from distdl_rma.split.function_nodes import is_lost
+from distdl_rma.split.function_nodes import OF_NO_BLOCK, is_lost
 from distdl_rma.split.functions.elements.pointwise import pointwise
 from distdl_rma.split.operands import block_of, common_partition
 from distdl_rma.split.plain_operands import beside, contributes
 from distdl_rma.split.redistribution import reduced
 from distdl_rma.split.tensor import (
-    OF_NO_BLOCK,
     ON_MANY_RANKS,
     SplitTensor,
     any_cut,
@@ -67,6 +66,9 @@ rule("query", _T.is_contiguous, _T.stride, doc="Read from the block.")(
     lambda func, args, kwargs: func(args[0]._local, *args[1:], **kwargs)
 )
 rule("query", _T._base.__get__, doc="None: no split tensor is a view of another.")(lambda *_: None)
+rule("query", _T._backward_hooks.__set__, doc="Set by torch at a change in place; hooks are the block's.")(
+    lambda func, args, kwargs: func(*args)
+)
 rule("query", _T.__len__, doc="Extent of the first dimension.")(
     lambda func, args, kwargs: len(torch.empty(args[0]._layout.shape, device="meta"))
 )
