@@ -2,6 +2,7 @@
 
 import random
 import threading
+import time
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -32,7 +33,7 @@ from distdl_rma import (
     shard,
 )
 from distdl_rma.segments import Channel
-from distdl_rma.segments.transport import node_memory, stuck
+from distdl_rma.segments.transport import node_memory, stuck, turns
 from tests.segments.exchanges import NAMES, expected, movements, values
 
 ALL = st.integers(1, 7)
@@ -477,16 +478,39 @@ def test_a_lock_of_a_rank_without_a_turn_is_an_error_with_both_places(function):
     assert rehearse(2, lambda comm: comm.Barrier()) == [None, None]
 
 
-def test_a_lock_that_a_thread_of_the_rank_releases_is_waited_for(monkeypatch):
-    monkeypatch.setattr(stuck, "LOOK_SECONDS", 0.05)
+def of_thread(comm, _):
+    own = threading.Lock()
+    own.acquire()
+    threading.Timer(0.6, own.release).start()
+    with own:
+        return comm.rank
 
-    def play(comm, lock):
+
+def of_arithmetic(comm, lock):
+    with lock:
+        end = time.monotonic() + 0.6
+        while time.monotonic() < end:
+            torch.ones(200, 200) @ torch.ones(200, 200)
+        return comm.rank
+
+
+def of_waiting_rank(comm, lock):
+    # The rank without a turn names the lock as well, but a free thread has it, and releases it later.
+    if comm.rank == 0:
         lock.acquire()
         threading.Timer(0.6, lock.release).start()
-        with lock:
-            return comm.rank
+    comm.Barrier()
+    if comm.rank:
+        lock.acquire(timeout=30)
+    comm.Barrier()
+    return comm.rank
 
-    assert rehearse(2, lambda comm: play(comm, threading.Lock())) == [0, 1]
+
+@pytest.mark.parametrize("function", [of_thread, of_arithmetic, of_waiting_rank])
+def test_a_rank_that_computes_or_waits_for_a_free_thread_is_never_called_stuck(function, monkeypatch):
+    monkeypatch.setattr(turns, "LOOK_SECONDS", 0.05)
+    monkeypatch.setattr(stuck, "LOOK_SECONDS", 0.05)
+    assert rehearse(2, function, threading.Lock()) == [0, 1]
 
 
 def test_ranks_that_fail_leave_nothing_that_real_ranks_would_lack():

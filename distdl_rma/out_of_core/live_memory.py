@@ -84,9 +84,10 @@ def _of_kernel(func: Any, args: Any, y: Any) -> int:
     if kind in _CONVOLUTIONS:
         return _of_convolution(args[0], args[1], y, args[6] if _CONVOLUTIONS[kind] else False)
     if kind in _PRODUCTS:
-        # Operands in another order are copied, and what is added is copied to the result.
-        copied = [x.nbytes for x in args if isinstance(x, torch.Tensor) and not x.is_contiguous()]
-        return int(sum(copied) + y.nbytes)
+        # Operands in another order are copied, but not again for each product that they are expanded to; and
+        # what is added is copied to the result.
+        others = [x for x in args if isinstance(x, torch.Tensor) and not x.is_contiguous()]
+        return int(sum(min(x.nbytes, x.untyped_storage().nbytes()) for x in others) + y.nbytes)
     # Transforms of several dimensions copy the operand.
     return int(y.nbytes) if kind in _TRANSFORMS else 0
 

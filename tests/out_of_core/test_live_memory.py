@@ -42,3 +42,10 @@ def test_kernels_of_convolutions_fill_channels_up():
     # The result, and copies of 16 channels of the operand and of the result.
     assert alive.peak == 4 * 64 * 64 * (4 + 16 + 16)
     assert alive.weight_nbytes > 0
+
+
+def test_a_product_does_not_copy_a_weight_for_each_matrix_that_it_is_expanded_to():
+    x, weight = torch.zeros(64, 1, 32), torch.zeros(96, 32).t()
+    with LiveMemory(counts=True) as alive:
+        torch.bmm(x, weight.expand(64, 32, 96))
+    assert alive.peak == 2 * 4 * 64 * 96 + weight.nbytes

@@ -285,6 +285,14 @@ def test_numpy_views_of_blocks_keep_them_in_memory(tmp_path):
     torch.testing.assert_close(run.joined(want), want, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize(("kernel", "stride"), [(3, 2), (3, 1)])
+def test_a_transposed_convolution_in_16_bits_is_rounded_once_where_slabs_meet(kernel, stride, tmp_path):
+    model = seeded(lambda: nn.ConvTranspose2d(2, 2, kernel, stride, 1)).bfloat16()
+    x = torch.randn(1, 2, 40, 24, dtype=torch.bfloat16)
+    want = whole(model, x)
+    assert Run(model.eval(), x, (1, 1, 4, 1), tmp_path).joined(want).equal(want)
+
+
 @pytest.mark.in_turn(0)
 @pytest.mark.parametrize(
     ("name", "net", "extents"),

@@ -61,8 +61,9 @@ class TransposedConvolution(GridConvolution):
             output = behind(site, source, output, [_Contributors(w) for w in stencil.windows])
             output = output.with_splits({0: batch})
         in_place = on_workers and target == source.partition and grid[OUT] == grid[IN] == 1
-        # oneDNN takes twice as long for the gradient of a weight of 16 bits if the padding is wide.
-        in_place = in_place and dtype.itemsize > 2
+        # oneDNN takes twice as long for the gradient of a weight of 16 bits if the padding is wide. A
+        # prediction has none, and is not rounded once more where slabs meet.
+        in_place = in_place and (dtype.itemsize > 2 or site.machine.mailbox is not None)
         computed = output if in_place else workers.by_columns(batch, stencil.with_halo(space, extents), rows)
         super().__init__(site, options, source, dtype, (computed, output), rows)
         # Zeros beside the gathered inputs, as torch's padding takes them; none for most layers.
