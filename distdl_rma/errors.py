@@ -135,7 +135,7 @@ class ClosedError(DistdlError, RuntimeError):
     >>> machine.segments.get_segment_buffer(8)
     Traceback (most recent call last):
         ...
-    distdl_rma.errors.ClosedError: segment manager: already closed
+    distdl_rma.errors.ClosedError: machine: already closed
     """
 
 
