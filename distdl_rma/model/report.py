@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 
 from distdl_rma.errors import ConfigurationError
+from distdl_rma.segments.options import size_text
 from distdl_rma.split import layout as lay
 from distdl_rma.split.calls.signatures import tensors_in
 from distdl_rma.split.calls.site import Site, site_of
@@ -81,7 +82,7 @@ class StepReport:
 
     def __str__(self) -> str:
         total = (
-            f"the step: {_nbytes(self.nbytes)} in {self.messages} messages with backward and gradients,"
+            f"the step: {size_text(self.nbytes)} in {self.messages} messages with backward and gradients,"
             f" {1e3 * self.waited:.1f} of {1e3 * self.seconds:.1f} ms waited; a rule moved operands of"
             f" {len(self.moved)} calls"
         )
@@ -100,7 +101,7 @@ class StepReport:
                 call.function + (f" x{call.times}" if call.times > 1 else ""),
                 call.where,
                 call.output,
-                _nbytes(call.nbytes),
+                size_text(call.nbytes),
                 str(call.messages),
                 f"{1e3 * call.waited:.2f} ms",
                 ", ".join(call.moved) or "-",
@@ -179,10 +180,3 @@ def report(model: nn.Module) -> Iterator[StepReport]:
 
 def _said(x: SplitTensor) -> str:
     return f"{tuple(x.decomposition.shape)} {lay.described(x.decomposition)}"
-
-
-def _nbytes(count: int) -> str:
-    for unit, size in (("MiB", 1 << 20), ("KiB", 1 << 10)):
-        if count >= size:
-            return f"{count / size:.1f} {unit}"
-    return f"{count} B"

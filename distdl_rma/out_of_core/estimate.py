@@ -20,6 +20,7 @@ from distdl_rma.out_of_core.inference import Inference, one_tensor, twin_of
 from distdl_rma.out_of_core.live_memory import LiveMemory
 from distdl_rma.out_of_core.pages import Pages
 from distdl_rma.segments.buffered_channel import Mailbox
+from distdl_rma.segments.options import size_text
 from distdl_rma.segments.waiting.uncaught_errors import place_of
 from distdl_rma.split.tensor import SplitTensor
 
@@ -286,11 +287,3 @@ def _check_fits(crop: Sequence[int], nbytes: float, memory: int) -> None:
 
 def _no_scratch() -> Any:
     raise RuntimeError("a crop fits into memory")
-
-
-def size_text(nbytes: float) -> str:
-    """A number of bytes in words."""
-    for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
-        if nbytes >= size:
-            return f"{nbytes / size:.1f} {unit}"
-    return f"{int(nbytes)} bytes"

@@ -22,8 +22,8 @@ from distdl_rma.out_of_core.estimate import (
     are_independent,
     dependence_of,
     needs_of,
-    size_text,
 )
+from distdl_rma.segments.options import size_text
 from distdl_rma.split.entry import grid_for
 
 _LEADING = 2
