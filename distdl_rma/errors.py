@@ -1,5 +1,9 @@
 """Errors of the library; each is also the standard error that it resembles most."""
 
+import contextlib
+import typing
+from collections import abc
+
 
 class DistdlError(Exception):
     """Base of all errors that the library itself raises.
@@ -135,7 +139,7 @@ class ClosedError(DistdlError, RuntimeError):
     >>> machine.segments.get_segment_buffer(8)
     Traceback (most recent call last):
         ...
-    distdl_rma.errors.ClosedError: segment manager: already closed
+    distdl_rma.errors.ClosedError: machine: already closed
     """
 
 
@@ -188,3 +192,14 @@ class PeerFailedError(DistdlError, RuntimeError):
 
 
 __all__ = [name for name in sorted(globals()) if name[0].isupper()]
+
+
+@contextlib.contextmanager
+def told(kind: type[DistdlError], what: str) -> abc.Iterator[dict[str, typing.Any]]:
+    """Context in which an error of others becomes one of ``kind``, behind ``what``; gives an empty dict."""
+    try:
+        yield {}
+    except DistdlError:
+        raise
+    except Exception as error:
+        raise kind(f"{what}: {type(error).__name__}: {error}") from error

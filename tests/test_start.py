@@ -18,7 +18,7 @@ def test_default_segment_in_a_small_container_is_refused_with_both_numbers_and_t
     told = [line for line in done.stdout.splitlines() if line.startswith("SegmentError")]
     assert done.returncode == 0 and len(told) == 2, done.stderr
     for line in told:
-        assert "not enough shared memory: 67108864 bytes (2 ranks x 33554432) wanted" in line
+        assert "not enough shared memory: 67108864 bytes (2 ranks x 33554432 bytes) wanted" in line
         assert "bytes free in /dev/shm" in line
         assert "DISTDL_RMA_SEGMENT_SIZE" in line and "--shm-size" in line
 

@@ -22,6 +22,7 @@ from distdl_rma.checkpoints.form import dtype_name
 from distdl_rma.checkpoints.items import Item, Kind, Part, planned
 from distdl_rma.dtypes import flat_bytes
 from distdl_rma.errors import CheckpointError, DistdlError, UnsupportedError
+from distdl_rma.sources.raw import sync
 
 DATA, MANIFEST, VERSION = "data.safetensors", "manifest.json", 1
 # How a manifest of this library begins; the most bytes of one, since a reader needs some times as many.
@@ -89,14 +90,6 @@ _TO_WRITE = "check space, quota and permission; complete checkpoints are as befo
 def digest(text: bytes) -> str:
     """Checksum of a text."""
     return sha256(text).hexdigest()
-
-
-def _sync_folder(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def tidy(folder: Path) -> None:
@@ -194,11 +187,11 @@ def publish(path: Path, body: dict[str, Any], at: int | None) -> None:
             file.write(json.dumps({"sha256": digest(text.encode()), "body": body}))
             file.flush()
             os.fsync(file.fileno())
-        _sync_folder(made)
+        sync(made)
         beyond = min(_step_of(path), _step_of(path) if at is None else at)
         later = [each for each in complete(path.parent) if _step_of(each) > beyond and _is_own(each)]
         retired = [str(_retired(each)) for each in later]
-        _sync_folder(path.parent)
+        sync(path.parent)
         if (path / MANIFEST).exists():
             # Of a replaced checkpoint one of the two is there at any moment.
             if os.path.lexists(_replaced(path)):
@@ -207,7 +200,7 @@ def publish(path: Path, body: dict[str, Any], at: int | None) -> None:
         elif os.path.lexists(path):
             _delete(path)
         made.rename(path)
-        _sync_folder(path.parent)
+        sync(path.parent)
     if retired:
         # Last: a warning may be an error, and the checkpoint is complete then.
         warnings.warn(

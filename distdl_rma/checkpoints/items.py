@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from hashlib import sha256
 from math import prod
 from typing import Any
@@ -90,28 +89,18 @@ class Part:
         """Bytes of the box."""
         return self.box.volume * self.item.dtype.itemsize
 
-    @cached_property
-    def _rows(self) -> tuple[int, tuple[int, ...]]:
-        # Elements that are contiguous in the file, and the extents of the box over which they repeat.
-        length, dims = 1, len(self.item.shape)
-        while dims and self.box.shape[dims - 1] == self.item.shape[dims - 1]:
-            dims -= 1
-            length *= self.item.shape[dims]
-        if dims:
-            dims -= 1
-            length *= self.box.shape[dims]
-        return length, self.box.shape[:dims]
-
     def runs(self, first: int, last: int) -> Iterator[tuple[int, int, int]]:
         """For elements [first, last): offset in the file, first element and number of each contiguous run."""
-        length, outer = self._rows
-        strides = [prod(self.item.shape[d + 1 :]) for d in range(len(self.item.shape))]
+        whole, extents = self.item.shape, self.box.shape
+        # The last dimensions that a box has whole belong to one run, and one more.
+        cut = max((d for d, n in enumerate(extents) if n < whole[d]), default=0)
+        length, strides = prod(extents[cut:]), [prod(whole[d + 1 :]) for d in range(len(whole))]
         corner = sum(start * stride for start, stride in zip(self.box.start, strides, strict=True))
         for row in range(first // length, -(-last // length)):
             begin, end = max(first, row * length), min(last, (row + 1) * length)
             place, number = corner + begin - row * length, row
-            for d in reversed(range(len(outer))):
-                number, index = divmod(number, outer[d])
+            for d in reversed(range(cut)):
+                number, index = divmod(number, extents[d])
                 place += index * strides[d]
             yield self.item.offset + place * self.item.dtype.itemsize, begin, end - begin
 

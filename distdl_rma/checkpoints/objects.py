@@ -6,7 +6,7 @@ import copy
 import random
 from collections import Counter
 from collections.abc import Callable, ItemsView, Iterable, Iterator, Mapping, MutableMapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from typing import Any
 
@@ -19,11 +19,11 @@ from distdl_rma.checkpoints.items import Item, Kind, Part
 from distdl_rma.errors import (
     CheckpointError,
     ConfigurationError,
-    DistdlError,
     MismatchError,
     PartitionError,
     ShapeError,
     UnsupportedError,
+    told,
 )
 from distdl_rma.geometry.box import Box
 from distdl_rma.geometry.decomposition import Decomposition
@@ -73,17 +73,6 @@ def _state_of(thing: Any) -> Any:
 
 def _load_into(thing: Any, state: Any) -> None:
     _GENERATORS[type(thing)][1](thing, state) if type(thing) in _GENERATORS else thing.load_state_dict(state)
-
-
-@contextmanager
-def _told(what: str) -> Iterator[None]:
-    """Context in which errors of values, and of the objects that take them, become those of a checkpoint."""
-    try:
-        yield
-    except DistdlError:
-        raise
-    except Exception as error:
-        raise CheckpointError(f"checkpoint: {what}: {type(error).__name__}: {error}") from error
 
 
 def kind_of(thing: Any) -> str:
@@ -235,7 +224,7 @@ class Objects:
         for entry, thing in self.state.items():
             if entry not in forms:
                 raise CheckpointError(f"checkpoint: it has no {entry!r}, only {sorted(forms)}")
-            with _told(f"its form of {entry!r} is of another kind"):
+            with told(CheckpointError, f"checkpoint: its form of {entry!r} is of another kind"):
                 self._check(entry, thing, forms[entry], kinds)
                 found.update(tensors_in(forms[entry]))
         return found
@@ -267,7 +256,11 @@ class Objects:
                     f"checkpoint: {key!r} of {entry!r} is {saved[key]!r:.80} in it, no tensor"
                 )
             for name in set(tensors_in(form)) & kinds.keys():
-                _check_kind(f"{entry}: {key}" if key else entry, self.kinds[name], kinds[name])
+                if (here := self.kinds[name]) != (there := kinds[name]):
+                    raise ShapeError(
+                        f"checkpoint: {f'{entry}: {key}' if key else entry!r} is {_text(there)} in it, and"
+                        f" {_text(here)} here: it is of another model"
+                    )
 
     def _check_optimizer(
         self, entry: str, optimizer: torch.optim.Optimizer, form: dict[str, Any], kinds: Mapping[str, Kind]
@@ -327,17 +320,15 @@ class Objects:
             prefix = self._prefix(entry)
             own: dict[str, torch.Tensor] = dict(module.named_buffers(remove_duplicate=False))
             own |= dict(module.named_parameters(remove_duplicate=False))
-            names = {key: prefix + key for key in own if prefix + key in self.tensors}
-            shared = Counter(
-                own[key].untyped_storage()._cdata for key in names if names[key] not in self.layouts
-            )
+            whole = self.tensors.keys() - self.layouts.keys()
+            names = {key: prefix + key for key in own if prefix + key in whole}
+            shared = Counter(own[key].untyped_storage()._cdata for key in names)
             for key, name in names.items():
                 x, saved = own[key], self.tensors[name]
-                if name not in self.layouts:
-                    same = x.data_ptr() == saved.data_ptr() and x.shape == saved.shape
-                    plain = x.is_contiguous() and not x.is_conj() and not x.is_neg()
-                    alone = shared[x.untyped_storage()._cdata] == 1
-                    found[name] = x if same and plain and alone else None
+                same = x.data_ptr() == saved.data_ptr() and x.shape == saved.shape
+                plain = x.is_contiguous() and not x.is_conj() and not x.is_neg()
+                alone = shared[x.untyped_storage()._cdata] == 1
+                found[name] = x if same and plain and alone else None
         return found
 
     def load(
@@ -356,12 +347,13 @@ class Objects:
         values, undo = dict[str, Any](), list[Callable[[], object]]()
         with step():
             for entry, thing in self.state.items():
-                with _told(f"the state of {entry!r} has no such form"):
+                with told(CheckpointError, f"checkpoint: the state of {entry!r} has no such form"):
                     values[entry] = self._value(entry, thing, forms[entry], {**tensors, **self._split})
         try:
             with step():
                 for entry, thing in self.state.items():
-                    with _told(f"{entry!r} refuses its state, and nothing has been changed"):
+                    refused = f"checkpoint: {entry!r} refuses its state, and nothing has been changed"
+                    with told(CheckpointError, refused):
                         undo += _loaded(thing, values[entry])
         except Exception:
             with step():
@@ -412,13 +404,6 @@ def _loaded(thing: Any, found: Any) -> Iterator[Callable[[], object]]:
                 # torch rounds the state to the type of the parameter.
                 if isinstance(value, torch.Tensor) and value.dtype != held[key].dtype:
                     held[key] = value
-
-
-def _check_kind(name: str, mine: Kind, saved: Kind) -> None:
-    if mine != saved:
-        raise ShapeError(
-            f"checkpoint: {name!r} is {_text(saved)} in it, and {_text(mine)} here: it is of another model"
-        )
 
 
 def _text(kind: Kind) -> str:
@@ -483,7 +468,7 @@ def drawn(found: Mapping[str, Any], place: int, size: int) -> dict[str, Any]:
     Those of Python and numpy are left out if neither is the case, and ``UnsupportedError`` refuses torch's.
     """
     give = dict[str, torch.Tensor]().__getitem__
-    with _told("restore(..., generators=False) goes on without its states of generators"):
+    with told(CheckpointError, "checkpoint: restore(..., generators=False) goes on without its generators"):
         if len(found["torch"]) not in (1, size):
             raise UnsupportedError(
                 f"checkpoint: the generators of its {len(found['torch'])} ranks differed, and {size} ranks"

@@ -26,10 +26,10 @@ from distdl_rma.dtypes import NUMPY, as_numbers
 from distdl_rma.errors import (
     ArgumentError,
     DataError,
-    DistdlError,
     ProtocolError,
     ShapeError,
     UnsupportedError,
+    told,
 )
 from distdl_rma.geometry.box import Box
 from distdl_rma.geometry.decomposition import Decomposition
@@ -38,7 +38,7 @@ from distdl_rma.geometry.partition import Partition
 from distdl_rma.machine import Machine
 from distdl_rma.sources.chunks import chunks_of
 from distdl_rma.sources.opening import check_found, hdf5, needed, npy
-from distdl_rma.sources.raw import RawArray
+from distdl_rma.sources.raw import RawArray, sync
 from distdl_rma.sources.reading import hdf5_lock, in_domain, label, placed
 from distdl_rma.split.layout import normal
 from distdl_rma.split.tensor import SplitTensor
@@ -233,11 +233,13 @@ class ArraySink:
             with self._together():
                 if self._first:
                     self.part.rename(self.path)
-                    _fsync(Path(self.path).absolute().parent)
+                    sync(Path(self.path).absolute().parent)
 
     def _together(self) -> AbstractContextManager[dict[str, Any]]:
         title = f"create_array {self.path}"
-        return _alone(title) if self._machine is None else together(self._machine, self._ranks, title)
+        if self._machine is None:
+            return told(DataError, title)
+        return together(self._machine, self._ranks, title)
 
     @contextmanager
     def _removed_on_error(self) -> Iterator[None]:
@@ -271,18 +273,7 @@ class ArraySink:
                 mine, count = self._ranks.index(self._machine.rank), len(self._ranks)
             files = sorted(one for one in self.part.rglob("*") if one.is_file())[mine::count]
         for file in files:
-            _fsync(file)
-
-
-@contextmanager
-def _alone(title: str) -> Iterator[dict[str, Any]]:
-    # As ``together``, of one process.
-    try:
-        yield {}
-    except DistdlError:
-        raise
-    except Exception as error:
-        raise DataError(f"{title}: {type(error).__name__}: {error}") from error
+            sync(file)
 
 
 def write_shards(sink: Any, y: SplitTensor, at: Sequence[int] | None = None) -> None:
@@ -439,14 +430,6 @@ def _numpy_dtype(dtype: Any) -> np.dtype[Any]:
     except TypeError as error:
         raise ArgumentError(f"a dtype is of numpy or torch, got {dtype!r}") from error
     return found
-
-
-def _fsync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 class _Kind(NamedTuple):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from operator import index as as_int
-from typing import Any, ClassVar, TypeVar, Unpack, overload
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -16,11 +16,11 @@ from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.intervals import Balanced
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.layers.core.arguments import (
-    LayerOptions,
     PlacedOptions,
     check_device,
     check_dims,
     chosen_placement,
+    own_options,
     spatial_dims,
     torchs_layer,
 )
@@ -34,81 +34,22 @@ from distdl_rma.ops.core.autograd import GradientNeeds, reports_failures
 from distdl_rma.ops.core.operation import Agreement, Operation
 
 O = TypeVar("O", bound=Operation)  # noqa: E741
-Extents = int | Sequence[int]
 _CHANNELS = ("in_channels", "out_channels")
 
 
-class Options(PlacedOptions, total=False):
-    """Keyword arguments of a convolution: its own, and those of torch that are usually given by keyword."""
-
-    P_w: Partition | None
-    dilation: Extents
-    output_padding: Extents
-    groups: int
-    bias: bool
-    padding_mode: str
-    device: torch.device | str | None
-    dtype: torch.dtype | None
-
-
 class ConvolutionLayer(OperatorLayer[O], _ConvNd):
-    """Base of convolutions. Final classes set ``dims=``, and have their torch layer as last base."""
+    """Base of convolutions. Final classes have their torch layer as last base."""
 
     _casts = True
     _allowed = ("replicated", "root")
     _by_name = ("P_y", "P_W", "P_w", *PlacedOptions.__annotations__)
     _rows: ClassVar[int]  # dimension of the worker grid that cuts the weight's first dimension
 
-    @overload
-    def __init__(
-        self,
-        P_x: Partition,
-        in_channels: int,
-        out_channels: int,
-        kernel_size: Extents,
-        stride: Extents = 1,
-        padding: Extents | str = 0,
-        *others: Any,
-        P_y: Partition | None = None,
-        P_W: Partition | None = None,
-        **options: Unpack[Options],
-    ) -> None: ...
-
-    @overload
-    def __init__(
-        self,
-        P_x: Partition,
-        P_y: Partition,
-        in_channels: int,
-        out_channels: int,
-        kernel_size: Extents,
-        *others: Any,
-        stride: Extents = 1,
-        padding: Extents | str = 0,
-        P_W: Partition | None = None,
-        **options: Unpack[Options],
-    ) -> None: ...
-
-    @overload
-    def __init__(
-        self,
-        P_x: Partition,
-        P_y: Partition,
-        P_W: Partition,
-        in_channels: int,
-        out_channels: int,
-        kernel_size: Extents,
-        *others: Any,
-        stride: Extents = 1,
-        padding: Extents | str = 0,
-        **options: Unpack[Options],
-    ) -> None: ...
-
     def __init__(self, P_x: Partition, *arguments: Any, **options: Any) -> None:
         kind, dims = type(self).__name__, spatial_dims(type(self))
         named = {key: options.pop(key, None) for key in ("P_y", "P_W", "P_w")}
         P_y, P_W, arguments = partitions_among(type(self), LEADING + dims, (P_x, *arguments), named)
-        own = {key: options.pop(key) for key in LayerOptions.__annotations__ if key in options}
+        own = own_options(options)
         placement, weights = (options.pop(key, None) for key in ("placement", "weights"))
         placement = chosen_placement(kind, placement, weights, self._allowed)
         # The torch layer checks its arguments and has the initial weights of the sequential model.

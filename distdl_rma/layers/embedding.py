@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import cached_property
-from typing import Unpack
+from typing import Any
 
 import torch
 from torch import nn
@@ -11,10 +11,12 @@ from torch import nn
 from distdl_rma.errors import ShapeError, UnsupportedError
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.layers.core.arguments import (
-    LayerOptions,
+    PlacedOptions,
+    by_name,
     check_device,
     check_dims,
     chosen_placement,
+    own_options,
     torchs_layer,
 )
 from distdl_rma.layers.core.input_facts import InputFacts, source_of
@@ -66,49 +68,33 @@ class DistributedEmbedding(OperatorLayer[Embedding], nn.Embedding):
     """
 
     _allowed = ("replicated", "root")
+    _by_name = ("P_y", *PlacedOptions.__annotations__)
     _shown = ("num_embeddings", "embedding_dim", "padding_idx", "scale_grad_by_freq")
 
     def __init__(
         self,
         P_x: Partition,
-        num_embeddings: int,
-        embedding_dim: int,
-        padding_idx: int | None = None,
-        max_norm: float | None = None,
-        norm_type: float = 2.0,
-        scale_grad_by_freq: bool = False,
-        sparse: bool = False,
-        _weight: torch.Tensor | None = None,
-        _freeze: bool = False,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-        *,
+        *arguments: Any,
         P_y: Partition | None = None,
         placement: str | None = None,
         weights: str | None = None,
-        **options: Unpack[LayerOptions],
+        **options: Any,
     ) -> None:
-        kind = type(self).__name__
-        for key, unwanted in {"max_norm": max_norm, "sparse": sparse or None}.items():
-            if unwanted is not None:
+        kind, own = type(self).__name__, own_options(options)
+        given = by_name(type(self), *arguments, **options)
+        unwanted = {"max_norm": given.get("max_norm"), "sparse": given.get("sparse") or None}
+        for key, value in unwanted.items():
+            if value is not None:
                 raise UnsupportedError(
-                    f"{kind}: {key}={unwanted} is not supported: weights and gradients are dense"
+                    f"{kind}: {key}={value} is not supported: weights and gradients are dense"
                 )
         check_dims(type(self), (P_x.dim + 1,), P_y=P_y)
-        check_device(kind, device if _weight is None else _weight.device)
+        weight = given.get("_weight")
+        check_device(kind, given.get("device") if weight is None else weight.device)
         placement = chosen_placement(kind, placement, weights, self._allowed)
-        arguments = (
-            num_embeddings,
-            embedding_dim,
-            padding_idx,
-            max_norm,
-            norm_type,
-            scale_grad_by_freq,
-            sparse,
-        )
-        like = torchs_layer(type(self), *arguments, _weight, _freeze, device, dtype)
+        like = torchs_layer(type(self), **given)
         vectors = P_x.create_cartesian_topology_partition((*P_x.shape, 1))
-        super().__init__(P_x, vectors if P_y is None else P_y, **options)
+        super().__init__(P_x, vectors if P_y is None else P_y, **own)
         self.take_over(like)
         self._target, self.placement, self.weights = P_y, placement, placement
         place = whole_placement(self.machine, P_x, P_x, like.weight.shape, placement)

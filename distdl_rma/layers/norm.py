@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from operator import index as as_int
-from typing import Any, ClassVar, NamedTuple, Unpack
+from typing import Any, ClassVar, NamedTuple
 from weakref import WeakValueDictionary
 
 import torch
@@ -28,11 +28,12 @@ from distdl_rma.geometry.intervals import Balanced
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.layers.core.agreement import ShapeAgreement
 from distdl_rma.layers.core.arguments import (
-    LayerOptions,
     PlacedOptions,
+    by_name,
     check_device,
     check_dims,
     chosen_placement,
+    own_options,
     spatial_dims,
     torchs_layer,
 )
@@ -179,20 +180,20 @@ class DistributedNorm(OperatorLayer[Normalisation]):
     def __init__(
         self,
         P_x: Partition,
-        given: Mapping[str, Any],
-        *,
+        *arguments: Any,
         placement: str | None = None,
         weights: str | None = None,
-        **options: Unpack[LayerOptions],
+        **options: Any,
     ) -> None:
-        kind = type(self).__name__
+        kind, own = type(self).__name__, own_options(options)
         placement = chosen_placement(kind, placement, weights, self._allowed)
-        check_device(kind, given["device"])
+        given = by_name(type(self), *arguments, **options)
+        check_device(kind, given.get("device"))
         like = torchs_layer(type(self), **given)
         axes, extents = self.shared(like, P_x)
         if min(map(as_int, extents), default=-1) < 0:
             raise ArgumentError(f"{kind}: needs at least one extent, and none below 0, got {extents}")
-        super().__init__(P_x, **options)
+        super().__init__(P_x, **own)
         self.take_over(like)
         self.axes, self.placement = axes, placement
         kept = Placement.everywhere(self.machine, torch.Size(extents))
@@ -331,26 +332,6 @@ class DistributedRunningNorm(DistributedNorm, batchnorm._NormBase):
     """
 
     _shown = ("num_features", "eps", "momentum", "affine", "bias", "track_running_stats")
-
-    def __init__(
-        self,
-        P_x: Partition,
-        num_features: int,
-        eps: float = 1e-5,
-        momentum: float | None = 0.1,
-        affine: bool | None = None,
-        track_running_stats: bool | None = None,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-        *,
-        bias: bool = True,
-        **options: Unpack[PlacedOptions],
-    ) -> None:
-        # None is torch's default, which differs between kinds.
-        usual = {"affine": affine, "track_running_stats": track_running_stats}
-        given: dict[str, Any] = {key: value for key, value in usual.items() if value is not None}
-        given |= {"num_features": num_features, "eps": eps, "momentum": momentum, "bias": bias}
-        super().__init__(P_x, {**given, "device": device, "dtype": dtype}, **options)
 
     def agreeing(self) -> tuple[int, ...]:
         """Ranks of P_x; with running statistics all ranks of the machine."""
@@ -553,22 +534,6 @@ class DistributedGroupNorm(DistributedNorm, nn.GroupNorm):
     function = "group_norm"
     _shown = ("num_groups", "num_channels", "eps", "affine", "bias")
 
-    def __init__(
-        self,
-        P_x: Partition,
-        num_groups: int,
-        num_channels: int,
-        eps: float = 1e-5,
-        affine: bool = True,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-        *,
-        bias: bool = True,
-        **options: Unpack[PlacedOptions],
-    ) -> None:
-        given = {"num_groups": num_groups, "num_channels": num_channels, "eps": eps, "affine": affine}
-        super().__init__(P_x, {**given, "bias": bias, "device": device, "dtype": dtype}, **options)
-
     def shared(self, like: Any, P_x: Partition) -> tuple[NormAxes, tuple[int, ...]]:
         """All dimensions behind the batch are reduced, within a group of channels."""
         kind = type(self).__name__
@@ -613,20 +578,6 @@ class DistributedLayerNorm(DistributedTrailingNorm, nn.LayerNorm):
 
     function = "layer_norm"
 
-    def __init__(
-        self,
-        P_x: Partition,
-        normalized_shape: int | Sequence[int],
-        eps: float = 1e-5,
-        elementwise_affine: bool = True,
-        bias: bool = True,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-        **options: Unpack[PlacedOptions],
-    ) -> None:
-        given = {"normalized_shape": normalized_shape, "eps": eps, "elementwise_affine": elementwise_affine}
-        super().__init__(P_x, {**given, "bias": bias, "device": device, "dtype": dtype}, **options)
-
 
 class DistributedRMSNorm(DistributedTrailingNorm, nn.RMSNorm):
     """Root mean square normalisation: as :class:`DistributedLayerNorm`, but without mean and bias.
@@ -641,19 +592,6 @@ class DistributedRMSNorm(DistributedTrailingNorm, nn.RMSNorm):
     """
 
     function = "rms_norm"
-
-    def __init__(
-        self,
-        P_x: Partition,
-        normalized_shape: int | Sequence[int],
-        eps: float | None = None,
-        elementwise_affine: bool = True,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-        **options: Unpack[PlacedOptions],
-    ) -> None:
-        given = {"normalized_shape": normalized_shape, "eps": eps, "elementwise_affine": elementwise_affine}
-        super().__init__(P_x, {**given, "device": device, "dtype": dtype}, **options)
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise; ``x`` is the local shard, or a tensor without elements outside of P_x."""

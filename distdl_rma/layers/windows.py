@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, ClassVar, Unpack
 
 import torch
@@ -11,7 +11,7 @@ from torch import nn
 from distdl_rma.errors import ArgumentError, PartitionError, UnsupportedError
 from distdl_rma.geometry.box import LEADING
 from distdl_rma.geometry.partition import Partition
-from distdl_rma.layers.core.arguments import LayerOptions, check_dims, spatial_dims, torchs_layer
+from distdl_rma.layers.core.arguments import LayerOptions, check_dims, own_options, spatial_dims, torchs_layer
 from distdl_rma.layers.core.input_facts import InputFacts, source_of
 from distdl_rma.layers.core.operator_layer import OperatorLayer
 from distdl_rma.ops.window_options import options_of
@@ -27,8 +27,6 @@ from distdl_rma.ops.windows import (
 )
 
 Size = int | tuple[int, ...]
-# None: the extent of the input.
-OutputSize = int | None | Sequence[int | None]
 # By number of spatial dimensions: extents of images without memory that torch's layers are tried with.
 _EXTENTS = {1: 1 << 30, 2: 1 << 20, 3: 1 << 13}
 # Modes of torch's classes of padding, by the first half of their names.
@@ -49,6 +47,7 @@ class WindowLayer(OperatorLayer[WindowOperation[Any]]):
     """
 
     operation: ClassVar[type[WindowOperation[Any]]]
+    _by_name = ("P_y", *LayerOptions.__annotations__)
 
     def __init__(
         self,
@@ -56,20 +55,20 @@ class WindowLayer(OperatorLayer[WindowOperation[Any]]):
         *arguments: Any,
         P_y: Partition | None = None,
         beside: Mapping[str, Any] | None = None,
-        **options: Unpack[LayerOptions],
+        **options: Any,
     ) -> None:
+        own = own_options(options)
         kind, dims = type(self), spatial_dims(type(self)) or P_x.dim - LEADING
         if dims not in _EXTENTS:
             raise PartitionError(
                 f"{kind.__name__}: P_x has {P_x.dim} dimensions {P_x.shape}, tensors have 3, 4 or 5"
             )
         check_dims(kind, (LEADING + dims,), P_x=P_x, P_y=P_y)
-        like = torchs_layer(
-            kind, *arguments, sample=[torch.empty(1, 1, *[_EXTENTS[dims]] * dims, device="meta")]
-        )
+        sample = torch.empty(1, 1, *[_EXTENTS[dims]] * dims, device="meta")
+        like = torchs_layer(kind, *arguments, **options, sample=[sample])
         # Arguments that torch's layer lacks.
         vars(like).update(beside or {})
-        super().__init__(P_x, P_y, **options)
+        super().__init__(P_x, P_y, **own)
         self.take_over(like)
         mode = _PAD_MODES.get(type(like).__name__.partition("Pad")[0], "zeros")
         self.options = options_of(self.operation, {"mode": mode, **vars(like)}, dims)
@@ -129,14 +128,14 @@ class DistributedPad(WindowLayer):
 
     operation = Padding
 
-    def __init__(
-        self, P_x: Partition, padding: int | Sequence[int], **options: Unpack[WindowOptions]
-    ) -> None:
-        super().__init__(P_x, padding, **options)
+    padding: Any
+
+    def __init__(self, P_x: Partition, *arguments: Any, **options: Any) -> None:
+        super().__init__(P_x, *arguments, **options)
         if self.options.mode == "circular" and any(min(pair) < 0 < max(pair) for pair in self.options.sides):
             raise UnsupportedError(
-                f"{type(self).__name__}: padding {padding!r} crops one end of a dimension and wraps around at"
-                " the other; crop by a layer of its own before this one"
+                f"{type(self).__name__}: padding {self.padding!r} crops one end of a dimension and wraps"
+                " around at the other; crop by a layer of its own before this one"
             )
 
 
@@ -151,11 +150,6 @@ class DistributedConstantPad(DistributedPad):
     >>> pad(shard(P_x, torch.rand(1, 3, 16, 16))).shape
     torch.Size([1, 3, 18, 18])
     """
-
-    def __init__(
-        self, P_x: Partition, padding: int | Sequence[int], value: float, **options: Unpack[WindowOptions]
-    ) -> None:
-        WindowLayer.__init__(self, P_x, padding, value, **options)
 
 
 class DistributedZeroPad1d(DistributedPad, nn.ZeroPad1d):
@@ -251,6 +245,7 @@ class DistributedAvgPool(WindowLayer):
     """
 
     operation = AvgPooling
+    _by_name = ()
 
     def __init__(
         self,
@@ -289,20 +284,6 @@ class DistributedMaxPool(MaxLayer):
     """
 
     operation = MaxPooling
-
-    def __init__(
-        self,
-        P_x: Partition,
-        kernel_size: Size,
-        stride: Size | None = None,
-        padding: Size = 0,
-        dilation: Size = 1,
-        return_indices: bool = False,
-        ceil_mode: bool = False,
-        **options: Unpack[WindowOptions],
-    ) -> None:
-        windows = kernel_size, stride, padding, dilation, return_indices, ceil_mode
-        super().__init__(P_x, *windows, **options)
 
 
 class DistributedAvgPool1d(DistributedAvgPool, nn.AvgPool1d):
@@ -352,9 +333,6 @@ class DistributedAdaptiveAvgPool(WindowLayer):
 
     operation = AdaptiveAvgPooling
 
-    def __init__(self, P_x: Partition, output_size: OutputSize, **options: Unpack[WindowOptions]) -> None:
-        super().__init__(P_x, output_size, **options)
-
 
 class DistributedAdaptiveMaxPool(MaxLayer):
     """Max pooling to a given global size, of a tensor that is split over ranks.
@@ -372,15 +350,6 @@ class DistributedAdaptiveMaxPool(MaxLayer):
     """
 
     operation = AdaptiveMaxPooling
-
-    def __init__(
-        self,
-        P_x: Partition,
-        output_size: OutputSize,
-        return_indices: bool = False,
-        **options: Unpack[WindowOptions],
-    ) -> None:
-        super().__init__(P_x, output_size, return_indices, **options)
 
 
 class DistributedAdaptiveAvgPool1d(DistributedAdaptiveAvgPool, nn.AdaptiveAvgPool1d):
@@ -442,39 +411,18 @@ class DistributedUpsample(WindowLayer, nn.Upsample):
 
     operation = Resizing
 
-    def __init__(
-        self,
-        P_x: Partition,
-        size: int | Sequence[int] | None = None,
-        scale_factor: float | Sequence[float] | None = None,
-        mode: str = "nearest",
-        align_corners: bool | None = None,
-        recompute_scale_factor: bool | None = None,
-        **options: Unpack[WindowOptions],
-    ) -> None:
-        kind = type(self).__name__
-        if mode == "area":
+    def __init__(self, P_x: Partition, *arguments: Any, **options: Any) -> None:
+        super().__init__(P_x, *arguments, **options)
+        if self.mode == "area":
+            kind = type(self).__name__
             raise ArgumentError(
                 f"{kind}: mode 'area' is an adaptive average pool: use DistributedAdaptiveAvgPool"
             )
-        super().__init__(P_x, size, scale_factor, mode, align_corners, recompute_scale_factor, **options)
 
 
-class _Upsampling2d(DistributedUpsample):
-    # torch's classes for one mode each.
-    def __init__(
-        self,
-        P_x: Partition,
-        size: int | Sequence[int] | None = None,
-        scale_factor: float | Sequence[float] | None = None,
-        **options: Unpack[WindowOptions],
-    ) -> None:
-        WindowLayer.__init__(self, P_x, size, scale_factor, **options)
-
-
-class DistributedUpsamplingNearest2d(_Upsampling2d, nn.UpsamplingNearest2d):
+class DistributedUpsamplingNearest2d(DistributedUpsample, nn.UpsamplingNearest2d):
     """Distributed ``torch.nn.UpsamplingNearest2d``; tensors are (batch, channel, height, width)."""
 
 
-class DistributedUpsamplingBilinear2d(_Upsampling2d, nn.UpsamplingBilinear2d):
+class DistributedUpsamplingBilinear2d(DistributedUpsample, nn.UpsamplingBilinear2d):
     """Distributed ``torch.nn.UpsamplingBilinear2d``: corners are aligned; (batch, channel, height, width)."""

@@ -169,3 +169,12 @@ class RawArray:
         except ValueError as error:
             raise self._ends(at) from error
         return np.ndarray(piece.shape, self.dtype, mapped, 0, strides)
+
+
+def sync(path: Path) -> None:
+    """Wait until what was written to a file, or the names in a folder, are on the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

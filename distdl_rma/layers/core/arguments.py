@@ -28,6 +28,11 @@ class PlacedOptions(LayerOptions, total=False):
     weights: str | None
 
 
+def own_options(options: dict[str, Any]) -> dict[str, Any]:
+    """Take the options of every layer out of keyword arguments; the others are torch's."""
+    return {key: options.pop(key) for key in LayerOptions.__annotations__ if key in options}
+
+
 def torchs_class(layer: type) -> type[nn.Module]:
     """The class of torch that a class of layers is the twin of."""
     return next(base for base in layer.__mro__ if base.__module__.startswith("torch.nn.modules"))
@@ -39,23 +44,27 @@ def spatial_dims(layer: type) -> int:
     return int(name[-2]) if name[-2].isdigit() else 0
 
 
+def by_name(layer: type, *arguments: Any, **given: Any) -> dict[str, Any]:
+    """Arguments of the twin by their names; ``TypeError`` if one is missing or unknown."""
+    signature = inspect.signature(torchs_class(layer))
+    try:
+        return signature.bind(*arguments, **given).arguments
+    except TypeError as error:
+        raise TypeError(f"{layer.__name__}: {error}; it takes partitions, then {signature}") from None
+
+
 def torchs_layer(layer: type, *arguments: Any, sample: Sequence[torch.Tensor] = (), **given: Any) -> Any:
     """Build the twin of the same arguments, which checks them, some only in a call: here with a sample.
 
-    Raises ``ArgumentError`` with torch's text if torch raises, and ``TypeError`` if an argument is missing or
-    unknown.
+    Raises ``ArgumentError`` with torch's text if torch raises, and ``TypeError`` as ``by_name``.
     """
-    kind, twin = layer.__name__, torchs_class(layer)
+    named = by_name(layer, *arguments, **given)
     try:
-        inspect.signature(twin).bind(*arguments, **given)
-    except TypeError as error:
-        raise TypeError(f"{kind}: {error}; it takes partitions, then {inspect.signature(twin)}") from None
-    try:
-        like: Any = twin(*arguments, **given)
+        like: Any = torchs_class(layer)(**named)
         if sample:
             like(*sample)
     except (ArithmeticError, AssertionError, IndexError, RuntimeError, TypeError, ValueError) as error:
-        raise ArgumentError(f"{kind}: {error}") from None
+        raise ArgumentError(f"{layer.__name__}: {error}") from None
     return like
 
 
