@@ -31,6 +31,8 @@ class Watch:
     def problem(self, rank: int, turns: int, others: Callable[[], Sequence[int]]) -> str:
         """What to say of the rank that has the turn, after so many turns; empty if it goes on."""
         frames, cpu = sys._current_frames(), time.process_time()
+        # A frame that refers to itself would keep the tensors of all ranks until garbage is collected.
+        del frames[threading.get_ident()]
         frame = frames.get(self._threads[rank].ident or 0)
         seen = turns, frame and (id(frame), frame.f_lasti)
         idle = cpu - self._cpu < _SHARE * LOOK_SECONDS
