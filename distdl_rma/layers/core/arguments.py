@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import reprlib
 from collections.abc import Collection, Iterable, Sequence
 from functools import wraps
 from typing import Any
@@ -42,12 +43,12 @@ def spatial_dims(layer: type) -> int:
 def torchs_layer(layer: type, *arguments: Any, sample: Sequence[torch.Tensor] = (), **given: Any) -> Any:
     """Build the twin of the same arguments, which checks them, some only in a call: here with a sample.
 
-    Raises ``ArgumentError`` with torch's text if torch raises, and ``TypeError`` if an argument is missing or
-    unknown.
+    Raises ``ArgumentError`` with torch's text and the arguments if torch raises, and ``TypeError`` if an
+    argument is missing or unknown.
     """
     kind, twin = layer.__name__, torchs_class(layer)
     try:
-        inspect.signature(twin).bind(*arguments, **given)
+        bound = inspect.signature(twin).bind(*arguments, **given)
     except TypeError as error:
         raise TypeError(f"{kind}: {error}; it takes partitions, then {inspect.signature(twin)}") from None
     try:
@@ -55,7 +56,11 @@ def torchs_layer(layer: type, *arguments: Any, sample: Sequence[torch.Tensor] = 
         if sample:
             like(*sample)
     except (ArithmeticError, AssertionError, IndexError, RuntimeError, TypeError, ValueError) as error:
-        raise ArgumentError(f"{kind}: {error}") from None
+        texts = {k: reprlib.repr(v) for k, v in bound.arguments.items()}
+        usual = {k: reprlib.repr(p.default) for k, p in bound.signature.parameters.items()}
+        shown = ", ".join(f"{k}={text}" for k, text in texts.items() if text != usual[k]) or "no arguments"
+        tried = f", tried with an input of shape {tuple(sample[0].shape)}" if sample else ""
+        raise ArgumentError(f"{kind}: {error}; got {shown}{tried}") from None
     return like
 
 
