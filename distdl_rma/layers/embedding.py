@@ -106,7 +106,8 @@ class DistributedEmbedding(OperatorLayer[Embedding], nn.Embedding):
             scale_grad_by_freq,
             sparse,
         )
-        like = torchs_layer(type(self), *arguments, _weight, _freeze, device, dtype)
+        nothing = [torch.zeros(0, dtype=torch.int64)]
+        like = torchs_layer(type(self), *arguments, _weight, _freeze, device, dtype, sample=nothing)
         vectors = P_x.create_cartesian_topology_partition((*P_x.shape, 1))
         super().__init__(P_x, vectors if P_y is None else P_y, **options)
         self.take_over(like)

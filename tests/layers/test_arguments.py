@@ -59,6 +59,7 @@ REFUSED = {
     "Embedding(plane, 3, 2, sparse=True)": "UnsupportedError: DistributedEmbedding: sparse",
     "Embedding(plane, 3, 2, max_norm=1.0)": r"UnsupportedError: DistributedEmbedding: max_norm=1\.0",
     "Embedding(plane, 3, 2, padding_idx=3)": "ArgumentError: Padding_idx must be within num_embeddings",
+    "Embedding(plane, 3, 2, True)": "ArgumentError: 'padding_idx' .* must be int, not bool; got num_embed",
     "Embedding(plane, 3, 2, P_y=plane)": "PartitionError: P_y has 2 dimensions",
     # Torch's own words, of its constructor or of a call.
     "AvgPool2d(rows, 0)": "ArgumentError: DistributedAvgPool2d: stride should not be zero",
