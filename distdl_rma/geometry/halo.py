@@ -17,7 +17,9 @@ def each_dim(value: Any, dims: int, read: Callable[[Any], Any] = int) -> tuple[A
     """A number per dimension, from an argument of torch: one for all, or a sequence of one or of several."""
     if value is None or isinstance(value, (int, float)):
         return (value,) * dims
-    numbers = tuple([None if number is None else read(number) for number in value])
+    # Numbers of NumPy, and tensors without dimensions, cannot be iterated over.
+    several = value if getattr(value, "ndim", 1) else (value,)
+    numbers = tuple([None if number is None else read(number) for number in several])
     return numbers * dims if len(numbers) == 1 else numbers
 
 

@@ -92,7 +92,8 @@ class DistributedEmbedding(OperatorLayer[Embedding], nn.Embedding):
         weight = given.get("_weight")
         check_device(kind, given.get("device") if weight is None else weight.device)
         placement = chosen_placement(kind, placement, weights, self._allowed)
-        like = torchs_layer(type(self), **given)
+        nothing = [torch.zeros(0, dtype=torch.int64)]
+        like = torchs_layer(type(self), **given, sample=nothing)
         vectors = P_x.create_cartesian_topology_partition((*P_x.shape, 1))
         super().__init__(P_x, vectors if P_y is None else P_y, **own)
         self.take_over(like)

@@ -190,8 +190,9 @@ class DistributedNorm(OperatorLayer[Normalisation]):
         given = by_name(type(self), *arguments, **options)
         check_device(kind, given.get("device"))
         like = torchs_layer(type(self), **given)
-        axes, extents = self.shared(like, P_x)
-        if min(map(as_int, extents), default=-1) < 0:
+        axes, found = self.shared(like, P_x)
+        extents = tuple(map(as_int, found))
+        if min(extents, default=-1) < 0:
             raise ArgumentError(f"{kind}: needs at least one extent, and none below 0, got {extents}")
         super().__init__(P_x, **own)
         self.take_over(like)
@@ -225,7 +226,7 @@ class DistributedNorm(OperatorLayer[Normalisation]):
 
     def options(self) -> NormOptions:
         """Options of the next call's operation."""
-        return NormOptions(self.axes, self.eps, self.function)
+        return NormOptions(self.axes, self.mode()[0], self.function)
 
     def mode(self) -> tuple[Any, ...]:
         """Settings of a call beside its input; they must be equal on all ranks of the call."""
@@ -437,9 +438,9 @@ class DistributedBatchNorm(DistributedRunningNorm, batchnorm._BatchNorm):
     def rate(self) -> float:
         """``momentum``, or 1 / number of batches if that is None; counts this batch."""
         if self.num_batches_tracked is None:
-            return 0.0 if self.momentum is None else self.momentum
+            return 0.0 if self.momentum is None else float(self.momentum)
         self.num_batches_tracked.add_(1)
-        return 1.0 / int(self.num_batches_tracked) if self.momentum is None else self.momentum
+        return 1.0 / int(self.num_batches_tracked) if self.momentum is None else float(self.momentum)
 
     @property
     def qconfig(self) -> None:
@@ -500,7 +501,7 @@ class DistributedInstanceNorm(DistributedRunningNorm, instancenorm._InstanceNorm
 
     def rate(self) -> float:
         """``momentum``; batches are not counted."""
-        return self.momentum or 0.0
+        return float(self.momentum or 0.0)
 
 
 class DistributedInstanceNorm1d(DistributedInstanceNorm, nn.InstanceNorm1d):
@@ -541,7 +542,7 @@ class DistributedGroupNorm(DistributedNorm, nn.GroupNorm):
             raise PartitionError(f"{kind}: P_x {P_x.shape} has 1 dimension, the tensor has at least 2")
         if like.num_groups < 1:
             raise ArgumentError(f"{kind}: needs at least one group, got num_groups {like.num_groups}")
-        return axes_of(self.function, P_x.dim, like.num_groups), (like.num_channels,)
+        return axes_of(self.function, P_x.dim, as_int(like.num_groups)), (like.num_channels,)
 
 
 class DistributedTrailingNorm(DistributedNorm):

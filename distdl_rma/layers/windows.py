@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Unpack
 import torch
 from torch import nn
 
-from distdl_rma.errors import ArgumentError, PartitionError, UnsupportedError
+from distdl_rma.errors import ArgumentError, PartitionError, ShapeError, UnsupportedError
 from distdl_rma.geometry.box import LEADING
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.layers.core.arguments import LayerOptions, check_dims, own_options, spatial_dims, torchs_layer
@@ -68,10 +68,13 @@ class WindowLayer(OperatorLayer[WindowOperation[Any]]):
         like = torchs_layer(kind, *arguments, **options, sample=[sample])
         # Arguments that torch's layer lacks.
         vars(like).update(beside or {})
+        mode = _PAD_MODES.get(type(like).__name__.partition("Pad")[0], "zeros")
         super().__init__(P_x, P_y, **own)
         self.take_over(like)
-        mode = _PAD_MODES.get(type(like).__name__.partition("Pad")[0], "zeros")
-        self.options = options_of(self.operation, {"mode": mode, **vars(like)}, dims)
+        try:
+            self.options = options_of(self.operation, {"mode": mode, **vars(like)}, dims)
+        except ShapeError as error:
+            raise ArgumentError(f"{kind.__name__}: {error}") from None
 
     def plan(self, facts: dict[int, InputFacts]) -> WindowOperation[Any]:
         """Operation for the global input that the ranks form."""
@@ -258,13 +261,12 @@ class DistributedAvgPool(WindowLayer):
         divisor_override: int | None = None,
         **options: Unpack[WindowOptions],
     ) -> None:
-        if divisor_override is not None and not (hasattr(divisor_override, "__index__") and divisor_override):
-            kind = type(self).__name__
-            raise ArgumentError(f"{kind}: divisor_override is an integer but 0, got {divisor_override!r}")
-        beside = {"divisor_override": divisor_override}
-        super().__init__(
-            P_x, kernel_size, stride, padding, ceil_mode, count_include_pad, beside=beside, **options
-        )
+        number = hasattr(divisor_override, "__index__") and not isinstance(divisor_override, bool)
+        if divisor_override is not None and not (number and divisor_override):
+            wanted = f"{type(self).__name__}: divisor_override is an integer but 0"
+            raise ArgumentError(f"{wanted}, got {divisor_override!r}")
+        windows = kernel_size, stride, padding, ceil_mode, count_include_pad
+        super().__init__(P_x, *windows, beside={"divisor_override": divisor_override}, **options)
 
 
 class DistributedMaxPool(MaxLayer):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from distdl_rma.errors import ShapeError
 from distdl_rma.geometry.halo import Stencil, each_dim
 from distdl_rma.ops.windows import (
     AdaptiveOptions,
@@ -45,7 +46,7 @@ def options_of(operation: type[WindowOperation[Any]], given: Mapping[str, Any], 
 
 def _windows(given: Mapping[str, Any], dims: int) -> Stencil:
     kernel, stride = each_dim(given["kernel_size"], dims), given["stride"]
-    stride = kernel if stride in (None, (), []) else each_dim(stride, dims)
+    stride = kernel if stride is None else each_dim(stride, dims) or kernel
     sides = tuple((n, n) for n in each_dim(given["padding"], dims))
     return Stencil.of(
         kernel, stride, each_dim(given.get("dilation", 1), dims), sides, bool(given["ceil_mode"])
@@ -55,6 +56,8 @@ def _windows(given: Mapping[str, Any], dims: int) -> Stencil:
 def _padding(given: Mapping[str, Any], dims: int) -> PadOptions:
     # As in torch, the last dimension comes first, and dimensions that are not named have no padding.
     numbers = each_dim(given["padding"], 2 * dims)
+    if len(numbers) > 2 * dims:
+        raise ShapeError(f"padding {numbers} has more than {2 * dims} numbers, only spatial sides are padded")
     numbers += (0,) * (2 * dims - len(numbers))
     sides = tuple(zip(numbers[::2], numbers[1::2], strict=True))[::-1]
     value = given.get("value", 0.0)

@@ -2,6 +2,7 @@
 
 import re
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -52,6 +53,17 @@ def test_padding_may_name_the_last_dimension_alone(P_x):
     x = torch.randn(1, 2, 5, 6)
     for kind in ("Zero", "Constant"):
         layer, module = twins(f"{kind}Pad2d", P_x, (1, -2), *PADS[kind])
+        assert torch.equal(layer(shard(P_x, x)), shard(P_x, module(x)))
+
+
+@pytest.mark.sizes(1, 2)
+def test_numbers_are_those_of_numpy_too_and_tensors_without_dimensions(P_x):
+    x = torch.randn(1, 2, 6, 8)
+    for number in (np.int64(2), torch.tensor(2), (torch.tensor(2), np.int64(2))):
+        for kind in ("MaxPool2d", "AvgPool2d", "Upsample"):
+            layer, module = twins(kind, P_x, number)
+            agree(layer(shard(P_x, x)), shard(P_x, module(x)))
+        layer, module = twins("MaxPool2d", P_x, 4, number, number)
         assert torch.equal(layer(shard(P_x, x)), shard(P_x, module(x)))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import reprlib
 from collections.abc import Collection, Iterable, Sequence
 from functools import wraps
 from typing import Any
@@ -56,15 +57,20 @@ def by_name(layer: type, *arguments: Any, **given: Any) -> dict[str, Any]:
 def torchs_layer(layer: type, *arguments: Any, sample: Sequence[torch.Tensor] = (), **given: Any) -> Any:
     """Build the twin of the same arguments, which checks them, some only in a call: here with a sample.
 
-    Raises ``ArgumentError`` with torch's text if torch raises, and ``TypeError`` as ``by_name``.
+    Raises ``ArgumentError`` with torch's text and the arguments if torch raises, and ``TypeError`` as
+    ``by_name``.
     """
-    named = by_name(layer, *arguments, **given)
+    twin, named = torchs_class(layer), by_name(layer, *arguments, **given)
     try:
-        like: Any = torchs_class(layer)(**named)
+        like: Any = twin(**named)
         if sample:
             like(*sample)
     except (ArithmeticError, AssertionError, IndexError, RuntimeError, TypeError, ValueError) as error:
-        raise ArgumentError(f"{layer.__name__}: {error}") from None
+        texts = {k: reprlib.repr(v) for k, v in named.items()}
+        usual = {k: reprlib.repr(p.default) for k, p in inspect.signature(twin).parameters.items()}
+        shown = ", ".join(f"{k}={text}" for k, text in texts.items() if text != usual[k]) or "no arguments"
+        tried = f", tried with an input of shape {tuple(sample[0].shape)}" if sample else ""
+        raise ArgumentError(f"{layer.__name__}: {error}; got {shown}{tried}") from None
     return like
 
 

@@ -156,7 +156,7 @@ class DistributedLoss(DistributedLayer):
             else:
                 self._check_weight(kind, key, value)
                 self.register_buffer(key, value)
-        torchs_layer(type(self), reduction="sum", **self.arguments, sample=self._sample())
+        torchs_layer(type(self), reduction=reduction, **self.arguments, sample=self._sample())
 
     def __setattr__(self, name: str, value: Any) -> None:
         """As in the base; arguments may change later, and are compared in each call."""

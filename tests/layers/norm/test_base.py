@@ -237,6 +237,20 @@ def test_eps_may_be_set_between_calls_alike_on_all_ranks(P_world, comm, kind, ar
             layer(shard(layer.P_x, x))
 
 
+@pytest.mark.sizes(1, 2)
+def test_numbers_may_be_tensors_without_dimensions(P_world):
+    eps, momentum, two, six = (torch.tensor(number) for number in (1e-3, 0.3, 2, 6))
+    x = torch.randn(2, 6, 5, dtype=torch.float64)
+    for kind, arguments in (
+        (DistributedBatchNorm1d, (six, eps, momentum)),
+        (DistributedInstanceNorm1d, (six, eps, momentum, True, True)),
+        (DistributedGroupNorm, (two, six, eps)),
+        (DistributedLayerNorm, (torch.tensor([6, 5]), eps)),
+    ):
+        layer, twin = twins(P_world, kind, *arguments)
+        agree(layer(shard(layer.P_x, x)), shard(layer.P_x, twin(x)), kind.__name__)
+
+
 def test_momentum_may_be_set_between_calls_and_makes_no_other_operation(P_world, comm):
     layer, twin = twins(P_world, DistributedBatchNorm1d, 6)
     used = set()

@@ -168,7 +168,8 @@ def averaged(call: Call, site: Site, x: SplitTensor, size: tuple[int | None, ...
             raise refused(call[0], f"the input is {local.dtype}; only floating point numbers are averaged")
         return True
 
-    site.kept(("checked", size, layout, local.dtype), check)
+    # As text: 1.0 equals 1, and torch takes only one of them.
+    site.kept(("checked", str(size), layout, local.dtype), check)
     first = len(layout.shape) - dims
     single = tuple(d for d, n in enumerate(size, first) if n == 1)
     if any(layout.splits[d].parts > 1 for d in single):

@@ -1,5 +1,6 @@
 """Pools, resizing, padding, patches and samples of split images."""
 
+import numpy as np
 import pytest
 import torch
 from torch.nn import functional as F  # noqa: N812
@@ -43,6 +44,8 @@ FORMS = {
     "average padded": (called(F.avg_pool2d, 3, 2, 1, count_include_pad=False, ceil_mode=True), [PLANE]),
     "average divisor": (called(F.avg_pool2d, (3, 2), divisor_override=5), [PLANE]),
     "average of all": (called(F.avg_pool2d, (9, 7)), [PLANE]),
+    "max of NumPy's numbers": (called(F.max_pool2d, np.int64(3), np.int64(2)), [PLANE]),
+    "max of a tensor's number": (called(F.max_pool2d, torch.tensor(2), padding=np.int64(1)), [PLANE]),
     "norm": (called(F.lp_pool2d, 2.0, 3, stride=2, ceil_mode=True), [PLANE]),
     "norm 1-D": (called(F.lp_pool1d, 3, 2), [(2, 3, 11)]),
     "norm infinite": (called(F.lp_pool2d, float("inf"), 2), [PLANE]),
@@ -90,6 +93,15 @@ FORMS = {
 }
 test_forms = forms(FORMS)
 test_samples_of_torch = samples_of("images.windows", 6)
+
+
+@pytest.mark.sizes(2)
+def test_torch_checks_an_argument_that_equals_one_of_another_type(P_world):
+    x = cut_along(P_world, 2, numbers(*PLANE))
+    F.adaptive_avg_pool2d(x, 1)
+    for wrong in (1.0, True):
+        with pytest.raises(TypeError):
+            F.adaptive_avg_pool2d(x, wrong)
 
 
 @pytest.mark.sizes(2, 3, 4)
