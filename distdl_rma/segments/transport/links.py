@@ -15,6 +15,7 @@ from mpi4py import MPI
 from numpy.typing import NDArray
 
 from distdl_rma.errors import PeerFailedError
+from distdl_rma.segments.options import thread_level
 from distdl_rma.segments.transport.heap import Bytes
 from distdl_rma.trace import Counters
 
@@ -196,7 +197,7 @@ class Atomics:
         self.responding = None if immediate else self._responding
         self._asked: list[tuple[MPI.Request, object]] = []
         # Whether other threads may call MPI during an operation, which then needs no progress by them.
-        self._together = immediate and MPI.Query_thread() == MPI.THREAD_MULTIPLE
+        self._together = immediate and thread_level() == MPI.THREAD_MULTIPLE
         self._spare: list[_OperationMemory] = []
         # Operand, expected word and old word of a compare-and-swap; protected by the lock.
         words = [np.zeros(1, np.int64).data for _ in range(3)]
