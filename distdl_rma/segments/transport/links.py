@@ -23,9 +23,9 @@ from distdl_rma.trace import Counters
 _LONG_RUN_BYTES = 64 << 10
 # Longest parts of a list that travel together: packing them takes less time than a transfer each.
 SHORT_RUN_BYTES = 2 << 10
-# Transfers of which the peer learns first, so that both call MPI often in waits: a transport in software
-# moves a few KiB in each call. Others add the bytes that they move to or from a segment to a word behind the
-# records of its header.
+# Bytes under way of which the peer learns, so that both call MPI often in waits: a transport in software moves
+# a few KiB in each call. Others add the bytes that they move to or from a segment to a word behind the records
+# of its header, together those of small transfers.
 _TOLD_BYTES = 256 << 10
 MOVING_WORD = 255
 # Consecutive answers without a new operation after which a flush follows, since some operations may complete
@@ -386,17 +386,19 @@ class RemoteLink:
         self._words: list[_Transfer] = []
         self._gets: list[_Get] = []
         self._tidy_at = self._tidy_words_at = _MANY_TRANSFERS
-        # Bytes of large transfers of which the peer knows, until all of them are complete at this end.
-        self.moving = 0
+        # Bytes of transfers of which the peer knows, and does not know yet, until all are complete at this end.
+        self.moving = self._untold = 0
 
     @_reaching
     def put(self, runs: ByteRuns, data: Bytes) -> list[MPI.Request]:
         """Begin to copy contiguous bytes into the peer's segment; do not change them until they are sent."""
         with self._lock:
             self._busy.add(self)
-            if runs.total >= _TOLD_BYTES:
-                self._tell(runs.total)
-            requests = self._rma.put(runs, data) if runs.total else []
+            total = runs.total
+            self._untold += total
+            if self._untold >= _TOLD_BYTES:
+                self._tell(self._untold)
+            requests = self._rma.put(runs, data) if total else []
             opened = self._open
             opened.begun |= bool(requests)
             opened.transfers += [(request, data) for request in requests]
@@ -416,8 +418,10 @@ class RemoteLink:
         only with the lock held.
         """
         with self._lock:
-            if keep and runs.total >= _TOLD_BYTES:
-                self._tell(runs.total)
+            if keep:
+                self._untold += runs.total
+                if self._untold >= _TOLD_BYTES:
+                    self._tell(self._untold)
             requests = self._rma.get(runs, out)
             if keep:
                 self._busy.add(self)
@@ -460,8 +464,10 @@ class RemoteLink:
             opened.transfers = _under_way(opened.transfers)
             self._gets = [get for get in self._gets if not get.over()]
             moves = opened.transfers or self._gets or any(one.transfers for one in self._pending)
-            if self.moving and not moves:
-                self._tell(-self.moving)
+            if not moves:
+                self._untold = 0
+                if self.moving:
+                    self._tell(-self.moving)
             return not (self._pending or self._words_under_way() or moves)
 
     def _send_arrived(self) -> None:
@@ -497,6 +503,7 @@ class RemoteLink:
 
     def _tell(self, nbytes: int) -> None:
         self.moving += nbytes
+        self._untold = 0
         self._send_words(MOVING_WORD, [nbytes], MPI.SUM)
 
     def _send_words(self, word: int, values: list[int], op: MPI.Op = MPI.REPLACE) -> None:

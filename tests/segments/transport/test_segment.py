@@ -116,12 +116,21 @@ def test_both_ends_know_of_a_large_transfer_between_nodes_until_it_is_over(comm,
         if comm.rank == 0:
             link = segment.link(1)
             tell, link._tell = link._tell, lambda nbytes: (told.append(nbytes), tell(nbytes))
-            for nbytes in (64 << 10, 8 << 20):
+            # Small ones count together, as long as they are under way.
+            for nbytes in (*[100 << 10] * 3, 8 << 20):
                 getattr(remotes[1], way)(np.zeros(nbytes, np.uint8), queue=queue)
-                assert segment.moving == sum(told) == (nbytes if nbytes >= 8 << 20 else 0)
+                assert segment.moving == sum(told)
+            assert told == [300 << 10, 8 << 20]
             queue.wait()
         wait_for(0)
-        assert told == ([8 << 20, -(8 << 20)] if comm.rank == 0 else [])
+        assert told[2:] == ([-(300 << 10) - (8 << 20)] if comm.rank == 0 else [])
+        if comm.rank == 0:
+            for _ in range(3):
+                getattr(remotes[1], way)(np.zeros(100 << 10, np.uint8), queue=queue)
+                queue.wait()
+                while not segment.progress():
+                    pass
+            assert len(told) == 3
         for nbytes in (8 << 20, -(8 << 20)):
             if comm.rank == 0:
                 link._send_words(MOVING_WORD, [nbytes], MPI.SUM)
