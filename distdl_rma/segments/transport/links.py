@@ -23,9 +23,9 @@ from distdl_rma.trace import Counters
 _LONG_RUN_BYTES = 64 << 10
 # Longest parts of a list that travel together: packing them takes less time than a transfer each.
 SHORT_RUN_BYTES = 2 << 10
-# Bytes under way of which the peer learns, so that both call MPI often in waits: a transport in software moves
-# a few KiB in each call. Others add the bytes that they move to or from a segment to a word behind the records
-# of its header, together those of small transfers.
+# Bytes under way of which the peer learns, so that both call MPI often in waits: a transport in software
+# moves a few KiB in each call. Others add the bytes that they move to or from a segment, in transfers that
+# are large or many, to a word behind the records of its header.
 _TOLD_BYTES = 256 << 10
 MOVING_WORD = 255
 # Consecutive answers without a new operation after which a flush follows, since some operations may complete
@@ -276,6 +276,9 @@ _MOST_WORDS = 64
 class SharedLink:
     """Link to a peer on this node: copies into its ``memory``, a fence, stores to flags; all immediate."""
 
+    # Bytes under way.
+    moving = 0
+
     def __init__(self, memory: Bytes, fence: Callable[[], object]) -> None:
         self.memory: Bytes | None = memory
         self._memory, self._words, self._fence = memory, memory.data.cast("q"), fence
@@ -386,7 +389,7 @@ class RemoteLink:
         self._words: list[_Transfer] = []
         self._gets: list[_Get] = []
         self._tidy_at = self._tidy_words_at = _MANY_TRANSFERS
-        # Bytes of transfers of which the peer knows, and does not know yet, until all are complete at this end.
+        # Bytes of transfers of which the peer knows, and does not know yet, until all are complete here.
         self.moving = self._untold = 0
 
     @_reaching

@@ -135,3 +135,17 @@ def test_both_ends_know_of_a_large_transfer_between_nodes_until_it_is_over(comm,
             if comm.rank == 0:
                 link._send_words(MOVING_WORD, [nbytes], MPI.SUM)
             wait_for(max(nbytes, 0) if comm.rank == 1 else 0)
+
+
+@pytest.mark.parametrize("made", ["remote"], indirect=True)
+def test_a_transfer_whose_end_nobody_tells_is_believed_for_a_while(made, monkeypatch):
+    segment, now = made[0], [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    segment.words[MOVING_WORD] = 64 << 20
+    for seconds, moves in ((0, True), (4, True), (2, False), (50, False)):
+        now[0] += seconds
+        assert segment.keep_moving() == moves
+    segment.words[MOVING_WORD] += 1
+    assert segment.keep_moving()
+    segment.words[MOVING_WORD] = 0
+    assert not segment.keep_moving()
