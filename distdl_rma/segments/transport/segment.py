@@ -43,6 +43,9 @@ class Segment:
     ``arenas`` maps rank ids of the node's other ranks to their arenas, if this rank can store to them.
     """
 
+    # Bytes that were under way at the last look, and until when they may be.
+    _moved, _moves_until = 0, 0.0
+
     def __init__(
         self, comm: MPI.Intracomm, ranks: tuple[int, ...], options: SegmentOptions, counters: Counters
     ) -> None:
@@ -94,8 +97,6 @@ class Segment:
         self.direct_nodes = self.nodes if direct else tuple((rank,) for rank in ranks)
         self.arenas = self._attached() if direct else {}
         self._links, self._busy = dict[int, Link](), set[RemoteLink]()
-        # Bytes that were under way at the last look, and until when they may be.
-        self._moved, self._moves_until = 0, 0.0
         for position, rank in enumerate(ranks):
             if rank in views and (direct or position == comm.rank):
                 self._links[rank] = SharedLink(views[rank], self.fence)

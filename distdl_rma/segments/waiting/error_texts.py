@@ -85,7 +85,8 @@ _E = TypeVar("_E", bound=BaseException)
 USABLE = "The machine can be used further."
 LOST = (
     "The machine is lost: start the job again, or close it on all ranks by Machine.on().close() and call"
-    " again (with a distributed model: model.distributed.machine.close(), model.distributed.close(), distribute())."
+    " again (with a distributed model: model.distributed.machine.close(), model.distributed.close(),"
+    " distribute())."
 )
 # A rank in a text, and what it is in; a function of a user's program, with file, line and column.
 _RANK_IN = re.compile(r"rank (\d+) (?:waited|waits since|connects|is in|sends)\b[^']*'([^']*)'")
