@@ -421,10 +421,9 @@ class RemoteLink:
         only with the lock held.
         """
         with self._lock:
-            if keep:
-                self._untold += runs.total
-                if self._untold >= _TOLD_BYTES:
-                    self._tell(self._untold)
+            self._untold += runs.total * keep
+            if self._untold >= _TOLD_BYTES:
+                self._tell(self._untold)
             requests = self._rma.get(runs, out)
             if keep:
                 self._busy.add(self)
@@ -467,10 +466,9 @@ class RemoteLink:
             opened.transfers = _under_way(opened.transfers)
             self._gets = [get for get in self._gets if not get.over()]
             moves = opened.transfers or self._gets or any(one.transfers for one in self._pending)
-            if not moves:
-                self._untold = 0
-                if self.moving:
-                    self._tell(-self.moving)
+            self._untold *= bool(moves)
+            if self.moving and not moves:
+                self._tell(-self.moving)
             return not (self._pending or self._words_under_way() or moves)
 
     def _send_arrived(self) -> None:

@@ -117,9 +117,8 @@ def callers_in(text: str) -> str:
             way = "went backward through" if "adjoint" in name or "gradient" in name else "called"
             calls.setdefault(f"{way} {found[1]}() at {found[2]}", set()).add(int(rank))
     for rank, name in _LAST.findall(text):
-        found = _CALL.search(name)
-        for call, ranks in calls.items():
-            ranks.update({int(rank)} if found and call.endswith(f" {found[1]}() at {found[2]}") else ())
+        if found := _CALL.search(name):
+            calls.get(f"called {found[1]}() at {found[2]}", set()).add(int(rank))
     told = {int(rank) for some in _RANKS.findall(text) for rank in some.split(",")}
     if len(calls) == 1 and told <= set().union(*calls.values()):
         return ""
