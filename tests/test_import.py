@@ -110,3 +110,26 @@ def test_the_package_is_no_backend_of_opt_einsum_where_nobody_imported_that():
     assert "einsum" not in dir(distdl_rma)
     if "opt_einsum" not in sys.modules:
         assert not hasattr(distdl_rma, "tensordot")
+
+
+@pytest.mark.parametrize("start", [WITHOUT_MPI_START, "from mpi4py import MPI; MPI.Finalize()"])
+def test_virtual_ranks_need_no_mpi(start):
+    script = f"""
+{start}
+import numpy as np
+from distdl_rma import Machine, rehearse
+
+def play(comm):
+    with Machine(comm, segment_size="1MiB", transport=["auto", "remote"][comm.size == 3]) as machine:
+        buffer = machine.segments.get_segment_buffer(4096, 1)
+        peer = (machine.rank + 1) % comm.size
+        buffer.exchange([r for r in machine.ranks if r != machine.rank])[peer].put(np.ones(4096, np.uint8))
+        machine.group().barrier()
+        return machine.describe()["thread level"]
+
+print(rehearse(2, play), rehearse(3, play))
+import torch
+from distdl_rma import plan_prediction
+plan = plan_prediction(torch.nn.Conv2d(1, 1, 3), np.zeros((16, 16), np.float32))
+"""
+    assert run(script)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import resource
 import shutil
@@ -13,7 +14,6 @@ from math import prod
 from numbers import Integral
 from operator import gt
 from pathlib import Path
-from time import sleep
 from types import TracebackType
 from typing import Any, NamedTuple
 
@@ -48,8 +48,8 @@ Slices = tuple[slice, ...]
 _CHUNK_NBYTES = 16 << 20
 # Bytes of an HDF5 file beside the elements, and of its index for each chunk, at most.
 _HDF5_NBYTES, _INDEX_NBYTES = 1 << 16, 1 << 8
-# What is being written while a folder is removed comes back.
-_REMOVALS, _PAUSE_SECONDS = 10, 0.05
+# How long the chunks of a call that failed may take.
+_REST_SECONDS = 60.0
 _ONE = "all ranks write one tensor to one sink"
 
 
@@ -256,13 +256,11 @@ class ArraySink:
             with suppress(OSError):
                 self.part.unlink()
             return
-        shutil.rmtree(self.part, ignore_errors=True)
         if opened is not None:
-            # Zarr still writes the other chunks of a call that failed, of which it begins no more now.
-            opened.store.set = None
-            for _ in range(_REMOVALS):
-                sleep(_PAUSE_SECONDS)
-                shutil.rmtree(self.part, ignore_errors=True)
+            # Zarr still writes the other chunks of a call that failed: its folder would come back.
+            with suppress(TimeoutError):
+                needed("zarr", "zarr").core.sync.sync(_others_end(), timeout=_REST_SECONDS)
+        shutil.rmtree(self.part, ignore_errors=True)
 
     def _flush(self) -> None:
         # Of the files of a folder each rank has some.
@@ -274,6 +272,12 @@ class ArraySink:
             files = sorted(one for one in self.part.rglob("*") if one.is_file())[mine::count]
         for file in files:
             sync(file)
+
+
+async def _others_end() -> None:
+    # In the loop of events of a library: ends when its other tasks have ended.
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    await asyncio.gather(*others, return_exceptions=True)
 
 
 def write_shards(sink: Any, y: SplitTensor, at: Sequence[int] | None = None) -> None:

@@ -53,9 +53,7 @@ class Flat:
         self.overlaps = False
         if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
             self._copied = tensor.resolve_conj().resolve_neg().contiguous()
-            self.overlaps = any(
-                not step and n > 1 for step, n in zip(tensor.stride(), tensor.shape, strict=True)
-            )
+            self.overlaps = _overlaps(tensor)
         words = self._copied
         if words.dtype in _AS_WORDS:
             words = words.view(BIT_WORDS[words.itemsize][0])
@@ -74,6 +72,17 @@ class Flat:
         """Copy the array into the tensor, if they have different memory."""
         if self._copied is not self._tensor:
             self._tensor.copy_(self._copied)
+
+
+def _overlaps(tensor: torch.Tensor) -> bool:
+    # Whether elements share memory, or seem to: a step is not longer than what the steps below it reach.
+    reach = 0
+    for step, n in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if n > 1:
+            if step <= reach:
+                return True
+            reach += step * (n - 1)
+    return False
 
 
 class _Memory:
@@ -140,7 +149,7 @@ def check_alike(tensors: Sequence[torch.Tensor], who: str) -> None:
 def parts_of(whole: torch.Tensor, part: torch.Tensor, ranks: int, who: str) -> list[torch.Tensor]:
     """Equal parts of a tensor, one for each rank and as large as ``part``; views.
 
-    If it is not contiguous, as after a transposition, the parts are rows.
+    If it is not contiguous, as after a transposition, the parts are rows, unless elements share memory.
     """
     check([part, whole], who)
     if whole.numel() != part.numel() * ranks:
@@ -149,8 +158,7 @@ def parts_of(whole: torch.Tensor, part: torch.Tensor, ranks: int, who: str) -> l
         )
     if not part.numel():
         return [whole.reshape(-1)] * ranks
-    # Not rows that share memory, which cannot differ.
-    if not whole.is_contiguous() and whole.stride(0) and not whole.shape[0] % ranks:
+    if not whole.is_contiguous() and not _overlaps(whole) and not whole.shape[0] % ranks:
         return list(whole.detach().tensor_split(ranks))
     return list(_flat(whole, who).split(part.numel()))
 

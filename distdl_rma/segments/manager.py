@@ -24,7 +24,7 @@ from distdl_rma.errors import (
 from distdl_rma.segments.memory.array_bytes import as_integer
 from distdl_rma.segments.memory.buffer import SegmentBuffer
 from distdl_rma.segments.memory.context import Queue, SegmentContext, Uncopyable, refuse_fork
-from distdl_rma.segments.options import SegmentOptions, chosen_progress, chosen_timeout
+from distdl_rma.segments.options import SegmentOptions, chosen_progress, chosen_timeout, thread_level
 from distdl_rma.segments.transport.segment import Segment
 from distdl_rma.segments.transport.virtual_ranks import is_virtual, world
 from distdl_rma.segments.waiting.error_texts import LOST, append_state, cause_of
@@ -263,7 +263,7 @@ class SegmentManager(SegmentContext, Uncopyable):
             "segment bytes": segment.nbytes,
             "MPI": " ".join(MPI.Get_library_version().splitlines()[0].rstrip("\0").split()),
             "MPI standard": ".".join(map(str, MPI.Get_version())),
-            "thread level": _THREAD_LEVELS[MPI.Query_thread()],
+            "thread level": _THREAD_LEVELS[thread_level()],
             "memory model": "unified" if segment.unified else "separate",
             "progress": self.waiter.engine,
             "timeout seconds": self.waiter.timeout,

@@ -118,9 +118,19 @@ def chosen_timeout(seconds: float | None) -> float:
         ) from None
 
 
+def mpi_runs() -> bool:
+    """Whether MPI has started and has not ended."""
+    return MPI.Is_initialized() and not MPI.Is_finalized()
+
+
+def thread_level() -> int:
+    """Thread level of MPI; if MPI does not run, that of virtual ranks, which alone work then."""
+    return MPI.Query_thread() if mpi_runs() else MPI.THREAD_MULTIPLE
+
+
 def chosen_progress(asked: str | None, has_remote: bool) -> str:
     """Progress engine: as asked, by default a thread if peers are remote and MPI allows threads."""
-    threads = MPI.Query_thread() == MPI.THREAD_MULTIPLE
+    threads = thread_level() == MPI.THREAD_MULTIPLE
     if asked is None:
         return "thread" if has_remote and threads else "none"
     if asked not in _PROGRESS:

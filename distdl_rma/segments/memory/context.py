@@ -12,7 +12,7 @@ from typing import Any, NoReturn, Protocol, Self
 from mpi4py import MPI
 
 from distdl_rma.errors import ArgumentError, ClosedError, DistdlError, ProtocolError, UnsupportedError
-from distdl_rma.segments.options import check_timeout
+from distdl_rma.segments.options import check_timeout, mpi_runs
 from distdl_rma.segments.transport.heap import Heap
 from distdl_rma.segments.transport.segment import Segment
 from distdl_rma.segments.transport.virtual_ranks import is_virtual
@@ -65,7 +65,7 @@ def refuse_fork(comm: MPI.Intracomm) -> None:
 
 
 def _close_in_fork() -> None:
-    _forks.extend([True] * (MPI.Is_initialized() and not MPI.Is_finalized()))
+    _forks.extend([True] * mpi_runs())
     for context in tuple(_contexts):
         if not context.closed:
             context.closed = context.forked = True

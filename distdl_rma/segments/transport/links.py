@@ -15,6 +15,7 @@ from mpi4py import MPI
 from numpy.typing import NDArray
 
 from distdl_rma.errors import PeerFailedError
+from distdl_rma.segments.options import thread_level
 from distdl_rma.segments.transport.heap import Bytes
 from distdl_rma.trace import Counters
 
@@ -22,9 +23,9 @@ from distdl_rma.trace import Counters
 _LONG_RUN_BYTES = 64 << 10
 # Longest parts of a list that travel together: packing them takes less time than a transfer each.
 SHORT_RUN_BYTES = 2 << 10
-# Transfers of which the peer learns first, so that both call MPI often in waits: a transport in software
-# moves a few KiB in each call. Others add the bytes that they move to or from a segment to a word behind the
-# records of its header.
+# Bytes under way of which the peer learns, so that both call MPI often in waits: a transport in software
+# moves a few KiB in each call. Others add the bytes that they move to or from a segment, in transfers that
+# are large or many, to a word behind the records of its header.
 _TOLD_BYTES = 256 << 10
 MOVING_WORD = 255
 # Consecutive answers without a new operation after which a flush follows, since some operations may complete
@@ -196,7 +197,7 @@ class Atomics:
         self.responding = None if immediate else self._responding
         self._asked: list[tuple[MPI.Request, object]] = []
         # Whether other threads may call MPI during an operation, which then needs no progress by them.
-        self._together = immediate and MPI.Query_thread() == MPI.THREAD_MULTIPLE
+        self._together = immediate and thread_level() == MPI.THREAD_MULTIPLE
         self._spare: list[_OperationMemory] = []
         # Operand, expected word and old word of a compare-and-swap; protected by the lock.
         words = [np.zeros(1, np.int64).data for _ in range(3)]
@@ -274,6 +275,9 @@ _MOST_WORDS = 64
 
 class SharedLink:
     """Link to a peer on this node: copies into its ``memory``, a fence, stores to flags; all immediate."""
+
+    # Bytes under way.
+    moving = 0
 
     def __init__(self, memory: Bytes, fence: Callable[[], object]) -> None:
         self.memory: Bytes | None = memory
@@ -385,17 +389,19 @@ class RemoteLink:
         self._words: list[_Transfer] = []
         self._gets: list[_Get] = []
         self._tidy_at = self._tidy_words_at = _MANY_TRANSFERS
-        # Bytes of large transfers of which the peer knows, until all of them are complete at this end.
-        self.moving = 0
+        # Bytes of transfers of which the peer knows, and does not know yet, until all are complete here.
+        self.moving = self._untold = 0
 
     @_reaching
     def put(self, runs: ByteRuns, data: Bytes) -> list[MPI.Request]:
         """Begin to copy contiguous bytes into the peer's segment; do not change them until they are sent."""
         with self._lock:
             self._busy.add(self)
-            if runs.total >= _TOLD_BYTES:
-                self._tell(runs.total)
-            requests = self._rma.put(runs, data) if runs.total else []
+            total = runs.total
+            self._untold += total
+            if self._untold >= _TOLD_BYTES:
+                self._tell(self._untold)
+            requests = self._rma.put(runs, data) if total else []
             opened = self._open
             opened.begun |= bool(requests)
             opened.transfers += [(request, data) for request in requests]
@@ -415,8 +421,9 @@ class RemoteLink:
         only with the lock held.
         """
         with self._lock:
-            if keep and runs.total >= _TOLD_BYTES:
-                self._tell(runs.total)
+            self._untold += runs.total * keep
+            if self._untold >= _TOLD_BYTES:
+                self._tell(self._untold)
             requests = self._rma.get(runs, out)
             if keep:
                 self._busy.add(self)
@@ -459,6 +466,7 @@ class RemoteLink:
             opened.transfers = _under_way(opened.transfers)
             self._gets = [get for get in self._gets if not get.over()]
             moves = opened.transfers or self._gets or any(one.transfers for one in self._pending)
+            self._untold *= bool(moves)
             if self.moving and not moves:
                 self._tell(-self.moving)
             return not (self._pending or self._words_under_way() or moves)
@@ -496,6 +504,7 @@ class RemoteLink:
 
     def _tell(self, nbytes: int) -> None:
         self.moving += nbytes
+        self._untold = 0
         self._send_words(MOVING_WORD, [nbytes], MPI.SUM)
 
     def _send_words(self, word: int, values: list[int], op: MPI.Op = MPI.REPLACE) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import threading
+import time
 from collections.abc import Callable
 
 import numpy as np
@@ -24,6 +25,9 @@ from distdl_rma.trace import Counters
 _TOTAL_STORE_ORDER = {"x86_64", "amd64", "AMD64", "i686"}
 # Calls of MPI between two looks of a wait while large transfers are under way.
 _CALLS = 64
+# It does so for this long after what is under way has changed, and as long as a slow transport takes: nobody
+# tells the end of a transfer if its other rank has died.
+_MOST_SECONDS, _LEAST_BYTES_PER_SECOND = 1.0, 16 << 20
 # Does nothing, without a Python frame: every put and notification calls it.
 _NO_FENCE: Callable[[], object] = bool
 
@@ -38,6 +42,9 @@ class Segment:
     ``ranks`` are the rank ids by position in ``comm``. All ranks raise if options are invalid on one of them.
     ``arenas`` maps rank ids of the node's other ranks to their arenas, if this rank can store to them.
     """
+
+    # Bytes that were under way at the last look, and until when they may be.
+    _moved, _moves_until = 0, 0.0
 
     def __init__(
         self, comm: MPI.Intracomm, ranks: tuple[int, ...], options: SegmentOptions, counters: Counters
@@ -150,8 +157,15 @@ class Segment:
         return self.words[MOVING_WORD] + sum(link.moving for link in tuple(self._busy))
 
     def keep_moving(self) -> bool:
-        """Call MPI often if large transfers are under way; return whether they are. Does not block."""
-        moving = self.moving > 0
+        """Call MPI often if large transfers are under way; return whether they are. Does not block.
+
+        Not for longer than they may take: the rank that would tell of their end may have died.
+        """
+        nbytes = self.moving
+        if nbytes != self._moved:
+            self._moved = nbytes
+            self._moves_until = time.monotonic() + _MOST_SECONDS + nbytes / _LEAST_BYTES_PER_SECOND
+        moving = nbytes > 0 and time.monotonic() < self._moves_until
         if moving:
             with self.lock:
                 for _ in range(_CALLS):

@@ -51,11 +51,7 @@ class TimeoutMessages:
             named.add(peer)
             record = self._headers.read(peer, deadline)
             if record is None:
-                why, moving = f"no answer within {in_seconds(seconds)}", self._headers.segment.moving
-                if self._headers.is_near(peer):
-                    why, moving = "its header could not be read", 0
-                behind = f", behind {moving} bytes that are under way" if moving else ""
-                clauses.append(f"rank {peer} is {'busy' if moving else 'silent'}: {why}{behind}")
+                clauses.append(f"rank {peer} is {self._silent(peer, seconds)}")
             elif self._headers.process_has_ended(peer, record):
                 clauses.append(f"rank {peer} is silent: its process {record.process} has ended")
             else:
@@ -65,6 +61,17 @@ class TimeoutMessages:
                 if record.is_waiting:
                     pending += record.waits_for
         return clauses
+
+    def _silent(self, peer: int, seconds: float) -> str:
+        # An answer comes behind the transfers between two ranks. Who puts to this rank is not known.
+        segment = self._headers.segment
+        if self._headers.is_near(peer):
+            return "silent: its header could not be read"
+        why = f"no answer within {in_seconds(seconds)}"
+        if own := segment.link(peer).moving:
+            return f"busy: {why}, behind {own} bytes that are under way"
+        others = segment.moving
+        return f"busy or silent: {why}, while {others} bytes are under way" if others else f"silent: {why}"
 
     def _differs(self, record: HeaderRecord) -> str:
         mine, theirs, texts = self._header.mode, record.mode, self._modes
@@ -77,8 +84,9 @@ _E = TypeVar("_E", bound=BaseException)
 # Last sentences of errors that concern several ranks, and the classes of these errors.
 USABLE = "The machine can be used further."
 LOST = (
-    "The machine is lost: start the job again, or close it and make a new one on all ranks (for a distributed"
-    " model: model.distributed.machine.close(), model.distributed.close(), distribute())."
+    "The machine is lost: start the job again, or close it on all ranks by Machine.on().close() and call"
+    " again (with a distributed model: model.distributed.machine.close(), model.distributed.close(),"
+    " distribute())."
 )
 # A rank in a text, and what it is in; a function of a user's program, with file, line and column.
 _RANK_IN = re.compile(r"rank (\d+) (?:waited|waits since|connects|is in|sends)\b[^']*'([^']*)'")
@@ -86,7 +94,9 @@ _CALL = re.compile(r"(\w+) \((\S+:\d+):\d+\)")
 _RANKS = re.compile(r"ranks? (\d+(?:, \d+)*)")
 _NEEDED = "; every rank has to"
 # What shows that a rank does not come to the function that another rank waits in.
-_ELSEWHERE = re.compile("they wait for each other| connects | it left, closing")
+_ELSEWHERE = re.compile("they wait for each other| connects | it left, closing| waits for nobody")
+# The last function of a rank that computes: it may be the one that another rank waits in.
+_LAST = re.compile(r"rank (\d+) waits for nobody: [^']*'([^']*)'")
 OF_SEVERAL_RANKS = ExchangeTimeout, PeerFailedError, MismatchError, SegmentError
 
 
@@ -106,6 +116,9 @@ def callers_in(text: str) -> str:
         if found := _CALL.search(name):
             way = "went backward through" if "adjoint" in name or "gradient" in name else "called"
             calls.setdefault(f"{way} {found[1]}() at {found[2]}", set()).add(int(rank))
+    for rank, name in _LAST.findall(text):
+        if found := _CALL.search(name):
+            calls.get(f"called {found[1]}() at {found[2]}", set()).add(int(rank))
     told = {int(rank) for some in _RANKS.findall(text) for rank in some.split(",")}
     if len(calls) == 1 and told <= set().union(*calls.values()):
         return ""

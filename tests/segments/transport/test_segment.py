@@ -116,13 +116,36 @@ def test_both_ends_know_of_a_large_transfer_between_nodes_until_it_is_over(comm,
         if comm.rank == 0:
             link = segment.link(1)
             tell, link._tell = link._tell, lambda nbytes: (told.append(nbytes), tell(nbytes))
-            for nbytes in (64 << 10, 8 << 20):
+            # Small ones count together, as long as they are under way.
+            for nbytes in (*[100 << 10] * 3, 8 << 20):
                 getattr(remotes[1], way)(np.zeros(nbytes, np.uint8), queue=queue)
-                assert segment.moving == sum(told) == (nbytes if nbytes >= 8 << 20 else 0)
+                assert segment.moving == sum(told)
+            assert told == [300 << 10, 8 << 20]
             queue.wait()
         wait_for(0)
-        assert told == ([8 << 20, -(8 << 20)] if comm.rank == 0 else [])
+        assert told[2:] == ([-(300 << 10) - (8 << 20)] if comm.rank == 0 else [])
+        if comm.rank == 0:
+            for _ in range(3):
+                getattr(remotes[1], way)(np.zeros(100 << 10, np.uint8), queue=queue)
+                queue.wait()
+                while not segment.progress():
+                    pass
+            assert len(told) == 3
         for nbytes in (8 << 20, -(8 << 20)):
             if comm.rank == 0:
                 link._send_words(MOVING_WORD, [nbytes], MPI.SUM)
             wait_for(max(nbytes, 0) if comm.rank == 1 else 0)
+
+
+@pytest.mark.parametrize("made", ["remote"], indirect=True)
+def test_a_transfer_whose_end_nobody_tells_is_believed_for_a_while(made, monkeypatch):
+    segment, now = made[0], [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    segment.words[MOVING_WORD] = 64 << 20
+    for seconds, moves in ((0, True), (4, True), (2, False), (50, False)):
+        now[0] += seconds
+        assert segment.keep_moving() == moves
+    segment.words[MOVING_WORD] += 1
+    assert segment.keep_moving()
+    segment.words[MOVING_WORD] = 0
+    assert not segment.keep_moving()
