@@ -272,9 +272,9 @@ class DistributedAvgPool(WindowLayer):
 class DistributedMaxPool(MaxLayer):
     """Max pooling of a tensor that is split over ranks, in batch, channels and space.
 
-    Partitions, shapes and errors are as for :class:`DistributedAvgPool`; a call also raises ``ShapeError`` if
-    a window reads only padding. With ``return_indices`` the result is a pair: the output, and the indices of
-    its elements in the flattened *global* plane, as in torch.
+    Partitions, shapes and errors are as for :class:`DistributedAvgPool`, but integers are taken also; a call
+    also raises ``ShapeError`` if a window reads only padding. With ``return_indices`` the result is a pair:
+    the output, and the indices of its elements in the flattened *global* plane, as in torch.
 
     Examples
     --------

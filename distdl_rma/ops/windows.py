@@ -42,11 +42,12 @@ class WindowOperation(GatherComputeScatter, Generic[T]):
     """
 
     inexact = True  # whether elements must be floating point numbers
+    integers: Sequence[torch.dtype] = ()  # types that it takes also then
 
     def __init__(
         self, site: CallSite, source: Decomposition, P_y: Partition, dtype: torch.dtype, options: T
     ) -> None:
-        if self.inexact and not dtype.is_floating_point:
+        if self.inexact and not dtype.is_floating_point and dtype not in self.integers:
             raise UnsupportedError(f"the input is {dtype}; only floating point numbers are supported")
         output = Decomposition.balanced(P_y, (*source.shape[:LEADING], *options.outputs(source.shape)))
         if P_y == source.partition:
@@ -290,14 +291,20 @@ def gather_at(x: torch.Tensor, coordinates: Coordinates) -> torch.Tensor:
 
 
 class MaxPooling(MaxWindows[MaxPoolOptions]):
-    """Max pooling with sliding windows; the padding is minus infinity."""
+    """Max pooling with sliding windows, also of integers; the padding is the smallest value of the type."""
+
+    # Those of torch's kernels.
+    integers = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
     def _prepare(self, source: Decomposition, options: MaxPoolOptions) -> None:
-        stencil, padding = options.stencil, float("-inf")
+        floats = self.dtype.is_floating_point
+        stencil, padding = options.stencil, float("-inf") if floats else torch.iinfo(self.dtype).min
         self._read = WindowGather(self.site, stencil, source, self.output, self.dtype, "constant", padding)
         self.gather, self.start = self._read.movement, self._read.held.start
         self.return_indices, self._windows = options.return_indices, stencil.windows
         self._arguments = list(zip(*((w.kernel, w.stride, w.dilation) for w in self._windows), strict=True))
+        # In one dimension torch has no kernel for integers but that of indices.
+        self._by_index = self.return_indices or not (floats or len(self._windows) > 1)
         self._padded = self._read.held != self._read.region
         self._of_torch = self._padding_of_torch()
 
@@ -316,7 +323,7 @@ class MaxPooling(MaxWindows[MaxPoolOptions]):
         return None if held.empty else found
 
     def _local(self, x: torch.Tensor) -> torch.Tensor:
-        if self.return_indices:
+        if self._by_index:
             return super()._local(x)
         kernel, stride, dilation = self._arguments
         pool = _MAXIMA[len(kernel)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,8 +39,11 @@ _LEAST_ROWS = 4
 _RANKS = 2
 # Of what a crop needs in one block, what two need at once, at most.
 _CROP_SHARE = 1.5
-# Share of the elements, and relative distance of the others, by which samples may differ from those alone.
-_ROUNDED = 0.01
+# By which results of samples may differ from those alone, for the largest element: roundings of the type, and
+# at most a share.
+_ULPS, _ROUNDED = 64, 0.01
+# Ranks among which samples are divided, at most.
+_SAMPLE_RANKS = 8
 
 
 @dataclass(frozen=True)
@@ -82,8 +86,7 @@ def needs_of(model: nn.Module, post: Post, shape: Sequence[int], dtype: torch.dt
         torch.backends.mha.set_fastpath_enabled(False)
         with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad(), live:
             x = torch.empty(tuple(shape), dtype=dtype)
-            y = twin(x)
-            y = one_tensor(y if post is None else post(y))
+            y = _result_of(twin, post, x)
             return Needs(
                 tuple(map(int, y.shape)), y.dtype, live.peak, tuple(map(frozenset, extents)), live.calls
             )
@@ -101,6 +104,11 @@ def needs_of(model: nn.Module, post: Post, shape: Sequence[int], dtype: torch.dt
         ) from None
     finally:
         torch.backends.mha.set_fastpath_enabled(fast)
+
+
+def _result_of(twin: nn.Module, post: Post, x: torch.Tensor) -> torch.Tensor:
+    y = twin(x)
+    return one_tensor(y if post is None else post(y))
 
 
 def _at(error: Exception) -> str:
@@ -243,38 +251,54 @@ class _Run:
             self.lag = max(0, end - stop * self._split.extent // split.extent)
 
 
-def are_independent(model: nn.Module, post: Post, found: Dependence, dtype: torch.dtype, memory: int) -> bool:
-    """Whether the result for a sample is the same with others beside it; runs the model on crops.
+def are_independent(
+    model: nn.Module, post: Post, found: Dependence, sample: Sequence[int], dtype: torch.dtype, memory: int
+) -> bool:
+    """Whether each of the samples (batch, channels, *spatial) has the result that it has alone.
 
-    Two ranks with a sample each send each other nothing, and the results are those of a sample alone.
+    Runs the model on crops of all samples. Ranks with samples of their own send each other nothing, and the
+    results are those of samples alone but for rounding. Where this cannot be seen, it is False.
     """
-    crop = (2, *found.crop[1:])
-    _check_fits(crop, 2 * found.alone, memory)
-    twin, x = twin_of(model), _random(crop, dtype)
-
-    def of(x: torch.Tensor) -> torch.Tensor:
-        y = twin(x)
-        return one_tensor(y if post is None else post(y))
+    twin, n = twin_of(model), sample[0]
+    # Smaller crops, if the model takes them, where all samples of the one that was found do not fit.
+    smaller = ([crop_extent(n, _MODULUS >> by) for n in sample[2:]] for by in range(_MODULUS.bit_length()))
+    for space in (found.crop[2:], *smaller):
+        with suppress(ShapeError):
+            crop = (n, sample[1], *space)
+            if _CROP_SHARE * needs_of(model, post, crop, dtype).nbytes <= memory:
+                break
+    else:
+        return False
 
     try:
-        run = _Run(model, post, crop, dtype, 0, _RANKS)
+        run, x = _Run(model, post, crop, dtype, 0, _SAMPLE_RANKS), _random(crop, dtype)
         with torch.no_grad():
-            y, alone = of(x), torch.cat([of(each) for each in x.split(1)])
+            y, *alone = (_result_of(twin, post, each) for each in (x, *x.split(1)))
+        silent = not (run.mailbox.wanted or run.mailbox.peak_nbytes)
+        return silent and _are_near(y, torch.cat(alone), dtype)
     except (RuntimeError, ValueError, AssertionError, IndexError):
         return False
-    if run.mailbox.wanted or run.mailbox.peak_nbytes or y.shape != alone.shape:
-        return False
-    kind = torch.complex128 if y.is_complex() else torch.float64
-    y, alone = y.to(kind), alone.to(kind)
-    # Kernels round otherwise for more samples, and so a few classes are others.
-    near = torch.isclose(y, alone, rtol=_ROUNDED, atol=_ROUNDED * float(alone.abs().mean()), equal_nan=True)
-    return float((~near).double().mean()) < _ROUNDED
+
+
+def _are_near(y: torch.Tensor, alone: torch.Tensor, dtype: torch.dtype) -> bool:
+    # Kernels round otherwise for more samples: by the type, and the largest element of the channel. So a few
+    # classes are others.
+    types = [y.dtype, dtype, *[torch.get_autocast_dtype("cpu")] * torch.is_autocast_enabled("cpu")]
+    floats = [each for each in types if each.is_floating_point or each.is_complex] or [torch.float32]
+    rounded = min(_ROUNDED, _ULPS * max(torch.finfo(each).eps for each in floats))
+    distance, share = (rounded, 0.0) if y.dtype in floats else (0.0, rounded)
+    y, alone = (each.to(torch.complex128 if each.is_complex() else torch.float64) for each in (y, alone))
+    size = alone.nan_to_num(0, 0, 0).abs().amax([d for d in range(y.dim()) if d != 1], keepdim=True)
+    near = torch.isclose(y / size, alone / size, rtol=0, atol=distance, equal_nan=True)
+    return y.shape == alone.shape and float((~near).double().mean()) <= share
 
 
 def _random(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    # The same on all processes.
+    # The same on all processes. Of integers 0 and 1, which most tables have.
     generator = torch.Generator().manual_seed(0)
-    return torch.rand(tuple(shape), generator=generator, dtype=torch.float64).to(dtype)
+    x = torch.rand(tuple(shape), generator=generator, dtype=torch.float64)
+    x = torch.complex(x, 1 - x) if dtype.is_complex else x
+    return (x if dtype.is_floating_point or dtype.is_complex else x.round()).to(dtype)
 
 
 def _check_fits(crop: Sequence[int], nbytes: float, memory: int) -> None:

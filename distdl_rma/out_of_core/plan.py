@@ -210,9 +210,9 @@ def planned(
         dim = max(range(_LEADING, len(sample)), key=lambda d: blocks[d])
     costs = _Costs.of(model, post, sample, dtype, dim, memory)
     samples = int(shape[0]) if form.has_batch else 1
-    if samples > 1 and not are_independent(model, post, costs.found, dtype, memory):
-        form = replace(form, together=samples)
-        sample = form.sample(shape)
+    together = replace(form, together=samples)
+    if samples > 1 and not are_independent(model, post, costs.found, together.sample(shape), dtype, memory):
+        form, sample = together, together.sample(shape)
         costs = _Costs.of(model, post, sample, dtype, dim, memory)
     whole = costs.whole
     result = (samples, *whole.shape[1:]) if form.has_batch else whole.shape[1:]

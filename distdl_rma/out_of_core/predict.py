@@ -207,6 +207,8 @@ class _Prepared:
             except Exception as error:
                 # Torch's errors: the model alone would not take these elements either.
                 of_torch = isinstance(error, ShapeError) or not isinstance(error, DistdlError)
+                if self.dtype != last and isinstance(error, UnsupportedError):
+                    raise UnsupportedError(f"{error}; give the source as floats: astype('float32')") from None
                 if self.dtype == last or not of_torch:
                     raise
 

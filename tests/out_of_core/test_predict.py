@@ -354,12 +354,34 @@ def test_integers_that_the_model_does_not_take_become_floats_which_hold_them(dty
     torch.testing.assert_close(predict(model, x, grid={"H": 3}), want)
 
 
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int32])
+def test_the_largest_of_integers_is_taken_as_they_are(dtype):
+    pooled = lambda x: F.max_pool2d(x, 2) / 255 + F.max_pool2d(x, 3, 2, 1).float()  # noqa: E731
+    model, x = seeded(lambda: Takes(pooled)), (torch.arange(320).view(1, 40, 8) * 7 % 255).to(dtype)
+    want = whole(model, x[None])[0]
+    torch.testing.assert_close(predict(model, x, grid={"H": 3}), want)
+
+
+def test_a_function_of_floats_alone_says_that_the_source_can_have_them():
+    model, x = seeded(lambda: Takes(lambda x: F.avg_pool2d(x, 2).float())), np.arange(320).reshape(40, 8)
+    with pytest.raises(UnsupportedError, match=r"torch.int64; only floating.*give the source as floats"):
+        predict(model, x, grid={"H": 3})
+    want = whole(model, torch.from_numpy(x).float()[None, None])[0]
+    torch.testing.assert_close(predict(model, x.astype(np.float32), grid={"H": 3}), want)
+
+
 DEPENDENT = {
     "mean": lambda y: y - y.mean(0, keepdim=True),
     "batch norm": nn.BatchNorm2d(2, track_running_stats=False).eval(),
     "cumsum": lambda y: y.cumsum(0),
     "first": lambda y: y + y[:1],
     "count": lambda y: y / y.shape[0],
+    "two apart": lambda y: y - torch.cat([y[2:], y[:2]]),
+    "fours": lambda y: y - (0 if len(y) % 4 else y.unflatten(0, (-1, 4)).mean(1).repeat_interleave(4, 0)),
+    "third": lambda y: y + y[2:3].sum() if y.shape[0] > 2 else y,
+    "more than two": lambda y: y * (2 if y.shape[0] > 2 else 1),
+    "numbered": lambda y: y + 1e-4 * torch.arange(y.shape[0]).view(-1, 1, 1, 1),
+    "a small channel": lambda y: y + torch.tensor([1e4, 0]).view(1, 2, 1, 1) + 1e-3 * len(y),
 }
 INDEPENDENT = {
     "instance norm": nn.InstanceNorm2d(2),
@@ -371,12 +393,33 @@ INDEPENDENT = {
 @pytest.mark.parametrize("name", DEPENDENT | INDEPENDENT)
 def test_samples_are_computed_together_only_if_they_depend_on_each_other(name):
     function = (DEPENDENT | INDEPENDENT)[name]
-    model, x = seeded(lambda: Calls(function, 2)), torch.rand(3, 1, 24, 12)
+    model, x = seeded(lambda: Calls(function, 2)), torch.rand(4, 1, 24, 12)
     plan = plan_prediction(model, x, grid={"H": 3})
-    assert plan.samples == (1 if name in DEPENDENT else 3)
-    assert ("3 samples at once" in str(plan)) == (name in DEPENDENT)
+    assert plan.samples == (1 if name in DEPENDENT else 4)
+    assert ("4 samples at once" in str(plan)) == (name in DEPENDENT)
     found = predict(model, x, grid={"H": 3})
-    torch.testing.assert_close(found, whole(model, x), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(found, whole(model, x), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.complex64])
+def test_elements_of_all_types_show_whether_samples_depend_on_each_other(dtype):
+    def counted(x):
+        y = x.imag if x.is_complex() else x.float()
+        return y * (2 if x.shape[0] > 2 else 1)
+
+    x = torch.rand(4, 1, 24, 12).round().to(torch.float32)
+    x = torch.complex(x, 1 - x) if dtype.is_complex else x.to(dtype)
+    model = seeded(lambda: Takes(counted))
+    assert plan_prediction(model, x, grid={"H": 3}).samples == 1
+    torch.testing.assert_close(predict(model, x, grid={"H": 3}), whole(model, x))
+
+
+def test_more_samples_than_fit_are_compared_on_a_smaller_crop():
+    x, options = torch.rand(200, 1, 256, 64), {"grid": {"H": 8}, "memory": "16MiB"}
+    assert plan_prediction(seeded(lambda: Calls(lambda y: y.relu())), x, **options).samples == 200
+    late = seeded(lambda: Calls(lambda y: y + y[150:151].sum() if len(y) > 150 else y))
+    with pytest.raises(ConfigurationError, match=r"too small: the model is tried on a crop of \(200, "):
+        plan_prediction(late, x, **options)
 
 
 class Casts(nn.Module):

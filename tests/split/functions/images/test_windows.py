@@ -112,6 +112,20 @@ def test_what_does_not_fit_is_refused_on_all_ranks(P_world):
             wrong(x)
 
 
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64])
+def test_the_largest_of_integers_are_torchs(P_world, dtype):
+    # The smallest values are those of the padding.
+    small = torch.iinfo(dtype).min
+    x = (torch.arange(126).view(1, 2, 9, 7) * 7 % 100 + small).clamp(min=small + 40).sub(40).to(dtype)
+
+    def pooled(x):
+        line = F.max_pool1d(x[..., 0], 3, 2, 1, return_indices=True)
+        plane = F.max_pool2d(x, 3, 2, 1), *F.max_pool2d(x, (3, 2), 1, 1, (2, 1), True, return_indices=True)
+        return *line, *plane, F.max_pool3d(x[None], 2)
+
+    check(P_world, pooled, [x], gradients=False)
+
+
 def test_changes_of_a_view_of_what_was_padded(P_world):
     def changed(x):
         y = F.pad(x, (0, 1, 0, 0, 1, 0), value=0.7)
