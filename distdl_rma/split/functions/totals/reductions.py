@@ -156,23 +156,23 @@ def variance(
     if correction is None:
         correction = 1 if "correction" in call[2] or unbiased else 0
     along = Along.of(site, x, dim)
-    dtype, dims = along.local.dtype, along.dims
+    dtype, dims, cut, fails = along.local.dtype, along.dims, along.cut, correction >= along.count
 
     def of_block() -> Any:
         y = func(along.local, dim, correction=correction, keepdim=True)
         return mapped(lambda each: along.result(each, keepdim), y)
 
-    if correction >= along.count:
-        # As in torch, results and gradients are infinite or NaN.
+    if not (cut or fails) and along.local.numel():
+        return of_block()
+    if fails or not cut:
+        # As in torch, results and gradients are infinite or NaN. An empty block has none, but torch warns.
         along.local, along.layout = with_whole(along.site, x, dims)
         with warnings.catch_warnings(record=True) as warned:
             warnings.simplefilter("always")
             found = of_block()
-        for each in warned:
+        for each in warned if fails else ():
             warn_user(str(each.message), each.category)
         return found
-    if not along.cut:
-        return of_block()
     values = along.local.to(sum_dtype(dtype))
     mean = along.summed(values.sum(dims, keepdim=True)) / along.count
     degrees, centre, is_std = along.count - correction, mean.detach(), func.__name__.startswith("std")
