@@ -99,11 +99,6 @@ class Along:
         )
         return redistributed(self.site, y, source, target, what)
 
-    def twice(self, f: OnBlock, what: str) -> torch.Tensor:
-        """Apply a function to the blocks, then to the ranks' results; blocking, differentiable."""
-        y = self.partial(f)
-        return f(self.together(y, what)) if self.cut or not y.numel() else y
-
 
 def parts_and_all(
     layout: Decomposition, dims: Sequence[int], each: int = 1

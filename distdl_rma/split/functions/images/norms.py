@@ -17,9 +17,9 @@ from distdl_rma.split.calls.signatures import named
 from distdl_rma.split.calls.site import Site
 from distdl_rma.split.calls.table import Call, rule
 from distdl_rma.split.calls.torch_errors import checked_rule, raise_as_torch
-from distdl_rma.split.operands import composition, needs_of, of_cut, on_whole_tensors, wholes
-from distdl_rma.split.reduction_axes import by_whole_dims, put_back, with_whole
-from distdl_rma.split.tensor import SplitTensor, any_cut, checked_block, refused
+from distdl_rma.split.operands import needs_of, of_cut, on_whole_tensors, wholes
+from distdl_rma.split.reduction_axes import by_whole_dims, chosen_dims, put_back, with_whole
+from distdl_rma.split.tensor import SplitTensor, any_cut, checked_block, composed, refused
 
 Weights = tuple[torch.Tensor | None, torch.Tensor | None]
 Running = dict[str, torch.Tensor]
@@ -175,7 +175,9 @@ def local_response_norm(call: Call, site: Site, x: SplitTensor, **others: Any) -
 
 
 @checked_rule("norm", F.normalize)
-@composition
-def normalize(x: Any, p: float, dim: Any, eps: float, out: Any) -> Any:
+@of_cut()
+def normalize(call: Call, site: Site, x: SplitTensor, p: float, dim: Any, eps: float, out: Any) -> Any:
     """Uses the norm along dimensions; if these are cut, ranks combine their norms."""
-    return x / x.norm(p, dim, keepdim=True).clamp_min(eps)
+    if not set(chosen_dims(dim, len(x._layout.shape))) & set(x._layout.cut_dims):
+        return SplitTensor(F.normalize(checked_block(x), p, dim, eps), x._layout)
+    return composed(lambda: x / x.norm(p, dim, keepdim=True).clamp_min(eps))

@@ -17,7 +17,7 @@ from distdl_rma.split.functions.places.shapes import uncut
 from distdl_rma.split.functions.totals.losses import finished
 from distdl_rma.split.operands import as_part, composition, of_any_cut, of_cut
 from distdl_rma.split.reduction_axes import positive, with_whole
-from distdl_rma.split.tensor import SplitTensor, composed, refused
+from distdl_rma.split.tensor import SplitTensor, checked_block, composed, refused
 
 
 @checked_rule("norm", F.cosine_similarity)
@@ -41,7 +41,9 @@ def cosine_similarity(x1: Any, x2: Any, dim: int, eps: float) -> Any:
 @checked_rule("norm", "renorm")
 @composition
 def renorm(x: Any, p: Any, dim: int, maxnorm: Any) -> Any:
-    """Norms, combined over the ranks, then factors."""
+    """Norms, combined over the ranks if slices are cut, then factors."""
+    if x._layout.cut_dims == (dim % x.dim(),):
+        return SplitTensor(torch.renorm(checked_block(x), p, dim, maxnorm), x._layout)
     others = [d for d in range(x.dim()) if d != dim % x.dim()]
     wide = torch.float32 if x.dtype in (torch.float16, torch.bfloat16) else None
     is_long = torch.linalg.vector_norm(x.detach(), p, others, True, dtype=wide) > maxnorm

@@ -211,8 +211,8 @@ def class_loss(call: Call, site: Site, x: Any, target: Any, weight: Any, **given
     The mean is divided by the number, or by the weights, of all targets that are not ignored.
     """
     func, reduction = call[0], _reduction_of(given)
-    dim = 0 if len(x.shape) == 1 else 1
-    if not any_cut(x, target) or not x.shape[dim]:
+    dim = 0 if len(shape := x.shape) == 1 else 1
+    if not any_cut(x, target) or not shape[dim]:
         return on_whole_tensors(*call)
     of_indices = not _of_probabilities(func, target)
     if not (of_indices or isinstance(x, SplitTensor)):

@@ -85,10 +85,15 @@ class _OfWhole(OperatorFunction):
         return ctx.slope(gradient, *ctx.saved_tensors), None, None
 
 
-def of_whole(along: Along, reduce: OnBlock, slope: Slope, what: str = "results of ranks") -> torch.Tensor:
-    """Reduce the blocks, then the ranks' results; the gradient is ``slope(gradient, block, result)``."""
+def of_whole(along: Along, reduce: OnBlock, slope: Slope) -> torch.Tensor:
+    """Reduce the blocks, then the ranks' results; the gradient is ``slope(gradient, block, result)``.
+
+    If no reduced dimension is cut, it is torch's of the block, with all further derivatives.
+    """
+    if not along.cut:
+        return reduce(along.local)
     with torch.no_grad():
-        result = along.twice(reduce, what)
+        result = reduce(along.together(along.partial(reduce), "results of ranks"))
     y: torch.Tensor = _OfWhole.apply(along.local, result, slope)
     return y
 
@@ -114,8 +119,16 @@ def product(call: Call, site: Site, x: SplitTensor, dim: Any, keepdim: bool, dty
     """Each rank multiplies its block; every rank gets all results. Zeros need whole dimensions in a graph."""
     along = Along.of(site, x, dim)
     dtype = summed_dtype(along.local, dtype)
-    wide = sum_dtype(dtype)
-    along.local = along.local.to(wide)
+    along.local = along.local.to(sum_dtype(dtype))
+
+    def multiply(y: torch.Tensor) -> torch.Tensor:
+        # Torch multiplies along one dimension only.
+        for d in along.dims:
+            y = y.prod(d, keepdim=True)
+        return y
+
+    if not along.cut:
+        return along.result(multiply(along.local).to(dtype), keepdim)
     needs = along.local.requires_grad and torch.is_grad_enabled()
     # As in torch, the gradient is result / element, unless there is a zero anywhere.
     if needs and reduced(site, (along.local == 0).any(), along.layout.partition.ranks, "max", "zeros"):
@@ -126,13 +139,6 @@ def product(call: Call, site: Site, x: SplitTensor, dim: Any, keepdim: bool, dty
             # Torch has another gradient for a tensor without zeros, as this block may be.
             y = torch.stack([along.local, torch.zeros_like(along.local)]).prod(along.dims[0] + 1, True)[0]
         return along.result(y.to(dtype), keepdim)
-
-    def multiply(y: torch.Tensor) -> torch.Tensor:
-        # Torch multiplies along one dimension only.
-        for d in along.dims:
-            y = y.prod(d, keepdim=True)
-        return y
-
     return along.result(of_whole(along, multiply, lambda g, x, y: g * (y / x).conj()).to(dtype), keepdim)
 
 
@@ -150,45 +156,46 @@ def variance(
     if correction is None:
         correction = 1 if "correction" in call[2] or unbiased else 0
     along = Along.of(site, x, dim)
-    dtype, dims = along.local.dtype, along.dims
-    if correction >= along.count:
-        # As in torch, results and gradients are infinite or NaN.
+    dtype, dims, cut, fails = along.local.dtype, along.dims, along.cut, correction >= along.count
+
+    def of_block() -> Any:
+        y = func(along.local, dim, correction=correction, keepdim=True)
+        return mapped(lambda each: along.result(each, keepdim), y)
+
+    if not (cut or fails) and along.local.numel():
+        return of_block()
+    if fails or not cut:
+        # As in torch, results and gradients are infinite or NaN. An empty block has none, but torch warns.
         along.local, along.layout = with_whole(along.site, x, dims)
         with warnings.catch_warnings(record=True) as warned:
             warnings.simplefilter("always")
-            y = func(along.local, dim, correction=correction, keepdim=True)
-        for each in warned:
+            found = of_block()
+        for each in warned if fails else ():
             warn_user(str(each.message), each.category)
-        return mapped(lambda each: along.result(each, keepdim), y)
-    if not x._layout.cut_dims:
-        return on_whole_tensors(*call)
+        return found
     values = along.local.to(sum_dtype(dtype))
     mean = along.summed(values.sum(dims, keepdim=True)) / along.count
     degrees, centre, is_std = along.count - correction, mean.detach(), func.__name__.startswith("std")
     with torch.no_grad():
         y = along.summed((values - centre).abs().square().sum(dims, keepdim=True))
         y = y / torch.tensor(degrees, dtype=y.dtype)
-        y = y.sqrt() if is_std else y
 
     def slope(gradient: torch.Tensor, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         by_variance = torch.where(y == 0, 0, gradient / (2 * y)) if is_std else gradient
-        found: torch.Tensor = 2 / degrees * by_variance * (x - centre)
-        return found
+        return torch.mul(2 / degrees * by_variance, x - centre)
 
-    y = _OfWhole.apply(values, y, slope)
+    y = _OfWhole.apply(values, y.sqrt() if is_std else y, slope)
     found = along.result(y.to(dtype.to_real()), keepdim)
     if not func.__name__.endswith("_mean"):
         return found
     return found, along.result(mean.to(dtype), keepdim)
 
 
-def norm_along(along: Along, order: float, dtype: torch.dtype) -> torch.Tensor:
-    """Norm over the blocks of all ranks, of a finite order but 0; reduced dimensions have extent 1."""
+def norm_along(along: Along, order: float) -> torch.Tensor:
+    """Norm of an order but 0 over the blocks of all ranks; it is finite if a reduced dimension is cut.
 
-    def norm(y: torch.Tensor) -> torch.Tensor:
-        kind = dtype if y.is_floating_point() else None
-        found: torch.Tensor = torch.linalg.vector_norm(y, order, along.dims, True, dtype=kind)
-        return found
+    Reduced dimensions have extent 1.
+    """
 
     def slope(gradient: torch.Tensor, x: torch.Tensor, norm: torch.Tensor) -> torch.Tensor:
         if order == 1:
@@ -200,7 +207,7 @@ def norm_along(along: Along, order: float, dtype: torch.dtype) -> torch.Tensor:
             return torch.where(x == 0, 0, powers) * gradient * norm ** (1 - order)
         return powers * torch.where(norm == 0, 0, gradient / norm ** (order - 1))
 
-    return of_whole(along, norm, slope, "norms of ranks")
+    return of_whole(along, lambda y: torch.linalg.vector_norm(y, order, along.dims, True), slope)
 
 
 @checked_rule("norm", "vector_norm")
@@ -211,15 +218,14 @@ def vector_norm(
     """Each rank computes the norm of its block, of any order; ranks combine these norms."""
     x = x if dtype is None else composed(torch.Tensor.to, x, dtype)
     order, found = float(ord), x.dtype.to_real()
-    if abs(order) == torch.inf:
-        return _extreme(Along.of(site, composed(torch.abs, x), dim), order > 0, keepdim, True, True)
     along = Along.of(site, x, dim)
-    wide = sum_dtype(found)
+    if abs(order) == torch.inf and along.cut:
+        return _extreme(Along.of(site, composed(torch.abs, x), dim), order > 0, keepdim, True, True)
     along.local = along.local.to(sum_dtype(x.dtype))
     if order == 0:
         counts = torch.linalg.vector_norm(along.local, 0, along.dims, True)
         return along.result(along.summed(counts).to(found), keepdim)
-    return along.result(norm_along(along, order, wide).to(found), keepdim)
+    return along.result(norm_along(along, order).to(found), keepdim)
 
 
 @checked_rule("norm", torch.norm, torch.Tensor.norm, torch.linalg.norm, torch.linalg.matrix_norm, "dist")

@@ -8,10 +8,12 @@ import torch
 from torch.nn import functional as F  # noqa: N812
 
 from distdl_rma import Machine, shard
+from tests.call_counts import Calls, most, profiles
 from tests.split.against_whole import block, called, check, cut_along, forms, grids, numbers
 from tests.split.samples import samples_of
 
 pytestmark = pytest.mark.mpi
+CLASSES = torch.arange(4)
 SHAPE, FEW, NONE = (2, 3, 5, 4), (2, 1, 2, 2), (5, 0, 3)
 
 
@@ -115,6 +117,37 @@ FORMS = {
         ))
     },
 }  # fmt: skip
+# Of a matrix along its rows.
+OF_ROWS = {
+    "norms": lambda x: x.norm(dim=1),
+    "norms of order 1": lambda x: x.norm(1, 1),
+    "norms of order 3": lambda x: x.norm(3, 1),
+    "norms of order -1": lambda x: torch.linalg.vector_norm(x, -1, 1),
+    "largest norms": lambda x: x.norm(torch.inf, 1),
+    "penalties": lambda x: (x.norm(dim=1) - 1) ** 2,
+    "logarithms of sums": lambda x: x.logsumexp(1),
+    "products": lambda x: x.prod(1),
+    "deviations": lambda x: x.std(1),
+    "variances": lambda x: x.var(1),
+    "deviations and means": lambda x: torch.std_mean(x, 1)[0],
+    "unit rows": lambda x: F.normalize(x, dim=1),
+    "shorter rows": lambda x: x.renorm(2, 0, 0.1),
+    "similarities": lambda x: F.cosine_similarity(x, x.flip(1), 1),
+    "distances": lambda x: F.pairwise_distance(x, x.flip(1)),
+    "cross entropies": lambda x: F.cross_entropy(x, CLASSES, reduction="none"),
+    "resized": lambda x: F.interpolate(x.view(4, 1, 6), 6, mode="linear"),
+}
+# The most calls of Python and of C that a forward takes where ranks have no parts of a row.
+MOST_OF_ROWS = {
+    "norms": Calls(87, 121),
+    "logarithms of sums": Calls(37, 41),
+    "products": Calls(37, 41),
+    "deviations": Calls(57, 62),
+    "variances": Calls(59, 64),
+    "unit rows": Calls(39, 48),
+    "shorter rows": Calls(168, 212),
+    "cross entropies": Calls(134, 163),
+}
 test_forms = pytest.mark.filterwarnings("ignore:.*degrees of freedom")(forms(FORMS))
 test_samples_of_torch = samples_of("totals.reductions", 5)
 
@@ -201,3 +234,28 @@ def test_what_moves_does_not_grow_with_the_ranks(P_world, comm):
     x.amax(0)
     moved = counters.bytes_put - before.bytes_put + counters.bytes_got - before.bytes_got
     assert 0 < moved < 2 * 4 * x.shape[1]
+
+
+def slope_of_slopes(function, x):
+    y = function(x)
+    (slope,) = torch.autograd.grad(y, x, torch.ones_like(y), create_graph=True)
+    # Some slopes are constants.
+    z = slope * slope + x * x
+    return torch.autograd.grad(z, x, torch.ones_like(z))[0]
+
+
+@pytest.mark.sizes(2, 3)
+@pytest.mark.parametrize("name", OF_ROWS)
+def test_second_derivatives_along_what_is_not_cut_are_those_of_torch(P_world, name):
+    x = matrices(4, 6)()
+    found = slope_of_slopes(OF_ROWS[name], cut_along(P_world, 0, x))
+    torch.testing.assert_close(found.full_tensor(), slope_of_slopes(OF_ROWS[name], x), atol=1e-12, rtol=1e-12)
+
+
+@pytest.mark.sizes(2)
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("name", MOST_OF_ROWS)
+def test_calls_along_what_is_not_cut(P_world, comm, name):
+    x = cut_along(P_world, 0, torch.rand(4, 6, requires_grad=True))
+    ahead, back = map(most, profiles(lambda: OF_ROWS[name](x)))
+    assert ahead.within(MOST_OF_ROWS[name]) and back == Calls(0, 0), f"forward {ahead}, backward {back}"
