@@ -23,7 +23,7 @@ def test_a_process_that_fails_while_its_message_is_under_way_ends_all_with_its_o
     comm, monkeypatch, nbytes
 ):
     monkeypatch.setattr(shared_mailbox, "_UNDER_WAY_NBYTES", 1 << 10)
-    mailbox, last = SharedMailbox(comm.Dup(), 0, {}), comm.size - 1
+    mailbox, last = SharedMailbox(comm.Dup(), 0, {}, list), comm.size - 1
     if comm.rank == last:
         mailbox.put(Address("late", last, 0), Message([np.zeros(nbytes, np.uint8)], (0, "u1")))
         comm.Barrier()

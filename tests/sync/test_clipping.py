@@ -124,7 +124,7 @@ def test_no_gradients_and_strange_ones(P_world, comm):
     with sync.no_sync():
         plain(torch.ones(1, 2)).sum().backward()
     if comm.size > 1:
-        with pytest.raises(ProtocolError, match="not summed yet"):
+        with pytest.raises(ProtocolError, match="are summed in the next backward"):
             sync.grad_norm()
     plain.zero_grad()
     sync.close()

@@ -23,7 +23,7 @@ from distdl_rma.errors import (
     ShapeError,
 )
 from distdl_rma.geometry.exchange import fingerprint
-from distdl_rma.segments.memory.array_bytes import ArrayLayout, as_integer, as_offset
+from distdl_rma.segments.memory.array_bytes import ArrayLayout, as_offset
 from distdl_rma.segments.memory.context import SegmentContext
 from distdl_rma.segments.memory.remote_buffer import NOTIFICATION_BITS, Location, RemoteBuffer
 from distdl_rma.segments.options import check_timeout
@@ -417,9 +417,11 @@ class SegmentBuffer:
         return first + lowest if pending[lowest] else None
 
     def _range(self, first: int, count: int | None) -> tuple[int, int]:
-        first = as_integer(first, "notifications are given by integers")
-        count = self.notifications - first if count is None else count
-        stop = first + as_integer(count, "a number of notifications is an integer")
+        try:
+            first = as_int(first)
+            stop = self.notifications if count is None else first + as_int(count)
+        except TypeError:
+            raise ArgumentError(f"notifications are given by integers, got {first!r} and {count!r}") from None
         self._check()
         if not 0 <= first <= stop <= self.notifications:
             known = f"a buffer that has {self.notifications} of them"
