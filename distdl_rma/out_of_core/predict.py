@@ -248,7 +248,8 @@ class _Prepared:
             return self._converted(found).view([each.stop - each.start for each in box])
 
         def write(box: Slices, y: torch.Tensor) -> None:
-            whole = (form.batch(sample), *box[1:])
+            # The result may be cut by samples, where these are computed together.
+            whole = (slice(sample + box[0].start, sample + box[0].stop), *box[1:])
             results.write(whole if form.has_batch else box[1:], y if form.has_batch else y[0])
 
         def note_end(rank: int) -> None:

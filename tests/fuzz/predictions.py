@@ -46,8 +46,8 @@ def _of(dims, name):
 # What a model makes of other elements than those of its parameters; None if torch refuses these.
 ENTRIES = {
     "as they are": lambda x, dtype: x,
-    "float": lambda x, dtype: x.to(dtype),
-    "labels": lambda x, dtype: (x.long() % 7).to(dtype),
+    "float": lambda x, dtype: (x.real if x.is_complex() else x).to(dtype),
+    "labels": lambda x, dtype: ((x.real if x.is_complex() else x).long() % 7).to(dtype),
     "imaginary": lambda x, dtype: torch.view_as_real(x)[..., 1] if x.is_complex() else x.to(dtype),
     "compared": lambda x, dtype: (x == x[:, :, :1]).to(dtype),
 }

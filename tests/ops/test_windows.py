@@ -166,7 +166,9 @@ def resize_part(dtype, n, wanted, mode, corners, start, stop, dims=None):
         mode=mode,
         align_corners=None if mode.startswith("nearest") else corners,
     )[..., start:stop]
-    line = windows._ResizedLine(mode, dims, Resize(n, m, None if sized else wanted, corners), True, dtype)
+    resize = Resize(n, m, None if sized else wanted, corners)
+    by_taps = resize.factor is None or (resize.factor == 1 and mode == "bicubic")
+    line = windows._ResizedLine(mode, dims, resize, True, by_taps, dtype)
     first, last = line.window.reads(start, stop)
     part = line.part((start, stop), (first, last))
     y = x[..., first:last]

@@ -293,6 +293,14 @@ def test_a_transposed_convolution_in_16_bits_is_rounded_once_where_slabs_meet(ke
     assert Run(model.eval(), x, (1, 1, 4, 1), tmp_path).joined(want).equal(want)
 
 
+def test_samples_that_are_computed_together_may_end_on_ranks_of_their_own():
+    model = Takes(lambda x: x.cumsum(0).flip(2)).eval()
+    x = torch.randn(2, 1, 24, 8)
+    with torch.no_grad():
+        want = model(x)
+    torch.testing.assert_close(predict(model, x, grid={"H": 4, "W": 2}), want)
+
+
 @pytest.mark.in_turn(0)
 @pytest.mark.parametrize(
     ("name", "net", "extents"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import reprlib
+import warnings
 from collections.abc import Collection, Iterable, Sequence
 from functools import wraps
 from typing import Any
@@ -64,7 +65,10 @@ def torchs_layer(layer: type, *arguments: Any, sample: Sequence[torch.Tensor] = 
     try:
         like: Any = twin(**named)
         if sample:
-            like(*sample)
+            with warnings.catch_warnings():
+                # They are told in the calls of users.
+                warnings.simplefilter("ignore")
+                like(*sample)
     except (ArithmeticError, AssertionError, IndexError, RuntimeError, TypeError, ValueError) as error:
         texts = {k: reprlib.repr(v) for k, v in named.items()}
         usual = {k: reprlib.repr(p.default) for k, p in inspect.signature(twin).parameters.items()}

@@ -35,7 +35,7 @@ def node(monkeypatch):
         hand_over=None,
         moving=0,
         keep_moving=bool,
-        link=lambda rank: SimpleNamespace(memory=memories[rank]),
+        link=lambda rank: SimpleNamespace(memory=memories[rank], moving=0),
     )
     header = board(memories[0])
     notices = FailureNotices(SimpleNamespace(rank=0), RANKS, segment.lock, header)
@@ -245,7 +245,7 @@ def test_rank_of_another_node_that_left_and_answers_no_more_is_missed_at_a_close
         return [SimpleNamespace(Test=lambda: answers[0])]
 
     near = watch._segment.link
-    far = SimpleNamespace(memory=None, get=get)
+    far = SimpleNamespace(memory=None, get=get, moving=0)
     watch._segment.link = lambda rank: far if rank == 1 else near(rank)
     watch._segment.node_ranks = RANKS[2:]
     monkeypatch.setattr(liveness, "ANSWER_SECONDS", 0.05)
