@@ -207,7 +207,7 @@ class _Prepared:
             except Exception as error:
                 # Torch's errors: the model alone would not take these elements either.
                 of_torch = isinstance(error, ShapeError) or not isinstance(error, DistdlError)
-                if self.dtype != last and isinstance(error, UnsupportedError):
+                if self.dtype != last and isinstance(error, UnsupportedError) and last.is_floating_point:
                     raise UnsupportedError(f"{error}; give the source as floats: astype('float32')") from None
                 if self.dtype == last or not of_torch:
                     raise
@@ -217,7 +217,7 @@ class _Prepared:
         own = read_box(self.source, [slice(0, 0)] * len(self.source.shape)).dtype
         known = [x.dtype for x in fixed_tensors(self.model)]
         if own.is_complex:
-            return [next((each for each in known if each.is_complex), own)]
+            return [own, *[each for each in known if each.is_complex and each != own][:1]]
         floats = next((each for each in known if each.is_floating_point), None)
         return [floats or own] if own.is_floating_point else [own, floats or torch.get_default_dtype()]
 
