@@ -312,7 +312,8 @@ class SegmentManager(SegmentContext, Uncopyable):
         """Free the segment; collective, idempotent. All buffers and their views become invalid.
 
         ``ExchangeTimeout`` if not all ranks call it in time: nothing is freed, and the call can be repeated.
-        After a failure the call is local, and the memory stays until the process ends.
+        After a failure the call is local. Pages that were used stay until the process ends; the others count
+        as free again, so that a job can lose and make machines as often as it likes.
         """
         if self.closed:
             return
@@ -330,6 +331,7 @@ class SegmentManager(SegmentContext, Uncopyable):
         self.shared_objects.clear()
         if self.notices.any_failed:
             self.keep_until_process_ends()
+            self.segment.abandon()
             return
         self._drop_unmatched()
         self.communicators.close()

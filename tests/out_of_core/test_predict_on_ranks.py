@@ -254,3 +254,5 @@ def test_of_any_exception_the_others_learn(comm, norm):
     Machine.on(apart).close()
     y = predict(model, np.ones((96, 16), np.float32), grid={"H": 12}, comm=apart)
     assert y.shape[-2:] == (96, 16)
+    # A segment of the default size is half of what is left on the node.
+    Machine.on(apart).close()

@@ -172,6 +172,11 @@ class Segment:
                     self._comm.Iprobe()
         return moving
 
+    def abandon(self) -> None:
+        """Never touch another page, where other ranks are lost and nothing can be freed any more; local."""
+        # The pages that were touched stay: a rank that has not noticed the failure may still read them.
+        self._node_memory.record_untouched(0)
+
     def close(self) -> None:
         """Free both windows; collective. Every view of the memory dangles afterwards."""
         self.words.release()

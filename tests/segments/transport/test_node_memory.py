@@ -90,6 +90,25 @@ def test_memory_that_somebody_else_fills_is_an_error_on_all_ranks_if_it_is_reser
     assert done.stdout.count("True") == 2, (done.stdout, done.stderr)
 
 
+LOST_AGAIN_AND_AGAIN = """
+from mpi4py import MPI
+from distdl_rma import Machine
+comm = MPI.COMM_WORLD
+for time in range(9):
+    machine = Machine(comm.Dup(), segment_size="32MiB")
+    machine.segments.get_segment_buffer(1 << 10).array[:] = 1
+    comm.Barrier()
+    machine.segments.fail(RuntimeError(f"time {time}"))
+    machine.close()
+    comm.Barrier()
+"""
+
+
+def test_segments_of_machines_that_are_lost_and_closed_take_the_pages_that_were_used():
+    done, _ = run_alone(2, LOST_AGAIN_AND_AGAIN, size="160m")
+    assert done.returncode == 0, (done.stdout, done.stderr)
+
+
 FULL_BEFORE_THE_WINDOW = """
 import sys
 from mpi4py import MPI
