@@ -12,7 +12,7 @@ from distdl_rma import Machine
 from distdl_rma.geometry import Decomposition, Exchange, Window
 from distdl_rma.geometry.halo import WindowSplit
 from distdl_rma.geometry.intervals import Balanced
-from distdl_rma.segments import Channel
+from distdl_rma.segments import Channel, Queue
 
 # Bytes, name, ratio to reach, round trips per sample.
 PUTS = ((8, "8 B", 0.85, 500), (64 << 10, "64 KiB", 0.3, 200), (1 << 20, "1 MiB", 0.35, 50))
@@ -26,14 +26,18 @@ def rows(machine: Machine) -> Iterator[Row]:
     for nbytes, label, target, repeats in PUTS:
         yield notified_put(machine, nbytes, label, target, repeats)
     with Machine(COMM, segment_size=2 * FAR_BYTES, transport="remote", progress="none") as far:
-        yield notified_put(far, FAR_BYTES, "64 MiB, transport='remote'", 1.5, 1)
+        # Send copies nothing either.
+        queue = far.segments.queue()
+        yield notified_put(far, FAR_BYTES, "64 MiB of a queue, transport='remote'", 1.5, 1, queue)
     yield notifications(machine)
     yield fetch_add(machine)
     yield barrier(machine)
     yield channel_memory(machine)
 
 
-def notified_put(machine: Machine, nbytes: int, label: str, target: float, inner: int) -> Row:
+def notified_put(
+    machine: Machine, nbytes: int, label: str, target: float, inner: int, queue: Queue | None = None
+) -> Row:
     """Ping-pong, there and back."""
     buffer = machine.segments.get_segment_buffer(nbytes, notifications=1)
     peer = 1 - machine.rank
@@ -43,11 +47,11 @@ def notified_put(machine: Machine, nbytes: int, label: str, target: float, inner
 
     def ours() -> None:
         if machine.rank == 0:
-            remote.put_notify(data, 0)
+            remote.put_notify(data, 0, queue=queue)
             buffer.notify_wait(0)
         else:
             buffer.notify_wait(0)
-            remote.put_notify(data, 0)
+            remote.put_notify(data, 0, queue=queue)
             # Takes no time on a node.
             remote.flush()
 

@@ -28,6 +28,8 @@ _CALLS = 64
 # It does so for this long after what is under way has changed, and as long as a slow transport takes: nobody
 # tells the end of a transfer if its other rank has died.
 _MOST_SECONDS, _LEAST_BYTES_PER_SECOND = 1.0, 16 << 20
+# And a little longer: a notification follows, and often a transfer back.
+_AFTER_SECONDS = 2e-3
 # Does nothing, without a Python frame: every put and notification calls it.
 _NO_FENCE: Callable[[], object] = bool
 
@@ -164,8 +166,9 @@ class Segment:
         nbytes = self.moving
         if nbytes != self._moved:
             self._moved = nbytes
-            self._moves_until = time.monotonic() + _MOST_SECONDS + nbytes / _LEAST_BYTES_PER_SECOND
-        moving = nbytes > 0 and time.monotonic() < self._moves_until
+            longest = _MOST_SECONDS + nbytes / _LEAST_BYTES_PER_SECOND if nbytes else _AFTER_SECONDS
+            self._moves_until = time.monotonic() + longest
+        moving = time.monotonic() < self._moves_until
         if moving:
             with self.lock:
                 for _ in range(_CALLS):

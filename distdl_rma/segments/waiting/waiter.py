@@ -206,10 +206,13 @@ class Waiter:
         # Lets others compute; returns whether ``ready()`` was found to be true meanwhile.
         if self._hand_over is not None:
             return self._hand_over(ready)
-        if elapsed < _YIELD_SECONDS:
+        segment = self._segment
+        # MPI copies large transfers in small pieces, one a call: sleeps took half of their time.
+        moving = segment.has_remote and segment.keep_moving()
+        if elapsed < _YIELD_SECONDS or (moving and not segment.crowded):
             os.sched_yield()
         else:
-            time.sleep(_SLEEP_SECONDS[0] if self._segment.keep_moving() else self._pause)
+            time.sleep(_SLEEP_SECONDS[0] if moving else self._pause)
             self._pause = min(self._pause * 1.5, _SLEEP_SECONDS[1])
         return False
 
