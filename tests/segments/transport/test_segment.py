@@ -10,6 +10,7 @@ from mpi4py import MPI
 from distdl_rma import Machine
 from distdl_rma.errors import SegmentError
 from distdl_rma.segments.options import SegmentOptions
+from distdl_rma.segments.transport import segment as segment_module
 from distdl_rma.segments.transport.links import MOVING_WORD, ByteRuns, RemoteLink, SharedLink
 from distdl_rma.segments.transport.segment import Segment
 from distdl_rma.trace import Counters
@@ -100,7 +101,8 @@ def test_a_size_that_the_node_does_not_have_is_refused_on_all_ranks_and_nothing_
 
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("way", ["put", "get"])
-def test_both_ends_know_of_a_large_transfer_between_nodes_until_it_is_over(comm, way):
+def test_both_ends_know_of_a_large_transfer_between_nodes_until_it_is_over(comm, way, monkeypatch):
+    monkeypatch.setattr(segment_module, "_AFTER_SECONDS", 0)
     with Machine(comm, segment_size="16MiB", transport="remote", progress="none", timeout=60) as machine:
         segment, queue = machine.segments.segment, machine.segments.queue()
         buffer = machine.segments.get_segment_buffer(8 << 20)
@@ -147,5 +149,8 @@ def test_a_transfer_whose_end_nobody_tells_is_believed_for_a_while(made, monkeyp
         assert segment.keep_moving() == moves
     segment.words[MOVING_WORD] += 1
     assert segment.keep_moving()
+    # A notification follows.
     segment.words[MOVING_WORD] = 0
+    assert segment.keep_moving()
+    now[0] += 0.01
     assert not segment.keep_moving()

@@ -56,6 +56,7 @@ class Others:
         self.turns, self.looks, self.over = 0, 0, 0
         self.lock, self.failure, self.failures = threading.RLock(), None, {}
         self.hand_over, self.moves = None, False
+        self.has_remote, self.crowded = True, True
 
     def progress(self):
         self.turns += 1
@@ -127,6 +128,13 @@ def test_pauses_stay_the_shortest_while_large_transfers_are_under_way_and_only_t
         pauses.clear()
         waiter(others).until(lambda: len(pauses) == 20, lambda: REASON)
         assert pauses[-1] == (shortest if others.moves else longest)
+
+
+def test_a_rank_with_a_core_of_its_own_does_not_pause_while_transfers_are_under_way(others, monkeypatch):
+    monkeypatch.setattr(waiting.time, "sleep", lambda seconds: pytest.fail("paused"))
+    monkeypatch.setattr(waiting, "_YIELD_SECONDS", 0)
+    others.crowded, others.moves = False, True
+    waiter(others).until(lambda: others.turns == 20, lambda: REASON)
 
 
 def test_while_the_process_is_stopped_no_time_passes(others, monkeypatch):
