@@ -1,4 +1,15 @@
-"""What virtual ranks that wait need later: blocks and messages, some in memory, the others on disk."""
+"""What virtual ranks that wait need later: blocks and messages, some in memory, the others on disk.
+
+Five slabs of an image, each a rank. All have come to the same function, and take their turns in order::
+
+    rank     0          1          2          3          4
+    is       waiting    running    next       waiting    waiting
+    blocks   leave      in memory  come back  on disk    on disk
+             for disk              meanwhile
+
+Rank 0 has just had its turn and has the longest time until its next one: its blocks are written first. Those
+of rank 2 are read while rank 1 computes. What waiting ranks have in memory stays below a limit.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,21 @@
-"""Lanes of a channel: one per peer and direction, with its pieces, slots and flags."""
+"""Lanes of a channel: one per peer and direction, with its pieces, slots and flags.
+
+A lane whose message has two pieces::
+
+    sender                                           receiver
+    +---------------+                                +---------+---------+
+    | block         |   to a near peer: each piece   | piece 0 | piece 1 |   slot 0: even epochs
+    |   +-------+   |   is copied into the slot      +---------+---------+
+    |   |piece 0|   | -----------------------------> | piece 0 | piece 1 |   slot 1: odd epochs
+    |   +-------+   |   to a far one: into a         +---------+---------+
+    |   |piece 1|   |   staging area at the sender,
+    +---+-------+---+   and from there in one put    data flag, raised by the sender
+    ack flag, raised by the receiver
+
+The data flag is raised once for a small message, and after several pieces of a large one, so that the
+receiver begins to read before the sender has ended. Where the receiver's result lies in memory that the
+sender reaches, pieces *land* in the result itself, and there are no slots.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,15 @@
-"""Turns of the virtual ranks of a process: one rank runs at a time, with a state of its own."""
+"""Turns of the virtual ranks of a process: one rank runs at a time, with a state of its own.
+
+Each rank is a thread; ``=`` is the one that runs, ``.`` one that waits for its turn, and ``|`` a turn that is
+handed over where a rank would wait for others::
+
+    rank 0   ====|...........|==|..............|=====
+    rank 1   ....|====|.........|======|..............
+    rank 2   .........|======|.........|=======|......
+
+Nothing runs at the same time, so ranks need no locks between each other, and a seed repeats an order. A rank
+whose wait is not over is skipped. If no rank can go on, they wait for time to pass, such as a deadline.
+"""
 
 from __future__ import annotations
 
