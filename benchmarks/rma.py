@@ -26,9 +26,9 @@ def rows(machine: Machine) -> Iterator[Row]:
     for nbytes, label, target, repeats in PUTS:
         yield notified_put(machine, nbytes, label, target, repeats)
     with Machine(COMM, segment_size=2 * FAR_BYTES, transport="remote", progress="none") as far:
-        # Send copies nothing either.
-        queue = far.segments.queue()
-        yield notified_put(far, FAR_BYTES, "64 MiB of a queue, transport='remote'", 1.5, 1, queue)
+        # A put without a queue copies its source first. Send copies nothing, as a put with a queue.
+        for label, queue in (("64 MiB", None), ("64 MiB of a queue", far.segments.queue())):
+            yield notified_put(far, FAR_BYTES, f"{label}, transport='remote'", 1.5, 1, queue)
     yield notifications(machine)
     yield fetch_add(machine)
     yield barrier(machine)

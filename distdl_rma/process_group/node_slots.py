@@ -1,19 +1,18 @@
 """Slots in which the ranks of a group on one node show each other data, round by round.
 
-Two ranks, three rounds, time downwards; each rank has a slot for odd rounds and one for even rounds::
+Each rank has a slot for odd rounds and one for even rounds. Two ranks, time downwards::
 
-    rank 0                                  rank 1
-    1  shows data in its odd slot           1  shows data in its odd slot
-       announces round 1   <------------->     announces round 1
-       reads the odd slot of rank 1            reads the odd slot of rank 0
-       announces that it has read              (is late)
-    2  shows data in its even slot          2  shows data in its even slot
-       announces round 2   <------------->     announces round 2
-       ...                                     announces that it has read round 1, ...
-    3  waits until all have read round 1    3  ...
-       shows data in its odd slot
+    rank 0                                      rank 1
+    shows data in its odd slot, announces 1     shows data in its odd slot, announces 1
+    reads rank 1's odd slot, announces that     (is late)
+    shows data in its even slot, announces 2    reads rank 0's odd slot, announces that
+    waits until rank 1 has announced 2          shows data in its even slot, announces 2
+    reads rank 1's even slot, announces that    reads rank 0's even slot, announces that
+    waits until all have read round 1
+    shows data in its odd slot, announces 3     ...
 
-So a slot is written again two rounds later, when all ranks have read it, and no round ends with a barrier.
+A slot is written again two rounds later, when all ranks have read it. So a rank goes on to the next round
+while others still read this one, and no round ends with a barrier.
 """
 
 from __future__ import annotations

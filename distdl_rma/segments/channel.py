@@ -1,6 +1,6 @@
 """Channels execute an exchange, by two slots per message, an epoch counter and acknowledgements.
 
-Of one message, from its writer to its reader::
+A message of four epochs, from its writer to its reader::
 
     epoch   writer                                      reader
     1       put into slot 1, data flag = 1   -------->  reads slot 1, ack flag = 1
@@ -10,7 +10,7 @@ Of one message, from its writer to its reader::
     4       waits until the ack flag is 2    <--------  reads slot 0, ack flag = 2
 
 Epoch ``e`` uses slot ``e % 2``, so a writer is at most two epochs ahead of its reader, and no slot is written
-while it is read. Flags only grow: nothing is ever reset, and a rank that looks late misses nothing.
+while it is read. Flags only grow and are never reset, so a rank that looks late misses nothing.
 """
 
 from __future__ import annotations

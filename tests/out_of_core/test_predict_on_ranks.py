@@ -192,10 +192,9 @@ WRONG = {
 }
 
 
+@pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("name", WRONG)
 def test_what_one_rank_does_wrong_is_an_error_on_all_and_they_can_go_on(comm, name):
-    if comm.size == 1:
-        pytest.skip("one process has no other")
     kind, text, change = WRONG[name]
     odd, reads = comm.rank == comm.size - 1, []
 
@@ -233,10 +232,9 @@ class Stop(BaseException):
     """Such as ``KeyboardInterrupt``."""
 
 
+@pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("norm", ["none", "instance"])
 def test_of_any_exception_the_others_learn(comm, norm):
-    if comm.size == 1:
-        pytest.skip("one process has no other")
     reads, odd = [], comm.rank == comm.size - 1
 
     def read(box):

@@ -176,7 +176,7 @@ class Segment:
         return moving
 
     def abandon(self) -> None:
-        """Never touch another page, where other ranks are lost and nothing can be freed any more; local."""
+        """Count pages that were not touched as free, where ranks are lost and nothing can be freed; local."""
         # The pages that were touched stay: a rank that has not noticed the failure may still read them.
         self._node_memory.record_untouched(0)
 

@@ -7,8 +7,8 @@ handed over where a rank would wait for others::
     rank 1   ....|====|.........|======|..............
     rank 2   .........|======|.........|=======|......
 
-Nothing runs at the same time, so ranks need no locks between each other, and a seed repeats an order. A rank
-whose wait is not over is skipped. If no rank can go on, they wait for time to pass, such as a deadline.
+Only one rank runs at a time, so the segments of virtual ranks need no locks, and a seed repeats an order of
+turns. A rank whose wait is not over is skipped. While no rank can go on, they wait for time to pass.
 """
 
 from __future__ import annotations
