@@ -90,7 +90,7 @@ test-one-rank:
 	@$(MAKE) test-mpi TEST_RANKS=1
 
 # In an environment of its own: what depends on the MPI, and a tenth of everything; all of it: make test MPI=openmpi.
-test-openmpi: TESTS = tests/segments tests/test_machine.py tests/machine tests/sync tests/layers/data_movement/test_base.py \
+test-openmpi: TESTS = tests/segments tests/sync tests/layers/data_movement/test_base.py \
     tests/layers/conv/test_conv.py tests/layers/linear/test_linear.py tests/layers/norm/test_base.py \
     tests/process_group/test_group.py tests/process_group/test_groups_and_meshes.py
 test-openmpi:  ## with Open MPI: the tests near to MPI on 3 ranks, of failing ranks, and a tenth of all, every day another

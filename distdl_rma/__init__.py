@@ -41,9 +41,6 @@ if TYPE_CHECKING:
     from distdl_rma.geometry.distribution import Distribution as Distribution
     from distdl_rma.geometry.partition import Partition as Partition
     from distdl_rma.layers.core.agreement import static_shapes as static_shapes
-    from distdl_rma.machine import Machine as Machine
-    from distdl_rma.machine import MPIPartition as MPIPartition
-    from distdl_rma.machine import print0 as print0
     from distdl_rma.model.compare import compare as compare
     from distdl_rma.model.distribute import distribute as distribute
     from distdl_rma.model.report import report as report
@@ -52,7 +49,10 @@ if TYPE_CHECKING:
     from distdl_rma.out_of_core.predict import plan_prediction as plan_prediction
     from distdl_rma.out_of_core.predict import predict as predict
     from distdl_rma.out_of_core.spill import spill as spill
-    from distdl_rma.rehearsal import rehearse as rehearse
+    from distdl_rma.segments.machine import Machine as Machine
+    from distdl_rma.segments.machine import MPIPartition as MPIPartition
+    from distdl_rma.segments.machine import print0 as print0
+    from distdl_rma.segments.virtual_ranks.rehearse import rehearse as rehearse
     from distdl_rma.sources.opening import open_array as open_array
     from distdl_rma.sources.reading import Sink as Sink
     from distdl_rma.sources.reading import Source as Source
@@ -72,8 +72,8 @@ _HOMES = {
     "Distribution": "geometry.distribution",
     "DistributedGradScaler": "sync",
     "GradientSync": "sync",
-    "MPIPartition": "machine",
-    "Machine": "machine",
+    "MPIPartition": "segments.machine",
+    "Machine": "segments.machine",
     "Partition": "geometry.partition",
     "ShardDataset": "data.dataset",
     "ShardLoader": "data.loader",
@@ -93,8 +93,8 @@ _HOMES = {
     "Predictor": "out_of_core.predict",
     "plan_prediction": "out_of_core.predict",
     "predict": "out_of_core.predict",
-    "print0": "machine",
-    "rehearse": "rehearsal",
+    "print0": "segments.machine",
+    "rehearse": "segments.virtual_ranks.rehearse",
     "register": "split.functions.user_rules",
     "report": "model.report",
     "whole_parameters": "state",

@@ -27,7 +27,7 @@ PACKAGE, TESTS = ROOT / "distdl_rma", ROOT / "tests"
 def main(arguments: Sequence[str]) -> int:
     """Check a room; return the exit status, 0 when all passed."""
     parser = argparse.ArgumentParser(description="Check one room and what imports it.", allow_abbrev=False)
-    parser.add_argument("room", help="a folder or a file of distdl_rma, such as ops/conv or machine.py")
+    parser.add_argument("room", help="a folder or a file of distdl_rma, such as ops/conv or errors.py")
     try:
         room = module_of(parser.parse_args(arguments).room)
     except ValueError as error:

@@ -29,8 +29,6 @@ FLOORS = [
     "checks",
     "dtypes",
     "arithmetic",
-    "machine",
-    "rehearsal",
     "segments",
     "geometry",
     "trace",

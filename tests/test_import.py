@@ -57,7 +57,7 @@ def test_segments_work_without_torch():
 
 
 def test_the_machine_works_without_torch():
-    assert "torch" not in loaded_by("distdl_rma.machine", WITHOUT_MPI_START)
+    assert "torch" not in loaded_by("distdl_rma.segments.machine", WITHOUT_MPI_START)
 
 
 def test_names_are_loaded_when_they_are_first_used():

@@ -1,7 +1,7 @@
 """Names of layers, and what people call them."""
 
 from distdl_rma.errors import ShapeError
-from distdl_rma.machine import Labels
+from distdl_rma.segments.machine import Labels
 
 
 class Layer:

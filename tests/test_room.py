@@ -17,8 +17,8 @@ def test_a_room_is_a_folder_however_it_is_written(written):
 
 
 def test_a_file_beside_the_folders_is_a_room():
-    assert module_of("machine.py") == "machine"
-    assert "tests/test_machine.py" in names(suite_for("machine"))
+    assert module_of("errors.py") == "errors"
+    assert "tests/test_errors.py" in names(suite_for("errors"))
 
 
 @pytest.mark.parametrize("written", ["", "no/such", "../tests"])

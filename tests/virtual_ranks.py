@@ -15,17 +15,16 @@ import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from _pytest.monkeypatch import NOTSET  # type: ignore[attr-defined]
 from mpi4py import MPI
 
-from distdl_rma import rehearsal, rehearse
-from distdl_rma.segments.transport import turns, virtual_ranks
-
-if TYPE_CHECKING:
-    from distdl_rma.segments.transport.virtual_ranks import VirtualComm
+from distdl_rma import rehearse
+from distdl_rma.segments.virtual_ranks import rehearse as rehearsal
+from distdl_rma.segments.virtual_ranks import turns
+from distdl_rma.segments.virtual_ranks.comm import VirtualComm, virtual_rank
 
 # Fixtures that each rank needs for itself, as it does those that are made of them.
 _OF_RANK = _WORLD, _PATCHES = "comm", "monkeypatch"
@@ -46,7 +45,7 @@ def pytest_configure(config: pytest.Config) -> None:
         config.addinivalue_line("markers", mark)
     if config.getoption("--virtual-ranks"):
         _Clock().set()
-        virtual_ranks.VirtualComm.hand_over = _hand_over  # type: ignore[assignment,method-assign]
+        VirtualComm.hand_over = _hand_over  # type: ignore[assignment,method-assign]
         pytest.MonkeyPatch = PatchesOfRank  # type: ignore[misc]
         MPI.COMM_WORLD = _World(MPI.COMM_WORLD)  # type: ignore[misc,assignment]
         states = rehearsal._states
@@ -64,7 +63,7 @@ class _World:
         self._of_process = of_process
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(virtual_ranks.virtual_rank() or self._of_process, name)
+        return getattr(virtual_rank() or self._of_process, name)
 
 
 class _Clock:
@@ -88,7 +87,7 @@ class _Clock:
 
     def sleep(self, seconds: float) -> None:
         """Let other ranks run for so long; outside of ranks, sleep."""
-        comm: Any = virtual_ranks.virtual_rank()
+        comm: Any = virtual_rank()
         if comm is None:
             self._sleep(seconds)
             return
@@ -109,7 +108,7 @@ def _set_warnings(state: tuple[Any, ...]) -> None:
         warnings._filters_mutated()  # type: ignore[attr-defined]
 
 
-_HAND_OVER = virtual_ranks.VirtualComm.hand_over
+_HAND_OVER = VirtualComm.hand_over
 # How to make each patch of the rank that runs, and how to take it back.
 _patches: list[tuple[object, Callable[[], object], Callable[[], object]]] = []
 
@@ -161,7 +160,7 @@ class PatchesOfRank(pytest.MonkeyPatch):  # type: ignore[misc]
             self._note(partial(dic.pop, name), partial(dic.__setitem__, name, self._setitem[-1][2]))
 
     def _note(self, make: Callable[[], object], take_back: Callable[[], object]) -> None:
-        if virtual_ranks.virtual_rank() is not None:
+        if virtual_rank() is not None:
             _patches.append((self, make, take_back))
 
     def undo(self) -> None:

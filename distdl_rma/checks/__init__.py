@@ -1,1 +1,1 @@
-"""Comparison of ranks: the compared state, and the error that all ranks raise if it differs."""
+"""What ranks compare: arguments of calls, generators of random numbers, where a backward began."""

@@ -25,7 +25,7 @@ import torch
 
 from distdl_rma.dtypes import as_words
 from distdl_rma.errors import UnsupportedError
-from distdl_rma.machine import Machine
+from distdl_rma.segments.machine import Machine
 
 # Whether the running backward executes a node; torch's multi-gradient hooks use this function too.
 _is_in_backward: Callable[[Any], bool] = torch._C._will_engine_execute_node

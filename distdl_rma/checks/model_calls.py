@@ -18,7 +18,6 @@ from distdl_rma.checks.arguments import (
     summary_of,
     values_of,
 )
-from distdl_rma.checks.consensus import Consensus, gather_words
 from distdl_rma.dtypes import as_words, is_in_memory
 from distdl_rma.errors import (
     ClosedError,
@@ -30,7 +29,8 @@ from distdl_rma.errors import (
 )
 from distdl_rma.geometry.exchange import fingerprint
 from distdl_rma.geometry.partition import by_key
-from distdl_rma.machine import Machine
+from distdl_rma.segments.consensus import Consensus, gather_words
+from distdl_rma.segments.machine import Machine
 from distdl_rma.segments.waiting.error_texts import LOST, append_state
 
 _BEGUN, _ENDED, _RAISED = range(3)

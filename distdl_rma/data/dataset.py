@@ -35,7 +35,7 @@ from distdl_rma.sources.opening import open_array
 from distdl_rma.sources.reading import label, read_box
 
 if TYPE_CHECKING:
-    from distdl_rma.machine import Machine
+    from distdl_rma.segments.machine import Machine
     from distdl_rma.split.shard import Grid
 
 # Files that stay open, of a list of files.
@@ -188,7 +188,7 @@ class ShardDataset(Dataset[Any]):
         seed: int = 0,
     ) -> None:
         # Here, since a worker process imports this file.
-        from distdl_rma.machine import Machine
+        from distdl_rma.segments.machine import Machine
 
         for name, number, least in (("crops", crops, 1), ("seed", seed, 0)):
             if type(number) is not int or number < least:

@@ -14,12 +14,12 @@ from typing import Any
 
 import numpy as np
 
-from distdl_rma.checks.consensus import gather_words, together
 from distdl_rma.data.augmentation import permutation
 from distdl_rma.data.dataset import Block, ShardDataset
 from distdl_rma.errors import ConfigurationError, DistdlError, MismatchError, PartitionError
 from distdl_rma.geometry.partition import Partition
-from distdl_rma.machine import Machine
+from distdl_rma.segments.consensus import gather_words, together
+from distdl_rma.segments.machine import Machine
 from distdl_rma.split import SplitTensor
 from distdl_rma.split import layout as lay
 from distdl_rma.split.entry import grid_for

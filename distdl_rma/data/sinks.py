@@ -21,7 +21,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from distdl_rma.checks.consensus import together
 from distdl_rma.dtypes import NUMPY, as_numbers
 from distdl_rma.errors import (
     ArgumentError,
@@ -35,7 +34,8 @@ from distdl_rma.geometry.box import Box
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.intervals import Listed, Split, lengths_of
 from distdl_rma.geometry.partition import Partition
-from distdl_rma.machine import Machine
+from distdl_rma.segments.consensus import together
+from distdl_rma.segments.machine import Machine
 from distdl_rma.sources.chunks import chunks_of
 from distdl_rma.sources.opening import check_found, hdf5, needed, npy
 from distdl_rma.sources.raw import RawArray, sync

@@ -15,9 +15,9 @@ from torch import nn
 
 from distdl_rma.doctor.facts import Compared, Job
 from distdl_rma.errors import MismatchError
-from distdl_rma.machine import Machine
 from distdl_rma.model.compare import compare
 from distdl_rma.model.distribute import distribute
+from distdl_rma.segments.machine import Machine
 
 SMALL_NBYTES, LARGE_NBYTES = 8, 4 << 20
 _ALLREDUCES = {"allreduce_4KiB_seconds": 4 << 10, "allreduce_4MiB_seconds": 4 << 20}

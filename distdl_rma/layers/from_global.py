@@ -24,7 +24,7 @@ from distdl_rma.layers import conv, norm
 from distdl_rma.layers.core.arguments import chosen_placement
 from distdl_rma.layers.core.callbacks import Callbacks
 from distdl_rma.layers.data_movement import DistributedConcat
-from distdl_rma.machine import Machine
+from distdl_rma.segments.machine import Machine
 
 _CONVS = conv.DistributedConv1d, conv.DistributedConv2d, conv.DistributedConv3d
 _NORMS = norm.DistributedInstanceNorm1d, norm.DistributedInstanceNorm2d, norm.DistributedInstanceNorm3d

@@ -12,11 +12,11 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from distdl_rma.checks.consensus import gather_words
 from distdl_rma.dtypes import as_words
 from distdl_rma.errors import ConfigurationError
 from distdl_rma.geometry.exchange import fingerprint
-from distdl_rma.machine import Machine
+from distdl_rma.segments.consensus import gather_words
+from distdl_rma.segments.machine import Machine
 from distdl_rma.split.calls.signatures import mapped, tensors_in
 from distdl_rma.split.tensor import SplitTensor
 

@@ -20,7 +20,6 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from distdl_rma.checks.arguments import mark_compared
-from distdl_rma.checks.consensus import together
 from distdl_rma.checks.generators import random_draw
 from distdl_rma.checks.gradient_origin import GradientCheck
 from distdl_rma.checks.model_calls import Calls, CallTrace, Check
@@ -34,12 +33,13 @@ from distdl_rma.errors import (
     UnsupportedError,
 )
 from distdl_rma.geometry.partition import Partition
-from distdl_rma.machine import Machine, single_rank_problem
 from distdl_rma.model.entering import ModuleHook
 from distdl_rma.model.leaving import Change, Inputs, became_split, make_buffers_plain, write
 from distdl_rma.model.replica_check import ReplicaSampler
 from distdl_rma.ops.core.autograd import ENOUGH, breaks_graph, compiles, mark_summed_later, tracer, uncompiled
 from distdl_rma.ops.core.tensors import problem_with
+from distdl_rma.segments.consensus import together
+from distdl_rma.segments.machine import Machine, single_rank_problem
 from distdl_rma.split.calls import site
 from distdl_rma.split.calls.loss_origin import LOSS_ORIGIN, Backwards
 from distdl_rma.split.calls.signatures import tensors_in

@@ -14,7 +14,7 @@ from torch import nn
 from distdl_rma.checks.arguments import mark_compared
 from distdl_rma.dtypes import as_words, is_in_memory
 from distdl_rma.layers.core.layer import DistributedLayer
-from distdl_rma.machine import Machine
+from distdl_rma.segments.machine import Machine
 from distdl_rma.sync.gradient_groups import gradient_groups_of, under
 
 # Number of tensors of which one call compares a word each; number of calls that compare every byte once.

@@ -8,17 +8,17 @@ from hashlib import blake2b
 import numpy as np
 import torch
 
-from distdl_rma.checks.consensus import Consensus
 from distdl_rma.dtypes import as_words, word_dtype
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.exchange import fingerprint
 from distdl_rma.geometry.intervals import Listed, meeting
 from distdl_rma.geometry.partition import Partition
-from distdl_rma.machine import Machine
 from distdl_rma.ops.core.movement import CallSite
 from distdl_rma.ops.core.staged import movement_between
 from distdl_rma.ops.core.tensors import as_tensor
 from distdl_rma.segments.collectives.allgather import Allgather, Bcast
+from distdl_rma.segments.consensus import Consensus
+from distdl_rma.segments.machine import Machine
 
 # Bytes per pass. A segment holds two passes of received data, and two of data that are staged.
 PASS_NBYTES = 1 << 19

@@ -20,7 +20,7 @@ from distdl_rma.geometry.intervals import Balanced
 from distdl_rma.out_of_core.inference import Inference, one_tensor, twin_of
 from distdl_rma.out_of_core.live_memory import LiveMemory
 from distdl_rma.out_of_core.pages import Pages
-from distdl_rma.segments.buffered_channel import Mailbox
+from distdl_rma.segments.mailbox import Mailbox
 from distdl_rma.segments.options import size_text
 from distdl_rma.segments.waiting.uncaught_errors import place_of
 from distdl_rma.split.tensor import SplitTensor

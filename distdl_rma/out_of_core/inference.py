@@ -14,13 +14,13 @@ from torch.utils._pytree import tree_leaves
 
 from distdl_rma.errors import ArgumentError, ConfigurationError, UnsupportedError
 from distdl_rma.geometry.intervals import Split
-from distdl_rma.machine import Machine
 from distdl_rma.model.entering import ModuleHook
 from distdl_rma.out_of_core.allocator import freed_at_once
 from distdl_rma.out_of_core.pages import Pages
-from distdl_rma.rehearsal import played
-from distdl_rma.segments.buffered_channel import Mailbox
-from distdl_rma.segments.transport.virtual_ranks import VirtualComm
+from distdl_rma.segments.machine import Machine
+from distdl_rma.segments.mailbox import Mailbox
+from distdl_rma.segments.virtual_ranks.comm import VirtualComm
+from distdl_rma.segments.virtual_ranks.rehearse import played
 from distdl_rma.split import layout as lay
 from distdl_rma.split.calls import site
 from distdl_rma.split.tensor import SplitTensor

@@ -12,8 +12,8 @@ from zlib import crc32
 
 import numpy as np
 
-from distdl_rma.segments.buffered_channel import Address, Message
 from distdl_rma.segments.channel import Array
+from distdl_rma.segments.mailbox import Address, Message
 
 # Writing takes a tenth of the time at most, where it takes longer than so many seconds.
 _SHARE, _QUICK_SECONDS = 0.1, 0.2

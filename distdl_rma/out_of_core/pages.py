@@ -24,8 +24,8 @@ from distdl_rma.dtypes import SHOWN, memory_moves
 from distdl_rma.ops.core.result_memory import idle_memory, unpooled
 from distdl_rma.out_of_core.live_memory import LiveMemory
 from distdl_rma.out_of_core.scratch import Region, Scratch
-from distdl_rma.segments.buffered_channel import Mailbox, Parcel
 from distdl_rma.segments.channel import Array
+from distdl_rma.segments.mailbox import Mailbox, Parcel
 from distdl_rma.split.calls.site import module_path
 
 # Smaller blocks stay in memory, and smaller parts of messages, of which there are many more.

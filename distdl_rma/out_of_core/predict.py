@@ -32,7 +32,7 @@ from distdl_rma.out_of_core.processes import Processes
 from distdl_rma.out_of_core.results import Begin, Results, digest_of, key_of
 from distdl_rma.out_of_core.scratch import Scratch
 from distdl_rma.segments.options import parse_size
-from distdl_rma.segments.transport.virtual_ranks import virtual_rank
+from distdl_rma.segments.virtual_ranks.comm import virtual_rank
 from distdl_rma.sources.opening import open_array
 from distdl_rma.sources.reading import label, read_box
 

@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 
-from distdl_rma.checks.consensus import together
 from distdl_rma.dtypes import flat_bytes
-from distdl_rma.machine import Machine
-from distdl_rma.segments.buffered_channel import Address, Mailbox, Message
+from distdl_rma.segments.consensus import together
+from distdl_rma.segments.machine import Machine
+from distdl_rma.segments.mailbox import Address, Mailbox, Message
 from distdl_rma.segments.shared_mailbox import SharedMailbox, process_of
-from distdl_rma.segments.transport.virtual_ranks import world
+from distdl_rma.segments.virtual_ranks.comm import world
 from distdl_rma.segments.waiting.header import WaitReason
 
 _MOST_NBYTES = 1 << 30

@@ -22,7 +22,7 @@ from distdl_rma.dtypes import NUMPY, as_numbers, flat_bytes
 from distdl_rma.errors import DataError, ShapeError, UnsupportedError
 from distdl_rma.out_of_core.message_log import MessageLog
 from distdl_rma.out_of_core.plan import Plan
-from distdl_rma.segments.buffered_channel import Address, Message
+from distdl_rma.segments.mailbox import Address, Message
 from distdl_rma.sources.reading import label
 
 Slices = tuple[slice, ...]

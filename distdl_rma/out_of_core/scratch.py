@@ -19,7 +19,7 @@ import torch
 
 from distdl_rma.dtypes import flat_bytes
 from distdl_rma.errors import ClosedError, DataError
-from distdl_rma.machine import launched
+from distdl_rma.segments.machine import launched
 from distdl_rma.segments.options import parse_size
 
 # Linux writes and reads at most 2 GiB at once.

@@ -14,15 +14,15 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from distdl_rma.checks.consensus import together
 from distdl_rma.errors import ConfigurationError, DataError, ProtocolError
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.partition import Partition
-from distdl_rma.machine import Machine
 from distdl_rma.ops.core.autograd import keeps_values
 from distdl_rma.ops.core.result_memory import ResultPool
 from distdl_rma.out_of_core.allocator import freed_at_once
 from distdl_rma.out_of_core.scratch import Region, Scratch
+from distdl_rma.segments.consensus import together
+from distdl_rma.segments.machine import Machine
 from distdl_rma.segments.options import parse_size
 from distdl_rma.split import SplitTensor
 

@@ -19,12 +19,12 @@ from torch._C._distributed_c10d import FileStore, Store, TCPStore
 from torch.distributed import is_initialized
 from torch.distributed.constants import default_pg_timeout
 
-from distdl_rma.checks.consensus import gather_words
 from distdl_rma.errors import ConfigurationError, UnsupportedError
-from distdl_rma.machine import Machine, launched
 from distdl_rma.process_group.group import RmaProcessGroup
+from distdl_rma.segments.consensus import gather_words
+from distdl_rma.segments.machine import Machine, launched
 from distdl_rma.segments.manager import SegmentManager
-from distdl_rma.segments.transport.virtual_ranks import virtual_rank
+from distdl_rma.segments.virtual_ranks.comm import virtual_rank
 from distdl_rma.segments.waiting.header import namespace
 
 _HOW = (

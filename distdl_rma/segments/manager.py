@@ -26,7 +26,7 @@ from distdl_rma.segments.memory.buffer import SegmentBuffer
 from distdl_rma.segments.memory.context import Queue, SegmentContext, Uncopyable, refuse_fork
 from distdl_rma.segments.options import SegmentOptions, chosen_progress, chosen_timeout, thread_level
 from distdl_rma.segments.transport.segment import Segment
-from distdl_rma.segments.transport.virtual_ranks import is_virtual, world
+from distdl_rma.segments.virtual_ranks.comm import is_virtual, world
 from distdl_rma.segments.waiting.error_texts import LOST, append_state, cause_of
 from distdl_rma.segments.waiting.header import HEADER_BYTES, HeaderWriter, WaitReason, operation_name
 from distdl_rma.segments.waiting.liveness import FailureNotices, PeerWatch

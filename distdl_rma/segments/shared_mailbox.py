@@ -10,8 +10,8 @@ from typing import Any
 from mpi4py import MPI
 
 from distdl_rma.errors import PeerFailedError
-from distdl_rma.segments.buffered_channel import Address, Mailbox, Message, VectorKey
 from distdl_rma.segments.channel import Array
+from distdl_rma.segments.mailbox import Address, Mailbox, Message, VectorKey
 
 _IDLE_SECONDS, _CHECK_SECONDS = 1e-4, 0.1
 # Most bytes of messages that others have not received; a larger message may be under way alone.

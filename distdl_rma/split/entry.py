@@ -10,13 +10,13 @@ from typing import Any
 
 import torch
 
-from distdl_rma.checks.consensus import Consensus
-from distdl_rma.checks.plan_cache import PlanCache, digest
 from distdl_rma.dtypes import DTYPES
 from distdl_rma.errors import ArgumentError, PartitionError, ShapeError
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.partition import Partition
-from distdl_rma.machine import Machine
+from distdl_rma.segments.consensus import Consensus
+from distdl_rma.segments.machine import Machine
+from distdl_rma.segments.plan_cache import PlanCache, digest
 from distdl_rma.split import layout as lay
 from distdl_rma.split.calls.site import THREAD, site_of
 

@@ -25,9 +25,9 @@ from torch.autograd.graph import GradientEdge
 from distdl_rma.checks.gradient_origin import nodes_behind
 from distdl_rma.errors import UnsupportedError
 from distdl_rma.geometry.decomposition import Decomposition
-from distdl_rma.machine import Machine
 from distdl_rma.ops.core.autograd import OperatorFunction, anchor, first_derivative
-from distdl_rma.segments.transport.turns import of_each_rank
+from distdl_rma.segments.machine import Machine
+from distdl_rma.segments.virtual_ranks.turns import of_each_rank
 from distdl_rma.split import layout as lay
 from distdl_rma.split.plain_operands import beside
 

@@ -15,7 +15,7 @@ from distdl_rma.errors import PartitionError
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.intervals import Balanced, Listed, Split
 from distdl_rma.geometry.partition import Partition
-from distdl_rma.machine import Machine
+from distdl_rma.segments.machine import Machine
 
 T = TypeVar("T")
 # Entries that ``kept`` remembers of one kind; with more it starts again.

@@ -14,8 +14,8 @@ from distdl_rma.errors import PartitionError, ShapeError
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.intervals import Balanced, Split
 from distdl_rma.geometry.partition import Partition
-from distdl_rma.machine import Machine
 from distdl_rma.ops.core.autograd import GradientNeeds, is_synchronised
+from distdl_rma.segments.machine import Machine
 from distdl_rma.split import layout as lay
 from distdl_rma.split.calls.signatures import mapped, named, tensors_in
 from distdl_rma.split.calls.site import Site, site_of

@@ -15,8 +15,8 @@ from distdl_rma.checks.gradient_origin import ENDS_OF_BLOCKS, GradientCheck, not
 from distdl_rma.errors import UnsupportedError
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.partition import Partition
-from distdl_rma.machine import Machine
 from distdl_rma.ops.core.autograd import OperatorFunction, first_derivative, is_synchronised
+from distdl_rma.segments.machine import Machine
 from distdl_rma.split.calls.site import site_of, summed_elsewhere
 from distdl_rma.split.redistribution import SummedGradient, once
 

@@ -28,9 +28,9 @@ from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.ops.core.autograd import OperatorFunction, first_derivative
 from distdl_rma.ops.core.staged import Moves, movement_between
 from distdl_rma.ops.core.tensors import as_array, as_tensor
-from distdl_rma.segments.buffered_channel import BufferedVectors
 from distdl_rma.segments.collectives.allreduce import Allreduce
 from distdl_rma.segments.collectives.reduction import Reduction, element_of
+from distdl_rma.segments.mailbox import BufferedVectors
 from distdl_rma.split import layout as lay
 from distdl_rma.split.calls.site import Site, may_move
 

@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from distdl_rma.checks.consensus import together
 from distdl_rma.errors import ArgumentError, PartitionError, ShapeError
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.partition import Partition
-from distdl_rma.machine import Machine
 from distdl_rma.ops.core.tensors import problem_with, zero_volume_tensor
+from distdl_rma.segments.consensus import together
+from distdl_rma.segments.machine import Machine
 from distdl_rma.sources.chunks import warn_of_chunks
 from distdl_rma.sources.opening import open_array
 from distdl_rma.sources.reading import label, read_box

@@ -17,7 +17,6 @@ from distdl_rma.checks.gradient_origin import note_reached_split, show_block, wa
 from distdl_rma.errors import PartitionError, ShapeError, UnsupportedError
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.partition import Partition
-from distdl_rma.machine import Machine
 from distdl_rma.ops.core.autograd import (
     ENOUGH,
     breaks_graph,
@@ -27,6 +26,7 @@ from distdl_rma.ops.core.autograd import (
     run_eager,
 )
 from distdl_rma.ops.core.tensors import no_autocast, problem_with
+from distdl_rma.segments.machine import Machine
 from distdl_rma.segments.waiting.error_texts import OF_SEVERAL_RANKS
 from distdl_rma.split import layout as lay
 from distdl_rma.split.calls.autocast import castable, dtype_for

@@ -15,13 +15,13 @@ from torch.autograd import profiler
 
 from distdl_rma import errors
 from distdl_rma.arithmetic import reduction_dtype
-from distdl_rma.checks.consensus import gather_words
 from distdl_rma.errors import ConfigurationError, ProtocolError
 from distdl_rma.layers.core.parameters import Parameters
-from distdl_rma.machine import Machine
 from distdl_rma.ops.core.autograd import mark_summed_later
 from distdl_rma.ops.core.tensors import as_tensor
 from distdl_rma.segments.collectives.allreduce import Allreduce
+from distdl_rma.segments.consensus import gather_words
+from distdl_rma.segments.machine import Machine
 from distdl_rma.sync.gradient_groups import ParameterEntry, synchronised
 
 

@@ -10,12 +10,12 @@ from typing import Any, cast
 
 import torch
 
-from distdl_rma.checks.consensus import gather_words
 from distdl_rma.checks.generators import have_drifted
 from distdl_rma.errors import ConfigurationError, ProtocolError
 from distdl_rma.layers.core.callbacks import Callbacks
 from distdl_rma.layers.norm import DistributedNorm
-from distdl_rma.machine import Machine
+from distdl_rma.segments.consensus import gather_words
+from distdl_rma.segments.machine import Machine
 from distdl_rma.sync.gradient_groups import GradientGroup
 
 # A group for JSON, see ``statement``.

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from distdl_rma.checks.consensus import are_equal, gather_words, words_of
 from distdl_rma.checks.model_calls import by_ranks
 from distdl_rma.errors import ConfigurationError, DistdlError, MismatchError, ProtocolError
-from distdl_rma.machine import Machine
 from distdl_rma.segments.collectives.allreduce import Allreduce
+from distdl_rma.segments.consensus import are_equal, gather_words, words_of
+from distdl_rma.segments.machine import Machine
 
 
 class GradientNorms:

@@ -18,7 +18,7 @@ from distdl_rma.geometry.partition import by_key
 from distdl_rma.layers.core.callbacks import Callbacks
 from distdl_rma.layers.core.layer import DistributedLayer
 from distdl_rma.layers.core.parameters import Parameters
-from distdl_rma.machine import Machine
+from distdl_rma.segments.machine import Machine
 
 
 class Owner(NamedTuple):

@@ -17,7 +17,6 @@ from torch import nn
 from distdl_rma.errors import ClosedError, DistdlError, ProtocolError, UnsupportedError
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.layers.core.callbacks import Callbacks
-from distdl_rma.machine import Machine
 from distdl_rma.ops.core.autograd import (
     GRAD_CALLS,
     breaks_graph,
@@ -26,6 +25,7 @@ from distdl_rma.ops.core.autograd import (
     run_eager,
     uncompiled,
 )
+from distdl_rma.segments.machine import Machine
 from distdl_rma.segments.memory.context import Uncopyable
 from distdl_rma.sync.bucket import Bucket, BucketKind, GradientSlot, make_buckets, profiled, remaining_slots
 from distdl_rma.sync.clipping import GradientNorms

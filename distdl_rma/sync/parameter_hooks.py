@@ -9,8 +9,8 @@ import torch
 from distdl_rma.checks.gradient_origin import RUNNING, GradientCheck, has_common_gradient, part_to_sum
 from distdl_rma.dtypes import sum_dtype
 from distdl_rma.errors import UnsupportedError
-from distdl_rma.machine import Machine
 from distdl_rma.ops.core.tensors import as_array, as_tensor
+from distdl_rma.segments.machine import Machine
 from distdl_rma.sync.bucket import GradientSlot
 
 

@@ -19,8 +19,8 @@ from distdl_rma.checks.generators import generator_state
 from distdl_rma.errors import ConfigurationError
 from distdl_rma.layers.core.callbacks import set_callbacks
 from distdl_rma.layers.core.layer import DistributedLayer
-from distdl_rma.machine import Machine
 from distdl_rma.ops.set_up_transfer import broadcast_from_first
+from distdl_rma.segments.machine import Machine
 from distdl_rma.sync.bucket import BucketKind, GradientSlot
 from distdl_rma.sync.callback_check import Words, agree, statement
 from distdl_rma.sync.gradient_groups import GradientGroup, Owner, gradient_groups_of, synchronised, under

@@ -10,9 +10,9 @@ import torch
 
 from distdl_rma.errors import MismatchError
 from distdl_rma.geometry.partition import Partition
-from distdl_rma.machine import Machine
 from distdl_rma.ops.core.autograd import uncompiled
 from distdl_rma.segments.collectives.allreduce import Allreduce
+from distdl_rma.segments.machine import Machine
 
 
 def _in_reals(parameter: torch.Tensor) -> torch.Tensor:

@@ -12,7 +12,7 @@ from torch.nn.modules import batchnorm, conv, padding, pooling
 
 from distdl_rma.geometry.box import LEADING
 from distdl_rma.layers.core.layer import DistributedLayer
-from distdl_rma.machine import Machine
+from distdl_rma.segments.machine import Machine
 
 _WHOLE_IMAGE: tuple[type[nn.Module], ...] = (
     batchnorm._NormBase,

@@ -5,7 +5,7 @@ import pytest
 
 from distdl_rma.out_of_core import message_log
 from distdl_rma.out_of_core.message_log import MessageLog
-from distdl_rma.segments.buffered_channel import Address, Message
+from distdl_rma.segments.mailbox import Address, Message
 
 
 def message(number, pieces=2):

@@ -7,8 +7,8 @@ import torch
 from distdl_rma.dtypes import as_words
 from distdl_rma.out_of_core.pages import Pages
 from distdl_rma.out_of_core.scratch import Scratch
-from distdl_rma.rehearsal import played
-from distdl_rma.segments.buffered_channel import Address, Mailbox, Message
+from distdl_rma.segments.mailbox import Address, Mailbox, Message
+from distdl_rma.segments.virtual_ranks.rehearse import played
 
 SIDE = 256
 NBYTES = 4 * SIDE**2

@@ -34,7 +34,7 @@ from distdl_rma.out_of_core.inference import Inference, fixed_tensors, twin_of
 from distdl_rma.out_of_core.pages import Pages
 from distdl_rma.out_of_core.results import Results
 from distdl_rma.out_of_core.scratch import Scratch
-from distdl_rma.segments.buffered_channel import Mailbox
+from distdl_rma.segments.mailbox import Mailbox
 from tests.out_of_core.nets import Calls, UNet, seeded, whole
 from tests.run_mpi import completed
 

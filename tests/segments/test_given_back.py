@@ -7,8 +7,8 @@ import pytest
 from mpi4py import MPI
 
 from distdl_rma import Machine
-from distdl_rma import machine as machine_module
 from distdl_rma.segments import Allreduce
+from distdl_rma.segments import machine as machine_module
 from distdl_rma.segments.waiting import meeting
 from tests.handles import handles, leak
 

@@ -7,7 +7,7 @@ import pytest
 
 from distdl_rma import PeerFailedError
 from distdl_rma.segments import shared_mailbox
-from distdl_rma.segments.buffered_channel import Address, Message
+from distdl_rma.segments.mailbox import Address, Message
 from distdl_rma.segments.shared_mailbox import SharedMailbox
 
 pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.processes]

@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 from distdl_rma import GradientSync, Machine, SegmentError
-from distdl_rma.checks.consensus import gather_words
 from distdl_rma.layers import DistributedConv1d
 from distdl_rma.segments.collectives.allreduce import Allreduce
+from distdl_rma.segments.consensus import gather_words
 from distdl_rma.sync.bucket import BucketKind, GradientSlot, bucketed
 from distdl_rma.sync.gradient_groups import ParameterEntry
 

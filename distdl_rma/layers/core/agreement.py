@@ -13,8 +13,6 @@ from typing import Generic, Protocol, TypeVar
 
 import torch
 
-from distdl_rma.checks.consensus import Consensus, gather_words
-from distdl_rma.checks.plan_cache import UNKNOWN, PlanCache, digest
 from distdl_rma.errors import (
     DistdlError,
     ExchangeTimeout,
@@ -27,9 +25,11 @@ from distdl_rma.geometry.exchange import fingerprint
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.layers.core.input_facts import InputFacts, check_trainable
 from distdl_rma.layers.core.refusals import CallOutcome, refusal
-from distdl_rma.machine import Machine
 from distdl_rma.ops.core.autograd import GradientNeeds
 from distdl_rma.ops.core.movement import CallSite
+from distdl_rma.segments.consensus import Consensus, gather_words
+from distdl_rma.segments.machine import Machine
+from distdl_rma.segments.plan_cache import UNKNOWN, PlanCache, digest
 
 _KEY = "static shapes"
 # Texts for timeouts: calls within static_shapes send no facts, but must agree in this mode.

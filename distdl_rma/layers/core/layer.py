@@ -30,10 +30,10 @@ from distdl_rma.layers.core.module_paths import path_of
 from distdl_rma.layers.core.parameters import Parameters, stated_ranks
 from distdl_rma.layers.core.placement import InitialValues, Placement, as_whole, lasting, register
 from distdl_rma.layers.core.refusals import CallOutcome
-from distdl_rma.machine import Machine
 from distdl_rma.ops.core.autograd import anchored, idle, misfit, uncompiled
 from distdl_rma.ops.core.movement import CallSite
 from distdl_rma.ops.core.tensors import problem_with
+from distdl_rma.segments.machine import Machine
 from distdl_rma.split import layout as lay
 from distdl_rma.split.calls.signatures import mapped
 from distdl_rma.split.tensor import SplitTensor, checked_block

@@ -16,13 +16,13 @@ from distdl_rma.errors import ConfigurationError, ProtocolError
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.layers.core.input_facts import Trainable
 from distdl_rma.layers.core.placement import Placement
-from distdl_rma.machine import Machine
 from distdl_rma.ops.core.autograd import OperatorFunction, first_derivative
 from distdl_rma.ops.core.movement import CallSite
 from distdl_rma.ops.core.staged import Moves, movement_between
 from distdl_rma.ops.core.tensors import as_tensor
 from distdl_rma.ops.set_up_transfer import broadcast_from_first
 from distdl_rma.segments.collectives.allreduce import Allreduce
+from distdl_rma.segments.machine import Machine
 
 # Returns memory in the segment for the gradient of one parameter, in every backward; None if there is none.
 Offer = Callable[[], "torch.Tensor | None"]

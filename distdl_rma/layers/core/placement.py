@@ -13,7 +13,7 @@ from torch import nn
 from distdl_rma.geometry.box import Box
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.partition import Partition
-from distdl_rma.machine import Machine
+from distdl_rma.segments.machine import Machine
 
 _DRAWN_AT_ONCE = 1 << 16
 

@@ -9,15 +9,15 @@ import numpy as np
 import torch
 
 from distdl_rma import errors
-from distdl_rma.checks.consensus import gather_words
 from distdl_rma.errors import DistdlError, ShapeError
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.exchange import fingerprint
 from distdl_rma.geometry.partition import Partition
-from distdl_rma.machine import Machine
 from distdl_rma.ops.core.movement import CallSite
 from distdl_rma.ops.core.staged import movement_between
 from distdl_rma.ops.core.tensors import as_array, as_tensor
+from distdl_rma.segments.consensus import gather_words
+from distdl_rma.segments.machine import Machine
 
 # Maximum characters of a rank's text, and bytes of an outcome.
 _LONGEST, _OUTCOME_NBYTES = 512, 1024

@@ -11,7 +11,6 @@ import numpy as np
 import torch
 
 from distdl_rma.checks.arguments import summary_of
-from distdl_rma.checks.consensus import WORDS, are_equal, gather_words, halves, words_of
 from distdl_rma.dtypes import sum_dtype
 from distdl_rma.errors import ArgumentError, DistdlError, ShapeError, UnsupportedError
 from distdl_rma.geometry.decomposition import Decomposition
@@ -25,6 +24,7 @@ from distdl_rma.ops.core.autograd import OperatorFunction, anchored, reports_fai
 from distdl_rma.ops.core.movement import CallSite
 from distdl_rma.ops.core.tensors import no_autocast, problem_with
 from distdl_rma.segments.collectives.allreduce import Allreduce
+from distdl_rma.segments.consensus import WORDS, are_equal, gather_words, halves, words_of
 
 _LEGACY = ("size_average", "reduce")
 # Errors of torch for tensors that do not fit; all ranks then raise.

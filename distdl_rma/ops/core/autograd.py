@@ -14,8 +14,8 @@ from torch._compile import _disable_dynamo
 
 from distdl_rma.checks.gradient_origin import RUNNING, backward_id
 from distdl_rma.errors import DistdlError, ExchangeTimeout, PeerFailedError, SegmentError, UnsupportedError
-from distdl_rma.machine import Machine
-from distdl_rma.segments.transport.turns import of_each_rank
+from distdl_rma.segments.machine import Machine
+from distdl_rma.segments.virtual_ranks.turns import of_each_rank
 from distdl_rma.segments.waiting.error_texts import OF_SEVERAL_RANKS
 
 # Errors that one rank alone may raise. Any other error of this library is raised by all ranks of a layer, or

@@ -18,14 +18,14 @@ from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.exchange import Exchange, Piece, by_peer
 from distdl_rma.geometry.halo import outputs_behind
 from distdl_rma.geometry.intervals import Split
-from distdl_rma.machine import Machine
 from distdl_rma.ops.core.autograd import OperatorFunction, anchor, first_derivative
 from distdl_rma.ops.core.result_memory import landing, result
 from distdl_rma.ops.core.tensors import as_tensor
-from distdl_rma.segments.buffered_channel import BufferedChannel
 from distdl_rma.segments.channel import Channel
 from distdl_rma.segments.lanes import SLOTS, in_steps
 from distdl_rma.segments.large_arrays import copy
+from distdl_rma.segments.machine import Machine
+from distdl_rma.segments.mailbox import BufferedChannel
 
 # Parts of a result: the slices of each (None for the whole result), and its data (None if the sender has
 # already put them into the result).

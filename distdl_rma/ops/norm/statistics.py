@@ -18,9 +18,9 @@ from distdl_rma.dtypes import NUMPY, as_numbers, sum_dtype
 from distdl_rma.ops.core.movement import CallSite
 from distdl_rma.ops.core.result_memory import result_like
 from distdl_rma.ops.norm.statistic_groups import PAIR, Array, StatisticGroups
-from distdl_rma.segments.buffered_channel import BufferedVectors
 from distdl_rma.segments.collectives.all_push import AllPush
 from distdl_rma.segments.collectives.allreduce import Allreduce
+from distdl_rma.segments.mailbox import BufferedVectors
 
 P = ParamSpec("P")
 R = TypeVar("R")

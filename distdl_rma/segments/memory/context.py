@@ -15,7 +15,7 @@ from distdl_rma.errors import ArgumentError, ClosedError, DistdlError, ProtocolE
 from distdl_rma.segments.options import check_timeout, mpi_runs
 from distdl_rma.segments.transport.heap import Heap
 from distdl_rma.segments.transport.segment import Segment
-from distdl_rma.segments.transport.virtual_ranks import is_virtual
+from distdl_rma.segments.virtual_ranks.comm import is_virtual
 from distdl_rma.segments.waiting.header import WaitReason
 from distdl_rma.segments.waiting.waiter import Waiter
 

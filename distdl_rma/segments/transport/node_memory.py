@@ -23,7 +23,7 @@ from distdl_rma.errors import ConfigurationError, SegmentError
 from distdl_rma.segments.options import DEFAULT_TIMEOUT, SEGMENT_SIZE_VARIABLE, SegmentOptions, chosen_timeout
 from distdl_rma.segments.transport.arena import addresses_left
 from distdl_rma.segments.transport.heap import Bytes, aligned
-from distdl_rma.segments.transport.virtual_ranks import is_virtual, windows_of
+from distdl_rma.segments.virtual_ranks.comm import is_virtual, windows_of
 
 _TICK_SECONDS = 1.0
 

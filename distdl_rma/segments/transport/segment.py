@@ -18,7 +18,7 @@ from distdl_rma.segments.transport.arena import attach, own_arena
 from distdl_rma.segments.transport.heap import ALIGNMENT, Bytes
 from distdl_rma.segments.transport.links import MOVING_WORD, Atomics, Link, RemoteLink, RmaPeer, SharedLink
 from distdl_rma.segments.transport.node_memory import NodeMemory
-from distdl_rma.segments.transport.virtual_ranks import NoLock, hand_over_of
+from distdl_rma.segments.virtual_ranks.comm import NoLock, hand_over_of
 from distdl_rma.trace import Counters
 
 # These processors never reorder a store with an earlier store, nor a load with an earlier load.

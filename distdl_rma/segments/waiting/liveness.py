@@ -13,7 +13,7 @@ from mpi4py import MPI
 
 from distdl_rma.errors import ExchangeTimeout, PeerFailedError
 from distdl_rma.segments.transport.segment import Segment
-from distdl_rma.segments.transport.virtual_ranks import hand_over_of
+from distdl_rma.segments.virtual_ranks.comm import hand_over_of
 from distdl_rma.segments.waiting.error_texts import ANSWER_SECONDS, LOST, TimeoutMessages, append_state
 from distdl_rma.segments.waiting.header import (
     HeaderRecord,

@@ -17,7 +17,7 @@ from mpi4py import MPI
 from distdl_rma.errors import ExchangeTimeout, PartitionError
 from distdl_rma.geometry.exchange import fingerprint
 from distdl_rma.geometry.partition import spans
-from distdl_rma.segments.transport.virtual_ranks import is_virtual, while_blocked
+from distdl_rma.segments.virtual_ranks.comm import is_virtual, while_blocked
 from distdl_rma.segments.waiting.header import clip, numbered
 from distdl_rma.segments.waiting.waiter import advance_other_machines, engines_paused
 

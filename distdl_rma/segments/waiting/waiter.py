@@ -14,7 +14,7 @@ from mpi4py import MPI
 from distdl_rma.errors import DistdlError, ExchangeTimeout
 from distdl_rma.segments.options import check_timeout
 from distdl_rma.segments.transport.segment import Segment
-from distdl_rma.segments.transport.virtual_ranks import virtual_rank, wait_ended, while_blocked
+from distdl_rma.segments.virtual_ranks.comm import virtual_rank, wait_ended, while_blocked
 from distdl_rma.segments.waiting.header import WaitReason
 from distdl_rma.segments.waiting.liveness import FailureNotices, PeerWatch
 from distdl_rma.trace import Counters

@@ -17,9 +17,9 @@ import torch
 
 from distdl_rma.checks.arguments import TENSORS, as_comparable, checksum, described_arguments, sample_of
 from distdl_rma.checks.model_calls import by_ranks, first_difference
-from distdl_rma.machine import Machine
 from distdl_rma.ops.core.autograd import is_synchronised
-from distdl_rma.segments.transport.turns import of_each_rank
+from distdl_rma.segments.machine import Machine
+from distdl_rma.segments.virtual_ranks.turns import of_each_rank
 from distdl_rma.split.calls.table import name_of
 
 # Kinds that are not hashed: queries of a tensor, and rules of users.

@@ -19,9 +19,9 @@ import torch
 from distdl_rma.checks.arguments import TENSORS, comparable_parts
 from distdl_rma.checks.model_calls import CallTrace
 from distdl_rma.errors import UnsupportedError
-from distdl_rma.machine import Machine
 from distdl_rma.ops.core.movement import CallSite
-from distdl_rma.segments.transport.turns import of_each_rank
+from distdl_rma.segments.machine import Machine
+from distdl_rma.segments.virtual_ranks.turns import of_each_rank
 from distdl_rma.split.calls.table import name_of
 
 T = TypeVar("T")

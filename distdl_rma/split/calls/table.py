@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F  # noqa: N812
 
-from distdl_rma.segments.transport.turns import of_each_rank
+from distdl_rma.segments.virtual_ranks.turns import of_each_rank
 from distdl_rma.split.calls.autocast import is_cast
 
 # Gets the function, its arguments and its keyword arguments from the user; returns the user's result.

@@ -15,7 +15,7 @@ from mpi4py import MPI
 from distdl_rma.errors import PeerFailedError
 from distdl_rma.segments.transport import links
 from distdl_rma.segments.transport.links import Atomics, ByteRuns, RemoteLink, RmaPeer
-from distdl_rma.segments.transport.virtual_network import Event, Network, VirtualRequest, VirtualWindow
+from distdl_rma.segments.virtual_ranks.network import Event, Network, VirtualRequest, VirtualWindow
 from distdl_rma.trace import Counters
 
 LARGE = 1 << 17

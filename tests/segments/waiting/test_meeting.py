@@ -1,6 +1,6 @@
 """Lines that all processes of a job can read, and the communicator that is created after them.
 
-Ranks that mean different machines, are refused or do not come are in ``tests/test_machine.py``.
+Ranks that mean different machines, are refused or do not come are in ``tests/segments/test_machine.py``.
 """
 
 import time

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from distdl_rma import SplitTensor, UnsupportedError
 from distdl_rma.geometry.intervals import Listed
-from distdl_rma.machine import Machine
+from distdl_rma.segments.machine import Machine
 from distdl_rma.split import layout as lay
 from distdl_rma.split.calls import torch_errors
 from distdl_rma.split.calls.torch_errors import raise_as_torch

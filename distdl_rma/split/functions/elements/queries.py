@@ -9,8 +9,8 @@ import torch
 
 from distdl_rma.checks.gradient_origin import from_split_tensor
 from distdl_rma.geometry.partition import Partition
-from distdl_rma.machine import Machine
 from distdl_rma.ops.core.autograd import grad_call
+from distdl_rma.segments.machine import Machine
 from distdl_rma.split import layout as lay
 from distdl_rma.split.calls.loss_origin import LOSS_ORIGIN
 from distdl_rma.split.calls.signatures import mapped, named, tensors_in

@@ -7,7 +7,7 @@ from mpi4py import MPI
 from distdl_rma import ProtocolError, rehearse
 from distdl_rma.segments import Channel, SegmentManager
 from distdl_rma.segments.transport.links import RmaPeer
-from distdl_rma.segments.transport.virtual_network import Network, VirtualWindow
+from distdl_rma.segments.virtual_ranks.network import Network, VirtualWindow
 from tests.segments.exchanges import NAMES, expected, movements, values
 
 SEEDS = range(12)

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from distdl_rma import ExchangeTimeout, Machine, MismatchError, PeerFailedError
-from distdl_rma.machine import raise_together
 from distdl_rma.segments import Allreduce
+from distdl_rma.segments.machine import raise_together
 from distdl_rma.segments.waiting.error_texts import LOST, USABLE
 
 pytestmark = [pytest.mark.mpi, pytest.mark.sizes(2, 3, 4)]
@@ -35,7 +35,7 @@ def test_what_differs_is_raised_by_all_and_the_machine_goes_on(manager):
 
 @pytest.mark.mpi(min_size=2)
 def test_a_rank_that_does_not_come_loses_the_machine(manager, comm, monkeypatch):
-    monkeypatch.setattr("distdl_rma.machine.GRACE_SECONDS", 0.5)
+    monkeypatch.setattr("distdl_rma.segments.machine.GRACE_SECONDS", 0.5)
     error = MismatchError("not alike")
     if comm.rank:
         assert not raise_together(manager, error, manager.ranks) and str(error).endswith(LOST)

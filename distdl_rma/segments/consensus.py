@@ -18,9 +18,9 @@ from numpy.typing import NDArray
 from distdl_rma import errors
 from distdl_rma.errors import DataError, DistdlError, MismatchError, PeerFailedError
 from distdl_rma.geometry.exchange import fingerprint
-from distdl_rma.machine import Machine
 from distdl_rma.segments.collectives.allgather import Allgather
 from distdl_rma.segments.collectives.equality_check import EqualityCheck
+from distdl_rma.segments.machine import Machine
 from distdl_rma.segments.manager import SegmentManager
 from distdl_rma.segments.waiting.error_texts import OF_SEVERAL_RANKS
 

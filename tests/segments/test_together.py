@@ -3,7 +3,7 @@
 import pytest
 
 from distdl_rma import DataError, Machine, MismatchError, ShapeError
-from distdl_rma.checks.consensus import together
+from distdl_rma.segments.consensus import together
 
 pytestmark = pytest.mark.mpi
 

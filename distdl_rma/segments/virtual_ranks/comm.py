@@ -22,9 +22,15 @@ from numpy.typing import NDArray
 
 from distdl_rma.errors import ArgumentError, ProtocolError
 from distdl_rma.segments.options import check_communicator
-from distdl_rma.segments.transport.heap import Bytes
-from distdl_rma.segments.transport.turns import Turns
-from distdl_rma.segments.transport.virtual_network import Event, VirtualRequest, VirtualWindow, flat, reduced
+from distdl_rma.segments.virtual_ranks.network import (
+    Bytes,
+    Event,
+    VirtualRequest,
+    VirtualWindow,
+    flat,
+    reduced,
+)
+from distdl_rma.segments.virtual_ranks.turns import Turns
 
 
 class _Here(threading.local):

@@ -21,9 +21,9 @@ from distdl_rma import (
     ProtocolError,
     SegmentError,
 )
-from distdl_rma.machine import launched
 from distdl_rma.out_of_core.processes import Processes
 from distdl_rma.segments import SegmentManager
+from distdl_rma.segments.machine import launched
 from distdl_rma.segments.transport import node_memory
 from distdl_rma.segments.waiting import meeting
 from distdl_rma.segments.waiting.meeting import JobBoard

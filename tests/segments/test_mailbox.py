@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from distdl_rma import Machine, MismatchError, rehearse
-from distdl_rma.rehearsal import played
-from distdl_rma.segments.buffered_channel import Address, BufferedChannel, BufferedVectors, Mailbox, Message
+from distdl_rma.segments.mailbox import Address, BufferedChannel, BufferedVectors, Mailbox, Message
+from distdl_rma.segments.virtual_ranks.rehearse import played
 from tests.segments.exchanges import NAMES, expected, movements, values
 
 

@@ -6,8 +6,8 @@ import time
 import pytest
 
 from distdl_rma import ExchangeTimeout, Machine, MismatchError
-from distdl_rma.checks.consensus import Consensus, gather_words
 from distdl_rma.geometry.exchange import fingerprint
+from distdl_rma.segments.consensus import Consensus, gather_words
 
 pytestmark = pytest.mark.mpi
 

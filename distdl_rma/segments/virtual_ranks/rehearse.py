@@ -14,8 +14,8 @@ import numpy as np
 
 from distdl_rma.errors import ArgumentError, PeerFailedError, UnsupportedError
 from distdl_rma.geometry.intervals import Balanced
-from distdl_rma.segments.transport.turns import Keeper, RunAbandoned, Turns
-from distdl_rma.segments.transport.virtual_ranks import VirtualComm, virtual_rank
+from distdl_rma.segments.virtual_ranks.comm import VirtualComm, virtual_rank
+from distdl_rma.segments.virtual_ranks.turns import Keeper, RunAbandoned, Turns
 
 _T = TypeVar("_T")
 # 624 words and the place of the next one.

@@ -19,14 +19,14 @@ from mpi4py import MPI
 from distdl_rma.errors import ConfigurationError, DistdlError, PartitionError, PeerFailedError
 from distdl_rma.geometry.distribution import Distribution
 from distdl_rma.geometry.partition import Partition, integers
-from distdl_rma.segments.buffered_channel import Mailbox
 from distdl_rma.segments.collectives.barrier import Barrier
 from distdl_rma.segments.collectives.equality_check import EqualityCheck
 from distdl_rma.segments.collectives.group import Group
+from distdl_rma.segments.mailbox import Mailbox
 from distdl_rma.segments.manager import SegmentManager
 from distdl_rma.segments.memory.context import SharedByCopies, refuse_fork
 from distdl_rma.segments.options import DEFAULT_TIMEOUT, chosen_timeout
-from distdl_rma.segments.transport.virtual_ranks import at_end_of_rank, is_virtual, world
+from distdl_rma.segments.virtual_ranks.comm import at_end_of_rank, is_virtual, world
 from distdl_rma.segments.waiting.error_texts import USABLE, append_state, cause_of, ends_with_state
 from distdl_rma.segments.waiting.meeting import meet, refuse
 from distdl_rma.segments.waiting.uncaught_errors import report_uncaught_errors, write_once

@@ -2,9 +2,9 @@
 
 import pytest
 
-from distdl_rma.checks.plan_cache import UNKNOWN, PlanCache, digest
 from distdl_rma.geometry.exchange import fingerprint
 from distdl_rma.ops.core.autograd import GradientNeeds
+from distdl_rma.segments.plan_cache import UNKNOWN, PlanCache, digest
 
 NEEDS = GradientNeeds(True, True)
 

@@ -21,8 +21,8 @@ from time import sleep
 from typing import Any, Protocol
 
 from distdl_rma.errors import ConfigurationError, ProtocolError
-from distdl_rma.segments.transport.stuck import LOOK_SECONDS, Watch
-from distdl_rma.segments.transport.virtual_network import Network
+from distdl_rma.segments.virtual_ranks.network import Network
+from distdl_rma.segments.virtual_ranks.stuck import LOOK_SECONDS, Watch
 
 # After so many rounds in which all ranks only wait, they sleep: they wait for time to pass.
 _IDLE_ROUNDS = 20

@@ -2,7 +2,7 @@
 
 import pytest
 
-from distdl_rma.checks.consensus import WORDS, are_equal, halves, words_of
+from distdl_rma.segments.consensus import WORDS, are_equal, halves, words_of
 
 
 def summed(*facts):

@@ -33,7 +33,8 @@ from distdl_rma import (
     shard,
 )
 from distdl_rma.segments import Channel
-from distdl_rma.segments.transport import node_memory, stuck, turns
+from distdl_rma.segments.transport import node_memory
+from distdl_rma.segments.virtual_ranks import stuck, turns
 from tests.segments.exchanges import NAMES, expected, movements, values
 
 ALL = st.integers(1, 7)

@@ -16,10 +16,9 @@ import numpy as np
 from mpi4py import MPI
 from numpy.typing import NDArray
 
-from distdl_rma.segments.transport.heap import Bytes
-
 Test = Callable[[], bool]
 Words = NDArray[np.int64]
+Bytes = NDArray[np.uint8]
 # Longest delay, in turns for each rank.
 _TURNS = 4
 
