@@ -62,7 +62,7 @@ test: $(STAMP)  ## lint, types, imports, the day's tests without MPI and on 1 to
 test-all:  ## the same with every test and every seed on each number of ranks, all of them processes
 	@$(MAKE) test DAY= VIRTUAL_RANKS=
 
-room: $(STAMP)  ## lint, types and tests of a folder of the package and of what imports it (ROOM=ops/conv)
+room: $(STAMP)  ## lint, types and tests of a folder of the package and of what imports it (ROOM=layers/ops/conv)
 	$(BIN)/python -m tests.room $(ROOM)
 
 lint: $(STAMP)  ## ruff: lint and format
@@ -90,8 +90,8 @@ test-one-rank:
 	@$(MAKE) test-mpi TEST_RANKS=1
 
 # In an environment of its own: what depends on the MPI, and a tenth of everything; all of it: make test MPI=openmpi.
-test-openmpi: TESTS = tests/segments tests/sync tests/layers/data_movement/test_base.py \
-    tests/layers/conv/test_conv.py tests/layers/linear/test_linear.py tests/layers/norm/test_base.py \
+test-openmpi: TESTS = tests/segments tests/layers/sync tests/layers/partitioned/data_movement/test_base.py \
+    tests/layers/partitioned/conv/test_conv.py tests/layers/partitioned/linear/test_linear.py tests/layers/partitioned/norm/test_base.py \
     tests/process_group/test_group.py tests/process_group/test_groups_and_meshes.py
 test-openmpi:  ## with Open MPI: the tests near to MPI on 3 ranks, of failing ranks, and a tenth of all, every day another
 	$(MAKE) MPI=openmpi TEST_RANKS=3 TESTS='$(TESTS)' test-mpi
@@ -112,7 +112,7 @@ test-newer-torch: $(STAMP)  ## the process group with another torch (NEWER_TORCH
 test-hosts: $(STAMP)  ## the MPI tests on two hosts within this machine, where that is allowed
 	@! $(BIN)/python tests/two_hosts.py --check || $(BIN)/python tests/run_mpi.py --ranks $(HOSTS_RANKS) $(TODAYS) \
 	    --mpiexec "$(BIN)/python tests/two_hosts.py --least-bytes 10000000" -- tests/hosts tests/segments \
-	    tests/ops/core/test_staged.py tests/benchmarks/scaling/test_plans.py
+	    tests/layers/ops/core/test_staged.py tests/benchmarks/scaling/test_plans.py
 
 fuzz: $(STAMP)  ## random layers against torch's (RANKS= FAMILY= FUZZ_SECONDS= FIRST=)
 	$(MPIEXEC) -n $(RANKS) $(BIN)/python -m mpi4py -m tests.fuzz $(FAMILY) --seconds $(FUZZ_SECONDS) \

@@ -15,7 +15,7 @@ from benchmarks.measure import COMM, Row, compare
 from benchmarks.training_step import forward_and_backward
 from distdl_rma import GradientSync, Machine, distribute, shard
 from distdl_rma.layers import DistributedConv2d, Repartition
-from distdl_rma.split import SplitTensor
+from distdl_rma.layers.split import SplitTensor
 
 CHANNELS, EXTENT = 4, 64
 # Elements of float32 that all ranks have together: 256 KiB.

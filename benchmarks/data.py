@@ -21,7 +21,7 @@ from benchmarks.disk import disk_alone
 from benchmarks.measure import COMM, Row, compare, summary
 from benchmarks.memory import status_kib
 from distdl_rma import Machine, ShardDataset, ShardLoader, create_array, shard, write_shards
-from distdl_rma.split.tensor import SplitTensor
+from distdl_rma.layers.split.tensor import SplitTensor
 
 MIB = int(os.environ.get("DATA_BENCH_MIB", "2048"))
 SIDE = 1024

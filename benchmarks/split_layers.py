@@ -11,7 +11,7 @@ from torch import nn
 
 from benchmarks.measure import Row, added, compare
 from distdl_rma import Machine, Partition, distribute, shard
-from distdl_rma.split import SplitTensor
+from distdl_rma.layers.split import SplitTensor
 
 Step = Callable[[], object]
 TIMES = 10

@@ -11,8 +11,8 @@ import torch
 from benchmarks.measure import Row, compare
 from benchmarks.scaling.rows import on_the_first, with_threads
 from distdl_rma import Machine
-from distdl_rma.arithmetic import reduction_dtype
-from distdl_rma.ops.norm.statistics import Rows
+from distdl_rma.layers.arithmetic import reduction_dtype
+from distdl_rma.layers.ops.norm.statistics import Rows
 from distdl_rma.segments.collectives.reduction import Reduction, element_of
 from distdl_rma.segments.large_arrays import copy
 

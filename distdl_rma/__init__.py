@@ -40,11 +40,22 @@ if TYPE_CHECKING:
     from distdl_rma.data.sinks import write_shards as write_shards
     from distdl_rma.geometry.distribution import Distribution as Distribution
     from distdl_rma.geometry.partition import Partition as Partition
-    from distdl_rma.layers.core.agreement import static_shapes as static_shapes
-    from distdl_rma.model.compare import compare as compare
-    from distdl_rma.model.distribute import distribute as distribute
-    from distdl_rma.model.report import report as report
-    from distdl_rma.ops.core.tensors import zero_volume_tensor as zero_volume_tensor
+    from distdl_rma.layers.model.compare import compare as compare
+    from distdl_rma.layers.model.distribute import distribute as distribute
+    from distdl_rma.layers.model.report import report as report
+    from distdl_rma.layers.ops.core.tensors import zero_volume_tensor as zero_volume_tensor
+    from distdl_rma.layers.partitioned.core.agreement import static_shapes as static_shapes
+    from distdl_rma.layers.sources.opening import open_array as open_array
+    from distdl_rma.layers.sources.reading import Sink as Sink
+    from distdl_rma.layers.sources.reading import Source as Source
+    from distdl_rma.layers.split import SplitTensor as SplitTensor
+    from distdl_rma.layers.split.functions.user_rules import register as register
+    from distdl_rma.layers.split.shard import shard as shard
+    from distdl_rma.layers.state import gather_state_dict as gather_state_dict
+    from distdl_rma.layers.state import load_global_state_dict as load_global_state_dict
+    from distdl_rma.layers.state import whole_parameters as whole_parameters
+    from distdl_rma.layers.sync import DistributedGradScaler as DistributedGradScaler
+    from distdl_rma.layers.sync import GradientSync as GradientSync
     from distdl_rma.out_of_core.predict import Predictor as Predictor
     from distdl_rma.out_of_core.predict import plan_prediction as plan_prediction
     from distdl_rma.out_of_core.predict import predict as predict
@@ -53,53 +64,42 @@ if TYPE_CHECKING:
     from distdl_rma.segments.machine import MPIPartition as MPIPartition
     from distdl_rma.segments.machine import print0 as print0
     from distdl_rma.segments.virtual_ranks.rehearse import rehearse as rehearse
-    from distdl_rma.sources.opening import open_array as open_array
-    from distdl_rma.sources.reading import Sink as Sink
-    from distdl_rma.sources.reading import Source as Source
-    from distdl_rma.split import SplitTensor as SplitTensor
-    from distdl_rma.split.functions.user_rules import register as register
-    from distdl_rma.split.shard import shard as shard
-    from distdl_rma.state import gather_state_dict as gather_state_dict
-    from distdl_rma.state import load_global_state_dict as load_global_state_dict
-    from distdl_rma.state import whole_parameters as whole_parameters
-    from distdl_rma.sync import DistributedGradScaler as DistributedGradScaler
-    from distdl_rma.sync import GradientSync as GradientSync
 
 __version__ = "0.1.0"
 
 _HOMES = {
     "Checkpoints": "checkpoints.job",
     "Distribution": "geometry.distribution",
-    "DistributedGradScaler": "sync",
-    "GradientSync": "sync",
+    "DistributedGradScaler": "layers.sync",
+    "GradientSync": "layers.sync",
     "MPIPartition": "segments.machine",
     "Machine": "segments.machine",
     "Partition": "geometry.partition",
     "ShardDataset": "data.dataset",
     "ShardLoader": "data.loader",
-    "Sink": "sources.reading",
-    "Source": "sources.reading",
-    "gather_state_dict": "state",
+    "Sink": "layers.sources.reading",
+    "Source": "layers.sources.reading",
+    "gather_state_dict": "layers.state",
     "load_checkpoint": "checkpoints.load",
-    "load_global_state_dict": "state",
-    "shard": "split.shard",
+    "load_global_state_dict": "layers.state",
+    "shard": "layers.split.shard",
     "spill": "out_of_core.spill",
-    "static_shapes": "layers.core.agreement",
-    "SplitTensor": "split",
-    "compare": "model.compare",
+    "static_shapes": "layers.partitioned.core.agreement",
+    "SplitTensor": "layers.split",
+    "compare": "layers.model.compare",
     "create_array": "data.sinks",
-    "distribute": "model.distribute",
-    "open_array": "sources.opening",
+    "distribute": "layers.model.distribute",
+    "open_array": "layers.sources.opening",
     "Predictor": "out_of_core.predict",
     "plan_prediction": "out_of_core.predict",
     "predict": "out_of_core.predict",
     "print0": "segments.machine",
     "rehearse": "segments.virtual_ranks.rehearse",
-    "register": "split.functions.user_rules",
-    "report": "model.report",
-    "whole_parameters": "state",
+    "register": "layers.split.functions.user_rules",
+    "report": "layers.model.report",
+    "whole_parameters": "layers.state",
     "write_shards": "data.sinks",
-    "zero_volume_tensor": "ops.core.tensors",
+    "zero_volume_tensor": "layers.ops.core.tensors",
 }
 __all__ = ["__version__"]
 __all__ += errors.__all__

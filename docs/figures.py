@@ -20,9 +20,9 @@ from distdl_rma.geometry.halo import Stencil, Window, WindowSplit
 from distdl_rma.geometry.intervals import Balanced
 from distdl_rma.geometry.partition import Partition, groups_along, groups_onto, transposed
 from distdl_rma.geometry.trees import all_reduction, broadcast, reduction
-from distdl_rma.ops.conv.own_and_halo import OwnAndHalo
-from distdl_rma.ops.norm.statistic_groups import NormAxes
-from distdl_rma.ops.windows import Interpolation, Resize
+from distdl_rma.layers.ops.conv.own_and_halo import OwnAndHalo
+from distdl_rma.layers.ops.norm.statistic_groups import NormAxes
+from distdl_rma.layers.ops.windows import Interpolation, Resize
 from sheet import FRAME, GREY, HATCHED, STAYS, SUM, Canvas, Plane, Point, svg
 
 __all__ = ["FIGURES", "drawn"]

@@ -11,8 +11,8 @@ import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
-import distdl_rma.split  # noqa: F401 - fills the table
-from distdl_rma.split.calls.table import RULES, WITHOUT_RULE, Handler, name_of
+import distdl_rma.layers.split  # noqa: F401 - fills the table
+from distdl_rma.layers.split.calls.table import RULES, WITHOUT_RULE, Handler, name_of
 
 __all__ = ["PAGE", "written"]
 
@@ -47,8 +47,8 @@ OPERATORS = {
 }
 HEAD = """# What split tensors do with each function of torch
 
-Written by `docs/functions.py` from the table of rules (`distdl_rma.split.calls.table`). The guide to split
-tensors is [convert.md](convert.md).
+Written by `docs/functions.py` from the table of rules (`distdl_rma.layers.split.calls.table`). The guide to
+split tensors is [convert.md](convert.md).
 
 - A function that is not listed raises an error if a tensor is cut, unless `distdl_rma.register(function,
   handler)` adds a rule. On replicated tensors every function of torch is allowed.

@@ -27,7 +27,7 @@ from benchmarks.scaling.plans import (
 from benchmarks.traffic import Traffic
 from distdl_rma import Partition
 from distdl_rma.geometry import Decomposition, Exchange, trees
-from distdl_rma.ops.linear import ROWS, LinearGrid, grid_of_workers
+from distdl_rma.layers.ops.linear import ROWS, LinearGrid, grid_of_workers
 
 __all__ = ["PAGE", "busiest", "calls", "grid_of", "written"]
 

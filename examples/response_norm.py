@@ -18,11 +18,11 @@ from torch.nn import functional as F  # noqa: N812
 from distdl_rma import MPIPartition, Partition, shard
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.halo import Window, WindowSplit
-from distdl_rma.layers.core.input_facts import InputFacts, source_of
-from distdl_rma.layers.core.operator_layer import OperatorLayer
-from distdl_rma.ops.core.movement import CallSite
-from distdl_rma.ops.core.operation import GatherComputeScatter
-from distdl_rma.ops.core.staged import movement_or_none
+from distdl_rma.layers.ops.core.movement import CallSite
+from distdl_rma.layers.ops.core.operation import GatherComputeScatter
+from distdl_rma.layers.ops.core.staged import movement_or_none
+from distdl_rma.layers.partitioned.core.input_facts import InputFacts, source_of
+from distdl_rma.layers.partitioned.core.operator_layer import OperatorLayer
 
 
 class ResponseNorm(GatherComputeScatter):

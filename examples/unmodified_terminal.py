@@ -11,8 +11,8 @@ from rich.table import Table
 
 from demo_terminal import COMM, CONSOLE, Mistake, Parser, steps
 from denoise_options import grid, squarest
-from distdl_rma.model.compare import Comparison
-from distdl_rma.model.report import Call, StepReport
+from distdl_rma.layers.model.compare import Comparison
+from distdl_rma.layers.model.report import Call, StepReport
 from unet_terminal import size
 
 STEPS = 40

@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
 from distdl_rma import Machine, distribute, layers, shard
-from distdl_rma.ops.core.autograd import mark_summed_later
+from distdl_rma.layers.ops.core.autograd import mark_summed_later
 
 # What looks whether others are there does so as often as they are late, and looks for what it waits for.
 _WAITS = frozenset({"until", "_wait", "arrived", "advance", "flag_after", "_board_is_full"})

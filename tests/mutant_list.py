@@ -42,8 +42,8 @@ def _on(ranks: int, *files: str) -> tuple[tuple[str, ...]]:
 
 
 _CHANNEL, _GIVEN_UP = _on(3, "segments/test_channel.py"), _on(3, "segments/test_channel_given_up.py")
-_CONV = _on(3, "layers/conv/test_conv.py")
-_COPIES, _NUMBERS = _on(2, "model/test_replica_check.py"), _on(2, "model/test_numbers.py")
+_CONV = _on(3, "layers/partitioned/conv/test_conv.py")
+_COPIES, _NUMBERS = _on(2, "layers/model/test_replica_check.py"), _on(2, "layers/model/test_numbers.py")
 
 HAND_MADE = (
     Mutant(
@@ -104,73 +104,73 @@ HAND_MADE = (
     ),
     Mutant(
         "what neighbours send back replaces the own gradient",
-        "distdl_rma/ops/conv/convolution.py",
+        "distdl_rma/layers/ops/conv/convolution.py",
         "total[place].add_(as_tensor",
         "total[place].copy_(as_tensor",
         _CONV,
     ),
     Mutant(
         "a halo is sent back only where this rank needs its gradient",
-        "distdl_rma/ops/conv/convolution.py",
+        "distdl_rma/layers/ops/conv/convolution.py",
         "        if needs_halo:\n            mark",
         "        if needs_halo and needs_x:\n            mark",
         _CONV,
     ),
     Mutant(
         "the corners of a tile are read twice",
-        "distdl_rma/ops/conv/own_and_halo.py",
+        "distdl_rma/layers/ops/conv/own_and_halo.py",
         "            rest = rest.replace(d, low, high)\n",
         "",
-        _plain("ops/conv/test_own_and_halo.py"),
+        _plain("layers/ops/conv/test_own_and_halo.py"),
     ),
     Mutant(
         "copies of a weight keep their own gradients",
-        "distdl_rma/layers/core/parameters.py",
+        "distdl_rma/layers/partitioned/core/parameters.py",
         "return None, None, *ctx.owner.sum(ctx.ranks, gradients)",
         "return None, None, *gradients",
         _CONV,
     ),
     Mutant(
         "accumulated gradients are summed again",
-        "distdl_rma/sync/gradients.py",
+        "distdl_rma/layers/sync/gradients.py",
         "            slot.base, parameter.grad = gradient.clone(), None\n",
         "            slot.base, parameter.grad = None, None\n",
-        _on(3, "sync/test_gradients.py", "sync/test_accumulation.py"),
+        _on(3, "layers/sync/test_gradients.py", "layers/sync/test_accumulation.py"),
     ),
     Mutant(
         "of the tensor behind, bytes are compared from where the one before ended",
-        "distdl_rma/model/replica_check.py",
+        "distdl_rma/layers/model/replica_check.py",
         "self._at, self._offset = self._at + 1, 0\n",
         "self._at += 1\n",
         _COPIES,
     ),
     Mutant(
         "where backwards began is not compared",
-        "distdl_rma/model/distribute.py",
+        "distdl_rma/layers/model/distribute.py",
         "[Backwards.of(self.machine, ranks), GradientCheck",
         "[GradientCheck",
         _NUMBERS,
     ),
     Mutant(
         "of inputs every call compares the same elements",
-        "distdl_rma/checks/model_calls.py",
+        "distdl_rma/layers/checks/model_calls.py",
         "[crc32(sample_of(x, at)) for x in inputs]",
         "[crc32(sample_of(x)) for x in inputs]",
         _COPIES,
     ),
     Mutant(
         "of several backwards the last one counts alone",
-        "distdl_rma/split/calls/loss_origin.py",
+        "distdl_rma/layers/split/calls/loss_origin.py",
         "self._number = checksum(start, self._number)",
         "self._number = checksum(start)",
         _NUMBERS,
     ),
     Mutant(
         "a tensor of own data and halo is made again without the halo",
-        "distdl_rma/ops/conv/convolution.py",
+        "distdl_rma/layers/ops/conv/convolution.py",
         "operation.held(x, held) if operation.remakes",
         "operation.held(x) if operation.remakes",
-        _on(3, "ops/conv/test_convolution.py"),
+        _on(3, "layers/ops/conv/test_convolution.py"),
     ),
     Mutant(
         "parts lie in the order of ranks, not of nodes",

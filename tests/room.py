@@ -1,4 +1,4 @@
-"""Check one room, a folder of distdl_rma, and what imports it: ``python -m tests.room ops/conv``.
+"""Check one room, a folder of distdl_rma, and what imports it: ``python -m tests.room layers/ops/conv``.
 
 Side by side run ruff, mypy on the room and the folders that import it, the tests without MPI, and the day's
 MPI tests on 2 ranks, see ``matrix.py``. The tests are those of the room, and of the folders that import it
@@ -27,7 +27,7 @@ PACKAGE, TESTS = ROOT / "distdl_rma", ROOT / "tests"
 def main(arguments: Sequence[str]) -> int:
     """Check a room; return the exit status, 0 when all passed."""
     parser = argparse.ArgumentParser(description="Check one room and what imports it.", allow_abbrev=False)
-    parser.add_argument("room", help="a folder or a file of distdl_rma, such as ops/conv or errors.py")
+    parser.add_argument("room", help="a folder or a file of distdl_rma, such as layers/ops/conv or errors.py")
     try:
         room = module_of(parser.parse_args(arguments).room)
     except ValueError as error:
@@ -58,10 +58,10 @@ def spelled(paths: Iterable[Path]) -> str:
 
 
 def module_of(room: str) -> str:
-    """Name below distdl_rma of a folder or file, ``split.functions`` of ``split/functions/``."""
+    """Name below distdl_rma of a folder or file, ``layers.split`` of ``layers/split/``."""
     found = ".".join(Path(room.removeprefix("distdl_rma/").removesuffix(".py")).parts)
     if not found or f"distdl_rma.{found}" not in graph().modules:
-        raise ValueError(f"distdl_rma has no room {room!r}; one is split/functions/images")
+        raise ValueError(f"distdl_rma has no room {room!r}; one is layers/split/functions")
     return found
 
 

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from distdl_rma import Machine
-from distdl_rma.split.calls.loss_origin import LOSS_ORIGIN
+from distdl_rma.layers.split.calls.loss_origin import LOSS_ORIGIN
 from tests.call_counts import (
     LAYERS,
     Calls,

@@ -180,6 +180,7 @@ buffer = machine.segments.get_segment_buffer(64, 1)
 peer = buffer.exchange([1 - comm.rank])[1 - comm.rank]
 peer.put(np.ones(8))
 lost.group().barrier()
+comm.Barrier()
 lost.fail(OSError("disk on fire"))
 MPI.Finalize()
 refused(ProtocolError, "was finalised", *doors)

@@ -22,7 +22,7 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
 from distdl_rma import rehearse
-from distdl_rma.split.calls.table import RULES
+from distdl_rma.layers.split.calls.table import RULES
 from tests.test_reference import PAGES, names_of
 
 # Whoever starts pytest chooses the threads.

@@ -18,10 +18,10 @@ from benchmarks.scaling.plans import Cluster, Staged, Vote, loss_layer, outcome,
 from distdl_rma import Machine, distribute, shard
 from distdl_rma.geometry import Decomposition
 from distdl_rma.layers import DistributedBatchNorm2d, DistributedConv2d, DistributedLinear
-from distdl_rma.layers.core.refusals import CallOutcome
-from distdl_rma.layers.loss.base import LossSums
-from distdl_rma.ops.core.movement import CallSite
-from distdl_rma.ops.core.staged import movement_between
+from distdl_rma.layers.ops.core.movement import CallSite
+from distdl_rma.layers.ops.core.staged import movement_between
+from distdl_rma.layers.partitioned.core.refusals import CallOutcome
+from distdl_rma.layers.partitioned.loss.base import LossSums
 from messages import PAGE, busiest, calls, grid_of, written
 
 COUNTED = ("puts", "bytes_put", "gets", "bytes_got", "collectives", "bytes_collective")

@@ -62,10 +62,10 @@ def test_operators_change_one_place_and_no_texts(line, expected):
 
 
 def test_tests_of_the_file_judge_it_then_those_of_its_room():
-    plain, mpi, of_room, mpi_of_room = commands_for("distdl_rma/ops/conv/convolution.py")
-    assert plain == ("plain", "tests/ops/conv/test_convolution.py")
-    assert mpi == ("2", "--day", "0", "tests/ops/conv/test_convolution.py")
-    assert "tests/layers/conv/test_arguments.py" in of_room
+    plain, mpi, of_room, mpi_of_room = commands_for("distdl_rma/layers/ops/conv/convolution.py")
+    assert plain == ("plain", "tests/layers/ops/conv/test_convolution.py")
+    assert mpi == ("2", "--day", "0", "tests/layers/ops/conv/test_convolution.py")
+    assert "tests/layers/partitioned/conv/test_arguments.py" in of_room
     assert mpi_of_room[:3] == mpi[:3]
 
 
@@ -74,19 +74,19 @@ def test_a_run_goes_on_where_it_stopped_and_says_what_lives(tmp_path: Path, monk
     asked = []
 
     def judged(tree, command, limit):
-        asked.append((*command, (tmp_path / "distdl_rma/ops/x.py").read_text()))
+        asked.append((*command, (tmp_path / "distdl_rma/layers/ops/x.py").read_text()))
         return Verdict(asked[-1][1:] == ("second", "x = 2\n"), "", 1.0)
 
     monkeypatch.setattr(mutants, "judge", judged)
-    (tmp_path / "distdl_rma/ops").mkdir(parents=True)
-    (tmp_path / "distdl_rma/ops/x.py").write_text("x = 1\n")
-    ones = [Mutant(f"x.py:{n}", "distdl_rma/ops/x.py", "1", str(n), commands) for n in (2, 3)]
+    (tmp_path / "distdl_rma/layers/ops").mkdir(parents=True)
+    (tmp_path / "distdl_rma/layers/ops/x.py").write_text("x = 1\n")
+    ones = [Mutant(f"x.py:{n}", "distdl_rma/layers/ops/x.py", "1", str(n), commands) for n in (2, 3)]
     for one in ones:
         run(tmp_path, one, Results(tmp_path / "results"))
     programs = ["x = 1\n", "x = 2\n", "x = 1\n", "x = 2\n", "x = 3\n", "x = 3\n"]
     assert [program for *_, program in asked] == programs
     *living, table = report(ones, Results(tmp_path / "results"))
-    assert living[0] == "\ndistdl_rma/ops/x.py: x.py:3\n- 1\n+ 3"
+    assert living[0] == "\ndistdl_rma/layers/ops/x.py: x.py:3\n- 1\n+ 3"
     assert table.split() == ["all", "2", "1", "1", "50%"]
 
 

@@ -119,7 +119,7 @@ def test_exception_inside_a_layer_reaches_peers_although_it_is_caught(tell):
 if comm.rank == 2:
     def broken(*arguments):
         raise MemoryError("no memory for the core")
-    from distdl_rma.ops.conv.own_and_halo import Patch
+    from distdl_rma.layers.ops.conv.own_and_halo import Patch
     Patch.convolve = broken
     try:
         layer(x)

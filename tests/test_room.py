@@ -11,9 +11,9 @@ def names(paths):
     return [str(path.relative_to(ROOT)) for path in paths]
 
 
-@pytest.mark.parametrize("written", ["ops/conv", "ops/conv/", "distdl_rma/ops/conv"])
+@pytest.mark.parametrize("written", ["layers/ops/conv", "layers/ops/conv/", "distdl_rma/layers/ops/conv"])
 def test_a_room_is_a_folder_however_it_is_written(written):
-    assert module_of(written) == "ops.conv"
+    assert module_of(written) == "layers.ops.conv"
 
 
 def test_a_file_beside_the_folders_is_a_room():
@@ -28,33 +28,33 @@ def test_what_is_no_room_is_refused(written):
 
 
 def test_importers_are_folders_outside_of_the_room():
-    assert importing("ops.conv") == ["layers", "split.functions.images"]
+    assert importing("layers.ops.conv") == ["layers.partitioned", "layers.split.functions"]
     assert importing("doctor") == ["__main__"]
 
 
 def test_a_folder_within_another_is_checked_once():
-    assert names(sources_for("split.functions.images")) == ["distdl_rma/split/functions"]
+    assert names(sources_for("layers.partitioned.loss")) == ["distdl_rma/layers/partitioned"]
 
 
 def test_tests_are_those_of_the_room_and_those_of_importers_that_import_it():
-    tests = names(suite_for("ops.conv"))
-    assert "tests/ops/conv/test_kernels.py" in tests
-    assert "tests/layers/conv/test_arguments.py" in tests
-    assert "tests/layers/norm/test_base.py" not in tests
+    tests = names(suite_for("layers.ops.conv"))
+    assert "tests/layers/ops/conv/test_kernels.py" in tests
+    assert "tests/layers/partitioned/conv/test_arguments.py" in tests
+    assert "tests/layers/partitioned/norm/test_base.py" not in tests
     assert len(set(tests)) == len(tests)
 
 
 @pytest.mark.parametrize(
     ("program", "expected"),
     [
-        ("from distdl_rma.ops.conv import kernels", True),
-        ("from distdl_rma.ops.conv.kernels import convolution", True),
-        ("def test():\n    import distdl_rma.ops.conv.kernels", True),
-        ("from distdl_rma.ops import conv, norm", True),
-        ("from distdl_rma.ops.convolutions import conv", False),
-        ("from distdl_rma.ops.norm import normalisation", False),
-        ("# distdl_rma.ops.conv", False),
+        ("from distdl_rma.layers.ops.conv import kernels", True),
+        ("from distdl_rma.layers.ops.conv.kernels import convolution", True),
+        ("def test():\n    import distdl_rma.layers.ops.conv.kernels", True),
+        ("from distdl_rma.layers.ops import conv, norm", True),
+        ("from distdl_rma.layers.ops.convolutions import conv", False),
+        ("from distdl_rma.layers.ops.norm import normalisation", False),
+        ("# distdl_rma.layers.ops.conv", False),
     ],
 )
 def test_a_program_imports_a_room(program, expected):
-    assert imports(program, "ops.conv") is expected
+    assert imports(program, "layers.ops.conv") is expected

@@ -1,6 +1,6 @@
 """The page of functions of split tensors is what the table says."""
 
-from distdl_rma.split.calls.table import RULES
+from distdl_rma.layers.split.calls.table import RULES
 from functions import KINDS, PAGE, written
 
 

@@ -13,7 +13,7 @@ from torch import nn
 from distdl_rma import GradientSync, Machine, distribute
 from distdl_rma import shard as split_over
 from distdl_rma.layers import DistributedConv2d
-from distdl_rma.split.shard import block_of as shard
+from distdl_rma.layers.split.shard import block_of as shard
 
 pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.sizes(2)]
 PAGE = Path(__file__).parents[1] / "docs" / "architecture.md"

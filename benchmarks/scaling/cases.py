@@ -14,7 +14,7 @@ from torch.nn import functional as F  # noqa: N812
 from benchmarks.training_step import step_of
 from benchmarks.unet import CLASSES, Layers, UNet
 from distdl_rma import Machine, Partition, distribute, shard
-from distdl_rma.ops.conv.kernels import ConvolutionArguments, convolution
+from distdl_rma.layers.ops.conv.kernels import ConvolutionArguments, convolution
 
 Step = Callable[[], object]
 _OF_VOLUMES = Layers(nn.Conv3d, nn.BatchNorm3d, nn.MaxPool3d, nn.ConvTranspose3d)

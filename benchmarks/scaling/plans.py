@@ -16,12 +16,12 @@ from distdl_rma import Partition, distribute
 from distdl_rma.geometry import Decomposition, Exchange
 from distdl_rma.geometry.box import LEADING
 from distdl_rma.geometry.gathering import FlatStages, steps
-from distdl_rma.layers.core import refusals
-from distdl_rma.layers.loss import base
-from distdl_rma.ops.norm import statistics
-from distdl_rma.ops.norm.statistic_groups import PAIR
+from distdl_rma.layers.ops.norm import statistics
+from distdl_rma.layers.ops.norm.statistic_groups import PAIR
+from distdl_rma.layers.partitioned.core import refusals
+from distdl_rma.layers.partitioned.loss import base
+from distdl_rma.layers.sync.bucket import GradientSlot, bucketed
 from distdl_rma.segments.collectives.node_layout import NodeLayout
-from distdl_rma.sync.bucket import GradientSlot, bucketed
 
 FLOAT, DOUBLE = 4, 8
 BUCKET_NBYTES: int = inspect.signature(distribute).parameters["bucket_nbytes"].default

@@ -20,9 +20,9 @@ import torch
 from distdl_rma.checkpoints.behind_writer import BehindWriter
 from distdl_rma.checkpoints.form import dtype_name
 from distdl_rma.checkpoints.items import Item, Kind, Part, planned
-from distdl_rma.dtypes import flat_bytes
 from distdl_rma.errors import CheckpointError, DistdlError, UnsupportedError
-from distdl_rma.sources.raw import sync
+from distdl_rma.layers.dtypes import flat_bytes
+from distdl_rma.layers.sources.raw import sync
 
 DATA, MANIFEST, VERSION = "data.safetensors", "manifest.json", 1
 # How a manifest of this library begins; the most bytes of one, since a reader needs some times as many.

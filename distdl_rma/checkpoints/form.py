@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from distdl_rma.dtypes import DTYPES, NUMPY, is_in_memory
 from distdl_rma.errors import UnsupportedError
+from distdl_rma.layers.dtypes import DTYPES, NUMPY, is_in_memory
 
 # Returns what stands for a tensor in the JSON, by the tensor's name.
 Take = Callable[[str, torch.Tensor], Any]

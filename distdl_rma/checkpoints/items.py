@@ -14,8 +14,8 @@ import torch
 from numpy.typing import NDArray
 
 from distdl_rma.checkpoints.form import NAMED_DTYPES, dtype_name
-from distdl_rma.dtypes import flat_bytes
 from distdl_rma.geometry.box import Box
+from distdl_rma.layers.dtypes import flat_bytes
 
 # The format of safetensors has no types for complex numbers that all its readers know: pairs of numbers.
 _CODES = {

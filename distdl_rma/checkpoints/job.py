@@ -20,7 +20,6 @@ import torch
 from distdl_rma.checkpoints import files, objects
 from distdl_rma.checkpoints.files import Piece, Saved
 from distdl_rma.checkpoints.items import ALIGNED, Holding, Item, Part, fingerprint, holdings, planned
-from distdl_rma.dtypes import flat_bytes
 from distdl_rma.errors import (
     CheckpointError,
     ClosedError,
@@ -29,13 +28,14 @@ from distdl_rma.errors import (
     MismatchError,
 )
 from distdl_rma.geometry.partition import Partition
-from distdl_rma.ops.core.tensors import as_tensor
-from distdl_rma.ops.set_up_transfer import broadcast_from_first
+from distdl_rma.layers.dtypes import flat_bytes
+from distdl_rma.layers.ops.core.tensors import as_tensor
+from distdl_rma.layers.ops.set_up_transfer import broadcast_from_first
+from distdl_rma.layers.state import scattered
 from distdl_rma.segments.collectives.allgather import Allgather
 from distdl_rma.segments.collectives.allreduce import Allreduce
 from distdl_rma.segments.consensus import Consensus, gather_words, together
 from distdl_rma.segments.machine import Machine
-from distdl_rma.state import scattered
 
 # Bytes that ranks which hold the same pass on at once: with the copies, they stay in a core's cache.
 _SLICE_NBYTES = 1 << 19

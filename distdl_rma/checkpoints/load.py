@@ -60,9 +60,9 @@ def load_checkpoint(
     saved = files.opened(path)
     body = saved.body
     cuts: Cuts = lambda _module: {}  # noqa: E731
-    if "distdl_rma.layers.core.layer" in sys.modules:
+    if "distdl_rma.layers.partitioned.core.layer" in sys.modules:
         # Otherwise no layer of a model can be distributed, and MPI is not needed.
-        from distdl_rma.state import scattered as cuts
+        from distdl_rma.layers.state import scattered as cuts
     state = {name or body["main"] or "model": into} if isinstance(into, nn.Module) else into
     with saved.named():
         objects = Objects(state, body["main"], cuts)

@@ -9,9 +9,9 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from distdl_rma.dtypes import BIT_WORDS
 from distdl_rma.errors import ArgumentError, ShapeError
 from distdl_rma.geometry.box import Box
+from distdl_rma.layers.dtypes import BIT_WORDS
 
 T = TypeVar("T")
 # For each spatial dimension an extent, at a random place, or a slice.

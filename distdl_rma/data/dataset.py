@@ -30,13 +30,13 @@ from distdl_rma.geometry.box import Box
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.intervals import Balanced
 from distdl_rma.geometry.partition import Partition
-from distdl_rma.sources.chunks import warn_of_chunks
-from distdl_rma.sources.opening import open_array
-from distdl_rma.sources.reading import label, read_box
+from distdl_rma.layers.sources.chunks import warn_of_chunks
+from distdl_rma.layers.sources.opening import open_array
+from distdl_rma.layers.sources.reading import label, read_box
 
 if TYPE_CHECKING:
+    from distdl_rma.layers.split.shard import Grid
     from distdl_rma.segments.machine import Machine
-    from distdl_rma.split.shard import Grid
 
 # Files that stay open, of a list of files.
 _OPEN_FILES = 8
@@ -228,7 +228,7 @@ class ShardDataset(Dataset[Any]):
     @cached_property
     def partition(self) -> Partition:
         """Ranks of ``dataset[i]`` on the grid of a batch: dimensions of samples, channels and space."""
-        from distdl_rma.split.entry import grid_for
+        from distdl_rma.layers.split.entry import grid_for
 
         return grid_for(self.grid, self.machine, self.dims)
 

@@ -18,11 +18,11 @@ from distdl_rma.data.augmentation import permutation
 from distdl_rma.data.dataset import Block, ShardDataset
 from distdl_rma.errors import ConfigurationError, DistdlError, MismatchError, PartitionError
 from distdl_rma.geometry.partition import Partition
+from distdl_rma.layers.split import SplitTensor
+from distdl_rma.layers.split import layout as lay
+from distdl_rma.layers.split.entry import grid_for
 from distdl_rma.segments.consensus import gather_words, together
 from distdl_rma.segments.machine import Machine
-from distdl_rma.split import SplitTensor
-from distdl_rma.split import layout as lay
-from distdl_rma.split.entry import grid_for
 
 _STATE = ("epoch", "samples", "seed", "of", "shuffle")
 # Keys of draws begin with their purpose.

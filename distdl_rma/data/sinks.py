@@ -21,7 +21,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from distdl_rma.dtypes import NUMPY, as_numbers
 from distdl_rma.errors import (
     ArgumentError,
     DataError,
@@ -34,14 +33,15 @@ from distdl_rma.geometry.box import Box
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.intervals import Listed, Split, lengths_of
 from distdl_rma.geometry.partition import Partition
+from distdl_rma.layers.dtypes import NUMPY, as_numbers
+from distdl_rma.layers.sources.chunks import chunks_of
+from distdl_rma.layers.sources.opening import check_found, hdf5, needed, npy
+from distdl_rma.layers.sources.raw import RawArray, sync
+from distdl_rma.layers.sources.reading import hdf5_lock, in_domain, label, placed
+from distdl_rma.layers.split.layout import normal
+from distdl_rma.layers.split.tensor import SplitTensor
 from distdl_rma.segments.consensus import together
 from distdl_rma.segments.machine import Machine
-from distdl_rma.sources.chunks import chunks_of
-from distdl_rma.sources.opening import check_found, hdf5, needed, npy
-from distdl_rma.sources.raw import RawArray, sync
-from distdl_rma.sources.reading import hdf5_lock, in_domain, label, placed
-from distdl_rma.split.layout import normal
-from distdl_rma.split.tensor import SplitTensor
 
 Slices = tuple[slice, ...]
 # Bytes of a chunk at most: readers of other boxes fetch chunks as a whole.

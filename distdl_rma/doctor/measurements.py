@@ -15,8 +15,8 @@ from torch import nn
 
 from distdl_rma.doctor.facts import Compared, Job
 from distdl_rma.errors import MismatchError
-from distdl_rma.model.compare import compare
-from distdl_rma.model.distribute import distribute
+from distdl_rma.layers.model.compare import compare
+from distdl_rma.layers.model.distribute import distribute
 from distdl_rma.segments.machine import Machine
 
 SMALL_NBYTES, LARGE_NBYTES = 8, 4 << 20

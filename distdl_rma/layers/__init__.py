@@ -1,82 +1,24 @@
-"""PyTorch layers whose tensors are split over ranks."""
+"""PyTorch layers whose tensors are split over ranks, and models of split tensors.
 
-from distdl_rma.layers.conv import DistributedConv1d as DistributedConv1d
-from distdl_rma.layers.conv import DistributedConv2d as DistributedConv2d
-from distdl_rma.layers.conv import DistributedConv3d as DistributedConv3d
-from distdl_rma.layers.conv import DistributedConvTranspose1d as DistributedConvTranspose1d
-from distdl_rma.layers.conv import DistributedConvTranspose2d as DistributedConvTranspose2d
-from distdl_rma.layers.conv import DistributedConvTranspose3d as DistributedConvTranspose3d
-from distdl_rma.layers.data_movement import AllGather as AllGather
-from distdl_rma.layers.data_movement import AllSumReduce as AllSumReduce
-from distdl_rma.layers.data_movement import Broadcast as Broadcast
-from distdl_rma.layers.data_movement import DistributedConcat as DistributedConcat
-from distdl_rma.layers.data_movement import DistributedTranspose as DistributedTranspose
-from distdl_rma.layers.data_movement import HaloExchange as HaloExchange
-from distdl_rma.layers.data_movement import ReduceScatter as ReduceScatter
-from distdl_rma.layers.data_movement import Repartition as Repartition
-from distdl_rma.layers.data_movement import SumReduce as SumReduce
-from distdl_rma.layers.embedding import DistributedEmbedding as DistributedEmbedding
-from distdl_rma.layers.from_global import Concat as Concat
-from distdl_rma.layers.from_global import Conv as Conv
-from distdl_rma.layers.from_global import InstanceNorm as InstanceNorm
-from distdl_rma.layers.linear import DistributedLinear as DistributedLinear
-from distdl_rma.layers.linear import DistributedLinearAllGather as DistributedLinearAllGather
-from distdl_rma.layers.linear import DistributedLinearAllGatherZero as DistributedLinearAllGatherZero
-from distdl_rma.layers.linear import DistributedLinearReduceScatter as DistributedLinearReduceScatter
-from distdl_rma.layers.linear import DistributedLinearReduceScatterZero as DistributedLinearReduceScatterZero
-from distdl_rma.layers.loss.classification import DistributedCrossEntropyLoss as DistributedCrossEntropyLoss
-from distdl_rma.layers.loss.classification import DistributedNLLLoss as DistributedNLLLoss
-from distdl_rma.layers.loss.elementwise import DistributedBCELoss as DistributedBCELoss
-from distdl_rma.layers.loss.elementwise import DistributedBCEWithLogitsLoss as DistributedBCEWithLogitsLoss
-from distdl_rma.layers.loss.elementwise import DistributedHuberLoss as DistributedHuberLoss
-from distdl_rma.layers.loss.elementwise import DistributedKLDivLoss as DistributedKLDivLoss
-from distdl_rma.layers.loss.elementwise import DistributedL1Loss as DistributedL1Loss
-from distdl_rma.layers.loss.elementwise import DistributedMSELoss as DistributedMSELoss
-from distdl_rma.layers.loss.elementwise import DistributedPoissonNLLLoss as DistributedPoissonNLLLoss
-from distdl_rma.layers.loss.elementwise import DistributedSmoothL1Loss as DistributedSmoothL1Loss
-from distdl_rma.layers.norm import DistributedBatchNorm1d as DistributedBatchNorm1d
-from distdl_rma.layers.norm import DistributedBatchNorm2d as DistributedBatchNorm2d
-from distdl_rma.layers.norm import DistributedBatchNorm3d as DistributedBatchNorm3d
-from distdl_rma.layers.norm import DistributedGroupNorm as DistributedGroupNorm
-from distdl_rma.layers.norm import DistributedInstanceNorm1d as DistributedInstanceNorm1d
-from distdl_rma.layers.norm import DistributedInstanceNorm2d as DistributedInstanceNorm2d
-from distdl_rma.layers.norm import DistributedInstanceNorm3d as DistributedInstanceNorm3d
-from distdl_rma.layers.norm import DistributedLayerNorm as DistributedLayerNorm
-from distdl_rma.layers.norm import DistributedRMSNorm as DistributedRMSNorm
-from distdl_rma.layers.windows import DistributedAdaptiveAvgPool1d as DistributedAdaptiveAvgPool1d
-from distdl_rma.layers.windows import DistributedAdaptiveAvgPool2d as DistributedAdaptiveAvgPool2d
-from distdl_rma.layers.windows import DistributedAdaptiveAvgPool3d as DistributedAdaptiveAvgPool3d
-from distdl_rma.layers.windows import DistributedAdaptiveMaxPool1d as DistributedAdaptiveMaxPool1d
-from distdl_rma.layers.windows import DistributedAdaptiveMaxPool2d as DistributedAdaptiveMaxPool2d
-from distdl_rma.layers.windows import DistributedAdaptiveMaxPool3d as DistributedAdaptiveMaxPool3d
-from distdl_rma.layers.windows import DistributedAvgPool1d as DistributedAvgPool1d
-from distdl_rma.layers.windows import DistributedAvgPool2d as DistributedAvgPool2d
-from distdl_rma.layers.windows import DistributedAvgPool3d as DistributedAvgPool3d
-from distdl_rma.layers.windows import DistributedCircularPad1d as DistributedCircularPad1d
-from distdl_rma.layers.windows import DistributedCircularPad2d as DistributedCircularPad2d
-from distdl_rma.layers.windows import DistributedCircularPad3d as DistributedCircularPad3d
-from distdl_rma.layers.windows import DistributedConstantPad1d as DistributedConstantPad1d
-from distdl_rma.layers.windows import DistributedConstantPad2d as DistributedConstantPad2d
-from distdl_rma.layers.windows import DistributedConstantPad3d as DistributedConstantPad3d
-from distdl_rma.layers.windows import DistributedMaxPool1d as DistributedMaxPool1d
-from distdl_rma.layers.windows import DistributedMaxPool2d as DistributedMaxPool2d
-from distdl_rma.layers.windows import DistributedMaxPool3d as DistributedMaxPool3d
-from distdl_rma.layers.windows import DistributedReflectionPad1d as DistributedReflectionPad1d
-from distdl_rma.layers.windows import DistributedReflectionPad2d as DistributedReflectionPad2d
-from distdl_rma.layers.windows import DistributedReflectionPad3d as DistributedReflectionPad3d
-from distdl_rma.layers.windows import DistributedReplicationPad1d as DistributedReplicationPad1d
-from distdl_rma.layers.windows import DistributedReplicationPad2d as DistributedReplicationPad2d
-from distdl_rma.layers.windows import DistributedReplicationPad3d as DistributedReplicationPad3d
-from distdl_rma.layers.windows import DistributedUpsample as DistributedUpsample
-from distdl_rma.layers.windows import DistributedUpsamplingBilinear2d as DistributedUpsamplingBilinear2d
-from distdl_rma.layers.windows import DistributedUpsamplingNearest2d as DistributedUpsamplingNearest2d
-from distdl_rma.layers.windows import DistributedZeroPad1d as DistributedZeroPad1d
-from distdl_rma.layers.windows import DistributedZeroPad2d as DistributedZeroPad2d
-from distdl_rma.layers.windows import DistributedZeroPad3d as DistributedZeroPad3d
-from distdl_rma.ops.core.movement import Movement as Movement
+The public names are layers with explicit partitions. They load at the first use of one: what is below them
+in this wing is imported without them.
+"""
 
-__all__ = [name for name in sorted(globals()) if name[0].isupper()]
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
+if TYPE_CHECKING:
+    from distdl_rma.layers.partitioned import *  # noqa: F403
+else:
 
-def __dir__() -> list[str]:
-    return [*__all__, *(name for name in globals() if name.startswith("__"))]
+    def __getattr__(name: str) -> Any:
+        if name[0].isupper() or name == "__all__":
+            layers = vars(import_module(f"{__name__}.partitioned"))
+            if name == "__all__":
+                return sorted(other for other in layers if other[0].isupper())
+            if name in layers:
+                return layers[name]
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+    def __dir__() -> list[str]:
+        return [*__getattr__("__all__"), *(name for name in globals() if name.startswith("__"))]

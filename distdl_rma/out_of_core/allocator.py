@@ -8,7 +8,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from distdl_rma.ops.core.result_memory import MAPPED, Mapped
+from distdl_rma.layers.ops.core.result_memory import MAPPED, Mapped
 
 # Parameters of mallopt, of the GNU C library, with the variables that set them.
 _MMAP_THRESHOLD, _TRIM_THRESHOLD = -3, -1

@@ -17,13 +17,13 @@ from torch._subclasses.fake_tensor import (
 
 from distdl_rma.errors import ArgumentError, ConfigurationError, DistdlError, ShapeError, UnsupportedError
 from distdl_rma.geometry.intervals import Balanced
+from distdl_rma.layers.split.tensor import SplitTensor
 from distdl_rma.out_of_core.inference import Inference, one_tensor, twin_of
 from distdl_rma.out_of_core.live_memory import LiveMemory
 from distdl_rma.out_of_core.pages import Pages
 from distdl_rma.segments.mailbox import Mailbox
 from distdl_rma.segments.options import size_text
 from distdl_rma.segments.waiting.uncaught_errors import place_of
-from distdl_rma.split.tensor import SplitTensor
 
 Post = Callable[[Any], Any] | None
 # Extents of a crop have the remainders of the whole's by this number, so that a model with a few strides

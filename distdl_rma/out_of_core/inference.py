@@ -14,16 +14,16 @@ from torch.utils._pytree import tree_leaves
 
 from distdl_rma.errors import ArgumentError, ConfigurationError, UnsupportedError
 from distdl_rma.geometry.intervals import Split
-from distdl_rma.model.entering import ModuleHook
+from distdl_rma.layers.model.entering import ModuleHook
+from distdl_rma.layers.split import layout as lay
+from distdl_rma.layers.split.calls import site
+from distdl_rma.layers.split.tensor import SplitTensor
 from distdl_rma.out_of_core.allocator import freed_at_once
 from distdl_rma.out_of_core.pages import Pages
 from distdl_rma.segments.machine import Machine
 from distdl_rma.segments.mailbox import Mailbox
 from distdl_rma.segments.virtual_ranks.comm import VirtualComm
 from distdl_rma.segments.virtual_ranks.rehearse import played
-from distdl_rma.split import layout as lay
-from distdl_rma.split.calls import site
-from distdl_rma.split.tensor import SplitTensor
 
 Slices = tuple[slice, ...]
 # Attributes of a module that hold its parameters, buffers and parts.

@@ -20,13 +20,13 @@ from contextlib import contextmanager, nullcontext
 import numpy as np
 import torch
 
-from distdl_rma.dtypes import SHOWN, memory_moves
-from distdl_rma.ops.core.result_memory import idle_memory, unpooled
+from distdl_rma.layers.dtypes import SHOWN, memory_moves
+from distdl_rma.layers.ops.core.result_memory import idle_memory, unpooled
+from distdl_rma.layers.split.calls.site import module_path
 from distdl_rma.out_of_core.live_memory import LiveMemory
 from distdl_rma.out_of_core.scratch import Region, Scratch
 from distdl_rma.segments.channel import Array
 from distdl_rma.segments.mailbox import Mailbox, Parcel
-from distdl_rma.split.calls.site import module_path
 
 # Smaller blocks stay in memory, and smaller parts of messages, of which there are many more.
 _SMALLEST_NBYTES, _SMALLEST_PARCEL_NBYTES = 1 << 16, 1 << 12

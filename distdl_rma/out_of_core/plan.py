@@ -15,6 +15,7 @@ from torch import nn
 
 from distdl_rma.errors import ArgumentError, ConfigurationError, ShapeError
 from distdl_rma.geometry.intervals import Balanced, Listed, Split
+from distdl_rma.layers.split.entry import grid_for
 from distdl_rma.out_of_core.estimate import (
     Dependence,
     Needs,
@@ -24,7 +25,6 @@ from distdl_rma.out_of_core.estimate import (
     needs_of,
 )
 from distdl_rma.segments.options import size_text
-from distdl_rma.split.entry import grid_for
 
 _LEADING = 2
 # Slabs at most: each is a thread, and each function is called once for each of them.

@@ -25,6 +25,8 @@ from distdl_rma.errors import (
     ShapeError,
     UnsupportedError,
 )
+from distdl_rma.layers.sources.opening import open_array
+from distdl_rma.layers.sources.reading import label, read_box
 from distdl_rma.out_of_core.inference import Inference, check_model, fixed_tensors
 from distdl_rma.out_of_core.pages import Pages
 from distdl_rma.out_of_core.plan import Plan, planned
@@ -33,8 +35,6 @@ from distdl_rma.out_of_core.results import Begin, Results, digest_of, key_of
 from distdl_rma.out_of_core.scratch import Scratch
 from distdl_rma.segments.options import parse_size
 from distdl_rma.segments.virtual_ranks.comm import virtual_rank
-from distdl_rma.sources.opening import open_array
-from distdl_rma.sources.reading import label, read_box
 
 Slices = tuple[slice, ...]
 Post = Callable[[Any], Any] | None

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from distdl_rma.dtypes import flat_bytes
+from distdl_rma.layers.dtypes import flat_bytes
 from distdl_rma.segments.consensus import together
 from distdl_rma.segments.machine import Machine
 from distdl_rma.segments.mailbox import Address, Mailbox, Message

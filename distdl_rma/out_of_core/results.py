@@ -18,12 +18,12 @@ import torch
 from torch import nn
 
 from distdl_rma.data.sinks import ArraySink, array_of_one
-from distdl_rma.dtypes import NUMPY, as_numbers, flat_bytes
 from distdl_rma.errors import DataError, ShapeError, UnsupportedError
+from distdl_rma.layers.dtypes import NUMPY, as_numbers, flat_bytes
+from distdl_rma.layers.sources.reading import label
 from distdl_rma.out_of_core.message_log import MessageLog
 from distdl_rma.out_of_core.plan import Plan
 from distdl_rma.segments.mailbox import Address, Message
-from distdl_rma.sources.reading import label
 
 Slices = tuple[slice, ...]
 _STATE = "state.json"

@@ -17,8 +17,8 @@ from queue import SimpleQueue
 
 import torch
 
-from distdl_rma.dtypes import flat_bytes
 from distdl_rma.errors import ClosedError, DataError
+from distdl_rma.layers.dtypes import flat_bytes
 from distdl_rma.segments.machine import launched
 from distdl_rma.segments.options import parse_size
 

@@ -17,14 +17,14 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from distdl_rma.errors import ConfigurationError, DataError, ProtocolError
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.partition import Partition
-from distdl_rma.ops.core.autograd import keeps_values
-from distdl_rma.ops.core.result_memory import ResultPool
+from distdl_rma.layers.ops.core.autograd import keeps_values
+from distdl_rma.layers.ops.core.result_memory import ResultPool
+from distdl_rma.layers.split import SplitTensor
 from distdl_rma.out_of_core.allocator import freed_at_once
 from distdl_rma.out_of_core.scratch import Region, Scratch
 from distdl_rma.segments.consensus import together
 from distdl_rma.segments.machine import Machine
 from distdl_rma.segments.options import parse_size
-from distdl_rma.split import SplitTensor
 
 # What the backward needs next is in memory up to this many bytes; one larger tensor is read ahead alone.
 _AHEAD_NBYTES = 1 << 26

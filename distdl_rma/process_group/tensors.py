@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from torch.distributed import ReduceOp
 
-from distdl_rma.arithmetic import reduction_dtype
-from distdl_rma.dtypes import BIT_WORDS, NUMPY
 from distdl_rma.errors import ShapeError, UnsupportedError
+from distdl_rma.layers.arithmetic import reduction_dtype
+from distdl_rma.layers.dtypes import BIT_WORDS, NUMPY
 from distdl_rma.segments.collectives.reduction import Array, Element, Reduction
 
 # These move as words of their size: numpy has no type for them, or is slow with it.

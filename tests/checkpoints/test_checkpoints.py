@@ -31,9 +31,9 @@ from distdl_rma import (
 )
 from distdl_rma.checkpoints import files
 from distdl_rma.checkpoints.files import DATA, MANIFEST
-from distdl_rma.state import scattered
+from distdl_rma.layers.state import scattered
 from tests.checkpoints.training import OPTIMIZERS, Job, same_folder
-from tests.test_state import twins
+from tests.layers.test_state import twins
 
 pytestmark = [pytest.mark.mpi, pytest.mark.sizes(1, 2, 3, 4)]
 

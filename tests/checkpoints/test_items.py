@@ -10,8 +10,8 @@ from hypothesis import given
 
 from distdl_rma.checkpoints.form import NAMED_DTYPES
 from distdl_rma.checkpoints.items import Holding, Item, Part, fingerprint, holdings, planned
-from distdl_rma.dtypes import flat_bytes
 from distdl_rma.geometry.box import Box
+from distdl_rma.layers.dtypes import flat_bytes
 
 
 @st.composite

@@ -31,7 +31,7 @@ from distdl_rma import (
 from distdl_rma.data.sinks import _aligned, _block_chunks, _in_chunks
 from distdl_rma.geometry import Decomposition
 from distdl_rma.geometry.partition import Partition
-from distdl_rma.sources.reading import read_box
+from distdl_rma.layers.sources.reading import read_box
 from tests.private_memory import run_alone
 
 GRIDS = {

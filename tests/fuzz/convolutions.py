@@ -5,7 +5,7 @@ import random
 import torch
 
 from tests.fuzz.twins import Pair, balanced, run, twins
-from tests.layers.random_shards import random_partition
+from tests.layers.partitioned.random_shards import random_partition
 
 FORMS = ["feature", "feature", "P_x", "P_y", "P_W", "general", "general", "general"]
 

@@ -7,7 +7,7 @@ import torch
 from distdl_rma.geometry import Decomposition
 from distdl_rma.geometry.intervals import Balanced
 from tests.fuzz.twins import Pair, balanced, run, twins
-from tests.layers.random_shards import random_partition
+from tests.layers.partitioned.random_shards import random_partition
 
 
 def check(P_world, comm, seed):

@@ -23,7 +23,7 @@ from pathlib import Path
 import numpy as np
 
 from distdl_rma import DistdlError, open_array, shard
-from distdl_rma.sources.reading import read_box
+from distdl_rma.layers.sources.reading import read_box
 
 # Ranks that raise one assertion together can go on.
 COLLECTIVE = True

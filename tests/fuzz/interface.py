@@ -9,7 +9,7 @@ from torch import nn
 from distdl_rma import Distribution
 from distdl_rma.geometry import Decomposition
 from distdl_rma.layers import Concat, Conv, InstanceNorm
-from tests.layers.sequential import CONV, NORM, agree
+from tests.layers.partitioned.sequential import CONV, NORM, agree
 
 DTYPE = torch.float64
 

@@ -29,7 +29,7 @@ from distdl_rma import (
     gather_state_dict,
     load_checkpoint,
 )
-from distdl_rma.split import SplitTensor
+from distdl_rma.layers.split import SplitTensor
 
 COLLECTIVE = True
 REFUSED: Counter[str] = Counter()

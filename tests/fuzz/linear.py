@@ -5,7 +5,7 @@ import random
 import torch
 
 from tests.fuzz.twins import Pair, balanced, run, twins
-from tests.layers.random_shards import random_partition
+from tests.layers.partitioned.random_shards import random_partition
 
 # Kinds, and the partition that each takes by name.
 KINDS = {

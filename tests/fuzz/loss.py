@@ -10,7 +10,7 @@ from torch import nn
 
 from distdl_rma import Partition, ShapeError, layers
 from distdl_rma.geometry import Decomposition
-from tests.layers.random_shards import random_blocks, random_partition
+from tests.layers.partitioned.random_shards import random_blocks, random_partition
 
 OF_DIFFERENCES = "L1Loss", "MSELoss", "SmoothL1Loss", "HuberLoss"
 ELEMENTWISE = (*OF_DIFFERENCES, "BCELoss", "BCEWithLogitsLoss", "KLDivLoss", "PoissonNLLLoss")

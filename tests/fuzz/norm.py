@@ -5,9 +5,9 @@ import random
 import pytest
 import torch
 
-from distdl_rma.ops.norm import statistics
+from distdl_rma.layers.ops.norm import statistics
 from tests.fuzz.twins import Pair, run, twins
-from tests.layers.random_shards import random_partition
+from tests.layers.partitioned.random_shards import random_partition
 
 # The gradient of two values that almost agree is known to |x| / eps roundings only, in torch and here alike.
 EPS = (1e-3, 1e-2)

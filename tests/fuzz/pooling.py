@@ -8,8 +8,8 @@ from torch.nn import functional as F  # noqa: N812
 
 from distdl_rma import DistdlError
 from tests.fuzz.twins import TORCH_REFUSALS, Pair, attempt, balanced, run, twins
-from tests.layers.random_shards import random_partition
-from tests.layers.sequential import agree
+from tests.layers.partitioned.random_shards import random_partition
+from tests.layers.partitioned.sequential import agree
 
 
 def sides(rng, dims, low, high):

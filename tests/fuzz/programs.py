@@ -23,9 +23,9 @@ from torch.utils.checkpoint import checkpoint
 from distdl_rma import Partition
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.intervals import Balanced, Listed, Split
-from distdl_rma.split import SplitTensor
-from distdl_rma.split import layout as lay
-from distdl_rma.split.calls.table import RULES
+from distdl_rma.layers.split import SplitTensor
+from distdl_rma.layers.split import layout as lay
+from distdl_rma.layers.split.calls.table import RULES
 from tests.fuzz import nonfinite, samples
 from tests.fuzz.functions import call
 from tests.fuzz.scope import Scope

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from distdl_rma.split.calls.table import RULES, functions_named
+from distdl_rma.layers.split.calls.table import RULES, functions_named
 from tests.fuzz.nonfinite import SAMPLED
 
 # What cannot be compared, and why.

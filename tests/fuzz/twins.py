@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from distdl_rma import DistdlError, GradientSync, Partition, layers, zero_volume_tensor
 from distdl_rma.geometry import Decomposition
-from tests.layers.random_shards import cut, random_blocks
-from tests.layers.sequential import agree
+from tests.layers.partitioned.random_shards import cut, random_blocks
+from tests.layers.partitioned.sequential import agree
 
 # What torch raises for inputs that it does not take.
 TORCH_REFUSALS = (RuntimeError, ValueError, NotImplementedError, TypeError, IndexError)

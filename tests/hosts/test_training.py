@@ -13,10 +13,10 @@ from torch.nn.parallel import DistributedDataParallel
 from distdl_rma import GradientSync
 from distdl_rma.layers import DistributedConv2d, DistributedInstanceNorm2d, DistributedMSELoss
 from tests.fuzz.movement import check
-from tests.layers.sequential import grids, shard
+from tests.layers.model.nets import UNet
+from tests.layers.model.training import train_beside
+from tests.layers.partitioned.sequential import grids, shard
 from tests.matrix import check_each
-from tests.model.nets import UNet
-from tests.model.training import train_beside
 from tests.process_group import nets
 from tests.process_group.backends import process_group
 from tests.two_hosts import RANKS_VARIABLE

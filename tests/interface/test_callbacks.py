@@ -1,6 +1,6 @@
 """The interface document, callbacks and double-buffered allreduces: requirements A9, A10, A13 to A15.
 
-``layers/norm/test_base.py`` has A11 and A12, ``segments/collectives`` the two buffers of A15.
+``layers/partitioned/norm/test_base.py`` has A11 and A12, ``segments/collectives`` the two buffers of A15.
 """
 
 import pytest
@@ -15,7 +15,7 @@ from distdl_rma.layers import (
     DistributedMSELoss,
     Repartition,
 )
-from tests.layers.sequential import shard
+from tests.layers.partitioned.sequential import shard
 
 pytestmark = pytest.mark.mpi
 

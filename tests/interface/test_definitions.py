@@ -1,10 +1,10 @@
 """The interface document's definitions, segments and layers, tests by the number of the requirement.
 
 Elsewhere are A2, where a process sits (A4) and A5 (``geometry/test_distribution.py``), A7
-(``segments/memory/test_buffer.py``), connecting (A8, ``layers/core/test_connect.py``), random layers from
-global parameters with input and output in any distributions, with holes too (A3, A4), inequalities and sizes
-before the first call (A5, A13, ``layers/test_from_global.py``), numbers of A19 (``layers/test_twins.py``),
-and A20 (``layers/data_movement/test_concat.py``).
+(``segments/memory/test_buffer.py``), connecting (A8, ``core/test_connect.py``), random layers from global
+parameters with input and output in any distributions, with holes too (A3, A4), inequalities and sizes before
+the first call (A5, A13, ``test_from_global.py``), numbers of A19 (``test_twins.py``), and A20
+(``data_movement/test_concat.py``), the last four in ``layers/partitioned``.
 """
 
 import pytest
@@ -15,7 +15,7 @@ from distdl_rma import Distribution, GradientSync, Machine, zero_volume_tensor
 from distdl_rma.layers import Conv, InstanceNorm
 from distdl_rma.segments.memory.buffer import SegmentBuffer
 from tests.fuzz.interface import compare
-from tests.layers.sequential import shard
+from tests.layers.partitioned.sequential import shard
 
 pytestmark = pytest.mark.mpi
 

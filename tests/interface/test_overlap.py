@@ -9,9 +9,9 @@ from torch import nn
 
 from distdl_rma import GradientSync
 from distdl_rma.layers import DistributedConv2d, DistributedInstanceNorm2d, DistributedMSELoss
-from distdl_rma.ops.conv.own_and_halo import Patch
+from distdl_rma.layers.ops.conv.own_and_halo import Patch
+from distdl_rma.layers.split.shard import block_of as shard
 from distdl_rma.segments.collectives.allreduce import Allreduce
-from distdl_rma.split.shard import block_of as shard
 
 pytestmark = pytest.mark.mpi
 

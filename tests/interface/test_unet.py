@@ -9,7 +9,7 @@ from torch import nn
 from distdl_rma import Distribution, GradientSync, Machine, gather_state_dict
 from distdl_rma.layers import DistributedConvTranspose2d, DistributedMSELoss, Repartition
 from examples.unet_network import Distributed, Sequential, UNet, layouts, levels
-from tests.layers.sequential import shard
+from tests.layers.partitioned.sequential import shard
 
 pytestmark = pytest.mark.mpi
 SIZE, BATCH, WIDTH, STEPS = (49, 37), 2, 3, 4

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
 from distdl_rma import Source, plan_prediction, predict
-from tests.model.nets import UNet
+from tests.layers.model.nets import UNet
 from tests.run_mpi import completed
 
 

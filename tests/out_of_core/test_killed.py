@@ -33,7 +33,7 @@ FILES = tuple(
     f"{each}.py"
     for each in (
         "out_of_core/results", "out_of_core/message_log", "out_of_core/predict", "out_of_core/processes",
-        "segments/shared_mailbox", "data/sinks", "sources/raw", "zarr/storage/_local",
+        "segments/shared_mailbox", "data/sinks", "layers/sources/raw", "zarr/storage/_local",
     )
 )  # fmt: skip
 

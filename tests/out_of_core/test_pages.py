@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from distdl_rma.dtypes import as_words
+from distdl_rma.layers.dtypes import as_words
 from distdl_rma.out_of_core.pages import Pages
 from distdl_rma.out_of_core.scratch import Scratch
 from distdl_rma.segments.mailbox import Address, Mailbox, Message

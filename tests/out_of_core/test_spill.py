@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from distdl_rma import spill
 from distdl_rma.errors import ConfigurationError, DataError, ProtocolError
 from distdl_rma.out_of_core.scratch import Scratch
-from tests.model.nets import UNet
+from tests.layers.model.nets import UNet
 from tests.out_of_core.nets import said
 
 KIB = 1 << 10

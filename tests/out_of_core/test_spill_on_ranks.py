@@ -20,7 +20,7 @@ from distdl_rma import (
     spill,
 )
 from distdl_rma.layers import DistributedConv2d, DistributedInstanceNorm2d, DistributedMaxPool2d
-from tests.model.nets import UNet
+from tests.layers.model.nets import UNet
 
 ALL = pytest.mark.sizes(1, 2, 3, 4)
 ABOVE = 256

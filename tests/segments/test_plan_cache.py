@@ -3,7 +3,7 @@
 import pytest
 
 from distdl_rma.geometry.exchange import fingerprint
-from distdl_rma.ops.core.autograd import GradientNeeds
+from distdl_rma.layers.ops.core.autograd import GradientNeeds
 from distdl_rma.segments.plan_cache import UNKNOWN, PlanCache, digest
 
 NEEDS = GradientNeeds(True, True)

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from tests.model.public import torchvision_models
+from tests.layers.model.public import torchvision_models
 
 LIST = Path(__file__).with_name("models.txt")
 # So many times what a rounding of the inputs changes of a tensor is a rounding, and so many are tried.
@@ -108,7 +108,7 @@ def models() -> Iterator[Tried]:
 
 def loss_of(y: Any) -> torch.Tensor:
     """A loss of all that a model returns, which no normalisation makes a constant."""
-    from distdl_rma.split.calls.signatures import tensors_in
+    from distdl_rma.layers.split.calls.signatures import tensors_in
 
     real = [each for each in tensors_in(y) if each.is_floating_point()]
     return sum((each.square().mean() + each.sin().mean() for each in real), torch.zeros(()))
@@ -179,7 +179,7 @@ def _sensitivity(model: Tried) -> dict[tuple[str, str], float]:
 
 def _results(model: Tried, seed: int) -> dict[tuple[str, str], list[torch.Tensor]]:
     # All that ``compare`` looks at; inputs are rounded where the seed is not 0.
-    from distdl_rma.split.calls.signatures import tensors_in
+    from distdl_rma.layers.split.calls.signatures import tensors_in
 
     found: dict[tuple[str, str], list[torch.Tensor]] = defaultdict(list)
     generator, alone, given = torch.Generator().manual_seed(seed), model.made(), model.inputs()

@@ -92,7 +92,7 @@ def test_memory_outlives_the_arena(arena):
 def test_the_last_tensor_may_die_with_the_interpreter():
     # More than is kept for later, so that its block is given back.
     program = (
-        "import torch; from distdl_rma.ops.core import result_memory;"
+        "import torch; from distdl_rma.layers.ops.core import result_memory;"
         "kept = [result_memory.landing((result_memory.IDLE_NBYTES,), torch.float32).owner]"
     )
     command = [sys.executable, "-c", program]

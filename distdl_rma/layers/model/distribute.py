@@ -1,0 +1,584 @@
+"""``distribute``: unchanged models on split tensors; inputs are cut, gradients are summed."""
+
+from __future__ import annotations
+
+import copy
+import sys
+import warnings
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain, count
+from typing import Any, Literal, Self, TypeVar
+from zlib import crc32
+
+import numpy as np
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from distdl_rma.errors import (
+    ArgumentError,
+    ConfigurationError,
+    PartitionError,
+    ProtocolError,
+    ShapeError,
+    UnsupportedError,
+)
+from distdl_rma.geometry.partition import Partition
+from distdl_rma.layers.checks.arguments import mark_compared
+from distdl_rma.layers.checks.generators import random_draw
+from distdl_rma.layers.checks.gradient_origin import GradientCheck
+from distdl_rma.layers.checks.model_calls import Calls, CallTrace, Check
+from distdl_rma.layers.dtypes import DTYPES, is_in_memory
+from distdl_rma.layers.model.entering import ModuleHook
+from distdl_rma.layers.model.leaving import Change, Inputs, became_split, make_buffers_plain, write
+from distdl_rma.layers.model.replica_check import ReplicaSampler
+from distdl_rma.layers.ops.core.autograd import (
+    ENOUGH,
+    breaks_graph,
+    compiles,
+    mark_summed_later,
+    tracer,
+    uncompiled,
+)
+from distdl_rma.layers.ops.core.tensors import problem_with
+from distdl_rma.layers.split.calls import site
+from distdl_rma.layers.split.calls.loss_origin import LOSS_ORIGIN, Backwards
+from distdl_rma.layers.split.calls.signatures import tensors_in
+from distdl_rma.layers.split.calls.site import CALL_TRACES, thread_inside
+from distdl_rma.layers.split.entry import grid_for
+from distdl_rma.layers.split.layout import balanced, described
+from distdl_rma.layers.split.plain_operands import beside
+from distdl_rma.layers.split.shard import Grid, shard
+from distdl_rma.layers.split.tensor import SplitTensor
+from distdl_rma.layers.sync.gradient_groups import Owner
+from distdl_rma.layers.sync.gradients import GradientSync
+from distdl_rma.layers.sync.registry import REDUCTIONS, ModuleWatch, not_in_host_memory
+from distdl_rma.segments.consensus import together
+from distdl_rma.segments.machine import Machine, single_rank_problem
+
+M = TypeVar("M", bound=nn.Module)
+_KEY = "distributed"
+
+
+@dataclass
+class _Running:
+    """A running call of a model."""
+
+    error: BaseException | None  # that was being handled when it began
+    generator: torch.Tensor  # state of torch's generator of random numbers then
+    calls: Calls | None = None
+    plain: Sequence[torch.Tensor] = ()  # inputs that were plain
+    inputs: Inputs | None = None  # None if nothing was cut
+
+
+class Distributed:
+    """State of a distributed model: how its inputs are cut, and what sums its gradients.
+
+    It is the model's attribute ``distributed``. A copy of the model gets its own.
+
+    Examples
+    --------
+    >>> model = distribute(nn.Conv2d(1, 1, 3, padding=1), {"H": -1})
+    >>> x = torch.rand(1, 1, 8, 8)
+    >>> with model.distributed.no_sync():
+    ...     model(x).mean().backward()
+    >>> model(x).mean().backward()  # gradients are the sum of both
+    >>> model.distributed.close()
+    >>> model(x).shape  # of a plain tensor again
+    torch.Size([1, 1, 8, 8])
+    """
+
+    def __init__(self, model: nn.Module, machine: Machine, grid: Grid, options: dict[str, Any]) -> None:
+        self.machine, self.grid, self.fallback = machine, grid, options["fallback"]
+        self._draws, self._checks = options["draws"], bool(options["check_copies"])
+        self._options = {key: options[key] for key in ("reduction", "replicas", "bucket_nbytes")}
+        self._follows = self._checks
+        if self._checks:
+            self._unfollow = LOSS_ORIGIN.begin(machine, self)
+        number = machine.kept["models"] = machine.kept.get("models", 0) + 1
+        self._name, self._copies = f"{type(model).__name__} (distributed model {number})", count(1)
+        self._belongs_to(model)
+        self._root = self._hook("", model)
+        self._handles = [
+            model.register_forward_pre_hook(self._enter, prepend=True, with_kwargs=True),
+            model.register_forward_pre_hook(self._root, prepend=True),
+            model.register_forward_pre_hook(_refuse_graph, prepend=True),
+            model.register_forward_hook(site.pop_module, always_call=True),
+            model.register_forward_hook(self._end, always_call=True),
+            model.register_state_dict_pre_hook(self._before_state_dict),
+        ]
+        self._of_parts: list[RemovableHandle] = []
+        self._look(model)
+
+    def _belongs_to(self, model: nn.Module) -> None:
+        self._model = weakref.ref(model)
+        self._sync: GradientSync | None = None
+        # Empty until the first call: a deep copy is not complete yet.
+        self._modules: list[tuple[str, weakref.ref[nn.Module]]] = []
+        self._watch: ModuleWatch | None = None
+        # A change of the model that its ``GradientSync`` does not know yet.
+        self._change = ""
+        self._calls: dict[tuple[int, ...], Calls] = {}
+        # The comparisons of parameters and buffers.
+        self._replicas: list[ReplicaSampler] = []
+        self._running: list[_Running] = []
+        # The dictionaries of buffers of all modules.
+        self._buffers: list[dict[str, Any]] = []
+        if self._draws == "torch":
+            site.DRAWING_BLOCKS.add(self)
+
+    def _hook(self, path: str, module: nn.Module) -> ModuleHook:
+        moves, by_index = self.fallback == "move", self._draws == "global"
+        return ModuleHook(path, module, moves, not self._synchronises, by_index)
+
+    def _look(self, model: nn.Module) -> None:
+        # Registers hooks on all present modules, so that each reports that it runs.
+        for handle in self._of_parts:
+            handle.remove()
+        self._of_parts, parts = [], [*model.named_modules()]
+        self._root.look(model)
+        for path, module in parts[1:]:
+            self._of_parts += [
+                module.register_forward_pre_hook(self._hook(path, module), prepend=True),
+                module.register_forward_hook(site.pop_module, always_call=True),
+            ]
+        if not self._synchronises:
+            for parameter in model.parameters():
+                # DDP or FSDP sums these gradients, also of uses in a loss, and compares the replicas.
+                mark_summed_later(parameter, True)
+                mark_compared(parameter, True)
+        self._modules = [(path, weakref.ref(module)) for path, module in parts]
+        self._buffers = [module._buffers for _, module in parts]
+        self._watch = watch = ModuleWatch()
+        watch.add(model, "", model.parameters())
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        model = memo.get(id(self._model()))
+        if not isinstance(model, nn.Module):
+            raise UnsupportedError("model.distributed belongs to its model: copy that")
+        twin = type(self).__new__(type(self))
+        memo[id(self)] = twin
+        vars(twin).update(vars(self))
+        if twin._follows:
+            # Even if this model closes. If only some ranks have a copy, the next model's ``begin`` discards
+            # what they noted.
+            twin._unfollow = LOSS_ORIGIN.follow_for(twin)
+        twin._name, twin._copies = f"{self._name} (copy {next(self._copies)})", count(1)
+        twin._belongs_to(model)
+        twin._root = copy.deepcopy(self._root, memo)
+        twin._handles = copy.deepcopy(self._handles, memo)
+        twin._of_parts = copy.deepcopy(self._of_parts, memo)
+        return twin
+
+    @property
+    def owner(self) -> Owner:
+        """Texts about this model for messages of its ``GradientSync``."""
+        return Owner(
+            self._name,
+            f"{self._name}; model.distributed.close() first",
+            "model.distributed.close() and distribute() the model again, on all ranks",
+            "after a call of the model had begun; change it before",
+        )
+
+    @property
+    def sync(self) -> GradientSync:
+        """Its ``GradientSync``; a copy's is made, collectively, by its first call that records a graph.
+
+        ``ConfigurationError`` with ``reduction="none"``.
+        """
+        if not self._synchronises:
+            raise ConfigurationError(
+                f"{self._name}: with reduction='none' it sums no gradients; DistributedDataParallel and"
+                " fully_shard have a no_sync() of their own"
+            )
+        if self._sync is None:
+            self._sync = GradientSync(self._model(), self.machine, **self._options)
+            self._sync.alike_on = (self.grid if isinstance(self.grid, Partition) else self.machine).ranks
+        return self._sync
+
+    @property
+    def _synchronises(self) -> bool:
+        return bool(self._options["reduction"] != "none")
+
+    def partition(self, dims: int) -> Partition:
+        """The grid for tensors of ``dims`` dimensions."""
+        return grid_for(self.grid, self.machine, dims)
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Context in which backward only accumulates; as :meth:`GradientSync.no_sync`."""
+        return self.sync.no_sync()
+
+    @contextmanager
+    def unchecked(self) -> Iterator[None]:
+        """Context in which ranks do not compare replicas and arguments; entered on all ranks."""
+        before, self._checks = self._checks, False
+        try:
+            yield
+        finally:
+            self._checks = before
+
+    def close(self) -> None:
+        """Turn the model back into one for plain tensors; local, idempotent.
+
+        ``UnsupportedError``, when it is closed, names a buffer to which a cut split tensor was assigned since
+        the last call of the model.
+        """
+        if self._sync is not None:
+            self._sync.close()
+        if self._follows:
+            self._unfollow()
+        for handle in (*self._handles, *self._of_parts):
+            handle.remove()
+        self._handles, self._of_parts, self._calls = [], [], {}
+        site.DRAWING_BLOCKS.discard(self)
+        for replicas in self._replicas:
+            replicas.forget()
+        model = self._model()
+        if model is not None:
+            for parameter in () if self._synchronises else model.parameters():
+                mark_summed_later(parameter, False)
+                mark_compared(parameter, False)
+            if vars(model).pop(_KEY, None) is not None:
+                make_buffers_plain(model.named_modules())
+
+    def _before_state_dict(self, model: nn.Module, *_: Any) -> None:
+        make_buffers_plain(model.named_modules())
+
+    def cut(self, arguments: Any, in_graph: bool = False) -> Any:
+        """Arguments in which the grid cuts whole tensors, those with the most dimensions; local.
+
+        The parts are leaves. With ``in_graph``, parts of tensors that require a gradient are in their graph.
+        """
+        return self._inputs(arguments, in_graph).arguments
+
+    def _inputs(self, arguments: Any, in_graph: bool) -> Inputs:
+        dims = self._cut_dims(tensors_in(arguments))
+
+        def changed(x: torch.Tensor) -> torch.Tensor:
+            if x.dim() != dims or isinstance(x, SplitTensor):
+                return x
+            partition = self.partition(dims)
+            if problem := problem_with(x, f"an input of shape {tuple(x.shape)}"):
+                raise ShapeError(f"{self._name}: {problem}")
+            if not (in_graph and x.requires_grad and torch.is_grad_enabled()):
+                return shard(partition, x)
+            layout = balanced(partition, x.shape)
+            # In memory of its own, as by ``shard``: changes in place are written to all of ``x`` later.
+            return SplitTensor(beside(x, layout)[layout.slices()].clone(), layout)
+
+        return Inputs(arguments, changed)
+
+    def _cut_dims(self, given: Sequence[torch.Tensor]) -> int:
+        # Tensors of other dimensions, such as token ids beside an image, stay plain.
+        if isinstance(self.grid, Partition):
+            return len(self.grid.shape)
+        return max([x.dim() for x in given if x.dim() in _IMAGES], default=0)
+
+    @uncompiled
+    def _enter(self, _model: nn.Module, args: Any, kwargs: Any) -> Any:
+        if other := thread_inside():
+            raise ProtocolError(
+                f"{self._name}: called while thread {other!r} is in a call of a distributed model; what the"
+                " ranks do in turn is of one thread at a time"
+            )
+        while self._running:
+            # A call that ended without its hook, as by an interrupt.
+            self._leave_trace()
+        CALL_TRACES.append(trace := CallTrace())
+        self._running.append(running := _Running(sys.exc_info()[1], torch.get_rng_state()))
+        given = tensors_in(args, kwargs)
+        split = [x for x in given if isinstance(x, SplitTensor)]
+        dims = self._cut_dims(given)
+        whole = [x for x in given if not split and x.dim() == dims]
+        running.calls = calls = self._calls_of(split[0].partition if split else self.grid)
+        plain = repr([*filter(_is_plain, args), *((k, v) for k, v in kwargs.items() if _is_plain(v))])
+        self._notice_changes()
+        facts = *self._facts(given), len(args), crc32(plain.encode()), bool(self._change)
+        running.plain = [x for x in given if type(x) in (torch.Tensor, nn.Parameter)]
+        # Plain inputs are whole. Sparse ones and those on other devices are not compared.
+        alike = [x for x in running.plain if is_in_memory(x)]
+        calls.begin(facts, partial(self._described, given, plain), alike, self._checks)
+        if self._change and self._sync is not None:
+            # The call's beginning compared the change, so all ranks have it.
+            self._sync.register(self._model())
+        self._change = ""
+        if torch.is_grad_enabled() and self._synchronises:
+            _ = self.sync
+        calls.compare_new_inputs(trace if self._checks else None, alike)
+        if not whole:
+            if not split:
+                self._check_missed(given, args, kwargs)
+            return None
+        running.inputs = self._inputs((args, kwargs), in_graph=True)
+        return running.inputs.arguments
+
+    @uncompiled
+    def _end(self, model: nn.Module, _args: Any, _output: Any) -> None:
+        if not self._running or thread_inside():
+            return
+        call, trace = self._leave_trace()
+        # This hook also runs when the forward raises.
+        error, calls = sys.exc_info()[1], call.calls
+        if calls is None:
+            return
+        if error is None or error is call.error:
+            changes = list[Change]()
+            # In C, since every call looks at all buffers.
+            if SplitTensor in map(type, chain(call.plain, *map(dict.values, self._buffers))):
+                changes += became_split(self._parts(), call.plain)
+            if call.inputs is not None:
+                changes += call.inputs.changes(chain(call.plain, model.parameters(), model.buffers()))
+            trace.steps += [change.step for change in changes]
+            if not torch.equal(call.generator, torch.get_rng_state()):
+                # All ranks draw the numbers for the whole tensor, so all generators moved.
+                trace.steps.append(random_draw(call.generator))
+            calls.end(trace)
+            write(changes)
+            if call.inputs is not None:
+                call.inputs.leave_containers()
+        elif isinstance(error, ENOUGH):
+            calls.abandon()
+        else:
+            calls.failed(error, trace)
+
+    def _check_missed(self, given: Sequence[torch.Tensor], args: Any, kwargs: Any) -> None:
+        # Nothing was cut: raises if an input was probably meant to be.
+        if any(isinstance(x, np.ndarray) for x in (*args, *kwargs.values())):
+            raise ArgumentError(f"{self._name}: takes tensors, got a numpy array; pass torch.from_numpy(x)")
+        dims = self.grid.dim if isinstance(self.grid, Partition) else 0
+        for x in given:
+            if x.dim() == dims - 1 and x.is_floating_point():
+                raise ShapeError(
+                    f"{self._name}: an input of shape {tuple(x.shape)} has {dims - 1} dimensions, the grid"
+                    f" cuts tensors of {dims}; is the batch dimension missing? x.unsqueeze(0) is a batch of"
+                    " one"
+                )
+
+    def _notice_changes(self) -> None:
+        # Replaced modules, unfrozen parameters, other dtypes: includes them in hooks and comparisons.
+        change = "" if self._watch is None else self._watch.later_change()
+        model = self._model()
+        if model is None or (self._watch is not None and not change):
+            return
+        self._look(model)
+        for replicas in self._replicas:
+            replicas.forget()
+        self._change = change
+        # Begins the outermost module again, whose hook may have changed.
+        site.pop_module()
+        self._root(model, ())
+
+    def _leave_trace(self) -> tuple[_Running, CallTrace]:
+        return self._running.pop(), CALL_TRACES.pop() or CallTrace()
+
+    def _calls_of(self, grid: Grid) -> Calls:
+        ranks = grid.ranks if isinstance(grid, Partition) else self.machine.ranks
+        found = self._calls.get(ranks)
+        if found is None:
+            checks: list[Check] = [Backwards.of(self.machine, ranks), GradientCheck.of(self.machine, ranks)]
+            if self._synchronises:
+                # Otherwise whatever sums the gradients of replicas compares these.
+                self._replicas.append(ReplicaSampler(self._model, self.machine, ranks))
+                checks.insert(0, self._replicas[-1])
+            found = self._calls[ranks] = Calls(self.machine, ranks, self._name, checks)
+        return found
+
+    def _parts(self) -> list[tuple[str, nn.Module]]:
+        return [(path, module) for path, one in self._modules if (module := one()) is not None]
+
+    def _facts(self, given: Sequence[torch.Tensor]) -> tuple[int, ...]:
+        # Numbers that must be equal on all ranks of a call.
+        facts = [*_modes(), *[part.training for _, one in self._modules if (part := one()) is not None]]
+        for x in given:
+            # Read without the table of functions.
+            block = x._local if isinstance(x, SplitTensor) else x
+            kind = DTYPES.index(block.dtype) if block.dtype in DTYPES else -1
+            facts += [*x.shape, kind, block.requires_grad]
+            if isinstance(x, SplitTensor):
+                layout = x.decomposition
+                facts += [-1 if axis is None else axis for axis in layout.axes]
+                facts += [hash(split) for split in layout.splits]
+        return tuple(facts)
+
+    def _described(self, given: Sequence[torch.Tensor], plain: str) -> str:
+        grad, inference, autocast = _modes()
+        parts = self._parts()
+        mode = parts[0][1].training
+        others = [path for path, module in parts if module.training != mode]
+        but = f" but for {', '.join(map(repr, others))}" if others else ""
+        graph = "records a graph" if grad and not inference else "records no graph"
+        short = " under autocast" if autocast else ""
+        passed = ", ".join([*map(_said, given), *([plain] if plain != "[]" else [])]) or "no tensor"
+        changed = f"; its {self._change} since the last call" if self._change else ""
+        return f"passes {passed}, is in {'train' if mode else 'eval'}(){but}, {graph}{short}{changed}"
+
+
+def _modes() -> tuple[int, ...]:
+    # Modes of torch that must be equal on all ranks.
+    autocast = torch.is_autocast_enabled("cpu")
+    return (
+        int(torch.is_grad_enabled()),
+        int(torch.is_inference_mode_enabled()),
+        crc32(str(torch.get_autocast_dtype("cpu")).encode()) if autocast else 0,
+    )
+
+
+def _is_plain(x: Any) -> bool:
+    # Whether its text is equal on all ranks.
+    return x is None or isinstance(x, (bool, int, float, str))
+
+
+def _said(x: torch.Tensor) -> str:
+    cut = f", {described(x.decomposition)}" if isinstance(x, SplitTensor) else ""
+    return f"{tuple(x.shape)} of {x.dtype}{cut}{', which requires a gradient' if x.requires_grad else ''}"
+
+
+_NO_GRAPH = (
+    "a distributed model computes on split tensors, which are in no graph; compile what is called with plain"
+    " tensors, or run it as it is"
+)
+
+
+@breaks_graph
+def _refuse_graph(*_arguments: Any) -> None:
+    # The first hook: if it raises, no module is on the stack that would have to be popped.
+    if found := "torch.compile" if compiles() is not None else tracer():
+        raise UnsupportedError(f"{found}: {_NO_GRAPH}")
+
+
+_IMAGES = (3, 4, 5)  # dimensions of batches of signals, images and volumes
+
+
+def distribute(
+    model: M,
+    grid: Grid,
+    *,
+    reduction: Literal["sum", "mean", "none"] = "sum",
+    replicas: int | None = None,
+    bucket_nbytes: int = 1 << 20,
+    fallback: Literal["move", "error"] = "move",
+    check_copies: bool = True,
+    draws: Literal["global", "torch"] = "global",
+) -> M:
+    """Make a model compute on split tensors: the same object, parameters and state dict; exact or refused.
+
+    Calls take :class:`SplitTensor`. A plain tensor with the dimensions of the grid counts as whole, equal on
+    all ranks, and is cut. The output is split, or replicated if no dimension is left to cut; a loss is
+    written as for one machine. After ``backward()`` every ``.grad`` on every rank equals that of the model
+    alone. Collective over the machine; parameters and buffers are broadcast from its first rank.
+
+    Parameters
+    ----------
+    model
+        Any module; layers of this library may be in it.
+    grid
+        How many blocks each dimension of an input is cut into, on the ranks of COMM_WORLD. The letters of
+        ``{"H": 2, "W": 2}`` are the dimensions in torch's order: N samples, C channels, then D depth, H
+        height and W width; (N, C, W) is a signal, (N, C, H, W) an image, (N, C, D, H, W) a volume. A
+        dimension that is not named is whole. ``-1``, for one of them, means as many blocks as ranks are left:
+        ``{"H": -1}`` has a block of rows for each rank. ``"2x2"`` and ``(2, 2)`` are for the last dimensions,
+        here H and W. Or a partition of all ranks of its machine.
+    reduction, replicas, bucket_nbytes
+        Of :class:`GradientSync`. With ``reduction="none"`` there is none: every ``.grad`` is this rank's
+        contribution, which ``DistributedDataParallel`` or ``fully_shard`` over all ranks sum
+        (``docs/torch-distributed.md``). Parameters and buffers are not broadcast; they must be equal on the
+        ranks of the grid.
+    fallback
+        ``"move"``: if a function cannot act on the layout of its inputs, they are redistributed by the rules
+        of ``docs/split-functions.md``. ``"error"``: ``UnsupportedError`` instead.
+    check_copies
+        Whether each call compares parts of parameters, buffers, plain inputs, and plain arguments of
+        functions in the model between the ranks, in the messages at its beginning and end
+        (``docs/convert.md`` says what is found when). ``MismatchError`` on all ranks names the
+        first difference.
+    draws
+        Random numbers of elements of split tensors, as of a dropout. ``"global"``: by the index in the whole
+        tensor, alike on every grid and number of ranks. ``"torch"``: by a generator of torch for each block.
+
+    Raises
+    ------
+    ConfigurationError
+        On all ranks: if the model is distributed already, or an option is invalid; and as ``GradientSync``.
+    ArgumentError, PartitionError
+        On all ranks: if the grid has no known form, or its product is not the number of ranks.
+
+    Examples
+    --------
+    >>> model = nn.Sequential(nn.Conv2d(1, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 1, 1))
+    >>> model = distribute(model, {"H": -1})  # a block of rows for each rank
+    >>> x = torch.rand(2, 1, 64, 48)  # the same on all ranks
+    >>> y = model(x)
+    >>> y.shape, y.to_local().shape
+    (torch.Size([2, 1, 64, 48]), torch.Size([2, 1, 32, 48]))
+    >>> y.square().mean().backward()  # gradients of all parameters are whole, and equal on all ranks
+    """
+    machine = Machine.of(grid) if isinstance(grid, Partition) else Machine.on()
+    # Whether gradients are summed by others, or a mean over replicas is taken: the grid may leave out ranks.
+    apart = reduction == "none" or replicas is not None
+    options: dict[str, Any] = {"fallback": fallback, "reduction": reduction, "draws": draws}
+    options["check_copies"] = check_copies
+    wrong, alike = ConfigurationError, "they must be alike"
+    with together(machine, machine.ranks, "distribute", failed=wrong, differs=wrong, advice=alike) as facts:
+        _check(model, machine, grid, apart, reduction, fallback, draws)
+        facts["grid"] = str(grid.shape if isinstance(grid, Partition) else grid)
+        facts |= options
+    options |= {"replicas": replicas, "bucket_nbytes": bucket_nbytes}
+    handle = Distributed(model, machine, grid, options)
+    # Set before the GradientSync is made, which reads it.
+    vars(model)[_KEY] = handle
+    try:
+        _ = reduction == "none" or handle.sync
+    except BaseException:
+        handle.close()
+        raise
+    _warn_of_start(machine)
+    return model
+
+
+def _check(
+    model: nn.Module, machine: Machine, grid: Grid, apart: bool, reduction: str, fallback: str, draws: str
+) -> None:
+    if not isinstance(model, nn.Module):
+        raise ConfigurationError(f"distribute: takes a torch.nn.Module, got {model!r}")
+    if fallback not in ("move", "error"):
+        raise ConfigurationError(f"distribute: fallback is 'move' or 'error', got {fallback!r}")
+    if reduction not in (*REDUCTIONS, "none"):
+        raise ConfigurationError(f"distribute: reduction is 'sum', 'mean' or 'none', got {reduction!r}")
+    if draws not in ("global", "torch"):
+        raise ConfigurationError(f"distribute: draws is 'global' or 'torch', got {draws!r}")
+    for path, part in model.named_modules():
+        if _KEY in vars(part):
+            raise ConfigurationError(
+                f"distribute: {f'the part {path!r} of the model' if path else 'this model'} is distributed"
+                f" already; model{f'.{path}' if path else ''}.distributed.close() first"
+            )
+    if found := not_in_host_memory(model):
+        raise ConfigurationError(f"distribute: {found}")
+    if not isinstance(grid, Partition):
+        # For the largest number of dimensions, to find now whether the grid fits the ranks.
+        grid_for(grid, machine, _IMAGES[-1])
+    elif not apart and set(grid.ranks) != set(machine.ranks):
+        raise PartitionError(
+            f"distribute: {grid} has not all ranks of its machine {machine.ranks}; the gradients are summed"
+            " over these. Say replicas= if the others have other samples, or reduction='none' if others sum"
+        )
+
+
+def _warn_of_start(machine: Machine) -> None:
+    # Of a job of one rank without a launcher, and of more threads than cores: one rank, once, for its node.
+    if machine.rank != machine.ranks[0] or machine.kept.setdefault("start", False):
+        return
+    machine.kept["start"] = True
+    segment, threads = machine.segments.segment, torch.get_num_threads()
+    ranks, wanted = len(segment.node_ranks), max(1, segment.cores // len(segment.node_ranks))
+    crowd = (
+        f"{ranks} rank{'s' if ranks > 1 else ''} of {threads} threads on {segment.cores} cores stand in each"
+        f" other's way; set OMP_NUM_THREADS={wanted} before Python starts, or torch.set_num_threads({wanted})"
+    )
+    for problem in (single_rank_problem(), crowd if threads > wanted else ""):
+        if problem:
+            warnings.warn(f"distribute: {problem}", RuntimeWarning, stacklevel=3)

@@ -1,0 +1,450 @@
+"""Convolution of split tensors: own data while the halo travels, then the halo; and its adjoint."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import chain
+from math import prod
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from distdl_rma.geometry.box import LEADING, Box
+from distdl_rma.geometry.decomposition import Decomposition
+from distdl_rma.geometry.exchange import Exchange
+from distdl_rma.geometry.intervals import Balanced, Split
+from distdl_rma.geometry.partition import Partition
+from distdl_rma.layers.dtypes import as_words, sum_dtype
+from distdl_rma.layers.ops.conv.kernels import ConvolutionArguments, convolution
+from distdl_rma.layers.ops.conv.own_and_halo import (
+    OwnAndHalo,
+    Patch,
+    adjoint_of_pieces,
+    outputs_of_pieces,
+    pieces_of,
+    pieces_of_outputs,
+    with_channels,
+)
+from distdl_rma.layers.ops.conv.worker_grid import IN, ConvolutionOptions, channels_out
+from distdl_rma.layers.ops.core.autograd import (
+    GradientNeeds,
+    OperatorFunction,
+    anchor,
+    first_derivative,
+    recomputed_by_all,
+    tied,
+)
+from distdl_rma.layers.ops.core.movement import CallSite, Movement, behind
+from distdl_rma.layers.ops.core.operation import Agreement, GatherComputeScatter
+from distdl_rma.layers.ops.core.result_memory import MAPPED, SMALLEST_NBYTES
+from distdl_rma.layers.ops.core.staged import Moves, movement_or_none
+from distdl_rma.layers.ops.core.tensors import as_tensor, no_autocast
+from distdl_rma.layers.ops.window_gather import WindowGather
+
+# Records in the trace which part of the schedule begins.
+Mark = Callable[[str], object]
+# Writes the gradient of "weight" or "bias" to its place, and returns it there.
+Fill = Callable[[str, Tensor], Tensor]
+# A patch, and the gradients of its tensor, of its part of the weight, and of the bias; None where not needed.
+Found = tuple[Patch, Any, Any, Any]
+
+
+class GridConvolution(GatherComputeScatter):
+    """A convolution by a grid of ranks: each computes partial outputs with its block of the weight.
+
+    Calls pass this rank's block of the weight, or the whole weight. ``source`` is the decomposition of the
+    input (batch, channel, *spatial). ``ShapeError`` if it has another number of channels than the layer, or
+    no elements in space. ``ends`` are the decompositions of the partial outputs and of the output.
+    """
+
+    def __init__(
+        self,
+        site: CallSite,
+        options: ConvolutionOptions,
+        source: Decomposition,
+        dtype: torch.dtype,
+        ends: tuple[Decomposition, Decomposition],
+        row_split: Split | None = None,
+    ) -> None:
+        workers, rank, (computed, output) = options.workers, site.machine.rank, ends
+        super().__init__(site, source.partition.active, workers.grid.active, output)
+        self.scatter = movement_or_none(site, computed, output, dtype, "output")
+        self._workers, transposed = workers, workers.rows == IN
+        self._steps = ConvolutionArguments.of(options.stencil, workers.groups, transposed)
+        self._shape, self._block = computed.box(rank).shape, workers.blocks(row_split).box(rank)
+        self._empty = 0 in (*self._shape, *self._block.shape)
+        self._runs = [
+            (channels, rows, self._steps._replace(groups=groups))
+            for channels, rows, groups in workers.runs(self._block)
+        ]
+
+    def block(self, weight: Tensor) -> Tensor:
+        """This rank's block, from the block itself or from the whole weight."""
+        if self._empty or weight.shape == self._block.shape:
+            return weight
+        return weight[tuple(slice(*bounds) for bounds in self._block.bounds)]
+
+    def compute(self, x: Tensor, **weights: Any) -> Tensor:
+        """Partial output of this rank, by torch's autograd."""
+        weight, bias = weights["weight"], weights.get("bias")
+        if self._empty:
+            return recomputed_by_all(tied(weight.new_zeros(self._shape), (x, weight, bias)))
+        return self.convolve_block(x, self.block(weight), bias)
+
+    def convolve_block(self, x: Tensor, block: Tensor, bias: Tensor | None) -> Tensor:
+        """Partial output of a rank whose part is not empty, from its block of the weight."""
+        raise NotImplementedError
+
+    def in_runs(self, x: Tensor, block: Tensor, bias: Tensor | None) -> Tensor:
+        """Convolve each run of whole groups, or part of a group; outputs side by side in channels."""
+        if len(self._runs) == 1:
+            return convolution(x, block, bias, self._runs[0][-1])
+        found = [
+            convolution(x[:, channels], block[rows], None if bias is None else bias[rows], steps)
+            for channels, rows, steps in self._runs
+        ]
+        return torch.cat(found, 1)
+
+
+class Convolution(GridConvolution):
+    """Convolution by a grid of ranks: input in any decomposition, output in balanced blocks on ``target``.
+
+    With ``on_workers`` the target is the worker grid, and the batch keeps the input's cut. With ``overlaps``
+    a rank convolves its own data while the halo travels, or, with ``joins``, copies them next to the place of
+    the halo. Otherwise it first gathers all inputs that it reads. ``ShapeError`` also if the input is too
+    small for a window or for the padding.
+    """
+
+    def __init__(
+        self,
+        site: CallSite,
+        options: ConvolutionOptions,
+        source: Decomposition,
+        target: Partition,
+        dtype: torch.dtype,
+    ) -> None:
+        stencil, workers, machine, batch = options.stencil, options.workers, site.machine, source.splits[0]
+        channels = channels_out(workers, source)
+        rank, extents = machine.rank, stencil.outputs(source.shape[LEADING:])
+        space: Sequence[Split] = [
+            Balanced(n, p) for n, p in zip(extents, workers.grid.shape[LEADING + 1 :], strict=True)
+        ]
+        output = Decomposition.balanced(target, (source.shape[0], channels, *extents))
+        if options.on_workers:
+            output = behind(site, source, output, stencil.windows).with_splits({0: batch})
+            space = output.splits[LEADING:]
+        else:
+            batch = Balanced(source.shape[0], workers.grid.shape[0])
+        computed, reads = workers.by_rows(batch, space), workers.by_columns(batch, space)
+        super().__init__(site, options, source, dtype, (computed, output))
+        self.dtype, self.overlaps = dtype, options.overlaps
+        if not self.overlaps:
+            self._window = WindowGather(site, stencil, source, reads, dtype, options.padding_mode)
+            self.gather = self._window.movement
+            return
+        # A rank that owns data sends it, even if it computes nothing.
+        self.works, self._sum_dtype, own = True, sum_dtype(dtype), source.box(rank)
+        self.sums_exactly = self._sum_dtype == dtype
+        widened = dict(enumerate(stencil.with_halo(space, source.shape[LEADING:]), LEADING))
+        self.halo = Movement(machine, Exchange(rank, source, reads.with_splits(widened)), dtype, site.name)
+        (first, last), (batches, _, *outputs) = reads.box(rank).bounds[1], computed.box(rank).bounds
+        # Each rank may choose whether it joins: the halo is the same. In 16 bits oneDNN takes up to five
+        # times as long for a weight's gradient if only some dimensions are padded. A prediction has none, and
+        # is not rounded once more for each part of a sum.
+        self.parts = parts = OwnAndHalo(
+            with_channels(stencil, first, last - first),
+            Box.of_shape(source.shape),
+            own,
+            Box((batches, (0, int(not self._empty)), *outputs)),
+            workers.groups,
+            options.joins if self.sums_exactly else machine.mailbox is not None,
+        )
+        # No pieces for short types: their sum would be rounded once per piece.
+        core = parts.core if self.sums_exactly else None
+        self.pieces = () if core is None else pieces_of(core, prod(self._shape), dtype.itemsize)
+        # In which the outputs of own data are computed; by the size above which tensors have new pages.
+        self._output_pieces: dict[int, tuple[Patch, ...]] = {}
+        # Places of own data and of received pieces in the rim's tensors, and of sent pieces in own data.
+        self.own = parts.landing(own)
+        self.landings = [parts.landing(piece.box) for piece in self.halo.forward.receives]
+        self._edges = [piece.box.slices(own) for piece in self.halo.forward.sends]
+        # Where the rim's tensors have own data and are large, only the halo is saved for the backward.
+        nbytes = sum(patch.held.volume for patch in parts.rim) * dtype.itemsize
+        self.remakes = bool(self.own) and nbytes >= SMALLEST_NBYTES
+
+    def movements(self) -> tuple[Moves | None, ...]:
+        """Movement of the halo, or of all inputs that are read; and of the output."""
+        return self.halo if self.overlaps else self.gather, self.scatter
+
+    def void(self) -> None:
+        """Give up a halo that some ranks may have sent; blocking."""
+        if self.overlaps:
+            self.halo.void()
+
+    def carry_out(self, needs: GradientNeeds, x: Tensor, weights: Mapping[str, Any]) -> Tensor:
+        """Partial output of this rank; blocking with ``overlaps``."""
+        if not self.overlaps:
+            return super().carry_out(needs, x, weights)
+        weight, bias = weights["weight"], weights.get("bias")
+        root = None if weight.requires_grad else anchor(True)
+        y: Tensor = _HaloSchedule.apply(x, weight, bias, root, None, None, [self, needs])
+        return y
+
+    def convolve_block(self, x: Tensor, block: Tensor, bias: Tensor | None) -> Tensor:
+        """Partial output from the gathered input."""
+        (_, width, *_), (low, high) = self._workers.weight, self._block.bounds[1]
+        if not self._window.complete:
+            x = self._window.add_padding(x)
+        if self._workers.groups > 1 and high - low < width:
+            x = x.unflatten(1, (-1, width))[:, :, low:high].flatten(1, 2)
+        return self.in_runs(x, block, self._rows(bias))
+
+    def begin(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> _Started:
+        """Start the halo; convolve own data, or copy them next to the place of the halo."""
+        machine, name = self.site
+        mark, channel, parts = machine.trace.marks(name), self.halo.forward, self.parts
+        mark("start")
+        # A rank that owns nothing may pass a tensor of any shape without elements.
+        epoch = channel.start(channel.cut(as_words(x)) if channel.sends else ())
+        mark("local")
+        block = weight if weight.shape == self._block.shape else self.block(weight)
+        bias, core, y = self._rows(bias), parts.core, None
+        if parts.base is None:
+            y = torch.zeros(self._shape, dtype=self.dtype)
+            if core is not None:
+                y[core.place] = core.convolve(x, block)
+            if bias is not None:
+                y.add_(bias.view(-1, *(1,) * (y.dim() - LEADING)))
+        elif parts.base is core:
+            above = MAPPED.nbytes
+            if (pieces := self._output_pieces.get(above)) is None:
+                pieces = pieces_of_outputs(core, self._shape[1], self.dtype.itemsize, above)
+                self._output_pieces[above] = pieces
+            y = (
+                outputs_of_pieces(pieces, core.outputs, x, block, bias)
+                if pieces
+                else core.convolve(x, block, bias)
+            )
+        return epoch, y, self.held(x), block, bias, mark
+
+    def held(self, x: Tensor, halo: Sequence[Tensor] = ()) -> tuple[Tensor, ...]:
+        """Tensors of the rim's patches, with the own data that they read; the halo is uninitialised if ()."""
+        found: tuple[Tensor, ...] = ()
+        for patch in self.parts.rim:
+            found = *found, patch.hold(self.dtype)
+        for number, there, here in self.own:
+            found[number][there] = x[here]
+        if halo:
+            for (number, there, _), part in zip(chain(*self.landings), halo, strict=True):
+                found[number][there] = part
+        return found
+
+    def send_back(self, found: Sequence[Found]) -> int:
+        """Start to send the gradients of the rim's tensors to the owners of the data; return the epoch."""
+        channel, arrays, pieces = self.halo.adjoint, [], []
+        for _, edge, *_ in found:
+            arrays += [as_words(edge)]
+        for piece, landing in zip(channel.sends, self.landings, strict=True):
+            whole = None
+            for number, there, here in landing:
+                part = arrays[number][there]
+                if part.shape != piece.box.shape:
+                    whole = np.zeros(piece.box.shape, channel.dtype) if whole is None else whole
+                    whole[here] = part
+                else:
+                    whole = part
+            # No output reads data between the windows.
+            pieces += [np.zeros(piece.box.shape, channel.dtype) if whole is None else whole]
+        return channel.start(pieces)
+
+    def of_data(self, x: Tensor, found: Sequence[Found], epoch: int, mark: Mark) -> Tensor:
+        """Gradient of own data: from this rank's patches, and from other readers. Blocking."""
+        total = found[0][1] if found and found[0][0] is self.parts.core else None
+        for number, there, here in self.own:
+            part = total = found[number][1][there]
+            if part.shape != x.shape:
+                total = torch.zeros_like(x)
+                total[here] = part
+        total = torch.zeros_like(x) if total is None else total
+        total = total if self.sums_exactly else total.to(self._sum_dtype)
+        received: Any = self.halo.adjoint.receive(epoch)
+        if self.site.machine.trace.recording is not None:
+            received = _recorded(received, mark)
+        # No other code refers to this tensor.
+        for (_, words), place in zip(received, self._edges, strict=True):
+            total[place].add_(as_tensor(words, self.dtype))
+        # An input without elements may have any type.
+        return total if self.sums_exactly else total.to(x.dtype)
+
+    def of_weight(self, shape: torch.Size, block: Tensor, found: Sequence[Found]) -> Tensor:
+        """Gradient of the weight in its shape: the sum of the patches'."""
+        (_, _, total, _), *others = found or ((None,) * 4,)
+        if total is None or total.shape != shape:
+            total, others = block.new_zeros(shape), [*found]
+        for patch, _, taps, _ in others:
+            self.block(total)[patch.weight].add_(taps)
+        return total
+
+    def of_bias(self, shape: torch.Size, rows: Tensor | None, gradient: Tensor) -> Tensor:
+        """Gradient of the bias in its shape; ``rows`` if it was computed together with that of the weight."""
+        rows = gradient.sum((0, *range(LEADING, gradient.dim()))) if rows is None else rows
+        if rows.shape == shape:
+            return rows
+        total = rows.new_zeros(shape)
+        if len(total):
+            total[slice(*self._block.bounds[0])] = rows
+        return total
+
+    def _rows(self, bias: Tensor | None) -> Tensor | None:
+        # Part of the bias that this rank adds; None if another rank with the same outputs adds it.
+        start, stop = self._block.bounds[0]
+        if bias is None or bias.shape[0] == stop - start:
+            return bias
+        return bias[start:stop] if bias.shape[0] else None
+
+
+def convolve(
+    agreement: Agreement[Convolution],
+    overlaps: bool,
+    x: Tensor,
+    weights: Mapping[str, Tensor],
+    fill: Fill | None = None,
+) -> tuple[Tensor, GradientNeeds]:
+    """Agree on a convolution and carry it out: local output, and the needs of any rank. Blocking.
+
+    With ``overlaps``, the operation that this rank expects starts before the ranks agree, and ``fill``
+    gives the places of the weights' gradients.
+    """
+    # All ranks refuse a value that is no tensor when they agree.
+    if not (overlaps and isinstance(x, Tensor)):
+        operation, needs = agreement.settle()
+        return operation(needs, x, **weights), needs
+    if torch.is_autocast_enabled("cpu"):
+        with no_autocast():
+            return convolve(agreement, overlaps, x, weights, fill)
+    weight, agreed = weights["weight"], list[Any]()
+    root = None if weight.requires_grad else anchor(True)
+    y: Tensor = _HaloSchedule.apply(x, weight, weights.get("bias"), root, fill, agreement, agreed)
+    operation, needs = agreed
+    return y if operation.scatter is None else operation.scatter(y, needs.any), needs
+
+
+# Epoch of a halo under way; outputs, or None before the halo is there; the rim's tensors; this rank's blocks
+# of weight and bias; and the function that records the trace.
+_Started = tuple[int, Any, tuple[Tensor, ...], Tensor, Tensor | None, Mark]
+
+
+def _recorded(received: Iterator[Any], mark: Mark) -> Iterator[Any]:
+    mark("wait")
+    for each in received:
+        mark("fuse")
+        yield each
+        mark("wait")
+
+
+def _begin_and_agree(
+    agreement: Agreement[Convolution], agreed: list[Any], x: Tensor, weight: Tensor, bias: Tensor | None
+) -> _Started:
+    # Begins the expected operation and agrees; if the ranks agree on another one, begins that one.
+    guess = agreement.guess
+    started = None if guess is None else guess.begin(x, weight, bias)
+    if started is not None:
+        *_, mark = started
+        mark("")
+    agreed += agreement.settle()
+    operation: Convolution = agreed[0]
+    return operation.begin(x, weight, bias) if started is None or operation is not guess else started
+
+
+class _HaloSchedule(OperatorFunction):
+    """The schedule: the halo travels while own data are convolved, or copied next to its place."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        _anchor: Any,
+        fill: Fill | None,
+        agreement: Agreement[Convolution] | None,
+        agreed: list[Any],
+    ) -> Tensor:
+        """Start the halo, own data, wait; then convolve the rim and add the outputs.
+
+        ``agreed`` has the operation and the needs of any rank; with an ``agreement`` it gets them.
+        """
+        if agreement is None:
+            started = agreed[0].begin(x, weight, bias)
+        else:
+            started = _begin_and_agree(agreement, agreed, x, weight, bias)
+        (epoch, y, held, block, rows, mark), (operation, needs) = started, agreed
+        parts, landings, kept = operation.parts, operation.landings, held
+        mark("wait")
+        arrays = [*map(as_words, held)]
+        for (_, view), landing in zip(operation.halo.forward.receive(epoch), landings, strict=True):
+            for number, there, here in landing:
+                arrays[number][there] = view[here]
+        if operation.remakes:
+            kept = tuple(held[number][there].clone() for number, there, _ in chain(*landings))
+        for patch, data in zip(parts.rim, held, strict=True):
+            mark("remote")
+            if patch is parts.base:
+                y = patch.convolve(data, block, rows)
+                continue
+            part = patch.convolve(data, block)
+            mark("fuse")
+            rim = y[patch.place]
+            rim += part
+        mark("")
+        if not any(ctx.needs_input_grad[:3]) and not needs.any:
+            ctx.mark_non_differentiable(y)
+        else:
+            ctx.save_for_backward(x, block, *kept)
+        ctx.shapes, ctx.fill = (weight.shape, None if bias is None else bias.shape), fill
+        ctx.operation, ctx.machine, ctx.needs_halo = operation, operation.site.machine, needs.input
+        output: Tensor = y
+        return output
+
+    @staticmethod
+    @first_derivative
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        """The rim, start to send its gradients, own data; then the parameters, wait, and add what comes."""
+        operation, parts, needs_halo = ctx.operation, ctx.operation.parts, ctx.needs_halo
+        (x, block, *held), (of_weight, of_bias) = ctx.saved_tensors, ctx.shapes
+        needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
+        # Together with the weight's gradient, the bias needs no further pass over the output's gradient.
+        needs = needs_weight, needs_weight and needs_bias and operation.sums_exactly
+        mark = ctx.machine.trace.marks(operation.site.name, backward=True)
+        mark("remote")
+        found: tuple[Found, ...] = ()
+        held = operation.held(x, held) if operation.remakes else held
+        for patch, data in zip(parts.rim, held, strict=True):
+            found = *found, (patch, *patch.convolve_adjoint(gradient, data, block, (needs_halo, *needs)))
+        epoch, d_x, d_weight, d_bias = 0, None, None, None
+        if needs_halo:
+            mark("start")
+            epoch = operation.send_back(found)
+        core, pieces = parts.core, operation.pieces
+        if core is not None and (needs_x or needs_weight):
+            mark("local")
+            adjoint = partial(adjoint_of_pieces, pieces) if pieces else core.convolve_adjoint
+            found = (core, *adjoint(gradient, x, block, (needs_x, *needs))), *found
+            mark("fuse")
+        if needs_bias:
+            d_bias = found[0][3] if found else None
+            if d_bias is None or d_bias.shape != of_bias:
+                d_bias = operation.of_bias(of_bias, d_bias, gradient)
+        if needs_weight:
+            d_weight = operation.of_weight(of_weight, block, found)
+        if ctx.fill is not None:
+            d_bias, d_weight = (
+                None if d is None else ctx.fill(key, d) for key, d in (("bias", d_bias), ("weight", d_weight))
+            )
+        if needs_halo:
+            d_x = operation.of_data(x, found, epoch, mark)
+        mark("")
+        return d_x if needs_x else None, d_weight, d_bias, None, None, None, None

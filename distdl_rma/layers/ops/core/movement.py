@@ -1,0 +1,408 @@
+"""Movements of tensors between ranks, as one pair of autograd operations."""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property, partial
+from itertools import chain, islice, zip_longest
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from distdl_rma.errors import ClosedError, ProtocolError
+from distdl_rma.geometry.box import LEADING, Box
+from distdl_rma.geometry.decomposition import Decomposition
+from distdl_rma.geometry.exchange import Exchange, Piece, by_peer
+from distdl_rma.geometry.halo import outputs_behind
+from distdl_rma.geometry.intervals import Split
+from distdl_rma.layers.dtypes import as_words, sum_dtype, word_dtype
+from distdl_rma.layers.ops.core.autograd import OperatorFunction, anchor, first_derivative
+from distdl_rma.layers.ops.core.result_memory import landing, result
+from distdl_rma.layers.ops.core.tensors import as_tensor
+from distdl_rma.segments.channel import Channel
+from distdl_rma.segments.lanes import SLOTS, in_steps
+from distdl_rma.segments.large_arrays import copy
+from distdl_rma.segments.machine import Machine
+from distdl_rma.segments.mailbox import BufferedChannel
+
+# Parts of a result: the slices of each (None for the whole result), and its data (None if the sender has
+# already put them into the result).
+_Parts = Iterator[tuple[tuple[slice, ...] | None, torch.Tensor | None]]
+# Smaller pieces stay in the cache between two reads in any case.
+_COPIED_NBYTES = 1 << 20
+
+
+class CallSite(NamedTuple):
+    """A place in a program that calls an operator: the machine, and the name in messages."""
+
+    machine: Machine
+    name: str
+
+
+class Request:
+    """One started movement: made by ``Movement.start``, given to ``Movement.wait``."""
+
+    def __init__(self, movement: Movement, x: torch.Tensor) -> None:
+        self.movement, self.shape, self.dtype = movement, x.shape, x.dtype
+        self.token: torch.Tensor | None = None
+        self._sent: tuple[torch.Tensor, int] | None = None
+
+    def depart(self, direction: OneWay, x: torch.Tensor) -> None:
+        """Start to move ``x``, the local shard."""
+        self._sent = direction.depart(x)
+
+    def arrive(self, direction: OneWay) -> torch.Tensor:
+        """Local result of the started movement; blocking."""
+        if self._sent is None:
+            raise ProtocolError(f"{direction.channel.name!r}: wait without a start")
+        (x, epoch), self._sent = self._sent, None
+        return direction.arrive(x, epoch)
+
+    def gradient(self) -> torch.Tensor:
+        """Gradient of the input, in the input's shape; blocking."""
+        gradient = self.arrive(self.movement.backwards).reshape(self.shape)
+        # An input without elements may have any type; torch does not convert complex gradients to real ones.
+        return gradient if gradient.numel() else gradient.new_empty(self.shape, dtype=self.dtype)
+
+
+class OneWay:
+    """One direction of a movement: a channel, and the slices of its pieces in the local tensors."""
+
+    def __init__(self, machine: Machine, channel: Channel, dtype: torch.dtype, backward: bool) -> None:
+        exchange = channel.exchange
+        own, need = exchange.own, exchange.need
+        self.channel, self.dtype, self.backward, self._trace = channel, dtype, backward, machine.trace
+        # None where this rank owns something.
+        self._nothing = torch.empty(own.shape, dtype=dtype) if own.empty else None
+        self._shape = need.shape
+        # Short types are summed in a longer type, with one rounding at the end.
+        self._wide = dtype if exchange.disjoint else sum_dtype(dtype)
+        self._disjoint = exchange.disjoint
+        self._mine = [(piece.target.slices(need), piece.box.slices(own)) for piece in exchange.local]
+        # None where a piece is the whole result.
+        self._theirs = [None if piece.box == need else piece.box.slices(need) for piece in channel.receives]
+        # Slices of parts that are copied to the result while they are sent; and these results, by epoch.
+        self._copy_slices = [piece.box.slices(own) for piece in _sent_and_kept(channel)]
+        self._copied_results: dict[int, torch.Tensor] = {}
+        # All ranks sum in the partition's order, for equal results. Without sums local pieces come first.
+        self._before = channel.count(0 if exchange.disjoint else exchange.before_local)
+        first = [*channel.receives[: self._before], *exchange.local, *channel.receives][:1]
+        self._zeroes = not exchange.complete and [piece.target for piece in first] != [need]
+        # Number of pieces per contribution if each contribution covers the whole result; else 0.
+        self._layers = 0
+        if self._wide == dtype and (whole := _same_of_all(channel)):
+            self._layers = len(whole)
+            self._mine = [(box.slices(need), box.slices(own)) for box in whole if exchange.local]
+
+    def depart(self, x: torch.Tensor) -> tuple[torch.Tensor, int]:
+        """Start to move a local shard; return the shard in the movement's type, and the epoch."""
+        # An input without elements may have any shape and type.
+        x = x.detach() if self._nothing is None else self._nothing
+        if x.dtype != self.dtype:
+            x = x.to(self.dtype)
+        channel = self.channel
+        mark = self._trace.marks(channel.name, self.backward)
+        mark("start")
+        parts = channel.cut(as_words(x))
+        if self._copy_slices:
+            y = result(self._shape, self.dtype)
+            epoch = channel.start(self._copied_while_sent(parts, y))
+            self._copied_results[epoch] = y
+            # The result of an epoch that was given up may still be here.
+            self._copied_results.pop(epoch - SLOTS, None)
+        else:
+            epoch = channel.start(parts)
+        mark("")
+        return x, epoch
+
+    def _copied_while_sent(self, parts: Iterable[Any], y: torch.Tensor) -> Iterator[Any]:
+        # Each piece is read twice in a row, the second time from the cache. In one thread numpy copies: for
+        # memory larger than a core's own cache, torch's copy takes a tenth longer.
+        kept = as_words(y)
+        for part, where in zip_longest(parts, self._copy_slices):
+            if where is not None:
+                copy(kept[where], part)
+            yield part
+
+    def arrive(self, x: torch.Tensor, epoch: int) -> torch.Tensor:
+        """Receive an epoch into a new tensor; blocking. Elements that several ranks own are summed."""
+        mark = self._trace.marks(self.channel.name, self.backward)
+        mark("wait")
+        y = self._arrive(x, epoch)
+        mark("")
+        return y
+
+    def stream(self, parts: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
+        """Results of one local shard after another; the next travels while one is used. Blocking."""
+        under_way: deque[tuple[torch.Tensor, int]] = deque()
+        for part in parts:
+            under_way.append(self.depart(part))
+            if len(under_way) == 2:
+                yield self.arrive(*under_way.popleft())
+        while under_way:
+            yield self.arrive(*under_way.popleft())
+
+    def _arrive(self, x: torch.Tensor, epoch: int) -> torch.Tensor:
+        copied = self._copied_results.pop(epoch, None)
+        if copied is not None:
+            for _ in self._received(epoch):
+                pass
+            return copied
+        landed: Any = self.channel.take_result(epoch)
+        y = result(self._shape, self._wide) if landed is None else landed
+        local = ((target, x[source]) for target, source in self._mine)
+        parts: _Parts = chain(islice(theirs := self._received(epoch), self._before), local, theirs)
+        if self._layers:
+            self._sum(parts, y)
+            return y
+        fresh = True
+        for where, part in parts:
+            if part is None:
+                # The sender has put this part into the result.
+                fresh = False
+                continue
+            if fresh and self._zeroes:
+                y.zero_()
+            target = y if where is None else y[where]
+            # The first part overwrites zeros: one pass over the memory less than a sum.
+            if fresh or self._disjoint:
+                target.copy_(part)
+            else:
+                target += part if part.dtype == self._wide else part.to(self._wide)
+            fresh = False
+        if fresh:
+            y.zero_()
+        return y if self._wide == self.dtype else y.to(self.dtype)
+
+    def _sum(self, parts: Iterator[Any], y: torch.Tensor) -> None:
+        # The first two contributions are added in one pass over the memory. Both stay in their slots until
+        # then: this rank acknowledges the slots of an epoch after it has received all parts.
+        first = list(islice(parts, self._layers))
+        for (where, one), (_, other) in zip(first, parts, strict=False):
+            torch.add(one, other, out=y if where is None else y[where])
+        for where, part in parts:
+            target = y if where is None else y[where]
+            target += part
+
+    def _received(self, epoch: int) -> _Parts:
+        received = zip(self._theirs, self.channel.landed, self.channel.receive(epoch), strict=True)
+        for where, landed, (_, words) in received:
+            yield where, None if landed else as_tensor(words, self.dtype)
+
+
+class Movement:
+    """An exchange and its adjoint: ``start`` and ``wait``, in both directions of autograd.
+
+    Start and wait are two autograd operations, each the adjoint of the other: a forward ``start, compute,
+    wait`` becomes a backward ``wait^T, compute^T, start^T`` with the same overlap.
+
+    Construction is local, and allocates slots for the forward. The first backward, or ``connect``, allocates
+    the slots of the adjoint. The exchange is this rank's part, in all tensor dimensions.
+
+    Examples
+    --------
+    >>> from distdl_rma.geometry import Decomposition, Exchange
+    >>> P_world = MPIPartition(MPI.COMM_WORLD)
+    >>> P_x = P_world.create_cartesian_topology_partition((P_world.size,))
+    >>> blocks = Decomposition.balanced(P_x, (4,))
+    >>> gather = Exchange(P_x.me, blocks, Decomposition.replicated(P_x, (4,)))
+    >>> movement = Movement(Machine.of(P_x), gather, torch.float32, "gather")
+    >>> request = movement.start(torch.ones(2))
+    >>> movement.wait(request)
+    tensor([1., 1., 1., 1.])
+    """
+
+    def __init__(self, machine: Machine, exchange: Exchange, dtype: torch.dtype, name: str) -> None:
+        self.machine, self.name, self.dtype = machine, name, dtype
+        self.forward = _channel(machine, exchange, dtype, name)
+        self.forwards = OneWay(machine, self.forward, dtype, backward=False)
+        self._made = [self.forward]
+        # Graphs that need the adjoint hold a reference, so the memory lives as long as the last of them.
+        self._finalizer = weakref.finalize(self, _close_all, self._made)
+
+    @cached_property
+    def adjoint(self) -> Channel:
+        """Channel of the adjoint movement; the first access allocates its slots. Local."""
+        if not self._finalizer.alive:
+            raise ClosedError(f"movement of {self.name!r}: already closed")
+        adjoint = _channel(self.machine, self.forward.exchange.T, self.dtype, f"{self.name} (adjoint)")
+        self._made.append(adjoint)
+        return adjoint
+
+    @cached_property
+    def backwards(self) -> OneWay:
+        """The adjoint direction."""
+        return OneWay(self.machine, self.adjoint, self.dtype, backward=True)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of segment that the movement holds now."""
+        return sum(channel.nbytes for channel in self._made)
+
+    def start(self, x: torch.Tensor, needs_grad: bool = False) -> Request:
+        """Start to send the pieces of ``x``; does not wait for the transfer.
+
+        ``x`` is the local shard, of shape ``exchange.own.shape``, or any if that is empty. It must not change
+        until ``wait``. With ``needs_grad``, some rank needs a gradient: all ranks take part in the backward.
+        """
+        request = Request(self, x)
+        request.token = _Start.apply(x, anchor(needs_grad), request)
+        return request
+
+    def wait(self, request: Request) -> torch.Tensor:
+        """Local result of shape ``exchange.need.shape``, in memory of its own; blocking."""
+        # The token's graph refers to the request: a request that kept the token would be a reference cycle.
+        token, request.token = request.token, None
+        y: torch.Tensor = _Wait.apply(token, request)
+        return y
+
+    def __call__(self, x: torch.Tensor, needs_grad: bool = False) -> torch.Tensor:
+        """Start and wait, as one autograd operation; blocking."""
+        root = None if x.requires_grad else anchor(needs_grad)
+        y: torch.Tensor = _Move.apply(x, root, Request(self, x))
+        return y
+
+    def move(self, x: torch.Tensor) -> torch.Tensor:
+        """Local result, outside of autograd; blocking."""
+        return self.forwards.arrive(*self.forwards.depart(x))
+
+    def stream(self, parts: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
+        """Move one local tensor after another, outside of autograd; as ``OneWay.stream``."""
+        return self.forwards.stream(parts)
+
+    def connect(self) -> None:
+        """Exchange addresses with the neighbours for both directions, once; blocking."""
+        self.forward.connect()
+        self.adjoint.connect()
+
+    def void(self) -> None:
+        """Give up a forward that some ranks may have started; all ranks of the exchange call it. Blocking."""
+        self.forward.void()
+
+    def close(self) -> None:
+        """Free the memory once no peer writes to it any more; local."""
+        self._finalizer()
+
+
+class Reads(Protocol):
+    """What outputs of one dimension read."""
+
+    def reads(self, start: int, stop: int) -> tuple[int, int]:
+        """Half-open range of the inputs that outputs ``[start, stop)`` read."""
+
+
+def behind(
+    site: CallSite, source: Decomposition, output: Decomposition, windows: Sequence[Reads]
+) -> Decomposition:
+    """Decomposition of outputs of windows: ``output``; where ranks run ahead, each needs earlier ranks only.
+
+    Both decompositions are (batch, channel, *spatial), on one grid.
+    """
+    if site.machine.mailbox is None:
+        return output
+    found: dict[int, Split] = {}
+    for d, window in enumerate(windows, LEADING):
+        inputs, outputs = source.splits[d], output.splits[d]
+        if inputs.parts == outputs.parts > 1:
+            found[d] = outputs_behind(
+                inputs,
+                outputs.extent,
+                lambda o, window=window: window.reads(o, o + 1)[1],  # type: ignore[misc]
+            )
+    return output.with_splits(found)
+
+
+def movements_through(
+    site: CallSite, stages: Sequence[tuple[Decomposition, Decomposition]], dtype: torch.dtype
+) -> list[Movement]:
+    """Movement of each stage, also where a rank keeps its data: its result is in new memory and the graph."""
+    machine, name = site
+    return [
+        Movement(machine, Exchange(machine.rank, *ends), dtype, f"{name} (stage {at})" if at else name)
+        for at, ends in enumerate(stages)
+    ]
+
+
+def _same_of_all(channel: Channel) -> list[Box]:
+    # Boxes of the pieces of one contribution, if every rank that contributes, this one included, contributes
+    # to the whole result and in the same pieces; else none.
+    exchange, itemsize = channel.exchange, channel.dtype.itemsize
+    # Images of one rank's data may overlap.
+    if exchange.disjoint or exchange.images or any(p.target != p.box for p in exchange.local):
+        return []
+    pieces = (*channel.receives, *in_steps(exchange.local, itemsize))
+    first, *others = ([piece.box for piece in theirs] for _, theirs in by_peer(pieces))
+    whole = sum(box.volume for box in first) == exchange.need.volume
+    return first if whole and all(boxes == first for boxes in others) else []
+
+
+def _sent_and_kept(channel: Channel) -> list[Piece]:
+    # Pieces for the first peer, if the local piece is large and consists of the same elements, in the same
+    # place of the result; else none. Only where this rank receives nothing: the start completes the result.
+    exchange = channel.exchange
+    if channel.receives or len(exchange.local) != 1 or not channel.sends:
+        return []
+    (kept,) = exchange.local
+    first = [piece for piece in channel.sends if piece.peer == channel.sends[0].peer]
+    complete = sum(piece.box.volume for piece in first) == kept.box.volume == exchange.need.volume
+    here = kept.target == kept.box == exchange.own
+    large = kept.box.volume * channel.dtype.itemsize >= _COPIED_NBYTES
+    inside = all((piece.box & kept.box) == piece.box for piece in first)
+    return first if complete and here and large and inside else []
+
+
+def _channel(machine: Machine, exchange: Exchange, dtype: torch.dtype, name: str) -> Channel:
+    words = word_dtype(dtype, name)
+    if machine.mailbox is not None:
+        return BufferedChannel(machine.segments, exchange, words, name, machine.mailbox)
+    make_result = partial(landing, exchange.need.shape, dtype)
+    return Channel(machine.segments, exchange, words, name, make_result)
+
+
+def _close_all(channels: list[Channel]) -> None:
+    for channel in channels:
+        channel.close()
+
+
+class _Start(OperatorFunction):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, _anchor: torch.Tensor | None, request: Request) -> torch.Tensor:
+        ctx.request, ctx.machine = request, request.movement.machine
+        request.depart(request.movement.forwards, x)
+        # An x without elements may have another type than the movement.
+        return x.new_empty(0, dtype=request.movement.dtype)
+
+    @staticmethod
+    @first_derivative
+    def backward(ctx: Any, _token: torch.Tensor) -> tuple[Any, ...]:
+        return ctx.request.gradient(), None, None
+
+
+class _Wait(OperatorFunction):
+    @staticmethod
+    def forward(ctx: Any, _token: torch.Tensor | None, request: Request) -> torch.Tensor:
+        ctx.request, ctx.machine = request, request.movement.machine
+        return request.arrive(request.movement.forwards)
+
+    @staticmethod
+    @first_derivative
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
+        ctx.request.depart(ctx.request.movement.backwards, gradient)
+        return gradient.new_empty(0), None
+
+
+class _Move(OperatorFunction):
+    # Start and wait in one operation, at half of the cost of two, which matters for small tensors.
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, _anchor: torch.Tensor | None, request: Request) -> torch.Tensor:
+        ctx.request, ctx.machine = request, request.movement.machine
+        request.depart(request.movement.forwards, x)
+        return request.arrive(request.movement.forwards)
+
+    @staticmethod
+    @first_derivative
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
+        ctx.request.depart(ctx.request.movement.backwards, gradient)
+        return ctx.request.gradient(), None, None

@@ -1,0 +1,699 @@
+"""Pooling, resizing and padding: every rank gathers the inputs of its outputs and computes the outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from math import prod
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+
+import torch
+from torch.nn import functional as F  # noqa: N812
+
+from distdl_rma.errors import ShapeError, UnsupportedError
+from distdl_rma.geometry.box import LEADING
+from distdl_rma.geometry.decomposition import Decomposition
+from distdl_rma.geometry.halo import ReadersSplit, Stencil, TableWindow, Window, WindowSplit
+from distdl_rma.geometry.partition import Partition
+from distdl_rma.layers.dtypes import sum_dtype
+from distdl_rma.layers.ops.core.movement import CallSite, behind
+from distdl_rma.layers.ops.core.operation import GatherComputeScatter
+from distdl_rma.layers.ops.core.staged import movement_or_none
+from distdl_rma.layers.ops.window_gather import WindowGather
+
+
+class _Options(Protocol):
+    def outputs(self, shape: tuple[int, ...]) -> Sequence[int]:
+        """Spatial extents of the global output for a global input; ``ShapeError`` if there is none."""
+
+    def windows(self, extents: tuple[int, ...], dtype: torch.dtype) -> Sequence[Window | TableWindow]:
+        """Inputs that each output reads, per dimension; at most, where the padding reads others."""
+
+
+T = TypeVar("T", bound=_Options)
+
+
+class WindowOperation(GatherComputeScatter, Generic[T]):
+    """Operation whose outputs each read a window of an input (batch, channel, *spatial).
+
+    The output is balanced on P_y; if P_y is the input's partition, the batch keeps the input's cut.
+    ``extents`` are the global input's in space. ``box`` is the part that this rank computes, in ``dtype``.
+    """
+
+    inexact = True  # whether elements must be floating point numbers
+    integers: Sequence[torch.dtype] = ()  # types that it takes also then
+
+    def __init__(
+        self, site: CallSite, source: Decomposition, P_y: Partition, dtype: torch.dtype, options: T
+    ) -> None:
+        if self.inexact and not dtype.is_floating_point and dtype not in self.integers:
+            raise UnsupportedError(f"the input is {dtype}; only floating point numbers are supported")
+        output = Decomposition.balanced(P_y, (*source.shape[:LEADING], *options.outputs(source.shape)))
+        if P_y == source.partition:
+            if site.machine.mailbox is not None:
+                windows = options.windows(source.shape[LEADING:], dtype)
+                output = behind(site, source, output, windows)
+            output = output.with_splits({0: source.splits[0]})
+        self.rank = rank = site.machine.rank
+        super().__init__(site, rank in source.partition, rank in P_y, output)
+        self.extents, self.box, self.dtype = source.shape[LEADING:], output.box(rank), dtype
+        self._prepare(source, options)
+        self._empty = self.box.empty
+
+    def _prepare(self, source: Decomposition, options: T) -> None:
+        """Set the movements, and the values that ``_local`` uses."""
+        raise NotImplementedError
+
+    def compute(self, x: torch.Tensor, **weights: torch.Tensor) -> torch.Tensor:
+        """Local outputs; no computation if there are no elements."""
+        if not self._empty:
+            return self._local(x)
+        y = x.new_zeros(self.box.shape, dtype=self.dtype)
+        return y + x.sum().to(y.dtype) if x.requires_grad else y
+
+    def _local(self, x: torch.Tensor) -> torch.Tensor:
+        """Outputs of this rank, at least one element, from the gathered inputs."""
+        raise NotImplementedError
+
+    def read_by_tables(self, windows: Sequence[TableWindow]) -> Decomposition:
+        """Decomposition of the inputs that each rank's outputs read, by a table for each dimension."""
+        reads = zip(self.output.splits[LEADING:], windows, self.extents, strict=True)
+        return self.output.with_splits(dict(enumerate((WindowSplit(*read) for read in reads), LEADING)))
+
+
+def extents_to_pool(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Spatial extents of a global input; ``ShapeError`` if one is 0."""
+    if 0 in shape[LEADING:]:
+        raise ShapeError(f"the global input {shape} has no elements to pool")
+    return shape[LEADING:]
+
+
+# Modes in which torch allows an output with extent 0 in all dimensions; every mode allows it in some.
+_MAY_BE_EMPTY = ("zeros", "constant", "circular")
+# Modes in which torch crops before it pads, so that it cannot crop more than the input's extent.
+_CROP_FIRST = ("zeros", "constant")
+
+
+@dataclass(frozen=True)
+class PadOptions:
+    """Left and right padding of each spatial dimension, negative to crop; mode as in ``WindowGather``."""
+
+    sides: tuple[tuple[int, int], ...]
+    mode: str = "zeros"
+    value: float = 0.0
+
+    def outputs(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Spatial extents of the output."""
+        extents, sides, mode = shape[LEADING:], self.sides, self.mode
+        padded = tuple(n + left + right for n, (left, right) in zip(extents, sides, strict=True))
+        cropped = [-min(left, 0) - min(right, 0) for left, right in sides]
+        too_few = mode in _CROP_FIRST and any(c > n for c, n in zip(cropped, extents, strict=True))
+        if too_few or min(padded) < 0 or (max(padded) < 1 and mode not in _MAY_BE_EMPTY):
+            # torch's order: the last dimension first.
+            given = tuple(side for pair in reversed(sides) for side in pair)
+            raise ShapeError(f"padding {given} leaves {padded} of the global input {extents}")
+        return padded
+
+    def windows(self, extents: tuple[int, ...], dtype: torch.dtype) -> Sequence[Window]:
+        """Each output reads one element; those in the padding read others, or none."""
+        return [Window(1, left=left, right=right) for left, right in self.sides]
+
+
+class Padding(WindowOperation[PadOptions]):
+    """Padding: each rank gathers its inputs, and adds the padding that the movement does not bring."""
+
+    inexact = False
+
+    def _prepare(self, source: Decomposition, options: PadOptions) -> None:
+        stencil = Stencil(tuple(Window(1, left=left, right=right) for left, right in options.sides))
+        kind = self.dtype, options.mode, options.value
+        self._read = WindowGather(self.site, stencil, source, self.output, *kind)
+        self.gather = self._read.movement
+
+    def _local(self, x: torch.Tensor) -> torch.Tensor:
+        y = self._read.add_padding(x)
+        # Without a movement the result would be the input itself.
+        return y.clone() if self.gather is None else y
+
+
+_AVERAGES: dict[int, Any] = {2: F.avg_pool2d, 3: F.avg_pool3d}
+_MAXIMA: dict[int, Any] = {1: F.max_pool1d, 2: F.max_pool2d, 3: F.max_pool3d}
+
+Coordinates = Sequence[torch.Tensor]
+
+
+@dataclass(frozen=True)
+class AvgPoolOptions:
+    """Windows, and how to choose their divisors, as in torch."""
+
+    stencil: Stencil
+    count_include_pad: bool = True
+    divisor_override: int | None = None
+
+    def outputs(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Spatial extents of the output."""
+        return self.stencil.outputs(extents_to_pool(shape))
+
+    def windows(self, extents: tuple[int, ...], dtype: torch.dtype) -> Sequence[Window]:
+        """The stencil's windows."""
+        return self.stencil.windows
+
+
+@dataclass(frozen=True)
+class MaxPoolOptions:
+    """Windows, and whether to return the indices of their largest elements."""
+
+    stencil: Stencil
+    return_indices: bool = False
+
+    def outputs(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Spatial extents of the output; ``ShapeError`` also if a window reads only padding."""
+        extents = extents_to_pool(shape)
+        outputs = self.stencil.outputs(extents)
+        for window, n, m in zip(self.stencil.windows, extents, outputs, strict=True):
+            for output in range(m):
+                if _first_input(window, output) >= min(n, window.reads(output, output + 1)[1]):
+                    raise ShapeError(
+                        f"output {output} of {m} reads nothing but padding of the global input {extents}:"
+                        f" {window}"
+                    )
+        return outputs
+
+    def windows(self, extents: tuple[int, ...], dtype: torch.dtype) -> Sequence[Window]:
+        """The stencil's windows."""
+        return self.stencil.windows
+
+
+class AvgPooling(WindowOperation[AvgPoolOptions]):
+    """Average pooling: torch sums the windows, and sums are divided by the number of counted elements."""
+
+    def _prepare(self, source: Decomposition, options: AvgPoolOptions) -> None:
+        windows = options.stencil.windows
+        self._read = WindowGather(self.site, options.stencil, source, self.output, self.dtype)
+        self.gather = self._read.movement
+        # torch's one-dimensional pooling has no divisor_override.
+        self._lead = (1,) * (2 - len(windows))
+        self._kernel = (*self._lead, *(window.kernel for window in windows))
+        self._stride = (*self._lead, *(window.stride for window in windows))
+        counts = [
+            [_counted(window, n, j, options.count_include_pad) for j in range(*bounds)]
+            for window, n, bounds in zip(windows, self.extents, self.box.bounds[LEADING:], strict=True)
+        ]
+        # A number if all outputs of this rank have the same divisor, else 1 and a tensor of divisors.
+        self._divisor, self._divisors = 1, None
+        if options.divisor_override is not None:
+            self._divisor = int(options.divisor_override)
+        elif all(len(set(count)) == 1 for count in counts):
+            self._divisor = prod(count[0] for count in counts)
+        else:
+            self._divisors = outer_product(counts, sum_dtype(self.dtype))
+
+    def _local(self, x: torch.Tensor) -> torch.Tensor:
+        padded = self._read.add_padding(x).to(sum_dtype(x.dtype))
+        lifted = padded.reshape(*x.shape[:LEADING], *self._lead, *padded.shape[LEADING:])
+        average = _AVERAGES[len(self._kernel)]
+        y: torch.Tensor = average(lifted, self._kernel, self._stride, divisor_override=self._divisor)
+        y = y.reshape(self.box.shape)
+        return (y if self._divisors is None else y / self._divisors).to(x.dtype)
+
+
+def _counted(window: Window, n: int, output: int, count_include_pad: bool) -> int:
+    # As in torch, the part of a window beyond the right padding never counts.
+    start, stop = window.reads(output, output + 1)
+    stop = min(stop, n + window.right)
+    if not count_include_pad:
+        start, stop = max(start, 0), min(stop, n)
+    return max(stop - start, 1)
+
+
+def outer_product(factors: Any, dtype: torch.dtype) -> torch.Tensor:
+    """Tensor of products, of one factor per dimension."""
+    product = torch.ones((), dtype=torch.float64)
+    for factor in factors:
+        product = product.unsqueeze(-1) * torch.tensor(factor, dtype=torch.float64)
+    return product.to(dtype)
+
+
+class MaxWindows(WindowOperation[T]):
+    """Max pooling: the largest element of each window; the gradient goes to this element.
+
+    Subclasses implement ``_argmax``, and set ``start``, the first global index of the gathered input in each
+    spatial dimension, and ``return_indices``.
+    """
+
+    start: Sequence[int]
+    return_indices: bool
+    _indices: torch.Tensor | None = None
+
+    def _argmax(self, x: torch.Tensor) -> Coordinates:
+        """Global coordinates of the largest elements, one tensor per spatial dimension."""
+        raise NotImplementedError
+
+    def _local(self, x: torch.Tensor) -> torch.Tensor:
+        found = self._argmax(x.detach())
+        if self.return_indices:
+            self._indices = flat_index(found, self.extents)
+        return gather_at(x, [at - first for at, first in zip(found, self.start, strict=True)])
+
+    def take_indices(self, y: torch.Tensor) -> torch.Tensor:
+        """Flat indices in the global plane of the elements of ``y``, the last result; callable once."""
+        indices, self._indices = self._indices, None
+        return torch.zeros(y.shape, dtype=torch.int64) if indices is None else indices
+
+
+def argmax_windows(
+    x: torch.Tensor, kernel: Sequence[int], stride: Sequence[int], dilation: Sequence[int]
+) -> Coordinates:
+    """Coordinates of the largest element of each sliding window, one tensor per spatial dimension.
+
+    Of several equal elements the first is taken, as in torch; NaN is larger than all numbers.
+    """
+    spatial = x.shape[LEADING:]
+    with torch.no_grad():
+        pool = _MAXIMA[len(spatial)]
+        _, index = pool(x.detach(), kernel, stride, padding=0, dilation=dilation, return_indices=True)
+        return torch.unravel_index(index, spatial)
+
+
+def flat_index(coordinates: Coordinates, shape: Sequence[int]) -> torch.Tensor:
+    """Row-major index of coordinates in an array of the given shape."""
+    index = torch.zeros_like(coordinates[0])
+    for extent, coordinate in zip(shape, coordinates, strict=True):
+        index = index * extent + coordinate
+    return index
+
+
+def gather_at(x: torch.Tensor, coordinates: Coordinates) -> torch.Tensor:
+    """Elements of ``x`` at these coordinates of its spatial dimensions; differentiable."""
+    index = flat_index(coordinates, x.shape[LEADING:])
+    return x.flatten(LEADING).gather(LEADING, index.flatten(LEADING)).view(index.shape)
+
+
+class MaxPooling(MaxWindows[MaxPoolOptions]):
+    """Max pooling with sliding windows, also of integers; the padding is the smallest value of the type."""
+
+    # Those of torch's kernels.
+    integers = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+
+    def _prepare(self, source: Decomposition, options: MaxPoolOptions) -> None:
+        floats = self.dtype.is_floating_point
+        stencil, padding = options.stencil, float("-inf") if floats else torch.iinfo(self.dtype).min
+        self._read = WindowGather(self.site, stencil, source, self.output, self.dtype, "constant", padding)
+        self.gather, self.start = self._read.movement, self._read.held.start
+        self.return_indices, self._windows = options.return_indices, stencil.windows
+        self._arguments = list(zip(*((w.kernel, w.stride, w.dilation) for w in self._windows), strict=True))
+        # In one dimension torch has no kernel for integers but that of indices.
+        self._by_index = self.return_indices or not (floats or len(self._windows) > 1)
+        self._padded = self._read.held != self._read.region
+        self._of_torch = self._padding_of_torch()
+
+    def _padding_of_torch(self) -> list[int] | None:
+        # Padding with which torch's kernel computes this rank's outputs; None if it cannot.
+        held, found = self._read.held, list[int]()
+        for window, (start, stop), (first, last), outputs in zip(
+            self._windows, held.bounds, self._read.region.bounds, self.box.shape[LEADING:], strict=True
+        ):
+            # torch pads both sides alike: behind, with padding that no further output reads.
+            padding = start - first
+            made = (stop - start + 2 * padding - window.span) // window.stride + 1
+            if not last - stop <= padding <= window.kernel // 2 or made != outputs:
+                return None
+            found.append(padding)
+        return None if held.empty else found
+
+    def _local(self, x: torch.Tensor) -> torch.Tensor:
+        if self._by_index:
+            return super()._local(x)
+        kernel, stride, dilation = self._arguments
+        pool = _MAXIMA[len(kernel)]
+        if self._of_torch is not None:
+            padded: torch.Tensor = pool(x, kernel, stride, self._of_torch, dilation)
+            return padded
+        y: torch.Tensor = pool(self._read.add_padding(x), kernel, stride, 0, dilation)
+        # A result of -inf may be an element of the padding.
+        return super()._local(x) if self._padded and bool(y.isneginf().any()) else y
+
+    def _argmax(self, x: torch.Tensor) -> Coordinates:
+        found = argmax_windows(self._read.add_padding(x), *self._arguments)
+        found = [at + first for at, first in zip(found, self._read.region.start, strict=True)]
+        return self._inside(found) if self._padded else found
+
+    def _inside(self, found: Coordinates) -> Coordinates:
+        # If a window reads only -inf, the index may be in the padding; torch takes the first input then.
+        beyond = [(at < 0) | (at >= n) for at, n in zip(found, self.extents, strict=True)]
+        outside = torch.stack(beyond).any(0)
+        first = [
+            torch.tensor([_first_input(window, j) for j in range(*bounds)])
+            for window, bounds in zip(self._windows, self.box.bounds[LEADING:], strict=True)
+        ]
+        inputs = torch.meshgrid(*first, indexing="ij")
+        return [torch.where(outside, i, at) for i, at in zip(inputs, found, strict=True)]
+
+
+def _first_input(window: Window, output: int) -> int:
+    # First input of a window that is not in the left padding.
+    start = window.reads(output, output + 1)[0]
+    return start + -(min(start, 0) // window.dilation) * window.dilation
+
+
+@dataclass(frozen=True)
+class AdaptiveOptions:
+    """Extents of the output, None for an unchanged extent; and whether to return indices of maxima."""
+
+    output_size: tuple[int | None, ...]
+    return_indices: bool = False
+
+    def windows(self, extents: tuple[int, ...], dtype: torch.dtype | None = None) -> list[TableWindow]:
+        """Inputs that each output reads, per dimension."""
+        sizes = zip(extents, self.output_size, strict=True)
+        return [TableWindow.adaptive(n, n if size is None else size) for n, size in sizes]
+
+    def outputs(self, shape: tuple[int, ...]) -> list[int]:
+        """Spatial extents of the output."""
+        return [window.outputs for window in self.windows(extents_to_pool(shape))]
+
+
+class AdaptiveAvgPooling(WindowOperation[AdaptiveOptions]):
+    """Adaptive average pooling: every rank sums its own data per window, owners of outputs add the sums."""
+
+    def _prepare(self, source: Decomposition, options: AdaptiveOptions) -> None:
+        windows = options.windows(self.extents)
+        self._result_dtype, self.dtype = self.dtype, sum_dtype(self.dtype)
+        readers = (ReadersSplit(*both) for both in zip(source.splits[LEADING:], windows, strict=True))
+        sums = source.with_splits(dict(enumerate(readers, LEADING)))
+        outputs, own = self.box, source.box(self.rank)
+        self.works, self.box = self.reads, sums.box(self.rank)
+        self.scatter = movement_or_none(self.site, sums, self.output, self.dtype, "sums")
+        self._contributions = [
+            _contributions(*each)
+            for each in zip(windows, own.bounds[LEADING:], self.box.bounds[LEADING:], strict=True)
+        ]
+        lengths = [
+            [window.last[j] - window.first[j] + 1 for j in range(*bounds)]
+            for window, bounds in zip(windows, outputs.bounds[LEADING:], strict=True)
+        ]
+        self._divisors, self._shape = outer_product(lengths, self.dtype), outputs.shape
+
+    def _local(self, x: torch.Tensor) -> torch.Tensor:
+        y = x.to(self.dtype)
+        for d, (inputs, outputs, count) in enumerate(self._contributions, LEADING):
+            if count == 1:
+                y = y.sum(d, keepdim=True)
+                continue
+            zeros = y.new_zeros((*y.shape[:d], count, *y.shape[d + 1 :]))
+            # Neighbouring windows may share elements, which are then repeated.
+            y = zeros.index_add(d, outputs, y if len(inputs) == y.shape[d] else y.index_select(d, inputs))
+        return y
+
+    def finish(self, y: torch.Tensor, **weights: torch.Tensor) -> torch.Tensor:
+        """Divide by the number of elements of each window, with one rounding in short types."""
+        return (y.reshape(self._shape) / self._divisors).to(self._result_dtype)
+
+
+def _contributions(
+    window: TableWindow, own: tuple[int, int], sums: tuple[int, int]
+) -> tuple[torch.Tensor, torch.Tensor, int]:
+    # Pairs of own elements and the sums that they contribute to, as two index tensors; number of sums.
+    inputs, outputs = [], []
+    for j in range(*sums):
+        reads = range(max(window.first[j], own[0]), min(window.last[j] + 1, own[1]))
+        inputs += [i - own[0] for i in reads]
+        outputs += [j - sums[0]] * len(reads)
+    index = torch.int64
+    return torch.tensor(inputs, dtype=index), torch.tensor(outputs, dtype=index), sums[1] - sums[0]
+
+
+class AdaptiveMaxPooling(MaxWindows[AdaptiveOptions]):
+    """Adaptive max pooling: each rank gathers all inputs of its windows."""
+
+    def _prepare(self, source: Decomposition, options: AdaptiveOptions) -> None:
+        windows, self.return_indices = options.windows(self.extents), options.return_indices
+        reads = self.read_by_tables(windows)
+        self.gather = movement_or_none(self.site, source, reads, self.dtype, "windows")
+        self.start = reads.box(self.rank).start[LEADING:]
+        bounds = self.box.bounds[LEADING:]
+        self._inputs = [_even(window, *b) for window, b in zip(windows, bounds, strict=True)]
+
+    def _argmax(self, x: torch.Tensor) -> Coordinates:
+        # Windows are extended to the length of the longest and placed side by side, for torch's pooling.
+        for d, (inputs, first) in enumerate(zip(self._inputs, self.start, strict=True), LEADING):
+            x = x.index_select(d, inputs.flatten() - first)
+        lengths = [inputs.shape[1] for inputs in self._inputs]
+        found = argmax_windows(x, lengths, lengths, [1] * len(lengths))
+        return [inputs.flatten()[at] for inputs, at in zip(self._inputs, found, strict=True)]
+
+
+def _even(window: TableWindow, start: int, stop: int) -> torch.Tensor:
+    # Inputs of the windows, one row each; shorter rows begin with copies of their first input.
+    first, last = (torch.tensor(ends[start:stop], dtype=torch.int64) for ends in (window.first, window.last))
+    length = int((last - first).max()) + 1 if stop > start else 1
+    return torch.maximum(last.unsqueeze(1) - torch.arange(length - 1, -1, -1), first.unsqueeze(1))
+
+
+# Torch's kernel of each mode and number of spatial dimensions.
+_KERNELS: dict[str, dict[int, Any]] = {
+    "nearest": {n: getattr(torch.ops.aten, f"upsample_nearest{n}d") for n in (1, 2, 3)},
+    "nearest-exact": {n: getattr(torch.ops.aten, f"_upsample_nearest_exact{n}d") for n in (1, 2, 3)},
+    "linear": {1: torch.ops.aten.upsample_linear1d},
+    "bilinear": {2: torch.ops.aten.upsample_bilinear2d},
+    "bicubic": {2: torch.ops.aten.upsample_bicubic2d},
+    "trilinear": {3: torch.ops.aten.upsample_trilinear3d},
+}
+# The constant of torch's cubic convolution.
+_CUBIC = -0.75
+# Most inputs by which a part begins earlier for torch's kernel.
+_LARGEST_DENOMINATOR = 16
+
+
+@dataclass(frozen=True)
+class Resize:
+    """Resizing of one dimension, from ``extent`` to ``outputs`` elements."""
+
+    extent: int
+    outputs: int
+    scale: float | None = None  # the user's factor, to place outputs by; if None, the extents place them
+    align_corners: bool = False  # whether the outermost elements keep their positions
+
+    def positions(self, dtype: torch.dtype) -> torch.Tensor:
+        """Positions of the outputs in units of the inputs, computed in the given type."""
+        index = torch.arange(self.outputs, dtype=dtype)
+        if self.align_corners:
+            steps = max(self.outputs - 1, 1)
+            return index * (torch.tensor(self.extent - 1, dtype=dtype) / steps)
+        if self.scale is not None:
+            step = torch.tensor(1.0 / self.scale, dtype=dtype)
+        else:
+            step = torch.tensor(self.extent, dtype=dtype) / self.outputs
+        return step * (index + 0.5) - 0.5
+
+    @property
+    def factor(self) -> Fraction | None:
+        """Factor with which torch's kernel resizes a part as it resizes the whole; None if it does not.
+
+        In a part that begins at an input whose index is a multiple of the denominator, positions are those of
+        the whole less a whole number. Floating point numbers hold both exactly if the numerator is a power
+        of two.
+        """
+        if self.align_corners:
+            return Fraction(1) if self.extent == self.outputs else None
+        factor = Fraction(self.outputs, self.extent) if self.scale is None else Fraction(self.scale)
+        exact = factor.numerator.bit_count() == 1 and factor.denominator <= _LARGEST_DENOMINATOR
+        return factor if exact else None
+
+
+@dataclass(frozen=True)
+class Interpolation:
+    """Inputs that each output of one dimension reads, and their weights."""
+
+    index: torch.Tensor  # one row per tap, one column per output; rising along both
+    weight: torch.Tensor | None = None  # of the same shape; None for copies
+
+    @classmethod
+    def of(cls, mode: str, dims: int, resize: Resize, dtype: torch.dtype) -> Interpolation:
+        """Taps of a mode for tensors with ``dims`` spatial dimensions; weights are of the given type."""
+        if mode.startswith("nearest"):
+            return _nearest(mode, dims, resize, dtype)
+        return (_cubic if mode == "bicubic" else _linear)(resize, dtype)
+
+    @property
+    def window(self) -> TableWindow:
+        """First and last input of each output."""
+        return TableWindow(tuple(self.index[0].tolist()), tuple(self.index[-1].tolist()))
+
+    def part(self, start: int, stop: int, first: int) -> Interpolation:
+        """Taps of outputs ``[start, stop)`` in a tensor that begins with input ``first``."""
+        weight = None if self.weight is None else self.weight[:, start:stop]
+        return Interpolation(self.index[:, start:stop] - first, weight)
+
+    def apply(self, x: torch.Tensor, dim: int) -> torch.Tensor:
+        """Weighted sum of the inputs along one dimension."""
+        if self.weight is None:
+            return x.index_select(dim, self.index[0])
+        column = (-1, *(1,) * (x.dim() - dim - 1))
+        first, *others = zip(self.index, self.weight, strict=True)
+        y: torch.Tensor = x.index_select(dim, first[0]) * first[1].view(column)
+        for index, weight in others:
+            y.addcmul_(x.index_select(dim, index), weight.view(column))
+        return y
+
+
+def _nearest(mode: str, dims: int, resize: Resize, dtype: torch.dtype) -> Interpolation:
+    # torch's rounding depends on the dimensions and the type: torch resizes the indices of the inputs here.
+    ones = (1,) * (dims - 1)
+    numbers = torch.arange(resize.extent, dtype=dtype).view(1, 1, *ones, -1)
+    if resize.scale is None:
+        found = F.interpolate(numbers, size=(*ones, resize.outputs), mode=mode)
+    else:
+        found = F.interpolate(numbers, scale_factor=(*map(float, ones), resize.scale), mode=mode)
+    return Interpolation(found.reshape(1, -1).to(torch.int64))
+
+
+def _linear(resize: Resize, dtype: torch.dtype) -> Interpolation:
+    if resize.extent == resize.outputs:
+        # As in torch, for any factor; an infinite element times a weight of 0 is NaN.
+        index, fraction = torch.arange(resize.outputs), torch.zeros(resize.outputs, dtype=dtype)
+        return Interpolation(torch.stack([index, index]), torch.stack([1 - fraction, fraction]))
+    index, fraction = _split(resize.positions(dtype).clamp(min=0), resize.extent)
+    taps = [index, (index + 1).clamp(max=resize.extent - 1)]
+    return Interpolation(torch.stack(taps), torch.stack([1 - fraction, fraction]))
+
+
+def _cubic(resize: Resize, dtype: torch.dtype) -> Interpolation:
+    index, t = _split(resize.positions(dtype), resize.extent)
+    weights = [_far(t + 1), _near(t), _near(1 - t), _far(2 - t)]
+    taps = [(index + step).clamp(0, resize.extent - 1) for step in (-1, 0, 1, 2)]
+    return Interpolation(torch.stack(taps), torch.stack(weights))
+
+
+def _split(position: torch.Tensor, extent: int) -> tuple[torch.Tensor, torch.Tensor]:
+    index = position.floor().clamp(max=extent - 1)
+    return index.to(torch.int64), (position - index).clamp(0, 1)
+
+
+def _near(d: torch.Tensor) -> torch.Tensor:
+    # Weight of an input at distance d, 0 to 1.
+    return ((_CUBIC + 2) * d - (_CUBIC + 3)) * d * d + 1
+
+
+def _far(d: torch.Tensor) -> torch.Tensor:
+    # Weight of an input at distance d, 1 to 2.
+    return ((_CUBIC * d - 5 * _CUBIC) * d + 8 * _CUBIC) * d - 4 * _CUBIC
+
+
+@dataclass(frozen=True)
+class ResizeOptions:
+    """Arguments of ``torch.nn.functional.interpolate``, with one number per spatial dimension."""
+
+    size: tuple[int, ...] | None
+    scale_factor: tuple[float, ...] | None
+    mode: str
+    align_corners: bool | None = None
+    recompute_scale_factor: bool | None = None
+
+    def resizes(self, extents: tuple[int, ...]) -> list[Resize]:
+        """Resizing of each dimension; ``ShapeError`` if one has no elements before or after."""
+        sizes, factors = self.size, self.scale_factor
+        if factors is not None:
+            sizes = tuple(int(n * factor) for n, factor in zip(extents, factors, strict=True))
+        scales: Sequence[float | None] = (None,) * len(extents)
+        if factors is not None and not self.recompute_scale_factor:
+            scales = factors
+        if sizes is None or min(*extents, *sizes) < 1:
+            raise ShapeError(f"cannot resize {extents} to {sizes}: both need elements")
+        corners = bool(self.align_corners)
+        return [Resize(*numbers, corners) for numbers in zip(extents, sizes, scales, strict=True)]
+
+    def outputs(self, shape: tuple[int, ...]) -> list[int]:
+        """Spatial extents of the output."""
+        return [resize.outputs for resize in self.resizes(shape[LEADING:])]
+
+    def windows(self, extents: tuple[int, ...], dtype: torch.dtype) -> list[TableWindow]:
+        """Inputs that each output reads, per dimension, if all are cut."""
+        return [line.window for line in self.lines(extents, [True] * len(extents), sum_dtype(dtype))]
+
+    def lines(self, extents: tuple[int, ...], cut: Sequence[bool], dtype: torch.dtype) -> list[_ResizedLine]:
+        """Resizing of each dimension: of all by taps, or of all by torch's kernel."""
+        resizes, dims, nearest = self.resizes(extents), len(extents), self.mode.startswith("nearest")
+        by_taps = False
+        for resize, is_cut in zip(resizes, cut, strict=True):
+            factor, same = resize.factor, resize.extent == resize.outputs
+            # Torch's backward is not always the adjoint of its forward: for the nearest neighbours it may
+            # round otherwise, and where a factor leaves the extent as it is, it may copy. And a cubic kernel
+            # reads neighbours where it copies, which may be NaN.
+            by_taps |= factor is None and (is_cut or nearest or same)
+            by_taps |= is_cut and factor == 1 and self.mode == "bicubic"
+        return [
+            _ResizedLine(self.mode, dims, *each, by_taps, dtype) for each in zip(resizes, cut, strict=True)
+        ]
+
+
+class _ResizedPart(NamedTuple):
+    """Resizing of a part of one dimension: by torch's kernel to ``size``, and then by ``taps`` if given."""
+
+    size: int
+    scale: float | None = None
+    inside: slice = slice(None)  # outputs of the kernel that belong to the part
+    taps: Interpolation | None = None
+
+
+class _ResizedLine:
+    """Resizing of one dimension: by torch's kernel if it computes parts of all as the whole, else by taps."""
+
+    def __init__(
+        self, mode: str, dims: int, resize: Resize, cut: bool, by_taps: bool, dtype: torch.dtype
+    ) -> None:
+        factor = resize.factor
+        self.resize, self.factor, self.taps = resize, factor or Fraction(1), None
+        self.whole = not (cut or by_taps)
+        if self.whole:
+            self.window = TableWindow((0,) * resize.outputs, (resize.extent - 1,) * resize.outputs)
+        elif factor == 1 and not by_taps:
+            self.window = TableWindow(tuple(range(resize.extent)), tuple(range(resize.extent)))
+        else:
+            taps = Interpolation.of(mode, dims, resize, dtype)
+            self.window = taps.window
+            if by_taps or factor is None:
+                self.taps = taps
+            else:
+                first = (at - at % factor.denominator for at in self.window.first)
+                self.window = TableWindow(tuple(first), self.window.last)
+
+    def part(self, outputs: tuple[int, int], inputs: tuple[int, int]) -> _ResizedPart:
+        """Resizing to a range of outputs, from the range of inputs that these read."""
+        (start, stop), length = outputs, inputs[1] - inputs[0]
+        if self.whole:
+            return _ResizedPart(self.resize.outputs, self.resize.scale)
+        if self.taps is not None:
+            return _ResizedPart(length, taps=self.taps.part(start, stop, inputs[0]))
+        before = int(inputs[0] * self.factor)
+        # Torch copies where both sizes are equal, and takes each nearest neighbour twice where one is double
+        # the other, whatever the factor: one output more avoids that.
+        size = stop - before
+        size += any(size == n * length and self.factor != n for n in (1, 2))
+        inside = slice(None) if size == stop - start else slice(start - before, stop - before)
+        return _ResizedPart(size, float(self.factor), inside)
+
+
+class Resizing(WindowOperation[ResizeOptions]):
+    """Resizing by torch's rules for the global extents."""
+
+    def _prepare(self, source: Decomposition, options: ResizeOptions) -> None:
+        dims, splits = len(self.extents), self.output.splits[LEADING:]
+        lines = options.lines(self.extents, [split.parts > 1 for split in splits], sum_dtype(self.dtype))
+        reads = self.read_by_tables([line.window for line in lines])
+        self.gather = movement_or_none(self.site, source, reads, self.dtype, "neighbours")
+        bounds = self.box.bounds[LEADING:], reads.box(self.rank).bounds[LEADING:]
+        sizes, scales, inside, taps = zip(*map(_ResizedLine.part, lines, *bounds), strict=True)
+        corners = () if options.mode.startswith("nearest") else (bool(options.align_corners),)
+        self._kernel, self._arguments = _KERNELS[options.mode][dims], (sizes, *corners, *scales)
+        self._inside = (..., *inside)
+        self._crops = any(part != slice(None) for part in inside)
+        self._taps = [(d, each) for d, each in enumerate(taps, LEADING) if each is not None]
+
+    def _local(self, x: torch.Tensor) -> torch.Tensor:
+        y = x.to(sum_dtype(x.dtype)) if self._taps else self._kernel(x, *self._arguments)
+        y = y[self._inside].clone() if self._crops else y
+        for d, taps in self._taps:
+            y = taps.apply(y, d)
+        return y.to(x.dtype)

@@ -1,0 +1,317 @@
+"""Agreement of a layer's ranks on the shapes and types of a call, which may differ from call to call.
+
+Each rank sends facts about its inputs (``InputFacts``), and all ranks derive the same plan from the facts of
+all. Errors are equal on all ranks of the layer, and on ranks outside that wait for its backward.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Generic, Protocol, TypeVar
+
+import torch
+
+from distdl_rma.errors import (
+    DistdlError,
+    ExchangeTimeout,
+    MismatchError,
+    PeerFailedError,
+    ProtocolError,
+    ShapeError,
+)
+from distdl_rma.geometry.exchange import fingerprint
+from distdl_rma.geometry.partition import Partition
+from distdl_rma.layers.ops.core.autograd import GradientNeeds
+from distdl_rma.layers.ops.core.movement import CallSite
+from distdl_rma.layers.partitioned.core.input_facts import InputFacts, check_trainable
+from distdl_rma.layers.partitioned.core.refusals import CallOutcome, refusal
+from distdl_rma.segments.consensus import Consensus, gather_words
+from distdl_rma.segments.machine import Machine
+from distdl_rma.segments.plan_cache import UNKNOWN, PlanCache, digest
+
+_KEY = "static shapes"
+# Texts for timeouts: calls within static_shapes send no facts, but must agree in this mode.
+_MODES = ("records no gradients within static_shapes", "records gradients within static_shapes")
+
+
+def promise_on(machine: Machine, recording: bool = False) -> object | None:
+    """Return the promise that holds on a machine now; None if there is none. Compared by identity.
+
+    All ranks promise to pass to each layer the same facts as in its first call.
+    Notes whether the call is ``recording`` gradients, so that a timeout can name ranks that differ.
+    """
+    found: object | None = machine.kept.get(_KEY)
+    if found is None:
+        return None
+    machine.segments.watch.messages.set_mode(_MODES, recording)
+    return found
+
+
+@contextmanager
+def static_shapes(place: Machine | Partition) -> Iterator[None]:
+    """Context in which every rank passes to a layer the same as in the layer's first call within.
+
+    Local shapes, types, and which tensors need a gradient must stay the same; calls with and without
+    recording of gradients each have a first call. Layers that take plain shards agree in their first call
+    only. Later a rank waits only for ranks whose data it needs. Distributed models do not need this: split
+    tensors know their shapes. Collective over the machine to enter, blocking; local to leave.
+
+    Some parameters of a layer may be frozen or released, on all ranks in the same call. An input that changes
+    raises ``ShapeError`` on its rank and ``PeerFailedError`` on the others, and the machine cannot be used
+    afterwards. All ranks must record gradients, or none; otherwise a rank waits until an ``ExchangeTimeout``,
+    which reports the difference.
+
+    Raises
+    ------
+    ProtocolError
+        If the machine is within such a context already.
+
+    Examples
+    --------
+    >>> from distdl_rma.layers import DistributedConv2d
+    >>> P_world = MPIPartition(MPI.COMM_WORLD)
+    >>> P_x = P_world.create_cartesian_topology_partition((1, 1, P_world.size, 1))
+    >>> conv = DistributedConv2d(P_x, 1, 1, kernel_size=3, padding=1)
+    >>> with static_shapes(P_world):
+    ...     for _ in range(3):
+    ...         y = conv(torch.rand(1, 1, 4, 8))  # this rank's rows
+    """
+    machine = Machine.of(place)
+    if promise_on(machine) is not None:
+        raise ProtocolError("static_shapes: the machine is within such a context already; leave it first")
+    gather_words(machine.segments, "", "static_shapes")
+    machine.kept[_KEY] = object()
+    try:
+        yield
+    finally:
+        machine.kept.pop(_KEY, None)
+        machine.segments.watch.messages.set_mode()
+
+
+class Plan(Protocol):
+    """Result that a layer derives from the facts of all its ranks."""
+
+    def void(self) -> None:
+        """Void the exchange that some ranks may have started on this plan."""
+
+
+P = TypeVar("P", bound=Plan)
+P_co = TypeVar("P_co", bound=Plan, covariant=True)
+
+
+class Planner(Protocol[P_co]):
+    """Owner of a ``ShapeAgreement``: a layer."""
+
+    @property
+    def site(self) -> CallSite:
+        """Machine and name of the calls."""
+
+    def plan(self, facts: dict[int, InputFacts]) -> P_co:
+        """Plan for the facts of all ranks, by rank id; equal on all of them, errors included.
+
+        Runs outside of inference mode, because training may use the tensors that a plan keeps.
+        """
+
+    def arguments_text(self) -> str:
+        """Text that must be equal on all ranks, or the first call raises ``MismatchError`` on all."""
+        return ""
+
+    def outcome(self) -> CallOutcome | None:
+        """Notification of ranks outside about the call that begins; None if no rank outside waits for it."""
+        return None
+
+
+class ShapeAgreement(Generic[P]):
+    """Agreement of one layer's ranks on the facts of each call, and the plans that follow from them.
+
+    Each distinct combination of all ranks' facts has an id, equal on all ranks. In every call each rank sends
+    the id of the combination that it expects. The comparison overlaps with the local computation: a rank
+    whose facts are those of the last call starts on the last plan (``guess``) and receives the result
+    afterwards (``settle``). So a change that only some ranks see (a smaller last batch, another image size)
+    reaches all of them in the same call. Only then they exchange their facts.
+
+    ``ranks`` are the rank ids that must agree, ``inputs`` is the number of tensors that a call passes, and
+    ``has_outcome`` is whether ranks outside may wait for the outcome of a call. The owner must live as long
+    as this is used. It is referred to weakly: a reference cycle would free the layer and its memory late.
+    """
+
+    def __init__(
+        self, owner: Planner[P], ranks: Sequence[int], inputs: int = 1, has_outcome: bool = False
+    ) -> None:
+        self._owner = weakref.ref(owner)
+        (self._machine, self._name), self._ranks = owner.site, tuple(ranks)
+        self._inputs, self._has_outcome = inputs, has_outcome
+        self._outcome: CallOutcome | None = None
+        self._consensus: Consensus | None = None
+        # Title of the layer's comparisons, with a fingerprint of its arguments, from the first call on.
+        self._title, self._epoch = "", 0
+        self._cache: PlanCache[P, GradientNeeds] = PlanCache()
+        # Plan of the last call, and the key of this rank's facts in it.
+        self.last: P | None = None
+        self._last_key: object = None
+        self.guess: P | None = None
+        # This rank's last facts, their row and their key: most calls repeat them.
+        self._mine: tuple[InputFacts, bytes, object] | None = None
+        self._proposal = UNKNOWN
+        # Within static_shapes: facts, row and id of the first call, by whether it recorded gradients.
+        self._promise: object | None = None
+        self._kept: dict[bool, tuple[InputFacts, bytes, int]] = {}
+        self._recording = self._promised = self._mismatched = False
+
+    def begin(self, mine: InputFacts) -> None:
+        """Send this rank's id to the other ranks, and choose the guess; blocking in the first call only."""
+        if self._mismatched:
+            wrong = f"{self._name!r}: rank {self._machine.rank} called it while others were elsewhere"
+            error = ProtocolError(f"{wrong}, and what it sent then would be taken for part of this one")
+            # The other ranks may use that data before they wait for this rank.
+            self._machine.fail(error)
+            raise error
+        # The outcome depends on grad mode, which is off later, within an operation of autograd.
+        self._outcome = self._planner().outcome() if self._has_outcome else None
+        if self._mine is None or self._mine[0] != mine:
+            self._mine = mine, mine.encode(), mine.key
+        _, row, key = self._mine
+        if self._is_promised(mine, row):
+            return
+        words = proposal, *_ = self._cache.compared(row)
+        self._proposal = proposal
+        if len(self._ranks) > 1:
+            if self._consensus is None:
+                self._consensus = self._connect()
+            self._epoch = self._consensus.start(self._title, *words)
+        self.guess = self.last if self._last_key == key else None
+        if proposal and self._cache[proposal].plan is not self.last:
+            # If all ranks propose this other plan, none of them has started on the last one.
+            self.guess = None
+
+    def _is_promised(self, mine: InputFacts, row: bytes) -> bool:
+        # Whether a promise holds and this rank has kept facts; raises if its facts have changed.
+        self._recording = torch.is_grad_enabled()
+        promise = promise_on(self._machine, self._recording)
+        if promise is not self._promise:
+            self._promise, self._kept = promise, {}
+        kept = self._kept.get(self._recording)
+        self._promised = kept is not None
+        if kept is None:
+            return False
+        facts, before, self._proposal = kept
+        if row != before:
+            if mine._replace(trainable=facts.trainable) == facts:
+                # Parameters were frozen or released: as in the first call, the ranks compare which.
+                self._promised = False
+                return False
+            error = ShapeError(
+                f"{self._name!r}: rank {self._machine.rank} passes {mine.described} and passed"
+                f" {facts.described} before, within static_shapes"
+            )
+            # The other ranks do not know of the error, and would wait for this one.
+            self._machine.fail(error)
+            raise error
+        self.guess = self._cache[self._proposal].plan
+        return True
+
+    def _connect(self) -> Consensus:
+        self._title = f"{self._name} (shapes, {fingerprint(self._planner().arguments_text()):014x})"
+        with self._sending_errors():
+            consensus = Consensus.of(self._machine.segments, self._ranks)
+            consensus.connect(name=self._name)
+        return consensus
+
+    def settle(self) -> tuple[P, GradientNeeds]:
+        """Plan for this call, and the gradients that any rank needs.
+
+        Blocking until every rank has begun. If the plan is not the guess, an exchange on the guess is void:
+        start again on this plan. Facts that do not fit together raise the same error on every rank.
+        """
+        if self._mine is None:
+            raise ProtocolError(f"{self._name!r}: settle without begin")
+        (mine, row, key), cache = self._mine, self._cache
+        alike = self._promised or self._ids_agree()
+        number = self._proposal if alike else UNKNOWN
+        if not number:
+            with self._sending_errors():
+                number = self._exchange_facts(row, alike)
+        state = cache[number]
+        if number != cache.number:
+            cache.switch_to(number, row)
+            self.last, self._last_key = state.plan, key
+        if self._promise is not None:
+            self._kept[self._recording] = mine, row, number
+        if self._outcome is not None:
+            self._outcome.send()
+        return state.plan, state.needs
+
+    def _ids_agree(self) -> bool:
+        if self._consensus is None:
+            return True
+        trace = self._machine.trace
+        try:
+            if trace.recording is None:
+                return self._consensus.wait(epoch=self._epoch)
+            with trace.span("agree", self._name):
+                return self._consensus.wait(epoch=self._epoch)
+        except MismatchError as error:
+            # This rank may have sent weights and a halo already, to ranks that do not expect them.
+            self._mismatched = True
+            if self._outcome is not None:
+                self._outcome.send(error)
+            raise
+
+    @contextmanager
+    def _sending_errors(self) -> Iterator[None]:
+        # Errors that all ranks of the layer raise also reach the ranks outside that wait for them.
+        try:
+            yield
+        except (ExchangeTimeout, PeerFailedError):
+            raise
+        except DistdlError as error:
+            if self._outcome is not None:
+                self._outcome.send(error)
+            raise
+
+    def _exchange_facts(self, row: bytes, alike: bool) -> int:
+        # Id of the combination of all ranks' facts; the ranks exchange rows unless all rows are equal.
+        rows = [row] * len(self._ranks)
+        if self._consensus is not None and not alike:
+            rows = self._consensus.rows(row, self._consensus.largest[-1])
+        decoded = {each: InputFacts.decode(each) for each in set(rows)}
+        facts = {rank: decoded[each] for rank, each in zip(self._ranks, rows, strict=True)}
+        key = digest(repr([fact.key for fact in facts.values()]).encode())
+        plan = self._cache.plan(key)
+        error = self._refused(facts)
+        # Some rank may have started on its guess: void that exchange before any error is raised.
+        if self.last is not None and (error is not None or plan is not self.last):
+            self.last.void()
+        if error is not None:
+            raise error
+        needs = GradientNeeds.of_any([fact.needs for fact in decoded.values()])
+        plan = self._make_plan(facts) if plan is None else plan
+        longest = max(map(len, decoded))
+        return self._cache.add(plan, needs, key, digest(b"".join(rows)), longest)
+
+    def _refused(self, facts: dict[int, InputFacts]) -> DistdlError | None:
+        if any(fact.problem for fact in facts.values()):
+            return refusal(self._name, {rank: fact.problem for rank, fact in facts.items()})
+        try:
+            check_trainable(facts)
+        except ProtocolError as error:
+            return ProtocolError(f"{self._name!r}: {error}")
+        return None
+
+    def _make_plan(self, facts: dict[int, InputFacts]) -> P:
+        try:
+            for rank, fact in facts.items():
+                if fact.given != self._inputs:
+                    raise ShapeError(f"takes {self._inputs} inputs, got {fact.given} on rank {rank}")
+            with torch.inference_mode(False):
+                return self._planner().plan(facts)
+        except DistdlError as error:
+            raise type(error)(f"{self._name!r}: {error}") from None
+
+    def _planner(self) -> Planner[P]:
+        owner = self._owner()
+        if owner is None:
+            raise ReferenceError(f"{self._name!r} is gone, and its plans are still used")
+        return owner

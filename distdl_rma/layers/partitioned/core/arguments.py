@@ -1,0 +1,125 @@
+"""Arguments of layers, read as torch reads them."""
+
+from __future__ import annotations
+
+import inspect
+import reprlib
+import warnings
+from collections.abc import Collection, Iterable, Sequence
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import nn
+
+from distdl_rma.errors import ArgumentError, PartitionError, UnsupportedError
+from distdl_rma.geometry.partition import Partition
+from distdl_rma.layers.partitioned.core.callbacks import Callbacks
+
+
+class LayerOptions(Callbacks, total=False):
+    """Keyword arguments of every layer: its name in messages, and callbacks."""
+
+    name: str | None
+
+
+class PlacedOptions(LayerOptions, total=False):
+    """Keyword-only arguments of layers with parameters, beside those of torch."""
+
+    placement: str | None
+    weights: str | None
+
+
+def own_options(options: dict[str, Any]) -> dict[str, Any]:
+    """Take the options of every layer out of keyword arguments; the others are torch's."""
+    return {key: options.pop(key) for key in LayerOptions.__annotations__ if key in options}
+
+
+def torchs_class(layer: type) -> type[nn.Module]:
+    """The class of torch that a class of layers is the twin of."""
+    return next(base for base in layer.__mro__ if base.__module__.startswith("torch.nn.modules"))
+
+
+def spatial_dims(layer: type) -> int:
+    """Number of spatial dimensions in the name of the twin, such as ``MaxPool2d``; 0 without any."""
+    name = torchs_class(layer).__name__
+    return int(name[-2]) if name[-2].isdigit() else 0
+
+
+def by_name(layer: type, *arguments: Any, **given: Any) -> dict[str, Any]:
+    """Arguments of the twin by their names; ``TypeError`` if one is missing or unknown."""
+    signature = inspect.signature(torchs_class(layer))
+    try:
+        return signature.bind(*arguments, **given).arguments
+    except TypeError as error:
+        raise TypeError(f"{layer.__name__}: {error}; it takes partitions, then {signature}") from None
+
+
+def torchs_layer(layer: type, *arguments: Any, sample: Sequence[torch.Tensor] = (), **given: Any) -> Any:
+    """Build the twin of the same arguments, which checks them, some only in a call: here with a sample.
+
+    Raises ``ArgumentError`` with torch's text and the arguments if torch raises, and ``TypeError`` as
+    ``by_name``.
+    """
+    twin, named = torchs_class(layer), by_name(layer, *arguments, **given)
+    try:
+        like: Any = twin(**named)
+        if sample:
+            with warnings.catch_warnings():
+                # They are told in the calls of users.
+                warnings.simplefilter("ignore")
+                like(*sample)
+    except (ArithmeticError, AssertionError, IndexError, RuntimeError, TypeError, ValueError) as error:
+        texts = {k: reprlib.repr(v) for k, v in named.items()}
+        usual = {k: reprlib.repr(p.default) for k, p in inspect.signature(twin).parameters.items()}
+        shown = ", ".join(f"{k}={text}" for k, text in texts.items() if text != usual[k]) or "no arguments"
+        tried = f", tried with an input of shape {tuple(sample[0].shape)}" if sample else ""
+        raise ArgumentError(f"{layer.__name__}: {error}; got {shown}{tried}") from None
+    return like
+
+
+def check_dims(layer: type, dims: Collection[int], **partitions: Partition | None) -> None:
+    """Raise ``PartitionError`` if a partition has another number of dimensions than the tensor."""
+    for label, P in partitions.items():
+        if P is not None and P.dim not in dims:
+            wanted = " or ".join(map(str, dims))
+            raise PartitionError(
+                f"{layer.__name__}: {label} has {P.dim} dimensions {P.shape}, the tensor has {wanted}"
+            )
+
+
+def chosen_placement(kind: str, placement: str | None, weights: str | None, allowed: Sequence[str]) -> str:
+    """Placement of a layer's parameters: one of ``allowed``, by default the first.
+
+    ``weights`` is another name of ``placement``. ``ArgumentError`` if the two differ, or are not allowed.
+    """
+    if placement is not None and weights is not None and placement != weights:
+        raise ArgumentError(
+            f"{kind}: placement={placement!r} and weights={weights!r} mean the same; give one"
+        )
+    chosen = next((word for word in (placement, weights) if word is not None), allowed[0])
+    if chosen not in allowed:
+        raise ArgumentError(f"{kind}: placement is one of {tuple(allowed)}, got {chosen!r}")
+    return chosen
+
+
+def check_device(kind: str, device: torch.device | str | None) -> None:
+    """Raise ``UnsupportedError`` if a device is not the CPU; None is torch's default device."""
+    found = torch.get_default_device() if device is None else torch.device(device)
+    if found.type != "cpu":
+        raise UnsupportedError(f"{kind}: device {found} is not supported, only the CPU is")
+
+
+def show_arguments_of(layer: type[nn.Module], twin: type[nn.Module], named: Iterable[str]) -> None:
+    """Give a constructor a signature for ``help``: P_x, the arguments of a torch layer, and keyword ones."""
+    constructor, kinds = layer.__init__, inspect.Parameter
+    first = [kinds(key, kinds.POSITIONAL_OR_KEYWORD) for key in ("self", "P_x")]
+    torchs = inspect.signature(twin).parameters.values()
+    last = [kinds(key, kinds.KEYWORD_ONLY, default=None) for key in named]
+
+    @wraps(constructor)
+    def shown(self: nn.Module, *arguments: Any, **options: Any) -> None:
+        constructor(self, *arguments, **options)
+
+    vars(shown)["__signature__"] = inspect.Signature([*first, *torchs, *last])
+    type.__setattr__(layer, "__init__", shown)

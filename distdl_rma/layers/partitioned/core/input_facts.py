@@ -1,0 +1,168 @@
+"""Facts that a rank sends about the inputs of a call before data moves, and their combination over ranks."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from distdl_rma.errors import ProtocolError, ShapeError
+from distdl_rma.geometry.decomposition import Decomposition
+from distdl_rma.geometry.partition import Partition
+from distdl_rma.layers.dtypes import DTYPES
+from distdl_rma.layers.ops.core.autograd import GradientNeeds
+from distdl_rma.layers.ops.core.tensors import problem_with
+from distdl_rma.layers.partitioned.core.refusals import clipped
+
+# Shape and type of one input.
+_Input = tuple[tuple[int, ...], torch.dtype]
+# First of the ranks that sum gradients behind a call, -1 if values travel; names of the parameters.
+Trainable = tuple[int, tuple[str, ...]]
+
+
+class InputFacts(NamedTuple):
+    """Facts about one rank's inputs, weights, needed gradients and other arguments of a call."""
+
+    inputs: tuple[_Input, ...]
+    needs: GradientNeeds
+    weights: torch.dtype | None = None
+    call_arguments: tuple[Any, ...] = ()  # in JSON's types
+    problem: str = ""
+    given: int = 1  # number of inputs in the call, which may be invalid
+    trainable: Trainable | None = None  # parameters whose gradients are exchanged with other ranks
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Local shape of the first input."""
+        return self.inputs[0][0]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Type of the first input."""
+        return self.inputs[0][1]
+
+    @property
+    def described(self) -> str:
+        """Text for messages."""
+        needs = ["", " that needs a gradient"]
+        pairs = zip(self.inputs, self.needs.inputs, strict=False)
+        shown = ", ".join(f"{shape} of {dtype}{needs[needed]}" for (shape, dtype), needed in pairs)
+        return f"{shown}{' and ' if self.call_arguments else ''}{self.call_arguments or ''}" or self.problem
+
+    def of(self, at: int) -> InputFacts:
+        """The facts with one of the inputs only."""
+        return self._replace(inputs=self.inputs[at : at + 1])
+
+    @classmethod
+    def about(
+        cls,
+        xs: Sequence[torch.Tensor],
+        weight: torch.Tensor | None = None,
+        call_arguments: tuple[Any, ...] = (),
+        idle: Sequence[bool] = (False,),
+        problem: str = "",
+        trainable: Trainable | None = None,
+    ) -> InputFacts:
+        """Facts about local tensors, a weight that the layer will use, and other arguments of the call.
+
+        ``idle`` is whether this rank is outside of the partition of each input; there all tensors without
+        elements have equal facts. A ``problem``, or a value that cannot move, makes all ranks raise.
+        """
+        given = len(xs)
+        for at, x in enumerate(xs):
+            problem = problem or problem_with(x, f"input {at}" if given > 1 else "input")
+        if problem:
+            return cls((), GradientNeeds(False, False), problem=clipped(problem))
+        if given < len(idle):
+            xs = [*xs, *[torch.empty(0)] * (len(idle) - given)]
+        recording = torch.is_grad_enabled()
+        pairs = zip(xs, idle, strict=False)
+        inputs = tuple([_NOTHING if out and 0 in x.shape else (tuple(x.shape), x.dtype) for x, out in pairs])
+        wanted = len(idle)
+        others = tuple([recording and x.requires_grad for x in xs[1:wanted]]) if wanted > 1 else ()
+        learns = recording and weight is not None and weight.requires_grad
+        needs = GradientNeeds(recording and xs[0].requires_grad, learns, others)
+        dtype = None if weight is None else weight.dtype
+        return cls(inputs, needs, dtype, call_arguments, given=given, trainable=trainable)
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """The facts that a plan depends on."""
+        return self.inputs, self.weights, self.call_arguments, self.given
+
+    def encode(self) -> bytes:
+        """Row of bytes for the other ranks."""
+        inputs = [(shape, DTYPES.index(dtype)) for shape, dtype in self.inputs]
+        weights = DTYPES.index(self.weights) if self.weights in DTYPES else None
+        words = inputs, self.needs, weights, self.call_arguments, self.problem, self.given, self.trainable
+        return json.dumps(words, separators=(",", ":")).encode()
+
+    @classmethod
+    def decode(cls, row: bytes) -> InputFacts:
+        """Facts from a row of bytes."""
+        inputs, (first, learns, others), weights, call_arguments, problem, given, trainable = json.loads(row)
+        return cls(
+            tuple((tuple(shape), DTYPES[number]) for shape, number in inputs),
+            GradientNeeds(first, learns, tuple(others)),
+            None if weights is None else DTYPES[weights],
+            tuple(call_arguments),
+            problem,
+            given,
+            None if trainable is None else (trainable[0], tuple(trainable[1])),
+        )
+
+
+_NOTHING: _Input = (0,), DTYPES[0]
+
+
+def common_dtype(facts: dict[int, InputFacts]) -> torch.dtype:
+    """Type that all ranks pass; ``ShapeError``, which names two ranks, if they differ."""
+    (first, expected), *others = ((rank, fact.dtype) for rank, fact in facts.items())
+    for rank, dtype in others:
+        if dtype != expected:
+            raise ShapeError(f"rank {first} passes {expected} but rank {rank} {dtype}")
+    return expected
+
+
+def input_dtype(P_x: Partition, facts: dict[int, InputFacts]) -> torch.dtype:
+    """Type of an input; ``ShapeError`` if ranks of P_x differ, or one outside passes elements."""
+    for rank, fact in facts.items():
+        if rank not in P_x and 0 not in fact.shape:
+            raise ShapeError(f"rank {rank} is not in P_x but passes a tensor of shape {fact.shape}")
+    return common_dtype({rank: facts[rank] for rank in P_x.ranks})
+
+
+def check_weights(dtype: torch.dtype, facts: dict[int, InputFacts]) -> None:
+    """Raise ``ShapeError`` if the weights of a rank have another type than the input."""
+    for rank, fact in facts.items():
+        if fact.weights != dtype:
+            raise ShapeError(f"input is {dtype}, the weights of rank {rank} are {fact.weights}")
+
+
+def check_trainable(facts: dict[int, InputFacts]) -> None:
+    """Raise ``ProtocolError`` if a parameter is frozen on some only of the ranks that exchange gradients."""
+    found: dict[int, tuple[int, tuple[str, ...]]] = {}
+    for rank, (*_, trainable) in facts.items():
+        if trainable is None:
+            continue
+        group, names = trainable
+        first, expected = found.setdefault(group, (rank, names))
+        if names != expected:
+            raise ProtocolError(
+                f"the parameters that need a gradient are {[*expected]} on rank {first} and {[*names]} on"
+                f" rank {rank}: freeze a parameter on all ranks or on none"
+            )
+
+
+def source_of(
+    P_x: Partition, facts: dict[int, InputFacts], replicate: Collection[int] = ()
+) -> tuple[Decomposition, torch.dtype]:
+    """Decomposition and type of an input on P_x; ``ShapeError`` also if the shards form no grid.
+
+    Along the grid dimensions ``replicate`` the ranks have the same part of the input.
+    """
+    dtype = input_dtype(P_x, facts)
+    shapes = {rank: facts[rank].shape for rank in P_x.ranks}
+    return Decomposition.from_local_shapes(P_x, shapes, replicate), dtype

@@ -1,0 +1,161 @@
+"""Layers that consist of an operation with parameters: enter, operation, leave."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import cached_property
+from typing import Any, Generic, TypeVar, Unpack
+
+import torch
+
+from distdl_rma.geometry.decomposition import Decomposition
+from distdl_rma.geometry.partition import Partition
+from distdl_rma.layers.ops.core.autograd import GradientNeeds, anchored, deliver, reports_failures
+from distdl_rma.layers.ops.core.operation import Agreement, Operation
+from distdl_rma.layers.ops.core.tensors import autocast
+from distdl_rma.layers.partitioned.core.agreement import ShapeAgreement
+from distdl_rma.layers.partitioned.core.callbacks import Callbacks
+from distdl_rma.layers.partitioned.core.input_facts import InputFacts
+from distdl_rma.layers.partitioned.core.layer import DistributedLayer
+
+O = TypeVar("O", bound=Operation)  # noqa: E741
+
+
+class OperatorLayer(DistributedLayer, Generic[O]):
+    """A layer whose ranks agree on the global tensors of their shards, and then call an operation on them.
+
+    Subclasses choose the operation for the inputs (``plan``). P_y is P_x if None. For a layer of several
+    inputs P_x is the sequence of their partitions, and ``self.P_x`` the first one. ``others`` are partitions
+    of further ranks that take part in a call.
+    """
+
+    _casts = False  # whether torch's autocast computes this kind of layer in a shorter type
+    _call_arguments: tuple[Any, ...] = ()  # other facts of a call that passes only an input
+    # Error in the inputs of a rank of P_x, which all ranks then raise; empty for inputs that are no tensors.
+    input_problem: Callable[..., str] | None = None
+
+    def __init__(
+        self,
+        P_x: Partition | Sequence[Partition],
+        P_y: Partition | None = None,
+        *others: Partition,
+        name: str | None = None,
+        **callbacks: Unpack[Callbacks],
+    ) -> None:
+        P_xs = (P_x,) if isinstance(P_x, Partition) else tuple(P_x)
+        P_y = P_xs[0] if P_y is None else P_y
+        super().__init__(*P_xs, P_y, *others, name=name, **callbacks)
+        self.P_xs, self.P_x, self.P_y = P_xs, P_xs[0], P_y
+        self._idle, self._has_output = tuple(not P.active for P in P_xs), P_y.active
+
+    def plan(self, facts: dict[int, InputFacts]) -> O:
+        """Operation for the facts of all ranks; equal on all ranks, errors included."""
+        raise NotImplementedError
+
+    def partition_of(self, at: int, _dims: int) -> Partition:
+        """Partition of the input with this number; the last one holds for all further inputs."""
+        return self.P_xs[min(at, len(self.P_xs) - 1)]
+
+    def output_layout(self, _inputs: Sequence[Any]) -> Decomposition | None:
+        """Decomposition of the output of the last call's operation."""
+        return None if self.agreement is None or self.agreement.last is None else self.agreement.last.output
+
+    @cached_property
+    def agreement(self) -> ShapeAgreement[O] | None:
+        """Agreement on the facts and the operation of a call; None on ranks outside of calls."""
+        ranks = self.agreeing()
+        if self.machine.rank not in ranks:
+            return None
+        return ShapeAgreement(self, ranks, len(self.P_xs), has_outcome=self.placements is not None)
+
+    @reports_failures
+    def connect(self, shape: Sequence[int] | None = None, dtype: torch.dtype | None = None) -> None:
+        """Plan for an input before the first call, and exchange addresses with the neighbours, once.
+
+        Without it the first forward and the first backward do so. They always do so for the sum of gradients,
+        and for movements within an operation. Collective over the ranks of the layer, and while gradients are
+        recorded over those that hold its weights; blocking. Calls with other inputs remain possible.
+
+        ``shape`` is the global shape of the input, or, for layers of subtensors, the shape of each subtensor.
+        Without it a layer that was not built from global parameters raises ``ProtocolError``. ``dtype`` is
+        that of the parameters if None. Interface document, section 3.2; requirement A8.
+        """
+        self.connect_for([self.expected(self.P_x, shape, dtype)])
+
+    def connect_for(self, xs: Sequence[torch.Tensor]) -> None:
+        """Plan for inputs that look like these, and exchange addresses; blocking."""
+        if self.placed is not None:
+            self.placed.connect()
+        outcome = self.outcome()
+        if outcome is not None:
+            outcome.connect()
+        if self.agreement is not None:
+            # Without gradients, ranks outside get no outcome: this is not a call.
+            with torch.no_grad():
+                operation, _ = self.enter(self.agreement, xs, list(self.parameters())).settle()
+            operation.connect()
+
+    def enter(
+        self,
+        plans: ShapeAgreement[O],
+        xs: Sequence[torch.Tensor],
+        weights: Collection[torch.Tensor] = (),
+        call_arguments: tuple[Any, ...] | None = None,
+        problem: str = "",
+    ) -> Agreement[O]:
+        """Start the agreement on the inputs ``xs``; does not wait for the other ranks."""
+        # The ranks take part in a backward if any weight needs a gradient.
+        weight = None
+        for each in weights:
+            if weight is not None and each.dtype is not weight.dtype and not problem:
+                problem = f"the parameters are of different types, {weight.dtype} and {each.dtype}"
+            if weight is None or (each.requires_grad and not weight.requires_grad):
+                weight = each
+        if self.input_problem is not None and not problem and not self._idle[0]:
+            problem = self.input_problem(*xs)
+        words = self._call_arguments if call_arguments is None else call_arguments
+        trainable = None if self.placed is None else self.placed.trainable
+        plans.begin(InputFacts.about(xs, weight, words, self._idle, problem, trainable))
+        return plans
+
+    def run(
+        self, agreement: Agreement[O], xs: Sequence[torch.Tensor], weights: Mapping[str, torch.Tensor]
+    ) -> tuple[torch.Tensor, GradientNeeds]:
+        """Call the operation that the ranks agree on; local result, and gradients that any rank needs."""
+        operation, needs = agreement.settle()
+        return operation(needs, *xs, **weights), needs
+
+    @reports_failures
+    def refuse(self, problem: str) -> None:
+        """As in the base; the other ranks get the problem with the facts about this rank's inputs."""
+        self.apply_to(torch.empty(0), problem=problem)
+        super().refuse(problem)
+
+    def leave(self, y: torch.Tensor, x: torch.Tensor, needs: GradientNeeds) -> torch.Tensor:
+        """Result as returned to the caller, for the first input ``x``.
+
+        It has no elements outside of P_y, and is in a graph if that of any rank is.
+        """
+        if not self._has_output:
+            y = deliver(y, False, x.shape[0] if x.dim() else None)
+        return y if y.requires_grad else anchored(y, needs.any)
+
+    @reports_failures
+    def forward(self, input: torch.Tensor) -> Any:
+        """Apply the layer to ``input``, the local shard on P_x or a tensor without elements elsewhere."""
+        return self.apply_to(input)
+
+    def apply_to(
+        self, *xs: torch.Tensor, call_arguments: tuple[Any, ...] | None = None, problem: str = ""
+    ) -> torch.Tensor:
+        """Apply the layer; ``call_arguments`` are facts for the plan, and all ranks raise a ``problem``."""
+        weights = {} if self.placed is None else self.placed.use()
+        if self.agreement is None:
+            return self.idle_output(xs[0], (*xs[1:], *weights.values()))
+        if self._casts:
+            first = len(xs)
+            cast = autocast(*xs, *weights.values())
+            xs, weights = cast[:first], dict(zip(weights, cast[first:], strict=True))  # type: ignore[assignment,arg-type]
+        agreement = self.enter(self.agreement, xs, weights.values(), call_arguments, problem)
+        y, needs = self.run(agreement, xs, weights)
+        return self.leave(y, xs[0], needs)

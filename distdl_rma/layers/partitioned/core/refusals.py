@@ -1,0 +1,112 @@
+"""Errors of a layer's call: equal on all its ranks, and on ranks outside that wait for them."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+
+from distdl_rma import errors
+from distdl_rma.errors import DistdlError, ShapeError
+from distdl_rma.geometry.decomposition import Decomposition
+from distdl_rma.geometry.exchange import fingerprint
+from distdl_rma.geometry.partition import Partition
+from distdl_rma.layers.ops.core.movement import CallSite
+from distdl_rma.layers.ops.core.staged import movement_between
+from distdl_rma.layers.ops.core.tensors import as_array, as_tensor
+from distdl_rma.segments.consensus import gather_words
+from distdl_rma.segments.machine import Machine
+
+# Maximum characters of a rank's text, and bytes of an outcome.
+_LONGEST, _OUTCOME_NBYTES = 512, 1024
+# The operand of ranks that receive an outcome.
+_NO_WORDS = torch.empty(0, dtype=torch.uint8)
+
+
+def clipped(text: str) -> str:
+    """The text in one line, of at most ``_LONGEST`` characters."""
+    return " ".join(text.split())[:_LONGEST]
+
+
+def refusal(name: str, problems: Mapping[int, str]) -> ShapeError:
+    """Error for all ranks of a layer; it names the first rank that has a problem."""
+    found = {rank: problem for rank, problem in problems.items() if problem}
+    rank, problem = next(iter(found.items()))
+    others = f" ({len(found)} ranks of {len(problems)} complain)" if len(found) > 1 else ""
+    return ShapeError(f"{name!r}: rank {rank}: {problem}{others}")
+
+
+def gather_refusal(machine: Machine, ranks: Sequence[int], name: str, problem: str, facts: str) -> ShapeError:
+    """Error to raise on all ranks, equal on all of them; collective over ``ranks``, blocking.
+
+    ``problem`` is the error text of this rank, or empty. ``facts`` are its inputs, equal on valid ranks.
+    """
+    mine = [clipped(problem), "" if problem else clipped(facts)]
+    gathered = gather_words(machine.segments, mine, f"{name} (complaints)", ranks)
+    if any(its for its, _ in gathered.values()):
+        return refusal(name, {rank: its for rank, (its, _) in gathered.items()})
+    first, (_, expected) = next(iter(gathered.items()))
+    for rank, (_, its) in gathered.items():
+        if its != expected:
+            return ShapeError(f"{name!r}: rank {first} passes {expected} but rank {rank} {its}")
+    return ShapeError(f"{name!r}: the ranks' inputs do not fit together; each passes {facts}")
+
+
+class CallOutcome:
+    """Notification of ranks outside of a layer about each call: success, or the error.
+
+    One rank of the layer sends one message, which travels along a tree of nodes. The other ranks of the layer
+    do not wait for the receivers. The sender waits only if they are two calls behind. Local to construct.
+    """
+
+    def __init__(self, machine: Machine, sender: int, receivers: Sequence[int], name: str) -> None:
+        rank, shape = machine.rank, (_OUTCOME_NBYTES,)
+        root = Decomposition.replicated(Partition((sender,), (1,), rank), shape)
+        others = Decomposition.replicated(Partition(tuple(receivers), (len(receivers),), rank), shape)
+        self._sends = rank == sender
+        self._movement = movement_between(CallSite(machine, name), root, others, torch.uint8, "outcome")
+        weakref.finalize(self, self._movement.close)
+
+    @classmethod
+    def among(
+        cls, machine: Machine, inside: Sequence[int], holders: Sequence[int], name: str
+    ) -> CallOutcome | None:
+        """Outcome for ranks that hold replicas of a layer's weights but take no part in its calls.
+
+        Collective over ``holders``, the rank ids that gradients are summed over; blocking. The ranks
+        ``inside`` take part in calls, and their first one sends. None on ranks that neither send nor receive.
+        """
+        # Holders may belong to a replica of the layer on other ranks: they receive that replica's outcomes.
+        mine = [fingerprint(tuple(inside)), machine.rank in inside]
+        views = gather_words(machine.segments, mine, f"{name} (audience)", holders)
+        layer, _ = mine
+        receivers = [rank for rank in sorted(holders) if views[rank] == [layer, False]]
+        concerned = receivers and machine.rank in (inside[0], *receivers)
+        return cls(machine, inside[0], receivers, name) if concerned else None
+
+    def connect(self) -> None:
+        """Exchange addresses, once, by a message of success; blocking."""
+        self.send()
+        self.receive()
+
+    def send(self, error: DistdlError | None = None) -> None:
+        """Send the error of a call, or its success; does nothing on receivers."""
+        if self._sends:
+            text = "" if error is None else f"{type(error).__name__} {error}"
+            row = np.frombuffer(text.encode()[:_OUTCOME_NBYTES].ljust(_OUTCOME_NBYTES, b"\0"), np.uint8)
+            self._movement.move(as_tensor(row.copy()))
+
+    def receive(self) -> None:
+        """Wait for the outcome of the next call, and raise its error if there is one.
+
+        Does nothing on the sender.
+        """
+        if self._sends:
+            return
+        row = as_array(self._movement.move(_NO_WORDS)).tobytes()
+        text = row.rstrip(b"\0").decode(errors="ignore")
+        if text:
+            kind, _, what = text.partition(" ")
+            raise getattr(errors, kind, ShapeError)(what)

@@ -1,0 +1,599 @@
+"""Layers that move tensors between ranks, and may sum or concatenate them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from operator import index as as_int
+from typing import Any, ClassVar, TypeVar, Unpack
+
+import torch
+
+from distdl_rma.errors import ArgumentError, PartitionError, ShapeError
+from distdl_rma.geometry.box import LEADING
+from distdl_rma.geometry.decomposition import Decomposition
+from distdl_rma.geometry.intervals import Balanced
+from distdl_rma.geometry.partition import Partition, groups_onto
+from distdl_rma.layers.ops import data_movement
+from distdl_rma.layers.ops.core.autograd import GradientNeeds, anchored, deliver, reports_failures
+from distdl_rma.layers.ops.core.operation import Operation
+from distdl_rma.layers.ops.core.tensors import problem_with
+from distdl_rma.layers.ops.data_movement import (
+    CHANNELS,
+    Concat,
+    StagedMove,
+    Subtensors,
+    all_gather,
+    all_sum_reduce,
+    broadcast,
+    joined,
+    reduce_scatter,
+    repartition,
+    sum_reduce,
+)
+from distdl_rma.layers.ops.window_gather import PADDING_MODES
+from distdl_rma.layers.partitioned.core.arguments import LayerOptions
+from distdl_rma.layers.partitioned.core.input_facts import InputFacts, input_dtype, source_of
+from distdl_rma.layers.partitioned.core.layer import nbytes_of
+from distdl_rma.layers.partitioned.core.operator_layer import OperatorLayer
+from distdl_rma.layers.split.tensor import SplitTensor
+
+M = TypeVar("M", bound=Operation)
+# One grid dimension or several.
+Axes = int | Iterable[int]
+
+
+class MovementLayer(OperatorLayer[M]):
+    """A layer that moves data from P_x to P_y; ``preserve_batch`` as in :class:`Repartition`."""
+
+    def __init__(
+        self,
+        P_x: Partition | Sequence[Partition],
+        P_y: Partition | None = None,
+        preserve_batch: bool = True,
+        **options: Unpack[LayerOptions],
+    ) -> None:
+        super().__init__(P_x, P_y, **options)
+        self.preserve_batch = preserve_batch
+
+    def arguments_text(self) -> str:
+        """As in the base, with all partitions and their ranks: some of one shape have different ranks."""
+        return f"{[(P.shape, P.ranks) for P in (*self.P_xs, self.P_y)]}, {super().arguments_text()}"
+
+    def idle_output(self, x: torch.Tensor, others: Iterable[torch.Tensor] = ()) -> torch.Tensor:
+        """As in the base, without the batch size unless ``preserve_batch``."""
+        y = super().idle_output(x, others)
+        return y if self.preserve_batch or not x.numel() else y.flatten()
+
+    def leave(self, y: torch.Tensor, x: torch.Tensor, needs: GradientNeeds) -> torch.Tensor:
+        """Result as returned to the caller; the movement has put it into a graph if needed."""
+        return deliver(y, self.P_y.active, x.shape[0] if self.preserve_batch and x.dim() else None)
+
+
+class LayerAlongAxes(MovementLayer[StagedMove]):
+    """A movement among ranks of P_x that differ only in the grid dimensions ``axes``, which are sorted."""
+
+    _argument: ClassVar[str]
+    _shown = ("axes",)
+
+    def __init__(
+        self,
+        P_x: Partition,
+        axes: Axes | None,
+        keep: Axes | None,
+        **options: Unpack[LayerOptions],
+    ) -> None:
+        self.axes = chosen_axes(type(self).__name__, P_x, self._argument, axes, keep)
+        super().__init__(P_x, **options)
+
+
+def chosen_axes(kind: str, P: Partition, what: str, axes: Axes | None, keep: Axes | None) -> tuple[int, ...]:
+    """Grid dimensions ``axes``, or all except ``keep``; sorted."""
+    given = axes if keep is None else keep
+    if given is None or (axes is not None and keep is not None):
+        raise ArgumentError(f"{kind}: give either {what} or axes_keep, got {what}={axes}, axes_keep={keep}")
+    try:
+        listed = [as_int(axis) for axis in (given if isinstance(given, Iterable) else [given])]
+    except TypeError as error:
+        raise ArgumentError(f"{kind}: axes are integers, got {given}: {error}") from None
+    for axis in listed:
+        if not -P.dim <= axis < P.dim:
+            raise ArgumentError(f"{kind}: axis {axis} is out of range for grid {P.shape}")
+    found = {axis % P.dim for axis in listed}
+    if len(found) < len(listed):
+        raise ArgumentError(f"{kind}: an axis is listed more than once in {listed} for grid {P.shape}")
+    return tuple(d for d in range(P.dim) if (d in found) == (keep is None))
+
+
+class Repartition(MovementLayer[StagedMove]):
+    """Move a tensor from one Cartesian partition to another; the result is balanced.
+
+    The result is always new memory. The adjoint moves gradients back to the blocks of the input.
+
+    Parameters
+    ----------
+    P_x, P_y
+        Input and output partition, with as many dimensions as the tensor.
+    preserve_batch
+        Whether outputs without elements keep the batch size, as shape (b, 0).
+
+    Notes
+    -----
+    Repartition document; requirement B5.
+
+    Examples
+    --------
+    >>> P_world = MPIPartition(MPI.COMM_WORLD)
+    >>> P_rows = P_world.create_cartesian_topology_partition((P_world.size, 1))
+    >>> P_columns = P_world.create_cartesian_topology_partition((1, P_world.size))
+    >>> rows = shard(P_rows, torch.rand(6, 8)).to_local()
+    >>> rows.shape, Repartition(P_rows, P_columns)(rows).shape
+    (torch.Size([3, 8]), torch.Size([6, 4]))
+    """
+
+    def __init__(
+        self,
+        P_x: Partition,
+        P_y: Partition,
+        preserve_batch: bool = True,
+        **options: Unpack[LayerOptions],
+    ) -> None:
+        if P_x.dim != P_y.dim:
+            raise PartitionError(
+                f"{type(self).__name__}: P_x has {P_x.dim} dimensions {P_x.shape} but P_y has {P_y.dim}"
+                f" {P_y.shape}"
+            )
+        super().__init__(P_x, P_y, preserve_batch, **options)
+
+    def plan(self, facts: dict[int, InputFacts]) -> StagedMove:
+        """Movement of the input's blocks to balanced blocks."""
+        source, dtype = source_of(self.P_x, facts)
+        return repartition(self.site, source, self.P_y, dtype)
+
+
+# Another name of this layer.
+DistributedTranspose = Repartition
+
+
+class AllGather(LayerAlongAxes):
+    """Gather a tensor along some grid dimensions, on every rank.
+
+    Each rank receives the shards of all ranks that differ from it only in these dimensions. Local output:
+    whole along the gathered dimensions. The adjoint sums and scatters, along the cuts of the input. For flat
+    vectors without gradients use the collective :class:`distdl_rma.segments.Allgather`.
+
+    Parameters
+    ----------
+    P_x
+        Partition of input and output.
+    axes_all_gather
+        Dimensions to gather along, one or several; negative ones count from the end.
+    axes_keep
+        The dimensions not to gather along, in place of ``axes_all_gather``.
+
+    Notes
+    -----
+    Requirement B4.
+
+    Examples
+    --------
+    >>> P_world = MPIPartition(MPI.COMM_WORLD)
+    >>> P_x = P_world.create_cartesian_topology_partition((P_world.size, 1))
+    >>> mine = torch.full((1, 3), float(P_x.rank))
+    >>> AllGather(P_x, axes_all_gather=0)(mine)
+    tensor([[0., 0., 0.],
+            [1., 1., 1.]])
+    """
+
+    _argument = "axes_all_gather"
+
+    def __init__(
+        self,
+        P_x: Partition,
+        axes_all_gather: Axes | None = None,
+        axes_keep: Axes | None = None,
+        **options: Unpack[LayerOptions],
+    ) -> None:
+        super().__init__(P_x, axes_all_gather, axes_keep, **options)
+
+    def plan(self, facts: dict[int, InputFacts]) -> StagedMove:
+        """Movement of blocks to blocks that are whole along the gathered dimensions."""
+        source, dtype = source_of(self.P_x, facts)
+        return all_gather(self.site, source, self.axes, dtype)
+
+
+class ReduceScatter(LayerAlongAxes):
+    """Sum the tensors of ranks that differ only in some grid dimensions, and cut the sum along these.
+
+    Local input: whole along the scattered dimensions, of equal shape on the ranks that are summed. Local
+    output: the balanced share of the sum, which is taken in the order of the partition. The adjoint gathers.
+    For flat vectors without gradients use the collective :class:`distdl_rma.segments.Reducescatter`.
+    Arguments are as for :class:`AllGather`.
+
+    Examples
+    --------
+    >>> P_world = MPIPartition(MPI.COMM_WORLD)
+    >>> P_x = P_world.create_cartesian_topology_partition((P_world.size, 1))
+    >>> ReduceScatter(P_x, axes_reduce_scatter=0)(torch.ones(2, 3))
+    tensor([[2., 2., 2.]])
+    """
+
+    _argument = "axes_reduce_scatter"
+
+    def __init__(
+        self,
+        P_x: Partition,
+        axes_reduce_scatter: Axes | None = None,
+        axes_keep: Axes | None = None,
+        **options: Unpack[LayerOptions],
+    ) -> None:
+        super().__init__(P_x, axes_reduce_scatter, axes_keep, **options)
+
+    def plan(self, facts: dict[int, InputFacts]) -> StagedMove:
+        """Movement of tensors that are whole along the scattered dimensions to balanced blocks of the sum."""
+        source, dtype = source_of(self.P_x, facts, replicate=self.axes)
+        return reduce_scatter(self.site, source, self.axes, dtype)
+
+    def expected_blocks(self, P_x: Partition, shape: Sequence[int]) -> Decomposition:
+        """Whole along the scattered dimensions."""
+        return Decomposition.balanced(P_x, shape, self.axes)
+
+
+class HaloExchange(MovementLayer[data_movement.HaloExchange]):
+    """Extend each rank's shard by a halo: the adjacent elements of other ranks, corners included.
+
+    The global tensor ``(batch, channel, *spatial)`` is padded as torch pads it. Each rank receives its own
+    part and ``width`` more elements on either side, in one round, even if shards are smaller than the width.
+    A shard that is empty in a spatial dimension has an empty result. The adjoint adds the gradient of each
+    copy to the gradient of the copied element.
+
+    Parameters
+    ----------
+    P_x
+        Partition of input and output; grid and tensor have the same dimensions.
+    width
+        Number of elements before and behind the shard: one number for all spatial dimensions, or for each a
+        number or a pair (left, right).
+    padding_mode
+        Padding beyond the global tensor: ``"zeros"``, ``"constant"`` (``value``), ``"reflect"``,
+        ``"replicate"`` or ``"circular"``.
+    value
+        The constant of ``"constant"``.
+
+    Raises
+    ------
+    ShapeError
+        In a call: also if the global tensor is too small for the padding mode.
+
+    Notes
+    -----
+    Convolution document, halo exchange; requirement B9.
+
+    Examples
+    --------
+    >>> P_world = MPIPartition(MPI.COMM_WORLD)
+    >>> P_x = P_world.create_cartesian_topology_partition((1, 1, P_world.size))
+    >>> mine = torch.tensor([[[1.0, 2.0]]]) + P_x.rank
+    >>> HaloExchange(P_x, width=1)(mine)
+    tensor([[[0., 1., 2., 2.]]])
+    """
+
+    _shown = ("width", "padding_mode", "value")
+
+    def __init__(
+        self,
+        P_x: Partition,
+        width: int | Iterable[int | Iterable[int]],
+        padding_mode: str = "zeros",
+        value: float = 0.0,
+        **options: Unpack[LayerOptions],
+    ) -> None:
+        kind = type(self).__name__
+        if P_x.dim <= LEADING:
+            raise PartitionError(f"{kind}: grid {P_x.shape} needs a batch, a channel and spatial dimensions")
+        if padding_mode not in PADDING_MODES:
+            raise ArgumentError(f"{kind}: padding_mode is one of {PADDING_MODES}, got {padding_mode!r}")
+        self.width = _pairs(kind, width, P_x.dim - LEADING)
+        self.padding_mode, self.value = padding_mode, value
+        super().__init__(P_x, P_x, **options)
+
+    def plan(self, facts: dict[int, InputFacts]) -> data_movement.HaloExchange:
+        """Operation that gathers each shard with its halo."""
+        source, dtype = source_of(self.P_x, facts)
+        mode, value = self.padding_mode, self.value
+        return data_movement.HaloExchange(self.site, source, dtype, self.width, mode, value)
+
+
+def _pairs(kind: str, width: int | Iterable[int | Iterable[int]], dims: int) -> tuple[tuple[int, int], ...]:
+    widths: Any = list(width) if isinstance(width, Iterable) else [width] * dims
+    try:
+        pairs = [(each, each) if not isinstance(each, Iterable) else tuple(each) for each in widths]
+        found = tuple((as_int(before), as_int(behind)) for before, behind in pairs)
+        if len(found) == dims and min(map(min, found)) >= 0:
+            return found
+    except (TypeError, ValueError):
+        pass
+    raise ArgumentError(
+        f"{kind}: width is a number from 0, or for each of {dims} spatial dimensions a number or a pair, got"
+        f" {width}"
+    )
+
+
+class _OfSubtensors(MovementLayer[StagedMove]):
+    # Dimensions of P_x along which subtensors are summed.
+    axes: tuple[int, ...] = ()
+
+    def subtensors(self, facts: dict[int, InputFacts]) -> tuple[Subtensors, torch.dtype]:
+        """Subtensors as blocks of one tensor, or their shapes by rank if they form none; and their type."""
+        P_x, dtype = self.P_x, input_dtype(self.P_x, facts)
+        shapes = {rank: facts[rank].shape for rank in P_x.ranks}
+        one = all(extent == 1 or d in self.axes for d, extent in enumerate(P_x.shape))
+        if one and len(set(shapes.values())) == 1:
+            return Decomposition.replicated(P_x, shapes[P_x.ranks[0]]), dtype
+        try:
+            return Decomposition.from_local_shapes(P_x, shapes, self.axes), dtype
+        except ShapeError:
+            # Subtensors of any shapes are valid.
+            return shapes, dtype
+
+    def expected_blocks(self, P_x: Partition, shape: Sequence[int]) -> Decomposition:
+        """One subtensor of this shape on each rank."""
+        return Decomposition.replicated(P_x, shape)
+
+
+class _Between(_OfSubtensors):
+    # Movement between groups of ranks and one rank for each group.
+    _operation: ClassVar[Callable[..., StagedMove]]
+    _shown = ("transpose_src", "transpose_dest")
+
+    def __init__(
+        self,
+        P_x: Partition,
+        P_y: Partition,
+        transpose_src: bool = False,
+        transpose_dest: bool = False,
+        preserve_batch: bool = True,
+        **options: Unpack[LayerOptions],
+    ) -> None:
+        self.transpose_src, self.transpose_dest = transpose_src, transpose_dest
+        sums = self._operation is sum_reduce
+        sides = (P_x, transpose_src), (P_y, transpose_dest)
+        (P_many, flip_many), (P_few, flip_few) = sides if sums else sides[::-1]
+        try:
+            first, *_ = groups_onto(P_many, P_few, flip_many, flip_few)
+        except PartitionError as error:
+            raise PartitionError(f"{type(self).__name__}: {error}") from None
+        super().__init__(P_x, P_y, preserve_batch, **options)
+        if sums:
+            # The dimensions in which ranks of the first group differ from the first rank of P_x.
+            self.axes = tuple(sorted({d for r in first for d, i in enumerate(P_x.index_of(r)) if i}))
+
+    def plan(self, facts: dict[int, InputFacts]) -> StagedMove:
+        """Sum-reduction of each group to its rank, or broadcast from the rank to its group."""
+        source, dtype = self.subtensors(facts)
+        flips = self.transpose_src, self.transpose_dest
+        return self._operation(self.site, source, self.P_x, self.P_y, dtype, flips)
+
+
+class SumReduce(_Between):
+    """Sum subtensors from P_x to P_y, along the dimensions in which the grid of P_y is 1.
+
+    The grid of P_y is extended to the left with ones; then each of its dimensions must equal that of P_x, or
+    be 1. Subtensors that are summed must be equal in shape; otherwise any shape is valid for any grid. The
+    order of summation is that of P_x, so that results are equal from run to run. Short types are summed in
+    float32. With several nodes each node sums first. The adjoint is :class:`Broadcast`.
+
+    Parameters
+    ----------
+    P_x, P_y
+        Input and output partition.
+    transpose_src, transpose_dest
+        Whether the grid of P_x, or P_y, is transposed first: the rank at (i, j) counts as at (j, i).
+    preserve_batch
+        Whether outputs without elements keep the batch size, as shape (b, 0).
+
+    Notes
+    -----
+    Sum-reduce document; requirement B3.
+
+    Examples
+    --------
+    >>> P_world = MPIPartition(MPI.COMM_WORLD)
+    >>> P_x = P_world.create_cartesian_topology_partition((P_world.size,))
+    >>> P_root = P_world.create_partition_inclusive([0]).create_cartesian_topology_partition((1,))
+    >>> SumReduce(P_x, P_root)(torch.ones(3))
+    tensor([2., 2., 2.])
+    """
+
+    _operation = staticmethod(sum_reduce)
+
+
+class Broadcast(_Between):
+    """Copy subtensors from P_x to P_y, along the dimensions in which the grid of P_x is 1.
+
+    The grid of P_x is extended to the left with ones; then each of its dimensions must equal that of P_y, or
+    be 1. Subtensors may have any shape, for any grid. Each node receives one copy, and distributes it among
+    its ranks. The adjoint is :class:`SumReduce`: gradients are summed in the order of P_y.
+
+    Parameters
+    ----------
+    P_x, P_y, transpose_src, transpose_dest, preserve_batch
+        As for :class:`SumReduce`.
+
+    Notes
+    -----
+    Sum-reduce document, read from its end; requirement B3.
+
+    Examples
+    --------
+    >>> P_world = MPIPartition(MPI.COMM_WORLD)
+    >>> P_root = P_world.create_partition_inclusive([0]).create_cartesian_topology_partition((1,))
+    >>> P_y = P_world.create_cartesian_topology_partition((P_world.size,))
+    >>> x = torch.ones(3) if P_root.active else zero_volume_tensor()
+    >>> Broadcast(P_root, P_y)(x)
+    tensor([1., 1., 1.])
+    """
+
+    _operation = staticmethod(broadcast)
+
+
+class AllSumReduce(_OfSubtensors, LayerAlongAxes):
+    """Sum the subtensors of ranks that differ only in some grid dimensions; each of them receives the sum.
+
+    Subtensors that are summed must be equal in shape; otherwise any shape is valid for any grid. The result
+    is bitwise equal on the ranks that share it, and from run to run. The layer is its own adjoint. Arguments
+    are as for :class:`AllGather`.
+
+    Examples
+    --------
+    >>> P_world = MPIPartition(MPI.COMM_WORLD)
+    >>> P_x = P_world.create_cartesian_topology_partition((P_world.size, 1))
+    >>> AllSumReduce(P_x, axes_reduce=0)(torch.ones(3))
+    tensor([2., 2., 2.])
+    """
+
+    _argument = "axes_reduce"
+
+    def __init__(
+        self,
+        P_x: Partition,
+        axes_reduce: Axes | None = None,
+        axes_keep: Axes | None = None,
+        **options: Unpack[LayerOptions],
+    ) -> None:
+        LayerAlongAxes.__init__(self, P_x, axes_reduce, axes_keep, **options)
+
+    def plan(self, facts: dict[int, InputFacts]) -> StagedMove:
+        """Sum within groups of ranks."""
+        source, dtype = self.subtensors(facts)
+        return all_sum_reduce(self.site, source, self.P_x, self.axes, dtype)
+
+
+class DistributedConcat(MovementLayer[Concat]):
+    """Concatenation along the channels, dimension 1, of tensors split over ranks in any of their dimensions.
+
+    Local inputs: the shards of this rank. Local output: the balanced shard of the concatenated tensor on P_y;
+    if P_y is the partition of the first input, the batch stays cut as in that input.
+
+    If all partitions are equal and cut no channels, each rank concatenates its shards, without communication.
+    Then only ranks that detect an error raise it. The other ranks raise in their next wait, and the machine
+    cannot be used afterwards.
+
+    Inputs of different types become one type, as in ``torch.cat``. Inputs and gradients travel in their own.
+
+    Parameters
+    ----------
+    P_xs
+        Partition of each input, with as many dimensions as the tensors.
+    P_y
+        Partition of the output; that of the first input if None.
+
+    Notes
+    -----
+    Interface document, chapter 5; requirement A20.
+
+    Examples
+    --------
+    >>> P_world = MPIPartition(MPI.COMM_WORLD)
+    >>> P_x = P_world.create_cartesian_topology_partition((1, 1, P_world.size, 1))
+    >>> cat = DistributedConcat([P_x, P_x])
+    >>> cat(shard(P_x, torch.rand(1, 3, 8, 8)), shard(P_x, torch.rand(1, 5, 8, 8))).shape
+    torch.Size([1, 8, 8, 8])
+    """
+
+    def __init__(
+        self,
+        P_xs: Sequence[Partition],
+        P_y: Partition | None = None,
+        **options: Unpack[LayerOptions],
+    ) -> None:
+        kind, P_xs = type(self).__name__, tuple(P_xs)
+        if not P_xs:
+            raise PartitionError(f"{kind}: needs the partition of one input at least, got none")
+        P_y = P_xs[0] if P_y is None else P_y
+        for which, partition in (*((f"P_xs[{at}]", P_x) for at, P_x in enumerate(P_xs)), ("P_y", P_y)):
+            if partition.dim != P_y.dim or partition.dim <= CHANNELS:
+                raise PartitionError(
+                    f"{kind}: {which} has {partition.dim} dimensions {partition.shape} but P_y {P_y.dim}"
+                    f" {P_y.shape}; all need those of the tensors, batch and channels first"
+                )
+        super().__init__(P_xs, P_y, **options)
+        self._stays = all(P_x == P_y for P_x in P_xs) and P_y.shape[CHANNELS] == 1
+
+    def plan(self, facts: dict[int, InputFacts]) -> Concat:
+        """Movement of each input to its channels of the output."""
+        inputs = []
+        for at, P_x in enumerate(self.P_xs):
+            try:
+                inputs.append(source_of(P_x, {rank: fact.of(at) for rank, fact in facts.items()}))
+            except ShapeError as error:
+                raise ShapeError(f"input {at}: {error}") from None
+        sources, dtypes = zip(*inputs, strict=True)
+        return Concat(self.site, sources, dtypes, self.P_y, keep_batch=self.P_xs[0] == self.P_y)
+
+    def output_layout(self, inputs: Sequence[Any]) -> Decomposition | None:
+        """As in the base; where nothing moves the output is cut as the inputs."""
+        if not self._stays:
+            return super().output_layout(inputs)
+        split = next(x.decomposition for x in inputs if isinstance(x, SplitTensor))
+        channels = Balanced(sum(x.shape[CHANNELS] for x in inputs), 1)
+        return split.with_splits({CHANNELS: channels})
+
+    def nbytes_in(self, inputs: tuple[Any, ...]) -> int:
+        """Bytes of all inputs."""
+        return sum(nbytes_of(x) for x in inputs)
+
+    @reports_failures
+    def connect(  # type: ignore[override]
+        self, shapes: Sequence[Sequence[int]] | None = None, dtype: torch.dtype | None = None
+    ) -> None:
+        """As in the base, with the global shape of each input; ``dtype`` is torch's default if None."""
+        given = [None] * len(self.P_xs) if shapes is None else list(shapes)
+        if self._stays or self.agreement is None:
+            self._count(given)
+        pairs = enumerate(zip(self.P_xs, given, strict=False))
+        xs = [self.expected(P_x, shape, dtype, at) for at, (P_x, shape) in pairs]
+        if not self._stays:
+            # If there are too many shapes, all ranks raise.
+            self.connect_for([*xs, *[torch.empty(0)] * (len(given) - len(xs))])
+
+    @reports_failures
+    def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
+        """Concatenate ``inputs``: the local shards, and tensors without elements outside of a partition."""
+        if self.agreement is None:
+            self._count(inputs)
+        elif self._stays:
+            dtype = self._check(inputs)
+            return torch.cat([x.to(dtype) for x in inputs], CHANNELS)
+        return self.apply_to(*inputs)
+
+    def refuse(self, problem: str) -> None:
+        """As in the base; where nothing moves, only this rank knows of the problem."""
+        if self._stays:
+            raise self._refuse(problem)
+        super().refuse(problem)
+
+    def leave(self, y: torch.Tensor, x: torch.Tensor, needs: GradientNeeds) -> torch.Tensor:
+        """Result as returned to the caller, in a graph if that of any rank is, also for mixed types."""
+        return anchored(super().leave(y, x, needs), needs.any)
+
+    def _count(self, given: Sequence[object]) -> None:
+        if len(given) != len(self.P_xs):
+            raise self._refuse(f"takes {len(self.P_xs)} inputs, got {len(given)}")
+
+    def _check(self, inputs: Sequence[torch.Tensor]) -> torch.dtype:
+        self._count(inputs)
+        for at, x in enumerate(inputs):
+            problem = problem_with(x, f"input {at}")
+            if problem:
+                raise self._refuse(problem)
+        try:
+            return joined([tuple(x.shape) for x in inputs], [x.dtype for x in inputs], self.P_y.dim)[1]
+        except ShapeError as error:
+            raise self._refuse(str(error)) from None
+
+    def _refuse(self, problem: str) -> ShapeError:
+        # Other ranks may be without an error, and would wait for this rank.
+        wrong = ShapeError(f"{self.name!r}: rank {self.machine.rank}: {problem}")
+        if self.machine.size > 1 and self.machine.rank in self.members:
+            self.machine.fail(wrong)
+        return wrong

@@ -1,0 +1,129 @@
+"""Distributed embedding."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import nn
+
+from distdl_rma.errors import ShapeError, UnsupportedError
+from distdl_rma.geometry.partition import Partition
+from distdl_rma.layers.ops.core.tensors import problem_with
+from distdl_rma.layers.ops.embedding import INDICES, Embedding, IndexFrequencies
+from distdl_rma.layers.partitioned.core.arguments import (
+    PlacedOptions,
+    by_name,
+    check_device,
+    check_dims,
+    chosen_placement,
+    own_options,
+    torchs_layer,
+)
+from distdl_rma.layers.partitioned.core.input_facts import InputFacts, source_of
+from distdl_rma.layers.partitioned.core.operator_layer import OperatorLayer
+from distdl_rma.layers.partitioned.core.placement import whole_placement
+
+
+class DistributedEmbedding(OperatorLayer[Embedding], nn.Embedding):
+    """Embedding of indices that are split over ranks, in any dimensions.
+
+    Local input: the shard of this rank. Local output: one vector per index of the shard, in an additional
+    last dimension; or the balanced shard on P_y. Every rank looks up its own indices, so that without P_y the
+    forward moves no data, except weights that are placed ``"root"``.
+
+    Parameters
+    ----------
+    P_x
+        Partition of the input, with as many dimensions as the tensor of indices.
+    num_embeddings, embedding_dim, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse
+        As in torch; ``max_norm`` must be None and ``sparse`` False. ``scale_grad_by_freq`` counts the
+        indices of all ranks.
+    _weight, _freeze, device, dtype
+        As in torch.
+    P_y
+        Partition of the output, with one dimension more than P_x; if None, the output is cut as the input.
+    placement
+        ``"replicated"``, or ``"root"``: on the first rank of P_x. Also called ``weights``.
+
+    Raises
+    ------
+    ShapeError
+        In a call: also if the indices are not ``int64`` or ``int32``, or one is out of range.
+    UnsupportedError
+        If ``max_norm`` or ``sparse`` is asked for, or another device than the CPU.
+
+    Notes
+    -----
+    Requirement B11.
+
+    Examples
+    --------
+    >>> P_world = MPIPartition(MPI.COMM_WORLD)
+    >>> P_x = P_world.create_cartesian_topology_partition((1, P_world.size))  # cuts the tokens
+    >>> embed = DistributedEmbedding(P_x, num_embeddings=100, embedding_dim=32)
+    >>> embed(shard(P_x, torch.randint(100, (2, 10)))).shape
+    torch.Size([2, 10, 32])
+    """
+
+    _allowed = ("replicated", "root")
+    _by_name = ("P_y", *PlacedOptions.__annotations__)
+    _shown = ("num_embeddings", "embedding_dim", "padding_idx", "scale_grad_by_freq")
+
+    def __init__(
+        self,
+        P_x: Partition,
+        *arguments: Any,
+        P_y: Partition | None = None,
+        placement: str | None = None,
+        weights: str | None = None,
+        **options: Any,
+    ) -> None:
+        kind, own = type(self).__name__, own_options(options)
+        given = by_name(type(self), *arguments, **options)
+        unwanted = {"max_norm": given.get("max_norm"), "sparse": given.get("sparse") or None}
+        for key, value in unwanted.items():
+            if value is not None:
+                raise UnsupportedError(
+                    f"{kind}: {key}={value} is not supported: weights and gradients are dense"
+                )
+        check_dims(type(self), (P_x.dim + 1,), P_y=P_y)
+        weight = given.get("_weight")
+        check_device(kind, given.get("device") if weight is None else weight.device)
+        placement = chosen_placement(kind, placement, weights, self._allowed)
+        nothing = [torch.zeros(0, dtype=torch.int64)]
+        like = torchs_layer(type(self), **given, sample=nothing)
+        vectors = P_x.create_cartesian_topology_partition((*P_x.shape, 1))
+        super().__init__(P_x, vectors if P_y is None else P_y, **own)
+        self.take_over(like)
+        self._target, self.placement, self.weights = P_y, placement, placement
+        place = whole_placement(self.machine, P_x, P_x, like.weight.shape, placement)
+        self.place({"weight": like.weight}, {"weight": place})
+
+    @cached_property
+    def _frequencies(self) -> IndexFrequencies | None:
+        if not self.scale_grad_by_freq or not self.P_x.active:
+            return None
+        return IndexFrequencies(self.site, self.P_x, self.num_embeddings)
+
+    def plan(self, facts: dict[int, InputFacts]) -> Embedding:
+        """Operation whose vectors are cut as their indices, or are on P_y if given."""
+        source, dtype = source_of(self.P_x, facts)
+        # In the order of ranks, so that all of them say the same.
+        kinds = [*dict.fromkeys(fact.weights for rank, fact in sorted(facts.items()) if rank in self.P_x)]
+        kind = kinds[0]
+        if len(kinds) != 1 or kind is None:
+            raise ShapeError(f"the ranks' weights differ in type: {kinds}")
+        table = self.embedding_dim, self.padding_idx, kind
+        return Embedding(self.site, source, dtype, *table, self._target, self._frequencies)
+
+    def input_problem(self, x: torch.Tensor) -> str:
+        """Error text if an index is out of range."""
+        if problem_with(x) or x.dtype not in INDICES or not x.numel():
+            return ""
+        least, most = (int(end) for end in torch.aminmax(x))
+        if least >= 0 and most < self.num_embeddings:
+            return ""
+        wrong = least if least < 0 else most
+        return f"index {wrong} is out of range of {self.num_embeddings} embeddings"

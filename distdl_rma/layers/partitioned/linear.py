@@ -1,0 +1,317 @@
+"""Linear layers whose weight is cut into blocks, which are replicated, kept on one rank, or ZeRO shards."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from operator import index as as_int
+from typing import ClassVar, SupportsIndex, Unpack
+
+import torch
+from torch import nn
+
+from distdl_rma.errors import ArgumentError, PartitionError, UnsupportedError
+from distdl_rma.geometry.partition import Partition
+from distdl_rma.layers.ops.linear import (
+    BLOCKS,
+    COLUMNS,
+    IN,
+    OUT,
+    ROWS,
+    LinearGrid,
+    ShardedMatrix,
+    SplitLinear,
+    grid_of_workers,
+)
+from distdl_rma.layers.partitioned.core.arguments import (
+    LayerOptions,
+    PlacedOptions,
+    check_device,
+    chosen_placement,
+)
+from distdl_rma.layers.partitioned.core.input_facts import InputFacts, check_weights, source_of
+from distdl_rma.layers.partitioned.core.operator_layer import OperatorLayer
+from distdl_rma.layers.partitioned.core.placement import Placement, block_placement, linear_values
+
+_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+class DistributedLinear(OperatorLayer[SplitLinear], nn.Linear):
+    """Linear layer whose weight is cut into blocks of rows and columns: ``y = x W^T + b``.
+
+    Local input: this rank's shard of (batch, ..., in_features) on P_x. Local output: the balanced shard of
+    (batch, ..., out_features) on P_y. P_x and P_y may cut every dimension, and be on other ranks than P_W.
+    No rank holds more of the weight than its block, also during construction. Initial weights are those of
+    torch from the same seed.
+
+    Parameters
+    ----------
+    P_x, P_y
+        Partitions of input and output, with as many dimensions as the tensor.
+    P_W
+        Partition of the weight, on a grid of (rows, columns), which cut output and input features; or on a
+        grid of (data-parallel blocks, rows, columns), where each data-parallel block has a share of the batch
+        and the whole weight. Ranks outside hold empty parameters.
+    in_features, out_features, bias, device, dtype
+        As in torch.
+    placement
+        Where data-parallel blocks keep the weight. ``"replicated"``: each has a replica, and gradients are
+        summed. ``"root"``: the first block keeps it, sends it to the others in each forward, and receives
+        their gradients; parameters of the others are empty. Also called ``weights``.
+
+    Notes
+    -----
+    Linear document, general linear layer; requirement B6. Column 0 of P_W keeps and adds the bias.
+
+    Examples
+    --------
+    >>> P_world = MPIPartition(MPI.COMM_WORLD)
+    >>> P_x = P_world.create_cartesian_topology_partition((1, P_world.size))  # cuts the features
+    >>> P_W = P_world.create_cartesian_topology_partition((P_world.size, 1))  # cuts the rows of the weight
+    >>> layer = DistributedLinear(P_x, P_x, P_W, in_features=6, out_features=8)
+    >>> layer.weight.shape, layer(shard(P_x, torch.rand(4, 6))).shape
+    (torch.Size([4, 6]), torch.Size([4, 8]))
+    """
+
+    _casts = True
+    _allowed: ClassVar[tuple[str, ...]] = ("replicated", "root")
+    _shown = ("in_features", "out_features", "bias")
+    weight: nn.Parameter
+    bias: nn.Parameter | None  # type: ignore[assignment]  # torch leaves the None out
+
+    def __init__(
+        self,
+        P_x: Partition,
+        P_y: Partition,
+        P_W: Partition,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        placement: str | None = None,
+        weights: str | None = None,
+        **options: Unpack[LayerOptions],
+    ) -> None:
+        kind = type(self).__name__
+        grid = _checked_grid(kind, P_x, P_y, P_W)
+        counts: dict[str, object] = {"in_features": in_features, "out_features": out_features}
+        for what, count in counts.items():
+            if not isinstance(count, SupportsIndex) or as_int(count) < 0:
+                raise ArgumentError(f"{kind}: {what} is a number of features, at least 0, got {count!r}")
+        placement = chosen_placement(kind, placement, weights, self._allowed)
+        check_device(kind, device)
+        if dtype not in (None, *_DTYPES):
+            raise UnsupportedError(f"{kind}: dtype is one of {_DTYPES}, got {dtype}")
+        P_w = P_W.create_cartesian_topology_partition(grid)
+        super().__init__(P_x, P_y, P_w, **options)
+        self.P_w, self.placement, self.weights = P_w, placement, placement
+        self.in_features, self.out_features = as_int(in_features), as_int(out_features)
+        self.grid = LinearGrid(P_w, self.in_features, self.out_features)
+        values = linear_values(self.in_features, self.out_features, bias, dtype)
+        places = self._placements()
+        self.place(values, {key: places[key] for key, value in values.items() if value is not None})
+
+    def _placements(self) -> dict[str, Placement]:
+        blocks = {"weight": self.grid.weight, "bias": self.grid.bias}
+        pattern = self.placement if self.grid.blocks > 1 else "replicated"
+        return {key: block_placement(block, pattern) for key, block in blocks.items()}
+
+    def plan(self, facts: dict[int, InputFacts]) -> SplitLinear:
+        """Operation for the input that the ranks form."""
+        source, dtype = source_of(self.P_x, facts)
+        check_weights(dtype, facts)
+        placed = self.placed
+        places = None if placed is None else lambda: placed.offered if placed.taken_over else None
+        return SplitLinear(self.site, source, self.grid, self.P_y, dtype, places, self._matrix)
+
+    @property
+    def _matrix(self) -> ShardedMatrix | None:
+        return None
+
+
+class DistributedLinearAllGather(DistributedLinear):
+    """Linear layer with the output features of its weight cut over the model-parallel workers.
+
+    The workers are the ranks of P_y. Its first extent is the number of data-parallel blocks; the product of
+    its other extents is the number of model-parallel workers of each. Every worker gathers all features of
+    its block of the batch and computes its block of output features. For layers with fewer input than output
+    features.
+
+    Parameters
+    ----------
+    P_y
+        Partition of the output, with as many dimensions as the tensor.
+    P_x
+        Partition of the input; P_y if None.
+    in_features, out_features, bias, device, dtype, placement
+        As for :class:`DistributedLinear`.
+
+    Notes
+    -----
+    Linear document, linear layer with all-gather; requirement B6.
+
+    Examples
+    --------
+    >>> P_world = MPIPartition(MPI.COMM_WORLD)
+    >>> P_y = P_world.create_cartesian_topology_partition((1, P_world.size))  # one data-parallel block
+    >>> layer = DistributedLinearAllGather(P_y, in_features=6, out_features=8)
+    >>> layer.weight.shape, layer(shard(P_y, torch.rand(4, 6))).shape
+    (torch.Size([4, 6]), torch.Size([4, 8]))
+    """
+
+    def __init__(
+        self,
+        P_y: Partition,
+        in_features: int,
+        out_features: int,
+        P_x: Partition | None = None,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        **options: Unpack[PlacedOptions],
+    ) -> None:
+        P_w = _workers(type(self).__name__, P_y, ROWS)
+        arguments = P_y if P_x is None else P_x, P_y, P_w, in_features, out_features, bias, device, dtype
+        super().__init__(*arguments, **options)
+
+
+class DistributedLinearReduceScatter(DistributedLinear):
+    """Linear layer with the input features of its weight cut over the model-parallel workers.
+
+    The workers are the ranks of P_x, counted as for :class:`DistributedLinearAllGather`. Every worker
+    computes with its block of input features; the results are summed and scattered. For layers with fewer
+    output than input features.
+
+    Parameters
+    ----------
+    P_x
+        Partition of the input, with as many dimensions as the tensor.
+    P_y
+        Partition of the output; P_x if None.
+    in_features, out_features, bias, device, dtype, placement
+        As for :class:`DistributedLinear`.
+
+    Notes
+    -----
+    Linear document, linear layer with reduce-scatter; requirement B6.
+
+    Examples
+    --------
+    >>> P_world = MPIPartition(MPI.COMM_WORLD)
+    >>> P_x = P_world.create_cartesian_topology_partition((1, P_world.size))  # one data-parallel block
+    >>> layer = DistributedLinearReduceScatter(P_x, in_features=6, out_features=8)
+    >>> layer.weight.shape, layer(shard(P_x, torch.rand(4, 6))).shape
+    (torch.Size([8, 3]), torch.Size([4, 8]))
+    """
+
+    def __init__(
+        self,
+        P_x: Partition,
+        in_features: int,
+        out_features: int,
+        P_y: Partition | None = None,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        **options: Unpack[PlacedOptions],
+    ) -> None:
+        P_w = _workers(type(self).__name__, P_x, COLUMNS)
+        arguments = P_x, P_x if P_y is None else P_y, P_w, in_features, out_features, bias, device, dtype
+        super().__init__(*arguments, **options)
+
+
+class _Zero(DistributedLinear):
+    # ZeRO: the data-parallel blocks cut this dimension of the weight, which the workers leave whole.
+    _cuts = IN
+    _allowed = ("cut",)
+
+    @cached_property
+    def _matrix(self) -> ShardedMatrix | None:
+        return ShardedMatrix.of(self.site, self.grid, self._cuts)
+
+    @property
+    def nbytes_staged(self) -> int:
+        """Bytes of segment on this rank to gather the weight and to scatter its gradient."""
+        return 0 if self._matrix is None else self._matrix.nbytes_staged
+
+    def _placements(self) -> dict[str, Placement]:
+        grid = self.grid
+        if grid.blocks == 1:
+            return super()._placements()
+        weight = Placement(grid.zero_weight(self._cuts))
+        return {"weight": weight, "bias": Placement(grid.zero_bias(), grid.bias)}
+
+
+class DistributedLinearAllGatherZero(_Zero, DistributedLinearAllGather):
+    """As :class:`DistributedLinearAllGather`, but each worker keeps only a share of its rows: ZeRO.
+
+    The data-parallel workers cut the input features of the weight, and each worker's block of the bias. A
+    forward gathers the rows, computes, and frees them; a backward gathers them again and reduce-scatters
+    their gradient. The only placement is ``"cut"``.
+
+    Notes
+    -----
+    Linear document, fully-sharded data parallelism; requirement B6.
+
+    Examples
+    --------
+    >>> P_world = MPIPartition(MPI.COMM_WORLD)
+    >>> P_y = P_world.create_cartesian_topology_partition((P_world.size, 1))  # data-parallel blocks
+    >>> layer = DistributedLinearAllGatherZero(P_y, in_features=6, out_features=8)
+    >>> layer.weight.shape, layer(shard(P_y, torch.rand(4, 6))).shape
+    (torch.Size([8, 3]), torch.Size([4, 8]))
+    """
+
+
+class DistributedLinearReduceScatterZero(_Zero, DistributedLinearReduceScatter):
+    """As :class:`DistributedLinearReduceScatter`, but each worker keeps only a share of its columns: ZeRO.
+
+    The data-parallel workers cut the output features of the weight and of the bias. All else is as for
+    :class:`DistributedLinearAllGatherZero`.
+
+    Notes
+    -----
+    Linear document, fully-sharded data parallelism; requirement B6.
+
+    Examples
+    --------
+    >>> P_world = MPIPartition(MPI.COMM_WORLD)
+    >>> P_x = P_world.create_cartesian_topology_partition((P_world.size, 1))  # data-parallel blocks
+    >>> layer = DistributedLinearReduceScatterZero(P_x, in_features=6, out_features=8)
+    >>> layer.weight.shape, layer(shard(P_x, torch.rand(4, 6))).shape
+    (torch.Size([4, 6]), torch.Size([4, 8]))
+    """
+
+    _cuts = OUT
+
+
+def _workers(kind: str, P: Partition, dim: int) -> Partition:
+    _check_partition(kind, "the first argument", P)
+    if P.dim == 0:
+        raise PartitionError(f"{kind}: a partition has as many dimensions as the tensor, got {P.shape}")
+    return grid_of_workers(P, dim)
+
+
+def _checked_grid(kind: str, P_x: Partition, P_y: Partition, P_W: Partition) -> tuple[int, ...]:
+    for name, P in {"P_x": P_x, "P_y": P_y, "P_W": P_W}.items():
+        _check_partition(kind, name, P)
+    if P_x.dim != P_y.dim or P_x.dim == 0:
+        raise PartitionError(
+            f"{kind}: P_x {P_x.shape} and P_y {P_y.shape} must both have as many dimensions as the tensor"
+        )
+    if P_W.dim not in (2, 3):
+        raise PartitionError(
+            f"{kind}: P_W is a grid of (rows, columns) or (blocks, rows, columns), got {P_W.shape}"
+        )
+    grid = P_W.shape if P_W.dim == 3 else (1, *P_W.shape)
+    if P_x.dim == 1 and grid[BLOCKS] > 1:
+        raise PartitionError(
+            f"{kind}: P_W {P_W.shape} has data-parallel blocks, but P_x {P_x.shape} leaves no batch to share"
+        )
+    return grid
+
+
+def _check_partition(kind: str, name: str, P: object) -> None:
+    if not isinstance(P, Partition):
+        raise PartitionError(f"{kind}: {name} is a partition, got {P!r}")

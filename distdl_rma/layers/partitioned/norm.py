@@ -1,0 +1,600 @@
+"""Distributed batch, instance, group, layer and RMS normalisation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
+from operator import index as as_int
+from typing import Any, ClassVar, NamedTuple
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import batchnorm, instancenorm
+
+from distdl_rma.errors import (
+    ArgumentError,
+    ConfigurationError,
+    MismatchError,
+    PartitionError,
+    ShapeError,
+    UnsupportedError,
+)
+from distdl_rma.geometry.box import LEADING
+from distdl_rma.geometry.decomposition import Decomposition
+from distdl_rma.geometry.intervals import Balanced
+from distdl_rma.geometry.partition import Partition
+from distdl_rma.layers.dtypes import sum_dtype
+from distdl_rma.layers.ops.core.autograd import GradientNeeds, anchored
+from distdl_rma.layers.ops.core.operation import Agreement
+from distdl_rma.layers.ops.norm.normalisation import RUNNING, Normalisation, NormOptions, axes_of
+from distdl_rma.layers.ops.norm.statistic_groups import NormAxes, StatisticGroups
+from distdl_rma.layers.partitioned.core.agreement import ShapeAgreement
+from distdl_rma.layers.partitioned.core.arguments import (
+    PlacedOptions,
+    by_name,
+    check_device,
+    check_dims,
+    chosen_placement,
+    own_options,
+    spatial_dims,
+    torchs_layer,
+)
+from distdl_rma.layers.partitioned.core.input_facts import InputFacts, source_of
+from distdl_rma.layers.partitioned.core.operator_layer import OperatorLayer
+from distdl_rma.layers.partitioned.core.placement import Placement, cut, register
+
+_RANKS, _NBYTES = "get_ranks_synch_norm", "get_sizeof_norm"
+
+
+class StatisticsAnswer(NamedTuple):
+    """Results of one rank's callbacks for statistics; they travel with the local shape."""
+
+    ranks: Sequence[int] | None = None  # None without a callback
+    usable: bool = True  # whether the ranks are distinct and include this one
+    nbytes: int | None = None  # None without a callback; below 0 if invalid
+
+    @property
+    def shown(self) -> str:
+        """The list of ranks, for a message."""
+        ranks = self.ranks or ()
+        if not ranks and not self.usable:
+            return "no list of ranks"
+        more = ["..."] if self.usable and len(ranks) > 2 else []
+        return f"[{', '.join([*map(str, ranks[:2]), *more])}]"
+
+
+_NO_CALLBACKS = StatisticsAnswer()
+
+
+def answer_of_user(callbacks: Mapping[str, Any], rank: int) -> StatisticsAnswer:
+    """Call the user's callbacks for statistics, if given; local.
+
+    Invalid results, and errors in a callback, are marked in the answer, so that all ranks raise. An empty
+    list of ranks is valid: this rank shares with no other.
+    """
+    found = _NO_CALLBACKS
+    if _RANKS in callbacks:
+        given = _result_or_none(callbacks[_RANKS], lambda ranks: tuple(as_int(rank) for rank in ranks))
+        ranks: tuple[int, ...] = given or ()
+        fits = given is not None and len(set(ranks)) == len(ranks) and (not ranks or rank in ranks)
+        found = StatisticsAnswer(ranks, fits)
+    if _NBYTES in callbacks:
+        nbytes = _result_or_none(callbacks[_NBYTES], as_int)
+        found = found._replace(nbytes=-1 if nbytes is None else max(nbytes, -1))
+    return found
+
+
+def agreed_sharing(
+    axes: NormAxes, source: Decomposition, answers: Mapping[int, StatisticsAnswer]
+) -> dict[int, tuple[int, ...]] | None:
+    """Ranks that share statistics, by rank of the tensor, from the callbacks of all ranks; None without any.
+
+    A rank without a callback shares with all ranks that hold elements of the same groups.
+
+    Raises
+    ------
+    ConfigurationError
+        On all ranks: if ranks that share do not all name each other and no other rank, or hold no elements of
+        the same groups, or if a callback's size is not that of a message.
+    """
+    if all(answer == _NO_CALLBACKS for answer in answers.values()):
+        return None
+    P_x, channels = source.partition, source.splits[axes.weighted[0]]
+    possible = {rank: axes.ranks_sharing(P_x, rank, channels) for rank in P_x.ranks}
+    named: dict[int, tuple[int, ...]] = {}
+    together: dict[tuple[int, ...], list[int]] = {}
+    for rank in P_x.ranks:
+        its = answers[rank].ranks
+        named[rank] = tuple(sorted(possible[rank] if its is None else its or [rank]))
+        together.setdefault(named[rank], []).append(rank)
+    sharing = {rank: tuple(together[named[rank]]) for rank in P_x.ranks}
+    # Invalid answers first, missing ones last: the latter may be inconsistent only because of other ranks.
+    for rank, answer in sorted(answers.items(), key=lambda item: (item[1].usable, item[1].ranks is None)):
+        if rank in P_x:
+            mutual = tuple(sorted(sharing[rank])) == named[rank]
+            _check_list(rank, answer, mutual, sharing[rank], possible[rank])
+        elif answer.ranks or not answer.usable:
+            raise ConfigurationError(
+                f"{_RANKS}() gave {answer.shown} on rank {rank}, which has no part of the tensor: it shares"
+                " its statistics with nobody, []"
+            )
+    for rank, answer in answers.items():
+        wanted = StatisticGroups(axes, source, rank, sharing[rank]).nbytes if rank in P_x else 0
+        if answer.nbytes not in (None, wanted):
+            got = "no number of bytes" if answer.nbytes == -1 else f"{answer.nbytes}"
+            raise ConfigurationError(
+                f"{_NBYTES}() gave {got} on rank {rank}, one message of its statistics has {wanted} bytes"
+            )
+    return sharing
+
+
+def _check_list(
+    rank: int, answer: StatisticsAnswer, mutual: bool, sharing: Sequence[int], possible: Sequence[int]
+) -> None:
+    gave = f"{_RANKS}() gave {answer.shown} on rank {rank}"
+    if answer.ranks is None:
+        gave = f"rank {rank} shares its statistics with {list(possible)}, as its user does not say otherwise"
+    elif not answer.usable:
+        raise ConfigurationError(f"{gave}: a list of different ranks with the caller among them is needed")
+    if not mutual:
+        raise ConfigurationError(
+            f"{gave}, but the ranks that say the same are {list(sharing)}: ranks that share statistics all"
+            " name each other, and nobody else"
+        )
+    if not set(sharing) <= set(possible):
+        raise ConfigurationError(
+            f"{gave}, but only ranks {list(possible)} hold elements that share a mean and a variance"
+        )
+
+
+def _result_or_none(callback: Callable[[], Any], convert: Callable[[Any], Any]) -> Any:
+    # Any error in the user's function makes all ranks raise.
+    try:
+        return convert(callback())
+    except Exception:  # noqa: BLE001
+        return None
+
+
+class DistributedNorm(OperatorLayer[Normalisation]):
+    """Normalisation of a tensor that is split over ranks along any of its dimensions.
+
+    Base of the layers, which differ in the groups of elements that share a mean and a variance. The output
+    has the shape, type and cuts of the input. Forward: local statistics, one message to the ranks that share
+    them, scale. Backward: one message with two sums. Statistics travel and are merged in float64.
+
+    ``extents`` is the global shape of the parameters. If P_x cuts dimensions of the parameters, these are cut
+    too, unless placed ``"replicated"``. Otherwise every rank of the machine has a replica of all parameters.
+    """
+
+    # Any: torch's classes, from which the layers inherit too, declare different types.
+    weight: Any
+    bias: Any
+    eps: Any
+    _allowed = ("cut", "replicated")
+    _by_name = (*PlacedOptions.__annotations__,)
+    _changeable = ("eps", "momentum", "affine", "track_running_stats", "elementwise_affine")
+    function: ClassVar[str]  # torch's, by name
+
+    def __init__(
+        self,
+        P_x: Partition,
+        *arguments: Any,
+        placement: str | None = None,
+        weights: str | None = None,
+        **options: Any,
+    ) -> None:
+        kind, own = type(self).__name__, own_options(options)
+        placement = chosen_placement(kind, placement, weights, self._allowed)
+        given = by_name(type(self), *arguments, **options)
+        check_device(kind, given.get("device"))
+        like = torchs_layer(type(self), **given)
+        axes, found = self.shared(like, P_x)
+        extents = tuple(map(as_int, found))
+        if min(extents, default=-1) < 0:
+            raise ArgumentError(f"{kind}: needs at least one extent, and none below 0, got {extents}")
+        super().__init__(P_x, **own)
+        self.take_over(like)
+        self.axes, self.placement = axes, placement
+        kept = Placement.everywhere(self.machine, torch.Size(extents))
+        # Grid dimensions that cut the parameters.
+        cuts = tuple(d for d in axes.weighted if P_x.shape[d] > 1)
+        if cuts and placement == "cut":
+            splits = tuple(Balanced(n, P_x.shape[d]) for n, d in zip(extents, axes.weighted, strict=True))
+            of_grid = tuple(axes.weighted.index(d) if d in cuts else None for d in range(P_x.dim))
+            kept = Placement(Decomposition(P_x, splits, of_grid))
+        self.store = kept.store
+        values = {"weight": None, "bias": None, **like._parameters}
+        places = {key: kept for key, value in values.items() if value is not None}
+        if places:
+            self.place(values, places)
+        else:
+            register(self, values, places)
+        for key, buffer in like._buffers.items():
+            varies = buffer is not None and key in RUNNING
+            self.register_buffer(key, cut(kept.store, buffer) if varies else buffer)
+            if varies and any(axis is not None for axis in kept.store.axes):
+                self.buffer_layouts[key] = kept.store
+
+    def shared(self, like: Any, P_x: Partition) -> tuple[NormAxes, tuple[int, ...]]:
+        """Dimensions of statistics and parameters, and extents of the latter, for torch's layer ``like``.
+
+        ``PartitionError`` if the tensor cannot have the dimensions of P_x.
+        """
+        raise NotImplementedError
+
+    def options(self) -> NormOptions:
+        """Options of the next call's operation."""
+        return NormOptions(self.axes, self.mode()[0], self.function)
+
+    def mode(self) -> tuple[Any, ...]:
+        """Settings of a call beside its input; they must be equal on all ranks of the call."""
+        return (None if self.eps is None else float(self.eps),)
+
+    def about_mode(self, eps: float | None) -> str:
+        """Text of a mode, for messages."""
+        return f"has eps {eps}"
+
+    @cached_property
+    def _operations(self) -> WeakValueDictionary[tuple[object, ...], Normalisation]:
+        # By all that an operation depends on. Momentum, which may change in every call, is not part of it.
+        return WeakValueDictionary()
+
+    def plan(self, facts: dict[int, InputFacts]) -> Normalisation:
+        """Operation for the facts of all ranks; ``MismatchError`` if their modes differ."""
+        (first, expected), *others = ((rank, fact.call_arguments[0]) for rank, fact in facts.items())
+        for rank, mode in others:
+            if mode != expected:
+                raise MismatchError(
+                    f"rank {first} {self.about_mode(*expected)} but rank {rank} {self.about_mode(*mode)}:"
+                    " train() or eval(), track_running_stats, momentum and eps must be alike on all ranks"
+                )
+        options = self.options()
+        source, dtype = source_of(self.P_x, facts)
+        options.check(source, dtype, self.store.shape)
+        for rank, fact in facts.items():
+            if fact.weights not in (None, dtype, sum_dtype(dtype)):
+                raise ShapeError(f"input is {dtype} but on rank {rank} the parameters are {fact.weights}")
+        answers = {rank: StatisticsAnswer(*fact.call_arguments[1]) for rank, fact in facts.items()}
+        sharing = agreed_sharing(self.axes, source, answers)
+        apart = sharing and tuple(sharing.items())
+        key = source, dtype, options, apart, tuple(fact.weights for fact in facts.values())
+        known = self._operations.get(key)
+        if known is None:
+            parameters = {name: getattr(self, name).dtype for name in self.placements or ()}
+            fill = None if self.placed is None else self.placed.fill
+            known = Normalisation(self.site, source, dtype, options, self.store, parameters, sharing, fill)
+            self._operations[key] = known
+        return known
+
+    def enter(
+        self,
+        plans: ShapeAgreement[Normalisation],
+        xs: Sequence[Tensor],
+        weights: Collection[Tensor] = (),
+        call_arguments: tuple[Any, ...] | None = None,
+        problem: str = "",
+    ) -> Agreement[Normalisation]:
+        """As in the base, with the mode and the results of this rank's callbacks for statistics."""
+        words = self.mode(), answer_of_user(vars(self), self.machine.rank)
+        # Without parameters the ranks compare the type of the running statistics.
+        mean = self._buffers.get("running_mean")
+        compared = weights if weights or mean is None else (mean,)
+        return super().enter(plans, xs, compared, words, problem)
+
+    def leave(self, y: Tensor, x: Tensor, needs: GradientNeeds) -> Tensor:
+        """Result in a graph if that of any rank is; a result without elements keeps its shape."""
+        return y if y.requires_grad else anchored(y, needs.any)
+
+    @property
+    def compares_statistics(self) -> bool:
+        """Whether this rank takes part in calls: there its callbacks are compared in each call."""
+        return self.agreement is not None
+
+    @property
+    def _last(self) -> Normalisation | None:
+        return None if self.agreement is None else self.agreement.last
+
+    def get_ranks_synch_norm(self) -> list[int]:
+        """Rank ids that share statistics with this one, itself included; empty if none is needed.
+
+        If groups of channels straddle ranks, these are the ranks of the last call, or, before the first call,
+        those for a balanced input. A user's callback may select some of these ranks, if all selected ranks
+        name each other; it is called in every call of the layer.
+        """
+        if not self.P_x.active:
+            return []
+        last, dim = self._last, self.axes.weighted[0]
+        balanced = Balanced(self.store.shape[0], self.P_x.shape[dim])
+        channels = balanced if last is None else last.source.splits[dim]
+        ranks = self.axes.ranks_sharing(self.P_x, self.machine.rank, channels)
+        return list(ranks) if len(ranks) > 1 else []
+
+    def get_sizeof_norm(self) -> int:
+        """Bytes of one message of statistics in the last forward.
+
+        Before it: for the announced input of a layer that was built from global parameters, otherwise 0.
+        """
+        if not self.P_x.active:
+            return 0
+        if self._last is not None and self._last.statistics is not None:
+            return self._last.statistics.groups.nbytes
+        known = self.announced
+        return 0 if known is None else StatisticGroups(self.axes, known.inputs[0], self.machine.rank).nbytes
+
+
+class DistributedRunningNorm(DistributedNorm, batchnorm._NormBase):
+    """Normalisation per channel that may keep running statistics in torch's buffers; replicas are equal.
+
+    Running statistics are placed as the parameters; if they are not cut, ranks outside of P_x have replicas
+    too. Training sends them in one more message, unless all ranks that keep them share the computation.
+    Evaluation sends no statistics.
+    """
+
+    _shown = ("num_features", "eps", "momentum", "affine", "bias", "track_running_stats")
+
+    def agreeing(self) -> tuple[int, ...]:
+        """Ranks of P_x; with running statistics all ranks of the machine."""
+        ranks = super().agreeing()
+        idle = () if self.running_mean is None else self.machine.ranks
+        return (*ranks, *(rank for rank in idle if rank not in self.P_x))
+
+    def reset_running_stats(self) -> None:
+        """Reset the running statistics; local, must be called on all ranks."""
+        for key, start in (*zip(RUNNING, (0, 1), strict=True), ("num_batches_tracked", 0)):
+            buffer = self._buffers[key]
+            if buffer is not None:
+                buffer.fill_(start)
+
+    def statistics_mode(self) -> tuple[bool, bool]:
+        """Whether a call normalises by statistics of its input, and whether it updates running statistics."""
+        raise NotImplementedError
+
+    def rate(self) -> float:
+        """Weight of this batch in the running statistics."""
+        raise NotImplementedError
+
+    def options(self) -> NormOptions:
+        """As in the base, with the use and update of running statistics."""
+        by_batch, tracks = self.statistics_mode()
+        return replace(super().options(), by_batch=by_batch, tracks=tracks)
+
+    def mode(self) -> tuple[Any, ...]:
+        """As in the base, with the statistics that a call normalises by, and the update of running ones."""
+        by_batch, tracks = self.statistics_mode()
+        eps, momentum = self.eps, self.momentum if tracks else None
+        # In JSON's types.
+        eps = None if eps is None else float(eps)
+        return eps, by_batch, tracks, None if momentum is None else float(momentum)
+
+    def about_mode(
+        self, eps: float | None, by_batch: bool = True, tracks: bool = False, momentum: float | None = None
+    ) -> str:
+        """Text of a mode, for messages."""
+        by = f"normalises by the statistics of {'the batch' if by_batch else 'earlier batches'}"
+        tracked = f"tracks them with momentum {momentum}" if tracks else "tracks none"
+        return f"{by} with eps {eps} and {tracked}"
+
+    def run(
+        self, agreement: Agreement[Normalisation], xs: Sequence[Tensor], weights: Mapping[str, Tensor]
+    ) -> tuple[Tensor, GradientNeeds]:
+        """Call the operation, with the running statistics that it uses or updates."""
+        operation, needs = agreement.settle()
+        mode, named = operation.options, dict[str, Any](weights)
+        if mode.tracks or not mode.by_batch:
+            named |= {key: self._buffers[key] for key in RUNNING}
+        if mode.tracks:
+            named["momentum"] = self.rate()
+        return operation(needs, *xs, **named), needs
+
+
+class DistributedBatchNorm(DistributedRunningNorm, batchnorm._BatchNorm):
+    """Batch normalisation of a tensor that is split over ranks along any of its dimensions.
+
+    Mean and variance of a channel are those of the global batch and image. In training there must be more
+    than one value per channel, counted over all ranks. Local output: of the shape of the local input.
+
+    Parameters
+    ----------
+    P_x
+        Partition of input and output, as many dimensions as the tensor.
+    num_features, eps, momentum, affine, track_running_stats, device, dtype, bias
+        As in torch. ``eps`` must be positive.
+    placement, weights
+        If P_x cuts dimensions of the parameters: ``"cut"``, in the same way, or ``"replicated"`` on all ranks
+        of the machine. This also holds for running statistics.
+
+    Notes
+    -----
+    Requirement B11. Document: ``docs/layers/normalization.md``.
+
+    Examples
+    --------
+    >>> P_world = MPIPartition(MPI.COMM_WORLD)
+    >>> P_x = P_world.create_cartesian_topology_partition((1, 1, P_world.size, 1))
+    >>> norm = DistributedBatchNorm2d(P_x, 3)
+    >>> y = norm(shard(P_x, torch.rand(2, 3, 16, 16)))
+    >>> norm.num_batches_tracked
+    tensor(1)
+    """
+
+    function = "batch_norm"
+
+    def shared(self, like: Any, P_x: Partition) -> tuple[NormAxes, tuple[int, ...]]:
+        """All dimensions but channels are reduced."""
+        space = spatial_dims(type(self))
+        check_dims(type(self), (2, 3) if space == 1 else (LEADING + space,), P_x=P_x)
+        if like.eps <= 0:
+            # torch raises in the first call in training.
+            raise ArgumentError(f"{type(self).__name__}: eps must be positive, got {like.eps}")
+        return axes_of(self.function, P_x.dim), (like.num_features,)
+
+    def statistics_mode(self) -> tuple[bool, bool]:
+        """By the input in training, and without running statistics. Training updates running statistics."""
+        running = self.running_mean is not None
+        return self.training or not running, self.training and self.track_running_stats and running
+
+    def rate(self) -> float:
+        """``momentum``, or 1 / number of batches if that is None; counts this batch."""
+        if self.num_batches_tracked is None:
+            return 0.0 if self.momentum is None else float(self.momentum)
+        self.num_batches_tracked.add_(1)
+        return 1.0 / int(self.num_batches_tracked) if self.momentum is None else float(self.momentum)
+
+    @property
+    def qconfig(self) -> None:
+        """Raise ``UnsupportedError`` in quantisation and in ``nn.SyncBatchNorm.convert_sync_batchnorm``.
+
+        These read this attribute, and would replace the layer by one that normalises each shard by itself.
+        """
+        raise UnsupportedError(
+            f"{self.label!r} shares its statistics over all ranks already, and is not to be converted to"
+            " another kind of batch norm"
+        )
+
+
+class DistributedBatchNorm1d(DistributedBatchNorm, nn.BatchNorm1d):
+    """Distributed ``torch.nn.BatchNorm1d``; tensors are (batch, channel) or (batch, channel, width)."""
+
+
+class DistributedBatchNorm2d(DistributedBatchNorm, nn.BatchNorm2d):
+    """Distributed ``torch.nn.BatchNorm2d``; tensors are (batch, channel, height, width)."""
+
+
+class DistributedBatchNorm3d(DistributedBatchNorm, nn.BatchNorm3d):
+    """Distributed ``torch.nn.BatchNorm3d``; tensors are (batch, channel, depth, height, width)."""
+
+
+class DistributedInstanceNorm(DistributedRunningNorm, instancenorm._InstanceNorm):
+    """Instance normalisation: as :class:`DistributedBatchNorm`, but for each instance by itself.
+
+    Mean and variance are those of one channel of an instance's global image, which must have more than one
+    element. Tensors may have a batch dimension or not.
+
+    Notes
+    -----
+    Interface document, chapter 4; requirements A19, B11. Document: ``docs/layers/normalization.md``.
+
+    Examples
+    --------
+    >>> P_world = MPIPartition(MPI.COMM_WORLD)
+    >>> P_x = P_world.create_cartesian_topology_partition((1, 1, P_world.size, 1))
+    >>> norm = DistributedInstanceNorm2d(P_x, 3, affine=True)
+    >>> y = norm(shard(P_x, torch.rand(1, 3, 16, 16)))
+    >>> bool(y.mean().abs() < 1e-5)
+    True
+    """
+
+    function = "instance_norm"
+
+    def shared(self, like: Any, P_x: Partition) -> tuple[NormAxes, tuple[int, ...]]:
+        """The spatial dimensions, behind the channels, are reduced."""
+        space = spatial_dims(type(self))
+        check_dims(type(self), (1 + space, LEADING + space), P_x=P_x)
+        return axes_of(self.function, P_x.dim, channels=P_x.dim - space - 1), (like.num_features,)
+
+    def statistics_mode(self) -> tuple[bool, bool]:
+        """By the input in training, and without tracking; these calls update running statistics, if any."""
+        by_batch = self.training or not self.track_running_stats
+        return by_batch, by_batch and self.running_mean is not None
+
+    def rate(self) -> float:
+        """``momentum``; batches are not counted."""
+        return float(self.momentum or 0.0)
+
+
+class DistributedInstanceNorm1d(DistributedInstanceNorm, nn.InstanceNorm1d):
+    """Distributed ``torch.nn.InstanceNorm1d``; tensors are (batch, channel, width) or (channel, width)."""
+
+
+class DistributedInstanceNorm2d(DistributedInstanceNorm, nn.InstanceNorm2d):
+    """Distributed ``torch.nn.InstanceNorm2d``; tensors are (batch, channel, height, width), or unbatched."""
+
+
+class DistributedInstanceNorm3d(DistributedInstanceNorm, nn.InstanceNorm3d):
+    """Distributed ``torch.nn.InstanceNorm3d``; as (batch, channel, depth, height, width), or unbatched."""
+
+
+class DistributedGroupNorm(DistributedNorm, nn.GroupNorm):
+    """Group normalisation of a tensor that is split over ranks along any of its dimensions.
+
+    Groups of channels may straddle ranks. Local input and output: (batch, channel, ...), of equal shape.
+    Arguments are as for :class:`DistributedBatchNorm`, all others as in torch.
+
+    Examples
+    --------
+    >>> P_world = MPIPartition(MPI.COMM_WORLD)
+    >>> P_x = P_world.create_cartesian_topology_partition((1, 1, P_world.size, 1))
+    >>> norm = DistributedGroupNorm(P_x, num_groups=2, num_channels=6)
+    >>> y = norm(shard(P_x, torch.rand(1, 6, 16, 16)))
+    >>> bool(y.mean().abs() < 1e-5)
+    True
+    """
+
+    function = "group_norm"
+    _shown = ("num_groups", "num_channels", "eps", "affine", "bias")
+
+    def shared(self, like: Any, P_x: Partition) -> tuple[NormAxes, tuple[int, ...]]:
+        """All dimensions behind the batch are reduced, within a group of channels."""
+        kind = type(self).__name__
+        if P_x.dim < LEADING:
+            raise PartitionError(f"{kind}: P_x {P_x.shape} has 1 dimension, the tensor has at least 2")
+        if like.num_groups < 1:
+            raise ArgumentError(f"{kind}: needs at least one group, got num_groups {like.num_groups}")
+        return axes_of(self.function, P_x.dim, as_int(like.num_groups)), (like.num_channels,)
+
+
+class DistributedTrailingNorm(DistributedNorm):
+    """Normalisation over the last dimensions of a tensor, ``normalized_shape``."""
+
+    _shown = ("normalized_shape", "eps", "elementwise_affine", "bias")
+
+    def shared(self, like: Any, P_x: Partition) -> tuple[NormAxes, tuple[int, ...]]:
+        """The last dimensions share a mean, and each of their elements has its own parameters."""
+        shape = like.normalized_shape
+        if P_x.dim < len(shape):
+            raise PartitionError(
+                f"{type(self).__name__}: P_x has {P_x.dim} dimensions {P_x.shape}, normalized_shape {shape}"
+                f" has {len(shape)}"
+            )
+        return axes_of(self.function, P_x.dim, len(shape)), shape
+
+
+class DistributedLayerNorm(DistributedTrailingNorm, nn.LayerNorm):
+    """Layer normalisation of a tensor that is split over ranks along any of its dimensions.
+
+    Local output: of the shape of the local input. If P_x splits normalised dimensions, the ranks that hold
+    parts of an instance share its statistics. Arguments are as for :class:`DistributedBatchNorm`, all others
+    as in torch; ``normalized_shape`` is global.
+
+    Examples
+    --------
+    >>> P_world = MPIPartition(MPI.COMM_WORLD)
+    >>> P_x = P_world.create_cartesian_topology_partition((1, P_world.size, 1))  # cuts the tokens
+    >>> norm = DistributedLayerNorm(P_x, 32)
+    >>> norm(shard(P_x, torch.rand(2, 10, 32))).shape
+    torch.Size([2, 10, 32])
+    """
+
+    function = "layer_norm"
+
+
+class DistributedRMSNorm(DistributedTrailingNorm, nn.RMSNorm):
+    """Root mean square normalisation: as :class:`DistributedLayerNorm`, but without mean and bias.
+
+    Examples
+    --------
+    >>> P_world = MPIPartition(MPI.COMM_WORLD)
+    >>> P_x = P_world.create_cartesian_topology_partition((1, P_world.size, 1))  # cuts the tokens
+    >>> norm = DistributedRMSNorm(P_x, 32)
+    >>> norm(shard(P_x, torch.rand(2, 10, 32))).shape
+    torch.Size([2, 10, 32])
+    """
+
+    function = "rms_norm"
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise; ``x`` is the local shard, or a tensor without elements outside of P_x."""
+        y: Tensor = super().forward(x)
+        return y

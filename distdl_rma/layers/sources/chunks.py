@@ -1,0 +1,102 @@
+"""Chunks are read whole: how many bytes more the blocks of a grid fetch than they want."""
+
+from __future__ import annotations
+
+import warnings
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator, Sequence
+from functools import cache
+from itertools import accumulate
+from math import prod
+from typing import Any
+
+from distdl_rma.geometry.decomposition import Decomposition
+from distdl_rma.geometry.intervals import Balanced, Split
+from distdl_rma.layers.sources.reading import label
+
+# Bytes fetched for a byte wanted, above which a grid deserves a warning.
+_ENOUGH = 1.5
+# A volume has so many dimensions that are cut, behind others such as batch and channels.
+_VOLUME = 3
+
+
+def chunks_of(source: Any) -> tuple[Any, ...] | None:
+    """Extents of a source's chunks, a tuple of all where they differ; None if boxes are read alone."""
+    found = getattr(source, "chunks", None)
+    if found is None and callable(chunking := getattr(source, "chunking", None)):
+        # NetCDF says "contiguous" where there are none.
+        found = chunking()
+    if found is None and hasattr(source, "chunk_layout"):
+        found = source.chunk_layout.read_chunk.shape
+    if found is None and isinstance(encoding := getattr(source, "encoding", None), dict):
+        found = encoding.get("chunksizes")
+    if not isinstance(found, (tuple, list)) or len(found) != len(source.shape) or not all(found):
+        return None
+    return tuple(found)
+
+
+def warn_of_chunks(source: Any, layout: Decomposition, stacklevel: int) -> None:
+    """Warn if reading the blocks of a layout fetches more than 1.5 times their bytes; local, on one rank.
+
+    The warning names the grid of as many ranks that fetches least. It may also cut dimensions that this one
+    does not cut, but none in front of these and of the last three.
+    """
+    chunks, partition = chunks_of(source), layout.partition
+    if chunks is None or 0 in layout.shape or partition.me != partition.ranks[0]:
+        return
+    edges = [_edges(extent, chunk) for extent, chunk in zip(layout.shape, chunks, strict=True)]
+    factor = prod(map(_fetched, edges, layout.splits))
+    if factor <= _ENOUGH:
+        return
+    cut = [d for d, split in enumerate(layout.splits) if split.parts > 1]
+    first = min(*cut, max(len(edges) - _VOLUME, 0))
+
+    @cache
+    def fetched(dim: int, parts: int) -> float:
+        return _fetched(edges[dim], Balanced(layout.shape[dim], parts))
+
+    def total(grid: Sequence[int]) -> float:
+        return prod(fetched(first + d, parts) for d, parts in enumerate(grid))
+
+    grids = [
+        grid
+        for grid in _grids(partition.size, len(edges) - first)
+        if all(parts <= extent for parts, extent in zip(grid, layout.shape[first:], strict=True))
+    ]
+    # Of equal ones the one whose blocks are most like cubes.
+    best = min(grids, key=lambda grid: (total(grid), max(grid)), default=None)
+    advice = "no grid of these ranks does better"
+    if best is not None and total(best) < factor:
+        advice = f"the grid {'x'.join(map(str, best))} of the last dimensions fetches {total(best):.2f} times"
+    warnings.warn(
+        f"{label(source)}: chunks of {chunks} are read whole, so that the blocks of grid {partition.shape}"
+        f" fetch {factor:.2f} times the bytes that they want; {advice}; or write the array with chunks that"
+        f" divide the blocks of {layout.box(partition.me).shape}",
+        stacklevel=stacklevel + 1,
+    )
+
+
+def _edges(extent: int, chunk: Any) -> Sequence[int]:
+    if isinstance(chunk, (tuple, list)):
+        return [0, *accumulate(chunk)]
+    return range(0, extent + int(chunk), int(chunk))
+
+
+def _fetched(edges: Sequence[int], split: Split) -> float:
+    # Extents of the chunks that the parts touch, against the extents of the parts.
+    total = 0
+    for part in range(split.parts):
+        start, stop = split.interval(part)
+        if start < stop:
+            last = min(edges[bisect_left(edges, stop)], split.extent)
+            total += last - edges[bisect_right(edges, start) - 1]
+    return total / split.extent
+
+
+def _grids(ranks: int, dims: int) -> Iterator[tuple[int, ...]]:
+    if dims == 1:
+        yield (ranks,)
+        return
+    for parts in (n for n in range(1, ranks + 1) if ranks % n == 0):
+        for rest in _grids(ranks // parts, dims - 1):
+            yield (parts, *rest)

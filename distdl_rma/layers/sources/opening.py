@@ -1,0 +1,402 @@
+"""Open arrays in files, by the suffix of their path."""
+
+from __future__ import annotations
+
+import os
+import platform
+import weakref
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack, nullcontext
+from importlib import import_module
+from importlib.util import find_spec
+from math import prod
+from pathlib import Path
+from struct import unpack
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from distdl_rma.errors import ArgumentError, DataError, DistdlError, UnsupportedError
+from distdl_rma.layers.sources.chunks import chunks_of
+from distdl_rma.layers.sources.netcdf_header import check_netcdf_header
+from distdl_rma.layers.sources.packed import unpacked
+from distdl_rma.layers.sources.raw import RawArray
+from distdl_rma.layers.sources.reading import hdf5_lock, text_of, torch_dtype
+
+# Streams that are read from their beginning only, and archives; what makes a file that is read anywhere.
+_STREAMS = {
+    ".npz": "numpy.save('x.npy', numpy.load('{}')['name'])",
+    ".zip": "unzip -d {stem} {}",
+    ".gz": "gunzip --keep {}",
+    ".mgz": "mri_convert {} x.nii",
+    ".bz2": "bunzip2 --keep {}",
+    ".xz": "unxz --keep {}",
+    ".zst": "unzstd {}",
+}
+
+
+# Numpy itself refuses longer headers, but reads them before.
+_NPY_VERSIONS, _NPY_HEADER_NBYTES = ((1, 0), (2, 0), (3, 0)), 10_000
+# Links that lead to other links, at most.
+_LINKS = 64
+# Some codecs of Zarr take no more.
+_ZARR_2, _CHUNK_NBYTES = 2, (2 << 30) - 1
+
+
+class Format(NamedTuple):
+    """How the arrays in one kind of file are opened."""
+
+    opened: Callable[[str, str | None], Any]
+    # Whether calls of its library wait for each other.
+    locked: bool = False
+
+
+def open_array(source: str | os.PathLike[str] | Any, name: str | None = None) -> Any:
+    """A source for :func:`shard`: an array in a file, or an array as it is; local.
+
+    Nothing is read but the header. Each process opens the file for itself, also after a fork, and what is
+    returned can be pickled.
+
+    Parameters
+    ----------
+    source
+        A path that ends in ``.npy``, ``.h5``, ``.hdf5``, ``.zarr`` (2 and 3), ``.nc``, ``.tif``, ``.tiff`` or
+        ``.nii``; or an object with ``shape`` that is sliced like an array.
+    name
+        Of the array in the file, if it has several. A path may have it behind ``::``.
+
+    Returns
+    -------
+    object
+        With ``shape``, ``dtype``, ``chunks`` (None if boxes are read alone) and slicing. Packed elements of
+        NetCDF, HDF5, Zarr and NIfTI are unpacked by their attributes, and missing floats are NaN.
+
+    Raises
+    ------
+    ArgumentError
+        If the suffix is unknown, or the name is missing or not in the file.
+    DataError
+        If the file is missing, truncated or may not be read, if its header does not fit it, if it would run
+        code or has elements in files elsewhere, or if the package that reads it is not installed.
+    ShapeError
+        If torch does not have such elements.
+    UnsupportedError
+        If the file is a stream that has no random access; the message has a command that converts it.
+
+    Examples
+    --------
+    >>> np.save("scan.npy", np.arange(12.0).reshape(6, 2))
+    >>> scan = open_array("scan.npy")
+    >>> scan.shape, scan[1:3, :1]
+    ((6, 2), array([[2.],
+           [4.]]))
+    >>> shard((2, 1), scan).to_local().shape  # each rank reads its rows only
+    torch.Size([3, 2])
+    """
+    if not isinstance(source, (str, os.PathLike)):
+        if name is not None or not hasattr(source, "shape") or not hasattr(source, "__getitem__"):
+            raise ArgumentError(
+                "a source is a path, with a name if its file has several arrays, or an object with a shape"
+                f" that is sliced like an array, got a {type(source).__name__!r}"
+            )
+        return source
+    path, _, inner = os.fspath(source).partition("::")
+    if inner and name is not None:
+        raise ArgumentError(f"{source}: the array is named in the path and by name={name!r}; use one of both")
+    name, suffix = inner or name, Path(path).suffix.lower()
+    if suffix not in _FORMATS and ".zarr/" in path:
+        # An array in a group, by its path.
+        suffix = ".zarr"
+    if suffix in _STREAMS:
+        raise UnsupportedError(
+            f"{path}: a compressed stream or archive has no random access, every rank would read all of it;"
+            f" convert it once: {_STREAMS[suffix].format(path, stem=path[: -len(suffix)])}"
+        )
+    if suffix not in _FORMATS:
+        raise ArgumentError(
+            f"{path}: no suffix that says how it is read, as {', '.join(_FORMATS)} do; for raw data pass"
+            " numpy.memmap(path, dtype, 'r', shape=shape), for other files what their library opens, or"
+            " a Source(shape, dtype, read)"
+        )
+    try:
+        check_found(path)
+        opened = _FORMATS[suffix].opened(path, name)
+        return opened if isinstance(opened, RawArray) else FileSource(path, name, _FORMATS[suffix], opened)
+    except DistdlError:
+        raise
+    except Exception as error:
+        raise DataError(
+            f"{path}: cannot be opened: {type(error).__name__}: {error}; is it a whole {suffix} file that"
+            " this user may read?"
+        ) from error
+
+
+def check_found(path: str) -> None:
+    """``DataError`` if this process does not see a file or folder."""
+    if "://" in path:
+        return
+    if not Path(path).exists():
+        raise DataError(
+            f"{path}: not found on {platform.node()} from {Path.cwd()}; ranks on several machines need a path"
+            " that leads all of them to the file"
+        )
+    if not (Path(path).is_file() or Path(path).is_dir()):
+        raise DataError(f"{path}: is a pipe or a device, of which no box can be read; copy it into a file")
+
+
+class FileSource:
+    """An array in a file that a library reads. Each process opens it for itself; it can be pickled.
+
+    ``shape``, ``dtype`` and ``chunks`` are those that it had when it was opened.
+    """
+
+    def __init__(self, path: str, name: str | None, kind: Format, array: Any) -> None:
+        self.path, self.name = path, name
+        self._kind, self._array, self._pid = kind, array, os.getpid()
+        self.shape: tuple[int, ...] = tuple(map(int, array.shape))
+        self.dtype: Any = array.dtype
+        # Before anything is read: a codec for objects may run code.
+        torch_dtype(self, self.dtype)
+        self.chunks = chunks_of(array)
+
+    def __getitem__(self, box: tuple[slice, ...]) -> Any:
+        """The box, as the library returns it; ``DataError`` if it fails."""
+        with hdf5_lock() if self._kind.locked else nullcontext():
+            try:
+                # A handle that a fork inherits would return wrong data.
+                if self._pid != os.getpid():
+                    self._array, self._pid = self._kind.opened(self.path, self.name), os.getpid()
+                return self._array[box]
+            except Exception as error:
+                raise DataError(
+                    f"{self}: reading {text_of(box)} failed: {type(error).__name__}: {error}; if the file"
+                    " is damaged, copy or write it again"
+                ) from error
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return open_array, (self.path, self.name)
+
+    def __repr__(self) -> str:
+        return self.path if self.name is None else f"{self.path}::{self.name}"
+
+
+def needed(package: str, extra: str = "") -> Any:
+    """An optional package; ``DataError`` with the command that installs it if it is missing."""
+    try:
+        return import_module(package)
+    except ImportError as error:
+        command = f"pip install 'distdl_rma[{extra}]'" if extra else f"pip install {package}"
+        raise DataError(f"this file is read by {package}, which is not installed: {command}") from error
+
+
+def _chosen(path: str, names: Iterable[str], name: str | None) -> str:
+    # The name of one array in a file that has these.
+    known = sorted(names)
+    if name is None and len(known) == 1:
+        return known[0]
+    if name is None or name.strip("/") not in known:
+        wrong = "which one?" if name is None else f"none is called {name!r}:"
+        raise ArgumentError(
+            f"{path} has {len(known)} arrays, {wrong} '{path}::NAME' with NAME one of {known}"
+        )
+    return name.strip("/")
+
+
+def npy(path: str, name: str | None) -> RawArray:
+    """The array of a file of numpy."""
+    if name is not None:
+        raise ArgumentError(f"{path} has one array, without a name, got {name!r}")
+    with Path(path).open("rb") as file:
+        version = np.lib.format.read_magic(file)
+        width = 2 if version == (1, 0) else 4
+        nbytes = int.from_bytes(file.read(width), "little")
+        if version not in _NPY_VERSIONS or nbytes > _NPY_HEADER_NBYTES:
+            raise DataError(
+                f"{path}: version {version} of the format with a header of {nbytes} bytes; read are versions"
+                f" {_NPY_VERSIONS} with headers of at most {_NPY_HEADER_NBYTES} bytes"
+            )
+        file.seek(-width, os.SEEK_CUR)
+        header = "read_array_header_1_0" if version == (1, 0) else "read_array_header_2_0"
+        shape, fortran, dtype = getattr(np.lib.format, header)(file)
+        return RawArray(path, dtype, shape, file.tell(), fortran).check_size()
+
+
+def hdf5(path: str, name: str | None) -> Any:
+    """A dataset of h5py; a :class:`RawArray` if it is contiguous and needs no conversion."""
+    h5py = needed("h5py", "hdf5")
+    with hdf5_lock():
+        found = name and _behind_links(h5py, path, name)
+        if not isinstance(found, h5py.Dataset):
+            file, names, links = h5py.File(path, "r", locking="best-effort"), list[str](), list[str]()
+            file.visititems(lambda key, one: names.append(key) if isinstance(one, h5py.Dataset) else None)
+            file.visititems_links(
+                lambda key, one: None if isinstance(one, h5py.HardLink) else links.append(key)
+            )
+            name = _chosen(path, names if len(names) == 1 and name is None else names + links, name)
+            found = _behind_links(h5py, path, name)
+            if not isinstance(found, h5py.Dataset):
+                raise ArgumentError(f"{path}: {name!r} is a link that leads to no dataset")
+        _check_near(h5py, found)
+        if found.shape is None:
+            raise DataError(f"{path}: the dataset {found.name!r} is null: it has a type, but no elements")
+        # Contiguous data that needs no conversion is read from the file itself.
+        array, offset = found, found.id.get_offset()
+        if offset is not None and found.id.get_type() == h5py.h5t.py_create(found.dtype, logical=True):
+            place = found.file.filename
+            array = RawArray(place, np.dtype(found.dtype.str), found.shape, offset).check_size()
+        return unpacked(path, array, found.attrs)
+
+
+def _behind_links(h5py: Any, path: str, name: str) -> Any:
+    # What is called so in a file, also behind links; None if nothing is.
+    found, parts = h5py.File(path, "r", locking="best-effort"), name.split("/")
+    for _ in range(_LINKS):
+        parts = [part for part in parts if part not in ("", ".")]
+        if not parts or not isinstance(found, h5py.Group):
+            return None if parts else found
+        link = found.get(parts[0], getlink=True)
+        if link is None:
+            return None
+        if isinstance(link, h5py.HardLink):
+            found, parts = found[parts[0]], parts[1:]
+            continue
+        parts = [*link.path.split("/"), *parts[1:]]
+        if isinstance(link, h5py.ExternalLink):
+            path = _beside(path, link.filename, Path(path).parent, Path(path).resolve().parent)
+            found = h5py.File(path, "r", locking="best-effort")
+        elif link.path.startswith("/"):
+            found = found.file
+    return None
+
+
+def _beside(path: str, other: str, *homes: Path) -> str:
+    # The path of a file that a file names, in the first of the folders where HDF5 looks for it.
+    for place in () if Path(other).is_absolute() else [home / other for home in homes]:
+        if place.is_file() and place.resolve().is_relative_to(Path(path).resolve().parent):
+            return str(place)
+    raise DataError(
+        f"{path}: has elements in the file {other!r}, which must be within the folder of {path}, under a"
+        f" relative path; if you trust both, pass the dataset: shard(grid, h5py.File({path!r})[name])"
+    )
+
+
+def _check_near(h5py: Any, found: Any, seen: tuple[Any, ...] = ()) -> None:
+    # ``DataError`` if a dataset has elements in files elsewhere, or lacks some that it shows as filled.
+    path = found.file.filename
+    for name, *_ in found.external or ():
+        # The library looks for these from where the process is.
+        _beside(path, name, Path.cwd())
+    sources = found.virtual_sources() if found.is_virtual else ()
+    for other, name in dict.fromkeys((each.file_name, each.dset_name) for each in sources):
+        place = path if other == "." else _beside(path, other, Path(path).parent)
+        source = _behind_links(h5py, place, name)
+        if not isinstance(source, h5py.Dataset) or source in seen:
+            raise DataError(f"{path}: shows elements of a dataset {name!r} in {place}, where none is")
+        _check_near(h5py, source, (*seen, source))
+
+
+def _netcdf(path: str, name: str | None) -> Any:
+    netcdf = needed("netCDF4", "netcdf")
+    with hdf5_lock():
+        if Path(path).is_file():
+            check_netcdf_header(path)
+        file = netcdf.Dataset(path)
+        groups, names = [file], []
+        for group in groups:
+            groups += group.groups.values()
+            inner = [one for one in group.variables if name or one not in group.dimensions]
+            names += [f"{group.path}/{one}".strip("/") for one in inner]
+        found = file[chosen := _chosen(path, names, name)]
+        if file.disk_format == "HDF5" and Path(path).is_file() and find_spec("h5py"):
+            h5py, (home, _, last) = needed("h5py"), chosen.rpartition("/")
+            # A variable that is called as a dimension, but is none of its coordinates, has another name.
+            for each in (chosen, f"{home}/_nc4_non_coord_{last}"):
+                if isinstance(lies := _behind_links(h5py, path, each), h5py.Dataset):
+                    _check_near(h5py, lies)
+        # The library would round floats by an integral factor, and fails at some unsigned integers.
+        found.set_auto_maskandscale(False)
+        attributes = {each: found.getncattr(each) for each in found.ncattrs()}
+        stored = getattr(found.dtype, "str", "")[1:]
+        # Bytes have no default, since all of them occur.
+        if "_Unsigned" not in attributes and stored not in ("i1", "u1"):
+            attributes.setdefault("_FillValue", netcdf.default_fillvals.get(stored))
+        return unpacked(path, found, attributes)
+
+
+def _zarr(path: str, name: str | None) -> Any:
+    zarr = needed("zarr", "zarr")
+    found = zarr.open(path, mode="r")
+    if not isinstance(found, zarr.Array):
+        names = [key for key, one in found.members(max_depth=None) if isinstance(one, zarr.Array)]
+        found = found[_chosen(path, names, name)]
+    elif name is not None:
+        _chosen(path, (), name)
+    codecs = repr((found.filters, found.compressors))
+    if "pickle" in codecs.lower():
+        raise DataError(
+            f"{path}: chunks by {codecs}, whose pickles may run any code; write it by other codecs"
+        )
+    if (nbytes := prod(found.chunks) * found.dtype.itemsize) > _CHUNK_NBYTES and (
+        found.filters or found.compressors
+    ):
+        raise DataError(
+            f"{path}: a compressed chunk becomes {nbytes} bytes, of which {_CHUNK_NBYTES} bytes are read at"
+            " most; write it by smaller chunks"
+        )
+    attributes = found.attrs.asdict()
+    if "_ARRAY_DIMENSIONS" in attributes and found.metadata.zarr_format == _ZARR_2:
+        # There xarray writes its fill value to this place.
+        attributes.setdefault("_FillValue", found.fill_value)
+    return unpacked(path, found, attributes)
+
+
+def _tiff(path: str, name: str | None) -> Any:
+    file = needed("tifffile", "tiff").TiffFile(path)
+    with ExitStack() as stack:
+        stack.push(file)
+        _check_pages(path, file)
+        series = file.series[int(_chosen(path, map(str, range(len(file.series))), name))]
+        if series.dataoffset is not None:
+            dtype = series.dtype.newbyteorder(file.byteorder)
+            return RawArray(path, dtype, tuple(series.shape), series.dataoffset).check_size()
+        found = needed("zarr", "tiff").open(series.aszarr(level=0), mode="r")
+        # It reads from the open file, which is closed with it.
+        weakref.finalize(found, stack.pop_all().close)
+        return found
+
+
+def _check_pages(path: str, file: Any) -> None:
+    # Tifffile leaves out the pages that lie behind the end of a truncated file.
+    kind, handle = file.tiff, file.filehandle
+    handle.seek(file.pages[-1].offset)
+    (tags,) = unpack(kind.tagnoformat, handle.read(kind.tagnosize))
+    handle.seek(tags * kind.tagsize, os.SEEK_CUR)
+    if handle.read(kind.offsetsize) != bytes(kind.offsetsize):
+        raise DataError(
+            f"{path}: ends before its last page, of {len(file.pages)} or more; the file is truncated: copy or"
+            " write it again"
+        )
+
+
+def _nifti(path: str, name: str | None) -> Any:
+    if name is not None:
+        raise ArgumentError(f"{path} has one array, without a name, got {name!r}")
+    found = needed("nibabel").load(path).dataobj
+    array = RawArray(path, found.dtype, found.shape, found.offset, fortran=found.order == "F").check_size()
+    scales = {"scale_factor": found.slope, "add_offset": found.inter}
+    return unpacked(path, array, {name: each for name, each in scales.items() if each != (name[0] == "s")})
+
+
+_HDF5, _NETCDF, _TIFF = Format(hdf5, locked=True), Format(_netcdf, locked=True), Format(_tiff)
+_FORMATS = {
+    ".npy": Format(npy),
+    ".h5": _HDF5,
+    ".hdf5": _HDF5,
+    ".he5": _HDF5,
+    ".nc": _NETCDF,
+    ".nc4": _NETCDF,
+    ".zarr": Format(_zarr),
+    ".tif": _TIFF,
+    ".tiff": _TIFF,
+    ".nii": Format(_nifti),
+}

@@ -1,0 +1,159 @@
+"""Raises the errors that torch raises for a call, whatever the values of its split tensors, on every rank.
+
+A rank with an empty block computes nothing, and a rule that sums over ranks may not call torch's function at
+all. So torch's function is called here with stand-ins for the whole tensors, once per kind of arguments.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Hashable, Sequence
+from functools import partial
+from math import isnan, nan, prod
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+from distdl_rma.layers.split.calls.signatures import mapped
+from distdl_rma.layers.split.calls.table import rule
+
+# Text and category of a warning of torch.
+Warned = tuple[str, type[Warning]]
+# Kinds of calls that torch accepts, each with torch's warnings. Refused ones are not kept: the next call may
+# have other values, as of a mask.
+_ACCEPTED: dict[Any, Sequence[Warned]] = {}
+_MOST = 1 << 12
+# Above so many elements in all tensors of a call, its stand-ins are on the meta device.
+_FEW = 1 << 16
+_INDICES = frozenset({torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool})
+_MASKS = frozenset({torch.bool, torch.uint8})
+BLOCK_HINT = (
+    "All shapes are those of whole tensors; is a plain one the part of this rank? Pass all of it, or make a"
+    " split tensor of the ranks' parts by SplitTensor.from_local."
+)
+# Types of most arguments, for which a look at the type is enough.
+_NUMBERS = frozenset({int, float, bool, str, type(None)})
+# Text of kernels' errors about dtypes, which torch does not raise on the meta device.
+_OF_DTYPES = "not implemented for"
+
+
+def raise_as_torch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sequence[Warned]:
+    """Raise torch's error for such arguments, if it does not depend on the values of split tensors; local.
+
+    Returns torch's warnings for the whole tensors: those of a call on blocks would name the blocks' sizes.
+    """
+    given = (*args, *kwargs.values())
+    # A user's function must run only once, and a user's generator must draw only once.
+    more = [x for x in given if x.__class__ not in _NUMBERS]
+    if kwargs.get("out") is not None or any(callable(x) or isinstance(x, torch.Generator) for x in more):
+        return ()
+    key = func, torch.is_autocast_enabled("cpu"), torch.get_default_dtype(), _kind(args), _kind(kwargs)
+    found = _ACCEPTED.get(key)
+    if found is not None:
+        return found
+    warned: list[Warned] = []
+    error = _error(func, args, kwargs, warned)
+    if error is not None:
+        if any(word in str(error) for word in ("size", "shape", "dimension")):
+            error.add_note(BLOCK_HINT)
+        raise error
+    if len(_ACCEPTED) > _MOST:
+        _ACCEPTED.clear()
+    return _ACCEPTED.setdefault(key, warned)
+
+
+# As :func:`rule`; the handler is only called if torch accepts the call.
+checked_rule = partial(rule, errors="first")
+
+
+def _kind(argument: Any) -> Any:
+    # A hashable key. For an index that every rank has, it includes the smallest and the largest value; for a
+    # mask, also the number of true ones. The type, since a number and a bool may be equal.
+    if argument.__class__ in _NUMBERS:
+        # One object for all NaNs, which equal no other one.
+        is_nan = argument.__class__ is float and isnan(argument)
+        return argument.__class__, nan if is_nan else argument
+    if isinstance(argument, torch.Tensor):
+        ends: tuple[float, ...] = ()
+        split = _is_split(argument)
+        if argument.dtype in _INDICES and not split and argument.numel() and argument.device.type == "cpu":
+            known = _here(argument)
+            ends = tuple(float(each) for each in known.aminmax())
+            ends += (float(known.count_nonzero()),) if known.dtype in _MASKS else ()
+        return _shape(argument), argument.dtype, split, ends
+    if isinstance(argument, (list, tuple)):
+        return type(argument), *map(_kind, argument)
+    if isinstance(argument, dict):
+        return tuple((name, _kind(each)) for name, each in argument.items())
+    if isinstance(argument, slice):
+        return "slice", _kind((argument.start, argument.stop, argument.step))
+    return type(argument), argument if isinstance(argument, Hashable) else repr(argument)
+
+
+def _is_split(x: torch.Tensor) -> bool:
+    # Every rank has the values of copies.
+    return hasattr(x, "_layout") and bool(x._layout.cut_dims)
+
+
+def _here(x: Any) -> torch.Tensor:
+    # A tensor that every rank has whole, as a plain tensor.
+    found: torch.Tensor = getattr(x, "_local", x)
+    return found
+
+
+def _shape(x: Any) -> tuple[int, ...]:
+    return x._layout.shape if _is_split(x) else tuple(x.shape)
+
+
+def _error(func: Any, args: Any, kwargs: dict[str, Any], warned: list[Warned]) -> Exception | None:
+    tensors: list[torch.Tensor] = []
+    mapped(tensors.append, (args, kwargs))
+
+    def filled(value: int) -> Callable[[Any], torch.Tensor]:
+        return lambda x: torch.full(_shape(x), value, dtype=x.dtype) if _is_split(x) else _here(x).clone()
+
+    def regular(x: torch.Tensor) -> torch.Tensor:
+        y = filled(1)(x)
+        return y.triu().tril() if y.dim() > 1 and _is_split(x) else y
+
+    tried = partial(_tried, func, args, kwargs, warned)
+    if sum(prod(_shape(x)) for x in tensors) <= _FEW:
+        # Torch may refuse some values only, as singular matrices. It refuses the call if all stand-ins fail.
+        error = tried(filled(0)) and tried(filled(1))
+        return error and tried(regular) and error
+    found = tried(lambda x: torch.empty(_shape(x), dtype=x.dtype, device="meta"))
+    # On the meta device torch knows no values and no autocast.
+    unsure = (
+        isinstance(found, NotImplementedError) or "meta" in str(found) or torch.is_autocast_enabled("cpu")
+    )
+    if found is None or unsure:
+        found = _tried(func, args, kwargs, [], lambda x: torch.ones((1,) * x.dim(), dtype=x.dtype))
+        return found if _OF_DTYPES in str(found) else None
+    return found
+
+
+def _tried(
+    func: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    warned: list[Warned],
+    stand_in: Callable[[Any], torch.Tensor],
+) -> Exception | None:
+    # The error of a call with stand-ins; restores the generator, so that other calls draw the same numbers.
+    state = torch.default_generator.get_state()
+    try:
+        # A mode that counts memory would count that of stand-ins, in some calls and not in others.
+        with _disable_current_modes(), torch.no_grad(), warnings.catch_warnings(record=True) as found:
+            # Independent of the user's filters.
+            warnings.simplefilter("always")
+            func(*mapped(stand_in, args), **mapped(stand_in, kwargs))
+    except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
+        # Depends on the values of a matrix.
+        return None
+    except Exception as error:  # noqa: BLE001
+        return error.with_traceback(None)
+    finally:
+        torch.default_generator.set_state(state)
+    warned[:] = [(str(each.message), each.category) for each in found]
+    return None

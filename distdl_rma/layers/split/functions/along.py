@@ -1,0 +1,158 @@
+"""Functions along dimensions that must be whole, such as sorting and Fourier transforms."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+
+from distdl_rma.layers.dtypes import sum_dtype
+from distdl_rma.layers.split import layout as lay
+from distdl_rma.layers.split.calls.signatures import mapped, tensors_in
+from distdl_rma.layers.split.calls.site import Site
+from distdl_rma.layers.split.calls.table import Call, rule
+from distdl_rma.layers.split.calls.torch_errors import checked_rule
+from distdl_rma.layers.split.functions.reductions import summed_dtype
+from distdl_rma.layers.split.functions.shapes import frozen, uncut
+from distdl_rma.layers.split.operands import (
+    as_part,
+    as_whole,
+    composition,
+    of_any_cut,
+    of_cut,
+    on_whole_tensors,
+)
+from distdl_rma.layers.split.redistribution import to_blocks
+from distdl_rma.layers.split.reduction_axes import (
+    Along,
+    by_whole_dims,
+    chosen_dims,
+    laid_out,
+    positive,
+    put_back,
+    with_an_element,
+    with_whole,
+)
+from distdl_rma.layers.split.tensor import SplitTensor, any_cut, checked_block, composed, refused
+
+
+@checked_rule("reduction", "cumsum")
+@of_cut()
+def running_sum(call: Call, site: Site, x: SplitTensor, dim: int, dtype: torch.dtype | None) -> Any:
+    """Each rank sums its block, and adds the sums of the blocks before it."""
+    along = Along.of(site, x, (dim,))
+    (d,), values = along.dims, along.local if dtype is None else along.local.to(dtype)
+    dtype = summed_dtype(along.local, dtype)
+    wide = sum_dtype(dtype)
+    y = values.cumsum(d, dtype=wide)
+    if along.cut:
+        along.local = values
+        sums = along.together(along.partial(lambda v: v.sum(d, True, dtype=wide)), "sums of ranks")
+        # Every rank uses only the sums of the blocks before it.
+        sums = to_blocks(along.site, sums, along.layout, along.cut, " of the sums")
+        split, start = along.layout.splits[d], along.layout.box(along.layout.partition.me).bounds[d][0]
+        ends = [split.interval(part) for part in range(split.parts)]
+        before = sum(stop <= start for low, stop in ends if stop > low)
+        y = y + sums.narrow(d, 0, before).sum(d, keepdim=True)
+    return SplitTensor(y.to(dtype), along.layout)
+
+
+# Whether results have the extent of the input in the dimension.
+_ALONG = {
+    **dict.fromkeys("cumprod logcumsumexp cummax cummin argsort sort".split(), True),
+    **dict.fromkeys("topk kthvalue mode median nanmedian quantile nanquantile diff".split(), False),
+}
+
+
+@checked_rule("movement", *_ALONG)
+@of_any_cut
+def along_whole_dimension(call: Call, site: Site, x: Any, dim: Any, **given: Any) -> Any:
+    """If the dimension is cut, another one is cut meanwhile; results of the same shape move back.
+
+    Without another dimension, or for functions of all elements, every rank gets the whole tensor.
+    """
+    func, args, kwargs = call
+    name, others = func.__name__, tensors_in(given)
+    if name in ("sort", "argsort") and args[1:] and isinstance(args[1], bool):
+        # The overload with ``stable`` first.
+        return composed(func, x, **{"stable": args[1], **kwargs})
+    if not isinstance(x, SplitTensor) or any_cut(others):
+        raise refused(func, "an argument beside the input is split")
+    if name == "diff" and others:
+        raise refused(func, "with what is to come before or behind the input")
+    stays, ndim = _ALONG[name], x.dim()
+    dims, keepdim = chosen_dims(dim, ndim), given.get("keepdim", True)
+    local, layout = with_whole(site, x, dims)
+    if dim is not None:
+        given["dim"] = positive(dim, ndim)
+    elif name.endswith("median"):
+        keepdim = given.pop("keepdim")
+    options = {name: value for name, value in given.items() if value is not None}
+    # ``q`` may require a gradient.
+    options = mapped(lambda q: as_whole(site, q, lay.whole(layout, dims), "q"), options)
+    empty = [d for d in range(ndim) if not local.shape[d]]
+    if 0 in x.shape:
+        # Torch raises its errors for a tensor without elements.
+        func(local.new_zeros(x._layout.shape), **options)
+    # Torch returns some results without elements for types of which it computes none.
+    result = func(local if 0 in x.shape else with_an_element(local), **options)
+
+    def split(y: torch.Tensor) -> SplitTensor:
+        # For each dimension of the result that of the input; None for a new one or another extent.
+        kept = [None if d in dims else d for d in range(ndim) if keepdim or d not in dims]
+        order = [*range(ndim)] if stays else [*(None,) * (y.dim() - len(kept)), *kept]
+        for at, d in enumerate(order):
+            y = y.narrow(at, 0, 0) if d in empty else y
+        if stays:
+            return put_back(site, y, layout, x._layout)
+        return SplitTensor(y, laid_out(lay.whole(layout, dims), order, y))
+
+    return mapped(split, result)
+
+
+rule("movement", "msort", doc="As ``sort`` along the first dimension.")(
+    composition(lambda x: torch.sort(x, 0)[0])
+)
+
+
+@rule("movement", "searchsorted")
+@of_any_cut
+def place_in_order(call: Call, site: Site, sequence: Any, **options: Any) -> Any:
+    """Positions of each rank's values; sequences become whole along the last dimension."""
+    func, x = call[0], options.pop("input")
+    if not any_cut(x):
+        return on_whole_tensors(*call)
+    if options["sorter"] is not None:
+        raise refused(func, "with a sorter")
+    if len(frozen(sequence)) == 1:
+        sequence = as_whole(site, sequence, x._layout, "sequence")
+        return SplitTensor(func(sequence, checked_block(x), **options), x._layout)
+    last = len(x._layout.shape) - 1
+    local, layout = with_whole(site, x, [last])
+    part = uncut(layout, {last: frozen(sequence)[-1]})
+    return SplitTensor(func(as_part(site, sequence, part, layout, 1), local, **options), layout)
+
+
+_EACH = "fft ifft rfft irfft hfft ihfft".split()
+
+
+_FFT = [getattr(torch.fft, f"{name}{dims}") for name in _EACH for dims in ("", "2", "n")]
+
+
+@checked_rule("movement", *_FFT, torch.fft.fftshift, torch.fft.ifftshift)
+@of_cut(empty=False)
+def transform(call: Call, site: Site, x: SplitTensor, dim: Any, **given: Any) -> Any:
+    """If a transformed dimension is cut, another one is cut meanwhile; the result moves back.
+
+    Cut dimensions whose extent changes have balanced blocks then. If no other dimension can be cut, every
+    rank transforms the whole tensor.
+    """
+    func, ndim, extents = call[0], x.dim(), given.get("s")
+    if dim is None:
+        dims = tuple(range(ndim - len(extents) if extents is not None else 0, ndim))
+    else:
+        dims = tuple(positive(d, ndim) for d in (dim if isinstance(dim, (tuple, list)) else (dim,)))
+    compute = partial(func, dim=dims[0] if "n" in given else dims, **given)
+    changed = "shifted" if func.__name__.endswith("shift") else "transformed"
+    return by_whole_dims(site, x, dims, compute, f"{changed} dimensions made whole")

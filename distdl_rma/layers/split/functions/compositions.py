@@ -1,0 +1,161 @@
+"""Distances and losses of vectors, differences of neighbours: mostly composed of other functions."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch.nn import functional as F  # noqa: N812
+
+from distdl_rma.errors import ShapeError
+from distdl_rma.layers.split import layout as lay
+from distdl_rma.layers.split.calls.site import Site
+from distdl_rma.layers.split.calls.table import Call
+from distdl_rma.layers.split.calls.torch_errors import checked_rule
+from distdl_rma.layers.split.functions.losses import finished
+from distdl_rma.layers.split.functions.shapes import uncut
+from distdl_rma.layers.split.operands import as_part, composition, of_any_cut, of_cut
+from distdl_rma.layers.split.reduction_axes import positive, with_whole
+from distdl_rma.layers.split.tensor import SplitTensor, checked_block, composed, refused
+
+
+@checked_rule("norm", F.cosine_similarity)
+@composition
+def cosine_similarity(x1: Any, x2: Any, dim: int, eps: float) -> Any:
+    """Norms and a product, summed over the ranks if the dimension is cut."""
+    # As in torch: integers get the common type, while different floating-point types meet in the product.
+    both = torch.result_type(x1, x2)
+    if not both.is_floating_point:
+        raise RuntimeError(f"expected common dtype to be floating point, yet common dtype is {both}")
+    x1, x2 = (x if x.is_floating_point() else x.to(both) for x in (x1, x2))
+    x1, x2 = torch.broadcast_tensors(x1, x2)
+
+    def length(x: Any) -> Any:
+        found = torch.linalg.vector_norm(x, 2, dim, True)
+        return found + (eps - found.detach()).clamp(min=0)
+
+    return (x1 / length(x1) * (x2 / length(x2))).sum(dim)
+
+
+@checked_rule("norm", "renorm")
+@composition
+def renorm(x: Any, p: Any, dim: int, maxnorm: Any) -> Any:
+    """Norms, combined over the ranks if slices are cut, then factors."""
+    if x._layout.cut_dims == (dim % x.dim(),):
+        return SplitTensor(torch.renorm(checked_block(x), p, dim, maxnorm), x._layout)
+    others = [d for d in range(x.dim()) if d != dim % x.dim()]
+    wide = torch.float32 if x.dtype in (torch.float16, torch.bfloat16) else None
+    is_long = torch.linalg.vector_norm(x.detach(), p, others, True, dtype=wide) > maxnorm
+    # As in torch, what is no longer than that is in no gradient: its norm may be NaN.
+    norm = torch.linalg.vector_norm(torch.where(is_long, x, 0), p, others, True, dtype=wide)
+    return x * torch.where(is_long, maxnorm / (norm + 1e-7), 1.0).to(x.dtype)
+
+
+@checked_rule("reduction", torch.Tensor.__contains__)
+@composition
+def contains(x: Any, element: Any) -> bool:
+    """Whether any rank's block has the element."""
+    return bool((x == element).any())
+
+
+@checked_rule("norm", F.pairwise_distance)
+@composition
+def pairwise_distance(x1: Any, x2: Any, p: float, eps: float, keepdim: bool) -> Any:
+    """Norms of differences, combined over the ranks if the last dimension is cut."""
+    return torch.linalg.vector_norm(x1 - x2 + eps, p, -1, keepdim)
+
+
+@checked_rule("loss", F.cosine_embedding_loss)
+@composition
+def cosine_embedding_loss(input1: Any, input2: Any, target: Any, margin: float, **how: Any) -> Any:
+    """Similarities of the vectors, then as losses of single elements."""
+    d = target.dim()
+    squares = [(x * x).sum(d) + 1e-12 for x in (input1, input2)]
+    cosine = (input1 * input2).sum(d) / (squares[0] * squares[1]).sqrt()
+    y = torch.where(target == 1, 1 - cosine, 0) + torch.where(target == -1, (cosine - margin).clamp(min=0), 0)
+    return finished(y, **how)
+
+
+@checked_rule("loss", F.triplet_margin_loss, F.triplet_margin_with_distance_loss)
+@composition
+def triplet_margin_loss(
+    anchor: Any, positive: Any, negative: Any, margin: float, swap: bool, **how: Any
+) -> Any:
+    """Distances, then as losses of single elements."""
+    if not anchor.dim() == positive.dim() == negative.dim():
+        raise ShapeError("triplet_margin_loss: anchor, positive and negative must have as many dimensions")
+    norm = {name: how.pop(name) for name in ("p", "eps") if name in how}
+    distance: Any = how.pop("distance_function", None) or partial(F.pairwise_distance, **norm)
+    near, far = distance(anchor, positive), distance(anchor, negative)
+    if swap:
+        far = torch.minimum(far, distance(positive, negative))
+    return finished((margin + near - far).clamp(min=0), **how)
+
+
+@checked_rule("contraction", torch.cdist)
+@of_any_cut
+def cdist(call: Call, site: Site, x1: Any, x2: Any, p: float, compute_mode: str) -> Any:
+    """Rows of the first tensor stay cut; each rank gets all rows of the second for its samples."""
+    if not isinstance(x1, SplitTensor) or tuple(x1.shape[:-2]) != tuple(x2.shape[:-2]):
+        raise refused(call[0], "the first tensor must be split, and both must have the same batch dimensions")
+    last = x1.dim() - 1
+    mine, layout = with_whole(site, x1, (last,), "vectors made whole")
+    result, (rows, features) = uncut(layout, {last: x2.shape[-2]}), x2.shape[-2:]
+    part = uncut(lay.whole(layout, (last - 1,)), {last - 1: rows, last: features})
+    theirs = as_part(site, x2, part, result, 1)
+    return SplitTensor(call[0](mine, theirs, p=p, compute_mode=compute_mode), result)
+
+
+@checked_rule("window", torch.gradient)
+@of_cut()
+def gradient(call: Call, site: Site, x: SplitTensor, spacing: Any, dim: Any, edge_order: int) -> Any:
+    """Differences of neighbours, which ranks fetch; one tensor per dimension."""
+    spacing, count = 1 if spacing is None else spacing, len(x._layout.shape)
+    dims = range(count) if dim is None else dim if isinstance(dim, (list, tuple)) else (dim,)
+    steps = spacing if isinstance(spacing, (list, tuple)) else [spacing] * len(dims)
+    if any(isinstance(h, torch.Tensor) and h.dim() for h in steps):
+        raise refused(call[0], "it is given coordinates; spacing is to be numbers")
+    return tuple(composed(_along, x, d % count, h, edge_order) for d, h in zip(dims, steps, strict=True))
+
+
+def _along(x: torch.Tensor, dim: int, h: Any, order: int) -> torch.Tensor:
+    n = x.shape[dim]
+    at = [x.narrow(dim, each, 1) for each in (0, 1, n - 2, n - 1)]
+    first, last = at[1] - at[0], at[3] - at[2]
+    if order == 2:
+        first = (4 * at[1] - 3 * at[0] - x.narrow(dim, 2, 1)) / 2
+        last = (3 * at[3] - 4 * at[2] + x.narrow(dim, n - 3, 1)) / 2
+    inner = (x.narrow(dim, 2, n - 2) - x.narrow(dim, 0, n - 2)) / 2
+    found: torch.Tensor = torch.cat([first, inner, last], dim) / h
+    return found
+
+
+@checked_rule("reduction", "trapezoid", "trapz")
+@composition
+def trapezoid(y: Any, x: Any, dim: int, dx: Any) -> Any:
+    """Each rank sums means of neighbours; ranks sum the results."""
+    n = y.shape[dim]
+    if not n:
+        return y.sum(dim)
+    if x is None:
+        return (y.sum(dim) * 2 - y.select(dim, 0) - y.select(dim, n - 1)) * (dx / 2)
+    return _twice_areas(y, x, dx, dim).sum(dim) / 2
+
+
+@checked_rule("reduction", "cumulative_trapezoid")
+@composition
+def cumulative_trapezoid(y: Any, x: Any, dim: int, dx: Any) -> Any:
+    """As ``cumsum`` of the means of neighbours."""
+    return _twice_areas(y, x, dx, dim).cumsum(dim) / 2
+
+
+def _twice_areas(y: Any, x: Any, dx: Any, dim: int) -> Any:
+    n = y.shape[dim]
+    both = y.narrow(dim, 1, n - 1) + y.narrow(dim, 0, n - 1)
+    if x is None:
+        return both * dx
+    # Dimensions are aligned at the last one. A vector lies along the summed dimension.
+    at = positive(dim, y.dim()) - y.dim()
+    x = x.reshape(-1, *(1,) * (-1 - at)) if x.dim() == 1 else x
+    return both * (x.narrow(at, 1, x.shape[at] - 1) - x.narrow(at, 0, x.shape[at] - 1))

@@ -1,0 +1,441 @@
+"""Products and functions of matrices: rows stay in place; sums over a cut dimension need a sum over ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.nn import functional as F  # noqa: N812
+
+from distdl_rma.errors import ShapeError
+from distdl_rma.geometry.decomposition import Decomposition
+from distdl_rma.layers.dtypes import sum_dtype
+from distdl_rma.layers.ops.core.tensors import no_autocast
+from distdl_rma.layers.split import layout as lay
+from distdl_rma.layers.split import layout_choice
+from distdl_rma.layers.split.calls.autocast import castable
+from distdl_rma.layers.split.calls.signatures import mapped, named, tensors_in
+from distdl_rma.layers.split.calls.site import Site, summed_elsewhere
+from distdl_rma.layers.split.calls.table import Call, name_of, rule
+from distdl_rma.layers.split.calls.torch_errors import checked_rule, raise_as_torch
+from distdl_rma.layers.split.functions.shapes import derived, frozen
+from distdl_rma.layers.split.operands import (
+    as_part,
+    as_whole,
+    common_partition,
+    cut_by_largest,
+    of_cut,
+    on_whole_tensors,
+    part_at,
+    site_for,
+)
+from distdl_rma.layers.split.plain_operands import contributes
+from distdl_rma.layers.split.redistribution import all_sum
+from distdl_rma.layers.split.reduction_axes import laid_out, positive, with_an_element, with_whole
+from distdl_rma.layers.split.tensor import SplitTensor, checked_block, composed, refused
+from distdl_rma.layers.split.views import seen_of, strides_of
+
+_T: Any = torch.Tensor
+# A label for each dimension of an operand; as in einsum, equal labels are one index.
+Labels = Sequence[Any]
+Operands = Sequence[torch.Tensor]
+
+
+class Work(NamedTuple):
+    """How a contraction is cut: layouts of all labels as dimensions of one tensor, of operands and result."""
+
+    all: Decomposition
+    parts: list[Decomposition]
+    result: Decomposition
+    summed: tuple[int, ...]  # grid dimensions along which ranks have partial sums
+
+
+def planned(func: Any, operands: Operands, labels: Sequence[Labels], out: Labels, uncut: Labels = ()) -> Work:
+    """Choose the label that each grid dimension cuts: as in the largest operand, but none of ``uncut``.
+
+    An operand in which the grid dimension cuts another label becomes whole along that.
+    """
+    shapes = [frozen(x) for x in operands]
+    wrong = f"{name_of(func)}: global shapes {' and '.join(map(str, shapes))} do not go together"
+    extents: dict[Any, int] = {}
+    for shape, names in zip(shapes, labels, strict=True):
+        if len(shape) != len(names):
+            raise ShapeError(wrong)
+        for n, name in zip(shape, names, strict=True):
+            known = extents.setdefault(name, n)
+            if known != n and 1 not in (known, n):
+                raise ShapeError(f"{wrong}: {known} is not {n}")
+            extents[name] = n if known == 1 else known
+    order = list(extents)
+    partition = common_partition(func, operands)
+    places = [[order.index(name) for name in names] for names in labels]
+    split = [(x._layout, at) for x, at in zip(operands, places, strict=True) if isinstance(x, SplitTensor)]
+    layouts, split_places = zip(*split, strict=True)
+    # A label that an operand has twice cannot be cut.
+    never = [at for at, name in enumerate(order) if name in uncut or any(p.count(at) > 1 for p in places)]
+    work = cut_by_largest(partition, [extents[name] for name in order], layouts, split_places, never)
+    result = part_at([extents[name] for name in out], [order.index(name) for name in out], work)
+    summed = tuple(g for g, axis in enumerate(work.axes) if axis is not None and order[axis] not in out)
+    return Work(work, [part_at(*each, work) for each in zip(shapes, places, strict=True)], result, summed)
+
+
+def contracted(
+    func: Any, compute: Any, operands: Operands, labels: Sequence[Labels], out: Labels
+) -> SplitTensor:
+    """Multiply operands block by block, and sum over the labels that the result does not have."""
+    site, work, blocks = prepared(func, operands, labels, out)
+    if not work.summed:
+        y = product_of(compute, operands, blocks, work.result)
+        x = operands[0]
+        if len(operands) == 1 and isinstance(x, SplitTensor) and y._is_view():
+            return seen_of(x, y, work.result, strides_of(x, compute), blocks[0] is not x._local)
+        return SplitTensor(y, work.result)
+    y, dtype = _summed(site, compute, operands, blocks, work)
+    return SplitTensor(y.to(dtype), work.result)
+
+
+def _summed(
+    site: Site, compute: Any, operands: Operands, blocks: Operands, work: Work
+) -> tuple[torch.Tensor, torch.dtype]:
+    # The ranks' sum in a wide dtype, and torch's dtype of the result, to which the caller rounds once.
+    dtype = _type_of(compute, operands)
+    y = product_of(compute, operands, blocks, work.result, sum_dtype(dtype))
+    return all_sum(site, y, work.all, work.summed), dtype
+
+
+def product_of(
+    compute: Any, operands: Operands, blocks: Operands, result: Decomposition, wide: torch.dtype | None = None
+) -> torch.Tensor:
+    """A rank's product of its blocks; zeros in the graph for empty blocks, which some functions refuse.
+
+    ``wide`` is the dtype of products of short numbers that will be summed.
+    """
+    y: torch.Tensor
+    autocasts, filled = torch.is_autocast_enabled("cpu"), all(x.numel() for x in blocks)
+    if not autocasts and filled and (wide is None or all(x.dtype is wide for x in blocks)):
+        y = compute(*blocks)
+        return y
+    dtype = _type_of(compute, operands)
+    if filled:
+        with no_autocast():
+            y = compute(*(_cast(x, dtype, wide) for x in blocks))
+        return y
+    zero: Any = sum(x.flatten()[:0].sum() for x in blocks)
+    y = zero.to(wide or dtype).expand(result.box(result.partition.me).shape).clone()
+    return y
+
+
+def _type_of(compute: Any, operands: Sequence[torch.Tensor]) -> torch.dtype:
+    # Torch's dtype, or its error, from at most two elements per dimension: under autocast, products of one
+    # element have other dtypes. Sums of integers may be longer ones.
+    kind = operands[0].dtype
+    same = (kind.is_floating_point or kind.is_complex) and all(x.dtype is kind for x in operands)
+    if same and not torch.is_autocast_enabled("cpu"):
+        return kind
+    few = [torch.zeros([min(n, 2) for n in frozen(x)], dtype=x.dtype) for x in operands]
+    found: torch.dtype = compute(*few).dtype
+    return found
+
+
+def _cast(x: torch.Tensor, dtype: torch.dtype, wide: torch.dtype | None) -> torch.Tensor:
+    # As autocast converts, if it is on; then to the dtype of sums, without loss.
+    x = x.to(dtype) if castable(x) else x
+    return x if wide is None else x.to(wide)
+
+
+def prepared(
+    func: Any, operands: Operands, labels: Sequence[Labels], out: Labels, uncut: Labels = ()
+) -> tuple[Site, Work, list[torch.Tensor]]:
+    """Site of a call, its work, and this rank's blocks of its operands; may block."""
+    first = next(x for x in operands if isinstance(x, SplitTensor))
+    key = tuple(x._layout if isinstance(x, SplitTensor) else tuple(x.shape) for x in operands)
+    names = tuple(map(tuple, labels)), tuple(out), tuple(uncut)
+    work = derived(first, (func, key, names), lambda: planned(func, operands, labels, out, uncut))
+    site = site_for(func, first)
+    blocks = [
+        as_part(site, x, part, work.all, at)
+        for at, (x, part) in enumerate(zip(operands, work.parts, strict=True))
+    ]
+    return site, work, blocks
+
+
+def _batch(count: int) -> list[int]:
+    # Labels of dimensions that are aligned at the last one.
+    return list(range(-count, 0))
+
+
+@rule("contraction", "linear")
+def linear(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Each rank multiplies its block. If features are cut, ranks sum the products, then add the bias."""
+    x, (weight, bias) = args[0], named(func, args, kwargs).values()
+    rows = _batch(x.dim() - 1)
+    out = [*rows, "out"] if weight.dim() == 2 else rows
+    labels: list[Labels] = [[*rows, "in"], ["out", "in"][2 - weight.dim() :]]
+    if bias is None:
+        return contracted(func, func, [x, weight], labels, out)
+    site, work, (block, matrix, added) = prepared(
+        func, [x, weight, bias], [*labels, out[-bias.dim() or len(out) :]], out
+    )
+    if not work.summed:
+        return SplitTensor(func(block, matrix, added), work.result)
+    raise_as_torch(func, args, kwargs)
+    y, dtype = _summed(site, func, [x, weight], [block, matrix], work)
+    return composed(_T.to, composed(torch.add, SplitTensor(y, work.result), bias), dtype)
+
+
+@rule("contraction", *"matmul mm bmm mv dot vdot inner __matmul__ __rmatmul__".split())
+def matmul(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Each rank multiplies its blocks. If a summed dimension is cut, ranks sum the products."""
+    a, b = (*args, *(each for key, each in kwargs.items() if key != "out"))
+    if func.__name__ == "__rmatmul__":
+        a, b, func = b, a, torch.matmul
+    if func.__name__ in ("dot", "vdot") or a.dim() == b.dim() == 1:
+        return contracted(func, func, [a, b], [["k"], ["k"]], [])
+    if func.__name__ == "inner":
+        if not (a.dim() and b.dim()):
+            return composed(torch.mul, a, b)
+        one, two = ([(name, d) for d in range(x.dim() - 1)] for name, x in (("a", a), ("b", b)))
+        return contracted(func, func, [a, b], [[*one, "k"], [*two, "k"]], [*one, *two])
+    first = ["k"] if a.dim() == 1 else [*_batch(a.dim() - 2), "m", "k"]
+    second = ["k"] if b.dim() == 1 else [*_batch(b.dim() - 2), "k", "n"]
+    more = max(a.dim(), b.dim()) - 2
+    out = [*_batch(max(more, 0)), *("m" for _ in first[-2:-1]), *("n" for _ in second[-1:] if b.dim() > 1)]
+    return contracted(func, func, [a, b], [first, second], out)
+
+
+# The product in each function, labels of its factors, and labels of the result.
+_ADDED: dict[str, tuple[Any, Labels, Labels, Labels]] = {
+    "addmv": (torch.mv, "mk", "k", "m"),
+    "addmm": (torch.mm, "mk", "kn", "mn"),
+    "addr": (torch.outer, "m", "n", "mn"),
+    "addbmm": (lambda a, b: torch.bmm(a, b).sum(0, dtype=a.dtype), "bmk", "bkn", "mn"),
+    "baddbmm": (torch.bmm, "bmk", "bkn", "bmn"),
+}
+
+
+@checked_rule("contraction", *_ADDED)
+def added_product(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Each rank multiplies its blocks. If a summed dimension is cut, ranks sum the products, then add."""
+    product, first, second, out = _ADDED[func.__name__]
+    x, (a, b, *_) = args[0], named(func, args, kwargs).values()
+    factors = {key: kwargs[key] for key in ("beta", "alpha") if key in kwargs}
+    labels: list[Labels] = [out[len(out) - x.dim() :], first, second]
+    site, work, blocks = prepared(func, [x, a, b], labels, out)
+    if not work.summed:
+        # Torch's addmv of a scalar and a matrix without rows returns a scalar.
+        added = blocks[0].expand(work.result.box(work.result.partition.me).shape)
+        return SplitTensor(func(added, *blocks[1:], **factors), work.result)
+    y, dtype = _summed(site, product, [a, b], blocks[1:], work)
+    if not (dtype.is_floating_point or dtype.is_complex):
+        # Torch rounds these factors to integers.
+        factors = {key: int(n) if isinstance(n, float) else n for key, n in factors.items()}
+    beta, alpha = factors.get("beta", 1), factors.get("alpha", 1)
+    found: Any = SplitTensor(y, work.result)
+    if alpha != 1:
+        found = composed(torch.mul, found, alpha)
+    if beta != 0:
+        added = composed(_T.to, x, y.dtype)
+        found = composed(torch.add, found, added if beta == 1 else composed(torch.mul, added, beta))
+    return composed(_T.to, found, dtype)
+
+
+@checked_rule("contraction", "outer", "ger")
+def outer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Each rank multiplies its blocks. If one grid dimension cuts both vectors, the second is gathered."""
+    a, b = (*args, *kwargs.values())
+    return contracted(func, func, [a, b], [["m"], ["n"]], ["m", "n"])
+
+
+@checked_rule("contraction", "bilinear")
+def bilinear(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Each rank multiplies its samples; features become whole."""
+    a, (b, weight, bias) = args[0], named(func, args, kwargs).values()
+    rows = _batch(a.dim() - 1)
+    labels: list[Labels] = [[*rows, "i"], [*rows, "j"], ["o", "i", "j"]]
+    y = contracted(func, func, [a, b, weight], labels, [*rows, "o"])
+    return y if bias is None else composed(torch.add, y, bias)
+
+
+@checked_rule("contraction", torch.einsum)
+def einsum(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Each rank contracts its blocks. If a summed index is cut, ranks sum the results."""
+    equation, *operands = args
+    if len(operands) == 1 and isinstance(operands[0], (list, tuple)):
+        operands = list(operands[0])
+    if len(operands) != equation.count(",") + 1:
+        raise ShapeError(f"torch.einsum: {equation!r} is not for {len(operands)} operands")
+    given, arrow, result = equation.replace(" ", "").partition("->")
+    labels = [_named(names, x.dim()) for names, x in zip(given.split(","), operands, strict=True)]
+    if arrow:
+        most = max((sum(isinstance(name, int) for name in names) for names in labels), default=0)
+        out = _named(result, len(result.replace("...", "")) + (most if "..." in result else 0))
+    else:
+        every = [name for names in labels for name in names]
+        batch = sorted({name for name in every if isinstance(name, int)})
+        out = [
+            *batch,
+            *sorted(name for name in set(every) if isinstance(name, str) and every.count(name) == 1),
+        ]
+    return contracted(func, lambda *blocks: torch.einsum(equation, *blocks), operands, labels, out)
+
+
+def _named(names: str, dims: int) -> list[Any]:
+    # Letters, and negative numbers for the dimensions of an ellipsis.
+    ahead, dots, behind = names.partition("...")
+    if not dots:
+        return list(ahead)
+    return [*ahead, *_batch(max(0, dims - len(ahead) - len(behind))), *behind]
+
+
+@checked_rule("contraction", torch.tensordot)
+def tensordot(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Each rank contracts its blocks. If a summed dimension is cut, ranks sum the results."""
+    a, (b, dims, _) = args[0], named(func, args, kwargs).values()
+    if isinstance(dims, torch.Tensor):
+        dims = dims.tolist()
+    if isinstance(dims, int):
+        ours, theirs = list(range(a.dim() - dims, a.dim())), list(range(dims))
+    else:
+        ours, theirs = ([each] if isinstance(each, int) else list(each) for each in dims)
+    ours, theirs = [d % a.dim() for d in ours], [d % b.dim() for d in theirs]
+    first = [("sum", ours.index(d)) if d in ours else ("a", d) for d in range(a.dim())]
+    second = [("sum", theirs.index(d)) if d in theirs else ("b", d) for d in range(b.dim())]
+    out = [name for name in (*first, *second) if name[0] != "sum"]
+    return contracted(func, lambda x, y: torch.tensordot(x, y, (ours, theirs)), [a, b], [first, second], out)
+
+
+@checked_rule("contraction", "embedding")
+def embedding(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Each rank looks up its indices in the whole table; the result is cut as the indices are."""
+    if func is torch.embedding:
+        # It takes the table first.
+        x, padding, *others = named(func, args, kwargs).values()
+        return composed(F.embedding, x, args[0], None if padding < 0 else padding, None, 2.0, *others)
+    x, (weight, padding, most, _, by_frequency, sparse) = args[0], named(func, args, kwargs).values()
+    if most is not None or by_frequency:
+        raise refused(func, "max_norm and scale_grad_by_freq depend on what all ranks look up")
+    split = x if isinstance(x, SplitTensor) else weight
+    if not isinstance(x, SplitTensor) or not x.is_split:
+        if isinstance(weight, SplitTensor) and weight.is_split:
+            weight = composed(SplitTensor.redistribute, weight)
+        return on_whole_tensors(func, (x, weight, padding), {"sparse": bool(sparse)})
+    site, layout = site_for(func, split), x._layout
+    needs = sparse and torch.is_grad_enabled() and weight.requires_grad
+    if needs and not (isinstance(weight, SplitTensor) or contributes(weight) or summed_elsewhere()):
+        raise refused(func, "the ranks do not sum sparse gradients of a plain table; use sparse=False")
+    table = as_whole(site, weight, layout, "weight")
+    y = func(checked_block(x), table, padding, sparse=bool(sparse))
+    return SplitTensor(y, laid_out(layout, [*range(len(layout.shape)), None], y))
+
+
+_BESIDE = "a tensor stands beside the matrices"
+
+
+@rule(
+    "contraction",
+    *"svd svdvals qr eig eigvals eigh eigvalsh cholesky cholesky_ex inv inv_ex inverse pinv pinverse".split(),
+    *"det logdet slogdet matrix_rank matrix_power matrix_exp lu_factor cond cholesky_inverse".split(),
+)
+@of_cut(plain=_BESIDE)
+def of_matrices(call: Call, site: Site, x: SplitTensor, **_: Any) -> Any:
+    """Each rank applies the function to its matrices; if these are cut, another dimension is instead."""
+    func, (_x, *rest), kwargs = call
+    if any(len(frozen(y)) for y in tensors_in(rest, kwargs)):
+        raise refused(func, _BESIDE)
+    count = len(x._layout.shape)
+    if count < 2:
+        return on_whole_tensors(*call)
+    local, layout = with_whole(site, x, (count - 2, count - 1), "matrices made whole")
+
+    def split(y: torch.Tensor) -> SplitTensor:
+        if local.requires_grad and not y.requires_grad and not local.numel() and y.dtype.is_floating_point:
+            # For empty blocks, torch returns some results without a graph, unlike on other ranks.
+            y = y + local.sum().abs().to(y.dtype)
+        order = [*range(count - 2), *(None,) * (y.dim() - count + 2)]
+        return SplitTensor(y, laid_out(layout, order, y))
+
+    return mapped(split, func(local, *rest, **kwargs))
+
+
+@checked_rule("contraction", torch.linalg.solve, torch.linalg.solve_triangular, "cholesky_solve")
+def solved(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Each rank solves for its samples and right-hand sides, with whole matrices."""
+    a, options = args[0], named(func, args, kwargs)
+    by_factor = func.__name__ == "cholesky_solve"
+    b = options.pop("input2" if by_factor else "B")
+    if by_factor:
+        a, b = b, a
+    one, two = frozen(a), frozen(b)
+    vectors = func is torch.linalg.solve and (len(two) == 1 or two == one[:-1])
+    left = options.get("left", True)
+    rows, sides = list(range(2 - len(one), 0)), list(range((1 if vectors else 2) - len(two), 0))
+    mine: Labels = [*sides, *(("m",) if vectors else ("m", "k") if left else ("k", "m"))]
+    batch = max(rows, sides, key=len)
+    out = [*batch, *(("n",) if vectors else ("n", "k") if left else ("k", "n"))]
+    _, work, (matrix, right) = prepared(func, [a, b], [[*rows, "m", "n"], mine], out, ("m", "n"))
+    if not vectors:
+        # Torch takes a block of the shape of some vectors for these.
+        right = right[(None,) * (matrix.dim() - right.dim())]
+    if by_factor:
+        matrix, right = right, matrix
+    return SplitTensor(func(matrix, right, **options), work.result)
+
+
+@checked_rule("contraction", torch.linalg.lstsq)
+def least_squares(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Each rank solves for its samples; the drivers gelsd and gelss gather all matrices."""
+    a, (b, rcond, driver) = args[0], named(func, args, kwargs).values()
+    one, two = frozen(a), frozen(b)
+    if driver in ("gelsd", "gelss") or 0 in (*one, *two) or one[:-2] != two[: len(one) - 2]:
+        return on_whole_tensors(func, args, kwargs)
+    rows, sides = list(range(2 - len(one), 0)), ["k"] * (len(one) == len(two))
+    labels: list[Labels] = [[*rows, "m", "n"], [*rows, "m", *sides]]
+    _, work, blocks = prepared(func, [a, b], labels, [*rows, "n", *sides], ("m", "n", "k"))
+    found = func(*map(with_an_element, blocks), rcond, driver=driver)
+    shape = work.result.box(work.result.partition.me).shape[: len(rows)]
+
+    def split(y: torch.Tensor) -> SplitTensor:
+        if y.shape == (0,):
+            return SplitTensor(y, lay.replicated(work.result.partition, y.shape))
+        order = [*range(len(rows)), *(None,) * (y.dim() - len(rows))]
+        layout = laid_out(work.result, order, y)
+        return SplitTensor(y[tuple(map(slice, shape))], layout)
+
+    return type(found)([split(each) for each in found])
+
+
+@rule("contraction", "cross")
+def cross(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Each rank multiplies its vectors, whose three elements become whole."""
+    a, (b, dim) = args[0], named(func, args, kwargs).values()
+    shape = frozen(a)
+    if dim is None:
+        if 3 not in shape:
+            raise RuntimeError("no dimension of size 3 in input")
+        dim = shape.index(3)
+    names = list(range(-len(shape), 0))
+    if len(frozen(b)) != len(shape):
+        raise RuntimeError(f"cross: inputs must have the same number of dimensions, got {shape}, {frozen(b)}")
+    dim = positive(dim, len(shape))
+    _, work, blocks = prepared(func, [a, b], [names, names], names, (names[dim],))
+    return SplitTensor(torch.linalg.cross(*blocks, dim=dim), work.result)
+
+
+@rule("contraction", "kron")
+@of_cut()
+def kron(call: Call, site: Site, a: SplitTensor, other: Any) -> Any:
+    """The first factor stays cut, the second is gathered; if only the second is cut, both are gathered."""
+    ours, theirs = len(a._layout.shape), frozen(other)
+    count = max(ours, len(theirs))
+    base = lay.reordered(a._layout, [*(None,) * (count - ours), *range(ours)])
+    extents = (1,) * (count - len(theirs)) + theirs
+    result = lay.with_splits(
+        base, {d: layout_choice.scaled(split, extents[d], 1) for d, split in enumerate(base.splits)}
+    )
+    local, second = checked_block(a), as_whole(site, other, result, "second factor")
+    # Not by torch's function, which refuses some factors that are transposed in memory.
+    shapes = [(1,) * (count - x.dim()) + x.shape for x in (local, second)]
+    rows = local.reshape([n for extent in shapes[0] for n in (extent, 1)])
+    products = rows * second.reshape([n for extent in shapes[1] for n in (1, extent)])
+    return SplitTensor(products.reshape([m * n for m, n in zip(*shapes, strict=True)]), result)

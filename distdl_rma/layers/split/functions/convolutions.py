@@ -1,0 +1,124 @@
+"""Convolutions and transposed convolutions, by the operations of the layers; every rank has the weights."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache, wraps
+from typing import Any
+
+import torch
+from torch.autograd import forward_ad
+
+from distdl_rma.errors import ShapeError
+from distdl_rma.geometry.box import LEADING
+from distdl_rma.geometry.decomposition import Decomposition
+from distdl_rma.geometry.halo import each_dim
+from distdl_rma.layers.ops.conv import kernels
+from distdl_rma.layers.ops.conv.conv_transpose import TransposedConvolution
+from distdl_rma.layers.ops.conv.convolution import Convolution
+from distdl_rma.layers.ops.conv.kernels import ConvolutionArguments
+from distdl_rma.layers.ops.conv.worker_grid import IN, OUT, options_of, overlap_pays, reads_sides
+from distdl_rma.layers.ops.core.autograd import tracer
+from distdl_rma.layers.split import layout as lay
+from distdl_rma.layers.split.calls.signatures import named
+from distdl_rma.layers.split.calls.site import Site
+from distdl_rma.layers.split.calls.table import Call, rule
+from distdl_rma.layers.split.calls.torch_errors import raise_as_torch
+from distdl_rma.layers.split.operands import needs_of, of_cut, on_whole_tensors, wholes
+from distdl_rma.layers.split.tensor import SplitTensor, checked_block, composed
+
+_DIMS = {f"conv{kind}{dims}d": dims for kind in ("", "_transpose") for dims in (1, 2, 3)}
+_WEIGHTS = "weight", "bias"
+
+
+@cache
+def _of_whole(func: Any) -> Any:
+    # The function of plain tensors with the kernel that ranks use for blocks.
+    @wraps(func)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        weight, bias, stride, padding, dilation, groups = named(func, args, kwargs).values()
+        x = args[0]
+        alike = isinstance(x, torch.Tensor) and isinstance(weight, torch.Tensor) and x.dim() == weight.dim()
+        if not alike or isinstance(padding, str) or torch.is_autocast_enabled("cpu"):
+            return func(*args, **kwargs)
+        # Forward-mode derivatives need torch's own function.
+        if tracer() or forward_ad._current_level >= 0:
+            return func(*args, **kwargs)
+        dims = weight.dim() - LEADING
+        numbers = [each_dim(value, dims) for value in (stride, padding, dilation)]
+        # Torch raises errors for invalid numbers.
+        if any(len(n) != dims or min(n) < least for n, least in zip(numbers, (1, 0, 1), strict=True)):
+            return func(*args, **kwargs)
+        step, sides, dilations = numbers
+        steps = ConvolutionArguments(step, sides, dilations, groups=groups)
+        if not kernels.uses_faster_kernel(x, weight, bias, steps):
+            return func(*args, **kwargs)
+        return kernels.convolution(x, weight, bias, steps)
+
+    return call
+
+
+def _on_copies(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return on_whole_tensors(func if "transpose" in func.__name__ else _of_whole(func), args, kwargs)
+
+
+@rule("window", *_DIMS)
+@of_cut(empty=False, otherwise=_on_copies)
+def convolution(call: Call, site: Site, x: SplitTensor, weight: Any, bias: Any, **how: Any) -> Any:
+    """Each rank convolves its block and its halo with the whole weight; the halo travels meanwhile.
+
+    A transposed convolution waits for the halo. In 16 bits, ranks sum overlapping outputs instead.
+    """
+    func, *_ = call
+    layout = x._layout
+    if len(layout.shape) == _DIMS[func.__name__] + 1:
+        batch = composed(torch.unsqueeze, x, 0)
+        return composed(torch.squeeze, composed(func, batch, weight, bias, **how), 0)
+    if x._local.is_complex() and weight.is_complex():
+        raise_as_torch(*call)
+        return composed(_of_complex, func, x, weight, bias, how)
+    weights: Any = wholes(site, (weight, bias), layout, _WEIGHTS)
+    local, (weight, bias) = checked_block(x), weights
+    others = (*how.values(),)
+    if list in map(type, others):
+        # Lists have no hash.
+        others = tuple(tuple(n) if isinstance(n, list) else n for n in others)
+    of_bias = None if bias is None else (bias.shape, bias.dtype)
+    key = layout, local.dtype, weight.shape, weight.dtype, of_bias, *others
+
+    def make() -> tuple[Any, Decomposition]:
+        raise_as_torch(*call)
+        for name, w in zip(_WEIGHTS, weights, strict=True):
+            # Torch accepts some of these, with another result for each of its kernels.
+            if w is not None and w.dtype != local.dtype:
+                raise ShapeError(f"{site.name}: input is {local.dtype}, the {name} {w.dtype}")
+        operation = _operation(site, layout, tuple(weight.shape), local.dtype, **how)
+        return operation, lay.with_splits(layout, dict(enumerate(operation.output.splits)))
+
+    operation, output = site.kept(key, make)
+    y = operation(needs_of(local, weight, bias), local, weight=weight, bias=bias)
+    return SplitTensor(y, output)
+
+
+def _of_complex(func: Any, x: Any, weight: Any, bias: Any, how: dict[str, Any]) -> Any:
+    # As in torch: three convolutions of real numbers.
+    real, imag = func(x.real, weight.real, None, **how), func(x.imag, weight.imag, None, **how)
+    both = func(x.real + x.imag, weight.real + weight.imag, None, **how)
+    y = torch.complex(real - imag, both - real - imag)
+    return y if bias is None else y + bias.view(-1, *(1,) * (x.dim() - 2))
+
+
+def _operation(
+    site: Site, layout: Decomposition, weight: tuple[int, ...], dtype: torch.dtype, **given: Any
+) -> Any:
+    source, transposed = lay.on_grid(layout), "output_padding" in given
+    P_x = source.partition
+    options = options_of(given, weight, P_x, P_x, IN if transposed else OUT)
+    if transposed:
+        extra = each_dim(given["output_padding"], len(weight) - LEADING)
+        return TransposedConvolution(site.call_site, options, source, P_x, dtype, extra)
+    joins = not overlap_pays(options.stencil, source, dtype.itemsize)
+    # For a small block without a halo, torch's own convolution is fastest.
+    overlaps = options.overlaps and (reads_sides(options.stencil, source) or not joins)
+    options = replace(options, overlaps=overlaps, joins=joins)
+    return Convolution(site.call_site, options, source, P_x, dtype)

@@ -1,0 +1,493 @@
+"""Indexing by numbers, slices, masks and tensors of indices."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+from typing import Any
+
+import numpy as np
+import torch
+
+from distdl_rma.errors import ShapeError
+from distdl_rma.geometry.box import Box
+from distdl_rma.geometry.decomposition import Decomposition
+from distdl_rma.geometry.intervals import Balanced, Listed, Split
+from distdl_rma.layers.split import layout as lay
+from distdl_rma.layers.split import layout_choice
+from distdl_rma.layers.split.calls.signatures import named
+from distdl_rma.layers.split.calls.site import Site
+from distdl_rma.layers.split.calls.table import Call, rule
+from distdl_rma.layers.split.calls.torch_errors import checked_rule
+from distdl_rma.layers.split.functions.pointwise import pointwise
+from distdl_rma.layers.split.functions.shapes import (
+    broadcast,
+    derived,
+    frozen,
+    on_shape,
+    reshape,
+    uncut,
+)
+from distdl_rma.layers.split.operands import (
+    as_part,
+    as_whole,
+    block_of,
+    composition,
+    of_any_cut,
+    of_cut,
+    on_whole_tensors,
+    part_for,
+    site_for,
+)
+from distdl_rma.layers.split.redistribution import redistributed, reduced
+from distdl_rma.layers.split.reduction_axes import laid_out, positive, with_whole
+from distdl_rma.layers.split.tensor import SplitTensor, any_cut, checked_block, composed, refused
+from distdl_rma.layers.split.views import seen_of, strides_of
+
+_T: Any = torch.Tensor
+
+
+def narrowed(x: SplitTensor, dim: int, start: int, length: int) -> SplitTensor:
+    """An interval of a dimension; each rank keeps its elements of it."""
+    return _cut_out(x, ((dim, start, start + length, 1),))
+
+
+def _cut_out(x: SplitTensor, slices: tuple[tuple[int, int, int, int], ...]) -> SplitTensor:
+    # Slices of some dimensions, given as dimension, start, stop and step.
+    def make() -> tuple[Decomposition, tuple[slice, ...], Any]:
+        splits: dict[int, Split] = {}
+        place, local = x._layout.partition.index or (), [slice(None)] * len(x._layout.shape)
+        whole = local.copy()
+        for dim, start, stop, step in slices:
+            splits[dim], within = layout_choice.sliced(x._layout.splits[dim], start, stop, step)
+            part = place[x._layout.axes.index(dim)] if dim in x._layout.axes else 0
+            local[dim], whole[dim] = slice(*within[part], step), slice(start, stop, step)
+        strides = strides_of(x, lambda memory: memory[tuple(whole)])
+        return lay.with_splits(x._layout, splits), tuple(local), strides
+
+    layout, here, strides = derived(x, ("slices", slices, x._strides), make)
+    return seen_of(x, checked_block(x)[here], layout, strides)
+
+
+def _one(func: Any, x: SplitTensor, dim: int, at: int) -> SplitTensor:
+    # One element of a dimension, for all ranks along it.
+    extent = x._layout.shape[dim]
+    if not -extent <= at < extent:
+        raise IndexError(f"index {at} is out of bounds for dimension {dim} with size {extent}")
+    at %= extent
+    moved = dim in x._layout.axes
+    if moved:
+        x = _cut_out(x, ((dim, at, at + 1, 1),))
+        target = lay.whole(x._layout, (dim,))
+        what = f"element of dim {dim}"
+        local, at = redistributed(site_for(func, x), checked_block(x), x._layout, target, what), 0
+    else:
+        local, target = checked_block(x), x._layout
+    layout, strides = _of_elements(x, target, dim)
+    return seen_of(x, local.select(dim, at), layout, strides, moved)
+
+
+def _of_elements(x: SplitTensor, target: Decomposition, dim: int) -> tuple[Decomposition, Any]:
+    # Layout and strides of an element of a dimension that is whole in ``target``.
+    order = [d for d in range(len(target.shape)) if d != dim]
+
+    def make() -> tuple[Decomposition, Any]:
+        layout = lay.reordered(target, order)
+        return layout, strides_of(x, lambda memory: memory.select(dim, 0)) if x._layout.shape[dim] else None
+
+    return derived(x, ("element", target, dim, x._strides), make)
+
+
+@rule("movement", "narrow", "select")
+def narrow(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Each rank takes its part of the interval; a single element of a cut dimension is sent to all."""
+    x, given = args[0], named(func, args, kwargs)
+    if not isinstance(x, SplitTensor):
+        raise refused(func, "where it begins is on many ranks")
+    dim = given["dim"]
+    if func.__name__.startswith("select"):
+        on_shape(x).select(dim, 0)
+        return _one(func, x, dim % len(x._layout.shape), int(given["index"]))
+    # Torch refuses numbers of other types.
+    numbers = (
+        checked_block(n) if isinstance(n, SplitTensor) else n for n in (given["start"], given["length"])
+    )
+    length = func(on_shape(x), dim, *numbers).shape[dim]
+    dim, start = dim % len(x._layout.shape), int(given["start"])
+    return narrowed(x, dim, start % x._layout.shape[dim] if start < 0 else start, length)
+
+
+@rule("movement", "unbind", _T.__iter__)
+def unbind(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """All elements of a dimension; if it is cut, each element is sent to all ranks."""
+    x, dim = args[0], named(func, args, kwargs).get("dim", 0)
+    on_shape(x).unbind(dim)
+    dim %= len(x._layout.shape)
+    local, layout = with_whole(site_for(func, x), x, [dim])
+    result, strides = _of_elements(x, layout, dim)
+    found = tuple(seen_of(x, each, result, strides, layout is not x._layout) for each in local.unbind(dim))
+    return iter(found) if func is _T.__iter__ else found
+
+
+def _read(each: Any) -> Any:
+    # Tensors for arrays, lists, ranges and bools; Python's numbers for tensors of one integer.
+    if isinstance(each, bool):
+        return torch.tensor(each)
+    if isinstance(each, (list, range, tuple)) and not hasattr(each, "__index__"):
+        each = np.asarray(each) if len(each) else np.zeros(0, np.int64)
+    if isinstance(each, np.ndarray):
+        each = torch.as_tensor(each)
+    if isinstance(each, torch.Tensor):
+        if each.dim() or is_mask(each):
+            return each
+        if each.is_floating_point() or each.is_complex():
+            raise IndexError("tensors used as indices must be long, int, byte or bool tensors")
+        return int(each._local if isinstance(each, SplitTensor) else each)
+    return int(each) if hasattr(each, "__index__") else each
+
+
+@rule("movement", _T.__getitem__)
+def indexed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Each rank slices its block; a single element of a cut dimension is sent to all ranks.
+
+    Tensors of indices and masks choose from uncut dimensions: if one is cut, another one is cut instead.
+    """
+    x, index = args
+    given = numbered(index)
+    if not isinstance(x, SplitTensor):
+        return _looked_up(func, x, given)
+    y, chosen = basic(func, x, given)
+    return _chosen(func, y, chosen) if chosen else y
+
+
+def numbered(index: Any) -> list[Any]:
+    """The parts of an index: slices, Python's numbers, tensors, None and Ellipsis."""
+    if isinstance(index, list) and any(isinstance(each, (slice, torch.Tensor)) for each in index):
+        # As in torch, a list of these is a tuple.
+        index = tuple(index)
+    return [_read(each) for each in (index if isinstance(index, tuple) else (index,))]
+
+
+def one_each(ndim: int, given: Sequence[Any]) -> list[Any]:
+    """Parts of an index for all dimensions, without Ellipsis; a mask is for several, None for a new one."""
+    spent = sum(each.dim() if is_mask(each) else not (each is None or each is Ellipsis) for each in given)
+    if spent > ndim:
+        raise IndexError(f"too many indices for tensor of dimension {ndim}")
+    # As in torch, every Ellipsis stands for ``ndim - spent`` dimensions, or for those left if they are fewer.
+    found, left, beyond = list[Any](), ndim, False
+    for each in given:
+        wide = ndim - spent if each is Ellipsis else each.dim() if is_mask(each) else int(each is not None)
+        beyond = beyond or wide > left
+        if beyond and not (each is Ellipsis or isinstance(each, slice)):
+            raise IndexError(f"too many indices for tensor of dimension {ndim}")
+        taken = min(wide, left)
+        found += [slice(None)] * taken if each is Ellipsis else [each] * (wide == taken)
+        left -= taken
+    return found + [slice(None)] * left
+
+
+def _with_new(x: SplitTensor, news: Sequence[int]) -> SplitTensor:
+    # With new dimensions at these places.
+    order: list[int | None] = list(range(len(x._layout.shape)))
+    for at in news:
+        order.insert(at, None)
+    index = tuple(None if d is None else slice(None) for d in order)
+
+    def make() -> tuple[Decomposition, Any]:
+        return lay.reordered(x._layout, order), strides_of(x, lambda memory: memory[index])
+
+    layout, strides = derived(x, ("new", tuple(order), x._strides), make)
+    return seen_of(x, checked_block(x)[index], layout, strides)
+
+
+def basic(func: Any, x: SplitTensor, given: Sequence[Any]) -> tuple[SplitTensor, dict[int, torch.Tensor]]:
+    """Applies numbers, slices and None; also returns the tensors of indices, by dimension of the result."""
+    chosen: dict[int, torch.Tensor] = {}
+    slices, numbers, news, dim, at = [], [], [], 0, 0
+    for each in one_each(len(x._layout.shape), given):
+        if each is None:
+            news.append(at)
+            at += 1
+        elif isinstance(each, int):
+            numbers.append((dim, each))
+            dim += 1
+        elif isinstance(each, slice):
+            slices += _bounds(each, dim, x._layout.shape[dim])
+            dim, at = dim + 1, at + 1
+        elif is_mask(each) and not each.dim():
+            # Selects all of a new dimension, or nothing.
+            news.append(at)
+            chosen[at] = torch.zeros(int(block_of(each))).long()
+            at += 1
+        elif isinstance(each, torch.Tensor):
+            chosen[at] = each
+            wide = each.dim() if is_mask(each) else 1
+            dim, at = dim + wide, at + wide
+        else:
+            raise TypeError(f"{type(each).__name__} is no index of a tensor")
+    y = _cut_out(x, tuple(slices))
+    for dim, number in reversed(numbers):
+        y = _one(func, y, dim, number)
+    if not news:
+        return y, chosen
+    return _with_new(y, news), chosen
+
+
+def _bounds(given: slice, dim: int, extent: int) -> list[tuple[int, int, int, int]]:
+    # A slice as dimension, start, stop and step; empty for a whole dimension.
+    start, stop, step = given.indices(extent)
+    if step < 1:
+        raise ValueError("step must be greater than zero")
+    return [] if (start, stop, step) == (0, extent, 1) else [(dim, start, max(start, stop), step)]
+
+
+def _chosen(func: Any, x: SplitTensor, chosen: dict[int, torch.Tensor]) -> SplitTensor:
+    # Elements by tensors of indices or masks.
+    masks = {at: each for at, each in chosen.items() if is_mask(each)}
+    if len(chosen) == len(masks) == 1:
+        ((at, mask),) = masks.items()
+        covered = range(at, at + mask.dim())
+        if (isinstance(mask, SplitTensor) and mask.is_split) or set(covered) & set(x._layout.cut_dims):
+            return by_mask(func, x, mask, at)
+    if any_cut(*chosen.values()):
+        if masks:
+            raise refused(func, "a split mask stands beside other indices; torch.where keeps the shape")
+        if list(chosen) != [0]:
+            raise refused(func, "split indices choose from a first dimension alone")
+        return by_rows(func, x, chosen[0])
+    dims, index = from_whole(x, chosen)
+    local, layout = with_whole(site_for(func, x), x, dims)
+    # The chosen dimensions are whole, so all ranks raise the same error for an index out of range.
+    y = local[index]
+    return SplitTensor(y, chosen_layout(layout, dims, y))
+
+
+def from_whole(x: SplitTensor, chosen: dict[int, torch.Tensor]) -> tuple[list[int], tuple[Any, ...]]:
+    """The dimensions that tensors of indices choose from, and the index for a block with these whole."""
+    whole = {at: block_of(each) for at, each in chosen.items()}
+    dims = [d for at, each in whole.items() for d in range(at, at + (each.dim() if is_mask(each) else 1))]
+    found: list[Any] = []
+    for d in range(len(x._layout.shape)):
+        if d in whole:
+            found.append(whole[d])
+        elif d not in dims:
+            found.append(slice(None))
+    return dims, tuple(found)
+
+
+def chosen_order(kept: Sequence[int], dims: Sequence[int], wide: int) -> list[int | None]:
+    """Dimensions of a result of indexing: those ``kept``, and None for ``wide`` chosen ones.
+
+    The chosen ones replace the first of ``dims``, or come first if others lie between ``dims``.
+    """
+    between = any(dims[0] < d < dims[-1] for d in kept) if dims else False
+    ahead = 0 if between or not dims else sum(d < dims[0] for d in kept)
+    return [*kept[:ahead], *(None,) * wide, *kept[ahead:]]
+
+
+def chosen_layout(layout: Decomposition, dims: Sequence[int], y: torch.Tensor) -> Decomposition:
+    """Layout of a result that tensors of indices choose from dimensions ``dims`` of blocks."""
+    kept = [d for d in range(len(layout.shape)) if d not in dims]
+    order = chosen_order(kept, dims, y.dim() - len(kept))
+    return laid_out(layout, order, y)
+
+
+def by_rows(func: Any, x: torch.Tensor, index: Any) -> SplitTensor:
+    """Elements of the first dimension of ``x``, which all ranks get whole; cut like the split indices."""
+    layout = index._layout
+    whole = as_whole(site_for(func, index), x, layout, "chosen from")
+    y = whole[checked_block(index)]
+    return SplitTensor(y, laid_out(layout, [*range(len(layout.shape)), *(None,) * (whole.dim() - 1)], y))
+
+
+def _looked_up(func: Any, x: torch.Tensor, given: Sequence[Any]) -> Any:
+    # Indexes a plain tensor by split indices.
+    split = {at: each for at, each in enumerate(given) if isinstance(each, SplitTensor)}
+    if not any_cut(given):
+        return on_whole_tensors(func, (x, tuple(given)), {})
+    if (
+        list(split) == [0]
+        and is_mask(split[0])
+        and all(each is Ellipsis or each == slice(None) for each in given[1:])
+    ):
+        return by_mask(func, x, split[0])
+    if list(split) != [0] or any(each is not Ellipsis and each != slice(None) for each in given[1:]):
+        raise refused(func, "split indices choose from a first dimension alone")
+    return by_rows(func, x, split[0])
+
+
+@checked_rule("movement", "take")
+@composition
+def taken(x: Any, index: Any) -> Any:
+    """Elements of the flattened tensor, as by indexing with a tensor."""
+    return x.reshape(-1)[index]
+
+
+@checked_rule("movement", *"index_select index_add index_copy index_fill".split())
+@of_any_cut
+def along_one(call: Call, site: Site, x: Any, dim: int, index: Any, **others: Any) -> Any:
+    """Elements by plain indices, in ``index_add`` also split ones; a cut dimension becomes whole."""
+    func, name = call[0], call[0].__name__
+    if any_cut(index):
+        if name == "index_select" and dim in (0, -x.dim()):
+            # A tensor without dimensions has one element, which all ranks get.
+            return by_rows(func, x, index) if x.dim() else on_whole_tensors(*call)
+        if name == "index_add" and x.dim():
+            source, alpha = (*others.values(), 1)[:2]
+            column = composed(torch.reshape, index, (-1, *(1,) * (x.dim() - positive(dim, x.dim()) - 1)))
+            column = composed(_T.expand_as, composed(_T.long, column), source)
+            source = source if alpha == 1 else composed(torch.mul, source, alpha)
+            return composed(torch.scatter_add, x, dim, column, source)
+        raise refused(func, "the indices are split; index.redistribute() gives all ranks all of them")
+    if not isinstance(x, SplitTensor):
+        return on_whole_tensors(*call)
+    dim = positive(dim, len(x._layout.shape))
+    local, layout = with_whole(site, x, [dim])
+    index = block_of(index)
+    if name == "index_select":
+        y = local.index_select(dim, index)
+        return SplitTensor(y, uncut(layout, {dim: y.shape[dim]}))
+    other, *more = others.values()
+    if isinstance(other, torch.Tensor):
+        shape = tuple(frozen(other))
+        wanted = uncut(layout, {dim: shape[dim]}) if shape else part_for((), layout)
+        if shape != wanted.shape:
+            raise ShapeError(f"{site.name}: the source has the global shape {shape}, wanted {wanted.shape}")
+        other = as_part(site, other, wanted, layout, 1)
+    factor = {"alpha": more[0]} if more else {}
+    return SplitTensor(getattr(_T, name)(local, dim, index, other, **factor), layout)
+
+
+@checked_rule("movement", *"gather take_along_dim scatter scatter_add scatter_reduce".split())
+@of_any_cut
+def by_index(call: Call, site: Site, x: Any, dim: int | None, **given: Any) -> Any:
+    """Elements of a dimension, which becomes whole; the other dimensions, and the indices, stay cut."""
+    name = call[0].__name__
+    index = given["indices" if name == "take_along_dim" else "index"]
+    if dim is None:
+        raise refused(call[0], "it takes from a flattened tensor; give dim")
+    dim = positive(dim, x.dim())
+    source = next((given[key] for key in ("src", "value") if given.get(key) is not None), None)
+    beside = isinstance(source, torch.Tensor) and source.dim()
+    operands = [x, index, source] if beside else [x, index]
+    if any(each.dim() != x.dim() for each in operands):
+        # Torch also takes a scalar beside vectors, and indices without elements.
+        return on_whole_tensors(*call)
+    # Dimensions of equal extents are cut like the largest split operand.
+    extents = [frozen(each) for each in operands]
+    uneven = [d for d in range(x.dim()) if d == dim or len({shape[d] for shape in extents}) > 1]
+    base = max(
+        (each._layout for each in operands if isinstance(each, SplitTensor)),
+        key=lambda each: (
+            len([d for d in each.cut_dims if d not in uneven]),
+            Box.of_shape(each.shape).volume,
+        ),
+    )
+    work = layout_choice.cut_other_dims(base, uneven)
+
+    def part(at: int, each: torch.Tensor) -> torch.Tensor:
+        shape = frozen(each)
+        return as_part(site, each, uncut(work, {d: shape[d] for d in uneven}), work, at)
+
+    local, where = part(0, x), part(1, index)
+    if source is None:
+        y = local.gather(dim, where) if name == "gather" else torch.take_along_dim(local, where, dim)
+        return SplitTensor(y, uncut(work, {d: y.shape[d] for d in uneven}))
+    value = part(2, source) if beside else source
+    if isinstance(source, torch.Tensor) and not beside:
+        value = as_part(site, source, part_for((), work), work, 2)
+    more = {key: given[key] for key in ("reduce", "include_self") if given.get(key) is not None}
+    y = getattr(_T, name)(local, dim, where, value, **more)
+    return SplitTensor(y, uncut(work, {d: y.shape[d] for d in uneven}))
+
+
+@rule("movement", "one_hot")
+@of_cut(uncut=True)
+def one_hot(call: Call, site: Site, x: SplitTensor, num_classes: int) -> Any:
+    """Each rank encodes its block; without a number of classes ranks find the largest class."""
+    local, layout = checked_block(x), x._layout
+    if num_classes == -1:
+        most = local.max() if local.numel() else torch.tensor(-1, dtype=local.dtype)
+        cut = [g for g, axis in enumerate(layout.axes) if axis is not None]
+        ranks = lay.line(layout, cut)
+        num_classes = int(reduced(site, most, ranks, "max", "classes")) + 1
+    y = torch.nn.functional.one_hot(local, num_classes)
+    return SplitTensor(y, laid_out(layout, [*range(len(layout.shape)), None], y))
+
+
+def is_mask(each: Any) -> bool:
+    """Whether an index is a mask."""
+    return isinstance(each, torch.Tensor) and each.dtype in (torch.bool, torch.uint8)
+
+
+def by_mask(func: Any, x: Any, mask: Any, at: int = 0) -> SplitTensor:
+    """Elements that a mask selects, in the order of the whole; blocking: ranks exchange their numbers."""
+    shape = frozen(x)
+    covered = shape[at : at + mask.dim()]
+    if frozen(mask) != covered:
+        raise IndexError(f"the mask has the global shape {frozen(mask)}, what it chooses from {covered}")
+    site = site_for(func, x, mask)
+    if not isinstance(x, SplitTensor):
+        # Cut like the mask.
+        dims = range(at, at + mask.dim())
+        order = [d - at if d in dims else None for d in range(len(shape))]
+        extents = {d: n for d, n in enumerate(shape) if d not in dims}
+        result = uncut(lay.reordered(mask._layout, order), extents)
+        x = SplitTensor(as_part(site, x, result, result), result)
+    flat = reshape(x, (*shape[:at], prod(covered), *shape[at + mask.dim() :]))
+    layout = flat._layout
+    along = lay.reordered(lay.whole(layout, [d for d in range(len(layout.shape)) if d != at]), [at])
+    mask = reshape(mask, (-1,)) if isinstance(mask, SplitTensor) else mask.reshape(-1)
+    here = as_part(site, mask, along, along, 1).bool()
+    y = checked_block(flat)[(slice(None),) * at + (here,)]
+    return SplitTensor(y, lay.with_splits(layout, {at: _exchanged_split(site, layout, at, y.shape[at])}))
+
+
+def _exchanged_split(site: Site, layout: Decomposition, at: int, count: int) -> Split:
+    # Split of a dimension of which each rank keeps ``count`` elements; ranks exchange the counts.
+    counts = torch.zeros(layout.splits[at].parts, dtype=torch.int64)
+    part, ranks = 0, lay.line(layout, ())
+    if at in layout.axes:
+        grid_dim = layout.axes.index(at)
+        ranks = lay.line(layout, (grid_dim,))
+        part = (layout.partition.index or ())[grid_dim]
+    counts[part] = count
+    if len(ranks) > 1:
+        counts = reduced(site, counts, ranks, "sum", "elements of a mask")
+    lengths = tuple(counts.tolist())
+    return lay.simplest(Listed(lengths)) if len(lengths) > 1 else Balanced(lengths[0], 1)
+
+
+@checked_rule("movement", "nonzero", "argwhere")
+@of_cut()
+def nonzero(call: Call, site: Site, x: SplitTensor, as_tuple: bool = False) -> Any:
+    """Indices of elements, cut in their order; ranks exchange how many they have."""
+    flat = reshape(x, (-1,))
+    layout = flat._layout
+    start, _ = layout.box(layout.partition.me).bounds[0]
+    number = checked_block(flat).nonzero()[:, 0] + start
+    layout = lay.with_splits(layout, {0: _exchanged_split(site, layout, 0, len(number))})
+    places = []
+    for n in reversed(frozen(x)):
+        places.append(number % n)
+        number = number // n
+    if as_tuple:
+        return tuple(SplitTensor(each, layout) for each in reversed(places))
+    rows = lay.reordered(layout, [0, None])
+    return SplitTensor(torch.stack(places[::-1], 1), uncut(rows, {1: len(places)}))
+
+
+@rule("pointwise", "where")
+def where(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Each rank computes its block; for a condition alone as ``nonzero``."""
+    if len(args) + len(kwargs) == 1:
+        return composed(torch.nonzero, *args, *kwargs.values(), as_tuple=True)
+    return pointwise(func, args, kwargs)
+
+
+@checked_rule("movement", "masked_select")
+@of_any_cut
+def masked_select(call: Call, site: Site, x: Any, mask: Any) -> Any:
+    """Elements that a mask selects, cut in their order; ranks exchange how many they have."""
+    x, mask = broadcast(torch.broadcast_tensors, (x, mask), {})
+    return by_mask(call[0], x, mask)

@@ -1,0 +1,289 @@
+"""Rearranged elements: joined, split, flipped, rolled, shuffled; windows and diagonals."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import wraps
+from itertools import accumulate, pairwise
+from typing import Any
+
+import torch
+from torch.nn import functional as F  # noqa: N812
+
+from distdl_rma.errors import ShapeError
+from distdl_rma.geometry.box import Box
+from distdl_rma.geometry.decomposition import Decomposition
+from distdl_rma.geometry.intervals import Balanced
+from distdl_rma.layers.split import layout as lay
+from distdl_rma.layers.split import layout_choice
+from distdl_rma.layers.split.calls.site import Site
+from distdl_rma.layers.split.calls.table import Call, name_of, rule
+from distdl_rma.layers.split.calls.torch_errors import checked_rule
+from distdl_rma.layers.split.functions.indexing import narrowed
+from distdl_rma.layers.split.functions.shapes import derived, frozen, on_shape, reshape
+from distdl_rma.layers.split.operands import (
+    as_part,
+    block_of,
+    common_partition,
+    composition,
+    of_any_cut,
+    of_cut,
+    on_whole_tensors,
+)
+from distdl_rma.layers.split.redistribution import redistributed
+from distdl_rma.layers.split.reduction_axes import laid_out, positive, with_whole
+from distdl_rma.layers.split.tensor import SplitTensor, any_cut, checked_block, composed
+from distdl_rma.layers.split.views import seen_of, strides_of
+
+
+@rule("movement", "cat", "concat", "concatenate")
+@of_any_cut
+def cat(call: Call, site: Site, tensors: Any, dim: int) -> Any:
+    """Each rank joins its blocks, cut as the largest tensor is; along a cut dimension elements move."""
+    common_partition(call[0], tensors)
+    # Torch joins empty vectors with any tensors: the result has their common type, and is in their graph.
+    empty = [x for x in tensors if frozen(x) == (0,)]
+    tensors = [x for x in tensors if frozen(x) != (0,)] if empty else tensors
+    if not any(isinstance(x, SplitTensor) for x in tensors):
+        return on_whole_tensors(*call)
+    shapes = [frozen(x) for x in tensors]
+    largest = max(
+        (at for at, x in enumerate(tensors) if isinstance(x, SplitTensor)),
+        key=lambda at: (tensors[at].is_split, Box.of_shape(shapes[at]).volume),
+    )
+    layouts = tuple(x._layout if isinstance(x, SplitTensor) else tuple(x.shape) for x in tensors)
+
+    def make() -> tuple[Decomposition, list[Decomposition]]:
+        base = tensors[largest]._layout
+        dims = len(base.shape)
+        if -dims <= dim < dims and dim % dims not in base.cut_dims:
+            base = lay.ending_first(base, [x for x in layouts if isinstance(x, Decomposition)])
+        return _places(name_of(call[0]), base, largest, shapes, dim)
+
+    result, parts = derived(tensors[largest], ("cat", layouts, largest, dim), make)
+    pieces = [
+        as_part(site, x, part, result, at) for at, (x, part) in enumerate(zip(tensors, parts, strict=True))
+    ]
+    pieces += map(block_of, empty)
+    return SplitTensor(torch.cat(pieces, dim), result)
+
+
+def _places(
+    name: str, base: Decomposition, at: int, shapes: Sequence[tuple[int, ...]], dim: int
+) -> tuple[Decomposition, list[Decomposition]]:
+    # Layout of a concatenation, and the layout of each tensor within it.
+    dims = len(base.shape)
+    if not -dims <= dim < dims:
+        raise IndexError(f"{name}: dim {dim} is out of range for tensors of {dims} dimensions")
+    dim %= dims
+    for number, shape in enumerate(shapes):
+        if len(shape) != dims or any(n != base.shape[d] for d, n in enumerate(shape) if d != dim):
+            raise ShapeError(
+                f"{name}: tensor {at} has the global shape {base.shape} but tensor {number} {shape}, which"
+                f" must agree but in dimension {dim}"
+            )
+    extents = [shape[dim] for shape in shapes]
+    cut = dim in base.axes
+    whole = layout_choice.joined(extents, at, base.splits[dim]) if cut else Balanced(sum(extents), 1)
+    result = lay.with_splits(base, {dim: whole})
+    starts = accumulate(extents, initial=0)
+    places = [
+        layout_choice.sliced(whole, start, start + n, 1)[0] for start, n in zip(starts, extents, strict=False)
+    ]
+    return result, [lay.with_splits(base, {dim: place}) for place in places]
+
+
+@rule("movement", "stack")
+@composition
+def stack(tensors: Any, dim: int) -> Any:
+    """Each rank stacks its blocks, cut as the largest tensor is."""
+    return torch.cat([torch.unsqueeze(x, dim) for x in tensors], dim)
+
+
+@checked_rule("movement", *"hstack vstack dstack row_stack column_stack".split())
+def stacked(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """As ``cat`` of tensors with more dimensions."""
+    tensors, name = args[0], func.__name__
+    if name == "column_stack":
+        wide = [composed(torch.Tensor.reshape, x, (-1, 1)) if x.dim() < 2 else x for x in tensors]
+        return composed(torch.cat, wide, 1)
+    least: Any = {"hstack": torch.atleast_1d, "dstack": torch.atleast_3d}.get(name, torch.atleast_2d)
+    more = [composed(least, x) for x in tensors]
+    dim = {"hstack": 0 if more[0].dim() == 1 else 1, "dstack": 2}.get(name, 0)
+    return composed(torch.cat, more, dim)
+
+
+def _of_all(function: Any) -> Any:
+    # Handler of a function of any number of tensors, as a composition of others.
+    @wraps(function)
+    def called(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return composed(function, *args) if any_cut(args) else on_whole_tensors(func, args, kwargs)
+
+    return called
+
+
+@checked_rule("movement", torch.block_diag)
+@_of_all
+def block_diagonal(*tensors: Any) -> Any:
+    """As ``cat`` of padded rows."""
+    # Of numbers among matrices, only the kind counts.
+    dtype = torch.block_diag(*(torch.empty((0,) * x.dim(), dtype=x.dtype) for x in tensors)).dtype
+    blocks = [torch.atleast_2d(x).to(dtype) for x in tensors]
+    ends = [*accumulate((x.shape[1] for x in blocks), initial=0)]
+    sides = [(start, ends[-1] - stop) for start, stop in pairwise(ends)]
+    return torch.cat([F.pad(x, around) for x, around in zip(blocks, sides, strict=True)])
+
+
+@checked_rule("movement", torch.cartesian_prod)
+@_of_all
+def products_of_sets(*tensors: Any) -> Any:
+    """As ``stack`` of the grids of ``meshgrid``."""
+    if len(tensors) == 1:
+        return tensors[0].view_as(tensors[0])
+    return torch.stack([grid.reshape(-1) for grid in torch.meshgrid(*tensors, indexing="ij")], 1)
+
+
+@rule(
+    "movement",
+    *"split split_with_sizes chunk tensor_split unsafe_chunk unsafe_split unsafe_split_with_sizes".split(),
+    *"hsplit vsplit dsplit".split(),
+)
+@of_cut(uncut=True)
+def taken_apart(call: Call, site: Site, x: SplitTensor, dim: int = 0, **_: Any) -> Any:
+    """Each rank keeps its elements of each part."""
+    func, (_x, *rest), kwargs = call
+    dim = {"hsplit": min(1, x.dim() - 1), "vsplit": 0, "dsplit": 2}.get(func.__name__, dim)
+    found = func(on_shape(x), *rest, **kwargs)
+    dim = positive(dim, x.dim())
+    starts = accumulate((part.shape[dim] for part in found), initial=0)
+    return type(found)(
+        narrowed(x, dim, start, part.shape[dim]) for start, part in zip(starts, found, strict=False)
+    )
+
+
+@checked_rule("movement", "glu")
+@composition
+def gated(x: Any, dim: int) -> Any:
+    """One half of a dimension times the sigmoid of the other; if it is cut, one half moves."""
+    values, gates = torch.chunk(x, 2, dim)
+    return values * torch.sigmoid(gates)
+
+
+_T: Any = torch.Tensor
+
+
+def _enter(
+    *names: Any,
+    dims: tuple[Any, ...] | None,
+    doc: str,
+    gone: bool = False,
+    new: tuple[str, ...] = (),
+    view: bool = False,
+) -> None:
+    # ``dims`` must be uncut: numbers, or names of arguments with them; None for all dimensions. ``gone``: the
+    # result does not have them. ``new``: arguments with positions of new dimensions, which otherwise come
+    # last. ``view``: torch returns a view.
+    @of_cut(uncut=True, plain="an argument beside the tensor is split")
+    def handler(call: Call, site: Site, x: SplitTensor, **given: Any) -> SplitTensor:
+        """Needs dimensions uncut: others are cut instead."""
+        func, (_x, *rest), kwargs = call
+        count = len(x._layout.shape)
+        found: Any = range(count) if dims is None else [given.get(d, d) for d in dims]
+        each_of = (each if isinstance(each, (tuple, list)) else (each,) for each in found)
+        whole = [positive(d, count) for each in each_of for d in each]
+        local, layout = with_whole(site, x, whole)
+        y = func(local, *rest, **kwargs)
+        order = [None if d in whole else d for d in range(count) if not (gone and d in whole)]
+        for at in sorted(given[name] % y.dim() for name in new):
+            order.insert(at, None)
+        result = laid_out(layout, [*order, *(None,) * (y.dim() - len(order))], y)
+        if not view:
+            return SplitTensor(y, result)
+        strides = strides_of(x, lambda memory: func(memory, *rest, **kwargs))
+        return seen_of(x, y, result, strides, layout is not x._layout)
+
+    checked_rule("movement", *names, doc=doc)(handler)
+
+
+_ORDER = "Reorders elements of some dimensions; if one is cut, another dimension is cut instead."
+_WINDOWS = "Windows along a dimension; if it is cut, another one is cut instead."
+_DIAGONALS = "Diagonals over two dimensions; if one is cut, another dimension is cut instead."
+_ONTO_DIAGONALS = "Builds or takes diagonals; if their dimensions are cut, another one is cut instead."
+_enter("flip", "rot90", dims=("dims",), doc=_ORDER)
+_enter("flipud", dims=(0,), doc=_ORDER)
+_enter("fliplr", "channel_shuffle", "native_channel_shuffle", dims=(1,), doc=_ORDER)
+_enter(_T.unfold, dims=("dimension",), view=True, doc=_WINDOWS)
+_enter("diagonal", dims=("dim1", "dim2"), gone=True, view=True, doc=_DIAGONALS)
+_enter("diag", "diagflat", dims=None, gone=True, doc=_ONTO_DIAGONALS)
+_enter("diag_embed", dims=(-1,), gone=True, new=("dim1", "dim2"), doc=_ONTO_DIAGONALS)
+
+
+@checked_rule("movement", "roll")
+@of_cut(uncut=True)
+def rolled(call: Call, site: Site, x: SplitTensor, shifts: Any, dims: Any) -> Any:
+    """Each rank rolls its block; along a cut dimension elements move to other blocks."""
+    shifts, dims = ((each,) if isinstance(each, int) else tuple(each or ()) for each in (shifts, dims))
+    if not dims:
+        return reshape(composed(call[0], reshape(x, (-1,)), shifts[0], 0), x._layout.shape)
+    cut, count = x._layout.cut_dims, len(x._layout.shape)
+    here = [(s, d) for s, d in zip(shifts, dims, strict=True) if positive(d, count) not in cut]
+    y = SplitTensor(
+        torch.roll(checked_block(x), *map(tuple, zip(*here, strict=True))) if here else checked_block(x),
+        x._layout,
+    )
+    for number, (shift, dim) in enumerate(zip(shifts, dims, strict=True)):
+        if dim % count in cut:
+            y = _rolled_along(site, y, shift, dim % count, number)
+    return SplitTensor(y._local.clone(), y._layout) if y._local is x._local else y
+
+
+def _rolled_along(site: Site, x: SplitTensor, shift: int, dim: int, number: int) -> SplitTensor:
+    extent = x._layout.shape[dim]
+    shift = shift % extent if extent else 0
+    if not shift:
+        return x
+    split, me = x._layout.splits[dim], x._layout.partition.index
+    part = 0 if me is None else me[x._layout.axes.index(dim)]
+    pieces = []
+    # The end of the dimension becomes its start.
+    for at, (start, stop, to) in enumerate(((extent - shift, extent, 0), (0, extent - shift, shift))):
+        source, within = layout_choice.sliced(split, start, stop, 1)
+        target = layout_choice.sliced(split, to, to + stop - start, 1)[0]
+        low, high = within[part]
+        mine, wanted = (lay.with_splits(x._layout, {dim: each}) for each in (source, target))
+        piece = checked_block(x).narrow(dim, low, high - low)
+        pieces.append(
+            redistributed(site, piece, mine, wanted, f"roll {number}, {'end' if at == 0 else 'start'}")
+        )
+    return SplitTensor(torch.cat(pieces, dim), x._layout)
+
+
+@rule("movement", "pixel_shuffle", "pixel_unshuffle")
+@of_cut(uncut=True, empty=False)
+def pixels_shuffled(call: Call, site: Site, x: SplitTensor, **given: Any) -> Any:
+    """Each rank shuffles its block; blocks end at whole elements of the result."""
+    func, up, factor = call[0], "upscale_factor" in given, int(*given.values())
+
+    def make() -> tuple[Decomposition, Decomposition]:
+        shape = tuple(func(on_shape(x), factor).shape)
+        channels, *space = range(len(shape))[-3:]
+        units = {channels: factor**2} if up else dict.fromkeys(space, factor)
+        source = layout_choice.multiples(x._layout, units)
+        splits = {
+            d: layout_choice.scaled(source.splits[d], shape[d], x._layout.shape[d] or 1)
+            for d in (channels, *space)
+        }
+        return source, lay.with_splits(source, splits)
+
+    source, result = derived(x, (func, factor), make)
+    local = redistributed(site, checked_block(x), x._layout, source, "shuffled")
+    here = result.box(result.partition.me).shape
+    return SplitTensor(func(local, factor) if local.numel() else local.reshape(here), result)
+
+
+@checked_rule("movement", "triu", "tril")
+@of_cut(uncut=True)
+def triangle(call: Call, site: Site, x: SplitTensor, diagonal: int) -> Any:
+    """Each rank keeps its part of the triangle."""
+    row, column = x._layout.box(x._layout.partition.me).start[-2:]
+    return SplitTensor(call[0](checked_block(x), diagonal + row - column), x._layout)

@@ -1,0 +1,518 @@
+"""Reductions: of blocks first, then over the ranks; results have torch's dtypes."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.nn import functional as F  # noqa: N812
+
+from distdl_rma.layers.checks.gradient_origin import warn_user
+from distdl_rma.layers.dtypes import sum_dtype
+from distdl_rma.layers.ops.core.autograd import OperatorFunction, first_derivative
+from distdl_rma.layers.split.calls.signatures import mapped, tensors_in
+from distdl_rma.layers.split.calls.site import Site
+from distdl_rma.layers.split.calls.table import Call
+from distdl_rma.layers.split.calls.torch_errors import checked_rule
+from distdl_rma.layers.split.functions.pointwise import pointwise
+from distdl_rma.layers.split.operands import as_blocks, common_layout, of_any_cut, of_cut, on_whole_tensors
+from distdl_rma.layers.split.redistribution import reduced
+from distdl_rma.layers.split.reduction_axes import Along, OnBlock, chosen_dims, positive, with_whole
+from distdl_rma.layers.split.tensor import SplitTensor, checked_block, composed
+
+
+def summed_dtype(x: torch.Tensor, dtype: torch.dtype | None) -> torch.dtype:
+    """Dtype of a sum in torch."""
+    if dtype is not None:
+        return dtype
+    return x.dtype if x.is_floating_point() or x.is_complex() else torch.int64
+
+
+@checked_rule("reduction", "sum", "nansum", "mean", "nanmean", "count_nonzero")
+@of_cut()
+def sums(call: Call, site: Site, x: SplitTensor, dim: Any, keepdim: bool = False, dtype: Any = None) -> Any:
+    """Each rank sums its block, short types in a longer one; ranks sum the results."""
+    name = call[0].__name__
+    along = Along.of(site, x, dim)
+    local, dims = along.local, along.dims
+    if name == "count_nonzero":
+        return along.result(along.summed((local != 0).sum(dims, keepdim=True)), keepdim)
+    values = local if dtype is None else local.to(dtype)
+    dtype = summed_dtype(local, dtype)
+    # A sum of bools is whether any is true.
+    wide = torch.int64 if dtype is torch.bool else sum_dtype(dtype)
+    y = along.summed((torch.nansum if name.startswith("nan") else torch.sum)(values, dims, True, dtype=wide))
+    if name == "mean":
+        y = y / along.count
+    if name == "nanmean":
+        y = y / along.summed(values.isnan().logical_not().sum(dims, keepdim=True))
+    return along.result(y.to(dtype), keepdim)
+
+
+@checked_rule("reduction", "any", "all")
+@of_cut()
+def truth(call: Call, site: Site, x: SplitTensor, dim: Any, keepdim: bool) -> Any:
+    """Each rank reduces its block, then all ranks."""
+    func, *_ = call
+    if isinstance(dim, (tuple, list)) and not dim:
+        # Unlike for sums, an empty list means each element.
+        return SplitTensor(func(checked_block(x), ()), x._layout)
+    along = Along.of(site, x, dim)
+    y = func(along.local, along.dims, keepdim=True)
+    if along.cut:
+        y = reduced(site, y, along.ranks, "max" if func.__name__ == "any" else "min")
+    return along.result(y, keepdim)
+
+
+# The gradient of a block, from those of the whole result, the block and the whole result.
+Slope = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+class _OfWhole(OperatorFunction):
+    # A result of the blocks of all ranks. The gradient is torch's for the whole: partial results of a block
+    # are no part of it, since they may be infinite or NaN where the whole is not.
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, result: torch.Tensor, slope: Slope) -> torch.Tensor:
+        ctx.save_for_backward(x, result)
+        ctx.slope = slope
+        return result.clone()
+
+    @staticmethod
+    @first_derivative
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
+        return ctx.slope(gradient, *ctx.saved_tensors), None, None
+
+
+def of_whole(along: Along, reduce: OnBlock, slope: Slope) -> torch.Tensor:
+    """Reduce the blocks, then the ranks' results; the gradient is ``slope(gradient, block, result)``.
+
+    If no reduced dimension is cut, it is torch's of the block, with all further derivatives.
+    """
+    if not along.cut:
+        return reduce(along.local)
+    with torch.no_grad():
+        result = reduce(along.together(along.partial(reduce), "results of ranks"))
+    y: torch.Tensor = _OfWhole.apply(along.local, result, slope)
+    return y
+
+
+@checked_rule("reduction", "logsumexp")
+@of_cut()
+def logsumexp(call: Call, site: Site, x: SplitTensor, dim: Any, keepdim: bool) -> Any:
+    """Each rank reduces its block; every rank gets all results and reduces these."""
+    along = Along.of(site, x, dim)
+    exact = along.local.dtype.is_floating_point or along.local.dtype.is_complex
+    dtype = along.local.dtype if exact else torch.get_default_dtype()
+    # A short dtype would round twice, and the gradient is an exponential of the rounded result.
+    along.local = along.local.to(sum_dtype(dtype))
+    y = of_whole(
+        along, lambda y: torch.logsumexp(y, along.dims, True), lambda g, x, y: g * (x - y).exp().conj()
+    )
+    return along.result(y.to(dtype), keepdim)
+
+
+@checked_rule("reduction", "prod")
+@of_cut()
+def product(call: Call, site: Site, x: SplitTensor, dim: Any, keepdim: bool, dtype: Any = None) -> Any:
+    """Each rank multiplies its block; every rank gets all results. Zeros need whole dimensions in a graph."""
+    along = Along.of(site, x, dim)
+    dtype = summed_dtype(along.local, dtype)
+    along.local = along.local.to(sum_dtype(dtype))
+
+    def multiply(y: torch.Tensor) -> torch.Tensor:
+        # Torch multiplies along one dimension only.
+        for d in along.dims:
+            y = y.prod(d, keepdim=True)
+        return y
+
+    if not along.cut:
+        return along.result(multiply(along.local).to(dtype), keepdim)
+    needs = along.local.requires_grad and torch.is_grad_enabled()
+    # As in torch, the gradient is result / element, unless there is a zero anywhere.
+    if needs and reduced(site, (along.local == 0).any(), along.layout.partition.ranks, "max", "zeros"):
+        along.local, along.layout = with_whole(site, SplitTensor(along.local, along.layout), along.dims)
+        if dim is None:
+            y = along.local.prod().view((1,) * x.dim())
+        else:
+            # Torch has another gradient for a tensor without zeros, as this block may be.
+            y = torch.stack([along.local, torch.zeros_like(along.local)]).prod(along.dims[0] + 1, True)[0]
+        return along.result(y.to(dtype), keepdim)
+    return along.result(of_whole(along, multiply, lambda g, x, y: g * (y / x).conj()).to(dtype), keepdim)
+
+
+@checked_rule("reduction", "var", "std", "var_mean", "std_mean")
+@of_cut(uncut=True)
+def variance(
+    call: Call, site: Site, x: SplitTensor, dim: Any, unbiased: Any, keepdim: bool, correction: Any
+) -> Any:
+    """Ranks sum the mean first, then squared distances from it."""
+    func, *_ = call
+    # The second positional argument is the dimensions, or ``unbiased``.
+    if isinstance(dim, bool):
+        passed = call[1][2:]
+        dim, unbiased, keepdim = None, dim, passed[0] if passed else keepdim
+    if correction is None:
+        correction = 1 if "correction" in call[2] or unbiased else 0
+    along = Along.of(site, x, dim)
+    dtype, dims, cut, fails = along.local.dtype, along.dims, along.cut, correction >= along.count
+
+    def of_block() -> Any:
+        y = func(along.local, dim, correction=correction, keepdim=True)
+        return mapped(lambda each: along.result(each, keepdim), y)
+
+    if not (cut or fails) and along.local.numel():
+        return of_block()
+    if fails or not cut:
+        # As in torch, results and gradients are infinite or NaN. An empty block has none, but torch warns.
+        along.local, along.layout = with_whole(along.site, x, dims)
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            found = of_block()
+        for each in warned if fails else ():
+            warn_user(str(each.message), each.category)
+        return found
+    values = along.local.to(sum_dtype(dtype))
+    mean = along.summed(values.sum(dims, keepdim=True)) / along.count
+    degrees, centre, is_std = along.count - correction, mean.detach(), func.__name__.startswith("std")
+    with torch.no_grad():
+        y = along.summed((values - centre).abs().square().sum(dims, keepdim=True))
+        y = y / torch.tensor(degrees, dtype=y.dtype)
+
+    def slope(gradient: torch.Tensor, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        by_variance = torch.where(y == 0, 0, gradient / (2 * y)) if is_std else gradient
+        return torch.mul(2 / degrees * by_variance, x - centre)
+
+    y = _OfWhole.apply(values, y.sqrt() if is_std else y, slope)
+    found = along.result(y.to(dtype.to_real()), keepdim)
+    if not func.__name__.endswith("_mean"):
+        return found
+    return found, along.result(mean.to(dtype), keepdim)
+
+
+def norm_along(along: Along, order: float) -> torch.Tensor:
+    """Norm of an order but 0 over the blocks of all ranks; it is finite if a reduced dimension is cut.
+
+    Reduced dimensions have extent 1.
+    """
+
+    def slope(gradient: torch.Tensor, x: torch.Tensor, norm: torch.Tensor) -> torch.Tensor:
+        if order == 1:
+            return gradient * x.sgn()
+        if order == 2:
+            return gradient * torch.where(norm == 0, 0, x / norm)
+        powers = x.sgn() * x.abs() ** (order - 1)
+        if order < 1:
+            return torch.where(x == 0, 0, powers) * gradient * norm ** (1 - order)
+        return powers * torch.where(norm == 0, 0, gradient / norm ** (order - 1))
+
+    return of_whole(along, lambda y: torch.linalg.vector_norm(y, order, along.dims, True), slope)
+
+
+@checked_rule("norm", "vector_norm")
+@of_cut()
+def vector_norm(
+    call: Call, site: Site, x: SplitTensor, ord: Any, dim: Any, keepdim: bool, dtype: torch.dtype | None
+) -> Any:
+    """Each rank computes the norm of its block, of any order; ranks combine these norms."""
+    x = x if dtype is None else composed(torch.Tensor.to, x, dtype)
+    order, found = float(ord), x.dtype.to_real()
+    along = Along.of(site, x, dim)
+    if abs(order) == torch.inf and along.cut:
+        return _extreme(Along.of(site, composed(torch.abs, x), dim), order > 0, keepdim, True, True)
+    along.local = along.local.to(sum_dtype(x.dtype))
+    if order == 0:
+        counts = torch.linalg.vector_norm(along.local, 0, along.dims, True)
+        return along.result(along.summed(counts).to(found), keepdim)
+    return along.result(norm_along(along, order).to(found), keepdim)
+
+
+@checked_rule("norm", torch.norm, torch.Tensor.norm, torch.linalg.norm, torch.linalg.matrix_norm, "dist")
+@of_any_cut
+def norm(call: Call, site: Site, x: Any, **given: Any) -> Any:
+    """Ranks combine norms of their blocks; norms of singular values need whole matrices."""
+    func, *_ = call
+    vector_norm = torch.linalg.vector_norm
+    if 0 in x.shape:
+        return on_whole_tensors(*call)
+    if func.__name__ == "dist":
+        return composed(vector_norm, composed(torch.sub, x, given["other"]), given["p"])
+    dim, keepdim, dtype = given["dim"], given["keepdim"], given["dtype"]
+    if func in (torch.norm, torch.Tensor.norm):
+        order = 2 if given["p"] in ("fro", None) else given["p"]
+        by = _norm_of_matrices if isinstance(order, str) else vector_norm
+        return composed(by, x, order, dim, keepdim, dtype=dtype)
+    order = given["ord"]
+    if dim is None and order is not None:
+        dim = tuple(range(x.dim()))
+    as_vector = order is None or not (isinstance(dim, (tuple, list)) and len(dim) == 2)
+    if as_vector or order == "fro":
+        return composed(vector_norm, x, 2 if order in (None, "fro") else order, dim, keepdim, dtype=dtype)
+    if order in ("nuc", 2, -2):
+        return composed(_norm_of_matrices, x, order, dim, keepdim, dtype)
+    x = x if dtype is None else composed(torch.Tensor.to, x, dtype)
+    first, second = (positive(d, x.dim()) for d in dim)
+    if abs(order) != 1:
+        first, second = second, first
+    sums = composed(torch.sum, composed(torch.abs, x), first, keepdim)
+    second -= not keepdim and second > first
+    return composed(torch.amax if order > 0 else torch.amin, sums, second, keepdim)
+
+
+def _norm_of_matrices(x: Any, order: Any, dim: Any, keepdim: bool, dtype: Any) -> Any:
+    # By singular values; the order is "nuc", 2 or -2.
+    dims = chosen_dims(dim, x.dim())
+    values = torch.linalg.svdvals(x.to(dtype or x.dtype).movedim(dims, (-2, -1)))
+    found = values.sum(-1) if order == "nuc" else values.amax(-1) if order == 2 else values.amin(-1)
+    for d in dims if keepdim else ():
+        found = found.unsqueeze(d)
+    return found
+
+
+@checked_rule("reduction", "equal", "allclose")
+@of_any_cut
+def comparison(call: Call, site: Site, x: Any, other: Any, **given: Any) -> bool:
+    """Each rank compares its blocks; true on all ranks if it is true on each of them."""
+    func, *_ = call
+    if func.__name__ == "equal" and tuple(x.shape) != tuple(other.shape):
+        return False
+    result = common_layout(func, [x, other])
+    blocks = as_blocks(site, (x, other), result)
+    alike = torch.tensor([bool(func(*(block.detach() for block in blocks), **given))])
+    return bool(reduced(site, alike, result.partition.ranks, "min"))
+
+
+class _Softmax(OperatorFunction):
+    # Softmax, or its logarithm, over one cut dimension.
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, along: Along, log: bool) -> torch.Tensor:
+        (d,) = along.dims
+        if x.shape[d]:
+            most = x.amax(d, True)
+            # A row of -inf gives NaN, as in torch.
+            local = torch.cat([most, (x - most).exp().sum(d, keepdim=True)], d)
+        else:
+            local = x
+        pairs = along.together(local, "maxima and sums", 2).unflatten(d, (-1, 2))
+        tops, sums = pairs.unbind(d + 1)
+        most = tops.amax(d, True)
+        # A rank with only -inf adds nothing.
+        total = torch.where(tops == -torch.inf, 0, sums * (tops - most).exp()).sum(d, keepdim=True)
+        total = torch.where(most == -torch.inf, torch.nan, total)
+        y: torch.Tensor = x - most - total.log() if log else (x - most).exp() / total
+        ctx.save_for_backward(y)
+        ctx.site, ctx.ranks, ctx.dims, ctx.log = along.site, along.ranks, along.dims, log
+        ctx.machine = along.site.machine
+        return y
+
+    @staticmethod
+    @first_derivative
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
+        (y,) = ctx.saved_tensors
+        weighted = gradient if ctx.log else gradient * y
+        total = weighted.sum(ctx.dims, keepdim=True)
+        total = reduced(ctx.site, total, ctx.ranks, what="gradient, sums")
+        return (gradient - y.exp() * total if ctx.log else weighted - y * total), None, None
+
+
+@checked_rule("reduction", "softmax", "log_softmax", "softmin")
+@of_cut(empty=False)
+def softmax(
+    call: Call, site: Site, x: SplitTensor, dim: int | None, dtype: torch.dtype | None, **_stack: Any
+) -> Any:
+    """If the dimension is cut, ranks exchange their largest elements and sums in one message."""
+    func, *_ = call
+    # Torch's default, if the user names no dimension.
+    dim = dim if dim is not None else 0 if x.dim() in (0, 1, 3) else 1
+    if func is F.softmin:
+        return composed(torch.softmax, composed(torch.neg, x), dim, dtype=dtype)
+    along = Along.of(site, x, dim)
+    if not along.cut:
+        return SplitTensor(func(*(along.local, along.dims[0]), dtype=dtype), along.layout)
+    log = func.__name__.endswith("log_softmax")
+    local = along.local if dtype is None else along.local.to(dtype)
+    wide, along.local = local.to(sum_dtype(local.dtype)), local.detach()
+    y: torch.Tensor = _Softmax.apply(wide, along, log)
+    return SplitTensor(y.to(local.dtype), along.layout)
+
+
+# Integer dtypes of as many bits, for keys in the order of the numbers; NaN is beyond all others.
+_KEYS = {
+    torch.float64: torch.int64,
+    torch.float32: torch.int32,
+    torch.float16: torch.int16,
+    torch.bfloat16: torch.int16,
+}
+_NOWHERE = torch.iinfo(torch.int64).max
+
+
+def _keys(x: torch.Tensor, largest: bool) -> torch.Tensor:
+    kind = _KEYS.get(x.dtype)
+    if kind is None:
+        return x
+    bounds = torch.iinfo(kind)
+    words = x.view(kind)
+    keys = torch.where(words < 0, words ^ bounds.max, words)
+    return torch.where(x.isnan(), bounds.max if largest else bounds.min, keys)
+
+
+def _numbers(keys: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    if dtype not in _KEYS:
+        return keys
+    return torch.where(keys < 0, keys ^ torch.iinfo(keys.dtype).max, keys).view(dtype)
+
+
+def _worst(dtype: torch.dtype, largest: bool) -> float:
+    # A value that no element of the dtype is worse than, for blocks without elements.
+    if dtype.is_floating_point:
+        return -torch.inf if largest else torch.inf
+    if dtype is torch.bool:
+        return not largest
+    return torch.iinfo(dtype).min if largest else torch.iinfo(dtype).max
+
+
+def _of_ranks(along: Along, y: torch.Tensor, largest: bool) -> torch.Tensor:
+    # The extreme over the ranks, outside of autograd.
+    if not along.cut:
+        return y.detach()
+    keys = reduced(
+        along.site, _keys(y.detach(), largest), along.ranks, "max" if largest else "min", "extreme"
+    )
+    return _numbers(keys, y.dtype)
+
+
+def _is_extreme(x: torch.Tensor, extreme: torch.Tensor) -> torch.Tensor:
+    equal = x == extreme
+    return equal | (x.isnan() & extreme.isnan()) if x.is_floating_point() else equal
+
+
+def _nothing(along: Along, largest: bool) -> torch.Tensor | None:
+    # The worst value in place of an empty block's result, in its graph; None if the block has elements.
+    local, dims = along.local, along.dims
+    if not along.count or local.dtype.is_complex or all(local.shape[d] for d in dims):
+        return None
+    nothing = local.sum(dims, keepdim=True)
+    return (nothing * 0 + _worst(local.dtype, largest)).to(local.dtype)
+
+
+class _Chosen(OperatorFunction):
+    # The extreme over the ranks; the rank that has the element gets the gradient.
+    @staticmethod
+    def forward(ctx: Any, _own: torch.Tensor, extreme: torch.Tensor, mine: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(mine)
+        return extreme.clone()
+
+    @staticmethod
+    @first_derivative
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
+        (mine,) = ctx.saved_tensors
+        return gradient.where(mine, 0), None, None
+
+
+class _Shared(OperatorFunction):
+    # The extreme over the ranks; all elements that are equal to it share the gradient.
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, extreme: torch.Tensor, along: Along, nan_too: bool, multiplies: bool
+    ) -> torch.Tensor:
+        ctx.save_for_backward(x, extreme)
+        ctx.site, ctx.ranks, ctx.dims, ctx.how = along.site, along.ranks, along.dims, (nan_too, multiplies)
+        ctx.machine = along.site.machine
+        return extreme.clone()
+
+    @staticmethod
+    @first_derivative
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
+        x, extreme = ctx.saved_tensors
+        nan_too, multiplies = ctx.how
+        equal = _is_extreme(x, extreme) if nan_too else x == extreme
+        count = equal.sum(ctx.dims, keepdim=True)
+        count = reduced(ctx.site, count, ctx.ranks, what="gradient, equal elements")
+        # As in torch: a gradient that is NaN, as where no element equals NaN, is multiplied by 0 or not read.
+        share = gradient / count
+        return share * equal if multiplies else torch.where(equal, share, 0), None, None, None, None
+
+
+def _extreme(along: Along, largest: bool, keepdim: bool, nan_too: bool, multiplies: bool) -> SplitTensor:
+    function = torch.amax if largest else torch.amin
+    x = along.local
+    found = _nothing(along, largest)
+    y = _of_ranks(along, function(x.detach(), along.dims, True) if found is None else found, largest)
+    if x.requires_grad and torch.is_grad_enabled():
+        y = _Shared.apply(x, y, along, nan_too, multiplies)
+    return along.result(y, keepdim)
+
+
+@checked_rule("reduction", "amax", "amin", "aminmax")
+@of_cut()
+def extremes(call: Call, site: Site, x: SplitTensor, dim: Any, keepdim: bool) -> Any:
+    """Each rank reduces its block, then all ranks; equal elements of all ranks share the gradient."""
+    along, name = Along.of(site, x, dim), call[0].__name__
+    if name != "aminmax":
+        return _extreme(along, name == "amax", keepdim, False, True)
+    low, high = (_extreme(along, largest, keepdim, False, True) for largest in (False, True))
+    return torch.return_types.aminmax((low, high))
+
+
+@checked_rule("reduction", "max", "min")
+@of_any_cut
+def largest(call: Call, site: Site, x: Any, dim: Any, keepdim: bool, other: Any) -> Any:
+    """Of all elements, along a dimension with the first index, or of two tensors elementwise."""
+    name, both = call[0].__name__, tensors_in(x, dim, other)
+    if len(both) > 1:
+        return pointwise(torch.maximum if name == "max" else torch.minimum, tuple(both), {})
+    along = Along.of(site, x, dim)
+    if dim is None:
+        return _extreme(along, name == "max", False, True, False)
+    values, indices = _with_index(along, name == "max")
+    return getattr(torch.return_types, name)((along.result(values, keepdim), along.result(indices, keepdim)))
+
+
+def _with_index(along: Along, largest: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    # The extreme along one dimension, differentiable, and its global index.
+    function: Any = torch.max if largest else torch.min
+    (d,) = along.dims
+    values = _nothing(along, largest)
+    if values is None:
+        values, indices = function(along.local, d, True)
+        indices = indices + along.layout.box(along.layout.partition.me).bounds[d][0]
+    else:
+        indices = torch.full(values.shape, _NOWHERE)
+    if not along.cut:
+        return values, indices
+    extreme, first = _first(along, values, indices, largest)
+    if values.requires_grad and torch.is_grad_enabled():
+        extreme = _Chosen.apply(values, extreme, indices == first)
+    return extreme, first
+
+
+def _first(
+    along: Along, values: torch.Tensor, indices: torch.Tensor, largest: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    # The extreme over the ranks, and its first index.
+    extreme = _of_ranks(along, values, largest)
+    indices = indices.where(_is_extreme(values.detach(), extreme), _NOWHERE)
+    return extreme, reduced(along.site, indices, along.ranks, "min", "first index")
+
+
+@checked_rule("reduction", "argmax", "argmin")
+@of_cut()
+def index_of_largest(call: Call, site: Site, x: SplitTensor, dim: Any, keepdim: bool) -> Any:
+    """Global index of the first of equal elements; without a dimension, among all elements."""
+    largest, along = call[0].__name__ == "argmax", Along.of(site, x, dim)
+    along.local = along.local.detach()
+    if dim is not None:
+        return along.result(_with_index(along, largest)[1], keepdim)
+    local, shape = along.local, along.layout.shape
+    value, index = _nothing(along, largest), torch.tensor(_NOWHERE)
+    if value is None:
+        found = local.argmax() if largest else local.argmin()
+        places = torch.unravel_index(found, local.shape)
+        value, index = local[places].view((1,) * len(shape)), torch.tensor(0)
+        bounds = along.layout.box(along.layout.partition.me).bounds
+        for at, (start, _), n in zip(places, bounds, shape, strict=True):
+            index = index * n + at + start
+    # The first index in the order of the whole tensor, not of the ranks.
+    index = index.view((1,) * len(shape))
+    return along.result(_first(along, value, index, largest)[1] if along.cut else index, keepdim)

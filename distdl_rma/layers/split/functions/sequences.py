@@ -1,0 +1,130 @@
+"""Attention and recurrent layers: a rank computes its queries, heads and samples, with all keys."""
+
+from __future__ import annotations
+
+from functools import partial
+from math import sqrt
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch.nn import functional as F  # noqa: N812
+
+from distdl_rma.layers.split import layout as lay
+from distdl_rma.layers.split.calls.signatures import mapped
+from distdl_rma.layers.split.calls.site import Site
+from distdl_rma.layers.split.calls.table import Call, rule
+from distdl_rma.layers.split.calls.torch_errors import checked_rule
+from distdl_rma.layers.split.functions.contractions import prepared, product_of
+from distdl_rma.layers.split.functions.shapes import frozen, uncut
+from distdl_rma.layers.split.operands import as_part, of_any_cut, of_cut, wholes
+from distdl_rma.layers.split.reduction_axes import with_whole
+from distdl_rma.layers.split.tensor import SplitTensor, composed, refused
+
+
+@checked_rule("contraction", "scaled_dot_product_attention")
+@of_any_cut
+def attention(call: Call, site: Site, query: Any, key: Any, value: Any, **given: Any) -> Any:
+    """Each rank computes its queries, heads and samples with all keys, and uses its rows of the mask."""
+    func, q, k, v = call[0], query, key, value
+    mask, dropout_p, causal, scale, enable_gqa = given.values()
+    operands = [q, k, v] if mask is None else [q, k, v, mask]
+    heads = frozen(q)[-3] if len(frozen(q)) > 2 else 1
+    if enable_gqa and frozen(k)[-3] != heads:
+        k, v = (composed(torch.repeat_interleave, x, heads // frozen(x)[-3], -3) for x in (k, v))
+        operands[1:3] = k, v
+    if not frozen(q)[-1]:
+        # Without features all products are zero, as with one feature that is zero.
+        (q, k), scale = (composed(F.pad, x, (0, 1)) for x in (q, k)), 1.0
+        operands[:2] = q, k
+    if dropout_p:
+        return _with_dropout(q, k, v, mask, dropout_p, causal, scale)
+    batch = [list(range(2 - len(frozen(x)), 0)) for x in operands]
+    ends = (("row", "in"), ("key", "in"), ("key", "out"), ("row", "key"))
+    labels = [[*names, *own] for names, own in zip(batch, ends, strict=False)]
+    longest = max(batch[:3], key=len)
+    # Rows of attention weights need all keys, and all features of a product.
+    _, work, blocks = prepared(func, operands, labels, [*longest, "row", "out"], ("key", "in"))
+    rows, keys = frozen(q)[-2], frozen(k)[-2]
+    first, stop = work.result.box(work.result.partition.me).bounds[-2]
+    if causal and stop - first != rows:
+        if mask is not None:
+            raise refused(func, "attn_mask and is_causal do not go together, as in torch")
+        # This rank's rows of the triangle.
+        blocks, causal = [*blocks, torch.ones(stop - first, keys, dtype=torch.bool).tril(first)], False
+    compute = partial(func, is_causal=bool(causal), scale=scale)
+    return SplitTensor(product_of(compute, operands, blocks, work.result), work.result)
+
+
+def _with_dropout(q: Any, k: Any, v: Any, mask: Any, dropout: float, causal: Any, scale: Any) -> Any:
+    # Composed of functions that have rules, among them dropout.
+    rows, keys = frozen(q)[-2], frozen(k)[-2]
+    weights = composed(torch.matmul, q, composed(torch.transpose, k, -2, -1))
+    weights = composed(torch.mul, weights, 1 / sqrt(frozen(q)[-1]) if scale is None else scale)
+    if causal:
+        mask = torch.ones(rows, keys, dtype=torch.bool).tril()
+    if mask is not None and mask.dtype == torch.bool:
+        weights = composed(torch.masked_fill, weights, composed(torch.logical_not, mask), float("-inf"))
+    elif mask is not None:
+        weights = composed(torch.add, weights, mask)
+    weights = composed(F.dropout, composed(F.softmax, weights, -1), dropout)
+    return composed(torch.matmul, weights, v)
+
+
+def _unguarded(function: Any) -> Any:
+    # Torch's own function, without the dispatch to overrides, which would recurse.
+    hidden = {**function.__globals__, "has_torch_function": lambda _: False}
+    copy = FunctionType(
+        function.__code__, hidden, function.__name__, function.__defaults__, function.__closure__
+    )
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return copy
+
+
+_MULTI_HEAD = _unguarded(F.multi_head_attention_forward)
+
+
+rule(
+    "contraction",
+    F.multi_head_attention_forward,
+    doc="Composed of functions that have rules: products, views, attention.",
+)(lambda func, args, kwargs: composed(_MULTI_HEAD, *args, **kwargs))
+_OF_STATES = "its states are split, its input is not"
+
+
+@rule("contraction", "lstm", "gru", "rnn_tanh", "rnn_relu")
+@of_any_cut
+def recurrent(call: Call, site: Site, x: Any, **_: Any) -> Any:
+    """Samples stay cut; time and features become whole. All ranks compute a single sample."""
+    func, (_x, states, weights, *others), kwargs = call
+    if not isinstance(weights, (list, tuple)) or kwargs:
+        raise refused(func, "packed sequences are not supported; pad them")
+    if not isinstance(x, SplitTensor):
+        raise refused(func, _OF_STATES)
+    _, _, dropout, training, _, batch_first = others
+    if dropout and training:
+        raise refused(func, "dropout between its layers; nn.Dropout between layers of their own is exact")
+    batch = 0 if batch_first else 1
+    local, layout = with_whole(site, x, [d for d in range(3) if d != batch], "sequences made whole")
+    weights = wholes(site, weights, layout, [f"weight {at}" for at in range(len(weights))])
+    several = isinstance(states, (list, tuple))
+    given = states if several else (states,)
+    row = lay.reordered(layout, [None, batch, None])
+    parts = [uncut(row, {0: frozen(h)[0], 2: frozen(h)[2]}) for h in given]
+    before = [as_part(site, h, part, part, at) for at, (h, part) in enumerate(zip(given, parts, strict=True))]
+    y, *after = func(local, before if several else before[0], weights, *others)
+    found = SplitTensor(y, uncut(layout, {2: y.shape[2]}))
+    return found, *(SplitTensor(h, part) for h, part in zip(after, parts, strict=True))
+
+
+@rule("contraction", "lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell")
+@of_cut(plain=_OF_STATES)
+def cell(call: Call, site: Site, x: SplitTensor, hx: Any, **given: Any) -> Any:
+    """Samples stay cut; features become whole."""
+    local, layout = with_whole(site, x, [1], "features made whole")
+    several = isinstance(hx, (list, tuple))
+    states, weights = hx if several else (hx,), list(given.values())
+    part = uncut(layout, {1: frozen(states[0])[1]})
+    before = [as_part(site, h, part, part, at) for at, h in enumerate(states)]
+    weights = wholes(site, weights, layout, [f"weight {at}" for at in range(len(weights))])
+    return mapped(lambda h: SplitTensor(h, part), call[0](local, before if several else before[0], *weights))

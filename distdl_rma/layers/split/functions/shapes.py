@@ -1,0 +1,260 @@
+"""Shapes and orders of dimensions: ranks reshape blocks; elements move if the results are no blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from itertools import pairwise
+from typing import Any, TypeVar
+
+import torch
+
+from distdl_rma.geometry.decomposition import Decomposition
+from distdl_rma.geometry.intervals import Balanced
+from distdl_rma.layers.split import layout as lay
+from distdl_rma.layers.split import layout_choice
+from distdl_rma.layers.split.calls.site import Site
+from distdl_rma.layers.split.calls.table import Call, rule
+from distdl_rma.layers.split.calls.torch_errors import checked_rule, raise_as_torch
+from distdl_rma.layers.split.operands import of_cut, on_whole_tensors, site_for
+from distdl_rma.layers.split.redistribution import redistributed
+from distdl_rma.layers.split.reduction_axes import laid_out, positive, with_whole
+from distdl_rma.layers.split.tensor import SplitTensor, checked_block, composed, refused
+from distdl_rma.layers.split.views import fills_memory, in_memory, seen_of, strides_of
+
+_T: Any = torch.Tensor
+_V = TypeVar("_V")
+
+
+def derived(x: SplitTensor, key: Any, make: Callable[[], _V]) -> _V:
+    """A value that follows from a tensor's layout and ``key``; kept by the machine."""
+    return lay.kept(x._layout.partition, "derived", (x._layout, key), make)
+
+
+def frozen(argument: Any) -> Any:
+    """Arguments of a call in a hashable form, with shapes in place of tensors."""
+    if isinstance(argument, torch.Tensor):
+        return tuple(argument.shape)
+    if isinstance(argument, (list, tuple)):
+        # A tensor without dimensions stands for a number.
+        return tuple(
+            each.item() if isinstance(each, torch.Tensor) and not each.dim() else frozen(each)
+            for each in argument
+        )
+    if isinstance(argument, dict):
+        return tuple(argument), frozen([*argument.values()])
+    return argument
+
+
+def uncut(layout: Decomposition, extents: dict[int, int]) -> Decomposition:
+    """Layout in which some uncut dimensions have other extents."""
+    return lay.with_splits(layout, {d: Balanced(n, 1) for d, n in extents.items()})
+
+
+def on_shape(x: SplitTensor) -> torch.Tensor:
+    """A tensor of the global shape on the meta device: torch computes shapes, or raises errors, with it."""
+    return torch.empty(x._layout.shape, dtype=x._local.dtype, device="meta")
+
+
+@rule(
+    "movement",
+    *"permute transpose swapaxes swapdims t movedim moveaxis adjoint".split(),
+    *(getattr(_T, name).__get__ for name in ("T", "mT", "H", "mH")),
+)
+def reordered(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Reorders dimensions; each rank keeps its block."""
+    x, *rest = args
+
+    def make() -> tuple[Decomposition, Any]:
+        # All extents differ, so they identify the dimensions.
+        probe = func(torch.empty(tuple(range(1, len(x._layout.shape) + 1)), device="meta"), *rest, **kwargs)
+        order = [n - 1 for n in probe.shape]
+        return lay.reordered(x._layout, order), strides_of(x, lambda whole: func(whole, *rest, **kwargs))
+
+    layout, strides = derived(x, (func, frozen(rest), frozen(kwargs), x._strides), make)
+    return seen_of(x, func(checked_block(x), *rest, **kwargs), layout, strides)
+
+
+@rule(
+    "movement",
+    *"view reshape flatten unflatten ravel view_as reshape_as squeeze unsqueeze".split(),
+    *"atleast_1d atleast_2d atleast_3d".split(),
+)
+def reshaped(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Each rank reshapes its block; elements move only if the result would not be cut into blocks.
+
+    If several dimensions are joined, the cut of the first one stays, at ends that fit. The cut of another one
+    moves to the first one, or to the longest dimension if the first one is too short. If none fits, every
+    rank gets a copy.
+    """
+    x, *rest = args
+    if isinstance(x, (list, tuple)):
+        return type(x)(composed(func, each) for each in x)
+    if func.__name__.startswith("atleast") and rest:
+        return tuple(composed(func, each) for each in args)
+    if func.__name__ in ("view_as", "reshape_as"):
+        (other,) = *rest, *kwargs.values()
+        func, rest, kwargs = getattr(_T, func.__name__[:-3]), [frozen(other)], {}
+        if not isinstance(x, SplitTensor):
+            return func(x, *rest)
+    if not isinstance(x, SplitTensor):
+        return on_whole_tensors(func, args, kwargs)
+    (*_, given) = x, *rest, *kwargs.values()
+    if func is _T.view and isinstance(given, torch.dtype):
+        if given.itemsize != x._local.dtype.itemsize:
+            raise refused(func, "a type of another size changes extents of blocks")
+        return seen_of(x, checked_block(x).view(given), x._layout, x._strides)
+
+    def make() -> tuple[Decomposition, Decomposition, Any]:
+        shape = tuple(func(on_shape(x), *rest, **kwargs).shape)
+        strides: Any = _COPIED
+        # Unlike reshape, ravel copies whatever is not contiguous.
+        if func.__name__ != "ravel" or in_memory(x).is_contiguous():
+            with suppress(RuntimeError):
+                strides = strides_of(x, lambda whole: whole.view(shape))
+        return *layout_choice.reshaped(x._layout, shape), strides
+
+    return _reshaped(func, x, *derived(x, (func, frozen(rest), frozen(kwargs), x._strides), make))
+
+
+def reshape(x: SplitTensor, shape: Sequence[int]) -> SplitTensor:
+    """``reshape`` by its rule, for other rules."""
+    found: SplitTensor = reshaped(_T.reshape, (x, tuple(shape)), {})
+    return found
+
+
+# Stands for the strides of what torch cannot show by a view.
+_COPIED = object()
+
+
+def _reshaped(
+    func: Any, x: SplitTensor, source: Decomposition, result: Decomposition, strides: Any
+) -> SplitTensor:
+    shape = result.box(result.partition.me).shape
+    if source is x._layout:
+        y, here = checked_block(x).reshape(shape), x._local.stride()
+        # Whether strides decrease, as in contiguous memory.
+        in_order = x._strides is not None or all(a >= b for a, b in pairwise(here))
+        copied = strides is _COPIED or not (in_order or _views(x, result.shape))
+        if copied and y.data_ptr() == x._local.data_ptr():
+            y = y.clone()
+        if strides is _COPIED:
+            return SplitTensor(y, result)
+        # Torch may return a copy of a view, so that the result counts as one on all ranks.
+        unsure = x._is_seen and func.__name__ in _MAY_COPY and x._strides is None and not fills_memory(x)
+        return seen_of(x, y, result, strides, unsure)
+    local = redistributed(site_for(func, x), checked_block(x), x._layout, source, "reshaped")
+    y = local.reshape(shape)
+    if strides is not _COPIED:
+        return seen_of(x, y, result, strides, True)
+    return SplitTensor(y.clone() if y.data_ptr() == x._local.data_ptr() else y, result)
+
+
+# Functions that return a view if possible, otherwise a copy.
+_MAY_COPY = "reshape", "flatten", "ravel"
+
+
+def _views(x: SplitTensor, shape: tuple[int, ...]) -> bool:
+    # Whether torch would return a view of the whole tensor, if its strides were ordered like the block's.
+    strides = x._local.stride()
+    order = sorted(range(len(strides)), key=lambda d: -strides[d])
+    memory = torch.empty([x._layout.shape[d] for d in order], device="meta")
+    try:
+        memory.permute([order.index(d) for d in range(len(order))]).view(shape)
+    except RuntimeError:
+        return False
+    return True
+
+
+@rule("movement", "expand", "expand_as", "broadcast_to")
+def expanded(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Each rank expands its block; expanded dimensions are whole on all ranks."""
+    x, *rest = args
+    if func is _T.expand_as:
+        (other,) = *rest, *kwargs.values()
+        func, rest, kwargs = _T.expand, [frozen(other)], {}
+    if not isinstance(x, SplitTensor):
+        return func(x, *rest, **kwargs)
+    shape = derived(
+        x, (func, frozen(rest), frozen(kwargs)), lambda: tuple(func(on_shape(x), *rest, **kwargs).shape)
+    )
+    return _expanded(func, x, shape)
+
+
+def _expanded(func: Any, x: SplitTensor, shape: tuple[int, ...]) -> SplitTensor:
+    ahead, mine = len(shape) - len(x._layout.shape), x._layout.shape
+    local, layout = with_whole(site_for(func, x), x, [d for d, n in enumerate(mine) if n != shape[d + ahead]])
+
+    def make() -> tuple[Decomposition, Any]:
+        longer = lay.reordered(layout, [*(None,) * ahead, *range(len(mine))])
+        result = uncut(longer, {d: n for d, n in enumerate(shape) if n != longer.shape[d]})
+        return result, strides_of(x, lambda whole: whole.expand(shape))
+
+    result, strides = derived(x, ("expanded", layout, shape, x._strides), make)
+    y = local.expand(result.box(result.partition.me).shape)
+    return seen_of(x, y, result, strides, layout is not x._layout)
+
+
+@rule("movement", "broadcast_tensors")
+def broadcast(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``expand`` of each tensor to the common shape; plain tensors stay plain."""
+    tensors = args[0] if len(args) == 1 and isinstance(args[0], (list, tuple)) else args
+    shape = torch.broadcast_shapes(*(tuple(frozen(x)) for x in tensors))
+    return type(tensors)(
+        _expanded(func, x, tuple(shape)) if isinstance(x, SplitTensor) else x.expand(shape) for x in tensors
+    )
+
+
+@checked_rule("movement", "meshgrid", torch._VF.meshgrid)  # type: ignore[attr-defined]
+def meshgrid(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``expand`` of each vector along its dimension; plain vectors stay plain."""
+    tensors = args[0] if len(args) == 1 and isinstance(args[0], (list, tuple)) else args
+    shapes = [frozen(x) for x in tensors]
+    if max(map(len, shapes)) > 1:
+        raise RuntimeError(f"torch.meshgrid: expected scalars or vectors, got shapes {shapes}")
+    places = list(range(len(tensors)))
+    if kwargs.get("indexing") == "xy" and len(tensors) > 1:
+        places[:2] = 1, 0
+    grid = [shapes[at][0] if shapes[at] else 1 for at in places]
+
+    def spread(x: torch.Tensor, place: int) -> Any:
+        column = composed(torch.reshape, x, (-1, *(1,) * (len(grid) - place - 1)))
+        return composed(_T.expand, column, grid)
+
+    return tuple(spread(x, place) for x, place in zip(tensors, places, strict=True))
+
+
+@rule("movement", "repeat", "tile")
+@of_cut(uncut=True)
+def repeated(call: Call, site: Site, x: SplitTensor, **_: Any) -> Any:
+    """Each rank repeats its block; repeated dimensions become whole."""
+    func, (_x, *rest), kwargs = call
+    shape = derived(
+        x, (func, frozen(rest), frozen(kwargs)), lambda: tuple(func(on_shape(x), *rest, **kwargs).shape)
+    )
+    mine, ahead = x._layout.shape, len(shape) - len(x._layout.shape)
+    local, layout = with_whole(site, x, [d for d, n in enumerate(mine) if n != shape[d + ahead]])
+    y = func(local, *rest, **kwargs)
+    return SplitTensor(y, laid_out(layout, [*(None,) * ahead, *range(len(mine))], y))
+
+
+_OF_TIMES = "how often elements are repeated is on many ranks"
+
+
+@rule("movement", "repeat_interleave", errors="own")
+@of_cut(uncut=True, plain=_OF_TIMES)
+def repeated_elements(call: Call, site: Site, x: SplitTensor, repeats: Any, dim: int | None, **_: Any) -> Any:
+    """Each rank repeats its elements; for different numbers the dimension becomes whole."""
+    if isinstance(repeats, SplitTensor):
+        raise refused(call[0], _OF_TIMES)
+    raise_as_torch(*call)
+    if dim is None:
+        x, dim = reshape(x, (-1,)), 0
+    dim = positive(dim, len(x._layout.shape))
+    if isinstance(repeats, int):
+        splits = {dim: layout_choice.scaled(x._layout.splits[dim], repeats, 1)}
+        layout = derived(x, ("interleaved", repeats, dim), lambda: lay.with_splits(x._layout, splits))
+        return SplitTensor(torch.repeat_interleave(checked_block(x), repeats, dim), layout)
+    local, layout = with_whole(site, x, [dim])
+    y = torch.repeat_interleave(local, repeats, dim)
+    return SplitTensor(y, uncut(layout, {dim: y.shape[dim]}))

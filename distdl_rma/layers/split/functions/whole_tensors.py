@@ -1,0 +1,80 @@
+"""Functions of whole tensors: refused if a tensor is cut, or computed by every rank on all of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.nn import functional as F  # noqa: N812
+
+from distdl_rma.layers.split.calls.table import WITHOUT_RULE, rule, twin_of
+from distdl_rma.layers.split.operands import on_whole_tensors
+from distdl_rma.layers.split.tensor import any_cut, composed, refused
+
+_T: Any = torch.Tensor
+
+
+def _refuse(*functions: Any, doc: str, why: str, always: bool = False) -> None:
+    # ``doc`` is printed in docs/split-functions.md. ``always`` refuses them for replicated tensors too.
+    def handler(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if always or any_cut(args, kwargs):
+            raise refused(func, why)
+        return on_whole_tensors(func, args, kwargs)
+
+    handler.__doc__ = doc
+    rule("refused", *functions)(handler)
+
+
+_refuse(
+    *(_T.__reduce_ex__, _T.__reduce__, _T.data_ptr, _T.untyped_storage, _T.storage, _T.share_memory_),
+    *(_T.__dlpack__, _T.as_strided),
+    doc="Needs the memory of the whole tensor, which no rank has.",
+    why="no rank has the memory of all of it; full_tensor() makes a plain tensor, to_local() shows the block",
+    always=True,
+)
+_refuse(
+    *"unsqueeze_ squeeze_ t_ transpose_ swapaxes_ swapdims_ resize_ resize_as_ set_ as_strided_".split(),
+    doc="Changes the shape of the tensor itself: use the form without the underscore.",
+    why="it changes the shape of the tensor itself; use the form without the underscore",
+    always=True,
+)
+_refuse(
+    *"index_put index_put_ masked_scatter masked_scatter_ put_ put".split(),
+    doc="Writes by indices or a mask: use ``x[mask] = value``, ``where``, ``cat`` or ``pad``.",
+    why="it writes by indices or a mask; write x[mask] = value, or build the tensor by torch.cat, torch.where"
+    " or F.pad instead",
+)
+_refuse(
+    *("multinomial", "fractional_max_pool2d", "fractional_max_pool3d"),
+    *("fractional_max_pool2d_with_indices", "fractional_max_pool3d_with_indices"),
+    doc="Draws depend on all elements: replicated tensors only.",
+    why="what it draws depends on elements that are on many ranks",
+)
+_refuse(
+    F.ctc_loss,
+    doc="Each step depends on the one before, over all labels: replicated tensors only.",
+    why="every step needs the one before, of all labels",
+)
+
+
+@rule("copies", WITHOUT_RULE)
+def without_rule(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A function that has no rule: refused, unless every rank has all of all tensors.
+
+    An operator of ATen uses the rule of torch's function for it.
+    """
+    twin = twin_of(func)
+    if twin is not None:
+        # ATen's operators name their first argument self.
+        first = () if args else (kwargs.pop("self"),)
+        return composed(twin, *first, *args, **kwargs)
+    if any_cut(args, kwargs):
+        raise refused(func, "it has no rule for split tensors")
+    return on_whole_tensors(func, args, kwargs)
+
+
+rule(
+    "movement",
+    *"unique unique_consecutive histc histogram bincount corrcoef cov".split(),
+    doc="Every rank gets the whole tensor and computes the same: the result depends on all elements.",
+)(on_whole_tensors)

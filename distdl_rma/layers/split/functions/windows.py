@@ -1,0 +1,360 @@
+"""Pools, resizing, padding, patches, sampling: ranks fetch the elements that their outputs need."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Mapping
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch.nn import functional as F  # noqa: N812
+
+from distdl_rma.errors import ShapeError
+from distdl_rma.geometry.decomposition import Decomposition
+from distdl_rma.geometry.halo import each_dim
+from distdl_rma.geometry.intervals import Balanced
+from distdl_rma.layers.dtypes import sum_dtype
+from distdl_rma.layers.ops.window_options import options_of
+from distdl_rma.layers.ops.windows import (
+    AdaptiveAvgPooling,
+    AdaptiveMaxPooling,
+    AvgPooling,
+    MaxPooling,
+    Padding,
+    PadOptions,
+    Resizing,
+)
+from distdl_rma.layers.split import layout as lay
+from distdl_rma.layers.split import layout_choice
+from distdl_rma.layers.split.calls.site import Site
+from distdl_rma.layers.split.calls.table import Call, rule
+from distdl_rma.layers.split.calls.torch_errors import checked_rule, raise_as_torch
+from distdl_rma.layers.split.operands import as_part, common_partition, needs_of, of_any_cut, of_cut
+from distdl_rma.layers.split.redistribution import redistributed
+from distdl_rma.layers.split.reduction_axes import (
+    Along,
+    by_whole_dims,
+    computed,
+    put_back,
+    with_an_element,
+    with_whole,
+)
+from distdl_rma.layers.split.tensor import SplitTensor, checked_block, composed, refused
+
+_LEADING = 2
+_DIMS = (1, 2, 3)
+
+
+def _of_dims(*patterns: str) -> tuple[str, ...]:
+    # Names of a function for 1 to 3 spatial dimensions.
+    return tuple(pattern.format(dims) for pattern in patterns for dims in _DIMS)
+
+
+@cache
+def dims_of(func: Any) -> int:
+    """Number of spatial dimensions in a function's name."""
+    return next(int(letter) for letter in func.__name__ if letter.isdigit())
+
+
+def _widened(x: torch.Tensor) -> torch.Tensor:
+    # Under autocast torch computes these in float32.
+    short = x.dtype in (torch.bfloat16, torch.float16)
+    return x.float() if short and torch.is_autocast_enabled("cpu") else x
+
+
+def windowed(
+    call: Call,
+    site: Site,
+    x: torch.Tensor,
+    layout: Decomposition,
+    dims: int,
+    kind: type[Any],
+    key: Hashable,
+    given: Mapping[str, Any],
+) -> tuple[SplitTensor, Any]:
+    """Run an operation of windows on a block with or without a batch; returns the result and the operation.
+
+    ``key`` identifies the arguments ``given``; they are only read, and the call is only checked, for a new
+    operation.
+    """
+    batched = len(layout.shape) == dims + _LEADING
+
+    def make() -> tuple[Any, Decomposition]:
+        raise_as_torch(*call)
+        options = options_of(kind, given, dims)
+        order = range(dims + _LEADING) if batched else (None, *range(dims + 1))
+        source = lay.reordered(layout, list(order))
+        operation = kind(site.call_site, lay.on_grid(source), lay.on_grid(source).partition, x.dtype, options)
+        output = lay.with_splits(source, dict(enumerate(operation.output.splits)))
+        return operation, output if batched else lay.reordered(output, range(1, dims + _LEADING))
+
+    operation, output = site.kept((kind, layout, x.dtype, key), make)
+    y = operation(needs_of(x), x if batched else x.unsqueeze(0))
+    return SplitTensor(y if batched else y.squeeze(0), output), operation
+
+
+def with_single_copied(site: Site, y: SplitTensor) -> SplitTensor:
+    """The same tensor, with copies in place of cuts in dimensions with a single element; may block."""
+    layout = y._layout
+    if 1 not in layout.shape:
+        return y
+    single = [d for d in layout.cut_dims if layout.shape[d] == 1]
+    if not single:
+        return y
+    target = lay.whole(layout, single)
+    return SplitTensor(redistributed(site, y._local, layout, target), target)
+
+
+@rule("window", *_of_dims("max_pool{}d", "max_pool{}d_with_indices"))
+@rule("window", *_of_dims("adaptive_max_pool{}d", "adaptive_max_pool{}d_with_indices"))
+@of_cut(empty=False)
+def max_pool(call: Call, site: Site, x: SplitTensor, return_indices: bool = False, **how: Any) -> Any:
+    """The largest element of each window; ranks fetch the inputs of their outputs. Indices are global."""
+    func, kind = call[0], AdaptiveMaxPooling if "output_size" in how else MaxPooling
+    # torch.adaptive_max_pool1d always returns both.
+    both = func.__name__.endswith("_with_indices") or func is torch.adaptive_max_pool1d
+    dims, indices = dims_of(func), bool(return_indices or both)
+    given = {**how, "return_indices": indices}
+    y, operation = windowed(call, site, checked_block(x), x._layout, dims, kind, str(given), given)
+    if not indices:
+        return with_single_copied(site, y)
+    index = SplitTensor(operation.take_indices(y._local).reshape(y._local.shape), y._layout)
+    return with_single_copied(site, y), with_single_copied(site, index)
+
+
+@rule("window", *_of_dims("avg_pool{}d"))
+@of_cut(empty=False)
+def avg_pool(call: Call, site: Site, x: SplitTensor, **how: Any) -> Any:
+    """The mean of each window; ranks fetch the inputs of their outputs."""
+    dims = dims_of(call[0])
+    y, _ = windowed(call, site, checked_block(x), x._layout, dims, AvgPooling, str(how), how)
+    return with_single_copied(site, y)
+
+
+@checked_rule("window", *_of_dims("lp_pool{}d"))
+@of_cut(empty=False)
+def lp_pool(call: Call, site: Site, x: SplitTensor, norm_type: Any, **how: Any) -> Any:
+    """The norm of each window; ranks fetch the inputs of their outputs."""
+    norm, dims = float(norm_type), dims_of(call[0])
+
+    def pool(x: Any) -> Any:
+        if abs(norm) == math.inf:
+            sign = 1 if norm > 0 else -1
+            return sign * getattr(F, f"max_pool{dims}d")(sign * x.abs(), **how)
+        y = getattr(F, f"avg_pool{dims}d")(x.pow(norm), **how)
+        return (y.sign() * y.abs().relu()).mul(math.prod(each_dim(how["kernel_size"], dims))).pow(1.0 / norm)
+
+    return composed(pool, x)
+
+
+@rule("window", *_of_dims("adaptive_avg_pool{}d"))
+@of_cut(empty=False)
+def adaptive_avg_pool(call: Call, site: Site, x: SplitTensor, output_size: Any) -> Any:
+    """The mean of each window; ranks sum their elements and exchange sums. One window is replicated."""
+    return averaged(call, site, x, each_dim(output_size, dims_of(call[0])))
+
+
+def averaged(call: Call, site: Site, x: SplitTensor, size: tuple[int | None, ...]) -> SplitTensor:
+    """Adaptive averages of a split tensor; blocking."""
+    dims, layout = len(size), x._layout
+    local = _widened(checked_block(x)) if dims == _DIMS[-1] else checked_block(x)
+
+    def check() -> bool:
+        raise_as_torch(*call)
+        if 0 in layout.shape[-dims:]:
+            raise ShapeError(f"{site.name}: the global input {layout.shape} has no elements to pool")
+        if not local.dtype.is_floating_point:
+            raise refused(call[0], f"the input is {local.dtype}; only floating point numbers are averaged")
+        return True
+
+    # As text: 1.0 equals 1, and torch takes only one of them.
+    site.kept(("checked", str(size), layout, local.dtype), check)
+    first = len(layout.shape) - dims
+    single = tuple(d for d, n in enumerate(size, first) if n == 1)
+    if any(layout.splits[d].parts > 1 for d in single):
+        along = Along(site, local, layout, single)
+        sums = along.summed(local.sum(single, keepdim=True, dtype=sum_dtype(local.dtype)))
+        local = (sums / along.count).to(local.dtype)
+        layout = lay.with_splits(lay.whole(layout, single), {d: Balanced(1, 1) for d in single})
+        size = tuple(None if d in single else n for d, n in enumerate(size, first))
+    if all(n is None or n == layout.shape[d] for d, n in enumerate(size, first)):
+        return SplitTensor(local.clone() if local is x._local else local, layout)
+    given = {"output_size": size}
+    rest, _ = windowed(call, site, local, layout, dims, AdaptiveAvgPooling, size, given)
+    return with_single_copied(site, rest)
+
+
+@rule("window", "interpolate")
+@of_cut(empty=False)
+def interpolate(call: Call, site: Site, x: SplitTensor, **how: Any) -> Any:
+    """Weighted neighbours by global sizes, which ranks fetch; if antialiased, the whole plane."""
+    func, *_ = call
+    dims, mode = x._local.dim() - _LEADING, how["mode"]
+    key = str(how), x._layout, x._local.dtype
+
+    def make() -> tuple[int, ...]:
+        raise_as_torch(*call)
+        whole = torch.empty(x._layout.shape, dtype=x._local.dtype, device="meta")
+        return tuple(func(whole, **how).shape[_LEADING:])
+
+    # Torch computes the size of the result.
+    outputs = site.kept(("outputs", *key), make)
+    if mode == "area":
+        return averaged(call, site, x, outputs)
+    if how["antialias"] or not x._local.dtype.is_floating_point:
+        spatial = range(_LEADING, _LEADING + dims)
+        return by_whole_dims(site, x, spatial, lambda local: func(local, **how))
+    return windowed(call, site, checked_block(x), x._layout, dims, Resizing, key, how)[0]
+
+
+@checked_rule("window", "pad")
+@of_cut(empty=False)
+def padded(call: Call, site: Site, x: SplitTensor, pad: Any, mode: str, value: Any) -> Any:
+    """Padding in every mode, and cropping; ranks fetch the elements of their part of the result."""
+    func, sides = call[0], tuple(int(n) for n in pad)
+    value = 0.0 if value is None or mode != "constant" else value
+    # One object for all NaNs, so that the operation is found again.
+    value = math.nan if math.isnan(value) else value
+    if mode == "circular" and any(
+        min(pair) < 0 < max(pair) for pair in zip(sides[::2], sides[1::2], strict=True)
+    ):
+        cropped = _padded(func, site, x, tuple(min(n, 0) for n in sides), "constant", 0.0)
+        return _padded(func, site, cropped, tuple(max(n, 0) for n in sides), mode, 0.0)
+    return _padded(func, site, x, sides, mode, value)
+
+
+def _padded(
+    func: Any, site: Site, x: SplitTensor, sides: tuple[int, ...], mode: str, value: float
+) -> SplitTensor:
+    layout, local = x._layout, checked_block(x)
+    if mode in ("reflect", "replicate"):
+        local = _widened(local)
+    dims = len(layout.shape)
+    by_dim = {dims - 1 - at: (sides[2 * at], sides[2 * at + 1]) for at in range(len(sides) // 2)}
+    padded = [d for d in range(dims) if by_dim.get(d, (0, 0)) != (0, 0)]
+    if not padded:
+        return SplitTensor(local.clone(), layout)
+    if mode == "constant" and not set(padded) & set(layout.cut_dims):
+        longer = {d: Balanced(layout.shape[d] + sum(by_dim[d]), 1) for d in padded}
+        return SplitTensor(func(local, sides, mode, value), lay.with_splits(layout, longer))
+
+    def make() -> tuple[Any, list[int | None], list[int], Decomposition]:
+        # Two dimensions without padding lead; the others are spatial ones.
+        kept: list[int | None] = [d for d in range(dims) if d not in padded]
+        order = [*([None] * max(0, _LEADING - len(kept))), *kept, *padded]
+        source = lay.reordered(layout, order)
+        spatial = tuple(by_dim.get(d, (0, 0)) if d is not None else (0, 0) for d in order[_LEADING:])
+        way = "zeros" if mode == "constant" and value == 0 else mode
+        grid = lay.on_grid(source)
+        options = PadOptions(spatial, way, value)
+        operation = Padding(site.call_site, grid, grid.partition, local.dtype, options)
+        output = lay.with_splits(source, dict(enumerate(operation.output.splits)))
+        back = [order.index(d) for d in range(dims)]
+        return operation, order, back, lay.reordered(output, back)
+
+    operation, order, back, output = site.kept(("pad", layout, local.dtype, sides, mode, value), make)
+    first = order.count(None)
+    straight = order == list(range(dims))
+    given = local if straight else local.permute([d for d in order if d is not None])[(None,) * first]
+    y = operation(needs_of(local), given)
+    if straight:
+        return SplitTensor(y, output)
+    y = y[(0,) * first] if first else y
+    # Contiguous, as in torch. Cloned on all ranks: ``contiguous()`` would leave some blocks views.
+    y = y.permute([at - first for at in back]).clone(memory_format=torch.contiguous_format)
+    return SplitTensor(y, output)
+
+
+@checked_rule("window", F.max_unpool1d, F.max_unpool2d, F.max_unpool3d)
+@of_any_cut
+def max_unpool(call: Call, site: Site, x: Any, indices: Any, **others: Any) -> Any:
+    """Indices may be anywhere in the plane: the plane is gathered, the result is cut again."""
+    func, *_ = call
+    if not isinstance(x, SplitTensor):
+        raise refused(func, "the indices are split, the input is not; both are to be cut alike")
+    layout = x._layout
+    if tuple(indices.shape) != layout.shape:
+        raise ShapeError(f"{site.name}: input is {layout.shape}, the indices {tuple(indices.shape)}")
+    dims = len(layout.shape)
+    spatial = range(dims - int(func.__name__[-2]), dims)
+    local, whole = with_whole(site, x, spatial)
+    at = as_part(site, indices, whole, layout, 1)
+    # Torch has no gradient for indices that are not contiguous; ranks with empty blocks would not raise that.
+    y = computed(lambda block: func(block, with_an_element(at).contiguous(), **others), local)
+    return put_back(site, y, whole, layout)
+
+
+@checked_rule("window", F.unfold)
+@of_cut()
+def unfold(call: Call, site: Site, x: SplitTensor, **how: Any) -> Any:
+    """Patches of whole planes; the result is cut along patches, channels and batch stay cut."""
+    dims, times = len(x._layout.shape), math.prod(each_dim(how["kernel_size"], 2))
+    rows, columns, channels = dims - 2, dims - 1, dims - 3
+    local, whole = with_whole(site, x, (rows, columns))
+    y = computed(partial(call[0], **how), local)
+
+    def of_patches(found: Decomposition) -> Decomposition:
+        # Patches get the cut of rows or columns, whichever an earlier grid dimension cuts.
+        d = next((axis for axis in found.axes if axis in (rows, columns)), rows)
+        rest = lay.whole(found, {rows, columns} - {d})
+        splits = {
+            channels: layout_choice.scaled(found.splits[channels], times, 1),
+            rows: Balanced(y.shape[-1], found.splits[d].parts),
+        }
+        return lay.with_splits(lay.reordered(rest, [*range(rows), d]), splits)
+
+    target = of_patches(x._layout)
+    return SplitTensor(redistributed(site, y, of_patches(whole), target, "cut again"), target)
+
+
+@checked_rule("window", F.fold)
+@of_cut()
+def fold(call: Call, site: Site, x: SplitTensor, **how: Any) -> Any:
+    """Patches may overlap anywhere: all of them are gathered, the result is cut again."""
+    dims = len(x._layout.shape)
+    local, whole = with_whole(site, x, (dims - 2, dims - 1))
+    # The dimension of patches becomes the rows; the columns are new.
+    found, before = (lay.reordered(each, [*range(dims), None]) for each in (whole, x._layout))
+    return put_back(site, computed(partial(call[0], **how), local), found, before, "cut again")
+
+
+@checked_rule("window", "grid_sample", "grid_sampler")
+@of_any_cut
+def grid_sample(call: Call, site: Site, x: Any, grid: Any, **how: Any) -> Any:
+    """Points may be anywhere: every rank gets the whole plane, and samples the points of its block."""
+    func, *_ = call
+    partition = common_partition(func, [x, grid])
+    of_x, of_grid = tuple(x.shape), tuple(grid.shape)
+    dims = len(of_x)
+    shape = (*of_x[:2], *of_grid[1:-1])
+
+    def make() -> tuple[Decomposition, Decomposition, Decomposition]:
+        x_shape, grid_shape = (torch.empty(each, device="meta") for each in (of_x, of_grid))
+        func(x_shape, grid_shape, **how)
+        if isinstance(x, SplitTensor) and x.is_split:
+            axes = x._layout.axes
+            batch, channels = x._layout.splits[:2]
+        else:
+            axes = tuple(None if a is None or a == dims - 1 else a + (a > 0) for a in grid._layout.axes)
+            batch, channels = grid._layout.splits[0], Balanced(of_x[1], 1)
+        parts = [1] * dims
+        for g, axis in enumerate(axes):
+            if axis is not None:
+                parts[axis] = partition.shape[g]
+        points = [Balanced(n, parts[d]) for d, n in enumerate(shape) if d > 1]
+        result = lay.layout(partition, [batch, channels, *points], axes)
+        spatial = tuple(None if a is None or a > 1 else a for a in result.axes)
+        planes = lay.layout(partition, [batch, channels, *(Balanced(n, 1) for n in of_x[2:])], spatial)
+        of_points = tuple(None if a in (None, 1) else max(a - 1, 0) for a in result.axes)
+        splits = [batch, *result.splits[2:], Balanced(of_grid[-1], 1)]
+        return result, planes, lay.layout(partition, splits, of_points)
+
+    layouts = [y._layout if isinstance(y, SplitTensor) else tuple(y.shape) for y in (x, grid)]
+    result, planes, points = site.kept(("planes", *layouts, str(how)), make)
+    local = as_part(site, x, planes, result, 0), as_part(site, grid, points, result, 1)
+    if result.box(partition.me).empty:
+        y = local[0].new_zeros(result.box(partition.me).shape) + local[0].sum() + local[1].sum()
+    else:
+        y = func(*local, **how)
+    return SplitTensor(y, result)

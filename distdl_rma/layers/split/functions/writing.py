@@ -1,0 +1,233 @@
+"""Writing into parts of tensors: each rank writes into its block."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+from typing import Any
+
+import torch
+
+from distdl_rma.geometry.decomposition import Decomposition
+from distdl_rma.geometry.intervals import Balanced, Split
+from distdl_rma.layers.ops.core.tensors import no_autocast
+from distdl_rma.layers.split import layout as lay
+from distdl_rma.layers.split.calls.signatures import tensors_in
+from distdl_rma.layers.split.calls.table import RULES, rule
+from distdl_rma.layers.split.calls.torch_errors import checked_rule, raise_as_torch
+from distdl_rma.layers.split.functions.indexing import (
+    basic,
+    chosen_layout,
+    chosen_order,
+    from_whole,
+    is_mask,
+    numbered,
+    one_each,
+)
+from distdl_rma.layers.split.functions.pointwise import changed_plain, pointwise, without_gradient
+from distdl_rma.layers.split.functions.shapes import frozen
+from distdl_rma.layers.split.operands import as_part, common_partition, part_for, site_for
+from distdl_rma.layers.split.redistribution import redistributed
+from distdl_rma.layers.split.reduction_axes import with_whole
+from distdl_rma.layers.split.tensor import (
+    SplitTensor,
+    any_cut,
+    become_split,
+    checked_block,
+    composed,
+    must_stay_plain,
+    refused,
+)
+from distdl_rma.layers.split.views import begin_change, end_change
+
+_T: Any = torch.Tensor
+_REMEDY = "build the tensor by torch.cat, torch.where or F.pad instead"
+
+
+@rule("movement", _T.__setitem__, errors="own")
+def set_item(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Each rank writes its block; a plain tensor, but no buffer, becomes split by a split one.
+
+    Buffers and views stay plain: all ranks write the whole value, which has no gradient. Copies of moved
+    elements are refused.
+    """
+    x, index, value = args
+    given = numbered(index)
+    # The values of a split mask decide how many elements it selects.
+    decided = isinstance(value, torch.Tensor) and prod(frozen(value)) != 1
+    if not (decided and any(any_cut(each) and is_mask(each) for each in given)) and (
+        lay.LEAVING_OUT or any(isinstance(each, torch.Tensor) for each in given)
+    ):
+        raise_as_torch(func, (x, tuple(given), value), kwargs)
+    if not isinstance(x, SplitTensor):
+        if must_stay_plain(x) and without_gradient(x, value):
+            return changed_plain(func, args, kwargs)
+        become_split(func, x, _layout_to_write(func, x, given, value))
+    begin_change(func, x, f"it writes what was moved from another rank; {_REMEDY}")
+    given, ones = _staying(x, one_each(len(x._layout.shape), given))
+    part, chosen = basic(func, x, given)
+    if chosen:
+        _write_chosen(func, part, chosen, ones, value)
+    elif isinstance(value, torch.Tensor):
+        dims = range(len(part._layout.shape))
+        value = _beside(value, [d for d in dims if d not in ones], dims, ones)
+        pointwise(_T.copy_, (part, value), {})
+    else:
+        pointwise(_T.fill_, (part, value), {})
+    return end_change(x)
+
+
+def _staying(x: SplitTensor, given: list[Any]) -> tuple[list[Any], list[int]]:
+    # Replaces numbers in cut dimensions by intervals, which one rank has; returns these dimensions too.
+    cut, ones, dim, at = x._layout.cut_dims, list[int](), 0, 0
+    for number, each in enumerate(given):
+        if isinstance(each, int) and dim not in cut:
+            dim += 1
+            continue
+        if isinstance(each, int):
+            extent = x._layout.shape[dim]
+            if not -extent <= each < extent:
+                raise IndexError(f"index {each} is out of bounds for dimension {dim} with size {extent}")
+            given[number] = slice(each % extent, each % extent + 1)
+            ones.append(at)
+        wide = each.dim() if is_mask(each) else int(each is not None)
+        dim, at = dim + wide, at + max(wide, 1)
+    return given, ones
+
+
+def _beside(
+    value: torch.Tensor, dims: Sequence[int | None], wanted: Sequence[int | None], ones: Sequence[int]
+) -> torch.Tensor:
+    # Reshapes a value for ``dims`` to broadcast to ``wanted``, with ``ones`` inserted; None keeps its order.
+    shape, count = frozen(value), len(dims)
+    if not ones and len(shape) <= count:
+        return value
+    # Torch ignores superfluous leading dimensions of extent 1.
+    value = composed(torch.reshape, value, (1,) * (count - len(shape)) + shape[max(0, len(shape) - count) :])
+    unnamed = (at for at, d in enumerate(dims) if d is None)
+    order = [next(unnamed) if d is None else dims.index(d) for d in wanted if d not in ones]
+    value = composed(torch.permute, value, order)
+    for at, d in enumerate(wanted):
+        if d in ones:
+            value = composed(torch.unsqueeze, value, at)
+    return value
+
+
+def _layout_to_write(func: Any, x: torch.Tensor, given: Sequence[Any], value: Any) -> Decomposition:
+    # Layout for a plain tensor that becomes split, in which the written values need not move.
+    masks = [each for each in given if isinstance(each, SplitTensor) and is_mask(each)]
+    partition = common_partition(func, tensors_in(list(given), value))
+    axes: list[int | None] = [None] * partition.dim
+    splits: list[Split] = [Balanced(n, 1) for n in x.shape]
+    dims: list[int | None]
+    if any(isinstance(each, torch.Tensor) for each in given):
+        mask = masks[0] if masks and given[0] is masks[0] else None
+        layout = None if mask is None else mask._layout
+        dims = list(range(x.dim()))
+    else:
+        dims, dim = [], 0
+        for each in one_each(x.dim(), given):
+            if not isinstance(each, int):
+                dims.append(None if each is None else dim)
+            dim += each is not None
+        layout = value._layout if isinstance(value, SplitTensor) else None
+        if layout is not None:
+            dims = (len(layout.shape) * [None] + dims)[-len(layout.shape) :]
+    if layout is not None:
+        for g, axis in enumerate(layout.axes):
+            to = None if axis is None else dims[axis]
+            if axis is None or to is None or to in axes:
+                continue
+            same = layout.shape[axis] == x.shape[to]
+            splits[to] = layout.splits[axis] if same else Balanced(x.shape[to], layout.splits[axis].parts)
+            axes[g] = to
+    return lay.layout(partition, splits, tuple(axes))
+
+
+def _write_chosen(
+    func: Any, part: SplitTensor, chosen: dict[int, torch.Tensor], ones: Sequence[int], value: Any
+) -> None:
+    # Writes by masks and tensors of indices.
+    (at, mask), *others = chosen.items()
+    if is_mask(mask) and not others:
+        shape, whole = frozen(mask), part._layout.shape
+        if shape != whole[at : at + len(shape)]:
+            raise IndexError(f"the mask has the global shape {shape}, what it writes to {whole[at:]}")
+        wide = composed(torch.reshape, mask, (*shape, *(1,) * (len(whole) - at - len(shape))))
+        if not isinstance(value, torch.Tensor) or prod(frozen(value)) == 1:
+            value = composed(torch.reshape, value, ()) if isinstance(value, torch.Tensor) else value
+            pointwise(_T.masked_fill_, (part, wide, value), {})
+            return
+        if any_cut(mask):
+            rows = _chosen_rows(part, at, mask, ones, value)
+            if rows is not None:
+                pointwise(_T.copy_, (part, composed(torch.where, composed(_T.bool, wide), rows, part)), {})
+            return
+    if any_cut(*chosen.values()):
+        raise refused(func, f"it writes where only ranks with blocks of the indices know; {_REMEDY}")
+    dims, index = from_whole(part, chosen)
+    site = site_for(func, part)
+    local, layout = with_whole(site, part, dims)
+    if isinstance(value, torch.Tensor):
+        before = local[index]
+        result = chosen_layout(layout, dims, before)
+        kept = [d for d in range(len(layout.shape)) if d not in dims]
+        wide = before.dim() - len(kept)
+        named = chosen_order([d for d in kept if d not in ones], dims, wide)
+        value = _beside(value, named, chosen_order(kept, dims, wide), ones)
+        value = as_part(site, value, part_for(frozen(value), result), result, 1)
+    if layout is not part._layout:
+        local = local.clone()
+    local[index] = value
+    if layout is not part._layout:
+        checked_block(part).copy_(redistributed(site, local, layout, part._layout, "result"))
+
+
+def _chosen_rows(part: Any, at: int, mask: Any, ones: Sequence[int], value: Any) -> Any:
+    # For each element, its value by a split mask, any value where the mask is false; None if it selects none.
+    whole, count = frozen(part), len(frozen(mask))
+    dims, kept = range(at, at + count), [d for d in range(len(whole)) if not at <= d < at + count]
+    named = chosen_order([d for d in kept if d not in ones], dims, 1)
+    fitting = _beside(value, named, chosen_order(kept, dims, 1), ones)
+    # Torch raises if it cannot convert the type.
+    torch.zeros(2, dtype=part.dtype)[torch.ones(2).bool()] = torch.zeros(2, dtype=value.dtype)
+
+    def rows() -> Any:
+        chosen = mask.reshape(-1).bool()
+        wanted = (*whole[:at], int(chosen.sum()), *whole[at + count :])
+        ahead = len(wanted) - fitting.dim()
+        if ahead < 0 or any(n not in (1, m) for n, m in zip(fitting.shape, wanted[ahead:], strict=True)):
+            raise RuntimeError(
+                f"shape mismatch: value tensor of shape {[*value.shape]} cannot be broadcast to indexing"
+                f" result of shape {[*wanted]}"
+            )
+        if not wanted[at]:
+            return None
+        numbers = (chosen.cumsum(0) - 1).clamp(min=0).reshape(mask.shape)
+        found = fitting.expand(wanted).movedim(at, 0)[numbers]
+        return found.permute(*range(count, count + at), *range(count), *range(count + at, found.dim()))
+
+    return composed(rows)
+
+
+@checked_rule(
+    "movement",
+    *"scatter_ scatter_add_ scatter_reduce_ index_add_ index_copy_ index_fill_ triu_ tril_".split(),
+    *"cumsum_ cumprod_ renorm_ addmm_ addmv_ addbmm_ baddbmm_ addr_".split(),
+)
+def in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Computes the form without the underscore and writes the blocks; a plain tensor becomes split."""
+    x, without = args[0], getattr(_T, func.__name__[:-1])
+    if isinstance(x, SplitTensor):
+        begin_change(func, x, f"it writes what is on another rank; {_REMEDY}")
+    # The backward needs the tensor unchanged.
+    kept = isinstance(x, SplitTensor) and torch.is_grad_enabled() and x._local.requires_grad
+    before = SplitTensor(checked_block(x).clone(), x._layout) if kept else x
+    # Autocast does not apply to in-place forms.
+    with no_autocast():
+        y = RULES[without].handler(without, (before, *args[1:]), kwargs)
+    if frozen(x) != y._layout.shape:
+        raise refused(func, f"it changes the shape of the tensor itself to {y._layout.shape}")
+    if not isinstance(x, SplitTensor) and not (must_stay_plain(x) and without_gradient(x, y)):
+        become_split(func, x, y._layout)
+    return pointwise(_T.copy_, (x, y), {})

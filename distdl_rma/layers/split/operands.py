@@ -1,0 +1,285 @@
+"""Operands of one function: the layout of its result, and each operand as the ranks need it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from functools import wraps
+from itertools import count
+from math import prod
+from typing import Any
+
+import torch
+
+from distdl_rma.errors import PartitionError, ShapeError
+from distdl_rma.geometry.decomposition import Decomposition
+from distdl_rma.geometry.intervals import Balanced, Split
+from distdl_rma.geometry.partition import Partition
+from distdl_rma.layers.ops.core.autograd import GradientNeeds, is_synchronised
+from distdl_rma.layers.split import layout as lay
+from distdl_rma.layers.split.calls.signatures import mapped, named, tensors_in
+from distdl_rma.layers.split.calls.site import Site, site_of
+from distdl_rma.layers.split.calls.table import Handler, name_of
+from distdl_rma.layers.split.calls.torch_errors import BLOCK_HINT
+from distdl_rma.layers.split.plain_operands import beside
+from distdl_rma.layers.split.redistribution import redistributed, to_blocks
+from distdl_rma.layers.split.tensor import SplitTensor, any_cut, checked_block, composed, refused
+from distdl_rma.layers.split.views import begin_change
+from distdl_rma.segments.machine import Machine
+
+
+def common_partition(func: Any, tensors: Sequence[torch.Tensor]) -> Partition:
+    """Partition of all split tensors among ``tensors``; ``PartitionError`` if two differ."""
+    found: Partition | None = None
+    for x in tensors:
+        if not isinstance(x, SplitTensor):
+            continue
+        mine = x._layout.partition
+        if found is not None and mine is not found and (mine != found or mine.home is not found.home):
+            machines = "" if mine.home is found.home else ", of two machines"
+            raise PartitionError(
+                f"{name_of(func)}: tensors on different partitions meet{machines}: {found} and {mine}; bring"
+                " them to one, by Repartition or by distribute() of both with the same grid"
+            )
+        found = mine
+    if found is None:
+        raise PartitionError(f"{name_of(func)}: no split tensor among the arguments")
+    return found
+
+
+def machine_of(x: SplitTensor) -> Machine:
+    """Machine of a tensor's ranks."""
+    partition = x._layout.partition
+    machine = partition.home
+    if isinstance(machine, Machine) and not machine.segments.closed:
+        return machine
+    # Raises an error that says what is wrong.
+    return Machine.of(partition)
+
+
+def site_for(func: Any, *tensors: Any) -> Site:
+    """Site of the current call, on the machine of the first split tensor among ``tensors``."""
+    return site_of(machine_of(next(x for x in tensors if isinstance(x, SplitTensor))), func)
+
+
+def on_whole_tensors(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call any function on all ranks with whole tensors; cut tensors are redistributed before, blocking."""
+    arguments = tensors_in(args, kwargs)
+    partition = common_partition(func, arguments)
+    cut = [x for x in arguments if isinstance(x, SplitTensor) and x.is_split]
+    name = getattr(func, "__name__", "")
+    if name.endswith("_") and not name.endswith("__") and args and isinstance(args[0], SplitTensor):
+        if args[0].is_split:
+            raise refused(func, "it changes a tensor in place that not every rank has all of")
+        begin_change(func, args[0])
+    site = site_for(func, *cut) if cut else None
+    numbers, everywhere = {id(x): at for at, x in enumerate(cut)}, lay.replicated(partition, ())
+
+    def whole(x: torch.Tensor) -> torch.Tensor:
+        if not isinstance(x, SplitTensor):
+            return beside(x, everywhere)
+        if site is None or id(x) not in numbers:
+            return checked_block(x)
+        target, what = lay.replicated(partition, x._layout.shape), f"all of operand {numbers[id(x)]}"
+        return redistributed(site, checked_block(x), x._layout, target, what)
+
+    args, kwargs = mapped(whole, args), mapped(whole, kwargs)
+    # A function returns the tensors that it changes in place.
+    same = {id(x._local): x for x in arguments if isinstance(x, SplitTensor)}
+    result = func(*args, **kwargs)
+
+    def split(y: torch.Tensor) -> SplitTensor:
+        known = same.get(id(y))
+        return SplitTensor(y, lay.replicated(partition, y.shape)) if known is None else known
+
+    return mapped(split, result)
+
+
+Handled = Callable[..., Any]
+
+
+def of_cut(
+    *, empty: bool = True, uncut: bool = False, plain: str = "", otherwise: Handler = on_whole_tensors
+) -> Callable[[Handled], Handler]:
+    """Makes a handler of functions whose first tensor is cut; else every rank computes the whole result.
+
+    The decorated function gets the user's call, its site, the tensor, and the other arguments under torch's
+    names. ``empty`` and ``uncut`` say whether it takes split tensors without elements, and uncut ones;
+    ``otherwise`` handles the rest. ``plain`` is the reason why a plain first tensor is refused, if it is.
+    """
+
+    def decorate(handler: Handled) -> Handler:
+        @wraps(handler)
+        def called(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            x = args[0]
+            layout = x._layout if isinstance(x, SplitTensor) else None
+            if layout is None or not (layout.cut_dims or uncut) or (not empty and 0 in layout.shape):
+                if layout is None and plain:
+                    raise refused(func, plain)
+                return otherwise(func, args, kwargs)
+            home: Any = layout.partition.home
+            if home.__class__ is not Machine or home.segments.closed:
+                home = machine_of(x)
+            return handler((func, args, kwargs), site_of(home, func), x, **named(func, args, kwargs))
+
+        return called
+
+    return decorate
+
+
+def of_any_cut(handler: Handled) -> Handler:
+    """As :func:`of_cut`, if any tensor of the call is cut, not only the first argument."""
+
+    @wraps(handler)
+    def called(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not any_cut(args, kwargs):
+            return on_whole_tensors(func, args, kwargs)
+        site = site_for(func, *tensors_in(args, kwargs))
+        return handler((func, args, kwargs), site, args[0], **named(func, args, kwargs))
+
+    return called
+
+
+def composition(function: Handled) -> Handler:
+    """Handler of functions that are made of others, which ``function`` calls; it gets torch's arguments."""
+
+    @wraps(function)
+    def called(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not any_cut(args, kwargs):
+            return on_whole_tensors(func, args, kwargs)
+        return composed(function, args[0], **named(func, args, kwargs))
+
+    return called
+
+
+def common_layout(func: Any, operands: Sequence[torch.Tensor]) -> Decomposition:
+    """Layout of operands after broadcasting: the cuts of the largest operand, then those of others that fit.
+
+    The first of several operands of one size counts. Where ranks run ahead, no part ends behind others.
+    """
+    # Checked first, since layouts of two machines compare equal.
+    partition = common_partition(func, operands)
+    known = tuple(x._layout if isinstance(x, SplitTensor) else x.shape for x in operands)
+    return lay.kept(partition, "common", known, lambda: _common_layout(func, known, partition))
+
+
+def _common_layout(
+    func: Any, operands: Sequence[Decomposition | torch.Size], partition: Partition
+) -> Decomposition:
+    split = [x for x in operands if isinstance(x, Decomposition)]
+    shapes = [x.shape if isinstance(x, Decomposition) else tuple(x) for x in operands]
+    try:
+        shape = torch.broadcast_shapes(*shapes)
+    except RuntimeError:
+        raise ShapeError(
+            f"{name_of(func)}: shapes {' and '.join(map(str, shapes))} do not go together. {BLOCK_HINT}"
+        ) from None
+    places = [range(len(shape) - len(found.shape), len(shape)) for found in split]
+    return lay.ending_first(cut_by_largest(partition, shape, split, places), split)
+
+
+def cut_by_largest(
+    partition: Partition,
+    shape: Sequence[int],
+    operands: Sequence[Decomposition],
+    places: Sequence[Sequence[int]],
+    never: Collection[int] = (),
+) -> Decomposition:
+    """Layout of a tensor of which each operand has some dimensions, which lie at its ``places``.
+
+    It has the cuts of the largest operand, then those of others that fit, but none of dimensions ``never``.
+    """
+    splits: list[Split] = [Balanced(n, 1) for n in shape]
+    axes: list[int | None] = [None] * partition.dim
+    for found, its in sorted(zip(operands, places, strict=True), key=lambda each: -prod(each[0].shape)):
+        for g, axis in enumerate(found.axes):
+            if axis is None or axes[g] is not None or its[axis] in never:
+                continue
+            at = its[axis]
+            if splits[at].parts == 1 and found.shape[axis] == shape[at]:
+                axes[g], splits[at] = at, found.splits[axis]
+    return lay.layout(partition, splits, tuple(axes))
+
+
+def part_at(shape: Sequence[int], places: Sequence[int], result: Decomposition) -> Decomposition:
+    """Layout of an operand with dimensions at ``places`` of a result: cut alike where extents agree."""
+    cut = [n == result.shape[at] for n, at in zip(shape, places, strict=True)]
+    splits = [result.splits[at] if c else Balanced(n, 1) for n, at, c in zip(shape, places, cut, strict=True)]
+    own = [None if axis is None or axis not in places else places.index(axis) for axis in result.axes]
+    return lay.layout(result.partition, splits, tuple(d if d is not None and cut[d] else None for d in own))
+
+
+def part_for(shape: Sequence[int], result: Decomposition) -> Decomposition:
+    """Layout of an operand that broadcasts to a result: cut like the result, whole where it has extent 1."""
+    shape = tuple(shape)
+    if shape == result.shape:
+        return result
+    places, key = range(len(result.shape) - len(shape), len(result.shape)), (shape, result)
+    return lay.kept(result.partition, "part", key, lambda: part_at(shape, places, result))
+
+
+def as_part(
+    site: Site, x: torch.Tensor, part: Decomposition, result: Decomposition, at: int = 0
+) -> torch.Tensor:
+    """An operand's part for this rank's block of the result, with layout ``part``; differentiable, may block.
+
+    ``at`` distinguishes the operands of one site.
+    """
+    if not isinstance(x, SplitTensor):
+        x = beside(x, result)
+        return x[lay.kept(part.partition, "slices", part, part.slices)] if part.cut_dims else x
+    local = redistributed(site, checked_block(x), x._layout, part, f"operand {at}")
+    # Along these grid dimensions, ranks use copies beside different blocks.
+    grid_dims = tuple(
+        g
+        for g, (mine, its) in enumerate(zip(part.axes, result.axes, strict=True))
+        if mine is None and its is not None
+    )
+    return to_blocks(site, local, part, grid_dims, f" of operand {at}") if grid_dims else local
+
+
+def block_of(x: Any) -> Any:
+    """The block of a split tensor; any other object unchanged."""
+    return checked_block(x) if isinstance(x, SplitTensor) else x
+
+
+def as_blocks(site: Site, arguments: Any, result: Decomposition, at: int = 0) -> Any:
+    """Arguments of a call; every tensor among them broadcasts to the result and is cut like it."""
+    numbers = count(at)
+    return mapped(lambda x: as_part(site, x, part_for(x.shape, result), result, next(numbers)), arguments)
+
+
+def as_whole(site: Site, x: torch.Tensor, result: Decomposition, what: str) -> torch.Tensor:
+    """A whole operand on every rank, for use beside blocks of a result; differentiable, may block."""
+    if not isinstance(x, SplitTensor):
+        return beside(x, result)
+    everywhere = lay.replicated(result.partition, x._layout.shape)
+    local = redistributed(site, checked_block(x), x._layout, everywhere, what)
+    cut = tuple(g for g, axis in enumerate(result.axes) if axis is not None)
+    return to_blocks(site, local, everywhere, cut, f" of {what}")
+
+
+def wholes(
+    site: Site, tensors: Sequence[torch.Tensor | None], result: Decomposition, names: Sequence[str]
+) -> list[torch.Tensor | None]:
+    """``as_whole`` of each operand that is not None."""
+    found = list(tensors)
+    for at, x in enumerate(tensors):
+        if x is None or (is_synchronised(x) and not result.copied_along):
+            # Most parameters of a distributed model need nothing.
+            continue
+        found[at] = as_whole(site, x, result, names[at])
+    return found
+
+
+# GradientNeeds of every combination: [input][weights].
+_NEEDS = tuple(tuple(GradientNeeds(x, weights) for weights in (False, True)) for x in (False, True))
+
+
+def needs_of(x: torch.Tensor, *weights: torch.Tensor | None) -> GradientNeeds:
+    """Which gradients a call needs; equal on all ranks, whose tensors are blocks of the same ones."""
+    if not torch.is_grad_enabled():
+        return _NEEDS[0][0]
+    for w in weights:
+        if w is not None and w.requires_grad:
+            return _NEEDS[x.requires_grad][1]
+    return _NEEDS[x.requires_grad][0]

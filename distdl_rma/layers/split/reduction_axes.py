@@ -1,0 +1,191 @@
+"""What functions along dimensions share: arguments, layouts of results, and gathering of partial results."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import prod
+from operator import index as as_int
+from typing import Any
+
+import torch
+
+from distdl_rma.geometry.decomposition import Decomposition
+from distdl_rma.geometry.intervals import Balanced, Listed, Split, lengths_of
+from distdl_rma.layers.split import layout as lay
+from distdl_rma.layers.split import layout_choice
+from distdl_rma.layers.split.calls.site import Site
+from distdl_rma.layers.split.redistribution import all_sum, redistributed
+from distdl_rma.layers.split.tensor import SplitTensor, checked_block
+
+OnBlock = Callable[[torch.Tensor], torch.Tensor]
+
+
+def chosen_dims(dim: Any, ndim: int) -> tuple[int, ...]:
+    """Dimensions of a call's ``dim`` argument, counted from 0, ascending; all dimensions if it names none."""
+    if dim is None or (isinstance(dim, (tuple, list)) and not dim):
+        return tuple(range(ndim))
+    given = dim if isinstance(dim, (tuple, list)) else (dim,)
+    return tuple(sorted(positive(d, ndim) for d in given))
+
+
+def positive(dim: Any, ndim: int) -> int:
+    """A dimension counted from 0; ``IndexError`` with torch's text if there is no such dimension."""
+    d, most = as_int(dim), max(ndim, 1)
+    if not -most <= d < most:
+        raise IndexError(
+            f"Dimension out of range (expected to be in range of [{-most}, {most - 1}], but got {d})"
+        )
+    return d % most
+
+
+@dataclass
+class Along:
+    """A split tensor and the dimensions of it that a function reduces."""
+
+    site: Site
+    local: torch.Tensor
+    layout: Decomposition
+    dims: tuple[int, ...]
+
+    @classmethod
+    def of(cls, site: Site, x: SplitTensor, dim: Any) -> Along:
+        """Of the dimensions that a call names."""
+        return cls(site, checked_block(x), x._layout, chosen_dims(dim, len(x._layout.shape)))
+
+    @property
+    def cut(self) -> tuple[int, ...]:
+        """Grid dimensions that cut reduced dimensions."""
+        return tuple(g for g, axis in enumerate(self.layout.axes) if axis is not None and axis in self.dims)
+
+    @property
+    def count(self) -> int:
+        """Number of elements of the whole tensor that one result is computed from."""
+        return prod([self.layout.shape[d] for d in self.dims])
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Ranks whose blocks contribute to the same results."""
+        return lay.line(self.layout, self.cut)
+
+    def result(self, y: torch.Tensor, keepdim: bool) -> SplitTensor:
+        """Split tensor of a result whose reduced dimensions have extent 1."""
+        layout, dims = self.layout, self.dims
+
+        def make() -> Decomposition:
+            order = [None if d in dims else d for d in range(len(layout.shape)) if keepdim or d not in dims]
+            return lay.reordered(lay.whole(layout, dims), order)
+
+        return SplitTensor(y if keepdim else y.squeeze(dims), self.site.kept((layout, dims, keepdim), make))
+
+    def summed(self, y: torch.Tensor) -> torch.Tensor:
+        """Sum of the ranks' results, whose reduced dimensions have extent 1; differentiable, blocking."""
+        return all_sum(self.site, y, self.layout, self.cut)
+
+    def partial(self, f: OnBlock) -> torch.Tensor:
+        """The function's result of the block: extent 1 in reduced dimensions, 0 where the block is empty."""
+        return f(self.local) if self.local.numel() else computed(f, self.local)
+
+    def together(self, y: torch.Tensor, what: str, each: int = 1) -> torch.Tensor:
+        """Results of all ranks, in the order of their blocks, on all of them; blocking, differentiable.
+
+        ``y`` has ``each`` elements in the first reduced dimension and 1 in the others, or none if the block
+        is empty. All ranks must use the result in the same way.
+        """
+        if not self.cut:
+            return y
+        source, target = self.site.kept(
+            (self.layout, self.dims, each, "partial"), lambda: parts_and_all(self.layout, self.dims, each)
+        )
+        return redistributed(self.site, y, source, target, what)
+
+
+def parts_and_all(
+    layout: Decomposition, dims: Sequence[int], each: int = 1
+) -> tuple[Decomposition, Decomposition]:
+    """Layouts of the partial results of all blocks, and of all of these on each of the ranks.
+
+    A block has ``each`` results in the first dimension of ``dims`` and 1 in the others, none if it is empty.
+    """
+    parts: dict[int, Split] = {}
+    for at, d in enumerate(dims):
+        split, n = layout.splits[d], each if at == 0 else 1
+        lengths = tuple(n if length else 0 for length in lengths_of(split))
+        parts[d] = Listed(lengths) if split.parts > 1 else Balanced(n if split.extent else 0, 1)
+    source = lay.with_splits(layout, parts)
+    return source, lay.whole(source, dims)
+
+
+def computed(f: OnBlock, x: torch.Tensor, reduced: Sequence[int] = ()) -> torch.Tensor:
+    """Result of a function for a block, also for an empty one.
+
+    Some functions of torch refuse empty blocks. So an empty block is replaced by zeros of extent 1 in its
+    graph, and the result is cut to extent 0 in all empty dimensions that the function does not reduce. Torch
+    also raises the same errors about dtypes there as on other ranks.
+    """
+    y = f(with_an_element(x))
+    for d in (d for d, n in enumerate(x.shape) if not n and d not in reduced):
+        y = y.narrow(d, 0, 0)
+    return y
+
+
+def with_an_element(x: torch.Tensor) -> torch.Tensor:
+    """The block; or zeros of extent 1, in its graph, if it has no elements."""
+    if x.numel():
+        return x
+    return x.new_zeros([max(n, 1) for n in x.shape]) + x.sum().to(x.dtype)
+
+
+def with_whole(
+    site: Site, x: SplitTensor, dims: Sequence[int], what: str = "dimensions made whole"
+) -> tuple[torch.Tensor, Decomposition]:
+    """A block in which some dimensions are whole, and its layout; differentiable, blocking if data moves.
+
+    :func:`layout_choice.cut_other_dims` chooses the layout; :func:`put_back` is called with the result.
+    """
+    layout, dims = x._layout, tuple(dims)
+    if not any(axis in dims for axis in layout.axes):
+        return checked_block(x), layout
+    target = lay.kept(
+        layout.partition, "elsewhere", (layout, dims), lambda: layout_choice.cut_other_dims(layout, dims)
+    )
+    return redistributed(site, checked_block(x), layout, target, what), target
+
+
+def put_back(
+    site: Site, y: torch.Tensor, layout: Decomposition, before: Decomposition, what: str = "moved back"
+) -> SplitTensor:
+    """A result for which dimensions were made whole, cut as the function's input was.
+
+    Dimensions whose extent changed are cut into balanced blocks.
+    """
+    changed = {
+        d: Balanced(n, 1 if split.parts == 1 else split.parts)
+        for d, (n, split) in enumerate(zip(y.shape, before.splits, strict=True))
+        if layout.splits[d].parts == 1 and n != split.extent
+    }
+    source = lay.with_splits(layout, {d: Balanced(split.extent, 1) for d, split in changed.items()})
+    return SplitTensor(
+        redistributed(site, y, source, target := lay.with_splits(before, changed), what), target
+    )
+
+
+def by_whole_dims(
+    site: Site, x: SplitTensor, dims: Sequence[int], compute: OnBlock, what: str = "dimensions made whole"
+) -> SplitTensor:
+    """Apply a function that needs some dimensions whole and treats every index of the others separately.
+
+    The result has the dimensions of the input in the same order.
+    """
+    local, layout = with_whole(site, x, dims, what)
+    return put_back(site, computed(compute, local), layout, x._layout)
+
+
+def laid_out(layout: Decomposition, order: Sequence[int | None], y: torch.Tensor) -> Decomposition:
+    """Layout of a result ``y`` whose dimensions are ``order`` of the blocks' ones; None stands for a new one.
+
+    Uncut dimensions have the extents of ``y``.
+    """
+    found = lay.reordered(layout, order)
+    extents = {d: Balanced(n, 1) for d, n in enumerate(y.shape) if found.splits[d].parts == 1}
+    return lay.with_splits(found, extents)

@@ -1,1 +1,0 @@
-"""Functions of single elements: pointwise functions, random numbers, new tensors, queries."""

@@ -1,1 +1,0 @@
-"""Functions that look at neighbours or at whole images: convolutions, pools, padding, resizing, norms."""

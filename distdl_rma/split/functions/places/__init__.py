@@ -1,1 +1,0 @@
-"""Functions that relabel, choose, move and join elements."""

@@ -1,1 +1,0 @@
-"""Sums of products: linear maps, functions of matrices, attention, recurrent layers."""

@@ -1,1 +1,0 @@
-"""Functions along dimensions: reductions, softmax, sorting, Fourier transforms, losses, distances."""

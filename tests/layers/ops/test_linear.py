@@ -1,0 +1,200 @@
+"""Products of blocks: whose gradients are written where they are wanted, and with a weight kept in shards."""
+
+import itertools
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F  # noqa: N812
+
+from distdl_rma import GradientSync, Machine
+from distdl_rma.geometry import Decomposition, Partition
+from distdl_rma.layers import DistributedLinear, DistributedLinearAllGather, DistributedLinearReduceScatter
+from distdl_rma.layers.ops.core.movement import CallSite
+from distdl_rma.layers.ops.linear import (
+    COLUMNS,
+    IN,
+    OUT,
+    ROWS,
+    LinearGrid,
+    ShardedMatrix,
+    grid_of_workers,
+    linear_function,
+)
+
+SHAPES = [(5,), (4, 5), (2, 3, 5), (0, 5), (2, 0, 5)]
+
+
+def operands(shape, outputs=3, dtype=torch.float64):
+    torch.manual_seed(1)
+    shapes, drawn = (shape, (outputs, shape[-1]), (outputs,)), dtype if dtype.is_complex else torch.float32
+    return [torch.randn(each, dtype=drawn).to(dtype).requires_grad_() for each in shapes]
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.complex64]
+)
+@pytest.mark.parametrize("shape", [*SHAPES, (4, 0)])
+def test_gradients_equal_torchs_and_are_written_to_the_places(shape, dtype):
+    x, weight, bias = operands(shape, dtype=dtype)
+    places = {"weight": torch.full_like(weight, 7.0), "bias": torch.full_like(bias, 7.0)}
+    y = linear_function(x, weight, bias, dict(places).pop)
+    expected = F.linear(x, weight, bias)
+    gradient = torch.randn_like(y)
+    mine = torch.autograd.grad(y, (x, weight, bias), gradient)
+    theirs = torch.autograd.grad(expected, (x, weight, bias), gradient)
+    for actual, wanted in zip((y, *mine), (expected, *theirs), strict=True):
+        torch.testing.assert_close(actual, wanted)
+    assert [g.data_ptr() for g in mine[1:]] == [place.data_ptr() for place in places.values()]
+
+
+def test_what_is_frozen_is_not_asked_for():
+    for frozen in range(3):
+        inputs = operands((4, 5))
+        inputs[frozen].requires_grad_(False)
+        asked = []
+        linear_function(*inputs, asked.append).sum().backward()
+        assert asked == [key for at, key in ((1, "weight"), (2, "bias")) if at != frozen]
+    asked.clear()
+    x, weight, _ = operands((4, 5))
+    linear_function(x, weight, None, asked.append).sum().backward()
+    assert asked == ["weight"]
+    assert weight.grad is not None
+
+
+def test_second_derivatives_are_torchs_and_write_to_no_place():
+    inputs = operands((4, 5))
+    product = lambda *t: linear_function(*t, lambda _: pytest.fail("asked"))  # noqa: E731
+    assert torch.autograd.gradgradcheck(product, inputs)
+
+
+def segment_of(machine):
+    memory = machine.segments.segment.memory
+    return range(memory.ctypes.data, memory.ctypes.data + memory.nbytes)
+
+
+def watch(placed):
+    """Places that a layer is offered from now on, by name."""
+    taken = {key: [] for key in placed.taken_over}
+    for key, (parameter, offer) in list(placed.taken_over.items()):
+        placed.take_over(
+            key, parameter, lambda offer=offer, key=key: taken[key].append(offer()) or taken[key][-1]
+        )
+    return taken
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("kind", [DistributedLinearAllGather, DistributedLinearReduceScatter])
+@pytest.mark.parametrize("uses", [1, 2])
+def test_gradients_of_copies_are_computed_in_the_segment_at_their_first_use(P_world, comm, kind, uses):
+    P = P_world.create_cartesian_topology_partition((comm.size, 1))
+    layer, twin = kind(P, 4, 4, dtype=torch.float64), nn.Linear(4, 4, dtype=torch.float64)
+    twin.load_state_dict(layer.state_dict())
+    sync = GradientSync(layer, P_world)
+    taken, segment = watch(layer.placed), segment_of(Machine.of(P_world))
+    for step in range(4):
+        x = torch.randn(2 * comm.size, 4, dtype=torch.float64)
+        for module, data in ((layer, x[2 * comm.rank :][:2]), (twin, x)):
+            # The last two steps add to what is there.
+            if step < 2:
+                module.zero_grad()
+            for _ in range(uses):
+                data = module(data)
+            data.square().sum().backward()
+        for key, parameter in layer.named_parameters():
+            torch.testing.assert_close(parameter.grad, getattr(twin, key).grad)
+            first, *others = taken[key][-uses:]
+            assert others == [None] * (uses - 1)
+            if step < 2:
+                assert first.data_ptr() == parameter.grad.data_ptr() in segment
+    sync.close()
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("way", ["travelling", "autocast", "alone"])
+def test_nothing_is_offered_but_for_the_parameter_itself(P_world, comm, way):
+    P = P_world.create_cartesian_topology_partition((comm.size, 1))
+    options = {"weights": "root"} if way == "travelling" else {}
+    blocks = P_world.create_cartesian_topology_partition((comm.size, 1, 1))
+    layer = DistributedLinear(P, P, blocks, 6, 4, **options)
+    sync = None if way == "alone" else GradientSync(layer, P_world)
+    taken = watch(layer.placed)
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=way == "autocast"):
+        y = layer(torch.randn(2, 6))
+    y.float().square().sum().backward()
+    assert not any(taken.values())
+    if sync is not None:
+        sync.close()
+
+
+GRIDS = [(1, 1, 1), (2, 1, 1), (1, 3, 2), (2, 3, 1), (3, 2, 2)]
+
+
+def grid_of(shape, in_features, out_features, me=0):
+    size = shape[0] * shape[1] * shape[2]
+    return LinearGrid(Partition(tuple(range(size)), shape, me), in_features, out_features)
+
+
+def part(decomposition, rank, whole):
+    return whole[decomposition.slices(rank)]
+
+
+@pytest.mark.parametrize("shape", GRIDS)
+@pytest.mark.parametrize("sizes", [(5, 7), (2, 1), (0, 3), (3, 0)])
+def test_products_of_blocks_add_up_to_the_product(shape, sizes):
+    torch.manual_seed(0)
+    grid = grid_of(shape, *sizes)
+    x, weight = torch.randint(9, (4, 2, sizes[0])), torch.randint(9, (sizes[1], sizes[0]))
+    bias, y = torch.randint(9, (sizes[1],)), torch.zeros(4, 2, sizes[1], dtype=torch.int64)
+    read, made = grid.inputs(x.shape), grid.outputs(x.shape)
+    assert made.shape == tuple(y.shape)
+    for rank in grid.P_w.ranks:
+        local = part(read, rank, x) @ part(grid.weight, rank, weight).T
+        if grid_of(shape, *sizes, me=rank).adds_bias:
+            local += part(grid.bias, rank, bias)
+        part(made, rank, y).add_(local)
+    assert torch.equal(y, F.linear(x.double(), weight.double(), bias.double()).long())
+
+
+@pytest.mark.parametrize(
+    ("shape", "dim"), [((2, 1, 1), IN), ((2, 1, 1), OUT), ((2, 3, 1), IN), ((3, 1, 2), OUT)]
+)
+def test_zero_shards_of_the_data_parallel_blocks_are_their_block_of_the_weight(shape, dim):
+    grid = grid_of(shape, 7, 5)
+    weight, bias = torch.zeros(5, 7), torch.zeros(5)
+    shards, shares = grid.zero_weight(dim), grid.zero_bias()
+    for rank in grid.P_w.ranks:
+        part(shards, rank, weight).add_(1)
+        box, block = shards.box(rank), grid.weight.box(rank)
+        assert (box & block) == box, "a shard of the block that the rank computes with"
+    for rank in shares.partition.ranks:
+        part(shares, rank, bias).add_(1)
+        assert (shares.box(rank) & grid.bias.box(rank)) == shares.box(rank)
+    assert (weight == 1).all() and (bias == 1).all(), "each element is kept once"
+
+
+def test_the_first_extent_counts_the_data_parallel_blocks():
+    for shape, dim in itertools.product([(6,), (2, 3), (3, 1, 2), (1, 2, 3)], (ROWS, COLUMNS)):
+        P = grid_of_workers(Partition(tuple(range(6)), shape, 0), dim)
+        blocks = shape[0] if len(shape) > 1 else 1
+        assert P.shape[0] == blocks and P.shape[dim] == 6 // blocks and P.ranks == tuple(range(6))
+
+
+def site(P_world):
+    return CallSite(Machine.of(P_world), "zero")
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.int32])
+@pytest.mark.parametrize("shape", [(5, 7), (1, 1), (0, 4), (700, 900)])
+@pytest.mark.parametrize("dim", [0, 1])
+def test_reduce_scatter_is_the_transpose_of_all_gather(P_world, comm, dtype, shape, dim):
+    line = P_world.create_cartesian_topology_partition((comm.size,))
+    matrix = ShardedMatrix(site(P_world), line, shape, dim)
+    whole = torch.arange(shape[0] * shape[1]).reshape(shape).to(dtype) % 1000
+    grid = [1, 1]
+    grid[dim] = comm.size
+    mine = Decomposition.balanced(P_world.create_cartesian_topology_partition(grid), shape).slices()
+    assert torch.equal(matrix.all_gather(whole[mine]), whole)
+    terms = whole * (comm.rank + 1)
+    assert torch.equal(matrix.reduce_scatter(terms), (whole * sum(range(1, comm.size + 1)))[mine])

@@ -1,0 +1,62 @@
+"""Who shares statistics, as users say it; all ranks simulated in one process."""
+
+import json
+
+import pytest
+
+from distdl_rma import ConfigurationError
+from distdl_rma.geometry import Decomposition, Partition
+from distdl_rma.layers.ops.norm.statistic_groups import NormAxes
+from distdl_rma.layers.partitioned.norm import StatisticsAnswer, agreed_sharing, answer_of_user
+
+AXES = NormAxes((2,), (1,))
+P_X = Partition((0, 1, 2, 3), (1, 1, 4), 0)
+SOURCE = Decomposition.balanced(P_X, (2, 3, 8))
+
+
+def sharing(*lists, nbytes=None):
+    """What follows from a list of each rank, None of one that says nothing."""
+    answers = {}
+    for rank, ranks in enumerate(lists):
+        callbacks = {} if ranks is None else {"get_ranks_synch_norm": lambda ranks=ranks: ranks}
+        if nbytes is not None:
+            callbacks["get_sizeof_norm"] = lambda: nbytes
+        answers[rank] = answer_of_user(callbacks, rank)
+    return agreed_sharing(AXES, SOURCE, answers)
+
+
+def test_where_nobody_says_anything_nothing_is_narrowed():
+    assert answer_of_user({}, 3) == StatisticsAnswer()
+    assert sharing(None, None, None, None) is None
+
+
+def test_ranks_that_name_each_other_share():
+    assert sharing([0, 1], [1, 0], [2], []) == {0: (0, 1), 1: (0, 1), 2: (2,), 3: (3,)}
+    assert sharing([0, 1, 2, 3], None, None, None) == dict.fromkeys(range(4), (0, 1, 2, 3))
+
+
+@pytest.mark.parametrize(
+    ("lists", "message"),
+    [
+        (([0, 1], [1], [2], [3]), r"gave \[0, 1\] on rank 0, but the ranks that say the same are \[0\]"),
+        (([0, 1], [0, 1], None, None), r"rank 2 shares its statistics with \[0, 1, 2, 3\], as its user"),
+        (([1], [1], [2], [3]), r"on rank 0: a list of different ranks with the caller among them"),
+        ((None, 7, None, None), "gave no list of ranks on rank 1"),
+    ],
+)
+def test_what_does_not_fit_together_is_refused(lists, message):
+    with pytest.raises(ConfigurationError, match=message):
+        sharing(*lists)
+
+
+def test_the_size_of_a_message_must_be_right():
+    assert sharing(None, None, None, None, nbytes=2 * 6 * 8) is not None
+    with pytest.raises(ConfigurationError, match="gave 5 on rank 0, one message of its statistics has 96"):
+        sharing(None, None, None, None, nbytes=5)
+
+
+@pytest.mark.parametrize("said", [[], [1, 0], [2, 2], 7])
+def test_answers_travel_in_words(said):
+    answer = answer_of_user({"get_ranks_synch_norm": lambda: said, "get_sizeof_norm": lambda: said}, 0)
+    assert StatisticsAnswer(*json.loads(json.dumps(answer))).shown == answer.shown
+    assert answer.usable == (said in ([], [1, 0])) and answer.nbytes == (7 if said == 7 else -1)

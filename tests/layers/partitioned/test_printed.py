@@ -1,0 +1,187 @@
+"""What the documents of linear layers and convolutions print, on the twelve ranks that one of them needs."""
+
+import numpy as np
+import torch
+from torch import nn
+
+from distdl_rma import MPIPartition, rehearse, zero_volume_tensor
+from distdl_rma.geometry import Decomposition
+from distdl_rma.layers import DistributedConv1d, partitioned
+from tests.layers.partitioned.random_shards import cut, cut_balanced
+
+RANKS = 12
+
+
+def grid(P_world, ranks, shape):
+    return P_world.create_partition_inclusive(ranks).create_cartesian_topology_partition(shape)
+
+
+def conv_like_torchs(weights, *partitions):
+    """A convolution that equals torch's in output and gradients, twice."""
+    arguments = {"in_channels": 8, "out_channels": 7, "kernel_size": 3, "padding": 1, "dtype": torch.float64}
+    torch.manual_seed(1)
+    layer = DistributedConv1d(*partitions, **arguments, weights=weights)
+    torch.manual_seed(1)
+    sequential = nn.Conv1d(**arguments)
+    P_x, P_y = partitions[0], partitions[1 % len(partitions)]
+    for _ in range(2):
+        layer.zero_grad()
+        sequential.zero_grad()
+        x = torch.randn(2, 8, 13, dtype=torch.float64, requires_grad=True)
+        local = cut_balanced(P_x, x).requires_grad_()
+        y, out = sequential(x), layer(local)
+        y.square().sum().backward()
+        out.square().sum().backward()
+        if P_y.active:
+            torch.testing.assert_close(out, cut_balanced(P_y, y))
+        if P_x.active:
+            torch.testing.assert_close(local.grad, cut_balanced(P_x, x.grad))
+        for key, parameter in sequential.named_parameters():
+            store = layer.placed.placements[key].store
+            if store.partition.active:
+                torch.testing.assert_close(getattr(layer, key).grad, cut(store, parameter.grad))
+    return tuple(layer.weight.shape), tuple(layer.bias.shape)
+
+
+def feature_distributed(P_world, weights):
+    found = conv_like_torchs(weights, grid(P_world, range(4), (1, 1, 4)))
+    assert found == (((7, 8, 3), (7,)) if weights == "replicated" or P_world.rank == 0 else ((0,), (0,)))
+
+
+def channel_distributed(P_world, weights):
+    P_W = grid(P_world, range(12), (3, 4, 1))
+    found = conv_like_torchs(
+        weights, grid(P_world, range(4), (1, 4, 1)), grid(P_world, range(3), (1, 3, 1)), P_W
+    )
+    i, j, _ = P_W.index
+    rows = (3, 2, 2)[i]
+    assert found == ((rows, 2, 3), (rows if j == 0 else 0,))
+
+
+def generalized(P_world, weights):
+    P_x, P_y = (grid(P_world, ranks, (1, 2, 3)) for ranks in (range(6), range(6, 12)))
+    P_W = grid(P_world, range(12), (2, 2, 3))
+    found = conv_like_torchs(weights, P_x, P_y, P_W)
+    i, j, k = P_W.index
+    rows, stores = (4, 3)[i], weights == "replicated" or k == 0
+    assert found == ((rows, 4, 3) if stores else (0,), (rows if stores and j == 0 else 0,))
+
+
+def check_set_ups(comm):
+    P_world = MPIPartition(comm)
+    for set_up in (feature_distributed, channel_distributed, generalized):
+        for weights in ("replicated", "root"):
+            set_up(P_world, weights)
+
+
+def test_set_ups_of_convolutions_keep_weights_where_the_document_says():
+    rehearse(RANKS, check_set_ups)
+
+
+SINGLE = """
+>>> P_x_base = P_world.create_partition_inclusive(np.arange(0, 8))
+>>> P_x = P_x_base.create_cartesian_topology_partition([2, 1, 4])
+>>>
+>>> in_features = 16
+>>> out_features = 12
+>>>
+>>> x_local_shape = np.array([2, 8, 4])
+>>>
+>>> layer = {layer}(P_x, in_features, out_features)
+>>>
+>>> x = zero_volume_tensor()
+>>> if P_x.active:
+>>>     x = torch.rand(*x_local_shape)
+>>>
+>>> y = layer(x)
+"""
+P_Y = ">>> P_y = P_x_base.create_cartesian_topology_partition([2, 4, 1])"
+SEPARATE = (
+    SINGLE.replace(
+        "4])\n>>>\n", "4])\n>>>\n>>> P_y = P_x_base.create_cartesian_topology_partition([2, 4, 1])\n>>>\n", 1
+    )
+    .replace("{layer}(P_x, in_features, out_features)", "{call}")
+    .replace("if P_x.active", "if {active}.active")
+)
+GENERAL = """
+>>> P_x_base = P_world.create_partition_inclusive(np.arange(0, 4))
+>>> P_x = P_x_base.create_cartesian_topology_partition([1, 4])
+>>>
+>>> P_y_base = P_world.create_partition_inclusive(np.arange(4, 7))
+>>> P_y = P_y_base.create_cartesian_topology_partition([1, 3])
+>>>
+>>> P_W_base = P_world.create_partition_inclusive(np.arange(0, 12))
+>>> P_W = P_W_base.create_cartesian_topology_partition([3, 4])
+>>>
+>>> in_features = 16
+>>> out_features = 12
+>>>
+>>> x_local_shape = np.array([1, 4])
+>>>
+>>> layer = DistributedLinear(P_x, P_y, P_W, in_features, out_features)
+>>>
+>>> x = zero_volume_tensor()
+>>> if P_x.active:
+>>>     x = torch.rand(*x_local_shape)
+>>>
+>>> y = layer(x)
+"""
+EXAMPLES = {"general": GENERAL}
+for _way, _call, _active in (
+    ("AllGather", "(P_y, in_features, out_features, P_x=P_x)", "P_y"),
+    ("ReduceScatter", "(P_x, in_features, out_features, P_y=P_y)", "P_x"),
+):
+    EXAMPLES[f"{_way}, single"] = SINGLE.format(layer=f"DistributedLinear{_way}")
+    for _zero in ("", "Zero"):
+        _layer = f"DistributedLinear{_way}{_zero}"
+        EXAMPLES[f"{_way}{_zero}, separate"] = SEPARATE.format(call=f"{_layer}{_call}", active=_active)
+# The partitions of two examples are named the other way round than in their prose: that reading too.
+EXAMPLES |= {
+    f"{key}, as in the prose": (
+        EXAMPLES[key]
+        .replace("[2, 1, 4]", "GRID")
+        .replace("[2, 4, 1]", "[2, 1, 4]")
+        .replace("GRID", "[2, 4, 1]")
+        .replace("np.array([2, 8, 4])", "np.array([2, 2, 16])")
+    )
+    for key in ("AllGather, separate", "AllGatherZero, separate")
+}
+
+
+def whole(comm, P, local, shape):
+    tensor = torch.empty(shape)
+    for rank, part in enumerate(comm.allgather(local.detach().numpy())):
+        if rank in P:
+            tensor[Decomposition.balanced(P, shape).slices(rank)] = torch.from_numpy(part)
+    return tensor
+
+
+def linear_like_torchs(comm, P_world, example):
+    names = {**vars(partitioned), "np": np, "torch": torch, "zero_volume_tensor": zero_volume_tensor}
+    names["P_world"] = P_world
+    torch.manual_seed(7)
+    exec("\n".join(line[4:] for line in example.strip().splitlines()), names)
+    torch.manual_seed(7)
+    sequential = nn.Linear(16, 12)
+    layer = names["layer"]
+    leading = (1,) if layer.P_x.dim == 2 else (4, 8)
+    # As printed every rank draws the same numbers, so once more with others.
+    other = (1 + comm.rank) * names["x"]
+    for x, y in ((names["x"], names["y"]), (other, layer(other))):
+        expected = sequential(whole(comm, layer.P_x, x, (*leading, 16)))
+        torch.testing.assert_close(whole(comm, layer.P_y, y, (*leading, 12)), expected, rtol=1e-5, atol=1e-5)
+        assert layer.P_y.active or y.numel() == 0
+
+
+def check_examples(comm):
+    P_world = MPIPartition(comm)
+    for name, example in EXAMPLES.items():
+        try:
+            linear_like_torchs(comm, P_world, example)
+        except BaseException as error:
+            error.add_note(name)
+            raise
+
+
+def test_printed_examples_of_linear_layers_equal_the_sequential_layer():
+    rehearse(RANKS, check_examples)
