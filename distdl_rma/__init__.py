@@ -28,18 +28,22 @@ from distdl_rma.errors import ProtocolError as ProtocolError
 from distdl_rma.errors import SegmentError as SegmentError
 from distdl_rma.errors import ShapeError as ShapeError
 from distdl_rma.errors import UnsupportedError as UnsupportedError
-from distdl_rma.process_group import register_with_torch
+from distdl_rma.torch_backend import register_with_torch
 
 if TYPE_CHECKING:
     # The same names as in ``_HOMES``, for editors and type checkers.
-    from distdl_rma.checkpoints.job import Checkpoints as Checkpoints
-    from distdl_rma.checkpoints.load import load_checkpoint as load_checkpoint
-    from distdl_rma.data.dataset import ShardDataset as ShardDataset
-    from distdl_rma.data.loader import ShardLoader as ShardLoader
-    from distdl_rma.data.sinks import create_array as create_array
-    from distdl_rma.data.sinks import write_shards as write_shards
     from distdl_rma.geometry.distribution import Distribution as Distribution
     from distdl_rma.geometry.partition import Partition as Partition
+    from distdl_rma.jobs.checkpoints.job import Checkpoints as Checkpoints
+    from distdl_rma.jobs.checkpoints.load import load_checkpoint as load_checkpoint
+    from distdl_rma.jobs.data.dataset import ShardDataset as ShardDataset
+    from distdl_rma.jobs.data.loader import ShardLoader as ShardLoader
+    from distdl_rma.jobs.data.sinks import create_array as create_array
+    from distdl_rma.jobs.data.sinks import write_shards as write_shards
+    from distdl_rma.jobs.out_of_core.predict import Predictor as Predictor
+    from distdl_rma.jobs.out_of_core.predict import plan_prediction as plan_prediction
+    from distdl_rma.jobs.out_of_core.predict import predict as predict
+    from distdl_rma.jobs.out_of_core.spill import spill as spill
     from distdl_rma.layers.model.compare import compare as compare
     from distdl_rma.layers.model.distribute import distribute as distribute
     from distdl_rma.layers.model.report import report as report
@@ -56,10 +60,6 @@ if TYPE_CHECKING:
     from distdl_rma.layers.state import whole_parameters as whole_parameters
     from distdl_rma.layers.sync import DistributedGradScaler as DistributedGradScaler
     from distdl_rma.layers.sync import GradientSync as GradientSync
-    from distdl_rma.out_of_core.predict import Predictor as Predictor
-    from distdl_rma.out_of_core.predict import plan_prediction as plan_prediction
-    from distdl_rma.out_of_core.predict import predict as predict
-    from distdl_rma.out_of_core.spill import spill as spill
     from distdl_rma.segments.machine import Machine as Machine
     from distdl_rma.segments.machine import MPIPartition as MPIPartition
     from distdl_rma.segments.machine import print0 as print0
@@ -68,37 +68,37 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
-    "Checkpoints": "checkpoints.job",
+    "Checkpoints": "jobs.checkpoints.job",
     "Distribution": "geometry.distribution",
     "DistributedGradScaler": "layers.sync",
     "GradientSync": "layers.sync",
     "MPIPartition": "segments.machine",
     "Machine": "segments.machine",
     "Partition": "geometry.partition",
-    "ShardDataset": "data.dataset",
-    "ShardLoader": "data.loader",
+    "ShardDataset": "jobs.data.dataset",
+    "ShardLoader": "jobs.data.loader",
     "Sink": "layers.sources.reading",
     "Source": "layers.sources.reading",
     "gather_state_dict": "layers.state",
-    "load_checkpoint": "checkpoints.load",
+    "load_checkpoint": "jobs.checkpoints.load",
     "load_global_state_dict": "layers.state",
     "shard": "layers.split.shard",
-    "spill": "out_of_core.spill",
+    "spill": "jobs.out_of_core.spill",
     "static_shapes": "layers.partitioned.core.agreement",
     "SplitTensor": "layers.split",
     "compare": "layers.model.compare",
-    "create_array": "data.sinks",
+    "create_array": "jobs.data.sinks",
     "distribute": "layers.model.distribute",
     "open_array": "layers.sources.opening",
-    "Predictor": "out_of_core.predict",
-    "plan_prediction": "out_of_core.predict",
-    "predict": "out_of_core.predict",
+    "Predictor": "jobs.out_of_core.predict",
+    "plan_prediction": "jobs.out_of_core.predict",
+    "predict": "jobs.out_of_core.predict",
     "print0": "segments.machine",
     "rehearse": "segments.virtual_ranks.rehearse",
     "register": "layers.split.functions.user_rules",
     "report": "layers.model.report",
     "whole_parameters": "layers.state",
-    "write_shards": "data.sinks",
+    "write_shards": "jobs.data.sinks",
     "zero_volume_tensor": "layers.ops.core.tensors",
 }
 __all__ = ["__version__"]

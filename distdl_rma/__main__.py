@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from distdl_rma import __version__
 from distdl_rma.doctor.command import doctor
-from distdl_rma.out_of_core import command
+from distdl_rma.jobs.out_of_core import command
 
 DAY = 24 * 60 * 60
 

@@ -174,9 +174,9 @@ HAND_MADE = (
     ),
     Mutant(
         "parts lie in the order of ranks, not of nodes",
-        "distdl_rma/process_group/inter_node.py",
+        "distdl_rma/torch_backend/inter_node.py",
         "self._order = layout.my_node, tuple(chain.from_iterable(self._teams))",
         "self._order = layout.my_node, tuple(sorted(chain.from_iterable(self._teams)))",
-        _on(4, "process_group/test_group.py"),
+        _on(4, "torch_backend/test_group.py"),
     ),
 )

@@ -15,11 +15,9 @@ PAGE = ROOT / "docs" / "architecture.md"
 FLOORS = [
     "__main__",
     "doctor",
-    "out_of_core",
-    "checkpoints",
-    "data",
     "layers",
-    "process_group",
+    "jobs",
+    "torch_backend",
     "segments",
     "geometry",
     "trace",

@@ -56,7 +56,7 @@ def test_the_wheel_is_the_package_and_its_metadata(built: Path) -> None:
     assert "distdl_rma/py.typed" in names
     assert licence == (ROOT / "LICENSE").read_text()
     assert (metadata["Name"], metadata["Version"]) == ("distdl_rma", distdl_rma.__version__)
-    assert "rma = distdl_rma.process_group:register" in entry_points
+    assert "rma = distdl_rma.torch_backend:register" in entry_points
 
 
 def test_changelog_and_citation_name_the_version() -> None:

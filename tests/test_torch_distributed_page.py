@@ -6,8 +6,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from distdl_rma.process_group.group import RmaProcessGroup
-from distdl_rma.process_group.tensors import reducer_of
+from distdl_rma.torch_backend.group import RmaProcessGroup
+from distdl_rma.torch_backend.tensors import reducer_of
 
 PAGE = (Path(__file__).parents[1] / "docs" / "torch-distributed.md").read_text()
 ROWS = [

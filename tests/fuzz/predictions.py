@@ -12,7 +12,7 @@ from torch.nn import functional as F  # noqa: N812
 
 from distdl_rma import Partition, Sink, Source, UnsupportedError, predict
 from distdl_rma.segments.shared_mailbox import SharedMailbox
-from tests.out_of_core.nets import whole
+from tests.jobs.out_of_core.nets import whole
 
 DTYPE = torch.float64
 REFUSED: Counter[str] = Counter()

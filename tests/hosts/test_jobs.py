@@ -24,8 +24,8 @@ from distdl_rma import (
     shard,
     write_shards,
 )
+from tests.jobs.out_of_core.nets import UNet, whole
 from tests.layers.partitioned.sequential import grids
-from tests.out_of_core.nets import UNet, whole
 from tests.two_hosts import RANKS_VARIABLE
 
 pytestmark = [

@@ -17,8 +17,8 @@ from tests.layers.model.nets import UNet
 from tests.layers.model.training import train_beside
 from tests.layers.partitioned.sequential import grids, shard
 from tests.matrix import check_each
-from tests.process_group import nets
-from tests.process_group.backends import process_group
+from tests.torch_backend import nets
+from tests.torch_backend.backends import process_group
 from tests.two_hosts import RANKS_VARIABLE
 
 pytestmark = [

@@ -21,7 +21,7 @@ from distdl_rma import (
     ProtocolError,
     SegmentError,
 )
-from distdl_rma.out_of_core.processes import Processes
+from distdl_rma.jobs.out_of_core.processes import Processes
 from distdl_rma.segments import SegmentManager
 from distdl_rma.segments.machine import launched
 from distdl_rma.segments.transport import node_memory

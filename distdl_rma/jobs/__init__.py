@@ -1,0 +1,1 @@
+"""Jobs with files: data, checkpoints, and work that is larger than memory."""

@@ -1,0 +1,377 @@
+"""The files of checkpoints: written under a temporary name, complete when renamed, checked when read."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import warnings
+from collections.abc import Container, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from hashlib import sha256
+from itertools import chain
+from itertools import count as counted
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from distdl_rma.errors import CheckpointError, DistdlError, UnsupportedError
+from distdl_rma.jobs.checkpoints.behind_writer import BehindWriter
+from distdl_rma.jobs.checkpoints.form import dtype_name
+from distdl_rma.jobs.checkpoints.items import Item, Kind, Part, planned
+from distdl_rma.layers.dtypes import flat_bytes
+from distdl_rma.layers.sources.raw import sync
+
+DATA, MANIFEST, VERSION = "data.safetensors", "manifest.json", 1
+# How a manifest of this library begins; the most bytes of one, since a reader needs some times as many.
+_BEGINS, _MOST_NBYTES = b'{"sha256": "', 64 << 20
+# Most dimensions of an item, and the least bytes of it in the head of the data file.
+_MOST_DIMS, _ITEM_NBYTES = 64, 40
+_STEP = re.compile(r"step-(0|[1-9][0-9]*)(\.old)?")
+# Bytes that are read or written, and summed, at a time; a multiple of every element's size.
+_IN_CACHE = 1 << 18
+
+# Elements of a part from one number on, as flat bytes.
+Piece = tuple[Part, int, torch.Tensor]
+
+
+def step_folder(folder: Path, step: int) -> Path:
+    """Directory of a complete checkpoint."""
+    return folder / f"step-{step}"
+
+
+def temporary(path: Path) -> Path:
+    """Directory in which a checkpoint is written."""
+    return path.with_name(path.name + ".tmp")
+
+
+def _replaced(path: Path) -> Path:
+    # A checkpoint of the same step, while a new one takes its place.
+    return path.with_name(path.name + ".old")
+
+
+def _step_of(path: Path) -> int:
+    # -1 for the names of others.
+    name = _STEP.fullmatch(path.name)
+    return int(name[1]) if name else -1
+
+
+def complete(folder: Path, step: int | None = None) -> list[Path]:
+    """Directories with a manifest, newest first: by step, and a replaced one behind its successor.
+
+    Those of one step, if it is not None.
+    """
+    found = [
+        (_step_of(path), not path.suffix, path)
+        for path in (folder.iterdir() if folder.is_dir() else ())
+        if _step_of(path) >= 0 and step in (None, _step_of(path)) and (path / MANIFEST).is_file()
+    ]
+    return [path for *_, path in sorted(found, reverse=True)]
+
+
+@contextmanager
+def explained(what: str, path: Path, advice: str) -> Iterator[None]:
+    """Context that turns an ``OSError`` into a ``CheckpointError`` with the file and what to do."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except OSError as error:
+        raise CheckpointError(
+            f"checkpoint: {what} {path} failed: {error.strerror or error}; {advice}"
+        ) from error
+
+
+_TO_WRITE = "check space, quota and permission; complete checkpoints are as before"
+
+
+def digest(text: bytes) -> str:
+    """Checksum of a text."""
+    return sha256(text).hexdigest()
+
+
+def tidy(folder: Path) -> None:
+    """Delete what killed jobs have left in a folder; by one rank, before it writes there.
+
+    What is not of this library stays, such as links, other names, and directories with files of others.
+    """
+    for path in folder.glob("step-*"):
+        name = path.name.removesuffix(".tmp")
+        left = _STEP.fullmatch(name) and (name != path.name or not (path / MANIFEST).exists())
+        with suppress(OSError):
+            if left and not path.is_symlink() and _is_own(path, alone=True):
+                _delete(path)
+
+
+def _is_own(path: Path, alone: bool = False) -> bool:
+    # Whether a directory is a checkpoint of this library, or has nothing but the rest of one; ``alone``:
+    # without files of others.
+    found = {each.name for each in path.iterdir()} if path.is_dir() else {""}
+    if (alone or MANIFEST not in found) and not found <= {DATA, MANIFEST}:
+        return False
+    if not (path / MANIFEST).is_file():
+        return MANIFEST not in found
+    with (path / MANIFEST).open("rb") as file:
+        return file.read(len(_BEGINS)) == _BEGINS
+
+
+def _delete(path: Path) -> None:
+    # The files of a checkpoint, and its directory unless others have files there; of a link only the link.
+    if path.is_symlink():
+        path.unlink()
+        return
+    # Without its manifest a directory does not count, should this be interrupted.
+    for name in (MANIFEST, DATA):
+        (path / name).unlink(missing_ok=True)
+    if not any(path.iterdir()):
+        path.rmdir()
+
+
+def begin(path: Path, head: bytes, body: dict[str, Any]) -> None:
+    """Make the temporary directory of a checkpoint, and its data file of full size; by one rank."""
+    made = temporary(path)
+    if (nbytes := len(json.dumps(body))) > _MOST_NBYTES:
+        raise UnsupportedError(
+            f"checkpoint: {MANIFEST} of {path} would have {nbytes >> 20} MiB, and may have"
+            f" {_MOST_NBYTES >> 20} MiB: make tensors or arrays of long lists, strings and bytes of the state"
+        )
+    with explained("making", made / DATA, _TO_WRITE):
+        for other in (path, _replaced(path), made):
+            if os.path.lexists(other) and not other.is_symlink() and not _is_own(other, other != path):
+                raise CheckpointError(
+                    f"checkpoint: {other} is in the way, with files of no checkpoint of this library; move"
+                    " it, or save into another folder"
+                )
+        if os.path.lexists(made):
+            _delete(made)
+        made.mkdir(parents=True)
+        try:
+            with (made / DATA).open("wb") as file:
+                file.write(head)
+                file.truncate(body["nbytes"])
+        except OSError:
+            drop(path)
+            raise
+
+
+def write(path: Path, pieces: Iterable[Piece]) -> dict[str, int]:
+    """Write pieces to the temporary data file, and make them durable; returns sums by the item's name.
+
+    Local: every rank writes its own pieces, also from another thread.
+    """
+    file, sums = temporary(path) / DATA, dict[str, int]()
+    with explained("writing", file, f"is it on a disk that all hosts share? {_TO_WRITE}"):
+        writer = BehindWriter(file)
+        try:
+            for part, first, elements in _in_cache(pieces):
+                sums[part.item.name] = sums.get(part.item.name, 0) + part.checksum(elements, first)
+                for offset, memory in _runs(part, first, elements):
+                    writer.append(offset, memory)
+            writer.finish()
+        finally:
+            writer.close()
+    return sums
+
+
+def publish(path: Path, body: dict[str, Any], at: int | None) -> None:
+    """Write the manifest, and rename the directory to its own name; by one rank.
+
+    Complete checkpoints of later steps, and of steps behind ``at``, which the job has saved or restored last,
+    are of a run that was left: they get other names first, since the one with the highest step counts.
+    """
+    made, text = temporary(path), json.dumps(body)
+    with explained("completing", made, _TO_WRITE):
+        with (made / MANIFEST).open("w") as file:
+            file.write(json.dumps({"sha256": digest(text.encode()), "body": body}))
+            file.flush()
+            os.fsync(file.fileno())
+        sync(made)
+        beyond = min(_step_of(path), _step_of(path) if at is None else at)
+        later = [each for each in complete(path.parent) if _step_of(each) > beyond and _is_own(each)]
+        retired = [str(_retired(each)) for each in later]
+        sync(path.parent)
+        if (path / MANIFEST).exists():
+            # Of a replaced checkpoint one of the two is there at any moment.
+            if os.path.lexists(_replaced(path)):
+                _delete(_replaced(path))
+            path.rename(_replaced(path))
+        elif os.path.lexists(path):
+            _delete(path)
+        made.rename(path)
+        sync(path.parent)
+    if retired:
+        # Last: a warning may be an error, and the checkpoint is complete then.
+        warnings.warn(
+            f"Checkpoints.save: {path} goes on from an earlier step; checkpoints of the run that was left"
+            f" are now {', '.join(retired)}: delete them, or give one its old name to go on from there",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+
+
+def _retired(path: Path) -> Path:
+    # The new name of a checkpoint that no longer counts, and that is never deleted.
+    names = (f"step-{_step_of(path)}.retired{f'-{n}' if n > 1 else ''}" for n in counted(1))
+    return path.rename(next(n for n in map(path.with_name, names) if not os.path.lexists(n)))
+
+
+def delete_old(path: Path, keep: int | None) -> None:
+    """Delete a checkpoint's predecessors but ``keep - 1``, and the one that it replaced; by one rank."""
+    with explained("deleting old checkpoints in", path.parent, "the new one is complete"):
+        found = complete(path.parent)
+        # A job that was killed in between has left the only one of its step under this name.
+        replaced = [other for other in map(_replaced, found) if other in found]
+        others = [other for other in found if other != path and other not in replaced]
+        for each in filter(_is_own, (*replaced, *(() if keep is None else others[keep - 1 :]))):
+            _delete(each)
+            if each in replaced and each.exists():
+                # Files of others would be in the way when this step is replaced again.
+                _retired(each)
+
+
+def drop(path: Path) -> None:
+    """Delete what was written of a checkpoint that failed; by one rank."""
+    with suppress(OSError):
+        _delete(temporary(path))
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A complete checkpoint, as its manifest describes it; of newer or damaged ones ``CheckpointError``."""
+
+    path: Path
+    body: dict[str, Any]
+    others: tuple[str, ...] = ()
+
+    @property
+    def data(self) -> Path:
+        """The data file."""
+        return self.path / DATA
+
+    def kinds(self) -> dict[str, Kind]:
+        """Dtype and shape of each item."""
+        return {name: (kind, tuple(shape)) for name, kind, shape, *_ in self.body["items"]}
+
+    def items(self, names: Container[str]) -> list[Item]:
+        """Items of these names, in the order of the file."""
+        return [item for item in planned(self.kinds(), self.body["step"])[1] if item.name in names]
+
+    def sums(self) -> dict[str, int]:
+        """Checksum of each item."""
+        return {name: int(total, 16) for name, *_, total in self.body["items"]}
+
+    @contextmanager
+    def named(self) -> Iterator[None]:
+        """Context in which errors of a checkpoint name its directory."""
+        try:
+            yield
+        except DistdlError as error:
+            error.args = (str(error).replace("checkpoint:", f"checkpoint {self.path}:", 1),)
+            raise
+
+    def damaged(self, what: str, file: Path) -> CheckpointError:
+        """Error that says what is wrong with a file, and which checkpoint came before."""
+        before = f"the one before it is {self.others[0]}" if self.others else "there is none before it"
+        return CheckpointError(
+            f"checkpoint: {file} is damaged: {what}; {before}: delete {self.path} or restore(..., step=)"
+        )
+
+    def check(self) -> None:
+        """Raise an error of Python unless the entries fit together; the values of forms are not read."""
+        body, listed = self.body, self.body["items"]
+        numbers = chain([body["step"], body["ranks"]], *(item[2] for item in listed))
+        fits = all(type(n) is int and 0 <= n < 1 << 62 for n in numbers) and body["version"] == VERSION
+        # Nor are there more items than the head has room for, before each is looked at.
+        fits = fits and _ITEM_NBYTES * len(listed) <= body["head"][0]
+        if not (fits and all(len(item[2]) <= _MOST_DIMS for item in listed)):
+            raise ValueError("it has sizes that no tensor has")
+        # Place and size of everything follow from names, dtypes and shapes.
+        wanted = described(*planned(self.kinds(), body["step"]))
+        fits = {key: body[key] for key in wanted} | {"items": [item[:4] for item in listed]} == wanted
+        fits = fits and all(re.fullmatch("[0-9a-f]{16}", total) for *_, total in listed)
+        if not (fits and isinstance(body["main"], (str, type(None))) and isinstance(body["forms"], dict)):
+            raise ValueError("its entries do not fit together")
+
+
+def described(head: bytes, items: Iterable[Item]) -> dict[str, Any]:
+    """What a manifest says of the data file, but for the checksums of the items."""
+    listed = [[i.name, dtype_name(i.dtype), [*i.shape], i.offset] for i in items]
+    nbytes = len(head) + sum(item.nbytes for item in items)
+    return {"nbytes": nbytes, "head": [len(head), digest(head)], "items": listed}
+
+
+def opened(path: Path) -> Saved:
+    """A checkpoint's manifest, checked together with the size and the head of the data file; local."""
+    newest = complete(path.parent)
+    older = newest[newest.index(path) + 1 :] if path in newest else []
+    file, others = path / MANIFEST, tuple(str(each) for each in older)
+    with explained("reading", file, "is the folder right, and may it be read?"), file.open("rb") as manifest:
+        text = manifest.read(_MOST_NBYTES + 1)
+    saved = Saved(path, {}, others)
+    if len(text) > _MOST_NBYTES:
+        raise saved.damaged(f"it has more than {_MOST_NBYTES >> 20} MiB", file)
+    try:
+        found = json.loads(text.decode())
+        saved = Saved(path, found["body"], others)
+        fits, version = digest(json.dumps(saved.body).encode()) == found["sha256"], saved.body["version"]
+        if isinstance(version, int) and version > VERSION:
+            raise CheckpointError(
+                f"checkpoint: {file} is of version {version}, this distdl_rma reads {VERSION}: update it"
+                + ("" if fits else ", or the file is damaged: its checksum does not fit")
+            )
+        if fits:
+            saved.check()
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, RecursionError) as error:
+        raise saved.damaged(f"it is no manifest: {type(error).__name__}: {error}", file) from None
+    if not fits:
+        raise saved.damaged("its checksum does not fit", file)
+    if not saved.data.is_file():
+        raise saved.damaged("it is missing", saved.data)
+    with explained("reading", saved.data, "may it be read?"):
+        nbytes, wanted = saved.data.stat().st_size, saved.body["nbytes"]
+        if nbytes != wanted:
+            raise saved.damaged(f"it has {nbytes} bytes instead of {wanted} bytes", saved.data)
+        with saved.data.open("rb") as data:
+            if digest(data.read(saved.body["head"][0])) != saved.body["head"][1]:
+                raise saved.damaged("the checksum of its head does not fit", saved.data)
+    return saved
+
+
+def read(file: Path, pieces: Iterable[Piece]) -> dict[str, int]:
+    """Fill pieces from a data file; returns sums by the item's name. Local."""
+    sums = dict[str, int]()
+    with file.open("rb") as data:
+        for part, first, elements in _in_cache(pieces):
+            name = part.item.name
+            for begin, memory in _runs(part, first, elements):
+                rest, offset = memory, begin
+                while rest:
+                    got = os.preadv(data.fileno(), [rest], offset)
+                    if not got:
+                        raise CheckpointError(f"checkpoint: {name!r} ends before its last byte")
+                    rest, offset = rest[got:], offset + got
+            sums[name] = sums.get(name, 0) + part.checksum(elements, first)
+    return sums
+
+
+def _in_cache(pieces: Iterable[Piece]) -> Iterator[Piece]:
+    # Parts of pieces that are summed and copied while they are in the core's cache.
+    for part, first, elements in pieces:
+        for low in range(0, elements.numel(), _IN_CACHE):
+            yield part, first + low // part.item.dtype.itemsize, elements[low : low + _IN_CACHE]
+
+
+def _runs(part: Part, first: int, elements: torch.Tensor) -> Iterator[tuple[int, memoryview]]:
+    # The offset in the file of each contiguous run of a piece, and its memory.
+    memory, size = elements.numpy().data, part.item.dtype.itemsize
+    for offset, at, count in part.runs(first, first + len(memory) // size):
+        yield offset, memory[(at - first) * size : (at - first + count) * size]
+
+
+def cut_out(tensors: dict[str, torch.Tensor], shares: Iterable[tuple[Part, int, int]]) -> Iterator[Piece]:
+    """Pieces of this rank's tensors, by the item's name."""
+    for part, first, last in shares:
+        size = part.item.dtype.itemsize
+        yield part, first, flat_bytes(tensors[part.item.name])[first * size : last * size]

@@ -1,0 +1,184 @@
+"""Where every element of every tensor lies in the data file, and which rank writes or reads it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from hashlib import sha256
+from math import prod
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from distdl_rma.geometry.box import Box
+from distdl_rma.jobs.checkpoints.form import NAMED_DTYPES, dtype_name
+from distdl_rma.layers.dtypes import flat_bytes
+
+# The format of safetensors has no types for complex numbers that all its readers know: pairs of numbers.
+_CODES = {
+    "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "int64": "I64", "int32": "I32",
+    "int16": "I16", "int8": "I8", "uint64": "U64", "uint32": "U32", "uint16": "U16", "uint8": "U8",
+    "bool": "BOOL", "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2",
+    "complex32": "F16", "complex64": "F32", "complex128": "F64",
+}  # fmt: skip
+_INTEGERS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64, 16: np.uint64}
+# Of the largest element.
+ALIGNED = 16
+# Words are summed in pieces that stay in a core's cache.
+_SUMMED = 1 << 18
+# Odd numbers, one for each word of a row.
+_WEIGHTS = np.random.Philox(1).random_raw(1 << 13) | np.uint64(1)
+# No distance between the signs of two elements.
+_FOLD = np.uint64(29)
+
+# What a state records of a tensor: the name of its dtype, and its global shape.
+Kind = tuple[str, tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class Item:
+    """One tensor of a checkpoint, whole: its place does not depend on the ranks that write it."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    offset: int  # bytes from the beginning of the file
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole tensor."""
+        return prod(self.shape) * self.dtype.itemsize
+
+
+def planned(kinds: Mapping[str, Kind], step: int) -> tuple[bytes, list[Item]]:
+    """Head of the data file, in the format of safetensors, and the items in the order of their offsets.
+
+    Larger elements come first, so that all elements are aligned. Alike on all ranks for the same arguments.
+    """
+    found = [(name, NAMED_DTYPES[kind], shape) for name, (kind, shape) in kinds.items()]
+    found.sort(key=lambda one: (-one[1].itemsize, one[0]))
+    header: dict[str, object] = {"__metadata__": {"format": "pt", "step": str(step)}}
+    begin = 0
+    for name, dtype, shape in found:
+        end = begin + prod(shape) * dtype.itemsize
+        seen = (*shape, 2) if dtype.is_complex else shape
+        header[name] = {"dtype": _CODES[dtype_name(dtype)], "shape": seen, "data_offsets": (begin, end)}
+        begin = end
+    text = json.dumps(header).encode()
+    text = text.ljust(-(-len(text) // ALIGNED) * ALIGNED)
+    head = len(text).to_bytes(8, "little") + text
+    items, at = [], len(head)
+    for name, dtype, shape in found:
+        items.append(Item(name, dtype, shape, at))
+        at += items[-1].nbytes
+    return head, items
+
+
+@dataclass(frozen=True)
+class Part:
+    """The box of an item that some ranks hold; elements are counted in the order of the box."""
+
+    item: Item
+    box: Box
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the box."""
+        return self.box.volume * self.item.dtype.itemsize
+
+    def runs(self, first: int, last: int) -> Iterator[tuple[int, int, int]]:
+        """For elements [first, last): offset in the file, first element and number of each contiguous run."""
+        whole, extents = self.item.shape, self.box.shape
+        # The last dimensions that a box has whole belong to one run, and one more.
+        cut = max((d for d, n in enumerate(extents) if n < whole[d]), default=0)
+        length, strides = prod(extents[cut:]), [prod(whole[d + 1 :]) for d in range(len(whole))]
+        corner = sum(start * stride for start, stride in zip(self.box.start, strides, strict=True))
+        for row in range(first // length, -(-last // length)):
+            begin, end = max(first, row * length), min(last, (row + 1) * length)
+            place, number = corner + begin - row * length, row
+            for d in reversed(range(cut)):
+                number, index = divmod(number, extents[d])
+                place += index * strides[d]
+            yield self.item.offset + place * self.item.dtype.itemsize, begin, end - begin
+
+    def checksum(self, elements: torch.Tensor, first: int) -> int:
+        """Checksum of elements of the box from ``first`` on, given as a flat tensor; modulo 2^64.
+
+        Rows of the tensor are summed as integers, times an odd number that depends on the row. So a change of
+        one element changes the sum, and the sums of parts add up to that of the tensor, however it is cut.
+        """
+        size = self.item.dtype.itemsize
+        # numpy sums short integers as long ones several times faster than torch.
+        values = elements.numpy().view(_INTEGERS[size])
+        per = size // values.itemsize
+        width = self.box.volume // self.box.shape[0] * per if self.box.dim else per
+        row, inside = divmod(first * per, width)
+        row += self.box.start[0] if self.box.dim else 0
+        total = 0
+        if inside:
+            head = min(width - inside, len(values))
+            total += _sum(values[:head]) * (2 * row + 1)
+            values, row = values[head:], row + 1
+        full = len(values) // width
+        table, step = values[: full * width].reshape(full, width), max(1, _SUMMED // width)
+        for low in range(0, full, step):
+            sums = table[low : low + step].sum(axis=1, dtype=np.uint64)
+            weights = 2 * np.arange(row + low, row + low + len(sums), dtype=np.uint64) + np.uint64(1)
+            total += _sum(sums * weights)
+        return (total + _sum(values[full * width :]) * (2 * (row + full) + 1)) % (1 << 64)
+
+
+def _sum(values: NDArray[Any]) -> int:
+    return int(values.sum(dtype=np.uint64))
+
+
+class Holding:
+    """Parts that the same ranks hold, one behind the other: their bytes are dealt over these ranks."""
+
+    def __init__(self, ranks: tuple[int, ...]) -> None:
+        self.ranks = ranks
+        self.parts: list[Part] = []
+        self._starts: list[int] = []
+        self.nbytes = 0
+
+    def add(self, part: Part) -> None:
+        """Append a part."""
+        self.parts.append(part)
+        self._starts.append(self.nbytes)
+        self.nbytes += part.nbytes
+
+    def within(self, low: int, high: int) -> Iterator[tuple[Part, int, int]]:
+        """Parts in the bytes [low, high), each with its first and last element; whole elements."""
+        at = max(0, int(np.searchsorted(self._starts, low, "right")) - 1)
+        for start, part in zip(self._starts[at:], self.parts[at:], strict=True):
+            if start >= high:
+                return
+            size, end = part.item.dtype.itemsize, part.nbytes
+            first, last = (min(max(edge - start, 0), end) // size for edge in (low, high))
+            if first < last:
+                yield part, first, last
+
+    def share(self, number: int, of: int) -> Iterator[tuple[Part, int, int]]:
+        """The parts of one of ``of`` shares of about equal size."""
+        return self.within(self.nbytes * number // of, self.nbytes * (number + 1) // of)
+
+
+def holdings(held: Iterable[tuple[Part, tuple[int, ...]]]) -> list[Holding]:
+    """Parts by the ranks that hold them, in an order that is alike on all ranks; without empty ones."""
+    found: dict[tuple[int, ...], Holding] = {}
+    for part, ranks in held:
+        if not part.box.empty:
+            found.setdefault(ranks, Holding(ranks)).add(part)
+    return [found[ranks] for ranks in sorted(found)]
+
+
+def fingerprint(tensor: torch.Tensor) -> str:
+    """A digest of a tensor's bytes, for a comparison between ranks; several times as fast as sha256."""
+    found = flat_bytes(tensor).numpy()
+    rows = found[: len(found) // _WEIGHTS.nbytes * _WEIGHTS.nbytes].view(np.uint64).reshape(-1, len(_WEIGHTS))
+    # Upper bits are folded into lower ones: a sum of words would lose an even number of changed signs.
+    sums = [((row ^ (row >> _FOLD)) * _WEIGHTS).sum(dtype=np.uint64) for row in rows]
+    return sha256(np.array(sums, np.uint64).tobytes() + found[rows.nbytes :].tobytes()).hexdigest()

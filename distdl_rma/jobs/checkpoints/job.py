@@ -1,0 +1,575 @@
+"""Checkpoints of a job: all ranks save and restore together, and agree on every step of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+from collections import deque
+from collections.abc import Container, Iterable, Iterator, MutableMapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import AbstractContextManager
+from itertools import chain
+from pathlib import Path
+from typing import Any, NamedTuple, Self
+
+import numpy as np
+import torch
+
+from distdl_rma.errors import (
+    CheckpointError,
+    ClosedError,
+    ConfigurationError,
+    DistdlError,
+    MismatchError,
+)
+from distdl_rma.geometry.partition import Partition
+from distdl_rma.jobs.checkpoints import files, objects
+from distdl_rma.jobs.checkpoints.files import Piece, Saved
+from distdl_rma.jobs.checkpoints.items import ALIGNED, Holding, Item, Part, fingerprint, holdings, planned
+from distdl_rma.layers.dtypes import flat_bytes
+from distdl_rma.layers.ops.core.tensors import as_tensor
+from distdl_rma.layers.ops.set_up_transfer import broadcast_from_first
+from distdl_rma.layers.state import scattered
+from distdl_rma.segments.collectives.allgather import Allgather
+from distdl_rma.segments.collectives.allreduce import Allreduce
+from distdl_rma.segments.consensus import Consensus, gather_words, together
+from distdl_rma.segments.machine import Machine
+
+# Bytes that ranks which hold the same pass on at once: with the copies, they stay in a core's cache.
+_SLICE_NBYTES = 1 << 19
+_LOWEST_PRIORITY = 19
+# Checkpoints whose copies are in memory at once.
+_UNDER_WAY = 2
+
+
+class _Job(NamedTuple):
+    # A checkpoint that is being written.
+    path: Path
+    body: dict[str, Any]
+    sums: Future[dict[str, int]]
+    memory: torch.Tensor | None
+
+
+class _Share(NamedTuple):
+    # ``nbytes`` that each of the ranks which hold the same parts reads of them, this rank into ``memory``.
+    # ``in_place`` says that their tensors are those of the user's objects.
+    holding: Holding
+    nbytes: int
+    memory: torch.Tensor
+    in_place: bool
+
+    @classmethod
+    def of(cls, holding: Holding, rank: int, in_place: bool) -> Self:
+        nbytes = -(-holding.nbytes // (len(holding.ranks) * ALIGNED)) * ALIGNED
+        mine = min(nbytes, max(0, holding.nbytes - holding.ranks.index(rank) * nbytes))
+        return cls(holding, nbytes, _memory(mine), in_place)
+
+    def pieces(self, rank: int, begin: int = 0, memory: torch.Tensor | None = None) -> Iterator[Piece]:
+        # The elements in a rank's share from its byte ``begin`` on, which follow each other in ``memory``.
+        memory = self.memory if memory is None else memory
+        low, at = self.holding.ranks.index(rank) * self.nbytes + begin, 0
+        high = low - begin + min(begin + memory.numel(), self.nbytes)
+        for part, first, last in self.holding.within(low, high):
+            size = (last - first) * part.item.dtype.itemsize
+            yield part, first, memory[at : at + size]
+            at += size
+
+
+def _memory(nbytes: int) -> torch.Tensor:
+    # numpy asks the system for huge pages, whose first use takes a quarter of the time.
+    return torch.from_numpy(np.empty(nbytes, np.uint8))
+
+
+def _joined(states: list[dict[str, Any]]) -> dict[str, list[Any]]:
+    # For each generator one state if it is alike on all ranks, else that of every rank.
+    columns = {key: [state[key] for state in states] for key in states[0]}
+    return {key: each[:1] if each[1:] == each[:-1] else each for key, each in columns.items()}
+
+
+def _differing(every: dict[int, dict[str, str]]) -> list[tuple[str, int, int]]:
+    # What differs between ranks that have it, and two of these.
+    first = {key: rank for rank in reversed(every) for key in every[rank]}
+    return [
+        (key, first[key], rank)
+        for rank, words in every.items()
+        for key, word in words.items()
+        if word != every[first[key]][key]
+    ]
+
+
+class Checkpoints:
+    """Checkpoints in a folder, of jobs of any number of ranks: the newest one is complete at any moment.
+
+    A checkpoint is a directory such as ``step-120`` with ``manifest.json`` and ``data.safetensors``, which
+    has whole tensors with the keys of the sequential model. Every rank writes its parts. The directory has
+    the name ``step-120.tmp`` until all bytes are on the disk.
+
+    All methods are collective over the machine and blocking, ``stopping`` excepted; all ranks pass the same
+    arguments. An error of one rank raises on all of them. As a context manager it closes itself.
+
+    Parameters
+    ----------
+    folder
+        Where the directories are made; on a disk that all hosts share. Its parent exists.
+    keep
+        How many complete checkpoints stay. A thread deletes older ones behind a newer one, until the next
+        call of ``save``, ``wait``, ``restore`` or ``close``. None: all.
+    every
+        Number of steps between two checkpoints, for ``due``; None: only when a signal asks the job to stop.
+    asynchronous
+        Whether ``save`` returns when the state has been copied to private memory. A thread then writes it,
+        and a later call of any method completes it. At most two copies exist.
+    stop_on
+        A signal such as ``signal.SIGUSR1``, or several, on which ``due`` is true on all ranks at their next
+        step. They do nothing else then. ``close`` restores their handlers.
+    machine
+        A machine, or a partition of its ranks; the one of COMM_WORLD if None.
+
+    Raises
+    ------
+    ConfigurationError
+        If an argument is invalid, or differs between ranks; on all ranks.
+    CheckpointError
+        If the folder cannot be made.
+
+    Examples
+    --------
+    >>> model = distribute(nn.Conv2d(1, 4, 3), {"H": -1})
+    >>> optimizer = torch.optim.Adam(model.parameters())
+    >>> state = {"model": model, "optimizer": optimizer}
+    >>> with Checkpoints("run", every=2) as checkpoints:
+    ...     for step in range(checkpoints.restore(state), 4):  # from 0 in a new folder
+    ...         model(torch.ones(1, 1, 8, 8)).mean().backward()
+    ...         optimizer.step()
+    ...         if checkpoints.due(step + 1):
+    ...             path = checkpoints.save(state, step + 1)
+    >>> load_checkpoint("run", nn.Conv2d(1, 4, 3))
+    4
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        keep: int | None = 3,
+        every: int | None = None,
+        asynchronous: bool = False,
+        stop_on: signal.Signals | Iterable[signal.Signals] = (),
+        machine: Machine | Partition | None = None,
+    ) -> None:
+        self._call = "Checkpoints"
+        self._machine = Machine.on() if machine is None else Machine.of(machine)
+        self._every, self._keep, self._asynchronous = every, keep, asynchronous
+        with self._together(ConfigurationError) as facts:
+            self.folder, self._signals = Path(folder).absolute(), _signals(stop_on)
+            for name, number in (("keep", keep), ("every", every)):
+                if number is not None and (type(number) is not int or number < 1):
+                    raise ConfigurationError(f"Checkpoints: {name} is at least 1 or None, got {number!r}")
+            facts |= {"folder": str(self.folder), "keep": keep, "every": every, "asynchronous": asynchronous}
+        self._jobs: deque[_Job] = deque()
+        self._memory: list[torch.Tensor] = []
+        # Writes while a step computes, and deletes old checkpoints. Linux has priorities for threads: the
+        # step's own go first.
+        self._thread = ThreadPoolExecutor(
+            1,
+            "checkpoint",
+            lambda: os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOWEST_PRIORITY),
+        )
+        self._deletion: Future[None] | None = None
+        # The step that was saved or restored last: what follows it in the folder is of a run that was left.
+        self._at: int | None = None
+        self._signalled = self._stopping = self._closed = self._tidy = False
+        self._handlers = dict[signal.Signals, Any]()
+        try:
+            with self._together():
+                if self._first:
+                    with files.explained("making", self.folder, "its parent exists, and may be written to?"):
+                        self.folder.mkdir(exist_ok=True)
+                for each in self._signals:
+                    self._handlers[each] = signal.signal(each, self._note_signal)
+        except BaseException:
+            self._restore_handlers()
+            raise
+
+    @property
+    def _first(self) -> bool:
+        return self._machine.rank == self._machine.ranks[0]
+
+    @property
+    def stopping(self) -> bool:
+        """Whether some rank has got a signal of ``stop_on``, as of the last ``due``; local."""
+        return self._stopping
+
+    def _note_signal(self, *_: object) -> None:
+        self._signalled = True
+
+    def due(self, step: int) -> bool:
+        """Whether to save now: at every ``every``-th step, and when a signal asks the job to stop.
+
+        Costs one comparison of integers. Completes asynchronous checkpoints that all ranks have written, and
+        raises their errors. ``MismatchError`` if the ranks are at different steps.
+        """
+        self._call = "Checkpoints.due"
+        invalid = type(step) is not int or step < 0
+        (_, signalled, least), (_, stopping, most) = self._compared(-1 if invalid else step)
+        if least < 0:
+            got = f"got {step!r}" if invalid else "another rank got something else"
+            raise ConfigurationError(f"Checkpoints.due: step is an integer from 0 on, {got}")
+        if least != most:
+            raise MismatchError(f"Checkpoints.due: the ranks are at steps from {least} to {most}")
+        self._stopping = self._stopping or bool(signalled or stopping)
+        return self._stopping or (self._every is not None and step > 0 and step % self._every == 0)
+
+    def _compared(self, step: int = 0) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        # Smallest and largest of: whether the oldest job is written here, the signal, the step.
+        if self._closed:
+            raise ClosedError("Checkpoints: already closed")
+        written = int(bool(self._jobs) and self._jobs[0].sums.done())
+        check = Consensus.of(self._machine.segments, self._machine.ranks)
+        check.alike(self._call, written, int(self._signalled), step)
+        found = check.smallest, check.largest
+        if found[0][0]:
+            self._complete()
+        return found
+
+    def wait(self) -> None:
+        """Wait until all saved checkpoints are complete."""
+        self._call = "Checkpoints.wait"
+        while self._jobs:
+            self._complete()
+        self._wait_for_deletion()
+
+    def close(self) -> None:
+        """Complete all checkpoints and restore the handlers of signals; idempotent."""
+        if self._closed:
+            return
+        try:
+            self.wait()
+        finally:
+            self._closed = True
+            self._restore_handlers()
+            self._thread.shutdown()
+
+    def _restore_handlers(self) -> None:
+        while self._handlers:
+            signal.signal(*self._handlers.popitem())
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        if error is None:
+            self.close()
+        else:
+            # The ranks may be in different calls.
+            self._restore_handlers()
+
+    def save(self, state: MutableMapping[str, Any], step: int) -> Path:
+        """Save the state of all objects as the checkpoint of a step; returns its directory.
+
+        Parameters
+        ----------
+        state
+            Names and objects: models, optimizers, objects with ``state_dict`` and ``load_state_dict``
+            (schedulers, scalers, averaged models, loaders), tensors, split tensors, generators of random
+            numbers, numbers, strings, arrays, lists and dicts of these. The generators of torch (CPU), Python
+            and numpy are saved besides. Tensors that are whole on all ranks have to be equal there; each rank
+            writes some bytes of them.
+        step
+            Number of the step; a complete checkpoint of this step is replaced. Those of later steps, and
+            those behind the step that this job has saved or restored last, are of a run that was left: they
+            get names such as ``step-20.retired``, with a ``RuntimeWarning`` on one rank, and stay.
+
+        Raises
+        ------
+        UnsupportedError
+            If an object cannot be saved exactly without pickle, or the manifest would exceed 64 MiB; before
+            a file is made.
+        MismatchError
+            If the ranks save different things, or different copies of a tensor.
+        CheckpointError
+            If a file cannot be written. Complete checkpoints are as before. With ``asynchronous`` a later
+            call raises it.
+        """
+        self._call = "Checkpoints.save"
+        self._compared()
+        home = self._machine
+        with self._together() as facts:
+            if type(step) is not int or step < 0:
+                raise ConfigurationError(f"Checkpoints.save: step is an integer from 0 on, got {step!r}")
+            main = objects.main_model(state)
+            held = objects.Objects(state, main, scattered)
+            forms = held.forms()
+            facts["step"] = step
+        path = files.step_folder(self.folder, step)
+        # Two jobs of one step would write to the same files.
+        while len(self._jobs) >= _UNDER_WAY or any(job.path == path for job in self._jobs):
+            self._complete()
+        words = {"step": step, "main": main, "forms": forms, "kinds": held.kinds}
+        generators = objects.generators()
+        # Alike on all ranks, or raises on all of them.
+        one = objects.merged(gather_words(home.segments, words, self._call))
+        of_ranks = gather_words(home.segments, generators, self._call)
+        kinds = {name: (kind, tuple(shape)) for name, (kind, shape) in one["kinds"].items()}
+        held.lay_out(one["forms"])
+        head, items = planned(kinds, step)
+        together = self._compared_holdings(items, held)
+        body = {
+            "version": files.VERSION, "step": step, "ranks": home.size, "main": main, "forms": one["forms"],
+            "generators": _joined(list(of_ranks.values())), **files.described(head, items),
+        }  # fmt: skip
+        for item in body["items"]:
+            # Its checksum follows.
+            item.append(f"{0:016x}")
+        self._begin(path, head, body)
+        shares = (
+            share for each in together for share in each.share(each.ranks.index(home.rank), len(each.ranks))
+        )
+        self._write(path, body, files.cut_out(held.tensors, shares))
+        return path
+
+    def _compared_holdings(self, items: list[Item], held: objects.Objects) -> list[Holding]:
+        # Parts of all items by the ranks that hold them. Raises on all ranks if one lacks a tensor, or copies
+        # differ: ranks that hold the same parts write some bytes each, of different copies a mixture.
+        tensors, parts = held.tensors, list(self._parts(items, held))
+        with self._together():
+            if lacking := [p.item.name for p, _ in parts if not p.box.empty and p.item.name not in tensors]:
+                raise MismatchError(f"checkpoint: this rank has no {lacking[0]!r}, which other ranks have")
+        found = holdings(parts)
+        prints = {
+            str(each.ranks): [(part.item.name, fingerprint(tensors[part.item.name])) for part in each.parts]
+            for each in found
+            if len(each.ranks) > 1
+        }
+        digests = {key: files.digest(json.dumps(pairs).encode()) for key, pairs in prints.items()}
+        if _differing(gather_words(self._machine.segments, digests, self._call)):
+            named = {f"{name} on {key}": word for key, pairs in prints.items() for name, word in pairs}
+            what, first, other = _differing(gather_words(self._machine.segments, named, self._call))[0]
+            raise MismatchError(
+                f"{self._call}: {what.partition(' on ')[0]!r} differs between ranks {first} and {other},"
+                " which hold the same part of it; a checkpoint has one copy: make them equal, such as by a"
+                " broadcast"
+            )
+        return found
+
+    def _begin(self, path: Path, head: bytes, body: dict[str, Any]) -> None:
+        # The first rank makes the directory; before the first one, it deletes what killed jobs have left.
+        with self._together():
+            if self._first:
+                if not self._tidy:
+                    files.tidy(self.folder)
+                files.begin(path, head, body)
+        self._tidy = True
+
+    def _write(self, path: Path, body: dict[str, Any], pieces: Iterator[Piece]) -> None:
+        # This rank's pieces: at once, or copies of them by the thread.
+        if self._asynchronous:
+            copies, memory = self._copied(list(pieces))
+            written = self._thread.submit(files.write, path, copies)
+            self._jobs.append(_Job(path, body, written, memory))
+            return
+        written = Future()
+        try:
+            written.set_result(files.write(path, pieces))
+        except Exception as error:  # noqa: BLE001 - ``_complete`` raises it on all ranks
+            written.set_exception(error)
+        self._jobs.append(_Job(path, body, written, None))
+        self._complete()
+
+    def _copied(self, pieces: list[Piece]) -> tuple[list[Piece], torch.Tensor]:
+        # Pieces in private memory, that of an earlier job if it is large enough.
+        nbytes = sum(-(-elements.numel() // ALIGNED) * ALIGNED for *_, elements in pieces)
+        memory = self._memory.pop() if self._memory else torch.empty(0, dtype=torch.uint8)
+        if memory.numel() < nbytes:
+            memory = _memory(nbytes)
+        copies, at = [], 0
+        for part, first, elements in pieces:
+            copy = memory[at : at + elements.numel()].copy_(elements)
+            copies.append((part, first, copy))
+            at += -(-elements.numel() // ALIGNED) * ALIGNED
+        return copies, memory
+
+    def _complete(self) -> None:
+        # Waits for the oldest job, and publishes it, or raises its error on all ranks.
+        job = self._jobs.popleft()
+        sums: dict[str, int] = {}
+        try:
+            with self._together():
+                sums = job.sums.result()
+            items = job.body["items"]
+            for item, total in zip(items, self._summed([sums.get(i[0], 0) for i in items]), strict=True):
+                item[-1] = f"{total:016x}"
+            with self._together():
+                if self._deletion is not None:
+                    wait([self._deletion])
+                if self._first:
+                    files.publish(job.path, job.body, self._at)
+            self._at = int(job.body["step"])
+        except Exception:
+            with self._together():
+                if self._first:
+                    files.drop(job.path)
+            raise
+        finally:
+            if job.memory is not None:
+                self._memory.append(job.memory)
+        self._wait_for_deletion()
+        if self._first:
+            self._deletion = self._thread.submit(files.delete_old, job.path, self._keep)
+
+    def _wait_for_deletion(self) -> None:
+        # Its error is raised on all ranks.
+        deletion, self._deletion = self._deletion, None
+        with self._together():
+            if deletion is not None:
+                deletion.result()
+
+    def _summed(self, numbers: Sequence[int]) -> list[int]:
+        # Sums over the ranks, modulo 2^64.
+        ranks = self._machine.ranks
+        total = Allreduce(self._machine.segments, ranks, len(numbers), np.uint64, "sum", self._call)
+        try:
+            return [int(number) for number in total(np.array([n % (1 << 64) for n in numbers], np.uint64))]
+        finally:
+            total.close()
+
+    def restore(
+        self, state: MutableMapping[str, Any], *, step: int | None = None, generators: bool = True
+    ) -> int:
+        """Restore the newest complete checkpoint, or that of a step; returns its step, 0 if there is none.
+
+        The job may have another number of ranks than the one that saved, other partitions, or plain modules.
+        Every byte of the file is read and checked by one rank before an object is changed, and then travels
+        to the others through segments. Tensors are copied into existing ones, and numbers, strings and dicts
+        of ``state`` are replaced. What ``state`` lacks is left out.
+
+        ``generators`` are restored too. One that differed between ranks, for want of a seed, is restored if
+        the number of ranks is the same. On another number those of Python and numpy stay as they are, and
+        ``UnsupportedError`` is raised for that of torch.
+
+        Raises
+        ------
+        CheckpointError
+            If a file is damaged, of a newer version or of another model, or cannot be read, or an object
+            refuses its state. The file, the keys or the tensor are named, and the checkpoint before. Nothing
+            has been changed.
+        ShapeError
+            If shapes or dtypes of tensors differ.
+        """
+        self.wait()
+        self._call = "Checkpoints.restore"
+        self._compared()
+        with self._together() as facts:
+            facts |= {"step": step, "generators": generators}
+        saved = self._opened(step)
+        if saved is None:
+            return 0
+        body = saved.body
+        with self._together() as facts, saved.named():
+            held = objects.Objects(state, body["main"], scattered)
+            facts["names of the state"] = sorted(state)
+            place, size = self._machine.ranks.index(self._machine.rank), self._machine.size
+            drawn = objects.drawn(body["generators"], place, size) if generators else {}
+            wanted = held.wanted(body["forms"], saved.kinds())
+            items, own = saved.items(wanted), held.in_place()
+            tensors = {i.name: held.blank(i) for i in items if own.get(i.name) is None}
+        tensors |= {name: x for name, x in own.items() if x is not None}
+        shares = self._read(saved, items, held, own, tensors)
+        self._pass_on([each for each in shares if not each.in_place], tensors)
+        in_place = [each for each in shares if each.in_place]
+        with saved.named():
+            held.load(body["forms"], tensors, self._together, lambda: self._pass_on(in_place, tensors))
+        objects.set_generators(drawn)
+        self._at = int(body["step"])
+        return self._at
+
+    def _opened(self, step: int | None) -> Saved | None:
+        # The manifest, which one rank reads.
+        home, text = self._machine, b""
+        with self._together():
+            if self._first:
+                found = files.complete(self.folder, step)
+                if step is not None:
+                    # Its error names the directory.
+                    found.append(files.step_folder(self.folder, step))
+                saved = files.opened(found[0]) if found else Saved(self.folder, {})
+                text = json.dumps([str(saved.path), saved.body, saved.others]).encode()
+        nbytes = gather_words(home.segments, len(text), self._call)[home.ranks[0]]
+        vector = torch.zeros(nbytes, dtype=torch.uint8)
+        if self._first:
+            vector.numpy()[:] = np.frombuffer(text, np.uint8)
+        broadcast_from_first(home, home.ranks, [vector], self._call)
+        path, body, others = json.loads(vector.numpy().tobytes())
+        return Saved(Path(path), body, tuple(others)) if body else None
+
+    def _parts(self, items: Iterable[Item], held: objects.Objects) -> Iterator[tuple[Part, tuple[int, ...]]]:
+        # This rank's part of each item, and the ranks that hold it.
+        for item in items:
+            layout = held.layouts.get(item.name)
+            ranks = self._machine.ranks if layout is None else layout.holders(self._machine.rank)
+            yield held.part(item), tuple(sorted(ranks))
+
+    def _read(
+        self,
+        saved: Saved,
+        items: list[Item],
+        held: objects.Objects,
+        in_place: Container[str],
+        tensors: dict[str, torch.Tensor],
+    ) -> list[_Share]:
+        # Reads each byte on one rank, and checks the sums of all. What several ranks hold is in memory of its
+        # own then, a share on each of them; what one rank holds is in its tensor, which is none of an object.
+        shares, pieces = list[_Share](), list[Iterator[Piece]]()
+        for placed in (False, True):
+            parts = self._parts([item for item in items if (item.name in in_place) == placed], held)
+            for holding in holdings(parts):
+                if len(holding.ranks) == 1 and not placed:
+                    pieces.append(files.cut_out(tensors, holding.share(0, 1)))
+                    continue
+                shares.append(_Share.of(holding, self._machine.rank, placed))
+                pieces.append(shares[-1].pieces(self._machine.rank))
+        found, advice = dict[str, int](), "is the folder on a disk that all hosts share?"
+        with self._together(), files.explained("reading", saved.data, advice):
+            found = files.read(saved.data, chain.from_iterable(pieces))
+        sums = saved.sums()
+        totals = self._summed([found.get(item.name, 0) for item in items])
+        for item, total in zip(items, totals, strict=True):
+            if total != sums[item.name]:
+                raise saved.damaged(f"the checksum of {item.name!r} does not fit", saved.data)
+        return shares
+
+    def _pass_on(self, shares: list[_Share], tensors: dict[str, torch.Tensor]) -> None:
+        # Fills tensors by the shares of all ranks that hold them, slice by slice.
+        for share in shares:
+            flat = {p.item.name: flat_bytes(tensors[p.item.name]) for p in share.holding.parts}
+            ranks, nbytes = share.holding.ranks, min(_SLICE_NBYTES, share.nbytes)
+            passes = Allgather(self._machine.segments, ranks, nbytes, np.uint8, self._call)
+            try:
+                for begin in range(0, share.nbytes, nbytes):
+                    mine = share.memory[begin : begin + nbytes]
+                    as_tensor(passes.active)[: mine.numel()] = mine
+                    passes.start()
+                    found = as_tensor(passes.wait())
+                    for number, rank in enumerate(ranks):
+                        memory = found[number * nbytes : (number + 1) * nbytes]
+                        for part, first, elements in share.pieces(rank, begin, memory):
+                            at = first * part.item.dtype.itemsize
+                            flat[part.item.name][at : at + elements.numel()] = elements
+            finally:
+                passes.close()
+
+    def _together(self, differs: type[DistdlError] = MismatchError) -> AbstractContextManager[dict[str, Any]]:
+        # Local work, whose error on one rank raises on all ranks.
+        ranks = self._machine.ranks
+        return together(self._machine, ranks, self._call, failed=CheckpointError, differs=differs)
+
+
+def _signals(given: Any) -> tuple[signal.Signals, ...]:
+    try:
+        return tuple(map(signal.Signals, [given] if isinstance(given, int) else given))
+    except (TypeError, ValueError):
+        raise ConfigurationError(
+            f"Checkpoints: stop_on is a signal or several, such as [signal.SIGUSR1], got {given!r}"
+        ) from None

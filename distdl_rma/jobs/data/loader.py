@@ -1,0 +1,295 @@
+"""Batches of split tensors: the same samples in the same order on any number of ranks, read ahead."""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Callable, Generator, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, ExitStack
+from functools import partial
+from importlib.util import find_spec
+from itertools import islice
+from typing import Any
+
+import numpy as np
+
+from distdl_rma.errors import ConfigurationError, DistdlError, MismatchError, PartitionError
+from distdl_rma.geometry.partition import Partition
+from distdl_rma.jobs.data.augmentation import permutation
+from distdl_rma.jobs.data.dataset import Block, ShardDataset
+from distdl_rma.layers.split import SplitTensor
+from distdl_rma.layers.split import layout as lay
+from distdl_rma.layers.split.entry import grid_for
+from distdl_rma.segments.consensus import gather_words, together
+from distdl_rma.segments.machine import Machine
+
+_STATE = ("epoch", "samples", "seed", "of", "shuffle")
+# Keys of draws begin with their purpose.
+_SHUFFLE = 1
+# Reads the blocks of a batch, or waits for the thread that does.
+Read = Callable[[], list[Block]]
+
+
+class ShardLoader:
+    """Batches of a :class:`ShardDataset` as split tensors, for a split model; each rank reads its blocks.
+
+    A batch is the image alone, or a tuple with the labels: split tensors, and plain tensors for labels that
+    every rank has whole. Creating the loader and each step of a loop over it are collective over the machine,
+    and blocking. In each step the ranks compare whether all have read their blocks. If one has not, all ranks
+    raise the same error, and the machine stays usable.
+
+    A step takes ``batch`` samples for each replica, one after the other in the order of the epoch. The last
+    step has fewer samples if ``drop_last`` is false, but as many for each replica, so that the mean over
+    replicas is one over samples: fewer than ``replicas`` samples are left out at the end of an epoch.
+
+    Parameters
+    ----------
+    dataset
+        Alike on all ranks.
+    batch
+        Samples of a step for each replica.
+    replicas
+        Number of groups of ranks that each have samples of their own. The ranks of the machine are dealt in
+        order; or the dataset of each rank has as grid the partition of its group.
+    shuffle
+        Whether each epoch has another order, which follows from the seed of the dataset and the epoch.
+    drop_last
+        Whether to leave out a last step with fewer samples.
+    prefetch
+        Batches that a thread of this rank reads ahead; each needs the memory of its blocks. 0: none, a batch
+        is read when the loop asks for it.
+    progress
+        Whether the first rank shows a progress bar on standard error, which needs the package ``rich``.
+
+    Raises
+    ------
+    ConfigurationError, PartitionError, ShapeError, DataError
+        On all ranks: if an argument is invalid or differs between ranks, the replicas do not fit the ranks,
+        or on some rank a file or its shape is wrong.
+
+    Warns
+    -----
+    UserWarning
+        As :func:`shard`, if blocks of whole images cut chunks.
+
+    Notes
+    -----
+    The loop restarts its epoch each time, except for the first one after ``load_state_dict``. Each loop that
+    comes to its end goes to the next epoch. The thread ends with the loop, also if that ends by ``break`` or
+    an exception, when its iterator is dropped, or at ``close``.
+
+    Examples
+    --------
+    >>> images, classes = torch.rand(10, 3, 8, 8), torch.arange(10)
+    >>> loader = ShardLoader(ShardDataset(images, classes, grid={"H": -1}), batch=4, shuffle=True)
+    >>> for x, labels in loader:
+    ...     print(x.shape, x.to_local().shape, labels.shape)
+    torch.Size([4, 3, 8, 8]) torch.Size([4, 3, 4, 8]) torch.Size([4])
+    torch.Size([4, 3, 8, 8]) torch.Size([4, 3, 4, 8]) torch.Size([4])
+    torch.Size([2, 3, 8, 8]) torch.Size([2, 3, 4, 8]) torch.Size([2])
+    """
+
+    def __init__(
+        self,
+        dataset: ShardDataset,
+        batch: int = 1,
+        *,
+        replicas: int = 1,
+        shuffle: bool = False,
+        drop_last: bool = False,
+        prefetch: int = 1,
+        progress: bool = False,
+    ) -> None:
+        machine = getattr(dataset, "machine", None)
+        if not isinstance(machine, Machine):
+            raise ConfigurationError(
+                "ShardLoader: takes a ShardDataset whose grid is on the ranks of a machine, got"
+                f" {dataset!r}; a worker process has no machine"
+            )
+        self.dataset, self.machine = dataset, Machine.of(machine)
+        self.epoch, self.replica = 0, 0
+        self._batch, self._replicas, self._prefetch = batch, replicas, prefetch
+        self._shuffle, self._drop_last, self._progress = bool(shuffle), bool(drop_last), bool(progress)
+        # Where the loop goes on, in samples of all replicas, and where the next loop begins.
+        self._samples = self._start = 0
+        self._loop: weakref.ref[Generator[Any, None, None]] | None = None
+        self.partition, self._groups = self._agree()
+        self.replica = self._groups.index(self.partition.ranks)
+        if self.replica == 0:
+            dataset.warn_of_chunks(self.partition, stacklevel=2)
+
+    def _agree(self) -> tuple[Partition, list[tuple[int, ...]]]:
+        # The ranks of this replica on their grid, and those of each. All ranks raise if one has a problem.
+        alike = "arguments and samples are alike on all ranks"
+        with self._together(ConfigurationError, alike) as facts:
+            self._check_arguments()
+            own = self._own_partition()
+            facts |= {"batch": self._batch, "replicas": self._replicas, "shuffle": self._shuffle}
+            facts |= {"drop_last": self._drop_last, **self.dataset.facts(own)}
+            if not len(self):
+                raise ConfigurationError(
+                    f"ShardLoader: {len(self.dataset)} samples are too few for a step of {self._replicas} x"
+                    f" {self._batch}, or for one of each replica"
+                )
+        every = gather_words(self.machine.segments, [own.ranks, own.shape], "ShardLoader (grids)")
+        grids = dict.fromkeys((tuple(ranks), tuple(shape)) for ranks, shape in every.values())
+        groups = [ranks for ranks, _ in grids]
+        dealt = sorted(rank for ranks in groups for rank in ranks)
+        if (len(groups), dealt, len({shape for _, shape in grids})) != (self._replicas, sorted(every), 1):
+            raise PartitionError(
+                f"ShardLoader: replicas={self._replicas} are as many partitions of one shape, which have each"
+                f" of the ranks {tuple(every)} once; got ranks {groups}"
+            )
+        return own, groups
+
+    def _together(self, differs: type[DistdlError], advice: str) -> AbstractContextManager[dict[str, Any]]:
+        machine = self.machine
+        return together(machine, machine.ranks, "ShardLoader", differs=differs, advice=advice)
+
+    def _check_arguments(self) -> None:
+        numbers = ("batch", self._batch, 1), ("replicas", self._replicas, 1), ("prefetch", self._prefetch, 0)
+        for name, number, least in numbers:
+            if type(number) is not int or number < least:
+                raise ConfigurationError(
+                    f"ShardLoader: {name} is an integer, at least {least}, got {number!r}"
+                )
+        if self._progress and self._is_first and find_spec("rich") is None:
+            raise ConfigurationError("ShardLoader: progress=True needs the package rich: pip install rich")
+
+    @property
+    def _is_first(self) -> bool:
+        return self.machine.rank == self.machine.ranks[0]
+
+    def _own_partition(self) -> Partition:
+        grid, machine = self.dataset.grid, self.machine
+        if isinstance(grid, Partition):
+            if not grid.active:
+                raise PartitionError(f"ShardLoader: rank {machine.rank} is not in its grid {grid}")
+            return grid_for(grid, machine, self.dataset.dims)
+        size, rest = divmod(machine.size, self._replicas)
+        if rest:
+            raise PartitionError(
+                f"ShardLoader: {machine.size} ranks cannot be dealt to {self._replicas} replicas of one size"
+            )
+        first = machine.ranks.index(machine.rank) // size * size
+        return grid_for(grid, machine, self.dataset.dims, machine.ranks[first : first + size])
+
+    def __len__(self) -> int:
+        """Steps of an epoch."""
+        return sum(1 for _ in self._steps(0))
+
+    def _steps(self, start: int) -> Iterator[tuple[int, range]]:
+        # Of each step the place in the order where the next one begins, and the places of this replica.
+        together, count = self._batch * self._replicas, len(self.dataset)
+        for first in range(start, count, together):
+            each = min(together, count - first) // self._replicas
+            if each == 0 or (self._drop_last and each < self._batch):
+                return
+            own = first + each * self.replica
+            yield first + each * self._replicas, range(own, own + each)
+
+    def __iter__(self) -> Iterator[Any]:
+        """Batches from the loaded position, or from the beginning of the epoch; the loop before it ends."""
+        self.close()
+        self._samples, self._start = self._start, 0
+        loop = self._batches(self.epoch, self._samples)
+        # Not referenced from here, so that it is closed when the user drops it.
+        self._loop = weakref.ref(loop)
+        return loop
+
+    def _batches(self, epoch: int, start: int) -> Generator[Any, None, None]:
+        count, seed = len(self.dataset), self.dataset.seed
+        order = permutation(count, _SHUFFLE, seed, epoch) if self._shuffle else np.arange(count)
+        with ExitStack() as stack:
+            reader = None
+            if self._prefetch:
+                reader = ThreadPoolExecutor(1, "ShardLoader")
+                stack.callback(reader.shutdown, cancel_futures=True)
+            advance = self._shown(epoch, start, stack)
+
+            def begun(end: int, places: range) -> tuple[int, Read]:
+                items = order[places.start : places.stop].tolist()
+                read = partial(self.dataset.batch, epoch, items, self.partition)
+                return end, read if reader is None else reader.submit(read).result
+
+            steps = self._steps(start)
+            ahead = deque(begun(*step) for step in islice(steps, max(1, self._prefetch)))
+            while ahead:
+                end, read = ahead.popleft()
+                # No variable keeps a batch while the next one is read.
+                ready = [self._agreed(epoch, end, read)]
+                del read
+                ahead.extend(begun(*step) for step in islice(steps, 1))
+                self._samples = end
+                yield ready.pop()
+                advance()
+        self.epoch, self._samples = epoch + 1, 0
+
+    def _agreed(self, epoch: int, end: int, read: Read) -> Any:
+        # A batch that all ranks have read; else an error on all ranks.
+        same = "have all ranks the same files, epoch and position?"
+        with self._together(MismatchError, same) as facts:
+            blocks = read()
+            facts["epoch and end of the step, in samples"] = [epoch, end]
+            # Batches of other replicas may have other shapes.
+            alike = self._replicas == 1 or self.dataset.fixed
+            which = "a batch" if alike else f"a batch of replica {self.replica}"
+            shapes = [(x.layout or x.local).shape for x in blocks]
+            kinds = [str(x.local.dtype) for x in blocks]
+            facts[f"dtypes and shapes of {which}"] = [kinds, shapes]
+        tensors = tuple(
+            x.local if x.layout is None else SplitTensor(x.local, lay.normal(x.layout)) for x in blocks
+        )
+        return tensors if len(tensors) > 1 else tensors[0]
+
+    def _shown(self, epoch: int, start: int, stack: ExitStack) -> Callable[[], None]:
+        # Begins the progress bar, which ends with the stack; what advances it by a step.
+        if not (self._progress and self._is_first):
+            return lambda: None
+        from rich.console import Console
+        from rich.progress import Progress
+
+        bar = stack.enter_context(Progress(console=Console(stderr=True)))
+        total, left = len(self), sum(1 for _ in self._steps(start))
+        return partial(bar.advance, bar.add_task(f"epoch {epoch}", total=total, completed=total - left))
+
+    def set_epoch(self, epoch: int) -> None:
+        """Set the epoch of the next loop; local, alike on all ranks.
+
+        Another epoch begins at its first sample; the present one keeps a loaded position.
+        """
+        if epoch != self.epoch:
+            self.epoch, self._samples, self._start = int(epoch), 0, 0
+
+    def state_dict(self) -> dict[str, int]:
+        """The position behind the last batch that the loop has got; local, the same on all ranks.
+
+        Batches that are read ahead do not count. ``epoch``, and ``samples`` of this epoch that all replicas
+        together have had; ``seed``, ``of``, the number of items, and ``shuffle`` say which order is meant.
+        """
+        order = self.dataset.seed, len(self.dataset), self._shuffle
+        return dict(zip(_STATE, (self.epoch, self._samples, *order), strict=True))
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Go on at a position, also of a loader on other ranks or with other replicas; local, on all ranks.
+
+        The next loop begins there. ``ConfigurationError`` if the position is that of other samples or another
+        order.
+        """
+        wanted = {"seed": self.dataset.seed, "of": len(self.dataset), "shuffle": self._shuffle}
+        fits = set(state) == set(_STATE) and all(state[name] == value for name, value in wanted.items())
+        if not fits or state["epoch"] < 0 or not 0 <= state["samples"] <= len(self.dataset):
+            raise ConfigurationError(
+                f"ShardLoader: a position has {', '.join(_STATE)}, and for this dataset {wanted}, got"
+                f" {dict(state)}: was it saved with another dataset or seed?"
+            )
+        self.close()
+        self.epoch, self._samples = int(state["epoch"]), int(state["samples"])
+        self._start = self._samples
+
+    def close(self) -> None:
+        """End the present loop and its thread; local, idempotent. Waits for a read that is under way."""
+        loop = None if self._loop is None else self._loop()
+        if loop is not None:
+            loop.close()

@@ -1,0 +1,119 @@
+"""``python -m distdl_rma predict``: predict for a file, with a model that a function makes."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+import traceback
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from distdl_rma.errors import ArgumentError, DistdlError
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the command."""
+    parser.add_argument(
+        "model",
+        metavar="MODULE:FUNCTION",
+        help="function without arguments that returns the model, or a model",
+    )
+    parser.add_argument("--in", dest="source", required=True, metavar="FILE", help="source, as of open_array")
+    parser.add_argument(
+        "--out", metavar="FILE", help="new .npy, .h5, .hdf5 or .zarr; without it, the plan only"
+    )
+    parser.add_argument("--memory", default="8GiB", metavar="SIZE", help="for slabs and what waits (8GiB)")
+    parser.add_argument("--scratch", metavar="DIR", help="folder on a disk for what does not fit")
+    parser.add_argument("--grid", metavar="N", help="blocks of the last dimensions, such as 8x1x1")
+    parser.add_argument(
+        "--post", metavar="MODULE:FUNCTION", help="function of the result, before it is written"
+    )
+    parser.add_argument("--quiet", action="store_true", help="without plan and progress bar")
+
+
+def run(chosen: argparse.Namespace) -> int:
+    """Predict, or print the plan; the exit status. Collective over the ranks of the job."""
+    # Help needs neither torch nor MPI.
+    from distdl_rma.jobs.out_of_core.predict import plan_prediction, predict
+    from distdl_rma.jobs.out_of_core.processes import Processes
+
+    processes = Processes(None)
+    try:
+        with processes.together():
+            model = _model(chosen.model)
+            post = None if chosen.post is None else _named(chosen.post)
+            if not (post is None or callable(post)):
+                raise ArgumentError(f"predict: {chosen.post} is a {type(post).__name__!r}, and no function")
+        options: dict[str, Any] = {
+            "memory": chosen.memory,
+            "scratch": chosen.scratch,
+            "grid": chosen.grid,
+            "post": post,
+        }
+        if chosen.out is not None:
+            predict(model, chosen.source, chosen.out, progress=not chosen.quiet, **options)
+        elif processes.first:
+            sys.stdout.write(f"{plan_prediction(model, chosen.source, **options)}\n")
+    except DistdlError as error:
+        # All ranks have one.
+        if processes.first:
+            sys.stderr.write(f"{type(error).__name__}: {error}\n")
+        return 1
+    return 0
+
+
+def _model(text: str) -> nn.Module:
+    # The model that MODULE:NAME means, or makes.
+    from torch import nn
+
+    found = _named(text)
+    if isinstance(found, nn.Module):
+        return found
+    if not callable(found):
+        raise ArgumentError(
+            f"predict: {text} is a {type(found).__name__!r}; name a model, or a function without arguments"
+            " that returns one"
+        )
+    made = _of_user(text, found)
+    if not isinstance(made, nn.Module):
+        raise ArgumentError(
+            f"predict: {text} returns a {type(made).__name__!r}; it returns the model, a torch.nn.Module"
+        )
+    return made
+
+
+def _named(text: str) -> Any:
+    # The object that MODULE:NAME means; modules of the present folder are found.
+    module, _, name = text.partition(":")
+    if not module or not name:
+        raise ArgumentError(f"predict: {text!r} is not of the form module:function")
+    found = _of_user(f"the module {module}", lambda: _imported(module))
+    if not hasattr(found, name):
+        raise ArgumentError(f"predict: module {module!r} has no {name!r}")
+    return getattr(found, name)
+
+
+def _imported(module: str) -> Any:
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module}.".startswith(f"{error.name}."):
+            raise
+        raise ArgumentError(
+            f"predict: there is no module {error.name!r}; start the command in its folder, or set PYTHONPATH"
+        ) from None
+
+
+def _of_user(what: str, call: Callable[[], Any]) -> Any:
+    # What code of the user returns. Its traceback is for the user, too.
+    try:
+        return call()
+    except DistdlError:
+        raise
+    except Exception as error:
+        sys.stderr.write("".join(traceback.format_exception(error)))
+        raise ArgumentError(f"predict: {what} raises {type(error).__name__}: {error}") from error

@@ -1,0 +1,213 @@
+"""One forward of a model on virtual ranks of this process, of which each reads and writes its own block."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from distdl_rma.errors import ArgumentError, ConfigurationError, UnsupportedError
+from distdl_rma.geometry.intervals import Split
+from distdl_rma.jobs.out_of_core.allocator import freed_at_once
+from distdl_rma.jobs.out_of_core.pages import Pages
+from distdl_rma.layers.model.entering import ModuleHook
+from distdl_rma.layers.split import layout as lay
+from distdl_rma.layers.split.calls import site
+from distdl_rma.layers.split.tensor import SplitTensor
+from distdl_rma.segments.machine import Machine
+from distdl_rma.segments.mailbox import Mailbox
+from distdl_rma.segments.virtual_ranks.comm import VirtualComm
+from distdl_rma.segments.virtual_ranks.rehearse import played
+
+Slices = tuple[slice, ...]
+# Attributes of a module that hold its parameters, buffers and parts.
+_OF_MODULES = frozenset({"_parameters", "_buffers", "_modules"})
+# Of the waits of a virtual rank: the others may compute for days.
+_NO_DEADLINE_SECONDS = 1e9
+# Segments have statistics of norms and the like. Only what is touched is memory.
+_SEGMENT_NBYTES, _SEGMENTS_NBYTES, _SMALLEST_SEGMENT_NBYTES = 32 << 20, 1 << 28, 4 << 20
+
+
+def fixed_tensors(model: nn.Module) -> list[torch.Tensor]:
+    """Parameters, buffers and other tensors that are attributes of modules: all ranks share them."""
+    return list(_named_tensors(model).values())
+
+
+def _named_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    found = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    for path, module in model.named_modules():
+        for name, value in vars(module).items():
+            for at, x in enumerate(() if name in _OF_MODULES else tree_leaves(value)):
+                if isinstance(x, torch.Tensor) and type(x) is not SplitTensor and x.layout is torch.strided:
+                    found[f"{path}.{name}[{at}]" if at else f"{path}.{name}".lstrip(".")] = x
+    return found
+
+
+def check_model(model: object) -> None:
+    """Raise ``ConfigurationError`` if a model cannot run on virtual ranks."""
+    if not isinstance(model, nn.Module):
+        raise ConfigurationError(f"predict: takes a torch.nn.Module, got {type(model).__name__!r}")
+    for path, part in model.named_modules():
+        if "distributed" in vars(part):
+            raise ConfigurationError(
+                f"predict: the model{f', in {path!r},' if path else ''} is distributed; call"
+                " model.distributed.close() first: predict splits it itself"
+            )
+        if type(part).__module__.startswith("distdl_rma."):
+            raise ConfigurationError(
+                f"predict: {path!r} is a {type(part).__name__} with ranks of its own; pass a model of plain"
+                " torch.nn layers"
+            )
+    other = next((x for x in fixed_tensors(model) if x.device.type != "cpu"), None)
+    if other is not None:
+        raise ConfigurationError(f"predict: the model is on {other.device}; computes on the CPU: model.cpu()")
+
+
+def twin_of(model: nn.Module) -> nn.Module:
+    """A copy in ``eval()`` whose tensors have the same memory.
+
+    They need no gradients: autocast would keep its copies of parameters that do, for later slabs, while the
+    memory of the slab that has made them goes to the disk.
+    """
+    same = {id(x): x for x in fixed_tensors(model)}
+    for key, x in same.items():
+        if x.requires_grad and x.is_leaf:
+            plain = x.detach()
+            same[key] = nn.Parameter(plain, requires_grad=False) if isinstance(x, nn.Parameter) else plain
+    return copy.deepcopy(model, same).eval()
+
+
+def one_tensor(y: Any) -> torch.Tensor:
+    """The result of a model; ``ArgumentError`` if it is no tensor."""
+    if isinstance(y, torch.Tensor):
+        return y
+    raise ArgumentError(
+        f"predict: the result is a {type(y).__name__!r}, and one tensor is written; choose it by post=, such"
+        " as post=lambda y: y[0]"
+    )
+
+
+@dataclass
+class Inference:
+    """A forward of ``model``, then ``post``, for a global input (batch, channel, *spatial).
+
+    ``splits`` are its blocks in each dimension, one for each virtual rank. ``read(box)`` returns
+    the block of a box in new memory, and ``write(rank, box, block)`` gets a block of the result;
+    ``ended(rank, y)`` is called when a rank has written its block. Ranks before ``first`` have ended in an
+    earlier process, whose messages the ``mailbox`` has; other processes play those for which ``plays(rank)``
+    is false. Memory of tensors of more than ``freed_above`` bytes goes back to the system when they die.
+    ``begun`` is the number of ranks that have begun.
+    """
+
+    model: nn.Module
+    post: Callable[[Any], Any] | None
+    splits: Sequence[Split]
+    pages: Pages
+    mailbox: Mailbox
+    read: Callable[[Slices], torch.Tensor]
+    write: Callable[[int, Slices, torch.Tensor], None]
+    ended: Callable[[int, torch.Tensor], None] = lambda rank, y: None
+    first: int = 0
+    plays: Callable[[int], bool] = lambda rank: True
+    freed_above: int = 1 << 19
+    begun: int = 0
+    _running: int = 0
+    _failed: bool = False
+    # Tensors of the model, and how often they had been changed in place.
+    _tensors: dict[str, tuple[torch.Tensor, int]] = field(default_factory=dict)
+
+    def run(self) -> None:
+        """Run all ranks, one at a time, in their order as far as possible; blocking."""
+        self.begun = self.first
+        with freed_at_once(self.freed_above), self.pages.watching(self.mailbox):
+            found = _named_tensors(self.model).items()
+            self._tensors = {name: (x, x._version) for name, x in found if not x.is_inference()}
+            played(self._count, self._rank, None, keeper=self.pages)
+
+    @property
+    def _count(self) -> int:
+        return prod(split.parts for split in self.splits)
+
+    def _rank(self, comm: VirtualComm) -> None:
+        size = max(_SMALLEST_SEGMENT_NBYTES, min(_SEGMENT_NBYTES, _SEGMENTS_NBYTES // comm.size))
+        machine = Machine(cast(Any, comm), segment_size=size, timeout=_NO_DEADLINE_SECONDS)
+        machine.mailbox = self.mailbox
+        if comm.rank < self.first:
+            return
+        if not self.plays(comm.rank):
+            comm.wait_until(lambda: self._may_begin(comm.rank), "its first turn")
+            self.begun += 1
+            # A rank that leaves before those which wait for its messages has failed, for these.
+            comm.wait_until(self._is_over, "the slabs of this process")
+            return
+        grid = machine.partition([split.parts for split in self.splits])
+        layout = lay.layout(grid, self.splits, tuple(range(grid.dim)))
+        comm.wait_until(lambda: self._may_begin(comm.rank), "its first turn")
+        # Raises if the rank before has failed.
+        machine.segments.waiter.advance()
+        machine.segments.notices.check()
+        self.begun += 1
+        self._running += 1
+        try:
+            twin = self._hooked()
+            with self.pages.running(comm.rank), torch.no_grad():
+                y = twin(SplitTensor(self.read(layout.slices()), layout))
+                y = one_tensor(y if self.post is None else self.post(y))
+                self._check_unchanged()
+                del twin
+                self._write(machine.rank, y)
+        except BaseException:
+            self._failed = True
+            raise
+        finally:
+            self._running -= 1
+        self.ended(comm.rank, y)
+        del y
+        # The others need its messages only: what its calls keep would be the memory of all slabs.
+        for forget in machine.forgets:
+            forget()
+
+    def _may_begin(self, rank: int) -> bool:
+        # Slabs of this process follow each other, unless some rank, also of another process, waits for one.
+        # After a failure all raise what it says.
+        self.mailbox.poll()
+        free = self._running == 0 or rank <= self.mailbox.wanted or not self.plays(rank)
+        return self._failed or (self.begun == rank and free)
+
+    def _is_over(self) -> bool:
+        # Whether all slabs of this process have ended, or one has failed.
+        self.mailbox.poll()
+        return self._failed or (self.begun == self._count and self._running == 0)
+
+    def _check_unchanged(self) -> None:
+        # What a slab changes, the next one would change again.
+        for path, (x, version) in self._tensors.items():
+            if x._version != version:
+                raise UnsupportedError(
+                    f"predict: the model changes its tensor {path!r} in place, and would do so once for each"
+                    " slab; let its forward make a new tensor in eval()"
+                )
+
+    def _hooked(self) -> nn.Module:
+        # A copy of the model whose modules are named in messages, and tell places of the program apart.
+        twin = twin_of(self.model)
+        for path, module in [*twin.named_modules()]:
+            hook = ModuleHook(path, module, moves=True, elsewhere=False, by_index=True)
+            module.register_forward_pre_hook(hook, prepend=True)
+            module.register_forward_hook(site.pop_module, always_call=True)
+        return twin
+
+    def _write(self, rank: int, y: torch.Tensor) -> None:
+        if not isinstance(y, SplitTensor):
+            if rank == self.first:
+                self.write(rank, tuple(slice(0, n) for n in y.shape), y.detach())
+            return
+        layout = y.decomposition
+        if rank in layout.one_copy().partition and not layout.box(rank).empty:
+            self.write(rank, layout.slices(), y.to_local())

@@ -1,0 +1,352 @@
+"""What a prediction will do: slabs, passes, memory and disk; chosen for a limit of memory, or refused."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from math import prod
+from pathlib import Path
+from typing import Any, NamedTuple, Self
+
+import torch
+from torch import nn
+
+from distdl_rma.errors import ArgumentError, ConfigurationError, ShapeError
+from distdl_rma.geometry.intervals import Balanced, Listed, Split
+from distdl_rma.jobs.out_of_core.estimate import (
+    Dependence,
+    Needs,
+    Post,
+    are_independent,
+    dependence_of,
+    needs_of,
+)
+from distdl_rma.layers.split.entry import grid_for
+from distdl_rma.segments.options import size_text
+
+_LEADING = 2
+# Slabs at most: each is a thread, and each function is called once for each of them.
+_MOST_SLABS = 512
+# Of the limit, what may be planned: the rest is for what is not counted, such as the allocator's gaps.
+_USABLE = 0.85
+# Beside tensors: of the file; of each slab, a thread with a machine, which knows all slabs; and of each
+# function that it calls, whose plan a slab keeps until it ends.
+_OF_FILES_NBYTES, _OF_SLAB_NBYTES, _OF_PAIR_NBYTES, _OF_CALL_NBYTES = 8 << 20, 320 << 10, 3 << 9, 6 << 10
+# In whole passes, slabs that wait in memory if that suffices: one is written, and one is read ahead.
+_SLABS_IN_MEMORY = 2
+# Size of tensors whose memory the allocator keeps, at least and at most.
+_LEAST_KEPT, _MOST_KEPT = 1 << 19, 1 << 22
+# Memory of results that is kept for the next ones, at most.
+_MOST_IDLE_NBYTES = 1 << 28
+
+
+@dataclass(frozen=True)
+class Form:
+    """The dimensions of a source: whether it has a batch and channels before its ``spatial`` ones.
+
+    ``together`` samples, 1 or all of the source, are one input of the model.
+    """
+
+    spatial: int
+    has_batch: bool
+    has_channels: bool
+    together: int = 1
+
+    @classmethod
+    def of(cls, model: nn.Module, shape: Sequence[int]) -> Form:
+        """The form of a source of this shape; ``ShapeError`` if it fits no input of the model."""
+        spatial, dims = _spatial_dims(model), len(shape)
+        if spatial is None:
+            spatial = dims - _LEADING
+        if not (1 <= spatial <= 3 and spatial <= dims <= spatial + _LEADING):
+            raise ShapeError(
+                f"predict: the source has shape {tuple(shape)}; a model of {spatial} spatial dimensions takes"
+                " (*spatial), (channels, *spatial) or (batch, channels, *spatial)"
+            )
+        return cls(spatial, dims == spatial + _LEADING, dims > spatial)
+
+    def sample(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """Shape of one input of the model, (samples, channels, *spatial)."""
+        space = tuple(map(int, shape[len(shape) - self.spatial :]))
+        return self.together, int(shape[self.has_batch]) if self.has_channels else 1, *space
+
+    def batch(self, number: int) -> slice:
+        """Samples of an input."""
+        return slice(number, number + self.together)
+
+    def box(self, box: Sequence[slice], number: int) -> tuple[slice, ...]:
+        """Where a box of an input lies in the source."""
+        leading = (self.batch(number), box[1])
+        return *leading[0 if self.has_batch else 1 if self.has_channels else 2 :], *box[_LEADING:]
+
+
+def _spatial_dims(model: nn.Module) -> int | None:
+    # Of the model's convolutions, if they agree.
+    found = {
+        int(kind.__name__[-2])
+        for part in model.modules()
+        for kind in type(part).__mro__
+        if kind.__module__ == "torch.nn.modules.conv" and kind.__name__[-2].isdigit()
+    }
+    return found.pop() if len(found) == 1 else None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What :func:`predict` does; ``str(plan)`` says it in words. All sizes are in bytes.
+
+    Attributes
+    ----------
+    source, result
+        Shapes of the source and of the result, for all samples.
+    dtype
+        Elements of the result.
+    samples, splits
+        Number of samples, and their blocks in each dimension, the batch and channels included. Samples that
+        depend on each other are one input of the model; ``samples`` is 1 then.
+    passes
+        Times that a block is taken up: 1, and once more for each function that waits for all blocks.
+    waits
+        Paths of the modules with these functions.
+    memory, nbytes
+        The limit, and the planned need within it, beside what the process has already.
+    whole_nbytes
+        What the model would need for a sample at once.
+    disk_nbytes
+        Largest use of the scratch folder.
+
+    Examples
+    --------
+    >>> np.save("scan.npy", np.ones((400, 100), np.float32))
+    >>> plan = plan_prediction(nn.Conv2d(1, 2, 3), "scan.npy", grid={"H": 4})
+    >>> plan.slabs, plan.passes, plan.result, plan.disk_nbytes
+    (4, 1, (2, 398, 98), 0)
+    """
+
+    source: tuple[int, ...]
+    result: tuple[int, ...]
+    dtype: torch.dtype
+    samples: int
+    splits: tuple[Split, ...]
+    passes: int
+    waits: tuple[str, ...]
+    memory: int
+    nbytes: int
+    whole_nbytes: int
+    disk_nbytes: int
+    #: Bytes of ranks that wait, and of messages, that stay in memory; and of memory that is kept for results.
+    resident_nbytes: int
+    idle_nbytes: int
+    form: Form
+
+    @property
+    def grid(self) -> tuple[int, ...]:
+        """Number of blocks of a sample in each dimension."""
+        return tuple(split.parts for split in self.splits)
+
+    @property
+    def slabs(self) -> int:
+        """Number of blocks of a sample."""
+        return prod(self.grid)
+
+    @property
+    def freed_above(self) -> int:
+        """Size above which memory goes back to the system: what is kept is a small part of the limit.
+
+        Where slabs wait, that of all of them goes and comes.
+        """
+        return _LEAST_KEPT if self.waits else max(_LEAST_KEPT, min(_MOST_KEPT, self.memory >> 7))
+
+    def __str__(self) -> str:
+        letters = "NC" + "DHW"[3 - self.form.spatial :]
+        cut = " x ".join(f"{n} along {d}" for d, n in zip(letters, self.grid, strict=True) if n > 1) or "1"
+        within = f"{size_text(self.nbytes)} of {size_text(self.memory)}"
+        passes = f"{self.passes}: slabs end one after the other"
+        if self.waits:
+            count = len(self.waits)
+            passes = f"{self.passes}: {count} functions need all slabs, in {_listed(self.waits)}"
+        samples, at_once = max(self.samples, self.form.together), " at once" * (self.form.together > 1)
+        lines = {
+            "source": f"{self.source}, {samples} sample{'s' if samples > 1 else ''}{at_once}",
+            "result": f"{self.result} of {str(self.dtype).removeprefix('torch.')}",
+            "slabs": cut,
+            "memory": f"{within}; the whole at once: {size_text(self.whole_nbytes)}",
+            "passes": passes,
+            "disk": size_text(self.disk_nbytes) if self.disk_nbytes else "none",
+        }
+        return "\n".join(f"{name:10}{text}" for name, text in lines.items())
+
+
+def planned(
+    model: nn.Module,
+    post: Post,
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    memory: int,
+    grid: Any,
+    folder: Path,
+    returns: bool,
+) -> Plan:
+    """Choose the slabs for a limit of memory, and refuse what cannot be done; runs the model on a crop.
+
+    ``returns`` says whether the result is in memory.
+
+    Raises
+    ------
+    ShapeError
+        If the source does not fit the model.
+    ConfigurationError
+        If the memory, or the space in ``folder``, is too small: names the least.
+    UnsupportedError
+        If a function of the model cannot be split.
+    """
+    form = Form.of(model, shape)
+    sample = form.sample(shape)
+    blocks = None if grid is None else _blocks(grid, len(sample))
+    dim = max(range(_LEADING, len(sample)), key=lambda d: sample[d])
+    if blocks is not None and prod(blocks) > 1:
+        dim = max(range(_LEADING, len(sample)), key=lambda d: blocks[d])
+    costs = _Costs.of(model, post, sample, dtype, dim, memory)
+    samples = int(shape[0]) if form.has_batch else 1
+    together = replace(form, together=samples)
+    if samples > 1 and not are_independent(model, post, costs.found, together.sample(shape), dtype, memory):
+        form, sample = together, together.sample(shape)
+        costs = _Costs.of(model, post, sample, dtype, dim, memory)
+    whole = costs.whole
+    result = (samples, *whole.shape[1:]) if form.has_batch else whole.shape[1:]
+    kept = prod(result) * whole.dtype.itemsize if returns else 0
+    usable = _USABLE * memory - kept
+    choices = costs.choices if blocks is None else [blocks]
+    chosen = next((each for each in choices if costs.running(each) + costs.ahead(each) <= usable), None)
+    chosen = chosen or min(choices, key=costs.running)
+    forward = costs.running(chosen)
+    if forward > usable:
+        slabs = "this grid" if blocks is not None else f"the smallest of up to {len(choices)} slabs"
+        raise ConfigurationError(
+            f"predict: memory={size_text(memory)} is too small:"
+            f" {slabs} of {sample} needs {size_text((forward + kept) / _USABLE)}"
+            f"{f', of which the result has {size_text(kept)}' if kept else ''}; give as much"
+            f"{', or more blocks' if blocks is not None else ''}"
+        )
+    several = prod(chosen) > 1
+    waits = costs.found.waits if several else ()
+    resident = min(costs.waiting(chosen), usable - forward) if waits else 0.0
+    disk = costs.waiting(chosen) - resident if waits else 0.0
+    if disk and (free := shutil.disk_usage(folder).free) < disk:
+        raise ConfigurationError(
+            f"predict: {len(waits)} functions of the model need all slabs, which wait on disk"
+            f" meanwhile: {size_text(disk)} in {folder}, where {size_text(free)} are free; choose another"
+            " folder by scratch="
+        )
+    splits: list[Split] = list(map(Balanced, sample, chosen))
+    splits[dim] = costs.rows(chosen[dim])
+    idle = min(_MOST_IDLE_NBYTES, usable - forward) if several and not waits else 0.0
+    return Plan(
+        tuple(map(int, shape)), result, whole.dtype, samples // form.together, tuple(splits), 1 + len(waits),
+        waits, memory,
+        int(kept + forward + resident + idle), whole.nbytes, int(disk), int(costs.messages + resident),
+        int(idle), form,
+    )  # fmt: skip
+
+
+class _Costs(NamedTuple):
+    """Bytes that slabs of a sample need, by the needs of the whole and the dependence found on a crop."""
+
+    sample: tuple[int, ...]
+    dim: int  # that is cut
+    whole: Needs
+    found: Dependence
+
+    @classmethod
+    def of(
+        cls, model: nn.Module, post: Post, sample: tuple[int, ...], dtype: torch.dtype, dim: int, memory: int
+    ) -> Self:
+        """Measured; ``ShapeError`` if the result lacks the batch."""
+        whole = needs_of(model, post, sample, dtype)
+        if tuple(whole.shape[:1]) != sample[:1]:
+            raise ShapeError(
+                f"predict: the result of {sample[0]} sample{'s' if sample[0] > 1 else ''} has shape"
+                f" {tuple(whole.shape)}, and its first dimension is the batch, of {sample[0]}: let the model"
+                " and post= keep it"
+            )
+        return cls(sample, dim, whole, dependence_of(model, post, sample, dtype, dim, memory))
+
+    @property
+    def choices(self) -> list[tuple[int, ...]]:
+        """Numbers of blocks along the cut dimension, from 1 on."""
+        unit = self.whole.unit(self.dim, self.sample[self.dim])
+        most = min(-(-(self.sample[self.dim] + self.found.lag) // unit), _MOST_SLABS)
+        return [tuple(n if d == self.dim else 1 for d in range(len(self.sample))) for n in range(1, most + 1)]
+
+    @property
+    def _larger(self) -> float:
+        # Elements of the sample for each one of the crop.
+        return prod(self.sample) / prod(self.found.crop)
+
+    @property
+    def messages(self) -> float:
+        """Messages of a slab, while those for it are there."""
+        return 2 * self.found.messages * self._larger * self.found.crop[self.dim] / self.sample[self.dim]
+
+    def rows(self, parts: int) -> Listed:
+        """Blocks of the cut dimension: as many results each, which end ``lag`` rows before the inputs.
+
+        Blocks end at multiples of the unit; those of the last slabs are shorter, or empty.
+        """
+        extent = self.sample[self.dim]
+        unit = self.whole.unit(self.dim, extent)
+        units = -(-(extent + self.found.lag) // unit) if parts > 1 else 1
+        ends = [min(extent, unit * (units * part // parts)) for part in range(parts)]
+        return Listed(tuple(b - a for a, b in pairwise([*ends, extent])))
+
+    def waiting(self, blocks: Sequence[int]) -> float:
+        """Of ranks that wait, with messages."""
+        by_ranks = (self.found.held + self.found.copies * prod(blocks)) * self.whole.nbytes / self.found.alone
+        return by_ranks + self.found.moved * self._larger
+
+    def ahead(self, blocks: Sequence[int]) -> float:
+        """Of ranks that wait in memory, so that the disk is used while others compute."""
+        count = prod(blocks)
+        return (
+            min(1, _SLABS_IN_MEMORY / count) * self.waiting(blocks) if self.found.waits and count > 1 else 0
+        )
+
+    def running(self, blocks: Sequence[int]) -> float:
+        """Of the slab that runs, and of messages for the next one."""
+        (sample, dim, whole, found), count = self, prod(blocks)
+        kept = _OF_CALL_NBYTES * whole.calls * (count if found.waits else 1)
+        others = _OF_FILES_NBYTES + (_OF_SLAB_NBYTES + _OF_PAIR_NBYTES * count) * count + kept + found.weights
+        if count == 1:
+            return whole.nbytes + others
+        across = prod(-(-n // b) / n for n, b in zip(sample, blocks, strict=True)) * blocks[dim]
+        rows = across * max(self.rows(blocks[dim]).lengths)
+        if found.waits:
+            rows = max(rows, sample[dim] / found.parts)
+        each = found.row * whole.nbytes / found.alone * found.crop[dim] / sample[dim]
+        return each * rows + found.whole * self._larger + self.messages + others
+
+
+def _blocks(grid: Any, dims: int) -> tuple[int, ...]:
+    # The numbers of blocks of a user's grid.
+    numbers: Sequence[Any] = ()
+    if isinstance(grid, str):
+        numbers = [int(part) if part.strip().isdecimal() else 0 for part in grid.lower().split("x")]
+    elif isinstance(grid, Mapping):
+        numbers = list(grid.values())
+    elif isinstance(grid, Sequence):
+        numbers = list(grid)
+    if not numbers or not all(type(n) is int and n > 0 for n in numbers):
+        raise ArgumentError(
+            f"predict: a grid has the numbers of blocks, such as {{'H': 8}}, (4, 4) or '4x4', got {grid!r}"
+        )
+    shape = grid_for(grid, None, dims, tuple(range(prod(numbers)))).shape
+    if shape[0] > 1 or shape[1] > 1:
+        raise ArgumentError(f"predict: a grid cuts spatial dimensions, got {grid!r}")
+    return shape
+
+
+def _listed(names: Sequence[str]) -> str:
+    different = list(dict.fromkeys(names))
+    return ", ".join(different[:4]) + (f" and {len(different) - 4} others" if len(different) > 4 else "")

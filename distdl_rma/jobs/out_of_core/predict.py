@@ -1,0 +1,375 @@
+"""``predict``: the result of a model for a source that does not fit into memory, exact, slab by slab."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from distdl_rma.errors import (
+    ArgumentError,
+    ConfigurationError,
+    DataError,
+    DistdlError,
+    ProtocolError,
+    ShapeError,
+    UnsupportedError,
+)
+from distdl_rma.jobs.out_of_core.inference import Inference, check_model, fixed_tensors
+from distdl_rma.jobs.out_of_core.pages import Pages
+from distdl_rma.jobs.out_of_core.plan import Plan, planned
+from distdl_rma.jobs.out_of_core.processes import Processes
+from distdl_rma.jobs.out_of_core.results import Begin, Results, digest_of, key_of
+from distdl_rma.jobs.out_of_core.scratch import Scratch
+from distdl_rma.layers.sources.opening import open_array
+from distdl_rma.layers.sources.reading import label, read_box
+from distdl_rma.segments.options import parse_size
+from distdl_rma.segments.virtual_ranks.comm import virtual_rank
+
+Slices = tuple[slice, ...]
+Post = Callable[[Any], Any] | None
+
+
+def predict(
+    model: nn.Module,
+    source: Any,
+    sink: Any = None,
+    *,
+    memory: int | str = "8GiB",
+    post: Post = None,
+    grid: Any = None,
+    scratch: str | os.PathLike[str] | None = None,
+    progress: bool = False,
+    comm: Any = None,
+) -> torch.Tensor | None:
+    """Write what a model makes of a source that need not fit into memory: exact, slab by slab.
+
+    Virtual ranks have a slab each, and those of a process take turns; halos are kept, not computed again. So
+    the result is that of the whole at once but for rounding, and what cannot be split exactly is refused
+    before anything is written. A model without statistics of the whole takes one pass. Where it has some, as
+    in an instance norm, all slabs come to that function before one goes on; what they hold meanwhile is on
+    disk, as far as it does not fit.
+
+    Blocking; collective over the processes of ``comm``. Computes without gradients, in the caller's autocast,
+    with a copy of the model in ``eval()`` that shares the memory of its parameters.
+
+    Parameters
+    ----------
+    model
+        Any module of torch on the CPU, with inputs ``(batch, channels, *spatial)``.
+    source
+        A path for :func:`open_array`, or an array of its kinds: ``(*spatial)``, ``(channels, *spatial)`` or
+        ``(batch, channels, *spatial)``, by the spatial dimensions of the model's convolutions. Samples are
+        computed one after the other, or together if they depend on each other. Floats are rounded to the type
+        of the model's parameters; other elements come as they are if the model takes them, else as floats.
+    sink
+        A path of a new file, as for :func:`create_array`; or anything of the right shape and dtype that takes
+        ``sink[box] = array``; None to return a tensor.
+    memory
+        What each process may need beside the memory that it has already, for slabs, messages, what waits and
+        a result that is returned: bytes, or text such as ``"8GiB"``. The number of slabs follows from it.
+    post
+        Called with the result of the model, which it may reduce before it is written:
+        ``lambda y: y.argmax(1).to(torch.uint8)``. It gets and returns split tensors.
+    grid
+        Numbers of blocks, such as ``{"D": 8}``, in place of those that follow from ``memory``.
+    scratch
+        Folder on a disk for what waits; None for the folder of temporary files.
+    progress
+        Whether to print the plan and a progress bar to standard error; needs the package ``rich``.
+    comm
+        Communicator of the processes that predict together, COMM_WORLD if None; COMM_SELF for a process
+        alone. All of them make the same call.
+
+    Returns
+    -------
+    torch.Tensor or None
+        The result if ``sink`` is None. It has a batch dimension if the source has one.
+
+    Raises
+    ------
+    ConfigurationError
+        If the memory or the disk is too small, or the model is distributed.
+    UnsupportedError
+        If a function of the model cannot be split, and in a virtual rank.
+    ShapeError, ArgumentError
+        If source, sink or grid do not fit the model.
+    MismatchError
+        If the processes make different calls.
+    DataError
+        If a file cannot be read or written, or a float cannot hold an integer of the source. An error of one
+        process is raised on all.
+    PeerFailedError
+        If another process is interrupted or has ended.
+
+    Notes
+    -----
+    A process that is killed leaves ``path.part`` and ``path.progress`` of a sink that is a path. The next
+    call with the same model, source and slabs goes on, on any number of processes: in one pass at the first
+    slab that was not written, otherwise from the first slab of the sample, without writing again what is
+    written. ``post`` is not compared with that of the earlier call, and by its name only between processes.
+
+    Examples
+    --------
+    >>> model = nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.ReLU(), nn.Conv2d(4, 2, 1))
+    >>> np.save("scan.npy", np.ones((400, 100), np.float32))
+    >>> predict(model, "scan.npy", "classes.npy", memory="1GiB", post=lambda y: y.argmax(1))
+    >>> np.load("classes.npy").shape
+    (400, 100)
+    """
+    processes = Processes(comm)
+    with processes.told():
+        with processes.together() as facts:
+            if progress and find_spec("rich") is None:
+                raise ConfigurationError("predict: progress=True needs the package rich: pip install rich")
+            prepared = _Prepared(model, source, memory, post, grid, scratch, returns=sink is None)
+            plan, digest = prepared.plan, digest_of(model)
+            key = key_of(plan, digest, prepared.source)
+            facts |= {"the source": [label(prepared.source), plan.source], "the grid": plan.grid}
+            facts |= {"the digest of the model": digest, "the sink": label(sink)}
+            facts |= {"post": getattr(post, "__qualname__", type(post).__name__)}
+        with (
+            _opened(processes, sink, plan, key) as results,
+            _shown(plan, results.begin, progress and processes.first) as step,
+        ):
+            for sample in range(results.begin.sample, plan.samples):
+                prepared.run(sample, results, step, processes)
+        if results.tensor is not None:
+            processes.share(results.tensor)
+        return results.tensor
+
+
+def plan_prediction(
+    model: nn.Module,
+    source: Any,
+    *,
+    memory: int | str = "8GiB",
+    post: Post = None,
+    grid: Any = None,
+    scratch: str | os.PathLike[str] | None = None,
+) -> Plan:
+    """What :func:`predict` will do with these arguments: a :class:`Plan`, to be printed; nothing is written.
+
+    Runs the model on a crop of random numbers, to see what it needs. The result is taken to be written, not
+    returned. Raises the errors of ``predict``.
+
+    Examples
+    --------
+    >>> model = nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.ReLU(), nn.Conv2d(4, 2, 1))
+    >>> np.save("scan.npy", np.ones((400, 100), np.float32))
+    >>> plan = plan_prediction(model, "scan.npy", grid={"H": 4})
+    >>> plan.slabs, plan.result  # print(plan) shows also the memory and what waits on disk
+    (4, (2, 400, 100))
+    """
+    return _Prepared(model, source, memory, post, grid, scratch, returns=False).plan
+
+
+class _Prepared:
+    """Checked arguments of a prediction, and its plan."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        source: Any,
+        memory: int | str,
+        post: Post,
+        grid: Any,
+        scratch: str | os.PathLike[str] | None,
+        returns: bool,
+    ) -> None:
+        if virtual_rank() is not None:
+            raise UnsupportedError("predict: a virtual rank cannot run virtual ranks of its own")
+        check_model(model)
+        self.model, self.post = model, post
+        self.source = source if isinstance(source, (torch.Tensor, np.ndarray)) else open_array(source)
+        self.folder = Path(tempfile.gettempdir() if scratch is None else scratch)
+        if not self.folder.is_dir():
+            raise DataError(
+                f"predict: scratch={str(self.folder)!r} is no folder; name an existing one on a disk"
+            )
+        limit = parse_size(memory, "the memory")
+        shape = tuple(self.source.shape)
+        *others, last = self._dtypes()
+        for self.dtype in (*others, last):
+            try:
+                self.plan = planned(model, post, shape, self.dtype, limit, grid, self.folder, returns)
+                return
+            except Exception as error:
+                # Torch's errors: the model alone would not take these elements either.
+                of_torch = isinstance(error, ShapeError) or not isinstance(error, DistdlError)
+                if self.dtype != last and isinstance(error, UnsupportedError) and last.is_floating_point:
+                    raise UnsupportedError(f"{error}; give the source as floats: astype('float32')") from None
+                if self.dtype == last or not of_torch:
+                    raise
+
+    def _dtypes(self) -> list[torch.dtype]:
+        # In which the model may take the elements, the first one that it accepts.
+        own = read_box(self.source, [slice(0, 0)] * len(self.source.shape)).dtype
+        known = [x.dtype for x in fixed_tensors(self.model)]
+        if own.is_complex:
+            return [own, *[each for each in known if each.is_complex and each != own][:1]]
+        floats = next((each for each in known if each.is_floating_point), None)
+        return [floats or own] if own.is_floating_point else [own, floats or torch.get_default_dtype()]
+
+    def _converted(self, found: torch.Tensor) -> torch.Tensor:
+        # In the model's type. Floats are rounded as all its numbers are; labels may not be.
+        if found.dtype == self.dtype:
+            return found
+        block = found.to(self.dtype)
+        floats = found.dtype.is_floating_point or found.dtype.is_complex
+        if not (block.isfinite().equal(found.isfinite()) if floats else block.to(found.dtype).equal(found)):
+            raise DataError(
+                f"predict: {label(self.source)} has elements of {found.dtype} that {self.dtype}, the type of"
+                " the model's parameters, cannot hold; let the model take the elements as they are, as by"
+                " x.long(), or give it a longer type, as by model.double()"
+            )
+        return block
+
+    def run(self, sample: int, results: Results, step: Callable[[], object], processes: Processes) -> None:
+        """Compute one sample, from the first slab that is left."""
+        plan, form, begin = self.plan, self.plan.form, results.begin.of(sample)
+        ended = set(range(begin.slab))
+
+        def read(box: Slices) -> torch.Tensor:
+            try:
+                found = read_box(self.source, form.box(box, sample))
+            except OSError as error:
+                raise DataError(f"predict: {label(self.source)}: {error.strerror or error}") from error
+            return self._converted(found).view([each.stop - each.start for each in box])
+
+        def write(box: Slices, y: torch.Tensor) -> None:
+            # The result may be cut by samples, where these are computed together.
+            whole = (slice(sample + box[0].start, sample + box[0].stop), *box[1:])
+            results.write(whole if form.has_batch else box[1:], y if form.has_batch else y[0])
+
+        def note_end(rank: int) -> None:
+            ended.add(rank)
+            step()
+            count = next(n for n in range(plan.slabs + 1) if n not in ended)
+            if count > begin.written:
+                results.ended(sample, count)
+
+        actions: dict[str, Callable[..., Any]] = {"write": write, "ended": note_end, "step": step}
+        if begin.keeps:
+            actions["keep"] = partial(results.keep, sample)
+        with processes.connected(begin.slab, begin.messages, actions) as mailbox:
+
+            def send(rank: int, box: Slices, y: torch.Tensor) -> None:
+                if rank >= begin.written:
+                    # A message of a view would have all of its memory.
+                    mailbox.tell("write", box, y if processes.first else y.clone())
+
+            pages = Pages(
+                plan.resident_nbytes,
+                lambda: Scratch(self.folder),
+                lambda rank, path: mailbox.tell("step"),
+                moves=plan.passes > 1,
+                idle_nbytes=plan.idle_nbytes,
+            )
+            inference = Inference(
+                self.model, self.post, plan.splits, pages, mailbox, read, send,
+                lambda rank, y: mailbox.tell("ended", rank), begin.slab, processes.plays,
+                plan.freed_above,
+            )  # fmt: skip
+            inference.run()
+        if processes.first and len(ended) < plan.slabs:
+            raise ProtocolError(f"predict: {plan.slabs - len(ended)} of {plan.slabs} slabs have not ended")
+
+
+@contextmanager
+def _opened(processes: Processes, sink: Any, plan: Plan, key: str) -> Iterator[Results]:
+    # The first process writes; of the results only one that is returned is in memory. An error of one process
+    # is raised on all.
+    results = Results(None, plan if sink is None else replace(plan, result=(0,)), key)
+    entered = ExitStack()
+    with processes.together():
+        if sink is not None:
+            results.tensor = None
+            if processes.first:
+                results = entered.enter_context(Results(sink, plan, key))
+    results.begin = processes.of_first(results.begin)
+    with processes.together(), entered:
+        yield results
+
+
+@contextmanager
+def _shown(plan: Plan, begin: Begin, progress: bool) -> Iterator[Callable[[], object]]:
+    # Prints the plan, and shows a bar from where the prediction begins; gives what advances it.
+    if not progress:
+        yield lambda: None
+        return
+    from rich.console import Console
+    from rich.progress import Progress
+
+    console = Console(stderr=True)
+    console.print(str(plan), highlight=False, soft_wrap=True)
+    if begin.sample or begin.written:
+        at = f"sample {begin.sample + 1}, slab {begin.slab + 1}; {begin.written} slabs of it are written"
+        console.print(f"{'goes on':10}at {at}", highlight=False)
+    with Progress(console=console) as bar:
+        task = bar.add_task(
+            "predict",
+            total=plan.samples * plan.slabs * plan.passes,
+            completed=(begin.sample * plan.slabs + begin.slab) * plan.passes,
+        )
+        yield lambda: bar.advance(task)
+
+
+@dataclass(frozen=True)
+class Predictor:
+    """An inferer: ``inferer(inputs, network)``, in place of a sliding window, exact and without seams.
+
+    Parameters
+    ----------
+    memory, post, grid, scratch, progress, comm
+        As of :func:`predict`. Inputs and result are in memory beside this.
+
+    Examples
+    --------
+    >>> model = nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.ReLU(), nn.Conv2d(4, 2, 1))
+    >>> inferer = Predictor(memory="1GiB")  # in MONAI: SupervisedEvaluator(..., inferer=inferer)
+    >>> inferer(torch.rand(1, 1, 400, 100), model).shape
+    torch.Size([1, 2, 400, 100])
+    """
+
+    memory: int | str = "8GiB"
+    post: Post = None
+    grid: Any = None
+    scratch: str | os.PathLike[str] | None = None
+    progress: bool = False
+    comm: Any = None
+
+    def __call__(self, inputs: torch.Tensor, network: nn.Module, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """The result of a network for inputs (batch, channels, *spatial) in memory; blocking.
+
+        ``ConfigurationError`` if the network is no module, ``ArgumentError`` if it gets further arguments;
+        other errors as :func:`predict`.
+        """
+        if args or kwargs:
+            raise ArgumentError(
+                f"Predictor: the network gets one tensor; {len(args) + len(kwargs)} further arguments were"
+                " passed: wrap it in a module that has them"
+            )
+        if not isinstance(network, nn.Module):
+            raise ConfigurationError(
+                f"Predictor: the network is a torch.nn.Module, got {type(network).__name__!r}; a module's own"
+                " method cannot be split"
+            )
+        # Tensors of MONAI have rules of their own.
+        source = inputs.detach().as_subclass(torch.Tensor)
+        y = predict(
+            network, source, memory=self.memory, post=self.post, grid=self.grid, scratch=self.scratch,
+            progress=self.progress,
+            comm=self.comm,
+        )  # fmt: skip
+        return torch.empty(0) if y is None else y

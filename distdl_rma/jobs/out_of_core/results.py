@@ -1,0 +1,223 @@
+"""Where a prediction is written, and what a later process needs to go on with it."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+import torch
+from torch import nn
+
+from distdl_rma.errors import DataError, ShapeError, UnsupportedError
+from distdl_rma.jobs.data.sinks import ArraySink, array_of_one
+from distdl_rma.jobs.out_of_core.message_log import MessageLog
+from distdl_rma.jobs.out_of_core.plan import Plan
+from distdl_rma.layers.dtypes import NUMPY, as_numbers, flat_bytes
+from distdl_rma.layers.sources.reading import label
+from distdl_rma.segments.mailbox import Address, Message
+
+Slices = tuple[slice, ...]
+_STATE = "state.json"
+
+
+def digest_of(model: nn.Module) -> str:
+    """Hash of a model, its modules, parameters and buffers, and of the autocast that it runs in; local."""
+    autocast = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else ""
+    found = blake2b(f"{model!r}{autocast}".encode(), digest_size=16)
+    for name, x in model.state_dict().items():
+        found.update(f"{name} {tuple(x.shape) if isinstance(x, torch.Tensor) else x}".encode())
+        if isinstance(x, torch.Tensor):
+            found.update(flat_bytes(x).numpy().data)
+    return found.hexdigest()
+
+
+def key_of(plan: Plan, digest: str, source: Any) -> str:
+    """Hash of what determines a prediction, but for the values of the source; local."""
+    facts: list[Any] = [plan.source, plan.result, str(plan.dtype), plan.splits, label(source), digest]
+    if (path := getattr(source, "path", None)) and Path(path).is_file():
+        at = Path(path).stat()
+        facts += [at.st_size, at.st_mtime_ns]
+    return blake2b(repr(facts).encode(), digest_size=16).hexdigest()
+
+
+@dataclass(frozen=True)
+class Begin:
+    """Where a prediction begins: the first ``sample`` and ``slab`` to compute.
+
+    ``messages`` are those of earlier slabs for this one and later ones; ``written`` slabs of the sample need
+    not be written. ``keeps`` says whether messages are kept for a process that goes on.
+    """
+
+    sample: int = 0
+    slab: int = 0
+    written: int = 0
+    messages: tuple[tuple[Address, Message], ...] = ()
+    keeps: bool = False
+
+    def of(self, sample: int) -> Begin:
+        """Where a sample begins."""
+        return self if sample == self.sample else Begin(sample, keeps=self.keeps)
+
+
+class Results:
+    """The target of a prediction, as a context: a new tensor, a file, or a sink of the user.
+
+    A file is complete or not there. Until then it has a folder ``path.progress`` beside it, with the number
+    of slabs that were written and, where slabs end one after the other, the messages for later slabs. A
+    context that ends by an error leaves both, and one with the same ``key`` goes on, from ``begin``.
+    """
+
+    def __init__(self, sink: Any, plan: Plan, key: str) -> None:
+        self._plan, self._key, self.begin = plan, key, Begin()
+        self.tensor: torch.Tensor | None = None
+        self._file: ArraySink | None = None
+        self._sink: Any = sink
+        # The last state that was noted: sample, slabs that are written, and where a process would go on.
+        self._state = 0, 0, 0
+        if sink is None:
+            self.tensor = torch.zeros(plan.result, dtype=plan.dtype)
+        elif isinstance(sink, (str, os.PathLike)):
+            self._sink = self._file = array_of_one(sink, plan.result, plan.dtype)
+            self._folder = Path(f"{self._file.path}.progress")
+            self._log = MessageLog(self._folder)
+        else:
+            self._check(sink)
+
+    def __enter__(self) -> Self:
+        if self._file is None or self._resumed(self._file):
+            return self
+        # Nobody shall take another file for that of an older state.
+        with self._disk():
+            (self._folder / _STATE).unlink(missing_ok=True)
+            shutil.rmtree(self._folder, ignore_errors=True)
+        with ExitStack() as on_error:
+            on_error.callback(shutil.rmtree, self._folder, ignore_errors=True)
+            on_error.enter_context(self._file)
+            with self._disk():
+                self._folder.mkdir()
+                self._note(0, 0, 0)
+            on_error.pop_all()
+        self.begin = Begin(keeps=self._keeps)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._file is None:
+            return
+        if error is not None and self._state > (0, 0, 0):
+            self._file.leave()
+            return
+        self._file.__exit__(kind, error, trace)
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def write(self, box: Slices, y: torch.Tensor) -> None:
+        """Write a box of the result."""
+        if self.tensor is not None:
+            self.tensor[box] = y
+            return
+        try:
+            self._sink[box] = y if isinstance(self._sink, torch.Tensor) else as_numbers(y)
+        except OSError as error:
+            raise DataError(f"predict: {label(self._sink)}: {error.strerror or error}") from error
+
+    def keep(self, sample: int, address: Address, message: Message) -> None:
+        """Keep a message of a sample for a process that goes on."""
+        with self._disk():
+            self._log.keep(sample, address, message)
+
+    def ended(self, sample: int, slabs: int) -> None:
+        """Note that the first ``slabs`` of a sample are written."""
+        if self._file is None:
+            return
+        with self._disk():
+            if slabs == self._plan.slabs:
+                self._note(sample + 1, 0, 0)
+                self._log.clear()
+                return
+            before, _, first = self._state
+            first = first if sample == before else 0
+            if self._keeps and self._log.has_all_for(slabs):
+                first = slabs
+            self._note(sample, slabs, first)
+            self._log.forget(sample, first)
+
+    @property
+    def _keeps(self) -> bool:
+        # Where all slabs wait for each other, none can go on alone.
+        return self._plan.slabs > 1 and not self._plan.waits
+
+    @contextmanager
+    def _disk(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise DataError(f"predict: {self._folder}: {error.strerror or error}") from error
+
+    def _check(self, sink: Any) -> None:
+        shape, dtype = tuple(getattr(sink, "shape", ())), getattr(sink, "dtype", None)
+        if not hasattr(sink, "__setitem__") or shape != self._plan.result:
+            raise ShapeError(
+                f"predict: the result has shape {self._plan.result}, {label(sink)} {shape}; a sink is a path,"
+                " or takes sink[box] = array"
+            )
+        if self._plan.dtype not in NUMPY:
+            raise UnsupportedError(
+                f"predict: numpy has no elements of {self._plan.dtype}; convert them by post="
+            )
+        wanted = NUMPY[self._plan.dtype]
+        found = (
+            NUMPY.get(dtype)
+            if isinstance(dtype, torch.dtype)
+            else np.dtype(getattr(dtype, "numpy_dtype", dtype))
+        )
+        if found != wanted:
+            raise ShapeError(
+                f"predict: {label(sink)} has elements of {found}, the result of {wanted}; convert it by post="
+            )
+
+    def _resumed(self, file: ArraySink) -> bool:
+        # Whether an earlier process has begun the same; goes on with that.
+        try:
+            text = (self._folder / _STATE).read_text()
+            sample, written, first = json.loads(text)["state"]
+            if text != self._text_of(sample, written, first):
+                return False
+            if Path(file.path).exists():
+                if sample < self._plan.samples or file.part.exists():
+                    return False
+                # It was complete, and was killed while it removed the folder.
+                self._file = None
+                shutil.rmtree(self._folder)
+                messages = list[tuple[Address, Message]]()
+            else:
+                messages = self._log.read(sample, first)
+                file.reopen()
+                # What Zarr was writing when the process was killed.
+                for left in file.part.rglob("*.partial"):
+                    left.unlink()
+        except (OSError, ValueError, KeyError, TypeError):
+            return False
+        self._state = sample, written, first
+        self.begin = Begin(sample, first, written, tuple(messages), self._keeps)
+        return True
+
+    def _note(self, sample: int, written: int, first: int) -> None:
+        self._state = sample, written, first
+        new = self._folder / f"{_STATE}.new"
+        new.write_text(self._text_of(sample, written, first))
+        new.replace(self._folder / _STATE)
+
+    def _text_of(self, *state: int) -> str:
+        # The file of a state. With its hash, so that a damaged one is not that of any state.
+        digest = blake2b(f"{self._key} {state}".encode(), digest_size=16).hexdigest()
+        return json.dumps({"state": state, "digest": digest})

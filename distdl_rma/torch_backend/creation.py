@@ -1,0 +1,184 @@
+"""How torch makes groups: on the machine of this job, without an address."""
+
+from __future__ import annotations
+
+import atexit
+import fcntl
+import os
+import socket
+import struct
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from torch._C._distributed_c10d import FileStore, Store, TCPStore
+from torch.distributed import is_initialized
+from torch.distributed.constants import default_pg_timeout
+
+from distdl_rma.errors import ConfigurationError, UnsupportedError
+from distdl_rma.segments.consensus import gather_words
+from distdl_rma.segments.machine import Machine, launched
+from distdl_rma.segments.manager import SegmentManager
+from distdl_rma.segments.virtual_ranks.comm import virtual_rank
+from distdl_rma.segments.waiting.header import namespace
+from distdl_rma.torch_backend.group import RmaProcessGroup
+
+_HOW = (
+    "start the ranks by MPI, as in 'mpiexec -n 4 python -m mpi4py train.py', or in a job of Slurm 'srun"
+    " --mpi=pmi2 python -m mpi4py train.py' (MPICH) or '--mpi=pmix' (Open MPI)"
+)
+# Of Linux: the address of a network's interface.
+_ASK_ADDRESS = 0x8915
+_ANSWER_SECONDS = 3.0
+_NEEDED = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE")
+
+Handler = Callable[..., Iterator[tuple[Store, int, int]]]
+# Machines of groups of some ranks, where there is none of all; kept for the next group of these.
+_machines: dict[tuple[int, ...], Machine] = {}
+# Open files of the last groups of all ranks.
+_rendezvous: list[int] = []
+_TURNS = 2
+
+
+def create(options: Any) -> RmaProcessGroup:
+    """The process group that torch asks for; collective over its ranks, blocking.
+
+    ``ConfigurationError`` if the ranks were not started by MPI, or torch numbers them in another way.
+    """
+    if virtual_rank() is not None:
+        raise UnsupportedError(
+            "init_process_group('rma'): virtual ranks would share torch's groups of a process"
+        )
+    rank, size = launched()
+    ranks = tuple(options.global_ranks_in_group) or tuple(range(options.group_size))
+    if not options.global_ranks_in_group and options.group_size != size:
+        started = f"{options.group_size} rank(s) are asked for, but MPI started {size}"
+        raise ConfigurationError(f"init_process_group('rma'): {started}: {_HOW}")
+    if ranks[options.group_rank] != rank:
+        raise ConfigurationError(
+            f"init_process_group('rma'): rank {ranks[options.group_rank]} of torch is rank {rank} of MPI;"
+            " leave out rank and world_size, and the environment variables RANK and WORLD_SIZE"
+        )
+    asked = options.timeout
+    timeout = None if asked in (None, default_pg_timeout) else asked.total_seconds()
+    name = str(options.group_id or "default")
+    return RmaProcessGroup(_machine_of(ranks, size).segments, ranks, name, timeout)
+
+
+def _machine_of(ranks: tuple[int, ...], size: int) -> Machine:
+    everyone = Machine.known()
+    if everyone is not None or len(ranks) == size:
+        return everyone or Machine.on()
+    # Ranks outside the group make no call.
+    machine = _machines.get(ranks)
+    if machine is None or machine.closed:
+        _machines[ranks] = machine = Machine(ranks=ranks)
+    return machine
+
+
+def rendezvous(
+    by_environment: Handler, url: str, timeout: timedelta = default_pg_timeout, **options: Any
+) -> Iterator[tuple[Store, int, int]]:
+    """Rendezvous for ``env://``, torch's default; needs no environment variables if MPI started the ranks.
+
+    If all of torch's variables are set, or if MPI did not start the ranks, it is torch's own rendezvous.
+    """
+    # One process alone, without any launcher, is a job of one rank.
+    others = int(os.environ.get("WORLD_SIZE") or os.environ.get("SLURM_NTASKS") or 1)
+    by_mpi = launched()[1] > 1 or others <= 1
+    if "?" in url or all(os.environ.get(name) for name in _NEEDED) or not by_mpi:
+        try:
+            yield from by_environment(url, timeout=timeout, **options)
+        except ValueError as error:
+            if not by_mpi:
+                error.add_note(f"Without MPI the ranks know nothing of each other. For 'rma' {_HOW}.")
+            raise
+        return
+    yield _store(timeout), *launched()
+    raise RuntimeError("the ranks that MPI started stay what they are: no second rendezvous")
+
+
+def _store(timeout: timedelta) -> Store:
+    """Store of torch that all ranks reach; collective over them.
+
+    On one node it is a file: that needs no network and no host name.
+    """
+    segments = Machine.on().segments
+    rank, size = launched()
+    if len(segments.segment.nodes) == 1:
+        file = FileStore(_shared_file(segments, rank), size)
+        file.set_timeout(timeout)
+        return file
+    store, words = None, None
+    if rank == 0:
+        store = TCPStore("localhost", 0, size, is_master=True, timeout=timeout, wait_for_workers=False)
+        words = [store.port, _addresses()]
+    port, addresses = gather_words(segments, words, "rendezvous of torch")[0]
+    if store is not None:
+        return store
+    return TCPStore(
+        _reached(addresses, port), port, size, is_master=False, timeout=timeout, wait_for_workers=False
+    )
+
+
+def _shared_file(segments: SegmentManager, rank: int) -> str:
+    # A file without a name where the system has them: it ends with the processes, however these end.
+    made, own = None, os.getpid()
+    with suppress(OSError, AttributeError):
+        made = os.memfd_create("distdl_rma rendezvous") if rank == 0 else None
+    named = f"{tempfile.gettempdir()}/distdl_rma-{own}-{time.monotonic_ns()}"
+    facts = gather_words(segments, [namespace(), own, made, named], "rendezvous of torch")
+    _, process, number, named = facts[0]
+    spaces = {each[0] for each in facts.values()}
+    # Process numbers are valid on all ranks if all are in one namespace.
+    if rank and number is not None and len(spaces) == 1 and 0 not in spaces:
+        with suppress(OSError):
+            made = os.open(f"/proc/{process}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
+    everywhere = all(gather_words(segments, made is not None, "rendezvous of torch (file)").values())
+    if made is not None and everywhere:
+        return f"/proc/self/fd/{_keep_open(made)}"
+    if made is not None:
+        os.close(made)
+    if rank == 0:
+        # The last rank to leave the file removes it, unless the program ends first.
+        atexit.register(Path(named).unlink, missing_ok=True)
+    return str(named)
+
+
+def _keep_open(file: int) -> int:
+    # torch opens the file several times, the last time when a store is deleted, perhaps after its group. Two
+    # file numbers take turns, so that no other file has one of them then; stores beside a group keep theirs.
+    if is_initialized():
+        return file
+    _rendezvous.append(file)
+    if len(_rendezvous) > _TURNS:
+        _rendezvous[-1] = os.dup2(file, _rendezvous.pop(0), inheritable=False)
+        os.close(file)
+    return _rendezvous[-1]
+
+
+def _addresses() -> list[str]:
+    """Addresses of this host, one for each network, and its name, which other hosts may not resolve."""
+    found = []
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as some:
+        for _, name in socket.if_nameindex():
+            # An interface without an address is left out.
+            with suppress(OSError):
+                answer = fcntl.ioctl(some.fileno(), _ASK_ADDRESS, struct.pack("256s", name.encode()[:15]))
+                found.append(socket.inet_ntoa(answer[20:24]))
+    return [*(address for address in found if not address.startswith("127.")), socket.gethostname()]
+
+
+def _reached(addresses: list[str], port: int) -> str:
+    """First address that accepts a connection from here."""
+    for address in addresses:
+        with suppress(OSError), socket.create_connection((address, port), _ANSWER_SECONDS):
+            return address
+    raise ConfigurationError(
+        f"init_process_group('rma'): the host of rank 0 answers at none of {addresses}, port {port}; set"
+        f" {', '.join(_NEEDED)} for torch's own rendezvous"
+    )

@@ -1,0 +1,271 @@
+"""Collectives of a group whose ranks share a node, by load and store in rounds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+
+from distdl_rma.segments.collectives.between_nodes import Script
+from distdl_rma.segments.collectives.reduction import Array, Reduction
+from distdl_rma.segments.large_arrays import copy
+from distdl_rma.segments.memory.array_bytes import as_bytes
+from distdl_rma.torch_backend.node_slots import WHOLE_BYTES, NodeSlots, check_pairs
+
+# Two slots of so many bytes fit into the cache of a core. But a rank that shares its core with other
+# processes waits for its turn in each round: long vectors take few rounds.
+_CACHED_BYTES, _ROUNDS = 512 << 10, 16
+_BYTE = np.dtype(np.uint8)
+
+
+class Cut(NamedTuple):
+    """Views of a vector, cut into the parts of all ranks; copies are pairs of target and source."""
+
+    show: list[tuple[memoryview, memoryview]]
+    reduce: Callable[[], object]
+    own: tuple[memoryview, memoryview]
+    take: list[tuple[memoryview, memoryview]]
+
+
+class NodeCollectives:
+    """Scripts of collectives, which yield as long as they have to wait; one at a time.
+
+    Data are flat arrays, of bytes where nothing is reduced, by position of the ranks. Slots hold parts for
+    all ranks; vectors that are longer go in several rounds, of which two are under way: while others reduce
+    one, this rank shows the next.
+    """
+
+    def __init__(self, rounds: NodeSlots) -> None:
+        self._rounds, self.size, self.me = rounds, rounds.size, rounds.me
+        # In whose slot the result of the rank at each position lies: in its own, where it shows nothing to
+        # itself. Of two ranks, in place of the data that the other one showed: the cache has these already.
+        self.places = [1, 0] if self.size == 2 else list(range(self.size))
+
+    def _piece(self, nbytes: int, parts: int) -> int:
+        """Most bytes of a part in one round, of so many parts with ``nbytes`` each."""
+        room = self._rounds.slot_bytes // parts // 8 * 8
+        if self._rounds.crowded:
+            return room
+        return min(room, max(_CACHED_BYTES, nbytes // _ROUNDS // 8 * 8))
+
+    def barrier(self) -> Script:
+        """Wait for all."""
+        rounds = self._rounds
+        yield from rounds.opened()
+        number = rounds.number
+        rounds.announce(number, True)
+        yield from rounds.seen(number)
+        rounds.read(number)
+
+    def reduce(self, x: Array, reducer: Reduction, root: int | None) -> Script:
+        """Reduce a vector in place, on all ranks if there is no root; else the others' stay as they are."""
+        if x.nbytes <= min(WHOLE_BYTES, self._rounds.slot_bytes):
+            return self._reduce_whole(x, reducer, root)
+        return self._reduce_shares(x, reducer, root)
+
+    def _reduce_whole(self, x: Array, reducer: Reduction, root: int | None) -> Script:
+        rounds, count = self._rounds, x.size
+        yield from rounds.opened()
+        number = rounds.number
+        slots = rounds.slots(x.dtype)[number & 1]
+        slots[self.me][:count] = x
+        rounds.announce(number, True)
+        yield from rounds.seen(number)
+        if root in (None, self.me):
+            rows = [slot[:count] for slot in slots]
+            rows[self.me] = x
+            reducer.reduce(rows, x)
+        rounds.read(number)
+
+    def shares(self, x: Array, reducer: Reduction) -> Callable[[], Script]:
+        """Maker of scripts that reduce a long vector in place, on all ranks; for calls that are repeated.
+
+        A vector that fits into one round is cut into its parts here, once.
+        """
+        most = self._piece(x.nbytes // self.size, self.size) // x.itemsize * self.size
+        if x.size > most:
+            return partial(self._reduce_shares, x, reducer, None)
+        return partial(self._reduce_in_one_round, [self._cut(x, reducer, parity) for parity in range(2)])
+
+    def _cut(self, x: Array, reducer: Reduction, parity: int) -> Cut:
+        me, size, slots = self.me, self.size, self._rounds.slots(x.dtype)[parity]
+        share = -(-x.size // size)
+        parts = [x[at * share : (at + 1) * share] for at in range(size)]
+
+        def place(position: int, part: int) -> Array:
+            return slots[position][part * share :][: parts[part].size]
+
+        made = [place(self.places[at], at) for at in range(size)]
+        rows = [parts[me] if at == me else place(at, me) for at in range(size)]
+        others, view = self._rounds.others, partial(as_bytes, what=self._rounds.name)
+        return Cut(
+            [(view(place(me, at)), view(parts[at])) for at in others],
+            reducer.bound(rows, made[me]),
+            (view(parts[me]), view(made[me])),
+            [(view(parts[at]), view(made[at])) for at in others],
+        )
+
+    def _reduce_in_one_round(self, cuts: Sequence[Cut]) -> Script:
+        rounds = self._rounds
+        if not rounds.free(rounds.number + 1):
+            yield from rounds.opened()
+        else:
+            rounds.number += 1
+        number = rounds.number
+        cut = cuts[number & 1]
+        for slot, part in cut.show:
+            slot[:] = part
+        rounds.announce(number, True)
+        if not rounds.all_shown(number):
+            yield from rounds.seen(number)
+        cut.reduce()
+        rounds.made(number)
+        mine, result = cut.own
+        mine[:] = result
+        yield from rounds.all_made(number)
+        for part, result in cut.take:
+            part[:] = result
+        rounds.read(number)
+
+    def _reduce_shares(self, x: Array, reducer: Reduction, root: int | None) -> Script:
+        """Every rank reduces a share of each round's chunk, and stores the result in a slot."""
+        rounds, me, size = self._rounds, self.me, self.size
+        most = self._piece(x.nbytes // size, size) // x.itemsize
+        turns = -(-x.size // (most * size))
+        share = -(-x.size // (turns * size))
+
+        def part(turn: int, position: int) -> Array:
+            begin = (turn * size + position) * share
+            return x[begin : begin + share]
+
+        def show(turn: int, slot: Array) -> None:
+            for position in rounds.others:
+                shown = part(turn, position)
+                copy(slot[position * share : position * share + shown.size], shown)
+
+        def take(turn: int, number: int, shown: Sequence[Array]) -> Script:
+            mine = part(turn, me)
+            begin, end = me * share, me * share + mine.size
+            rows = [slot[begin:end] for slot in shown]
+            result = rows[self.places[me]]
+            rows[me] = mine
+            reducer.reduce(rows, result)
+            rounds.made(number)
+            if root in (None, me):
+                copy(mine, result)
+                yield from rounds.all_made(number)
+                for position in rounds.others:
+                    target = part(turn, position)
+                    copy(target, shown[self.places[position]][position * share :][: target.size])
+
+        yield from self._in_turns(turns, rounds.slots(x.dtype), show, take)
+
+    def reduce_scatter(self, parts: Sequence[Array], out: Array, reducer: Reduction) -> Script:
+        """Reduce a part for every rank; ``out`` gets this rank's, and may be it."""
+        me, most = self.me, self._rounds.slot_bytes // out.itemsize // self.size
+        turns = max(1, -(-max(part.size for part in parts) // most))
+
+        def show(turn: int, slot: Array) -> None:
+            self._show(slot, parts, turn * most, most)
+
+        def take(turn: int, _: int, shown: Sequence[Array]) -> None:
+            begin = turn * most
+            target = out[begin : begin + most]
+            rows = [slot[me * most : me * most + target.size] for slot in shown]
+            rows[me] = parts[me][begin : begin + most]
+            reducer.reduce(rows, target)
+
+        return self._in_turns(turns, self._rounds.slots(out.dtype), show, take)
+
+    def spread(
+        self, sizes: Sequence[int], mine: Array, outs: Sequence[Array | None], reader: int | None = None
+    ) -> Script:
+        """Copy data of some ranks to those with targets: the ``sizes``, this rank's data, and the targets."""
+        me, most = self.me, self._piece(max(sizes), 1)
+        turns = max(1, -(-max(sizes) // most))
+
+        def show(turn: int, slot: Array) -> None:
+            shown = mine[turn * most : (turn + 1) * most]
+            if shown.size and self.size > 1:
+                copy(slot[: shown.size], shown)
+
+        def take(turn: int, _: int, shown: Sequence[Array]) -> None:
+            begin = turn * most
+            for position in self._rounds.others:
+                out = outs[position]
+                if out is not None and begin < out.size:
+                    target = out[begin : begin + most]
+                    copy(target, shown[position][: target.size])
+
+        yield from self._in_turns(turns, self._rounds.slots(_BYTE), show, take)
+        own = outs[me]
+        if own is not None and not _same_memory(own, mine):
+            copy(own, mine)
+
+    def deal(self, sends: Sequence[Array], outs: Sequence[Array]) -> Script:
+        """Give each rank what this one has for it; ``outs`` takes what every rank has for this one."""
+        rounds, me, size = self._rounds, self.me, self.size
+        slots, most = rounds.slots(_BYTE), rounds.slot_bytes // size // 8 * 8
+        yield from rounds.opened()
+        number = rounds.number
+        lengths = rounds.numbers(number, me)
+        lengths[:size] = [send.size for send in sends]
+        lengths[size:] = [out.size for out in outs]
+
+        def show(turn: int, slot: Array) -> None:
+            self._show(slot, sends, turn * most, most)
+
+        def take(turn: int, _: int, shown: Sequence[Array]) -> None:
+            begin = turn * most
+            for position in rounds.others:
+                target = outs[position][begin : begin + most]
+                if target.size:
+                    copy(target, shown[position][me * most : me * most + target.size])
+
+        show(0, slots[number & 1][me])
+        rounds.announce(number, True)
+        yield from rounds.seen(number)
+        table = np.stack([rounds.numbers(number, position) for position in range(size)])
+        check_pairs(rounds, table[:, :size], table[:, size:].T)
+        turns = max(1, -(-int(table.max()) // most))
+        yield from self._in_turns(turns, slots, show, take, [number])
+        if not _same_memory(outs[me], sends[me]):
+            copy(outs[me], sends[me])
+
+    def _in_turns(
+        self,
+        turns: int,
+        slots: Sequence[Sequence[Array]],
+        show: Callable[[int, Array], None],
+        take: Callable[[int, int, Sequence[Array]], Script | None],
+        begun: Sequence[int] = (),
+    ) -> Script:
+        """One round for each part: a rank shows the next part in its slot, then takes from the one before.
+
+        ``take`` gets the number of the round, and everyone's slots. ``begun`` are the numbers of the rounds
+        of the first parts, if these are shown already.
+        """
+        rounds, numbers = self._rounds, [*begun]
+        for turn in range(len(numbers), turns + 1):
+            if turn < turns:
+                yield from rounds.opened()
+                numbers.append(rounds.number)
+                show(turn, slots[rounds.number & 1][self.me])
+                rounds.announce(rounds.number, turn == 0)
+            if turn:
+                number = numbers[turn - 1]
+                yield from rounds.seen(number)
+                yield from take(turn - 1, number, slots[number & 1]) or ()
+                rounds.read(number)
+
+    def _show(self, slot: Array, sends: Sequence[Array], begin: int, most: int) -> None:
+        for position in self._rounds.others:
+            shown = sends[position][begin : begin + most]
+            if shown.size:
+                copy(slot[position * most : position * most + shown.size], shown)
+
+
+def _same_memory(a: Array, b: Array) -> bool:
+    return bool(a.__array_interface__["data"][0] == b.__array_interface__["data"][0])

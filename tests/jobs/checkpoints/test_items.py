@@ -1,0 +1,119 @@
+"""Where elements lie in the file, who writes them, and which sums find a change; no ranks, no files."""
+
+import json
+from math import prod
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given
+
+from distdl_rma.geometry.box import Box
+from distdl_rma.jobs.checkpoints.form import NAMED_DTYPES
+from distdl_rma.jobs.checkpoints.items import Holding, Item, Part, fingerprint, holdings, planned
+from distdl_rma.layers.dtypes import flat_bytes
+
+
+@st.composite
+def parts(draw):
+    """A part of an item: any box of any shape, elements of any size."""
+    shape = tuple(draw(st.lists(st.integers(1, 5), max_size=4)))
+    bounds = []
+    for extent in shape:
+        start = draw(st.integers(0, extent - 1))
+        bounds.append((start, draw(st.integers(start + 1, extent))))
+    dtype = draw(st.sampled_from([torch.uint8, torch.bfloat16, torch.float32, torch.int64, torch.complex128]))
+    return Part(Item("x", dtype, shape, draw(st.integers(0, 50))), Box(tuple(bounds)))
+
+
+def values(part, seed=0):
+    count = prod(part.item.shape) * part.item.dtype.itemsize
+    made = torch.randint(0, 256, (count,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+    return made.view(part.item.dtype).view(part.item.shape)
+
+
+@given(parts(), st.data())
+def test_runs_are_where_the_elements_of_the_box_are(part, data):
+    first = data.draw(st.integers(0, part.box.volume))
+    last = data.draw(st.integers(first, part.box.volume))
+    size, whole = part.item.dtype.itemsize, values(part)
+    file = torch.cat([torch.zeros(part.item.offset, dtype=torch.uint8), flat_bytes(whole)])
+    box = flat_bytes(whole[part.box.slices(Box.of_shape(part.item.shape))])
+    found = [(at, file[offset : offset + count * size]) for offset, at, count in part.runs(first, last)]
+    assert [at for at, _ in found] == sorted({at for at, _ in found})
+    read = torch.cat([run for _, run in found]) if found else box[:0]
+    assert torch.equal(read, box[first * size : last * size])
+
+
+@given(parts(), st.integers(1, 5))
+def test_checksums_of_parts_add_up_to_that_of_the_tensor(part, pieces):
+    whole = Part(part.item, Box.of_shape(part.item.shape))
+    x = values(part)
+    wanted = whole.checksum(flat_bytes(x), 0)
+    total, at, size = 0, 0, part.item.dtype.itemsize
+    for block in x.chunk(pieces, -1) if x.dim() else [x]:
+        box = Box.of_shape(x.shape)
+        if x.dim():
+            box = box.replace(x.dim() - 1, at, at + block.shape[-1])
+            at += block.shape[-1]
+        holding = Holding((0, 1))
+        holding.add(one := Part(part.item, box))
+        for number in range(2):
+            for _, first, last in holding.share(number, 2):
+                total += one.checksum(flat_bytes(block)[first * size : last * size], first)
+    assert total % (1 << 64) == wanted
+
+
+@given(parts(), st.data())
+def test_a_flipped_bit_changes_the_checksum(part, data):
+    part = Part(part.item, Box.of_shape(part.item.shape))
+    memory = flat_bytes(values(part)).clone()
+    before = part.checksum(memory, 0)
+    at, bit = data.draw(st.integers(0, memory.numel() - 1)), data.draw(st.integers(0, 7))
+    memory[at] ^= 1 << bit
+    assert part.checksum(memory, 0) != before
+
+
+@pytest.mark.parametrize("change", [torch.neg, lambda x: x.flip(0), lambda x: x.roll(1), lambda x: x + 1])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.int64, torch.bfloat16])
+@pytest.mark.parametrize("count", [1, 1 << 13, 1 << 16, (1 << 16) + 3])
+def test_fingerprints_of_other_values_differ(change, dtype, count):
+    x = torch.arange(1, count + 1).to(dtype)
+    assert fingerprint(x) == fingerprint(x.clone())
+    assert (fingerprint(x) == fingerprint(change(x))) == torch.equal(x, change(x))
+
+
+@given(st.lists(parts(), min_size=1, max_size=4), st.integers(1, 5))
+def test_shares_have_every_element_once(found, of):
+    holding = Holding(tuple(range(of)))
+    for part in sorted(found, key=lambda part: -part.item.dtype.itemsize):
+        holding.add(part)
+    seen = {id(part): [] for part in holding.parts}
+    for number in range(of):
+        for part, first, last in holding.share(number, of):
+            seen[id(part)] += range(first, last)
+    assert all(seen[id(part)] == list(range(part.box.volume)) for part in holding.parts)
+
+
+def test_holdings_leave_out_empty_boxes():
+    item = Item("x", torch.float32, (4,), 0)
+    empty, full = Part(item, Box(((2, 2),))), Part(item, Box(((0, 2),)))
+    assert [holding.parts for holding in holdings([(empty, (0, 1)), (full, (0,))])] == [[full]]
+
+
+def test_the_safetensors_package_reads_all_dtypes(tmp_path):
+    safetensors = pytest.importorskip("safetensors.torch")
+    tensors = {
+        f"x.{name}": values(Part(Item("", dtype, (3, 5), 0), Box(()))) for name, dtype in NAMED_DTYPES.items()
+    }
+    tensors["bool"] = torch.tensor([True, False])
+    tensors.pop("x.bool")
+    kinds = {name: (str(x.dtype).removeprefix("torch."), tuple(x.shape)) for name, x in tensors.items()}
+    head, items = planned(kinds, 3)
+    file = tmp_path / "data.safetensors"
+    file.write_bytes(head + b"".join(flat_bytes(tensors[item.name]).numpy().tobytes() for item in items))
+    assert json.loads(head[8:])["__metadata__"] == {"format": "pt", "step": "3"}
+    found = safetensors.load_file(file)
+    assert found.keys() == tensors.keys()
+    for name, x in tensors.items():
+        assert torch.equal(flat_bytes(found[name]), flat_bytes(x)), name

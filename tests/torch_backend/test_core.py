@@ -1,0 +1,61 @@
+"""How calls begin, and how a group ends."""
+
+import pytest
+import torch
+from torch.distributed import BroadcastOptions, ReduceOp
+
+from distdl_rma.errors import ClosedError
+from distdl_rma.torch_backend import core
+from distdl_rma.torch_backend.core import op_of, root_of
+from distdl_rma.torch_backend.group import RmaProcessGroup
+from tests.segments.memory.test_context import outcome_in_a_fork
+
+pytestmark = [pytest.mark.mpi, pytest.mark.sizes(1, 2, 3)]
+
+
+def test_kinds_of_calls_that_are_forgotten_are_known_anew_on_all_ranks_alike(group, comm, monkeypatch):
+    monkeypatch.setattr(core, "_KEPT", 3)
+    for step in range(25):
+        x = torch.ones(1 + step * step % 5, 2)
+        # Of one rank some are quick, those of the others are copied.
+        group.allreduce([x if comm.rank else x.t()]).wait()
+        assert (x == comm.size).all()
+        assert len(group._calls) <= 3
+
+
+def test_nothing_begins_in_a_group_that_has_ended(machine, comm):
+    group = RmaProcessGroup(machine.segments, machine.ranks, "ended", None)
+    group.barrier().wait()
+    group._start_coalescing(torch.device("cpu"))
+    group.shutdown()
+    group.shutdown()
+    assert group._coalescing is None
+    for call in (
+        group.barrier,
+        lambda: group.allreduce([torch.ones(3)]),
+        lambda: group.send([torch.ones(1)], 0, 0),
+    ):
+        with pytest.raises(ClosedError, match="process group 'ended' or its machine: already closed"):
+            call()
+    comm.Barrier()
+
+
+@pytest.mark.processes
+@pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
+def test_calls_of_a_forked_process_are_refused(group, comm):
+    x = torch.ones(3)
+    for _ in range(3):
+        group.allreduce([x]).wait()
+    calls = group.barrier, lambda: group.allreduce([x]), lambda: group.send([x], 0, 0)
+    for call in calls:
+        assert "ProtocolError: process group" in (said := outcome_in_a_fork(call)) and "fork" in said
+    comm.Barrier()
+    group.barrier().wait()
+
+
+def test_options_are_those_of_torch_or_none():
+    options = BroadcastOptions()
+    options.rootRank = 2
+    assert (root_of(options, 3, "me"), root_of(None, 3, "me")) == (2, 0)
+    assert op_of(None) == ReduceOp.SUM == op_of(ReduceOp(ReduceOp.SUM))
+    assert op_of(ReduceOp.MAX) == ReduceOp.MAX

@@ -1,0 +1,115 @@
+"""What ranks call, as text and by number; rounds: who is how far, and when memory is free again."""
+
+import time
+
+import pytest
+
+from distdl_rma.errors import MismatchError, PartitionError
+from distdl_rma.torch_backend import node_slots
+from distdl_rma.torch_backend.node_slots import Call, Kinds, NodeSlots, text_of_call
+
+on_ranks = pytest.mark.mpi(min_size=2)
+
+
+def one_round(rounds, call):
+    rounds.call = call
+    for _ in rounds.opened():
+        time.sleep(1e-4)
+    rounds.announce(rounds.number, True)
+    for _ in rounds.seen(rounds.number):
+        time.sleep(1e-4)
+    rounds.read(rounds.number)
+
+
+@on_ranks
+def test_a_kind_of_call_is_compared_whole_when_it_is_new_and_has_a_number_from_then_on(rounds):
+    for step in range(40):
+        one_round(rounds, Call(f"call {step % 5}"))
+        assert rounds._kind == (0 if step < 5 else 1 + step % 5)
+    # As the first words of many tensors read, of which the last ones differ.
+    with pytest.raises(
+        MismatchError, match=f"rank {rounds.me} calls many tensors, but rank . calls many ten"
+    ):
+        one_round(rounds, Call("many tensors", rounds.me))
+
+
+@on_ranks
+def test_a_new_kind_on_one_rank_is_not_a_known_one_of_another(rounds):
+    one_round(rounds, Call("known"))
+    mine, theirs = ("known", "new") if rounds.me == 0 else ("new", "known")
+    with pytest.raises(MismatchError, match=f"rank {rounds.me} calls {mine}, but rank . calls {theirs}"):
+        one_round(rounds, Call(mine))
+
+
+@on_ranks
+def test_who_is_late_is_who_the_round_waits_for(rounds, comm):
+    one_round(rounds, Call("together"))
+    if rounds.me == 0:
+        rounds.call = Call("alone")
+        assert list(rounds.opened()) == []
+        rounds.announce(rounds.number, True)
+        assert not rounds.all_shown(rounds.number)
+        next(rounds.seen(rounds.number))
+        assert rounds.waiting().ranks == rounds.ranks[1:]
+        assert "in alone of group 'some rounds'" in str(rounds.waiting())
+    comm.Barrier()
+
+
+@on_ranks
+def test_memory_is_ones_own_when_all_the_others_have_left(rounds, comm):
+    assert not rounds.left()
+    comm.Barrier()
+    if rounds.me:
+        rounds.leave()
+    comm.Barrier()
+    assert rounds.left() == (rounds.me == 0)
+    comm.Barrier()
+    if rounds.me == 0:
+        rounds.leave()
+    comm.Barrier()
+    assert rounds.left()
+
+
+@on_ranks
+def test_ranks_that_do_not_reach_each_others_memory_are_refused_on_all_of_them(machine, comm):
+    if len(machine.segments.segment.direct_nodes) == 1:
+        pytest.skip("the ranks reach each other's memory")
+    with pytest.raises(PartitionError, match=r"group 'apart': .* of \[0, .* do not reach .* on another node"):
+        NodeSlots(machine.segments, machine.ranks, "apart")
+    comm.Barrier()
+
+
+def test_what_is_said_has_the_whole_identity_and_the_text_as_far_as_there_is_room():
+    long = "all_gather of " + "é" * 300
+    one, other = Call(long, (long, 1)), Call(long, (long, 2))
+    assert len(one.encoded) <= node_slots.CALL_BYTES
+    assert text_of_call(one.encoded) == text_of_call(other.encoded) == one.encoded[32:-1].decode()
+    assert long.startswith(text_of_call(one.encoded))
+    assert one.digest != other.digest and one.encoded.startswith(one.digest)
+
+
+def test_the_same_call_that_all_refuse_is_one_kind_whatever_the_reasons():
+    first, second = Call.refused("reduce", ValueError("this")), Call.refused("reduce", ValueError("that"))
+    assert first.digest == second.digest != Call.refused("gather", ValueError("this")).digest
+    assert text_of_call(second.encoded) == "nothing, since it refuses that"
+
+
+@pytest.mark.parametrize("kept", [2, 1000])
+def test_ranks_with_equal_calls_have_equal_numbers_and_different_kinds_never_share_one(monkeypatch, kept):
+    monkeypatch.setattr(node_slots, "_KEPT", kept)
+    here, there = Kinds(), Kinds()
+    for step in range(200):
+        what = step * step % 7
+        # One rank keeps what it calls, the other makes it anew.
+        mine, theirs = Call(f"call {what}"), Call(f"call {what}")
+        assert here.number_of(mine.digest, 0) == there.number_of(theirs.digest, 0)
+        if not here.number_of(mine.digest, 0):
+            here.agree(mine)
+            there.agree(theirs)
+        digests = [Call(f"call {other}").digest for other in range(7)]
+        given = [number for digest in digests if (number := here.number_of(digest, 0))]
+        assert len(set(given)) == len(given) <= kept
+        assert here.number_of(mine.digest, 0)
+        assert [there.number_of(digest, 0) for digest in digests] == [
+            here.number_of(digest, 0) for digest in digests
+        ]
