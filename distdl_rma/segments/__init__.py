@@ -1,4 +1,16 @@
-"""One-sided communication between the ranks of a machine, in memory segments that all of them can reach."""
+"""One-sided communication between the ranks of a machine, in memory segments that all of them can reach.
+
+*How* data gets there: bytes and ranks, no tensors. This wing needs numpy, mpi4py and ``geometry``, never
+torch: programs may use it alone, as ``examples/heat.py`` does.
+
+Begin with ``machine.py``, the ranks of a job that know of each other's failures, and ``manager.py``, which
+allocates buffers. ``memory`` has the buffers as users see them: put, get, notify, queues. ``channel.py``
+sends the pieces of an exchange into two slots of each neighbour; ``collectives`` are handles with buffers
+in the segment. Below, ``transport`` reaches a peer by load and store or by MPI RMA, and ``waiting`` is the
+only place where a rank waits: it looks whether peers live, and words the errors. ``virtual_ranks`` are
+threads of one process in place of MPI's, with ``rehearse``. ``consensus.py`` raises an error of one rank on
+all of them.
+"""
 
 import warnings
 from typing import Any
