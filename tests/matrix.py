@@ -35,7 +35,7 @@ USUAL = (2, 3)
 USUAL_IN = {"segments": ALL, "hosts": ALL}
 SEEDS = "seed", "seeds"
 # Functions have many forms each; more ranks cut tensors in more ways than two do, not in others.
-IN_TURN_BELOW = {Path(__file__).parent / "split" / "functions": (3, 4)}
+IN_TURN_BELOW = {Path(__file__).parent / "layers" / "split" / "functions": (3, 4)}
 
 
 def over_seeds(count: int, each: int = 1) -> pytest.MarkDecorator:
