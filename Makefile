@@ -6,8 +6,14 @@ RANKS ?= 4
 TEST_RANKS ?= 1 2 3 4
 # On so many of TEST_RANKS, which outnumber cores, the MPI tests run on virtual ranks, but for those that need processes.
 VIRTUAL_RANKS ?= $(if $(filter mpich,$(MPI)),3 4)
-# Which day's share of the tests, see tests/matrix.py; none of them is left out where this is empty.
+# Which day's share of the tests, see tests/matrix.py; none of them is left out where this is empty. --once: an MPI test
+# runs on one number of ranks a day.
 DAY ?= today
+SHARE ?= --once
+# Tests without MPI that start jobs: make test-slow.
+PLAIN ?= not mpi and not slow
+# What each run of pytest adds to, for the last line of make test.
+RECORD ?= test-output/parts.jsonl
 # Plain tests at a time: many start an MPI job, which sleeps more than it computes.
 WORKERS ?= 2
 HOSTS_RANKS ?= 2 4
@@ -28,9 +34,9 @@ MPIEXEC_OPTIONS_openmpi := --oversubscribe --allow-run-as-root
 MPIEXEC := $(strip $(BIN)/mpiexec $(MPIEXEC_OPTIONS_$(MPI)))
 
 TYPED := distdl_rma $(wildcard examples benchmarks docs/*.py) tests/conftest.py tests/delayed_cable.py tests/lockstep.py tests/matrix.py \
-    tests/mutant_list.py tests/mutant_operators.py tests/mutants.py tests/room.py tests/run_mpi.py tests/side_by_side.py tests/tracebacks.py tests/two_hosts.py tests/virtual_ranks.py
+    tests/mutant_list.py tests/mutant_operators.py tests/mutants.py tests/record.py tests/room.py tests/run_mpi.py tests/side_by_side.py tests/tracebacks.py tests/two_hosts.py tests/virtual_ranks.py
 SPREAD := --numprocesses $(WORKERS)
-TODAYS := $(if $(DAY),--day $(DAY))
+TODAYS := $(if $(DAY),--day $(DAY) $(SHARE))
 DEMO_OPTIONS := $(if $(GRID),--grid '$(GRID)') $(if $(STEPS),--steps '$(STEPS)') $(if $(IMAGE),--image '$(IMAGE)')
 
 # The ranks share the cores of this machine: a thread each, unless the user says otherwise.
@@ -40,7 +46,7 @@ export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
 MAKEFLAGS += --no-print-directory
-.PHONY: help demo test test-all room docs package bench bench-compare bench-docs bench-scaling fuzz mutants lint types imports test-plain test-mpi test-virtual test-openmpi test-tenth test-hosts test-newer-torch clean
+.PHONY: help demo test test-all room docs package bench bench-compare bench-docs bench-scaling fuzz mutants lint types imports test-plain test-slow test-mpi test-virtual durations test-openmpi test-tenth test-hosts test-newer-torch clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s%s\n", $$1, $$2 }' Makefile
@@ -54,13 +60,16 @@ demo: $(STAMP)  ## denoise an image on RANKS ranks (RANKS=4 GRID= STEPS= IMAGE=)
 BESIDE := lint types imports test-plain $(if $(filter 1,$(TEST_RANKS)),test-one-rank)
 MORE_RANKS := $(filter-out 1 $(VIRTUAL_RANKS),$(TEST_RANKS))
 TAKING_TURNS := $(filter $(VIRTUAL_RANKS),$(TEST_RANKS))
-test: $(STAMP)  ## lint, types, imports, the day's tests without MPI and on 1 to 4 ranks
+test: export TEST_RECORD = $(RECORD)
+test: $(STAMP)  ## lint, types, imports, quick tests without MPI, and every MPI test on the day's number of ranks
+	@rm -f $(RECORD)
 	@$(BIN)/python tests/side_by_side.py $(BESIDE:%='$(MAKE) %')
 	$(if $(MORE_RANKS),@$(MAKE) test-mpi TEST_RANKS='$(MORE_RANKS)')
 	$(if $(TAKING_TURNS),@$(MAKE) test-virtual VIRTUAL_RANKS='$(TAKING_TURNS)')
+	@$(BIN)/python tests/record.py show $(RECORD)
 
-test-all:  ## the same with every test and every seed on each number of ranks, all of them processes
-	@$(MAKE) test DAY= VIRTUAL_RANKS=
+test-all:  ## every test and every seed on each number of ranks, all of them processes, and those that start jobs
+	@$(MAKE) test DAY= VIRTUAL_RANKS= PLAIN='not mpi'
 
 room: $(STAMP)  ## lint, types and tests of a folder of the package and of what imports it (ROOM=layers/ops/conv)
 	$(BIN)/python -m tests.room $(ROOM)
@@ -75,8 +84,14 @@ types: $(STAMP)  ## mypy, strict
 imports: $(STAMP)  ## import-linter: every floor imports only from below
 	$(BIN)/lint-imports --no-cache --no-logo
 
-test-plain: $(STAMP)  ## the tests that need no MPI (DAY=today)
-	$(BIN)/python -m pytest -m "not mpi" $(SPREAD) $(TODAYS)
+test-plain: $(STAMP)  ## the tests that need no MPI and start no jobs
+	$(BIN)/python -m pytest -m "$(PLAIN)" $(SPREAD) $(TODAYS)
+
+test-slow: $(STAMP)  ## of the tests that start jobs the day's third: kills, examples, pages, memory limits (DAY=today)
+	$(BIN)/python -m pytest -m "slow and not mpi" $(SPREAD) $(TODAYS)
+
+durations:  ## the parts of the last make test into docs/contributing.md
+	$(BIN)/python tests/record.py page $(RECORD)
 
 test-mpi: $(STAMP)  ## the MPI tests, once per number of ranks (TEST_RANKS="1 2 3 4" DAY=today TESTS=)
 	$(BIN)/python tests/run_mpi.py --ranks $(TEST_RANKS) $(TODAYS) $(if $(TESTS),-- $(TESTS))
@@ -93,9 +108,10 @@ test-one-rank:
 test-openmpi: TESTS = tests/segments tests/layers/sync tests/layers/partitioned/data_movement/test_base.py \
     tests/layers/partitioned/conv/test_conv.py tests/layers/partitioned/linear/test_linear.py tests/layers/partitioned/norm/test_base.py \
     tests/torch_backend/test_group.py tests/torch_backend/test_groups_and_meshes.py
+test-openmpi: export TEST_PART := Open MPI, $(EMPTY)
 test-openmpi:  ## with Open MPI: the tests near to MPI on 3 ranks, of failing ranks, and a tenth of all, every day another
 	$(MAKE) MPI=openmpi TEST_RANKS=3 TESTS='$(TESTS)' test-mpi
-	.venv-openmpi/bin/python -m pytest $(SPREAD) tests/test_failures.py
+	.venv-openmpi/bin/python -m pytest $(SPREAD) $(TODAYS) tests/test_failures.py
 	$(MAKE) MPI=openmpi test-tenth
 
 TENTH := $(if $(DAY),$(TODAYS) --tenth)
@@ -109,8 +125,10 @@ test-newer-torch: $(STAMP)  ## the process group with another torch (NEWER_TORCH
 	$(NEWER_TORCH) tests/run_mpi.py --ranks 2 3 -- tests/torch_backend
 
 # Fewer bytes between the hosts than this would mean that the ranks have found another way.
+test-hosts: export TEST_PART := two hosts, $(EMPTY)
 test-hosts: $(STAMP)  ## the MPI tests on two hosts within this machine, where that is allowed
-	@! $(BIN)/python tests/two_hosts.py --check || $(BIN)/python tests/run_mpi.py --ranks $(HOSTS_RANKS) $(TODAYS) \
+	@! $(BIN)/python tests/two_hosts.py --check || $(BIN)/python tests/run_mpi.py --ranks $(HOSTS_RANKS) \
+	    $(if $(DAY),--day $(DAY)) \
 	    --mpiexec "$(BIN)/python tests/two_hosts.py --least-bytes 10000000" -- tests/hosts tests/segments \
 	    tests/layers/ops/core/test_staged.py tests/benchmarks/scaling/test_plans.py
 

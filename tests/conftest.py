@@ -8,15 +8,16 @@ import shutil
 import signal
 import sys
 import tempfile
+import time
 import zlib
 from collections.abc import Generator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import hypothesis
 import pytest
 
-from tests import matrix
+from tests import matrix, record
 from tests.lockstep import Lockstep, Outcome
 from tests.run_mpi import MARKS_VARIABLE, day, end_all, marked_again
 
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from mpi4py import MPI
     from xdist.remote import Producer
     from xdist.scheduler import LoadScopeScheduling
+    from xdist.workermanage import WorkerController
 
     from distdl_rma import Machine, Partition
 
@@ -34,6 +36,8 @@ TRANSPORTS = ["auto"] if ON_TWO_HOSTS else ["auto", "remote"]
 LOCKSTEP = pytest.StashKey[Lockstep]()
 SHARE_A_JOB = ("tests/test_docs.py",)
 LEFT_OUT = pytest.StashKey[str]()
+LEFT = pytest.StashKey[int]()
+BEGIN = pytest.StashKey[float]()
 
 # The same examples on every run and every rank; no database, so that nothing is left in the working tree.
 hypothesis.settings.register_profile("distdl_rma", derandomize=True, database=None, deadline=None)
@@ -95,6 +99,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="DAY",
         help="tests of a day, such as today, as make test runs them; without it all",
     )
+    parser.addoption("--once", action="store_true", help="MPI tests on one of their numbers of ranks a --day")
     parser.addoption("--tenth", action="store_true", help="of all tests a tenth, every --day another")
 
 
@@ -127,10 +132,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         from mpi4py import MPI
 
         size = MPI.COMM_WORLD.size
-    chosen = matrix.in_tenth if tenth else matrix.runs
+    once = matrix.runs_once if config.getoption("--once") else matrix.runs
+    chosen = matrix.in_tenth if tenth else once
     left_out = [item for item in items if not chosen(item, size, today)]
     items[:] = [item for item in items if chosen(item, size, today)]
     config.hook.pytest_deselected(items=left_out)
+    config.stash[LEFT] = len(left_out)
     which = f"MPI tests run on {size} ranks" if size else "tests run"
     config.stash[LEFT_OUT] = f"{len(items)} of {total} {which} on day {today}; DAY= runs all of them"
 
@@ -156,6 +163,7 @@ def share(nodeid: str) -> str:
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
+    session.config.stash[BEGIN] = time.monotonic()
     if session.config.getoption("--with-mpi"):
         from mpi4py import MPI
 
@@ -235,9 +243,42 @@ def pytest_timeout_cancel_timer(item: pytest.Item) -> bool | None:
 
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    note_part(session.config)
     lockstep = session.config.stash.get(LOCKSTEP, None)
     if lockstep is not None and exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
         lockstep.claim_innocence()
+
+
+def note_part(config: pytest.Config) -> None:
+    """Add to the record of this run what it consisted of: on rank 0, and of workers by their controller."""
+    left = config.stash.get(LEFT, 0)
+    if hasattr(config, "workerinput"):
+        config.workeroutput["left"] = left  # type: ignore[attr-defined]
+        return
+    size = config.getoption("--virtual-ranks", 0)
+    name = (
+        f"on {size} virtual ranks"
+        if size
+        else "slow"
+        if config.option.markexpr[:4] == "slow"
+        else "without MPI"
+    )
+    if config.getoption("--with-mpi"):
+        from mpi4py import MPI
+
+        name = "on 1 rank" if MPI.COMM_WORLD.size == 1 else f"on {MPI.COMM_WORLD.size} ranks"
+        if MPI.COMM_WORLD.rank:
+            return
+    reporter: Any = config.pluginmanager.get_plugin("terminalreporter")
+    ran = sum(len(reporter.stats.get(outcome, ())) for outcome in ("passed", "failed", "error"))
+    record.Part(name, ran, left, time.monotonic() - config.stash[BEGIN]).add()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: WorkerController, error: object) -> None:
+    """Take from a worker how many tests it has left out, the same of each."""
+    if error is None:
+        node.config.stash[LEFT] = node.workeroutput["left"]
 
 
 def pytest_collection_finish() -> None:

@@ -1,12 +1,16 @@
 """Which MPI tests run on how many ranks, and with which of their seeds.
 
-Without ``--day`` all of them run, as in ``make test-all``. With the number of a day, as in ``make test``, a
+Without ``--day`` all of them run, as in ``make test-all``. With the number of a day, as in ``make room``, a
 test runs on 2 and 3 ranks, or on the numbers of ranks that ``@pytest.mark.sizes(1, 2, 3, 4)`` gives it, its
 module or a parameter; where there are several such marks, on those that all of them name. A test of random
 cases, made by ``over_seeds``, runs on 1 to 4 ranks, on each of them with a third of the seeds, every day
 another: every seed runs every day, on 2 ranks, or on 3, or on 1 and 4. So do tests that are marked
 ``in_turn(3, 4)``, with the numbers of ranks on which a third of them is enough for a day: dear cases of one
-law, each of which runs on the other numbers every day. 0 stands for tests without MPI.
+law, each of which runs on the other numbers every day. Tests without MPI that are marked ``slow``, since they
+start jobs, run every third day.
+
+With ``--once``, as in ``make test``, every MPI test runs every day, on one of its numbers of ranks, and on
+each of them within as many days as there are.
 
 With ``--tenth``, as in ``make test-openmpi``, every test runs once in ten days, also one without MPI, and an
 MPI test on one of its numbers of ranks.
@@ -69,10 +73,19 @@ def runs(item: pytest.Item, size: int, day: int) -> bool:
     place = place_among_seeds(item) if size else None
     in_turn = [mark.args for mark in item.iter_markers("in_turn")]
     in_turn += [sizes for folder, sizes in IN_TURN_BELOW.items() if item.path.is_relative_to(folder)]
-    if any(size in each for each in in_turn):
+    slow = not size and item.get_closest_marker("slow") is not None
+    if slow or any(size in each for each in in_turn):
         place = place_among_cases(item)
     todays = place is None or (place + size + day) % 3 == 0
     return todays and (not size or size in sizes(item))
+
+
+def runs_once(item: pytest.Item, size: int, day: int) -> bool:
+    """Whether a test is among those of a day where each runs on one number of ranks a day."""
+    if not size or place_among_seeds(item) is not None:
+        return runs(item, size, day)
+    own = sorted(sizes(item))
+    return own[(place_among_cases(item) + day) % len(own)] == size
 
 
 def in_tenth(item: pytest.Item, size: int, day: int) -> bool:

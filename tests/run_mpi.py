@@ -52,13 +52,14 @@ MACHINERY = ("/pluggy/", "/_pytest/", "/pytest/", "/mpi4py/", "<frozen runpy>", 
 def main(arguments: Sequence[str]) -> int:
     """Run pytest once per number of ranks; return the exit status, 0 when all passed on all ranks."""
     parser = argparse.ArgumentParser(
-        usage="%(prog)s [--ranks N ...] [--day DAY [--tenth]] [--limit SECONDS] [--mpiexec COMMAND]"
+        usage="%(prog)s [--ranks N ...] [--day DAY [--once | --tenth]] [--limit SECONDS] [--mpiexec COMMAND]"
         " [-- OPTION ...]",
         description="Run the MPI tests under several numbers of ranks; what follows -- goes to pytest.",
         allow_abbrev=False,
     )
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 3, 4], help="a run for each number")
     parser.add_argument("--day", type=day, help="of the tests those of a day, such as today; without it all")
+    parser.add_argument("--once", action="store_true", help="each test on one of its numbers of ranks a day")
     parser.add_argument("--tenth", action="store_true", help="a tenth of all tests, on the ranks of that day")
     parser.add_argument("--limit", type=float, default=3000, help="seconds that one run may take")
     parser.add_argument("--mpiexec", default=default_mpiexec(), help="the launcher, with its options")
@@ -66,6 +67,8 @@ def main(arguments: Sequence[str]) -> int:
     options, pytest_options = parser.parse_args(arguments[:end]), [*arguments[end + 1 :]]
     if options.day is not None:
         pytest_options += ["--day", str(options.day)]
+    if options.once:
+        pytest_options += ["--once"]
     if options.tenth:
         if options.day is None:
             parser.error("--tenth is of a --day")

@@ -119,6 +119,7 @@ def problems(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 
 
 # The first of them waits for all pages.
+@pytest.mark.slow
 @pytest.mark.timeout(5 * SECONDS)
 @pytest.mark.parametrize("page", [page for page in PAGES if program(page).strip()], ids=name)
 def test_the_python_of_a_page_runs_on_two_ranks(page: Path, problems: dict[Path, str]) -> None:

@@ -7,9 +7,10 @@ import pytest
 
 from tests.test_failures import LIGHT, run
 
-pytestmark = pytest.mark.skipif(
-    not Path("/proc/self/stat").exists(), reason="processes cannot be looked at here"
-)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="processes cannot be looked at here"),
+]
 # The machines' own handlers at exit run before this one, in whose place the end of MPI would wait for those
 # that are gone.
 APART = f"{LIGHT}import atexit\natexit.register(os._exit, 0)\n"

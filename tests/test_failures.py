@@ -7,6 +7,8 @@ import pytest
 
 from tests.run_mpi import completed, mpiexec
 
+pytestmark = pytest.mark.slow
+
 PREAMBLE = """
 import os, signal, sys, time
 import torch

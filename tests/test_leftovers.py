@@ -13,6 +13,8 @@ import pytest
 from tests.private_memory import run_alone
 from tests.run_mpi import completed, end_all, environment, marked_again, mpiexec, processes
 
+pytestmark = pytest.mark.slow
+
 # Names of MPICH, of Open MPI and of UCX; ours would have another.
 OF_THE_MPI = re.compile(r"mpich_|psm\d|osc_|(sm|vader)_segment|ucx_|shmem_|ompi|prte|pmix|hwloc")
 USE = """

@@ -7,6 +7,8 @@ import pytest
 
 from tests.test_failures import CONV, LIGHT, PREAMBLE, run
 
+pytestmark = pytest.mark.slow
+
 # At once, on a machine that has other things to do; a rank that heard nothing would wait for 60 s.
 SOON = 20
 # Every rank reports how its part of the story ends, and how long after the failure.

@@ -15,6 +15,8 @@ from tests.examples.launching import launcher_is_hydra
 from tests.private_memory import run_alone
 from tests.run_mpi import completed, environment, mpiexec
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 DOCTOR = [sys.executable, "-m", "mpi4py", "-m", "distdl_rma", "doctor"]
 SMALL = {"DISTDL_RMA_SEGMENT_SIZE": "64MiB"}

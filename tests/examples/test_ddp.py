@@ -2,7 +2,11 @@
 
 from pathlib import Path
 
+import pytest
+
 from tests.examples.launching import Case, assert_mistakes_are_told_once, launch_in_turn
+
+pytestmark = pytest.mark.slow
 
 DEMO = Path(__file__).resolve().parents[2] / "examples" / "ddp.py"
 MISTAKES = {

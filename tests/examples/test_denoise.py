@@ -21,6 +21,8 @@ from tests.examples.launching import (
     launch_in_turn,
 )
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[2]
 DEMO = ROOT / "examples" / "denoise.py"
 HEIGHT, WIDTH = 53, 47

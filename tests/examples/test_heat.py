@@ -6,6 +6,8 @@ import pytest
 
 from tests.examples.launching import assert_all_ranks_end_with, launch
 
+pytestmark = pytest.mark.slow
+
 DEMO = Path(__file__).resolve().parents[2] / "examples" / "heat.py"
 
 

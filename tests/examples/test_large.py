@@ -14,6 +14,8 @@ from torch import nn
 
 from tests.run_mpi import completed
 
+pytestmark = pytest.mark.slow
+
 DEMO = Path(__file__).resolve().parents[2] / "examples" / "large.py"
 
 

@@ -10,6 +10,8 @@ import skimage.io
 
 from tests.run_mpi import completed, mpiexec
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLE = ROOT / "examples" / "overlap.py"
 PICTURE = ROOT / "examples" / "overlap_picture.py"

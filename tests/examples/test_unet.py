@@ -17,6 +17,8 @@ from tests.examples.launching import (
     launch_in_turn,
 )
 
+pytestmark = pytest.mark.slow
+
 DEMO = Path(__file__).resolve().parents[2] / "examples" / "unet.py"
 SMALL = ("--size", "33x49", "--steps", 4)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import skimage.io
 
 from tests.examples.launching import (
@@ -13,6 +14,8 @@ from tests.examples.launching import (
     launch,
     launch_in_turn,
 )
+
+pytestmark = pytest.mark.slow
 
 DEMO = Path(__file__).resolve().parents[2] / "examples" / "unmodified.py"
 SMALL = ("--size", "33x48", "--steps", 3)

@@ -7,9 +7,12 @@ import shlex
 import sys
 from pathlib import Path
 
+import pytest
 import skimage.io
 
 from tests.run_mpi import completed, mpiexec
+
+pytestmark = pytest.mark.slow
 
 DEMO = Path(__file__).resolve().parents[2] / "examples" / "volumes.py"
 SMALL = "--size", "40", "--crop", "12", "--steps", "40", "--every", "3", "--kill", "8", "--memory", "0"

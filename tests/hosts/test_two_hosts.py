@@ -24,7 +24,7 @@ if comm.rank in (0, comm.size - 1):
     comm.sendrecv(bytes(3_000_000), comm.size - 1 - comm.rank)
 """
 
-pytestmark = pytest.mark.skipif(PROBLEM is not None, reason=str(PROBLEM))
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(PROBLEM is not None, reason=str(PROBLEM))]
 
 
 def launch(*arguments, program=SAY_AND_SEND):

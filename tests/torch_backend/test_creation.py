@@ -81,6 +81,7 @@ def test_a_killed_job_leaves_no_file(tmp_path):
     assert not [each for each in tmp_path.iterdir() if "distdl" in each.name], err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("who", ["False", "rank == 1"])
 def test_a_job_ends_without_a_destroy(who):
     body = f"""

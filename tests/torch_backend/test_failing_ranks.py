@@ -8,6 +8,8 @@ import pytest
 from tests.run_mpi import completed
 from tests.test_failures import run
 
+pytestmark = pytest.mark.slow
+
 # Ranks write what they are told to files: a launcher may close the output of all when one is lost.
 PREAMBLE = """
 import atexit, os, signal, sys, time

@@ -13,6 +13,8 @@ from benchmarks.scaling import page
 from benchmarks.scaling.forecast import checks, grid_of
 from benchmarks.scaling.model import Constants
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[3]
 
 

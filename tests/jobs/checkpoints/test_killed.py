@@ -18,6 +18,8 @@ import torch
 from distdl_rma import load_checkpoint
 from tests.run_mpi import completed, launched, mpiexec
 
+pytestmark = pytest.mark.slow
+
 RANKS = 2
 KILLS = int(os.environ.get("KILLS", "1"))
 SAVES = """

@@ -28,6 +28,7 @@ assert not any(name.startswith("mpi4py") for name in sys.modules)
 """
 
 
+@pytest.mark.slow
 def test_a_process_without_mpi_loads_and_the_safetensors_package_reads(tmp_path):
     for script in (SAVE, LOAD):
         said = completed([sys.executable, "-c", script, str(tmp_path / "run")])

@@ -11,6 +11,8 @@ import pytest
 from benchmarks.memory import status_kib
 from tests.run_mpi import completed, mpiexec
 
+pytestmark = pytest.mark.slow
+
 
 def ran(tmp_path, script, *arguments, ranks=2, ahead=()):
     """How a script ended on some ranks; it gets the folder, then the arguments."""

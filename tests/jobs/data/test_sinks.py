@@ -420,6 +420,7 @@ with Machine(comm, segment_size="4MiB") as machine:
 """
 
 
+@pytest.mark.slow
 def test_a_full_disk_is_an_error_on_all_ranks_and_leaves_nothing():
     done, _ = run_alone(2, FULL, size="64m")
     assert done.returncode == 0, done.stderr

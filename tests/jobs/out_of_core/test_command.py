@@ -6,11 +6,14 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 
 from distdl_rma import open_array
 from tests.jobs.out_of_core.nets import UNet, seeded, whole
 from tests.run_mpi import completed, mpiexec
+
+pytestmark = pytest.mark.slow
 
 MODULE = """
 import torch

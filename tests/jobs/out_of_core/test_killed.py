@@ -26,7 +26,7 @@ from tests.run_mpi import completed, mpiexec
 KILLS = int(os.environ.get("KILLS", "2"))
 TODAY = int(time.time()) // 86400
 # Some attempts of seconds each.
-pytestmark = [pytest.mark.timeout(240 + 120 * KILLS), pytest.mark.in_turn(0)]
+pytestmark = [pytest.mark.timeout(240 + 120 * KILLS), pytest.mark.slow]
 SLABS, SHAPE = 8, (2, 1, 240, 30)
 # A kill is before a line of these.
 FILES = tuple(

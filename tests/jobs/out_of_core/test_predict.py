@@ -301,7 +301,7 @@ def test_samples_that_are_computed_together_may_end_on_ranks_of_their_own():
     torch.testing.assert_close(predict(model, x, grid={"H": 4, "W": 2}), want)
 
 
-@pytest.mark.in_turn(0)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "net", "extents"),
     [

@@ -460,6 +460,7 @@ with spill(sys.argv[1], sys.argv[2]):
 """
 
 
+@pytest.mark.slow
 def test_memory_grows_by_less(tmp_path):
     spilled, kept = (int(said(GROWN, tmp_path, above)) for above in ("1MiB", "1TiB"))
     # 50 saved tensors of 16 MiB.

@@ -9,6 +9,8 @@ import pytest
 from tests.run_mpi import completed, mpiexec
 from tests.test_failures import LIGHT, run
 
+pytestmark = pytest.mark.slow
+
 MODEL = """
 from distdl_rma import distribute, print0
 import torch

@@ -71,6 +71,7 @@ for flip in flips:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("version", VERSIONS)
 def test_a_flipped_bit_of_a_header_does_not_end_the_process(version, tmp_path):
     path = str(tmp_path / "x.nc")

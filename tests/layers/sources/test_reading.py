@@ -207,6 +207,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("made", some("npy", "hdf5, chunked", "zarr 3", "netcdf"), **BY_NAME)
 def test_other_processes_open_the_file_themselves(made, tmp_path):
     path = made(tmp_path, values((4, 20), "float32"))

@@ -470,6 +470,7 @@ def of_event(comm, lock, event=threading.Event()):  # noqa: B008
     event.set()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/syscall").exists(), reason="waits of threads cannot be seen here")
 @pytest.mark.parametrize("function", [of_module, of_argument, of_object, of_event])
 def test_a_lock_of_a_rank_without_a_turn_is_an_error_with_both_places(function):
