@@ -3,8 +3,8 @@
 PYTHON ?= python3
 MPI ?= mpich
 RANKS ?= 4
-TEST_RANKS ?= 1 2 3 4
-# On so many of TEST_RANKS, which outnumber cores, the MPI tests run on virtual ranks, but for those that need processes.
+TEST_RANKS ?= 2 3
+# On so many ranks, which outnumber cores, the MPI tests run on virtual ranks, but for those that need processes.
 VIRTUAL_RANKS ?= $(if $(filter mpich,$(MPI)),3 4)
 # Which day's share of the tests, see tests/matrix.py; none of them is left out where this is empty. --once: an MPI test
 # runs on one number of ranks a day.
@@ -46,7 +46,7 @@ export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
 MAKEFLAGS += --no-print-directory
-.PHONY: help demo test test-all room docs package bench bench-compare bench-docs bench-scaling fuzz mutants lint types imports test-plain test-slow test-mpi test-virtual durations test-openmpi test-tenth test-hosts test-newer-torch clean
+.PHONY: help demo test test-all room docs package bench bench-compare bench-docs bench-scaling fuzz mutants lint types imports test-plain test-slow test-rest test-mpi test-virtual test-processes durations test-openmpi test-tenth test-hosts test-newer-torch clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s%s\n", $$1, $$2 }' Makefile
@@ -61,7 +61,7 @@ BESIDE := lint types imports test-plain $(if $(filter 1,$(TEST_RANKS)),test-one-
 MORE_RANKS := $(filter-out 1 $(VIRTUAL_RANKS),$(TEST_RANKS))
 TAKING_TURNS := $(filter $(VIRTUAL_RANKS),$(TEST_RANKS))
 test: export TEST_RECORD = $(RECORD)
-test: $(STAMP)  ## lint, types, imports, quick tests without MPI, and every MPI test on the day's number of ranks
+test: $(STAMP)  ## lint, types, imports, quick tests without MPI, the MPI tests of the day on 2 and 3 ranks
 	@rm -f $(RECORD)
 	@$(BIN)/python tests/side_by_side.py $(BESIDE:%='$(MAKE) %')
 	$(if $(MORE_RANKS),@$(MAKE) test-mpi TEST_RANKS='$(MORE_RANKS)')
@@ -69,7 +69,12 @@ test: $(STAMP)  ## lint, types, imports, quick tests without MPI, and every MPI 
 	@$(BIN)/python tests/record.py show $(RECORD)
 
 test-all:  ## every test and every seed on each number of ranks, all of them processes, and those that start jobs
-	@$(MAKE) test DAY= VIRTUAL_RANKS= PLAIN='not mpi'
+	@$(MAKE) test DAY= TEST_RANKS='1 2 3 4' VIRTUAL_RANKS= PLAIN='not mpi'
+
+test-rest: $(STAMP)  ## what make test leaves: tests that start jobs, a third a day; the MPI tests of the day on 1 and 4 ranks
+	@$(BIN)/python tests/side_by_side.py '$(MAKE) test-slow' '$(MAKE) test-one-rank'
+	@$(MAKE) test-virtual VIRTUAL_RANKS=4
+	@$(MAKE) test-processes
 
 room: $(STAMP)  ## lint, types and tests of a folder of the package and of what imports it (ROOM=layers/ops/conv)
 	$(BIN)/python -m tests.room $(ROOM)
@@ -96,9 +101,11 @@ durations:  ## the parts of the last make test into docs/contributing.md
 test-mpi: $(STAMP)  ## the MPI tests, once per number of ranks (TEST_RANKS="1 2 3 4" DAY=today TESTS=)
 	$(BIN)/python tests/run_mpi.py --ranks $(TEST_RANKS) $(TODAYS) $(if $(TESTS),-- $(TESTS))
 
-test-virtual: $(STAMP)  ## the MPI tests on virtual ranks, and with processes those that need them (VIRTUAL_RANKS="3 4")
+test-virtual: $(STAMP)  ## the MPI tests on virtual ranks (VIRTUAL_RANKS="3 4" DAY=today TESTS=)
 	@for ranks in $(VIRTUAL_RANKS); do $(BIN)/python -m pytest -p no:pytest_mpi -p tests.virtual_ranks \
 	    --virtual-ranks $$ranks --timeout-method thread $(TODAYS) $(SPREAD) $(TESTS) || exit 1; done
+
+test-processes: $(STAMP)  ## those of them that need processes (VIRTUAL_RANKS="3 4")
 	$(BIN)/python tests/run_mpi.py --ranks $(VIRTUAL_RANKS) $(TODAYS) -- -m 'mpi and processes' $(TESTS)
 
 test-one-rank:

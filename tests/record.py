@@ -56,8 +56,9 @@ def summary(parts: Sequence[Part]) -> str:
     left = sum(part.left for part in parts)
     later = f"{left:,} runs wait for another day" if left else "nothing waits for another day"
     return (
-        f"Tests that ran: {ran}. Of these parts {later} (DAY=<its number>). Not in make test: make test-slow,"
-        " test-openmpi, test-hosts, docs. Everything: make test-all."
+        f"Tests that ran: {ran}. Of these parts {later} (DAY=<its number>). Others: make test-rest has tests"
+        " that start jobs, and the MPI tests of the day on 1 and 4 ranks; test-openmpi and test-hosts those"
+        " on another MPI and on two hosts; test-all has everything."
     )
 
 

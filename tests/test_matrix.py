@@ -6,6 +6,7 @@ from tests import matrix
 
 DAYS = range(20_000, 20_003)
 TEN_DAYS = range(20_003, 20_013)
+ALL = matrix.ALL
 
 
 def days(item, size):
@@ -13,13 +14,13 @@ def days(item, size):
 
 
 @pytest.mark.sizes(2, 3, 4)
-@pytest.mark.in_turn(0, 2, 4)
+@pytest.mark.in_turn(1, 2, 4)
 @pytest.mark.parametrize("other", "ab")
 @pytest.mark.parametrize("case", range(4))
 def test_cases_in_turn_run_on_the_marked_sizes_every_third_day(request, case, other):
     assert days(request.node, 1) == [False] * 3
     assert days(request.node, 3) == [True] * 3
-    assert [sum(days(request.node, size)) for size in (0, 2, 4)] == [1] * 3
+    assert [sum(days(request.node, size)) for size in (2, 4)] == [1] * 2
     # The next case has the next place, and so another day.
     neighbours = [item for item in request.session.items if item.originalname == request.node.originalname]
     assert len(neighbours) < 8 or len({matrix.place_among_cases(item) % 3 for item in neighbours}) == 3
@@ -31,6 +32,29 @@ def test_seeds_run_every_day_on_some_number_of_ranks_and_within_three_on_all(req
     assert [sum(some) for some in each] == [1] * 4
     assert all(any(today) for today in zip(*each, strict=True))
     assert all(days(request.node, 0))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(3))
+def test_tests_that_start_jobs_run_every_third_day_without_mpi(request, number):
+    assert sum(days(request.node, 0)) == 1
+
+
+@pytest.mark.parametrize("number", range(6))
+@pytest.mark.parametrize(
+    "own",
+    [pytest.param(own, marks=pytest.mark.sizes(*own)) for own in ([1], [2, 3], [2, 3, 4], [1, 2, 3, 4])],
+)
+def test_where_tests_run_once_a_day_each_has_all_its_numbers_of_ranks_in_as_many_days(request, own, number):
+    chosen = [[n for n in ALL if matrix.runs_once(request.node, n, day)] for day in range(len(own))]
+    assert sorted(chosen) == [[n] for n in own]
+
+
+@matrix.over_seeds(3)
+def test_where_tests_run_once_a_day_seeds_are_those_of_the_day(request, seed):
+    assert [matrix.runs_once(request.node, n, 20_000) for n in ALL] == [
+        matrix.runs(request.node, n, 20_000) for n in ALL
+    ]
 
 
 def test_others_run_on_2_and_3_ranks_every_day(request):
