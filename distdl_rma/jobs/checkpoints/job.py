@@ -27,7 +27,8 @@ from distdl_rma.errors import (
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.jobs.checkpoints import files, objects
 from distdl_rma.jobs.checkpoints.files import Piece, Saved
-from distdl_rma.jobs.checkpoints.items import ALIGNED, Holding, Item, Part, fingerprint, holdings, planned
+from distdl_rma.jobs.checkpoints.items import ALIGNED, Item, Part, fingerprint, planned
+from distdl_rma.jobs.checkpoints.shares import Holding, holdings
 from distdl_rma.layers.dtypes import flat_bytes
 from distdl_rma.layers.ops.core.tensors import as_tensor
 from distdl_rma.layers.ops.set_up_transfer import broadcast_from_first

@@ -12,8 +12,8 @@ from torch import nn
 
 from distdl_rma.errors import CheckpointError
 from distdl_rma.jobs.checkpoints import files
-from distdl_rma.jobs.checkpoints.items import holdings
 from distdl_rma.jobs.checkpoints.objects import Cuts, Objects
+from distdl_rma.jobs.checkpoints.shares import holdings
 
 
 def load_checkpoint(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import sys
-import warnings
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -57,8 +56,9 @@ from distdl_rma.layers.split.tensor import SplitTensor
 from distdl_rma.layers.sync.gradient_groups import Owner
 from distdl_rma.layers.sync.gradients import GradientSync
 from distdl_rma.layers.sync.registry import REDUCTIONS, ModuleWatch, not_in_host_memory
+from distdl_rma.layers.sync.warnings import warn_of_start
 from distdl_rma.segments.consensus import together
-from distdl_rma.segments.machine import Machine, single_rank_problem
+from distdl_rma.segments.machine import Machine
 
 M = TypeVar("M", bound=nn.Module)
 _KEY = "distributed"
@@ -535,7 +535,7 @@ def distribute(
     except BaseException:
         handle.close()
         raise
-    _warn_of_start(machine)
+    warn_of_start(machine)
     return model
 
 
@@ -566,19 +566,3 @@ def _check(
             f"distribute: {grid} has not all ranks of its machine {machine.ranks}; the gradients are summed"
             " over these. Say replicas= if the others have other samples, or reduction='none' if others sum"
         )
-
-
-def _warn_of_start(machine: Machine) -> None:
-    # Of a job of one rank without a launcher, and of more threads than cores: one rank, once, for its node.
-    if machine.rank != machine.ranks[0] or machine.kept.setdefault("start", False):
-        return
-    machine.kept["start"] = True
-    segment, threads = machine.segments.segment, torch.get_num_threads()
-    ranks, wanted = len(segment.node_ranks), max(1, segment.cores // len(segment.node_ranks))
-    crowd = (
-        f"{ranks} rank{'s' if ranks > 1 else ''} of {threads} threads on {segment.cores} cores stand in each"
-        f" other's way; set OMP_NUM_THREADS={wanted} before Python starts, or torch.set_num_threads({wanted})"
-    )
-    for problem in (single_rank_problem(), crowd if threads > wanted else ""):
-        if problem:
-            warnings.warn(f"distribute: {problem}", RuntimeWarning, stacklevel=3)

@@ -1,4 +1,4 @@
-"""Warnings of modules that compute on shards as if they were whole, and of random numbers that drifted."""
+"""Warnings: modules that see shards as if they were whole, numbers that drifted, too many threads."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import torch
 from torch import nn
 from torch.nn.modules import batchnorm, conv, padding, pooling
 
 from distdl_rma.geometry.box import LEADING
 from distdl_rma.layers.partitioned.core.layer import DistributedLayer
-from distdl_rma.segments.machine import Machine
+from distdl_rma.segments.machine import Machine, single_rank_problem
 
 _WHOLE_IMAGE: tuple[type[nn.Module], ...] = (
     batchnorm._NormBase,
@@ -50,6 +51,22 @@ def warn_of_pitfalls(
             " whole_parameters(model)",
             stacklevel=3,
         )
+
+
+def warn_of_start(machine: Machine) -> None:
+    """Warn of a job of one rank without a launcher, and of more threads than cores; one rank, once a node."""
+    if machine.rank != machine.ranks[0] or machine.kept.setdefault("start", False):
+        return
+    machine.kept["start"] = True
+    segment, threads = machine.segments.segment, torch.get_num_threads()
+    ranks, wanted = len(segment.node_ranks), max(1, segment.cores // len(segment.node_ranks))
+    crowd = (
+        f"{ranks} rank{'s' if ranks > 1 else ''} of {threads} threads on {segment.cores} cores stand in each"
+        f" other's way; set OMP_NUM_THREADS={wanted} before Python starts, or torch.set_num_threads({wanted})"
+    )
+    for problem in (single_rank_problem(), crowd if threads > wanted else ""):
+        if problem:
+            warnings.warn(f"distribute: {problem}", RuntimeWarning, stacklevel=3)
 
 
 def shortsighted(model: nn.Module) -> str:

@@ -1,4 +1,4 @@
-"""Where elements lie in the file, who writes them, and which sums find a change; no ranks, no files."""
+"""Where elements lie in the file, and which sums find a change; no ranks, no files."""
 
 import json
 from math import prod
@@ -10,7 +10,8 @@ from hypothesis import given
 
 from distdl_rma.geometry.box import Box
 from distdl_rma.jobs.checkpoints.form import NAMED_DTYPES
-from distdl_rma.jobs.checkpoints.items import Holding, Item, Part, fingerprint, holdings, planned
+from distdl_rma.jobs.checkpoints.items import Item, Part, fingerprint, planned
+from distdl_rma.jobs.checkpoints.shares import Holding
 from distdl_rma.layers.dtypes import flat_bytes
 
 
@@ -81,24 +82,6 @@ def test_fingerprints_of_other_values_differ(change, dtype, count):
     x = torch.arange(1, count + 1).to(dtype)
     assert fingerprint(x) == fingerprint(x.clone())
     assert (fingerprint(x) == fingerprint(change(x))) == torch.equal(x, change(x))
-
-
-@given(st.lists(parts(), min_size=1, max_size=4), st.integers(1, 5))
-def test_shares_have_every_element_once(found, of):
-    holding = Holding(tuple(range(of)))
-    for part in sorted(found, key=lambda part: -part.item.dtype.itemsize):
-        holding.add(part)
-    seen = {id(part): [] for part in holding.parts}
-    for number in range(of):
-        for part, first, last in holding.share(number, of):
-            seen[id(part)] += range(first, last)
-    assert all(seen[id(part)] == list(range(part.box.volume)) for part in holding.parts)
-
-
-def test_holdings_leave_out_empty_boxes():
-    item = Item("x", torch.float32, (4,), 0)
-    empty, full = Part(item, Box(((2, 2),))), Part(item, Box(((0, 2),)))
-    assert [holding.parts for holding in holdings([(empty, (0, 1)), (full, (0,))])] == [[full]]
 
 
 def test_the_safetensors_package_reads_all_dtypes(tmp_path):

@@ -4,6 +4,7 @@ from distdl_rma.layers.split.functions import along as along
 from distdl_rma.layers.split.functions import compositions as compositions
 from distdl_rma.layers.split.functions import contractions as contractions
 from distdl_rma.layers.split.functions import convolutions as convolutions
+from distdl_rma.layers.split.functions import embedding as embedding
 from distdl_rma.layers.split.functions import indexing as indexing
 from distdl_rma.layers.split.functions import losses as losses
 from distdl_rma.layers.split.functions import norms as norms

@@ -153,15 +153,6 @@ def test_bad_input(P_world):
         torch.addr(ROWS[0, 0], x[0].long(), x[1].long(), alpha=0.5)
 
 
-@pytest.mark.mpi(min_size=2)
-def test_sparse_gradients_that_nobody_sums_are_refused_where_the_table_is_used(P_world):
-    indices = cut_along(P_world, 0, torch.tensor([[0, 1, 1], [2, 0, 4]]))
-    table = torch.zeros(5, 3, requires_grad=True)
-    with pytest.raises(UnsupportedError, match="sparse=False"):
-        F.embedding(indices, table, sparse=True)
-    assert F.embedding(indices, table.detach(), sparse=True).shape == (2, 3, 3)
-
-
 @pytest.mark.sizes(1, 2, 3, 4)
 @pytest.mark.parametrize("driver", [None, "gels", "gelsy", "gelsd", "gelss"])
 def test_least_squares(P_world, driver):

@@ -1,0 +1,80 @@
+"""The progress thread: it advances what travels between nodes while the rank computes."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+from distdl_rma.segments.virtual_ranks.comm import while_blocked
+
+# Pauses of the thread: while the rank is active, if ranks outnumber cores, and after a time without activity.
+_BUSY_SECONDS = 1e-4
+_CROWDED_SECONDS = 1e-3
+_QUIET_SECONDS = 5e-3
+_QUIET_AFTER_SECONDS = 2.0
+_JOIN_SECONDS = 2.0
+# Shortest pause, in durations of a turn: the rank may compute on the core of the thread.
+_PAUSE_TURNS = 16
+_LONGEST_PAUSE_SECONDS = 4e-3
+
+
+class ProgressEngine:
+    """Calls ``turn()`` repeatedly in a daemon thread, which never keeps a process from exiting.
+
+    Between nodes, a transport in software moves data only while both ends call MPI. The thread makes such
+    calls while torch computes, which releases the interpreter lock. ``turn`` advances operations, does not
+    block, and returns a number that changes while the rank is active. If ranks outnumber cores (``crowded``),
+    the thread takes fewer turns, since each turn takes time from a rank.
+    """
+
+    def __init__(self, turn: Callable[[], int], crowded: bool) -> None:
+        self._turn = turn
+        self._pause = _CROWDED_SECONDS if crowded else _BUSY_SECONDS
+        self._stop = threading.Event()
+        self.error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="distdl_rma progress", daemon=True)
+        self._thread.start()
+
+    @property
+    def running(self) -> bool:
+        """Whether the thread is alive."""
+        return self._thread.is_alive()
+
+    def stop(self) -> None:
+        """End the thread; idempotent."""
+        self._stop.set()
+        if self._thread is not threading.current_thread():
+            self._thread.join(_JOIN_SECONDS)
+
+    def _run(self) -> None:
+        seen, quiet, pause = 0, 0.0, self._pause
+        while not self._stop.wait(_QUIET_SECONDS if quiet > _QUIET_AFTER_SECONDS else pause):
+            begin = time.thread_time()
+            try:
+                active = self._turn()
+            except BaseException as error:  # noqa: BLE001
+                # The next wait of the rank raises it.
+                self.error = error
+                return
+            turn = time.thread_time() - begin
+            pause = max(self._pause, min(_PAUSE_TURNS * turn, _LONGEST_PAUSE_SECONDS))
+            quiet = quiet + pause if active == seen else 0.0
+            seen = active
+
+
+class VirtualEngine:
+    """Calls ``turn()`` while a virtual rank waits outside of this library, as ``ProgressEngine`` does."""
+
+    def __init__(self, turn: Callable[[], int]) -> None:
+        self._turn = turn
+        self.error: BaseException | None = None
+        self.stop = while_blocked(self._run)
+
+    def _run(self) -> None:
+        try:
+            self._turn()
+        except BaseException as error:  # noqa: BLE001
+            # The next wait of the rank raises it.
+            self.error = error
+            self.stop()
