@@ -118,6 +118,7 @@ def problems(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     return found
 
 
+# Twenty seconds, whatever the share: one job runs all pages.
 # The first of them waits for all pages.
 @pytest.mark.slow
 @pytest.mark.timeout(5 * SECONDS)

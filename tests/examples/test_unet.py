@@ -55,6 +55,7 @@ MISTAKES = {
 }
 
 
+# Half a minute: one job of four ranks on two cores trains the network in each layout, twice.
 def test_four_ranks_agree_with_one_in_any_layout_and_tell_a_failed_proof_and_every_mistake_once(tmp_path):
     run = [*SMALL, "--output"]
     proofs = [Case([*run, tmp_path / name, *chosen]) for name, chosen in LAYOUTS.items()]

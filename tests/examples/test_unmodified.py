@@ -21,6 +21,7 @@ DEMO = Path(__file__).resolve().parents[2] / "examples" / "unmodified.py"
 SMALL = ("--size", "33x48", "--steps", 3)
 
 
+# Half a minute each: a public network is imported, trained alone and trained split.
 def test_the_split_model_is_the_model_alone(tmp_path):
     folder = tmp_path / "not" / "there yet"
     outcome = launch(3, DEMO, *SMALL, "--output", folder, "--grid", "1x3")

@@ -18,6 +18,7 @@ DEMO = Path(__file__).resolve().parents[2] / "examples" / "volumes.py"
 SMALL = "--size", "40", "--crop", "12", "--steps", "40", "--every", "3", "--kill", "8", "--memory", "0"
 
 
+# Half a minute: the example itself starts three jobs, one after another.
 def test_a_job_that_is_killed_goes_on_with_the_same_losses_on_fewer_ranks(tmp_path):
     folder = tmp_path / "out"
     launcher = shlex.join(mpiexec(1)[:-2])

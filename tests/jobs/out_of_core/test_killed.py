@@ -121,6 +121,7 @@ def array(path):
     return np.asarray(found[tuple(slice(0, n) for n in found.shape)])
 
 
+# Half a minute each: a job for each kill, and one that ends.
 @pytest.mark.parametrize(
     ("ranks", "norm", "victims", "suffix"),
     [
