@@ -13,7 +13,8 @@ from sphinx.application import Sphinx
 import distdl_rma
 
 # Modules whose names users import.
-PUBLIC = ["distdl_rma", *(f"distdl_rma.{name}" for name in ("layers", "segments", "geometry", "trace"))]
+BELOW = "layers", "segments", "geometry", "trace", "testing"
+PUBLIC = ["distdl_rma", *(f"distdl_rma.{name}" for name in BELOW)]
 
 project = "distdl_rma"
 author = "The distdl_rma authors"

@@ -19,6 +19,7 @@ FLOORS = [
     "jobs",
     "torch_backend",
     "segments",
+    "testing",
     "geometry",
     "trace",
     "errors",

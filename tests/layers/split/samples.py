@@ -18,8 +18,9 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from distdl_rma import Partition, UnsupportedError
 from distdl_rma.layers.split.calls.table import RULES, functions_named
+from distdl_rma.testing import grids
 from tests.fuzz.samples import drawn_samples, operations
-from tests.layers.split.against_whole import check, grids
+from tests.layers.split.against_whole import check
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 # So many samples of the first type that a function takes, and one of each other; of the first that torch has.

@@ -8,7 +8,8 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from distdl_rma import UnsupportedError, shard
-from tests.layers.split.against_whole import block, forms, numbers
+from distdl_rma.testing import block
+from tests.layers.split.against_whole import forms, numbers
 
 pytestmark = pytest.mark.mpi
 Function = torch.autograd.Function

@@ -8,7 +8,7 @@ from distdl_rma.layers.ops.core.autograd import mark_summed_later
 from distdl_rma.layers.split import layout as lay
 from distdl_rma.layers.split.calls.site import THREAD, pop_module
 from distdl_rma.layers.split.plain_operands import beside, contributes
-from tests.layers.split.against_whole import block
+from distdl_rma.testing import block
 
 pytestmark = [pytest.mark.mpi, pytest.mark.sizes(2, 3, 4)]
 SHAPE = (2, 3, 5, 4)

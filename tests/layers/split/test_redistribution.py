@@ -7,7 +7,8 @@ from distdl_rma import Machine, shard
 from distdl_rma.layers.split import layout as lay
 from distdl_rma.layers.split.calls.site import site_of
 from distdl_rma.layers.split.redistribution import all_sum, once, redistributed, reduced, to_blocks
-from tests.layers.split.against_whole import block, check, numbers
+from distdl_rma.testing import block
+from tests.layers.split.against_whole import check, numbers
 
 pytestmark = pytest.mark.mpi
 

@@ -9,7 +9,8 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
 from distdl_rma import UnsupportedError
-from tests.layers.split.against_whole import block, cut_along, forms, grids, numbers, whole
+from distdl_rma.testing import block, grids
+from tests.layers.split.against_whole import cut_along, forms, numbers, whole
 
 pytestmark = pytest.mark.mpi
 COMPLEX = torch.complex128

@@ -5,7 +5,8 @@ from functools import partial
 import pytest
 import torch
 
-from tests.layers.split.against_whole import block, called, cut_along, forms, grids, numbers
+from distdl_rma.testing import block, grids
+from tests.layers.split.against_whole import called, cut_along, forms, numbers
 from tests.layers.split.samples import samples_of
 
 pytestmark = pytest.mark.mpi

@@ -5,7 +5,8 @@ import torch
 from torch.nn import functional as F  # noqa: N812
 
 from distdl_rma.errors import UnsupportedError
-from tests.layers.split.against_whole import block, called, check, cut_along, forms, grids, numbers
+from distdl_rma.testing import block, grids
+from tests.layers.split.against_whole import called, check, cut_along, forms, numbers
 from tests.layers.split.samples import samples_of
 
 pytestmark = pytest.mark.mpi

@@ -9,7 +9,8 @@ from torch.nn import functional as F  # noqa: N812
 
 from distdl_rma import ShapeError
 from distdl_rma.layers.ops.conv import worker_grid
-from tests.layers.split.against_whole import block, check, cut_along, forms, numbers
+from distdl_rma.testing import block
+from tests.layers.split.against_whole import check, cut_along, forms, numbers
 from tests.layers.split.samples import samples_of
 
 pytestmark = pytest.mark.mpi

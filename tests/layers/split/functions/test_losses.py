@@ -8,7 +8,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
-from tests.layers.split.against_whole import block, check, cut_along, forms, numbers
+from distdl_rma.testing import block
+from tests.layers.split.against_whole import check, cut_along, forms, numbers
 from tests.layers.split.samples import samples_of
 
 pytestmark = pytest.mark.mpi

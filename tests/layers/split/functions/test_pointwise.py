@@ -8,7 +8,8 @@ from torch import nn, optim
 from torch.nn import functional as F  # noqa: N812
 
 from distdl_rma import UnsupportedError
-from tests.layers.split.against_whole import block, called, check, cut_along, forms, grids, numbers, whole
+from distdl_rma.testing import block, grids
+from tests.layers.split.against_whole import called, check, cut_along, forms, numbers, whole
 from tests.layers.split.samples import samples_of
 
 pytestmark = pytest.mark.mpi

@@ -6,7 +6,8 @@ import torch
 
 from distdl_rma import UnsupportedError
 from distdl_rma.layers.split import SplitTensor
-from tests.layers.split.against_whole import block, check, cut_along, grids
+from distdl_rma.testing import block, grids
+from tests.layers.split.against_whole import check, cut_along
 
 pytestmark = pytest.mark.mpi
 

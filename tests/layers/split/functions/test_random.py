@@ -12,7 +12,8 @@ from distdl_rma.geometry.intervals import Listed
 from distdl_rma.layers.split import SplitTensor
 from distdl_rma.layers.split import layout as lay
 from distdl_rma.layers.split.functions.draws import fill
-from tests.layers.split.against_whole import block, called, cut_along, forms, grids, numbers
+from distdl_rma.testing import block, grids
+from tests.layers.split.against_whole import called, cut_along, forms, numbers
 
 pytestmark = pytest.mark.mpi
 SHAPE = 4, 6, 12, 10

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from distdl_rma.errors import UnsupportedError
-from tests.layers.split.against_whole import block, called, check, cut_along, forms, numbers
+from distdl_rma.testing import block
+from tests.layers.split.against_whole import called, check, cut_along, forms, numbers
 from tests.layers.split.samples import samples_of
 
 pytestmark = pytest.mark.mpi

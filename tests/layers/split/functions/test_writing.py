@@ -10,7 +10,8 @@ from torch import nn
 from distdl_rma.errors import UnsupportedError
 from distdl_rma.layers.split import SplitTensor
 from distdl_rma.layers.split.calls.table import RULES
-from tests.layers.split.against_whole import block, check, cut_along, forms, numbers
+from distdl_rma.testing import block
+from tests.layers.split.against_whole import check, cut_along, forms, numbers
 from tests.matrix import check_each, over_seeds
 
 pytestmark = pytest.mark.mpi
