@@ -9,7 +9,7 @@ VIRTUAL_RANKS ?= $(if $(filter mpich,$(MPI)),3 4)
 # Which day's share of the tests, see tests/matrix.py; none of them is left out where this is empty. --once: an MPI test
 # runs on one number of ranks a day.
 DAY ?= today
-SHARE ?= --once
+ONCE ?= --once
 # Tests without MPI that start jobs: make test-slow.
 PLAIN ?= not mpi and not slow
 # What each run of pytest adds to, for the last line of make test.
@@ -36,7 +36,7 @@ MPIEXEC := $(strip $(BIN)/mpiexec $(MPIEXEC_OPTIONS_$(MPI)))
 TYPED := distdl_rma $(wildcard examples benchmarks docs/*.py) tests/conftest.py tests/delayed_cable.py tests/lockstep.py tests/matrix.py \
     tests/mutant_list.py tests/mutant_operators.py tests/mutants.py tests/record.py tests/room.py tests/run_mpi.py tests/side_by_side.py tests/tracebacks.py tests/two_hosts.py tests/virtual_ranks.py
 SPREAD := --numprocesses $(WORKERS)
-TODAYS := $(if $(DAY),--day $(DAY) $(SHARE))
+TODAYS := $(if $(DAY),--day $(DAY) $(ONCE))
 DEMO_OPTIONS := $(if $(GRID),--grid '$(GRID)') $(if $(STEPS),--steps '$(STEPS)') $(if $(IMAGE),--image '$(IMAGE)')
 
 # The ranks share the cores of this machine: a thread each, unless the user says otherwise.
@@ -46,7 +46,7 @@ export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
 MAKEFLAGS += --no-print-directory
-.PHONY: help demo test test-all room docs package bench bench-compare bench-docs bench-scaling fuzz mutants lint types imports test-plain test-slow test-rest test-mpi test-virtual test-processes durations test-openmpi test-tenth test-hosts test-newer-torch clean
+.PHONY: help demo test test-all room docs package bench bench-compare bench-docs bench-scaling fuzz mutants lint types imports test-plain test-slow test-rest test-mpi test-virtual test-processes test-one-rank durations test-openmpi test-tenth test-hosts test-newer-torch clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s%s\n", $$1, $$2 }' Makefile
@@ -66,14 +66,14 @@ test: $(STAMP)  ## lint, types, imports, quick tests without MPI, the MPI tests 
 	@$(BIN)/python tests/side_by_side.py $(BESIDE:%='$(MAKE) %')
 	$(if $(MORE_RANKS),@$(MAKE) test-mpi TEST_RANKS='$(MORE_RANKS)')
 	$(if $(TAKING_TURNS),@$(MAKE) test-virtual VIRTUAL_RANKS='$(TAKING_TURNS)')
-	@$(BIN)/python tests/record.py show $(RECORD)
+	@$(BIN)/python tests/record.py show $(RECORD) --rest
 
 test-all:  ## every test and every seed on each number of ranks, all of them processes, and those that start jobs
 	@$(MAKE) test DAY= TEST_RANKS='1 2 3 4' VIRTUAL_RANKS= PLAIN='not mpi'
 
-test-rest: $(STAMP)  ## what make test leaves: tests that start jobs, a third a day; the MPI tests of the day on 1 and 4 ranks
+test-rest: $(STAMP)  ## what make test leaves: tests that start jobs, a third a day; MPI tests on 1 and 4 ranks; those that need processes
 	@$(BIN)/python tests/side_by_side.py '$(MAKE) test-slow' '$(MAKE) test-one-rank'
-	@$(MAKE) test-virtual VIRTUAL_RANKS=4
+	@$(MAKE) $(if $(filter 4,$(VIRTUAL_RANKS)),test-virtual VIRTUAL_RANKS=4,test-mpi TEST_RANKS=4)
 	@$(MAKE) test-processes
 
 room: $(STAMP)  ## lint, types and tests of a folder of the package and of what imports it (ROOM=layers/ops/conv)
@@ -95,7 +95,7 @@ test-plain: $(STAMP)  ## the tests that need no MPI and start no jobs
 test-slow: $(STAMP)  ## of the tests that start jobs the day's third: kills, examples, pages, memory limits (DAY=today)
 	$(BIN)/python -m pytest -m "slow and not mpi" $(SPREAD) $(TODAYS)
 
-durations:  ## the parts of the last make test into docs/contributing.md
+durations: $(STAMP)  ## the parts of the last .ci/run into docs/contributing.md
 	$(BIN)/python tests/record.py page $(RECORD)
 
 test-mpi: $(STAMP)  ## the MPI tests, once per number of ranks (TEST_RANKS="1 2 3 4" DAY=today TESTS=)
@@ -106,7 +106,7 @@ test-virtual: $(STAMP)  ## the MPI tests on virtual ranks (VIRTUAL_RANKS="3 4" D
 	    --virtual-ranks $$ranks --timeout-method thread $(TODAYS) $(SPREAD) $(TESTS) || exit 1; done
 
 test-processes: $(STAMP)  ## those of them that need processes (VIRTUAL_RANKS="3 4")
-	$(BIN)/python tests/run_mpi.py --ranks $(VIRTUAL_RANKS) $(TODAYS) -- -m 'mpi and processes' $(TESTS)
+	$(if $(VIRTUAL_RANKS),$(BIN)/python tests/run_mpi.py --ranks $(VIRTUAL_RANKS) $(TODAYS) -- -m 'mpi and processes' $(TESTS))
 
 test-one-rank:
 	@$(MAKE) test-mpi TEST_RANKS=1
@@ -190,7 +190,7 @@ package: $(STAMP)  ## the wheel and the source distribution, into dist/
 	$(BIN)/python -m hatchling build
 
 clean:  ## remove caches and results; the environment in .venv stays
-	rm -rf build dist docs-output demo-output overlap-output mutants-output .pytest_cache .ruff_cache .mypy_cache .import_linter_cache .hypothesis
+	rm -rf build dist docs-output demo-output overlap-output mutants-output test-output .pytest_cache .ruff_cache .mypy_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -not -path './.venv*' -prune -exec rm -rf {} +
 
 # constraints.txt pins torch too: without it, pip may take a build of torch with gigabytes of GPU libraries.

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from distdl_rma.errors import ArgumentError
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.layers.ops.core.autograd import mark_summed_later
 from distdl_rma.layers.split import layout as lay
@@ -24,9 +25,9 @@ _COUNT = 1 << 10
 
 
 def grids(dims: int, size: int) -> Iterator[tuple[int, ...]]:
-    """Grids of ``size`` ranks for tensors of ``dims`` dimensions: each dimension is cut alone.
+    """Grids of ``size`` ranks for tensors of ``dims`` dimensions: one dimension is cut at a time.
 
-    Of four ranks each is cut with the next one, 2 x 2.
+    On four ranks two neighbouring ones are, 2 x 2.
 
     Examples
     --------
@@ -34,9 +35,8 @@ def grids(dims: int, size: int) -> Iterator[tuple[int, ...]]:
     ([(3, 1), (1, 3)], [(2, 2, 1), (1, 2, 2), (2, 1, 2)])
     """
     wide = size == 4 and dims > 1
-    for d in range(dims):
-        cut = {d: 2, (d + 1) % dims: 2} if wide else {d: size}
-        yield tuple(cut.get(at, 1) for at in range(dims))
+    cuts = [{d: 2, (d + 1) % dims: 2} if wide else {d: size} for d in range(dims)]
+    yield from dict.fromkeys(tuple(cut.get(at, 1) for at in range(dims)) for cut in cuts)
 
 
 def assert_equals_whole(
@@ -57,7 +57,8 @@ def assert_equals_whole(
     P_world
         The ranks; the function is called once for each grid of them.
     function
-        What is tested: a rule of one's own, a module in a distributed model, any program.
+        What is tested: a rule of one's own, a module in a distributed model, any program. Its results are
+        tensors, other values, or lists and tuples of these.
     split
         Whole tensors, equal on all ranks, of one number of dimensions. Each rank passes its balanced block as
         a split tensor, which needs a gradient where the whole one does.
@@ -74,6 +75,8 @@ def assert_equals_whole(
     ------
     AssertionError
         If something differs; a note names the grid.
+    ArgumentError
+        If there is no grid.
 
     Examples
     --------
@@ -81,7 +84,10 @@ def assert_equals_whole(
     >>> x = torch.randn(4, 6, dtype=torch.float64, requires_grad=True)
     >>> assert_equals_whole(P_world, lambda x: x.softmax(1) @ x.T, [x])
     """
-    for shape in only or grids(split[0].dim(), P_world.size):
+    shapes = [*(grids(split[0].dim(), P_world.size) if only is None else only)]
+    if not shapes:
+        raise ArgumentError("assert_equals_whole: there is no grid to compare on: a tensor of no dimensions?")
+    for shape in shapes:
         P_x = P_world.create_cartesian_topology_partition(shape)
         given = [_leaf(x, x) for x in (*split, *plain)]
         cut = [block(P_x, x) for x in split]
@@ -125,9 +131,9 @@ def assert_adjoint(
     function
         A linear function of this rank's part, such as a layer that moves data.
     x
-        This rank's part, real; ranks may have parts of other shapes, or none.
+        This rank's part, real; parts of other ranks may have other shapes, or be empty.
     rtol
-        Relative to the product of the norms.
+        Relative to the product of the norms; float32 needs a larger one.
 
     Raises
     ------
@@ -216,6 +222,8 @@ def _backward(expected: Any, found: Any) -> None:
     ends = [(e, f) for e, f in zip(_tensors(expected), _tensors(found), strict=True) if e.requires_grad]
     for at, (e, f) in enumerate(ends):
         torch.default_generator.manual_seed(at)
+        if not f.requires_grad:
+            raise AssertionError("a result needs a gradient if tensors are whole, and none if they are split")
         gradient = torch.randn(e.shape, dtype=e.dtype)
         e.backward(gradient, retain_graph=True)
         f.backward(gradient, retain_graph=True)

@@ -137,7 +137,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     left_out = [item for item in items if not chosen(item, size, today)]
     items[:] = [item for item in items if chosen(item, size, today)]
     config.hook.pytest_deselected(items=left_out)
-    config.stash[LEFT] = len(left_out)
+    config.stash[LEFT] = sum(not size or size in matrix.sizes(item) for item in left_out)
     which = f"MPI tests run on {size} ranks" if size else "tests run"
     config.stash[LEFT_OUT] = f"{len(items)} of {total} {which} on day {today}; DAY= runs all of them"
 
@@ -270,6 +270,8 @@ def note_part(config: pytest.Config) -> None:
         if MPI.COMM_WORLD.rank:
             return
     reporter: Any = config.pluginmanager.get_plugin("terminalreporter")
+    if reporter is None:
+        return
     ran = sum(len(reporter.stats.get(outcome, ())) for outcome in ("passed", "failed", "error"))
     record.Part(name, ran, left, time.monotonic() - config.stash[BEGIN]).add()
 

@@ -1,7 +1,7 @@
 """What a run of the tests consisted of, and how long its parts took: ``tests/record.py show`` or ``page``.
 
 Each run of pytest that finds ``TEST_RECORD`` in its environment adds a line to the file of that name.
-``show`` sums these up in a line, as the end of ``make test``; ``page`` writes the table of
+``show`` sums these up in a line, as the end of ``make test`` with ``--rest``; ``page`` writes the table of
 docs/contributing.md, after a run of everything on a machine with nobody else.
 """
 
@@ -50,16 +50,18 @@ def read(path: Path) -> list[Part]:
     return [*parts.values()]
 
 
-def summary(parts: Sequence[Part]) -> str:
-    """What ran, what waits for another day, and how to run that."""
+def summary(parts: Sequence[Part], rest: bool = False) -> str:
+    """What ran, what waits for another day, and with ``rest`` which commands have other tests."""
     ran = ", ".join(f"{part.ran:,} {part.name}" for part in parts)
     left = sum(part.left for part in parts)
-    later = f"{left:,} runs wait for another day" if left else "nothing waits for another day"
-    return (
-        f"Tests that ran: {ran}. Of these parts {later} (DAY=<its number>). Others: make test-rest has tests"
-        " that start jobs, and the MPI tests of the day on 1 and 4 ranks; test-openmpi and test-hosts those"
-        " on another MPI and on two hosts; test-all has everything."
+    waits = (
+        f" {left:,} runs wait for another day: DAY=20779 has those of day 20779, DAY= all." if left else ""
     )
+    others = (
+        " Others: make test-rest has tests that start jobs, MPI tests on 1 and 4 ranks, and those that need"
+        " processes; test-openmpi and test-hosts those on another MPI and on two hosts; test-all everything."
+    )
+    return f"Tests that ran: {ran}.{waits}{others * rest}"
 
 
 def table(parts: Sequence[Part]) -> str:
@@ -67,13 +69,13 @@ def table(parts: Sequence[Part]) -> str:
     return "".join(f"| {part.name} | {part.ran:,} | {part.left:,} | {part.seconds:.0f} |\n" for part in parts)
 
 
-def main(command: str, path: str) -> int:
+def main(command: str, path: str, rest: str = "") -> int:
     """Show a record or write it into the page."""
     parts = read(Path(path))
     if command == "page":
         PAGE.write_text(TABLE.sub(lambda _: table(parts), PAGE.read_text()))
     else:
-        print(summary(parts))
+        print(summary(parts, bool(rest)))
     return 0
 
 

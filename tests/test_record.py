@@ -25,7 +25,9 @@ def test_parts_of_one_name_are_one_and_nothing_is_added_where_no_record_is_wante
     ]
     text = record.summary(parts)
     assert "3,613 without MPI, 1,647 on 2 ranks, 7 Open MPI, on 2 ranks." in text
-    assert "3,040 runs wait for another day (DAY=" in text
+    assert "3,040 runs wait for another day: DAY=" in text and "make test-rest" not in text
+    assert "make test-rest" in record.summary(parts[:1], True)
+    assert "another day" not in record.summary(parts[:1])
 
 
 def test_the_table_of_the_page_is_replaced(tmp_path, monkeypatch, capsys):

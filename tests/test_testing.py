@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from distdl_rma import ArgumentError
 from distdl_rma.layers import Repartition
 from distdl_rma.layers.split import SplitTensor
 from distdl_rma.testing import assert_adjoint, assert_equals_whole, block, grids
@@ -44,6 +45,14 @@ def test_a_result_that_differs_on_a_grid_is_found_and_the_grid_is_named(P_world)
         assert_equals_whole(P_world, lambda x: isinstance(x, SplitTensor), [x])
 
 
+def test_a_comparison_on_no_grid_is_refused(P_world):
+    with pytest.raises(ArgumentError, match="no grid"):
+        assert_equals_whole(P_world, torch.exp, [torch.tensor(1.0)])
+    with pytest.raises(ArgumentError, match="no grid"):
+        assert_equals_whole(P_world, torch.exp, [torch.rand(3, 4)], only=[])
+    assert [*grids(2, 4)] == [(2, 2)] and [*grids(3, 1)] == [(1, 1, 1)]
+
+
 def test_gradients_that_differ_are_found_unless_they_are_not_wanted(P_world):
     x, w = drawn(5, 7), drawn(7)
 
@@ -53,6 +62,8 @@ def test_gradients_that_differ_are_found_unless_they_are_not_wanted(P_world):
     def doubles(x, w):
         return (2 * x - x.detach() if isinstance(x, SplitTensor) else x) * w
 
+    with pytest.raises(AssertionError, match="and none if they are split"):
+        assert_equals_whole(P_world, lambda x: x.detach() if isinstance(x, SplitTensor) else x, [x])
     for wrong in (forgets, doubles):
         assert_equals_whole(P_world, wrong, [x], [w], gradients=False)
         with pytest.raises(AssertionError, match="not close"):

@@ -6,7 +6,7 @@ The meaning of a gradient is defined here, for the whole package:
   the same loss, and the gradient is that of this loss. Copies hold equal gradients.
 - **Plain tensor**, such as a parameter: every rank holds a *contribution*. The gradient is the sum over the
   ranks, which a ``GradientSync`` computes. So one parameter may be used on cut and on replicated tensors. If
-  no ``GradientSync`` has a plain tensor, ``split/plain_operands.py`` sums its gradient where it is used.
+  no ``GradientSync`` has a plain tensor, ``plain_operands.py`` sums its gradient where it is used.
 
 A function on blocks keeps the first rule by itself. If ranks use copies beside different blocks,
 ``to_blocks`` sums the contributions to their gradient. ``all_sum``, a sum over ranks, passes its gradient on
