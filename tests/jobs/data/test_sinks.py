@@ -343,7 +343,8 @@ def stop_first_rank_early(sink, y):
 def test_chunks_that_are_written_while_a_context_fails_do_not_stay(fail, folder, comm, P_world):
     y = shard((1, comm.size), torch.rand(64, 64))
     sink = create_array(folder / "x.zarr", (64, 64), like=y, chunks=(4, 4))
-    with pytest.raises(OSError, match=r"stop|later|too large"), sink:
+    # The first rank may remove the folder in the middle of a write of another one.
+    with pytest.raises(OSError, match=r"stop|later|too large|No such file"), sink:
         fail(sink, y)
     comm.Barrier()
     assert not list(folder.iterdir())
