@@ -37,7 +37,7 @@ def test_the_table_of_the_page_is_replaced(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv(record.FILE_VARIABLE, str(path))
     Part("on 5 ranks", 12345, 2, 60.4).add()
     assert record.main("page", str(path)) == 0
-    assert "---:|\n| on 5 ranks | 12,345 | 2 | 60 |\n\n" in page.read_text()
+    assert "---:|\n| on 5 ranks | 12,345 | 60 |\n\n" in page.read_text()
     assert page.read_text().count("| 12,345 |") == 1 and "| without MPI |" not in page.read_text()
     assert record.main("show", str(path)) == 0
     assert "12,345 on 5 ranks" in capsys.readouterr().out
