@@ -17,11 +17,15 @@ from benchmarks.scaling.layers import layers_of
 from benchmarks.scaling.plans import Cluster, Staged, Vote, loss_layer, outcome, planned
 from distdl_rma import Machine, distribute, shard
 from distdl_rma.geometry import Decomposition
-from distdl_rma.layers import DistributedBatchNorm2d, DistributedConv2d, DistributedLinear
+from distdl_rma.layers import (
+    DistributedBatchNorm2d,
+    DistributedConv2d,
+    DistributedKLDivLoss,
+    DistributedLinear,
+)
 from distdl_rma.layers.ops.core.movement import CallSite
 from distdl_rma.layers.ops.core.staged import movement_between
 from distdl_rma.layers.partitioned.core.refusals import CallOutcome
-from distdl_rma.layers.partitioned.loss.base import LossSums
 from messages import PAGE, busiest, calls, grid_of, written
 
 COUNTED = ("puts", "bytes_put", "gets", "bytes_got", "collectives", "bytes_collective")
@@ -146,8 +150,8 @@ def test_where_blocks_suffice_nothing_moves(comm):
 def test_what_few_know_of_a_call_is_counted_as_the_plans_say(comm):
     with Machine(comm, segment_size="16MiB", timeout=15) as machine:
         P_x, grid = machine.partition((comm.size,)), (comm.size,)
-        sums = LossSums(CallSite(machine, "loss"), P_x, "", lambda *_words: ValueError())
-        _, moved = counted(machine, lambda: sums.allreduce(1.0, 1.0, "", "", 3, P_x.ranks))
+        loss, x = DistributedKLDivLoss(P_x, "batchmean"), torch.ones(3)
+        _, moved = counted(machine, lambda: loss(x, x))
         assert moved == expected(machine, grid, (loss_layer(),))
         told = CallOutcome.among(machine, P_x.ranks[:1], P_x.ranks, "layer")
         _, moved = counted(machine, told.connect)

@@ -14,6 +14,7 @@ from torch import nn
 
 from distdl_rma.errors import ArgumentError, PartitionError, UnsupportedError
 from distdl_rma.geometry.partition import Partition
+from distdl_rma.layers.ops.losses import LEGACY
 from distdl_rma.layers.partitioned.core.callbacks import Callbacks
 
 
@@ -46,9 +47,27 @@ def spatial_dims(layer: type) -> int:
     return int(name[-2]) if name[-2].isdigit() else 0
 
 
+def signature_of(layer: type) -> inspect.Signature:
+    """Signature of the twin without the arguments that torch has given up.
+
+    They keep their places: arguments behind one are given by name, except if nothing is before it. So
+    ``(weight, size_average, reduce, reduction)`` becomes ``(weight, *, reduction)``, and ``(size_average,
+    reduce, reduction, beta)`` becomes ``(reduction, beta)``. A positional argument never has another meaning
+    than for torch's layer.
+    """
+    found: list[inspect.Parameter] = []
+    by_position = True
+    for key, parameter in inspect.signature(torchs_class(layer)).parameters.items():
+        if key in LEGACY:
+            by_position = not found
+        else:
+            found.append(parameter if by_position else parameter.replace(kind=parameter.KEYWORD_ONLY))
+    return inspect.Signature(found)
+
+
 def by_name(layer: type, *arguments: Any, **given: Any) -> dict[str, Any]:
     """Arguments of the twin by their names; ``TypeError`` if one is missing or unknown."""
-    signature = inspect.signature(torchs_class(layer))
+    signature = signature_of(layer)
     try:
         return signature.bind(*arguments, **given).arguments
     except TypeError as error:
@@ -71,7 +90,7 @@ def torchs_layer(layer: type, *arguments: Any, sample: Sequence[torch.Tensor] = 
                 like(*sample)
     except (ArithmeticError, AssertionError, IndexError, RuntimeError, TypeError, ValueError) as error:
         texts = {k: reprlib.repr(v) for k, v in named.items()}
-        usual = {k: reprlib.repr(p.default) for k, p in inspect.signature(twin).parameters.items()}
+        usual = {k: reprlib.repr(p.default) for k, p in signature_of(layer).parameters.items()}
         shown = ", ".join(f"{k}={text}" for k, text in texts.items() if text != usual[k]) or "no arguments"
         tried = f", tried with an input of shape {tuple(sample[0].shape)}" if sample else ""
         raise ArgumentError(f"{layer.__name__}: {error}; got {shown}{tried}") from None
@@ -110,11 +129,11 @@ def check_device(kind: str, device: torch.device | str | None) -> None:
         raise UnsupportedError(f"{kind}: device {found} is not supported, only the CPU is")
 
 
-def show_arguments_of(layer: type[nn.Module], twin: type[nn.Module], named: Iterable[str]) -> None:
-    """Give a constructor a signature for ``help``: P_x, the arguments of a torch layer, and keyword ones."""
+def show_arguments_of(layer: type[nn.Module], named: Iterable[str]) -> None:
+    """Give a constructor a signature for ``help``: P_x, the arguments of the twin, and keyword ones."""
     constructor, kinds = layer.__init__, inspect.Parameter
     first = [kinds(key, kinds.POSITIONAL_OR_KEYWORD) for key in ("self", "P_x")]
-    torchs = inspect.signature(twin).parameters.values()
+    torchs = signature_of(layer).parameters.values()
     last = [kinds(key, kinds.KEYWORD_ONLY, default=None) for key in named]
 
     @wraps(constructor)

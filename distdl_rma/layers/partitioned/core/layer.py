@@ -154,7 +154,7 @@ class DistributedLayer(CallbackModule):
     # Attributes that are printed, and those of them that may change; and where parameters may be kept, the
     # usual place first.
     _shown: tuple[str, ...] = ()
-    _changeable: ClassVar[tuple[str, ...]] = ()
+    _changeable: tuple[str, ...] = ()
     _allowed: ClassVar[tuple[str, ...]] = ()
     # For ``help``, if the constructor does not name torch's arguments: keyword arguments beside these.
     _by_name: ClassVar[tuple[str, ...]] = ()
@@ -219,7 +219,7 @@ class DistributedLayer(CallbackModule):
         super().__init_subclass__(**options)
         twin = torchs_class(cls)
         if cls._by_name and cls.__name__ == f"Distributed{twin.__name__}":
-            show_arguments_of(cls, twin, cls._by_name)
+            show_arguments_of(cls, cls._by_name)
         reset: Any = getattr(cls, "reset_parameters", None)
         if reset is not None and reset.__module__.startswith("torch."):
             # torch's method would use the shape of this rank's part, and draw other numbers on each rank.

@@ -1,11 +1,12 @@
-"""The base of all losses: their arguments, local sums by torch, and one allreduce of these sums."""
+"""The base of all losses: local sums by torch, and one allreduce of these sums and of what must be equal."""
 
 from __future__ import annotations
 
+import math
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from functools import cache, cached_property, partial
-from typing import Any, ClassVar, Literal, NamedTuple, Unpack
+from collections.abc import Callable, Sequence
+from functools import cached_property, partial
+from typing import Any, ClassVar, NamedTuple, NoReturn
 
 import numpy as np
 import torch
@@ -18,108 +19,46 @@ from distdl_rma.geometry.partition import Partition
 from distdl_rma.layers.checks.arguments import summary_of
 from distdl_rma.layers.dtypes import sum_dtype
 from distdl_rma.layers.ops.core.autograd import OperatorFunction, anchored, reports_failures, tied, uncompiled
-from distdl_rma.layers.ops.core.movement import CallSite
 from distdl_rma.layers.ops.core.tensors import no_autocast, problem_with
-from distdl_rma.layers.partitioned.core.arguments import LayerOptions, torchs_layer
+from distdl_rma.layers.ops.losses import LEGACY, divisor_of
+from distdl_rma.layers.partitioned.core.arguments import LayerOptions, by_name, own_options, torchs_layer
 from distdl_rma.layers.partitioned.core.layer import DistributedLayer
 from distdl_rma.layers.partitioned.core.refusals import gather_refusal
 from distdl_rma.segments.collectives.allreduce import Allreduce
 from distdl_rma.segments.consensus import WORDS, are_equal, gather_words, halves, words_of
 
-_LEGACY = ("size_average", "reduce")
+# Arguments that are tensors, which become buffers.
+_WEIGHTS = "weight", "pos_weight"
 # Errors of torch for tensors that do not fit; all ranks then raise.
 _MISFITS = (RuntimeError, ValueError, IndexError, TypeError)
-# Elements of the allreduce: the terms, their count in a mean, ranks with a problem, the numbers of groups,
-# ranks whose terms need a gradient; the words of facts that must be equal; for each half of a number a sum
-# that is 0 if it is equal in each group.
-_OWN = 5
+# Elements of the allreduce: see ``DistributedLoss._totals``.
+_OWN = 4
 _TOTALS = _OWN + WORDS + 2
 
 
-class Totals(NamedTuple):
-    """Sums over all ranks: of their terms, of the terms' count, and of one number per group.
-
-    ``numbers_by_rank`` is by rank id, and empty unless numbers differ within a group. ``needed`` is whether
-    the terms of any rank need a gradient.
-    """
-
-    terms: float
-    counted: float
-    numbers: float = 0.0
-    numbers_by_rank: Mapping[int, int] = {}
-    needed: bool = False
-
-
-class LossSums:
-    """One allreduce in float64 over the ranks of a partition, for a loss with these arguments.
-
-    The same allreduce compares facts that must be equal, by ``summed_codes``. Within a group, ranks multiply
-    their number by factors whose sum is 0. ``refuse`` makes the error that all ranks raise, from the problem
-    and the facts of this rank. Local to construct; the first call raises ``MismatchError`` if the texts of
-    ``arguments`` differ between ranks.
-    """
-
-    def __init__(
-        self, site: CallSite, P_x: Partition, arguments: str, refuse: Callable[[str, str], Exception]
-    ) -> None:
-        self.P_x, self.name, self._refuse, self._segments = P_x, site.name, refuse, site.machine.segments
-        title = f"{site.name}, {fingerprint(arguments):014x}"
-        self._sums = Allreduce(self._segments, P_x.ranks, _TOTALS, np.float64, name=title)
-        weakref.finalize(self, self._sums.close)
-
-    def allreduce(
-        self,
-        terms: float,
-        count: float,
-        problem: str,
-        alike: str,
-        number: int = 0,
-        among: Sequence[int] = (),
-        needed: bool = False,
-    ) -> Totals:
-        """Totals of all ranks; blocking. All ranks raise if one has a problem, or their ``alike`` differ.
-
-        ``among`` is the group of ranks, this one included, that must have the same ``number``. It is empty on
-        all ranks if the loss has no groups. ``needed`` is whether the terms need a gradient.
-        """
-        at = among.index(self._segments.rank) if among else 0
-        factor = _factors(tuple(among))[at] if len(among) > 1 else 0
-        row = self._sums.active
-        row[:_OWN] = terms, count, bool(problem), 0 if at else number, needed
-        row[_OWN:-2] = words_of(alike)
-        row[-2:] = [half * factor for half in halves(number)] if factor else 0
-        self._sums.start()
-        total, counted, problems, numbers, needing, *others = self._sums.wait().tolist()
-        if problems or not are_equal(others[:WORDS], self.P_x.size):
-            raise self._refuse(problem, alike)
-        if not any(others[WORDS:]):
-            return Totals(total, counted, numbers, needed=needing > 0)
-        by_rank = gather_words(self._segments, number, f"{self.name} (numbers)", self.P_x.ranks)
-        return Totals(total, counted, numbers, by_rank, needing > 0)
-
-
-@cache
-def _factors(ranks: tuple[int, ...]) -> list[int]:
-    # A factor for each rank; their sum is 0. Sums of different numbers times these are almost never 0.
-    others = [halves(fingerprint((rank,)))[0] | 1 for rank in ranks[1:]]
-    return [-sum(others), *others]
-
-
-# How the values of a loss become one: ``"none"`` keeps them.
-How = Literal["mean", "sum", "none"]
+class _Settings(NamedTuple):
+    # What follows from a layer's arguments, until one of them changes.
+    function: Callable[..., torch.Tensor]  # torch's, with its arguments
+    stated: str  # must be equal on all ranks, which would else add up terms of different losses
+    counts: bool  # whether this rank's divisor counts: on the first rank of its group, and without groups
+    factor: int  # factors of a group add up to 0
 
 
 class DistributedLoss(DistributedLayer):
     """Loss over all elements of tensors that are split over ranks, evenly or not; base of all losses.
 
-    To add a loss, add a class to ``elementwise`` that inherits from this class and torch's. Its ``_function``
-    is torch's function, and its constructor passes that function's arguments on by name. ``_weights`` names
-    the arguments that are tensors, ``_reductions`` the allowed reductions. Losses over classes are in
-    ``classification``.
+    To add a loss, add a class to ``elementwise`` that inherits from this class and torch's, and whose
+    ``_function`` is torch's function: its arguments have the names of the attributes of torch's class.
+    ``_reductions`` are the allowed ones. Losses over classes are in ``classification``.
 
     Each rank calls torch's function on its shards, which, unlike split tensors, need not form a grid. One
     allreduce adds the local sums, the divisor of a mean, and the number of ranks with a problem. The loss is
     linear in the local sums, so that the backward moves no data.
+
+    A rank that raised before the allreduce would leave the others in it. So every rank of P_x takes part in
+    it exactly once in each call: whatever is wrong with this rank's tensors becomes a *problem*, a text that
+    is empty if there is none, and all ranks raise together afterwards. The ranks compare facts in the same
+    allreduce, so that a comparison costs no message of its own.
 
     Examples
     --------
@@ -132,54 +71,55 @@ class DistributedLoss(DistributedLayer):
     """
 
     _function: ClassVar[Callable[..., torch.Tensor]]
-    _weights: ClassVar[tuple[str, ...]] = ()
     _reductions: ClassVar[tuple[str, ...]] = ("mean", "sum", "none")
+    _by_name = (*LayerOptions.__annotations__,)
     # Why two ranks of a group may not differ in their ``_number``.
     _unlike: ClassVar[str] = "share a batch block of P_x {P_x} but have batch sizes {sizes}"
     reduction: str
 
-    def __init__(
-        self, P_x: Partition, reduction: str, arguments: Mapping[str, Any], **options: Unpack[LayerOptions]
-    ) -> None:
-        kind, given = type(self).__name__, dict[str, Any](options)
-        for key in _LEGACY:
-            if given.pop(key, None) is not None:
+    def __init__(self, P_x: Partition, *arguments: Any, **options: Any) -> None:
+        kind, own = type(self).__name__, own_options(options)
+        for key in LEGACY:
+            if options.pop(key, None) is not None:
                 raise UnsupportedError(
                     f"{kind}: {key} is not supported; say reduction='mean', 'sum' or 'none'"
                 )
-        super().__init__(P_x, **given)
-        self.P_x, self.reduction = P_x, reduction
-        self._arguments = tuple(key for key in arguments if key not in self._weights)
-        for key, value in arguments.items():
-            if key in self._arguments:
-                setattr(self, key, value)
-            else:
-                self._check_weight(kind, key, value)
-                self.register_buffer(key, value)
-        torchs_layer(type(self), reduction=reduction, **self.arguments, sample=self._sample())
+        given = by_name(type(self), *arguments, **options)
+        weights = {key: given.pop(key, None) for key in _WEIGHTS}
+        self._check_reduction(given.get("reduction", "mean"))
+        for key, weight in weights.items():
+            if weight is not None:
+                self._check_weight(f"{kind}: {key}", weight, P_x)
+        like = torchs_layer(type(self), **given, sample=self._sample())
+        super().__init__(P_x, **own)
+        self.P_x = P_x
+        self.take_over(like)
+        # Arguments may change later, and are compared in each call.
+        self._changeable = self._shown
+        self._weighted = tuple(like._buffers)
+        for key in self._weighted:
+            self.register_buffer(key, weights[key])
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """As in the base; arguments may change later, and are compared in each call."""
+        """As in the base; checks a reduction that is assigned later."""
         if name == "reduction":
             self._check_reduction(value)
         super().__setattr__(name, value)
-        vars(self).pop("_stated", None)
+        vars(self).pop("_settings", None)
 
     def _check_reduction(self, reduction: str) -> None:
         if reduction not in self._reductions:
             wanted = f"reduction is one of {self._reductions}"
             raise ArgumentError(f"{type(self).__name__}: {wanted}, got {reduction!r}")
 
-    def _check_weight(self, kind: str, key: str, weight: Any) -> None:
-        if weight is None:
-            return
+    def _check_weight(self, what: str, weight: Any, P_x: Partition) -> None:
         if not isinstance(weight, torch.Tensor):
-            raise ArgumentError(f"{kind}: {key} is a tensor, got {weight!r}")
+            raise ArgumentError(f"{what} is a tensor, got {weight!r}")
         if weight.requires_grad:
-            raise UnsupportedError(f"{kind}: {key} requires a gradient, which a loss does not give it")
-        if weight.dim() > self.P_x.dim:
+            raise UnsupportedError(f"{what} requires a gradient, which a loss does not give it")
+        if weight.dim() > P_x.dim:
             raise ShapeError(
-                f"{kind}: {key} of shape {tuple(weight.shape)} has more dimensions than P_x {self.P_x.shape}"
+                f"{what} of shape {tuple(weight.shape)} has more dimensions than P_x {P_x.shape}"
             )
 
     def _sample(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -190,7 +130,24 @@ class DistributedLoss(DistributedLayer):
     @property
     def arguments(self) -> dict[str, Any]:
         """Current arguments of torch's function, besides tensors and reduction."""
-        return {key: getattr(self, key) for key in self._arguments}
+        return {key: getattr(self, key) for key in self._shown if key != "reduction"}
+
+    @property
+    def _weights(self) -> dict[str, torch.Tensor]:
+        return {key: weight for key in self._weighted if (weight := getattr(self, key)) is not None}
+
+    @cached_property
+    def _settings(self) -> _Settings:
+        how, group = "none" if self.reduction == "none" else "sum", self._group(self.machine.rank)
+        codes = {key: f"values of code {fingerprint(summary_of(w)):x}" for key, w in self._weights.items()}
+        words = {"reduction": self.reduction, **self.arguments, **codes}
+        at = group.index(self.machine.rank) if group else 0
+        return _Settings(
+            partial(type(self)._function, reduction=how, **self.arguments),
+            "".join(f", {key}={value!r}" for key, value in words.items()),
+            at == 0,
+            _factors(group)[at] if len(group) > 1 else 0,
+        )
 
     def output_layout(self, _inputs: Sequence[Any]) -> Decomposition | None:
         """A replicated number; None for ``reduction="none"``."""
@@ -198,8 +155,7 @@ class DistributedLoss(DistributedLayer):
 
     def extra_repr(self) -> str:
         """As in the base, with the shapes of weights."""
-        weights = {key: getattr(self, key) for key in self._weights}
-        shapes = {key: tuple(weight.shape) for key, weight in weights.items() if weight is not None}
+        shapes = {key: tuple(weight.shape) for key, weight in self._weights.items()}
         words = {"reduction": self.reduction, **self.arguments, **shapes, "P_x": self.P_x.shape}
         return ", ".join(f"{key}={value}" for key, value in words.items())
 
@@ -223,39 +179,31 @@ class DistributedLoss(DistributedLayer):
             return self._idle(input, target)
         problem, reduction = self._input_problem(input, target), self.reduction
         self._agree(input, target, problem)
-        terms, count, alike, number = torch.zeros(()), 0.0, "", 0
+        terms, divisor, value, alike, number = torch.zeros(()), 0.0, 0.0, "", 0
         if not problem:
-            terms, count, problem = self._terms_or_problem(input, target)
-        if not problem:
-            alike, number = f"{self._alike(input, target)}{self._stated}", self._number(input, target)
-        value = 0.0 if reduction == "none" else float(terms.detach())
-        group, needed = self._group(self.machine.rank), terms.requires_grad
-        totals = self._sums.allreduce(value, count, problem, alike, number, group, needed)
-        for rank, its in totals.numbers_by_rank.items():
-            first = self._group(rank)[0]
-            if its != totals.numbers_by_rank[first]:
-                sizes = f"{totals.numbers_by_rank[first]} and {its}"
-                unlike = self._unlike.format(P_x=self.P_x.shape, sizes=sizes)
-                raise ShapeError(f"{self.name!r}: ranks {first} and {rank} {unlike}")
+            try:
+                with no_autocast():
+                    terms, divisor = self._sums_of(_wide(input), _wide(target))
+                alike = f"{self._alike(input, target)}{self._settings.stated}"
+                number = self._number(input, target)
+                value = 0.0 if reduction == "none" else float(terms.detach())
+            except ShapeError as error:
+                problem = str(error)
+            except DistdlError:
+                raise
+            except _MISFITS as error:
+                problem = str(error) or repr(error)
+        value, divisor, needed = self._totals(problem, value, divisor, terms.requires_grad, alike, number)
         if reduction == "none":
-            return anchored(terms.to(result_dtype(input)), totals.needed)
-        value, scale = totals.terms, 1.0
+            return anchored(terms.to(result_dtype(input)), needed)
+        scale = 1.0
         if reduction != "sum":
-            count = totals.counted if reduction == "mean" else totals.numbers if self.P_x.dim else 1.0
-            # As in torch, a mean over no elements is NaN.
-            with np.errstate(all="ignore"):
-                value, scale = float(np.float64(value) / count), float(np.float64(1.0) / count)
+            # Without elements these are infinity, and a mean that is not a number, as in torch.
+            scale = 1.0 / divisor if divisor else math.inf
+            value = value / divisor if divisor else value * math.inf
         loss: torch.Tensor = _GlobalValue.apply(terms, value, scale, result_dtype(input), self.name)
         # A backward may start here, as on the other ranks.
-        return anchored(loss, totals.needed)
-
-    @cached_property
-    def _stated(self) -> str:
-        # Ranks with other arguments or weights would add up terms of different losses.
-        weights = {key: w for key in self._weights if (w := getattr(self, key)) is not None}
-        words = {"reduction": self.reduction, **self.arguments}
-        words |= {key: f"values of code {fingerprint(summary_of(w)):x}" for key, w in weights.items()}
-        return "".join(f", {key}={value!r}" for key, value in words.items())
+        return anchored(loss, needed)
 
     @reports_failures
     def refuse(self, problem: str) -> None:
@@ -263,13 +211,58 @@ class DistributedLoss(DistributedLayer):
         if self.P_x.active:
             nothing = torch.empty(0)
             self._agree(nothing, nothing, problem)
-            self._sums.allreduce(0.0, 0.0, problem, "")
+            self._totals(problem)
         super().refuse(problem)
 
     @cached_property
-    def _sums(self) -> LossSums:
-        refuse = partial(gather_refusal, self.machine, self.P_x.ranks, self.name)
-        return LossSums(self.site, self.P_x, f"{self.extra_repr()}{self._stated}", refuse)
+    def _sums(self) -> Allreduce:
+        title = f"{self.name}, {fingerprint(f'{self.extra_repr()}{self._settings.stated}'):014x}"
+        sums = Allreduce(self.machine.segments, self.P_x.ranks, _TOTALS, np.float64, name=title)
+        weakref.finalize(self, sums.close)
+        return sums
+
+    def _totals(
+        self,
+        problem: str,
+        terms: float = 0.0,
+        divisor: float = 0.0,
+        needed: bool = False,
+        alike: str = "",
+        number: int = 0,
+    ) -> tuple[float, float, bool]:
+        """Sums of terms and divisors over the ranks, and whether any rank needs a gradient; blocking.
+
+        One row of float64 is summed, 10 numbers from each rank::
+
+            | terms | divisor | problems | needing a gradient | 4 words of alike | 2 halves of number |
+
+        Facts that are ``alike`` on all ranks have words from which ``are_equal`` finds whether they are.
+        The ``number`` needs to be equal only in each group, ``_group``. Ranks multiply theirs by factors that
+        add up to 0 in each group. So the sum over all ranks is 0 if numbers are equal, and (almost surely)
+        not 0 if they differ in a group. All summands are integers that float64 adds exactly.
+
+        All ranks raise the same error if one has a problem, or if ranks differ.
+        """
+        now, row = self._settings, self._sums.active
+        row[:_OWN] = terms, divisor if now.counts else 0, bool(problem), needed
+        row[_OWN:-2] = words_of(alike)
+        row[-2:] = [half * now.factor for half in halves(number)] if now.factor else 0
+        self._sums.start()
+        total, divisors, problems, needing, *others = self._sums.wait().tolist()
+        if problems or not are_equal(others[:WORDS], self.P_x.size):
+            raise gather_refusal(self.machine, self.P_x.ranks, self.name, problem, alike)
+        if any(others[WORDS:]):
+            self._refuse_number(number)
+        return total, divisors, needing > 0
+
+    def _refuse_number(self, number: int) -> NoReturn:
+        # Some rank has another number than the first one of its group.
+        numbers = gather_words(self.machine.segments, number, f"{self.name} (numbers)", self.P_x.ranks)
+        pairs = ((self._group(rank)[0], rank) for rank in numbers)
+        first, rank = next((first, rank) for first, rank in pairs if numbers[rank] != numbers[first])
+        sizes = f"{numbers[first]} and {numbers[rank]}"
+        unlike = self._unlike.format(P_x=self.P_x.shape, sizes=sizes)
+        raise ShapeError(f"{self.name!r}: ranks {first} and {rank} {unlike}")
 
     def _input_problem(self, input: torch.Tensor, target: torch.Tensor) -> str:
         # Error text if the local tensors are invalid, or do not fit together; empty otherwise.
@@ -283,9 +276,8 @@ class DistributedLoss(DistributedLayer):
             )
         if not (input.is_floating_point() or input.is_complex()):
             return f"input is {input.dtype} but a loss needs floating point"
-        for key in self._weights:
-            weight = getattr(self, key)
-            if weight is not None and autocast_dtype(weight) != autocast_dtype(input):
+        for key, weight in self._weights.items():
+            if autocast_dtype(weight) != autocast_dtype(input):
                 return f"{key} is {weight.dtype} but input {input.dtype}"
         return self._misfit(input, target)
 
@@ -299,39 +291,23 @@ class DistributedLoss(DistributedLayer):
             f" {target.dtype}"
         )
 
-    def _terms_or_problem(self, input: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, float, str]:
-        # The local terms, their count in a mean, and an error text if they cannot be computed.
-        try:
-            with no_autocast():
-                return self._terms(_wide(input), _wide(target)), self._count(input, target), ""
-        except ShapeError as error:
-            problem = str(error)
-        except DistdlError:
-            raise
-        except _MISFITS as error:
-            problem = str(error) or repr(error)
-        return torch.zeros(()), 0.0, problem
-
     def _agree(self, _input: torch.Tensor, _target: torch.Tensor, _problem: str) -> None:
         """Agree on shapes, for terms of several ranks' data."""
 
-    def _terms(self, input: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        """Sum of the local terms, or each of them for ``"none"``."""
-        weights = {key: getattr(self, key) for key in self._weights}
-        parts = {k: None if w is None else _wide(self._part(k, w, input)) for k, w in weights.items()}
-        how = "none" if self.reduction == "none" else "sum"
-        return type(self)._function(input, target, reduction=how, **self.arguments, **parts)
-
-    def _count(self, input: torch.Tensor, target: torch.Tensor) -> float:
-        """Contribution of the local terms to the divisor of a mean."""
-        return float(input.numel())
+    def _sums_of(self, input: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, float]:
+        """Sum of the local terms, or each of them for ``"none"``, and their part of the divisor of a mean."""
+        parts = {key: _wide(self._part(key, w, input)) for key, w in self._weights.items()}
+        return self._settings.function(input, target, **parts), divisor_of(self.reduction, input.shape)
 
     def _alike(self, input: torch.Tensor, target: torch.Tensor) -> str:
         """Facts that must be equal on all ranks."""
         return f"{autocast_dtype(input)} and {autocast_dtype(target)}"
 
     def _group(self, rank: int) -> tuple[int, ...]:
-        """Ranks that must have the same ``_number``: here those of one batch block, with its batch size."""
+        """Ranks that must have the same ``_number``: here those of one batch block, with its batch size.
+
+        They have parts of the same rows, and only the first one counts these. Without groups all ranks count.
+        """
         if self.reduction != "batchmean" or not self.P_x.dim:
             return ()
         return self.P_x.slab({0: self.P_x.index_of(rank)[0]}).ranks
@@ -368,6 +344,12 @@ class DistributedLoss(DistributedLayer):
         # A backward must reach the graph of the target on this rank too.
         result = tied(result, [target] if target.requires_grad else [])
         return (result.real if result.is_complex() else result).to(result_dtype(input))
+
+
+def _factors(ranks: Sequence[int]) -> list[int]:
+    # A factor for each rank of a group; their sum is 0, and no other group has the same.
+    others = [halves(fingerprint((rank,)))[0] | 1 for rank in ranks[1:]]
+    return [-sum(others), *others]
 
 
 class _GlobalValue(OperatorFunction):

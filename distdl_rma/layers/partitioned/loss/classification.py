@@ -1,34 +1,42 @@
-"""Losses over classes."""
+"""Losses over classes, which P_x may cut: each rank then computes the terms of its own classes.
+
+Scores of 2 rows and 4 classes on a grid (1, 2), and their targets, which both ranks must pass alike::
+
+                rank 0         rank 1         target
+    row 0    x00   x01  |   x02   x03        3: of rank 1
+    row 1    x10   x11  |   x12   x13        0: of rank 0
+
+Cross entropy needs the sum of exponentials of whole rows: the ranks gather two numbers for each row. They
+must know that their shards form a grid before this movement, and so agree on the shapes of each call.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import cached_property
 from hashlib import blake2b
 from math import prod
-from typing import Any, Unpack
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
-from distdl_rma.errors import PartitionError, ProtocolError, ShapeError, UnsupportedError
+from distdl_rma.errors import PartitionError, ShapeError, UnsupportedError
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.layers.dtypes import as_words, sum_dtype
 from distdl_rma.layers.ops.core.movement import CallSite
 from distdl_rma.layers.ops.core.staged import movement_between
+from distdl_rma.layers.ops.losses import class_terms, divisor_of_classes
 from distdl_rma.layers.partitioned.core.agreement import ShapeAgreement
-from distdl_rma.layers.partitioned.core.arguments import LayerOptions
 from distdl_rma.layers.partitioned.core.input_facts import InputFacts, common_dtype, source_of
-from distdl_rma.layers.partitioned.loss.base import DistributedLoss, How
+from distdl_rma.layers.partitioned.loss.base import DistributedLoss
 from distdl_rma.layers.split import layout as lay
-from distdl_rma.layers.split.functions.losses import class_terms
 from distdl_rma.layers.split.reduction_axes import parts_and_all
 
 
-class _SplitClasses:
-    # Layout of scores whose classes are split, and the all-gather among ranks that share rows.
+class _CutClasses:
+    # Layout of scores whose classes are cut, and the all-gather among ranks that share rows.
     def __init__(self, site: CallSite, scores: Decomposition, dim: int, dtype: torch.dtype) -> None:
         self.scores = lay.normal(scores)
         ends = parts_and_all(self.scores, (dim,), 2)
@@ -40,26 +48,22 @@ class _SplitClasses:
 
 class _ClassLoss(DistributedLoss):
     # A loss whose input has a dimension of classes.
-    _weights = ("weight",)
     _unlike = (
         "have different classes of the same elements, and must have the same class indices, but they differ"
     )
     weight: torch.Tensor | None
 
-    def __init__(
-        self, P_x: Partition, reduction: str, arguments: Mapping[str, Any], **options: Unpack[LayerOptions]
-    ) -> None:
-        kind = type(self).__name__
+    def __init__(self, P_x: Partition, *arguments: Any, **options: Any) -> None:
         if not P_x.dim:
-            raise PartitionError(f"{kind}: P_x has no dimension for the classes")
+            raise PartitionError(f"{type(self).__name__}: P_x has no dimension for the classes")
         # Dimension of the classes: 1, or 0 if it is the only one.
-        self._cuts_classes = P_x.shape[min(1, P_x.dim - 1)] > 1
-        super().__init__(P_x, reduction, arguments, **options)
         self._dim = min(1, P_x.dim - 1)
+        self._cuts_classes = P_x.shape[self._dim] > 1
+        super().__init__(P_x, *arguments, **options)
 
     @cached_property
-    def agreement(self) -> ShapeAgreement[_SplitClasses] | None:
-        """Agreement of the ranks on their tensors; None unless classes are split."""
+    def agreement(self) -> ShapeAgreement[_CutClasses] | None:
+        """Agreement of the ranks on their tensors; None unless classes are cut."""
         return ShapeAgreement(self, self.P_x.ranks, inputs=2) if self._cuts_classes else None
 
     def partition_of(self, at: int, dims: int) -> Partition:
@@ -70,7 +74,7 @@ class _ClassLoss(DistributedLoss):
         same = P_x.slab({dim: P_x.index[dim]})
         return same.create_cartesian_topology_partition(same.shape[:dim] + same.shape[dim + 1 :])
 
-    def plan(self, facts: dict[int, InputFacts]) -> _SplitClasses:
+    def plan(self, facts: dict[int, InputFacts]) -> _CutClasses:
         """Layout of the scores, and the movement of sums over classes."""
         try:
             source, dtype = source_of(self.P_x, facts)
@@ -82,60 +86,45 @@ class _ClassLoss(DistributedLoss):
             common_dtype({rank: fact.of(1) for rank, fact in facts.items()})
         except ShapeError as error:
             raise ShapeError(f"target: {error}") from None
-        return _SplitClasses(self.site, source, self._dim, dtype)
+        return _CutClasses(self.site, source, self._dim, dtype)
 
     def _agree(self, input: torch.Tensor, target: torch.Tensor, problem: str) -> None:
         if self.agreement is not None:
             self.agreement.begin(InputFacts.about((input, target), None, (), (False, False), problem))
             self.agreement.settle()
 
-    @property
-    def _plan(self) -> _SplitClasses:
-        if self.agreement is None or self.agreement.last is None:
-            raise ProtocolError(f"{self.name!r}: the ranks have not agreed on the scores")
-        return self.agreement.last
-
-    def _classes(self, input: torch.Tensor) -> int:
-        """Global number of classes."""
-        return (self._plan.scores.shape if self._cuts_classes else input.shape)[self._dim]
-
-    def _terms(self, input: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    def _sums_of(self, input: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, float]:
         # The backward of torch's kernel needs contiguous scores.
-        x, function = input.contiguous(), type(self)._function
-        if self.agreement is None:
-            return super()._terms(x, target)
-        plan, weight = self._plan, self.weight
-        gathered = plan.gathered
-        terms = class_terms(function, x, target, weight, plan.scores, self._dim, gathered, **self.arguments)
+        x, plan = input.contiguous(), None if self.agreement is None else self.agreement.last
+        classes = (x if plan is None else plan.scores).shape[self._dim]
+        terms = super()._sums_of(x, target)[0] if plan is None else self._terms_of(plan, x, target)
+        if target.is_floating_point():
+            rows = prod(n for d, n in enumerate(x.shape) if d != self._dim)
+            return terms, rows if classes else 0
+        return terms, float(divisor_of_classes(target, self.weight, self.arguments["ignore_index"]))
+
+    def _terms_of(self, plan: _CutClasses, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        # Sum of the terms of this rank's classes; blocking. Raises what torch would raise for whole scores.
+        function, given, weight = type(self)._function, self.arguments, self.weight
+        terms = class_terms(function, x, target, weight, plan.scores, self._dim, plan.gathered, **given)
         # torch checks a target against all classes: pass it one row, with an invalid target if there is one.
-        row = x.new_zeros(1, self._classes(x))
+        row = x.new_zeros(1, plan.scores.shape[self._dim])
         if target.is_floating_point():
             few = row.to(target.dtype)
         else:
             wrong = (target < 0) | (target >= row.numel())
-            wrong &= target != self.arguments["ignore_index"]
+            wrong &= target != given["ignore_index"]
             few = (target[wrong] if bool(wrong.any()) else target).flatten()[:1]
         weight = None if weight is None else weight.to(x.dtype)
-        function(row[: len(few)], few, reduction="sum", weight=weight, **self.arguments)
+        function(row[: len(few)], few, reduction="sum", weight=weight, **given)
         return terms.sum()
-
-    def _count(self, input: torch.Tensor, target: torch.Tensor) -> float:
-        if self._cuts_classes and self._group(self.machine.rank)[0] != self.machine.rank:
-            # Only one of the ranks that share rows counts them.
-            return 0.0
-        if target.is_floating_point():
-            rows = prod(n for d, n in enumerate(input.shape) if d != self._dim)
-            return float(rows if self._classes(input) else 0)
-        counted = target[target != self.arguments["ignore_index"]]
-        if self.weight is None:
-            return float(counted.numel())
-        return float(self.weight[counted.long()].sum(dtype=torch.float64))
 
     def _alike(self, input: torch.Tensor, target: torch.Tensor) -> str:
         alike = super()._alike(input, target)
         return alike if self._cuts_classes else f"{alike} for {input.shape[self._dim]} classes"
 
     def _group(self, rank: int) -> tuple[int, ...]:
+        # Ranks that share rows.
         if not self._cuts_classes:
             return ()
         index = dict(enumerate(self.P_x.index_of(rank)))
@@ -166,10 +155,10 @@ class _ClassLoss(DistributedLoss):
         if reduction == "none" and self._cuts_classes:
             raise UnsupportedError(f"{type(self).__name__}: reduction='none' with classes split by P_x")
 
-    def _check_weight(self, kind: str, key: str, weight: Any) -> None:
-        super()._check_weight(kind, key, weight)
-        if weight is not None and weight.dim() != 1:
-            raise ShapeError(f"{kind}: {key} has one number per class, got shape {tuple(weight.shape)}")
+    def _check_weight(self, what: str, weight: Any, P_x: Partition) -> None:
+        super()._check_weight(what, weight, P_x)
+        if weight.dim() != 1:
+            raise ShapeError(f"{what} has one number per class, got shape {tuple(weight.shape)}")
 
     def _sample(self) -> tuple[torch.Tensor, torch.Tensor]:
         return torch.zeros(1, 2), torch.zeros(1, dtype=torch.int64)
@@ -221,19 +210,6 @@ class DistributedCrossEntropyLoss(_ClassLoss, nn.CrossEntropyLoss):
 
     _function = staticmethod(F.cross_entropy)
 
-    def __init__(
-        self,
-        P_x: Partition,
-        weight: torch.Tensor | None = None,
-        *,
-        ignore_index: int = -100,
-        reduction: How = "mean",
-        label_smoothing: float = 0.0,
-        **options: Unpack[LayerOptions],
-    ) -> None:
-        arguments = {"weight": weight, "ignore_index": ignore_index, "label_smoothing": label_smoothing}
-        super().__init__(P_x, reduction, arguments, **options)
-
 
 class DistributedNLLLoss(_ClassLoss, nn.NLLLoss):
     """Negative log likelihood of log-probabilities: ``torch.nn.NLLLoss`` of the global tensors.
@@ -251,14 +227,3 @@ class DistributedNLLLoss(_ClassLoss, nn.NLLLoss):
     """
 
     _function = staticmethod(F.nll_loss)
-
-    def __init__(
-        self,
-        P_x: Partition,
-        weight: torch.Tensor | None = None,
-        *,
-        ignore_index: int = -100,
-        reduction: How = "mean",
-        **options: Unpack[LayerOptions],
-    ) -> None:
-        super().__init__(P_x, reduction, {"weight": weight, "ignore_index": ignore_index}, **options)

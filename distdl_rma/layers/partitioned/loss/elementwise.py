@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Literal, Unpack
-
 import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
-from distdl_rma.geometry.partition import Partition
-from distdl_rma.layers.partitioned.core.arguments import LayerOptions
-from distdl_rma.layers.partitioned.loss.base import DistributedLoss, How
+from distdl_rma.layers.partitioned.loss.base import DistributedLoss
 
 
 class DistributedL1Loss(DistributedLoss, nn.L1Loss):
@@ -43,17 +39,11 @@ class DistributedL1Loss(DistributedLoss, nn.L1Loss):
 
     _function = staticmethod(F.l1_loss)
 
-    def __init__(self, P_x: Partition, reduction: How = "mean", **options: Unpack[LayerOptions]) -> None:
-        super().__init__(P_x, reduction, {}, **options)
-
 
 class DistributedMSELoss(DistributedLoss, nn.MSELoss):
     """Mean squared error: ``torch.nn.MSELoss``; otherwise as :class:`DistributedL1Loss`."""
 
     _function = staticmethod(F.mse_loss)
-
-    def __init__(self, P_x: Partition, reduction: How = "mean", **options: Unpack[LayerOptions]) -> None:
-        super().__init__(P_x, reduction, {}, **options)
 
 
 class DistributedSmoothL1Loss(DistributedLoss, nn.SmoothL1Loss):
@@ -61,21 +51,11 @@ class DistributedSmoothL1Loss(DistributedLoss, nn.SmoothL1Loss):
 
     _function = staticmethod(F.smooth_l1_loss)
 
-    def __init__(
-        self, P_x: Partition, reduction: How = "mean", beta: float = 1.0, **options: Unpack[LayerOptions]
-    ) -> None:
-        super().__init__(P_x, reduction, {"beta": beta}, **options)
-
 
 class DistributedHuberLoss(DistributedLoss, nn.HuberLoss):
     """Squared below ``delta``, linear above: ``torch.nn.HuberLoss``; as :class:`DistributedL1Loss`."""
 
     _function = staticmethod(F.huber_loss)
-
-    def __init__(
-        self, P_x: Partition, reduction: How = "mean", delta: float = 1.0, **options: Unpack[LayerOptions]
-    ) -> None:
-        super().__init__(P_x, reduction, {"delta": delta}, **options)
 
 
 class DistributedBCELoss(DistributedLoss, nn.BCELoss):
@@ -90,17 +70,6 @@ class DistributedBCELoss(DistributedLoss, nn.BCELoss):
     """
 
     _function = staticmethod(F.binary_cross_entropy)
-    _weights = ("weight",)
-
-    def __init__(
-        self,
-        P_x: Partition,
-        weight: torch.Tensor | None = None,
-        *,
-        reduction: How = "mean",
-        **options: Unpack[LayerOptions],
-    ) -> None:
-        super().__init__(P_x, reduction, {"weight": weight}, **options)
 
 
 class DistributedBCEWithLogitsLoss(DistributedLoss, nn.BCEWithLogitsLoss):
@@ -110,18 +79,6 @@ class DistributedBCEWithLogitsLoss(DistributedLoss, nn.BCEWithLogitsLoss):
     """
 
     _function = staticmethod(F.binary_cross_entropy_with_logits)
-    _weights = ("weight", "pos_weight")
-
-    def __init__(
-        self,
-        P_x: Partition,
-        weight: torch.Tensor | None = None,
-        *,
-        reduction: How = "mean",
-        pos_weight: torch.Tensor | None = None,
-        **options: Unpack[LayerOptions],
-    ) -> None:
-        super().__init__(P_x, reduction, {"weight": weight, "pos_weight": pos_weight}, **options)
 
 
 class DistributedKLDivLoss(DistributedLoss, nn.KLDivLoss):
@@ -138,32 +95,11 @@ class DistributedKLDivLoss(DistributedLoss, nn.KLDivLoss):
     _function = staticmethod(F.kl_div)
     _reductions = ("mean", "sum", "none", "batchmean")
 
-    def __init__(
-        self,
-        P_x: Partition,
-        reduction: How | Literal["batchmean"] = "mean",
-        log_target: bool = False,
-        **options: Unpack[LayerOptions],
-    ) -> None:
-        super().__init__(P_x, reduction, {"log_target": log_target}, **options)
-
 
 class DistributedPoissonNLLLoss(DistributedLoss, nn.PoissonNLLLoss):
     """Negative log likelihood of counts: ``torch.nn.PoissonNLLLoss``; as :class:`DistributedL1Loss`."""
 
     _function = staticmethod(F.poisson_nll_loss)
-
-    def __init__(
-        self,
-        P_x: Partition,
-        log_input: bool = True,
-        full: bool = False,
-        *,
-        eps: float = 1e-8,
-        reduction: How = "mean",
-        **options: Unpack[LayerOptions],
-    ) -> None:
-        super().__init__(P_x, reduction, {"log_input": log_input, "full": full, "eps": eps}, **options)
 
     def forward(self, log_input: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         """Global loss of the local shards; the first argument has torch's name."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from types import FrameType
 from typing import Any, NamedTuple
@@ -16,7 +16,7 @@ from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.layers.checks.arguments import SCALAR_TYPES
 from distdl_rma.layers.checks.gradient_origin import warn_user
 from distdl_rma.layers.dtypes import sum_dtype
-from distdl_rma.layers.ops.core.autograd import OperatorFunction, first_derivative
+from distdl_rma.layers.ops.losses import LEGACY, class_terms, divisor_of, divisor_of_classes, has_indices
 from distdl_rma.layers.split import layout as lay
 from distdl_rma.layers.split.calls.signatures import named, tensors_in
 from distdl_rma.layers.split.calls.site import Site, site_of
@@ -37,10 +37,6 @@ from distdl_rma.layers.split.operands import (
 from distdl_rma.layers.split.redistribution import all_sum, summed
 from distdl_rma.layers.split.reduction_axes import Along, with_whole
 from distdl_rma.layers.split.tensor import SplitTensor, any_cut, checked_block, composed, refused
-
-# Gathers the numbers that ranks sharing rows have for these rows.
-Gathered = Callable[[torch.Tensor], torch.Tensor]
-Weight = torch.Tensor | None
 
 
 def _reduced(
@@ -78,7 +74,6 @@ _POINTWISE = (
 )
 # Their weights have the input's shape; the mean of the first two is divided by the weights' sum.
 _OF_WEIGHTED_MEAN = F.mse_loss, F.l1_loss, F.huber_loss
-_LEGACY = "size_average", "reduce"
 # Torch broadcasts their operands, and warns.
 _BROADCASTING = *_OF_WEIGHTED_MEAN, F.smooth_l1_loss
 
@@ -96,10 +91,10 @@ def _planned(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _OneLa
     warned, x = raise_as_torch(func, args, kwargs), args[0]
     layout, reduction = x._layout, kwargs.get("reduction", "mean")
     ranks = lay.line(layout, [g for g, axis in enumerate(layout.axes) if axis is not None])
-    counts = {"mean": math.prod(layout.shape), "batchmean": layout.shape[0]}
+    divisor = None if reduction in ("none", "sum") else divisor_of(reduction, layout.shape)
     if reduction != "none":
         layout = lay.replicated(layout.partition, ())
-    return _OneLayout(warned, _on_block(reduction, x._local), counts.get(reduction), ranks, layout)
+    return _OneLayout(warned, _on_block(reduction, x._local), divisor, ranks, layout)
 
 
 def _of_one_layout(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> SplitTensor | None:
@@ -113,7 +108,7 @@ def _of_one_layout(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         blocks.append(block)
         key.append(block.dtype)
     for name, value in kwargs.items():
-        if value.__class__ not in SCALAR_TYPES or (name in _LEGACY and value is not None):
+        if value.__class__ not in SCALAR_TYPES or (name in LEGACY and value is not None):
             return None
     if layout is None or not layout.cut_dims:
         return None
@@ -154,10 +149,8 @@ def pointwise_loss(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     site = site_for(func, *operands)
     x, given = as_blocks(site, (x, given), result)
     y = func(x, **{**given, "reduction": _on_block(reduction, x)})
-    count: Any = math.prod(result.shape)
-    if reduction == "batchmean":
-        count = result.shape[0]
-    elif reduction == "mean" and func in (F.mse_loss, F.l1_loss) and given.get("weight") is not None:
+    count: Any = divisor_of(reduction, result.shape)
+    if reduction == "mean" and func in (F.mse_loss, F.l1_loss) and given.get("weight") is not None:
         count = given["weight"].sum()
     return _reduced(site, y, result, reduction, count)
 
@@ -214,7 +207,7 @@ def class_loss(call: Call, site: Site, x: Any, target: Any, weight: Any, **given
     dim = 0 if len(shape := x.shape) == 1 else 1
     if not any_cut(x, target) or not shape[dim]:
         return on_whole_tensors(*call)
-    of_indices = not _of_probabilities(func, target)
+    of_indices = has_indices(func, target)
     if not (of_indices or isinstance(x, SplitTensor)):
         layout = common_layout(func, [x, target])
         x = SplitTensor(as_part(site, x, layout, layout), layout)
@@ -224,141 +217,41 @@ def class_loss(call: Call, site: Site, x: Any, target: Any, weight: Any, **given
         wide = lay.reordered(rows, [*order[:dim], None, *order[dim:]])
         layout = uncut(wide, {dim: x.shape[dim]})
         x = SplitTensor(as_part(site, x, layout, layout), layout)
-    layout = x._layout
+    layout, scores, dtype = x._layout, checked_block(x), None
     rows = lay.reordered(lay.whole(layout, (dim,)), [d for d in range(len(layout.shape)) if d != dim])
     weight = None if weight is None else as_whole(site, weight, layout, "weight")
-    if dim in layout.axes:
-        return _over_split_classes(func, site, x, target, weight, rows, dim, given, reduction)
-    scores = checked_block(x)
-    truth = as_part(site, target, rows if of_indices else layout, rows, 1)
-    extra = {} if weight is None else {"weight": weight}
-    y = func(scores, truth, **extra, **given, reduction=_on_block(reduction, scores))
-    return _reduced(site, y, rows, reduction, _count(truth, weight, given, rows, of_indices))
-
-
-def _of_probabilities(func: Any, target: torch.Tensor) -> bool:
-    return target.is_floating_point() and func is F.cross_entropy
-
-
-def _count(
-    truth: torch.Tensor, weight: Weight, given: Mapping[str, Any], rows: Decomposition, of_indices: bool
-) -> float | torch.Tensor:
-    if not of_indices:
-        return math.prod(rows.shape)
-    counted = truth != given["ignore_index"]
-    if weight is None:
-        return torch.sum(counted)
-    return torch.sum(weight[torch.where(counted, truth, 0).long()] * counted)
-
-
-class _CrossEntropy(OperatorFunction):
-    # Terms of cross entropies by this rank's classes, from the share of each class in its row.
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: torch.Tensor,
-        share: torch.Tensor,
-        dim: int,
-        read: Weight,
-        counted: Weight,
-        gathered: Gathered,
-    ) -> torch.Tensor:
-        # A block without classes has no place in the gathered tensor.
-        mine = torch.cat([x.logsumexp(dim, True), share.sum(dim, True)], dim) if x.shape[dim] else x
-        logs, shares = gathered(mine).unflatten(dim, (-1, 2)).unbind(dim + 1)
-        whole = logs.logsumexp(dim, True)
-        # As in torch, the logarithms of all shares of a row with an infinite score are NaN.
-        whole = torch.where(whole == torch.inf, torch.nan, whole)
-        ctx.save_for_backward(x, share, whole, shares.sum(dim, True), counted)
-        ctx.dim = dim
-        terms = share * (whole - x)
-        return (terms if read is None else torch.where(read, terms, 0)).sum(dim)
-
-    @staticmethod
-    @first_derivative
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
-        # All ranks of a row have its gradient, so this is local.
-        x, share, whole, total, counted = ctx.saved_tensors
-        gradient, away = gradient.unsqueeze(ctx.dim), whole - x
-        of_share = gradient * away if ctx.needs_input_grad[1] else None
-        slope = total * (-away).exp() - share
-        of_x = gradient * slope
-        if counted is not None:
-            # Ignored rows get zeros, also in a mean over no row.
-            of_x = torch.where(counted | (slope != 0), of_x, 0)
-        return of_x, of_share, None, None, None, None
-
-
-def class_terms(
-    func: Any,
-    x: torch.Tensor,
-    truth: torch.Tensor,
-    weight: torch.Tensor | None,
-    layout: Decomposition,
-    dim: int,
-    gathered: Gathered,
-    ignore_index: int = -100,
-    label_smoothing: float = 0.0,
-) -> torch.Tensor:
-    """This rank's classes' contributions to the terms of ``cross_entropy`` or ``nll_loss``, one for each row.
-
-    Their sum over the ranks that share rows is the loss of the rows. ``x`` is the block of scores, with
-    classes along ``dim``; ``truth`` are indices, equal on these ranks, or probabilities of this rank's
-    classes. ``gathered`` returns the two numbers for each row of all these ranks. Blocking in the forward,
-    local in the backward.
-    """
-    start, stop = layout.box(layout.partition.me).bounds[dim]
-    shape = [-1 if d == dim else 1 for d in range(x.dim())]
-    of_indices, read, counted = not _of_probabilities(func, truth), None, None
-    even = label_smoothing / layout.shape[dim]
-    if of_indices:
-        truth = truth.unsqueeze(dim)
-        counted = truth != ignore_index
-        chosen = counted & (truth == torch.arange(start, stop).view(shape))
-        share = chosen.to(x.dtype)
-        # As in torch, ignored rows are not read, and of others only the chosen class.
-        read = counted if label_smoothing else chosen
-        if label_smoothing:
-            share = (1 - label_smoothing) * share + even * counted.to(x.dtype)
-    else:
-        share = truth.to(x.dtype) * (1 - label_smoothing) + even
-    if weight is not None:
-        share = share * weight[start:stop].view(shape)
-    if func is F.nll_loss:
-        products = share * x
-        return -(products if read is None else torch.where(read, products, 0)).sum(dim)
-    terms: torch.Tensor = _CrossEntropy.apply(x, share, dim, read, counted, gathered)
-    return terms
-
-
-def _over_split_classes(
-    func: Any,
-    site: Site,
-    x: SplitTensor,
-    target: torch.Tensor,
-    weight: torch.Tensor | None,
-    rows: Decomposition,
-    dim: int,
-    given: Mapping[str, Any],
-    reduction: str,
-) -> SplitTensor:
-    # Scores stay cut: each rank adds the terms of its classes.
-    layout, scores = x._layout, checked_block(x)
-    wide = scores.to(sum_dtype(scores.dtype))
-    along, of_indices = Along(site, wide, layout, (dim,)), not _of_probabilities(func, target)
     truth = as_part(site, target, rows if of_indices else layout, layout, 1)
-    classes = layout.shape[dim]
-    if of_indices and bool(((truth != given["ignore_index"]) & ((truth < 0) | (truth >= classes))).any()):
-        raise IndexError(f"{name_of(func)}: a target is not among {classes} classes")
-    gathered = partial(along.together, what="sums over classes", each=2)
-    terms = class_terms(func, wide, truth, weight, layout, dim, gathered, **given)
+    along = Along(site, scores, layout, (dim,))
+    if along.cut:
+        dtype, y = scores.dtype, _terms_of_cut_classes(func, along, truth, weight, given)
+        y = along.summed(y).to(dtype) if reduction == "none" else y
+    else:
+        extra = {} if weight is None else {"weight": weight}
+        y = func(scores, truth, **extra, **given, reduction=_on_block(reduction, scores))
     if reduction == "none":
-        return SplitTensor(all_sum(site, terms, layout, along.cut).to(scores.dtype), rows)
-    count = _count(truth, weight, given, rows, of_indices)
-    if isinstance(count, torch.Tensor) and layout.partition.index_of(layout.partition.me)[along.cut[0]]:
-        # Only the first of the ranks that share rows counts them.
-        count = torch.zeros_like(count)
-    return _reduced(site, terms, layout, reduction, count, scores.dtype)
+        return SplitTensor(y, rows)
+    count: Any = math.prod(rows.shape)
+    if of_indices:
+        count = divisor_of_classes(truth, weight, given["ignore_index"])
+        if along.ranks[0] != layout.partition.me:
+            # Only the first of the ranks that share rows counts them.
+            count = torch.zeros_like(count)
+    return _reduced(site, y, layout, reduction, count, dtype)
+
+
+def _terms_of_cut_classes(
+    func: Any, along: Along, truth: torch.Tensor, weight: torch.Tensor | None, given: Mapping[str, Any]
+) -> torch.Tensor:
+    # What the classes of this rank add to the terms of its rows; scores stay where they are.
+    layout, (dim,) = along.layout, along.dims
+    classes = layout.shape[dim]
+    wrong = (truth != given["ignore_index"]) & ((truth < 0) | (truth >= classes))
+    # Torch's function, which would raise this, does not see all classes.
+    if has_indices(func, truth) and bool(wrong.any()):
+        raise IndexError(f"{name_of(func)}: a target is not among {classes} classes")
+    scores, gathered = along.local, partial(along.together, what="sums over classes", each=2)
+    wide = scores.to(sum_dtype(scores.dtype))
+    return class_terms(func, wide, truth, weight, layout, dim, gathered, **given)
 
 
 @checked_rule("loss", F.multi_margin_loss, F.multilabel_margin_loss)
@@ -395,7 +288,7 @@ def finished(y: Any, **how: Any) -> Any:
 def _reduction_of(given: dict[str, Any]) -> str:
     # Removes the reduction from the arguments, also in its deprecated forms.
     reduction: str = given.pop("reduction")
-    average, reduce = (given.pop(name, None) for name in _LEGACY)
+    average, reduce = (given.pop(name, None) for name in LEGACY)
     if average is None and reduce is None:
         return reduction
     return "none" if reduce is False else "sum" if average is False else "mean"

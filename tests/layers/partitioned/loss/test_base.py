@@ -5,23 +5,17 @@ import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
-from distdl_rma import Machine, MismatchError, ShapeError, UnsupportedError, layers, zero_volume_tensor
+from distdl_rma import MismatchError, ShapeError, UnsupportedError, layers, zero_volume_tensor
 from distdl_rma.layers import (
     DistributedBCELoss,
     DistributedCrossEntropyLoss,
+    DistributedKLDivLoss,
     DistributedMSELoss,
     DistributedPoissonNLLLoss,
 )
-from distdl_rma.layers.ops.core.movement import CallSite
-from distdl_rma.layers.partitioned.loss.base import (
-    DistributedLoss,
-    LossSums,
-    Totals,
-    autocast_dtype,
-    result_dtype,
-)
+from distdl_rma.layers.partitioned.loss.base import DistributedLoss, autocast_dtype, result_dtype
 from tests.fuzz.loss import CLASSES, ELEMENTWISE, check
-from tests.layers.partitioned.same_error import refused
+from tests.layers.partitioned.same_error import refused, same_error
 from tests.layers.partitioned.sequential import agree, shard
 from tests.matrix import check_each, over_seeds
 
@@ -162,9 +156,6 @@ def test_a_loss_is_a_few_lines(P_world, comm):
     class DistributedSoftMarginLoss(DistributedLoss, nn.SoftMarginLoss):
         _function = staticmethod(F.soft_margin_loss)
 
-        def __init__(self, P_x, reduction="mean", **options):
-            super().__init__(P_x, reduction, {}, **options)
-
     x, target = torch.randn(5, 3, dtype=torch.float64), torch.ones(5, 3, dtype=torch.float64)
     P_x = P_world.create_cartesian_topology_partition((comm.size, 1))
     agree(DistributedSoftMarginLoss(P_x)(shard(P_x, x), shard(P_x, target)), nn.SoftMarginLoss()(x, target))
@@ -179,21 +170,24 @@ def test_autocast_is_torchs_and_losses_of_complex_numbers_are_real(comm):
 
 @pytest.mark.mpi(min_size=2)
 def test_numbers_that_differ_within_a_group_reach_all(P_world, comm):
-    def refuse(problem, alike):
-        return ShapeError(f"{problem or 'none'}, {alike}")
+    loss = DistributedKLDivLoss(P_world.create_cartesian_topology_partition((1, comm.size)), "batchmean")
 
-    sums = LossSums(CallSite(Machine.of(P_world), "numbers"), P_world, "", refuse)
-    everyone = P_world.ranks
-    mine = everyone[:2] if comm.rank in everyone[:2] else everyone[2:]
-    totals = sums.allreduce(1.5 * comm.rank, 2.0, "", "float32", mine[0], mine)
-    numbers = sum(group[0] for group in (everyone[:2], everyone[2:]) if group)
-    assert totals == Totals(1.5 * sum(everyone), 2.0 * comm.size, numbers)
-    differ = sums.allreduce(0.0, 0.0, "", "", comm.rank, mine)
-    assert differ.numbers_by_rank == {rank: rank for rank in everyone}
-    # The problem of a rank without a number is raised on all ranks.
-    problem = "it is broken" if comm.rank == 1 else ""
-    with pytest.raises(ShapeError, match=problem or "none"):
-        sums.allreduce(0.0, 0.0, problem, "", 0 if problem else 3, mine)
-    assert not sums.allreduce(0.0, 0.0, "", "", 3, mine).numbers_by_rank
-    # In its upper half alone.
-    assert sums.allreduce(0.0, 0.0, "", "", 3 + (comm.rank << 20), mine).numbers_by_rank
+    def of_rows(rows):
+        return lambda: loss(torch.zeros(rows, 1), torch.zeros(rows, 1))
+
+    assert of_rows(2)() == 0
+    same_error(comm, of_rows(2 + (comm.rank == 1)), ShapeError, "ranks 0 and 1 share .* sizes 2 and 3")
+    # A problem of a rank without a number comes first.
+    broken = (lambda: loss(None, torch.zeros(3, 1))) if comm.rank == 1 else of_rows(2)
+    same_error(comm, broken, ShapeError, "rank 1: input is of type NoneType")
+    # In the upper half of the number alone.
+    same_error(comm, of_rows(2 + (comm.rank << 20)), ShapeError, "sizes 2 and 1048578")
+    assert of_rows(2)() == 0
+
+
+@pytest.mark.mpi(min_size=4)
+def test_numbers_of_different_groups_may_differ(P_world, comm):
+    P_x = P_world.create_partition_inclusive(range(4)).create_cartesian_topology_partition((2, 2))
+    loss, x = DistributedKLDivLoss(P_x, "batchmean"), torch.ones(3 + (P_world.rank > 1), 2)
+    # 7 rows of 4 terms, each 1 * (log(1) - 1).
+    assert loss(x, x) == -4
