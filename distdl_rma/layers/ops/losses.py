@@ -15,7 +15,7 @@ Both the loss layers, whose parts need not form a grid, and the rules of split t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import prod
 from typing import Any
 
@@ -64,28 +64,31 @@ def class_terms(
     layout: Decomposition,
     dim: int,
     gathered: Gathered,
-    ignore_index: int = -100,
-    label_smoothing: float = 0.0,
+    given: Mapping[str, Any],
 ) -> torch.Tensor:
     """This rank's classes' contributions to the terms of ``cross_entropy`` or ``nll_loss``, one for each row.
 
     Their sum over the ranks that share rows is the loss of the rows. ``x`` is the block of scores, with
     classes along ``dim``; the target has indices, equal on these ranks, or probabilities of this rank's
-    classes. ``gathered`` returns the two numbers for each row of all these ranks. Blocking in the forward,
-    local in the backward.
+    classes. ``gathered`` returns the two numbers for each row of all these ranks. ``given`` are the other
+    arguments, such as ``ignore_index``. Blocking in the forward, local in the backward.
 
     Both losses are sums over classes of a share and a score. So a target of class 2 in a row of which this
     rank has classes 2 and 3 is the shares (1, 0) here and zeros elsewhere; smoothing and weights change the
     shares alone.
+
+    A target that fits no class raises torch's error, but only after the ranks have gathered: the others may
+    have no such target, and would wait.
     """
+    ignore_index, label_smoothing = given["ignore_index"], given.get("label_smoothing", 0.0)
     start, stop = layout.box(layout.partition.me).bounds[dim]
     shape = [-1 if d == dim else 1 for d in range(x.dim())]
     read, counted = None, None
     even = label_smoothing / layout.shape[dim]
     if has_indices(function, target):
-        target = target.unsqueeze(dim)
-        counted = target != ignore_index
-        chosen = counted & (target == torch.arange(start, stop).view(shape))
+        indices = target.unsqueeze(dim)
+        counted = indices != ignore_index
+        chosen = counted & (indices == torch.arange(start, stop).view(shape))
         share = chosen.to(x.dtype)
         # As in torch, ignored rows are not read, and of others only the chosen class.
         read = counted if label_smoothing else chosen
@@ -95,11 +98,28 @@ def class_terms(
         share = target.to(x.dtype) * (1 - label_smoothing) + even
     if weight is not None:
         share = share * weight[start:stop].view(shape)
+    terms: torch.Tensor
     if function is F.nll_loss:
         products = share * x
-        return -(products if read is None else torch.where(read, products, 0)).sum(dim)
-    terms: torch.Tensor = _CrossEntropy.apply(x, share, dim, read, counted, gathered)
+        terms = -(products if read is None else torch.where(read, products, 0)).sum(dim)
+    else:
+        terms = _CrossEntropy.apply(x, share, dim, read, counted, gathered)
+    _check_targets(function, x.new_zeros(1, layout.shape[dim]), target, weight, given)
     return terms
+
+
+def _check_targets(
+    function: Any, row: torch.Tensor, target: torch.Tensor, weight: Weight, given: Mapping[str, Any]
+) -> None:
+    # torch's function checks a target against all classes, and no rank has the scores of all. So it gets one
+    # row of zeros, with an invalid target if there is one.
+    if target.is_floating_point():
+        few = row.to(target.dtype)
+    else:
+        wrong = (target != given["ignore_index"]) & ((target < 0) | (target >= row.numel()))
+        few = (target[wrong] if bool(wrong.any()) else target).flatten()[:1]
+    weight = None if weight is None else weight.detach().to(row.dtype)
+    function(row[: len(few)], few, reduction="sum", weight=weight, **given)
 
 
 class _CrossEntropy(OperatorFunction):

@@ -95,29 +95,17 @@ class _ClassLoss(DistributedLoss):
 
     def _sums_of(self, input: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, float]:
         # The backward of torch's kernel needs contiguous scores.
-        x, plan = input.contiguous(), None if self.agreement is None else self.agreement.last
-        classes = (x if plan is None else plan.scores).shape[self._dim]
-        terms = super()._sums_of(x, target)[0] if plan is None else self._terms_of(plan, x, target)
-        if target.is_floating_point():
-            rows = prod(n for d, n in enumerate(x.shape) if d != self._dim)
-            return terms, rows if classes else 0
-        return terms, float(divisor_of_classes(target, self.weight, self.arguments["ignore_index"]))
-
-    def _terms_of(self, plan: _CutClasses, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        # Sum of the terms of this rank's classes; blocking. Raises what torch would raise for whole scores.
-        function, given, weight = type(self)._function, self.arguments, self.weight
-        terms = class_terms(function, x, target, weight, plan.scores, self._dim, plan.gathered, **given)
-        # torch checks a target against all classes: pass it one row, with an invalid target if there is one.
-        row = x.new_zeros(1, plan.scores.shape[self._dim])
-        if target.is_floating_point():
-            few = row.to(target.dtype)
+        x, given, dim = input.contiguous(), self.arguments, self._dim
+        plan = None if self.agreement is None else self.agreement.last
+        if plan is None:
+            terms, classes = super()._sums_of(x, target)[0], x.shape[dim]
         else:
-            wrong = (target < 0) | (target >= row.numel())
-            wrong &= target != given["ignore_index"]
-            few = (target[wrong] if bool(wrong.any()) else target).flatten()[:1]
-        weight = None if weight is None else weight.to(x.dtype)
-        function(row[: len(few)], few, reduction="sum", weight=weight, **given)
-        return terms.sum()
+            whole, classes = plan.scores, plan.scores.shape[dim]
+            each = class_terms(type(self)._function, x, target, self.weight, whole, dim, plan.gathered, given)
+            terms = each.sum()
+        if target.is_floating_point():
+            return terms, prod(n for d, n in enumerate(x.shape) if d != dim) if classes else 0
+        return terms, float(divisor_of_classes(target, self.weight, given["ignore_index"]))
 
     def _alike(self, input: torch.Tensor, target: torch.Tensor) -> str:
         alike = super()._alike(input, target)

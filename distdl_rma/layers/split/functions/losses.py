@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from types import FrameType
 from typing import Any, NamedTuple
@@ -20,7 +20,7 @@ from distdl_rma.layers.ops.losses import LEGACY, class_terms, divisor_of, diviso
 from distdl_rma.layers.split import layout as lay
 from distdl_rma.layers.split.calls.signatures import named, tensors_in
 from distdl_rma.layers.split.calls.site import Site, site_of
-from distdl_rma.layers.split.calls.table import Call, name_of, rule
+from distdl_rma.layers.split.calls.table import Call, rule
 from distdl_rma.layers.split.calls.torch_errors import Warned, checked_rule, raise_as_torch
 from distdl_rma.layers.split.functions.shapes import frozen, uncut
 from distdl_rma.layers.split.operands import (
@@ -223,7 +223,10 @@ def class_loss(call: Call, site: Site, x: Any, target: Any, weight: Any, **given
     truth = as_part(site, target, rows if of_indices else layout, layout, 1)
     along = Along(site, scores, layout, (dim,))
     if along.cut:
-        dtype, y = scores.dtype, _terms_of_cut_classes(func, along, truth, weight, given)
+        # Scores stay where they are: this rank adds what its classes contribute to the terms of its rows.
+        dtype, exact = scores.dtype, scores.to(sum_dtype(scores.dtype))
+        gathered = partial(along.together, what="sums over classes", each=2)
+        y = class_terms(func, exact, truth, weight, layout, dim, gathered, given)
         y = along.summed(y).to(dtype) if reduction == "none" else y
     else:
         extra = {} if weight is None else {"weight": weight}
@@ -237,21 +240,6 @@ def class_loss(call: Call, site: Site, x: Any, target: Any, weight: Any, **given
             # Only the first of the ranks that share rows counts them.
             count = torch.zeros_like(count)
     return _reduced(site, y, layout, reduction, count, dtype)
-
-
-def _terms_of_cut_classes(
-    func: Any, along: Along, truth: torch.Tensor, weight: torch.Tensor | None, given: Mapping[str, Any]
-) -> torch.Tensor:
-    # What the classes of this rank add to the terms of its rows; scores stay where they are.
-    layout, (dim,) = along.layout, along.dims
-    classes = layout.shape[dim]
-    wrong = (truth != given["ignore_index"]) & ((truth < 0) | (truth >= classes))
-    # Torch's function, which would raise this, does not see all classes.
-    if has_indices(func, truth) and bool(wrong.any()):
-        raise IndexError(f"{name_of(func)}: a target is not among {classes} classes")
-    scores, gathered = along.local, partial(along.together, what="sums over classes", each=2)
-    wide = scores.to(sum_dtype(scores.dtype))
-    return class_terms(func, wide, truth, weight, layout, dim, gathered, **given)
 
 
 @checked_rule("loss", F.multi_margin_loss, F.multilabel_margin_loss)
