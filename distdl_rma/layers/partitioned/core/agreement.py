@@ -2,6 +2,21 @@
 
 Each rank sends facts about its inputs (``InputFacts``), and all ranks derive the same plan from the facts of
 all. Errors are equal on all ranks of the layer, and on ranks outside that wait for its backward.
+
+A plain shard says nothing about those of other ranks. Without an agreement, a rank whose last batch is
+smaller would send fewer bytes than its neighbour waits for: a hang, or old data in silence. So no call goes
+without one, and most calls hide it behind their computation::
+
+    rank 0    begin: send id 3    start on plan 3 .... compute ....    settle: all sent 3    finish
+    rank 1    begin: send id 3    start on plan 3 .... compute ....    settle: all sent 3    finish
+
+If one rank's facts are new, it sends id 0, the ids differ on all ranks, and all exchange their facts::
+
+    rank 0    begin: send id 3    start on plan 3 ....    settle: ids differ, rows, void 3    start on plan 4
+    rank 1    begin: send id 0    no guess ...........    settle: ids differ, rows, void 3    start on plan 4
+
+Ids stand for facts because all ranks number new combinations of facts in the same order (``PlanCache``). A
+hash of the facts in place of an id would do for equal shards, but says nothing of the facts of others.
 """
 
 from __future__ import annotations
@@ -91,10 +106,16 @@ def static_shapes(place: Machine | Partition) -> Iterator[None]:
 
 
 class Plan(Protocol):
-    """Result that a layer derives from the facts of all its ranks."""
+    """Result that a layer derives from the facts of all its ranks, usually an operation with its memory.
+
+    Plans are kept and used again. So a plan depends on shapes, types and arguments, never on values.
+    """
 
     def void(self) -> None:
-        """Void the exchange that some ranks may have started on this plan."""
+        """Void the exchange that some ranks may have started on this plan; all ranks call it together.
+
+        What has been sent stays sent: the plan counts one more epoch, so that nobody takes it for new data.
+        """
 
 
 P = TypeVar("P", bound=Plan)
@@ -135,6 +156,11 @@ class ShapeAgreement(Generic[P]):
     ``ranks`` are the rank ids that must agree, ``inputs`` is the number of tensors that a call passes, and
     ``has_outcome`` is whether ranks outside may wait for the outcome of a call. The owner must live as long
     as this is used. It is referred to weakly: a reference cycle would free the layer and its memory late.
+
+    Always true between two calls: ``last`` is the plan of the last call, equal on all ranks, and
+    ``_last_key`` the key of this rank's facts in it. Within a call, ``begin`` comes before ``settle``, each
+    once on every rank. An error that one rank alone knows of travels as the ``problem`` of its facts, so that
+    this rank takes part in the agreement too; what it cannot send, it reports by failing the machine.
     """
 
     def __init__(
@@ -183,11 +209,13 @@ class ShapeAgreement(Generic[P]):
             self._epoch = self._consensus.start(self._title, *words)
         self.guess = self.last if self._last_key == key else None
         if proposal and self._cache[proposal].plan is not self.last:
-            # If all ranks propose this other plan, none of them has started on the last one.
+            # If all ranks propose this other plan, none of them has started on the last one. Outside of
+            # static_shapes a guess is always the last plan: all ranks void that one if they agree on another.
             self.guess = None
 
     def _is_promised(self, mine: InputFacts, row: bytes) -> bool:
-        # Whether a promise holds and this rank has kept facts; raises if its facts have changed.
+        # Whether a promise holds and this rank has kept facts; raises if its facts have changed. The promise
+        # takes the place of the comparison: this rank sends nothing, and waits for nobody to agree.
         self._recording = torch.is_grad_enabled()
         promise = promise_on(self._machine, self._recording)
         if promise is not self._promise:
@@ -213,6 +241,9 @@ class ShapeAgreement(Generic[P]):
         return True
 
     def _connect(self) -> Consensus:
+        # At the first call rather than at construction: a layer that is built but never called, such as one
+        # of a model of which a job uses half, takes no memory and waits for no rank. The title has the
+        # arguments, so that ranks that built the layer otherwise are told in this call.
         self._title = f"{self._name} (shapes, {fingerprint(self._planner().arguments_text()):014x})"
         with self._sending_errors():
             consensus = Consensus.of(self._machine.segments, self._ranks)
@@ -281,7 +312,8 @@ class ShapeAgreement(Generic[P]):
         key = digest(repr([fact.key for fact in facts.values()]).encode())
         plan = self._cache.plan(key)
         error = self._refused(facts)
-        # Some rank may have started on its guess: void that exchange before any error is raised.
+        # Some rank may have started on its guess: void that exchange before any error is raised. Otherwise
+        # its halo, which has arrived, would be taken for that of the next call.
         if self.last is not None and (error is not None or plan is not self.last):
             self.last.void()
         if error is not None:
@@ -301,6 +333,7 @@ class ShapeAgreement(Generic[P]):
         return None
 
     def _make_plan(self, facts: dict[int, InputFacts]) -> P:
+        # All ranks have the same facts here, so they all make the plan or all raise, without a message.
         try:
             for rank, fact in facts.items():
                 if fact.given != self._inputs:

@@ -1,4 +1,15 @@
-"""Arguments of layers, read as torch reads them."""
+"""Arguments of layers, read as torch reads them.
+
+A twin builds torch's layer from the arguments that the user gave it, and takes over its attributes. So
+torch's own code binds names, fills in defaults, may turn 3 into (3, 3), and refuses what it would refuse, in
+its words. A reader of our own would have to follow every version of torch::
+
+    DistributedMaxPool2d(P_x, 3, stride=2, name="pool")
+        own_options      name="pool"                                  for the distributed layer
+        by_name          kernel_size=3, stride=2                      names, by torch's signature
+        torchs_layer     nn.MaxPool2d(kernel_size=3, stride=2)        refuses, and completes
+        take_over        kernel_size, stride, padding, ...            attributes of the distributed layer
+"""
 
 from __future__ import annotations
 
@@ -32,7 +43,10 @@ class PlacedOptions(LayerOptions, total=False):
 
 
 def own_options(options: dict[str, Any]) -> dict[str, Any]:
-    """Take the options of every layer out of keyword arguments; the others are torch's."""
+    """Take the options of every layer out of keyword arguments; the others are torch's.
+
+    So ``options`` is changed. What is then left over is unknown to torch too, and ``by_name`` says so.
+    """
     return {key: options.pop(key) for key in LayerOptions.__annotations__ if key in options}
 
 
@@ -76,6 +90,10 @@ def by_name(layer: type, *arguments: Any, **given: Any) -> dict[str, Any]:
 
 def torchs_layer(layer: type, *arguments: Any, sample: Sequence[torch.Tensor] = (), **given: Any) -> Any:
     """Build the twin of the same arguments, which checks them, some only in a call: here with a sample.
+
+    Many of torch's layers take anything when they are built, and raise in the first call. A distributed layer
+    must not: there a rank may already wait for another. So such a twin is called once at construction, with
+    a tiny tensor, or with one on the device ``meta``, where calls take no memory and no time.
 
     Raises ``ArgumentError`` with torch's text and the arguments if torch raises, and ``TypeError`` as
     ``by_name``.
@@ -130,7 +148,11 @@ def check_device(kind: str, device: torch.device | str | None) -> None:
 
 
 def show_arguments_of(layer: type[nn.Module], named: Iterable[str]) -> None:
-    """Give a constructor a signature for ``help``: P_x, the arguments of the twin, and keyword ones."""
+    """Give a constructor a signature for ``help``: P_x, the arguments of the twin, and keyword ones.
+
+    The constructor itself takes ``*arguments, **options``, as it serves all layers of a family. It is
+    wrapped, not marked: layers of a family share one function, which can have one signature only.
+    """
     constructor, kinds = layer.__init__, inspect.Parameter
     first = [kinds(key, kinds.POSITIONAL_OR_KEYWORD) for key in ("self", "P_x")]
     torchs = signature_of(layer).parameters.values()

@@ -1,4 +1,13 @@
-"""Callbacks of modules: what a module says of its ranks and sizes, and users' functions in their place."""
+"""Callbacks of modules: what a module says of its ranks and sizes, and users' functions in their place.
+
+The interface document has programs ask modules for ranks and sizes, and lets a user replace an answer by a
+function. A replacement is an attribute of the instance, so that ``module.get_sizeof_tensor()`` finds it
+before the method of the class: no caller needs to know which of the two answers. The method stays reachable
+through the class, and is what an answer is checked against::
+
+    vars(module)[name]()               what the user says, in ``check_callbacks`` and in calls of the program
+    getattr(type(module), name)(module)    what is true
+"""
 
 from __future__ import annotations
 
@@ -87,7 +96,11 @@ class CallbackModule(nn.Module):
         return self.shard_nbytes
 
     def check_callbacks(self, who: str, names: Sequence[str], **sizes: int) -> None:
-        """Raise ``ConfigurationError`` if a user's callback and the module, or a size, differ."""
+        """Raise ``ConfigurationError`` if a user's callback and the module, or a size, differ.
+
+        Programs reserve memory by these sizes, and sum over these ranks: a wrong answer would be noticed far
+        from its cause, if at all. Any error of a user's function is reported so too, as it may be any code.
+        """
         for name in (*names, *sizes):
             if name not in vars(self):
                 continue
@@ -116,4 +129,5 @@ def set_callbacks(module: nn.Module, who: str, callbacks: Mapping[str, Any]) -> 
 
 
 def _plain(result: Any) -> int | list[int]:
+    # A number, or rank ids in any order: numpy's integers and sets are answers too.
     return as_int(result) if hasattr(result, "__index__") else sorted(as_int(rank) for rank in result)

@@ -1,4 +1,14 @@
-"""Facts that a rank sends about the inputs of a call before data moves, and their combination over ranks."""
+"""Facts that a rank sends about the inputs of a call before data moves, and their combination over ranks.
+
+Each rank describes its shards; the functions below derive the global tensor from all descriptions, and raise
+the same error on all ranks where there is none::
+
+    rank 0    InputFacts((3, 4) float32)  ─┐                       rank 0 : rank 1
+    rank 1    InputFacts((3, 2) float32)  ─┴─  source_of(P_x)  ->    3 x 4  |  3 x 2     of 3 x 6
+
+A row of facts is sent as JSON: it is small, it is needed only when facts change, and a rank of another
+version or with wrong facts shows readable bytes in a trace.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +33,19 @@ Trainable = tuple[int, tuple[str, ...]]
 
 
 class InputFacts(NamedTuple):
-    """Facts about one rank's inputs, weights, needed gradients and other arguments of a call."""
+    """Facts about one rank's inputs, weights, needed gradients and other arguments of a call.
+
+    A value: equal facts have equal rows and keys. Facts with a ``problem`` have no inputs, since values that
+    are no tensors have no shape; all ranks refuse the call before they look at the other facts.
+
+    Examples
+    --------
+    >>> facts = InputFacts.about([torch.zeros(2, 3)])
+    >>> facts.shape, facts.described
+    ((2, 3), '(2, 3) of torch.float32')
+    >>> InputFacts.decode(facts.encode()) == facts
+    True
+    """
 
     inputs: tuple[_Input, ...]
     needs: GradientNeeds
@@ -89,7 +111,11 @@ class InputFacts(NamedTuple):
 
     @property
     def key(self) -> tuple[object, ...]:
-        """The facts that a plan depends on."""
+        """The facts that a plan depends on.
+
+        Needed gradients are not among them: a call of an evaluation uses the plan of training, whose memory
+        would else be reserved twice.
+        """
         return self.inputs, self.weights, self.call_arguments, self.given
 
     def encode(self) -> bytes:
@@ -114,6 +140,8 @@ class InputFacts(NamedTuple):
         )
 
 
+# Input of a rank outside. Programs pass there what they have, (0,), (b, 0) or another type, which may change
+# from call to call; none of that may change the plan.
 _NOTHING: _Input = (0,), DTYPES[0]
 
 
@@ -142,7 +170,11 @@ def check_weights(dtype: torch.dtype, facts: dict[int, InputFacts]) -> None:
 
 
 def check_trainable(facts: dict[int, InputFacts]) -> None:
-    """Raise ``ProtocolError`` if a parameter is frozen on some only of the ranks that exchange gradients."""
+    """Raise ``ProtocolError`` if a parameter is frozen on some only of the ranks that exchange gradients.
+
+    The others would wait for its gradient in the backward. Parameters may differ between groups: those that
+    ranks keep for themselves are nobody else's.
+    """
     found: dict[int, tuple[int, tuple[str, ...]]] = {}
     for rank, (*_, trainable) in facts.items():
         if trainable is None:

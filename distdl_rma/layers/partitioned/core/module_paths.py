@@ -1,4 +1,16 @@
-"""Paths of modules in their models, as far as torch says when modules are put into one another."""
+"""Paths of modules in their models, as far as torch says when modules are put into one another.
+
+An error in ``down2.conv.0`` helps more than one in ``DistributedConv2d#7``. A module does not know where it
+is: torch's modules know their children only, and a layer is built before the model that contains it. So
+torch's hook, which runs whenever a module is put into another one, notes the parent here::
+
+    net.down2 = block              _parents[block]  = [(net,   "down2")]
+    block.conv = Sequential(...)   _parents[conv]   = [(block, "conv")]      path_of(layer) = "down2.conv.0"
+    Sequential(layer)              _parents[layer]  = [(conv,  "0")]
+
+Paths are for people. Ranks find each other's layers by the name, which never changes: the path of a layer may
+change as long as the program builds its model.
+"""
 
 from __future__ import annotations
 
@@ -20,6 +32,7 @@ def path_of(module: nn.Module) -> str:
     record containment; ``copy.deepcopy``, for example, does not.
     """
     keys: list[str] = []
+    # Modules may contain each other, in a circle.
     passed = {id(module)}
     while True:
         found = _parent_of(module)
@@ -47,7 +60,7 @@ def _living(module: nn.Module) -> list[tuple[nn.Module, str]]:
 
 
 def _remember(parent: nn.Module, key: str, module: nn.Module | None) -> None:
-    # torch calls this whenever a module is put into another one.
+    # torch calls this whenever a module is put into another one. Drops entries of modules that are gone.
     if module is not None:
         entries = [(weakref.ref(other), old) for other, old in _living(module)]
         _parents[module] = [*entries, (weakref.ref(parent), key)]

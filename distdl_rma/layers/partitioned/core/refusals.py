@@ -1,4 +1,16 @@
-"""Errors of a layer's call: equal on all its ranks, and on ranks outside that wait for them."""
+"""Errors of a layer's call: equal on all its ranks, and on ranks outside that wait for them.
+
+Who raises what, if rank 1 of a layer on ranks 0 to 2 passes a wrong tensor, and rank 3 holds a replica of the
+weights::
+
+    rank 0    no problem   ─┐
+    rank 1    its problem  ─┼─  facts or sums of all ranks  ─  "'conv': rank 1: ..." on ranks 0, 1 and 2
+    rank 2    no problem   ─┘                                        │
+    rank 3    waits for the outcome of the call   <──────────────────┘  one message: the same error
+
+A rank that raised alone would leave the others waiting until their timeout, with an error about the wait in
+place of its cause. Equal texts let a program catch the error, skip the batch, and go on together.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +31,7 @@ from distdl_rma.layers.ops.core.tensors import as_array, as_tensor
 from distdl_rma.segments.consensus import gather_words
 from distdl_rma.segments.machine import Machine
 
-# Maximum characters of a rank's text, and bytes of an outcome.
+# Maximum characters of a rank's text, and bytes of an outcome. An outcome has one size, as all movements.
 _LONGEST, _OUTCOME_NBYTES = 512, 1024
 # The operand of ranks that receive an outcome.
 _NO_WORDS = torch.empty(0, dtype=torch.uint8)
@@ -42,6 +54,7 @@ def gather_refusal(machine: Machine, ranks: Sequence[int], name: str, problem: s
     """Error to raise on all ranks, equal on all of them; collective over ``ranks``, blocking.
 
     ``problem`` is the error text of this rank, or empty. ``facts`` are its inputs, equal on valid ranks.
+    Called where a cheap comparison of all ranks has failed: only then do texts travel.
     """
     mine = [clipped(problem), "" if problem else clipped(facts)]
     gathered = gather_words(machine.segments, mine, f"{name} (complaints)", ranks)
@@ -59,6 +72,10 @@ class CallOutcome:
 
     One rank of the layer sends one message, which travels along a tree of nodes. The other ranks of the layer
     do not wait for the receivers. The sender waits only if they are two calls behind. Local to construct.
+
+    Ranks outside wait in the sum of gradients, whether or not the call succeeded. Without the outcome, a
+    refused batch, which the layer's ranks skip, would leave them there. The sender sends exactly one outcome
+    for each call that records gradients, and a receiver receives one before it returns from the call.
     """
 
     def __init__(self, machine: Machine, sender: int, receivers: Sequence[int], name: str) -> None:
