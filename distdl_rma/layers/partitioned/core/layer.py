@@ -1,4 +1,15 @@
-"""The base of all distributed layers: construction, names, parameters, copies, idle ranks."""
+"""The base of all distributed layers: construction, names, parameters, copies, idle ranks.
+
+A twin has two bases. The first one, a family, makes it distributed; the last one, torch's layer, makes it an
+instance of torch's class, for programs that look for ``nn.Conv2d``. Every method that acts on data is one of
+the first: torch's would compute with this rank's shard alone, and be wrong in silence::
+
+    DistributedConv2d  ->  DistributedConv  ->  ...  ->  DistributedLayer  ->  nn.Conv2d  ->  nn.Module
+                           operation, placements         this file             the class alone
+
+What identifies a layer among ranks is its name: every rank builds the same layers in the same order, so that
+the third ``DistributedConv2d`` of each is the same one. The label, a path in the model, is for people.
+"""
 
 from __future__ import annotations
 
@@ -48,6 +59,9 @@ def call_on_blocks(
     named: Mapping[str, Any],
 ) -> Any:
     """Call a layer with split tensors; returns split tensors.
+
+    A split tensor has what a layer needs, a block on a grid, and more: its layout. The layer is called on the
+    blocks as if these were plain shards, and agrees on shapes as always, so that no layer has a second path.
 
     ``partition_of`` returns the partition of an input from its number, which for ``named`` inputs goes on
     behind the others, and its dimensions. ``output`` returns, after the call, the decomposition of the output
@@ -205,7 +219,11 @@ class DistributedLayer(CallbackModule):
         return twin
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """As in torch; ``ArgumentError`` if an argument changes that operations are derived from."""
+        """As in torch; ``ArgumentError`` if an argument changes that operations are derived from.
+
+        An operation is kept for each shape of input. A stride that changed later would hold for new shapes,
+        and not for old ones.
+        """
         if name in self._shown and name not in self._changeable:
             old = vars(self).get(name, value)
             if old is not value and old != value:
@@ -228,7 +246,10 @@ class DistributedLayer(CallbackModule):
             _show_example(cls)
 
     def take_over(self, like: nn.Module) -> None:
-        """Get the arguments that torch's layer has checked; if none are listed, all are shown and kept."""
+        """Get the arguments that torch's layer has checked; if none are listed, all are shown and kept.
+
+        They go straight into the instance: ``__setattr__`` refuses later changes of these names.
+        """
         found = {key: it for key, it in vars(like).items() if key[0] != "_" and key not in vars(self)}
         vars(self).update(found)
         self._shown = self._shown or tuple(found)
@@ -254,7 +275,8 @@ class DistributedLayer(CallbackModule):
                 partition_of, output = self.partition_of, self.output_layout
                 return call_on_blocks(self.label, partition_of, self, output, inputs, named)
         before = self.nbytes_in(given)
-        # Checked in every call, since the user may set a callback at any time.
+        # Looked for in every call, since the user may set a callback at any time: one look at the dict of
+        # attributes, as the layers of most programs have no callback.
         stated = not CALLBACKS.isdisjoint(vars(self))
         if stated:
             self._check_callbacks(get_sizeof_input_tensor=before, get_sizeof_tensor=before)
@@ -265,6 +287,7 @@ class DistributedLayer(CallbackModule):
             else:
                 y = super().__call__(*inputs, **named)
         except TypeError:
+            # A call with the wrong number of arguments never reaches the forward, where others wait.
             problem = misfit(type(self).forward, self, inputs, named)
             if problem:
                 self.refuse(problem)
@@ -277,7 +300,10 @@ class DistributedLayer(CallbackModule):
         return y
 
     def refuse(self, problem: str) -> None:
-        """Raise ``ShapeError`` on all ranks of a call for wrong arguments of this rank; blocking."""
+        """Raise ``ShapeError`` on all ranks of a call for wrong arguments of this rank; blocking.
+
+        Layers whose ranks agree in each call take part in this agreement first, with the problem.
+        """
         raise ShapeError(f"{self.name!r}: rank {self.machine.rank}: {problem}")
 
     def extra_repr(self) -> str:
@@ -348,7 +374,8 @@ class DistributedLayer(CallbackModule):
     ) -> torch.Tensor:
         """Placeholder for this rank's part of an input, by default the announced one.
 
-        It takes the memory of one element, and has no elements on idle ranks.
+        It takes the memory of one element, and has no elements on idle ranks. ``connect`` plans for it as for
+        a tensor of a user, so that no other path can differ from that of a call.
         """
         known = self.announced
         if shape is None:
@@ -397,6 +424,7 @@ class DistributedLayer(CallbackModule):
 
         Ranks outside that hold replicas of the weights wait in the sum of gradients. They receive the outcome
         of each call that records gradients, in ``train()`` and in ``eval()``, but not of a recomputation.
+        Those run within a backward, in which ranks outside may recompute nothing.
         """
         placed, outcomes = self.placed, self._outcomes
         if placed is None or outcomes is None or not torch.is_grad_enabled():
@@ -443,7 +471,8 @@ class DistributedLayer(CallbackModule):
         """Apply ``fn`` as torch does, while the parameters have their global shape.
 
         So an initialisation draws the random numbers of the sequential layer on every rank. Each rank keeps
-        its part of the result.
+        its part of the result. An initialisation that reads the shape, such as Kaiming's, sees that of the
+        sequential layer too.
         """
         for child in self.children():
             child.apply(fn)
@@ -458,6 +487,7 @@ class DistributedLayer(CallbackModule):
 
 
 def _on_whole_parameters(reset: Callable[[Any], object]) -> Callable[[DistributedLayer], None]:
+    # torch's method in the place of itself: a user calls ``layer.reset_parameters()`` as ever.
     def reset_whole(layer: DistributedLayer) -> None:
         """Draw the parameters anew; every rank draws those of one machine, and keeps its part."""
         with as_whole(layer, layer.scattered):

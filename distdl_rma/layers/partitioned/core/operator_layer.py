@@ -1,4 +1,15 @@
-"""Layers that consist of an operation with parameters: enter, operation, leave."""
+"""Layers that consist of an operation with parameters: enter, operation, leave.
+
+A call of such a layer, on ranks of its partitions and on ranks outside that hold its weights::
+
+    apply_to    parameters.use      weights come from where they are kept; ranks outside stop behind this,
+      |                             and receive the outcome: ``idle_output``
+      +- enter  InputFacts.about    what this rank passes; sends an id, and does not wait
+      +- run    settle, operation   the plan of all ranks, then data; an operation may start before ``settle``
+      +- leave                      no elements outside of P_y; in a graph if that of any rank is
+
+Subclasses replace one of the three, never the order: facts of all ranks before data of any.
+"""
 
 from __future__ import annotations
 
@@ -27,6 +38,9 @@ class OperatorLayer(DistributedLayer, Generic[O]):
     Subclasses choose the operation for the inputs (``plan``). P_y is P_x if None. For a layer of several
     inputs P_x is the sequence of their partitions, and ``self.P_x`` the first one. ``others`` are partitions
     of further ranks that take part in a call.
+
+    On each rank, all calls of a layer go through ``apply_to``, wrong ones included (``refuse``): the ranks
+    count calls, and one that left out a call would meet the others in the next one, with old data.
     """
 
     _casts = False  # whether torch's autocast computes this kind of layer in a shorter type
@@ -104,7 +118,8 @@ class OperatorLayer(DistributedLayer, Generic[O]):
         problem: str = "",
     ) -> Agreement[O]:
         """Start the agreement on the inputs ``xs``; does not wait for the other ranks."""
-        # The ranks take part in a backward if any weight needs a gradient.
+        # The facts have one weight, in place of all: the ranks take part in a backward if any weight needs a
+        # gradient, so it is one that does, if there is one; and all have one type, or all ranks refuse.
         weight = None
         for each in weights:
             if weight is not None and each.dtype is not weight.dtype and not problem:
@@ -153,6 +168,7 @@ class OperatorLayer(DistributedLayer, Generic[O]):
         if self.agreement is None:
             return self.idle_output(xs[0], (*xs[1:], *weights.values()))
         if self._casts:
+            # Before the facts, so that the ranks compare the types that travel.
             first = len(xs)
             cast = autocast(*xs, *weights.values())
             xs, weights = cast[:first], dict(zip(weights, cast[first:], strict=True))  # type: ignore[assignment,arg-type]

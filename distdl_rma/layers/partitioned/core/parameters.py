@@ -1,4 +1,16 @@
-"""The parameters of a layer: how values reach the ranks that use them, and how gradients are summed."""
+"""The parameters of a layer: how values reach the ranks that use them, and how gradients are summed.
+
+A placement says where a parameter is kept and where it is used. If these are the same, nothing travels in a
+forward, and replicas sum their gradients in the backward. If not, values travel and gradients return::
+
+    "replicated"    rank 0: w    rank 1: w    rank 2: w       backward: one allreduce of all gradients
+    "root"          rank 0: w  -> rank 1  -> rank 2           forward: broadcast, backward: sum-reduce
+    shares          rank 0: b0   rank 1: b1   rank 2: b2      forward: gather, backward: reduce-scatter
+
+The sums of several replicated parameters are one message, of all their gradients behind each other: a layer's
+weight and bias cost one round. A ``GradientSync`` goes further and sums whole models in buckets; it takes the
+sums over, and a layer then only computes gradients.
+"""
 
 from __future__ import annotations
 
@@ -37,6 +49,10 @@ class Parameters:
 
     Every backward sums the gradients of replicas before it returns. Once a ``GradientSync`` takes over, the
     layer only computes gradients, and writes them to memory that the ``GradientSync`` offers.
+
+    Always true: replicas are bitwise equal after construction (``equalise``). They stay so if programs change
+    them alike, since each gets the same sum. A gradient is summed by this class or by a ``GradientSync``,
+    never by both and never by neither: ``taken_over`` decides it for all parameters of the layer at once.
     """
 
     def __init__(self, layer: nn.Module, site: CallSite, placements: Mapping[str, Placement]) -> None:
@@ -68,6 +84,7 @@ class Parameters:
     def use(self) -> dict[str, torch.Tensor]:
         """Parameters as this rank uses them in a forward; blocking if values travel."""
         kept = self._kept()
+        # One comparison of types in the usual case.
         if {*map(type, kept.values())} != {nn.Parameter}:
             self._warn_of_replaced(kept)
         if self.taken_over:
@@ -80,6 +97,7 @@ class Parameters:
             used = kept | dict(zip(summed, tensors, strict=True))
         if not self._travels:
             return used
+        # All start before the first is waited for, so that they travel together.
         requests = {}
         for key, use in self._travels.items():
             movement, values = self._movement(key, used[key].dtype, use), used[key]
@@ -125,7 +143,10 @@ class Parameters:
         return gradient if place is None else place.copy_(gradient)
 
     def sum(self, ranks: tuple[int, ...], gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Sum gradients over some of the holders; blocking. The caller owns the results."""
+        """Sum gradients over some of the holders; blocking. The caller owns the results.
+
+        They are copied out of the segment, as autograd keeps a gradient while the next sum is written there.
+        """
         machine, name = self.site
         count, dtype = sum(gradient.numel() for gradient in gradients), gradients[0].dtype
         total = self._sums.get((ranks, count, dtype))
@@ -147,7 +168,9 @@ class Parameters:
         return {key: getattr(layer, key) if own.get(key) is None else own[key] for key in self.placements}
 
     def _summed(self, kept: dict[str, torch.Tensor]) -> tuple[tuple[int, ...], dict[str, torch.Tensor]]:
-        # Ranks that sum gradients in the backward of this call, and the parameters that have some.
+        # Ranks that sum gradients in the backward of this call, and the parameters that have some. The others
+        # must have the same parameters, in the same order, so that their sums are of the same elements:
+        # ``trainable`` travels with the facts of the call, and ``check_trainable`` compares it.
         self.trainable = None
         ranks = () if self.taken_over else self.summed_over()
         if not torch.is_grad_enabled():
@@ -174,6 +197,8 @@ class Parameters:
                 )
 
     def _warn_of_replaced(self, kept: Mapping[str, torch.Tensor]) -> None:
+        # torch.func.grad of a whole model sums gradients of this layer, and none of a plain nn.Linear: half
+        # of the gradients would be those of all ranks. Once for a machine: programs do this in every step.
         machine, layer = self.site.machine, self._layer()
         if self.taken_over or machine.size == 1 or machine in _warned or not torch.is_grad_enabled():
             return

@@ -1,4 +1,14 @@
-"""Placement of a parameter: which ranks keep which box, which ranks use it, and its initial values."""
+"""Placement of a parameter: which ranks keep which box, which ranks use it, and its initial values.
+
+A parameter of shape (6, 4) on a grid of 2 x 2 ranks, of which the first dimension cuts its rows::
+
+    store, "replicated"            store, "root"              use
+    rows 0-2   rows 0-2            rows 0-2   nothing         rows 0-2   rows 0-2
+    rows 3-5   rows 3-5            rows 3-5   nothing         rows 3-5   rows 3-5
+
+Initial values are those of torch for one machine, whatever the cuts: a model starts alike on any number of
+ranks, and tests compare it with torch's. Linear layers hold no whole parameter for that: ``InitialValues``.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +34,8 @@ class Placement:
 
     Ranks with the same box in ``store`` keep replicas, whose gradients are summed; ranks outside keep none.
     ``use`` has the box that each rank needs in a forward; None if that is its box in ``store``. With ``use``
-    the values travel in every forward, and their gradients return in every backward.
+    the values travel in every forward, and their gradients return in every backward. A value, equal on all
+    ranks: who keeps and who needs what follows without a message.
     """
 
     store: Decomposition
@@ -96,6 +107,18 @@ def as_whole(layer: nn.Module, stores: Mapping[str, Decomposition]) -> Iterator[
     ``stores`` has the decomposition of each tensor, by key. At entry this rank's part is in its box, and all
     else is zero. At exit this rank keeps its box of the tensor, in the part's previous memory if its type is
     the same. The context needs memory for the whole tensors.
+
+    The parameter object stays the same, only its data changes: optimizers hold the object, and other objects
+    may share its previous memory.
+
+    Examples
+    --------
+    >>> layer, P = nn.Linear(3, 1, bias=False), Partition((0, 1), (1, 2), 0)
+    >>> store = Decomposition.balanced(P, (1, 3))  # this rank keeps two columns of three
+    >>> layer.weight.data = torch.ones(1, 2)
+    >>> with as_whole(layer, {"weight": store}):
+    ...     print(layer.weight.data)
+    tensor([[1., 1., 0.]])
     """
     parts: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
     for key, store in stores.items():
