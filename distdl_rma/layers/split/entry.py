@@ -1,4 +1,14 @@
-"""Make layouts and partitions: of blocks that the ranks pass, and of grids as users write them."""
+"""Make layouts and partitions: of blocks that the ranks pass, and of grids as users write them.
+
+Behind the door of split tensors no rank asks another for a shape: layouts say all. At the door a rank knows
+its block only, and the ranks must agree once (``agree_on_layout``)::
+
+    rank 0 passes 3 x 4, rank 1 passes 2 x 4, on a grid (2, 1)     ->     a tensor of 5 x 4, rows 3 + 2
+
+The comparison is that of layers with plain shards (``ShapeAgreement``): an id for a known combination of all
+ranks' blocks, and their rows only if ids differ. It is shorter here. The result is needed at once, so there
+is nothing to start on a guess; and no operation is planned that some rank may have to give up.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +36,11 @@ def agree_on_layout(
 ) -> Decomposition:
     """Layout of the blocks that the ranks of a partition pass to ``caller``; collective over it, blocking.
 
-    All ranks raise ``ShapeError`` if a rank has a problem with its block, or the blocks form no grid.
+    All ranks raise ``ShapeError`` if a rank has a problem with its block, or the blocks form no grid. A rank
+    with a problem sends no block, null in JSON, so that the others do not wait for it.
+
+    Plans are kept for each place of the program: a loader and a loss may pass blocks of other shapes in turn,
+    and each of them finds its own again. A program that passes the same as before costs one small message.
     """
     machine = Machine.of(partition)
     THREAD.place = None
@@ -36,6 +50,7 @@ def agree_on_layout(
     if not problem:
         block = (DTYPES.index(local.dtype), local.requires_grad, local.dim()), tuple(local.shape)
     row = json.dumps(block).encode()
+    # Three integers that are equal on all ranks if and only if all expect the same combination.
     words = number, *_ = cache.compared(row)
     consensus = Consensus.of(machine.segments, partition.ranks)
     alike = consensus.alike(f"{site.name} (shapes)", *words)
@@ -75,6 +90,14 @@ def grid_for(
     A text or a tuple cuts the last dimensions, a dict those of its letters ``N``, ``C``, ``D``, ``H`` and
     ``W``. One number of a tuple or dict may be -1, for the ranks that the others leave. A grid is on
     ``ranks``, all of the machine if None.
+
+    Examples
+    --------
+    >>> machine = Machine(MPI.COMM_WORLD)  # of two ranks
+    >>> grid_for("2x1", machine, 4).shape  # batch and channels stay whole
+    (1, 1, 2, 1)
+    >>> grid_for({"H": -1}, machine, 4).shape
+    (1, 1, 2, 1)
     """
     if isinstance(grid, Partition):
         if grid.dim != dims:
@@ -89,7 +112,8 @@ def grid_for(
             f" dimensions, got {grid!r}"
         )
     if min(shape) < 1 or prod(shape) != len(ranks):
-        # Cites the user's grid: the shape has dimensions that the user did not name.
+        # Cites the user's grid: the shape has dimensions that the user did not name. The check is of what the
+        # user wrote, before a Partition complains of numbers that the user never saw.
         raise PartitionError(
             f"grid {grid!r}: the numbers of blocks are at least 1, and their product is the number of ranks,"
             f" which is {len(ranks)}; a number of {{'H': -1, 'W': 2}} may be -1, for all ranks that the"
@@ -99,7 +123,8 @@ def grid_for(
 
 
 def _blocks(grid: Any, dims: int, ranks: int) -> tuple[int, ...] | None:
-    # The number of blocks in each dimension; None if the grid is of no known form.
+    # The number of blocks in each dimension; None if the grid is of no known form. Letters are those of
+    # torch's documents, for tensors with batch and channels: "NCDHW" in 3-D, "NCHW" in 2-D, "NCW" in 1-D.
     letters = "NC" + "DHW"[5 - dims :] if 3 <= dims <= 5 else ""
     numbers: tuple[int, ...] = ()
     if isinstance(grid, str):

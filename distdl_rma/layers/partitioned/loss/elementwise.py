@@ -1,4 +1,9 @@
-"""Losses with a term per element, of two tensors of one shape. To add one, see :class:`DistributedLoss`."""
+"""Losses with a term per element, of two tensors of one shape. To add one, see :class:`DistributedLoss`.
+
+A class is a row: torch's class gives the arguments, their checks and the state, and ``_function`` is what
+torch's forward calls with these. It is named here because the forward of torch's class would reduce as the
+user asked, to a mean of this rank's shard, while a rank needs the sum of its terms.
+"""
 
 from __future__ import annotations
 

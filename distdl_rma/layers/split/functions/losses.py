@@ -1,4 +1,19 @@
-"""Losses: terms of the blocks, then sums over the ranks; targets are whole, or cut like the input."""
+"""Losses: terms of the blocks, then sums over the ranks; targets are whole, or cut like the input.
+
+The usual call has operands of one layout and numbers as arguments. It takes a short way, ``_of_one_layout``:
+a plan is kept for the layout, types and arguments, and only the sum exchanges data. All other calls move
+their operands to one layout first::
+
+    F.mse_loss(x, y)    x, y cut alike      func(x block, y block)  ->  sum  ->  allreduce  ->  / count
+                        else                as_blocks, then the same
+                        of other shapes     broadcast, then as a call on its own
+    F.cross_entropy     rows cut            as above, for rows of all classes
+                        classes cut         ``class_terms``: two numbers for each row, no scores
+
+Every rank gets the value, so the result is replicated. Its gradient is handed on as it is by the sum over
+ranks (``layers/split/redistribution.py``): each rank computes the gradient of its block alone, without a
+message.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +62,8 @@ def _reduced(
     count: float | torch.Tensor,
     dtype: torch.dtype | None = None,
 ) -> SplitTensor:
-    # Reduces the terms of the blocks over all ranks; a count that is a tensor is this block's.
+    # Reduces the terms of the blocks over all ranks. A count that is a number is that of the whole tensor;
+    # one that is a tensor is this block's, and is summed too.
     if reduction == "none":
         return SplitTensor(y, layout)
     cut = tuple(g for g, axis in enumerate(layout.axes) if axis is not None)
@@ -62,7 +78,8 @@ def _reduced(
 
 
 def _on_block(reduction: str, x: torch.Tensor) -> str:
-    # Short dtypes are summed in a longer one.
+    # What torch's function does with its block. Short dtypes are summed in a longer one, after the function,
+    # as torch sums a whole tensor: a sum in 16 bits would be rounded once on each rank.
     return "none" if reduction == "none" or sum_dtype(x.dtype) != x.dtype else "sum"
 
 
@@ -79,7 +96,8 @@ _BROADCASTING = *_OF_WEIGHTED_MEAN, F.smooth_l1_loss
 
 
 class _OneLayout(NamedTuple):
-    # What a loss needs for operands with one layout, for given dtypes and arguments.
+    # What a loss needs for operands with one layout, for given dtypes and arguments. All of it follows from
+    # these, so that a later call with the same looks it up, and checks nothing again.
     warned: Sequence[Warned]
     how: str  # the reduction of the blocks
     divisor: int | None  # of a mean
@@ -98,7 +116,8 @@ def _planned(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _OneLa
 
 
 def _of_one_layout(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> SplitTensor | None:
-    # Only the sum exchanges data. None if layouts differ, or an argument is no number or text.
+    # Only the sum exchanges data. None if layouts differ, or an argument is no number or text. Layouts are
+    # one object if they are equal, so that ``is`` compares them.
     layout, blocks, key = None, [], [func, *kwargs.values()]
     for x in args:
         if not isinstance(x, SplitTensor) or (layout is not None and x._layout is not layout):
@@ -158,7 +177,8 @@ def pointwise_loss(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 def _broadcast_loss(
     func: Any, input: Any, target: Any, reduction: str, weight: Any = None, **others: Any
 ) -> Any:
-    # As torch composes it for equal shapes. A mean is divided by the sum of weights before broadcasting.
+    # As torch composes it for equal shapes. A mean is divided by the sum of weights before broadcasting: that
+    # of the weights as given, whatever the number of terms that each one is broadcast to.
     operands = torch.broadcast_tensors(input, target)
     if weight is None:
         return func(*operands, reduction=reduction, **others)
@@ -169,7 +189,8 @@ def _broadcast_loss(
 
 
 def _weight_not_handed_on() -> torch.Tensor | None:
-    # Torch does not pass this function's weight to overrides.
+    # Torch does not pass this function's weight to overrides: without it, a weighted loss would be that of
+    # equal weights, in silence. The call of the user's function is still on the stack, and has the argument.
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code is not F.l1_loss.__code__:
         frame = frame.f_back
@@ -183,10 +204,14 @@ def gaussian_nll_loss(x: Any, target: Any, var: Any, full: bool, eps: float, red
     variance = torch.full_like(x, var) if not isinstance(var, torch.Tensor) else var
     if variance.shape != x.shape and x.shape[:-1] == variance.shape:
         variance = variance.unsqueeze(-1)
-    if variance.shape not in (x.shape, (*x.shape[:-1], 1)):
+    # As in torch: one dimension may have extent 1 in place of that of the input.
+    unlike = [n for n, extent in zip(variance.shape, x.shape, strict=False) if n != extent]
+    if variance.dim() != x.dim() or unlike not in ([], [1]):
         raise ValueError("var is of incorrect size")
     if bool((variance < 0).any()):
         raise ValueError("var has negative entry/entries")
+    # Torch clamps a copy of the variance without recording that: below eps the gradient is as above. So adds
+    # what is missing, as a constant.
     with torch.no_grad():
         floor = (eps - variance).clamp(min=0)
     variance = variance + floor
@@ -237,7 +262,7 @@ def class_loss(call: Call, site: Site, x: Any, target: Any, weight: Any, **given
     if of_indices:
         count = divisor_of_classes(truth, weight, given["ignore_index"])
         if along.ranks[0] != layout.partition.me:
-            # Only the first of the ranks that share rows counts them.
+            # Only the first of the ranks that share rows counts them; others add nothing.
             count = torch.zeros_like(count)
     return _reduced(site, y, layout, reduction, count, dtype)
 

@@ -46,6 +46,7 @@ FORMS = {
         lambda x, y, w, p: F.binary_cross_entropy_with_logits(x, y, w, pos_weight=p),
         [SHAPE, between], [weights(*SHAPE), weights(3, 1, 1)],
     ),
+    "a variance for all channels": (F.gaussian_nll_loss, [SHAPE, SHAPE], [weights(2, 1, 5, 4)]),
     "a variance for all": (lambda x, y: F.gaussian_nll_loss(x, y, 2.0), [SHAPE, SHAPE]),
     "probabilities": (smoothed, [SHAPE, between], [weights(3)]),
     "plain probabilities": (F.cross_entropy, [SHAPE], [between]),
