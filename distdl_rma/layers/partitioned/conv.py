@@ -1,4 +1,16 @@
-"""Distributed convolutions and transposed convolutions."""
+"""Distributed convolutions and transposed convolutions.
+
+Which of three forms a layer has follows from its partitions, on (batch, channel, height, width)::
+
+    P_x (1, 1, 2, 2)                     feature-distributed: every rank has all weights, and sends halos
+    P_x (1, 2, 1, 1), P_W (2, 2, 1, 1)   channel-distributed: ranks have blocks of the weights; inputs are
+                                         broadcast along dimension 0 of P_W, partial outputs are summed along
+                                         1
+    P_x, P_y, P_W of any grid            both at once
+
+The layer checks arguments and places weights. Everything else, schedules included, is the operation's
+(``layers/ops/conv``), which split tensors use too.
+"""
 
 from __future__ import annotations
 
@@ -87,7 +99,8 @@ class ConvolutionLayer(OperatorLayer[O], _ConvNd):
         blocks = workers.blocks() if of_weight else workers.bias(self.out_channels)
         if users is workers.grid:
             return block_placement(blocks, pattern)
-        # In a transposed convolution the owners of the output add the bias; they may be on other ranks.
+        # In a transposed convolution the owners of the output add the bias, after the sum of partial outputs:
+        # a bias in each of these would be added several times. The owners may be on other ranks.
         channels = Balanced(self.out_channels, users.shape[1])
         use = Decomposition(users, (channels,), tuple(0 if d == 1 else None for d in range(users.dim)))
         return Placement(block_placement(blocks, pattern).store, use)
@@ -96,7 +109,11 @@ class ConvolutionLayer(OperatorLayer[O], _ConvNd):
 def partitions_among(
     layer: type, dims: int, positional: Sequence[Any], named: dict[str, Partition | None]
 ) -> tuple[Partition | None, Partition | None, tuple[Any, ...]]:
-    """P_y and P_W, None if not given, and the positional arguments behind P_x, P_y and P_W."""
+    """P_y and P_W, None if not given, and the positional arguments behind P_x, P_y and P_W.
+
+    Partitions are found by their type, so that ``(P_x, 3, 8, 3)`` and ``(P_x, P_y, P_W, 3, 8, 3)`` are both
+    in torch's order behind the partitions.
+    """
     kind, (P_x, *others) = layer.__name__, positional
     count = next((i for i, a in enumerate(others) if not isinstance(a, Partition)), len(others))
     if count > 2:
@@ -115,7 +132,7 @@ def partitions_among(
 
 
 def _check(kind: str, like: Any, dims: int) -> None:
-    # Torch checks most of this in the first call only.
+    # Torch checks most of this in the first call only, where ranks wait for each other.
     if min(like.in_channels, like.out_channels) < 1:
         raise ArgumentError(f"{kind}: needs channels, got {like.in_channels} in and {like.out_channels} out")
     for key in ("kernel_size", "stride", "dilation", "padding", "output_padding"):

@@ -1,4 +1,21 @@
-"""Layers that move tensors between ranks, and may sum or concatenate them."""
+"""Layers that move tensors between ranks, and may sum or concatenate them.
+
+Four ranks on a grid of 2 x 2, with parts a, b, c and d of a tensor. Each layer has its adjoint as backward::
+
+    layer                        before      after                                      adjoint
+    Repartition to (4, 1)        a b         rows 1, 2, 3, 4 of the tensor              Repartition back
+                                 c d
+    AllGather along axis 1       a b         ab ab                                      sums and scatters
+                                 c d         cd cd
+    ReduceScatter along axis 1   a b         first and second half of a + b             AllGather
+                                 c d         first and second half of c + d
+    AllSumReduce along axis 1    a b         a+b a+b                                    itself
+                                 c d         c+d c+d
+    SumReduce to one rank        a b c d     a+b+c+d                                    Broadcast
+
+The first three move blocks of one tensor, so that shards must form a grid. The last two, and Broadcast, move
+*subtensors*: each rank has a tensor of its own, and only those that are summed must be alike.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +60,10 @@ Axes = int | Iterable[int]
 
 
 class MovementLayer(OperatorLayer[M]):
-    """A layer that moves data from P_x to P_y; ``preserve_batch`` as in :class:`Repartition`."""
+    """A layer that moves data from P_x to P_y; ``preserve_batch`` as in :class:`Repartition`.
+
+    Its results are new memory, also where nothing moves: a layer after it may change them in place.
+    """
 
     def __init__(
         self,
@@ -70,7 +90,10 @@ class MovementLayer(OperatorLayer[M]):
 
 
 class LayerAlongAxes(MovementLayer[StagedMove]):
-    """A movement among ranks of P_x that differ only in the grid dimensions ``axes``, which are sorted."""
+    """A movement among ranks of P_x that differ only in the grid dimensions ``axes``, which are sorted.
+
+    Subclasses name the argument for ``axes`` as the documents do; each has the other one, ``axes_keep``, too.
+    """
 
     _argument: ClassVar[str]
     _shown = ("axes",)
@@ -87,7 +110,14 @@ class LayerAlongAxes(MovementLayer[StagedMove]):
 
 
 def chosen_axes(kind: str, P: Partition, what: str, axes: Axes | None, keep: Axes | None) -> tuple[int, ...]:
-    """Grid dimensions ``axes``, or all except ``keep``; sorted."""
+    """Grid dimensions ``axes``, or all except ``keep``; sorted.
+
+    Examples
+    --------
+    >>> P = Partition(tuple(range(8)), (2, 2, 2), 0)
+    >>> chosen_axes("AllGather", P, "axes", -1, None), chosen_axes("AllGather", P, "axes", None, keep=-1)
+    ((2,), (0, 1))
+    """
     given = axes if keep is None else keep
     if given is None or (axes is not None and keep is not None):
         raise ArgumentError(f"{kind}: give either {what} or axes_keep, got {what}={axes}, axes_keep={keep}")
@@ -304,6 +334,8 @@ class HaloExchange(MovementLayer[data_movement.HaloExchange]):
 
 
 def _pairs(kind: str, width: int | Iterable[int | Iterable[int]], dims: int) -> tuple[tuple[int, int], ...]:
+    # Left and right of each spatial dimension: of 1 in two dimensions, ((1, 1), (1, 1)); of [1, (0, 2)],
+    # ((1, 1), (0, 2)). All that is not of this form has one error, which says the form.
     widths: Any = list(width) if isinstance(width, Iterable) else [width] * dims
     try:
         pairs = [(each, each) if not isinstance(each, Iterable) else tuple(each) for each in widths]
@@ -319,6 +351,8 @@ def _pairs(kind: str, width: int | Iterable[int | Iterable[int]], dims: int) -> 
 
 
 class _OfSubtensors(MovementLayer[StagedMove]):
+    # A movement of subtensors: tensors of the ranks that need not be blocks of one tensor. If they are, the
+    # output is one too, and so has a layout for split tensors.
     # Dimensions of P_x along which subtensors are summed.
     axes: tuple[int, ...] = ()
 
@@ -326,6 +360,7 @@ class _OfSubtensors(MovementLayer[StagedMove]):
         """Subtensors as blocks of one tensor, or their shapes by rank if they form none; and their type."""
         P_x, dtype = self.P_x, input_dtype(self.P_x, facts)
         shapes = {rank: facts[rank].shape for rank in P_x.ranks}
+        # If only summed dimensions have several ranks, equal shapes are copies in place of blocks.
         one = all(extent == 1 or d in self.axes for d, extent in enumerate(P_x.shape))
         if one and len(set(shapes.values())) == 1:
             return Decomposition.replicated(P_x, shapes[P_x.ranks[0]]), dtype
@@ -341,7 +376,8 @@ class _OfSubtensors(MovementLayer[StagedMove]):
 
 
 class _Between(_OfSubtensors):
-    # Movement between groups of ranks and one rank for each group.
+    # Movement between groups of ranks and one rank for each group. A broadcast is the sum with its ends
+    # exchanged, and so takes the same groups from the other side.
     _operation: ClassVar[Callable[..., StagedMove]]
     _shown = ("transpose_src", "transpose_dest")
 
@@ -565,6 +601,10 @@ class DistributedConcat(MovementLayer[Concat]):
             dtype = self._check(inputs)
             return torch.cat([x.to(dtype) for x in inputs], CHANNELS)
         return self.apply_to(*inputs)
+
+    # Where nothing moves (``_stays``) there is no agreement that could carry a problem. An agreement for each
+    # call of a concatenation, which U-Nets have at every level, would cost more than the copy of a small
+    # block. So this rank raises, and the others find out in their next wait.
 
     def refuse(self, problem: str) -> None:
         """As in the base; where nothing moves, only this rank knows of the problem."""

@@ -1,4 +1,15 @@
-"""Distributed embedding."""
+"""Distributed embedding: indices are split over ranks, the table is whole on each.
+
+A lookup reads a row per index, wherever that lies in the table. So a table in parts would send every index to
+its part and every vector back, in each forward. Here the forward moves nothing; the backward sums the
+gradients of the table, which are dense::
+
+    rank 0    indices 5 2 7    table    vectors t5 t2 t7    gradient of rows 2, 5 and 7   ─┐
+    rank 1    indices 2 2 0    table    vectors t2 t2 t0    gradient of rows 0 and 2      ─┴─  sum
+
+``sparse`` and ``max_norm`` are refused: sums of sparse gradients have other rows on each rank, and
+``max_norm`` changes the table in a forward, on each rank by its own indices.
+"""
 
 from __future__ import annotations
 
@@ -103,6 +114,7 @@ class DistributedEmbedding(OperatorLayer[Embedding], nn.Embedding):
 
     @cached_property
     def _frequencies(self) -> IndexFrequencies | None:
+        # Of the layer: all its operations count with one allreduce.
         if not self.scale_grad_by_freq or not self.P_x.active:
             return None
         return IndexFrequencies(self.site, self.P_x, self.num_embeddings)
@@ -119,7 +131,10 @@ class DistributedEmbedding(OperatorLayer[Embedding], nn.Embedding):
         return Embedding(self.site, source, dtype, *table, self._target, self._frequencies)
 
     def input_problem(self, x: torch.Tensor) -> str:
-        """Error text if an index is out of range."""
+        """Error text if an index is out of range.
+
+        Values are no facts, and torch would raise on this rank alone, in the middle of the call.
+        """
         if problem_with(x) or x.dtype not in INDICES or not x.numel():
             return ""
         least, most = (int(end) for end in torch.aminmax(x))

@@ -5,6 +5,17 @@ with another batch or image size than announced remain possible. ``machine`` is 
 of its ranks in the order of M, such as ``P_world``. A distribution that does not fit the dimensions or the
 machine raises ``PartitionError``, which quotes the inequality; extents out of range raise ``ShapeError``.
 Arguments with torch's names are as in torch, all others as in :class:`DistributedLayer`.
+
+The interface document describes layers by what is known before any data: (N, C, F, H, W) and how many ranks
+cut each. These functions turn that into partitions, build the same layers as everybody, and *announce* the
+tensors, so that callbacks answer with sizes before the first call::
+
+    Conv(machine, (2, 3, 8, 16, 16), Distribution(1, 1, 4, 1), ...)
+        P_x  (1, 1, 4, 1) of the ranks of M, by the distribution's order
+        conv DistributedConv2d(P_x, 3, 8, ...)
+        announce: input 2 x 3 x 16 x 16, output 2 x 8 x 16 x 16, in balanced blocks
+
+They are functions, capital letters by the document's names: what they return are ordinary layers.
 """
 
 from __future__ import annotations
@@ -214,6 +225,7 @@ def Concat(  # noqa: N802
 
 
 def _extents(who: str, wanted: str, extents: Sequence[int], leading: int) -> tuple[int, ...]:
+    # The extents as integers: ``leading`` ones, such as N, C and F, then 1 to 3 of the image.
     try:
         found = tuple(as_int(extent) for extent in extents)
     except TypeError:
@@ -234,6 +246,7 @@ def _partition_for(
         raise PartitionError(
             f"{who}: {distribution} has {distribution.dim} dimensions, the tensor has {LEADING + space}"
         )
+    # A partition may be a part of the machine, or in another order: then that order is the document's M.
     world = machine if isinstance(machine, Partition) else Machine.of(machine).partition()
     distribution.check(world.size, equations, who)
     return distribution.on(world)

@@ -1,4 +1,16 @@
-"""Linear layers whose weight is cut into blocks, which are replicated, kept on one rank, or ZeRO shards."""
+"""Linear layers whose weight is cut into blocks, which are replicated, kept on one rank, or ZeRO shards.
+
+All layers are one operation on a grid of workers, (data-parallel blocks, rows, columns) of the weight. With
+two workers per dimension, and x cut over the same ranks::
+
+    grid (1, 2, 1)   rows           x whole -> W0, W1            y = [W0 x, W1 x]
+    DistributedLinearAllGather grid (1, 1, 2)   columns        x0 -> W0, x1 -> W1           y = W0 x0 + W1 x1
+    DistributedLinearReduceScatter grid (2, 1, 1)   blocks         batch 0 -> W, batch 1 -> W   gradients of W
+    summed    data parallel
+       the same      blocks, ZeRO   W gathered, used, freed      gradients scattered      ...Zero
+
+Which is best follows from the sizes: the rows form moves the input, the columns form the output.
+"""
 
 from __future__ import annotations
 
@@ -94,6 +106,7 @@ class DistributedLinear(OperatorLayer[SplitLinear], nn.Linear):
         **options: Unpack[LayerOptions],
     ) -> None:
         kind = type(self).__name__
+        # No torch layer checks the arguments here: it would hold the whole weight on every rank.
         grid = _checked_grid(kind, P_x, P_y, P_W)
         counts: dict[str, object] = {"in_features": in_features, "out_features": out_features}
         for what, count in counts.items():
@@ -122,6 +135,7 @@ class DistributedLinear(OperatorLayer[SplitLinear], nn.Linear):
         source, dtype = source_of(self.P_x, facts)
         check_weights(dtype, facts)
         placed = self.placed
+        # Asked in each backward: a GradientSync may take over between two calls of the same operation.
         places = None if placed is None else lambda: placed.offered if placed.taken_over else None
         return SplitLinear(self.site, source, self.grid, self.P_y, dtype, places, self._matrix)
 
@@ -222,12 +236,14 @@ class DistributedLinearReduceScatter(DistributedLinear):
 
 
 class _Zero(DistributedLinear):
-    # ZeRO: the data-parallel blocks cut this dimension of the weight, which the workers leave whole.
+    # ZeRO: the data-parallel blocks cut this dimension of the weight, which the workers leave whole. So a
+    # worker's share is a stripe of its block, and gathering it moves whole stripes.
     _cuts = IN
     _allowed = ("cut",)
 
     @cached_property
     def _matrix(self) -> ShardedMatrix | None:
+        # Of the layer, not of an operation: operations for different shapes use one staging memory.
         return ShardedMatrix.of(self.site, self.grid, self._cuts)
 
     @property

@@ -1,4 +1,22 @@
-"""Distributed batch, instance, group, layer and RMS normalisation."""
+"""Distributed batch, instance, group, layer and RMS normalisation.
+
+The layers differ in one thing only: which elements share a mean and a variance. For (batch, channel,
+*spatial)::
+
+    batch norm      one channel of all instances        parameters per channel, running statistics
+    instance norm   one channel of one instance         the same
+    group norm      a group of channels of an instance  parameters per channel
+    layer, RMS      the last dimensions                 parameters per element of these
+
+So a layer names its dimensions (``shared``), and the operation does the rest. Ranks *share* statistics if
+they hold elements of the same mean; which ranks these are follows from the grid, except if groups of channels
+straddle ranks: then it follows from the cuts of the input.
+
+A user's callback may select some of these ranks. That changes what is computed, on purpose: statistics of a
+part of the tensor. Each rank's answer is known to this rank only, so it travels with the facts of the call,
+and all ranks check all answers (``agreed_sharing``). ``GradientSync`` checks the same callbacks once, when a
+model is registered, before it takes memory (``layers/sync/callback_check.py``): there no tensor is known yet.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +67,11 @@ _RANKS, _NBYTES = "get_ranks_synch_norm", "get_sizeof_norm"
 
 
 class StatisticsAnswer(NamedTuple):
-    """Results of one rank's callbacks for statistics; they travel with the local shape."""
+    """Results of one rank's callbacks for statistics; they travel with the local shape.
+
+    A callback is code of the user, and may raise or return anything. A rank that raised here would leave the
+    others in the agreement, so what went wrong is a value too: ``usable``, and bytes below 0.
+    """
 
     ranks: Sequence[int] | None = None  # None without a callback
     usable: bool = True  # whether the ranks are distinct and include this one
@@ -91,7 +113,10 @@ def agreed_sharing(
 ) -> dict[int, tuple[int, ...]] | None:
     """Ranks that share statistics, by rank of the tensor, from the callbacks of all ranks; None without any.
 
-    A rank without a callback shares with all ranks that hold elements of the same groups.
+    A rank without a callback shares with all ranks that hold elements of the same groups. For example, ranks
+    0 to 3 have parts of one image. Answers [0, 1], [0, 1], [2, 3], [2, 3] are two halves with statistics of
+    their own. Answers [0, 1], [0, 1, 2], ... raise: rank 2 would be in the sum of rank 1 and not in that of
+    rank 0.
 
     Raises
     ------
@@ -103,6 +128,7 @@ def agreed_sharing(
         return None
     P_x, channels = source.partition, source.splits[axes.weighted[0]]
     possible = {rank: axes.ranks_sharing(P_x, rank, channels) for rank in P_x.ranks}
+    # For each rank the ranks that it names, and those that name the same: equal if all name each other.
     named: dict[int, tuple[int, ...]] = {}
     together: dict[tuple[int, ...], list[int]] = {}
     for rank in P_x.ranks:
@@ -166,6 +192,9 @@ class DistributedNorm(OperatorLayer[Normalisation]):
 
     ``extents`` is the global shape of the parameters. If P_x cuts dimensions of the parameters, these are cut
     too, unless placed ``"replicated"``. Otherwise every rank of the machine has a replica of all parameters.
+
+    Sums of squares cancel in float32 if the mean is large, and ranks with different numbers of elements
+    cannot average their variances: so means and variances of parts are merged in float64.
     """
 
     # Any: torch's classes, from which the layers inherit too, declare different types.
@@ -229,7 +258,10 @@ class DistributedNorm(OperatorLayer[Normalisation]):
         return NormOptions(self.axes, self.mode()[0], self.function)
 
     def mode(self) -> tuple[Any, ...]:
-        """Settings of a call beside its input; they must be equal on all ranks of the call."""
+        """Settings of a call beside its input; they must be equal on all ranks of the call.
+
+        A rank in ``eval()`` beside ranks in ``train()`` would not take part in the sum of statistics.
+        """
         return (None if self.eps is None else float(self.eps),)
 
     def about_mode(self, eps: float | None) -> str:
@@ -238,7 +270,9 @@ class DistributedNorm(OperatorLayer[Normalisation]):
 
     @cached_property
     def _operations(self) -> WeakValueDictionary[tuple[object, ...], Normalisation]:
-        # By all that an operation depends on. Momentum, which may change in every call, is not part of it.
+        # By all that an operation depends on. Momentum, which may change in every call, is not part of it: a
+        # schedule of momentum would else plan a new operation, with new memory, in every step. Weak, since
+        # plans of the agreement own operations, and evict them.
         return WeakValueDictionary()
 
     def plan(self, facts: dict[int, InputFacts]) -> Normalisation:
@@ -278,7 +312,8 @@ class DistributedNorm(OperatorLayer[Normalisation]):
     ) -> Agreement[Normalisation]:
         """As in the base, with the mode and the results of this rank's callbacks for statistics."""
         words = self.mode(), answer_of_user(vars(self), self.machine.rank)
-        # Without parameters the ranks compare the type of the running statistics.
+        # Without parameters the ranks compare the type of the running statistics, which a program may have
+        # converted on some ranks.
         mean = self._buffers.get("running_mean")
         compared = weights if weights or mean is None else (mean,)
         return super().enter(plans, xs, compared, words, problem)
@@ -330,6 +365,9 @@ class DistributedRunningNorm(DistributedNorm, batchnorm._NormBase):
     Running statistics are placed as the parameters; if they are not cut, ranks outside of P_x have replicas
     too. Training sends them in one more message, unless all ranks that keep them share the computation.
     Evaluation sends no statistics.
+
+    Always true: replicas of running statistics are bitwise equal, ranks outside of P_x included, since any of
+    them may write the checkpoint. So these ranks take part in calls of training (``agreeing``).
     """
 
     _shown = ("num_features", "eps", "momentum", "affine", "bias", "track_running_stats")
@@ -352,7 +390,7 @@ class DistributedRunningNorm(DistributedNorm, batchnorm._NormBase):
         raise NotImplementedError
 
     def rate(self) -> float:
-        """Weight of this batch in the running statistics."""
+        """Weight of this batch in the running statistics; called once for each batch that updates them."""
         raise NotImplementedError
 
     def options(self) -> NormOptions:

@@ -1,4 +1,15 @@
-"""Layers without parameters whose outputs read a part of the input: pooling, padding, up-sampling."""
+"""Layers without parameters whose outputs read a part of the input: pooling, padding, up-sampling.
+
+A layer is a row of two facts: the operation of its family, and torch's layer, which has the options::
+
+    class DistributedMaxPool2d(DistributedMaxPool, nn.MaxPool2d)
+                               |                   |
+          operation = MaxPooling                   kernel_size, stride, ... and 2 spatial dimensions
+
+A window is that of the global tensor. So what a rank reads of others follows from the global extents, and a
+layer is exact for shards that are smaller than a window, too. Options of rules for split tensors come from
+the same function (``layers/ops/window_options.py``).
+"""
 
 from __future__ import annotations
 
@@ -33,7 +44,8 @@ from distdl_rma.layers.partitioned.core.input_facts import InputFacts, source_of
 from distdl_rma.layers.partitioned.core.operator_layer import OperatorLayer
 
 Size = int | tuple[int, ...]
-# By number of spatial dimensions: extents of images without memory that torch's layers are tried with.
+# By number of spatial dimensions: extents of images without memory that torch's layers are tried with. Large,
+# so that windows, paddings and sizes of any user fit; their products are below 2**63.
 _EXTENTS = {1: 1 << 30, 2: 1 << 20, 3: 1 << 13}
 # Modes of torch's classes of padding, by the first half of their names.
 _PAD_MODES = {"Reflection": "reflect", "Replication": "replicate", "Circular": "circular"}
@@ -72,7 +84,7 @@ class WindowLayer(OperatorLayer[WindowOperation[Any]]):
         check_dims(kind, (LEADING + dims,), P_x=P_x, P_y=P_y)
         sample = torch.empty(1, 1, *[_EXTENTS[dims]] * dims, device="meta")
         like = torchs_layer(kind, *arguments, **options, sample=[sample])
-        # Arguments that torch's layer lacks.
+        # Arguments that torch's layer lacks: average pools of one dimension have no divisor_override.
         vars(like).update(beside or {})
         mode = _PAD_MODES.get(type(like).__name__.partition("Pad")[0], "zeros")
         super().__init__(P_x, P_y, **own)

@@ -1,4 +1,14 @@
-"""The base of all losses: local sums by torch, and one allreduce of these sums and of what must be equal."""
+"""The base of all losses: local sums by torch, and one allreduce of these sums and of what must be equal.
+
+Two ranks with shards of any shape, under ``reduction="mean"``::
+
+    rank 0    terms 1.5 of 6 elements  ─┐                        loss 2.5 / 10, gradients of own terms / 10
+    rank 1    terms 1.0 of 4 elements  ─┴─  allreduce: 2.5, 10   loss 2.5 / 10, gradients of own terms / 10
+
+Unlike other layers, a loss does not agree on shapes first. It needs no grid, so that nothing follows from the
+shapes of other ranks, and a message before the sum would double the time of a small loss. What must be equal
+on all ranks travels as numbers beside the sum. Layers of ``classification`` agree if classes are cut.
+"""
 
 from __future__ import annotations
 
@@ -332,14 +342,14 @@ class DistributedLoss(DistributedLayer):
         return weight
 
     def _idle(self, input: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        # Outside of P_x: 0, in the graphs of both tensors, so that any rank can call ``backward``. Nobody
+        # waits for this rank here, so it raises alone.
         problem = problem_with(input) or problem_with(target, "target")
+        if not problem and input.numel():
+            shape = tuple(input.shape)
+            problem = f"it is not in P_x but passes a tensor of shape {shape}; pass one without elements"
         if problem:
-            raise ShapeError(f"{self.name!r}: rank {self.machine.rank}: {problem}")
-        if input.numel():
-            raise ShapeError(
-                f"{self.name!r}: rank {self.machine.rank} is not in P_x but passes a tensor of shape"
-                f" {tuple(input.shape)}; pass one without elements"
-            )
+            self.refuse(problem)
         result = input.clone() if self.reduction == "none" else input.sum()
         # A backward must reach the graph of the target on this rank too.
         result = tied(result, [target] if target.requires_grad else [])
@@ -347,13 +357,15 @@ class DistributedLoss(DistributedLayer):
 
 
 def _factors(ranks: Sequence[int]) -> list[int]:
-    # A factor for each rank of a group; their sum is 0, and no other group has the same.
+    # A factor for each rank of a group. Their sum is 0, and they depend on the ranks, so that differences in
+    # two groups do not cancel: 3 and 4 rows in one group, 4 and 3 in another.
     others = [halves(fingerprint((rank,)))[0] | 1 for rank in ranks[1:]]
     return [-sum(others), *others]
 
 
 class _GlobalValue(OperatorFunction):
-    # The value is that of the global loss, the gradient is that of the local terms.
+    # The value is that of the global loss, the gradient is that of the local terms. So no rank counts a term
+    # of another one, and the gradient of the global loss in this rank's shard is complete without a message.
     @staticmethod
     def forward(
         ctx: Any, local: torch.Tensor, value: float, scale: float, dtype: torch.dtype, name: str
