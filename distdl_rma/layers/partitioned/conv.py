@@ -74,15 +74,10 @@ class ConvolutionLayer(OperatorLayer[O], _ConvNd):
             raise ArgumentError(f"{kind}: {error}") from None
         super().__init__(P_x, P_y, found.workers.grid, **own)
         self.options = found
-        self.P_W, self.placement = P_W, placement
+        self.P_W, self.placement, self.weights = P_W, placement, placement
         self.take_over(like)
         values = {"weight": like.weight, "bias": like.bias}
         self.place(values, {key: self._placement(key, p.shape) for key, p in values.items() if p is not None})
-
-    @property
-    def weights(self) -> str:
-        """Another name for ``placement``."""
-        return self.placement
 
     def _source_of(self, facts: dict[int, InputFacts]) -> tuple[Decomposition, torch.dtype]:
         source, dtype = source_of(self.P_x, facts)

@@ -27,7 +27,6 @@ from operator import index as as_int
 from typing import Any, ClassVar, NamedTuple
 from weakref import WeakValueDictionary
 
-import torch
 from torch import Tensor, nn
 from torch.nn.modules import batchnorm, instancenorm
 
@@ -61,7 +60,7 @@ from distdl_rma.layers.partitioned.core.arguments import (
 )
 from distdl_rma.layers.partitioned.core.input_facts import InputFacts, source_of
 from distdl_rma.layers.partitioned.core.operator_layer import OperatorLayer
-from distdl_rma.layers.partitioned.core.placement import Placement, cut, register
+from distdl_rma.layers.partitioned.core.placement import Placement, cut
 
 _RANKS, _NBYTES = "get_ranks_synch_norm", "get_sizeof_norm"
 
@@ -226,7 +225,7 @@ class DistributedNorm(OperatorLayer[Normalisation]):
         super().__init__(P_x, **own)
         self.take_over(like)
         self.axes, self.placement = axes, placement
-        kept = Placement.everywhere(self.machine, torch.Size(extents))
+        kept = Placement(Decomposition.replicated(self.machine.partition(), extents))
         # Grid dimensions that cut the parameters.
         cuts = tuple(d for d in axes.weighted if P_x.shape[d] > 1)
         if cuts and placement == "cut":
@@ -235,11 +234,7 @@ class DistributedNorm(OperatorLayer[Normalisation]):
             kept = Placement(Decomposition(P_x, splits, of_grid))
         self.store = kept.store
         values = {"weight": None, "bias": None, **like._parameters}
-        places = {key: kept for key, value in values.items() if value is not None}
-        if places:
-            self.place(values, places)
-        else:
-            register(self, values, places)
+        self.place(values, {key: kept for key, value in values.items() if value is not None})
         for key, buffer in like._buffers.items():
             varies = buffer is not None and key in RUNNING
             self.register_buffer(key, cut(kept.store, buffer) if varies else buffer)

@@ -49,51 +49,6 @@ from distdl_rma.layers.split.calls.signatures import mapped
 from distdl_rma.layers.split.tensor import SplitTensor, checked_block
 from distdl_rma.segments.machine import Machine
 
-
-def call_on_blocks(
-    label: str,
-    partition_of: Callable[[int, int], Partition],
-    call: Callable[..., Any],
-    output: Callable[[Sequence[Any]], Decomposition | None],
-    inputs: Sequence[Any],
-    named: Mapping[str, Any],
-) -> Any:
-    """Call a layer with split tensors; returns split tensors.
-
-    A split tensor has what a layer needs, a block on a grid, and more: its layout. The layer is called on the
-    blocks as if these were plain shards, and agrees on shapes as always, so that no layer has a second path.
-
-    ``partition_of`` returns the partition of an input from its number, which for ``named`` inputs goes on
-    behind the others, and its dimensions. ``output`` returns, after the call, the decomposition of the output
-    for these inputs. Plain tensors among the inputs are blocks.
-
-    Raises ``PartitionError`` if an input is split over another partition.
-    """
-    given, blocks = (*inputs, *named.values()), []
-    for at, x in enumerate(given):
-        if not isinstance(x, SplitTensor):
-            blocks.append(x)
-            continue
-        wanted, grid = partition_of(at, x.dim()), lay.on_grid(x.decomposition).partition
-        if grid != wanted:
-            raise PartitionError(
-                f"{label!r}: input {at} is split over {grid}, the layer takes {wanted}: build the layer on"
-                " the partition of the model, or move the tensor by redistribute() or Repartition"
-            )
-        with torch._C.DisableTorchFunctionSubclass():
-            blocks.append(checked_block(x))
-    count = len(inputs)
-    result = call(*blocks[:count], **dict(zip(named, blocks[count:], strict=True)))
-    found = output(given)
-    if found is None:
-        raise UnsupportedError(
-            f"{label!r}: its results are not blocks of one tensor; call it with plain tensors, x.to_local()"
-        )
-    layout, rank = lay.normal(found), found.partition.me
-    # A rank without a part of the output gets a tensor without elements, of any shape.
-    return mapped(lambda y: SplitTensor(y.reshape(layout.box(rank).shape), layout), result)
-
-
 _COPY = " (copy "
 
 
@@ -272,8 +227,7 @@ class DistributedLayer(CallbackModule):
         given = (*inputs, *named.values()) if named else inputs
         for x in given:
             if isinstance(x, SplitTensor):
-                partition_of, output = self.partition_of, self.output_layout
-                return call_on_blocks(self.label, partition_of, self, output, inputs, named)
+                return self._call_on_blocks(inputs, named)
         before = self.nbytes_in(given)
         # Looked for in every call, since the user may set a callback at any time: one look at the dict of
         # attributes, as the layers of most programs have no callback.
@@ -299,6 +253,36 @@ class DistributedLayer(CallbackModule):
             self._check_callbacks(get_sizeof_output_tensor=behind)
         return y
 
+    def _call_on_blocks(self, inputs: Sequence[Any], named: Mapping[str, Any]) -> Any:
+        # Split tensors in, split tensors out. A split tensor has what a layer needs, a block on a grid, and
+        # more: its layout. The layer is called on the blocks as if these were plain shards, and agrees on
+        # shapes as always, so that no layer has a second path. Plain tensors among the inputs are blocks.
+        given, blocks = (*inputs, *named.values()), []
+        for at, x in enumerate(given):
+            if not isinstance(x, SplitTensor):
+                blocks.append(x)
+                continue
+            wanted, grid = self.partition_of(at, x.dim()), lay.on_grid(x.decomposition).partition
+            if grid != wanted:
+                raise PartitionError(
+                    f"{self.label!r}: input {at} is split over {grid}, the layer takes {wanted}: build the"
+                    " layer on the partition of the model, or move the tensor by redistribute() or"
+                    " Repartition"
+                )
+            with torch._C.DisableTorchFunctionSubclass():
+                blocks.append(checked_block(x))
+        count = len(inputs)
+        result = self(*blocks[:count], **dict(zip(named, blocks[count:], strict=True)))
+        found = self.output_layout(given)
+        if found is None:
+            raise UnsupportedError(
+                f"{self.label!r}: its results are not blocks of one tensor; call it with plain tensors,"
+                " x.to_local()"
+            )
+        layout, rank = lay.normal(found), found.partition.me
+        # A rank without a part of the output gets a tensor without elements, of any shape.
+        return mapped(lambda y: SplitTensor(y.reshape(layout.box(rank).shape), layout), result)
+
     def refuse(self, problem: str) -> None:
         """Raise ``ShapeError`` on all ranks of a call for wrong arguments of this rank; blocking.
 
@@ -317,7 +301,10 @@ class DistributedLayer(CallbackModule):
         return ", ".join(f"{key}={value!r}" for key, value in shown.items())
 
     def partition_of(self, _at: int, _dims: int) -> Partition:
-        """Partition of the input with this number, which has so many dimensions, in a call."""
+        """Partition of the input with this number, which has so many dimensions, in a call.
+
+        Numbers of inputs that are passed by name go on behind those of the others.
+        """
         return self.P_x
 
     def output_layout(self, inputs: Sequence[Any]) -> Decomposition | None:
@@ -399,7 +386,8 @@ class DistributedLayer(CallbackModule):
         self, values: Mapping[str, nn.Parameter | InitialValues | None], placements: Mapping[str, Placement]
     ) -> None:
         """Register the layer's parameters, cut and placed; collective over the machine."""
-        self.placements = dict(placements)
+        # A layer whose parameters are all None is one without parameters: its calls look for none.
+        self.placements = dict(placements) or None
         register(self, values, placements)
         if self.placed is not None:
             self.placed.equalise()

@@ -41,11 +41,6 @@ class Placement:
     store: Decomposition
     use: Decomposition | None = None
 
-    @classmethod
-    def everywhere(cls, machine: Machine, shape: torch.Size) -> Placement:
-        """A copy on every rank of the machine."""
-        return cls(Decomposition.replicated(machine.partition(), shape))
-
 
 def whole_placement(
     machine: Machine, root: Partition, users: Partition, shape: Sequence[int], pattern: str

@@ -13,7 +13,7 @@ from distdl_rma.layers import (
     DistributedMSELoss,
     Repartition,
 )
-from distdl_rma.layers.partitioned.core.layer import call_on_blocks
+from distdl_rma.layers.partitioned.core.layer import DistributedLayer
 from distdl_rma.layers.split import SplitTensor
 from distdl_rma.layers.split import layout as lay
 
@@ -31,18 +31,25 @@ def x():
     return torch.randn(SHAPE, dtype=torch.float64)
 
 
-def test_blocks_go_in_and_a_split_tensor_comes_out(P_x, x):
-    seen = []
+class Twice(DistributedLayer):
+    """A layer with several results, which notes what it gets."""
 
-    def call(*blocks, third):
-        seen.extend([*blocks, third])
+    def __init__(self, P_x):
+        super().__init__(P_x)
+        self.P_x, self.seen = P_x, []
+
+    def forward(self, *blocks, third):
+        self.seen = [*blocks, third]
         return {"twice": blocks[0] * 2, "rest": [blocks[1]]}
 
-    s = shard(P_x, x)
-    plain = torch.ones(3)
-    inputs, named = (s, s.to_local()), {"third": plain}
-    found = call_on_blocks("layer", lambda *_: P_x, call, lambda _: s.decomposition, inputs, named)
-    assert seen[0] is s.to_local() and seen[2] is plain
+    def output_layout(self, inputs):
+        return inputs[0].decomposition
+
+
+def test_blocks_go_in_and_a_split_tensor_comes_out(P_x, x):
+    s, plain, layer = shard(P_x, x), torch.ones(3), Twice(P_x)
+    found = layer(s, s.to_local(), third=plain)
+    assert layer.seen[0] is s.to_local() and layer.seen[2] is plain
     torch.testing.assert_close(found["twice"].full_tensor(), 2 * x)
     assert found["rest"][0].decomposition is s.decomposition
 
