@@ -1,4 +1,15 @@
-"""Layers with explicit partitions: families that do not know each other, on the core that they share."""
+"""Layers with explicit partitions: families that do not know each other, on the core that they share.
+
+A user builds a layer on partitions and passes this rank's shards, plain tensors. So each call begins with an
+agreement on shapes, which a split tensor does not need (``layers/split``)::
+
+    module called  ->  facts of this rank's tensors  ->  plan of all ranks  ->  operation  ->  plain tensor
+    core/layer         core/input_facts                  core/agreement         layers/ops
+
+Begin with ``core/operator_layer.py``, which has these steps, then read one family: ``windows`` is the
+shortest, ``norm`` has parameters, buffers and callbacks. ``loss`` alone goes another way, and says why in
+``loss/base.py``.
+"""
 
 from distdl_rma.layers.ops.core.movement import Movement as Movement
 from distdl_rma.layers.partitioned.conv import DistributedConv1d as DistributedConv1d

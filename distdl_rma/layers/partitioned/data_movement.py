@@ -613,7 +613,10 @@ class DistributedConcat(MovementLayer[Concat]):
         super().refuse(problem)
 
     def leave(self, y: torch.Tensor, x: torch.Tensor, needs: GradientNeeds) -> torch.Tensor:
-        """Result as returned to the caller, in a graph if that of any rank is, also for mixed types."""
+        """Result as returned to the caller, in a graph if that of any rank is, also for mixed types.
+
+        A rank may hold elements of integer inputs alone, which are in no graph.
+        """
         return anchored(super().leave(y, x, needs), needs.any)
 
     def _count(self, given: Sequence[object]) -> None:
@@ -632,7 +635,8 @@ class DistributedConcat(MovementLayer[Concat]):
             raise self._refuse(str(error)) from None
 
     def _refuse(self, problem: str) -> ShapeError:
-        # Other ranks may be without an error, and would wait for this rank.
+        # Other ranks may be without an error, and would wait for this rank in a later call: the machine
+        # fails, so that they raise there. A layer on one rank, and a rank outside, fail nobody.
         wrong = ShapeError(f"{self.name!r}: rank {self.machine.rank}: {problem}")
         if self.machine.size > 1 and self.machine.rank in self.members:
             self.machine.fail(wrong)

@@ -1,1 +1,1 @@
-"""The base of all distributed layers: arguments, agreement on inputs, parameters and errors."""
+"""What layers with explicit partitions share: arguments, agreement, parameters, errors on all ranks."""

@@ -119,7 +119,7 @@ class InputFacts(NamedTuple):
         return self.inputs, self.weights, self.call_arguments, self.given
 
     def encode(self) -> bytes:
-        """Row of bytes for the other ranks."""
+        """Row of bytes for the other ranks; equal for equal facts, so that ranks compare rows."""
         inputs = [(shape, DTYPES.index(dtype)) for shape, dtype in self.inputs]
         weights = DTYPES.index(self.weights) if self.weights in DTYPES else None
         words = inputs, self.needs, weights, self.call_arguments, self.problem, self.given, self.trainable
@@ -146,7 +146,10 @@ _NOTHING: _Input = (0,), DTYPES[0]
 
 
 def common_dtype(facts: dict[int, InputFacts]) -> torch.dtype:
-    """Type that all ranks pass; ``ShapeError``, which names two ranks, if they differ."""
+    """Type that all ranks pass; ``ShapeError``, which names two ranks, if they differ.
+
+    Not promoted to a common type, as torch does for one tensor and another: shards are one tensor.
+    """
     (first, expected), *others = ((rank, fact.dtype) for rank, fact in facts.items())
     for rank, dtype in others:
         if dtype != expected:

@@ -43,6 +43,8 @@ class OperatorLayer(DistributedLayer, Generic[O]):
     count calls, and one that left out a call would meet the others in the next one, with old data.
     """
 
+    # Autocast is torch's way to choose the type of a function. Operations are not functions of torch, so
+    # layers whose kind torch casts say so.
     _casts = False  # whether torch's autocast computes this kind of layer in a shorter type
     _call_arguments: tuple[Any, ...] = ()  # other facts of a call that passes only an input
     # Error in the inputs of a rank of P_x, which all ranks then raise; empty for inputs that are no tensors.

@@ -36,7 +36,8 @@ from distdl_rma.layers.partitioned.core.placement import Placement
 from distdl_rma.segments.collectives.allreduce import Allreduce
 from distdl_rma.segments.machine import Machine
 
-# Returns memory in the segment for the gradient of one parameter, in every backward; None if there is none.
+# Returns memory in the segment for the gradient of one parameter, in every backward; None if there is none. A
+# gradient that is written there at once is not copied there before its sum.
 Offer = Callable[[], "torch.Tensor | None"]
 
 _CALLBACK = "get_ranks_synch_weights"
@@ -70,7 +71,9 @@ class Parameters:
         self._givers = {key: self.placements[key].store.one_copy() for key in self._travels}
         self._sends = {key: not givers.box(rank).empty for key, givers in self._givers.items()}
         self._movements: dict[tuple[str, torch.dtype], Moves] = {}
-        # The layer's dtype and the ranks of its user's callback may change.
+        # By all that a sum depends on, since the layer's dtype and the ranks of its user's callback may
+        # change. Sums that are not used any more keep their memory: a program that alternates would else
+        # connect anew.
         self._sums: dict[tuple[tuple[int, ...], int, torch.dtype], Allreduce] = {}
         self._own_answer: tuple[int, ...] | None = None
         # Parameters whose gradients ranks exchange in the backward of a call; None if they exchange none.
@@ -164,7 +167,8 @@ class Parameters:
     def _kept(self) -> dict[str, torch.Tensor]:
         layer: Any = self._layer()
         own = layer._parameters
-        # A parametrisation replaces a parameter by a computed attribute.
+        # A parametrisation replaces a parameter by a computed attribute: torch removes the parameter, and a
+        # property of the layer's class returns the computed one.
         return {key: getattr(layer, key) if own.get(key) is None else own[key] for key in self.placements}
 
     def _summed(self, kept: dict[str, torch.Tensor]) -> tuple[tuple[int, ...], dict[str, torch.Tensor]]:
@@ -223,7 +227,11 @@ class Parameters:
 
 
 def stated_ranks(layer: Any, site: CallSite, holders: Sequence[int]) -> tuple[int, ...]:
-    """Checked ranks of ``get_ranks_synch_weights``: some of the holders, this one included."""
+    """Checked ranks of ``get_ranks_synch_weights``: some of the holders, this one included.
+
+    A user may name fewer ranks than hold a replica, to sum gradients within groups. The replicas of different
+    groups then differ, on purpose. A rank that holds no replica could not take part in the sum.
+    """
     machine = site.machine
     ranks = tuple(layer.get_ranks_synch_weights()) or (machine.rank,)
     alien = set(ranks) - set(holders)

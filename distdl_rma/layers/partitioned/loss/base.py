@@ -123,6 +123,7 @@ class DistributedLoss(DistributedLayer):
             raise ArgumentError(f"{type(self).__name__}: {wanted}, got {reduction!r}")
 
     def _check_weight(self, what: str, weight: Any, P_x: Partition) -> None:
+        # Torch checks a weight against the input of a call; what cannot fit any input is refused here.
         if not isinstance(weight, torch.Tensor):
             raise ArgumentError(f"{what} is a tensor, got {weight!r}")
         if weight.requires_grad:
@@ -148,6 +149,8 @@ class DistributedLoss(DistributedLayer):
 
     @cached_property
     def _settings(self) -> _Settings:
+        # Computed once, and again after an assignment (``__setattr__``): a summary of weights takes longer
+        # than the loss of a small tensor.
         how, group = "none" if self.reduction == "none" else "sum", self._group(self.machine.rank)
         codes = {key: f"values of code {fingerprint(summary_of(w)):x}" for key, w in self._weights.items()}
         words = {"reduction": self.reduction, **self.arguments, **codes}
@@ -188,6 +191,7 @@ class DistributedLoss(DistributedLayer):
         if not self.P_x.active:
             return self._idle(input, target)
         problem, reduction = self._input_problem(input, target), self.reduction
+        # With a problem too, as the other ranks wait in the same places.
         self._agree(input, target, problem)
         terms, divisor, value, alike, number = torch.zeros(()), 0.0, 0.0, "", 0
         if not problem:
@@ -200,6 +204,7 @@ class DistributedLoss(DistributedLayer):
             except ShapeError as error:
                 problem = str(error)
             except DistdlError:
+                # Such as a failure of the machine in a gathering, which the other ranks notice as well.
                 raise
             except _MISFITS as error:
                 problem = str(error) or repr(error)
@@ -261,6 +266,7 @@ class DistributedLoss(DistributedLayer):
         total, divisors, problems, needing, *others = self._sums.wait().tolist()
         if problems or not are_equal(others[:WORDS], self.P_x.size):
             raise gather_refusal(self.machine, self.P_x.ranks, self.name, problem, alike)
+        # Last, since a rank with a problem has no number.
         if any(others[WORDS:]):
             self._refuse_number(number)
         return total, divisors, needing > 0
@@ -275,7 +281,9 @@ class DistributedLoss(DistributedLayer):
         raise ShapeError(f"{self.name!r}: ranks {first} and {rank} {unlike}")
 
     def _input_problem(self, input: torch.Tensor, target: torch.Tensor) -> str:
-        # Error text if the local tensors are invalid, or do not fit together; empty otherwise.
+        # Error text if the local tensors are invalid, or do not fit together; empty otherwise. Torch would
+        # take some of these: it broadcasts a target of another shape, with a warning on this rank alone, and
+        # promotes types, so that ranks would return losses of different types.
         problem = problem_with(input) or problem_with(target, "target")
         if problem:
             return problem
@@ -326,7 +334,8 @@ class DistributedLoss(DistributedLayer):
         return input.shape[0] if input.dim() else 0
 
     def _part(self, key: str, weight: torch.Tensor, input: torch.Tensor) -> torch.Tensor:
-        # This rank's part of a weight, which is right-aligned with the global input.
+        # This rank's part of a weight, which is right-aligned with the global input. A loss does not know
+        # where its shard begins, except if shards are balanced: then the extent of the weight tells.
         shape, index = tuple(weight.shape), self.P_x.index or ()
         first = self.P_x.dim - len(shape)
         for d, extent in enumerate(shape, first):
@@ -386,7 +395,10 @@ class _GlobalValue(OperatorFunction):
 
 
 def autocast_dtype(tensor: torch.Tensor) -> torch.dtype:
-    """Dtype in which torch computes the loss of a tensor: float32 under autocast."""
+    """Dtype in which torch computes the loss of a tensor: float32 under autocast.
+
+    Torch casts inside of its functions. A layer sums outside of them, and so has to know the type.
+    """
     return sum_dtype(tensor.dtype) if torch.is_autocast_enabled(tensor.device.type) else tensor.dtype
 
 

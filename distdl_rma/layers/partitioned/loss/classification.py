@@ -36,7 +36,8 @@ from distdl_rma.layers.split.reduction_axes import parts_and_all
 
 
 class _CutClasses:
-    # Layout of scores whose classes are cut, and the all-gather among ranks that share rows.
+    # Layout of scores whose classes are cut, and the all-gather among ranks that share rows. A plan of the
+    # agreement: it is kept for its shapes, with the memory of the movement.
     def __init__(self, site: CallSite, scores: Decomposition, dim: int, dtype: torch.dtype) -> None:
         self.scores = lay.normal(scores)
         ends = parts_and_all(self.scores, (dim,), 2)
@@ -89,6 +90,7 @@ class _ClassLoss(DistributedLoss):
         return _CutClasses(self.site, source, self._dim, dtype)
 
     def _agree(self, input: torch.Tensor, target: torch.Tensor, problem: str) -> None:
+        # Begin and settle at once: there is little to compute before the gathering.
         if self.agreement is not None:
             self.agreement.begin(InputFacts.about((input, target), None, (), (False, False), problem))
             self.agreement.settle()
@@ -108,6 +110,7 @@ class _ClassLoss(DistributedLoss):
         return terms, float(divisor_of_classes(target, self.weight, given["ignore_index"]))
 
     def _alike(self, input: torch.Tensor, target: torch.Tensor) -> str:
+        # Uncut classes: torch on each rank takes 4 classes here and 5 there, which is a mistake.
         alike = super()._alike(input, target)
         return alike if self._cuts_classes else f"{alike} for {input.shape[self._dim]} classes"
 
@@ -120,7 +123,8 @@ class _ClassLoss(DistributedLoss):
         return self.P_x.slab(index).ranks
 
     def _number(self, input: torch.Tensor, target: torch.Tensor) -> int:
-        # A digest of class indices; 0 for probabilities, which need not be equal.
+        # A digest of class indices; 0 for probabilities, which need not be equal: each rank has those of its
+        # classes. Ranks with other indices would add up terms of different targets, to a plausible number.
         compared = self._cuts_classes and not target.is_floating_point()
         return int.from_bytes(blake2b(as_words(target).tobytes(), digest_size=5).digest()) if compared else 0
 

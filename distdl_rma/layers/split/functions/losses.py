@@ -83,7 +83,7 @@ def _on_block(reduction: str, x: torch.Tensor) -> str:
     return "none" if reduction == "none" or sum_dtype(x.dtype) != x.dtype else "sum"
 
 
-# Losses of single elements.
+# Losses of single elements. What they need of other elements is their sum alone, so that any cut is as good.
 _POINTWISE = (
     *(F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss, F.binary_cross_entropy, F.kl_div),
     *(F.binary_cross_entropy_with_logits, F.poisson_nll_loss, F.soft_margin_loss),
@@ -106,6 +106,8 @@ class _OneLayout(NamedTuple):
 
 
 def _planned(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _OneLayout:
+    # Torch's own checks, of shapes and types, on tensors without memory; warnings are those of the whole
+    # call.
     warned, x = raise_as_torch(func, args, kwargs), args[0]
     layout, reduction = x._layout, kwargs.get("reduction", "mean")
     ranks = lay.line(layout, [g for g, axis in enumerate(layout.axes) if axis is not None])
@@ -162,6 +164,7 @@ def pointwise_loss(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     for each in warned:
         warn_user(*each)
     if broadcasts:
+        # Of split operands of other shapes, and of whole ones: two functions, each with its own rule.
         return composed(_broadcast_loss, func, x, **given)
     operands = tensors_in(x, given)
     result = common_layout(func, operands)
@@ -237,7 +240,7 @@ def class_loss(call: Call, site: Site, x: Any, target: Any, weight: Any, **given
         layout = common_layout(func, [x, target])
         x = SplitTensor(as_part(site, x, layout, layout), layout)
     elif of_indices and isinstance(target, SplitTensor) and not any_cut(x):
-        # Scores get the cut of the targets; classes are whole.
+        # Scores get the cut of the targets, rather than targets the whole: less is computed on each rank.
         order, rows = list(range(target.dim())), target._layout
         wide = lay.reordered(rows, [*order[:dim], None, *order[dim:]])
         layout = uncut(wide, {dim: x.shape[dim]})
@@ -271,6 +274,8 @@ def class_loss(call: Call, site: Site, x: Any, target: Any, weight: Any, **given
 @of_any_cut
 def margin_loss(call: Call, site: Site, x: Any, target: Any, weight: Any = None, **given: Any) -> Any:
     """Each rank computes the terms of its rows, whose classes become whole."""
+    # The terms of a class need the scores of the target's classes, which may be on any rank. So rows stay cut,
+    # and classes become whole.
     func, reduction = call[0], _reduction_of(given)
     if not isinstance(x, SplitTensor):
         raise refused(func, "the target is split and the input is not")
@@ -299,7 +304,8 @@ def finished(y: Any, **how: Any) -> Any:
 
 
 def _reduction_of(given: dict[str, Any]) -> str:
-    # Removes the reduction from the arguments, also in its deprecated forms.
+    # Removes the reduction from the arguments, also in its deprecated forms, which torch still takes: with
+    # size_average=False it is "sum", with reduce=False "none".
     reduction: str = given.pop("reduction")
     average, reduce = (given.pop(name, None) for name in LEGACY)
     if average is None and reduce is None:
