@@ -274,8 +274,7 @@ def class_loss(call: Call, site: Site, x: Any, target: Any, weight: Any, **given
 @of_any_cut
 def margin_loss(call: Call, site: Site, x: Any, target: Any, weight: Any = None, **given: Any) -> Any:
     """Each rank computes the terms of its rows, whose classes become whole."""
-    # The terms of a class need the scores of the target's classes, which may be on any rank. So classes become
-    # whole, and rows stay cut.
+    # Terms of a class need the scores of the target's classes, which any rank may have: classes become whole.
     func, reduction = call[0], _reduction_of(given)
     if not isinstance(x, SplitTensor):
         raise refused(func, "the target is split and the input is not")
