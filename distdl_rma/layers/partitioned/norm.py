@@ -158,6 +158,8 @@ def agreed_sharing(
 def _check_list(
     rank: int, answer: StatisticsAnswer, mutual: bool, sharing: Sequence[int], possible: Sequence[int]
 ) -> None:
+    # First what is wrong with the list itself, then what others contradict, then what the tensor does. A rank
+    # without a callback names all that it could share with, and may be contradicted too.
     gave = f"{_RANKS}() gave {answer.shown} on rank {rank}"
     if answer.ranks is None:
         gave = f"rank {rank} shares its statistics with {list(possible)}, as its user does not say otherwise"
@@ -459,7 +461,7 @@ class DistributedBatchNorm(DistributedRunningNorm, batchnorm._BatchNorm):
         space = spatial_dims(type(self))
         check_dims(type(self), (2, 3) if space == 1 else (LEADING + space,), P_x=P_x)
         if like.eps <= 0:
-            # torch raises in the first call in training.
+            # torch raises in the first call in training, where other ranks wait.
             raise ArgumentError(f"{type(self).__name__}: eps must be positive, got {like.eps}")
         return axes_of(self.function, P_x.dim), (like.num_features,)
 
@@ -469,7 +471,10 @@ class DistributedBatchNorm(DistributedRunningNorm, batchnorm._BatchNorm):
         return self.training or not running, self.training and self.track_running_stats and running
 
     def rate(self) -> float:
-        """``momentum``, or 1 / number of batches if that is None; counts this batch."""
+        """``momentum``, or 1 / number of batches if that is None; counts this batch.
+
+        The count is a buffer of torch's layer, so that a checkpoint goes on with the cumulative mean.
+        """
         if self.num_batches_tracked is None:
             return 0.0 if self.momentum is None else float(self.momentum)
         self.num_batches_tracked.add_(1)

@@ -78,6 +78,7 @@ def agree_on_layout(
 
 
 def _text(kind: tuple[int, ...]) -> str:
+    # What ranks must have alike in a block, in words: shapes may differ, as long as they form a grid.
     dtype, needs, dims = kind
     return f"a block of {DTYPES[dtype]} with {dims} dimensions{' that requires a gradient' if needs else ''}"
 

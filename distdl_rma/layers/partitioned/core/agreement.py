@@ -54,7 +54,8 @@ _MODES = ("records no gradients within static_shapes", "records gradients within
 def promise_on(machine: Machine, recording: bool = False) -> object | None:
     """Return the promise that holds on a machine now; None if there is none. Compared by identity.
 
-    All ranks promise to pass to each layer the same facts as in its first call.
+    All ranks promise to pass to each layer the same facts as in its first call. A promise is an object of its
+    own, so that a layer sees whether its kept facts are of this context or of an earlier one.
     Notes whether the call is ``recording`` gradients, so that a timeout can name ranks that differ.
     """
     found: object | None = machine.kept.get(_KEY)
@@ -194,7 +195,8 @@ class ShapeAgreement(Generic[P]):
             # The other ranks may use that data before they wait for this rank.
             self._machine.fail(error)
             raise error
-        # The outcome depends on grad mode, which is off later, within an operation of autograd.
+        # The outcome depends on grad mode, which is off later, within an operation of autograd: a convolution
+        # settles in the forward of its autograd function.
         self._outcome = self._planner().outcome() if self._has_outcome else None
         if self._mine is None or self._mine[0] != mine:
             self._mine = mine, mine.encode(), mine.key
@@ -303,7 +305,8 @@ class ShapeAgreement(Generic[P]):
             raise
 
     def _exchange_facts(self, row: bytes, alike: bool) -> int:
-        # Id of the combination of all ranks' facts; the ranks exchange rows unless all rows are equal.
+        # Id of the combination of all ranks' facts; the ranks exchange rows unless all rows are equal. A
+        # combination that was evicted, or comes in another order, finds its plan by the key of the facts.
         rows = [row] * len(self._ranks)
         if self._consensus is not None and not alike:
             rows = self._consensus.rows(row, self._consensus.largest[-1])

@@ -51,7 +51,10 @@ def own_options(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def torchs_class(layer: type) -> type[nn.Module]:
-    """The class of torch that a class of layers is the twin of."""
+    """The class of torch that a class of layers is the twin of: the first in the order of its bases.
+
+    A family may inherit from torch's base class, such as ``_ConvNd``; the twin's own class comes before it.
+    """
     return next(base for base in layer.__mro__ if base.__module__.startswith("torch.nn.modules"))
 
 
@@ -80,7 +83,15 @@ def signature_of(layer: type) -> inspect.Signature:
 
 
 def by_name(layer: type, *arguments: Any, **given: Any) -> dict[str, Any]:
-    """Arguments of the twin by their names; ``TypeError`` if one is missing or unknown."""
+    """Arguments of the twin by their names; ``TypeError`` if one is missing or unknown.
+
+    Those that are not given are left out, so that torch's defaults hold.
+
+    Examples
+    --------
+    >>> by_name(DistributedLayerNorm, 32, bias=False)
+    {'normalized_shape': 32, 'bias': False}
+    """
     signature = signature_of(layer)
     try:
         return signature.bind(*arguments, **given).arguments

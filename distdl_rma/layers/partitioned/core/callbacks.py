@@ -47,7 +47,11 @@ CALLBACKS = frozenset(Callbacks.__annotations__)
 
 
 class CallbackModule(nn.Module):
-    """A module with all callbacks but that for weights; callbacks of its user are attributes."""
+    """A module with all callbacks but that for weights; callbacks of its user are attributes.
+
+    The callback for weights is left to subclasses: layers know who holds replicas, and a ``GradientSync``
+    knows it of plain modules.
+    """
 
     # Bytes of this rank's input and output: of the last call, or as announced before the first.
     shard_nbytes: tuple[int, int] | None = None

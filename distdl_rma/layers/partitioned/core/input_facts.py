@@ -90,7 +90,8 @@ class InputFacts(NamedTuple):
         """Facts about local tensors, a weight that the layer will use, and other arguments of the call.
 
         ``idle`` is whether this rank is outside of the partition of each input; there all tensors without
-        elements have equal facts. A ``problem``, or a value that cannot move, makes all ranks raise.
+        elements have equal facts. A ``problem``, or a value that cannot move, makes all ranks raise. A call
+        with too few inputs is filled up, with its true number beside: all ranks refuse it, in ``plan``.
         """
         given = len(xs)
         for at, x in enumerate(xs):
@@ -197,6 +198,14 @@ def source_of(
     """Decomposition and type of an input on P_x; ``ShapeError`` also if the shards form no grid.
 
     Along the grid dimensions ``replicate`` the ranks have the same part of the input.
+
+    Examples
+    --------
+    >>> P_x = Partition((0, 1), (2, 1), 0)
+    >>> facts = {rank: InputFacts.about([torch.zeros(3 - rank, 4)]) for rank in P_x.ranks}
+    >>> source, dtype = source_of(P_x, facts)
+    >>> source.shape, source.box(1).bounds
+    ((5, 4), ((3, 5), (0, 4)))
     """
     dtype = input_dtype(P_x, facts)
     shapes = {rank: facts[rank].shape for rank in P_x.ranks}

@@ -138,7 +138,10 @@ class OperatorLayer(DistributedLayer, Generic[O]):
     def run(
         self, agreement: Agreement[O], xs: Sequence[torch.Tensor], weights: Mapping[str, torch.Tensor]
     ) -> tuple[torch.Tensor, GradientNeeds]:
-        """Call the operation that the ranks agree on; local result, and gradients that any rank needs."""
+        """Call the operation that the ranks agree on; local result, and gradients that any rank needs.
+
+        An operation that can start on a guess takes the agreement itself, and settles it in its schedule.
+        """
         operation, needs = agreement.settle()
         return operation(needs, *xs, **weights), needs
 

@@ -85,7 +85,11 @@ class Parameters:
             broadcast_from_first(self.site.machine, self.holders, list(self._kept().values()), self.site.name)
 
     def use(self) -> dict[str, torch.Tensor]:
-        """Parameters as this rank uses them in a forward; blocking if values travel."""
+        """Parameters as this rank uses them in a forward; blocking if values travel.
+
+        What is returned is in the graph of what is kept, over as many steps as are needed: kept values, then
+        a sum of gradients over replicas, then a movement to the users. The backward takes these in reverse.
+        """
         kept = self._kept()
         # One comparison of types in the usual case.
         if {*map(type, kept.values())} != {nn.Parameter}:
@@ -190,6 +194,8 @@ class Parameters:
         return ranks, learning
 
     def _check_taken_over(self, kept: Mapping[str, torch.Tensor]) -> None:
+        # A parameter that the GradientSync does not know would have the gradient of this rank alone, and
+        # replicas would drift apart without an error.
         for key, parameter in kept.items():
             taken, _ = self.taken_over.get(key, (None, None))
             # A parameter without elements has no gradient to sum.

@@ -43,7 +43,13 @@ def clipped(text: str) -> str:
 
 
 def refusal(name: str, problems: Mapping[int, str]) -> ShapeError:
-    """Error for all ranks of a layer; it names the first rank that has a problem."""
+    """Error for all ranks of a layer; it names the first rank that has a problem.
+
+    Examples
+    --------
+    >>> print(refusal("conv", {0: "", 1: "input is a list", 2: "input is a list"}))
+    'conv': rank 1: input is a list (2 ranks of 3 complain)
+    """
     found = {rank: problem for rank, problem in problems.items() if problem}
     rank, problem = next(iter(found.items()))
     others = f" ({len(found)} ranks of {len(problems)} complain)" if len(found) > 1 else ""

@@ -111,7 +111,11 @@ class DistributedLoss(DistributedLayer):
             self.register_buffer(key, weights[key])
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """As in the base; checks a reduction that is assigned later."""
+        """As in the base; checks a reduction that is assigned later.
+
+        Arguments of torch's losses may be assigned, as some programs do from epoch to epoch. All ranks must
+        assign alike, which each call compares.
+        """
         if name == "reduction":
             self._check_reduction(value)
         super().__setattr__(name, value)
@@ -331,6 +335,7 @@ class DistributedLoss(DistributedLayer):
         return self.P_x.slab({0: self.P_x.index_of(rank)[0]}).ranks
 
     def _number(self, input: torch.Tensor, target: torch.Tensor) -> int:
+        # Of 40 bits at most, ``halves``.
         return input.shape[0] if input.dim() else 0
 
     def _part(self, key: str, weight: torch.Tensor, input: torch.Tensor) -> torch.Tensor:

@@ -150,6 +150,7 @@ def _of_one_layout(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 @rule("loss", *_POINTWISE, errors="own")
 def pointwise_loss(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Each rank computes the terms of its block; their sum and count are those of the whole tensor."""
+    # Three ways, the usual one first; each sums by ``_reduced`` or as it does.
     if func is F.l1_loss and kwargs.get("weight") is None:
         kwargs = {**kwargs, "weight": _weight_not_handed_on()}
     found = _of_one_layout(func, args, kwargs)
@@ -231,6 +232,7 @@ def class_loss(call: Call, site: Site, x: Any, target: Any, weight: Any, **given
 
     The mean is divided by the number, or by the weights, of all targets that are not ignored.
     """
+    # With scores of layout (rows, classes), rows is the layout of what has no classes: targets and terms.
     func, reduction = call[0], _reduction_of(given)
     dim = 0 if len(shape := x.shape) == 1 else 1
     if not any_cut(x, target) or not shape[dim]:
