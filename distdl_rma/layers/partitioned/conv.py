@@ -44,6 +44,7 @@ from distdl_rma.layers.partitioned.core.arguments import (
 from distdl_rma.layers.partitioned.core.input_facts import InputFacts, check_weights, source_of
 from distdl_rma.layers.partitioned.core.operator_layer import OperatorLayer
 from distdl_rma.layers.partitioned.core.placement import Placement, block_placement, whole_placement
+from distdl_rma.layers.partitioned.core.refusals import attributed
 
 O = TypeVar("O", bound=Operation)  # noqa: E741
 _CHANNELS = ("in_channels", "out_channels")
@@ -68,10 +69,8 @@ class ConvolutionLayer(OperatorLayer[O], _ConvNd):
         like = torchs_layer(type(self), *arguments, **options)
         _check(kind, like, dims)
         P_y = P_y or P_x
-        try:
+        with attributed(kind, ShapeError, ArgumentError):
             found = options_of(vars(like), tuple(like.weight.shape), P_x, P_y, self._rows, P_W)
-        except ShapeError as error:
-            raise ArgumentError(f"{kind}: {error}") from None
         super().__init__(P_x, P_y, found.workers.grid, **own)
         self.options = found
         self.P_W, self.placement, self.weights = P_W, placement, placement

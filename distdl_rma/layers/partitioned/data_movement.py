@@ -52,6 +52,7 @@ from distdl_rma.layers.partitioned.core.arguments import LayerOptions
 from distdl_rma.layers.partitioned.core.input_facts import InputFacts, input_dtype, source_of
 from distdl_rma.layers.partitioned.core.layer import nbytes_of
 from distdl_rma.layers.partitioned.core.operator_layer import OperatorLayer
+from distdl_rma.layers.partitioned.core.refusals import attributed
 from distdl_rma.layers.split.tensor import SplitTensor
 
 M = TypeVar("M", bound=Operation)
@@ -394,10 +395,8 @@ class _Between(_OfSubtensors):
         sums = self._operation is sum_reduce
         sides = (P_x, transpose_src), (P_y, transpose_dest)
         (P_many, flip_many), (P_few, flip_few) = sides if sums else sides[::-1]
-        try:
+        with attributed(type(self).__name__, PartitionError):
             first, *_ = groups_onto(P_many, P_few, flip_many, flip_few)
-        except PartitionError as error:
-            raise PartitionError(f"{type(self).__name__}: {error}") from None
         super().__init__(P_x, P_y, preserve_batch, **options)
         if sums:
             # The dimensions in which ranks of the first group differ from the first rank of P_x.
@@ -559,10 +558,8 @@ class DistributedConcat(MovementLayer[Concat]):
         """Movement of each input to its channels of the output."""
         inputs = []
         for at, P_x in enumerate(self.P_xs):
-            try:
+            with attributed(f"input {at}"):
                 inputs.append(source_of(P_x, {rank: fact.of(at) for rank, fact in facts.items()}))
-            except ShapeError as error:
-                raise ShapeError(f"input {at}: {error}") from None
         sources, dtypes = zip(*inputs, strict=True)
         return Concat(self.site, sources, dtypes, self.P_y, keep_batch=self.P_xs[0] == self.P_y)
 

@@ -34,6 +34,7 @@ from distdl_rma.geometry.partition import Partition
 from distdl_rma.layers.partitioned import conv, norm
 from distdl_rma.layers.partitioned.core.arguments import chosen_placement
 from distdl_rma.layers.partitioned.core.callbacks import Callbacks
+from distdl_rma.layers.partitioned.core.refusals import attributed
 from distdl_rma.layers.partitioned.data_movement import DistributedConcat
 from distdl_rma.segments.machine import Machine
 
@@ -102,10 +103,8 @@ def Conv(  # noqa: N802
         )
     arguments = (channels, filters, kernel_size, stride, padding, dilation, groups, bias, padding_mode)
     layer = _CONVS[len(space) - 1](P_x, *arguments, device, dtype, P_y=P_y, name=name, **callbacks)
-    try:
+    with attributed(who):
         outputs = layer.options.stencil.outputs(tuple(space))
-    except ShapeError as error:
-        raise ShapeError(f"{who}: {error}") from None
     layer.announce(
         (Decomposition.balanced(P_x, (batch, channels, *space)),),
         Decomposition.balanced(P_y, (batch, filters, *outputs)),

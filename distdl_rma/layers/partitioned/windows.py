@@ -42,6 +42,7 @@ from distdl_rma.layers.partitioned.core.arguments import (
 )
 from distdl_rma.layers.partitioned.core.input_facts import InputFacts, source_of
 from distdl_rma.layers.partitioned.core.operator_layer import OperatorLayer
+from distdl_rma.layers.partitioned.core.refusals import attributed
 
 Size = int | tuple[int, ...]
 # By number of spatial dimensions: extents of images without memory that torch's layers are tried with. Large,
@@ -89,10 +90,8 @@ class WindowLayer(OperatorLayer[WindowOperation[Any]]):
         mode = _PAD_MODES.get(type(like).__name__.partition("Pad")[0], "zeros")
         super().__init__(P_x, P_y, **own)
         self.take_over(like)
-        try:
+        with attributed(kind.__name__, ShapeError, ArgumentError):
             self.options = options_of(self.operation, {"mode": mode, **vars(like)}, dims)
-        except ShapeError as error:
-            raise ArgumentError(f"{kind.__name__}: {error}") from None
 
     def plan(self, facts: dict[int, InputFacts]) -> WindowOperation[Any]:
         """Operation for the global input that the ranks form."""

@@ -41,7 +41,7 @@ from distdl_rma.geometry.partition import Partition
 from distdl_rma.layers.ops.core.autograd import GradientNeeds
 from distdl_rma.layers.ops.core.movement import CallSite
 from distdl_rma.layers.partitioned.core.input_facts import InputFacts, check_trainable
-from distdl_rma.layers.partitioned.core.refusals import CallOutcome, refusal
+from distdl_rma.layers.partitioned.core.refusals import CallOutcome, attributed, refusal
 from distdl_rma.segments.consensus import Consensus, gather_words
 from distdl_rma.segments.machine import Machine
 from distdl_rma.segments.plan_cache import UNKNOWN, PlanCache, digest
@@ -337,14 +337,11 @@ class ShapeAgreement(Generic[P]):
 
     def _make_plan(self, facts: dict[int, InputFacts]) -> P:
         # All ranks have the same facts here, so they all make the plan or all raise, without a message.
-        try:
+        with attributed(f"{self._name!r}", DistdlError), torch.inference_mode(False):
             for rank, fact in facts.items():
                 if fact.given != self._inputs:
                     raise ShapeError(f"takes {self._inputs} inputs, got {fact.given} on rank {rank}")
-            with torch.inference_mode(False):
-                return self._planner().plan(facts)
-        except DistdlError as error:
-            raise type(error)(f"{self._name!r}: {error}") from None
+            return self._planner().plan(facts)
 
     def _planner(self) -> Planner[P]:
         owner = self._owner()

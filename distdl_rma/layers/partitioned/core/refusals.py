@@ -15,7 +15,8 @@ place of its cause. Equal texts let a program catch the error, skip the batch, a
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -40,6 +41,22 @@ _NO_WORDS = torch.empty(0, dtype=torch.uint8)
 def clipped(text: str) -> str:
     """The text in one line, of at most ``_LONGEST`` characters."""
     return " ".join(text.split())[:_LONGEST]
+
+
+@contextmanager
+def attributed(
+    who: str, caught: type[DistdlError] = ShapeError, raised: type[DistdlError] | None = None
+) -> Iterator[None]:
+    """Context in which an error of the library begins with ``who`` raises it, or what it is about.
+
+    What a function finds wrong with a tensor is named by its caller, who knows which tensor of which layer it
+    is: ``ShapeError("shards form no grid")`` becomes ``ShapeError("input 1: shards form no grid")``. Errors
+    of other types than ``caught`` pass; ``raised`` is the type of the new one, that of the old one if None.
+    """
+    try:
+        yield
+    except caught as error:
+        raise (raised or type(error))(f"{who}: {error}") from None
 
 
 def refusal(name: str, problems: Mapping[int, str]) -> ShapeError:

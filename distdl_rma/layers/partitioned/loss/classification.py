@@ -30,6 +30,7 @@ from distdl_rma.layers.ops.core.staged import movement_between
 from distdl_rma.layers.ops.losses import class_terms, divisor_of_classes
 from distdl_rma.layers.partitioned.core.agreement import ShapeAgreement
 from distdl_rma.layers.partitioned.core.input_facts import InputFacts, common_dtype, source_of
+from distdl_rma.layers.partitioned.core.refusals import attributed
 from distdl_rma.layers.partitioned.loss.base import DistributedLoss
 from distdl_rma.layers.split import layout as lay
 from distdl_rma.layers.split.reduction_axes import parts_and_all
@@ -77,16 +78,12 @@ class _ClassLoss(DistributedLoss):
 
     def plan(self, facts: dict[int, InputFacts]) -> _CutClasses:
         """Layout of the scores, and the movement of sums over classes."""
-        try:
+        with attributed("input"):
             source, dtype = source_of(self.P_x, facts)
             if dtype.is_complex:
                 raise ShapeError(f"{dtype} has no order, which scores of classes need")
-        except ShapeError as error:
-            raise ShapeError(f"input: {error}") from None
-        try:
+        with attributed("target"):
             common_dtype({rank: fact.of(1) for rank, fact in facts.items()})
-        except ShapeError as error:
-            raise ShapeError(f"target: {error}") from None
         return _CutClasses(self.site, source, self._dim, dtype)
 
     def _agree(self, input: torch.Tensor, target: torch.Tensor, problem: str) -> None:
