@@ -58,6 +58,7 @@ def agree_on_layout(
         if number != cache.number:
             cache.switch_to(number, row)
         return cache[number].plan
+    # Equal and new on all ranks, or different: then each rank's row goes to all.
     rows = [row] * partition.size if alike else consensus.rows(row, consensus.largest[-1])
     if problem:
         raise ShapeError(f"SplitTensor.from_local: {problem}")

@@ -78,7 +78,10 @@ class OperatorLayer(DistributedLayer, Generic[O]):
 
     @cached_property
     def agreement(self) -> ShapeAgreement[O] | None:
-        """Agreement on the facts and the operation of a call; None on ranks outside of calls."""
+        """Agreement on the facts and the operation of a call; None on ranks outside of calls.
+
+        Made at the first use, and anew in a copy of the layer, which is another layer for the ranks.
+        """
         ranks = self.agreeing()
         if self.machine.rank not in ranks:
             return None

@@ -80,7 +80,10 @@ class Parameters:
         self.trainable: Trainable | None = None
 
     def equalise(self) -> None:
-        """Broadcast the values of the first holder to the other holders; collective over these, blocking."""
+        """Broadcast the values of the first holder to the other holders; collective over these, blocking.
+
+        Ranks with other seeds would else train different models whose gradients are summed.
+        """
         if len(self.holders) > 1:
             broadcast_from_first(self.site.machine, self.holders, list(self._kept().values()), self.site.name)
 
@@ -253,7 +256,10 @@ def stated_ranks(layer: Any, site: CallSite, holders: Sequence[int]) -> tuple[in
 
 
 class _SummedGradients(OperatorFunction):
-    """Identity in the forward; the backward sums gradients over the ranks."""
+    """Identity in the forward; the backward sums gradients over the ranks.
+
+    One node for all parameters of a layer: autograd runs it once it has the gradients of all, as one message.
+    """
 
     @staticmethod
     def forward(

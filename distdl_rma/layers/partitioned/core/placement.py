@@ -45,7 +45,11 @@ class Placement:
 def whole_placement(
     machine: Machine, root: Partition, users: Partition, shape: Sequence[int], pattern: str
 ) -> Placement:
-    """Whole parameter: replicated on the machine, or on the first of ``root``, which sends to ``users``."""
+    """Whole parameter: replicated on the machine, or on the first of ``root``, which sends to ``users``.
+
+    Replicas are on all ranks of the machine, those outside of the layer's partitions included: a checkpoint
+    of any rank is complete, and a model may run on other ranks next.
+    """
     if pattern == "replicated":
         return Placement(Decomposition.replicated(machine.partition(), shape))
     first = Partition(root.ranks[:1], (1,), root.me, root.home)
@@ -81,7 +85,10 @@ def register(
 
 
 def lasting(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor, or a copy if it was made in inference mode, so that training can use it."""
+    """The tensor, or a copy if it was made in inference mode, so that training can use it.
+
+    Autograd refuses tensors of inference mode for ever, and models are often built and loaded within it.
+    """
     if not tensor.is_inference():
         return tensor
     with torch.inference_mode(False):
@@ -177,7 +184,8 @@ def linear_values(
 ) -> dict[str, InitialValues | None]:
     """Initial values of ``torch.nn.Linear``, by the name of the parameter."""
     kind = torch.get_default_dtype() if dtype is None else dtype
-    # torch's Kaiming initialisation with a = sqrt(5), with the same roundings.
+    # torch's Kaiming initialisation with a = sqrt(5), with the same roundings: another order of these factors
+    # gives numbers that differ from torch's in the last bit, and every test of equality would fail.
     gain = sqrt(2.0 / (1 + sqrt(5) ** 2))
     bound = sqrt(3.0) * (gain / sqrt(in_features)) if in_features else 0.0
     offset = 1 / sqrt(in_features) if in_features else 0.0

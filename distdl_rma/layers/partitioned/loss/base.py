@@ -167,7 +167,10 @@ class DistributedLoss(DistributedLayer):
         )
 
     def output_layout(self, _inputs: Sequence[Any]) -> Decomposition | None:
-        """A replicated number; None for ``reduction="none"``."""
+        """A replicated number; None for ``reduction="none"``.
+
+        Losses of local elements have no layout: shards of a loss need not form a grid.
+        """
         return None if self.reduction == "none" else Decomposition.replicated(self.P_x, ())
 
     def extra_repr(self) -> str:

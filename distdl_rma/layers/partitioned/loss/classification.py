@@ -69,7 +69,10 @@ class _ClassLoss(DistributedLoss):
         return ShapeAgreement(self, self.P_x.ranks, inputs=2) if self._cuts_classes else None
 
     def partition_of(self, at: int, dims: int) -> Partition:
-        """As in the base; class indices lack the dimension of the classes, and are replicated along it."""
+        """As in the base; class indices lack the dimension of the classes, and are replicated along it.
+
+        So on a grid (2, 3) of rows and classes, indices are split over the two ranks of this rank's column.
+        """
         P_x, dim = self.P_x, self._dim
         if not at or dims == P_x.dim or P_x.index is None:
             return P_x
@@ -77,7 +80,10 @@ class _ClassLoss(DistributedLoss):
         return same.create_cartesian_topology_partition(same.shape[:dim] + same.shape[dim + 1 :])
 
     def plan(self, facts: dict[int, InputFacts]) -> _CutClasses:
-        """Layout of the scores, and the movement of sums over classes."""
+        """Layout of the scores, and the movement of sums over classes.
+
+        Shapes of targets need no agreement: each rank has compared them with those of its scores.
+        """
         with attributed("input"):
             source, dtype = source_of(self.P_x, facts)
             if dtype.is_complex:

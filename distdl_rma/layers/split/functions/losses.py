@@ -66,6 +66,7 @@ def _reduced(
     # one that is a tensor is this block's, and is summed too.
     if reduction == "none":
         return SplitTensor(y, layout)
+    # Ranks along other grid dimensions hold copies, whose terms count once.
     cut = tuple(g for g, axis in enumerate(layout.axes) if axis is not None)
     total, dtype = y.sum(dtype=sum_dtype(y.dtype)), dtype or y.dtype
     if reduction != "sum" and isinstance(count, torch.Tensor):
@@ -299,7 +300,11 @@ def multilabel_soft_margin_loss(x: Any, target: Any, weight: Any, **how: Any) ->
 
 
 def finished(y: Any, **how: Any) -> Any:
-    """Terms of a loss, reduced as the user's arguments say."""
+    """Terms of a loss, reduced as the user's arguments say.
+
+    For losses that are composed of other functions: terms are a split tensor, whose sum and mean have rules
+    of their own. A loss that is one function of torch sums its block there instead, and keeps no terms.
+    """
     reduction = _reduction_of(how)
     return y if reduction == "none" else y.sum() if reduction == "sum" else y.mean()
 
