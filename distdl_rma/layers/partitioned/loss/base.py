@@ -261,7 +261,7 @@ class DistributedLoss(DistributedLayer):
         Facts that are ``alike`` on all ranks have words from which ``are_equal`` finds whether they are.
         The ``number`` needs to be equal only in each group, ``_group``. Ranks multiply theirs by factors that
         add up to 0 in each group. So the sum over all ranks is 0 if numbers are equal, and (almost surely)
-        not 0 if they differ in a group. All summands are integers that float64 adds exactly.
+        not 0 if they differ in a group. Words and halves are integers, which float64 adds exactly.
 
         All ranks raise the same error if one has a problem, or if ranks differ.
         """
