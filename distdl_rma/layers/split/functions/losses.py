@@ -265,7 +265,7 @@ def class_loss(call: Call, site: Site, x: Any, target: Any, weight: Any, **given
     if reduction == "none":
         return SplitTensor(y, rows)
     count: Any = math.prod(rows.shape)
-    if of_indices:
+    if of_indices and reduction == "mean":
         count = divisor_of_classes(truth, weight, given["ignore_index"])
         if along.ranks[0] != layout.partition.me:
             # Only the first of the ranks that share rows counts them; others add nothing.
