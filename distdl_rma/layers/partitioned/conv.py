@@ -36,8 +36,7 @@ from distdl_rma.layers.partitioned.core.arguments import (
     PlacedOptions,
     check_device,
     check_dims,
-    chosen_placement,
-    own_options,
+    placed_options,
     spatial_dims,
     torchs_layer,
 )
@@ -62,9 +61,7 @@ class ConvolutionLayer(OperatorLayer[O], _ConvNd):
         kind, dims = type(self).__name__, spatial_dims(type(self))
         named = {key: options.pop(key, None) for key in ("P_y", "P_W", "P_w")}
         P_y, P_W, arguments = partitions_among(type(self), LEADING + dims, (P_x, *arguments), named)
-        own = own_options(options)
-        placement, weights = (options.pop(key, None) for key in ("placement", "weights"))
-        placement = chosen_placement(kind, placement, weights, self._allowed)
+        own, placement = placed_options(type(self), self._allowed, options)
         # The torch layer checks its arguments and has the initial weights of the sequential model.
         like = torchs_layer(type(self), *arguments, **options)
         _check(kind, like, dims)

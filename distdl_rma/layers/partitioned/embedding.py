@@ -28,8 +28,7 @@ from distdl_rma.layers.partitioned.core.arguments import (
     by_name,
     check_device,
     check_dims,
-    chosen_placement,
-    own_options,
+    placed_options,
     torchs_layer,
 )
 from distdl_rma.layers.partitioned.core.input_facts import InputFacts, source_of
@@ -82,16 +81,9 @@ class DistributedEmbedding(OperatorLayer[Embedding], nn.Embedding):
     _by_name = ("P_y", *PlacedOptions.__annotations__)
     _shown = ("num_embeddings", "embedding_dim", "padding_idx", "scale_grad_by_freq")
 
-    def __init__(
-        self,
-        P_x: Partition,
-        *arguments: Any,
-        P_y: Partition | None = None,
-        placement: str | None = None,
-        weights: str | None = None,
-        **options: Any,
-    ) -> None:
-        kind, own = type(self).__name__, own_options(options)
+    def __init__(self, P_x: Partition, *arguments: Any, P_y: Partition | None = None, **options: Any) -> None:
+        kind = type(self).__name__
+        own, placement = placed_options(type(self), self._allowed, options)
         given = by_name(type(self), *arguments, **options)
         unwanted = {"max_norm": given.get("max_norm"), "sparse": given.get("sparse") or None}
         for key, value in unwanted.items():
@@ -102,7 +94,6 @@ class DistributedEmbedding(OperatorLayer[Embedding], nn.Embedding):
         check_dims(type(self), (P_x.dim + 1,), P_y=P_y)
         weight = given.get("_weight")
         check_device(kind, given.get("device") if weight is None else weight.device)
-        placement = chosen_placement(kind, placement, weights, self._allowed)
         nothing = [torch.zeros(0, dtype=torch.int64)]
         like = torchs_layer(type(self), **given, sample=nothing)
         vectors = P_x.create_cartesian_topology_partition((*P_x.shape, 1))

@@ -53,8 +53,7 @@ from distdl_rma.layers.partitioned.core.arguments import (
     by_name,
     check_device,
     check_dims,
-    chosen_placement,
-    own_options,
+    placed_options,
     spatial_dims,
     torchs_layer,
 )
@@ -207,16 +206,9 @@ class DistributedNorm(OperatorLayer[Normalisation]):
     _changeable = ("eps", "momentum", "affine", "track_running_stats", "elementwise_affine")
     function: ClassVar[str]  # torch's, by name
 
-    def __init__(
-        self,
-        P_x: Partition,
-        *arguments: Any,
-        placement: str | None = None,
-        weights: str | None = None,
-        **options: Any,
-    ) -> None:
-        kind, own = type(self).__name__, own_options(options)
-        placement = chosen_placement(kind, placement, weights, self._allowed)
+    def __init__(self, P_x: Partition, *arguments: Any, **options: Any) -> None:
+        kind = type(self).__name__
+        own, placement = placed_options(type(self), self._allowed, options)
         given = by_name(type(self), *arguments, **options)
         check_device(kind, given.get("device"))
         like = torchs_layer(type(self), **given)

@@ -151,6 +151,14 @@ def chosen_placement(kind: str, placement: str | None, weights: str | None, allo
     return chosen
 
 
+def placed_options(
+    layer: type, allowed: Sequence[str], options: dict[str, Any]
+) -> tuple[dict[str, Any], str]:
+    """``own_options`` of a layer with parameters, and their placement, which is taken out as well."""
+    placement, weights = (options.pop(key, None) for key in ("placement", "weights"))
+    return own_options(options), chosen_placement(layer.__name__, placement, weights, allowed)
+
+
 def check_device(kind: str, device: torch.device | str | None) -> None:
     """Raise ``UnsupportedError`` if a device is not the CPU; None is torch's default device."""
     found = torch.get_default_device() if device is None else torch.device(device)
