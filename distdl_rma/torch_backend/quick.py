@@ -12,7 +12,8 @@ import torch
 
 from distdl_rma.segments.collectives.between_nodes import Script
 from distdl_rma.segments.collectives.reduction import Array, Reduction
-from distdl_rma.torch_backend.node_slots import WHOLE_BYTES, Call, NodeSlots
+from distdl_rma.torch_backend.calls import Call
+from distdl_rma.torch_backend.node_slots import WHOLE_BYTES, NodeSlots
 from distdl_rma.torch_backend.on_node import NodeCollectives
 from distdl_rma.torch_backend.work import OperationQueue, PendingCall
 

@@ -121,8 +121,10 @@ def check(tensors: Sequence[torch.Tensor], who: str) -> None:
             raise UnsupportedError(f"{who}: tensors are dense, got {tensor.layout}; use tensor.to_dense()")
 
 
-def single(tensors: Sequence[Any], who: str) -> Any:
-    """The only entry of a list; ``ShapeError`` if it has another length."""
+def single(tensors: Any, who: str) -> Any:
+    """The only entry of a list, or the tensor that stands for it; ``ShapeError`` for another length."""
+    if isinstance(tensors, torch.Tensor):
+        return tensors
     if len(tensors) != 1:
         raise ShapeError(f"{who}: takes one tensor per rank, got {len(tensors)}")
     return tensors[0]

@@ -6,9 +6,10 @@ import atexit
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -293,6 +294,54 @@ class GroupWork(_Work):  # type: ignore[misc]
                 call = self._queue, self._operation, self._future, self._tensors
                 _driver.add(_Pending(*call, limit, time.monotonic()))
         return self._future
+
+
+class _Several(_Work):  # type: ignore[misc]
+    """The works of a block of coalesced calls as one."""
+
+    def __init__(self, works: Sequence[Any]) -> None:
+        super().__init__()
+        self._works = list(works)
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        return all([work.wait(timeout) for work in self._works])  # noqa: C419
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def is_completed(self) -> bool:
+        return all(work.is_completed() for work in self._works)
+
+    def is_success(self) -> bool:
+        return all(work.is_success() for work in self._works)
+
+    def exception(self) -> BaseException | None:
+        return next((error for work in self._works if (error := work.exception()) is not None), None)
+
+    def result(self) -> list[Any]:
+        return [*chain.from_iterable(work.result() for work in self._works)]
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        every = torch.futures.collect_all([work.get_future() for work in self._works])
+        return every.then(lambda done: list(chain.from_iterable(one.value() for one in done.value())))
+
+
+def together(works: Sequence[Work]) -> Work:
+    """One work of a block of coalesced calls."""
+    return works[0] if len(works) == 1 else _Several(works)
+
+
+class _Over(_Work):  # type: ignore[misc]
+    """A work that is over; only the call that has waited for it sees it."""
+
+    def wait(self, *_: Any) -> bool:
+        return True
+
+    def is_completed(self) -> bool:
+        return True
+
+
+OVER = _Over()
 
 
 def _settle(future: torch.futures.Future[Any], tensors: Any, error: BaseException | None) -> None:

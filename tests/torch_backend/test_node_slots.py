@@ -5,8 +5,9 @@ import time
 import pytest
 
 from distdl_rma.errors import MismatchError, PartitionError
-from distdl_rma.torch_backend import node_slots
-from distdl_rma.torch_backend.node_slots import Call, Kinds, NodeSlots, text_of_call
+from distdl_rma.torch_backend import calls
+from distdl_rma.torch_backend.calls import Call, Kinds, text_of_call
+from distdl_rma.torch_backend.node_slots import NodeSlots
 
 on_ranks = pytest.mark.mpi(min_size=2)
 
@@ -82,7 +83,7 @@ def test_ranks_that_do_not_reach_each_others_memory_are_refused_on_all_of_them(m
 def test_what_is_said_has_the_whole_identity_and_the_text_as_far_as_there_is_room():
     long = "all_gather of " + "é" * 300
     one, other = Call(long, (long, 1)), Call(long, (long, 2))
-    assert len(one.encoded) <= node_slots.CALL_BYTES
+    assert len(one.encoded) <= calls.CALL_BYTES
     assert text_of_call(one.encoded) == text_of_call(other.encoded) == one.encoded[32:-1].decode()
     assert long.startswith(text_of_call(one.encoded))
     assert one.digest != other.digest and one.encoded.startswith(one.digest)
@@ -96,7 +97,7 @@ def test_the_same_call_that_all_refuse_is_one_kind_whatever_the_reasons():
 
 @pytest.mark.parametrize("kept", [2, 1000])
 def test_ranks_with_equal_calls_have_equal_numbers_and_different_kinds_never_share_one(monkeypatch, kept):
-    monkeypatch.setattr(node_slots, "_KEPT", kept)
+    monkeypatch.setattr(calls, "_KEPT", kept)
     here, there = Kinds(), Kinds()
     for step in range(200):
         what = step * step % 7

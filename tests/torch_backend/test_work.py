@@ -14,6 +14,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 from distdl_rma.errors import ClosedError, ExchangeTimeout, MismatchError, ProtocolError, UnsupportedError
 from distdl_rma.segments.waiting.header import HEADER_BYTES, RankState, WaitReason, parse
 from distdl_rma.torch_backend.group import RmaProcessGroup
+from distdl_rma.torch_backend.node_slots import NodeSlots
 from distdl_rma.torch_backend.work import GroupWork, OperationQueue, PendingCall, _driver
 
 pytestmark = [pytest.mark.mpi, pytest.mark.sizes(1, 2)]
@@ -75,7 +76,7 @@ def test_a_wait_that_came_further_says_how_long_it_was_in_all(machine, comm):
 @pytest.mark.sizes(1, 2, 3)
 def test_what_is_under_way_keeps_its_memory_when_the_group_ends(machine, comm):
     group = RmaProcessGroup(machine.segments, machine.ranks, "ends in flight", None)
-    x, y, on_node = torch.ones(3), torch.ones(4), group._caller is group._rounds
+    x, y, on_node = torch.ones(3), torch.ones(4), isinstance(group._callers, NodeSlots)
     if comm.rank == 0:
         work = group.allreduce([x])
         group.shutdown()
@@ -156,7 +157,7 @@ def test_memory_of_a_group_that_a_difference_ended_is_freed_when_all_have_destro
         with pytest.raises(MismatchError):
             group.allreduce([torch.ones(3 + comm.rank)]).wait()
     comm.Barrier()
-    if group._rounds is not None:
+    if group._ways.rounds is not None:
         assert "process group in vain" in machine.segments.stats().owners
     group.shutdown()
     comm.Barrier()

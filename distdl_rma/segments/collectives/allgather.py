@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from distdl_rma.geometry.intervals import Listed
-from distdl_rma.segments.collectives.between_nodes import Plan, in_pieces, number_of_pieces, pieces_of_all
+from distdl_rma.segments.collectives.between_nodes import Stages, in_pieces, number_of_pieces, pieces_of_all
 from distdl_rma.segments.collectives.collective import Collective, CollectiveSite
 from distdl_rma.segments.collectives.node_layout import RankSlice, check_count, check_lengths
 from distdl_rma.segments.collectives.reduction import Array
@@ -123,7 +123,7 @@ class _AllgatherByNodes(SteppedAlgorithm):
             # This rank may write its next vector only after all have read this one.
             yield from self.wait_for(_READ, others)
 
-    def _gather(self, vector: Array, piece: int) -> Plan:
+    def _gather(self, vector: Array, piece: int) -> Stages:
         # Receives the parts of other nodes, and notifies this node; the parts of this node are in the vector.
         runs, split, offsets = self._pieces[piece], self._splits[piece], self._offsets[piece]
         begin, end = split.interval(self.layout.my_node)

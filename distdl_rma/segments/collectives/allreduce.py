@@ -11,7 +11,7 @@ from numpy.typing import DTypeLike
 
 from distdl_rma.geometry.intervals import Balanced, Listed
 from distdl_rma.segments.collectives.all_push import AllPush
-from distdl_rma.segments.collectives.between_nodes import Plan, in_pieces, pieces_of_all, slices
+from distdl_rma.segments.collectives.between_nodes import Stages, in_pieces, pieces_of_all, slices
 from distdl_rma.segments.collectives.collective import Collective, CollectiveSite
 from distdl_rma.segments.collectives.node_layout import check_count, check_lengths
 from distdl_rma.segments.collectives.reduction import Array, Element, Reduction, element_of
@@ -198,7 +198,7 @@ class _AllreduceByNodes(ShareReduction):
             quick = self.reduction.bound(shares, shares[me], others[0])
         return _Cut(shares, shares[me], others, quick)
 
-    def _combine(self, cut: _Cut, piece: int) -> Plan:
+    def _combine(self, cut: _Cut, piece: int) -> Stages:
         # Every element is reduced on one node and copied to the others: bitwise the same on all.
         where, split, element = self._pieces[piece], self._splits[piece], self.reduction.element
         if self._direct:
@@ -316,7 +316,7 @@ class _ReducescatterByNodes(ShareReduction):
             yield from in_pieces(map(self._combine, repeat(rows), range(self.pieces)))
         self.count_puts(*self._puts)
 
-    def _combine(self, rows: list[Array], piece: int) -> Plan:
+    def _combine(self, rows: list[Array], piece: int) -> Stages:
         reduction, node = self.reduction, self.layout.my_node
         # In the order of the nodes, as MPI scatters it.
         counts = [sum(part.size for part in of_node) for of_node in self._parts[piece]]
