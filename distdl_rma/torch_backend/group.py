@@ -39,10 +39,11 @@ from distdl_rma.torch_backend.collectives import Member, Prepared, Tensor, Ways,
 from distdl_rma.torch_backend.inter_node import InterNodeCollectives
 from distdl_rma.torch_backend.node_slots import NodeSlots
 from distdl_rma.torch_backend.on_node import NodeCollectives
+from distdl_rma.torch_backend.operations import OperationQueue, PendingCall, done
 from distdl_rma.torch_backend.point_to_point import PointToPoint
 from distdl_rma.torch_backend.quick import QuickReductions
 from distdl_rma.torch_backend.tensors import OPERATIONS, OVERLAP, Flat, check, facts, single
-from distdl_rma.torch_backend.work import OVER, GroupWork, OperationQueue, PendingCall, done, together
+from distdl_rma.torch_backend.work import OVER, GroupWork
 
 # What is kept for calls that come again, at most.
 _KEPT = 1024
@@ -106,7 +107,7 @@ class RmaProcessGroup(_Base):  # type: ignore[misc]
         self._ways, self._member = ways, Member(me, size, name, ways)
         self._calls: dict[Hashable, Call] = {}
         # The works of a block of coalesced calls, None outside of one.
-        self._coalescing: list[Work] | None = None
+        self._coalescing: list[GroupWork] | None = None
         # The latest works on one element, see ``allreduce``.
         self._counts: deque[Work] = deque(maxlen=64)
 
@@ -128,7 +129,7 @@ class RmaProcessGroup(_Base):  # type: ignore[misc]
                 flat.store()
 
         operation = self._append(self._call(what, tensors), script, finish)
-        return self._registered(GroupWork(self._queue, operation, result, self._timeout))
+        return self._registered(GroupWork(self._queue, [operation], result, self._timeout))
 
     def _append(self, call: Call, script: Callable[[], Script], finish: Callable[[], None]) -> PendingCall:
         callers, compare = self._callers, self._compare
@@ -227,7 +228,7 @@ class RmaProcessGroup(_Base):  # type: ignore[misc]
                 return self._held(work, tensor)
             if begun is not False:
                 operation = done() if begun is True else begun
-                return self._held(GroupWork(self._queue, operation, [tensor], self._timeout), tensor)
+                return self._held(GroupWork(self._queue, [operation], [tensor], self._timeout), tensor)
         return self._held(self._all_reduce("all_reduce", [tensor], op_of(opts)), tensor)
 
     def _held(self, work: Work, tensor: Tensor) -> Work:
@@ -264,9 +265,9 @@ class RmaProcessGroup(_Base):  # type: ignore[misc]
         else:
             finish = flat.store if verb == "recv" else None
             operation = self._points.begin(verb, flat.bytes, kind, peer, tag, finish)
-        return self._registered(GroupWork(self._queue, operation, [tensor], self._timeout, source))
+        return self._registered(GroupWork(self._queue, [operation], [tensor], self._timeout, source))
 
-    def _registered(self, work: Work) -> Work:
+    def _registered(self, work: GroupWork) -> GroupWork:
         if self._coalescing is not None:
             self._coalescing.append(work)
         return work
@@ -276,7 +277,11 @@ class RmaProcessGroup(_Base):  # type: ignore[misc]
 
     def _end_coalescing(self, device: torch.device) -> Work:
         works, self._coalescing = self._coalescing or [], None
-        return together(works)
+        if len(works) == 1:
+            return works[0]
+        operations = [operation for work in works for operation in work.operations]
+        results = [*chain.from_iterable(work.result() for work in works)]
+        return GroupWork(self._queue, operations, results, self._timeout)
 
     def drop_coalescing(self) -> None:
         """End a block of coalesced calls after an error; operations that it began continue."""

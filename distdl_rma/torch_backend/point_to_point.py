@@ -12,7 +12,7 @@ from distdl_rma.errors import ArgumentError, MismatchError
 from distdl_rma.segments.collectives.between_nodes import Messages, Script
 from distdl_rma.segments.collectives.reduction import Array
 from distdl_rma.segments.waiting.header import WaitReason
-from distdl_rma.torch_backend.work import OperationQueue, PendingCall
+from distdl_rma.torch_backend.operations import OperationQueue, PendingCall
 
 Finish = Callable[[], None]
 # Messages of one tag: the sender's facts, the receiver's facts, and the data.

@@ -15,7 +15,7 @@ from distdl_rma.segments.collectives.reduction import Array, Reduction
 from distdl_rma.torch_backend.calls import Call
 from distdl_rma.torch_backend.node_slots import WHOLE_BYTES, NodeSlots
 from distdl_rma.torch_backend.on_node import NodeCollectives
-from distdl_rma.torch_backend.work import OperationQueue, PendingCall
+from distdl_rma.torch_backend.operations import OperationQueue, PendingCall
 
 # Looks at the others' words before the rank queues a script, and before it yields the core: another process
 # may keep the core for milliseconds. Where ranks share cores, it yields after each look.

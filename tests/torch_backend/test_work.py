@@ -15,7 +15,8 @@ from distdl_rma.errors import ClosedError, ExchangeTimeout, MismatchError, Proto
 from distdl_rma.segments.waiting.header import HEADER_BYTES, RankState, WaitReason, parse
 from distdl_rma.torch_backend.group import RmaProcessGroup
 from distdl_rma.torch_backend.node_slots import NodeSlots
-from distdl_rma.torch_backend.work import GroupWork, OperationQueue, PendingCall, _driver
+from distdl_rma.torch_backend.operations import OperationQueue, PendingCall
+from distdl_rma.torch_backend.work import GroupWork, _driver
 
 pytestmark = [pytest.mark.mpi, pytest.mark.sizes(1, 2)]
 
@@ -89,7 +90,7 @@ def test_what_is_under_way_keeps_its_memory_when_the_group_ends(machine, comm):
     if comm.rank == 0 and comm.size > 1 and on_node:
         # The others are through with it, this rank is not.
         assert "process group ends in flight" in machine.segments.stats().owners
-        assert not work._operation.done
+        assert not work.operations[0].done
     # In the same memory and on the same communicator, if these were free.
     after = RmaProcessGroup(machine.segments, machine.ranks, "after it", None)
     after.allreduce([y]).wait(timedelta(seconds=60))
@@ -176,9 +177,8 @@ def begin(machine):
                 raise ready[0]
 
         reason = WaitReason((), "for a test")
-        return GroupWork(
-            queue, queue.append(PendingCall(script, lambda: reason, None)), ["it"], timeout, source
-        )
+        operation = queue.append(PendingCall(script, lambda: reason, None))
+        return GroupWork(queue, [operation], ["it"], timeout, source)
 
     return begin
 
