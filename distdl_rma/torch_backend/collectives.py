@@ -259,7 +259,9 @@ def all_reduce(at: Member, what: str, tensors: list[Tensor], op: Any) -> Prepare
         for flat, reducer in zip(flats, reducers, strict=True):
             yield from at.ways.reduce(flat.elements, reducer, None)
 
-    return _named(what, op, reducers), tensors, script, tensors, flats
+    # Without tensors nothing has looked the operation up.
+    named = f"{what}({OPERATIONS[op][0]})" if reducers else what
+    return named, tensors, script, tensors, flats
 
 
 def reduce(at: Member, tensors: Any, opts: Any = None, *_: Any) -> Prepared:
@@ -317,12 +319,8 @@ def _reduce_scatter(at: Member, what: str, pairs: Pairs, opts: Any) -> Prepared:
             yield from at.ways.reduce_scatter(arrays, out, reducer)
 
     every = [part for _, parts in pairs for part in parts]
-    return _named(what, op, reducers), every, script, [out for out, _ in pairs], flats
-
-
-def _named(what: str, op: Any, reducers: Sequence[Reduction]) -> str:
-    # A coalesced call of no tensors may have any operation: none has looked it up.
-    return f"{what}({OPERATIONS[op][0]})" if reducers else what
+    named = f"{what}({OPERATIONS[op][0]})" if reducers else what
+    return named, every, script, [out for out, _ in pairs], flats
 
 
 def _apart(data: Array, targets: Sequence[Array]) -> Array:

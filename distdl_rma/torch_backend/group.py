@@ -253,7 +253,7 @@ class RmaProcessGroup(_Base):  # type: ignore[misc]
     def _message(
         self, verb: str, tensors: Sequence[Tensor], peer: int, tag: int, source: int | list[int]
     ) -> Work:
-        # The work names the source; that of a message of any rank gets to know it when the message comes.
+        # The work names the source; a list of sources learns it when the message of any rank comes.
         who = f"{verb} {self._member.where}"
         tensor: Tensor = single(tensors, who)
         check([tensor], who)
