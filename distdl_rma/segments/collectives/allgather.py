@@ -1,4 +1,18 @@
-"""Allgather and Bcast: the vectors of all ranks, or that of one, go to all ranks; double-buffered."""
+"""Allgather and Bcast: the vectors of all ranks, or that of one, go to all ranks; double-buffered.
+
+The phases of a step on two nodes, where ranks 0 and 2 are leaders::
+
+    phase    rank 0                     rank 1                     ranks 2 and 3 of node 1
+    READY    -> 1                       -> 0                       likewise
+             loads the vector of 1      loads the vector of 0
+    READ     -> 1                       -> 0                       "your vector may be written again"
+             Iallgatherv with rank 2    waits
+    SPREAD   -> 1, for each piece       loads the piece from 0     "vectors of other nodes are here"
+    TAKEN    waits                      -> 0                       "and may be overwritten"
+
+A rank without elements gives nothing: nobody waits for it in the first phase, and on one node its step is
+complete as soon as it has loaded those of the others.
+"""
 
 from __future__ import annotations
 

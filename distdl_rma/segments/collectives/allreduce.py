@@ -1,4 +1,22 @@
-"""Allreduce, Reducescatter and Reduce, double-buffered: all ranks get the result, or a part of it, or one."""
+"""Allreduce, Reducescatter and Reduce, double-buffered: all ranks get the result, or a part of it, or one.
+
+An allreduce of five ranks on two nodes, whose vectors are cut into two shares (see ``node_layout.py``)::
+
+                     node 0: ranks 0, 1, 2                     node 1: ranks 3, 4
+    on the node      0: first halves, 1: second halves         3: first halves, 4: second halves
+    between nodes    0 <=> 3 and 1 <=> 4: each pair sums its share, a part each, and exchanges the results
+    on the node      0 and 1 store them to 0, 1, 2             3 and 4 store them to 3, 4
+
+A reduce-scatter has no exchange of results: MPI leaves the sum of each part on the node of the rank that gets
+it. A reduce is a reduce-scatter whose only part is the root's.
+
+A vector of a few KiB takes another way: all ranks push it to all (``all_push.py``), and each reduces all
+vectors. On P ranks that is P times the arithmetic and P times the bytes, but one message in a row.
+
+A call of torch.distributed does not come here, but has the same phases in ``torch_backend/inter_node.py``.
+Between the nodes its leaders sum by themselves, in the order of the nodes. Here MPI does: in messages that
+grow with the logarithm of the nodes instead of one to every node, but in an order that it chooses.
+"""
 
 from __future__ import annotations
 
@@ -90,13 +108,21 @@ class Allreduce(Collective):
 
 
 def all_push_is_better(size: int, nbytes: int, asked: bool) -> bool:
-    """Whether all ranks push their vectors to all: for small vectors, or if ``asked`` for low latency."""
+    """Whether all ranks push their vectors to all: for small vectors, or if ``asked`` for low latency.
+
+    >>> all_push_is_better(2, 8192, False), all_push_is_better(3, 8192, False)
+    (True, False)
+    """
     small = asked or nbytes * (size - 1) <= _ALL_PUSH_BYTES
     return size == 1 or (small and size <= _ALL_PUSH_RANKS)
 
 
 class _ByAllPush:
-    """Every rank pushes its vector to all ranks; each reduces all vectors in the same order."""
+    """Every rank pushes its vector to all ranks; each reduces all vectors in the same order.
+
+    Its step needs nobody else's help: what this rank owes the others, it has pushed in ``begin``. So no other
+    wait has to advance it (``needs_progress``), which keeps a step of few microseconds off every list.
+    """
 
     needs_progress = False
 
@@ -199,7 +225,8 @@ class _AllreduceByNodes(ShareReduction):
         return _Cut(shares, shares[me], others, quick)
 
     def _combine(self, cut: _Cut, piece: int) -> Stages:
-        # Every element is reduced on one node and copied to the others: bitwise the same on all.
+        # Every element is reduced on one node and copied to the others: bitwise the same on all. Memory for
+        # the sums is kept: new pages would cost time in each step.
         where, split, element = self._pieces[piece], self._splits[piece], self.reduction.element
         if self._direct:
             sums = cut.mine[where]
@@ -292,6 +319,11 @@ class Reduce(Reducescatter):
 
 
 class _ReducescatterByNodes(ShareReduction):
+    """As an allreduce, but MPI leaves each part of a share on the node of the ranks that get it.
+
+    A share may have parts of several ranks, and a part elements of several shares: see ``scatter_pieces``.
+    """
+
     def __init__(
         self, site: CollectiveSite, counts: tuple[int, ...], reduction: Reduction, terms: str
     ) -> None:
@@ -301,7 +333,6 @@ class _ReducescatterByNodes(ShareReduction):
         super().__init__(site, sum(counts), elements, reduction, terms)
         # For each piece and node, the slices that this rank reduces.
         self._parts = pieces_of_all(parts, self.pieces)
-        self._at = {rank: at for at, rank in enumerate(layout.here)}
         mine = slice(*Listed(counts).interval(layout.ranks.index(layout.me)))
         self.results = tuple(vector[mine] for vector in self.vectors)
         stored = [part.size for part in parts[layout.my_node] if part.rank != layout.me]

@@ -1,4 +1,9 @@
-"""MPI between nodes: communicators of some ranks, their messages and collectives, and vectors in pieces."""
+"""MPI between nodes: communicators of some ranks, their messages and collectives, and vectors in pieces.
+
+A *script* is work that cannot be done at once: a generator that yields where it would wait, and never blocks.
+So one thread has several of them under way, and any wait of the rank advances them. MPI's nonblocking
+collectives become scripts by a test of their request (``Messages.begun``).
+"""
 
 from __future__ import annotations
 
@@ -94,6 +99,9 @@ class Messages:
     single rank needs no communicator. Each call begins an operation and keeps its arrays until the operation
     is complete. It returns a script that waits for this. Whoever calls it or advances the script holds the
     lock of the segment.
+
+    Communicators are few, some 2,000 in MPICH, and slow to make. So those of the same ranks are used again:
+    ``connect`` takes one that is free on all ranks, with the largest number that any of them has reserved.
     """
 
     def __init__(self, manager: SegmentManager, ranks: Sequence[int], name: str, terms: str = "") -> None:

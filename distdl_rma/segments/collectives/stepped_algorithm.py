@@ -1,4 +1,20 @@
-"""Collectives that load and store on a node and use MPI between nodes; their steps are generators."""
+"""Collectives that load and store on a node and use MPI between nodes; their steps are generators.
+
+A step is a list of *phases*. A rank that is through with a phase stores the number of the step into a word
+of each rank that waits for this; words only grow, so that nobody resets them. Two ranks of a node, in the
+two phases of a reduction::
+
+    rank 0                                         rank 1
+    has written its vector: READY -> 0, 1          has written its vector: READY -> 0, 1
+    READY of 0, 1?  reduces the first half,        READY of 0, 1?  reduces the second half,
+    stores it to both vectors                      stores it to both vectors
+    DONE -> 0, 1                                   DONE -> 0, 1
+    DONE of 0, 1?  the result is complete          DONE of 0, 1?  the result is complete
+
+The words of a rank are a table: a row for each phase, a column for each rank of the node. Between READY and
+DONE the holders of the same share on other nodes may combine what they have, by MPI. There is no phase for
+"I have read the result": READY of the next step but one says so, and comes before any store to that vector.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +38,11 @@ from distdl_rma.segments.waiting.header import WaitReason
 
 
 class Scripted:
-    """A step that is a generator; waits advance it, and so does the progress engine in its thread."""
+    """A step that is a generator; waits advance it, and so does the progress engine in its thread.
+
+    Whoever advances it holds the lock of the segment. A step that raised is ``broken`` for ever: its
+    generator is over, MPI may still use its memory, and other ranks may still write to it.
+    """
 
     def __init__(self, manager: SegmentManager) -> None:
         self._lock = manager.segment.lock
@@ -59,6 +79,9 @@ class SteppedAlgorithm(Scripted, ABC):
     store. MPI's collectives combine the ranks ``across`` the nodes, which may include this one. ``terms`` has
     a line ``name=value`` for each fact that must be equal on all ranks. Between nodes a step has ``pieces``
     pieces, equally many on all ranks.
+
+    Every subclass has to see to it that a rank does not return from a step while another rank may still load
+    from its operand of this step: the caller writes the operand of the next step but one there.
     """
 
     needs_progress = True
@@ -178,7 +201,8 @@ class SteppedAlgorithm(Scripted, ABC):
         self._acquire()
 
     def _reached(self, piece: int | None) -> int:
-        # Words count the pieces of all steps.
+        # Words count the pieces of all steps: with 4 pieces, those of step 2 are 5 to 8. A phase without
+        # pieces is over with the last one.
         return self._step * self.pieces - (0 if piece is None else self.pieces - 1 - piece)
 
     def across(self, script: Script, nbytes: int) -> Script:
