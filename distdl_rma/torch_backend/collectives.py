@@ -249,33 +249,25 @@ def allreduce_coalesced(at: Member, tensors: Sequence[Tensor], opts: Any = None)
     return all_reduce(at, "all_reduce_coalesced", list(tensors), op_of(opts))
 
 
-def all_reduce(at: Member, what: str, tensors: list[Tensor], op: Any) -> Prepared:
-    """Reduce tensors in place on all ranks; ``what`` is the name of the call."""
+def all_reduce(at: Member, what: str, tensors: list[Tensor], op: Any, root: int | None = None) -> Prepared:
+    """Reduce tensors in place on all ranks, or on a root; ``what`` is the name of the call."""
     check(tensors, f"{what} {at.where}")
     reducers = [at.reducer(op, tensor.dtype) for tensor in tensors]
     flats = [Flat(tensor) for tensor in tensors]
 
     def script() -> Script:
         for flat, reducer in zip(flats, reducers, strict=True):
-            yield from at.ways.reduce(flat.elements, reducer, None)
+            yield from at.ways.reduce(flat.elements, reducer, root)
 
     # Without tensors nothing has looked the operation up.
     named = f"{what}({OPERATIONS[op][0]})" if reducers else what
-    return named, tensors, script, tensors, flats
+    return named if root is None else f"{named} to rank {root}", tensors, script, tensors, flats
 
 
 def reduce(at: Member, tensors: Any, opts: Any = None, *_: Any) -> Prepared:
     """Reduce a tensor in place on the root."""
     who = f"reduce {at.where}"
-    tensor, root = single(tensors, who), root_of(opts, at.size, who)
-    check([tensor], who)
-    op, flat = op_of(opts), Flat(tensor)
-    reducer = at.reducer(op, tensor.dtype)
-
-    def script() -> Script:
-        return at.ways.reduce(flat.elements, reducer, root)
-
-    return f"reduce({OPERATIONS[op][0]}) to rank {root}", [tensor], script, [tensor], [flat]
+    return all_reduce(at, "reduce", [single(tensors, who)], op_of(opts), root_of(opts, at.size, who))
 
 
 def reduce_scatter(

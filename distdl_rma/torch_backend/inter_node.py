@@ -22,7 +22,7 @@ two share the pipeline and not the phase.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from itertools import chain
 
 import numpy as np
@@ -63,7 +63,7 @@ class InterNodeCollectives(Callers):
         self._mine = self._teams[self._team]
         self.rounds = NodeSlots(manager, layout.here, name) if len(layout.here) > 1 else None
         self._node = NodeCollectives(self.rounds) if self.rounds is not None else None
-        # Where no node has several ranks, partial results need no wider type.
+        # Whether each rank is alone on its node: there are no partial results, which would need a wider type.
         self._flat = len(self._teams) == self.size
         # Only leaders take part between the nodes.
         self._across: Messages | None = None
@@ -116,68 +116,61 @@ class InterNodeCollectives(Callers):
 
     def reduce(self, x: Array, reducer: Reduction, root: int | None) -> Script:
         """Reduce a vector in place, on all ranks if there is no root; else the others' stay as they are."""
-        part, of_root = self._partial(reducer), None if root is None else self._team_of(root)
-        turns = -(-x.size // max(1, TURN_BYTES // part.element.storage.itemsize))
+        of_root = None if root is None else self._team_of(root)
+        turns = -(-x.size // max(1, TURN_BYTES // self._unfinished(reducer).element.storage.itemsize))
 
         def stages(piece: Array) -> Stages:
-            total = piece if self._flat else self._widened(reducer, piece, root is not None)
-            yield self._on_node(lambda node: node.reduce(total, part, 0))
-            yield from ((), ()) if self._across is None else self._reduced(self._across, total, part, of_root)
+            total = self._widened(reducer, piece, root is not None)
+            counts = Balanced(piece.size, len(self._teams)).lengths
+            made = yield from self._summed(total, counts, reducer)
             result = piece if root in (None, self.me) else np.empty_like(piece)
-            if not self._flat and self._across is not None and of_root in (None, self._team):
-                reducer.finish(total, result)
+            sizes = [count * piece.itemsize for count in counts]
+            if self._across is None:
+                yield ()
+            elif of_root is None:
+                yield self._across.gather_all(made, result, sizes)
+            else:
+                yield self._across.gather(made, result, sizes, of_root)
             if root is None or (of_root == self._team and self._mine[0] != root):
                 data = result.view(_BYTE)
                 yield self._from_place(0, data, data if root in (None, self.me) else None)
 
         return in_pieces(stages(x[at]) for at in slices(x.size, turns))
 
-    def _reduced(self, across: Messages, x: Array, reducer: Reduction, root: int | None) -> Stages:
-        # Each leader reduces a share of their vectors in place, and sends the result.
-        counts = Balanced(x.size, len(self._teams)).lengths
-        rows, script = self._exchanged(across, x, counts)
-        yield script
-        reduced, taken = np.empty(rows.shape[1], x.dtype), [count * x.itemsize for count in counts]
-        reducer.reduce(list(rows), reduced)
-        # Frees the memory before the result has travelled.
-        del rows
-        if root is None:
-            yield across.gather_all(reduced, x, taken)
-        else:
-            yield across.gather(reduced, x, taken, root)
-
-    def _exchanged(self, across: Messages, x: Array, counts: Sequence[int]) -> tuple[Array, Script]:
-        # Send so many elements to every leader; the rows that come here are complete after the script.
-        rows = np.empty((len(self._teams), counts[self._team]), x.dtype)
-        sent, taken = [count * x.itemsize for count in counts], [rows[0].nbytes] * len(self._teams)
-        return rows, across.exchange(x, sent, rows.reshape(-1), taken)
-
     def reduce_scatter(self, parts: Sequence[Array], out: Array, reducer: Reduction) -> Script:
         """Reduce a part for every rank; ``out`` gets this rank's, and may be it."""
-        part, most = self._partial(reducer), max(1, TURN_BYTES // out.itemsize // self.size)
+        most = max(1, TURN_BYTES // out.itemsize // self.size)
 
         def stages(begin: int) -> Stages:
             each, target = [some[begin : begin + most] for some in parts], out[begin : begin + most]
-            total = np.concatenate([each[at] for at in self._order])
-            total = total if self._flat else self._widened(reducer, total, False)
-            yield self._on_node(lambda node: node.reduce(total, part, 0))
-            lengths, made = [0] * len(self._mine), target[:0]
-            if self._across is None:
-                yield ()
-            else:
-                counts = [sum(each[at].size for at in some) for some in self._teams]
-                rows, script = self._exchanged(self._across, total, counts)
-                yield script
-                lengths = [each[at].nbytes for at in self._mine]
-                made = target if self._node is None else np.empty(rows.shape[1], out.dtype)
-                block = made if self._flat else np.empty(rows.shape[1], rows.dtype)
-                part.reduce(list(rows), block)
-                if not self._flat:
-                    reducer.finish(block, made)
+            total = self._widened(reducer, np.concatenate([each[at] for at in self._order]), False)
+            counts = [sum(each[at].size for at in some) for some in self._teams]
+            made = yield from self._summed(total, counts, reducer, target if self._node is None else None)
+            lengths = [each[at].nbytes if made.size else 0 for at in self._mine]
             outs = [target.view(_BYTE), *[target[:0].view(_BYTE)] * (len(lengths) - 1)]
             yield self._on_node(lambda node: node.deal(_cut(made.view(_BYTE), lengths), outs))
 
         return in_pieces(map(stages, range(0, max(some.size for some in parts), most)))
+
+    def _summed(
+        self, total: Array, counts: Sequence[int], reducer: Reduction, out: Array | None = None
+    ) -> Generator[Iterable[None], None, Array]:
+        # Two stages: sums of the nodes, then the sum of all, of which each leader makes a part of ``counts``
+        # elements and returns it. It is rounded here, once, before it travels on. Others return nothing.
+        part, storage = self._unfinished(reducer), reducer.element.storage
+        yield self._on_node(lambda node: node.reduce(total, part, 0))
+        if self._across is None:
+            yield ()
+            return np.empty(0, storage)
+        rows = np.empty((len(self._teams), counts[self._team]), total.dtype)
+        sent, taken = [count * total.itemsize for count in counts], [rows[0].nbytes] * len(rows)
+        yield self._across.exchange(total, sent, rows.reshape(-1), taken)
+        made = np.empty(rows.shape[1], storage) if out is None else out
+        summed = made if total.dtype == storage else np.empty(rows.shape[1], total.dtype)
+        part.reduce(list(rows), summed)
+        if not self._flat:
+            reducer.finish(summed, made)
+        return made
 
     def spread(
         self, sizes: Sequence[int], mine: Array, outs: Sequence[Array | None], reader: int | None = None
@@ -250,14 +243,15 @@ class InterNodeCollectives(Callers):
 
         return in_pieces(map(stages, range(0, longest, most)))
 
-    def _partial(self, reducer: Reduction) -> Reduction:
+    def _unfinished(self, reducer: Reduction) -> Reduction:
+        # The reduction of a phase. Where no node has several ranks, the only phase rounds and divides.
         return reducer if self._flat else reducer.unrounded
 
-    @staticmethod
-    def _widened(reducer: Reduction, x: Array, copied: bool) -> Array:
-        # Elements in the type of partial results; a copy if the type differs, or if asked for.
-        if reducer.element.exact:
-            return x.copy() if copied else x
+    def _widened(self, reducer: Reduction, x: Array, copied: bool) -> Array:
+        # The sum of a node begins with these elements, in the type of partial results; it overwrites them, so
+        # they are a copy if asked for.
+        if self._flat or reducer.element.exact:
+            return x.copy() if copied and not self._flat else x
         return reducer.element.widen(x)
 
     def _team_of(self, rank: int) -> int:
