@@ -3,7 +3,7 @@
 Ranks whose calls differ would hang, or read each other's bytes as something else. So each call has a text
 and an identity, and all ranks compare the identities before data of the call are used::
 
-    the first calls of a kind     a digest of 32 bytes and the text       all_reduce(sum) of 3 x float32
+    the first call of a kind      a digest of 32 bytes and the text       all_reduce(sum) of 3 x float32
     later calls of this kind      its number, in the word that announces a round anyway: see Kinds
 
 Between nodes there is no such word, and a call begins with an all-gather of the digests.

@@ -14,10 +14,10 @@ the turn before. Each phase is a *stage* of the generator of a turn (``in_pieces
 ``segments/collectives/between_nodes.py``). A rank that has no part in a phase yields an empty stage, ``()``:
 all ranks have the same number of stages, so that all call MPI's collectives in the same order.
 
-A handle of ``segments/collectives/allreduce.py`` has the same three phases, and a sum of its own between
-nodes, by MPI's reduce-scatter: fewer messages, but MPI chooses the order of the sum and the type. A call of
-torch is summed in the order of the nodes, as the tests of torch itself expect, 16-bit floats included. So the
-two share the pipeline and not the phase.
+A handle of ``segments/collectives/allreduce.py`` has the same three phases. But its sum between nodes is
+MPI's reduce-scatter: fewer messages, and MPI chooses the order, the type that travels, and the minimum of a
+NaN. Here the order is that of the ranks of a node, then of the nodes, for every length, and a NaN stays one.
+So the two share the pipeline, and not what is in it.
 """
 
 from __future__ import annotations
@@ -131,9 +131,11 @@ class InterNodeCollectives(Callers):
                 yield self._across.gather_all(made, result, sizes)
             else:
                 yield self._across.gather(made, result, sizes, of_root)
-            if root is None or (of_root == self._team and self._mine[0] != root):
-                data = result.view(_BYTE)
-                yield self._from_place(0, data, data if root in (None, self.me) else None)
+            # A root that leads its node has it already.
+            wanted = root is None or (of_root == self._team and self._mine[0] != root)
+            data = result.view(_BYTE)
+            out = data if root in (None, self.me) else None
+            yield self._from_place(0, data, out) if wanted else ()
 
         return in_pieces(stages(x[at]) for at in slices(x.size, turns))
 

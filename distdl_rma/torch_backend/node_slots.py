@@ -13,6 +13,15 @@ Each rank has a slot for odd rounds and one for even rounds. Two ranks, time dow
 
 A slot is written again two rounds later, when all ranks have read it. So a rank goes on to the next round
 while others still read this one, and no round ends with a barrier.
+
+Memory of a rank, from which the others load, and its words, which only they write::
+
+    tables   even | odd     text and digest of the call, and sizes, shown beside the data
+    slots    even | odd     data, and results of this rank; of two ranks, those of the other one
+    words    shown in even rounds | shown in odd rounds | read | made        one of each rank, in each part
+
+A word of ``shown`` has the number of the round and the kind of the call (``calls.py``); so the look that
+waits for a rank also compares what it calls. Each word has one writer and only grows.
 """
 
 from __future__ import annotations
@@ -45,9 +54,16 @@ _FOREVER = 1 << 62
 class NodeSlots(Callers):
     """Slots of the ranks of a group, and the round that each rank has reached.
 
-    In a round every rank shows data in its slot of the round's parity and announces it to all, reads the data
-    of the others, and announces that it has read them. In between it may store a result in a slot, and
-    announces that as well. A slot is written again two rounds later, when all ranks have read it.
+    In a round a rank, in this order,
+
+    1. waits until all have read the round two before (``opened``), and writes its slot;
+    2. announces that (``announce``), and waits for the others to do so (``seen``);
+    3. reads their slots, and may store a result in a slot, announce it (``made``) and wait for theirs
+       (``all_made``);
+    4. announces that it has read the round (``read``).
+
+    The announcements are written out three times, and the waits begin with a look of their own: a small
+    all-reduce takes a few microseconds, and each call of Python is a part of these.
 
     The word that announces a round has the number of the kind of call of its rank. A rank that sees another
     number raises ``MismatchError``; all ranks do, since each sees the first word of every rank's call. Kinds

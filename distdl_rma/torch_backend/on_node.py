@@ -1,4 +1,23 @@
-"""Collectives of a group whose ranks share a node, by load and store in rounds."""
+"""Collectives of a group whose ranks share a node, by load and store in rounds.
+
+A slot has a part for each rank. A long vector of three ranks, of which two rounds are needed::
+
+    vector of each rank      | 0 | 1 | 2 | 0 | 1 | 2 |     which rank reduces the part
+                             '- round 1 -'- round 2 -'
+    slot of rank 0           | . | 1 | 2 |                 shows others what they reduce
+    slot of rank 1           | 0 | . | 2 |
+    slot of rank 2           | 0 | 1 | . |
+
+Rank 0 reduces its own part 0 with those in the slots of 1 and 2, stores the result where its own slot has a
+gap, and announces it; the others copy it from there. So each element is reduced once, by one rank, and each
+rank does an equal part of the work. Rounds overlap, since slots have two parities::
+
+    turn       1          2               3               4
+    show       round 1    round 2         round 3
+    take                  from round 1    from round 2    from round 3
+
+A vector of up to ``WHOLE_BYTES`` is cheaper to reduce whole, by every rank: that saves a wait.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +40,11 @@ _BYTE = np.dtype(np.uint8)
 
 
 class Cut(NamedTuple):
-    """Views of a vector, cut into the parts of all ranks; copies are pairs of target and source."""
+    """Views of a vector, cut into the parts of all ranks; copies are pairs of target and source.
+
+    They are made once for a vector that is reduced again and again, as a bucket of gradients is: otherwise
+    each call would slice arrays.
+    """
 
     show: list[tuple[memoryview, memoryview]]
     reduce: Callable[[], object]
@@ -32,9 +55,10 @@ class Cut(NamedTuple):
 class NodeCollectives:
     """Scripts of collectives, which yield as long as they have to wait; one at a time.
 
-    Data are flat arrays, of bytes where nothing is reduced, by position of the ranks. Slots hold parts for
-    all ranks; vectors that are longer go in several rounds, of which two are under way: while others reduce
-    one, this rank shows the next.
+    Data are flat arrays, of bytes where nothing is reduced, by position of the ranks. All ranks call the same
+    script with the same sizes, where nothing else is said: each computes from these how many rounds there
+    are. A script ends when this rank has what it gets; others may still read its slots, which the next rounds
+    wait for.
     """
 
     def __init__(self, rounds: NodeSlots) -> None:
@@ -205,7 +229,11 @@ class NodeCollectives:
             copy(own, mine)
 
     def deal(self, sends: Sequence[Array], outs: Sequence[Array]) -> Script:
-        """Give each rank what this one has for it; ``outs`` takes what every rank has for this one."""
+        """Give each rank what this one has for it; ``outs`` takes what every rank has for this one.
+
+        Only here sizes differ between ranks. The first round shows these beside the data: all ranks check
+        them, and know how many rounds follow.
+        """
         rounds, me, size = self.rounds, self.me, self.size
         slots, most = rounds.slots(_BYTE), rounds.slot_bytes // size // 8 * 8
         yield from rounds.opened()

@@ -1,4 +1,16 @@
-"""All-reduces in few Python calls: views and functions are made once, and small ones need no script."""
+"""All-reduces in few Python calls: views and functions are made once, and small ones need no script.
+
+A training loop reduces the same tensors in each step. So views of their memory, bound functions and the cut
+into parts are kept by address, length, type and operation, and a call has few things left to do::
+
+    is the memory known?                  no: the usual way, which then teaches it (``learn``)
+    is a collective under way?            yes: the usual way, which waits in line
+    copy to the slot, announce, look      about ten calls of Python, if the others come at the same time
+    are the others late?                  what is left of the call becomes an operation of the queue
+
+An address is only a key: memory is read and written during a call whose tensor has it, or by a script that
+keeps this tensor. Freed memory that another tensor gets is thus that of the new tensor.
+"""
 
 from __future__ import annotations
 
