@@ -47,13 +47,18 @@ from distdl_rma.torch_backend.tensors import (
 )
 
 Tensor = torch.Tensor
+# Tensors of one rank; lists that have a tensor for each rank, or in coalesced calls the other way round.
+Tensors = Sequence[Tensor]
+Lists = Sequence[Tensors]
+# A tensor of this rank, and the list of all ranks that belongs to it.
+Pairs = Sequence[tuple[Tensor, list[Tensor]]]
 Ways = NodeCollectives | InterNodeCollectives
 
 # A call that can begin: its text; the tensors whose sizes and types complete this text, equal on all ranks; a
 # maker of the script that moves the data; the tensors that the work returns; and those among the flat arrays
 # that the script fills, which are copied back to their tensors after it. A plain tuple: a named one would
 # take another call of Python.
-Prepared = tuple[str, Sequence[Tensor], Callable[[], Script], Any, Sequence[Flat]]
+Prepared = tuple[str, Tensors, Callable[[], Script], Any, Sequence[Flat]]
 
 
 class Member:
@@ -75,7 +80,7 @@ class Member:
             )
         return reducer
 
-    def check_list(self, one: Tensor, several: Sequence[Tensor], who: str, alike: Iterable[int]) -> None:
+    def check_list(self, one: Tensor, several: Tensors, who: str, alike: Iterable[int]) -> None:
         """Raise ``ShapeError`` unless a list has a tensor for each rank, some of them as long as this one."""
         check_alike([one, *several], who)
         if len(several) != self.size:
@@ -104,18 +109,14 @@ def broadcast(at: Member, tensors: Any, opts: Any = None, *_: Any) -> Prepared:
     return f"broadcast from rank {root}", [tensor], script, [tensor], [flat]
 
 
-def allgather(
-    at: Member, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any = None
-) -> Prepared:
+def allgather(at: Member, outputs: Lists, inputs: Tensors, opts: Any = None) -> Prepared:
     """Copy the tensors of all ranks to all ranks; sizes may differ."""
     who = f"all_gather {at.where}"
     targets = list(single(outputs, who))
     return _all_gather(at, "all_gather", [(single(inputs, who), targets)], [targets])
 
 
-def allgather_coalesced(
-    at: Member, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any = None
-) -> Prepared:
+def allgather_coalesced(at: Member, outputs: Lists, inputs: Tensors, opts: Any = None) -> Prepared:
     """Copy several tensors of all ranks to all ranks; ``outputs`` has a list of them for every rank."""
     pairs = [(mine, [row[k] for row in outputs]) for k, mine in enumerate(inputs)]
     return _all_gather(at, "all_gather_coalesced", pairs, outputs)
@@ -127,18 +128,13 @@ def all_gather_single(at: Member, output: Tensor, input: Tensor, opts: Any = Non
     return _all_gather(at, what, _with_parts(at, what, [input], [output]), [output])
 
 
-def all_gather_single_coalesced(
-    at: Member, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
-) -> Prepared:
+def all_gather_single_coalesced(at: Member, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Prepared:
     """Copy several tensors of all ranks to all ranks, each into one tensor."""
     what = "all_gather_single_coalesced"
     return _all_gather(at, what, _with_parts(at, what, inputs, outputs), list(outputs))
 
 
-Pairs = Sequence[tuple[Tensor, list[Tensor]]]
-
-
-def _with_parts(at: Member, what: str, parts: Sequence[Tensor], wholes: Sequence[Tensor]) -> Pairs:
+def _with_parts(at: Member, what: str, parts: Tensors, wholes: Tensors) -> Pairs:
     # Each tensor beside the parts, as large as it, of a whole.
     who = f"{what} {at.where}"
     return [(part, parts_of(whole, part, at.size, who)) for part, whole in zip(parts, wholes, strict=True)]
@@ -163,9 +159,7 @@ def _all_gather(at: Member, what: str, pairs: Pairs, result: Any) -> Prepared:
     return what, every, script, result, list(chain.from_iterable(outs))
 
 
-def gather(
-    at: Member, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any = None
-) -> Prepared:
+def gather(at: Member, outputs: Lists, inputs: Tensors, opts: Any = None) -> Prepared:
     """Copy the tensors of all ranks to the root."""
     tensor, root, targets = _with_list_at_root(at, "gather", inputs, outputs, opts)
     source, flats = Flat(tensor), [Flat(target) for target in targets]
@@ -178,9 +172,7 @@ def gather(
     return f"gather to rank {root}", [tensor], script, [targets], flats
 
 
-def scatter(
-    at: Member, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Any = None
-) -> Prepared:
+def scatter(at: Member, outputs: Tensors, inputs: Lists, opts: Any = None) -> Prepared:
     """Copy one of the root's tensors to each rank."""
     tensor, root, sources = _with_list_at_root(at, "scatter", outputs, inputs, opts)
     flat, parts = Flat(tensor), [Flat(part) for part in sources]
@@ -194,7 +186,7 @@ def scatter(
 
 
 def _with_list_at_root(
-    at: Member, what: str, ones: Sequence[Tensor], lists: Sequence[Sequence[Tensor]], opts: Any
+    at: Member, what: str, ones: Tensors, lists: Lists, opts: Any
 ) -> tuple[Tensor, int, list[Tensor]]:
     # Checked: this rank's tensor, the root, and there a tensor for each rank, none elsewhere.
     who = f"{what} {at.where}"
@@ -207,7 +199,7 @@ def _with_list_at_root(
     return mine, root, parts
 
 
-def alltoall(at: Member, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None) -> Prepared:
+def alltoall(at: Member, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Prepared:
     """Send one tensor from every rank to every rank; sizes may differ."""
     return _all_to_all(at, "all_to_all", list(outputs), list(inputs), list(outputs))
 
@@ -244,7 +236,7 @@ def _all_to_all(at: Member, what: str, outputs: list[Tensor], inputs: list[Tenso
     return f"{what} of {kind}", [], script, result, flats
 
 
-def allreduce_coalesced(at: Member, tensors: Sequence[Tensor], opts: Any = None) -> Prepared:
+def allreduce_coalesced(at: Member, tensors: Tensors, opts: Any = None) -> Prepared:
     """Reduce several tensors in place on all ranks."""
     return all_reduce(at, "all_reduce_coalesced", list(tensors), op_of(opts))
 
@@ -270,9 +262,7 @@ def reduce(at: Member, tensors: Any, opts: Any = None, *_: Any) -> Prepared:
     return all_reduce(at, "reduce", [single(tensors, who)], op_of(opts), root_of(opts, at.size, who))
 
 
-def reduce_scatter(
-    at: Member, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Any = None
-) -> Prepared:
+def reduce_scatter(at: Member, outputs: Tensors, inputs: Lists, opts: Any = None) -> Prepared:
     """Reduce one tensor for each rank; sizes may differ."""
     who = f"reduce_scatter {at.where}"
     pair = single(outputs, who), list(single(inputs, who))
@@ -286,7 +276,7 @@ def reduce_scatter_single(at: Member, output: Tensor, input: Tensor, opts: Any =
 
 
 def reduce_scatter_single_coalesced(
-    at: Member, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
+    at: Member, outputs: Tensors, inputs: Tensors, opts: Any = None
 ) -> Prepared:
     """Reduce several tensors; every rank gets an equal part of each."""
     what = "reduce_scatter_single_coalesced"

@@ -57,7 +57,7 @@ def _collective(prepare: Callable[..., Prepared]) -> Callable[..., Work]:
     @wraps(prepare)
     def call(group: RmaProcessGroup, /, *args: Any, **kwargs: Any) -> Work:
         try:
-            return group._begin(*prepare(group._member, *args, **kwargs))
+            return group._begin(prepare(group._member, *args, **kwargs))
         except Exception as error:
             group.refuse(prepare.__name__, error)
             raise
@@ -111,15 +111,8 @@ class RmaProcessGroup(_Base):  # type: ignore[misc]
         # The latest works on one element, see ``allreduce``.
         self._counts: deque[Work] = deque(maxlen=64)
 
-    def _begin(
-        self,
-        what: str,
-        tensors: Sequence[Tensor],
-        script: Callable[[], Script],
-        result: Any,
-        stored: Sequence[Flat] = (),
-    ) -> Work:
-        # Begins a prepared call.
+    def _begin(self, prepared: Prepared) -> Work:
+        what, tensors, script, result, stored = prepared
         for flat in stored:
             if flat.overlaps:
                 raise ShapeError(f"{what} {self._member.where}: {OVERLAP}")
@@ -199,11 +192,11 @@ class RmaProcessGroup(_Base):  # type: ignore[misc]
 
     def barrier(self, opts: Any = None, *_: Any) -> Work:
         """Wait until all ranks have called."""
-        return self._begin("barrier", [], self._ways.barrier, [])
+        return self._begin(("barrier", [], self._ways.barrier, [], []))
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
         """Wait until all ranks have called; blocking. ``ExchangeTimeout`` names the ranks that have not."""
-        work: Any = self._begin("monitored_barrier", [], self._ways.barrier, [])
+        work: Any = self._begin(("monitored_barrier", [], self._ways.barrier, [], []))
         work.wait(timeout)
 
     def allreduce(self, tensors: Any, opts: Any = None, timeout: Any = None) -> Work:
@@ -240,31 +233,29 @@ class RmaProcessGroup(_Base):  # type: ignore[misc]
 
     def send(self, tensors: Sequence[Tensor], target: int, tag: int) -> Work:
         """Send a tensor to a rank of the group."""
-        return self._message("send", tensors, target, tag, self._member.me)
+        return self._message("send", tensors, target, tag, [self._member.me])
 
     def recv(self, tensors: Sequence[Tensor], source: int, tag: int) -> Work:
         """Receive a tensor from a rank of the group."""
-        return self._message("recv", tensors, source, tag, source)
+        return self._message("recv", tensors, source, tag, [source])
 
     def recv_anysource(self, tensors: Sequence[Tensor], tag: int) -> Work:
         """Receive a tensor with this tag from the first rank of the group that sends one."""
         return self._message("recv", tensors, -1, tag, [])
 
-    def _message(
-        self, verb: str, tensors: Sequence[Tensor], peer: int, tag: int, source: int | list[int]
-    ) -> Work:
-        # The work names the source; a list of sources learns it when the message of any rank comes.
+    def _message(self, verb: str, tensors: Sequence[Tensor], peer: int, tag: int, source: list[int]) -> Work:
+        # The work names the source; a list without one gets it when the message of any rank comes.
         who = f"{verb} {self._member.where}"
         tensor: Tensor = single(tensors, who)
         check([tensor], who)
         flat, kind = Flat(tensor), str(tensor.dtype)
         if flat.overlaps and verb == "recv":
             raise ShapeError(f"{who}: {OVERLAP}")
-        if isinstance(source, list):
-            operation = self._points.receive_any(flat.bytes, kind, tag, source.append, flat.store)
-        else:
+        if source:
             finish = flat.store if verb == "recv" else None
             operation = self._points.begin(verb, flat.bytes, kind, peer, tag, finish)
+        else:
+            operation = self._points.receive_any(flat.bytes, kind, tag, source.append, flat.store)
         return self._registered(GroupWork(self._queue, [operation], [tensor], self._timeout, source))
 
     def _registered(self, work: GroupWork) -> GroupWork:

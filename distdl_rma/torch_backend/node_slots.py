@@ -90,11 +90,8 @@ class NodeSlots(Callers):
         label = f"process group {name}"
         self.memory = manager.get_segment_buffer(nbytes, 4 * self.size, label)
         others = [rank for rank in self.ranks if rank != manager.rank]
-        remotes = {}
-        if others:
-            plan = fingerprint("rounds", self.ranks)
-            terms = f"ranks={self.ranks}\nslots={self.slot_bytes}"
-            remotes = self.memory.exchange(others, label, plan, terms=terms)
+        plan, terms = fingerprint("rounds", self.ranks), f"ranks={self.ranks}\nslots={self.slot_bytes}"
+        remotes = self.memory.exchange(others, label, plan, terms=terms)
         remotes[manager.rank] = self.memory.here
         everyone = [remotes[rank] for rank in self.ranks]
         memories = [remote.direct(np.uint8, nbytes, 0) for remote in everyone]
@@ -107,9 +104,8 @@ class NodeSlots(Callers):
         self.others = [at for at in range(size) if at != me]
         flags = [remote.flags for remote in everyone]
         self.peer_words = [words for at in self.others if (words := flags[at]) is not None]
-        self._shown_at = tuple([k * size + at for at in self.others] for k in range(_PARITIES))
-        self._read_at = [2 * size + at for at in self.others]
-        self._made_at = [3 * size + at for at in self.others]
+        even, odd, self._read_at, self._made_at = ([k * size + at for at in self.others] for k in range(4))
+        self._shown_at = even, odd
         self._my_shown, self._my_read, self._my_made = (me, size + me), 2 * size + me, 3 * size + me
         self._tables = [
             [m[k * self._table :][: self._table] for k in range(_PARITIES)] for m in self._memories

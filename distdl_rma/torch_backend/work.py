@@ -37,8 +37,8 @@ _Work: Any = Work
 class GroupWork(_Work):  # type: ignore[misc]
     """torch's work of operations of a group; ``result`` are the tensors that they fill.
 
-    It has one operation, or all of a block of coalesced calls. ``source`` is the rank that a message comes
-    from, or a list that gets it when the message has come.
+    It has one operation, or all of a block of coalesced calls. ``source`` has the rank that a message comes
+    from, perhaps only when the message has come.
     """
 
     def __init__(
@@ -47,10 +47,10 @@ class GroupWork(_Work):  # type: ignore[misc]
         operations: Sequence[PendingCall],
         tensors: Any,
         timeout: float | None,
-        source: int | list[int] = -1,
+        source: Sequence[int] = (),
     ) -> None:
         super().__init__()
-        self._queue, self._timeout, self._source = queue, timeout, source
+        self.queue, self._timeout, self._source = queue, timeout, source
         self.operations, self._tensors = operations, tensors
         self._future: torch.futures.Future[Any] | None = None
 
@@ -58,7 +58,7 @@ class GroupWork(_Work):  # type: ignore[misc]
         """Wait until the operation is over; raises its error, or ``ExchangeTimeout`` at the deadline."""
         seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
         for operation in self.operations:
-            self._queue.wait(operation, seconds or self._timeout)
+            self.queue.wait(operation, seconds or self._timeout)
         return True
 
     def synchronize(self) -> None:
@@ -73,7 +73,7 @@ class GroupWork(_Work):  # type: ignore[misc]
     def is_completed(self) -> bool:
         """Whether the operation is over, with or without an error; advances it, does not block."""
         if self.pending is not None:
-            self._queue.manager.waiter.advance()
+            self.queue.manager.waiter.advance()
         return self.pending is None
 
     def is_success(self) -> bool:
@@ -90,7 +90,7 @@ class GroupWork(_Work):  # type: ignore[misc]
 
     def source_rank(self) -> int:
         """Rank in the group that a message came from."""
-        return self._source if isinstance(self._source, int) else (self._source or [-1])[0]
+        return self._source[0] if self._source else -1
 
     _source_rank = source_rank
 
@@ -104,8 +104,8 @@ class GroupWork(_Work):  # type: ignore[misc]
             if self.pending is None:
                 self.settle(self.exception())
             else:
-                limit = self._queue.manager.waiter.timeout if self._timeout is None else self._timeout
-                _driver.add(_Wait(self, self._queue, limit, time.monotonic()))
+                limit = self.queue.manager.waiter.timeout if self._timeout is None else self._timeout
+                _driver.add(_Wait(self, limit, time.monotonic()))
         return self._future
 
     def settle(self, error: BaseException | None) -> None:
@@ -153,14 +153,13 @@ class _Wait(NamedTuple):
     """A work that is pending, and whose future someone may wait for."""
 
     work: GroupWork
-    queue: OperationQueue
     # How long in seconds, which may be for ever, and since when.
     timeout: float
     begun: float
 
     def go_on(self, look: bool) -> None:
         """Advance the work as a wait would; ``look`` whether other ranks live, and how late it is."""
-        manager = self.queue.manager
+        manager = self.work.queue.manager
         # The operation continues after the group is destroyed: other ranks may wait for it.
         manager.check_open()
         manager.waiter.progress()
@@ -173,7 +172,7 @@ class _Wait(NamedTuple):
 
     def end(self) -> None:
         """Write to the header that this rank waits for it no more, if a look wrote that it does."""
-        manager = self.queue.manager
+        manager = self.work.queue.manager
         if time.monotonic() - self.begun > _LOOK_SECONDS:
             with manager.segment.lock:
                 if not manager.closed:
@@ -262,7 +261,7 @@ class _Driver:
             look = now - looked > _LOOK_SECONDS
             looked = now if look else looked
             settled: list[tuple[_Wait, BaseException | None]] = []
-            before = [item.queue.progress() for item in pending]
+            before = [item.work.queue.progress() for item in pending]
             for item in pending:
                 operation = item.work.pending
                 if operation is not None:
@@ -274,7 +273,7 @@ class _Driver:
                         continue
                     except BaseException as error:  # noqa: BLE001
                         # A rank failed, or the machine was closed: whoever waits for the future raises it.
-                        item.queue.fail(operation, error)
+                        item.work.queue.fail(operation, error)
                 if item.work.pending is None:
                     settled.append((item, item.work.exception()))
             if settled:
@@ -282,7 +281,7 @@ class _Driver:
                     item.end()
                 return settled
             # An operation that has advanced may soon advance again.
-            looks = looks + 1 if before == [item.queue.progress() for item in pending] else 0
+            looks = looks + 1 if before == [item.work.queue.progress() for item in pending] else 0
             if looks > _LOOKS:
                 time.sleep(_PAUSE_SECONDS)
         return []

@@ -169,7 +169,7 @@ def test_memory_of_a_group_that_a_difference_ended_is_freed_when_all_have_destro
 def begin(machine):
     queue = OperationQueue(machine.segments, "works")
 
-    def begin(ready, timeout=None, source=-1):
+    def begin(ready, timeout=None, source=()):
         def script():
             while not ready:
                 yield

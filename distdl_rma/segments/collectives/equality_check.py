@@ -126,13 +126,12 @@ class EqualityCheck(Scripted):
         far = (rank for turn in self._turns for rank, _ in (*turn.targets, *turn.sources))
         peers = dict.fromkeys((*near, *far), ())
         terms = f"ranks={layout.ranks}"
-        if peers:
-            plan = fingerprint("equality check", terms)
-            try:
-                self._remotes = self._memory.exchange(peers, self.name, plan, timeout, terms=terms)
-            except (ExchangeTimeout, MismatchError) as error:
-                error.args = (f"{name or self.name!r}: {error}",)
-                raise
+        plan = fingerprint("equality check", terms)
+        try:
+            self._remotes = self._memory.exchange(peers, self.name, plan, timeout, terms=terms)
+        except (ExchangeTimeout, MismatchError) as error:
+            error.args = (f"{name or self.name!r}: {error}",)
+            raise
         self._remotes[layout.me] = self._memory.here
         self._see(self._remotes[self._leader])
 

@@ -32,7 +32,6 @@ from distdl_rma.segments.collectives.collective import CollectiveSite
 from distdl_rma.segments.collectives.reduction import Array, Reduction
 from distdl_rma.segments.large_arrays import copy
 from distdl_rma.segments.manager import SegmentManager
-from distdl_rma.segments.memory.remote_buffer import RemoteBuffer
 from distdl_rma.segments.transport.heap import aligned
 from distdl_rma.segments.waiting.header import WaitReason
 
@@ -128,7 +127,14 @@ class SteppedAlgorithm(Scripted, ABC):
     def connect(self, timeout: float | None) -> None:
         """Exchange addresses on the node, and make the communicator between nodes; once, blocking."""
         if not self.rows:
-            remotes = self._exchange_addresses(timeout)
+            others, name, terms = self.layout.others_here, self.site.name, self._terms
+            try:
+                remotes = self.memory.exchange(others, name, fingerprint(terms), timeout, terms=terms)
+            except MismatchError:
+                # The other nodes would wait for this one.
+                with suppress(MismatchError, ExchangeTimeout):
+                    self.between.announce()
+                raise
             remotes[self.layout.me] = self.memory.here
             here = [remotes[rank] for rank in self.layout.here]
             direct = [
@@ -138,17 +144,6 @@ class SteppedAlgorithm(Scripted, ABC):
             self.rows = tuple([row for row in rows if row is not None] for rows in direct)
             self._peer_words = [words for remote in here if (words := remote.flags) is not None]
         self.between.connect(timeout)
-
-    def _exchange_addresses(self, timeout: float | None) -> dict[int, RemoteBuffer]:
-        others, terms = self.layout.others_here, self._terms
-        try:
-            plan = fingerprint(terms)
-            return self.memory.exchange(others, self.site.name, plan, timeout, terms=terms) if others else {}
-        except MismatchError:
-            # The other nodes would wait for this one.
-            with suppress(MismatchError, ExchangeTimeout):
-                self.between.announce()
-            raise
 
     def begin(self, step: int) -> None:
         """Begin a step, and advance it until it has to wait."""
