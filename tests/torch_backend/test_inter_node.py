@@ -95,6 +95,11 @@ def test_each_element_leaves_a_node_once_and_only_leaders_talk(segments, comm, m
     assert sent["exchange"] == leads * x.nbytes
     assert sent["gather_all"] == agreed + leads * x.nbytes // nodes
     sent.clear()
+    # Ranks compare a call once, and a result is rounded before it travels to the other nodes.
+    group.allreduce_coalesced([x, y := x.bfloat16()]).wait()
+    assert sent["exchange"] == leads * 2 * x.nbytes
+    assert sent["gather_all"] == agreed + leads * (x.nbytes + y.nbytes) // nodes
+    sent.clear()
     group.broadcast([x]).wait()
     assert (sent["gather_all"], sent["broadcast"]) == (agreed, leads * x.nbytes)
     sent.clear()
