@@ -39,11 +39,11 @@ from distdl_rma.torch_backend.collectives import Member, Prepared, Tensor, Ways,
 from distdl_rma.torch_backend.inter_node import InterNodeCollectives
 from distdl_rma.torch_backend.node_slots import NodeSlots
 from distdl_rma.torch_backend.on_node import NodeCollectives
-from distdl_rma.torch_backend.operations import OperationQueue, PendingCall, done
+from distdl_rma.torch_backend.operations import OperationQueue, PendingCall
 from distdl_rma.torch_backend.point_to_point import PointToPoint
 from distdl_rma.torch_backend.quick import QuickReductions
 from distdl_rma.torch_backend.tensors import OPERATIONS, OVERLAP, Flat, check, facts, single
-from distdl_rma.torch_backend.work import OVER, GroupWork
+from distdl_rma.torch_backend.work import GroupWork
 
 # What is kept for calls that come again, at most.
 _KEPT = 1024
@@ -106,6 +106,8 @@ class RmaProcessGroup(_Base):  # type: ignore[misc]
             self._compare = ways.compare
         self._ways, self._member = ways, Member(me, size, name, ways)
         self._calls: dict[Hashable, Call] = {}
+        # One work for all calls that have waited already: nobody else sees it.
+        self._over = GroupWork(self._queue, [], [], None)
         # The works of a block of coalesced calls, None outside of one.
         self._coalescing: list[GroupWork] | None = None
         # The latest works on one element, see ``allreduce``.
@@ -211,7 +213,7 @@ class RmaProcessGroup(_Base):  # type: ignore[misc]
             hurry = not getattr(opts, "asyncOp", True)
             begun = quick.run(tensor, number, hurry)
             if begun is True and hurry:
-                return OVER
+                return self._over
             if begun is None:
                 # Raises for invalid arguments, with the same words as for tensors that are not plain.
                 op = op_of(opts)
@@ -220,8 +222,8 @@ class RmaProcessGroup(_Base):  # type: ignore[misc]
                 quick.learn(tensor, number, call, self._member.reducer(op, tensor.dtype))
                 return self._held(work, tensor)
             if begun is not False:
-                operation = done() if begun is True else begun
-                return self._held(GroupWork(self._queue, [operation], [tensor], self._timeout), tensor)
+                operations = [] if begun is True else [begun]
+                return self._held(GroupWork(self._queue, operations, [tensor], self._timeout), tensor)
         return self._held(self._all_reduce("all_reduce", [tensor], op_of(opts)), tensor)
 
     def _held(self, work: Work, tensor: Tensor) -> Work:

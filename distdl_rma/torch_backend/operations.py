@@ -73,13 +73,6 @@ def _nothing() -> Script:
     return iter(())
 
 
-def done() -> PendingCall:
-    """Return an operation that is over."""
-    operation = PendingCall(_nothing, lambda: WaitReason((), ""), None)
-    operation.done = True
-    return operation
-
-
 class OperationQueue:
     """The operations of a group: collectives, one after another in the order of the calls, and messages.
 

@@ -37,8 +37,8 @@ _Work: Any = Work
 class GroupWork(_Work):  # type: ignore[misc]
     """torch's work of operations of a group; ``result`` are the tensors that they fill.
 
-    It has one operation, or all of a block of coalesced calls. ``source`` has the rank that a message comes
-    from, perhaps only when the message has come.
+    It has one operation, or all of a block of coalesced calls, or none, if it was over when it was made.
+    ``source`` has the rank that a message comes from, perhaps only when the message has come.
     """
 
     def __init__(
@@ -134,19 +134,6 @@ class _Failure:
     def __reduce_ex__(self, protocol: Any) -> Any:
         # DistributedDataParallel searches a result by this method.
         raise self._error
-
-
-class _Over(_Work):  # type: ignore[misc]
-    """A work that is over; only the call that has waited for it sees it, so that one is enough for all."""
-
-    def wait(self, *_: Any) -> bool:
-        return True
-
-    def is_completed(self) -> bool:
-        return True
-
-
-OVER = _Over()
 
 
 class _Wait(NamedTuple):
