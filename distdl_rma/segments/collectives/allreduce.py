@@ -39,8 +39,6 @@ from distdl_rma.segments.manager import SegmentManager
 
 # Up to so many bytes at each receiver, all ranks push their vectors to all instead of reducing a share each.
 _ALL_PUSH_BYTES = 8 << 10
-# A share of two vectors up to so many bytes is summed at once: it stays in the cache.
-_CACHED_NBYTES = 256 << 10
 # With more ranks than these, one message to each is never the fastest way.
 _ALL_PUSH_RANKS = 32
 # Pieces whose sums are kept at a time: one on the node, one between nodes, one that is copied back.
@@ -168,11 +166,11 @@ class _ByAllPush:
 
 class _Cut(NamedTuple):
     # The shares of a node's vectors that this rank reduces: all, in its own vector, in those of the others;
-    # and a function that reduces small shares at once.
+    # and the function that reduces them, which on several nodes goes piece by piece instead.
     shares: list[Array]
     mine: Array
     others: list[Array]
-    quick: Callable[[], object] | None
+    reduce: Callable[[], object] | None
 
 
 class _AllreduceByNodes(ShareReduction):
@@ -207,22 +205,18 @@ class _AllreduceByNodes(ShareReduction):
         if parity not in self._cuts:
             self._cuts[parity] = self._cut(rows)
         cut = self._cuts[parity]
-        if cut.quick is not None:
-            cut.quick()
-        elif len(self.layout.nodes) == 1:
-            self.reduction.reduce(cut.shares, cut.mine, *cut.others)
+        if cut.reduce is not None:
+            cut.reduce()
         else:
             yield from in_pieces(map(self._combine, repeat(cut), range(self.pieces)))
         self.count_puts(len(cut.others), len(cut.others) * cut.mine.nbytes)
 
     def _cut(self, rows: list[Array]) -> _Cut:
-        me, nbytes = self.layout.here.index(self.layout.me), self._elements * rows[0].itemsize
         shares = [row[self._share] for row in rows]
-        others = [share for at, share in enumerate(shares) if at != me]
-        quick = None
-        if len(self.layout.nodes) == 1 and nbytes <= _CACHED_NBYTES and len(shares) == 2:
-            quick = self.reduction.bound(shares, shares[me], others[0])
-        return _Cut(shares, shares[me], others, quick)
+        mine, others = shares[self._me], [share for at, share in enumerate(shares) if at != self._me]
+        one_node = len(self.layout.nodes) == 1
+        reduce = self.reduction.bound(shares, mine, *others) if one_node else None
+        return _Cut(shares, mine, others, reduce)
 
     def _combine(self, cut: _Cut, piece: int) -> Stages:
         # Every element is reduced on one node and copied to the others: bitwise the same on all. Memory for

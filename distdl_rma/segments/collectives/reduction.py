@@ -213,19 +213,22 @@ class Reduction:
             self._quietly(rows, targets)
 
     def bound(self, rows: Sequence[Array], *targets: Array) -> Callable[[], object]:
-        """Return a function that calls ``reduce`` with these arrays."""
+        """Return a function that calls ``reduce`` with these arrays, for steps that reduce them again.
+
+        For two short rows, the most frequent case, it is numpy's function itself, and a copy.
+        """
         two = self._of_two(rows[0])
-        if two is None or len(rows) > 2 or len(rows) < 2 or len(targets) > 2:
+        most = 2 if rows[0].nbytes < LARGE_NBYTES else 1
+        if two is None or len(rows) != 2 or len(targets) > most:
             return functools.partial(self._quietly, rows, targets)
         first = functools.partial(two, *rows, out=targets[0])
         if len(targets) == 1:
             return first
         out, other = targets
-        move = copy_small if out.nbytes < LARGE_NBYTES else copy
 
         def both() -> None:
             first()
-            move(other, out)
+            copy_small(other, out)
 
         return both
 
