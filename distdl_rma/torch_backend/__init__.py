@@ -2,9 +2,10 @@
 
 Single collective calls on any tensors, for DistributedDataParallel, FSDP, DTensor and programs of one's
 own. It needs torch and ``segments``, of ``layers`` the types of tensors only; no other wing imports it. Begin
-with ``group.py``, the calls of torch in three classes, then ``node_slots.py``, where the ranks of a node
-show each other their data. ``inter_node.py`` goes on between nodes, ``quick.py`` is the short way of small
-vectors, ``registration.py`` and ``creation.py`` make the backend known to torch.
+with ``collectives.py``, where a call of torch becomes data that move by one of five ways, and ``group.py``,
+which begins it. The ways are in ``on_node.py``, by rounds of ``node_slots.py``, and ``inter_node.py``.
+``quick.py`` is the short way of known vectors. ``operations.py`` advances what has begun, and ``work.py``
+lets torch wait for it. ``registration.py`` and ``creation.py`` make the backend known to torch.
 
 Importing it is cheap: torch is told of the backend, and the first group loads the rest.
 """

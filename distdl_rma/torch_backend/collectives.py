@@ -1,345 +1,325 @@
-"""Collectives as torch calls them: arguments are checked, operations begun."""
+"""Collectives of torch as data: which bytes a call moves, and by which of five ways.
+
+torch has some twenty names for collectives, and a group moves data in five ways only, those of
+:class:`~distdl_rma.torch_backend.on_node.NodeCollectives` on one node and of
+:class:`~distdl_rma.torch_backend.inter_node.InterNodeCollectives` on several::
+
+    call of torch               way              who has bytes    who gets some
+    broadcast                   spread           the root         all
+    all_gather                  spread           all              all
+    gather                      spread           all              the root, the only reader
+    scatter                     deal             the root         each rank its own
+    all_to_all                  deal             all              each rank its own
+    all_reduce                  reduce           all              all
+    reduce                      reduce           all              the root
+    reduce_scatter              reduce_scatter   all              each rank its own
+    barrier                     barrier
+
+A function of this file has the name and the arguments of torch's method. It checks the arguments, without
+communication, and returns what :class:`~distdl_rma.torch_backend.group.RmaProcessGroup` needs to begin the
+call: see ``Prepared``. So every refusal comes before any data move, and one place announces all of them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from itertools import chain
 from typing import Any
 
 import numpy as np
 import torch
-from torch.distributed import AllreduceOptions, ReduceOp, Work
+from torch.distributed import ReduceOp
 
-from distdl_rma.errors import ShapeError
+from distdl_rma.errors import ArgumentError, ShapeError
 from distdl_rma.segments.collectives.between_nodes import Script
-from distdl_rma.segments.collectives.reduction import Array
-from distdl_rma.torch_backend.core import GroupCore, Tensor, of_all, op_of, root_of
-from distdl_rma.torch_backend.tensors import OPERATIONS, Flat, check, check_alike, parts_of, rows_of, single
-from distdl_rma.torch_backend.work import GroupWork, done
+from distdl_rma.segments.collectives.reduction import Array, Reduction
+from distdl_rma.torch_backend.inter_node import InterNodeCollectives
+from distdl_rma.torch_backend.on_node import NodeCollectives
+from distdl_rma.torch_backend.tensors import (
+    OPERATIONS,
+    Flat,
+    check,
+    check_alike,
+    parts_of,
+    reducer_of,
+    rows_of,
+    single,
+)
 
-_Work: Any = Work
+Tensor = torch.Tensor
+# Tensors of one rank; lists that have a tensor for each rank, or in coalesced calls the other way round.
+Tensors = Sequence[Tensor]
+Lists = Sequence[Tensors]
+# A tensor of this rank, and the list of all ranks that belongs to it.
+Pairs = Sequence[tuple[Tensor, list[Tensor]]]
+Ways = NodeCollectives | InterNodeCollectives
+
+# A call that can begin: its text; the tensors whose sizes and types complete this text, equal on all ranks; a
+# maker of the script that moves the data; the tensors that the work returns; and those among the flat arrays
+# that the script fills, which are copied back to their tensors after it. A plain tuple: a named one would
+# take another call of Python.
+Prepared = tuple[str, Tensors, Callable[[], Script], Any, Sequence[Flat]]
 
 
-class GroupCollectives(GroupCore):
-    """Collectives of tensors; see :class:`RmaProcessGroup`."""
+class Member:
+    """This rank as a member of its group: what a collective asks the group for, without torch's class."""
 
-    @of_all
-    def broadcast(self, tensors: Any, opts: Any = None, *_: Any) -> Work:
-        """Copy the root's tensor to all ranks."""
-        tensors = [tensors] if isinstance(tensors, Tensor) else tensors
-        who = self._who("broadcast")
-        tensor, root = single(tensors, who), root_of(opts, self._ranks, who)
-        check([tensor], who)
-        flat = Flat(tensor)
+    def __init__(self, me: int, size: int, name: str, ways: Ways) -> None:
+        self.me, self.size, self.ways = me, size, ways
+        # For messages: the call, then which group.
+        self.where = f"in group {name!r}"
+        # A reduction keeps memory for sums, so calls of one kind share it: only one of them runs at a time.
+        self._reducers: dict[Hashable, Reduction] = {}
 
-        def script() -> Script:
-            data = flat.bytes
-            sizes = [data.size if at == root else 0 for at in range(self._ranks)]
-            outs = [data if at == root else None for at in range(self._ranks)]
-            return self._collectives.spread(sizes, data if self._me == root else data[:0], outs)
-
-        return self._begin(f"broadcast from rank {root}", [tensor], script, [tensor], [flat])
-
-    @of_all
-    def allgather(
-        self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any = None
-    ) -> Work:
-        """Copy the tensors of all ranks to all ranks; sizes may differ."""
-        who = self._who("all_gather")
-        targets = list(single(outputs, who))
-        return self._all_gather("all_gather", [(single(inputs, who), targets)], [targets])
-
-    @of_all
-    def allgather_coalesced(
-        self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any = None
-    ) -> Work:
-        """Copy several tensors of all ranks to all ranks; ``outputs`` has a list of them for every rank."""
-        pairs = [(mine, [row[k] for row in outputs]) for k, mine in enumerate(inputs)]
-        return self._all_gather("all_gather_coalesced", pairs, outputs)
-
-    @of_all
-    def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Work:
-        """Copy the equally large tensors of all ranks into one tensor; the input may be a part of it."""
-        return self._gather_singles("all_gather_single", [output], [input])
-
-    @of_all
-    def all_gather_single_coalesced(
-        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
-    ) -> Work:
-        """Copy several tensors of all ranks to all ranks, each into one tensor."""
-        return self._gather_singles("all_gather_single_coalesced", outputs, inputs)
-
-    _allgather_base = all_gather_single
-    allgather_into_tensor_coalesced = all_gather_single_coalesced
-
-    def _gather_singles(self, what: str, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Work:
-        who = self._who(what)
-        pairs = [
-            (mine, parts_of(whole, mine, self._ranks, who))
-            for mine, whole in zip(inputs, outputs, strict=True)
-        ]
-        return self._all_gather(what, pairs, list(outputs))
-
-    def _all_gather(self, what: str, pairs: Sequence[tuple[Tensor, list[Tensor]]], result: Any) -> Work:
-        who, me = self._who(what), self._me
-        for mine, targets in pairs:
-            check_alike([mine, *targets], who)
-            if len(targets) != self._ranks:
-                raise ShapeError(f"{who}: a tensor for each of {self._ranks} ranks, got {len(targets)}")
-            if targets[me].numel() != mine.numel():
-                expected = f"{targets[me].numel()} are expected of it"
-                raise ShapeError(f"{who}: this rank has {mine.numel()} elements, {expected}")
-        sources = [Flat(mine) for mine, _ in pairs]
-        outs = [[Flat(target) for target in targets] for _, targets in pairs]
-
-        def script() -> Script:
-            for source, several in zip(sources, outs, strict=True):
-                arrays = [out.bytes for out in several]
-                data = _apart(source.bytes, [*arrays[:me], *arrays[me + 1 :]])
-                yield from self._collectives.spread([array.size for array in arrays], data, arrays)
-
-        every = [target for _, targets in pairs for target in targets]
-        return self._begin(what, every, script, result, list(chain.from_iterable(outs)))
-
-    @of_all
-    def gather(self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any = None) -> Work:
-        """Copy the tensors of all ranks to the root."""
-        tensor, root, targets = self._at_root("gather", inputs, outputs, opts)
-        source, flats = Flat(tensor), [Flat(target) for target in targets]
-
-        def script() -> Script:
-            outs = [flat.bytes for flat in flats]
-            data = _apart(source.bytes, [*outs[:root], *outs[root + 1 :]])
-            return self._collectives.spread(
-                [data.size] * self._ranks, data, outs or [None] * self._ranks, root
+    def reducer(self, op: Any, dtype: torch.dtype) -> Reduction:
+        """Reduction by an operation of torch; kept."""
+        reducer = self._reducers.get((op, dtype))
+        if reducer is None:
+            reducer = self._reducers[op, dtype] = reducer_of(
+                op, dtype, self.size, self.where.removeprefix("in ")
             )
+        return reducer
 
-        return self._begin(f"gather to rank {root}", [tensor], script, [targets], flats)
+    def check_list(self, one: Tensor, several: Tensors, who: str, alike: Iterable[int]) -> None:
+        """Raise ``ShapeError`` unless a list has a tensor for each rank, some of them as long as this one."""
+        check_alike([one, *several], who)
+        if len(several) != self.size:
+            raise ShapeError(f"{who}: a tensor for each of {self.size} ranks, got {len(several)}")
+        for rank in alike:
+            if several[rank].numel() != one.numel():
+                ours, theirs = one.numel(), several[rank].numel()
+                raise ShapeError(
+                    f"{who}: this rank's tensor has {ours} elements, entry {rank} of its list {theirs}"
+                )
 
-    @of_all
-    def scatter(
-        self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Any = None
-    ) -> Work:
-        """Copy one of the root's tensors to each rank."""
-        tensor, root, sources = self._at_root("scatter", outputs, inputs, opts)
-        flat, parts = Flat(tensor), [Flat(part) for part in sources]
 
-        def script() -> Script:
-            out = flat.bytes
-            sends = [part.bytes for part in parts] or [out[:0]] * self._ranks
-            outs = [out if at == root else out[:0] for at in range(self._ranks)]
-            return self._collectives.deal(sends, outs)
+def broadcast(at: Member, tensors: Any, opts: Any = None, *_: Any) -> Prepared:
+    """Copy the root's tensor to all ranks."""
+    who = f"broadcast {at.where}"
+    tensor, root = single(tensors, who), root_of(opts, at.size, who)
+    check([tensor], who)
+    flat = Flat(tensor)
 
-        return self._begin(f"scatter from rank {root}", [tensor], script, [tensor], [flat])
+    def script() -> Script:
+        data = flat.bytes
+        sizes = [data.size if rank == root else 0 for rank in range(at.size)]
+        outs = [data if rank == root else None for rank in range(at.size)]
+        return at.ways.spread(sizes, data if at.me == root else data[:0], outs)
 
-    def _at_root(
-        self, what: str, ones: Sequence[Tensor], lists: Sequence[Sequence[Tensor]], opts: Any
-    ) -> tuple[Tensor, int, list[Tensor]]:
-        # Checked: this rank's tensor, the root, and there a tensor for each rank, none elsewhere.
-        who = self._who(what)
-        mine, root = single(ones, who), root_of(opts, self._ranks, who)
-        parts = list(lists[0]) if lists and self._me == root else []
-        check_alike([mine, *parts], who)
-        if self._me == root and len(parts) != self._ranks:
-            raise ShapeError(f"{who}: a tensor for each of {self._ranks} ranks at the root, got {len(parts)}")
-        for part in parts:
-            if part.numel() != mine.numel():
-                raise ShapeError(f"{who}: tensors have {mine.numel()} elements, got one of {part.numel()}")
-        return mine, root, parts
+    return f"broadcast from rank {root}", [tensor], script, [tensor], [flat]
 
-    @of_all
-    def alltoall(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None) -> Work:
-        """Send one tensor from every rank to every rank; sizes may differ."""
-        return self._all_to_all("all_to_all", list(outputs), list(inputs), list(outputs))
 
-    @of_all
-    def all_to_all_single(
-        self,
-        output: Tensor,
-        input: Tensor,
-        output_splits: Any = None,
-        input_splits: Any = None,
-        opts: Any = None,
-    ) -> Work:
-        """Send some rows of a tensor to every rank; equal parts if no numbers of rows are given."""
-        who = self._who("all_to_all_single")
-        outs = rows_of(output, output_splits, self._ranks, who)
-        ins = rows_of(input, input_splits, self._ranks, who)
-        return self._all_to_all("all_to_all_single", outs, ins, [output])
+def allgather(at: Member, outputs: Lists, inputs: Tensors, opts: Any = None) -> Prepared:
+    """Copy the tensors of all ranks to all ranks; sizes may differ."""
+    who = f"all_gather {at.where}"
+    targets = list(single(outputs, who))
+    return _all_gather(at, "all_gather", [(single(inputs, who), targets)], [targets])
 
-    alltoall_base = all_to_all_single
 
-    def _all_to_all(self, what: str, outputs: list[Tensor], inputs: list[Tensor], result: Any) -> Work:
-        who, ranks = self._who(what), self._ranks
-        check_alike([*outputs, *inputs], who)
-        if len(outputs) != ranks or len(inputs) != ranks:
-            got = f"{len(inputs)} and {len(outputs)}"
-            raise ShapeError(f"{who}: an input and an output for each of {ranks} ranks, got {got}")
-        flats, parts = [Flat(out) for out in outputs], [Flat(part) for part in inputs]
+def allgather_coalesced(at: Member, outputs: Lists, inputs: Tensors, opts: Any = None) -> Prepared:
+    """Copy several tensors of all ranks to all ranks; ``outputs`` has a list of them for every rank."""
+    pairs = [(mine, [row[k] for row in outputs]) for k, mine in enumerate(inputs)]
+    return _all_gather(at, "all_gather_coalesced", pairs, outputs)
 
-        def script() -> Script:
-            sends, outs = [part.bytes for part in parts], [flat.bytes for flat in flats]
-            sends = [_apart(send, outs) for send in sends]
-            return self._collectives.deal(sends, outs)
 
-        kind = str(outputs[0].dtype).removeprefix("torch.")
-        return self._begin(f"{what} of {kind}", [], script, result, flats)
+def all_gather_single(at: Member, output: Tensor, input: Tensor, opts: Any = None) -> Prepared:
+    """Copy the equally large tensors of all ranks into one tensor; the input may be a part of it."""
+    what = "all_gather_single"
+    return _all_gather(at, what, _with_parts(at, what, [input], [output]), [output])
 
-    def allreduce(self, tensors: Any, opts: Any = None, timeout: Any = None) -> Work:
-        """Reduce a tensor in place on all ranks."""
-        tensors = [tensors] if isinstance(tensors, Tensor) else tensors
-        tensor = tensors[0] if len(tensors) == 1 else single(tensors, "all_reduce")
-        quick = self._quick
-        if quick is not None and self._coalescing is None and _is_plain(tensor):
-            number = _number_of(opts)
-            # torch needs no work for a call that is not asynchronous.
-            hurry = not getattr(opts, "asyncOp", True)
-            begun = quick.run(tensor, number, hurry)
-            if begun is True and hurry:
-                return _OVER
-            if begun is None:
-                # Raises for invalid arguments, with the same words as for tensors that are not plain.
-                op = op_of(opts)
-                work = self._all_reduce("all_reduce", [tensor], op)
-                call = self._call(f"all_reduce({OPERATIONS[op][0]})", [tensor])
-                quick.learn(tensor, number, call, self._reducer(op, tensor.dtype))
-                return self._held(work, tensor)
-            if begun is not False:
-                operation = done() if begun is True else begun
-                return self._held(GroupWork(self._queue, operation, tensors, self._timeout), tensor)
-        return self._held(self._all_reduce("all_reduce", [tensor], op_of(opts)), tensor)
 
-    def _held(self, work: Work, tensor: Tensor) -> Work:
-        # DDP passes the work that counts the joined ranks to C++. There it would wait for ever once Python
-        # holds no reference to it.
-        if tensor.numel() == 1:
-            self._counts.append(work)
-        return work
+def all_gather_single_coalesced(at: Member, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Prepared:
+    """Copy several tensors of all ranks to all ranks, each into one tensor."""
+    what = "all_gather_single_coalesced"
+    return _all_gather(at, what, _with_parts(at, what, inputs, outputs), list(outputs))
 
-    def allreduce_coalesced(self, tensors: Sequence[Tensor], opts: Any = None) -> Work:
-        """Reduce several tensors in place on all ranks."""
-        return self._all_reduce("all_reduce_coalesced", list(tensors), op_of(opts))
 
-    @of_all
-    def _all_reduce(self, what: str, tensors: list[Tensor], op: Any) -> Work:
-        check(tensors, self._who(what))
-        reducers = [self._reducer(op, tensor.dtype) for tensor in tensors]
-        flats = [Flat(tensor) for tensor in tensors]
+def _with_parts(at: Member, what: str, parts: Tensors, wholes: Tensors) -> Pairs:
+    # Each tensor beside the parts, as large as it, of a whole.
+    who = f"{what} {at.where}"
+    return [(part, parts_of(whole, part, at.size, who)) for part, whole in zip(parts, wholes, strict=True)]
 
-        def script() -> Script:
-            for flat, reducer in zip(flats, reducers, strict=True):
-                yield from self._collectives.reduce(flat.elements, reducer, None)
 
-        named = f"{what}({OPERATIONS[op][0]})" if reducers else what
-        return self._begin(named, tensors, script, tensors, flats)
+def _all_gather(at: Member, what: str, pairs: Pairs, result: Any) -> Prepared:
+    # Of each pair: this rank's tensor, and where those of all ranks go.
+    who, me = f"{what} {at.where}", at.me
+    for mine, targets in pairs:
+        at.check_list(mine, targets, who, (me,))
+    sources = [Flat(mine) for mine, _ in pairs]
+    outs = [[Flat(target) for target in targets] for _, targets in pairs]
 
-    @of_all
-    def reduce(self, tensors: Any, opts: Any = None, *_: Any) -> Work:
-        """Reduce a tensor in place on the root."""
-        who = self._who("reduce")
-        tensor, root = single(tensors, who), root_of(opts, self._ranks, who)
-        check([tensor], who)
-        op, flat = op_of(opts), Flat(tensor)
-        reducer = self._reducer(op, tensor.dtype)
-        return self._begin(
-            f"reduce({OPERATIONS[op][0]}) to rank {root}",
-            [tensor],
-            lambda: self._collectives.reduce(flat.elements, reducer, root),
-            [tensor],
-            [flat],
-        )
+    def script() -> Script:
+        for source, several in zip(sources, outs, strict=True):
+            arrays = [out.bytes for out in several]
+            # Its own place may be the source itself.
+            data = _apart(source.bytes, [*arrays[:me], *arrays[me + 1 :]])
+            yield from at.ways.spread([array.size for array in arrays], data, arrays)
 
-    @of_all
-    def reduce_scatter(
-        self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Any = None
-    ) -> Work:
-        """Reduce one tensor for each rank; sizes may differ."""
-        who = self._who("reduce_scatter")
-        pair = single(outputs, who), list(single(inputs, who))
-        return self._reduce_scatter("reduce_scatter", [pair], op_of(opts))
+    every = [target for _, targets in pairs for target in targets]
+    return what, every, script, result, list(chain.from_iterable(outs))
 
-    @of_all
-    def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Work:
-        """Reduce a tensor; every rank gets an equal part of it."""
-        return self._reduce_singles("reduce_scatter_single", [output], [input], opts)
 
-    @of_all
-    def reduce_scatter_single_coalesced(
-        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
-    ) -> Work:
-        """Reduce several tensors; every rank gets an equal part of each."""
-        return self._reduce_singles("reduce_scatter_single_coalesced", outputs, inputs, opts)
+def gather(at: Member, outputs: Lists, inputs: Tensors, opts: Any = None) -> Prepared:
+    """Copy the tensors of all ranks to the root."""
+    tensor, root, targets = _with_list_at_root(at, "gather", inputs, outputs, opts)
+    source, flats = Flat(tensor), [Flat(target) for target in targets]
 
-    _reduce_scatter_base = reduce_scatter_single
-    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+    def script() -> Script:
+        outs = [flat.bytes for flat in flats]
+        data = _apart(source.bytes, [*outs[:root], *outs[root + 1 :]])
+        return at.ways.spread([data.size] * at.size, data, outs or [None] * at.size, root)
 
-    def _reduce_singles(
-        self, what: str, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any
-    ) -> Work:
-        who = self._who(what)
-        pairs = [
-            (out, parts_of(whole, out, self._ranks, who)) for out, whole in zip(outputs, inputs, strict=True)
-        ]
-        return self._reduce_scatter(what, pairs, op_of(opts))
+    return f"gather to rank {root}", [tensor], script, [targets], flats
 
-    def _reduce_scatter(self, what: str, pairs: Sequence[tuple[Tensor, list[Tensor]]], op: Any) -> Work:
-        who, me, outs = self._who(what), self._me, [out for out, _ in pairs]
-        for out, parts in pairs:
-            check_alike([out, *parts], who)
-            if len(parts) != self._ranks:
-                raise ShapeError(f"{who}: a tensor for each of {self._ranks} ranks, got {len(parts)}")
-            if parts[me].numel() != out.numel():
-                mine = f"this rank's part has {parts[me].numel()} elements"
-                raise ShapeError(f"{who}: {mine}, its output {out.numel()}")
-        flats = [Flat(out) for out in outs]
-        inputs = [[Flat(part) for part in parts] for _, parts in pairs]
-        reducers = [self._reducer(op, out.dtype) for out in outs]
 
-        def script() -> Script:
-            for flat, several, reducer in zip(flats, inputs, reducers, strict=True):
-                out = flat.elements
-                arrays = [part.elements for part in several]
-                arrays = [array if at == me else _apart(array, [out]) for at, array in enumerate(arrays)]
-                yield from self._collectives.reduce_scatter(arrays, out, reducer)
+def scatter(at: Member, outputs: Tensors, inputs: Lists, opts: Any = None) -> Prepared:
+    """Copy one of the root's tensors to each rank."""
+    tensor, root, sources = _with_list_at_root(at, "scatter", outputs, inputs, opts)
+    flat, parts = Flat(tensor), [Flat(part) for part in sources]
 
-        named = f"{what}({OPERATIONS[op][0]})" if reducers else what
-        every = [part for _, parts in pairs for part in parts]
-        return self._begin(named, every, script, outs, flats)
+    def script() -> Script:
+        out = flat.bytes
+        sends = [part.bytes for part in parts] or [out[:0]] * at.size
+        return at.ways.deal(sends, [out if rank == root else out[:0] for rank in range(at.size)])
+
+    return f"scatter from rank {root}", [tensor], script, [tensor], [flat]
+
+
+def _with_list_at_root(
+    at: Member, what: str, ones: Tensors, lists: Lists, opts: Any
+) -> tuple[Tensor, int, list[Tensor]]:
+    # Checked: this rank's tensor, the root, and there a tensor for each rank, none elsewhere.
+    who = f"{what} {at.where}"
+    mine, root = single(ones, who), root_of(opts, at.size, who)
+    if at.me != root:
+        check([mine], who)
+        return mine, root, []
+    parts = list(lists[0]) if lists else []
+    at.check_list(mine, parts, f"{who}, at the root", range(at.size))
+    return mine, root, parts
+
+
+def alltoall(at: Member, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Prepared:
+    """Send one tensor from every rank to every rank; sizes may differ."""
+    return _all_to_all(at, "all_to_all", list(outputs), list(inputs), list(outputs))
+
+
+def all_to_all_single(
+    at: Member,
+    output: Tensor,
+    input: Tensor,
+    output_splits: Any = None,
+    input_splits: Any = None,
+    opts: Any = None,
+) -> Prepared:
+    """Send some rows of a tensor to every rank; equal parts if no numbers of rows are given."""
+    who = f"all_to_all_single {at.where}"
+    outs = rows_of(output, output_splits, at.size, who)
+    ins = rows_of(input, input_splits, at.size, who)
+    return _all_to_all(at, "all_to_all_single", outs, ins, [output])
+
+
+def _all_to_all(at: Member, what: str, outputs: list[Tensor], inputs: list[Tensor], result: Any) -> Prepared:
+    who = f"{what} {at.where}"
+    check_alike([*outputs, *inputs], who)
+    if len(outputs) != at.size or len(inputs) != at.size:
+        got = f"{len(inputs)} and {len(outputs)}"
+        raise ShapeError(f"{who}: an input and an output for each of {at.size} ranks, got {got}")
+    flats, parts = [Flat(out) for out in outputs], [Flat(part) for part in inputs]
+
+    def script() -> Script:
+        sends, outs = [part.bytes for part in parts], [flat.bytes for flat in flats]
+        return at.ways.deal([_apart(send, outs) for send in sends], outs)
+
+    # Sizes differ between ranks, which compare them by pairs in ``deal``.
+    kind = str(outputs[0].dtype).removeprefix("torch.")
+    return f"{what} of {kind}", [], script, result, flats
+
+
+def allreduce_coalesced(at: Member, tensors: Tensors, opts: Any = None) -> Prepared:
+    """Reduce several tensors in place on all ranks."""
+    return all_reduce(at, "all_reduce_coalesced", list(tensors), op_of(opts))
+
+
+def all_reduce(at: Member, what: str, tensors: list[Tensor], op: Any, root: int | None = None) -> Prepared:
+    """Reduce tensors in place on all ranks, or on a root; ``what`` is the name of the call."""
+    check(tensors, f"{what} {at.where}")
+    reducers = [at.reducer(op, tensor.dtype) for tensor in tensors]
+    flats = [Flat(tensor) for tensor in tensors]
+
+    def script() -> Script:
+        for flat, reducer in zip(flats, reducers, strict=True):
+            yield from at.ways.reduce(flat.elements, reducer, root)
+
+    # Without tensors nothing has looked the operation up.
+    named = f"{what}({OPERATIONS[op][0]})" if reducers else what
+    return named if root is None else f"{named} to rank {root}", tensors, script, tensors, flats
+
+
+def reduce(at: Member, tensors: Any, opts: Any = None, *_: Any) -> Prepared:
+    """Reduce a tensor in place on the root."""
+    who = f"reduce {at.where}"
+    return all_reduce(at, "reduce", [single(tensors, who)], op_of(opts), root_of(opts, at.size, who))
+
+
+def reduce_scatter(at: Member, outputs: Tensors, inputs: Lists, opts: Any = None) -> Prepared:
+    """Reduce one tensor for each rank; sizes may differ."""
+    who = f"reduce_scatter {at.where}"
+    pair = single(outputs, who), list(single(inputs, who))
+    return _reduce_scatter(at, "reduce_scatter", [pair], opts)
+
+
+def reduce_scatter_single(at: Member, output: Tensor, input: Tensor, opts: Any = None) -> Prepared:
+    """Reduce a tensor; every rank gets an equal part of it."""
+    what = "reduce_scatter_single"
+    return _reduce_scatter(at, what, _with_parts(at, what, [output], [input]), opts)
+
+
+def reduce_scatter_single_coalesced(
+    at: Member, outputs: Tensors, inputs: Tensors, opts: Any = None
+) -> Prepared:
+    """Reduce several tensors; every rank gets an equal part of each."""
+    what = "reduce_scatter_single_coalesced"
+    return _reduce_scatter(at, what, _with_parts(at, what, outputs, inputs), opts)
+
+
+def _reduce_scatter(at: Member, what: str, pairs: Pairs, opts: Any) -> Prepared:
+    # Of each pair: where this rank's result goes, and a tensor for each rank.
+    who, me, op = f"{what} {at.where}", at.me, op_of(opts)
+    for out, parts in pairs:
+        at.check_list(out, parts, who, (me,))
+    flats = [Flat(out) for out, _ in pairs]
+    inputs = [[Flat(part) for part in parts] for _, parts in pairs]
+    reducers = [at.reducer(op, out.dtype) for out, _ in pairs]
+
+    def script() -> Script:
+        for flat, several, reducer in zip(flats, inputs, reducers, strict=True):
+            out = flat.elements
+            arrays = [part.elements for part in several]
+            # Its own part may be the output: it is read and written element by element.
+            arrays = [array if rank == me else _apart(array, [out]) for rank, array in enumerate(arrays)]
+            yield from at.ways.reduce_scatter(arrays, out, reducer)
+
+    every = [part for _, parts in pairs for part in parts]
+    named = f"{what}({OPERATIONS[op][0]})" if reducers else what
+    return named, every, script, [out for out, _ in pairs], flats
 
 
 def _apart(data: Array, targets: Sequence[Array]) -> Array:
-    """Data as they are, or a copy if one of the targets may share their memory."""
+    # Data as they are, or a copy if one of the targets may share their memory: the targets are filled in
+    # turns, while later parts of the data are still to be sent.
     return data.copy() if any(np.may_share_memory(data, target) for target in targets) else data
 
 
-class _Over(_Work):  # type: ignore[misc]
-    """A work that is over; only the call that has waited for it sees it."""
-
-    def wait(self, *_: Any) -> bool:
-        return True
-
-    def is_completed(self) -> bool:
-        return True
+def op_of(opts: Any) -> Any:
+    """Reduction operation of some options, or the operation itself; the sum if None."""
+    found = getattr(opts, "reduceOp", opts)
+    return ReduceOp.SUM if found is None else getattr(found, "op", found)
 
 
-_OVER = _Over()
-_PLAIN, _STRIDED = (Tensor, torch.nn.Parameter), torch.strided
-
-
-def _is_plain(tensor: Tensor) -> bool:
-    # Its elements are contiguous in memory. Subclasses may keep their elements elsewhere. The quick way does
-    # not handle complex tensors with a pending conjugation.
-    strided = type(tensor) in _PLAIN and tensor.layout is _STRIDED and tensor.is_cpu
-    return strided and tensor.is_contiguous() and not tensor.is_neg()
-
-
-# Whether the hash is the number of the operation: it is read faster than the operation.
-_HASHED = [hash(ReduceOp(op)) for op in OPERATIONS] == [op.value for op in OPERATIONS]
-
-
-def _number_of(opts: Any) -> Hashable:
-    """Key of the reduction of some options."""
-    if _HASHED and type(opts) is AllreduceOptions:
-        return hash(opts.reduceOp)
-    op: Hashable = op_of(opts)
-    return op
+def root_of(opts: Any, ranks: int, who: str) -> int:
+    """Root of some options; ``ArgumentError`` if it is none of so many ranks."""
+    root = int(opts.rootRank) if opts is not None else 0
+    if not 0 <= root < ranks:
+        raise ArgumentError(f"{who}: the root is a rank in the group, from 0 to {ranks - 1}, got {root}")
+    return root

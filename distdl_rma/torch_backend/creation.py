@@ -1,4 +1,16 @@
-"""How torch makes groups: on the machine of this job, without an address."""
+"""How torch makes groups: on the machine of this job, without an address.
+
+torch's ranks usually learn of each other by an address and a port in the environment. MPI's ranks know each
+other already, so ``init_process_group("rma")`` needs neither::
+
+    rendezvous   torch asks for a store, rank and size      of MPI; the store is a file or a port of rank 0
+    create       torch asks for a group of some ranks       on the machine of all ranks of the job
+
+torch needs the store for things of its own, such as numbers of sub-groups; this backend does not use it.
+
+This file stands apart from ``registration.py`` since it imports torch and MPI: a program that only imports
+the package pays for neither.
+"""
 
 from __future__ import annotations
 
@@ -105,7 +117,9 @@ def rendezvous(
 def _store(timeout: timedelta) -> Store:
     """Store of torch that all ranks reach; collective over them.
 
-    On one node it is a file: that needs no network and no host name.
+    On one node it is a file: that needs no network and no host name, which containers may not have. Between
+    nodes rank 0 listens, and each rank takes the first of its addresses that answers: a host may have a
+    network that others do not reach.
     """
     segments = Machine.on().segments
     rank, size = launched()
@@ -126,7 +140,8 @@ def _store(timeout: timedelta) -> Store:
 
 
 def _shared_file(segments: SegmentManager, rank: int) -> str:
-    # A file without a name where the system has them: it ends with the processes, however these end.
+    # A file without a name where the system has them: it ends with the processes, however these end. Other
+    # ranks open it in the table of rank 0's open files. If one of them cannot, all take a file with a name.
     made, own = None, os.getpid()
     with suppress(OSError, AttributeError):
         made = os.memfd_create("distdl_rma rendezvous") if rank == 0 else None

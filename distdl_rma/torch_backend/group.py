@@ -1,25 +1,71 @@
-"""The process group: the methods that torch calls, as collectives and messages on the segments."""
+"""The process group: the methods that torch calls, each of which begins an operation on the segments.
+
+The way of a collective, from torch to the data::
+
+    torch        group.broadcast(tensors, options)
+    collectives  checks them, returns what moves (Prepared)         refused? announced to the other ranks
+    group        _begin: a PendingCall in the queue, and a GroupWork for torch
+    queue        makes its script when the calls before it are over, and advances it from every wait
+    ways         the script: rounds of node_slots on a node, MPI between nodes
+    queue        copies results back to tensors that are not contiguous; the work is over
+
+Two calls leave this way. An all-reduce of a tensor that has been reduced before takes the short way of
+``quick.py``. Messages of two ranks have a list of their own in the queue, and wait for no collective.
+
+A group *has* a queue, ways, messages and a :class:`Member`; nothing of these knows torch's class. torch's own
+class is a base class all the same, since torch calls its groups from C++.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import suppress
 from datetime import timedelta
+from functools import wraps
 from itertools import chain
 from typing import Any
 
 import torch
-from torch.distributed import Work
+from torch.distributed import AllreduceOptions, ProcessGroup, ReduceOp, Work
 
-from distdl_rma.errors import ShapeError, UnsupportedError
+from distdl_rma.errors import DistdlError, ShapeError, UnsupportedError
+from distdl_rma.segments.collectives.between_nodes import Messages, Script
+from distdl_rma.segments.collectives.node_layout import NodeLayout
 from distdl_rma.segments.manager import SegmentManager
-from distdl_rma.torch_backend.collectives import GroupCollectives
-from distdl_rma.torch_backend.core import Tensor
+from distdl_rma.torch_backend import collectives
+from distdl_rma.torch_backend.calls import Call, Callers
+from distdl_rma.torch_backend.collectives import Member, Prepared, Tensor, Ways, op_of
+from distdl_rma.torch_backend.inter_node import InterNodeCollectives
+from distdl_rma.torch_backend.node_slots import NodeSlots
+from distdl_rma.torch_backend.on_node import NodeCollectives
+from distdl_rma.torch_backend.operations import OperationQueue, PendingCall
 from distdl_rma.torch_backend.point_to_point import PointToPoint
-from distdl_rma.torch_backend.tensors import OVERLAP, Flat, check, single
+from distdl_rma.torch_backend.quick import QuickReductions
+from distdl_rma.torch_backend.tensors import OPERATIONS, OVERLAP, Flat, check, facts, single
 from distdl_rma.torch_backend.work import GroupWork
 
+# What is kept for calls that come again, at most.
+_KEPT = 1024
+# Typed as anything: the methods have more than one of torch's spellings.
+_Base: Any = ProcessGroup
 
-class RmaProcessGroup(GroupCollectives):
+
+def _collective(prepare: Callable[..., Prepared]) -> Callable[..., Work]:
+    """Make torch's method of a collective; if one rank refuses the call, the others learn of that."""
+
+    @wraps(prepare)
+    def call(group: RmaProcessGroup, /, *args: Any, **kwargs: Any) -> Work:
+        try:
+            return group._begin(prepare(group._member, *args, **kwargs))
+        except Exception as error:
+            group.refuse(prepare.__name__, error)
+            raise
+
+    return call
+
+
+class RmaProcessGroup(_Base):  # type: ignore[misc]
     """A process group of torch on the segments of a machine, for tensors on the processor.
 
     ``torch.distributed.init_process_group("rma")`` and ``new_group`` make it, collectively over its ranks and
@@ -35,9 +81,206 @@ class RmaProcessGroup(GroupCollectives):
     def __init__(
         self, manager: SegmentManager, ranks: Sequence[int], name: str, timeout: float | None
     ) -> None:
-        super().__init__(manager, ranks, name, timeout)
-        self._points = PointToPoint(self._messages, self._queue, self._me, name)
+        me, size = tuple(ranks).index(manager.rank), len(ranks)
+        super().__init__(me, size)
+        self._manager, self._timeout = manager, timeout
         self._torch_name, self._description = name, "undefined"
+        self._queue = OperationQueue(manager, name)
+        self._messages = Messages(manager, ranks, f"messages of process group {name}")
+        self._messages.connect()
+        self._points = PointToPoint(self._messages, self._queue, me, name)
+        self._quick: QuickReductions | None = None
+        # Who is told of each call before it moves data; and what compares the calls of all ranks first, where
+        # the rounds of a node do not do so by themselves.
+        self._callers: Callers
+        self._compare: Callable[[], Script] | None = None
+        ways: Ways
+        layout = NodeLayout(tuple(ranks), manager.segment.direct_nodes, manager.rank)
+        if len(layout.nodes) == 1:
+            self._callers = rounds = NodeSlots(manager, ranks, name)
+            ways = NodeCollectives(rounds)
+            self._quick = QuickReductions(rounds, self._queue, ways)
+            self._queue.progress = rounds.steps
+        else:
+            self._callers = ways = InterNodeCollectives(manager, self._messages, layout, name)
+            self._compare = ways.compare
+        self._ways, self._member = ways, Member(me, size, name, ways)
+        self._calls: dict[Hashable, Call] = {}
+        # One work for all calls that have waited already: nobody else sees it.
+        self._over = GroupWork(self._queue, [], [], None)
+        # The works of a block of coalesced calls, None outside of one.
+        self._coalescing: list[GroupWork] | None = None
+        # The latest works on one element, see ``allreduce``.
+        self._counts: deque[Work] = deque(maxlen=64)
+
+    def _begin(self, prepared: Prepared) -> Work:
+        what, tensors, script, result, stored = prepared
+        for flat in stored:
+            if flat.overlaps:
+                raise ShapeError(f"{what} {self._member.where}: {OVERLAP}")
+
+        def finish() -> None:
+            for flat in stored:
+                flat.store()
+
+        operation = self._append(self._call(what, tensors), script, finish)
+        return self._registered(GroupWork(self._queue, [operation], result, self._timeout))
+
+    def _append(self, call: Call, script: Callable[[], Script], finish: Callable[[], None]) -> PendingCall:
+        callers, compare = self._callers, self._compare
+
+        def begin() -> Script:
+            callers.call = call
+            return script() if compare is None else chain(compare(), script())
+
+        return self._queue.append(PendingCall(begin, callers.waiting, finish))
+
+    def refuse(self, what: str, error: BaseException) -> None:
+        """Announce to ranks that wait in a collective call that this rank refuses it; does not wait for them.
+
+        They raise ``MismatchError`` with the reason. If all ranks refuse the call, the group stays usable.
+        """
+        # No rank waits for a group that has ended.
+        with suppress(DistdlError):
+            self._append(Call.refused(what, error), self._ways.barrier, lambda: None)
+
+    def _call(self, what: str, tensors: Sequence[Tensor]) -> Call:
+        key = (what, *[(tensor.dtype, tensor.numel()) for tensor in tensors])
+        call = self._calls.get(key)
+        if call is None:
+            if len(self._calls) >= _KEPT:
+                self._calls.clear()
+            text = f"{what} of {facts(tensors)}" if tensors else what
+            call = self._calls[key] = Call(text, key)
+        return call
+
+    def shutdown(self) -> None:
+        """Free the memory; operations that other ranks wait for continue. Local, idempotent."""
+        queue, ways = self._queue, self._ways
+        queue.close()
+        if not self._manager.closed:
+            if ways.rounds is not None:
+                ways.rounds.close(lambda: queue.resting)
+            # Otherwise messages under way would match those of the next group of these ranks.
+            if queue.idle:
+                self._messages.close()
+                if isinstance(ways, InterNodeCollectives):
+                    ways.close()
+        self._quick = self._coalescing = None
+        self._counts.clear()
+
+    abort = shutdown
+
+    # The collectives, by all of torch's names: spellings came and went.
+    broadcast = _collective(collectives.broadcast)
+    allgather = _collective(collectives.allgather)
+    allgather_coalesced = _collective(collectives.allgather_coalesced)
+    _allgather_base = all_gather_single = _collective(collectives.all_gather_single)
+    allgather_into_tensor_coalesced = all_gather_single_coalesced = _collective(
+        collectives.all_gather_single_coalesced
+    )
+    gather = _collective(collectives.gather)
+    scatter = _collective(collectives.scatter)
+    alltoall = _collective(collectives.alltoall)
+    alltoall_base = all_to_all_single = _collective(collectives.all_to_all_single)
+    _all_reduce = _collective(collectives.all_reduce)
+    allreduce_coalesced = _collective(collectives.allreduce_coalesced)
+    reduce = _collective(collectives.reduce)
+    reduce_scatter = _collective(collectives.reduce_scatter)
+    _reduce_scatter_base = reduce_scatter_single = _collective(collectives.reduce_scatter_single)
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced = _collective(
+        collectives.reduce_scatter_single_coalesced
+    )
+
+    def barrier(self, opts: Any = None, *_: Any) -> Work:
+        """Wait until all ranks have called."""
+        return self._begin(("barrier", [], self._ways.barrier, [], []))
+
+    def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
+        """Wait until all ranks have called; blocking. ``ExchangeTimeout`` names the ranks that have not."""
+        work: Any = self._begin(("monitored_barrier", [], self._ways.barrier, [], []))
+        work.wait(timeout)
+
+    def allreduce(self, tensors: Any, opts: Any = None, timeout: Any = None) -> Work:
+        """Reduce a tensor in place on all ranks."""
+        # A lone tensor of a list without a call of Python.
+        lone = type(tensors) is list and len(tensors) == 1
+        tensor = tensors[0] if lone else single(tensors, "all_reduce")
+        quick = self._quick
+        if quick is not None and self._coalescing is None and _is_plain(tensor):
+            number = _number_of(opts)
+            # torch needs no work for a call that is not asynchronous.
+            hurry = not getattr(opts, "asyncOp", True)
+            begun = quick.run(tensor, number, hurry)
+            if begun is True and hurry:
+                return self._over
+            if begun is None:
+                # Raises for invalid arguments, with the same words as for tensors that are not plain.
+                op = op_of(opts)
+                work = self._all_reduce("all_reduce", [tensor], op)
+                call = self._call(f"all_reduce({OPERATIONS[op][0]})", [tensor])
+                quick.learn(tensor, number, call, self._member.reducer(op, tensor.dtype))
+                return self._held(work, tensor)
+            if begun is not False:
+                operations = [] if begun is True else [begun]
+                return self._held(GroupWork(self._queue, operations, [tensor], self._timeout), tensor)
+        return self._held(self._all_reduce("all_reduce", [tensor], op_of(opts)), tensor)
+
+    def _held(self, work: Work, tensor: Tensor) -> Work:
+        # DDP passes the work that counts the joined ranks to C++. There it would wait for ever once Python
+        # holds no reference to it.
+        if tensor.numel() == 1:
+            self._counts.append(work)
+        return work
+
+    def send(self, tensors: Sequence[Tensor], target: int, tag: int) -> Work:
+        """Send a tensor to a rank of the group."""
+        return self._message("send", tensors, target, tag, [self._member.me])
+
+    def recv(self, tensors: Sequence[Tensor], source: int, tag: int) -> Work:
+        """Receive a tensor from a rank of the group."""
+        return self._message("recv", tensors, source, tag, [source])
+
+    def recv_anysource(self, tensors: Sequence[Tensor], tag: int) -> Work:
+        """Receive a tensor with this tag from the first rank of the group that sends one."""
+        return self._message("recv", tensors, -1, tag, [])
+
+    def _message(self, verb: str, tensors: Sequence[Tensor], peer: int, tag: int, source: list[int]) -> Work:
+        # The work names the source; a list without one gets it when the message of any rank comes.
+        who = f"{verb} {self._member.where}"
+        tensor: Tensor = single(tensors, who)
+        check([tensor], who)
+        flat, kind = Flat(tensor), str(tensor.dtype)
+        if flat.overlaps and verb == "recv":
+            raise ShapeError(f"{who}: {OVERLAP}")
+        if source:
+            finish = flat.store if verb == "recv" else None
+            operation = self._points.begin(verb, flat.bytes, kind, peer, tag, finish)
+        else:
+            operation = self._points.receive_any(flat.bytes, kind, tag, source.append, flat.store)
+        return self._registered(GroupWork(self._queue, [operation], [tensor], self._timeout, source))
+
+    def _registered(self, work: GroupWork) -> GroupWork:
+        if self._coalescing is not None:
+            self._coalescing.append(work)
+        return work
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        self._coalescing = []
+
+    def _end_coalescing(self, device: torch.device) -> Work:
+        works, self._coalescing = self._coalescing or [], None
+        if len(works) == 1:
+            return works[0]
+        operations = [operation for work in works for operation in work.operations]
+        results = [*chain.from_iterable(work.result() for work in works)]
+        return GroupWork(self._queue, operations, results, self._timeout)
+
+    def drop_coalescing(self) -> None:
+        """End a block of coalesced calls after an error; operations that it began continue."""
+        self._coalescing = None
+
+    # What torch asks a group about itself.
 
     def getBackendName(self) -> str:  # noqa: N802
         """Name of the backend."""
@@ -73,9 +316,8 @@ class RmaProcessGroup(GroupCollectives):
 
     def _get_backend(self, device: torch.device) -> RmaProcessGroup:
         if torch.device(device).type != "cpu":
-            raise UnsupportedError(
-                f"{self._who('a call')}: backend 'rma' is for tensors on cpu, not {device}"
-            )
+            where = self._member.where
+            raise UnsupportedError(f"a call {where}: backend 'rma' is for tensors on cpu, not {device}")
         return self
 
     @property
@@ -83,84 +325,24 @@ class RmaProcessGroup(GroupCollectives):
         # torch reads them to decide whether it can save checkpoints during training.
         return [torch.device("cpu")]
 
-    def barrier(self, opts: Any = None, *_: Any) -> Work:
-        """Wait until all ranks have called."""
-        return self._begin("barrier", [], self._collectives.barrier, [])
 
-    def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
-        """Wait until all ranks have called; blocking. ``ExchangeTimeout`` names the ranks that have not."""
-        work: Any = self._begin("monitored_barrier", [], self._collectives.barrier, [])
-        work.wait(timeout)
-
-    def send(self, tensors: Sequence[Tensor], target: int, tag: int) -> Work:
-        """Send a tensor to a rank of the group."""
-        flat, tensor = self._message(tensors, "send")
-        operation = self._points.begin("send", flat.bytes, str(tensor.dtype), target, tag)
-        return self._registered(GroupWork(self._queue, operation, [tensor], self._timeout, self._me))
-
-    def recv(self, tensors: Sequence[Tensor], source: int, tag: int) -> Work:
-        """Receive a tensor from a rank of the group."""
-        flat, tensor = self._message(tensors, "recv")
-        operation = self._points.begin("recv", flat.bytes, str(tensor.dtype), source, tag, flat.store)
-        return self._registered(GroupWork(self._queue, operation, [tensor], self._timeout, source))
-
-    def recv_anysource(self, tensors: Sequence[Tensor], tag: int) -> Work:
-        """Receive a tensor with this tag from the first rank of the group that sends one."""
-        flat, tensor = self._message(tensors, "recv")
-        found: list[int] = []
-        operation = self._points.receive_any(flat.bytes, str(tensor.dtype), tag, found.append, flat.store)
-        return self._registered(GroupWork(self._queue, operation, [tensor], self._timeout, found))
-
-    def _message(self, tensors: Sequence[Tensor], what: str) -> tuple[Flat, Tensor]:
-        tensor: Tensor = single(tensors, self._who(what))
-        check([tensor], self._who(what))
-        flat = Flat(tensor)
-        if flat.overlaps and what == "recv":
-            raise ShapeError(f"{self._who(what)}: {OVERLAP}")
-        return flat, tensor
-
-    def _start_coalescing(self, device: torch.device) -> None:
-        self._coalescing = []
-
-    def _end_coalescing(self, device: torch.device) -> Work:
-        works, self._coalescing = self._coalescing or [], None
-        return works[0] if len(works) == 1 else _Several(works)
-
-    def drop_coalescing(self) -> None:
-        """End a block of coalesced calls after an error; operations that it began continue."""
-        self._coalescing = None
-
-    abort = GroupCollectives.shutdown
+_PLAIN, _STRIDED = (Tensor, torch.nn.Parameter), torch.strided
 
 
-_Work: Any = Work
+def _is_plain(tensor: Tensor) -> bool:
+    # Its elements are contiguous in memory. Subclasses may keep their elements elsewhere. The quick way does
+    # not handle complex tensors with a pending conjugation.
+    strided = type(tensor) in _PLAIN and tensor.layout is _STRIDED and tensor.is_cpu
+    return strided and tensor.is_contiguous() and not tensor.is_neg()
 
 
-class _Several(_Work):  # type: ignore[misc]
-    """Several works as one."""
+# Whether the hash is the number of the operation: it is read faster than the operation.
+_HASHED = [hash(ReduceOp(op)) for op in OPERATIONS] == [op.value for op in OPERATIONS]
 
-    def __init__(self, works: Sequence[Any]) -> None:
-        super().__init__()
-        self._works = list(works)
 
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        return all([work.wait(timeout) for work in self._works])  # noqa: C419
-
-    def synchronize(self) -> None:
-        self.wait()
-
-    def is_completed(self) -> bool:
-        return all(work.is_completed() for work in self._works)
-
-    def is_success(self) -> bool:
-        return all(work.is_success() for work in self._works)
-
-    def exception(self) -> BaseException | None:
-        return next((error for work in self._works if (error := work.exception()) is not None), None)
-
-    def result(self) -> list[Any]:
-        return [*chain.from_iterable(work.result() for work in self._works)]
-
-    def get_future(self) -> torch.futures.Future[Any]:
-        every = torch.futures.collect_all([work.get_future() for work in self._works])
-        return every.then(lambda done: list(chain.from_iterable(one.value() for one in done.value())))
+def _number_of(opts: Any) -> Hashable:
+    # Key of the reduction of some options.
+    if _HASHED and type(opts) is AllreduceOptions:
+        return hash(opts.reduceOp)
+    op: Hashable = op_of(opts)
+    return op

@@ -13,13 +13,21 @@ Each rank has a slot for odd rounds and one for even rounds. Two ranks, time dow
 
 A slot is written again two rounds later, when all ranks have read it. So a rank goes on to the next round
 while others still read this one, and no round ends with a barrier.
+
+Memory of a rank, from which the others load, and its words, which only they write::
+
+    tables   even | odd     text and digest of the call, and sizes, shown beside the data
+    slots    even | odd     data, and results of this rank; of two ranks, those of the other one
+    words    shown in even rounds | shown in odd rounds | read | made        one of each rank, in each part
+
+A word of ``shown`` has the number of the round and the kind of the call (``calls.py``); so the look that
+waits for a rank also compares what it calls. Each word has one writer and only grows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from hashlib import blake2b
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -28,95 +36,7 @@ from distdl_rma.geometry.exchange import fingerprint
 from distdl_rma.segments.collectives.node_layout import NodeLayout
 from distdl_rma.segments.collectives.reduction import Array
 from distdl_rma.segments.manager import SegmentManager
-from distdl_rma.segments.waiting.header import WaitReason, clip
-
-# What a rank shows of a call of a new kind: a digest of its identity, then the text for messages.
-DIGEST_BYTES = 32
-_TEXT_BYTES = 256
-CALL_BYTES = DIGEST_BYTES + _TEXT_BYTES
-# So many kinds have numbers at a time.
-_KEPT = 1024
-
-
-class Call:
-    """A kind of calls: its text in messages, and its identity, which is the same on all ranks.
-
-    The ``repr`` of ``identity`` is compared; the text if None. ``encoded`` is its digest and the text.
-    """
-
-    __slots__ = ("digest", "encoded", "text")
-
-    def __init__(self, text: str, identity: object = None) -> None:
-        self.text = text
-        compared = repr(text if identity is None else identity).encode(errors="backslashreplace")
-        self.digest = blake2b(compared, digest_size=DIGEST_BYTES).digest()
-        self.encoded = self.digest + clip(text, _TEXT_BYTES - 1) + b"\0"
-
-    @classmethod
-    def refused(cls, what: str, error: BaseException) -> Call:
-        """Call of a rank that refuses another call, the same for all reasons."""
-        return cls(f"nothing, since it refuses {error}", ("refused", what))
-
-
-def text_of_call(encoded: bytes) -> str:
-    """Text of the call that another rank shows."""
-    return encoded[DIGEST_BYTES:CALL_BYTES].partition(b"\0")[0].decode(errors="replace")
-
-
-class Callers(Protocol):
-    """Ranks that make a call together."""
-
-    name: str
-    ranks: tuple[int, ...]
-    me: int
-
-    @property
-    def call(self) -> Call:
-        """What they call."""
-
-
-def call_mismatch(callers: Callers, position: int, encoded: bytes) -> MismatchError:
-    """Error where the rank at a position calls something else."""
-    return MismatchError(
-        f"group {callers.name!r}: rank {callers.ranks[callers.me]} calls {callers.call.text}, but rank"
-        f" {callers.ranks[position]} calls {text_of_call(encoded)}: all ranks of a group make the same calls"
-        " in the same order, with tensors of the same sizes and types"
-    )
-
-
-def check_pairs(callers: Callers, sent: Array, wanted: Array) -> None:
-    """Raise ``MismatchError`` if a rank has not as many bytes for another one as that expects.
-
-    ``sent`` and ``wanted`` are tables of numbers of bytes, by source and target.
-    """
-    wrong = np.argwhere(sent != wanted)
-    if wrong.size:
-        source, target = wrong[0].tolist()
-        ranks = callers.ranks
-        raise MismatchError(
-            f"group {callers.name!r}: {callers.call.text}: rank {ranks[source]} has {sent[source, target]}"
-            f" bytes for rank {ranks[target]}, which expects {wanted[source, target]}"
-        )
-
-
-class Kinds:
-    """Numbers of the kinds of calls that all ranks of a group have made; without communication.
-
-    At a call of a kind without a number, the ranks compare digests and give it the next number. Since all
-    ranks have made the same calls, they have the same numbers, and equal numbers mean equal calls. 0 is none.
-    """
-
-    def __init__(self) -> None:
-        self._numbers: dict[bytes, int] = {}
-        # Number of the kind with a digest, or a default: a function of C, since every call needs it.
-        self.number_of = self._numbers.get
-
-    def agree(self, call: Call) -> None:
-        """Give a number to a kind that all ranks call; at the same call on all ranks."""
-        if len(self._numbers) >= _KEPT:
-            self._numbers.clear()
-        self._numbers.setdefault(call.digest, len(self._numbers) + 1)
-
+from distdl_rma.torch_backend.calls import CALL_BYTES, DIGEST_BYTES, Call, Callers, Kinds
 
 # Up to so many bytes every rank reduces the whole vector itself, in one round.
 WHOLE_BYTES = 64 << 10
@@ -131,12 +51,19 @@ _KIND_BITS = 16
 _FOREVER = 1 << 62
 
 
-class NodeSlots:
+class NodeSlots(Callers):
     """Slots of the ranks of a group, and the round that each rank has reached.
 
-    In a round every rank shows data in its slot of the round's parity and announces it to all, reads the data
-    of the others, and announces that it has read them. In between it may store a result in a slot, and
-    announces that as well. A slot is written again two rounds later, when all ranks have read it.
+    In a round a rank, in this order,
+
+    1. waits until all have read the round two before (``opened``), and writes its slot;
+    2. announces that (``announce``), and waits for the others to do so (``seen``);
+    3. reads their slots, and may store a result in a slot, announce it (``made``) and wait for theirs
+       (``all_made``);
+    4. announces that it has read the round (``read``).
+
+    The announcements are written out three times, and the waits begin with a look of their own: a small
+    all-reduce takes a few microseconds, and each call of Python is a part of these.
 
     The word that announces a round has the number of the kind of call of its rank. A rank that sees another
     number raises ``MismatchError``; all ranks do, since each sees the first word of every rank's call. Kinds
@@ -147,14 +74,13 @@ class NodeSlots:
     """
 
     def __init__(self, manager: SegmentManager, ranks: Sequence[int], name: str) -> None:
-        self.manager, self.ranks, self.name = manager, tuple(ranks), name
+        super().__init__(manager, ranks, name)
         nodes = NodeLayout(self.ranks, manager.segment.direct_nodes, manager.rank).nodes
         if len(nodes) > 1:
             raise PartitionError(
                 f"group {name!r}: rounds are for ranks that reach each other's memory, but of {list(ranks)}"
                 f" {list(nodes[0])} do not reach {list(nodes[1])}: these are on another node"
             )
-        self.size, self.me = len(self.ranks), self.ranks.index(manager.rank)
         self.crowded = manager.segment.crowded
         room = min(_SLOT_BYTES, manager.segment.nbytes // _SHARE_OF_SEGMENT)
         self.slot_bytes = max(_PAGE, room // _PAGE * _PAGE)
@@ -164,11 +90,8 @@ class NodeSlots:
         label = f"process group {name}"
         self.memory = manager.get_segment_buffer(nbytes, 4 * self.size, label)
         others = [rank for rank in self.ranks if rank != manager.rank]
-        remotes = {}
-        if others:
-            plan = fingerprint("rounds", self.ranks)
-            terms = f"ranks={self.ranks}\nslots={self.slot_bytes}"
-            remotes = self.memory.exchange(others, label, plan, terms=terms)
+        plan, terms = fingerprint("rounds", self.ranks), f"ranks={self.ranks}\nslots={self.slot_bytes}"
+        remotes = self.memory.exchange(others, label, plan, terms=terms)
         remotes[manager.rank] = self.memory.here
         everyone = [remotes[rank] for rank in self.ranks]
         memories = [remote.direct(np.uint8, nbytes, 0) for remote in everyone]
@@ -181,9 +104,8 @@ class NodeSlots:
         self.others = [at for at in range(size) if at != me]
         flags = [remote.flags for remote in everyone]
         self.peer_words = [words for at in self.others if (words := flags[at]) is not None]
-        self._shown_at = tuple([k * size + at for at in self.others] for k in range(_PARITIES))
-        self._read_at = [2 * size + at for at in self.others]
-        self._made_at = [3 * size + at for at in self.others]
+        even, odd, self._read_at, self._made_at = ([k * size + at for at in self.others] for k in range(4))
+        self._shown_at = even, odd
         self._my_shown, self._my_read, self._my_made = (me, size + me), 2 * size + me, 3 * size + me
         self._tables = [
             [m[k * self._table :][: self._table] for k in range(_PARITIES)] for m in self._memories
@@ -192,13 +114,12 @@ class NodeSlots:
         # None where no fence is needed.
         self._fence, self._acquire = manager.segment.store_fence, manager.segment.load_fence
         self.number = 0
-        self.call = Call("nothing")
         self._kinds = Kinds()
         # First round of the call under way, the number of its kind, and the calls that the tables hold. All
         # ranks have read all rounds up to ``_past``.
         self._first = self._kind = self._past = 0
         self._written: list[Call | None] = [None] * _PARITIES
-        self._late: tuple[int, ...] = ()
+        self._closed = False
 
     def slots(self, dtype: np.dtype[Any]) -> list[list[Array]]:
         """For even and for odd rounds everyone's slots, as arrays of a type; kept."""
@@ -259,7 +180,7 @@ class NodeSlots:
             if word != value:
                 if word >> _KIND_BITS < number:
                     return False
-                raise self._call_mismatch(number, at)
+                raise self._differs(number, at)
         if self._acquire is not None:
             self._acquire()
         if number == self._first:
@@ -303,11 +224,6 @@ class NodeSlots:
         """How many rounds have begun."""
         return self.number
 
-    def waiting(self) -> WaitReason:
-        """Which ranks the round waits for."""
-        what = f"in {self.call.text} of group {self.name!r}"
-        return WaitReason(self._late, what, "did every rank make the same calls?")
-
     def leave(self) -> None:
         """Announce to all ranks that this one reads and writes their memory no more."""
         self.read(_FOREVER)
@@ -317,9 +233,29 @@ class NodeSlots:
         words = self.words
         return all(words[at] == _FOREVER for at in self._read_at)
 
+    def close(self, resting: Callable[[], bool]) -> None:
+        """Leave once this rank is ``resting``, then free the memory once all have left; local, idempotent.
+
+        Until all ranks have left, they may write to each other, also after a call that some of them did not
+        make. So nobody writes to a rank whose memory is free.
+        """
+        has_left = False
+
+        def all_left() -> bool:
+            nonlocal has_left
+            if not has_left and resting():
+                has_left = True
+                self.leave()
+            return has_left and self.left()
+
+        if not self._closed:
+            self._closed = True
+            all_left()
+            self.manager.retire(self.memory, all_left)
+
     def _wait_for(self, places: Sequence[int], value: int) -> None:
         words = self.words
-        self._late = tuple(self.ranks[at % self.size] for at in places if words[at] < value)
+        self.late = tuple(self.ranks[at % self.size] for at in places if words[at] < value)
 
     def _compare(self, number: int) -> None:
         # Kinds without a number are compared by digest. If this rank agrees with all others, they agree with
@@ -327,9 +263,9 @@ class NodeSlots:
         for at in self._shown_at[number & 1]:
             theirs = self._tables[at % self.size][number & 1][:DIGEST_BYTES].tobytes()
             if theirs != self.call.digest:
-                raise self._call_mismatch(number, at)
+                raise self._differs(number, at)
         self._kinds.agree(self.call)
 
-    def _call_mismatch(self, number: int, at: int) -> MismatchError:
+    def _differs(self, number: int, at: int) -> MismatchError:
         position = at % self.size
-        return call_mismatch(self, position, self._tables[position][number & 1].tobytes())
+        return self.mismatch(position, self._tables[position][number & 1].tobytes())

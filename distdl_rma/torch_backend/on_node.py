@@ -1,4 +1,23 @@
-"""Collectives of a group whose ranks share a node, by load and store in rounds."""
+"""Collectives of a group whose ranks share a node, by load and store in rounds.
+
+A slot has a part for each rank. A long vector of three ranks, of which two rounds are needed::
+
+    vector of each rank      | 0 | 1 | 2 | 0 | 1 | 2 |     which rank reduces the part
+                             '- round 1 -'- round 2 -'
+    slot of rank 0           | . | 1 | 2 |                 shows others what they reduce
+    slot of rank 1           | 0 | . | 2 |
+    slot of rank 2           | 0 | 1 | . |
+
+Rank 0 reduces its own part 0 with those in the slots of 1 and 2, stores the result where its own slot has a
+gap, and announces it; the others copy it from there. So each element is reduced once, by one rank, and each
+rank does an equal part of the work. Rounds overlap, since slots have two parities::
+
+    turn       1          2               3               4
+    show       round 1    round 2         round 3
+    take                  from round 1    from round 2    from round 3
+
+A vector of up to ``WHOLE_BYTES`` is cheaper to reduce whole, by every rank: that saves a wait.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +31,7 @@ from distdl_rma.segments.collectives.between_nodes import Script
 from distdl_rma.segments.collectives.reduction import Array, Reduction
 from distdl_rma.segments.large_arrays import copy
 from distdl_rma.segments.memory.array_bytes import as_bytes
-from distdl_rma.torch_backend.node_slots import WHOLE_BYTES, NodeSlots, check_pairs
+from distdl_rma.torch_backend.node_slots import WHOLE_BYTES, NodeSlots
 
 # Two slots of so many bytes fit into the cache of a core. But a rank that shares its core with other
 # processes waits for its turn in each round: long vectors take few rounds.
@@ -21,7 +40,11 @@ _BYTE = np.dtype(np.uint8)
 
 
 class Cut(NamedTuple):
-    """Views of a vector, cut into the parts of all ranks; copies are pairs of target and source."""
+    """Views of a vector, cut into the parts of all ranks; copies are pairs of target and source.
+
+    They are made once for a vector that is reduced again and again, as a bucket of gradients is: otherwise
+    each call would slice arrays.
+    """
 
     show: list[tuple[memoryview, memoryview]]
     reduce: Callable[[], object]
@@ -32,27 +55,28 @@ class Cut(NamedTuple):
 class NodeCollectives:
     """Scripts of collectives, which yield as long as they have to wait; one at a time.
 
-    Data are flat arrays, of bytes where nothing is reduced, by position of the ranks. Slots hold parts for
-    all ranks; vectors that are longer go in several rounds, of which two are under way: while others reduce
-    one, this rank shows the next.
+    Data are flat arrays, of bytes where nothing is reduced, by position of the ranks. All ranks call the same
+    script with the same sizes, where nothing else is said: each computes from these how many rounds there
+    are. A script ends when this rank has what it gets; others may still read its slots, which the next rounds
+    wait for.
     """
 
     def __init__(self, rounds: NodeSlots) -> None:
-        self._rounds, self.size, self.me = rounds, rounds.size, rounds.me
+        self.rounds, self.size, self.me = rounds, rounds.size, rounds.me
         # In whose slot the result of the rank at each position lies: in its own, where it shows nothing to
         # itself. Of two ranks, in place of the data that the other one showed: the cache has these already.
         self.places = [1, 0] if self.size == 2 else list(range(self.size))
 
     def _piece(self, nbytes: int, parts: int) -> int:
         """Most bytes of a part in one round, of so many parts with ``nbytes`` each."""
-        room = self._rounds.slot_bytes // parts // 8 * 8
-        if self._rounds.crowded:
+        room = self.rounds.slot_bytes // parts // 8 * 8
+        if self.rounds.crowded:
             return room
         return min(room, max(_CACHED_BYTES, nbytes // _ROUNDS // 8 * 8))
 
     def barrier(self) -> Script:
         """Wait for all."""
-        rounds = self._rounds
+        rounds = self.rounds
         yield from rounds.opened()
         number = rounds.number
         rounds.announce(number, True)
@@ -61,12 +85,12 @@ class NodeCollectives:
 
     def reduce(self, x: Array, reducer: Reduction, root: int | None) -> Script:
         """Reduce a vector in place, on all ranks if there is no root; else the others' stay as they are."""
-        if x.nbytes <= min(WHOLE_BYTES, self._rounds.slot_bytes):
+        if x.nbytes <= min(WHOLE_BYTES, self.rounds.slot_bytes):
             return self._reduce_whole(x, reducer, root)
         return self._reduce_shares(x, reducer, root)
 
     def _reduce_whole(self, x: Array, reducer: Reduction, root: int | None) -> Script:
-        rounds, count = self._rounds, x.size
+        rounds, count = self.rounds, x.size
         yield from rounds.opened()
         number = rounds.number
         slots = rounds.slots(x.dtype)[number & 1]
@@ -90,7 +114,7 @@ class NodeCollectives:
         return partial(self._reduce_in_one_round, [self._cut(x, reducer, parity) for parity in range(2)])
 
     def _cut(self, x: Array, reducer: Reduction, parity: int) -> Cut:
-        me, size, slots = self.me, self.size, self._rounds.slots(x.dtype)[parity]
+        me, size, slots = self.me, self.size, self.rounds.slots(x.dtype)[parity]
         share = -(-x.size // size)
         parts = [x[at * share : (at + 1) * share] for at in range(size)]
 
@@ -99,7 +123,7 @@ class NodeCollectives:
 
         made = [place(self.places[at], at) for at in range(size)]
         rows = [parts[me] if at == me else place(at, me) for at in range(size)]
-        others, view = self._rounds.others, partial(as_bytes, what=self._rounds.name)
+        others, view = self.rounds.others, partial(as_bytes, what=self.rounds.name)
         return Cut(
             [(view(place(me, at)), view(parts[at])) for at in others],
             reducer.bound(rows, made[me]),
@@ -108,7 +132,7 @@ class NodeCollectives:
         )
 
     def _reduce_in_one_round(self, cuts: Sequence[Cut]) -> Script:
-        rounds = self._rounds
+        rounds = self.rounds
         if not rounds.free(rounds.number + 1):
             yield from rounds.opened()
         else:
@@ -131,7 +155,7 @@ class NodeCollectives:
 
     def _reduce_shares(self, x: Array, reducer: Reduction, root: int | None) -> Script:
         """Every rank reduces a share of each round's chunk, and stores the result in a slot."""
-        rounds, me, size = self._rounds, self.me, self.size
+        rounds, me, size = self.rounds, self.me, self.size
         most = self._piece(x.nbytes // size, size) // x.itemsize
         turns = -(-x.size // (most * size))
         share = -(-x.size // (turns * size))
@@ -164,7 +188,7 @@ class NodeCollectives:
 
     def reduce_scatter(self, parts: Sequence[Array], out: Array, reducer: Reduction) -> Script:
         """Reduce a part for every rank; ``out`` gets this rank's, and may be it."""
-        me, most = self.me, self._rounds.slot_bytes // out.itemsize // self.size
+        me, most = self.me, self.rounds.slot_bytes // out.itemsize // self.size
         turns = max(1, -(-max(part.size for part in parts) // most))
 
         def show(turn: int, slot: Array) -> None:
@@ -177,7 +201,7 @@ class NodeCollectives:
             rows[me] = parts[me][begin : begin + most]
             reducer.reduce(rows, target)
 
-        return self._in_turns(turns, self._rounds.slots(out.dtype), show, take)
+        return self._in_turns(turns, self.rounds.slots(out.dtype), show, take)
 
     def spread(
         self, sizes: Sequence[int], mine: Array, outs: Sequence[Array | None], reader: int | None = None
@@ -193,20 +217,24 @@ class NodeCollectives:
 
         def take(turn: int, _: int, shown: Sequence[Array]) -> None:
             begin = turn * most
-            for position in self._rounds.others:
+            for position in self.rounds.others:
                 out = outs[position]
                 if out is not None and begin < out.size:
                     target = out[begin : begin + most]
                     copy(target, shown[position][: target.size])
 
-        yield from self._in_turns(turns, self._rounds.slots(_BYTE), show, take)
+        yield from self._in_turns(turns, self.rounds.slots(_BYTE), show, take)
         own = outs[me]
         if own is not None and not _same_memory(own, mine):
             copy(own, mine)
 
     def deal(self, sends: Sequence[Array], outs: Sequence[Array]) -> Script:
-        """Give each rank what this one has for it; ``outs`` takes what every rank has for this one."""
-        rounds, me, size = self._rounds, self.me, self.size
+        """Give each rank what this one has for it; ``outs`` takes what every rank has for this one.
+
+        Only here sizes differ between ranks. The first round shows these beside the data: all ranks check
+        them, and know how many rounds follow.
+        """
+        rounds, me, size = self.rounds, self.me, self.size
         slots, most = rounds.slots(_BYTE), rounds.slot_bytes // size // 8 * 8
         yield from rounds.opened()
         number = rounds.number
@@ -228,7 +256,7 @@ class NodeCollectives:
         rounds.announce(number, True)
         yield from rounds.seen(number)
         table = np.stack([rounds.numbers(number, position) for position in range(size)])
-        check_pairs(rounds, table[:, :size], table[:, size:].T)
+        rounds.check_pairs(table[:, :size], table[:, size:].T)
         turns = max(1, -(-int(table.max()) // most))
         yield from self._in_turns(turns, slots, show, take, [number])
         if not _same_memory(outs[me], sends[me]):
@@ -247,7 +275,7 @@ class NodeCollectives:
         ``take`` gets the number of the round, and everyone's slots. ``begun`` are the numbers of the rounds
         of the first parts, if these are shown already.
         """
-        rounds, numbers = self._rounds, [*begun]
+        rounds, numbers = self.rounds, [*begun]
         for turn in range(len(numbers), turns + 1):
             if turn < turns:
                 yield from rounds.opened()
@@ -261,7 +289,7 @@ class NodeCollectives:
                 rounds.read(number)
 
     def _show(self, slot: Array, sends: Sequence[Array], begin: int, most: int) -> None:
-        for position in self._rounds.others:
+        for position in self.rounds.others:
             shown = sends[position][begin : begin + most]
             if shown.size:
                 copy(slot[position * most : position * most + shown.size], shown)

@@ -1,4 +1,15 @@
-"""Messages from one rank of a group to another, matched by tag."""
+"""Messages from one rank of a group to another, matched by tag.
+
+A message is three messages of MPI, so that neither rank reads bytes of another size or type::
+
+    sender                                    receiver
+    its facts, "16 bytes of torch.float32" -> compares them with its own
+    compares them with its own            <-  its facts
+    the data, if the facts are equal      ->  the data
+
+Both begin without waiting: a sender does not need the receiver before the data, and two ranks may send to
+each other first. The sender's facts come first, since they also tell a receiver of any rank who sends.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +23,7 @@ from distdl_rma.errors import ArgumentError, MismatchError
 from distdl_rma.segments.collectives.between_nodes import Messages, Script
 from distdl_rma.segments.collectives.reduction import Array
 from distdl_rma.segments.waiting.header import WaitReason
-from distdl_rma.torch_backend.work import OperationQueue, PendingCall
+from distdl_rma.torch_backend.operations import OperationQueue, PendingCall
 
 Finish = Callable[[], None]
 # Messages of one tag: the sender's facts, the receiver's facts, and the data.
@@ -22,8 +33,9 @@ _KINDS = 3
 class PointToPoint:
     """Sends and receives of a group.
 
-    Sender and receiver first exchange size and type; both raise ``MismatchError`` if these differ. Messages
-    of one tag between the same two ranks keep their order.
+    Sender and receiver both raise ``MismatchError`` if size or type differ. Messages of one tag between the
+    same two ranks keep their order: each begins when the one before it is over. Otherwise the facts of the
+    second could meet the data of the first.
     """
 
     def __init__(self, messages: Messages, queue: OperationQueue, me: int, name: str) -> None:

@@ -1,4 +1,16 @@
-"""All-reduces in few Python calls: views and functions are made once, and small ones need no script."""
+"""All-reduces in few Python calls: views and functions are made once, and small ones need no script.
+
+A training loop reduces the same tensors in each step. So views of their memory, bound functions and the cut
+into parts are kept by address, length, type and operation, and a call has few things left to do::
+
+    is the memory known?                  no: the usual way, which then teaches it (``learn``)
+    is a collective under way?            yes: the usual way, which waits in line
+    copy to the slot, announce, look      about ten calls of Python, if the others come at the same time
+    are the others late?                  what is left of the call becomes an operation of the queue
+
+An address is only a key: memory is read and written during a call whose tensor has it, or by a script that
+keeps this tensor. Freed memory that another tensor gets is thus that of the new tensor.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +24,10 @@ import torch
 
 from distdl_rma.segments.collectives.between_nodes import Script
 from distdl_rma.segments.collectives.reduction import Array, Reduction
-from distdl_rma.torch_backend.node_slots import WHOLE_BYTES, Call, NodeSlots
+from distdl_rma.torch_backend.calls import Call
+from distdl_rma.torch_backend.node_slots import WHOLE_BYTES, NodeSlots
 from distdl_rma.torch_backend.on_node import NodeCollectives
-from distdl_rma.torch_backend.work import OperationQueue, PendingCall
+from distdl_rma.torch_backend.operations import OperationQueue, PendingCall
 
 # Looks at the others' words before the rank queues a script, and before it yields the core: another process
 # may keep the core for milliseconds. Where ranks share cores, it yields after each look.

@@ -1,4 +1,15 @@
-"""How torch knows the backend: its name, its rendezvous, and when torch.distributed is imported later."""
+"""How torch knows the backend: its name, its rendezvous, and when torch.distributed is imported later.
+
+A user imports ``distdl_rma`` and ``torch`` in any order. torch is slow to import, so this package does not
+import it for a user who needs segments only. Hence two ways::
+
+    torch.distributed is loaded     register now
+    not yet                         a finder waits at the head of sys.meta_path, lets the usual loader load
+                                    the module, then registers, and is gone
+
+torch has no hook for a rendezvous without an address, nor for errors within a block of coalesced calls. There
+a function of torch is replaced by one that calls it, and calls for other backends go on as before.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +71,10 @@ def _create(options: Any, _: Any = None) -> Any:
 
 
 class _Finder(MetaPathFinder):
-    """Finds torch.distributed once, and registers the backend when it is loaded."""
+    """Finds torch.distributed once, and registers the backend when it is loaded.
+
+    It loads nothing itself: the loader that Python finds without it gets one more step.
+    """
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None

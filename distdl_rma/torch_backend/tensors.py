@@ -1,4 +1,14 @@
-"""Arguments of calls: tensors as flat arrays, reductions of torch, and checks of both."""
+"""Arguments of calls: tensors as flat arrays, reductions of torch, and checks of both.
+
+Everything below this file knows numpy arrays of one dimension only. A tensor becomes one without a copy if
+its elements are contiguous; else its contiguous copy travels, and ``store`` brings a result back::
+
+    tensor                     array                    back
+    contiguous                 its memory               nothing to do
+    transposed, conjugated     that of a copy           copied into the tensor at the end
+    bfloat16, float16, ...     words of the same size   the same words
+    expand(), overlapping      none, if it is filled    refused: two elements in one place cannot differ
+"""
 
 from __future__ import annotations
 
@@ -121,8 +131,10 @@ def check(tensors: Sequence[torch.Tensor], who: str) -> None:
             raise UnsupportedError(f"{who}: tensors are dense, got {tensor.layout}; use tensor.to_dense()")
 
 
-def single(tensors: Sequence[Any], who: str) -> Any:
-    """The only entry of a list; ``ShapeError`` if it has another length."""
+def single(tensors: Any, who: str) -> Any:
+    """The only entry of a list, or the tensor that stands for it; ``ShapeError`` for another length."""
+    if isinstance(tensors, torch.Tensor):
+        return tensors
     if len(tensors) != 1:
         raise ShapeError(f"{who}: takes one tensor per rank, got {len(tensors)}")
     return tensors[0]

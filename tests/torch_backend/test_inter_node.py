@@ -14,9 +14,9 @@ from distdl_rma.errors import MismatchError
 from distdl_rma.segments.collectives.between_nodes import Messages
 from distdl_rma.segments.collectives.node_layout import NodeLayout
 from distdl_rma.torch_backend import inter_node
+from distdl_rma.torch_backend.calls import Call
 from distdl_rma.torch_backend.group import RmaProcessGroup
 from distdl_rma.torch_backend.inter_node import InterNodeCollectives
-from distdl_rma.torch_backend.node_slots import Call
 from distdl_rma.torch_backend.tensors import reducer_of
 
 pytestmark = [pytest.mark.mpi, pytest.mark.sizes(1, 2, 3, 4)]
@@ -62,16 +62,17 @@ def test_both_sides_of_a_different_call_are_named_also_where_only_what_cannot_be
     for text, identity in ((f"call {way.me % 2}", None), ("the same", way.me % 2)):
         way.call = Call(text, identity)
         with pytest.raises(MismatchError, match=f"rank {way.me} calls {text}, but rank . calls ."):
-            drive(machine.segments, way.barrier())
+            drive(machine.segments, way.compare())
     way.call = Call("after it")
     x = np.ones(3, np.uint8)
+    drive(machine.segments, way.compare())
     drive(machine.segments, way.spread([3] * way.size, x, [None] * way.size, 0))
 
 
 @pytest.mark.mpi(min_size=3)
 def test_each_element_leaves_a_node_once_and_only_leaders_talk(segments, comm, monkeypatch):
     group = RmaProcessGroup(segments, segments.ranks, "counted", None)
-    way, sent = group._collectives, Counter()
+    way, sent = group._ways, Counter()
     if not isinstance(way, InterNodeCollectives) or way._flat:
         group.shutdown()
         pytest.skip("no node has several ranks, or one has all")
@@ -93,6 +94,11 @@ def test_each_element_leaves_a_node_once_and_only_leaders_talk(segments, comm, m
     group.allreduce([x]).wait()
     assert sent["exchange"] == leads * x.nbytes
     assert sent["gather_all"] == agreed + leads * x.nbytes // nodes
+    sent.clear()
+    # Ranks compare a call once, and a result is rounded before it travels to the other nodes.
+    group.allreduce_coalesced([x, y := x.bfloat16()]).wait()
+    assert sent["exchange"] == leads * 2 * x.nbytes
+    assert sent["gather_all"] == agreed + leads * (x.nbytes + y.nbytes) // nodes
     sent.clear()
     group.broadcast([x]).wait()
     assert (sent["gather_all"], sent["broadcast"]) == (agreed, leads * x.nbytes)

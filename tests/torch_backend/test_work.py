@@ -14,7 +14,9 @@ from torch.testing._internal.two_tensor import TwoTensor
 from distdl_rma.errors import ClosedError, ExchangeTimeout, MismatchError, ProtocolError, UnsupportedError
 from distdl_rma.segments.waiting.header import HEADER_BYTES, RankState, WaitReason, parse
 from distdl_rma.torch_backend.group import RmaProcessGroup
-from distdl_rma.torch_backend.work import GroupWork, OperationQueue, PendingCall, _driver
+from distdl_rma.torch_backend.node_slots import NodeSlots
+from distdl_rma.torch_backend.operations import OperationQueue, PendingCall
+from distdl_rma.torch_backend.work import GroupWork, _driver
 
 pytestmark = [pytest.mark.mpi, pytest.mark.sizes(1, 2)]
 
@@ -75,7 +77,7 @@ def test_a_wait_that_came_further_says_how_long_it_was_in_all(machine, comm):
 @pytest.mark.sizes(1, 2, 3)
 def test_what_is_under_way_keeps_its_memory_when_the_group_ends(machine, comm):
     group = RmaProcessGroup(machine.segments, machine.ranks, "ends in flight", None)
-    x, y, on_node = torch.ones(3), torch.ones(4), group._caller is group._rounds
+    x, y, on_node = torch.ones(3), torch.ones(4), isinstance(group._callers, NodeSlots)
     if comm.rank == 0:
         work = group.allreduce([x])
         group.shutdown()
@@ -88,7 +90,7 @@ def test_what_is_under_way_keeps_its_memory_when_the_group_ends(machine, comm):
     if comm.rank == 0 and comm.size > 1 and on_node:
         # The others are through with it, this rank is not.
         assert "process group ends in flight" in machine.segments.stats().owners
-        assert not work._operation.done
+        assert not work.operations[0].done
     # In the same memory and on the same communicator, if these were free.
     after = RmaProcessGroup(machine.segments, machine.ranks, "after it", None)
     after.allreduce([y]).wait(timedelta(seconds=60))
@@ -156,7 +158,7 @@ def test_memory_of_a_group_that_a_difference_ended_is_freed_when_all_have_destro
         with pytest.raises(MismatchError):
             group.allreduce([torch.ones(3 + comm.rank)]).wait()
     comm.Barrier()
-    if group._rounds is not None:
+    if group._ways.rounds is not None:
         assert "process group in vain" in machine.segments.stats().owners
     group.shutdown()
     comm.Barrier()
@@ -167,7 +169,7 @@ def test_memory_of_a_group_that_a_difference_ended_is_freed_when_all_have_destro
 def begin(machine):
     queue = OperationQueue(machine.segments, "works")
 
-    def begin(ready, timeout=None, source=-1):
+    def begin(ready, timeout=None, source=()):
         def script():
             while not ready:
                 yield
@@ -175,9 +177,8 @@ def begin(machine):
                 raise ready[0]
 
         reason = WaitReason((), "for a test")
-        return GroupWork(
-            queue, queue.append(PendingCall(script, lambda: reason, None)), ["it"], timeout, source
-        )
+        operation = queue.append(PendingCall(script, lambda: reason, None))
+        return GroupWork(queue, [operation], ["it"], timeout, source)
 
     return begin
 

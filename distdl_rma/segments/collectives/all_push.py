@@ -1,4 +1,15 @@
-"""Small vectors of all ranks to all ranks, in one round of notifications."""
+"""Small vectors of all ranks to all ranks, in one round of notifications.
+
+Memory of rank 1 of three, and who writes to it::
+
+    slots of even epochs   | from rank 0 | own | from rank 2 |       a vector of ``count`` elements each
+    slots of odd epochs    | from rank 0 | own | from rank 2 |
+    words                  | from rank 0 |  -  | from rank 2 |       the last epoch whose vector is there
+
+A rank writes its own vector into its own slot, from where it copies it to the others: this slot is also the
+source of puts to other nodes, which read it later. In a step of a few microseconds each call of Python
+counts, so addresses, slots and functions are looked up once.
+"""
 
 from __future__ import annotations
 

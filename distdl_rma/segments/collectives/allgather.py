@@ -1,4 +1,18 @@
-"""Allgather and Bcast: the vectors of all ranks, or that of one, go to all ranks; double-buffered."""
+"""Allgather and Bcast: the vectors of all ranks, or that of one, go to all ranks; double-buffered.
+
+The phases of a step on two nodes, where ranks 0 and 2 are leaders::
+
+    phase    rank 0                     rank 1                     ranks 2 and 3 of node 1
+    READY    -> 1                       -> 0                       likewise
+             loads the vector of 1      loads the vector of 0
+    READ     -> 1                       -> 0                       "your vector may be written again"
+             Iallgatherv with rank 2    waits
+    SPREAD   -> 1, for each piece       loads the piece from 0     "vectors of other nodes are here"
+    TAKEN    waits                      -> 0                       "and may be overwritten"
+
+A rank without elements gives nothing: nobody waits for it in the first phase, and on one node its step is
+complete as soon as it has loaded those of the others.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +24,7 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from distdl_rma.geometry.intervals import Listed
-from distdl_rma.segments.collectives.between_nodes import Plan, in_pieces, number_of_pieces, pieces_of_all
+from distdl_rma.segments.collectives.between_nodes import Stages, in_pieces, number_of_pieces, pieces_of_all
 from distdl_rma.segments.collectives.collective import Collective, CollectiveSite
 from distdl_rma.segments.collectives.node_layout import RankSlice, check_count, check_lengths
 from distdl_rma.segments.collectives.reduction import Array
@@ -123,7 +137,7 @@ class _AllgatherByNodes(SteppedAlgorithm):
             # This rank may write its next vector only after all have read this one.
             yield from self.wait_for(_READ, others)
 
-    def _gather(self, vector: Array, piece: int) -> Plan:
+    def _gather(self, vector: Array, piece: int) -> Stages:
         # Receives the parts of other nodes, and notifies this node; the parts of this node are in the vector.
         runs, split, offsets = self._pieces[piece], self._splits[piece], self._offsets[piece]
         begin, end = split.interval(self.layout.my_node)

@@ -1,4 +1,22 @@
-"""Allreduce, Reducescatter and Reduce, double-buffered: all ranks get the result, or a part of it, or one."""
+"""Allreduce, Reducescatter and Reduce, double-buffered: all ranks get the result, or a part of it, or one.
+
+An allreduce of five ranks on two nodes, whose vectors are cut into two shares (see ``node_layout.py``)::
+
+                     node 0: ranks 0, 1, 2                     node 1: ranks 3, 4
+    on the node      0: first halves, 1: second halves         3: first halves, 4: second halves
+    between nodes    0 <=> 3 and 1 <=> 4: each pair sums its share, a part each, and exchanges the results
+    on the node      0 and 1 store them to 0, 1, 2             3 and 4 store them to 3, 4
+
+A reduce-scatter has no exchange of results: MPI leaves the sum of each part on the node of the rank that gets
+it. A reduce is a reduce-scatter whose only part is the root's.
+
+A vector of a few KiB takes another way: all ranks push it to all (``all_push.py``), and each reduces all
+vectors. On P ranks that is P times the arithmetic and P times the bytes, but one message in a row.
+
+A call of torch.distributed does not come here, but has the same phases in ``torch_backend/inter_node.py``.
+Between the nodes its leaders sum by themselves, in the order of the nodes. Here MPI does: in messages that
+grow with the logarithm of the nodes instead of one to every node, but in an order that it chooses.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +29,7 @@ from numpy.typing import DTypeLike
 
 from distdl_rma.geometry.intervals import Balanced, Listed
 from distdl_rma.segments.collectives.all_push import AllPush
-from distdl_rma.segments.collectives.between_nodes import Plan, in_pieces, pieces_of_all, slices
+from distdl_rma.segments.collectives.between_nodes import Stages, in_pieces, pieces_of_all, slices
 from distdl_rma.segments.collectives.collective import Collective, CollectiveSite
 from distdl_rma.segments.collectives.node_layout import check_count, check_lengths
 from distdl_rma.segments.collectives.reduction import Array, Element, Reduction, element_of
@@ -21,8 +39,6 @@ from distdl_rma.segments.manager import SegmentManager
 
 # Up to so many bytes at each receiver, all ranks push their vectors to all instead of reducing a share each.
 _ALL_PUSH_BYTES = 8 << 10
-# A share of two vectors up to so many bytes is summed at once: it stays in the cache.
-_CACHED_NBYTES = 256 << 10
 # With more ranks than these, one message to each is never the fastest way.
 _ALL_PUSH_RANKS = 32
 # Pieces whose sums are kept at a time: one on the node, one between nodes, one that is copied back.
@@ -90,13 +106,21 @@ class Allreduce(Collective):
 
 
 def all_push_is_better(size: int, nbytes: int, asked: bool) -> bool:
-    """Whether all ranks push their vectors to all: for small vectors, or if ``asked`` for low latency."""
+    """Whether all ranks push their vectors to all: for small vectors, or if ``asked`` for low latency.
+
+    >>> all_push_is_better(2, 8192, False), all_push_is_better(3, 8192, False)
+    (True, False)
+    """
     small = asked or nbytes * (size - 1) <= _ALL_PUSH_BYTES
     return size == 1 or (small and size <= _ALL_PUSH_RANKS)
 
 
 class _ByAllPush:
-    """Every rank pushes its vector to all ranks; each reduces all vectors in the same order."""
+    """Every rank pushes its vector to all ranks; each reduces all vectors in the same order.
+
+    Its step needs nobody else's help: what this rank owes the others, it has pushed in ``begin``. So no other
+    wait has to advance it (``needs_progress``), which keeps a step of few microseconds off every list.
+    """
 
     needs_progress = False
 
@@ -142,11 +166,11 @@ class _ByAllPush:
 
 class _Cut(NamedTuple):
     # The shares of a node's vectors that this rank reduces: all, in its own vector, in those of the others;
-    # and a function that reduces small shares at once.
+    # and the function that reduces them, which on several nodes goes piece by piece instead.
     shares: list[Array]
     mine: Array
     others: list[Array]
-    quick: Callable[[], object] | None
+    reduce: Callable[[], object] | None
 
 
 class _AllreduceByNodes(ShareReduction):
@@ -181,25 +205,22 @@ class _AllreduceByNodes(ShareReduction):
         if parity not in self._cuts:
             self._cuts[parity] = self._cut(rows)
         cut = self._cuts[parity]
-        if cut.quick is not None:
-            cut.quick()
-        elif len(self.layout.nodes) == 1:
-            self.reduction.reduce(cut.shares, cut.mine, *cut.others)
+        if cut.reduce is not None:
+            cut.reduce()
         else:
             yield from in_pieces(map(self._combine, repeat(cut), range(self.pieces)))
         self.count_puts(len(cut.others), len(cut.others) * cut.mine.nbytes)
 
     def _cut(self, rows: list[Array]) -> _Cut:
-        me, nbytes = self.layout.here.index(self.layout.me), self._elements * rows[0].itemsize
         shares = [row[self._share] for row in rows]
-        others = [share for at, share in enumerate(shares) if at != me]
-        quick = None
-        if len(self.layout.nodes) == 1 and nbytes <= _CACHED_NBYTES and len(shares) == 2:
-            quick = self.reduction.bound(shares, shares[me], others[0])
-        return _Cut(shares, shares[me], others, quick)
+        mine, others = shares[self._me], [share for at, share in enumerate(shares) if at != self._me]
+        one_node = len(self.layout.nodes) == 1
+        reduce = self.reduction.bound(shares, mine, *others) if one_node else None
+        return _Cut(shares, mine, others, reduce)
 
-    def _combine(self, cut: _Cut, piece: int) -> Plan:
-        # Every element is reduced on one node and copied to the others: bitwise the same on all.
+    def _combine(self, cut: _Cut, piece: int) -> Stages:
+        # Every element is reduced on one node and copied to the others: bitwise the same on all. Memory for
+        # the sums is kept: new pages would cost time in each step.
         where, split, element = self._pieces[piece], self._splits[piece], self.reduction.element
         if self._direct:
             sums = cut.mine[where]
@@ -292,6 +313,11 @@ class Reduce(Reducescatter):
 
 
 class _ReducescatterByNodes(ShareReduction):
+    """As an allreduce, but MPI leaves each part of a share on the node of the ranks that get it.
+
+    A share may have parts of several ranks, and a part elements of several shares: see ``scatter_pieces``.
+    """
+
     def __init__(
         self, site: CollectiveSite, counts: tuple[int, ...], reduction: Reduction, terms: str
     ) -> None:
@@ -301,7 +327,6 @@ class _ReducescatterByNodes(ShareReduction):
         super().__init__(site, sum(counts), elements, reduction, terms)
         # For each piece and node, the slices that this rank reduces.
         self._parts = pieces_of_all(parts, self.pieces)
-        self._at = {rank: at for at, rank in enumerate(layout.here)}
         mine = slice(*Listed(counts).interval(layout.ranks.index(layout.me)))
         self.results = tuple(vector[mine] for vector in self.vectors)
         stored = [part.size for part in parts[layout.my_node] if part.rank != layout.me]
@@ -316,7 +341,7 @@ class _ReducescatterByNodes(ShareReduction):
             yield from in_pieces(map(self._combine, repeat(rows), range(self.pieces)))
         self.count_puts(*self._puts)
 
-    def _combine(self, rows: list[Array], piece: int) -> Plan:
+    def _combine(self, rows: list[Array], piece: int) -> Stages:
         reduction, node = self.reduction, self.layout.my_node
         # In the order of the nodes, as MPI scatters it.
         counts = [sum(part.size for part in of_node) for of_node in self._parts[piece]]

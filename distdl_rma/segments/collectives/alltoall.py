@@ -1,4 +1,18 @@
-"""Double-buffered all-to-alls: every rank has a block for every rank."""
+"""Double-buffered all-to-alls: every rank has a block for every rank.
+
+The vector of rank 1 of three, with room for the longest operand and the longest result of all ranks, so that
+all ranks compute the place of any block in any vector::
+
+    | for 0 | for 1 | for 2 | . . |  from 0 | from 1 | from 2 | . . |
+    operand                          result
+
+On a node the target loads its block from the source's operand. Between nodes a holder packs the blocks of
+several ranks of its node into one message to each node, and its partner there stores them into the results.
+Ranks 0 and 1 share a node, rank 2 is alone on another one::
+
+    0 loads its block of 0, and that of 1   ==== blocks 0 to 2, 1 to 2 ====>   2 stores both into its result
+    0 stores one here, one into 1's result  <==== blocks 2 to 0, 2 to 1 ====   2 has both in its operand
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""MPI between nodes: communicators of some ranks, their messages and collectives, and vectors in pieces."""
+"""MPI between nodes: communicators of some ranks, their messages and collectives, and vectors in pieces.
+
+A *script* is work that cannot be done at once: a generator that yields where it would wait, and never blocks.
+So one thread has several of them under way, and any wait of the rank advances them. MPI's nonblocking
+collectives become scripts by a test of their request (``Messages.begun``).
+"""
 
 from __future__ import annotations
 
@@ -30,7 +35,7 @@ def looks(nbytes: int) -> range:
 
 
 # Generator of the stages of a piece: begins a stage without waiting, and yields a script that completes it.
-Plan = Iterator[Iterable[None]]
+Stages = Iterator[Iterable[None]]
 
 # Fewest bytes of a piece, in all and for each node: the latency of smaller ones outweighs the overlap.
 _LEAST_NBYTES, _LEAST_OF_NODE = 8 << 20, 64 << 10
@@ -58,25 +63,32 @@ def pieces_of_all(parts: Sequence[Sequence[RankSlice]], number: int) -> list[lis
     ]
 
 
-def in_pieces(plans: Iterable[Plan]) -> Script:
-    """Carry out the plans of pieces as a pipeline; yields while it has to wait.
+def in_pieces(pieces: Iterable[Stages]) -> Script:
+    """Carry out the stages of pieces as a pipeline; yields while it has to wait.
+
+    Three pieces with stages a, b and c, time to the right; the stages of a column are under way together::
+
+        piece 0    a  b  c
+        piece 1       a  b  c
+        piece 2          a  b  c
 
     A stage of a piece is complete before the next stage of that piece begins. Meanwhile earlier stages begin
     on the pieces after it, and later stages continue with the pieces before it. The order of all calls
     depends on the numbers of pieces and stages only, so that all ranks call MPI's collectives of one
-    communicator in the same order. Each stage has at most two pieces under way.
+    communicator in the same order. A rank without work in a stage yields ``()`` for it. Each stage has at
+    most two pieces under way: memory that a stage needs is bounded, however long the vector is.
     """
-    under_way: list[tuple[Plan, Iterable[None]]] = []
-    for new in chain(plans, repeat(None)):
+    under_way: list[tuple[Stages, Iterable[None]]] = []
+    for new in chain(pieces, repeat(None)):
         before, under_way = under_way, []
         if new is not None:
             before.insert(0, (new, ()))
         elif not before:
             return
-        for plan, script in before:
+        for piece, script in before:
             yield from script
-            for stage in plan:
-                under_way.append((plan, stage))
+            for stage in piece:
+                under_way.append((piece, stage))
                 break
 
 
@@ -87,6 +99,9 @@ class Messages:
     single rank needs no communicator. Each call begins an operation and keeps its arrays until the operation
     is complete. It returns a script that waits for this. Whoever calls it or advances the script holds the
     lock of the segment.
+
+    Communicators are few, some 2,000 in MPICH, and slow to make. So those of the same ranks are used again:
+    ``connect`` takes one that is free on all ranks, with the largest number that any of them has reserved.
     """
 
     def __init__(self, manager: SegmentManager, ranks: Sequence[int], name: str, terms: str = "") -> None:

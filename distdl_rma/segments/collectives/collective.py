@@ -1,4 +1,15 @@
-"""Interface of all double-buffered collectives: write ``active``, start, compute, wait, read ``result``."""
+"""Interface of all double-buffered collectives: write ``active``, start, compute, wait, read ``result``.
+
+Two buffers take turns, here of an allreduce, whose result replaces its operand. Time goes to the right::
+
+    buffer 1   write 1 | start 1  ...  wait 1 | read 1                | write 3 | start 3
+    buffer 0                write 2           | start 2  ...  wait 2  | read 2
+                            while step 1 is under way
+
+Nobody acknowledges a result. A rank's start of step k+2 says that it reads the result of step k no more, and
+no other rank stores to its buffer of step k+2 before that. Nor does a rank return from step k while another
+one may still load its operand: a rank that waits for no result, as the root of a broadcast, waits for that.
+"""
 
 from __future__ import annotations
 

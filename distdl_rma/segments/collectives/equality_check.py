@@ -1,4 +1,18 @@
-"""Comparison of four integers over some ranks, in messages of a cache line."""
+"""Comparison of four integers over some ranks, in messages of a cache line.
+
+Memory of the first rank of a node, its leader; a board for even and one for odd epochs::
+
+    board 0    line of rank 0    a b c d epoch . . .                a cache line, written by one rank
+               line of rank 1    a b c d epoch . . .
+               result            a b c d  a b c d  epoch            smallest and largest, of all nodes
+    board 1    ...
+    marks      of rank 0, of rank 1, ...                            1: reads the boards no more
+    slots      board 0: turn 0, turn 1, ...  board 1: ...           from leaders of other nodes
+
+On one node a rank fills its line and looks at all lines; result and slots are not used. Everybody reads the
+whole board, which is cheaper than a rank that reads it for all and tells them: a message less in a row.
+Between nodes a rank waits for the result, which its leader stores after the last turn.
+"""
 
 from __future__ import annotations
 
@@ -21,16 +35,29 @@ from distdl_rma.segments.waiting.header import WaitReason
 
 N_INTEGERS = 4
 _ROW = struct.Struct(f"={N_INTEGERS}q")
-# Words of a line of the board: the integers of a rank, then the epoch. The smallest and the largest integers
+# Words of a line of the board: the integers of a rank, the epoch, and a rest. It keeps two ranks from writing
+# to one cache line, which would go back and forth between their cores. The smallest and the largest integers
 # of all ranks take two lines, with the epoch behind them.
 _LINE, _RESULT = 8, 16
 _EPOCH = N_INTEGERS
 _PARITIES = 2
 _ITEM = 8
-# Lines of up to so many ranks are looked at one by one.
+# Lines of up to so many ranks are looked at one by one: that is faster than a call of numpy.
 _FEW = 8
 
 _Extent = NDArray[np.int64]
+
+
+class _Board(NamedTuple):
+    """The board of even or of odd epochs."""
+
+    table: NDArray[np.int64]
+    # Its lines, since a few words are read faster from a memoryview than from an array.
+    lines: list[memoryview]
+    # This rank's line as words, and as the bytes that ``_ROW`` fills.
+    mine: memoryview
+    row: memoryview
+    result: NDArray[np.int64]
 
 
 class _Turn(NamedTuple):
@@ -50,8 +77,9 @@ class EqualityCheck(Scripted):
 
     Construction is local and equal on all ``ranks``, which include this one; the first start connects, and is
     collective. An epoch has to be waited for before the next one starts. Nothing is acknowledged: a rank
-    starts epoch k+2 after all ranks have started k+1, and so have finished k. The board is freed once all
-    ranks of the node have closed.
+    starts epoch k+2 after all ranks have started k+1, and so have finished k. So a line of epoch k is written
+    again only when nobody reads it any more. The board is freed once all ranks of the node have closed: a
+    rank may return from its last wait while others still read.
     """
 
     def __init__(self, manager: SegmentManager, ranks: Sequence[int], name: str) -> None:
@@ -59,7 +87,7 @@ class EqualityCheck(Scripted):
         self._manager, self.name, self.ranks = manager, name, tuple(ranks)
         self._layout = layout = NodeLayout.checked(ranks, manager.segment.direct_nodes, manager.rank, name)
         self._leader, self._number = layout.here[0], len(layout.here)
-        self._leads = layout.me == self._leader
+        self._at, self._leads = layout.here.index(layout.me), layout.me == self._leader
         self._turns = turns_between_leaders(layout)
         self._slots = sum(len(turn.sources) for turn in self._turns)
         board = self._number * _LINE + _RESULT
@@ -73,12 +101,9 @@ class EqualityCheck(Scripted):
         self._remotes: dict[int, RemoteBuffer] = {}
         self._fence, self._acquire = manager.segment.fence, manager.segment.acquire
         self._counters = manager.counters
-        # By parity: the board as a table, as one memory per line, this rank's line as words and as bytes, and
-        # the results.
-        self._tables: list[NDArray[np.int64]] = []
-        self._lines: list[list[memoryview]] = []
-        self._mine: list[tuple[memoryview, memoryview]] = []
-        self._results: list[NDArray[np.int64]] = []
+        # By parity, once connected.
+        self._boards: list[_Board] = []
+        # Ranks that the step between nodes waits for, and the comparison that messages name.
         self._silent: tuple[int, ...] = ()
         self._for = name
         self._closed = False
@@ -94,25 +119,24 @@ class EqualityCheck(Scripted):
 
         Errors begin with ``name``, the comparison that connects.
         """
-        if self._tables:
+        if self._boards:
             return
         layout = self._layout
         near = layout.others_here if self._leads else (self._leader,)
         far = (rank for turn in self._turns for rank, _ in (*turn.targets, *turn.sources))
         peers = dict.fromkeys((*near, *far), ())
         terms = f"ranks={layout.ranks}"
-        if peers:
-            plan = fingerprint("equality check", terms)
-            try:
-                self._remotes = self._memory.exchange(peers, self.name, plan, timeout, terms=terms)
-            except (ExchangeTimeout, MismatchError) as error:
-                error.args = (f"{name or self.name!r}: {error}",)
-                raise
+        plan = fingerprint("equality check", terms)
+        try:
+            self._remotes = self._memory.exchange(peers, self.name, plan, timeout, terms=terms)
+        except (ExchangeTimeout, MismatchError) as error:
+            error.args = (f"{name or self.name!r}: {error}",)
+            raise
         self._remotes[layout.me] = self._memory.here
         self._see(self._remotes[self._leader])
 
     def _see(self, leader: RemoteBuffer) -> None:
-        me, count = self._layout.here.index(self._layout.me), self._number * _LINE
+        count = self._number * _LINE
         marks = leader.direct(np.int64, self._number, _PARITIES * self._board_words * _ITEM)
         self._marks = self._marks if marks is None else marks
         for parity in range(_PARITIES):
@@ -122,10 +146,8 @@ class EqualityCheck(Scripted):
             if board is None or result is None:
                 raise ProtocolError(f"{self.name!r}: rank {self._leader} is on another node")
             table = board.reshape(self._number, _LINE)
-            self._tables.append(table)
-            self._lines.append([line.data for line in table])
-            self._mine.append((table[me].data, table[me].data.cast("B")))
-            self._results.append(result)
+            mine = table[self._at].data
+            self._boards.append(_Board(table, [line.data for line in table], mine, mine.cast("B"), result))
 
     def start(self, name: str, *words: int) -> int:
         """Announce four integers of 64 bits; does not wait. The first start connects, which blocks.
@@ -140,14 +162,15 @@ class EqualityCheck(Scripted):
             if self._repeatable and (name, words) == (self._for, self._values):
                 return self.epoch
             self._finish(self.epoch, None)
-        if not self._tables:
+        if not self._boards:
             self.connect(name=name)
         self._for, self._values, self._repeatable = name, words, False
         self.epoch = epoch = self.epoch + 1
-        line, words_of_line = self._mine[epoch & 1]
-        _ROW.pack_into(words_of_line, 0, *words)
+        board = self._boards[epoch & 1]
+        _ROW.pack_into(board.row, 0, *words)
+        # The epoch becomes visible after the integers: a reader that sees it sees these.
         self._fence()
-        line[_EPOCH] = epoch
+        board.mine[_EPOCH] = epoch
         if not self._leads:
             self._counters.puts += 1
             self._counters.bytes_put += _ROW.size
@@ -203,7 +226,7 @@ class EqualityCheck(Scripted):
     def missing(self) -> WaitReason:
         """Ranks that have not started the epoch, for messages."""
         epoch = self.epoch
-        here = zip(self._layout.here, self._lines[epoch & 1], strict=True)
+        here = zip(self._layout.here, self._boards[epoch & 1].lines, strict=True)
         late = tuple(rank for rank, line in here if line[_EPOCH] < epoch) or self._silent
         what = f"to send in {self._for!r} (epoch {epoch}, last seen {epoch - 1})"
         return WaitReason(late, what, "did every rank call the same layers?", in_step=True)
@@ -226,7 +249,7 @@ class EqualityCheck(Scripted):
         over = self.advance()
         if over and len(self._marks):
             self._fence()
-            self._marks[self._layout.here.index(self._layout.me)] = 1
+            self._marks[self._at] = 1
             if not self._leads:
                 # Once only: the node's first rank may free the memory now.
                 self._marks = self._marks[:0]
@@ -238,29 +261,29 @@ class EqualityCheck(Scripted):
         return ProtocolError(f"{self.name!r}: epoch {self.epoch} was interrupted by {self.broken}")
 
     def _board_is_full(self, epoch: int) -> bool:
+        board = self._boards[epoch & 1]
         if self._number > _FEW:
-            return bool(self._tables[epoch & 1][:, _EPOCH].min() >= epoch)
-        return all(line[_EPOCH] >= epoch for line in self._lines[epoch & 1])
+            return bool(board.table[:, _EPOCH].min() >= epoch)
+        return all(line[_EPOCH] >= epoch for line in board.lines)
 
     def _extent_here(self, epoch: int) -> _Extent | None:
         # The smallest and largest integers on a full board; None if all lines are equal.
-        parity = epoch & 1
+        board = self._boards[epoch & 1]
         if not self._leads:
             self._counters.gets += 1
             self._counters.bytes_got += self._number * _ROW.size
-        table, (mine, _) = self._tables[parity], self._mine[parity]
         if self._number > _FEW:
-            alike = bool((table == table[0]).all())
+            alike = bool((board.table == board.table[0]).all())
         else:
-            alike = all(line == mine for line in self._lines[parity])
+            alike = all(line == board.mine for line in board.lines)
         if alike:
             return None
-        values = table[:, :N_INTEGERS]
+        values = board.table[:, :N_INTEGERS]
         return np.concatenate([values.min(0), values.max(0)])
 
     def _script(self, epoch: int) -> Iterator[None]:
         # An epoch over several nodes; yields while it has to wait.
-        result = self._results[epoch & 1]
+        result = self._boards[epoch & 1].result
         if self._leads:
             while not self._board_is_full(epoch):
                 yield
@@ -285,6 +308,7 @@ class EqualityCheck(Scripted):
 
     def _take(self, turn: _Turn, epoch: int, found: _Extent) -> Iterator[None]:
         # Sends the smallest and largest integers known so far to some nodes, and receives those of others.
+        # Minima may be taken twice, so a turn need not know which nodes they cover; a sum could not.
         sent = found.copy().view(np.uint8)
         for rank, slot in turn.targets:
             remote = self._remotes[rank]
@@ -306,7 +330,14 @@ class EqualityCheck(Scripted):
 
 
 def turns_between_leaders(layout: NodeLayout) -> tuple[_Turn, ...]:
-    """Turns between nodes in which this rank takes part; none if it leads no node. Local, without MPI."""
+    """Turns between nodes in which this rank takes part; none if it leads no node. Local, without MPI.
+
+    Of leaders 0, 1 and 2, each a node, leader 0 has one turn with two slots:
+
+    >>> nodes = ((0,), (1,), (2,))
+    >>> turns_between_leaders(NodeLayout((0, 1, 2), nodes, 0))
+    (_Turn(targets=((1, 0), (2, 1)), sources=((2, 0), (1, 1))),)
+    """
     leaders = layout.leaders(layout.ranks[0])
     if layout.me not in leaders:
         return ()

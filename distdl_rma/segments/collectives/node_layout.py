@@ -1,4 +1,16 @@
-"""Ranks of a collective by node, and the elements that each works on; without MPI."""
+"""Ranks of a collective by node, and the elements that each works on; without MPI.
+
+Ranks 0 to 4 on two nodes, of which the smaller one has two ranks. So a vector is cut into two shares, and
+rank 2 holds none::
+
+    node 0      node 1
+    0           3          share 0, the first half: summed on each node by 0 and by 3, then between 0 and 3
+    1           4          share 1, the second half: by 1 and by 4, then between 1 and 4
+    2                      writes its vector, and reads the result
+
+Each pair talks over the network at once. With one leader per node instead, a single core would sum the whole
+vector; with more shares than the smallest node has ranks, some rank would have two partners elsewhere.
+"""
 
 from __future__ import annotations
 
@@ -119,7 +131,12 @@ class NodeLayout:
     def scatter_pieces(self, lengths: Sequence[int]) -> tuple[tuple[RankSlice, ...], ...]:
         """For each node, the slices of its ranks' results that this rank reduces.
 
-        ``lengths`` are the elements of each rank's result, in the order of ``ranks``.
+        ``lengths`` are the elements of each rank's result, in the order of ``ranks``. The results of the
+        ranks of a node are cut into shares as one vector:
+
+        >>> layout = NodeLayout((0, 1, 2), ((0, 1, 2),), 1)
+        >>> layout.scatter_pieces((4, 1, 1))  # of six elements this rank has the third and the fourth
+        ((RankSlice(rank=0, start=2, stop=4),),)
         """
         split, at = Listed(tuple(lengths)), {rank: i for i, rank in enumerate(self.ranks)}
         pieces = []
@@ -131,7 +148,11 @@ class NodeLayout:
 
 
 def clipped(pieces: Sequence[RankSlice], start: int, stop: int) -> Iterator[RankSlice]:
-    """Cut pieces that are contiguous to positions ``[start, stop)``; pieces outside are left out."""
+    """Cut pieces to positions ``[start, stop)`` in the row that they make; pieces outside are left out.
+
+    >>> [*clipped([RankSlice(0, 10, 13), RankSlice(1, 50, 54)], 2, 5)]
+    [RankSlice(rank=0, start=12, stop=13), RankSlice(rank=1, start=50, stop=52)]
+    """
     at = 0
     for piece in pieces:
         low, high = max(start - at, 0), min(stop - at, piece.size)

@@ -1,4 +1,15 @@
-"""Reductions: operations, element types, and the order of summation."""
+"""Reductions: operations, element types, and the order of summation.
+
+Floating-point sums depend on their order, and on where they are rounded. So both are fixed here: from the
+first row to the last, and of 16-bit floats in float32 with one rounding at the end::
+
+    row 0   bfloat16 -> float32  \
+    row 1   bfloat16 -> float32   +  -> + -> ... -> / divisor -> bfloat16
+    ...                          /
+
+One rank reduces an element and copies the result to the others, or all ranks reduce it in the same order.
+Either way it is bitwise the same on all of them, which replicas of a model need: they would drift apart.
+"""
 
 from __future__ import annotations
 
@@ -140,7 +151,8 @@ def _product(first: Array, second: Array, out: Array) -> Array:
 def without_fp_errors(function: Callable[..., object]) -> Callable[..., object]:
     """Wrap a function so that it neither warns nor raises for infinities and NaN.
 
-    Two threads cannot call it at once.
+    A user who makes numpy raise means errors of the user's own lines: here one rank would raise, and the
+    others wait for it. Two threads cannot call it at once.
     """
     if np.lib.NumpyVersion(np.__version__) >= "2.0.0":
         # numpy keeps its error state in the context, and entering one is cheaper than np.errstate.
@@ -155,7 +167,9 @@ class Reduction:
 
     Infinities and NaN are ordinary results: numpy's error state and filters of warnings have no effect.
     16-bit floats are reduced in float32 and rounded once, integers wrap around. A mean divides by
-    ``divisor``. Messages name the user by ``who``. Two threads cannot use it at once.
+    ``divisor``, after the sum. Messages name the user by ``who``. Two threads cannot use it at once: it keeps
+    memory for sums. Long rows are reduced block by block, so that a block stays in the cache from the first
+    row to the copies of its result.
     """
 
     def __init__(self, op: str, element: Element, divisor: int, who: str) -> None:
@@ -199,19 +213,22 @@ class Reduction:
             self._quietly(rows, targets)
 
     def bound(self, rows: Sequence[Array], *targets: Array) -> Callable[[], object]:
-        """Return a function that calls ``reduce`` with these arrays."""
+        """Return a function that calls ``reduce`` with these arrays, for steps that reduce them again.
+
+        For two short rows, the most frequent case, it is numpy's function itself, and a copy.
+        """
         two = self._of_two(rows[0])
-        if two is None or len(rows) > 2 or len(rows) < 2 or len(targets) > 2:
+        most = 2 if rows[0].nbytes < LARGE_NBYTES else 1
+        if two is None or len(rows) != 2 or len(targets) > most:
             return functools.partial(self._quietly, rows, targets)
         first = functools.partial(two, *rows, out=targets[0])
         if len(targets) == 1:
             return first
         out, other = targets
-        move = copy_small if out.nbytes < LARGE_NBYTES else copy
 
         def both() -> None:
             first()
-            move(other, out)
+            copy_small(other, out)
 
         return both
 

@@ -1,4 +1,20 @@
-"""Collectives that load and store on a node and use MPI between nodes; their steps are generators."""
+"""Collectives that load and store on a node and use MPI between nodes; their steps are generators.
+
+A step is a list of *phases*. A rank that is through with a phase stores the number of the step into a word
+of each rank that waits for this; words only grow, so that nobody resets them. Two ranks of a node, in the
+two phases of a reduction::
+
+    rank 0                                         rank 1
+    has written its vector: READY -> 0, 1          has written its vector: READY -> 0, 1
+    READY of 0, 1?  reduces the first half,        READY of 0, 1?  reduces the second half,
+    stores it to both vectors                      stores it to both vectors
+    DONE -> 0, 1                                   DONE -> 0, 1
+    DONE of 0, 1?  the result is complete          DONE of 0, 1?  the result is complete
+
+The words of a rank are a table: a row for each phase, a column for each rank of the node. Between READY and
+DONE the holders of the same share on other nodes may combine what they have, by MPI. There is no phase for
+"I have read the result": READY of the next step but one says so, and comes before any store to that vector.
+"""
 
 from __future__ import annotations
 
@@ -16,13 +32,16 @@ from distdl_rma.segments.collectives.collective import CollectiveSite
 from distdl_rma.segments.collectives.reduction import Array, Reduction
 from distdl_rma.segments.large_arrays import copy
 from distdl_rma.segments.manager import SegmentManager
-from distdl_rma.segments.memory.remote_buffer import RemoteBuffer
 from distdl_rma.segments.transport.heap import aligned
 from distdl_rma.segments.waiting.header import WaitReason
 
 
 class Scripted:
-    """A step that is a generator; waits advance it, and so does the progress engine in its thread."""
+    """A step that is a generator; waits advance it, and so does the progress engine in its thread.
+
+    Whoever advances it holds the lock of the segment. A step that raised is ``broken`` for ever: its
+    generator is over, MPI may still use its memory, and other ranks may still write to it.
+    """
 
     def __init__(self, manager: SegmentManager) -> None:
         self._lock = manager.segment.lock
@@ -59,6 +78,9 @@ class SteppedAlgorithm(Scripted, ABC):
     store. MPI's collectives combine the ranks ``across`` the nodes, which may include this one. ``terms`` has
     a line ``name=value`` for each fact that must be equal on all ranks. Between nodes a step has ``pieces``
     pieces, equally many on all ranks.
+
+    Every subclass has to see to it that a rank does not return from a step while another rank may still load
+    from its operand of this step: the caller writes the operand of the next step but one there.
     """
 
     needs_progress = True
@@ -105,7 +127,14 @@ class SteppedAlgorithm(Scripted, ABC):
     def connect(self, timeout: float | None) -> None:
         """Exchange addresses on the node, and make the communicator between nodes; once, blocking."""
         if not self.rows:
-            remotes = self._exchange_addresses(timeout)
+            others, name, terms = self.layout.others_here, self.site.name, self._terms
+            try:
+                remotes = self.memory.exchange(others, name, fingerprint(terms), timeout, terms=terms)
+            except MismatchError:
+                # The other nodes would wait for this one.
+                with suppress(MismatchError, ExchangeTimeout):
+                    self.between.announce()
+                raise
             remotes[self.layout.me] = self.memory.here
             here = [remotes[rank] for rank in self.layout.here]
             direct = [
@@ -115,17 +144,6 @@ class SteppedAlgorithm(Scripted, ABC):
             self.rows = tuple([row for row in rows if row is not None] for rows in direct)
             self._peer_words = [words for remote in here if (words := remote.flags) is not None]
         self.between.connect(timeout)
-
-    def _exchange_addresses(self, timeout: float | None) -> dict[int, RemoteBuffer]:
-        others, terms = self.layout.others_here, self._terms
-        try:
-            plan = fingerprint(terms)
-            return self.memory.exchange(others, self.site.name, plan, timeout, terms=terms) if others else {}
-        except MismatchError:
-            # The other nodes would wait for this one.
-            with suppress(MismatchError, ExchangeTimeout):
-                self.between.announce()
-            raise
 
     def begin(self, step: int) -> None:
         """Begin a step, and advance it until it has to wait."""
@@ -178,7 +196,8 @@ class SteppedAlgorithm(Scripted, ABC):
         self._acquire()
 
     def _reached(self, piece: int | None) -> int:
-        # Words count the pieces of all steps.
+        # Words count the pieces of all steps: with 4 pieces, those of step 2 are 5 to 8. A phase without
+        # pieces is over with the last one.
         return self._step * self.pieces - (0 if piece is None else self.pieces - 1 - piece)
 
     def across(self, script: Script, nbytes: int) -> Script:

@@ -1,11 +1,15 @@
 """Ranks of a collective by node, on random machines: everything is worked on once, and where it belongs."""
 
 import random
+import sys
+from doctest import DocTestFinder, DocTestRunner
 
 import pytest
 
 from distdl_rma.errors import PartitionError, ShapeError
-from distdl_rma.segments.collectives.node_layout import NodeLayout, check_count, check_lengths
+from distdl_rma.segments.collectives.allreduce import all_push_is_better
+from distdl_rma.segments.collectives.equality_check import turns_between_leaders
+from distdl_rma.segments.collectives.node_layout import NodeLayout, check_count, check_lengths, clipped
 
 
 def machine_nodes(size, per_node):
@@ -41,3 +45,12 @@ def test_wrong_numbers_are_named():
         check_lengths([1], 2, "x")
     with pytest.raises(PartitionError, match="'x': ranks must be unique"):
         NodeLayout.checked((0, 0), ((0, 1),), 0, "x")
+
+
+@pytest.mark.parametrize(
+    "function", [NodeLayout.scatter_pieces, clipped, turns_between_leaders, all_push_is_better]
+)
+def test_the_example_of_a_function_is_what_it_returns(function):
+    (example,) = DocTestFinder(recurse=False).find(function, globs=vars(sys.modules[function.__module__]))
+    assert DocTestRunner().run(example) == (0, len(example.examples))
+    assert example.examples

@@ -5,8 +5,8 @@ import torch
 from torch.distributed import BroadcastOptions, ReduceOp
 
 from distdl_rma.errors import ClosedError
-from distdl_rma.torch_backend import core
-from distdl_rma.torch_backend.core import op_of, root_of
+from distdl_rma.torch_backend import group as group_module
+from distdl_rma.torch_backend.collectives import op_of, root_of
 from distdl_rma.torch_backend.group import RmaProcessGroup
 from tests.segments.memory.test_context import outcome_in_a_fork
 
@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.mpi, pytest.mark.sizes(1, 2, 3)]
 
 
 def test_kinds_of_calls_that_are_forgotten_are_known_anew_on_all_ranks_alike(group, comm, monkeypatch):
-    monkeypatch.setattr(core, "_KEPT", 3)
+    monkeypatch.setattr(group_module, "_KEPT", 3)
     for step in range(25):
         x = torch.ones(1 + step * step % 5, 2)
         # Of one rank some are quick, those of the others are copied.
