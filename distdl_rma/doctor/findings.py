@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from operator import attrgetter
 
 from distdl_rma.doctor.facts import HYDRA, OPEN_MPI, SHARED_MEMORY, SLURM, Job, counted, sized
@@ -34,12 +35,7 @@ class Finding:
     remedy: str
 
 
-def _error(text: str, remedy: str) -> Finding:
-    return Finding("error", text, remedy)
-
-
-def _warning(text: str, remedy: str) -> Finding:
-    return Finding("warning", text, remedy)
+_error, _warning = partial(Finding, "error"), partial(Finding, "warning")
 
 
 def findings(job: Job) -> list[Finding]:

@@ -90,12 +90,7 @@ class Communicators:
 _SPINS = 2000
 # How long a failed rank stays alive for the others to receive its notice.
 _NOTICE_SECONDS = 1.0
-_THREAD_LEVELS = {
-    MPI.THREAD_SINGLE: "single",
-    MPI.THREAD_FUNNELED: "funneled",
-    MPI.THREAD_SERIALIZED: "serialized",
-    MPI.THREAD_MULTIPLE: "multiple",
-}
+_THREAD_LEVELS = "single", "funneled", "serialized", "multiple"
 
 
 @dataclass(frozen=True)
@@ -253,7 +248,7 @@ class SegmentManager(SegmentContext, Uncopyable):
     def describe(self) -> dict[str, object]:
         """Describe this machine and how its ranks reach each other; local."""
         self.check_open()
-        segment = self.segment
+        segment, level = self.segment, thread_level()
         direct = {rank: segment.link(rank).memory is not None for rank in self.ranks}
         return {
             "rank": self.rank,
@@ -263,7 +258,7 @@ class SegmentManager(SegmentContext, Uncopyable):
             "segment bytes": segment.nbytes,
             "MPI": " ".join(MPI.Get_library_version().splitlines()[0].rstrip("\0").split()),
             "MPI standard": ".".join(map(str, MPI.Get_version())),
-            "thread level": _THREAD_LEVELS[thread_level()],
+            "thread level": next(x for x in _THREAD_LEVELS if getattr(MPI, f"THREAD_{x.upper()}") == level),
             "memory model": "unified" if segment.unified else "separate",
             "progress": self.waiter.engine,
             "timeout seconds": self.waiter.timeout,

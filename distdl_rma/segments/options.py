@@ -94,14 +94,17 @@ def size_text(nbytes: float) -> str:
     return f"{int(nbytes)} bytes"
 
 
-def check_timeout(seconds: float | None, default: float = 0.0) -> float:
-    """Return a timeout in seconds, the default if None; ``ConfigurationError`` if it is invalid."""
+def check_timeout(seconds: float | str | None, default: float = 0.0, what: str = "a timeout") -> float:
+    """Return a timeout in seconds, the default if None; ``ConfigurationError`` if it is invalid.
+
+    Infinity is valid. NaN is not: a wait compares the time with its deadline, and would never end.
+    """
     try:
         value = default if seconds is None else float(seconds)
     except (TypeError, ValueError):
         value = -1.0
     if not value >= 0:
-        raise ConfigurationError(f"a timeout is a number of seconds, at least 0, got {seconds!r}")
+        raise ConfigurationError(f"{what} is a number of seconds, at least 0, got {seconds!r}")
     return value
 
 
@@ -110,12 +113,7 @@ def chosen_timeout(seconds: float | None) -> float:
     text = os.environ.get(TIMEOUT_VARIABLE)
     if seconds is not None or text is None:
         return check_timeout(seconds, DEFAULT_TIMEOUT)
-    try:
-        return check_timeout(float(text))
-    except (ValueError, ConfigurationError):
-        raise ConfigurationError(
-            f"{TIMEOUT_VARIABLE} is a number of seconds, at least 0, got {text!r}"
-        ) from None
+    return check_timeout(text, what=TIMEOUT_VARIABLE)
 
 
 def mpi_runs() -> bool:

@@ -166,8 +166,10 @@ class NodeMemory:
         ``SegmentError`` on all ranks if MPI refuses. For lack of memory, Open MPI may refuse on one rank and
         never return on others of the node: these processes end after the timeout, and the job with them.
         """
+        refused = f"no window of {nbytes} bytes can be had"
         if is_virtual(comm):
-            return self._virtual_window(make, nbytes)
+            # Memory of this process: no rank is left in MPI when another one is refused.
+            return self._window_of_all(comm, make, refused)
         limit = self._timeout + _TOGETHER_SECONDS
         why = (
             f"rank {self._ranks[self._comm.rank]} ends: MPI has not made a window of {nbytes} bytes in"
@@ -175,30 +177,19 @@ class NodeMemory:
             f" of memory in {SHARED_MEMORY}; {_REMEDY}"
         )
         with ends_process_after(limit, why):
-            return self._window_of_all(comm, make, f"no window of {nbytes} bytes can be had")
-
-    def _virtual_window(self, make: Callable[[], MPI.Win], nbytes: int) -> MPI.Win:
-        # Memory of this process.
-        window, problem = None, ""
-        try:
-            window = make()
-        except (MemoryError, OSError, OverflowError) as error:
-            problem = f"no window of {nbytes} bytes can be had: {error}"
-        lacking = self._first_problem(problem)
-        if window is None or lacking is not None:
-            rank, why = lacking or (self._ranks[self._comm.rank], problem)
-            raise SegmentError(f"not enough shared memory: rank {rank}: {why}; {_REMEDY}")
-        return window
+            return self._window_of_all(comm, make, refused)
 
     def _window_of_all(self, comm: MPI.Intracomm, make: Callable[[], MPI.Win], refused: str) -> MPI.Win:
         window, problem, me = None, "", self._ranks[self._comm.rank]
         try:
             window = make()
-        except (MPI.Exception, OSError, OverflowError) as error:
-            problem = str(error).splitlines()[0]
+        except (MPI.Exception, MemoryError, OSError, OverflowError) as error:
+            problem = f"{error}".partition("\n")[0] or type(error).__name__
         made = np.zeros(comm.size, np.uint8)
         together = comm.Iallgather(np.array([window is not None], np.uint8), made)
         deadline = time.monotonic() + _TOGETHER_SECONDS
+        if is_virtual(comm):
+            together.Wait()
         while not together.Test():
             if problem and time.monotonic() > deadline:
                 others = "MPI does not return on other ranks of its node, and the job cannot go on"
@@ -207,10 +198,11 @@ class NodeMemory:
         lacking = self._first_problem(problem)
         if window is not None and lacking is None:
             return window
+        # Freeing is collective: it would wait for ever for a rank without a window.
         if window is not None and made.all():
             window.Free()
         rank, why = lacking or (me, problem)
-        raise SegmentError(f"rank {rank}: {refused}: {why}")
+        raise SegmentError(f"rank {rank}: {refused}: {why}; {_REMEDY}")
 
     def reserve(self, memory: Bytes) -> None:
         """Consume all pages of the memory now; blocking. ``SegmentError`` if one rank cannot get them."""

@@ -129,37 +129,35 @@ class NoLock:
 
 
 class _Letter:
-    """A message; it has data once it has arrived."""
+    """A message; it has data once it has arrived, and is ``received`` once a receive has copied them.
+
+    A sender may change its array after ``Isend`` completes, when ``data`` is set. ``Issend`` completes only
+    with ``received``: the notices of a failure rely on that.
+    """
 
     def __init__(self, source: int, tag: int) -> None:
         self.source, self.tag, self.received = source, tag, False
         self.data: bytes | None = None
 
-
-class _FoundLetter:
-    """A message that a matched probe has taken from the mailbox."""
-
-    def __init__(self, letter: _Letter) -> None:
-        self._letter = letter
-
     def Recv(self, target: Any) -> None:
-        _fill(target, self._letter)
+        self.received = True
+        data = cast(bytes, self.data)
+        flat(target).data[: len(data)] = data
+
+    def describe(self, status: MPI.Status | None) -> None:
+        """Write where the message comes from, and its length, to a probe's status."""
+        if status is not None:
+            status.source, status.tag = self.source, self.tag
+            status.Set_elements(MPI.BYTE, len(cast(bytes, self.data)))
 
 
-class _Mailbox:
+class _Mailbox(list[_Letter]):
     """Messages to a rank of a communicator, in the order in which they were sent."""
-
-    def __init__(self) -> None:
-        self._letters: list[_Letter] = []
-
-    def post(self, letter: _Letter) -> None:
-        """Add a message, which may arrive later."""
-        self._letters.append(letter)
 
     def first(self, source: int = MPI.ANY_SOURCE, tag: int = MPI.ANY_TAG) -> _Letter | None:
         """First message that has arrived, unless an earlier one of the same rank and tag has not."""
         late = set()
-        for letter in self._letters:
+        for letter in self:
             sender = letter.source, letter.tag
             if source in (MPI.ANY_SOURCE, letter.source) and tag in (MPI.ANY_TAG, letter.tag):
                 if letter.data is not None and sender not in late:
@@ -171,7 +169,7 @@ class _Mailbox:
         """Remove and return the message that ``first`` returns."""
         letter = self.first(source, tag)
         if letter is not None:
-            self._letters.remove(letter)
+            self.remove(letter)
         return letter
 
 
@@ -295,8 +293,7 @@ class VirtualComm:
         values, read = self._together.values[key], self._together.read[key]
         values[self.rank] = value
         self._together.turns.ran()
-        self._check_thread()
-        self._together.turns.wait(self._whole, lambda: len(values) == count, "a collective call")
+        self.wait_until(lambda: len(values) == count, "a collective call")
         read.add(self.rank)
         if len(read) == count:
             del self._together.values[key], self._together.read[key]
@@ -340,11 +337,7 @@ class VirtualComm:
 
     def request(self, done: Callable[[], bool]) -> VirtualRequest:
         """Request that is complete once ``done()`` is true."""
-        return VirtualRequest(done, self.look, self._wait)
-
-    def _wait(self, done: Callable[[], bool]) -> None:
-        self._check_thread()
-        self._together.turns.wait(self._whole, done, "a wait for a request")
+        return VirtualRequest(done, self.look, lambda over: self.wait_until(over, "a wait for a request"))
 
     def _begin(
         self,
@@ -468,7 +461,7 @@ class VirtualComm:
 
     def _post(self, data: Any, dest: int, tag: int) -> tuple[_Letter, Event]:
         letter, nodes, source = _Letter(self.rank, tag), self.network.nodes, flat(data)
-        self._together.mail[dest].post(letter)
+        self._together.mail[dest].append(letter)
         self._together.turns.ran()
         near = nodes[self._whole] == nodes[self._together.members[dest]]
         travel = self.network.now if near else self.network.later
@@ -480,7 +473,7 @@ class VirtualComm:
         def done() -> bool:
             letter = mail.take(source, tag)
             if letter is not None:
-                _fill(target, letter)
+                letter.Recv(target)
             return letter is not None
 
         return self.request(done)
@@ -490,10 +483,7 @@ class VirtualComm:
 
     def recv(self, *, source: int, tag: int = 0) -> Any:
         mail = self._together.mail[self.rank]
-        self._check_thread()
-        self._together.turns.wait(
-            self._whole, lambda: mail.first(source, tag) is not None, f"a receive from rank {source}"
-        )
+        self.wait_until(lambda: mail.first(source, tag) is not None, f"a receive from rank {source}")
         letter = cast(_Letter, mail.take(source, tag))
         letter.received = True
         return pickle.loads(cast(bytes, letter.data))
@@ -505,16 +495,12 @@ class VirtualComm:
         if letter is None:
             self.look()
         else:
-            _note(letter, status)
+            letter.describe(status)
         return letter is not None
 
-    def Improbe(self, *, status: MPI.Status | None = None) -> _FoundLetter | None:
-        letter = self._together.mail[self.rank].take()
-        if letter is None:
-            self.look()
-            return None
-        _note(letter, status)
-        return _FoundLetter(letter)
+    def Improbe(self, *, status: MPI.Status | None = None) -> _Letter | None:
+        found = self.Iprobe(status=status)
+        return self._together.mail[self.rank].take() if found else None
 
     def Get_attr(self, key: int) -> Any:
         return self._attributes.get(key)
@@ -532,18 +518,6 @@ class VirtualComm:
 def windows_of(comm: MPI.Intracomm, of_processes: type[MPI.Win]) -> type[MPI.Win]:
     """Return the class of windows over memory of a communicator's ranks; ``of_processes`` if not virtual."""
     return cast(type[MPI.Win], VirtualWindow) if is_virtual(comm) else of_processes
-
-
-def _fill(target: Any, letter: _Letter) -> None:
-    letter.received = True
-    data = cast(bytes, letter.data)
-    flat(target).data[: len(data)] = data
-
-
-def _note(letter: _Letter, status: MPI.Status | None) -> None:
-    if status is not None:
-        status.source, status.tag = letter.source, letter.tag
-        status.Set_elements(MPI.BYTE, len(cast(bytes, letter.data)))
 
 
 def _copy(into: Bytes, data: Bytes) -> None:

@@ -203,14 +203,11 @@ class Turns:
         if following != rank:
             if self.keeper is not None:
                 self.keeper.wait_begun(rank)
-            mine, lists = [get() for get, _ in self._swaps], [items[:] for items in _OF_EACH_RANK]
-            for items in _OF_EACH_RANK:
-                items.clear()
-            self._events[following].release()
-            self._events[rank].acquire()
+            mine = [get() for get, _ in self._swaps]
+            with _set_aside():
+                self._events[following].release()
+                self._events[rank].acquire()
             self._set(mine)
-            for items, before in zip(_OF_EACH_RANK, lists, strict=False):
-                items[:] = before
         self._looks = 0
         if self.abandoned:
             raise RunAbandoned

@@ -36,11 +36,6 @@ class ProgressEngine:
         self._thread = threading.Thread(target=self._run, name="distdl_rma progress", daemon=True)
         self._thread.start()
 
-    @property
-    def running(self) -> bool:
-        """Whether the thread is alive."""
-        return self._thread.is_alive()
-
     def stop(self) -> None:
         """End the thread; idempotent."""
         self._stop.set()

@@ -30,11 +30,6 @@ _LOOK_SECONDS = 0.1
 _STOPPED_SECONDS = 1.0
 
 
-def stopped(seconds: float) -> float:
-    """Return the time between two turns if this process was stopped meanwhile, else 0; in seconds."""
-    return seconds if seconds > _STOPPED_SECONDS else 0.0
-
-
 class Waiter:
     """Waits for other ranks; takes the deferred steps of operations during each wait.
 
@@ -116,7 +111,7 @@ class Waiter:
                     return
                 now = time.perf_counter()
                 # Time during which the job was suspended does not count.
-                begin += stopped(now - last)
+                begin += now - last if now - last > _STOPPED_SECONDS else 0.0
                 last, elapsed = now, now - begin
                 if elapsed >= _YIELD_SECONDS and (not looked or elapsed - looked > _LOOK_SECONDS):
                     looked = elapsed
