@@ -7,7 +7,7 @@ import platform
 import shutil
 import socket
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
@@ -158,6 +158,11 @@ def memory_limit(groups: Path = _CGROUPS, members: str | None = None) -> int | N
                 with suppress(OSError, ValueError):
                     limits.append(int((each / file).read_text()))
     return min((limit for limit in limits if limit > 0), default=None)
+
+
+def least(numbers: Iterable[int | None]) -> int | None:
+    """Smallest of the numbers that are known; None if none is."""
+    return min((number for number in numbers if number is not None), default=None)
 
 
 def sized(nbytes: float) -> str:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
 
-from distdl_rma.doctor.facts import HYDRA, OPEN_MPI, SHARED_MEMORY, SLURM, Job, counted, sized
+from distdl_rma.doctor.facts import HYDRA, OPEN_MPI, SHARED_MEMORY, SLURM, Job, counted, least, sized
 from distdl_rma.geometry.partition import by_key, spans
 
 _SMALL_SHARED_MEMORY = 64 << 20
@@ -92,8 +92,8 @@ def of_versions(job: Job) -> Iterator[Finding]:
 def of_memory(job: Job) -> Iterator[Finding]:
     """Shared memory, and the limit of the control group, against what segments may take."""
     for host, ranks in job.hosts.items():
-        total = min((facts.shm_total for facts in ranks if facts.shm_total is not None), default=None)
-        limit = min((facts.memory_limit for facts in ranks if facts.memory_limit is not None), default=None)
+        total = least(facts.shm_total for facts in ranks)
+        limit = least(facts.memory_limit for facts in ranks)
         wanted = job.segment_bytes * len(ranks)
         if total is not None and (total <= _SMALL_SHARED_MEMORY or total < wanted):
             short = f"{sized(total)} for {counted(len(ranks), 'rank')} are too little for most models"

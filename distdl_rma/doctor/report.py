@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from distdl_rma.doctor.facts import Job, RankFacts, counted, sized
+from distdl_rma.doctor.facts import Job, RankFacts, counted, least, sized
 from distdl_rma.doctor.findings import Finding
 from distdl_rma.geometry.partition import by_key, spans
 from distdl_rma.trace import in_columns
@@ -78,9 +78,7 @@ def _rows(job: Job) -> Iterator[dict[str, Any]]:
             "ranks": [facts.rank for facts in ranks],
             "cores": len({core for facts in ranks for core in facts.cores}),
             "threads_per_rank": threads,
-            "shm_free_bytes": min(
-                (free for facts in ranks if (free := facts.shm_free) is not None), default=None
-            ),
+            "shm_free_bytes": least(facts.shm_free for facts in ranks),
             "shm_total_bytes": total,
             "memory_limit_bytes": limit,
         }

@@ -60,8 +60,6 @@ def steps(source: Decomposition, target: Decomposition, node_of: NodeOf, me: int
     if source.partition.size == 1 and (collected := _to_one(target, source, node_of, me)):
         return [collected.T]
     many, few = _takes_stages(target, source, node_of), _takes_stages(source, target, node_of)
-    if not (many or few):
-        return []
     before: list[Step] = []
     after: list[Step] = []
     if many and (found := _from_few(target, source, node_of, me)):
@@ -70,9 +68,7 @@ def steps(source: Decomposition, target: Decomposition, node_of: NodeOf, me: int
     if few and (found := _from_few(source, target, node_of, me)):
         source, stage = found
         before = [stage.T]
-    if not (before or after):
-        return []
-    return [*before, (source, target), *after]
+    return [*before, (source, target), *after] if before or after else []
 
 
 def _to_one(end: Decomposition, one: Decomposition, node_of: NodeOf, me: int) -> FlatStages | None:

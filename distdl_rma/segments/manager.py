@@ -1,4 +1,18 @@
-"""The manager of a machine's segment: buffers, queues, communicators, progress, closing."""
+"""The manager of a machine's segment: buffers, queues, communicators, progress, closing.
+
+How memory comes back, which other ranks may still write to::
+
+    get_segment_buffer ---> in use ---> free()                 the caller knows that nobody writes
+                               |
+                               +------> retire(buffer, idle)   freed at a later allocation, if idle() is true
+                               +------> never                  a handshake with its address did not succeed
+
+How a machine ends::
+
+    close() on all ranks   wait for own puts > say LEFT > two barriers that a wait can leave > free windows
+    after a failure        nothing is freed: a peer that does not know yet may still read and write
+    exit of the process    meet_at_exit: as close(), but without errors, which no code could catch
+"""
 
 from __future__ import annotations
 
@@ -38,6 +52,9 @@ _CREATE_TAG = 11
 
 class Communicators:
     """Pool of communicators by their ordered list of ranks; each user of a list has one for itself.
+
+    Two users of one communicator could match each other's collective calls. MPI has few communicators (about
+    2000 in MPICH), and a program makes and drops groups all the time: so they are used again.
 
     Creating and freeing a communicator is collective, but ranks begin and end a use at different times. So
     the pool keeps a communicator that was given back for the next user of the same ranks, and frees all in
@@ -213,6 +230,9 @@ class SegmentManager(SegmentContext, Uncopyable):
 
     def retire(self, buffer: SegmentBuffer, idle: Callable[[], bool]) -> None:
         """Free a buffer at a later allocation, once ``idle()`` says that no peer writes to it; local.
+
+        No message tells a rank that its peers are done. But a protocol with words knows the last word that
+        each peer writes: ``idle`` looks whether it is there.
 
         A buffer is never freed if a handshake with its address has not succeeded.
         """

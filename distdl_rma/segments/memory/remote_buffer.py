@@ -1,4 +1,20 @@
-"""Buffers and memory of peers: puts, gets, notifications, atomics, and arrays with slices."""
+"""Buffers and memory of peers: puts, gets, notifications, atomics, and arrays with slices.
+
+Each operation has two ways. Which one is known when the buffer is made::
+
+    operation   near peer: memory of the node            far peer: MPI
+    put         bytes copied, complete on return         Rput of a copy, or of the data itself with a queue
+    notify      fence, one store                         queued behind the puts (``transport/links.py``)
+    get         bytes copied, complete on return         Rget into memory of its own, then a copy
+    atomics     MPI, in the window of the node, or of all ranks if some rank is on another node
+
+A far get lands in memory of its own, which the link keeps: if its caller gives up, MPI writes there, and not
+to an array that the caller uses for something else.
+
+``put``, ``notify`` and ``put_notify`` to a near peer are hot: a notified put of 8 bytes takes about as long
+as ten calls of Python. So they repeat some lines of each other, and look at the class of a number before they
+call the function that checks it.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +57,8 @@ class Fetch(NamedTuple):
 
 
 def _short_ones_together(fetches: Sequence[Fetch]) -> list[tuple[ByteRuns, list[Fetch]]]:
-    # Runs of each transfer, and the gets that it carries out.
+    # Runs of each transfer, and the gets that it carries out: all short gets in one transfer, since each
+    # costs a round trip, and a transfer for each other one.
     short = [f for f in fetches if len(f.runs.offsets) == 1 and f.runs.nbytes <= SHORT_RUN_BYTES]
     if len(short) < 2:
         return [(fetch.runs, [fetch]) for fetch in fetches]
@@ -70,6 +87,9 @@ class RemoteArray:
 
     Keys are those of numpy, made of integers, slices and one ellipsis. A put does not block for the transfer,
     and ``x`` may be changed on return. A get blocks and returns a new array.
+
+    Masks and lists of indices are refused: a far peer's array is not here, so that its elements can only be
+    found by arithmetic on the key. ``x += 1`` on a slice is a get and a put, and not atomic.
 
     Examples
     --------
@@ -375,20 +395,17 @@ class RemoteBuffer:
             raise ArgumentError(f"get_notify: notifies a buffer of this rank, got {type(inbox).__name__}")
         self._context.check_open()
         notify = notifier(self._context, self.peer, index, value)
-        fetch = self._fetch_into(target, offset)
-        if fetch.near is not None or not target.nbytes:
-            self._get([fetch])
+        far = self._copy_near([self._fetch_into(target, offset)])
+        if not far or not target.nbytes:
             notify()
             return
-        self._counters.gets += 1
-        self._counters.bytes_got += target.nbytes
-        landing, finish = _landing([fetch])
+        landing, finish = _landing(far)
 
         def filled() -> None:
             finish()
             notify()
 
-        self._link.get(fetch.runs, landing, keep=True, then=filled)
+        self._link.get(far[0].runs, landing, keep=True, then=filled)
 
     def view(self, dtype: DTypeLike, shape: int | tuple[int, ...], offset: int = 0) -> RemoteArray:
         """Part of the peer's buffer as an array, whose slices can be put to and got; no data moves."""
@@ -455,14 +472,20 @@ class RemoteBuffer:
         self._link.notify(self._first_word + index, epoch)
 
     def flag_raiser(self, index: int, ordered: bool = True) -> Callable[[int], None]:
-        """Function that sets a flag: as ``raise_flag``, or if not ``ordered`` without waiting for puts."""
+        """Function that sets a flag: as ``raise_flag``, or if not ``ordered`` without waiting for puts.
+
+        Where a plain store will do, it is the item assignment of the peer's words itself, without a frame.
+        """
         words = self._near_words
         if words is not None and self._fence is None:
             return partial(words.__setitem__, index)
         return partial(self._link.notify, self._first_word + index, ordered=ordered)
 
     def put_stable(self, data: Bytes, offset: int) -> None:
-        """Put without a copy, from memory that the caller does not change until the peer has answered."""
+        """Put without a copy, from memory that the caller does not change until the peer has answered.
+
+        An answer, such as an acknowledgement, proves that the data has arrived, and so that MPI has read it.
+        """
         if offset < 0 or offset + data.nbytes > self.nbytes:
             raise self._outside(offset, data.nbytes)
         self._link.put(ByteRuns((self._begin + offset,), data.nbytes), data)
@@ -526,10 +549,8 @@ class RemoteBuffer:
         near = self._near_view(offset, target.dtype, target.shape)
         return Fetch(ByteRuns((self._begin + offset,), target.nbytes), near, target)
 
-    def _get(
-        self, fetches: Sequence[Fetch], queue: Queue | None = None, timeout: float | None = None
-    ) -> None:
-        # Blocking without a queue.
+    def _copy_near(self, fetches: Sequence[Fetch]) -> list[Fetch]:
+        # Counts all gets, and carries out those that this rank can load; returns the others.
         if self._context.closed:
             self._context.check_open()
         far = []
@@ -540,6 +561,13 @@ class RemoteBuffer:
                 fetch.target[...] = fetch.near
             else:
                 far.append(fetch)
+        return far
+
+    def _get(
+        self, fetches: Sequence[Fetch], queue: Queue | None = None, timeout: float | None = None
+    ) -> None:
+        # Blocking without a queue.
+        far = self._copy_near(fetches)
         if not far:
             return
         # After a timeout nobody tests the queue made here, so the targets do not change any more.

@@ -1,4 +1,19 @@
-"""Links to a peer's segment: load and store on a node, MPI RMA to other nodes; and atomic operations."""
+"""Links to a peer's segment: load and store on a node, MPI RMA to other nodes; and atomic operations.
+
+The way of two puts and their notification to a rank of another node::
+
+    rank 0 (origin)                                               rank 1 (target)
+    put a    Rput ------------------------------------------>
+    put b    Rput ------------------------------------------>
+    notify   queued: MPI does not order it behind the puts
+    advance  sources read? question: Rget of 8 bytes -------->    answered by MPI, without a call of rank 1
+    advance  two answers in a row: Flush, which returns at once: a and b have arrived
+    advance  Rget_accumulate(REPLACE) of the word ----------->    sees the word, and so a and b
+
+The caller of ``notify`` waits for none of these steps: every wait of this rank and its progress engine call
+``advance``. On a node there is nothing to queue: a copy, a fence and a store are complete on return, and all
+methods that advance something have nothing to do.
+"""
 
 from __future__ import annotations
 
@@ -37,6 +52,13 @@ class ByteRuns(NamedTuple):
     """Stretches of contiguous bytes in a segment: their offsets and their common length in bytes.
 
     If the lengths differ, ``lengths`` has one per stretch, and ``nbytes`` is the largest.
+
+    Examples
+    --------
+    >>> from distdl_rma.segments.transport.links import ByteRuns
+    >>> rows = ByteRuns((0, 100), 8)  # 8 bytes at 0, 8 bytes at 100
+    >>> rows.total, list(rows.packed())
+    (16, [(0, slice(0, 8, None)), (100, slice(8, 16, None))])
     """
 
     offsets: tuple[int, ...]
@@ -72,6 +94,11 @@ class RmaPeer:
 
     The locked window covers the segments of all ranks; ``position`` is the peer's rank in its group.
     ``begun`` counts operations, ``counters`` flushes.
+
+    Operations are numbered from 1 by ``begun``. ``_arrived`` is the largest number up to which all operations
+    have certainly arrived, so ``_arrived <= begun``, and both only grow. An answer alone proves nothing: MPI
+    may answer a get before it has carried out an earlier put. It only makes likely that a flush will not
+    block. The flush is the proof, for all operations begun until then.
     """
 
     def __init__(self, window: MPI.Win, position: int, counters: Counters) -> None:
@@ -176,6 +203,9 @@ _OperationMemory = tuple[memoryview, memoryview, list[Any], list[Any]]
 class Atomics:
     """Atomic operations on one word at a byte offset of a rank's segment; each returns the old word.
 
+    All ranks have to reach a word through one window: MPI promises nothing for atomics of two windows over
+    the same memory. So a machine with a single rank on another node uses the window of all ranks everywhere.
+
     They are atomic towards each other on all ranks of a machine, since all use the same window, but not
     towards plain loads and stores. They hold ``lock``, since the progress engine is another thread; functions
     of ``fetching`` do not, if the window is ``immediate`` and MPI allows concurrent calls.
@@ -274,7 +304,11 @@ _MOST_WORDS = 64
 
 
 class SharedLink:
-    """Link to a peer on this node: copies into its ``memory``, a fence, stores to flags; all immediate."""
+    """Link to a peer on this node: copies into its ``memory``, a fence, stores to flags; all immediate.
+
+    Its methods are those of :class:`RemoteLink`, so that callers need no branch. The hot paths do have one:
+    they look at ``memory`` once, when something is built, and then store without a call of this class.
+    """
 
     # Bytes under way.
     moving = 0
@@ -318,7 +352,14 @@ _Transfer = tuple[MPI.Request, Any]
 
 @dataclass
 class _Delivery:
-    """Some puts, the notification after them, and their progress."""
+    """Some puts, the notification after them, and their progress.
+
+    Open, while puts are added; then pending, from ``notify`` on, in the order of the notifications::
+
+        transfers not complete   MPI still reads sources of the puts
+        upto is a number         sources are read; waits until so many operations have arrived
+        removed                  its word is on the way
+    """
 
     transfers: list[_Transfer] = field(default_factory=list)
     # Whether any put has begun: a put that is complete at this rank may not be complete at the peer.
@@ -372,6 +413,12 @@ class RemoteLink:
     arrived. It waits for other notifications only with ``last``, so that many can be pending at once.
     Notifications of neighbouring words travel as one if they are due together. The link keeps the sources of
     puts until MPI has sent them.
+
+    ``_open`` collects the puts since the last notification. ``_pending`` are closed deliveries, oldest first;
+    only the first one is sent, so words leave in the order of the calls. ``_words`` are words under way, with
+    the arrays that MPI reads and writes meanwhile; ``_gets`` are gets that nobody but the link waits for.
+    Lists are searched for complete transfers when they have doubled: a search at each put would make many
+    puts take quadratic time.
 
     Methods hold ``lock``, since the progress engine is another thread. ``busy`` are the links with pending
     operations: a link adds itself; the caller that advances them all removes it.
@@ -503,6 +550,8 @@ class RemoteLink:
         return bool(self._words)
 
     def _tell(self, nbytes: int) -> None:
+        # Adds to a word of the peer's header, from which the peer learns that it should call MPI often. A
+        # negative number takes back what was added, once nothing is under way any more.
         self.moving += nbytes
         self._untold = 0
         self._send_words(MOVING_WORD, [nbytes], MPI.SUM)

@@ -1,4 +1,17 @@
-"""Shared memory of a node for segments: its size per rank, windows over it, and its reservation."""
+"""Shared memory of a node for segments: its size per rank, windows over it, and its reservation.
+
+Linux gives addresses at once and pages at the first store to them. So a segment that is larger than what is
+free can be made, and the job is killed by SIGBUS much later, in a store that no code can catch. This file
+looks before it allocates::
+
+    room      = min(free bytes of /dev/shm - segments not touched yet, addresses left) of the node
+    default   = room / 2 / ranks of the node, at least 32 MiB, less in a control group with a limit,
+                4 GiB at most where pages are consumed at once
+    all ranks   take the smallest of what they asked for, or found
+
+Segments that exist and are not touched yet look free, so each process remembers its own (``_untouched``).
+What another job takes meanwhile is not known: only ``reserve`` consumes all pages at once, and raises here.
+"""
 
 from __future__ import annotations
 
@@ -33,6 +46,8 @@ def ends_process_after(seconds: float, why: str) -> Iterator[None]:
     """End this process, with a line on standard error and status 1, if the block takes longer; local.
 
     The launcher then ends the job: a process that hangs in MPI can neither continue nor finalise MPI.
+
+    A thread ends it, as no signal handler of Python runs while the main thread is in a call of MPI.
     """
     over = threading.Event()
 
@@ -89,6 +104,9 @@ class NodeMemory:
 
     ``ranks`` are the rank ids by position. Every method is collective unless it says local; an error on one
     rank is raised on all. In tests, ``node_size`` consecutive ranks of a node count as a node.
+
+    A rank that finds a problem does not raise at once, since the others would wait for it in the next
+    collective call: it passes the problem to ``_first_problem``, and all raise the same one.
     """
 
     def __init__(self, comm: MPI.Intracomm, ranks: tuple[int, ...], node_size: int | None) -> None:
@@ -269,6 +287,9 @@ def reserve_pages(memory: Bytes, ranks: int) -> str:
 
     Consumes all pages or none, and leaves the last free bytes of the node. ``ranks`` ranks of the node do so
     at the same time. Returns the reason of a failure as text, empty on success.
+
+    In chunks, with a look at what is free before each: the kernel gives pages until none is left for MPI
+    itself, which would die of the next one.
     """
     for begin in range(0, memory.nbytes, _CHUNK_BYTES):
         problem = "too little is left" if _free() < _SPARE_BYTES + ranks * _CHUNK_BYTES else ""

@@ -2,8 +2,20 @@
 
 One rank runs at a time, until it waits for another rank. Then it hands over to the next rank, in an order
 that a seed determines, or to the first rank that can continue. So a run can be repeated, and 64 ranks need no
-cores of their own. The ranks of a node load and store each other's memory; between nodes ``virtual_network``
-moves data.
+cores of their own. The ranks of a node load and store each other's memory; between nodes ``network.py`` moves
+data.
+
+The library above calls methods of communicators, requests and windows with the names and the meaning of
+mpi4py's, on either kind. It asks which kind it has only where threads need something else than processes: to
+let others run while a rank waits (``hand_over_of``), to make windows (``windows_of``), for locks (``NoLock``)
+and for what happens at the end of a rank (``at_end_of_rank``).
+
+A collective call has three steps. Each rank puts its value into a dict that the ranks share, lets others run
+until the dict has all values, and reads. The last one to read removes the dict::
+
+    rank 0   value[0] = a |...............................| reads
+    rank 1                | value[1] = b |................|        reads
+    rank 2                               | value[2] = c, reads |        removes
 """
 
 from __future__ import annotations
@@ -14,7 +26,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import reduce
-from typing import Any, Self, cast
+from typing import Any, Self, TypeVar, cast
 
 import numpy as np
 from mpi4py import MPI
@@ -31,6 +43,8 @@ from distdl_rma.segments.virtual_ranks.network import (
     reduced,
 )
 from distdl_rma.segments.virtual_ranks.turns import Turns
+
+_F = TypeVar("_F")
 
 
 class _Here(threading.local):
@@ -74,13 +88,7 @@ def at_end_of_rank(end: Callable[[BaseException | None], object]) -> Callable[[]
     comm = _here.comm
     if comm is None:
         raise ArgumentError("a machine of virtual ranks can be made only in the thread of one of them")
-    comm.at_end.append(end)
-
-    def undo() -> None:
-        if end in comm.at_end:
-            comm.at_end.remove(end)
-
-    return undo
+    return _appended(comm.at_end, end)
 
 
 def while_blocked(turn: Callable[[], object]) -> Callable[[], object]:
@@ -89,14 +97,18 @@ def while_blocked(turn: Callable[[], object]) -> Callable[[], object]:
     So does the progress thread of a process. Returns an idempotent function that ends this.
     """
     comm = cast(VirtualComm, _here.comm)
-    turns = comm.turns_while_blocked
-    turns.append(turn)
+    return _appended(comm._together.turns.while_blocked[comm._whole], turn)
 
-    def end() -> None:
-        if turn in turns:
-            turns.remove(turn)
 
-    return end
+def _appended(functions: list[_F], function: _F) -> Callable[[], object]:
+    # Appends to a list; returns an idempotent function that removes it again.
+    functions.append(function)
+
+    def remove() -> None:
+        if function in functions:
+            functions.remove(function)
+
+    return remove
 
 
 def virtual_rank() -> object:
@@ -112,7 +124,10 @@ def wait_ended() -> None:
 
 
 class NoLock:
-    """Replaces a lock where one rank runs at a time, whose thread calls the tests of other ranks."""
+    """Replaces a lock where one rank runs at a time, whose thread calls the tests of other ranks.
+
+    A real lock would be held by the thread of a rank that waits, and stop the thread that runs.
+    """
 
     def acquire(self, blocking: bool = True) -> bool:
         """Return True."""
@@ -174,7 +189,11 @@ class _Mailbox(list[_Letter]):
 
 
 class _Together:
-    """State that the ranks of a communicator share; ``members`` are their numbers among all ranks."""
+    """State that the ranks of a communicator share; ``members`` are their numbers among all ranks.
+
+    ``values`` and ``read`` are keyed by the kind and the number of a call: what each rank gave, and who has
+    read it. So a rank that is ahead, in the next call, writes to another dict than one that still reads.
+    """
 
     def __init__(self, turns: Turns, members: Sequence[int]) -> None:
         self.turns, self.members, self.size = turns, tuple(members), len(members)
@@ -236,11 +255,6 @@ class VirtualComm:
         if not self._together.turns.choosing:
             self._check_thread()
         return self._together.turns.hand_over(self._whole, ready)
-
-    @property
-    def turns_while_blocked(self) -> list[Callable[[], object]]:
-        """Functions that are called while this rank waits in a call of another library."""
-        return self._together.turns.while_blocked[self._whole]
 
     def pause(self) -> None:
         """Let other ranks run, as a process does that sleeps."""
@@ -346,7 +360,8 @@ class VirtualComm:
         needs: Iterable[int],
         finish: Callable[[list[Any]], object],
     ) -> VirtualRequest:
-        # This rank gives ``give()``, and calls ``finish`` with the data of the ranks that it needs.
+        # This rank gives ``give()``, and calls ``finish`` with the data of the ranks that it needs. Between
+        # nodes ``give`` is called at a later turn: data that is changed too early travels as changed.
         number = self._begun = self._begun + 1
         begun, read, needed = self._together.begun, self._together.read, tuple(needs)
         first, given = begun.setdefault(number, (kind, {}))
@@ -416,8 +431,7 @@ class VirtualComm:
     def Ireduce_scatter(
         self, data: NDArray[Any], out: NDArray[Any], counts: Sequence[int], op: MPI.Op
     ) -> VirtualRequest:
-        begin = sum(counts[: self.rank])
-        mine = slice(begin, begin + counts[self.rank])
+        mine = _places((counts, None))[self.rank]
 
         def finish(found: list[Any]) -> None:
             out[...] = reduced([array[mine] for array in found], op)

@@ -2,6 +2,15 @@
 
 Operations on another rank's memory take effect at later turns, which a seed determines, in any order that MPI
 allows. So a program that lacks a flush, or changes memory before MPI has read it, fails for some seed.
+
+Two puts of a rank; each ``*`` is an event at a turn that is drawn::
+
+    turn     0     1     2     3     4     5     6     7
+    put a    Rput        * source is read, request complete
+                                           * written to the peer's memory
+    put b          Rput  * read * written                      before a, as MPI permits
+
+A real network seldom reorders and never does in a test on one machine, which is why such faults reach users.
 """
 
 from __future__ import annotations
@@ -24,7 +33,10 @@ _TURNS = 4
 
 
 class Event:
-    """Something that happens once, at a turn of the network or earlier if ``happen`` is called."""
+    """Something that happens once, at a turn of the network or earlier if ``happen`` is called.
+
+    A flush calls ``happen`` for all events of a peer; the network then finds them over and skips them.
+    """
 
     def __init__(self, action: Callable[[], object], due: int) -> None:
         self._action: Callable[[], object] | None = action
@@ -92,7 +104,11 @@ class Network:
 
 
 class VirtualRequest:
-    """A request: complete once ``done()`` is true; else a test calls ``look()``, a wait ``wait(done)``."""
+    """A request: complete once ``done()`` is true; else a test calls ``look()``, a wait ``wait(done)``.
+
+    ``done()`` may have effects, such as receiving a message: it is never called again after it was true. A
+    loop that only tests would keep its turn for ever: ``look`` counts, and hands over after many tests.
+    """
 
     def __init__(self, done: Test, look: Callable[[], object], wait: Callable[[Test], object]) -> None:
         self._done: Test | None = done
@@ -146,7 +162,8 @@ class VirtualWindow:
 
     def __init__(self, memories: Sequence[Bytes], comm: Ranks) -> None:
         self._memories, self._comm, self._network = memories, comm, comm.network
-        # By target: pending events; and pending accumulations, with their words.
+        # By target: pending events; and pending accumulations, with their words. Those of one word happen in
+        # the order in which they began, the only order that MPI promises.
         self._pending: defaultdict[int, list[Event]] = defaultdict(list)
         self._ordered: defaultdict[int, list[tuple[Event, range]]] = defaultdict(list)
 

@@ -1,4 +1,11 @@
-"""Run a function on virtual ranks, which are threads of this process that take turns."""
+"""Run a function on virtual ranks, which are threads of this process that take turns.
+
+What a rank of its own process would have for itself is exchanged at each turn (``_states``), or entered once
+in the thread of the rank (``_modes``, context variables). Modes are torch's per-thread state, which a new
+thread does not inherit; random generators and the default dtype are the process's, so all ranks would share
+them. Anything else, such as environment variables and modules, stays shared: a copy would be no longer what
+the user's program refers to.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,18 @@
-"""Headers of segments: each rank writes its state and its waits to its header, and other ranks read them."""
+"""Headers of segments: each rank writes its state and its waits to its header, and other ranks read them.
+
+The first 2048 bytes of each segment::
+
+    | state, place 0 | state, place 1 | operation, place 0 | operation, place 1 | unused | moving |
+      a record: | text | count | numbers | checksum |                                      word 255
+
+The owner writes records in turn to the two places of each kind, and nobody else writes them. So while one
+place changes, the other is whole. Peers alone write the word ``moving``, by MPI's atomics
+(``transport/links.py``).
+
+A reader takes no lock and sends no message: it loads the header of a peer on its node, and gets that of
+another. So the state of a rank can be read while it computes, is stopped or has died, and costs it nothing.
+It writes a record at the begin of each operation and in waits that are long.
+"""
 
 from __future__ import annotations
 
@@ -106,7 +120,16 @@ _OPERATION = DoubleRecord("qdq", _STATE.end, _NAME)
 
 
 class RankState(enum.IntEnum):
-    """State of a rank, for other ranks."""
+    """State of a rank, for other ranks.
+
+    ::
+
+        RUNNING <----> WAITING, WAITING_IN_STEP     a long wait, and its end
+           |  ^
+           |  +------- RAISED, SETTLING             a call raised; the rank goes on
+           +---------> LEFT                         closes its machine; back only if not all ranks close
+           +---------> FAILED                       for ever
+    """
 
     RUNNING = 1
     WAITING = 2
@@ -235,7 +258,11 @@ def parse(header: bytes) -> HeaderRecord | None:
 
 
 class PeerHeaders:
-    """Headers of all ranks; those that this rank cannot load are read by gets, answered later or never."""
+    """Headers of all ranks; those that this rank cannot load are read by gets, answered later or never.
+
+    A get is pending until it is answered, and a rank has one at most. A killed rank never answers: the get
+    and its memory stay in ``_asked`` until the network reports the loss, or for ever.
+    """
 
     def __init__(self, segment: Segment) -> None:
         self.segment = segment
@@ -283,7 +310,11 @@ class PeerHeaders:
         return time.monotonic() - self._answers[rank][1] if rank in self._answers else float("inf")
 
     def unchanged(self, rank: int, record: HeaderRecord) -> float:
-        """Seconds since this rank saw a waiting rank's record change; 0 for a rank that does not wait."""
+        """Seconds since this rank saw a waiting rank's record change; 0 for a rank that does not wait.
+
+        A waiting rank rewrites its record ten times a second, so an old record is that of a stopped rank. The
+        time is measured by this rank's clock: clocks of two nodes differ.
+        """
         now = time.monotonic()
         written, since = self._last.get(rank, (0.0, now))
         if written != record.written:

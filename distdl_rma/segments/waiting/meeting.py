@@ -1,4 +1,22 @@
-"""The ranks of a machine announce themselves at the launcher, and then create a communicator."""
+"""The ranks of a machine announce themselves at the launcher, and then create a communicator.
+
+MPI creates a communicator by a collective call that cannot be interrupted: if one rank does not come, the
+others hang for ever, without a word. So ranks meet first, on a board of lines that the launcher keeps, where
+a rank can look for a while and give up. Rank 0 is the first rank::
+
+    rank 0      HERE ........... CALLS ............ GOES      MPI call
+    rank 1          HERE .............. COMES ..........      MPI call
+    rank 2               HERE ............. COMES ......      MPI call
+                        all are here     all are bound to come
+
+Until COMES a rank may give up, and says LEFT. From COMES on it follows the first rank, which waits for all,
+so no rank enters MPI unless all do. Two rounds are needed: after one, a rank that has read that all are here
+could go, while another one gives up in the same moment. The first rank numbers its calls, so that a line from
+before a timeout is not taken for one of the call that repeats it.
+
+Ranks may also have different lists M. A rank that waits for this one with another list cannot be served, nor
+can those that wait for it: the refusal spreads along the lines of ranks that wait for each other.
+"""
 
 from __future__ import annotations
 
@@ -33,6 +51,9 @@ class JobBoard:
     MPI's name service (``MPI_Publish_name``) stores the lines. So a line can be read while its process makes
     no call, and no receive of the user can match a message. Each call asks the launcher, in about 0.1 ms: too
     long for a training step.
+
+    Each process writes its own line only. To replace it, the process removes it first, so that a reader may
+    find none in between: no line says nothing about a rank.
     """
 
     def __init__(self) -> None:
@@ -205,7 +226,11 @@ _HINT = "do all ranks of M call Machine with the same ranks?"
 
 
 class _Past:
-    """State that a process keeps between meetings."""
+    """State that a process keeps between meetings.
+
+    ``calls`` and ``refusals`` only grow. A refusal gets a larger number than all that this process knows, so
+    that a process acts on each refusal once: only on one with a larger number than its own last.
+    """
 
     def __init__(self) -> None:
         self.calls = self.refusals = 0

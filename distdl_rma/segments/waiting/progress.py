@@ -1,4 +1,10 @@
-"""The progress thread: it advances what travels between nodes while the rank computes."""
+"""The progress thread: it advances what travels between nodes while the rank computes.
+
+Measured: 32 MiB each way at 1 Gbit/s while both ranks convolve for a second. Without the thread 96 % of the
+time of the transfer remain exposed, with it 2 % at a pause of 0.1 ms and 9 % at 1 ms; it costs 3 % of the
+computation. So it pauses for a short time while the rank is active, and for a long one after two quiet
+seconds, when nothing is under way. On one node it is not needed, and does not exist.
+"""
 
 from __future__ import annotations
 

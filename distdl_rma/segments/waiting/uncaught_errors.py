@@ -1,4 +1,16 @@
-"""Uncaught errors: the peers are notified, and the user sees one short traceback."""
+"""Uncaught errors: the peers are notified, and the user sees one short traceback.
+
+What happens when the programs of two ranks raise, rank 1 first, or rank 1 alone::
+
+    rank 1   uncaught error > notice to all > looks whether rank 0 has the same > prints, waits, ends
+    rank 0   uncaught error > notice to all > first in M: prints its traceback > ends
+    or       waits for 1 > receives the notice > PeerFailedError > prints one line > ends
+
+With N ranks an error on all of them would print N tracebacks, in pieces that mix. So a rank prints a line in
+place of its traceback if an earlier rank in M has the same error, or has failed first. And the end of one
+process makes the launcher kill the others: a rank stays for a second, until its notice has been received and
+the others have printed theirs.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,17 @@
-"""Waits for other ranks, which advance pending operations; ``progress.py`` does so between waits."""
+"""Waits for other ranks, which advance pending operations; ``progress.py`` does so between waits.
+
+A wait over its time; a rank that waits for microseconds never leaves the first part::
+
+    |  spins   | turns with a yield |  turns with sleeps, of 0.05 ms that grow to 1 ms
+    |          |                    |
+    0          spins                2 ms                                            timeout
+               ^ each turn: take all steps, receive notices of failures, test
+                                    ^ first look at the peers' headers, then ten a second
+
+Spinning is fastest, and takes the core from the rank that is waited for if ranks outnumber cores: then there
+are no spins. Steps are taken in every turn because the operation that a peer waits for may be another one
+than this rank waits for: if a rank advanced only its own, two ranks could wait for each other.
+"""
 
 from __future__ import annotations
 
@@ -32,6 +45,8 @@ _STOPPED_SECONDS = 1.0
 
 class Waiter:
     """Waits for other ranks; takes the deferred steps of operations during each wait.
+
+    A wait never ends silently: ``ready()`` is true, or it raises ``ExchangeTimeout`` or ``PeerFailedError``.
 
     Every wait, every ``progress()`` and the progress engine take the deferred steps, so that ranks may wait
     for their common operations in different orders. Waits in another machine of the process take them too. A
@@ -225,6 +240,8 @@ class Waiter:
                 self._deferred_error = error
 
     def _advance(self) -> None:
+        # Takes the steps of this machine. An error of the progress thread stays: each later wait raises it.
+        # One of a step in another machine's wait is raised once, by the machine that it belongs to.
         if self._engine is not None and self._engine.error is not None:
             raise self._engine.error
         if self._deferred_error is not None:
