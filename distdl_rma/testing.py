@@ -2,6 +2,10 @@
 
 The tests of this package use them on 1 to 4 ranks. All functions are collective: every rank of the partition
 calls them with the same arguments, and an error of one comparison is raised on the ranks that see it.
+
+The two checks find different faults. A comparison with whole tensors finds wrong numbers, for the inputs that
+it was given. The adjoint identity finds a backward that is not that of the forward, for any linear function,
+and needs no whole tensor to compare with: so it also tests what has no counterpart on one rank.
 """
 
 from __future__ import annotations

@@ -1,4 +1,14 @@
-"""The examination step by step, each with a deadline; the first rank writes the result."""
+"""The examination step by step, each with a deadline; the first rank writes the result.
+
+Who ends a step that hangs::
+
+    in a wait of the library     its own timeout, with an error that says for whom
+    in a call of MPI             a thread of this process: it writes what is known and ends the process
+    in MPI's start               a forked child: no other thread of Python runs meanwhile
+    in MPI's end                 faulthandler's timer, which needs no interpreter
+
+Facts travel to the first rank by plain messages of mpi4py, not by the library, which is what is examined.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +51,11 @@ def doctor(json_file: str | None = None, timeout: float = 60.0) -> int:
 
 
 class _Examination:
-    """What this rank knows so far; a thread ends the process if a step takes too long."""
+    """What this rank knows so far; a thread ends the process if a step takes too long.
+
+    ``_step`` and ``_deadline`` are what the thread watches; only ``_take`` changes them. The result is
+    written once, at the end of the steps or by the thread, whichever is first: ``_lock`` decides.
+    """
 
     def __init__(self, json_file: str | None, timeout: float) -> None:
         self._launcher = Launcher.seen(os.environ)

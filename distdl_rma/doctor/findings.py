@@ -1,4 +1,9 @@
-"""What is wrong with a job, and what to do: pure functions of its facts."""
+"""What is wrong with a job, and what to do: pure functions of its facts.
+
+A finding is an error if the job cannot work as it is, and a warning if it works, but slowly or not for long.
+Each has a remedy that the user can carry out; a symptom without one is not reported. Each function looks for
+one kind of fault, and says nothing where facts are missing.
+"""
 
 from __future__ import annotations
 

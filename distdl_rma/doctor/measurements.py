@@ -1,4 +1,8 @@
-"""Measurements between the ranks of a job, by the calls of the library; results go into a ``Job``."""
+"""Measurements between the ranks of a job, by the calls of the library; results go into a ``Job``.
+
+Each measurement also compares what arrived: a network that is fast and wrong is the worst finding. Between
+nodes one pair of ranks stands for all, since the examination should take seconds on any number of ranks.
+"""
 
 from __future__ import annotations
 

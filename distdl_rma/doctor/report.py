@@ -1,4 +1,8 @@
-"""The result of an examination, as text for people and as JSON."""
+"""The result of an examination, as text for people and as JSON.
+
+The keys of the JSON are public: programs of administrators read them. The text is for a person alone, leaves
+out what is empty, and may change.
+"""
 
 from __future__ import annotations
 

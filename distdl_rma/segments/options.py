@@ -1,4 +1,9 @@
-"""Options of segments: communicator, size, timeout, transport, progress; some by environment variables."""
+"""Options of segments: communicator, size, timeout, transport, progress; some by environment variables.
+
+An argument comes before an environment variable, and this before the default. Checks are local and raise the
+same on all ranks that have the same options; ``NodeMemory.agree_on_size`` compares those that have to agree,
+so that a wrong option on one rank ends in an error on all, before any memory is taken.
+"""
 
 from __future__ import annotations
 
@@ -127,7 +132,10 @@ def thread_level() -> int:
 
 
 def chosen_progress(asked: str | None, has_remote: bool) -> str:
-    """Progress engine: as asked, by default a thread if peers are remote and MPI allows threads."""
+    """Progress engine: as asked, by default a thread if peers are remote and MPI allows threads.
+
+    Between nodes data moves only while both ranks call MPI; on a node nothing has to be moved on.
+    """
     threads = thread_level() == MPI.THREAD_MULTIPLE
     if asked is None:
         return "thread" if has_remote and threads else "none"
