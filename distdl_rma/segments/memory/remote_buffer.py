@@ -24,7 +24,7 @@ from functools import partial
 from itertools import pairwise
 from operator import index as as_int
 from operator import itemgetter
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar, cast
 
 import numpy as np
 from mpi4py import MPI
@@ -44,7 +44,7 @@ from distdl_rma.segments.memory.array_bytes import (
 from distdl_rma.segments.memory.context import Queue, SegmentContext, check_queue
 from distdl_rma.segments.options import check_timeout
 from distdl_rma.segments.transport.heap import Bytes
-from distdl_rma.segments.transport.links import SHORT_RUN_BYTES, ByteRuns
+from distdl_rma.segments.transport.links import SHORT_RUN_BYTES, ByteRuns, RemoteLink
 from distdl_rma.segments.waiting.header import WaitReason
 
 
@@ -229,6 +229,8 @@ class RemoteBuffer:
         self._first_word, self.notifications = location.first_word, location.notifications
         self._begin, segment = location.offset, context.segment
         self._link, self._atomics = segment.link(peer), segment.atomics
+        # For puts and gets where this rank has no memory of the peer at hand.
+        self._far = cast(RemoteLink, self._link)
         self._context, self._counters, self._sequence = context, context.counters, context.sequence
         self._fetch = self._atomics.fetching(peer, location.offset)
         # Integers at offsets below this one can be changed without asking the peer first.
@@ -405,7 +407,7 @@ class RemoteBuffer:
             finish()
             notify()
 
-        self._link.get(far[0].runs, landing, keep=True, then=filled)
+        self._far.get(far[0].runs, landing, keep=True, then=filled)
 
     def view(self, dtype: DTypeLike, shape: int | tuple[int, ...], offset: int = 0) -> RemoteArray:
         """Part of the peer's buffer as an array, whose slices can be put to and got; no data moves."""
@@ -482,13 +484,13 @@ class RemoteBuffer:
         return partial(self._link.notify, self._first_word + index, ordered=ordered)
 
     def put_stable(self, data: Bytes, offset: int) -> None:
-        """Put without a copy, from memory that the caller does not change until the peer has answered.
+        """Put to a far peer without a copy, from memory that does not change until the peer has answered.
 
         An answer, such as an acknowledgement, proves that the data has arrived, and so that MPI has read it.
         """
         if offset < 0 or offset + data.nbytes > self.nbytes:
             raise self._outside(offset, data.nbytes)
-        self._link.put(ByteRuns((self._begin + offset,), data.nbytes), data)
+        self._far.put(ByteRuns((self._begin + offset,), data.nbytes), data)
         self._counters.puts += 1
         self._counters.bytes_put += data.nbytes
 
@@ -541,7 +543,7 @@ class RemoteBuffer:
 
     def _put(self, runs: ByteRuns, source: Bytes, queue: Queue | None) -> None:
         # Over the link; a queue keeps the source until the put is complete.
-        requests = self._link.put(runs, source)
+        requests = self._far.put(runs, source)
         if queue is not None:
             queue.post(self.peer, requests, source)
 
@@ -574,7 +576,7 @@ class RemoteBuffer:
         posted = Queue(self._context, "get") if queue is None else queue
         for runs, fetches_of_it in _short_ones_together(far):
             landing, finish = _landing(fetches_of_it)
-            posted.post(self.peer, self._link.get(runs, landing, keep=True), landing, finish)
+            posted.post(self.peer, self._far.get(runs, landing, keep=True), landing, finish)
         if queue is None:
             total = sum(fetch.runs.total for fetch in far)
             reason = WaitReason((self.peer,), f"to answer a get of {total} bytes")

@@ -304,10 +304,10 @@ _MOST_WORDS = 64
 
 
 class SharedLink:
-    """Link to a peer on this node: copies into its ``memory``, a fence, stores to flags; all immediate.
+    """Link to a peer on this node: its ``memory``, and stores to its words behind a fence.
 
-    Its methods are those of :class:`RemoteLink`, so that callers need no branch. The hot paths do have one:
-    they look at ``memory`` once, when something is built, and then store without a call of this class.
+    There is no put and no get: who has memory at hand copies to and from it. Other methods are those of
+    :class:`RemoteLink`, so that their callers need no branch; there is never anything to advance.
     """
 
     # Bytes under way.
@@ -315,23 +315,7 @@ class SharedLink:
 
     def __init__(self, memory: Bytes, fence: Callable[[], object]) -> None:
         self.memory: Bytes | None = memory
-        self._memory, self._words, self._fence = memory, memory.data.cast("q"), fence
-
-    def put(self, runs: ByteRuns, data: Bytes) -> list[MPI.Request]:
-        """Copy bytes into the peer's segment; complete on return."""
-        for offset, part in runs.packed():
-            self._memory[offset : offset + part.stop - part.start] = data[part]
-        return []
-
-    def get(
-        self, runs: ByteRuns, out: Bytes, *, keep: bool = False, then: Callable[[], None] | None = None
-    ) -> list[MPI.Request]:
-        """Copy bytes out of the peer's segment; complete on return."""
-        for offset, part in runs.packed():
-            out[part] = self._memory[offset : offset + part.stop - part.start]
-        if then is not None:
-            then()
-        return []
+        self._words, self._fence = memory.data.cast("q"), fence
 
     def notify(self, word: int, value: int, *, ordered: bool = True, last: bool = False) -> None:
         """Set a word of the peer; stores become visible in order."""
@@ -570,5 +554,6 @@ def _under_way(transfers: list[_Transfer]) -> list[_Transfer]:
     return [transfer for transfer in transfers if not transfer[0].Test()] if transfers else transfers
 
 
-# Link to the segment of one peer; all offsets are bytes from the start of that segment.
+# Link to the segment of one peer, one without ``memory`` is a ``RemoteLink``; all offsets are bytes from the
+# start of that segment.
 Link = SharedLink | RemoteLink

@@ -17,12 +17,12 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import math
 import mmap
 import os
 import shutil
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from itertools import count
@@ -36,7 +36,7 @@ from distdl_rma.errors import ConfigurationError, SegmentError
 from distdl_rma.segments.options import DEFAULT_TIMEOUT, SEGMENT_SIZE_VARIABLE, SegmentOptions, chosen_timeout
 from distdl_rma.segments.transport.arena import addresses_left
 from distdl_rma.segments.transport.heap import Bytes, aligned
-from distdl_rma.segments.virtual_ranks.comm import is_virtual, windows_of
+from distdl_rma.segments.virtual_ranks.comm import is_true_within, is_virtual, windows_of
 
 _TICK_SECONDS = 1.0
 
@@ -205,14 +205,10 @@ class NodeMemory:
             problem = f"{error}".partition("\n")[0] or type(error).__name__
         made = np.zeros(comm.size, np.uint8)
         together = comm.Iallgather(np.array([window is not None], np.uint8), made)
-        deadline = time.monotonic() + _TOGETHER_SECONDS
-        if is_virtual(comm):
-            together.Wait()
-        while not together.Test():
-            if problem and time.monotonic() > deadline:
-                others = "MPI does not return on other ranks of its node, and the job cannot go on"
-                raise SegmentError(f"rank {me}: {refused}: {problem}; {others}; {_REMEDY}")
-            time.sleep(1e-4)
+        # The others come later, or never if MPI has refused this one.
+        if not is_true_within(_TOGETHER_SECONDS if problem else math.inf, together.Test, 1e-4, comm):
+            others = "MPI does not return on other ranks of its node, and the job cannot go on"
+            raise SegmentError(f"rank {me}: {refused}: {problem}; {others}; {_REMEDY}")
         lacking = self._first_problem(problem)
         if window is not None and lacking is None:
             return window

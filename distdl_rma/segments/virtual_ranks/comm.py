@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import pickle
 import threading
+import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -35,7 +36,6 @@ from numpy.typing import NDArray
 from distdl_rma.errors import ArgumentError, ProtocolError
 from distdl_rma.segments.options import check_communicator
 from distdl_rma.segments.virtual_ranks.network import (
-    Bytes,
     Event,
     VirtualRequest,
     VirtualWindow,
@@ -78,6 +78,25 @@ def is_virtual(comm: object) -> bool:
 def hand_over_of(comm: object) -> Callable[[Callable[[], bool] | None], bool] | None:
     """``VirtualComm.hand_over`` of a communicator of virtual ranks; None for one of processes."""
     return comm.hand_over if isinstance(comm, VirtualComm) else None
+
+
+def is_true_within(
+    seconds: float, ready: Callable[[], bool], pause: float = 1e-3, comm: object = None
+) -> bool:
+    """Look until ``ready()`` is true, at most for some seconds; return whether it was. Raises nothing itself.
+
+    For waits that are no waits of an operation: while a machine is made, and while a process ends. A process
+    sleeps meanwhile, for ``pause`` seconds at a time, and virtual ranks of ``comm`` take turns.
+    """
+    deadline, hand_over = time.monotonic() + seconds, hand_over_of(comm)
+    while not ready():
+        if time.monotonic() > deadline:
+            return False
+        if hand_over is None:
+            time.sleep(pause)
+        else:
+            hand_over(None)
+    return True
 
 
 def at_end_of_rank(end: Callable[[BaseException | None], object]) -> Callable[[], object]:
@@ -358,10 +377,12 @@ class VirtualComm:
         kind: str,
         give: Callable[[], Any] | None,
         needs: Iterable[int],
-        finish: Callable[[list[Any]], object],
+        targets: Sequence[NDArray[Any]] = (),
+        values: Callable[[list[Any]], Sequence[NDArray[Any]]] = list,
     ) -> VirtualRequest:
-        # This rank gives ``give()``, and calls ``finish`` with the data of the ranks that it needs. Between
-        # nodes ``give`` is called at a later turn: data that is changed too early travels as changed.
+        # This rank gives ``give()``. Once the ranks that it ``needs`` have given theirs, each target gets one
+        # of the ``values`` that are made of these. Between nodes ``give`` is called at a later turn: data
+        # that is changed too early travels as changed.
         number = self._begun = self._begun + 1
         begun, read, needed = self._together.begun, self._together.read, tuple(needs)
         first, given = begun.setdefault(number, (kind, {}))
@@ -375,7 +396,8 @@ class VirtualComm:
         def done() -> bool:
             if not event.over or any(rank not in given for rank in needed):
                 return False
-            finish([given[rank] for rank in needed])
+            for target, value in zip(targets, values([given[rank] for rank in needed]), strict=False):
+                target[: value.size] = value
             read[number].add(self.rank)
             if len(read[number]) == self.size:
                 del read[number], begun[number]
@@ -384,59 +406,49 @@ class VirtualComm:
         return self.request(done)
 
     def Ibarrier(self) -> VirtualRequest:
-        return self._begin("Ibarrier", None, range(self.size), bool)
+        return self._begin("Ibarrier", None, range(self.size))
 
     def Ibcast(self, data: Any, root: int) -> VirtualRequest:
         array = flat(data)
         if self.rank == root:
-            return self._begin("Ibcast", array.copy, (), bool)
-        return self._begin("Ibcast", None, [root], lambda found: _copy(array, found[0]))
+            return self._begin("Ibcast", array.copy, ())
+        return self._begin("Ibcast", None, [root], [array])
 
     def Iallgather(self, data: Any, out: Any) -> VirtualRequest:
-        into = flat(out)
+        everyone = range(self.size)
         return self._begin(
-            "Iallgather", flat(data).copy, range(self.size), lambda found: _copy(into, np.concatenate(found))
+            "Iallgather", flat(data).copy, everyone, [flat(out)], lambda found: [np.concatenate(found)]
         )
 
     def Iallgatherv(self, data: Any, out: list[Any]) -> VirtualRequest:
         into, places = flat(out), _places(out[1])
         mine = into[places[self.rank]] if data is MPI.IN_PLACE else flat(data)
-
-        def finish(found: list[Any]) -> None:
-            for place, array in zip(places, found, strict=True):
-                into[place] = array
-
-        return self._begin("Iallgatherv", mine.copy, range(self.size), finish)
+        return self._begin("Iallgatherv", mine.copy, range(self.size), [into[place] for place in places])
 
     def Ialltoallv(self, data: list[Any], out: list[Any]) -> VirtualRequest:
-        source, into, parts, places = flat(data), flat(out), _places(data[1]), _places(out[1])
-
-        def finish(found: list[Any]) -> None:
-            for place, parts_of_rank in zip(places, found, strict=True):
-                into[place] = parts_of_rank[self.rank]
-
+        source, into, parts = flat(data), flat(out), _places(data[1])
         return self._begin(
-            "Ialltoallv", lambda: [source[part].copy() for part in parts], range(self.size), finish
+            "Ialltoallv",
+            lambda: [source[part].copy() for part in parts],
+            range(self.size),
+            [into[place] for place in _places(out[1])],
+            lambda found: [parts_of_rank[self.rank] for parts_of_rank in found],
         )
 
     def Ireduce(self, data: NDArray[Any], out: NDArray[Any], op: MPI.Op, root: int) -> VirtualRequest:
         if self.rank != root:
-            return self._begin("Ireduce", data.copy, (), bool)
-
-        def finish(found: list[Any]) -> None:
-            out[...] = reduced(found, op)
-
-        return self._begin("Ireduce", data.copy, range(self.size), finish)
+            return self._begin("Ireduce", data.copy, ())
+        return self._begin("Ireduce", data.copy, range(self.size), [out], lambda found: [reduced(found, op)])
 
     def Ireduce_scatter(
         self, data: NDArray[Any], out: NDArray[Any], counts: Sequence[int], op: MPI.Op
     ) -> VirtualRequest:
         mine = _places((counts, None))[self.rank]
 
-        def finish(found: list[Any]) -> None:
-            out[...] = reduced([array[mine] for array in found], op)
+        def share(found: list[Any]) -> list[NDArray[Any]]:
+            return [reduced([array[mine] for array in found], op)]
 
-        return self._begin("Ireduce_scatter", data.copy, range(self.size), finish)
+        return self._begin("Ireduce_scatter", data.copy, range(self.size), [out], share)
 
     def Split(self, color: int = 0, key: int = 0) -> VirtualComm:
         rows = self._gathered((color, key, self.rank))
@@ -532,10 +544,6 @@ class VirtualComm:
 def windows_of(comm: MPI.Intracomm, of_processes: type[MPI.Win]) -> type[MPI.Win]:
     """Return the class of windows over memory of a communicator's ranks; ``of_processes`` if not virtual."""
     return cast(type[MPI.Win], VirtualWindow) if is_virtual(comm) else of_processes
-
-
-def _copy(into: Bytes, data: Bytes) -> None:
-    into[: data.size] = data
 
 
 def _places(layout: tuple[Sequence[int], Sequence[int] | None]) -> list[slice]:

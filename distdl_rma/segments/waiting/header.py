@@ -24,14 +24,14 @@ import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 from mpi4py import MPI
 
 from distdl_rma.errors import PeerFailedError
 from distdl_rma.segments.transport.heap import Bytes
-from distdl_rma.segments.transport.links import ByteRuns
+from distdl_rma.segments.transport.links import ByteRuns, RemoteLink
 from distdl_rma.segments.transport.segment import Segment
 
 # Bytes at the start of every segment.
@@ -337,7 +337,8 @@ class PeerHeaders:
             try:
                 if rank not in self._asked:
                     header = np.empty(HEADER_BYTES, np.uint8)
-                    requests = self.segment.link(rank).get(ByteRuns((0,), HEADER_BYTES), header)
+                    link = cast(RemoteLink, self.segment.link(rank))
+                    requests = link.get(ByteRuns((0,), HEADER_BYTES), header)
                     self._asked[rank] = requests, header
                 requests, header = self._asked[rank]
                 if not all(request.Test() for request in requests):

@@ -30,7 +30,7 @@ from mpi4py import MPI
 
 from distdl_rma.errors import ExchangeTimeout, PeerFailedError
 from distdl_rma.segments.transport.segment import Segment
-from distdl_rma.segments.virtual_ranks.comm import hand_over_of
+from distdl_rma.segments.virtual_ranks.comm import is_true_within
 from distdl_rma.segments.waiting.error_texts import ANSWER_SECONDS, LOST, TimeoutMessages, append_state
 from distdl_rma.segments.waiting.header import (
     HeaderRecord,
@@ -49,7 +49,6 @@ _LOOKS_BEFORE_ERROR = 8
 # Most ranks that one look checks.
 _WATCHED = 8
 _LONGEST_RING = 16
-_STAY_SECONDS = 1e-3
 
 
 class FailureNotices:
@@ -145,12 +144,7 @@ class FailureNotices:
 
     def wait_until_noticed(self, seconds: float) -> None:
         """Wait until all ranks have received the notice or another rank fails, at most ``seconds``."""
-        deadline, hand_over = time.monotonic() + seconds, hand_over_of(self._comm)
-        while not (self.noticed() or self.failures) and time.monotonic() < deadline:
-            if hand_over is None:
-                time.sleep(_STAY_SECONDS)
-            else:
-                hand_over(None)
+        is_true_within(seconds, lambda: self.noticed() or bool(self.failures), comm=self._comm)
 
     def close(self) -> None:
         """Free the communicator; collective."""

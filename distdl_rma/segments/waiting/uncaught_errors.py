@@ -30,6 +30,7 @@ from typing import Protocol
 import mpi4py
 
 from distdl_rma.errors import DistdlError, PeerFailedError
+from distdl_rma.segments.virtual_ranks.comm import is_true_within
 from distdl_rma.segments.waiting.error_texts import cause_of
 from distdl_rma.segments.waiting.liveness import FailureNotices
 
@@ -166,11 +167,8 @@ def _excepthook(kind: type[BaseException], error: BaseException, trace: Tracebac
         else:
             shows(kind, error, trace)
         # The end of this process may end the job: before that, the peers must learn the reason.
-        deadline, notified = time.monotonic() + _NOTICE_SECONDS, bool(still_open)
-        while still_open and time.monotonic() < deadline:
-            still_open = [manager for manager in still_open if not manager.notices.noticed()]
-            time.sleep(1e-3)
-        if notified:
+        is_true_within(_NOTICE_SECONDS, lambda: not [one for one in still_open if not one.notices.noticed()])
+        if still_open:
             time.sleep(_PRINT_SECONDS + (_NOTICE_SECONDS if elsewhere else 0))
     finally:
         _under_way.clear()

@@ -173,11 +173,6 @@ class Waiter:
         self._notices.check()
 
     @property
-    def of_this_rank(self) -> bool:
-        """Whether its rank is that of the calling thread, where several ranks are threads of this process."""
-        return self._rank is None or self._rank is virtual_rank()
-
-    @property
     def engine(self) -> str:
         """Who takes steps while the rank computes: ``"thread"``, or ``"none"``."""
         return "thread" if self._engine is not None else "none"
@@ -288,7 +283,8 @@ def advance_other_machines(one: Waiter | None) -> None:
     """Let all open machines of this process, except that of ``one``, take their steps; does not block."""
     for reference in _waiters:
         other = reference()
-        if other is not None and other is not one and other.of_this_rank:
+        # Virtual ranks are threads of this process, with machines of their own.
+        if other is not None and other is not one and other._rank in (None, virtual_rank()):
             other.advance_quietly()
 
 
