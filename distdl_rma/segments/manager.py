@@ -43,7 +43,7 @@ from distdl_rma.segments.transport.segment import Segment
 from distdl_rma.segments.virtual_ranks.comm import is_virtual, world
 from distdl_rma.segments.waiting.error_texts import LOST, append_state, cause_of
 from distdl_rma.segments.waiting.header import HEADER_BYTES, HeaderWriter, WaitReason, operation_name
-from distdl_rma.segments.waiting.liveness import FailureNotices, PeerWatch
+from distdl_rma.segments.waiting.liveness import NOTICE_SECONDS, FailureNotices, PeerWatch
 from distdl_rma.segments.waiting.waiter import Waiter
 from distdl_rma.trace import Counters, Tracer
 
@@ -105,8 +105,6 @@ class Communicators:
 
 
 _SPINS = 2000
-# How long a failed rank stays alive for the others to receive its notice.
-_NOTICE_SECONDS = 1.0
 _THREAD_LEVELS = "single", "funneled", "serialized", "multiple"
 
 
@@ -371,7 +369,7 @@ class SegmentManager(SegmentContext, Uncopyable):
         notices, watch = self.notices, self.watch
         if notices.failed:
             # The other ranks do not close any more; in ``MPI_Finalize`` they do not answer.
-            notices.wait_until_noticed(_NOTICE_SECONDS)
+            notices.wait_until_noticed(NOTICE_SECONDS)
         else:
             with suppress(DistdlError):
                 try:

@@ -330,8 +330,32 @@ class SharedLink:
         return True
 
 
-# A pending transfer, and the memory that it reads or writes.
-_Transfer = tuple[MPI.Request, Any]
+class _Transfers:
+    """Incomplete transfers, each with the memory that MPI reads or writes meanwhile.
+
+    Complete ones are forgotten by ``under_way``, and when the list has doubled: a rank may put or notify all
+    the time and never wait, and a search at each addition would make the time quadratic.
+    """
+
+    def __init__(self) -> None:
+        self._incomplete: list[tuple[MPI.Request, object]] = []
+        self._search_at = _MANY_TRANSFERS
+
+    def __len__(self) -> int:
+        return len(self._incomplete)
+
+    def add(self, request: MPI.Request, memory: object) -> None:
+        """Add a transfer that has begun."""
+        self._incomplete.append((request, memory))
+        if len(self) > self._search_at:
+            self.under_way()
+            self._search_at = 2 * len(self) + _MANY_TRANSFERS
+
+    def under_way(self) -> bool:
+        """Whether any is incomplete."""
+        if self._incomplete:
+            self._incomplete = [one for one in self._incomplete if not one[0].Test()]
+        return bool(self._incomplete)
 
 
 @dataclass
@@ -345,7 +369,7 @@ class _Delivery:
         removed                  its word is on the way
     """
 
-    transfers: list[_Transfer] = field(default_factory=list)
+    transfers: _Transfers = field(default_factory=_Transfers)
     # Whether any put has begun: a put that is complete at this rank may not be complete at the peer.
     begun: bool = False
     notification: tuple[int, int] | None = None
@@ -359,14 +383,14 @@ class _Delivery:
 class _Get:
     """Incomplete transfers of a get, and the function to call when all are complete."""
 
-    transfers: list[_Transfer]
     then: Callable[[], None] | None
+    transfers: _Transfers = field(default_factory=_Transfers)
 
     def over(self) -> bool:
-        self.transfers = _under_way(self.transfers)
-        if not self.transfers and self.then is not None:
+        over = not self.transfers.under_way()
+        if over and self.then is not None:
             self.then()
-        return not self.transfers
+        return over
 
 
 _P = ParamSpec("_P")
@@ -399,10 +423,8 @@ class RemoteLink:
     puts until MPI has sent them.
 
     ``_open`` collects the puts since the last notification. ``_pending`` are closed deliveries, oldest first;
-    only the first one is sent, so words leave in the order of the calls. ``_words`` are words under way, with
-    the arrays that MPI reads and writes meanwhile; ``_gets`` are gets that nobody but the link waits for.
-    Lists are searched for complete transfers when they have doubled: a search at each put would make many
-    puts take quadratic time.
+    only the first one is sent, so words leave in the order of the calls. ``_words`` are words under way;
+    ``_gets`` are gets that nobody but the link waits for.
 
     Methods hold ``lock``, since the progress engine is another thread. ``busy`` are the links with pending
     operations: a link adds itself; the caller that advances them all removes it.
@@ -417,9 +439,8 @@ class RemoteLink:
         self.rank, self._rma, self._lock, self._busy = rank, rma, lock, busy
         self._open = _Delivery()
         self._pending: deque[_Delivery] = deque()
-        self._words: list[_Transfer] = []
+        self._words = _Transfers()
         self._gets: list[_Get] = []
-        self._tidy_at = self._tidy_words_at = _MANY_TRANSFERS
         # Bytes of transfers of which the peer knows, and does not know yet, until all are complete here.
         self.moving = self._untold = 0
 
@@ -433,13 +454,9 @@ class RemoteLink:
             if self._untold >= _TOLD_BYTES:
                 self._tell(self._untold)
             requests = self._rma.put(runs, data) if total else []
-            opened = self._open
-            opened.begun |= bool(requests)
-            opened.transfers += [(request, data) for request in requests]
-            if len(opened.transfers) > self._tidy_at:
-                # A rank may put repeatedly without a notification or a flush.
-                opened.transfers = _under_way(opened.transfers)
-                self._tidy_at = 2 * len(opened.transfers) + _MANY_TRANSFERS
+            self._open.begun |= bool(requests)
+            for request in requests:
+                self._open.transfers.add(request, data)
             return requests
 
     @_reaching
@@ -458,7 +475,9 @@ class RemoteLink:
             requests = self._rma.get(runs, out)
             if keep:
                 self._busy.add(self)
-                self._gets.append(_Get([(request, out) for request in requests], then))
+                self._gets.append(_Get(then))
+                for request in requests:
+                    self._gets[-1].transfers.add(request, out)
             return requests
 
     @_reaching
@@ -469,7 +488,7 @@ class RemoteLink:
         """
         with self._lock:
             self._busy.add(self)
-            behind = self._open.begun or self._pending or (last and self._words_under_way())
+            behind = self._open.begun or self._pending or (last and self._words.under_way())
             if ordered and behind:
                 self._open.notification, self._open.last = (word, value), last
                 self._close_open()
@@ -488,19 +507,16 @@ class RemoteLink:
         """Advance pending operations; return whether all are complete."""
         with self._lock:
             for delivery in self._pending:
-                if delivery.upto is None:
-                    delivery.transfers = _under_way(delivery.transfers)
-                    if not delivery.transfers:
-                        delivery.upto = self._rma.begun if delivery.begun else 0
+                if delivery.upto is None and not delivery.transfers.under_way():
+                    delivery.upto = self._rma.begun if delivery.begun else 0
             self._send_arrived()
-            opened = self._open
-            opened.transfers = _under_way(opened.transfers)
             self._gets = [get for get in self._gets if not get.over()]
-            moves = opened.transfers or self._gets or any(one.transfers for one in self._pending)
-            self._untold *= bool(moves)
+            reads = self._open.transfers.under_way() or any(one.transfers for one in self._pending)
+            moves = reads or bool(self._gets)
+            self._untold *= moves
             if self.moving and not moves:
                 self._tell(-self.moving)
-            return not (self._pending or self._words_under_way() or moves)
+            return not (self._pending or self._words.under_way() or moves)
 
     def _send_arrived(self) -> None:
         # Consecutive words travel together: a message costs more than its words.
@@ -522,16 +538,12 @@ class RemoteLink:
 
     def _close_open(self) -> None:
         self._pending.append(self._open)
-        self._open, self._tidy_at = _Delivery(), _MANY_TRANSFERS
+        self._open = _Delivery()
 
     def _arrived(self, delivery: _Delivery) -> bool:
         # Whether the puts of a delivery have arrived, and with ``last`` all earlier notifications.
         there = delivery.upto is not None and self._rma.arrived(delivery.upto)
-        return there and not (delivery.last and self._words_under_way())
-
-    def _words_under_way(self) -> bool:
-        self._words = _under_way(self._words)
-        return bool(self._words)
+        return there and not (delivery.last and self._words.under_way())
 
     def _tell(self, nbytes: int) -> None:
         # Adds to a word of the peer's header, from which the peer learns that it should call MPI often. A
@@ -543,15 +555,7 @@ class RemoteLink:
     def _send_words(self, word: int, values: list[int], op: MPI.Op = MPI.REPLACE) -> None:
         # The operation returns the old words. Once these have arrived, the new words are set.
         source, before = np.array(values, np.int64), np.empty(len(values), np.int64)
-        self._words.append((self._rma.change(word, source, before, op), (source, before)))
-        if len(self._words) > self._tidy_words_at:
-            # A rank may notify repeatedly and never wait.
-            self._words = _under_way(self._words)
-            self._tidy_words_at = 2 * len(self._words) + _MANY_TRANSFERS
-
-
-def _under_way(transfers: list[_Transfer]) -> list[_Transfer]:
-    return [transfer for transfer in transfers if not transfer[0].Test()] if transfers else transfers
+        self._words.add(self._rma.change(word, source, before, op), (source, before))
 
 
 # Link to the segment of one peer, one without ``memory`` is a ``RemoteLink``; all offsets are bytes from the

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import random
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from heapq import heappop, heappush
 from typing import Any, ClassVar, Protocol, Self
 
@@ -190,24 +190,17 @@ class VirtualWindow:
         return self._memories[rank], 1
 
     def Rput(self, data: Any, target: int, there: tuple[int, int, MPI.Datatype]) -> VirtualRequest:
-        source, memory, runs = flat(data), self._memories[target], _runs(*there)
+        source, memory, place = flat(data), self._memories[target], _place(*there)
 
         def read() -> None:
             copy = source.copy()
-            self._later(target, lambda: _write(memory, runs, copy))
+            self._later(target, lambda: memory.__setitem__(place, copy))
 
         return self._request(self._later(target, read))
 
     def Rget(self, out: Any, target: int, there: tuple[int, int, MPI.Datatype]) -> VirtualRequest:
-        into, memory, runs = flat(out), self._memories[target], _runs(*there)
-
-        def read() -> None:
-            end = 0
-            for begin, nbytes in runs:
-                end += nbytes
-                into[end - nbytes : end] = memory[begin : begin + nbytes]
-
-        return self._request(self._later(target, read))
+        into, memory, place = flat(out), self._memories[target], _place(*there)
+        return self._request(self._later(target, lambda: into.__setitem__(..., memory[place])))
 
     def Rget_accumulate(
         self, values: Words, before: Words, target: int, there: tuple[int, int, MPI.Datatype], op: MPI.Op
@@ -290,21 +283,15 @@ class VirtualWindow:
         self._memories = ()
 
 
-def _runs(begin: int, count: int, kind: MPI.Datatype) -> list[tuple[int, int]]:
-    # Begin and length of each stretch of bytes: one of ``count`` bytes, or those of a datatype.
+def _place(begin: int, count: int, kind: MPI.Datatype) -> slice | NDArray[np.int64]:
+    # Key of the bytes in a memory: ``count`` bytes, or indices of those of a datatype.
     if kind == MPI.BYTE:
-        return [(begin, count)]
+        return slice(begin, begin + count)
     _, combiner, of_kind = kind.decode()
     places = of_kind["displacements"]
     lengths = of_kind["blocklengths"] if combiner == "HINDEXED" else [of_kind["blocklength"]] * len(places)
-    return [(begin + place, length) for place, length in zip(places, lengths, strict=True)]
-
-
-def _write(memory: Bytes, runs: Iterable[tuple[int, int]], data: Bytes) -> None:
-    end = 0
-    for begin, nbytes in runs:
-        end += nbytes
-        memory[begin : begin + nbytes] = data[end - nbytes : end]
+    runs = zip(places, lengths, strict=True)
+    return np.concatenate([np.arange(begin + place, begin + place + length) for place, length in runs])
 
 
 def flat(data: Any) -> Bytes:

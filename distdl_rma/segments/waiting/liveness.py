@@ -42,6 +42,8 @@ from distdl_rma.segments.waiting.header import (
 )
 
 _NOTICE_BYTES = 1024
+# How long a failed rank stays alive for the others to receive its notice.
+NOTICE_SECONDS = 1.0
 # A rank's last messages may arrive some time after it has left.
 _SUSPICION_SECONDS = 1.0
 # Fewest looks at a ring before it is an error. Time alone does not suffice: processes may have been stopped.

@@ -138,16 +138,19 @@ class Stage(StrEnum):
 
 @dataclass(frozen=True)
 class Refusal:
-    """An error of the ``members``, ranks of MPI_COMM_WORLD; without members, only the last number."""
+    """An error of the ``members``, ranks of MPI_COMM_WORLD; without members, only the last number.
+
+    Numbers of a process only grow. It acts on each refusal of another one once: only on one with a larger
+    number than its own last, and its next refusal passes that number on.
+    """
 
     number: int = 0
     members: frozenset[int] = frozenset()
     text: str = ""
 
-    @classmethod
-    def made(cls, number: int, members: frozenset[int], text: str) -> Refusal:
-        """Refusal whose text and members fit into a line."""
-        return cls(number, _fitting(members), text[:_LONGEST_TEXT])
+    def followed_by(self, members: frozenset[int], text: str, number: int = 0) -> Refusal:
+        """Next refusal of a process, cut to fit into a line; ``number`` is the one that another gave it."""
+        return Refusal(max(self.number + 1, number), _fitting(members), text[:_LONGEST_TEXT])
 
 
 @dataclass(frozen=True)
@@ -226,20 +229,10 @@ _HINT = "do all ranks of M call Machine with the same ranks?"
 
 
 class _Past:
-    """State that a process keeps between meetings.
+    """What a process remembers between meetings: how often it called as the first rank, and a refusal."""
 
-    ``calls`` and ``refusals`` only grow. A refusal gets a larger number than all that this process knows, so
-    that a process acts on each refusal once: only on one with a larger number than its own last.
-    """
-
-    def __init__(self) -> None:
-        self.calls = self.refusals = 0
-        self.last = Refusal()
-
-    def refused(self, members: frozenset[int], text: str, number: int = 0) -> None:
-        """Record a refusal; ``number`` is the one that another process gave it."""
-        self.refusals = max(self.refusals + 1, number)
-        self.last = Refusal.made(self.refusals, members, text)
+    calls = 0
+    last = Refusal()
 
 
 # One process has one line, and makes one machine at a time.
@@ -278,7 +271,7 @@ def meet(comm: MPI.Intracomm, ranks: tuple[int, ...], seconds: float) -> MPI.Int
                 made = _create(comm, group, ranks, world, number)
             # Only now have all ranks read GOES.
             _board.write("")
-            _past.last = Refusal(_past.refusals)
+            _past.last = Refusal(_past.last.number)
             return made
     finally:
         group.Free()
@@ -294,7 +287,7 @@ def refuse(comm: MPI.Intracomm, ranks: Iterable[int], problem: str) -> None:
     finally:
         group.Free()
     with _lock:
-        _past.refused(frozenset(world or ()), f"rank {comm.rank}: {problem}")
+        _past.last = _past.last.followed_by(frozenset(world or ()), f"rank {comm.rank}: {problem}")
         _board.write(Announcement(Stage.REFUSED, _past.last).encoded())
 
 
@@ -402,9 +395,9 @@ class _Meeting:
         if peer is None:
             return None
         # Only refusals that this rank has not read count.
-        if peer.last.number > _past.refusals and me in peer.last.members:
+        if peer.last.number > _past.last.number and me in peer.last.members:
             self._refuse(peer.last.members, peer.last.text, peer.last.number)
-        if peer.last.number < _past.refusals and self._world[rank] in _past.last.members:
+        if peer.last.number < _past.last.number and self._world[rank] in _past.last.members:
             # The other rank has not read this rank's last refusal yet.
             return None
         if peer.meeting == self._meeting:
@@ -425,7 +418,7 @@ class _Meeting:
 
     def _refuse(self, also: frozenset[int], problem: str, number: int = 0) -> NoReturn:
         self._members |= also
-        _past.refused(self._members, problem, number)
+        _past.last = _past.last.followed_by(self._members, problem, number)
         self._announce(Stage.REFUSED)
         raise PartitionError(problem)
 

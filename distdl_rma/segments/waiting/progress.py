@@ -12,8 +12,6 @@ import threading
 import time
 from collections.abc import Callable
 
-from distdl_rma.segments.virtual_ranks.comm import while_blocked
-
 # Pauses of the thread: while the rank is active, if ranks outnumber cores, and after a time without activity.
 _BUSY_SECONDS = 1e-4
 _CROWDED_SECONDS = 1e-3
@@ -62,20 +60,3 @@ class ProgressEngine:
             pause = max(self._pause, min(_PAUSE_TURNS * turn, _LONGEST_PAUSE_SECONDS))
             quiet = quiet + pause if active == seen else 0.0
             seen = active
-
-
-class VirtualEngine:
-    """Calls ``turn()`` while a virtual rank waits outside of this library, as ``ProgressEngine`` does."""
-
-    def __init__(self, turn: Callable[[], int]) -> None:
-        self._turn = turn
-        self.error: BaseException | None = None
-        self.stop = while_blocked(self._run)
-
-    def _run(self) -> None:
-        try:
-            self._turn()
-        except BaseException as error:  # noqa: BLE001
-            # The next wait of the rank raises it.
-            self.error = error
-            self.stop()

@@ -32,7 +32,7 @@ import mpi4py
 from distdl_rma.errors import DistdlError, PeerFailedError
 from distdl_rma.segments.virtual_ranks.comm import is_true_within
 from distdl_rma.segments.waiting.error_texts import cause_of
-from distdl_rma.segments.waiting.liveness import FailureNotices
+from distdl_rma.segments.waiting.liveness import NOTICE_SECONDS, FailureNotices
 
 _FULL = "DISTDL_RMA_FULL_TRACEBACKS"
 _LEFT_OUT = f"({_FULL}=1 shows the frames of torch and of distdl_rma as well)\n"
@@ -93,8 +93,7 @@ def _is_inner(entry: TracebackType) -> bool:
     return entry.tb_frame.f_code.co_filename.startswith(hidden)
 
 
-# How long a failing rank waits for its peers to receive its notice, and then for them to print their errors.
-_NOTICE_SECONDS = 1.0
+# How long a rank then waits for its peers to print their errors.
 _PRINT_SECONDS = 0.2
 # How long a rank checks whether an earlier rank fails with the same error, and so shows the traceback.
 _ALIKE_SECONDS = 0.4
@@ -167,9 +166,9 @@ def _excepthook(kind: type[BaseException], error: BaseException, trace: Tracebac
         else:
             shows(kind, error, trace)
         # The end of this process may end the job: before that, the peers must learn the reason.
-        is_true_within(_NOTICE_SECONDS, lambda: not [one for one in still_open if not one.notices.noticed()])
+        is_true_within(NOTICE_SECONDS, lambda: not [one for one in still_open if not one.notices.noticed()])
         if still_open:
-            time.sleep(_PRINT_SECONDS + (_NOTICE_SECONDS if elsewhere else 0))
+            time.sleep(_PRINT_SECONDS + (NOTICE_SECONDS if elsewhere else 0))
     finally:
         _under_way.clear()
 

@@ -27,10 +27,10 @@ from mpi4py import MPI
 from distdl_rma.errors import DistdlError, ExchangeTimeout
 from distdl_rma.segments.options import check_timeout
 from distdl_rma.segments.transport.segment import Segment
-from distdl_rma.segments.virtual_ranks.comm import virtual_rank, wait_ended
+from distdl_rma.segments.virtual_ranks.comm import virtual_rank, wait_ended, while_blocked
 from distdl_rma.segments.waiting.header import WaitReason
 from distdl_rma.segments.waiting.liveness import FailureNotices, PeerWatch
-from distdl_rma.segments.waiting.progress import ProgressEngine, VirtualEngine
+from distdl_rma.segments.waiting.progress import ProgressEngine
 from distdl_rma.trace import Counters
 
 Test = Callable[[], bool]
@@ -74,7 +74,10 @@ class Waiter:
         self._open = True
         self._steps: list[Callable[[], bool]] = []
         self._advancing = False
-        self._engine: ProgressEngine | VirtualEngine | None = None
+        # Who takes steps while the rank computes: ``"thread"``, or ``"none"``.
+        self.engine = "none"
+        self._engine: ProgressEngine | None = None
+        self._end_turns: Callable[[], object] = bool
         # Error of a step that was taken while the rank waited in another machine.
         self._deferred_error: Exception | None = None
 
@@ -172,18 +175,16 @@ class Waiter:
         self.advance()
         self._notices.check()
 
-    @property
-    def engine(self) -> str:
-        """Who takes steps while the rank computes: ``"thread"``, or ``"none"``."""
-        return "thread" if self._engine is not None else "none"
-
     def begin(self, engine: str) -> None:
         """Let other machines' waits, and the progress engine if chosen, take steps from now on."""
         _replace_open(weakref.ref(self))
+        self.engine = engine
         if engine == "thread" and self._hand_over is None:
             self._engine = ProgressEngine(self._turn, self._segment.crowded)
+            self._end_turns = self._engine.stop
         elif engine == "thread":
-            self._engine = VirtualEngine(self._turn)
+            # A virtual rank has no other thread: it takes steps while it waits in calls of other libraries.
+            self._end_turns = while_blocked(self.advance_quietly)
 
     def hold(self, held: ExitStack) -> None:
         """Take no turn of the progress engine until ``held`` ends; waits for the turn that it takes now."""
@@ -192,8 +193,7 @@ class Waiter:
 
     def stop(self) -> None:
         """End the progress engine; idempotent."""
-        if self._engine is not None:
-            self._engine.stop()
+        self._end_turns()
 
     def end(self) -> None:
         """Undo ``begin``; idempotent. The engine takes no more effective steps."""
@@ -224,7 +224,7 @@ class Waiter:
             advance_other_machines(self)
 
     def advance_quietly(self) -> None:
-        """Take steps while the rank waits in another machine; does not block.
+        """Take steps while the rank waits in another machine or library; does not block.
 
         After a step has raised, takes no further steps until the next wait in this machine raises that error.
         """
