@@ -171,6 +171,7 @@ class _Examination:
             self._job.failures.append(Failure(rank, self._step, f"nothing came within {self._timeout:g} s"))
 
     def _merge(self, jobs: dict[int, Job]) -> None:
+        # Of a measurement that several ranks made, the slowest counts: a job is as slow as its slowest rank.
         job = self._job
         for rank, other in sorted(jobs.items()):
             if rank == self._rank:

@@ -30,7 +30,11 @@ _MEASURED = {
 
 
 def as_json(job: Job, found: Sequence[Finding]) -> dict[str, Any]:
-    """Facts, measurements and findings under the keys that ``docs/clusters.md`` lists."""
+    """Facts, measurements and findings under the keys that ``docs/clusters.md`` lists.
+
+    All keys are there in any case, with empty values where a step failed, so that programs need no special
+    cases. Versions and thread level are those of the first rank: where ranks differ, a finding says so.
+    """
     first = job.ranks[0] if job.ranks else None
     return {
         "ok": not any(finding.level == "error" for finding in found),

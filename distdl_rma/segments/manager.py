@@ -240,15 +240,10 @@ class SegmentManager(SegmentContext, Uncopyable):
     def _reclaim(self) -> None:
         # Finalizers may append meanwhile. If ``idle`` raises, its buffer and all later ones stay in the list.
         with self.segment.lock:
-            for _ in range(len(self._retired)):
-                buffer, idle = self._retired.pop(0)
-                done = False
-                try:
-                    done = self.closed or (not self.has_late_writers(buffer.offset) and idle())
-                finally:
-                    if not done:
-                        self._retired.append((buffer, idle))
-                if done:
+            for retired in tuple(self._retired):
+                buffer, idle = retired
+                if self.closed or (not self.has_late_writers(buffer.offset) and idle()):
+                    self._retired.remove(retired)
                     buffer.free()
 
     def queue(self, name: str = "queue") -> Queue:

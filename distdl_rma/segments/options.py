@@ -80,7 +80,10 @@ def check_communicator(comm: object) -> None:
 
 
 def parse_size(text: object, what: str = "a segment size") -> int:
-    """Bytes of a size like ``2GiB``, ``512 MiB`` or ``4096``; ``ConfigurationError`` if it is invalid."""
+    """Bytes of a size like ``2GiB``, ``512 MiB`` or ``4096``; ``ConfigurationError`` if it is invalid.
+
+    Powers of 1024 alone: ``GB`` means either in different programs, so it is refused.
+    """
     known = isinstance(text, (str, int, np.integer)) and not isinstance(text, bool)
     found = re.fullmatch(r"\s*(\d{1,18})\s*([A-Za-z]*)\s*", str(text)) if known else None
     if not found or found[2] not in _UNITS or int(found[1]) < 1:
@@ -127,7 +130,10 @@ def mpi_runs() -> bool:
 
 
 def thread_level() -> int:
-    """Thread level of MPI; if MPI does not run, that of virtual ranks, which alone work then."""
+    """Thread level of MPI; if MPI does not run, that of virtual ranks, which alone work then.
+
+    With less than ``MPI_THREAD_MULTIPLE`` there is no progress thread: only waits move data between nodes.
+    """
     return MPI.Query_thread() if mpi_runs() else MPI.THREAD_MULTIPLE
 
 

@@ -66,7 +66,10 @@ def as_array(data: Any, what: str) -> NDArray[Any]:
 
 
 def as_target(out: Any, what: str) -> NDArray[Any]:
-    """Array over memory to write to; no copy. ``ShapeError`` if writing would not change ``out``."""
+    """Array over memory to write to; no copy. ``ShapeError`` if writing would not change ``out``.
+
+    A get into a copy, or into one place for several elements as of ``expand``, would lose data in silence.
+    """
     array = as_array(out, what)
     # An object that gives numpy a copy of itself, as a number does, gives a different one each time.
     copied = array is not out and array.size and not np.may_share_memory(array, as_array(out, what))
@@ -158,7 +161,7 @@ def _as_number(data: complex, dtype: np.dtype[Any]) -> NDArray[Any] | None:
 
 
 def _is_castable(source: np.dtype[Any], dtype: np.dtype[Any]) -> bool:
-    # Numbers convert to numbers only, text to text, times to times.
+    # Numbers convert to numbers only, text to text, times to times. Numpy would also make text of numbers.
     if "V" in (source.kind, dtype.kind):
         return np.can_cast(source, dtype, "equiv")
     alike = source.kind == dtype.kind or (source.kind in _NUMBERS and dtype.kind in _NUMBERS)

@@ -226,7 +226,7 @@ class _Together:
 
 
 class VirtualGroup:
-    """An ordered list of ranks of a communicator."""
+    """An ordered list of ranks of a communicator, as ``MPI.Group``; a value, nothing to free."""
 
     def __init__(self, members: Iterable[int]) -> None:
         self.members = tuple(members)
@@ -302,7 +302,10 @@ class VirtualComm:
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        """Context in which this rank is that of the current thread."""
+        """Context in which this rank is that of the current thread.
+
+        COMM_WORLD then means all virtual ranks, so that programs for processes run unchanged (``world``).
+        """
         _here.comm = self
         try:
             yield
@@ -315,7 +318,10 @@ class VirtualComm:
             self.at_end.pop()(error)
 
     def shown(self, value: Any) -> list[Any]:
-        """Return the values of all ranks, not copies of them; blocking, collective."""
+        """Return the values of all ranks, not copies of them; blocking, collective.
+
+        So ranks of a node get each other's memory, which ``allgather`` would copy.
+        """
         return self._gathered(value)
 
     def _gathered(self, value: Any, kind: object = "all", count: int = 0) -> list[Any]:

@@ -55,7 +55,11 @@ class Event:
 
 
 class Network:
-    """Events under way between virtual ranks; ``seed`` draws delays, ``nodes`` has the node of each rank."""
+    """Events under way between virtual ranks; ``seed`` draws delays, ``nodes`` has the node of each rank.
+
+    Time is counted in turns of ranks, not in seconds: a run with the same seed has the same events at the
+    same places of the program, on any machine and under a debugger.
+    """
 
     def __init__(self, seed: int, nodes: Sequence[int]) -> None:
         # Other random numbers than those that draw the order of the ranks.
@@ -170,6 +174,8 @@ class VirtualWindow:
     @classmethod
     def Allocate_shared(cls, nbytes: int, unit: int, *, comm: Ranks) -> Self:
         """Make a window over new memory, all zeros, whose pages are consumed when touched; collective.
+
+        "Shared" means what it says in MPI: each rank gets the arrays of all.
 
         ``MemoryError`` on all ranks if one of them gets no memory.
         """

@@ -152,8 +152,7 @@ def played(
 def _node_of_each(ranks: int, nodes: int | Sequence[int]) -> list[int]:
     # The node of each rank.
     if type(nodes) is int and 1 <= nodes <= ranks:
-        ends = map(Balanced(ranks, nodes).interval, range(nodes))
-        sizes: Sequence[int] = [stop - start for start, stop in ends]
+        sizes: Sequence[int] = Balanced(ranks, nodes).lengths
     elif (
         isinstance(nodes, Sequence)
         and all(type(size) is int and size > 0 for size in nodes)

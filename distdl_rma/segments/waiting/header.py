@@ -251,10 +251,8 @@ def parse(header: bytes) -> HeaderRecord | None:
     if doing is None or begun is None:
         return None
     text, process, space, state, since, written, origin, number, *ranks = doing
-    name, epoch, began, mode = begun
     waits_for = tuple(ranks[: min(number, _RANKS)])
-    fields = RankState(state), process, space, since, written, origin, waits_for, text
-    return HeaderRecord(*fields, name, epoch, began, mode)
+    return HeaderRecord(RankState(state), process, space, since, written, origin, waits_for, text, *begun)
 
 
 class PeerHeaders:

@@ -60,12 +60,16 @@ def short_traceback(error: BaseException) -> str:
 
 
 def place_of(error: BaseException) -> str:
-    """File and line of the user's innermost frame; empty if there is none."""
+    """File and line of the user's innermost frame; empty if there is none.
+
+    Ranks that raise the same error at one place are alike for the user, whatever the frames below.
+    """
     found = [each for each in _entries(error.__traceback__) if not _is_inner(each)]
     return f"{PurePath(found[-1].tb_frame.f_code.co_filename).name}:{found[-1].tb_lineno}" if found else ""
 
 
 def _shortened(error: BaseException) -> TracebackType | None:
+    # The traceback without inner frames; the whole one if nothing would be left.
     trace = None
     for each in reversed([*_entries(error.__traceback__)]):
         if not _is_inner(each):
@@ -80,6 +84,7 @@ def _entries(trace: TracebackType | None) -> Iterator[TracebackType]:
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    # The error and those that Python prints before it, by its rules.
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))
@@ -88,6 +93,7 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def _is_inner(entry: TracebackType) -> bool:
+    # Whether a frame is one of this package, of torch or of what starts the program: not of the user.
     torch = getattr(sys.modules.get("torch"), "__file__", None)
     hidden = (_OWN, *_LAUNCHERS, *([] if torch is None else [f"{Path(torch).parent}/"]))
     return entry.tb_frame.f_code.co_filename.startswith(hidden)
@@ -120,7 +126,11 @@ _last_errors: list[type[BaseException]] = []
 
 
 def report_uncaught_errors(manager: Failing) -> None:
-    """Report this process's uncaught exceptions to the ranks of a machine, from now on."""
+    """Report this process's uncaught exceptions to the ranks of a machine, from now on.
+
+    By ``sys.excepthook``: the only place that sees an exception which nobody catches. The hook that was there
+    before, such as that of ``python -m mpi4py``, which ends the job, or of a debugger, is called by it.
+    """
     if sys.excepthook is not _excepthook:
         _previous_hooks.append(sys.excepthook)
         sys.excepthook = _excepthook
