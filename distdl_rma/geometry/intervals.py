@@ -8,9 +8,9 @@ Ten elements in three parts, and what other kinds of splits make of them::
     Section(Balanced(10, 3), 2, 6)      0 1 | 2 3 4 | 5                     elements 2 to 7, counted anew
     Grouped(Balanced(10, 3), 5, 1)      0 | 0 1 | 1                         fives that each part meets
 
-Splits are values that compute their intervals. Only ``Listed`` stores a number for each part, so a tensor on
-a thousand ranks needs no list of a thousand blocks. For all of them both ends never decrease from part to
-part, so that a bisection finds the parts that meet an interval (``meeting``).
+Splits are values that compute their intervals. Balanced ones store two numbers, however many parts there are.
+For all of them both ends never decrease from part to part, so that a bisection finds the parts that meet an
+interval (``meeting``).
 """
 
 from __future__ import annotations
