@@ -103,6 +103,7 @@ class _Examination:
         return self._timeout + _GRACE_SECONDS + (self._timeout + _GRACE_SECONDS if self._rank else 0.0)
 
     def _take(self, step: str, call: Callable[[], object]) -> bool:
+        # Carries out a step under a deadline; an error becomes a failure of this rank in the job's facts.
         self._step, self._deadline = step, time.monotonic() + self._limit
         try:
             with _ends_after(self._limit + _LAST_SECONDS):
@@ -151,6 +152,7 @@ class _Examination:
         return found
 
     def _gather(self, found: dict[int, Any], mine: Any) -> None:
+        # Not by MPI's gather, which waits for ever for a rank that hangs: the first rank takes what is in time.
         from mpi4py import MPI
 
         comm, status, until = MPI.COMM_WORLD, MPI.Status(), time.monotonic() + self._timeout

@@ -104,6 +104,7 @@ def _hosts(facts: dict[str, Any]) -> list[str]:
 
 
 def _transports(letters: Sequence[str]) -> Iterator[str]:
+    # How each rank reaches each other one: as a matrix, or as counts if nobody would read the matrix.
     if len(letters) < 2 or set("".join(letters)) == {"?"}:
         return
     if len(letters) > _MATRIX_RANKS:

@@ -111,6 +111,7 @@ class Exchange:
     def _pieces(
         self, mine: Decomposition, theirs: Decomposition, shifts: Sequence[tuple[int, ...]]
     ) -> tuple[Piece, ...]:
+        # Pieces of this rank's box in one decomposition that meet boxes of the other one, sorted by peer.
         if self.rank not in mine.partition:
             return ()
         box = mine.box(self.rank)

@@ -399,6 +399,7 @@ class SegmentManager(SegmentContext, Uncopyable):
         )
 
     def _all_are_here(self) -> bool:
+        # Tests the two barriers of ``_meet_to_close`` in turn; a repeated call goes on with the same ones.
         barriers = self._barriers
         if not barriers:
             barriers.append(self.comm.Ibarrier())

@@ -201,6 +201,7 @@ class Handshake:
         return WaitReason(missing, f"to connect {self._purpose.label!r}", hint, in_step=True)
 
     def _remote(self, peer: int, reply: Message) -> RemoteBuffer:
+        # The peer's buffer by its message; raises if its purpose was another one.
         context, label = self._context, self._purpose.label
         different = self._purpose.difference(context.rank, peer, reply)
         if different:

@@ -152,6 +152,8 @@ class RmaPeer:
         self._asked += 1
 
     def _take_answer(self, question: MPI.Request, then: int) -> None:
+        # ``then`` is how many operations had begun when the question was sent. An answer is looked for only
+        # when large puts from before it are complete, since a flush would wait for these.
         self._large = self._under_way()
         if any(begun <= then for _, begun in self._large) or not question.Test():
             return
@@ -423,7 +425,7 @@ class RemoteLink:
     puts until MPI has sent them.
 
     ``_open`` collects the puts since the last notification. ``_pending`` are closed deliveries, oldest first;
-    only the first one is sent, so words leave in the order of the calls. ``_words`` are words under way;
+    only the first one is sent, so ordered words leave as they were called. ``_words`` are words under way;
     ``_gets`` are gets that nobody but the link waits for.
 
     Methods hold ``lock``, since the progress engine is another thread. ``busy`` are the links with pending

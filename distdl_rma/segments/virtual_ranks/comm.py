@@ -292,6 +292,7 @@ class VirtualComm:
         self._together.turns.wait(self._whole, ready, what)
 
     def _check_thread(self) -> None:
+        # A rank that lets others run in the turn of another one would end that turn, and never get it back.
         here = _here.comm
         if here is None or here._whole != self._whole:
             other = "another thread" if here is None else f"rank {here._whole}"

@@ -165,6 +165,7 @@ class Turns:
                 self._set(begin)
 
     def _start(self, threads: Sequence[threading.Thread]) -> None:
+        # All threads start before the first one plays, so that none has done anything if one cannot start.
         try:
             for thread in threads:
                 thread.start()
@@ -267,6 +268,7 @@ class Turns:
             self.hand_over(rank)
 
     def _next(self) -> int:
+        # Tests of waiting ranks are called meanwhile, in the thread of this one: they do not hand over.
         self.choosing = True
         try:
             self._running = self._chosen()
@@ -287,6 +289,7 @@ class Turns:
         return self._round.pop()
 
     def _next_of_round(self) -> int:
+        # The next rank of the round; one that waits only if its test is true, or its skips are used up.
         while True:
             if self.network.advance():
                 self._idle = 0

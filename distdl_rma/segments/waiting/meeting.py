@@ -90,6 +90,7 @@ class JobBoard:
         return ""
 
     def _tried(self) -> bool:
+        # Some launchers accept a name and never find it again, or find one that was removed.
         try:
             self.write("-")
             written = self.read(MPI.COMM_WORLD.rank)
@@ -345,6 +346,7 @@ class _Meeting:
             raise
 
     def _lead(self) -> int:
+        # The first rank: its HERE, CALLS and GOES of the picture at the head of this file.
         self._wait_for_all(lambda peer: peer.stage is Stage.HERE)
         _past.calls += 1
         number = _past.calls
@@ -354,6 +356,7 @@ class _Meeting:
         return number
 
     def _wait_for_all(self, ready: Callable[[Announcement], bool]) -> None:
+        # The time is read before the lines, so that a rank looks once more after its deadline.
         late = self._others
         for pause in self._turns():
             over = time.monotonic() > self._deadline
