@@ -152,7 +152,7 @@ class _Examination:
         return found
 
     def _gather(self, found: dict[int, Any], mine: Any) -> None:
-        # Not by MPI's gather, which waits for ever for a rank that hangs: the first rank takes what is in time.
+        # Not by MPI's gather, which waits for ever for a rank that hangs: the first rank takes what comes.
         from mpi4py import MPI
 
         comm, status, until = MPI.COMM_WORLD, MPI.Status(), time.monotonic() + self._timeout
