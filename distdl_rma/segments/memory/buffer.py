@@ -283,8 +283,9 @@ class SegmentBuffer:
         with context.segment.lock:
             self.offset = context.heap.allocate(data_nbytes + notifications * 8, owner)
         self._first_word = (self.offset + data_nbytes) // 8
-        self._words = self._segment.words[self._first_word : self._first_word + notifications]
-        self._array = np.frombuffer(self._words, np.int64)
+        # All words, as 64-bit integers. Channels and collectives read them too, in loops without a check.
+        self.flags = self._segment.words[self._first_word : self._first_word + notifications]
+        self._array = np.frombuffer(self.flags, np.int64)
         self._array[:] = 0
         # Copies of the words at their last reset. Only the peer writes the words themselves.
         self._reset = np.zeros(notifications, np.int64)
@@ -399,7 +400,7 @@ class SegmentBuffer:
 
         Blocking; raises as :meth:`notify_waitsome`.
         """
-        words, reset = self._words, self._reset_words
+        words, reset = self.flags, self._reset_words
         ranks = None if senders is None else self._known(senders)
         try:
             if self._freed or self._context.closed or not 0 <= index < self.notifications:
@@ -465,17 +466,12 @@ class SegmentBuffer:
 
     # For channels and collectives: words that hold growing epochs, each with one writer.
 
-    @property
-    def flags(self) -> memoryview:
-        """All words, as 64-bit integers; for loops that have no time to check each index."""
-        return self._words
-
     def flag(self, index: int) -> int:
         """Return the raw word of a notification; does not block."""
         try:
             if self._freed or self._context.closed or not 0 <= index < self.notifications:
                 raise self._wrong(index)
-            return int(self._words[index])
+            return int(self.flags[index])
         except TypeError:
             raise self._wrong(index) from None
 

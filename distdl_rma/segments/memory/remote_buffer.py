@@ -239,7 +239,10 @@ class RemoteBuffer:
         memory = self._link.memory
         self._near: Bytes | None = None if memory is None else memory[self._begin : self._begin + self.nbytes]
         self._bytes = None if self._near is None else self._near.data
-        self._near_words, self._fence = self.flags, segment.store_fence
+        self._fence = segment.store_fence
+        # For channels and collectives too: the peer's words, None out of reach. Who stores adds the fences.
+        begin, end = self._first_word, self._first_word + self.notifications
+        self.flags = None if memory is None else memory.data.cast("q")[begin:end]
 
     def put(self, data: Any, offset: int = 0, queue: Queue | None = None) -> None:
         """Copy an array, tensor or bytes into the peer's buffer; does not block for the transfer.
@@ -300,12 +303,12 @@ class RemoteBuffer:
         if self._context.closed:
             self._context.check_open()
         word = value << NOTIFICATION_BITS | next(self._sequence) & _SEQUENCE
-        if self._near_words is None:
+        if self.flags is None:
             self._link.notify(self._first_word + index, word, last=last)
         else:
             if self._fence is not None:
                 self._fence()
-            self._near_words[index] = word
+            self.flags[index] = word
         self._counters.notifications += 1
 
     def put_notify(
@@ -341,7 +344,7 @@ class RemoteBuffer:
             near[offset : offset + nbytes] = source
         if self._fence is not None:
             self._fence()
-        self._near_words[index] = value << NOTIFICATION_BITS | next(self._sequence) & _SEQUENCE  # type: ignore[index]
+        self.flags[index] = value << NOTIFICATION_BITS | next(self._sequence) & _SEQUENCE  # type: ignore[index]
         counters = self._counters
         counters.puts += 1
         counters.bytes_put += nbytes
@@ -478,7 +481,7 @@ class RemoteBuffer:
 
         Where a plain store will do, it is the item assignment of the peer's words itself, without a frame.
         """
-        words = self._near_words
+        words = self.flags
         if words is not None and self._fence is None:
             return partial(words.__setitem__, index)
         return partial(self._link.notify, self._first_word + index, ordered=ordered)
@@ -493,14 +496,6 @@ class RemoteBuffer:
         self._far.put(ByteRuns((self._begin + offset,), data.nbytes), data)
         self._counters.puts += 1
         self._counters.bytes_put += data.nbytes
-
-    @property
-    def flags(self) -> memoryview | None:
-        """The peer's words if this rank can store to them, else None; the caller adds fences."""
-        memory = self._link.memory
-        if memory is None:
-            return None
-        return memory.data.cast("q")[self._first_word : self._first_word + self.notifications]
 
     def delivered(self) -> bool:
         """Advance pending operations to this peer; does not block.
