@@ -31,7 +31,7 @@ from distdl_rma.errors import UnsupportedError as UnsupportedError
 from distdl_rma.torch_backend import register_with_torch
 
 if TYPE_CHECKING:
-    # The same names as in ``_HOMES``, for editors and type checkers.
+    # The same names as in ``_NAMES``, for editors and type checkers.
     from distdl_rma.geometry.distribution import Distribution as Distribution
     from distdl_rma.geometry.partition import Partition as Partition
     from distdl_rma.jobs.checkpoints.job import Checkpoints as Checkpoints
@@ -67,40 +67,33 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-_HOMES = {
-    "Checkpoints": "jobs.checkpoints.job",
-    "Distribution": "geometry.distribution",
-    "DistributedGradScaler": "layers.sync",
-    "GradientSync": "layers.sync",
-    "MPIPartition": "segments.machine",
-    "Machine": "segments.machine",
-    "Partition": "geometry.partition",
-    "ShardDataset": "jobs.data.dataset",
-    "ShardLoader": "jobs.data.loader",
-    "Sink": "layers.sources.reading",
-    "Source": "layers.sources.reading",
-    "gather_state_dict": "layers.state",
-    "load_checkpoint": "jobs.checkpoints.load",
-    "load_global_state_dict": "layers.state",
-    "shard": "layers.split.shard",
-    "spill": "jobs.out_of_core.spill",
-    "static_shapes": "layers.partitioned.core.agreement",
-    "SplitTensor": "layers.split",
-    "compare": "layers.model.compare",
-    "create_array": "jobs.data.sinks",
-    "distribute": "layers.model.distribute",
-    "open_array": "layers.sources.opening",
-    "Predictor": "jobs.out_of_core.predict",
-    "plan_prediction": "jobs.out_of_core.predict",
-    "predict": "jobs.out_of_core.predict",
-    "print0": "segments.machine",
-    "rehearse": "segments.virtual_ranks.rehearse",
-    "register": "layers.split.functions.user_rules",
-    "report": "layers.model.report",
-    "whole_parameters": "layers.state",
-    "write_shards": "jobs.data.sinks",
-    "zero_volume_tensor": "layers.ops.core.tensors",
+# Public names by their module, which is loaded at the first use of one.
+_NAMES = {
+    "geometry.distribution": "Distribution",
+    "geometry.partition": "Partition",
+    "jobs.checkpoints.job": "Checkpoints",
+    "jobs.checkpoints.load": "load_checkpoint",
+    "jobs.data.dataset": "ShardDataset",
+    "jobs.data.loader": "ShardLoader",
+    "jobs.data.sinks": "create_array write_shards",
+    "jobs.out_of_core.predict": "Predictor plan_prediction predict",
+    "jobs.out_of_core.spill": "spill",
+    "layers.model.compare": "compare",
+    "layers.model.distribute": "distribute",
+    "layers.model.report": "report",
+    "layers.ops.core.tensors": "zero_volume_tensor",
+    "layers.partitioned.core.agreement": "static_shapes",
+    "layers.sources.opening": "open_array",
+    "layers.sources.reading": "Sink Source",
+    "layers.split": "SplitTensor",
+    "layers.split.functions.user_rules": "register",
+    "layers.split.shard": "shard",
+    "layers.state": "gather_state_dict load_global_state_dict whole_parameters",
+    "layers.sync": "DistributedGradScaler GradientSync",
+    "segments.machine": "MPIPartition Machine print0",
+    "segments.virtual_ranks.rehearse": "rehearse",
 }
+_HOMES = {name: home for home, names in _NAMES.items() for name in names.split()}
 __all__ = ["__version__"]
 __all__ += errors.__all__
 __all__ += list(_HOMES)

@@ -1,4 +1,17 @@
-"""Errors of the library; each is also the standard error that it resembles most."""
+"""Errors of the library; each is also the standard error that it resembles most.
+
+So programs that know nothing of this package catch them as they are used to: a wrong shape as a
+``ValueError``, a full disk as an ``OSError``. Classes are few, one for each thing that a program can do::
+
+    arguments       PartitionError  ArgumentError  ShapeError  UnsupportedError  ConfigurationError
+    files           DataError  CheckpointError
+    memory          SegmentError
+    order of calls  ProtocolError  ClosedError
+    other ranks     MismatchError  ExchangeTimeout  PeerFailedError
+
+Errors of the first row are raised before any data moves, on all ranks that are concerned. Texts of the last
+row end with what may be done with the machine (``segments/waiting/error_texts.py``).
+"""
 
 import contextlib
 import typing

@@ -2,6 +2,10 @@
 
 The tests of this package use them on 1 to 4 ranks. All functions are collective: every rank of the partition
 calls them with the same arguments, and an error of one comparison is raised on the ranks that see it.
+
+The two checks find different faults. A comparison with whole tensors finds wrong numbers, for the inputs that
+it was given. The adjoint identity finds a backward that is not that of the forward, for any linear function,
+and needs no whole tensor to compare with: so it also tests what has no counterpart on one rank.
 """
 
 from __future__ import annotations
@@ -181,6 +185,8 @@ def _leaf(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 
 def _sum(P_world: Partition, x: torch.Tensor) -> torch.Tensor:
+    # Sum over the ranks, in pieces of one allreduce that is kept: tests would use up the segment with one for
+    # each size of tensor.
     machine = Machine.of(P_world)
     key = f"testing of {P_world.ranks}"
     if key not in machine.kept:
@@ -219,6 +225,7 @@ def _assert_same(found: Any, expected: Any, atol: float, rtol: float) -> None:
 
 
 def _backward(expected: Any, found: Any) -> None:
+    # The same random gradient for a result of whole tensors and for that of split ones, on all ranks.
     ends = [(e, f) for e, f in zip(_tensors(expected), _tensors(found), strict=True) if e.requires_grad]
     for at, (e, f) in enumerate(ends):
         torch.default_generator.manual_seed(at)

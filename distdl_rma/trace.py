@@ -1,4 +1,13 @@
-"""What a rank does, and what travels meanwhile: counters, recordings and their trace; text in columns."""
+"""What a rank does, and what travels meanwhile: counters, recordings and their trace; text in columns.
+
+Two kinds of events on the time line of a rank::
+
+    actions     |start|  local           |wait|remote|     one after another, of the rank's own thread
+    messages       |---------- exchange -----|             beside them, until any thread sees the arrival
+
+Overlap is what both show together: how much of a message lies beside computation, and how long the wait for
+it is. Counters are always on, since they cost an addition; recordings only within ``machine.record()``.
+"""
 
 from __future__ import annotations
 

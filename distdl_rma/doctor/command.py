@@ -1,4 +1,14 @@
-"""The examination step by step, each with a deadline; the first rank writes the result."""
+"""The examination step by step, each with a deadline; the first rank writes the result.
+
+Who ends a step that hangs::
+
+    in a wait of the library     its own timeout, with an error that says for whom
+    in a call of MPI             a thread of this process: it writes what is known and ends the process
+    in MPI's start               a forked child: no other thread of Python runs meanwhile
+    in MPI's end                 faulthandler's timer, which needs no interpreter
+
+Facts travel to the first rank by plain messages of mpi4py, not by the library, which is what is examined.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +51,11 @@ def doctor(json_file: str | None = None, timeout: float = 60.0) -> int:
 
 
 class _Examination:
-    """What this rank knows so far; a thread ends the process if a step takes too long."""
+    """What this rank knows so far; a thread ends the process if a step takes too long.
+
+    ``_step`` and ``_deadline`` are what the thread watches; only ``_take`` changes them. The result is
+    written once, at the end of the steps or by the thread, whichever is first: ``_lock`` decides.
+    """
 
     def __init__(self, json_file: str | None, timeout: float) -> None:
         self._launcher = Launcher.seen(os.environ)
@@ -89,6 +103,7 @@ class _Examination:
         return self._timeout + _GRACE_SECONDS + (self._timeout + _GRACE_SECONDS if self._rank else 0.0)
 
     def _take(self, step: str, call: Callable[[], object]) -> bool:
+        # Carries out a step under a deadline; an error becomes a failure of this rank in the job's facts.
         self._step, self._deadline = step, time.monotonic() + self._limit
         try:
             with _ends_after(self._limit + _LAST_SECONDS):
@@ -137,6 +152,7 @@ class _Examination:
         return found
 
     def _gather(self, found: dict[int, Any], mine: Any) -> None:
+        # Not by MPI's gather, which waits for ever for a rank that hangs: the first rank takes what comes.
         from mpi4py import MPI
 
         comm, status, until = MPI.COMM_WORLD, MPI.Status(), time.monotonic() + self._timeout
@@ -157,6 +173,7 @@ class _Examination:
             self._job.failures.append(Failure(rank, self._step, f"nothing came within {self._timeout:g} s"))
 
     def _merge(self, jobs: dict[int, Job]) -> None:
+        # Of a measurement that several ranks made, the slowest counts: a job is as slow as its slowest rank.
         job = self._job
         for rank, other in sorted(jobs.items()):
             if rank == self._rank:

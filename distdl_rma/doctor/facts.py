@@ -1,4 +1,8 @@
-"""Facts about a job, as plain data: what each rank sees of its process and node, what was measured."""
+"""Facts about a job, as plain data: what each rank sees of its process and node, what was measured.
+
+This file loads neither MPI nor torch, and nothing of this package that does: facts are also wanted of a
+process in which MPI does not start. Facts of MPI are those of the module if somebody has loaded it.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +11,7 @@ import platform
 import shutil
 import socket
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
@@ -40,7 +44,10 @@ class Launcher:
 
     @classmethod
     def seen(cls, environment: Mapping[str, str]) -> Launcher:
-        """Launcher that the environment variables tell of."""
+        """Launcher that the environment variables tell of.
+
+        MPI's own answer is no help: a process whose MPI is not that of the launcher is rank 0 of 1.
+        """
         for name, sign, ranks, rank in _LAUNCHERS:
             if sign in environment and environment.get(ranks, "").isdecimal():
                 mine = environment.get(rank, "")
@@ -143,7 +150,10 @@ def rank_facts(launcher: Launcher) -> RankFacts:
 
 
 def memory_limit(groups: Path = _CGROUPS, members: str | None = None) -> int | None:
-    """Bytes that this process and its control group may use, at most the memory of the node; local."""
+    """Bytes that this process and its control group may use, at most the memory of the node; local.
+
+    Batch systems and containers limit a job by control groups, of which the node's own figures say nothing.
+    """
     limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
     if members is None:
         with suppress(OSError):
@@ -158,6 +168,11 @@ def memory_limit(groups: Path = _CGROUPS, members: str | None = None) -> int | N
                 with suppress(OSError, ValueError):
                     limits.append(int((each / file).read_text()))
     return min((limit for limit in limits if limit > 0), default=None)
+
+
+def least(numbers: Iterable[int | None]) -> int | None:
+    """Smallest of the numbers that are known; None if none is."""
+    return min((number for number in numbers if number is not None), default=None)
 
 
 def sized(nbytes: float) -> str:

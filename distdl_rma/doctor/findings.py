@@ -1,12 +1,18 @@
-"""What is wrong with a job, and what to do: pure functions of its facts."""
+"""What is wrong with a job, and what to do: pure functions of its facts.
+
+A finding is an error if the job cannot work as it is, and a warning if it works, but slowly or not for long.
+Each has a remedy that the user can carry out; a symptom without one is not reported. Each function looks for
+one kind of fault, and says nothing where facts are missing.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from operator import attrgetter
 
-from distdl_rma.doctor.facts import HYDRA, OPEN_MPI, SHARED_MEMORY, SLURM, Job, counted, sized
+from distdl_rma.doctor.facts import HYDRA, OPEN_MPI, SHARED_MEMORY, SLURM, Job, counted, least, sized
 from distdl_rma.geometry.partition import by_key, spans
 
 _SMALL_SHARED_MEMORY = 64 << 20
@@ -34,12 +40,7 @@ class Finding:
     remedy: str
 
 
-def _error(text: str, remedy: str) -> Finding:
-    return Finding("error", text, remedy)
-
-
-def _warning(text: str, remedy: str) -> Finding:
-    return Finding("warning", text, remedy)
+_error, _warning = partial(Finding, "error"), partial(Finding, "warning")
 
 
 def findings(job: Job) -> list[Finding]:
@@ -49,7 +50,11 @@ def findings(job: Job) -> list[Finding]:
 
 
 def of_launcher(job: Job) -> Iterator[Finding]:
-    """A launcher of another MPI than mpi4py's, ranks that do not know each other, a job of one rank."""
+    """A launcher of another MPI than mpi4py's, ranks that do not know each other, a job of one rank.
+
+    An MPI does not understand the variables of another one's launcher, so each process is a job of its own,
+    runs to its end, and does all the work: a fault that no error tells of.
+    """
     for facts in job.ranks[:1]:
         launcher, mpi = facts.launcher, facts.versions.get("MPI", "")
         open_mpi = "Open MPI" in mpi
@@ -74,7 +79,10 @@ def of_launcher(job: Job) -> Iterator[Finding]:
 
 
 def of_failures(job: Job) -> Iterator[Finding]:
-    """Steps that failed. That other ranks failed because of one is no finding of its own."""
+    """Steps that failed. That other ranks failed because of one is no finding of its own.
+
+    Equal messages of several ranks are one finding, with all their numbers.
+    """
     first = [each for each in job.failures if not each.message.startswith("PeerFailedError")]
     for (step, message), alike in by_key(first or job.failures, attrgetter("step", "message")).items():
         remedy = _REMEDIES.get(step, "docs/failures.md says what the error means")
@@ -82,7 +90,10 @@ def of_failures(job: Job) -> Iterator[Finding]:
 
 
 def of_versions(job: Job) -> Iterator[Finding]:
-    """Ranks with different versions."""
+    """Ranks with different versions.
+
+    An error, since ranks with different versions may choose different plans for the same tensors.
+    """
     for name in sorted({name for facts in job.ranks for name in facts.versions}):
         seen = {facts.rank: facts.versions.get(name, "none") for facts in job.ranks}
         ranks = by_key(seen, seen.__getitem__)
@@ -94,10 +105,15 @@ def of_versions(job: Job) -> Iterator[Finding]:
 
 
 def of_memory(job: Job) -> Iterator[Finding]:
-    """Shared memory, and the limit of the control group, against what segments may take."""
+    """Shared memory, and the limit of the control group, against what segments may take.
+
+    64 MiB is the size that containers have by default. Without segments, as where no machine could be made,
+    a small one is the likely reason and so an error. A limit is compared with what segments may grow to: they
+    take pages when touched, and the kernel kills a process that goes beyond.
+    """
     for host, ranks in job.hosts.items():
-        total = min((facts.shm_total for facts in ranks if facts.shm_total is not None), default=None)
-        limit = min((facts.memory_limit for facts in ranks if facts.memory_limit is not None), default=None)
+        total = least(facts.shm_total for facts in ranks)
+        limit = least(facts.memory_limit for facts in ranks)
         wanted = job.segment_bytes * len(ranks)
         if total is not None and (total <= _SMALL_SHARED_MEMORY or total < wanted):
             short = f"{sized(total)} for {counted(len(ranks), 'rank')} are too little for most models"
@@ -114,7 +130,10 @@ def of_memory(job: Job) -> Iterator[Finding]:
 
 
 def of_cores(job: Job) -> Iterator[Finding]:
-    """More ranks, or threads, than cores."""
+    """More ranks, or threads, than cores.
+
+    One finding for a host: with more ranks than cores, the threads of each are no news.
+    """
     for host, ranks in job.hosts.items():
         cores = len({core for facts in ranks for core in facts.cores})
         threads = sum(facts.threads for facts in ranks)
@@ -139,7 +158,10 @@ def of_cores(job: Job) -> Iterator[Finding]:
 
 
 def of_nodes(job: Job) -> Iterator[Finding]:
-    """Ranks of one host that share no memory, and no thread for what travels between nodes."""
+    """Ranks of one host that share no memory, and no thread for what travels between nodes.
+
+    Ranks in separate containers of a host reach each other by MPI only, as if they were on two nodes.
+    """
     for host, ranks in job.hosts.items():
         mine = {facts.rank for facts in ranks}
         parts = [node for node in job.nodes if mine.intersection(node)]
@@ -157,7 +179,10 @@ def of_nodes(job: Job) -> Iterator[Finding]:
 
 
 def of_start(job: Job) -> Iterator[Finding]:
-    """Ranks whose exception would leave the others waiting."""
+    """Ranks whose exception would leave the others waiting.
+
+    The library's own waits notice it; those of MPI, as in a call of mpi4py, do not.
+    """
     if ranks := [facts.rank for facts in job.ranks if facts.size > 1 and not facts.ends_job]:
         yield _warning(
             f"{_named(ranks)}: python runs without -m mpi4py, so that an exception on one rank may leave the"

@@ -1,4 +1,8 @@
-"""Measurements between the ranks of a job, by the calls of the library; results go into a ``Job``."""
+"""Measurements between the ranks of a job, by the calls of the library; results go into a ``Job``.
+
+Each measurement also compares what arrived: a network that is fast and wrong is the worst finding. Between
+nodes one pair of ranks stands for all, since the examination should take seconds on any number of ranks.
+"""
 
 from __future__ import annotations
 
@@ -70,7 +74,11 @@ def pairs(nodes: list[list[int]]) -> Iterator[tuple[str, int, int]]:
 
 
 def puts(job: Job, machine: Machine, name: str, first: int, second: int) -> None:
-    """Latency of a small put and bandwidth of a large one, on the first of two ranks; nothing elsewhere."""
+    """Latency of a small put and bandwidth of a large one, on the first of two ranks; nothing elsewhere.
+
+    Clocks of two ranks cannot be compared, so the first rank measures there and back. Small puts go both
+    ways, and half of the time is the latency; a large one comes back as a small one, which hardly counts.
+    """
     if machine.rank not in (first, second):
         return
     peer = second if machine.rank == first else first
@@ -120,7 +128,11 @@ def allreduces(job: Job, machine: Machine) -> None:
 
 
 def convolution(job: Job, machine: Machine) -> None:
-    """A convolution whose input is split over all ranks against torch's on the whole; collective."""
+    """A convolution whose input is split over all ranks against torch's on the whole; collective.
+
+    Rows are not a multiple of the ranks, so that blocks are uneven and halos differ. It uses what a model
+    uses, from the segment to the gradients of parameters: if this is right, so is the installation.
+    """
     torch.manual_seed(0)
     alone, split = nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(3, 4, 3, padding=1)
     x = torch.randn(2, 3, 4 * machine.size + 1, 16)

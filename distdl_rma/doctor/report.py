@@ -1,4 +1,8 @@
-"""The result of an examination, as text for people and as JSON."""
+"""The result of an examination, as text for people and as JSON.
+
+The keys of the JSON are public: programs of administrators read them. The text is for a person alone, leaves
+out what is empty, and may change.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from distdl_rma.doctor.facts import Job, RankFacts, counted, sized
+from distdl_rma.doctor.facts import Job, RankFacts, counted, least, sized
 from distdl_rma.doctor.findings import Finding
 from distdl_rma.geometry.partition import by_key, spans
 from distdl_rma.trace import in_columns
@@ -26,7 +30,11 @@ _MEASURED = {
 
 
 def as_json(job: Job, found: Sequence[Finding]) -> dict[str, Any]:
-    """Facts, measurements and findings under the keys that ``docs/clusters.md`` lists."""
+    """Facts, measurements and findings under the keys that ``docs/clusters.md`` lists.
+
+    All keys are there in any case, with empty values where a step failed, so that programs need no special
+    cases. Versions and thread level are those of the first rank: where ranks differ, a finding says so.
+    """
     first = job.ranks[0] if job.ranks else None
     return {
         "ok": not any(finding.level == "error" for finding in found),
@@ -78,9 +86,7 @@ def _rows(job: Job) -> Iterator[dict[str, Any]]:
             "ranks": [facts.rank for facts in ranks],
             "cores": len({core for facts in ranks for core in facts.cores}),
             "threads_per_rank": threads,
-            "shm_free_bytes": min(
-                (free for facts in ranks if (free := facts.shm_free) is not None), default=None
-            ),
+            "shm_free_bytes": least(facts.shm_free for facts in ranks),
             "shm_total_bytes": total,
             "memory_limit_bytes": limit,
         }
@@ -98,6 +104,7 @@ def _hosts(facts: dict[str, Any]) -> list[str]:
 
 
 def _transports(letters: Sequence[str]) -> Iterator[str]:
+    # How each rank reaches each other one: as a matrix, or as counts if nobody would read the matrix.
     if len(letters) < 2 or set("".join(letters)) == {"?"}:
         return
     if len(letters) > _MATRIX_RANKS:

@@ -1,4 +1,15 @@
-"""Boxes of global indices."""
+"""Boxes of global indices.
+
+All plans are made of boxes: the block of a rank, what a window reads, a piece that travels. Indices are
+global, so boxes of different ranks can be compared and intersected without a look at who has which::
+
+    (0, 0)                             box of rank 0:        [0:4, 0:6]
+      +-----------+                    box of rank 1:        [4:8, 0:6]
+      |  rank 0   |                    what rank 1 reads:    [3:8, 0:6]
+      +-----------+  <- row 4          & of the first and the last:  [3:4, 0:6], the halo
+      |  rank 1   |
+      +-----------+
+"""
 
 from __future__ import annotations
 
@@ -91,7 +102,10 @@ class Box:
         return Box((*self.bounds[:dim], (start, stop), *self.bounds[dim + 1 :]))
 
     def slices(self, origin: Box) -> tuple[slice, ...]:
-        """Slices that select this box in an array over ``origin``; ``ShapeError`` if it is not inside."""
+        """Slices that select this box in an array over ``origin``; ``ShapeError`` if it is not inside.
+
+        A global box minus the begin of a block is local: ``[3:4, 0:6]`` is row 3 of rank 0 above.
+        """
         known = self._last_slices
         if known and known[0][0] is origin:
             return known[0][1]

@@ -1,4 +1,15 @@
-"""Decompositions: which box of a global tensor each rank of a partition owns or needs."""
+"""Decompositions: which box of a global tensor each rank of a partition owns or needs.
+
+A tensor of 6 x 8 on a grid of 2 x 2 ranks, cut in rows by the first grid dimension; the second replicates::
+
+    splits = (Balanced(6, 2), Balanced(8, 1))        grid       tensor
+    axes   = (0, None)                               0 1        rows 0 to 2 on ranks 0 and 1
+              |    grid dimension 1 cuts nothing     2 3        rows 3 to 5 on ranks 2 and 3
+              grid dimension 0 cuts tensor dimension 0
+
+With ``axes = (1, 0)`` the grid is laid on the tensor transposed; with ``(None, None)`` all ranks have all.
+What a rank owns and what it needs are both decompositions, and an ``Exchange`` is made of the two.
+"""
 
 from __future__ import annotations
 
@@ -139,7 +150,10 @@ class Decomposition:
 
     @cached_property
     def leaves_out(self) -> bool:
-        """Whether some rank has an empty box although the tensor has elements."""
+        """Whether some rank has an empty box although the tensor has elements.
+
+        Some functions of torch refuse a block without elements, so rules look at such tensors first.
+        """
         lengths = (split.interval(part) for split in self.splits for part in range(split.parts))
         return 0 not in self.shape and any(start == stop for start, stop in lengths)
 
@@ -176,7 +190,11 @@ class Decomposition:
         return self.box(self.partition.me if rank is None else rank).slices(Box.of_shape(self.shape))
 
     def meeting(self, box: Box) -> Iterator[tuple[int, Box]]:
-        """Yield ranks whose box meets ``box``, row-major, each with the intersection."""
+        """Yield ranks whose box meets ``box``, row-major, each with the intersection.
+
+        Looks for the parts of each dimension alone: the time grows with the ranks that are found, not with
+        all ranks of the partition.
+        """
         ranges = [range(extent) for extent in self.partition.shape]
         for split, grid, bounds in zip(self.splits, self._grid_dims, box.bounds, strict=True):
             parts = meeting(split, *bounds)

@@ -1,4 +1,14 @@
-"""Distributions: how many instances each tensor dimension has, and their positions in the machine."""
+"""Distributions: how many instances each tensor dimension has, and their positions in the machine.
+
+``Distribution(2, 1, 3, strides=(2, 1, 4))`` on a machine of nine ranks, M = (0, ..., 8): two parts of the
+batch and three of the height, in a box of 2 x 1 x 4 ranks::
+
+    M                0        1        2        3      4        5        6        7      8
+    (n, c, height)   (0,0,0)  (0,0,1)  (0,0,2)  idle   (1,0,0)  (1,0,1)  (1,0,2)  idle   idle
+
+Strides let a layer leave places free, so that the parts of another layer with four places lie on the same
+ranks: fewer elements move between the two. Layers take partitions; ``on`` makes one of a distribution.
+"""
 
 from __future__ import annotations
 

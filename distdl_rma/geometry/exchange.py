@@ -1,4 +1,21 @@
-"""The one plan of data movement: ``y = 0; y[box] += x[box]``."""
+"""The one plan of data movement: ``y = 0; y[box] += x[box]``.
+
+A halo of one row, as rank 1 of three plans it; each rank owns four rows::
+
+    rows      0 1 2 3 | 4 5 6 7 | 8 9 ...
+    owns      rank 0  | rank 1  | rank 2
+    needs           3 | 4 5 6 7 | 8            rank 1
+
+    receives  [3:4] from 0, [8:9] from 2       its needed box & boxes that others own
+    sends     [4:5] to 0, [7:8] to 2           its own box & boxes that others need
+    local     [4:8]                            its own box & its needed box
+
+The adjoint swaps owned and needed: gradients of rows 3 and 8 travel back, and are added where they came from.
+A broadcast has a source on one rank and a target of copies, and a sum-reduction is its adjoint; scatter,
+gather and redistribution are two decompositions of one tensor. Layers have no other code for movements. Each
+rank plans its own part from the two decompositions, without a message, and both ends of a piece find the same
+box.
+"""
 
 from __future__ import annotations
 
@@ -94,6 +111,7 @@ class Exchange:
     def _pieces(
         self, mine: Decomposition, theirs: Decomposition, shifts: Sequence[tuple[int, ...]]
     ) -> tuple[Piece, ...]:
+        # Pieces of this rank's box in one decomposition that meet boxes of the other one, sorted by peer.
         if self.rank not in mine.partition:
             return ()
         box = mine.box(self.rank)
@@ -123,7 +141,10 @@ class Exchange:
 
     @cached_property
     def before_local(self) -> int:
-        """Number of pieces from ranks that come before this one in the order of the partition."""
+        """Number of pieces from ranks that come before this one in the order of the partition.
+
+        Sums that begin with these, then add the own piece, have the same order of terms on all ranks.
+        """
         peers = [piece.peer for piece in self._forward[not self.transposed]]
         return peers.index(self.rank) if self.rank in peers else len(peers)
 
@@ -171,5 +192,9 @@ def by_peer(pieces: tuple[Piece, ...]) -> list[tuple[int, tuple[Piece, ...]]]:
 
 
 def fingerprint(*facts: object) -> int:
-    """Number of 56 bits, equal on all ranks if ``repr(facts)`` is equal, else (almost surely) different."""
+    """Number of 56 bits, equal on all ranks if ``repr(facts)`` is equal, else (almost surely) different.
+
+    Python's ``hash`` would not do: that of text differs between processes. Seven bytes, so that the number is
+    positive in a word of 64 bits, as messages and flags have.
+    """
     return int.from_bytes(blake2b(repr(facts).encode(), digest_size=7).digest(), "little")

@@ -3,6 +3,21 @@
 A *line* is a set of target ranks that hold the same box, along the grid dimensions that replicate. If a line
 spans several nodes, it first gets every element once; then its ranks exchange their elements. Sums over
 replicas of the source are the adjoint.
+
+A tensor whose rows are on four ranks becomes a copy on each of them; two nodes, letters are quarters of it::
+
+               before      stage 1, between nodes      stage 2, on each node
+    node 0   0: a           0: a c                      0: a c b d
+             1: b           1: b d                      1: a c b d
+    node 1   2: c           2: a c                      2: a c b d
+             3: d           3: b d                      3: a c b d
+
+Each element comes to a node once: the direct movement would send c and d to node 0 twice each. The price is
+the order. Vectors arrive in that of the stages (here a c b d), and ``takes`` says which box of the tensor
+each part is, so that one copy puts them in place.
+
+Whether this is worth while depends on the nodes and on lengths alone, which all ranks know: ``steps`` is a
+pure function, and tests play all ranks of any machine in one process.
 """
 
 from __future__ import annotations
@@ -60,8 +75,6 @@ def steps(source: Decomposition, target: Decomposition, node_of: NodeOf, me: int
     if source.partition.size == 1 and (collected := _to_one(target, source, node_of, me)):
         return [collected.T]
     many, few = _takes_stages(target, source, node_of), _takes_stages(source, target, node_of)
-    if not (many or few):
-        return []
     before: list[Step] = []
     after: list[Step] = []
     if many and (found := _from_few(target, source, node_of, me)):
@@ -70,9 +83,7 @@ def steps(source: Decomposition, target: Decomposition, node_of: NodeOf, me: int
     if few and (found := _from_few(source, target, node_of, me)):
         source, stage = found
         before = [stage.T]
-    if not (before or after):
-        return []
-    return [*before, (source, target), *after]
+    return [*before, (source, target), *after] if before or after else []
 
 
 def _to_one(end: Decomposition, one: Decomposition, node_of: NodeOf, me: int) -> FlatStages | None:

@@ -1,4 +1,20 @@
-"""Width of halos: which inputs the outputs of windows read, for sliding windows and for tables of windows."""
+"""Width of halos: which inputs the outputs of windows read, for sliding windows and for tables of windows.
+
+A window with kernel 3, stride 2 and padding 1 on 8 inputs, whose outputs two ranks compute::
+
+    inputs        p 0 1 2 3 4 5 6 7 p
+    output 0      #-#-#                      j * 2 - 1 + (0, 1, 2)
+    output 1          #-#-#
+    output 2              #-#-#              rank 1: outputs [2:4) read inputs [3:8)
+    output 3                  #-#-#          and own [4:8): the halo is input 3, on the left only
+
+The width of a halo is the difference of what outputs read and what a rank owns. It depends on the place:
+with strides, uneven blocks and padding each rank and each side has another one, perhaps none, and may need
+several neighbours. So no halo is a number here: ``Stencil.with_halo`` gives the inputs that each part reads
+as a split of the input, and the exchange finds who owns them.
+
+The adjoint asks the other way round, which outputs read an input (``readers``).
+"""
 
 from __future__ import annotations
 
@@ -118,6 +134,8 @@ class TableWindow:
 def outputs_behind(source: Split, extent: int, last_read: Callable[[int], int]) -> Listed:
     """Parts of ``extent`` outputs of which each reads inputs of its own and of earlier parts only.
 
+    For ranks that run one after another, and pass on what later ones need: no rank waits for a later one.
+
     ``last_read(output)`` is the end of the inputs that an output reads; it never decreases. What lies behind
     the inputs is padding: the last part has all outputs that are left, and an earlier part whose inputs end
     there has no more than others have.
@@ -149,6 +167,9 @@ class WindowSplit(Mapped):
 @dataclass(frozen=True)
 class InnerSplit(Mapped):
     """Inputs inside the domain that each part reads, if the padding is made from elements of the domain.
+
+    A rank that pads makes its padding itself: what it lacks are elements of the domain, perhaps more of them
+    than its windows read directly.
 
     By ``mode`` the padding reads: ``"constant"`` nothing; ``"replicate"`` the last element; ``"reflect"`` as
     many elements next to the last one as the padding is wide.

@@ -1,4 +1,17 @@
-"""One dimension split into intervals, one per part, and the search for the parts that meet an interval."""
+"""One dimension split into intervals, one per part, and the search for the parts that meet an interval.
+
+Ten elements in three parts, and what other kinds of splits make of them::
+
+    Balanced(10, 3)                 0 1 2 3 | 4 5 6 | 7 8 9
+    Listed((1, 7, 2))               0 | 1 2 3 4 5 6 7 | 8 9
+    Copies(Listed((4, 6)), (0, 0, 1))   0 1 2 3 | 0 1 2 3 | 4 5 6 7 8 9     two ranks have the first part
+    Section(Balanced(10, 3), 2, 6)      0 1 | 2 3 4 | 5                     elements 2 to 7, counted anew
+    Grouped(Balanced(10, 3), 5, 1)      0 | 0 1 | 1                         fives that each part meets
+
+Splits are values that compute their intervals. Balanced ones store two numbers, however many parts there are.
+For all of them both ends never decrease from part to part, so that a bisection finds the parts that meet an
+interval (``meeting``).
+"""
 
 from __future__ import annotations
 
@@ -23,7 +36,10 @@ class Split(Protocol):
         """Extent of the dimension."""
 
     def ends(self, part: int) -> tuple[int, int]:
-        """Ends of a part, non-decreasing, for searching; of an empty part, the second may be the smaller."""
+        """Ends of a part, non-decreasing, for searching; of an empty part, the second may be the smaller.
+
+        ``interval`` makes empty parts proper intervals, which could break the order of the ends.
+        """
 
     def interval(self, part: int) -> tuple[int, int]:
         """Half-open interval of a part, ``start <= stop``."""
@@ -186,7 +202,14 @@ def lengths_of(split: Split) -> tuple[int, ...]:
 
 
 def meeting(split: Split, start: int, stop: int) -> range:
-    """Parts that share an element with ``[start, stop)``, by bisection; empty parts may be among them."""
+    """Parts that share an element with ``[start, stop)``, by bisection; empty parts may be among them.
+
+    Examples
+    --------
+    >>> from distdl_rma.geometry.intervals import Balanced, meeting
+    >>> meeting(Balanced(10, 3), 3, 5)  # parts [0, 4), [4, 7), [7, 10)
+    range(0, 2)
+    """
     if start >= stop:
         return range(0)
     parts = range(split.parts)

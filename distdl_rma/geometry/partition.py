@@ -1,4 +1,16 @@
-"""Ranks on a Cartesian grid."""
+"""Ranks on a Cartesian grid.
+
+A grid of 2 x 3 ranks of a machine of eight, without ranks 0 and 5. ``me`` is rank 3::
+
+    Partition(ranks=(1, 2, 3, 4, 6, 7), shape=(2, 3), me=3)
+
+                   column 0   1   2
+    row 0                 1   2   3      rank id 3: position 2 (``rank``), index (0, 2)
+    row 1                 4   6   7      rank id 5: no member, holds the same value all the same
+
+Three numbers name a place, and only the rank id is the same in all partitions: so plans, links and errors
+name rank ids.
+"""
 
 from __future__ import annotations
 
@@ -201,7 +213,8 @@ def leaders(groups: Groups, root: int) -> tuple[int, ...]:
 def share_holders(nodes: Groups) -> Groups:
     """Ranks of each node that each work on a share of a vector: as many as the smallest node has ranks.
 
-    The n-th ranks of all nodes work on the same share.
+    The n-th ranks of all nodes work on the same share. With nodes (0, 1, 2) and (3, 4) these are (0, 1) and
+    (3, 4): two shares, since rank 2 would have no counterpart for a third one.
     """
     shares = min(map(len, nodes))
     return tuple(node[:shares] for node in nodes)
@@ -248,7 +261,10 @@ def groups_along(partition: Partition, axes: Collection[int]) -> Groups:
 
 
 def spans(ranks: Iterable[int], between: str = ", ") -> str:
-    """Ranks in ascending order as text: ``0-3, 7``."""
+    """Ranks in ascending order as text: ``0-3, 7``.
+
+    For messages, and for lines of a limited length (``segments/waiting/meeting.py``), which read them back.
+    """
     found: list[list[int]] = []
     for rank in sorted(ranks):
         if found and rank == found[-1][1] + 1:

@@ -6,6 +6,19 @@ global tensor of a movement. The movements of a plan are executed one after anot
 
 Groups are disjoint tuples of rank ids; ``lengths`` are the numbers of elements of their vectors; ``node_of``
 maps a rank to its node's number; ``me`` is the rank that plans.
+
+A sum of one vector over eight ranks on four nodes, to rank 0::
+
+    node 0   0 <- 1                    stage 1: each node sums to its leader, by load and store
+    node 1   2 <- 3      2 --.
+    node 2   4 <- 5      4 ---> 0      stage 2: leaders send to the root, a message each
+    node 3   6 <- 7      6 --'
+
+Directly, six vectors would travel between nodes, in place of three. Beyond 32 leaders there is a stage more:
+a rank that receives from hundreds of others needs memory for the vector of each, and receives one by one.
+
+Every stage is a pair of decompositions of one long vector, so that an ``Exchange`` carries it out, and the
+broadcast is the reduction read backwards. All ranks plan the same stages.
 """
 
 from __future__ import annotations

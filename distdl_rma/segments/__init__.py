@@ -10,6 +10,18 @@ in the segment. Below, ``transport`` reaches a peer by load and store or by MPI 
 only place where a rank waits: it looks whether peers live, and words the errors. ``virtual_ranks`` are
 threads of one process in place of MPI's, with ``rehearse``. ``consensus.py`` raises an error of one rank on
 all of them.
+
+The floors, from above to below, and what each adds::
+
+    Consensus, together      ranks compare numbers; one outcome of local work
+    Machine                  the ranks of a job; ends with them
+    Channel, collectives     epochs: the same movement again and again, by flags that only grow
+    SegmentBuffer            a block that peers put to, its notifications; handshake of addresses
+    Waiter, PeerWatch        the only waits; who has failed, who is late
+    Segment, Link            memory that all reach; near by load and store, far by MPI
+
+One rule holds on all floors: data is written before its flag, by one writer, and read after the flag, and the
+reader says when the place is free again. Most classes name their writer, their reader and that moment.
 """
 
 import warnings

@@ -50,6 +50,11 @@ class Channel:
     ``make_result`` allocates a result in the arena of this process. With it, other ranks of the node put
     large results directly into that memory; ``landed`` says so for each received piece.
 
+    Between calls ``_finished <= _started <= _finished + 2``. The data flag of a lane is raised by the sender
+    alone and the acknowledge flag by the receiver alone; each rank raises flags in the order of its epochs. A
+    slot belongs to the sender from the acknowledgement of epoch e until the flag of epoch e + 2, and to the
+    receiver otherwise. Pieces are yielded in plan order and not as they come, so that sums are reproducible.
+
     Examples
     --------
     >>> machine = Machine(MPI.COMM_WORLD)
@@ -240,6 +245,9 @@ class Channel:
 
     def void(self) -> None:
         """Cancel the next epoch to receive, started or not; each rank of the exchange has to call it once.
+
+        Layers start the movement of their last call before the ranks have agreed that this call is alike. If
+        it is not, this takes the start back.
 
         For a movement that every rank knows will not take place; drops data that peers put. Blocks until this
         rank's own puts are complete; after a timeout the call can be repeated.

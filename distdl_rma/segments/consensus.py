@@ -2,6 +2,16 @@
 
 ``Consensus`` and ``gather_words`` compare at once. ``words_of`` and ``are_equal`` compare by an allreduce
 that sums other numbers too. ``together`` gives local work of all ranks one outcome.
+
+Two steps, of which the second is rare::
+
+    every rank:  title, 3 integers  ->  smallest and largest of each, over all ranks
+                 smallest == largest: all agree, done              usual; as long as a barrier
+                 else: each sends a row of bytes to all ranks      in passes of 512 bytes at most
+
+All ranks see the same smallest and largest numbers, so all take the second step, or none: nobody has to tell.
+The title is compared with the numbers. Ranks in different places of the program then exchange titles in place
+of rows, and all raise the same error, in place of reading each other's rows as what they are not.
 """
 
 from __future__ import annotations
@@ -148,6 +158,9 @@ def gather_words(
 
     Collective over ``ranks``, all of the machine if None; blocking, for set-up and for errors. ``name`` is
     for messages, and equal on all ranks. If all words are equal, only a digest travels.
+
+    JSON, and not pickle: words are compared as text, and equal objects may have different pickles. Tuples
+    come back as lists, and keys of dicts as text, on all ranks alike.
     """
     ranks = manager.ranks if ranks is None else tuple(ranks)
     texts = Consensus.of(manager, ranks).gather(name, json.dumps(words).encode())
@@ -170,7 +183,8 @@ def words_of(facts: str) -> tuple[int, int, int, int]:
 def are_equal(sums: Sequence[float], ranks: int) -> bool:
     """Whether so many ranks have added the same words.
 
-    P numbers are equal if and only if P times the sum of their squares is the square of their sum.
+    P numbers are equal if and only if P times the sum of their squares is the square of their sum. So one
+    allreduce that a layer needs anyway carries the comparison, in four more numbers.
     """
     low, low_squares, high, high_squares = map(int, sums)
     return low_squares * ranks == low**2 and high_squares * ranks == high**2
@@ -192,6 +206,15 @@ def together(
     names it; ``failed`` if it is not of the library. The context gets a dict for facts of this rank, by name,
     in JSON's types. If ranks state another value of a fact, all raise ``differs`` with both, and ``advice``.
     All ranks pass the same ``ranks`` and ``title``, which says what they do here.
+
+    ::
+
+        with together(machine, machine.ranks, "load", advice="give all ranks the same file") as facts:
+            data = read(path)               # rank 1: FileNotFoundError
+            facts["shape"] = data.shape     # or: another shape on rank 1
+        # after the block all ranks have the file, with the same shape, or all have raised
+
+    The work itself must not wait for other ranks, since one that raises does not come.
     """
     facts: dict[str, Any] = {}
     error: Exception | None = None

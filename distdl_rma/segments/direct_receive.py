@@ -1,4 +1,19 @@
-"""Direct receive: ranks of the node put into the results of a channel, which saves a copy from slots."""
+"""Direct receive: ranks of the node put into the results of a channel, which saves a copy from slots.
+
+In place of two slots the reader posts two results, and tells their offsets in a table in its segment::
+
+    table in the reader's buffer        arena of the reader
+    | even: offset | odd: offset |      |  result of epoch 1  |  result of epoch 2  |   ...
+           |              +--------------^ writers put pieces of odd epochs here
+           +-----------------------------------------------------^ and of even ones here
+
+    reader: receives epoch 1 > gives the result to its caller > posts memory for epoch 3: table[odd]
+            > acknowledges epoch 1
+    writer: waits for the acknowledgement of epoch 1 > reads table[odd] > puts epoch 3
+
+The acknowledgement comes after the store to the table, so a writer that may write never sees an old offset.
+From then on the result of epoch 1 belongs to the reader's caller, and no peer has a reason to touch it.
+"""
 
 from __future__ import annotations
 
@@ -96,6 +111,9 @@ def receives_directly(exchange: Exchange, itemsize: int, near: Callable[[int], b
     """Whether peers put a rank's pieces directly into its results.
 
     True if nothing is summed or left unwritten, and near ranks send half of the result and 1 MiB at least.
+
+    The result is new memory without zeros: an element that nobody writes would be garbage. And a sum needs a
+    second place for what is added.
     """
     nbytes = itemsize * sum(piece.box.volume for piece in exchange.receives if near(piece.peer))
     enough = nbytes >= _SMALLEST_NBYTES and 2 * nbytes >= itemsize * exchange.need.volume

@@ -51,6 +51,9 @@ class Lane:
     the index of the data flag of a received message, or of the acknowledge flag of a sent message. The sender
     raises the data flag after each piece listed in ``ends``, the last piece included.
 
+    The data flag counts steps over all epochs: with three steps an epoch it is 3 after epoch 1, and 4 after
+    the first step of epoch 2 (``flag_after``). So one word tells the epoch and how far its message is.
+
     The other fields are set once the peer's buffer ``remote`` is known. ``views`` are the pieces in both
     slots, or with ``lands`` in the results, without slots. ``staged`` are both staging areas if this rank
     cannot store to the peer's slots. ``remote.note`` has the offset of the slots and the indices of the data
@@ -160,7 +163,11 @@ class Lanes:
 
 
 def in_steps(pieces: tuple[Piece, ...], itemsize: int) -> tuple[Piece, ...]:
-    """Cut large pieces along their first dimension longer than 1; equal at sender and receiver."""
+    """Cut large pieces along their first dimension longer than 1; equal at sender and receiver.
+
+    Both cut their own list of the same pieces, and never tell each other how: the parts follow from shape and
+    size of element alone. Along the first dimension, since a part of a row-major array is then contiguous.
+    """
     found = []
     for piece in pieces:
         nbytes = piece.box.volume * itemsize

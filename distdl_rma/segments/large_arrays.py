@@ -1,4 +1,9 @@
-"""Copies and functions of large arrays: by one thread of numpy, or by several threads of a floor above."""
+"""Copies and functions of large arrays: by one thread of numpy, or by several threads of a floor above.
+
+One core does not fill the memory bus, so several copy a large array sooner. Numpy has no threads for that,
+torch has, and this floor must not import torch. So layers bring torch's threads here when they are loaded
+(``use``), and programs that use segments alone copy by one thread.
+"""
 
 from __future__ import annotations
 

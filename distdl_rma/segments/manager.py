@@ -1,4 +1,18 @@
-"""The manager of a machine's segment: buffers, queues, communicators, progress, closing."""
+"""The manager of a machine's segment: buffers, queues, communicators, progress, closing.
+
+How memory comes back, which other ranks may still write to::
+
+    get_segment_buffer ---> in use ---> free()                 the caller knows that nobody writes
+                               |
+                               +------> retire(buffer, idle)   freed at a later allocation, if idle() is true
+                               +------> never                  a handshake with its address did not succeed
+
+How a machine ends::
+
+    close() on all ranks   wait for own puts > say LEFT > two barriers that a wait can leave > free windows
+    after a failure        nothing is freed: a peer that does not know yet may still read and write
+    exit of the process    meet_at_exit: as close(), but without errors, which no code could catch
+"""
 
 from __future__ import annotations
 
@@ -29,7 +43,7 @@ from distdl_rma.segments.transport.segment import Segment
 from distdl_rma.segments.virtual_ranks.comm import is_virtual, world
 from distdl_rma.segments.waiting.error_texts import LOST, append_state, cause_of
 from distdl_rma.segments.waiting.header import HEADER_BYTES, HeaderWriter, WaitReason, operation_name
-from distdl_rma.segments.waiting.liveness import FailureNotices, PeerWatch
+from distdl_rma.segments.waiting.liveness import NOTICE_SECONDS, FailureNotices, PeerWatch
 from distdl_rma.segments.waiting.waiter import Waiter
 from distdl_rma.trace import Counters, Tracer
 
@@ -38,6 +52,9 @@ _CREATE_TAG = 11
 
 class Communicators:
     """Pool of communicators by their ordered list of ranks; each user of a list has one for itself.
+
+    Two users of one communicator could match each other's collective calls. MPI has few communicators (about
+    2000 in MPICH), and a program makes and drops groups all the time: so they are used again.
 
     Creating and freeing a communicator is collective, but ranks begin and end a use at different times. So
     the pool keeps a communicator that was given back for the next user of the same ranks, and frees all in
@@ -88,14 +105,7 @@ class Communicators:
 
 
 _SPINS = 2000
-# How long a failed rank stays alive for the others to receive its notice.
-_NOTICE_SECONDS = 1.0
-_THREAD_LEVELS = {
-    MPI.THREAD_SINGLE: "single",
-    MPI.THREAD_FUNNELED: "funneled",
-    MPI.THREAD_SERIALIZED: "serialized",
-    MPI.THREAD_MULTIPLE: "multiple",
-}
+_THREAD_LEVELS = "single", "funneled", "serialized", "multiple"
 
 
 @dataclass(frozen=True)
@@ -219,6 +229,9 @@ class SegmentManager(SegmentContext, Uncopyable):
     def retire(self, buffer: SegmentBuffer, idle: Callable[[], bool]) -> None:
         """Free a buffer at a later allocation, once ``idle()`` says that no peer writes to it; local.
 
+        No message tells a rank that its peers are done. But a protocol with words knows the last word that
+        each peer writes: ``idle`` looks whether it is there.
+
         A buffer is never freed if a handshake with its address has not succeeded.
         """
         # Only appends: a finalizer may call this at any moment, also during an allocation.
@@ -227,15 +240,10 @@ class SegmentManager(SegmentContext, Uncopyable):
     def _reclaim(self) -> None:
         # Finalizers may append meanwhile. If ``idle`` raises, its buffer and all later ones stay in the list.
         with self.segment.lock:
-            for _ in range(len(self._retired)):
-                buffer, idle = self._retired.pop(0)
-                done = False
-                try:
-                    done = self.closed or (not self.has_late_writers(buffer.offset) and idle())
-                finally:
-                    if not done:
-                        self._retired.append((buffer, idle))
-                if done:
+            for retired in tuple(self._retired):
+                buffer, idle = retired
+                if self.closed or (not self.has_late_writers(buffer.offset) and idle()):
+                    self._retired.remove(retired)
                     buffer.free()
 
     def queue(self, name: str = "queue") -> Queue:
@@ -253,7 +261,7 @@ class SegmentManager(SegmentContext, Uncopyable):
     def describe(self) -> dict[str, object]:
         """Describe this machine and how its ranks reach each other; local."""
         self.check_open()
-        segment = self.segment
+        segment, level = self.segment, thread_level()
         direct = {rank: segment.link(rank).memory is not None for rank in self.ranks}
         return {
             "rank": self.rank,
@@ -263,7 +271,7 @@ class SegmentManager(SegmentContext, Uncopyable):
             "segment bytes": segment.nbytes,
             "MPI": " ".join(MPI.Get_library_version().splitlines()[0].rstrip("\0").split()),
             "MPI standard": ".".join(map(str, MPI.Get_version())),
-            "thread level": _THREAD_LEVELS[thread_level()],
+            "thread level": next(x for x in _THREAD_LEVELS if getattr(MPI, f"THREAD_{x.upper()}") == level),
             "memory model": "unified" if segment.unified else "separate",
             "progress": self.waiter.engine,
             "timeout seconds": self.waiter.timeout,
@@ -356,7 +364,7 @@ class SegmentManager(SegmentContext, Uncopyable):
         notices, watch = self.notices, self.watch
         if notices.failed:
             # The other ranks do not close any more; in ``MPI_Finalize`` they do not answer.
-            notices.wait_until_noticed(_NOTICE_SECONDS)
+            notices.wait_until_noticed(NOTICE_SECONDS)
         else:
             with suppress(DistdlError):
                 try:
@@ -391,6 +399,7 @@ class SegmentManager(SegmentContext, Uncopyable):
         )
 
     def _all_are_here(self) -> bool:
+        # Tests the two barriers of ``_meet_to_close`` in turn; a repeated call goes on with the same ones.
         barriers = self._barriers
         if not barriers:
             barriers.append(self.comm.Ibarrier())

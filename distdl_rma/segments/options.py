@@ -1,4 +1,9 @@
-"""Options of segments: communicator, size, timeout, transport, progress; some by environment variables."""
+"""Options of segments: communicator, size, timeout, transport, progress; some by environment variables.
+
+An argument comes before an environment variable, and this before the default. Checks are local and raise the
+same on all ranks that have the same options; ``NodeMemory.agree_on_size`` compares those that have to agree,
+so that a wrong option on one rank ends in an error on all, before any memory is taken.
+"""
 
 from __future__ import annotations
 
@@ -75,7 +80,10 @@ def check_communicator(comm: object) -> None:
 
 
 def parse_size(text: object, what: str = "a segment size") -> int:
-    """Bytes of a size like ``2GiB``, ``512 MiB`` or ``4096``; ``ConfigurationError`` if it is invalid."""
+    """Bytes of a size like ``2GiB``, ``512 MiB`` or ``4096``; ``ConfigurationError`` if it is invalid.
+
+    Powers of 1024 alone: ``GB`` means either in different programs, so it is refused.
+    """
     known = isinstance(text, (str, int, np.integer)) and not isinstance(text, bool)
     found = re.fullmatch(r"\s*(\d{1,18})\s*([A-Za-z]*)\s*", str(text)) if known else None
     if not found or found[2] not in _UNITS or int(found[1]) < 1:
@@ -94,14 +102,17 @@ def size_text(nbytes: float) -> str:
     return f"{int(nbytes)} bytes"
 
 
-def check_timeout(seconds: float | None, default: float = 0.0) -> float:
-    """Return a timeout in seconds, the default if None; ``ConfigurationError`` if it is invalid."""
+def check_timeout(seconds: float | str | None, default: float = 0.0, what: str = "a timeout") -> float:
+    """Return a timeout in seconds, the default if None; ``ConfigurationError`` if it is invalid.
+
+    Infinity is valid. NaN is not: a wait compares the time with its deadline, and would never end.
+    """
     try:
         value = default if seconds is None else float(seconds)
     except (TypeError, ValueError):
         value = -1.0
     if not value >= 0:
-        raise ConfigurationError(f"a timeout is a number of seconds, at least 0, got {seconds!r}")
+        raise ConfigurationError(f"{what} is a number of seconds, at least 0, got {seconds!r}")
     return value
 
 
@@ -110,12 +121,7 @@ def chosen_timeout(seconds: float | None) -> float:
     text = os.environ.get(TIMEOUT_VARIABLE)
     if seconds is not None or text is None:
         return check_timeout(seconds, DEFAULT_TIMEOUT)
-    try:
-        return check_timeout(float(text))
-    except (ValueError, ConfigurationError):
-        raise ConfigurationError(
-            f"{TIMEOUT_VARIABLE} is a number of seconds, at least 0, got {text!r}"
-        ) from None
+    return check_timeout(text, what=TIMEOUT_VARIABLE)
 
 
 def mpi_runs() -> bool:
@@ -124,12 +130,18 @@ def mpi_runs() -> bool:
 
 
 def thread_level() -> int:
-    """Thread level of MPI; if MPI does not run, that of virtual ranks, which alone work then."""
+    """Thread level of MPI; if MPI does not run, that of virtual ranks, which alone work then.
+
+    With less than ``MPI_THREAD_MULTIPLE`` there is no progress thread: only waits move data between nodes.
+    """
     return MPI.Query_thread() if mpi_runs() else MPI.THREAD_MULTIPLE
 
 
 def chosen_progress(asked: str | None, has_remote: bool) -> str:
-    """Progress engine: as asked, by default a thread if peers are remote and MPI allows threads."""
+    """Progress engine: as asked, by default a thread if peers are remote and MPI allows threads.
+
+    Between nodes data moves only while both ranks call MPI; on a node nothing has to be moved on.
+    """
     threads = thread_level() == MPI.THREAD_MULTIPLE
     if asked is None:
         return "thread" if has_remote and threads else "none"

@@ -1,4 +1,20 @@
-"""Plans that follow from the facts of all ranks; each combination of facts has an id, equal on all ranks."""
+"""Plans that follow from the facts of all ranks; each combination of facts has an id, equal on all ranks.
+
+A layer's plan depends on the shapes of all ranks, of which a rank knows its own only. To send all shapes in
+each call would cost a message to every rank. But calls repeat themselves, so a rank guesses::
+
+    call    rank 0 has    rank 1 has      compared
+    1       A             B               both rows are new     they differ, rows travel: (A, B) is 1
+    2       A, expects 1  B, expects 1    1 and 1               plan 1
+    3       A, expects 1  C, new          1 and new             they differ, rows travel: (A, C) is 2
+    4       A, expects 2  B, expects 1    2 and 1               they differ, rows travel: (A, B) is 1
+    5       A, expects 2  C, expects 2    2 and 2               plan 2
+    6       A, expects 1  B, expects 1    1 and 1               plan 1
+
+A row that came with several others is expected as it was after the same call before: in call 6, A comes
+after 2 as in call 4. Equal ids prove equal combinations, since each rank names an id only for the row that it
+has. If ids differ, rows travel, which takes time and is never wrong.
+"""
 
 from __future__ import annotations
 
@@ -31,6 +47,9 @@ class PlanCache(Generic[P, N]):
 
     All ranks add and use the same states in the same order, so that ids and evictions are equal on all of
     them. The least recently used plans and states are evicted.
+
+    ``add`` and ``switch_to`` are called only with what all ranks have agreed on: the id, or the rows of all.
+    The predictions, ``_by_row`` and ``_by_last``, differ between ranks and need not agree.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,14 @@
-"""Mailbox of virtual ranks of several processes, which sends messages between them."""
+"""Mailbox of virtual ranks of several processes, which sends messages between them.
+
+Two processes with six virtual ranks, each of which sends to later ranks only::
+
+    process 0   ranks 0    2    4         first process: also keeps messages for a restart, and results
+                      |  /^ |  /^
+    process 1   ranks 1     3     5       neighbours are on different processes: both compute
+
+A process receives only when its ranks poll: in their waits, after each slab, and while it cannot send more.
+If none of them polled while it sends, two processes with full queues would wait for each other.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,24 @@
-"""Conversion of arrays, tensors and numbers to bytes that travel; and slices of arrays in a segment."""
+"""Conversion of arrays, tensors and numbers to bytes that travel; and slices of arrays in a segment.
+
+What a put to an array of float64 does with its data::
+
+    data                            arrives
+    an array of float64             as it is
+    an array of float32, int32      converted: each value has its float64
+    an array of int64               converted if all values come back from float64 unchanged, else refused
+    an array of complex128          refused, also if all imaginary parts are 0
+    1, 2.5, [1, 2.5]                converted; an integer above 2**53 without its float64 is refused
+    a masked array, objects, text   refused
+
+A loss that depends on values is found here, before anything is sent, so that no rank gets a wrong number.
+
+A slice of a row-major array is a set of contiguous stretches. ``x[1:3, ::2]`` of an array of 4 x 6 bytes::
+
+    . . . . . .
+    # . # . # .     six stretches of one byte, at 6, 8, 10, 12, 14, 16
+    # . # . # .
+    . . . . . .     and x[1:3] is one stretch of 12 bytes at 6
+"""
 
 from __future__ import annotations
 
@@ -46,7 +66,10 @@ def as_array(data: Any, what: str) -> NDArray[Any]:
 
 
 def as_target(out: Any, what: str) -> NDArray[Any]:
-    """Array over memory to write to; no copy. ``ShapeError`` if writing would not change ``out``."""
+    """Array over memory to write to; no copy. ``ShapeError`` if writing would not change ``out``.
+
+    A get into a copy, or into one place for several elements as of ``expand``, would lose data in silence.
+    """
     array = as_array(out, what)
     # An object that gives numpy a copy of itself, as a number does, gives a different one each time.
     copied = array is not out and array.size and not np.may_share_memory(array, as_array(out, what))
@@ -59,7 +82,10 @@ def as_target(out: Any, what: str) -> NDArray[Any]:
 
 
 def as_bytes(data: Any, what: str) -> memoryview:
-    """Contiguous bytes of an array, tensor or buffer: a view if it is contiguous, else a packed copy."""
+    """Contiguous bytes of an array, tensor or buffer: a view if it is contiguous, else a packed copy.
+
+    Most data is a plain array, of which a memoryview needs no call of a function of numpy.
+    """
     try:
         view = memoryview(data)
         plain = data.__class__ in PLAIN or not isinstance(data, np.ma.MaskedArray)
@@ -118,6 +144,7 @@ def _check_list(entries: Sequence[Any], dtype: np.dtype[Any], what: str) -> None
 
 
 def _as_number(data: complex, dtype: np.dtype[Any]) -> NDArray[Any] | None:
+    # A number of Python as an array of the dtype; None if the dtype cannot hold it.
     whole = isinstance(data, int)
     kind = "b" if isinstance(data, bool) else "i" if whole else "f" if isinstance(data, float) else "c"
     if dtype.kind not in _NUMBERS[_NUMBERS.index(kind) :]:
@@ -134,7 +161,7 @@ def _as_number(data: complex, dtype: np.dtype[Any]) -> NDArray[Any] | None:
 
 
 def _is_castable(source: np.dtype[Any], dtype: np.dtype[Any]) -> bool:
-    # Numbers convert to numbers only, text to text, times to times.
+    # Numbers convert to numbers only, text to text, times to times. Numpy would also make text of numbers.
     if "V" in (source.kind, dtype.kind):
         return np.can_cast(source, dtype, "equiv")
     alike = source.kind == dtype.kind or (source.kind in _NUMBERS and dtype.kind in _NUMBERS)
@@ -207,7 +234,11 @@ class ArrayPart:
         return self.dtype.itemsize * math.prod(self.shape)
 
     def runs(self, offset: int) -> ByteRuns:
-        """Contiguous stretches of the slice, in order, if the whole array is at ``offset`` of a segment."""
+        """Contiguous stretches of the slice, in order, if the whole array is at ``offset`` of a segment.
+
+        Inner dimensions that are taken whole, or of which one element is taken, lengthen a stretch. Each
+        other dimension multiplies the number of stretches.
+        """
         nbytes, outer = self.dtype.itemsize, list(zip(self.shape, self.strides, strict=True))
         if not self.nbytes:
             return ByteRuns((), nbytes)

@@ -1,8 +1,27 @@
-"""Buffers in this rank's segment, and the one-time exchange of their addresses between peers."""
+"""Buffers in this rank's segment, and the one-time exchange of their addresses between peers.
+
+A buffer with three notifications, at a cache line of the segment::
+
+    offset                               first word
+    |  nbytes of data, and padding       | word 0 | word 1 | word 2 |
+    ^ peers put here                     ^ each word has one writer, a peer
+
+    word:    value (32 bits, 0 is unset) | sequence number of the writer (31 bits)
+    _reset:  what each word was when this rank reset it, in its own memory
+
+A notification is set if its word differs from ``_reset``. So the reader never writes to a word, and a
+notification that comes during a reset is not lost: it makes the word differ again. The sequence number makes
+two notifications of the same value differ.
+
+Messages of a handshake, of the same size on both sides::
+
+    | fingerprint | location of the buffer (4) | note (4) | hash of the label | label | terms |
+
+Each side sends its own and receives the other's; only then does a rank know where to put.
+"""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import InitVar, dataclass, field
 from itertools import count
@@ -41,7 +60,7 @@ _TERMS = slice(_LABEL.stop, _LABEL.stop + _TERMS_BYTES // 8)
 
 Message = NDArray[np.int64]
 # Incomplete requests and their memory for MPI, which outlive their buffer, handshake and machine.
-_UNFINISHED: dict[int, tuple[list[MPI.Request], object]] = {}
+_UNFINISHED: dict[int, tuple[object, ...]] = {}
 _NUMBERS = count()
 
 
@@ -81,7 +100,10 @@ class Purpose:
         return message
 
     def difference(self, rank: int, peer: int, reply: Message) -> str:
-        """How a peer's message differs, as text for an error on ``rank``; empty if it does not differ."""
+        """How a peer's message differs, as text for an error on ``rank``; empty if it does not differ.
+
+        Both ranks compare the same two messages, so both raise, or none.
+        """
         if int(reply[_HASH]) != fingerprint(self.label):
             theirs = _text(reply[_LABEL])
             if theirs == clip(self.label, _LABEL_BYTES).decode():
@@ -105,6 +127,11 @@ class Handshake:
     The n-th handshake of a rank with a peer matches the n-th handshake of that peer with the rank. Label and
     fingerprint tell whether both sides mean the same exchange. "On the first call they exchange a pointer to
     the exchange buffers with all their neighbors": interface document, section 3.2; requirement A8.
+
+    Sends and receives begin in the constructor and are never begun again: a caller that gives up leaves them
+    to MPI, which may still write to the messages. ``_UNFINISHED`` keeps these, whatever is freed meanwhile.
+    Until all are complete, a peer may have the address of the buffer and write to it: ``offset`` keeps the
+    buffer from being allocated again (``SegmentContext.has_late_writers``).
     """
 
     def __init__(self, context: SegmentContext, location: Location, purpose: Purpose) -> None:
@@ -114,29 +141,26 @@ class Handshake:
         self._outgoing = {peer: purpose.message(location, peer) for peer in purpose.notes}
         self._sends: dict[int, MPI.Request] = {}
         self._receives: dict[int, MPI.Request] = {}
-        self._requests: list[MPI.Request] = []
         # Not ``id``: a closed machine's handshake may stay in the table, and another may get its address.
         self._number = next(_NUMBERS)
         with context.segment.lock:
-            _UNFINISHED[self._number] = self._requests, (self._incoming, self._outgoing)
+            _UNFINISHED[self._number] = self._sends, self._receives, self._incoming, self._outgoing
             context.waiter.defer(self.test)
             context.handshakes.add(self)
             for peer in purpose.notes:
                 position = context.ranks.index(peer)
                 tag = _TAGS[context.settled[peer] % len(_TAGS)]
                 self._sends[peer] = context.comm.Isend(self._outgoing[peer], position, tag)
-                self._requests.append(self._sends[peer])
                 self._receives[peer] = context.comm.Irecv(self._incoming[peer], position, tag)
-                self._requests.append(self._receives[peer])
 
     def test(self) -> bool:
         """Whether all messages are complete; does not block. Every wait calls it until they are."""
         with self._context.segment.lock:
             # All of them, since each test also makes progress.
-            if sum(request.Test() for request in self._requests) < len(self._requests):
-                return False
-            _UNFINISHED.pop(self._number, None)
-        return True
+            late = _pending(self._receives) + _pending(self._sends)
+            if not late:
+                _UNFINISHED.pop(self._number, None)
+        return not late
 
     def check_same(self, purpose: Purpose) -> None:
         """Raise ``ProtocolError`` if a call that repeats this handshake has another purpose."""
@@ -162,31 +186,22 @@ class Handshake:
     def finish(self, timeout: float | None) -> dict[int, RemoteBuffer]:
         """Wait for all peers until a common deadline; return their buffers by rank id."""
         waiter = self._context.waiter
-        deadline = time.perf_counter() + check_timeout(timeout, waiter.timeout)
-        for requests in (self._receives, self._sends):
-            for peer, request in requests.items():
-                self._wait(peer, request, max(0.0, deadline - time.perf_counter()))
-        self.test()
+        waiter.until(self.test, self._reason, timeout)
         waiter.withdraw(self.test)
         remotes = {peer: self._remote(peer, reply) for peer, reply in self._incoming.items()}
         self._context.handshakes.discard(self)
         return remotes
 
-    def _wait(self, peer: int, request: MPI.Request, seconds: float) -> None:
+    def _reason(self) -> WaitReason:
         hint = "did every rank build and call the same things in the same order?"
-
-        def over(one: MPI.Request = request) -> bool:
-            # The progress thread may test the same request.
-            with self._context.segment.lock:
-                return one.Test()
-
-        def reason() -> WaitReason:
-            missing = tuple(rank for rank, one in self._receives.items() if not over(one)) or (peer,)
-            return WaitReason(missing, f"to connect {self._purpose.label!r}", hint, in_step=True)
-
-        self._context.waiter.until(over, reason, seconds)
+        # The progress thread may test the same requests.
+        with self._context.segment.lock:
+            # A peer whose message has come has called too, and only has to take this rank's.
+            missing = _pending(self._receives) or _pending(self._sends)
+        return WaitReason(missing, f"to connect {self._purpose.label!r}", hint, in_step=True)
 
     def _remote(self, peer: int, reply: Message) -> RemoteBuffer:
+        # The peer's buffer by its message; raises if its purpose was another one.
         context, label = self._context, self._purpose.label
         different = self._purpose.difference(context.rank, peer, reply)
         if different:
@@ -209,6 +224,11 @@ def _as_notes(notes: Mapping[int, tuple[int, ...]] | Iterable[int], what: str) -
     if twice:
         raise PartitionError(f"{what}: rank {twice[0]} is listed more than once in {peers}")
     return dict.fromkeys(peers, ())
+
+
+def _pending(requests: Mapping[int, MPI.Request]) -> tuple[int, ...]:
+    # Ranks whose request is not complete.
+    return tuple(rank for rank, request in requests.items() if not request.Test())
 
 
 def _int64s(values: Any, most: int, what: str) -> tuple[int, ...]:
@@ -263,8 +283,9 @@ class SegmentBuffer:
         with context.segment.lock:
             self.offset = context.heap.allocate(data_nbytes + notifications * 8, owner)
         self._first_word = (self.offset + data_nbytes) // 8
-        self._words = self._segment.words[self._first_word : self._first_word + notifications]
-        self._array = np.frombuffer(self._words, np.int64)
+        # All words, as 64-bit integers. Channels and collectives read them too, in loops without a check.
+        self.flags = self._segment.words[self._first_word : self._first_word + notifications]
+        self._array = np.frombuffer(self.flags, np.int64)
         self._array[:] = 0
         # Copies of the words at their last reset. Only the peer writes the words themselves.
         self._reset = np.zeros(notifications, np.int64)
@@ -379,7 +400,7 @@ class SegmentBuffer:
 
         Blocking; raises as :meth:`notify_waitsome`.
         """
-        words, reset = self._words, self._reset_words
+        words, reset = self.flags, self._reset_words
         ranks = None if senders is None else self._known(senders)
         try:
             if self._freed or self._context.closed or not 0 <= index < self.notifications:
@@ -406,6 +427,7 @@ class SegmentBuffer:
         return word >> NOTIFICATION_BITS
 
     def _find(self, first: int, stop: int) -> int | None:
+        # Lowest notification of the range that is set; one comparison of arrays, however many there are.
         if stop == first:
             return None
         # Slices would take as long as the comparison.
@@ -444,17 +466,12 @@ class SegmentBuffer:
 
     # For channels and collectives: words that hold growing epochs, each with one writer.
 
-    @property
-    def flags(self) -> memoryview:
-        """All words, as 64-bit integers; for loops that have no time to check each index."""
-        return self._words
-
     def flag(self, index: int) -> int:
         """Return the raw word of a notification; does not block."""
         try:
             if self._freed or self._context.closed or not 0 <= index < self.notifications:
                 raise self._wrong(index)
-            return int(self._words[index])
+            return int(self.flags[index])
         except TypeError:
             raise self._wrong(index) from None
 

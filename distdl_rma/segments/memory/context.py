@@ -1,4 +1,18 @@
-"""State that the buffers of a rank share: memory, links and waits; and queues of puts and gets."""
+"""State that the buffers of a rank share: memory, links and waits; and queues of puts and gets.
+
+Who has whom::
+
+    Machine > SegmentManager, a SegmentContext > Segment > links to the peers
+                                               > Waiter  > steps of pending operations
+                                               > Heap
+    SegmentBuffer, RemoteBuffer, Queue: each has the context, and asks it whether the machine is open
+
+A context knows nothing of collectives and channels, which are above it, and these reach memory only by it.
+
+After ``os.fork`` the child has all these objects, but is no rank: MPI would send under the name of its
+parent. So every context of the child counts as closed from the first instruction on, with an error that says
+why.
+"""
 
 from __future__ import annotations
 
@@ -80,6 +94,10 @@ class SegmentContext:
     """One rank's access to the segments of a machine: its memory, its links to the peers, and its waits.
 
     ``ranks`` are the rank ids by position in ``comm``, a communicator that the context owns.
+
+    ``settled`` counts, for each rank, the errors that it and this rank have settled together, and gives the
+    tag of their handshakes: messages of a handshake that was given up never match a later one. Both ranks
+    count alike, since each settles only together with the other.
     """
 
     def __init__(self, comm: MPI.Intracomm, ranks: tuple[int, ...], segment: Segment, waiter: Waiter) -> None:
@@ -143,6 +161,9 @@ class SegmentContext:
 
 class Queue:
     """Puts and gets posted together; ``wait`` returns once the local memory may be used again.
+
+    "Locally complete" says nothing of the peer: the data may still be on its way. A notification behind the
+    put tells the peer, and :meth:`RemoteBuffer.flush` this rank.
 
     A put posted to a queue makes no copy: its source must not change before ``wait`` returns. A get posted to
     a queue has filled its array when ``wait`` returns. :meth:`SegmentManager.queue` makes queues, as many as

@@ -1,4 +1,20 @@
-"""Buffers and memory of peers: puts, gets, notifications, atomics, and arrays with slices."""
+"""Buffers and memory of peers: puts, gets, notifications, atomics, and arrays with slices.
+
+Each operation has two ways. Which one is known when the buffer is made::
+
+    operation   near peer: memory of the node            far peer: MPI
+    put         bytes copied, complete on return         Rput of a copy, or of the data itself with a queue
+    notify      fence, one store                         queued behind the puts (``transport/links.py``)
+    get         bytes copied, complete on return         Rget into memory of its own, then a copy
+    atomics     MPI, in the window of the node, or of all ranks if some rank is on another node
+
+A far get lands in memory of its own, which the link keeps: if its caller gives up, MPI writes there, and not
+to an array that the caller uses for something else.
+
+``put``, ``notify`` and ``put_notify`` to a near peer are hot: a notified put of 8 bytes takes about as long
+as ten calls of Python. So they repeat some lines of each other, and look at the class of a number before they
+call the function that checks it.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +24,7 @@ from functools import partial
 from itertools import pairwise
 from operator import index as as_int
 from operator import itemgetter
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar, cast
 
 import numpy as np
 from mpi4py import MPI
@@ -28,7 +44,7 @@ from distdl_rma.segments.memory.array_bytes import (
 from distdl_rma.segments.memory.context import Queue, SegmentContext, check_queue
 from distdl_rma.segments.options import check_timeout
 from distdl_rma.segments.transport.heap import Bytes
-from distdl_rma.segments.transport.links import SHORT_RUN_BYTES, ByteRuns
+from distdl_rma.segments.transport.links import SHORT_RUN_BYTES, ByteRuns, RemoteLink
 from distdl_rma.segments.waiting.header import WaitReason
 
 
@@ -41,7 +57,8 @@ class Fetch(NamedTuple):
 
 
 def _short_ones_together(fetches: Sequence[Fetch]) -> list[tuple[ByteRuns, list[Fetch]]]:
-    # Runs of each transfer, and the gets that it carries out.
+    # Runs of each transfer, and the gets that it carries out: all short gets in one transfer, since each
+    # costs a round trip, and a transfer for each other one.
     short = [f for f in fetches if len(f.runs.offsets) == 1 and f.runs.nbytes <= SHORT_RUN_BYTES]
     if len(short) < 2:
         return [(fetch.runs, [fetch]) for fetch in fetches]
@@ -70,6 +87,9 @@ class RemoteArray:
 
     Keys are those of numpy, made of integers, slices and one ellipsis. A put does not block for the transfer,
     and ``x`` may be changed on return. A get blocks and returns a new array.
+
+    Masks and lists of indices are refused: a far peer's array is not here, so that its elements can only be
+    found by arithmetic on the key. ``x += 1`` on a slice is a get and a put, and not atomic.
 
     Examples
     --------
@@ -209,6 +229,8 @@ class RemoteBuffer:
         self._first_word, self.notifications = location.first_word, location.notifications
         self._begin, segment = location.offset, context.segment
         self._link, self._atomics = segment.link(peer), segment.atomics
+        # For puts and gets where this rank has no memory of the peer at hand.
+        self._far = cast(RemoteLink, self._link)
         self._context, self._counters, self._sequence = context, context.counters, context.sequence
         self._fetch = self._atomics.fetching(peer, location.offset)
         # Integers at offsets below this one can be changed without asking the peer first.
@@ -217,7 +239,10 @@ class RemoteBuffer:
         memory = self._link.memory
         self._near: Bytes | None = None if memory is None else memory[self._begin : self._begin + self.nbytes]
         self._bytes = None if self._near is None else self._near.data
-        self._near_words, self._fence = self.flags, segment.store_fence
+        self._fence = segment.store_fence
+        # For channels and collectives too: the peer's words, None out of reach. Who stores adds the fences.
+        begin, end = self._first_word, self._first_word + self.notifications
+        self.flags = None if memory is None else memory.data.cast("q")[begin:end]
 
     def put(self, data: Any, offset: int = 0, queue: Queue | None = None) -> None:
         """Copy an array, tensor or bytes into the peer's buffer; does not block for the transfer.
@@ -278,12 +303,12 @@ class RemoteBuffer:
         if self._context.closed:
             self._context.check_open()
         word = value << NOTIFICATION_BITS | next(self._sequence) & _SEQUENCE
-        if self._near_words is None:
+        if self.flags is None:
             self._link.notify(self._first_word + index, word, last=last)
         else:
             if self._fence is not None:
                 self._fence()
-            self._near_words[index] = word
+            self.flags[index] = word
         self._counters.notifications += 1
 
     def put_notify(
@@ -319,7 +344,7 @@ class RemoteBuffer:
             near[offset : offset + nbytes] = source
         if self._fence is not None:
             self._fence()
-        self._near_words[index] = value << NOTIFICATION_BITS | next(self._sequence) & _SEQUENCE  # type: ignore[index]
+        self.flags[index] = value << NOTIFICATION_BITS | next(self._sequence) & _SEQUENCE  # type: ignore[index]
         counters = self._counters
         counters.puts += 1
         counters.bytes_put += nbytes
@@ -375,20 +400,17 @@ class RemoteBuffer:
             raise ArgumentError(f"get_notify: notifies a buffer of this rank, got {type(inbox).__name__}")
         self._context.check_open()
         notify = notifier(self._context, self.peer, index, value)
-        fetch = self._fetch_into(target, offset)
-        if fetch.near is not None or not target.nbytes:
-            self._get([fetch])
+        far = self._copy_near([self._fetch_into(target, offset)])
+        if not far or not target.nbytes:
             notify()
             return
-        self._counters.gets += 1
-        self._counters.bytes_got += target.nbytes
-        landing, finish = _landing([fetch])
+        landing, finish = _landing(far)
 
         def filled() -> None:
             finish()
             notify()
 
-        self._link.get(fetch.runs, landing, keep=True, then=filled)
+        self._far.get(far[0].runs, landing, keep=True, then=filled)
 
     def view(self, dtype: DTypeLike, shape: int | tuple[int, ...], offset: int = 0) -> RemoteArray:
         """Part of the peer's buffer as an array, whose slices can be put to and got; no data moves."""
@@ -455,27 +477,25 @@ class RemoteBuffer:
         self._link.notify(self._first_word + index, epoch)
 
     def flag_raiser(self, index: int, ordered: bool = True) -> Callable[[int], None]:
-        """Function that sets a flag: as ``raise_flag``, or if not ``ordered`` without waiting for puts."""
-        words = self._near_words
+        """Function that sets a flag: as ``raise_flag``, or if not ``ordered`` without waiting for puts.
+
+        Where a plain store will do, it is the item assignment of the peer's words itself, without a frame.
+        """
+        words = self.flags
         if words is not None and self._fence is None:
             return partial(words.__setitem__, index)
         return partial(self._link.notify, self._first_word + index, ordered=ordered)
 
     def put_stable(self, data: Bytes, offset: int) -> None:
-        """Put without a copy, from memory that the caller does not change until the peer has answered."""
+        """Put to a far peer without a copy, from memory that does not change until the peer has answered.
+
+        An answer, such as an acknowledgement, proves that the data has arrived, and so that MPI has read it.
+        """
         if offset < 0 or offset + data.nbytes > self.nbytes:
             raise self._outside(offset, data.nbytes)
-        self._link.put(ByteRuns((self._begin + offset,), data.nbytes), data)
+        self._far.put(ByteRuns((self._begin + offset,), data.nbytes), data)
         self._counters.puts += 1
         self._counters.bytes_put += data.nbytes
-
-    @property
-    def flags(self) -> memoryview | None:
-        """The peer's words if this rank can store to them, else None; the caller adds fences."""
-        memory = self._link.memory
-        if memory is None:
-            return None
-        return memory.data.cast("q")[self._first_word : self._first_word + self.notifications]
 
     def delivered(self) -> bool:
         """Advance pending operations to this peer; does not block.
@@ -518,7 +538,7 @@ class RemoteBuffer:
 
     def _put(self, runs: ByteRuns, source: Bytes, queue: Queue | None) -> None:
         # Over the link; a queue keeps the source until the put is complete.
-        requests = self._link.put(runs, source)
+        requests = self._far.put(runs, source)
         if queue is not None:
             queue.post(self.peer, requests, source)
 
@@ -526,10 +546,8 @@ class RemoteBuffer:
         near = self._near_view(offset, target.dtype, target.shape)
         return Fetch(ByteRuns((self._begin + offset,), target.nbytes), near, target)
 
-    def _get(
-        self, fetches: Sequence[Fetch], queue: Queue | None = None, timeout: float | None = None
-    ) -> None:
-        # Blocking without a queue.
+    def _copy_near(self, fetches: Sequence[Fetch]) -> list[Fetch]:
+        # Counts all gets, and carries out those that this rank can load; returns the others.
         if self._context.closed:
             self._context.check_open()
         far = []
@@ -540,13 +558,20 @@ class RemoteBuffer:
                 fetch.target[...] = fetch.near
             else:
                 far.append(fetch)
+        return far
+
+    def _get(
+        self, fetches: Sequence[Fetch], queue: Queue | None = None, timeout: float | None = None
+    ) -> None:
+        # Blocking without a queue.
+        far = self._copy_near(fetches)
         if not far:
             return
         # After a timeout nobody tests the queue made here, so the targets do not change any more.
         posted = Queue(self._context, "get") if queue is None else queue
         for runs, fetches_of_it in _short_ones_together(far):
             landing, finish = _landing(fetches_of_it)
-            posted.post(self.peer, self._link.get(runs, landing, keep=True), landing, finish)
+            posted.post(self.peer, self._far.get(runs, landing, keep=True), landing, finish)
         if queue is None:
             total = sum(fetch.runs.total for fetch in far)
             reason = WaitReason((self.peer,), f"to answer a get of {total} bytes")

@@ -1,4 +1,15 @@
-"""Arenas: memory of a process that other ranks of its node store to, and that belongs to no machine."""
+"""Arenas: memory of a process that other ranks of its node store to, and that belongs to no machine.
+
+A result in a segment would have to be copied out, since the segment ends with its machine, while a user may
+keep a tensor for ever. A result in an arena is the tensor's own memory::
+
+    rank 0                                  rank 1 of the same node
+    arena: a file without a name  <-------  maps /proc/<process of rank 0>/fd/<file>
+    |  tensor  | tensor |                   and stores pieces of a result into the tensor
+
+The file has no name, so a killed job leaves nothing behind. Its size is the whole memory of the machine,
+which costs addresses only: pages exist from the first store to a block until the block is dropped.
+"""
 
 from __future__ import annotations
 
@@ -45,6 +56,10 @@ class Arena:
     Unlike a segment, an arena belongs to no machine: users may keep its blocks for ever. ``nbytes`` are
     addresses only: pages are consumed when touched, and freed by ``drop``. ``OSError`` if the system has no
     such files.
+
+    Only the process that made the arena allocates and drops. ``drop`` runs in the destructor of a tensor, at
+    any moment, also while this thread holds the lock in ``take``. So it appends to ``_dropped``, which needs
+    no lock, and whoever gets the lock next sweeps: ``_sweep`` never waits for the lock.
     """
 
     def __init__(self, nbytes: int) -> None:
@@ -99,6 +114,8 @@ class Arena:
             self._sweep()
 
     def _sweep(self) -> None:
+        # The outer loop looks again after the lock is free: another thread may have appended meanwhile, and
+        # have left the block to this one.
         while self._dropped and self._lock.acquire(blocking=False):
             try:
                 while self._dropped:
@@ -118,7 +135,10 @@ _mapped: weakref.WeakValueDictionary[Place, mmap.mmap] = weakref.WeakValueDictio
 
 
 def attach(place: Place) -> Bytes | None:
-    """Map the arena of another process of this node; None if this process cannot reach it."""
+    """Map the arena of another process of this node; None if this process cannot reach it.
+
+    Another user, a container or a security module may forbid it: then peers use slots, and one copy more.
+    """
     try:
         file = os.open(f"/proc/{place.process}/fd/{place.file}", os.O_RDWR)
     except OSError:

@@ -1,4 +1,13 @@
-"""Allocation of offsets in a block of memory."""
+"""Allocation of offsets in a block of memory.
+
+Blocks (``#``) and gaps (``.``) of a heap after three allocations, and after the second one was freed::
+
+    ####|######|###|..........................
+    ####|......|###|..........................    the next small block goes into the small gap
+
+The heap stores offsets and sizes beside the memory, never in it: the memory of a segment is shared, and a
+peer that writes beyond its buffer would otherwise destroy the list of gaps.
+"""
 
 from __future__ import annotations
 
@@ -25,6 +34,21 @@ class Heap:
     """Best-fit allocator of offsets into a block of ``nbytes`` bytes; freed neighbours coalesce.
 
     It touches no memory. ``used`` are the allocated bytes, alignment included, and ``peak`` is their maximum.
+
+    Gaps and blocks together are the whole block at any time, and no two gaps are neighbours. Best fit, since
+    layers allocate a few sizes again and again: a freed block is taken by the next one of its size, and large
+    gaps stay large. Not protected against threads: the owner holds a lock.
+
+    Examples
+    --------
+    >>> from distdl_rma.segments.transport.heap import Heap
+    >>> heap = Heap(1024)
+    >>> first, second = heap.allocate(10), heap.allocate(100)
+    >>> first, second, heap.used  # a cache line, and two of them
+    (0, 64, 192)
+    >>> heap.free(first)
+    >>> heap.allocate(200), heap.allocate(1)  # the freed line is too small for the first of these
+    (192, 0)
     """
 
     def __init__(self, nbytes: int) -> None:

@@ -1,4 +1,19 @@
-"""Links to a peer's segment: load and store on a node, MPI RMA to other nodes; and atomic operations."""
+"""Links to a peer's segment: load and store on a node, MPI RMA to other nodes; and atomic operations.
+
+The way of two puts and their notification to a rank of another node::
+
+    rank 0 (origin)                                               rank 1 (target)
+    put a    Rput ------------------------------------------>
+    put b    Rput ------------------------------------------>
+    notify   queued: MPI does not order it behind the puts
+    advance  sources read? question: Rget of 8 bytes -------->    answered by MPI, without a call of rank 1
+    advance  two answers in a row: Flush, which returns at once: a and b have arrived
+    advance  Rget_accumulate(REPLACE) of the word ----------->    sees the word, and so a and b
+
+The caller of ``notify`` waits for none of these steps: every wait of this rank and its progress engine call
+``advance``. On a node there is nothing to queue: a copy, a fence and a store are complete on return, and all
+methods that advance something have nothing to do.
+"""
 
 from __future__ import annotations
 
@@ -37,6 +52,13 @@ class ByteRuns(NamedTuple):
     """Stretches of contiguous bytes in a segment: their offsets and their common length in bytes.
 
     If the lengths differ, ``lengths`` has one per stretch, and ``nbytes`` is the largest.
+
+    Examples
+    --------
+    >>> from distdl_rma.segments.transport.links import ByteRuns
+    >>> rows = ByteRuns((0, 100), 8)  # 8 bytes at 0, 8 bytes at 100
+    >>> rows.total, list(rows.packed())
+    (16, [(0, slice(0, 8, None)), (100, slice(8, 16, None))])
     """
 
     offsets: tuple[int, ...]
@@ -72,6 +94,11 @@ class RmaPeer:
 
     The locked window covers the segments of all ranks; ``position`` is the peer's rank in its group.
     ``begun`` counts operations, ``counters`` flushes.
+
+    Operations are numbered from 1 by ``begun``. ``_arrived`` is the largest number up to which all operations
+    have certainly arrived, so ``_arrived <= begun``, and both only grow. An answer alone proves nothing: MPI
+    may answer a get before it has carried out an earlier put. It only makes likely that a flush will not
+    block. The flush is the proof, for all operations begun until then.
     """
 
     def __init__(self, window: MPI.Win, position: int, counters: Counters) -> None:
@@ -125,6 +152,8 @@ class RmaPeer:
         self._asked += 1
 
     def _take_answer(self, question: MPI.Request, then: int) -> None:
+        # ``then`` is how many operations had begun when the question was sent. An answer is looked for only
+        # when large puts from before it are complete, since a flush would wait for these.
         self._large = self._under_way()
         if any(begun <= then for _, begun in self._large) or not question.Test():
             return
@@ -175,6 +204,9 @@ _OperationMemory = tuple[memoryview, memoryview, list[Any], list[Any]]
 
 class Atomics:
     """Atomic operations on one word at a byte offset of a rank's segment; each returns the old word.
+
+    All ranks have to reach a word through one window: MPI promises nothing for atomics of two windows over
+    the same memory. So a machine with a single rank on another node uses the window of all ranks everywhere.
 
     They are atomic towards each other on all ranks of a machine, since all use the same window, but not
     towards plain loads and stores. They hold ``lock``, since the progress engine is another thread; functions
@@ -274,30 +306,18 @@ _MOST_WORDS = 64
 
 
 class SharedLink:
-    """Link to a peer on this node: copies into its ``memory``, a fence, stores to flags; all immediate."""
+    """Link to a peer on this node: its ``memory``, and stores to its words behind a fence.
+
+    There is no put and no get: who has memory at hand copies to and from it. Other methods are those of
+    :class:`RemoteLink`, so that their callers need no branch; there is never anything to advance.
+    """
 
     # Bytes under way.
     moving = 0
 
     def __init__(self, memory: Bytes, fence: Callable[[], object]) -> None:
         self.memory: Bytes | None = memory
-        self._memory, self._words, self._fence = memory, memory.data.cast("q"), fence
-
-    def put(self, runs: ByteRuns, data: Bytes) -> list[MPI.Request]:
-        """Copy bytes into the peer's segment; complete on return."""
-        for offset, part in runs.packed():
-            self._memory[offset : offset + part.stop - part.start] = data[part]
-        return []
-
-    def get(
-        self, runs: ByteRuns, out: Bytes, *, keep: bool = False, then: Callable[[], None] | None = None
-    ) -> list[MPI.Request]:
-        """Copy bytes out of the peer's segment; complete on return."""
-        for offset, part in runs.packed():
-            out[part] = self._memory[offset : offset + part.stop - part.start]
-        if then is not None:
-            then()
-        return []
+        self._words, self._fence = memory.data.cast("q"), fence
 
     def notify(self, word: int, value: int, *, ordered: bool = True, last: bool = False) -> None:
         """Set a word of the peer; stores become visible in order."""
@@ -312,15 +332,46 @@ class SharedLink:
         return True
 
 
-# A pending transfer, and the memory that it reads or writes.
-_Transfer = tuple[MPI.Request, Any]
+class _Transfers:
+    """Incomplete transfers, each with the memory that MPI reads or writes meanwhile.
+
+    Complete ones are forgotten by ``under_way``, and when the list has doubled: a rank may put or notify all
+    the time and never wait, and a search at each addition would make the time quadratic.
+    """
+
+    def __init__(self) -> None:
+        self._incomplete: list[tuple[MPI.Request, object]] = []
+        self._search_at = _MANY_TRANSFERS
+
+    def __len__(self) -> int:
+        return len(self._incomplete)
+
+    def add(self, request: MPI.Request, memory: object) -> None:
+        """Add a transfer that has begun."""
+        self._incomplete.append((request, memory))
+        if len(self) > self._search_at:
+            self.under_way()
+            self._search_at = 2 * len(self) + _MANY_TRANSFERS
+
+    def under_way(self) -> bool:
+        """Whether any is incomplete."""
+        if self._incomplete:
+            self._incomplete = [one for one in self._incomplete if not one[0].Test()]
+        return bool(self._incomplete)
 
 
 @dataclass
 class _Delivery:
-    """Some puts, the notification after them, and their progress."""
+    """Some puts, the notification after them, and their progress.
 
-    transfers: list[_Transfer] = field(default_factory=list)
+    Open, while puts are added; then pending, from ``notify`` on, in the order of the notifications::
+
+        transfers not complete   MPI still reads sources of the puts
+        upto is a number         sources are read; waits until so many operations have arrived
+        removed                  its word is on the way
+    """
+
+    transfers: _Transfers = field(default_factory=_Transfers)
     # Whether any put has begun: a put that is complete at this rank may not be complete at the peer.
     begun: bool = False
     notification: tuple[int, int] | None = None
@@ -334,14 +385,14 @@ class _Delivery:
 class _Get:
     """Incomplete transfers of a get, and the function to call when all are complete."""
 
-    transfers: list[_Transfer]
     then: Callable[[], None] | None
+    transfers: _Transfers = field(default_factory=_Transfers)
 
     def over(self) -> bool:
-        self.transfers = _under_way(self.transfers)
-        if not self.transfers and self.then is not None:
+        over = not self.transfers.under_way()
+        if over and self.then is not None:
             self.then()
-        return not self.transfers
+        return over
 
 
 _P = ParamSpec("_P")
@@ -373,6 +424,10 @@ class RemoteLink:
     Notifications of neighbouring words travel as one if they are due together. The link keeps the sources of
     puts until MPI has sent them.
 
+    ``_open`` collects the puts since the last notification. ``_pending`` are closed deliveries, oldest first;
+    only the first one is sent, so ordered words leave as they were called. ``_words`` are words under way;
+    ``_gets`` are gets that nobody but the link waits for.
+
     Methods hold ``lock``, since the progress engine is another thread. ``busy`` are the links with pending
     operations: a link adds itself; the caller that advances them all removes it.
     """
@@ -386,9 +441,8 @@ class RemoteLink:
         self.rank, self._rma, self._lock, self._busy = rank, rma, lock, busy
         self._open = _Delivery()
         self._pending: deque[_Delivery] = deque()
-        self._words: list[_Transfer] = []
+        self._words = _Transfers()
         self._gets: list[_Get] = []
-        self._tidy_at = self._tidy_words_at = _MANY_TRANSFERS
         # Bytes of transfers of which the peer knows, and does not know yet, until all are complete here.
         self.moving = self._untold = 0
 
@@ -402,13 +456,9 @@ class RemoteLink:
             if self._untold >= _TOLD_BYTES:
                 self._tell(self._untold)
             requests = self._rma.put(runs, data) if total else []
-            opened = self._open
-            opened.begun |= bool(requests)
-            opened.transfers += [(request, data) for request in requests]
-            if len(opened.transfers) > self._tidy_at:
-                # A rank may put repeatedly without a notification or a flush.
-                opened.transfers = _under_way(opened.transfers)
-                self._tidy_at = 2 * len(opened.transfers) + _MANY_TRANSFERS
+            self._open.begun |= bool(requests)
+            for request in requests:
+                self._open.transfers.add(request, data)
             return requests
 
     @_reaching
@@ -427,7 +477,9 @@ class RemoteLink:
             requests = self._rma.get(runs, out)
             if keep:
                 self._busy.add(self)
-                self._gets.append(_Get([(request, out) for request in requests], then))
+                self._gets.append(_Get(then))
+                for request in requests:
+                    self._gets[-1].transfers.add(request, out)
             return requests
 
     @_reaching
@@ -438,7 +490,7 @@ class RemoteLink:
         """
         with self._lock:
             self._busy.add(self)
-            behind = self._open.begun or self._pending or (last and self._words_under_way())
+            behind = self._open.begun or self._pending or (last and self._words.under_way())
             if ordered and behind:
                 self._open.notification, self._open.last = (word, value), last
                 self._close_open()
@@ -457,19 +509,16 @@ class RemoteLink:
         """Advance pending operations; return whether all are complete."""
         with self._lock:
             for delivery in self._pending:
-                if delivery.upto is None:
-                    delivery.transfers = _under_way(delivery.transfers)
-                    if not delivery.transfers:
-                        delivery.upto = self._rma.begun if delivery.begun else 0
+                if delivery.upto is None and not delivery.transfers.under_way():
+                    delivery.upto = self._rma.begun if delivery.begun else 0
             self._send_arrived()
-            opened = self._open
-            opened.transfers = _under_way(opened.transfers)
             self._gets = [get for get in self._gets if not get.over()]
-            moves = opened.transfers or self._gets or any(one.transfers for one in self._pending)
-            self._untold *= bool(moves)
+            reads = self._open.transfers.under_way() or any(one.transfers for one in self._pending)
+            moves = reads or bool(self._gets)
+            self._untold *= moves
             if self.moving and not moves:
                 self._tell(-self.moving)
-            return not (self._pending or self._words_under_way() or moves)
+            return not (self._pending or self._words.under_way() or moves)
 
     def _send_arrived(self) -> None:
         # Consecutive words travel together: a message costs more than its words.
@@ -491,18 +540,16 @@ class RemoteLink:
 
     def _close_open(self) -> None:
         self._pending.append(self._open)
-        self._open, self._tidy_at = _Delivery(), _MANY_TRANSFERS
+        self._open = _Delivery()
 
     def _arrived(self, delivery: _Delivery) -> bool:
         # Whether the puts of a delivery have arrived, and with ``last`` all earlier notifications.
         there = delivery.upto is not None and self._rma.arrived(delivery.upto)
-        return there and not (delivery.last and self._words_under_way())
-
-    def _words_under_way(self) -> bool:
-        self._words = _under_way(self._words)
-        return bool(self._words)
+        return there and not (delivery.last and self._words.under_way())
 
     def _tell(self, nbytes: int) -> None:
+        # Adds to a word of the peer's header, from which the peer learns that it should call MPI often. A
+        # negative number takes back what was added, once nothing is under way any more.
         self.moving += nbytes
         self._untold = 0
         self._send_words(MOVING_WORD, [nbytes], MPI.SUM)
@@ -510,16 +557,9 @@ class RemoteLink:
     def _send_words(self, word: int, values: list[int], op: MPI.Op = MPI.REPLACE) -> None:
         # The operation returns the old words. Once these have arrived, the new words are set.
         source, before = np.array(values, np.int64), np.empty(len(values), np.int64)
-        self._words.append((self._rma.change(word, source, before, op), (source, before)))
-        if len(self._words) > self._tidy_words_at:
-            # A rank may notify repeatedly and never wait.
-            self._words = _under_way(self._words)
-            self._tidy_words_at = 2 * len(self._words) + _MANY_TRANSFERS
+        self._words.add(self._rma.change(word, source, before, op), (source, before))
 
 
-def _under_way(transfers: list[_Transfer]) -> list[_Transfer]:
-    return [transfer for transfer in transfers if not transfer[0].Test()] if transfers else transfers
-
-
-# Link to the segment of one peer; all offsets are bytes from the start of that segment.
+# Link to the segment of one peer, one without ``memory`` is a ``RemoteLink``; all offsets are bytes from the
+# start of that segment.
 Link = SharedLink | RemoteLink

@@ -1,15 +1,28 @@
-"""Shared memory of a node for segments: its size per rank, windows over it, and its reservation."""
+"""Shared memory of a node for segments: its size per rank, windows over it, and its reservation.
+
+Linux gives addresses at once and pages at the first store to them. So a segment that is larger than what is
+free can be made, and the job is killed by SIGBUS much later, in a store that no code can catch. This file
+looks before it allocates::
+
+    room      = min(free bytes of /dev/shm - segments not touched yet, addresses left) of the node
+    default   = room / 2 / ranks of the node, at least 32 MiB, less in a control group with a limit,
+                4 GiB at most where pages are consumed at once
+    all ranks   take the smallest of what they asked for, or found
+
+Segments that exist and are not touched yet look free, so each process remembers its own (``_untouched``).
+What another job takes meanwhile is not known: only ``reserve`` consumes all pages at once, and raises here.
+"""
 
 from __future__ import annotations
 
 import ctypes
 import errno
+import math
 import mmap
 import os
 import shutil
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from itertools import count
@@ -23,7 +36,7 @@ from distdl_rma.errors import ConfigurationError, SegmentError
 from distdl_rma.segments.options import DEFAULT_TIMEOUT, SEGMENT_SIZE_VARIABLE, SegmentOptions, chosen_timeout
 from distdl_rma.segments.transport.arena import addresses_left
 from distdl_rma.segments.transport.heap import Bytes, aligned
-from distdl_rma.segments.virtual_ranks.comm import is_virtual, windows_of
+from distdl_rma.segments.virtual_ranks.comm import is_true_within, is_virtual, windows_of
 
 _TICK_SECONDS = 1.0
 
@@ -33,6 +46,8 @@ def ends_process_after(seconds: float, why: str) -> Iterator[None]:
     """End this process, with a line on standard error and status 1, if the block takes longer; local.
 
     The launcher then ends the job: a process that hangs in MPI can neither continue nor finalise MPI.
+
+    A thread ends it, as no signal handler of Python runs while the main thread is in a call of MPI.
     """
     over = threading.Event()
 
@@ -89,6 +104,9 @@ class NodeMemory:
 
     ``ranks`` are the rank ids by position. Every method is collective unless it says local; an error on one
     rank is raised on all. In tests, ``node_size`` consecutive ranks of a node count as a node.
+
+    A rank that finds a problem does not raise at once, since the others would wait for it in the next
+    collective call: it passes the problem to ``_first_problem``, and all raise the same one.
     """
 
     def __init__(self, comm: MPI.Intracomm, ranks: tuple[int, ...], node_size: int | None) -> None:
@@ -166,8 +184,10 @@ class NodeMemory:
         ``SegmentError`` on all ranks if MPI refuses. For lack of memory, Open MPI may refuse on one rank and
         never return on others of the node: these processes end after the timeout, and the job with them.
         """
+        refused = f"no window of {nbytes} bytes can be had"
         if is_virtual(comm):
-            return self._virtual_window(make, nbytes)
+            # Memory of this process: no rank is left in MPI when another one is refused.
+            return self._window_of_all(comm, make, refused)
         limit = self._timeout + _TOGETHER_SECONDS
         why = (
             f"rank {self._ranks[self._comm.rank]} ends: MPI has not made a window of {nbytes} bytes in"
@@ -175,42 +195,28 @@ class NodeMemory:
             f" of memory in {SHARED_MEMORY}; {_REMEDY}"
         )
         with ends_process_after(limit, why):
-            return self._window_of_all(comm, make, f"no window of {nbytes} bytes can be had")
-
-    def _virtual_window(self, make: Callable[[], MPI.Win], nbytes: int) -> MPI.Win:
-        # Memory of this process.
-        window, problem = None, ""
-        try:
-            window = make()
-        except (MemoryError, OSError, OverflowError) as error:
-            problem = f"no window of {nbytes} bytes can be had: {error}"
-        lacking = self._first_problem(problem)
-        if window is None or lacking is not None:
-            rank, why = lacking or (self._ranks[self._comm.rank], problem)
-            raise SegmentError(f"not enough shared memory: rank {rank}: {why}; {_REMEDY}")
-        return window
+            return self._window_of_all(comm, make, refused)
 
     def _window_of_all(self, comm: MPI.Intracomm, make: Callable[[], MPI.Win], refused: str) -> MPI.Win:
         window, problem, me = None, "", self._ranks[self._comm.rank]
         try:
             window = make()
-        except (MPI.Exception, OSError, OverflowError) as error:
-            problem = str(error).splitlines()[0]
+        except (MPI.Exception, MemoryError, OSError, OverflowError) as error:
+            problem = f"{error}".partition("\n")[0] or type(error).__name__
         made = np.zeros(comm.size, np.uint8)
         together = comm.Iallgather(np.array([window is not None], np.uint8), made)
-        deadline = time.monotonic() + _TOGETHER_SECONDS
-        while not together.Test():
-            if problem and time.monotonic() > deadline:
-                others = "MPI does not return on other ranks of its node, and the job cannot go on"
-                raise SegmentError(f"rank {me}: {refused}: {problem}; {others}; {_REMEDY}")
-            time.sleep(1e-4)
+        # The others come later, or never if MPI has refused this one.
+        if not is_true_within(_TOGETHER_SECONDS if problem else math.inf, together.Test, 1e-4, comm):
+            others = "MPI does not return on other ranks of its node, and the job cannot go on"
+            raise SegmentError(f"rank {me}: {refused}: {problem}; {others}; {_REMEDY}")
         lacking = self._first_problem(problem)
         if window is not None and lacking is None:
             return window
+        # Freeing is collective: it would wait for ever for a rank without a window.
         if window is not None and made.all():
             window.Free()
         rank, why = lacking or (me, problem)
-        raise SegmentError(f"rank {rank}: {refused}: {why}")
+        raise SegmentError(f"rank {rank}: {refused}: {why}; {_REMEDY}")
 
     def reserve(self, memory: Bytes) -> None:
         """Consume all pages of the memory now; blocking. ``SegmentError`` if one rank cannot get them."""
@@ -277,6 +283,9 @@ def reserve_pages(memory: Bytes, ranks: int) -> str:
 
     Consumes all pages or none, and leaves the last free bytes of the node. ``ranks`` ranks of the node do so
     at the same time. Returns the reason of a failure as text, empty on success.
+
+    In chunks, with a look at what is free before each: the kernel gives pages until none is left for MPI
+    itself, which would die of the next one.
     """
     for begin in range(0, memory.nbytes, _CHUNK_BYTES):
         problem = "too little is left" if _free() < _SPARE_BYTES + ranks * _CHUNK_BYTES else ""

@@ -1,4 +1,22 @@
-"""Memory segments, one per rank, which every rank of a machine can reach."""
+"""Memory segments, one per rank, which every rank of a machine can reach.
+
+The memory of a node with two ranks; ``|`` marks the cache line at which each segment begins::
+
+    shared window, of the ranks of the node (load, store, atomics of a node)
+    +-----------------------------------------+-----------------------------------------+
+    | ..|header|buffer|gap|buffer|buffer| gap | ..|header|buffer|  gap                  |
+    +-----------------------------------------+-----------------------------------------+
+        |<---------- segment of rank 0 ------>|   |<---------- segment of rank 1 ------>|
+        window of all ranks of the machine (MPI's puts, gets and atomics)
+
+Each rank's heap (``heap.py``) allocates offsets in its own segment; nobody else allocates there. The header
+(``waiting/header.py``) is the first block, at offset 0 in every segment, so that peers find it without a
+message. A buffer elsewhere is known to a peer only by an exchange of addresses.
+
+There are two windows since neither does all: a shared window spans one node only, and MPI moves data between
+nodes only through a window that all ranks have made. They cover the same bytes, so a rank that stores to a
+peer and one that puts to it write to the same buffer.
+"""
 
 from __future__ import annotations
 
@@ -43,6 +61,16 @@ class Segment:
 
     ``ranks`` are the rank ids by position in ``comm``. All ranks raise if options are invalid on one of them.
     ``arenas`` maps rank ids of the node's other ranks to their arenas, if this rank can store to them.
+
+    Both windows are locked for all ranks from the beginning to the end, since a lock for each operation costs
+    more than the operation. So visibility is a matter of the four barriers here:
+
+    - ``fence()`` between a store of data and the store of its flag, at the writer;
+    - ``store_fence`` is the same, or None where the processor needs none, so that a hot path skips a call;
+    - ``acquire()`` between the load of a flag and the loads of its data, at the reader;
+    - ``load_fence`` is the same, or None.
+
+    On x86 without ranks on other nodes both are None, and data and flag are two plain assignments.
     """
 
     # Bytes that were under way at the last look, and until when they may be.
@@ -144,7 +172,11 @@ class Segment:
         return bool(self._window.model == MPI.WIN_UNIFIED)
 
     def progress(self) -> bool:
-        """Advance all pending deliveries; return whether none is left. Does not block."""
+        """Advance all pending deliveries; return whether none is left. Does not block.
+
+        A link enters ``_busy`` when it gets work, and leaves it only here: so a call costs nothing for peers
+        to which nothing is under way, of which a large machine has many.
+        """
         with self.lock:
             for link in tuple(self._busy):
                 if link.advance():
@@ -162,6 +194,9 @@ class Segment:
         """Call MPI often if large transfers are under way; return whether they are. Does not block.
 
         Not for longer than they may take: the rank that would tell of their end may have died.
+
+        The target of a put has to call MPI as well: a transport in software moves a few KiB in each call of
+        either side. The origin has therefore added the bytes to a word of this rank's header.
         """
         nbytes = self.moving
         if nbytes != self._moved:
@@ -185,6 +220,7 @@ class Segment:
         self.words.release()
         self.memory = np.empty(0, np.uint8)
         self.arenas.clear()
+        # The window over the memory goes before the window that owns the memory.
         for window in (self._window, self._shared):
             window.Unlock_all()
             window.Free()

@@ -2,19 +2,32 @@
 
 One rank runs at a time, until it waits for another rank. Then it hands over to the next rank, in an order
 that a seed determines, or to the first rank that can continue. So a run can be repeated, and 64 ranks need no
-cores of their own. The ranks of a node load and store each other's memory; between nodes ``virtual_network``
-moves data.
+cores of their own. The ranks of a node load and store each other's memory; between nodes ``network.py`` moves
+data.
+
+The library above calls methods of communicators, requests and windows with the names and the meaning of
+mpi4py's, on either kind. It asks which kind it has only where threads need something else than processes: to
+let others run while a rank waits (``hand_over_of``), to make windows (``windows_of``), for locks (``NoLock``)
+and for what happens at the end of a rank (``at_end_of_rank``).
+
+A collective call has three steps. Each rank puts its value into a dict that the ranks share, lets others run
+until the dict has all values, and reads. The last one to read removes the dict::
+
+    rank 0   value[0] = a |...............................| reads
+    rank 1                | value[1] = b |................|        reads
+    rank 2                               | value[2] = c, reads |        removes
 """
 
 from __future__ import annotations
 
 import pickle
 import threading
+import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import reduce
-from typing import Any, Self, cast
+from typing import Any, Self, TypeVar, cast
 
 import numpy as np
 from mpi4py import MPI
@@ -23,7 +36,6 @@ from numpy.typing import NDArray
 from distdl_rma.errors import ArgumentError, ProtocolError
 from distdl_rma.segments.options import check_communicator
 from distdl_rma.segments.virtual_ranks.network import (
-    Bytes,
     Event,
     VirtualRequest,
     VirtualWindow,
@@ -31,6 +43,8 @@ from distdl_rma.segments.virtual_ranks.network import (
     reduced,
 )
 from distdl_rma.segments.virtual_ranks.turns import Turns
+
+_F = TypeVar("_F")
 
 
 class _Here(threading.local):
@@ -66,6 +80,25 @@ def hand_over_of(comm: object) -> Callable[[Callable[[], bool] | None], bool] | 
     return comm.hand_over if isinstance(comm, VirtualComm) else None
 
 
+def is_true_within(
+    seconds: float, ready: Callable[[], bool], pause: float = 1e-3, comm: object = None
+) -> bool:
+    """Look until ``ready()`` is true, at most for some seconds; return whether it was. Raises nothing itself.
+
+    For waits that are no waits of an operation: while a machine is made, and while a process ends. A process
+    sleeps meanwhile, for ``pause`` seconds at a time, and virtual ranks of ``comm`` take turns.
+    """
+    deadline, hand_over = time.monotonic() + seconds, hand_over_of(comm)
+    while not ready():
+        if time.monotonic() > deadline:
+            return False
+        if hand_over is None:
+            time.sleep(pause)
+        else:
+            hand_over(None)
+    return True
+
+
 def at_end_of_rank(end: Callable[[BaseException | None], object]) -> Callable[[], object]:
     """Call ``end(error)`` when this thread's virtual rank ends, with the error of a rank that failed or None.
 
@@ -74,13 +107,7 @@ def at_end_of_rank(end: Callable[[BaseException | None], object]) -> Callable[[]
     comm = _here.comm
     if comm is None:
         raise ArgumentError("a machine of virtual ranks can be made only in the thread of one of them")
-    comm.at_end.append(end)
-
-    def undo() -> None:
-        if end in comm.at_end:
-            comm.at_end.remove(end)
-
-    return undo
+    return _appended(comm.at_end, end)
 
 
 def while_blocked(turn: Callable[[], object]) -> Callable[[], object]:
@@ -89,14 +116,18 @@ def while_blocked(turn: Callable[[], object]) -> Callable[[], object]:
     So does the progress thread of a process. Returns an idempotent function that ends this.
     """
     comm = cast(VirtualComm, _here.comm)
-    turns = comm.turns_while_blocked
-    turns.append(turn)
+    return _appended(comm._together.turns.while_blocked[comm._whole], turn)
 
-    def end() -> None:
-        if turn in turns:
-            turns.remove(turn)
 
-    return end
+def _appended(functions: list[_F], function: _F) -> Callable[[], object]:
+    # Appends to a list; returns an idempotent function that removes it again.
+    functions.append(function)
+
+    def remove() -> None:
+        if function in functions:
+            functions.remove(function)
+
+    return remove
 
 
 def virtual_rank() -> object:
@@ -112,7 +143,10 @@ def wait_ended() -> None:
 
 
 class NoLock:
-    """Replaces a lock where one rank runs at a time, whose thread calls the tests of other ranks."""
+    """Replaces a lock where one rank runs at a time, whose thread calls the tests of other ranks.
+
+    A real lock would be held by the thread of a rank that waits, and stop the thread that runs.
+    """
 
     def acquire(self, blocking: bool = True) -> bool:
         """Return True."""
@@ -129,37 +163,35 @@ class NoLock:
 
 
 class _Letter:
-    """A message; it has data once it has arrived."""
+    """A message; it has data once it has arrived, and is ``received`` once a receive has copied them.
+
+    A sender may change its array after ``Isend`` completes, when ``data`` is set. ``Issend`` completes only
+    with ``received``: the notices of a failure rely on that.
+    """
 
     def __init__(self, source: int, tag: int) -> None:
         self.source, self.tag, self.received = source, tag, False
         self.data: bytes | None = None
 
-
-class _FoundLetter:
-    """A message that a matched probe has taken from the mailbox."""
-
-    def __init__(self, letter: _Letter) -> None:
-        self._letter = letter
-
     def Recv(self, target: Any) -> None:
-        _fill(target, self._letter)
+        self.received = True
+        data = cast(bytes, self.data)
+        flat(target).data[: len(data)] = data
+
+    def describe(self, status: MPI.Status | None) -> None:
+        """Write where the message comes from, and its length, to a probe's status."""
+        if status is not None:
+            status.source, status.tag = self.source, self.tag
+            status.Set_elements(MPI.BYTE, len(cast(bytes, self.data)))
 
 
-class _Mailbox:
+class _Mailbox(list[_Letter]):
     """Messages to a rank of a communicator, in the order in which they were sent."""
-
-    def __init__(self) -> None:
-        self._letters: list[_Letter] = []
-
-    def post(self, letter: _Letter) -> None:
-        """Add a message, which may arrive later."""
-        self._letters.append(letter)
 
     def first(self, source: int = MPI.ANY_SOURCE, tag: int = MPI.ANY_TAG) -> _Letter | None:
         """First message that has arrived, unless an earlier one of the same rank and tag has not."""
         late = set()
-        for letter in self._letters:
+        for letter in self:
             sender = letter.source, letter.tag
             if source in (MPI.ANY_SOURCE, letter.source) and tag in (MPI.ANY_TAG, letter.tag):
                 if letter.data is not None and sender not in late:
@@ -171,12 +203,16 @@ class _Mailbox:
         """Remove and return the message that ``first`` returns."""
         letter = self.first(source, tag)
         if letter is not None:
-            self._letters.remove(letter)
+            self.remove(letter)
         return letter
 
 
 class _Together:
-    """State that the ranks of a communicator share; ``members`` are their numbers among all ranks."""
+    """State that the ranks of a communicator share; ``members`` are their numbers among all ranks.
+
+    ``values`` and ``read`` are keyed by the kind and the number of a call: what each rank gave, and who has
+    read it. So a rank that is ahead, in the next call, writes to another dict than one that still reads.
+    """
 
     def __init__(self, turns: Turns, members: Sequence[int]) -> None:
         self.turns, self.members, self.size = turns, tuple(members), len(members)
@@ -190,7 +226,7 @@ class _Together:
 
 
 class VirtualGroup:
-    """An ordered list of ranks of a communicator."""
+    """An ordered list of ranks of a communicator, as ``MPI.Group``; a value, nothing to free."""
 
     def __init__(self, members: Iterable[int]) -> None:
         self.members = tuple(members)
@@ -239,11 +275,6 @@ class VirtualComm:
             self._check_thread()
         return self._together.turns.hand_over(self._whole, ready)
 
-    @property
-    def turns_while_blocked(self) -> list[Callable[[], object]]:
-        """Functions that are called while this rank waits in a call of another library."""
-        return self._together.turns.while_blocked[self._whole]
-
     def pause(self) -> None:
         """Let other ranks run, as a process does that sleeps."""
         self._check_thread()
@@ -261,6 +292,7 @@ class VirtualComm:
         self._together.turns.wait(self._whole, ready, what)
 
     def _check_thread(self) -> None:
+        # A rank that lets others run in the turn of another one would end that turn, and never get it back.
         here = _here.comm
         if here is None or here._whole != self._whole:
             other = "another thread" if here is None else f"rank {here._whole}"
@@ -271,7 +303,10 @@ class VirtualComm:
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        """Context in which this rank is that of the current thread."""
+        """Context in which this rank is that of the current thread.
+
+        COMM_WORLD then means all virtual ranks, so that programs for processes run unchanged (``world``).
+        """
         _here.comm = self
         try:
             yield
@@ -284,7 +319,10 @@ class VirtualComm:
             self.at_end.pop()(error)
 
     def shown(self, value: Any) -> list[Any]:
-        """Return the values of all ranks, not copies of them; blocking, collective."""
+        """Return the values of all ranks, not copies of them; blocking, collective.
+
+        So ranks of a node get each other's memory, which ``allgather`` would copy.
+        """
         return self._gathered(value)
 
     def _gathered(self, value: Any, kind: object = "all", count: int = 0) -> list[Any]:
@@ -295,8 +333,7 @@ class VirtualComm:
         values, read = self._together.values[key], self._together.read[key]
         values[self.rank] = value
         self._together.turns.ran()
-        self._check_thread()
-        self._together.turns.wait(self._whole, lambda: len(values) == count, "a collective call")
+        self.wait_until(lambda: len(values) == count, "a collective call")
         read.add(self.rank)
         if len(read) == count:
             del self._together.values[key], self._together.read[key]
@@ -340,20 +377,19 @@ class VirtualComm:
 
     def request(self, done: Callable[[], bool]) -> VirtualRequest:
         """Request that is complete once ``done()`` is true."""
-        return VirtualRequest(done, self.look, self._wait)
-
-    def _wait(self, done: Callable[[], bool]) -> None:
-        self._check_thread()
-        self._together.turns.wait(self._whole, done, "a wait for a request")
+        return VirtualRequest(done, self.look, lambda over: self.wait_until(over, "a wait for a request"))
 
     def _begin(
         self,
         kind: str,
         give: Callable[[], Any] | None,
         needs: Iterable[int],
-        finish: Callable[[list[Any]], object],
+        targets: Sequence[NDArray[Any]] = (),
+        values: Callable[[list[Any]], Sequence[NDArray[Any]]] = list,
     ) -> VirtualRequest:
-        # This rank gives ``give()``, and calls ``finish`` with the data of the ranks that it needs.
+        # This rank gives ``give()``. Once the ranks that it ``needs`` have given theirs, each target gets one
+        # of the ``values`` that are made of these. Between nodes ``give`` is called at a later turn: data
+        # that is changed too early travels as changed.
         number = self._begun = self._begun + 1
         begun, read, needed = self._together.begun, self._together.read, tuple(needs)
         first, given = begun.setdefault(number, (kind, {}))
@@ -367,7 +403,8 @@ class VirtualComm:
         def done() -> bool:
             if not event.over or any(rank not in given for rank in needed):
                 return False
-            finish([given[rank] for rank in needed])
+            for target, value in zip(targets, values([given[rank] for rank in needed]), strict=False):
+                target[: value.size] = value
             read[number].add(self.rank)
             if len(read[number]) == self.size:
                 del read[number], begun[number]
@@ -376,60 +413,49 @@ class VirtualComm:
         return self.request(done)
 
     def Ibarrier(self) -> VirtualRequest:
-        return self._begin("Ibarrier", None, range(self.size), bool)
+        return self._begin("Ibarrier", None, range(self.size))
 
     def Ibcast(self, data: Any, root: int) -> VirtualRequest:
         array = flat(data)
         if self.rank == root:
-            return self._begin("Ibcast", array.copy, (), bool)
-        return self._begin("Ibcast", None, [root], lambda found: _copy(array, found[0]))
+            return self._begin("Ibcast", array.copy, ())
+        return self._begin("Ibcast", None, [root], [array])
 
     def Iallgather(self, data: Any, out: Any) -> VirtualRequest:
-        into = flat(out)
+        everyone = range(self.size)
         return self._begin(
-            "Iallgather", flat(data).copy, range(self.size), lambda found: _copy(into, np.concatenate(found))
+            "Iallgather", flat(data).copy, everyone, [flat(out)], lambda found: [np.concatenate(found)]
         )
 
     def Iallgatherv(self, data: Any, out: list[Any]) -> VirtualRequest:
         into, places = flat(out), _places(out[1])
         mine = into[places[self.rank]] if data is MPI.IN_PLACE else flat(data)
-
-        def finish(found: list[Any]) -> None:
-            for place, array in zip(places, found, strict=True):
-                into[place] = array
-
-        return self._begin("Iallgatherv", mine.copy, range(self.size), finish)
+        return self._begin("Iallgatherv", mine.copy, range(self.size), [into[place] for place in places])
 
     def Ialltoallv(self, data: list[Any], out: list[Any]) -> VirtualRequest:
-        source, into, parts, places = flat(data), flat(out), _places(data[1]), _places(out[1])
-
-        def finish(found: list[Any]) -> None:
-            for place, parts_of_rank in zip(places, found, strict=True):
-                into[place] = parts_of_rank[self.rank]
-
+        source, into, parts = flat(data), flat(out), _places(data[1])
         return self._begin(
-            "Ialltoallv", lambda: [source[part].copy() for part in parts], range(self.size), finish
+            "Ialltoallv",
+            lambda: [source[part].copy() for part in parts],
+            range(self.size),
+            [into[place] for place in _places(out[1])],
+            lambda found: [parts_of_rank[self.rank] for parts_of_rank in found],
         )
 
     def Ireduce(self, data: NDArray[Any], out: NDArray[Any], op: MPI.Op, root: int) -> VirtualRequest:
         if self.rank != root:
-            return self._begin("Ireduce", data.copy, (), bool)
-
-        def finish(found: list[Any]) -> None:
-            out[...] = reduced(found, op)
-
-        return self._begin("Ireduce", data.copy, range(self.size), finish)
+            return self._begin("Ireduce", data.copy, ())
+        return self._begin("Ireduce", data.copy, range(self.size), [out], lambda found: [reduced(found, op)])
 
     def Ireduce_scatter(
         self, data: NDArray[Any], out: NDArray[Any], counts: Sequence[int], op: MPI.Op
     ) -> VirtualRequest:
-        begin = sum(counts[: self.rank])
-        mine = slice(begin, begin + counts[self.rank])
+        mine = _places((counts, None))[self.rank]
 
-        def finish(found: list[Any]) -> None:
-            out[...] = reduced([array[mine] for array in found], op)
+        def share(found: list[Any]) -> list[NDArray[Any]]:
+            return [reduced([array[mine] for array in found], op)]
 
-        return self._begin("Ireduce_scatter", data.copy, range(self.size), finish)
+        return self._begin("Ireduce_scatter", data.copy, range(self.size), [out], share)
 
     def Split(self, color: int = 0, key: int = 0) -> VirtualComm:
         rows = self._gathered((color, key, self.rank))
@@ -468,7 +494,7 @@ class VirtualComm:
 
     def _post(self, data: Any, dest: int, tag: int) -> tuple[_Letter, Event]:
         letter, nodes, source = _Letter(self.rank, tag), self.network.nodes, flat(data)
-        self._together.mail[dest].post(letter)
+        self._together.mail[dest].append(letter)
         self._together.turns.ran()
         near = nodes[self._whole] == nodes[self._together.members[dest]]
         travel = self.network.now if near else self.network.later
@@ -480,7 +506,7 @@ class VirtualComm:
         def done() -> bool:
             letter = mail.take(source, tag)
             if letter is not None:
-                _fill(target, letter)
+                letter.Recv(target)
             return letter is not None
 
         return self.request(done)
@@ -490,10 +516,7 @@ class VirtualComm:
 
     def recv(self, *, source: int, tag: int = 0) -> Any:
         mail = self._together.mail[self.rank]
-        self._check_thread()
-        self._together.turns.wait(
-            self._whole, lambda: mail.first(source, tag) is not None, f"a receive from rank {source}"
-        )
+        self.wait_until(lambda: mail.first(source, tag) is not None, f"a receive from rank {source}")
         letter = cast(_Letter, mail.take(source, tag))
         letter.received = True
         return pickle.loads(cast(bytes, letter.data))
@@ -505,16 +528,12 @@ class VirtualComm:
         if letter is None:
             self.look()
         else:
-            _note(letter, status)
+            letter.describe(status)
         return letter is not None
 
-    def Improbe(self, *, status: MPI.Status | None = None) -> _FoundLetter | None:
-        letter = self._together.mail[self.rank].take()
-        if letter is None:
-            self.look()
-            return None
-        _note(letter, status)
-        return _FoundLetter(letter)
+    def Improbe(self, *, status: MPI.Status | None = None) -> _Letter | None:
+        found = self.Iprobe(status=status)
+        return self._together.mail[self.rank].take() if found else None
 
     def Get_attr(self, key: int) -> Any:
         return self._attributes.get(key)
@@ -532,22 +551,6 @@ class VirtualComm:
 def windows_of(comm: MPI.Intracomm, of_processes: type[MPI.Win]) -> type[MPI.Win]:
     """Return the class of windows over memory of a communicator's ranks; ``of_processes`` if not virtual."""
     return cast(type[MPI.Win], VirtualWindow) if is_virtual(comm) else of_processes
-
-
-def _fill(target: Any, letter: _Letter) -> None:
-    letter.received = True
-    data = cast(bytes, letter.data)
-    flat(target).data[: len(data)] = data
-
-
-def _note(letter: _Letter, status: MPI.Status | None) -> None:
-    if status is not None:
-        status.source, status.tag = letter.source, letter.tag
-        status.Set_elements(MPI.BYTE, len(cast(bytes, letter.data)))
-
-
-def _copy(into: Bytes, data: Bytes) -> None:
-    into[: data.size] = data
 
 
 def _places(layout: tuple[Sequence[int], Sequence[int] | None]) -> list[slice]:

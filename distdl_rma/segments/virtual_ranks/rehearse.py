@@ -1,4 +1,11 @@
-"""Run a function on virtual ranks, which are threads of this process that take turns."""
+"""Run a function on virtual ranks, which are threads of this process that take turns.
+
+What a rank of its own process would have for itself is exchanged at each turn (``_states``), or entered once
+in the thread of the rank (``_modes``, context variables). Modes are torch's per-thread state, which a new
+thread does not inherit; random generators and the default dtype are the process's, so all ranks would share
+them. Anything else, such as environment variables and modules, stays shared: a copy would be no longer what
+the user's program refers to.
+"""
 
 from __future__ import annotations
 
@@ -145,8 +152,7 @@ def played(
 def _node_of_each(ranks: int, nodes: int | Sequence[int]) -> list[int]:
     # The node of each rank.
     if type(nodes) is int and 1 <= nodes <= ranks:
-        ends = map(Balanced(ranks, nodes).interval, range(nodes))
-        sizes: Sequence[int] = [stop - start for start, stop in ends]
+        sizes: Sequence[int] = Balanced(ranks, nodes).lengths
     elif (
         isinstance(nodes, Sequence)
         and all(type(size) is int and size > 0 for size in nodes)

@@ -1,4 +1,13 @@
-"""Finds a virtual rank that has the turn, and waits for a lock that a rank without a turn has."""
+"""Finds a virtual rank that has the turn, and waits for a lock that a rank without a turn has.
+
+A program that is correct on processes may hang on virtual ranks::
+
+    rank 0   with lock: machine.group().barrier()     waits for rank 1, and has the lock
+    rank 1   with lock: ...                           has the turn, and waits for the lock
+
+On processes each rank has a lock of its own; here both have the same one. No wait of the library is involved
+in which a deadline would end it. So the thread that started the ranks looks at them once a second.
+"""
 
 from __future__ import annotations
 
@@ -21,6 +30,10 @@ class Watch:
     """Looks at the thread of the rank that has the turn; ``skipped`` is the file with the waits of ranks.
 
     Works on Linux. A wait with a timeout, for a file or for a thread of the user's own is none of these.
+
+    A false alarm would end a correct program, so all must hold, for four seconds: the same turn, the same
+    instruction, hardly any computation, the system call of a lock without a timeout, and a waiting rank whose
+    functions name the same lock.
     """
 
     def __init__(self, threads: Sequence[threading.Thread], skipped: str) -> None:

@@ -9,6 +9,14 @@ handed over where a rank would wait for others::
 
 Only one rank runs at a time, so the segments of virtual ranks need no locks, and a seed repeats an order of
 turns. A rank whose wait is not over is skipped. While no rank can go on, they wait for time to pass.
+
+Each rank has a lock that it acquires to begin a turn, and that the rank before it releases: a baton that is
+passed on. So there is no thread that schedules, and a turn costs one change of threads.
+
+A rank may not skip others for ever, nor be skipped for ever, since time and the network go on by turns: after
+eight skipped turns a rank runs although its test is false, and its wait looks at its deadline. If all ranks
+wait in calls without a deadline, and the network is empty, nothing can happen any more: that is a deadlock,
+and the rank that notices raises an error that lists all calls.
 """
 
 from __future__ import annotations
@@ -37,7 +45,8 @@ class RunAbandoned(BaseException):
     """Ends the thread of a rank that would never run again."""
 
 
-# Lists of the process whose items belong to the rank that runs.
+# Lists of the process whose items belong to the rank that runs. Upper floors keep state of a rank in lists of
+# their modules, which need no look-up of the thread; their items are exchanged here when ranks change.
 _OF_EACH_RANK: list[list[Any]] = []
 
 
@@ -73,6 +82,10 @@ class Keeper(Protocol):
 
 class Turns:
     """Decides which virtual rank runs; the others wait for their turn.
+
+    The thread that has the turn is the only one that changes anything here, also what belongs to other ranks:
+    it calls the tests of those that wait, to find one whose test is true. A test that raises does so for its
+    own rank: the error is kept in ``_waits`` until that rank runs.
 
     In every round each rank that has not ended gets one turn, in an order that ``seed`` draws. If ``seed`` is
     None, the first rank that can continue gets the next turn. ``swaps`` are pairs of functions that get and
@@ -152,6 +165,7 @@ class Turns:
                 self._set(begin)
 
     def _start(self, threads: Sequence[threading.Thread]) -> None:
+        # All threads start before the first one plays, so that none has done anything if one cannot start.
         try:
             for thread in threads:
                 thread.start()
@@ -203,14 +217,11 @@ class Turns:
         if following != rank:
             if self.keeper is not None:
                 self.keeper.wait_begun(rank)
-            mine, lists = [get() for get, _ in self._swaps], [items[:] for items in _OF_EACH_RANK]
-            for items in _OF_EACH_RANK:
-                items.clear()
-            self._events[following].release()
-            self._events[rank].acquire()
+            mine = [get() for get, _ in self._swaps]
+            with _set_aside():
+                self._events[following].release()
+                self._events[rank].acquire()
             self._set(mine)
-            for items, before in zip(_OF_EACH_RANK, lists, strict=False):
-                items[:] = before
         self._looks = 0
         if self.abandoned:
             raise RunAbandoned
@@ -257,6 +268,7 @@ class Turns:
             self.hand_over(rank)
 
     def _next(self) -> int:
+        # Tests of waiting ranks are called meanwhile, in the thread of this one: they do not hand over.
         self.choosing = True
         try:
             self._running = self._chosen()
@@ -277,6 +289,7 @@ class Turns:
         return self._round.pop()
 
     def _next_of_round(self) -> int:
+        # The next rank of the round; one that waits only if its test is true, or its skips are used up.
         while True:
             if self.network.advance():
                 self._idle = 0

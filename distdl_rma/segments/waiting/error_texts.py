@@ -1,4 +1,16 @@
-"""Texts of errors that concern several ranks: what timed out, what failed, and how the machine is left."""
+"""Texts of errors that concern several ranks: what timed out, what failed, and how the machine is left.
+
+The parts of a text, and who writes them::
+
+    rank 0 called step() at train.py:12, but rank 1 called load() at train.py:9; every rank has to do ...
+    rank 0 waited 60 s for rank 1 to send in 'enc1.conv' (epoch 7, last seen 6);     the wait's reason
+    rank 1 waits since 59.8 s for rank 0 to connect 'load';                          headers: the chain
+    did every rank call the same layers?                                             the reason's hint
+    The machine can be used further.                                                 its state, the end
+
+The first line is added last, from the names in the others: an operation of a split tensor is called after the
+function of the user's program, its file and line. It stands there only if ranks are in different functions.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +28,11 @@ _LONGEST_CHAIN = 16
 
 
 class TimeoutMessages:
-    """Messages of timeouts of a ``rank``: for whom it waited, and what the others do by their headers."""
+    """Messages of timeouts of a ``rank``: for whom it waited, and what the others do by their headers.
+
+    Ranks of other nodes are asked only now, where nobody is in a hurry any more, and have a second in all to
+    answer. The chain ends where a rank waits for nobody: that one is late, and the user should look there.
+    """
 
     def __init__(self, rank: int, headers: PeerHeaders, header: HeaderWriter) -> None:
         self._rank, self._headers, self._header = rank, headers, header
@@ -101,7 +117,11 @@ OF_SEVERAL_RANKS = ExchangeTimeout, PeerFailedError, MismatchError, SegmentError
 
 
 def append_state(error: _E, state: str) -> _E:
-    """Return the error; if it concerns several ranks, its text now ends with the state of the machine."""
+    """Return the error; if it concerns several ranks, its text now ends with the state of the machine.
+
+    A later state replaces an earlier one: an error may pass a call that could settle it, and then one that
+    could not.
+    """
     if state and isinstance(error, OF_SEVERAL_RANKS) and error.args:
         text = _without_state(str(error.args[0]))
         whole = f"{callers_in(text)}{text}{'' if text.endswith(('.', '?', '!')) else '.'} {state}"
@@ -110,7 +130,11 @@ def append_state(error: _E, state: str) -> _E:
 
 
 def callers_in(text: str) -> str:
-    """First line for a text about ranks in different functions of a program; empty if they are not."""
+    """First line for a text about ranks in different functions of a program; empty if they are not.
+
+    "Different" is read from the text alone: a function is named for a rank by the reason of its wait, or by
+    the last operation that it began. Ranks that wait in one function, for each other, called the same.
+    """
     calls: dict[str, set[int]] = {}
     for rank, name in _RANK_IN.findall(text) if _ELSEWHERE.search(text) else ():
         if found := _CALL.search(name):

@@ -1,4 +1,18 @@
-"""Headers of segments: each rank writes its state and its waits to its header, and other ranks read them."""
+"""Headers of segments: each rank writes its state and its waits to its header, and other ranks read them.
+
+The first 2048 bytes of each segment::
+
+    | state, place 0 | state, place 1 | operation, place 0 | operation, place 1 | unused | moving |
+      a record: | text | count | numbers | checksum |                                      word 255
+
+The owner writes records in turn to the two places of each kind, and nobody else writes them. So while one
+place changes, the other is whole. Peers alone write the word ``moving``, by MPI's atomics
+(``transport/links.py``).
+
+A reader takes no lock and sends no message: it loads the header of a peer on its node, and gets that of
+another. So the state of a rank can be read while it computes, is stopped or has died, and costs it nothing.
+It writes a record at the begin of each operation and in waits that are long.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +24,14 @@ import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 from mpi4py import MPI
 
 from distdl_rma.errors import PeerFailedError
 from distdl_rma.segments.transport.heap import Bytes
-from distdl_rma.segments.transport.links import ByteRuns
+from distdl_rma.segments.transport.links import ByteRuns, RemoteLink
 from distdl_rma.segments.transport.segment import Segment
 
 # Bytes at the start of every segment.
@@ -106,7 +120,16 @@ _OPERATION = DoubleRecord("qdq", _STATE.end, _NAME)
 
 
 class RankState(enum.IntEnum):
-    """State of a rank, for other ranks."""
+    """State of a rank, for other ranks.
+
+    ::
+
+        RUNNING <----> WAITING, WAITING_IN_STEP     a long wait, and its end
+           |  ^
+           |  +------- RAISED, SETTLING             a call raised; the rank goes on
+           +---------> LEFT                         closes its machine; back only if not all ranks close
+           +---------> FAILED                       for ever
+    """
 
     RUNNING = 1
     WAITING = 2
@@ -228,14 +251,16 @@ def parse(header: bytes) -> HeaderRecord | None:
     if doing is None or begun is None:
         return None
     text, process, space, state, since, written, origin, number, *ranks = doing
-    name, epoch, began, mode = begun
     waits_for = tuple(ranks[: min(number, _RANKS)])
-    fields = RankState(state), process, space, since, written, origin, waits_for, text
-    return HeaderRecord(*fields, name, epoch, began, mode)
+    return HeaderRecord(RankState(state), process, space, since, written, origin, waits_for, text, *begun)
 
 
 class PeerHeaders:
-    """Headers of all ranks; those that this rank cannot load are read by gets, answered later or never."""
+    """Headers of all ranks; those that this rank cannot load are read by gets, answered later or never.
+
+    A get is pending until it is answered, and a rank has one at most. A killed rank never answers: the get
+    and its memory stay in ``_asked`` until the network reports the loss, or for ever.
+    """
 
     def __init__(self, segment: Segment) -> None:
         self.segment = segment
@@ -283,7 +308,11 @@ class PeerHeaders:
         return time.monotonic() - self._answers[rank][1] if rank in self._answers else float("inf")
 
     def unchanged(self, rank: int, record: HeaderRecord) -> float:
-        """Seconds since this rank saw a waiting rank's record change; 0 for a rank that does not wait."""
+        """Seconds since this rank saw a waiting rank's record change; 0 for a rank that does not wait.
+
+        A waiting rank rewrites its record ten times a second, so an old record is that of a stopped rank. The
+        time is measured by this rank's clock: clocks of two nodes differ.
+        """
         now = time.monotonic()
         written, since = self._last.get(rank, (0.0, now))
         if written != record.written:
@@ -306,7 +335,8 @@ class PeerHeaders:
             try:
                 if rank not in self._asked:
                     header = np.empty(HEADER_BYTES, np.uint8)
-                    requests = self.segment.link(rank).get(ByteRuns((0,), HEADER_BYTES), header)
+                    link = cast(RemoteLink, self.segment.link(rank))
+                    requests = link.get(ByteRuns((0,), HEADER_BYTES), header)
                     self._asked[rank] = requests, header
                 requests, header = self._asked[rank]
                 if not all(request.Test() for request in requests):

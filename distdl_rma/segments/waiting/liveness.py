@@ -1,4 +1,21 @@
-"""Detection of ranks that failed, left, are missing or have ended, and of ranks that wait for each other."""
+"""Detection of ranks that failed, left, are missing or have ended, and of ranks that wait for each other.
+
+What a look of a long wait finds in the header of a rank that it waits for, and what follows::
+
+    header                                  the wait
+    RUNNING, WAITING                        goes on
+    WAITING_IN_STEP, in a ring with this    ExchangeTimeout after a second: they wait for each other
+    FAILED, or its process has ended        PeerFailedError after a second; the machine is lost
+    LEFT                                    PeerFailedError after a second, but for waits of the end of a job
+    RAISED, SETTLING                        PeerFailedError after a second, if it did not raise here too
+    not readable                            goes on to its timeout: a busy rank of another node looks alike
+
+Why a second: the last messages of a rank may arrive after it has left or died, and a rank that raised may be
+a little earlier than this one with the same error.
+
+A failing rank also sends notices (``FailureNotices``), since a rank on another node sees its header late or
+never, and since any wait ends by a notice, also one for other ranks.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +30,7 @@ from mpi4py import MPI
 
 from distdl_rma.errors import ExchangeTimeout, PeerFailedError
 from distdl_rma.segments.transport.segment import Segment
-from distdl_rma.segments.virtual_ranks.comm import hand_over_of
+from distdl_rma.segments.virtual_ranks.comm import is_true_within
 from distdl_rma.segments.waiting.error_texts import ANSWER_SECONDS, LOST, TimeoutMessages, append_state
 from distdl_rma.segments.waiting.header import (
     HeaderRecord,
@@ -25,6 +42,8 @@ from distdl_rma.segments.waiting.header import (
 )
 
 _NOTICE_BYTES = 1024
+# How long a failed rank stays alive for the others to receive its notice.
+NOTICE_SECONDS = 1.0
 # A rank's last messages may arrive some time after it has left.
 _SUSPICION_SECONDS = 1.0
 # Fewest looks at a ring before it is an error. Time alone does not suffice: processes may have been stopped.
@@ -32,7 +51,6 @@ _LOOKS_BEFORE_ERROR = 8
 # Most ranks that one look checks.
 _WATCHED = 8
 _LONGEST_RING = 16
-_STAY_SECONDS = 1e-3
 
 
 class FailureNotices:
@@ -41,6 +59,9 @@ class FailureNotices:
     They have their own communicator, freed by ``close``; ``ranks`` are the rank ids by position in it. Calls
     of MPI hold the lock, since the progress engine is another thread. ``failures`` maps known failed ranks to
     their causes. ``failed`` is whether this rank has sent a notice; its header then has the state FAILED.
+
+    A rank sends one notice in its life. ``failures`` only grows, and its first entry stays the one that later
+    errors name: the cause, and not what followed from it.
     """
 
     def __init__(
@@ -125,12 +146,7 @@ class FailureNotices:
 
     def wait_until_noticed(self, seconds: float) -> None:
         """Wait until all ranks have received the notice or another rank fails, at most ``seconds``."""
-        deadline, hand_over = time.monotonic() + seconds, hand_over_of(self._comm)
-        while not (self.noticed() or self.failures) and time.monotonic() < deadline:
-            if hand_over is None:
-                time.sleep(_STAY_SECONDS)
-            else:
-                hand_over(None)
+        is_true_within(seconds, lambda: self.noticed() or bool(self.failures), comm=self._comm)
 
     def close(self) -> None:
         """Free the communicator; collective."""
@@ -138,7 +154,12 @@ class FailureNotices:
 
 
 class PeerWatch:
-    """Reads the headers of other ranks, writes this rank's waits to its own, adds failures to ``notices``."""
+    """Reads the headers of other ranks, writes this rank's waits to its own, adds failures to ``notices``.
+
+    A look holds the segment's lock, since it may call MPI and changes what earlier looks have found. A
+    suspicion is of one wait: ``end_wait`` drops all of them, since a rank that does not come to one operation
+    may have done its part in the next.
+    """
 
     def __init__(
         self, segment: Segment, ranks: tuple[int, ...], header: HeaderWriter, notices: FailureNotices
@@ -175,13 +196,8 @@ class PeerWatch:
 
     def _look(self, reason: WaitReason) -> None:
         self._looks += 1
-        if self._left:
-            self._header.write(RankState.LEFT, self._left, reason.ranks)
-        elif self._settling:
-            self._header.write(RankState.SETTLING, self._settling, reason.ranks, self._origin)
-        else:
-            state = RankState.WAITING_IN_STEP if reason.in_step else RankState.WAITING
-            self._header.write(state, reason.what, reason.ranks)
+        self._write(reason)
+        if not (self._left or self._settling):
             if self._looks > _LOOKS_BEFORE_ERROR:
                 self._join_settlement(reason)
             if reason.in_step:
@@ -259,6 +275,7 @@ class PeerWatch:
         return (ranks + ranks)[self._watched : self._watched + _WATCHED]
 
     def _diagnose(self, rank: int, reason: WaitReason) -> tuple[int, str, bool]:
+        # The table at the head of this file, for one rank.
         # The rank that failed, why a wait for ``rank`` is in vain ("" if it is not), whether ``rank`` lives.
         record = self._headers.glance(rank)
         if record is None:
@@ -289,12 +306,18 @@ class PeerWatch:
 
     def write_end_of_wait(self) -> None:
         """Write to the header that the wait is over, while another thread may continue to watch ranks."""
+        if self._left or self._settling or not self._notices.failed:
+            self._write(WaitReason((), ""))
+
+    def _write(self, reason: WaitReason) -> None:
+        # The state that other ranks see: leaving and settling last longer than the waits meanwhile.
         if self._left:
-            self._header.write(RankState.LEFT, self._left)
+            self._header.write(RankState.LEFT, self._left, reason.ranks)
         elif self._settling:
-            self._header.write(RankState.SETTLING, self._settling, origin=self._origin)
-        elif not self._notices.failed:
-            self._header.write(RankState.RUNNING)
+            self._header.write(RankState.SETTLING, self._settling, reason.ranks, self._origin)
+        else:
+            waits = RankState.WAITING_IN_STEP if reason.in_step else RankState.WAITING
+            self._header.write(waits if reason.what else RankState.RUNNING, reason.what, reason.ranks)
 
     def has_begun(self, rank: int, name: str, epoch: int) -> bool:
         """Whether a rank has begun an operation, by its header; False if the rank has not answered yet."""

@@ -1,4 +1,22 @@
-"""The ranks of a machine announce themselves at the launcher, and then create a communicator."""
+"""The ranks of a machine announce themselves at the launcher, and then create a communicator.
+
+MPI creates a communicator by a collective call that cannot be interrupted: if one rank does not come, the
+others hang for ever, without a word. So ranks meet first, on a board of lines that the launcher keeps, where
+a rank can look for a while and give up. Rank 0 is the first rank::
+
+    rank 0      HERE ........... CALLS ............ GOES      MPI call
+    rank 1          HERE .............. COMES ..........      MPI call
+    rank 2               HERE ............. COMES ......      MPI call
+                        all are here     all are bound to come
+
+Until COMES a rank may give up, and says LEFT. From COMES on it follows the first rank, which waits for all,
+so no rank enters MPI unless all do. Two rounds are needed: after one, a rank that has read that all are here
+could go, while another one gives up in the same moment. The first rank numbers its calls, so that a line from
+before a timeout is not taken for one of the call that repeats it.
+
+Ranks may also have different lists M. A rank that waits for this one with another list cannot be served, nor
+can those that wait for it: the refusal spreads along the lines of ranks that wait for each other.
+"""
 
 from __future__ import annotations
 
@@ -33,6 +51,9 @@ class JobBoard:
     MPI's name service (``MPI_Publish_name``) stores the lines. So a line can be read while its process makes
     no call, and no receive of the user can match a message. Each call asks the launcher, in about 0.1 ms: too
     long for a training step.
+
+    Each process writes its own line only. To replace it, the process removes it first, so that a reader may
+    find none in between: no line says nothing about a rank.
     """
 
     def __init__(self) -> None:
@@ -69,6 +90,7 @@ class JobBoard:
         return ""
 
     def _tried(self) -> bool:
+        # Some launchers accept a name and never find it again, or find one that was removed.
         try:
             self.write("-")
             written = self.read(MPI.COMM_WORLD.rank)
@@ -117,16 +139,19 @@ class Stage(StrEnum):
 
 @dataclass(frozen=True)
 class Refusal:
-    """An error of the ``members``, ranks of MPI_COMM_WORLD; without members, only the last number."""
+    """An error of the ``members``, ranks of MPI_COMM_WORLD; without members, only the last number.
+
+    Numbers of a process only grow. It acts on each refusal of another one once: only on one with a larger
+    number than its own last, and its next refusal passes that number on.
+    """
 
     number: int = 0
     members: frozenset[int] = frozenset()
     text: str = ""
 
-    @classmethod
-    def made(cls, number: int, members: frozenset[int], text: str) -> Refusal:
-        """Refusal whose text and members fit into a line."""
-        return cls(number, _fitting(members), text[:_LONGEST_TEXT])
+    def followed_by(self, members: frozenset[int], text: str, number: int = 0) -> Refusal:
+        """Next refusal of a process, cut to fit into a line; ``number`` is the one that another gave it."""
+        return Refusal(max(self.number + 1, number), _fitting(members), text[:_LONGEST_TEXT])
 
 
 @dataclass(frozen=True)
@@ -205,16 +230,10 @@ _HINT = "do all ranks of M call Machine with the same ranks?"
 
 
 class _Past:
-    """State that a process keeps between meetings."""
+    """What a process remembers between meetings: how often it called as the first rank, and a refusal."""
 
-    def __init__(self) -> None:
-        self.calls = self.refusals = 0
-        self.last = Refusal()
-
-    def refused(self, members: frozenset[int], text: str, number: int = 0) -> None:
-        """Record a refusal; ``number`` is the one that another process gave it."""
-        self.refusals = max(self.refusals + 1, number)
-        self.last = Refusal.made(self.refusals, members, text)
+    calls = 0
+    last = Refusal()
 
 
 # One process has one line, and makes one machine at a time.
@@ -253,7 +272,7 @@ def meet(comm: MPI.Intracomm, ranks: tuple[int, ...], seconds: float) -> MPI.Int
                 made = _create(comm, group, ranks, world, number)
             # Only now have all ranks read GOES.
             _board.write("")
-            _past.last = Refusal(_past.refusals)
+            _past.last = Refusal(_past.last.number)
             return made
     finally:
         group.Free()
@@ -269,7 +288,7 @@ def refuse(comm: MPI.Intracomm, ranks: Iterable[int], problem: str) -> None:
     finally:
         group.Free()
     with _lock:
-        _past.refused(frozenset(world or ()), f"rank {comm.rank}: {problem}")
+        _past.last = _past.last.followed_by(frozenset(world or ()), f"rank {comm.rank}: {problem}")
         _board.write(Announcement(Stage.REFUSED, _past.last).encoded())
 
 
@@ -327,6 +346,7 @@ class _Meeting:
             raise
 
     def _lead(self) -> int:
+        # The first rank: its HERE, CALLS and GOES of the picture at the head of this file.
         self._wait_for_all(lambda peer: peer.stage is Stage.HERE)
         _past.calls += 1
         number = _past.calls
@@ -336,6 +356,7 @@ class _Meeting:
         return number
 
     def _wait_for_all(self, ready: Callable[[Announcement], bool]) -> None:
+        # The time is read before the lines, so that a rank looks once more after its deadline.
         late = self._others
         for pause in self._turns():
             over = time.monotonic() > self._deadline
@@ -377,9 +398,9 @@ class _Meeting:
         if peer is None:
             return None
         # Only refusals that this rank has not read count.
-        if peer.last.number > _past.refusals and me in peer.last.members:
+        if peer.last.number > _past.last.number and me in peer.last.members:
             self._refuse(peer.last.members, peer.last.text, peer.last.number)
-        if peer.last.number < _past.refusals and self._world[rank] in _past.last.members:
+        if peer.last.number < _past.last.number and self._world[rank] in _past.last.members:
             # The other rank has not read this rank's last refusal yet.
             return None
         if peer.meeting == self._meeting:
@@ -400,7 +421,7 @@ class _Meeting:
 
     def _refuse(self, also: frozenset[int], problem: str, number: int = 0) -> NoReturn:
         self._members |= also
-        _past.refused(self._members, problem, number)
+        _past.last = _past.last.followed_by(self._members, problem, number)
         self._announce(Stage.REFUSED)
         raise PartitionError(problem)
 

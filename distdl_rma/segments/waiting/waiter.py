@@ -1,4 +1,17 @@
-"""Waits for other ranks, which advance pending operations; ``progress.py`` does so between waits."""
+"""Waits for other ranks, which advance pending operations; ``progress.py`` does so between waits.
+
+A wait over its time; a rank that waits for microseconds never leaves the first part::
+
+    |  spins   | turns with a yield |  turns with sleeps, of 0.05 ms that grow to 1 ms
+    |          |                    |
+    0          spins                2 ms                                            timeout
+               ^ each turn: take all steps, receive notices of failures, test
+                                    ^ first look at the peers' headers, then ten a second
+
+Spinning is fastest, and takes the core from the rank that is waited for if ranks outnumber cores: then there
+are no spins. Steps are taken in every turn because the operation that a peer waits for may be another one
+than this rank waits for: if a rank advanced only its own, two ranks could wait for each other.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +27,10 @@ from mpi4py import MPI
 from distdl_rma.errors import DistdlError, ExchangeTimeout
 from distdl_rma.segments.options import check_timeout
 from distdl_rma.segments.transport.segment import Segment
-from distdl_rma.segments.virtual_ranks.comm import virtual_rank, wait_ended
+from distdl_rma.segments.virtual_ranks.comm import virtual_rank, wait_ended, while_blocked
 from distdl_rma.segments.waiting.header import WaitReason
 from distdl_rma.segments.waiting.liveness import FailureNotices, PeerWatch
-from distdl_rma.segments.waiting.progress import ProgressEngine, VirtualEngine
+from distdl_rma.segments.waiting.progress import ProgressEngine
 from distdl_rma.trace import Counters
 
 Test = Callable[[], bool]
@@ -30,13 +43,10 @@ _LOOK_SECONDS = 0.1
 _STOPPED_SECONDS = 1.0
 
 
-def stopped(seconds: float) -> float:
-    """Return the time between two turns if this process was stopped meanwhile, else 0; in seconds."""
-    return seconds if seconds > _STOPPED_SECONDS else 0.0
-
-
 class Waiter:
     """Waits for other ranks; takes the deferred steps of operations during each wait.
+
+    A wait never ends silently: ``ready()`` is true, or it raises ``ExchangeTimeout`` or ``PeerFailedError``.
 
     Every wait, every ``progress()`` and the progress engine take the deferred steps, so that ranks may wait
     for their common operations in different orders. Waits in another machine of the process take them too. A
@@ -64,7 +74,10 @@ class Waiter:
         self._open = True
         self._steps: list[Callable[[], bool]] = []
         self._advancing = False
-        self._engine: ProgressEngine | VirtualEngine | None = None
+        # Who takes steps while the rank computes: ``"thread"``, or ``"none"``.
+        self.engine = "none"
+        self._engine: ProgressEngine | None = None
+        self._end_turns: Callable[[], object] = bool
         # Error of a step that was taken while the rank waited in another machine.
         self._deferred_error: Exception | None = None
 
@@ -116,7 +129,7 @@ class Waiter:
                     return
                 now = time.perf_counter()
                 # Time during which the job was suspended does not count.
-                begin += stopped(now - last)
+                begin += now - last if now - last > _STOPPED_SECONDS else 0.0
                 last, elapsed = now, now - begin
                 if elapsed >= _YIELD_SECONDS and (not looked or elapsed - looked > _LOOK_SECONDS):
                     looked = elapsed
@@ -162,23 +175,16 @@ class Waiter:
         self.advance()
         self._notices.check()
 
-    @property
-    def of_this_rank(self) -> bool:
-        """Whether its rank is that of the calling thread, where several ranks are threads of this process."""
-        return self._rank is None or self._rank is virtual_rank()
-
-    @property
-    def engine(self) -> str:
-        """Who takes steps while the rank computes: ``"thread"``, or ``"none"``."""
-        return "thread" if self._engine is not None else "none"
-
     def begin(self, engine: str) -> None:
         """Let other machines' waits, and the progress engine if chosen, take steps from now on."""
         _replace_open(weakref.ref(self))
+        self.engine = engine
         if engine == "thread" and self._hand_over is None:
             self._engine = ProgressEngine(self._turn, self._segment.crowded)
+            self._end_turns = self._engine.stop
         elif engine == "thread":
-            self._engine = VirtualEngine(self._turn)
+            # A virtual rank has no other thread: it takes steps while it waits in calls of other libraries.
+            self._end_turns = while_blocked(self.advance_quietly)
 
     def hold(self, held: ExitStack) -> None:
         """Take no turn of the progress engine until ``held`` ends; waits for the turn that it takes now."""
@@ -187,8 +193,7 @@ class Waiter:
 
     def stop(self) -> None:
         """End the progress engine; idempotent."""
-        if self._engine is not None:
-            self._engine.stop()
+        self._end_turns()
 
     def end(self) -> None:
         """Undo ``begin``; idempotent. The engine takes no more effective steps."""
@@ -219,7 +224,7 @@ class Waiter:
             advance_other_machines(self)
 
     def advance_quietly(self) -> None:
-        """Take steps while the rank waits in another machine; does not block.
+        """Take steps while the rank waits in another machine or library; does not block.
 
         After a step has raised, takes no further steps until the next wait in this machine raises that error.
         """
@@ -230,6 +235,8 @@ class Waiter:
                 self._deferred_error = error
 
     def _advance(self) -> None:
+        # Takes the steps of this machine. An error of the progress thread stays: each later wait raises it.
+        # One of a step in another machine's wait is raised once, by the machine that it belongs to.
         if self._engine is not None and self._engine.error is not None:
             raise self._engine.error
         if self._deferred_error is not None:
@@ -276,7 +283,8 @@ def advance_other_machines(one: Waiter | None) -> None:
     """Let all open machines of this process, except that of ``one``, take their steps; does not block."""
     for reference in _waiters:
         other = reference()
-        if other is not None and other is not one and other.of_this_rank:
+        # Virtual ranks are threads of this process, with machines of their own.
+        if other is not None and other is not one and other._rank in (None, virtual_rank()):
             other.advance_quietly()
 
 

@@ -21,7 +21,8 @@ def unanswered(monkeypatch):
     """
 
     def silence(remote):
-        get = remote._link.get
+        # Without a get where the memory is near, whose header is never asked for.
+        get = getattr(remote._link, "get", None)
 
         def ask(runs, out, **options):
             return get(runs, out, **options) if out.nbytes == HEADER_BYTES else [None]

@@ -91,7 +91,7 @@ WORDS = st.text(st.characters(codec="ascii", exclude_categories=("C", "Z")), max
     line=st.builds(
         Announcement,
         st.sampled_from(Stage),
-        st.builds(Refusal.made, st.integers(0, 99), RANKS, WORDS),
+        st.builds(Refusal().followed_by, RANKS, WORDS, st.integers(0, 99)),
         st.integers(0, 1 << 56),
         st.integers(0, 99),
         st.integers(-1, 40),
@@ -111,12 +111,12 @@ def test_other_lines_are_no_announcement(line):
 
 def test_a_list_too_long_for_a_line_names_nobody():
     members = frozenset(range(0, 200, 2))
-    refusal = Refusal.made(1, members, "x" * 999)
+    refusal = Refusal().followed_by(members, "x" * 999)
     line = Announcement(Stage.HERE, refusal, members=members)
     found = Announcement.parsed(line.encoded())
     assert not found.members and not found.last.members and len(found.last.text) < 200
     assert not found.waits_for(2) and line.waits_for(2)
-    assert Refusal.made(1, frozenset(range(1000)), "").members == frozenset(range(1000))
+    assert Refusal().followed_by(frozenset(range(1000)), "").members == frozenset(range(1000))
 
 
 def test_who_waits_is_waited_for_by_the_first_and_by_the_members():

@@ -26,12 +26,12 @@ def test_the_thread_takes_turns_until_it_is_stopped():
         return len(turns)
 
     engine = ProgressEngine(turn, crowded=False)
-    assert enough.wait(10) and engine.running
+    assert enough.wait(10) and engine._thread.is_alive()
     engine.stop()
     engine.stop()
     taken = len(turns)
     time.sleep(0.02)
-    assert not engine.running and len(turns) == taken
+    assert not engine._thread.is_alive() and len(turns) == taken
     assert all(thread.daemon and thread is not threading.current_thread() for thread in turns)
 
 
@@ -42,7 +42,7 @@ def test_an_error_ends_the_thread_and_is_kept_for_its_rank(error):
 
     engine = ProgressEngine(turn, crowded=True)
     engine._thread.join(10)
-    assert not engine.running and engine.error is error
+    assert not engine._thread.is_alive() and engine.error is error
     engine.stop()
 
 
