@@ -1,4 +1,23 @@
-"""Operands of one function: the layout of its result, and each operand as the ranks need it."""
+"""Operands of one function: the layout of its result, and each operand as the ranks need it.
+
+A rule first chooses the layout of the result, then brings each operand to this rank's block of it. Here
+``x * scale + bias`` of an image (N, C, H, W), cut in rows over two ranks:
+
+    operand               what a rank needs              how it gets there
+    x     (2, 3, 8, 8)    its rows (2, 3, 4, 8)          the block that it has; nothing moves
+    scale (1, 1, 8, 1)    its rows (1, 1, 4, 1)          ``as_part``: if it is cut otherwise, it moves
+    bias  (1, 3, 1, 1)    all of it                      ``as_part``, whole where its extent is 1
+    table, of no place    all of it                      ``as_whole``
+    a plain tensor        the same parts of it           ``beside``, then a slice: every rank has all of it
+
+The gradient goes the same way back. An operand that is whole along a grid dimension which cuts the result
+meets another block on every rank, and gets a contribution from each: ``to_blocks`` sums these. An operand
+that is cut like the result has one owner for each element, and needs no sum.
+
+The decorators at the end of the first half (``of_cut``, ``of_any_cut``, ``composition``) decide what all
+rules would otherwise decide each by itself: whether there is anything to distribute at all, which place in
+the program this is, and which name an argument has.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +81,12 @@ def site_for(func: Any, *tensors: Any) -> Site:
 
 
 def on_whole_tensors(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call any function on all ranks with whole tensors; cut tensors are redistributed before, blocking."""
+    """Call any function on all ranks with whole tensors; cut tensors are redistributed before, blocking.
+
+    Exact for every function, since each rank computes what one machine would compute; but each rank needs the
+    memory of the whole tensors. Rules use it where blocks cannot help, and for tensors that no rank cuts. A
+    function that changes its first argument in place returns that split tensor itself.
+    """
     arguments = tensors_in(args, kwargs)
     partition = common_partition(func, arguments)
     cut = [x for x in arguments if isinstance(x, SplitTensor) and x.is_split]
@@ -105,6 +129,9 @@ def of_cut(
     The decorated function gets the user's call, its site, the tensor, and the other arguments under torch's
     names. ``empty`` and ``uncut`` say whether it takes split tensors without elements, and uncut ones;
     ``otherwise`` handles the rest. ``plain`` is the reason why a plain first tensor is refused, if it is.
+
+    Copies take the other way because torch's own function on them is exact, needs no site, and keeps what a
+    rule may not have: an output argument, a rare dtype, a second derivative.
     """
 
     def decorate(handler: Handled) -> Handler:
@@ -116,6 +143,7 @@ def of_cut(
                 if layout is None and plain:
                     raise refused(func, plain)
                 return otherwise(func, args, kwargs)
+            # The lines of ``site_for``, without the cost of two calls.
             home: Any = layout.partition.home
             if home.__class__ is not Machine or home.segments.closed:
                 home = machine_of(x)
@@ -140,7 +168,11 @@ def of_any_cut(handler: Handled) -> Handler:
 
 
 def composition(function: Handled) -> Handler:
-    """Handler of functions that are made of others, which ``function`` calls; it gets torch's arguments."""
+    """Handler of functions that are made of others, which ``function`` calls; it gets torch's arguments.
+
+    Within it the functions of torch use their own rules, so it reads like the definition in torch's
+    documentation, and its gradient follows by itself.
+    """
 
     @wraps(function)
     def called(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -154,7 +186,8 @@ def composition(function: Handled) -> Handler:
 def common_layout(func: Any, operands: Sequence[torch.Tensor]) -> Decomposition:
     """Layout of operands after broadcasting: the cuts of the largest operand, then those of others that fit.
 
-    The first of several operands of one size counts. Where ranks run ahead, no part ends behind others.
+    The largest, since all operands with another layout move, and moving the small ones costs least. The first
+    of several operands of one size counts. Where ranks run ahead, no part ends behind others.
     """
     # Checked first, since layouts of two machines compare equal.
     partition = common_partition(func, operands)
@@ -187,6 +220,8 @@ def cut_by_largest(
     """Layout of a tensor of which each operand has some dimensions, which lie at its ``places``.
 
     It has the cuts of the largest operand, then those of others that fit, but none of dimensions ``never``.
+    Broadcasting and contractions both come here: ``places`` are the last dimensions for the one, the labels
+    of an operand among all labels for the other.
     """
     splits: list[Split] = [Balanced(n, 1) for n in shape]
     axes: list[int | None] = [None] * partition.dim
@@ -222,7 +257,7 @@ def as_part(
 ) -> torch.Tensor:
     """An operand's part for this rank's block of the result, with layout ``part``; differentiable, may block.
 
-    ``at`` distinguishes the operands of one site.
+    ``at`` distinguishes the operands of one site: each has a movement of its own, which reports name.
     """
     if not isinstance(x, SplitTensor):
         x = beside(x, result)
@@ -276,7 +311,10 @@ _NEEDS = tuple(tuple(GradientNeeds(x, weights) for weights in (False, True)) for
 
 
 def needs_of(x: torch.Tensor, *weights: torch.Tensor | None) -> GradientNeeds:
-    """Which gradients a call needs; equal on all ranks, whose tensors are blocks of the same ones."""
+    """Which gradients a call needs; equal on all ranks, whose tensors are blocks of the same ones.
+
+    One of four objects that exist already: this runs at every call, and making one costs calls of Python.
+    """
     if not torch.is_grad_enabled():
         return _NEEDS[0][0]
     for w in weights:

@@ -207,7 +207,7 @@ class SplitTensor(torch.Tensor):
             raise ShapeError(f"SplitTensor.from_local: {problem}")
         else:
             layout = lay.balanced(partition, shape)
-        wanted = layout.box(partition.me).shape
+        wanted = layout.own_box.shape
         if tuple(local.shape) != wanted:
             raise ShapeError(
                 f"SplitTensor.from_local: rank {partition.me} passes {tuple(local.shape)}, its block of"
@@ -299,7 +299,7 @@ class SplitTensor(torch.Tensor):
         """Where this rank's block is in the tensor; empty if it has no elements. Local."""
         from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
-        box = self._layout.box(self.partition.me)
+        box = self._layout.own_box
         return [] if box.empty else [ChunkStorageMetadata(torch.Size(box.start), torch.Size(box.shape))]
 
     def __get_tensor_shard__(self, _: object) -> torch.Tensor:

@@ -3,6 +3,15 @@
 A distributed model with ``draws="torch"`` has a generator of torch for each block instead, whose seed is made
 of the block's position and of the number that every rank draws. Both ways each draw takes one number from the
 default generator or from the one that is passed.
+
+    default generators       1 number, equal on all ranks (``seed_from``), and all move on alike
+        |
+        |--- by index        element i of the whole: number i of the sequence of this seed (``draws.fill``)
+        '--- draws="torch"   a generator of torch for (seed, start of the block): other numbers on other grids
+
+So a run draws the same masks on every grid, and a checkpoint that recomputes a dropout draws the same again:
+torch restores the default generator for it. Tensors without a cut draw by index too, in a model that does so;
+otherwise a model's numbers would depend on which of its tensors happen to be cut.
 """
 
 from __future__ import annotations
@@ -60,7 +69,8 @@ def draw(
 
 
 def _overwrite(drawn: torch.Tensor, layout: Decomposition, seed: int, probability: torch.Tensor) -> None:
-    # What torch has drawn with a probability for each element, again by the indices.
+    # What torch has drawn with a probability for each element, again by the indices. In double precision,
+    # since a number and its probability decide by a comparison.
     number = torch.empty(drawn.shape, dtype=torch.float64)
     fill(number, "uniform_", layout, seed, (0.0, 1.0))
     with torch.no_grad():
@@ -83,7 +93,8 @@ def of_drawn(**options: Any) -> Callable[[Any], Handler]:
 
 
 def _scaled(mask: torch.Tensor, p: float, alpha: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
-    # The factor of each element, and what is added afterwards.
+    # The factor of each element, and what is added afterwards. Alpha dropout keeps mean and variance: dropped
+    # elements get SELU's limit, and a and the offset undo what this does to both.
     if not alpha:
         return mask.div_(1 - p) if p < 1 else mask, None
     a = ((_ALPHA * _ALPHA * p + 1) * (1 - p)) ** -0.5 if p < 1 else 0.0

@@ -1,4 +1,19 @@
-"""Pools, resizing, padding, patches, sampling: ranks fetch the elements that their outputs need."""
+"""Pools, resizing, padding, patches, sampling: ranks fetch the elements that their outputs need.
+
+Two families, by how far an output looks:
+
+- *Windows of a fixed reach* (pools, resizing, padding). Outputs lie with their inputs, and an operation of
+  ``layers/ops/windows.py`` fetches what a rank's outputs read of other blocks. The layout of the result is
+  the operation's: extents change, and with them the ends of the parts. Here windows of three elements:
+
+      rank 0   a a a a            output 0 reads a a a: local
+      rank 1           b b b b    output 1 reads a b b: its rank fetches what it lacks
+
+- *Anywhere in the plane* (unpooling, ``fold``, ``grid_sample``): where an output reads depends on indices or
+  overlaps. So planes become whole, samples or channels are cut meanwhile, and the result is cut again.
+
+A mean over a whole plane is a reduction: ranks sum their blocks, and no element travels.
+"""
 
 from __future__ import annotations
 
@@ -95,7 +110,11 @@ def windowed(
 
 
 def with_single_copied(site: Site, y: SplitTensor) -> SplitTensor:
-    """The same tensor, with copies in place of cuts in dimensions with a single element; may block."""
+    """The same tensor, with copies in place of cuts in dimensions with a single element; may block.
+
+    A dimension of one element is often a whole plane that was pooled to one number. On one rank only, it
+    would leave the others without work in all layers behind.
+    """
     layout = y._layout
     if 1 not in layout.shape:
         return y
@@ -138,6 +157,7 @@ def lp_pool(call: Call, site: Site, x: SplitTensor, norm_type: Any, **how: Any) 
     """The norm of each window; ranks fetch the inputs of their outputs."""
     norm, dims = float(norm_type), dims_of(call[0])
 
+    # Torch composes it so, too: a mean of powers, times the number of elements.
     def pool(x: Any) -> Any:
         if abs(norm) == math.inf:
             sign = 1 if norm > 0 else -1
@@ -172,6 +192,7 @@ def averaged(call: Call, site: Site, x: SplitTensor, size: tuple[int | None, ...
     site.kept(("checked", str(size), layout, local.dtype), check)
     first = len(layout.shape) - dims
     single = tuple(d for d, n in enumerate(size, first) if n == 1)
+    # Dimensions that are cut and pooled to one element: by sums. The others: by windows.
     if any(layout.splits[d].parts > 1 for d in single):
         along = Along(site, local, layout, single)
         sums = along.summed(local.sum(single, keepdim=True, dtype=sum_dtype(local.dtype)))
@@ -216,17 +237,19 @@ def padded(call: Call, site: Site, x: SplitTensor, pad: Any, mode: str, value: A
     value = 0.0 if value is None or mode != "constant" else value
     # One object for all NaNs, so that the operation is found again.
     value = math.nan if math.isnan(value) else value
-    if mode == "circular" and any(
-        min(pair) < 0 < max(pair) for pair in zip(sides[::2], sides[1::2], strict=True)
-    ):
-        cropped = _padded(func, site, x, tuple(min(n, 0) for n in sides), "constant", 0.0)
-        return _padded(func, site, cropped, tuple(max(n, 0) for n in sides), mode, 0.0)
+    pairs = zip(sides[::2], sides[1::2], strict=True)
+    if mode == "circular" and any(min(pair) < 0 < max(pair) for pair in pairs):
+        # Torch crops first: what wraps around is of the cropped tensor.
+        x = _padded(func, site, x, tuple(min(n, 0) for n in sides), "constant", 0.0)
+        sides = tuple(max(n, 0) for n in sides)
     return _padded(func, site, x, sides, mode, value)
 
 
 def _padded(
     func: Any, site: Site, x: SplitTensor, sides: tuple[int, ...], mode: str, value: float
 ) -> SplitTensor:
+    # Dimensions that are not padded may be cut in any way. The operation takes two of them first, as batch
+    # and channels, and treats all others as spatial ones; so dimensions are permuted there and back.
     layout, local = x._layout, checked_block(x)
     if mode in ("reflect", "replicate"):
         local = _widened(local)
@@ -279,6 +302,7 @@ def max_unpool(call: Call, site: Site, x: Any, indices: Any, **others: Any) -> A
     dims = len(layout.shape)
     spatial = range(dims - int(func.__name__[-2]), dims)
     local, whole = with_whole(site, x, spatial)
+    # The indices are places in the whole plane, so they are right for a block with whole planes.
     at = as_part(site, indices, whole, layout, 1)
     # Torch has no gradient for indices that are not contiguous; ranks with empty blocks would not raise that.
     y = computed(lambda block: func(block, with_an_element(at).contiguous(), **others), local)
@@ -330,8 +354,9 @@ def grid_sample(call: Call, site: Site, x: Any, grid: Any, **how: Any) -> Any:
     shape = (*of_x[:2], *of_grid[1:-1])
 
     def make() -> tuple[Decomposition, Decomposition, Decomposition]:
-        x_shape, grid_shape = (torch.empty(each, device="meta") for each in (of_x, of_grid))
-        func(x_shape, grid_shape, **how)
+        # Layouts of the result, of the planes and of the points. The result is cut where the input is, a
+        # spatial cut of which becomes one of the points; an input that is not cut follows the points.
+        func(torch.empty(of_x, device="meta"), torch.empty(of_grid, device="meta"), **how)
         if isinstance(x, SplitTensor) and x.is_split:
             axes = x._layout.axes
             batch, channels = x._layout.splits[:2]
@@ -352,9 +377,8 @@ def grid_sample(call: Call, site: Site, x: Any, grid: Any, **how: Any) -> Any:
 
     layouts = [y._layout if isinstance(y, SplitTensor) else tuple(y.shape) for y in (x, grid)]
     result, planes, points = site.kept(("planes", *layouts, str(how)), make)
-    local = as_part(site, x, planes, result, 0), as_part(site, grid, points, result, 1)
-    if result.box(partition.me).empty:
-        y = local[0].new_zeros(result.box(partition.me).shape) + local[0].sum() + local[1].sum()
-    else:
-        y = func(*local, **how)
-    return SplitTensor(y, result)
+    plane, point = as_part(site, x, planes, result, 0), as_part(site, grid, points, result, 1)
+    if result.own_box.empty:
+        # In the graph of both, so that this rank runs their backward, in which other ranks wait for it.
+        return SplitTensor(plane.new_zeros(result.own_box.shape) + plane.sum() + point.sum(), result)
+    return SplitTensor(func(plane, point, **how), result)

@@ -1,4 +1,17 @@
-"""Writing into parts of tensors: each rank writes into its block."""
+"""Writing into parts of tensors: each rank writes into its block.
+
+``x[index] = value`` is read like an index on the right (``indexing.py``), up to a *view* of the block that
+shows what is written. Writing there must reach ``x`` itself, so nothing may have moved on the way:
+
+    numbers, in cut dimensions   become an interval of extent 1, which one rank has (``_staying``); the value
+                                 gets a dimension of extent 1 there (``_beside``)
+    slices, other numbers        a view of the block, then ``copy_`` by the rule of functions of elements
+    a mask                       ``masked_fill_``, or ``where`` with values in its order (``_chosen_rows``)
+    indices                      torch writes where the chosen dimensions are whole; the result moves back
+
+A plain tensor in which a split value is written becomes split, as the same object, if no other tensor shows
+its memory (``become_split``); buffers and views stay plain and get the whole value on all ranks.
+"""
 
 from __future__ import annotations
 
@@ -115,14 +128,13 @@ def _beside(
 
 def _layout_to_write(func: Any, x: torch.Tensor, given: Sequence[Any], value: Any) -> Decomposition:
     # Layout for a plain tensor that becomes split, in which the written values need not move.
-    masks = [each for each in given if isinstance(each, SplitTensor) and is_mask(each)]
     partition = common_partition(func, tensors_in(list(given), value))
     axes: list[int | None] = [None] * partition.dim
     splits: list[Split] = [Balanced(n, 1) for n in x.shape]
     dims: list[int | None]
     if any(isinstance(each, torch.Tensor) for each in given):
-        mask = masks[0] if masks and given[0] is masks[0] else None
-        layout = None if mask is None else mask._layout
+        first = given[0]
+        layout = first._layout if isinstance(first, SplitTensor) and is_mask(first) else None
         dims = list(range(x.dim()))
     else:
         dims, dim = [], 0
@@ -185,6 +197,7 @@ def _write_chosen(
 
 def _chosen_rows(part: Any, at: int, mask: Any, ones: Sequence[int], value: Any) -> Any:
     # For each element, its value by a split mask, any value where the mask is false; None if it selects none.
+    # Value number n is for the n-th true element of the mask: a running sum over the ranks counts them.
     whole, count = frozen(part), len(frozen(mask))
     dims, kept = range(at, at + count), [d for d in range(len(whole)) if not at <= d < at + count]
     named = chosen_order([d for d in kept if d not in ones], dims, 1)
@@ -220,7 +233,8 @@ def in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     x, without = args[0], getattr(_T, func.__name__[:-1])
     if isinstance(x, SplitTensor):
         begin_change(func, x, f"it writes what is on another rank; {_REMEDY}")
-    # The backward needs the tensor unchanged.
+    # The form without the underscore is exact for every layout, so this one has no rule of its own: it costs
+    # a copy of the block. The backward needs the tensor unchanged.
     kept = isinstance(x, SplitTensor) and torch.is_grad_enabled() and x._local.requires_grad
     before = SplitTensor(checked_block(x).clone(), x._layout) if kept else x
     # Autocast does not apply to in-place forms.
