@@ -40,7 +40,7 @@ from distdl_rma.layers.split.calls.site import Site, site_of
 from distdl_rma.layers.split.calls.table import Handler, name_of
 from distdl_rma.layers.split.calls.torch_errors import BLOCK_HINT
 from distdl_rma.layers.split.plain_operands import beside
-from distdl_rma.layers.split.redistribution import redistributed, to_blocks
+from distdl_rma.layers.split.redistribution import BY_USER, redistributed, to_blocks
 from distdl_rma.layers.split.tensor import SplitTensor, any_cut, checked_block, composed, refused
 from distdl_rma.layers.split.views import begin_change
 from distdl_rma.segments.machine import Machine
@@ -103,8 +103,7 @@ def on_whole_tensors(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
             return beside(x, everywhere)
         if site is None or id(x) not in numbers:
             return checked_block(x)
-        target, what = lay.replicated(partition, x._layout.shape), f"all of operand {numbers[id(x)]}"
-        return redistributed(site, checked_block(x), x._layout, target, what)
+        return everywhere_of(site, x, f"all of operand {numbers[id(x)]}")
 
     args, kwargs = mapped(whole, args), mapped(whole, kwargs)
     # A function returns the tensors that it changes in place.
@@ -283,14 +282,18 @@ def as_blocks(site: Site, arguments: Any, result: Decomposition, at: int = 0) ->
     return mapped(lambda x: as_part(site, x, part_for(x.shape, result), result, next(numbers)), arguments)
 
 
+def everywhere_of(site: Site, x: SplitTensor, what: str = BY_USER) -> torch.Tensor:
+    """All of a split tensor on every rank, which all use in the same way; differentiable, may block."""
+    target = lay.replicated(x._layout.partition, x._layout.shape)
+    return redistributed(site, checked_block(x), x._layout, target, what)
+
+
 def as_whole(site: Site, x: torch.Tensor, result: Decomposition, what: str) -> torch.Tensor:
     """A whole operand on every rank, for use beside blocks of a result; differentiable, may block."""
     if not isinstance(x, SplitTensor):
         return beside(x, result)
-    everywhere = lay.replicated(result.partition, x._layout.shape)
-    local = redistributed(site, checked_block(x), x._layout, everywhere, what)
     cut = tuple(g for g, axis in enumerate(result.axes) if axis is not None)
-    return to_blocks(site, local, everywhere, cut, f" of {what}")
+    return to_blocks(site, everywhere_of(site, x, what), result, cut, f" of {what}")
 
 
 def wholes(

@@ -1,4 +1,19 @@
-"""Which modules are synchronised: all ranks add one, or none does; and whether modules change later."""
+"""Which modules are synchronised: all ranks add one, or none does; and whether modules change later.
+
+``Registry.adding`` is a transaction in three steps, of which only the last one changes anything:
+
+    each rank    its groups and their statements; why it cannot, if it cannot    ``_addition``
+    all ranks    compare these; all raise the first problem, or none does        ``agree``
+    each rank    the body makes buckets and hooks; then the groups are kept      ``adding``
+
+An error anywhere leaves the groups, and the callbacks of the module, as they were before. Ranks count their
+attempts, so that messages of a failed one cannot be taken for those of the next.
+
+Groups are kept as statements and weak references (:class:`Agreed`): ranks must be able to compare a later
+module with them, also if the user has deleted the modules here, on this rank alone.
+
+``ModuleWatch`` finds changes after that, such as an unfrozen parameter, whose gradients nobody would sum.
+"""
 
 from __future__ import annotations
 
@@ -285,7 +300,10 @@ class ModuleWatch:
         return found
 
     def walk(self) -> str:
-        """Describes the first change; empty if there is none."""
+        """Describes the first change; empty if there is none.
+
+        A parameter that is frozen now, or was removed, is no change: it gets no gradient that would be lost.
+        """
         for part, path in self._paths.items():
             for key, parameter in part._parameters.items():
                 # A plain tensor may take a parameter's place for a call.

@@ -33,11 +33,11 @@ from distdl_rma.layers.split.operands import (
     block_of,
     common_layout,
     composition,
+    everywhere_of,
     of_cut,
     part_for,
     site_for,
 )
-from distdl_rma.layers.split.redistribution import redistributed
 from distdl_rma.layers.split.reduction_axes import laid_out, with_whole
 from distdl_rma.layers.split.tensor import SplitTensor, become_split, checked_block, composed, refused
 from distdl_rma.layers.split.views import (
@@ -196,9 +196,7 @@ def changed_plain(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     def whole(x: torch.Tensor) -> torch.Tensor:
         if not isinstance(x, SplitTensor):
             return x
-        everywhere, site = lay.replicated(x._layout.partition, x._layout.shape), site_for(func, x)
-        what = f"operand {next(numbers)} on a plain tensor"
-        return redistributed(site, checked_block(x), x._layout, everywhere, what)
+        return everywhere_of(site_for(func, x), x, f"operand {next(numbers)} on a plain tensor")
 
     operands, options = mapped(whole, (args, kwargs))
     return func(*operands, **options)
