@@ -1,4 +1,26 @@
-"""Comparison of the ranks' calls of a model: how they begin, which functions they call, and how they end."""
+"""Comparison of the ranks' calls of a model: how they begin, which functions they call, and how they end.
+
+    every rank                             what the ranks compare            messages
+    begin(facts, ...)                      one hash of modes, shapes,        one small equality check
+                                           replicas, samples of inputs
+      forward: each function of split      nothing; each rank notes it       none
+      tensors is a step of the trace
+    end(trace)                             one hash of all steps and their   one small equality check
+                                           arguments, and of plain tensors
+
+Only if a hash differs do ranks exchange words, to name the first difference. That is exact: equal hashes of
+different calls are as unlikely as an error of memory, and different hashes of equal calls cannot happen.
+
+Invariants:
+
+- No rank begins a call before all others begin the same one, nor leaves it before all others have ended it.
+  So a message of one call is never received in another, and an error names this call.
+- A difference raises ``MismatchError`` with one text on all ranks.
+- A rank that raises in its forward tells the others at the end (``failed``). If all ranks raised at the same
+  place, the program may catch the error and go on; else the machine has failed, as ranks are at different
+  places of the program.
+- Hashes are of numbers and of checksums of texts: Python's hash of a text differs between processes.
+"""
 
 from __future__ import annotations
 
@@ -75,9 +97,9 @@ class Check(Protocol):
 class Calls:
     """Comparison of ranks at the beginning and at the end of each call of a model; blocking, small.
 
-    At the beginning ranks compare one hash of all ``checks``, and exchange their words only if it differs. No
-    rank begins a call before all others do, so a message of one call cannot be received in another. At the
-    end all ranks know whether they called the same functions, and whether a rank raised.
+    At the beginning ranks compare one hash of all ``checks``, and exchange their words only if it differs. At
+    the end all ranks know whether they called the same functions, and whether a rank raised. One of ``end``,
+    ``failed`` and ``abandon`` follows each ``begin`` that returned; in between ``_open`` is true.
     """
 
     def __init__(
@@ -270,7 +292,12 @@ class CalledFunction(NamedTuple):
 
 
 class CallTrace:
-    """The functions that a rank calls in a call of a model, and their arguments."""
+    """The functions that a rank calls in a call of a model, and their arguments.
+
+    Only added to, by ``site.note`` for functions and by the model for what it leaves. Plain tensors among the
+    arguments are compared as well: a rank may have its own part of one that all must have whole. They are
+    many and large, so each is read whole when it is new, and by 256 elements afterwards, others in each call.
+    """
 
     def __init__(self) -> None:
         # Each has ``word``, a number that is equal for equal steps, and ``described``, for messages.

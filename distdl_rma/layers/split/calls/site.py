@@ -20,14 +20,13 @@ buffers in the segment and its connections to peers take long to make. So these 
 
 from __future__ import annotations
 
-import contextlib
 import sys
 import threading
 import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from itertools import islice
-from pathlib import Path, PurePath
+from pathlib import PurePath
 from types import CodeType, FrameType
 from typing import Any, TypeVar
 from weakref import WeakSet, finalize, ref
@@ -37,6 +36,7 @@ import torch
 from distdl_rma.errors import UnsupportedError
 from distdl_rma.layers.checks.arguments import TENSORS, comparable_parts
 from distdl_rma.layers.checks.model_calls import CallTrace
+from distdl_rma.layers.checks.user_frames import INNER
 from distdl_rma.layers.ops.core.movement import CallSite
 from distdl_rma.layers.split.calls.table import name_of
 from distdl_rma.segments.machine import Machine
@@ -48,17 +48,6 @@ _KEPT = 16
 # Kinds that are not compared between ranks, since one rank may call them alone.
 _UNCOMPARED = frozenset({"query", "value", "gradient"})
 _NOTHING: dict[str, Any] = {}
-_LIBRARY_PATHS = f"{Path(torch.__file__).parent}/", f"{Path(__file__).parents[1]}/"
-
-
-class _Inner(dict[str, bool]):
-    # For each file: whether its code is torch's, of this package, or of contextlib.
-    def __missing__(self, file: str) -> bool:
-        found = self[file] = file.startswith(_LIBRARY_PATHS) or file == contextlib.__file__
-        return found
-
-
-_INNER = _Inner()
 RunningModule = tuple[
     str,  # its path
     bool,  # whether rules may redistribute tensors in it
@@ -152,7 +141,7 @@ def user_place() -> Place:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         code = frame.f_code
-        if not _INNER[code.co_filename]:
+        if not INNER[code.co_filename]:
             key = id(code), frame.f_lasti
             if key not in _PLACES:
                 # If two threads come here at once, the first one's object counts.

@@ -30,7 +30,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F  # noqa: N812
 
-from distdl_rma.layers.checks.gradient_origin import warn_user
+from distdl_rma.layers.checks.user_frames import warn_user
 from distdl_rma.layers.dtypes import sum_dtype
 from distdl_rma.layers.ops.core.autograd import OperatorFunction, first_derivative
 from distdl_rma.layers.split.calls.signatures import mapped, tensors_in
