@@ -24,7 +24,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import zip_longest
@@ -143,21 +143,25 @@ def _is_own() -> bool:
     # ``full_tensor()`` of split tensors; blocks behind these do not count.
     if not _Backward.shown or RUNNING.common == backward_id():
         return False
-    if any(_SHOWN in node.metadata for node in nodes_behind(_roots(), ENDS_OF_BLOCKS)):
+    if any(_SHOWN in node.metadata for node in nodes_behind(_roots(), _ends_blocks)):
         return True
     RUNNING.common = backward_id()
     return False
 
 
-def nodes_behind(roots: Iterable[Any], ends: Collection[str] = ()) -> Iterator[Any]:
-    """Nodes of a graph from its roots on, each once; nothing behind nodes with the names ``ends``."""
+def _ends_blocks(node: Any) -> bool:
+    return node.name() in ENDS_OF_BLOCKS
+
+
+def nodes_behind(roots: Iterable[Any], ends: Callable[[Any], bool] = lambda _: False) -> Iterator[Any]:
+    """Nodes of a graph from its roots on, each once; nothing behind nodes for which ``ends`` is true."""
     seen, ahead = set[Any]([None]), [*roots]
     while ahead:
         node = ahead.pop()
         if node not in seen:
             seen.add(node)
             yield node
-            ahead += [each for each, _ in node.next_functions] if node.name() not in ends else []
+            ahead += [] if ends(node) else [each for each, _ in node.next_functions]
 
 
 def _roots() -> list[Any]:
@@ -199,19 +203,15 @@ def note_reached_full_tensor(node: Any, summed_later: Callable[[torch.Tensor], b
         RUNNING.number, RUNNING.behind, RUNNING.nodes = backward_id(), behind, set()
     if RUNNING.behind is None:
         return False
-    handles, ahead = [], [node]
-    while ahead:
-        one = ahead.pop()
-        if one in RUNNING.nodes:
-            continue
-        RUNNING.nodes.add(one)
-        leaves = {}
-        for at, (following, _) in enumerate(one.next_functions):
-            leaf = getattr(following, "variable", None)
-            if leaf is None:
-                ahead += [] if following is None else [following]
-            elif summed_later(leaf):
-                leaves[at] = id(leaf)
+    # Each node has one hook, even if several split tensors lie before it.
+    new = {*nodes_behind([node], RUNNING.nodes.__contains__)} - RUNNING.nodes
+    RUNNING.nodes |= new
+    handles = []
+    for one in new:
+        following = [getattr(each, "variable", None) for each, _ in one.next_functions]
+        leaves = {
+            at: id(leaf) for at, leaf in enumerate(following) if leaf is not None and summed_later(leaf)
+        }
         if leaves:
             handles.append(one.register_hook(partial(_add_up, RUNNING.behind, leaves)))
     torch.autograd.Variable._execution_engine.queue_callback(partial(_leave, handles))

@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from itertools import chain, compress
+from itertools import chain
 from operator import attrgetter, is_not
 from typing import Any, NamedTuple
 from weakref import ref
@@ -103,13 +103,7 @@ class Agreed(NamedTuple):
     def of(cls, group: GradientGroup, statement: Words, root: nn.Module | None) -> Agreed:
         """For a new group."""
         parameters = [(ref(e.parameter), e.name, e.nbytes) for e in group.entries]
-        module = ref(group.module) if group.module else _nobody
-        return cls(statement, group.ranks, ref(root) if root is not None else _nobody, module, parameters)
-
-    @property
-    def names(self) -> set[str]:
-        """Names of its parameters."""
-        return {name for _, name, _ in self.parameters}
+        return cls(statement, group.ranks, _weak(root), _weak(group.module), parameters)
 
     def without(self, moved: Collection[str]) -> Agreed:
         """The group without the parameters of these names; its module's callback is not asked again."""
@@ -120,8 +114,8 @@ class Agreed(NamedTuple):
         return self._replace(statement=statement, parameters=left)
 
 
-def _nobody() -> None:
-    return None
+def _weak(module: nn.Module | None) -> Callable[[], nn.Module | None]:
+    return (lambda: None) if module is None else ref(module)
 
 
 class Addition(NamedTuple):
@@ -222,8 +216,8 @@ class Registry:
             refusal = refusal or not_in_host_memory(module) or unfit(module, self._machine)
         known = [(one(), name, each.ranks) for each in self._agreed for one, name, _ in each.parameters]
         names = {id(parameter): name for parameter, name, _ in known if parameter is not None}
-        # Groups of the same root: a module that is added again may have lost some of them.
-        again = [agreed.root() is module is not None for agreed in self._agreed]
+        # Without groups of the same root: a module that is added again may have lost some of them.
+        others = [agreed for agreed in self._agreed if module is None or agreed.root() is not module]
         new = [] if refusal or module is None else gradient_groups_of(module, prefix, self._machine, names)
         refusal = self._options.refusal or refusal
         added = {id(entry.parameter): entry for group in new for entry in group.entries}
@@ -231,10 +225,9 @@ class Registry:
             if entry.parameter in synchronised and key not in names:
                 other = synchronised[entry.parameter].another
                 refusal = refusal or f"{entry.name!r} already belongs to {other}"
-        gone = [agreed.names for agreed in compress(self._agreed, again)]
-        moved = {names[key] for key in added.keys() & names}.union(*gone)
+        stay = {name for agreed in others for _, name, _ in agreed.parameters}
+        moved = {names[key] for key in added.keys() & names} | ({name for _, name, _ in known} - stay)
         anew = {id(group.module) for group in new if group.module is not None}
-        others = [agreed for agreed, its in zip(self._agreed, again, strict=True) if not its]
         kept = [agreed.without(moved) for agreed in others if id(agreed.module()) not in anew]
         fresh = [Agreed.of(group, statement(group), module) for group in new]
         cut = [group.name for group in new if group.layer is not None and group.layer.scattered]

@@ -286,8 +286,6 @@ def einsum(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     equation, *operands = args
     if len(operands) == 1 and isinstance(operands[0], (list, tuple)):
         operands = list(operands[0])
-    if len(operands) != equation.count(",") + 1:
-        raise ShapeError(f"torch.einsum: {equation!r} is not for {len(operands)} operands")
     given, arrow, result = equation.replace(" ", "").partition("->")
     labels = [_named(names, x.dim()) for names, x in zip(given.split(","), operands, strict=True)]
     if arrow:
@@ -404,19 +402,14 @@ def least_squares(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     return type(found)([split(each) for each in found])
 
 
-@rule("contraction", "cross")
+@checked_rule("contraction", "cross")
 def cross(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Each rank multiplies its vectors, whose three elements become whole."""
     a, (b, dim) = args[0], named(func, args, kwargs).values()
     shape = frozen(a)
-    if dim is None:
-        if 3 not in shape:
-            raise RuntimeError("no dimension of size 3 in input")
-        dim = shape.index(3)
+    # As in torch, the first dimension of three elements, if the user names none.
+    dim = positive(shape.index(3) if dim is None else dim, len(shape))
     names = list(range(-len(shape), 0))
-    if len(frozen(b)) != len(shape):
-        raise RuntimeError(f"cross: inputs must have the same number of dimensions, got {shape}, {frozen(b)}")
-    dim = positive(dim, len(shape))
     _, work, blocks = prepared(func, [a, b], [names, names], names, (names[dim],))
     return SplitTensor(torch.linalg.cross(*blocks, dim=dim), work.result)
 

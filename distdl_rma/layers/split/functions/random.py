@@ -16,8 +16,7 @@ otherwise a model's numbers would depend on which of its tensors happen to be cu
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import wraps
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,7 +25,7 @@ from torch.nn import functional as F  # noqa: N812
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.layers.split.calls.signatures import named, tensors_in
 from distdl_rma.layers.split.calls.site import Site, draws_by_index
-from distdl_rma.layers.split.calls.table import Call, Handler, rule
+from distdl_rma.layers.split.calls.table import Call, rule
 from distdl_rma.layers.split.calls.torch_errors import checked_rule
 from distdl_rma.layers.split.functions.draws import fill, generator_of_block, seed_from
 from distdl_rma.layers.split.operands import (
@@ -77,19 +76,8 @@ def _overwrite(drawn: torch.Tensor, layout: Decomposition, seed: int, probabilit
         drawn.copy_(number < probability)
 
 
-def of_drawn(**options: Any) -> Callable[[Any], Handler]:
-    """As :func:`of_cut`; the handler gets uncut tensors, too, if elements are drawn by their indices."""
-
-    def decorate(handler: Any) -> Handler:
-        for_cut, for_all = (of_cut(uncut=uncut, **options)(handler) for uncut in (False, True))
-
-        @wraps(handler)
-        def called(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            return (for_all if draws_by_index() else for_cut)(func, args, kwargs)
-
-        return called
-
-    return decorate
+# As ``of_cut``; the handler gets uncut tensors, too, if elements are drawn by their indices.
+of_drawn = partial(of_cut, uncut=draws_by_index)
 
 
 def _scaled(mask: torch.Tensor, p: float, alpha: bool) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -217,23 +218,16 @@ def variance(
     return found, along.result(mean.to(dtype), keepdim)
 
 
-def norm_along(along: Along, order: float) -> torch.Tensor:
-    """Norm of an order but 0 over the blocks of all ranks; it is finite if a reduced dimension is cut.
-
-    Reduced dimensions have extent 1.
-    """
-
-    def slope(gradient: torch.Tensor, x: torch.Tensor, norm: torch.Tensor) -> torch.Tensor:
-        if order == 1:
-            return gradient * x.sgn()
-        if order == 2:
-            return gradient * torch.where(norm == 0, 0, x / norm)
-        powers = x.sgn() * x.abs() ** (order - 1)
-        if order < 1:
-            return torch.where(x == 0, 0, powers) * gradient * norm ** (1 - order)
-        return powers * torch.where(norm == 0, 0, gradient / norm ** (order - 1))
-
-    return of_whole(along, lambda y: torch.linalg.vector_norm(y, order, along.dims, True), slope)
+def _slope_of_norm(order: float, gradient: torch.Tensor, x: torch.Tensor, norm: torch.Tensor) -> torch.Tensor:
+    # For finite orders but 0. At zero, where there is no slope, torch says zero.
+    if order == 1:
+        return gradient * x.sgn()
+    if order == 2:
+        return gradient * torch.where(norm == 0, 0, x / norm)
+    powers = x.sgn() * x.abs() ** (order - 1)
+    if order < 1:
+        return torch.where(x == 0, 0, powers) * gradient * norm ** (1 - order)
+    return powers * torch.where(norm == 0, 0, gradient / norm ** (order - 1))
 
 
 @checked_rule("norm", "vector_norm")
@@ -251,7 +245,9 @@ def vector_norm(
     if order == 0:
         counts = torch.linalg.vector_norm(along.local, 0, along.dims, True)
         return along.result(along.summed(counts).to(found), keepdim)
-    return along.result(norm_along(along, order).to(found), keepdim)
+    slope = partial(_slope_of_norm, order)
+    y = of_whole(along, lambda y: torch.linalg.vector_norm(y, order, along.dims, True), slope)
+    return along.result(y.to(found), keepdim)
 
 
 @checked_rule("norm", torch.norm, torch.Tensor.norm, torch.linalg.norm, torch.linalg.matrix_norm, "dist")

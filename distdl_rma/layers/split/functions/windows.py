@@ -45,6 +45,7 @@ from distdl_rma.layers.split import layout_choice
 from distdl_rma.layers.split.calls.site import Site
 from distdl_rma.layers.split.calls.table import Call, rule
 from distdl_rma.layers.split.calls.torch_errors import checked_rule, raise_as_torch
+from distdl_rma.layers.split.functions.shapes import uncut
 from distdl_rma.layers.split.operands import as_part, common_partition, needs_of, of_any_cut, of_cut
 from distdl_rma.layers.split.redistribution import redistributed
 from distdl_rma.layers.split.reduction_axes import (
@@ -99,14 +100,21 @@ def windowed(
         raise_as_torch(*call)
         options = options_of(kind, given, dims)
         order = range(dims + _LEADING) if batched else (None, *range(dims + 1))
-        source = lay.reordered(layout, list(order))
-        operation = kind(site.call_site, lay.on_grid(source), lay.on_grid(source).partition, x.dtype, options)
-        output = lay.with_splits(source, dict(enumerate(operation.output.splits)))
+        operation, output = _made(kind, site, lay.reordered(layout, list(order)), x.dtype, options)
         return operation, output if batched else lay.reordered(output, range(1, dims + _LEADING))
 
     operation, output = site.kept((kind, layout, x.dtype, key), make)
     y = operation(needs_of(x), x if batched else x.unsqueeze(0))
     return SplitTensor(y if batched else y.squeeze(0), output), operation
+
+
+def _made(
+    kind: type[Any], site: Site, source: Decomposition, dtype: torch.dtype, options: Any
+) -> tuple[Any, Decomposition]:
+    # An operation on blocks of batch, channels and space, and the layout of its result.
+    grid = lay.on_grid(source)
+    operation = kind(site.call_site, grid, grid.partition, dtype, options)
+    return operation, lay.with_splits(source, dict(enumerate(operation.output.splits)))
 
 
 def with_single_copied(site: Site, y: SplitTensor) -> SplitTensor:
@@ -266,13 +274,10 @@ def _padded(
         # Two dimensions without padding lead; the others are spatial ones.
         kept: list[int | None] = [d for d in range(dims) if d not in padded]
         order = [*([None] * max(0, _LEADING - len(kept))), *kept, *padded]
-        source = lay.reordered(layout, order)
         spatial = tuple(by_dim.get(d, (0, 0)) if d is not None else (0, 0) for d in order[_LEADING:])
         way = "zeros" if mode == "constant" and value == 0 else mode
-        grid = lay.on_grid(source)
         options = PadOptions(spatial, way, value)
-        operation = Padding(site.call_site, grid, grid.partition, local.dtype, options)
-        output = lay.with_splits(source, dict(enumerate(operation.output.splits)))
+        operation, output = _made(Padding, site, lay.reordered(layout, order), local.dtype, options)
         back = [order.index(d) for d in range(dims)]
         return operation, order, back, lay.reordered(output, back)
 
@@ -358,22 +363,14 @@ def grid_sample(call: Call, site: Site, x: Any, grid: Any, **how: Any) -> Any:
         # spatial cut of which becomes one of the points; an input that is not cut follows the points.
         func(torch.empty(of_x, device="meta"), torch.empty(of_grid, device="meta"), **how)
         if isinstance(x, SplitTensor) and x.is_split:
-            axes = x._layout.axes
-            batch, channels = x._layout.splits[:2]
+            axes, kept = x._layout.axes, dict(enumerate(x._layout.splits[:2]))
         else:
             axes = tuple(None if a is None or a == dims - 1 else a + (a > 0) for a in grid._layout.axes)
-            batch, channels = grid._layout.splits[0], Balanced(of_x[1], 1)
-        parts = [1] * dims
-        for g, axis in enumerate(axes):
-            if axis is not None:
-                parts[axis] = partition.shape[g]
-        points = [Balanced(n, parts[d]) for d, n in enumerate(shape) if d > 1]
-        result = lay.layout(partition, [batch, channels, *points], axes)
-        spatial = tuple(None if a is None or a > 1 else a for a in result.axes)
-        planes = lay.layout(partition, [batch, channels, *(Balanced(n, 1) for n in of_x[2:])], spatial)
-        of_points = tuple(None if a in (None, 1) else max(a - 1, 0) for a in result.axes)
-        splits = [batch, *result.splits[2:], Balanced(of_grid[-1], 1)]
-        return result, planes, lay.layout(partition, splits, of_points)
+            kept = {0: grid._layout.splits[0]}
+        result = lay.with_splits(lay.balanced(partition, shape, axes), kept)
+        planes = uncut(lay.whole(result, range(2, dims)), dict(enumerate(of_x[2:], 2)))
+        points = lay.reordered(lay.whole(result, (1,)), [0, *range(2, dims), None])
+        return result, planes, uncut(points, {dims - 1: of_grid[-1]})
 
     layouts = [y._layout if isinstance(y, SplitTensor) else tuple(y.shape) for y in (x, grid)]
     result, planes, points = site.kept(("planes", *layouts, str(how)), make)
