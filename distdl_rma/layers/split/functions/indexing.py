@@ -91,11 +91,7 @@ def _cut_out(x: SplitTensor, slices: tuple[tuple[int, int, int, int], ...]) -> S
 def _one(func: Any, x: SplitTensor, dim: int, at: int) -> SplitTensor:
     # One element of a dimension, for all ranks along it. As an interval of extent 1 it lies on one rank; with
     # the dimension whole it is on all. So sending it is a redistribution, whose gradient is known.
-    extent = x._layout.shape[dim]
-    if not -extent <= at < extent:
-        raise IndexError(f"index {at} is out of bounds for dimension {dim} with size {extent}")
-    at %= extent
-    moved = dim in x._layout.axes
+    at, moved = place_of(x, dim, at), dim in x._layout.axes
     if moved:
         x = _cut_out(x, ((dim, at, at + 1, 1),))
         target = lay.whole(x._layout, (dim,))
@@ -105,6 +101,14 @@ def _one(func: Any, x: SplitTensor, dim: int, at: int) -> SplitTensor:
         local, target = checked_block(x), x._layout
     layout, strides = _of_elements(x, target, dim)
     return seen_of(x, local.select(dim, at), layout, strides, moved)
+
+
+def place_of(x: SplitTensor, dim: int, at: int) -> int:
+    """An index of a dimension, counted from 0; ``IndexError`` with torch's text if there is no such place."""
+    extent = x._layout.shape[dim]
+    if not -extent <= at < extent:
+        raise IndexError(f"index {at} is out of bounds for dimension {dim} with size {extent}")
+    return at % extent
 
 
 def _of_elements(x: SplitTensor, target: Decomposition, dim: int) -> tuple[Decomposition, Any]:

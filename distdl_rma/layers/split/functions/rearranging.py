@@ -65,11 +65,11 @@ def cat(call: Call, site: Site, tensors: Any, dim: int) -> Any:
         key=lambda at: (tensors[at].is_split, Box.of_shape(shapes[at]).volume),
     )
     layouts = tuple(x._layout if isinstance(x, SplitTensor) else tuple(x.shape) for x in tensors)
+    dim = positive(dim, len(shapes[largest]))
 
     def make() -> tuple[Decomposition, list[Decomposition]]:
         base = tensors[largest]._layout
-        dims = len(base.shape)
-        if -dims <= dim < dims and dim % dims not in base.cut_dims:
+        if dim not in base.cut_dims:
             base = lay.ending_first(base, [x for x in layouts if isinstance(x, Decomposition)])
         return _places(name_of(call[0]), base, largest, shapes, dim)
 
@@ -85,12 +85,9 @@ def _places(
     name: str, base: Decomposition, at: int, shapes: Sequence[tuple[int, ...]], dim: int
 ) -> tuple[Decomposition, list[Decomposition]]:
     # Layout of a concatenation, and the layout of each tensor within it.
-    dims = len(base.shape)
-    if not -dims <= dim < dims:
-        raise IndexError(f"{name}: dim {dim} is out of range for tensors of {dims} dimensions")
-    dim %= dims
     for number, shape in enumerate(shapes):
-        if len(shape) != dims or any(n != base.shape[d] for d, n in enumerate(shape) if d != dim):
+        wanted = base.shape[:dim] + shape[dim : dim + 1] + base.shape[dim + 1 :]
+        if shape != wanted:
             raise ShapeError(
                 f"{name}: tensor {at} has the global shape {base.shape} but tensor {number} {shape}, which"
                 f" must agree but in dimension {dim}"

@@ -32,7 +32,7 @@ import torch
 from torch.nn import functional as F  # noqa: N812
 
 from distdl_rma.layers.checks.user_frames import warn_user
-from distdl_rma.layers.dtypes import sum_dtype
+from distdl_rma.layers.dtypes import BIT_WORDS, sum_dtype
 from distdl_rma.layers.ops.core.autograd import OperatorFunction, first_derivative
 from distdl_rma.layers.split.calls.signatures import mapped, tensors_in
 from distdl_rma.layers.split.calls.site import Site
@@ -362,12 +362,8 @@ def softmax(
 
 
 # Integer dtypes of as many bits, for keys in the order of the numbers; NaN is beyond all others.
-_KEYS = {
-    torch.float64: torch.int64,
-    torch.float32: torch.int32,
-    torch.float16: torch.int16,
-    torch.bfloat16: torch.int16,
-}
+_FLOATS = torch.float64, torch.float32, torch.float16, torch.bfloat16
+_KEYS = {dtype: BIT_WORDS[dtype.itemsize][0] for dtype in _FLOATS}
 # Index on a rank that does not have the extreme: larger than all others, so that it is never the first one.
 _NOWHERE = torch.iinfo(torch.int64).max
 

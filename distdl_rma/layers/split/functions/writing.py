@@ -36,6 +36,7 @@ from distdl_rma.layers.split.functions.indexing import (
     is_mask,
     numbered,
     one_each,
+    place_of,
 )
 from distdl_rma.layers.split.functions.pointwise import changed_plain, pointwise, without_gradient
 from distdl_rma.layers.split.functions.shapes import frozen
@@ -98,10 +99,8 @@ def _staying(x: SplitTensor, given: list[Any]) -> tuple[list[Any], list[int]]:
             dim += 1
             continue
         if isinstance(each, int):
-            extent = x._layout.shape[dim]
-            if not -extent <= each < extent:
-                raise IndexError(f"index {each} is out of bounds for dimension {dim} with size {extent}")
-            given[number] = slice(each % extent, each % extent + 1)
+            place = place_of(x, dim, each)
+            given[number] = slice(place, place + 1)
             ones.append(at)
         wide = each.dim() if is_mask(each) else int(each is not None)
         dim, at = dim + wide, at + max(wide, 1)
