@@ -118,16 +118,20 @@ class Calls:
         self,
         facts: tuple[int, ...],
         described: Callable[[], str],
+        trace: CallTrace,
         inputs: Sequence[torch.Tensor] = (),
         checked: bool = True,
     ) -> None:
         """Begin a call; ``MismatchError`` on all ranks if their facts differ, which ``described`` describes.
 
-        If ``checked``, this error is also raised if a check finds a problem or samples of inputs differ.
+        Plain inputs of a new kind are compared whole: a rank may pass its block instead of the whole tensor.
+        If ``checked``, this error is also raised if a check finds a problem or samples of inputs differ, and
+        ``trace`` notes the plain tensors that functions receive.
         """
         sign = 0
         if checked:
             self._number = at = self._number + 1
+            trace.at, trace.met = at, self._met
             numbers = [check.number() for check in self._checks]
             if inputs:
                 numbers += [crc32(sample_of(x, at)) for x in inputs]
@@ -137,8 +141,18 @@ class Calls:
         except _AT_ONCE as error:
             self._machine.fail(error)
             raise
-        if self._open:
-            return
+        if not self._open:
+            self._explain(described)
+        if inputs:
+            kind = tuple([(x.shape, x.dtype) for x in inputs])
+            if not self._open or kind not in self._seen:
+                what = "an input of a distributed model"
+                equal_on_all_ranks(self._machine, self.ranks, inputs, what)
+                self._seen.add(kind)
+        self._open = True
+
+    def _explain(self, described: Callable[[], str]) -> None:
+        # Raises for the difference that hashes have shown; not for inputs, or what a check finds harmless.
         (*smallest, _), (*largest, _) = self._consensus.smallest, self._consensus.largest
         if smallest != largest:
             texts = self._gather(described(), "differences")
@@ -146,21 +160,6 @@ class Calls:
         for check in self._checks:
             if problem := check.problem(self._gather(check.words(), check.what)):
                 raise MismatchError(f"{self._name}: {problem}")
-        self._compare(inputs)
-        self._open = True
-
-    def compare_new_inputs(self, trace: CallTrace | None, inputs: Sequence[torch.Tensor]) -> None:
-        """Compare plain inputs of a new kind whole: a rank may pass its block instead of the whole tensor.
-
-        From now on ``trace`` notes the plain tensors that functions receive.
-        """
-        if trace is not None:
-            trace.at, trace.met = self._number, self._met
-        if inputs:
-            kind = tuple([(x.shape, x.dtype) for x in inputs])
-            if kind not in self._seen:
-                self._compare(inputs)
-                self._seen.add(kind)
 
     def end(self, trace: CallTrace) -> None:
         """End a call; ``MismatchError`` on all ranks if their functions or plain arguments differ."""
@@ -168,7 +167,8 @@ class Calls:
             return
         self._open = False
         try:
-            if self._consensus.alike(self._title, _ENDED, trace.number, trace.plain_checksum):
+            plain = checksum(trace.plain) if trace.plain else 0
+            if self._consensus.alike(self._title, _ENDED, trace.number, plain):
                 return
         except _AT_ONCE as error:
             # Others may wait within the model, in a function that this rank has not called.
@@ -207,9 +207,6 @@ class Calls:
     def abandon(self) -> None:
         """End a call that all ranks leave early, at the same place."""
         self._open = False
-
-    def _compare(self, inputs: Sequence[torch.Tensor]) -> None:
-        equal_on_all_ranks(self._machine, self.ranks, inputs, "an input of a distributed model")
 
     def _function_difference(self, trace: CallTrace) -> str:
         # The first call that differs between ranks; all of them exchange the words of all their calls.
@@ -317,11 +314,6 @@ class CallTrace:
     def number(self) -> int:
         """Hash of steps and arguments, equal on ranks that called the same functions."""
         return hash((checksum(self.arguments), *[step.word for step in self.steps]))
-
-    @property
-    def plain_checksum(self) -> int:
-        """Checksum of the plain tensors that functions received."""
-        return checksum(self.plain) if self.plain else 0
 
     def note_plain(self, function: Any, args: Sequence[Any], given: Sequence[torch.Tensor]) -> None:
         """Note a summary or sample of the plain tensors that the last step received."""

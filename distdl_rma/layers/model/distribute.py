@@ -323,7 +323,7 @@ class Distributed:
         running.plain = [x for x in given if type(x) in (torch.Tensor, nn.Parameter)]
         # Plain inputs are whole. Sparse ones and those on other devices are not compared.
         alike = [x for x in running.plain if is_in_memory(x)]
-        calls.begin(facts, partial(self._described, given, plain), alike, self._checks)
+        calls.begin(facts, partial(self._described, given, plain), trace, alike, self._checks)
         if self._change and self._sync is not None:
             # The call's beginning compared the change, so all ranks have it.
             self._sync.register(self._model())
@@ -331,7 +331,6 @@ class Distributed:
         if torch.is_grad_enabled() and self._synchronises:
             # A copy of a model makes its GradientSync here: all ranks are in the call.
             _ = self.sync
-        calls.compare_new_inputs(trace if self._checks else None, alike)
         if not whole:
             if not split:
                 self._check_missed(given, args, kwargs)

@@ -197,22 +197,20 @@ def common_layout(func: Any, operands: Sequence[torch.Tensor]) -> Decomposition:
     # Checked first, since layouts of two machines compare equal.
     partition = common_partition(func, operands)
     known = tuple(x._layout if isinstance(x, SplitTensor) else x.shape for x in operands)
-    return lay.kept(partition, "common", known, lambda: _common_layout(func, known, partition))
 
+    def make() -> Decomposition:
+        split = [x for x in known if isinstance(x, Decomposition)]
+        shapes = [x.shape if isinstance(x, Decomposition) else tuple(x) for x in known]
+        try:
+            shape = torch.broadcast_shapes(*shapes)
+        except RuntimeError:
+            raise ShapeError(
+                f"{name_of(func)}: shapes {' and '.join(map(str, shapes))} do not go together. {BLOCK_HINT}"
+            ) from None
+        places = [range(len(shape) - len(found.shape), len(shape)) for found in split]
+        return lay.ending_first(cut_by_largest(partition, shape, split, places), split)
 
-def _common_layout(
-    func: Any, operands: Sequence[Decomposition | torch.Size], partition: Partition
-) -> Decomposition:
-    split = [x for x in operands if isinstance(x, Decomposition)]
-    shapes = [x.shape if isinstance(x, Decomposition) else tuple(x) for x in operands]
-    try:
-        shape = torch.broadcast_shapes(*shapes)
-    except RuntimeError:
-        raise ShapeError(
-            f"{name_of(func)}: shapes {' and '.join(map(str, shapes))} do not go together. {BLOCK_HINT}"
-        ) from None
-    places = [range(len(shape) - len(found.shape), len(shape)) for found in split]
-    return lay.ending_first(cut_by_largest(partition, shape, split, places), split)
+    return lay.kept(partition, "common", known, make)
 
 
 def cut_by_largest(

@@ -192,26 +192,32 @@ def numbered(index: Any) -> list[Any]:
     return [_read(each) for each in (index if isinstance(index, tuple) else (index,))]
 
 
-def one_each(ndim: int, given: Sequence[Any]) -> list[Any]:
-    """Parts of an index for all dimensions, without Ellipsis; a mask is for several, None for a new one.
+def one_each(ndim: int, given: Sequence[Any]) -> list[tuple[Any, int, int]]:
+    """Parts of an index for all dimensions, each with its dimension of the tensor and of the result.
 
-    For example ``[..., None, 2]`` of a tensor of 3 dimensions becomes
-    ``[slice(None), slice(None), None, 2]``.
+    Slices stand for Ellipsis. A mask is for several dimensions, None for a new one, and a number leaves none
+    in the result. For example ``[2, ..., None]`` of a tensor of 3 dimensions becomes
+    ``[(2, 0, 0), (slice(None), 1, 0), (slice(None), 2, 1), (None, 3, 2)]``.
     """
     spent = sum(each.dim() if is_mask(each) else not (each is None or each is Ellipsis) for each in given)
     if spent > ndim:
         raise IndexError(f"too many indices for tensor of dimension {ndim}")
+    found, dim, at, beyond = list[tuple[Any, int, int]](), 0, 0, False
     # As in torch, every Ellipsis stands for ``ndim - spent`` dimensions, or for those left if they are fewer.
-    found, left, beyond = list[Any](), ndim, False
-    for each in given:
+    # One more at the end stands for those that the index does not name.
+    for each in (*given, Ellipsis):
         wide = ndim - spent if each is Ellipsis else each.dim() if is_mask(each) else int(each is not None)
-        beyond = beyond or wide > left
+        beyond = beyond or wide > ndim - dim
         if beyond and not (each is Ellipsis or isinstance(each, slice)):
             raise IndexError(f"too many indices for tensor of dimension {ndim}")
-        taken = min(wide, left)
-        found += [slice(None)] * taken if each is Ellipsis else [each] * (wide == taken)
-        left -= taken
-    return found + [slice(None)] * left
+        if each is Ellipsis:
+            wide = min(wide, ndim - dim)
+            found += zip([slice(None)] * wide, range(dim, dim + wide), range(at, at + wide), strict=True)
+            dim, at = dim + wide, at + wide
+        elif dim + wide <= ndim:
+            found.append((each, dim, at))
+            dim, at = dim + wide, at + (0 if each.__class__ is int else wide or 1)
+    return found
 
 
 def _with_new(x: SplitTensor, news: Sequence[int]) -> SplitTensor:
@@ -235,26 +241,20 @@ def basic(func: Any, x: SplitTensor, given: Sequence[Any]) -> tuple[SplitTensor,
     dimension on, so that the dimensions before keep their numbers; new dimensions at the end.
     """
     chosen: dict[int, torch.Tensor] = {}
-    slices, numbers, news, dim, at = [], [], [], 0, 0
-    for each in one_each(len(x._layout.shape), given):
+    slices, numbers, news = [], [], []
+    for each, dim, at in one_each(len(x._layout.shape), given):
         if each is None:
             news.append(at)
-            at += 1
         elif isinstance(each, int):
             numbers.append((dim, each))
-            dim += 1
         elif isinstance(each, slice):
             slices += _bounds(each, dim, x._layout.shape[dim])
-            dim, at = dim + 1, at + 1
         elif is_mask(each) and not each.dim():
             # Selects all of a new dimension, or nothing.
             news.append(at)
             chosen[at] = torch.zeros(int(block_of(each))).long()
-            at += 1
         elif isinstance(each, torch.Tensor):
             chosen[at] = each
-            wide = each.dim() if is_mask(each) else 1
-            dim, at = dim + wide, at + wide
         else:
             raise TypeError(f"{type(each).__name__} is no index of a tensor")
     y = _cut_out(x, tuple(slices))

@@ -122,16 +122,10 @@ def with_running_statistics(
         return _normalised(call, site, x, 0, (weight, bias), eps, running, momentum)
     if running is None:
         raise ShapeError(f"{site.name}: running_mean and running_var are needed when {name} is False")
-    return _by_constants(call, site, x, running, (weight, bias), eps)
-
-
-def _by_constants(
-    call: Call, site: Site, x: SplitTensor, running: Running, weights: Weights, eps: float
-) -> SplitTensor:
     # Pointwise: torch's own function on the block, with the values of its channels.
-    local = checked_block(x)
-    channels = x._layout.slices()[1]
-    given = {**running, **dict(zip(_WEIGHTS, wholes(site, weights, x._layout, _WEIGHTS), strict=True))}
+    local, channels = checked_block(x), x._layout.slices()[1]
+    weights = wholes(site, (weight, bias), x._layout, _WEIGHTS)
+    given = {**running, **dict(zip(_WEIGHTS, weights, strict=True))}
     kinds = tuple([None if w is None else (w.shape, w.dtype) for w in given.values()])
     site.kept(("checked", x._layout, local.dtype, kinds), lambda: raise_as_torch(*call) is not None)
     parts = [None if w is None else w[channels] for w in given.values()]

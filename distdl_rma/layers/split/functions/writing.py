@@ -78,7 +78,7 @@ def set_item(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             return changed_plain(func, args, kwargs)
         become_split(func, x, _layout_to_write(func, x, given, value))
     begin_change(func, x, f"it writes what was moved from another rank; {_REMEDY}")
-    given, ones = _staying(x, one_each(len(x._layout.shape), given))
+    given, ones = _staying(x, given)
     part, chosen = basic(func, x, given)
     if chosen:
         _write_chosen(func, part, chosen, ones, value)
@@ -91,20 +91,16 @@ def set_item(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return end_change(x)
 
 
-def _staying(x: SplitTensor, given: list[Any]) -> tuple[list[Any], list[int]]:
+def _staying(x: SplitTensor, given: Sequence[Any]) -> tuple[list[Any], list[int]]:
     # Replaces numbers in cut dimensions by intervals, which one rank has; returns these dimensions too.
-    cut, ones, dim, at = x._layout.cut_dims, list[int](), 0, 0
-    for number, each in enumerate(given):
-        if isinstance(each, int) and dim not in cut:
-            dim += 1
-            continue
-        if isinstance(each, int):
-            place = place_of(x, dim, each)
-            given[number] = slice(place, place + 1)
-            ones.append(at)
-        wide = each.dim() if is_mask(each) else int(each is not None)
-        dim, at = dim + wide, at + max(wide, 1)
-    return given, ones
+    parts, cut = one_each(len(x._layout.shape), given), x._layout.cut_dims
+    stays = [isinstance(each, int) and dim in cut for each, dim, _ in parts]
+    found = list[Any]()
+    for (each, dim, _), stay in zip(parts, stays, strict=True):
+        place = place_of(x, dim, each) if stay else 0
+        found.append(slice(place, place + 1) if stay else each)
+    places = zip(one_each(len(x._layout.shape), found), stays, strict=True)
+    return found, [at for (_, _, at), stay in places if stay]
 
 
 def _beside(
@@ -136,11 +132,8 @@ def _layout_to_write(func: Any, x: torch.Tensor, given: Sequence[Any], value: An
         layout = first._layout if isinstance(first, SplitTensor) and is_mask(first) else None
         dims = list(range(x.dim()))
     else:
-        dims, dim = [], 0
-        for each in one_each(x.dim(), given):
-            if not isinstance(each, int):
-                dims.append(None if each is None else dim)
-            dim += each is not None
+        parts = one_each(x.dim(), given)
+        dims = [None if each is None else dim for each, dim, _ in parts if not isinstance(each, int)]
         layout = value._layout if isinstance(value, SplitTensor) else None
         if layout is not None:
             dims = (len(layout.shape) * [None] + dims)[-len(layout.shape) :]
