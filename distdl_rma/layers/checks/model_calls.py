@@ -8,8 +8,8 @@
     end(trace)                             one hash of all steps and their   one small equality check
                                            arguments, and of plain tensors
 
-Only if a hash differs do ranks exchange words, to name the first difference. That is exact: equal hashes of
-different calls are as unlikely as an error of memory, and different hashes of equal calls cannot happen.
+Only if a hash differs do ranks exchange words, to name the first difference. Equal calls have equal hashes,
+so that no right program is refused; different calls have equal ones by accident only.
 
 Invariants:
 

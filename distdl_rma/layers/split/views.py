@@ -11,8 +11,8 @@ Strides are part of it too: ``view``, ``contiguous`` and the order in memory of 
 whole tensor, which are not those of the block. So a split tensor has them (``_strides``), and torch itself is
 asked on the meta device what a function makes of them (``strides_of``).
 
-A change in place may put a block into a graph, if what is written has a gradient. The split tensor and its
-views, which torch keeps in one graph of versions, follow (``end_change``).
+A change in place may put a block into a graph, if what is written has a gradient. The blocks of its views are
+in the graph then, too, and all their split tensors say so (``end_change``).
 """
 
 from __future__ import annotations

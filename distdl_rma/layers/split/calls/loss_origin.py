@@ -176,10 +176,9 @@ class Backwards:
     def of(cls, machine: Machine, ranks: tuple[int, ...]) -> Backwards:
         """The object of these ranks, made on the first call."""
         kept: dict[tuple[int, ...], Backwards] = machine.kept.setdefault("backwards", {})
-        found = kept.get(ranks)
-        if found is None:
-            found = kept[ranks] = cls()
-        return found
+        if ranks not in kept:
+            kept[ranks] = cls()
+        return kept[ranks]
 
     def forget(self) -> None:
         """Discard all noted backwards."""

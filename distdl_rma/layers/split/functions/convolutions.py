@@ -10,8 +10,8 @@ The rule finds the operation for layouts, dtypes and arguments that its site has
 (``layers/ops/conv``). All it does itself is to read arguments: a missing batch dimension, complex numbers,
 and the choice of schedule for small blocks (``overlap_pays``).
 
-Copies are convolved by the same kernel as blocks (``_of_whole``): torch has several kernels for one
-convolution, with other roundings, and a model must not depend on whether one of its tensors is cut.
+Copies are convolved by the kernel that ranks use for blocks (``_of_whole``), if that is the faster one for
+their sizes. Where torch traces or differentiates forward, it needs its own function.
 """
 
 from __future__ import annotations

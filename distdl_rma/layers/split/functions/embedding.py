@@ -1,7 +1,7 @@
 """Tables that indices are looked up in: the result is cut as the indices are, the table is whole.
 
-Not the table is cut, since each rank may look up any row: it would have to ask for rows that it learns of
-only at run time. Layers with a cut table are in ``layers/partitioned/embedding.py``: there the user says so.
+Not the table is cut, since each rank may look up any row: it would have to ask others for rows that it learns
+of only at run time. Its gradient is summed over the ranks, as for any weight that meets different blocks.
 """
 
 from __future__ import annotations

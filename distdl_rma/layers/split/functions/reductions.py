@@ -14,8 +14,8 @@ The families differ in how they combine partial results, and hence in their grad
 - *Of the whole* (``logsumexp``, ``prod``, norms): every rank gets all partial results and reduces these.
   Differentiating through a partial result would be wrong where it overflows and the whole does not. So the
   gradient is written down here, from the element and the whole result (:class:`_OfWhole`).
-- *Extremes* (``max``, ``argmin``): an allreduce of integers that are ordered like the numbers. MPI's and
-  numpy's maximum of a NaN is not torch's; integers have one order only.
+- *Extremes* (``max``, ``argmin``): an allreduce of integers that are ordered like the numbers. MPI does not
+  say what the maximum of a NaN is, and a short float would need a type of its own; integers have one order.
 
 Partial results are in the longer dtype of ``sum_dtype`` and are rounded once, at the end, as torch's kernels
 do within a block. ``softmax`` is here too, since it needs a reduction over the same line.

@@ -18,7 +18,7 @@ A mean over a whole plane is a reduction: ranks sum their blocks, and no element
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Mapping
+from collections.abc import Mapping
 from functools import cache, partial
 from typing import Any
 
@@ -79,20 +79,16 @@ def _widened(x: torch.Tensor) -> torch.Tensor:
     return x.float() if short and torch.is_autocast_enabled("cpu") else x
 
 
+Given = Mapping[str, Any]
+
+
 def windowed(
-    call: Call,
-    site: Site,
-    x: torch.Tensor,
-    layout: Decomposition,
-    dims: int,
-    kind: type[Any],
-    key: Hashable,
-    given: Mapping[str, Any],
+    call: Call, site: Site, x: torch.Tensor, layout: Decomposition, dims: int, kind: type[Any], given: Given
 ) -> tuple[SplitTensor, Any]:
     """Run an operation of windows on a block with or without a batch; returns the result and the operation.
 
-    ``key`` identifies the arguments ``given``; they are only read, and the call is only checked, for a new
-    operation.
+    The arguments ``given`` are only read, and the call is only checked, for a new operation. Their text is
+    the key: 1.0 equals 1, and torch takes only one of them.
     """
     batched = len(layout.shape) == dims + _LEADING
 
@@ -103,7 +99,7 @@ def windowed(
         operation, output = _made(kind, site, lay.reordered(layout, list(order)), x.dtype, options)
         return operation, output if batched else lay.reordered(output, range(1, dims + _LEADING))
 
-    operation, output = site.kept((kind, layout, x.dtype, key), make)
+    operation, output = site.kept((kind, layout, x.dtype, str(given)), make)
     y = operation(needs_of(x), x if batched else x.unsqueeze(0))
     return SplitTensor(y if batched else y.squeeze(0), output), operation
 
@@ -143,7 +139,7 @@ def max_pool(call: Call, site: Site, x: SplitTensor, return_indices: bool = Fals
     both = func.__name__.endswith("_with_indices") or func is torch.adaptive_max_pool1d
     dims, indices = dims_of(func), bool(return_indices or both)
     given = {**how, "return_indices": indices}
-    y, operation = windowed(call, site, checked_block(x), x._layout, dims, kind, str(given), given)
+    y, operation = windowed(call, site, checked_block(x), x._layout, dims, kind, given)
     if not indices:
         return with_single_copied(site, y)
     index = SplitTensor(operation.take_indices(y._local).reshape(y._local.shape), y._layout)
@@ -154,8 +150,7 @@ def max_pool(call: Call, site: Site, x: SplitTensor, return_indices: bool = Fals
 @of_cut(empty=False)
 def avg_pool(call: Call, site: Site, x: SplitTensor, **how: Any) -> Any:
     """The mean of each window; ranks fetch the inputs of their outputs."""
-    dims = dims_of(call[0])
-    y, _ = windowed(call, site, checked_block(x), x._layout, dims, AvgPooling, str(how), how)
+    y, _ = windowed(call, site, checked_block(x), x._layout, dims_of(call[0]), AvgPooling, how)
     return with_single_copied(site, y)
 
 
@@ -209,8 +204,7 @@ def averaged(call: Call, site: Site, x: SplitTensor, size: tuple[int | None, ...
         size = tuple(None if d in single else n for d, n in enumerate(size, first))
     if all(n is None or n == layout.shape[d] for d, n in enumerate(size, first)):
         return SplitTensor(local.clone() if local is x._local else local, layout)
-    given = {"output_size": size}
-    rest, _ = windowed(call, site, local, layout, dims, AdaptiveAvgPooling, size, given)
+    rest, _ = windowed(call, site, local, layout, dims, AdaptiveAvgPooling, {"output_size": size})
     return with_single_copied(site, rest)
 
 
@@ -220,7 +214,6 @@ def interpolate(call: Call, site: Site, x: SplitTensor, **how: Any) -> Any:
     """Weighted neighbours by global sizes, which ranks fetch; if antialiased, the whole plane."""
     func, *_ = call
     dims, mode = x._local.dim() - _LEADING, how["mode"]
-    key = str(how), x._layout, x._local.dtype
 
     def make() -> tuple[int, ...]:
         raise_as_torch(*call)
@@ -228,13 +221,13 @@ def interpolate(call: Call, site: Site, x: SplitTensor, **how: Any) -> Any:
         return tuple(func(whole, **how).shape[_LEADING:])
 
     # Torch computes the size of the result.
-    outputs = site.kept(("outputs", *key), make)
+    outputs = site.kept(("outputs", str(how), x._layout, x._local.dtype), make)
     if mode == "area":
         return averaged(call, site, x, outputs)
     if how["antialias"] or not x._local.dtype.is_floating_point:
         spatial = range(_LEADING, _LEADING + dims)
         return by_whole_dims(site, x, spatial, lambda local: func(local, **how))
-    return windowed(call, site, checked_block(x), x._layout, dims, Resizing, key, how)[0]
+    return windowed(call, site, checked_block(x), x._layout, dims, Resizing, how)[0]
 
 
 @checked_rule("window", "pad")
