@@ -116,9 +116,7 @@ class Distributed:
         self.machine, self.grid, self.fallback = machine, grid, options["fallback"]
         self._draws, self._checks = options["draws"], bool(options["check_copies"])
         self._options = {key: options[key] for key in ("reduction", "replicas", "bucket_nbytes")}
-        self._follows = self._checks
-        if self._checks:
-            self._unfollow = LOSS_ORIGIN.begin(machine, self)
+        self._unfollow = LOSS_ORIGIN.begin(machine, self) if self._checks else None
         number = machine.kept["models"] = machine.kept.get("models", 0) + 1
         self._name, self._copies = f"{type(model).__name__} (distributed model {number})", count(1)
         self._belongs_to(model)
@@ -185,7 +183,7 @@ class Distributed:
         twin = type(self).__new__(type(self))
         memo[id(self)] = twin
         vars(twin).update(vars(self))
-        if twin._follows:
+        if twin._unfollow is not None:
             # Even if this model closes. If only some ranks have a copy, the next model's ``begin`` discards
             # what they noted.
             twin._unfollow = LOSS_ORIGIN.follow_for(twin)
@@ -251,7 +249,7 @@ class Distributed:
         """
         if self._sync is not None:
             self._sync.close()
-        if self._follows:
+        if self._unfollow is not None:
             self._unfollow()
         for handle in (*self._handles, *self._of_parts):
             handle.remove()

@@ -26,7 +26,7 @@ import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from itertools import islice
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from types import CodeType, FrameType
 from typing import Any, TypeVar
 from weakref import WeakSet, finalize, ref
@@ -36,7 +36,7 @@ import torch
 from distdl_rma.errors import UnsupportedError
 from distdl_rma.layers.checks.arguments import TENSORS, comparable_parts
 from distdl_rma.layers.checks.model_calls import CallTrace
-from distdl_rma.layers.checks.user_frames import INNER
+from distdl_rma.layers.checks.user_frames import LibraryFiles
 from distdl_rma.layers.ops.core.movement import CallSite
 from distdl_rma.layers.split.calls.table import name_of
 from distdl_rma.segments.machine import Machine
@@ -48,6 +48,9 @@ _KEPT = 16
 # Kinds that are not compared between ranks, since one rank may call them alone.
 _UNCOMPARED = frozenset({"query", "value", "gradient"})
 _NOTHING: dict[str, Any] = {}
+# The code of split tensors and rules, but not all of this package: what it calls itself, as the state of a
+# model that is gathered, is one site, even if ranks call ``gather_state_dict`` in different lines.
+_INNER = LibraryFiles(Path(__file__).parents[1])
 RunningModule = tuple[
     str,  # its path
     bool,  # whether rules may redistribute tensors in it
@@ -141,7 +144,7 @@ def user_place() -> Place:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         code = frame.f_code
-        if not INNER[code.co_filename]:
+        if not _INNER[code.co_filename]:
             key = id(code), frame.f_lasti
             if key not in _PLACES:
                 # If two threads come here at once, the first one's object counts.
