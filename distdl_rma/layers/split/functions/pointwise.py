@@ -2,7 +2,7 @@
 
 These are most calls of a program, so the usual one costs little: ``pointwise`` walks over the arguments once,
 and if all split tensors have one layout and nothing else is a tensor, it calls torch's function on blocks and
-is done. All else (other layouts, broadcasting, plain tensors, ``out=``) goes to ``_of_several``, which
+is done. All else (other layouts, broadcasting, plain tensors, keywords) goes to ``_of_several``, which
 chooses the common layout and moves the smaller operands.
 
     x + y, one layout       torch.add(block of x, block of y)
