@@ -18,7 +18,7 @@ from torch import nn
 
 from distdl_rma import GradientSync, MPIPartition, Partition, distribute, print0, shard
 from distdl_rma.layers import DistributedConv2d
-from distdl_rma.layers.split.shard import block_of
+from distdl_rma.layers.split.shard import balanced_block
 
 __all__ = ["entered", "ways"]
 
@@ -52,7 +52,7 @@ def ways(P_world: Partition) -> dict[str, Way]:
     x = torch.randn(1, 16, 128, 128)
     layer = DistributedConv2d(P_x, 16, 16, 3, padding=1)
     with GradientSync(layer, P_world):
-        of_layer = _of(layer, block_of(P_x, x).requires_grad_())
+        of_layer = _of(layer, balanced_block(P_x, x).requires_grad_())
     model: Any = distribute(nn.Sequential(nn.Conv2d(16, 16, 3, padding=1)), P_x)
     of_model = _of(model, shard(P_x, x))
     model.distributed.close()

@@ -1,4 +1,10 @@
-"""Arithmetic of torch on arrays of the segments: large ones by several threads, and floats of 16 bits."""
+"""Arithmetic of torch on arrays of the segments: large ones by several threads, and floats of 16 bits.
+
+Segments compute with numpy, on one thread. Importing this file gives them torch's threads for large arrays
+(``large_arrays.use``), for the functions whose results are bit for bit those of numpy: a sum must not depend
+on whether torch was imported, or on how many threads it has. And it gives them the two floats of 16 bits that
+numpy lacks or computes slowly.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +38,10 @@ _SHORT: dict[Any, Callable[..., object]] = {
 
 
 class _TorchThreads:
-    """The threads that torch computes with, where there are several."""
+    """The threads that torch computes with, where there are several.
+
+    Each function returns False where it does nothing, and the caller uses numpy.
+    """
 
     def number(self) -> int:
         """Threads that work together."""

@@ -1,4 +1,12 @@
-"""Element dtypes: their numbers, numpy's dtypes, the words that carry them, and the dtypes of sums."""
+"""Element dtypes: their numbers, numpy's dtypes, the words that carry them, and the dtypes of sums.
+
+Segments know numpy only, and numpy has no bfloat16. So tensors are shown to numpy as their bits, in integers
+of the same size (``as_words``): enough to copy and to compare. For sums, ``arithmetic.py`` tells the segments
+what the bits mean.
+
+Sums of short floats are computed in float32 (``sum_dtype``), as torch's kernels do within one tensor, and
+rounded once at the end: a sum over ranks that rounded at each rank would differ from that of one machine.
+"""
 
 from __future__ import annotations
 
@@ -74,7 +82,8 @@ def is_in_memory(tensor: torch.Tensor) -> bool:
     return tensor.layout == torch.strided and tensor.device.type == "cpu"
 
 
-# Not empty while memory of tensors moves: torch never resizes a tensor again that has had an array.
+# Not empty while memory of tensors moves to disk and back, for which torch resizes it: torch never resizes a
+# tensor again of which numpy has had an array. So an array is then made of an address, without torch knowing.
 MOVING: list[bool] = []
 
 

@@ -10,7 +10,7 @@ from torch import nn
 from distdl_rma import GradientSync
 from distdl_rma.layers import DistributedConv2d, DistributedInstanceNorm2d, DistributedMSELoss
 from distdl_rma.layers.ops.conv.own_and_halo import Patch
-from distdl_rma.layers.split.shard import block_of as shard
+from distdl_rma.layers.split.shard import balanced_block as shard
 from distdl_rma.segments.collectives.allreduce import Allreduce
 
 pytestmark = pytest.mark.mpi

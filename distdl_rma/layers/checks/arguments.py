@@ -1,4 +1,17 @@
-"""Numbers, strings and plain tensors in calls of torch's functions, which must be equal on all ranks."""
+"""Numbers, strings and plain tensors in calls of torch's functions, which must be equal on all ranks.
+
+Two ways to make something comparable out of an argument:
+
+    numbers, texts, tuples, dtypes ...   words: JSON-like values that ``marshal`` writes alike on all ranks,
+                                         so that a checksum of all of a call is one number
+    plain tensors                        bytes: some elements (``sample_of``) or sums of all (``summary_of``)
+
+Words must be equal. Tensors may differ by rounding, as where they are computed of weights by ranks that sum
+in another order. So if their bytes differ, the numbers in them are compared with a tolerance
+(``differ_beyond_rounding``), and only then is anything an error.
+
+Split tensors are neither: their layouts were compared where they came in.
+"""
 
 from __future__ import annotations
 
@@ -87,6 +100,7 @@ def _add_named(kwargs: Mapping[str, Any], words: list[Any], plain: list[torch.Te
 
 
 def _plain_within(argument: Any) -> list[torch.Tensor]:
+    # Plain tensors in lists, tuples and dicts.
     found: list[torch.Tensor] = []
     for one in argument.values() if argument.__class__ is dict else argument:
         if one.__class__ in _PLAIN:
@@ -139,14 +153,18 @@ def checksum(words: Any, before: int = 0) -> int:
 
 
 def sample_of(x: torch.Tensor, at: int = 0) -> bytes:
-    """Bytes of some elements of a plain tensor, chosen by ``at``; local."""
+    """Bytes of some elements of a plain tensor, chosen by ``at``; local.
+
+    About 256 elements at equal distances, the first of them number ``at``: so in as many calls as the
+    distance each element was compared once.
+    """
     dims, total = x.dim(), x.numel()
     if not (is_in_memory(x) and total):
         return b""
     if not dims or total <= _SAMPLED or x.is_contiguous():
         flat = x.detach().reshape(-1)
         stride = max(1, total // _SAMPLED)
-        # Numpy gets a clone: torch cannot resize memory that numpy has seen.
+        # Numpy gets a clone, since torch cannot resize memory again that numpy has seen.
         return as_words(flat[at % stride :: stride].clone()).tobytes()
     # ``reshape`` would copy the whole tensor.
     steps = [ceil(n / _SAMPLED ** (1 / dims)) for n in x.shape]
@@ -189,13 +207,18 @@ def values_of(form: str, data: bytes) -> list[float]:
 def differ_beyond_rounding(dtype: str, form: str, first: Sequence[float], other: Sequence[float]) -> bool:
     """Whether values differ by more than rounding: half of an element's digits, a sum's last few bits."""
     kind = _dtype(dtype)
-    if not (kind.is_floating_point or kind.is_complex) or len(first) != len(other):
+    if not (kind.is_floating_point or kind.is_complex):
         return [*first] != [*other]
-    one, two = (torch.tensor([*each], dtype=torch.float64) for each in (first, other))
     largest = max((abs(v) for v in (*first, *other) if isfinite(v)), default=0.0)
     eps = torch.finfo(kind).eps
     rounding = _SUM_TOLERANCE * eps if form == _SUMS else eps**0.5
-    return not torch.allclose(one, two, 0.0, largest * rounding, equal_nan=True)
+    return not are_close(first, other, largest * rounding)
+
+
+def are_close(first: Sequence[float], other: Sequence[float], tolerance: float) -> bool:
+    """Whether as many numbers differ by at most ``tolerance``; equal infinities and two NaN do not differ."""
+    one, two = (torch.tensor([*each], dtype=torch.float64) for each in (first, other))
+    return len(one) == len(two) and torch.allclose(one, two, 0.0, tolerance, equal_nan=True)
 
 
 def _dtype(name: str) -> torch.dtype:

@@ -1,4 +1,9 @@
-"""States of torch's generators of random numbers: whether ranks that were seeded alike have drifted apart."""
+"""States of torch's generators of random numbers: whether ranks that were seeded alike have drifted apart.
+
+Ranks with different seeds may mean it, for data of their own. Ranks with one seed and different states have
+drawn a different count of numbers since, mostly by filling parts of weights of different sizes: their next
+dropout would differ. That is what is looked for.
+"""
 
 from __future__ import annotations
 

@@ -2,21 +2,33 @@
 
 A plain tensor is identical on all ranks, so each rank computes the whole gradient of the parameters behind
 it. But behind ``full_tensor()`` of a split tensor each rank computes only a contribution, and contributions
-must be summed.
+must be summed. One loss may reach the same weight both ways:
+
+    loss = f(y.full_tensor()) + penalty(weight)
+
+    loss --- penalty --------------------------> weight     whole on every rank: one of them counts
+      '----- f --- full_tensor() --- blocks ---> weight     a contribution of each rank: all count
+
+torch adds both up before a hook of the weight sees them. So the second part is added up separately, by hooks
+of the nodes behind ``full_tensor()``, and the hook of the weight asks for it (``part_to_sum``). If a backward
+passes a block of ``to_local()``, its loss is this rank's own, and everything must be summed.
+
+What is known of the running backward is in ``RUNNING``, by torch's number of it. ``number`` is set at the
+first split tensor that the backward reaches. Until then nobody has asked, and nothing is computed: most
+backwards begin at a split tensor (``depth``), for which all parts are contributions and none of this is
+needed.
 """
 
 from __future__ import annotations
 
 import sys
 import threading
-import warnings
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import zip_longest
-from math import isfinite, isnan
-from pathlib import Path
+from math import isfinite
 from types import FrameType
 from typing import Any
 from zlib import crc32
@@ -24,6 +36,8 @@ from zlib import crc32
 import torch
 
 from distdl_rma.errors import UnsupportedError
+from distdl_rma.layers.checks.arguments import are_close
+from distdl_rma.layers.checks.user_frames import warn_user
 from distdl_rma.layers.dtypes import as_words
 from distdl_rma.segments.machine import Machine
 
@@ -50,7 +64,6 @@ RUNNING = _Backward()
 _SHOWN = "distdl_rma block"
 # Number of gradients that are kept; elements of each, about; tolerance relative to the largest element.
 _KEPT, _SAMPLED, _ROUNDING = 64, 16, 1e-3
-_LIBRARY_PATHS = f"{Path(torch.__file__).parent}/", f"{Path(__file__).parents[1]}/"
 _MEAN = (
     "a backward begins at a mean over this rank's part of a split tensor, as F.mse_loss(y.to_local(), mine)"
     " is: gradients are summed over the ranks, so they become as many times too large. Take the loss of the"
@@ -73,7 +86,7 @@ def from_split_tensor() -> Iterator[None]:
 
 
 def note_reached_split(_gradient: torch.Tensor | None = None) -> None:
-    """Record that the running backward has reached a split tensor."""
+    """Record that the running backward has reached a split tensor: from here on all must be summed."""
     if RUNNING.number != backward_id():
         RUNNING.number, RUNNING.behind = backward_id(), None
 
@@ -91,16 +104,6 @@ def warn_of_mean(gradient: torch.Tensor) -> None:
     if RUNNING.depth or not _begins_at_mean():
         return
     warn_user(_MEAN)
-
-
-def warn_user(message: str, category: type[Warning] = UserWarning) -> None:
-    """Warn once, with the user's line that leads here."""
-    frame: FrameType | None = sys._getframe()
-    while frame is not None and frame.f_code.co_filename.startswith(_LIBRARY_PATHS):
-        frame = frame.f_back
-    if frame is not None:
-        known = frame.f_globals.setdefault("__warningregistry__", {})
-        warnings.warn_explicit(message, category, frame.f_code.co_filename, frame.f_lineno, registry=known)
 
 
 def _begins_at_mean() -> bool:
@@ -140,21 +143,25 @@ def _is_own() -> bool:
     # ``full_tensor()`` of split tensors; blocks behind these do not count.
     if not _Backward.shown or RUNNING.common == backward_id():
         return False
-    if any(_SHOWN in node.metadata for node in nodes_behind(_roots(), ENDS_OF_BLOCKS)):
+    if any(_SHOWN in node.metadata for node in nodes_behind(_roots(), _ends_blocks)):
         return True
     RUNNING.common = backward_id()
     return False
 
 
-def nodes_behind(roots: Iterable[Any], ends: Collection[str] = ()) -> Iterator[Any]:
-    """Nodes of a graph from its roots on, each once; nothing behind nodes with the names ``ends``."""
+def _ends_blocks(node: Any) -> bool:
+    return node.name() in ENDS_OF_BLOCKS
+
+
+def nodes_behind(roots: Iterable[Any], ends: Callable[[Any], bool] = lambda _: False) -> Iterator[Any]:
+    """Nodes of a graph from its roots on, each once; nothing behind nodes for which ``ends`` is true."""
     seen, ahead = set[Any]([None]), [*roots]
     while ahead:
         node = ahead.pop()
         if node not in seen:
             seen.add(node)
             yield node
-            ahead += [each for each, _ in node.next_functions] if node.name() not in ends else []
+            ahead += [] if ends(node) else [each for each, _ in node.next_functions]
 
 
 def _roots() -> list[Any]:
@@ -196,19 +203,15 @@ def note_reached_full_tensor(node: Any, summed_later: Callable[[torch.Tensor], b
         RUNNING.number, RUNNING.behind, RUNNING.nodes = backward_id(), behind, set()
     if RUNNING.behind is None:
         return False
-    handles, ahead = [], [node]
-    while ahead:
-        one = ahead.pop()
-        if one in RUNNING.nodes:
-            continue
-        RUNNING.nodes.add(one)
-        leaves = {}
-        for at, (following, _) in enumerate(one.next_functions):
-            leaf = getattr(following, "variable", None)
-            if leaf is None:
-                ahead += [] if following is None else [following]
-            elif summed_later(leaf):
-                leaves[at] = id(leaf)
+    # Each node has one hook, even if several split tensors lie before it.
+    new = {*nodes_behind([node], RUNNING.nodes.__contains__)} - RUNNING.nodes
+    RUNNING.nodes |= new
+    handles = []
+    for one in new:
+        following = [getattr(each, "variable", None) for each, _ in one.next_functions]
+        leaves = {
+            at: id(leaf) for at, leaf in enumerate(following) if leaf is not None and summed_later(leaf)
+        }
         if leaves:
             handles.append(one.register_hook(partial(_add_up, RUNNING.behind, leaves)))
     torch.autograd.Variable._execution_engine.queue_callback(partial(_leave, handles))
@@ -245,7 +248,10 @@ def part_to_sum(parameter: torch.Tensor) -> torch.Tensor | None:
 class GradientCheck:
     """Check of gradients of plain losses: they differ if a rank computes a loss from its own data. Local.
 
-    Keeps a checksum of all gradients, and elements of the last ones.
+    Only the first rank's gradient counts where all ranks compute the same (``parameter_hooks.py``); if they
+    do not, the others' would be lost without a trace. So the next call of a model compares them. Keeps a
+    checksum of all gradients, and elements of the last ones, to find the first that differs by more than
+    rounding.
     """
 
     what = "gradients"
@@ -297,11 +303,6 @@ def first_differing(ranks: Sequence[Sequence[tuple[str, Sequence[float]]]]) -> s
         (what, first), *others = noted
         scale = max([abs(v) for v in first if isfinite(v)] + [largest * _ROUNDING])
         for other, values in others:
-            same = other == what and len(values) == len(first)
-            # Equal infinities are close, and so are two NaN.
-            if not same or not all(
-                a == b or abs(a - b) <= _ROUNDING * scale or (isnan(a) and isnan(b))
-                for a, b in zip(first, values, strict=True)
-            ):
+            if other != what or not are_close(first, values, _ROUNDING * scale):
                 return what or other
     return ""

@@ -1,4 +1,26 @@
-"""Comparison of the ranks' calls of a model: how they begin, which functions they call, and how they end."""
+"""Comparison of the ranks' calls of a model: how they begin, which functions they call, and how they end.
+
+    every rank                             what the ranks compare            messages
+    begin(facts, ...)                      one hash of modes, shapes,        one small equality check
+                                           replicas, samples of inputs
+      forward: each function of split      nothing; each rank notes it       none
+      tensors is a step of the trace
+    end(trace)                             one hash of all steps and their   one small equality check
+                                           arguments, and of plain tensors
+
+Only if a hash differs do ranks exchange words, to name the first difference. Equal calls have equal hashes,
+so that no right program is refused; different calls have equal ones by accident only.
+
+Invariants:
+
+- No rank begins a call before all others begin the same one, nor leaves it before all others have ended it.
+  So a message of one call is never received in another, and an error names this call.
+- A difference raises ``MismatchError`` with one text on all ranks.
+- A rank that raises in its forward tells the others at the end (``failed``). If all ranks raised at the same
+  place, the program may catch the error and go on; else the machine has failed, as ranks are at different
+  places of the program.
+- Hashes are of numbers and of checksums of texts: Python's hash of a text differs between processes.
+"""
 
 from __future__ import annotations
 
@@ -75,9 +97,9 @@ class Check(Protocol):
 class Calls:
     """Comparison of ranks at the beginning and at the end of each call of a model; blocking, small.
 
-    At the beginning ranks compare one hash of all ``checks``, and exchange their words only if it differs. No
-    rank begins a call before all others do, so a message of one call cannot be received in another. At the
-    end all ranks know whether they called the same functions, and whether a rank raised.
+    At the beginning ranks compare one hash of all ``checks``, and exchange their words only if it differs. At
+    the end all ranks know whether they called the same functions, and whether a rank raised. One of ``end``,
+    ``failed`` and ``abandon`` follows each ``begin`` that returned; in between ``_open`` is true.
     """
 
     def __init__(
@@ -96,16 +118,20 @@ class Calls:
         self,
         facts: tuple[int, ...],
         described: Callable[[], str],
+        trace: CallTrace,
         inputs: Sequence[torch.Tensor] = (),
         checked: bool = True,
     ) -> None:
         """Begin a call; ``MismatchError`` on all ranks if their facts differ, which ``described`` describes.
 
-        If ``checked``, this error is also raised if a check finds a problem or samples of inputs differ.
+        Plain inputs of a new kind are compared whole: a rank may pass its block instead of the whole tensor.
+        If ``checked``, this error is also raised if a check finds a problem or samples of inputs differ, and
+        ``trace`` notes the plain tensors that functions receive.
         """
         sign = 0
         if checked:
             self._number = at = self._number + 1
+            trace.at, trace.met = at, self._met
             numbers = [check.number() for check in self._checks]
             if inputs:
                 numbers += [crc32(sample_of(x, at)) for x in inputs]
@@ -115,8 +141,18 @@ class Calls:
         except _AT_ONCE as error:
             self._machine.fail(error)
             raise
-        if self._open:
-            return
+        if not self._open:
+            self._explain(described)
+        if inputs:
+            kind = tuple([(x.shape, x.dtype) for x in inputs])
+            if not self._open or kind not in self._seen:
+                what = "an input of a distributed model"
+                equal_on_all_ranks(self._machine, self.ranks, inputs, what)
+                self._seen.add(kind)
+        self._open = True
+
+    def _explain(self, described: Callable[[], str]) -> None:
+        # Raises for the difference that hashes have shown; not for inputs, or what a check finds harmless.
         (*smallest, _), (*largest, _) = self._consensus.smallest, self._consensus.largest
         if smallest != largest:
             texts = self._gather(described(), "differences")
@@ -124,21 +160,6 @@ class Calls:
         for check in self._checks:
             if problem := check.problem(self._gather(check.words(), check.what)):
                 raise MismatchError(f"{self._name}: {problem}")
-        self._compare(inputs)
-        self._open = True
-
-    def compare_new_inputs(self, trace: CallTrace | None, inputs: Sequence[torch.Tensor]) -> None:
-        """Compare plain inputs of a new kind whole: a rank may pass its block instead of the whole tensor.
-
-        From now on ``trace`` notes the plain tensors that functions receive.
-        """
-        if trace is not None:
-            trace.at, trace.met = self._number, self._met
-        if inputs:
-            kind = tuple([(x.shape, x.dtype) for x in inputs])
-            if kind not in self._seen:
-                self._compare(inputs)
-                self._seen.add(kind)
 
     def end(self, trace: CallTrace) -> None:
         """End a call; ``MismatchError`` on all ranks if their functions or plain arguments differ."""
@@ -146,7 +167,8 @@ class Calls:
             return
         self._open = False
         try:
-            if self._consensus.alike(self._title, _ENDED, trace.number, trace.plain_checksum):
+            plain = checksum(trace.plain) if trace.plain else 0
+            if self._consensus.alike(self._title, _ENDED, trace.number, plain):
                 return
         except _AT_ONCE as error:
             # Others may wait within the model, in a function that this rank has not called.
@@ -185,9 +207,6 @@ class Calls:
     def abandon(self) -> None:
         """End a call that all ranks leave early, at the same place."""
         self._open = False
-
-    def _compare(self, inputs: Sequence[torch.Tensor]) -> None:
-        equal_on_all_ranks(self._machine, self.ranks, inputs, "an input of a distributed model")
 
     def _function_difference(self, trace: CallTrace) -> str:
         # The first call that differs between ranks; all of them exchange the words of all their calls.
@@ -270,7 +289,12 @@ class CalledFunction(NamedTuple):
 
 
 class CallTrace:
-    """The functions that a rank calls in a call of a model, and their arguments."""
+    """The functions that a rank calls in a call of a model, and their arguments.
+
+    Only added to, by ``site.note`` for functions and by the model for what it leaves. Plain tensors among the
+    arguments are compared as well: a rank may have its own part of one that all must have whole. They are
+    many and large, so each is read whole when it is new, and by 256 elements afterwards, others in each call.
+    """
 
     def __init__(self) -> None:
         # Each has ``word``, a number that is equal for equal steps, and ``described``, for messages.
@@ -290,11 +314,6 @@ class CallTrace:
     def number(self) -> int:
         """Hash of steps and arguments, equal on ranks that called the same functions."""
         return hash((checksum(self.arguments), *[step.word for step in self.steps]))
-
-    @property
-    def plain_checksum(self) -> int:
-        """Checksum of the plain tensors that functions received."""
-        return checksum(self.plain) if self.plain else 0
 
     def note_plain(self, function: Any, args: Sequence[Any], given: Sequence[torch.Tensor]) -> None:
         """Note a summary or sample of the plain tensors that the last step received."""

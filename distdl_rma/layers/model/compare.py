@@ -1,4 +1,16 @@
-"""Compares a distributed model with the same model alone: outputs, gradients and state, module by module."""
+"""Compares a distributed model with the same model alone: outputs, gradients and state, module by module.
+
+    alone   seed, one step, every output kept                       outputs, loss, gradients, buffers
+              |                                                            |
+    split   seed, the same step; each output, made whole, is compared -----+--> rows of a ``Comparison``
+
+Both take the same values first, and both are put back afterwards. Rounding differs, since sums over ranks
+have another order; so numbers are equal up to a tolerance, which is relative to the largest element of a
+tensor: an error of rounding is as large as the terms of a sum, not as its result. Gradients of a bias before
+a norm, which are zero but for rounding, are measured by those of the weight beside it.
+
+Between ranks, in contrast, all must be identical: parameters, buffers, gradients and the random generator.
+"""
 
 from __future__ import annotations
 
@@ -44,11 +56,11 @@ class Difference:
 
     what: str
     name: str
-    shape: tuple[int, ...]
-    error: float
-    scale: float
-    tolerance: float
-    where: tuple[tuple[int, int], ...] | None
+    shape: tuple[int, ...] = ()
+    error: float = 0.0
+    scale: float = 0.0
+    tolerance: float = 0.0
+    where: tuple[tuple[int, int], ...] | None = None
     problem: str = ""
 
     @property
@@ -178,7 +190,7 @@ def compare(
             name = path or "model"
             if len(wanted) != len(ys):
                 problem = f"{len(ys)} tensors instead of {len(wanted)}"
-                found.differences.append(Difference("output", name, (), 0, 0, 0, None, problem))
+                found.differences.append(Difference("output", name, problem=problem))
             for y, other in zip(ys, wanted, strict=False):
                 found.differences.append(_difference("output", name, y, other))
 
@@ -249,15 +261,13 @@ def _scales(model: nn.Module) -> dict[str, float]:
 
 def _difference(what: str, name: str, found: Any, expected: Any, least: float = 0.0) -> Difference:
     if found is None or expected is None:
-        missing = "has none here" if found is None else "only here"
-        return Difference(what, name, (), 0, 0, 0, None, missing)
+        return Difference(what, name, problem="has none here" if found is None else "only here")
     mine = found.full_tensor() if isinstance(found, SplitTensor) else found
     mine, other = mine.detach(), expected.detach()
     shape = tuple(other.shape)
-    if tuple(mine.shape) != shape:
-        return Difference(what, name, shape, 0, 0, 0, None, f"has shape {tuple(mine.shape)}")
-    if not other.numel():
-        return Difference(what, name, shape, 0, 0, 0, None)
+    if tuple(mine.shape) != shape or not other.numel():
+        problem = "" if tuple(mine.shape) == shape else f"has shape {tuple(mine.shape)}"
+        return Difference(what, name, shape, problem=problem)
     exact = not (other.is_floating_point() or other.is_complex())
     if exact:
         mine, other = mine.to(torch.float64), other.to(torch.float64)
@@ -266,15 +276,12 @@ def _difference(what: str, name: str, found: Any, expected: Any, least: float = 
     tolerance = 0.0 if exact else max(scale, least, _SMALL) * torch.finfo(other.dtype).eps ** _POWER
     # NaN equals NaN, and infinity equals the same infinity.
     same = (apart <= tolerance) | (mine == other) | (mine.isnan() & other.isnan())
-    wrong = (~same).nonzero()
-    where = (
-        tuple((int(a), int(b) + 1) for a, b in zip(wrong.amin(0), wrong.amax(0), strict=True))
-        if len(wrong)
-        else None
-    )
-    return Difference(
-        what, name, shape, float(apart.nan_to_num(posinf=float("inf")).max()), scale, tolerance, where
-    )
+    wrong, where = (~same).nonzero(), None
+    if len(wrong):
+        ends = zip(wrong.amin(0).tolist(), wrong.amax(0).tolist(), strict=True)
+        where = tuple((first, last + 1) for first, last in ends)
+    error = float(apart.nan_to_num(posinf=float("inf")).max())
+    return Difference(what, name, shape, error, scale, tolerance, where)
 
 
 def _hint(alone: nn.Module, outputs: dict[tuple[str, int], list[torch.Tensor]], found: Comparison) -> str:

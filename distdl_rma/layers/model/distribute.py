@@ -1,11 +1,30 @@
-"""``distribute``: unchanged models on split tensors; inputs are cut, gradients are summed."""
+"""``distribute``: unchanged models on split tensors; inputs are cut, gradients are summed.
+
+The model stays the same object with the same code. Hooks around its forward do everything; one call, in the
+order in which torch runs them:
+
+    _refuse_graph     compilers and tracers are refused, before anything is on a stack
+    _root             the outermost module is put on the stack of running modules (``entering.py``)
+    _enter            begins a trace; compares how the ranks begin, with which parameters and inputs
+                      (``Calls.begin``); cuts plain inputs that have the dimensions of the grid
+      forward         as the user wrote it: each function of a split tensor goes to its rule, and is noted
+      hooks of parts  each module in turn is on the stack, so that calls have its path
+    pop_module        takes the outermost module off the stack, also after an error
+    _end              compares the traces of the ranks (``Calls.end``); inputs that were changed in place, and
+                      buffers that became split, become plain (``leaving.py``)
+
+The backward is torch's. Its gradients reach the hooks of a ``GradientSync``, which sums them over the ranks.
+
+Who has what: the model has its :class:`Distributed` as an attribute, which refers back weakly. That has the
+GradientSync, a ``Calls`` for each set of ranks that it was called with, and the samplers of replicas.
+"""
 
 from __future__ import annotations
 
 import copy
 import sys
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -78,7 +97,8 @@ class _Running:
 class Distributed:
     """State of a distributed model: how its inputs are cut, and what sums its gradients.
 
-    It is the model's attribute ``distributed``. A copy of the model gets its own.
+    It is the model's attribute ``distributed``. A copy of the model gets its own, with a name, a GradientSync
+    and comparisons of its own.
 
     Examples
     --------
@@ -96,9 +116,7 @@ class Distributed:
         self.machine, self.grid, self.fallback = machine, grid, options["fallback"]
         self._draws, self._checks = options["draws"], bool(options["check_copies"])
         self._options = {key: options[key] for key in ("reduction", "replicas", "bucket_nbytes")}
-        self._follows = self._checks
-        if self._checks:
-            self._unfollow = LOSS_ORIGIN.begin(machine, self)
+        self._unfollow = LOSS_ORIGIN.begin(machine, self) if self._checks else None
         number = machine.kept["models"] = machine.kept.get("models", 0) + 1
         self._name, self._copies = f"{type(model).__name__} (distributed model {number})", count(1)
         self._belongs_to(model)
@@ -115,6 +133,7 @@ class Distributed:
         self._look(model)
 
     def _belongs_to(self, model: nn.Module) -> None:
+        # All that a copy does not share with the original.
         self._model = weakref.ref(model)
         self._sync: GradientSync | None = None
         # Empty until the first call: a deep copy is not complete yet.
@@ -125,6 +144,7 @@ class Distributed:
         self._calls: dict[tuple[int, ...], Calls] = {}
         # The comparisons of parameters and buffers.
         self._replicas: list[ReplicaSampler] = []
+        # At most one call, as models are called by one thread at a time; more after an interrupt only.
         self._running: list[_Running] = []
         # The dictionaries of buffers of all modules.
         self._buffers: list[dict[str, Any]] = []
@@ -163,7 +183,7 @@ class Distributed:
         twin = type(self).__new__(type(self))
         memo[id(self)] = twin
         vars(twin).update(vars(self))
-        if twin._follows:
+        if twin._unfollow is not None:
             # Even if this model closes. If only some ranks have a copy, the next model's ``begin`` discards
             # what they noted.
             twin._unfollow = LOSS_ORIGIN.follow_for(twin)
@@ -229,7 +249,7 @@ class Distributed:
         """
         if self._sync is not None:
             self._sync.close()
-        if self._follows:
+        if self._unfollow is not None:
             self._unfollow()
         for handle in (*self._handles, *self._of_parts):
             handle.remove()
@@ -301,14 +321,14 @@ class Distributed:
         running.plain = [x for x in given if type(x) in (torch.Tensor, nn.Parameter)]
         # Plain inputs are whole. Sparse ones and those on other devices are not compared.
         alike = [x for x in running.plain if is_in_memory(x)]
-        calls.begin(facts, partial(self._described, given, plain), alike, self._checks)
+        calls.begin(facts, partial(self._described, given, plain), trace, alike, self._checks)
         if self._change and self._sync is not None:
             # The call's beginning compared the change, so all ranks have it.
             self._sync.register(self._model())
         self._change = ""
         if torch.is_grad_enabled() and self._synchronises:
+            # A copy of a model makes its GradientSync here: all ranks are in the call.
             _ = self.sync
-        calls.compare_new_inputs(trace if self._checks else None, alike)
         if not whole:
             if not split:
                 self._check_missed(given, args, kwargs)
@@ -325,6 +345,7 @@ class Distributed:
         error, calls = sys.exc_info()[1], call.calls
         if calls is None:
             return
+        # An error that was being handled when the call began is not the model's.
         if error is None or error is call.error:
             changes = list[Change]()
             # In C, since every call looks at all buffers.
@@ -391,7 +412,8 @@ class Distributed:
         return [(path, module) for path, one in self._modules if (module := one()) is not None]
 
     def _facts(self, given: Sequence[torch.Tensor]) -> tuple[int, ...]:
-        # Numbers that must be equal on all ranks of a call.
+        # Numbers that must be equal on all ranks of a call: modes, and what follows from shapes and layouts.
+        # Ranks compare one hash of all; the words of ``_described`` are made only if it differs.
         facts = [*_modes(), *[part.training for _, one in self._modules if (part := one()) is not None]]
         for x in given:
             # Read without the table of functions.
@@ -520,12 +542,12 @@ def distribute(
     # Whether gradients are summed by others, or a mean over replicas is taken: the grid may leave out ranks.
     apart = reduction == "none" or replicas is not None
     options: dict[str, Any] = {"fallback": fallback, "reduction": reduction, "draws": draws}
-    options["check_copies"] = check_copies
+    options |= {"check_copies": check_copies}
     wrong, alike = ConfigurationError, "they must be alike"
     with together(machine, machine.ranks, "distribute", failed=wrong, differs=wrong, advice=alike) as facts:
-        _check(model, machine, grid, apart, reduction, fallback, draws)
-        facts["grid"] = str(grid.shape if isinstance(grid, Partition) else grid)
-        facts |= options
+        _check(model, machine, grid, apart, options)
+        facts |= {"grid": str(grid.shape if isinstance(grid, Partition) else grid), **options}
+    # The GradientSync compares these itself.
     options |= {"replicas": replicas, "bucket_nbytes": bucket_nbytes}
     handle = Distributed(model, machine, grid, options)
     # Set before the GradientSync is made, which reads it.
@@ -539,17 +561,17 @@ def distribute(
     return model
 
 
-def _check(
-    model: nn.Module, machine: Machine, grid: Grid, apart: bool, reduction: str, fallback: str, draws: str
-) -> None:
+# The values of options that are words.
+_WORDS = {"fallback": ("move", "error"), "reduction": (*REDUCTIONS, "none"), "draws": ("global", "torch")}
+
+
+def _check(model: nn.Module, machine: Machine, grid: Grid, apart: bool, options: Mapping[str, Any]) -> None:
     if not isinstance(model, nn.Module):
         raise ConfigurationError(f"distribute: takes a torch.nn.Module, got {model!r}")
-    if fallback not in ("move", "error"):
-        raise ConfigurationError(f"distribute: fallback is 'move' or 'error', got {fallback!r}")
-    if reduction not in (*REDUCTIONS, "none"):
-        raise ConfigurationError(f"distribute: reduction is 'sum', 'mean' or 'none', got {reduction!r}")
-    if draws not in ("global", "torch"):
-        raise ConfigurationError(f"distribute: draws is 'global' or 'torch', got {draws!r}")
+    for name, (*others, last) in _WORDS.items():
+        if options[name] not in (*others, last):
+            listed = f"{', '.join(map(repr, others))} or {last!r}"
+            raise ConfigurationError(f"distribute: {name} is {listed}, got {options[name]!r}")
     for path, part in model.named_modules():
         if _KEY in vars(part):
             raise ConfigurationError(

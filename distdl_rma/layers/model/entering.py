@@ -1,4 +1,21 @@
-"""Notes which module of a distributed model runs, and whether only torch's code calls functions in it."""
+"""Notes which module of a distributed model runs, and whether only torch's code calls functions in it.
+
+Every module of the model has a pre-hook that puts it on the thread's stack, and a hook that takes it off.
+Rules read the top of the stack: the path for names and messages, whether operands may move, how numbers are
+drawn.
+
+The place of a call is the user's innermost line. In a module of torch, such as ``nn.Conv2d``, that is the
+line that called the module, found by walking over a dozen frames of torch. A ``Sequential`` of such modules
+has one line for all of them, so the first call finds it and the others take it (``known``):
+
+    model(x)                  the user's line
+      Sequential.forward      torch's code, only calls modules       known = [] -> [place]
+        Conv2d.forward        torch's code, no children              known = the same list
+        ReLU.forward          torch's code, no children              known = the same list
+        MyBlock.forward       the user's code                        known = None: lines of its own
+
+If the user has a hook on a module, or replaced its forward, the user's code runs in it: ``known`` is None.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +65,9 @@ class ModuleHook:
             self._prepare(module, args)
 
     def _prepare(self, module: nn.Module, args: Any) -> None:
-        # torch passes inputs and outputs through an autograd function, whose node has the hooks.
+        # For backward hooks, torch passes inputs and outputs through an autograd function, whose node has the
+        # hooks. Split tensors that went through it have a node in torch's graph, and their blocks do not know
+        # of it yet: ``into_graph`` puts the blocks behind it, before the module and behind it.
         if False in (module._is_full_backward_hook, torch_module._global_is_full_backward_hook):
             raise UnsupportedError(
                 f"{self.place[0]}: register_backward_hook shows a node of the graph of blocks; call"

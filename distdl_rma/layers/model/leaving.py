@@ -2,6 +2,15 @@
 
 A model may change its input in place, or assign what it computed to a buffer. When the call ends, the
 caller's tensor and the buffer are plain, with the values that the model alone gives them.
+
+    during the call                                    when it ends
+    input x (plain)  --cut--> y (split), changed       x.copy_(all of y): the caller's tensor has the change
+    buffer = split tensor, assigned                    the module's table gets the whole tensor
+    buffer (plain), changed by a split tensor          became split as the same object; becomes plain again
+    list of inputs, appended to                        the caller's list gets the same, plain where it was
+
+Each becomes plain by a movement, in which all ranks must take part. So each is a step of the call's trace
+(``Change.step``): the ranks compare it before they move anything. If they differ, all of them raise.
 """
 
 from __future__ import annotations
@@ -19,9 +28,9 @@ from distdl_rma.layers.checks.generators import Noted
 from distdl_rma.layers.dtypes import is_in_memory
 from distdl_rma.layers.split import layout as lay
 from distdl_rma.layers.split.calls.signatures import mapped
-from distdl_rma.layers.split.calls.site import NO_PLACE, THREAD, site_of
+from distdl_rma.layers.split.calls.site import NO_PLACE, THREAD
+from distdl_rma.layers.split.operands import everywhere_of, site_for
 from distdl_rma.layers.split.plain_operands import gathered
-from distdl_rma.layers.split.redistribution import redistributed
 from distdl_rma.layers.split.tensor import Original, SplitTensor, become_plain, checked_block
 from distdl_rma.layers.sync.gradient_groups import under
 
@@ -41,7 +50,10 @@ class Change(NamedTuple):
 
 
 class Inputs:
-    """Arguments of a call in which ``cut`` makes split tensors; a tensor that is passed twice is cut once."""
+    """Arguments of a call in which ``cut`` makes split tensors; a tensor that is passed twice is cut once.
+
+    Keeps the version of each block at the beginning, so that a change in place is noticed by a number.
+    """
 
     def __init__(self, arguments: Any, cut: Callable[[torch.Tensor], torch.Tensor]) -> None:
         self._made: dict[int, tuple[Any, Any]] = {}
@@ -122,13 +134,10 @@ def write(changes: Iterable[Change]) -> None:
 
 def _whole(x: SplitTensor) -> torch.Tensor:
     # Alike on all ranks, even if these call the model in different lines.
-    layout, THREAD.place = x._layout, NO_PLACE
+    THREAD.place = NO_PLACE
     with torch._C.DisableTorchFunctionSubclass():
-        block = checked_block(x)
-        if layout.cut_dims:
-            everywhere = lay.replicated(layout.partition, layout.shape)
-            block = redistributed(site_of(x.machine, write), block, layout, everywhere)
-        return gathered(block, layout.partition)
+        block = everywhere_of(site_for(write, x), x) if x.is_split else checked_block(x)
+        return gathered(block, x._layout.partition)
 
 
 def make_buffers_plain(modules: Iterable[tuple[str, nn.Module]]) -> None:

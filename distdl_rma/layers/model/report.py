@@ -1,4 +1,9 @@
-"""Reports of a step of a distributed model: its functions, the data that they move, and waiting times."""
+"""Reports of a step of a distributed model: its functions, the data that they move, and waiting times.
+
+An observer stands in the place of each rule's handler and reads the counters of the segments before and after
+it: what this rank sent in the forward of that function. Times come from a recording of the machine, whose
+events have the names of sites: these also cover the backward, which no observer sees.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,11 @@
 """Puts results of autograd functions, a user's or torch's for hooks, into the graph of blocks.
 
+There are two graphs. Functions of torch act on blocks, so these are in a graph that leads from the loss to
+the parameters. But an autograd function gets split tensors, and torch puts *these* into a graph of its own:
+
+    torch's graph      x (split) ---- Round ----> y (split)        nothing leads from y to a block
+    graph of blocks    block of x                 block of y  ---- loss
+
 torch runs an autograd function on split tensors like any other: the functions in its forward and backward use
 their rules. But torch links the split tensors, not their blocks. So the block of a result gets a node
 (``_Result``) at its first use. This node keeps the gradient of the result. All results of a call share one
@@ -50,7 +56,8 @@ def runs() -> bool:
 
 
 class _Call:
-    # A call of an autograd function. Torch's node refers to it; ``node`` is only set during a backward.
+    # A call of an autograd function. Torch's node refers to it; ``node`` is only set during a backward: for
+    # good, both would keep each other alive, with all that the function has saved.
     def __init__(self, node: Any, kind: Any, layout: Decomposition, at_once: bool) -> None:
         self.kind, self.partition = kind, layout.partition
         found = _sources_of(node, kind, at_once)
@@ -97,13 +104,12 @@ class _Call:
         ]
 
     def _block(self, gradient: Any, layout: Decomposition) -> torch.Tensor:
-        if not isinstance(gradient, self.kind):
-            # A plain gradient is whole on every rank.
-            block: torch.Tensor = gradient[layout.slices()]
-        else:
-            same_layout = gradient if gradient._layout is layout else gradient.redistribute(layout=layout)
-            block = same_layout._local
-        return block
+        # A plain gradient is whole on every rank.
+        split = isinstance(gradient, self.kind)
+        found: torch.Tensor = (
+            gradient.redistribute(layout=layout)._local if split else gradient[layout.slices()]
+        )
+        return found
 
 
 def _sources_of(node: Any, kind: Any, at_once: bool) -> list[Any]:

@@ -1,4 +1,16 @@
-"""Choose another layout when a dimension cannot stay cut as it is: local, with equal results on all ranks."""
+"""Choose another layout when a dimension cannot stay cut as it is: local, with equal results on all ranks.
+
+Pure arithmetic of layouts: no tensor, no message, no torch. Rules in ``functions`` ask for a layout, then
+move their tensors to it. Each choice has the same order of preference:
+
+1. The cut stays, at the same ends.
+2. The cut stays in its dimension, at the nearest ends that fit (``fitted``): elements near the ends move.
+3. Another dimension is cut (``cut_other_dims``): every element moves once, and memory stays divided.
+4. Ranks hold copies: memory for the whole tensor on each.
+
+Ranks compare nothing, so a choice depends on layouts and extents only, and breaks ties by the number of a
+dimension.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +23,19 @@ from distdl_rma.layers.split import layout as lay
 
 
 def scaled(split: Split, up: int, down: int) -> Split:
-    """Parts of a dimension after every part's length changed by the factor ``up / down``."""
+    """Parts of a dimension after every part's length changed by the factor ``up / down``.
+
+    For example lengths (2, 4) become (6, 12) by 3 / 1, as where each element is repeated three times.
+    """
     return lay.simplest(Listed(tuple(n * up // down for n in lengths_of(split))))
 
 
 def fitted(split: Split, unit: int) -> Split | None:
-    """Parts that end at multiples of ``unit``, close to the given ends; None if there are too few units."""
+    """Parts that end at multiples of ``unit``, close to the given ends; None if there are too few units.
+
+    For example parts (11, 10) become (14, 7) for ``unit=7``. If rounding the ends would leave a part empty,
+    all parts are balanced instead.
+    """
     if all(n % unit == 0 for n in lengths_of(split)):
         return split
     if split.extent // unit < split.parts:
@@ -54,7 +73,11 @@ def multiples(found: Decomposition, units: dict[int, int]) -> Decomposition:
 
 
 def groups(old: Sequence[int], new: Sequence[int]) -> list[tuple[list[int], list[int]]]:
-    """Smallest groups of dimensions of two shapes with equal products; without dimensions of extent 1."""
+    """Smallest groups of dimensions of two shapes with equal products; without dimensions of extent 1.
+
+    For example (2, 3, 4) and (6, 2, 2): dimensions 0 and 1 become 0, dimension 2 becomes 1 and 2. A reshape
+    acts on each group by itself, so that a cut in one group has no effect on the others.
+    """
     left, right = ([d for d, n in enumerate(shape) if n != 1] for shape in (old, new))
     found, i, j = [], 0, 0
     while i < len(left):
@@ -117,7 +140,11 @@ def reshaped(found: Decomposition, shape: Sequence[int]) -> tuple[Decomposition,
 
 
 def sliced(split: Split, start: int, stop: int, step: int) -> tuple[Split, tuple[tuple[int, int], ...]]:
-    """Parts of a slice, and for each part the bounds of the slice in the block: its start and stop there."""
+    """Parts of a slice, and for each part the bounds of the slice in the block: its start and stop there.
+
+    For example the slice 1:8:3 has the elements 1, 4 and 7. Of parts (4, 4), the first has one of them, from
+    its place 1 on, and the second has two, from its place 0 on.
+    """
     within = []
     for part in range(split.parts):
         a, b = split.interval(part)

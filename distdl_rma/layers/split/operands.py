@@ -1,4 +1,23 @@
-"""Operands of one function: the layout of its result, and each operand as the ranks need it."""
+"""Operands of one function: the layout of its result, and each operand as the ranks need it.
+
+A rule first chooses the layout of the result, then brings each operand to this rank's block of it. Here
+``x * scale + bias`` of an image (N, C, H, W), cut in rows over two ranks:
+
+    operand               what a rank needs              how it gets there
+    x     (2, 3, 8, 8)    its rows (2, 3, 4, 8)          the block that it has; nothing moves
+    scale (1, 1, 8, 1)    its rows (1, 1, 4, 1)          ``as_part``: if it is cut otherwise, it moves
+    bias  (1, 3, 1, 1)    all of it                      ``as_part``, whole where its extent is 1
+    table, of no place    all of it                      ``as_whole``
+    a plain tensor        the same parts of it           ``beside``, then a slice: every rank has all of it
+
+The gradient goes the same way back. An operand that is whole along a grid dimension which cuts the result
+meets another block on every rank, and gets a contribution from each: ``to_blocks`` sums these. An operand
+that is cut like the result has one owner for each element, and needs no sum.
+
+The decorators at the end of the first half (``of_cut``, ``of_any_cut``, ``composition``) decide what all
+rules would otherwise decide each by itself: whether there is anything to distribute at all, which place in
+the program this is, and which name an argument has.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +40,7 @@ from distdl_rma.layers.split.calls.site import Site, site_of
 from distdl_rma.layers.split.calls.table import Handler, name_of
 from distdl_rma.layers.split.calls.torch_errors import BLOCK_HINT
 from distdl_rma.layers.split.plain_operands import beside
-from distdl_rma.layers.split.redistribution import redistributed, to_blocks
+from distdl_rma.layers.split.redistribution import BY_USER, redistributed, to_blocks
 from distdl_rma.layers.split.tensor import SplitTensor, any_cut, checked_block, composed, refused
 from distdl_rma.layers.split.views import begin_change
 from distdl_rma.segments.machine import Machine
@@ -62,7 +81,12 @@ def site_for(func: Any, *tensors: Any) -> Site:
 
 
 def on_whole_tensors(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call any function on all ranks with whole tensors; cut tensors are redistributed before, blocking."""
+    """Call any function on all ranks with whole tensors; cut tensors are redistributed before, blocking.
+
+    Exact for every function, since each rank computes what one machine would compute; but each rank needs the
+    memory of the whole tensors. Rules use it where blocks cannot help, and for tensors that no rank cuts. A
+    function that changes its first argument in place returns that split tensor itself.
+    """
     arguments = tensors_in(args, kwargs)
     partition = common_partition(func, arguments)
     cut = [x for x in arguments if isinstance(x, SplitTensor) and x.is_split]
@@ -79,8 +103,7 @@ def on_whole_tensors(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
             return beside(x, everywhere)
         if site is None or id(x) not in numbers:
             return checked_block(x)
-        target, what = lay.replicated(partition, x._layout.shape), f"all of operand {numbers[id(x)]}"
-        return redistributed(site, checked_block(x), x._layout, target, what)
+        return everywhere_of(site, x, f"all of operand {numbers[id(x)]}")
 
     args, kwargs = mapped(whole, args), mapped(whole, kwargs)
     # A function returns the tensors that it changes in place.
@@ -98,13 +121,21 @@ Handled = Callable[..., Any]
 
 
 def of_cut(
-    *, empty: bool = True, uncut: bool = False, plain: str = "", otherwise: Handler = on_whole_tensors
+    *,
+    empty: bool = True,
+    uncut: bool | Callable[[], bool] = False,
+    plain: str = "",
+    otherwise: Handler = on_whole_tensors,
 ) -> Callable[[Handled], Handler]:
     """Makes a handler of functions whose first tensor is cut; else every rank computes the whole result.
 
     The decorated function gets the user's call, its site, the tensor, and the other arguments under torch's
-    names. ``empty`` and ``uncut`` say whether it takes split tensors without elements, and uncut ones;
-    ``otherwise`` handles the rest. ``plain`` is the reason why a plain first tensor is refused, if it is.
+    names. ``empty`` and ``uncut`` say whether it takes split tensors without elements, and uncut ones (a
+    function is asked at the call); ``otherwise`` handles the rest. ``plain`` is the reason why a plain first
+    tensor is refused, if it is.
+
+    Copies take the other way because torch's own function on them is exact, needs no site, and keeps what a
+    rule may not have: an output argument, a rare dtype, a second derivative.
     """
 
     def decorate(handler: Handled) -> Handler:
@@ -112,10 +143,12 @@ def of_cut(
         def called(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             x = args[0]
             layout = x._layout if isinstance(x, SplitTensor) else None
-            if layout is None or not (layout.cut_dims or uncut) or (not empty and 0 in layout.shape):
+            takes = layout is not None and (layout.cut_dims or uncut is True or (uncut and uncut()))
+            if layout is None or not takes or (not empty and 0 in layout.shape):
                 if layout is None and plain:
                     raise refused(func, plain)
                 return otherwise(func, args, kwargs)
+            # The lines of ``site_for``, without the cost of two calls.
             home: Any = layout.partition.home
             if home.__class__ is not Machine or home.segments.closed:
                 home = machine_of(x)
@@ -140,7 +173,11 @@ def of_any_cut(handler: Handled) -> Handler:
 
 
 def composition(function: Handled) -> Handler:
-    """Handler of functions that are made of others, which ``function`` calls; it gets torch's arguments."""
+    """Handler of functions that are made of others, which ``function`` calls; it gets torch's arguments.
+
+    Within it the functions of torch use their own rules, so it reads like the definition in torch's
+    documentation, and its gradient follows by itself.
+    """
 
     @wraps(function)
     def called(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -154,27 +191,26 @@ def composition(function: Handled) -> Handler:
 def common_layout(func: Any, operands: Sequence[torch.Tensor]) -> Decomposition:
     """Layout of operands after broadcasting: the cuts of the largest operand, then those of others that fit.
 
-    The first of several operands of one size counts. Where ranks run ahead, no part ends behind others.
+    The largest, since all operands with another layout move, and moving the small ones costs least. The first
+    of several operands of one size counts. Where ranks run ahead, no part ends behind others.
     """
     # Checked first, since layouts of two machines compare equal.
     partition = common_partition(func, operands)
     known = tuple(x._layout if isinstance(x, SplitTensor) else x.shape for x in operands)
-    return lay.kept(partition, "common", known, lambda: _common_layout(func, known, partition))
 
+    def make() -> Decomposition:
+        split = [x for x in known if isinstance(x, Decomposition)]
+        shapes = [x.shape if isinstance(x, Decomposition) else tuple(x) for x in known]
+        try:
+            shape = torch.broadcast_shapes(*shapes)
+        except RuntimeError:
+            raise ShapeError(
+                f"{name_of(func)}: shapes {' and '.join(map(str, shapes))} do not go together. {BLOCK_HINT}"
+            ) from None
+        places = [range(len(shape) - len(found.shape), len(shape)) for found in split]
+        return lay.ending_first(cut_by_largest(partition, shape, split, places), split)
 
-def _common_layout(
-    func: Any, operands: Sequence[Decomposition | torch.Size], partition: Partition
-) -> Decomposition:
-    split = [x for x in operands if isinstance(x, Decomposition)]
-    shapes = [x.shape if isinstance(x, Decomposition) else tuple(x) for x in operands]
-    try:
-        shape = torch.broadcast_shapes(*shapes)
-    except RuntimeError:
-        raise ShapeError(
-            f"{name_of(func)}: shapes {' and '.join(map(str, shapes))} do not go together. {BLOCK_HINT}"
-        ) from None
-    places = [range(len(shape) - len(found.shape), len(shape)) for found in split]
-    return lay.ending_first(cut_by_largest(partition, shape, split, places), split)
+    return lay.kept(partition, "common", known, make)
 
 
 def cut_by_largest(
@@ -187,6 +223,8 @@ def cut_by_largest(
     """Layout of a tensor of which each operand has some dimensions, which lie at its ``places``.
 
     It has the cuts of the largest operand, then those of others that fit, but none of dimensions ``never``.
+    Broadcasting and contractions both come here: ``places`` are the last dimensions for the one, the labels
+    of an operand among all labels for the other.
     """
     splits: list[Split] = [Balanced(n, 1) for n in shape]
     axes: list[int | None] = [None] * partition.dim
@@ -222,7 +260,7 @@ def as_part(
 ) -> torch.Tensor:
     """An operand's part for this rank's block of the result, with layout ``part``; differentiable, may block.
 
-    ``at`` distinguishes the operands of one site.
+    ``at`` distinguishes the operands of one site: each has a movement of its own, which reports name.
     """
     if not isinstance(x, SplitTensor):
         x = beside(x, result)
@@ -248,14 +286,18 @@ def as_blocks(site: Site, arguments: Any, result: Decomposition, at: int = 0) ->
     return mapped(lambda x: as_part(site, x, part_for(x.shape, result), result, next(numbers)), arguments)
 
 
+def everywhere_of(site: Site, x: SplitTensor, what: str = BY_USER) -> torch.Tensor:
+    """All of a split tensor on every rank, which all use in the same way; differentiable, may block."""
+    target = lay.replicated(x._layout.partition, x._layout.shape)
+    return redistributed(site, checked_block(x), x._layout, target, what)
+
+
 def as_whole(site: Site, x: torch.Tensor, result: Decomposition, what: str) -> torch.Tensor:
     """A whole operand on every rank, for use beside blocks of a result; differentiable, may block."""
     if not isinstance(x, SplitTensor):
         return beside(x, result)
-    everywhere = lay.replicated(result.partition, x._layout.shape)
-    local = redistributed(site, checked_block(x), x._layout, everywhere, what)
     cut = tuple(g for g, axis in enumerate(result.axes) if axis is not None)
-    return to_blocks(site, local, everywhere, cut, f" of {what}")
+    return to_blocks(site, everywhere_of(site, x, what), result, cut, f" of {what}")
 
 
 def wholes(
@@ -276,7 +318,10 @@ _NEEDS = tuple(tuple(GradientNeeds(x, weights) for weights in (False, True)) for
 
 
 def needs_of(x: torch.Tensor, *weights: torch.Tensor | None) -> GradientNeeds:
-    """Which gradients a call needs; equal on all ranks, whose tensors are blocks of the same ones."""
+    """Which gradients a call needs; equal on all ranks, whose tensors are blocks of the same ones.
+
+    One of four objects that exist already: this runs at every call, and making one costs calls of Python.
+    """
     if not torch.is_grad_enabled():
         return _NEEDS[0][0]
     for w in weights:

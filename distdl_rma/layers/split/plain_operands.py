@@ -3,6 +3,16 @@
 A ``GradientSync`` sums the contributions to its parameters. Nothing else sums those to other plain tensors,
 such as a learnable number in a loss, an input, or a result of ``full_tensor()``. Their gradients are summed
 where the tensors are used, so that all ranks have the whole gradients.
+
+    plain tensor beside a split one       its gradient on each rank      who sums
+    parameter of a GradientSync           a contribution                 the GradientSync, at the end
+    parameter, DDP or FSDP around it      a contribution                 these
+    computed of such parameters           a contribution                 as for the parameters
+    any other                             a contribution, then the sum   ``beside``, where it is used
+    beside copies only                    the whole, alike on all ranks  nobody
+
+A tensor that is computed of both kinds of leaves has no right answer: its gradient would have to be summed
+for the ones, and must not be for the others. It is refused.
 """
 
 from __future__ import annotations
@@ -14,7 +24,12 @@ import torch
 from distdl_rma.errors import UnsupportedError
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.partition import Partition
-from distdl_rma.layers.checks.gradient_origin import ENDS_OF_BLOCKS, GradientCheck, note_reached_full_tensor
+from distdl_rma.layers.checks.gradient_origin import (
+    ENDS_OF_BLOCKS,
+    GradientCheck,
+    nodes_behind,
+    note_reached_full_tensor,
+)
 from distdl_rma.layers.ops.core.autograd import OperatorFunction, first_derivative, is_synchronised
 from distdl_rma.layers.split.calls.site import site_of, summed_elsewhere
 from distdl_rma.layers.split.redistribution import SummedGradient, once
@@ -73,28 +88,22 @@ def plain_tensor() -> None:
 def contributes(x: torch.Tensor) -> bool:
     """Whether the gradient of a plain tensor is summed later, as that of a parameter of a ``GradientSync``.
 
+    Looks at the leaves of its graph, and marks the nodes, so that the next use of it ends there.
     ``UnsupportedError`` if it is computed of parameters of a ``GradientSync`` and of other leaves.
     """
     if x.grad_fn is None:
         return is_synchronised(x)
     ours = others = False
-    nodes, ahead = set[Any](), [x.grad_fn]
-    while ahead:
-        node: Any = ahead.pop()
-        if node in nodes:
-            continue
-        if _KNOWN in node.metadata:
-            ours = True
-            continue
+    nodes: list[Any] = []
+    for node in nodes_behind([x.grad_fn], lambda node: _KNOWN in node.metadata or node.name() == _BOUNDARY):
         leaf = getattr(node, "variable", None)
         if leaf is None:
             # Not kept for leaves: the node of a leaf may outlive the GradientSync.
-            nodes.add(node)
-        if leaf is not None or node.name() == _BOUNDARY:
-            known = leaf is not None and is_synchronised(leaf)
-            ours, others = ours or known, others or not known
-        else:
-            ahead += [each for each, _ in node.next_functions if each is not None]
+            nodes.append(node)
+        if _KNOWN in node.metadata or (leaf is not None and is_synchronised(leaf)):
+            ours = True
+        elif leaf is not None or node.name() == _BOUNDARY:
+            others = True
     if ours and others:
         raise UnsupportedError(
             "a plain tensor that is computed of parameters of a distributed model and of other learnable"

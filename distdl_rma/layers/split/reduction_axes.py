@@ -1,4 +1,22 @@
-"""What functions along dimensions share: arguments, layouts of results, and gathering of partial results."""
+"""What functions along dimensions share: arguments, layouts of results, and gathering of partial results.
+
+Two answers to a dimension that is cut and that a function needs whole:
+
+- *Partial results* (:class:`Along`), for reductions: each rank reduces its block, and the results of a line
+  of ranks are combined. Little data moves, and the result is the same on all ranks of the line.
+
+      grid 2 x 2 over (rows, columns), a sum over rows:
+      rank 0 | rank 1      ranks 0 and 2 are a line: both have rows of the same columns
+      -------+-------      the result is cut in columns as before, with copies on ranks 0 and 2
+      rank 2 | rank 3
+
+- *Another cut* (``with_whole``, ``put_back``), for what depends on all elements in their order: the block is
+  moved so that the dimension is whole and another one is cut; afterwards it may move back. Every element
+  travels once each way, and the memory stays divided.
+
+Blocks may be empty on some ranks. Functions of torch raise for some of these, or leave them out of the graph;
+``computed`` gives them an element for the call, and takes it from the result.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +59,10 @@ def positive(dim: Any, ndim: int) -> int:
 
 @dataclass
 class Along:
-    """A split tensor and the dimensions of it that a function reduces."""
+    """A split tensor and the dimensions of it that a function reduces.
+
+    Rules may replace ``local`` and ``layout`` together, as by the block in a longer dtype or in another cut.
+    """
 
     site: Site
     local: torch.Tensor
@@ -116,15 +137,15 @@ def parts_and_all(
     return source, lay.whole(source, dims)
 
 
-def computed(f: OnBlock, x: torch.Tensor, reduced: Sequence[int] = ()) -> torch.Tensor:
+def computed(f: OnBlock, x: torch.Tensor) -> torch.Tensor:
     """Result of a function for a block, also for an empty one.
 
     Some functions of torch refuse empty blocks. So an empty block is replaced by zeros of extent 1 in its
-    graph, and the result is cut to extent 0 in all empty dimensions that the function does not reduce. Torch
-    also raises the same errors about dtypes there as on other ranks.
+    graph, and the result is cut to extent 0 in all empty dimensions. Torch also raises the same errors about
+    dtypes there as on other ranks.
     """
     y = f(with_an_element(x))
-    for d in (d for d, n in enumerate(x.shape) if not n and d not in reduced):
+    for d in (d for d, n in enumerate(x.shape) if not n):
         y = y.narrow(d, 0, 0)
     return y
 

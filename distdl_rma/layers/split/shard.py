@@ -1,4 +1,9 @@
-"""Make a split tensor from a tensor that every rank has, or from a source of which each reads its block."""
+"""Make a split tensor from a tensor that every rank has, or from a source of which each reads its block.
+
+A tensor or a numpy array is in the memory of every rank: each takes its box, without a message. A file is
+opened by each rank alone, and may fail on one of them, so its ranks meet (``together``) before any of them
+returns: otherwise one rank would raise, and the others would wait for it in the next function.
+"""
 
 from __future__ import annotations
 
@@ -82,16 +87,15 @@ def shard(grid: Grid, x: Any) -> SplitTensor:
         raise ArgumentError(
             "shard: takes a whole tensor, got a SplitTensor; its redistribute() cuts it otherwise"
         )
-    machine = None if isinstance(grid, Partition) else Machine.on()
     if isinstance(grid, Partition) and not grid.active:
         raise PartitionError(f"shard: rank {grid.me} is not in {grid}")
     if not isinstance(x, (torch.Tensor, np.ndarray)):
-        x, partition, local = _read_block(grid, machine, x)
+        x, partition, local = _read_block(grid, x)
         warn_of_chunks(x, Decomposition.balanced(partition, x.shape), stacklevel=2)
         return SplitTensor(local, balanced(partition, tuple(x.shape)))
-    partition = grid_for(grid, machine, len(x.shape))
+    partition = grid_for(grid, None if isinstance(grid, Partition) else Machine.on(), len(x.shape))
     refuse_tangents(shard, [x])
-    local = block_of(partition, x)
+    local = balanced_block(partition, x)
     if problem := problem_with(local, "the tensor"):
         raise ShapeError(f"shard: {problem}")
     if isinstance(x, torch.Tensor) and x.requires_grad:
@@ -99,7 +103,7 @@ def shard(grid: Grid, x: Any) -> SplitTensor:
     return SplitTensor(local, balanced(partition, tuple(x.shape)))
 
 
-def _read_block(grid: Grid, machine: Machine | None, x: Any) -> tuple[Any, Partition, torch.Tensor]:
+def _read_block(grid: Grid, x: Any) -> tuple[Any, Partition, torch.Tensor]:
     # The opened source, the grid and this rank's block; raises on all ranks if one of them fails.
     place = Machine.of(grid) if isinstance(grid, Partition) else Machine.on()
     ranks = grid.ranks if isinstance(grid, Partition) else place.ranks
@@ -107,16 +111,16 @@ def _read_block(grid: Grid, machine: Machine | None, x: Any) -> tuple[Any, Parti
     with together(place, ranks, "shard", differs=ShapeError, advice=advice) as facts:
         source = open_array(x)
         try:
-            partition = grid_for(grid, machine, len(source.shape))
+            partition = grid_for(grid, place, len(source.shape))
         except (ArgumentError, PartitionError) as error:
             raise type(error)(f"{label(x)} has shape {tuple(source.shape)}: {error}") from error
-        local = block_of(partition, source)
+        local = balanced_block(partition, source)
         facts["source"] = f"{tuple(map(int, source.shape))} of {local.dtype}"
         facts["grid"] = str(partition.shape)
     return source, partition, local
 
 
-def block_of(P_x: Partition, x: Any) -> torch.Tensor:
+def balanced_block(P_x: Partition, x: Any) -> torch.Tensor:
     """This rank's balanced shard of a tensor or source, of the same dtype, in new memory; local.
 
     ``x`` is the tensor, or a source of :func:`distdl_rma.layers.sources.reading.read_box`, of which only the

@@ -1,4 +1,26 @@
-"""Split tensors: every rank has a block, and a program sees one tensor of the global shape."""
+"""Split tensors: every rank has a block, and a program sees one tensor of the global shape.
+
+    SplitTensor          shape, dtype and layout of the whole; no memory of its own
+      _local             this rank's block: a plain tensor, in torch's graph, with the gradient
+      _layout            which box of the whole each rank has; equal on all ranks
+      _strides           strides that the whole would have in torch, where these are not the usual ones
+      _copy_of, _viewed  what this would be a view of in torch, see below
+
+Three ways lead into this file:
+
+- ``__torch_function__``: torch calls it in place of a function that got a split tensor. It finds the rule,
+  and does what all rules need: autocast, the trace of the call, torch's errors, errors that peers must know.
+- ``__torch_dispatch__``: kernels that torch calls below functions, mostly of autograd itself. Few have a
+  meaning for blocks; the others are refused, since they would work on memory that is not here.
+- Methods that no other tensor has: ``to_local``, ``full_tensor``, ``redistribute``.
+
+Views. Torch's views share memory, blocks may not: a reshape may have had to move elements. Then the block is
+a copy, right as long as nobody writes to either. So a copy knows its original (:class:`Original`), and is
+refused once that has changed (``checked_block``); a write to the copy is refused at once (``begin_change``).
+
+Plain tensors become split, and plain again, as the same object (``become_split``): ``buffer[:] = x`` has no
+result that could be another object.
+"""
 
 from __future__ import annotations
 
@@ -86,7 +108,11 @@ _CHANGES: WeakValueDictionary[int, _Changes] = WeakValueDictionary()
 
 
 class Original:
-    """A block of which a copy was made where torch has a view; knows whether it has changed since."""
+    """A block of which a copy was made where torch has a view; knows whether it has changed since.
+
+    By torch's version of the memory, which counts changes in place. Tensors of inference mode have none, so
+    their changes are counted here (``note_change``).
+    """
 
     __slots__ = "_changes", "_version", "block"
 
@@ -207,7 +233,7 @@ class SplitTensor(torch.Tensor):
             raise ShapeError(f"SplitTensor.from_local: {problem}")
         else:
             layout = lay.balanced(partition, shape)
-        wanted = layout.box(partition.me).shape
+        wanted = layout.own_box.shape
         if tuple(local.shape) != wanted:
             raise ShapeError(
                 f"SplitTensor.from_local: rank {partition.me} passes {tuple(local.shape)}, its block of"
@@ -299,7 +325,7 @@ class SplitTensor(torch.Tensor):
         """Where this rank's block is in the tensor; empty if it has no elements. Local."""
         from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
-        box = self._layout.box(self.partition.me)
+        box = self._layout.own_box
         return [] if box.empty else [ChunkStorageMetadata(torch.Size(box.start), torch.Size(box.shape))]
 
     def __get_tensor_shard__(self, _: object) -> torch.Tensor:
@@ -421,8 +447,8 @@ class SplitTensor(torch.Tensor):
         # Torch asks this before it puts a gradient into .grad.
         ends = name == "aten.is_non_overlapping_and_dense.default" and torch._C._current_graph_task_id() >= 0
         if ends and not inside:
-            raise UnsupportedError(_refusal("backward", OF_NO_BLOCK))
-        raise UnsupportedError(_refusal(func, "it works on memory that is not all here"))
+            raise refused("backward", OF_NO_BLOCK)
+        raise refused(func, "it works on memory that is not all here")
 
     def __array_function__(self, func: Any, types: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Called by numpy in place of its functions, which ask for an array or call a method."""
@@ -474,6 +500,7 @@ def _check_empty_blocks(rule: Rule, func: Any, args: Any, kwargs: Any) -> None:
 
 
 def _recompute_by_all(found: Any, args: Any, kwargs: Any) -> None:
+    # Under a checkpoint: a recomputation exchanges data again, so all ranks must recompute, or none.
     given = {_memory(x._local if isinstance(x, SplitTensor) else x) for x in tensors_in(args, kwargs)}
     for x in tensors_in(found):
         if isinstance(x, SplitTensor):
@@ -503,7 +530,10 @@ def _report_to_peers(error: Exception, among: Sequence[Any]) -> None:
 
 
 def composed(function: Any, *args: Any, **kwargs: Any) -> Any:
-    """Call a function of split tensors within a rule, by its own rule; not noted as a call of the user."""
+    """Call a function of split tensors within a rule, by its own rule; not noted as a call of the user.
+
+    Within a handler torch does not dispatch, so that its functions act on blocks. Here it does again.
+    """
     CALL_TRACES.append(None)
     try:
         with torch._C._EnableTorchFunction():
@@ -523,9 +553,7 @@ def into_graph(x: SplitTensor, changed: bool = False) -> SplitTensor:
             try:
                 enter_graph(x, changed)
             except TypeError as error:
-                raise UnsupportedError(
-                    _refusal(name, f"this autograd function, called on split tensors, {error}")
-                ) from None
+                raise refused(name, f"this autograd function, called on split tensors, {error}") from None
     return x
 
 
@@ -535,11 +563,9 @@ def checked_block(x: SplitTensor) -> torch.Tensor:
     if x.grad_fn is not None and torch.is_grad_enabled():
         into_graph(x)
     if x._copy_of is not None and x._copy_of.has_changed:
-        raise UnsupportedError(
-            _refusal(
-                "in-place change",
-                "a tensor was changed after another was made of it that torch would change with it",
-            )
+        raise refused(
+            "in-place change",
+            "a tensor was changed after another was made of it that torch would change with it",
         )
     return x._local
 
@@ -614,15 +640,15 @@ def refuse_tangents(func: Any, tensors: Sequence[Any]) -> None:
 
 
 def refused(func: Any, why: str) -> UnsupportedError:
-    """Error for a call that cannot be exact; names the function, the module and the user's line."""
-    return UnsupportedError(_refusal(func, why))
+    """Error for a call that cannot be exact; names the function, the module and the user's line.
 
-
-def _refusal(func: Any, why: str) -> str:
+    ``func`` is torch's function, or a text in its place. ``why`` is a clause that ends without a point: the
+    advice that helps with every refusal follows.
+    """
     path, line = module_path(), user_place().location
     function = func if isinstance(func, str) else name_of(func)
     module = f" in module {path!r}" if path else ""
-    return (
+    return UnsupportedError(
         f"{function}{module} at {line}: {why}. Give it a rule by distdl_rma.register(function, handler), or"
         " call .redistribute() first, so that every rank has all of the tensor"
     )

@@ -1,4 +1,19 @@
-"""Tensors that share memory in torch: views of blocks, or copies if elements moved; changes in place."""
+"""Tensors that share memory in torch: views of blocks, or copies if elements moved; changes in place.
+
+Whether a result shares memory with its input is part of what a program sees: ``y = x[1:]; y += 1`` changes x.
+Here blocks do the same wherever no element moved:
+
+    in torch   x ......... memory            here   x: block ....... memory of the block
+               y = x[1:] .... same memory           y: block[...] ..... same memory, if nothing moved
+                                                       a copy, if something moved: y += 1 is refused
+
+Strides are part of it too: ``view``, ``contiguous`` and the order in memory of results depend on those of the
+whole tensor, which are not those of the block. So a split tensor has them (``_strides``), and torch itself is
+asked on the meta device what a function makes of them (``strides_of``).
+
+A change in place may put a block into a graph, if what is written has a gradient. The blocks of its views are
+in the graph then, too, and all their split tensors say so (``end_change``).
+"""
 
 from __future__ import annotations
 
@@ -58,7 +73,10 @@ def in_memory(x: SplitTensor) -> torch.Tensor:
 
 
 def strides_of(x: SplitTensor, function: Callable[[torch.Tensor], torch.Tensor]) -> tuple[int, ...] | None:
-    """Strides of a function's result of the whole tensor; None if it fills memory in order."""
+    """Strides of a function's result of the whole tensor; None if it fills memory in order.
+
+    For example ``x.t()`` of a (4, 6) tensor has strides (1, 6), on every rank, whatever its block has.
+    """
     y = function(in_memory(x))
     return None if y.is_contiguous() else y.stride()
 

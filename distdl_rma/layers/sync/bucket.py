@@ -1,4 +1,20 @@
-"""Buckets: gradients that share an allreduce, and their places in its buffer."""
+"""Buckets: gradients that share an allreduce, and their places in its buffer.
+
+    buffer in the segment   | weight 2 | bias 2 | weight 1 | flag flag flag |
+                                                             one for each gradient
+    .grad of each parameter is a view of its place, so the sum is there without a copy
+
+- An allreduce of many small gradients costs one message in place of many. Gradients are joined in the order
+  in which a backward reaches them, so that the first bucket can start early.
+- The flags tell what a sum of zeros cannot: whether any rank had a gradient. Infinity plus zeros is infinity;
+  minus infinity stands for a frozen parameter, and both together are NaN, an error.
+- There are two buffers in turn: ``.grad`` stays valid until the second backward after it.
+- Torch assigns a computed gradient to ``.grad`` without a copy if nothing else refers to it. So a layer of
+  this library may write its gradient into the place that ``offer`` gives it, and no byte is copied.
+
+Whoever has a view of the buffer keeps the memory of the bucket alive (``_Tenancy``): a program may keep
+``.grad`` after it has dropped model and GradientSync.
+"""
 
 from __future__ import annotations
 
@@ -48,6 +64,11 @@ class GradientSlot:
 
     The parameter refers to the slot, by its hooks; the slot only has a weak reference. So a parameter that
     the user deletes is freed.
+
+    Within a backward: ``offered`` is set when a layer asks for the place, ``base`` when the gradient is
+    computed, ``ready`` when it lies in the buffer; ``Bucket.reset`` clears all three at the end. Across
+    backwards: ``local`` is set in ``no_sync`` and cleared by a sum, and ``in_segment`` by whoever moves
+    ``.grad``. ``GradientSync`` and ``Bucket`` write them, nobody else.
     """
 
     def __init__(self, entry: ParameterEntry, kind: BucketKind) -> None:
@@ -157,7 +178,9 @@ class _Lent(np.ndarray[Any, Any]):
 class Bucket:
     """Gradients of one kind that share an allreduce, whose name is equal on its ranks; local.
 
-    Memory is released by ``close()``, or when the bucket and all gradients in it are freed.
+    In each backward: ``offer`` and ``put`` for each gradient, ``start`` once, ``wait`` once, ``reset``. What
+    did not arrive before ``start`` counts as zero. Memory is released by ``close()``, or when the bucket and
+    all gradients in it are freed.
     """
 
     def __init__(self, machine: Machine, name: str, slots: Sequence[GradientSlot]) -> None:
@@ -320,7 +343,8 @@ def make_buckets(
 def bucketed(row: Sequence[Sequence[GradientSlot]], limit: int) -> list[list[GradientSlot]]:
     """Lists of slots joined up to a size, the last one first: the order in which backward reaches them.
 
-    Other layers in between do not matter: the ranks of a bucket need not share those.
+    Other layers in between do not matter: the ranks of a bucket need not share those. So each rank makes the
+    same buckets of a kind, whatever else it has. A list stays together, even if it is larger than the limit.
     """
     buckets: list[list[GradientSlot]] = []
     unfilled: dict[BucketKind, list[GradientSlot]] = {}

@@ -1,4 +1,15 @@
-"""Checks that all ranks and the users' callbacks agree on shared parameters, before memory is taken."""
+"""Checks that all ranks and the users' callbacks agree on shared parameters, before memory is taken.
+
+Each rank states for each group: its name, the ranks that it sums over, who holds copies, the bytes of its
+gradients, answers of the user's callbacks beside the true ones, and shape, dtype and name of each parameter.
+Every rank gets the statements of all, and looks for contradictions in the same order (``problems``). So all
+of them raise the same text, and none has taken memory or changed a module.
+
+    rank 0: 'head' over [0, 1], weight (8, 4)      rank 1: 'head' over [1], weight (8, 4)
+      -> "'head' (head.weight): get_ranks_synch_weights() gave [0, 1] on rank 0 but [1] on rank 1"
+
+Without this check such a job would hang in its first backward: rank 0 would wait for a gradient of rank 1.
+"""
 
 from __future__ import annotations
 
@@ -123,7 +134,12 @@ def _plain(answer: Any) -> int | list[int]:
 
 
 def problems(statements: Mapping[int, Sequence[Words]]) -> Iterator[str]:
-    """Contradictions in the statements of the ranks, in the same order on all ranks."""
+    """Contradictions in the statements of the ranks, in the same order on all ranks.
+
+    First what is wrong with one rank's statement, then what is wrong between ranks: for each parameter its
+    list of ranks and its form, for each list of ranks the order of its parameters, for each norm the ranks
+    that share statistics.
+    """
     everyone = tuple(statements)
     # For each parameter: which ranks state which list. For each list: the parameters of each rank, in order.
     lists_of: dict[str, dict[Ranks, list[int]]] = defaultdict(lambda: defaultdict(list))

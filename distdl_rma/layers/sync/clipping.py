@@ -1,4 +1,10 @@
-"""Norm of gradients whose parts lie on several ranks, and clipping by it."""
+"""Norm of gradients whose parts lie on several ranks, and clipping by it.
+
+Each rank adds up powers of its own gradients, one allreduce adds those of all ranks, and every rank gets the
+same number. Each gradient counts once: ``GradientSync`` passes those that this rank is the first to hold. The
+same message carries whether some rank has a problem, and the order of the norm as words that must be equal:
+ranks that clip by different norms would drift apart without an error.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,21 @@
 """Which ranks sum a weight's gradient: modules decide it by ``get_ranks_synch_weights()``.
 
+A module with a callback decides for itself and for all plain modules in it, up to the next module with one:
+
+    model                      under no callback: a group of its own, summed over all ranks of the machine
+      DistributedConv2d        decides: the ranks that hold copies of its weight
+      head                     has a callback of the user: the ranks that it names
+        Linear                 in the head's group
+      Linear                   under no callback: a group of its own, over all ranks
+
+Invariants of the groups of one ``GradientSync``:
+
+- A parameter is in one group only. If several modules share it, it is that of the first of them; the others
+  have it in ``shared``, and must decide for the same ranks.
+- All ranks of a group have it, with the same parameters in the same order, shapes and dtypes: gradients of a
+  bucket lie one behind the other. ``callback_check.py`` compares this before any memory is taken.
+- The order of groups is that of ``modules()``, so ranks with the same modules have the same order.
+
 Layers outside of every ``GradientSync`` decide for themselves: ``Parameters.summed_over``.
 """
 
@@ -89,7 +105,11 @@ class GradientGroup:
     complaint: str = ""
 
     def decide(self) -> None:
-        """Call the module's callback; a result that is no list of ranks becomes a complaint."""
+        """Call the module's callback; a result that is no list of ranks becomes a complaint.
+
+        An exception of the user's function on one rank would leave the others waiting for its statement. So
+        it travels with the statement, and all ranks raise it.
+        """
         try:
             ask = getattr(self.module, "get_ranks_synch_weights", lambda: self.everyone)
             self.ranks = tuple(as_int(rank) for rank in ask())

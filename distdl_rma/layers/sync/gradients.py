@@ -1,4 +1,27 @@
-"""``GradientSync``: sums gradients over ranks while backward goes on."""
+"""``GradientSync``: sums gradients over ranks while backward goes on.
+
+One backward of a model with three layers in two buckets, from the last layer to the first:
+
+    torch's backward      layer 3          layer 2                layer 1            end of backward
+    hooks of parameters   put              put, bucket 0 is full  put, bucket 1 is full
+    bucket 0              . . . . . . . .  start ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~  wait: .grad = sum
+    bucket 1              . . . . . . . . . . . . . . . . . . . . start ~~~~~~~~~~~  wait: .grad = sum
+
+Two hooks of torch report a gradient: ``_computed`` before torch accumulates it (the earlier ``.grad`` is put
+aside, so that only the new gradient is summed), ``_accumulated`` afterwards (it is put into its bucket). A
+callback of torch's engine runs ``_finish`` at the end, also if this rank had no gradient for some bucket:
+other ranks may have had.
+
+Invariants:
+
+- Outside of a backward every ``.grad`` is either summed over its ranks, or *local* (``slot.local``): this
+  rank's own, accumulated in ``no_sync``. The first backward outside of ``no_sync`` sums what is local.
+- All ranks of a bucket start its allreduce once in each backward outside of ``no_sync``, with or without
+  gradients. So the numbers of their allreduces agree, whatever their losses reach.
+- A parameter has one owner (``synchronised``): two would sum twice.
+- A backward that fails leaves buckets in unknown states on other ranks: all later ones are refused
+  (``_failure``), as nobody knows which allreduces have begun.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,15 @@
-"""Users' hooks of parameters get the gradient summed over all ranks."""
+"""Users' hooks of parameters get the gradient summed over all ranks.
+
+A hook that a user registered on a parameter was written for one machine: it sees the gradient, and may change
+it. On split tensors each rank computes a contribution only, which the bucket sums later. So the order is:
+
+    torch computes this rank's contribution
+    our hook, made the first one   part of it that must be summed; with hooks of a user: summed over the ranks
+    hooks of the user              see and change the whole gradient, alike on all ranks
+    our post-accumulate hook       the first rank contributes the result, the others zeros, so that the
+                                   bucket's sum is the hooks' result
+    post-accumulate hooks of the user, such as a fused optimizer: kept back until ``.grad`` is summed
+"""
 
 from __future__ import annotations
 

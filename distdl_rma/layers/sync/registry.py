@@ -1,11 +1,26 @@
-"""Which modules are synchronised: all ranks add one, or none does; and whether modules change later."""
+"""Which modules are synchronised: all ranks add one, or none does; and whether modules change later.
+
+``Registry.adding`` is a transaction in three steps, of which only the last one changes anything:
+
+    each rank    its groups and their statements; why it cannot, if it cannot    ``_addition``
+    all ranks    compare these; all raise the first problem, or none does        ``agree``
+    each rank    the body makes buckets and hooks; then the groups are kept      ``adding``
+
+An error anywhere leaves the groups, and the callbacks of the module, as they were before. Ranks count their
+attempts, so that messages of a failed one cannot be taken for those of the next.
+
+Groups are kept as statements and weak references (:class:`Agreed`): ranks must be able to compare a later
+module with them, also if the user has deleted the modules here, on this rank alone.
+
+``ModuleWatch`` finds changes after that, such as an unfrozen parameter, whose gradients nobody would sum.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from itertools import chain, compress
+from itertools import chain
 from operator import attrgetter, is_not
 from typing import Any, NamedTuple
 from weakref import ref
@@ -88,13 +103,7 @@ class Agreed(NamedTuple):
     def of(cls, group: GradientGroup, statement: Words, root: nn.Module | None) -> Agreed:
         """For a new group."""
         parameters = [(ref(e.parameter), e.name, e.nbytes) for e in group.entries]
-        module = ref(group.module) if group.module else _nobody
-        return cls(statement, group.ranks, ref(root) if root is not None else _nobody, module, parameters)
-
-    @property
-    def names(self) -> set[str]:
-        """Names of its parameters."""
-        return {name for _, name, _ in self.parameters}
+        return cls(statement, group.ranks, _weak(root), _weak(group.module), parameters)
 
     def without(self, moved: Collection[str]) -> Agreed:
         """The group without the parameters of these names; its module's callback is not asked again."""
@@ -105,8 +114,8 @@ class Agreed(NamedTuple):
         return self._replace(statement=statement, parameters=left)
 
 
-def _nobody() -> None:
-    return None
+def _weak(module: nn.Module | None) -> Callable[[], nn.Module | None]:
+    return (lambda: None) if module is None else ref(module)
 
 
 class Addition(NamedTuple):
@@ -207,8 +216,8 @@ class Registry:
             refusal = refusal or not_in_host_memory(module) or unfit(module, self._machine)
         known = [(one(), name, each.ranks) for each in self._agreed for one, name, _ in each.parameters]
         names = {id(parameter): name for parameter, name, _ in known if parameter is not None}
-        # Groups of the same root: a module that is added again may have lost some of them.
-        again = [agreed.root() is module is not None for agreed in self._agreed]
+        # Without groups of the same root: a module that is added again may have lost some of them.
+        others = [agreed for agreed in self._agreed if module is None or agreed.root() is not module]
         new = [] if refusal or module is None else gradient_groups_of(module, prefix, self._machine, names)
         refusal = self._options.refusal or refusal
         added = {id(entry.parameter): entry for group in new for entry in group.entries}
@@ -216,10 +225,9 @@ class Registry:
             if entry.parameter in synchronised and key not in names:
                 other = synchronised[entry.parameter].another
                 refusal = refusal or f"{entry.name!r} already belongs to {other}"
-        gone = [agreed.names for agreed in compress(self._agreed, again)]
-        moved = {names[key] for key in added.keys() & names}.union(*gone)
+        stay = {name for agreed in others for _, name, _ in agreed.parameters}
+        moved = {names[key] for key in added.keys() & names} | ({name for _, name, _ in known} - stay)
         anew = {id(group.module) for group in new if group.module is not None}
-        others = [agreed for agreed, its in zip(self._agreed, again, strict=True) if not its]
         kept = [agreed.without(moved) for agreed in others if id(agreed.module()) not in anew]
         fresh = [Agreed.of(group, statement(group), module) for group in new]
         cut = [group.name for group in new if group.layer is not None and group.layer.scattered]
@@ -285,7 +293,10 @@ class ModuleWatch:
         return found
 
     def walk(self) -> str:
-        """Describes the first change; empty if there is none."""
+        """Describes the first change; empty if there is none.
+
+        A parameter that is frozen now, or was removed, is no change: it gets no gradient that would be lost.
+        """
         for part, path in self._paths.items():
             for key, parameter in part._parameters.items():
                 # A plain tensor may take a parameter's place for a call.

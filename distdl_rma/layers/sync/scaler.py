@@ -1,4 +1,9 @@
-"""Loss scaling for half-precision types, if ranks hold different parts of the weights."""
+"""Loss scaling for half-precision types, if ranks hold different parts of the weights.
+
+A scaler skips a step whose gradients overflowed, and halves the scale. If one rank skips alone, its weights
+differ from those of the others from then on. One allreduce of a maximum, with the scale and its negative
+beside the flag, tells whether any rank overflowed, and whether all have one scale.
+"""
 
 from __future__ import annotations
 

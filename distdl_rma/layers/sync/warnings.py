@@ -1,4 +1,8 @@
-"""Warnings: modules that see shards as if they were whole, numbers that drifted, too many threads."""
+"""Warnings: modules that see shards as if they were whole, numbers that drifted, too many threads.
+
+None of these is an error: each is right in some program, and wrong or slow in most. One rank warns for all,
+once, with the user's line.
+"""
 
 from __future__ import annotations
 

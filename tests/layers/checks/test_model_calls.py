@@ -21,8 +21,8 @@ def test_facts_are_described_once_for_those_that_say_the_same(P_world, comm):
     calls, odd = Calls(Machine.of(P_world), P_world.ranks, "Some model"), comm.rank == 1
     others = {2: "rank 0", 3: "ranks 0, 2", 4: "ranks 0, 2, 3"}[comm.size]
     with pytest.raises(MismatchError, match=rf"{others}: is even; rank 1: is odd"):
-        calls.begin((odd,), lambda: "is odd" if odd else "is even")
-    calls.begin((), str)
+        calls.begin((odd,), lambda: "is odd" if odd else "is even", CallTrace())
+    calls.begin((), str, CallTrace())
     calls.end(CallTrace())
 
 
@@ -52,21 +52,23 @@ def test_words_of_checks_decide_where_numbers_differ(P_world, comm, wrong):
     for _ in range(2):
         checks[0]._wrong = wrong
         with pytest.raises(MismatchError, match=r"Some model: flags \[7\]") if wrong else nullcontext():
-            calls.begin((), str)
+            calls.begin((), str, CallTrace())
             calls.end(CallTrace())
-        calls.begin((), str, checked=False)
+        calls.begin((), str, CallTrace(), checked=False)
         calls.end(CallTrace())
 
 
 @pytest.mark.mpi(min_size=2)
 def test_inputs_of_a_new_kind_are_compared_whole_and_once(P_world, comm):
     calls, x = Calls(Machine.of(P_world), P_world.ranks, "Some model"), torch.zeros(3)
-    calls.compare_new_inputs(None, [x])
-    # Of a known kind nothing is exchanged: every call samples it.
-    calls.compare_new_inputs(None, [x + comm.rank])
+    # Of a known kind nothing is exchanged: every call that is checked samples it.
+    for given in (x, x + comm.rank):
+        calls.begin((), str, CallTrace(), [given], checked=False)
+        calls.end(CallTrace())
     for other in (torch.full((4,), float(comm.rank)), x.double() + comm.rank):
         with pytest.raises(MismatchError, match="an input of a distributed model"):
-            calls.compare_new_inputs(None, [other])
+            calls.begin((), str, CallTrace(), [other], checked=False)
+        calls.abandon()
 
 
 @pytest.mark.mpi(min_size=2)

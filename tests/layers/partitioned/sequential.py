@@ -5,7 +5,7 @@ import itertools
 import torch
 from torch import nn
 
-from distdl_rma.layers.split.shard import block_of as shard  # noqa: F401 - what tests compare with is cut by it
+from distdl_rma.layers.split.shard import balanced_block as shard  # noqa: F401 - what tests compare with is cut by it
 
 CONV = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
 NORM = {1: nn.InstanceNorm1d, 2: nn.InstanceNorm2d, 3: nn.InstanceNorm3d}

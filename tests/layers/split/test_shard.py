@@ -22,7 +22,7 @@ from distdl_rma import (
     shard,
 )
 from distdl_rma.geometry import Box, Decomposition
-from distdl_rma.layers.split.shard import block_of
+from distdl_rma.layers.split.shard import balanced_block
 from tests.layers.sources import formats
 from tests.run_mpi import completed, mpiexec
 
@@ -69,7 +69,7 @@ RANKS, GRID = (3, 5, 2, 7, 4, 6), (2, 1, 3)
 
 def shards(x):
     """Those of all ranks of a grid, in order."""
-    return [block_of(Partition(RANKS, GRID, rank), x) for rank in RANKS]
+    return [balanced_block(Partition(RANKS, GRID, rank), x) for rank in RANKS]
 
 
 def joined(parts, shape):
@@ -112,9 +112,9 @@ def test_shards_of_an_array_are_its_parts(dtype):
 
 def test_only_the_shard_is_read():
     x = Dataset(np.arange(70.0).reshape(5, 2, 7))
-    part = block_of(Partition(RANKS, GRID, 2), x)
+    part = balanced_block(Partition(RANKS, GRID, 2), x)
     assert x.read == part.numel() < 70
-    outside = block_of(Partition(RANKS, GRID, 1), x)
+    outside = balanced_block(Partition(RANKS, GRID, 1), x)
     assert x.read == part.numel() and outside.shape == (5, 0)
 
 
@@ -145,7 +145,7 @@ def test_a_shard_is_in_no_graph():
 @pytest.mark.parametrize("make", [torch.zeros, np.zeros])
 @pytest.mark.parametrize("shape", [(5, 2, 7), (0, 2, 7)])
 def test_ranks_outside_have_no_elements(make, shape):
-    part = block_of(Partition(RANKS, GRID, 0), make(shape))
+    part = balanced_block(Partition(RANKS, GRID, 0), make(shape))
     assert part.shape == (shape[0], 0)
     assert part.dtype == torch.as_tensor(make(shape)).dtype
 
@@ -153,7 +153,7 @@ def test_ranks_outside_have_no_elements(make, shape):
 def test_dimensions_must_be_those_of_the_partition():
     for rank in (3, 0):
         with pytest.raises(PartitionError):
-            block_of(Partition(RANKS, GRID, rank), torch.zeros(4, 4))
+            balanced_block(Partition(RANKS, GRID, rank), torch.zeros(4, 4))
 
 
 def saved(folder, comm, **arrays):

@@ -2,6 +2,9 @@
 
 The lists are torch's own for the CPU (``AutocastCPU``). A rule gets converted tensors and computes without
 autocast, as torch's kernels do. If a function in no list calls listed ones, these convert their arguments.
+
+Torch converts below its functions, where it sees blocks and not split tensors: a rule would compute partial
+results in one dtype and combine them in another. So the arguments are converted before the rule is called.
 """
 
 from __future__ import annotations

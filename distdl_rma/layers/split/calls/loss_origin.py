@@ -2,6 +2,16 @@
 
 Functions outside of models exchange nothing for a comparison, and some ranks may call them alone, to print a
 value. But all ranks must begin a backward at the same tensor. The next call of a model compares their hashes.
+
+    y = model(x)                 hash of the model's output: alike on all ranks, since its call was compared
+    z = y * 2                    hash(mul, hash of y, 2)
+    loss = mse_loss(z, target)   hash(mse_loss, hash of z, checksum of elements of target)
+    loss.backward()              the hash of loss is added to the starts of backwards (:class:`Backwards`)
+    model(x)                     compares the starts so far, in the message that begins the call
+
+So labels of another batch on one rank are found one step later, and the message names the call in which the
+hashes differ first, from the last few results that are kept. A hash is one number: small numbers in arguments
+stand for themselves, so that a message can show them; hashes of tensors and texts are larger than these.
 """
 
 from __future__ import annotations
@@ -152,7 +162,10 @@ class LossOrigin:
 
 
 class Backwards:
-    """Where backwards on some ranks of a machine began; must be equal on all of these. Local."""
+    """Where backwards on some ranks of a machine began; must be equal on all of these. Local.
+
+    A :class:`~distdl_rma.layers.checks.model_calls.Check`: models compare ``number`` when a call begins.
+    """
 
     what = "backwards"
 
@@ -163,10 +176,9 @@ class Backwards:
     def of(cls, machine: Machine, ranks: tuple[int, ...]) -> Backwards:
         """The object of these ranks, made on the first call."""
         kept: dict[tuple[int, ...], Backwards] = machine.kept.setdefault("backwards", {})
-        found = kept.get(ranks)
-        if found is None:
-            found = kept[ranks] = cls()
-        return found
+        if ranks not in kept:
+            kept[ranks] = cls()
+        return kept[ranks]
 
     def forget(self) -> None:
         """Discard all noted backwards."""

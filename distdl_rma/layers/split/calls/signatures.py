@@ -3,6 +3,14 @@
 A Python function has a signature. A C function has a schema for every form of its call. Here the schemas
 become one signature: the positional arguments of the longest form, then the names that only other forms have.
 ``tensors_in`` and ``mapped`` are for the tensors among arguments.
+
+So a handler states the names that it needs, and gets them however the user passed them:
+
+    x.sum(2, True)   x.sum(dim=2, keepdim=True)   x.sum(axis=2, keepdims=True)
+        all become   dim=2, keepdim=True, dtype=None
+
+Signatures are read from torch when a function is called first, and not written down here: a new version of
+torch brings new arguments, and a list of ours would drop these silently.
 """
 
 from __future__ import annotations
@@ -95,7 +103,11 @@ def _of_schemas(function: Any) -> list[tuple[str, Any, bool]]:
 
 
 def named(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments of a call behind the first, by name; those that are not passed have torch's defaults."""
+    """Arguments of a call behind the first, by name; those that are not passed have torch's defaults.
+
+    An argument that the function does not have raises ``TypeError``, as torch does; ``out=None`` counts as
+    not passed.
+    """
     _, places, most, defaults = SIGNATURES[function]
     found = {**defaults, **dict(zip(places, args[1:], strict=False)), **kwargs}
     if args[most:]:
@@ -138,7 +150,10 @@ def tensors_in(*arguments: Any) -> list[torch.Tensor]:
 
 
 def mapped(change: Any, argument: Any, note: Callable[[Any, Any], None] | None = None) -> Any:
-    """Arguments with ``change`` applied to every tensor; ``note`` gets each list or dict, and the new one."""
+    """Arguments with ``change`` applied to every tensor; ``note`` gets each list or dict, and the new one.
+
+    Named tuples, such as the results of ``torch.sort``, keep their type.
+    """
     if isinstance(argument, torch.Tensor):
         return change(argument)
     if isinstance(argument, tuple) and hasattr(argument, "_fields"):

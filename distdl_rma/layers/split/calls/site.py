@@ -1,8 +1,25 @@
-"""Sites: places of calls in the user's program, for messages, for kept operations and for comparing ranks."""
+"""Sites: places of calls in the user's program, for messages, for kept operations and for comparing ranks.
+
+A function of torch has no memory of its last call, but an operation on blocks should have: its plan, its
+buffers in the segment and its connections to peers take long to make. So these are kept for the
+*place* of the call, which is found from the frames of Python:
+
+    module path "encoder.0", function conv2d, place (code object, position in its bytecode)
+       |
+       '--> Site, with the name "encoder.0 conv2d (model.py:31:18)" on all ranks
+              |--- kept for (layout, dtype, ...): a Convolution
+              '--- kept for another layout:       another Convolution; the oldest one is evicted
+
+- Ranks that run the same program reach the same sites in the same order, so what a site keeps is made, used
+  and evicted on all ranks in the same calls.
+- A site lives as long as its code. A notebook's cell that runs again is a new code object, and the sites of
+  the old one go (``_forget``), with their memory.
+- Position in the bytecode, not the line: two calls in one line are two sites.
+- While a model runs, the functions that are called are noted (``note``), and compared when the call ends.
+"""
 
 from __future__ import annotations
 
-import contextlib
 import sys
 import threading
 import zlib
@@ -19,6 +36,7 @@ import torch
 from distdl_rma.errors import UnsupportedError
 from distdl_rma.layers.checks.arguments import TENSORS, comparable_parts
 from distdl_rma.layers.checks.model_calls import CallTrace
+from distdl_rma.layers.checks.user_frames import LibraryFiles
 from distdl_rma.layers.ops.core.movement import CallSite
 from distdl_rma.layers.split.calls.table import name_of
 from distdl_rma.segments.machine import Machine
@@ -30,17 +48,9 @@ _KEPT = 16
 # Kinds that are not compared between ranks, since one rank may call them alone.
 _UNCOMPARED = frozenset({"query", "value", "gradient"})
 _NOTHING: dict[str, Any] = {}
-_LIBRARY_PATHS = f"{Path(torch.__file__).parent}/", f"{Path(__file__).parents[1]}/"
-
-
-class _Inner(dict[str, bool]):
-    # For each file: whether its code is torch's, of this package, or of contextlib.
-    def __missing__(self, file: str) -> bool:
-        found = self[file] = file.startswith(_LIBRARY_PATHS) or file == contextlib.__file__
-        return found
-
-
-_INNER = _Inner()
+# The code of split tensors and rules, but not all of this package: what it calls itself, as the state of a
+# model that is gathered, is one site, even if ranks call ``gather_state_dict`` in different lines.
+_INNER = LibraryFiles(Path(__file__).parents[1])
 RunningModule = tuple[
     str,  # its path
     bool,  # whether rules may redistribute tensors in it
@@ -55,7 +65,8 @@ RunningModule = tuple[
 class _Thread(threading.local):
     """State of a thread: modules whose forward runs, the innermost last, and the user's place of the call.
 
-    ``place`` is None until it is needed first. Whoever begins a call resets it.
+    ``place`` is None until it is needed first. Whoever begins a call resets it. So one call of the user has
+    one place, however many functions its rule calls, and a call that needs no site walks no frames.
     """
 
     def __init__(self) -> None:
@@ -71,7 +82,9 @@ DRAWING_BLOCKS: WeakSet[Any] = WeakSet()
 class Place:
     """A place in code that calls a function; one object for each place, as long as the code object lives.
 
-    If a notebook's cell runs again, its old places vanish, with what their calls kept.
+    If a notebook's cell runs again, its old places vanish, with what their calls kept. The reference to the
+    code is weak for this reason; and line and column are only looked up for messages and names, since
+    ``co_positions`` decodes a table.
     """
 
     def __init__(self, code: CodeType | None, at: int) -> None:
@@ -147,6 +160,9 @@ class Site:
 
     It keeps operations for each kind of inputs, and so their segment memory. Its name is equal on all ranks
     that run the same program. Ranks on different code paths wait at different sites; the error names both.
+
+    Invariant: all ranks that take part in a kept value call ``kept`` with equal keys in the same order. So
+    they make it, evict it and forget it at the same time, and no message about any of this is needed.
     """
 
     def __init__(self, machine: Machine, path: str, function: Any, place: Place) -> None:
@@ -171,7 +187,8 @@ class Site:
 
         ``ranks`` are those that take part in it, if these are not all ranks that call the function. Values
         are evicted separately for each set of ranks, so that all of these evict at the same time, even if
-        some of them have met other keys.
+        some of them have met other keys. The oldest one goes: uses are not recorded, since the usual key
+        is found by one comparison.
         """
         # Often the same as in the call before. Comparing layouts and numbers needs no hash.
         if key == self._last[0]:
@@ -201,7 +218,10 @@ class Site:
 
 
 def site_of(machine: Machine, function: Any) -> Site:
-    """The site of the current call."""
+    """The site of the current call.
+
+    A rank that has caught an error of an earlier call, and goes on, ends its announcement of it here.
+    """
     watch = machine.segments.watch
     if watch.has_raised:
         watch.resume()
@@ -262,9 +282,10 @@ def pop_module(*_of_hook: object) -> None:
 
 
 class Step:
-    """A noted call of a function: function, module path, and place.
+    """A noted call of a function: function, module path, and place; one object for each of these.
 
-    ``word`` is its hash, equal on ranks that run the same program.
+    ``word`` is its hash, equal on ranks that run the same program. It has the first line of the code and not
+    its file: ranks may have the program at different paths.
     """
 
     def __init__(self, function: Any, path: str, place: Place) -> None:
@@ -295,7 +316,11 @@ def thread_inside() -> str:
 
 
 def note(function: Any, kind: str, args: Sequence[Any] = (), kwargs: Mapping[str, Any] = _NOTHING) -> None:
-    """Add a call of a function to the trace of the current call of a model, if its kind is compared."""
+    """Add a call of a function to the trace of the current call of a model, if its kind is compared.
+
+    Runs for every function of a program, so that it is written for few calls of Python: ``+=`` of a tuple in
+    place of ``append``, one step for each place in place of one for each call.
+    """
     trace = CALL_TRACES[-1]
     if trace is None or kind in _UNCOMPARED:
         return

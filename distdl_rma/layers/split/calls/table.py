@@ -1,4 +1,13 @@
-"""The table of torch's functions: the rule by which each acts on split tensors, or is refused."""
+"""The table of torch's functions: the rule by which each acts on split tensors, or is refused.
+
+One name of torch is often several functions: ``torch.add``, ``Tensor.add``, ``torch.special.expit`` are
+different objects with one meaning. ``@rule(kind, "name")`` enters all of them, so that no spelling of a call
+misses its rule. A function that is not in the table has the rule of ``WITHOUT_RULE``, which refuses it if a
+tensor is cut.
+
+The table is filled by importing ``functions``; afterwards only ``register`` changes it. It does not depend on
+ranks, layouts or models: the same object serves all virtual ranks of a process.
+"""
 
 from __future__ import annotations
 
@@ -27,8 +36,11 @@ class Rule:
     ``contraction``. Functions of the kinds ``pointwise``, ``random`` and ``creation`` only compute on blocks.
     ``query`` (shape, dtype) and ``value`` need no other rank, so that one rank may call them alone.
     ``gradient`` is ``backward`` and related functions. ``refused`` raises for cut tensors; the reasons are in
-    ``functions/whole_tensors.py``. ``copies`` are functions without a rule, on tensors that every rank holds.
+    ``functions/refusals.py``. ``copies`` are functions without a rule, on tensors that every rank holds.
     ``registered`` are rules of users.
+
+    The kind is more than a label: it decides whether ranks compare the call (``site.note``), whether an error
+    in it concerns the other ranks, and whether a checkpoint must recompute it on all ranks or on none.
     """
 
     kind: str
@@ -50,7 +62,10 @@ _OF_C = BuiltinFunctionType, MethodDescriptorType
 
 
 def functions_named(name: str) -> Iterable[Any]:
-    """All functions of torch with this name: methods, and functions of ``torch`` and its modules."""
+    """All functions of torch with this name: methods, and functions of ``torch`` and its modules.
+
+    Compared by identity: functions of torch's modules are often the same object under two names.
+    """
     seen: list[Any] = []
     for place in _NAMESPACES:
         found = getattr(place, name, None)
@@ -70,12 +85,25 @@ def twin_of(func: Any) -> Any:
 
 
 def rule(kind: str, *names: Any, doc: str = "", errors: str = "") -> Callable[[Handler], Handler]:
-    """Decorator that enters a handler for functions: given ones, or all of torch's with given names."""
+    """Decorator that enters a handler for functions: given ones, or all of torch's with given names.
+
+    Parameters
+    ----------
+    kind, names
+        Of :class:`Rule`; a name stands for all functions of torch that have it.
+    doc
+        The line of the page of all functions, if the handler's docstring is for several of them.
+    errors
+        ``"first"``: torch's errors for the whole shapes are raised before the handler runs, for rules that do
+        not call torch's function with the user's arguments. ``"own"``: the handler calls
+        ``raise_as_torch`` itself, once for a kind of input. Empty: torch's function on the block raises
+        them, and only ranks with empty blocks need the check.
+    """
 
     def enter(handler: Handler) -> Handler:
         for name in names:
             for function in functions_named(name) if isinstance(name, str) else (name,):
-                # The name in autocast's lists: that of ATen, or of the Python function around it.
+                # The name in autocast's lists: the one in ATen, or that of the Python function around it.
                 known = [each for each in (getattr(function, "__name__", ""), name) if is_cast(each)]
                 RULES[function] = Rule(kind, handler, doc, known[0] if known else "", errors)
         return handler

@@ -2,6 +2,15 @@
 
 A rank with an empty block computes nothing, and a rule that sums over ranks may not call torch's function at
 all. So torch's function is called here with stand-ins for the whole tensors, once per kind of arguments.
+
+    x.sum(7) of a (6, 4) tensor   torch.zeros(6, 4).sum(7)   raises: the user sees torch's own error, on all
+                                                             ranks, with the global shape
+    x.sum(1)                      torch.zeros(6, 4).sum(1)   accepted, and remembered for this kind of call
+
+Small stand-ins have elements, so that torch checks values too; large ones are on the meta device, which has
+shapes only. Values of split tensors are not here: a call is refused only if torch refuses all stand-ins.
+Plain tensors and copies are passed as they are: all ranks have their values, as of an index that is too
+large.
 """
 
 from __future__ import annotations

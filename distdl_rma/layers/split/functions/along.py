@@ -1,4 +1,20 @@
-"""Functions along dimensions that must be whole, such as sorting and Fourier transforms."""
+"""Functions along dimensions that must be whole, such as sorting and Fourier transforms.
+
+Every result along such a dimension depends on all elements of it, in their order. So a cut in it moves to
+another dimension, torch's function runs on blocks, and the result moves back. An image that is cut in rows,
+with a transform of its columns:
+
+    rank 0: 0 0 0 0      0 0 | 1 1     F F | F F      F F F F
+            0 0 0 0  ->  0 0 | 1 1  -> F F | F F  ->  F F F F
+    rank 1: 1 1 1 1      0 0 | 1 1     F F | F F      F F F F
+            1 1 1 1      0 0 | 1 1     F F | F F      F F F F
+          cut in rows   cut in columns   by torch     cut in rows
+
+Each way is one exchange in which every element travels at most once. Results that no longer have the extent
+of the input, such as a ``topk``, stay where they are: they are small.
+
+A running sum needs no other cut: each rank adds the sums of the blocks before its own.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +67,7 @@ def running_sum(call: Call, site: Site, x: SplitTensor, dim: int, dtype: torch.d
         sums = along.together(along.partial(lambda v: v.sum(d, True, dtype=wide)), "sums of ranks")
         # Every rank uses only the sums of the blocks before it.
         sums = to_blocks(along.site, sums, along.layout, along.cut, " of the sums")
-        split, start = along.layout.splits[d], along.layout.box(along.layout.partition.me).bounds[d][0]
+        split, start = along.layout.splits[d], along.layout.own_box.bounds[d][0]
         ends = [split.interval(part) for part in range(split.parts)]
         before = sum(stop <= start for low, stop in ends if stop > low)
         y = y + sums.narrow(d, 0, before).sum(d, keepdim=True)
@@ -135,8 +151,6 @@ def place_in_order(call: Call, site: Site, sequence: Any, **options: Any) -> Any
 
 
 _EACH = "fft ifft rfft irfft hfft ihfft".split()
-
-
 _FFT = [getattr(torch.fft, f"{name}{dims}") for name in _EACH for dims in ("", "2", "n")]
 
 
@@ -152,6 +166,7 @@ def transform(call: Call, site: Site, x: SplitTensor, dim: Any, **given: Any) ->
     if dim is None:
         dims = tuple(range(ndim - len(extents) if extents is not None else 0, ndim))
     else:
+        # In the user's order: the last one is that of a real transform.
         dims = tuple(positive(d, ndim) for d in (dim if isinstance(dim, (tuple, list)) else (dim,)))
     compute = partial(func, dim=dims[0] if "n" in given else dims, **given)
     changed = "shifted" if func.__name__.endswith("shift") else "transformed"

@@ -1,4 +1,12 @@
-"""Distances and losses of vectors, differences of neighbours: mostly composed of other functions."""
+"""Distances and losses of vectors, differences of neighbours: mostly composed of other functions.
+
+A composition is torch's definition of a function, written with functions that have rules. These know how to
+cut, move and sum, so that nothing here mentions a rank. The price is more calls, and more tensors in the
+graph, than a rule of its own would have: right for functions that a program calls once in a step.
+
+Definitions follow torch to the edges: where it adds ``eps``, what it clamps, and what is in no gradient.
+Where torch's own result depends on an order of rounding, the composition has torch's order.
+"""
 
 from __future__ import annotations
 

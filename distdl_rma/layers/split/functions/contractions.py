@@ -1,4 +1,21 @@
-"""Products and functions of matrices: rows stay in place; sums over a cut dimension need a sum over ranks."""
+"""Products and functions of matrices: rows stay in place; sums over a cut dimension need a sum over ranks.
+
+All products are one contraction, written as in einsum: a label for each dimension of each operand, and those
+of the result. ``planned`` chooses for each grid dimension one label that it cuts; operands and result are
+then cut alike in that label (:class:`Work`). Which label is cut decides what the ranks do, here for a @ b
+with the labels (m, k) and (k, n), on two ranks:
+
+    cut m   rank 0: rows 0..3 of a, all of b   -> rows 0..3 of the result      nothing is summed
+    cut n   rank 0: all of a, columns of b     -> columns of the result        nothing is summed
+    cut k   rank 0: columns of a, rows of b    -> a partial product            one allreduce of the result
+
+It is the label that the largest operand is cut in: that operand stays in place, and the others get the parts
+that they need beside it (``as_part``). If ``k`` is cut, only the result is summed, which is smaller than the
+gathered operands in most networks. Partial products of short dtypes are summed in a longer one and rounded
+once.
+
+Functions of matrices (``svd``, ``solve``) need whole matrices; samples, or another dimension, are cut.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +69,8 @@ class Work(NamedTuple):
 def planned(func: Any, operands: Operands, labels: Sequence[Labels], out: Labels, uncut: Labels = ()) -> Work:
     """Choose the label that each grid dimension cuts: as in the largest operand, but none of ``uncut``.
 
-    An operand in which the grid dimension cuts another label becomes whole along that.
+    An operand in which the grid dimension cuts another label becomes whole along that. ``uncut`` are labels
+    that torch's function needs whole, such as the keys of attention.
     """
     shapes = [frozen(x) for x in operands]
     wrong = f"{name_of(func)}: global shapes {' and '.join(map(str, shapes))} do not go together"
@@ -81,7 +99,11 @@ def planned(func: Any, operands: Operands, labels: Sequence[Labels], out: Labels
 def contracted(
     func: Any, compute: Any, operands: Operands, labels: Sequence[Labels], out: Labels
 ) -> SplitTensor:
-    """Multiply operands block by block, and sum over the labels that the result does not have."""
+    """Multiply operands block by block, and sum over the labels that the result does not have.
+
+    ``compute`` is torch's function of the blocks. If no summed label is cut, its product is the block of the
+    result; of a single operand it may be a view, as in torch.
+    """
     site, work, blocks = prepared(func, operands, labels, out)
     if not work.summed:
         y = product_of(compute, operands, blocks, work.result)
@@ -120,13 +142,13 @@ def product_of(
             y = compute(*(_cast(x, dtype, wide) for x in blocks))
         return y
     zero: Any = sum(x.flatten()[:0].sum() for x in blocks)
-    y = zero.to(wide or dtype).expand(result.box(result.partition.me).shape).clone()
+    y = zero.to(wide or dtype).expand(result.own_box.shape).clone()
     return y
 
 
 def _type_of(compute: Any, operands: Sequence[torch.Tensor]) -> torch.dtype:
-    # Torch's dtype, or its error, from at most two elements per dimension: under autocast, products of one
-    # element have other dtypes. Sums of integers may be longer ones.
+    # Torch's dtype of the result, or its error, from a product of at most two elements per dimension: under
+    # autocast, products of one element have other dtypes. Torch sums integers in longer ones.
     kind = operands[0].dtype
     same = (kind.is_floating_point or kind.is_complex) and all(x.dtype is kind for x in operands)
     if same and not torch.is_autocast_enabled("cpu"):
@@ -145,7 +167,10 @@ def _cast(x: torch.Tensor, dtype: torch.dtype, wide: torch.dtype | None) -> torc
 def prepared(
     func: Any, operands: Operands, labels: Sequence[Labels], out: Labels, uncut: Labels = ()
 ) -> tuple[Site, Work, list[torch.Tensor]]:
-    """Site of a call, its work, and this rank's blocks of its operands; may block."""
+    """Site of a call, its work, and this rank's blocks of its operands; may block.
+
+    The work follows from layouts and labels: it is planned once for these, for all lines of the program.
+    """
     first = next(x for x in operands if isinstance(x, SplitTensor))
     key = tuple(x._layout if isinstance(x, SplitTensor) else tuple(x.shape) for x in operands)
     names = tuple(map(tuple, labels)), tuple(out), tuple(uncut)
@@ -222,7 +247,7 @@ def added_product(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     site, work, blocks = prepared(func, [x, a, b], labels, out)
     if not work.summed:
         # Torch's addmv of a scalar and a matrix without rows returns a scalar.
-        added = blocks[0].expand(work.result.box(work.result.partition.me).shape)
+        added = blocks[0].expand(work.result.own_box.shape)
         return SplitTensor(func(added, *blocks[1:], **factors), work.result)
     y, dtype = _summed(site, product, [a, b], blocks[1:], work)
     if not (dtype.is_floating_point or dtype.is_complex):
@@ -261,8 +286,6 @@ def einsum(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     equation, *operands = args
     if len(operands) == 1 and isinstance(operands[0], (list, tuple)):
         operands = list(operands[0])
-    if len(operands) != equation.count(",") + 1:
-        raise ShapeError(f"torch.einsum: {equation!r} is not for {len(operands)} operands")
     given, arrow, result = equation.replace(" ", "").partition("->")
     labels = [_named(names, x.dim()) for names, x in zip(given.split(","), operands, strict=True)]
     if arrow:
@@ -367,7 +390,7 @@ def least_squares(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     labels: list[Labels] = [[*rows, "m", "n"], [*rows, "m", *sides]]
     _, work, blocks = prepared(func, [a, b], labels, [*rows, "n", *sides], ("m", "n", "k"))
     found = func(*map(with_an_element, blocks), rcond, driver=driver)
-    shape = work.result.box(work.result.partition.me).shape[: len(rows)]
+    shape = work.result.own_box.shape[: len(rows)]
 
     def split(y: torch.Tensor) -> SplitTensor:
         if y.shape == (0,):
@@ -379,19 +402,14 @@ def least_squares(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     return type(found)([split(each) for each in found])
 
 
-@rule("contraction", "cross")
+@checked_rule("contraction", "cross")
 def cross(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Each rank multiplies its vectors, whose three elements become whole."""
     a, (b, dim) = args[0], named(func, args, kwargs).values()
     shape = frozen(a)
-    if dim is None:
-        if 3 not in shape:
-            raise RuntimeError("no dimension of size 3 in input")
-        dim = shape.index(3)
+    # As in torch, the first dimension of three elements, if the user names none.
+    dim = positive(shape.index(3) if dim is None else dim, len(shape))
     names = list(range(-len(shape), 0))
-    if len(frozen(b)) != len(shape):
-        raise RuntimeError(f"cross: inputs must have the same number of dimensions, got {shape}, {frozen(b)}")
-    dim = positive(dim, len(shape))
     _, work, blocks = prepared(func, [a, b], [names, names], names, (names[dim],))
     return SplitTensor(torch.linalg.cross(*blocks, dim=dim), work.result)
 

@@ -1,4 +1,18 @@
-"""Convolutions and transposed convolutions, by the operations of the layers; every rank has the weights."""
+"""Convolutions and transposed convolutions, by the operations of the layers; every rank has the weights.
+
+The input stays cut as it is. Each output lies on the rank that has its inputs, as far as extents allow, so
+that only a halo travels: a strip of the neighbours' elements, as wide as the kernel reaches beyond the block.
+
+    rank 0   own rows            | halo      the rank convolves the rows that need no halo, meanwhile
+    rank 1        halo |  own rows           the strips travel, then the rows that need them
+
+The rule finds the operation for layouts, dtypes and arguments that its site has met before, or makes it
+(``layers/ops/conv``). All it does itself is to read arguments: a missing batch dimension, complex numbers,
+and the choice of schedule for small blocks (``overlap_pays``).
+
+Copies are convolved by the kernel that ranks use for blocks (``_of_whole``), if that is the faster one for
+their sizes. Where torch traces or differentiates forward, it needs its own function.
+"""
 
 from __future__ import annotations
 

@@ -4,6 +4,22 @@ The element at place ``i`` of the whole tensor, in C order, gets number ``i`` of
 (Steele, Lea and Flood, 2014), which mixes a counter. So a draw is the same on every grid and number of
 ranks. Its seed is one number, which every rank takes from its default generator or from the one that is
 passed. So the default generators stay equal, and a repeated run or a recomputation draws the same numbers.
+
+A generator of torch could not do this: its numbers come in a sequence, and a rank would have to draw those of
+all other ranks to reach its own. A counter has no state: ``word(i) = mix(seed + (i + 1) * step)``, modulo 2
+** 64.
+
+The counter of an element of a block is a sum of one term for each dimension, so that a block needs only two
+vectors (:class:`_Plan`), which do not depend on the seed and are kept:
+
+    whole (4, 6), block rows 1..2, columns 3..5        index = 6 * row + column
+    rows      [6, 12] * step + step   one number for each row
+    columns   [3, 4, 5] * step        one number for each column
+    counters = seed + rows[r] + columns[c]             all 6 of them by one addition, then mixed
+
+Numbers are made in chunks that stay in the processor's cache, by numpy, without torch's overhead for each of
+the dozen operations. Each distribution turns a word into a number by the formula in its function; the
+formulas decide what a seed means: another one would give a user other numbers.
 """
 
 from __future__ import annotations
@@ -151,6 +167,7 @@ def _packed(extents: Sequence[int], order: Sequence[int]) -> tuple[int, ...]:
 
 
 def _sums(starts: Sequence[int], stops: Sequence[int], steps: Sequence[int]) -> Words:
+    # For all indices of a box, row-major: the sum over the dimensions of index times step.
     found = np.zeros(1, np.uint64)
     for start, stop, step in zip(starts, stops, steps, strict=False):
         own = np.arange(start, stop, dtype=np.uint64) * np.uint64(step)
@@ -159,6 +176,7 @@ def _sums(starts: Sequence[int], stops: Sequence[int], steps: Sequence[int]) -> 
 
 
 def _fill(target: torch.Tensor, plan: _Plan, seed: int, values: Callable[[Words], Numbers]) -> None:
+    # Piece by piece of all rows, so that the columns of a piece are added to each row's number.
     table = target.as_strided((len(plan.rows), plan.width), (plan.width, 1))
     rows = (plan.rows + np.uint64(seed)).tolist()
     spare = np.empty_like(plan.columns)
@@ -172,6 +190,7 @@ def _fill(target: torch.Tensor, plan: _Plan, seed: int, values: Callable[[Words]
 
 
 def _mix(words: Words, spare: Words) -> None:
+    # SplitMix64's output function, in place.
     for shift, factor in _MIX:
         np.right_shift(words, shift, spare)
         np.bitwise_xor(words, spare, words)
@@ -257,6 +276,7 @@ def _geometric(dtype: torch.dtype, p: float, words: Words) -> Numbers:
 
 
 def _bernoulli(dtype: torch.dtype, p: float, words: Words) -> Numbers:
+    # Compared as integers: a float of 53 bits would be 1 for some words below 2 ** 64.
     below = int(p * 2.0**64)
     return words <= np.uint64(below - 1) if below else np.zeros(words.shape, np.bool_)
 

@@ -1,4 +1,8 @@
-"""Tables that indices are looked up in: the result is cut as the indices are, the table is whole."""
+"""Tables that indices are looked up in: the result is cut as the indices are, the table is whole.
+
+Not the table is cut, since each rank may look up any row: it would have to ask others for rows that it learns
+of only at run time. Its gradient is summed over the ranks, as for any weight that meets different blocks.
+"""
 
 from __future__ import annotations
 
@@ -26,12 +30,11 @@ def embedding(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     x, (weight, padding, most, _, by_frequency, sparse) = args[0], named(func, args, kwargs).values()
     if most is not None or by_frequency:
         raise refused(func, "max_norm and scale_grad_by_freq depend on what all ranks look up")
-    split = x if isinstance(x, SplitTensor) else weight
     if not isinstance(x, SplitTensor) or not x.is_split:
         if isinstance(weight, SplitTensor) and weight.is_split:
             weight = composed(SplitTensor.redistribute, weight)
         return on_whole_tensors(func, (x, weight, padding), {"sparse": bool(sparse)})
-    site, layout = site_for(func, split), x._layout
+    site, layout = site_for(func, x), x._layout
     needs = sparse and torch.is_grad_enabled() and weight.requires_grad
     if needs and not (isinstance(weight, SplitTensor) or contributes(weight) or summed_elsewhere()):
         raise refused(func, "the ranks do not sum sparse gradients of a plain table; use sparse=False")

@@ -1,4 +1,22 @@
-"""Indexing by numbers, slices, masks and tensors of indices."""
+"""Indexing by numbers, slices, masks and tensors of indices.
+
+``x[2, 1:7, mask]`` is read once (``numbered``, ``one_each``) and applied in the order of cost:
+
+    slices     each rank slices its block; no data moves                          ``_cut_out``
+    numbers    the rank with the element sends it to all ranks of its line        ``_one``
+    None       a new dimension of extent 1                                        ``_with_new``
+    tensors    what is left: indices or masks, by dimension of the result         ``_chosen``
+
+Where a tensor of indices points is known only when the program runs. So the dimensions that it chooses from
+become whole: another dimension is cut instead (``with_whole``). Then each rank takes its part of the result,
+and all ranks raise the same error for an index out of range. If the indices themselves are split, the tensor
+is gathered and the result is cut like the indices: a lookup in a table.
+
+A mask alone keeps its elements where they are: each rank selects from its block. The result is cut into
+intervals of other lengths, which the ranks exchange (``_exchanged_split``): the one layout in this package
+that depends on values. The elements of the mask's dimensions are in row-major order, so these dimensions are
+joined to one first, with the cut that a ``reshape`` gives them.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +71,8 @@ def narrowed(x: SplitTensor, dim: int, start: int, length: int) -> SplitTensor:
 
 
 def _cut_out(x: SplitTensor, slices: tuple[tuple[int, int, int, int], ...]) -> SplitTensor:
-    # Slices of some dimensions, given as dimension, start, stop and step.
+    # Slices of some dimensions, given as dimension, start, stop and step. Parts of the result are what is
+    # left of the parts, also if a rank keeps nothing: a balanced result would have to move.
     def make() -> tuple[Decomposition, tuple[slice, ...], Any]:
         splits: dict[int, Split] = {}
         place, local = x._layout.partition.index or (), [slice(None)] * len(x._layout.shape)
@@ -70,12 +89,9 @@ def _cut_out(x: SplitTensor, slices: tuple[tuple[int, int, int, int], ...]) -> S
 
 
 def _one(func: Any, x: SplitTensor, dim: int, at: int) -> SplitTensor:
-    # One element of a dimension, for all ranks along it.
-    extent = x._layout.shape[dim]
-    if not -extent <= at < extent:
-        raise IndexError(f"index {at} is out of bounds for dimension {dim} with size {extent}")
-    at %= extent
-    moved = dim in x._layout.axes
+    # One element of a dimension, for all ranks along it. As an interval of extent 1 it lies on one rank; with
+    # the dimension whole it is on all. So sending it is a redistribution, whose gradient is known.
+    at, moved = place_of(x, dim, at), dim in x._layout.axes
     if moved:
         x = _cut_out(x, ((dim, at, at + 1, 1),))
         target = lay.whole(x._layout, (dim,))
@@ -85,6 +101,14 @@ def _one(func: Any, x: SplitTensor, dim: int, at: int) -> SplitTensor:
         local, target = checked_block(x), x._layout
     layout, strides = _of_elements(x, target, dim)
     return seen_of(x, local.select(dim, at), layout, strides, moved)
+
+
+def place_of(x: SplitTensor, dim: int, at: int) -> int:
+    """An index of a dimension, counted from 0; ``IndexError`` with torch's text if there is no such place."""
+    extent = x._layout.shape[dim]
+    if not -extent <= at < extent:
+        raise IndexError(f"index {at} is out of bounds for dimension {dim} with size {extent}")
+    return at % extent
 
 
 def _of_elements(x: SplitTensor, target: Decomposition, dim: int) -> tuple[Decomposition, Any]:
@@ -109,10 +133,7 @@ def narrow(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         on_shape(x).select(dim, 0)
         return _one(func, x, dim % len(x._layout.shape), int(given["index"]))
     # Torch refuses numbers of other types.
-    numbers = (
-        checked_block(n) if isinstance(n, SplitTensor) else n for n in (given["start"], given["length"])
-    )
-    length = func(on_shape(x), dim, *numbers).shape[dim]
+    length = func(on_shape(x), dim, *map(block_of, (given["start"], given["length"]))).shape[dim]
     dim, start = dim % len(x._layout.shape), int(given["start"])
     return narrowed(x, dim, start % x._layout.shape[dim] if start < 0 else start, length)
 
@@ -161,29 +182,42 @@ def indexed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def numbered(index: Any) -> list[Any]:
-    """The parts of an index: slices, Python's numbers, tensors, None and Ellipsis."""
+    """The parts of an index: slices, Python's numbers, tensors, None and Ellipsis.
+
+    For example ``[np.int64(2), slice(1, 7), [0, 3]]`` becomes ``[2, slice(1, 7), torch.tensor([0, 3])]``.
+    """
     if isinstance(index, list) and any(isinstance(each, (slice, torch.Tensor)) for each in index):
         # As in torch, a list of these is a tuple.
         index = tuple(index)
     return [_read(each) for each in (index if isinstance(index, tuple) else (index,))]
 
 
-def one_each(ndim: int, given: Sequence[Any]) -> list[Any]:
-    """Parts of an index for all dimensions, without Ellipsis; a mask is for several, None for a new one."""
+def one_each(ndim: int, given: Sequence[Any]) -> list[tuple[Any, int, int]]:
+    """Parts of an index for all dimensions, each with its dimension of the tensor and of the result.
+
+    Slices stand for Ellipsis. A mask is for several dimensions, None for a new one, and a number leaves none
+    in the result. For example ``[2, ..., None]`` of a tensor of 3 dimensions becomes
+    ``[(2, 0, 0), (slice(None), 1, 0), (slice(None), 2, 1), (None, 3, 2)]``.
+    """
     spent = sum(each.dim() if is_mask(each) else not (each is None or each is Ellipsis) for each in given)
     if spent > ndim:
         raise IndexError(f"too many indices for tensor of dimension {ndim}")
+    found, dim, at, beyond = list[tuple[Any, int, int]](), 0, 0, False
     # As in torch, every Ellipsis stands for ``ndim - spent`` dimensions, or for those left if they are fewer.
-    found, left, beyond = list[Any](), ndim, False
-    for each in given:
+    # One more at the end stands for those that the index does not name.
+    for each in (*given, Ellipsis):
         wide = ndim - spent if each is Ellipsis else each.dim() if is_mask(each) else int(each is not None)
-        beyond = beyond or wide > left
+        beyond = beyond or wide > ndim - dim
         if beyond and not (each is Ellipsis or isinstance(each, slice)):
             raise IndexError(f"too many indices for tensor of dimension {ndim}")
-        taken = min(wide, left)
-        found += [slice(None)] * taken if each is Ellipsis else [each] * (wide == taken)
-        left -= taken
-    return found + [slice(None)] * left
+        if each is Ellipsis:
+            wide = min(wide, ndim - dim)
+            found += zip([slice(None)] * wide, range(dim, dim + wide), range(at, at + wide), strict=True)
+            dim, at = dim + wide, at + wide
+        elif dim + wide <= ndim:
+            found.append((each, dim, at))
+            dim, at = dim + wide, at + (0 if each.__class__ is int else wide or 1)
+    return found
 
 
 def _with_new(x: SplitTensor, news: Sequence[int]) -> SplitTensor:
@@ -201,28 +235,26 @@ def _with_new(x: SplitTensor, news: Sequence[int]) -> SplitTensor:
 
 
 def basic(func: Any, x: SplitTensor, given: Sequence[Any]) -> tuple[SplitTensor, dict[int, torch.Tensor]]:
-    """Applies numbers, slices and None; also returns the tensors of indices, by dimension of the result."""
+    """Applies numbers, slices and None; also returns the tensors of indices, by dimension of the result.
+
+    The order matters: slices first, since they move nothing and leave less to move; numbers from the last
+    dimension on, so that the dimensions before keep their numbers; new dimensions at the end.
+    """
     chosen: dict[int, torch.Tensor] = {}
-    slices, numbers, news, dim, at = [], [], [], 0, 0
-    for each in one_each(len(x._layout.shape), given):
+    slices, numbers, news = [], [], []
+    for each, dim, at in one_each(len(x._layout.shape), given):
         if each is None:
             news.append(at)
-            at += 1
         elif isinstance(each, int):
             numbers.append((dim, each))
-            dim += 1
         elif isinstance(each, slice):
             slices += _bounds(each, dim, x._layout.shape[dim])
-            dim, at = dim + 1, at + 1
         elif is_mask(each) and not each.dim():
             # Selects all of a new dimension, or nothing.
             news.append(at)
             chosen[at] = torch.zeros(int(block_of(each))).long()
-            at += 1
         elif isinstance(each, torch.Tensor):
             chosen[at] = each
-            wide = each.dim() if is_mask(each) else 1
-            dim, at = dim + wide, at + wide
         else:
             raise TypeError(f"{type(each).__name__} is no index of a tensor")
     y = _cut_out(x, tuple(slices))
@@ -278,7 +310,8 @@ def from_whole(x: SplitTensor, chosen: dict[int, torch.Tensor]) -> tuple[list[in
 def chosen_order(kept: Sequence[int], dims: Sequence[int], wide: int) -> list[int | None]:
     """Dimensions of a result of indexing: those ``kept``, and None for ``wide`` chosen ones.
 
-    The chosen ones replace the first of ``dims``, or come first if others lie between ``dims``.
+    The chosen ones replace the first of ``dims``, or come first if others lie between ``dims``. This is
+    numpy's rule: ``x[:, i, j]`` has the chosen dimension second, ``x[i, :, j]`` has it first.
     """
     between = any(dims[0] < d < dims[-1] for d in kept) if dims else False
     ahead = 0 if between or not dims else sum(d < dims[0] for d in kept)
@@ -302,18 +335,12 @@ def by_rows(func: Any, x: torch.Tensor, index: Any) -> SplitTensor:
 
 def _looked_up(func: Any, x: torch.Tensor, given: Sequence[Any]) -> Any:
     # Indexes a plain tensor by split indices.
-    split = {at: each for at, each in enumerate(given) if isinstance(each, SplitTensor)}
     if not any_cut(given):
         return on_whole_tensors(func, (x, tuple(given)), {})
-    if (
-        list(split) == [0]
-        and is_mask(split[0])
-        and all(each is Ellipsis or each == slice(None) for each in given[1:])
-    ):
-        return by_mask(func, x, split[0])
-    if list(split) != [0] or any(each is not Ellipsis and each != slice(None) for each in given[1:]):
+    first, *others = given
+    if any(each not in (Ellipsis, slice(None)) for each in others):
         raise refused(func, "split indices choose from a first dimension alone")
-    return by_rows(func, x, split[0])
+    return by_mask(func, x, first) if is_mask(first) else by_rows(func, x, first)
 
 
 @checked_rule("movement", "take")
@@ -387,15 +414,14 @@ def by_index(call: Call, site: Site, x: Any, dim: int | None, **given: Any) -> A
 
     def part(at: int, each: torch.Tensor) -> torch.Tensor:
         shape = frozen(each)
-        return as_part(site, each, uncut(work, {d: shape[d] for d in uneven}), work, at)
+        wanted = uncut(work, {d: shape[d] for d in uneven}) if shape else part_for((), work)
+        return as_part(site, each, wanted, work, at)
 
     local, where = part(0, x), part(1, index)
     if source is None:
         y = local.gather(dim, where) if name == "gather" else torch.take_along_dim(local, where, dim)
         return SplitTensor(y, uncut(work, {d: y.shape[d] for d in uneven}))
-    value = part(2, source) if beside else source
-    if isinstance(source, torch.Tensor) and not beside:
-        value = as_part(site, source, part_for((), work), work, 2)
+    value = part(2, source) if isinstance(source, torch.Tensor) else source
     more = {key: given[key] for key in ("reduce", "include_self") if given.get(key) is not None}
     y = getattr(_T, name)(local, dim, where, value, **more)
     return SplitTensor(y, uncut(work, {d: y.shape[d] for d in uneven}))
@@ -421,7 +447,10 @@ def is_mask(each: Any) -> bool:
 
 
 def by_mask(func: Any, x: Any, mask: Any, at: int = 0) -> SplitTensor:
-    """Elements that a mask selects, in the order of the whole; blocking: ranks exchange their numbers."""
+    """Elements that a mask selects, in the order of the whole; blocking: ranks exchange their numbers.
+
+    The mask covers the dimensions of ``x`` from ``at`` on. A plain tensor is cut like the mask first.
+    """
     shape = frozen(x)
     covered = shape[at : at + mask.dim()]
     if frozen(mask) != covered:
@@ -444,7 +473,8 @@ def by_mask(func: Any, x: Any, mask: Any, at: int = 0) -> SplitTensor:
 
 
 def _exchanged_split(site: Site, layout: Decomposition, at: int, count: int) -> Split:
-    # Split of a dimension of which each rank keeps ``count`` elements; ranks exchange the counts.
+    # Split of a dimension of which each rank keeps ``count`` elements; ranks exchange the counts. Each writes
+    # its count at its place among zeros, so that a sum is a gather.
     counts = torch.zeros(layout.splits[at].parts, dtype=torch.int64)
     part, ranks = 0, lay.line(layout, ())
     if at in layout.axes:
@@ -464,7 +494,7 @@ def nonzero(call: Call, site: Site, x: SplitTensor, as_tuple: bool = False) -> A
     """Indices of elements, cut in their order; ranks exchange how many they have."""
     flat = reshape(x, (-1,))
     layout = flat._layout
-    start, _ = layout.box(layout.partition.me).bounds[0]
+    start, _ = layout.own_box.bounds[0]
     number = checked_block(flat).nonzero()[:, 0] + start
     layout = lay.with_splits(layout, {0: _exchanged_split(site, layout, 0, len(number))})
     places = []

@@ -29,7 +29,7 @@ from torch.nn import functional as F  # noqa: N812
 
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.layers.checks.arguments import SCALAR_TYPES
-from distdl_rma.layers.checks.gradient_origin import warn_user
+from distdl_rma.layers.checks.user_frames import warn_user
 from distdl_rma.layers.dtypes import sum_dtype
 from distdl_rma.layers.ops.losses import LEGACY, class_terms, divisor_of, divisor_of_classes, has_indices
 from distdl_rma.layers.split import layout as lay

@@ -1,4 +1,17 @@
-"""Normalisation by statistics of the whole tensor: ranks exchange their parts of a mean."""
+"""Normalisation by statistics of the whole tensor: ranks exchange their parts of a mean.
+
+A norm keeps the layout of its input: each rank normalises its block by moments that it shares with the ranks
+whose blocks have elements of the same group.
+
+    batch norm     moments of each channel, over all ranks with elements of the channel
+    group norm     moments of each sample and group of channels, over the ranks of the sample
+    layer norm     moments over the last dimensions; no exchange unless these are cut
+    evaluation     given moments: a function of elements, of which each rank takes its channels
+
+``layers/ops/norm`` has the operation, which distributed layers use too. Here it is found for the call, and
+kept by its site for one kind of input: layout, dtypes, and shapes of weights and running statistics. Torch's
+own checks run once, where the operation is made.
+"""
 
 from __future__ import annotations
 
@@ -38,6 +51,7 @@ def _normalised(
     running: Running | None = None,
     momentum: float = 0.0,
 ) -> SplitTensor:
+    # Normalises by moments of the input. ``number`` is that of groups, or of the last dimensions.
     local, layout = checked_block(x), x._layout
     weight, bias = wholes(site, weights, layout, _WEIGHTS)
     if call[0].__name__ == "rms_norm" and weight is not None and weight.is_floating_point():
@@ -69,11 +83,8 @@ def _normalised(
         dtypes = {key: w.dtype for key, w in given.items()}
         return Normalisation(site.call_site, source, local.dtype, options, store, dtypes)
 
-    operation = site.kept(key, make)
-    needs = needs_of(local, weight, bias)
-    if running is None:
-        return SplitTensor(operation(needs, local, weight=weight, bias=bias), layout)
-    y = operation(needs, local, weight=weight, bias=bias, momentum=momentum, **running)
+    tracked = {} if running is None else {"momentum": momentum, **running}
+    y = site.kept(key, make)(needs_of(local, weight, bias), local, weight=weight, bias=bias, **tracked)
     return SplitTensor(y, layout)
 
 
@@ -111,16 +122,10 @@ def with_running_statistics(
         return _normalised(call, site, x, 0, (weight, bias), eps, running, momentum)
     if running is None:
         raise ShapeError(f"{site.name}: running_mean and running_var are needed when {name} is False")
-    return _by_constants(call, site, x, running, (weight, bias), eps)
-
-
-def _by_constants(
-    call: Call, site: Site, x: SplitTensor, running: Running, weights: Weights, eps: float
-) -> SplitTensor:
     # Pointwise: torch's own function on the block, with the values of its channels.
-    local = checked_block(x)
-    channels = x._layout.slices()[1]
-    given = {**running, **dict(zip(_WEIGHTS, wholes(site, weights, x._layout, _WEIGHTS), strict=True))}
+    local, channels = checked_block(x), x._layout.slices()[1]
+    weights = wholes(site, (weight, bias), x._layout, _WEIGHTS)
+    given = {**running, **dict(zip(_WEIGHTS, weights, strict=True))}
     kinds = tuple([None if w is None else (w.shape, w.dtype) for w in given.values()])
     site.kept(("checked", x._layout, local.dtype, kinds), lambda: raise_as_torch(*call) is not None)
     parts = [None if w is None else w[channels] for w in given.values()]

@@ -1,6 +1,16 @@
 """Functions of single elements, also of lists of tensors: every rank computes its block.
 
-Operands with other cuts are redistributed first.
+These are most calls of a program, so the usual one costs little: ``pointwise`` walks over the arguments once,
+and if all split tensors have one layout and nothing else is a tensor, it calls torch's function on blocks and
+is done. All else (other layouts, broadcasting, plain tensors, keywords) goes to ``_of_several``, which
+chooses the common layout and moves the smaller operands.
+
+    x + y, one layout       torch.add(block of x, block of y)
+    x + bias, plain         bias is cut to this rank's part, where it has the extent of x
+    x + y, other layouts    y moves to the layout of x, if x has more elements
+    b += x, b plain         b becomes split, as the same object; a buffer stays plain and needs all of x
+
+In place means in the block's memory: the block is in the graph, and counts its changes, as torch needs it.
 """
 
 from __future__ import annotations
@@ -23,11 +33,11 @@ from distdl_rma.layers.split.operands import (
     block_of,
     common_layout,
     composition,
+    everywhere_of,
     of_cut,
     part_for,
     site_for,
 )
-from distdl_rma.layers.split.redistribution import redistributed
 from distdl_rma.layers.split.reduction_axes import laid_out, with_whole
 from distdl_rma.layers.split.tensor import SplitTensor, become_split, checked_block, composed, refused
 from distdl_rma.layers.split.views import (
@@ -84,6 +94,8 @@ def pointwise(  # noqa: C901 - runs for every function of elements
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """Each rank computes its block from the blocks of the operands."""
+    # A plain number in a tensor without dimensions broadcasts to any block, if it needs no gradient and is
+    # not what the function changes.
     layout, blocks = None, list[Any]()
     for argument in args:
         if isinstance(argument, SplitTensor):
@@ -184,9 +196,7 @@ def changed_plain(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     def whole(x: torch.Tensor) -> torch.Tensor:
         if not isinstance(x, SplitTensor):
             return x
-        everywhere, site = lay.replicated(x._layout.partition, x._layout.shape), site_for(func, x)
-        what = f"operand {next(numbers)} on a plain tensor"
-        return redistributed(site, checked_block(x), x._layout, everywhere, what)
+        return everywhere_of(site_for(func, x), x, f"operand {next(numbers)} on a plain tensor")
 
     operands, options = mapped(whole, (args, kwargs))
     return func(*operands, **options)
@@ -257,6 +267,7 @@ _OTHERWISE: dict[str, Callable[..., Any]] = {
 @rule("pointwise", *(name for name in _NAMES if name.startswith(_OF_EACH)))
 def of_each(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Each tensor of a list, split or plain, follows the rule of the function of one tensor."""
+    # Torch's optimizers call these to have few kernels, which blocks on a CPU do not need.
     name = func.__name__.removeprefix(_OF_EACH)
     in_place = name.endswith("_")
     function = _OTHERWISE.get(name) or getattr(torch.Tensor if in_place else torch, name, None)

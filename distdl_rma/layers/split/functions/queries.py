@@ -1,4 +1,21 @@
-"""Queries, gradients, values and new tensors: facts of the whole tensor, the graph of the block."""
+"""Queries, gradients, values and new tensors: facts of the whole tensor, the graph of the block.
+
+A split tensor has two faces. Whatever a program asks about *shape, type and place* is answered for the whole
+tensor. Whatever belongs to *autograd* is the block's: the block is in the graph, has ``.grad`` and hooks, and
+the split tensor is only a handle to it:
+
+    SplitTensor  (6, 4)      x.shape, x.dim(), x.device, len(x)
+       |
+       '--> block (3, 4)     x.grad_fn, x.requires_grad, x.grad (as a split tensor), x.register_hook
+
+So ``backward`` of a loss is torch's own backward of this rank's block, on all ranks at once. Gradients that
+the user passes in, or sets, are cut like the tensor on the way in (``_cut_like``) and become split tensors on
+the way out.
+
+No rank may decide alone. *Values* (``item``, ``if x:``) are read from copies only: of a cut tensor each rank
+would see another one. Where a backward begins is noted (``LOSS_ORIGIN``), since it must be the same tensor on
+all ranks.
+"""
 
 from __future__ import annotations
 
@@ -92,8 +109,7 @@ def on_graph(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         hook = args[1]
 
         def on_split(gradient: torch.Tensor) -> Any:
-            changed = hook(SplitTensor(gradient, x._layout))
-            return _cut_like(changed, x)
+            return _cut_like(hook(SplitTensor(gradient, x._layout)), x)
 
         return func(checked_block(x), on_split)
     result = func(checked_block(x), *args[1:], **kwargs)
@@ -137,13 +153,12 @@ def backward(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
 @rule("gradient", torch.autograd.grad)
 def gradients(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
     """Gradients of split tensors are cut as these are; those of plain tensors are summed over the ranks."""
+    # In a backward() a GradientSync sums the gradients of plain tensors. It does not see those that torch
+    # returns from here, so they are summed at the end, unless their uses have summed them already.
     outputs, inputs = args
-    given = kwargs.pop("grad_outputs", None)
     partition = common_partition(func, [*outputs, *inputs])
     site = site_of(Machine.of(partition), func)
-    if given is not None:
-        given = (given,) if isinstance(given, torch.Tensor) else tuple(given)
-        given = [_cut_like(g, y) for g, y in zip(given, outputs, strict=True)]
+    given = _all_cut_like(kwargs.pop("grad_outputs", None), outputs)
     ends, roots = _roots(outputs, partition), mapped(_block_of, list(inputs))
     _check_reached(func, ends)
     # Before the backward frees the graph that this reads.
@@ -170,9 +185,7 @@ def backward_of_several(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     (ends,) = args
     given, inputs = kwargs.pop("grad_tensors", None), kwargs.pop("inputs", None)
     partition = common_partition(func, tensors_in(ends, given, inputs))
-    if given is not None:
-        given = (given,) if isinstance(given, torch.Tensor) else tuple(given)
-        given = [_cut_like(g, y) for g, y in zip(given, ends, strict=True)]
+    given = _all_cut_like(given, ends)
     if inputs is not None:
         inputs = [_block_of(x) for x in ([inputs] if isinstance(inputs, torch.Tensor) else inputs)]
     LOSS_ORIGIN.begins_backward(tensors_in(ends))
@@ -192,13 +205,19 @@ def _check_reached(func: Any, roots: Sequence[torch.Tensor]) -> None:
 def _roots(ends: Sequence[torch.Tensor], partition: Partition) -> list[torch.Tensor]:
     # All ranks compute plain ends equally, such as a term of parameters: these count once.
     everywhere = lay.replicated(partition, ())
-    return [
-        checked_block(into_graph(x)) if isinstance(x, SplitTensor) else beside(x, everywhere) for x in ends
-    ]
+    return [_block_of(x) if isinstance(x, SplitTensor) else beside(x, everywhere) for x in ends]
 
 
 def _block_of(x: torch.Tensor) -> torch.Tensor:
     return checked_block(into_graph(x)) if isinstance(x, SplitTensor) else x
+
+
+def _all_cut_like(gradients: Any, ends: Sequence[torch.Tensor]) -> Any:
+    # Gradients that the user passes for the ends of a backward: one, several or None.
+    if gradients is None:
+        return None
+    several = (gradients,) if isinstance(gradients, torch.Tensor) else tuple(gradients)
+    return [_cut_like(gradient, x) for gradient, x in zip(several, ends, strict=True)]
 
 
 def _cut_like(gradient: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor | None:

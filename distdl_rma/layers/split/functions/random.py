@@ -3,12 +3,20 @@
 A distributed model with ``draws="torch"`` has a generator of torch for each block instead, whose seed is made
 of the block's position and of the number that every rank draws. Both ways each draw takes one number from the
 default generator or from the one that is passed.
+
+    default generators       1 number, equal on all ranks (``seed_from``), and all move on alike
+        |
+        |--- by index        element i of the whole: number i of the sequence of this seed (``draws.fill``)
+        '--- draws="torch"   a generator of torch for (seed, start of the block): other numbers on other grids
+
+So a run draws the same masks on every grid, and a checkpoint that recomputes a dropout draws the same again:
+torch restores the default generator for it. Tensors without a cut draw by index too, in a model that does so;
+otherwise a model's numbers would depend on which of its tensors happen to be cut.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import wraps
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +25,7 @@ from torch.nn import functional as F  # noqa: N812
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.layers.split.calls.signatures import named, tensors_in
 from distdl_rma.layers.split.calls.site import Site, draws_by_index
-from distdl_rma.layers.split.calls.table import Call, Handler, rule
+from distdl_rma.layers.split.calls.table import Call, rule
 from distdl_rma.layers.split.calls.torch_errors import checked_rule
 from distdl_rma.layers.split.functions.draws import fill, generator_of_block, seed_from
 from distdl_rma.layers.split.operands import (
@@ -60,30 +68,21 @@ def draw(
 
 
 def _overwrite(drawn: torch.Tensor, layout: Decomposition, seed: int, probability: torch.Tensor) -> None:
-    # What torch has drawn with a probability for each element, again by the indices.
+    # What torch has drawn with a probability for each element, again by the indices. In double precision,
+    # since a number and its probability decide by a comparison.
     number = torch.empty(drawn.shape, dtype=torch.float64)
     fill(number, "uniform_", layout, seed, (0.0, 1.0))
     with torch.no_grad():
         drawn.copy_(number < probability)
 
 
-def of_drawn(**options: Any) -> Callable[[Any], Handler]:
-    """As :func:`of_cut`; the handler gets uncut tensors, too, if elements are drawn by their indices."""
-
-    def decorate(handler: Any) -> Handler:
-        for_cut, for_all = (of_cut(uncut=uncut, **options)(handler) for uncut in (False, True))
-
-        @wraps(handler)
-        def called(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            return (for_all if draws_by_index() else for_cut)(func, args, kwargs)
-
-        return called
-
-    return decorate
+# As ``of_cut``; the handler gets uncut tensors, too, if elements are drawn by their indices.
+of_drawn = partial(of_cut, uncut=draws_by_index)
 
 
 def _scaled(mask: torch.Tensor, p: float, alpha: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
-    # The factor of each element, and what is added afterwards.
+    # The factor of each element, and what is added afterwards. Alpha dropout keeps mean and variance: dropped
+    # elements get SELU's limit, and a and the offset undo what this does to both.
     if not alpha:
         return mask.div_(1 - p) if p < 1 else mask, None
     a = ((_ALPHA * _ALPHA * p + 1) * (1 - p)) ** -0.5 if p < 1 else 0.0

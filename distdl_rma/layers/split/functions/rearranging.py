@@ -1,4 +1,16 @@
-"""Rearranged elements: joined, split, flipped, rolled, shuffled; windows and diagonals."""
+"""Rearranged elements: joined, split, flipped, rolled, shuffled; windows and diagonals.
+
+Three ways to rearrange a dimension that is cut:
+
+- *Parts of other lengths* (``cat``, ``split``, ``chunk``): each rank keeps its elements, and the result has
+  its parts where these elements lie. If a small tensor is joined to a large one, the first and the last rank
+  keep what is added, so that no block of the large one moves (``layout_choice.joined``).
+- *Another cut meanwhile* (``flip``, ``diag``, ``unfold``: the rows of ``_enter``): every index of the other
+  dimensions is rearranged alike. So one of these is cut instead, torch's function runs on the blocks, and the
+  result stays cut there.
+- *Strips to other blocks* (``roll``): two slices of the dimension, each moved to its place in the result. By
+  a small shift most elements stay on their rank.
+"""
 
 from __future__ import annotations
 
@@ -47,16 +59,17 @@ def cat(call: Call, site: Site, tensors: Any, dim: int) -> Any:
     if not any(isinstance(x, SplitTensor) for x in tensors):
         return on_whole_tensors(*call)
     shapes = [frozen(x) for x in tensors]
+    # A cut tensor before copies: copies can be cut without a message.
     largest = max(
         (at for at, x in enumerate(tensors) if isinstance(x, SplitTensor)),
         key=lambda at: (tensors[at].is_split, Box.of_shape(shapes[at]).volume),
     )
     layouts = tuple(x._layout if isinstance(x, SplitTensor) else tuple(x.shape) for x in tensors)
+    dim = positive(dim, len(shapes[largest]))
 
     def make() -> tuple[Decomposition, list[Decomposition]]:
         base = tensors[largest]._layout
-        dims = len(base.shape)
-        if -dims <= dim < dims and dim % dims not in base.cut_dims:
+        if dim not in base.cut_dims:
             base = lay.ending_first(base, [x for x in layouts if isinstance(x, Decomposition)])
         return _places(name_of(call[0]), base, largest, shapes, dim)
 
@@ -72,12 +85,9 @@ def _places(
     name: str, base: Decomposition, at: int, shapes: Sequence[tuple[int, ...]], dim: int
 ) -> tuple[Decomposition, list[Decomposition]]:
     # Layout of a concatenation, and the layout of each tensor within it.
-    dims = len(base.shape)
-    if not -dims <= dim < dims:
-        raise IndexError(f"{name}: dim {dim} is out of range for tensors of {dims} dimensions")
-    dim %= dims
     for number, shape in enumerate(shapes):
-        if len(shape) != dims or any(n != base.shape[d] for d, n in enumerate(shape) if d != dim):
+        wanted = base.shape[:dim] + shape[dim : dim + 1] + base.shape[dim + 1 :]
+        if shape != wanted:
             raise ShapeError(
                 f"{name}: tensor {at} has the global shape {base.shape} but tensor {number} {shape}, which"
                 f" must agree but in dimension {dim}"
@@ -227,10 +237,8 @@ def rolled(call: Call, site: Site, x: SplitTensor, shifts: Any, dims: Any) -> An
         return reshape(composed(call[0], reshape(x, (-1,)), shifts[0], 0), x._layout.shape)
     cut, count = x._layout.cut_dims, len(x._layout.shape)
     here = [(s, d) for s, d in zip(shifts, dims, strict=True) if positive(d, count) not in cut]
-    y = SplitTensor(
-        torch.roll(checked_block(x), *map(tuple, zip(*here, strict=True))) if here else checked_block(x),
-        x._layout,
-    )
+    block = checked_block(x)
+    y = SplitTensor(torch.roll(block, *zip(*here, strict=True)) if here else block, x._layout)
     for number, (shift, dim) in enumerate(zip(shifts, dims, strict=True)):
         if dim % count in cut:
             y = _rolled_along(site, y, shift, dim % count, number)
@@ -238,6 +246,8 @@ def rolled(call: Call, site: Site, x: SplitTensor, shifts: Any, dims: Any) -> An
 
 
 def _rolled_along(site: Site, x: SplitTensor, shift: int, dim: int, number: int) -> SplitTensor:
+    # A roll by 2 along 8 elements of two ranks: 0 1 2 3 | 4 5 6 7 becomes 6 7 0 1 | 2 3 4 5. The end 6 7 and
+    # the start 0 ... 5 are slices, each with parts on the ranks before and other parts after it.
     extent = x._layout.shape[dim]
     shift = shift % extent if extent else 0
     if not shift:
@@ -277,13 +287,14 @@ def pixels_shuffled(call: Call, site: Site, x: SplitTensor, **given: Any) -> Any
 
     source, result = derived(x, (func, factor), make)
     local = redistributed(site, checked_block(x), x._layout, source, "shuffled")
-    here = result.box(result.partition.me).shape
-    return SplitTensor(func(local, factor) if local.numel() else local.reshape(here), result)
+    y = func(local, factor) if local.numel() else local.reshape(result.own_box.shape)
+    return SplitTensor(y, result)
 
 
 @checked_rule("movement", "triu", "tril")
 @of_cut(uncut=True)
 def triangle(call: Call, site: Site, x: SplitTensor, diagonal: int) -> Any:
     """Each rank keeps its part of the triangle."""
-    row, column = x._layout.box(x._layout.partition.me).start[-2:]
+    # A block of rows from 4 on sees the diagonal 4 columns further to the right.
+    row, column = x._layout.own_box.start[-2:]
     return SplitTensor(call[0](checked_block(x), diagonal + row - column), x._layout)

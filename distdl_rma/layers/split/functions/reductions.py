@@ -1,16 +1,38 @@
-"""Reductions: of blocks first, then over the ranks; results have torch's dtypes."""
+"""Reductions: of blocks first, then over the ranks; results have torch's dtypes.
+
+Every rule here has three steps. Only the second one sends data, and only if a reduced dimension is cut:
+
+    rank 0   block --torch's function--> partial --.
+                                                   +--> result, the same on all ranks of the line
+    rank 1   block --torch's function--> partial --'
+
+The *line* are the ranks whose blocks contribute to the same results (:class:`Along`); all other cuts stay.
+The families differ in how they combine partial results, and hence in their gradients:
+
+- *Sums* (``sum``, ``mean``, ``var``, norms of order 0): an allreduce, whose backward hands the gradient on
+  (``all_sum``): the gradient of an element does not depend on other elements.
+- *Of the whole* (``logsumexp``, ``prod``, norms): every rank gets all partial results and reduces these.
+  Differentiating through a partial result would be wrong where it overflows and the whole does not. So the
+  gradient is written down here, from the element and the whole result (:class:`_OfWhole`).
+- *Extremes* (``max``, ``argmin``): an allreduce of integers that are ordered like the numbers. MPI does not
+  say what the maximum of a NaN is, and a short float would need a type of its own; integers have one order.
+
+Partial results are in the longer dtype of ``sum_dtype`` and are rounded once, at the end, as torch's kernels
+do within a block. ``softmax`` is here too, since it needs a reduction over the same line.
+"""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch.nn import functional as F  # noqa: N812
 
-from distdl_rma.layers.checks.gradient_origin import warn_user
-from distdl_rma.layers.dtypes import sum_dtype
+from distdl_rma.layers.checks.user_frames import warn_user
+from distdl_rma.layers.dtypes import BIT_WORDS, sum_dtype
 from distdl_rma.layers.ops.core.autograd import OperatorFunction, first_derivative
 from distdl_rma.layers.split.calls.signatures import mapped, tensors_in
 from distdl_rma.layers.split.calls.site import Site
@@ -21,6 +43,7 @@ from distdl_rma.layers.split.operands import as_blocks, common_layout, of_any_cu
 from distdl_rma.layers.split.redistribution import reduced
 from distdl_rma.layers.split.reduction_axes import Along, OnBlock, chosen_dims, positive, with_whole
 from distdl_rma.layers.split.tensor import SplitTensor, checked_block, composed
+from distdl_rma.segments.machine import Machine
 
 
 def summed_dtype(x: torch.Tensor, dtype: torch.dtype | None) -> torch.dtype:
@@ -66,23 +89,26 @@ def truth(call: Call, site: Site, x: SplitTensor, dim: Any, keepdim: bool) -> An
     return along.result(y, keepdim)
 
 
-# The gradient of a block, from those of the whole result, the block and the whole result.
+# The gradient of a block, from the gradient of the whole result, the block and the whole result.
 Slope = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class _OfWhole(OperatorFunction):
-    # A result of the blocks of all ranks. The gradient is torch's for the whole: partial results of a block
-    # are no part of it, since they may be infinite or NaN where the whole is not.
+    # A result of the blocks of all ranks, which the caller has computed. The gradient is torch's for the
+    # whole: partial results of a block are no part of it, since they may be infinite or NaN where the whole
+    # is not. A slope that waits for other ranks needs ``machine``, to which an error in it is reported.
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, result: torch.Tensor, slope: Slope) -> torch.Tensor:
+    def forward(
+        ctx: Any, x: torch.Tensor, result: torch.Tensor, slope: Slope, machine: Machine | None = None
+    ) -> torch.Tensor:
         ctx.save_for_backward(x, result)
-        ctx.slope = slope
+        ctx.slope, ctx.machine = slope, machine
         return result.clone()
 
     @staticmethod
     @first_derivative
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
-        return ctx.slope(gradient, *ctx.saved_tensors), None, None
+        return ctx.slope(gradient, *ctx.saved_tensors), None, None, None
 
 
 def of_whole(along: Along, reduce: OnBlock, slope: Slope) -> torch.Tensor:
@@ -148,6 +174,7 @@ def variance(
     call: Call, site: Site, x: SplitTensor, dim: Any, unbiased: Any, keepdim: bool, correction: Any
 ) -> Any:
     """Ranks sum the mean first, then squared distances from it."""
+    # Not sums of x and of x * x in one message: their difference loses all digits where the mean is large.
     func, *_ = call
     # The second positional argument is the dimensions, or ``unbiased``.
     if isinstance(dim, bool):
@@ -191,23 +218,16 @@ def variance(
     return found, along.result(mean.to(dtype), keepdim)
 
 
-def norm_along(along: Along, order: float) -> torch.Tensor:
-    """Norm of an order but 0 over the blocks of all ranks; it is finite if a reduced dimension is cut.
-
-    Reduced dimensions have extent 1.
-    """
-
-    def slope(gradient: torch.Tensor, x: torch.Tensor, norm: torch.Tensor) -> torch.Tensor:
-        if order == 1:
-            return gradient * x.sgn()
-        if order == 2:
-            return gradient * torch.where(norm == 0, 0, x / norm)
-        powers = x.sgn() * x.abs() ** (order - 1)
-        if order < 1:
-            return torch.where(x == 0, 0, powers) * gradient * norm ** (1 - order)
-        return powers * torch.where(norm == 0, 0, gradient / norm ** (order - 1))
-
-    return of_whole(along, lambda y: torch.linalg.vector_norm(y, order, along.dims, True), slope)
+def _slope_of_norm(order: float, gradient: torch.Tensor, x: torch.Tensor, norm: torch.Tensor) -> torch.Tensor:
+    # For finite orders but 0. At zero, where there is no slope, torch says zero.
+    if order == 1:
+        return gradient * x.sgn()
+    if order == 2:
+        return gradient * torch.where(norm == 0, 0, x / norm)
+    powers = x.sgn() * x.abs() ** (order - 1)
+    if order < 1:
+        return torch.where(x == 0, 0, powers) * gradient * norm ** (1 - order)
+    return powers * torch.where(norm == 0, 0, gradient / norm ** (order - 1))
 
 
 @checked_rule("norm", "vector_norm")
@@ -225,7 +245,9 @@ def vector_norm(
     if order == 0:
         counts = torch.linalg.vector_norm(along.local, 0, along.dims, True)
         return along.result(along.summed(counts).to(found), keepdim)
-    return along.result(norm_along(along, order).to(found), keepdim)
+    slope = partial(_slope_of_norm, order)
+    y = of_whole(along, lambda y: torch.linalg.vector_norm(y, order, along.dims, True), slope)
+    return along.result(y.to(found), keepdim)
 
 
 @checked_rule("norm", torch.norm, torch.Tensor.norm, torch.linalg.norm, torch.linalg.matrix_norm, "dist")
@@ -284,7 +306,9 @@ def comparison(call: Call, site: Site, x: Any, other: Any, **given: Any) -> bool
 
 
 class _Softmax(OperatorFunction):
-    # Softmax, or its logarithm, over one cut dimension.
+    # Softmax, or its logarithm, over one cut dimension. A rank's largest element m and sum of exponentials s,
+    # relative to m, are enough: with M = max(m), the whole sum is that of s * exp(m - M). Both travel in one
+    # message, side by side along the dimension; a block without elements sends nothing.
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, along: Along, log: bool) -> torch.Tensor:
         (d,) = along.dims
@@ -338,16 +362,16 @@ def softmax(
 
 
 # Integer dtypes of as many bits, for keys in the order of the numbers; NaN is beyond all others.
-_KEYS = {
-    torch.float64: torch.int64,
-    torch.float32: torch.int32,
-    torch.float16: torch.int16,
-    torch.bfloat16: torch.int16,
-}
+_FLOATS = torch.float64, torch.float32, torch.float16, torch.bfloat16
+_KEYS = {dtype: BIT_WORDS[dtype.itemsize][0] for dtype in _FLOATS}
+# Index on a rank that does not have the extreme: larger than all others, so that it is never the first one.
 _NOWHERE = torch.iinfo(torch.int64).max
 
 
 def _keys(x: torch.Tensor, largest: bool) -> torch.Tensor:
+    # Integers in the order of the numbers. The bits of a positive float, read as an integer, grow with it.
+    # Those of a negative one fall: all bits but the sign are inverted. So -0.0 is below 0.0. NaN is the
+    # largest key for a maximum and the smallest for a minimum: as in torch, it wins either way.
     kind = _KEYS.get(x.dtype)
     if kind is None:
         return x
@@ -358,6 +382,7 @@ def _keys(x: torch.Tensor, largest: bool) -> torch.Tensor:
 
 
 def _numbers(keys: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    # The inverse of ``_keys``, but for the bits of a NaN.
     if dtype not in _KEYS:
         return keys
     return torch.where(keys < 0, keys ^ torch.iinfo(keys.dtype).max, keys).view(dtype)
@@ -396,51 +421,23 @@ def _nothing(along: Along, largest: bool) -> torch.Tensor | None:
     return (nothing * 0 + _worst(local.dtype, largest)).to(local.dtype)
 
 
-class _Chosen(OperatorFunction):
-    # The extreme over the ranks; the rank that has the element gets the gradient.
-    @staticmethod
-    def forward(ctx: Any, _own: torch.Tensor, extreme: torch.Tensor, mine: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(mine)
-        return extreme.clone()
-
-    @staticmethod
-    @first_derivative
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
-        (mine,) = ctx.saved_tensors
-        return gradient.where(mine, 0), None, None
-
-
-class _Shared(OperatorFunction):
-    # The extreme over the ranks; all elements that are equal to it share the gradient.
-    @staticmethod
-    def forward(
-        ctx: Any, x: torch.Tensor, extreme: torch.Tensor, along: Along, nan_too: bool, multiplies: bool
-    ) -> torch.Tensor:
-        ctx.save_for_backward(x, extreme)
-        ctx.site, ctx.ranks, ctx.dims, ctx.how = along.site, along.ranks, along.dims, (nan_too, multiplies)
-        ctx.machine = along.site.machine
-        return extreme.clone()
-
-    @staticmethod
-    @first_derivative
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
-        x, extreme = ctx.saved_tensors
-        nan_too, multiplies = ctx.how
-        equal = _is_extreme(x, extreme) if nan_too else x == extreme
-        count = equal.sum(ctx.dims, keepdim=True)
-        count = reduced(ctx.site, count, ctx.ranks, what="gradient, equal elements")
-        # As in torch: a gradient that is NaN, as where no element equals NaN, is multiplied by 0 or not read.
-        share = gradient / count
-        return share * equal if multiplies else torch.where(equal, share, 0), None, None, None, None
-
-
 def _extreme(along: Along, largest: bool, keepdim: bool, nan_too: bool, multiplies: bool) -> SplitTensor:
+    # All elements that are equal to the extreme share its gradient, those of other ranks too. Functions of
+    # torch differ in two ways: whether a NaN equals the result NaN, and whether a gradient that is NaN (as
+    # where no element equals the result) is multiplied by 0 for the other elements, or not read.
     function = torch.amax if largest else torch.amin
-    x = along.local
+    x, dims, site, ranks = along.local, along.dims, along.site, along.ranks
     found = _nothing(along, largest)
-    y = _of_ranks(along, function(x.detach(), along.dims, True) if found is None else found, largest)
+    y = _of_ranks(along, function(x.detach(), dims, True) if found is None else found, largest)
+
+    def slope(gradient: torch.Tensor, x: torch.Tensor, extreme: torch.Tensor) -> torch.Tensor:
+        equal = _is_extreme(x, extreme) if nan_too else x == extreme
+        count = reduced(site, equal.sum(dims, keepdim=True), ranks, what="gradient, equal elements")
+        share = gradient / count
+        return share * equal if multiplies else torch.where(equal, share, 0)
+
     if x.requires_grad and torch.is_grad_enabled():
-        y = _Shared.apply(x, y, along, nan_too, multiplies)
+        y = _OfWhole.apply(x, y, slope, site.machine)
     return along.result(y, keepdim)
 
 
@@ -476,14 +473,16 @@ def _with_index(along: Along, largest: bool) -> tuple[torch.Tensor, torch.Tensor
     values = _nothing(along, largest)
     if values is None:
         values, indices = function(along.local, d, True)
-        indices = indices + along.layout.box(along.layout.partition.me).bounds[d][0]
+        indices = indices + along.layout.own_box.bounds[d][0]
     else:
         indices = torch.full(values.shape, _NOWHERE)
     if not along.cut:
         return values, indices
     extreme, first = _first(along, values, indices, largest)
     if values.requires_grad and torch.is_grad_enabled():
-        extreme = _Chosen.apply(values, extreme, indices == first)
+        # Only the rank that has the element gets the gradient.
+        mine = indices == first
+        extreme = _OfWhole.apply(values, extreme, lambda gradient, *_: gradient.where(mine, 0))
     return extreme, first
 
 
@@ -510,7 +509,7 @@ def index_of_largest(call: Call, site: Site, x: SplitTensor, dim: Any, keepdim: 
         found = local.argmax() if largest else local.argmin()
         places = torch.unravel_index(found, local.shape)
         value, index = local[places].view((1,) * len(shape)), torch.tensor(0)
-        bounds = along.layout.box(along.layout.partition.me).bounds
+        bounds = along.layout.own_box.bounds
         for at, (start, _), n in zip(places, bounds, shape, strict=True):
             index = index * n + at + start
     # The first index in the order of the whole tensor, not of the ranks.

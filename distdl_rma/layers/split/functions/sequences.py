@@ -1,7 +1,22 @@
-"""Attention and recurrent layers: a rank computes its queries, heads and samples, with all keys."""
+"""Attention and recurrent layers: a rank computes its queries, heads and samples, with all keys.
+
+Attention is a contraction (``contractions.py``) in which keys and features must be whole: each row of weights
+is normalised over all keys. So rows, heads and samples may be cut, and a rank gets all keys and values for
+its rows. It uses its rows of the mask; a causal mask becomes an explicit one there, since torch's begins at
+the first row of the block:
+
+    whole, causal    rank 0, rows 0 and 1    rank 1, rows 2 and 3
+    x . . .          x . . .                 x x x .
+    x x . .          x x . .                 x x x x
+    x x x .
+    x x x x
+
+Recurrent layers need each step of time before the next one, and all features in it: only samples stay cut.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from math import sqrt
 from types import FunctionType
@@ -10,6 +25,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F  # noqa: N812
 
+from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.layers.split import layout as lay
 from distdl_rma.layers.split.calls.signatures import mapped
 from distdl_rma.layers.split.calls.site import Site
@@ -46,7 +62,7 @@ def attention(call: Call, site: Site, query: Any, key: Any, value: Any, **given:
     # Rows of attention weights need all keys, and all features of a product.
     _, work, blocks = prepared(func, operands, labels, [*longest, "row", "out"], ("key", "in"))
     rows, keys = frozen(q)[-2], frozen(k)[-2]
-    first, stop = work.result.box(work.result.partition.me).bounds[-2]
+    first, stop = work.result.own_box.bounds[-2]
     if causal and stop - first != rows:
         if mask is not None:
             raise refused(func, "attn_mask and is_causal do not go together, as in torch")
@@ -107,14 +123,20 @@ def recurrent(call: Call, site: Site, x: Any, **_: Any) -> Any:
     batch = 0 if batch_first else 1
     local, layout = with_whole(site, x, [d for d in range(3) if d != batch], "sequences made whole")
     weights = wholes(site, weights, layout, [f"weight {at}" for at in range(len(weights))])
-    several = isinstance(states, (list, tuple))
-    given = states if several else (states,)
+    # States are (layers, samples, features), and a projection may give them different features.
     row = lay.reordered(layout, [None, batch, None])
+    given = states if isinstance(states, (list, tuple)) else (states,)
     parts = [uncut(row, {0: frozen(h)[0], 2: frozen(h)[2]}) for h in given]
-    before = [as_part(site, h, part, part, at) for at, (h, part) in enumerate(zip(given, parts, strict=True))]
-    y, *after = func(local, before if several else before[0], weights, *others)
+    y, *after = func(local, _parts_of(site, states, parts), weights, *others)
     found = SplitTensor(y, uncut(layout, {2: y.shape[2]}))
     return found, *(SplitTensor(h, part) for h, part in zip(after, parts, strict=True))
+
+
+def _parts_of(site: Site, states: Any, parts: Sequence[Decomposition]) -> Any:
+    # This rank's part of a state, or of each of several ones.
+    if not isinstance(states, (list, tuple)):
+        return as_part(site, states, parts[0], parts[0])
+    return [as_part(site, h, part, part, at) for at, (h, part) in enumerate(zip(states, parts, strict=True))]
 
 
 @rule("contraction", "lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell")
@@ -122,9 +144,8 @@ def recurrent(call: Call, site: Site, x: Any, **_: Any) -> Any:
 def cell(call: Call, site: Site, x: SplitTensor, hx: Any, **given: Any) -> Any:
     """Samples stay cut; features become whole."""
     local, layout = with_whole(site, x, [1], "features made whole")
-    several = isinstance(hx, (list, tuple))
-    states, weights = hx if several else (hx,), list(given.values())
+    states, weights = hx if isinstance(hx, (list, tuple)) else (hx,), list(given.values())
     part = uncut(layout, {1: frozen(states[0])[1]})
-    before = [as_part(site, h, part, part, at) for at, h in enumerate(states)]
+    before = _parts_of(site, hx, [part] * len(states))
     weights = wholes(site, weights, layout, [f"weight {at}" for at in range(len(weights))])
-    return mapped(lambda h: SplitTensor(h, part), call[0](local, before if several else before[0], *weights))
+    return mapped(lambda h: SplitTensor(h, part), call[0](local, before, *weights))

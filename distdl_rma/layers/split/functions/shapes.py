@@ -1,4 +1,21 @@
-"""Shapes and orders of dimensions: ranks reshape blocks; elements move if the results are no blocks."""
+"""Shapes and orders of dimensions: ranks reshape blocks; elements move if the results are no blocks.
+
+A reorder of dimensions (``permute``) reorders the cuts with them. A reshape joins and divides dimensions. A
+block of rows of a (4, 6) tensor is an interval of the (24,) tensor, a block of columns is not:
+
+    cut in rows           reshape(24)               cut in columns        reshape(24)
+    0 0 0 0 0 0                                     0 0 0 1 1 1
+    0 0 0 0 0 0    ->   0 0 ... 0 1 1 ... 1         0 0 0 1 1 1    ->   0 0 0 1 1 1 0 0 0 1 ...
+    1 1 1 1 1 1         two intervals: local        0 0 0 1 1 1         no intervals: the cut moves first
+    1 1 1 1 1 1                                     0 0 0 1 1 1         to the rows
+
+``layout_choice.py`` decides by arithmetic what must move; this file asks it, and calls torch.
+
+In torch most of these results are views: a change in place of one changes the other. Where no element moved,
+the block of the result is a view of the block, and torch does the same. Where elements moved it is a copy,
+and a change in place is refused (``seen_of(..., moved=True)``). What torch would return, a view or a copy,
+with which strides, is asked of torch itself on the meta device, for the whole tensor.
+"""
 
 from __future__ import annotations
 
@@ -27,12 +44,18 @@ _V = TypeVar("_V")
 
 
 def derived(x: SplitTensor, key: Any, make: Callable[[], _V]) -> _V:
-    """A value that follows from a tensor's layout and ``key``; kept by the machine."""
+    """A value that follows from a tensor's layout and ``key``; kept by the machine.
+
+    Not by the site: what follows from layouts alone is the same in every line of the program.
+    """
     return lay.kept(x._layout.partition, "derived", (x._layout, key), make)
 
 
 def frozen(argument: Any) -> Any:
-    """Arguments of a call in a hashable form, with shapes in place of tensors."""
+    """Arguments of a call in a hashable form, with shapes in place of tensors.
+
+    So calls with other values and equal shapes have one key. For a tensor alone it is its global shape.
+    """
     if isinstance(argument, torch.Tensor):
         return tuple(argument.shape)
     if isinstance(argument, (list, tuple)):
@@ -47,7 +70,7 @@ def frozen(argument: Any) -> Any:
 
 
 def uncut(layout: Decomposition, extents: dict[int, int]) -> Decomposition:
-    """Layout in which some uncut dimensions have other extents."""
+    """Layout in which some uncut dimensions have other extents, as those that torch's function changes."""
     return lay.with_splits(layout, {d: Balanced(n, 1) for d, n in extents.items()})
 
 
@@ -66,7 +89,8 @@ def reordered(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     x, *rest = args
 
     def make() -> tuple[Decomposition, Any]:
-        # All extents differ, so they identify the dimensions.
+        # Torch reorders a shape whose extents all differ, so that they identify the dimensions. So the rule
+        # needs to know none of these functions' arguments.
         probe = func(torch.empty(tuple(range(1, len(x._layout.shape) + 1)), device="meta"), *rest, **kwargs)
         order = [n - 1 for n in probe.shape]
         return lay.reordered(x._layout, order), strides_of(x, lambda whole: func(whole, *rest, **kwargs))
@@ -130,7 +154,9 @@ _COPIED = object()
 def _reshaped(
     func: Any, x: SplitTensor, source: Decomposition, result: Decomposition, strides: Any
 ) -> SplitTensor:
-    shape = result.box(result.partition.me).shape
+    # Block and whole may differ in whether a reshape is a view, since the block has other strides. All ranks
+    # must return a view, or none: otherwise a change in place would reach the input on some ranks only.
+    shape = result.own_box.shape
     if source is x._layout:
         y, here = checked_block(x).reshape(shape), x._local.stride()
         # Whether strides decrease, as in contiguous memory.
@@ -175,13 +201,17 @@ def expanded(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         func, rest, kwargs = _T.expand, [frozen(other)], {}
     if not isinstance(x, SplitTensor):
         return func(x, *rest, **kwargs)
-    shape = derived(
-        x, (func, frozen(rest), frozen(kwargs)), lambda: tuple(func(on_shape(x), *rest, **kwargs).shape)
-    )
-    return _expanded(func, x, shape)
+    return _expanded(func, x, _shape_of(func, x, rest, kwargs))
+
+
+def _shape_of(func: Any, x: SplitTensor, rest: list[Any], kwargs: dict[str, Any]) -> tuple[int, ...]:
+    # Global shape of a function's result, as torch says.
+    key = func, frozen(rest), frozen(kwargs)
+    return derived(x, key, lambda: tuple(func(on_shape(x), *rest, **kwargs).shape))
 
 
 def _expanded(func: Any, x: SplitTensor, shape: tuple[int, ...]) -> SplitTensor:
+    # An expanded dimension has one element, which one rank has if it is cut: that one sends it to all.
     ahead, mine = len(shape) - len(x._layout.shape), x._layout.shape
     local, layout = with_whole(site_for(func, x), x, [d for d, n in enumerate(mine) if n != shape[d + ahead]])
 
@@ -191,7 +221,7 @@ def _expanded(func: Any, x: SplitTensor, shape: tuple[int, ...]) -> SplitTensor:
         return result, strides_of(x, lambda whole: whole.expand(shape))
 
     result, strides = derived(x, ("expanded", layout, shape, x._strides), make)
-    y = local.expand(result.box(result.partition.me).shape)
+    y = local.expand(result.own_box.shape)
     return seen_of(x, y, result, strides, layout is not x._layout)
 
 
@@ -229,9 +259,7 @@ def meshgrid(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def repeated(call: Call, site: Site, x: SplitTensor, **_: Any) -> Any:
     """Each rank repeats its block; repeated dimensions become whole."""
     func, (_x, *rest), kwargs = call
-    shape = derived(
-        x, (func, frozen(rest), frozen(kwargs)), lambda: tuple(func(on_shape(x), *rest, **kwargs).shape)
-    )
+    shape = _shape_of(func, x, rest, kwargs)
     mine, ahead = x._layout.shape, len(shape) - len(x._layout.shape)
     local, layout = with_whole(site, x, [d for d, n in enumerate(mine) if n != shape[d + ahead]])
     y = func(local, *rest, **kwargs)

@@ -1,4 +1,15 @@
-"""Users' own rules: for functions of torch or of other libraries, and for kinds of modules."""
+"""Users' own rules: for functions of torch or of other libraries, and for kinds of modules.
+
+There are three doors by which a call with split tensors can reach a rule:
+
+- A function that torch dispatches (``torch.overrides``): the table of rules is enough.
+- ``Function.apply`` of an autograd function, which torch does not dispatch: its ``apply`` is replaced by one
+  that does, for the registered class alone.
+- ``forward`` of a class of modules: replaced by one that calls the user's handler if a split tensor comes in.
+
+A replaced method keeps the original one as an attribute, so that a second ``register`` replaces the rule and
+does not wrap the wrapper.
+"""
 
 from __future__ import annotations
 
@@ -83,6 +94,8 @@ def _register_elementwise(what: Any) -> None:
 
 
 def _by_elements(compute: Callable[..., Any], func: Any, args: Any, kwargs: Any) -> Any:
+    # Every rank calls ``compute`` with its parts of the operands. A tensor that is passed twice is one object
+    # there too, and one that the function changes and returns is the user's split tensor again.
     operands = tensors_in(args, kwargs)
     result = common_layout(func, operands)
     site, blocks = site_for(func, *operands), dict[int, Any]()
@@ -94,7 +107,7 @@ def _by_elements(compute: Callable[..., Any], func: Any, args: Any, kwargs: Any)
         return found
 
     found = compute(*mapped(block, args), **mapped(block, kwargs))
-    wanted = result.box(result.partition.me).shape
+    wanted = result.own_box.shape
 
     def split(y: torch.Tensor) -> torch.Tensor:
         if tuple(y.shape) != wanted:

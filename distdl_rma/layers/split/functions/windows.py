@@ -1,9 +1,24 @@
-"""Pools, resizing, padding, patches, sampling: ranks fetch the elements that their outputs need."""
+"""Pools, resizing, padding, patches, sampling: ranks fetch the elements that their outputs need.
+
+Two families, by how far an output looks:
+
+- *Windows of a fixed reach* (pools, resizing, padding). Outputs lie with their inputs, and an operation of
+  ``layers/ops/windows.py`` fetches what a rank's outputs read of other blocks. The layout of the result is
+  the operation's: extents change, and with them the ends of the parts. Here windows of three elements:
+
+      rank 0   a a a a            output 0 reads a a a: local
+      rank 1           b b b b    output 1 reads a b b: its rank fetches what it lacks
+
+- *Anywhere in the plane* (unpooling, ``fold``, ``grid_sample``): where an output reads depends on indices or
+  overlaps. So planes become whole, samples or channels are cut meanwhile, and the result is cut again.
+
+A mean over a whole plane is a reduction: ranks sum their blocks, and no element travels.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Mapping
+from collections.abc import Mapping
 from functools import cache, partial
 from typing import Any
 
@@ -30,6 +45,7 @@ from distdl_rma.layers.split import layout_choice
 from distdl_rma.layers.split.calls.site import Site
 from distdl_rma.layers.split.calls.table import Call, rule
 from distdl_rma.layers.split.calls.torch_errors import checked_rule, raise_as_torch
+from distdl_rma.layers.split.functions.shapes import uncut
 from distdl_rma.layers.split.operands import as_part, common_partition, needs_of, of_any_cut, of_cut
 from distdl_rma.layers.split.redistribution import redistributed
 from distdl_rma.layers.split.reduction_axes import (
@@ -63,20 +79,16 @@ def _widened(x: torch.Tensor) -> torch.Tensor:
     return x.float() if short and torch.is_autocast_enabled("cpu") else x
 
 
+Given = Mapping[str, Any]
+
+
 def windowed(
-    call: Call,
-    site: Site,
-    x: torch.Tensor,
-    layout: Decomposition,
-    dims: int,
-    kind: type[Any],
-    key: Hashable,
-    given: Mapping[str, Any],
+    call: Call, site: Site, x: torch.Tensor, layout: Decomposition, dims: int, kind: type[Any], given: Given
 ) -> tuple[SplitTensor, Any]:
     """Run an operation of windows on a block with or without a batch; returns the result and the operation.
 
-    ``key`` identifies the arguments ``given``; they are only read, and the call is only checked, for a new
-    operation.
+    The arguments ``given`` are only read, and the call is only checked, for a new operation. Their text is
+    the key: 1.0 equals 1, and torch takes only one of them.
     """
     batched = len(layout.shape) == dims + _LEADING
 
@@ -84,18 +96,29 @@ def windowed(
         raise_as_torch(*call)
         options = options_of(kind, given, dims)
         order = range(dims + _LEADING) if batched else (None, *range(dims + 1))
-        source = lay.reordered(layout, list(order))
-        operation = kind(site.call_site, lay.on_grid(source), lay.on_grid(source).partition, x.dtype, options)
-        output = lay.with_splits(source, dict(enumerate(operation.output.splits)))
+        operation, output = _made(kind, site, lay.reordered(layout, list(order)), x.dtype, options)
         return operation, output if batched else lay.reordered(output, range(1, dims + _LEADING))
 
-    operation, output = site.kept((kind, layout, x.dtype, key), make)
+    operation, output = site.kept((kind, layout, x.dtype, str(given)), make)
     y = operation(needs_of(x), x if batched else x.unsqueeze(0))
     return SplitTensor(y if batched else y.squeeze(0), output), operation
 
 
+def _made(
+    kind: type[Any], site: Site, source: Decomposition, dtype: torch.dtype, options: Any
+) -> tuple[Any, Decomposition]:
+    # An operation on blocks of batch, channels and space, and the layout of its result.
+    grid = lay.on_grid(source)
+    operation = kind(site.call_site, grid, grid.partition, dtype, options)
+    return operation, lay.with_splits(source, dict(enumerate(operation.output.splits)))
+
+
 def with_single_copied(site: Site, y: SplitTensor) -> SplitTensor:
-    """The same tensor, with copies in place of cuts in dimensions with a single element; may block."""
+    """The same tensor, with copies in place of cuts in dimensions with a single element; may block.
+
+    A dimension of one element is often a whole plane that was pooled to one number. On one rank only, it
+    would leave the others without work in all layers behind.
+    """
     layout = y._layout
     if 1 not in layout.shape:
         return y
@@ -116,7 +139,7 @@ def max_pool(call: Call, site: Site, x: SplitTensor, return_indices: bool = Fals
     both = func.__name__.endswith("_with_indices") or func is torch.adaptive_max_pool1d
     dims, indices = dims_of(func), bool(return_indices or both)
     given = {**how, "return_indices": indices}
-    y, operation = windowed(call, site, checked_block(x), x._layout, dims, kind, str(given), given)
+    y, operation = windowed(call, site, checked_block(x), x._layout, dims, kind, given)
     if not indices:
         return with_single_copied(site, y)
     index = SplitTensor(operation.take_indices(y._local).reshape(y._local.shape), y._layout)
@@ -127,8 +150,7 @@ def max_pool(call: Call, site: Site, x: SplitTensor, return_indices: bool = Fals
 @of_cut(empty=False)
 def avg_pool(call: Call, site: Site, x: SplitTensor, **how: Any) -> Any:
     """The mean of each window; ranks fetch the inputs of their outputs."""
-    dims = dims_of(call[0])
-    y, _ = windowed(call, site, checked_block(x), x._layout, dims, AvgPooling, str(how), how)
+    y, _ = windowed(call, site, checked_block(x), x._layout, dims_of(call[0]), AvgPooling, how)
     return with_single_copied(site, y)
 
 
@@ -138,6 +160,7 @@ def lp_pool(call: Call, site: Site, x: SplitTensor, norm_type: Any, **how: Any) 
     """The norm of each window; ranks fetch the inputs of their outputs."""
     norm, dims = float(norm_type), dims_of(call[0])
 
+    # Torch composes it so, too: a mean of powers, times the number of elements.
     def pool(x: Any) -> Any:
         if abs(norm) == math.inf:
             sign = 1 if norm > 0 else -1
@@ -172,6 +195,7 @@ def averaged(call: Call, site: Site, x: SplitTensor, size: tuple[int | None, ...
     site.kept(("checked", str(size), layout, local.dtype), check)
     first = len(layout.shape) - dims
     single = tuple(d for d, n in enumerate(size, first) if n == 1)
+    # Dimensions that are cut and pooled to one element: by sums. The others: by windows.
     if any(layout.splits[d].parts > 1 for d in single):
         along = Along(site, local, layout, single)
         sums = along.summed(local.sum(single, keepdim=True, dtype=sum_dtype(local.dtype)))
@@ -180,8 +204,7 @@ def averaged(call: Call, site: Site, x: SplitTensor, size: tuple[int | None, ...
         size = tuple(None if d in single else n for d, n in enumerate(size, first))
     if all(n is None or n == layout.shape[d] for d, n in enumerate(size, first)):
         return SplitTensor(local.clone() if local is x._local else local, layout)
-    given = {"output_size": size}
-    rest, _ = windowed(call, site, local, layout, dims, AdaptiveAvgPooling, size, given)
+    rest, _ = windowed(call, site, local, layout, dims, AdaptiveAvgPooling, {"output_size": size})
     return with_single_copied(site, rest)
 
 
@@ -191,7 +214,6 @@ def interpolate(call: Call, site: Site, x: SplitTensor, **how: Any) -> Any:
     """Weighted neighbours by global sizes, which ranks fetch; if antialiased, the whole plane."""
     func, *_ = call
     dims, mode = x._local.dim() - _LEADING, how["mode"]
-    key = str(how), x._layout, x._local.dtype
 
     def make() -> tuple[int, ...]:
         raise_as_torch(*call)
@@ -199,13 +221,13 @@ def interpolate(call: Call, site: Site, x: SplitTensor, **how: Any) -> Any:
         return tuple(func(whole, **how).shape[_LEADING:])
 
     # Torch computes the size of the result.
-    outputs = site.kept(("outputs", *key), make)
+    outputs = site.kept(("outputs", str(how), x._layout, x._local.dtype), make)
     if mode == "area":
         return averaged(call, site, x, outputs)
     if how["antialias"] or not x._local.dtype.is_floating_point:
         spatial = range(_LEADING, _LEADING + dims)
         return by_whole_dims(site, x, spatial, lambda local: func(local, **how))
-    return windowed(call, site, checked_block(x), x._layout, dims, Resizing, key, how)[0]
+    return windowed(call, site, checked_block(x), x._layout, dims, Resizing, how)[0]
 
 
 @checked_rule("window", "pad")
@@ -216,17 +238,19 @@ def padded(call: Call, site: Site, x: SplitTensor, pad: Any, mode: str, value: A
     value = 0.0 if value is None or mode != "constant" else value
     # One object for all NaNs, so that the operation is found again.
     value = math.nan if math.isnan(value) else value
-    if mode == "circular" and any(
-        min(pair) < 0 < max(pair) for pair in zip(sides[::2], sides[1::2], strict=True)
-    ):
-        cropped = _padded(func, site, x, tuple(min(n, 0) for n in sides), "constant", 0.0)
-        return _padded(func, site, cropped, tuple(max(n, 0) for n in sides), mode, 0.0)
+    pairs = zip(sides[::2], sides[1::2], strict=True)
+    if mode == "circular" and any(min(pair) < 0 < max(pair) for pair in pairs):
+        # Torch crops first: what wraps around is of the cropped tensor.
+        x = _padded(func, site, x, tuple(min(n, 0) for n in sides), "constant", 0.0)
+        sides = tuple(max(n, 0) for n in sides)
     return _padded(func, site, x, sides, mode, value)
 
 
 def _padded(
     func: Any, site: Site, x: SplitTensor, sides: tuple[int, ...], mode: str, value: float
 ) -> SplitTensor:
+    # Dimensions that are not padded may be cut in any way. The operation takes two of them first, as batch
+    # and channels, and treats all others as spatial ones; so dimensions are permuted there and back.
     layout, local = x._layout, checked_block(x)
     if mode in ("reflect", "replicate"):
         local = _widened(local)
@@ -243,13 +267,10 @@ def _padded(
         # Two dimensions without padding lead; the others are spatial ones.
         kept: list[int | None] = [d for d in range(dims) if d not in padded]
         order = [*([None] * max(0, _LEADING - len(kept))), *kept, *padded]
-        source = lay.reordered(layout, order)
         spatial = tuple(by_dim.get(d, (0, 0)) if d is not None else (0, 0) for d in order[_LEADING:])
         way = "zeros" if mode == "constant" and value == 0 else mode
-        grid = lay.on_grid(source)
         options = PadOptions(spatial, way, value)
-        operation = Padding(site.call_site, grid, grid.partition, local.dtype, options)
-        output = lay.with_splits(source, dict(enumerate(operation.output.splits)))
+        operation, output = _made(Padding, site, lay.reordered(layout, order), local.dtype, options)
         back = [order.index(d) for d in range(dims)]
         return operation, order, back, lay.reordered(output, back)
 
@@ -279,6 +300,7 @@ def max_unpool(call: Call, site: Site, x: Any, indices: Any, **others: Any) -> A
     dims = len(layout.shape)
     spatial = range(dims - int(func.__name__[-2]), dims)
     local, whole = with_whole(site, x, spatial)
+    # The indices are places in the whole plane, so they are right for a block with whole planes.
     at = as_part(site, indices, whole, layout, 1)
     # Torch has no gradient for indices that are not contiguous; ranks with empty blocks would not raise that.
     y = computed(lambda block: func(block, with_an_element(at).contiguous(), **others), local)
@@ -330,31 +352,23 @@ def grid_sample(call: Call, site: Site, x: Any, grid: Any, **how: Any) -> Any:
     shape = (*of_x[:2], *of_grid[1:-1])
 
     def make() -> tuple[Decomposition, Decomposition, Decomposition]:
-        x_shape, grid_shape = (torch.empty(each, device="meta") for each in (of_x, of_grid))
-        func(x_shape, grid_shape, **how)
+        # Layouts of the result, of the planes and of the points. The result is cut where the input is, a
+        # spatial cut of which becomes one of the points; an input that is not cut follows the points.
+        func(torch.empty(of_x, device="meta"), torch.empty(of_grid, device="meta"), **how)
         if isinstance(x, SplitTensor) and x.is_split:
-            axes = x._layout.axes
-            batch, channels = x._layout.splits[:2]
+            axes, kept = x._layout.axes, dict(enumerate(x._layout.splits[:2]))
         else:
             axes = tuple(None if a is None or a == dims - 1 else a + (a > 0) for a in grid._layout.axes)
-            batch, channels = grid._layout.splits[0], Balanced(of_x[1], 1)
-        parts = [1] * dims
-        for g, axis in enumerate(axes):
-            if axis is not None:
-                parts[axis] = partition.shape[g]
-        points = [Balanced(n, parts[d]) for d, n in enumerate(shape) if d > 1]
-        result = lay.layout(partition, [batch, channels, *points], axes)
-        spatial = tuple(None if a is None or a > 1 else a for a in result.axes)
-        planes = lay.layout(partition, [batch, channels, *(Balanced(n, 1) for n in of_x[2:])], spatial)
-        of_points = tuple(None if a in (None, 1) else max(a - 1, 0) for a in result.axes)
-        splits = [batch, *result.splits[2:], Balanced(of_grid[-1], 1)]
-        return result, planes, lay.layout(partition, splits, of_points)
+            kept = {0: grid._layout.splits[0]}
+        result = lay.with_splits(lay.balanced(partition, shape, axes), kept)
+        planes = uncut(lay.whole(result, range(2, dims)), dict(enumerate(of_x[2:], 2)))
+        points = lay.reordered(lay.whole(result, (1,)), [0, *range(2, dims), None])
+        return result, planes, uncut(points, {dims - 1: of_grid[-1]})
 
     layouts = [y._layout if isinstance(y, SplitTensor) else tuple(y.shape) for y in (x, grid)]
     result, planes, points = site.kept(("planes", *layouts, str(how)), make)
-    local = as_part(site, x, planes, result, 0), as_part(site, grid, points, result, 1)
-    if result.box(partition.me).empty:
-        y = local[0].new_zeros(result.box(partition.me).shape) + local[0].sum() + local[1].sum()
-    else:
-        y = func(*local, **how)
-    return SplitTensor(y, result)
+    plane, point = as_part(site, x, planes, result, 0), as_part(site, grid, points, result, 1)
+    if result.own_box.empty:
+        # In the graph of both, so that this rank runs their backward, in which other ranks wait for it.
+        return SplitTensor(plane.new_zeros(result.own_box.shape) + plane.sum() + point.sum(), result)
+    return SplitTensor(func(plane, point, **how), result)

@@ -1,4 +1,17 @@
-"""Writing into parts of tensors: each rank writes into its block."""
+"""Writing into parts of tensors: each rank writes into its block.
+
+``x[index] = value`` is read like an index on the right (``indexing.py``), up to a *view* of the block that
+shows what is written. Writing there must reach ``x`` itself, so nothing may have moved on the way:
+
+    numbers, in cut dimensions   become an interval of extent 1, which one rank has (``_staying``); the value
+                                 gets a dimension of extent 1 there (``_beside``)
+    slices, other numbers        a view of the block, then ``copy_`` by the rule of functions of elements
+    a mask                       ``masked_fill_``, or ``where`` with values in its order (``_chosen_rows``)
+    indices                      torch writes where the chosen dimensions are whole; the result moves back
+
+A plain tensor in which a split value is written becomes split, as the same object, if no other tensor shows
+its memory (``become_split``); buffers and views stay plain and get the whole value on all ranks.
+"""
 
 from __future__ import annotations
 
@@ -23,6 +36,7 @@ from distdl_rma.layers.split.functions.indexing import (
     is_mask,
     numbered,
     one_each,
+    place_of,
 )
 from distdl_rma.layers.split.functions.pointwise import changed_plain, pointwise, without_gradient
 from distdl_rma.layers.split.functions.shapes import frozen
@@ -64,7 +78,7 @@ def set_item(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             return changed_plain(func, args, kwargs)
         become_split(func, x, _layout_to_write(func, x, given, value))
     begin_change(func, x, f"it writes what was moved from another rank; {_REMEDY}")
-    given, ones = _staying(x, one_each(len(x._layout.shape), given))
+    given, ones = _staying(x, given)
     part, chosen = basic(func, x, given)
     if chosen:
         _write_chosen(func, part, chosen, ones, value)
@@ -77,22 +91,16 @@ def set_item(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return end_change(x)
 
 
-def _staying(x: SplitTensor, given: list[Any]) -> tuple[list[Any], list[int]]:
+def _staying(x: SplitTensor, given: Sequence[Any]) -> tuple[list[Any], list[int]]:
     # Replaces numbers in cut dimensions by intervals, which one rank has; returns these dimensions too.
-    cut, ones, dim, at = x._layout.cut_dims, list[int](), 0, 0
-    for number, each in enumerate(given):
-        if isinstance(each, int) and dim not in cut:
-            dim += 1
-            continue
-        if isinstance(each, int):
-            extent = x._layout.shape[dim]
-            if not -extent <= each < extent:
-                raise IndexError(f"index {each} is out of bounds for dimension {dim} with size {extent}")
-            given[number] = slice(each % extent, each % extent + 1)
-            ones.append(at)
-        wide = each.dim() if is_mask(each) else int(each is not None)
-        dim, at = dim + wide, at + max(wide, 1)
-    return given, ones
+    parts, cut = one_each(len(x._layout.shape), given), x._layout.cut_dims
+    stays = [isinstance(each, int) and dim in cut for each, dim, _ in parts]
+    found = list[Any]()
+    for (each, dim, _), stay in zip(parts, stays, strict=True):
+        place = place_of(x, dim, each) if stay else 0
+        found.append(slice(place, place + 1) if stay else each)
+    places = zip(one_each(len(x._layout.shape), found), stays, strict=True)
+    return found, [at for (_, _, at), stay in places if stay]
 
 
 def _beside(
@@ -115,21 +123,17 @@ def _beside(
 
 def _layout_to_write(func: Any, x: torch.Tensor, given: Sequence[Any], value: Any) -> Decomposition:
     # Layout for a plain tensor that becomes split, in which the written values need not move.
-    masks = [each for each in given if isinstance(each, SplitTensor) and is_mask(each)]
     partition = common_partition(func, tensors_in(list(given), value))
     axes: list[int | None] = [None] * partition.dim
     splits: list[Split] = [Balanced(n, 1) for n in x.shape]
     dims: list[int | None]
     if any(isinstance(each, torch.Tensor) for each in given):
-        mask = masks[0] if masks and given[0] is masks[0] else None
-        layout = None if mask is None else mask._layout
+        first = given[0]
+        layout = first._layout if isinstance(first, SplitTensor) and is_mask(first) else None
         dims = list(range(x.dim()))
     else:
-        dims, dim = [], 0
-        for each in one_each(x.dim(), given):
-            if not isinstance(each, int):
-                dims.append(None if each is None else dim)
-            dim += each is not None
+        parts = one_each(x.dim(), given)
+        dims = [None if each is None else dim for each, dim, _ in parts if not isinstance(each, int)]
         layout = value._layout if isinstance(value, SplitTensor) else None
         if layout is not None:
             dims = (len(layout.shape) * [None] + dims)[-len(layout.shape) :]
@@ -185,6 +189,7 @@ def _write_chosen(
 
 def _chosen_rows(part: Any, at: int, mask: Any, ones: Sequence[int], value: Any) -> Any:
     # For each element, its value by a split mask, any value where the mask is false; None if it selects none.
+    # Value number n is for the n-th true element of the mask: a running sum over the ranks counts them.
     whole, count = frozen(part), len(frozen(mask))
     dims, kept = range(at, at + count), [d for d in range(len(whole)) if not at <= d < at + count]
     named = chosen_order([d for d in kept if d not in ones], dims, 1)
@@ -220,7 +225,8 @@ def in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     x, without = args[0], getattr(_T, func.__name__[:-1])
     if isinstance(x, SplitTensor):
         begin_change(func, x, f"it writes what is on another rank; {_REMEDY}")
-    # The backward needs the tensor unchanged.
+    # The form without the underscore is exact for every layout, so this one has no rule of its own: it costs
+    # a copy of the block. The backward needs the tensor unchanged.
     kept = isinstance(x, SplitTensor) and torch.is_grad_enabled() and x._local.requires_grad
     before = SplitTensor(checked_block(x).clone(), x._layout) if kept else x
     # Autocast does not apply to in-place forms.

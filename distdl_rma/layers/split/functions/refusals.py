@@ -1,4 +1,14 @@
-"""Functions of whole tensors: refused if a tensor is cut, or computed by every rank on all of it."""
+"""Functions that are refused, or computed by every rank on the whole tensor.
+
+Three things may happen to a function that no other file here has a rule for:
+
+- It has a row here, and a tensor is cut: refused, with the reason and what to write instead.
+- It is not in the table at all, and a tensor is cut: refused. A function of a user or of a new torch might do
+  anything with a block, and a plausible wrong number is worse than an error.
+- No tensor is cut, so every rank has all elements: every rank calls it, and the results are copies.
+
+``always`` rows are refused for copies too, since they change or show the memory of a tensor itself.
+"""
 
 from __future__ import annotations
 
@@ -73,6 +83,7 @@ def without_rule(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     return on_whole_tensors(func, args, kwargs)
 
 
+# Not refused although a result of blocks would be none: the results are small, and the data moves once.
 rule(
     "movement",
     *"unique unique_consecutive histc histogram bincount corrcoef cov".split(),
