@@ -8,6 +8,8 @@ import os
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
+from distdl_rma.layers.sources.raw import write_at
+
 # What a direct write is a multiple of: its address, its place in the file, its length.
 _PAGE = 4096
 _BUFFER = 8 << 20
@@ -85,8 +87,7 @@ class BehindWriter:
             low = high = last
         written = low + self._written_directly(buffer[low:high], place + low)
         for begin, end in ((first, low), (written, last)):
-            while begin < end:
-                begin += os.pwrite(self._cached, buffer[begin:end], place + begin)
+            write_at(self._cached, buffer[begin:end], place + begin)
 
     def _written_directly(self, pages: memoryview, offset: int) -> int:
         # How many bytes; the page cache takes the rest where the file system wants larger pages.

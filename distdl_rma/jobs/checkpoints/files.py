@@ -22,7 +22,7 @@ from distdl_rma.jobs.checkpoints.behind_writer import BehindWriter
 from distdl_rma.jobs.checkpoints.form import dtype_name
 from distdl_rma.jobs.checkpoints.items import Item, Kind, Part, planned
 from distdl_rma.layers.dtypes import flat_bytes
-from distdl_rma.layers.sources.raw import sync
+from distdl_rma.layers.sources.raw import read_at, rename_synced, runs, sync
 
 DATA, MANIFEST, VERSION = "data.safetensors", "manifest.json", 1
 # How a manifest of this library begins; the most bytes of one, since a reader needs some times as many.
@@ -199,8 +199,7 @@ def publish(path: Path, body: dict[str, Any], at: int | None) -> None:
             path.rename(_replaced(path))
         elif os.path.lexists(path):
             _delete(path)
-        made.rename(path)
-        sync(path.parent)
+        rename_synced(made, path)
     if retired:
         # Last: a warning may be an error, and the checkpoint is complete then.
         warnings.warn(
@@ -346,12 +345,8 @@ def read(file: Path, pieces: Iterable[Piece]) -> dict[str, int]:
         for part, first, elements in _in_cache(pieces):
             name = part.item.name
             for begin, memory in _runs(part, first, elements):
-                rest, offset = memory, begin
-                while rest:
-                    got = os.preadv(data.fileno(), [rest], offset)
-                    if not got:
-                        raise CheckpointError(f"checkpoint: {name!r} ends before its last byte")
-                    rest, offset = rest[got:], offset + got
+                if read_at(data.fileno(), memory, begin) < len(memory):
+                    raise CheckpointError(f"checkpoint: {name!r} ends before its last byte")
             sums[name] = sums.get(name, 0) + part.checksum(elements, first)
     return sums
 
@@ -366,8 +361,8 @@ def _in_cache(pieces: Iterable[Piece]) -> Iterator[Piece]:
 def _runs(part: Part, first: int, elements: torch.Tensor) -> Iterator[tuple[int, memoryview]]:
     # The offset in the file of each contiguous run of a piece, and its memory.
     memory, size = elements.numpy().data, part.item.dtype.itemsize
-    for offset, at, count in part.runs(first, first + len(memory) // size):
-        yield offset, memory[(at - first) * size : (at - first + count) * size]
+    for place, at, count in runs(part.item.shape, part.box, first, first + len(memory) // size):
+        yield part.item.offset + place * size, memory[(at - first) * size : (at - first + count) * size]
 
 
 def cut_out(tensors: dict[str, torch.Tensor], shares: Iterable[tuple[Part, int, int]]) -> Iterator[Piece]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from hashlib import sha256
 from math import prod
@@ -88,21 +88,6 @@ class Part:
     def nbytes(self) -> int:
         """Bytes of the box."""
         return self.box.volume * self.item.dtype.itemsize
-
-    def runs(self, first: int, last: int) -> Iterator[tuple[int, int, int]]:
-        """For elements [first, last): offset in the file, first element and number of each contiguous run."""
-        whole, extents = self.item.shape, self.box.shape
-        # The last dimensions that a box has whole belong to one run, and one more.
-        cut = max((d for d, n in enumerate(extents) if n < whole[d]), default=0)
-        length, strides = prod(extents[cut:]), [prod(whole[d + 1 :]) for d in range(len(whole))]
-        corner = sum(start * stride for start, stride in zip(self.box.start, strides, strict=True))
-        for row in range(first // length, -(-last // length)):
-            begin, end = max(first, row * length), min(last, (row + 1) * length)
-            place, number = corner + begin - row * length, row
-            for d in reversed(range(cut)):
-                number, index = divmod(number, extents[d])
-                place += index * strides[d]
-            yield self.item.offset + place * self.item.dtype.itemsize, begin, end - begin
 
     def checksum(self, elements: torch.Tensor, first: int) -> int:
         """Checksum of elements of the box from ``first`` on, given as a flat tensor; modulo 2^64.

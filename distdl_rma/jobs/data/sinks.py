@@ -36,7 +36,7 @@ from distdl_rma.geometry.partition import Partition
 from distdl_rma.layers.dtypes import NUMPY, as_numbers
 from distdl_rma.layers.sources.chunks import chunks_of
 from distdl_rma.layers.sources.opening import check_found, hdf5, needed, npy
-from distdl_rma.layers.sources.raw import RawArray, sync
+from distdl_rma.layers.sources.raw import RawArray, rename_synced, sync
 from distdl_rma.layers.sources.reading import hdf5_lock, in_domain, label, placed
 from distdl_rma.layers.split.layout import normal
 from distdl_rma.layers.split.tensor import SplitTensor
@@ -232,8 +232,7 @@ class ArraySink:
                 self._flush()
             with self._together():
                 if self._first:
-                    self.part.rename(self.path)
-                    sync(Path(self.path).absolute().parent)
+                    rename_synced(self.part, Path(self.path))
 
     def _together(self) -> AbstractContextManager[dict[str, Any]]:
         title = f"create_array {self.path}"

@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from queue import SimpleQueue
 
@@ -19,11 +20,10 @@ import torch
 
 from distdl_rma.errors import ClosedError, DataError
 from distdl_rma.layers.dtypes import flat_bytes
+from distdl_rma.layers.sources.raw import read_at, write_at
 from distdl_rma.segments.machine import launched
 from distdl_rma.segments.options import parse_size
 
-# Linux writes and reads at most 2 GiB at once.
-_AT_ONCE = 1 << 30
 # Extents begin and end at whole pages, so that no write has to read a page first.
 _PAGE = 1 << 12
 # Largest amount of memory that waits to be written, in bytes; one larger tensor may wait alone.
@@ -35,6 +35,7 @@ _IN_MEMORY = frozenset({"tmpfs", "ramfs"})
 
 # Offset in the file and length, in bytes.
 Extent = tuple[int, int]
+_length: Callable[[Extent], int] = itemgetter(1)
 _Job = Callable[[], object]
 
 
@@ -47,25 +48,19 @@ class Extents:
 
     def take(self, nbytes: int) -> list[Extent]:
         """Extents of ``nbytes`` bytes together: one if that is possible, else as many as avoid growth."""
-        fitting = [(length, at) for at, length in self._free if length >= nbytes]
-        if fitting:
-            length, at = min(fitting)
+        taken = []
+        while nbytes and self._free:
+            fitting = [extent for extent in self._free if extent[1] >= nbytes]
+            at, length = min(fitting, key=_length) if fitting else max(self._free, key=_length)
             self._free.remove((at, length))
             if length > nbytes:
                 self.give((at + nbytes, length - nbytes))
-            return [(at, nbytes)]
-        taken = []
-        for at, length in sorted(self._free, key=lambda extent: -extent[1]):
-            self._free.remove((at, length))
+                length = nbytes
             taken.append((at, length))
             nbytes -= length
-            if nbytes < 0:
-                taken[-1] = at, length + nbytes
-                self.give((at + length + nbytes, -nbytes))
-            if nbytes <= 0:
-                return taken
-        taken.append((self.end, nbytes))
-        self.end += nbytes
+        if nbytes:
+            taken.append((self.end, nbytes))
+            self.end += nbytes
         return taken
 
     def give(self, extent: Extent) -> None:
@@ -216,7 +211,7 @@ class Scratch:
             taken = -(-source.nbytes // _PAGE) * _PAGE
             if self.quota is not None and self.used_nbytes + taken > self.quota:
                 raise self._failure("the quota is used up", source.nbytes, "allow a larger quota")
-            region = Region(source, self._space.take(taken) if taken else [])
+            region = Region(source, self._space.take(taken))
             self.used_nbytes += taken
             self._waiting_nbytes += source.nbytes
         self._jobs.put(partial(self._write, region))
@@ -330,10 +325,8 @@ class Scratch:
         memory = source.numpy().data
         for at, length in region._extents:
             part, memory = memory[:length], memory[length:]
-            while part:
-                count = os.pwrite(self._file, part[:_AT_ONCE], at)
-                self.written_nbytes += count
-                part, at = part[count:], at + count
+            write_at(self._file, part, at)
+            self.written_nbytes += len(part)
 
     def _prefetch(self, region: Region) -> None:
         with self._changed:
@@ -359,15 +352,13 @@ class Scratch:
         memory = target.numpy().data
         for at, length in region._extents:
             part, memory = memory[:length], memory[length:]
-            while part:
-                try:
-                    count = os.preadv(self._file, [part[:_AT_ONCE]], at)
-                except OSError as error:
-                    raise self._failure(error.strerror or str(error), 0, "check the disk") from error
-                if not count:
-                    raise self._failure("the file ends too early", 0, "check the disk")
-                self.read_nbytes += count
-                part, at = part[count:], at + count
+            try:
+                count = read_at(self._file, part, at)
+            except OSError as error:
+                raise self._failure(error.strerror or str(error), 0, "check the disk") from error
+            self.read_nbytes += count
+            if count < len(part):
+                raise self._failure("the file ends too early", 0, "check the disk")
 
     def _collect(self) -> None:
         with self._changed:

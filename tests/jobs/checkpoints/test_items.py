@@ -33,19 +33,6 @@ def values(part, seed=0):
     return made.view(part.item.dtype).view(part.item.shape)
 
 
-@given(parts(), st.data())
-def test_runs_are_where_the_elements_of_the_box_are(part, data):
-    first = data.draw(st.integers(0, part.box.volume))
-    last = data.draw(st.integers(first, part.box.volume))
-    size, whole = part.item.dtype.itemsize, values(part)
-    file = torch.cat([torch.zeros(part.item.offset, dtype=torch.uint8), flat_bytes(whole)])
-    box = flat_bytes(whole[part.box.slices(Box.of_shape(part.item.shape))])
-    found = [(at, file[offset : offset + count * size]) for offset, at, count in part.runs(first, last)]
-    assert [at for at, _ in found] == sorted({at for at, _ in found})
-    read = torch.cat([run for _, run in found]) if found else box[:0]
-    assert torch.equal(read, box[first * size : last * size])
-
-
 @given(parts(), st.integers(1, 5))
 def test_checksums_of_parts_add_up_to_that_of_the_tensor(part, pieces):
     whole = Part(part.item, Box.of_shape(part.item.shape))
