@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from hashlib import sha256
 from math import prod
 from typing import Any
 
@@ -15,7 +14,6 @@ from numpy.typing import NDArray
 
 from distdl_rma.geometry.box import Box
 from distdl_rma.jobs.checkpoints.form import NAMED_DTYPES, dtype_name
-from distdl_rma.layers.dtypes import flat_bytes
 
 # The format of safetensors has no types for complex numbers that all its readers know: pairs of numbers.
 _CODES = {
@@ -29,10 +27,6 @@ _INTEGERS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64, 16: np.uint6
 ALIGNED = 16
 # Words are summed in pieces that stay in a core's cache.
 _SUMMED = 1 << 18
-# Odd numbers, one for each word of a row.
-_WEIGHTS = np.random.Philox(1).random_raw(1 << 13) | np.uint64(1)
-# No distance between the signs of two elements.
-_FOLD = np.uint64(29)
 
 # What a state records of a tensor: the name of its dtype, and its global shape.
 Kind = tuple[str, tuple[int, ...]]
@@ -118,12 +112,3 @@ class Part:
 
 def _sum(values: NDArray[Any]) -> int:
     return int(values.sum(dtype=np.uint64))
-
-
-def fingerprint(tensor: torch.Tensor) -> str:
-    """A digest of a tensor's bytes, for a comparison between ranks; several times as fast as sha256."""
-    found = flat_bytes(tensor).numpy()
-    rows = found[: len(found) // _WEIGHTS.nbytes * _WEIGHTS.nbytes].view(np.uint64).reshape(-1, len(_WEIGHTS))
-    # Upper bits are folded into lower ones: a sum of words would lose an even number of changed signs.
-    sums = [((row ^ (row >> _FOLD)) * _WEIGHTS).sum(dtype=np.uint64) for row in rows]
-    return sha256(np.array(sums, np.uint64).tobytes() + found[rows.nbytes :].tobytes()).hexdigest()

@@ -27,9 +27,9 @@ from distdl_rma.errors import (
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.jobs.checkpoints import files, objects
 from distdl_rma.jobs.checkpoints.files import Piece, Saved
-from distdl_rma.jobs.checkpoints.items import ALIGNED, Item, Part, fingerprint, planned
+from distdl_rma.jobs.checkpoints.items import ALIGNED, Item, Part, planned
 from distdl_rma.jobs.checkpoints.shares import Holding, holdings
-from distdl_rma.layers.dtypes import flat_bytes
+from distdl_rma.layers.dtypes import digest, flat_bytes
 from distdl_rma.layers.ops.core.tensors import as_tensor
 from distdl_rma.layers.ops.set_up_transfer import broadcast_from_first
 from distdl_rma.layers.state import scattered
@@ -340,7 +340,7 @@ class Checkpoints:
                 raise MismatchError(f"checkpoint: this rank has no {lacking[0]!r}, which other ranks have")
         found = holdings(parts)
         prints = {
-            str(each.ranks): [(part.item.name, fingerprint(tensors[part.item.name])) for part in each.parts]
+            str(each.ranks): [(part.item.name, digest(tensors[part.item.name])) for part in each.parts]
             for each in found
             if len(each.ranks) > 1
         }
