@@ -35,9 +35,10 @@ from distdl_rma.geometry.intervals import Listed, Split, lengths_of
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.layers.dtypes import NUMPY, as_numbers
 from distdl_rma.layers.sources.chunks import chunks_of
+from distdl_rma.layers.sources.hdf5 import hdf5_file, hdf5_lock
 from distdl_rma.layers.sources.opening import check_found, hdf5, needed, npy
 from distdl_rma.layers.sources.raw import RawArray, rename_synced, sync
-from distdl_rma.layers.sources.reading import hdf5_lock, in_domain, label, placed
+from distdl_rma.layers.sources.reading import in_domain, label, library_of, placed
 from distdl_rma.layers.split.layout import normal
 from distdl_rma.layers.split.tensor import SplitTensor
 from distdl_rma.segments.consensus import together
@@ -348,7 +349,7 @@ def _is_in_memory(sink: Any) -> bool:
     if isinstance(sink, np.memmap):
         # A copy of one has no file.
         return sink.mode is None
-    library = type(sink).__module__.partition(".")[0]
+    library = library_of(sink)
     if library == "tensorstore":
         return sink.kvstore is None or sink.kvstore.url.startswith("memory:")
     if library == "zarr":
@@ -371,7 +372,7 @@ def _start(sink: Any, y: SplitTensor, at: Sequence[int] | None) -> tuple[int, ..
             f"write_shards: {label(sink)} has elements of {wanted}, the tensor of {found}; convert it by"
             " y.to(...), or make the sink with its dtype"
         )
-    if type(sink).__module__.startswith(("h5py", "netCDF4")) and y.partition.size > 1:
+    if library_of(sink) in ("h5py", "netCDF4") and y.partition.size > 1:
         raise UnsupportedError(
             f"write_shards: {label(sink)}: several processes cannot have a file of HDF5 or NetCDF open for"
             " writing; use create_array('x.h5', ...)"
@@ -468,7 +469,7 @@ def _create_hdf5(part: Path, sink: ArraySink) -> None:
     _check_space(
         part, _HDF5_NBYTES + count * (prod(chunks or sink.shape) * sink.dtype.itemsize + _INDEX_NBYTES)
     )
-    with hdf5_lock(), h5py.File(part, "x", locking="best-effort") as file:
+    with hdf5_lock(), hdf5_file(h5py, part, "x") as file:
         home, _, name = sink.name.rpartition("/")
         plan = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
         # What is allocated has an offset, and ranks write to it without the library.
@@ -493,7 +494,7 @@ class ChunkedHdf5:
         """Write one box."""
         h5py = needed("h5py", "hdf5")
         places = [range(each.start // n * n, each.stop, n) for each, n in zip(box, self.chunks, strict=True)]
-        with hdf5_lock(), h5py.File(self.path, "r", locking="best-effort") as file:
+        with hdf5_lock(), hdf5_file(h5py, self.path) as file:
             dataset = file[self.name].id
             offsets = {at: dataset.get_chunk_info_by_coord(at).byte_offset for at in product(*places)}
         target = Box(tuple((each.start, each.stop) for each in box))

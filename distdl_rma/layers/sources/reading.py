@@ -5,9 +5,8 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass
-from threading import RLock
 from types import TracebackType
 from typing import Any
 
@@ -17,11 +16,9 @@ from numpy.typing import NDArray
 
 from distdl_rma.errors import ArgumentError, ShapeError
 from distdl_rma.layers.dtypes import BIT_WORDS, DTYPES, NUMPY
+from distdl_rma.layers.sources.hdf5 import LOCKED, hdf5_lock
 
 Slices = tuple[slice, ...]
-# Libraries that read HDF5 or NetCDF, or may do so behind a slicing. Their C libraries fail in threads.
-_LOCKED = frozenset({"h5py", "h5netcdf", "netCDF4", "xarray", "dask"})
-_LOCKS: dict[int, AbstractContextManager[Any]] = {}
 # References to an array that only one name knows, while they are counted.
 _ALONE = 2
 
@@ -130,8 +127,7 @@ def read_box(source: Any, box: Sequence[slice]) -> torch.Tensor:
     elements that torch does not have, or integers of which some are masked.
     """
     place, wanted = placed(source, box)
-    lock = hdf5_lock() if _library(source) in _LOCKED else nullcontext()
-    with lock:
+    with hdf5_lock(library_of(source) in LOCKED):
         part, new = source[in_domain(source, place)], False
         if not isinstance(part, (torch.Tensor, np.ndarray)):
             part, new = _in_memory(part)
@@ -183,7 +179,7 @@ def placed(source: Any, box: Sequence[slice]) -> tuple[Slices, tuple[int, ...]]:
 
 def in_domain(source: Any, box: Slices) -> Slices:
     """The box in the indices of a source, which begin at 0 but for some arrays of tensorstore."""
-    if _library(source) != "tensorstore":
+    if library_of(source) != "tensorstore":
         return box
     starts = source.domain.origin
     return tuple(slice(a.start + at, a.stop + at, a.step) for a, at in zip(box, starts, strict=True))
@@ -199,7 +195,7 @@ def label(source: Any) -> str:
             file = getattr(source, name, None)
             if isinstance(file, (str, os.PathLike)) and str(file):
                 return str(file)
-    home = "" if (library := _library(source)) in ("distdl_rma", "builtins") else f"{library}."
+    home = "" if (library := library_of(source)) in ("distdl_rma", "builtins") else f"{library}."
     return f"a {home}{type(source).__name__}"
 
 
@@ -209,12 +205,8 @@ def text_of(box: Sequence[slice]) -> str:
     return f"[{', '.join(parts)}]"
 
 
-def hdf5_lock() -> AbstractContextManager[Any]:
-    """The lock of this process around all calls of HDF5 and NetCDF; a forked process has its own."""
-    return _LOCKS.setdefault(os.getpid(), RLock())
-
-
-def _library(source: Any) -> str:
+def library_of(source: Any) -> str:
+    """The package that a source or a sink is of; it need not be imported for the question."""
     return type(source).__module__.partition(".")[0]
 
 
