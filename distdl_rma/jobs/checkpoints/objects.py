@@ -1,4 +1,24 @@
-"""The objects of a state: how models, optimizers and others describe their state, and load it."""
+"""The objects of a state: how models, optimizers and others describe their state, and load it.
+
+An entry of a state is one of five kinds, which differ in what may refuse, and in where tensors go::
+
+    kind        such as                    its state is                     when it is loaded module      a
+    model                    tensors by the model's keys      last: it has been checked, and cannot
+                                                                            refuse
+    optimizer   Adam                       tensors by names of parameters   early, and undone if another one
+    refuses object      a scheduler, a generator   what state_dict() gives          likewise tensor      an
+    averaged weight         one tensor                       last, in place value       a number, a list
+    itself                           last, replaced in the dict
+
+Tensors get names, which are those of the items in the data file. The main model's are its own keys, so that
+other programs find them; all others begin with their entry::
+
+    {"model": m, "optimizer": Adam}     weight   bias   optimizer/weight/exp_avg   optimizer/bias/exp_avg  ...
+
+Optimizers name parameters by numbers, in the order of their groups. Here they have the names of the model:
+another job may list the same parameters in another order, and a rank that holds nothing of a parameter may
+have no state of it.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +56,8 @@ _NAMES = {_OBJECT: "an object with state_dict(), or a generator", _VALUE: "a pla
 Forms = dict[str, Any]
 
 
-# How the state of a generator of random numbers is read and set.
+# How the state of a generator of random numbers is read and set. They have no state_dict, and say it in four
+# ways.
 _GENERATORS: dict[type[Any], tuple[Callable[[Any], Any], Callable[[Any, Any], object]]] = {
     torch.Generator: (
         lambda thing: thing.get_state().numpy().tobytes(),
@@ -54,14 +75,16 @@ _GENERATORS: dict[type[Any], tuple[Callable[[Any], Any], Callable[[Any, Any], ob
 }
 
 
-# Those that every program has, by the names of the manifest.
+# Those that every program has, by the names of the manifest. Those behind ``random.random()`` and
+# ``numpy.random.rand()`` have no public name.
 _OF_ALL: dict[str, Any] = {
     "torch": torch.default_generator, "python": random._inst, "numpy": np.random.mtrand._rand,
 }  # fmt: skip
 
 
 def _within(state: Any) -> Any:
-    # numpy does not check which of its words is the next one.
+    # numpy does not check which of its words is the next one: it would read behind its table, and draw what
+    # lies there.
     if not (0 <= state["state"].get("pos", 0) <= 624 and 0 <= state.get("buffer_pos", 0) <= 4):
         raise ValueError("no state of a generator: the place of the next number is outside")
     return state
@@ -105,7 +128,12 @@ class Objects:
     """The objects of a state on this rank; local.
 
     ``forms`` describes them, and fills ``tensors`` with this rank's blocks, ``kinds`` with dtypes and global
-    shapes, and ``layouts`` with the decompositions of those that are cut; all by the item's name.
+    shapes, and ``layouts`` with the decompositions of those that are cut; all by the item's name. A tensor
+    without a layout is whole on every rank.
+
+    To save, ``forms`` is called once. To load, ``wanted`` first, which checks whatever can be checked without
+    the tensors and knows then which items are needed; ``blank`` and ``part`` for each of these; then
+    ``load``. Until ``load`` no object has been changed, and if it raises none has been either.
     """
 
     def __init__(self, state: MutableMapping[str, Any], main: str | None, cuts: Cuts) -> None:
@@ -161,12 +189,13 @@ class Objects:
         return {"tensor": name}
 
     def _take_or_write(self, name: str, tensor: torch.Tensor) -> Any:
-        # Steps of optimizers and the like: one number, whose holders need no layout.
+        # Steps of optimizers and the like: one number, whose holders need no layout, and of which there is
+        # one for every parameter.
         single = tensor.dim() == 0 and not tensor.dtype.is_complex and not hasattr(tensor, "decomposition")
         return in_line(tensor) if single else self._take(name, tensor)
 
     def _named(self, entry: str, optimizer: torch.optim.Optimizer) -> list[list[str]]:
-        # Names of the parameters of each group.
+        # Names of the parameters of each group: those of the model in the state that has the same objects.
         groups = [[self._names.get(id(p), "") for p in group["params"]] for group in optimizer.param_groups]
         if any("" in group for group in groups):
             raise PartitionError(
@@ -194,6 +223,8 @@ class Objects:
             if layout is not None and not parameter.numel():
                 # This rank has nothing of the parameter, and may have no state, or another number of steps.
                 continue
+            # Momentum and the like are cut as their parameter is; a number, such as the step, is alike on all
+            # ranks.
             for key, value in values.items():
                 if layout is not None and isinstance(value, torch.Tensor) and value.dim():
                     if value.shape != parameter.shape:
@@ -390,7 +421,8 @@ class Objects:
 
 
 def _loaded(thing: Any, found: Any) -> Iterator[Callable[[], object]]:
-    # Loads a state into an object that may refuse it, or an optimizer; gives beforehand what undoes this.
+    # Loads a state into an object that may refuse it, or an optimizer; gives beforehand what undoes this. So
+    # the undoing is known even if loading fails in the middle, and leaves the object half changed.
     if (kind := kind_of(thing)) == _OBJECT:
         yield partial(_load_into, thing, copy.deepcopy(_state_of(thing)))
         _load_into(thing, found)
@@ -428,8 +460,9 @@ def _few(names: list[str], kinds: Mapping[str, Kind]) -> str:
 def merged(reported: Mapping[int, dict[str, Any]]) -> dict[str, Any]:
     """What all ranks report, as one: ``forms`` and ``kinds``, alike on all of them but for optimizers.
 
-    A rank reports no state of a parameter if it holds nothing of the parameter. ``MismatchError`` names
-    the entry that differs.
+    A rank reports no state of a parameter if it holds nothing of the parameter: others fill it in.
+    ``MismatchError`` names the entry that differs. Each rank computes this from the same words, so that all
+    have the same result or raise the same error without a further message.
     """
     (rank, first), *others = reported.items()
     for other, theirs in others:
@@ -479,6 +512,7 @@ def drawn(found: Mapping[str, Any], place: int, size: int) -> dict[str, Any]:
             for name in _OF_ALL
             if len(found[name]) in (1, size)
         }
+        # Tried on new generators: those of the program change only when everything else is restored.
         for name, state in states.items():
             _load_into(type(_OF_ALL[name])(), state)
     return states

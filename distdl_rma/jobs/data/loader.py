@@ -24,7 +24,6 @@ from distdl_rma.layers.split.entry import grid_for
 from distdl_rma.segments.consensus import gather_words, together
 from distdl_rma.segments.machine import Machine
 
-_STATE = ("epoch", "samples", "seed", "of", "shuffle")
 # Keys of draws begin with their purpose.
 _SHUFFLE = 1
 # Reads the blocks of a batch, or waits for the thread that does.
@@ -268,8 +267,12 @@ class ShardLoader:
         Batches that are read ahead do not count. ``epoch``, and ``samples`` of this epoch that all replicas
         together have had; ``seed``, ``of``, the number of items, and ``shuffle`` say which order is meant.
         """
-        order = self.dataset.seed, len(self.dataset), self._shuffle
-        return dict(zip(_STATE, (self.epoch, self._samples, *order), strict=True))
+        return {"epoch": self.epoch, "samples": self._samples, **self._order}
+
+    @property
+    def _order(self) -> dict[str, int]:
+        # What the order of an epoch follows from: a position in another order is none in this one.
+        return {"seed": self.dataset.seed, "of": len(self.dataset), "shuffle": self._shuffle}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         """Go on at a position, also of a loader on other ranks or with other replicas; local, on all ranks.
@@ -277,11 +280,11 @@ class ShardLoader:
         The next loop begins there. ``ConfigurationError`` if the position is that of other samples or another
         order.
         """
-        wanted = {"seed": self.dataset.seed, "of": len(self.dataset), "shuffle": self._shuffle}
-        fits = set(state) == set(_STATE) and all(state[name] == value for name, value in wanted.items())
+        wanted, known = self._order, self.state_dict()
+        fits = state.keys() == known.keys() and wanted.items() <= state.items()
         if not fits or state["epoch"] < 0 or not 0 <= state["samples"] <= len(self.dataset):
             raise ConfigurationError(
-                f"ShardLoader: a position has {', '.join(_STATE)}, and for this dataset {wanted}, got"
+                f"ShardLoader: a position has {', '.join(known)}, and for this dataset {wanted}, got"
                 f" {dict(state)}: was it saved with another dataset or seed?"
             )
         self.close()

@@ -14,7 +14,6 @@ from math import prod
 from numbers import Integral
 from operator import gt
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -220,9 +219,7 @@ class ArraySink:
         """End the context, and leave ``part`` for :meth:`reopen`."""
         self._opened = None
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is not None:
             # The other ranks may be elsewhere, or still write, so this one does not wait for them.
             self._remove()

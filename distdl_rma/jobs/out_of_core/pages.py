@@ -39,8 +39,6 @@ class _Page:
         self.nbytes = nbytes
         self.region: Region | None = None
         self.out = False
-        # Where a prefetch puts the bytes.
-        self.into: torch.Tensor | None = None
 
     @property
     def bytes(self) -> torch.Tensor:
@@ -266,19 +264,18 @@ class Pages:
         for page in self._needed_last():
             if leaving >= enough:
                 break
-            if page.into is None:
+            if page.region is None:
                 page.region = self._scratch.write(page.bytes)
             leaving += page.nbytes
             self._leaving[page] = None
         while self.resident_nbytes > self._limit and self._leaving:
             page = next(iter(self._leaving))
             del self._leaving[page]
-            if page.region is not None and page.into is None:
+            if page.region is not None and page.region.into is None:
                 self._scratch.wait(page.region)
             elif page.region is not None:
                 # It was read ahead too early.
                 self._scratch.cancel(page.region)
-                page.into = None
             page.leave(self._scratch)
             page.out = True
             self.resident_nbytes -= page.nbytes
@@ -290,24 +287,22 @@ class Pages:
         self._leaving.pop(block, None)
         if (region := block.region) is None or self._scratch is None:
             return
-        if block.out:
-            block.into = block.make_room()
-        if block.into is not None:
-            self._scratch.read(region, block.into)
+        into = block.make_room() if block.out else region.into
+        if into is not None:
+            self._scratch.read(region, into)
         else:
             # It has not left yet.
             self._scratch.wait(region)
         self._scratch.free(region)
-        block.region = block.into = None
+        block.region = None
 
     def _read_ahead(self) -> None:
         following = min(self._waiting, key=self._after, default=-1)
         for block in self._waiting.get(following, []):
             fits = self.resident_nbytes + block.nbytes <= self._limit
             if fits and block.out and block.region is not None and self._scratch is not None:
-                block.into = block.make_room()
                 self.resident_nbytes += block.nbytes
-                self._scratch.prefetch(block.region, block.into)
+                self._scratch.prefetch(block.region, block.make_room())
 
 
 def _bytes_of(array: Array) -> torch.Tensor:

@@ -93,7 +93,7 @@ class Region:
         # The bytes to write, until they are in the file.
         self._source: torch.Tensor | None = source
         # Where a prefetch puts them, and how far it is: "asked", "reading", "here"; "" if there is none.
-        self._into: torch.Tensor | None = None
+        self.into: torch.Tensor | None = None
         self._stage = ""
 
 
@@ -245,14 +245,14 @@ class Scratch:
         self._check_open()
         with self._changed:
             self._changed.wait_for(lambda: region._stage != "reading")
-            region._into, region._stage = into, "asked"
+            region.into, region._stage = into, "asked"
         self._jobs.put(partial(self._prefetch, region))
 
     def cancel(self, region: Region) -> None:
         """Give up the prefetch of a region, if there is one, and the tensor that it fills."""
         with self._changed:
             self._changed.wait_for(lambda: region._stage != "reading")
-            region._into, region._stage = None, ""
+            region.into, region._stage = None, ""
 
     def read(self, region: Region, into: torch.Tensor) -> None:
         """Fill a contiguous tensor of the region's size by its bytes; blocking, as often as wanted.
@@ -267,9 +267,9 @@ class Scratch:
         """
         self._check_open()
         with self._changed:
-            if region._into is into:
+            if region.into is into:
                 self._changed.wait_for(lambda: region._stage != "reading")
-                done, region._into, region._stage = region._stage == "here", None, ""
+                done, region.into, region._stage = region._stage == "here", None, ""
                 if done:
                     return
         self._fetch(region, into)
@@ -330,7 +330,7 @@ class Scratch:
 
     def _prefetch(self, region: Region) -> None:
         with self._changed:
-            into = region._into
+            into = region.into
             if region._stage != "asked" or into is None or region._freed or self.closed:
                 return
             region._stage = "reading"

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import os
 import threading
-from contextlib import ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from itertools import count
-from types import TracebackType
 from typing import NamedTuple
 from weakref import WeakValueDictionary, ref
 
@@ -14,7 +13,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from distdl_rma.errors import ConfigurationError, DataError, ProtocolError
+from distdl_rma.errors import DataError, ProtocolError
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.jobs.out_of_core.allocator import freed_at_once
@@ -124,13 +123,9 @@ class spill:  # noqa: N801
         self._held: list[ref[_Piece]] = []
         self._lock = threading.Lock()
         self._pool = ResultPool(_IDLE_NBYTES, lambda nbytes: torch.empty(nbytes, dtype=torch.uint8).numpy())
-        error: Exception | None = None
-        try:
+        with self._together():
             self._above = parse_size(above, "the size above which tensors are spilled")
             self._scratch = Scratch(folder, quota)
-        except (ConfigurationError, DataError) as raised:
-            error = raised
-        self._agree(error)
 
     @property
     def written_nbytes(self) -> int:
@@ -152,9 +147,7 @@ class spill:  # noqa: N801
         self._entered.enter_context(saved_tensors_hooks(self._pack, self._unpack))
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if self._entered is not None:
             self._entered.close()
             self._entered = None
@@ -169,7 +162,9 @@ class spill:  # noqa: N801
                 self._give_up()
             return
         try:
-            self._agree(self._problem)
+            with self._together():
+                if self._problem is not None:
+                    raise self._problem
         except DataError:
             self._give_up()
             raise
@@ -178,11 +173,10 @@ class spill:  # noqa: N801
         machine = Machine.known() if self._given is None else self._given
         return None if machine is None or machine.closed or machine.size == 1 else machine
 
-    def _agree(self, error: Exception | None) -> None:
+    def _together(self) -> AbstractContextManager[object]:
+        # Local work, whose error on one rank raises on all ranks.
         machine = self._peers()
-        with nullcontext() if machine is None else together(machine, machine.ranks, "spill"):
-            if error is not None:
-                raise error
+        return nullcontext() if machine is None else together(machine, machine.ranks, "spill")
 
     def _reopen(self) -> None:
         # After a failed step, also if only this rank has noticed that it failed.

@@ -47,7 +47,7 @@ def test_checksums_of_parts_add_up_to_that_of_the_tensor(part, pieces):
         holding = Holding((0, 1))
         holding.add(one := Part(part.item, box))
         for number in range(2):
-            for _, first, last in holding.share(number, 2):
+            for _, first, last in holding.share(number):
                 total += one.checksum(flat_bytes(block)[first * size : last * size], first)
     assert total % (1 << 64) == wanted
 
