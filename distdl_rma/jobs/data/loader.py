@@ -1,4 +1,19 @@
-"""Batches of split tensors: the same samples in the same order on any number of ranks, read ahead."""
+"""Batches of split tensors: the same samples in the same order on any number of ranks, read ahead.
+
+The order of an epoch with ``batch=2, replicas=2``: a step takes the next four places, two for each group of
+ranks, and each rank reads its block of both::
+
+    place          0   1   2   3     4   5   6   7     8   9
+    sample         5   2   9   0     7   3   1   8     6   4        permutation(seed, epoch), or as they come
+    replica        0   0   1   1     0   0   1   1     0   1        the last step has one for each
+    position                   4                 8         10       what state_dict() says behind each step
+
+A position counts samples in this order and nothing else: not steps, ranks or replicas. So a job goes on with
+other numbers of all these, and sees each sample once.
+
+The thread reads ahead, and only this. Whether all ranks have read is compared in the loop itself: a thread
+that meets other ranks would do so at any moment, between the messages of a layer.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +41,7 @@ from distdl_rma.segments.machine import Machine
 
 # Keys of draws begin with their purpose.
 _SHUFFLE = 1
-# Reads the blocks of a batch, or waits for the thread that does.
+# Reads the blocks of a batch, or waits for the thread that does: the loop is the same with and without it.
 Read = Callable[[], list[Block]]
 
 
@@ -120,6 +135,8 @@ class ShardLoader:
 
     def _agree(self) -> tuple[Partition, list[tuple[int, ...]]]:
         # The ranks of this replica on their grid, and those of each. All ranks raise if one has a problem.
+        # First what each rank can check alone, then whether the groups share the ranks out: a user may have
+        # built the partition of each group, and may have built them differently on two ranks.
         alike = "arguments and samples are alike on all ranks"
         with self._together(ConfigurationError, alike) as facts:
             self._check_arguments()
@@ -179,7 +196,9 @@ class ShardLoader:
         return sum(1 for _ in self._steps(0))
 
     def _steps(self, start: int) -> Iterator[tuple[int, range]]:
-        # Of each step the place in the order where the next one begins, and the places of this replica.
+        # Of each step the place in the order where the next one begins, and the places of this replica. The
+        # last step is as long on all replicas, or the mean over them would count some samples more than
+        # others.
         together, count = self._batch * self._replicas, len(self.dataset)
         for first in range(start, count, together):
             each = min(together, count - first) // self._replicas
@@ -226,7 +245,8 @@ class ShardLoader:
         self.epoch, self._samples = epoch + 1, 0
 
     def _agreed(self, epoch: int, end: int, read: Read) -> Any:
-        # A batch that all ranks have read; else an error on all ranks.
+        # A batch that all ranks have read; else an error on all ranks. The ranks also compare where they are:
+        # one that has left its loop early, or has another file under the same name, would train on a mixture.
         same = "have all ranks the same files, epoch and position?"
         with self._together(MismatchError, same) as facts:
             blocks = read()

@@ -1,4 +1,21 @@
-"""Write split tensors into files and other arrays: every rank its block, never two ranks one chunk."""
+"""Write split tensors into files and other arrays: every rank its block, never two ranks one chunk.
+
+A chunk is written as a whole: two ranks that each have a part of it would read it, change their part, and
+write it back over the other's. So blocks are first redistributed to end where chunks end. Ten rows on two
+ranks, in a sink with chunks of four rows::
+
+    chunks     0 1 2 3 | 4   5 6 7 | 8 9
+    blocks     0 1 2 3   4 | 5 6 7   8 9         chunk 4 to 7 would be written by both
+    aligned    0 1 2 3 | 4   5 6 7   8 9         the end of rank 0's block moves to the nearest end of a chunk
+
+A file is made under another name, of its whole size, and gets its own when all bytes are on the disk::
+
+    y.h5.part    enter    the first rank creates it, and all ranks open it
+                 write    each rank writes boxes, at offsets, without the library that made the file
+    y.h5         leave    all ranks flush; then the first rank renames it
+
+So whoever sees ``y.h5`` sees all of it, and a disk that is too small is an error before anything is computed.
+"""
 
 from __future__ import annotations
 
@@ -44,11 +61,11 @@ from distdl_rma.segments.consensus import together
 from distdl_rma.segments.machine import Machine
 
 Slices = tuple[slice, ...]
-# Bytes of a chunk at most: readers of other boxes fetch chunks as a whole.
+# Bytes of a chunk that this library chooses, at most: readers of other boxes fetch chunks as a whole.
 _CHUNK_NBYTES = 16 << 20
 # Bytes of an HDF5 file beside the elements, and of its index for each chunk, at most.
 _HDF5_NBYTES, _INDEX_NBYTES = 1 << 16, 1 << 8
-# How long the chunks of a call that failed may take.
+# How long the chunks of a call that failed may take: Zarr writes them in a loop of events of its own.
 _REST_SECONDS = 60.0
 _ONE = "all ranks write one tensor to one sink"
 
@@ -153,6 +170,10 @@ def _planned(
 class ArraySink:
     """An array in a file that :func:`create_array` makes; ``sink[box] = array`` writes a box, locally.
 
+    Between entering and leaving, each rank may write any box at any time; that no two of them write one chunk
+    is for the caller to see to. Only the first rank creates, renames and, but for an error, removes. A rank
+    whose context ends by an error removes the file without waiting for the others, which may be anywhere.
+
     ``shape``, ``dtype`` and ``chunks`` are those of the array, ``path`` is where it will be, and ``part``
     where it is until then. Without a machine one process has it.
 
@@ -208,7 +229,10 @@ class ArraySink:
         return self
 
     def reopen(self) -> None:
-        """Go on with ``part``, which an earlier context has made; local."""
+        """Go on with ``part``, which an earlier context has made; local.
+
+        For a prediction that a later process goes on with, and within ``__enter__`` for all ranks.
+        """
         check_found(str(self.part))
         self._opened = self._kind.opened(self.part, self)
         hosts = 1 if self._machine is None else len(self._machine.segments.segment.nodes)
@@ -260,7 +284,8 @@ class ArraySink:
         shutil.rmtree(self.part, ignore_errors=True)
 
     def _flush(self) -> None:
-        # Of the files of a folder each rank has some.
+        # Of the files of a folder each rank has some: a call for each waits for the disk, which many can do
+        # at once.
         files = [self.part]
         if self.part.is_dir():
             mine, count = 0, 1
@@ -380,7 +405,8 @@ def _start(sink: Any, y: SplitTensor, at: Sequence[int] | None) -> tuple[int, ..
 def _in_chunks(
     sink: Any, start: Sequence[int]
 ) -> tuple[Sequence[int], tuple[Any, ...] | None, Sequence[int]]:
-    # Where a tensor begins, what one rank alone may write, and where the sink ends, from where chunks begin.
+    # Where a tensor begins, what one rank alone may write, and where the sink ends, from where chunks begin:
+    # tensorstore has arrays that begin anywhere, and chunks that begin elsewhere.
     if not hasattr(sink, "chunk_layout"):
         # Of Zarr a shard, which has several chunks to read.
         return start, getattr(sink, "shards", None) or chunks_of(sink), tuple(sink.shape)
@@ -393,7 +419,8 @@ def _in_chunks(
 def _aligned(
     layout: Decomposition, start: Sequence[int], chunks: tuple[Any, ...] | None, shape: Sequence[int]
 ) -> Decomposition:
-    # The layout whose blocks, put at ``start``, end where chunks end, as near as possible to the old ends.
+    # The layout whose blocks, put at ``start``, end where chunks end, as near as possible to the old ends. A
+    # block may become empty, and ends never fall: the order of the ranks stays, so that most data does too.
     if chunks is None:
         return layout
     splits: list[Split] = []
@@ -410,7 +437,8 @@ def _aligned(
 
 
 def _block_chunks(layout: Decomposition, shape: Sequence[int], itemsize: int) -> tuple[int, ...]:
-    # The largest block, divided until it is small enough; by divisors where there are some.
+    # The largest block, divided until it is small enough; by divisors where there are some, so that blocks
+    # end where chunks end and nothing is redistributed.
     blocks = [max(lengths_of(split)) for split in layout.splits]
     chunks = [max(1, min(block, extent)) for block, extent in zip(blocks, shape, strict=True)]
     while prod(chunks) * itemsize > _CHUNK_NBYTES:
@@ -441,7 +469,7 @@ class _Kind(NamedTuple):
 
 
 def _check_space(part: Path, nbytes: int) -> None:
-    # Where space is short, libhdf5 may crash.
+    # Where space is short, libhdf5 may crash, and takes the job with it. For other files the system is asked.
     disk, limit = os.statvfs(part.absolute().parent), resource.getrlimit(resource.RLIMIT_FSIZE)[0]
     free = disk.f_bavail * disk.f_frsize
     if nbytes > free:
@@ -480,7 +508,12 @@ def _create_hdf5(part: Path, sink: ArraySink) -> None:
 
 @dataclass(frozen=True)
 class ChunkedHdf5:
-    """Writes boxes of a new dataset, all of whose chunks are allocated, by the offsets of these."""
+    """Writes boxes of a new dataset, all of whose chunks are allocated, by the offsets of these.
+
+    Several processes cannot have a file of HDF5 open for writing without its parallel build, which needs
+    MPI's files. But a dataset without filters, allocated when it is created, is arrays at offsets, one for
+    each chunk. The file is opened for reading to ask where these are, and their bytes are written beside it.
+    """
 
     path: Path
     name: str

@@ -33,7 +33,17 @@ _SMALLEST_NBYTES, _SMALLEST_PARCEL_NBYTES = 1 << 16, 1 << 12
 
 
 class _Page:
-    """Memory that waits: here, on its way to the disk, or ``out`` on disk; then in ``region``."""
+    """Memory that waits: here, on its way to the disk, or ``out`` on disk.
+
+    Where it is, and what says so::
+
+        here              region None
+        leaving           region is being written, the memory is still valid
+        out               region has the bytes, the memory is gone
+        being read        region reads into memory that has been made again (``region.into``)
+
+    Only :class:`Pages` moves a page from one line to the next, and counts the bytes that are in memory.
+    """
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
@@ -51,7 +61,11 @@ class _Page:
 
 
 class _Block(_Page):
-    """Memory of one or more tensors of a rank, which stay valid when it comes back."""
+    """Memory of one or more tensors of a rank, which stay valid when it comes back.
+
+    The storage is resized to nothing and back. Tensors refer to their storage and not to its memory, so that
+    no tensor has to be found or changed.
+    """
 
     def __init__(self, storage: torch.UntypedStorage) -> None:
         super().__init__(storage.nbytes())
@@ -240,7 +254,8 @@ class Pages:
         ]
 
     def _after(self, rank: int) -> tuple[bool, int]:
-        # Orders ranks by when they are needed: those behind the one that runs, then from the first on.
+        # Orders ranks by when they are needed: those behind the one that runs, then from the first on. It is
+        # the order of turns, which is known: nothing has to be guessed from the past, as by other caches.
         return rank <= self._running, rank
 
     def _needed_last(self) -> Iterator[_Page]:
@@ -254,7 +269,8 @@ class Pages:
             yield from (page for page in pages[rank] if not page.out and page not in self._leaving)
 
     def _fit(self) -> None:
-        # Writes what is needed last, and a part of the limit more while another rank computes.
+        # Writes what is needed last, and a part of the limit more while another rank computes: the next rank
+        # that waits then finds room at once, and the disk works meanwhile.
         if self.resident_nbytes <= self._limit:
             return
         if self._scratch is None:

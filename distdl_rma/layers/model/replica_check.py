@@ -193,6 +193,7 @@ def _bytes_of(x: torch.Tensor) -> memoryview:
 
 
 def _digest(x: torch.Tensor) -> str:
+    # Of all that must be equal: with other shapes or types the same bytes are another tensor.
     return f"{tuple(x.shape)} {x.dtype} {x.requires_grad} {digest(x)}"
 
 

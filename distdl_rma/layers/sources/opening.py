@@ -1,4 +1,16 @@
-"""Open arrays in files, by the suffix of their path."""
+"""Open arrays in files, by the suffix of their path.
+
+Every source has ``shape``, ``dtype``, ``chunks`` and slicing, and can be pickled. What stands behind it::
+
+    .npy, .nii, contiguous HDF5 and TIFF       RawArray: bytes at offsets, no library, no open file
+    other HDF5, .nc, .zarr, other TIFF         FileSource: the library's array, opened again in each process
+    those with attributes of packing           Packed around one of both
+    an array that the user has opened          itself
+
+A file of a stranger is input: a header is held against the size of its file before anything is allocated,
+what would run code or read other files is refused, and so is what has no random access, with the command that
+makes a file which has. A rank that would read a whole stream for its block would do so on every rank.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +48,7 @@ _STREAMS = {
 }
 
 
-# Numpy itself refuses longer headers, but reads them before.
+# Numpy itself refuses longer headers, but reads them before: up to 4 GiB, as the header says.
 _NPY_VERSIONS, _NPY_HEADER_NBYTES = ((1, 0), (2, 0), (3, 0)), 10_000
 # Some codecs of Zarr take no more.
 _ZARR_2, _CHUNK_NBYTES = 2, (2 << 30) - 1
@@ -146,7 +158,9 @@ def check_found(path: str) -> None:
 class FileSource:
     """An array in a file that a library reads. Each process opens it for itself; it can be pickled.
 
-    ``shape``, ``dtype`` and ``chunks`` are those that it had when it was opened.
+    ``shape``, ``dtype`` and ``chunks`` are those that it had when it was opened. The library's array belongs
+    to the process ``_pid``: another one, a fork or what has unpickled it, opens the file again before it
+    reads.
     """
 
     def __init__(self, path: str, name: str | None, kind: Format, array: Any) -> None:
@@ -189,7 +203,8 @@ def needed(package: str, extra: str = "") -> Any:
 
 
 def _chosen(path: str, names: Iterable[str], name: str | None) -> str:
-    # The name of one array in a file that has these.
+    # The name of one array in a file that has these. A file with one array needs no name; a wrong name gets
+    # the list of right ones.
     known = sorted(names)
     if name is None and len(known) == 1:
         return known[0]
@@ -202,7 +217,10 @@ def _chosen(path: str, names: Iterable[str], name: str | None) -> str:
 
 
 def npy(path: str, name: str | None) -> RawArray:
-    """The array of a file of numpy."""
+    """The array of a file of numpy.
+
+    Its header is read by numpy, but in the order that keeps it harmless: version and length first.
+    """
     if name is not None:
         raise ArgumentError(f"{path} has one array, without a name, got {name!r}")
     with Path(path).open("rb") as file:
@@ -221,7 +239,11 @@ def npy(path: str, name: str | None) -> RawArray:
 
 
 def hdf5(path: str, name: str | None) -> Any:
-    """A dataset of h5py; a :class:`RawArray` if it is contiguous and needs no conversion."""
+    """A dataset of h5py; a :class:`RawArray` if it is contiguous and needs no conversion.
+
+    Contiguous datasets are the usual ones, and as raw arrays need neither the lock nor an open file: ranks
+    and threads read them at the speed of the disk.
+    """
     h5py = needed("h5py", "hdf5")
     with hdf5_lock():
         found = name and behind_links(h5py, path, name)
@@ -317,7 +339,8 @@ def _tiff(path: str, name: str | None) -> Any:
 
 
 def _check_pages(path: str, file: Any) -> None:
-    # Tifffile leaves out the pages that lie behind the end of a truncated file.
+    # Tifffile leaves out the pages that lie behind the end of a truncated file: a volume with fewer slices,
+    # and no error. The last page names the place of the next one, which must be none.
     kind, handle = file.tiff, file.filehandle
     handle.seek(file.pages[-1].offset)
     (tags,) = unpack(kind.tagnoformat, handle.read(kind.tagnosize))

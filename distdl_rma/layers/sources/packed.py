@@ -1,4 +1,13 @@
-"""Packed elements: small integers in a file that stand for other numbers, by the attributes of the array."""
+"""Packed elements: small integers in a file that stand for other numbers, by the attributes of the array.
+
+A temperature in 16 bits, with ``scale_factor=0.01, add_offset=273.15, _FillValue=-32768``::
+
+    stored      -32768     0        1500
+    unpacked    nan        273.15   288.15
+
+netCDF4 unpacks so. h5py and Zarr give what is stored, and a model would train on it without a word. So all
+formats go through this one rule, a box at a time, and a file gives the same numbers by every library.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +25,8 @@ from distdl_rma.layers.sources.reading import Slices
 
 # Attributes of the CF conventions: what an element is multiplied by, and what is added then.
 _SCALES = {"scale_factor": np.multiply, "add_offset": np.add}
-# Elements that stand for none: for which this comparison with a number of the attribute holds.
+# Elements that stand for none: those for which this comparison with a number of the attribute holds. It is
+# one with what is stored, before it is scaled.
 _MISSING = {
     "_FillValue": np.equal, "missing_value": np.equal, "valid_min": np.less, "valid_max": np.greater,
 }  # fmt: skip
@@ -55,7 +65,7 @@ class Packed:
 
     @property
     def changes(self) -> bool:
-        """Whether some element may stand for another one."""
+        """Whether some element may stand for another one; else the array alone is as good."""
         return bool(self._missing or self._scales or self._kind != self._stored)
 
     def __getitem__(self, box: Slices) -> NDArray[Any]:

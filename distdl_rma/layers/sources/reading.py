@@ -1,4 +1,19 @@
-"""Read a box of anything that is sliced like an array, as a tensor."""
+"""Read a box of anything that is sliced like an array, as a tensor.
+
+``source[box]`` gives what its library wants to give; a tensor in new memory comes out::
+
+    numpy, a raw file     array            taken as it is, if nobody else refers to it; else copied
+    h5py, Zarr            array            likewise
+    netCDF4, packed       masked array     missing floats are NaN; missing integers are an error
+    tensorstore           a promise        .read().result()
+    dask, xarray          a graph          .compute(scheduler="synchronous"), .values
+    torch                 a tensor         copied
+    others                whatever         DLPack, else __array__
+
+No library is imported to find out which one it is: a source is asked for what it can do, and for the name of
+its package where only that tells. The copy that is saved where nobody else refers to an array is a whole
+block, which may be half of what a rank has.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +33,8 @@ from distdl_rma.layers.dtypes import BIT_WORDS, DTYPES, NUMPY
 from distdl_rma.layers.sources.hdf5 import LOCKED, hdf5_lock
 
 Slices = tuple[slice, ...]
-# References to an array that only one name knows, while they are counted.
+# References to an array that only one name knows, while they are counted: the name, and the argument of the
+# function that counts.
 _ALONE = 2
 
 
@@ -175,7 +191,10 @@ def placed(source: Any, box: Sequence[slice]) -> tuple[Slices, tuple[int, ...]]:
 
 
 def in_domain(source: Any, box: Slices) -> Slices:
-    """The box in the indices of a source, which begin at 0 but for some arrays of tensorstore."""
+    """The box in the indices of a source, which begin at 0 but for some arrays of tensorstore.
+
+    Everywhere else in this package a box counts from 0, whatever the source does.
+    """
     if library_of(source) != "tensorstore":
         return box
     starts = source.domain.origin
@@ -183,7 +202,11 @@ def in_domain(source: Any, box: Slices) -> Slices:
 
 
 def label(source: Any) -> str:
-    """What messages call a source: its file, or its kind."""
+    """What messages call a source: its file, or its kind.
+
+    Libraries call the file ``path`` or ``filename``, and a message about one of a thousand files is of use
+    only with its name.
+    """
     if isinstance(source, (str, os.PathLike)):
         return os.fspath(source)
     for name in ("path", "filename"):
@@ -208,7 +231,8 @@ def library_of(source: Any) -> str:
 
 
 def _in_memory(part: Any) -> tuple[torch.Tensor | NDArray[Any], bool]:
-    # What a slicing stands for, and whether this is in memory that nothing else refers to.
+    # What a slicing stands for, and whether this is in memory that nothing else refers to. A graph of dask is
+    # computed here and now: its threads would call HDF5 without the lock that this thread has.
     if callable(getattr(part, "read", None)):
         return part.read().result(), True
     if callable(getattr(part, "compute", None)):
