@@ -24,9 +24,10 @@ import os
 import signal
 import threading
 from collections import Counter, deque
-from collections.abc import Container, Iterable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, MutableMapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple, Self
@@ -64,12 +65,13 @@ _UNDER_WAY = 2
 
 
 class _Job(NamedTuple):
-    # A checkpoint that is being written: its directory, its manifest without sums, this rank's sums when all
-    # its bytes are on the disk, and the private memory of the copies.
+    # A checkpoint that is being written: its directory, its manifest without sums, what waits for this rank's
+    # bytes and gives their sums, whether that would return at once, and the private memory of the copies.
     path: Path
     body: dict[str, Any]
-    sums: Future[Counter[str]]
-    memory: torch.Tensor | None
+    written: Callable[[], Counter[str]]
+    is_written: Callable[[], bool] = lambda: False
+    memory: torch.Tensor | None = None
 
 
 # A holding, and this rank's share of its bytes in memory.
@@ -230,7 +232,7 @@ class Checkpoints:
         # decide this.
         if self._closed:
             raise ClosedError("Checkpoints: already closed")
-        written = int(bool(self._jobs) and self._jobs[0].sums.done())
+        written = int(bool(self._jobs) and self._jobs[0].is_written())
         check = Consensus.of(self._machine.segments, self._machine.ranks)
         check.alike(self._call, written, int(self._signalled), step)
         found = check.smallest, check.largest
@@ -368,18 +370,13 @@ class Checkpoints:
 
     def _write(self, path: Path, body: dict[str, Any], pieces: Iterator[Piece]) -> None:
         # This rank's pieces: at once, or copies of them by the thread.
-        if self._asynchronous:
-            copies, memory = self._copied(list(pieces))
-            written = self._thread.submit(files.write, path, copies)
-            self._jobs.append(_Job(path, body, written, memory))
+        if not self._asynchronous:
+            self._jobs.append(_Job(path, body, partial(files.write, path, pieces)))
+            self._complete()
             return
-        written = Future()
-        try:
-            written.set_result(files.write(path, pieces))
-        except Exception as error:  # noqa: BLE001 - ``_complete`` raises it on all ranks
-            written.set_exception(error)
-        self._jobs.append(_Job(path, body, written, None))
-        self._complete()
+        copies, memory = self._copied(list(pieces))
+        sums = self._thread.submit(files.write, path, copies)
+        self._jobs.append(_Job(path, body, sums.result, sums.done, memory))
 
     def _copied(self, pieces: list[Piece]) -> tuple[list[Piece], torch.Tensor]:
         # Pieces in private memory, that of an earlier job if it is large enough: the first use of new pages
@@ -402,7 +399,7 @@ class Checkpoints:
         job = self._jobs.popleft()
         try:
             with self._together():
-                sums = job.sums.result()
+                sums = job.written()
             items = job.body["items"]
             for item, total in zip(items, self._summed([sums[name] for name, *_ in items]), strict=True):
                 item[-1] = f"{total:016x}"

@@ -99,7 +99,7 @@ def _load_into(thing: Any, state: Any) -> None:
 
 
 def kind_of(thing: Any) -> str:
-    """Kind of an object of a state."""
+    """Kind of an object of a state; a distributed model is a module, and a split tensor a tensor."""
     if isinstance(thing, nn.Module):
         return _MODULE
     if isinstance(thing, torch.optim.Optimizer):
@@ -178,6 +178,8 @@ class Objects:
         return {"kind": kind, "state": encode(value, entry, self._take_or_write)}
 
     def _take(self, name: str, tensor: torch.Tensor) -> Any:
+        # Notes a tensor under its name. A split tensor anywhere in a state brings its layout; a block of a
+        # distributed layer is a plain tensor, whose layout ``cuts`` has named before.
         if name not in self.layouts and hasattr(tensor, "decomposition"):
             self._split[name], self.layouts[name] = tensor, tensor.decomposition
         layout = self.layouts.get(name)
@@ -239,6 +241,7 @@ class Objects:
     def _check_cut(
         self, entry: str, optimizer: torch.optim.Optimizer, states: object, names: Iterable[str]
     ) -> None:
+        # A vector of all parameters mixes those that are cut with others, and has no box of a whole.
         cut = next((name for name in names if name in self.layouts), None)
         if states and cut is not None and isinstance(optimizer, torch.optim.LBFGS):
             raise UnsupportedError(
@@ -261,6 +264,9 @@ class Objects:
         return found
 
     def _check(self, entry: str, thing: Any, form: dict[str, Any], kinds: Mapping[str, Kind]) -> None:
+        # The form that an object would have here is compared with the one that was saved: whatever decides
+        # how something is saved decides so what is fit to be restored. A number may have been a tensor, or
+        # become one.
         kind, state = kind_of(thing), form["state"]
         if form["kind"] != kind and {form["kind"], kind} != {_TENSOR, _VALUE}:
             saved, here = (_NAMES.get(each, f"a {each}") for each in (form["kind"], kind))
@@ -275,6 +281,7 @@ class Objects:
             self._check_tensors(entry, {"": state}, {"": self._form(entry, thing)["state"]}, kinds)
         elif kind == _VALUE:
             # Finds the split tensors that take their blocks; other values are replaced.
+            # That the present value has no form is no reason not to replace it.
             with suppress(UnsupportedError):
                 self._form(entry, thing)
 
@@ -321,7 +328,10 @@ class Objects:
         self.lay_out({entry: form})
 
     def lay_out(self, forms: Forms) -> None:
-        """Set the layouts of optimizers' tensors that are cut as their parameters are."""
+        """Set the layouts of optimizers' tensors that are cut as their parameters are.
+
+        By the forms of all ranks: one that holds nothing of a parameter has not seen its momentum.
+        """
         for form in forms.values():
             for name, values in form["state"].items() if form["kind"] == _OPTIMIZER else ():
                 if name in self.layouts:
@@ -333,7 +343,7 @@ class Objects:
         return Part(item, Box.of_shape(item.shape) if layout is None else layout.box(layout.partition.me))
 
     def blank(self, item: Item) -> torch.Tensor:
-        """Memory for this rank's block of an item."""
+        """Memory for this rank's block of an item; without elements if this rank has no part of it."""
         layout = self.layouts.get(item.name)
         idle = layout is not None and not layout.partition.active
         return torch.empty((0,) if idle else self.part(item).box.shape, dtype=item.dtype)
@@ -342,7 +352,8 @@ class Objects:
         """Items of models that are whole on all ranks, and the tensors that take them; call ``wanted`` first.
 
         The names are alike on all ranks. None for a tensor that cannot be filled in place, such as one with
-        two names or with gaps in its memory.
+        two names or with gaps in its memory. All others need no second copy while they are restored, which
+        would be as large as the model.
         """
         found: dict[str, torch.Tensor | None] = {}
         for entry, module in self.state.items():
@@ -370,6 +381,9 @@ class Objects:
         fill: Callable[[], object] = lambda: None,
     ) -> None:
         """Load everything; if an object or an optimizer refuses its state, all objects are as before.
+
+        First all forms become values, then who may refuse is asked, with what undoes it at hand, and what
+        cannot be undone comes last: filling a model in place leaves nothing to go back to.
 
         ``wanted`` has checked models, optimizers, tensors and values. Each step is within a context of its
         own, which may raise the error of another rank. ``fill`` fills the tensors of ``in_place``, which no
@@ -404,7 +418,7 @@ class Objects:
                     self.state[entry] = values[entry]
 
     def _value(self, entry: str, thing: Any, form: Any, tensors: Mapping[str, Any]) -> Any:
-        # What an object takes.
+        # What an object takes. An optimizer wants numbers for its parameters, in its own order here.
         give = tensors.__getitem__
         if kind_of(thing) == _MODULE:
             return {key: decode(part, give) for key, part in form["state"].items()}
@@ -433,7 +447,8 @@ def _loaded(thing: Any, found: Any) -> Iterator[Callable[[], object]]:
         for number, values in found["state"].items():
             held = thing.state[parameters[number]]
             for key, value in values.items():
-                # torch rounds the state to the type of the parameter.
+                # torch rounds the state to the type of the parameter: float32 momentum of a parameter in
+                # 16 bits would lose half of its bits.
                 if isinstance(value, torch.Tensor) and value.dtype != held[key].dtype:
                     held[key] = value
 

@@ -37,7 +37,8 @@ class Packed:
     """An array whose elements are unpacked as netCDF4 does: ``stored * scale_factor + add_offset``.
 
     Missing elements are NaN, or masked if the result has integers. Types are those of numpy's promotion, but
-    an integral factor or offset never changes the type of stored floats.
+    an integral factor or offset never changes the type of stored floats. What is known when the file is
+    opened is prepared there, and a wrong attribute is an error there: reading a box only compares and scales.
     """
 
     def __init__(self, path: str, array: Any, attributes: Mapping[str, Any]) -> None:
@@ -110,7 +111,8 @@ def unpacked(path: str, array: Any, attributes: Mapping[str, Any]) -> Any:
 
 
 def _numbers(given: Any, kind: str = "") -> NDArray[Any]:
-    # Of an attribute; none if it is text, but for the floats of xarray in Zarr 3.
+    # Of an attribute; none if it is text, but for the floats of xarray in Zarr 3, which JSON cannot have:
+    # their bytes in base 64.
     if isinstance(given, str) and kind == "f":
         with suppress(ValueError):
             return np.frombuffer(b64decode(given, validate=True), "<f8")
