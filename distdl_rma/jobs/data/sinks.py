@@ -4,14 +4,14 @@ A chunk is written as a whole: two ranks that each have a part of it would read 
 write it back over the other's. So blocks are first redistributed to end where chunks end. Ten rows on two
 ranks, in a sink with chunks of four rows::
 
-    chunks     0 1 2 3 | 4   5 6 7 | 8 9
-    blocks     0 1 2 3   4 | 5 6 7   8 9         chunk 4 to 7 would be written by both
-    aligned    0 1 2 3 | 4   5 6 7   8 9         the end of rank 0's block moves to the nearest end of a chunk
+    chunks     0 1 2 3|4 5 6 7|8 9
+    blocks     0 1 2 3 4|5 6 7 8 9       both ranks would write the chunk of rows 4 to 7
+    aligned    0 1 2 3|4 5 6 7 8 9       the end of rank 0's block moves to the nearest end of a chunk
 
 A file is made under another name, of its whole size, and gets its own when all bytes are on the disk::
 
     y.h5.part    enter    the first rank creates it, and all ranks open it
-                 write    each rank writes boxes, at offsets, without the library that made the file
+                 write    each rank writes boxes: of HDF5 at their offsets, without its library
     y.h5         leave    all ranks flush; then the first rank renames it
 
 So whoever sees ``y.h5`` sees all of it, and a disk that is too small is an error before anything is computed.
