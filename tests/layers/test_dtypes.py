@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from distdl_rma import UnsupportedError
-from distdl_rma.layers.dtypes import BIT_WORDS, DTYPES, NUMPY, flat_bytes, sum_dtype, word_dtype
+from distdl_rma.layers.dtypes import BIT_WORDS, DTYPES, NUMPY, digest, flat_bytes, sum_dtype, word_dtype
 
 # torch says of one of its types that it is an experiment.
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf")
@@ -42,3 +42,12 @@ def test_bytes_are_those_of_the_elements_in_their_order(x):
     found = flat_bytes(x)
     assert found.is_contiguous() and bytes(found.tolist()) == x.numpy().tobytes()
     assert not x.is_contiguous() or found.data_ptr() == x.data_ptr()
+
+
+@pytest.mark.parametrize("change", [torch.neg, lambda x: x.flip(0), lambda x: x.roll(1), lambda x: x + 1])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.int64, torch.bfloat16])
+@pytest.mark.parametrize("count", [1, 1 << 13, 1 << 16, (1 << 16) + 3])
+def test_digests_of_other_values_differ(change, dtype, count):
+    x = torch.arange(1, count + 1).to(dtype)
+    assert digest(x) == digest(x.clone())
+    assert (digest(x) == digest(change(x))) == torch.equal(x, change(x))

@@ -1,4 +1,14 @@
-"""A writer of large files whose disk works while the next bytes are copied."""
+"""A writer of large files whose disk works while the next bytes are copied.
+
+Two buffers change places::
+
+    rank's thread     fill A      fill B      fill A      wait, fsync
+    disk's thread                 write A     write B     write A
+
+The disk's time hides the copies and the checksums, or these hide the disk's time, whichever is shorter. It is
+a thread and not the system's page cache that does so, since the cache takes the core's time for a second
+copy, and memory of as many bytes as the checkpoint has, which the job may not have.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +17,14 @@ import mmap
 import os
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import Self
 
-# What a direct write is a multiple of: its address, its place in the file, its length.
+from distdl_rma.layers.sources.raw import write_at
+
+# What a direct write is a multiple of: its address, its place in the file, its length. Disks want 512 or
+# 4096; a file system that wants more refuses the write, which then goes through the cache.
 _PAGE = 4096
+# Of each buffer. A disk is at its full speed with a fraction of this.
 _BUFFER = 8 << 20
 # Fewer contiguous bytes are not worth a hand-over to the thread.
 _SMALL = 1 << 16
@@ -22,6 +37,10 @@ class BehindWriter:
     pages are written directly from the buffer (``O_DIRECT``): this takes neither the core's time nor memory
     for pages that nobody reads. The rest, and everything on file systems without direct writes, goes through
     the page cache. ``OSError`` of a write is raised by a later call. Local.
+
+    A context: at its end all bytes are on the disk, unless it ends by an error, whose bytes nobody needs.
+    Only the first buffer is filled, and only the second one is written, by at most one job of the thread: who
+    wants to exchange them waits for this job first, and then knows its error too.
     """
 
     def __init__(self, file: Path) -> None:
@@ -33,7 +52,8 @@ class BehindWriter:
         self._buffers = [memoryview(mmap.mmap(-1, _BUFFER)) for _ in range(2)]
         self._thread = ThreadPoolExecutor(1, "checkpoint-disk")
         self._written: Future[None] | None = None
-        # The first buffer's place in the file, a multiple of pages, and which of its bytes are filled.
+        # The first buffer's place in the file, a multiple of pages, and which of its bytes are filled: from
+        # the one on that the first run has within its page. So pages of the buffer are pages of the file.
         self._place = self._first = self._last = 0
 
     def append(self, offset: int, memory: memoryview) -> None:
@@ -48,18 +68,20 @@ class BehindWriter:
             self._last += count
             memory, offset = memory[count:], offset + count
 
-    def finish(self) -> None:
-        """Write what is left, and wait until the disk has everything."""
-        self._hand_over()
-        self._wait()
-        os.fsync(self._cached)
+    def __enter__(self) -> Self:
+        return self
 
-    def close(self) -> None:
-        """Close the file, without its last bytes if ``finish`` was not called."""
-        self._thread.shutdown()
-        for descriptor in (self._cached, self._direct):
-            if descriptor is not None:
-                os.close(descriptor)
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        try:
+            if error is None:
+                self._hand_over()
+                self._wait()
+                os.fsync(self._cached)
+        finally:
+            self._thread.shutdown()
+            for descriptor in (self._cached, self._direct):
+                if descriptor is not None:
+                    os.close(descriptor)
 
     def _wait(self) -> None:
         written, self._written = self._written, None
@@ -67,6 +89,8 @@ class BehindWriter:
             written.result()
 
     def _hand_over(self) -> None:
+        # Writes what the first buffer has: large runs by the thread, and a small one at once, whose bytes the
+        # page cache gathers.
         if self._first == self._last:
             return
         arguments = self._buffers[0], self._place, self._first, self._last
@@ -79,14 +103,14 @@ class BehindWriter:
         self._first = self._last
 
     def _write(self, buffer: memoryview, place: int, first: int, last: int) -> None:
-        # Bytes [first, last) of a buffer, of which whole pages go directly.
+        # Bytes [first, last) of a buffer, of which whole pages go directly. Pages at both ends may be shared
+        # with another rank, whose bytes a direct write of the whole page would destroy.
         low, high = -(-first // _PAGE) * _PAGE, last // _PAGE * _PAGE
         if high - low < _SMALL:
             low = high = last
         written = low + self._written_directly(buffer[low:high], place + low)
         for begin, end in ((first, low), (written, last)):
-            while begin < end:
-                begin += os.pwrite(self._cached, buffer[begin:end], place + begin)
+            write_at(self._cached, buffer[begin:end], place + begin)
 
     def _written_directly(self, pages: memoryview, offset: int) -> int:
         # How many bytes; the page cache takes the rest where the file system wants larger pages.

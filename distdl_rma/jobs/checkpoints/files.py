@@ -1,4 +1,20 @@
-"""The files of checkpoints: written under a temporary name, complete when renamed, checked when read."""
+"""The files of checkpoints: written under a temporary name, complete when renamed, checked when read.
+
+The name of a directory says what is in it. A process may be killed between any two lines of this table, and
+the newest complete checkpoint is whole at any moment::
+
+    step-20.tmp      begin       the first rank makes the data file, of full size
+                     write       every rank writes its bytes, and waits for the disk
+                     publish     the first rank writes the manifest, which has all checksums
+    step-25          publish     of a run that was left: becomes step-25.retired, which nobody deletes
+    step-20          publish     if it is there already: becomes step-20.old
+    step-20.tmp      publish     becomes step-20: complete
+    step-20.old      delete_old  goes, and so do all but the last ones; first their manifests
+
+A directory counts if it has a manifest and its name is ``step-N`` or ``step-N.old``. Files of others, and
+links, may lie in the folder. So nothing is deleted that does not begin as a manifest of this library does,
+and no file by another name than the two of a checkpoint.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +22,8 @@ import json
 import os
 import re
 import warnings
-from collections.abc import Container, Iterable, Iterator
+from collections import Counter
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from hashlib import sha256
@@ -20,14 +37,16 @@ import torch
 from distdl_rma.errors import CheckpointError, DistdlError, UnsupportedError
 from distdl_rma.jobs.checkpoints.behind_writer import BehindWriter
 from distdl_rma.jobs.checkpoints.form import dtype_name
-from distdl_rma.jobs.checkpoints.items import Item, Kind, Part, planned
+from distdl_rma.jobs.checkpoints.items import MODULUS, Item, Kind, Part, planned
+from distdl_rma.jobs.checkpoints.shares import Share
 from distdl_rma.layers.dtypes import flat_bytes
-from distdl_rma.layers.sources.raw import sync
+from distdl_rma.layers.sources.raw import read_at, rename_synced, runs, sync
 
 DATA, MANIFEST, VERSION = "data.safetensors", "manifest.json", 1
-# How a manifest of this library begins; the most bytes of one, since a reader needs some times as many.
+# How a manifest of this library begins; the most bytes of one, since a reader needs some times as many: it
+# must not be the file of a stranger that decides how much memory a rank needs.
 _BEGINS, _MOST_NBYTES = b'{"sha256": "', 64 << 20
-# Most dimensions of an item, and the least bytes of it in the head of the data file.
+# Most dimensions of an item, those of torch, and the least bytes of it in the head of the data file.
 _MOST_DIMS, _ITEM_NBYTES = 64, 40
 _STEP = re.compile(r"step-(0|[1-9][0-9]*)(\.old)?")
 # Bytes that are read or written, and summed, at a time; a multiple of every element's size.
@@ -73,7 +92,11 @@ def complete(folder: Path, step: int | None = None) -> list[Path]:
 
 @contextmanager
 def explained(what: str, path: Path, advice: str) -> Iterator[None]:
-    """Context that turns an ``OSError`` into a ``CheckpointError`` with the file and what to do."""
+    """Context that turns an ``OSError`` into a ``CheckpointError`` with the file and what to do.
+
+    The advice is of the caller: a full disk where bytes are written, a folder that other hosts do not see
+    where they are read.
+    """
     try:
         yield
     except CheckpointError:
@@ -107,7 +130,8 @@ def tidy(folder: Path) -> None:
 
 def _is_own(path: Path, alone: bool = False) -> bool:
     # Whether a directory is a checkpoint of this library, or has nothing but the rest of one; ``alone``:
-    # without files of others.
+    # without files of others. Of a checkpoint with files of others its own two are deleted, and the directory
+    # stays; a temporary one with such files is not ours.
     found = {each.name for each in path.iterdir()} if path.is_dir() else {""}
     if (alone or MANIFEST not in found) and not found <= {DATA, MANIFEST}:
         return False
@@ -130,7 +154,11 @@ def _delete(path: Path) -> None:
 
 
 def begin(path: Path, head: bytes, body: dict[str, Any]) -> None:
-    """Make the temporary directory of a checkpoint, and its data file of full size; by one rank."""
+    """Make the temporary directory of a checkpoint, and its data file of full size; by one rank.
+
+    What is in the way of any later step is refused here, before the ranks write gigabytes. The data file has
+    its full size from the beginning, so that ranks can write anywhere in it.
+    """
     made = temporary(path)
     if (nbytes := len(json.dumps(body))) > _MOST_NBYTES:
         raise UnsupportedError(
@@ -156,30 +184,70 @@ def begin(path: Path, head: bytes, body: dict[str, Any]) -> None:
             raise
 
 
-def write(path: Path, pieces: Iterable[Piece]) -> dict[str, int]:
+def write(path: Path, pieces: Iterable[Piece]) -> Counter[str]:
     """Write pieces to the temporary data file, and make them durable; returns sums by the item's name.
 
     Local: every rank writes its own pieces, also from another thread.
     """
-    file, sums = temporary(path) / DATA, dict[str, int]()
-    with explained("writing", file, f"is it on a disk that all hosts share? {_TO_WRITE}"):
-        writer = BehindWriter(file)
-        try:
-            for part, first, elements in _in_cache(pieces):
-                sums[part.item.name] = sums.get(part.item.name, 0) + part.checksum(elements, first)
-                for offset, memory in _runs(part, first, elements):
-                    writer.append(offset, memory)
-            writer.finish()
-        finally:
-            writer.close()
+    file = temporary(path) / DATA
+    advice = f"is it on a disk that all hosts share? {_TO_WRITE}"
+    with explained("writing", file, advice), BehindWriter(file) as writer:
+        return _moved(pieces, writer.append)
+
+
+def read(file: Path, pieces: Iterable[Piece]) -> Counter[str]:
+    """Fill pieces from a data file; returns sums by the item's name. Local."""
+    with file.open("rb") as data:
+
+        def fill(offset: int, memory: memoryview) -> None:
+            if read_at(data.fileno(), memory, offset) < len(memory):
+                raise CheckpointError(f"checkpoint: {file} ends before its last byte")
+
+        return _moved(pieces, fill)
+
+
+def _moved(pieces: Iterable[Piece], move: Callable[[int, memoryview], object]) -> Counter[str]:
+    # Moves each contiguous run of bytes to or from its offset, and sums the elements: both while these are in
+    # the core's cache, so that the sums cost little. Written and read bytes are summed in memory: what went
+    # wrong between the two, in this library, the system or the disk, changes a sum.
+    sums = Counter[str]()
+    for part, begin, elements in pieces:
+        size = part.item.dtype.itemsize
+        for low in range(0, elements.numel(), _IN_CACHE):
+            some, first = elements[low : low + _IN_CACHE], begin + low // size
+            memory = some.numpy().data
+            for place, at, count in runs(part.item.shape, part.box, first, first + len(memory) // size):
+                run = memory[(at - first) * size : (at - first + count) * size]
+                move(part.item.offset + place * size, run)
+            sums[part.item.name] = (sums[part.item.name] + part.checksum(some, first)) % MODULUS
     return sums
+
+
+def cut_out(tensors: dict[str, torch.Tensor], shares: Iterable[Share]) -> Iterator[Piece]:
+    """Pieces of this rank's tensors, by the item's name."""
+    for part, first, last in shares:
+        size = part.item.dtype.itemsize
+        yield part, first, flat_bytes(tensors[part.item.name])[first * size : last * size]
+
+
+def laid_out(memory: torch.Tensor, shares: Iterable[Share]) -> Iterator[Piece]:
+    """Pieces of memory in which the elements of shares follow each other, as ranks send them."""
+    at = 0
+    for part, first, last in shares:
+        size = (last - first) * part.item.dtype.itemsize
+        yield part, first, memory[at : at + size]
+        at += size
 
 
 def publish(path: Path, body: dict[str, Any], at: int | None) -> None:
     """Write the manifest, and rename the directory to its own name; by one rank.
 
     Complete checkpoints of later steps, and of steps behind ``at``, which the job has saved or restored last,
-    are of a run that was left: they get other names first, since the one with the highest step counts.
+    are of a run that was left: they get other names first, since the one with the highest step counts. They
+    are not deleted, since they may be the better ones of two runs.
+
+    Each step is on the disk before the next one: after a loss of power there is no directory whose name
+    promises more than it has.
     """
     made, text = temporary(path), json.dumps(body)
     with explained("completing", made, _TO_WRITE):
@@ -199,8 +267,7 @@ def publish(path: Path, body: dict[str, Any], at: int | None) -> None:
             path.rename(_replaced(path))
         elif os.path.lexists(path):
             _delete(path)
-        made.rename(path)
-        sync(path.parent)
+        rename_synced(made, path)
     if retired:
         # Last: a warning may be an error, and the checkpoint is complete then.
         warnings.warn(
@@ -239,7 +306,11 @@ def drop(path: Path) -> None:
 
 @dataclass(frozen=True)
 class Saved:
-    """A complete checkpoint, as its manifest describes it; of newer or damaged ones ``CheckpointError``."""
+    """A complete checkpoint, as its manifest describes it; of newer or damaged ones ``CheckpointError``.
+
+    One rank opens the manifest, and the others get its body: they agree by construction on what they restore,
+    also if another job completes a newer checkpoint meanwhile.
+    """
 
     path: Path
     body: dict[str, Any]
@@ -258,13 +329,18 @@ class Saved:
         """Items of these names, in the order of the file."""
         return [item for item in planned(self.kinds(), self.body["step"])[1] if item.name in names]
 
-    def sums(self) -> dict[str, int]:
-        """Checksum of each item."""
-        return {name: int(total, 16) for name, *_, total in self.body["items"]}
+    def check_sums(self, found: Mapping[str, int]) -> None:
+        """Raise if checksums of some items, by name, are not those of the manifest."""
+        for name, *_, total in self.body["items"]:
+            if found.get(name, int(total, 16)) != int(total, 16):
+                raise self.damaged(f"the checksum of {name!r} does not fit", self.data)
 
     @contextmanager
     def named(self) -> Iterator[None]:
-        """Context in which errors of a checkpoint name its directory."""
+        """Context in which errors of a checkpoint name its directory.
+
+        Rooms below know objects and values, not files. Their messages begin with ``checkpoint:``.
+        """
         try:
             yield
         except DistdlError as error:
@@ -279,7 +355,11 @@ class Saved:
         )
 
     def check(self) -> None:
-        """Raise an error of Python unless the entries fit together; the values of forms are not read."""
+        """Raise an error of Python unless the entries fit together; the values of forms are not read.
+
+        The manifest has a checksum of its own, but that says only that nobody changed it by accident. These
+        checks are against one that was made to harm: no size makes a rank allocate what the file has not.
+        """
         body, listed = self.body, self.body["items"]
         numbers = chain([body["step"], body["ranks"]], *(item[2] for item in listed))
         fits = all(type(n) is int and 0 <= n < 1 << 62 for n in numbers) and body["version"] == VERSION
@@ -303,7 +383,11 @@ def described(head: bytes, items: Iterable[Item]) -> dict[str, Any]:
 
 
 def opened(path: Path) -> Saved:
-    """A checkpoint's manifest, checked together with the size and the head of the data file; local."""
+    """A checkpoint's manifest, checked together with the size and the head of the data file; local.
+
+    From outside to inside: no bytes are decoded before their number is known, no entry is believed before the
+    checksum of all fits, and a newer version is named before its entries are looked at, which may be others.
+    """
     newest = complete(path.parent)
     older = newest[newest.index(path) + 1 :] if path in newest else []
     file, others = path / MANIFEST, tuple(str(each) for each in older)
@@ -337,41 +421,3 @@ def opened(path: Path) -> Saved:
             if digest(data.read(saved.body["head"][0])) != saved.body["head"][1]:
                 raise saved.damaged("the checksum of its head does not fit", saved.data)
     return saved
-
-
-def read(file: Path, pieces: Iterable[Piece]) -> dict[str, int]:
-    """Fill pieces from a data file; returns sums by the item's name. Local."""
-    sums = dict[str, int]()
-    with file.open("rb") as data:
-        for part, first, elements in _in_cache(pieces):
-            name = part.item.name
-            for begin, memory in _runs(part, first, elements):
-                rest, offset = memory, begin
-                while rest:
-                    got = os.preadv(data.fileno(), [rest], offset)
-                    if not got:
-                        raise CheckpointError(f"checkpoint: {name!r} ends before its last byte")
-                    rest, offset = rest[got:], offset + got
-            sums[name] = sums.get(name, 0) + part.checksum(elements, first)
-    return sums
-
-
-def _in_cache(pieces: Iterable[Piece]) -> Iterator[Piece]:
-    # Parts of pieces that are summed and copied while they are in the core's cache.
-    for part, first, elements in pieces:
-        for low in range(0, elements.numel(), _IN_CACHE):
-            yield part, first + low // part.item.dtype.itemsize, elements[low : low + _IN_CACHE]
-
-
-def _runs(part: Part, first: int, elements: torch.Tensor) -> Iterator[tuple[int, memoryview]]:
-    # The offset in the file of each contiguous run of a piece, and its memory.
-    memory, size = elements.numpy().data, part.item.dtype.itemsize
-    for offset, at, count in part.runs(first, first + len(memory) // size):
-        yield offset, memory[(at - first) * size : (at - first + count) * size]
-
-
-def cut_out(tensors: dict[str, torch.Tensor], shares: Iterable[tuple[Part, int, int]]) -> Iterator[Piece]:
-    """Pieces of this rank's tensors, by the item's name."""
-    for part, first, last in shares:
-        size = part.item.dtype.itemsize
-        yield part, first, flat_bytes(tensors[part.item.name])[first * size : last * size]

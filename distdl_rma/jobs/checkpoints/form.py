@@ -1,4 +1,15 @@
-"""Values of a state as JSON, without pickle; tensors are named in it, and lie in the data file."""
+"""Values of a state as JSON, without pickle; tensors are named in it, and lie in the data file.
+
+A form is what JSON has: numbers, texts, None and lists stand for themselves. All else is an object with one
+key, which says the type::
+
+    {"lr": 0.1, "betas": (0.9, x)}   with x a tensor, in the entry "optimizer"
+
+    {"dict": [["lr", 0.1], ["betas", {"tuple": [0.9, {"tensor": "optimizer/betas/1"}]}]]}
+
+A checkpoint is a file that people send each other, and a pickle runs whatever its writer wants. So types come
+from closed tables, and what has no form is refused when it is saved, where the user can still change it.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +25,8 @@ import torch
 from distdl_rma.errors import UnsupportedError
 from distdl_rma.layers.dtypes import DTYPES, NUMPY, is_in_memory
 
-# Returns what stands for a tensor in the JSON, by the tensor's name.
+# Returns what stands for a tensor in the JSON, by the tensor's name; whoever calls ``encode`` decides which
+# tensors go to the data file and which, few numbers, into the JSON.
 Take = Callable[[str, torch.Tensor], Any]
 _PLAIN = (bool, int, float, str, type(None))
 
@@ -35,7 +47,8 @@ _SIMPLE: dict[type[Any], Callable[[Any], Any]] = {
     complex: lambda value: [value.real, value.imag],
     torch.dtype: dtype_name,
 }
-# Kinds of numpy's dtypes whose elements are bytes without references.
+# Kinds of numpy's dtypes whose elements are bytes without references: an array of these may be made of the
+# bytes of a file, one of objects would take them for addresses.
 _OF_BYTES = "biufcSUMm"
 
 
@@ -52,7 +65,13 @@ def checked(name: str, tensor: torch.Tensor) -> torch.Tensor:
 def encode(value: Any, name: str, take: Take) -> Any:  # noqa: C901, PLR0911 - a table of types
     """Value in JSON's types; ``take`` gets its tensors. ``UnsupportedError`` names a part without a form.
 
-    Lists are lists. Other containers and values are objects with one key, their type.
+    Lists are lists. Other containers and values are objects with one key, their type. Types are compared, not
+    asked for by ``isinstance``: of a subclass, such as a named tuple, only a plain value would come back.
+
+    Examples
+    --------
+    >>> encode({"lr": 0.1, 3: (1 + 2j,)}, "state", lambda name, tensor: {"tensor": name})
+    {'dict': [['lr', 0.1], [3, {'tuple': [{'complex': [1.0, 2.0]}]}]]}
     """
     kind = type(value)
     if kind in _PLAIN:
@@ -98,12 +117,16 @@ def _array(value: np.ndarray[Any, Any], name: str, take: Take) -> Any:
 
 
 def in_line(tensor: torch.Tensor) -> Any:
-    """A tensor of few real numbers, in the JSON itself."""
+    """A tensor of few real numbers, in the JSON itself, where it costs less than an item of the data file."""
     return {"scalar": [dtype_name(tensor.dtype), tensor.tolist()]}
 
 
 def decode(form: Any, give: Callable[[str], torch.Tensor]) -> Any:
-    """The value of a form; ``give`` returns the tensor of a name. Errors of Python if it is no form."""
+    """The value of a form; ``give`` returns the tensor of a name. Errors of Python if it is no form.
+
+    The caller turns these into one of the library that names the entry: a damaged file and a newer one have
+    many ways to be no form.
+    """
     if isinstance(form, list):
         return [decode(part, give) for part in form]
     if not isinstance(form, dict):

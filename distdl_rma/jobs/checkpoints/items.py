@@ -1,11 +1,23 @@
-"""Where every element of every tensor lies in the data file, and the checksum of a part of it."""
+"""Where every element of every tensor lies in the data file, and the checksum of a part of it.
+
+The file is one of safetensors: a head in JSON, then the tensors, whole and in row-major order. Its items
+follow from names, dtypes and shapes alone, so that every rank knows all places without a message, whatever it
+holds::
+
+    length   head, padded             float64         float32              uint8
+    8 bytes  {"weight": ...}          running_mean    bias    weight       mask
+                             ^ a multiple of 16: every element is aligned
+
+A rank holds a *part* of an item, the box of its block. A checksum of a tensor must come out the same however
+the tensor is cut, since other ranks may read it than have written it. So it is a sum: of each row (the
+elements of one first index) as integers, times an odd number of the row.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from hashlib import sha256
 from math import prod
 from typing import Any
 
@@ -15,9 +27,9 @@ from numpy.typing import NDArray
 
 from distdl_rma.geometry.box import Box
 from distdl_rma.jobs.checkpoints.form import NAMED_DTYPES, dtype_name
-from distdl_rma.layers.dtypes import flat_bytes
 
-# The format of safetensors has no types for complex numbers that all its readers know: pairs of numbers.
+# Names of types in safetensors. The format has no types for complex numbers that all its readers know: pairs
+# of numbers.
 _CODES = {
     "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "int64": "I64", "int32": "I32",
     "int16": "I16", "int8": "I8", "uint64": "U64", "uint32": "U32", "uint16": "U16", "uint8": "U8",
@@ -27,12 +39,10 @@ _CODES = {
 _INTEGERS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64, 16: np.uint64}
 # Of the largest element.
 ALIGNED = 16
-# Words are summed in pieces that stay in a core's cache.
+# Of checksums.
+MODULUS = 1 << 64
+# Words that are summed at a time, which stay in a core's cache.
 _SUMMED = 1 << 18
-# Odd numbers, one for each word of a row.
-_WEIGHTS = np.random.Philox(1).random_raw(1 << 13) | np.uint64(1)
-# No distance between the signs of two elements.
-_FOLD = np.uint64(29)
 
 # What a state records of a tensor: the name of its dtype, and its global shape.
 Kind = tuple[str, tuple[int, ...]]
@@ -56,7 +66,9 @@ class Item:
 def planned(kinds: Mapping[str, Kind], step: int) -> tuple[bytes, list[Item]]:
     """Head of the data file, in the format of safetensors, and the items in the order of their offsets.
 
-    Larger elements come first, so that all elements are aligned. Alike on all ranks for the same arguments.
+    Larger elements come first, so that all elements are aligned without gaps, which safetensors forbids.
+    Alike on all ranks for the same arguments. Whoever reads a file computes the places again, and compares
+    them with those that its manifest states.
     """
     found = [(name, NAMED_DTYPES[kind], shape) for name, (kind, shape) in kinds.items()]
     found.sort(key=lambda one: (-one[1].itemsize, one[0]))
@@ -79,7 +91,12 @@ def planned(kinds: Mapping[str, Kind], step: int) -> tuple[bytes, list[Item]]:
 
 @dataclass(frozen=True)
 class Part:
-    """The box of an item that some ranks hold; elements are counted in the order of the box."""
+    """The box of an item that some ranks hold.
+
+    Elements are counted in the order of the box: the third element of rows 2 and 3 of a table with two
+    columns is the first of row 3. A share of a part, and a piece that is read or written at a time, is a
+    range of such numbers, which may begin and end within a row.
+    """
 
     item: Item
     box: Box
@@ -89,32 +106,19 @@ class Part:
         """Bytes of the box."""
         return self.box.volume * self.item.dtype.itemsize
 
-    def runs(self, first: int, last: int) -> Iterator[tuple[int, int, int]]:
-        """For elements [first, last): offset in the file, first element and number of each contiguous run."""
-        whole, extents = self.item.shape, self.box.shape
-        # The last dimensions that a box has whole belong to one run, and one more.
-        cut = max((d for d, n in enumerate(extents) if n < whole[d]), default=0)
-        length, strides = prod(extents[cut:]), [prod(whole[d + 1 :]) for d in range(len(whole))]
-        corner = sum(start * stride for start, stride in zip(self.box.start, strides, strict=True))
-        for row in range(first // length, -(-last // length)):
-            begin, end = max(first, row * length), min(last, (row + 1) * length)
-            place, number = corner + begin - row * length, row
-            for d in reversed(range(cut)):
-                number, index = divmod(number, extents[d])
-                place += index * strides[d]
-            yield self.item.offset + place * self.item.dtype.itemsize, begin, end - begin
-
     def checksum(self, elements: torch.Tensor, first: int) -> int:
         """Checksum of elements of the box from ``first`` on, given as a flat tensor; modulo 2^64.
 
         Rows of the tensor are summed as integers, times an odd number that depends on the row. So a change of
         one element changes the sum, and the sums of parts add up to that of the tensor, however it is cut.
+        Rows that change places are noticed, elements that do so within one row are not.
         """
         size = self.item.dtype.itemsize
         # numpy sums short integers as long ones several times faster than torch.
         values = elements.numpy().view(_INTEGERS[size])
         per = size // values.itemsize
         width = self.box.volume // self.box.shape[0] * per if self.box.dim else per
+        # The elements may begin within a row: a head of it, full rows, and the rest of the last one.
         row, inside = divmod(first * per, width)
         row += self.box.start[0] if self.box.dim else 0
         total = 0
@@ -128,17 +132,8 @@ class Part:
             sums = table[low : low + step].sum(axis=1, dtype=np.uint64)
             weights = 2 * np.arange(row + low, row + low + len(sums), dtype=np.uint64) + np.uint64(1)
             total += _sum(sums * weights)
-        return (total + _sum(values[full * width :]) * (2 * (row + full) + 1)) % (1 << 64)
+        return (total + _sum(values[full * width :]) * (2 * (row + full) + 1)) % MODULUS
 
 
 def _sum(values: NDArray[Any]) -> int:
     return int(values.sum(dtype=np.uint64))
-
-
-def fingerprint(tensor: torch.Tensor) -> str:
-    """A digest of a tensor's bytes, for a comparison between ranks; several times as fast as sha256."""
-    found = flat_bytes(tensor).numpy()
-    rows = found[: len(found) // _WEIGHTS.nbytes * _WEIGHTS.nbytes].view(np.uint64).reshape(-1, len(_WEIGHTS))
-    # Upper bits are folded into lower ones: a sum of words would lose an even number of changed signs.
-    sums = [((row ^ (row >> _FOLD)) * _WEIGHTS).sum(dtype=np.uint64) for row in rows]
-    return sha256(np.array(sums, np.uint64).tobytes() + found[rows.nbytes :].tobytes()).hexdigest()

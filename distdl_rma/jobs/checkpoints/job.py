@@ -1,4 +1,21 @@
-"""Checkpoints of a job: all ranks save and restore together, and agree on every step of it."""
+"""Checkpoints of a job: all ranks save and restore together, and agree on every step of it.
+
+An asynchronous ``save``, and the later calls that complete it; ``|`` is where all ranks meet::
+
+    rank 0    compare | make files | copy          step    step    due |  sums | manifest, rename | delete old
+    rank 1    compare |            | copy          step    step    due |  sums |                  |
+    threads                                write, wait for the disk
+
+Without ``asynchronous`` each rank writes in the place of its copy, and goes on to the sums.
+
+``restore`` goes the other way: each byte is read by one rank, all sums are compared, then ranks that hold the
+same pass their shares on through segments. A disk is slower than these, and a network's disk is shared, so
+that P ranks that read the same P times would take P times as long.
+
+An error of one rank is one of all. Whatever may fail on one rank alone, a full disk, an object that refuses
+its state, stands in a ``together``, behind which all ranks go on or none does. So no rank publishes what
+another one has not written, and no rank trains on while another one has given up.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +23,11 @@ import json
 import os
 import signal
 import threading
-from collections import deque
-from collections.abc import Container, Iterable, Iterator, MutableMapping, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Container, Iterable, Iterator, MutableMapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple, Self
@@ -27,9 +45,9 @@ from distdl_rma.errors import (
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.jobs.checkpoints import files, objects
 from distdl_rma.jobs.checkpoints.files import Piece, Saved
-from distdl_rma.jobs.checkpoints.items import ALIGNED, Item, Part, fingerprint, planned
+from distdl_rma.jobs.checkpoints.items import ALIGNED, Item, Part, planned
 from distdl_rma.jobs.checkpoints.shares import Holding, holdings
-from distdl_rma.layers.dtypes import flat_bytes
+from distdl_rma.layers.dtypes import digest, flat_bytes
 from distdl_rma.layers.ops.core.tensors import as_tensor
 from distdl_rma.layers.ops.set_up_transfer import broadcast_from_first
 from distdl_rma.layers.state import scattered
@@ -41,41 +59,23 @@ from distdl_rma.segments.machine import Machine
 # Bytes that ranks which hold the same pass on at once: with the copies, they stay in a core's cache.
 _SLICE_NBYTES = 1 << 19
 _LOWEST_PRIORITY = 19
-# Checkpoints whose copies are in memory at once.
+# Checkpoints whose copies are in memory at once: a slow disk makes ``save`` wait, rather than the copies of
+# ever more checkpoints fill the memory.
 _UNDER_WAY = 2
 
 
 class _Job(NamedTuple):
-    # A checkpoint that is being written.
+    # A checkpoint that is being written: its directory, its manifest without sums, what waits for this rank's
+    # bytes and gives their sums, whether that would return at once, and the private memory of the copies.
     path: Path
     body: dict[str, Any]
-    sums: Future[dict[str, int]]
-    memory: torch.Tensor | None
+    written: Callable[[], Counter[str]]
+    is_written: Callable[[], bool] = lambda: False
+    memory: torch.Tensor | None = None
 
 
-class _Share(NamedTuple):
-    # ``nbytes`` that each of the ranks which hold the same parts reads of them, this rank into ``memory``.
-    # ``in_place`` says that their tensors are those of the user's objects.
-    holding: Holding
-    nbytes: int
-    memory: torch.Tensor
-    in_place: bool
-
-    @classmethod
-    def of(cls, holding: Holding, rank: int, in_place: bool) -> Self:
-        nbytes = -(-holding.nbytes // (len(holding.ranks) * ALIGNED)) * ALIGNED
-        mine = min(nbytes, max(0, holding.nbytes - holding.ranks.index(rank) * nbytes))
-        return cls(holding, nbytes, _memory(mine), in_place)
-
-    def pieces(self, rank: int, begin: int = 0, memory: torch.Tensor | None = None) -> Iterator[Piece]:
-        # The elements in a rank's share from its byte ``begin`` on, which follow each other in ``memory``.
-        memory = self.memory if memory is None else memory
-        low, at = self.holding.ranks.index(rank) * self.nbytes + begin, 0
-        high = low - begin + min(begin + memory.numel(), self.nbytes)
-        for part, first, last in self.holding.within(low, high):
-            size = (last - first) * part.item.dtype.itemsize
-            yield part, first, memory[at : at + size]
-            at += size
+# A holding, and this rank's share of its bytes in memory.
+_Share = tuple[Holding, torch.Tensor]
 
 
 def _memory(nbytes: int) -> torch.Tensor:
@@ -84,7 +84,8 @@ def _memory(nbytes: int) -> torch.Tensor:
 
 
 def _joined(states: list[dict[str, Any]]) -> dict[str, list[Any]]:
-    # For each generator one state if it is alike on all ranks, else that of every rank.
+    # For each generator one state if it is alike on all ranks, else that of every rank. One state can be
+    # restored on any number of ranks, several on as many ranks only.
     columns = {key: [state[key] for state in states] for key in states[0]}
     return {key: each[:1] if each[1:] == each[:-1] else each for key, each in columns.items()}
 
@@ -172,7 +173,8 @@ class Checkpoints:
         self._jobs: deque[_Job] = deque()
         self._memory: list[torch.Tensor] = []
         # Writes while a step computes, and deletes old checkpoints. Linux has priorities for threads: the
-        # step's own go first.
+        # step's own go first. An executor of one thread, as all threads of jobs that do one thing after the
+        # other; but not the scratch file's, which finalizers give work to.
         self._thread = ThreadPoolExecutor(
             1,
             "checkpoint",
@@ -224,10 +226,13 @@ class Checkpoints:
         return self._stopping or (self._every is not None and step > 0 and step % self._every == 0)
 
     def _compared(self, step: int = 0) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        # Smallest and largest of: whether the oldest job is written here, the signal, the step.
+        # Smallest and largest of: whether the oldest job is written here, the signal, the step. One
+        # comparison of three integers serves all of them, since ``due`` is called at every step. The oldest
+        # job is completed if all ranks have written it, as the smallest number says: a rank alone must not
+        # decide this.
         if self._closed:
             raise ClosedError("Checkpoints: already closed")
-        written = int(bool(self._jobs) and self._jobs[0].sums.done())
+        written = int(bool(self._jobs) and self._jobs[0].is_written())
         check = Consensus.of(self._machine.segments, self._machine.ranks)
         check.alike(self._call, written, int(self._signalled), step)
         found = check.smallest, check.largest
@@ -264,7 +269,7 @@ class Checkpoints:
         if error is None:
             self.close()
         else:
-            # The ranks may be in different calls.
+            # The ranks may be in different calls: waiting for the others could hang, and hide the error.
             self._restore_handlers()
 
     def save(self, state: MutableMapping[str, Any], step: int) -> Path:
@@ -325,22 +330,21 @@ class Checkpoints:
             # Its checksum follows.
             item.append(f"{0:016x}")
         self._begin(path, head, body)
-        shares = (
-            share for each in together for share in each.share(each.ranks.index(home.rank), len(each.ranks))
-        )
-        self._write(path, body, files.cut_out(held.tensors, shares))
+        mine = chain.from_iterable(each.share(home.rank) for each in together)
+        self._write(path, body, files.cut_out(held.tensors, mine))
         return path
 
     def _compared_holdings(self, items: list[Item], held: objects.Objects) -> list[Holding]:
         # Parts of all items by the ranks that hold them. Raises on all ranks if one lacks a tensor, or copies
-        # differ: ranks that hold the same parts write some bytes each, of different copies a mixture.
+        # differ: ranks that hold the same parts write some bytes each, of different copies a mixture. A
+        # digest of each holding travels, and those of its tensors only to name the first one that differs.
         tensors, parts = held.tensors, list(self._parts(items, held))
         with self._together():
             if lacking := [p.item.name for p, _ in parts if not p.box.empty and p.item.name not in tensors]:
                 raise MismatchError(f"checkpoint: this rank has no {lacking[0]!r}, which other ranks have")
         found = holdings(parts)
         prints = {
-            str(each.ranks): [(part.item.name, fingerprint(tensors[part.item.name])) for part in each.parts]
+            str(each.ranks): [(part.item.name, digest(tensors[part.item.name])) for part in each.parts]
             for each in found
             if len(each.ranks) > 1
         }
@@ -366,21 +370,17 @@ class Checkpoints:
 
     def _write(self, path: Path, body: dict[str, Any], pieces: Iterator[Piece]) -> None:
         # This rank's pieces: at once, or copies of them by the thread.
-        if self._asynchronous:
-            copies, memory = self._copied(list(pieces))
-            written = self._thread.submit(files.write, path, copies)
-            self._jobs.append(_Job(path, body, written, memory))
+        if not self._asynchronous:
+            self._jobs.append(_Job(path, body, partial(files.write, path, pieces)))
+            self._complete()
             return
-        written = Future()
-        try:
-            written.set_result(files.write(path, pieces))
-        except Exception as error:  # noqa: BLE001 - ``_complete`` raises it on all ranks
-            written.set_exception(error)
-        self._jobs.append(_Job(path, body, written, None))
-        self._complete()
+        copies, memory = self._copied(list(pieces))
+        sums = self._thread.submit(files.write, path, copies)
+        self._jobs.append(_Job(path, body, sums.result, sums.done, memory))
 
     def _copied(self, pieces: list[Piece]) -> tuple[list[Piece], torch.Tensor]:
-        # Pieces in private memory, that of an earlier job if it is large enough.
+        # Pieces in private memory, that of an earlier job if it is large enough: the first use of new pages
+        # takes longer than the copy. The next step may change the tensors as soon as this returns.
         nbytes = sum(-(-elements.numel() // ALIGNED) * ALIGNED for *_, elements in pieces)
         memory = self._memory.pop() if self._memory else torch.empty(0, dtype=torch.uint8)
         if memory.numel() < nbytes:
@@ -393,14 +393,15 @@ class Checkpoints:
         return copies, memory
 
     def _complete(self) -> None:
-        # Waits for the oldest job, and publishes it, or raises its error on all ranks.
+        # Waits for the oldest job, and publishes it, or raises its error on all ranks. The sums of the parts
+        # are summed over the ranks, and only then is there a manifest: without it the directory counts for
+        # nothing.
         job = self._jobs.popleft()
-        sums: dict[str, int] = {}
         try:
             with self._together():
-                sums = job.sums.result()
+                sums = job.written()
             items = job.body["items"]
-            for item, total in zip(items, self._summed([sums.get(i[0], 0) for i in items]), strict=True):
+            for item, total in zip(items, self._summed([sums[name] for name, *_ in items]), strict=True):
                 item[-1] = f"{total:016x}"
             with self._together():
                 if self._deletion is not None:
@@ -432,7 +433,7 @@ class Checkpoints:
         ranks = self._machine.ranks
         total = Allreduce(self._machine.segments, ranks, len(numbers), np.uint64, "sum", self._call)
         try:
-            return [int(number) for number in total(np.array([n % (1 << 64) for n in numbers], np.uint64))]
+            return [int(number) for number in total(np.array(numbers, np.uint64))]
         finally:
             total.close()
 
@@ -477,9 +478,8 @@ class Checkpoints:
             items, own = saved.items(wanted), held.in_place()
             tensors = {i.name: held.blank(i) for i in items if own.get(i.name) is None}
         tensors |= {name: x for name, x in own.items() if x is not None}
-        shares = self._read(saved, items, held, own, tensors)
-        self._pass_on([each for each in shares if not each.in_place], tensors)
-        in_place = [each for each in shares if each.in_place]
+        shares, in_place = self._read(saved, items, held, own, tensors)
+        self._pass_on(shares, tensors)
         with saved.named():
             held.load(body["forms"], tensors, self._together, lambda: self._pass_on(in_place, tensors))
         objects.set_generators(drawn)
@@ -487,7 +487,8 @@ class Checkpoints:
         return self._at
 
     def _opened(self, step: int | None) -> Saved | None:
-        # The manifest, which one rank reads.
+        # The manifest, which one rank reads, and which then travels as a tensor of bytes: it may have
+        # megabytes. Two ranks that looked into the folder themselves might find different newest checkpoints.
         home, text = self._machine, b""
         with self._together():
             if self._first:
@@ -519,43 +520,45 @@ class Checkpoints:
         held: objects.Objects,
         in_place: Container[str],
         tensors: dict[str, torch.Tensor],
-    ) -> list[_Share]:
+    ) -> tuple[list[_Share], list[_Share]]:
         # Reads each byte on one rank, and checks the sums of all. What several ranks hold is in memory of its
         # own then, a share on each of them; what one rank holds is in its tensor, which is none of an object.
-        shares, pieces = list[_Share](), list[Iterator[Piece]]()
-        for placed in (False, True):
+        # The second list is of tensors ``in_place``, those of the user's objects.
+        shares, pieces = (list[_Share](), list[_Share]()), list[Iterator[Piece]]()
+        for placed, some in enumerate(shares):
             parts = self._parts([item for item in items if (item.name in in_place) == placed], held)
             for holding in holdings(parts):
+                mine = holding.share(self._machine.rank)
                 if len(holding.ranks) == 1 and not placed:
-                    pieces.append(files.cut_out(tensors, holding.share(0, 1)))
+                    pieces.append(files.cut_out(tensors, mine))
                     continue
-                shares.append(_Share.of(holding, self._machine.rank, placed))
-                pieces.append(shares[-1].pieces(self._machine.rank))
-        found, advice = dict[str, int](), "is the folder on a disk that all hosts share?"
+                some.append((holding, _memory(holding.share_nbytes)))
+                pieces.append(files.laid_out(some[-1][1], mine))
+        found, advice = Counter[str](), "is the folder on a disk that all hosts share?"
         with self._together(), files.explained("reading", saved.data, advice):
             found = files.read(saved.data, chain.from_iterable(pieces))
-        sums = saved.sums()
-        totals = self._summed([found.get(item.name, 0) for item in items])
-        for item, total in zip(items, totals, strict=True):
-            if total != sums[item.name]:
-                raise saved.damaged(f"the checksum of {item.name!r} does not fit", saved.data)
+        names = [item.name for item in items]
+        saved.check_sums(dict(zip(names, self._summed([found[name] for name in names]), strict=True)))
         return shares
 
     def _pass_on(self, shares: list[_Share], tensors: dict[str, torch.Tensor]) -> None:
-        # Fills tensors by the shares of all ranks that hold them, slice by slice.
-        for share in shares:
-            flat = {p.item.name: flat_bytes(tensors[p.item.name]) for p in share.holding.parts}
-            ranks, nbytes = share.holding.ranks, min(_SLICE_NBYTES, share.nbytes)
+        # Fills tensors by the shares of all ranks that hold them, slice by slice. In each slice every rank
+        # gives the next bytes of its share, and gets those of all others: all ranks send and receive all the
+        # time, and the segment has to hold one slice of each.
+        for holding, memory in shares:
+            flat = {p.item.name: flat_bytes(tensors[p.item.name]) for p in holding.parts}
+            ranks, nbytes = holding.ranks, min(_SLICE_NBYTES, holding.share_nbytes)
             passes = Allgather(self._machine.segments, ranks, nbytes, np.uint8, self._call)
             try:
-                for begin in range(0, share.nbytes, nbytes):
-                    mine = share.memory[begin : begin + nbytes]
+                for begin in range(0, holding.share_nbytes, nbytes):
+                    mine = memory[begin : begin + nbytes]
                     as_tensor(passes.active)[: mine.numel()] = mine
                     passes.start()
                     found = as_tensor(passes.wait())
                     for number, rank in enumerate(ranks):
-                        memory = found[number * nbytes : (number + 1) * nbytes]
-                        for part, first, elements in share.pieces(rank, begin, memory):
+                        shown = found[number * nbytes : (number + 1) * nbytes]
+                        some = holding.share(rank, begin, begin + nbytes)
+                        for part, first, elements in files.laid_out(shown, some):
                             at = first * part.item.dtype.itemsize
                             flat[part.item.name][at : at + elements.numel()] = elements
             finally:

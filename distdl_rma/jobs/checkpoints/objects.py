@@ -1,4 +1,24 @@
-"""The objects of a state: how models, optimizers and others describe their state, and load it."""
+"""The objects of a state: how models, optimizers and others describe their state, and load it.
+
+An entry of a state is one of five kinds, which differ in what may refuse, and in where tensors go::
+
+    kind        such as                    its state is                     when it is loaded module      a
+    model                    tensors by the model's keys      last: it has been checked, and cannot
+                                                                            refuse
+    optimizer   Adam                       tensors by names of parameters   early, and undone if another one
+    refuses object      a scheduler, a generator   what state_dict() gives          likewise tensor      an
+    averaged weight         one tensor                       last, in place value       a number, a list
+    itself                           last, replaced in the dict
+
+Tensors get names, which are those of the items in the data file. The main model's are its own keys, so that
+other programs find them; all others begin with their entry::
+
+    {"model": m, "optimizer": Adam}     weight   bias   optimizer/weight/exp_avg   optimizer/bias/exp_avg  ...
+
+Optimizers name parameters by numbers, in the order of their groups. Here they have the names of the model:
+another job may list the same parameters in another order, and a rank that holds nothing of a parameter may
+have no state of it.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +56,8 @@ _NAMES = {_OBJECT: "an object with state_dict(), or a generator", _VALUE: "a pla
 Forms = dict[str, Any]
 
 
-# How the state of a generator of random numbers is read and set.
+# How the state of a generator of random numbers is read and set. They have no state_dict, and say it in four
+# ways.
 _GENERATORS: dict[type[Any], tuple[Callable[[Any], Any], Callable[[Any, Any], object]]] = {
     torch.Generator: (
         lambda thing: thing.get_state().numpy().tobytes(),
@@ -54,14 +75,16 @@ _GENERATORS: dict[type[Any], tuple[Callable[[Any], Any], Callable[[Any, Any], ob
 }
 
 
-# Those that every program has, by the names of the manifest.
+# Those that every program has, by the names of the manifest. Those behind ``random.random()`` and
+# ``numpy.random.rand()`` have no public name.
 _OF_ALL: dict[str, Any] = {
     "torch": torch.default_generator, "python": random._inst, "numpy": np.random.mtrand._rand,
 }  # fmt: skip
 
 
 def _within(state: Any) -> Any:
-    # numpy does not check which of its words is the next one.
+    # numpy does not check which of its words is the next one: it would read behind its table, and draw what
+    # lies there.
     if not (0 <= state["state"].get("pos", 0) <= 624 and 0 <= state.get("buffer_pos", 0) <= 4):
         raise ValueError("no state of a generator: the place of the next number is outside")
     return state
@@ -76,7 +99,7 @@ def _load_into(thing: Any, state: Any) -> None:
 
 
 def kind_of(thing: Any) -> str:
-    """Kind of an object of a state."""
+    """Kind of an object of a state; a distributed model is a module, and a split tensor a tensor."""
     if isinstance(thing, nn.Module):
         return _MODULE
     if isinstance(thing, torch.optim.Optimizer):
@@ -105,7 +128,12 @@ class Objects:
     """The objects of a state on this rank; local.
 
     ``forms`` describes them, and fills ``tensors`` with this rank's blocks, ``kinds`` with dtypes and global
-    shapes, and ``layouts`` with the decompositions of those that are cut; all by the item's name.
+    shapes, and ``layouts`` with the decompositions of those that are cut; all by the item's name. A tensor
+    without a layout is whole on every rank.
+
+    To save, ``forms`` is called once. To load, ``wanted`` first, which checks whatever can be checked without
+    the tensors and knows then which items are needed; ``blank`` and ``part`` for each of these; then
+    ``load``. Until ``load`` no object has been changed, and if it raises none has been either.
     """
 
     def __init__(self, state: MutableMapping[str, Any], main: str | None, cuts: Cuts) -> None:
@@ -150,6 +178,8 @@ class Objects:
         return {"kind": kind, "state": encode(value, entry, self._take_or_write)}
 
     def _take(self, name: str, tensor: torch.Tensor) -> Any:
+        # Notes a tensor under its name. A split tensor anywhere in a state brings its layout; a block of a
+        # distributed layer is a plain tensor, whose layout ``cuts`` has named before.
         if name not in self.layouts and hasattr(tensor, "decomposition"):
             self._split[name], self.layouts[name] = tensor, tensor.decomposition
         layout = self.layouts.get(name)
@@ -161,12 +191,13 @@ class Objects:
         return {"tensor": name}
 
     def _take_or_write(self, name: str, tensor: torch.Tensor) -> Any:
-        # Steps of optimizers and the like: one number, whose holders need no layout.
+        # Steps of optimizers and the like: one number, whose holders need no layout, and of which there is
+        # one for every parameter.
         single = tensor.dim() == 0 and not tensor.dtype.is_complex and not hasattr(tensor, "decomposition")
         return in_line(tensor) if single else self._take(name, tensor)
 
     def _named(self, entry: str, optimizer: torch.optim.Optimizer) -> list[list[str]]:
-        # Names of the parameters of each group.
+        # Names of the parameters of each group: those of the model in the state that has the same objects.
         groups = [[self._names.get(id(p), "") for p in group["params"]] for group in optimizer.param_groups]
         if any("" in group for group in groups):
             raise PartitionError(
@@ -194,6 +225,8 @@ class Objects:
             if layout is not None and not parameter.numel():
                 # This rank has nothing of the parameter, and may have no state, or another number of steps.
                 continue
+            # Momentum and the like are cut as their parameter is; a number, such as the step, is alike on all
+            # ranks.
             for key, value in values.items():
                 if layout is not None and isinstance(value, torch.Tensor) and value.dim():
                     if value.shape != parameter.shape:
@@ -208,6 +241,7 @@ class Objects:
     def _check_cut(
         self, entry: str, optimizer: torch.optim.Optimizer, states: object, names: Iterable[str]
     ) -> None:
+        # A vector of all parameters mixes those that are cut with others, and has no box of a whole.
         cut = next((name for name in names if name in self.layouts), None)
         if states and cut is not None and isinstance(optimizer, torch.optim.LBFGS):
             raise UnsupportedError(
@@ -230,6 +264,9 @@ class Objects:
         return found
 
     def _check(self, entry: str, thing: Any, form: dict[str, Any], kinds: Mapping[str, Kind]) -> None:
+        # The form that an object would have here is compared with the one that was saved: whatever decides
+        # how something is saved decides so what is fit to be restored. A number may have been a tensor, or
+        # become one.
         kind, state = kind_of(thing), form["state"]
         if form["kind"] != kind and {form["kind"], kind} != {_TENSOR, _VALUE}:
             saved, here = (_NAMES.get(each, f"a {each}") for each in (form["kind"], kind))
@@ -244,6 +281,7 @@ class Objects:
             self._check_tensors(entry, {"": state}, {"": self._form(entry, thing)["state"]}, kinds)
         elif kind == _VALUE:
             # Finds the split tensors that take their blocks; other values are replaced.
+            # That the present value has no form is no reason not to replace it.
             with suppress(UnsupportedError):
                 self._form(entry, thing)
 
@@ -290,7 +328,10 @@ class Objects:
         self.lay_out({entry: form})
 
     def lay_out(self, forms: Forms) -> None:
-        """Set the layouts of optimizers' tensors that are cut as their parameters are."""
+        """Set the layouts of optimizers' tensors that are cut as their parameters are.
+
+        By the forms of all ranks: one that holds nothing of a parameter has not seen its momentum.
+        """
         for form in forms.values():
             for name, values in form["state"].items() if form["kind"] == _OPTIMIZER else ():
                 if name in self.layouts:
@@ -302,7 +343,7 @@ class Objects:
         return Part(item, Box.of_shape(item.shape) if layout is None else layout.box(layout.partition.me))
 
     def blank(self, item: Item) -> torch.Tensor:
-        """Memory for this rank's block of an item."""
+        """Memory for this rank's block of an item; without elements if this rank has no part of it."""
         layout = self.layouts.get(item.name)
         idle = layout is not None and not layout.partition.active
         return torch.empty((0,) if idle else self.part(item).box.shape, dtype=item.dtype)
@@ -311,7 +352,8 @@ class Objects:
         """Items of models that are whole on all ranks, and the tensors that take them; call ``wanted`` first.
 
         The names are alike on all ranks. None for a tensor that cannot be filled in place, such as one with
-        two names or with gaps in its memory.
+        two names or with gaps in its memory. All others need no second copy while they are restored, which
+        would be as large as the model.
         """
         found: dict[str, torch.Tensor | None] = {}
         for entry, module in self.state.items():
@@ -339,6 +381,9 @@ class Objects:
         fill: Callable[[], object] = lambda: None,
     ) -> None:
         """Load everything; if an object or an optimizer refuses its state, all objects are as before.
+
+        First all forms become values, then who may refuse is asked, with what undoes it at hand, and what
+        cannot be undone comes last: filling a model in place leaves nothing to go back to.
 
         ``wanted`` has checked models, optimizers, tensors and values. Each step is within a context of its
         own, which may raise the error of another rank. ``fill`` fills the tensors of ``in_place``, which no
@@ -373,7 +418,7 @@ class Objects:
                     self.state[entry] = values[entry]
 
     def _value(self, entry: str, thing: Any, form: Any, tensors: Mapping[str, Any]) -> Any:
-        # What an object takes.
+        # What an object takes. An optimizer wants numbers for its parameters, in its own order here.
         give = tensors.__getitem__
         if kind_of(thing) == _MODULE:
             return {key: decode(part, give) for key, part in form["state"].items()}
@@ -390,7 +435,8 @@ class Objects:
 
 
 def _loaded(thing: Any, found: Any) -> Iterator[Callable[[], object]]:
-    # Loads a state into an object that may refuse it, or an optimizer; gives beforehand what undoes this.
+    # Loads a state into an object that may refuse it, or an optimizer; gives beforehand what undoes this. So
+    # the undoing is known even if loading fails in the middle, and leaves the object half changed.
     if (kind := kind_of(thing)) == _OBJECT:
         yield partial(_load_into, thing, copy.deepcopy(_state_of(thing)))
         _load_into(thing, found)
@@ -401,7 +447,8 @@ def _loaded(thing: Any, found: Any) -> Iterator[Callable[[], object]]:
         for number, values in found["state"].items():
             held = thing.state[parameters[number]]
             for key, value in values.items():
-                # torch rounds the state to the type of the parameter.
+                # torch rounds the state to the type of the parameter: float32 momentum of a parameter in
+                # 16 bits would lose half of its bits.
                 if isinstance(value, torch.Tensor) and value.dtype != held[key].dtype:
                     held[key] = value
 
@@ -428,8 +475,9 @@ def _few(names: list[str], kinds: Mapping[str, Kind]) -> str:
 def merged(reported: Mapping[int, dict[str, Any]]) -> dict[str, Any]:
     """What all ranks report, as one: ``forms`` and ``kinds``, alike on all of them but for optimizers.
 
-    A rank reports no state of a parameter if it holds nothing of the parameter. ``MismatchError`` names
-    the entry that differs.
+    A rank reports no state of a parameter if it holds nothing of the parameter: others fill it in.
+    ``MismatchError`` names the entry that differs. Each rank computes this from the same words, so that all
+    have the same result or raise the same error without a further message.
     """
     (rank, first), *others = reported.items()
     for other, theirs in others:
@@ -479,6 +527,7 @@ def drawn(found: Mapping[str, Any], place: int, size: int) -> dict[str, Any]:
             for name in _OF_ALL
             if len(found[name]) in (1, size)
         }
+        # Tried on new generators: those of the program change only when everything else is restored.
         for name, state in states.items():
             _load_into(type(_OF_ALL[name])(), state)
     return states

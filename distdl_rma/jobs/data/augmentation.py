@@ -1,4 +1,17 @@
-"""Crops, flips and quarter turns of whole samples: drawn alike on all ranks, read box by box."""
+"""Crops, flips and quarter turns of whole samples: drawn alike on all ranks, read box by box.
+
+A rank reads only its block of a view. A turned view is no copy of which ranks have parts: each rank asks
+which box of the file its block shows, reads this box, and turns what it has read. Columns 4 to 8 of a sample,
+flipped, on two ranks::
+
+    file      column   4  5  6  7        rank 0 wants columns 0, 1 of the view: it reads 6, 7 and flips them
+    view      column   0  1  2  3        rank 1 wants columns 2, 3 of the view: it reads 4, 5 and flips them
+              shows    7  6  5  4
+
+No rank asks another one what was drawn. All draw from a key of integers (purpose, seed, epoch, item), which
+gives the same on any number of ranks, in any order, and in a worker process. A generator with a state would
+have to be at the same place on all of these.
+"""
 
 from __future__ import annotations
 
@@ -17,14 +30,25 @@ T = TypeVar("T")
 # For each spatial dimension an extent, at a random place, or a slice.
 Crop = tuple[int | slice, ...]
 _LETTERS = "DHW"
-# A flip exchanges the two halves of a block in so many pieces, so that it needs little memory.
+# A flip exchanges the two halves of a block in so many pieces, so that it needs little memory: torch's flip
+# has the block twice, and the blocks of volumes are what memory is filled with.
 _PIECES = 64
 _WORD = 64
 
 
 @dataclass(frozen=True)
 class View:
-    """A box of the spatial dimensions of a sample, reversed in some dimensions, then transposed in two."""
+    """A box of the spatial dimensions of a sample, reversed in some dimensions, then transposed in two.
+
+    All eight turns and flips of a plane are of this form, and so are those of a volume about one axis. So
+    there is one rule for the box that a block shows, in place of one for each turn.
+
+    Examples
+    --------
+    >>> view = View(Box(((0, 8), (4, 8))), flipped=frozenset({1}))
+    >>> view.source(Box(((0, 8), (0, 2))))
+    Box(bounds=((0, 8), (6, 8)))
+    """
 
     crop: Box  # in the sample
     flipped: frozenset[int] = frozenset()
@@ -43,7 +67,11 @@ class View:
         return found
 
     def source(self, box: Box) -> Box:
-        """The box of the sample whose elements a box of the view shows."""
+        """The box of the sample whose elements a box of the view shows.
+
+        From the view back to the sample: first the transposition, which exchanges two bounds, then the
+        flips, which count from the other end of the crop.
+        """
         bounds = []
         for d, (start, stop) in enumerate(self.exchanged(box.bounds)):
             first, last = self.crop.bounds[d]
@@ -163,7 +191,11 @@ def _words(key: Sequence[int]) -> Iterator[int]:
 
 
 def permutation(count: int, *key: int) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """The integers below ``count`` in a random order that follows from a key of non-negative integers."""
+    """The integers below ``count`` in a random order that follows from a key of non-negative integers.
+
+    By sorting random words, as numpy does not promise that its own shuffle stays what it is: a job that goes
+    on after an update would see some samples twice.
+    """
     words = np.random.Philox(np.random.SeedSequence(key)).random_raw(count)
     return np.argsort(words, kind="stable")
 

@@ -1,4 +1,18 @@
-"""Samples of which each rank reads its block; it is imported without MPI, as worker processes need it."""
+"""Samples of which each rank reads its block; it is imported without MPI, as worker processes need it.
+
+From an item to blocks, for two ranks that cut the last dimension::
+
+    item 7 (of crops=2)     sample 3, its second view       draws: seed, epoch, item
+    column 0: images        source[3]: (C, H, W)            cut as the grid says
+    column 1: masks         source[3]:    (H, W)            cut likewise, without channels
+    column 2: classes       source[3]: ()                   whole on every rank
+
+    rank 0  ->  Block(image[..., :W/2], layout)   Block(mask[:, :W/2], layout)   Block(class, None)
+
+Which sample, which view and which box follows from integers that all ranks have. So ranks read without a word
+to each other, and say whether it went well once a batch (``loader.py``). Shapes of files do not follow from
+integers: the first sample decides, and each other one is compared with it when it is read.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +52,8 @@ if TYPE_CHECKING:
     from distdl_rma.layers.split.shard import Grid
     from distdl_rma.segments.machine import Machine
 
-# Files that stay open, of a list of files.
+# Files that stay open, of a list of files: a data set of thousands would be too many for the system, and
+# random crops of a few volumes come back to the same ones.
 _OPEN_FILES = 8
 _DIMS = (1, 2, 3)
 # Keys of draws begin with their purpose.
@@ -60,7 +75,8 @@ class Block(NamedTuple):
 class Column:
     """One source for each sample: an array whose first dimension numbers them, or a list of sources.
 
-    Files are opened at their first use. It can be pickled; other processes open the files themselves.
+    Files are opened at their first use, where a loader raises an error of one rank on all ranks; that of a
+    constructor would be one rank's alone. It can be pickled; other processes open the files themselves.
     """
 
     def __init__(self, given: Any) -> None:
@@ -345,7 +361,9 @@ class ShardDataset(Dataset[Any]):
         return found
 
     def _sample(self, epoch: int, item: int) -> tuple[View, list[tuple[int, ...]]]:
-        # How the item shows its sample, and its shapes; those of the sources are checked.
+        # How the item shows its sample, and its shapes; those of the sources are checked. Every rank does
+        # this for every sample of a batch, also those of which it reads nothing: it has to know the shape of
+        # the batch.
         sample = item // self._crops
         shapes = [column.shape(sample) for column in self._columns]
         extents = shapes[0][-self._spatial :]
@@ -405,7 +423,7 @@ class ShardDataset(Dataset[Any]):
 
     @contextmanager
     def _reading(self, item: int) -> Iterator[None]:
-        # Names the sample in errors.
+        # Names the sample in errors, which keep their class: of ten thousand files it says which.
         try:
             yield
         except DistdlError as error:
@@ -415,6 +433,8 @@ class ShardDataset(Dataset[Any]):
             raise DataError(f"sample {self._number(item)}: {text}") from error
 
     def __getstate__(self) -> dict[str, Any]:
+        # For a worker: it has the grid of this rank as a plain value, and no machine. Nor may it start MPI,
+        # which would look for the launcher of a job that it does not belong to.
         if get_spawning_popen() is not None:
             os.environ.setdefault("MPI4PY_RC_INITIALIZE", "0")
         partition = replace(self.partition, home=None, opened=None)

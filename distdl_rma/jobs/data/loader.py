@@ -1,4 +1,19 @@
-"""Batches of split tensors: the same samples in the same order on any number of ranks, read ahead."""
+"""Batches of split tensors: the same samples in the same order on any number of ranks, read ahead.
+
+The order of an epoch with ``batch=2, replicas=2``: a step takes the next four places, two for each group of
+ranks, and each rank reads its block of both::
+
+    place          0   1   2   3     4   5   6   7     8   9
+    sample         5   2   9   0     7   3   1   8     6   4        permutation(seed, epoch), or as they come
+    replica        0   0   1   1     0   0   1   1     0   1        the last step has one for each
+    position                   4                 8         10       what state_dict() says behind each step
+
+A position counts samples in this order and nothing else: not steps, ranks or replicas. So a job goes on with
+other numbers of all these, and sees each sample once.
+
+The thread reads ahead, and only this. Whether all ranks have read is compared in the loop itself: a thread
+that meets other ranks would do so at any moment, between the messages of a layer.
+"""
 
 from __future__ import annotations
 
@@ -24,10 +39,9 @@ from distdl_rma.layers.split.entry import grid_for
 from distdl_rma.segments.consensus import gather_words, together
 from distdl_rma.segments.machine import Machine
 
-_STATE = ("epoch", "samples", "seed", "of", "shuffle")
 # Keys of draws begin with their purpose.
 _SHUFFLE = 1
-# Reads the blocks of a batch, or waits for the thread that does.
+# Reads the blocks of a batch, or waits for the thread that does: the loop is the same with and without it.
 Read = Callable[[], list[Block]]
 
 
@@ -121,6 +135,8 @@ class ShardLoader:
 
     def _agree(self) -> tuple[Partition, list[tuple[int, ...]]]:
         # The ranks of this replica on their grid, and those of each. All ranks raise if one has a problem.
+        # First what each rank can check alone, then whether the groups share the ranks out: a user may have
+        # built the partition of each group, and may have built them differently on two ranks.
         alike = "arguments and samples are alike on all ranks"
         with self._together(ConfigurationError, alike) as facts:
             self._check_arguments()
@@ -180,7 +196,9 @@ class ShardLoader:
         return sum(1 for _ in self._steps(0))
 
     def _steps(self, start: int) -> Iterator[tuple[int, range]]:
-        # Of each step the place in the order where the next one begins, and the places of this replica.
+        # Of each step the place in the order where the next one begins, and the places of this replica. The
+        # last step is as long on all replicas, or the mean over them would count some samples more than
+        # others.
         together, count = self._batch * self._replicas, len(self.dataset)
         for first in range(start, count, together):
             each = min(together, count - first) // self._replicas
@@ -227,7 +245,8 @@ class ShardLoader:
         self.epoch, self._samples = epoch + 1, 0
 
     def _agreed(self, epoch: int, end: int, read: Read) -> Any:
-        # A batch that all ranks have read; else an error on all ranks.
+        # A batch that all ranks have read; else an error on all ranks. The ranks also compare where they are:
+        # one that has left its loop early, or has another file under the same name, would train on a mixture.
         same = "have all ranks the same files, epoch and position?"
         with self._together(MismatchError, same) as facts:
             blocks = read()
@@ -268,8 +287,12 @@ class ShardLoader:
         Batches that are read ahead do not count. ``epoch``, and ``samples`` of this epoch that all replicas
         together have had; ``seed``, ``of``, the number of items, and ``shuffle`` say which order is meant.
         """
-        order = self.dataset.seed, len(self.dataset), self._shuffle
-        return dict(zip(_STATE, (self.epoch, self._samples, *order), strict=True))
+        return {"epoch": self.epoch, "samples": self._samples, **self._order}
+
+    @property
+    def _order(self) -> dict[str, int]:
+        # What the order of an epoch follows from: a position in another order is none in this one.
+        return {"seed": self.dataset.seed, "of": len(self.dataset), "shuffle": self._shuffle}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         """Go on at a position, also of a loader on other ranks or with other replicas; local, on all ranks.
@@ -277,11 +300,11 @@ class ShardLoader:
         The next loop begins there. ``ConfigurationError`` if the position is that of other samples or another
         order.
         """
-        wanted = {"seed": self.dataset.seed, "of": len(self.dataset), "shuffle": self._shuffle}
-        fits = set(state) == set(_STATE) and all(state[name] == value for name, value in wanted.items())
+        wanted, known = self._order, self.state_dict()
+        fits = state.keys() == known.keys() and wanted.items() <= state.items()
         if not fits or state["epoch"] < 0 or not 0 <= state["samples"] <= len(self.dataset):
             raise ConfigurationError(
-                f"ShardLoader: a position has {', '.join(_STATE)}, and for this dataset {wanted}, got"
+                f"ShardLoader: a position has {', '.join(known)}, and for this dataset {wanted}, got"
                 f" {dict(state)}: was it saved with another dataset or seed?"
             )
         self.close()

@@ -1,4 +1,21 @@
-"""Write split tensors into files and other arrays: every rank its block, never two ranks one chunk."""
+"""Write split tensors into files and other arrays: every rank its block, never two ranks one chunk.
+
+A chunk is written as a whole: two ranks that each have a part of it would read it, change their part, and
+write it back over the other's. So blocks are first redistributed to end where chunks end. Ten rows on two
+ranks, in a sink with chunks of four rows::
+
+    chunks     0 1 2 3|4 5 6 7|8 9
+    blocks     0 1 2 3 4|5 6 7 8 9       both ranks would write the chunk of rows 4 to 7
+    aligned    0 1 2 3|4 5 6 7 8 9       the end of rank 0's block moves to the nearest end of a chunk
+
+A file is made under another name, of its whole size, and gets its own when all bytes are on the disk::
+
+    y.h5.part    enter    the first rank creates it, and all ranks open it
+                 write    each rank writes boxes: of HDF5 at their offsets, without its library
+    y.h5         leave    all ranks flush; then the first rank renames it
+
+So whoever sees ``y.h5`` sees all of it, and a disk that is too small is an error before anything is computed.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +31,6 @@ from math import prod
 from numbers import Integral
 from operator import gt
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -35,20 +51,21 @@ from distdl_rma.geometry.intervals import Listed, Split, lengths_of
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.layers.dtypes import NUMPY, as_numbers
 from distdl_rma.layers.sources.chunks import chunks_of
+from distdl_rma.layers.sources.hdf5 import hdf5_file, hdf5_lock
 from distdl_rma.layers.sources.opening import check_found, hdf5, needed, npy
-from distdl_rma.layers.sources.raw import RawArray, sync
-from distdl_rma.layers.sources.reading import hdf5_lock, in_domain, label, placed
+from distdl_rma.layers.sources.raw import RawArray, rename_synced, sync
+from distdl_rma.layers.sources.reading import in_domain, label, library_of, placed
 from distdl_rma.layers.split.layout import normal
 from distdl_rma.layers.split.tensor import SplitTensor
 from distdl_rma.segments.consensus import together
 from distdl_rma.segments.machine import Machine
 
 Slices = tuple[slice, ...]
-# Bytes of a chunk at most: readers of other boxes fetch chunks as a whole.
+# Bytes of a chunk that this library chooses, at most: readers of other boxes fetch chunks as a whole.
 _CHUNK_NBYTES = 16 << 20
 # Bytes of an HDF5 file beside the elements, and of its index for each chunk, at most.
 _HDF5_NBYTES, _INDEX_NBYTES = 1 << 16, 1 << 8
-# How long the chunks of a call that failed may take.
+# How long the chunks of a call that failed may take: Zarr writes them in a loop of events of its own.
 _REST_SECONDS = 60.0
 _ONE = "all ranks write one tensor to one sink"
 
@@ -153,6 +170,10 @@ def _planned(
 class ArraySink:
     """An array in a file that :func:`create_array` makes; ``sink[box] = array`` writes a box, locally.
 
+    Between entering and leaving, each rank may write any box at any time; that no two of them write one chunk
+    is for the caller to see to. Only the first rank creates, renames and, but for an error, removes. A rank
+    whose context ends by an error removes the file without waiting for the others, which may be anywhere.
+
     ``shape``, ``dtype`` and ``chunks`` are those of the array, ``path`` is where it will be, and ``part``
     where it is until then. Without a machine one process has it.
 
@@ -208,7 +229,10 @@ class ArraySink:
         return self
 
     def reopen(self) -> None:
-        """Go on with ``part``, which an earlier context has made; local."""
+        """Go on with ``part``, which an earlier context has made; local.
+
+        For a prediction that a later process goes on with, and within ``__enter__`` for all ranks.
+        """
         check_found(str(self.part))
         self._opened = self._kind.opened(self.part, self)
         hosts = 1 if self._machine is None else len(self._machine.segments.segment.nodes)
@@ -219,9 +243,7 @@ class ArraySink:
         """End the context, and leave ``part`` for :meth:`reopen`."""
         self._opened = None
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is not None:
             # The other ranks may be elsewhere, or still write, so this one does not wait for them.
             self._remove()
@@ -232,8 +254,7 @@ class ArraySink:
                 self._flush()
             with self._together():
                 if self._first:
-                    self.part.rename(self.path)
-                    sync(Path(self.path).absolute().parent)
+                    rename_synced(self.part, Path(self.path))
 
     def _together(self) -> AbstractContextManager[dict[str, Any]]:
         title = f"create_array {self.path}"
@@ -263,7 +284,8 @@ class ArraySink:
         shutil.rmtree(self.part, ignore_errors=True)
 
     def _flush(self) -> None:
-        # Of the files of a folder each rank has some.
+        # Of the files of a folder each rank has some: a call for each waits for the disk, which many can do
+        # at once.
         files = [self.part]
         if self.part.is_dir():
             mine, count = 0, 1
@@ -349,7 +371,7 @@ def _is_in_memory(sink: Any) -> bool:
     if isinstance(sink, np.memmap):
         # A copy of one has no file.
         return sink.mode is None
-    library = type(sink).__module__.partition(".")[0]
+    library = library_of(sink)
     if library == "tensorstore":
         return sink.kvstore is None or sink.kvstore.url.startswith("memory:")
     if library == "zarr":
@@ -372,7 +394,7 @@ def _start(sink: Any, y: SplitTensor, at: Sequence[int] | None) -> tuple[int, ..
             f"write_shards: {label(sink)} has elements of {wanted}, the tensor of {found}; convert it by"
             " y.to(...), or make the sink with its dtype"
         )
-    if type(sink).__module__.startswith(("h5py", "netCDF4")) and y.partition.size > 1:
+    if library_of(sink) in ("h5py", "netCDF4") and y.partition.size > 1:
         raise UnsupportedError(
             f"write_shards: {label(sink)}: several processes cannot have a file of HDF5 or NetCDF open for"
             " writing; use create_array('x.h5', ...)"
@@ -383,7 +405,8 @@ def _start(sink: Any, y: SplitTensor, at: Sequence[int] | None) -> tuple[int, ..
 def _in_chunks(
     sink: Any, start: Sequence[int]
 ) -> tuple[Sequence[int], tuple[Any, ...] | None, Sequence[int]]:
-    # Where a tensor begins, what one rank alone may write, and where the sink ends, from where chunks begin.
+    # Where a tensor begins, what one rank alone may write, and where the sink ends, from where chunks begin:
+    # tensorstore has arrays that begin anywhere, and chunks that begin elsewhere.
     if not hasattr(sink, "chunk_layout"):
         # Of Zarr a shard, which has several chunks to read.
         return start, getattr(sink, "shards", None) or chunks_of(sink), tuple(sink.shape)
@@ -396,7 +419,8 @@ def _in_chunks(
 def _aligned(
     layout: Decomposition, start: Sequence[int], chunks: tuple[Any, ...] | None, shape: Sequence[int]
 ) -> Decomposition:
-    # The layout whose blocks, put at ``start``, end where chunks end, as near as possible to the old ends.
+    # The layout whose blocks, put at ``start``, end where chunks end, as near as possible to the old ends. A
+    # block may become empty, and ends never fall: the order of the ranks stays, so that most data does too.
     if chunks is None:
         return layout
     splits: list[Split] = []
@@ -413,7 +437,8 @@ def _aligned(
 
 
 def _block_chunks(layout: Decomposition, shape: Sequence[int], itemsize: int) -> tuple[int, ...]:
-    # The largest block, divided until it is small enough; by divisors where there are some.
+    # The largest block, divided until it is small enough; by divisors where there are some, so that blocks
+    # end where chunks end and nothing is redistributed.
     blocks = [max(lengths_of(split)) for split in layout.splits]
     chunks = [max(1, min(block, extent)) for block, extent in zip(blocks, shape, strict=True)]
     while prod(chunks) * itemsize > _CHUNK_NBYTES:
@@ -444,7 +469,7 @@ class _Kind(NamedTuple):
 
 
 def _check_space(part: Path, nbytes: int) -> None:
-    # Where space is short, libhdf5 may crash.
+    # Where space is short, libhdf5 may crash, and takes the job with it. For other files the system is asked.
     disk, limit = os.statvfs(part.absolute().parent), resource.getrlimit(resource.RLIMIT_FSIZE)[0]
     free = disk.f_bavail * disk.f_frsize
     if nbytes > free:
@@ -469,7 +494,7 @@ def _create_hdf5(part: Path, sink: ArraySink) -> None:
     _check_space(
         part, _HDF5_NBYTES + count * (prod(chunks or sink.shape) * sink.dtype.itemsize + _INDEX_NBYTES)
     )
-    with hdf5_lock(), h5py.File(part, "x", locking="best-effort") as file:
+    with hdf5_lock(), hdf5_file(h5py, part, "x") as file:
         home, _, name = sink.name.rpartition("/")
         plan = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
         # What is allocated has an offset, and ranks write to it without the library.
@@ -483,7 +508,12 @@ def _create_hdf5(part: Path, sink: ArraySink) -> None:
 
 @dataclass(frozen=True)
 class ChunkedHdf5:
-    """Writes boxes of a new dataset, all of whose chunks are allocated, by the offsets of these."""
+    """Writes boxes of a new dataset, all of whose chunks are allocated, by the offsets of these.
+
+    Several processes cannot have a file of HDF5 open for writing without its parallel build, which needs
+    MPI's files. But a dataset without filters, allocated when it is created, is arrays at offsets, one for
+    each chunk. The file is opened for reading to ask where these are, and their bytes are written beside it.
+    """
 
     path: Path
     name: str
@@ -494,7 +524,7 @@ class ChunkedHdf5:
         """Write one box."""
         h5py = needed("h5py", "hdf5")
         places = [range(each.start // n * n, each.stop, n) for each, n in zip(box, self.chunks, strict=True)]
-        with hdf5_lock(), h5py.File(self.path, "r", locking="best-effort") as file:
+        with hdf5_lock(), hdf5_file(h5py, self.path) as file:
             dataset = file[self.name].id
             offsets = {at: dataset.get_chunk_info_by_coord(at).byte_offset for at in product(*places)}
         target = Box(tuple((each.start, each.stop) for each in box))

@@ -33,14 +33,22 @@ _SMALLEST_NBYTES, _SMALLEST_PARCEL_NBYTES = 1 << 16, 1 << 12
 
 
 class _Page:
-    """Memory that waits: here, on its way to the disk, or ``out`` on disk; then in ``region``."""
+    """Memory that waits: here, on its way to the disk, or ``out`` on disk.
+
+    Where it is, and what says so::
+
+        here              region None
+        leaving           region is being written, the memory is still valid
+        out               region has the bytes, the memory is gone
+        being read        region reads into memory that has been made again (``region.into``)
+
+    Only :class:`Pages` moves a page from one line to the next, and counts the bytes that are in memory.
+    """
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
         self.region: Region | None = None
         self.out = False
-        # Where a prefetch puts the bytes.
-        self.into: torch.Tensor | None = None
 
     @property
     def bytes(self) -> torch.Tensor:
@@ -53,7 +61,11 @@ class _Page:
 
 
 class _Block(_Page):
-    """Memory of one or more tensors of a rank, which stay valid when it comes back."""
+    """Memory of one or more tensors of a rank, which stay valid when it comes back.
+
+    The storage is resized to nothing and back. Tensors refer to their storage and not to its memory, so that
+    no tensor has to be found or changed.
+    """
 
     def __init__(self, storage: torch.UntypedStorage) -> None:
         super().__init__(storage.nbytes())
@@ -242,7 +254,8 @@ class Pages:
         ]
 
     def _after(self, rank: int) -> tuple[bool, int]:
-        # Orders ranks by when they are needed: those behind the one that runs, then from the first on.
+        # Orders ranks by when they are needed: those behind the one that runs, then from the first on. It is
+        # the order of turns, which is known: nothing has to be guessed from the past, as by other caches.
         return rank <= self._running, rank
 
     def _needed_last(self) -> Iterator[_Page]:
@@ -256,7 +269,8 @@ class Pages:
             yield from (page for page in pages[rank] if not page.out and page not in self._leaving)
 
     def _fit(self) -> None:
-        # Writes what is needed last, and a part of the limit more while another rank computes.
+        # Writes what is needed last, and a part of the limit more while another rank computes: the next rank
+        # that waits then finds room at once, and the disk works meanwhile.
         if self.resident_nbytes <= self._limit:
             return
         if self._scratch is None:
@@ -266,19 +280,18 @@ class Pages:
         for page in self._needed_last():
             if leaving >= enough:
                 break
-            if page.into is None:
+            if page.region is None:
                 page.region = self._scratch.write(page.bytes)
             leaving += page.nbytes
             self._leaving[page] = None
         while self.resident_nbytes > self._limit and self._leaving:
             page = next(iter(self._leaving))
             del self._leaving[page]
-            if page.region is not None and page.into is None:
+            if page.region is not None and page.region.into is None:
                 self._scratch.wait(page.region)
             elif page.region is not None:
                 # It was read ahead too early.
                 self._scratch.cancel(page.region)
-                page.into = None
             page.leave(self._scratch)
             page.out = True
             self.resident_nbytes -= page.nbytes
@@ -290,24 +303,22 @@ class Pages:
         self._leaving.pop(block, None)
         if (region := block.region) is None or self._scratch is None:
             return
-        if block.out:
-            block.into = block.make_room()
-        if block.into is not None:
-            self._scratch.read(region, block.into)
+        into = block.make_room() if block.out else region.into
+        if into is not None:
+            self._scratch.read(region, into)
         else:
             # It has not left yet.
             self._scratch.wait(region)
         self._scratch.free(region)
-        block.region = block.into = None
+        block.region = None
 
     def _read_ahead(self) -> None:
         following = min(self._waiting, key=self._after, default=-1)
         for block in self._waiting.get(following, []):
             fits = self.resident_nbytes + block.nbytes <= self._limit
             if fits and block.out and block.region is not None and self._scratch is not None:
-                block.into = block.make_room()
                 self.resident_nbytes += block.nbytes
-                self._scratch.prefetch(block.region, block.into)
+                self._scratch.prefetch(block.region, block.make_room())
 
 
 def _bytes_of(array: Array) -> torch.Tensor:

@@ -1,4 +1,22 @@
-"""A scratch file: bytes of tensors on disk, written and read ahead by a thread, gone with the process."""
+"""A scratch file: bytes of tensors on disk, written and read ahead by a thread, gone with the process.
+
+The life of a region, for its owner and for the thread, which does one job after the other::
+
+    owner     write        wait      prefetch   read        free
+    thread          writes                reads
+    bytes     in memory .......|  in the file .............|  nowhere
+                       memory may go          here again      space is taken again
+
+Of four regions in a file of eight pages, the second one was freed. The next region of two pages takes its
+place; one of three pages would take these two and a page behind the end::
+
+    page    0   1   2   3   4   5   6   7
+            a   a   .   .   c   c   c   d
+
+The thread is not an executor, as others of jobs are. ``free`` is called by finalizers, which may run at any
+allocation of any thread: also of one that is within ``submit`` of an executor, holds its lock, and would wait
+for itself. A put to this queue takes no lock that the thread may hold already.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +30,7 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from queue import SimpleQueue
 
@@ -19,15 +38,15 @@ import torch
 
 from distdl_rma.errors import ClosedError, DataError
 from distdl_rma.layers.dtypes import flat_bytes
+from distdl_rma.layers.sources.raw import read_at, write_at
 from distdl_rma.segments.machine import launched
 from distdl_rma.segments.options import parse_size
 
-# Linux writes and reads at most 2 GiB at once.
-_AT_ONCE = 1 << 30
-# Extents begin and end at whole pages, so that no write has to read a page first.
+# Extents begin and end at whole pages, so that no write has to read a page first, and no two regions share
+# one.
 _PAGE = 1 << 12
 # Largest amount of memory that waits to be written, in bytes; one larger tensor may wait alone.
-IN_FLIGHT_NBYTES = 1 << 26
+_IN_FLIGHT_NBYTES = 1 << 26
 # A file of up to this length keeps it: its pages in the system's cache are written over, at a fraction of the
 # cost of new ones.
 _KEPT_NBYTES = 1 << 30
@@ -35,37 +54,48 @@ _IN_MEMORY = frozenset({"tmpfs", "ramfs"})
 
 # Offset in the file and length, in bytes.
 Extent = tuple[int, int]
+_length: Callable[[Extent], int] = itemgetter(1)
 _Job = Callable[[], object]
 
 
 class Extents:
-    """Which bytes of a file are in use; what is given back is merged and taken again."""
+    """Which bytes of a file are in use; what is given back is merged and taken again.
+
+    Free extents are sorted, do not touch each other, and none is at the end of the file: one that is shortens
+    it. So the file is never longer than the most bytes that were in use at a time.
+
+    Examples
+    --------
+    >>> space = Extents()
+    >>> first, second = space.take(3), space.take(2)
+    >>> space.give(first[0])
+    >>> space.take(4), space.end  # before the second, and behind it
+    ([(0, 3), (5, 1)], 6)
+    """
 
     def __init__(self) -> None:
         self.end = 0
         self._free: list[Extent] = []
 
     def take(self, nbytes: int) -> list[Extent]:
-        """Extents of ``nbytes`` bytes together: one if that is possible, else as many as avoid growth."""
-        fitting = [(length, at) for at, length in self._free if length >= nbytes]
-        if fitting:
-            length, at = min(fitting)
+        """Extents of ``nbytes`` bytes together: one if that is possible, else as many as avoid growth.
+
+        The shortest one that fits, which leaves long ones whole; else the longest one, again and again, which
+        makes few extents.
+        """
+        taken = []
+        while nbytes and self._free:
+            fitting = [extent for extent in self._free if extent[1] >= nbytes]
+            at, length = min(fitting, key=_length) if fitting else max(self._free, key=_length)
             self._free.remove((at, length))
             if length > nbytes:
                 self.give((at + nbytes, length - nbytes))
-            return [(at, nbytes)]
-        taken = []
-        for at, length in sorted(self._free, key=lambda extent: -extent[1]):
-            self._free.remove((at, length))
+                length = nbytes
             taken.append((at, length))
             nbytes -= length
-            if nbytes < 0:
-                taken[-1] = at, length + nbytes
-                self.give((at + length + nbytes, -nbytes))
-            if nbytes <= 0:
-                return taken
-        taken.append((self.end, nbytes))
-        self.end += nbytes
+        if nbytes:
+            taken.append((self.end, nbytes))
+            self.end += nbytes
         return taken
 
     def give(self, extent: Extent) -> None:
@@ -86,7 +116,12 @@ class Extents:
 class Region:
     """Where the bytes of one tensor are: in memory until they are written, then in the file.
 
-    ``Scratch.write`` makes it. It holds no reference to its file.
+    ``Scratch.write`` makes it. It holds no reference to its file, or a file would live as long as its
+    regions, and these would live as long as the graph that a step has left behind.
+
+    The thread sets ``_source`` to None behind the write, and moves ``_stage`` on to "reading" and "here"; the
+    owner does all else. Both do so under the lock of the file, and wake who waits for it; but ``free`` does
+    not, which must never wait.
     """
 
     def __init__(self, source: torch.Tensor, extents: list[Extent]) -> None:
@@ -98,7 +133,7 @@ class Region:
         # The bytes to write, until they are in the file.
         self._source: torch.Tensor | None = source
         # Where a prefetch puts them, and how far it is: "asked", "reading", "here"; "" if there is none.
-        self._into: torch.Tensor | None = None
+        self.into: torch.Tensor | None = None
         self._stage = ""
 
 
@@ -122,8 +157,6 @@ class Scratch:
         An existing directory on a disk of this host.
     quota
         Largest number of bytes in use at a time, a number or text such as ``"8GiB"``; None: the free space.
-    in_flight
-        Bytes that may wait in memory to be written. A ``write`` beyond that blocks, unless none is waiting.
 
     Raises
     ------
@@ -138,12 +171,7 @@ class Scratch:
         If the folder is in memory (tmpfs, ramfs): this saves no memory. Only the first rank warns.
     """
 
-    def __init__(
-        self,
-        folder: str | os.PathLike[str],
-        quota: int | str | None = None,
-        in_flight: int = IN_FLIGHT_NBYTES,
-    ) -> None:
+    def __init__(self, folder: str | os.PathLike[str], quota: int | str | None = None) -> None:
         self.folder = Path(folder)
         self.quota = None if quota is None else parse_size(quota, "the quota")
         try:
@@ -159,14 +187,15 @@ class Scratch:
         self.written_nbytes = self.read_nbytes = self.used_nbytes = 0
         #: The first error of a write; the file takes no more bytes then, unless the owner sets None.
         self.error: DataError | None = None
-        self._in_flight, self._waiting_nbytes = in_flight, 0
+        self._waiting_nbytes = 0
         self._space = Extents()
-        # Guards all of the above, and the regions.
+        # Guards all of the above, and the regions. Nobody holds it while bytes move.
         self._changed = threading.Condition()
         # Freed regions whose space is still taken. Finalizers append to it, which wait for no lock.
         self._freed: deque[Region] = deque()
         # Likewise a put to this queue never waits.
         self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
+        # A fork has the file, and not the thread.
         self._process = os.getpid()
         self._thread = threading.Thread(target=_work, args=(self._jobs,), name="scratch", daemon=True)
         self._thread.start()
@@ -185,12 +214,6 @@ class Scratch:
         """Whether the file was closed."""
         return not self._end.alive
 
-    @property
-    def file_nbytes(self) -> int:
-        """Length of the file: bytes in use, and holes between them."""
-        self._collect()
-        return self._space.end
-
     def write(self, tensor: torch.Tensor) -> Region:
         """Begin to write a tensor, and return its place; the caller frees it.
 
@@ -207,16 +230,15 @@ class Scratch:
         source = flat_bytes(tensor)
         self._collect()
         with self._changed:
-            self._changed.wait_for(
-                lambda: self._waiting_nbytes + source.nbytes <= self._in_flight or not self._waiting_nbytes
-            )
+            most = _IN_FLIGHT_NBYTES - source.nbytes
+            self._changed.wait_for(lambda: self._waiting_nbytes <= max(most, 0))
             self._check_open()
             if self.error:
                 raise self.error
             taken = -(-source.nbytes // _PAGE) * _PAGE
             if self.quota is not None and self.used_nbytes + taken > self.quota:
                 raise self._failure("the quota is used up", source.nbytes, "allow a larger quota")
-            region = Region(source, self._space.take(taken) if taken else [])
+            region = Region(source, self._space.take(taken))
             self.used_nbytes += taken
             self._waiting_nbytes += source.nbytes
         self._jobs.put(partial(self._write, region))
@@ -250,17 +272,20 @@ class Scratch:
         self._check_open()
         with self._changed:
             self._changed.wait_for(lambda: region._stage != "reading")
-            region._into, region._stage = into, "asked"
+            region.into, region._stage = into, "asked"
         self._jobs.put(partial(self._prefetch, region))
 
     def cancel(self, region: Region) -> None:
         """Give up the prefetch of a region, if there is one, and the tensor that it fills."""
         with self._changed:
             self._changed.wait_for(lambda: region._stage != "reading")
-            region._into, region._stage = None, ""
+            region.into, region._stage = None, ""
 
     def read(self, region: Region, into: torch.Tensor) -> None:
         """Fill a contiguous tensor of the region's size by its bytes; blocking, as often as wanted.
+
+        A read does not queue behind the thread's jobs, as the one who reads has nothing else to do: it is
+        done here, unless the thread is at it.
 
         Bytes that are not written yet come from memory, and those of a prefetch into this tensor are waited
         for.
@@ -272,9 +297,9 @@ class Scratch:
         """
         self._check_open()
         with self._changed:
-            if region._into is into:
+            if region.into is into:
                 self._changed.wait_for(lambda: region._stage != "reading")
-                done, region._into, region._stage = region._stage == "here", None, ""
+                done, region.into, region._stage = region._stage == "here", None, ""
                 if done:
                     return
         self._fetch(region, into)
@@ -330,14 +355,12 @@ class Scratch:
         memory = source.numpy().data
         for at, length in region._extents:
             part, memory = memory[:length], memory[length:]
-            while part:
-                count = os.pwrite(self._file, part[:_AT_ONCE], at)
-                self.written_nbytes += count
-                part, at = part[count:], at + count
+            write_at(self._file, part, at)
+            self.written_nbytes += len(part)
 
     def _prefetch(self, region: Region) -> None:
         with self._changed:
-            into = region._into
+            into = region.into
             if region._stage != "asked" or into is None or region._freed or self.closed:
                 return
             region._stage = "reading"
@@ -359,15 +382,13 @@ class Scratch:
         memory = target.numpy().data
         for at, length in region._extents:
             part, memory = memory[:length], memory[length:]
-            while part:
-                try:
-                    count = os.preadv(self._file, [part[:_AT_ONCE]], at)
-                except OSError as error:
-                    raise self._failure(error.strerror or str(error), 0, "check the disk") from error
-                if not count:
-                    raise self._failure("the file ends too early", 0, "check the disk")
-                self.read_nbytes += count
-                part, at = part[count:], at + count
+            try:
+                count = read_at(self._file, part, at)
+            except OSError as error:
+                raise self._failure(error.strerror or str(error), 0, "check the disk") from error
+            self.read_nbytes += count
+            if count < len(part):
+                raise self._failure("the file ends too early", 0, "check the disk")
 
     def _collect(self) -> None:
         with self._changed:

@@ -1,12 +1,29 @@
-"""Tensors that autograd saves for the backward wait on disk, and are read ahead of it."""
+"""Tensors that autograd saves for the backward wait on disk, and are read ahead of it.
+
+What a step does with the activations of four layers, and what of them is in memory where the disk keeps up::
+
+    forward      save 1    save 2    save 3    save 4   | backward    4         3         2         1
+    thread           write 1   write 2   write 3   write 4 | read 3       read 2    read 1
+    in memory    1         2         3         4        |             4 3       3 2       2 1       1
+
+torch calls ``_pack`` where it would keep a tensor, and ``_unpack`` where it needs it. Several saved tensors
+may be views of one memory, as the input of one layer is the output of another, so that three things are kept
+apart::
+
+    _Saved, _Saved    what torch holds: shape, strides, where it begins in its memory
+         _Piece       the bytes of one memory, which are on disk once
+        Region        where these are in the file
+
+The order of the backward is not known, only guessed: the reverse of that of the forward. A wrong guess costs
+time and changes nothing: what was not read ahead is read when it is needed.
+"""
 
 from __future__ import annotations
 
 import os
 import threading
-from contextlib import ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from itertools import count
-from types import TracebackType
 from typing import NamedTuple
 from weakref import WeakValueDictionary, ref
 
@@ -14,7 +31,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from distdl_rma.errors import ConfigurationError, DataError, ProtocolError
+from distdl_rma.errors import DataError, ProtocolError
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.jobs.out_of_core.allocator import freed_at_once
@@ -114,7 +131,8 @@ class spill:  # noqa: N801
         self._arguments = folder, quota
         self._entered: ExitStack | None = None
         self._scratch: Scratch | None = None
-        # Of the current step: the first error of this rank that no other one knows yet.
+        # Of the current step: the first error of this rank that no other one knows yet. Raised in the middle
+        # of the forward, it would leave the others waiting for this rank's halo.
         self._problem: DataError | None = None
         # Pieces on disk by the address of their storage, and saved tensors by their number.
         self._pieces: WeakValueDictionary[int, _Piece] = WeakValueDictionary()
@@ -124,13 +142,9 @@ class spill:  # noqa: N801
         self._held: list[ref[_Piece]] = []
         self._lock = threading.Lock()
         self._pool = ResultPool(_IDLE_NBYTES, lambda nbytes: torch.empty(nbytes, dtype=torch.uint8).numpy())
-        error: Exception | None = None
-        try:
+        with self._together():
             self._above = parse_size(above, "the size above which tensors are spilled")
             self._scratch = Scratch(folder, quota)
-        except (ConfigurationError, DataError) as raised:
-            error = raised
-        self._agree(error)
 
     @property
     def written_nbytes(self) -> int:
@@ -152,9 +166,7 @@ class spill:  # noqa: N801
         self._entered.enter_context(saved_tensors_hooks(self._pack, self._unpack))
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if self._entered is not None:
             self._entered.close()
             self._entered = None
@@ -169,7 +181,9 @@ class spill:  # noqa: N801
                 self._give_up()
             return
         try:
-            self._agree(self._problem)
+            with self._together():
+                if self._problem is not None:
+                    raise self._problem
         except DataError:
             self._give_up()
             raise
@@ -178,14 +192,14 @@ class spill:  # noqa: N801
         machine = Machine.known() if self._given is None else self._given
         return None if machine is None or machine.closed or machine.size == 1 else machine
 
-    def _agree(self, error: Exception | None) -> None:
+    def _together(self) -> AbstractContextManager[object]:
+        # Local work, whose error on one rank raises on all ranks.
         machine = self._peers()
-        with nullcontext() if machine is None else together(machine, machine.ranks, "spill"):
-            if error is not None:
-                raise error
+        return nullcontext() if machine is None else together(machine, machine.ranks, "spill")
 
     def _reopen(self) -> None:
-        # After a failed step, also if only this rank has noticed that it failed.
+        # After a failed step, also if only this rank has noticed that it failed. Where others take part, an
+        # error waits until the end of the context, at which all ranks meet.
         try:
             self._scratch = Scratch(*self._arguments)
         except DataError as error:
@@ -302,7 +316,12 @@ class _Split(NamedTuple):
 
 
 class _Piece:
-    """Bytes of one storage, on disk; saved tensors share it, and the last one frees it."""
+    """Bytes of one storage, on disk; saved tensors share it, and the last one frees it.
+
+    The bytes may be in memory too, in the storage that was written or in one that was read, as long as
+    someone has a tensor of it. References to both are weak, and are asked before the disk is. ``_buffer``
+    keeps what was read for saved tensors to come, from ``prefetch`` or ``read`` until ``drop``.
+    """
 
     def __init__(
         self,
@@ -356,7 +375,7 @@ class _Piece:
 
 
 class _Saved:
-    """A saved tensor on disk."""
+    """A saved tensor on disk: what makes it again out of the bytes of its piece."""
 
     def __init__(self, x: torch.Tensor, piece: _Piece, number: int) -> None:
         self.piece, self.number = piece, number
@@ -384,7 +403,8 @@ def _can_wait(x: torch.Tensor) -> bool:
 
 
 def _check_version(counted: torch.Tensor, version: int, x: torch.Tensor | _Saved) -> None:
-    # Torch checks this only without hooks.
+    # Torch checks this only without hooks. The bytes on disk are those before the change: a gradient of them
+    # would be right, and differ from what the program gives without this context, which is an error.
     if counted._version != version:
         raise RuntimeError(
             "one of the variables needed for gradient computation has been modified by an inplace operation:"

@@ -1,4 +1,14 @@
-"""Chunks are read whole: how many bytes more the blocks of a grid fetch than they want."""
+"""Chunks are read whole: how many bytes more the blocks of a grid fetch than they want.
+
+One dimension of 12, in chunks of 5, cut in three::
+
+    chunks     0  1  2  3  4 | 5  6  7  8  9 | 10 11
+    blocks     0  1  2  3 | 4  5  6  7 | 8  9 10 11
+    fetched    5            10           7              22 elements for 12: 1.83 times
+
+Dimensions are independent: the factor of a grid is the product of theirs. So all grids of the ranks can be
+compared, which are few, and the warning names the best one rather than only saying that this one is bad.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +31,11 @@ _VOLUME = 3
 
 
 def chunks_of(source: Any) -> tuple[Any, ...] | None:
-    """Extents of a source's chunks, a tuple of all where they differ; None if boxes are read alone."""
+    """Extents of a source's chunks, a tuple of all where they differ; None if boxes are read alone.
+
+    Libraries say it in four ways. What is none of these, or does not fit the shape, counts as no chunks: the
+    answer is used for a warning, and by sinks, where a source without chunks can be written anywhere.
+    """
     found = getattr(source, "chunks", None)
     if found is None and callable(chunking := getattr(source, "chunking", None)):
         # NetCDF says "contiguous" where there are none.
@@ -77,6 +91,7 @@ def warn_of_chunks(source: Any, layout: Decomposition, stacklevel: int) -> None:
 
 
 def _edges(extent: int, chunk: Any) -> Sequence[int]:
+    # Where chunks begin, and where the last one ends, which may be behind the array.
     if isinstance(chunk, (tuple, list)):
         return [0, *accumulate(chunk)]
     return range(0, extent + int(chunk), int(chunk))
@@ -94,6 +109,7 @@ def _fetched(edges: Sequence[int], split: Split) -> float:
 
 
 def _grids(ranks: int, dims: int) -> Iterator[tuple[int, ...]]:
+    # All grids of so many dimensions with as many places as there are ranks.
     if dims == 1:
         yield (ranks,)
         return

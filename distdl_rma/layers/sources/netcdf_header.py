@@ -1,4 +1,18 @@
-"""Headers of the classic formats of NetCDF, compared with their files before the C library opens these."""
+"""Headers of the classic formats of NetCDF, compared with their files before the C library opens these.
+
+The C library believes a header: it allocates as many dimensions as that says, and reads zeros where a file
+was cut off, which no later check could tell from data. So the header is read here first, with every number
+held against the bytes that are left::
+
+    "CDF" version | number of records | dimensions | attributes | variables
+                                        name, extent  name, type,  name, dimensions, attributes, type,
+                                                      values       size, begin
+
+    begin + size of each variable  <=  size of the file
+
+Variables with the dimension of records lie record by record behind all others. A stream may leave the number
+of records open; then the ends of these variables are not known, nor checked.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +52,11 @@ def check_netcdf_header(path: str) -> None:
 
 
 class _Header:
-    """Reads a header from the byte that has its version; ``ValueError`` if it is damaged."""
+    """Reads a header from the byte that has its version; ``ValueError`` if it is damaged.
+
+    Numbers are big-endian; names and values end at multiples of four bytes. The three versions differ in the
+    width of counts and of begins: 4 and 4 bytes, 4 and 8, 8 and 8.
+    """
 
     def __init__(self, file: BinaryIO) -> None:
         self._file, self.nbytes = file, os.fstat(file.fileno()).st_size

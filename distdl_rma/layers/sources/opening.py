@@ -1,4 +1,16 @@
-"""Open arrays in files, by the suffix of their path."""
+"""Open arrays in files, by the suffix of their path.
+
+Every source has ``shape``, ``dtype``, ``chunks`` and slicing, and can be pickled. What stands behind it::
+
+    .npy, .nii, contiguous HDF5 and TIFF       RawArray: bytes at offsets, no library, no open file
+    other HDF5, .nc, .zarr, other TIFF         FileSource: the library's array, opened again in each process
+    those with attributes of packing           Packed around one of both
+    an array that the user has opened          itself
+
+A file of a stranger is input: a header is held against the size of its file before anything is allocated,
+what would run code or read other files is refused, and so is what has no random access, with the command that
+makes a file which has. A rank that would read a whole stream for its block would do so on every rank.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +18,7 @@ import os
 import platform
 import weakref
 from collections.abc import Callable, Iterable
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from importlib import import_module
 from importlib.util import find_spec
 from math import prod
@@ -18,10 +30,11 @@ import numpy as np
 
 from distdl_rma.errors import ArgumentError, DataError, DistdlError, UnsupportedError
 from distdl_rma.layers.sources.chunks import chunks_of
+from distdl_rma.layers.sources.hdf5 import behind_links, check_near, hdf5_file, hdf5_lock
 from distdl_rma.layers.sources.netcdf_header import check_netcdf_header
 from distdl_rma.layers.sources.packed import unpacked
 from distdl_rma.layers.sources.raw import RawArray
-from distdl_rma.layers.sources.reading import hdf5_lock, text_of, torch_dtype
+from distdl_rma.layers.sources.reading import text_of, torch_dtype
 
 # Streams that are read from their beginning only, and archives; what makes a file that is read anywhere.
 _STREAMS = {
@@ -35,10 +48,8 @@ _STREAMS = {
 }
 
 
-# Numpy itself refuses longer headers, but reads them before.
+# Numpy itself refuses longer headers, but reads them before: up to 4 GiB, as the header says.
 _NPY_VERSIONS, _NPY_HEADER_NBYTES = ((1, 0), (2, 0), (3, 0)), 10_000
-# Links that lead to other links, at most.
-_LINKS = 64
 # Some codecs of Zarr take no more.
 _ZARR_2, _CHUNK_NBYTES = 2, (2 << 30) - 1
 
@@ -147,7 +158,9 @@ def check_found(path: str) -> None:
 class FileSource:
     """An array in a file that a library reads. Each process opens it for itself; it can be pickled.
 
-    ``shape``, ``dtype`` and ``chunks`` are those that it had when it was opened.
+    ``shape``, ``dtype`` and ``chunks`` are those that it had when it was opened. The library's array belongs
+    to the process ``_pid``: another one, a fork or what has unpickled it, opens the file again before it
+    reads.
     """
 
     def __init__(self, path: str, name: str | None, kind: Format, array: Any) -> None:
@@ -161,7 +174,7 @@ class FileSource:
 
     def __getitem__(self, box: tuple[slice, ...]) -> Any:
         """The box, as the library returns it; ``DataError`` if it fails."""
-        with hdf5_lock() if self._kind.locked else nullcontext():
+        with hdf5_lock(self._kind.locked):
             try:
                 # A handle that a fork inherits would return wrong data.
                 if self._pid != os.getpid():
@@ -190,7 +203,8 @@ def needed(package: str, extra: str = "") -> Any:
 
 
 def _chosen(path: str, names: Iterable[str], name: str | None) -> str:
-    # The name of one array in a file that has these.
+    # The name of one array in a file that has these. A file with one array needs no name; a wrong name gets
+    # the list of right ones.
     known = sorted(names)
     if name is None and len(known) == 1:
         return known[0]
@@ -203,7 +217,10 @@ def _chosen(path: str, names: Iterable[str], name: str | None) -> str:
 
 
 def npy(path: str, name: str | None) -> RawArray:
-    """The array of a file of numpy."""
+    """The array of a file of numpy.
+
+    Its header is read by numpy, but in the order that keeps it harmless: version and length first.
+    """
     if name is not None:
         raise ArgumentError(f"{path} has one array, without a name, got {name!r}")
     with Path(path).open("rb") as file:
@@ -222,21 +239,25 @@ def npy(path: str, name: str | None) -> RawArray:
 
 
 def hdf5(path: str, name: str | None) -> Any:
-    """A dataset of h5py; a :class:`RawArray` if it is contiguous and needs no conversion."""
+    """A dataset of h5py; a :class:`RawArray` if it is contiguous and needs no conversion.
+
+    Contiguous datasets are the usual ones, and as raw arrays need neither the lock nor an open file: ranks
+    and threads read them at the speed of the disk.
+    """
     h5py = needed("h5py", "hdf5")
     with hdf5_lock():
-        found = name and _behind_links(h5py, path, name)
+        found = name and behind_links(h5py, path, name)
         if not isinstance(found, h5py.Dataset):
-            file, names, links = h5py.File(path, "r", locking="best-effort"), list[str](), list[str]()
+            file, names, links = hdf5_file(h5py, path), list[str](), list[str]()
             file.visititems(lambda key, one: names.append(key) if isinstance(one, h5py.Dataset) else None)
             file.visititems_links(
                 lambda key, one: None if isinstance(one, h5py.HardLink) else links.append(key)
             )
             name = _chosen(path, names if len(names) == 1 and name is None else names + links, name)
-            found = _behind_links(h5py, path, name)
+            found = behind_links(h5py, path, name)
             if not isinstance(found, h5py.Dataset):
                 raise ArgumentError(f"{path}: {name!r} is a link that leads to no dataset")
-        _check_near(h5py, found)
+        check_near(h5py, found)
         if found.shape is None:
             raise DataError(f"{path}: the dataset {found.name!r} is null: it has a type, but no elements")
         # Contiguous data that needs no conversion is read from the file itself.
@@ -245,54 +266,6 @@ def hdf5(path: str, name: str | None) -> Any:
             place = found.file.filename
             array = RawArray(place, np.dtype(found.dtype.str), found.shape, offset).check_size()
         return unpacked(path, array, found.attrs)
-
-
-def _behind_links(h5py: Any, path: str, name: str) -> Any:
-    # What is called so in a file, also behind links; None if nothing is.
-    found, parts = h5py.File(path, "r", locking="best-effort"), name.split("/")
-    for _ in range(_LINKS):
-        parts = [part for part in parts if part not in ("", ".")]
-        if not parts or not isinstance(found, h5py.Group):
-            return None if parts else found
-        link = found.get(parts[0], getlink=True)
-        if link is None:
-            return None
-        if isinstance(link, h5py.HardLink):
-            found, parts = found[parts[0]], parts[1:]
-            continue
-        parts = [*link.path.split("/"), *parts[1:]]
-        if isinstance(link, h5py.ExternalLink):
-            path = _beside(path, link.filename, Path(path).parent, Path(path).resolve().parent)
-            found = h5py.File(path, "r", locking="best-effort")
-        elif link.path.startswith("/"):
-            found = found.file
-    return None
-
-
-def _beside(path: str, other: str, *homes: Path) -> str:
-    # The path of a file that a file names, in the first of the folders where HDF5 looks for it.
-    for place in () if Path(other).is_absolute() else [home / other for home in homes]:
-        if place.is_file() and place.resolve().is_relative_to(Path(path).resolve().parent):
-            return str(place)
-    raise DataError(
-        f"{path}: has elements in the file {other!r}, which must be within the folder of {path}, under a"
-        f" relative path; if you trust both, pass the dataset: shard(grid, h5py.File({path!r})[name])"
-    )
-
-
-def _check_near(h5py: Any, found: Any, seen: tuple[Any, ...] = ()) -> None:
-    # ``DataError`` if a dataset has elements in files elsewhere, or lacks some that it shows as filled.
-    path = found.file.filename
-    for name, *_ in found.external or ():
-        # The library looks for these from where the process is.
-        _beside(path, name, Path.cwd())
-    sources = found.virtual_sources() if found.is_virtual else ()
-    for other, name in dict.fromkeys((each.file_name, each.dset_name) for each in sources):
-        place = path if other == "." else _beside(path, other, Path(path).parent)
-        source = _behind_links(h5py, place, name)
-        if not isinstance(source, h5py.Dataset) or source in seen:
-            raise DataError(f"{path}: shows elements of a dataset {name!r} in {place}, where none is")
-        _check_near(h5py, source, (*seen, source))
 
 
 def _netcdf(path: str, name: str | None) -> Any:
@@ -311,8 +284,8 @@ def _netcdf(path: str, name: str | None) -> Any:
             h5py, (home, _, last) = needed("h5py"), chosen.rpartition("/")
             # A variable that is called as a dimension, but is none of its coordinates, has another name.
             for each in (chosen, f"{home}/_nc4_non_coord_{last}"):
-                if isinstance(lies := _behind_links(h5py, path, each), h5py.Dataset):
-                    _check_near(h5py, lies)
+                if isinstance(lies := behind_links(h5py, path, each), h5py.Dataset):
+                    check_near(h5py, lies)
         # The library would round floats by an integral factor, and fails at some unsigned integers.
         found.set_auto_maskandscale(False)
         attributes = {each: found.getncattr(each) for each in found.ncattrs()}
@@ -366,7 +339,8 @@ def _tiff(path: str, name: str | None) -> Any:
 
 
 def _check_pages(path: str, file: Any) -> None:
-    # Tifffile leaves out the pages that lie behind the end of a truncated file.
+    # Tifffile leaves out the pages that lie behind the end of a truncated file: a volume with fewer slices,
+    # and no error. The last page names the place of the next one, which must be none.
     kind, handle = file.tiff, file.filehandle
     handle.seek(file.pages[-1].offset)
     (tags,) = unpack(kind.tagnoformat, handle.read(kind.tagnosize))

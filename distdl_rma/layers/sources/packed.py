@@ -1,4 +1,13 @@
-"""Packed elements: small integers in a file that stand for other numbers, by the attributes of the array."""
+"""Packed elements: small integers in a file that stand for other numbers, by the attributes of the array.
+
+A temperature in 16 bits, with ``scale_factor=0.01, add_offset=273.15, _FillValue=-32768``::
+
+    stored      -32768     0        1500
+    unpacked    nan        273.15   288.15
+
+netCDF4 unpacks so. h5py and Zarr give what is stored, and a model would train on it without a word. So all
+formats go through this one rule, a box at a time, and a file gives the same numbers by every library.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +25,8 @@ from distdl_rma.layers.sources.reading import Slices
 
 # Attributes of the CF conventions: what an element is multiplied by, and what is added then.
 _SCALES = {"scale_factor": np.multiply, "add_offset": np.add}
-# Elements that stand for none: for which this comparison with a number of the attribute holds.
+# Elements that stand for none: those for which this comparison with a number of the attribute holds. It is
+# one with what is stored, before it is scaled.
 _MISSING = {
     "_FillValue": np.equal, "missing_value": np.equal, "valid_min": np.less, "valid_max": np.greater,
 }  # fmt: skip
@@ -27,7 +37,8 @@ class Packed:
     """An array whose elements are unpacked as netCDF4 does: ``stored * scale_factor + add_offset``.
 
     Missing elements are NaN, or masked if the result has integers. Types are those of numpy's promotion, but
-    an integral factor or offset never changes the type of stored floats.
+    an integral factor or offset never changes the type of stored floats. What is known when the file is
+    opened is prepared there, and a wrong attribute is an error there: reading a box only compares and scales.
     """
 
     def __init__(self, path: str, array: Any, attributes: Mapping[str, Any]) -> None:
@@ -55,7 +66,7 @@ class Packed:
 
     @property
     def changes(self) -> bool:
-        """Whether some element may stand for another one."""
+        """Whether some element may stand for another one; else the array alone is as good."""
         return bool(self._missing or self._scales or self._kind != self._stored)
 
     def __getitem__(self, box: Slices) -> NDArray[Any]:
@@ -100,7 +111,8 @@ def unpacked(path: str, array: Any, attributes: Mapping[str, Any]) -> Any:
 
 
 def _numbers(given: Any, kind: str = "") -> NDArray[Any]:
-    # Of an attribute; none if it is text, but for the floats of xarray in Zarr 3.
+    # Of an attribute; none if it is text, but for the floats of xarray in Zarr 3, which JSON cannot have:
+    # their bytes in base 64.
     if isinstance(given, str) and kind == "f":
         with suppress(ValueError):
             return np.frombuffer(b64decode(given, validate=True), "<f8")

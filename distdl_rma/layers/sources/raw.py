@@ -1,9 +1,23 @@
-"""Arrays whose elements lie in a file one after the other: boxes are read and written by offset."""
+"""Bytes of files by their offset, and arrays whose elements lie in a file one after the other.
+
+A box of such an array is *runs* of elements that follow each other in the file. Of an array of shape (4, 6),
+whose elements begin at byte 8 of the file, the box [1:3, 2:5] is two runs of three elements::
+
+        0  1  2  3  4  5
+    0   .  .  .  .  .  .
+    1   .  .  8  9 10  .         places 8 to 10: bytes 8 + 8 * itemsize and on
+    2   .  . 14 15 16  .         places 14 to 16
+    3   .  .  .  .  .  .
+
+Dimensions that a box has whole, the last ones, make its runs longer: of the box [1:3, 0:6] there is one run.
+Whatever has rows in a file goes through ``runs``, ``read_at`` and ``write_at``: sources and sinks here, the
+items of checkpoints, scratch files.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from io import FileIO
 from math import prod
@@ -14,10 +28,79 @@ import numpy as np
 from numpy.typing import NDArray
 
 from distdl_rma.errors import ArgumentError, DataError
+from distdl_rma.geometry.box import Box
 from distdl_rma.layers.sources.reading import Slices, placed, text_of
 
 # Shorter runs of bytes are not worth a call of the system: such boxes go through mapped pieces of the file.
 _RUN_NBYTES, _PIECE_NBYTES = 16 << 10, 16 << 20
+# Places that are computed at a time: all those of a box may need more memory than the box.
+_AT_A_TIME = 1 << 16
+
+
+def read_at(file: int, memory: memoryview, at: int) -> int:
+    """Fill memory by the bytes of a file from ``at`` on; returns how many these are, fewer at the end of it.
+
+    The system may return less than it is asked for: after a signal, and always of more than 2 GiB.
+    """
+    count = 0
+    while count < len(memory) and (done := os.preadv(file, [memory[count:]], at + count)):
+        count += done
+    return count
+
+
+def write_at(file: int, memory: memoryview, at: int) -> None:
+    """Write all of the memory into a file from ``at`` on; likewise in as many calls as the system needs."""
+    while memory:
+        done = os.pwrite(file, memory, at)
+        memory, at = memory[done:], at + done
+
+
+def sync(path: Path) -> None:
+    """Wait until what was written to a file, or the names in a folder, are on the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def rename_synced(part: Path, path: Path) -> None:
+    """Give a file or folder the name that says that it is whole, and wait until the disk has this name.
+
+    Readers, also after a loss of power, find all of it or nothing, if its bytes were synced before.
+    """
+    part.rename(path)
+    sync(path.absolute().parent)
+
+
+def runs(shape: Sequence[int], box: Box, first: int, last: int) -> Iterator[tuple[int, int, int]]:
+    """Where elements of a box lie in an array in row-major order; the elements count in the order of the box.
+
+    For elements [first, last) the place in the array, the first element and the number of each run.
+
+    Examples
+    --------
+    >>> list(runs((4, 6), Box(((1, 3), (2, 5))), 1, 6))
+    [(9, 1, 2), (14, 3, 3)]
+    """
+    extents, cut = box.shape, _cut(shape, box.shape)
+    length, strides = prod(extents[cut:]), [prod(shape[d + 1 :]) for d in range(len(shape))]
+    corner = sum(start * stride for start, stride in zip(box.start, strides, strict=True))
+    end = -(-last // length) if first < last else 0
+    for low in range(first // length if length else 0, end, _AT_A_TIME):
+        rest = np.arange(low, min(low + _AT_A_TIME, end))
+        places = np.full(len(rest), corner)
+        for d in reversed(range(cut)):
+            rest, index = np.divmod(rest, extents[d])
+            places += index * strides[d]
+        for row, place in enumerate(places.tolist(), low):
+            begin, stop = max(first, row * length), min(last, (row + 1) * length)
+            yield place + begin - row * length, begin, stop - begin
+
+
+def _cut(shape: Sequence[int], extents: Sequence[int]) -> int:
+    # The last dimension that a box has not whole: its indices, and all behind them, are one run.
+    return max((d for d, n in enumerate(extents) if n < shape[d]), default=0)
 
 
 @dataclass(frozen=True)
@@ -25,8 +108,16 @@ class RawArray:
     """An array in row-major order in a file, from a byte offset on; holds no handle, so it can be pickled.
 
     Reading and writing a box touches its bytes only, and maps at most 16 MiB at a time. Boxes without a
-    common element can be written by several processes at once; if these are ``on_hosts``, the file is not
-    mapped for writing, which makes many short runs of bytes slow.
+    common element can be written by several processes at once. If these are ``on_hosts``, the file is not
+    mapped for writing, since a host writes whole pages back, with stale bytes beside its own: many short runs
+    of bytes are slow then.
+
+    Examples
+    --------
+    >>> np.arange(24, dtype="<f4").reshape(4, 6).tofile("plain.bin")
+    >>> RawArray("plain.bin", np.dtype("<f4"), (4, 6))[1:3, 2:5]
+    array([[ 8.,  9., 10.],
+           [14., 15., 16.]], dtype=float32)
     """
 
     path: str
@@ -61,15 +152,15 @@ class RawArray:
             whole = tuple(slice(each.start, each.stop) for each in box)
             return self[whole][tuple(slice(None, None, each.step) for each in box)]
         found = np.empty(extents, self.dtype, "F" if self.fortran else "C")
-        box, rows = self._by_rows(box, found)
-        run = self._run(rows)
-        if self._is_short(run, rows):
-            for piece, at in self._pieces(box, rows):
+        target, rows = self._by_rows(box, found)
+        if self._has_short_runs(target):
+            for piece, at in self._pieces(target, rows):
                 piece[...] = self._mapped(piece, at, "r")
             return found
         with FileIO(self.path) as file:
-            for memory, at in self._runs(box, rows, run):
-                self._read(file, memory, at)
+            for memory, at in self._runs(target, rows):
+                if (count := read_at(file.fileno(), memory, at)) < len(memory):
+                    raise self._ends(at + count)
         return found
 
     def __setitem__(self, box: Slices, values: NDArray[Any]) -> None:
@@ -78,80 +169,57 @@ class RawArray:
         if any(each.step for each in box):
             raise ArgumentError(f"{self.path}: a box is written without steps, got {text_of(box)}")
         given = np.broadcast_to(np.asarray(values, self.dtype, "F" if self.fortran else "C"), extents)
-        box, rows = self._by_rows(box, given)
-        run = self._run(rows)
-        if not self.on_hosts and self._is_short(run, rows):
-            for piece, at in self._pieces(box, rows):
+        target, rows = self._by_rows(box, given)
+        if not self.on_hosts and self._has_short_runs(target):
+            for piece, at in self._pieces(target, rows):
                 self._mapped(piece, at, "r+")[...] = piece
             return
         # Nor is it open for reading: a client of a network file system would read the rest of a page, and
         # write it back over what a rank on another host has written there.
         file = os.open(self.path, os.O_WRONLY)
         try:
-            for left, start in self._runs(box, rows, run):
-                memory, at = left, start
-                while memory:
-                    done = os.pwrite(file, memory, at)
-                    memory, at = memory[done:], at + done
+            for memory, at in self._runs(target, rows):
+                write_at(file, memory, at)
         finally:
             os.close(file)
 
-    def _by_rows(self, box: Slices, values: NDArray[Any]) -> tuple[Slices, NDArray[Any]]:
-        # Both with the slowest dimension first.
-        return (box[::-1], values.T) if self.fortran else (box, values)
+    @property
+    def _rows(self) -> tuple[int, ...]:
+        # Extents from the slowest dimension on.
+        return self.shape[::-1] if self.fortran else self.shape
 
     @property
     def _strides(self) -> list[int]:
-        # Bytes from one index to the next, from the slowest dimension on.
-        strides = [self.dtype.itemsize]
-        for extent in (self.shape if self.fortran else self.shape[::-1])[:-1]:
-            strides.insert(0, strides[0] * extent)
-        return strides
+        # Bytes from one index to the next, likewise.
+        return [prod(self._rows[d + 1 :]) * self.dtype.itemsize for d in range(len(self.shape))]
 
-    def _first(self, rows: NDArray[Any]) -> int:
-        # The last dimensions that a box has whole belong to one run, and one more.
-        shape = self.shape[::-1] if self.fortran else self.shape
-        return max((d for d, n in enumerate(rows.shape) if n < shape[d]), default=0)
+    def _by_rows(self, box: Slices, values: NDArray[Any]) -> tuple[Box, NDArray[Any]]:
+        # Both with the slowest dimension first.
+        target = Box(tuple((each.start, each.stop) for each in (box[::-1] if self.fortran else box)))
+        return target, values.T if self.fortran else values
 
-    def _run(self, rows: NDArray[Any]) -> int:
-        # Elements of a box that follow each other in the file.
-        return prod(rows.shape[self._first(rows) :])
+    def _has_short_runs(self, box: Box) -> bool:
+        run = prod(box.shape[_cut(self._rows, box.shape) :])
+        return box.dim > 0 and run * self.dtype.itemsize < _RUN_NBYTES
 
-    def _is_short(self, run: int, rows: NDArray[Any]) -> bool:
-        return rows.ndim > 0 and run * self.dtype.itemsize < _RUN_NBYTES
-
-    def _runs(self, box: Slices, rows: NDArray[Any], run: int) -> Iterator[tuple[memoryview, int]]:
+    def _runs(self, box: Box, rows: NDArray[Any]) -> Iterator[tuple[memoryview, int]]:
         # The bytes of each run of elements, and where they are in the file.
-        if not rows.size:
-            return
-        offsets, nbytes = np.array([self.offset]), run * self.dtype.itemsize
-        first = self._first(rows)
-        for d, (each, stride) in enumerate(zip(box, self._strides, strict=False)):
-            places = range(each.start, each.stop if d < first else each.start + 1)
-            offsets = np.add.outer(offsets, np.array(places) * stride).reshape(-1)
-        memory = rows.reshape(-1).view(np.uint8).data
-        for number, at in enumerate(offsets):
-            yield memory[number * nbytes : (number + 1) * nbytes], int(at)
+        memory, size = rows.reshape(-1).view(np.uint8).data, self.dtype.itemsize
+        for place, first, count in runs(self._rows, box, 0, rows.size):
+            yield memory[first * size : (first + count) * size], self.offset + place * size
 
-    def _pieces(self, box: Slices, rows: NDArray[Any]) -> Iterator[tuple[NDArray[Any], int]]:
+    def _pieces(self, box: Box, rows: NDArray[Any]) -> Iterator[tuple[NDArray[Any], int]]:
         # Parts of a box that lie together in the file, in no more bytes than are mapped at a time.
         if not rows.size:
             return
-        strides, start = self._strides, [each.start for each in box]
+        strides = self._strides
         first = next(d for d, nbytes in enumerate(strides) if nbytes <= _PIECE_NBYTES)
         step = max(1, _PIECE_NBYTES // strides[first])
         for lead in np.ndindex(rows.shape[:first]):
             for row in range(0, rows.shape[first], step):
-                places = zip((*lead, row, *[0] * (rows.ndim - first - 1)), start, strides, strict=True)
+                places = zip((*lead, row, *[0] * (rows.ndim - first - 1)), box.start, strides, strict=True)
                 at = self.offset + sum((i + a) * nbytes for i, a, nbytes in places)
                 yield rows[(*lead, slice(row, row + step))], at
-
-    def _read(self, file: FileIO, memory: memoryview, at: int) -> None:
-        while memory:
-            done = os.preadv(file.fileno(), [memory], at)
-            if not done:
-                raise self._ends(at)
-            memory, at = memory[done:], at + done
 
     def _ends(self, at: int) -> DataError:
         return DataError(
@@ -169,12 +237,3 @@ class RawArray:
         except ValueError as error:
             raise self._ends(at) from error
         return np.ndarray(piece.shape, self.dtype, mapped, 0, strides)
-
-
-def sync(path: Path) -> None:
-    """Wait until what was written to a file, or the names in a folder, are on the disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

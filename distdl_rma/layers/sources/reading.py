@@ -1,14 +1,27 @@
-"""Read a box of anything that is sliced like an array, as a tensor."""
+"""Read a box of anything that is sliced like an array, as a tensor.
+
+``source[box]`` gives what its library wants to give; a tensor in new memory comes out::
+
+    numpy, a raw file     array            taken as it is, if nobody else refers to it; else copied
+    h5py, Zarr            array            likewise
+    netCDF4, packed       masked array     missing floats are NaN; missing integers are an error
+    tensorstore           a promise        .read().result()
+    dask, xarray          a graph          .compute(scheduler="synchronous"), .values
+    torch                 a tensor         copied
+    others                whatever         DLPack, else __array__
+
+No library is imported to find out which one it is: a source is asked for what it can do, and for the name of
+its package where only that tells. The copy that is saved where nobody else refers to an array is a whole
+block, which may be half of what a rank has.
+"""
 
 from __future__ import annotations
 
 import os
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass
-from threading import RLock
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -17,12 +30,11 @@ from numpy.typing import NDArray
 
 from distdl_rma.errors import ArgumentError, ShapeError
 from distdl_rma.layers.dtypes import BIT_WORDS, DTYPES, NUMPY
+from distdl_rma.layers.sources.hdf5 import LOCKED, hdf5_lock
 
 Slices = tuple[slice, ...]
-# Libraries that read HDF5 or NetCDF, or may do so behind a slicing. Their C libraries fail in threads.
-_LOCKED = frozenset({"h5py", "h5netcdf", "netCDF4", "xarray", "dask"})
-_LOCKS: dict[int, AbstractContextManager[Any]] = {}
-# References to an array that only one name knows, while they are counted.
+# References to an array that only one name knows, while they are counted: the name, and the argument of the
+# function that counts.
 _ALONE = 2
 
 
@@ -110,9 +122,7 @@ class Sink:
     def __enter__(self) -> Sink:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is None and self.finish is not None:
             self.finish()
 
@@ -130,8 +140,7 @@ def read_box(source: Any, box: Sequence[slice]) -> torch.Tensor:
     elements that torch does not have, or integers of which some are masked.
     """
     place, wanted = placed(source, box)
-    lock = hdf5_lock() if _library(source) in _LOCKED else nullcontext()
-    with lock:
+    with hdf5_lock(library_of(source) in LOCKED):
         part, new = source[in_domain(source, place)], False
         if not isinstance(part, (torch.Tensor, np.ndarray)):
             part, new = _in_memory(part)
@@ -182,15 +191,22 @@ def placed(source: Any, box: Sequence[slice]) -> tuple[Slices, tuple[int, ...]]:
 
 
 def in_domain(source: Any, box: Slices) -> Slices:
-    """The box in the indices of a source, which begin at 0 but for some arrays of tensorstore."""
-    if _library(source) != "tensorstore":
+    """The box in the indices of a source, which begin at 0 but for some arrays of tensorstore.
+
+    Everywhere else in this package a box counts from 0, whatever the source does.
+    """
+    if library_of(source) != "tensorstore":
         return box
     starts = source.domain.origin
     return tuple(slice(a.start + at, a.stop + at, a.step) for a, at in zip(box, starts, strict=True))
 
 
 def label(source: Any) -> str:
-    """What messages call a source: its file, or its kind."""
+    """What messages call a source: its file, or its kind.
+
+    Libraries call the file ``path`` or ``filename``, and a message about one of a thousand files is of use
+    only with its name.
+    """
     if isinstance(source, (str, os.PathLike)):
         return os.fspath(source)
     for name in ("path", "filename"):
@@ -199,7 +215,7 @@ def label(source: Any) -> str:
             file = getattr(source, name, None)
             if isinstance(file, (str, os.PathLike)) and str(file):
                 return str(file)
-    home = "" if (library := _library(source)) in ("distdl_rma", "builtins") else f"{library}."
+    home = "" if (library := library_of(source)) in ("distdl_rma", "builtins") else f"{library}."
     return f"a {home}{type(source).__name__}"
 
 
@@ -209,17 +225,14 @@ def text_of(box: Sequence[slice]) -> str:
     return f"[{', '.join(parts)}]"
 
 
-def hdf5_lock() -> AbstractContextManager[Any]:
-    """The lock of this process around all calls of HDF5 and NetCDF; a forked process has its own."""
-    return _LOCKS.setdefault(os.getpid(), RLock())
-
-
-def _library(source: Any) -> str:
+def library_of(source: Any) -> str:
+    """The package that a source or a sink is of; it need not be imported for the question."""
     return type(source).__module__.partition(".")[0]
 
 
 def _in_memory(part: Any) -> tuple[torch.Tensor | NDArray[Any], bool]:
-    # What a slicing stands for, and whether this is in memory that nothing else refers to.
+    # What a slicing stands for, and whether this is in memory that nothing else refers to. A graph of dask is
+    # computed here and now: its threads would call HDF5 without the lock that this thread has.
     if callable(getattr(part, "read", None)):
         return part.read().result(), True
     if callable(getattr(part, "compute", None)):

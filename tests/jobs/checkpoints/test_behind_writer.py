@@ -43,18 +43,17 @@ def test_runs_arrive_where_they_belong(tmp_path, direct, seed):
     nbytes, file = 40_000_000, tmp_path / "file"
     expected = bytearray(nbytes)
     file.write_bytes(expected)
-    writer, at = BehindWriter(file), 0
-    while at < nbytes:
-        count = min(random.choice((1, 100, 4096, 70_000, 5_000_000)), nbytes - at)
-        if random.random() < 0.8:
-            run = random.randbytes(count)
-            expected[at : at + count] = run
-            writer.append(at, memoryview(run))
-        at += count
-    writer.append(7, memoryview(b"abc"))
-    expected[7:10] = b"abc"
-    writer.finish()
-    writer.close()
+    at = 0
+    with BehindWriter(file) as writer:
+        while at < nbytes:
+            count = min(random.choice((1, 100, 4096, 70_000, 5_000_000)), nbytes - at)
+            if random.random() < 0.8:
+                run = random.randbytes(count)
+                expected[at : at + count] = run
+                writer.append(at, memoryview(run))
+            at += count
+        writer.append(7, memoryview(b"abc"))
+        expected[7:10] = b"abc"
     assert file.read_bytes() == expected
 
 
@@ -65,9 +64,11 @@ def test_an_error_of_the_thread_is_raised(tmp_path, monkeypatch):
     file = tmp_path / "file"
     file.write_bytes(b"")
     monkeypatch.setattr(behind_writer.os, "pwrite", full)
-    writer = BehindWriter(file)
-    for at in range(2):
-        writer.append(at << 23, memoryview(bytes(1 << 23)))
+
+    def write_twice():
+        with BehindWriter(file) as writer:
+            for at in range(2):
+                writer.append(at << 23, memoryview(bytes(1 << 23)))
+
     with pytest.raises(OSError, match="No space left"):
-        writer.finish()
-    writer.close()
+        write_twice()

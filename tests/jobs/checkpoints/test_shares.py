@@ -17,7 +17,7 @@ def test_shares_have_every_element_once(found, of):
         holding.add(part)
     seen = {id(part): [] for part in holding.parts}
     for number in range(of):
-        for part, first, last in holding.share(number, of):
+        for part, first, last in holding.share(number):
             seen[id(part)] += range(first, last)
     assert all(seen[id(part)] == list(range(part.box.volume)) for part in holding.parts)
 

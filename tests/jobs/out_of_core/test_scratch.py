@@ -21,6 +21,17 @@ from tests.jobs.out_of_core.nets import said
 PAGE = 4096
 
 
+def length(scratch):
+    """Of the file: bytes in use, and holes between them."""
+    scratch._collect()
+    return scratch._space.end
+
+
+def at_most_in_flight(monkeypatch, nbytes):
+    """Tensors of so many bytes together may wait to be written."""
+    monkeypatch.setattr("distdl_rma.jobs.out_of_core.scratch._IN_FLIGHT_NBYTES", nbytes)
+
+
 def read_back(scratch, region, like):
     into = torch.empty_like(like)
     scratch.read(region, into)
@@ -116,12 +127,13 @@ def test_a_region_that_is_freed_before_its_turn_is_never_written(tmp_path):
         scratch.gate.set()
         scratch.wait(last)
         assert scratch.written_nbytes == first.nbytes + last.nbytes
-        assert scratch.used_nbytes == scratch.file_nbytes == first.nbytes + last.nbytes
+        assert scratch.used_nbytes == length(scratch) == first.nbytes + last.nbytes
 
 
-def test_writes_wait_when_too_much_is_in_flight(tmp_path):
+def test_writes_wait_when_too_much_is_in_flight(tmp_path, monkeypatch):
     x, passed = torch.zeros(PAGE), []
-    with Slow(tmp_path, in_flight=2 * x.nbytes) as scratch:
+    at_most_in_flight(monkeypatch, 2 * x.nbytes)
+    with Slow(tmp_path) as scratch:
         for _ in range(2):
             scratch.write(x)
         third = threading.Thread(target=lambda: passed.append(scratch.write(x)))
@@ -143,15 +155,15 @@ def test_space_is_used_again_and_the_file_shrinks_from_its_end(tmp_path, monkeyp
             regions = [scratch.write(torch.full((PAGE * n,), float(n))) for n in (3, 1, 2)]
             for region in regions:
                 scratch.wait(region)
-            assert scratch.file_nbytes == scratch.used_nbytes == 6 * 4 * PAGE
+            assert length(scratch) == scratch.used_nbytes == 6 * 4 * PAGE
             scratch.free(regions[1])
-            assert scratch.file_nbytes == 6 * 4 * PAGE
+            assert length(scratch) == 6 * 4 * PAGE
             held = scratch.write(torch.full((2 * PAGE,), 7.0))
-            assert scratch.file_nbytes == 7 * 4 * PAGE
+            assert length(scratch) == 7 * 4 * PAGE
             assert torch.equal(read_back(scratch, held, torch.empty(2 * PAGE)), torch.full((2 * PAGE,), 7.0))
             for region in (held, *regions):
                 scratch.free(region)
-            assert scratch.file_nbytes == scratch.used_nbytes == 0
+            assert length(scratch) == scratch.used_nbytes == 0
         last = scratch.write(torch.ones(1))
         scratch.wait(last)
         assert os.fstat(scratch._file).st_size <= max(kept, PAGE)
@@ -173,8 +185,9 @@ def test_a_prefetch_fills_the_tensor_that_read_gets(tmp_path):
         assert torch.equal(read_back(scratch, regions[0], xs[0]), xs[0])
 
 
-def test_many_threads_write_read_and_free(tmp_path):
+def test_many_threads_write_read_and_free(tmp_path, monkeypatch):
     wrong = []
+    at_most_in_flight(monkeypatch, 8 * PAGE)
 
     def work(number):
         for turn in range(40):
@@ -190,14 +203,14 @@ def test_many_threads_write_read_and_free(tmp_path):
                 wrong.append((number, turn))
             scratch.free(region)
 
-    with Scratch(tmp_path, in_flight=8 * PAGE) as scratch:
+    with Scratch(tmp_path) as scratch:
         threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
         for each in threads:
             each.start()
         for each in threads:
             each.join(120)
         assert not wrong
-        assert scratch.file_nbytes == 0
+        assert length(scratch) == 0
 
 
 def test_the_quota_is_refused_before_anything_is_written_and_goes_on_after_a_free(tmp_path):
@@ -229,7 +242,7 @@ def test_a_write_that_fails_is_raised_by_the_next_call_and_its_bytes_stay_in_mem
         assert torch.equal(read_back(scratch, region, x), x)
         assert torch.equal(read_back(scratch, good, x), torch.ones(PAGE))
         scratch.free(region)
-        assert scratch.file_nbytes == good.nbytes
+        assert length(scratch) == good.nbytes
         assert region._source is None
 
 
@@ -301,8 +314,9 @@ def test_an_unused_file_closes_itself_with_its_thread(tmp_path):
         os.fstat(number)
 
 
-def test_a_closed_file_refuses_calls_and_a_blocked_write(tmp_path):
-    with Slow(tmp_path, in_flight=1) as scratch:
+def test_a_closed_file_refuses_calls_and_a_blocked_write(tmp_path, monkeypatch):
+    at_most_in_flight(monkeypatch, 1)
+    with Slow(tmp_path) as scratch:
         region = scratch.write(torch.ones(PAGE))
         blocked = []
 

@@ -5,12 +5,17 @@ from __future__ import annotations
 import os
 import threading
 from dataclasses import replace
+from itertools import accumulate
 from pathlib import Path
+from unittest.mock import patch
 
+import hypothesis.strategies as st
 import numpy as np
 import pytest
+from hypothesis import given
 
 from distdl_rma import ArgumentError, DataError, open_array
+from distdl_rma.geometry.box import Box
 from distdl_rma.layers.sources import raw
 from distdl_rma.layers.sources.raw import RawArray
 from distdl_rma.layers.sources.reading import read_box
@@ -23,6 +28,7 @@ def sizes(request, monkeypatch):
     """Runs and pieces of few bytes, so that small arrays have many."""
     monkeypatch.setattr(raw, "_RUN_NBYTES", request.param[0])
     monkeypatch.setattr(raw, "_PIECE_NBYTES", request.param[1])
+    monkeypatch.setattr(raw, "_AT_A_TIME", 3)
 
 
 def random_boxes(shape, count):
@@ -31,6 +37,22 @@ def random_boxes(shape, count):
         ends = [sorted(map(int, random.integers(0, n + 1, 2))) for n in shape]
         yield tuple(slice(*each) for each in ends)
     yield tuple(slice(0, n) for n in shape)
+
+
+@given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 4), st.integers(0, 3)), max_size=4), st.data())
+def test_runs_are_where_the_elements_of_the_box_are(extents, data):
+    shape = [before + inside + behind for before, inside, behind in extents]
+    box = Box(tuple((before, before + inside) for before, inside, _ in extents))
+    x = np.arange(np.prod(shape, dtype=int)).reshape(shape)
+    wanted = x[box.slices(Box.of_shape(shape))].reshape(-1)
+    first = data.draw(st.integers(0, box.volume))
+    last = data.draw(st.integers(first, box.volume))
+    with patch.object(raw, "_AT_A_TIME", data.draw(st.integers(1, 5))):
+        found = list(raw.runs(shape, box, first, last))
+    for place, at, count in found:
+        assert wanted[at : at + count].tolist() == list(range(place, place + count))
+    assert [at for _, at, _ in found] == [*accumulate((n for *_, n in found), initial=first)][: len(found)]
+    assert sum(count for *_, count in found) == last - first
 
 
 @pytest.mark.parametrize("order", ["C", "F"])
