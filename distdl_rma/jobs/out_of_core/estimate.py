@@ -218,30 +218,32 @@ def _of_long_enough(
     )  # fmt: skip
 
 
-class _Run:
-    """A run of some ranks on a crop, and what was found."""
+class _Run(Inference):
+    """A run of some ranks on a crop of random numbers, and what was found."""
 
     def __init__(
         self, model: nn.Module, post: Post, crop: Sequence[int], dtype: torch.dtype, dim: int, ranks: int
     ) -> None:
+        super().__init__(
+            model, post, [Balanced(n, min(ranks, n) if d == dim else 1) for d, n in enumerate(crop)]
+        )
+        self._whole, self._split = _random(crop, dtype), self.splits[dim]
         self.waits: list[str] = []
-        self.mailbox = Mailbox()
         # Whether the first rank has a part of the result.
         self.settled, self.lag = True, 0
-        self.pages = Pages(1 << 62, _no_scratch, self._note_wait, counts=True)
-        whole = _random(crop, dtype)
-        splits = [Balanced(n, min(ranks, n) if d == dim else 1) for d, n in enumerate(crop)]
-        self._split = splits[dim]
-        Inference(
-            model, post, splits, self.pages, self.mailbox, lambda box: whole[box].clone(),
-            lambda *_: None, self._note_end,
-        ).run()  # fmt: skip
+        self.mailbox, self.pages = Mailbox(), Pages(1 << 62, _no_scratch, self._note_wait, counts=True)
+        self.run(self.pages, self.mailbox)
+
+    def read(self, box: tuple[slice, ...]) -> torch.Tensor:
+        """The block of a box."""
+        return self._whole[box].clone()
 
     def _note_wait(self, rank: int, path: str) -> None:
         if rank == 0:
             self.waits.append(path)
 
-    def _note_end(self, rank: int, y: torch.Tensor) -> None:
+    def ended(self, rank: int, y: torch.Tensor) -> None:
+        """Note where the result of the first rank ends."""
         if rank > 0 or not isinstance(y, SplitTensor):
             return
         for dim in y.decomposition.cut_dims:

@@ -19,8 +19,8 @@ from torch import nn
 
 from distdl_rma.errors import DataError, ShapeError, UnsupportedError
 from distdl_rma.jobs.data.sinks import ArraySink, array_of_one
-from distdl_rma.jobs.out_of_core.message_log import MessageLog
 from distdl_rma.jobs.out_of_core.plan import Plan
+from distdl_rma.jobs.out_of_core.resume_log import ResumeLog
 from distdl_rma.layers.dtypes import NUMPY, as_numbers, flat_bytes
 from distdl_rma.layers.sources.reading import label
 from distdl_rma.segments.mailbox import Address, Message
@@ -88,7 +88,7 @@ class Results:
         elif isinstance(sink, (str, os.PathLike)):
             self._sink = self._file = array_of_one(sink, plan.result, plan.dtype)
             self._folder = Path(f"{self._file.path}.progress")
-            self._log = MessageLog(self._folder)
+            self._log = ResumeLog(self._folder)
         else:
             self._check(sink)
 

@@ -39,30 +39,27 @@ from tests.jobs.out_of_core.nets import Calls, UNet, seeded, whole
 from tests.run_mpi import completed
 
 
-class Run:
+class Run(Inference):
     """A forward on virtual ranks: the result, who waited where, and what was left of the messages."""
 
     def __init__(self, model, x, blocks, folder, limit=1 << 40, post=None):
-        self.waits, self.ended = [], []
+        super().__init__(model, post, [Balanced(n, b) for n, b in zip(x.shape, blocks, strict=True)])
+        self.waits, self.done = [], []
         self.pages = Pages(limit, lambda: Scratch(folder), self._wait)
         self.mailbox, self._y, self._x = Mailbox(), {}, x
-        splits = [Balanced(n, b) for n, b in zip(x.shape, blocks, strict=True)]
-        inference = Inference(
-            model, post, splits, self.pages, self.mailbox, self._read, self._write, self._end
-        )
-        inference.run()
+        self.run(self.pages, self.mailbox)
 
-    def _read(self, box):
+    def read(self, box):
         return self._x[box].clone()
 
-    def _write(self, rank, box, y):
+    def write(self, rank, box, y):
         self._y[rank] = box, y.clone()
 
     def _wait(self, rank, path):
         self.waits.append((rank, path))
 
-    def _end(self, rank, y):
-        self.ended.append(rank)
+    def ended(self, rank, y):
+        self.done.append(rank)
 
     def joined(self, like):
         y, covered = torch.full_like(like, torch.nan), torch.zeros(like.shape, dtype=torch.int)
@@ -83,7 +80,7 @@ def check(model, x, blocks, folder, passes=None, **how):
         if passes is not None:
             assert sum(rank == 0 for rank, _ in run.waits) == passes
         if passes == 0:
-            assert run.ended == sorted(run.ended) and not run.pages.held
+            assert run.done == sorted(run.done) and not run.pages.held
     return run
 
 

@@ -1,4 +1,16 @@
-"""Movements between decompositions: one exchange, or several stages within and between nodes."""
+"""Movements between decompositions: one exchange, or several stages within and between nodes.
+
+One rank has a tensor, and all ranks of three nodes need a copy. In one exchange six copies would go through
+the network. In stages each element reaches a node once: its ranks get a share each, and then exchange the
+shares::
+
+    stage 1, between nodes     rank 0 ---> rank 3 (first third)    rank 4 (second)    rank 5 (last)
+                                      ---> rank 6 (first third)    rank 7 (second)    rank 8 (last)
+    stage 2, within nodes      ranks 3, 4, 5 and ranks 6, 7, 8 exchange their thirds
+
+``geometry/gathering.py`` says which stages there are. This file joins them to one differentiable operation;
+the backward runs them in reverse, and so sums within each node before anything goes to another one.
+"""
 
 from __future__ import annotations
 
@@ -79,7 +91,11 @@ def movement_or_none(
     what: str,
     images: Images = (),
 ) -> Moves | None:
-    """Movement between two decompositions, or None if this rank keeps all its data and exchanges none."""
+    """Movement between two decompositions, or None if this rank keeps all its data and exchanges none.
+
+    Ranks decide each for themselves: a rank without a movement has nobody that waits for it, in either
+    direction.
+    """
     exchange = Exchange(site.machine.rank, source, target, images=images)
     return None if exchange.idle else _movement(site, exchange, dtype, what)
 
@@ -106,7 +122,12 @@ class StagedRequest(NamedTuple):
 
 
 class StagedMovement:
-    """Several exchanges as one movement; short types travel in the type of their sums, for one rounding."""
+    """Several exchanges as one movement; short types travel in the type of their sums, for one rounding.
+
+    Between two stages a rank may hold several boxes of a tensor, which are no block: it packs them into a
+    vector. The movements of all stages are the owners of segment memory. A rank that takes part in none of
+    them has no movement at all, and ``moves`` is false.
+    """
 
     def __init__(
         self,
