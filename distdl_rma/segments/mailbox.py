@@ -1,4 +1,21 @@
-"""Channels of virtual ranks that run ahead: messages wait in the process's memory, without slots."""
+"""Messages of virtual ranks that run in their order: they wait in the process's memory, without slots.
+
+A rank that runs to its end before the next one begins can have no reader that acknowledges. What it sends is
+copied once, and lies in the ``Mailbox`` until it is received::
+
+    rank 0   conv1: send  conv2: send  end
+                 |            |                        messages, by (channel, sender, receiver):
+                 +------------+--------------------->  (conv1, 0, 1): [m]   (conv2, 0, 1): [m]
+                                                           |                    |
+    rank 1                                             conv1: receive  ...  conv2: receive
+
+``BufferedChannel``, ``BufferedVectors`` and ``BufferedAllreduce`` have the methods of ``Channel``,
+``AllPush`` and ``Allreduce``, so that operations are the same for ranks that run together.
+
+Three names to tell apart: a ``Mailbox`` has what was sent and not received; a ``ParcelKeeper`` may store that
+elsewhere meanwhile, such as on a disk; the action ``keep`` gets a copy of each message, for a later process.
+``SharedMailbox`` carries messages to other processes.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +49,11 @@ class Address(NamedTuple):
 
 
 class Parcel:
-    """An array that waits for one or more receivers; meanwhile a keeper may store it elsewhere."""
+    """An array that waits for one or more receivers; meanwhile a keeper may store it elsewhere.
+
+    Always true: ``readers`` counts messages in the mailbox that have this parcel. A keeper hears of it when
+    the first comes and when the last has gone, and nobody changes the array.
+    """
 
     __slots__ = ("_fetch", "nbytes", "readers")
 
@@ -94,6 +115,10 @@ class Mailbox:
 
     Without acknowledgements, a rank may run ahead of its readers by any number of epochs and channels. If
     data moves to later ranks only, later ranks need nothing of earlier ones but their messages.
+
+    Always true: messages of one address are in the order in which they were sent, and a queue without
+    messages is not there. One thread at a time uses the mailbox, since virtual ranks take turns: there is no
+    lock.
 
     ``nbytes`` are the bytes of all messages, also of those that a ``keeper`` stores; ``peak_nbytes`` is their
     maximum. ``whole_nbytes`` is the maximum of one call in which a rank sends most of its block. ``cuts`` are

@@ -136,7 +136,7 @@ class Inference:
         """Whether this process runs a rank; another one does otherwise."""
         return True
 
-    def run(self, pages: Pages, mailbox: Mailbox, freed_above: int = 1 << 19) -> None:
+    def play(self, pages: Pages, mailbox: Mailbox, freed_above: int = 1 << 19) -> None:
         """Run all ranks, one at a time, in their order as far as possible; blocking.
 
         What waiting ranks need is in ``pages``; the ``mailbox`` has the messages of earlier processes. Memory

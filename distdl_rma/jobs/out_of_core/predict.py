@@ -19,11 +19,10 @@ import os
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -46,6 +45,7 @@ from distdl_rma.jobs.out_of_core.results import Begin, Results, digest_of, key_o
 from distdl_rma.jobs.out_of_core.scratch import Scratch
 from distdl_rma.layers.sources.opening import open_array
 from distdl_rma.layers.sources.reading import label, read_box
+from distdl_rma.segments.mailbox import Address, Message
 from distdl_rma.segments.options import parse_size
 from distdl_rma.segments.virtual_ranks.comm import virtual_rank
 
@@ -151,15 +151,15 @@ def predict(
             facts |= {"the source": [label(job.source), plan.source], "the grid": plan.grid}
             facts |= {"the digest of the model": digest, "the sink": label(sink)}
             facts |= {"post": getattr(post, "__qualname__", type(post).__name__)}
+        y = torch.zeros(plan.result, dtype=plan.dtype) if sink is None else None
         with (
-            _opened(processes, sink, plan, key) as results,
-            _shown(plan, results.begin, progress and processes.first) as step,
+            _opened(processes, sink if y is None else y, plan, key) as (results, begin),
+            _shown(plan, begin, progress and processes.first) as step,
         ):
-            for sample in range(results.begin.sample, plan.samples):
-                job.run_sample(sample, results, step, processes)
-        if results.tensor is not None:
-            processes.share(results.tensor)
-        return results.tensor
+            job.run(processes, results, begin, step)
+        if y is not None:
+            processes.share(y)
+        return y
 
 
 def plan_prediction(
@@ -244,19 +244,30 @@ class Prediction(Inference):
             )
         return block
 
-    def run_sample(
-        self, sample: int, results: Results, step: Callable[[], object], processes: Processes
+    def run(
+        self, processes: Processes, results: Results | None, begin: Begin, step: Callable[[], object]
     ) -> None:
-        """Compute one sample, from the first slab that is left; collective over the processes, blocking.
+        """Compute all samples, from where the prediction begins; collective over the processes, blocking.
 
-        ``step`` is called on the first process when a slab waits or has ended.
+        The first process has the results. ``step`` is called there when a slab waits or has ended.
         """
-        plan, begin = self.plan, results.begin.of(sample)
-        self._sample, self._results, self._step, self._processes = sample, results, step, processes
-        self._begin, self._done = begin, set(range(begin.slab))
-        actions: dict[str, Callable[..., Any]] = {"write": self._store, "ended": self._note_end, "step": step}
-        if begin.keeps:
-            actions["keep"] = partial(results.keep, sample)
+        # The results are None elsewhere: actions there are names, which the mailbox sends to the first
+        # process.
+        self._processes, self._results, self._step = processes, cast(Results, results), step
+        for sample in range(begin.sample, self.plan.samples):
+            self._run_sample(sample, begin.of(sample))
+
+    def _run_sample(self, sample: int, begin: Begin) -> None:
+        plan, processes = self.plan, self._processes
+        self._sample, self._begin, self._done = sample, begin, set(range(begin.slab))
+        actions: dict[str, Callable[..., Any]] = {
+            "write": self._store,
+            "ended": self._note_end,
+            "step": self._step,
+            "keep": self._keep,
+        }
+        if not begin.keeps:
+            del actions["keep"]
         with processes.connected(begin.slab, begin.messages, actions) as mailbox:
             pages = Pages(
                 plan.resident_nbytes,
@@ -265,7 +276,7 @@ class Prediction(Inference):
                 moves=plan.passes > 1,
                 idle_nbytes=plan.idle_nbytes,
             )
-            self.run(pages, mailbox, plan.freed_above)
+            self.play(pages, mailbox, plan.freed_above)
         if processes.first and len(self._done) < plan.slabs:
             raise ProtocolError(
                 f"predict: {plan.slabs - len(self._done)} of {plan.slabs} slabs have not ended"
@@ -299,6 +310,9 @@ class Prediction(Inference):
         has_batch = self.plan.form.has_batch
         self._results.write(whole if has_batch else box[1:], y if has_batch else y[0])
 
+    def _keep(self, address: Address, message: Message) -> None:
+        self._results.keep(self._sample, address, message)
+
     def _note_end(self, rank: int) -> None:
         # Slabs of several processes may end in another order: those up to the first that is left count.
         self._done.add(rank)
@@ -319,19 +333,15 @@ def _dtypes_of(source: Any, model: nn.Module) -> list[torch.dtype]:
 
 
 @contextmanager
-def _opened(processes: Processes, sink: Any, plan: Plan, key: str) -> Iterator[Results]:
-    # The first process writes; of the results only one that is returned is in memory. An error of one process
-    # is raised on all.
-    results = Results(None, plan if sink is None else replace(plan, result=(0,)), key)
-    entered = ExitStack()
+def _opened(processes: Processes, sink: Any, plan: Plan, key: str) -> Iterator[tuple[Results | None, Begin]]:
+    # Results of the first process, and where all begin. An error of one process is raised on all.
+    results, entered = None, ExitStack()
     with processes.together():
-        if sink is not None:
-            results.tensor = None
-            if processes.first:
-                results = entered.enter_context(Results(sink, plan, key))
-    results.begin = processes.of_first(results.begin)
+        if processes.first:
+            results = entered.enter_context(Results(sink, plan, key))
+    begin = processes.of_first(results and results.begin)
     with processes.together(), entered:
-        yield results
+        yield results, begin
 
 
 @contextmanager

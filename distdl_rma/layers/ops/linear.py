@@ -185,7 +185,11 @@ class SplitLinear(GatherComputeScatter):
             x = x.to(self._dtype).reshape(self._shape)
         if self._matrix is None:
             return super().carry_out(needs, x, weights)
-        return zero_linear(self._matrix, needs, x, weights["weight"], self._bias_among(weights))
+        # Reshaped out here: torch refuses in-place changes of a view that an autograd function returns.
+        rows = x.unsqueeze(0) if x.dim() == 1 else x.flatten(0, -2)
+        of_weights = weights["weight"], self._bias_among(weights)
+        y: torch.Tensor = _ZeroProduct.apply(rows, *of_weights, anchor(needs.any), self._matrix, needs)
+        return y.view(*x.shape[:-1], y.shape[-1])
 
     def compute(self, x: torch.Tensor, **weights: torch.Tensor) -> torch.Tensor:
         """Partial outputs of this rank's block of the weight."""
@@ -315,25 +319,13 @@ class ShardedMatrix:
         return movement
 
 
-def zero_linear(
-    matrix: ShardedMatrix,
-    needs: GradientNeeds,
-    x: torch.Tensor,
-    shard: torch.Tensor,
-    bias: torch.Tensor | None,
-) -> torch.Tensor:
+class _ZeroProduct(OperatorFunction):
     """``x W^T + b`` with a weight that is gathered for the product, and again for the backward.
 
     Only the shard is kept in between. Forward and backward are collective over the group of the matrix; the
     backward computes the gradients that any rank ``needs``.
     """
-    # Reshaped out here: torch refuses in-place changes of a view that an autograd function returns.
-    rows = x.unsqueeze(0) if x.dim() == 1 else x.flatten(0, -2)
-    y: torch.Tensor = _ZeroProduct.apply(rows, shard, bias, anchor(needs.any), matrix, needs)
-    return y.view(*x.shape[:-1], y.shape[-1])
 
-
-class _ZeroProduct(OperatorFunction):
     @staticmethod
     def forward(
         ctx: Any,

@@ -10,7 +10,16 @@ The meaning of a gradient is defined here, for the whole package:
 
 A function on blocks keeps the first rule by itself. If ranks use copies beside different blocks,
 ``to_blocks`` sums the contributions to their gradient. ``all_sum``, a sum over ranks, passes its gradient on
-unchanged. If ranks with equal blocks use a plain tensor, only the first of them contributes (``once``).
+unchanged. If ranks with equal blocks use a plain tensor, only the first of them contributes (``once``)::
+
+    function             forward                         backward all_sum              blocks -> their sum,
+    copied     the gradient as it is: copies hold equal ones to_blocks            copies, as they are
+    the sum of the contributions, copied once                 a plain tensor, as it is        the gradient on
+    one rank of each set of copies, else zeros redistributed        blocks -> other blocks          the way
+    back, from one of several copies
+
+Why ``all_sum`` does not sum in its backward, as the adjoint of a sum over ranks would: all ranks compute the
+same loss of the sum. The adjoint would count that loss once for each rank.
 """
 
 from __future__ import annotations

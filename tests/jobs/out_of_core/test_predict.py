@@ -47,7 +47,7 @@ class Run(Inference):
         self.waits, self.done = [], []
         self.pages = Pages(limit, lambda: Scratch(folder), self._wait)
         self.mailbox, self._y, self._x = Mailbox(), {}, x
-        self.run(self.pages, self.mailbox)
+        self.play(self.pages, self.mailbox)
 
     def read(self, box):
         return self._x[box].clone()

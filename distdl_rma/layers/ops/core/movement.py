@@ -288,7 +288,7 @@ class Movement:
         request.token = _Start.apply(x, anchor(needs_grad), request)
         return request
 
-    def wait(self, request: Request) -> torch.Tensor:
+    def wait(self, request: Any) -> torch.Tensor:
         """Local result of shape ``exchange.need.shape``, in memory of its own; blocking."""
         # The token's graph refers to the request: a request that kept the token would be a reference cycle.
         token, request.token = request.token, None

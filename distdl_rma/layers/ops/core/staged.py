@@ -15,7 +15,7 @@ the backward runs them in reverse, and so sums within each node before anything 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
@@ -31,39 +31,6 @@ from distdl_rma.layers.ops.core.movement import CallSite, Movement, Request
 Images = tuple[tuple[int, ...], ...]
 # A part of a staged movement: takes a local tensor, and whether any rank needs a gradient; returns a tensor.
 Part = Callable[[torch.Tensor, bool], torch.Tensor]
-
-
-class Moves(Protocol):
-    """Interface of a movement, of one exchange or of several."""
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Type of the input and of the result."""
-
-    def start(self, x: torch.Tensor, needs_grad: bool = False) -> Any:
-        """Start to send a local tensor; does not wait for the transfer."""
-
-    def wait(self, request: Any) -> torch.Tensor:
-        """Local result; blocking."""
-
-    def __call__(self, x: torch.Tensor, needs_grad: bool = False) -> torch.Tensor:
-        """Start and wait; blocking."""
-
-    def move(self, x: torch.Tensor) -> torch.Tensor:
-        """Start and wait outside of autograd; blocking."""
-
-    def stream(self, parts: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
-        """Results of one local tensor after another, in order, outside of autograd; blocking."""
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of segment that the movement holds now."""
-
-    def connect(self) -> None:
-        """Exchange addresses with the neighbours; blocking."""
-
-    def close(self) -> None:
-        """Free the memory once no peer writes to it any more; local."""
 
 
 def movement_between(
@@ -150,7 +117,7 @@ class StagedMovement:
         y = self._through(x.to(self._wide) if x.numel() else x, self._parts[: self._first], needs_grad)
         return StagedRequest(self, self._made[0].start(y, needs_grad), needs_grad)
 
-    def wait(self, request: StagedRequest) -> torch.Tensor:
+    def wait(self, request: Any) -> torch.Tensor:
         """Wait for the first exchange, run the other stages and return the local result; blocking."""
         y = self._made[0].wait(request.first)
         return self._through(y, self._parts[self._first + 1 :], request.needs_grad).to(self.dtype)
@@ -215,6 +182,10 @@ class StagedMovement:
         if not exchange.idle:
             self._made.append(Movement(machine, exchange, self._wide, f"{name} ({what})"))
             yield self._made[-1]
+
+
+# Both have the same methods; each takes the requests that it has made itself.
+Moves = Movement | StagedMovement
 
 
 class _Places:

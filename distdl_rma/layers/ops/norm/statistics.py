@@ -306,9 +306,11 @@ class Statistics:
             return pair[0].copy(), pair[1]
         if not self._in_one_round:
             first, second = self._two_sums
-            mean = _start(first, self._shares[self._mine] * pair[0])().copy()
+            shape, own = pair[0].shape, self._shares[self._mine] * pair[0]
+            mean = first(own.reshape(-1)).reshape(shape).copy()
             delta = pair[0] - mean
-            return mean, _start(second, pair[1] + self._counts[self._mine] * delta * delta)()
+            squares = pair[1] + self._counts[self._mine] * delta * delta
+            return mean, second(squares.reshape(-1)).reshape(shape)
         # Allreduce in one round: each rank reduces the values that it receives.
         mark("start")
         arrive = None
@@ -368,9 +370,3 @@ class Statistics:
                 return view
         self._views.append((buffer, buffer.reshape(self._pair.shape)))
         return self._views[-1][1]
-
-
-def _start(sums: Allreduce, values: Array) -> Callable[[], Array]:
-    sums.active[:] = values.reshape(-1)
-    sums.start()
-    return lambda: sums.wait().reshape(values.shape)
