@@ -179,43 +179,6 @@ class Mailbox:
             self.poll()
         return address in self.messages
 
-    def await_all(
-        self,
-        manager: SegmentManager,
-        ranks: Iterable[int],
-        has: Callable[[int], bool],
-        name: str,
-        epoch: int,
-        timeout: float | None = None,
-    ) -> None:
-        """Wait until what each of some ranks sends in an epoch of ``name`` is there; blocking.
-
-        One wait for all of them: with a wait for each, the memory of this rank would go to the disk and back
-        each time. ``MismatchError`` if a rank has ended in an earlier process, and so sends nothing more.
-        """
-        missing = [rank for rank in ranks if not has(rank)]
-        if not missing:
-            return
-        if (ended := min(missing)) < self.first:
-            raise MismatchError(
-                f"{name!r}: rank {ended} has ended in an earlier process, which sent no message for this"
-                " call: has the program changed since? Remove what that process has left, to begin anew"
-            )
-        self.want(max(missing))
-
-        def all_there() -> bool:
-            while missing and has(missing[-1]):
-                missing.pop()
-            return not missing
-
-        def reason() -> WaitReason:
-            # A peer whose message has come may have left.
-            silent = tuple(rank for rank in missing if not has(rank))
-            what = f"to send in {name!r} (epoch {epoch})"
-            return WaitReason(silent, what, "did every rank call the same layers?", in_step=True)
-
-        manager.waiter.until(all_there, reason, timeout)
-
     def remove(self, address: Address) -> None:
         """Remove the first message of an address, which was received."""
         messages = self.messages[address]
@@ -229,7 +192,46 @@ class Mailbox:
             del self.messages[address]
 
 
-class BufferedChannel(Channel):
+class _Awaits:
+    """A handle that waits for messages of other ranks."""
+
+    name: str
+    _manager: SegmentManager
+    _mailbox: Mailbox
+
+    def _await_all(
+        self, ranks: Iterable[int], has: Callable[[int], bool], epoch: int, timeout: float | None = None
+    ) -> None:
+        """Wait until what each of some ranks sends in an epoch is there; blocking.
+
+        One wait for all of them: with a wait for each, the memory of this rank would go to the disk and back
+        each time. ``MismatchError`` if a rank has ended in an earlier process, and so sends nothing more.
+        """
+        missing = [rank for rank in ranks if not has(rank)]
+        if not missing:
+            return
+        if (ended := min(missing)) < self._mailbox.first:
+            raise MismatchError(
+                f"{self.name!r}: rank {ended} has ended in an earlier process, which sent no message for this"
+                " call: has the program changed since? Remove what that process has left, to begin anew"
+            )
+        self._mailbox.want(max(missing))
+
+        def all_there() -> bool:
+            while missing and has(missing[-1]):
+                missing.pop()
+            return not missing
+
+        def reason() -> WaitReason:
+            # A peer whose message has come may have left.
+            silent = tuple(rank for rank in missing if not has(rank))
+            what = f"to send in {self.name!r} (epoch {epoch})"
+            return WaitReason(silent, what, "did every rank call the same layers?", in_step=True)
+
+        self._manager.waiter.until(all_there, reason, timeout)
+
+
+class BufferedChannel(_Awaits, Channel):
     """Executes an ``exchange`` of virtual ranks of one process; ``start`` waits for nobody.
 
     A :class:`Channel` without segment memory and without addresses to exchange: a start copies each piece
@@ -329,7 +331,7 @@ class BufferedChannel(Channel):
 
     def _await(self, epoch: int, timeout: float | None = None) -> None:
         peers = (peer for peer, _ in self._messages_in)
-        self._mailbox.await_all(self._manager, peers, self._has, self.name, epoch, timeout)
+        self._await_all(peers, self._has, epoch, timeout)
 
     def _has(self, peer: int) -> bool:
         return self._mailbox.has(self._from(peer))
@@ -351,14 +353,14 @@ class BufferedChannel(Channel):
         return Address(self.name, peer, self._manager.rank)
 
 
-class BufferedVectors:
+class BufferedVectors(_Awaits):
     """All-gather of small vectors, for virtual ranks of one process; one wait for all of them.
 
     ``ranks`` include this one, and are equal on all of them. There are no addresses to exchange.
     """
 
     def __init__(self, manager: SegmentManager, ranks: Sequence[int], name: str, mailbox: Mailbox) -> None:
-        self._manager, self._ranks, self._name, self._mailbox = manager, tuple(ranks), name, mailbox
+        self._manager, self._ranks, self.name, self._mailbox = manager, tuple(ranks), name, mailbox
         self.epoch = 0
         #: Rows in the segment, as those of an ``AllPush``: none.
         self.rows: tuple[list[Array], ...] = ()
@@ -381,7 +383,7 @@ class BufferedVectors:
                 poll()
             return rank in vectors
 
-        self._mailbox.await_all(self._manager, self._ranks, has, self._name, self.epoch)
+        self._await_all(self._ranks, has, self.epoch)
         # Ranks that still wait have a reference of their own.
         self._mailbox.vectors.pop(key, None)
         return np.stack([vectors[rank] for rank in self._ranks])
@@ -391,7 +393,7 @@ class BufferedVectors:
 
     @property
     def _key(self) -> VectorKey:
-        return self._name, self._ranks, self.epoch
+        return self.name, self._ranks, self.epoch
 
 
 class BufferedAllreduce(BufferedVectors):
@@ -399,7 +401,7 @@ class BufferedAllreduce(BufferedVectors):
 
     def __init__(self, *where: Any, op: str, dtype: DTypeLike | Element) -> None:
         super().__init__(*where)
-        self._reduction = Reduction(op, element_of(dtype, self._name), len(self._ranks), self._name)
+        self._reduction = Reduction(op, element_of(dtype, self.name), len(self._ranks), self.name)
 
     def __call__(self, values: Array) -> Array:
         """The result, in new memory; blocking."""

@@ -46,12 +46,8 @@ _NO_DEADLINE_SECONDS = 1e9
 _SEGMENT_NBYTES, _SEGMENTS_NBYTES, _SMALLEST_SEGMENT_NBYTES = 32 << 20, 1 << 28, 4 << 20
 
 
-def fixed_tensors(model: nn.Module) -> list[torch.Tensor]:
-    """Parameters, buffers and other tensors that are attributes of modules: all ranks share them."""
-    return list(_named_tensors(model).values())
-
-
-def _named_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+def fixed_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters, buffers and other tensors that are attributes of modules, by path: all ranks share them."""
     found = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     for path, module in model.named_modules():
         for name, value in vars(module).items():
@@ -76,7 +72,7 @@ def check_model(model: object) -> None:
                 f"predict: {path!r} is a {type(part).__name__} with ranks of its own; pass a model of plain"
                 " torch.nn layers"
             )
-    other = next((x for x in fixed_tensors(model) if x.device.type != "cpu"), None)
+    other = next((x for x in fixed_tensors(model).values() if x.device.type != "cpu"), None)
     if other is not None:
         raise ConfigurationError(f"predict: the model is on {other.device}; computes on the CPU: model.cpu()")
 
@@ -87,7 +83,7 @@ def twin_of(model: nn.Module) -> nn.Module:
     They need no gradients: autocast would keep its copies of parameters that do, for later slabs, while the
     memory of the slab that has made them goes to the disk.
     """
-    same = {id(x): x for x in fixed_tensors(model)}
+    same = {id(x): x for x in fixed_tensors(model).values()}
     for key, x in same.items():
         if x.requires_grad and x.is_leaf:
             plain = x.detach()
@@ -146,7 +142,7 @@ class Inference:
         # Ranks that have begun, and those of this process that have begun and not ended.
         self._begun, self._running, self._failed = mailbox.first, 0, False
         with freed_at_once(freed_above), pages.watching(mailbox):
-            found = _named_tensors(self.model).items()
+            found = fixed_tensors(self.model).items()
             # Tensors of the model, and how often they had been changed in place.
             self._tensors = {name: (x, x._version) for name, x in found if not x.is_inference()}
             played(self.count, self._rank, None, keeper=pages)

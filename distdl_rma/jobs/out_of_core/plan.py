@@ -98,13 +98,9 @@ class Form:
         space = tuple(map(int, shape[len(shape) - self.spatial :]))
         return self.together, int(shape[self.has_batch]) if self.has_channels else 1, *space
 
-    def batch(self, number: int) -> slice:
-        """Samples of an input."""
-        return slice(number, number + self.together)
-
     def box(self, box: Sequence[slice], number: int) -> tuple[slice, ...]:
         """Where a box of an input lies in the source."""
-        leading = (self.batch(number), box[1])
+        leading = slice(number, number + self.together), box[1]
         return *leading[0 if self.has_batch else 1 if self.has_channels else 2 :], *box[_LEADING:]
 
 

@@ -41,7 +41,7 @@ from distdl_rma.jobs.out_of_core.inference import Inference, check_model, fixed_
 from distdl_rma.jobs.out_of_core.pages import Pages
 from distdl_rma.jobs.out_of_core.plan import Plan, planned
 from distdl_rma.jobs.out_of_core.processes import Processes
-from distdl_rma.jobs.out_of_core.results import Begin, Results, digest_of, key_of
+from distdl_rma.jobs.out_of_core.results import Begin, Results, digest_of, key_of, of_disk
 from distdl_rma.jobs.out_of_core.scratch import Scratch
 from distdl_rma.layers.sources.opening import open_array
 from distdl_rma.layers.sources.reading import label, read_box
@@ -288,10 +288,8 @@ class Prediction(Inference):
 
     def read(self, box: Slices) -> torch.Tensor:
         """The block of a box of the sample, in the model's type."""
-        try:
+        with of_disk(label(self.source)):
             found = read_box(self.source, self.plan.form.box(box, self._sample))
-        except OSError as error:
-            raise DataError(f"predict: {label(self.source)}: {error.strerror or error}") from error
         return self._converted(found).view([each.stop - each.start for each in box])
 
     def write(self, rank: int, box: Slices, block: torch.Tensor) -> None:
@@ -325,7 +323,7 @@ class Prediction(Inference):
 def _dtypes_of(source: Any, model: nn.Module) -> list[torch.dtype]:
     # In which the model may take the elements, the first one that it accepts.
     own = read_box(source, [slice(0, 0)] * len(source.shape)).dtype
-    known = [x.dtype for x in fixed_tensors(model)]
+    known = [x.dtype for x in fixed_tensors(model).values()]
     if own.is_complex:
         return [own, *[each for each in known if each.is_complex and each != own][:1]]
     floats = next((each for each in known if each.is_floating_point), None)

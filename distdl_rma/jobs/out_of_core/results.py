@@ -70,6 +70,15 @@ def key_of(plan: Plan, digest: str, source: Any) -> str:
     return blake2b(repr(facts).encode(), digest_size=16).hexdigest()
 
 
+@contextmanager
+def of_disk(what: object) -> Iterator[None]:
+    """Context in which an error of the system is a ``DataError`` that names ``what`` is read or written."""
+    try:
+        yield
+    except OSError as error:
+        raise DataError(f"predict: {what}: {error.strerror or error}") from error
+
+
 @dataclass(frozen=True)
 class Begin:
     """Where a prediction begins: the first ``sample`` and ``slab`` to compute.
@@ -116,13 +125,13 @@ class Results:
         if self._file is None or self._resumed(self._file):
             return self
         # Nobody shall take another file for that of an older state.
-        with self._disk():
+        with of_disk(self._folder):
             (self._folder / _STATE).unlink(missing_ok=True)
             shutil.rmtree(self._folder, ignore_errors=True)
         with ExitStack() as on_error:
             on_error.callback(shutil.rmtree, self._folder, ignore_errors=True)
             on_error.enter_context(self._file)
-            with self._disk():
+            with of_disk(self._folder):
                 self._folder.mkdir()
                 self._note(0, 0, 0)
             on_error.pop_all()
@@ -142,14 +151,12 @@ class Results:
 
     def write(self, box: Slices, y: torch.Tensor) -> None:
         """Write a box of the result."""
-        try:
+        with of_disk(label(self._sink)):
             self._sink[box] = y if isinstance(self._sink, torch.Tensor) else as_numbers(y)
-        except OSError as error:
-            raise DataError(f"predict: {label(self._sink)}: {error.strerror or error}") from error
 
     def keep(self, sample: int, address: Address, message: Message) -> None:
         """Keep a message of a sample for a process that goes on."""
-        with self._disk():
+        with of_disk(self._folder):
             self._log.keep(sample, address, message)
 
     def ended(self, sample: int, slabs: int) -> None:
@@ -160,7 +167,7 @@ class Results:
         """
         if self._file is None:
             return
-        with self._disk():
+        with of_disk(self._folder):
             if slabs == self._plan.slabs:
                 self._note(sample + 1, 0, 0)
                 self._log.clear()
@@ -176,13 +183,6 @@ class Results:
     def _keeps(self) -> bool:
         # Where all slabs wait for each other, none can go on alone.
         return self._plan.slabs > 1 and not self._plan.waits
-
-    @contextmanager
-    def _disk(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            raise DataError(f"predict: {self._folder}: {error.strerror or error}") from error
 
     def _check(self, sink: Any) -> None:
         shape, dtype = tuple(getattr(sink, "shape", ())), getattr(sink, "dtype", None)

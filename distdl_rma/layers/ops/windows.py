@@ -15,10 +15,9 @@ What a window reads is known from extents alone, as one of two kinds::
 An adaptive average is the exception: its windows may be as large as the image. There every rank sums its own
 data for each window that they meet, and ``scatter`` adds these sums at the owners of the outputs.
 
-Results are those of torch for the whole tensor, to the last bit where torch does not sum: a divisor, a
-position or the first of several equal maxima depends on global indices, which a block does not show. Each
-operation computes these from the global extents, and calls torch's kernel only where that gives the same for
-a part.
+A divisor, a position, or the first of several equal maxima depends on global indices, which a block does not
+show. Each operation computes these from the global extents, and calls torch's kernel only where that gives
+the same for a part as for the whole.
 """
 
 from __future__ import annotations
@@ -564,10 +563,12 @@ class Resize:
 class Interpolation:
     """Inputs that each output of one dimension reads, and their weights.
 
-    Four outputs of two inputs, linear: outputs lie at -0.25, 0.25, 0.75 and 1.25, which are clamped::
+    Four outputs of two inputs, linear. They lie at -0.25, which becomes 0, at 0.25, 0.75 and 1.25::
 
-        index    0 0 0 1        weight    1.0  0.75  0.25  1.0
-                 1 1 1 1                  0.0  0.25  0.75  0.0
+        index    0 0 0 1        weight    1.0  0.75  0.25  0.75
+                 1 1 1 1                  0.0  0.25  0.75  0.25
+
+    The last output takes the last input twice, with weights that sum to 1.
     """
 
     index: torch.Tensor  # one row per tap, one column per output; rising along both

@@ -254,11 +254,14 @@ def test_all_slabs_share_tensors_that_are_attributes(tmp_path):
     # What is left of a training step, which torch does not copy.
     model.kept = model.conv(torch.ones(1, 1, 4, 4))
     twin = twin_of(model)
-    for x, y in zip(fixed_tensors(model), fixed_tensors(twin), strict=True):
+    both = (fixed_tensors(each).values() for each in (model, twin))
+    for x, y in zip(*both, strict=True):
         assert x.data_ptr() == y.data_ptr() and x._version == y._version and type(x) is type(y)
         # Autocast keeps its copies of leaves that need gradients.
         assert not (y.requires_grad and y.is_leaf)
-    assert {id(model.table), id(model.tables["one"][0]), id(model.kept)} <= set(map(id, fixed_tensors(model)))
+    assert {id(model.table), id(model.tables["one"][0]), id(model.kept)} <= set(
+        map(id, fixed_tensors(model).values())
+    )
     check(model, torch.randn(1, 1, 40, 20), (1, 1, 4, 1), tmp_path, 0)
 
 

@@ -168,19 +168,6 @@ class OneWay:
         mark("")
         return y
 
-    def stream(self, parts: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
-        """Results of one local shard after another; the next travels while one is used. Blocking.
-
-        Two epochs are under way at most, as many as a channel has slots.
-        """
-        under_way: deque[tuple[torch.Tensor, int]] = deque()
-        for part in parts:
-            under_way.append(self.depart(part))
-            if len(under_way) == 2:
-                yield self.arrive(*under_way.popleft())
-        while under_way:
-            yield self.arrive(*under_way.popleft())
-
     def _arrive(self, x: torch.Tensor, epoch: int) -> torch.Tensor:
         copied = self._copied_results.pop(epoch, None)
         if copied is not None:
@@ -309,8 +296,18 @@ class Movement:
         return self.forwards.arrive(*self.forwards.depart(x))
 
     def stream(self, parts: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
-        """Move one local tensor after another, outside of autograd; as ``OneWay.stream``."""
-        return self.forwards.stream(parts)
+        """Results of one local tensor after another, outside of autograd; blocking.
+
+        The next one travels while the result of one is used. Two epochs are under way at most, as many as a
+        channel has slots.
+        """
+        forwards, under_way = self.forwards, deque[tuple[torch.Tensor, int]]()
+        for part in parts:
+            under_way.append(forwards.depart(part))
+            if len(under_way) == 2:
+                yield forwards.arrive(*under_way.popleft())
+        while under_way:
+            yield forwards.arrive(*under_way.popleft())
 
     def connect(self) -> None:
         """Exchange addresses with the neighbours for both directions, once; blocking."""

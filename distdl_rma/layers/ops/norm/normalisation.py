@@ -7,7 +7,7 @@ A training step of a rank; what travels are two numbers per group in each direct
 
 The classes, from the outside::
 
-    Normalisation        the operation: parameters to the cut of the input, then one of the three forms
+    Normalisation        the operation: brings parameters to the cut of the input
       KeptValues         where parameters are stored, and how they get to the input's cut
       RunningStatistics  the update of running mean and variance, on the ranks that store them
       LocalNorm          forward and backward of this rank's elements, an autograd function
@@ -15,7 +15,7 @@ The classes, from the outside::
         _Scaling         factors per group and per row, of one forward
         _Gradient        what the backward computes
 
-In evaluation, with running statistics, nothing travels: torch's own function normalises the block. Sums and
+In evaluation, with running statistics, torch's own function normalises the block, without a message. Sums and
 factors are in float64, elements in the type of the computation, of which there are many more.
 """
 
