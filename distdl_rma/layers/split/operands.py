@@ -154,7 +154,7 @@ def composition(function: Handled) -> Handler:
 def common_layout(func: Any, operands: Sequence[torch.Tensor]) -> Decomposition:
     """Layout of operands after broadcasting: the cuts of the largest operand, then those of others that fit.
 
-    The first of several operands of one size counts. Where ranks run ahead, no part ends behind others.
+    The first of several operands of one size counts. Where ranks run in order, no part ends behind others.
     """
     # Checked first, since layouts of two machines compare equal.
     partition = common_partition(func, operands)
