@@ -179,8 +179,9 @@ class Machine(SharedByCopies):
         self.labels = Labels()
         # Objects of upper floors, by name, until the machine closes.
         self.kept: dict[str, Any] = {}
-        # Of virtual ranks that run ahead of each other: what they send, without waiting for a reader. Blocks
-        # of results are then chosen such that a rank needs data of earlier ranks only.
+        # Of virtual ranks that run in their order, one after the other: what they send, without waiting for a
+        # reader. ``layers/ops/core/order.py`` and ``layers/split/layout.py`` ask for it, and choose blocks of
+        # results such that a rank needs data of earlier ranks only.
         self.mailbox: Mailbox | None = None
         # Called when ranks drop all that they keep for later calls.
         self.forgets: list[Callable[[], None]] = []

@@ -1,4 +1,21 @@
-"""Channels of virtual ranks that run ahead: messages wait in the process's memory, without slots."""
+"""Messages of virtual ranks that run in their order: they wait in the process's memory, without slots.
+
+A rank that runs to its end before the next one begins can have no reader that acknowledges. What it sends is
+copied once, and lies in the ``Mailbox`` until it is received::
+
+    rank 0   conv1: send  conv2: send  end
+                 |            |                        messages, by (channel, sender, receiver):
+                 +------------+--------------------->  (conv1, 0, 1): [m]   (conv2, 0, 1): [m]
+                                                           |                    |
+    rank 1                                             conv1: receive  ...  conv2: receive
+
+``BufferedChannel``, ``BufferedVectors`` and ``BufferedAllreduce`` have the methods of ``Channel``,
+``AllPush`` and ``Allreduce``, so that operations are the same for ranks that run together.
+
+Three names to tell apart: a ``Mailbox`` has what was sent and not received; a ``ParcelKeeper`` may store that
+elsewhere meanwhile, such as on a disk; the action ``keep`` gets a copy of each message, for a later process.
+``SharedMailbox`` carries messages to other processes.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +31,7 @@ from distdl_rma.errors import MismatchError
 from distdl_rma.geometry.box import Box
 from distdl_rma.geometry.exchange import Exchange, Piece, by_peer
 from distdl_rma.segments.channel import Array, Channel
+from distdl_rma.segments.collectives.reduction import Element, Reduction, element_of
 from distdl_rma.segments.manager import SegmentManager
 from distdl_rma.segments.waiting.header import WaitReason
 
@@ -31,23 +49,26 @@ class Address(NamedTuple):
 
 
 class Parcel:
-    """An array that waits for one or more receivers; meanwhile a keeper may store it elsewhere."""
+    """An array that waits for one or more receivers; meanwhile a keeper may store it elsewhere.
 
-    __slots__ = ("_array", "_fetch", "nbytes", "readers")
+    Always true: ``readers`` counts messages in the mailbox that have this parcel. A keeper hears of it when
+    the first comes and when the last has gone, and nobody changes the array.
+    """
+
+    __slots__ = ("_fetch", "nbytes", "readers")
 
     def __init__(self, array: Array) -> None:
-        self._array: Array | None = array
         self._fetch: Callable[[], Array] = lambda: array
         self.nbytes, self.readers = array.nbytes, 0
 
     @property
     def array(self) -> Array:
         """The array; in new memory at every call if a keeper stores it."""
-        return self._fetch() if self._array is None else self._array
+        return self._fetch()
 
     def leave(self, fetch: Callable[[], Array]) -> None:
         """Drop the array, which ``fetch`` returns from now on."""
-        self._array, self._fetch = None, fetch
+        self._fetch = fetch
 
 
 class Message:
@@ -94,6 +115,10 @@ class Mailbox:
 
     Without acknowledgements, a rank may run ahead of its readers by any number of epochs and channels. If
     data moves to later ranks only, later ranks need nothing of earlier ones but their messages.
+
+    Always true: messages of one address are in the order in which they were sent, and a queue without
+    messages is not there. One thread at a time uses the mailbox, since virtual ranks take turns: there is no
+    lock.
 
     ``nbytes`` are the bytes of all messages, also of those that a ``keeper`` stores; ``peak_nbytes`` is their
     maximum. ``whole_nbytes`` is the maximum of one call in which a rank sends most of its block. ``cuts`` are
@@ -154,14 +179,6 @@ class Mailbox:
             self.poll()
         return address in self.messages
 
-    def check_comes(self, rank: int, name: str) -> None:
-        """Raise ``MismatchError`` if a rank has ended in an earlier process, and so sends nothing."""
-        if rank < self.first:
-            raise MismatchError(
-                f"{name!r}: rank {rank} has ended in an earlier process, which sent no message for this call:"
-                " has the program changed since? Remove what that process has left, to begin anew"
-            )
-
     def remove(self, address: Address) -> None:
         """Remove the first message of an address, which was received."""
         messages = self.messages[address]
@@ -175,7 +192,46 @@ class Mailbox:
             del self.messages[address]
 
 
-class BufferedChannel(Channel):
+class _Awaits:
+    """A handle that waits for messages of other ranks."""
+
+    name: str
+    _manager: SegmentManager
+    _mailbox: Mailbox
+
+    def _await_all(
+        self, ranks: Iterable[int], has: Callable[[int], bool], epoch: int, timeout: float | None = None
+    ) -> None:
+        """Wait until what each of some ranks sends in an epoch is there; blocking.
+
+        One wait for all of them: with a wait for each, the memory of this rank would go to the disk and back
+        each time. ``MismatchError`` if a rank has ended in an earlier process, and so sends nothing more.
+        """
+        missing = [rank for rank in ranks if not has(rank)]
+        if not missing:
+            return
+        if (ended := min(missing)) < self._mailbox.first:
+            raise MismatchError(
+                f"{self.name!r}: rank {ended} has ended in an earlier process, which sent no message for this"
+                " call: has the program changed since? Remove what that process has left, to begin anew"
+            )
+        self._mailbox.want(max(missing))
+
+        def all_there() -> bool:
+            while missing and has(missing[-1]):
+                missing.pop()
+            return not missing
+
+        def reason() -> WaitReason:
+            # A peer whose message has come may have left.
+            silent = tuple(rank for rank in missing if not has(rank))
+            what = f"to send in {self.name!r} (epoch {epoch})"
+            return WaitReason(silent, what, "did every rank call the same layers?", in_step=True)
+
+        self._manager.waiter.until(all_there, reason, timeout)
+
+
+class BufferedChannel(_Awaits, Channel):
     """Executes an ``exchange`` of virtual ranks of one process; ``start`` waits for nobody.
 
     A :class:`Channel` without segment memory and without addresses to exchange: a start copies each piece
@@ -245,7 +301,7 @@ class BufferedChannel(Channel):
 
     def ready(self, epoch: int) -> bool:
         """Whether all pieces of an epoch have arrived; does not block."""
-        return all(self._mailbox.has(self._from(peer)) for peer, _ in self._messages_in)
+        return all(self._has(peer) for peer, _ in self._messages_in)
 
     def take_result(self, epoch: int) -> object | None:
         """Return None, since peers put no results; waits first, so that no result takes memory meanwhile."""
@@ -274,27 +330,11 @@ class BufferedChannel(Channel):
         self._finished = epoch
 
     def _await(self, epoch: int, timeout: float | None = None) -> None:
-        # Waits for the messages of all peers at once: with a wait for each, the rank's memory would go to the
-        # disk and back each time.
-        missing = [peer for peer, _ in self._messages_in if not self._mailbox.has(self._from(peer))]
-        if not missing:
-            return
-        for peer in missing:
-            self._mailbox.check_comes(peer, self.name)
-        self._mailbox.want(max(missing))
+        peers = (peer for peer, _ in self._messages_in)
+        self._await_all(peers, self._has, epoch, timeout)
 
-        def all_there() -> bool:
-            while missing and self._mailbox.has(self._from(missing[-1])):
-                missing.pop()
-            return not missing
-
-        def reason() -> WaitReason:
-            # A peer whose message has come may have left.
-            silent = tuple(peer for peer in missing if self._from(peer) not in self._mailbox.messages)
-            what = f"to send in {self.name!r} (epoch {epoch})"
-            return WaitReason(silent, what, "did every rank call the same layers?", in_step=True)
-
-        self._manager.waiter.until(all_there, reason, timeout)
+    def _has(self, peer: int) -> bool:
+        return self._mailbox.has(self._from(peer))
 
     def void(self) -> None:
         """Drop the next epoch to receive; its messages have arrived, or are never sent."""
@@ -313,41 +353,59 @@ class BufferedChannel(Channel):
         return Address(self.name, peer, self._manager.rank)
 
 
-class BufferedVectors:
+class BufferedVectors(_Awaits):
     """All-gather of small vectors, for virtual ranks of one process; one wait for all of them.
 
     ``ranks`` include this one, and are equal on all of them. There are no addresses to exchange.
     """
 
     def __init__(self, manager: SegmentManager, ranks: Sequence[int], name: str, mailbox: Mailbox) -> None:
-        self._manager, self._ranks, self._name, self._mailbox = manager, tuple(ranks), name, mailbox
-        self._epoch = 0
+        self._manager, self._ranks, self.name, self._mailbox = manager, tuple(ranks), name, mailbox
+        self.epoch = 0
+        #: Rows in the segment, as those of an ``AllPush``: none.
+        self.rows: tuple[list[Array], ...] = ()
 
-    def gather(self, vector: Array) -> Array:
-        """Return the vectors of all ranks, a row for each in the order of ``ranks``; blocking.
+    def connect(self) -> None:
+        """Do nothing: there are no addresses."""
 
-        Vectors have equal lengths and dtypes; each is copied.
-        """
-        self._epoch += 1
-        key = self._name, self._ranks, self._epoch
-        self._mailbox.add(key, self._manager.rank, vector.copy())
+    def start(self, vector: Array) -> None:
+        """Show a copy of this rank's vector to the others. Vectors have equal lengths and dtypes."""
+        self.epoch += 1
+        self._mailbox.add(self._key, self._manager.rank, vector.copy())
+
+    def wait(self) -> Array:
+        """The vectors of all ranks, a row for each in the order of ``ranks``; blocking."""
+        key, poll = self._key, self._mailbox.poll
         vectors = self._mailbox.vectors[key]
-        size = len(self._ranks)
 
-        def all_there() -> bool:
-            self._mailbox.poll()
-            return len(vectors) == size
+        def has(rank: int) -> bool:
+            if rank not in vectors:
+                poll()
+            return rank in vectors
 
-        if not all_there():
-            self._mailbox.check_comes(min(self._ranks), self._name)
-            self._mailbox.want(max(self._ranks))
-
-            def reason() -> WaitReason:
-                missing = tuple(rank for rank in self._ranks if rank not in vectors)
-                what = f"to send in {self._name!r} (epoch {self._epoch})"
-                return WaitReason(missing, what, "did every rank call the same layers?", in_step=True)
-
-            self._manager.waiter.until(all_there, reason)
+        self._await_all(self._ranks, has, self.epoch)
         # Ranks that still wait have a reference of their own.
         self._mailbox.vectors.pop(key, None)
         return np.stack([vectors[rank] for rank in self._ranks])
+
+    def close(self) -> None:
+        """Do nothing: no segment memory is held."""
+
+    @property
+    def _key(self) -> VectorKey:
+        return self.name, self._ranks, self.epoch
+
+
+class BufferedAllreduce(BufferedVectors):
+    """Reduction over virtual ranks of one process, each element in the order of ``ranks``; one wait."""
+
+    def __init__(self, *where: Any, op: str, dtype: DTypeLike | Element) -> None:
+        super().__init__(*where)
+        self._reduction = Reduction(op, element_of(dtype, self.name), len(self._ranks), self.name)
+
+    def __call__(self, values: Array) -> Array:
+        """The result, in new memory; blocking."""
+        self.start(values)
+        rows = list[Array](self.wait())
+        self._reduction.reduce(rows, rows[0])
+        return rows[0]

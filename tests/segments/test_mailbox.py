@@ -77,8 +77,10 @@ def test_a_rank_that_has_ended_in_an_earlier_process_is_named():
         if comm.rank:
             with pytest.raises(MismatchError, match="rank 0 has ended in an earlier process"):
                 channel.move(values(exchange, comm.rank, 1))
+            vectors = BufferedVectors(machine.segments, (0, 1), "sums", mailbox)
+            vectors.start(np.ones(1))
             with pytest.raises(MismatchError, match="Remove what that process has left"):
-                BufferedVectors(machine.segments, (0, 1), "sums", mailbox).gather(np.ones(1))
+                vectors.wait()
 
     rehearse(2, play)
 
@@ -116,7 +118,8 @@ def test_vectors_of_all_ranks_come_with_one_wait():
         comm.wait_until(lambda: len(begun) == comm.rank, "its turn")
         begun.add(comm.rank)
         for epoch in range(3):
-            rows = vectors.gather(np.array([comm.rank, epoch]))
+            vectors.start(np.array([comm.rank, epoch]))
+            rows = vectors.wait()
             assert np.array_equal(rows, [[rank, epoch] for rank in range(comm.size)])
         begun.remove(comm.rank)
 

@@ -1,4 +1,10 @@
-"""Memory of freed tensors goes back to the system at once."""
+"""Memory of freed tensors goes back to the system at once.
+
+A plan counts tensors that are alive. The allocator of the GNU C library counts otherwise: of a freed block of
+up to 32 MiB it keeps the memory, and takes it for the next block only if that fits, aligned as torch asks
+for. Slabs would so take more memory than was planned. Two numbers of the library change this: from which size
+on a block is mapped on its own, and how much free memory at the end of the heap is kept.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,13 @@
-"""``python -m distdl_rma predict``: predict for a file, with a model that a function makes."""
+"""``python -m distdl_rma predict``: predict for a file, with a model that a function makes.
+
+::
+
+    mpiexec -n 2 python -m mpi4py -m distdl_rma predict nets:unet --in scan.npy --out classes.npy --memory
+    4GiB
+
+Errors of the library are one line, from the first rank. Where code of the user raises, its traceback stands
+above.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +15,8 @@ import argparse
 import importlib
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from distdl_rma.errors import ArgumentError, DistdlError
@@ -78,7 +88,8 @@ def _model(text: str) -> nn.Module:
             f"predict: {text} is a {type(found).__name__!r}; name a model, or a function without arguments"
             " that returns one"
         )
-    made = _of_user(text, found)
+    with _code_of_user(text):
+        made = found()
     if not isinstance(made, nn.Module):
         raise ArgumentError(
             f"predict: {text} returns a {type(made).__name__!r}; it returns the model, a torch.nn.Module"
@@ -91,27 +102,27 @@ def _named(text: str) -> Any:
     module, _, name = text.partition(":")
     if not module or not name:
         raise ArgumentError(f"predict: {text!r} is not of the form module:function")
-    found = _of_user(f"the module {module}", lambda: _imported(module))
+    with _code_of_user(f"the module {module}"):
+        try:
+            found = importlib.import_module(module)
+        except ModuleNotFoundError as error:
+            # A module that this one imports is missing: an error of the user's code, with its traceback.
+            if error.name is None or not f"{module}.".startswith(f"{error.name}."):
+                raise
+            raise ArgumentError(
+                f"predict: there is no module {error.name!r}; start the command in its folder, or set"
+                " PYTHONPATH"
+            ) from None
     if not hasattr(found, name):
         raise ArgumentError(f"predict: module {module!r} has no {name!r}")
     return getattr(found, name)
 
 
-def _imported(module: str) -> Any:
+@contextmanager
+def _code_of_user(what: str) -> Iterator[None]:
+    # Context of code of the user. Its traceback is for the user, beside the error that all ranks raise.
     try:
-        return importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{module}.".startswith(f"{error.name}."):
-            raise
-        raise ArgumentError(
-            f"predict: there is no module {error.name!r}; start the command in its folder, or set PYTHONPATH"
-        ) from None
-
-
-def _of_user(what: str, call: Callable[[], Any]) -> Any:
-    # What code of the user returns. Its traceback is for the user, too.
-    try:
-        return call()
+        yield
     except DistdlError:
         raise
     except Exception as error:

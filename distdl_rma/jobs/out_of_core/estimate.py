@@ -1,4 +1,17 @@
-"""What a forward needs, found without its data: shapes and bytes by fake tensors, waits by a small crop."""
+"""What a forward needs, found without its data: shapes and bytes by fake tensors, waits by a small crop.
+
+Nothing is asked of the model but that it runs. Three questions, and how each is answered::
+
+    shape of the result, bytes of a peak        the whole as one block, of fake tensors without memory
+    who waits for whom, lag, messages, bytes    a crop of random numbers, as two slabs, really computed
+    do samples depend on each other?            a crop of all samples, as slabs along the batch: does anyone
+                                                send anything, and are results those of samples alone?
+
+Why the crop is computed really: which rows a slab gets from another one, where it waits, and what a rule of a
+split tensor moves, follow from the rules themselves. They need data and ranks; a second description of them
+would be wrong somewhere. A crop is as short as the model allows, and has the remainders of the whole by 32,
+so that layers with strides cut it as they cut the whole.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +64,8 @@ class Needs:
     """Of a forward of a whole tensor in memory: shape and dtype of the result, and the bytes of a peak.
 
     ``extents`` are the numbers of elements that results of modules have in each dimension, ``calls`` those of
-    functions that are called.
+    functions that are called. The peak counts results of functions that are alive at once, and what kernels
+    need for themselves, as far as we know (``live_memory.py``).
     """
 
     shape: tuple[int, ...]
@@ -185,7 +199,8 @@ def dependence_of(
 def _of_long_enough(
     model: nn.Module, post: Post, shape: Sequence[int], dtype: torch.dtype, dim: int, short: int, memory: int
 ) -> Dependence:
-    # A crop of which the first rank has a part of the result.
+    # A crop of which the first rank has a part of the result: with a deep model and a short crop, all results
+    # would belong to the second one, and nothing would be seen of how they depend on each other.
     least = _LONGER * short
     while True:
         crop = tuple(
@@ -201,7 +216,8 @@ def _of_long_enough(
     whole = copies = moved = 0
     held = max(run.pages.held.values(), default=0)
     if run.mailbox.whole_nbytes and run.waits:
-        # With twice as many ranks, only memory of tensors that are not cut stays the same.
+        # With twice as many ranks, only memory of tensors that are not cut stays the same: of two runs we
+        # learn which part of the memory is of these.
         more = _Run(model, post, crop, dtype, dim, 2 * _RANKS)
         whole = max(0, sum(more.pages.peaks.values()) - first - last) // 2
         copies = min(held, max(0, 2 * max(more.pages.held.values(), default=0) - held))
@@ -218,30 +234,36 @@ def _of_long_enough(
     )  # fmt: skip
 
 
-class _Run:
-    """A run of some ranks on a crop, and what was found."""
+class _Run(Inference):
+    """A run of some ranks on a crop of random numbers, and what was found.
+
+    ``settled`` and ``lag`` are those of the result of the first rank, ``waits`` the modules in which it
+    waited for a later one; ``pages`` has counted bytes, the ``mailbox`` messages.
+    """
 
     def __init__(
         self, model: nn.Module, post: Post, crop: Sequence[int], dtype: torch.dtype, dim: int, ranks: int
     ) -> None:
+        super().__init__(
+            model, post, [Balanced(n, min(ranks, n) if d == dim else 1) for d, n in enumerate(crop)]
+        )
+        self._whole, self._split = _random(crop, dtype), self.splits[dim]
         self.waits: list[str] = []
-        self.mailbox = Mailbox()
         # Whether the first rank has a part of the result.
         self.settled, self.lag = True, 0
-        self.pages = Pages(1 << 62, _no_scratch, self._note_wait, counts=True)
-        whole = _random(crop, dtype)
-        splits = [Balanced(n, min(ranks, n) if d == dim else 1) for d, n in enumerate(crop)]
-        self._split = splits[dim]
-        Inference(
-            model, post, splits, self.pages, self.mailbox, lambda box: whole[box].clone(),
-            lambda *_: None, self._note_end,
-        ).run()  # fmt: skip
+        self.mailbox, self.pages = Mailbox(), Pages(1 << 62, _no_scratch, self._note_wait, counts=True)
+        self.play(self.pages, self.mailbox)
+
+    def read(self, box: tuple[slice, ...]) -> torch.Tensor:
+        """The block of a box."""
+        return self._whole[box].clone()
 
     def _note_wait(self, rank: int, path: str) -> None:
         if rank == 0:
             self.waits.append(path)
 
-    def _note_end(self, rank: int, y: torch.Tensor) -> None:
+    def ended(self, rank: int, y: torch.Tensor) -> None:
+        """Note where the result of the first rank ends."""
         if rank > 0 or not isinstance(y, SplitTensor):
             return
         for dim in y.decomposition.cut_dims:

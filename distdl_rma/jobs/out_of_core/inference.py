@@ -1,10 +1,22 @@
-"""One forward of a model on virtual ranks of this process, of which each reads and writes its own block."""
+"""One forward of a model on virtual ranks of this process, of which each reads and writes its own block.
+
+Every rank runs the whole model on its slab, as a rank of a job would. Two ranks, and a model with two
+convolutions and a norm between them, which needs a mean over all slabs::
+
+    rank 0   read | conv | norm ......wait...... | conv | write             -> time
+    rank 1               : read | conv | norm           :      | conv | write
+                         :             |                :
+                         begins, since rank 0           rank 0 goes on when rank 1 has
+                         waits for it                   shown its part of the mean
+
+A rank begins when the one before has ended, or as soon as somebody waits for it. Without a norm nobody waits,
+and the slabs follow each other: only the messages for later ranks stay of one that has ended.
+"""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from math import prod
 from typing import Any, cast
 
@@ -34,12 +46,8 @@ _NO_DEADLINE_SECONDS = 1e9
 _SEGMENT_NBYTES, _SEGMENTS_NBYTES, _SMALLEST_SEGMENT_NBYTES = 32 << 20, 1 << 28, 4 << 20
 
 
-def fixed_tensors(model: nn.Module) -> list[torch.Tensor]:
-    """Parameters, buffers and other tensors that are attributes of modules: all ranks share them."""
-    return list(_named_tensors(model).values())
-
-
-def _named_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+def fixed_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters, buffers and other tensors that are attributes of modules, by path: all ranks share them."""
     found = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     for path, module in model.named_modules():
         for name, value in vars(module).items():
@@ -64,7 +72,7 @@ def check_model(model: object) -> None:
                 f"predict: {path!r} is a {type(part).__name__} with ranks of its own; pass a model of plain"
                 " torch.nn layers"
             )
-    other = next((x for x in fixed_tensors(model) if x.device.type != "cpu"), None)
+    other = next((x for x in fixed_tensors(model).values() if x.device.type != "cpu"), None)
     if other is not None:
         raise ConfigurationError(f"predict: the model is on {other.device}; computes on the CPU: model.cpu()")
 
@@ -75,7 +83,7 @@ def twin_of(model: nn.Module) -> nn.Module:
     They need no gradients: autocast would keep its copies of parameters that do, for later slabs, while the
     memory of the slab that has made them goes to the disk.
     """
-    same = {id(x): x for x in fixed_tensors(model)}
+    same = {id(x): x for x in fixed_tensors(model).values()}
     for key, x in same.items():
         if x.requires_grad and x.is_leaf:
             plain = x.detach()
@@ -93,56 +101,62 @@ def one_tensor(y: Any) -> torch.Tensor:
     )
 
 
-@dataclass
 class Inference:
     """A forward of ``model``, then ``post``, for a global input (batch, channel, *spatial).
 
-    ``splits`` are its blocks in each dimension, one for each virtual rank. ``read(box)`` returns
-    the block of a box in new memory, and ``write(rank, box, block)`` gets a block of the result;
-    ``ended(rank, y)`` is called when a rank has written its block. Ranks before ``first`` have ended in an
-    earlier process, whose messages the ``mailbox`` has; other processes play those for which ``plays(rank)``
-    is false. Memory of tensors of more than ``freed_above`` bytes goes back to the system when they die.
-    ``begun`` is the number of ranks that have begun.
+    ``splits`` are the blocks of the input in each dimension, one block for each virtual rank. Subclasses say
+    where blocks come from (``read``), where those of the result go (``write``), and which ranks this process
+    plays.
+
+    Always true while it runs: ranks begin in their order, those before ``mailbox.first`` not at all, since
+    they have ended in an earlier process; of those that have begun, one computes and the others wait for
+    messages. A rank of another process counts as begun when its turn has come, whether it has begun there or
+    not.
     """
 
-    model: nn.Module
-    post: Callable[[Any], Any] | None
-    splits: Sequence[Split]
-    pages: Pages
-    mailbox: Mailbox
-    read: Callable[[Slices], torch.Tensor]
-    write: Callable[[int, Slices, torch.Tensor], None]
-    ended: Callable[[int, torch.Tensor], None] = lambda rank, y: None
-    first: int = 0
-    plays: Callable[[int], bool] = lambda rank: True
-    freed_above: int = 1 << 19
-    begun: int = 0
-    _running: int = 0
-    _failed: bool = False
-    # Tensors of the model, and how often they had been changed in place.
-    _tensors: dict[str, tuple[torch.Tensor, int]] = field(default_factory=dict)
+    def __init__(self, model: nn.Module, post: Callable[[Any], Any] | None, splits: Sequence[Split]) -> None:
+        self.model, self.post, self.splits = model, post, splits
+        self.count = prod(split.parts for split in splits)
 
-    def run(self) -> None:
-        """Run all ranks, one at a time, in their order as far as possible; blocking."""
-        self.begun = self.first
-        with freed_at_once(self.freed_above), self.pages.watching(self.mailbox):
-            found = _named_tensors(self.model).items()
+    def read(self, box: Slices) -> torch.Tensor:
+        """The block of a box of the input, in new memory."""
+        raise NotImplementedError
+
+    def write(self, rank: int, box: Slices, block: torch.Tensor) -> None:
+        """Take over a block of the result."""
+
+    def ended(self, rank: int, y: torch.Tensor) -> None:
+        """Note that a rank has written its block of the result ``y``."""
+
+    def plays(self, rank: int) -> bool:
+        """Whether this process runs a rank; another one does otherwise."""
+        return True
+
+    def play(self, pages: Pages, mailbox: Mailbox, freed_above: int = 1 << 19) -> None:
+        """Run all ranks, one at a time, in their order as far as possible; blocking.
+
+        What waiting ranks need is in ``pages``; the ``mailbox`` has the messages of earlier processes. Memory
+        of tensors of more than ``freed_above`` bytes goes back to the system when they die.
+        """
+        self._pages, self._mailbox = pages, mailbox
+        # Ranks that have begun, and those of this process that have begun and not ended.
+        self._begun, self._running, self._failed = mailbox.first, 0, False
+        with freed_at_once(freed_above), pages.watching(mailbox):
+            found = fixed_tensors(self.model).items()
+            # Tensors of the model, and how often they had been changed in place.
             self._tensors = {name: (x, x._version) for name, x in found if not x.is_inference()}
-            played(self._count, self._rank, None, keeper=self.pages)
-
-    @property
-    def _count(self) -> int:
-        return prod(split.parts for split in self.splits)
+            played(self.count, self._rank, None, keeper=pages)
 
     def _rank(self, comm: VirtualComm) -> None:
         size = max(_SMALLEST_SEGMENT_NBYTES, min(_SEGMENT_NBYTES, _SEGMENTS_NBYTES // comm.size))
         machine = Machine(cast(Any, comm), segment_size=size, timeout=_NO_DEADLINE_SECONDS)
-        machine.mailbox = self.mailbox
-        if comm.rank < self.first:
+        # From here on operations know that ranks run in their order.
+        machine.mailbox = self._mailbox
+        if comm.rank < self._mailbox.first:
             return
         if not self.plays(comm.rank):
             comm.wait_until(lambda: self._may_begin(comm.rank), "its first turn")
-            self.begun += 1
+            self._begun += 1
             # A rank that leaves before those which wait for its messages has failed, for these.
             comm.wait_until(self._is_over, "the slabs of this process")
             return
@@ -152,11 +166,11 @@ class Inference:
         # Raises if the rank before has failed.
         machine.segments.waiter.advance()
         machine.segments.notices.check()
-        self.begun += 1
+        self._begun += 1
         self._running += 1
         try:
             twin = self._hooked()
-            with self.pages.running(comm.rank), torch.no_grad():
+            with self._pages.running(comm.rank), torch.no_grad():
                 y = twin(SplitTensor(self.read(layout.slices()), layout))
                 y = one_tensor(y if self.post is None else self.post(y))
                 self._check_unchanged()
@@ -176,14 +190,14 @@ class Inference:
     def _may_begin(self, rank: int) -> bool:
         # Slabs of this process follow each other, unless some rank, also of another process, waits for one.
         # After a failure all raise what it says.
-        self.mailbox.poll()
-        free = self._running == 0 or rank <= self.mailbox.wanted or not self.plays(rank)
-        return self._failed or (self.begun == rank and free)
+        self._mailbox.poll()
+        free = self._running == 0 or rank <= self._mailbox.wanted or not self.plays(rank)
+        return self._failed or (self._begun == rank and free)
 
     def _is_over(self) -> bool:
         # Whether all slabs of this process have ended, or one has failed.
-        self.mailbox.poll()
-        return self._failed or (self.begun == self._count and self._running == 0)
+        self._mailbox.poll()
+        return self._failed or (self._begun == self.count and self._running == 0)
 
     def _check_unchanged(self) -> None:
         # What a slab changes, the next one would change again.
@@ -205,7 +219,7 @@ class Inference:
 
     def _write(self, rank: int, y: torch.Tensor) -> None:
         if not isinstance(y, SplitTensor):
-            if rank == self.first:
+            if rank == self._mailbox.first:
                 self.write(rank, tuple(slice(0, n) for n in y.shape), y.detach())
             return
         layout = y.decomposition

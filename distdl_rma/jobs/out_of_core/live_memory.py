@@ -1,4 +1,18 @@
-"""Memory of the results of functions that is alive, and what their kernels need for themselves."""
+"""Memory of the results of functions that is alive, and what their kernels need for themselves.
+
+A mode of torch sees every function that a forward calls, below autograd, and its results. It keeps weak
+references to their memory, so that it knows at any time what is alive, without keeping anything alive::
+
+    function      makes      alive after it           peak
+    conv1         y1         x, y1                    with the copies in the kernel's order of channels
+    relu_         -          x, y1                    in place: nothing is made
+    conv2         y2         y1, y2                   x has died
+
+What a kernel takes for itself is seen by nobody. It is computed here from shapes, for those that take much:
+convolutions, products of batches, Fourier transforms. The numbers are of torch's CPU kernels and of oneDNN;
+where they vary with the processor, the largest is taken. Too much costs more slabs, too little
+costs the job.
+"""
 
 from __future__ import annotations
 
@@ -104,4 +118,5 @@ def _of_convolution(x: torch.Tensor, weight: torch.Tensor, y: torch.Tensor, tran
 
 
 def _filled(channels: int) -> int:
+    # oneDNN fills up the last block of channels with zeros.
     return -(-channels // _CHANNELS_OF_BLOCK) * _CHANNELS_OF_BLOCK

@@ -1,4 +1,27 @@
-"""What a prediction will do: slabs, passes, memory and disk; chosen for a limit of memory, or refused."""
+"""What a prediction will do: slabs, passes, memory and disk; chosen for a limit of memory, or refused.
+
+Slabs are blocks along the longest dimension. A result ends before the input that it needs, by the *lag*: the
+rows that the windows of all layers together read beyond it. Slabs shall have as many rows of the *result*
+each, since that is what takes memory. So 100 rows with a lag of 10 are cut as if there were 110, and the last
+slab is short::
+
+    input     |----- 27 -----|------ 28 ------|----- 27 -----|-- 18 --|
+    result    |-- 17 --|------ 28 ------|----- 27 -----|----- 28 -----|
+               0        17               45             72           100
+
+A cut lies at a multiple of the *unit*, the rows of the input that one row of the coarsest layer stands for:
+after four strides of 2 that is 16. Elsewhere a coarse row would belong to two slabs.
+
+What a slab needs, compared with the limit (see ``_Costs.running``)::
+
+    rows of a slab  x  bytes per row while it runs          measured on a crop, scaled to the whole
+    + tensors that are not cut, messages for it and the next slab, weights in the order of the kernels
+    + what a thread, a machine and the kept plans of functions take
+
+The first number of slabs that fits is taken. Where slabs wait for each other, what all of them hold meanwhile
+comes on top, on the disk as far as it does not fit; if not even the smallest slabs fit, the plan is refused
+with the least memory that would do.
+"""
 
 from __future__ import annotations
 
@@ -46,6 +69,9 @@ _MOST_IDLE_NBYTES = 1 << 28
 class Form:
     """The dimensions of a source: whether it has a batch and channels before its ``spatial`` ones.
 
+    A volume (60, 80, 70) for a model with three spatial dimensions is one sample with one channel: the box
+    ``[0:1, 0:1, 5:9, :, :]`` of the model's input is ``[5:9, :, :]`` of the source.
+
     ``together`` samples, 1 or all of the source, are one input of the model.
     """
 
@@ -72,13 +98,9 @@ class Form:
         space = tuple(map(int, shape[len(shape) - self.spatial :]))
         return self.together, int(shape[self.has_batch]) if self.has_channels else 1, *space
 
-    def batch(self, number: int) -> slice:
-        """Samples of an input."""
-        return slice(number, number + self.together)
-
     def box(self, box: Sequence[slice], number: int) -> tuple[slice, ...]:
         """Where a box of an input lies in the source."""
-        leading = (self.batch(number), box[1])
+        leading = slice(number, number + self.together), box[1]
         return *leading[0 if self.has_batch else 1 if self.has_channels else 2 :], *box[_LEADING:]
 
 
@@ -191,6 +213,9 @@ def planned(
 ) -> Plan:
     """Choose the slabs for a limit of memory, and refuse what cannot be done; runs the model on a crop.
 
+    The order matters: the model runs on one sample first. If samples of a batch turn out to depend on each
+    other, as in a norm over the batch, they are one input, and all is measured again for it.
+
     ``returns`` says whether the result is in memory.
 
     Raises
@@ -252,7 +277,13 @@ def planned(
 
 
 class _Costs(NamedTuple):
-    """Bytes that slabs of a sample need, by the needs of the whole and the dependence found on a crop."""
+    """Bytes that slabs of a sample need, by the needs of the whole and the dependence found on a crop.
+
+    The whole is known without its data (fake tensors), but only as one block. How a block depends on its
+    neighbours is known from a crop. A number of the crop is scaled by the ratio of both as one block,
+    ``whole.nbytes / found.alone``, which knows what each layer makes of an extent; or, for bytes that only
+    grow with the elements of the input, by these.
+    """
 
     sample: tuple[int, ...]
     dim: int  # that is cut
@@ -293,7 +324,8 @@ class _Costs(NamedTuple):
     def rows(self, parts: int) -> Listed:
         """Blocks of the cut dimension: as many results each, which end ``lag`` rows before the inputs.
 
-        Blocks end at multiples of the unit; those of the last slabs are shorter, or empty.
+        Blocks end at multiples of the unit; those of the last slabs are shorter, or empty. The picture at the
+        head of this file is that of 4 parts.
         """
         extent = self.sample[self.dim]
         unit = self.whole.unit(self.dim, extent)

@@ -1,4 +1,17 @@
-"""``predict``: the result of a model for a source that does not fit into memory, exact, slab by slab."""
+"""``predict``: the result of a model for a source that does not fit into memory, exact, slab by slab.
+
+Who does what, for one sample::
+
+    Plan         how many slabs, in how many passes, from a forward without data and one of a crop
+    Prediction   reads a slab, has the model run on it, sends the result to the first process
+      Inference    runs the model on virtual ranks, which take turns
+      Processes    every n-th virtual rank is one of this process; the mailbox carries messages between them
+      Pages        memory of ranks that wait, and messages, as far as they do not fit: on disk
+    Results      of the first process: a tensor, a file or a sink; and where a later process would go on
+      ResumeLog    messages for slabs that are not written yet
+
+The plan holds for each process: with more processes a prediction takes less time, not less memory.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +19,10 @@ import os
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -29,10 +41,11 @@ from distdl_rma.jobs.out_of_core.inference import Inference, check_model, fixed_
 from distdl_rma.jobs.out_of_core.pages import Pages
 from distdl_rma.jobs.out_of_core.plan import Plan, planned
 from distdl_rma.jobs.out_of_core.processes import Processes
-from distdl_rma.jobs.out_of_core.results import Begin, Results, digest_of, key_of
+from distdl_rma.jobs.out_of_core.results import Begin, Results, digest_of, key_of, of_disk
 from distdl_rma.jobs.out_of_core.scratch import Scratch
 from distdl_rma.layers.sources.opening import open_array
 from distdl_rma.layers.sources.reading import label, read_box
+from distdl_rma.segments.mailbox import Address, Message
 from distdl_rma.segments.options import parse_size
 from distdl_rma.segments.virtual_ranks.comm import virtual_rank
 
@@ -132,21 +145,21 @@ def predict(
         with processes.together() as facts:
             if progress and find_spec("rich") is None:
                 raise ConfigurationError("predict: progress=True needs the package rich: pip install rich")
-            prepared = _Prepared(model, source, memory, post, grid, scratch, returns=sink is None)
-            plan, digest = prepared.plan, digest_of(model)
-            key = key_of(plan, digest, prepared.source)
-            facts |= {"the source": [label(prepared.source), plan.source], "the grid": plan.grid}
+            job = Prediction(model, source, memory, post, grid, scratch, returns=sink is None)
+            plan, digest = job.plan, digest_of(model)
+            key = key_of(plan, digest, job.source)
+            facts |= {"the source": [label(job.source), plan.source], "the grid": plan.grid}
             facts |= {"the digest of the model": digest, "the sink": label(sink)}
             facts |= {"post": getattr(post, "__qualname__", type(post).__name__)}
+        y = torch.zeros(plan.result, dtype=plan.dtype) if sink is None else None
         with (
-            _opened(processes, sink, plan, key) as results,
-            _shown(plan, results.begin, progress and processes.first) as step,
+            _opened(processes, sink if y is None else y, plan, key) as (results, begin),
+            _shown(plan, begin, progress and processes.first) as step,
         ):
-            for sample in range(results.begin.sample, plan.samples):
-                prepared.run(sample, results, step, processes)
-        if results.tensor is not None:
-            processes.share(results.tensor)
-        return results.tensor
+            job.run(processes, results, begin, step)
+        if y is not None:
+            processes.share(y)
+        return y
 
 
 def plan_prediction(
@@ -171,11 +184,16 @@ def plan_prediction(
     >>> plan.slabs, plan.result  # print(plan) shows also the memory and what waits on disk
     (4, (2, 400, 100))
     """
-    return _Prepared(model, source, memory, post, grid, scratch, returns=False).plan
+    return Prediction(model, source, memory, post, grid, scratch, returns=False).plan
 
 
-class _Prepared:
-    """Checked arguments of a prediction, and its plan."""
+class Prediction(Inference):
+    """A prediction: its checked arguments, its plan, and the forward of each sample.
+
+    Every process has one, with an equal plan, and runs all samples in their order. Blocks of the result, and
+    the news that a slab has ended, go to the first process: by ``mailbox.tell``, which calls its methods, in
+    the order in which one process has told them. So a slab counts as written only after all its blocks are.
+    """
 
     def __init__(
         self,
@@ -190,20 +208,19 @@ class _Prepared:
         if virtual_rank() is not None:
             raise UnsupportedError("predict: a virtual rank cannot run virtual ranks of its own")
         check_model(model)
-        self.model, self.post = model, post
         self.source = source if isinstance(source, (torch.Tensor, np.ndarray)) else open_array(source)
-        self.folder = Path(tempfile.gettempdir() if scratch is None else scratch)
-        if not self.folder.is_dir():
+        self._folder = Path(tempfile.gettempdir() if scratch is None else scratch)
+        if not self._folder.is_dir():
             raise DataError(
-                f"predict: scratch={str(self.folder)!r} is no folder; name an existing one on a disk"
+                f"predict: scratch={str(self._folder)!r} is no folder; name an existing one on a disk"
             )
         limit = parse_size(memory, "the memory")
         shape = tuple(self.source.shape)
-        *others, last = self._dtypes()
+        *others, last = _dtypes_of(self.source, model)
         for self.dtype in (*others, last):
             try:
-                self.plan = planned(model, post, shape, self.dtype, limit, grid, self.folder, returns)
-                return
+                self.plan = planned(model, post, shape, self.dtype, limit, grid, self._folder, returns)
+                break
             except Exception as error:
                 # Torch's errors: the model alone would not take these elements either.
                 of_torch = isinstance(error, ShapeError) or not isinstance(error, DistdlError)
@@ -211,15 +228,7 @@ class _Prepared:
                     raise UnsupportedError(f"{error}; give the source as floats: astype('float32')") from None
                 if self.dtype == last or not of_torch:
                     raise
-
-    def _dtypes(self) -> list[torch.dtype]:
-        # In which the model may take the elements, the first one that it accepts.
-        own = read_box(self.source, [slice(0, 0)] * len(self.source.shape)).dtype
-        known = [x.dtype for x in fixed_tensors(self.model)]
-        if own.is_complex:
-            return [own, *[each for each in known if each.is_complex and each != own][:1]]
-        floats = next((each for each in known if each.is_floating_point), None)
-        return [floats or own] if own.is_floating_point else [own, floats or torch.get_default_dtype()]
+        super().__init__(model, post, self.plan.splits)
 
     def _converted(self, found: torch.Tensor) -> torch.Tensor:
         # In the model's type. Floats are rounded as all its numbers are; labels may not be.
@@ -235,71 +244,102 @@ class _Prepared:
             )
         return block
 
-    def run(self, sample: int, results: Results, step: Callable[[], object], processes: Processes) -> None:
-        """Compute one sample, from the first slab that is left."""
-        plan, form, begin = self.plan, self.plan.form, results.begin.of(sample)
-        ended = set(range(begin.slab))
+    def run(
+        self, processes: Processes, results: Results | None, begin: Begin, step: Callable[[], object]
+    ) -> None:
+        """Compute all samples, from where the prediction begins; collective over the processes, blocking.
 
-        def read(box: Slices) -> torch.Tensor:
-            try:
-                found = read_box(self.source, form.box(box, sample))
-            except OSError as error:
-                raise DataError(f"predict: {label(self.source)}: {error.strerror or error}") from error
-            return self._converted(found).view([each.stop - each.start for each in box])
+        The first process has the results. ``step`` is called there when a slab waits or has ended.
+        """
+        # The results are None elsewhere: actions there are names, which the mailbox sends to the first
+        # process.
+        self._processes, self._results, self._step = processes, cast(Results, results), step
+        for sample in range(begin.sample, self.plan.samples):
+            self._run_sample(sample, begin.of(sample))
 
-        def write(box: Slices, y: torch.Tensor) -> None:
-            # The result may be cut by samples, where these are computed together.
-            whole = (slice(sample + box[0].start, sample + box[0].stop), *box[1:])
-            results.write(whole if form.has_batch else box[1:], y if form.has_batch else y[0])
-
-        def note_end(rank: int) -> None:
-            ended.add(rank)
-            step()
-            count = next(n for n in range(plan.slabs + 1) if n not in ended)
-            if count > begin.written:
-                results.ended(sample, count)
-
-        actions: dict[str, Callable[..., Any]] = {"write": write, "ended": note_end, "step": step}
-        if begin.keeps:
-            actions["keep"] = partial(results.keep, sample)
+    def _run_sample(self, sample: int, begin: Begin) -> None:
+        plan, processes = self.plan, self._processes
+        self._sample, self._begin, self._done = sample, begin, set(range(begin.slab))
+        actions: dict[str, Callable[..., Any]] = {
+            "write": self._store,
+            "ended": self._note_end,
+            "step": self._step,
+            "keep": self._keep,
+        }
+        if not begin.keeps:
+            del actions["keep"]
         with processes.connected(begin.slab, begin.messages, actions) as mailbox:
-
-            def send(rank: int, box: Slices, y: torch.Tensor) -> None:
-                if rank >= begin.written:
-                    # A message of a view would have all of its memory.
-                    mailbox.tell("write", box, y if processes.first else y.clone())
-
             pages = Pages(
                 plan.resident_nbytes,
-                lambda: Scratch(self.folder),
+                lambda: Scratch(self._folder),
                 lambda rank, path: mailbox.tell("step"),
                 moves=plan.passes > 1,
                 idle_nbytes=plan.idle_nbytes,
             )
-            inference = Inference(
-                self.model, self.post, plan.splits, pages, mailbox, read, send,
-                lambda rank, y: mailbox.tell("ended", rank), begin.slab, processes.plays,
-                plan.freed_above,
-            )  # fmt: skip
-            inference.run()
-        if processes.first and len(ended) < plan.slabs:
-            raise ProtocolError(f"predict: {plan.slabs - len(ended)} of {plan.slabs} slabs have not ended")
+            self.play(pages, mailbox, plan.freed_above)
+        if processes.first and len(self._done) < plan.slabs:
+            raise ProtocolError(
+                f"predict: {plan.slabs - len(self._done)} of {plan.slabs} slabs have not ended"
+            )
+
+    def plays(self, rank: int) -> bool:
+        """Whether a slab is one of this process."""
+        return self._processes.plays(rank)
+
+    def read(self, box: Slices) -> torch.Tensor:
+        """The block of a box of the sample, in the model's type."""
+        with of_disk(label(self.source)):
+            found = read_box(self.source, self.plan.form.box(box, self._sample))
+        return self._converted(found).view([each.stop - each.start for each in box])
+
+    def write(self, rank: int, box: Slices, block: torch.Tensor) -> None:
+        """Send a block of the result to the first process, unless an earlier process has written it."""
+        if rank >= self._begin.written:
+            # A message of a view would have all of its memory.
+            self._mailbox.tell("write", box, block if self._processes.first else block.clone())
+
+    def ended(self, rank: int, y: torch.Tensor) -> None:
+        """Tell the first process that a slab has ended."""
+        self._mailbox.tell("ended", rank)
+
+    def _store(self, box: Slices, y: torch.Tensor) -> None:
+        # The result may be cut by samples, where these are computed together.
+        whole = (slice(self._sample + box[0].start, self._sample + box[0].stop), *box[1:])
+        has_batch = self.plan.form.has_batch
+        self._results.write(whole if has_batch else box[1:], y if has_batch else y[0])
+
+    def _keep(self, address: Address, message: Message) -> None:
+        self._results.keep(self._sample, address, message)
+
+    def _note_end(self, rank: int) -> None:
+        # Slabs of several processes may end in another order: those up to the first that is left count.
+        self._done.add(rank)
+        self._step()
+        count = next(n for n in range(self.plan.slabs + 1) if n not in self._done)
+        if count > self._begin.written:
+            self._results.ended(self._sample, count)
+
+
+def _dtypes_of(source: Any, model: nn.Module) -> list[torch.dtype]:
+    # In which the model may take the elements, the first one that it accepts.
+    own = read_box(source, [slice(0, 0)] * len(source.shape)).dtype
+    known = [x.dtype for x in fixed_tensors(model).values()]
+    if own.is_complex:
+        return [own, *[each for each in known if each.is_complex and each != own][:1]]
+    floats = next((each for each in known if each.is_floating_point), None)
+    return [floats or own] if own.is_floating_point else [own, floats or torch.get_default_dtype()]
 
 
 @contextmanager
-def _opened(processes: Processes, sink: Any, plan: Plan, key: str) -> Iterator[Results]:
-    # The first process writes; of the results only one that is returned is in memory. An error of one process
-    # is raised on all.
-    results = Results(None, plan if sink is None else replace(plan, result=(0,)), key)
-    entered = ExitStack()
+def _opened(processes: Processes, sink: Any, plan: Plan, key: str) -> Iterator[tuple[Results | None, Begin]]:
+    # Results of the first process, and where all begin. An error of one process is raised on all.
+    results, entered = None, ExitStack()
     with processes.together():
-        if sink is not None:
-            results.tensor = None
-            if processes.first:
-                results = entered.enter_context(Results(sink, plan, key))
-    results.begin = processes.of_first(results.begin)
+        if processes.first:
+            results = entered.enter_context(Results(sink, plan, key))
+    begin = processes.of_first(results and results.begin)
     with processes.together(), entered:
-        yield results
+        yield results, begin
 
 
 @contextmanager
@@ -367,9 +407,5 @@ class Predictor:
             )
         # Tensors of MONAI have rules of their own.
         source = inputs.detach().as_subclass(torch.Tensor)
-        y = predict(
-            network, source, memory=self.memory, post=self.post, grid=self.grid, scratch=self.scratch,
-            progress=self.progress,
-            comm=self.comm,
-        )  # fmt: skip
+        y = predict(network, source, **vars(self))
         return torch.empty(0) if y is None else y

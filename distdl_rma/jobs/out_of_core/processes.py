@@ -1,4 +1,17 @@
-"""Processes that predict together: each plays every n-th virtual rank, and messages travel between them."""
+"""Processes that predict together: each plays every n-th virtual rank, and messages travel between them.
+
+Two processes, six slabs. Every process has a thread for each virtual rank, but computes only its own::
+
+    process 0    [ 0 ]      [ 2 ]      [ 4 ]              -> time
+                      v    ^     v    ^     v             messages for the next slab
+    process 1         [ 1 ]      [ 3 ]      [ 5 ]
+
+Neighbours are on different processes, so that one computes while the other waits for its messages. Results go
+to the first process, which alone writes: files of HDF5 and of numpy have one writer.
+
+An error of one process ends the waits of all. They meet then, and all raise that error, except where a
+process is gone: nobody can meet it, and the others raise ``PeerFailedError``.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,19 @@
-"""Where a prediction is written, and what a later process needs to go on with it."""
+"""Where a prediction is written, and what a later process needs to go on with it.
+
+A sink that is a path is three things while a prediction runs; a killed process leaves the last two::
+
+    scan.npy                      not there: a result is complete, or absent
+    scan.npy.part                 what is written so far
+    scan.npy.progress/
+        state.json                how far, and of which prediction
+        0-1-2.messages ...        what slabs that are left need of those that have ended (``ResumeLog``)
+
+The state is three numbers, (sample, written, first): this sample is being written, ``written`` of its slabs
+are there, and a later process computes from slab ``first`` on. Usually both are equal. ``first`` is smaller
+where messages were left out because of a slow disk, and 0 where all slabs wait for each other: these are
+computed again, without writing again what is written. A state is replaced as a whole, after the blocks that
+it counts were written.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +34,8 @@ from torch import nn
 
 from distdl_rma.errors import DataError, ShapeError, UnsupportedError
 from distdl_rma.jobs.data.sinks import ArraySink, array_of_one
-from distdl_rma.jobs.out_of_core.message_log import MessageLog
 from distdl_rma.jobs.out_of_core.plan import Plan
+from distdl_rma.jobs.out_of_core.resume_log import ResumeLog
 from distdl_rma.layers.dtypes import NUMPY, as_numbers, flat_bytes
 from distdl_rma.layers.sources.reading import label
 from distdl_rma.segments.mailbox import Address, Message
@@ -30,7 +45,10 @@ _STATE = "state.json"
 
 
 def digest_of(model: nn.Module) -> str:
-    """Hash of a model, its modules, parameters and buffers, and of the autocast that it runs in; local."""
+    """Hash of a model, its modules, parameters and buffers, and of the autocast that it runs in; local.
+
+    Code of modules is not part of it, but their ``repr``, which has their options.
+    """
     autocast = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else ""
     found = blake2b(f"{model!r}{autocast}".encode(), digest_size=16)
     for name, x in model.state_dict().items():
@@ -41,12 +59,24 @@ def digest_of(model: nn.Module) -> str:
 
 
 def key_of(plan: Plan, digest: str, source: Any) -> str:
-    """Hash of what determines a prediction, but for the values of the source; local."""
+    """Hash of what determines a prediction, but for the values of the source; local.
+
+    Of a file, size and time of its last change stand for its values.
+    """
     facts: list[Any] = [plan.source, plan.result, str(plan.dtype), plan.splits, label(source), digest]
     if (path := getattr(source, "path", None)) and Path(path).is_file():
         at = Path(path).stat()
         facts += [at.st_size, at.st_mtime_ns]
     return blake2b(repr(facts).encode(), digest_size=16).hexdigest()
+
+
+@contextmanager
+def of_disk(what: object) -> Iterator[None]:
+    """Context in which an error of the system is a ``DataError`` that names ``what`` is read or written."""
+    try:
+        yield
+    except OSError as error:
+        raise DataError(f"predict: {what}: {error.strerror or error}") from error
 
 
 @dataclass(frozen=True)
@@ -69,26 +99,25 @@ class Begin:
 
 
 class Results:
-    """The target of a prediction, as a context: a new tensor, a file, or a sink of the user.
+    """The target of a prediction, as a context: a tensor that is returned, a file, or a sink of the user.
 
     A file is complete or not there. Until then it has a folder ``path.progress`` beside it, with the number
     of slabs that were written and, where slabs end one after the other, the messages for later slabs. A
     context that ends by an error leaves both, and one with the same ``key`` goes on, from ``begin``.
+
+    Only the first process has one; it tells the others where the prediction begins.
     """
 
     def __init__(self, sink: Any, plan: Plan, key: str) -> None:
         self._plan, self._key, self.begin = plan, key, Begin()
-        self.tensor: torch.Tensor | None = None
         self._file: ArraySink | None = None
         self._sink: Any = sink
         # The last state that was noted: sample, slabs that are written, and where a process would go on.
         self._state = 0, 0, 0
-        if sink is None:
-            self.tensor = torch.zeros(plan.result, dtype=plan.dtype)
-        elif isinstance(sink, (str, os.PathLike)):
+        if isinstance(sink, (str, os.PathLike)):
             self._sink = self._file = array_of_one(sink, plan.result, plan.dtype)
             self._folder = Path(f"{self._file.path}.progress")
-            self._log = MessageLog(self._folder)
+            self._log = ResumeLog(self._folder)
         else:
             self._check(sink)
 
@@ -96,13 +125,13 @@ class Results:
         if self._file is None or self._resumed(self._file):
             return self
         # Nobody shall take another file for that of an older state.
-        with self._disk():
+        with of_disk(self._folder):
             (self._folder / _STATE).unlink(missing_ok=True)
             shutil.rmtree(self._folder, ignore_errors=True)
         with ExitStack() as on_error:
             on_error.callback(shutil.rmtree, self._folder, ignore_errors=True)
             on_error.enter_context(self._file)
-            with self._disk():
+            with of_disk(self._folder):
                 self._folder.mkdir()
                 self._note(0, 0, 0)
             on_error.pop_all()
@@ -122,24 +151,23 @@ class Results:
 
     def write(self, box: Slices, y: torch.Tensor) -> None:
         """Write a box of the result."""
-        if self.tensor is not None:
-            self.tensor[box] = y
-            return
-        try:
+        with of_disk(label(self._sink)):
             self._sink[box] = y if isinstance(self._sink, torch.Tensor) else as_numbers(y)
-        except OSError as error:
-            raise DataError(f"predict: {label(self._sink)}: {error.strerror or error}") from error
 
     def keep(self, sample: int, address: Address, message: Message) -> None:
         """Keep a message of a sample for a process that goes on."""
-        with self._disk():
+        with of_disk(self._folder):
             self._log.keep(sample, address, message)
 
     def ended(self, sample: int, slabs: int) -> None:
-        """Note that the first ``slabs`` of a sample are written."""
+        """Note that the first ``slabs`` of a sample are written.
+
+        The state is written before messages are removed: a process that is killed between both finds more
+        messages than it needs, never fewer.
+        """
         if self._file is None:
             return
-        with self._disk():
+        with of_disk(self._folder):
             if slabs == self._plan.slabs:
                 self._note(sample + 1, 0, 0)
                 self._log.clear()
@@ -156,13 +184,6 @@ class Results:
         # Where all slabs wait for each other, none can go on alone.
         return self._plan.slabs > 1 and not self._plan.waits
 
-    @contextmanager
-    def _disk(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            raise DataError(f"predict: {self._folder}: {error.strerror or error}") from error
-
     def _check(self, sink: Any) -> None:
         shape, dtype = tuple(getattr(sink, "shape", ())), getattr(sink, "dtype", None)
         if not hasattr(sink, "__setitem__") or shape != self._plan.result:
@@ -170,6 +191,8 @@ class Results:
                 f"predict: the result has shape {self._plan.result}, {label(sink)} {shape}; a sink is a path,"
                 " or takes sink[box] = array"
             )
+        if isinstance(sink, torch.Tensor) and sink.dtype == self._plan.dtype:
+            return
         if self._plan.dtype not in NUMPY:
             raise UnsupportedError(
                 f"predict: numpy has no elements of {self._plan.dtype}; convert them by post="

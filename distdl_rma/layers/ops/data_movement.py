@@ -1,4 +1,17 @@
-"""Operations that move tensors: repartition, halo exchange, concatenation, broadcast and sum-reduction."""
+"""Operations that move tensors: repartition, halo exchange, concatenation, broadcast and sum-reduction.
+
+Two kinds of operands. A *tensor* has a decomposition, and every movement of it is an exchange between two of
+them::
+
+    repartition      blocks on P_x           ->  blocks on P_y
+    all-gather       blocks along a dimension ->  whole along it, on each rank of the line
+    reduce-scatter   terms of a sum           ->  blocks of the sum
+    halo exchange    blocks                   ->  blocks with the elements around them
+
+*Subtensors* are any tensors, one on each rank, that need not be blocks of one: they are summed or copied
+along grid dimensions as vectors. With many ranks that goes along a tree of stages, within nodes first
+(``geometry/trees.py``).
+"""
 
 from __future__ import annotations
 
@@ -27,6 +40,8 @@ from distdl_rma.layers.ops.window_gather import WindowGather
 
 class StagedMove(Operation):
     """One or more movements, one after another; the result is in new memory.
+
+    As an operation, for a layer: it takes no part in computing.
 
     ``dtype`` is the type of the result; the movements may have a longer one. ``flat`` is the local shape of
     the result if the movements move flattened tensors, else None.
@@ -123,6 +138,13 @@ CHANNELS = 1
 
 class Concat(Operation):
     """Concatenation along the channels; each input, and its gradient, travels in its own type.
+
+    An input goes straight to the place of its channels on the ranks of the output: nobody has the whole
+    tensor. Two inputs of 3 and 5 channels, output on two ranks::
+
+        output    rank 0  channels 0 1 2 3      rank 1  channels 4 5 6 7
+        input 0           0 1 2                                            a section of the output's channels
+        input 1                 0                       1 2 3 4
 
     ``sources`` and ``dtypes`` are the decomposition and the type of each input. The result is balanced on
     P_y; with ``keep_batch`` the batch keeps the cut of the first input.

@@ -1,4 +1,9 @@
-"""Embedding of split indices: every rank looks up its own indices in the whole table."""
+"""Embedding of split indices: every rank looks up its own indices in the whole table.
+
+No vector moves, unless the output is wanted on other ranks. Gradients of the table are summed over the ranks
+by those who sum all parameters' gradients. ``scale_grad_by_freq`` divides by how often an index occurs in the
+whole batch: an allreduce of counts in each forward, as long as the table.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,23 @@
-"""Linear layers whose weight is in blocks on a grid of ranks, or in shards (ZeRO)."""
+"""Linear layers whose weight is in blocks on a grid of ranks, or in shards (ZeRO).
+
+A weight on 2 x 2 workers, rows are output features, columns input features::
+
+                    x, features 0..3   x, features 4..7
+                          |                  |
+    y, features 0..3   rank 0    --sum--  rank 1         each rank reads the features of its column, and
+    y, features 4..7   rank 2    --sum--  rank 3         makes a partial output of its row
+
+``gather`` brings the features of the columns, ``scatter`` sums the partial outputs along the rows. With one
+column nothing is summed (all-gather form), with one row each rank reads its features only (reduce-scatter
+form). Several data-parallel blocks are copies of this picture, each with a share of the batch.
+
+ZeRO: the data-parallel blocks also cut the weight. It is gathered for a product and freed after it, so that a
+rank keeps its shard only; the gradient is summed straight into the shards. Both move in stripes of half a
+MiB::
+
+    stripe 0 |====|
+    stripe 1      |====|            the next stripe travels while one is copied to its place
+"""
 
 from __future__ import annotations
 
@@ -83,7 +102,11 @@ class LinearGrid:
         return Decomposition(self.P_w, tuple(splits), tuple(axes))
 
     def zero_weight(self, dim: int) -> Decomposition:
-        """ZeRO: the weight is also cut over the data-parallel blocks, in a dimension that no worker cuts."""
+        """ZeRO: the weight is also cut over the data-parallel blocks, in a dimension that no worker cuts.
+
+        So the shards of a worker's block are a one-dimensional matter, of the ranks with the same row and
+        column.
+        """
         _, rows, columns = self.P_w.shape
         splits = list(self.weight.splits)
         splits[dim] = Balanced(splits[dim].extent, self.blocks)
@@ -91,7 +114,10 @@ class LinearGrid:
         return Decomposition(self.P_w, tuple(splits), axes)
 
     def zero_bias(self) -> Decomposition:
-        """ZeRO: each row's block of the bias is also cut over the data-parallel blocks."""
+        """ZeRO: each row's block of the bias is also cut over the data-parallel blocks.
+
+        The whole bias is one line of shards: row by row, and within a row block by block.
+        """
         used = self.bias
         rows, blocks = range(used.partition.shape[ROWS]), range(self.blocks)
         lengths: list[int] = []
@@ -104,6 +130,8 @@ class LinearGrid:
 
 def grid_of_workers(P: Partition, dim: int) -> Partition:
     """Grid of data-parallel blocks of model-parallel workers, from the partition of a tensor.
+
+    A partition of (2, 3) is two blocks of three workers: the grid (2, 3, 1) with workers as rows.
 
     The partition's first extent is the number of blocks, the product of the others the workers of each. The
     workers are along the dimension ``dim`` of the grid: rows for an all-gather of the input, columns for a
@@ -157,37 +185,37 @@ class SplitLinear(GatherComputeScatter):
             x = x.to(self._dtype).reshape(self._shape)
         if self._matrix is None:
             return super().carry_out(needs, x, weights)
-        return zero_linear(self._matrix, needs, x, weights["weight"], self._bias_among(weights))
+        # Reshaped out here: torch refuses in-place changes of a view that an autograd function returns.
+        rows = x.unsqueeze(0) if x.dim() == 1 else x.flatten(0, -2)
+        of_weights = weights["weight"], self._bias_among(weights)
+        y: torch.Tensor = _ZeroProduct.apply(rows, *of_weights, anchor(needs.any), self._matrix, needs)
+        return y.view(*x.shape[:-1], y.shape[-1])
 
     def compute(self, x: torch.Tensor, **weights: torch.Tensor) -> torch.Tensor:
         """Partial outputs of this rank's block of the weight."""
         weight, bias, offer = weights["weight"], self._bias_among(weights), self._places and self._places()
         # A moved or cast weight is no leaf: its gradient is not yet the parameter's.
         if offer is not None and weight.is_leaf and (bias is None or bias.is_leaf):
-            return linear_function(x, weight, bias, offer)
+            y: torch.Tensor = LinearInPlaces.apply(x, weight, bias, offer)
+            return y
         return F.linear(x, weight, bias)
 
     def _bias_among(self, weights: Mapping[str, Any]) -> torch.Tensor | None:
         return weights.get("bias") if self._adds_bias else None
 
 
-def linear_function(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, offer: Offer
-) -> torch.Tensor:
+class LinearInPlaces(OperatorFunction):
     """``torch.nn.functional.linear`` whose weight gradients are written to given places, without a copy.
 
     Weight and bias are leaves: gradients have their type and shape. A backward calls ``offer`` once each with
     ``"weight"`` and ``"bias"``: it returns the tensor to write the gradient to, or None for new memory.
     """
-    y: torch.Tensor = _Linear.apply(x, weight, bias, offer)
-    return y
 
-
-class _Linear(OperatorFunction):
     @staticmethod
     def forward(
         ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, offer: Offer
     ) -> torch.Tensor:
+        """As torch's function."""
         ctx.save_for_backward(x, weight)
         ctx.offer = offer
         return F.linear(x, weight, bias)
@@ -195,6 +223,7 @@ class _Linear(OperatorFunction):
     @staticmethod
     @uncompiled
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """Gradients; those of weight and bias in their places."""
         x, weight = ctx.saved_tensors
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         (rows, columns), batch = weight.shape, x.shape[:-1].numel()
@@ -290,25 +319,13 @@ class ShardedMatrix:
         return movement
 
 
-def zero_linear(
-    matrix: ShardedMatrix,
-    needs: GradientNeeds,
-    x: torch.Tensor,
-    shard: torch.Tensor,
-    bias: torch.Tensor | None,
-) -> torch.Tensor:
+class _ZeroProduct(OperatorFunction):
     """``x W^T + b`` with a weight that is gathered for the product, and again for the backward.
 
     Only the shard is kept in between. Forward and backward are collective over the group of the matrix; the
     backward computes the gradients that any rank ``needs``.
     """
-    # Reshaped out here: torch refuses in-place changes of a view that an autograd function returns.
-    rows = x.unsqueeze(0) if x.dim() == 1 else x.flatten(0, -2)
-    y: torch.Tensor = _ZeroProduct.apply(rows, shard, bias, anchor(needs.any), matrix, needs)
-    return y.view(*x.shape[:-1], y.shape[-1])
 
-
-class _ZeroProduct(OperatorFunction):
     @staticmethod
     def forward(
         ctx: Any,

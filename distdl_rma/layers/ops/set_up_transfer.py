@@ -1,4 +1,13 @@
-"""Movement of tensors that move once, for example at set-up: in passes, to need little segment memory."""
+"""Movement of tensors that move once, for example at set-up: in passes, to need little segment memory.
+
+A movement would hold segment memory as large as the tensor, for one use. In passes, a run of each part moves
+at a time, and the segment holds two runs::
+
+    part of rank 0   |run 0|run 1|run 2|..
+    part of rank 1   |run 0|run 1|..|           a shorter part repeats elements in its last runs
+                        |
+    pass 0 moves run 0 of all parts, pass 1 run 1, ...
+"""
 
 from __future__ import annotations
 
@@ -92,6 +101,8 @@ _Runs = Iterator[torch.Tensor]
 
 class TransferInPasses:
     """Passes of a tensor in parts, each on one rank (giver): in every pass a run of each part moves.
+
+    All runs of a giver have the same length, so that all passes are the same exchange.
 
     ``count`` is the number of passes, ``runs`` the elements per pass of each giver, in partition order.
     """

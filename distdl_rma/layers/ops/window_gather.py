@@ -1,4 +1,19 @@
-"""Inputs that the outputs of a sliding window read: moved from their owners, padded beyond the domain."""
+"""Inputs that the outputs of a sliding window read: moved from their owners, padded beyond the domain.
+
+Windows of 3 with padding 1, and three ranks with 3 inputs each. What the padding holds decides who needs
+whom::
+
+    inputs                     |0 1 2|3 4 5|6 7 8|
+    zeros, constant        - 0  1 2 3                    rank 0 reads element 3; it makes the padding
+    replicate              0 0  1 2 3                    ... and repeats its element 0
+    reflect                1 0  1 2 3                    ... and repeats its element 1
+    circular               8 0  1 2 3                    ... and reads element 8 of rank 2: an image of the
+                                                         whole input, shifted by its extent
+
+So the halo, the copies of a circular padding, and a redistribution to another grid are one exchange, from the
+blocks of the input to the boxes that outputs read. What the exchange does not bring is added by
+``add_padding``.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +75,10 @@ class WindowGather:
         self.movement = movement_or_none(site, source, target, dtype, "halo", images)
 
     def add_padding(self, x: torch.Tensor) -> torch.Tensor:
-        """Add the padding to the result of the movement; the shape in space is that of ``region``."""
+        """Add the padding to the result of the movement; the shape in space is that of ``region``.
+
+        By torch, where torch pads in the same way; else by the index in the domain of each padded element.
+        """
         if self.complete:
             return x
         if self.mode == "constant":

@@ -1,4 +1,9 @@
-"""Torch's arguments of pools, padding and up-sampling, as options of the operations."""
+"""Torch's arguments of pools, padding and up-sampling, as options of the operations.
+
+Functions and layers come here with the same names of arguments: ``F.max_pool2d(x, kernel_size=3)`` by the
+signature of the function, ``nn.MaxPool2d(kernel_size=3)`` by the attributes of the module. So both are read
+in one place, and torch itself has checked them before.
+"""
 
 from __future__ import annotations
 
@@ -25,6 +30,10 @@ def options_of(operation: type[WindowOperation[Any]], given: Mapping[str, Any], 
     """Options of an operation for so many spatial dimensions, from arguments that torch has accepted.
 
     ``given`` are the arguments of a function by torch's names, or the attributes of torch's module.
+
+    Examples -------- >>> from distdl_rma.layers.ops.windows import AvgPooling >>> given = {"kernel_size": 3,
+    "stride": None, "padding": 1, "ceil_mode": False, "count_include_pad": True} >>> options_of(AvgPooling,
+    given, dims=2).stencil.outputs((9, 6))  # the stride is the kernel (3, 2)
     """
     if operation is Padding:
         return _padding(given, dims)

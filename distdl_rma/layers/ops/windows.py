@@ -1,4 +1,24 @@
-"""Pooling, resizing and padding: every rank gathers the inputs of its outputs and computes the outputs."""
+"""Pooling, resizing and padding: every rank gathers the inputs of its outputs and computes the outputs.
+
+Two ranks, 8 inputs, an average over windows of 3 with padding 1. The outputs are in balanced blocks, and each
+rank gathers what its outputs read::
+
+    inputs      rank 0  |0 1 2 3|      rank 1  |4 5 6 7|
+    outputs             |0 1 2 3|              |4 5 6 7|
+    gathered         - 0 1 2 3 4            3 4 5 6 7 -         (-: padding, which each rank makes itself)
+
+What a window reads is known from extents alone, as one of two kinds::
+
+    Window       slides: kernel, stride, dilation, padding       pools, padding
+    TableWindow  a first and a last input for each output        adaptive pools, resizing
+
+An adaptive average is the exception: its windows may be as large as the image. There every rank sums its own
+data for each window that they meet, and ``scatter`` adds these sums at the owners of the outputs.
+
+A divisor, a position, or the first of several equal maxima depends on global indices, which a block does not
+show. Each operation computes these from the global extents, and calls torch's kernel only where that gives
+the same for a part as for the whole.
+"""
 
 from __future__ import annotations
 
@@ -17,13 +37,16 @@ from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.halo import ReadersSplit, Stencil, TableWindow, Window, WindowSplit
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.layers.dtypes import sum_dtype
-from distdl_rma.layers.ops.core.movement import CallSite, behind
+from distdl_rma.layers.ops.core.movement import CallSite
 from distdl_rma.layers.ops.core.operation import GatherComputeScatter
+from distdl_rma.layers.ops.core.order import outputs_of
 from distdl_rma.layers.ops.core.staged import movement_or_none
 from distdl_rma.layers.ops.window_gather import WindowGather
 
 
 class _Options(Protocol):
+    """What an operation needs to know of its options before it plans."""
+
     def outputs(self, shape: tuple[int, ...]) -> Sequence[int]:
         """Spatial extents of the global output for a global input; ``ShapeError`` if there is none."""
 
@@ -39,6 +62,10 @@ class WindowOperation(GatherComputeScatter, Generic[T]):
 
     The output is balanced on P_y; if P_y is the input's partition, the batch keeps the input's cut.
     ``extents`` are the global input's in space. ``box`` is the part that this rank computes, in ``dtype``.
+
+    A subclass says in ``_prepare`` what is gathered, and in ``_local`` how outputs follow from it. It plans
+    for any decomposition, also one whose blocks are empty: then ``_local`` is not called, but the rank takes
+    part in the movements.
     """
 
     inexact = True  # whether elements must be floating point numbers
@@ -51,10 +78,12 @@ class WindowOperation(GatherComputeScatter, Generic[T]):
             raise UnsupportedError(f"the input is {dtype}; only floating point numbers are supported")
         output = Decomposition.balanced(P_y, (*source.shape[:LEADING], *options.outputs(source.shape)))
         if P_y == source.partition:
-            if site.machine.mailbox is not None:
-                windows = options.windows(source.shape[LEADING:], dtype)
-                output = behind(site, source, output, windows)
-            output = output.with_splits({0: source.splits[0]})
+            output = outputs_of(
+                site.machine,
+                source,
+                output,
+                lambda: [window.reads for window in options.windows(source.shape[LEADING:], dtype)],
+            ).with_splits({0: source.splits[0]})
         self.rank = rank = site.machine.rank
         super().__init__(site, rank in source.partition, rank in P_y, output)
         self.extents, self.box, self.dtype = source.shape[LEADING:], output.box(rank), dtype
@@ -75,6 +104,13 @@ class WindowOperation(GatherComputeScatter, Generic[T]):
     def _local(self, x: torch.Tensor) -> torch.Tensor:
         """Outputs of this rank, at least one element, from the gathered inputs."""
         raise NotImplementedError
+
+    def _gather(
+        self, stencil: Stencil, source: Decomposition, mode: str = "zeros", value: float = 0.0
+    ) -> None:
+        """Gather what the windows of a stencil read, into ``_read``."""
+        self._read = WindowGather(self.site, stencil, source, self.output, self.dtype, mode, value)
+        self.gather = self._read.movement
 
     def read_by_tables(self, windows: Sequence[TableWindow]) -> Decomposition:
         """Decomposition of the inputs that each rank's outputs read, by a table for each dimension."""
@@ -126,10 +162,8 @@ class Padding(WindowOperation[PadOptions]):
     inexact = False
 
     def _prepare(self, source: Decomposition, options: PadOptions) -> None:
-        stencil = Stencil(tuple(Window(1, left=left, right=right) for left, right in options.sides))
-        kind = self.dtype, options.mode, options.value
-        self._read = WindowGather(self.site, stencil, source, self.output, *kind)
-        self.gather = self._read.movement
+        stencil = Stencil(tuple(options.windows(self.extents, self.dtype)))
+        self._gather(stencil, source, options.mode, options.value)
 
     def _local(self, x: torch.Tensor) -> torch.Tensor:
         y = self._read.add_padding(x)
@@ -144,12 +178,10 @@ Coordinates = Sequence[torch.Tensor]
 
 
 @dataclass(frozen=True)
-class AvgPoolOptions:
-    """Windows, and how to choose their divisors, as in torch."""
+class SlidingOptions:
+    """Windows that slide over the input."""
 
     stencil: Stencil
-    count_include_pad: bool = True
-    divisor_override: int | None = None
 
     def outputs(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Spatial extents of the output."""
@@ -161,16 +193,22 @@ class AvgPoolOptions:
 
 
 @dataclass(frozen=True)
-class MaxPoolOptions:
+class AvgPoolOptions(SlidingOptions):
+    """Windows, and how to choose their divisors, as in torch."""
+
+    count_include_pad: bool = True
+    divisor_override: int | None = None
+
+
+@dataclass(frozen=True)
+class MaxPoolOptions(SlidingOptions):
     """Windows, and whether to return the indices of their largest elements."""
 
-    stencil: Stencil
     return_indices: bool = False
 
     def outputs(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Spatial extents of the output; ``ShapeError`` also if a window reads only padding."""
-        extents = extents_to_pool(shape)
-        outputs = self.stencil.outputs(extents)
+        extents, outputs = shape[LEADING:], super().outputs(shape)
         for window, n, m in zip(self.stencil.windows, extents, outputs, strict=True):
             for output in range(m):
                 if _first_input(window, output) >= min(n, window.reads(output, output + 1)[1]):
@@ -180,18 +218,17 @@ class MaxPoolOptions:
                     )
         return outputs
 
-    def windows(self, extents: tuple[int, ...], dtype: torch.dtype) -> Sequence[Window]:
-        """The stencil's windows."""
-        return self.stencil.windows
-
 
 class AvgPooling(WindowOperation[AvgPoolOptions]):
-    """Average pooling: torch sums the windows, and sums are divided by the number of counted elements."""
+    """Average pooling: torch sums the windows, and sums are divided by the number of counted elements.
+
+    The number depends on whether a window reaches over the end of the global input. So all padding is in the
+    tensor, where torch counts it, and torch divides by one number if all windows of this rank have the same.
+    """
 
     def _prepare(self, source: Decomposition, options: AvgPoolOptions) -> None:
         windows = options.stencil.windows
-        self._read = WindowGather(self.site, options.stencil, source, self.output, self.dtype)
-        self.gather = self._read.movement
+        self._gather(options.stencil, source)
         # torch's one-dimensional pooling has no divisor_override.
         self._lead = (1,) * (2 - len(windows))
         self._kernel = (*self._lead, *(window.kernel for window in windows))
@@ -239,7 +276,8 @@ class MaxWindows(WindowOperation[T]):
     """Max pooling: the largest element of each window; the gradient goes to this element.
 
     Subclasses implement ``_argmax``, and set ``start``, the first global index of the gathered input in each
-    spatial dimension, and ``return_indices``.
+    spatial dimension, and ``return_indices``. Indices are of the global image: of a local index, rows before
+    the block and the width of the image are missing.
     """
 
     start: Sequence[int]
@@ -291,7 +329,13 @@ def gather_at(x: torch.Tensor, coordinates: Coordinates) -> torch.Tensor:
 
 
 class MaxPooling(MaxWindows[MaxPoolOptions]):
-    """Max pooling with sliding windows, also of integers; the padding is the smallest value of the type."""
+    """Max pooling with sliding windows, also of integers; the padding is the smallest value of the type.
+
+    torch's kernel pads by itself, with elements that no window takes. A rank in the middle of an image has no
+    padding, one at its end has it at one side. Where torch, which pads both sides alike, would compute
+    further outputs, the padding is in the tensor, and a window that reads nothing but -inf is decided by
+    indices.
+    """
 
     # Those of torch's kernels.
     integers = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
@@ -299,8 +343,8 @@ class MaxPooling(MaxWindows[MaxPoolOptions]):
     def _prepare(self, source: Decomposition, options: MaxPoolOptions) -> None:
         floats = self.dtype.is_floating_point
         stencil, padding = options.stencil, float("-inf") if floats else torch.iinfo(self.dtype).min
-        self._read = WindowGather(self.site, stencil, source, self.output, self.dtype, "constant", padding)
-        self.gather, self.start = self._read.movement, self._read.held.start
+        self._gather(stencil, source, "constant", padding)
+        self.start = self._read.held.start
         self.return_indices, self._windows = options.return_indices, stencil.windows
         self._arguments = list(zip(*((w.kernel, w.stride, w.dilation) for w in self._windows), strict=True))
         # In one dimension torch has no kernel for integers but that of indices.
@@ -375,7 +419,17 @@ class AdaptiveOptions:
 
 
 class AdaptiveAvgPooling(WindowOperation[AdaptiveOptions]):
-    """Adaptive average pooling: every rank sums its own data per window, owners of outputs add the sums."""
+    """Adaptive average pooling: every rank sums its own data per window, owners of outputs add the sums.
+
+    Windows of 7 elements for 3 outputs, over two ranks; each rank sends one number per window that it meets::
+
+        elements     0 1 2 3 | 4 5 6
+        window 0    [0 1 2]  |                 rank 0: the whole sum
+        window 1        [2 3 | 4]              rank 0: 2 + 3, rank 1: 4
+        window 2             |[4 5 6]          rank 1: the whole sum
+
+    A global average of an image so moves one number per rank and channel.
+    """
 
     def _prepare(self, source: Decomposition, options: AdaptiveOptions) -> None:
         windows = options.windows(self.extents)
@@ -425,7 +479,10 @@ def _contributions(
 
 
 class AdaptiveMaxPooling(MaxWindows[AdaptiveOptions]):
-    """Adaptive max pooling: each rank gathers all inputs of its windows."""
+    """Adaptive max pooling: each rank gathers all inputs of its windows.
+
+    Partial maxima could be merged as sums are, but the gradient needs the place of each maximum.
+    """
 
     def _prepare(self, source: Decomposition, options: AdaptiveOptions) -> None:
         windows, self.return_indices = options.windows(self.extents), options.return_indices
@@ -504,7 +561,15 @@ class Resize:
 
 @dataclass(frozen=True)
 class Interpolation:
-    """Inputs that each output of one dimension reads, and their weights."""
+    """Inputs that each output of one dimension reads, and their weights.
+
+    Four outputs of two inputs, linear. They lie at -0.25, which becomes 0, at 0.25, 0.75 and 1.25::
+
+        index    0 0 0 1        weight    1.0  0.75  0.25  0.75
+                 1 1 1 1                  0.0  0.25  0.75  0.25
+
+    The last output takes the last input twice, with weights that sum to 1.
+    """
 
     index: torch.Tensor  # one row per tap, one column per output; rising along both
     weight: torch.Tensor | None = None  # of the same shape; None for copies
@@ -638,7 +703,14 @@ class _ResizedPart(NamedTuple):
 
 
 class _ResizedLine:
-    """Resizing of one dimension: by torch's kernel if it computes parts of all as the whole, else by taps."""
+    """Resizing of one dimension: by torch's kernel if it computes parts of all as the whole, else by taps.
+
+    torch computes the position of an output as ``step * (index + 0.5) - 0.5``, rounded: a part has other
+    indices, and so other roundings. For factors that floating point numbers hold exactly, there are none, and
+    its kernel gives the same numbers, several times faster than taps. A part then begins at an input before
+    that of its first output, at a multiple of the factor's denominator; outputs before its first one are
+    cropped.
+    """
 
     def __init__(
         self, mode: str, dims: int, resize: Resize, cut: bool, by_taps: bool, dtype: torch.dtype

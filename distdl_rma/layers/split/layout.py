@@ -1,5 +1,12 @@
 """Layouts: how a tensor is cut over ranks, and what functions of torch do to its dimensions.
 
+An image (batch, channel, H, W) on a grid of 2 x 2 ranks, of which the first grid dimension cuts the rows and
+the second one makes copies, has the axes ``(2, None)``::
+
+                  rows 0..3           rows 4..7
+    grid      rank 0, rank 1       rank 2, rank 3          ranks 0 and 1 hold the same block
+
+
 A layout is a :class:`Decomposition` in a normal form: a grid dimension of extent 1 cuts no tensor dimension,
 and the ranks along a grid dimension that cuts none hold copies. Equal layouts are one object.
 """
@@ -109,9 +116,11 @@ def with_splits(found: Decomposition, splits: Mapping[int, Split]) -> Decomposit
 
 
 def ending_first(found: Decomposition, others: Iterable[Decomposition]) -> Decomposition:
-    """The layout itself; where ranks run ahead, no part ends behind that of another operand of the call.
+    """The layout itself; where ranks run in order, no part ends behind that of another operand of the call.
 
-    So operands move to later ranks only. The dimensions of ``others`` are the last ones of ``found``.
+    So operands move to later ranks only (``layers/ops/core/order.py``): of ``x + y`` with rows cut as 3, 5
+    and as 4, 4, the result is cut as 3, 5, and row 3 of ``y`` moves from the first rank to the second. The
+    dimensions of ``others`` are the last ones of ``found``.
     """
     home = found.partition.home
     if not isinstance(home, Machine) or home.mailbox is None:
@@ -185,7 +194,10 @@ def line(found: Decomposition, grid_dims: Collection[int]) -> tuple[int, ...]:
 
 
 def holds(source: Decomposition, target: Decomposition) -> bool:
-    """Whether on every rank the source block contains the target block, so that no data moves."""
+    """Whether on every rank the source block contains the target block, so that no data moves.
+
+    Each dimension is whole in the source, or cut in the same way, by the same grid dimension.
+    """
     return all(
         split.parts == 1 or (split == wanted and _grid_dim(source, d) == _grid_dim(target, d))
         for d, (split, wanted) in enumerate(zip(source.splits, target.splits, strict=True))

@@ -192,7 +192,7 @@ def common_layout(func: Any, operands: Sequence[torch.Tensor]) -> Decomposition:
     """Layout of operands after broadcasting: the cuts of the largest operand, then those of others that fit.
 
     The largest, since all operands with another layout move, and moving the small ones costs least. The first
-    of several operands of one size counts. Where ranks run ahead, no part ends behind others.
+    of several operands of one size counts. Where ranks run in order, no part ends behind others.
     """
     # Checked first, since layouts of two machines compare equal.
     partition = common_partition(func, operands)

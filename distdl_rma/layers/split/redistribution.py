@@ -10,13 +10,21 @@ The meaning of a gradient is defined here, for the whole package:
 
 A function on blocks keeps the first rule by itself. If ranks use copies beside different blocks,
 ``to_blocks`` sums the contributions to their gradient. ``all_sum``, a sum over ranks, passes its gradient on
-unchanged. If ranks with equal blocks use a plain tensor, only the first of them contributes (``once``).
+unchanged. If ranks with equal blocks use a plain tensor, only the first of them contributes (``once``)::
+
+    function             forward                         backward all_sum              blocks -> their sum,
+    copied     the gradient as it is: copies hold equal ones to_blocks            copies, as they are
+    the sum of the contributions, copied once                 a plain tensor, as it is        the gradient on
+    one rank of each set of copies, else zeros redistributed        blocks -> other blocks          the way
+    back, from one of several copies
+
+Why ``all_sum`` does not sum in its backward, as the adjoint of a sum over ranks would: all ranks compute the
+same loss of the sum. The adjoint would count that loss once for each rank.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -26,13 +34,11 @@ from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.layers.arithmetic import reduction_dtype
 from distdl_rma.layers.dtypes import sum_dtype
 from distdl_rma.layers.ops.core.autograd import OperatorFunction, first_derivative
+from distdl_rma.layers.ops.core.order import reduction_of
 from distdl_rma.layers.ops.core.staged import Moves, movement_between
 from distdl_rma.layers.ops.core.tensors import as_array, as_tensor
 from distdl_rma.layers.split import layout as lay
 from distdl_rma.layers.split.calls.site import Site, may_move
-from distdl_rma.segments.collectives.allreduce import Allreduce
-from distdl_rma.segments.collectives.reduction import Reduction, element_of
-from distdl_rma.segments.mailbox import BufferedVectors
 
 
 def reduced(
@@ -44,15 +50,9 @@ def reduced(
     wide = sum_dtype(x.dtype)
 
     key, some, name = (op, what, ranks, x.shape, wide), tuple(ranks), f"{site.name} ({what or op})"
-    segments, element, mailbox = site.machine.segments, reduction_dtype(wide), site.machine.mailbox
-    if mailbox is not None:
-        make = partial(BufferedVectors, segments, ranks, name, mailbox)
-        rows = site.kept(key, make, some).gather(as_array(x.detach().to(wide).reshape(-1)))
-        total = rows[0].copy()
-        Reduction(op, element_of(element, name), 1, name).reduce(list(rows), total)
-        return as_tensor(total, wide).view(x.shape).to(x.dtype, copy=True)
-    sums = site.kept(key, lambda: Allreduce(segments, ranks, x.numel(), element, op, name), some)
-    with site.machine.trace.span("wait", site.name):
+    machine, element = site.machine, reduction_dtype(wide)
+    sums = site.kept(key, lambda: reduction_of(machine, ranks, x.numel(), element, op, name), some)
+    with machine.trace.span("wait", site.name):
         result = as_tensor(sums(as_array(x.detach().to(wide).reshape(-1))), wide)
     return result.view(x.shape).to(x.dtype, copy=True)
 

@@ -32,7 +32,7 @@ SLABS, SHAPE = 8, (2, 1, 240, 30)
 FILES = tuple(
     f"{each}.py"
     for each in (
-        "out_of_core/results", "out_of_core/message_log", "out_of_core/predict", "out_of_core/processes",
+        "out_of_core/results", "out_of_core/resume_log", "out_of_core/predict", "out_of_core/processes",
         "segments/shared_mailbox", "data/sinks", "sources/raw", "zarr/storage/_local",
     )
 )  # fmt: skip

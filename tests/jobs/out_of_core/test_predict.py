@@ -39,30 +39,27 @@ from tests.jobs.out_of_core.nets import Calls, UNet, seeded, whole
 from tests.run_mpi import completed
 
 
-class Run:
+class Run(Inference):
     """A forward on virtual ranks: the result, who waited where, and what was left of the messages."""
 
     def __init__(self, model, x, blocks, folder, limit=1 << 40, post=None):
-        self.waits, self.ended = [], []
+        super().__init__(model, post, [Balanced(n, b) for n, b in zip(x.shape, blocks, strict=True)])
+        self.waits, self.done = [], []
         self.pages = Pages(limit, lambda: Scratch(folder), self._wait)
         self.mailbox, self._y, self._x = Mailbox(), {}, x
-        splits = [Balanced(n, b) for n, b in zip(x.shape, blocks, strict=True)]
-        inference = Inference(
-            model, post, splits, self.pages, self.mailbox, self._read, self._write, self._end
-        )
-        inference.run()
+        self.play(self.pages, self.mailbox)
 
-    def _read(self, box):
+    def read(self, box):
         return self._x[box].clone()
 
-    def _write(self, rank, box, y):
+    def write(self, rank, box, y):
         self._y[rank] = box, y.clone()
 
     def _wait(self, rank, path):
         self.waits.append((rank, path))
 
-    def _end(self, rank, y):
-        self.ended.append(rank)
+    def ended(self, rank, y):
+        self.done.append(rank)
 
     def joined(self, like):
         y, covered = torch.full_like(like, torch.nan), torch.zeros(like.shape, dtype=torch.int)
@@ -83,7 +80,7 @@ def check(model, x, blocks, folder, passes=None, **how):
         if passes is not None:
             assert sum(rank == 0 for rank, _ in run.waits) == passes
         if passes == 0:
-            assert run.ended == sorted(run.ended) and not run.pages.held
+            assert run.done == sorted(run.done) and not run.pages.held
     return run
 
 
@@ -257,11 +254,14 @@ def test_all_slabs_share_tensors_that_are_attributes(tmp_path):
     # What is left of a training step, which torch does not copy.
     model.kept = model.conv(torch.ones(1, 1, 4, 4))
     twin = twin_of(model)
-    for x, y in zip(fixed_tensors(model), fixed_tensors(twin), strict=True):
+    both = (fixed_tensors(each).values() for each in (model, twin))
+    for x, y in zip(*both, strict=True):
         assert x.data_ptr() == y.data_ptr() and x._version == y._version and type(x) is type(y)
         # Autocast keeps its copies of leaves that need gradients.
         assert not (y.requires_grad and y.is_leaf)
-    assert {id(model.table), id(model.tables["one"][0]), id(model.kept)} <= set(map(id, fixed_tensors(model)))
+    assert {id(model.table), id(model.tables["one"][0]), id(model.kept)} <= set(
+        map(id, fixed_tensors(model).values())
+    )
     check(model, torch.randn(1, 1, 40, 20), (1, 1, 4, 1), tmp_path, 0)
 
 

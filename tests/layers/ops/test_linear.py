@@ -17,9 +17,9 @@ from distdl_rma.layers.ops.linear import (
     OUT,
     ROWS,
     LinearGrid,
+    LinearInPlaces,
     ShardedMatrix,
     grid_of_workers,
-    linear_function,
 )
 
 SHAPES = [(5,), (4, 5), (2, 3, 5), (0, 5), (2, 0, 5)]
@@ -38,7 +38,7 @@ def operands(shape, outputs=3, dtype=torch.float64):
 def test_gradients_equal_torchs_and_are_written_to_the_places(shape, dtype):
     x, weight, bias = operands(shape, dtype=dtype)
     places = {"weight": torch.full_like(weight, 7.0), "bias": torch.full_like(bias, 7.0)}
-    y = linear_function(x, weight, bias, dict(places).pop)
+    y = LinearInPlaces.apply(x, weight, bias, dict(places).pop)
     expected = F.linear(x, weight, bias)
     gradient = torch.randn_like(y)
     mine = torch.autograd.grad(y, (x, weight, bias), gradient)
@@ -53,18 +53,18 @@ def test_what_is_frozen_is_not_asked_for():
         inputs = operands((4, 5))
         inputs[frozen].requires_grad_(False)
         asked = []
-        linear_function(*inputs, asked.append).sum().backward()
+        LinearInPlaces.apply(*inputs, asked.append).sum().backward()
         assert asked == [key for at, key in ((1, "weight"), (2, "bias")) if at != frozen]
     asked.clear()
     x, weight, _ = operands((4, 5))
-    linear_function(x, weight, None, asked.append).sum().backward()
+    LinearInPlaces.apply(x, weight, None, asked.append).sum().backward()
     assert asked == ["weight"]
     assert weight.grad is not None
 
 
 def test_second_derivatives_are_torchs_and_write_to_no_place():
     inputs = operands((4, 5))
-    product = lambda *t: linear_function(*t, lambda _: pytest.fail("asked"))  # noqa: E731
+    product = lambda *t: LinearInPlaces.apply(*t, lambda _: pytest.fail("asked"))  # noqa: E731
     assert torch.autograd.gradgradcheck(product, inputs)
 
 

@@ -1,12 +1,23 @@
 """Transposed convolution of split tensors: of own data and the halo, or of own data alone.
 
-In the latter case ranks compute overlapping outputs, which the movement ``scatter`` sums.
+An input adds to all outputs in its window, so outputs near a cut get parts of inputs on both sides. Windows
+of 3 outputs with stride 2, and two ranks with 3 inputs each::
+
+    inputs                    0   1   2 | 3   4   5
+    outputs of input 2                4 5 6
+    outputs of input 3                    6 7 8         both add to output 6
+
+    gather      the owner of output 6 gets both inputs and computes the output: no sum between ranks
+    scatter     each rank computes the outputs of its inputs; ``scatter`` sums both parts of output 6
+
+Inputs are fewer than outputs, so to gather moves less, and rounds once. It needs all channels of the input
+and the whole weight on each rank. Otherwise, and in 16 bits, where the padding that it needs makes torch's
+gradient of the weight slow, ranks scatter.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,7 +32,8 @@ from distdl_rma.geometry.partition import Partition
 from distdl_rma.layers.ops.conv.convolution import GridConvolution
 from distdl_rma.layers.ops.conv.worker_grid import IN, OUT, ConvolutionOptions, channels_out
 from distdl_rma.layers.ops.core.autograd import tied
-from distdl_rma.layers.ops.core.movement import CallSite, behind
+from distdl_rma.layers.ops.core.movement import CallSite
+from distdl_rma.layers.ops.core.order import in_order, outputs_of
 from distdl_rma.layers.ops.core.staged import movement_or_none
 
 
@@ -58,20 +70,21 @@ class TransposedConvolution(GridConvolution):
             batch, rows, *space = source.splits
         output = Decomposition.balanced(target, (source.shape[0], channels, *extents))
         if on_workers and target == source.partition:
-            output = behind(site, source, output, [_Contributors(w) for w in stencil.windows])
-            output = output.with_splits({0: batch})
+            # The inputs that add to an output are those whose window over the outputs meets it.
+            reads = [window.readers for window in stencil.windows]
+            output = outputs_of(site.machine, source, output, lambda: reads).with_splits({0: batch})
         in_place = on_workers and target == source.partition and grid[OUT] == grid[IN] == 1
         # oneDNN takes twice as long for the gradient of a weight of 16 bits if the padding is wide. A
         # prediction has none, and is not rounded once more where slabs meet.
-        in_place = in_place and (dtype.itemsize > 2 or site.machine.mailbox is not None)
+        in_place = in_place and (dtype.itemsize > 2 or in_order(site.machine))
         computed = output if in_place else workers.by_columns(batch, stencil.with_halo(space, extents), rows)
         super().__init__(site, options, source, dtype, (computed, output), rows)
         # Zeros beside the gathered inputs, as torch's padding takes them; none for most layers.
         self._zeros: list[int] = []
         if in_place:
-            reads = source.with_splits(_contributors(stencil, source, output))
-            self.gather = movement_or_none(site, source, reads, dtype, "input")
-            self._crop(stencil, *(d.box(site.machine.rank) for d in (reads, output)))
+            gathered = source.with_splits(_contributors(stencil, source, output))
+            self.gather = movement_or_none(site, source, gathered, dtype, "input")
+            self._crop(stencil, *(d.box(site.machine.rank) for d in (gathered, output)))
         elif not on_workers:
             self.gather = movement_or_none(site, source, workers.by_rows(batch, space), dtype, "input")
         self._channels = output.box(site.machine.rank).bounds[1]
@@ -112,14 +125,6 @@ class TransposedConvolution(GridConvolution):
         return y + block.view(-1, *(1,) * (y.dim() - LEADING))
 
 
-class _Contributors(NamedTuple):
-    # Inputs that add to an output: those whose window over the outputs meets it.
-    window: Window
-
-    def reads(self, start: int, stop: int) -> tuple[int, int]:
-        return self.window.readers(start, stop)
-
-
 def _contributors(stencil: Stencil, source: Decomposition, output: Decomposition) -> dict[int, Split]:
     # Along dimensions that are not cut, torch pads the whole input.
     found: dict[int, Split] = {}
@@ -136,7 +141,9 @@ def _contributors(stencil: Stencil, source: Decomposition, output: Decomposition
 def crop(window: Window, inputs: tuple[int, int], outputs: tuple[int, int]) -> tuple[int, int, int, int]:
     """Zeros before and behind inputs, and padding and output padding, with which torch gives the outputs.
 
-    The inputs contain all that add to the outputs.
+    The inputs contain all that add to the outputs. torch crops ``padding`` outputs at both ends, and less
+    than a stride fewer at the second one (``output_padding``). Where a rank's outputs need another
+    difference, zeros beside the inputs move the ends by a stride each.
     """
     (first, last), (start, stop), step = inputs, outputs, window.stride
     low = start + window.left - first * step

@@ -1,11 +1,33 @@
-"""Convolution of split tensors: own data while the halo travels, then the halo; and its adjoint."""
+"""Convolution of split tensors: own data while the halo travels, then the halo; and its adjoint.
+
+The schedule of a rank, time from left to right. The patches ``core`` and ``rim`` are those of
+``own_and_halo.py``: own data, and the data of others that its outputs read::
+
+    forward    start | convolve the core ......... | wait | convolve the rim, add its outputs
+    halo           |========== travels =========|
+
+    backward   rim's adjoint | start | core's adjoint, weight, bias ..... | wait | add what has come
+    gradients                      |========== travel =========|
+
+The backward has the rim first, since other ranks wait for its gradients, and the core meanwhile. With
+``joins`` there is no core: own data are copied beside the place of the halo while it travels, and one
+convolution computes all outputs.
+
+All of it is one autograd function, ``_HaloSchedule``, for two reasons. A graph of single operations would run
+backwards in an order that torch chooses, which need not send first. And torch would save the tensors of the
+rim; here only the halo is saved, and own data are copied to the rim's tensors again in the backward.
+
+A layer starts before its ranks have agreed on the shapes, with the operation of the last call (its guess). If
+the ranks then agree on another one, that one begins anew, and the halo of the guess is void on all ranks.
+
+Where a convolution is no sum over disjoint boxes of its input (``can_overlap`` of ``worker_grid.py``), ranks
+first gather all that their outputs read (``WindowGather``), and torch's autograd differentiates the rest.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from itertools import chain
-from math import prod
 from typing import Any
 
 import numpy as np
@@ -22,12 +44,9 @@ from distdl_rma.layers.ops.conv.kernels import ConvolutionArguments, convolution
 from distdl_rma.layers.ops.conv.own_and_halo import (
     OwnAndHalo,
     Patch,
-    adjoint_of_pieces,
-    outputs_of_pieces,
-    pieces_of,
-    pieces_of_outputs,
     with_channels,
 )
+from distdl_rma.layers.ops.conv.pieces import InPieces, in_pieces
 from distdl_rma.layers.ops.conv.worker_grid import IN, ConvolutionOptions, channels_out
 from distdl_rma.layers.ops.core.autograd import (
     GradientNeeds,
@@ -37,9 +56,10 @@ from distdl_rma.layers.ops.core.autograd import (
     recomputed_by_all,
     tied,
 )
-from distdl_rma.layers.ops.core.movement import CallSite, Movement, behind
+from distdl_rma.layers.ops.core.movement import CallSite, Movement
 from distdl_rma.layers.ops.core.operation import Agreement, GatherComputeScatter
-from distdl_rma.layers.ops.core.result_memory import MAPPED, SMALLEST_NBYTES
+from distdl_rma.layers.ops.core.order import in_order, outputs_of
+from distdl_rma.layers.ops.core.result_memory import SMALLEST_NBYTES
 from distdl_rma.layers.ops.core.staged import Moves, movement_or_none
 from distdl_rma.layers.ops.core.tensors import as_tensor, no_autocast
 from distdl_rma.layers.ops.window_gather import WindowGather
@@ -58,6 +78,10 @@ class GridConvolution(GatherComputeScatter):
     Calls pass this rank's block of the weight, or the whole weight. ``source`` is the decomposition of the
     input (batch, channel, *spatial). ``ShapeError`` if it has another number of channels than the layer, or
     no elements in space. ``ends`` are the decompositions of the partial outputs and of the output.
+
+    Ranks along the in-channel dimension of the grid compute outputs of the same box, each from its channels:
+    ``scatter`` sums these. The one with the first in-channel block adds the bias; calls pass the others a
+    bias without elements.
     """
 
     def __init__(
@@ -112,6 +136,10 @@ class GridConvolution(GatherComputeScatter):
 class Convolution(GridConvolution):
     """Convolution by a grid of ranks: input in any decomposition, output in balanced blocks on ``target``.
 
+    Made once for inputs of one decomposition and type, and called many times: all boxes, slices and patches
+    are found here, so that a call only cuts, copies and convolves. With ``overlaps`` every rank takes part in
+    every call, also one that computes nothing: others read its data.
+
     With ``on_workers`` the target is the worker grid, and the batch keeps the input's cut. With ``overlaps``
     a rank convolves its own data while the halo travels, or, with ``joins``, copies them next to the place of
     the halo. Otherwise it first gathers all inputs that it reads. ``ShapeError`` also if the input is too
@@ -134,7 +162,8 @@ class Convolution(GridConvolution):
         ]
         output = Decomposition.balanced(target, (source.shape[0], channels, *extents))
         if options.on_workers:
-            output = behind(site, source, output, stencil.windows).with_splits({0: batch})
+            reads_of = [window.reads for window in stencil.windows]
+            output = outputs_of(machine, source, output, lambda: reads_of).with_splits({0: batch})
             space = output.splits[LEADING:]
         else:
             batch = Balanced(source.shape[0], workers.grid.shape[0])
@@ -160,13 +189,11 @@ class Convolution(GridConvolution):
             own,
             Box((batches, (0, int(not self._empty)), *outputs)),
             workers.groups,
-            options.joins if self.sums_exactly else machine.mailbox is not None,
+            options.joins if self.sums_exactly else in_order(machine),
         )
-        # No pieces for short types: their sum would be rounded once per piece.
-        core = parts.core if self.sums_exactly else None
-        self.pieces = () if core is None else pieces_of(core, prod(self._shape), dtype.itemsize)
-        # In which the outputs of own data are computed; by the size above which tensors have new pages.
-        self._output_pieces: dict[int, tuple[Patch, ...]] = {}
+        # What convolves own data: the patch, or a large one in pieces.
+        core = None if parts.core is None else in_pieces(parts.core, self._shape[1], dtype)
+        self.core: Patch | InPieces | None = core
         # Places of own data and of received pieces in the rim's tensors, and of sent pieces in own data.
         self.own = parts.landing(own)
         self.landings = [parts.landing(piece.box) for piece in self.halo.forward.receives]
@@ -203,7 +230,11 @@ class Convolution(GridConvolution):
         return self.in_runs(x, block, self._rows(bias))
 
     def begin(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> _Started:
-        """Start the halo; convolve own data, or copy them next to the place of the halo."""
+        """Start the halo; convolve own data, or copy them next to the place of the halo.
+
+        The outputs are those of the first patch that gives all of them, or zeros with the bias, to which all
+        patches add. They are None if that patch has to wait for the halo, as the joined one does.
+        """
         machine, name = self.site
         mark, channel, parts = machine.trace.marks(name), self.halo.forward, self.parts
         mark("start")
@@ -211,27 +242,23 @@ class Convolution(GridConvolution):
         epoch = channel.start(channel.cut(as_words(x)) if channel.sends else ())
         mark("local")
         block = weight if weight.shape == self._block.shape else self.block(weight)
-        bias, core, y = self._rows(bias), parts.core, None
+        bias, core, y = self._rows(bias), self.core, None
         if parts.base is None:
             y = torch.zeros(self._shape, dtype=self.dtype)
-            if core is not None:
-                y[core.place] = core.convolve(x, block)
+            if parts.core is not None:
+                y[parts.core.place] = parts.core.convolve(x, block)
             if bias is not None:
                 y.add_(bias.view(-1, *(1,) * (y.dim() - LEADING)))
-        elif parts.base is core:
-            above = MAPPED.nbytes
-            if (pieces := self._output_pieces.get(above)) is None:
-                pieces = pieces_of_outputs(core, self._shape[1], self.dtype.itemsize, above)
-                self._output_pieces[above] = pieces
-            y = (
-                outputs_of_pieces(pieces, core.outputs, x, block, bias)
-                if pieces
-                else core.convolve(x, block, bias)
-            )
+        elif core is not None and parts.base is parts.core:
+            y = core.convolve(x, block, bias)
         return epoch, y, self.held(x), block, bias, mark
 
     def held(self, x: Tensor, halo: Sequence[Tensor] = ()) -> tuple[Tensor, ...]:
-        """Tensors of the rim's patches, with the own data that they read; the halo is uninitialised if ()."""
+        """Tensors of the rim's patches, with the own data that they read; the halo is uninitialised if ().
+
+        The forward gets the memory from here and receives the halo into it. A backward that saved only the
+        received pieces (``remakes``) passes them as ``halo``, and gets equal tensors again.
+        """
         found: tuple[Tensor, ...] = ()
         for patch in self.parts.rim:
             found = *found, patch.hold(self.dtype)
@@ -243,7 +270,11 @@ class Convolution(GridConvolution):
         return found
 
     def send_back(self, found: Sequence[Found]) -> int:
-        """Start to send the gradients of the rim's tensors to the owners of the data; return the epoch."""
+        """Start to send the gradients of the rim's tensors to the owners of the data; return the epoch.
+
+        A piece may lie in several patches, as where blocks of neighbours are longer than this one: each patch
+        has the gradient of its part of the piece. Elements in no patch, as between strides, have none.
+        """
         channel, arrays, pieces = self.halo.adjoint, [], []
         for _, edge, *_ in found:
             arrays += [as_words(edge)]
@@ -261,7 +292,11 @@ class Convolution(GridConvolution):
         return channel.start(pieces)
 
     def of_data(self, x: Tensor, found: Sequence[Found], epoch: int, mark: Mark) -> Tensor:
-        """Gradient of own data: from this rank's patches, and from other readers. Blocking."""
+        """Gradient of own data: from this rank's patches, and from other readers. Blocking.
+
+        In 16 bits the sum is in float32, rounded once at the end. The received gradients are added where they
+        lie in the segment.
+        """
         total = found[0][1] if found and found[0][0] is self.parts.core else None
         for number, there, here in self.own:
             part = total = found[number][1][there]
@@ -280,7 +315,11 @@ class Convolution(GridConvolution):
         return total if self.sums_exactly else total.to(x.dtype)
 
     def of_weight(self, shape: torch.Size, block: Tensor, found: Sequence[Found]) -> Tensor:
-        """Gradient of the weight in its shape: the sum of the patches'."""
+        """Gradient of the weight in its shape: the sum of the patches'.
+
+        Each patch has that of the taps through which its outputs read its data: a strip of the halo is often
+        read through the outermost taps only. The first one becomes the sum if it has all taps.
+        """
         (_, _, total, _), *others = found or ((None,) * 4,)
         if total is None or total.shape != shape:
             total, others = block.new_zeros(shape), [*found]
@@ -428,11 +467,10 @@ class _HaloSchedule(OperatorFunction):
         if needs_halo:
             mark("start")
             epoch = operation.send_back(found)
-        core, pieces = parts.core, operation.pieces
+        core = operation.core
         if core is not None and (needs_x or needs_weight):
             mark("local")
-            adjoint = partial(adjoint_of_pieces, pieces) if pieces else core.convolve_adjoint
-            found = (core, *adjoint(gradient, x, block, (needs_x, *needs))), *found
+            found = (parts.core, *core.convolve_adjoint(gradient, x, block, (needs_x, *needs))), *found
             mark("fuse")
         if needs_bias:
             d_bias = found[0][3] if found else None

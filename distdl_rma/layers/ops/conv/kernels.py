@@ -1,4 +1,18 @@
-"""Torch's convolution and its adjoint, with a kernel that is correct and fast for the shapes."""
+"""Torch's convolution and its adjoint, with a kernel that is correct and fast for the shapes.
+
+torch chooses between its own kernels and those of oneDNN by rules for whole images. Blocks of split tensors
+are narrower, and often single samples: for some of them the choice is wrong, or slow::
+
+    shapes                                        torch's choice              here narrower than a window and
+    its padding        oneDNN: wrong results       torch's own kernels, without oneDNN one sample of few
+    elements                    its own kernels: slow       oneDNN, by torch.mkldnn_convolution gradient of
+    the input, few output channels    oneDNN's adjoint: slow      a convolution by the mirrored kernel
+    transposed, of volumes in float32             its adjoint: slow           a convolution, and an adjoint of
+    one
+
+Every other call goes to torch unchanged. The choice depends on shapes and type alone, is the same for forward
+and backward, and is made once for each (:class:`KernelChoice`).
+"""
 
 from __future__ import annotations
 
@@ -125,7 +139,10 @@ _choice = lru_cache(maxsize=1024)(KernelChoice.of)
 
 
 def uses_faster_kernel(x: Tensor, weight: Tensor, bias: Tensor | None, steps: ConvolutionArguments) -> bool:
-    """Whether a convolution, or its adjoint, uses a faster kernel than torch; False if torch raises."""
+    """Whether a convolution, or its adjoint, uses a faster kernel than torch; False if torch raises.
+
+    Operands that do not fit together go to torch, whose error the user knows.
+    """
     if _choice(steps, x.shape, weight.shape, x.dtype)[1:] == _AS_TORCH[1:] or not _onednn_enabled():
         return False
     channels = weight.shape[1] * steps.groups if steps.transposed else weight.shape[0]

@@ -1,12 +1,41 @@
-"""Convolution of one rank, as a sum over patches: own data and each side of the halo, or all in one."""
+"""Convolution of one rank, as a sum over patches: own data and each side of the halo, or all in one.
+
+A rank with a block in the middle of an image, and windows of 3 x 3::
+
+       data that the rank reads               outputs that it computes
+
+    +---+---------------------+---+          t  also read the side above, with its corners
+    |           above             |          l  also read the left side, r the right one
+    +---+---------------------+---+          b  also read the side below, with its corners
+    |   |                     |   |          +---------------------+
+    | l |                     | r |          | tl  t  t  t  t   tr |
+    | e |      own data       | i |          | l                 r |
+    | f |                     | g |          | l    own data     r |
+    | t |                     | h |          | l      only       r |
+    |   |                     | t |          | bl  b  b  b  b   br |
+    +---+---------------------+---+          +---------------------+
+    |           below             |
+    +---+---------------------+---+
+
+A convolution is linear: the outputs are the sum over disjoint boxes of data of what each box alone gives,
+with zeros in the place of all other data. So a rank convolves its own data, the *core*, as soon as a call
+begins, and adds the part of each side, the *rim*, when it has come::
+
+    outputs = conv(own data)  +  conv(above) at t  +  conv(left) at l  +  conv(right) at r  +  conv(below) at
+    b
+
+Only a few outputs read a side, and through a few taps: those of the first row read the side above through the
+first row of the kernel. A :class:`Patch` has exactly these taps and outputs, so that a thin side costs
+little. The same patches give the adjoint: each has the gradient of its data, and a part of the weight's.
+
+A small block has no core, since several calls cost more than a copy of the block: its rim is a single patch,
+of own data and halo in one tensor (``joins``).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import pairwise
-from math import prod
 
 import torch
 from torch import Tensor
@@ -17,14 +46,7 @@ from distdl_rma.layers.ops.conv.kernels import ConvolutionArguments, Needs, conv
 from distdl_rma.layers.ops.core.result_memory import result
 
 Slices = tuple[slice, ...]
-_ALL = slice(None)
-# Gradients of patches with more than so many bytes per thread are computed in pieces of so many.
-_LARGE_NBYTES, _PIECE_NBYTES = 1 << 22, 1 << 19
-# Outputs of large patches of images are computed in pieces of so many at most, whose memory is used again.
-# Where the allocator keeps only smaller memory than the second number, pieces would be too small.
-_OUTPUTS_NBYTES, _KEPT_NBYTES = 1 << 20, 1 << 20
-# torch uses slower kernels for pieces of fewer elements, not counting the last dimension of volumes.
-_PIECE_ELEMENTS = 1 << 15
+ALL = slice(None)
 
 
 def with_channels(stencil: Stencil, first: int, count: int) -> Stencil:
@@ -36,10 +58,21 @@ def with_channels(stencil: Stencil, first: int, count: int) -> Stencil:
 class Patch:
     """A block of input data and the outputs that it adds to; boxes have batch, channel and space.
 
-    A convolution is linear: the sum over disjoint blocks of data is the whole convolution. ``outputs`` are
+    ``outputs`` are
     the outputs ``within`` a box that read any of the data. ``taps`` bounds, per dimension, the taps through
     which they read the data. ``region`` contains all inputs that the outputs read through these taps; it is
     zero outside of the data. ``held`` is the box of the tensor in memory: it contains the region's data.
+
+    One row of 8 elements, of which a rank has the first 4, and windows of 3, padding 1. The side that it
+    receives is element 4, which output 3 reads through its last tap::
+
+        element      0   1   2   3 | 4   5   6   7          data      [4, 5)
+        own         [.   .   .   .]|                        outputs   [3, 4)
+        output 3             a   b | c                      taps      [2, 3): c alone
+                                                            region    [4, 5)
+
+    Always true: ``region`` is what a convolution without padding by these taps reads for these outputs, so
+    that data, with zeros up to the region, give the outputs and nothing else.
     """
 
     stencil: Stencil
@@ -73,7 +106,7 @@ class Patch:
     @cached_property
     def weight(self) -> Slices:
         """Slices of the weight tensor (out, in, *kernel)."""
-        return (_ALL, *(slice(low, high) for low, high in self.taps[1:]))
+        return (ALL, *(slice(low, high) for low, high in self.taps[1:]))
 
     @cached_property
     def _whole_weight(self) -> bool:
@@ -83,7 +116,7 @@ class Patch:
     def place(self) -> Slices:
         """Slices of the outputs in the local tensor of all outputs ``within``."""
         batch, _, *space = self.outputs.slices(self.within)
-        return (batch, _ALL, *space)
+        return (batch, ALL, *space)
 
     @cached_property
     def complete(self) -> bool:
@@ -108,7 +141,11 @@ class Patch:
 
     @cached_property
     def padding(self) -> tuple[int | None, ...]:
-        """Padding argument of torch per dimension; None where only zeros in the tensor give these outputs."""
+        """Padding argument of torch per dimension; None where only zeros in the tensor give these outputs.
+
+        torch pads both ends alike. That is right if the zeros behind the data, as many as before, make no
+        further output; it saves a copy of the data into a larger tensor.
+        """
         found: list[int | None] = []
         for window, (low, high), n, (before, _), outputs in zip(
             self.stencil.windows, self.taps, self.inside.shape, self.margins, self.outputs.shape, strict=True
@@ -119,7 +156,10 @@ class Patch:
 
     @cached_property
     def convolved(self) -> Box:
-        """Smallest box to convolve: the data, with zeros along the dimensions that torch cannot pad."""
+        """Smallest box to convolve: the data, with zeros along the dimensions that torch cannot pad.
+
+        Between the data alone, if torch can pad everywhere, and the whole region.
+        """
         both = zip(self.padding, self.inside.bounds, self.region.bounds, strict=True)
         return Box(tuple(region if padding is None else inside for padding, inside, region in both))
 
@@ -146,8 +186,8 @@ class Patch:
             return steps
         return steps._replace(padding=tuple(n or 0 for n in self.padding[LEADING:]))
 
-    def _operand(self, block: Tensor) -> Tensor:
-        # Tensor whose convolution, with the padding of the steps, has exactly the outputs of the patch.
+    def operand(self, block: Tensor) -> Tensor:
+        """Tensor whose convolution, with the padding of ``steps``, has exactly the outputs of the patch."""
         inside = block[self.crop]
         return inside if self.data_in_convolved is None else torch.constant_pad_nd(inside, self._around)
 
@@ -171,7 +211,7 @@ class Patch:
 
     def convolve(self, block: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """Outputs of the patch, from the held tensor."""
-        data = block if self._convolves_held else self._operand(block)
+        data = block if self._convolves_held else self.operand(block)
         taps = weight if self._whole_weight else weight[self.weight]
         return convolution(data, taps, bias, self.steps)
 
@@ -184,7 +224,7 @@ class Patch:
         """
         needs = *needs[:2], needs[2] and self.complete
         gradient = gradient if self.complete else gradient[self.place]
-        data = block if self._convolves_held else self._operand(block)
+        data = block if self._convolves_held else self.operand(block)
         weight = weight if self._whole_weight else weight[self.weight]
         inner, taps, offsets = convolution_adjoint(gradient, data, weight, self.steps, needs)
         if inner is None or self._convolves_held:
@@ -197,93 +237,13 @@ class Patch:
         outer[self.crop] = inner
         return outer, taps, offsets
 
-    def cut(self, count: int) -> tuple[Patch, ...]:
-        """Patches of ``count`` pieces of the data, of fewer down to half as many, or none.
-
-        They are cut along the dimension that gives most pieces. Neighbours compute some outputs twice.
-        """
-        dims = [d for d in range(len(self.data.bounds)) if d != 1]
-        most = [min(count, self._most_pieces(d)) for d in dims]
-        if max(most) < max(2, count / 2):
-            return ()
-        count, d = max(most), dims[most.index(max(most))]
-        low, high = self.data.bounds[d]
-        ends = [low + (high - low) * n // count for n in range(count + 1)]
-        boxes = [self.data.replace(d, *bounds) for bounds in pairwise(ends)]
-        found = [Patch.of(self.stencil, box, self.within, self.held, self.groups) for box in boxes]
-        pieces = tuple(p for p in found if p is not None and p.taps == self.taps and p.inside == p.data)
-        return pieces if len(pieces) == count else ()
-
-    def _most_pieces(self, d: int) -> int:
-        # At least eight windows per piece, so that few outputs are computed twice. Samples share no outputs.
-        low, high = self.data.bounds[d]
-        return (high - low) // (8 * self.stencil.windows[d].span) if d else high - low
-
-
-def pieces_of(patch: Patch, outputs: int, itemsize: int) -> tuple[Patch, ...]:
-    """Pieces in which the gradients of a patch with so many outputs are computed; none if it is small."""
-    each = max(patch.data.volume, outputs) * itemsize // torch.get_num_threads()
-    count, most = each // _PIECE_NBYTES, prod(patch.data.shape[:4]) // _PIECE_ELEMENTS
-    return patch.cut(count) if each >= _LARGE_NBYTES and count <= most else ()
-
-
-def pieces_of_outputs(patch: Patch, channels: int, itemsize: int, above: int) -> tuple[Patch, ...]:
-    """Pieces in which outputs of a patch of images are computed: samples, or rows of all samples.
-
-    There are none for tensors up to ``above`` bytes, the size above which tensors have new pages. torch's
-    kernels reorder what they read and what they write: of a piece in the cache, and of a large tensor in new
-    pages, whose first use takes longer than a convolution of few channels.
-    """
-    samples, _, *space = patch.outputs.shape
-    each = max(channels, patch.data.shape[1]) * space[-1] * itemsize
-    if len(space) != 2 or above < _KEPT_NBYTES or each * samples * space[0] <= above:
-        return ()
-    most = min(_OUTPUTS_NBYTES * torch.get_num_threads(), above // 4)
-    count = each * samples * space[0] // most
-    d, length = (0, samples) if samples >= count else (LEADING, space[0])
-    step, (start, stop) = max(1, length // max(1, count)), patch.outputs.bounds[d]
-    parts = [patch.outputs.replace(d, low, min(stop, low + step)) for low in range(start, stop, step)]
-    pieces = [Patch.of(patch.stencil, patch.data, part, patch.held, patch.groups) for part in parts]
-    found = tuple(piece for piece in pieces if piece is not None and piece.complete)
-    return found if len(found) == len(parts) else ()
-
-
-def outputs_of_pieces(
-    pieces: Sequence[Patch], outputs: Box, block: Tensor, weight: Tensor, bias: Tensor | None
-) -> Tensor:
-    """:meth:`Patch.convolve` of the patch of these pieces, which has these outputs."""
-    samples, _, *space = outputs.shape
-    y = result((samples, weight.shape[0], *space), weight.dtype)
-    for piece in pieces:
-        batch, _, *place = piece.outputs.slices(outputs)
-        y[(batch, _ALL, *place)] = piece.convolve(block, weight, bias)
-    return y
-
-
-def adjoint_of_pieces(
-    pieces: Sequence[Patch], gradient: Tensor, block: Tensor, weight: Tensor, needs: Needs
-) -> tuple[Tensor | None, Tensor | None, None]:
-    """:meth:`Patch.convolve_adjoint` of the patch of these pieces, in little memory.
-
-    There is no gradient of a bias: two pieces may compute the same outputs. torch reorders the elements of a
-    tensor for its kernels, and back. For a large tensor this needs more memory than any other part of the
-    step, mostly new pages, whose first use takes longer than the reordering.
-    """
-    outer, total, needs = torch.empty_like(block) if needs[0] else None, None, (*needs[:2], False)
-    for piece in pieces:
-        part, taps, _ = convolution_adjoint(
-            gradient[piece.place], piece._operand(block), weight[piece.weight], piece.steps, needs
-        )
-        if outer is not None and part is not None:
-            inside = piece.data_in_convolved
-            outer[piece.crop] = part if inside is None else part[inside]
-        total = taps if total is None or taps is None else total.add_(taps)
-    return outer, total, None
-
 
 @dataclass(frozen=True)
 class OwnAndHalo:
     """The convolution of one rank as a sum: a core of own data, and a rim of patches that wait for the halo.
+
+    Always true: the data of core and rim are disjoint, and together all data in the domain that the outputs
+    read; so their outputs, added up, are the convolution. A patch whose data no output reads is left out.
 
     The rim is one patch per side of the halo. With ``joins`` it is instead a single patch, of own data and
     halo in one tensor, and there is no core. The stencil has windows of all tensor dimensions. The domain is
@@ -326,7 +286,10 @@ class OwnAndHalo:
 
     @cached_property
     def halo(self) -> tuple[Box, ...]:
-        """Disjoint boxes of the remote data to read; the sides of the first dimension have the corners."""
+        """Disjoint boxes of the remote data to read; the sides of the first dimension have the corners.
+
+        Dimension by dimension, what lies before and behind own data is cut off from what is left.
+        """
         rest = self.stencil.reads(self.outputs) & self.domain
         sides = []
         for d, ((start, stop), (low, high)) in enumerate(zip(rest.bounds, self.own.bounds, strict=True)):
@@ -336,7 +299,10 @@ class OwnAndHalo:
         return tuple(side for side in sides if not side.empty)
 
     def landing(self, box: Box) -> list[tuple[int, Slices, Slices]]:
-        """Places of a box of data: number of a patch of the rim, slices in its tensor, slices in the box."""
+        """Places of a box of data: number of a patch of the rim, slices in its tensor, slices in the box.
+
+        A received piece may lie in several patches, and hold elements that no patch reads.
+        """
         common = [box & patch.inside for patch in self.rim]
         return [
             (number, part.slices(patch.held), part.slices(box))

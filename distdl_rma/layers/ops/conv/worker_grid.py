@@ -1,4 +1,15 @@
-"""Grid of the ranks that compute a convolution, and the options of a convolution."""
+"""Grid of the ranks that compute a convolution, and the options of a convolution.
+
+Six workers that cut 4 output channels in two and 3 rows of space in three, (1, 2, 1, 3, 1)::
+
+                        space
+    out-channel    rank 0   rank 1   rank 2        rows 0 and 1 of the weight
+                   rank 3   rank 4   rank 5        rows 2 and 3
+
+Ranks of a column read the same input box; ranks of a row use the same block of the weight. If the in-channel
+dimension of the grid is cut too, ranks along it have different channels of the input and columns of the
+weight, and partial outputs of the same box, which are summed.
+"""
 
 from __future__ import annotations
 
@@ -150,6 +161,8 @@ def grid_of_workers(P_W: Partition | None, default: Partition, channels: int) ->
 def can_overlap(stencil: Stencil, padding_mode: str, workers: WorkerGrid, P_x: Partition) -> bool:
     """Whether a convolution is a sum over disjoint boxes of its input, each times a box of the weight.
 
+    Then own data can be convolved while the halo travels.
+
     It is not where padding repeats elements of the input, nor where several ranks share the channels of
     groups: each rank then reads strided channels.
     """
@@ -194,7 +207,11 @@ def channels_out(workers: WorkerGrid, source: Decomposition) -> int:
 
 
 def group_runs(start: int, stop: int, size: int) -> Iterator[tuple[int, int, int]]:
-    """Start, stop and number of groups of each run: whole groups of ``size`` channels, or part of one."""
+    """Start, stop and number of groups of each run: whole groups of ``size`` channels, or part of one.
+
+    torch convolves any number of whole groups in one call, a part of a group in a call of its own. Channels 1
+    to 7 in groups of 3 are a part, a whole group and a part: (1, 3, 1), (3, 6, 1), (6, 8, 1).
+    """
     while start < stop:
         whole_groups = (stop - start) // size if start % size == 0 else 0
         end = start + whole_groups * size if whole_groups else min(stop, start // size * size + size)

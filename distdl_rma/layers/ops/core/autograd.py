@@ -1,4 +1,20 @@
-"""Autograd of operations: guards of forward and backward, and graphs on ranks without gradients."""
+"""Autograd of operations: guards of forward and backward, and graphs on ranks without gradients.
+
+The backward of an operation moves gradients, so that all its ranks have to run it, each from its own graph.
+What can go wrong, and what this file does about it::
+
+    a rank's input needs no gradient,     its graph would end before the operation: an ``anchor`` keeps the
+    that of another rank does             operation in the graph
+    a rank has no part of the output      it gets a tensor without elements that hangs in the graph (``idle``,
+                                          ``deliver``); its sum, or the loss of all ranks, runs the backward
+    a rank raises in its backward         the others are told, and raise where they wait
+    (``first_derivative``) a checkpoint runs the forward again   it does so where the first saved tensor is
+    needed: every rank saves one
+                                          at the same place (``recomputed_by_all``)
+    torch.compile would trace a wait      the graph breaks around operations (``uncompiled``)
+    create_graph asks for the gradient    exact for local kernels; refused where data move
+    of a gradient
+"""
 
 from __future__ import annotations
 
@@ -95,7 +111,10 @@ def tracer() -> str:
 
 
 class OperatorFunction(torch.autograd.Function):
-    """An autograd function whose ``apply`` skips torch's slow code for transforms if none is active."""
+    """An autograd function whose ``apply`` skips torch's slow code for transforms if none is active.
+
+    torch's own ``apply`` looks for transforms in Python at every call, which costs as much as a small layer.
+    """
 
     @classmethod
     def apply(cls, *args: Any) -> Any:
@@ -217,7 +236,11 @@ def grad_call(ranks: tuple[int, ...]) -> Iterator[None]:
 
 
 class GradientNeeds(NamedTuple):
-    """Tensors whose gradient any rank of a layer needs; all its ranks then take part in the backward."""
+    """Tensors whose gradient any rank of a layer needs; all its ranks then take part in the backward.
+
+    Of split tensors each rank knows this without a message; layers with plain tensors exchange it with the
+    shapes.
+    """
 
     input: bool
     weights: bool
@@ -241,7 +264,10 @@ class GradientNeeds(NamedTuple):
 
 
 def anchor(needed: bool) -> torch.Tensor | None:
-    """Empty input that puts an operation in the graph of a rank whose own inputs need no gradient."""
+    """Empty input that puts an operation in the graph of a rank whose own inputs need no gradient.
+
+    ``needed`` says whether any rank needs a gradient: then all of them have the operation in their graphs.
+    """
     if not (needed and torch.is_grad_enabled()):
         return None
     return torch.empty(0, requires_grad=True)
@@ -322,7 +348,10 @@ def recomputed_by_all(y: torch.Tensor) -> torch.Tensor:
 
 
 def tied(y: torch.Tensor, others: Iterable[torch.Tensor | None]) -> torch.Tensor:
-    """``y``, also in the graph of other tensors, for example weights: they get a gradient of zeros."""
+    """``y``, also in the graph of other tensors, for example weights: they get a gradient of zeros.
+
+    A parameter without a gradient would never be counted as ready by those who sum it over the ranks.
+    """
     for other in others:
         if other is not None:
             y = y + other.flatten()[:0].sum()

@@ -1,4 +1,24 @@
-"""Movements of tensors between ranks, as one pair of autograd operations."""
+"""Movements of tensors between ranks, as one pair of autograd operations.
+
+A start and a wait, with the computation of the user in between. Autograd runs the adjoint of each in the
+reverse order, so that the gradients travel while the adjoint of the computation runs::
+
+    forward     x ---- start ----> token . . . . . . . . . . . . . . wait ----> y
+                         |                 user computes              ^
+                         +------------- pieces travel ----------------+
+
+    backward   d_x <--- wait --- token <  . . . . . . . . . . . . . start <--- d_y
+                         ^                 user's adjoint             |
+                         +------------ gradients travel --------------+
+
+The *token* is a tensor without elements. It has two jobs: it puts start and wait into one graph though no
+data flow between them there, and its gradient tells autograd that the wait of the adjoint has to run after
+its start.
+
+An exchange says which box of whose block goes where (``geometry/exchange.py``), and its transpose is that of
+the gradients: where one element went to several ranks, the backward sums what these return. Elements are
+summed in the order of the partition on every rank, so that ranks which get the same sum get the same bits.
+"""
 
 from __future__ import annotations
 
@@ -7,25 +27,23 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property, partial
 from itertools import chain, islice, zip_longest
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
 from distdl_rma.errors import ClosedError, ProtocolError
-from distdl_rma.geometry.box import LEADING, Box
+from distdl_rma.geometry.box import Box
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.exchange import Exchange, Piece, by_peer
-from distdl_rma.geometry.halo import outputs_behind
-from distdl_rma.geometry.intervals import Split
 from distdl_rma.layers.dtypes import as_words, sum_dtype, word_dtype
 from distdl_rma.layers.ops.core.autograd import OperatorFunction, anchor, first_derivative
+from distdl_rma.layers.ops.core.order import channel_of
 from distdl_rma.layers.ops.core.result_memory import landing, result
 from distdl_rma.layers.ops.core.tensors import as_tensor
 from distdl_rma.segments.channel import Channel
 from distdl_rma.segments.lanes import SLOTS, in_steps
 from distdl_rma.segments.large_arrays import copy
 from distdl_rma.segments.machine import Machine
-from distdl_rma.segments.mailbox import BufferedChannel
 
 # Parts of a result: the slices of each (None for the whole result), and its data (None if the sender has
 # already put them into the result).
@@ -42,7 +60,11 @@ class CallSite(NamedTuple):
 
 
 class Request:
-    """One started movement: made by ``Movement.start``, given to ``Movement.wait``."""
+    """One started movement: made by ``Movement.start``, given to ``Movement.wait``.
+
+    Always true: at most one direction is under way, since the graph runs the backward after the forward. What
+    was sent stays here until it has arrived: peers of the same node may load it from this rank's memory.
+    """
 
     def __init__(self, movement: Movement, x: torch.Tensor) -> None:
         self.movement, self.shape, self.dtype = movement, x.shape, x.dtype
@@ -68,7 +90,19 @@ class Request:
 
 
 class OneWay:
-    """One direction of a movement: a channel, and the slices of its pieces in the local tensors."""
+    """One direction of a movement: a channel, and the slices of its pieces in the local tensors.
+
+    How the result is put together depends on the exchange, and is decided once, at the construction::
+
+        pieces are disjoint          each piece is copied to its place
+        several ranks own elements   pieces are summed, own ones at this rank's turn in the partition's order
+          each gives the whole       the first two are added into the result in one pass over the memory
+        the result is the block      large blocks that are sent too are copied while they are in the cache
+        a sender knows the result    it has put its pieces there already (``landed``)
+
+    Short types are summed in a longer one, and rounded once. A result has memory of its own, which nobody
+    else writes once ``arrive`` has returned.
+    """
 
     def __init__(self, machine: Machine, channel: Channel, dtype: torch.dtype, backward: bool) -> None:
         exchange = channel.exchange
@@ -133,16 +167,6 @@ class OneWay:
         y = self._arrive(x, epoch)
         mark("")
         return y
-
-    def stream(self, parts: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
-        """Results of one local shard after another; the next travels while one is used. Blocking."""
-        under_way: deque[tuple[torch.Tensor, int]] = deque()
-        for part in parts:
-            under_way.append(self.depart(part))
-            if len(under_way) == 2:
-                yield self.arrive(*under_way.popleft())
-        while under_way:
-            yield self.arrive(*under_way.popleft())
 
     def _arrive(self, x: torch.Tensor, epoch: int) -> torch.Tensor:
         copied = self._copied_results.pop(epoch, None)
@@ -251,7 +275,7 @@ class Movement:
         request.token = _Start.apply(x, anchor(needs_grad), request)
         return request
 
-    def wait(self, request: Request) -> torch.Tensor:
+    def wait(self, request: Any) -> torch.Tensor:
         """Local result of shape ``exchange.need.shape``, in memory of its own; blocking."""
         # The token's graph refers to the request: a request that kept the token would be a reference cycle.
         token, request.token = request.token, None
@@ -259,7 +283,10 @@ class Movement:
         return y
 
     def __call__(self, x: torch.Tensor, needs_grad: bool = False) -> torch.Tensor:
-        """Start and wait, as one autograd operation; blocking."""
+        """Start and wait, as one autograd operation; blocking.
+
+        Half of the cost of two operations, for callers that compute nothing in between.
+        """
         root = None if x.requires_grad else anchor(needs_grad)
         y: torch.Tensor = _Move.apply(x, root, Request(self, x))
         return y
@@ -269,8 +296,18 @@ class Movement:
         return self.forwards.arrive(*self.forwards.depart(x))
 
     def stream(self, parts: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
-        """Move one local tensor after another, outside of autograd; as ``OneWay.stream``."""
-        return self.forwards.stream(parts)
+        """Results of one local tensor after another, outside of autograd; blocking.
+
+        The next one travels while the result of one is used. Two epochs are under way at most, as many as a
+        channel has slots.
+        """
+        forwards, under_way = self.forwards, deque[tuple[torch.Tensor, int]]()
+        for part in parts:
+            under_way.append(forwards.depart(part))
+            if len(under_way) == 2:
+                yield forwards.arrive(*under_way.popleft())
+        while under_way:
+            yield forwards.arrive(*under_way.popleft())
 
     def connect(self) -> None:
         """Exchange addresses with the neighbours for both directions, once; blocking."""
@@ -284,34 +321,6 @@ class Movement:
     def close(self) -> None:
         """Free the memory once no peer writes to it any more; local."""
         self._finalizer()
-
-
-class Reads(Protocol):
-    """What outputs of one dimension read."""
-
-    def reads(self, start: int, stop: int) -> tuple[int, int]:
-        """Half-open range of the inputs that outputs ``[start, stop)`` read."""
-
-
-def behind(
-    site: CallSite, source: Decomposition, output: Decomposition, windows: Sequence[Reads]
-) -> Decomposition:
-    """Decomposition of outputs of windows: ``output``; where ranks run ahead, each needs earlier ranks only.
-
-    Both decompositions are (batch, channel, *spatial), on one grid.
-    """
-    if site.machine.mailbox is None:
-        return output
-    found: dict[int, Split] = {}
-    for d, window in enumerate(windows, LEADING):
-        inputs, outputs = source.splits[d], output.splits[d]
-        if inputs.parts == outputs.parts > 1:
-            found[d] = outputs_behind(
-                inputs,
-                outputs.extent,
-                lambda o, window=window: window.reads(o, o + 1)[1],  # type: ignore[misc]
-            )
-    return output.with_splits(found)
 
 
 def movements_through(
@@ -354,11 +363,8 @@ def _sent_and_kept(channel: Channel) -> list[Piece]:
 
 
 def _channel(machine: Machine, exchange: Exchange, dtype: torch.dtype, name: str) -> Channel:
-    words = word_dtype(dtype, name)
-    if machine.mailbox is not None:
-        return BufferedChannel(machine.segments, exchange, words, name, machine.mailbox)
     make_result = partial(landing, exchange.need.shape, dtype)
-    return Channel(machine.segments, exchange, words, name, make_result)
+    return channel_of(machine, exchange, word_dtype(dtype, name), name, make_result)
 
 
 def _close_all(channels: list[Channel]) -> None:

@@ -1,4 +1,17 @@
-"""Distributed operations: planned once for inputs of known decompositions, then called on local shards."""
+"""Distributed operations: planned once for inputs of known decompositions, then called on local shards.
+
+Most are of one form, ``GatherComputeScatter``::
+
+    x --- gather ---> what this rank's part needs --- compute ---> partial outputs --- scatter ---> y
+          movement                                   torch                           movement, which sums
+
+    pool            halo of the block                the pool                        -
+    linear          features of the columns          product with a block of W       sums over the columns
+    embedding       -                                the lookup                      to the ranks of P_y
+
+Either movement is None on ranks where nothing moves. Ranks that only give data do not compute; ranks that
+compute may have no part of the input or of the output. All of them make the same calls, forward and backward.
+"""
 
 from __future__ import annotations
 
@@ -20,6 +33,9 @@ class Operation:
     All its ranks make it, or all raise the same error; local to make. It owns the segment memory of its
     movements, so each place of a program has its own operation. ``output`` is the decomposition of the
     result, equal on every rank; it is None only if the inputs are subtensors that are no blocks of a tensor.
+
+    Construction is where things are refused: it sees decompositions, types and options, which are equal on
+    all ranks, so that all raise before any data move. A call checks nothing.
     """
 
     output: Decomposition | None
@@ -49,7 +65,11 @@ P_co = TypeVar("P_co", bound=Operation, covariant=True)
 
 
 class Agreement(Protocol[P_co]):
-    """Agreement of the ranks on a call: known at once for split tensors, exchanged for plain tensors."""
+    """Agreement of the ranks on a call: known at once for split tensors, exchanged for plain tensors.
+
+    An operation that overlaps begins on the ``guess``, while the facts of the others are on their way, and
+    calls ``settle`` when there is nothing left to do without them.
+    """
 
     @property
     def guess(self) -> P_co | None:

@@ -1,4 +1,14 @@
-"""Pool of memory for large results: a block whose last tensor died is reused for a result of its size."""
+"""Pool of memory for large results: a block whose last tensor died is reused for a result of its size.
+
+The system maps new pages at their first use, and clears them: for a large tensor this takes longer than the
+copy into it. A training step makes tensors of the same sizes again and again::
+
+    step 1     y = result(...)    block A, new pages          y dies: A is idle
+    step 2     y = result(...)    block A again, no new pages
+
+How a block comes back: torch holds a numpy view of the block for as long as any tensor is in it. A weak
+reference to that view (``_Loan``) notices the death of the last one, on whatever thread this happens.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +36,12 @@ _Block = NDArray[np.uint8]
 
 
 class Mapped:
-    """Size above which the C library maps a tensor of torch in new pages, and unmaps them when it dies."""
+    """Size above which the C library maps a tensor of torch in new pages, and unmaps them when it dies.
+
+    A prediction lowers it, so that memory goes back to the system at once
+    (``jobs/out_of_core/allocator.py``), and kernels choose pieces by it (``ops/conv/pieces.py``). It is one
+    number of the process, as the C library's.
+    """
 
     # Of the GNU C library, in a process that has freed large blocks.
     nbytes = 1 << 25
@@ -49,9 +64,11 @@ class _Loan(weakref.ref[NDArray[Any]]):
 class ResultPool:
     """Blocks of memory, kept after the last tensor in them died, for the next tensor of the same size.
 
-    The first write to a new page costs more than the copy of its data. Above ``limit`` idle bytes, blocks of
-    the longest idle size are dropped. ``take`` and ``drop`` allocate and free blocks, of ``smallest`` bytes
-    or more.
+    Always true: a block is either lent, with one entry in ``_lent``, or returned, or idle; ``idle_nbytes``
+    are the bytes of the idle ones, at most ``limit``. Tensors die on any thread, also while this one holds
+    the lock: such a block goes to the queue of returned ones, and whoever holds the lock sorts it in. Above
+    ``limit`` idle bytes, blocks of the longest idle size are dropped. ``take`` and ``drop`` allocate and free
+    blocks, of ``smallest`` bytes or more.
     """
 
     def __init__(

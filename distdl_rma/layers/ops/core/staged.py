@@ -1,9 +1,21 @@
-"""Movements between decompositions: one exchange, or several stages within and between nodes."""
+"""Movements between decompositions: one exchange, or several stages within and between nodes.
+
+One rank has a tensor, and all ranks of three nodes need a copy. In one exchange six copies would go through
+the network. In stages each element reaches a node once: its ranks get a share each, and then exchange the
+shares::
+
+    stage 1, between nodes     rank 0 ---> rank 3 (first third)    rank 4 (second)    rank 5 (last)
+                                      ---> rank 6 (first third)    rank 7 (second)    rank 8 (last)
+    stage 2, within nodes      ranks 3, 4, 5 and ranks 6, 7, 8 exchange their thirds
+
+``geometry/gathering.py`` says which stages there are. This file joins them to one differentiable operation;
+the backward runs them in reverse, and so sums within each node before anything goes to another one.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
@@ -19,39 +31,6 @@ from distdl_rma.layers.ops.core.movement import CallSite, Movement, Request
 Images = tuple[tuple[int, ...], ...]
 # A part of a staged movement: takes a local tensor, and whether any rank needs a gradient; returns a tensor.
 Part = Callable[[torch.Tensor, bool], torch.Tensor]
-
-
-class Moves(Protocol):
-    """Interface of a movement, of one exchange or of several."""
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Type of the input and of the result."""
-
-    def start(self, x: torch.Tensor, needs_grad: bool = False) -> Any:
-        """Start to send a local tensor; does not wait for the transfer."""
-
-    def wait(self, request: Any) -> torch.Tensor:
-        """Local result; blocking."""
-
-    def __call__(self, x: torch.Tensor, needs_grad: bool = False) -> torch.Tensor:
-        """Start and wait; blocking."""
-
-    def move(self, x: torch.Tensor) -> torch.Tensor:
-        """Start and wait outside of autograd; blocking."""
-
-    def stream(self, parts: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
-        """Results of one local tensor after another, in order, outside of autograd; blocking."""
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of segment that the movement holds now."""
-
-    def connect(self) -> None:
-        """Exchange addresses with the neighbours; blocking."""
-
-    def close(self) -> None:
-        """Free the memory once no peer writes to it any more; local."""
 
 
 def movement_between(
@@ -79,7 +58,11 @@ def movement_or_none(
     what: str,
     images: Images = (),
 ) -> Moves | None:
-    """Movement between two decompositions, or None if this rank keeps all its data and exchanges none."""
+    """Movement between two decompositions, or None if this rank keeps all its data and exchanges none.
+
+    Ranks decide each for themselves: a rank without a movement has nobody that waits for it, in either
+    direction.
+    """
     exchange = Exchange(site.machine.rank, source, target, images=images)
     return None if exchange.idle else _movement(site, exchange, dtype, what)
 
@@ -106,7 +89,12 @@ class StagedRequest(NamedTuple):
 
 
 class StagedMovement:
-    """Several exchanges as one movement; short types travel in the type of their sums, for one rounding."""
+    """Several exchanges as one movement; short types travel in the type of their sums, for one rounding.
+
+    Between two stages a rank may hold several boxes of a tensor, which are no block: it packs them into a
+    vector. The movements of all stages are the owners of segment memory. A rank that takes part in none of
+    them has no movement at all, and ``moves`` is false.
+    """
 
     def __init__(
         self,
@@ -129,7 +117,7 @@ class StagedMovement:
         y = self._through(x.to(self._wide) if x.numel() else x, self._parts[: self._first], needs_grad)
         return StagedRequest(self, self._made[0].start(y, needs_grad), needs_grad)
 
-    def wait(self, request: StagedRequest) -> torch.Tensor:
+    def wait(self, request: Any) -> torch.Tensor:
         """Wait for the first exchange, run the other stages and return the local result; blocking."""
         y = self._made[0].wait(request.first)
         return self._through(y, self._parts[self._first + 1 :], request.needs_grad).to(self.dtype)
@@ -194,6 +182,10 @@ class StagedMovement:
         if not exchange.idle:
             self._made.append(Movement(machine, exchange, self._wide, f"{name} ({what})"))
             yield self._made[-1]
+
+
+# Both have the same methods; each takes the requests that it has made itself.
+Moves = Movement | StagedMovement
 
 
 class _Places:

@@ -1,4 +1,8 @@
-"""Adaptor between torch tensors and the numpy arrays of the segments."""
+"""Adaptor between torch tensors and the numpy arrays of the segments.
+
+Segments know no torch: they move and reduce numpy arrays. Views in both directions share the memory. numpy
+has no bfloat16: its 16 bits travel as an unsigned integer.
+"""
 
 from __future__ import annotations
 

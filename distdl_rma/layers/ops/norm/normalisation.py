@@ -1,4 +1,23 @@
-"""The operation of all normalisations, with the movement of its parameters and running statistics."""
+"""The operation of all normalisations, with the movement of its parameters and running statistics.
+
+A training step of a rank; what travels are two numbers per group in each direction::
+
+    forward     sums of own elements | exchange | scale                           save x
+    backward    sums of d_y and d_y * xhat | start | d_weight, d_bias, scale | wait | add what the sums give
+
+The classes, from the outside::
+
+    Normalisation        the operation: brings parameters to the cut of the input
+      KeptValues         where parameters are stored, and how they get to the input's cut
+      RunningStatistics  the update of running mean and variance, on the ranks that store them
+      LocalNorm          forward and backward of this rank's elements, an autograd function
+        Statistics       mean and variance over the ranks (``statistics.py``)
+        _Scaling         factors per group and per row, of one forward
+        _Gradient        what the backward computes
+
+In evaluation, with running statistics, torch's own function normalises the block, without a message. Sums and
+factors are in float64, elements in the type of the computation, of which there are many more.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +53,6 @@ from distdl_rma.layers.ops.norm.statistics import (
     Shifted,
     Statistics,
     as_type,
-    both_as_type,
     without_fp_errors,
 )
 from distdl_rma.segments.collectives.allreduce import Allreduce
@@ -173,6 +191,8 @@ class LocalNorm(OperatorFunction):
 class _Scaling:
     """Values per group and per row, for forward and backward.
 
+    Three multiplications and additions per element become one of each: ``y = x * factor + offset``.
+
     ``factor = weight / sqrt(variance + eps)`` has one value per row. If the normalisation is elementwise,
     it excludes the weight, by which the result is multiplied afterwards. ``shift`` is subtracted before the
     multiplication, ``rest = mean - shift`` after.
@@ -304,7 +324,7 @@ class _Gradient:
         slope *= inverse
         offset -= slope * rest
         of_rows = statistics.groups.spread(of_groups)
-        added, factor = both_as_type(of_rows, plan.wide)
+        added, factor = as_type(of_rows, plan.wide).unbind()
         shifted = self.shifted if self.shifted.dtype == plan.wide else plan.widened(self.shifted)
         d_x.addcmul_(shifted, factor)
         if statistics.centred:
@@ -381,6 +401,13 @@ class NormOptions:
 
 class KeptValues:
     """Values that vary along the dimensions ``dims`` of the input; stored whole on every rank, or cut.
+
+    Three cases, of which the first costs nothing::
+
+        stored as used      whole, and the input is whole along ``dims``; or cut as the input is
+        stored whole        a rank takes its part; gradients are zero elsewhere
+        stored cut          in another way than the input: a movement along the line of ranks
+
 
     For ranks with a part of the input; local to make. Movements allocate memory at their first use.
     ``as_kept`` says whether this rank uses its stored values as they are.
@@ -487,7 +514,10 @@ class RunningStatistics:
             self._sums.connect()
 
     def update(self, running: Mapping[str, Tensor], momentum: float, moments: Pair | None = None) -> None:
-        """Mix ``moments``, the batch's mean and variance (None outside of it), into ``running``; blocking."""
+        """Mix ``moments``, the batch's mean and variance (None outside of it), into ``running``; blocking.
+
+        Blocking only if the ranks that store a channel are not those that share its statistics.
+        """
         batch: Sequence[Tensor] = ()
         if self._kept is not None and moments is not None:
             mean, variance = moments
@@ -527,6 +557,8 @@ def _mix(running: Tensor, new: Array, momentum: float) -> None:
 
 class Normalisation(Operation):
     """Normalisation of a split tensor; the output has the shape, type and decomposition of the input.
+
+    Ranks outside of the input's partition call it too: they may store running statistics.
 
     A call passes ``weight`` and ``bias``, if there are any. It passes ``running_mean`` and ``running_var`` to
     normalise by them or, together with ``momentum``, to update them in place. These tensors are this rank's

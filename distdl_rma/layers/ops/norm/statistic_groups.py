@@ -1,4 +1,15 @@
-"""Groups of elements that share a mean and a variance, and the ranks that hold these elements."""
+"""Groups of elements that share a mean and a variance, and the ranks that hold these elements.
+
+An input of 2 samples and 4 channels, on ranks that cut the rows in two. What one group is::
+
+    batch_norm        a channel of all samples, all rows               4 groups, both ranks share all of them
+    instance_norm     a channel of one sample                          8 groups, both ranks group_norm, 2
+    two channels of one sample                       4 groups, both ranks layer_norm        the last
+    dimensions of all that stands before    shared by ranks that cut these dimensions
+
+A *row* is what this rank has of a group with one weight: of group norm, a channel of a sample. Sums are made
+for rows, by torch, and added up to groups by numpy, since there are few.
+"""
 
 from __future__ import annotations
 
@@ -130,7 +141,10 @@ class StatisticGroups:
         return PAIR * prod(self.shape) * _ITEMSIZE
 
     def sums(self, rows: Array, out: Array | None = None) -> Array:
-        """Sums of values per row, (..., *rows), over the local rows of each group: (..., *shape)."""
+        """Sums of values per row, (..., *rows), over the local rows of each group: (..., *shape).
+
+        Zero for groups of which this rank has no channel, but a rank between two others may share.
+        """
         if self._group is None:
             if out is None:
                 return rows

@@ -1,4 +1,25 @@
-"""Mean and variance of groups whose elements are on several ranks."""
+"""Mean and variance of groups whose elements are on several ranks.
+
+Each rank computes a mean and the squares about that mean of its own elements; the ranks exchange both, two
+numbers for each group, and merge them. For two ranks with ``n`` and ``m`` elements::
+
+    rank 0    mean a, squares p                      delta   = b - a
+                                      ---->          mean    = a + delta * m / (n + m)
+    rank 1    mean b, squares q                      squares = p + q + delta**2 * n * m / (n + m)
+
+A sum and a sum of squares would merge more simply, but lose everything where the mean is large: the squares
+of elements near 10,000 hide a deviation of 1 in float32. So own squares are computed about the own mean, in a
+second pass if the first has lost digits (``_CANCELLED``), and merged as above in float64.
+
+How values travel::
+
+    up to 32 ranks, 1 MiB in all   one round: every rank pushes to every rank and merges by itself
+    more                           two allreduces: the mean first, then the squares about it
+    ranks in order (``order.py``)  one wait for all ranks
+
+Merged in the order of the ranks everywhere, so that results are bitwise equal on all ranks. That is more than
+beauty: ranks whose statistics differ in the last bit drift apart over thousands of steps.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +37,10 @@ from torch import Tensor
 
 from distdl_rma.layers.dtypes import NUMPY, as_numbers, sum_dtype
 from distdl_rma.layers.ops.core.movement import CallSite
+from distdl_rma.layers.ops.core.order import Vectors, in_order, vectors_of
 from distdl_rma.layers.ops.core.result_memory import result_like
 from distdl_rma.layers.ops.norm.statistic_groups import PAIR, Array, StatisticGroups
-from distdl_rma.segments.collectives.all_push import AllPush
 from distdl_rma.segments.collectives.allreduce import Allreduce
-from distdl_rma.segments.mailbox import BufferedVectors
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -36,6 +56,9 @@ _NO_INPUT_GRADIENT = (False, True, True)
 
 class Rows:
     """Sums of tensors of a ``shape`` over ``dims``, which are kept with extent 1, in float64.
+
+    One pass over the memory for both sums, by all threads: a kernel of torch's group norm computes them for
+    each row. Its sums of float32 are in float32, so long rows are cut into pieces of 256 elements.
 
     A row has the elements along the trailing dimensions of ``dims``. A piece of a row is summed in the type
     of the data, 16-bit floats in float32; sums of several pieces and rows are added in float64.
@@ -113,7 +136,10 @@ _QUIET = _Quiet()
 
 
 def without_fp_errors(function: Callable[P, R]) -> Callable[P, R]:
-    """Function in which numpy ignores infinities and NaN; such functions must not call each other."""
+    """Function in which numpy ignores infinities and NaN; such functions must not call each other.
+
+    A norm of infinite elements is NaN in torch, without a warning.
+    """
     if np.lib.NumpyVersion(np.__version__) < "2.0.0":
         return np.errstate(all="ignore")(function)
 
@@ -133,7 +159,10 @@ _FEW_RANKS = 3
 
 
 class Shifted(NamedTuple):
-    """The local tensor minus a value near the mean of each group, ``shift``, per group and per row."""
+    """The local tensor minus a value near the mean of each group, ``shift``, per group and per row.
+
+    The forward has it anyway where it was needed for the squares, and scales it in place.
+    """
 
     tensor: Tensor
     shift: Array
@@ -152,12 +181,6 @@ def as_type(values: Array, dtype: torch.dtype) -> Tensor:
     return torch.from_numpy(values).to(dtype)
 
 
-def both_as_type(pair: Array, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """As :func:`as_type`, of two arrays of values; only for types that numpy computes in."""
-    first, second = pair.astype(NUMPY[dtype])
-    return torch.from_numpy(first), torch.from_numpy(second)
-
-
 class Statistics:
     """Mean and variance of groups over the ranks that share them, and the two sums of the backward.
 
@@ -174,11 +197,9 @@ class Statistics:
         number = len(groups.ranks)
         self._alone = number == 1
         self._title = f"{self.name} (norm)"
-        self._ahead: BufferedVectors | None = None
-        if machine.mailbox is not None:
-            self._ahead = BufferedVectors(machine.segments, groups.ranks, self._title, machine.mailbox)
         small = number <= _ROUND_RANKS and number * groups.nbytes <= _ROUND_NBYTES
-        self._in_one_round = small or self._ahead is not None
+        self._in_one_round = small or in_order(machine)
+        self._few = number <= _FEW_RANKS and not in_order(machine)
         self.total: Array = groups.total.clamp(min=1).numpy()
         self._counts: Array = groups.counts.numpy()
         if self._in_one_round:
@@ -195,10 +216,9 @@ class Statistics:
         self._views: list[tuple[Array, Array]] = []
 
     @cached_property
-    def _round(self) -> AllPush:
+    def _round(self) -> Vectors:
         count = PAIR * prod(self.groups.shape)
-        segments, ranks = self.machine.segments, self.groups.ranks
-        everyone = AllPush(segments, ranks, count, np.float64, self._title)
+        everyone = vectors_of(self.machine, self.groups.ranks, count, self._title)
         weakref.finalize(self, everyone.close)
         return everyone
 
@@ -286,12 +306,11 @@ class Statistics:
             return pair[0].copy(), pair[1]
         if not self._in_one_round:
             first, second = self._two_sums
-            mean = _start(first, self._shares[self._mine] * pair[0])().copy()
+            shape, own = pair[0].shape, self._shares[self._mine] * pair[0]
+            mean = first(own.reshape(-1)).reshape(shape).copy()
             delta = pair[0] - mean
-            return mean, _start(second, pair[1] + self._counts[self._mine] * delta * delta)()
-        if self._ahead is not None:
-            rows = self._ahead.gather(self._row)
-            return self._together(rows.reshape(len(rows), *pair.shape))
+            squares = pair[1] + self._counts[self._mine] * delta * delta
+            return mean, second(squares.reshape(-1)).reshape(shape)
         # Allreduce in one round: each rank reduces the values that it receives.
         mark("start")
         arrive = None
@@ -303,9 +322,9 @@ class Statistics:
         if arrive is not None:
             arrive()
         mark("fuse")
-        if len(rows) > _FEW_RANKS:
-            return self._together(rows.reshape(len(rows), *pair.shape))
-        return self._one_by_one(self._parts[self._round.epoch & 1])
+        if self._few:
+            return self._one_by_one(self._parts[self._round.epoch & 1])
+        return self._together(rows.reshape(len(rows), *pair.shape))
 
     def _one_by_one(self, parts: Sequence[tuple[Array, Array]]) -> tuple[Array, Array]:
         mean, squares = parts[0]
@@ -331,7 +350,7 @@ class Statistics:
         return middle, np.add.reduce(delta)
 
     def pair(self) -> Array:
-        """Memory for two values per group to sum, (2, *groups)."""
+        """Memory for two values per group to sum, (2, *groups): the operand of the allreduce itself."""
         return np.empty_like(self._pair) if self._alone else self._view(self._adjoint.active)
 
     def sum(self, pair: Array) -> Callable[[], Array]:
@@ -351,9 +370,3 @@ class Statistics:
                 return view
         self._views.append((buffer, buffer.reshape(self._pair.shape)))
         return self._views[-1][1]
-
-
-def _start(sums: Allreduce, values: Array) -> Callable[[], Array]:
-    sums.active[:] = values.reshape(-1)
-    sums.start()
-    return lambda: sums.wait().reshape(values.shape)

@@ -8,7 +8,7 @@ from torch.nn import functional as F  # noqa: N812
 
 from distdl_rma import Machine, ShapeError, shard
 from distdl_rma.geometry import Decomposition, Stencil
-from distdl_rma.layers.ops.conv import convolution, own_and_halo
+from distdl_rma.layers.ops.conv import convolution, pieces
 from distdl_rma.layers.ops.conv.convolution import Convolution, convolve
 from distdl_rma.layers.ops.conv.worker_grid import OUT, ConvolutionOptions, WorkerGrid, can_overlap
 from distdl_rma.layers.ops.core.autograd import GradientNeeds
@@ -100,8 +100,9 @@ def test_outputs_and_gradients_are_those_of_torch(P_world, comm, form, kept, joi
 @pytest.mark.mpi
 def test_large_blocks_have_the_gradients_of_torch(P_world, comm, monkeypatch):
     # Blocks of 8640 bytes.
-    for name, number in (("_LARGE_NBYTES", 8 << 10), ("_PIECE_NBYTES", 4 << 10), ("_PIECE_ELEMENTS", 1)):
-        monkeypatch.setattr(own_and_halo, name, number)
+    numbers = {"_LARGE_NBYTES": 8 << 10, "_PIECE_NBYTES": 4 << 10, "_PIECE_ELEMENTS": 1, "_KEPT_NBYTES": 0}
+    for name, number in numbers.items():
+        monkeypatch.setattr(pieces, name, number)
     P_x, workers = of_rows(P_world)
     torch.manual_seed(0)
     shapes = (1, 4, 60 * P_world.size, 3), WEIGHT
@@ -109,7 +110,7 @@ def test_large_blocks_have_the_gradients_of_torch(P_world, comm, monkeypatch):
     source = Decomposition.balanced(P_x, x.shape)
     options = ConvolutionOptions(STENCIL, workers, on_workers=True)
     operation = Convolution(CallSite(Machine.of(P_world), "large"), options, source, P_x, torch.float64)
-    assert len(operation.pieces) == 2
+    assert len(operation.core.of_data) == 2
     y = F.conv2d(x, weight, padding=1)
     d_y = torch.randn_like(y)
     y.backward(d_y)
@@ -118,9 +119,9 @@ def test_large_blocks_have_the_gradients_of_torch(P_world, comm, monkeypatch):
     agree(local.grad, part(source, x.grad), "input gradient")
     total = torch.from_numpy(sum(comm.allgather(mine.grad.numpy())))
     agree(total, weight.grad, "weight gradient")
-    monkeypatch.setattr(own_and_halo, "_PIECE_ELEMENTS", 1 << 10)
+    monkeypatch.setattr(pieces, "_PIECE_ELEMENTS", 1 << 10)
     whole = Convolution(CallSite(Machine.of(P_world), "whole"), options, source, P_x, torch.float64)
-    assert not whole.pieces, "pieces that torch would leave to slower kernels"
+    assert not whole.core.of_data, "pieces that torch would leave to slower kernels"
 
 
 def whole_gradient(mine, blocks, weight):

@@ -16,14 +16,10 @@ from distdl_rma.geometry.box import Box
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.exchange import Exchange
 from distdl_rma.geometry.halo import Stencil, Window
-from distdl_rma.layers.ops.conv import own_and_halo
 from distdl_rma.layers.ops.conv.kernels import ConvolutionArguments, convolution
 from distdl_rma.layers.ops.conv.own_and_halo import (
     OwnAndHalo,
     Patch,
-    adjoint_of_pieces,
-    outputs_of_pieces,
-    pieces_of_outputs,
     with_channels,
 )
 from tests.geometry.strategies import extents_for, partitions, splits, unbalanced, windows
@@ -230,78 +226,3 @@ def test_parts_of_any_dimension_add_up_to_the_whole_and_so_do_their_adjoints(see
     torch.testing.assert_close(d_weight, twin.grad, **exactly)
     inside = (reads & parts.domain).slices(reads)
     torch.testing.assert_close(d_reads[inside], both.grad[inside], **exactly)
-
-
-@pytest.mark.parametrize("nbytes", [1, 20, 60])
-def test_pieces_of_the_outputs_are_those_of_the_patch(nbytes, monkeypatch):
-    monkeypatch.setattr(own_and_halo, "_OUTPUTS_NBYTES", nbytes)
-    monkeypatch.setattr(own_and_halo, "_KEPT_NBYTES", 0)
-    counts = []
-    for seed in range(60):
-        torch.manual_seed(seed)
-        stencil, parts, (low, high) = random_parts(random.Random(seed))
-        core = parts.core
-        pieces = pieces_of_outputs(core, 3, 8, 4 * nbytes)
-        if pieces:
-            x = torch.randn(core.held.shape, dtype=torch.float64)
-            weight = torch.randn(3, high - low, *(w.kernel for w in stencil.windows), dtype=torch.float64)
-            bias = torch.randn(3, dtype=torch.float64)
-            y = outputs_of_pieces(pieces, core.outputs, x, weight, bias)
-            torch.testing.assert_close(y, core.convolve(x, weight, bias), rtol=1e-11, atol=1e-11)
-        counts.append(len(pieces))
-        assert not pieces_of_outputs(core, 3, 8, 1 << 20)
-    assert max(counts) > 1
-    assert any(counts) and not all(counts)
-
-
-# Windows, extents of all inputs, which of them are own in the first dimension, instances, groups, pieces.
-CUTS = {
-    "rows": ([Window(3, 1, 1, 1, 1)] * 2, (160, 5), (0, 90), 1, 1, 3),
-    "rows between others": ([Window(3, 1, 1, 1, 1)] * 2, (160, 5), (40, 130), 1, 2, 3),
-    "dilated": ([Window(3, 1, 2, 2, 2)] * 2, (200, 9), (0, 130), 2, 1, 3),
-    "strided": ([Window(3, 2, 1, 1, 1)] * 2, (160, 6), (0, 80), 1, 1, 3),
-    "columns": ([Window(1, 1, 1, 0, 0), Window(4, 1, 1, 2, 1)], (6, 140), (0, 3), 1, 1, 4),
-    "volume": ([Window(2, 1, 1, 0, 1)] * 3, (70, 4, 3), (0, 60), 1, 1, 3),
-    "instances": ([Window(3, 1, 1, 1, 1)], (20,), (0, 10), 6, 1, 5),
-    "line": ([Window(5, 1, 1, 2, 2)], (300,), (0, 200), 1, 1, 5),
-}
-
-
-def core_of_rows(windows, extents, rows, instances, groups):
-    """What own rows add to the outputs of an even number of ranks."""
-    stencil, shape = Stencil(tuple(windows)), (instances, 2 * groups, *extents)
-    own = Box.of_shape(shape).replace(2, *rows)
-    outputs = Box.of_shape((instances, 1, *stencil.outputs(extents)))
-    outputs = outputs & with_channels(stencil, 0, 2 * groups).readers(own)
-    return OwnAndHalo(with_channels(stencil, 0, 2 * groups), Box.of_shape(shape), own, outputs, groups).core
-
-
-@pytest.mark.parametrize("case", CUTS)
-def test_gradients_of_pieces_are_those_of_the_whole(case):
-    *tile, count = CUTS[case]
-    core = core_of_rows(*tile)
-    pieces = core.cut(count)
-    assert len(pieces) == count
-    torch.manual_seed(0)
-    groups = core.groups
-    # Integers, whose sums are exact in any order.
-    x, weight, gradient = (
-        torch.randint(-9, 10, shape).to(torch.float64)
-        for shape in (
-            core.data.shape,
-            (3 * groups, 2, *(window.kernel for window in core.stencil.windows[2:])),
-            (core.outputs.shape[0], 3 * groups, *core.outputs.shape[2:]),
-        )
-    )
-    for needs in ((True, True, False), (True, False, False), (False, True, False)):
-        found = adjoint_of_pieces(pieces, gradient, x, weight, needs)
-        expected = core.convolve_adjoint(gradient, x, weight, needs)
-        for mine, theirs, needed in zip(found, expected, needs, strict=True):
-            assert torch.equal(mine, theirs) if needed else mine is None
-
-
-def test_pieces_that_leave_data_out_are_none():
-    jumps = core_of_rows([Window(1, 2)], (200,), (0, 100), 1, 1)
-    assert jumps.cut(3) == (), "of two elements nobody reads the second"
-    short = core_of_rows([Window(3, 1, 1, 1, 1)], (20,), (0, 20), 1, 1)
-    assert short.cut(3) == short.cut(1) == short.cut(0) == (), "windows would be most of a piece"

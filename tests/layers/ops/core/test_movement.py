@@ -111,7 +111,7 @@ def test_a_stream_moves_shards_in_their_order(P_world, comm):
                 made.append(number)
                 yield torch.full(shape, float(number), dtype=torch.float64)
 
-        for number, y in enumerate(movement.forwards.stream(shards())):
+        for number, y in enumerate(movement.stream(shards())):
             assert y.max() == number
             # The next one is on its way.
             assert len(made) == min(count, number + 2)

@@ -1,4 +1,22 @@
-"""Messages between the slabs of a sample on disk: a later process takes those that its first slab needs."""
+"""Messages between the slabs of a sample, kept on disk: a later process resumes the sample from them.
+
+Messages that wait for their readers are in a ``Mailbox``, in memory or in the scratch file of ``Pages``, and
+vanish with the process. The log keeps copies of the same messages beside the result, until it is complete.
+
+Five slabs; the process was killed while it computed slab 2::
+
+    slab        0          1       |   2          3          4
+                written    written |   begun      -          -
+                                   |
+    messages    0 -> 1             |                             removed: slab 1 is written
+                           1 -----> 2                            kept: they cross the line before slab 2
+                0 -----------------------------> 3
+                           1 ------------------> 3
+
+    files       0-1-2.messages    0-0-3.messages    0-1-3.messages        (sample-sender-receiver)
+
+The next process computes slabs 2, 3 and 4. Slab 2 sends its messages again.
+"""
 
 from __future__ import annotations
 
@@ -20,12 +38,20 @@ _SHARE, _QUICK_SECONDS = 0.1, 0.2
 _SUFFIX = ".messages"
 
 
-class MessageLog:
+class ResumeLog:
     """Files of messages for later slabs, one for each sender and receiver, in a folder.
 
-    Where slabs need earlier ones only, a sample can go on at any slab for which, and behind which, all
-    messages of the slabs before it are here, whoever computes which slab. Files of a slow disk would take
-    longer than computing again: there the messages for some receivers are left out.
+    A sample can be resumed at a slab if slabs need earlier ones only, and if all messages of earlier slabs
+    for it and for later ones are here. Nothing else of a slab that has ended is needed, so any process may
+    resume it.
+
+    Always true: the file of a pair has the messages of this pair in the order in which they were sent, each
+    with two checksums, of its head and of its pieces. A process that is killed may leave a part of a message
+    at the end of a file; ``read`` refuses that file, and the sample begins anew.
+
+    On a slow disk the messages would take longer than the slabs. There whole receivers are left out, from
+    their first message on; the sample cannot be resumed between such a sender and its receiver, but at other
+    slabs.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -55,17 +81,17 @@ class MessageLog:
         with self._path(sample, sender, receiver).open("ab") as file:
             pieces = [np.asarray(piece, order="C") for piece in message.pieces]
             head = [address.channel, *message.kind, [(piece.dtype.str, piece.shape) for piece in pieces]]
-            file.write(json.dumps([_of_head(head), _of_pieces(pieces), *head]).encode() + b"\n")
+            file.write(json.dumps([_checksum_of(head), _checksum(pieces), *head]).encode() + b"\n")
             for piece in pieces:
                 file.write(piece.data)
         self._spent += time.monotonic() - begin
 
     def has_all_for(self, slab: int) -> bool:
-        """Whether a process could go on at a slab, once the slabs before it have ended."""
+        """Whether a process could resume at a slab, once the slabs before it have ended."""
         return not any(sender < slab <= receiver for receiver, sender in self._left_out.items())
 
     def forget(self, sample: int, slab: int) -> None:
-        """Remove the messages for slabs before this one, at which a process would go on."""
+        """Remove the messages for slabs before this one, at which a process would resume."""
         for sender, receiver in [each for each in self._pairs if each[1] < slab]:
             self._path(sample, sender, receiver).unlink()
             self._pairs.remove((sender, receiver))
@@ -92,11 +118,12 @@ class MessageLog:
             with path.open("rb") as file:
                 while line := file.readline():
                     of_head, of_pieces, *head = json.loads(line)
-                    if _of_head(head) != of_head:
+                    # Before the pieces are read: a damaged head may ask for any amount of memory.
+                    if _checksum_of(head) != of_head:
                         raise ValueError(f"{path} is damaged")
                     channel, fingerprint, dtype, forms = head
                     pieces = [np.fromfile(file, kind, prod(shape)).reshape(shape) for kind, shape in forms]
-                    if _of_pieces(pieces) != of_pieces:
+                    if _checksum(pieces) != of_pieces:
                         raise ValueError(f"{path} is damaged")
                     found.append((Address(channel, sender, receiver), Message(pieces, (fingerprint, dtype))))
         self._pairs |= pairs
@@ -107,12 +134,11 @@ class MessageLog:
         return self._folder / f"{sample}-{sender}-{receiver}{_SUFFIX}"
 
 
-def _of_head(head: list[Any]) -> int:
-    # Checksum of what says how the pieces are read.
+def _checksum_of(head: list[Any]) -> int:
     return crc32(json.dumps(head).encode())
 
 
-def _of_pieces(pieces: Iterable[Array]) -> int:
+def _checksum(pieces: Iterable[Array]) -> int:
     found = 0
     for piece in pieces:
         found = crc32(piece.data, found)
