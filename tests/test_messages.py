@@ -10,14 +10,12 @@ import math
 
 import pytest
 import torch
-from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
-from benchmarks.scaling.layers import layers_of
-from benchmarks.scaling.plans import Cluster, Staged, Vote, loss_layer, outcome, planned
-from distdl_rma import Machine, distribute, shard
+from benchmarks.scaling.plans import Cluster, Staged, Vote, loss_layer, outcome
+from distdl_rma import Machine, shard
 from distdl_rma.geometry import Decomposition
-from distdl_rma.layers import DistributedBatchNorm2d, DistributedConv2d, DistributedLinear
+from distdl_rma.layers import DistributedLinear
 from distdl_rma.layers.ops.core.movement import CallSite
 from distdl_rma.layers.ops.core.staged import movement_between
 from distdl_rma.layers.partitioned.core.refusals import CallOutcome
@@ -62,36 +60,6 @@ def expected(machine, grid, communications):
     cluster = Cluster(grid, machine.size)
     found = [each.traffic(cluster, machine.rank) for each in communications]
     return [sum(getattr(traffic, name) for traffic in found) for name in COUNTED]
-
-
-@pytest.mark.mpi(min_size=2)
-@pytest.mark.sizes(2, 3, 4)
-@pytest.mark.parametrize(
-    ("module", "twin"),
-    [
-        (nn.Conv2d(3, 3, 3, padding=1, bias=False), DistributedConv2d),
-        (nn.BatchNorm2d(3, affine=False), DistributedBatchNorm2d),
-    ],
-    ids=["convolution", "norm"],
-)
-def test_real_ranks_count_what_the_plans_say(comm, module, twin):
-    shape = (1, 3, 8 * comm.size, 6)
-    with Machine(comm, segment_size="16MiB", timeout=15) as machine:
-        P_x = machine.partition((1, 1, comm.size, 1))
-        (layer,) = layers_of(nn.Sequential(copy.deepcopy(module)), shape)
-        plan = planned(layer, Cluster(P_x.shape, comm.size), machine.rank)
-        model = distribute(nn.Sequential(copy.deepcopy(module)), P_x)
-        x = shard(P_x, torch.randn(shape)).requires_grad_()
-        _, moved = counted(machine, lambda: model(x))
-        # Where tensors know how they are cut, nothing but the call itself is agreed on.
-        assert moved == expected(machine, P_x.shape, (*plan.forward, Vote(), Vote()))
-        arguments = (3, 3, 3) if twin is DistributedConv2d else (3,)
-        named = {"padding": 1, "bias": False} if twin is DistributedConv2d else {"affine": False}
-        ours, mine = twin(P_x, *arguments, **named), x.to_local().detach()
-        with torch.no_grad():
-            _, moved = counted(machine, lambda: ours(mine))
-        assert moved == expected(machine, P_x.shape, (*plan.forward, Vote()))
-        model.distributed.close()
 
 
 @contextlib.contextmanager

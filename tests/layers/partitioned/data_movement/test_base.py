@@ -1,7 +1,5 @@
 """What all layers that move data have in common, and a random search over their arguments."""
 
-from math import prod
-
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
@@ -12,7 +10,6 @@ from distdl_rma.layers import (
     AllGather,
     AllSumReduce,
     Broadcast,
-    DistributedTranspose,
     HaloExchange,
     ReduceScatter,
     Repartition,
@@ -154,27 +151,3 @@ def test_views_that_are_lazily_conjugate_or_negative_move_as_what_they_mean(P_wo
         for of in (torch.conj, lambda t: t.conj().imag):
             y = Repartition(P_x, P_y, preserve_batch=False)(of(local))
             assert torch.equal(y, cut_balanced(P_y, of(z)))
-
-
-def scaled(shape, size):
-    """A grid of a document with as many places as there are ranks at most: its largest extent shrinks."""
-    shape = list(shape)
-    while prod(shape) > size:
-        shape[shape.index(max(shape))] -= 1
-    return shape
-
-
-@pytest.mark.sizes(1, 2, 3, 4)
-@pytest.mark.parametrize(
-    "grids",
-    [((5,), (3,)), ((3, 4), (4, 2)), ((3, 2, 2), (1, 2, 3)), ((1, 1, 1), (1, 3, 2)), ((1, 3, 2), (1, 1, 1))],
-    ids=["1: remap 1-D", "2: remap 2-D", "3: remap 3-D", "4: scatter", "5: gather"],
-)
-def test_printed_example_of_a_repartition(P_world, grids):
-    x_grid, y_grid = (scaled(grid, P_world.size) for grid in grids)
-    P_x = on(P_world, range(prod(x_grid)), x_grid)
-    P_y = on(P_world, range(P_world.size - prod(y_grid), P_world.size), y_grid)
-    x = torch.arange(11 ** len(x_grid)).reshape([11] * len(x_grid))
-    y = Repartition(P_x, P_y, preserve_batch=False)(cut_balanced(P_x, x))
-    assert torch.equal(y, cut_balanced(P_y, x))
-    assert DistributedTranspose is Repartition
