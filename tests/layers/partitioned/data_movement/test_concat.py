@@ -1,6 +1,7 @@
 """Concatenation along channels of tensors with any distributions."""
 
 import random
+from functools import partial
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from distdl_rma.geometry import Decomposition
 from distdl_rma.layers import DistributedConcat
 from tests.layers.partitioned.random_shards import cut, random_blocks, random_partition
 from tests.layers.partitioned.sequential import agree, shard
+from tests.layers.partitioned.twins import Cat, step_of_both
 
 pytestmark = [pytest.mark.mpi, pytest.mark.sizes(1, 2, 3, 4)]
 
@@ -25,35 +27,15 @@ def whole(shapes, dtype=torch.float64):
 
 def compare(layer, P_xs, P_y, xs, needs=None, blocks=None):
     """Output and gradients of one call against ``torch.cat`` of the global tensors."""
-    needs = [True] * len(xs) if needs is None else needs
     if blocks is None:
         blocks = [Decomposition.balanced(P, x.shape) for P, x in zip(P_xs, xs, strict=True)]
-    wholes = [x.clone().requires_grad_() for x in xs]
-    expected = torch.cat(wholes, 1)
-    target = Decomposition.balanced(P_y, expected.shape)
+    target = Decomposition.balanced(P_y, torch.cat(xs, 1).shape)
     # What does not move stays cut as it comes; else the batch, where the first input is.
     still = all(P_y == P for P in P_xs) and P_y.shape[1] == 1
     stays = range(xs[0].dim()) if still else [0] if P_y == P_xs[0] else []
     target = target.with_splits({d: blocks[0].splits[d] for d in stays if d != 1})
-    gradient = torch.randn_like(expected)
-    expected.backward(gradient)
-    local = [
-        cut(b, x).requires_grad_(need and b.partition.active)
-        for b, x, need in zip(blocks, xs, needs, strict=True)
-    ]
-    y = layer(*local)
-    if P_y.active:
-        agree(y, cut(target, expected.detach()), "output")
-    else:
-        assert y.numel() == 0
-    if y.requires_grad:
-        y.backward(cut(target, gradient) if P_y.active else torch.zeros_like(y))
-    for mine, b, x in zip(local, blocks, wholes, strict=True):
-        if mine.requires_grad:
-            agree(mine.grad, cut(b, x.grad), "input gradient")
-        else:
-            assert mine.grad is None
-    return y
+    parts = [partial(cut, each) for each in blocks]
+    return step_of_both(layer, Cat(), xs, parts, partial(cut, target), needs=needs)
 
 
 def test_random_shards_move_to_their_channels(P_world):
