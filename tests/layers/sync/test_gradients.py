@@ -15,7 +15,6 @@ from tests.layers.sync.training import (
     Spectral,
     inputs,
     make,
-    network,
     target,
     train_on_every_grid,
 )
@@ -28,28 +27,6 @@ pytestmark = pytest.mark.mpi
 @pytest.mark.parametrize("set_to_none", [True, False])
 def test_training_equals_the_sequential_run_on_every_grid(P_world, comm, bucket_nbytes, set_to_none):
     train_on_every_grid(P_world, comm, set_to_none, bucket_nbytes=bucket_nbytes)
-
-
-def test_two_optimizers_see_the_same_gradients_as_on_one_machine(P_world, comm):
-    P_x, ours, sync, criterion = make(P_world, comm)
-    twin = network(nn.Conv2d, nn.InstanceNorm2d)
-    losses = (
-        lambda: criterion(ours(shard(P_x, inputs()[0])), shard(P_x, target())),
-        lambda: nn.MSELoss()(twin(inputs()[0]), target()),
-    )
-    for net, loss in zip((ours, twin), losses, strict=True):
-        optimizers = [
-            torch.optim.SGD(net[0].parameters(), lr=0.1, foreach=True),
-            torch.optim.AdamW(net[1:].parameters(), foreach=False),
-        ]
-        for _ in range(4):
-            net.zero_grad()
-            loss().backward()
-            for optimizer in optimizers:
-                optimizer.step()
-    for a, b in zip(ours.parameters(), twin.parameters(), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-11)
-    sync.close()
 
 
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])

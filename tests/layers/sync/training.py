@@ -93,7 +93,8 @@ def train_on_every_grid(P_world, comm, set_to_none=True, **options):
     losses, weights = sequential_losses_and_weights()
     for grid in grids(comm.size, 2):
         P_x, model, sync, criterion = make(P_world, comm, grid, **options)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        # Optimizers read gradients one by one, or all at once.
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, foreach=set_to_none)
         for x, expected in zip(inputs(), losses, strict=True):
             optimizer.zero_grad(set_to_none=set_to_none)
             loss = criterion(model(shard(P_x, x)), shard(P_x, target()))

@@ -21,7 +21,6 @@ from distdl_rma import (
     ArgumentError,
     ConfigurationError,
     Machine,
-    MismatchError,
     MPIPartition,
     PeerFailedError,
     ProtocolError,
@@ -125,15 +124,6 @@ def test_a_rank_that_does_not_come_is_named():
                 group.barrier()
 
     rehearse(3, play)
-
-
-def test_ranks_in_different_calls_are_an_error():
-    def play(comm):
-        with Machine(segment_size="1MiB", timeout=1) as machine:
-            machine.group(name=f"of rank {comm.rank}").barrier()
-
-    with pytest.raises(MismatchError, match=r"rank . connects 'of rank . .barrier.' but rank . connects"):
-        rehearse(2, play)
 
 
 def test_a_seed_determines_the_order():

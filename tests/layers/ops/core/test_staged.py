@@ -12,7 +12,6 @@ from distdl_rma import Machine
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.exchange import Exchange
 from distdl_rma.geometry.intervals import Balanced
-from distdl_rma.layers import AllGather, ReduceScatter
 from distdl_rma.layers.ops.core.movement import CallSite, Movement
 from distdl_rma.layers.ops.core.staged import StagedMovement, movement_between, movement_or_none
 from tests.matrix import over_seeds
@@ -90,19 +89,6 @@ def test_a_rank_that_is_late_or_ahead_changes_nothing(P_world, comm):
             torch.randn(200, 200).mm(torch.randn(200, 200))
         x = torch.arange(9.0, dtype=torch.float64) + epoch
         assert torch.equal(movement(x[source.slices()]), x)
-
-
-def test_sums_of_short_types_are_rounded_once(P_world, comm):
-    # 256 + 1 is no bfloat16; all terms in float32 and one rounding are.
-    terms = [256.0, 1.0, 1.0, 2.0][: comm.size]
-    P = P_world.create_cartesian_topology_partition((comm.size,))
-    with pairs(P_world):
-        x = torch.full((comm.size,), terms[comm.rank], dtype=torch.bfloat16)
-        y = ReduceScatter(P, 0)(x)
-        own = torch.zeros(1, dtype=torch.bfloat16, requires_grad=True)
-        AllGather(P, 0)(own).backward(x)
-    assert torch.equal(y, torch.tensor([sum(terms)]).bfloat16())
-    assert torch.equal(own.grad, y)
 
 
 def test_nothing_is_staged_among_ranks_that_are_alone_or_all_together(P_world, comm):

@@ -16,15 +16,6 @@ Q = Partition((1, 0), (2, 1, 1), 0)
 NONE = {"P_y": None, "P_W": None, "P_w": None}
 
 
-@pytest.mark.parametrize("kind", [f"Conv{way}{dims}d" for way in ("", "Transpose") for dims in (1, 2, 3)])
-def test_constructors_show_the_arguments_of_torch_between_partitions_and_names(kind):
-    mine = inspect.signature(getattr(layers, f"Distributed{kind}")).parameters
-    first = ["P_x", *inspect.signature(getattr(nn, kind)).parameters]
-    assert list(mine)[: len(first)] == first
-    assert {"P_y", "P_W", "P_w", "get_ranks_synch_weights"} <= mine.keys()
-    assert all(mine[key].kind is inspect.Parameter.KEYWORD_ONLY for key in list(mine)[len(first) :])
-
-
 def test_a_layer_of_ones_own_shows_its_own_arguments():
     class Twice(layers.DistributedConv2d):
         def __init__(self, P_x, channels):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from distdl_rma import Machine, ShapeError, zero_volume_tensor
-from distdl_rma.layers import AllSumReduce, Broadcast, SumReduce
+from distdl_rma.layers import AllGather, AllSumReduce, Broadcast, ReduceScatter, SumReduce
 
 pytestmark = [pytest.mark.mpi, pytest.mark.sizes(1, 2, 3, 4)]
 
@@ -126,6 +126,11 @@ def test_short_types_are_rounded_once(P_world, comm, pretend):
         root = torch.zeros((), dtype=torch.bfloat16, requires_grad=True)
         copy = Broadcast(partition(P_world, [0], (1,)), P_world)(root if comm.rank == 0 else root[None][:0])
         copy.backward(x.detach())
+        parts = x.detach().expand(comm.size)
+        own = torch.zeros(1, dtype=torch.bfloat16, requires_grad=True)
+        AllGather(P_world, 0)(own).backward(parts)
+        assert torch.equal(own.grad, expected[None])
+        assert torch.equal(ReduceScatter(P_world, 0)(parts.clone()), expected[None])
     assert comm.rank or torch.equal(root.grad, expected)
 
 
