@@ -8,9 +8,7 @@ import torch
 from torch import nn
 
 from distdl_rma import ShapeError, UnsupportedError, layers, zero_volume_tensor
-from tests.fuzz.pooling import check
 from tests.layers.partitioned.sequential import agree, shard
-from tests.matrix import check_each, over_seeds
 
 pytestmark = pytest.mark.mpi
 POOLS = {
@@ -57,11 +55,6 @@ def test_numbers_are_those_of_numpy_too_and_tensors_without_dimensions(P_x):
             agree(layer(shard(P_x, x)), shard(P_x, module(x)))
         layer, module = twins("MaxPool2d", P_x, 4, number, number)
         assert torch.equal(layer(shard(P_x, x)), shard(P_x, module(x)))
-
-
-@over_seeds(80, each=10)
-def test_random_layers_equal_the_sequential_ones(P_world, comm, seeds):
-    check_each(check, P_world, comm, seeds)
 
 
 @pytest.mark.parametrize("kind", POOLS)

@@ -141,9 +141,10 @@ def test_weights_of_an_embedding_are_of_one_type_on_all_ranks(P_world, comm):
     layer.double()(x)
 
 
-def test_an_index_out_of_range_is_refused_on_all_ranks(P_world, comm):
+def test_what_is_no_index_or_out_of_range_is_refused_on_all_ranks(P_world, comm):
     layer = layers.DistributedEmbedding(columns(P_world), 7, 3)
     good = torch.tensor([[0, 6]])
+    same_error(comm, lambda: layer(good.float()), ShapeError, r"indices are torch\.float32")
     for wrong, shown in ((7, 7), (-1, -1)):
         x = torch.tensor([[wrong, 2]]) if comm.rank == 1 else good
         text = same_error(comm, lambda x=x: layer(x), ShapeError)

@@ -17,9 +17,7 @@ from distdl_rma.layers import (
 )
 from distdl_rma.layers.partitioned.data_movement import chosen_axes
 from distdl_rma.segments.memory.buffer import SegmentBuffer
-from tests.fuzz.movement import check
 from tests.layers.partitioned.random_shards import cut_balanced
-from tests.matrix import check_each, over_seeds
 
 pytestmark = pytest.mark.mpi
 
@@ -126,11 +124,6 @@ def test_second_derivatives_are_refused(P_world, make):
     x = input_of(layer).requires_grad_()
     with pytest.raises(UnsupportedError, match="no second derivatives"):
         torch.autograd.grad(layer(x).sum(), x, create_graph=True)
-
-
-@over_seeds(96, each=12)
-def test_random_arguments_give_what_the_operation_on_global_tensors_gives(P_world, comm, seeds):
-    check_each(check, P_world, comm, seeds)
 
 
 def test_axes_are_sorted_and_may_be_those_that_are_kept():

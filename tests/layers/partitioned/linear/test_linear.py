@@ -10,17 +10,10 @@ from distdl_rma.layers import (
     DistributedLinearReduceScatter,
     DistributedLinearReduceScatterZero,
 )
-from tests.fuzz.linear import check
-from tests.matrix import check_each, over_seeds
 
 pytestmark = pytest.mark.mpi
 AG, RS = DistributedLinearAllGather, DistributedLinearReduceScatter
 ZERO = [DistributedLinearAllGatherZero, DistributedLinearReduceScatterZero]
-
-
-@over_seeds(96, each=12)
-def test_any_linear_layer_equals_the_sequential_one(P_world, comm, seeds):
-    check_each(check, P_world, comm, seeds)
 
 
 @pytest.mark.mpi(min_size=2)
