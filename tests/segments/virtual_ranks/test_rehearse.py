@@ -13,7 +13,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
-from torch.nn import functional as F  # noqa: N812
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -29,12 +28,9 @@ from distdl_rma import (
     distribute,
     print0,
     rehearse,
-    shard,
 )
-from distdl_rma.segments import Channel
 from distdl_rma.segments.transport import node_memory
 from distdl_rma.segments.virtual_ranks import stuck, turns
-from tests.segments.exchanges import NAMES, expected, movements, values
 
 ALL = st.integers(1, 7)
 SEEDS = st.integers(0, 1 << 30)
@@ -350,26 +346,6 @@ def test_machines_of_some_ranks_work_beside_that_of_all():
     assert rehearse(4, play) == [5, None, 5, 5]
 
 
-@settings(max_examples=25)
-@given(ranks=ALL, seed=SEEDS, name=st.sampled_from(NAMES), ahead=st.booleans())
-def test_a_channel_moves_what_its_exchange_says_in_any_order_of_ranks(ranks, seed, name, ahead):
-    """Hypothesis shrinks the number of ranks and the order in which they run."""
-
-    def play(comm):
-        machine = Machine.on()
-        exchange = movements(machine)[name]
-        channel = Channel(machine.segments, exchange, np.int64, name)
-        for epoch in range(1, 9, 2):
-            x = [values(exchange, machine.rank, epoch + k) for k in range(2)]
-            flights = [channel.start(channel.cut(each)) for each in x[: 1 + ahead]]
-            for k, flight in enumerate(flights):
-                y = channel.gather(x[k], flight, np.add)
-                assert (y == expected(exchange, epoch + k)).all()
-        channel.close()
-
-    rehearse(ranks, play, seed=seed)
-
-
 @settings(max_examples=10)
 @given(ranks=ALL, seed=SEEDS, height=st.integers(1, 19), kernel=st.sampled_from([1, 3, 5]))
 def test_a_split_network_equals_the_whole_one_on_any_number_of_ranks(ranks, seed, height, kernel):
@@ -394,22 +370,6 @@ def test_a_split_network_equals_the_whole_one_on_any_number_of_ranks(ranks, seed
             torch.testing.assert_close(mine.grad, theirs)
 
     rehearse(ranks, play, seed=seed)
-
-
-def test_sixty_four_ranks_convolve_and_sum():
-    x = torch.randn(1, 1, 40, 40, dtype=torch.float64)
-    weight = torch.randn(1, 1, 3, 3, dtype=torch.float64)
-    expected = F.conv2d(x, weight, padding=1)
-
-    def play(comm):
-        y = F.conv2d(shard("8x8", x), weight, padding=1)
-        torch.testing.assert_close(y.full_tensor(), expected)
-        return y.to_local().shape, y.sum().item()
-
-    shapes, sums = zip(*rehearse(64, play), strict=True)
-    assert {*shapes} == {(1, 1, 5, 5)}
-    assert {*sums} == {sums[0]}
-    assert sums[0] == pytest.approx(expected.sum().item())
 
 
 @pytest.mark.parametrize("problem", [RuntimeError, MemoryError])
