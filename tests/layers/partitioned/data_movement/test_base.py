@@ -54,20 +54,6 @@ def input_of(layer, rows=2, dtype=torch.float64):
     return torch.randint(-9, 9, (rows, 3, 4)).to(dtype)
 
 
-def product_of(comm, a, b):
-    return comm.allreduce(float((a * b).sum()))
-
-
-@each_layer
-def test_adjoint_identity_holds_exactly(P_world, comm, make):
-    layer = make(P_world)
-    x = input_of(layer).requires_grad_()
-    y = layer(x)
-    gradient = torch.randint(-9, 9, y.shape).double()
-    y.backward(gradient)
-    assert product_of(comm, y.detach(), gradient) == product_of(comm, x.detach(), x.grad)
-
-
 @each_layer
 def test_gradients_accumulate_over_calls_in_any_order_and_recomputed_ones(P_world, make):
     layer = make(P_world)

@@ -63,23 +63,6 @@ def test_printed_example(P_world, example, shape):
     assert torch.equal(copy, torch.full(shape, total([root]), dtype=torch.float64))
 
 
-@pytest.mark.parametrize("preserve_batch", [True, False])
-def test_results_without_elements_keep_the_batch_if_asked(P_world, comm, preserve_batch):
-    root = partition(P_world, [0], (1,))
-    y = SumReduce(P_world, root, preserve_batch=preserve_batch)(torch.ones(3, 2))
-    assert y.shape == ((3, 2) if comm.rank == 0 else (3, 0) if preserve_batch else (0,))
-    x = torch.ones(3, 2) if comm.rank == 0 else zero_volume_tensor(5)
-    far = partition(P_world, [comm.size - 1], (1,))
-    y = Broadcast(root, far, preserve_batch=preserve_batch)(x)
-    if comm.rank == comm.size - 1:
-        assert y.shape == (3, 2)
-    elif comm.rank == 0:
-        assert y.shape == ((3, 0) if preserve_batch else (0,))
-    else:
-        # Neither source nor destination: a clone.
-        assert y.shape == (5, 0)
-
-
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("layer", [SumReduce, AllSumReduce])
 def test_subtensors_that_differ_in_shape_are_refused_on_all_ranks(P_world, comm, layer):
