@@ -40,15 +40,24 @@ def test_results_are_in_the_order_of_ranks_and_arguments_reach_all():
     assert rehearse(4, lambda comm, a: (comm.rank, comm.size, a), "x") == [(r, 4, "x") for r in range(4)]
 
 
-@pytest.mark.parametrize("ranks", [0, -1, 1.0, True, "2"])
-def test_a_number_of_ranks_is_positive_and_whole(ranks):
-    with pytest.raises(ArgumentError, match=f"positive whole number, got {ranks!r}"):
-        rehearse(ranks, print)
+def split(comm, model):
+    distribute(model, "1x2")
 
 
-def test_a_module_is_made_by_each_rank():
-    with pytest.raises(ArgumentError, match="make it in the function"):
-        rehearse(2, lambda comm, model: distribute(model, "1x2"), nn.Conv2d(1, 1, 1))
+NODES = 0, 4, -1, True, 1.0, "12", (), (1, 1), (3, 0), (2, 2), [4, -1], None
+WORDS = "from 1 to 3, or the numbers of their ranks, 3 in all; got"
+REFUSED = [
+    *((ArgumentError, f"positive whole number, got {n!r}", (n, print), {}) for n in (0, -1, 1.0, True, "2")),
+    *((ArgumentError, WORDS, (3, print), {"nodes": nodes}) for nodes in NODES),
+    (ArgumentError, "make it in the function", (2, split, nn.Conv2d(1, 1, 1)), {}),
+    (UnsupportedError, "cannot run virtual ranks", (2, lambda comm: rehearse(2, print)), {}),
+]
+
+
+@pytest.mark.parametrize(("error", "words", "given", "options"), REFUSED)
+def test_what_is_no_rehearsal_is_refused(error, words, given, options):
+    with pytest.raises(error, match=words):
+        rehearse(*given, **options)
 
 
 def test_what_a_rank_has_made_is_used_by_no_other():
@@ -65,11 +74,6 @@ def test_what_a_rank_has_made_is_used_by_no_other():
     models = [nn.Conv2d(1, 1, 3, padding=1)]
     with pytest.raises(ProtocolError, match=r"rank \d uses what rank \d has made"):
         rehearse(2, lambda comm: distribute(models[0], {"H": -1})(torch.ones(1, 1, 8, 8)))
-
-
-def test_virtual_ranks_have_none_of_their_own():
-    with pytest.raises(UnsupportedError, match="cannot run virtual ranks"):
-        rehearse(2, lambda comm: rehearse(2, print))
 
 
 def test_the_error_of_the_rank_that_failed_is_raised_and_the_others_learn_of_it():
@@ -271,12 +275,6 @@ def test_nodes_have_the_ranks_that_they_are_given():
     assert {*rehearse(4, play)} == {((0, 1, 2, 3),)}
     assert {*rehearse(5, play, nodes=2)} == {((0, 1, 2), (3, 4))}
     assert {*rehearse(5, play, nodes=(1, 3, 1))} == {((0,), (1, 2, 3), (4,))}
-
-
-@pytest.mark.parametrize("nodes", [0, 4, -1, True, 1.0, "12", (), (1, 1), (3, 0), (2, 2), [4, -1], None])
-def test_nodes_fit_the_ranks(nodes):
-    with pytest.raises(ArgumentError, match=r"from 1 to 3, or the numbers of their ranks, 3 in all; got"):
-        rehearse(3, print, nodes=nodes)
 
 
 @pytest.mark.parametrize("nodes", [1, 2, (1, 2)])
