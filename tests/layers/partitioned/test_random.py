@@ -16,6 +16,6 @@ FAMILIES |= {"loss": loss.check, "movement": movement.check, "from global parame
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@over_seeds(100, each=10)
+@over_seeds(128, each=16)
 def test_random_layers_are_right(P_world, comm, family, seeds):
     check_each(FAMILIES[family], P_world, comm, seeds)
