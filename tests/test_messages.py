@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
 import itertools
@@ -21,6 +20,7 @@ from distdl_rma.layers.ops.core.staged import movement_between
 from distdl_rma.layers.partitioned.core.refusals import CallOutcome
 from distdl_rma.layers.partitioned.loss.base import LossSums
 from messages import PAGE, busiest, calls, grid_of, written
+from tests.pretended import pretended_nodes
 
 COUNTED = ("puts", "bytes_put", "gets", "bytes_got", "collectives", "bytes_collective")
 CALLS = list(calls())
@@ -62,23 +62,12 @@ def expected(machine, grid, communications):
     return [sum(getattr(traffic, name) for traffic in found) for name in COUNTED]
 
 
-@contextlib.contextmanager
-def pairs(machine):
-    """Two ranks on each node, as far as movements look."""
-    segment, ranks = machine.segments.segment, machine.ranks
-    true, segment.nodes = segment.nodes, tuple(ranks[at : at + 2] for at in range(0, len(ranks), 2))
-    try:
-        yield Cluster((1, 1, len(ranks), 1), 2)
-    finally:
-        segment.nodes = true
-
-
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.sizes(2, 3, 4)
 def test_real_ranks_count_what_the_stages_over_nodes_say(comm):
     n, (batch, features) = comm.size, (6, 12)
-    with Machine(comm, segment_size="16MiB", timeout=15) as machine, pairs(machine) as cluster:
-        me, P = machine.rank, machine.partition((1, n))
+    with Machine(comm, segment_size="16MiB", timeout=15) as machine, pretended_nodes(machine):
+        me, P, cluster = machine.rank, machine.partition((1, n)), Cluster((1, 1, n, 1), 2)
         source, target = (Decomposition.balanced(P, (batch, features), copied) for copied in ((), (1,)))
         root = Decomposition.replicated(P.create_partition_inclusive([0]), (batch, features))
         for ends in itertools.permutations((source, target, root), 2):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import random
 
 import pytest
@@ -15,20 +14,9 @@ from distdl_rma.geometry.intervals import Balanced
 from distdl_rma.layers.ops.core.movement import CallSite, Movement
 from distdl_rma.layers.ops.core.staged import StagedMovement, movement_between, movement_or_none
 from tests.matrix import over_seeds
+from tests.pretended import pretended_nodes
 
 pytestmark = [pytest.mark.mpi(min_size=3), pytest.mark.sizes(3, 4)]
-
-
-@contextlib.contextmanager
-def pairs(P_world):
-    """Two ranks on each node, as far as movements look; the last one may be alone."""
-    segment = Machine.of(P_world).segments.segment
-    true, ranks = segment.nodes, P_world.ranks
-    segment.nodes = tuple(ranks[at : at + 2] for at in range(0, len(ranks), 2))
-    try:
-        yield
-    finally:
-        segment.nodes = true
 
 
 def ends_of(rng, P_world, shape):
@@ -55,7 +43,7 @@ def test_stages_give_what_one_exchange_gives(P_world, seeds):
         shape = rng.choice([(7, 5), (1, 6), (4, 4), (0, 3), (80, 70)])
         source, target = (ends_of(rng, P_world, shape) for _ in range(2))
         site = CallSite(machine, f"case {seed}")
-        with pairs(P_world):
+        with pretended_nodes(Machine.of(P_world)):
             movement = movement_between(site, source, target, torch.float64, "in stages")
         exchange = Exchange(machine.rank, source, target)
         at_once = Movement(machine, exchange, torch.float64, f"{site.name} at once")
@@ -81,7 +69,7 @@ def test_a_rank_that_is_late_or_ahead_changes_nothing(P_world, comm):
     site = CallSite(Machine.of(P_world), "late")
     P = P_world.create_cartesian_topology_partition((comm.size,))
     source, target = Decomposition.balanced(P, (9,)), Decomposition.replicated(P, (9,))
-    with pairs(P_world):
+    with pretended_nodes(Machine.of(P_world)):
         movement = movement_between(site, source, target, torch.float64)
     movement.connect()
     for epoch in range(60):

@@ -1,12 +1,11 @@
 """Broadcast and sum-reduction: the printed examples, and what the sum-reduce document promises."""
 
-import contextlib
-
 import pytest
 import torch
 
 from distdl_rma import Machine, ShapeError, zero_volume_tensor
 from distdl_rma.layers import AllGather, AllSumReduce, Broadcast, ReduceScatter, SumReduce
+from tests.pretended import pretended_nodes
 
 pytestmark = [pytest.mark.mpi, pytest.mark.sizes(1, 2, 3, 4)]
 
@@ -22,17 +21,6 @@ def input_of(P_x, shape, dtype=torch.float64):
 
 def total(ranks):
     return float(sum(10**rank for rank in ranks))
-
-
-@contextlib.contextmanager
-def pretended_nodes(P_world, nodes):
-    """Ranks on other nodes than they are, as far as the layers look."""
-    segment = Machine.of(P_world).segments.segment
-    true, segment.nodes = segment.nodes, nodes
-    try:
-        yield
-    finally:
-        segment.nodes = true
 
 
 # Printed examples with extents of 2 at most: grids, transpositions, and what each rank of P_y sums.
@@ -102,7 +90,7 @@ def test_short_types_are_rounded_once(P_world, comm, pretend):
     nodes = ((0, 1), tuple(range(2, comm.size))) if pretend else (tuple(range(comm.size)),)
     x = torch.tensor(terms[comm.rank], dtype=torch.bfloat16, requires_grad=True)
     expected = torch.tensor(sum(terms)).bfloat16()
-    with pretended_nodes(P_world, nodes):
+    with pretended_nodes(Machine.of(P_world), nodes):
         y = SumReduce(P_world, partition(P_world, [0], (1,)))(x)
         assert comm.rank or torch.equal(y, expected)
         assert torch.equal(AllSumReduce(P_world, 0)(x), expected)
