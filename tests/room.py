@@ -2,7 +2,7 @@
 
 Side by side run ruff, mypy on the room and the folders that import it, the tests without MPI, and the day's
 MPI tests on 2 ranks, see ``matrix.py``. The tests are those of the room, and of the folders that import it
-those test files that import a module of the room.
+those test files that import a module of the room. What operations do, random layers show.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ from tests import side_by_side
 ROOT = Path(__file__).parents[1]
 RUN = shlex.quote(sys.executable)
 PACKAGE, TESTS = ROOT / "distdl_rma", ROOT / "tests"
+# Of rooms whose numbers are tested through what stands on them.
+ABOVE = {"layers.ops": TESTS / "layers" / "partitioned" / "test_random.py"}
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -105,7 +107,8 @@ def suite_for(room: str) -> list[Path]:
     """Test files of a room, and those of the folders that import it that import a module of the room."""
     beside = [test for place in importing(room) for test in suite_of(place)]
     named = [test for test in beside if imports(test.read_text(), room)]
-    return [*dict.fromkeys([*suite_of(room), *named])]
+    above = [test for place, test in ABOVE.items() if f"{room}.".startswith(f"{place}.")]
+    return [*dict.fromkeys([*suite_of(room), *named, *above])]
 
 
 def suite_of(place: str) -> list[Path]:

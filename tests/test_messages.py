@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
 import itertools
@@ -10,16 +9,12 @@ import math
 
 import pytest
 import torch
-from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
-from benchmarks.scaling.layers import layers_of
-from benchmarks.scaling.plans import Cluster, Staged, Vote, loss_layer, outcome, planned
-from distdl_rma import Machine, distribute, shard
+from benchmarks.scaling.plans import Cluster, Staged, Vote, loss_layer, outcome
+from distdl_rma import Machine, shard
 from distdl_rma.geometry import Decomposition
 from distdl_rma.layers import (
-    DistributedBatchNorm2d,
-    DistributedConv2d,
     DistributedKLDivLoss,
     DistributedLinear,
 )
@@ -27,6 +22,7 @@ from distdl_rma.layers.ops.core.movement import CallSite
 from distdl_rma.layers.ops.core.staged import movement_between
 from distdl_rma.layers.partitioned.core.refusals import CallOutcome
 from messages import PAGE, busiest, calls, grid_of, written
+from tests.pretended import pretended_nodes
 
 COUNTED = ("puts", "bytes_put", "gets", "bytes_got", "collectives", "bytes_collective")
 CALLS = list(calls())
@@ -70,51 +66,10 @@ def expected(machine, grid, communications):
 
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.sizes(2, 3, 4)
-@pytest.mark.parametrize(
-    ("module", "twin"),
-    [
-        (nn.Conv2d(3, 3, 3, padding=1, bias=False), DistributedConv2d),
-        (nn.BatchNorm2d(3, affine=False), DistributedBatchNorm2d),
-    ],
-    ids=["convolution", "norm"],
-)
-def test_real_ranks_count_what_the_plans_say(comm, module, twin):
-    shape = (1, 3, 8 * comm.size, 6)
-    with Machine(comm, segment_size="16MiB", timeout=15) as machine:
-        P_x = machine.partition((1, 1, comm.size, 1))
-        (layer,) = layers_of(nn.Sequential(copy.deepcopy(module)), shape)
-        plan = planned(layer, Cluster(P_x.shape, comm.size), machine.rank)
-        model = distribute(nn.Sequential(copy.deepcopy(module)), P_x)
-        x = shard(P_x, torch.randn(shape)).requires_grad_()
-        _, moved = counted(machine, lambda: model(x))
-        # Where tensors know how they are cut, nothing but the call itself is agreed on.
-        assert moved == expected(machine, P_x.shape, (*plan.forward, Vote(), Vote()))
-        arguments = (3, 3, 3) if twin is DistributedConv2d else (3,)
-        named = {"padding": 1, "bias": False} if twin is DistributedConv2d else {"affine": False}
-        ours, mine = twin(P_x, *arguments, **named), x.to_local().detach()
-        with torch.no_grad():
-            _, moved = counted(machine, lambda: ours(mine))
-        assert moved == expected(machine, P_x.shape, (*plan.forward, Vote()))
-        model.distributed.close()
-
-
-@contextlib.contextmanager
-def pairs(machine):
-    """Two ranks on each node, as far as movements look."""
-    segment, ranks = machine.segments.segment, machine.ranks
-    true, segment.nodes = segment.nodes, tuple(ranks[at : at + 2] for at in range(0, len(ranks), 2))
-    try:
-        yield Cluster((1, 1, len(ranks), 1), 2)
-    finally:
-        segment.nodes = true
-
-
-@pytest.mark.mpi(min_size=2)
-@pytest.mark.sizes(2, 3, 4)
 def test_real_ranks_count_what_the_stages_over_nodes_say(comm):
     n, (batch, features) = comm.size, (6, 12)
-    with Machine(comm, segment_size="16MiB", timeout=15) as machine, pairs(machine) as cluster:
-        me, P = machine.rank, machine.partition((1, n))
+    with Machine(comm, segment_size="16MiB", timeout=15) as machine, pretended_nodes(machine):
+        me, P, cluster = machine.rank, machine.partition((1, n)), Cluster((1, 1, n, 1), 2)
         source, target = (Decomposition.balanced(P, (batch, features), copied) for copied in ((), (1,)))
         root = Decomposition.replicated(P.create_partition_inclusive([0]), (batch, features))
         for ends in itertools.permutations((source, target, root), 2):

@@ -15,14 +15,18 @@ import traceback
 import warnings
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 
 from mpi4py import MPI
 
 from distdl_rma import MPIPartition, Partition
+from tests.fuzz import layers
 
-FAMILIES = sorted(path.stem for path in Path(__file__).parent.glob("[a-z]*.py"))
+# Those of layers, which are in one file, and the others by their files.
+FILES = {path.stem for path in Path(__file__).parent.glob("[a-z]*.py")} - {"layers"}
+FAMILIES = sorted({*layers.FAMILIES, *FILES})
 # Seeds between two machines: what layers leave behind is given back.
 PER_MACHINE = 100
 # More than a search comes to in a day.
@@ -50,10 +54,12 @@ def main() -> None:
     warnings.simplefilter("ignore")
     findings = 0
     for family in options.families or FAMILIES:
-        module = import_module(f"tests.fuzz.{family}")
+        of_layers = family in layers.FAMILIES
+        module = layers if of_layers else import_module(f"tests.fuzz.{family}")
         check: Check | None = getattr(module, "check", None)
         if check is None:
             continue
+        check = partial(check, family=family) if of_layers else check
         count, found = search(family, check, first, options.seconds, getattr(module, "COLLECTIVE", False))
         findings += found
         if MPI.COMM_WORLD.rank == 0:

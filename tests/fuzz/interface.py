@@ -1,15 +1,16 @@
 """Random layers from global parameters, on permuted machines, against the sequential torch layers."""
 
 import random
+from functools import partial
 from math import prod
 
 import torch
-from torch import nn
 
 from distdl_rma import Distribution
 from distdl_rma.geometry import Decomposition
 from distdl_rma.layers import Concat, Conv, InstanceNorm
 from tests.layers.partitioned.sequential import CONV, NORM, agree
+from tests.layers.partitioned.twins import Cat, step_of_both
 
 DTYPE = torch.float64
 
@@ -81,11 +82,6 @@ def random_norm(rng, world):
     return layer, module, [distribution], None, [(batch, channels, *space)]
 
 
-class Cat(nn.Module):
-    def forward(self, *xs):
-        return torch.cat(xs, 1)
-
-
 def random_concat(rng, world):
     batch, *space = shapes_of(rng, [rng.randint(1, 4)])
     channels = [rng.randint(1, 4) for _ in range(rng.randint(1, 3))]
@@ -124,22 +120,11 @@ def check(P_world, comm, seed):
 
 
 def compare(layer, module, P_xs, P_y, shapes, what):
-    layer.zero_grad()
-    module.zero_grad()
-    xs = [torch.randn(shape, dtype=DTYPE, requires_grad=True) for shape in shapes]
-    locals_ = [part(P, x).requires_grad_() for P, x in zip(P_xs, xs, strict=True)]
-    expected, y = module(*xs), layer(*locals_)
-    gradient = torch.randn_like(expected)
-    expected.backward(gradient)
-    if P_y.active:
-        agree(y, part(P_y, expected), f"{what}: output")
-    else:
-        assert y.numel() == 0, what
-    y.backward(part(P_y, gradient) if P_y.active else torch.zeros_like(y))
-    for P, x, local in zip(P_xs, xs, locals_, strict=True):
-        if P.active:
-            agree(local.grad, part(P, x.grad), f"{what}: input gradient")
-    for key, parameter in module.named_parameters():
-        store = layer.placed.placements[key].store
-        if store.partition.active:
-            agree(getattr(layer, key).grad, parameter.grad[store.slices()], f"{what}: {key} gradient")
+    """Output and gradients of one call on random inputs."""
+    xs = [torch.randn(shape, dtype=DTYPE) for shape in shapes]
+    parts = [partial(part, P) for P in P_xs]
+
+    def same(mine, expected, each):
+        agree(mine, expected, f"{what}: {each}")
+
+    step_of_both(layer, module, xs, parts, partial(part, P_y), same=same)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import random
 import warnings
@@ -15,6 +14,7 @@ from torch.nn import functional as F  # noqa: N812
 from distdl_rma import Machine, ShapeError, layers
 from distdl_rma.geometry import Decomposition
 from distdl_rma.geometry.intervals import Listed
+from tests.pretended import pretended_nodes
 
 REAL = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 COMPLEX = [torch.complex64, torch.complex128]
@@ -218,20 +218,15 @@ class Case:
         return y
 
 
-@contextlib.contextmanager
-def pretended_nodes(P_world, rng):
-    """Ranks spread over nodes at random, as far as the layers look."""
-    segment = Machine.of(P_world).segments.segment
-    true, members = segment.nodes, list(segment.nodes[0])
-    if len(true) == 1 and rng.random() < 0.6:
-        rng.shuffle(members)
-        cuts = sorted(rng.sample(range(1, len(members)), rng.randint(0, len(members) - 1)))
-        ends = [0, *cuts, len(members)]
-        segment.nodes = tuple(tuple(members[a:b]) for a, b in itertools.pairwise(ends))
-    try:
-        yield
-    finally:
-        segment.nodes = true
+def random_nodes(machine, rng):
+    """The nodes that there are, or ranks spread over nodes at random."""
+    true = machine.segments.segment.nodes
+    members = list(true[0])
+    if len(true) > 1 or rng.random() >= 0.6:
+        return true
+    rng.shuffle(members)
+    cuts = sorted(rng.sample(range(1, len(members)), rng.randint(0, len(members) - 1)))
+    return tuple(tuple(members[a:b]) for a, b in itertools.pairwise([0, *cuts, len(members)]))
 
 
 def values(rng_torch, shape, wide):
@@ -245,7 +240,8 @@ def values(rng_torch, shape, wide):
 def check(P_world, comm, seed):
     """Compare one random moving layer with the operation on global tensors; alike on all ranks."""
     rng = random.Random(seed)
-    with pretended_nodes(P_world, rng), warnings.catch_warnings():
+    machine = Machine.of(P_world)
+    with pretended_nodes(machine, random_nodes(machine, rng)), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="ComplexHalf support is experimental")
         case = Case(rng, P_world)
         layer = case.make()

@@ -14,6 +14,7 @@ from distdl_rma import DistdlError, GradientSync, Partition, layers, zero_volume
 from distdl_rma.geometry import Decomposition
 from tests.layers.partitioned.random_shards import cut, random_blocks
 from tests.layers.partitioned.sequential import agree
+from tests.layers.partitioned.twins import compare_state
 
 # What torch raises for inputs that it does not take.
 TORCH_REFUSALS = (RuntimeError, ValueError, NotImplementedError, TypeError, IndexError)
@@ -95,7 +96,7 @@ def run(
             mode = not trains or rng.random() < 0.7
             pair.layer.train(mode), pair.twin.train(mode)
             step(rng, pair, [draw()] * rng.choice([1, 1, 2]), options)
-            compare_state(pair)
+            compare_state(pair.layer, pair.twin)
     except BaseException as error:
         error.add_note(f"{pair.layer} of torch's {pair.twin}, from {pair.P_x} to {pair.P_y}")
         raise
@@ -165,16 +166,3 @@ def step(rng: random.Random, pair: Pair, xs: Sequence[Tensor], options: dict[str
             )
         else:
             assert local.grad is None, "a gradient that nobody asked for"
-
-
-def compare_state(pair: Pair) -> None:
-    """Gradients of parameters, and buffers."""
-    layer, twin = pair.layer, pair.twin
-    for key, parameter in twin.named_parameters():
-        mine = getattr(layer, key)
-        if parameter.grad is None:
-            assert mine.grad is None or not mine.grad.any(), key
-        elif mine.numel():
-            agree(mine.grad, cut(layer.layouts[key], parameter.grad), f"gradient of {key}")
-    for key, buffer in twin.named_buffers():
-        agree(getattr(layer, key), cut(layer.layouts[key], buffer) if key in layer.layouts else buffer, key)

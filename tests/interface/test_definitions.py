@@ -2,9 +2,9 @@
 
 Elsewhere are A2, where a process sits (A4) and A5 (``geometry/test_distribution.py``), A7
 (``segments/memory/test_buffer.py``), connecting (A8, ``core/test_connect.py``), random layers from global
-parameters with input and output in any distributions, with holes too (A3, A4), inequalities and sizes before
-the first call (A5, A13, ``test_from_global.py``), numbers of A19 (``test_twins.py``), and A20
-(``data_movement/test_concat.py``), the last four in ``layers/partitioned``.
+parameters with input and output in any distributions, with holes too (A3, A4, ``test_random.py``),
+inequalities and sizes before the first call (A5, A13, ``test_from_global.py``), numbers of A19
+(``test_twins.py``), and A20 (``data_movement/test_concat.py``), the last four in ``layers/partitioned``.
 """
 
 import pytest

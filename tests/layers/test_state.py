@@ -7,43 +7,23 @@ import torch
 from torch import nn
 
 from distdl_rma import GradientSync, gather_state_dict, load_global_state_dict, shard, whole_parameters
-from distdl_rma.layers import (
-    DistributedBatchNorm1d,
-    DistributedConv1d,
-    DistributedConvTranspose1d,
-    DistributedEmbedding,
-    DistributedLayerNorm,
-    DistributedLinear,
-    DistributedLinearAllGatherZero,
-)
+from distdl_rma.layers import DistributedConv1d, DistributedLinear
+from tests.layers.partitioned.twins import Twins
 
 pytestmark = pytest.mark.mpi
 DTYPE = {"dtype": torch.float64}
 
 
+# Whose weights are cut, or on one rank; the last one is on some ranks only.
+INITIALISED = ["conv", "root", "transposed general", "linear", "LinearAllGatherZero", "embedding root"]
+INITIALISED += ["batch norm of channels", "layer norm of a number", "linear"]
+
+
 def twins(P_world):
-    """Layers whose weights are cut, on one rank, or on some ranks only, and the sequential ones."""
-    n = P_world.size
-    rows, columns = (P_world.create_cartesian_topology_partition(g) for g in ((n, 1), (1, n)))
-    image = P_world.create_cartesian_topology_partition((1, 1, n))
-    channels = P_world.create_cartesian_topology_partition((1, n, 1))
-    last = P_world.create_partition_inclusive([n - 1])
-    one = last.create_cartesian_topology_partition((1, 1))
-    pairs = [
-        (DistributedConv1d(image, 3, 4, 3, **DTYPE), nn.Conv1d(3, 4, 3, **DTYPE)),
-        (DistributedConv1d(image, 3, 4, 3, weights="root", **DTYPE), nn.Conv1d(3, 4, 3, **DTYPE)),
-        (
-            DistributedConvTranspose1d(channels, 6, 4, 3, P_y=channels, **DTYPE),
-            nn.ConvTranspose1d(6, 4, 3, **DTYPE),
-        ),
-        (DistributedLinear(columns, columns, rows, 5, 7, **DTYPE), nn.Linear(5, 7, **DTYPE)),
-        (DistributedLinear(one, one, one, 5, 7, **DTYPE), nn.Linear(5, 7, **DTYPE)),
-        (DistributedLinearAllGatherZero(rows, 5, 7, **DTYPE), nn.Linear(5, 7, **DTYPE)),
-        (DistributedEmbedding(rows, 9, 4, weights="root", **DTYPE), nn.Embedding(9, 4, **DTYPE)),
-        (DistributedBatchNorm1d(channels, 5, **DTYPE), nn.BatchNorm1d(5, **DTYPE)),
-        (DistributedLayerNorm(columns, 5, **DTYPE), nn.LayerNorm(5, **DTYPE)),
-    ]
-    return nn.ModuleList(ours for ours, _ in pairs), nn.ModuleList(theirs for _, theirs in pairs)
+    """Layers and the sequential ones."""
+    made = [Twins(P_world, form) for form in INITIALISED[:-1]]
+    made.append(Twins(P_world, INITIALISED[-1], ranks=[P_world.size - 1]))
+    return nn.ModuleList(each.layer for each in made), nn.ModuleList(each.twin for each in made)
 
 
 def by_torch(name, **options):

@@ -13,16 +13,9 @@ from distdl_rma import (
     layers,
 )
 from distdl_rma.layers import Concat, Conv, DistributedConcat, InstanceNorm
-from tests.fuzz.interface import check
 from tests.layers.partitioned.sequential import shard
-from tests.matrix import check_each, over_seeds
 
 pytestmark = pytest.mark.mpi
-
-
-@over_seeds(60, each=10)
-def test_random_layers_from_global_parameters_equal_the_sequential_ones(P_world, comm, seeds):
-    check_each(check, P_world, comm, seeds)
 
 
 def test_the_number_of_extents_says_which_layer_it_is(permuted, comm):

@@ -6,8 +6,8 @@ from torch import nn
 
 from distdl_rma import MPIPartition, rehearse, zero_volume_tensor
 from distdl_rma.geometry import Decomposition
-from distdl_rma.layers import DistributedConv1d, partitioned
-from tests.layers.partitioned.random_shards import cut, cut_balanced
+from distdl_rma.layers import partitioned
+from tests.layers.partitioned.twins import Form, Twins
 
 RANKS = 12
 
@@ -16,42 +16,24 @@ def grid(P_world, ranks, shape):
     return P_world.create_partition_inclusive(ranks).create_cartesian_topology_partition(shape)
 
 
-def conv_like_torchs(weights, *partitions):
-    """A convolution that equals torch's in output and gradients, twice."""
-    arguments = {"in_channels": 8, "out_channels": 7, "kernel_size": 3, "padding": 1, "dtype": torch.float64}
-    torch.manual_seed(1)
-    layer = DistributedConv1d(*partitions, **arguments, weights=weights)
-    torch.manual_seed(1)
-    sequential = nn.Conv1d(**arguments)
-    P_x, P_y = partitions[0], partitions[1 % len(partitions)]
+def conv_like_torchs(P_world, weights, *partitions):
+    """Shapes that a rank keeps of a convolution, which equals torch's in output and gradients, twice."""
+    form = Form("Conv1d", (8, 7, 3), {"padding": 1}, partitions, shape=(2, 8, 13))
+    twins = Twins(P_world, form, weights=weights)
     for _ in range(2):
-        layer.zero_grad()
-        sequential.zero_grad()
-        x = torch.randn(2, 8, 13, dtype=torch.float64, requires_grad=True)
-        local = cut_balanced(P_x, x).requires_grad_()
-        y, out = sequential(x), layer(local)
-        y.square().sum().backward()
-        out.square().sum().backward()
-        if P_y.active:
-            torch.testing.assert_close(out, cut_balanced(P_y, y))
-        if P_x.active:
-            torch.testing.assert_close(local.grad, cut_balanced(P_x, x.grad))
-        for key, parameter in sequential.named_parameters():
-            store = layer.placed.placements[key].store
-            if store.partition.active:
-                torch.testing.assert_close(getattr(layer, key).grad, cut(store, parameter.grad))
-    return tuple(layer.weight.shape), tuple(layer.bias.shape)
+        twins.step(twins.draw())
+    return tuple(twins.layer.weight.shape), tuple(twins.layer.bias.shape)
 
 
 def feature_distributed(P_world, weights):
-    found = conv_like_torchs(weights, grid(P_world, range(4), (1, 1, 4)))
+    found = conv_like_torchs(P_world, weights, grid(P_world, range(4), (1, 1, 4)))
     assert found == (((7, 8, 3), (7,)) if weights == "replicated" or P_world.rank == 0 else ((0,), (0,)))
 
 
 def channel_distributed(P_world, weights):
     P_W = grid(P_world, range(12), (3, 4, 1))
     found = conv_like_torchs(
-        weights, grid(P_world, range(4), (1, 4, 1)), grid(P_world, range(3), (1, 3, 1)), P_W
+        P_world, weights, grid(P_world, range(4), (1, 4, 1)), grid(P_world, range(3), (1, 3, 1)), P_W
     )
     i, j, _ = P_W.index
     rows = (3, 2, 2)[i]
@@ -61,7 +43,7 @@ def channel_distributed(P_world, weights):
 def generalized(P_world, weights):
     P_x, P_y = (grid(P_world, ranks, (1, 2, 3)) for ranks in (range(6), range(6, 12)))
     P_W = grid(P_world, range(12), (2, 2, 3))
-    found = conv_like_torchs(weights, P_x, P_y, P_W)
+    found = conv_like_torchs(P_world, weights, P_x, P_y, P_W)
     i, j, k = P_W.index
     rows, stores = (4, 3)[i], weights == "replicated" or k == 0
     assert found == ((rows, 4, 3) if stores else (0,), (rows if stores and j == 0 else 0,))

@@ -8,9 +8,7 @@ import torch
 from torch import nn
 
 from distdl_rma import ShapeError, UnsupportedError, layers, zero_volume_tensor
-from tests.fuzz.pooling import check
 from tests.layers.partitioned.sequential import agree, shard
-from tests.matrix import check_each, over_seeds
 
 pytestmark = pytest.mark.mpi
 POOLS = {
@@ -32,14 +30,6 @@ def twins(kind, P_x, *arguments, **options):
     """A layer and torch's."""
     layer = getattr(layers, f"Distributed{kind}")(P_x, *arguments, **options)
     return layer, getattr(nn, kind)(*arguments, **options)
-
-
-@pytest.mark.sizes(1)
-def test_attributes_are_those_of_torchs_layer(P_x):
-    pads = {f"{kind}Pad2d": (1, *value) for kind, value in PADS.items()}
-    for kind in (*POOLS, *pads):
-        layer, module = twins(kind, P_x, *pads.get(kind, ()), **POOLS.get(kind, {}))
-        assert all(getattr(layer, key) == value for key, value in vars(module).items() if key[0] != "_"), kind
 
 
 def test_a_divisor_of_ones_own_works_in_one_dimension_too(P_world):
@@ -65,11 +55,6 @@ def test_numbers_are_those_of_numpy_too_and_tensors_without_dimensions(P_x):
             agree(layer(shard(P_x, x)), shard(P_x, module(x)))
         layer, module = twins("MaxPool2d", P_x, 4, number, number)
         assert torch.equal(layer(shard(P_x, x)), shard(P_x, module(x)))
-
-
-@over_seeds(80, each=10)
-def test_random_layers_equal_the_sequential_ones(P_world, comm, seeds):
-    check_each(check, P_world, comm, seeds)
 
 
 @pytest.mark.parametrize("kind", POOLS)
@@ -98,12 +83,17 @@ def test_a_subclass_has_the_dimensions_of_its_base(P_x):
 @pytest.mark.parametrize("kind", PADS)
 @pytest.mark.parametrize(
     "dtype",
-    [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.complex64, torch.bool],
+    [
+        *(torch.float32, torch.bfloat16, torch.float16, torch.complex64),
+        *(torch.int64, torch.uint8, torch.bool, torch.uint16),
+    ],
 )
 def test_padded_elements_of_any_type_keep_their_bits(P_x, kind, dtype):
     layer, module = twins(f"{kind}Pad2d", P_x, 3, *PADS[kind])
-    x = (torch.randn(1, 2, 5, 6) * 4).to(dtype)
-    copies = module if dtype != torch.bool else lambda x: module(x.to(torch.uint8)).to(dtype)
+    plain = dtype in (torch.bool, torch.uint16)
+    x = (torch.randn(1, 2, 5, 6) * 4).abs_().to(dtype)
+    # Those types torch does not pad in every mode.
+    copies = (lambda x: module(x.to(torch.int32)).to(dtype)) if plain else module
     assert torch.equal(layer(shard(P_x, x)), shard(P_x, copies(x)))
 
 
@@ -220,13 +210,3 @@ def test_averages_are_of_floating_point_numbers_and_may_have_no_elements(P_x):
     with pytest.raises(UnsupportedError, match=r"the input is torch\.int64; only floating point"):
         layers.DistributedAvgPool2d(P_x, 2)(x.long())
     assert layers.DistributedAdaptiveAvgPool2d(P_x, (None, 0))(x).shape[3] == 0
-
-
-def test_the_nearest_neighbour_is_torchs_for_every_size(P_world):
-    P_x = P_world.create_cartesian_topology_partition((1, 1, P_world.size))
-    for dtype in (torch.float32, torch.float64):
-        x = torch.arange(14, dtype=dtype).view(1, 1, -1)
-        for size in range(1, 40, 3):
-            for mode in ("nearest", "nearest-exact"):
-                layer, module = twins("Upsample", P_x, size, mode=mode)
-                assert torch.equal(layer(shard(P_x, x)), shard(P_x, module(x))), (mode, size)

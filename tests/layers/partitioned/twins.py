@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from distdl_rma import layers, load_global_state_dict, zero_volume_tensor
+from distdl_rma import Partition, layers, load_global_state_dict, zero_volume_tensor
 from tests.layers.partitioned.random_shards import cut, cut_balanced
 from tests.layers.partitioned.sequential import agree
 
@@ -160,8 +160,10 @@ class Twins:
         kept = not form.kind.endswith(WITHOUT_WEIGHTS)
         some = P_world.create_partition_inclusive(range(P_world.size) if ranks is None else ranks)
 
-        def grid(shape):
-            return some.create_cartesian_topology_partition(shape(some.size))
+        def grid(of):
+            """The partition that was given, or one of this shape for so many ranks."""
+            partition = isinstance(of, Partition)
+            return of if partition else some.create_cartesian_topology_partition(of(some.size))
 
         self.form, self.dtype = form, dtype
         given = form.given | ({"dtype": dtype} if kept else {})
@@ -203,27 +205,61 @@ class Twins:
         return self.into(x).requires_grad_(learns), x.clone().requires_grad_(learns)
 
     def step(self, x, *more, same=agree):
-        """Output and gradients of one call of both, with more arguments."""
-        local, whole = self.leaves(x)
-        self.layer.zero_grad()
-        self.twin.zero_grad()
-        y, expected = self.layer(local, *more), self.twin(whole, *more)
-        same(y, self.out(expected), "output")
-        if expected.requires_grad:
-            gradient = torch.randn(expected.shape, dtype=torch.float64).to(expected.dtype)
-            expected.backward(gradient)
-            y.backward(self.out(gradient))
-            self.compare((local, whole), same=same)
+        """Output, gradients and running statistics of one call of both, with more arguments."""
+        step_of_both(self.layer, self.twin, [x], [self.into], self.out, *more, same=same)
 
     def compare(self, *leaves, same=agree):
         """Gradients and running statistics, as far as this rank has them."""
         for local, whole in leaves:
             if local.requires_grad and self.P_x.active:
                 same(local.grad, self.into(whole.grad), "input gradient")
-        for key, parameter in self.twin.named_parameters():
-            store = self.layer.placed.placements[key].store
-            if store.partition.active:
-                same(getattr(self.layer, key).grad, cut(store, parameter.grad), f"gradient of {key}")
-        for key, buffer in self.twin.named_buffers():
-            store = self.layer.layouts.get(key)
-            same(getattr(self.layer, key), cut(store, buffer) if store else buffer, key)
+        compare_state(self.layer, self.twin, same)
+
+
+def step_of_both(layer, twin, xs, parts, out, *more, needs=None, same=agree):
+    """Output, gradients and buffers of one call of a layer, and of torch's with the same weights.
+
+    ``parts`` gives this rank's part of each of the global inputs ``xs`` and of its gradient, ``out`` that of
+    the output. ``needs`` says which inputs need a gradient on this rank.
+    """
+    layer.zero_grad()
+    twin.zero_grad()
+    needs = [x.is_floating_point() for x in xs] if needs is None else needs
+    mine = [part(x).requires_grad_(need) for part, x, need in zip(parts, xs, needs, strict=True)]
+    wholes = [x.clone().requires_grad_(x.is_floating_point()) for x in xs]
+    y, expected = layer(*mine, *more), twin(*wholes, *more)
+    if layer.P_y.active:
+        same(y, out(expected), "output")
+    assert layer.P_y.active or not y.numel()
+    if not y.requires_grad:
+        return y
+    gradient = torch.randn(expected.shape, dtype=torch.float64).to(expected.dtype)
+    expected.backward(gradient)
+    y.backward(out(gradient) if layer.P_y.active else torch.zeros_like(y))
+    for part, local, whole in zip(parts, mine, wholes, strict=True):
+        assert local.requires_grad or local.grad is None, "a gradient that nobody asked for"
+        # A rank outside of the partition need not get one.
+        if local.grad is not None or (local.requires_grad and local.numel()):
+            same(local.grad, part(whole.grad), "input gradient")
+    compare_state(layer, twin, same)
+    return y
+
+
+def compare_state(layer, twin, same=agree):
+    """Gradients of parameters and buffers, as far as this rank has them."""
+    for key, parameter in twin.named_parameters():
+        mine = getattr(layer, key)
+        if parameter.grad is None:
+            assert mine.grad is None or not mine.grad.any(), key
+        elif mine.numel():
+            same(mine.grad, cut(layer.layouts[key], parameter.grad), f"gradient of {key}")
+    for key, buffer in twin.named_buffers():
+        store = layer.layouts.get(key)
+        same(getattr(layer, key), cut(store, buffer) if store else buffer, key)
+
+
+class Cat(nn.Module):
+    """What a concatenation is the twin of."""
+
+    def forward(self, *xs):
+        return torch.cat(xs, 1)

@@ -39,31 +39,6 @@ def test_every_rank_keeps_its_block(P_world):
     assert torch.equal(shard(P_x, whole.detach().numpy()).full_tensor(), whole)
 
 
-@pytest.mark.mpi
-def test_another_number_of_dimensions_is_refused(P_world):
-    with pytest.raises(PartitionError):
-        shard(P_world, torch.zeros(2, 2))
-
-
-@pytest.mark.mpi
-def test_what_has_no_shape_is_refused(P_world):
-    grid = (P_world.size, 1)
-    for grid_then_x, kind in (((grid, [[1.0, 2.0]]), "list"), ((torch.zeros(2, 2), {"H": -1}), "dict")):
-        with pytest.raises(ArgumentError, match=f"takes a grid, then a tensor or an array, got '{kind}'"):
-            shard(*grid_then_x)
-
-
-@pytest.mark.mpi
-def test_what_is_split_is_refused(P_world):
-    P_x = P_world.create_cartesian_topology_partition((P_world.size, 1))
-    x = shard(P_x, torch.zeros(6, 4))
-    with pytest.raises(ArgumentError, match=r"got a SplitTensor; its redistribute\(\)"):
-        shard(P_x, x)
-    for shape in (None, (6, 4)):
-        with pytest.raises(ShapeError, match=r"a block is of type SplitTensor, .* to_local\(\)"):
-            SplitTensor.from_local(x, P_x, shape)
-
-
 RANKS, GRID = (3, 5, 2, 7, 4, 6), (2, 1, 3)
 
 
@@ -223,17 +198,32 @@ def test_an_error_of_one_rank_is_raised_on_all(folder, comm, P_world):
     assert shard((comm.size, 1), folder / "x.npy").full_tensor().shape == (4, 6)
 
 
+# A call on n ranks, of x.npy, text.npy and a tensor that is split already, and its error.
+TAKES = "takes a grid, then a tensor or an array, got '{}'"
+NO_BLOCK = r"a block is of type SplitTensor, .* to_local\(\)"
+REFUSED = [
+    (lambda n, P_x, x, folder: shard(P_x, torch.zeros(2, 2, 2)), PartitionError, None),
+    (lambda n, P_x, x, folder: shard((n, 1), [[1.0, 2.0]]), ArgumentError, TAKES.format("list")),
+    (lambda n, P_x, x, folder: shard(torch.zeros(2, 2), {"H": -1}), ArgumentError, TAKES.format("dict")),
+    (lambda n, P_x, x, folder: shard(P_x, x), ArgumentError, r"got a SplitTensor; its redistribute\(\)"),
+    (lambda n, P_x, x, folder: SplitTensor.from_local(x, P_x, None), ShapeError, NO_BLOCK),
+    (lambda n, P_x, x, folder: SplitTensor.from_local(x, P_x, (6, 4)), ShapeError, NO_BLOCK),
+    (lambda n, P_x, x, folder: shard((n, 1), "x.nii.gz"), UnsupportedError, "gunzip"),
+    (lambda n, P_x, x, folder: shard((n + 1, 1), folder / "x.npy"), PartitionError, None),
+    (lambda n, P_x, x, folder: shard((1, 1, n), folder / "x.npy"), ArgumentError, "a grid is given as"),
+    (lambda n, P_x, x, folder: shard((n, 1), folder / "text.npy"), ShapeError, r"its elements are \|S3"),
+    (lambda n, P_x, x, folder: shard({"H": n}, folder / "x.npy"), ArgumentError, "letters such as 'H' is of"),
+]
+
+
 @pytest.mark.mpi
 def test_errors_that_all_ranks_have_keep_their_kind(folder, comm, P_world):
     saved(folder, comm, x=np.zeros((4, 6)), text=np.zeros((4, 6), "S3"))
-    for grid, path, error, words in (
-        ((comm.size, 1), "x.nii.gz", UnsupportedError, "gunzip"),
-        ((comm.size + 1, 1), folder / "x.npy", PartitionError, None),
-        ((1, 1, comm.size), folder / "x.npy", ArgumentError, "a grid is given as"),
-        ((comm.size, 1), folder / "text.npy", ShapeError, r"text\.npy: its elements are \|S3"),
-    ):
+    P_x = P_world.create_cartesian_topology_partition((comm.size, 1))
+    x = shard(P_x, torch.zeros(6, 4))
+    for call, error, words in REFUSED:
         with pytest.raises(error, match=words):
-            shard(grid, path)
+            call(comm.size, P_x, x, folder)
 
 
 @pytest.mark.mpi(min_size=2)
@@ -254,9 +244,6 @@ def test_grids_that_differ_are_refused_on_all_ranks(folder, comm, P_world):
         ShapeError, match=r"shard: grid: \(1, \d\) on rank 0, but \(\d, 1\) on rank 1; .*x\.npy"
     ):
         shard(grid, folder / "x.npy")
-    words = r"x\.npy has shape \(4, 6\): a grid of letters such as 'H' is of a tensor with batch"
-    with pytest.raises(ArgumentError, match=words):
-        shard({"H": comm.size}, folder / "x.npy")
 
 
 @pytest.mark.mpi(min_size=2)

@@ -35,21 +35,24 @@ def test_blocks_that_form_no_grid_or_are_of_other_types_are_refused_by_all(P_x):
             SplitTensor.from_local(mine, P_x, shape)
 
 
-@pytest.mark.parametrize(
-    "ask", [torch.Tensor.numpy, torch.Tensor.tolist, pickle.dumps, torch.Tensor.data_ptr]
-)
+VALUES = r"full_tensor\(\).*test_tensor.py|test_tensor.py.*full_tensor\(\)"
+NO_LAYOUT = "needs for each of 4 grid dimensions"
+# Calls of a cut tensor, and their errors with the remedy.
+REFUSED = [
+    *((ask, UnsupportedError, VALUES) for ask in (torch.Tensor.numpy, torch.Tensor.tolist, pickle.dumps)),
+    (torch.Tensor.data_ptr, UnsupportedError, VALUES),
+    (torch.special.bessel_y0, UnsupportedError, r"bessel_y0.*test_tensor\.py:\d+.*register"),
+    (lambda x: x.redistribute(2), PartitionError, NO_LAYOUT),
+    (lambda x: x.redistribute(None, None, None, 9), PartitionError, NO_LAYOUT),
+    (torch.utils.dlpack.to_dlpack, UnsupportedError, "memory that is not all here"),
+]
+
+
 @pytest.mark.mpi(min_size=2)
-def test_values_of_a_cut_tensor_are_refused_with_the_remedy(P_x, whole, ask):
-    with pytest.raises(
-        UnsupportedError, match=r"full_tensor\(\).*test_tensor.py|test_tensor.py.*full_tensor\(\)"
-    ):
+@pytest.mark.parametrize(("ask", "error", "words"), REFUSED)
+def test_what_a_cut_tensor_cannot_answer_is_refused_with_the_remedy(P_x, whole, ask, error, words):
+    with pytest.raises(error, match=words):
         ask(shard(P_x, whole))
-
-
-@pytest.mark.mpi(min_size=2)
-def test_a_function_without_a_rule_names_itself_and_the_line(P_x, whole):
-    with pytest.raises(UnsupportedError, match=r"bessel_y0.*test_tensor\.py:\d+.*register"):
-        torch.special.bessel_y0(shard(P_x, whole))
 
 
 def test_tensors_of_two_machines_do_not_meet(comm, P_x, whole):
@@ -62,12 +65,6 @@ def test_tensors_of_two_machines_do_not_meet(comm, P_x, whole):
     finally:
         other.deactivate()
         other_comm.Free()
-
-
-@pytest.mark.parametrize("cut", [(2,), (None, None, None, 9)])
-def test_layouts_that_there_are_none_of(P_x, whole, cut):
-    with pytest.raises(PartitionError, match="needs for each of 4 grid dimensions"):
-        shard(P_x, whole).redistribute(*cut)
 
 
 def test_tensors_to_write_results_into_are_refused(P_world):
@@ -164,11 +161,6 @@ def test_what_a_graph_keeps_does_not_become_split(P_x, whole):
     y[:] = shard(P_x, whole)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         z.backward()
-
-
-def test_torch_gets_no_pointer_to_a_block_as_to_the_whole(P_x, whole):
-    with pytest.raises(UnsupportedError, match="memory that is not all here"):
-        torch.utils.dlpack.to_dlpack(shard(P_x, whole))
 
 
 @pytest.mark.mpi(min_size=2)

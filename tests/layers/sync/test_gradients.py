@@ -10,15 +10,13 @@ from torch import nn
 from distdl_rma import ConfigurationError, GradientSync, Machine, ProtocolError, distribute
 from distdl_rma.layers import DistributedConv1d
 from tests.layers.partitioned.same_error import same_error
-from tests.layers.partitioned.sequential import agree, grids, shard
+from tests.layers.partitioned.sequential import agree, shard
 from tests.layers.sync.training import (
     Spectral,
-    close_to,
     inputs,
     make,
-    network,
-    sequential_losses_and_weights,
     target,
+    train_on_every_grid,
 )
 
 pytestmark = pytest.mark.mpi
@@ -28,40 +26,7 @@ pytestmark = pytest.mark.mpi
 @pytest.mark.parametrize("bucket_nbytes", [0, 1 << 10, 1 << 20])
 @pytest.mark.parametrize("set_to_none", [True, False])
 def test_training_equals_the_sequential_run_on_every_grid(P_world, comm, bucket_nbytes, set_to_none):
-    losses, weights = sequential_losses_and_weights()
-    for grid in grids(comm.size, 2):
-        P_x, model, sync, criterion = make(P_world, comm, grid, bucket_nbytes=bucket_nbytes)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        for x, expected in zip(inputs(), losses, strict=True):
-            optimizer.zero_grad(set_to_none=set_to_none)
-            loss = criterion(model(shard(P_x, x)), shard(P_x, target()))
-            loss.backward()
-            optimizer.step()
-            assert loss.item() == pytest.approx(expected, rel=1e-12)
-        close_to(model.parameters(), weights)
-        sync.close()
-
-
-def test_two_optimizers_see_the_same_gradients_as_on_one_machine(P_world, comm):
-    P_x, ours, sync, criterion = make(P_world, comm)
-    twin = network(nn.Conv2d, nn.InstanceNorm2d)
-    losses = (
-        lambda: criterion(ours(shard(P_x, inputs()[0])), shard(P_x, target())),
-        lambda: nn.MSELoss()(twin(inputs()[0]), target()),
-    )
-    for net, loss in zip((ours, twin), losses, strict=True):
-        optimizers = [
-            torch.optim.SGD(net[0].parameters(), lr=0.1, foreach=True),
-            torch.optim.AdamW(net[1:].parameters(), foreach=False),
-        ]
-        for _ in range(4):
-            net.zero_grad()
-            loss().backward()
-            for optimizer in optimizers:
-                optimizer.step()
-    for a, b in zip(ours.parameters(), twin.parameters(), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-11)
-    sync.close()
+    train_on_every_grid(P_world, comm, set_to_none, bucket_nbytes=bucket_nbytes)
 
 
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])

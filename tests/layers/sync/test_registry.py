@@ -7,9 +7,8 @@ import torch
 from torch import nn
 
 from distdl_rma import ConfigurationError, GradientSync, Machine, ProtocolError
-from distdl_rma.layers import DistributedConv1d, DistributedInstanceNorm1d, DistributedMSELoss
+from distdl_rma.layers import DistributedConv1d
 from distdl_rma.layers.sync.registry import ModuleWatch
-from tests.layers.partitioned.sequential import agree, shard
 
 pytestmark = pytest.mark.mpi
 
@@ -162,52 +161,6 @@ def test_registering_needs_summed_gradients_and_an_open_sync(P_world, comm):
     sync.close()
     with pytest.raises(RuntimeError, match="already closed"):
         sync.register(None)
-
-
-@pytest.mark.sizes(2, 4)
-@pytest.mark.mpi(min_size=2)
-@pytest.mark.parametrize("way", ["one layer, batch cut", "a layer per replica"])
-def test_replicas_of_a_split_model_train_as_one(P_world, comm, way):
-    # Two replicas, each of them split along the image where there are ranks for it.
-    if comm.size % 2:
-        pytest.skip("two replicas of the same kind need an even number of ranks")
-    width = comm.size // 2
-    torch.manual_seed(5)
-    sequential = nn.Sequential(
-        nn.Conv1d(2, 4, 3, padding=1, dtype=torch.float64),
-        nn.InstanceNorm1d(4, affine=True, dtype=torch.float64),
-        nn.Conv1d(4, 2, 3, padding=1, dtype=torch.float64),
-    )
-    x, wanted = torch.randn(2, 4, 2, 11, dtype=torch.float64)
-    replica = comm.rank // width
-    everyone = P_world.create_cartesian_topology_partition((2, 1, width))
-    if way == "one layer, batch cut":
-        P_x, samples = everyone, slice(None)
-        options = {}
-    else:
-        ranks = range(replica * width, replica * width + width)
-        P_x = P_world.create_partition_inclusive(ranks).create_cartesian_topology_partition((1, 1, width))
-        samples = slice(2 * replica, 2 * replica + 2)
-        options = {"reduction": "mean", "replicas": 2}
-    torch.manual_seed(5)
-    model = nn.Sequential(
-        DistributedConv1d(P_x, 2, 4, 3, padding=1, dtype=torch.float64),
-        DistributedInstanceNorm1d(P_x, 4, affine=True, dtype=torch.float64),
-        DistributedConv1d(P_x, 4, 2, 3, padding=1, dtype=torch.float64),
-    )
-    sync = GradientSync(model, P_world, **options)
-    optimizers = [torch.optim.SGD(net.parameters(), lr=0.1) for net in (model, sequential)]
-    for _ in range(3):
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        y, target = shard(P_x, x[samples]), shard(P_x, wanted[samples])
-        DistributedMSELoss(P_x)(model(y), target).backward()
-        nn.MSELoss()(sequential(x), wanted).backward()
-        for ours, theirs in zip(model.parameters(), sequential.parameters(), strict=True):
-            agree(ours.grad, theirs.grad)
-        for optimizer in optimizers:
-            optimizer.step()
-    sync.close()
 
 
 def test_a_machine_in_another_order_and_with_others_beside_it(comm):

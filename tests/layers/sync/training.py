@@ -11,6 +11,7 @@ from distdl_rma.layers import (
     DistributedInstanceNorm2d,
     DistributedMSELoss,
 )
+from tests.layers.partitioned.sequential import grids, shard
 
 
 class Scale(nn.Module):
@@ -85,3 +86,20 @@ def make(P_world, comm, grid=None, **options):
 def close_to(actual, expected):
     for a, e in zip(actual, expected, strict=True):
         torch.testing.assert_close(a, e, rtol=1e-10, atol=1e-12)
+
+
+def train_on_every_grid(P_world, comm, set_to_none=True, **options):
+    """Losses and weights of a training are those of the sequential one, however the ranks cut images."""
+    losses, weights = sequential_losses_and_weights()
+    for grid in grids(comm.size, 2):
+        P_x, model, sync, criterion = make(P_world, comm, grid, **options)
+        # Optimizers read gradients one by one, or all at once.
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, foreach=set_to_none)
+        for x, expected in zip(inputs(), losses, strict=True):
+            optimizer.zero_grad(set_to_none=set_to_none)
+            loss = criterion(model(shard(P_x, x)), shard(P_x, target()))
+            loss.backward()
+            optimizer.step()
+            assert abs(loss.item() - expected) <= 1e-12 * expected
+        close_to(model.parameters(), weights)
+        sync.close()

@@ -6,7 +6,6 @@ import random
 import pytest
 import torch
 
-from distdl_rma.layers import DistributedConv1d, DistributedConv2d, DistributedConv3d
 from distdl_rma.layers.ops.conv import kernels
 from distdl_rma.layers.ops.conv.kernels import (
     ConvolutionArguments,
@@ -14,7 +13,7 @@ from distdl_rma.layers.ops.conv.kernels import (
     convolution,
     convolution_adjoint,
 )
-from tests.layers.partitioned import sequential
+from tests.layers.partitioned.twins import Form, Twins
 
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 2e-2}
 
@@ -218,28 +217,21 @@ def test_oneDNN_is_chosen_only_where_it_is_allowed_and_worth_it():  # noqa: N802
 @pytest.mark.parametrize("dims", [1, 2, 3])
 @pytest.mark.parametrize("padding", [0, 1])
 def test_blocks_of_one_output_are_convolved_as_the_whole(P_world, comm, dtype, dims, padding):
-    kinds = {1: DistributedConv1d, 2: DistributedConv2d, 3: DistributedConv3d}
-    grid = (1, 1, *(1,) * (dims - 1), comm.size)
-    P_x = P_world.create_cartesian_topology_partition(grid)
-    arguments = {"kernel_size": 3, "stride": 2, "padding": padding}
-    torch.manual_seed(4)
-    layer = kinds[dims](P_x, 6, 17, **arguments).to(dtype)
-    module = sequential.CONV[dims](6, 17, **arguments, dtype=torch.float64)
-    for mine, other in zip(module.parameters(), layer.parameters(), strict=True):
-        mine.data.copy_(other.data)
     # One column of outputs per rank, from two or three columns of inputs; with padding of a single row.
     extents = (*(1 if padding else 4,) * (dims - 1), 2 * comm.size + 1 - 2 * padding)
-    x = torch.randn(2, 6, *extents).to(dtype)
-    inputs, whole = sequential.shard(P_x, x).requires_grad_(), x.double().requires_grad_()
-    y, expected = layer(inputs), module(whole)
-    near(y.detach(), sequential.shard(P_x, expected.detach()), dtype, "output")
+    grid = (lambda n: (*(1,) * (dims + 1), n),)
+    form = Form(f"Conv{dims}d", (6, 17, 3, 2, padding), {}, grid, shape=(2, 6, *extents))
+    twins = Twins(P_world, form, dtype)
+    twins.twin.double()
+    x = twins.draw()
+    local, whole = twins.into(x).requires_grad_(), x.double().requires_grad_()
+    y, expected = twins.layer(local), twins.twin(whole)
+    near(y.detach(), twins.out(expected), dtype, "output")
     gradient = torch.randn(expected.shape).to(dtype)
     dirty()
-    y.backward(sequential.shard(P_x, gradient))
+    y.backward(twins.out(gradient))
     expected.backward(gradient.double())
-    near(inputs.grad, sequential.shard(P_x, whole.grad), dtype, "input gradient")
-    for name, parameter in layer.named_parameters():
-        near(parameter.grad, module.get_parameter(name).grad, dtype, name)
+    twins.compare((local, whole), same=lambda found, exact, what: near(found, exact, dtype, what))
 
 
 def test_onednn_is_left_out_also_where_torch_has_frozen_its_flags():

@@ -1,138 +1,23 @@
-"""Tiles and their patches: local data and remote strips together are the whole convolution, exactly."""
+"""Own data and what comes later: together their convolutions are the whole one, and so are the adjoints."""
 
 from __future__ import annotations
 
-import itertools
 import random
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from distdl_rma.geometry.box import Box
-from distdl_rma.geometry.decomposition import Decomposition
-from distdl_rma.geometry.exchange import Exchange
 from distdl_rma.geometry.halo import Stencil, Window
 from distdl_rma.layers.ops.conv.kernels import ConvolutionArguments, convolution
 from distdl_rma.layers.ops.conv.own_and_halo import (
     OwnAndHalo,
-    Patch,
     with_channels,
 )
-from tests.geometry.strategies import extents_for, partitions, splits, unbalanced, windows
 
 # One instance, and one channel.
 ONE = ((0, 1), (0, 1))
-some = settings(max_examples=80)
-
-
-def points(box):
-    return set(itertools.product(*(range(start, stop) for start, stop in box.bounds)))
-
-
-@st.composite
-def boxes(draw, shape):
-    """A box of the one instance and channel inside of a shape, possibly empty in space."""
-    bounds = [*ONE]
-    for extent in shape[2:]:
-        start = draw(st.integers(0, extent))
-        bounds.append((start, draw(st.integers(start, extent))))
-    return Box(tuple(bounds))
-
-
-@st.composite
-def stencils(draw, dim):
-    """A stencil of all tensor dimensions and an input shape that it fits into; one instance, one channel."""
-    found = [draw(windows()) for _ in range(dim)]
-    extents = tuple(draw(extents_for(window, most=9)) for window in found)
-    return with_channels(Stencil(tuple(found)), 0, 1), (1, 1, *extents)
-
-
-@st.composite
-def tiles(draw, dim):
-    """A tile of any own inputs and any outputs, whether they have to do with each other or not."""
-    stencil, shape = draw(stencils(dim))
-    outputs = draw(boxes(stencil.outputs(shape)))
-    return OwnAndHalo(stencil=stencil, domain=Box.of_shape(shape), own=draw(boxes(shape)), outputs=outputs)
-
-
-any_tile = st.integers(1, 2).flatmap(tiles)
-
-
-def inputs_read(tile):
-    """Inputs of the domain that some output reads through some tap, no more."""
-    per_dim = [
-        {
-            j * window.stride - window.left + t * window.dilation
-            for j in range(*outputs)
-            for t in range(window.kernel)
-        }
-        for window, outputs in zip(tile.stencil.windows, tile.outputs.bounds, strict=True)
-    ]
-    return set(itertools.product(*per_dim)) & points(tile.domain)
-
-
-@st.composite
-def layouts(draw, dim):
-    """A stencil, who owns which inputs (batch, channel, *spatial), and how the outputs are cut."""
-    stencil, shape = draw(stencils(dim))
-    partition = draw(partitions(dim))
-    partition = partition.create_cartesian_topology_partition((1, 1, *partition.shape))
-    source = draw(unbalanced(partition, shape))
-    outputs = zip(stencil.outputs(shape), partition.shape, strict=True)
-    return stencil, source, [draw(splits(n, p)) for n, p in outputs]
-
-
-def tiles_of(stencil, source, y_splits, joins=False):
-    """Every rank's plan of the halo exchange, and its tile."""
-    target = source.with_splits(dict(enumerate(stencil.with_halo(y_splits, source.shape))))
-    y_boxes = Decomposition(source.partition, tuple(y_splits), source.axes)
-    for rank in source.partition.ranks:
-        own, outputs = (ends.box(rank) for ends in (source, y_boxes))
-        tile = OwnAndHalo(stencil, Box.of_shape(source.shape), own, outputs, joins=joins)
-        yield Exchange(rank, source, target), tile
-
-
-@pytest.mark.parametrize("joins", [False, True])
-@pytest.mark.parametrize("dim", [1, 2])
-@some
-@given(data=st.data())
-def test_landings_put_every_needed_element_once_in_its_place(dim, joins, data):
-    for plan, tile in tiles_of(*data.draw(layouts(dim)), joins):
-        landed = []
-        for box in (tile.own, *(piece.box for piece in plan.receives)):
-            for number, there, here in tile.landing(box):
-                from_piece, in_tensor = (
-                    [
-                        tuple(np.add(point, whole.start))
-                        for point in itertools.product(*(range(s.start, s.stop) for s in places))
-                    ]
-                    for whole, places in ((box, here), (tile.rim[number].held, there))
-                )
-                assert from_piece == in_tensor
-                assert set(from_piece) <= points(box) & points(tile.rim[number].data)
-                landed += from_piece
-        assert len(landed) == len(set(landed))
-        assert inputs_read(tile) - points(tile.own) <= set(landed)
-        if tile.core is None:
-            assert inputs_read(tile) <= set(landed)
-        else:
-            assert not set(landed) & points(tile.own)
-
-
-@some
-@given(any_tile)
-def test_sides_are_disjoint_and_with_the_own_data_they_cover_what_is_read(tile):
-    sides = [points(side) for side in tile.halo]
-    together = set().union(*sides)
-    assert sum(len(side) for side in sides) == len(together)
-    hull = tile.stencil.reads(tile.outputs) & tile.domain
-    assert together == points(hull) - points(tile.own)
-    assert inputs_read(tile) <= points(tile.own) | together
-    assert len(sides) <= 2 * tile.own.dim
 
 
 @pytest.mark.parametrize("stride", [1, 2, 3])
@@ -143,24 +28,6 @@ def test_a_rank_that_owns_everything_convolves_at_once_with_the_padding_of_the_l
     tile = OwnAndHalo(stencil, whole, whole, Box.of_shape(stencil.outputs(whole.shape)))
     assert tile.core.outputs == tile.outputs and tile.core.taps == (*ONE, (0, 3), (0, 3))
     assert tile.core.padding == (0, 0, padding, padding) and (tile.halo, tile.rim) == ((), ())
-
-
-@some
-@given(any_tile)
-def test_a_patch_misses_no_output_and_no_tap_that_reads_its_data(tile):
-    for data in (tile.own, *tile.halo):
-        patch = Patch.of(tile.stencil, data, tile.outputs)
-        for output in points(tile.outputs):
-            for tap in np.ndindex(*(window.kernel for window in tile.stencil.windows)):
-                read = tuple(
-                    j * window.stride - window.left + t * window.dilation
-                    for j, t, window in zip(output, tap, tile.stencil.windows, strict=True)
-                )
-                if read in points(data):
-                    assert patch is not None
-                    assert output in points(patch.outputs)
-                    assert all(low <= t < high for t, (low, high) in zip(tap, patch.taps, strict=True))
-                    assert read in points(patch.region)
 
 
 def some_of(rng, extent):

@@ -3,52 +3,10 @@
 from math import prod
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from distdl_rma.geometry import Box, Decomposition, Partition, Stencil
-from distdl_rma.geometry.intervals import Balanced, Listed
-from distdl_rma.layers.ops.conv.worker_grid import IN, OUT, WorkerGrid, can_overlap, group_runs, overlap_pays
-
-
-@given(st.integers(0, 40), st.integers(0, 20), st.integers(1, 6))
-def test_runs_make_up_the_interval_and_never_share_a_group(start, length, size):
-    found = list(group_runs(start, start + length, size))
-    assert [n for a, b, _ in found for n in range(a, b)] == list(range(start, start + length))
-    for a, b, groups in found:
-        assert a // size + groups - 1 == (b - 1) // size
-        assert groups == 1 or (a % size == 0 and b % size == 0)
-    assert len(found) <= 3
-
-
-@pytest.mark.parametrize("rows", [OUT, IN])
-@given(st.integers(1, 3), st.integers(1, 3), st.integers(1, 4), st.integers(1, 3), st.integers(1, 3))
-def test_every_block_of_the_weight_finds_the_channels_it_works_on(rows, first, second, groups, out, width):
-    shape = (1, first, second, 2) if rows == OUT else (1, second, first, 2)
-    grid = Partition(tuple(range(first * second * 2)), shape, 0)
-    work = WorkerGrid(grid, rows, groups, (groups * out, width, 3))
-    halves = [Balanced(4, 2)]
-    by_rows, by_columns = work.by_rows(Balanced(1, 1), halves), work.by_columns(Balanced(1, 1), halves)
-    assert (by_rows.shape[1], by_columns.shape[1]) == (groups * out, groups * width)
-    counted = set()
-    for rank in grid.ranks:
-        (a, b), (c, d) = work.blocks().box(rank).bounds[:2]
-        assert by_rows.box(rank).bounds[1] == (a, b)
-        low, high = by_columns.box(rank).bounds[1]
-        needed = {row // out * width + column for row in range(a, b) for column in range(c, d)}
-        assert needed <= set(range(low, high))
-        counted |= {(row, column) for row in range(a, b) for column in range(c, d)}
-    assert counted == {(row, column) for row in range(groups * out) for column in range(width)}
-
-
-@pytest.mark.parametrize("rows", [OUT, IN])
-def test_runs_of_a_block_say_which_channels_meet_which_rows(rows):
-    # Three groups of four rows and two columns; the block has half of the first, all of the second, no third.
-    work = WorkerGrid(Partition((0,), (1, 1, 1, 1), 0), rows, 3, (12, 2, 3))
-    runs = work.runs(Box(((2, 8), (0, 2), (0, 3))))
-    channels = {OUT: (slice(0, 2), slice(2, 4)), IN: (slice(0, 2), slice(2, 6))}[rows]
-    assert runs == [(channels[0], slice(0, 2), 1), (channels[1], slice(2, 6), 1)]
-    assert work.channels == ((6, 12) if rows == OUT else (12, 6))
+from distdl_rma.geometry import Decomposition, Partition, Stencil
+from distdl_rma.geometry.intervals import Listed
+from distdl_rma.layers.ops.conv.worker_grid import OUT, WorkerGrid, can_overlap, overlap_pays
 
 
 @pytest.mark.parametrize(

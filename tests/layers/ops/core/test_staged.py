@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import random
 
 import pytest
@@ -12,24 +11,12 @@ from distdl_rma import Machine
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.exchange import Exchange
 from distdl_rma.geometry.intervals import Balanced
-from distdl_rma.layers import AllGather, ReduceScatter
 from distdl_rma.layers.ops.core.movement import CallSite, Movement
 from distdl_rma.layers.ops.core.staged import StagedMovement, movement_between, movement_or_none
 from tests.matrix import over_seeds
+from tests.pretended import pretended_nodes
 
 pytestmark = [pytest.mark.mpi(min_size=3), pytest.mark.sizes(3, 4)]
-
-
-@contextlib.contextmanager
-def pairs(P_world):
-    """Two ranks on each node, as far as movements look; the last one may be alone."""
-    segment = Machine.of(P_world).segments.segment
-    true, ranks = segment.nodes, P_world.ranks
-    segment.nodes = tuple(ranks[at : at + 2] for at in range(0, len(ranks), 2))
-    try:
-        yield
-    finally:
-        segment.nodes = true
 
 
 def ends_of(rng, P_world, shape):
@@ -56,7 +43,7 @@ def test_stages_give_what_one_exchange_gives(P_world, seeds):
         shape = rng.choice([(7, 5), (1, 6), (4, 4), (0, 3), (80, 70)])
         source, target = (ends_of(rng, P_world, shape) for _ in range(2))
         site = CallSite(machine, f"case {seed}")
-        with pairs(P_world):
+        with pretended_nodes(Machine.of(P_world)):
             movement = movement_between(site, source, target, torch.float64, "in stages")
         exchange = Exchange(machine.rank, source, target)
         at_once = Movement(machine, exchange, torch.float64, f"{site.name} at once")
@@ -82,7 +69,7 @@ def test_a_rank_that_is_late_or_ahead_changes_nothing(P_world, comm):
     site = CallSite(Machine.of(P_world), "late")
     P = P_world.create_cartesian_topology_partition((comm.size,))
     source, target = Decomposition.balanced(P, (9,)), Decomposition.replicated(P, (9,))
-    with pairs(P_world):
+    with pretended_nodes(Machine.of(P_world)):
         movement = movement_between(site, source, target, torch.float64)
     movement.connect()
     for epoch in range(60):
@@ -90,19 +77,6 @@ def test_a_rank_that_is_late_or_ahead_changes_nothing(P_world, comm):
             torch.randn(200, 200).mm(torch.randn(200, 200))
         x = torch.arange(9.0, dtype=torch.float64) + epoch
         assert torch.equal(movement(x[source.slices()]), x)
-
-
-def test_sums_of_short_types_are_rounded_once(P_world, comm):
-    # 256 + 1 is no bfloat16; all terms in float32 and one rounding are.
-    terms = [256.0, 1.0, 1.0, 2.0][: comm.size]
-    P = P_world.create_cartesian_topology_partition((comm.size,))
-    with pairs(P_world):
-        x = torch.full((comm.size,), terms[comm.rank], dtype=torch.bfloat16)
-        y = ReduceScatter(P, 0)(x)
-        own = torch.zeros(1, dtype=torch.bfloat16, requires_grad=True)
-        AllGather(P, 0)(own).backward(x)
-    assert torch.equal(y, torch.tensor([sum(terms)]).bfloat16())
-    assert torch.equal(own.grad, y)
 
 
 def test_nothing_is_staged_among_ranks_that_are_alone_or_all_together(P_world, comm):

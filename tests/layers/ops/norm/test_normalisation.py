@@ -1,5 +1,7 @@
 """Normalisation by the operator alone, and by every layer: rounding, short types, messages and autograd."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
@@ -10,7 +12,6 @@ from distdl_rma.layers import (
     DistributedBatchNorm1d,
     DistributedBatchNorm2d,
     DistributedGroupNorm,
-    DistributedInstanceNorm1d,
     DistributedLayerNorm,
     DistributedRMSNorm,
 )
@@ -18,7 +19,9 @@ from distdl_rma.layers.ops.core.movement import CallSite
 from distdl_rma.layers.ops.norm import statistics
 from distdl_rma.layers.ops.norm.normalisation import Normalisation, NormOptions, by_constants
 from distdl_rma.layers.ops.norm.statistic_groups import NormAxes
+from tests.layers.partitioned.random_shards import cut
 from tests.layers.partitioned.sequential import shard
+from tests.layers.partitioned.twins import Form, Twins, features
 
 pytestmark = pytest.mark.mpi
 
@@ -65,19 +68,17 @@ def test_inputs_that_do_not_fit_are_refused_when_it_is_made(P_world, comm):
             Normalisation(site, Decomposition.balanced(P_x, shape), dtype, options, store, {})
 
 
-# Kind, its sequential twin, arguments, and the grid over n ranks, for inputs of SHAPE.
 SHAPE = (4, 6, 40)
-KINDS = {
-    "batch": (DistributedBatchNorm1d, nn.BatchNorm1d, (6,), lambda n: (1, 1, n)),
-    "batch, split batch": (DistributedBatchNorm1d, nn.BatchNorm1d, (6,), lambda n: (n, 1, 1)),
-    "batch, split channels": (DistributedBatchNorm1d, nn.BatchNorm1d, (6,), lambda n: (1, n, 1)),
-    "instance": (DistributedInstanceNorm1d, nn.InstanceNorm1d, (6, 1e-5, 0.1, True), lambda n: (1, 1, n)),
-    "group": (DistributedGroupNorm, nn.GroupNorm, (2, 6), lambda n: (1, n, 1)),
-    "layer": (DistributedLayerNorm, nn.LayerNorm, ((6, 40),), lambda n: (1, 1, n)),
-    "layer, split batch": (DistributedLayerNorm, nn.LayerNorm, (40,), lambda n: (n, 1, 1)),
-    "rms": (DistributedRMSNorm, nn.RMSNorm, ((6, 40),), lambda n: (1, n, 1)),
+FORMS = {
+    "batch": Form("BatchNorm1d", (6,), {}, (features,), shape=SHAPE),
+    "batch, split batch": Form("BatchNorm1d", (6,), {}, (lambda n: (n, 1, 1),), shape=SHAPE),
+    "batch, split channels": Form("BatchNorm1d", (6,), {}, (lambda n: (1, n, 1),), shape=SHAPE),
+    "instance": Form("InstanceNorm1d", (6, 1e-5, 0.1, True), {}, (features,), shape=SHAPE),
+    "group": Form("GroupNorm", (2, 6), {}, (lambda n: (1, n, 1),), shape=SHAPE),
+    "layer": Form("LayerNorm", ((6, 40),), {}, (features,), shape=SHAPE),
+    "layer, split batch": Form("LayerNorm", (40,), {}, (lambda n: (n, 1, 1),), shape=SHAPE),
+    "rms": Form("RMSNorm", ((6, 40),), {}, (lambda n: (1, n, 1),), shape=SHAPE),
 }
-every_kind = pytest.mark.parametrize("kind", KINDS)
 
 
 @pytest.fixture(params=["one round", "two sums"])
@@ -88,41 +89,27 @@ def way(request, monkeypatch):
     return request.param
 
 
-def twins(P_world, kind, dtype):
-    """Distributed layer, sequential layer, and partition, with equal random weights."""
-    distributed, sequential, arguments, grid = KINDS[kind]
-    P_x = P_world.create_cartesian_topology_partition(grid(P_world.size))
-    layer, twin = distributed(P_x, *arguments, dtype=dtype), sequential(*arguments, dtype=dtype)
-    for key, parameter in twin.named_parameters():
-        parameter.data = (torch.rand(parameter.shape) + 0.5).to(dtype)
-        store = layer.placed.placements[key].store
-        getattr(layer, key).data.copy_(parameter.data[store.slices()])
-    return layer, twin, P_x
-
-
-def step(module, x, gradient):
-    x = x.clone().requires_grad_()
-    y = module(x)
-    y.backward(gradient)
-    return y.detach(), x.grad
-
-
-@every_kind
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-def test_a_large_mean_costs_no_digits(P_world, comm, kind, way, dtype):
-    layer, twin, P_x = twins(P_world, kind, dtype)
-    x, gradient = (torch.randn(SHAPE, dtype=dtype) for _ in range(2))
-    x, exact = x + 1e4, twin.double()
-    expected = step(exact, x.double(), gradient.double())
-    mine = step(layer, shard(P_x, x), shard(P_x, gradient))
-    for actual, wanted in zip(mine, expected, strict=True):
+def test_a_large_mean_costs_no_digits(P_world, form, way, dtype):
+    twins = Twins(P_world, form, dtype)
+    twins.twin.double()
+    x, gradient = 1e4 + torch.randn(SHAPE, dtype=dtype), torch.randn(SHAPE, dtype=dtype)
+    local, whole = twins.into(x).requires_grad_(), x.double().requires_grad_()
+    y, expected = twins.layer(local), twins.twin(whole)
+    y.backward(twins.out(gradient))
+    expected.backward(gradient.double())
+
+    def near(actual, wanted, part):
         # In double the data are known to 1e-12 of their deviation only, and torch's own mean to 1e-11.
-        limit = 1e-10 if dtype == torch.float64 else 1e-3 * float(wanted.abs().max())
-        torch.testing.assert_close(actual.double(), shard(P_x, wanted), rtol=0, atol=limit)
-    for key, parameter in exact.named_parameters() if dtype == torch.float32 else ():
-        wanted = parameter.grad[layer.placed.placements[key].store.slices()]
-        worst = (getattr(layer, key).grad.double() - wanted).abs().max()
-        assert worst < 1e-3 * parameter.grad.abs().max(), key
+        limit = 1e-10 if dtype == torch.float64 else 1e-3 * float(wanted.detach().abs().max())
+        torch.testing.assert_close(actual.detach().double(), part(wanted), rtol=0, atol=limit)
+
+    near(y, expected, twins.out)
+    near(local.grad, whole.grad, twins.into)
+    for key, parameter in twins.twin.named_parameters() if dtype == torch.float32 else ():
+        store = twins.layer.placed.placements[key].store
+        near(getattr(twins.layer, key).grad, parameter.grad, partial(cut, store))
 
 
 def test_rms_norm_without_eps_adds_the_resolution_of_the_type(P_world, comm):

@@ -3,26 +3,16 @@
 import inspect
 
 import pytest
-from torch import nn
 
 from distdl_rma import PartitionError, layers
 from distdl_rma.geometry import Partition
-from distdl_rma.layers.ops.conv.worker_grid import IN, OUT, grid_of_workers, options_of
+from distdl_rma.layers.ops.conv.worker_grid import IN, OUT, grid_of_workers
 from distdl_rma.layers.partitioned.conv import partitions_among
 from distdl_rma.layers.partitioned.core.arguments import torchs_layer
 
 P = Partition((0, 1), (1, 2, 1), 0)
 Q = Partition((1, 0), (2, 1, 1), 0)
 NONE = {"P_y": None, "P_W": None, "P_w": None}
-
-
-@pytest.mark.parametrize("kind", [f"Conv{way}{dims}d" for way in ("", "Transpose") for dims in (1, 2, 3)])
-def test_constructors_show_the_arguments_of_torch_between_partitions_and_names(kind):
-    mine = inspect.signature(getattr(layers, f"Distributed{kind}")).parameters
-    first = ["P_x", *inspect.signature(getattr(nn, kind)).parameters]
-    assert list(mine)[: len(first)] == first
-    assert {"P_y", "P_W", "P_w", "get_ranks_synch_weights"} <= mine.keys()
-    assert all(mine[key].kind is inspect.Parameter.KEYWORD_ONLY for key in list(mine)[len(first) :])
 
 
 def test_a_layer_of_ones_own_shows_its_own_arguments():
@@ -48,15 +38,6 @@ def test_a_layer_of_ones_own_shows_its_own_arguments():
 def test_typos_are_refused_by_the_name_of_the_layer(arguments, options, message):
     with pytest.raises(TypeError, match=message):
         torchs_layer(layers.DistributedConv2d, *arguments, **options)
-
-
-def test_windows_are_those_of_torch_for_named_padding_too():
-    like, grid = nn.Conv2d(1, 1, (4, 3), padding="same", dilation=(1, 2)), Partition((0,), (1,) * 4, 0)
-    found = options_of(vars(like), tuple(like.weight.shape), grid, grid, OUT)
-    assert [(w.kernel, w.dilation, w.left, w.right) for w in found.stencil.windows] == [
-        (4, 1, 1, 2),
-        (3, 2, 2, 2),
-    ]
 
 
 def test_partitions_come_first_or_by_name():

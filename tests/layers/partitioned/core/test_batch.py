@@ -1,33 +1,11 @@
-"""The batch stays cut as it comes through every layer whose output is where its input is."""
-
-from dataclasses import replace
+"""An output partition balances the batch; random layers show that it else stays cut as it comes."""
 
 import pytest
 import torch
 
 from distdl_rma import layers
-from tests.layers.partitioned.sequential import agree
-from tests.layers.partitioned.twins import FORMS, IMAGE, Twins, batches
 
 pytestmark = pytest.mark.mpi
-
-STAYING = ["conv", "circular", "transposed", "AvgPool2d", "MaxPool2d", "AdaptiveAvgPool2d", "bilinear"]
-STAYING += ["AdaptiveMaxPool2d", "ConstantPad2d", "ReflectionPad2d", "batch norm", "group norm"]
-
-
-@pytest.mark.parametrize("form", STAYING)
-def test_an_uneven_batch_stays_where_it_is(P_world, comm, form):
-    twins = Twins(P_world, replace(FORMS[form], grids=(batches,), named={}))
-    lengths = [3, 0, 2, 1][: comm.size]
-    x = twins.draw((sum(lengths), *IMAGE[1:])).requires_grad_()
-    here = slice(sum(lengths[: comm.rank]), sum(lengths[: comm.rank + 1]))
-    mine = x[here].detach().clone().requires_grad_()
-    y, expected = twins.layer(mine), twins.twin(x)
-    agree(y, expected[here], "output")
-    for out in (y, expected):
-        out.square().sum().backward()
-    agree(mine.grad, x.grad[here], "input gradient")
-    twins.compare()
 
 
 def test_an_output_partition_balances_the_batch(P_world, comm):

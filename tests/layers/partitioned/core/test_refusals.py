@@ -98,6 +98,16 @@ def test_inputs_and_weights_are_floating_point_numbers_of_one_type(P_world, comm
     same_error(comm, lambda: layer(x.to(torch.complex64)), UnsupportedError, "only floating point")
 
 
+@pytest.mark.parametrize("kind", ["AllGather", "AllGatherZero", "ReduceScatter", "ReduceScatterZero"])
+def test_features_and_types_of_a_linear_layer_are_those_of_the_weights(P_world, comm, kind):
+    P_x = P_world.create_cartesian_topology_partition((comm.size, 1))
+    layer, x = getattr(layers, f"DistributedLinear{kind}")(P_x, 6, 5), torch.zeros(1, 7)
+    match = r"global input \(\d, 7\) has 7 features, the layer takes 6"
+    same_error(comm, lambda: layer(x), ShapeError, match)
+    match = r"input is torch\.float64, the weights of rank 0 are torch\.float32"
+    same_error(comm, lambda: layer(x[:, :6].double()), ShapeError, match)
+
+
 OF_SEVERAL_PARAMETERS = ["DistributedConv1d replicated", "DistributedConvTranspose1d replicated"]
 OF_SEVERAL_PARAMETERS += [
     f"Distributed{kind}" for kind in ("Linear", "BatchNorm1d", "GroupNorm", "LayerNorm")
@@ -141,9 +151,10 @@ def test_weights_of_an_embedding_are_of_one_type_on_all_ranks(P_world, comm):
     layer.double()(x)
 
 
-def test_an_index_out_of_range_is_refused_on_all_ranks(P_world, comm):
+def test_what_is_no_index_or_out_of_range_is_refused_on_all_ranks(P_world, comm):
     layer = layers.DistributedEmbedding(columns(P_world), 7, 3)
     good = torch.tensor([[0, 6]])
+    same_error(comm, lambda: layer(good.float()), ShapeError, r"indices are torch\.float32")
     for wrong, shown in ((7, 7), (-1, -1)):
         x = torch.tensor([[wrong, 2]]) if comm.rank == 1 else good
         text = same_error(comm, lambda x=x: layer(x), ShapeError)

@@ -1,12 +1,11 @@
 """Broadcast and sum-reduction: the printed examples, and what the sum-reduce document promises."""
 
-import contextlib
-
 import pytest
 import torch
 
 from distdl_rma import Machine, ShapeError, zero_volume_tensor
-from distdl_rma.layers import AllSumReduce, Broadcast, SumReduce
+from distdl_rma.layers import AllGather, AllSumReduce, Broadcast, ReduceScatter, SumReduce
+from tests.pretended import pretended_nodes
 
 pytestmark = [pytest.mark.mpi, pytest.mark.sizes(1, 2, 3, 4)]
 
@@ -22,17 +21,6 @@ def input_of(P_x, shape, dtype=torch.float64):
 
 def total(ranks):
     return float(sum(10**rank for rank in ranks))
-
-
-@contextlib.contextmanager
-def pretended_nodes(P_world, nodes):
-    """Ranks on other nodes than they are, as far as the layers look."""
-    segment = Machine.of(P_world).segments.segment
-    true, segment.nodes = segment.nodes, nodes
-    try:
-        yield
-    finally:
-        segment.nodes = true
 
 
 # Printed examples with extents of 2 at most: grids, transpositions, and what each rank of P_y sums.
@@ -61,23 +49,6 @@ def test_printed_example(P_world, example, shape):
     copy = Broadcast(P_y, P_x, transpose_src=dest, transpose_dest=src)(input_of(P_y, shape))
     root = next(at for at, group in enumerate(sums) if P_x.rank in group)
     assert torch.equal(copy, torch.full(shape, total([root]), dtype=torch.float64))
-
-
-@pytest.mark.parametrize("preserve_batch", [True, False])
-def test_results_without_elements_keep_the_batch_if_asked(P_world, comm, preserve_batch):
-    root = partition(P_world, [0], (1,))
-    y = SumReduce(P_world, root, preserve_batch=preserve_batch)(torch.ones(3, 2))
-    assert y.shape == ((3, 2) if comm.rank == 0 else (3, 0) if preserve_batch else (0,))
-    x = torch.ones(3, 2) if comm.rank == 0 else zero_volume_tensor(5)
-    far = partition(P_world, [comm.size - 1], (1,))
-    y = Broadcast(root, far, preserve_batch=preserve_batch)(x)
-    if comm.rank == comm.size - 1:
-        assert y.shape == (3, 2)
-    elif comm.rank == 0:
-        assert y.shape == ((3, 0) if preserve_batch else (0,))
-    else:
-        # Neither source nor destination: a clone.
-        assert y.shape == (5, 0)
 
 
 @pytest.mark.mpi(min_size=2)
@@ -119,13 +90,18 @@ def test_short_types_are_rounded_once(P_world, comm, pretend):
     nodes = ((0, 1), tuple(range(2, comm.size))) if pretend else (tuple(range(comm.size)),)
     x = torch.tensor(terms[comm.rank], dtype=torch.bfloat16, requires_grad=True)
     expected = torch.tensor(sum(terms)).bfloat16()
-    with pretended_nodes(P_world, nodes):
+    with pretended_nodes(Machine.of(P_world), nodes):
         y = SumReduce(P_world, partition(P_world, [0], (1,)))(x)
         assert comm.rank or torch.equal(y, expected)
         assert torch.equal(AllSumReduce(P_world, 0)(x), expected)
         root = torch.zeros((), dtype=torch.bfloat16, requires_grad=True)
         copy = Broadcast(partition(P_world, [0], (1,)), P_world)(root if comm.rank == 0 else root[None][:0])
         copy.backward(x.detach())
+        parts = x.detach().expand(comm.size)
+        own = torch.zeros(1, dtype=torch.bfloat16, requires_grad=True)
+        AllGather(P_world, 0)(own).backward(parts)
+        assert torch.equal(own.grad, expected[None])
+        assert torch.equal(ReduceScatter(P_world, 0)(parts.clone()), expected[None])
     assert comm.rank or torch.equal(root.grad, expected)
 
 

@@ -1,6 +1,7 @@
 """Concatenation along channels of tensors with any distributions."""
 
 import random
+from functools import partial
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from distdl_rma.geometry import Decomposition
 from distdl_rma.layers import DistributedConcat
 from tests.layers.partitioned.random_shards import cut, random_blocks, random_partition
 from tests.layers.partitioned.sequential import agree, shard
+from tests.layers.partitioned.twins import Cat, step_of_both
 
 pytestmark = [pytest.mark.mpi, pytest.mark.sizes(1, 2, 3, 4)]
 
@@ -25,35 +27,15 @@ def whole(shapes, dtype=torch.float64):
 
 def compare(layer, P_xs, P_y, xs, needs=None, blocks=None):
     """Output and gradients of one call against ``torch.cat`` of the global tensors."""
-    needs = [True] * len(xs) if needs is None else needs
     if blocks is None:
         blocks = [Decomposition.balanced(P, x.shape) for P, x in zip(P_xs, xs, strict=True)]
-    wholes = [x.clone().requires_grad_() for x in xs]
-    expected = torch.cat(wholes, 1)
-    target = Decomposition.balanced(P_y, expected.shape)
+    target = Decomposition.balanced(P_y, torch.cat(xs, 1).shape)
     # What does not move stays cut as it comes; else the batch, where the first input is.
     still = all(P_y == P for P in P_xs) and P_y.shape[1] == 1
     stays = range(xs[0].dim()) if still else [0] if P_y == P_xs[0] else []
     target = target.with_splits({d: blocks[0].splits[d] for d in stays if d != 1})
-    gradient = torch.randn_like(expected)
-    expected.backward(gradient)
-    local = [
-        cut(b, x).requires_grad_(need and b.partition.active)
-        for b, x, need in zip(blocks, xs, needs, strict=True)
-    ]
-    y = layer(*local)
-    if P_y.active:
-        agree(y, cut(target, expected.detach()), "output")
-    else:
-        assert y.numel() == 0
-    if y.requires_grad:
-        y.backward(cut(target, gradient) if P_y.active else torch.zeros_like(y))
-    for mine, b, x in zip(local, blocks, wholes, strict=True):
-        if mine.requires_grad:
-            agree(mine.grad, cut(b, x.grad), "input gradient")
-        else:
-            assert mine.grad is None
-    return y
+    parts = [partial(cut, each) for each in blocks]
+    return step_of_both(layer, Cat(), xs, parts, partial(cut, target), needs=needs)
 
 
 def test_random_shards_move_to_their_channels(P_world):
@@ -70,7 +52,8 @@ def test_random_shards_move_to_their_channels(P_world):
         if all(P_y == P for P in P_xs) and P_y.shape[1] == 1:
             alike = {d: split for d, split in enumerate(blocks[0].splits) if d != 1}
             blocks = [b.with_splits(alike) for b in blocks]
-        needs = [rng.random() < 0.7 for _ in P_xs]
+        # Of each rank its own.
+        needs = [[rng.random() < 0.7 for _ in P_xs] for _ in P_world.ranks][P_world.me]
         for _ in range(2):
             compare(layer, P_xs, P_y, whole(shapes), needs, blocks)
 
@@ -142,25 +125,6 @@ def test_what_does_not_fit_is_refused_on_all_ranks_and_the_layer_goes_on(P_world
     with pytest.raises(ShapeError, match=r"input 0: rank 0 passes torch\.float64 but rank 1 torch\.float32"):
         layer(parts[0].float() if comm.rank == 1 else parts[0], parts[1])
     compare(layer, [P_a, P_b], P_a, good)
-
-
-@pytest.mark.mpi(min_size=2)
-def test_a_rank_whose_input_needs_no_gradient_takes_part_in_the_backward_of_the_others(P_world, comm):
-    n = comm.size
-    P_a, P_b = grid(P_world, (1, 1, n)), grid(P_world, (1, n, 1))
-    layer = DistributedConcat([P_a, P_b], P_b)
-    xs = whole([(2, 3, 6), (2, 4, 6)])
-    for needing in range(n):
-        local = [shard(P_a, xs[0]).requires_grad_(comm.rank == needing), shard(P_b, xs[1])]
-        y = layer(*local)
-        gradient = torch.randn(2, 7, 6, dtype=torch.float64)
-        y.backward(shard(P_b, gradient))
-        if comm.rank == needing:
-            agree(local[0].grad, shard(P_a, gradient[:, :3]))
-        assert local[1].grad is None
-    with torch.no_grad():
-        assert not layer(*local).requires_grad
-    assert not layer(local[0].detach(), local[1]).requires_grad
 
 
 @pytest.mark.mpi(min_size=3)

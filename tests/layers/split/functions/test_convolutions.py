@@ -8,7 +8,7 @@ from torch.autograd import forward_ad
 from torch.nn import functional as F  # noqa: N812
 
 from distdl_rma import ShapeError
-from distdl_rma.layers.ops.conv import worker_grid
+from distdl_rma.layers.ops.conv import convolution, worker_grid
 from distdl_rma.testing import block
 from tests.layers.split.against_whole import check, cut_along, forms, numbers
 from tests.layers.split.samples import samples_of
@@ -24,6 +24,7 @@ CASES = {
     "same": (partial(F.conv2d, padding="same"), (2, 4, 9, 7), (3, 4, 5, 3), 3),
     "valid": (partial(F.conv1d, padding="valid"), (2, 4, 9), (3, 4, 3), 3),
     "3-D": (partial(F.conv3d, padding=1), (1, 2, 5, 6, 5), (3, 2, 3, 3, 3), 3),
+    "less than a window each": (partial(F.conv2d, padding=1), (1, 2, 3, 3), (4, 2, 3, 3), 4),
 }
 TRANSPOSED = {
     "padded": (
@@ -54,10 +55,14 @@ test_samples_of_torch = samples_of("convolutions", 2)
 
 
 @pytest.mark.sizes(1, 2, 3, 4)
+@pytest.mark.parametrize("how", ["apart", "joined again for the backward"])
 @pytest.mark.parametrize("case", CASES)
-def test_the_halo_of_small_blocks_may_be_convolved_apart(P_world, monkeypatch, case):
-    monkeypatch.setattr(worker_grid, "_NBYTES_PER_SIDE", 0)
-    monkeypatch.setattr(worker_grid, "_WIDE_HALO", 1000.0)
+def test_how_the_halo_of_small_blocks_is_convolved_changes_nothing(P_world, monkeypatch, case, how):
+    if how == "apart":
+        monkeypatch.setattr(worker_grid, "_NBYTES_PER_SIDE", 0)
+        monkeypatch.setattr(worker_grid, "_WIDE_HALO", 1000.0)
+    else:
+        monkeypatch.setattr(convolution, "SMALLEST_NBYTES", 0)
     function, shape, weight, outputs = CASES[case]
     check(P_world, function, [numbers(*shape)], [numbers(*weight), numbers(outputs)])
 
