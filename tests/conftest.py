@@ -100,7 +100,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="tests of a day, such as today, as make test runs them; without it all",
     )
     parser.addoption("--once", action="store_true", help="MPI tests on one of their numbers of ranks a --day")
-    parser.addoption("--tenth", action="store_true", help="of all tests a tenth, every --day another")
+    parser.addoption("--among", metavar="N,N", help="MPI tests on one of these numbers of ranks a --day")
+    parser.addoption("--seldom", action="store_true", help="MPI tests once in 30 days, others once in 10")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -123,7 +124,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 # After those that are no MPI tests have been taken out.
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    today, tenth, mpi = (config.getoption(name) for name in ("--day", "--tenth", "--with-mpi"))
+    today, mpi = (config.getoption(name) for name in ("--day", "--with-mpi"))
     # Virtual ranks, if the plugin is loaded.
     size, total = config.getoption("--virtual-ranks", 0), len(items)
     if today is None:
@@ -132,14 +133,22 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         from mpi4py import MPI
 
         size = MPI.COMM_WORLD.size
-    once = matrix.runs_once if config.getoption("--once") else matrix.runs
-    chosen = matrix.in_tenth if tenth else once
+    chosen = chosen_of_day(config)
     left_out = [item for item in items if not chosen(item, size, today)]
     items[:] = [item for item in items if chosen(item, size, today)]
     config.hook.pytest_deselected(items=left_out)
     config.stash[LEFT] = sum(not size or size in matrix.sizes(item) for item in left_out)
     which = f"MPI tests run on {size} ranks" if size else "tests run"
     config.stash[LEFT_OUT] = f"{len(items)} of {total} {which} on day {today}; DAY= runs all of them"
+
+
+def chosen_of_day(config: pytest.Config) -> matrix.Chosen:
+    """Which tests a day has, by the options."""
+    if config.getoption("--seldom"):
+        return matrix.runs_seldom
+    if among := config.getoption("--among"):
+        return matrix.runs_among([*map(int, among.split(","))])
+    return matrix.runs_once if config.getoption("--once") else matrix.runs
 
 
 def pytest_report_collectionfinish(config: pytest.Config) -> str | list[str]:

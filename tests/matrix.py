@@ -12,8 +12,11 @@ start jobs, run every third day.
 With ``--once``, as in ``make test``, every MPI test runs every day, on one of its numbers of ranks, and on
 each of them within as many days as there are.
 
-With ``--tenth``, as in ``make test-openmpi``, every test runs once in ten days, also one without MPI, and an
-MPI test on one of its numbers of ranks.
+With ``--among 2,4``, as in ``make test-hosts``, an MPI test runs every day on one of these numbers of ranks,
+in turn if more than one of them is its own.
+
+With ``--seldom``, as in ``make test-openmpi``, an MPI test runs once in thirty days, on one of its numbers of
+ranks, and one without MPI once in ten days.
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.run_mpi import RANKS_OF_A_TENTH
+from tests.run_mpi import RANKS_OF_DAYS
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -38,8 +41,13 @@ USUAL = (2, 3)
 # hosts has its own numbers of ranks.
 USUAL_IN = {"segments": ALL, "hosts": ALL}
 SEEDS = "seed", "seeds"
+SELDOM_WITHOUT_MPI = 10
 # Functions have many forms each; more ranks cut tensors in more ways than two do, not in others.
 IN_TURN_BELOW = {Path(__file__).parent / "layers" / "split" / "functions": (3, 4)}
+
+
+# Whether a test is among those of a day on a number of ranks, 0 for one without MPI.
+Chosen = Callable[[pytest.Item, int, int], bool]
 
 
 def over_seeds(count: int, each: int = 1) -> pytest.MarkDecorator:
@@ -88,11 +96,26 @@ def runs_once(item: pytest.Item, size: int, day: int) -> bool:
     return own[(place_among_cases(item) + day) % len(own)] == size
 
 
-def in_tenth(item: pytest.Item, size: int, day: int) -> bool:
-    """Whether a test is among the tenth of a day; ``size`` is 0 where no MPI tests run."""
-    place, today = zlib.crc32(item.nodeid.encode()), day % len(RANKS_OF_A_TENTH)
-    days = [at for at, ranks in enumerate(RANKS_OF_A_TENTH) if not size or ranks in sizes(item)]
-    return days[place % len(days)] == today and size in (0, RANKS_OF_A_TENTH[today])
+def runs_among(numbers: Collection[int]) -> Chosen:
+    """Whether a test is among those of a day where each takes turns over some numbers of ranks only."""
+
+    def chosen(item: pytest.Item, size: int, day: int) -> bool:
+        if place_among_seeds(item) is not None:
+            return runs(item, size, day)
+        own = sorted({*sizes(item)} & {*numbers})
+        return bool(own) and own[(place_among_cases(item) + day) % len(own)] == size
+
+    return chosen
+
+
+def runs_seldom(item: pytest.Item, size: int, day: int) -> bool:
+    """Whether a test is among those of a day where each runs once in many; ``size`` is 0 without MPI."""
+    place = zlib.crc32(item.nodeid.encode())
+    if not size:
+        return (place + day) % SELDOM_WITHOUT_MPI == 0
+    today = day % len(RANKS_OF_DAYS)
+    days = [at for at, ranks in enumerate(RANKS_OF_DAYS) if ranks in sizes(item)]
+    return days[place % len(days)] == today and size == RANKS_OF_DAYS[today]
 
 
 def sizes(item: pytest.Item) -> Collection[int]:

@@ -1,11 +1,11 @@
-"""Which tests a day has: all of them within three days, those of a case in turn; or within ten, by tenths."""
+"""Which tests a day has: all of them within three days, those of a case in turn; or within ten, or thirty."""
 
 import pytest
 
 from tests import matrix
 
 DAYS = range(20_000, 20_003)
-TEN_DAYS = range(20_003, 20_013)
+THIRTY_DAYS = range(20_003, 20_033)
 ALL = matrix.ALL
 
 
@@ -66,7 +66,23 @@ def test_others_run_on_2_and_3_ranks_every_day(request):
 @pytest.mark.parametrize(
     "own", [pytest.param(own, marks=pytest.mark.sizes(*own)) for own in ([1], [2], [4], [2, 3], [1, 2, 3, 4])]
 )
-def test_each_has_its_turn_on_one_of_ten_days_and_on_a_number_of_ranks_that_is_its_own(request, own, number):
-    turns = {size: sum(matrix.in_tenth(request.node, size, day) for day in TEN_DAYS) for size in range(5)}
-    assert turns[0] == sum(turns[size] for size in own) == 1
-    assert sum(turns.values()) == 2
+def test_each_has_its_turn_on_one_of_thirty_days_and_on_a_number_of_ranks_that_is_its_own(
+    request, own, number
+):
+    turns = {
+        size: sum(matrix.runs_seldom(request.node, size, day) for day in THIRTY_DAYS) for size in range(5)
+    }
+    assert turns[0] == 3 and sum(turns[size] for size in own) == 1
+    assert sum(turns.values()) == 4
+
+
+@pytest.mark.parametrize("number", range(4))
+@pytest.mark.parametrize(
+    "own", [pytest.param(own, marks=pytest.mark.sizes(*own)) for own in ([1], [2], [2, 3], [1, 2, 3, 4])]
+)
+def test_on_two_hosts_each_has_its_turn_on_2_or_4_ranks_every_day(request, own, number):
+    chosen = matrix.runs_among([2, 4])
+    turns = {size: [chosen(request.node, size, day) for day in (0, 1)] for size in ALL}
+    shared = {2, 4} & {*own}
+    assert [sum(turns[size]) for size in shared] == [2 // len(shared) for _ in shared]
+    assert sum(map(sum, turns.values())) == 2 * bool(shared)
