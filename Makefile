@@ -71,8 +71,10 @@ test: $(STAMP)  ## lint, types, imports, quick tests without MPI, the MPI tests 
 test-all:  ## every test and every seed on each number of ranks, all of them processes, and those that start jobs
 	@$(MAKE) test DAY= TEST_RANKS='1 2 3 4' VIRTUAL_RANKS= PLAIN='not mpi'
 
+# Tests that start jobs sleep now and then; what has one process takes that time.
+REST ?= test-slow test-one-rank
 test-rest: $(STAMP)  ## what make test leaves: tests that start jobs, a third a day; MPI tests on 1 and 4 ranks; those that need processes
-	@$(BIN)/python tests/side_by_side.py '$(MAKE) test-slow' '$(MAKE) test-one-rank'
+	@$(BIN)/python tests/side_by_side.py $(REST:%='$(MAKE) %')
 	@$(MAKE) $(if $(filter 4,$(VIRTUAL_RANKS)),test-virtual VIRTUAL_RANKS=4,test-mpi TEST_RANKS=4)
 	@$(MAKE) test-processes
 

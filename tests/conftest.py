@@ -34,7 +34,11 @@ if TYPE_CHECKING:
 ON_TWO_HOSTS = "TWO_HOSTS_RANKS" in os.environ
 TRANSPORTS = ["auto"] if ON_TWO_HOSTS else ["auto", "remote"]
 LOCKSTEP = pytest.StashKey[Lockstep]()
+# As make test-processes has it.
+ONLY_PROCESSES = "mpi and processes"
 SHARE_A_JOB = ("tests/test_docs.py",)
+# Collections begin when all is imported, which would make most of them.
+gc.disable()
 LEFT_OUT = pytest.StashKey[str]()
 LEFT = pytest.StashKey[int]()
 BEGIN = pytest.StashKey[float]()
@@ -115,10 +119,17 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Under MPI leave out the files without an MPI test: every rank would import them."""
+    """Under MPI leave out the files without a test that is wanted: every rank would import them."""
     if not config.getoption("--with-mpi") or collection_path.suffix != ".py":
         return None
-    return True if "mark.mpi" not in collection_path.read_text() else None
+    marks = [collection_path.read_text()]
+    if "mark.mpi" not in marks[0]:
+        return True
+    # A folder may mark all of its tests.
+    marks += [file.read_text() for file in collection_path.parent.glob("conftest.py")]
+    needs_processes = config.option.markexpr == ONLY_PROCESSES
+    told = any("mark.processes" in text or 'marker("processes")' in text for text in marks)
+    return True if needs_processes and not told else None
 
 
 # After those that are no MPI tests have been taken out.
@@ -294,6 +305,7 @@ def pytest_testnodedown(node: WorkerController, error: object) -> None:
 
 def pytest_collection_finish() -> None:
     leave_out_of_collections()
+    gc.enable()
 
 
 @pytest.hookimpl(wrapper=True)

@@ -10,7 +10,7 @@ law, each of which runs on the other numbers every day. Tests without MPI that a
 start jobs, run every third day.
 
 With ``--once``, as in ``make test``, every MPI test runs every day, on one of its numbers of ranks, and on
-each of them within as many days as there are.
+each of them within as many days as there are. Those in turn have one day more, on which they do not run.
 
 With ``--among 2,4``, as in ``make test-hosts``, an MPI test runs every day on one of these numbers of ranks,
 in turn if more than one of them is its own.
@@ -42,8 +42,9 @@ USUAL = (2, 3)
 USUAL_IN = {"segments": ALL, "hosts": ALL}
 SEEDS = "seed", "seeds"
 SELDOM_WITHOUT_MPI = 10
-# Functions have many forms each; more ranks cut tensors in more ways than two do, not in others.
-IN_TURN_BELOW = {Path(__file__).parent / "layers" / "split" / "functions": (3, 4)}
+# Functions and twins have many forms each; more ranks cut tensors in more ways than two do, not in others.
+LAYERS = Path(__file__).parent / "layers"
+IN_TURN_BELOW = {LAYERS / "split" / "functions": (3, 4), LAYERS / "partitioned" / "test_twins.py": (3, 4)}
 
 
 # Whether a test is among those of a day on a number of ranks, 0 for one without MPI.
@@ -79,10 +80,8 @@ def check_each(
 def runs(item: pytest.Item, size: int, day: int) -> bool:
     """Whether a test is among those of a day on a number of ranks, 0 for one without MPI."""
     place = place_among_seeds(item) if size else None
-    in_turn = [mark.args for mark in item.iter_markers("in_turn")]
-    in_turn += [sizes for folder, sizes in IN_TURN_BELOW.items() if item.path.is_relative_to(folder)]
     slow = not size and item.get_closest_marker("slow") is not None
-    if slow or any(size in each for each in in_turn):
+    if slow or size in sizes_in_turn(item):
         place = place_among_cases(item)
     todays = place is None or (place + size + day) % 3 == 0
     return todays and (not size or size in sizes(item))
@@ -92,7 +91,9 @@ def runs_once(item: pytest.Item, size: int, day: int) -> bool:
     """Whether a test is among those of a day where each runs on one number of ranks a day."""
     if not size or place_among_seeds(item) is not None:
         return runs(item, size, day)
-    own = sorted(sizes(item))
+    own: list[int | None] = [*sorted(sizes(item))]
+    if sizes_in_turn(item):
+        own.append(None)
     return own[(place_among_cases(item) + day) % len(own)] == size
 
 
@@ -125,6 +126,13 @@ def sizes(item: pytest.Item) -> Collection[int]:
     wanted = set.intersection(*marks) if marks else usual
     least = max((mark.kwargs.get("min_size", 1) for mark in item.iter_markers("mpi")), default=1)
     return [size for size in wanted if size >= least] or [least]
+
+
+def sizes_in_turn(item: pytest.Item) -> set[int]:
+    """Numbers of ranks on which a third of the tests like this one are enough for a day."""
+    marks = [mark.args for mark in item.iter_markers("in_turn")]
+    below = [numbers for path, numbers in IN_TURN_BELOW.items() if item.path.is_relative_to(path)]
+    return {number for numbers in (*marks, *below) for number in numbers}
 
 
 def place_among_seeds(item: pytest.Item) -> int | None:

@@ -50,6 +50,13 @@ def test_where_tests_run_once_a_day_each_has_all_its_numbers_of_ranks_in_as_many
     assert sorted(chosen) == [[n] for n in own]
 
 
+@pytest.mark.in_turn(3)
+@pytest.mark.parametrize("number", range(4))
+def test_where_tests_run_once_a_day_those_in_turn_rest_on_one_day_of_three(request, number):
+    chosen = [[n for n in ALL if matrix.runs_once(request.node, n, day)] for day in DAYS]
+    assert sorted(chosen) == [[], [2], [3]]
+
+
 @matrix.over_seeds(3)
 def test_where_tests_run_once_a_day_seeds_are_those_of_the_day(request, seed):
     assert [matrix.runs_once(request.node, n, 20_000) for n in ALL] == [
