@@ -37,8 +37,6 @@ LOCKSTEP = pytest.StashKey[Lockstep]()
 # As make test-processes has it.
 ONLY_PROCESSES = "mpi and processes"
 SHARE_A_JOB = ("tests/test_docs.py",)
-# Collections begin when all is imported, which would make most of them.
-gc.disable()
 LEFT_OUT = pytest.StashKey[str]()
 LEFT = pytest.StashKey[int]()
 BEGIN = pytest.StashKey[float]()
@@ -109,6 +107,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # Until all is imported, which would make most of the collections.
+    gc.disable()
     # As at a time limit from outside: jobs that tests have started are ended on the way out.
     if not config.getoption("--with-mpi"):
         signal.signal(signal.SIGTERM, lambda *_: pytest.exit("ended by SIGTERM", 128 + signal.SIGTERM))
@@ -192,6 +192,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtestloop(session: pytest.Session) -> None:
+    gc.enable()
     lockstep = session.config.stash.get(LOCKSTEP, None)
     if lockstep is None:
         return
@@ -305,7 +306,6 @@ def pytest_testnodedown(node: WorkerController, error: object) -> None:
 
 def pytest_collection_finish() -> None:
     leave_out_of_collections()
-    gc.enable()
 
 
 @pytest.hookimpl(wrapper=True)
