@@ -10,10 +10,10 @@ law, each of which runs on the other numbers every day. Tests without MPI that a
 start jobs, run every third day.
 
 With ``--once``, as in ``make test``, every MPI test runs every day, on one of its numbers of ranks, and on
-each of them within as many days as there are. Those in turn have one day more, on which they do not run.
+each of them within as many days as there are. Those in turn, and all in some folders, rest a day then.
 
-With ``--among 2,4``, as in ``make test-hosts``, an MPI test runs every day on one of these numbers of ranks,
-in turn if more than one of them is its own.
+With ``--among 2,4``, as in ``make test-hosts``, an MPI test runs on those of these numbers of ranks that are
+its own, in turn, and rests a day then.
 
 With ``--seldom``, as in ``make test-openmpi``, an MPI test runs once in thirty days, on one of its numbers of
 ranks, and one without MPI once in ten days.
@@ -42,9 +42,12 @@ USUAL = (2, 3)
 USUAL_IN = {"segments": ALL, "hosts": ALL}
 SEEDS = "seed", "seeds"
 SELDOM_WITHOUT_MPI = 10
-# Functions and twins have many forms each; more ranks cut tensors in more ways than two do, not in others.
 LAYERS = Path(__file__).parent / "layers"
-IN_TURN_BELOW = {LAYERS / "split" / "functions": (3, 4), LAYERS / "partitioned" / "test_twins.py": (3, 4)}
+# Functions have many forms each; more ranks cut tensors in more ways than two do, not in others.
+IN_TURN_BELOW = {LAYERS / "split" / "functions": (3, 4)}
+# Here many tests hold one law for many functions and layers: each rests a day when it has run on all its
+# numbers of ranks.
+RESTING_BELOW = (*IN_TURN_BELOW, LAYERS / "partitioned")
 
 
 # Whether a test is among those of a day on a number of ranks, 0 for one without MPI.
@@ -92,7 +95,7 @@ def runs_once(item: pytest.Item, size: int, day: int) -> bool:
     if not size or place_among_seeds(item) is not None:
         return runs(item, size, day)
     own: list[int | None] = [*sorted(sizes(item))]
-    if sizes_in_turn(item):
+    if sizes_in_turn(item) or any(item.path.is_relative_to(folder) for folder in RESTING_BELOW):
         own.append(None)
     return own[(place_among_cases(item) + day) % len(own)] == size
 
@@ -103,8 +106,8 @@ def runs_among(numbers: Collection[int]) -> Chosen:
     def chosen(item: pytest.Item, size: int, day: int) -> bool:
         if place_among_seeds(item) is not None:
             return runs(item, size, day)
-        own = sorted({*sizes(item)} & {*numbers})
-        return bool(own) and own[(place_among_cases(item) + day) % len(own)] == size
+        own: list[int | None] = [*sorted({*sizes(item)} & {*numbers}), None]
+        return own[(place_among_cases(item) + day) % len(own)] == size
 
     return chosen
 
