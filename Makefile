@@ -139,7 +139,7 @@ test-hosts: export TEST_PART := two hosts, $(EMPTY)
 test-hosts: $(STAMP)  ## the MPI tests on two hosts within this machine, where that is allowed
 	@! $(BIN)/python tests/two_hosts.py --check || $(BIN)/python tests/run_mpi.py --ranks $(HOSTS_RANKS) \
 	    $(if $(DAY),--day $(DAY) --turns) \
-	    --mpiexec "$(BIN)/python tests/two_hosts.py --least-bytes 10000000" -- tests/hosts tests/segments \
+	    --mpiexec "$(BIN)/python tests/two_hosts.py --least-bytes 2000000" -- tests/hosts tests/segments \
 	    tests/layers/ops/core/test_staged.py tests/benchmarks/scaling/test_plans.py
 
 fuzz: $(STAMP)  ## random layers against torch's (RANKS= FAMILY= FUZZ_SECONDS= FIRST=)

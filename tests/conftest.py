@@ -34,8 +34,11 @@ if TYPE_CHECKING:
 ON_TWO_HOSTS = "TWO_HOSTS_RANKS" in os.environ
 TRANSPORTS = ["auto"] if ON_TWO_HOSTS else ["auto", "remote"]
 LOCKSTEP = pytest.StashKey[Lockstep]()
-# As make test-processes has it.
-ONLY_PROCESSES = "mpi and processes"
+# What the file of a test of make test-processes or test-slow has in it, or the conftest.py beside it.
+NEEDED = {
+    "mpi and processes": ("mark.processes", 'marker("processes")'),
+    "slow and not mpi": ("mark.slow",),
+}
 SHARE_A_JOB = ("tests/test_docs.py",)
 LEFT_OUT = pytest.StashKey[str]()
 LEFT = pytest.StashKey[int]()
@@ -119,17 +122,18 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Under MPI leave out the files without a test that is wanted: every rank would import them."""
-    if not config.getoption("--with-mpi") or collection_path.suffix != ".py":
+    """Leave out files without a test that is wanted: every rank, and every worker, would import them."""
+    needed = NEEDED.get(config.option.markexpr, ())
+    mpi = config.getoption("--with-mpi")
+    if not (mpi or needed) or collection_path.suffix != ".py":
         return None
-    marks = [collection_path.read_text()]
-    if "mark.mpi" not in marks[0]:
+    own = collection_path.read_text()
+    if mpi and "mark.mpi" not in own:
         return True
     # A folder may mark all of its tests.
-    marks += [file.read_text() for file in collection_path.parent.glob("conftest.py")]
-    needs_processes = config.option.markexpr == ONLY_PROCESSES
-    told = any("mark.processes" in text or 'marker("processes")' in text for text in marks)
-    return True if needs_processes and not told else None
+    texts = [own, *(file.read_text() for file in collection_path.parent.glob("conftest.py"))]
+    marked = any(mark in text for mark in needed for text in texts)
+    return True if needed and not marked else None
 
 
 # After those that are no MPI tests have been taken out.
