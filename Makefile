@@ -34,7 +34,7 @@ MPIEXEC_OPTIONS_openmpi := --oversubscribe --allow-run-as-root
 MPIEXEC := $(strip $(BIN)/mpiexec $(MPIEXEC_OPTIONS_$(MPI)))
 
 TYPED := distdl_rma $(wildcard examples benchmarks docs/*.py) tests/conftest.py tests/delayed_cable.py tests/lockstep.py tests/matrix.py \
-    tests/mutant_list.py tests/mutant_operators.py tests/mutants.py tests/record.py tests/room.py tests/run_mpi.py tests/side_by_side.py tests/tracebacks.py tests/two_hosts.py tests/virtual_ranks.py
+    tests/mutant_list.py tests/mutant_operators.py tests/mutants.py tests/record.py tests/room.py tests/run_mpi.py tests/side_by_side.py tests/startup/sitecustomize.py tests/tracebacks.py tests/two_hosts.py tests/virtual_ranks.py
 SPREAD := --numprocesses $(WORKERS)
 TODAYS := $(if $(DAY),--day $(DAY) $(ONCE))
 DEMO_OPTIONS := $(if $(GRID),--grid '$(GRID)') $(if $(STEPS),--steps '$(STEPS)') $(if $(IMAGE),--image '$(IMAGE)')
@@ -46,7 +46,7 @@ export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
 MAKEFLAGS += --no-print-directory
-.PHONY: help demo test test-all room docs package bench bench-compare bench-docs bench-scaling fuzz mutants lint types imports test-plain test-slow test-rest test-mpi test-virtual test-processes test-one-rank durations test-openmpi test-tenth test-hosts test-newer-torch clean
+.PHONY: help demo test test-all room docs package bench bench-compare bench-docs bench-scaling fuzz mutants lint types imports test-plain test-slow test-rest test-mpi test-virtual test-processes test-one-rank durations test-openmpi test-seldom test-hosts test-newer-torch clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s%s\n", $$1, $$2 }' Makefile
@@ -71,8 +71,10 @@ test: $(STAMP)  ## lint, types, imports, quick tests without MPI, the MPI tests 
 test-all:  ## every test and every seed on each number of ranks, all of them processes, and those that start jobs
 	@$(MAKE) test DAY= TEST_RANKS='1 2 3 4' VIRTUAL_RANKS= PLAIN='not mpi'
 
+# Tests that start jobs sleep now and then; what has one process takes that time.
+REST ?= test-slow test-one-rank
 test-rest: $(STAMP)  ## what make test leaves: tests that start jobs, a third a day; MPI tests on 1 and 4 ranks; those that need processes
-	@$(BIN)/python tests/side_by_side.py '$(MAKE) test-slow' '$(MAKE) test-one-rank'
+	@$(BIN)/python tests/side_by_side.py $(REST:%='$(MAKE) %')
 	@$(MAKE) $(if $(filter 4,$(VIRTUAL_RANKS)),test-virtual VIRTUAL_RANKS=4,test-mpi TEST_RANKS=4)
 	@$(MAKE) test-processes
 
@@ -111,20 +113,21 @@ test-processes: $(STAMP)  ## those of them that need processes (VIRTUAL_RANKS="3
 test-one-rank:
 	@$(MAKE) test-mpi TEST_RANKS=1
 
-# In an environment of its own: what depends on the MPI, and a tenth of everything; all of it: make test MPI=openmpi.
+# In an environment of its own. Rules and models depend on the MPI only through what has its tests in TESTS, so that
+# a thirtieth of the others is enough a day; tests that neither are ranks nor start jobs do not depend on it.
 test-openmpi: TESTS = tests/segments tests/layers/sync tests/layers/partitioned/data_movement/test_base.py \
     tests/layers/partitioned/conv/test_conv.py tests/layers/partitioned/linear/test_linear.py tests/layers/partitioned/norm/test_base.py \
     tests/torch_backend/test_group.py tests/torch_backend/test_groups_and_meshes.py
 test-openmpi: export TEST_PART := Open MPI, $(EMPTY)
-test-openmpi:  ## with Open MPI: the tests near to MPI on 3 ranks, of failing ranks, and a tenth of all, every day another
+test-openmpi:  ## with Open MPI: the tests near to MPI on 3 ranks, of failing ranks, and of others a few, every day others
 	$(MAKE) MPI=openmpi TEST_RANKS=3 TESTS='$(TESTS)' test-mpi
 	.venv-openmpi/bin/python -m pytest $(SPREAD) $(TODAYS) tests/test_failures.py
-	$(MAKE) MPI=openmpi test-tenth
+	$(MAKE) MPI=openmpi test-seldom
 
-TENTH := $(if $(DAY),$(TODAYS) --tenth)
-test-tenth: $(STAMP)
-	$(BIN)/python -m pytest -m "not mpi" $(SPREAD) $(TENTH)
-	$(BIN)/python tests/run_mpi.py $(TENTH)
+SELDOM := $(if $(DAY),--day $(DAY) --seldom)
+test-seldom: $(STAMP)
+	$(BIN)/python -m pytest -m "slow and not mpi" $(SPREAD) $(SELDOM)
+	$(BIN)/python tests/run_mpi.py $(SELDOM)
 
 # Not installed here: its builds are for GPUs, of gigabytes.
 test-newer-torch: $(STAMP)  ## the process group with another torch (NEWER_TORCH=its python, with this package and pytest)
@@ -135,8 +138,8 @@ test-newer-torch: $(STAMP)  ## the process group with another torch (NEWER_TORCH
 test-hosts: export TEST_PART := two hosts, $(EMPTY)
 test-hosts: $(STAMP)  ## the MPI tests on two hosts within this machine, where that is allowed
 	@! $(BIN)/python tests/two_hosts.py --check || $(BIN)/python tests/run_mpi.py --ranks $(HOSTS_RANKS) \
-	    $(if $(DAY),--day $(DAY)) \
-	    --mpiexec "$(BIN)/python tests/two_hosts.py --least-bytes 10000000" -- tests/hosts tests/segments \
+	    $(if $(DAY),--day $(DAY) --turns) \
+	    --mpiexec "$(BIN)/python tests/two_hosts.py --least-bytes 2000000" -- tests/hosts tests/segments \
 	    tests/layers/ops/core/test_staged.py tests/benchmarks/scaling/test_plans.py
 
 fuzz: $(STAMP)  ## random layers against torch's (RANKS= FAMILY= FUZZ_SECONDS= FIRST=)

@@ -34,6 +34,11 @@ if TYPE_CHECKING:
 ON_TWO_HOSTS = "TWO_HOSTS_RANKS" in os.environ
 TRANSPORTS = ["auto"] if ON_TWO_HOSTS else ["auto", "remote"]
 LOCKSTEP = pytest.StashKey[Lockstep]()
+# What the file of a test of make test-processes or test-slow has in it, or the conftest.py beside it.
+NEEDED = {
+    "mpi and processes": ("mark.processes", 'marker("processes")'),
+    "slow and not mpi": ("mark.slow",),
+}
 SHARE_A_JOB = ("tests/test_docs.py",)
 LEFT_OUT = pytest.StashKey[str]()
 LEFT = pytest.StashKey[int]()
@@ -100,10 +105,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="tests of a day, such as today, as make test runs them; without it all",
     )
     parser.addoption("--once", action="store_true", help="MPI tests on one of their numbers of ranks a --day")
-    parser.addoption("--tenth", action="store_true", help="of all tests a tenth, every --day another")
+    parser.addoption("--among", metavar="N,N", help="MPI tests on one of these numbers of ranks a --day")
+    parser.addoption("--seldom", action="store_true", help="MPI tests once in 30 days, others once in 10")
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # Until all is imported, which would make most of the collections.
+    gc.disable()
     # As at a time limit from outside: jobs that tests have started are ended on the way out.
     if not config.getoption("--with-mpi"):
         signal.signal(signal.SIGTERM, lambda *_: pytest.exit("ended by SIGTERM", 128 + signal.SIGTERM))
@@ -114,16 +122,24 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Under MPI leave out the files without an MPI test: every rank would import them."""
-    if not config.getoption("--with-mpi") or collection_path.suffix != ".py":
+    """Leave out files without a test that is wanted: every rank, and every worker, would import them."""
+    needed = NEEDED.get(config.option.markexpr, ())
+    mpi = config.getoption("--with-mpi")
+    if not (mpi or needed) or collection_path.suffix != ".py":
         return None
-    return True if "mark.mpi" not in collection_path.read_text() else None
+    own = collection_path.read_text()
+    if mpi and "mark.mpi" not in own:
+        return True
+    # A folder may mark all of its tests.
+    texts = [own, *(file.read_text() for file in collection_path.parent.glob("conftest.py"))]
+    marked = any(mark in text for mark in needed for text in texts)
+    return True if needed and not marked else None
 
 
 # After those that are no MPI tests have been taken out.
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    today, tenth, mpi = (config.getoption(name) for name in ("--day", "--tenth", "--with-mpi"))
+    today, mpi = (config.getoption(name) for name in ("--day", "--with-mpi"))
     # Virtual ranks, if the plugin is loaded.
     size, total = config.getoption("--virtual-ranks", 0), len(items)
     if today is None:
@@ -132,14 +148,22 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         from mpi4py import MPI
 
         size = MPI.COMM_WORLD.size
-    once = matrix.runs_once if config.getoption("--once") else matrix.runs
-    chosen = matrix.in_tenth if tenth else once
+    chosen = chosen_of_day(config)
     left_out = [item for item in items if not chosen(item, size, today)]
     items[:] = [item for item in items if chosen(item, size, today)]
     config.hook.pytest_deselected(items=left_out)
     config.stash[LEFT] = sum(not size or size in matrix.sizes(item) for item in left_out)
     which = f"MPI tests run on {size} ranks" if size else "tests run"
     config.stash[LEFT_OUT] = f"{len(items)} of {total} {which} on day {today}; DAY= runs all of them"
+
+
+def chosen_of_day(config: pytest.Config) -> matrix.Chosen:
+    """Which tests a day has, by the options."""
+    if config.getoption("--seldom"):
+        return matrix.runs_seldom
+    if among := config.getoption("--among"):
+        return matrix.runs_among([*map(int, among.split(","))])
+    return matrix.runs_once if config.getoption("--once") else matrix.runs
 
 
 def pytest_report_collectionfinish(config: pytest.Config) -> str | list[str]:
@@ -172,6 +196,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtestloop(session: pytest.Session) -> None:
+    gc.enable()
     lockstep = session.config.stash.get(LOCKSTEP, None)
     if lockstep is None:
         return

@@ -10,10 +10,13 @@ law, each of which runs on the other numbers every day. Tests without MPI that a
 start jobs, run every third day.
 
 With ``--once``, as in ``make test``, every MPI test runs every day, on one of its numbers of ranks, and on
-each of them within as many days as there are.
+each of them within as many days as there are. Those in turn, and all in some folders, rest a day then.
 
-With ``--tenth``, as in ``make test-openmpi``, every test runs once in ten days, also one without MPI, and an
-MPI test on one of its numbers of ranks.
+With ``--among 2,4``, as in ``make test-hosts``, an MPI test runs on those of these numbers of ranks that are
+its own, in turn, and rests a day then.
+
+With ``--seldom``, as in ``make test-openmpi``, an MPI test runs once in thirty days, on one of its numbers of
+ranks, and one without MPI once in ten days.
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.run_mpi import RANKS_OF_A_TENTH
+from tests.run_mpi import RANKS_OF_DAYS
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -38,8 +41,17 @@ USUAL = (2, 3)
 # hosts has its own numbers of ranks.
 USUAL_IN = {"segments": ALL, "hosts": ALL}
 SEEDS = "seed", "seeds"
+SELDOM_WITHOUT_MPI = 10
+LAYERS = Path(__file__).parent / "layers"
 # Functions have many forms each; more ranks cut tensors in more ways than two do, not in others.
-IN_TURN_BELOW = {Path(__file__).parent / "layers" / "split" / "functions": (3, 4)}
+IN_TURN_BELOW = {LAYERS / "split" / "functions": (3, 4)}
+# Here many tests hold one law for many functions and layers: each rests a day when it has run on all its
+# numbers of ranks.
+RESTING_BELOW = (*IN_TURN_BELOW, LAYERS / "partitioned")
+
+
+# Whether a test is among those of a day on a number of ranks, 0 for one without MPI.
+Chosen = Callable[[pytest.Item, int, int], bool]
 
 
 def over_seeds(count: int, each: int = 1) -> pytest.MarkDecorator:
@@ -71,10 +83,8 @@ def check_each(
 def runs(item: pytest.Item, size: int, day: int) -> bool:
     """Whether a test is among those of a day on a number of ranks, 0 for one without MPI."""
     place = place_among_seeds(item) if size else None
-    in_turn = [mark.args for mark in item.iter_markers("in_turn")]
-    in_turn += [sizes for folder, sizes in IN_TURN_BELOW.items() if item.path.is_relative_to(folder)]
     slow = not size and item.get_closest_marker("slow") is not None
-    if slow or any(size in each for each in in_turn):
+    if slow or size in sizes_in_turn(item):
         place = place_among_cases(item)
     todays = place is None or (place + size + day) % 3 == 0
     return todays and (not size or size in sizes(item))
@@ -84,15 +94,32 @@ def runs_once(item: pytest.Item, size: int, day: int) -> bool:
     """Whether a test is among those of a day where each runs on one number of ranks a day."""
     if not size or place_among_seeds(item) is not None:
         return runs(item, size, day)
-    own = sorted(sizes(item))
+    own: list[int | None] = [*sorted(sizes(item))]
+    if sizes_in_turn(item) or any(item.path.is_relative_to(folder) for folder in RESTING_BELOW):
+        own.append(None)
     return own[(place_among_cases(item) + day) % len(own)] == size
 
 
-def in_tenth(item: pytest.Item, size: int, day: int) -> bool:
-    """Whether a test is among the tenth of a day; ``size`` is 0 where no MPI tests run."""
-    place, today = zlib.crc32(item.nodeid.encode()), day % len(RANKS_OF_A_TENTH)
-    days = [at for at, ranks in enumerate(RANKS_OF_A_TENTH) if not size or ranks in sizes(item)]
-    return days[place % len(days)] == today and size in (0, RANKS_OF_A_TENTH[today])
+def runs_among(numbers: Collection[int]) -> Chosen:
+    """Whether a test is among those of a day where each takes turns over some numbers of ranks only."""
+
+    def chosen(item: pytest.Item, size: int, day: int) -> bool:
+        if place_among_seeds(item) is not None:
+            return runs(item, size, day)
+        own: list[int | None] = [*sorted({*sizes(item)} & {*numbers}), None]
+        return own[(place_among_cases(item) + day) % len(own)] == size
+
+    return chosen
+
+
+def runs_seldom(item: pytest.Item, size: int, day: int) -> bool:
+    """Whether a test is among those of a day where each runs once in many; ``size`` is 0 without MPI."""
+    place = zlib.crc32(item.nodeid.encode())
+    if not size:
+        return (place + day) % SELDOM_WITHOUT_MPI == 0
+    today = day % len(RANKS_OF_DAYS)
+    days = [at for at, ranks in enumerate(RANKS_OF_DAYS) if ranks in sizes(item)]
+    return days[place % len(days)] == today and size == RANKS_OF_DAYS[today]
 
 
 def sizes(item: pytest.Item) -> Collection[int]:
@@ -102,6 +129,13 @@ def sizes(item: pytest.Item) -> Collection[int]:
     wanted = set.intersection(*marks) if marks else usual
     least = max((mark.kwargs.get("min_size", 1) for mark in item.iter_markers("mpi")), default=1)
     return [size for size in wanted if size >= least] or [least]
+
+
+def sizes_in_turn(item: pytest.Item) -> set[int]:
+    """Numbers of ranks on which a third of the tests like this one are enough for a day."""
+    marks = [mark.args for mark in item.iter_markers("in_turn")]
+    below = [numbers for path, numbers in IN_TURN_BELOW.items() if item.path.is_relative_to(path)]
+    return {number for numbers in (*marks, *below) for number in numbers}
 
 
 def place_among_seeds(item: pytest.Item) -> int | None:

@@ -43,8 +43,8 @@ SECONDS_TO_FOLLOW = 3
 # What a job or a test has started carries its mark in this variable, behind those of what started it.
 MARKS_VARIABLE = "TEST_JOB_MARKS"
 SECONDS_PER_DAY = 86400
-# Where every test runs once in ten days: on how many ranks each day.
-RANKS_OF_A_TENTH = (2, 3, 2, 3, 4, 2, 3, 2, 3, 1)
+# Where every test runs once in thirty days: on how many ranks each day.
+RANKS_OF_DAYS = (2, 3, 2, 3, 4, 2, 3, 2, 3, 1) * 3
 # Frames that every traceback has, whatever the test does.
 MACHINERY = ("/pluggy/", "/_pytest/", "/pytest/", "/mpi4py/", "<frozen runpy>", "/threading.py")
 
@@ -52,15 +52,16 @@ MACHINERY = ("/pluggy/", "/_pytest/", "/pytest/", "/mpi4py/", "<frozen runpy>", 
 def main(arguments: Sequence[str]) -> int:
     """Run pytest once per number of ranks; return the exit status, 0 when all passed on all ranks."""
     parser = argparse.ArgumentParser(
-        usage="%(prog)s [--ranks N ...] [--day DAY [--once | --tenth]] [--limit SECONDS] [--mpiexec COMMAND]"
-        " [-- OPTION ...]",
+        usage="%(prog)s [--ranks N ...] [--day DAY [--once | --turns | --seldom]] [--limit SECONDS]"
+        " [--mpiexec COMMAND] [-- OPTION ...]",
         description="Run the MPI tests under several numbers of ranks; what follows -- goes to pytest.",
         allow_abbrev=False,
     )
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 3, 4], help="a run for each number")
     parser.add_argument("--day", type=day, help="of the tests those of a day, such as today; without it all")
     parser.add_argument("--once", action="store_true", help="each test on one of its numbers of ranks a day")
-    parser.add_argument("--tenth", action="store_true", help="a tenth of all tests, on the ranks of that day")
+    parser.add_argument("--turns", action="store_true", help="each test on one of the --ranks a day")
+    parser.add_argument("--seldom", action="store_true", help="a thirtieth of all, on ranks of that day")
     parser.add_argument("--limit", type=float, default=3000, help="seconds that one run may take")
     parser.add_argument("--mpiexec", default=default_mpiexec(), help="the launcher, with its options")
     end = arguments.index("--") if "--" in arguments else len(arguments)
@@ -69,11 +70,13 @@ def main(arguments: Sequence[str]) -> int:
         pytest_options += ["--day", str(options.day)]
     if options.once:
         pytest_options += ["--once"]
-    if options.tenth:
+    if options.turns:
+        pytest_options += ["--among", ",".join(map(str, options.ranks))]
+    if options.seldom:
         if options.day is None:
-            parser.error("--tenth is of a --day")
-        options.ranks = [RANKS_OF_A_TENTH[options.day % 10]]
-        pytest_options += ["--tenth"]
+            parser.error("--seldom is of a --day")
+        options.ranks = [RANKS_OF_DAYS[options.day % len(RANKS_OF_DAYS)]]
+        pytest_options += ["--seldom"]
 
     failures = []
     for ranks in options.ranks:
@@ -107,9 +110,11 @@ def environment(**changes: str) -> dict[str, str]:
     """Return the environment in which every test starts its launcher: one thread per rank, this package.
 
     What a rank compiles is kept for all others and for the next job, also where Python is told otherwise.
+    ``tests/startup/sitecustomize.py`` says what its Python leaves out.
     """
     ours = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "PYTHONDONTWRITEBYTECODE": ""}
-    ours["PYTHONPATH"] = str(Path(__file__).parents[1])
+    here = Path(__file__).parent
+    ours["PYTHONPATH"] = os.pathsep.join(map(str, (here / "startup", here.parent)))
     return OPEN_MPI | os.environ | ours | changes
 
 
@@ -119,7 +124,8 @@ def run(launcher: Sequence[str], ranks: int, limit: float, pytest_options: Seque
         folder = Path(name)
         command = [*launcher, "-n", str(ranks), sys.executable, __file__, AS_RANK, name, *pytest_options]
         problem = None
-        with launched(command) as job:
+        # Tests of many subjects in one process: they find torch as it is.
+        with launched(command, AS_USERS_START="1") as job:
             try:
                 status = job.wait(timeout=limit)
                 if status:

@@ -1,16 +1,20 @@
 """What the others learn when a rank ends while all of them close, or does not end with them."""
 
 import re
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from tests.test_failures import LIGHT, run
+from tests import test_failures
+from tests.test_failures import LIGHT
 
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="processes cannot be looked at here"),
 ]
+# Python, too, ends as that of a user does.
+run = partial(test_failures.run, AS_USERS_START="1")
 # The machines' own handlers at exit run before this one, in whose place the end of MPI would wait for those
 # that are gone.
 APART = f"{LIGHT}import atexit\natexit.register(os._exit, 0)\n"

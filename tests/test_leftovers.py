@@ -47,14 +47,14 @@ DISORDERLY = {
 
 @pytest.mark.parametrize("ending", ORDERLY)
 def test_run_that_ends_by_itself_leaves_nothing(ending):
-    done, left = run_alone(2, USE + ORDERLY[ending])
+    done, left = run_alone(2, USE + ORDERLY[ending], AS_USERS_START="1")
     assert done.returncode == 0, done.stderr
     assert left == []
 
 
 @pytest.mark.parametrize("ending", DISORDERLY)
 def test_run_that_is_aborted_leaves_at_most_files_of_the_mpi(ending):
-    done, left = run_alone(3, USE + DISORDERLY[ending])
+    done, left = run_alone(3, USE + DISORDERLY[ending], AS_USERS_START="1")
     assert done.returncode != 0
     assert [name for name in left if not OF_THE_MPI.match(name)] == []
 

@@ -1,11 +1,11 @@
-"""Which tests a day has: all of them within three days, those of a case in turn; or within ten, by tenths."""
+"""Which tests a day has: all of them within three days, those of a case in turn; or within ten, or thirty."""
 
 import pytest
 
 from tests import matrix
 
 DAYS = range(20_000, 20_003)
-TEN_DAYS = range(20_003, 20_013)
+THIRTY_DAYS = range(20_003, 20_033)
 ALL = matrix.ALL
 
 
@@ -50,6 +50,13 @@ def test_where_tests_run_once_a_day_each_has_all_its_numbers_of_ranks_in_as_many
     assert sorted(chosen) == [[n] for n in own]
 
 
+@pytest.mark.in_turn(3)
+@pytest.mark.parametrize("number", range(4))
+def test_where_tests_run_once_a_day_those_in_turn_rest_on_one_day_of_three(request, number):
+    chosen = [[n for n in ALL if matrix.runs_once(request.node, n, day)] for day in DAYS]
+    assert sorted(chosen) == [[], [2], [3]]
+
+
 @matrix.over_seeds(3)
 def test_where_tests_run_once_a_day_seeds_are_those_of_the_day(request, seed):
     assert [matrix.runs_once(request.node, n, 20_000) for n in ALL] == [
@@ -66,7 +73,22 @@ def test_others_run_on_2_and_3_ranks_every_day(request):
 @pytest.mark.parametrize(
     "own", [pytest.param(own, marks=pytest.mark.sizes(*own)) for own in ([1], [2], [4], [2, 3], [1, 2, 3, 4])]
 )
-def test_each_has_its_turn_on_one_of_ten_days_and_on_a_number_of_ranks_that_is_its_own(request, own, number):
-    turns = {size: sum(matrix.in_tenth(request.node, size, day) for day in TEN_DAYS) for size in range(5)}
-    assert turns[0] == sum(turns[size] for size in own) == 1
-    assert sum(turns.values()) == 2
+def test_each_has_its_turn_on_one_of_thirty_days_and_on_a_number_of_ranks_that_is_its_own(
+    request, own, number
+):
+    turns = {
+        size: sum(matrix.runs_seldom(request.node, size, day) for day in THIRTY_DAYS) for size in range(5)
+    }
+    assert turns[0] == 3 and sum(turns[size] for size in own) == 1
+    assert sum(turns.values()) == 4
+
+
+@pytest.mark.parametrize("number", range(4))
+@pytest.mark.parametrize(
+    "own", [pytest.param(own, marks=pytest.mark.sizes(*own)) for own in ([1], [2], [2, 3], [1, 2, 3, 4])]
+)
+def test_on_two_hosts_each_has_its_turn_on_2_and_4_ranks_and_rests_a_day(request, own, number):
+    chosen = matrix.runs_among([2, 4])
+    shared = {2, 4} & {*own}
+    days = [[n for n in ALL if chosen(request.node, n, day)] for day in range(len(shared) + 1)]
+    assert sorted(days) == [[], *([n] for n in sorted(shared))]

@@ -20,11 +20,12 @@ from tests.examples.launching import (
 pytestmark = pytest.mark.slow
 
 DEMO = Path(__file__).resolve().parents[2] / "examples" / "unet.py"
-SMALL = ("--size", "33x49", "--steps", 4)
+STEPS = 2
+SMALL = ("--size", "33x49", "--steps", STEPS)
 
 
 def assert_proved(proved, runs, stdout, *folders):
-    assert sum(line.startswith("step ") for line in stdout) == 4 * runs
+    assert sum(line.startswith("step ") for line in stdout) == STEPS * runs
     assert stdout.count("proof holds: the limit is 1e-04") == proved
     for folder in folders:
         assert f"picture: {folder / 'unet.png'}" in stdout
@@ -55,7 +56,7 @@ MISTAKES = {
 }
 
 
-# Half a minute: one job of four ranks on two cores trains the network in each layout, twice.
+# One job of four ranks on two cores trains the network in each layout, twice.
 def test_four_ranks_agree_with_one_in_any_layout_and_tell_a_failed_proof_and_every_mistake_once(tmp_path):
     run = [*SMALL, "--output"]
     proofs = [Case([*run, tmp_path / name, *chosen]) for name, chosen in LAYOUTS.items()]

@@ -1,9 +1,7 @@
 """The command ``python -m distdl_rma predict``."""
 
 import json
-import os
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -39,9 +37,8 @@ number = 3
 def command(folder, *arguments, ranks=0, program=("-m", "distdl_rma", "predict")):
     """How the command ended in a folder with the module, of one process without a launcher or of ranks."""
     (folder / "mine.py").write_text(MODULE)
-    path = os.environ.get("PYTHONPATH", "") + os.pathsep + str(Path.cwd())
     job = [*(mpiexec(ranks) if ranks else []), sys.executable, *program, *arguments]
-    return completed(job, cwd=folder, PYTHONPATH=path)
+    return completed(job, cwd=folder)
 
 
 def saved_input(folder, rows):
