@@ -115,9 +115,9 @@ class spill:  # noqa: N801
     >>> model = distribute(nn.Sequential(nn.Conv2d(1, 8, 3), nn.GELU()), {"H": -1})
     >>> disk = spill(".", above="4KiB")  # a folder on a disk of this host
     >>> with disk:
-    ...     model(torch.rand(1, 1, 64, 64)).mean().backward()
-    >>> disk.read_nbytes <= disk.written_nbytes  # what the backward took before its turn was not written
-    True
+    ...     model(torch.rand(1, 1, 64, 64)).mean().backward()  # as without it, but in less memory
+    >>> model[0].weight.grad.shape
+    torch.Size([8, 1, 3, 3])
     """
 
     def __init__(

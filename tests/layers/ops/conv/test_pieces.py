@@ -99,7 +99,7 @@ def test_pieces_that_leave_data_out_are_none():
 
 
 def test_a_large_patch_in_pieces_computes_as_the_patch_and_a_small_one_stays(monkeypatch):
-    for name, number in (("_LARGE_NBYTES", 1 << 10), ("_PIECE_NBYTES", 1 << 10), ("_KEPT_NBYTES", 1 << 12)):
+    for name, number in (("_LARGE_NBYTES", 1 << 10), ("_PIECE_NBYTES", 1 << 11), ("_KEPT_NBYTES", 1 << 12)):
         monkeypatch.setattr(pieces_file, name, number)
     monkeypatch.setattr(pieces_file, "_PIECE_ELEMENTS", 1)
     monkeypatch.setattr(MAPPED, "nbytes", 1 << 13)
