@@ -22,7 +22,7 @@ from distdl_rma.geometry.partition import Partition, groups_along, groups_onto, 
 from distdl_rma.geometry.trees import all_reduction, broadcast, reduction
 from distdl_rma.layers.ops.conv.own_and_halo import OwnAndHalo
 from distdl_rma.layers.ops.norm.statistic_groups import NormAxes
-from distdl_rma.layers.ops.windows import Interpolation, Resize
+from distdl_rma.layers.ops.resizing import Interpolation, Resize
 from sheet import FRAME, GREY, HATCHED, STAYS, SUM, Canvas, Plane, Point, svg
 
 __all__ = ["FIGURES", "drawn"]

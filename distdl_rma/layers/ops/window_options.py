@@ -12,6 +12,7 @@ from typing import Any
 
 from distdl_rma.errors import ShapeError
 from distdl_rma.geometry.halo import Stencil, each_dim
+from distdl_rma.layers.ops.resizing import ResizeOptions, Resizing
 from distdl_rma.layers.ops.windows import (
     AdaptiveOptions,
     AvgPooling,
@@ -20,8 +21,6 @@ from distdl_rma.layers.ops.windows import (
     MaxPoolOptions,
     Padding,
     PadOptions,
-    ResizeOptions,
-    Resizing,
     WindowOperation,
 )
 
@@ -31,9 +30,12 @@ def options_of(operation: type[WindowOperation[Any]], given: Mapping[str, Any], 
 
     ``given`` are the arguments of a function by torch's names, or the attributes of torch's module.
 
-    Examples -------- >>> from distdl_rma.layers.ops.windows import AvgPooling >>> given = {"kernel_size": 3,
-    "stride": None, "padding": 1, "ceil_mode": False, "count_include_pad": True} >>> options_of(AvgPooling,
-    given, dims=2).stencil.outputs((9, 6))  # the stride is the kernel (3, 2)
+    Examples
+    --------
+    >>> from distdl_rma.layers.ops.windows import AvgPooling
+    >>> given = {"kernel_size": 3, "stride": None, "padding": 0, "ceil_mode": False}
+    >>> options_of(AvgPooling, {**given, "count_include_pad": True}, dims=2).stencil.outputs((9, 6))
+    (3, 2)
     """
     if operation is Padding:
         return _padding(given, dims)

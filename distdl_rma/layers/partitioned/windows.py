@@ -22,6 +22,7 @@ from torch import nn
 from distdl_rma.errors import ArgumentError, PartitionError, ShapeError, UnsupportedError
 from distdl_rma.geometry.box import LEADING
 from distdl_rma.geometry.partition import Partition
+from distdl_rma.layers.ops.resizing import Resizing
 from distdl_rma.layers.ops.window_options import options_of
 from distdl_rma.layers.ops.windows import (
     AdaptiveAvgPooling,
@@ -30,7 +31,6 @@ from distdl_rma.layers.ops.windows import (
     MaxPooling,
     MaxWindows,
     Padding,
-    Resizing,
     WindowOperation,
 )
 from distdl_rma.layers.partitioned.core.arguments import (

@@ -30,6 +30,7 @@ from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.halo import each_dim
 from distdl_rma.geometry.intervals import Balanced
 from distdl_rma.layers.dtypes import sum_dtype
+from distdl_rma.layers.ops.resizing import Resizing
 from distdl_rma.layers.ops.window_options import options_of
 from distdl_rma.layers.ops.windows import (
     AdaptiveAvgPooling,
@@ -38,7 +39,6 @@ from distdl_rma.layers.ops.windows import (
     MaxPooling,
     Padding,
     PadOptions,
-    Resizing,
 )
 from distdl_rma.layers.split import layout as lay
 from distdl_rma.layers.split import layout_choice
