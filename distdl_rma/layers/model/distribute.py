@@ -114,7 +114,7 @@ class Distributed:
 
     def __init__(self, model: nn.Module, machine: Machine, grid: Grid, options: dict[str, Any]) -> None:
         self.machine, self.grid, self.fallback = machine, grid, options["fallback"]
-        self._draws, self._checks = options["draws"], bool(options["check_copies"])
+        self._checks = bool(options["check_copies"])
         self._options = {key: options[key] for key in ("reduction", "replicas", "bucket_nbytes")}
         self._unfollow = LOSS_ORIGIN.begin(machine, self) if self._checks else None
         number = machine.kept["models"] = machine.kept.get("models", 0) + 1
@@ -148,12 +148,9 @@ class Distributed:
         self._running: list[_Running] = []
         # The dictionaries of buffers of all modules.
         self._buffers: list[dict[str, Any]] = []
-        if self._draws == "torch":
-            site.DRAWING_BLOCKS.add(self)
 
     def _hook(self, path: str, module: nn.Module) -> ModuleHook:
-        moves, by_index = self.fallback == "move", self._draws == "global"
-        return ModuleHook(path, module, moves, not self._synchronises, by_index)
+        return ModuleHook(path, module, self.fallback == "move", not self._synchronises)
 
     def _look(self, model: nn.Module) -> None:
         # Registers hooks on all present modules, so that each reports that it runs.
@@ -254,7 +251,6 @@ class Distributed:
         for handle in (*self._handles, *self._of_parts):
             handle.remove()
         self._handles, self._of_parts, self._calls = [], [], {}
-        site.DRAWING_BLOCKS.discard(self)
         for replicas in self._replicas:
             replicas.forget()
         model = self._model()
@@ -484,7 +480,6 @@ def distribute(
     bucket_nbytes: int = 1 << 20,
     fallback: Literal["move", "error"] = "move",
     check_copies: bool = True,
-    draws: Literal["global", "torch"] = "global",
 ) -> M:
     """Make a model compute on split tensors: the same object, parameters and state dict; exact or refused.
 
@@ -517,9 +512,6 @@ def distribute(
         functions in the model between the ranks, in the messages at its beginning and end
         (``docs/convert.md`` says what is found when). ``MismatchError`` on all ranks names the
         first difference.
-    draws
-        Random numbers of elements of split tensors, as of a dropout. ``"global"``: by the index in the whole
-        tensor, alike on every grid and number of ranks. ``"torch"``: by a generator of torch for each block.
 
     Raises
     ------
@@ -541,8 +533,7 @@ def distribute(
     machine = Machine.of(grid) if isinstance(grid, Partition) else Machine.on()
     # Whether gradients are summed by others, or a mean over replicas is taken: the grid may leave out ranks.
     apart = reduction == "none" or replicas is not None
-    options: dict[str, Any] = {"fallback": fallback, "reduction": reduction, "draws": draws}
-    options |= {"check_copies": check_copies}
+    options: dict[str, Any] = {"fallback": fallback, "reduction": reduction, "check_copies": check_copies}
     wrong, alike = ConfigurationError, "they must be alike"
     with together(machine, machine.ranks, "distribute", failed=wrong, differs=wrong, advice=alike) as facts:
         _check(model, machine, grid, apart, options)
@@ -562,7 +553,7 @@ def distribute(
 
 
 # The values of options that are words.
-_WORDS = {"fallback": ("move", "error"), "reduction": (*REDUCTIONS, "none"), "draws": ("global", "torch")}
+_WORDS = {"fallback": ("move", "error"), "reduction": (*REDUCTIONS, "none")}
 
 
 def _check(model: nn.Module, machine: Machine, grid: Grid, apart: bool, options: Mapping[str, Any]) -> None:

@@ -1,8 +1,7 @@
 """Notes which module of a distributed model runs, and whether only torch's code calls functions in it.
 
 Every module of the model has a pre-hook that puts it on the thread's stack, and a hook that takes it off.
-Rules read the top of the stack: the path for names and messages, whether operands may move, how numbers are
-drawn.
+Rules read the top of the stack: the path for names and messages, and whether operands may move.
 
 The place of a call is the user's innermost line. In a module of torch, such as ``nn.Conv2d``, that is the
 line that called the module, found by walking over a dozen frames of torch. A ``Sequential`` of such modules
@@ -37,8 +36,8 @@ _OF_ALL, _BEFORE_ALL = torch_module._global_backward_hooks, torch_module._global
 class ModuleHook:
     """Forward pre-hook that puts the module on the stack, with a known place of calls where there is one."""
 
-    def __init__(self, path: str, module: nn.Module, moves: bool, elsewhere: bool, by_index: bool) -> None:
-        self.place, self.by_index = (path or "model", moves, elsewhere), by_index
+    def __init__(self, path: str, module: nn.Module, moves: bool, elsewhere: bool) -> None:
+        self.place = path or "model", moves, elsewhere
         # Numbers of ``distribute``'s own hooks, before and after the forward; others are the user's.
         self.hooks = (1, 1) if path else (3, 2)
         self.look(module)
@@ -58,7 +57,7 @@ class ModuleHook:
         if hooks != self.hooks or "forward" in module.__dict__:
             # The user's code runs in it.
             known = None
-        site.THREAD.stack.append((*self.place, known, self.alone, self.by_index))
+        site.THREAD.stack.append((*self.place, known, self.alone))
         if (
             module._backward_hooks or module._backward_pre_hooks or _OF_ALL or _BEFORE_ALL
         ) and torch.is_grad_enabled():

@@ -123,15 +123,15 @@ Handled = Callable[..., Any]
 def of_cut(
     *,
     empty: bool = True,
-    uncut: bool | Callable[[], bool] = False,
+    uncut: bool = False,
     plain: str = "",
     otherwise: Handler = on_whole_tensors,
 ) -> Callable[[Handled], Handler]:
     """Makes a handler of functions whose first tensor is cut; else every rank computes the whole result.
 
     The decorated function gets the user's call, its site, the tensor, and the other arguments under torch's
-    names. ``empty`` and ``uncut`` say whether it takes split tensors without elements, and uncut ones (a
-    function is asked at the call); ``otherwise`` handles the rest. ``plain`` is the reason why a plain first
+    names. ``empty`` and ``uncut`` say whether it takes split tensors without elements, and uncut ones;
+    ``otherwise`` handles the rest. ``plain`` is the reason why a plain first
     tensor is refused, if it is.
 
     Copies take the other way because torch's own function on them is exact, needs no site, and keeps what a
@@ -143,7 +143,7 @@ def of_cut(
         def called(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             x = args[0]
             layout = x._layout if isinstance(x, SplitTensor) else None
-            takes = layout is not None and (layout.cut_dims or uncut is True or (uncut and uncut()))
+            takes = layout is not None and (layout.cut_dims or uncut)
             if layout is None or not takes or (not empty and 0 in layout.shape):
                 if layout is None and plain:
                     raise refused(func, plain)

@@ -33,7 +33,6 @@ from weakref import WeakSet, finalize, ref
 
 import torch
 
-from distdl_rma.errors import UnsupportedError
 from distdl_rma.layers.checks.arguments import TENSORS, comparable_parts
 from distdl_rma.layers.checks.model_calls import CallTrace
 from distdl_rma.layers.checks.user_frames import LibraryFiles
@@ -58,7 +57,6 @@ RunningModule = tuple[
     # If torch's own code calls the module: the user's place that called the outermost of these, once known.
     "list[Place] | None",
     bool,  # whether all functions that it calls are called by torch's own code
-    bool,  # whether elements are drawn by their indices in the whole tensor, and not by torch for each block
 ]
 
 
@@ -70,13 +68,11 @@ class _Thread(threading.local):
     """
 
     def __init__(self) -> None:
-        self.stack: list[RunningModule] = [("", True, False, None, False, True)]
+        self.stack: list[RunningModule] = [("", True, False, None, False)]
         self.place: Place | None = None
 
 
 THREAD = _Thread()
-# Distributed models that have torch draw each block.
-DRAWING_BLOCKS: WeakSet[Any] = WeakSet()
 
 
 class Place:
@@ -260,20 +256,6 @@ def summed_elsewhere() -> bool:
     return THREAD.stack[-1][2]
 
 
-def draws_by_index() -> bool:
-    """Whether elements are drawn by their indices in the running module; ``UnsupportedError`` if unknown.
-
-    A checkpoint that recomputes functions outside of modules does not know which model called them.
-    """
-    if len(THREAD.stack) == 1 and DRAWING_BLOCKS and torch._C._current_graph_task_id() >= 0:
-        raise UnsupportedError(
-            f"a checkpoint at {user_place().location} draws random numbers outside of a module, and a model"
-            " with draws='torch' would draw others than it drew before: put the function into a module, or"
-            " distribute the models with draws='global'"
-        )
-    return THREAD.stack[-1][5]
-
-
 def pop_module(*_of_hook: object) -> None:
     """Forward hook that ends the innermost module."""
     # Also runs for a module that raised before it was put on the stack.
@@ -324,7 +306,7 @@ def note(function: Any, kind: str, args: Sequence[Any] = (), kwargs: Mapping[str
     trace = CALL_TRACES[-1]
     if trace is None or kind in _UNCOMPARED:
         return
-    path, _, _, known, there, _ = THREAD.stack[-1]
+    path, _, _, known, there = THREAD.stack[-1]
     if there and known:
         # Skips about a dozen frames of torch's own, which would take long to walk.
         place = THREAD.place = known[0]

@@ -1,22 +1,20 @@
 """Random numbers: those of elements by their indices in the whole tensor; all default generators stay equal.
 
-A distributed model with ``draws="torch"`` has a generator of torch for each block instead, whose seed is made
-of the block's position and of the number that every rank draws. Both ways each draw takes one number from the
-default generator or from the one that is passed.
+Each draw takes one number from the default generator, or from the one that is passed::
 
-    default generators       1 number, equal on all ranks (``seed_from``), and all move on alike
+    default generators          1 number, equal on all ranks (``seed_from``), and all move on alike
         |
-        |--- by index        element i of the whole: number i of the sequence of this seed (``draws.fill``)
-        '--- draws="torch"   a generator of torch for (seed, start of the block): other numbers on other grids
+        |--- element i          number i of the sequence of this seed (``draws.fill``)
+        '--- poisson, binomial  a generator of torch for (seed, start of the block): others on other grids
 
 So a run draws the same masks on every grid, and a checkpoint that recomputes a dropout draws the same again:
-torch restores the default generator for it. Tensors without a cut draw by index too, in a model that does so;
-otherwise a model's numbers would depend on which of its tensors happen to be cut.
+torch restores the default generator for it. Tensors without a cut draw by index too; otherwise a model's
+numbers would depend on which of its tensors happen to be cut. The two exceptions take a number of draws that
+depends on the values drawn, so that no element has a place in a sequence.
 """
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -24,7 +22,7 @@ from torch.nn import functional as F  # noqa: N812
 
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.layers.split.calls.signatures import named, tensors_in
-from distdl_rma.layers.split.calls.site import Site, draws_by_index
+from distdl_rma.layers.split.calls.site import Site
 from distdl_rma.layers.split.calls.table import Call, rule
 from distdl_rma.layers.split.calls.torch_errors import checked_rule
 from distdl_rma.layers.split.functions.draws import fill, generator_of_block, seed_from
@@ -54,15 +52,14 @@ def draw(
 
     Tensors among the parameters are cut like the block.
     """
-    seed, by_index = seed_from(source), draws_by_index()
-    of_elements = any(isinstance(x, torch.Tensor) for x in parameters)
-    if by_index and not of_elements and fill(out, name, layout, seed, parameters):
+    seed, of_elements = seed_from(source), any(isinstance(x, torch.Tensor) for x in parameters)
+    if not of_elements and fill(out, name, layout, seed, parameters):
         return out
     # Torch's method raises the errors of types, and of parameters that are tensors. Without bounds, integers
     # of ``random_`` have those of their type.
     given = () if parameters[0] is None else parameters
     getattr(out, name)(*given, generator=generator_of_block(layout, seed))
-    if by_index and of_elements:
+    if of_elements:
         _overwrite(out, layout, seed, parameters[0])
     return out
 
@@ -74,10 +71,6 @@ def _overwrite(drawn: torch.Tensor, layout: Decomposition, seed: int, probabilit
     fill(number, "uniform_", layout, seed, (0.0, 1.0))
     with torch.no_grad():
         drawn.copy_(number < probability)
-
-
-# As ``of_cut``; the handler gets uncut tensors, too, if elements are drawn by their indices.
-of_drawn = partial(of_cut, uncut=draws_by_index)
 
 
 def _scaled(mask: torch.Tensor, p: float, alpha: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -96,7 +89,7 @@ def _scaled(mask: torch.Tensor, p: float, alpha: bool) -> tuple[torch.Tensor, to
     *("dropout1d", "dropout2d", "dropout3d", "feature_dropout", "feature_dropout_"),
     *("feature_alpha_dropout", "feature_alpha_dropout_"),
 )
-@of_drawn()
+@of_cut(uncut=True)
 def dropout(call: Call, site: Site, x: SplitTensor, p: float, **given: Any) -> Any:
     """Of elements: each rank draws the mask of its block. Of channels: every rank draws the whole mask."""
     func, args, kwargs = call
@@ -140,7 +133,7 @@ _DRAWN_IN_PLACE = "bernoulli_ normal_ uniform_ exponential_ cauchy_ log_normal_ 
 
 
 @checked_rule("random", *(getattr(torch.Tensor, name) for name in _DRAWN_IN_PLACE))
-@of_drawn(plain="it would change a plain tensor, which every rank has, by one that is split")
+@of_cut(uncut=True, plain="it would change a plain tensor, which every rank has, by one that is split")
 def drawn_in_place(
     call: Call, site: Site, x: SplitTensor, generator: torch.Generator | None = None, **parameters: Any
 ) -> Any:
@@ -159,8 +152,6 @@ def drawn_in_place(
 def drawn_like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A tensor that is cut as the input is; each rank draws its block."""
     (x, *bounds), kwargs = args, dict(kwargs)
-    if not x.is_split and not draws_by_index():
-        return on_whole_tensors(func, args, kwargs)
     bounds += [kwargs.pop(key) for key in ("low", "high") if key in kwargs]
     source, needs = kwargs.pop("generator", None), kwargs.pop("requires_grad", False)
     y = torch.empty_like(x._local.detach(), **kwargs)
@@ -174,7 +165,7 @@ def drawn_like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 @checked_rule("random", torch.bernoulli, torch.Tensor.bernoulli, torch.normal, torch.poisson, torch.binomial)
 def drawn_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Each rank draws its block by its parameters; `poisson` and `binomial` by a generator of torch."""
-    by_index = func not in (torch.poisson, torch.binomial) and draws_by_index()
+    by_index = func not in (torch.poisson, torch.binomial)
     if not (by_index or any_cut(args, kwargs)):
         return on_whole_tensors(func, args, kwargs)
     layout, site = common_layout(func, tensors_in(args, kwargs)), site_for(func, *tensors_in(args, kwargs))
@@ -197,7 +188,7 @@ def drawn_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 @checked_rule("random", "rrelu", "rrelu_")
-@of_drawn()
+@of_cut(uncut=True)
 def rrelu(call: Call, site: Site, x: SplitTensor, lower: float, upper: float, **given: Any) -> Any:
     """In training each rank draws slopes for the negative elements of its block; else a fixed slope."""
     func, local = call[0], checked_block(x)
@@ -215,7 +206,7 @@ def rrelu(call: Call, site: Site, x: SplitTensor, lower: float, upper: float, **
 
 
 @checked_rule("random", F.gumbel_softmax)
-@of_drawn()
+@of_cut(uncut=True)
 def gumbel_softmax(call: Call, site: Site, x: SplitTensor, tau: Any, hard: bool, dim: int, **_: Any) -> Any:
     """Each rank draws noise for its block, then a softmax; ``hard`` needs a dimension that is not cut."""
     local, layout = checked_block(x), x._layout

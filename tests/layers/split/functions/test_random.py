@@ -7,7 +7,6 @@ from torch.nn import functional as F  # noqa: N812
 from torch.utils.checkpoint import checkpoint
 
 from distdl_rma import Partition, distribute
-from distdl_rma.errors import ConfigurationError, UnsupportedError
 from distdl_rma.geometry.intervals import Listed
 from distdl_rma.layers.split import SplitTensor
 from distdl_rma.layers.split import layout as lay
@@ -198,37 +197,6 @@ def test_autocast_draws_alike_on_every_grid(P_world):
         assert torch.equal(y.full_tensor() != 0, kept)
 
 
-@pytest.mark.sizes(1, 2, 3, 4)
-@pytest.mark.parametrize("case", DRAWS)
-def test_torchs_draws_are_those_of_generators_of_blocks(P_world, case):
-    draw, *plain = DRAWS[case]
-
-    class Drawing(nn.Module):
-        def forward(self, x):
-            return draw(x)
-
-    torch.manual_seed(2)
-    whole = numbers(*SHAPE)
-    for x in split_ones(P_world, whole):
-        model = distribute(Drawing(), x.partition, draws="torch")
-        torch.manual_seed(7)
-        found = model(x)
-        model.distributed.close()
-        torch.manual_seed(7)
-        if not x.is_split:
-            assert torch.equal(found.full_tensor(), draw(whole))
-        elif plain and case not in ("randn_like", "randint_like"):
-            name, *parameters = plain
-            seed = int(torch.empty((), dtype=torch.int64).random_())
-            generator = torch.Generator().manual_seed(hash((seed, *x.decomposition.own_box.start)))
-            expected = torch.empty(x.to_local().shape, dtype=whole.dtype)
-            getattr(expected, name)(*(each for each in parameters if each is not None), generator=generator)
-            assert torch.equal(found.to_local(), expected)
-        torch.manual_seed(7)
-        outside = draw(x)
-        assert torch.equal(outside.full_tensor(), found.full_tensor()) == (case == "poisson")
-
-
 class Checkpointed(nn.Module):
     """Drops elements in a part that is recomputed: a module, or a function of its own."""
 
@@ -242,32 +210,18 @@ class Checkpointed(nn.Module):
 
 
 @pytest.mark.sizes(1, 2, 3)
-@pytest.mark.parametrize("draws", ["global", "torch", None])
+@pytest.mark.parametrize("distributes", [True, False])
 @pytest.mark.parametrize("in_module", [True, False])
-def test_checkpoints_draw_the_same_again_in_a_model_and_outside(P_world, draws, in_module):
+def test_checkpoints_draw_the_same_again_in_a_model_and_outside(P_world, distributes, in_module):
     for x in split_ones(P_world, numbers(*SHAPE)):
         model, ones = Checkpointed(in_module), torch.ones(SHAPE, dtype=torch.float64)
-        model = model if draws is None else distribute(model, x.partition, draws=draws)
+        model = distribute(model, x.partition) if distributes else model
         y = model(x)
-        if draws == "torch" and not in_module:
-            with pytest.raises(UnsupportedError, match="draws='torch' would draw others"):
-                y.backward(ones)
-        else:
-            y.backward(ones)
-            # The gradient is by the masks of the recomputation: these multiply the square of the input.
-            torch.testing.assert_close(x.grad.to_local() * x.to_local() / 2, y.to_local())
-        if draws is not None:
+        y.backward(ones)
+        # The gradient is by the masks of the recomputation: these multiply the square of the input.
+        torch.testing.assert_close(x.grad.to_local() * x.to_local() / 2, y.to_local())
+        if distributes:
             model.distributed.close()
-
-
-@pytest.mark.sizes(1, 2)
-def test_draws_of_distribute_are_checked(P_world):
-    P_x = P_world.create_cartesian_topology_partition((P_world.size,))
-    with pytest.raises(ConfigurationError, match="draws is 'global' or 'torch', got 'numpy'"):
-        distribute(nn.Linear(2, 2), P_x, draws="numpy")
-    if P_world.size == 2:
-        with pytest.raises(ConfigurationError, match="they must be alike"):
-            distribute(nn.Linear(2, 2), P_x, draws=("global", "torch")[P_world.me])
 
 
 def test_gumbel_softmax(P_world):
