@@ -9,8 +9,9 @@ A slot has a part for each rank. A long vector of three ranks, of which two roun
     slot of rank 2           | 0 | 1 | . |
 
 Rank 0 reduces its own part 0 with those in the slots of 1 and 2, stores the result where its own slot has a
-gap, and announces it; the others copy it from there. So each element is reduced once, by one rank, and each
-rank does an equal part of the work. Rounds overlap, since slots have two parities::
+gap (of two ranks, in the place of the part that the other one has read), and announces it; the others copy it
+from there. So each element is reduced once, by one rank, and each rank does an equal part of the work. Rounds
+overlap, since slots have two parities::
 
     turn       1          2               3               4
     show       round 1    round 2         round 3

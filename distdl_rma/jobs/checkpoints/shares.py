@@ -7,8 +7,8 @@ ranks hold two replicated tensors and a cut one::
     held by      bytes, one part behind the other           rank 0     rank 1      rank 2
     0, 1, 2      weight ................. bias ......       [0, 48)    [48, 96)    [96, 104)
     0            rows 0 to 3 of the table                   all
-    1            rows 4 to 7                                           all
-    2            rows 8 and 9                                                      all
+    1            rows 4 to 6                                           all
+    2            rows 7 to 9                                                       all
 
 So every byte of the file is moved by one rank, and all ranks move about as many. Saving and restoring deal
 alike, whoever has saved: where a byte lies in the file depends on no rank.

@@ -1,9 +1,9 @@
 """What a prediction will do: slabs, passes, memory and disk; chosen for a limit of memory, or refused.
 
-Slabs are blocks along the longest dimension. A result ends before the input that it needs, by the *lag*: the
-rows that the windows of all layers together read beyond it. Slabs shall have as many rows of the *result*
-each, since that is what takes memory. So 100 rows with a lag of 10 are cut as if there were 110, and the last
-slab is short::
+Slabs are blocks along the longest dimension in space, or of the user's grid. A result ends before the input
+that it needs, by the *lag*: the rows that the windows of all layers together read beyond it. So 100 rows of
+input with a lag of 10 are cut as if there were 110. The first slab has fewer rows of the result, by the lag,
+and the last one fewer of the input::
 
     input     |----- 27 -----|------ 28 ------|----- 27 -----|-- 18 --|
     result    |-- 17 --|------ 28 ------|----- 27 -----|----- 28 -----|
@@ -18,9 +18,9 @@ What a slab needs, compared with the limit (see ``_Costs.running``)::
     + tensors that are not cut, messages for it and the next slab, weights in the order of the kernels
     + what a thread, a machine and the kept plans of functions take
 
-The first number of slabs that fits is taken. Where slabs wait for each other, what all of them hold meanwhile
-comes on top, on the disk as far as it does not fit; if not even the smallest slabs fit, the plan is refused
-with the least memory that would do.
+The first number of slabs that fits into 0.85 of the limit is taken: the estimate is no bound. Where slabs
+wait for each other, what all of them hold meanwhile comes on top, on the disk as far as it does not fit; if
+not even the smallest slabs fit, the plan is refused with the least memory that would do.
 """
 
 from __future__ import annotations

@@ -58,7 +58,7 @@ def warn_of_pitfalls(
 
 
 def warn_of_start(machine: Machine) -> None:
-    """Warn of a job of one rank without a launcher, and of more threads than cores; one rank, once a node."""
+    """Warn of a job of one rank without a launcher, and of more threads than cores; the first rank, once."""
     if machine.rank != machine.ranks[0] or machine.kept.setdefault("start", False):
         return
     machine.kept["start"] = True

@@ -10,8 +10,8 @@ On a node the target loads its block from the source's operand. Between nodes a 
 several ranks of its node into one message to each node, and its partner there stores them into the results.
 Ranks 0 and 1 share a node, rank 2 is alone on another one::
 
-    0 loads its block of 0, and that of 1   ==== blocks 0 to 2, 1 to 2 ====>   2 stores both into its result
-    0 stores one here, one into 1's result  <==== blocks 2 to 0, 2 to 1 ====   2 has both in its operand
+    0 packs what 0 and 1 have for 2         ==== blocks 0 to 2, 1 to 2 ====>   2 stores both into its result
+    0 stores them into 0's and 1's results  <==== blocks 2 to 0, 2 to 1 ====   2 has both in its operand
 """
 
 from __future__ import annotations

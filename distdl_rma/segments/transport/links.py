@@ -7,7 +7,7 @@ The way of two puts and their notification to a rank of another node::
     put b    Rput ------------------------------------------>
     notify   queued: MPI does not order it behind the puts
     advance  sources read? question: Rget of 8 bytes -------->    answered by MPI, without a call of rank 1
-    advance  two answers in a row: Flush, which returns at once: a and b have arrived
+    advance  two answers in a row: Flush, which then hardly waits: a and b have arrived
     advance  Rget_accumulate(REPLACE) of the word ----------->    sees the word, and so a and b
 
 The caller of ``notify`` waits for none of these steps: every wait of this rank and its progress engine call

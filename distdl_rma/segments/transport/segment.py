@@ -1,6 +1,6 @@
 """Memory segments, one per rank, which every rank of a machine can reach.
 
-The memory of a node with two ranks; ``|`` marks the cache line at which each segment begins::
+The memory of a node with two ranks; segments begin at a cache line, behind the dots::
 
     shared window, of the ranks of the node (load, store, atomics of a node)
     +-----------------------------------------+-----------------------------------------+
@@ -43,10 +43,10 @@ from distdl_rma.trace import Counters
 _TOTAL_STORE_ORDER = {"x86_64", "amd64", "AMD64", "i686"}
 # Calls of MPI between two looks of a wait while large transfers are under way.
 _CALLS = 64
-# It does so for this long after what is under way has changed, and as long as a slow transport takes: nobody
-# tells the end of a transfer if its other rank has died.
+# A wait looks so often for this long after what is under way has changed, and as long as a slow transport
+# takes: nobody tells the end of a transfer if its other rank has died.
 _MOST_SECONDS, _LEAST_BYTES_PER_SECOND = 1.0, 16 << 20
-# And a little longer: a notification follows, and often a transfer back.
+# It looks so often for a little longer after the last transfer: a notification follows, and often one back.
 _AFTER_SECONDS = 2e-3
 # Does nothing, without a Python frame: every put and notification calls it.
 _NO_FENCE: Callable[[], object] = bool

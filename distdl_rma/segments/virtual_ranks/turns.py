@@ -13,10 +13,12 @@ turns. A rank whose wait is not over is skipped. While no rank can go on, they w
 Each rank has a lock that it acquires to begin a turn, and that the rank before it releases: a baton that is
 passed on. So there is no thread that schedules, and a turn costs one change of threads.
 
-A rank may not skip others for ever, nor be skipped for ever, since time and the network go on by turns: after
-eight skipped turns a rank runs although its test is false, and its wait looks at its deadline. If all ranks
-wait in calls without a deadline, and the network is empty, nothing can happen any more: that is a deadlock,
-and the rank that notices raises an error that lists all calls.
+With a seed, each rank gets one turn in a round, in an order that the seed draws. There a rank may not be
+skipped for ever, since time and the network go on by turns: after eight skipped turns it runs although its
+test is false, and its wait looks at its deadline. Without a seed the first rank runs that can go on, which is
+how slabs of a prediction end one after the other. If all ranks wait in calls without a deadline, and the
+network is empty, nothing can happen any more: that is a deadlock, and the rank that notices raises an error
+that lists all calls.
 """
 
 from __future__ import annotations

@@ -11,8 +11,9 @@ of 3 outputs with stride 2, and two ranks with 3 inputs each::
     scatter     each rank computes the outputs of its inputs; ``scatter`` sums both parts of output 6
 
 Inputs are fewer than outputs, so to gather moves less, and rounds once. It needs all channels of the input
-and the whole weight on each rank. Otherwise, and in 16 bits, where the padding that it needs makes torch's
-gradient of the weight slow, ranks scatter.
+and the whole weight on each rank. Otherwise ranks scatter, and so they do
+in 16 bits, where the padding that gathering needs makes torch's gradient of the weight slow. A prediction has
+no gradients, and gathers then too.
 """
 
 from __future__ import annotations
@@ -41,10 +42,10 @@ class TransposedConvolution(GridConvolution):
     """Transposed convolution: input in any decomposition, output in balanced blocks on ``target``.
 
     With ``on_workers`` the workers own the input, and the output's batch keeps the input's cut if the target
-    is the input's partition. If every worker then has the whole weight, of at least 32 bits, it gathers all
-    inputs that add to its outputs. Otherwise the workers convolve their own data, and overlapping outputs are
-    summed and sent to their owners, which add the bias. ``ShapeError`` if the output would have no elements
-    in space.
+    is the input's partition. If every worker then has the whole weight, of at least 32 bits or in a
+    prediction, it gathers all inputs that add to its outputs. Otherwise the workers convolve their own data,
+    and overlapping outputs are summed and sent to their owners, which add the bias. ``ShapeError`` if the
+    output would have no elements in space.
     """
 
     def __init__(

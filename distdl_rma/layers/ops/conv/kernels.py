@@ -3,12 +3,11 @@
 torch chooses between its own kernels and those of oneDNN by rules for whole images. Blocks of split tensors
 are narrower, and often single samples: for some of them the choice is wrong, or slow::
 
-    shapes                                        torch's choice              here narrower than a window and
-    its padding        oneDNN: wrong results       torch's own kernels, without oneDNN one sample of few
-    elements                    its own kernels: slow       oneDNN, by torch.mkldnn_convolution gradient of
-    the input, few output channels    oneDNN's adjoint: slow      a convolution by the mirrored kernel
-    transposed, of volumes in float32             its adjoint: slow           a convolution, and an adjoint of
-    one
+    shapes                                           torch's choice          here
+    narrower than a window and its padding           oneDNN: wrong results   torch's own kernels, not oneDNN
+    one sample of few elements                       its own kernels: slow   torch.mkldnn_convolution
+    gradient of the input, few output channels       oneDNN's adjoint: slow  convolution, mirrored kernel
+    transposed, of volumes in float32                its adjoint: slow       a convolution, the adjoint of one
 
 Every other call goes to torch unchanged. The choice depends on shapes and type alone, is the same for forward
 and backward, and is made once for each (:class:`KernelChoice`).

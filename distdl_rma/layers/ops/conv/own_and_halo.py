@@ -21,8 +21,8 @@ A convolution is linear: the outputs are the sum over disjoint boxes of data of 
 with zeros in the place of all other data. So a rank convolves its own data, the *core*, as soon as a call
 begins, and adds the part of each side, the *rim*, when it has come::
 
-    outputs = conv(own data)  +  conv(above) at t  +  conv(left) at l  +  conv(right) at r  +  conv(below) at
-    b
+    outputs  =  conv(own data)
+                + conv(above) at t  +  conv(below) at b  +  conv(left) at l  +  conv(right) at r
 
 Only a few outputs read a side, and through a few taps: those of the first row read the side above through the
 first row of the kernel. A :class:`Patch` has exactly these taps and outputs, so that a thin side costs
@@ -58,10 +58,10 @@ def with_channels(stencil: Stencil, first: int, count: int) -> Stencil:
 class Patch:
     """A block of input data and the outputs that it adds to; boxes have batch, channel and space.
 
-    ``outputs`` are
-    the outputs ``within`` a box that read any of the data. ``taps`` bounds, per dimension, the taps through
-    which they read the data. ``region`` contains all inputs that the outputs read through these taps; it is
-    zero outside of the data. ``held`` is the box of the tensor in memory: it contains the region's data.
+    ``outputs`` are the outputs ``within`` a box that read any of the data. ``taps`` bounds, per dimension,
+    the taps through which they read the data. ``region`` contains all inputs that the outputs read through
+    these taps; it is zero outside of the data. ``held`` is the box of the tensor in memory: it contains the
+    region's data.
 
     One row of 8 elements, of which a rank has the first 4, and windows of 3, padding 1. The side that it
     receives is element 4, which output 3 reads through its last tap::

@@ -15,8 +15,10 @@ memory again and again::
                         |........|
                                  |.......|
 
-Which patches are cut follows from measurements on processors with 1 to 2 MiB of cache per core: pieces of
-half a MiB pay from 4 MiB per thread on. Pieces are never so small that torch would choose its slower kernels.
+Which patches are cut follows from measurements on processors with 1 to 2 MiB of cache per core: for
+gradients, pieces of half a MiB pay from 4 MiB per thread on; for outputs, pieces of 1 MiB per thread once a
+tensor is so large that it gets new pages. Pieces are never so small that torch would choose its slower
+kernels.
 """
 
 from __future__ import annotations

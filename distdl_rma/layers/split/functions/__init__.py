@@ -1,4 +1,4 @@
-"""The rules of torch's functions, one file for each kind; importing the files fills the table.
+"""The rules of torch's functions, one file for each family; importing the files fills the table.
 
 A *rule* is how a function of torch acts on split tensors: a kind, and a handler that gets the user's call and
 returns what torch's function returns for the whole tensors, as split tensors. One call through a rule, here

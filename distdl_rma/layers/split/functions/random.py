@@ -1,6 +1,6 @@
 """Random numbers: those of elements by their indices in the whole tensor; all default generators stay equal.
 
-Each draw takes one number from the default generator, or from the one that is passed::
+A draw of elements takes one number from the default generator, or from the one that is passed::
 
     default generators          1 number, equal on all ranks (``seed_from``), and all move on alike
         |
@@ -9,8 +9,9 @@ Each draw takes one number from the default generator, or from the one that is p
 
 So a run draws the same masks on every grid, and a checkpoint that recomputes a dropout draws the same again:
 torch restores the default generator for it. Tensors without a cut draw by index too; otherwise a model's
-numbers would depend on which of its tensors happen to be cut. The two exceptions take a number of draws that
-depends on the values drawn, so that no element has a place in a sequence.
+numbers would depend on which of its tensors happen to be cut. The two exceptions need a number of
+draws that depends on what is drawn, so that no element has a place in a sequence. A dropout of channels is
+small: every rank draws the mask of the whole from the default generator, as torch does.
 """
 
 from __future__ import annotations
