@@ -193,7 +193,7 @@ package: $(STAMP)  ## the wheel and the source distribution, into dist/
 	$(BIN)/python -m hatchling build
 
 clean:  ## remove caches and results; the environment in .venv stays
-	rm -rf build dist docs-output demo-output overlap-output mutants-output test-output .pytest_cache .ruff_cache .mypy_cache .import_linter_cache .hypothesis
+	rm -rf build dist docs-output demo-output lightning-output overlap-output recipe-output scaffold-output mutants-output test-output .pytest_cache .ruff_cache .mypy_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -not -path './.venv*' -prune -exec rm -rf {} +
 
 # constraints.txt pins torch too: without it, pip may take a build of torch with gigabytes of GPU libraries.

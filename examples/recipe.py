@@ -5,6 +5,7 @@ complete epoch, on any number of ranks, with the same losses. Comments that name
 """
 
 import argparse
+import math
 import signal
 from pathlib import Path
 from typing import Any
@@ -117,7 +118,7 @@ def apply(machine: Machine, folder: Path) -> None:
 
 
 def main() -> None:
-    """The job; its exit status is 3 if it was told to stop before it was complete: start it again."""
+    """The job; if it is told to stop before it is complete, its exit status is 3: start it again."""
     chosen = options()
     chosen.output.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(0)  # on all ranks the same: weights, order, crops and noise
@@ -129,8 +130,8 @@ def main() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, chosen.epochs)
     loader = DataLoader(Photographs(TRAIN, chosen.crops), shuffle=True)
-    state: dict[str, Any] = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "best": 0.0}
-    state["metrics"] = ["epoch,loss,psnr\n"]
+    state: dict[str, Any] = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
+    state |= {"best": -math.inf, "metrics": ["epoch,loss,psnr\n"]}
     with (
         Checkpoints(chosen.output / "last", keep=2, every=1, stop_on=[signal.SIGUSR1]) as last,
         Checkpoints(chosen.output / "best", keep=1) as best,
@@ -146,11 +147,13 @@ def main() -> None:
             if psnr > state["best"]:
                 state["best"] = psnr
                 best.save(state, epoch)
-            if last.due(epoch):  # after each epoch; here the ranks learn that one of them got the signal
-                last.save(state, epoch)
             if machine.rank == 0:  # or a SummaryWriter of TensorBoard, on this rank as well
                 (chosen.output / "metrics.csv").write_text("".join(state["metrics"]))
+            if last.due(epoch):  # after each epoch; here the ranks learn that one of them got the signal
+                last.save(state, epoch)
     if epoch < chosen.epochs:
+        if machine.rank == 0:
+            (chosen.output / "stopped").touch()  # for examples/cluster/slurm.sbatch
         raise SystemExit(3)
     apply(machine, chosen.output)
 

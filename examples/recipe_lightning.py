@@ -11,6 +11,7 @@ from typing import Any
 
 import pytorch_lightning as L  # noqa: N812
 import torch
+from mpi4py import MPI
 from pytorch_lightning.callbacks import ModelCheckpoint
 from pytorch_lightning.loggers import CSVLogger
 from torch import Tensor
@@ -45,7 +46,7 @@ class Denoiser(L.LightningModule):
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--output", type=Path, default=Path("recipe-output"), help="folder, which is made")
+    parser.add_argument("--output", type=Path, default=Path("lightning-output"), help="folder, which is made")
     parser.add_argument("--epochs", type=int, default=20, help="epochs of the whole training (20)")
     parser.add_argument("--crops", type=int, default=16, help="random crops in an epoch (16)")
     chosen = parser.parse_args()
@@ -71,7 +72,9 @@ def main() -> None:
     last = chosen.output / "last.ckpt"
     training = DataLoader(Photographs(TRAIN, chosen.crops), shuffle=True)
     validation: DataLoader[Any] = DataLoader([read(name) for name in VALIDATE])  # type: ignore[arg-type]
-    trainer.fit(model, training, validation, ckpt_path=last if last.exists() else None)
+    # As the first rank sees it: on a shared disk others may not see a new file yet.
+    goes_on = MPI.COMM_WORLD.bcast(last.exists())
+    trainer.fit(model, training, validation, ckpt_path=last if goes_on else None)
 
 
 if __name__ == "__main__":

@@ -33,6 +33,7 @@ HELD_BACK = 2
 SEED, NOISE = 5, 0.1
 # Maps of a fractal, and by how much they contract at least.
 MAPS, SCALE = 4, 0.8
+GROUPS = 4
 # Sums over ranks have another order, and training adds up what they differ by: relative, of a loss.
 LIMIT = 1e-3
 # Of a score: a voxel with nearly the same number for two classes may fall to either.
@@ -54,6 +55,8 @@ def options() -> argparse.Namespace:
     parser.add_argument("--mpiexec", default="mpiexec", help="launcher and its options (mpiexec)")
     parser.add_argument("--job", help=argparse.SUPPRESS)
     chosen = parser.parse_args()
+    if chosen.channels % GROUPS:
+        parser.error(f"--channels {chosen.channels} is no multiple of {GROUPS}, the groups of the norms")
     if chosen.size % 2**chosen.levels:
         parser.error(f"--size {chosen.size} cannot be halved {chosen.levels} times")
     return chosen
@@ -104,7 +107,7 @@ def network(chosen: argparse.Namespace) -> nn.Module:
 
     def block(*channels: int) -> nn.Sequential:
         triples = [
-            (nn.Conv3d(*pair, 3, padding=1), nn.GroupNorm(4, pair[1]), nn.ReLU())
+            (nn.Conv3d(*pair, 3, padding=1), nn.GroupNorm(GROUPS, pair[1]), nn.ReLU())
             for pair in pairwise(channels)
         ]
         return nn.Sequential(*(layer for triple in triples for layer in triple))
@@ -225,7 +228,7 @@ def main() -> int:
     chosen.output.mkdir(parents=True, exist_ok=True)
     write_volumes(chosen)
     print(
-        "ranks  seconds  MiB of a rank  epochs  Dice    largest difference of a loss, of a score", flush=True
+        "ranks  seconds  MiB of rank 0  epochs  Dice    largest difference of a loss, of a score", flush=True
     )
     first, equal = None, True
     for ranks in chosen.ranks:

@@ -371,12 +371,14 @@ class BufferedVectors(_Awaits):
     def start(self, vector: Array) -> None:
         """Show a copy of this rank's vector to the others. Vectors have equal lengths and dtypes."""
         self.epoch += 1
-        self._mailbox.add(self._key, self._manager.rank, vector.copy())
+        key = self.name, self._ranks, self.epoch
+        # Kept here: the first rank that has all takes them out of the mailbox.
+        self._begun = key, self._mailbox.vectors[key]
+        self._mailbox.add(key, self._manager.rank, vector.copy())
 
     def wait(self) -> Array:
         """The vectors of all ranks, a row for each in the order of ``ranks``; blocking."""
-        key, poll = self._key, self._mailbox.poll
-        vectors = self._mailbox.vectors[key]
+        (key, vectors), poll = self._begun, self._mailbox.poll
 
         def has(rank: int) -> bool:
             if rank not in vectors:
@@ -384,16 +386,11 @@ class BufferedVectors(_Awaits):
             return rank in vectors
 
         self._await_all(self._ranks, has, self.epoch)
-        # Ranks that still wait have a reference of their own.
         self._mailbox.vectors.pop(key, None)
         return np.stack([vectors[rank] for rank in self._ranks])
 
     def close(self) -> None:
         """Do nothing: no segment memory is held."""
-
-    @property
-    def _key(self) -> VectorKey:
-        return self.name, self._ranks, self.epoch
 
 
 class BufferedAllreduce(BufferedVectors):

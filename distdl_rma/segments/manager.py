@@ -242,7 +242,9 @@ class SegmentManager(SegmentContext, Uncopyable):
         with self.segment.lock:
             for retired in tuple(self._retired):
                 buffer, idle = retired
-                if self.closed or (not self.has_late_writers(buffer.offset) and idle()):
+                done = self.closed or (not self.has_late_writers(buffer.offset) and idle())
+                # ``idle`` may have come here itself, and freed it.
+                if done and retired in self._retired:
                     self._retired.remove(retired)
                     buffer.free()
 

@@ -84,9 +84,8 @@ def test_the_batch_script_starts_the_job_again_only_if_it_was_told_to_stop(tmp_p
         (tmp_path / name).chmod(0o755)
     path = os.pathsep.join([str(tmp_path), str(Path(sys.executable).parent), os.environ["PATH"]])
     script = script_of("recipe", tmp_path, stop)
-    settings = {"PATH": path, "SCRIPT": str(script), "SLURM_JOB_ID": "17"}
+    settings = {"PATH": path, "SCRIPT": str(script), "OUTPUT": str(tmp_path / "out"), "SLURM_JOB_ID": "17"}
     command = ["bash", str(EXAMPLES / "cluster" / "slurm.sbatch"), "--epochs", "2", "--crops", "2"]
-    command += ["--output", str(tmp_path / "out")]
     first, second = (completed(command, **settings) for _ in range(2))
     assert (first.returncode, second.returncode) == (3, 0), first.stderr + second.stderr
     assert (tmp_path / "told").read_text() == "requeue 17\n"

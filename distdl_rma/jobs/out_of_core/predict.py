@@ -19,7 +19,7 @@ import os
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, cast
@@ -407,5 +407,6 @@ class Predictor:
             )
         # Tensors of MONAI have rules of their own.
         source = inputs.detach().as_subclass(torch.Tensor)
-        y = predict(network, source, **vars(self))
+        options = {field.name: getattr(self, field.name) for field in fields(Predictor)}
+        y = predict(network, source, **options)
         return torch.empty(0) if y is None else y

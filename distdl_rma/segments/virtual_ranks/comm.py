@@ -403,7 +403,8 @@ class VirtualComm:
         def done() -> bool:
             if not event.over or any(rank not in given for rank in needed):
                 return False
-            for target, value in zip(targets, values([given[rank] for rank in needed]), strict=False):
+            found = values([given[rank] for rank in needed]) if targets else ()
+            for target, value in zip(targets, found, strict=True):
                 target[: value.size] = value
             read[number].add(self.rank)
             if len(read[number]) == self.size:

@@ -111,7 +111,7 @@ def test_what_cannot_be_distributed(pair, P_world, comm):
 def test_options_of_few_words_have_types_of_these_words():
     for function in (distribute, GradientSync.__init__):
         hints = get_type_hints(function)
-        kinds = [hints[name] for name in ("reduction", "fallback", "draws") if name in hints]
+        kinds = [hints[name] for name in ("reduction", "fallback") if name in hints]
         assert kinds and str not in kinds, function
 
 

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
-from distdl_rma.errors import PartitionError, ShapeError, UnsupportedError
+from distdl_rma.errors import PartitionError, ProtocolError, ShapeError, UnsupportedError
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.layers.dtypes import as_words, sum_dtype
@@ -101,9 +101,10 @@ class _ClassLoss(DistributedLoss):
     def _sums_of(self, input: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, float]:
         # The backward of torch's kernel needs contiguous scores.
         x, given, dim = input.contiguous(), self.arguments, self._dim
-        plan = None if self.agreement is None else self.agreement.last
-        if plan is None:
+        if self.agreement is None:
             terms, classes = super()._sums_of(x, target)[0], x.shape[dim]
+        elif (plan := self.agreement.last) is None:
+            raise ProtocolError(f"{self.name!r}: the ranks have not agreed on the scores")
         else:
             whole, classes = plan.scores, plan.scores.shape[dim]
             each = class_terms(type(self)._function, x, target, self.weight, whole, dim, plan.gathered, given)
