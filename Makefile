@@ -116,7 +116,7 @@ test-one-rank:
 # In an environment of its own. Rules and models depend on the MPI only through what has its tests in TESTS, so that
 # a thirtieth of the others is enough a day; tests that neither are ranks nor start jobs do not depend on it.
 test-openmpi: TESTS = tests/segments tests/layers/sync tests/layers/partitioned/data_movement/test_base.py \
-    tests/layers/partitioned/conv/test_conv.py tests/layers/partitioned/linear/test_linear.py tests/layers/partitioned/norm/test_base.py \
+    tests/layers/partitioned/conv/test_conv.py tests/layers/partitioned/linear/test_linear_memory.py tests/layers/partitioned/norm/test_base.py \
     tests/torch_backend/test_group.py tests/torch_backend/test_groups_and_meshes.py
 test-openmpi: export TEST_PART := Open MPI, $(EMPTY)
 test-openmpi:  ## with Open MPI: the tests near to MPI on 3 ranks, of failing ranks, and of others a few, every day others

@@ -71,3 +71,8 @@ def test_the_citation_says_what_the_metadata_says() -> None:
     citation = (ROOT / "CITATION.cff").read_text()
     for said in (project["name"], project["description"], project["license"], *project["keywords"]):
         assert re.search(rf"(: |- ){re.escape(said)}$", citation, re.MULTILINE), said
+
+
+def test_tests_that_the_makefile_names_are_there():
+    named = set(re.findall(r"\btests(?:/\w+)+(?:\.py)?", (ROOT / "Makefile").read_text()))
+    assert len(named) > 20 and not [name for name in sorted(named) if not (ROOT / name).exists()]
