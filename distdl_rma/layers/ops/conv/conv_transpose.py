@@ -11,9 +11,9 @@ of 3 outputs with stride 2, and two ranks with 3 inputs each::
     scatter     each rank computes the outputs of its inputs; ``scatter`` sums both parts of output 6
 
 Inputs are fewer than outputs, so to gather moves less, and rounds once. It needs all channels of the input
-and the whole weight on each rank. Otherwise ranks scatter, and so they do
-in 16 bits, where the padding that gathering needs makes torch's gradient of the weight slow. A prediction has
-no gradients, and gathers then too.
+and the whole weight on each rank. Otherwise ranks scatter, and so they do in 16 bits, where the padding that
+gathering needs makes torch's gradient of the weight slow. A prediction has no gradients, and gathers then
+too.
 """
 
 from __future__ import annotations

@@ -9,9 +9,9 @@ A draw of elements takes one number from the default generator, or from the one 
 
 So a run draws the same masks on every grid, and a checkpoint that recomputes a dropout draws the same again:
 torch restores the default generator for it. Tensors without a cut draw by index too; otherwise a model's
-numbers would depend on which of its tensors happen to be cut. The two exceptions need a number of
-draws that depends on what is drawn, so that no element has a place in a sequence. A dropout of channels is
-small: every rank draws the mask of the whole from the default generator, as torch does.
+numbers would depend on which of its tensors happen to be cut. The two exceptions need a number of draws that
+depends on what is drawn, so that no element has a place in a sequence. A dropout of channels is small: every
+rank draws the mask of the whole from the default generator, as torch does.
 """
 
 from __future__ import annotations
