@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from distdl_rma.geometry.exchange import Exchange, by_peer
 from distdl_rma.geometry.intervals import Balanced
 from distdl_rma.segments.collectives.allreduce import all_push_is_better
-from distdl_rma.segments.collectives.alltoall import AlltoallBlocks
 from distdl_rma.segments.collectives.between_nodes import number_of_pieces, slices
 from distdl_rma.segments.collectives.equality_check import N_INTEGERS, turns_between_leaders
 from distdl_rma.segments.collectives.node_layout import NodeLayout
@@ -70,47 +69,6 @@ def broadcast_traffic(layout: NodeLayout, root: int, nbytes: int) -> Traffic:
         bytes_got=nbytes * loads,
         collectives=pieces * across,
         bytes_collective=nbytes * (across and layout.me == root),
-        across=len(layout.nodes) if across else 1,
-    )
-
-
-def reduce_traffic(
-    layout: NodeLayout, root: int, count: int, itemsize: int, wide_itemsize: int | None = None
-) -> Traffic:
-    """What one rank moves in one step of a reduction of ``count`` elements to a root."""
-    pieces = layout.scatter_pieces([count if rank == root else 0 for rank in layout.ranks])
-    share = sum(piece.size for of_node in pieces for piece in of_node)
-    stored = [piece.size for piece in pieces[layout.my_node] if piece.rank != layout.me]
-    loads = (len(layout.here) - 1) * bool(share)
-    across, wide = len(layout.nodes) > 1 and share > 0, wide_itemsize or itemsize
-    return Traffic(
-        puts=len(stored),
-        bytes_put=itemsize * sum(stored),
-        gets=loads,
-        bytes_got=loads * share * itemsize,
-        collectives=number_of_pieces(count * wide // layout.shares, len(layout.nodes)) * across,
-        bytes_collective=across * share * wide,
-        across=len(layout.nodes) if across else 1,
-    )
-
-
-def alltoall_traffic(layout: NodeLayout, counts: tuple[tuple[int, ...], ...], itemsize: int) -> Traffic:
-    """What one rank moves in one step of an all-to-all with so many elements from each rank to each."""
-    blocks, me = AlltoallBlocks(layout, counts), layout.me
-    receives = dict(zip(layout.ranks, blocks.receives(me), strict=True))
-    out = [route for routes in blocks.outgoing() for route in routes]
-    came = [route for routes in blocks.incoming() for route in routes]
-    gets = [receives[rank] for rank in layout.others_here if receives[rank]]
-    gets += [route.size for route in out if route.source != me]
-    puts = [route.size for route in came if route.target != me]
-    across = blocks.crosses
-    return Traffic(
-        puts=len(puts),
-        bytes_put=itemsize * sum(puts),
-        gets=len(gets),
-        bytes_got=itemsize * sum(gets),
-        collectives=int(across),
-        bytes_collective=itemsize * sum(route.size for route in out),
         across=len(layout.nodes) if across else 1,
     )
 

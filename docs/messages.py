@@ -58,7 +58,7 @@ Copies, sums over copies, and what comes together on one rank go in [stages over
 nodes](protocol.md#movements-in-stages-over-nodes), so that each element comes to a node once. Up to 32 ranks
 that are alone on their nodes, and all ranks of one node, exchange at once. Other movements have as many
 messages as there are blocks that meet: a repartition from rows to columns sends a part to every rank of the
-other grid, and `Alltoall` one to all, except that data of one node for another travel together.
+other grid.
 """
 
 

@@ -29,8 +29,7 @@ from typing import Any
 
 from distdl_rma.segments.channel import Channel
 from distdl_rma.segments.collectives.allgather import Allgather, Bcast
-from distdl_rma.segments.collectives.allreduce import Allreduce, Reduce, Reducescatter
-from distdl_rma.segments.collectives.alltoall import Alltoall
+from distdl_rma.segments.collectives.allreduce import Allreduce
 from distdl_rma.segments.collectives.group import Group
 from distdl_rma.segments.manager import SegmentManager, SegmentStats
 from distdl_rma.segments.memory.buffer import SegmentBuffer
@@ -40,13 +39,10 @@ from distdl_rma.segments.memory.remote_buffer import RemoteArray, RemoteBuffer
 __all__ = [
     "Allgather",
     "Allreduce",
-    "Alltoall",
     "Bcast",
     "Channel",
     "Group",
     "Queue",
-    "Reduce",
-    "Reducescatter",
     "RemoteArray",
     "RemoteBuffer",
     "SegmentBuffer",
@@ -55,7 +51,7 @@ __all__ = [
 ]
 
 # Collectives have MPI's names. The former names are deprecated: layers use them too.
-_FORMER = {"AllGather": Allgather, "AllToAll": Alltoall, "Broadcast": Bcast, "ReduceScatter": Reducescatter}
+_FORMER = {"AllGather": Allgather, "Broadcast": Bcast}
 
 
 def __getattr__(name: str) -> Any:

@@ -42,36 +42,24 @@ class Case:
         self.number = number
         everyone = segments.ranks
         self.ranks = rng.sample(everyone, rng.randint(1, len(everyone)))
-        self.kind = rng.choice(
-            ["allreduce", "allgather", "reduce_scatter", "broadcast", "reduce", "alltoall"]
-        )
+        self.kind = rng.choice(["allreduce", "allgather", "broadcast"])
         self.dtype = np.dtype(rng.choice(KINDS))
         # Products of floats of many ranks overflow.
         meaningless = MEANINGLESS[self.dtype.kind] | ({"prod"} if len(everyone) > 8 else set())
         self.op = rng.choice([op for op in REDUCE if op not in meaningless])
         self.counts = [rng.choice(COUNTS) // len(everyone) for _ in self.ranks]
         self.count = rng.choice(COUNTS)
-        self.blocks = [[rng.choice(COUNTS) // len(everyone) for _ in self.ranks] for _ in self.ranks]
-        if rng.random() < 0.3:
-            self.blocks = [[self.count // len(everyone)] * len(self.ranks)] * len(self.ranks)
         self.root = rng.choice(self.ranks)
         self.active = segments.rank in self.ranks
         if self.active:
             self.me = self.ranks.index(segments.rank)
-            lengths = {"allgather": self.counts, "reduce_scatter": self.counts, "alltoall": self.blocks}
-            options = {"op": self.op} if "reduce" in self.kind else {}
-            options |= {"root": self.root} if self.kind in ("reduce", "broadcast") else {}
+            options = {"allreduce": {"op": self.op}, "broadcast": {"root": self.root}}.get(self.kind, {})
             make = getattr(Group(segments, self.ranks, f"group {number}"), self.kind)
-            count = lengths.get(self.kind, self.count)
+            count = self.counts if self.kind == "allgather" else self.count
             self.job = make(count, self.dtype, name=f"case {number}", **options)
 
     def operand(self, at, step):
-        sizes = {
-            "allgather": self.counts[at],
-            "reduce_scatter": sum(self.counts),
-            "alltoall": sum(self.blocks[at]),
-        }
-        size = sizes.get(self.kind, self.count)
+        size = self.counts[at] if self.kind == "allgather" else self.count
         return operand(self.number, self.ranks[at], step, size, self.dtype)
 
     def expected(self, step):
@@ -80,18 +68,7 @@ class Case:
             return rows[self.ranks.index(self.root)]
         if self.kind == "allgather":
             return np.concatenate(rows)
-        if self.kind == "alltoall":
-            cuts = [np.cumsum([0, *row]) for row in self.blocks]
-            return np.concatenate(
-                [row[cut[self.me] : cut[self.me + 1]] for row, cut in zip(rows, cuts, strict=True)]
-            )
-        total = REDUCE[self.op](np.array(rows))
-        if self.kind == "reduce":
-            return total if self.ranks[self.me] == self.root else total[:0]
-        if self.kind == "reduce_scatter":
-            begin = sum(self.counts[: self.me])
-            return total[begin : begin + self.counts[self.me]]
-        return total
+        return REDUCE[self.op](np.array(rows))
 
     def check(self, result, step):
         tolerance = 1e-3 if self.dtype == np.float16 else 1e-6

@@ -237,7 +237,6 @@ class ReduceScatter(LayerAlongAxes):
 
     Local input: whole along the scattered dimensions, of equal shape on the ranks that are summed. Local
     output: the balanced share of the sum, which is taken in the order of the partition. The adjoint gathers.
-    For flat vectors without gradients use the collective :class:`distdl_rma.segments.Reducescatter`.
     Arguments are as for :class:`AllGather`.
 
     Examples

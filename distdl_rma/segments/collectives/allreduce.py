@@ -1,4 +1,4 @@
-"""Allreduce, Reducescatter and Reduce, double-buffered: all ranks get the result, or a part of it, or one.
+"""A double-buffered allreduce: all ranks get the result.
 
 An allreduce of five ranks on two nodes, whose vectors are cut into two shares (see ``node_layout.py``)::
 
@@ -6,9 +6,6 @@ An allreduce of five ranks on two nodes, whose vectors are cut into two shares (
     on the node      0: first halves, 1: second halves         3: first halves, 4: second halves
     between nodes    0 <=> 3 and 1 <=> 4: each pair sums its share, a part each, and exchanges the results
     on the node      0 and 1 store them to 0, 1, 2             3 and 4 store them to 3, 4
-
-A reduce-scatter has no exchange of results: MPI leaves the sum of each part on the node of the rank that gets
-it. A reduce is a reduce-scatter whose only part is the root's.
 
 A vector of a few KiB takes another way: all ranks push it to all (``all_push.py``), and each reduces all
 vectors. On P ranks that is P times the arithmetic and P times the bytes, but one message in a row.
@@ -21,7 +18,7 @@ grow with the logarithm of the nodes instead of one to every node, but in an ord
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from itertools import chain, repeat
+from itertools import repeat
 from typing import NamedTuple
 
 import numpy as np
@@ -29,14 +26,16 @@ from numpy.typing import DTypeLike
 
 from distdl_rma.geometry.intervals import Balanced, Listed
 from distdl_rma.segments.collectives.all_push import AllPush
-from distdl_rma.segments.collectives.between_nodes import Stages, in_pieces, pieces_of_all, slices
+from distdl_rma.segments.collectives.between_nodes import Stages, in_pieces, number_of_pieces, slices
 from distdl_rma.segments.collectives.collective import Collective, CollectiveSite
-from distdl_rma.segments.collectives.node_layout import check_count, check_lengths
+from distdl_rma.segments.collectives.node_layout import check_count
 from distdl_rma.segments.collectives.reduction import Array, Element, Reduction, element_of
-from distdl_rma.segments.collectives.stepped_algorithm import ShareReduction
+from distdl_rma.segments.collectives.stepped_algorithm import SteppedAlgorithm
 from distdl_rma.segments.large_arrays import copy
 from distdl_rma.segments.manager import SegmentManager
 
+# Phases of a step: all have written their vectors; the holders have stored their shares of the result.
+_READY, _DONE = range(2)
 # Up to so many bytes at each receiver, all ranks push their vectors to all instead of reducing a share each.
 _ALL_PUSH_BYTES = 8 << 10
 # With more ranks than these, one message to each is never the fastest way.
@@ -173,7 +172,7 @@ class _Cut(NamedTuple):
     reduce: Callable[[], object] | None
 
 
-class _AllreduceByNodes(ShareReduction):
+class _AllreduceByNodes(SteppedAlgorithm):
     """Some ranks of each node reduce a share each; ranks with the same share combine them between nodes.
 
     Large shares travel in pieces: while one piece is summed between nodes, the next piece is summed on the
@@ -183,9 +182,11 @@ class _AllreduceByNodes(ShareReduction):
     def __init__(self, site: CollectiveSite, count: int, reduction: Reduction) -> None:
         layout, element = site.layout, reduction.element
         share, number = layout.share(count), len(layout.nodes)
-        size = share.stop - share.start
-        super().__init__(site, count, size, reduction, "collective=Allreduce")
-        self._share = share
+        size, terms = share.stop - share.start, f"collective=Allreduce\n{reduction.terms}"
+        # Equal on all ranks, even if shares differ, or this rank has none.
+        pieces = number_of_pieces(count * element.wide.itemsize // layout.shares, number)
+        super().__init__(site, count, element.storage, layout.same_share, terms, pieces)
+        self.reduction, self._share, self._elements = reduction, share, size
         # For even and odd steps the shares of all vectors, looked up once.
         self._cuts: dict[int, _Cut] = {}
         # The pieces of the share, and the part of each piece that each node sums.
@@ -200,10 +201,21 @@ class _AllreduceByNodes(ShareReduction):
         sums = (ring if across and not self._direct else 0, whole)
         self._sums, self._parts = np.empty(sums, element.wide), np.empty((across * ring, mine), element.wide)
 
-    def reduce(self, rows: list[Array]) -> Iterator[None]:
-        parity = self._step & 1
+    def script(self, parity: int) -> Iterator[None]:
+        layout = self.layout
+        self.notify(_READY, layout.holders)
+        if layout.my_share is not None:
+            yield from self.wait_for(_READY, layout.here)
+            if self._elements:
+                loads = len(layout.here) - 1
+                self.count_gets(loads, loads * self._elements * self.vectors[0].itemsize)
+                yield from self._reduce_share(parity)
+            self.notify(_DONE, layout.here)
+        yield from self.wait_for(_DONE, layout.holders)
+
+    def _reduce_share(self, parity: int) -> Iterator[None]:
         if parity not in self._cuts:
-            self._cuts[parity] = self._cut(rows)
+            self._cuts[parity] = self._cut(self.rows[parity])
         cut = self._cuts[parity]
         if cut.reduce is not None:
             cut.reduce()
@@ -236,124 +248,3 @@ class _AllreduceByNodes(ShareReduction):
         yield self.across(self.between.gather_all(finished, cut.mine[where], counts), finished.nbytes)
         for other in cut.others:
             copy(other[where], cut.mine[where])
-
-
-class Reducescatter(Collective):
-    """Reduction of which every rank gets a part: ``active`` is a whole vector, ``result`` this rank's part.
-
-    The parts are contiguous, in the order of ``ranks``. On one node they are bitwise those of
-    :class:`Allreduce`. Between nodes MPI's ``Ireduce_scatter`` combines the sums of the nodes, or ``Ireduce``
-    if one node gets all parts. ``count`` is the length of the whole vector, which is cut into balanced parts;
-    or a sequence with the length of each part. ``op`` is as for :class:`Allreduce`.
-
-    Examples
-    --------
-    >>> machine = Machine(MPI.COMM_WORLD)
-    >>> parts = machine.group().reduce_scatter(4)
-    >>> parts.active[:] = range(4)
-    >>> parts.start()
-    >>> parts.wait()  # this rank's half of the sum
-    array([0., 2.], dtype=float32)
-    """
-
-    def __init__(
-        self,
-        manager: SegmentManager,
-        ranks: Sequence[int],
-        count: int | Sequence[int],
-        dtype: DTypeLike = np.float32,
-        op: str = "sum",
-        name: str = "reduce_scatter",
-    ) -> None:
-        self.element = element_of(dtype, repr(name))
-        site = CollectiveSite.checked(manager, ranks, name)
-        size = len(site.layout.ranks)
-        self.dtype, self.op = self.element.storage, op
-        if isinstance(count, Sequence):
-            self.counts = check_lengths(count, size, name)
-        else:
-            self.counts = Balanced(check_count(count, name), size).lengths
-        self.count = sum(self.counts)
-        reduction = Reduction(op, self.element, size, repr(name))
-        terms = f"collective={type(self).__name__}\ncounts={self.counts}"
-        super().__init__(_ReducescatterByNodes(site, self.counts, reduction, terms))
-
-
-class Reduce(Reducescatter):
-    """Reduction to one rank: all write ``active``, start and wait, and the root reads ``result``.
-
-    A reduce-scatter whose only part is the root's: the ranks of a node reduce a share each. They store it to
-    the root, or MPI's ``Ireduce`` sends it to the root's node. ``result`` has no elements on other ranks. It
-    is bitwise the same in every run, and on one node that of :class:`Allreduce`.
-
-    Examples
-    --------
-    >>> machine = Machine(MPI.COMM_WORLD)
-    >>> total = machine.group().reduce(2, root=0)
-    >>> total.active[:] = [machine.rank, 1]
-    >>> total.start()
-    >>> total.wait()  # no elements on other ranks
-    array([1., 2.], dtype=float32)
-    """
-
-    def __init__(
-        self,
-        manager: SegmentManager,
-        ranks: Sequence[int],
-        count: int,
-        dtype: DTypeLike = np.float32,
-        op: str = "sum",
-        root: int | None = None,
-        name: str = "reduce",
-    ) -> None:
-        layout = CollectiveSite.checked(manager, ranks, name).layout
-        self.root, number = layout.checked_root(root, name), check_count(count, name)
-        counts = [number if rank == self.root else 0 for rank in layout.ranks]
-        super().__init__(manager, ranks, counts, dtype, op, name)
-
-
-class _ReducescatterByNodes(ShareReduction):
-    """As an allreduce, but MPI leaves each part of a share on the node of the ranks that get it.
-
-    A share may have parts of several ranks, and a part elements of several shares: see ``scatter_pieces``.
-    """
-
-    def __init__(
-        self, site: CollectiveSite, counts: tuple[int, ...], reduction: Reduction, terms: str
-    ) -> None:
-        layout = site.layout
-        parts = layout.scatter_pieces(counts)
-        elements = sum(part.size for of_node in parts for part in of_node)
-        super().__init__(site, sum(counts), elements, reduction, terms)
-        # For each piece and node, the slices that this rank reduces.
-        self._parts = pieces_of_all(parts, self.pieces)
-        mine = slice(*Listed(counts).interval(layout.ranks.index(layout.me)))
-        self.results = tuple(vector[mine] for vector in self.vectors)
-        stored = [part.size for part in parts[layout.my_node] if part.rank != layout.me]
-        self._puts = len(stored), reduction.element.storage.itemsize * sum(stored)
-
-    def reduce(self, rows: list[Array]) -> Iterator[None]:
-        if len(self.layout.nodes) == 1:
-            for part in self._parts[0][0]:
-                cuts = [row[part.start : part.stop] for row in rows]
-                self.reduction.reduce(cuts, cuts[self._at[part.rank]])
-        else:
-            yield from in_pieces(map(self._combine, repeat(rows), range(self.pieces)))
-        self.count_puts(*self._puts)
-
-    def _combine(self, rows: list[Array], piece: int) -> Stages:
-        reduction, node = self.reduction, self.layout.my_node
-        # In the order of the nodes, as MPI scatters it.
-        counts = [sum(part.size for part in of_node) for of_node in self._parts[piece]]
-        sums, begin = np.empty(sum(counts), reduction.element.wide), 0
-        for part in chain.from_iterable(self._parts[piece]):
-            end = begin + part.size
-            reduction.partial([row[part.start : part.stop] for row in rows], sums[begin:end])
-            begin = end
-        total = np.empty(counts[node], reduction.element.wide)
-        yield self.across(self.between.reduce_scatter(sums, total, counts, reduction.mpi), sums.nbytes)
-        begin = 0
-        for part in self._parts[piece][node]:
-            end = begin + part.size
-            reduction.finish(total[begin:end], rows[self._at[part.rank]][part.start : part.stop])
-            begin = end

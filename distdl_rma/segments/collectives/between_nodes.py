@@ -194,12 +194,7 @@ class Messages:
 
     def reduce_scatter(self, data: Array, out: Array, counts: Sequence[int], op: MPI.Op) -> Script:
         """Begin a reduce-scatter by MPI; ``counts`` are the elements of each rank's part of the result."""
-        filled = [position for position, count in enumerate(counts) if count]
-        if len(filled) == 1:
-            # MPI uses a tree to the only rank that gets elements.
-            request = self.comm.Ireduce(data, out, op, filled[0])
-        else:
-            request = self.comm.Ireduce_scatter(data, out, counts, op)
+        request = self.comm.Ireduce_scatter(data, out, counts, op)
         return self.begun(request, data.nbytes, data, out)
 
     def exchange(self, data: Array, counts: Sequence[int], out: Array, received: Sequence[int]) -> Script:

@@ -9,8 +9,7 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from distdl_rma.segments.collectives.allgather import Allgather, Bcast
-from distdl_rma.segments.collectives.allreduce import Allreduce, Reduce, Reducescatter
-from distdl_rma.segments.collectives.alltoall import Alltoall
+from distdl_rma.segments.collectives.allreduce import Allreduce
 from distdl_rma.segments.collectives.barrier import Barrier
 from distdl_rma.segments.collectives.node_layout import NodeLayout
 from distdl_rma.segments.manager import SegmentManager
@@ -86,38 +85,11 @@ class Group(SharedByCopies):
         """Make an :class:`Allgather` of the group; local."""
         return Allgather(self._manager, self.ranks, count, dtype, name)
 
-    def reduce_scatter(
-        self,
-        count: int | Sequence[int],
-        dtype: DTypeLike = np.float32,
-        op: str = "sum",
-        name: str = "reduce_scatter",
-    ) -> Reducescatter:
-        """Make a :class:`Reducescatter` of the group; local."""
-        return Reducescatter(self._manager, self.ranks, count, dtype, op, name)
-
     def broadcast(
         self, count: int, dtype: DTypeLike = np.float32, root: int | None = None, name: str = "broadcast"
     ) -> Bcast:
         """Make a :class:`Bcast` of the group from a rank id; local."""
         return Bcast(self._manager, self.ranks, count, dtype, root, name)
-
-    def reduce(
-        self,
-        count: int,
-        dtype: DTypeLike = np.float32,
-        op: str = "sum",
-        root: int | None = None,
-        name: str = "reduce",
-    ) -> Reduce:
-        """Make a :class:`Reduce` of the group to a rank id; local."""
-        return Reduce(self._manager, self.ranks, count, dtype, op, root, name)
-
-    def alltoall(
-        self, count: int | Sequence[Sequence[int]], dtype: DTypeLike = np.float32, name: str = "alltoall"
-    ) -> Alltoall:
-        """Make an :class:`Alltoall` of the group; local."""
-        return Alltoall(self._manager, self.ranks, count, dtype, name)
 
     def close(self) -> None:
         """Free the barrier's memory, as the garbage collection of the group does; local, idempotent."""

@@ -20,7 +20,7 @@ from functools import cached_property
 from operator import index as as_int
 
 from distdl_rma.errors import PartitionError, ShapeError
-from distdl_rma.geometry.intervals import Balanced, Listed
+from distdl_rma.geometry.intervals import Balanced
 from distdl_rma.geometry.partition import Groups, grouped, leaders, share_holders
 
 
@@ -127,24 +127,6 @@ class NodeLayout:
         if self.my_share is None:
             return slice(0, 0)
         return slice(*Balanced(count, self.shares).interval(self.my_share))
-
-    def scatter_pieces(self, lengths: Sequence[int]) -> tuple[tuple[RankSlice, ...], ...]:
-        """For each node, the slices of its ranks' results that this rank reduces.
-
-        ``lengths`` are the elements of each rank's result, in the order of ``ranks``. The results of the
-        ranks of a node are cut into shares as one vector:
-
-        >>> layout = NodeLayout((0, 1, 2), ((0, 1, 2),), 1)
-        >>> layout.scatter_pieces((4, 1, 1))  # of six elements this rank has the third and the fourth
-        ((RankSlice(rank=0, start=2, stop=4),),)
-        """
-        split, at = Listed(tuple(lengths)), {rank: i for i, rank in enumerate(self.ranks)}
-        pieces = []
-        for node in self.nodes:
-            wanted = [RankSlice(rank, *split.interval(at[rank])) for rank in node]
-            mine = self.share(sum(piece.size for piece in wanted))
-            pieces.append(tuple(clipped(wanted, mine.start, mine.stop)))
-        return tuple(pieces)
 
 
 def clipped(pieces: Sequence[RankSlice], start: int, stop: int) -> Iterator[RankSlice]:

@@ -27,9 +27,9 @@ import numpy as np
 
 from distdl_rma.errors import ExchangeTimeout, MismatchError
 from distdl_rma.geometry.exchange import fingerprint
-from distdl_rma.segments.collectives.between_nodes import Messages, Script, number_of_pieces
+from distdl_rma.segments.collectives.between_nodes import Messages, Script
 from distdl_rma.segments.collectives.collective import CollectiveSite
-from distdl_rma.segments.collectives.reduction import Array, Reduction
+from distdl_rma.segments.collectives.reduction import Array
 from distdl_rma.segments.large_arrays import copy
 from distdl_rma.segments.manager import SegmentManager
 from distdl_rma.segments.transport.heap import aligned
@@ -67,8 +67,6 @@ class Scripted:
 _PARITIES = 2
 # Most phases of a step: for each, a rank may notify every other rank of its node.
 _PHASES = 4
-# The phases of a reduction.
-_READY, _DONE = range(2)
 
 
 class SteppedAlgorithm(Scripted, ABC):
@@ -222,33 +220,3 @@ class SteppedAlgorithm(Scripted, ABC):
         """Count loads from peers."""
         self._counters.gets += number
         self._counters.bytes_got += nbytes
-
-
-class ShareReduction(SteppedAlgorithm):
-    """Step of a reduction: all have written their vectors, each holder reduces ``elements``, all may read."""
-
-    def __init__(
-        self, site: CollectiveSite, count: int, elements: int, reduction: Reduction, terms: str
-    ) -> None:
-        layout, element, terms = site.layout, reduction.element, f"{terms}\n{reduction.terms}"
-        # Equal on all ranks, even if shares differ, or this rank has none.
-        pieces = number_of_pieces(count * element.wide.itemsize // layout.shares, len(layout.nodes))
-        super().__init__(site, count, element.storage, layout.same_share, terms, pieces)
-        self.reduction, self._elements = reduction, elements
-
-    @abstractmethod
-    def reduce(self, rows: list[Array]) -> Iterator[None]:
-        """Reduce this rank's share of the vectors of all nodes, and store the result."""
-
-    def script(self, parity: int) -> Iterator[None]:
-        """One step on the vectors of its parity."""
-        layout = self.layout
-        self.notify(_READY, layout.holders)
-        if layout.my_share is not None:
-            yield from self.wait_for(_READY, layout.here)
-            if self._elements:
-                loads = len(layout.here) - 1
-                self.count_gets(loads, loads * self._elements * self.vectors[0].itemsize)
-                yield from self.reduce(self.rows[parity])
-            self.notify(_DONE, layout.here)
-        yield from self.wait_for(_DONE, layout.holders)

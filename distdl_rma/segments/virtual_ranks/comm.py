@@ -443,11 +443,6 @@ class VirtualComm:
             lambda found: [parts_of_rank[self.rank] for parts_of_rank in found],
         )
 
-    def Ireduce(self, data: NDArray[Any], out: NDArray[Any], op: MPI.Op, root: int) -> VirtualRequest:
-        if self.rank != root:
-            return self._begin("Ireduce", data.copy, ())
-        return self._begin("Ireduce", data.copy, range(self.size), [out], lambda found: [reduced(found, op)])
-
     def Ireduce_scatter(
         self, data: NDArray[Any], out: NDArray[Any], counts: Sequence[int], op: MPI.Op
     ) -> VirtualRequest:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from distdl_rma import ExchangeTimeout, ProtocolError, ShapeError
-from distdl_rma.segments import Allgather, Allreduce, Alltoall, Bcast, Reduce, Reducescatter
+from distdl_rma.segments import Allgather, Allreduce, Bcast
 from tests.matrix import over_seeds
 from tests.segments.cases import Case
 
@@ -93,11 +93,7 @@ def test_values_that_would_lose_their_fractions_or_imaginary_parts_are_refused(s
     job.close()
 
 
-def test_one_count_is_cut_into_balanced_parts_and_the_first_rank_is_the_root(segments, comm):
-    job = Reducescatter(segments, segments.ranks, 10, np.float64, name="balanced")
-    assert sum(job.counts) == 10 and max(job.counts) - min(job.counts) <= 1
-    assert job(np.ones(10)).tolist() == [comm.size] * job.counts[comm.rank]
-    job.close()
+def test_the_first_rank_is_the_root(segments):
     job = Bcast(segments, segments.ranks[::-1], 1, name="first")
     assert job.root == segments.ranks[-1]
     job.close()
@@ -132,10 +128,8 @@ def test_steps_run_ahead_without_overwriting_what_others_still_read(segments, co
     jobs = [
         Bcast(segments, ranks, 3000, np.int64, name="ahead"),
         Allgather(segments, ranks[::-1], 300, np.int64, name="ahead too"),
-        Alltoall(segments, ranks, 50, np.int64, name="ahead, between all"),
         Allreduce(segments, ranks, 30, np.int64, name="ahead as well"),
-        Reducescatter(segments, ranks, 40 * size, np.int64, name="ahead, a part for each"),
-        Reduce(segments, ranks, 3000, np.int64, name="ahead, to a root"),
+        Allreduce(segments, ranks, 3000, np.int64, name="ahead, in shares"),
     ]
     mine, everyone, before = random.Random(comm.rank), np.array(ranks), {}
     for step in range(80):
@@ -145,20 +139,17 @@ def test_steps_run_ahead_without_overwriting_what_others_still_read(segments, co
             operands[job] = job.active.ctypes.data
             job.start()
             # The last result lies in the buffer that is active now, and is still what it was.
-            if job in before and type(job) is Allreduce:
+            if job in before:
                 assert job.active.ctypes.data != operands[job] and (job.active == before[job]).all()
         if mine.random() < 0.1:
             time.sleep(1e-3)
         assert (jobs[0].wait() == 1000 * step + first).all()
         assert (jobs[1].wait().reshape(size, -1) == 1000 * step + everyone[::-1, None]).all()
-        assert (jobs[2].wait().reshape(size, -1) == 1000 * step + everyone[:, None]).all()
-        for job in jobs[3:]:
+        for job in jobs[2:]:
             total = job.wait()
             assert (total == (1000 * step + everyone).sum()).all()
-            if type(job) is Allreduce:
-                assert total.ctypes.data == operands[job], "the result takes the place of the operand"
-                before[job] = total.copy()
-        assert (total.size > 0) == (comm.rank == first)
+            assert total.ctypes.data == operands[job], "the result takes the place of the operand"
+            before[job] = total.copy()
     for job in jobs:
         job.close()
 
@@ -174,11 +165,9 @@ def wait_for(job, late, where):
 
 
 @pytest.mark.mpi(min_size=2)
-@pytest.mark.parametrize(
-    ("make", "count"), [(Allreduce, 4), (Allreduce, 30_000), (Reduce, 3000), (Alltoall, 3000)]
-)
-def test_a_wait_names_the_missing_rank_and_can_be_repeated(segments, comm, make, count):
-    job, late = make(segments, segments.ranks, count, np.int64, name="late"), comm.size - 1
+@pytest.mark.parametrize("count", [4, 30_000])
+def test_a_wait_names_the_missing_rank_and_can_be_repeated(segments, comm, count):
+    job, late = Allreduce(segments, segments.ranks, count, np.int64, name="late"), comm.size - 1
     job.connect()
     if comm.rank == late:
         comm.Barrier()
@@ -191,14 +180,12 @@ def test_a_wait_names_the_missing_rank_and_can_be_repeated(segments, comm, make,
         comm.Barrier()
         # Between nodes MPI waits for all ranks of a share; which of them is late, the chain of waits says.
         exact = count < 10 or len(segments.segment.direct_nodes) == 1
-        # There a rank that only sends to the root may wait for nobody.
-        if exact or make is not Reduce or comm.rank == segments.ranks[0]:
-            where = "step 1, on this node" if exact and count > 10 else ""
-            wait_for(job, late if exact else None, where)
-            with pytest.raises(ExchangeTimeout):
-                job.wait(timeout=0)
+        where = "step 1, on this node" if exact and count > 10 else ""
+        wait_for(job, late if exact else None, where)
+        with pytest.raises(ExchangeTimeout):
+            job.wait(timeout=0)
         comm.Barrier()
-    assert (job.wait() == (1 if make is Alltoall else comm.size)).all()
+    assert (job.wait() == comm.size).all()
     comm.Barrier()
     job.close()
 
@@ -319,12 +306,10 @@ def test_floating_point_errors_are_results(segments, comm, count):
 
 def test_reset_after_some_ranks_ran_ahead_many_steps(segments, comm):
     first, everyone = segments.ranks[0], len(segments.ranks)
-    counts = [0] + [3] * (everyone - 1)
-    last = segments.ranks[-1]
     jobs = [
         Bcast(segments, segments.ranks, 4, np.int64, first, "far ahead"),
-        Reducescatter(segments, segments.ranks, counts, np.int64, name="far ahead, too"),
-        Reduce(segments, segments.ranks, 4, np.int64, "sum", last, "far ahead as well"),
+        Allreduce(segments, segments.ranks, 4, np.int64, name="far ahead, too"),
+        Allreduce(segments, segments.ranks, 30_000, np.int64, name="far ahead as well"),
     ]
     for job in jobs:
         job.connect()
