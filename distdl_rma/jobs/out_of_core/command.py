@@ -1,8 +1,8 @@
-r"""``python -m distdl_rma predict``: predict for a file, with a model that a function makes.
+r"""``distdl_rma predict``: predict for a file, with a model that a function makes.
 
 ::
 
-    mpiexec -n 2 python -m mpi4py -m distdl_rma predict nets:unet --in scan.npy --out classes.npy \
+    mpiexec -n 2 distdl_rma predict nets:unet --in scan.npy --out classes.npy \
         --memory 4GiB
 
 Errors of the library are one line, from the first rank. Where code of the user raises, its traceback stands

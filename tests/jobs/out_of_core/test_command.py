@@ -1,7 +1,8 @@
-"""The command ``python -m distdl_rma predict``."""
+"""The command ``distdl_rma predict``."""
 
 import json
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -29,6 +30,12 @@ def raises():
 
 def other():
     return {}
+
+def ends():
+    from mpi4py import MPI
+    if MPI.COMM_WORLD.rank == 1:
+        raise KeyboardInterrupt
+    MPI.COMM_WORLD.Barrier()
 
 number = 3
 """
@@ -111,3 +118,15 @@ def test_ranks_predict_together_and_a_function_that_raises_ends_them_all(tmp_pat
         done = command(tmp_path, *options, *others, ranks=2, program=program)
         assert done.returncode == 0 and done.stdout.count("\n") == lines and not done.stderr
     torch.testing.assert_close(torch.from_numpy(np.load(tmp_path / "y.npy")), want, rtol=1e-4, atol=1e-5)
+
+
+def test_the_console_script_ends_the_whole_job_where_one_rank_ends(tmp_path):
+    script = Path(sys.executable).with_name("distdl_rma")
+    if not script.exists():
+        pytest.skip("the package is not installed")
+    (tmp_path / "mine.py").write_text(MODULE)
+    saved_input(tmp_path, 40)
+    done = completed([*mpiexec(2), str(script), "predict", "mine:ends", "--in", "x.npy"], 60, tmp_path)
+    assert done.returncode != 0
+    done = completed([str(script), "predict", "mine:make", "--in", "x.npy"], cwd=tmp_path)
+    assert done.returncode == 0 and done.stdout.startswith("source    (40, 40), 1 sample")
