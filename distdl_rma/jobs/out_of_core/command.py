@@ -32,6 +32,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         metavar="MODULE:FUNCTION",
         help="function without arguments that returns the model, or a model",
     )
+    parser.add_argument(
+        "--checkpoint",
+        metavar="RUN",
+        help="weights of the model: a folder of Checkpoints, or a state dict in .pt, .pth or .safetensors",
+    )
     parser.add_argument("--in", dest="source", required=True, metavar="FILE", help="source, as of open_array")
     parser.add_argument(
         "--out", metavar="FILE", help="new .npy, .h5, .hdf5 or .zarr; without it, the plan only"
@@ -48,6 +53,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(chosen: argparse.Namespace) -> int:
     """Predict, or print the plan; the exit status. Collective over the ranks of the job."""
     # Help needs neither torch nor MPI.
+    from distdl_rma.jobs.checkpoints.weights import load_weights
     from distdl_rma.jobs.out_of_core.predict import plan_prediction, predict
     from distdl_rma.jobs.out_of_core.processes import Processes
 
@@ -55,6 +61,8 @@ def run(chosen: argparse.Namespace) -> int:
     try:
         with processes.together():
             model = _model(chosen.model)
+            if chosen.checkpoint is not None:
+                load_weights(chosen.checkpoint, model)
             post = None if chosen.post is None else _named(chosen.post)
             if not (post is None or callable(post)):
                 raise ArgumentError(f"predict: {chosen.post} is a {type(post).__name__!r}, and no function")
