@@ -47,7 +47,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--post", metavar="MODULE:FUNCTION", help="function of the result, before it is written"
     )
+    parser.add_argument("--chunks", type=_extents, metavar="N", help="of a new .zarr or .h5: 64x64x64")
     parser.add_argument("--quiet", action="store_true", help="without plan and progress bar")
+
+
+def _extents(text: str) -> tuple[int, ...]:
+    return tuple(map(int, text.split("x")))
 
 
 def run(chosen: argparse.Namespace) -> int:
@@ -73,7 +78,8 @@ def run(chosen: argparse.Namespace) -> int:
             "post": post,
         }
         if chosen.out is not None:
-            predict(model, chosen.source, chosen.out, progress=not chosen.quiet, **options)
+            progress = not chosen.quiet
+            predict(model, chosen.source, chosen.out, progress=progress, chunks=chosen.chunks, **options)
         elif processes.first:
             sys.stdout.write(f"{plan_prediction(model, chosen.source, **options)}\n")
     except DistdlError as error:
