@@ -1,10 +1,12 @@
-"""The command ``python -m distdl_rma``."""
+"""The command ``distdl_rma``, which is ``python -m distdl_rma`` as well."""
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
 from distdl_rma import __version__
 from distdl_rma.doctor.command import doctor
@@ -23,14 +25,14 @@ def seconds(text: str) -> float:
 
 def main(arguments: Sequence[str]) -> int:
     """Run the command that the arguments name; return its exit status."""
-    parser = argparse.ArgumentParser(prog="python -m distdl_rma", allow_abbrev=False)
+    parser = argparse.ArgumentParser(prog="distdl_rma", allow_abbrev=False)
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     options = commands.add_parser(
         "doctor",
         help="check whether the installation and the job work",
         description="Check whether the installation and the job work, and say what to do where they do not."
-        " Run it alone, or as the job is started: mpiexec -n 4 python -m mpi4py -m distdl_rma doctor."
+        " Run it alone, or as the job is started: mpiexec -n 4 distdl_rma doctor."
         " The exit status is 1 if an error is found.",
         allow_abbrev=False,
     )
@@ -53,6 +55,15 @@ def main(arguments: Sequence[str]) -> int:
     if chosen.command == "predict":
         return command.run(chosen)
     return doctor(chosen.json, chosen.timeout)
+
+
+def script() -> NoReturn:
+    """The console script: this process becomes ``python -m mpi4py -m distdl_rma`` with its arguments.
+
+    So an error of one rank ends the whole job, by the means that programs of users have, and modules of the
+    present folder are found.
+    """
+    os.execv(sys.executable, [sys.executable, "-m", "mpi4py", "-m", "distdl_rma", *sys.argv[1:]])
 
 
 if __name__ == "__main__":

@@ -57,6 +57,7 @@ def test_the_wheel_is_the_package_and_its_metadata(built: Path) -> None:
     assert licence == (ROOT / "LICENSE").read_text()
     assert (metadata["Name"], metadata["Version"]) == ("distdl_rma", distdl_rma.__version__)
     assert "rma = distdl_rma.torch_backend:register" in entry_points
+    assert "distdl_rma = distdl_rma.__main__:script" in entry_points
 
 
 def test_changelog_and_citation_name_the_version() -> None:

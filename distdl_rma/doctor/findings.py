@@ -16,7 +16,7 @@ from distdl_rma.doctor.facts import HYDRA, OPEN_MPI, SHARED_MEMORY, SLURM, Job, 
 from distdl_rma.geometry.partition import by_key, spans
 
 _SMALL_SHARED_MEMORY = 64 << 20
-_DOCTOR = "python -m mpi4py -m distdl_rma doctor"
+_DOCTOR = "distdl_rma doctor"
 _INSTALL = "docs/clusters.md, section Install"
 _CONTAINERS = "docs/clusters.md, section Shared memory in containers"
 _SEGMENT = "set DISTDL_RMA_SEGMENT_SIZE to less"

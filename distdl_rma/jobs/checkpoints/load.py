@@ -61,7 +61,11 @@ def load_checkpoint(
         if not (path / files.MANIFEST).is_file():
             found = files.complete(path)
             if not found:
-                raise CheckpointError(f"load_checkpoint: {path} is no checkpoint, nor has it a complete one")
+                within = [each.name for each in path.glob("*") if files.complete(each)]
+                advice = f"; there are some in {', '.join(sorted(within))}" if within else ""
+                raise CheckpointError(
+                    f"load_checkpoint: {path} is no checkpoint, nor has it a complete one{advice}"
+                )
             path = found[0]
     saved = files.opened(path)
     body = saved.body

@@ -124,11 +124,12 @@ def create_array(
     return _planned(path, shape, kind, like.decomposition, chunks, like.machine, like.partition.ranks)
 
 
-def array_of_one(path: str | os.PathLike[str], shape: Sequence[int], dtype: Any) -> ArraySink:
+def array_of_one(
+    path: str | os.PathLike[str], shape: Sequence[int], dtype: Any, *, chunks: Sequence[int] | None = None
+) -> ArraySink:
     """As :func:`create_array`, for a process that writes all of the array; local."""
-    return _planned(
-        path, shape, dtype, Decomposition.replicated(Partition((0,), (1,) * len(shape), 0), shape)
-    )
+    layout = Decomposition.replicated(Partition((0,), (1,) * len(shape), 0), shape)
+    return _planned(path, shape, dtype, layout, chunks)
 
 
 def _planned(

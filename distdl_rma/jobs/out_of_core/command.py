@@ -1,8 +1,8 @@
-r"""``python -m distdl_rma predict``: predict for a file, with a model that a function makes.
+r"""``distdl_rma predict``: predict for a file, with a model that a function makes.
 
 ::
 
-    mpiexec -n 2 python -m mpi4py -m distdl_rma predict nets:unet --in scan.npy --out classes.npy \
+    mpiexec -n 2 distdl_rma predict nets:unet --in scan.npy --out classes.npy \
         --memory 4GiB
 
 Errors of the library are one line, from the first rank. Where code of the user raises, its traceback stands
@@ -32,6 +32,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         metavar="MODULE:FUNCTION",
         help="function without arguments that returns the model, or a model",
     )
+    parser.add_argument(
+        "--checkpoint",
+        metavar="RUN",
+        help="weights of the model: a folder of Checkpoints, or a state dict in .pt, .pth or .safetensors",
+    )
     parser.add_argument("--in", dest="source", required=True, metavar="FILE", help="source, as of open_array")
     parser.add_argument(
         "--out", metavar="FILE", help="new .npy, .h5, .hdf5 or .zarr; without it, the plan only"
@@ -42,12 +47,18 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--post", metavar="MODULE:FUNCTION", help="function of the result, before it is written"
     )
+    parser.add_argument("--chunks", type=_extents, metavar="N", help="of a new .zarr or .h5: 64x64x64")
     parser.add_argument("--quiet", action="store_true", help="without plan and progress bar")
+
+
+def _extents(text: str) -> tuple[int, ...]:
+    return tuple(map(int, text.split("x")))
 
 
 def run(chosen: argparse.Namespace) -> int:
     """Predict, or print the plan; the exit status. Collective over the ranks of the job."""
     # Help needs neither torch nor MPI.
+    from distdl_rma.jobs.checkpoints.weights import load_weights
     from distdl_rma.jobs.out_of_core.predict import plan_prediction, predict
     from distdl_rma.jobs.out_of_core.processes import Processes
 
@@ -55,6 +66,8 @@ def run(chosen: argparse.Namespace) -> int:
     try:
         with processes.together():
             model = _model(chosen.model)
+            if chosen.checkpoint is not None:
+                load_weights(chosen.checkpoint, model)
             post = None if chosen.post is None else _named(chosen.post)
             if not (post is None or callable(post)):
                 raise ArgumentError(f"predict: {chosen.post} is a {type(post).__name__!r}, and no function")
@@ -65,7 +78,8 @@ def run(chosen: argparse.Namespace) -> int:
             "post": post,
         }
         if chosen.out is not None:
-            predict(model, chosen.source, chosen.out, progress=not chosen.quiet, **options)
+            progress = not chosen.quiet
+            predict(model, chosen.source, chosen.out, progress=progress, chunks=chosen.chunks, **options)
         elif processes.first:
             sys.stdout.write(f"{plan_prediction(model, chosen.source, **options)}\n")
     except DistdlError as error:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields
 from importlib.util import find_spec
@@ -41,7 +41,7 @@ from distdl_rma.jobs.out_of_core.inference import Inference, check_model, fixed_
 from distdl_rma.jobs.out_of_core.pages import Pages
 from distdl_rma.jobs.out_of_core.plan import Plan, planned
 from distdl_rma.jobs.out_of_core.processes import Processes
-from distdl_rma.jobs.out_of_core.results import Begin, Results, digest_of, key_of, of_disk
+from distdl_rma.jobs.out_of_core.results import Begin, Results, digest_of, key_of, made_as, of_disk
 from distdl_rma.jobs.out_of_core.scratch import Scratch
 from distdl_rma.layers.sources.opening import open_array
 from distdl_rma.layers.sources.reading import label, read_box
@@ -64,6 +64,7 @@ def predict(
     scratch: str | os.PathLike[str] | None = None,
     progress: bool = False,
     comm: Any = None,
+    chunks: Sequence[int] | None = None,
 ) -> torch.Tensor | None:
     """Write what a model makes of a source that need not fit into memory: exact, slab by slab.
 
@@ -103,6 +104,9 @@ def predict(
     comm
         Communicator of the processes that predict together, COMM_WORLD if None; COMM_SELF for a process
         alone. All of them make the same call.
+    chunks
+        Of a new file of Zarr or HDF5, for its last dimensions, and 1 for others. Where the result has the
+        extents of the source, the file also says of its axes what the source does: names, spacing, units.
 
     Returns
     -------
@@ -149,11 +153,14 @@ def predict(
             plan, digest = job.plan, digest_of(model)
             key = key_of(plan, digest, job.source)
             facts |= {"the source": [label(job.source), plan.source], "the grid": plan.grid}
-            facts |= {"the digest of the model": digest, "the sink": label(sink)}
+            facts |= {"the digest of the model": digest, "the sink": [label(sink), chunks]}
             facts |= {"post": getattr(post, "__qualname__", type(post).__name__)}
         y = torch.zeros(plan.result, dtype=plan.dtype) if sink is None else None
         with (
-            _opened(processes, sink if y is None else y, plan, key) as (results, begin),
+            _opened(processes, sink if y is None else y, plan, key, made_as(plan, job.source, chunks)) as (
+                results,
+                begin,
+            ),
             _shown(plan, begin, progress and processes.first) as step,
         ):
             job.run(processes, results, begin, step)
@@ -331,12 +338,14 @@ def _dtypes_of(source: Any, model: nn.Module) -> list[torch.dtype]:
 
 
 @contextmanager
-def _opened(processes: Processes, sink: Any, plan: Plan, key: str) -> Iterator[tuple[Results | None, Begin]]:
+def _opened(
+    processes: Processes, sink: Any, plan: Plan, key: str, made: dict[str, Any]
+) -> Iterator[tuple[Results | None, Begin]]:
     # Results of the first process, and where all begin. An error of one process is raised on all.
     results, entered = None, ExitStack()
     with processes.together():
         if processes.first:
-            results = entered.enter_context(Results(sink, plan, key))
+            results = entered.enter_context(Results(sink, plan, key, made))
     begin = processes.of_first(results and results.begin)
     with processes.together(), entered:
         yield results, begin

@@ -20,7 +20,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -32,7 +32,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from distdl_rma.errors import DataError, ShapeError, UnsupportedError
+from distdl_rma.errors import ArgumentError, DataError, ShapeError, UnsupportedError
 from distdl_rma.jobs.data.sinks import ArraySink, array_of_one
 from distdl_rma.jobs.out_of_core.plan import Plan
 from distdl_rma.jobs.out_of_core.resume_log import ResumeLog
@@ -42,6 +42,8 @@ from distdl_rma.segments.mailbox import Address, Message
 
 Slices = tuple[slice, ...]
 _STATE = "state.json"
+# What sources may say of each of their axes, and what is said of channels where a source has none.
+_OF_AXES: dict[str, Any] = {"axes": "c", "spacing": 1.0, "units": None, "origin": 0.0}
 
 
 def digest_of(model: nn.Module) -> str:
@@ -68,6 +70,23 @@ def key_of(plan: Plan, digest: str, source: Any) -> str:
         at = Path(path).stat()
         facts += [at.st_size, at.st_mtime_ns]
     return blake2b(repr(facts).encode(), digest_size=16).hexdigest()
+
+
+def made_as(plan: Plan, source: Any, chunks: Sequence[int] | None) -> dict[str, Any]:
+    """Keywords that a new file for the result gets: its chunks, and what the source says of its axes; local.
+
+    The last extents are those of the source, else its spacing is not that of the result. A source that has no
+    channels says nothing of them. Chunks that are not given for the first dimensions are 1 there.
+    """
+    made: dict[str, Any] = {}
+    dims, spatial = len(plan.result), plan.form.spatial
+    if chunks is not None:
+        made["chunks"] = (*(1 for _ in range(dims - len(chunks))), *chunks)
+    if plan.result[-spatial:] == plan.source[-spatial:]:
+        for name, filled in _OF_AXES.items():
+            if (values := getattr(source, name, None)) is not None:
+                made[name] = tuple([*[filled] * dims, *values][-dims:])
+    return made
 
 
 @contextmanager
@@ -103,21 +122,24 @@ class Results:
 
     A file is complete or not there. Until then it has a folder ``path.progress`` beside it, with the number
     of slabs that were written and, where slabs end one after the other, the messages for later slabs. A
-    context that ends by an error leaves both, and one with the same ``key`` goes on, from ``begin``.
+    context that ends by an error leaves both, and one with the same ``key`` goes on, from ``begin``. A new
+    file is ``made`` with these keywords.
 
     Only the first process has one; it tells the others where the prediction begins.
     """
 
-    def __init__(self, sink: Any, plan: Plan, key: str) -> None:
+    def __init__(self, sink: Any, plan: Plan, key: str, made: Mapping[str, Any]) -> None:
         self._plan, self._key, self.begin = plan, key, Begin()
         self._file: ArraySink | None = None
         self._sink: Any = sink
         # The last state that was noted: sample, slabs that are written, and where a process would go on.
         self._state = 0, 0, 0
         if isinstance(sink, (str, os.PathLike)):
-            self._sink = self._file = array_of_one(sink, plan.result, plan.dtype)
+            self._sink = self._file = array_of_one(sink, plan.result, plan.dtype, **made)
             self._folder = Path(f"{self._file.path}.progress")
             self._log = ResumeLog(self._folder)
+        elif "chunks" in made:
+            raise ArgumentError("predict: chunks= are of a new file, and the sink is no path")
         else:
             self._check(sink)
 

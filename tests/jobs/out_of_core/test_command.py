@@ -1,13 +1,14 @@
-"""The command ``python -m distdl_rma predict``."""
+"""The command ``distdl_rma predict``."""
 
 import json
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from distdl_rma import open_array
+from distdl_rma import Checkpoints, open_array
 from tests.jobs.out_of_core.nets import UNet, seeded, whole
 from tests.run_mpi import completed, mpiexec
 
@@ -24,11 +25,21 @@ def make():
 def classes(y):
     return y.argmax(1).to(torch.uint8)
 
+def other_weights():
+    torch.manual_seed(1)
+    return UNet(2, "instance")
+
 def raises():
     return {}["weights"]
 
 def other():
     return {}
+
+def ends():
+    from mpi4py import MPI
+    if MPI.COMM_WORLD.rank == 1:
+        raise KeyboardInterrupt
+    MPI.COMM_WORLD.Barrier()
 
 number = 3
 """
@@ -77,6 +88,9 @@ REFUSED = [
     (["mine:make", "--scratch", "nowhere"], "is no folder"),
     (["mine:make", "--out", "y.png"], "y.png: writes .npy, .h5, .hdf5, .zarr"),
     (["mine:make", "--out", "absent/y.npy"], "absent: not found"),
+    (["mine:make", "--checkpoint", "absent.pt"], "absent.pt: not found"),
+    (["mine:make", "--checkpoint", "runs"], "nor has it a complete one; there are some in best"),
+    (["mine:make", "--checkpoint", "runs/best"], "is of another model"),
 ]
 # Commands one after the other in a process: most of the time of one is that of its imports.
 COMMANDS = """
@@ -93,6 +107,9 @@ for arguments in json.loads(sys.argv[1]):
 def test_arguments_that_do_not_fit_are_one_line_of_error(tmp_path):
     for name, channels in (("x", 1), ("colours", 3)):
         np.save(tmp_path / f"{name}.npy", np.zeros((channels, 40, 30), np.float32))
+    (tmp_path / "runs").mkdir()
+    with Checkpoints(tmp_path / "runs/best") as checkpoints:
+        checkpoints.save({"model": UNet(3, "instance")}, 1)
     calls = json.dumps([["--in", "x.npy", *arguments] for arguments, _ in REFUSED])
     done = command(tmp_path, calls, program=("-c", COMMANDS))
     outcomes = [json.loads(line) for line in done.stdout.splitlines()]
@@ -106,8 +123,25 @@ def test_ranks_predict_together_and_a_function_that_raises_ends_them_all(tmp_pat
     assert """return {}["weights"]""" in done.stderr
     assert done.stderr.count("ArgumentError: predict: mine:raises raises KeyError: 'weights'\n") == 1
     want, options = saved_input(tmp_path, 40), ["mine:make", "--in", "x.npy", "--grid", "3x1"]
+    program = ("-m", "mpi4py", "-m", "distdl_rma", "predict")
+    torch.save({"state_dict": seeded(lambda: UNet(2, "instance")).state_dict()}, tmp_path / "w.pt")
+    options += ["--checkpoint", "w.pt"]
+    done = command(tmp_path, *options, "--checkpoint", "w.pth", ranks=2, program=program)
+    assert done.returncode == 1 and done.stderr.count("DataError: w.pth: not found") == 1
+    options[0] = "mine:other_weights"
     for others, lines in (([], 6), (["--out", "y.npy", "--quiet"], 0)):
-        program = ("-m", "mpi4py", "-m", "distdl_rma", "predict")
         done = command(tmp_path, *options, *others, ranks=2, program=program)
         assert done.returncode == 0 and done.stdout.count("\n") == lines and not done.stderr
     torch.testing.assert_close(torch.from_numpy(np.load(tmp_path / "y.npy")), want, rtol=1e-4, atol=1e-5)
+
+
+def test_the_console_script_ends_the_whole_job_where_one_rank_ends(tmp_path):
+    script = Path(sys.executable).with_name("distdl_rma")
+    if not script.exists():
+        pytest.skip("the package is not installed")
+    (tmp_path / "mine.py").write_text(MODULE)
+    saved_input(tmp_path, 40)
+    done = completed([*mpiexec(2), str(script), "predict", "mine:ends", "--in", "x.npy"], 60, tmp_path)
+    assert done.returncode != 0
+    done = completed([str(script), "predict", "mine:make", "--in", "x.npy"], cwd=tmp_path)
+    assert done.returncode == 0 and done.stdout.startswith("source    (40, 40), 1 sample")

@@ -30,6 +30,7 @@ from distdl_rma import (
     rehearse,
 )
 from distdl_rma.geometry.intervals import Balanced
+from distdl_rma.jobs.data import sinks
 from distdl_rma.jobs.out_of_core.inference import Inference, fixed_tensors, twin_of
 from distdl_rma.jobs.out_of_core.pages import Pages
 from distdl_rma.jobs.out_of_core.results import Results
@@ -617,3 +618,39 @@ def test_the_plan_says_what_will_be_done(tmp_path):
     assert prod(plan.grid) == plan.slabs and plan.result == (3, 1500, 400)
     one = plan_prediction(seeded(lambda: UNet(2, "batch", 8)), x, memory="100MiB")
     assert one.passes == 1 and "slabs end one after the other" in str(one) and one.disk_nbytes == 0
+
+
+def test_a_new_file_gets_chunks_for_its_last_dimensions(tmp_path):
+    x, model = torch.rand(2, 40, 30), nn.Conv2d(2, 3, 1)
+    predict(model, x, tmp_path / "y.zarr", chunks=(8, 10))
+    found = open_array(tmp_path / "y.zarr")
+    assert found.chunks == (1, 8, 10) and found.shape == (3, 40, 30)
+    with pytest.raises(ArgumentError, match="chunks= are of Zarr and HDF5, one extent above 0 for each"):
+        predict(model, x, tmp_path / "z.zarr", chunks=(1, 1, 8, 10))
+    with pytest.raises(ArgumentError, match="the sink is no path"):
+        predict(model, x, chunks=(8, 10))
+
+
+class Measured(np.ndarray):
+    """An array that says what its axes are."""
+
+    axes, spacing, units, origin = ("y", "x"), (0.5, 0.25), ("mm", "mm"), (0.0, 3.0)
+
+
+def test_a_new_file_gets_what_the_source_says_of_its_axes(tmp_path, monkeypatch):
+    made = []
+
+    def array_of_one(*arguments, **keywords):
+        made.append({name: keywords.pop(name) for name in ("axes", "spacing") if name in keywords})
+        return sinks.array_of_one(*arguments)
+
+    monkeypatch.setattr("distdl_rma.jobs.out_of_core.results.array_of_one", array_of_one)
+    x = np.ones((40, 30), np.float32).view(Measured)
+    predict(nn.Conv2d(1, 3, 1), x, tmp_path / "three.npy")
+    predict(nn.Conv2d(1, 3, 1), x, tmp_path / "one.npy", post=lambda y: y.argmax(1))
+    predict(nn.Conv2d(1, 3, 3), x, tmp_path / "smaller.npy")
+    assert made == [
+        {"axes": ("c", "y", "x"), "spacing": (1.0, 0.5, 0.25)},
+        {"axes": ("y", "x"), "spacing": (0.5, 0.25)},
+        {},
+    ]

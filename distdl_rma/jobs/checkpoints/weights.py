@@ -1,0 +1,104 @@
+"""Weights of a model from files: of a run of ``Checkpoints``, or a state dict that another program has saved.
+
+A state dict is taken as the item of a checkpoint that a model is, so that keys, shapes and types are compared
+with those of the model, and refused in the same words, before a parameter is changed. Files of weights come
+from strangers: nothing is unpickled but tensors and plain values.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from distdl_rma.errors import CheckpointError, DataError, DistdlError
+from distdl_rma.jobs.checkpoints.form import dtype_name
+from distdl_rma.jobs.checkpoints.load import load_checkpoint
+from distdl_rma.jobs.checkpoints.objects import Objects
+from distdl_rma.layers.sources.opening import check_found, needed
+
+_SAFETENSORS, _PICKLES = ".safetensors", (".pt", ".pth", ".bin", ".ckpt")
+# What programs call the state dict of the model, in a file that has more.
+_ENTRIES = ("state_dict", "model_state_dict", "network_weights", "model", "network")
+# Numbers of numpy, which some files have beside tensors: none of these runs code. One has two names.
+_SCALAR = np.float64(0).__reduce__()[0]
+_NUMBERS: list[Any] = [
+    *((_SCALAR, f"numpy.{core}.multiarray.scalar") for core in ("core", "_core")),
+    *(np.dtype, *{type(np.dtype(code)) for code in "?bBhHiIlLqQefd"}),
+]
+
+
+def read_weights(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """What a file with a state dict has, in memory; local, blocking.
+
+    ``DataError`` if it is missing, ``CheckpointError`` if it has other things than tensors and plain values.
+    """
+    check_found(os.fspath(path))
+    loads = _loads if Path(path).suffix.lower() == _SAFETENSORS else _unpickled
+    try:
+        read: dict[str, Any] = dict(loads(path))
+    except DataError:
+        raise
+    except Exception as error:
+        # Of torch's many lines the one that names what it does not unpickle, without advice to do so.
+        lines = str(error).splitlines() or [""]
+        reason = next((line.strip() for line in lines if "GLOBAL" in line), lines[0]).partition(". ")[0]
+        raise CheckpointError(
+            f"{path}: is no file of tensors and plain values: {type(error).__name__}: {reason}"
+        ) from error
+    return read
+
+
+def _loads(path: str | os.PathLike[str]) -> Any:
+    return needed("safetensors.torch").load_file(path)
+
+
+def _unpickled(path: str | os.PathLike[str]) -> Any:
+    with torch.serialization.safe_globals(_NUMBERS):
+        return torch.load(path, map_location="cpu", weights_only=True)
+
+
+def load_weights(path: str | os.PathLike[str], into: nn.Module) -> None:
+    """Load the weights of a file, or of the newest checkpoint of a folder, into a model; local, blocking.
+
+    Raises
+    ------
+    DataError
+        If there is no such file.
+    CheckpointError
+        If a folder has no checkpoint, a file no state dict, or the keys are not those of the model.
+    ShapeError
+        If shapes or types of tensors differ.
+    """
+    if Path(path).suffix.lower() not in (_SAFETENSORS, *_PICKLES):
+        load_checkpoint(path, into)
+        return
+    found = read_weights(path)
+    if not all(isinstance(x, torch.Tensor) for x in found.values()):
+        found = next((found[entry] for entry in _ENTRIES if isinstance(found.get(entry), Mapping)), {})
+    load_state(path, found, into)
+
+
+def load_state(path: str | os.PathLike[str], state: Mapping[str, Any], into: nn.Module) -> None:
+    """Load a state dict that was read from a file; the errors of :func:`load_weights`."""
+    if not state or not all(isinstance(x, torch.Tensor) for x in state.values()):
+        raise CheckpointError(f"{path}: has no state dict of a model, alone or as one of {_ENTRIES}")
+    mine = into.state_dict()
+    # Models within a wrapper of torch for several GPUs. Half floats become the model's without loss.
+    tensors = {name if name in mine else name.removeprefix("module."): x for name, x in state.items()}
+    for name, x in tensors.items():
+        if name in mine and torch.promote_types(x.dtype, mine[name].dtype) == mine[name].dtype:
+            tensors[name] = x.to(mine[name].dtype)
+    forms = {"model": {"kind": "module", "state": {name: {"tensor": name} for name in tensors}}}
+    objects = Objects({"model": into}, "model", lambda _: {})
+    try:
+        objects.wanted(forms, {name: (dtype_name(x.dtype), tuple(x.shape)) for name, x in tensors.items()})
+        objects.load(forms, tensors)
+    except DistdlError as error:
+        error.args = (str(error).replace("checkpoint:", f"{path}:", 1),)
+        raise
