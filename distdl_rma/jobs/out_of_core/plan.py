@@ -28,11 +28,12 @@ from __future__ import annotations
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
-from math import prod
+from itertools import accumulate, pairwise
+from math import lcm, prod
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -46,6 +47,8 @@ from distdl_rma.jobs.out_of_core.estimate import (
     dependence_of,
     needs_of,
 )
+from distdl_rma.layers.sources.chunks import chunks_of, fetched_of
+from distdl_rma.layers.sources.reading import read_box
 from distdl_rma.layers.split.entry import grid_for
 from distdl_rma.segments.options import size_text
 
@@ -63,6 +66,12 @@ _SLABS_IN_MEMORY = 2
 _LEAST_KEPT, _MOST_KEPT = 1 << 19, 1 << 22
 # Memory of results that is kept for the next ones, at most.
 _MOST_IDLE_NBYTES = 1 << 28
+# By how much slabs may be longer if they end where chunks of the source end.
+_LONGER = 1.25
+# A sliding window, as its users set it.
+_ROI, _OVERLAP = 96, 0.25
+
+Intervals = Sequence[tuple[int, int]]
 
 
 @dataclass(frozen=True)
@@ -103,6 +112,13 @@ class Form:
         leading = slice(number, number + self.together), box[1]
         return *leading[0 if self.has_batch else 1 if self.has_channels else 2 :], *box[_LEADING:]
 
+    def intervals(self, shape: Sequence[int], spatial: Sequence[Intervals]) -> list[Intervals]:
+        """Intervals of all dimensions of the source, by those in space, of boxes of all samples."""
+        samples = range(0, shape[0], self.together) if self.has_batch else ()
+        batch = [[(n, n + self.together) for n in samples]] if self.has_batch else []
+        channels: list[Intervals] = [[(0, shape[self.has_batch])]] if self.has_channels else []
+        return [*batch, *channels, *spatial]
+
 
 def _spatial_dims(model: nn.Module) -> int | None:
     # Of the model's convolutions, if they agree.
@@ -138,6 +154,16 @@ class Plan:
         What the model would need for a sample at once.
     disk_nbytes
         Largest use of the scratch folder.
+    reads
+        Bytes of the source that are fetched for each byte of it, where chunks are fetched as a whole. Slabs
+        end where chunks end if that makes them hardly longer.
+    ahead_nbytes
+        The largest box of the source: one is read while the slab before is computed. 0 where the memory does
+        not suffice for it, and of a source in memory.
+    tile, tile_voxels, tile_reads
+        For comparison, a sliding window with 96 elements in each spatial dimension, or the whole extent if
+        that is less, and an overlap of 0.25: its shape, how many elements all tiles have for each one of a
+        sample, and the bytes of the source that reading them fetches for each byte of it.
 
     Examples
     --------
@@ -158,6 +184,11 @@ class Plan:
     nbytes: int
     whole_nbytes: int
     disk_nbytes: int
+    reads: float
+    ahead_nbytes: int
+    tile: tuple[int, ...]
+    tile_voxels: float
+    tile_reads: float
     #: Bytes of ranks that wait, and of messages, that stay in memory; and of memory that is kept for results.
     resident_nbytes: int
     idle_nbytes: int
@@ -197,6 +228,9 @@ class Plan:
             "memory": f"{within}; the whole at once: {size_text(self.whole_nbytes)}",
             "passes": passes,
             "disk": size_text(self.disk_nbytes) if self.disk_nbytes else "none",
+            "reads": f"{self.reads:.2f} x the source{', a slab ahead' * (self.ahead_nbytes > 0)}",
+            "tiles": f"of {' x '.join(map(str, self.tile))}, overlap {_OVERLAP}, would be"
+            f" {self.tile_voxels:.1f} x the voxels, and read {self.tile_reads:.1f} x the source",
         }
         return "\n".join(f"{name:10}{text}" for name, text in lines.items())
 
@@ -204,7 +238,7 @@ class Plan:
 def planned(
     model: nn.Module,
     post: Post,
-    shape: Sequence[int],
+    source: Any,
     dtype: torch.dtype,
     memory: int,
     grid: Any,
@@ -227,24 +261,34 @@ def planned(
     UnsupportedError
         If a function of the model cannot be split.
     """
+    shape = tuple(map(int, source.shape))
     form = Form.of(model, shape)
     sample = form.sample(shape)
     blocks = None if grid is None else _blocks(grid, len(sample))
     dim = max(range(_LEADING, len(sample)), key=lambda d: sample[d])
     if blocks is not None and prod(blocks) > 1:
         dim = max(range(_LEADING, len(sample)), key=lambda d: blocks[d])
-    costs = _Costs.of(model, post, sample, dtype, dim, memory)
+    costs = _Costs.of(model, post, sample, dtype, dim, memory, source)
     samples = int(shape[0]) if form.has_batch else 1
     together = replace(form, together=samples)
     if samples > 1 and not are_independent(model, post, costs.found, together.sample(shape), dtype, memory):
         form, sample = together, together.sample(shape)
-        costs = _Costs.of(model, post, sample, dtype, dim, memory)
+        costs = _Costs.of(model, post, sample, dtype, dim, memory, source)
     whole = costs.whole
     result = (samples, *whole.shape[1:]) if form.has_batch else whole.shape[1:]
     kept = prod(result) * whole.dtype.itemsize if returns else 0
     usable = _USABLE * memory - kept
     choices = costs.choices if blocks is None else [blocks]
-    chosen = next((each for each in choices if costs.running(each) + costs.ahead(each) <= usable), None)
+
+    def ahead(each: Sequence[int]) -> int:
+        # The box of another slab, or of the next sample.
+        return costs.box_nbytes(each) if prod(each) * samples > form.together else 0
+
+    def needs(each: Sequence[int]) -> float:
+        return costs.running(each) + costs.ahead(each)
+
+    chosen = next((each for each in choices if needs(each) + ahead(each) <= usable), None)
+    chosen = chosen or next((each for each in choices if needs(each) <= usable), None)
     chosen = chosen or min(choices, key=costs.running)
     forward = costs.running(chosen)
     if forward > usable:
@@ -257,6 +301,8 @@ def planned(
         )
     several = prod(chosen) > 1
     waits = costs.found.waits if several else ()
+    box_nbytes = ahead(chosen) if needs(chosen) + ahead(chosen) <= usable else 0
+    forward += box_nbytes
     resident = min(costs.waiting(chosen), usable - forward) if waits else 0.0
     disk = costs.waiting(chosen) - resident if waits else 0.0
     if disk and (free := shutil.disk_usage(folder).free) < disk:
@@ -268,11 +314,16 @@ def planned(
     splits: list[Split] = list(map(Balanced, sample, chosen))
     splits[dim] = costs.rows(chosen[dim])
     idle = min(_MOST_IDLE_NBYTES, usable - forward) if several and not waits else 0.0
+    tiles = [_tiles(n) for n in sample[_LEADING:]]
+    rows = [list(map(each.interval, range(each.parts))) for each in splits[_LEADING:]]
     return Plan(
-        tuple(map(int, shape)), result, whole.dtype, samples // form.together, tuple(splits), 1 + len(waits),
-        waits, memory,
-        int(kept + forward + resident + idle), whole.nbytes, int(disk), int(costs.messages + resident),
-        int(idle), form,
+        shape, result, whole.dtype, samples // form.together, tuple(splits), 1 + len(waits), waits, memory,
+        int(kept + forward + resident + idle), whole.nbytes, int(disk),
+        fetched_of(source, form.intervals(shape, rows)), box_nbytes,
+        tuple(each[0][1] for each in tiles),
+        prod(sum(b - a for a, b in each) / n for each, n in zip(tiles, sample[_LEADING:], strict=True)),
+        fetched_of(source, form.intervals(shape, tiles)),
+        int(costs.messages + resident), int(idle), form,
     )  # fmt: skip
 
 
@@ -289,10 +340,19 @@ class _Costs(NamedTuple):
     dim: int  # that is cut
     whole: Needs
     found: Dependence
+    chunk: int  # of the source, in the cut dimension
+    itemsize: int  # of the source, 0 if that is in memory
 
     @classmethod
     def of(
-        cls, model: nn.Module, post: Post, sample: tuple[int, ...], dtype: torch.dtype, dim: int, memory: int
+        cls,
+        model: nn.Module,
+        post: Post,
+        sample: tuple[int, ...],
+        dtype: torch.dtype,
+        dim: int,
+        memory: int,
+        source: Any,
     ) -> Self:
         """Measured; ``ShapeError`` if the result lacks the batch."""
         whole = needs_of(model, post, sample, dtype)
@@ -302,14 +362,26 @@ class _Costs(NamedTuple):
                 f" {tuple(whole.shape)}, and its first dimension is the batch, of {sample[0]}: let the model"
                 " and post= keep it"
             )
-        return cls(sample, dim, whole, dependence_of(model, post, sample, dtype, dim, memory))
+        chunk = (chunks_of(source) or (1,) * len(sample))[dim - len(sample)]
+        # Of unequal ones the first stands for all.
+        chunk = chunk[0] if isinstance(chunk, (tuple, list)) else int(chunk)
+        kind = read_box(source, [slice(0, 0)] * len(source.shape)).dtype
+        in_memory = isinstance(source, (torch.Tensor, np.ndarray)) and not isinstance(source, np.memmap)
+        found = dependence_of(model, post, sample, dtype, dim, memory)
+        return cls(sample, dim, whole, found, chunk, 0 if in_memory else kind.itemsize)
 
     @property
     def choices(self) -> list[tuple[int, ...]]:
-        """Numbers of blocks along the cut dimension, from 1 on."""
-        unit = self.whole.unit(self.dim, self.sample[self.dim])
-        most = min(-(-(self.sample[self.dim] + self.found.lag) // unit), _MOST_SLABS)
-        return [tuple(n if d == self.dim else 1 for d in range(len(self.sample))) for n in range(1, most + 1)]
+        """Numbers of blocks along the cut dimension, from 1 on; first those that cut no chunk."""
+        extent = self.sample[self.dim]
+        unit = self.whole.unit(self.dim, extent)
+        most = min(-(-(extent + self.found.lag) // unit), _MOST_SLABS)
+
+        def cuts_chunks(parts: int) -> bool:
+            return any(end % self.chunk for end in accumulate(self.rows(parts).lengths) if end < extent)
+
+        numbers = sorted(range(1, most + 1), key=cuts_chunks)
+        return [tuple(n if d == self.dim else 1 for d in range(len(self.sample))) for n in numbers]
 
     @property
     def _larger(self) -> float:
@@ -325,13 +397,28 @@ class _Costs(NamedTuple):
         """Blocks of the cut dimension: as many results each, which end ``lag`` rows before the inputs.
 
         Blocks end at multiples of the unit; those of the last slabs are shorter, or empty. The picture at the
-        head of this file is that of 4 parts.
+        head of this file is that of 4 parts. They end where chunks of the source end as well, if the longest
+        is hardly longer then.
         """
         extent = self.sample[self.dim]
         unit = self.whole.unit(self.dim, extent)
-        units = -(-(extent + self.found.lag) // unit) if parts > 1 else 1
-        ends = [min(extent, unit * (units * part // parts)) for part in range(parts)]
-        return Listed(tuple(b - a for a, b in pairwise([*ends, extent])))
+
+        def cut(unit: int) -> Listed:
+            units = -(-(extent + self.found.lag) // unit) if parts > 1 else 1
+            ends = [min(extent, unit * (units * part // parts)) for part in range(parts)]
+            return Listed(tuple(b - a for a, b in pairwise([*ends, extent])))
+
+        blocks, aligned = cut(unit), cut(lcm(unit, self.chunk))
+        return aligned if max(aligned.lengths) <= _LONGER * max(blocks.lengths) else blocks
+
+    def box_nbytes(self, blocks: Sequence[int]) -> int:
+        """Of the largest box of a source that is not in memory."""
+        return int(self._rows(blocks) * prod(self.sample) / self.sample[self.dim]) * self.itemsize
+
+    def _rows(self, blocks: Sequence[int]) -> float:
+        # Of a slab, that would be whole in the other dimensions.
+        across = [-(-n // b) / n for n, b in zip(self.sample, blocks, strict=True)]
+        return prod(across) * blocks[self.dim] * max(self.rows(blocks[self.dim]).lengths)
 
     def waiting(self, blocks: Sequence[int]) -> float:
         """Of ranks that wait, with messages."""
@@ -347,13 +434,12 @@ class _Costs(NamedTuple):
 
     def running(self, blocks: Sequence[int]) -> float:
         """Of the slab that runs, and of messages for the next one."""
-        (sample, dim, whole, found), count = self, prod(blocks)
+        (sample, dim, whole, found, *_), count = self, prod(blocks)
         kept = _OF_CALL_NBYTES * whole.calls * (count if found.waits else 1)
         others = _OF_FILES_NBYTES + (_OF_SLAB_NBYTES + _OF_PAIR_NBYTES * count) * count + kept + found.weights
         if count == 1:
             return whole.nbytes + others
-        across = prod(-(-n // b) / n for n, b in zip(sample, blocks, strict=True)) * blocks[dim]
-        rows = across * max(self.rows(blocks[dim]).lengths)
+        rows = self._rows(blocks)
         if found.waits:
             rows = max(rows, sample[dim] / found.parts)
         each = found.row * whole.nbytes / found.alone * found.crop[dim] / sample[dim]
@@ -377,6 +463,13 @@ def _blocks(grid: Any, dims: int) -> tuple[int, ...]:
     if shape[0] > 1 or shape[1] > 1:
         raise ArgumentError(f"predict: a grid cuts spatial dimensions, got {grid!r}")
     return shape
+
+
+def _tiles(extent: int) -> list[tuple[int, int]]:
+    # Where a sliding window lies along a dimension: the last one is moved inside.
+    roi = min(_ROI, extent)
+    starts = [*range(0, extent - roi, max(1, int(roi * (1 - _OVERLAP)))), extent - roi]
+    return [(start, start + roi) for start in starts]
 
 
 def _listed(names: Sequence[str]) -> str:

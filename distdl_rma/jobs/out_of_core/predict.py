@@ -37,10 +37,13 @@ from distdl_rma.errors import (
     ShapeError,
     UnsupportedError,
 )
+from distdl_rma.geometry.decomposition import Decomposition
+from distdl_rma.geometry.partition import Partition
 from distdl_rma.jobs.out_of_core.inference import Inference, check_model, fixed_tensors
 from distdl_rma.jobs.out_of_core.pages import Pages
 from distdl_rma.jobs.out_of_core.plan import Plan, planned
 from distdl_rma.jobs.out_of_core.processes import Processes
+from distdl_rma.jobs.out_of_core.read_ahead import ReadAhead
 from distdl_rma.jobs.out_of_core.results import Begin, Results, digest_of, key_of, made_as, of_disk
 from distdl_rma.jobs.out_of_core.scratch import Scratch
 from distdl_rma.layers.sources.opening import open_array
@@ -161,9 +164,9 @@ def predict(
                 results,
                 begin,
             ),
-            _shown(plan, begin, progress and processes.first) as step,
+            _shown(plan, begin, progress and processes.first) as advance,
         ):
-            job.run(processes, results, begin, step)
+            job.run(processes, results, begin, advance)
         if y is not None:
             processes.share(y)
         return y
@@ -222,11 +225,10 @@ class Prediction(Inference):
                 f"predict: scratch={str(self._folder)!r} is no folder; name an existing one on a disk"
             )
         limit = parse_size(memory, "the memory")
-        shape = tuple(self.source.shape)
         *others, last = _dtypes_of(self.source, model)
         for self.dtype in (*others, last):
             try:
-                self.plan = planned(model, post, shape, self.dtype, limit, grid, self._folder, returns)
+                self.plan = planned(model, post, self.source, self.dtype, limit, grid, self._folder, returns)
                 break
             except Exception as error:
                 # Torch's errors: the model alone would not take these elements either.
@@ -252,25 +254,37 @@ class Prediction(Inference):
         return block
 
     def run(
-        self, processes: Processes, results: Results | None, begin: Begin, step: Callable[[], object]
+        self, processes: Processes, results: Results | None, begin: Begin, advance: Callable[[int], object]
     ) -> None:
         """Compute all samples, from where the prediction begins; collective over the processes, blocking.
 
-        The first process has the results. ``step`` is called there when a slab waits or has ended.
+        The first process has the results. ``advance`` is called there with the passes that a slab has ended.
         """
         # The results are None elsewhere: actions there are names, which the mailbox sends to the first
         # process.
-        self._processes, self._results, self._step = processes, cast(Results, results), step
-        for sample in range(begin.sample, self.plan.samples):
-            self._run_sample(sample, begin.of(sample))
+        self._processes, self._results, self._advance = processes, cast(Results, results), advance
+        plan, samples = self.plan, range(begin.sample, self.plan.samples)
+        grid = Partition(tuple(range(plan.slabs)), plan.grid, 0)
+        layout = Decomposition(grid, plan.splits, tuple(range(grid.dim)))
+        places = (
+            plan.form.box(layout.slices(rank), sample)
+            for sample in samples
+            for rank in range(begin.of(sample).slab, plan.slabs)
+            if self.plays(rank)
+        )
+        with ReadAhead(self.source, places, plan.ahead_nbytes > 0) as self._boxes:
+            for sample in samples:
+                self._run_sample(sample, begin.of(sample))
 
     def _run_sample(self, sample: int, begin: Begin) -> None:
         plan, processes = self.plan, self._processes
-        self._sample, self._begin, self._done = sample, begin, set(range(begin.slab))
+        self._sample, self._begin = sample, begin
+        # Of the slabs that have not ended, the passes that are left.
+        self._left = dict.fromkeys(range(begin.slab, plan.slabs), plan.passes)
         actions: dict[str, Callable[..., Any]] = {
             "write": self._store,
             "ended": self._note_end,
-            "step": self._step,
+            "waits": self._note_wait,
             "keep": self._keep,
         }
         if not begin.keeps:
@@ -279,15 +293,13 @@ class Prediction(Inference):
             pages = Pages(
                 plan.resident_nbytes,
                 lambda: Scratch(self._folder),
-                lambda rank, path: mailbox.tell("step"),
+                lambda rank, path: mailbox.tell("waits", rank, path),
                 moves=plan.passes > 1,
                 idle_nbytes=plan.idle_nbytes,
             )
             self.play(pages, mailbox, plan.freed_above)
-        if processes.first and len(self._done) < plan.slabs:
-            raise ProtocolError(
-                f"predict: {plan.slabs - len(self._done)} of {plan.slabs} slabs have not ended"
-            )
+        if processes.first and self._left:
+            raise ProtocolError(f"predict: {len(self._left)} of {plan.slabs} slabs have not ended")
 
     def plays(self, rank: int) -> bool:
         """Whether a slab is one of this process."""
@@ -296,7 +308,7 @@ class Prediction(Inference):
     def read(self, box: Slices) -> torch.Tensor:
         """The block of a box of the sample, in the model's type."""
         with of_disk(label(self.source)):
-            found = read_box(self.source, self.plan.form.box(box, self._sample))
+            found = self._boxes.take()
         return self._converted(found).view([each.stop - each.start for each in box])
 
     def write(self, rank: int, box: Slices, block: torch.Tensor) -> None:
@@ -318,11 +330,16 @@ class Prediction(Inference):
     def _keep(self, address: Address, message: Message) -> None:
         self._results.keep(self._sample, address, message)
 
+    def _note_wait(self, rank: int, path: str) -> None:
+        # Slabs of several processes wait in other functions as well, and the last one to come in none.
+        if path in self.plan.waits and self._left[rank] > 1:
+            self._left[rank] -= 1
+            self._advance(1)
+
     def _note_end(self, rank: int) -> None:
+        self._advance(self._left.pop(rank))
         # Slabs of several processes may end in another order: those up to the first that is left count.
-        self._done.add(rank)
-        self._step()
-        count = next(n for n in range(self.plan.slabs + 1) if n not in self._done)
+        count = min(self._left, default=self.plan.slabs)
         if count > self._begin.written:
             self._results.ended(self._sample, count)
 
@@ -352,10 +369,10 @@ def _opened(
 
 
 @contextmanager
-def _shown(plan: Plan, begin: Begin, progress: bool) -> Iterator[Callable[[], object]]:
+def _shown(plan: Plan, begin: Begin, progress: bool) -> Iterator[Callable[[int], object]]:
     # Prints the plan, and shows a bar from where the prediction begins; gives what advances it.
     if not progress:
-        yield lambda: None
+        yield lambda passes: None
         return
     from rich.console import Console
     from rich.progress import Progress
@@ -371,7 +388,7 @@ def _shown(plan: Plan, begin: Begin, progress: bool) -> Iterator[Callable[[], ob
             total=plan.samples * plan.slabs * plan.passes,
             completed=(begin.sample * plan.slabs + begin.slab) * plan.passes,
         )
-        yield lambda: bar.advance(task)
+        yield lambda passes: bar.advance(task, passes)
 
 
 @dataclass(frozen=True)

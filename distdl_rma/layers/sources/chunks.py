@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import warnings
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from itertools import accumulate
 from math import prod
@@ -49,6 +49,21 @@ def chunks_of(source: Any) -> tuple[Any, ...] | None:
     return tuple(found)
 
 
+def fetched_of(source: Any, intervals: Sequence[Iterable[tuple[int, int]]]) -> float:
+    """Bytes that are fetched, for each byte of a source, to read all boxes of a grid of ``intervals``.
+
+    Each dimension has a list of half-open intervals, which may overlap.
+
+    Examples
+    --------
+    >>> scan = Source((12,), np.float32, read=None, chunks=(5,))
+    >>> fetched_of(scan, [[(0, 4), (4, 8), (8, 12)]]), fetched_of(scan, [[(0, 5), (5, 12)]])
+    (1.8333333333333333, 1.0)
+    """
+    chunks = chunks_of(source) or (1,) * len(source.shape)
+    return prod(map(_fetched, map(_edges, source.shape, chunks), intervals, source.shape))
+
+
 def warn_of_chunks(source: Any, layout: Decomposition, stacklevel: int) -> None:
     """Warn if reading the blocks of a layout fetches more than 1.5 times their bytes; local, on one rank.
 
@@ -59,7 +74,7 @@ def warn_of_chunks(source: Any, layout: Decomposition, stacklevel: int) -> None:
     if chunks is None or 0 in layout.shape or partition.me != partition.ranks[0]:
         return
     edges = [_edges(extent, chunk) for extent, chunk in zip(layout.shape, chunks, strict=True)]
-    factor = prod(map(_fetched, edges, layout.splits))
+    factor = prod(map(_fetched, edges, map(_intervals, layout.splits), layout.shape))
     if factor <= _ENOUGH:
         return
     cut = [d for d, split in enumerate(layout.splits) if split.parts > 1]
@@ -67,7 +82,7 @@ def warn_of_chunks(source: Any, layout: Decomposition, stacklevel: int) -> None:
 
     @cache
     def fetched(dim: int, parts: int) -> float:
-        return _fetched(edges[dim], Balanced(layout.shape[dim], parts))
+        return _fetched(edges[dim], _intervals(Balanced(layout.shape[dim], parts)), layout.shape[dim])
 
     def total(grid: Sequence[int]) -> float:
         return prod(fetched(first + d, parts) for d, parts in enumerate(grid))
@@ -97,15 +112,18 @@ def _edges(extent: int, chunk: Any) -> Sequence[int]:
     return range(0, extent + int(chunk), int(chunk))
 
 
-def _fetched(edges: Sequence[int], split: Split) -> float:
-    # Extents of the chunks that the parts touch, against the extents of the parts.
+def _intervals(split: Split) -> Iterator[tuple[int, int]]:
+    return map(split.interval, range(split.parts))
+
+
+def _fetched(edges: Sequence[int], intervals: Iterable[tuple[int, int]], extent: int) -> float:
+    # Extents of the chunks that the intervals touch, against the extent of all.
     total = 0
-    for part in range(split.parts):
-        start, stop = split.interval(part)
+    for start, stop in intervals:
         if start < stop:
-            last = min(edges[bisect_left(edges, stop)], split.extent)
+            last = min(edges[bisect_left(edges, stop)], extent)
             total += last - edges[bisect_right(edges, start) - 1]
-    return total / split.extent
+    return total / max(extent, 1)
 
 
 def _grids(ranks: int, dims: int) -> Iterator[tuple[int, ...]]:

@@ -148,6 +148,46 @@ def test_a_job_that_goes_on_reads_only_what_is_left(comm, tmp_path, suffix, norm
     torch.testing.assert_close(found, whole(model, torch.from_numpy(x)), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("norm", ["none", "instance"])
+def test_the_bar_ends_at_its_end_also_of_a_job_that_goes_on(comm, tmp_path, norm, monkeypatch):
+    rich = pytest.importorskip("rich.progress")
+    folder, model = same_folder(comm, tmp_path), seeded(lambda: UNet(2, norm))
+    x, reads, bars = np.random.default_rng(0).random((2, 1, 96, 20), np.float32), [], []
+    advance = rich.Progress.advance
+
+    def noted(bar, task, passes):
+        advance(bar, task, passes)
+        bars.append((bar.tasks[0].completed, bar.tasks[0].total))
+
+    def read(box):
+        reads.append(box)
+        if box[0].start == 1 and len(reads) < 8 // comm.size + 3:
+            raise OSError("the network is gone")
+        return x[box]
+
+    monkeypatch.setattr(rich.Progress, "advance", noted)
+    source, path = Source(x.shape, x.dtype, read), folder / "y.npy"
+    plan = plan_prediction(model, x, grid={"H": 8})
+    with pytest.raises(DataError, match="the network is gone"):
+        predict(model, source, path, grid={"H": 8}, comm=comm, progress=True)
+    first = len(bars)
+    while not path.exists():
+        comm.Barrier()
+        try:
+            predict(model, source, path, grid={"H": 8}, comm=comm, progress=True)
+        except DataError:
+            assert not path.exists()
+        comm.Barrier()
+    total = 2 * plan.slabs * plan.passes
+    if comm.rank > 0:
+        assert not bars
+        return
+    assert all(most == total and done <= total for done, most in bars)
+    assert bars[-1][0] == total and bars[first - 1][0] < total
+    # The second sample alone was left.
+    assert len(bars) - first <= plan.slabs * plan.passes
+
+
 class Checks(nn.Module):
     """A model that calls a function."""
 
