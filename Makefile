@@ -185,9 +185,8 @@ bench-docs: $(STAMP)  ## the newest rows of the machine that the docs show into 
 	$(BIN)/python -m benchmarks.results docs
 	$(BIN)/python -m benchmarks.scaling docs
 
-# A fresh environment: pages that are kept would keep their warnings to themselves.
-docs: $(DOCS_STAMP)  ## README, docs and the reference of all public names as HTML, into docs-output/
-	$(BIN)/sphinx-build -c docs --fresh-env --fail-on-warning --quiet . docs-output
+docs: $(DOCS_STAMP)  ## the site: README, docs and the reference of all public names as HTML, into docs-output/
+	$(BIN)/python docs/publish.py docs-output
 
 package: $(STAMP)  ## the wheel and the source distribution, into dist/
 	$(BIN)/python -m hatchling build

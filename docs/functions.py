@@ -12,26 +12,43 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import distdl_rma.layers.split  # noqa: F401 - fills the table
-from distdl_rma.layers.split.calls.table import RULES, WITHOUT_RULE, Handler, name_of
+from distdl_rma.layers.split.calls.table import RULES, WITHOUT_RULE, Handler, Rule, name_of
 
-__all__ = ["PAGE", "written"]
+__all__ = ["DOCNAME", "PAGE", "written"]
 
 PAGE = Path(__file__).with_name("split-functions.md")
-KINDS = {
-    "pointwise": "Elements: each rank computes its block, nothing moves",
-    "window": "Windows: neighbours' elements travel, hidden behind local compute where they can be",
-    "norm": "Norms: statistics of the whole, a few numbers for each channel or group travel",
-    "reduction": "Reductions: each rank reduces its block, then all ranks their results",
-    "loss": "Losses",
-    "movement": "Shapes and places: blocks are relabelled where that is exact, and move where it is not",
-    "contraction": "Products",
-    "random": "Random numbers",
-    "creation": "New tensors",
-    "query": "Questions: answered of the whole tensor",
-    "gradient": "Gradients and hooks",
-    "value": "Values",
-    "copies": "Others, of tensors that every rank has all of",
-    "refused": "Refused",
+DOCNAME = "docs/split-functions"
+# Groups of the page by the kind of a rule, or by its kind and the file that has it, which comes first.
+GROUPS = {
+    "pointwise": ("Elements", "Each rank computes its block, nothing moves."),
+    "window/convolutions": ("Convolutions", "Neighbours' elements travel while the rank computes."),
+    "window/pooling": ("Pooling", "Neighbours' elements travel while the rank computes, where they can."),
+    "window": (
+        "Padding, interpolation and windows",
+        "Ranks fetch those neighbours' elements that they need.",
+    ),
+    "norm": ("Norms and normalisation", "A few numbers for each channel or group travel."),
+    "reduction": ("Reductions and softmax", "Each rank reduces its block, then all ranks their results."),
+    "loss": ("Losses", "Each rank computes its terms, and the ranks sum them."),
+    "contraction/sequences": ("Attention and recurrent layers", "Samples, heads and queries stay cut."),
+    "contraction": ("Linear algebra", "If a summed dimension is cut, ranks sum the results."),
+    "contraction/embedding": ("Embedding", "Indices stay cut."),
+    "movement/shapes": ("Shapes", "Blocks are relabelled where that is exact, and move where it is not."),
+    "movement/indexing": ("Indexing", "Each rank takes its part."),
+    "movement/writing": ("Writing into parts", "Each rank writes into its block."),
+    "movement": (
+        "Joining, splitting and rearranging",
+        "Blocks stay where that is exact, and move where it is not.",
+    ),
+    "movement/along": ("Sorting, running results, Fourier transforms", "Along dimensions that become whole."),
+    "movement/operands": ("Counting", "Every rank computes the same from the whole tensor."),
+    "random": ("Random numbers", "An element does not depend on the grid."),
+    "creation": ("New tensors", "Tensors of a requested size."),
+    "query": ("Questions", "Answered of the whole tensor."),
+    "gradient": ("Gradients and hooks", "Gradients are cut as their tensors are."),
+    "value": ("Values", "Of tensors that every rank has all of."),
+    "copies": ("Others", "Of tensors that every rank has all of."),
+    "refused": ("Refused", "All ranks raise `UnsupportedError`."),
 }
 # Functions of operators that have another name.
 OPERATORS = {
@@ -60,20 +77,28 @@ split tensors is [convert.md](convert.md).
 
 def written() -> str:
     """The page, as it should be."""
-    groups: dict[str, dict[str, set[str]]] = {kind: {} for kind in KINDS}
+    groups: dict[str, dict[str, set[str]]] = {group: {} for group in GROUPS}
     for function, rule in RULES.items():
         if function is not WITHOUT_RULE:
-            names = groups[rule.kind].setdefault(rule.doc or _first(rule.handler), set())
-            names.add(_short(name_of(function)))
+            name = _short(name_of(function))
+            texts = groups[_group(rule, name)]
+            texts.setdefault(rule.doc or _first(rule.handler), set()).add(name)
     parts = [HEAD]
-    for kind, title in KINDS.items():
-        if not groups[kind]:
+    for group, (title, text) in GROUPS.items():
+        if not groups[group]:
             continue
-        parts.append(f"## {title}\n")
-        for text, names in sorted(groups[kind].items(), key=lambda each: sorted(each[1])[0]):
-            parts.append(_filled(f"**{text}** {_shown(names)}".replace("``", "`")))
+        parts.append(f"## {title}\n\n{text}\n")
+        for row, names in sorted(groups[group].items(), key=lambda each: sorted(each[1])[0]):
+            parts.append(_filled(f"**{row}** {_shown(names)}".replace("``", "`")))
         parts.append("")
     return "\n".join(parts)
+
+
+def _group(rule: Rule, name: str) -> str:
+    # Pools share a file with other windows.
+    file = "pooling" if "pool" in name else rule.handler.__module__.rpartition(".")[2]
+    near = f"{rule.kind}/{file}"
+    return near if near in GROUPS else rule.kind
 
 
 def _short(name: str) -> str:
