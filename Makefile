@@ -168,13 +168,14 @@ bench: $(STAMP)  ## the benchmarks, on 2 ranks (BENCH_SECONDS=1800 at most)
 GAINS_RANKS ?= $(shell [ $$(nproc) -ge 4 ] && echo 4 || echo 2)
 bench-gains: $(STAMP)  ## what splitting gains: the numbers of README.md, docs/scaling.md (ONLY="unet-512 scaffold-64")
 	rm -f bench-output/gains-*.json
-	for name in $(or $(ONLY),$$($(BIN)/python -m benchmarks.gains names)); do \
+	for name in $(filter-out training,$(or $(ONLY),$(shell $(BIN)/python -m benchmarks.gains names))); do \
 	    timeout $(BENCH_SECONDS) $(MPIEXEC) -n $(GAINS_RANKS) $(BIN)/python -m mpi4py -m benchmarks gains-$$name \
 	        --output bench-output/gains-$$name.json || exit 1; \
 	    for ranks in 1 2 4; do timeout $(BENCH_SECONDS) $(MPIEXEC) -n $$ranks $(BIN)/python -m mpi4py -m benchmarks \
 	        gains-$$name-memory --output bench-output/gains-$$name-memory-$$ranks.json || exit 1; done; done
-	$(BIN)/python -m benchmarks.results collect
+	$(if $(filter training,$(or $(ONLY),training)),$(BIN)/python examples/scaffold.py --mpiexec '$(MPIEXEC)' --output bench-output/scaffold)
 	$(BIN)/python -m benchmarks.gains keep
+	$(BIN)/python -m benchmarks.gains docs
 
 # Constants of the model of scaling, on a node and over cables, and what it makes of them.
 MEASURE := $(BIN)/python -m mpi4py -m benchmarks.scaling measure
@@ -192,9 +193,10 @@ bench-scaling: $(STAMP)  ## measure the constants of docs/scaling.md again, and 
 bench-compare: $(STAMP)  ## which rows of the newest benchmarks are slower than the ones before on such a machine
 	@$(BIN)/python -m benchmarks.results compare $(if $(SINCE),--since $(SINCE))
 
-bench-docs: $(STAMP)  ## the newest rows of the machine that the docs show into docs/benchmarks.md and docs/scaling.md
+bench-docs: $(STAMP)  ## what is kept of the newest runs into README.md, docs/benchmarks.md, scaling.md and convert.md
 	$(BIN)/python -m benchmarks.results docs
 	$(BIN)/python -m benchmarks.scaling docs
+	$(BIN)/python -m benchmarks.gains docs
 
 # A fresh environment: pages that are kept would keep their warnings to themselves.
 docs: $(DOCS_STAMP)  ## README, docs and the reference of all public names as HTML, into docs-output/

@@ -97,7 +97,7 @@ def scaffold(side: int, samples: int) -> Network:
 NETWORKS = {
     "unet-128": unet(128, 31),
     "unet-512": unet(512, 15),
-    "unet-1024": unet(1024, 9),
-    "scaffold-64": scaffold(64, 9),
-    "scaffold-96": scaffold(96, 9),
+    "unet-1024": unet(1024, 15),
+    "scaffold-64": scaffold(64, 15),
+    "scaffold-96": scaffold(96, 15),
 }

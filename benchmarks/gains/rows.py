@@ -90,7 +90,8 @@ def _steps(
     network: Network, machine: Machine, sizes: list[int], resources: ExitStack
 ) -> dict[str, Step | None]:
     """The variants, alike on all ranks; None where this rank has no part in one."""
-    variants = [name(size) for size in sizes for name in (alone, on_one_rank, part, split)]
+    names = (alone, on_one_rank, part, split)
+    variants = (name(size) for size in sizes for name in names if size > 1 or name is not part)
     steps: dict[str, Step | None] = dict.fromkeys(variants)
     if machine.rank == 0:
         single = resources.enter_context(Machine(COMM, (0,)))
@@ -98,7 +99,8 @@ def _steps(
         for size in sizes:
             steps[alone(size)] = with_threads(size, bare)
             steps[on_one_rank(size)] = with_threads(size, ours)
-            steps[part(size)] = split_step(network, single, network.part(size))
+            if size > 1:
+                steps[part(size)] = split_step(network, single, network.part(size))
     for size in sizes:
         if size > 1 and machine.rank < size:
             some = resources.enter_context(Machine(COMM, tuple(range(size))))
