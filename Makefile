@@ -46,7 +46,7 @@ export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
 MAKEFLAGS += --no-print-directory
-.PHONY: help demo test test-all room docs package bench bench-compare bench-docs bench-scaling fuzz mutants lint types imports test-plain test-slow test-rest test-mpi test-virtual test-processes test-one-rank durations test-openmpi test-seldom test-hosts test-newer-torch clean
+.PHONY: help demo test test-all room docs package bench bench-compare bench-docs bench-gains bench-scaling fuzz mutants lint types imports test-plain test-slow test-rest test-mpi test-virtual test-processes test-one-rank durations test-openmpi test-seldom test-hosts test-newer-torch clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s%s\n", $$1, $$2 }' Makefile
@@ -154,8 +154,7 @@ bench: $(STAMP)  ## the benchmarks, on 2 ranks (BENCH_SECONDS=1800 at most)
 	timeout $(BENCH_SECONDS) $(MPIEXEC) -n 2 $(BIN)/python -m mpi4py -m benchmarks
 	timeout $(BENCH_SECONDS) $(MPIEXEC) -n 4 $(BIN)/python -m mpi4py -m benchmarks gloo setup process_group \
 	    --output bench-output/crowded.json
-	for ranks in 2 4; do timeout $(BENCH_SECONDS) $(MPIEXEC) -n $$ranks $(BIN)/python -m mpi4py -m benchmarks memory \
-	    --output bench-output/memory-$$ranks.json || exit 1; done
+	@$(MAKE) bench-gains
 	timeout $(BENCH_SECONDS) $(MPIEXEC) -n 2 $(BIN)/python -m mpi4py -m benchmarks data --output bench-output/data.json
 	timeout $(BENCH_SECONDS) $(MPIEXEC) -n 1 $(BIN)/python -m mpi4py -m benchmarks predict --output bench-output/predict.json
 	for model in $$($(BIN)/python -m benchmarks.public_models); do timeout $(BENCH_SECONDS) $(MPIEXEC) -n 2 \
@@ -164,6 +163,19 @@ bench: $(STAMP)  ## the benchmarks, on 2 ranks (BENCH_SECONDS=1800 at most)
 	    $(BIN)/python tests/two_hosts.py --rate 1gbit -n 2 $(BIN)/python -m mpi4py -m benchmarks.overlap
 	$(BIN)/python -m benchmarks.results collect
 	@$(MAKE) bench-docs
+
+# A network after the other: its time in one job, of 4 ranks where each has a core, its memory from fresh ranks.
+GAINS_RANKS ?= $(shell [ $$(nproc) -ge 4 ] && echo 4 || echo 2)
+bench-gains: $(STAMP)  ## what splitting gains: the numbers of README.md, docs/scaling.md (ONLY="unet-512 scaffold-64")
+	rm -f bench-output/gains-*.json
+	for name in $(filter-out training,$(or $(ONLY),$(shell $(BIN)/python -m benchmarks.gains names))); do \
+	    timeout $(BENCH_SECONDS) $(MPIEXEC) -n $(GAINS_RANKS) $(BIN)/python -m mpi4py -m benchmarks gains-$$name \
+	        --output bench-output/gains-$$name.json || exit 1; \
+	    for ranks in 1 2 4; do timeout $(BENCH_SECONDS) $(MPIEXEC) -n $$ranks $(BIN)/python -m mpi4py -m benchmarks \
+	        gains-$$name-memory --output bench-output/gains-$$name-memory-$$ranks.json || exit 1; done; done
+	$(if $(filter training,$(or $(ONLY),training)),$(BIN)/python examples/scaffold.py --mpiexec '$(MPIEXEC)' --output bench-output/scaffold)
+	$(BIN)/python -m benchmarks.gains keep
+	$(BIN)/python -m benchmarks.gains docs
 
 # Constants of the model of scaling, on a node and over cables, and what it makes of them.
 MEASURE := $(BIN)/python -m mpi4py -m benchmarks.scaling measure
@@ -181,9 +193,10 @@ bench-scaling: $(STAMP)  ## measure the constants of docs/scaling.md again, and 
 bench-compare: $(STAMP)  ## which rows of the newest benchmarks are slower than the ones before on such a machine
 	@$(BIN)/python -m benchmarks.results compare $(if $(SINCE),--since $(SINCE))
 
-bench-docs: $(STAMP)  ## the newest rows of the machine that the docs show into docs/benchmarks.md and docs/scaling.md
+bench-docs: $(STAMP)  ## what is kept of the newest runs into README.md, docs/benchmarks.md, scaling.md and convert.md
 	$(BIN)/python -m benchmarks.results docs
 	$(BIN)/python -m benchmarks.scaling docs
+	$(BIN)/python -m benchmarks.gains docs
 
 docs: $(DOCS_STAMP)  ## the site: README, docs and the reference of all public names as HTML, into docs-output/
 	$(BIN)/python docs/publish.py docs-output

@@ -29,9 +29,9 @@ from benchmarks import (
     threads,
     training,
 )
+from benchmarks.gains.rows import ROWS as GAINS
 from benchmarks.measure import COMM, Row
 from benchmarks.results.run import Run, machine_name
-from benchmarks.scaling import rows as scaling
 from distdl_rma import Machine
 
 Suite = Callable[[Machine], Iterator[Row]]
@@ -47,7 +47,6 @@ SUITES: dict[str, Suite] = {
     "functions": functions.rows,
     "models": models.rows,
     "process_group": process_group.rows,
-    "scaling": scaling.rows,
     "by_hand": by_hand.rows,
     "planning": planning.rows,
     "spill": spill.rows,
@@ -57,12 +56,13 @@ SUITES: dict[str, Suite] = {
 OTHERS: dict[str, Suite] = {
     "gloo": collectives.gloo_rows,
     "setup": layers.setup_rows,
-    "memory": split.memory_rows,
     # Files of gigabytes.
     "data": data.rows,
     # In one process, of seconds.
     "predict": predict.rows,
     **models.MEMORY_ROWS,
+    # A network in a job.
+    **GAINS,
 }
 RESULTS = Path("bench-output/results.json")
 

@@ -10,13 +10,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from torch.nn import functional as F  # noqa: N812
 
+from benchmarks.gains.networks import NETWORKS
 from benchmarks.public_models import MODELS, training
-from benchmarks.training_step import step_of
-from benchmarks.unet import UNet, image
 
-WIDTH, SIDE, STEPS = 8, 512, 3
+STEPS = 3
 # Of one process, how much is given back to the system in between depends on chance.
 PROCESSES = 5
 
@@ -55,12 +53,11 @@ def said_alone(module: str, *arguments: str) -> str:
     return subprocess.run(command, env=known, check=True, capture_output=True, text=True).stdout
 
 
-def step_alone(name: str = "", parts: str = "1") -> Callable[[], object]:
-    """A step of a public model on so many a part of its image; without a name, of the U-Net."""
-    if name:
-        return training(MODELS[name].made(), MODELS[name].image(int(parts)))
-    x, target = image(SIDE)
-    return step_of(UNet(WIDTH), x, target, F.mse_loss)
+def step_alone(name: str, parts: str = "1") -> Callable[[], object]:
+    """A step of a network whose gain is measured, or of a public model on so many a part of its image."""
+    if name in NETWORKS:
+        return NETWORKS[name].step()
+    return training(MODELS[name].made(), MODELS[name].image(int(parts)))
 
 
 if __name__ == "__main__":

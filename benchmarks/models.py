@@ -9,9 +9,9 @@ import torch
 from rich.console import Console
 
 from benchmarks import memory
+from benchmarks.alone import asleep_until_all_are_here, on_those_with, with_threads
 from benchmarks.measure import COMM, Row, in_turn, summary
 from benchmarks.public_models import MODELS, PublicModel, training
-from benchmarks.scaling.rows import asleep_until_all_are_here, on_the_first, with_threads
 from distdl_rma import Machine, distribute, shard
 
 # Samples by the number of dimensions that images have.
@@ -42,7 +42,7 @@ def time_rows(model: PublicModel, machine: Machine) -> Iterator[Row]:
     steps = {
         "ours": distributed_step(model, machine),
         tile: training(model.made(), model.image(machine.size)),
-        threads: on_the_first(whole and with_threads(machine.size, whole)),
+        threads: on_those_with(whole and with_threads(machine.size, whole)),
     }
     samples = in_turn(steps, REPETITIONS[len(model.shape) - 2])
     found = {variant: summary([1e6 * seconds for seconds in taken]) for variant, taken in samples.items()}

@@ -13,9 +13,9 @@ from contextlib import nullcontext
 import torch
 from torch.nn import functional as F  # noqa: N812
 
+from benchmarks.alone import asleep_until_all_are_here
 from benchmarks.measure import COMM, Row, compare, summary
 from benchmarks.memory import peak_kib, said_alone
-from benchmarks.scaling.rows import asleep_until_all_are_here
 from benchmarks.split import distributed_step
 from benchmarks.training_step import step_of
 from benchmarks.unet import UNet, image

@@ -1,4 +1,4 @@
-"""A model that nobody rewrote, on split tensors: against our layers, the bare tile and one process."""
+"""A model that nobody rewrote, on split tensors: against our layers, the bare tile."""
 
 from __future__ import annotations
 
@@ -8,9 +8,7 @@ from functools import partial
 import torch
 from torch.nn import functional as F  # noqa: N812
 
-from benchmarks import memory
-from benchmarks.measure import COMM, Row, added, compare
-from benchmarks.scaling.rows import asleep_until_all_are_here, on_the_first, with_threads
+from benchmarks.measure import Row, added, compare
 from benchmarks.training_step import step_of
 from benchmarks.unet import Layers, UNet, image
 from distdl_rma import GradientSync, Machine, Partition, distribute, shard
@@ -24,20 +22,15 @@ from distdl_rma.layers import (
 )
 
 WIDTH, SIDE = 16, 256
-# For one process with as many threads as there are ranks.
-NARROW, LARGE = memory.WIDTH, memory.SIDE
 REPETITIONS = 31
-# Of the memory of one process, by the number of ranks.
-MEMORY = {2: 0.55, 4: 0.30}
 
 Step = Callable[[], object]
 
 
 def rows(machine: Machine) -> Iterator[Row]:
-    """All rows of this file that need no fresh processes."""
+    """All rows of this file."""
     torch.set_num_threads(1)
     yield from network_rows(machine)
-    yield one_process_row(machine)
     yield from dispatch_rows(machine)
 
 
@@ -72,20 +65,6 @@ def network_rows(machine: Machine) -> Iterator[Row]:
     sync.close()
 
 
-def one_process_row(machine: Machine) -> Row:
-    """Ranks with a thread each, against one of them with a thread for each of them, the others asleep."""
-    ours = distributed_step(machine.partition((1, 1, machine.size, 1)), NARROW, LARGE)
-    alone = with_threads(machine.size, memory.step_alone()) if machine.rank == 0 else None
-    return compare(
-        f"training step, unmodified U-Net, width {NARROW}, {LARGE}x{LARGE}, a thread per rank",
-        ours,
-        on_the_first(alone),
-        against=f"one process, {machine.size} threads",
-        target=1.0,
-        repetitions=REPETITIONS,
-    )
-
-
 def dispatch_rows(machine: Machine) -> Iterator[Row]:
     """Microseconds that a function of split tensors takes above the function of their blocks."""
     P_x = machine.partition((1, 1, machine.size, 1))
@@ -94,15 +73,3 @@ def dispatch_rows(machine: Machine) -> Iterator[Row]:
     with torch.no_grad():
         yield added("dispatch of relu", lambda: F.relu(x), lambda: F.relu(block), 10.0, inner=1000)
         yield added("dispatch of x + x", lambda: x + x, lambda: block + block, 10.0, inner=1000)
-
-
-def memory_rows(machine: Machine) -> Iterator[Row]:
-    """Peak memory of the first steps above what was there before, on the rank with most; of fresh ranks."""
-    torch.set_num_threads(1)
-    ours = memory.peak_kib(distributed_step(machine.partition((1, 1, machine.size, 1)), NARROW, LARGE))
-    most = max(COMM.allgather(ours)) / 1024
-    alone = memory.alone_mib() if machine.rank == 0 else (0.0, 0.0)
-    asleep_until_all_are_here()
-    what = f"peak memory of a rank of {machine.size}, unmodified U-Net, width {NARROW}, {LARGE}x{LARGE}"
-    middle, spread = COMM.bcast(alone)
-    yield Row(what, "one process", most, 0.0, middle, spread, MEMORY.get(machine.size), unit="MiB")

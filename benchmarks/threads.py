@@ -8,8 +8,8 @@ from functools import partial
 import numpy as np
 import torch
 
+from benchmarks.alone import on_those_with, with_threads
 from benchmarks.measure import Row, compare
-from benchmarks.scaling.rows import on_the_first, with_threads
 from distdl_rma import Machine
 from distdl_rma.layers.arithmetic import reduction_dtype
 from distdl_rma.layers.ops.norm.statistics import Rows
@@ -27,7 +27,7 @@ def rows(machine: Machine) -> Iterator[Row]:
     count = machine.size
     for what, step in steps().items():
         one, several = (
-            on_the_first(with_threads(n, partial(repeated, step)) if machine.rank == 0 else None)
+            on_those_with(with_threads(n, partial(repeated, step)) if machine.rank == 0 else None)
             for n in (1, count)
         )
         yield compare(f"{what}, {count} threads", several, one, against="1 thread", target=0.8)

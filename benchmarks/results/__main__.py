@@ -21,13 +21,13 @@ from benchmarks.results.run import ROOT, machine_name, runs_in
 OUTPUT = Path("bench-output")
 PAGE, IMAGE = ROOT / "docs" / "benchmarks.md", ROOT / "docs" / "images" / "benchmarks.svg"
 COMMAND = "python -m benchmarks.results docs"
-# Sections of the page and patterns of their rows; the first that fits counts. Scaling has a page of its own.
-SCALING = "scaling"
+# Sections of the page and patterns of their rows; the first that fits counts. Gains have pages of their own.
+GAINS = "gains"
 FUNCTIONS = "functions"
 # Sections whose rows are measured against several baselines.
 SIDE_BY_SIDE = "models", "torch"
 SECTIONS = {
-    SCALING: " scaling, ",
+    GAINS: " scaling, |^peak memory of a rank of .*, unmodified",
     FUNCTIONS: "^function ",
     "jobs": "shard|^an epoch of|^checkpoint of|saved tensors on disk| slabs$| classes$",
     "models": "^model ",
@@ -106,7 +106,7 @@ def documented(text: str, entries: list[Entry], machine: str) -> str:
     shown = list(history.newest(entries).values())
     text = page.rewritten(text, "run", COMMAND, f"Measured on {machine}: {page.where(shown)}.")
     for name in SECTIONS:
-        if name != SCALING:
+        if name != GAINS:
             rows = [entry for entry in shown if section_of(entry.row.what) == name]
             write = page.side_by_side if name in SIDE_BY_SIDE else page.table
             content = page.functions(rows) if name == FUNCTIONS else write(rows)
@@ -127,8 +127,8 @@ def drawn(entries: list[Entry], machine: str) -> str:
 
 
 def pictured(entries: Iterable[Entry]) -> list[Entry]:
-    """The rows of the picture; those of functions are too many for it."""
-    return [entry for entry in entries if section_of(entry.row.what) != FUNCTIONS]
+    """The rows of the picture; those of functions are too many for it, gains have a table."""
+    return [entry for entry in entries if section_of(entry.row.what) not in (FUNCTIONS, GAINS)]
 
 
 if __name__ == "__main__":

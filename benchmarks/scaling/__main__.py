@@ -76,15 +76,12 @@ def document() -> None:
 
 
 def documented(text: str) -> str:
-    """The page as the constants and the history have it."""
-    from benchmarks.results import history
+    """The page as the constants have it."""
     from benchmarks.scaling import page
     from benchmarks.scaling.model import Constants
 
     of = json.loads(MEASURED.read_text())["of"]
-    machine = page.machine_of(of)
-    entries = list(history.newest(history.read(history.FOLDER / f"{machine}.csv")).values())
-    return page.written(text, Constants.read(MEASURED), page.said_of(of), entries)
+    return page.written(text, Constants.read(MEASURED), page.said_of(of))
 
 
 def picture() -> str:

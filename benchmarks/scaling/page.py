@@ -1,11 +1,10 @@
-"""The tables of the page on scaling, from constants, and from the history of rows."""
+"""The tables of the page on scaling, from constants."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
 from benchmarks.results import page
-from benchmarks.results.history import Entry
 from benchmarks.scaling.cases import CASES
 from benchmarks.scaling.forecast import ASSUMED, checks, strong, weak, wires
 from benchmarks.scaling.model import Constants, Prediction, call_seconds
@@ -14,11 +13,10 @@ COMMAND = "python -m benchmarks.scaling docs"
 SHOWN = (1, 2, 8, 64, 512, 4096)
 
 
-def written(text: str, constants: Constants, of: str, entries: Sequence[Entry]) -> str:
+def written(text: str, constants: Constants, of: str) -> str:
     """The page with all its tables."""
     tables = wires_table(constants), calls_table(constants), compute_table(constants)
     parts = {
-        "measured": measured(entries),
         "constants": "\n\n".join((of, *tables)),
         "checks": checks_table(constants),
         "strong": forecast_table(constants, weakly=False),
@@ -39,12 +37,6 @@ def said_of(of: Mapping[str, Sequence[str]]) -> str:
     """Of which commits the constants are."""
     found = dict.fromkeys(f"commit {commit}, {day}, {software}" for commit, day, software, _ in of.values())
     return f"Measured on {machine_of(of)}: {'; '.join(found)}."
-
-
-def measured(entries: Sequence[Entry]) -> str:
-    """Rows of strong and weak scaling."""
-    rows = [entry for entry in entries if " scaling, " in entry.row.what]
-    return f"Measured on {page.where(rows)}.\n\n{page.table(rows)}" if rows else "No rows yet."
 
 
 def table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
