@@ -52,9 +52,10 @@ from distdl_rma.geometry.partition import Partition
 from distdl_rma.layers.dtypes import NUMPY, as_numbers
 from distdl_rma.layers.sources.chunks import chunks_of
 from distdl_rma.layers.sources.hdf5 import hdf5_file, hdf5_lock
-from distdl_rma.layers.sources.opening import check_found, hdf5, needed, npy
+from distdl_rma.layers.sources.opening import hdf5, npy
 from distdl_rma.layers.sources.raw import RawArray, rename_synced, sync
 from distdl_rma.layers.sources.reading import in_domain, label, library_of, placed
+from distdl_rma.layers.sources.remote import check_found, is_url, needed
 from distdl_rma.layers.split.layout import normal
 from distdl_rma.layers.split.tensor import SplitTensor
 from distdl_rma.segments.consensus import together
@@ -142,6 +143,10 @@ def _planned(
     ranks: Sequence[int] = (),
 ) -> ArraySink:
     place, _, name = os.fspath(path).partition("::")
+    if is_url(place):
+        raise ArgumentError(
+            f"create_array: {path}: a result is written to a disk; copy it to the server then"
+        )
     suffix, extents = Path(place).suffix.lower(), tuple(map(int, shape))
     if suffix not in _KINDS or (name and suffix not in (".h5", ".hdf5")):
         raise ArgumentError(

@@ -20,13 +20,16 @@ file alone, and the library is asked only after this is checked.
 
 from __future__ import annotations
 
+import gc
 import os
 from contextlib import AbstractContextManager, nullcontext
+from io import BufferedReader
 from pathlib import Path
 from threading import RLock
 from typing import Any
 
 from distdl_rma.errors import DataError
+from distdl_rma.layers.sources.remote import AHEAD_NBYTES, UrlFile, is_url
 
 # Libraries that read HDF5 or NetCDF, or may do so behind a slicing. Their C libraries fail in threads.
 LOCKED = frozenset({"h5py", "h5netcdf", "netCDF4", "xarray", "dask"})
@@ -45,7 +48,26 @@ def hdf5_lock(needed: bool = True) -> AbstractContextManager[Any]:
 
 def hdf5_file(h5py: Any, path: Any, mode: str = "r") -> Any:
     """A file of h5py; without locks of the file system where this has none, such as many a network's."""
+    if is_url(str(path)):
+        return h5py.File(BufferedReader(_UncollectedFile(path), AHEAD_NBYTES), mode)
     return h5py.File(path, mode, locking="best-effort")
+
+
+class _UncollectedFile(UrlFile):
+    """A file of a server for h5py, whose lock this thread holds while another one receives the bytes.
+
+    That one would wait for the lock, and so for ever, if it collected garbage that has objects of h5py.
+    """
+
+    def readinto(self, memory: Any) -> int:
+        """As of a file; nobody else disables collection here, since only one thread is within the lock."""
+        collects = gc.isenabled()
+        gc.disable()
+        try:
+            return super().readinto(memory)
+        finally:
+            if collects:
+                gc.enable()
 
 
 def behind_links(h5py: Any, path: str, name: str) -> Any:
@@ -92,8 +114,10 @@ def check_near(h5py: Any, found: Any, seen: tuple[Any, ...] = ()) -> None:
 
 
 def _beside(path: str, other: str, *homes: Path) -> str:
-    # The path of a file that a file names, in the first of the folders where HDF5 looks for it.
-    for place in () if Path(other).is_absolute() else [home / other for home in homes]:
+    # The path of a file that a file names, in the first of the folders where HDF5 looks for it. A file of a
+    # server has no folder.
+    near = Path(path).is_file() and not Path(other).is_absolute()
+    for place in [home / other for home in homes] if near else ():
         if place.is_file() and place.resolve().is_relative_to(Path(path).resolve().parent):
             return str(place)
     raise DataError(

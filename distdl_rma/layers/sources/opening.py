@@ -3,7 +3,7 @@
 Every source has ``shape``, ``dtype``, ``chunks`` and slicing, and can be pickled. What stands behind it::
 
     .npy, .nii, contiguous HDF5 and TIFF       RawArray: bytes at offsets, no library, no open file
-    other HDF5, .nc, .zarr, other TIFF         FileSource: the library's array, opened again in each process
+    other HDF5, .nc, .zarr, other TIFF, URLs   FileSource: the library's array, opened again in each process
     those with attributes of packing           Packed around one of both
     an array that the user has opened          itself
 
@@ -15,16 +15,16 @@ makes a file which has. A rank that would read a whole stream for its block woul
 from __future__ import annotations
 
 import os
-import platform
 import weakref
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
-from importlib import import_module
 from importlib.util import find_spec
 from math import prod
-from pathlib import Path
+from pathlib import PurePosixPath
 from struct import unpack
 from typing import Any, NamedTuple
+from urllib.parse import urlsplit
+from urllib.request import url2pathname
 
 import numpy as np
 
@@ -35,6 +35,15 @@ from distdl_rma.layers.sources.netcdf_header import check_netcdf_header
 from distdl_rma.layers.sources.packed import unpacked
 from distdl_rma.layers.sources.raw import RawArray
 from distdl_rma.layers.sources.reading import text_of, torch_dtype
+from distdl_rma.layers.sources.remote import (
+    check_found,
+    filesystem,
+    is_url,
+    needed,
+    opened,
+    reason,
+    version_of,
+)
 
 # Streams that are read from their beginning only, and archives; what makes a file that is read anywhere.
 _STREAMS = {
@@ -52,6 +61,8 @@ _STREAMS = {
 _NPY_VERSIONS, _NPY_HEADER_NBYTES = ((1, 0), (2, 0), (3, 0)), 10_000
 # Some codecs of Zarr take no more.
 _ZARR_2, _CHUNK_NBYTES = 2, (2 << 30) - 1
+# What a header of NIfTI 2 begins with: how many bytes it has, in one byte order or the other.
+_NIFTI_2 = (b"\x1c\x02\0\0", b"\0\0\x02\x1c")
 
 
 class Format(NamedTuple):
@@ -60,19 +71,22 @@ class Format(NamedTuple):
     opened: Callable[[str, str | None], Any]
     # Whether calls of its library wait for each other.
     locked: bool = False
+    # Whether an array is a folder.
+    folder: bool = False
 
 
 def open_array(source: str | os.PathLike[str] | Any, name: str | None = None) -> Any:
     """A source for :func:`shard`: an array in a file, or an array as it is; local.
 
     Nothing is read but the header. Each process opens the file for itself, also after a fork, and what is
-    returned can be pickled.
+    returned can be pickled. Of a URL, boxes are read by range requests; a server of http that sends nothing
+    for 30 seconds is an error.
 
     Parameters
     ----------
     source
         A path that ends in ``.npy``, ``.h5``, ``.hdf5``, ``.zarr`` (2 and 3), ``.nc``, ``.tif``, ``.tiff`` or
-        ``.nii``; or an object with ``shape`` that is sliced like an array.
+        ``.nii``, or a URL that ends so, of any protocol of ``fsspec``, but for ``.nc``; or an object with ``shape`` that is sliced like an array.
     name
         Of the array in the file, if it has several. A path may have it behind ``::``.
 
@@ -88,7 +102,8 @@ def open_array(source: str | os.PathLike[str] | Any, name: str | None = None) ->
         If the suffix is unknown, or the name is missing or not in the file.
     DataError
         If the file is missing, truncated or may not be read, if its header does not fit it, if it would run
-        code or has elements in files elsewhere, or if the package that reads it is not installed.
+        code or has elements in files elsewhere, or if the package that reads it is not installed. If a server
+        fails, is silent, or answers by whole files.
     ShapeError
         If torch does not have such elements.
     UnsupportedError
@@ -112,12 +127,11 @@ def open_array(source: str | os.PathLike[str] | Any, name: str | None = None) ->
             )
         return source
     path, _, inner = os.fspath(source).partition("::")
+    if path.startswith("file://"):
+        path = url2pathname(urlsplit(path).path)
     if inner and name is not None:
         raise ArgumentError(f"{source}: the array is named in the path and by name={name!r}; use one of both")
-    name, suffix = inner or name, Path(path).suffix.lower()
-    if suffix not in _FORMATS and ".zarr/" in path:
-        # An array in a group, by its path.
-        suffix = ".zarr"
+    name, suffix = inner or name, _suffix(path)
     if suffix in _STREAMS:
         raise UnsupportedError(
             f"{path}: a compressed stream or archive has no random access, every rank would read all of it;"
@@ -131,28 +145,22 @@ def open_array(source: str | os.PathLike[str] | Any, name: str | None = None) ->
         )
     try:
         check_found(path)
-        opened = _FORMATS[suffix].opened(path, name)
-        return opened if isinstance(opened, RawArray) else FileSource(path, name, _FORMATS[suffix], opened)
+        found = _FORMATS[suffix].opened(path, name)
+        if isinstance(found, RawArray) and not is_url(path):
+            return found
+        return FileSource(path, name, _FORMATS[suffix], found)
     except DistdlError:
         raise
     except Exception as error:
         raise DataError(
-            f"{path}: cannot be opened: {type(error).__name__}: {error}; is it a whole {suffix} file that"
-            " this user may read?"
+            f"{path}: cannot be opened: {reason(error)}; is it a whole {suffix} file that this user may read?"
         ) from error
 
 
-def check_found(path: str) -> None:
-    """``DataError`` if this process does not see a file or folder."""
-    if "://" in path:
-        return
-    if not Path(path).exists():
-        raise DataError(
-            f"{path}: not found on {platform.node()} from {Path.cwd()}; ranks on several machines need a path"
-            " that leads all of them to the file"
-        )
-    if not (Path(path).is_file() or Path(path).is_dir()):
-        raise DataError(f"{path}: is a pipe or a device, of which no box can be read; copy it into a file")
+def _suffix(path: str) -> str:
+    # Of the file; of an array in a group of Zarr, by its path, that of the group.
+    suffix = PurePosixPath(urlsplit(path).path if is_url(path) else path).suffix.lower()
+    return ".zarr" if suffix not in _FORMATS and ".zarr/" in path else suffix
 
 
 class FileSource:
@@ -171,35 +179,34 @@ class FileSource:
         # Before anything is read: a codec for objects may run code.
         torch_dtype(self, self.dtype)
         self.chunks = chunks_of(array)
+        # A Zarr array is many files, of which none has a version of all.
+        self._version = version_of(path) if is_url(path) and not kind.folder else None
 
     def __getitem__(self, box: tuple[slice, ...]) -> Any:
-        """The box, as the library returns it; ``DataError`` if it fails."""
+        """The box, as the library returns it; ``DataError`` if it fails, or a server's file has changed."""
         with hdf5_lock(self._kind.locked):
             try:
                 # A handle that a fork inherits would return wrong data.
                 if self._pid != os.getpid():
                     self._array, self._pid = self._kind.opened(self.path, self.name), os.getpid()
-                return self._array[box]
+                found = self._array[box]
+            except DistdlError:
+                raise
             except Exception as error:
                 raise DataError(
-                    f"{self}: reading {text_of(box)} failed: {type(error).__name__}: {error}; if the file"
-                    " is damaged, copy or write it again"
+                    f"{self}: reading {text_of(box)} failed: {reason(error)}; if the file is damaged, copy or"
+                    " write it again"
                 ) from error
+        if self._version is not None and version_of(self.path) != self._version:
+            raise DataError(f"{self}: has changed on the server since it was opened: open it again")
+        return found
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return open_array, (self.path, self.name)
+        # With the version of the first opening.
+        return open_array, (self.path, self.name), {"_version": self._version}
 
     def __repr__(self) -> str:
         return self.path if self.name is None else f"{self.path}::{self.name}"
-
-
-def needed(package: str, extra: str = "") -> Any:
-    """An optional package; ``DataError`` with the command that installs it if it is missing."""
-    try:
-        return import_module(package)
-    except ImportError as error:
-        command = f"pip install 'distdl_rma[{extra}]'" if extra else f"pip install {package}"
-        raise DataError(f"this file is read by {package}, which is not installed: {command}") from error
 
 
 def _chosen(path: str, names: Iterable[str], name: str | None) -> str:
@@ -223,7 +230,7 @@ def npy(path: str, name: str | None) -> RawArray:
     """
     if name is not None:
         raise ArgumentError(f"{path} has one array, without a name, got {name!r}")
-    with Path(path).open("rb") as file:
+    with opened(path) as file:
         version = np.lib.format.read_magic(file)
         width = 2 if version == (1, 0) else 4
         nbytes = int.from_bytes(file.read(width), "little")
@@ -263,16 +270,20 @@ def hdf5(path: str, name: str | None) -> Any:
         # Contiguous data that needs no conversion is read from the file itself.
         array, offset = found, found.id.get_offset()
         if offset is not None and found.id.get_type() == h5py.h5t.py_create(found.dtype, logical=True):
-            place = found.file.filename
+            place = path if is_url(path) else found.file.filename
             array = RawArray(place, np.dtype(found.dtype.str), found.shape, offset).check_size()
         return unpacked(path, array, found.attrs)
 
 
 def _netcdf(path: str, name: str | None) -> Any:
     netcdf = needed("netCDF4", "netcdf")
+    if is_url(path):
+        raise UnsupportedError(
+            f"{path}: NetCDF is read from disks, since its library may wait for a server for ever; download"
+            " the file, or have it as Zarr"
+        )
     with hdf5_lock():
-        if Path(path).is_file():
-            check_netcdf_header(path)
+        check_netcdf_header(path)
         file = netcdf.Dataset(path)
         groups, names = [file], []
         for group in groups:
@@ -280,7 +291,7 @@ def _netcdf(path: str, name: str | None) -> Any:
             inner = [one for one in group.variables if name or one not in group.dimensions]
             names += [f"{group.path}/{one}".strip("/") for one in inner]
         found = file[chosen := _chosen(path, names, name)]
-        if file.disk_format == "HDF5" and Path(path).is_file() and find_spec("h5py"):
+        if file.disk_format == "HDF5" and find_spec("h5py"):
             h5py, (home, _, last) = needed("h5py"), chosen.rpartition("/")
             # A variable that is called as a dimension, but is none of its coordinates, has another name.
             for each in (chosen, f"{home}/_nc4_non_coord_{last}"):
@@ -298,7 +309,7 @@ def _netcdf(path: str, name: str | None) -> Any:
 
 def _zarr(path: str, name: str | None) -> Any:
     zarr = needed("zarr", "zarr")
-    found = zarr.open(path, mode="r")
+    found = zarr.open(_zarr_store(zarr, path), mode="r")
     if not isinstance(found, zarr.Array):
         names = [key for key, one in found.members(max_depth=None) if isinstance(one, zarr.Array)]
         found = found[_chosen(path, names, name)]
@@ -323,8 +334,18 @@ def _zarr(path: str, name: str | None) -> Any:
     return unpacked(path, found, attributes)
 
 
+def _zarr_store(zarr: Any, path: str) -> Any:
+    # Zarr's own store of a URL has connections that nobody closes. This one calls those of ``fsspec``, which
+    # closes them, from threads.
+    if not is_url(path):
+        return path
+    wrapper = needed("fsspec.implementations.asyn_wrapper", "remote").AsyncFileSystemWrapper
+    files, place = filesystem(path)
+    return zarr.storage.FsspecStore(wrapper(files, asynchronous=True), read_only=True, path=place)
+
+
 def _tiff(path: str, name: str | None) -> Any:
-    file = needed("tifffile", "tiff").TiffFile(path)
+    file = needed("tifffile", "tiff").TiffFile(opened(path) if is_url(path) else path)
     with ExitStack() as stack:
         stack.push(file)
         _check_pages(path, file)
@@ -355,7 +376,15 @@ def _check_pages(path: str, file: Any) -> None:
 def _nifti(path: str, name: str | None) -> Any:
     if name is not None:
         raise ArgumentError(f"{path} has one array, without a name, got {name!r}")
-    found = needed("nibabel").load(path).dataobj
+    nibabel = needed("nibabel")
+    if is_url(path):
+        with opened(path) as file:
+            kind = nibabel.Nifti2Image if file.read(4) in _NIFTI_2 else nibabel.Nifti1Image
+            file.seek(0)
+            image = kind.from_stream(file)
+    else:
+        image = nibabel.load(path)
+    found = image.dataobj
     array = RawArray(path, found.dtype, found.shape, found.offset, fortran=found.order == "F").check_size()
     scales = {"scale_factor": found.slope, "add_offset": found.inter}
     return unpacked(path, array, {name: each for name, each in scales.items() if each != (name[0] == "s")})
@@ -369,7 +398,7 @@ _FORMATS = {
     ".he5": _HDF5,
     ".nc": _NETCDF,
     ".nc4": _NETCDF,
-    ".zarr": Format(_zarr),
+    ".zarr": Format(_zarr, folder=True),
     ".tif": _TIFF,
     ".tiff": _TIFF,
     ".nii": Format(_nifti),

@@ -30,6 +30,7 @@ from numpy.typing import NDArray
 from distdl_rma.errors import ArgumentError, DataError
 from distdl_rma.geometry.box import Box
 from distdl_rma.layers.sources.reading import Slices, placed, text_of
+from distdl_rma.layers.sources.remote import fetch, is_url, nbytes_of
 
 # Shorter runs of bytes are not worth a call of the system: such boxes go through mapped pieces of the file.
 _RUN_NBYTES, _PIECE_NBYTES = 16 << 10, 16 << 20
@@ -107,7 +108,8 @@ def _cut(shape: Sequence[int], extents: Sequence[int]) -> int:
 class RawArray:
     """An array in row-major order in a file, from a byte offset on; holds no handle, so it can be pickled.
 
-    Reading and writing a box touches its bytes only, and maps at most 16 MiB at a time. Boxes without a
+    Reading and writing a box touches its bytes only, and maps at most 16 MiB at a time; a file under a URL is
+    read only. Boxes without a
     common element can be written by several processes at once. If these are ``on_hosts``, the file is not
     mapped for writing, since a host writes whole pages back, with stale bytes beside its own: many short runs
     of bytes are slow then.
@@ -136,7 +138,7 @@ class RawArray:
     def check_size(self) -> RawArray:
         """Itself; ``DataError`` if the file is too short for it."""
         wanted = self.offset + prod(self.shape) * self.dtype.itemsize
-        if (found := Path(self.path).stat().st_size) < wanted:
+        if (found := nbytes_of(self.path)) < wanted:
             raise DataError(
                 f"{self.path}: has {found} bytes, but its header says {self.shape} of {self.dtype}, which"
                 f" ends at byte {wanted}; the file is truncated: copy or write it again"
@@ -153,6 +155,9 @@ class RawArray:
             return self[whole][tuple(slice(None, None, each.step) for each in box)]
         found = np.empty(extents, self.dtype, "F" if self.fortran else "C")
         target, rows = self._by_rows(box, found)
+        if is_url(self.path):
+            fetch(self.path, self._runs(target, rows))
+            return found
         if self._has_short_runs(target):
             for piece, at in self._pieces(target, rows):
                 piece[...] = self._mapped(piece, at, "r")
