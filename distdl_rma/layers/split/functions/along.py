@@ -30,14 +30,11 @@ from distdl_rma.layers.split.calls.site import Site
 from distdl_rma.layers.split.calls.table import Call, rule
 from distdl_rma.layers.split.calls.torch_errors import checked_rule
 from distdl_rma.layers.split.functions.reductions import summed_dtype
-from distdl_rma.layers.split.functions.shapes import frozen, uncut
 from distdl_rma.layers.split.operands import (
-    as_part,
     as_whole,
     composition,
     of_any_cut,
     of_cut,
-    on_whole_tensors,
 )
 from distdl_rma.layers.split.redistribution import to_blocks
 from distdl_rma.layers.split.reduction_axes import (
@@ -50,7 +47,7 @@ from distdl_rma.layers.split.reduction_axes import (
     with_an_element,
     with_whole,
 )
-from distdl_rma.layers.split.tensor import SplitTensor, any_cut, checked_block, composed, refused
+from distdl_rma.layers.split.tensor import SplitTensor, any_cut, composed, refused
 
 
 @checked_rule("reduction", "cumsum")
@@ -130,24 +127,6 @@ def along_whole_dimension(call: Call, site: Site, x: Any, dim: Any, **given: Any
 rule("movement", "msort", doc="As ``sort`` along the first dimension.")(
     composition(lambda x: torch.sort(x, 0)[0])
 )
-
-
-@rule("movement", "searchsorted")
-@of_any_cut
-def place_in_order(call: Call, site: Site, sequence: Any, **options: Any) -> Any:
-    """Positions of each rank's values; sequences become whole along the last dimension."""
-    func, x = call[0], options.pop("input")
-    if not any_cut(x):
-        return on_whole_tensors(*call)
-    if options["sorter"] is not None:
-        raise refused(func, "with a sorter")
-    if len(frozen(sequence)) == 1:
-        sequence = as_whole(site, sequence, x._layout, "sequence")
-        return SplitTensor(func(sequence, checked_block(x), **options), x._layout)
-    last = len(x._layout.shape) - 1
-    local, layout = with_whole(site, x, [last])
-    part = uncut(layout, {last: frozen(sequence)[-1]})
-    return SplitTensor(func(as_part(site, sequence, part, layout, 1), local, **options), layout)
 
 
 _EACH = "fft ifft rfft irfft hfft ihfft".split()

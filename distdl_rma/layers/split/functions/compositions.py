@@ -17,15 +17,12 @@ import torch
 from torch.nn import functional as F  # noqa: N812
 
 from distdl_rma.errors import ShapeError
-from distdl_rma.layers.split import layout as lay
 from distdl_rma.layers.split.calls.site import Site
 from distdl_rma.layers.split.calls.table import Call
 from distdl_rma.layers.split.calls.torch_errors import checked_rule
 from distdl_rma.layers.split.functions.losses import finished
-from distdl_rma.layers.split.functions.shapes import uncut
-from distdl_rma.layers.split.operands import as_part, composition, of_any_cut, of_cut
-from distdl_rma.layers.split.reduction_axes import positive, with_whole
-from distdl_rma.layers.split.tensor import SplitTensor, checked_block, composed, refused
+from distdl_rma.layers.split.operands import composition, of_cut
+from distdl_rma.layers.split.tensor import SplitTensor, composed, refused
 
 
 @checked_rule("norm", F.cosine_similarity)
@@ -44,20 +41,6 @@ def cosine_similarity(x1: Any, x2: Any, dim: int, eps: float) -> Any:
         return found + (eps - found.detach()).clamp(min=0)
 
     return (x1 / length(x1) * (x2 / length(x2))).sum(dim)
-
-
-@checked_rule("norm", "renorm")
-@composition
-def renorm(x: Any, p: Any, dim: int, maxnorm: Any) -> Any:
-    """Norms, combined over the ranks if slices are cut, then factors."""
-    if x._layout.cut_dims == (dim % x.dim(),):
-        return SplitTensor(torch.renorm(checked_block(x), p, dim, maxnorm), x._layout)
-    others = [d for d in range(x.dim()) if d != dim % x.dim()]
-    wide = torch.float32 if x.dtype in (torch.float16, torch.bfloat16) else None
-    is_long = torch.linalg.vector_norm(x.detach(), p, others, True, dtype=wide) > maxnorm
-    # As in torch, what is no longer than that is in no gradient: its norm may be NaN.
-    norm = torch.linalg.vector_norm(torch.where(is_long, x, 0), p, others, True, dtype=wide)
-    return x * torch.where(is_long, maxnorm / (norm + 1e-7), 1.0).to(x.dtype)
 
 
 @checked_rule("reduction", torch.Tensor.__contains__)
@@ -101,20 +84,6 @@ def triplet_margin_loss(
     return finished((margin + near - far).clamp(min=0), **how)
 
 
-@checked_rule("contraction", torch.cdist)
-@of_any_cut
-def cdist(call: Call, site: Site, x1: Any, x2: Any, p: float, compute_mode: str) -> Any:
-    """Rows of the first tensor stay cut; each rank gets all rows of the second for its samples."""
-    if not isinstance(x1, SplitTensor) or tuple(x1.shape[:-2]) != tuple(x2.shape[:-2]):
-        raise refused(call[0], "the first tensor must be split, and both must have the same batch dimensions")
-    last = x1.dim() - 1
-    mine, layout = with_whole(site, x1, (last,), "vectors made whole")
-    result, (rows, features) = uncut(layout, {last: x2.shape[-2]}), x2.shape[-2:]
-    part = uncut(lay.whole(layout, (last - 1,)), {last - 1: rows, last: features})
-    theirs = as_part(site, x2, part, result, 1)
-    return SplitTensor(call[0](mine, theirs, p=p, compute_mode=compute_mode), result)
-
-
 @checked_rule("window", torch.gradient)
 @of_cut()
 def gradient(call: Call, site: Site, x: SplitTensor, spacing: Any, dim: Any, edge_order: int) -> Any:
@@ -137,33 +106,3 @@ def _along(x: torch.Tensor, dim: int, h: Any, order: int) -> torch.Tensor:
     inner = (x.narrow(dim, 2, n - 2) - x.narrow(dim, 0, n - 2)) / 2
     found: torch.Tensor = torch.cat([first, inner, last], dim) / h
     return found
-
-
-@checked_rule("reduction", "trapezoid", "trapz")
-@composition
-def trapezoid(y: Any, x: Any, dim: int, dx: Any) -> Any:
-    """Each rank sums means of neighbours; ranks sum the results."""
-    n = y.shape[dim]
-    if not n:
-        return y.sum(dim)
-    if x is None:
-        return (y.sum(dim) * 2 - y.select(dim, 0) - y.select(dim, n - 1)) * (dx / 2)
-    return _twice_areas(y, x, dx, dim).sum(dim) / 2
-
-
-@checked_rule("reduction", "cumulative_trapezoid")
-@composition
-def cumulative_trapezoid(y: Any, x: Any, dim: int, dx: Any) -> Any:
-    """As ``cumsum`` of the means of neighbours."""
-    return _twice_areas(y, x, dx, dim).cumsum(dim) / 2
-
-
-def _twice_areas(y: Any, x: Any, dx: Any, dim: int) -> Any:
-    n = y.shape[dim]
-    both = y.narrow(dim, 1, n - 1) + y.narrow(dim, 0, n - 1)
-    if x is None:
-        return both * dx
-    # Dimensions are aligned at the last one. A vector lies along the summed dimension.
-    at = positive(dim, y.dim()) - y.dim()
-    x = x.reshape(-1, *(1,) * (-1 - at)) if x.dim() == 1 else x
-    return both * (x.narrow(at, 1, x.shape[at] - 1) - x.narrow(at, 0, x.shape[at] - 1))

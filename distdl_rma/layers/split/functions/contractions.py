@@ -14,7 +14,7 @@ that they need beside it (``as_part``). If ``k`` is cut, only the result is summ
 gathered operands in most networks. Partial products of short dtypes are summed in a longer one and rounded
 once.
 
-Functions of matrices (``svd``, ``solve``) need whole matrices; samples, or another dimension, are cut.
+Functions of matrices, such as ``svd``, need whole matrices; samples, or another dimension, are cut.
 """
 
 from __future__ import annotations
@@ -28,8 +28,6 @@ from distdl_rma.errors import ShapeError
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.layers.dtypes import sum_dtype
 from distdl_rma.layers.ops.core.tensors import no_autocast
-from distdl_rma.layers.split import layout as lay
-from distdl_rma.layers.split import layout_choice
 from distdl_rma.layers.split.calls.autocast import castable
 from distdl_rma.layers.split.calls.signatures import mapped, named, tensors_in
 from distdl_rma.layers.split.calls.site import Site
@@ -38,7 +36,6 @@ from distdl_rma.layers.split.calls.torch_errors import checked_rule, raise_as_to
 from distdl_rma.layers.split.functions.shapes import derived, frozen
 from distdl_rma.layers.split.operands import (
     as_part,
-    as_whole,
     common_partition,
     cut_by_largest,
     of_cut,
@@ -47,8 +44,8 @@ from distdl_rma.layers.split.operands import (
     site_for,
 )
 from distdl_rma.layers.split.redistribution import all_sum
-from distdl_rma.layers.split.reduction_axes import laid_out, positive, with_an_element, with_whole
-from distdl_rma.layers.split.tensor import SplitTensor, checked_block, composed, refused
+from distdl_rma.layers.split.reduction_axes import laid_out, positive, with_whole
+from distdl_rma.layers.split.tensor import SplitTensor, composed, refused
 from distdl_rma.layers.split.views import seen_of, strides_of
 
 _T: Any = torch.Tensor
@@ -270,16 +267,6 @@ def outer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return contracted(func, func, [a, b], [["m"], ["n"]], ["m", "n"])
 
 
-@checked_rule("contraction", "bilinear")
-def bilinear(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Each rank multiplies its samples; features become whole."""
-    a, (b, weight, bias) = args[0], named(func, args, kwargs).values()
-    rows = _batch(a.dim() - 1)
-    labels: list[Labels] = [[*rows, "i"], [*rows, "j"], ["o", "i", "j"]]
-    y = contracted(func, func, [a, b, weight], labels, [*rows, "o"])
-    return y if bias is None else composed(torch.add, y, bias)
-
-
 @checked_rule("contraction", torch.einsum)
 def einsum(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Each rank contracts its blocks. If a summed index is cut, ranks sum the results."""
@@ -355,53 +342,6 @@ def of_matrices(call: Call, site: Site, x: SplitTensor, **_: Any) -> Any:
     return mapped(split, func(local, *rest, **kwargs))
 
 
-@checked_rule("contraction", torch.linalg.solve, torch.linalg.solve_triangular, "cholesky_solve")
-def solved(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Each rank solves for its samples and right-hand sides, with whole matrices."""
-    a, options = args[0], named(func, args, kwargs)
-    by_factor = func.__name__ == "cholesky_solve"
-    b = options.pop("input2" if by_factor else "B")
-    if by_factor:
-        a, b = b, a
-    one, two = frozen(a), frozen(b)
-    vectors = func is torch.linalg.solve and (len(two) == 1 or two == one[:-1])
-    left = options.get("left", True)
-    rows, sides = list(range(2 - len(one), 0)), list(range((1 if vectors else 2) - len(two), 0))
-    mine: Labels = [*sides, *(("m",) if vectors else ("m", "k") if left else ("k", "m"))]
-    batch = max(rows, sides, key=len)
-    out = [*batch, *(("n",) if vectors else ("n", "k") if left else ("k", "n"))]
-    _, work, (matrix, right) = prepared(func, [a, b], [[*rows, "m", "n"], mine], out, ("m", "n"))
-    if not vectors:
-        # Torch takes a block of the shape of some vectors for these.
-        right = right[(None,) * (matrix.dim() - right.dim())]
-    if by_factor:
-        matrix, right = right, matrix
-    return SplitTensor(func(matrix, right, **options), work.result)
-
-
-@checked_rule("contraction", torch.linalg.lstsq)
-def least_squares(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Each rank solves for its samples; the drivers gelsd and gelss gather all matrices."""
-    a, (b, rcond, driver) = args[0], named(func, args, kwargs).values()
-    one, two = frozen(a), frozen(b)
-    if driver in ("gelsd", "gelss") or 0 in (*one, *two) or one[:-2] != two[: len(one) - 2]:
-        return on_whole_tensors(func, args, kwargs)
-    rows, sides = list(range(2 - len(one), 0)), ["k"] * (len(one) == len(two))
-    labels: list[Labels] = [[*rows, "m", "n"], [*rows, "m", *sides]]
-    _, work, blocks = prepared(func, [a, b], labels, [*rows, "n", *sides], ("m", "n", "k"))
-    found = func(*map(with_an_element, blocks), rcond, driver=driver)
-    shape = work.result.own_box.shape[: len(rows)]
-
-    def split(y: torch.Tensor) -> SplitTensor:
-        if y.shape == (0,):
-            return SplitTensor(y, lay.replicated(work.result.partition, y.shape))
-        order = [*range(len(rows)), *(None,) * (y.dim() - len(rows))]
-        layout = laid_out(work.result, order, y)
-        return SplitTensor(y[tuple(map(slice, shape))], layout)
-
-    return type(found)([split(each) for each in found])
-
-
 @checked_rule("contraction", "cross")
 def cross(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Each rank multiplies its vectors, whose three elements become whole."""
@@ -412,22 +352,3 @@ def cross(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     names = list(range(-len(shape), 0))
     _, work, blocks = prepared(func, [a, b], [names, names], names, (names[dim],))
     return SplitTensor(torch.linalg.cross(*blocks, dim=dim), work.result)
-
-
-@rule("contraction", "kron")
-@of_cut()
-def kron(call: Call, site: Site, a: SplitTensor, other: Any) -> Any:
-    """The first factor stays cut, the second is gathered; if only the second is cut, both are gathered."""
-    ours, theirs = len(a._layout.shape), frozen(other)
-    count = max(ours, len(theirs))
-    base = lay.reordered(a._layout, [*(None,) * (count - ours), *range(ours)])
-    extents = (1,) * (count - len(theirs)) + theirs
-    result = lay.with_splits(
-        base, {d: layout_choice.scaled(split, extents[d], 1) for d, split in enumerate(base.splits)}
-    )
-    local, second = checked_block(a), as_whole(site, other, result, "second factor")
-    # Not by torch's function, which refuses some factors that are transposed in memory.
-    shapes = [(1,) * (count - x.dim()) + x.shape for x in (local, second)]
-    rows = local.reshape([n for extent in shapes[0] for n in (extent, 1)])
-    products = rows * second.reshape([n for extent in shapes[1] for n in (1, extent)])
-    return SplitTensor(products.reshape([m * n for m, n in zip(*shapes, strict=True)]), result)

@@ -50,8 +50,8 @@ from distdl_rma.layers.split.operands import (
     site_for,
 )
 from distdl_rma.layers.split.redistribution import all_sum, summed
-from distdl_rma.layers.split.reduction_axes import Along, with_whole
-from distdl_rma.layers.split.tensor import SplitTensor, any_cut, checked_block, composed, refused
+from distdl_rma.layers.split.reduction_axes import Along
+from distdl_rma.layers.split.tensor import SplitTensor, any_cut, checked_block, composed
 
 
 def _reduced(
@@ -271,24 +271,6 @@ def class_loss(call: Call, site: Site, x: Any, target: Any, weight: Any, **given
             # Only the first of the ranks that share rows counts them; others add nothing.
             count = torch.zeros_like(count)
     return _reduced(site, y, layout, reduction, count, dtype)
-
-
-@checked_rule("loss", F.multi_margin_loss, F.multilabel_margin_loss)
-@of_any_cut
-def margin_loss(call: Call, site: Site, x: Any, target: Any, weight: Any = None, **given: Any) -> Any:
-    """Each rank computes the terms of its rows, whose classes become whole."""
-    # Terms of a class need the scores of the target's classes, which any rank may have: classes become whole.
-    func, reduction = call[0], _reduction_of(given)
-    if not isinstance(x, SplitTensor):
-        raise refused(func, "the target is split and the input is not")
-    dim = x.dim() - 1
-    scores, layout = with_whole(site, x, (dim,), "classes made whole")
-    rows = lay.reordered(layout, range(dim))
-    part = rows if target.dim() < x.dim() else uncut(layout, {dim: target.shape[dim]})
-    truth = as_part(site, target, part, layout, 1)
-    extra = {} if weight is None else {"weight": as_whole(site, weight, layout, "weight")}
-    y = func(scores, truth, **extra, **given, reduction="none")
-    return _reduced(site, y, rows, reduction, math.prod(rows.shape))
 
 
 @checked_rule("loss", F.multilabel_soft_margin_loss)

@@ -15,12 +15,10 @@ Three ways to rearrange a dimension that is cut:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import wraps
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from typing import Any
 
 import torch
-from torch.nn import functional as F  # noqa: N812
 
 from distdl_rma.errors import ShapeError
 from distdl_rma.geometry.box import Box
@@ -44,7 +42,7 @@ from distdl_rma.layers.split.operands import (
 )
 from distdl_rma.layers.split.redistribution import redistributed
 from distdl_rma.layers.split.reduction_axes import laid_out, positive, with_whole
-from distdl_rma.layers.split.tensor import SplitTensor, any_cut, checked_block, composed
+from distdl_rma.layers.split.tensor import SplitTensor, checked_block, composed
 from distdl_rma.layers.split.views import seen_of, strides_of
 
 
@@ -121,36 +119,6 @@ def stacked(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     more = [composed(least, x) for x in tensors]
     dim = {"hstack": 0 if more[0].dim() == 1 else 1, "dstack": 2}.get(name, 0)
     return composed(torch.cat, more, dim)
-
-
-def _of_all(function: Any) -> Any:
-    # Handler of a function of any number of tensors, as a composition of others.
-    @wraps(function)
-    def called(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return composed(function, *args) if any_cut(args) else on_whole_tensors(func, args, kwargs)
-
-    return called
-
-
-@checked_rule("movement", torch.block_diag)
-@_of_all
-def block_diagonal(*tensors: Any) -> Any:
-    """As ``cat`` of padded rows."""
-    # Of numbers among matrices, only the kind counts.
-    dtype = torch.block_diag(*(torch.empty((0,) * x.dim(), dtype=x.dtype) for x in tensors)).dtype
-    blocks = [torch.atleast_2d(x).to(dtype) for x in tensors]
-    ends = [*accumulate((x.shape[1] for x in blocks), initial=0)]
-    sides = [(start, ends[-1] - stop) for start, stop in pairwise(ends)]
-    return torch.cat([F.pad(x, around) for x, around in zip(blocks, sides, strict=True)])
-
-
-@checked_rule("movement", torch.cartesian_prod)
-@_of_all
-def products_of_sets(*tensors: Any) -> Any:
-    """As ``stack`` of the grids of ``meshgrid``."""
-    if len(tensors) == 1:
-        return tensors[0].view_as(tensors[0])
-    return torch.stack([grid.reshape(-1) for grid in torch.meshgrid(*tensors, indexing="ij")], 1)
 
 
 @rule(

@@ -18,6 +18,7 @@ import torch
 from torch.nn import functional as F  # noqa: N812
 
 from distdl_rma.layers.split.calls.table import WITHOUT_RULE, rule, twin_of
+from distdl_rma.layers.split.calls.torch_errors import checked_rule
 from distdl_rma.layers.split.operands import on_whole_tensors
 from distdl_rma.layers.split.tensor import any_cut, composed, refused
 
@@ -83,9 +84,20 @@ def without_rule(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     return on_whole_tensors(func, args, kwargs)
 
 
-# Not refused although a result of blocks would be none: the results are small, and the data moves once.
-rule(
-    "movement",
-    *"unique unique_consecutive histc histogram bincount corrcoef cov".split(),
-    doc="Every rank gets the whole tensor and computes the same: the result depends on all elements.",
-)(on_whole_tensors)
+# Not refused although a result of blocks would be none: each rank needs the memory of the whole tensors. The
+# results are small, or programs call the function rarely and for small tensors.
+_OF_ALL: dict[str, list[Any]] = {
+    "reduction": ["trapezoid", "trapz", "cumulative_trapezoid"],
+    "loss": [F.multi_margin_loss, F.multilabel_margin_loss],
+    "movement": [
+        *"unique unique_consecutive histc histogram bincount corrcoef cov searchsorted renorm".split(),
+        *(torch.block_diag, torch.cartesian_prod, torch.combinations),
+    ],
+    "contraction": [
+        *(torch.linalg.solve, torch.linalg.solve_triangular, torch.linalg.lstsq, torch.cdist),
+        *("cholesky_solve", "bilinear", "kron"),
+    ],
+}
+for _kind, _functions in _OF_ALL.items():
+    _doc = "Every rank gets the whole tensors, and needs the memory for these; all compute the same."
+    checked_rule(_kind, *_functions, doc=_doc)(on_whole_tensors)
