@@ -24,9 +24,6 @@ One rule holds on all floors: data is written before its flag, by one writer, an
 reader says when the place is free again. Most classes name their writer, their reader and that moment.
 """
 
-import warnings
-from typing import Any
-
 from distdl_rma.segments.channel import Channel
 from distdl_rma.segments.collectives.allgather import Allgather, Bcast
 from distdl_rma.segments.collectives.allreduce import Allreduce
@@ -49,17 +46,6 @@ __all__ = [
     "SegmentManager",
     "SegmentStats",
 ]
-
-# Collectives have MPI's names. The former names are deprecated: layers use them too.
-_FORMER = {"AllGather": Allgather, "Broadcast": Bcast}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _FORMER:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    now = _FORMER[name]
-    warnings.warn(f"segments.{name} is called {now.__name__}", DeprecationWarning, stacklevel=2)
-    return now
 
 
 def __dir__() -> list[str]:

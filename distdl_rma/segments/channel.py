@@ -117,17 +117,15 @@ class Channel:
     def connect(self, timeout: float | None = None) -> None:
         """Exchange addresses with the peers, and with no other rank; once, blocking.
 
-        The first ``start`` calls it. ``MismatchError`` on both sides if a peer connects another exchange, and
-        ``ShapeError`` on both sides if it moves elements of another dtype. ``ExchangeTimeout`` if a peer does
-        not connect in time: the call can be repeated.
+        The first ``start`` calls it. ``MismatchError`` on both sides if a peer connects another exchange or
+        moves elements of another dtype. ``ExchangeTimeout`` if a peer does not connect in time: the call can
+        be repeated.
         """
         self._check()
         if self._connected:
             return
-        # ``num`` identifies built-in dtypes only, not for example dtypes of foreign byte order.
-        kind = self.dtype.num if self.dtype.isbuiltin == 1 else fingerprint(str(self.dtype))
-        # For each peer: offset for its data, index of the data flag and of the acknowledge flag, dtype.
-        facts = {peer: [-1, -1, -1, kind] for peer in self.exchange.peers}
+        # For each peer: offset for its data, index of the data flag and of the acknowledge flag.
+        facts = {peer: [-1, -1, -1] for peer in self.exchange.peers}
         if self._posted is not None:
             self._posted.connect(self._buffer)
         for lane in self._incoming:
@@ -135,13 +133,8 @@ class Channel:
         for lane in self._outgoing:
             facts[lane.peer][2] = lane.notification
         notes = {peer: tuple(numbers) for peer, numbers in facts.items()}
-        remotes = self._buffer.exchange(notes, self.name, self.exchange.fingerprint, timeout)
-        others = sorted(peer for peer, remote in remotes.items() if remote.note[3] != kind)
-        if others:
-            raise ShapeError(
-                f"{self.name!r}: rank {self._manager.rank} moves {self.dtype}, but rank(s) {others} another"
-                " dtype: it must be the same on all ranks of a channel"
-            )
+        terms = f"exchange={self.exchange.fingerprint:014x}\ndtype={self.dtype}"
+        remotes = self._buffer.exchange(notes, self.name, fingerprint(terms), timeout, terms=terms)
         for lane in self._outgoing:
             remote, need = remotes[lane.peer], self.exchange.need_of(lane.peer)
             lane.bind_outgoing(remote, self._buffer, self.dtype)

@@ -14,17 +14,13 @@ the package pays for neither.
 
 from __future__ import annotations
 
-import atexit
 import fcntl
 import os
 import socket
 import struct
-import tempfile
-import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 from torch._C._distributed_c10d import FileStore, Store, TCPStore
@@ -118,13 +114,14 @@ def _store(timeout: timedelta) -> Store:
     """Store of torch that all ranks reach; collective over them.
 
     On one node it is a file: that needs no network and no host name, which containers may not have. Between
-    nodes rank 0 listens, and each rank takes the first of its addresses that answers: a host may have a
-    network that others do not reach.
+    nodes, and where a rank cannot open that file, rank 0 listens, and each rank takes the first of its
+    addresses that answers: a host may have a network that others do not reach.
     """
     segments = Machine.on().segments
     rank, size = launched()
-    if len(segments.segment.nodes) == 1:
-        file = FileStore(_shared_file(segments, rank), size)
+    shared = _shared_file(segments, rank) if len(segments.segment.nodes) == 1 else None
+    if shared is not None:
+        file = FileStore(f"/proc/self/fd/{_keep_open(shared)}", size)
         file.set_timeout(timeout)
         return file
     store, words = None, None
@@ -139,29 +136,23 @@ def _store(timeout: timedelta) -> Store:
     )
 
 
-def _shared_file(segments: SegmentManager, rank: int) -> str:
-    # A file without a name where the system has them: it ends with the processes, however these end. Other
-    # ranks open it in the table of rank 0's open files. If one of them cannot, all take a file with a name.
-    made, own = None, os.getpid()
+def _shared_file(segments: SegmentManager, rank: int) -> int | None:
+    # A file without a name: it ends with the processes, however these end. Other ranks open it in the table
+    # of rank 0's open files. None on all ranks if one of them cannot.
+    made = None
     with suppress(OSError, AttributeError):
         made = os.memfd_create("distdl_rma rendezvous") if rank == 0 else None
-    named = f"{tempfile.gettempdir()}/distdl_rma-{own}-{time.monotonic_ns()}"
-    facts = gather_words(segments, [namespace(), own, made, named], "rendezvous of torch")
-    _, process, number, named = facts[0]
+    facts = gather_words(segments, [namespace(), os.getpid(), made], "rendezvous of torch")
+    _, process, number = facts[0]
     spaces = {each[0] for each in facts.values()}
     # Process numbers are valid on all ranks if all are in one namespace.
     if rank and number is not None and len(spaces) == 1 and 0 not in spaces:
         with suppress(OSError):
             made = os.open(f"/proc/{process}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
     everywhere = all(gather_words(segments, made is not None, "rendezvous of torch (file)").values())
-    if made is not None and everywhere:
-        return f"/proc/self/fd/{_keep_open(made)}"
-    if made is not None:
+    if made is not None and not everywhere:
         os.close(made)
-    if rank == 0:
-        # The last rank to leave the file removes it, unless the program ends first.
-        atexit.register(Path(named).unlink, missing_ok=True)
-    return str(named)
+    return made if everywhere else None
 
 
 def _keep_open(file: int) -> int:

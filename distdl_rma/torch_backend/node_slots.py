@@ -31,9 +31,8 @@ from typing import Any
 
 import numpy as np
 
-from distdl_rma.errors import MismatchError, PartitionError
+from distdl_rma.errors import MismatchError
 from distdl_rma.geometry.exchange import fingerprint
-from distdl_rma.segments.collectives.node_layout import NodeLayout
 from distdl_rma.segments.collectives.reduction import Array
 from distdl_rma.segments.manager import SegmentManager
 from distdl_rma.torch_backend.calls import CALL_BYTES, DIGEST_BYTES, Call, Callers, Kinds
@@ -69,18 +68,11 @@ class NodeSlots(Callers):
     number raises ``MismatchError``; all ranks do, since each sees the first word of every rank's call. Kinds
     without a number are compared by their digests.
 
-    Collective over ``ranks`` to construct, blocking. ``PartitionError``, on all of them and before they
-    communicate, where they do not all reach each other's memory.
+    Collective over ``ranks``, which all reach each other's memory, to construct; blocking.
     """
 
     def __init__(self, manager: SegmentManager, ranks: Sequence[int], name: str) -> None:
         super().__init__(manager, ranks, name)
-        nodes = NodeLayout(self.ranks, manager.segment.direct_nodes, manager.rank).nodes
-        if len(nodes) > 1:
-            raise PartitionError(
-                f"group {name!r}: rounds are for ranks that reach each other's memory, but of {list(ranks)}"
-                f" {list(nodes[0])} do not reach {list(nodes[1])}: these are on another node"
-            )
         self.crowded = manager.segment.crowded
         room = min(_SLOT_BYTES, manager.segment.nbytes // _SHARE_OF_SEGMENT)
         self.slot_bytes = max(_PAGE, room // _PAGE * _PAGE)

@@ -352,7 +352,6 @@ def embedding(rng, P_world):
         "num_embeddings": rows,
         "embedding_dim": width,
         "padding_idx": rng.choice([None, None, rng.randrange(rows), -1]),
-        "scale_grad_by_freq": rng.random() < 0.4,
         "_freeze": rng.random() < 0.1,
         "dtype": torch.float64,
     }

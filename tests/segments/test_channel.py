@@ -87,7 +87,8 @@ def test_epochs_are_received_in_order(machine):
 def test_another_dtype_is_refused_by_those_who_send_and_by_those_who_receive(machine, name, other):
     dtype = np.dtype(other if machine.rank == 0 else np.float32)
     channel = Channel(machine.segments, movements(machine)[name], dtype, "bits")
-    with pytest.raises(ShapeError, match=rf"'bits': rank {machine.rank} moves {dtype}, .* another dtype"):
+    found = rf"'bits'.*dtype is {dtype} on rank {machine.rank} and \S+ on rank"
+    with pytest.raises(MismatchError, match=found):
         channel.connect()
     channel.close()
 

@@ -1,5 +1,6 @@
 """How groups are made, how they end, and what users see when that goes wrong."""
 
+import os
 import sys
 
 import pytest
@@ -43,6 +44,19 @@ def test_groups_need_no_address_and_can_be_made_again(comm):
         dist.barrier()
         dist.destroy_process_group()
     assert not Machine.on().closed
+
+
+@pytest.mark.mpi
+@pytest.mark.sizes(3)
+def test_ranks_without_a_file_in_memory_meet_at_a_port(comm, monkeypatch):
+    monkeypatch.delattr(os, "memfd_create")
+    dist.init_process_group("rma")
+    store = dist.distributed_c10d._get_default_store()
+    store.set(f"of {comm.rank}", str(comm.rank))
+    assert [int(store.get(f"of {rank}")) for rank in range(comm.size)] == [*range(comm.size)]
+    # Rank 0 listens.
+    dist.barrier()
+    dist.destroy_process_group()
 
 
 @pytest.mark.mpi(min_size=3)

@@ -4,9 +4,8 @@ import time
 
 import pytest
 
-from distdl_rma.errors import MismatchError, PartitionError
+from distdl_rma.errors import MismatchError
 from distdl_rma.torch_backend.calls import Call
-from distdl_rma.torch_backend.node_slots import NodeSlots
 
 on_ranks = pytest.mark.mpi(min_size=2)
 
@@ -68,12 +67,3 @@ def test_memory_is_ones_own_when_all_the_others_have_left(rounds, comm):
         rounds.leave()
     comm.Barrier()
     assert rounds.left()
-
-
-@on_ranks
-def test_ranks_that_do_not_reach_each_others_memory_are_refused_on_all_of_them(machine, comm):
-    if len(machine.segments.segment.direct_nodes) == 1:
-        pytest.skip("the ranks reach each other's memory")
-    with pytest.raises(PartitionError, match=r"group 'apart': .* of \[0, .* do not reach .* on another node"):
-        NodeSlots(machine.segments, machine.ranks, "apart")
-    comm.Barrier()

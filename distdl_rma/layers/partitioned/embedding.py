@@ -7,13 +7,13 @@ gradients of the table, which are dense::
     rank 0    indices 5 2 7    table    vectors t5 t2 t7    gradient of rows 2, 5 and 7   ─┐
     rank 1    indices 2 2 0    table    vectors t2 t2 t0    gradient of rows 0 and 2      ─┴─  sum
 
-``sparse`` and ``max_norm`` are refused: sums of sparse gradients have other rows on each rank, and
-``max_norm`` changes the table in a forward, on each rank by its own indices.
+``sparse``, ``max_norm`` and ``scale_grad_by_freq`` are refused: sums of sparse gradients have other rows on
+each rank, ``max_norm`` changes the table in a forward, on each rank by its own indices, and
+``scale_grad_by_freq`` divides by how often an index occurs on all ranks.
 """
 
 from __future__ import annotations
 
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from torch import nn
 from distdl_rma.errors import ShapeError, UnsupportedError
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.layers.ops.core.tensors import problem_with
-from distdl_rma.layers.ops.embedding import INDICES, Embedding, IndexFrequencies
+from distdl_rma.layers.ops.embedding import INDICES, Embedding
 from distdl_rma.layers.partitioned.core.arguments import (
     PlacedOptions,
     by_name,
@@ -34,6 +34,9 @@ from distdl_rma.layers.partitioned.core.arguments import (
 from distdl_rma.layers.partitioned.core.input_facts import InputFacts, source_of
 from distdl_rma.layers.partitioned.core.operator_layer import OperatorLayer
 from distdl_rma.layers.partitioned.core.placement import whole_placement
+
+_OF_ALL = "it depends on what all ranks look up"
+_REFUSED = {"max_norm": _OF_ALL, "scale_grad_by_freq": _OF_ALL, "sparse": "gradients are dense"}
 
 
 class DistributedEmbedding(OperatorLayer[Embedding], nn.Embedding):
@@ -48,8 +51,7 @@ class DistributedEmbedding(OperatorLayer[Embedding], nn.Embedding):
     P_x
         Partition of the input, with as many dimensions as the tensor of indices.
     num_embeddings, embedding_dim, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse
-        As in torch; ``max_norm`` must be None and ``sparse`` False. ``scale_grad_by_freq`` counts the
-        indices of all ranks.
+        As in torch; ``max_norm`` must be None, ``scale_grad_by_freq`` and ``sparse`` False.
     _weight, _freeze, device, dtype
         As in torch.
     P_y
@@ -62,7 +64,7 @@ class DistributedEmbedding(OperatorLayer[Embedding], nn.Embedding):
     ShapeError
         In a call: also if the indices are not ``int64`` or ``int32``, or one is out of range.
     UnsupportedError
-        If ``max_norm`` or ``sparse`` is asked for, or another device than the CPU.
+        If ``max_norm``, ``scale_grad_by_freq`` or ``sparse`` is asked for, or another device than the CPU.
 
     Notes
     -----
@@ -79,18 +81,16 @@ class DistributedEmbedding(OperatorLayer[Embedding], nn.Embedding):
 
     _allowed = ("replicated", "root")
     _by_name = ("P_y", *PlacedOptions.__annotations__)
-    _shown = ("num_embeddings", "embedding_dim", "padding_idx", "scale_grad_by_freq")
+    _shown = ("num_embeddings", "embedding_dim", "padding_idx")
 
     def __init__(self, P_x: Partition, *arguments: Any, P_y: Partition | None = None, **options: Any) -> None:
         kind = type(self).__name__
         own, placement = placed_options(type(self), self._allowed, options)
         given = by_name(type(self), *arguments, **options)
-        unwanted = {"max_norm": given.get("max_norm"), "sparse": given.get("sparse") or None}
-        for key, value in unwanted.items():
-            if value is not None:
-                raise UnsupportedError(
-                    f"{kind}: {key}={value} is not supported: weights and gradients are dense"
-                )
+        for key, reason in _REFUSED.items():
+            value = given.get(key)
+            if value is not None and value is not False:
+                raise UnsupportedError(f"{kind}: {key}={value} is not supported: {reason}")
         check_dims(type(self), (P_x.dim + 1,), P_y=P_y)
         weight = given.get("_weight")
         check_device(kind, given.get("device") if weight is None else weight.device)
@@ -103,13 +103,6 @@ class DistributedEmbedding(OperatorLayer[Embedding], nn.Embedding):
         place = whole_placement(self.machine, P_x, P_x, like.weight.shape, placement)
         self.place({"weight": like.weight}, {"weight": place})
 
-    @cached_property
-    def _frequencies(self) -> IndexFrequencies | None:
-        # Of the layer: all its operations count with one allreduce.
-        if not self.scale_grad_by_freq or not self.P_x.active:
-            return None
-        return IndexFrequencies(self.site, self.P_x, self.num_embeddings)
-
     def plan(self, facts: dict[int, InputFacts]) -> Embedding:
         """Operation whose vectors are cut as their indices, or are on P_y if given."""
         source, dtype = source_of(self.P_x, facts)
@@ -119,7 +112,7 @@ class DistributedEmbedding(OperatorLayer[Embedding], nn.Embedding):
         if len(kinds) != 1 or kind is None:
             raise ShapeError(f"the ranks' weights differ in type: {kinds}")
         table = self.embedding_dim, self.padding_idx, kind
-        return Embedding(self.site, source, dtype, *table, self._target, self._frequencies)
+        return Embedding(self.site, source, dtype, *table, self._target)
 
     def input_problem(self, x: torch.Tensor) -> str:
         """Error text if an index is out of range.

@@ -26,7 +26,7 @@ from numpy.typing import DTypeLike
 from distdl_rma.geometry.intervals import Listed
 from distdl_rma.segments.collectives.between_nodes import Stages, in_pieces, number_of_pieces, pieces_of_all
 from distdl_rma.segments.collectives.collective import Collective, CollectiveSite
-from distdl_rma.segments.collectives.node_layout import RankSlice, check_count, check_lengths
+from distdl_rma.segments.collectives.node_layout import Run, check_count, check_lengths
 from distdl_rma.segments.collectives.reduction import Array
 from distdl_rma.segments.collectives.stepped_algorithm import SteppedAlgorithm
 from distdl_rma.segments.large_arrays import copy
@@ -160,14 +160,14 @@ class _AllgatherByNodes(SteppedAlgorithm):
             self.notify(_SPREAD, self.layout.others_here, piece)
 
 
-def _joined(parts: Sequence[slice]) -> list[RankSlice]:
-    # Adjacent parts become one; their ranks do not matter.
-    found: list[RankSlice] = []
+def _joined(parts: Sequence[slice]) -> list[Run]:
+    # Adjacent parts become one.
+    found: list[Run] = []
     for part in parts:
         if found and found[-1].stop == part.start:
-            found[-1] = RankSlice(0, found[-1].start, part.stop)
+            found[-1] = Run(found[-1].start, part.stop)
         elif part.start < part.stop:
-            found.append(RankSlice(0, part.start, part.stop))
+            found.append(Run(part.start, part.stop))
     return found
 
 

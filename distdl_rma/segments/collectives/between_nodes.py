@@ -16,7 +16,7 @@ from mpi4py import MPI
 
 from distdl_rma.geometry.intervals import Balanced
 from distdl_rma.segments.collectives.barrier import Barrier
-from distdl_rma.segments.collectives.node_layout import RankSlice, clipped
+from distdl_rma.segments.collectives.node_layout import Run, clipped
 from distdl_rma.segments.collectives.reduction import Array
 from distdl_rma.segments.manager import SegmentManager
 
@@ -54,7 +54,7 @@ def slices(count: int, number: int) -> list[slice]:
     return [slice(*ends) for ends in map(Balanced(count, number or 1).interval, range(number))]
 
 
-def pieces_of_all(parts: Sequence[Sequence[RankSlice]], number: int) -> list[list[tuple[RankSlice, ...]]]:
+def pieces_of_all(parts: Sequence[Sequence[Run]], number: int) -> list[list[tuple[Run, ...]]]:
     """Cut the parts of every node into ``number`` pieces; return for each piece its slices by node."""
     cuts = [slices(sum(part.size for part in of_node), number) for of_node in parts]
     return [

@@ -18,17 +18,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from operator import index as as_int
+from typing import NamedTuple
 
 from distdl_rma.errors import PartitionError, ShapeError
 from distdl_rma.geometry.intervals import Balanced
 from distdl_rma.geometry.partition import Groups, grouped, leaders, share_holders
 
 
-@dataclass(frozen=True)
-class RankSlice:
-    """Elements ``[start, stop)`` of a vector, and the rank that they belong to."""
+class Run(NamedTuple):
+    """Elements ``[start, stop)`` of a vector."""
 
-    rank: int
     start: int
     stop: int
 
@@ -129,17 +128,17 @@ class NodeLayout:
         return slice(*Balanced(count, self.shares).interval(self.my_share))
 
 
-def clipped(pieces: Sequence[RankSlice], start: int, stop: int) -> Iterator[RankSlice]:
+def clipped(pieces: Sequence[Run], start: int, stop: int) -> Iterator[Run]:
     """Cut pieces to positions ``[start, stop)`` in the row that they make; pieces outside are left out.
 
-    >>> [*clipped([RankSlice(0, 10, 13), RankSlice(1, 50, 54)], 2, 5)]
-    [RankSlice(rank=0, start=12, stop=13), RankSlice(rank=1, start=50, stop=52)]
+    >>> [*clipped([Run(10, 13), Run(50, 54)], 2, 5)]
+    [Run(start=12, stop=13), Run(start=50, stop=52)]
     """
     at = 0
     for piece in pieces:
         low, high = max(start - at, 0), min(stop - at, piece.size)
         if low < high:
-            yield RankSlice(piece.rank, piece.start + low, piece.start + high)
+            yield Run(piece.start + low, piece.start + high)
         at += piece.size
 
 

@@ -76,7 +76,6 @@ _CALLS = {
     "DistributedConcat": ("[rows2, rows2], samples", "local(), local()"),
     "DistributedEmbedding": ("line, 7, 3", _WORDS),
     "DistributedEmbedding root": ("line, 7, 3, weights='root'", _WORDS),
-    "DistributedEmbedding by frequency": ("line, 7, 3, scale_grad_by_freq=True", _WORDS),
     "DistributedLinear": ("line, line, line, 3 * n, 8", _ROWS),
     **{f"DistributedLinear{way}": ("line, 3 * n, 8", _ROWS) for way in ("AllGather", "ReduceScatter")},
     **{f"DistributedLinear{way}Zero": ("blocks, 3, 8", _ROWS) for way in ("AllGather", "ReduceScatter")},

@@ -58,6 +58,7 @@ REFUSED = {
     "Embedding(plane, 3, 2, device='meta')": "UnsupportedError: Embedding: device meta is not",
     "Embedding(plane, 3, 2, sparse=True)": "UnsupportedError: DistributedEmbedding: sparse",
     "Embedding(plane, 3, 2, max_norm=1.0)": r"UnsupportedError: DistributedEmbedding: max_norm=1\.0",
+    "Embedding(plane, 3, 2, scale_grad_by_freq=True)": "UnsupportedError: DistributedEmbedding: scale_grad_b",
     "Embedding(plane, 3, 2, padding_idx=3)": "ArgumentError: Padding_idx must be within num_embeddings",
     "Embedding(plane, 3, 2, True)": "ArgumentError: 'padding_idx' .* must be int, not bool; got num_embed",
     "Embedding(plane, 3, 2, P_y=plane)": "PartitionError: P_y has 2 dimensions",

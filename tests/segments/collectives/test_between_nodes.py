@@ -16,7 +16,7 @@ from distdl_rma.segments.collectives.between_nodes import (
     pieces_of_all,
     slices,
 )
-from distdl_rma.segments.collectives.node_layout import RankSlice
+from distdl_rma.segments.collectives.node_layout import Run
 from distdl_rma.segments.waiting.header import WaitReason
 
 LONG = 30_000
@@ -32,7 +32,7 @@ def test_pieces_are_few_and_of_small_vectors_there_is_one():
 def test_slices_are_all_of_it_in_order():
     for count in (0, 1, 3, 8, 101):
         assert [i for at in slices(count, 5) for i in range(count)[at]] == list(range(count))
-    parts = [[RankSlice(0, 0, 5), RankSlice(1, 9, 10)], [], [RankSlice(2, 5, 6)]]
+    parts = [[Run(0, 5), Run(9, 10)], [], [Run(5, 6)]]
     cut = pieces_of_all(parts, 4)
     assert [sum(part.size for part in of_node) for of_node in cut[0]] == [2, 0, 1]
     for node, of_node in enumerate(parts):

@@ -86,7 +86,7 @@ def without_rule(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
 
 # Not refused although a result of blocks would be none: each rank needs the memory of the whole tensors. The
 # results are small, or programs call the function rarely and for small tensors.
-_OF_ALL = {
+_OF_ALL: dict[str, list[Any]] = {
     "reduction": ["trapezoid", "trapz", "cumulative_trapezoid"],
     "loss": [F.multi_margin_loss, F.multilabel_margin_loss],
     "movement": [
