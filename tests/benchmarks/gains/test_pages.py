@@ -14,6 +14,10 @@ from benchmarks.gains.networks import NETWORKS
 from benchmarks.gains.store import Kept, Training
 from benchmarks.results.run import ROOT, Run
 from benchmarks.row import Row
+from benchmarks.scaling.cases import CASES
+from benchmarks.scaling.layers import layers_of
+from benchmarks.scaling.model import beside
+from benchmarks.scaling.plans import Cluster, planned
 
 WHERE_NUMBERS_MAY_BE = ("README.md", "docs/**/*.md", "examples/*.py", "distdl_rma/**/*.py")
 GENERATED = re.compile(r"<!-- ([\w ]+): written by .*?<!-- \1: end -->", re.DOTALL)
@@ -74,6 +78,19 @@ def test_a_time_of_more_ranks_than_cores_is_a_dash_and_the_memory_beside_it_is_n
     assert re.fullmatch(r"[\d,]+", cells[6])
     trained = replace(Kept.read(), trainings=(Training(4, 9.0, 2, 0.5, 1e-9, 0.0),), cores=2)
     assert "| 4 ranks | - | 2 | 0.5000 | 1.0e-09 | 0.0e+00 |" in page.scaffold(trained)
+
+
+def test_with_rows_by_the_rule_of_thumb_halos_are_the_parts_that_the_page_says():
+    case, ranks = CASES[0], 4
+    layers = layers_of(case.network(), (1, 1, 8 * 2**case.depth * ranks, 64))
+    cluster = Cluster((1, 1, ranks, 1), 1)
+    found = {layer.path: beside(planned(layer, cluster, cluster.middle)) for layer in layers}
+    page_of_grids = (ROOT / "docs" / "convert.md").read_text()
+    for path, rows in (("first.3", 64), (f"down.{case.depth - 1}.3", 8)):
+        assert found[path] == 2 / rows
+        assert f"{100 * found[path]:.0f} % at the" in page_of_grids
+    # Heights that are multiples of the strides times the ranks: pooling and growing move nothing.
+    assert not any(found[path] for path in found if path.startswith(("pools", "grow")))
 
 
 def test_runs_are_said_once_or_with_the_networks_that_they_are_of():
