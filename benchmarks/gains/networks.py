@@ -1,6 +1,6 @@
 """The networks whose gain is measured: a U-Net of images, and ScaFFold's of volumes.
 
-Nothing here imports the library: a process that measures the memory of a network alone has nothing else.
+Nothing here imports MPI: a process that measures the memory of a network alone has nothing of it.
 """
 
 from __future__ import annotations

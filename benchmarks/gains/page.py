@@ -23,6 +23,7 @@ COMMAND = "python -m benchmarks.gains docs"
 DASH = "-"
 COLUMNS = 140
 SMALL, LARGE, VOLUME = "unet-128", "unet-1024", "scaffold-64"
+VOLUMES_SHOWN = VOLUME, "scaffold-96"
 IMAGES, VOLUMES = CASES
 # Networks of the model, with a wire and a number of ranks: slices, then blocks.
 GRIDS = (
@@ -160,12 +161,15 @@ def in_short(gains: list[Gain]) -> str:
 
 def kernels(found: Mapping[str, Measured]) -> str:
     """How much of the gain of volumes is that of kernels."""
-    gain = Gain(VOLUME, found[VOLUME])
-    return (
-        f"Of the {gain.shown}: one rank takes {_ratio(gain.time(1))} of the time of the network alone on one"
-        f" thread, by its kernels; two ranks take {_ratio(gain.kernels(2))} of the time of one rank with two"
-        " threads, by the cut."
-    )
+    said = []
+    for name in VOLUMES_SHOWN:
+        gain, extents = Gain(name, found[name]), " x ".join(map(str, NETWORKS[name].shape))
+        said.append(
+            f"on {extents} one rank takes {_ratio(gain.time(1))} of the time of the network alone on one"
+            f" thread, by its kernels, and two ranks {_ratio(gain.kernels(2))} of the time of one rank with"
+            " two threads, by the cut"
+        )
+    return f"Of the 3-D U-Net: {'; '.join(said)}."
 
 
 def in_words(gains: list[Gain]) -> str:
@@ -236,18 +240,22 @@ def grids(constants: Constants) -> str:
                 *[""] * (3 - len(cells)),
             )
         )
-    return table(("predicted step", "slices", "blocks in two dimensions", "in three"), rows)
+    heads = "step, as a part of that of slices", "slices", "blocks in two dimensions", "in three"
+    return table(heads, rows)
 
 
 def _forecasts(
     case: Case, shape: tuple[int, ...], wire: str, shapes: tuple[tuple[int, ...], ...], constants: Constants
 ) -> Iterator[str]:
+    """Steps of grids as parts of the first one's: their seconds are those of another machine."""
+    first = None
     for grid in shapes:
         size = math.prod(grid)
         network = on(constants, constants.wires[wire], (1, 1, *grid), size if wire == NODE else 2)
         step = step_seconds(replace(case, shape=shape), constants, network)
-        name = " x ".join(map(str, grid))
-        yield f"{name}: {1e3 * step.seconds:.1f} ms, halos {1e3 * step.halos:.1f}"
+        first = first or step.seconds
+        name, halos = " x ".join(map(str, grid)), f"halos {100 * step.halos / step.seconds:.0f} %"
+        yield f"{name}: {step.seconds / first:.2f}, {halos}"
 
 
 def _ratio(row: Row | None) -> str:
